@@ -1,0 +1,30 @@
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+export OMP_WAIT_POLICY ?= passive
+SEED ?= 0
+
+.PHONY: setup test quickstart bench lint clean
+
+setup: $(VENV)/.stamp
+
+$(VENV)/.stamp: pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+test: setup lint
+	$(BIN)/python -m pytest -q
+
+lint: setup
+	$(BIN)/ruff check verl tests examples bench
+	$(BIN)/mypy
+
+quickstart: setup
+	$(BIN)/verl train recipe=quickstart run.seed=$(SEED)
+
+bench: setup
+	$(BIN)/python bench/laptop.py
+
+clean:
+	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,280 @@
+"""One typed configuration tree. Units are in the names; every key is documented under its field.
+
+No torch here. `load.py` composes it (Hydra), `plan.py` derives every size from it, `dialect.py` maps verl's own keys.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class RunConfig:
+    name: str = "run"
+    """The run directory is `<root_dir>/<name>`."""
+    root_dir: str = "runs"
+    seed: int = 0
+    total_steps: int | None = None
+    """Steps of the loop. Null: derived from `total_epochs` and the length of the data."""
+    total_epochs: int = 1
+    resume: str = "auto"
+    """auto: continue from the latest valid checkpoint of the run directory · never: refuse a used directory · PATH."""
+    deterministic: bool = False
+    """Fixed decode shapes, so that a run that was cut is bitwise equal where batch composition is not (DESIGN 6, c)."""
+    save_every_steps: int = 0
+    """0: only at the end (and on SIGTERM)."""
+    keep_last_checkpoints: int = 2
+    keep_every_steps: int = 0
+    """Checkpoints of these steps are never pruned. 0: none."""
+    keep_best: str | None = None
+    """A metric name (`eval/acc/greedy`): the checkpoint with its best value is never pruned."""
+    eval_every_steps: int = 0
+    eval_before: bool = True
+    eval_after: bool = True
+    threads: int | None = None
+    """CPU threads for torch. Null: all cores."""
+    wait_timeout_s: float = 600.0
+    """Deadline of one wait inside the loop (worker call, publish, batch). What was waited for is in the error."""
+
+
+@dataclass
+class ModelConfig:
+    path: str = "???"
+    """A Hugging Face folder (config.json, safetensors, tokenizer)."""
+    tokenizer_path: str | None = None
+    chat_template: str | None = None
+    """A Jinja file that replaces the tokenizer's template."""
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Passed to apply_chat_template (enable_thinking: false, ...)."""
+    trust_remote_code: bool = False
+    dtype: str = "bfloat16"
+    """Compute precision of the model engine (autocast over float32 masters): bfloat16 | float32."""
+    device: str = "auto"
+    """auto | cpu | cuda."""
+    gradient_checkpointing: bool = False
+    attention: str = "auto"
+    """auto: the best packed attention here · padded: one row per sequence, the oracle."""
+    share_prefix: bool = True
+    """A prompt is computed once per group and micro-batch in training."""
+
+
+@dataclass
+class DataConfig:
+    train_files: list[str] = field(default_factory=list)
+    """JSONL or Parquet; local paths or any fsspec URL (s3://, gs://, ...)."""
+    eval_files: list[str] = field(default_factory=list)
+    prompt_key: str = "prompt"
+    messages_key: str = "messages"
+    """SFT rows: the conversation."""
+    tools_key: str | None = None
+    max_prompt_tokens: int = 1024
+    filter_overlong_prompts: bool = True
+    """False: an over-long prompt is an error unless `truncation` says left or right."""
+    truncation: str = "error"
+    """error | left | right | middle, for prompts over the limit when they are not filtered."""
+    shuffle: bool = True
+    seed: int | None = None
+    """Of the shuffle. Null: run.seed."""
+    max_rows: int | None = None
+    max_eval_rows: int | None = None
+    num_workers: int = 2
+    """Processes that render, tokenise and filter."""
+    cache_dir: str | None = None
+    """Tokenised rows by content hash. Null: ~/.cache/verl."""
+    system_prompt: str | None = None
+    """Prepended when a row has no system message."""
+    max_tokens_per_row: int = 1024
+    """SFT: rows longer than this are refused or cut as `truncation` says."""
+
+
+@dataclass
+class AlgorithmConfig:
+    name: str = "grpo"
+    """A row of the table: `verl show algorithms`."""
+    clip_low: float | None = None
+    """Null everywhere below: the preset's value."""
+    clip_high: float | None = None
+    clip_dual: float | None = None
+    aggregation: str | None = None
+    """token-mean | token-sum | seq-mean-token-sum | seq-mean-token-mean | seq-mean-token-sum-norm."""
+    horizon_tokens: int | None = None
+    """Constant C of seq-mean-token-sum-norm."""
+    normalize_by_std: bool | None = None
+    gamma: float | None = None
+    lam: float | None = None
+    kl_loss_coef: float | None = None
+    kl_loss_form: str | None = None
+    """k1 | abs | k2 | k3, with + for the straight-through k2 gradient."""
+    kl_reward_coef: float | None = None
+    kl_reward_form: str | None = None
+    kl_reward_target: float | None = None
+    """Set: adaptive controller (1909.08593); null: fixed."""
+    kl_reward_horizon: float | None = None
+    entropy_coef: float | None = None
+    loss: str | None = None
+    """`module:function`, a user's own per-token loss in place of the preset's policy term."""
+    advantage: str | None = None
+    """`module:function`, a user's own estimator."""
+    filter_groups: bool | None = None
+    """Dynamic sampling: groups without reward variance are rejected and refilled."""
+    filter_metric: str | None = None
+    """The reward component that dynamic sampling looks at. Null: the score."""
+    max_draws_per_group: float | None = None
+    """Dynamic sampling stops the run when it has drawn this many groups per group needed in a step."""
+    on_exhausted: str | None = None
+    """When that happens: stop | smaller (train on what there is, with the right denominator)."""
+
+
+@dataclass
+class StepConfig:
+    prompts_per_step: int = 64
+    """Groups taken per step."""
+    samples_per_prompt: int = 8
+    updates_per_step: int = 1
+    """Optimizer steps per step; each takes an equal share of the groups."""
+    epochs_per_step: int = 1
+    """Passes over the step's samples (verl: ppo_epochs)."""
+    max_tokens_per_microbatch: int = 16384
+    """Tokens of one forward and backward pass; a sequence is never split."""
+
+
+@dataclass
+class OptimConfig:
+    lr: float = 1e-6
+    weight_decay: float = 0.01
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    eps: float = 1e-8
+    clip_grad_norm: float = 1.0
+    schedule: str = "constant"
+    """constant | linear | cosine, after the warm-up."""
+    warmup_steps: int = 0
+    """Optimizer steps. The first update uses lr / (warmup_steps + 1), never 0."""
+    min_lr_ratio: float = 0.0
+    max_skipped_updates: int = 3
+    """Non-finite gradients in a row that are skipped (batch dumped) before the run stops."""
+
+
+@dataclass
+class RolloutConfig:
+    engine: str = "native"
+    """native | hf."""
+    dtype: str = "auto"
+    """auto: as the trainer computes · float32 · bfloat16."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    """Anything that truncates the distribution is refused for training: the trainer cannot reproduce it."""
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: list[str] = field(default_factory=list)
+    stop_token_ids: list[int] = field(default_factory=list)
+    ignore_eos: bool = False
+    max_response_tokens: int = 1024
+    max_concurrent_sequences: int = 256
+    max_kv_tokens: int | None = None
+    """KV slots in tokens. Null: max_concurrent_sequences x (prompt + response)."""
+    prefix_cache_tokens: int = 65536
+    max_prefill_tokens: int = 8192
+    """Prompt tokens per prefill pass; decode goes on between passes."""
+    engine_options: dict[str, Any] = field(default_factory=dict)
+    """Passed to the engine as they are."""
+
+
+@dataclass
+class PipelineConfig:
+    staleness: float = 0.0
+    """0: synchronous. Groups may be trained at most ceil(staleness) versions after their admission."""
+    sync_every: int = 1
+    """Publish the weights every so many steps."""
+    partial_rollout: bool = False
+    """In-flight generations continue under new weights (versions are per span)."""
+    oversample: float = 0.0
+    """Extra groups admitted, as a share of a step; the surplus is kept if its deadline allows."""
+    max_attempts: int = 2
+    """Tries of one trajectory whose rollout failed or whose reward is Invalid."""
+    max_invalid_share: float = 0.2
+    """Stop when more than this share of a step's trajectories had no valid reward."""
+
+
+@dataclass
+class RewardConfig:
+    path: str | None = None
+    """A Python file or `module` with the reward function. Null: by data_source, as verl.reward.compute_score."""
+    name: str = "compute_score"
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    timeout_s: float = 30.0
+    memory_limit_mb: int = 2048
+    num_workers: int = 2
+    max_calls_per_worker: int = 10000
+    overlong_buffer_tokens: int = 0
+    """DAPO soft penalty over the last so many tokens of the budget. 0: off."""
+    overlong_penalty: float = 1.0
+
+
+@dataclass
+class EvalConfig:
+    samples_per_prompt: int = 1
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_response_tokens: int | None = None
+    """Null: as in the rollout."""
+    also_sampled: bool = False
+    """Evaluate a second time with the rollout's own temperature (`sampled` beside `greedy`)."""
+
+
+@dataclass
+class SyncConfig:
+    engine: str = "local"
+    verify_first: int = 3
+    """All tensors are checked for the first so many versions, a sample of them after."""
+    canary: bool = True
+    """Log-probs of fixed probe sequences, trainer against rollout, at every publish."""
+    canary_tolerance: float | None = None
+    """Null: 1e-4 in float32, 0.25 in bfloat16."""
+
+
+@dataclass
+class HealthConfig:
+    mismatch_stop: float = 0.5
+    """k3 KL (rollout || trainer) per token above which the run stops."""
+    mismatch_warn: float = 0.05
+    entropy_floor: float = 0.001
+    """Warn below, in nats per token."""
+    zero_variance_warn: float = 0.9
+    truncated_warn: float = 0.5
+
+
+@dataclass
+class TrackConfig:
+    sinks: list[str] = field(default_factory=lambda: ["console", "jsonl"])
+    """console | jsonl | tensorboard | wandb. jsonl is always written."""
+    project: str = "verl"
+    samples_per_step: int = 0
+    """Trajectories kept per step in samples/. 0: all (replay needs all)."""
+    report_every_steps: int = 0
+    """0: the report is written at the end."""
+
+
+@dataclass
+class SupervisedConfig:
+    rows_per_step: int = 64
+    eval_rows: int = 256
+
+
+@dataclass
+class Config:
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    step: StepConfig = field(default_factory=StepConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    sync: SyncConfig = field(default_factory=SyncConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
+    track: TrackConfig = field(default_factory=TrackConfig)
+    supervised: SupervisedConfig = field(default_factory=SupervisedConfig)

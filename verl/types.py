@@ -1,0 +1,309 @@
+"""The words of DESIGN section 2 as frozen dataclasses. Standard library and numpy only; no torch.
+
+Text is a view: sampled ids are never re-tokenised, and the loss mask of a sample is derived from each segment's
+`source` alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+Source = Literal["prompt", "sampled", "env"]
+Purpose = Literal["train", "baseline", "eval"]
+StopReason = Literal["eos", "stop", "length", "abort", "tool", "context_full", "error"]
+Outcome = Literal["ok", "invalid", "failed", "cancelled"]
+Unit = Literal["token", "turn", "sequence", "group", "step", "update"]
+Kind = Literal["mean", "sum", "max", "min", "last"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn. Travels with the sample: the trainer applies the same temperature.
+
+    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. `stop` are strings, `stop_token_ids` ids; both end the
+    response and are part of it. `seed` makes the draw a function of (seed, position) alone.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens={self.max_tokens}: at least one token must be sampled")
+        if self.temperature < 0:
+            raise ValueError(f"temperature={self.temperature}: must be >= 0 (0 is greedy)")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p}: must be in (0, 1]")
+        if self.top_k < 0:
+            raise ValueError(f"top_k={self.top_k}: must be >= 0 (0 is off)")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p={self.min_p}: must be in [0, 1]")
+
+    @property
+    def truncates(self) -> bool:
+        """True if the sampler renormalises over a kept set, which the trainer cannot reproduce from logits alone."""
+        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One dataset row. `row` holds every column of it; `prompt_ids` the rendered, tokenised prompt."""
+
+    task_id: str
+    index: int
+    messages: tuple[Mapping[str, Any], ...]
+    prompt_ids: np.ndarray  # [P] int64
+    data_source: str = ""
+    ground_truth: Any = None
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+    row: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A run of tokens with one source and, if sampled, one weight version.
+
+    ids [t] int64; logprobs [t] float32 behaviour log-probs (sampled only); side {name: [t, ...]} length-checked.
+    """
+
+    ids: np.ndarray
+    source: Source
+    logprobs: np.ndarray | None = None
+    version: int = -1
+    media: tuple[str, ...] = ()
+    side: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        assert self.ids.ndim == 1, f"segment ids must be [t], got {self.ids.shape}"
+        if self.source == "sampled":
+            assert self.logprobs is not None, "a sampled segment carries one behaviour log-prob per token"
+            assert len(self.logprobs) == len(self.ids), f"{len(self.logprobs)} log-probs for {len(self.ids)} ids"
+        for name, channel in self.side.items():
+            if len(channel) != len(self.ids):
+                raise ValueError(f"side channel {name!r} has {len(channel)} rows for {len(self.ids)} tokens")
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """A reward: one value and its named components (extra keys of a dict reward)."""
+
+    value: float
+    components: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Invalid:
+    """No reward could be given (timeout, crash, malformed). Never enters advantages, statistics or the loss."""
+
+    reason: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One attempt at a task: an append-only list of segments with what came of it."""
+
+    trajectory_id: str
+    group_id: str
+    task_id: str
+    index: int
+    purpose: Purpose
+    attempt: int
+    sampling: Sampling
+    segments: tuple[Segment, ...]
+    stop_reason: StopReason
+    outcome: Outcome = "ok"
+    reward: Score | Invalid | None = None
+    turns: int = 1
+    wall_s: float = 0.0
+    error: str = ""
+
+    @property
+    def ids(self) -> np.ndarray:
+        return np.concatenate([s.ids for s in self.segments]) if self.segments else np.zeros(0, np.int64)
+
+    @property
+    def response_ids(self) -> np.ndarray:
+        """Everything after the first segment (the prompt), environment tokens included."""
+        rest = [s.ids for s in self.segments[1:]]
+        return np.concatenate(rest) if rest else np.zeros(0, np.int64)
+
+    @property
+    def loss_tokens(self) -> int:
+        return sum(len(s.ids) for s in self.segments if s.source == "sampled")
+
+    @property
+    def versions(self) -> tuple[int, int]:
+        """(oldest, newest) weight version among the sampled segments; (-1, -1) if none."""
+        found = [s.version for s in self.segments if s.source == "sampled"]
+        return (min(found), max(found)) if found else (-1, -1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """The trajectories of one task, created together by the controller. `group_id` is the only grouping key."""
+
+    group_id: str
+    task: Task
+    epoch: int
+    draw: int
+    admitted_version: int
+    trajectories: tuple[Trajectory, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One training row linearised from a trajectory (the trajectory is the unit of sequence means and advantages)."""
+
+    sample_id: str
+    trajectory_id: str
+    group_id: str
+    purpose: Purpose
+    segments: tuple[Segment, ...]
+    temperature: float = 1.0
+    reward: float = float("nan")
+    components: Mapping[str, float] = field(default_factory=dict)
+    outcome: Outcome = "ok"
+    truncated: bool = False
+
+    @property
+    def total_tokens(self) -> int:
+        return sum(len(s.ids) for s in self.segments)
+
+    @property
+    def loss_tokens(self) -> int:
+        """Trainable tokens: the sampled ones that something precedes (a first token has no predictor)."""
+        n = sum(len(s.ids) for s in self.segments if s.source == "sampled")
+        return n - (1 if self.segments and self.segments[0].source == "sampled" and len(self.segments[0].ids) else 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ref:
+    """What the driver holds of one sample: scalars only, enough to select, balance and plan. Never tensors."""
+
+    sample_id: str
+    trajectory_id: str
+    group_id: str
+    purpose: Purpose
+    prompt_tokens: int
+    total_tokens: int
+    loss_tokens: int
+    version_min: int
+    version_max: int
+    reward: float
+    components: Mapping[str, float] = field(default_factory=dict)
+    outcome: Outcome = "ok"
+    truncated: bool = False
+
+
+class Refs(tuple[Ref, ...]):
+    """An ordered set of `Ref`; order is the row order of every column read with it."""
+
+    __slots__ = ()
+
+    @property
+    def ids(self) -> list[str]:
+        return [r.sample_id for r in self]
+
+    def of(self, purpose: Purpose) -> Refs:
+        return Refs(r for r in self if r.purpose == purpose)
+
+    def groups(self) -> dict[str, Refs]:
+        found: dict[str, list[Ref]] = {}
+        for r in self:
+            found.setdefault(r.group_id, []).append(r)
+        return {g: Refs(rs) for g, rs in found.items()}
+
+
+def ref_of(sample: Sample) -> Ref:
+    sampled = [s.version for s in sample.segments if s.source == "sampled"]
+    return Ref(
+        sample_id=sample.sample_id, trajectory_id=sample.trajectory_id, group_id=sample.group_id,
+        purpose=sample.purpose, prompt_tokens=len(sample.segments[0].ids), total_tokens=sample.total_tokens,
+        loss_tokens=sample.loss_tokens, version_min=min(sampled, default=-1), version_max=max(sampled, default=-1),
+        reward=sample.reward, components=sample.components, outcome=sample.outcome, truncated=sample.truncated,
+    )  # fmt: skip
+
+
+def samples_of(trajectory: Trajectory) -> tuple[Sample, ...]:
+    """Linearise a trajectory. An append-only trajectory is exactly one sample."""
+    score = trajectory.reward
+    return (
+        Sample(
+            sample_id=f"{trajectory.trajectory_id}#0",
+            trajectory_id=trajectory.trajectory_id,
+            group_id=trajectory.group_id,
+            purpose=trajectory.purpose,
+            segments=trajectory.segments,
+            temperature=trajectory.sampling.temperature,
+            reward=score.value if isinstance(score, Score) else float("nan"),
+            components=score.components if isinstance(score, Score) else {},
+            outcome=trajectory.outcome,
+            truncated=trajectory.stop_reason in ("length", "context_full"),
+        ),
+    )
+
+
+def derive_seed(*parts: object) -> int:
+    """Counter-based seed: a 63-bit hash of the parts, independent of batch, worker, restart and order.
+
+    seed(sample) = derive_seed(run seed, purpose, epoch, draw, task, index, turn, attempt)   (DESIGN section 6)
+    """
+    digest = hashlib.blake2b("\x1f".join(str(p) for p in parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & (2**63 - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """A reducible number: (total, count, unit). Reduced once, globally, at the end of a step.
+
+    kind mean: total / count · sum: total · max, min: extreme of totals · last: the later one wins.
+    """
+
+    total: float
+    count: float = 1.0
+    unit: Unit = "step"
+    kind: Kind = "mean"
+
+    def merge(self, other: Metric) -> Metric:
+        assert (self.unit, self.kind) == (other.unit, other.kind), f"cannot merge {self} with {other}"
+        if self.kind in ("mean", "sum"):
+            return Metric(self.total + other.total, self.count + other.count, self.unit, self.kind)
+        if self.kind == "last":
+            return other
+        extreme = max if self.kind == "max" else min
+        return Metric(extreme(self.total, other.total), self.count + other.count, self.unit, self.kind)
+
+    @property
+    def value(self) -> float:
+        if self.kind != "mean":
+            return self.total
+        return self.total / self.count if self.count else float("nan")
+
+
+Metrics = dict[str, Metric]
+
+
+def merge_metrics(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
+    """Merge the metrics of micro-batches, ranks or phases; the result does not depend on how they were split."""
+    out: Metrics = {}
+    for part in parts:
+        for name, metric in part.items():
+            out[name] = out[name].merge(metric) if name in out else metric
+    return out
+
+
+def as_ids(ids: Sequence[int] | np.ndarray) -> np.ndarray:
+    return np.asarray(ids, dtype=np.int64)
