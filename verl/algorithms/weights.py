@@ -1,0 +1,78 @@
+"""One division: masks become weight columns before the first micro-batch of an optimizer step (algorithms.md 0.1).
+
+After this the engine only ever sums weight x value, so micro-batches, packing, order and layout cannot matter.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from verl.algorithms.terms import Term
+from verl.batch import Columns, segment_sum
+
+AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+def weight_column(
+    columns: Columns,
+    aggregate: str,
+    *,
+    unit: str = "token",
+    horizon_tokens: int | None = None,
+    denominator_mask: Tensor | None = None,
+) -> Tensor:
+    """Weights [L] (unit token) or [S] (unit sequence), float64, 0 outside the mask.
+
+    N counts valid tokens, S the sequences with at least one, of the same mask as the numerator; `denominator_mask` [L]
+    counts them on another mask (denominator=before_rejection). No valid token: all weights 0.
+    """
+    if aggregate not in AGGREGATIONS:
+        raise ValueError(f"aggregation {aggregate!r} is unknown; known: {', '.join(AGGREGATIONS)}")
+    counted = columns.mask if denominator_mask is None else denominator_mask
+    mask = columns.mask.double()
+    n = segment_sum(counted.double(), columns.sequence_of, columns.num_sequences)  # [S]
+    sequences = (n > 0).sum().clamp(min=1).double()
+    if unit == "sequence":
+        present = (columns.counts() > 0).double()
+        return present / (sequences if aggregate.startswith("seq-mean") or aggregate == "token-mean" else 1)
+    if aggregate == "token-mean":
+        return mask / counted.sum().clamp(min=1).double()
+    if aggregate == "token-sum":
+        return mask
+    if aggregate == "seq-mean-token-sum":
+        return mask / sequences
+    if aggregate == "seq-mean-token-mean":
+        return mask / (sequences * n.clamp(min=1)[columns.sequence_of])
+    if horizon_tokens is None:
+        raise ValueError("seq-mean-token-sum-norm needs a constant horizon: set algorithm.horizon_tokens (Dr.GRPO: the "
+                         "maximum response length); the padded width of a micro-batch is not a constant")  # fmt: skip
+    return mask / (sequences * horizon_tokens)
+
+
+def term_weights(columns: Columns, terms: tuple[Term, ...]) -> dict[str, Tensor]:
+    """`w/<term>` for every term, its coefficient included. Unit token: [L]; unit sequence: [S]."""
+    out = {}
+    for term in terms:
+        seen = columns
+        if term.over is not None:
+            keep = columns.sequence[term.over].bool()[columns.sequence_of]
+            seen = Columns(
+                token={}, sequence={}, sequence_of=columns.sequence_of, num_sequences=columns.num_sequences,
+                mask=columns.mask & keep,
+            )  # fmt: skip
+        weight = weight_column(seen, term.aggregate, unit=term.unit, horizon_tokens=term.horizon_tokens)
+        out[f"w/{term.name}"] = term.coef * weight
+    return out
+
+
+def check_finite(columns: Columns, names: tuple[str, ...]) -> None:
+    """Raise a ValueError naming the first sequence with a NaN or infinity inside the mask."""
+    for name in names:
+        bad = columns.mask & ~torch.isfinite(columns[name].reshape(len(columns.mask), -1)).all(-1)
+        if bad.any():
+            at = int(torch.nonzero(bad)[0, 0])
+            raise ValueError(
+                f"{name} is {columns[name][at].tolist()} at trainable token {at} of sequence {int(columns.sequence_of[at])} "
+                f"({int(bad.sum())} such tokens): the model or the sampler produced a non-finite number"
+            )

@@ -1,0 +1,370 @@
+"""The packed batch: a forest of segments, no padding, and the hidden row that predicts each loss token.
+
+    tokens   ids[T] positions[T]            segment s owns tokens seg_start[s]:seg_start[s+1] and continues parent[s]
+    loss     targets[L] target_from[L]      hidden row target_from[l] predicts targets[l]; rows are contiguous in L
+    rows     leaf[R] row_start[R+1]         row r ends in segment leaf[r]; its loss tokens are row_start[r]:row_start[r+1]
+
+A flat pack is the case without parents. A prompt shared by a group is one segment whose last position predicts the first
+token of every response, which is why targets are never made by shifting ids by one (pitfalls 14).
+Columns are [L, ...] per loss token, row columns [R, ...]. `sequence[r]` is the trajectory of row r: the unit of
+"sequence" means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.types import Sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    ids: Tensor  # [T] int64
+    positions: Tensor  # [..., T] int64
+    seg_start: np.ndarray  # [S+1] int64
+    parent: np.ndarray  # [S] int64, -1 at a root; parents come before their children
+    leaf: np.ndarray  # [R] int64
+    row_start: np.ndarray  # [R+1] int64
+    sequence: np.ndarray  # [R] int64, trajectory of each row, 0..num_sequences-1
+    target_from: Tensor  # [L] int64
+    targets: Tensor  # [L] int64
+    columns: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [L, ...]
+    row_columns: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [R, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.seg_start[-1])
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.leaf)
+
+    @property
+    def num_sequences(self) -> int:
+        return int(self.sequence.max()) + 1 if len(self.sequence) else 0
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return int(self.row_start[-1])
+
+    @property
+    def row_of(self) -> Tensor:
+        """[L] row of each loss token."""
+        return torch.from_numpy(np.repeat(np.arange(self.num_rows), np.diff(self.row_start)))
+
+    @property
+    def sequence_of(self) -> Tensor:
+        """[L] trajectory of each loss token."""
+        return torch.from_numpy(np.repeat(self.sequence, np.diff(self.row_start)))
+
+    def with_columns(self, columns: Mapping[str, Tensor]) -> Batch:
+        for name, column in columns.items():
+            assert len(column) == self.num_loss_tokens, f"{name}: {len(column)} values, {self.num_loss_tokens} loss tokens"
+        return replace(self, columns={**self.columns, **columns})
+
+    def with_row_columns(self, columns: Mapping[str, Tensor]) -> Batch:
+        for name, column in columns.items():
+            assert len(column) == self.num_rows, f"{name}: {len(column)} values for {self.num_rows} rows"
+        return replace(self, row_columns={**self.row_columns, **columns})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """Per-token [L, ...] and per-sequence [S] data with the layout that joins them. What algorithms see.
+
+    `mask` [L] bool: True = sampled by the policy and not rejected. Sequence = trajectory, whatever its number of rows.
+    """
+
+    token: Mapping[str, Tensor]
+    sequence: Mapping[str, Tensor]
+    sequence_of: Tensor  # [L] int64
+    num_sequences: int
+    mask: Tensor  # [L] bool
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.token[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.token
+
+    def with_token(self, columns: Mapping[str, Tensor]) -> Columns:
+        return replace(self, token={**self.token, **columns})
+
+    def counts(self) -> Tensor:
+        """[S] float64: masked-in tokens n_i of each sequence."""
+        return segment_sum(self.mask.double(), self.sequence_of, self.num_sequences)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """[L] -> [S]: sum over the masked-in tokens of each sequence."""
+        return segment_sum(torch.where(self.mask, x, torch.zeros_like(x)), self.sequence_of, self.num_sequences)
+
+    def mean(self, x: Tensor) -> Tensor:
+        """[L] -> [S]: mean over the masked-in tokens; 0 where there is none."""
+        return self.sum(x) / self.counts().clamp(min=1).to(x.dtype)
+
+    def cleaned(self) -> Columns:
+        """Inputs outside the mask replaced by 0, so that NaN there reaches neither value nor gradient (section 0)."""
+        zeroed = {n: _where(self.mask, c) if c.is_floating_point() else c for n, c in self.token.items()}
+        return replace(self, token=zeroed)
+
+
+def _where(mask: Tensor, column: Tensor) -> Tensor:
+    shaped = mask.view(-1, *[1] * (column.dim() - 1))
+    return torch.where(shaped, column, torch.zeros_like(column))
+
+
+# -- building --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Node:
+    """A run of tokens in the prefix tree under construction."""
+
+    ids: np.ndarray
+    parent: int
+    depth: int  # tokens before this node
+    children: dict[bytes, int] = field(default_factory=dict)
+
+
+def pack(samples: Sequence[Sample], *, share_prefix: bool = True) -> Batch:
+    """Pack samples into one forest. Equal leading segments are one segment when `share_prefix`.
+
+    Loss tokens are the sampled ones, except a first token of a row (nothing predicts it). The columns
+    `rollout_logprobs` [L] float32 and the row column `temperature` [R] float32 are filled from the samples.
+    """
+    nodes: list[_Node] = []
+    roots: dict[bytes, int] = {}
+    leaf: list[int] = []
+    per_row: list[list[tuple[int, int, int]]] = []  # (node, first sampled offset in node, end) of each row
+    logprobs: list[np.ndarray] = []
+    for sample in samples:
+        at, spans = -1, []
+        for ids, trainable, lp in _runs(sample):
+            key = ids.tobytes()
+            siblings = nodes[at].children if at >= 0 else roots
+            found = siblings.get(key) if share_prefix else None
+            if found is None:
+                depth = nodes[at].depth + len(nodes[at].ids) if at >= 0 else 0
+                nodes.append(_Node(ids, at, depth))
+                found = len(nodes) - 1
+                siblings[key] = found
+            first = 1 if at < 0 else 0
+            at = found
+            if trainable:
+                spans.append((at, first, len(ids)))
+                logprobs.append(lp[first:])
+        if at < 0:
+            raise ValueError(f"sample {sample.sample_id} has no tokens")
+        leaf.append(at)
+        per_row.append(spans)
+    return _assemble(samples, nodes, leaf, per_row, logprobs)
+
+
+def _runs(sample: Sample) -> list[tuple[np.ndarray, bool, np.ndarray]]:
+    """Segments as (ids, trainable, log-probs), empty ones dropped, neighbours of one kind joined.
+
+    Joining keeps the tree shallow: spans of several weight versions are one run. The first segment stays alone, since
+    it is what a group shares.
+    """
+    runs: list[tuple[np.ndarray, bool, np.ndarray]] = []
+    for i, s in enumerate(sample.segments):
+        if len(s.ids) == 0:
+            continue
+        trainable = s.source == "sampled"
+        lp = s.logprobs if s.logprobs is not None else np.zeros(len(s.ids), np.float32)
+        if i > 1 and runs and runs[-1][1] == trainable:
+            ids, _, before = runs.pop()
+            runs.append((np.concatenate([ids, s.ids]), trainable, np.concatenate([before, lp])))
+        else:
+            runs.append((s.ids, trainable, lp))
+    return runs
+
+
+def _assemble(
+    samples: Sequence[Sample],
+    nodes: list[_Node],
+    leaf: list[int],
+    per_row: list[list[tuple[int, int, int]]],
+    logprobs: list[np.ndarray],
+) -> Batch:
+    lengths = np.array([len(n.ids) for n in nodes], np.int64)
+    seg_start = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+    parent = np.array([n.parent for n in nodes], np.int64)
+    depth = np.array([n.depth for n in nodes], np.int64)
+    ids = np.concatenate([n.ids for n in nodes]).astype(np.int64)
+    spans = [(row, node, first, end) for row, spans in enumerate(per_row) for node, first, end in spans]
+    where, came_from, counts = [], [], np.zeros(len(leaf), np.int64)
+    for row, node, first, end in spans:
+        at = np.arange(seg_start[node] + first, seg_start[node] + end)
+        before = at - 1
+        if first == 0 and len(before):  # the first token of a segment is predicted by its parent's last position
+            before[0] = seg_start[parent[node] + 1] - 1
+        where.append(at)
+        came_from.append(before)
+        counts[row] += end - first
+    at_all = np.concatenate(where) if where else np.zeros(0, np.int64)
+    names: dict[str, int] = {}
+    sequence = np.array([names.setdefault(s.trajectory_id, len(names)) for s in samples], np.int64)
+    flat_lp = np.concatenate(logprobs) if logprobs else np.zeros(0, np.float32)
+    return Batch(
+        ids=torch.from_numpy(ids),
+        positions=torch.from_numpy(_ranges(depth, lengths)),
+        seg_start=seg_start,
+        parent=parent,
+        leaf=np.array(leaf, np.int64),
+        row_start=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        sequence=sequence,
+        target_from=torch.from_numpy(np.concatenate(came_from) if came_from else np.zeros(0, np.int64)),
+        targets=torch.from_numpy(ids[at_all]),
+        columns={"rollout_logprobs": torch.from_numpy(np.ascontiguousarray(flat_lp, dtype=np.float32))},
+        row_columns={"temperature": torch.tensor([s.temperature or 1.0 for s in samples], dtype=torch.float32)},
+    )
+
+
+def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """[start_0 .. start_0+length_0-1, start_1 .. ] as one int64 array."""
+    lengths = np.asarray(lengths, np.int64)
+    offsets = np.repeat(np.asarray(starts, np.int64) - np.concatenate([[0], np.cumsum(lengths)[:-1]]), lengths)
+    return np.arange(int(lengths.sum()), dtype=np.int64) + offsets
+
+
+# -- selecting and splitting -----------------------------------------------------------------------------------------
+
+
+def select_rows(batch: Batch, rows: np.ndarray) -> Batch:
+    """The batch of these rows, in this order, with the segments they need and nothing else."""
+    needed = np.zeros(len(batch.parent), bool)
+    at = batch.leaf[rows]
+    while len(at):
+        needed[at] = True
+        at = batch.parent[at]
+        at = at[at >= 0]
+    kept = np.flatnonzero(needed)
+    new_of_old = np.cumsum(needed) - 1
+    lengths = np.diff(batch.seg_start)
+    tokens = _ranges(batch.seg_start[kept], lengths[kept])
+    new_token = np.full(batch.num_tokens, -1, np.int64)
+    new_token[tokens] = np.arange(len(tokens))
+    counts = np.diff(batch.row_start)[rows]
+    loss = torch.from_numpy(_ranges(batch.row_start[rows], counts))
+    _, sequence = np.unique(batch.sequence[rows], return_inverse=True)
+    old_parent = batch.parent[kept]
+    token_index, row_index = torch.from_numpy(tokens), torch.from_numpy(np.asarray(rows, np.int64))
+    return Batch(
+        ids=batch.ids[token_index],
+        positions=batch.positions[..., token_index],
+        seg_start=np.concatenate([[0], np.cumsum(lengths[kept])]).astype(np.int64),
+        parent=np.where(old_parent >= 0, new_of_old[old_parent], -1),
+        leaf=new_of_old[batch.leaf[rows]],
+        row_start=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        sequence=sequence.astype(np.int64),
+        target_from=torch.from_numpy(new_token)[batch.target_from[loss]],
+        targets=batch.targets[loss],
+        columns={name: c[loss] for name, c in batch.columns.items()},
+        row_columns={name: c[row_index] for name, c in batch.row_columns.items()},
+    )
+
+
+def loss_index(batch: Batch, rows: np.ndarray) -> Tensor:
+    """[l] where the loss tokens of `rows` stand in the batch's columns."""
+    return torch.from_numpy(_ranges(batch.row_start[rows], np.diff(batch.row_start)[rows]))
+
+
+def split_rows(batch: Batch, max_tokens: int) -> list[np.ndarray]:
+    """Rows of each micro-batch: at most `max_tokens` tokens each, shared segments counted once, trajectories whole.
+
+    Trajectories under one root stay neighbours. One trajectory longer than the budget makes a micro-batch of its own.
+    """
+    root = np.arange(len(batch.parent))
+    for s, p in enumerate(batch.parent):
+        if p >= 0:
+            root[s] = root[p]
+    order = np.lexsort((np.arange(batch.num_rows), batch.sequence, root[batch.leaf]))
+    by_sequence: dict[int, list[int]] = {}
+    for r in order:
+        by_sequence.setdefault(int(batch.sequence[r]), []).append(int(r))
+    lengths = np.diff(batch.seg_start)
+    parts: list[list[int]] = []
+    held: set[int] = set()
+    used = 0
+    for rows in by_sequence.values():
+        path = _paths(batch.parent, [int(batch.leaf[r]) for r in rows])
+        cost = int(sum(lengths[s] for s in path - held))
+        if parts and used + cost <= max_tokens:
+            parts[-1].extend(rows)
+            held |= path
+            used += cost
+        else:
+            parts.append(list(rows))
+            held, used = path, int(sum(lengths[s] for s in path))
+    return [np.array(p, np.int64) for p in parts]
+
+
+def _paths(parent: np.ndarray, leaves: Sequence[int]) -> set[int]:
+    found: set[int] = set()
+    for s in leaves:
+        while s >= 0 and s not in found:
+            found.add(s)
+            s = int(parent[s])
+    return found
+
+
+def unshare(batch: Batch) -> Batch:
+    """The same rows as a flat pack: one segment a row, prefixes repeated. The oracle of the shared path."""
+    chains = [_chain(batch.parent, int(leaf)) for leaf in batch.leaf]
+    lengths = np.diff(batch.seg_start)
+    tokens, starts, target_from = [], [0], batch.target_from.clone()
+    for r, chain in enumerate(chains):
+        index = np.concatenate([np.arange(batch.seg_start[s], batch.seg_start[s + 1]) for s in chain])
+        place = np.full(batch.num_tokens, -1, np.int64)
+        place[index] = starts[-1] + np.arange(len(index))
+        span = slice(int(batch.row_start[r]), int(batch.row_start[r + 1]))
+        target_from[span] = torch.from_numpy(place)[batch.target_from[span]]
+        tokens.append(index)
+        starts.append(starts[-1] + int(sum(lengths[s] for s in chain)))
+    token_index = torch.from_numpy(np.concatenate(tokens))
+    return replace(
+        batch,
+        ids=batch.ids[token_index],
+        positions=batch.positions[..., token_index],
+        seg_start=np.array(starts, np.int64),
+        parent=np.full(len(chains), -1, np.int64),
+        leaf=np.arange(len(chains), dtype=np.int64),
+        target_from=target_from,
+    )
+
+
+def _chain(parent: np.ndarray, leaf: int) -> list[int]:
+    """Segments from the root to `leaf`."""
+    chain = [leaf]
+    while parent[chain[-1]] >= 0:
+        chain.append(int(parent[chain[-1]]))
+    return chain[::-1]
+
+
+def chains_of(batch: Batch) -> list[list[int]]:
+    """For every segment, the segments from its root down to itself."""
+    chains: list[list[int]] = []
+    for s, p in enumerate(batch.parent):
+        chains.append([*chains[p], s] if p >= 0 else [s])
+    return chains
+
+
+# -- segment reductions ----------------------------------------------------------------------------------------------
+
+
+def segment_sum(x: Tensor, segment: Tensor, num_segments: int) -> Tensor:
+    """Sum x[L, ...] by segment[L] -> [num_segments, ...]. Differentiable; empty segments give 0."""
+    out = torch.zeros((num_segments, *x.shape[1:]), dtype=x.dtype, device=x.device)
+    return out.index_add(0, segment, x)
+
+
+def segment_mean(x: Tensor, segment: Tensor, num_segments: int) -> Tensor:
+    """Mean by segment; empty segments give 0."""
+    count = segment_sum(torch.ones_like(x), segment, num_segments)
+    return segment_sum(x, segment, num_segments) / count.clamp(min=1)

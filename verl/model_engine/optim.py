@@ -1,0 +1,62 @@
+"""Optimizer, learning-rate schedule and gradient clipping."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+SCHEDULES = ("constant", "linear", "cosine")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimSpec:
+    lr: float
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    clip_grad_norm: float = 1.0
+    schedule: str = "constant"
+    warmup_steps: int = 0
+    total_steps: int | None = None
+    min_lr_ratio: float = 0.0
+    max_skipped_updates: int = 3
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"optim.schedule={self.schedule!r}: one of {', '.join(SCHEDULES)}")
+        if self.schedule != "constant" and not self.total_steps:
+            raise ValueError(f"optim.schedule={self.schedule} needs the number of optimizer steps; set run.total_steps")
+
+
+def learning_rate(spec: OptimSpec, step: int) -> float:
+    """Rate of optimizer step `step` (0 is the first). Linear warm-up from lr/(warmup+1); never 0 at the start."""
+    if step < spec.warmup_steps:
+        return spec.lr * (step + 1) / (spec.warmup_steps + 1)
+    if spec.schedule == "constant":
+        return spec.lr
+    assert spec.total_steps is not None
+    span = max(1, spec.total_steps - spec.warmup_steps)
+    done = min(1.0, (step - spec.warmup_steps) / span)
+    shape = 1 - done if spec.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return spec.lr * (spec.min_lr_ratio + (1 - spec.min_lr_ratio) * shape)
+
+
+def make_adamw(model: nn.Module, spec: OptimSpec) -> torch.optim.AdamW:
+    """AdamW; one-dimensional tensors (norms, biases) are not decayed."""
+    params = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    decayed = [p for _, p in params if p.dim() > 1]
+    plain = [p for _, p in params if p.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": spec.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=True)
+
+
+def grad_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:
+    """Global 2-norm of the gradients, float32 0-d."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    if not grads:
+        return torch.zeros(())
+    return torch.nn.utils.get_total_norm(grads, norm_type=2.0)

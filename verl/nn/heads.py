@@ -1,0 +1,22 @@
+"""What is put on top of the hidden states. The head is a construction argument: policy, critic and reward model differ by it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+Head = Literal["lm", "value"]
+
+
+class ValueHead(nn.Module):
+    """hidden [n, H] -> values [n] float32. Starts at zero, so that a fresh critic predicts 0 everywhere."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, hidden_size))
+        self.bias = nn.Parameter(torch.zeros(1))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return torch.nn.functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias)[:, 0]

@@ -1,0 +1,56 @@
+"""Packing is a capability proven per model and attention backend, not assumed (pitfalls 14)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.batch import Batch, pack
+from verl.types import Sample, Segment
+
+
+def probe_batch(vocab_size: int, *, share_prefix: bool) -> Batch:
+    """Two responses to one prompt and a third sequence, with ids spread over the vocabulary."""
+    ids = np.arange(1, 25, dtype=np.int64) * 7919 % max(2, vocab_size - 1)
+    prompt, tails = ids[:6], (ids[6:11], ids[11:18])
+
+    def sample(i: int, head: np.ndarray, tail: np.ndarray) -> Sample:
+        segments = (
+            Segment(ids=head, source="prompt"),
+            Segment(ids=tail, source="sampled", logprobs=np.zeros(len(tail), np.float32), version=0),
+        )
+        return Sample(sample_id=str(i), trajectory_id=str(i), group_id="probe", purpose="train", segments=segments)
+
+    samples = [sample(0, prompt, tails[0]), sample(1, prompt, tails[1]), sample(2, ids[18:20], ids[20:24])]
+    return pack(samples, share_prefix=share_prefix)
+
+
+def check_packing(
+    packed: Callable[[Batch], Tensor], alone: Callable[[Tensor], Tensor], vocab_size: int, *, share_prefix: bool, what: str
+) -> float:
+    """Compare log-probs of a packed probe with each sequence run alone; return the largest difference.
+
+    packed: Batch -> log-probs [L] · alone: ids [t] -> log-probs [t-1] by the model's own forward pass and full logits.
+    Raises ValueError when they differ: packing leaks, or this model changes its logits.
+    """
+    batch = probe_batch(vocab_size, share_prefix=share_prefix)
+    got = packed(batch)
+    worst = 0.0
+    lengths = np.diff(batch.seg_start)
+    for row in range(batch.num_rows):
+        chain = [int(batch.leaf[row])]
+        while batch.parent[chain[-1]] >= 0:
+            chain.append(int(batch.parent[chain[-1]]))
+        ids = torch.cat([batch.ids[batch.seg_start[s] : batch.seg_start[s] + lengths[s]] for s in chain[::-1]])
+        span = slice(int(batch.row_start[row]), int(batch.row_start[row + 1]))
+        expected = alone(ids)[-(span.stop - span.start) :]
+        worst = max(worst, float((got[span] - expected).abs().max()))
+    if not worst <= 1e-3:
+        raise ValueError(
+            f"{what}: packed log-probs differ from those of each sequence alone by {worst:.3g}, so training on packed "
+            "sequences would be wrong for this model. Set model.attention=padded (and model.share_prefix=false)."
+        )
+    return worst

@@ -1,0 +1,221 @@
+"""The columnar store of samples: `runs/<name>/samples/step_000012.parquet`, evaluation in `eval_step_000012.parquet`.
+
+One row is one training row. Ids, masks and per-token numbers come back bit for bit, because a replay reads them; the
+texts are a view. Any Parquet reader opens the files (pandas, DuckDB, `pyarrow.parquet.read_table`).
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from verl.track.files import write_atomic
+from verl.types import Outcome, Purpose, StopReason
+
+FOLDER = "samples"
+Kind = Literal["train", "eval"]
+
+_PREFIX: Mapping[Kind, str] = {"train": "step_", "eval": "eval_step_"}
+_FILE_NAME = re.compile(r"(eval_)?step_(\d+)\.parquet")
+_ROWS_PER_GROUP = 256
+_TEXT_FIELDS = ("sample_id", "trajectory_id", "group_id", "task_id", "purpose", "prompt_text", "response_text")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRow:
+    """One sample as it was trained on (or evaluated).
+
+    P prompt tokens (the first segment), R response tokens (everything after it, environment tokens included).
+    `response_mask` is 1 where the policy sampled the token. A per-token array is None where it was not computed.
+    """
+
+    step: int
+    sample_id: str
+    trajectory_id: str
+    group_id: str
+    task_id: str
+    purpose: Purpose
+    prompt_text: str
+    response_text: str
+    prompt_ids: np.ndarray  # [P] int64
+    response_ids: np.ndarray  # [R] int64
+    response_mask: np.ndarray  # [R] uint8
+    rollout_logprobs: np.ndarray | None = None  # [R] float32, NaN where masked
+    old_logprobs: np.ndarray | None = None  # [R] float32
+    ref_logprobs: np.ndarray | None = None  # [R] float32
+    advantages: np.ndarray | None = None  # [R] float32
+    entropy: np.ndarray | None = None  # [R] float32
+    values: np.ndarray | None = None  # [R] float32
+    returns: np.ndarray | None = None  # [R] float32
+    token_versions: np.ndarray | None = None  # [R] int32, the weight version that sampled the token, -1 where masked
+    reward: float = float("nan")
+    components: Mapping[str, float] = field(default_factory=dict)
+    version_min: int = -1
+    version_max: int = -1
+    stop_reason: StopReason = "eos"
+    outcome: Outcome = "ok"
+    temperature: float = 1.0
+
+    @property
+    def prompt_tokens(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def response_tokens(self) -> int:
+        return len(self.response_ids)
+
+    @property
+    def loss_tokens(self) -> int:
+        return int(np.count_nonzero(self.response_mask))
+
+
+TOKEN_FIELDS: Mapping[str, np.dtype] = {
+    "rollout_logprobs": np.dtype(np.float32),
+    "old_logprobs": np.dtype(np.float32),
+    "ref_logprobs": np.dtype(np.float32),
+    "advantages": np.dtype(np.float32),
+    "entropy": np.dtype(np.float32),
+    "values": np.dtype(np.float32),
+    "returns": np.dtype(np.float32),
+    "token_versions": np.dtype(np.int32),
+}
+"""Per-token arrays of a row that may be None, each as long as the response."""
+
+_ARRAY_FIELDS: Mapping[str, np.dtype] = {
+    "prompt_ids": np.dtype(np.int64),
+    "response_ids": np.dtype(np.int64),
+    "response_mask": np.dtype(np.uint8),
+    **TOKEN_FIELDS,
+}
+_COUNTS = ("prompt_tokens", "response_tokens", "loss_tokens")
+
+SCHEMA = pa.schema(
+    [pa.field("step", pa.int64())]
+    + [pa.field(name, pa.string()) for name in _TEXT_FIELDS]
+    + [pa.field(name, pa.list_(pa.from_numpy_dtype(dtype))) for name, dtype in _ARRAY_FIELDS.items()]
+    + [
+        pa.field("reward", pa.float64()),
+        pa.field("components", pa.string()),
+        pa.field("version_min", pa.int64()),
+        pa.field("version_max", pa.int64()),
+        pa.field("stop_reason", pa.string()),
+        pa.field("outcome", pa.string()),
+        pa.field("temperature", pa.float64()),
+    ]
+    + [pa.field(name, pa.int64()) for name in _COUNTS]
+)
+SCALARS = tuple(f.name for f in SCHEMA if f.name not in _ARRAY_FIELDS and f.name not in ("prompt_text", "response_text"))
+"""The columns that are cheap to read whole: everything but texts and arrays."""
+
+
+def samples_path(run_dir: Path, step: int, kind: Kind = "train") -> Path:
+    return run_dir / FOLDER / f"{_PREFIX[kind]}{step:06d}.parquet"
+
+
+def sample_steps(run_dir: Path, kind: Kind = "train") -> list[int]:
+    """The steps that have samples, in order."""
+    folder = run_dir / FOLDER
+    if not folder.is_dir():
+        return []
+    found = [_FILE_NAME.fullmatch(path.name) for path in folder.iterdir()]
+    return sorted(int(match[2]) for match in found if match and bool(match[1]) == (kind == "eval"))
+
+
+def write_samples(run_dir: Path, step: int, rows: Sequence[SampleRow], kind: Kind = "train") -> Path:
+    """Write the rows of one step, replacing what an earlier attempt wrote of it."""
+    for row in rows:
+        _check(row, step)
+    columns = [_column(name, rows) for name in SCHEMA.names]
+    table = pa.Table.from_arrays(columns, schema=SCHEMA)
+    content = io.BytesIO()
+    pq.write_table(table, content, compression="zstd", row_group_size=_ROWS_PER_GROUP, use_dictionary=list(_TEXT_FIELDS))
+    path = samples_path(run_dir, step, kind)
+    write_atomic(path, content.getvalue())
+    return path
+
+
+def read_samples(
+    run_dir: Path, step: int, kind: Kind = "train", *, sample_ids: Collection[str] | None = None
+) -> list[SampleRow]:
+    """The rows of one step as they were written; `sample_ids` keeps only those rows (in the order of the file)."""
+    path = _existing(run_dir, step, kind)
+    filters = None if sample_ids is None else [("sample_id", "in", list(sample_ids))]
+    table = pq.read_table(path, schema=SCHEMA, filters=filters)
+    columns: dict[str, list[Any]] = {}
+    for name in SCHEMA.names:
+        if name in _ARRAY_FIELDS:
+            columns[name] = _rows_of(table.column(name), _ARRAY_FIELDS[name])
+        elif name not in _COUNTS:
+            columns[name] = table.column(name).to_pylist()
+    columns["components"] = [json.loads(text) for text in columns["components"]]
+    return [SampleRow(**dict(zip(columns, values))) for values in zip(*columns.values())]
+
+
+def read_scalars(run_dir: Path, step: int, kind: Kind = "train") -> list[dict[str, Any]]:
+    """The scalar columns (`SCALARS`) of one step, without texts and arrays: what selecting and plotting need."""
+    table = pq.read_table(_existing(run_dir, step, kind), columns=list(SCALARS))
+    return table.to_pylist()
+
+
+def _existing(run_dir: Path, step: int, kind: Kind) -> Path:
+    path = samples_path(run_dir, step, kind)
+    if not path.exists():
+        known = sample_steps(run_dir, kind)
+        span = f"{len(known)} steps from {known[0]} to {known[-1]}" if known else "none"
+        raise ValueError(f"no {kind} samples of step {step} in {run_dir} (there are: {span})")
+    return path
+
+
+def _check(row: SampleRow, step: int) -> None:
+    assert row.step == step, f"row {row.sample_id} belongs to step {row.step}, not {step}"
+    lengths = {name: getattr(row, name) for name in ("response_mask", *TOKEN_FIELDS)}
+    for name, array in lengths.items():
+        if array is not None:
+            assert array.shape == (row.response_tokens,), (
+                f"{name} of {row.sample_id} is {array.shape} for {row.response_tokens} response tokens"
+            )
+
+
+def _column(name: str, rows: Sequence[SampleRow]) -> pa.Array:
+    values = [getattr(row, name) for row in rows]
+    if name in _ARRAY_FIELDS:
+        return _list_array(name, values, _ARRAY_FIELDS[name])
+    if name == "components":
+        values = [json.dumps({k: float(v) for k, v in components.items()}) for components in values]
+    elif name in ("prompt_text", "response_text"):
+        values = [text.encode("utf-8", "replace").decode() for text in values]
+    return pa.array(values, SCHEMA.field(name).type)
+
+
+def _list_array(name: str, values: Sequence[np.ndarray | None], dtype: np.dtype) -> pa.Array:
+    parts = []
+    for array in values:
+        if array is not None:
+            stored = array.astype(dtype, copy=False)
+            exact = array.dtype == dtype or (array.dtype.kind in "bui" and np.array_equal(stored, array))
+            assert exact, f"{name} must be {dtype} (a replay reads it back bit for bit), got {array.dtype}"
+            parts.append(stored)
+    flat = np.concatenate(parts) if parts else np.zeros(0, dtype)
+    lengths = [0 if array is None else len(array) for array in values]
+    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), pa.int32())
+    missing = pa.array([array is None for array in values], pa.bool_())
+    return pa.ListArray.from_arrays(offsets, pa.array(flat), mask=missing)
+
+
+def _rows_of(column: pa.ChunkedArray, dtype: np.dtype) -> list[np.ndarray | None]:
+    out: list[np.ndarray | None] = []
+    for chunk in column.chunks:
+        flat = chunk.values.to_numpy(zero_copy_only=False).astype(dtype, copy=False)
+        offsets = chunk.offsets.to_numpy()
+        present = chunk.is_valid().to_numpy(zero_copy_only=False)
+        out += [flat[a:b] if ok else None for a, b, ok in zip(offsets[:-1], offsets[1:], present)]
+    return out
