@@ -182,7 +182,7 @@ def resolve(name: str, settings: Mapping[str, Any] | None = None) -> Algorithm:
 def _terms(row: Row) -> tuple[Term, ...]:
     fn = _user_loss(row.loss) if ":" in row.loss else LOSSES[row.loss](row)
     common: dict[str, Any] = {"aggregate": row.aggregation, "horizon_tokens": row.horizon_tokens}
-    out = [Term(name="pg_loss", fn=fn, inputs=("advantages",), **common)]
+    out = [Term(name="pg_loss", fn=fn, inputs=("advantages",), corrected=True, **common)]
     if row.kl_loss_coef:
         kl = partial(tm.kl_loss, form=row.kl_loss_form)
         out.append(Term(name="kl_loss", fn=kl, coef=row.kl_loss_coef, inputs=("ref_logprobs",), **common))

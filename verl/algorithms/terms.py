@@ -33,7 +33,8 @@ class Term:
 
     outputs: what of the model it needs (logprobs, entropy, values) · inputs: stored columns it needs ·
     over: a sequence column of bool that restricts it (None: all) · two_pass: its values depend on statistics over the
-    whole optimizer step, so the engine evaluates it on all log-probs first and back-propagates dL/dlogp.
+    whole optimizer step, so the engine evaluates it on all log-probs first and back-propagates dL/dlogp ·
+    corrected: its weights are multiplied by the column `is_weights` when there is one.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Term:
     outputs: tuple[str, ...] = ("logprobs",)
     inputs: tuple[str, ...] = ()
     two_pass: bool = False
+    corrected: bool = False
 
 
 def log_ratio(new: Tensor, old: Tensor) -> Tensor:

@@ -21,23 +21,27 @@ def weight_column(
     unit: str = "token",
     horizon_tokens: int | None = None,
     denominator_mask: Tensor | None = None,
+    num_tokens: float | None = None,
+    num_sequences: float | None = None,
 ) -> Tensor:
     """Weights [L] (unit token) or [S] (unit sequence), float64, 0 outside the mask.
 
     N counts valid tokens, S the sequences with at least one, of the same mask as the numerator; `denominator_mask` [L]
-    counts them on another mask (denominator=before_rejection). No valid token: all weights 0.
+    counts them on another mask (denominator=before_rejection); `num_tokens` and `num_sequences` are the global counts
+    when `columns` is one rank's share. No valid token: all weights 0.
     """
     if aggregate not in AGGREGATIONS:
         raise ValueError(f"aggregation {aggregate!r} is unknown; known: {', '.join(AGGREGATIONS)}")
     counted = columns.mask if denominator_mask is None else denominator_mask
     mask = columns.mask.double()
     n = segment_sum(counted.double(), columns.sequence_of, columns.num_sequences)  # [S]
-    sequences = (n > 0).sum().clamp(min=1).double()
+    sequences = (n > 0).sum().clamp(min=1).double() if num_sequences is None else num_sequences
+    tokens = counted.sum().clamp(min=1).double() if num_tokens is None else num_tokens
     if unit == "sequence":
         present = (columns.counts() > 0).double()
         return present / (sequences if aggregate.startswith("seq-mean") or aggregate == "token-mean" else 1)
     if aggregate == "token-mean":
-        return mask / counted.sum().clamp(min=1).double()
+        return mask / tokens
     if aggregate == "token-sum":
         return mask
     if aggregate == "seq-mean-token-sum":
@@ -62,6 +66,9 @@ def term_weights(columns: Columns, terms: tuple[Term, ...]) -> dict[str, Tensor]
                 mask=columns.mask & keep,
             )  # fmt: skip
         weight = weight_column(seen, term.aggregate, unit=term.unit, horizon_tokens=term.horizon_tokens)
+        if term.corrected and "is_weights" in columns:  # importance weights of a rollout correction (section 5)
+            assert term.unit == "token"
+            weight = weight * torch.where(columns.mask, columns["is_weights"].double(), 0.0)
         out[f"w/{term.name}"] = term.coef * weight
     return out
 

@@ -8,22 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from verl.batch import Batch, Columns, loss_index, select_rows, split_rows, unshare
+from verl.batch import Batch, loss_index, select_rows, split_rows, unshare
 from verl.model_engine.base import StepOutput, TermLike
+from verl.model_engine.objective import Surrogate, evaluate_terms
 from verl.model_engine.optim import OptimSpec, grad_norm, learning_rate, make_adamw
 from verl.nn import attention
 from verl.nn.heads import Head, ValueHead
 from verl.nn.linear_logprob import linear_logprob
+from verl.nn.packing import check_packing, probe_sequences
 from verl.types import Metric, Metrics, merge_metrics
 
 TOKEN_OUTPUTS = ("logprobs", "entropy", "sum_pi_squared", "values")
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 
 class FSDPEngine:
@@ -56,12 +59,14 @@ class FSDPEngine:
         self._packed = attention_mode != "padded"
         self._source_dir = source_dir
         self._dump_dir = dump_dir
-        self.model = model.float().to(self.device)
+        self.master = torch.float64 if self.dtype == torch.float64 else torch.float32
+        self.model = model.to(self.master).to(self.device)
         _refuse_altered_logits(self.model)
         if self._packed:
             attention.register()
             self.model.set_attn_implementation(attention.PACKED)
-        self.value_head = ValueHead(self.model.config.get_text_config().hidden_size).to(self.device) if head == "value" else None
+        hidden_size = self.model.config.get_text_config().hidden_size
+        self.value_head = ValueHead(hidden_size).to(self.device, self.master) if head == "value" else None
         if gradient_checkpointing:
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.spec = optim
@@ -86,7 +91,7 @@ class FSDPEngine:
             batch, terms, first = self._first_pass(batch, terms, wanted)
         else:
             first = {}
-        parts, kept = [first], {name: torch.empty(batch.num_loss_tokens) for name in wanted}
+        parts, kept = [first], {name: torch.empty(batch.num_loss_tokens, dtype=self.master) for name in wanted}
         for rows in split_rows(batch, self.max_tokens_per_microbatch):
             part = select_rows(batch, rows)
             outputs = self._outputs(part, wanted)
@@ -95,7 +100,7 @@ class FSDPEngine:
             parts.append(metrics)
             index = loss_index(batch, rows)
             for name, value in outputs.items():
-                kept[name][index] = value.detach().float().cpu()
+                kept[name][index] = value.detach().to("cpu", self.master)
         return StepOutput(merge_metrics(parts), kept)
 
     def _first_pass(self, batch: Batch, terms: Sequence[TermLike], wanted: tuple[str, ...]) -> tuple[Batch, list[TermLike], Metrics]:
@@ -114,11 +119,11 @@ class FSDPEngine:
     @torch.no_grad()
     def infer(self, batch: Batch, columns: Sequence[str]) -> dict[str, Tensor]:
         sizes = {name: batch.num_rows if name == "scores" else batch.num_loss_tokens for name in columns}
-        out = {name: torch.empty(size) for name, size in sizes.items()}
+        out = {name: torch.empty(size, dtype=self.master) for name, size in sizes.items()}
         for rows in split_rows(batch, self.max_tokens_per_microbatch):
             index = loss_index(batch, rows)
             for name, value in self._outputs(select_rows(batch, rows), columns).items():
-                out[name][torch.from_numpy(rows) if name == "scores" else index] = value.float().cpu()
+                out[name][torch.from_numpy(rows) if name == "scores" else index] = value.to("cpu", self.master)
         return out
 
     def _outputs(self, batch: Batch, wanted: Sequence[str]) -> dict[str, Tensor]:
@@ -147,7 +152,7 @@ class FSDPEngine:
         return {name: value for name, value in computed.items() if name in wanted and value is not None}
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.dtype == torch.float32 else torch.autocast(self.device.type, dtype=self.dtype)
+        return nullcontext() if self.dtype == self.master else torch.autocast(self.device.type, dtype=self.dtype)
 
     def _hidden_packed(self, batch: Batch) -> Tensor:
         """[T, H] hidden states after the final norm."""
@@ -177,6 +182,37 @@ class FSDPEngine:
         origin = torch.empty(batch.num_tokens, dtype=torch.int64)
         origin[_flat_origin(batch)] = torch.arange(len(flat.ids))
         return hidden.index_select(0, origin.to(self.device))
+
+    def check_packing(self, *, share_prefix: bool) -> float:
+        """Prove packing for this model at start (pitfalls 14); ValueError where it leaks. Returns the largest difference."""
+        if not self._packed:
+            return 0.0
+
+        def alone(ids: Tensor) -> Tensor:
+            with torch.no_grad():
+                z = self.model(input_ids=ids[None].to(self.device), use_cache=False).logits[0].to(self.master)
+            return torch.log_softmax(z, -1)[:-1].gather(-1, ids[1:, None].to(self.device))[:, 0].cpu()
+
+        def packed(batch: Batch) -> Tensor:
+            return self.infer(batch, ("logprobs",))["logprobs"]
+
+        if self.head != "lm":
+            return 0.0
+        kept, self.dtype = self.dtype, self.master
+        trained = self.model.training
+        self.model.eval()
+        try:
+            expected: dict[bytes, Tensor] = {}
+            self.model.set_attn_implementation("sdpa")
+            for ids in probe_sequences(self.model.config.get_text_config().vocab_size):
+                expected[ids.numpy().tobytes()] = alone(ids)
+            self.model.set_attn_implementation(attention.PACKED)
+            vocab, name = self.model.config.get_text_config().vocab_size, type(self.model).__name__
+            return check_packing(packed, lambda ids: expected[ids.numpy().tobytes()], vocab, share_prefix=share_prefix, what=name)
+        finally:
+            self.dtype = kept
+            self.model.train(trained)
+            self.model.set_attn_implementation(attention.PACKED)
 
     # -- optimizer ---------------------------------------------------------------------------------------------------
 
@@ -282,85 +318,8 @@ class FSDPEngine:
         return nn.ModuleDict({"model": self.model.base_model, "value_head": self.value_head})
 
 
-class Surrogate:
-    """The second pass of a two-pass term: sum(dL/doutput * output)."""
-
-    unit: Literal["token", "sequence"] = "token"
-    two_pass = False
-
-    def __init__(self, name: str, output: str) -> None:
-        self.name = name
-        self.outputs = (output,)
-
-    def fn(self, columns: Columns) -> SurrogateValue:
-        return SurrogateValue(columns[self.outputs[0]])
-
-
-class SurrogateValue:
-    def __init__(self, values: Tensor) -> None:
-        self.values = values
-        self.metrics: Mapping[str, Any] = {}
-
-
-def evaluate_terms(terms: Sequence[TermLike], batch: Batch, outputs: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
-    """sum over terms of sum(w * value), and the metrics of the terms. The engine's only reduction.
-
-    A token with weight 0 in a term is outside that term's mask; its inputs are replaced before any arithmetic.
-    """
-    device = next(iter(outputs.values())).device
-    sequence_of = batch.sequence_of.to(device)
-    total = sum((v.sum() * 0.0 for v in outputs.values()), torch.zeros((), device=device))  # backward always has a path
-    metrics: Metrics = {}
-    for term in terms:
-        if term.unit == "token":
-            weight = batch.columns[f"w/{term.name}"].to(device)
-            mask = weight != 0
-        else:
-            weight, mask = _sequence_weight(batch, term.name, device)
-        columns = Columns(
-            token={**{n: c.to(device) for n, c in batch.columns.items()}, **outputs},
-            sequence={}, sequence_of=sequence_of, num_sequences=batch.num_sequences, mask=mask,
-        )  # fmt: skip
-        value = term.fn(columns.cleaned())
-        if term.unit == "token":
-            inside, present = torch.where(mask, value.values, 0.0), mask
-        else:
-            present = weight != 0
-            inside = torch.where(present, value.values, 0.0)
-        loss = (weight * inside.to(weight.dtype)).sum()
-        total = total + loss
-        metrics[term.name] = Metric(float(loss.detach()), 1, "update", "sum")
-        metrics.update(_term_metrics(value.metrics, present, term.unit))
-    return total, metrics
-
-
-def _sequence_weight(batch: Batch, name: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(weight [S], mask [L]) of a sequence-unit term; the row column holds the weight at each trajectory's first row."""
-    per_row = batch.row_columns[f"w/{name}"].to(device)
-    index = torch.from_numpy(batch.sequence).to(device)
-    weight = torch.zeros(batch.num_sequences, dtype=per_row.dtype, device=device).index_add(0, index, per_row)
-    mask = (weight != 0)[batch.sequence_of.to(device)]
-    if "mask" in batch.columns:
-        mask = mask & batch.columns["mask"].to(device).bool()
-    return weight, mask
-
-
-def _term_metrics(found: Mapping[str, tuple[Tensor, Any]], mask: Tensor, unit: str) -> Metrics:
-    out: Metrics = {}
-    count = float(mask.sum())
-    for name, (values, kind) in found.items():
-        inside = values.detach()[mask]
-        if kind == "max":
-            out[name] = Metric(float(inside.max()) if count else 0.0, count, unit, "max")  # type: ignore[arg-type]
-        else:
-            out[name] = Metric(float(inside.double().sum()), count, unit, kind)  # type: ignore[arg-type]
-    return out
-
-
 def _flat_origin(batch: Batch) -> Tensor:
     """[T of unshare(batch)] which token of `batch` each flat token is."""
-    from dataclasses import replace
-
     return unshare(replace(batch, ids=torch.arange(batch.num_tokens))).ids
 
 
@@ -371,3 +330,17 @@ def _refuse_altered_logits(model: nn.Module) -> None:
         found = vars(config).get(name, neutral)
         if found not in (neutral, None):
             raise ValueError(f"{type(model).__name__} changes its logits after the head ({name}={found}); not supported")
+
+
+def load_causal_lm(path: Path, *, trust_remote_code: bool = False) -> nn.Module:
+    """A causal LM from a Hugging Face folder, float32. Raises ValueError when the folder is not one."""
+    from transformers import AutoModelForCausalLM
+
+    if not (path / "config.json").is_file():
+        raise ValueError(f"model.path={path}: no config.json there; give a Hugging Face model folder")
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True, trust_remote_code=trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as e:
+        raise ValueError(f"model.path={path}: cannot be loaded as a causal language model: {e}") from e

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from verl.batch import Batch, pack
+from verl.batch import Batch, pack, unshare
 from verl.types import Sample, Segment
 
 
@@ -28,6 +27,12 @@ def probe_batch(vocab_size: int, *, share_prefix: bool) -> Batch:
     return pack(samples, share_prefix=share_prefix)
 
 
+def probe_sequences(vocab_size: int) -> list[Tensor]:
+    """The probe's sequences, each whole."""
+    batch = unshare(probe_batch(vocab_size, share_prefix=False))
+    return [batch.ids[a:b] for a, b in zip(batch.seg_start[:-1], batch.seg_start[1:])]
+
+
 def check_packing(
     packed: Callable[[Batch], Tensor], alone: Callable[[Tensor], Tensor], vocab_size: int, *, share_prefix: bool, what: str
 ) -> float:
@@ -39,12 +44,7 @@ def check_packing(
     batch = probe_batch(vocab_size, share_prefix=share_prefix)
     got = packed(batch)
     worst = 0.0
-    lengths = np.diff(batch.seg_start)
-    for row in range(batch.num_rows):
-        chain = [int(batch.leaf[row])]
-        while batch.parent[chain[-1]] >= 0:
-            chain.append(int(batch.parent[chain[-1]]))
-        ids = torch.cat([batch.ids[batch.seg_start[s] : batch.seg_start[s] + lengths[s]] for s in chain[::-1]])
+    for row, ids in enumerate(probe_sequences(vocab_size)):
         span = slice(int(batch.row_start[row]), int(batch.row_start[row + 1]))
         expected = alone(ids)[-(span.stop - span.start) :]
         worst = max(worst, float((got[span] - expected).abs().max()))

@@ -84,7 +84,8 @@ class TimeLedger:
     def stop(self) -> None:
         """End the step. Phases that are still open are closed by their own `with`, at no cost."""
         self._book()
-        self._end = self._end or self._mark
+        if self._end is None:
+            self._end = self._mark
 
     @property
     def wall_s(self) -> float:

@@ -1,0 +1,500 @@
+"""Admission, deadlines and batches of groups (DESIGN section 6). Pure logic: no asyncio, no I/O, no clock of its own.
+
+    admit -> running -> complete -> taken -> trained -> (publish) slot free
+                \\-> released (rejected | invalid | cancelled | failed): slot free at once
+
+Words. `step` counts from 0; a publish is due after every `sync_every`-th step and after the last. `version` is the
+number of publishes so far. A group admitted at version a is *due* at the last step that runs at version
+a + ceil(staleness). Due steps never decrease in admission order, so admission order *is* earliest-deadline-first.
+
+Invariant, for every step j >= the next one:   groups due by j  <=  prompts_per_step x steps left until j  (+ extra)
+
+where `extra` = ceil(oversample x prompts_per_step) is what over-sampling may drop. `admit` keeps it because it counts
+its own group; `release` can only help; `take` hands out a batch only if it still holds for the rest. Hence once nothing
+runs any more, the oldest complete groups are always a legal batch: no group outlives its deadline, and no deadlock.
+Room to admit never runs out either: at a take at most (sync_every - 1) batches are trained but unpublished, which leaves
+at least one batch of slots.
+
+At staleness 0 (without over-sampling) the batch is the *head* of the admission order, whatever completes first: what a
+step trains on is then a function of the tasks and their outcomes, not of time, and sync_every steps share one version.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any, Literal
+
+Released = Literal["rejected", "invalid", "cancelled", "failed"]
+OnExhausted = Literal["stop", "smaller"]
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """The group may train while version <= last_version, that is up to and including step `due_step`."""
+
+    group_id: str
+    version: int
+    last_version: int
+    due_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Groups of one step, in admission order. `dropped`: over-sampled surplus that can no longer train; cancel what
+    still runs of it and return its tasks to the cursor. staleness[i] = version now - version at admission."""
+
+    step: int
+    group_ids: tuple[str, ...]
+    dropped: tuple[str, ...]
+    needed: int
+    staleness: tuple[int, ...]
+    waited_s: float
+
+    @property
+    def short(self) -> bool:
+        """Fewer groups than a step asks for: denominators must count what is there."""
+        return len(self.group_ids) < self.needed
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """No batch now. `why` names what must happen: a running group ends · a running group that is due at this step ends
+    · the driver admits · a publish commits. `Scheduler.why_waiting` is the line for people."""
+
+    why: Literal["running", "deadline", "admission", "publish"]
+
+
+@dataclass(frozen=True, slots=True)
+class Exhausted:
+    """The step cannot be filled: the draw budget is spent or the tasks are used up. The declared end of a run."""
+
+    step: int
+    cause: Literal["draws", "data"]
+    complete: int
+    needed: int
+    lost: Mapping[str, int]
+
+    def __str__(self) -> str:
+        what = "the tasks are used up" if self.cause == "data" else "the draw budget of the step is spent"
+        lost = ", ".join(f"{n} {reason}" for reason, n in self.lost.items()) or "none lost"
+        return (
+            f"step {self.step}: {what} with {self.complete} of {self.needed} groups complete"
+            f" (groups so far in this run: {lost})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """What `load_state` found, in admission order. `running` groups are to be played again under their own ids;
+    `dropped` ones cannot train any more under the settings of this run: their tasks go back to the cursor."""
+
+    complete: tuple[str, ...]
+    running: tuple[str, ...]
+    dropped: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Since the first step of the run. staleness: {versions: groups trained at that age}."""
+
+    drawn: int
+    trained: int
+    dropped: int
+    lost: Mapping[str, int]
+    staleness: Mapping[int, int]
+    group_s_total: float
+    group_s_max: float
+
+
+@dataclass(slots=True)
+class _Held:
+    group_id: str
+    version: int
+    order: int
+    since_s: float
+    complete: bool = False
+
+
+def _exact(value: float) -> Fraction:
+    """0.15 as 3/20, so that floor(1.15 x 100) is 115 and not 114."""
+    return Fraction(repr(float(value)))
+
+
+class Scheduler:
+    """See the module. Not thread-safe: the driver's one event loop owns it."""
+
+    def __init__(
+        self,
+        *,
+        prompts_per_step: int,
+        total_steps: int,
+        sync_every: int = 1,
+        staleness: float = 0.0,
+        oversample: float = 0.0,
+        max_draws_per_group: float | None = None,
+        on_exhausted: OnExhausted = "stop",
+        first_step: int = 0,
+        version: int = 0,
+    ) -> None:
+        """max_draws_per_group: groups drawn per group needed in a step before `Exhausted`; None: no limit (then data
+        without a single acceptable group draws for ever). Over-sampled groups come on top of it."""
+        _check_counts(prompts_per_step, sync_every, total_steps, first_step)
+        _check_shares(staleness, oversample, max_draws_per_group, on_exhausted)
+        self.prompts_per_step = prompts_per_step
+        self.sync_every = sync_every
+        self.staleness = staleness
+        self.total_steps = total_steps
+        self.on_exhausted = on_exhausted
+        self.max_lag = math.ceil(staleness)
+        self.slots = math.floor((1 + _exact(staleness)) * prompts_per_step * sync_every)
+        self.extra = math.ceil(_exact(oversample) * prompts_per_step)
+        self.in_order = staleness == 0 and self.extra == 0
+        self._refills_per_step: int | None = None
+        if max_draws_per_group is not None:
+            self._refills_per_step = math.ceil(_exact(max_draws_per_group) * prompts_per_step) - prompts_per_step
+
+        self.version = version
+        self._next_step = first_step  # of the next take
+        self._base = (first_step, version)  # a step and the version it runs at
+        self._groups: dict[str, _Held] = {}  # running and complete, in admission order
+        self._running = 0
+        self._unpublished: dict[int, int] = {}  # version trained at -> groups that hold a slot until the next one
+        self._batch: Batch | None = None
+        self._taken: list[_Held] = []  # the groups of `_batch`
+        self._budget = (0, first_step)  # groups lost since, first step it pays for
+        self._budget_before_take = self._budget
+        self._data_ended = False
+        self._admitted = 0
+        self._waiting_since_s: float | None = None
+        self._lost: Counter[str] = Counter()
+        self._staleness: Counter[int] = Counter()
+        self._dropped = 0
+        self._group_s_total = 0.0
+        self._group_s_max = 0.0
+
+    # ---- versions and deadlines
+
+    @property
+    def next_step(self) -> int:
+        """The step that the next `take` is for."""
+        return self._next_step
+
+    @property
+    def done(self) -> bool:
+        return self._next_step >= self.total_steps
+
+    def publish_due(self, step: int) -> bool:
+        return (step + 1) % self.sync_every == 0 or step + 1 == self.total_steps
+
+    @property
+    def publish_pending(self) -> bool:
+        """A publish that was due has not committed yet."""
+        trained = self._trained_steps
+        at_end = trained == self.total_steps and trained % self.sync_every != 0 and bool(self._unpublished)
+        return self.version < self._version_at(trained) + at_end
+
+    @property
+    def at_publish(self) -> bool:
+        """Every trained step is published: the points where a checkpoint resumes with the rollout's own weights."""
+        return self._batch is None and not self._unpublished
+
+    @property
+    def _trained_steps(self) -> int:
+        return self._next_step - (self._batch is not None)
+
+    def _version_at(self, step: int) -> int:
+        base_step, base_version = self._base
+        return base_version + step // self.sync_every - base_step // self.sync_every
+
+    def _due(self, version: int) -> int:
+        base_step, base_version = self._base
+        period = version + self.max_lag - base_version + base_step // self.sync_every
+        return min((period + 1) * self.sync_every, self.total_steps) - 1
+
+    # ---- admission
+
+    def free_slots(self) -> int:
+        """How many groups may be admitted now."""
+        if self._data_ended:
+            return 0
+        return max(0, self._room() - self._overdrawn() - len(self._groups))
+
+    def _room(self) -> int:
+        """Groups that may be in flight: what the slots hold and what can train by the deadline of this version."""
+        steps_left = self._due(self.version) - self._next_step + 1
+        if steps_left <= 0:  # the last step of this version is taken: wait for the publish
+            return 0
+        held = sum(self._unpublished.values()) + len(self._taken)
+        return max(0, min(self.slots - held, self.prompts_per_step * steps_left)) + self.extra
+
+    def _overdrawn(self) -> int:
+        """Lost groups that the draw budget does not replace. They thin out the look-ahead first, the step last."""
+        if self._refills_per_step is None:
+            return 0
+        lost, first_step = self._budget
+        return max(0, lost - self._refills_per_step * (1 + self._next_step - first_step))
+
+    def admit(self, group_id: str, now_s: float) -> Admission:
+        assert group_id not in self._groups, f"group {group_id} is already in flight"
+        assert self.free_slots() > 0, f"no free slot for group {group_id}: {self.why_waiting(now_s)}"
+        self._groups[group_id] = _Held(group_id, self.version, self._admitted, now_s)
+        self._admitted += 1
+        self._running += 1
+        return Admission(group_id, self.version, self.version + self.max_lag, self._due(self.version))
+
+    def admission_of(self, group_id: str) -> Admission:
+        """Of a group in flight, also after a resume."""
+        version = self._groups[group_id].version
+        return Admission(group_id, version, version + self.max_lag, self._due(version))
+
+    def holds(self, group_id: str) -> bool:
+        """False once a group is taken, released or dropped: its late result is nobody's."""
+        return group_id in self._groups
+
+    def no_more_tasks(self) -> None:
+        """The cursor is at its end. Forgotten when a batch drops groups, because their tasks are back in the cursor."""
+        self._data_ended = True
+
+    # ---- what became of a group
+
+    def complete(self, group_id: str, now_s: float) -> None:
+        """Scored, selected and admissible: ready to train."""
+        group = self._groups.get(group_id)
+        assert group is not None and not group.complete, f"group {group_id} is not running"
+        group.complete = True
+        self._running -= 1
+        duration_s = now_s - group.since_s
+        self._group_s_total += duration_s
+        self._group_s_max = max(self._group_s_max, duration_s)
+
+    def release(self, group_id: str, reason: Released) -> None:
+        """The group will not train. Its slot is free at once, and it counts against the draw budget."""
+        group = self._groups.pop(group_id, None)
+        assert group is not None, f"group {group_id} is not in flight"
+        self._running -= not group.complete
+        self._lost[reason] += 1
+        lost, first_step = self._budget
+        self._budget = (lost + 1, first_step)
+
+    # ---- batches
+
+    def take(self, now_s: float) -> Batch | Wait | Exhausted:
+        """The batch of the next step, if it can be handed out without breaking any deadline of the rest."""
+        assert self._batch is None, f"step {self._next_step - 1} is taken and not trained yet"
+        assert not self.done, f"all {self.total_steps} steps are taken"
+        chosen = self._choose()
+        if chosen is None:
+            if (blocked := self._blocked()) is not None:
+                return self._wait(blocked, now_s) if isinstance(blocked, Wait) else blocked
+            chosen = list(self._groups.values())  # the declared smaller batch: all there is
+        overdue = self._overdue_after(chosen)
+        if overdue is None:
+            return self._wait(Wait("deadline"), now_s)
+        return self._hand_out(chosen, overdue, now_s)
+
+    def _choose(self) -> list[_Held] | None:
+        """The oldest complete groups; at staleness 0 the oldest groups, once they are complete."""
+        needed = self.prompts_per_step
+        if len(self._groups) - self._running < needed:
+            return None
+        if self.in_order:
+            head = [g for g, _ in zip(self._groups.values(), range(needed))]
+            return head if all(g.complete for g in head) else None
+        return [g for g in self._groups.values() if g.complete][:needed]
+
+    def _blocked(self) -> Wait | Exhausted | None:
+        """Why there are too few complete groups; None if a smaller batch is to be trained."""
+        if self._running:
+            return Wait("running")
+        if self.free_slots():
+            return Wait("admission")
+        if self.publish_pending:
+            return Wait("publish")
+        assert self._data_ended or self._overdrawn(), f"stuck without cause: {self._groups}"
+        if self.on_exhausted == "smaller" and self._groups:
+            return None
+        cause: Literal["data", "draws"] = "data" if self._data_ended else "draws"
+        return Exhausted(self._next_step, cause, len(self._groups), self.prompts_per_step, dict(self._lost))
+
+    def _overdue_after(self, chosen: Sequence[_Held]) -> list[_Held] | None:
+        """Groups that could not train any more once `chosen` is taken, to be dropped; None if that is not allowed."""
+        step, taken = self._next_step, {g.group_id for g in chosen}
+        rest = [(g, self._due(g.version)) for g in self._groups.values() if g.group_id not in taken]
+        overdue = [g for g, due in rest if due <= step]
+        later = [due for _, due in rest if due > step]  # ascending
+        feasible = len(overdue) <= self.extra and all(
+            n <= self.prompts_per_step * (due - step) + self.extra for n, due in enumerate(later, 1)
+        )
+        return overdue if feasible else None
+
+    def _hand_out(self, chosen: list[_Held], overdue: list[_Held], now_s: float) -> Batch:
+        for group in (*chosen, *overdue):
+            del self._groups[group.group_id]
+            self._running -= not group.complete
+        since_s = now_s if self._waiting_since_s is None else self._waiting_since_s
+        self._batch = Batch(
+            step=self._next_step,
+            group_ids=tuple(g.group_id for g in chosen),
+            dropped=tuple(g.group_id for g in overdue),
+            needed=self.prompts_per_step,
+            staleness=tuple(self.version - g.version for g in chosen),
+            waited_s=now_s - since_s,
+        )
+        self._taken, self._waiting_since_s = chosen, None
+        self._next_step += 1
+        self._dropped += len(overdue)
+        self._data_ended = self._data_ended and not overdue
+        self._budget_before_take = self._budget
+        if self._batch.short:  # a step that gave up paid for itself: the next one starts with a fresh budget
+            self._budget = (0, self._next_step)
+        return self._batch
+
+    def _wait(self, wait: Wait, now_s: float) -> Wait:
+        if self._waiting_since_s is None:
+            self._waiting_since_s = now_s
+        return wait
+
+    def trained(self, step: int) -> None:
+        """The optimizer steps of `step` are done. Its groups keep their slots until the next publish has committed."""
+        assert self._batch is not None and self._batch.step == step, f"step {step} is not the one in training"
+        self._staleness.update(self._batch.staleness)
+        at = self._version_at(step)
+        self._unpublished[at] = self._unpublished.get(at, 0) + len(self._taken)
+        self._batch, self._taken = None, []
+
+    def published(self, version: int) -> None:
+        """The publish has committed on the rollout side. It may commit while a later step already trains."""
+        assert version == self.version + 1, f"published version {version} after {self.version}"
+        assert self.publish_pending, f"publish of version {version} before its step is trained"
+        self.version = version
+        if version > self._version_at(self._trained_steps):  # after the last step, in the middle of a period
+            self._base = (self._trained_steps, version)
+            self._unpublished.clear()
+        self._unpublished = {at: n for at, n in self._unpublished.items() if at >= version}
+        base_step, base_version = self._base
+        first = (version - base_version + base_step // self.sync_every) * self.sync_every
+        self._budget = (0, min(first, self._next_step))
+
+    # ---- for people
+
+    def why_waiting(self, now_s: float) -> str:
+        """One line for an error message: what the next step needs, what is there, and who is in the way."""
+        complete = len(self._groups) - self._running
+        text = (
+            f"step {self._next_step} needs {self.prompts_per_step} groups: {complete} complete, {self._running} running,"
+            f" {self.free_slots()} slots free"
+        )
+        oldest = next((g for g in self._groups.values() if not g.complete), None)
+        if oldest is not None:
+            text += (
+                f"; oldest running: {oldest.group_id}, {now_s - oldest.since_s:.1f} s, admitted at version"
+                f" {oldest.version}, due by step {self._due(oldest.version)}"
+            )
+        if self._unpublished:
+            text += (
+                f"; {sum(self._unpublished.values())} of {self.slots} slots wait for the publish of {self.version + 1}"
+            )
+        if self._data_ended:
+            text += "; no more tasks"
+        if overdrawn := self._overdrawn():
+            text += f"; draw budget exceeded by {overdrawn}"
+        return text
+
+    def stats(self) -> Stats:
+        return Stats(
+            drawn=self._admitted,
+            trained=sum(self._staleness.values()),
+            dropped=self._dropped,
+            lost=dict(self._lost),
+            staleness=dict(sorted(self._staleness.items())),
+            group_s_total=self._group_s_total,
+            group_s_max=self._group_s_max,
+        )
+
+    # ---- checkpoints
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able, at any moment. A batch that is handed out but not trained counts as complete groups: its step
+        is the next one after a resume."""
+        in_training = self._batch is not None
+        groups = sorted((*self._groups.values(), *self._taken), key=lambda g: g.order)
+        return {
+            "prompts_per_step": self.prompts_per_step,
+            "sync_every": self.sync_every,
+            "next_step": self._trained_steps,
+            "version": self.version,
+            "base": list(self._base),
+            "unpublished": [[at, n] for at, n in self._unpublished.items()],
+            "budget": list(self._budget_before_take if in_training else self._budget),
+            "admitted": self._admitted,
+            "groups": [[g.group_id, g.version, g.order, g.complete] for g in groups],
+            "lost": dict(self._lost),
+            "staleness": [[lag, n] for lag, n in self._staleness.items()],
+            "dropped": self._dropped,
+            "group_s": [self._group_s_total, self._group_s_max],
+        }
+
+    def load_state(self, state: Mapping[str, Any], now_s: float, *, replay: Collection[str] = ()) -> Resumed:
+        """Continue from `state`: same ids, original versions and deadlines. Groups in `replay` were complete but their
+        samples did not survive: they run again. Staleness, oversample, total_steps and budget may differ from the run
+        that saved; what cannot train any more under them is dropped, latest admitted first."""
+        assert not self._admitted, "load_state comes before the first admit"
+        same = (state["prompts_per_step"], state["sync_every"]) == (self.prompts_per_step, self.sync_every)
+        if state["unpublished"] and not same:
+            raise ValueError(
+                f"prompts_per_step={self.prompts_per_step}, sync_every={self.sync_every}: this checkpoint was saved"
+                f" between two publishes with {state['prompts_per_step']} and {state['sync_every']};"
+                " keep those values, or resume from a checkpoint of a step that published"
+            )
+        self._next_step, self.version = state["next_step"], state["version"]
+        base_step, base_version = state["base"]
+        self._base = (base_step, base_version) if same else (self._next_step, self.version)
+        self._unpublished = {at: n for at, n in state["unpublished"]}
+        lost, first_step = state["budget"]
+        self._budget = (lost, first_step) if same else (0, self._next_step)
+        self._admitted = state["admitted"]
+        self._lost, self._staleness = Counter(state["lost"]), Counter(dict(state["staleness"]))
+        self._dropped = state["dropped"]
+        self._group_s_total, self._group_s_max = state["group_s"]
+        dropped = []
+        for group_id, version, order, complete in state["groups"]:
+            due = self._due(version)
+            if len(self._groups) >= self.prompts_per_step * max(0, due - self._next_step + 1) + self.extra:
+                dropped.append(group_id)  # admission order is due order: those before it fill the steps up to its due
+                continue
+            self._groups[group_id] = _Held(group_id, version, order, now_s, complete and group_id not in replay)
+        self._running = sum(not g.complete for g in self._groups.values())
+        self._dropped += len(dropped)
+        return Resumed(
+            complete=tuple(g.group_id for g in self._groups.values() if g.complete),
+            running=tuple(g.group_id for g in self._groups.values() if not g.complete),
+            dropped=tuple(dropped),
+        )
+
+
+def _check_counts(prompts_per_step: int, sync_every: int, total_steps: int, first_step: int) -> None:
+    if prompts_per_step < 1:
+        raise ValueError(f"prompts_per_step={prompts_per_step}: a step takes at least one group")
+    if sync_every < 1:
+        raise ValueError(f"sync_every={sync_every}: weights are published every so many steps, at least 1")
+    if total_steps < 0:
+        raise ValueError(f"total_steps={total_steps}: must be >= 0")
+    if first_step < 0:
+        raise ValueError(f"first_step={first_step}: must be >= 0")
+
+
+def _check_shares(
+    staleness: float, oversample: float, max_draws_per_group: float | None, on_exhausted: OnExhausted
+) -> None:
+    if not (math.isfinite(staleness) and staleness >= 0):
+        raise ValueError(f"staleness={staleness}: must be a finite number >= 0 (0 is synchronous)")
+    if not (math.isfinite(oversample) and oversample >= 0):
+        raise ValueError(f"oversample={oversample}: must be a finite share >= 0 of a step (0 is off)")
+    if max_draws_per_group is not None and not (math.isfinite(max_draws_per_group) and max_draws_per_group >= 1):
+        raise ValueError(f"max_draws_per_group={max_draws_per_group}: must be >= 1, or null for no limit")
+    if on_exhausted not in ("stop", "smaller"):
+        raise ValueError(f"on_exhausted={on_exhausted!r}: must be stop or smaller")

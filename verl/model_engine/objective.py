@@ -1,0 +1,88 @@
+"""The engine's only reduction: sum over terms of sum(w * value), per micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from verl.batch import Batch, Columns
+from verl.model_engine.base import TermLike
+from verl.types import Metric, Metrics
+
+
+class Surrogate:
+    """The second pass of a two-pass term: sum(dL/doutput * output)."""
+
+    unit: Literal["token", "sequence"] = "token"
+    two_pass = False
+
+    def __init__(self, name: str, output: str) -> None:
+        self.name = name
+        self.outputs = (output,)
+
+    def fn(self, columns: Columns) -> SurrogateValue:
+        return SurrogateValue(columns[self.outputs[0]])
+
+
+class SurrogateValue:
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+        self.metrics: Mapping[str, Any] = {}
+
+
+def evaluate_terms(terms: Sequence[TermLike], batch: Batch, outputs: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
+    """sum over terms of sum(w * value), and the metrics of the terms. The engine's only reduction.
+
+    A token with weight 0 in a term is outside that term's mask; its inputs are replaced before any arithmetic.
+    """
+    device = next(iter(outputs.values())).device
+    sequence_of = batch.sequence_of.to(device)
+    total = sum((v.sum() * 0.0 for v in outputs.values()), torch.zeros((), device=device))  # backward always has a path
+    metrics: Metrics = {}
+    for term in terms:
+        if term.unit == "token":
+            weight = batch.columns[f"w/{term.name}"].to(device)
+            mask = weight != 0
+        else:
+            weight, mask = _sequence_weight(batch, term.name, device)
+        columns = Columns(
+            token={**{n: c.to(device) for n, c in batch.columns.items()}, **outputs},
+            sequence={}, sequence_of=sequence_of, num_sequences=batch.num_sequences, mask=mask,
+        )  # fmt: skip
+        value = term.fn(columns.cleaned())
+        if term.unit == "token":
+            inside, present = torch.where(mask, value.values, 0.0), mask
+        else:
+            present = weight != 0
+            inside = torch.where(present, value.values, 0.0)
+        loss = (weight * inside.to(weight.dtype)).sum()
+        total = total + loss
+        metrics[term.name] = Metric(float(loss.detach()), 1, "update", "sum")
+        metrics.update(_term_metrics(value.metrics, present, term.unit))
+    return total, metrics
+
+
+def _sequence_weight(batch: Batch, name: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(weight [S], mask [L]) of a sequence-unit term; the row column holds the weight at each trajectory's first row."""
+    per_row = batch.row_columns[f"w/{name}"].to(device)
+    index = torch.from_numpy(batch.sequence).to(device)
+    weight = torch.zeros(batch.num_sequences, dtype=per_row.dtype, device=device).index_add(0, index, per_row)
+    mask = (weight != 0)[batch.sequence_of.to(device)]
+    if "mask" in batch.columns:
+        mask = mask & batch.columns["mask"].to(device).bool()
+    return weight, mask
+
+
+def _term_metrics(found: Mapping[str, tuple[Tensor, Any]], mask: Tensor, unit: str) -> Metrics:
+    out: Metrics = {}
+    count = float(mask.sum())
+    for name, (values, kind) in found.items():
+        inside = values.detach()[mask]
+        if kind == "max":
+            out[name] = Metric(float(inside.max()) if count else 0.0, count, unit, "max")  # type: ignore[arg-type]
+        else:
+            out[name] = Metric(float(inside.double().sum()), count, unit, kind)  # type: ignore[arg-type]
+    return out

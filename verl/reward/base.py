@@ -1,0 +1,56 @@
+"""The reward protocol: a request in, a Score or an Invalid out. Invalid is never a zero."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from verl.reward.worker import plain_result
+from verl.types import Invalid, Score
+
+Reason = Literal["timeout", "memory", "crash", "exception", "bad_result"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardRequest:
+    """One finished trajectory to score.
+
+    `response_tokens` of at most `max_response_tokens` tokens (environment tokens included, as the budget counts them);
+    `truncated`: it ended because the budget did. The ids are needed by reward managers only.
+    """
+
+    request_id: str
+    data_source: str
+    solution_str: str
+    ground_truth: Any
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+    response_tokens: int = 0
+    max_response_tokens: int = 0
+    truncated: bool = False
+    prompt_ids: np.ndarray | None = None  # [P] int64
+    response_ids: np.ndarray | None = None  # [R] int64
+
+
+class RewardFn(Protocol):
+    async def score(self, request: RewardRequest) -> Score | Invalid:
+        """The reward of one trajectory. Bounded in time; never raises for what a grader does."""
+        ...
+
+    async def close(self) -> None:
+        """Free workers and connections. Idempotent."""
+        ...
+
+
+def parse_result(value: Any) -> Score | Invalid:
+    """What a user's reward function returned, as a Score, or as Invalid("bad_result") with the reason.
+
+    A number, bool, numpy scalar or 0-d tensor; or a dict with such a "score" whose other finite numbers become
+    components. NaN, infinity, None, texts and tuples are Invalid.
+    """
+    plain = plain_result(value)
+    if "value" in plain:
+        return Score(plain["value"], plain["components"])
+    return Invalid(plain["reason"], plain["detail"])

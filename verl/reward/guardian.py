@@ -1,0 +1,241 @@
+"""The guardian of one grader process: outlives whatever user code does, and leaves nothing behind.
+
+    trainer (RewardPool) == control socket ==> guardian -- fork --> worker (user code) --> whatever it forks
+
+It never runs user code, so it always answers. It forks the worker, drains and keeps the tail of its output, sums the
+memory of the worker and of all its descendants, and kills and reaps every one of them when the worker ends, when the
+sum passes the limit, or when the control socket reaches end of file: closed by the pool, or by the kernel because the
+trainer is gone. It then writes one JSON record (how the worker died) to the control socket and exits.
+
+Run as a script, by path and with the standard library only, so that a replacement is up in tens of milliseconds:
+`python -P guardian.py {"channel_fd": 5, "parent_pid": 1, "memory_limit_mb": 2048}`, control socket on 0 and 1.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import json
+import mmap
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+from pathlib import Path
+
+WATCH_S = 0.2  # how often memory is summed
+KILL_S = 5.0  # how long the guardian tries to kill and reap everything
+TAIL_BYTES = 4096
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+LINUX = sys.platform.startswith("linux")
+
+
+def main() -> None:
+    spec = json.loads(sys.argv[1])
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the pool's thread may have blocked what we listen to
+    wake_read, wake_write = _listen(signal.SIGCHLD, signal.SIGTERM)
+    _die_with(spec["parent_pid"], signal.SIGTERM)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of the worker come to us, also those that left its session
+    output_read, output_write = os.pipe()
+    baseline = mmap.mmap(-1, 8)  # MB used by the worker once it has loaded the user's code; 0 before
+    me = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        signal.set_wakeup_fd(-1)
+        for fd in (wake_read, wake_write, output_read):
+            os.close(fd)
+        _become_worker(me, spec["channel_fd"], output_write, baseline)
+        return
+    os.close(spec["channel_fd"])
+    os.close(output_write)
+    os.set_blocking(output_read, False)
+    record = _Guard(pid, wake_read, output_read, baseline, spec["memory_limit_mb"]).run()
+    with contextlib.suppress(OSError):  # the trainer may be gone
+        os.write(1, json.dumps(record).encode())
+
+
+def _listen(*signals: signal.Signals) -> tuple[int, int]:
+    """Turn signals into bytes on a pipe: the poll loop then misses none."""
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    for number in signals:
+        signal.signal(number, lambda *_: None)
+    return read, write
+
+
+def _prctl(option: int, value: int) -> None:
+    if LINUX:
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
+
+
+def _die_with(parent_pid: int, how: signal.Signals) -> None:
+    _prctl(PR_SET_PDEATHSIG, how)
+    if os.getppid() != parent_pid:  # it died before the line above
+        os._exit(1)
+
+
+def _become_worker(guardian_pid: int, channel_fd: int, output_fd: int, baseline: mmap.mmap) -> None:
+    """Own session and group, own output pipe, no way back to the control socket; then serve until told to end."""
+    os.setsid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _die_with(guardian_pid, signal.SIGKILL)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for fd, onto in ((nothing, 0), (output_fd, 1), (output_fd, 2)):
+        os.dup2(fd, onto)
+    os.close(nothing)
+    os.close(output_fd)
+    # By path: `import verl` costs more than all the rest, and a user's grader may not need it.
+    where = importlib.util.spec_from_file_location("verl_reward_worker", Path(__file__).with_name("worker.py"))
+    assert where is not None and where.loader is not None
+    worker = importlib.util.module_from_spec(where)
+    sys.modules[where.name] = worker
+    where.loader.exec_module(worker)
+    worker.serve(socket.socket(fileno=channel_fd), lambda mb: baseline.__setitem__(slice(0, 8), struct.pack("d", mb)))
+
+
+class _Guard:
+    """The watch over one worker."""
+
+    def __init__(self, pid: int, wake_fd: int, output_fd: int, baseline: mmap.mmap, limit_mb: float) -> None:
+        self._pid, self._wake_fd, self._output_fd = pid, wake_fd, output_fd
+        self._baseline, self._limit_mb = baseline, limit_mb
+        self._tail = b""
+        self._status: int | None = None
+        self._memory_mb: float | None = None
+
+    def run(self) -> dict[str, object]:
+        """Watch until the worker ends or has to; then end everything and say how it went."""
+        poller = select.poll()
+        for fd in (0, self._wake_fd, self._output_fd):
+            poller.register(fd, select.POLLIN)
+        look_at = 0.0
+        while self._status is None and self._memory_mb is None:
+            ready = {fd for fd, _ in poller.poll(WATCH_S * 1000)}
+            if self._output_fd in ready and not self._drain():
+                poller.unregister(self._output_fd)
+            if 0 in ready or (self._wake_fd in ready and signal.SIGTERM in os.read(self._wake_fd, 4096)):
+                break
+            self._reap()
+            if time.monotonic() >= look_at:
+                self._memory_mb = self._over_limit()
+                look_at = time.monotonic() + WATCH_S
+        self._end_all()
+        while self._drain(at_end=True):
+            pass
+        died = self._status
+        return {
+            "exit": os.WEXITSTATUS(died) if died is not None and os.WIFEXITED(died) else None,
+            "signal": os.WTERMSIG(died) if died is not None and os.WIFSIGNALED(died) else None,
+            "memory_mb": self._memory_mb,
+            "tail": self._tail.decode(errors="replace"),
+        }
+
+    def _drain(self, at_end: bool = False) -> bool:
+        """Read some output, keep its tail. False at end of file (or when nothing is left, `at_end`)."""
+        try:
+            got = os.read(self._output_fd, 1 << 18)
+        except BlockingIOError:
+            return not at_end
+        self._tail = (self._tail + got)[-TAIL_BYTES:]
+        return bool(got)
+
+    def _reap(self) -> bool:
+        """Collect every ended child, adopted ones too. False when there are no children left."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return False
+            if pid == 0:
+                return True
+            if pid == self._pid:
+                self._status = status
+
+    def _over_limit(self) -> float | None:
+        """Megabytes in use by the worker and its descendants if that is too much, else None."""
+        (base_mb,) = struct.unpack("d", self._baseline[:8])
+        if base_mb == 0:
+            return None
+        pids = descendants(os.getpid())
+        allowed_mb = base_mb + self._limit_mb
+        if sum(map(_resident_mb, pids)) <= allowed_mb:
+            return None
+        used_mb = sum(map(_proportional_mb, pids))  # dearer, but does not count what forks share more than once
+        return used_mb if used_mb > allowed_mb else None
+
+    def _end_all(self) -> None:
+        """SIGKILL and reap the worker's group and every other descendant."""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        deadline = time.monotonic() + KILL_S
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._pid, signal.SIGKILL)
+        while self._reap() and time.monotonic() < deadline:
+            for pid in {*descendants(os.getpid()), *([self._pid] if self._status is None else [])}:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.001)
+
+
+def descendants(root: int) -> list[int]:
+    """Pids of all processes under `root`, without it. Empty where there is no /proc."""
+    found: list[int] = []
+    todo = [root]
+    while todo:
+        children = _children(todo.pop())
+        found += children
+        todo += children
+    return found
+
+
+def _children(pid: int) -> list[int]:
+    found: list[int] = []
+    try:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+    except FileNotFoundError:
+        if os.path.exists(f"/proc/{pid}/stat") and not os.path.exists(f"/proc/{os.getpid()}/task/{os.getpid()}/children"):
+            return _children_by_scan(pid)
+    except OSError:  # ended while we looked
+        pass
+    return found
+
+
+def _children_by_scan(pid: int) -> list[int]:
+    """For kernels without CONFIG_PROC_CHILDREN (some sandboxes)."""
+    found = []
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError):
+                # The name, in parentheses, may itself hold spaces and parentheses.
+                if int(Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[1]) == pid:
+                    found.append(int(entry))
+    return found
+
+
+def _resident_mb(pid: int) -> float:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES / 2**20
+    except OSError:
+        return 0.0
+
+
+def _proportional_mb(pid: int) -> float:
+    try:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) / 1024
+    except OSError:
+        pass
+    return _resident_mb(pid)
+
+
+if __name__ == "__main__":
+    main()

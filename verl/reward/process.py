@@ -1,0 +1,285 @@
+"""The trainer's side of one grader process: start it, call it, kill it. It is used by one caller at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from verl.reward.worker import HEADER
+from verl.types import Invalid, Score
+
+KILL_WAIT_S = 8.0  # for the guardian to kill, reap and report; it gives up after guardian.KILL_S
+REPORT_WAIT_S = 1.0  # for a death to be reported after the channel broke
+MAX_ANSWER_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """The user's reward function: a `.py` file or an importable module, and a name in it.
+
+    `kwargs` are passed to every call; or, with `factory`, once, to the named function, which returns the grader.
+    `with_ids`: the grader also takes `prompt_ids` and `response_ids`.
+    """
+
+    path: str = "verl.reward.compute"
+    name: str = "compute_score"
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    factory: bool = False
+    with_ids: bool = False
+
+    def __str__(self) -> str:
+        return f"reward.path={self.path} reward.name={self.name}"
+
+
+class TargetError(ValueError):
+    """The user's reward function cannot be loaded; the text says why, and the fix."""
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """How a worker ended, as its guardian saw it. All None: the guardian itself was killed."""
+
+    exit: int | None = None
+    signal: int | None = None
+    memory_mb: float | None = None
+    tail: str = ""
+
+    def invalid(self, memory_limit_mb: float) -> Invalid:
+        """The outcome of the call during which it happened."""
+        output = f"; last output: {self.tail[-1000:].strip()}" if self.tail.strip() else ""
+        if self.memory_mb is not None:
+            return Invalid("memory", f"used {self.memory_mb:.0f} MB, reward.memory_limit_mb={memory_limit_mb:g}{output}")
+        if self.signal == signal.SIGABRT and "bad_alloc" in self.tail:
+            return Invalid("memory", f"C++ allocation failed, reward.memory_limit_mb={memory_limit_mb:g}{output}")
+        if self.signal is not None:
+            hint = " (by the kernel, if the machine is out of memory)" if self.signal == signal.SIGKILL else ""
+            return Invalid("crash", f"the grader was killed by {signal.Signals(self.signal).name}{hint}{output}")
+        how = f"exited with code {self.exit}" if self.exit is not None else "and its guardian were killed"
+        return Invalid("crash", f"the grader {how}{output}")
+
+
+class Worker:
+    """One grader process with its guardian. Build with `start_worker`."""
+
+    def __init__(self, popen: subprocess.Popen[bytes], channel: Stream, control: Stream, memory_limit_mb: float) -> None:
+        self.calls = 0
+        self.grown_mb = 0.0  # address space gained since it was ready
+        self.ready_s = 0.0  # from start to ready
+        self.pid = 0
+        self.healthy = True  # False once it must not be called again
+        self._popen, self._channel, self._control = popen, channel, control
+        self._memory_limit_mb = memory_limit_mb
+        self._death = asyncio.create_task(self._watch())
+
+    @property
+    def alive(self) -> bool:
+        return not self._death.done()
+
+    async def load(self, target: Target, timeout_s: float) -> None:
+        """Have it load the target. Raises TargetError."""
+        sys_path = [os.path.abspath(p) for p in sys.path]
+        kwargs = dict(target.kwargs)
+        init = {
+            "path": target.path, "name": target.name, "kwargs": kwargs, "factory": target.factory,
+            "with_ids": target.with_ids, "sys_path": sys_path, "memory_limit_mb": self._memory_limit_mb,
+        }  # fmt: skip
+        started = time.monotonic()
+        answer = await self._round_trip(pickle.dumps(init), timeout_s)
+        if answer is None:
+            why = "hangs" if self.alive else "died"
+            death = await self.kill()
+            outcome = f"did not load within {timeout_s:g} s" if why == "hangs" else f"ended while loading: {death.invalid(0).detail}"
+            raise TargetError(f"{target}: {outcome}. Fix: run `python {target.path}` by itself")
+        if "error" in answer:
+            await self.kill()
+            raise TargetError(f"{target}: {answer['error']}")
+        self.pid = answer["pid"]
+        self.ready_s = time.monotonic() - started
+
+    async def call(self, arguments: Mapping[str, Any], timeout_s: float) -> Score | Invalid:
+        """One call of the user's function; after `timeout_s` of wall clock everything it started is killed."""
+        self.calls += 1
+        try:
+            frame = HEADER.pack(self.calls) + pickle.dumps(arguments)
+        except Exception as error:  # __reduce__ of objects in the user's rows
+            return Invalid("exception", f"the row cannot be sent to the grader: {type(error).__name__}: {error}")
+        self.healthy = False  # until it has answered; stays so if the caller is cancelled
+        answer = await self._round_trip(frame, timeout_s)
+        if answer is None:
+            if self.alive:
+                death = await self.kill()
+                if death.memory_mb is None:
+                    tail = f"; last output: {death.tail[-1000:].strip()}" if death.tail.strip() else ""
+                    return Invalid("timeout", f"no result within reward.timeout_s={timeout_s:g}{tail}")
+            return self._death.result().invalid(self._memory_limit_mb)
+        if answer.get("id") != self.calls:
+            return Invalid("crash", "the grader's process answered out of turn")
+        self.grown_mb = answer["grown_mb"]
+        if "value" in answer:
+            self.healthy = True
+            return Score(answer["value"], answer["components"])
+        self.healthy = answer["reason"] != "memory"  # a heap that hit the limit is not reused
+        return Invalid(answer["reason"], answer["detail"])
+
+    async def stop(self, grace_s: float = 1.0) -> None:
+        """Ask it to end (atexit handlers run), then kill whatever is left."""
+        self.healthy = False
+        self._channel.close()
+        await asyncio.wait({self._death}, timeout=grace_s)
+        await self.kill()
+
+    async def kill(self) -> Death:
+        """End the worker and everything it started; returns once they are gone."""
+        self.healthy = False
+        self._control.order()
+        await asyncio.wait({self._death}, timeout=KILL_WAIT_S)
+        if not self._death.done():
+            self._force()
+            await asyncio.wait({self._death}, timeout=KILL_WAIT_S)
+        self._channel.close()
+        self._control.close()
+        if not self._death.done():  # not even SIGKILL: uninterruptible in the kernel
+            self._death.cancel()
+            return Death(tail=f"process {self._popen.pid} does not die")
+        return self._death.result()
+
+    def abandon(self) -> None:
+        """Without waiting: the guardian kills everything when its control socket closes."""
+        self.healthy = False
+        self._channel.close()
+        self._control.close()
+        self._death.cancel()
+
+    async def _round_trip(self, frame: bytes, timeout_s: float) -> dict[str, Any] | None:
+        """The answer to one frame; None if the worker died (then `alive` is False) or is out of time."""
+        exchange = asyncio.create_task(self._channel.exchange(frame))
+        try:
+            await asyncio.wait({exchange, self._death}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            answer = exchange.result() if exchange.done() else None
+        finally:
+            exchange.cancel()
+        if answer is None and exchange.done() and not exchange.cancelled():  # end of file: its death is on the way
+            await asyncio.wait({self._death}, timeout=REPORT_WAIT_S)
+            if self.alive:
+                await self.kill()
+        return answer
+
+    async def _watch(self) -> Death:
+        """Lives as long as the guardian does; its control socket closes only with it."""
+        record = await self._control.read_all()
+        deadline = time.monotonic() + KILL_WAIT_S
+        while self._popen.poll() is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.002)
+        if self._popen.returncode is None:
+            self._force()
+        elif self._popen.returncode < 0 and self.pid:
+            self._kill_group()  # the guardian was shot: it could not clean up
+        try:
+            return Death(**json.loads(record))
+        except (ValueError, TypeError):  # no record, or what the interpreter said when it could not start
+            return Death(tail=record.decode(errors="replace"))
+
+    def _force(self) -> None:
+        """For a guardian that does not answer (stopped by user code, say)."""
+        with contextlib.suppress(psutil.Error):
+            for process in psutil.Process(self._popen.pid).children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+        self._popen.kill()
+        self._kill_group()
+
+    def _kill_group(self) -> None:
+        if self.pid:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+
+class Stream:
+    """A socket pair end on the event loop."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    async def exchange(self, frame: bytes) -> dict[str, Any] | None:
+        """Send a frame and read the answer; None at end of file or for an answer that no worker of ours gives."""
+        try:
+            self._writer.write(HEADER.pack(len(frame)) + frame)
+            await self._writer.drain()
+            (size,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
+            if size > MAX_ANSWER_BYTES:
+                return None
+            return _answer(await self._reader.readexactly(size))
+        except (OSError, asyncio.IncompleteReadError):
+            return None
+
+    async def read_all(self) -> bytes:
+        try:
+            return await self._reader.read(-1)
+        except OSError:
+            return b""
+
+    def order(self) -> None:
+        """Half-close: the other side reads end of file and can still answer."""
+        if not self._writer.is_closing():
+            with contextlib.suppress(OSError):
+                self._writer.write_eof()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _answer(body: bytes) -> dict[str, Any] | None:
+    """User code shares the process that wrote this: believe only what has the right shape."""
+    try:
+        answer = json.loads(body)
+    except ValueError:
+        return None
+    if not isinstance(answer, dict):
+        return None
+    if "value" in answer:
+        numbers = [answer["value"], answer.get("grown_mb"), *dict(answer.get("components") or {}).values()]
+        fine = all(isinstance(n, int | float) and math.isfinite(n) for n in numbers)
+        return answer if fine else None
+    shaped = "error" in answer or "pid" in answer or {"reason", "detail", "grown_mb"} <= answer.keys()
+    return answer if shaped else None
+
+
+async def start_worker(target: Target, *, memory_limit_mb: float, start_timeout_s: float) -> Worker:
+    """Start a fresh interpreter and load the target in it. Raises TargetError; leaves nothing behind then."""
+    channel, channel_far = socket.socketpair()
+    control, control_far = socket.socketpair()
+    spec = {"channel_fd": channel_far.fileno(), "parent_pid": os.getpid(), "memory_limit_mb": memory_limit_mb}
+    # One thread each: graders are many, and the address space that thread pools reserve counts against the limit.
+    threads = {name: os.environ.get(name, "1") for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+    with channel_far, control_far:
+        popen = subprocess.Popen(
+            [sys.executable, "-P", str(Path(__file__).with_name("guardian.py")), json.dumps(spec)],
+            stdin=control_far, stdout=control_far, stderr=control_far, pass_fds=(channel_far.fileno(),),
+            start_new_session=True, env={**os.environ, **threads},
+        )  # fmt: skip
+    worker = Worker(popen, await _stream(channel), await _stream(control), memory_limit_mb)
+    try:
+        await worker.load(target, start_timeout_s)
+    except BaseException:
+        worker.abandon()
+        raise
+    return worker
+
+
+async def _stream(end: socket.socket) -> Stream:
+    return Stream(*await asyncio.open_connection(sock=end))

@@ -1,0 +1,243 @@
+"""What a person sees while a run goes on: a live panel on a terminal, one line per step in a log file."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from verl.track.metrics import TimeLedger
+
+PHASE_COLORS: Mapping[str, str] = {
+    "rollout": "#3987e5", "reward_wait": "#86b6ef", "experience": "#199e70", "ref": "#6fc6a5", "old_logprobs": "#3fb58b",
+    "values": "#0e7a55", "advantages": "#a5dcc7", "update": "#d95926", "publish": "#c98500", "evaluate": "#9085e9",
+    "checkpoint": "#d55181", "log": "#b0afa9", "other": "#6f6e69",
+}  # fmt: skip
+_SPARKS = "▁▂▃▄▅▆▇█"
+_ACCURACY = ("eval/acc/greedy", "eval/acc/sampled")
+
+
+@dataclass(frozen=True, slots=True)
+class _Field:
+    label: str
+    metrics: tuple[str, ...]
+    show: Callable[[float], str]
+    spark: bool = False
+
+
+def compact(value: float) -> str:
+    """Three significant digits with a magnitude letter: 0.413, 1.2e-06, 3.42k, 12.8M."""
+    if not math.isfinite(value):
+        return str(value)
+    size = abs(value)
+    for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if size >= limit:
+            return f"{value / limit:.3g}{letter}"
+    return f"{value:.3g}" if size >= 1e-3 or size == 0 else f"{value:.1e}"
+
+
+def duration(seconds: float) -> str:
+    """8.1s, 4m 05s, 3h 12m, 2d 4h."""
+    if seconds < 60:
+        return f"{seconds:.1f}s"
+    whole = int(seconds)
+    if whole < 3600:
+        return f"{whole // 60}m {whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d {whole % 86400 // 3600}h"
+
+
+_FIELDS = (
+    _Field("reward", ("critic/score/mean", "critic/rewards/mean"), compact, spark=True),
+    _Field("loss", ("train/loss", "loss"), compact, spark=True),
+    _Field("held-out loss", ("eval/loss",), compact),
+    _Field("entropy", ("actor/entropy",), compact, spark=True),
+    _Field("length", ("response_length/mean",), lambda v: f"{v:.0f}", spark=True),
+    _Field("mismatch KL", ("mismatch/k3",), compact),
+    _Field("grad norm", ("actor/grad_norm", "train/grad_norm"), compact),
+    _Field("lr", ("actor/lr", "train/lr"), compact),
+    _Field("tok/s", ("perf/throughput",), compact),
+)
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """One character per value, between the least and the greatest of them."""
+    finite = [v for v in values if math.isfinite(v)]
+    if len(finite) < 2:
+        return ""
+    low, span = min(finite), (max(finite) - min(finite)) or 1.0
+    return "".join(_SPARKS[int((v - low) / span * (len(_SPARKS) - 1) + 0.5)] for v in finite)
+
+
+class LiveProgress:
+    """Progress of a run. On a terminal a panel that redraws itself; elsewhere one line per `update`."""
+
+    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console or Console()
+        self._clock = clock
+        self._live: Live | None = None
+        self._title, self._total, self._step = "", 0, 0
+        self._started = self._last_update = clock()
+        self._intervals: deque[float] = deque(maxlen=15)
+        self._values: dict[str, float] = {}
+        self._history: dict[str, deque[float]] = {}
+        self._accuracy: list[tuple[int, float]] = []
+        self._accuracy_name = ""
+        self._shares: dict[str, float] = {}
+
+    def start(self, total_steps: int | None, title: str) -> None:
+        """`total_steps` None: not known, no estimate of the time left."""
+        self._title, self._total = title, total_steps or 0
+        self._started = self._last_update = self._clock()
+        if self._console.is_terminal:
+            self._live = Live(
+                get_renderable=self._panel, console=self._console, refresh_per_second=4, transient=False
+            )
+            self._live.start()
+        else:
+            self.message(f"{title} · {self._total or '?'} steps")
+
+    def update(self, step: int, values: Mapping[str, float], ledger: TimeLedger | None = None) -> None:
+        """Step `step` is done. Without a ledger the times come from the `timing_s/*` among the values."""
+        now = self._clock()
+        if step > self._step:
+            elapsed = now - self._last_update
+            self._intervals.append(elapsed if self._intervals else values.get("perf/time_per_step", elapsed))
+            self._last_update = now
+        self._step = max(step, self._step)
+        self._values |= values
+        self._note_accuracy(step, values)
+        for field in _FIELDS:
+            value = _first(values, field.metrics)
+            if field.spark and value is not None:
+                self._history.setdefault(field.label, deque(maxlen=32)).append(value)
+        self._shares = _shares(values, ledger) or self._shares
+        if self._live is not None:
+            self._live.refresh()
+        else:
+            self._print(self._line(step, values))
+
+    def message(self, text: str) -> None:
+        """A line that stays, above the panel."""
+        self._print(text)
+
+    def stop(self) -> None:
+        """Leave the last state on the screen. May be called again."""
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    @property
+    def eta_s(self) -> float | None:
+        if not self._total or not self._intervals:
+            return None
+        return median(self._intervals) * max(0, self._total - self._step)
+
+    def _note_accuracy(self, step: int, values: Mapping[str, float]) -> None:
+        per_source = sorted(n for n in values if n.startswith("eval/") and n.endswith("/acc/greedy"))
+        name = next((n for n in (self._accuracy_name, *_ACCURACY, *per_source) if n in values), "")
+        if name and (not self._accuracy_name or name == self._accuracy_name):
+            self._accuracy_name = name
+            self._accuracy.append((step, values[name]))
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True, emoji=False)
+
+    def _line(self, step: int, values: Mapping[str, float]) -> str:
+        total = f"/{self._total}" if self._total else ""
+        parts = [f"step {step:>{len(str(self._total))}}{total}"]
+        if self._accuracy and self._accuracy[-1][0] == step:
+            parts.append(f"held-out {self._accuracy[-1][1]:.3f}{self._accuracy_change()}")
+        for field in _FIELDS:
+            value = _first(values, field.metrics)
+            if value is not None:
+                parts.append(f"{field.label} {field.show(value)}")
+        shares = sorted(_shares(values, None).items(), key=lambda item: -item[1])[:3]
+        if "perf/time_per_step" in values:
+            where = " ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.01)
+            parts.append(duration(values["perf/time_per_step"]) + (f" ({where})" if where else ""))
+        if self.eta_s:
+            parts.append(f"eta {duration(self.eta_s)}")
+        return " · ".join(parts)
+
+    def _accuracy_change(self) -> str:
+        if len(self._accuracy) < 2:
+            return ""
+        (first_step, first), (_, previous), (_, last) = self._accuracy[0], self._accuracy[-2], self._accuracy[-1]
+        change = f" ({last - previous:+.3f}"
+        return change + (f", {last - first:+.3f} since step {first_step})" if len(self._accuracy) > 2 else ")")
+
+    def _panel(self) -> RenderableType:
+        rows: list[RenderableType] = [self._progress_row()]
+        if self._accuracy:
+            step, value = self._accuracy[-1]
+            line = Text.assemble(("held-out accuracy  ", "dim"), (f"{value:.3f}", "bold"), self._accuracy_change())
+            line.append(f"  at step {step}  ", "dim").append(sparkline([v for _, v in self._accuracy[-32:]]), "green")
+            rows.append(line)
+        rows.append(self._metric_grid())
+        if self._shares:
+            rows.append(self._time_bar(max(20, min(60, self._console.width - 8))))
+        return Panel(Group(*rows), title=Text(self._title, "bold"), title_align="left", border_style="dim")
+
+    def _progress_row(self) -> RenderableType:
+        grid = Table.grid(padding=(0, 2), expand=True)
+        for ratio in (None, 1, None):
+            grid.add_column(ratio=ratio)
+        since = duration(self._clock() - self._started)
+        eta = "" if self.eta_s is None else f" · {duration(self.eta_s)} left"
+        count = f"step {self._step}/{self._total}" if self._total else f"step {self._step}"
+        bar = ProgressBar(total=self._total or None, completed=self._step, pulse=not self._total)
+        grid.add_row(Text(count, "bold"), bar, Text(since + eta, "dim"))
+        return grid
+
+    def _metric_grid(self) -> RenderableType:
+        grid = Table.grid(padding=(0, 3))
+        cells = []
+        for field in _FIELDS:
+            value = _first(self._values, field.metrics)
+            if value is not None:
+                cell = Text.assemble((f"{field.label} ", "dim"), field.show(value))
+                if field.spark and self._console.width >= 90:
+                    cell.append("  " + sparkline(list(self._history.get(field.label, ()))[-16:]), "blue")
+                cells.append(cell)
+        width = 4 if self._console.width >= 110 else 3 if self._console.width >= 70 else 2
+        for i in range(0, len(cells), width):
+            grid.add_row(*cells[i : i + width])
+        return grid
+
+    def _time_bar(self, width: int) -> RenderableType:
+        bar, legend = Text(), Text()
+        ends, done = 0, 0.0
+        for name, share in self._shares.items():
+            done += share
+            start, ends = ends, round(done * width)
+            color = PHASE_COLORS.get(name, PHASE_COLORS["other"])
+            bar.append("█" * (ends - start), color)
+            if share >= 0.02:
+                legend.append("■ ", color).append(f"{name} {share:.0%}  ", "dim")
+        return Group(bar, legend)
+
+
+def _first(values: Mapping[str, float], names: Sequence[str]) -> float | None:
+    return next((values[name] for name in names if name in values), None)
+
+
+def _shares(values: Mapping[str, float], ledger: TimeLedger | None) -> dict[str, float]:
+    if ledger is not None:
+        seconds = ledger.seconds()
+    else:
+        seconds = {n.removeprefix("timing_s/"): s for n, s in values.items() if n.startswith("timing_s/")}
+        seconds.pop("step", None)
+    total = sum(seconds.values())
+    return {name: s / total for name, s in seconds.items()} if total > 0 else {}
