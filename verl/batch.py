@@ -113,6 +113,20 @@ class Columns:
         return replace(self, token=zeroed)
 
 
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """One column of several samples: values [N, ...], those of sample i at offsets[i]:offsets[i+1]."""
+
+    values: Tensor
+    offsets: np.ndarray  # [R+1] int64
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def row(self, i: int) -> Tensor:
+        return self.values[int(self.offsets[i]) : int(self.offsets[i + 1])]
+
+
 def _where(mask: Tensor, column: Tensor) -> Tensor:
     shaped = mask.view(-1, *[1] * (column.dim() - 1))
     return torch.where(shaped, column, torch.zeros_like(column))

@@ -11,7 +11,7 @@ every row: masks come from comparing token ids of renderings, never from searchi
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -138,6 +138,10 @@ class _Renderer:
     def ids(self, messages: Sequence[Message], *, prompt: bool) -> np.ndarray:
         return _as_ids(self._apply(messages, prompt=prompt, tokenize=True))
 
+    def turn(self, messages: Sequence[Message], i: int) -> tuple[np.ndarray, np.ndarray]:
+        """(P, E) of assistant turn i: its prompt, and everything up to and including it."""
+        return self.ids(messages[:i], prompt=True), self.ids(messages[: i + 1], prompt=False)
+
     def _apply(self, messages: Sequence[Message], *, prompt: bool, tokenize: bool) -> Any:
         if not messages:
             raise RenderError("no messages to render")
@@ -188,19 +192,14 @@ _PLAIN = {"role": "assistant", "content": "It is 42."}
 _THINK = {"role": "assistant", "content": "<think>\nsix sevens, forty-two\n</think>\n\nIt is 42."}
 _SYSTEM = {"role": "system", "content": "Reply as a quokka."}
 _CALL = {
-    "role": "assistant",
-    "content": "",
+    "role": "assistant", "content": "",
     "tool_calls": [{"id": "abcdef123", "type": "function", "function": {"name": "quokka_sum", "arguments": {"a": 6}}}],
-}
+}  # fmt: skip
 _ANSWER = {"role": "tool", "name": "quokka_sum", "tool_call_id": "abcdef123", "content": "wombat 42"}
+_PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer", "description": "A number."}}}
 _TOOL = {
-    "type": "function",
-    "function": {
-        "name": "quokka_sum",
-        "description": "Adds.",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer", "description": "A number."}}},
-    },
-}
+    "type": "function", "function": {"name": "quokka_sum", "description": "Adds.", "parameters": _PARAMETERS},
+}  # fmt: skip
 
 
 def audit_template(
@@ -218,7 +217,10 @@ def audit_template(
     tools = _supports_tools(with_tools, reasons)
     calls = _supports_tool_calls(with_tools if tools else plain, reasons)
 
-    probes = {"plain turns": [_USER, _PLAIN, _AGAIN, _PLAIN], "<think> blocks": [_USER, _THINK, _AGAIN, _THINK]}
+    probes: dict[str, list[dict[str, Any]]] = {
+        "plain turns": [_USER, _PLAIN, _AGAIN, _PLAIN],
+        "<think> blocks": [_USER, _THINK, _AGAIN, _THINK],
+    }
     if system:
         probes["a system message"] = [_SYSTEM, _USER, _PLAIN, _AGAIN, _PLAIN]
     if calls:
@@ -278,16 +280,15 @@ def _supports_role(r: _Renderer, messages: list[dict[str, Any]], role: str, reas
     except RenderError as exc:
         reasons.append(f"no {role} role: {exc}")
         return False
-    if content not in text:
-        reasons.append(f"no {role} role: its text is not in the rendering")
-        return False
     try:
         as_assistant = r.text([{**m, "role": "assistant"} if m["role"] == role else m for m in messages], prompt=True)
     except RenderError:
+        as_assistant = ""
+    if content in text and text != as_assistant:
         return True
-    if text == as_assistant:
-        reasons.append(f"no {role} role: it is rendered as if the assistant had said it")
-    return text != as_assistant
+    how = "it is rendered as if the assistant had said it" if content in text else "its text is not in the rendering"
+    reasons.append(f"no {role} role: {how}")
+    return False
 
 
 def _supports_tools(r: _Renderer, reasons: list[str]) -> bool:
@@ -320,7 +321,7 @@ def _audit_history(
     """(prefix_stable, append_only) for one conversation; the trailing tokens of a turn may differ."""
     try:
         full, full_text = r.ids(messages, prompt=False), r.text(messages, prompt=False)
-        turns = list(_turns_of(r, messages, [i for i, m in enumerate(messages) if m["role"] == "assistant"]))
+        turns = [(i, *r.turn(messages, i)) for i, m in enumerate(messages) if m["role"] == "assistant"]
     except RenderError as exc:
         reasons.append(f"with {name}, not rendered at all, so never one row per conversation: {exc}")
         return True, False
@@ -355,13 +356,13 @@ def render_conversation(
 ) -> list[Rendered]:
     """Training rows of a conversation: one for an append-only template, else one per assistant turn, as at inference.
 
-    Assistant turns before message `train_from` are context only. RowRefused if no exact row exists.
+    Assistant turns before message `train_from`, or without any prompt, are context. RowRefused if no exact row exists.
     """
     if train_on not in ("all_assistant", "last_assistant"):
         raise ValueError(f"train_on={train_on!r}: must be all_assistant or last_assistant")
-    turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= train_from]
+    turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= max(train_from, 1)]
     if not turns:
-        raise RowRefused("no assistant turn to train on", f"{len(messages)} messages")
+        raise RowRefused("no assistant turn after a prompt", f"{len(messages)} messages")
     if train_on == "last_assistant":
         turns = turns[-1:]
     _refuse_unsupported(messages, audit, tools)
@@ -383,21 +384,12 @@ def _refuse_unsupported(messages: Sequence[Message], audit: TemplateAudit, tools
         raise RowRefused("tool calls or tool results, which this chat template does not render")
 
 
-def _turns_of(
-    r: _Renderer, messages: Sequence[Message], turns: Sequence[int]
-) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """(message index, prompt ids, ids up to and including the turn), for each turn."""
-    for i in turns:
-        if i == 0:
-            raise RowRefused("the first message is the assistant's: there is no prompt for it")
-        yield i, r.ids(messages[:i], prompt=True), r.ids(messages[: i + 1], prompt=False)
-
-
 def _span_row(r: _Renderer, messages: Sequence[Message], turns: Sequence[int], audit: TemplateAudit) -> Rendered:
     """One row, every span verified to be what incremental rendering says it is. Never trusts the audit alone."""
     ids = r.ids(messages[: turns[-1] + 1], prompt=False)
     mask = np.zeros(len(ids), bool)
-    for i, prompt, turn in _turns_of(r, messages, turns):
+    for i in turns:
+        prompt, turn = r.turn(messages, i)
         end = _end_of_turn(turn, audit, i)
         if not _is_prefix(turn[:end], ids):
             raise RowRefused("history is rewritten or its tokens merge across a turn boundary", f"message {i + 1}")
@@ -409,7 +401,7 @@ def _span_row(r: _Renderer, messages: Sequence[Message], turns: Sequence[int], a
 
 def _turn_row(r: _Renderer, messages: Sequence[Message], i: int, audit: TemplateAudit) -> Rendered:
     """One assistant turn after its prompt, rendered as at inference (history as the template shows it then)."""
-    _, prompt, turn = next(_turns_of(r, messages, [i]))
+    prompt, turn = r.turn(messages, i)
     if _is_prefix(prompt, turn):
         prompt_text, turn_text = r.text(messages[:i], prompt=True), r.text(messages[: i + 1], prompt=False)
         if _keeps(messages[i], _tail(prompt_text, turn_text)):

@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import islice
 from typing import Any, Literal
 
 Released = Literal["rejected", "invalid", "cancelled", "failed"]
@@ -76,15 +77,12 @@ class Exhausted:
     cause: Literal["draws", "data"]
     complete: int
     needed: int
-    lost: Mapping[str, int]
+    lost: Mapping[str, int]  # reason -> groups, since the budget began
 
     def __str__(self) -> str:
-        what = "the tasks are used up" if self.cause == "data" else "the draw budget of the step is spent"
+        what = "the tasks are used up" if self.cause == "data" else "the draw budget is spent"
         lost = ", ".join(f"{n} {reason}" for reason, n in self.lost.items()) or "none lost"
-        return (
-            f"step {self.step}: {what} with {self.complete} of {self.needed} groups complete"
-            f" (groups so far in this run: {lost})"
-        )
+        return f"step {self.step}: {what} with {self.complete} of {self.needed} groups complete ({lost})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +117,14 @@ class _Held:
     complete: bool = False
 
 
+@dataclass(slots=True)
+class _Budget:
+    """Draws that steps from `first_step` on may cost: what was lost since the last publish (or short batch)."""
+
+    first_step: int
+    lost: Counter[str]
+
+
 def _exact(value: float) -> Fraction:
     """0.15 as 3/20, so that floor(1.15 x 100) is 115 and not 114."""
     return Fraction(repr(float(value)))
@@ -142,7 +148,8 @@ class Scheduler:
     ) -> None:
         """max_draws_per_group: groups drawn per group needed in a step before `Exhausted`; None: no limit (then data
         without a single acceptable group draws for ever). Over-sampled groups come on top of it."""
-        _check_counts(prompts_per_step, sync_every, total_steps, first_step)
+        if min(prompts_per_step, sync_every) < 1 or min(total_steps, first_step) < 0:
+            raise ValueError(f"{prompts_per_step=}, {sync_every=} must be >= 1 and {total_steps=}, {first_step=} >= 0")
         _check_shares(staleness, oversample, max_draws_per_group, on_exhausted)
         self.prompts_per_step = prompts_per_step
         self.sync_every = sync_every
@@ -165,7 +172,7 @@ class Scheduler:
         self._unpublished: dict[int, int] = {}  # version trained at -> groups that hold a slot until the next one
         self._batch: Batch | None = None
         self._taken: list[_Held] = []  # the groups of `_batch`
-        self._budget = (0, first_step)  # groups lost since, first step it pays for
+        self._budget = _Budget(first_step, Counter())
         self._budget_before_take = self._budget
         self._data_ended = False
         self._admitted = 0
@@ -229,14 +236,14 @@ class Scheduler:
         if steps_left <= 0:  # the last step of this version is taken: wait for the publish
             return 0
         held = sum(self._unpublished.values()) + len(self._taken)
-        return max(0, min(self.slots - held, self.prompts_per_step * steps_left)) + self.extra
+        return min(self.slots - held, self.prompts_per_step * steps_left) + self.extra
 
     def _overdrawn(self) -> int:
         """Lost groups that the draw budget does not replace. They thin out the look-ahead first, the step last."""
         if self._refills_per_step is None:
             return 0
-        lost, first_step = self._budget
-        return max(0, lost - self._refills_per_step * (1 + self._next_step - first_step))
+        paid = self._refills_per_step * (1 + self._next_step - self._budget.first_step)
+        return max(0, self._budget.lost.total() - paid)
 
     def admit(self, group_id: str, now_s: float) -> Admission:
         assert group_id not in self._groups, f"group {group_id} is already in flight"
@@ -256,7 +263,7 @@ class Scheduler:
         return group_id in self._groups
 
     def no_more_tasks(self) -> None:
-        """The cursor is at its end. Forgotten when a batch drops groups, because their tasks are back in the cursor."""
+        """The cursor is at its end. Forgotten with each released or dropped group, whose task may be back in it."""
         self._data_ended = True
 
     # ---- what became of a group
@@ -277,8 +284,8 @@ class Scheduler:
         assert group is not None, f"group {group_id} is not in flight"
         self._running -= not group.complete
         self._lost[reason] += 1
-        lost, first_step = self._budget
-        self._budget = (lost + 1, first_step)
+        self._budget.lost[reason] += 1
+        self._data_ended = False
 
     # ---- batches
 
@@ -302,7 +309,7 @@ class Scheduler:
         if len(self._groups) - self._running < needed:
             return None
         if self.in_order:
-            head = [g for g, _ in zip(self._groups.values(), range(needed))]
+            head = list(islice(self._groups.values(), needed))
             return head if all(g.complete for g in head) else None
         return [g for g in self._groups.values() if g.complete][:needed]
 
@@ -318,7 +325,7 @@ class Scheduler:
         if self.on_exhausted == "smaller" and self._groups:
             return None
         cause: Literal["data", "draws"] = "data" if self._data_ended else "draws"
-        return Exhausted(self._next_step, cause, len(self._groups), self.prompts_per_step, dict(self._lost))
+        return Exhausted(self._next_step, cause, len(self._groups), self.prompts_per_step, dict(self._budget.lost))
 
     def _overdue_after(self, chosen: Sequence[_Held]) -> list[_Held] | None:
         """Groups that could not train any more once `chosen` is taken, to be dropped; None if that is not allowed."""
@@ -350,7 +357,7 @@ class Scheduler:
         self._data_ended = self._data_ended and not overdue
         self._budget_before_take = self._budget
         if self._batch.short:  # a step that gave up paid for itself: the next one starts with a fresh budget
-            self._budget = (0, self._next_step)
+            self._budget = _Budget(self._next_step, Counter())
         return self._batch
 
     def _wait(self, wait: Wait, now_s: float) -> Wait:
@@ -377,7 +384,7 @@ class Scheduler:
         self._unpublished = {at: n for at, n in self._unpublished.items() if at >= version}
         base_step, base_version = self._base
         first = (version - base_version + base_step // self.sync_every) * self.sync_every
-        self._budget = (0, min(first, self._next_step))
+        self._budget = self._budget_before_take = _Budget(min(first, self._next_step), Counter())
 
     # ---- for people
 
@@ -420,7 +427,7 @@ class Scheduler:
     def state(self) -> dict[str, Any]:
         """JSON-able, at any moment. A batch that is handed out but not trained counts as complete groups: its step
         is the next one after a resume."""
-        in_training = self._batch is not None
+        budget = self._budget if self._batch is None else self._budget_before_take
         groups = sorted((*self._groups.values(), *self._taken), key=lambda g: g.order)
         return {
             "prompts_per_step": self.prompts_per_step,
@@ -429,7 +436,7 @@ class Scheduler:
             "version": self.version,
             "base": list(self._base),
             "unpublished": [[at, n] for at, n in self._unpublished.items()],
-            "budget": list(self._budget_before_take if in_training else self._budget),
+            "budget": [budget.first_step, dict(budget.lost)],
             "admitted": self._admitted,
             "groups": [[g.group_id, g.version, g.order, g.complete] for g in groups],
             "lost": dict(self._lost),
@@ -454,8 +461,8 @@ class Scheduler:
         base_step, base_version = state["base"]
         self._base = (base_step, base_version) if same else (self._next_step, self.version)
         self._unpublished = {at: n for at, n in state["unpublished"]}
-        lost, first_step = state["budget"]
-        self._budget = (lost, first_step) if same else (0, self._next_step)
+        first_step, lost = state["budget"]
+        self._budget = _Budget(first_step, Counter(lost)) if same else _Budget(self._next_step, Counter())
         self._admitted = state["admitted"]
         self._lost, self._staleness = Counter(state["lost"]), Counter(dict(state["staleness"]))
         self._dropped = state["dropped"]
@@ -474,17 +481,6 @@ class Scheduler:
             running=tuple(g.group_id for g in self._groups.values() if not g.complete),
             dropped=tuple(dropped),
         )
-
-
-def _check_counts(prompts_per_step: int, sync_every: int, total_steps: int, first_step: int) -> None:
-    if prompts_per_step < 1:
-        raise ValueError(f"prompts_per_step={prompts_per_step}: a step takes at least one group")
-    if sync_every < 1:
-        raise ValueError(f"sync_every={sync_every}: weights are published every so many steps, at least 1")
-    if total_steps < 0:
-        raise ValueError(f"total_steps={total_steps}: must be >= 0")
-    if first_step < 0:
-        raise ValueError(f"first_step={first_step}: must be >= 0")
 
 
 def _check_shares(

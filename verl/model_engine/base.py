@@ -39,8 +39,10 @@ class StepOutput:
 class ModelEngine(Protocol):
     """One per rank. Policy, critic and reward model differ by head."""
 
-    def forward_backward(self, batch: Batch, terms: Sequence[TermLike]) -> StepOutput:
-        """Add the gradient of sum over terms of sum(w * value). `batch` is this rank's share of ONE optimizer step."""
+    def forward_backward(self, batch: Batch, terms: Sequence[TermLike], also: Sequence[str] = ()) -> StepOutput:
+        """Add the gradient of sum over terms of sum(w * value). `batch` is this rank's share of ONE optimizer step.
+
+        The outputs that terms name, and those in `also`, come back in the columns of the result."""
         ...
 
     def infer(self, batch: Batch, columns: Sequence[str]) -> dict[str, Tensor]:

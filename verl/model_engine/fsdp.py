@@ -83,10 +83,10 @@ class FSDPEngine:
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
-    def forward_backward(self, batch: Batch, terms: Sequence[TermLike]) -> StepOutput:
+    def forward_backward(self, batch: Batch, terms: Sequence[TermLike], also: Sequence[str] = ()) -> StepOutput:
         assert self.optimizer is not None, "this engine was built without an optimizer"
         self._last = (batch, tuple(t.name for t in terms))
-        wanted = tuple({name for t in terms for name in t.outputs})
+        wanted = tuple(dict.fromkeys([*(name for t in terms for name in t.outputs), *also]))
         if any(t.two_pass for t in terms):
             batch, terms, first = self._first_pass(batch, terms, wanted)
         else:

@@ -24,6 +24,7 @@ from verl.reward.worker import HEADER
 from verl.types import Invalid, Score
 
 KILL_WAIT_S = 8.0  # for the guardian to kill, reap and report; it gives up after guardian.KILL_S
+GRACE_S = 1.0  # for an idle worker to end by itself
 REPORT_WAIT_S = 1.0  # for a death to be reported after the channel broke
 MAX_ANSWER_BYTES = 4 << 20
 
@@ -59,9 +60,13 @@ class Death:
     memory_mb: float | None = None
     tail: str = ""
 
+    @property
+    def output(self) -> str:
+        return f"; last output: {self.tail[-1000:].strip()}" if self.tail.strip() else ""
+
     def invalid(self, memory_limit_mb: float) -> Invalid:
         """The outcome of the call during which it happened."""
-        output = f"; last output: {self.tail[-1000:].strip()}" if self.tail.strip() else ""
+        output = self.output
         if self.memory_mb is not None:
             return Invalid("memory", f"used {self.memory_mb:.0f} MB, reward.memory_limit_mb={memory_limit_mb:g}{output}")
         if self.signal == signal.SIGABRT and "bad_alloc" in self.tail:
@@ -92,43 +97,43 @@ class Worker:
 
     async def load(self, target: Target, timeout_s: float) -> None:
         """Have it load the target. Raises TargetError."""
-        sys_path = [os.path.abspath(p) for p in sys.path]
-        kwargs = dict(target.kwargs)
         init = {
-            "path": target.path, "name": target.name, "kwargs": kwargs, "factory": target.factory,
-            "with_ids": target.with_ids, "sys_path": sys_path, "memory_limit_mb": self._memory_limit_mb,
+            "path": target.path, "name": target.name, "kwargs": dict(target.kwargs), "factory": target.factory,
+            "with_ids": target.with_ids, "memory_limit_mb": self._memory_limit_mb,
+            "sys_path": [os.path.abspath(p) for p in sys.path],
         }  # fmt: skip
+        try:
+            frame = pickle.dumps(init)
+        except Exception as error:  # __reduce__ of what the user put into kwargs
+            raise TargetError(f"{target}: reward.kwargs cannot be sent to a worker: {error}. Fix: plain values") from None
         started = time.monotonic()
-        answer = await self._round_trip(pickle.dumps(init), timeout_s)
+        answer = await self._round_trip(frame, timeout_s)
         if answer is None:
-            why = "hangs" if self.alive else "died"
-            death = await self.kill()
-            outcome = f"did not load within {timeout_s:g} s" if why == "hangs" else f"ended while loading: {death.invalid(0).detail}"
-            raise TargetError(f"{target}: {outcome}. Fix: run `python {target.path}` by itself")
-        if "error" in answer:
-            await self.kill()
-            raise TargetError(f"{target}: {answer['error']}")
+            raise TargetError(f"{target}: did not load within {timeout_s:g} s. Fix: keep slow work out of its top level")
+        if isinstance(answer, Death):
+            raise TargetError(f"{target}: {answer.invalid(0).detail}, while loading. Fix: import it by itself to see why")
+        if "pid" not in answer:
+            raise TargetError(f"{target}: {answer.get('error', 'its process spoke out of turn')}")
         self.pid = answer["pid"]
         self.ready_s = time.monotonic() - started
 
     async def call(self, arguments: Mapping[str, Any], timeout_s: float) -> Score | Invalid:
         """One call of the user's function; after `timeout_s` of wall clock everything it started is killed."""
-        self.calls += 1
         try:
-            frame = HEADER.pack(self.calls) + pickle.dumps(arguments)
+            frame = HEADER.pack(self.calls + 1) + pickle.dumps(arguments)
         except Exception as error:  # __reduce__ of objects in the user's rows
             return Invalid("exception", f"the row cannot be sent to the grader: {type(error).__name__}: {error}")
+        self.calls += 1
         self.healthy = False  # until it has answered; stays so if the caller is cancelled
         answer = await self._round_trip(frame, timeout_s)
         if answer is None:
-            if self.alive:
-                death = await self.kill()
-                if death.memory_mb is None:
-                    tail = f"; last output: {death.tail[-1000:].strip()}" if death.tail.strip() else ""
-                    return Invalid("timeout", f"no result within reward.timeout_s={timeout_s:g}{tail}")
-            return self._death.result().invalid(self._memory_limit_mb)
+            answer = await self.kill()
+            if answer.memory_mb is None:
+                return Invalid("timeout", f"no result within reward.timeout_s={timeout_s:g}{answer.output}")
+        if isinstance(answer, Death):
+            return answer.invalid(self._memory_limit_mb)
         if answer.get("id") != self.calls:
-            return Invalid("crash", "the grader's process answered out of turn")
+            return Invalid("crash", "the grader's process spoke out of turn")
         self.grown_mb = answer["grown_mb"]
         if "value" in answer:
             self.healthy = True
@@ -136,48 +141,44 @@ class Worker:
         self.healthy = answer["reason"] != "memory"  # a heap that hit the limit is not reused
         return Invalid(answer["reason"], answer["detail"])
 
-    async def stop(self, grace_s: float = 1.0) -> None:
-        """Ask it to end (atexit handlers run), then kill whatever is left."""
-        self.healthy = False
-        self._channel.close()
-        await asyncio.wait({self._death}, timeout=grace_s)
+    async def stop(self) -> None:
+        """Ask an idle worker to end (atexit handlers run), then kill whatever is left; kill a busy one."""
+        if self.healthy:
+            self.healthy = False
+            self._channel.close()
+            await asyncio.wait({self._death}, timeout=GRACE_S)
         await self.kill()
 
     async def kill(self) -> Death:
         """End the worker and everything it started; returns once they are gone."""
-        self.healthy = False
-        self._control.order()
+        self.abandon()
         await asyncio.wait({self._death}, timeout=KILL_WAIT_S)
         if not self._death.done():
             self._force()
             await asyncio.wait({self._death}, timeout=KILL_WAIT_S)
-        self._channel.close()
-        self._control.close()
-        if not self._death.done():  # not even SIGKILL: uninterruptible in the kernel
-            self._death.cancel()
-            return Death(tail=f"process {self._popen.pid} does not die")
-        return self._death.result()
+        # Not done only for a process in an uninterruptible system call, which nothing can end.
+        return self._death.result() if self._death.done() else Death(tail=f"process {self.pid} does not die")
 
     def abandon(self) -> None:
-        """Without waiting: the guardian kills everything when its control socket closes."""
+        """Order the guardian to kill everything, and do not wait for it."""
         self.healthy = False
         self._channel.close()
-        self._control.close()
-        self._death.cancel()
+        self._control.order()
 
-    async def _round_trip(self, frame: bytes, timeout_s: float) -> dict[str, Any] | None:
-        """The answer to one frame; None if the worker died (then `alive` is False) or is out of time."""
+    async def _round_trip(self, frame: bytes, timeout_s: float) -> dict[str, Any] | Death | None:
+        """The answer to one frame, or how the worker died instead, or None if it is out of time."""
         exchange = asyncio.create_task(self._channel.exchange(frame))
         try:
             await asyncio.wait({exchange, self._death}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            answer = exchange.result() if exchange.done() else None
+            if not exchange.done():
+                return self._death.result() if self._death.done() else None
         finally:
             exchange.cancel()
-        if answer is None and exchange.done() and not exchange.cancelled():  # end of file: its death is on the way
-            await asyncio.wait({self._death}, timeout=REPORT_WAIT_S)
-            if self.alive:
-                await self.kill()
-        return answer
+        answer = exchange.result()
+        if answer is not None:
+            return answer
+        await asyncio.wait({self._death}, timeout=REPORT_WAIT_S)  # the channel broke: its death is on the way
+        return await self.kill()
 
     async def _watch(self) -> Death:
         """Lives as long as the guardian does; its control socket closes only with it."""
@@ -189,6 +190,7 @@ class Worker:
             self._force()
         elif self._popen.returncode < 0 and self.pid:
             self._kill_group()  # the guardian was shot: it could not clean up
+        self._control.close()
         try:
             return Death(**json.loads(record))
         except (ValueError, TypeError):  # no record, or what the interpreter said when it could not start
@@ -252,9 +254,11 @@ def _answer(body: bytes) -> dict[str, Any] | None:
     if not isinstance(answer, dict):
         return None
     if "value" in answer:
-        numbers = [answer["value"], answer.get("grown_mb"), *dict(answer.get("components") or {}).values()]
-        fine = all(isinstance(n, int | float) and math.isfinite(n) for n in numbers)
-        return answer if fine else None
+        components = answer.get("components")
+        if not isinstance(components, dict):
+            return None
+        numbers = [answer["value"], answer.get("grown_mb"), *components.values()]
+        return answer if all(isinstance(n, float) and math.isfinite(n) for n in numbers) else None
     shaped = "error" in answer or "pid" in answer or {"reason", "detail", "grown_mb"} <= answer.keys()
     return answer if shaped else None
 

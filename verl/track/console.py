@@ -101,9 +101,7 @@ class LiveProgress:
         self._title, self._total = title, total_steps or 0
         self._started = self._last_update = self._clock()
         if self._console.is_terminal:
-            self._live = Live(
-                get_renderable=self._panel, console=self._console, refresh_per_second=4, transient=False
-            )
+            self._live = Live(get_renderable=self._panel, console=self._console, refresh_per_second=4, transient=False)
             self._live.start()
         else:
             self.message(f"{title} · {self._total or '?'} steps")

@@ -89,9 +89,7 @@ class EventLog:
             self._log.close()
 
 
-def read_events(
-    run_dir: Path, kinds: Collection[str] | None = None, *, every_attempt: bool = False
-) -> Iterator[Event]:
+def read_events(run_dir: Path, kinds: Collection[str] | None = None, *, every_attempt: bool = False) -> Iterator[Event]:
     """The records of a run in order of writing, also while the run goes on.
 
     What a later attempt did again is left out: the records of an attempt at or after the step where a later attempt

@@ -60,7 +60,9 @@ def mismatch(history: History, config: HealthConfig) -> Alarm | None:
         return None
     tail = "; same weights, dtype, temperature and chat template in rollout and trainer?"
     if not math.isfinite(k3) or k3 > config.mismatch_stop:
-        text = f"rollout/trainer mismatch: k3 KL is {k3:.3g} nats per token, above the stop limit {config.mismatch_stop:g}"
+        text = (
+            f"rollout/trainer mismatch: k3 KL is {k3:.3g} nats per token, above the stop limit {config.mismatch_stop:g}"
+        )
         return Alarm("stop", "mismatch_stop", text + tail, "mismatch/k3")
     if k3 > config.mismatch_warn:
         text = f"rollout/trainer mismatch: k3 KL is {k3:.3g} nats per token, above {config.mismatch_warn:g}"
@@ -75,7 +77,9 @@ def max_abs_dlogp(history: History, config: HealthConfig) -> Alarm | None:
     if now is None:
         return None
     if now > MAX_ABS_DLOGP_NATS:
-        text = f"a token's log-prob differs by {now:.3g} nats between rollout and trainer (limit {MAX_ABS_DLOGP_NATS:g})"
+        text = (
+            f"a token's log-prob differs by {now:.3g} nats between rollout and trainer (limit {MAX_ABS_DLOGP_NATS:g})"
+        )
         return Alarm("warn", "max_abs_dlogp", text, name)
     if len(past) >= MIN_PAST and now > max(1.0, 8 * median(past)):
         text = f"a token's log-prob differs by {now:.3g} nats between rollout and trainer; it was {median(past):.3g} before"
@@ -112,7 +116,9 @@ def entropy_floor(history: History, config: HealthConfig) -> Alarm | None:
     now = _now(history, name)
     if now is None or now >= config.entropy_floor:
         return None
-    text = f"entropy is {now:.3g} nats per token, below the floor {config.entropy_floor:g}: the policy no longer explores"
+    text = (
+        f"entropy is {now:.3g} nats per token, below the floor {config.entropy_floor:g}: the policy no longer explores"
+    )
     return Alarm("warn", "entropy_floor", text, name)
 
 
@@ -249,7 +255,9 @@ def kl_explosion(history: History, config: HealthConfig) -> Alarm | None:
     now, past = _now(history, name), _past(history, name)
     if now is None or len(past) < MIN_PAST or now <= max(0.5, 5 * median(past)):
         return None
-    text = f"KL to the reference is {now:.3g} nats per token, {median(past):.3g} before: the policy leaves the reference"
+    text = (
+        f"KL to the reference is {now:.3g} nats per token, {median(past):.3g} before: the policy leaves the reference"
+    )
     return Alarm("warn", "kl_explosion", text, name)
 
 

@@ -29,7 +29,13 @@ def reduce(metrics: Mapping[str, Metric]) -> dict[str, float]:
 
 def units_of(metrics: Mapping[str, Metric]) -> dict[str, str]:
     """What each number is taken over, in words: `mean per token`, `max over sequences`."""
-    words = {"mean": "mean per {}", "sum": "sum over {}s", "max": "max over {}s", "min": "min over {}s", "last": "last {}"}
+    words = {
+        "mean": "mean per {}",
+        "sum": "sum over {}s",
+        "max": "max over {}s",
+        "min": "min over {}s",
+        "last": "last {}",
+    }
     return {name: words[metric.kind].format(metric.unit) for name, metric in metrics.items()}
 
 

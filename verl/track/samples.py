@@ -113,7 +113,9 @@ SCHEMA = pa.schema(
     ]
     + [pa.field(name, pa.int64()) for name in _COUNTS]
 )
-SCALARS = tuple(f.name for f in SCHEMA if f.name not in _ARRAY_FIELDS and f.name not in ("prompt_text", "response_text"))
+SCALARS = tuple(
+    f.name for f in SCHEMA if f.name not in _ARRAY_FIELDS and f.name not in ("prompt_text", "response_text")
+)
 """The columns that are cheap to read whole: everything but texts and arrays."""
 
 
@@ -137,7 +139,9 @@ def write_samples(run_dir: Path, step: int, rows: Sequence[SampleRow], kind: Kin
     columns = [_column(name, rows) for name in SCHEMA.names]
     table = pa.Table.from_arrays(columns, schema=SCHEMA)
     content = io.BytesIO()
-    pq.write_table(table, content, compression="zstd", row_group_size=_ROWS_PER_GROUP, use_dictionary=list(_TEXT_FIELDS))
+    pq.write_table(
+        table, content, compression="zstd", row_group_size=_ROWS_PER_GROUP, use_dictionary=list(_TEXT_FIELDS)
+    )
     path = samples_path(run_dir, step, kind)
     write_atomic(path, content.getvalue())
     return path

@@ -1,0 +1,536 @@
+"""The scheduler under a virtual clock: ten thousand random schedules, an independent ledger, and mutants it must catch.
+
+`World` plays the driver: it draws tasks, ends groups at random times, trains, publishes, saves, crashes and resumes. It
+keeps its own books (versions, slots, fate of every id) and never asks the scheduler what is true.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import math
+import random
+import zlib
+from collections import Counter, deque
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from verl.driver.scheduler import Batch, Exhausted, Scheduler
+
+
+class Violation(Exception):
+    """A promise of the scheduler was broken."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    seed: int
+    prompts: int
+    sync_every: int
+    staleness: float
+    oversample: float
+    steps: int
+    max_draws: float | None
+    on_exhausted: str
+    reject: float = 0.0
+    invalid: float = 0.0
+    cancel: float = 0.0
+    tasks: int | None = None
+    tail: str = "pareto"
+    train_s: float = 1.0
+    publish_s: float = 0.0
+    overlap: bool = False  # the next take does not wait for the publish
+    save: float = 0.0
+    crash: float = 0.0
+
+    @property
+    def extra(self) -> int:
+        return math.ceil(round(self.oversample * self.prompts, 6))
+
+    @property
+    def slots(self) -> int:
+        return math.floor(round((1 + self.staleness) * self.prompts * self.sync_every, 6))
+
+
+def random_spec(seed: int) -> Spec:
+    r = random.Random(seed)
+    prompts = r.choice((1, 2, 2, 3, 4))
+    return Spec(
+        seed=seed,
+        prompts=prompts,
+        sync_every=r.choice((1, 1, 2, 3, 4)),
+        staleness=r.choice((0, 0, 0.3, 0.5, 1, 1.7, 3)),
+        oversample=r.choice((0, 0, 0, 0.25, 0.5, 1.0)),
+        steps=r.randint(1, 12 // prompts + 1),
+        max_draws=r.choice((1, 2, 5, 40, 40)),
+        on_exhausted=r.choice(("stop", "smaller")),
+        reject=r.choice((0, 0, 0.2, 0.5, 0.8, 0.95)),
+        invalid=r.choice((0, 0, 0.1)),
+        cancel=r.choice((0, 0, 0.1)),
+        tasks=r.choice((None, None, None, r.randint(0, 3 * prompts * 4))),
+        tail=r.choice(("pareto", "uniform", "equal", "bimodal")),
+        train_s=r.choice((0, 0.3, 1, 10)),
+        publish_s=r.choice((0, 0.5, 5)),
+        overlap=r.random() < 0.4,
+        save=r.choice((0, 0.1, 0.4)),
+        crash=r.choice((0, 0, 0.03)),
+    )
+
+
+@dataclass
+class Books:
+    """What a checkpoint would hold beside the scheduler's own state."""
+
+    next_task: int = 0
+    returned: deque[str] = field(default_factory=deque)
+    draws: Counter[int] = field(default_factory=Counter)
+    drawn: list[str] = field(default_factory=list)
+    admitted_at: dict[str, int] = field(default_factory=dict)
+    fate: dict[str, str] = field(default_factory=dict)  # trained | rejected | invalid | cancelled | dropped
+    batches: list[tuple[str, ...]] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)  # of the trainer, at each batch
+    published: int = 0
+    unpublished: int = 0
+
+    def copy(self) -> Books:
+        return Books(
+            self.next_task, deque(self.returned), Counter(self.draws), list(self.drawn), dict(self.admitted_at),
+            dict(self.fate), list(self.batches), list(self.versions), self.published, self.unpublished,
+        )  # fmt: skip
+
+
+class World:
+    def __init__(self, spec: Spec, kind: type[Scheduler] = Scheduler, timing: int = 0) -> None:
+        self.spec, self.kind = spec, kind
+        self.rng = random.Random(spec.seed * 7919 + timing)
+        self.books = Books()
+        self.saved: tuple[str, Books] | None = None
+        self.crashes_left = 3
+        self.start(None)
+
+    def start(self, state: str | None) -> None:
+        s = self.spec
+        self.scheduler = self.kind(
+            prompts_per_step=s.prompts, sync_every=s.sync_every, staleness=s.staleness, oversample=s.oversample,
+            total_steps=s.steps, max_draws_per_group=s.max_draws, on_exhausted=s.on_exhausted,
+        )  # fmt: skip
+        self.now, self.heap, self.n = 0.0, [], 0
+        self.running: set[str] = set()
+        self.complete: set[str] = set()
+        self.batch: Batch | None = None
+        self.publishing = False
+        if state is None:
+            return
+        parsed = json.loads(state)
+        lost = {g for g, *_, complete in parsed["groups"] if complete and self.rng.random() < 0.3}
+        resumed = self.scheduler.load_state(parsed, self.now, replay=lost)
+        self.expect(not resumed.dropped, "a resume under the same settings drops nothing")
+        in_flight = set(self.books.drawn) - set(self.books.fate)
+        self.expect({*resumed.running, *resumed.complete} == in_flight, "the groups in flight come back")
+        self.complete = set(resumed.complete)
+        for group_id in resumed.running:
+            self.play(group_id)
+        if self.scheduler.publish_pending:
+            self.publish()
+
+    def expect(self, truth: bool, what: str) -> None:
+        if not truth:
+            raise Violation(f"{what}\n{self.spec}\n{self.scheduler.why_waiting(self.now)}")
+
+    def push(self, after_s: float, kind: str, payload: str = "") -> None:
+        self.n += 1
+        heapq.heappush(self.heap, (self.now + after_s, self.n, kind, payload))
+
+    # ---- the driver's moves
+
+    def draw(self) -> str | None:
+        b = self.books
+        if b.returned:
+            task = int(b.returned.popleft().split(".")[0])
+        elif self.spec.tasks is None or b.next_task < self.spec.tasks:
+            task, b.next_task = b.next_task, b.next_task + 1
+        else:
+            return None
+        b.draws[task] += 1
+        return f"{task}.{b.draws[task]}"
+
+    def play(self, group_id: str) -> None:
+        self.running.add(group_id)
+        r = self.rng
+        duration_s = {
+            "pareto": lambda: min(r.paretovariate(0.8), 1e4),
+            "uniform": r.random,
+            "equal": lambda: 1.0,
+            "bimodal": lambda: 100.0 if r.random() < 0.1 else r.random(),
+        }[self.spec.tail]()
+        self.push(duration_s, "ended", group_id)
+
+    def admit(self) -> None:
+        b, s = self.books, self.spec
+        while self.scheduler.free_slots():
+            group_id = self.draw()
+            if group_id is None:
+                self.scheduler.no_more_tasks()
+                return
+            admission = self.scheduler.admit(group_id, self.now)
+            self.expect(admission.version == b.published, "admitted at the version that is live")
+            b.drawn.append(group_id)
+            b.admitted_at[group_id] = b.published
+            self.play(group_id)
+            in_training = len(self.batch.group_ids) if self.batch else 0
+            held = len(self.running) + len(self.complete) + in_training + b.unpublished
+            self.expect(held <= s.slots + s.extra, f"{held} slots held of {s.slots} + {s.extra}")
+            live = len(self.running) + len(self.complete)
+            steps_left = s.steps - len(b.batches) - (self.batch is not None)
+            self.expect(live <= s.prompts * steps_left + s.extra, "admitted more than the run can still train")
+
+    def take(self) -> str | None:
+        """None: go on; else how the run ended."""
+        if self.batch or len(self.books.batches) == self.spec.steps or (self.publishing and not self.spec.overlap):
+            return None
+        got = self.scheduler.take(self.now)
+        if isinstance(got, Exhausted):
+            self.expect(not self.running, "gave up although groups still run")
+            self.expect(self.spec.on_exhausted == "stop" or not self.complete, "smaller: trains what there is")
+            return got.cause
+        if isinstance(got, Batch):
+            self.check(got)
+            self.batch = got
+            self.complete -= set(got.group_ids)
+            for group_id in got.dropped:
+                self.books.fate[group_id] = "dropped"
+                self.books.returned.append(group_id)
+                self.running.discard(group_id)
+                self.complete.discard(group_id)
+            self.push(self.spec.train_s, "trained")
+        return None
+
+    def check(self, batch: Batch) -> None:
+        b, s = self.books, self.spec
+        trainer_version = len(b.batches) // s.sync_every  # publishes that were due so far, committed or not
+        self.expect(batch.step == len(b.batches), "steps in order")
+        self.expect(len(set(batch.group_ids)) == len(batch.group_ids), "an id twice in a batch")
+        self.expect(set(batch.group_ids) <= self.complete, "trained a group that is not complete")
+        for group_id in batch.group_ids:
+            lag = trainer_version - b.admitted_at[group_id]
+            self.expect(0 <= lag <= math.ceil(s.staleness), f"{group_id} trains {lag} versions late")
+        if len(batch.group_ids) < s.prompts:
+            self.expect(s.on_exhausted == "smaller" and not self.running and batch.short, "a batch that is too small")
+        self.expect(len(batch.group_ids) <= s.prompts, "a batch that is too large")
+        self.expect(len(batch.dropped) <= s.extra, f"{len(batch.dropped)} groups thrown away, {s.extra} over-sampled")
+        order = {g: i for i, g in enumerate(b.drawn)}
+        self.expect(sorted(batch.group_ids, key=order.__getitem__) == list(batch.group_ids), "admission order")
+
+    def publish(self) -> None:
+        self.publishing = True
+        self.push(self.spec.publish_s, "published")
+
+    def on(self, kind: str, payload: str) -> None:
+        b = self.books
+        if kind == "ended":
+            self.end(payload)
+        elif kind == "trained":
+            assert self.batch is not None
+            step, ids = self.batch.step, self.batch.group_ids
+            self.scheduler.trained(step)
+            b.batches.append(ids)
+            b.versions.append(step // self.spec.sync_every)
+            b.fate.update(dict.fromkeys(ids, "trained"))
+            b.unpublished += len(ids)
+            self.batch = None
+            if self.scheduler.publish_due(step) and not self.publishing:
+                self.publish()
+        else:
+            self.publishing = False
+            b.published += 1
+            self.scheduler.published(b.published)
+            b.unpublished = sum(len(ids) for ids, v in zip(b.batches, b.versions) if v >= b.published)
+            if len(b.batches) == self.spec.steps and b.published == math.ceil(self.spec.steps / self.spec.sync_every):
+                b.unpublished = 0
+            if self.scheduler.publish_pending:
+                self.publish()
+
+    def end(self, group_id: str) -> None:
+        if group_id not in self.running:
+            return  # dropped while it ran
+        self.running.discard(group_id)
+        fate = outcome(self.spec, group_id)
+        if fate == "ok" and self.rng.random() < self.spec.cancel:
+            fate = "cancelled"
+            self.books.returned.append(group_id)
+        if fate == "ok":
+            self.complete.add(group_id)
+            self.scheduler.complete(group_id, self.now)
+        else:
+            self.books.fate[group_id] = fate
+            self.scheduler.release(group_id, fate)
+
+    # ---- time
+
+    def run(self) -> str:
+        while True:
+            self.admit()
+            ended = self.take()
+            self.admit()  # a batch frees the look-ahead at once
+            if ended is None and self.finished:
+                ended = "done"
+            if ended:
+                self.audit(ended)
+                return ended
+            if not self.heap:
+                raise Violation(f"deadlock: {self.scheduler.why_waiting(self.now)}\n{self.spec}")
+            if self.spec.save and self.rng.random() < self.spec.save:
+                self.saved = (json.dumps(self.scheduler.state()), self.books.copy())
+            if self.spec.crash and self.crashes_left and self.rng.random() < self.spec.crash:
+                self.crashes_left -= 1
+                state, books = self.saved or (None, Books())
+                self.books = books.copy()
+                self.start(state)
+                continue
+            self.now, _, kind, payload = heapq.heappop(self.heap)
+            self.on(kind, payload)
+
+    @property
+    def finished(self) -> bool:
+        return len(self.books.batches) == self.spec.steps and not self.publishing
+
+    def audit(self, ended: str) -> None:
+        b = self.books
+        in_flight = self.running | self.complete
+        self.expect(len(set(b.drawn)) == len(b.drawn), "an id was drawn twice")
+        self.expect(set(b.drawn) == set(b.fate) | in_flight and not set(b.fate) & in_flight, "an id was lost or doubled")
+        trained = [g for ids in b.batches for g in ids]
+        self.expect(len(set(trained)) == len(trained), "a group was trained twice")
+        self.expect(sorted(trained) == sorted(g for g, f in b.fate.items() if f == "trained"), "trained as booked")
+        if ended == "done":
+            self.expect(not in_flight, f"finished with groups in flight: {in_flight}")
+            self.expect(b.published == math.ceil(self.spec.steps / self.spec.sync_every), "every publish happened")
+            self.expect(self.scheduler.done and self.scheduler.at_publish, "the scheduler knows that it is done")
+        stats, fates = self.scheduler.stats(), Counter(b.fate.values())
+        self.expect(stats.drawn == len(b.drawn), "drawn as booked")
+        self.expect(stats.trained == fates["trained"] and stats.dropped == fates["dropped"], "stats as booked")
+        self.expect(stats.lost == {f: n for f, n in fates.items() if f not in ("trained", "dropped")}, "lost as booked")
+        if self.spec.max_draws is not None and ended == "done":
+            return
+        if ended == "draws":
+            self.expect(self.spec.max_draws is not None and sum(stats.lost.values()) > 0, "no draw was lost")
+
+
+def outcome(spec: Spec, group_id: str) -> str:
+    """A function of the group alone, so that a replay ends as the first play did."""
+    u = zlib.crc32(f"{spec.seed}/{group_id}".encode()) / 2**32
+    return "rejected" if u < spec.reject else "invalid" if u < spec.reject + spec.invalid else "ok"
+
+
+def synchronous(spec: Spec) -> list[tuple[str, ...]]:
+    """The reference for staleness 0: draw in order, drop what is not admissible, cut into steps."""
+    accepted, task, batches = [], 0, []
+    while len(batches) < spec.steps:
+        while len(accepted) < spec.prompts:
+            if outcome(spec, f"{task}.1") == "ok":
+                accepted.append(f"{task}.1")
+            task += 1
+        batches.append(tuple(accepted[: spec.prompts]))
+        accepted = accepted[spec.prompts :]
+    return batches
+
+
+# ---- the proofs
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_ten_thousand_random_schedules(block: int) -> None:
+    ends = Counter(World(random_spec(seed)).run() for seed in range(block * 1000, (block + 1) * 1000))
+    assert ends["done"] > 300 and ends["draws"] > 30 and ends["data"] > 30, ends
+
+
+@pytest.mark.parametrize("sync_every", [1, 2, 3])
+def test_staleness_0_is_the_synchronous_run(sync_every: int) -> None:
+    for seed in range(300):
+        spec = replace(
+            random_spec(seed), staleness=0, oversample=0, cancel=0, tasks=None, max_draws=None, sync_every=sync_every
+        )
+        world = World(spec)
+        assert world.run() == "done"
+        assert world.books.batches == synchronous(spec)
+        assert all(world.books.admitted_at[g] == s // sync_every for s, ids in enumerate(world.books.batches) for g in ids)
+
+
+def test_staleness_0_does_not_depend_on_time_even_when_it_gives_up() -> None:
+    """Draw budgets, smaller batches, the end of the data and crashes included: same tasks, same batches, same end."""
+    short = 0
+    for seed in range(600):
+        spec = replace(random_spec(seed), staleness=0, oversample=0, cancel=0)
+        runs = []
+        for timing, tail, crash in ((0, "equal", 0.0), (1, "pareto", 0.0), (2, "bimodal", 0.05)):
+            world = World(replace(spec, tail=tail, crash=crash, save=0.3), timing=timing)
+            runs.append((world.run(), world.books.batches, sorted(world.books.fate.items())))
+        assert runs[0] == runs[1] == runs[2], spec
+        short += any(len(ids) < spec.prompts for ids in runs[0][1])
+    assert short > 20, "the test never saw a smaller batch"
+
+
+def test_trained_ids_after_crashes_are_those_without_a_crash() -> None:
+    """No task is skipped or trained twice, at any staleness: every task up to the last drawn has exactly one fate."""
+    for seed in range(300):
+        spec = replace(random_spec(seed), crash=0.05, save=0.3, cancel=0, oversample=0, tasks=None)
+        books = (world := World(spec)).books
+        world.run()
+        books = world.books
+        assert [g.split(".")[0] for g in books.drawn] == [str(i) for i in range(len(books.drawn))]
+
+
+def test_oversampling_at_staleness_0_admits_and_drops_the_surplus() -> None:
+    spec = Spec(1, 4, 1, 0, 0.5, 6, None, "stop", tail="pareto")
+    world = World(spec)
+    world.run()
+    fates = Counter(world.books.fate.values())
+    assert fates == {"trained": 24, "dropped": 12}
+    assert len(world.books.drawn) == 6 * 6
+
+
+def test_no_finished_work_is_discarded_without_oversampling() -> None:
+    for seed in range(300):
+        world = World(replace(random_spec(seed), oversample=0))
+        world.run()
+        assert "dropped" not in world.books.fate.values()
+
+
+def test_acceptance_rates_of_dynamic_sampling_end_as_declared() -> None:
+    for accept in (0, 0.01, 0.5, 1):
+        for policy in ("stop", "smaller"):
+            spec = Spec(3, 4, 1, 0, 0, 5, 10, policy, reject=1 - accept)
+            world = World(spec)
+            ended = world.run()
+            per_step = [len(ids) for ids in world.books.batches]
+            if accept >= 0.5:
+                assert ended == "done" and per_step == [4] * 5
+            elif accept == 0:
+                assert ended == "draws" and per_step == [] and len(world.books.drawn) == 40
+            else:
+                assert ended == "draws" and len(world.books.drawn) <= 40 * (len(per_step) + 1)
+
+
+# ---- mutants: the simulator must see each of them fail
+
+
+class CompletionOrder(Scheduler):
+    """Takes whatever completed first, and asks nothing."""
+
+    def complete(self, group_id, now_s):
+        super().complete(group_id, now_s)
+        self.__dict__.setdefault("finished", []).append(group_id)
+
+    def _choose(self):
+        done = [self._groups[g] for g in self.__dict__.get("finished", []) if g in self._groups]
+        return sorted(done[: self.prompts_per_step], key=lambda g: g.order) if len(done) >= self.prompts_per_step else None
+
+    def _overdue_after(self, chosen):
+        return []
+
+
+class NoFeasibility(Scheduler):
+    """Earliest deadline first among the complete ones, without a look at the rest."""
+
+    def _overdue_after(self, chosen):
+        return []
+
+
+class DropsTheLate(Scheduler):
+    """Meets every deadline by throwing late groups away, over-sampled or not."""
+
+    def _overdue_after(self, chosen):
+        taken = {g.group_id for g in chosen}
+        return [g for g in self._groups.values() if g.group_id not in taken and self._due(g.version) <= self._next_step]
+
+
+class FreesAtTraining(Scheduler):
+    """A slot comes back when its group is trained, not when the new weights are live."""
+
+    def trained(self, step):
+        super().trained(step)
+        self._unpublished.clear()
+
+
+class KeepsSlotsOfRejected(Scheduler):
+    def release(self, group_id, reason):
+        super().release(group_id, reason)
+        self._unpublished[self.version] = self._unpublished.get(self.version, 0) + 1
+
+
+class NoHorizon(Scheduler):
+    """Admits as long as slots are free, also for steps that will not come."""
+
+    def _room(self):
+        return self.slots + self.extra - sum(self._unpublished.values()) - len(self._taken)
+
+
+class ForgetsVersions(Scheduler):
+    """Re-admits what was in flight as if it were new."""
+
+    def load_state(self, state, now_s, *, replay=()):
+        groups = [[g, state["version"], order, complete] for g, _, order, complete in state["groups"]]
+        return super().load_state({**state, "groups": groups}, now_s, replay=replay)
+
+
+class LosesCompleted(Scheduler):
+    """Saves only what still runs."""
+
+    def state(self):
+        state = super().state()
+        return {**state, "groups": [g for g in state["groups"] if not g[3]]}
+
+
+class AnyCompleteAtStaleness0(Scheduler):
+    def _choose(self):
+        self.in_order = False
+        return super()._choose()
+
+
+@pytest.mark.parametrize(
+    "mutant",
+    [
+        CompletionOrder, NoFeasibility, DropsTheLate, FreesAtTraining, KeepsSlotsOfRejected, NoHorizon, ForgetsVersions,
+        LosesCompleted,
+    ],
+)  # fmt: skip
+def test_the_simulator_catches(mutant: type[Scheduler]) -> None:
+    caught = 0
+    for seed in range(400):
+        try:
+            World(random_spec(seed), mutant).run()
+        except (Violation, AssertionError):
+            caught += 1
+    assert caught >= 5, f"{mutant.__name__} was caught in {caught} of 400 schedules"
+
+
+def test_the_order_test_catches_completion_order_at_staleness_0() -> None:
+    spec = Spec(0, 2, 2, 0, 0, 4, None, "stop", tail="pareto")
+    orders = []
+    for seed in range(20):
+        world = World(replace(spec, seed=seed), AnyCompleteAtStaleness0)
+        world.run()
+        orders.append(world.books.batches == synchronous(world.spec))
+    assert not all(orders)
+
+
+def test_naive_taking_is_late_without_bound() -> None:
+    """DESIGN section 6: completion-order taking lags far beyond the bound; earliest-deadline-first never does."""
+
+    class Lag(World):
+        worst = 0
+
+        def check(self, batch: Batch) -> None:
+            now = len(self.books.batches) // self.spec.sync_every
+            self.worst = max(self.worst, *(now - self.books.admitted_at[g] for g in batch.group_ids))
+
+    spec = Spec(5, 4, 1, 1, 0, 80, None, "stop", tail="pareto", train_s=0.1)
+    naive, ours = Lag(spec, CompletionOrder), Lag(spec)
+    try:
+        naive.run()
+    except (Violation, AssertionError):
+        pass
+    ours.run()
+    assert ours.worst == 1
+    assert naive.worst >= 5, naive.worst

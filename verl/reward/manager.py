@@ -1,0 +1,133 @@
+"""Reward managers of verl: classes with `async run_single(data) -> {"reward_score", "reward_extra_info"}`.
+
+    pool = RewardPool(manager_target("my_manager.py", "MyManager", tokenizer_path="Qwen/Qwen3-0.6B"))
+
+The class is built once in each worker, on the event loop that its calls run on, and sees one sample at a time through
+`DataProtoView`, which has DataProto's names with numpy arrays in place of tensors.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from verl.reward.compute import compute_score as default_compute_score
+from verl.reward.process import Target
+from verl.reward.worker import Unloadable, load_module
+
+Grader = Callable[..., Awaitable[dict[str, Any]]]
+
+
+class DataProtoItem:
+    """One row: `.batch[name]` arrays without a batch dimension, `.non_tensor_batch[name]` objects."""
+
+    def __init__(self, batch: Mapping[str, np.ndarray], non_tensor_batch: Mapping[str, Any]) -> None:
+        self.batch, self.non_tensor_batch = dict(batch), dict(non_tensor_batch)
+        self.meta_info: dict[str, Any] = {}
+
+
+class DataProtoView:
+    """One sample under DataProto's names: `len(data) == 1`, `data[0]`, and `[1, ...]` arrays in `.batch`.
+
+    batch: prompts [P], responses [R], input_ids, attention_mask, position_ids [P + R], response_mask [R].
+    non_tensor_batch: data_source, reward_model {"ground_truth"}, extra_info.
+    """
+
+    def __init__(self, item: DataProtoItem) -> None:
+        self._item = item
+        self.batch = {name: value[None] for name, value in item.batch.items()}
+        self.non_tensor_batch = {name: _one_object(value) for name, value in item.non_tensor_batch.items()}
+        self.meta_info: dict[str, Any] = {}
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> DataProtoItem:
+        if index not in (0, -1):
+            raise IndexError(f"index {index}: this view holds one sample")
+        return self._item
+
+
+def _one_object(value: Any) -> np.ndarray:
+    out = np.empty(1, dtype=object)
+    out[0] = value
+    return out
+
+
+def view_of(
+    *, data_source: str, ground_truth: Any, extra_info: Mapping[str, Any], prompt_ids: np.ndarray, response_ids: np.ndarray
+) -> DataProtoView:
+    """The view of one unpadded sample."""
+    prompts, responses = np.asarray(prompt_ids, np.int64), np.asarray(response_ids, np.int64)
+    ids = np.concatenate([prompts, responses])
+    batch = {
+        "prompts": prompts, "responses": responses, "input_ids": ids, "attention_mask": np.ones_like(ids),
+        "position_ids": np.arange(len(ids)), "response_mask": np.ones_like(responses),
+    }  # fmt: skip
+    fields = {"data_source": data_source, "reward_model": {"ground_truth": ground_truth}, "extra_info": dict(extra_info)}
+    return DataProtoView(DataProtoItem(batch, fields))
+
+
+def manager_target(
+    path: str, name: str, *, tokenizer_path: str | None = None, reward_kwargs: Mapping[str, Any] | None = None
+) -> Target:
+    """The pool's target for manager class `name` of a file or module.
+
+    `tokenizer_path`: a folder or hub id for AutoTokenizer, handed to the class as `tokenizer` (None without).
+    `reward_kwargs`: what the class finds as `config.reward.reward_kwargs`.
+    """
+    kwargs = {"path": path, "name": name, "tokenizer_path": tokenizer_path, "reward_kwargs": dict(reward_kwargs or {})}
+    return Target(path="verl.reward.manager", name="make_grader", kwargs=kwargs, factory=True, with_ids=True)
+
+
+async def make_grader(path: str, name: str, tokenizer_path: str | None, reward_kwargs: Mapping[str, Any]) -> Grader:
+    """Build the manager and return it as a reward function. A coroutine, so that the class finds a running loop."""
+    module = load_module(path)
+    manager_class = getattr(module, name, None)
+    if not inspect.isclass(manager_class) or not callable(getattr(manager_class, "run_single", None)):
+        raise Unloadable(f"{module.__file__} has no class {name!r} with a method run_single(data)")
+    manager = manager_class(**_constructor_arguments(manager_class, tokenizer_path, reward_kwargs))
+
+    async def grade(
+        data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any],
+        prompt_ids: np.ndarray | None, response_ids: np.ndarray | None,
+    ) -> dict[str, Any]:  # fmt: skip
+        if prompt_ids is None or response_ids is None:
+            raise ValueError("a reward manager needs prompt_ids and response_ids in the RewardRequest")
+        data = view_of(
+            data_source=data_source, ground_truth=ground_truth, extra_info=extra_info,
+            prompt_ids=prompt_ids, response_ids=response_ids,
+        )  # fmt: skip
+        result = await manager.run_single(data)
+        if not isinstance(result, Mapping) or "reward_score" not in result:
+            raise ValueError(f'{name}.run_single returned a {type(result).__name__} without "reward_score"')
+        return {**result.get("reward_extra_info", {}), "score": result["reward_score"]}
+
+    return grade
+
+
+def _constructor_arguments(
+    manager_class: type, tokenizer_path: str | None, reward_kwargs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Of what verl passes to managers, what this one's constructor names (everything, if it takes **kwargs)."""
+    from omegaconf import OmegaConf
+
+    tokenizer = None
+    if tokenizer_path is not None:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)
+    known = {
+        "config": OmegaConf.create({"reward": {"reward_kwargs": dict(reward_kwargs)}}),
+        "tokenizer": tokenizer,
+        "compute_score": default_compute_score,
+        "reward_router_address": None,
+        "reward_model_tokenizer": None,
+    }
+    taken = inspect.signature(manager_class).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in taken):
+        return known
+    return {p.name: known[p.name] for p in taken if p.name in known}

@@ -1,0 +1,51 @@
+"""`report.html`: one self-contained page of a run. No request leaves it; what it shows is embedded as JSON."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from verl.track.files import write_atomic
+from verl.track.report_data import RunReader
+
+REPORT_FILE = "report.html"
+_SCRIPTS = ("report_charts.js", "report_samples.js", "report.js")
+_SLOT = re.compile(r"\{\{(\w+)\}\}")
+_UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+_UNSAFE_PATTERN = re.compile("[<>&\u2028\u2029]")
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write `report.html` of a run directory, finished or not, and return its path."""
+    path = run_dir / REPORT_FILE
+    page = render_page(RunReader(run_dir).payload())
+    write_atomic(path, page.encode("utf-8", "replace"))
+    return path
+
+
+def render_page(payload: Mapping[str, Any], *, live: Mapping[str, Any] | None = None) -> str:
+    """The page with its data. `live`: {version, poll_s}, where a server will answer the page's questions."""
+    room = files("verl.track")
+    scripts = "\n".join((room / name).read_text("utf-8") for name in _SCRIPTS)
+    assert "</script" not in scripts, "the page's own scripts may not close their tag"
+    parts = {
+        "title": html.escape(f"{payload['run']['name']} · verl"),
+        "style": (room / "report.css").read_text("utf-8"),
+        "script": scripts,
+        "data": json_in_script(payload),
+        "live": json_in_script(live),
+        "connect": "'self'" if live is not None else "'none'",
+    }
+    template = (room / "report.html").read_text("utf-8")
+    return _SLOT.sub(lambda slot: parts[slot[1]], template)
+
+
+def json_in_script(value: Any) -> str:
+    """JSON that cannot end the script element it stands in, whatever its strings hold."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return _UNSAFE_PATTERN.sub(lambda match: _UNSAFE[match[0]], text)

@@ -1,0 +1,35 @@
+"""The sample data plane: rows are samples, columns are fields. Roles read and write; the driver routes refs only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from verl.batch import Ragged
+from verl.types import Refs, Sample
+
+
+class TransferQueue(Protocol):
+    """A row exists from `put` until `drop`. Reading a row or column that is not there is a ValueError that names it."""
+
+    def put(self, samples: Sequence[Sample]) -> Refs:
+        """Store new rows; an id that is already there is a ValueError (no sample is doubled)."""
+        ...
+
+    def samples(self, refs: Refs) -> list[Sample]:
+        """The token columns of these rows, in this order."""
+        ...
+
+    def read(self, refs: Refs, columns: Sequence[str]) -> dict[str, Ragged]: ...
+
+    def write(self, refs: Refs, columns: Mapping[str, Ragged]) -> None:
+        """Set columns of these rows; written again, they are replaced."""
+        ...
+
+    def has(self, refs: Refs, column: str) -> bool:
+        """True if every one of these rows has the column."""
+        ...
+
+    def drop(self, refs: Refs) -> None: ...
+
+    def __len__(self) -> int: ...

@@ -1,0 +1,80 @@
+"""TransferQueue in this process: tensors stay where they are, a read of one update is one concatenation."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.batch import Ragged
+from verl.types import Refs, Sample, ref_of
+
+
+@dataclass(slots=True)
+class _Row:
+    sample: Sample
+    columns: dict[str, Tensor] = field(default_factory=dict)
+
+
+class MemoryQueue:
+    """See `TransferQueue`. Safe to use from the threads of in-process worker groups."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, _Row] = {}
+        self._lock = threading.Lock()
+
+    def put(self, samples: Sequence[Sample]) -> Refs:
+        with self._lock:
+            ids = [s.sample_id for s in samples]
+            doubled = [i for i in ids if i in self._rows] + [i for i in set(ids) if ids.count(i) > 1]
+            if doubled:
+                raise ValueError(f"samples are already in the queue: {doubled[:3]}; every id is put once")
+            for s in samples:
+                self._rows[s.sample_id] = _Row(s)
+        return Refs(ref_of(s) for s in samples)
+
+    def samples(self, refs: Refs) -> list[Sample]:
+        return [row.sample for row in self._find(refs)]
+
+    def read(self, refs: Refs, columns: Sequence[str]) -> dict[str, Ragged]:
+        rows = self._find(refs)
+        out = {}
+        for name in columns:
+            missing = [r.sample.sample_id for r in rows if name not in r.columns]
+            if missing:
+                raise ValueError(f"column {name!r} was not written for {len(missing)} of {len(rows)} samples, e.g. {missing[0]}")
+            parts = [r.columns[name] for r in rows]
+            offsets = np.concatenate([[0], np.cumsum([len(p) for p in parts])]).astype(np.int64)
+            out[name] = Ragged(torch.cat(parts) if parts else torch.zeros(0), offsets)
+        return out
+
+    def write(self, refs: Refs, columns: Mapping[str, Ragged]) -> None:
+        rows = self._find(refs)
+        for name, column in columns.items():
+            if len(column) != len(rows):
+                raise ValueError(f"column {name!r} has {len(column)} rows for {len(rows)} samples")
+            for i, row in enumerate(rows):
+                row.columns[name] = column.row(i)
+
+    def has(self, refs: Refs, column: str) -> bool:
+        return all(column in row.columns for row in self._find(refs))
+
+    def drop(self, refs: Refs) -> None:
+        self._find(refs)
+        with self._lock:
+            for ref in refs:
+                del self._rows[ref.sample_id]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def _find(self, refs: Refs) -> list[_Row]:
+        with self._lock:
+            missing = [r.sample_id for r in refs if r.sample_id not in self._rows]
+            if missing:
+                raise ValueError(f"{len(missing)} samples are not in the queue (never put, or dropped), e.g. {missing[0]}")
+            return [self._rows[r.sample_id] for r in refs]

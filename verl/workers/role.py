@@ -1,0 +1,172 @@
+"""A role per rank: engine (or none) + queue + algorithm functions. The only one that turns Refs into Batches and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.algorithms.corrections import mismatch_metrics
+from verl.algorithms.terms import Term
+from verl.algorithms.weights import check_finite, term_weights
+from verl.batch import Batch, Columns, Ragged, pack
+from verl.model_engine.base import ModelEngine
+from verl.transfer_queue.base import TransferQueue
+from verl.types import Metric, Metrics, Refs, Sample, merge_metrics
+from verl.weight_sync.base import Snapshot, take_snapshot
+
+
+@dataclass(frozen=True, slots=True)
+class UpdatePlan:
+    """The optimizer steps of one step: rows of each, the terms, and stored columns that terms may use if present."""
+
+    updates: tuple[Refs, ...]
+    terms: tuple[Term, ...]
+    optional: tuple[str, ...] = ("old_logprobs", "is_weights")
+
+
+class Role:
+    """One model's worker: policy, reference, critic or (engine None) the CPU role of advantages."""
+
+    def __init__(self, name: str, queue: TransferQueue, engine: ModelEngine | None = None, *, share_prefix: bool = True) -> None:
+        self.name = name
+        self.queue = queue
+        self.engine = engine
+        self.share_prefix = share_prefix
+
+    def infer(self, refs: Refs, outputs: Mapping[str, str]) -> Metrics:
+        """Compute model outputs of the rows and write them: {output: column}, e.g. {"logprobs": "old_logprobs"}."""
+        assert self.engine is not None
+        batch = pack(self.queue.samples(refs), share_prefix=self.share_prefix)
+        found = self.engine.infer(batch, tuple(outputs))
+        self.queue.write(refs, {column: _ragged(found[name], batch.row_start) for name, column in outputs.items()})
+        if outputs.get("logprobs") == "old_logprobs":
+            return mismatch_metrics(found["logprobs"], batch.columns["rollout_logprobs"], _valid(refs, batch))
+        return {}
+
+    def compute(
+        self, refs: Refs, fn: Callable[[Columns], Mapping[str, Tensor]], inputs: Sequence[str], outputs: Sequence[str]
+    ) -> Metrics:
+        """Run a pure function over the columns of the whole step and write its outputs."""
+        columns = columns_of(refs, {n: c.values for n, c in self.queue.read(refs, inputs).items()} if inputs else {})
+        check_finite(columns, tuple(inputs))
+        found = fn(columns)
+        offsets = _offsets([r.loss_tokens for r in refs])
+        self.queue.write(refs, {name: Ragged(found[name].detach(), offsets) for name in outputs})
+        return _advantage_metrics(columns, found)
+
+    def update(self, plan: UpdatePlan) -> Metrics:
+        """The optimizer steps of one step. The first pass's log-probs and entropies are written as `train_*` columns."""
+        assert self.engine is not None
+        needed = tuple(dict.fromkeys(name for term in plan.terms for name in term.inputs))
+        parts: list[Metrics] = []
+        seen: set[str] = set()
+        for refs in plan.updates:
+            samples = self.queue.samples(refs)
+            found = self.queue.read(refs, [*needed, *(n for n in plan.optional if self.queue.has(refs, n))])
+            batch = self._batch(refs, samples, {n: c.values for n, c in found.items()}, plan.terms)
+            result = self.engine.forward_backward(batch, plan.terms, ("logprobs", "entropy"))
+            parts += [_prefixed(result.metrics, "actor/"), _prefixed(self.engine.optim_step(), "actor/")]
+            if not seen & set(refs.ids):
+                parts.append(self._record(refs, batch, result.columns, first="old_logprobs" not in found))
+                seen |= set(refs.ids)
+        return merge_metrics(parts)
+
+    def snapshot(self, version: int, probes: Sequence[np.ndarray], copy: bool) -> Snapshot:
+        """The weights as of now, with manifest and probe log-probs, for the checkpoint engine."""
+        assert self.engine is not None
+        return take_snapshot(self.engine, version, probes, copy=copy)
+
+    def state(self) -> dict[str, Any]:
+        assert self.engine is not None
+        return self.engine.state()
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        assert self.engine is not None
+        self.engine.load_state(state)
+
+    def call(self, fn: Callable[[ModelEngine], Any]) -> Any:
+        """Run `fn` on the engine in this worker's order (export, inspection)."""
+        assert self.engine is not None
+        return fn(self.engine)
+
+    # -- private -----------------------------------------------------------------------------------------------------
+
+    def _batch(self, refs: Refs, samples: list[Sample], columns: Mapping[str, Tensor], terms: tuple[Term, ...]) -> Batch:
+        batch = pack(samples, share_prefix=self.share_prefix).with_columns(columns)
+        layout = columns_of(refs, columns)
+        check_finite(layout, tuple(n for n in columns if columns[n].is_floating_point()))
+        weights = term_weights(layout, terms)
+        token = {f"w/{t.name}": weights[f"w/{t.name}"] for t in terms if t.unit == "token"}
+        first = {int(s): r for r, s in reversed(list(enumerate(batch.sequence)))}
+        rows = {}
+        for term in terms:
+            if term.unit == "sequence":
+                per_row = torch.zeros(batch.num_rows, dtype=torch.float64)
+                per_row[list(first.values())] = weights[f"w/{term.name}"][list(first)]
+                rows[f"w/{term.name}"] = per_row
+        return batch.with_columns({**token, "mask": layout.mask}).with_row_columns(rows)
+
+    def _record(self, refs: Refs, batch: Batch, columns: Mapping[str, Tensor], *, first: bool) -> Metrics:
+        mask = batch.columns["mask"].bool()
+        kept = {f"train_{n}": _ragged(c, batch.row_start) for n, c in columns.items() if n in ("logprobs", "entropy")}
+        self.queue.write(refs, kept)
+        entropy = columns["entropy"][mask].double()
+        out: Metrics = {"actor/entropy": Metric(float(entropy.sum()), float(len(entropy)), "token")}
+        if first:  # no old_logprobs pass: this is the trainer's view of the tokens before any update
+            out |= mismatch_metrics(columns["logprobs"], batch.columns["rollout_logprobs"], mask)
+        return out
+
+
+def columns_of(refs: Refs, token: Mapping[str, Tensor]) -> Columns:
+    """The layout of these rows with per-sequence `score`, `group`, `valid`; mask = tokens of rows with a valid reward."""
+    sequence_names: dict[str, int] = {}
+    group_names: dict[str, int] = {}
+    sequence = [sequence_names.setdefault(r.trajectory_id, len(sequence_names)) for r in refs]
+    s = len(sequence_names)
+    score = torch.zeros(s, dtype=torch.float64)
+    group = torch.zeros(s, dtype=torch.int64)
+    valid = torch.zeros(s, dtype=torch.bool)
+    for r, i in zip(refs, sequence, strict=True):
+        ok = r.outcome == "ok" and r.reward == r.reward
+        score[i] = r.reward if ok else 0.0
+        valid[i] = ok
+        group[i] = group_names.setdefault(r.group_id, len(group_names))
+    counts = np.array([r.loss_tokens for r in refs], np.int64)
+    sequence_of = torch.from_numpy(np.repeat(np.array(sequence, np.int64), counts))
+    return Columns(
+        token=token, sequence={"score": score, "group": group, "valid": valid}, sequence_of=sequence_of, num_sequences=s,
+        mask=valid[sequence_of],
+    )  # fmt: skip
+
+
+def _valid(refs: Refs, batch: Batch) -> Tensor:
+    ok = torch.tensor([r.outcome == "ok" and r.reward == r.reward for r in refs])
+    return ok[batch.row_of]
+
+
+def _offsets(lengths: Sequence[int]) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+
+
+def _ragged(values: Tensor, row_start: np.ndarray) -> Ragged:
+    return Ragged(values, row_start)
+
+
+def _prefixed(metrics: Metrics, prefix: str) -> Metrics:
+    return {prefix + name: metric for name, metric in metrics.items()}
+
+
+def _advantage_metrics(columns: Columns, found: Mapping[str, Tensor]) -> Metrics:
+    out: Metrics = {}
+    for name in ("advantages", "returns"):
+        if name in found and columns.mask.any():
+            x = found[name][columns.mask].double()
+            out[f"critic/{name}/mean"] = Metric(float(x.sum()), float(len(x)), "token")
+            out[f"critic/{name}/max"] = Metric(float(x.max()), 1, "token", "max")
+            out[f"critic/{name}/min"] = Metric(float(x.min()), 1, "token", "min")
+    return out
