@@ -191,9 +191,9 @@ _AGAIN = {"role": "user", "content": "And minus two?"}
 _PLAIN = {"role": "assistant", "content": "It is 42."}
 _THINK = {"role": "assistant", "content": "<think>\nsix sevens, forty-two\n</think>\n\nIt is 42."}
 _SYSTEM = {"role": "system", "content": "Reply as a quokka."}
+_FUNCTION = {"name": "quokka_sum", "arguments": {"a": 6}}
 _CALL = {
-    "role": "assistant", "content": "",
-    "tool_calls": [{"id": "abcdef123", "type": "function", "function": {"name": "quokka_sum", "arguments": {"a": 6}}}],
+    "role": "assistant", "content": "", "tool_calls": [{"id": "abcdef123", "type": "function", "function": _FUNCTION}],
 }  # fmt: skip
 _ANSWER = {"role": "tool", "name": "quokka_sum", "tool_call_id": "abcdef123", "content": "wombat 42"}
 _PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer", "description": "A number."}}}
@@ -365,7 +365,7 @@ def render_conversation(
         raise RowRefused("no assistant turn after a prompt", f"{len(messages)} messages")
     if train_on == "last_assistant":
         turns = turns[-1:]
-    _refuse_unsupported(messages, audit, tools)
+    refuse_unsupported(messages, audit, tools)
     r = _Renderer(tokenizer, template_kwargs, tools)
     try:
         if audit.append_only:
@@ -375,7 +375,8 @@ def render_conversation(
         raise RowRefused("the chat template refuses the messages", str(exc)) from exc
 
 
-def _refuse_unsupported(messages: Sequence[Message], audit: TemplateAudit, tools: Sequence[Tool] | None) -> None:
+def refuse_unsupported(messages: Sequence[Message], audit: TemplateAudit, tools: Sequence[Tool] | None) -> None:
+    """RowRefused for what the template would drop, or render as something else, without a word."""
     if not audit.supports_system and any(m["role"] == "system" for m in messages):
         raise RowRefused("a system message, which this chat template has no place for")
     if not audit.supports_tools and tools:

@@ -150,6 +150,8 @@ class OptimConfig:
     """constant | linear | cosine, after the warm-up."""
     warmup_steps: int = 0
     """Optimizer steps. The first update uses lr / (warmup_steps + 1), never 0."""
+    warmup_ratio: float = 0.0
+    """Share of all optimizer steps that warms up, where `warmup_steps` is 0 (`plan.warmup_steps` resolves it)."""
     min_lr_ratio: float = 0.0
     max_skipped_updates: int = 3
     """Non-finite gradients in a row that are skipped (batch dumped) before the run stops."""

@@ -93,7 +93,7 @@ def _become_worker(guardian_pid: int, channel_fd: int, output_fd: int, baseline:
     os.close(nothing)
     os.close(output_fd)
     # By path: `import verl` costs more than all the rest, and a user's grader may not need it.
-    where = importlib.util.spec_from_file_location("verl_reward_worker", Path(__file__).with_name("worker.py"))
+    where = importlib.util.spec_from_file_location("verl.reward.worker", Path(__file__).with_name("worker.py"))
     assert where is not None and where.loader is not None
     worker = importlib.util.module_from_spec(where)
     sys.modules[where.name] = worker

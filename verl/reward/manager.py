@@ -86,10 +86,10 @@ def manager_target(
 async def make_grader(path: str, name: str, tokenizer_path: str | None, reward_kwargs: Mapping[str, Any]) -> Grader:
     """Build the manager and return it as a reward function. A coroutine, so that the class finds a running loop."""
     module = load_module(path)
-    manager_class = getattr(module, name, None)
+    manager_class: Any = getattr(module, name, None)
     if not inspect.isclass(manager_class) or not callable(getattr(manager_class, "run_single", None)):
         raise Unloadable(f"{module.__file__} has no class {name!r} with a method run_single(data)")
-    manager = manager_class(**_constructor_arguments(manager_class, tokenizer_path, reward_kwargs))
+    manager: Any = manager_class(**_constructor_arguments(manager_class, tokenizer_path, reward_kwargs))
 
     async def grade(
         data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any],

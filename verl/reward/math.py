@@ -69,7 +69,9 @@ _MATH_WRAPPER = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox)\{([^{}]
 
 def normalize_math(text: str) -> str:
     """A canonical spelling for comparison as strings: spacing, units, degree signs, fractions, roots, thousands."""
-    out = text.replace("\n", "").replace("\\\\", "\\")
+    out = text.replace("\n", "")
+    if r"\begin" not in out:  # there, a double backslash ends a row; elsewhere it is a backslash escaped twice
+        out = out.replace("\\\\", "\\")
     out = re.sub(r"\\[dt]frac", r"\\frac", out)
     out = _MATH_UNIT.sub("", _MATH_REMOVED.sub("", out))
     out = _MATH_WRAPPER.sub(r"\1", out)
@@ -147,9 +149,10 @@ _MINERVA_SUBSTITUTIONS = (
     (",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
 )  # fmt: skip
 _MINERVA_UNITS = (
-    "square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits cents degrees cm gm "
-    "pounds meters meals edges students childrentickets multiples"
-).split()
+    "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "sue", "points",
+    "feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students",
+    "childrentickets", "multiples",
+)  # fmt: skip
 _MINERVA_TEX = (
     "\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3", "\\text{\n}", "\\text{}", "\\mathrm{th}",
     "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots",
@@ -163,7 +166,7 @@ def normalize_minerva(answer: str) -> str:
         out = out.replace(before, after)
     for removed in (*_MINERVA_UNITS, *_MINERVA_TEX):
         out = out.replace(removed, "")
-    out = re.sub(r"^.*?(\$.*?\$).*$", r"\1", out)
+    out = re.sub(r".*?(\$.*?\$).*", r"\1", out)
     for command in ("text", "textbf", "overline"):
         out = re.sub(rf"\\{command}\{{(.*?)\}}", r"\1", out)
     out = re.sub(r"\\boxed\{(.*)\}", r"\1", out)

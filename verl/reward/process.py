@@ -97,17 +97,8 @@ class Worker:
 
     async def load(self, target: Target, timeout_s: float) -> None:
         """Have it load the target. Raises TargetError."""
-        init = {
-            "path": target.path, "name": target.name, "kwargs": dict(target.kwargs), "factory": target.factory,
-            "with_ids": target.with_ids, "memory_limit_mb": self._memory_limit_mb,
-            "sys_path": [os.path.abspath(p) for p in sys.path],
-        }  # fmt: skip
-        try:
-            frame = pickle.dumps(init)
-        except Exception as error:  # __reduce__ of what the user put into kwargs
-            raise TargetError(f"{target}: reward.kwargs cannot be sent to a worker: {error}. Fix: plain values") from None
         started = time.monotonic()
-        answer = await self._round_trip(frame, timeout_s)
+        answer = await self._round_trip(_load_frame(target, self._memory_limit_mb), timeout_s)
         if answer is None:
             raise TargetError(f"{target}: did not load within {timeout_s:g} s. Fix: keep slow work out of its top level")
         if isinstance(answer, Death):
@@ -151,19 +142,15 @@ class Worker:
 
     async def kill(self) -> Death:
         """End the worker and everything it started; returns once they are gone."""
-        self.abandon()
+        self.healthy = False
+        self._channel.close()
+        self._control.order()
         await asyncio.wait({self._death}, timeout=KILL_WAIT_S)
         if not self._death.done():
             self._force()
             await asyncio.wait({self._death}, timeout=KILL_WAIT_S)
         # Not done only for a process in an uninterruptible system call, which nothing can end.
         return self._death.result() if self._death.done() else Death(tail=f"process {self.pid} does not die")
-
-    def abandon(self) -> None:
-        """Order the guardian to kill everything, and do not wait for it."""
-        self.healthy = False
-        self._channel.close()
-        self._control.order()
 
     async def _round_trip(self, frame: bytes, timeout_s: float) -> dict[str, Any] | Death | None:
         """The answer to one frame, or how the worker died instead, or None if it is out of time."""
@@ -183,8 +170,9 @@ class Worker:
     async def _watch(self) -> Death:
         """Lives as long as the guardian does; its control socket closes only with it."""
         record = await self._control.read_all()
-        deadline = time.monotonic() + KILL_WAIT_S
-        while self._popen.poll() is None and time.monotonic() < deadline:
+        for _ in range(int(KILL_WAIT_S / 0.002)):
+            if self._popen.poll() is not None:
+                break
             await asyncio.sleep(0.002)
         if self._popen.returncode is None:
             self._force()
@@ -267,22 +255,39 @@ async def start_worker(target: Target, *, memory_limit_mb: float, start_timeout_
     """Start a fresh interpreter and load the target in it. Raises TargetError; leaves nothing behind then."""
     channel, channel_far = socket.socketpair()
     control, control_far = socket.socketpair()
-    spec = {"channel_fd": channel_far.fileno(), "parent_pid": os.getpid(), "memory_limit_mb": memory_limit_mb}
-    # One thread each: graders are many, and the address space that thread pools reserve counts against the limit.
-    threads = {name: os.environ.get(name, "1") for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
     with channel_far, control_far:
-        popen = subprocess.Popen(
-            [sys.executable, "-P", str(Path(__file__).with_name("guardian.py")), json.dumps(spec)],
-            stdin=control_far, stdout=control_far, stderr=control_far, pass_fds=(channel_far.fileno(),),
-            start_new_session=True, env={**os.environ, **threads},
-        )  # fmt: skip
+        popen = _launch(channel_far.fileno(), control_far.fileno(), memory_limit_mb)
     worker = Worker(popen, await _stream(channel), await _stream(control), memory_limit_mb)
     try:
         await worker.load(target, start_timeout_s)
-    except BaseException:
-        worker.abandon()
+    except BaseException:  # cancelled, too
+        await worker.kill()
         raise
     return worker
+
+
+def _launch(channel_fd: int, control_fd: int, memory_limit_mb: float) -> subprocess.Popen[bytes]:
+    spec = {"channel_fd": channel_fd, "parent_pid": os.getpid(), "memory_limit_mb": memory_limit_mb}
+    # One thread each: graders are many, and the address space that thread pools reserve counts against the limit.
+    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    threads = {name: os.environ.get(name, "1") for name in names}
+    return subprocess.Popen(
+        [sys.executable, "-P", str(Path(__file__).with_name("guardian.py")), json.dumps(spec)],
+        stdin=control_fd, stdout=control_fd, stderr=control_fd, pass_fds=(channel_fd,),
+        start_new_session=True, env={**os.environ, **threads},
+    )  # fmt: skip
+
+
+def _load_frame(target: Target, memory_limit_mb: float) -> bytes:
+    init = {
+        "path": target.path, "name": target.name, "kwargs": dict(target.kwargs), "factory": target.factory,
+        "with_ids": target.with_ids, "memory_limit_mb": memory_limit_mb,
+        "sys_path": [os.path.abspath(p) for p in sys.path],
+    }  # fmt: skip
+    try:
+        return pickle.dumps(init)
+    except Exception as error:  # __reduce__ of what the user put into kwargs
+        raise TargetError(f"{target}: reward.kwargs cannot be sent to a worker: {error}. Fix: plain values") from None
 
 
 async def _stream(end: socket.socket) -> Stream:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -164,8 +165,8 @@ def _number(value: Any) -> float | None:
             return None
     try:
         return float(value)
-    except OverflowError:
-        return math.inf if value > 0 else -math.inf
+    except OverflowError:  # an int beyond 1e308
+        return math.inf
 
 
 def _bad(detail: str) -> dict[str, Any]:
@@ -196,7 +197,7 @@ def load(init: Mapping[str, Any], settler: Settler) -> Callable[..., Any]:
         _check_call(grader, name, (), kwargs)
         grader, kwargs = settler.settle(grader(**kwargs)), {}
     _check_call(grader, name, CALL_NAMES + (ID_NAMES if init["with_ids"] else ()), kwargs)
-    return lambda **call: grader(**call, **kwargs)
+    return functools.partial(grader, **kwargs)
 
 
 def load_module(path: str) -> ModuleType:

@@ -38,6 +38,7 @@ function showPercent(value) {
 
 function showSeconds(value) {
   if (value === null || value === undefined) return "–";
+  if (value === 0) return "0 s";
   if (value < 1) return (value * 1000).toFixed(0) + " ms";
   if (value < 60) return value.toFixed(1) + " s";
   const whole = Math.round(value);
@@ -58,10 +59,11 @@ function niceTicks(low, high, wanted) {
 }
 
 function logTicks(low, high) {
-  const ticks = [];
-  const stride = Math.max(1, Math.ceil((high - low) / 5));
-  for (let e = Math.ceil(low); e <= Math.floor(high); e += stride) ticks.push(e);
-  return ticks.length ? ticks : [low, high];
+  // Positions are exponents; below two decades 2 and 5 (or every whole number) join the powers of ten.
+  const stride = Math.max(1, Math.ceil((high - low) / 5)), ticks = [];
+  const within = high - low > 2 ? [1] : high - low > 0.5 ? [1, 2, 5] : [1, 1.2, 1.5, 2, 2.5, 3, 4, 5, 6, 7, 8];
+  for (let e = Math.floor(low); e <= Math.floor(high); e += stride) for (const m of within) ticks.push(e + Math.log10(m));
+  return ticks.filter((t) => t >= low && t <= high);
 }
 
 function smoothed(values, weight) {
@@ -107,7 +109,7 @@ const tip = {
 };
 
 function tipRow(color, label, value) {
-  return el("div", { class: "tip-row" }, el("i", { class: "swatch", style: { background: color || "transparent" } }), el("span", {}, label), el("b", {}, value));
+  return el("div", { class: "tip-row" }, color ? el("i", { class: "swatch", style: { background: color } }) : null, el("span", {}, label), el("b", {}, value));
 }
 
 const MARGIN = { left: 52, right: 14, top: 8, bottom: 24 };
@@ -206,7 +208,7 @@ function lineChart(node, spec) {
   // spec: {title, unit, height, curves: [{label, color, x, y, low?, high?, dots?}], form, log, zero, big, weight, marks, domain, onPick}
   const readout = el("span", { class: "readout" });
   const log = spec.canLog ? el("button", { class: "quiet tiny", type: "button", title: "Logarithmic axis", "aria-pressed": String(Boolean(spec.log)), on: { click: () => spec.onLog(!spec.log) } }, "log") : null;
-  const head = el("div", { class: "chart-head" }, el("h3", { title: spec.help || "" }, spec.title), spec.unit ? el("span", { class: "unit" }, spec.unit) : null, log, readout);
+  const head = el("div", { class: "chart-head" }, el("div", { class: "chart-title" }, el("h3", { title: spec.help || "" }, spec.title), spec.unit ? el("span", { class: "unit" }, spec.unit) : null, log), readout);
   const width = Math.max(220, node.clientWidth), height = spec.height;
   const scale = yScale(spec.curves, spec);
   const frame = plotFrame(width, height, [spec.domain[0], spec.domain[1], scale.low, scale.high], scale.ticks);

@@ -20,6 +20,10 @@ from verl.types import Metric, Metrics, Refs, Sample, merge_metrics
 from verl.weight_sync.base import Snapshot, take_snapshot
 
 
+Computed = Mapping[str, Tensor | Metric]
+"""What a `compute` function returns: columns [L] by name, and metrics by theirs."""
+
+
 @dataclass(frozen=True, slots=True)
 class UpdatePlan:
     """The optimizer steps of one step: rows of each, the terms, and stored columns that terms may use if present."""
@@ -49,15 +53,17 @@ class Role:
         return {}
 
     def compute(
-        self, refs: Refs, fn: Callable[[Columns], Mapping[str, Tensor]], inputs: Sequence[str], outputs: Sequence[str]
+        self, refs: Refs, fn: Callable[[Columns], Computed], inputs: Sequence[str], outputs: Sequence[str]
     ) -> Metrics:
         """Run a pure function over the columns of the whole step and write its outputs."""
         columns = columns_of(refs, {n: c.values for n, c in self.queue.read(refs, inputs).items()} if inputs else {})
         check_finite(columns, tuple(inputs))
         found = fn(columns)
         offsets = _offsets([r.loss_tokens for r in refs])
-        self.queue.write(refs, {name: Ragged(found[name].detach(), offsets) for name in outputs})
-        return _advantage_metrics(columns, found)
+        columns_out = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+        self.queue.write(refs, {name: Ragged(columns_out[name].detach(), offsets) for name in outputs})
+        metrics = {name: value for name, value in found.items() if isinstance(value, Metric)}
+        return {**metrics, **_advantage_metrics(columns, columns_out)}
 
     def update(self, plan: UpdatePlan) -> Metrics:
         """The optimizer steps of one step. The first pass's log-probs and entropies are written as `train_*` columns."""

@@ -34,10 +34,12 @@ class Waits:
         self._clock = clock
         self._next = 0
 
-    async def wait(self, awaitable: Awaitable[T], *, who: str, what: str | Callable[[], str], timeout_s: float) -> T:
+    async def wait(
+        self, awaitable: Awaitable[T], *, who: str, what: str | Callable[[], str], timeout_s: float, cancel: bool = False
+    ) -> T:
         """Await with a deadline. `what` may be a function, asked when the deadline expires.
 
-        The awaited future is not cancelled on expiry: another wait may hold it, and its owner reports its error.
+        On expiry the awaited future is cancelled only if `cancel`: another wait may hold it.
         """
         self._next += 1
         key, start = self._next, self._clock()
@@ -49,6 +51,8 @@ class Waits:
                 text = what if isinstance(what, str) else what()
                 others = [f"{w.who}: {w.what}" for k, w in self._pending.items() if k != key]
                 self.dump()
+                if cancel:
+                    future.cancel()
                 raise DeadlineExpired(
                     f"{who} waited {timeout_s:.0f} s for {text}" + (f"; also pending: {'; '.join(others)}" if others else "")
                 )

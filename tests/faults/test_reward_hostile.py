@@ -1,0 +1,370 @@
+"""Hostile graders: each costs its own sample's score and nothing else, and leaves no process behind.
+
+One pool serves all of them, so every case also proves that the pool healed from the one before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from verl.reward.base import RewardRequest
+from verl.reward.pool import RewardPool, Target
+from verl.types import Invalid, Score
+
+TIMEOUT_S = 1.0
+MARGIN_S = 6.0  # slow machines; the point is that no call takes for ever
+WORKERS = 2
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits and orphan control need Linux")
+
+GRADERS = '''
+import ctypes, os, re, signal, sys, threading, time
+
+def forever():
+    while True:
+        pass
+
+def spawn_child(pid_file, *, escape):
+    """A child that spins for ever; with `escape`, in another session and with another parent."""
+    pid = os.fork()
+    if pid == 0:
+        if escape:
+            os.setsid()
+            if os.fork():
+                os._exit(0)
+        with open(pid_file, "a") as f:
+            f.write(f"{os.getpid()}\\n")
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        forever()
+    while not os.path.exists(pid_file):
+        time.sleep(0.01)
+
+def swallow_signals():
+    for number in (signal.SIGALRM, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)
+    while True:
+        try:
+            forever()
+        except BaseException:
+            pass
+
+def eat_memory():
+    hoard = []
+    while True:
+        hoard.append(bytearray(10_000_000))
+
+def children_eat_memory():
+    for _ in range(4):
+        if os.fork() == 0:
+            hoard = bytearray(b"x") * 100_000_000
+            forever()
+    forever()
+
+def recurse_beyond_limits():
+    sys.setrecursionlimit(10**9)
+    class Deep:
+        def __repr__(self):
+            return repr(self)
+    repr(Deep())
+
+def return_twice():
+    os.fork()
+    return 0.125
+
+def alarm_left_over():
+    signal.alarm(1)
+    return 0.125
+
+def dies_later():
+    threading.Thread(target=lambda: (time.sleep(0.3), os._exit(9)), daemon=True).start()
+    return 0.125
+
+class Odd:
+    def item(self):
+        raise RuntimeError("no item")
+
+class Hanging:
+    def item(self):
+        forever()
+
+def print_a_gigabyte():
+    block = "x" * 999_999 + "\\n"
+    for _ in range(500):
+        sys.stdout.write(block)
+        sys.stderr.write(block)
+    return 0.125
+
+def close_all():
+    os.closerange(0, 1000)
+    return 0.125
+
+def unhook_stdout():
+    sys.stdout.close()
+    return 0.125
+
+def garbage_on_every_fd():
+    for fd in range(3, 50):
+        try:
+            os.write(fd, b"\\x00\\x00\\x00\\x05hello" * 3)
+        except OSError:
+            pass
+    return 0.125
+
+CASES = {
+    "while_true": lambda f: forever(),
+    "regex": lambda f: re.match(r"(a+)+$", "a" * 60 + "b"),
+    "big_power": lambda f: 10**10**10,
+    "swallow_signals": lambda f: swallow_signals(),
+    "fork_and_hang": lambda f: (spawn_child(f, escape=False), forever()),
+    "fork_escape_and_hang": lambda f: (spawn_child(f, escape=True), 10**10**10),
+    "fork_escape_and_segfault": lambda f: (spawn_child(f, escape=True), ctypes.string_at(0)),
+    "eat_memory": lambda f: eat_memory(),
+    "children_eat_memory": lambda f: children_eat_memory(),
+    "segfault": lambda f: ctypes.string_at(0),
+    "abort": lambda f: os.abort(),
+    "recurse": lambda f: CASES["recurse"](f),
+    "recurse_beyond_limits": lambda f: recurse_beyond_limits(),
+    "os_exit": lambda f: os._exit(0),
+    "sys_exit": lambda f: sys.exit(0),
+    "kill_own_group": lambda f: os.killpg(0, signal.SIGKILL),
+    "kill_guardian": lambda f: (spawn_child(f, escape=False), os.kill(os.getppid(), signal.SIGKILL), forever()),
+    "close_all": lambda f: close_all(),
+    "garbage_on_every_fd": lambda f: garbage_on_every_fd(),
+    "return_twice": lambda f: return_twice(),
+    "alarm_left_over": lambda f: alarm_left_over(),
+    "dies_later": lambda f: dies_later(),
+    "unhook_stdout": lambda f: unhook_stdout(),
+    "print_a_gigabyte": lambda f: print_a_gigabyte(),
+    "none": lambda f: None,
+    "nan": lambda f: {"score": float("nan")},
+    "text": lambda f: "1.0",
+    "unpicklable": lambda f: lambda: 1,
+    "generator": lambda f: (i for i in range(3)),
+    "odd_item": lambda f: Odd(),
+    "hanging_item": lambda f: Hanging(),
+    "huge_dict": lambda f: {"score": 1.0, **{str(i): float(i) for i in range(100_000)}},
+}
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if data_source != "hostile":
+        time.sleep(0.02)
+        return float(solution_str == ground_truth)
+    return CASES[solution_str](extra_info["pid_file"])
+'''
+
+EXPECTED = {
+    "while_true": {"timeout"},
+    "regex": {"timeout"},
+    "big_power": {"timeout", "memory"},
+    "swallow_signals": {"timeout"},
+    "fork_and_hang": {"timeout"},
+    "fork_escape_and_hang": {"timeout", "memory"},
+    "fork_escape_and_segfault": {"crash"},
+    "eat_memory": {"memory"},
+    "children_eat_memory": {"memory", "timeout"},
+    "segfault": {"crash"},
+    "abort": {"crash"},
+    "recurse": {"exception"},
+    "recurse_beyond_limits": {"crash", "memory"},
+    "os_exit": {"crash"},
+    "sys_exit": {"exception"},
+    "kill_own_group": {"crash"},
+    "kill_guardian": {"crash"},
+    "close_all": {"crash"},
+    "garbage_on_every_fd": {"crash"},
+    "return_twice": {"ok"},
+    "alarm_left_over": {"ok"},
+    "dies_later": {"ok"},
+    "unhook_stdout": {"ok"},
+    "none": {"bad_result"},
+    "nan": {"bad_result"},
+    "text": {"bad_result"},
+    "unpicklable": {"bad_result"},
+    "generator": {"bad_result"},
+    "odd_item": {"bad_result"},
+    "hanging_item": {"timeout"},
+    "huge_dict": {"bad_result"},
+}
+
+
+class Bench:
+    """A pool on an event loop of its own, shared by the cases of this file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "hostile.py").write_text(GRADERS)
+        self.runner = asyncio.Runner()
+        self.pool = self.runner.run(self.open(TIMEOUT_S))
+
+    async def open(self, timeout_s: float) -> RewardPool:
+        target = Target(path=str(self.folder / "hostile.py"))
+        pool = RewardPool(target, num_workers=WORKERS, timeout_s=timeout_s, memory_limit_mb=250)
+        await pool.start()
+        return pool
+
+    def hostile(self, case: str) -> RewardRequest:
+        return RewardRequest(
+            request_id=case, data_source="hostile", solution_str=case, ground_truth="",
+            extra_info={"pid_file": str(self.folder / f"{case}.pids")},
+        )  # fmt: skip
+
+    async def with_others(self, pool: RewardPool, case: str) -> Score | Invalid:
+        """The case's outcome; ordinary samples before, beside and after it must be right."""
+        others = [
+            RewardRequest(request_id=str(i), data_source="fine", solution_str=str(i % 2), ground_truth="1") for i in range(8)
+        ]
+        requests = [*others[:4], self.hostile(case), *others[4:]]
+        got = list(await asyncio.gather(*map(pool.score, requests)))
+        outcome = got.pop(4)
+        assert got == [Score(float(i % 2)) for i in range(8)], f"{case} cost other samples: {got}"
+        return outcome
+
+    async def healed(self, pool: RewardPool) -> None:
+        deadline = time.monotonic() + MARGIN_S
+        while pool.stats().workers < WORKERS or len(_family()) != 2 * WORKERS:  # a guardian and a worker each
+            assert time.monotonic() < deadline, f"{pool.stats().workers} workers, processes: {_family()}"
+            await asyncio.sleep(0.02)
+
+
+def _family() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+def _gone(pids: list[int], within_s: float) -> bool:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        if not any(map(_running, pids)):
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def _running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # adopted by an init that may not reap
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.fixture(scope="module")
+def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+    bench = Bench(tmp_path_factory.mktemp("hostile"))
+    yield bench
+    bench.runner.run(bench.pool.close())
+    bench.runner.close()
+    assert not _family()
+
+
+@pytest.mark.parametrize("case", EXPECTED)
+def test_hostile_grader_costs_one_sample(bench: Bench, case: str) -> None:
+    began = time.monotonic()
+    outcome = bench.runner.run(bench.with_others(bench.pool, case))
+    assert time.monotonic() - began < TIMEOUT_S + MARGIN_S
+    name = outcome.reason if isinstance(outcome, Invalid) else "ok"
+    assert name in EXPECTED[case], outcome
+    assert outcome == Score(0.125) if name == "ok" else outcome.detail  # type: ignore[union-attr]
+    # What the grader forked lives at most as long as its worker does.
+    pid_file = bench.folder / f"{case}.pids"
+    if pid_file.exists():
+        assert _gone([int(pid) for pid in pid_file.read_text().split()], MARGIN_S)
+    bench.runner.run(bench.healed(bench.pool))
+
+
+def test_crash_detail_holds_the_last_output(bench: Bench) -> None:
+    outcome = bench.runner.run(bench.pool.score(bench.hostile("segfault")))
+    assert "SIGSEGV" in outcome.detail and "hostile.py" in outcome.detail
+
+
+def test_a_gigabyte_of_prints_is_swallowed(bench: Bench) -> None:
+    async def run() -> tuple[Score | Invalid, float]:
+        pool = await bench.open(timeout_s=60)
+        try:
+            outcome = await bench.with_others(pool, "print_a_gigabyte")
+            guardians = [p for p in _family() if "guardian" in " ".join(p.cmdline())]
+            return outcome, max(p.memory_info().rss for p in guardians) / 2**20
+        finally:
+            await pool.close()
+
+    outcome, largest_mb = bench.runner.run(run())
+    assert outcome == Score(0.125)
+    assert largest_mb < 150
+
+
+def test_a_guardian_that_is_stopped_is_replaced(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verl.reward.process.KILL_WAIT_S", 0.5)
+
+    async def run() -> Score | Invalid:
+        task = asyncio.create_task(bench.pool.score(bench.hostile("while_true")))
+        await asyncio.sleep(0.3)
+        for process in psutil.Process().children():
+            process.send_signal(signal.SIGSTOP)
+        outcome = await task
+        for process in psutil.Process().children():
+            process.send_signal(signal.SIGCONT)
+        return outcome
+
+    assert bench.runner.run(run()).reason == "timeout"  # type: ignore[union-attr]
+    bench.runner.run(bench.healed(bench.pool))
+
+
+def test_many_hostile_graders_at_once(bench: Bench) -> None:
+    cases = [c for c in EXPECTED if EXPECTED[c] & {"crash", "exception", "bad_result"} and c != "huge_dict"]
+
+    async def run() -> list[Score | Invalid]:
+        return list(await asyncio.gather(*(bench.with_others(bench.pool, case) for case in cases)))
+
+    for case, outcome in zip(cases, bench.runner.run(run()), strict=True):
+        assert isinstance(outcome, Invalid) and outcome.reason in EXPECTED[case], (case, outcome)
+    bench.runner.run(bench.healed(bench.pool))
+
+
+PARENT = """
+    import asyncio, os, sys
+    from verl.reward.base import RewardRequest
+    from verl.reward.pool import RewardPool, Target
+
+    async def main():
+        async with RewardPool(Target(path=sys.argv[1]), num_workers=2, timeout_s=600, memory_limit_mb=2000) as pool:
+            await asyncio.gather(*(
+                pool.score(RewardRequest(
+                    request_id=case, data_source="hostile", solution_str=case, ground_truth="",
+                    extra_info={"pid_file": f"{sys.argv[2]}/{case}"},
+                ))
+                for case in ("fork_escape_and_hang", "fork_and_hang")
+            ))
+
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_no_orphan_when_the_parent_dies(bench: Bench, tmp_path: Path, how: signal.Signals) -> None:
+    script = tmp_path / "parent.py"
+    script.write_text(textwrap.dedent(PARENT))
+    parent = subprocess.Popen(
+        [sys.executable, str(script), str(bench.folder / "hostile.py"), str(tmp_path)],
+        stderr=subprocess.DEVNULL, cwd=os.getcwd(),
+    )  # fmt: skip
+    files = [tmp_path / "fork_escape_and_hang", tmp_path / "fork_and_hang"]
+    deadline = time.monotonic() + 30
+    while not all(f.exists() and f.read_text().endswith("\n") for f in files):
+        assert time.monotonic() < deadline and parent.poll() is None
+        time.sleep(0.05)
+    family = [p.pid for p in psutil.Process(parent.pid).children(recursive=True)]
+    assert len(family) == 6, "two guardians, two workers, one child of each"
+    assert {int(f.read_text()) for f in files} <= set(family)
+    parent.send_signal(how)
+    parent.wait(timeout=20)
+    assert _gone(family, 5.0), [psutil.Process(p) for p in family if _running(p)]

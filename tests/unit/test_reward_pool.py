@@ -1,0 +1,312 @@
+"""The pool as users meet it: plain functions, files and modules, load errors, limits, statistics, managers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import textwrap
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from verl.reward.base import RewardFn, RewardRequest
+from verl.reward.manager import manager_target
+from verl.reward.pool import RewardPool, Target, TargetError
+from verl.reward.shaping import Shaped
+from verl.types import Invalid, Score
+
+GRADER = """
+    import asyncio, os, sys, time
+    calls = []
+
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):
+        time.sleep(extra_info.get("sleep_s", 0))
+        return {"score": (solution_str == ground_truth) + bonus, "pid": os.getpid(), "source": data_source}
+
+    async def later(data_source, solution_str, ground_truth, extra_info=None):
+        asyncio.create_task(asyncio.sleep(3600))  # a stray task
+        await asyncio.sleep(0.01)
+        return float(solution_str == ground_truth)
+
+    def plain_returning_awaitable(**row):
+        return later(**row)
+
+    def light(data_source, solution_str, ground_truth, extra_info=None):
+        return {"score": 1.0, "torch": "torch" in sys.modules, "numpy": "numpy" in sys.modules}
+
+    def leak(data_source, solution_str, ground_truth, extra_info=None):
+        calls.append(bytearray(30_000_000))
+        return float(len(calls))
+
+    def sibling(data_source, solution_str, ground_truth, extra_info=None):
+        import beside_the_grader
+        return beside_the_grader.VALUE
+
+    def raising(data_source, solution_str, ground_truth, extra_info=None):
+        raise KeyError(solution_str)
+
+    def build(offset):
+        return lambda data_source, solution_str, ground_truth, extra_info=None: offset
+
+    NOT_A_FUNCTION = 3
+"""
+
+MANAGER = """
+    class MyManager:
+        def __init__(self, config, tokenizer, compute_score, reward_router_address=None):
+            import asyncio
+            self.loop = asyncio.get_running_loop()
+            self.factor = config.reward.get("reward_kwargs", {}).get("factor", 1.0)
+            self.compute_score = compute_score
+
+        async def run_single(self, data):
+            assert len(data) == 1 and data.batch["responses"].shape[0] == 1
+            item = data[0]
+            responses = item.batch["responses"]
+            valid = item.batch["attention_mask"][-responses.shape[-1]:].sum()
+            text = await self.loop.run_in_executor(None, lambda: "#### " + "".join(map(str, responses[:valid].tolist())))
+            truth = item.non_tensor_batch["reward_model"]["ground_truth"]
+            score = self.compute_score(item.non_tensor_batch["data_source"], text, truth)
+            return {"reward_score": score * self.factor, "reward_extra_info": {"acc": score, "n": len(item.batch["prompts"])}}
+
+    class NoManager:
+        pass
+"""
+
+
+@pytest.fixture
+def grader(tmp_path: Path) -> str:
+    (tmp_path / "beside_the_grader.py").write_text("VALUE = 0.5\n")
+    (tmp_path / "manager.py").write_text(textwrap.dedent(MANAGER))
+    file = tmp_path / "grader.py"
+    file.write_text(textwrap.dedent(GRADER))
+    return str(file)
+
+
+def request(solution: str = "7", *, request_id: str = "r", data_source: str = "openai/gsm8k", **extra: Any) -> RewardRequest:
+    return RewardRequest(
+        request_id=request_id, data_source=data_source, solution_str=solution, ground_truth="7", extra_info=extra
+    )
+
+
+def with_pool(target: Target, use: Callable[[RewardPool], Awaitable[Any]], **options: Any) -> Any:
+    async def run() -> Any:
+        async with RewardPool(target, **{"num_workers": 1, "timeout_s": 20, **options}) as pool:
+            return await use(pool)
+
+    result = asyncio.run(run())
+    assert not psutil.Process().children(recursive=True)
+    return result
+
+
+def score_all(*requests: RewardRequest) -> Callable[[RewardPool], Awaitable[list[Score | Invalid]]]:
+    async def use(pool: RewardFn) -> list[Score | Invalid]:
+        return list(await asyncio.gather(*map(pool.score, requests)))
+
+    return use
+
+
+def test_default_target_scores_by_data_source() -> None:
+    got = with_pool(Target(), score_all(request("#### 7"), request("#### 8"), request(data_source="unknown")))
+    assert got[:2] == [Score(1.0), Score(0.0)]
+    assert got[2].reason == "exception" and "reward.path=" in got[2].detail
+
+
+def test_sync_function_kwargs_and_components(grader: str) -> None:
+    got = with_pool(Target(path=grader, kwargs={"bonus": 0.5}), score_all(request(), request("8")))
+    assert [g.value for g in got] == [1.5, 0.5]
+    assert got[0].components.keys() == {"pid"}
+
+
+@pytest.mark.parametrize("name", ["later", "plain_returning_awaitable"])
+def test_async_functions(grader: str, name: str) -> None:
+    assert with_pool(Target(path=grader, name=name), score_all(request(), request("8"))) == [Score(1.0), Score(0.0)]
+
+
+def test_module_target_factory_and_sibling_import(grader: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(grader).parent))
+    built = Target(path="pkg://grader", name="build", kwargs={"offset": 0.25}, factory=True)
+    assert with_pool(built, score_all(request())) == [Score(0.25)]
+    assert with_pool(Target(path=grader, name="sibling"), score_all(request())) == [Score(0.5)]
+
+
+def test_worker_is_light(grader: str) -> None:
+    [got] = with_pool(Target(path=grader, name="light"), score_all(request()))
+    assert got.components == {"torch": 0.0, "numpy": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "kwargs", "says"),
+    [
+        (None, "compute_score", {}, "no such file"),
+        ("def compute_scores(**k): return 1", "compute_score", {}, "did you mean reward.name=compute_scores"),
+        ("X = 1", "X", {}, "int, not a function"),
+        ("def f(:", "f", {}, "SyntaxError.*:1"),
+        ("import no_such_package", "f", {}, "No module named 'no_such_package' .at .*bad.py:1"),
+        ("1 / 0", "f", {}, "ZeroDivisionError"),
+        ("import os; os._exit(3)", "f", {}, "exited with code 3.*while loading"),
+        ("raise SystemExit(2)", "f", {}, "SystemExit"),
+        ("def f(data_source, solution_str): return 1", "f", {}, "cannot be called with .data_source"),
+        ("def f(data_source, solution_str, ground_truth, extra_info=None): return 1", "f", {"a": 1}, "reward.kwargs"),
+        ("def f(**k): return 1", "f", {"extra_info": 1}, "extra_info, which every call sets"),
+        ("while True: pass", "f", {}, "did not load within 1 s"),
+    ],
+)
+def test_load_errors_are_one_clear_value_error(tmp_path: Path, text: str | None, name: str, kwargs: Any, says: str) -> None:
+    file = tmp_path / "bad.py"
+    if text is not None:
+        file.write_text(text + "\n")
+
+    async def start() -> None:
+        pool = RewardPool(Target(path=str(file), name=name, kwargs=kwargs), num_workers=2, start_timeout_s=1)
+        with pytest.raises(ValueError, match=says) as raised:
+            await pool.start()
+        assert str(file) in str(raised.value)
+        assert isinstance(await pool.score(request()), Invalid)
+
+    asyncio.run(start())
+    assert not psutil.Process().children(recursive=True)
+
+
+def test_missing_module_and_unpicklable_kwargs() -> None:
+    for target, says in (
+        (Target(path="no_such_module_x"), "no module named 'no_such_module_x'"),
+        (Target(path="verl.reward.no_such"), "no module named 'verl.reward.no_such'"),
+        (Target(kwargs={"f": lambda: 0}), "reward.kwargs cannot be sent"),
+    ):
+        with pytest.raises(TargetError, match=says):
+            with_pool(target, score_all())
+
+
+@pytest.mark.parametrize("option", ["num_workers", "timeout_s", "memory_limit_mb", "max_calls_per_worker"])
+def test_no_call_without_a_limit(option: str) -> None:
+    with pytest.raises(ValueError, match=rf"reward\.{option}=0"):
+        RewardPool(Target(), **{option: 0})
+
+
+def test_exceptions_and_odd_rows_cost_one_sample(grader: str) -> None:
+    class Unpicklable:
+        def __reduce__(self) -> Any:
+            raise RuntimeError("not me")
+
+    got = with_pool(Target(path=grader, name="raising"), score_all(request("boo"), request(x=Unpicklable()), request("x")))
+    assert [g.reason for g in got] == ["exception"] * 3
+    assert "KeyError: 'boo'" in got[0].detail and "grader.py" in got[0].detail
+    assert "not me" in got[1].detail
+
+
+def test_workers_run_in_parallel_and_requests_queue(grader: str) -> None:
+    async def use(pool: RewardPool) -> tuple[list[Any], Any]:
+        began = time.monotonic()
+        got = await score_all(*(request(request_id=str(i), sleep_s=0.2) for i in range(8)))(pool)
+        assert 0.6 < time.monotonic() - began < 1.5, "eight calls of 0.2 s on two workers"
+        return got, pool.stats()
+
+    got, stats = with_pool(Target(path=grader), use, num_workers=2)
+    assert len({g.components["pid"] for g in got}) == 2
+    assert stats.outcomes == {"ok": 8} and stats.workers == 2 and stats.waiting == 0
+    assert len(stats.slowest) == 8 and stats.slowest[0].wall_s >= 0.2 and stats.longest_wait_s > 0.3
+
+
+def test_slowest_ten(grader: str) -> None:
+    async def use(pool: RewardPool) -> Any:
+        await score_all(*(request(request_id=str(i), sleep_s=0.1 if i == 5 else 0) for i in range(30)))(pool)
+        return pool.stats().slowest
+
+    slowest = with_pool(Target(path=grader), use)
+    assert len(slowest) == 10 and slowest[0].request_id == "5"
+    assert sorted(slowest, reverse=True) == list(slowest)
+
+
+def test_recycling_by_calls_and_by_leak(grader: str) -> None:
+    async def use(pool: RewardPool) -> Any:
+        got = [await pool.score(request()) for _ in range(7)]
+        return got, pool.stats()
+
+    got, stats = with_pool(Target(path=grader), use, max_calls_per_worker=3)
+    assert len({g.components["pid"] for g in got}) == 3 and stats.recycled == 2 and stats.restarted == 0
+
+    got, stats = with_pool(Target(path=grader, name="leak"), use, memory_limit_mb=100)
+    assert [g.value for g in got] == [1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 1.0], "a leaking worker is replaced before the limit"
+    assert stats.outcomes == {"ok": 7} and stats.recycled == 3
+
+
+def test_cancelled_call_frees_its_worker(grader: str) -> None:
+    async def use(pool: RewardPool) -> None:
+        task = asyncio.create_task(pool.score(request(sleep_s=60)))
+        await asyncio.sleep(0.2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        async with asyncio.timeout(10):
+            assert (await pool.score(request())).value == 1.0
+
+    with_pool(Target(path=grader), use)
+
+
+def test_close_with_calls_in_flight_and_waiting(grader: str) -> None:
+    async def use(pool: RewardPool) -> None:
+        tasks = [asyncio.create_task(pool.score(request(sleep_s=60))) for _ in range(4)]
+        await asyncio.sleep(0.2)
+        assert pool.stats().waiting == 3
+        async with asyncio.timeout(10):
+            await pool.close()
+            await pool.close()
+            got = await asyncio.gather(*tasks, pool.score(request()))
+        assert all(isinstance(g, Invalid) and g.reason == "crash" for g in got)
+
+    with_pool(Target(path=grader), use)
+
+
+def test_a_worker_that_cannot_be_replaced_is_an_outcome(grader: str) -> None:
+    async def use(pool: RewardPool) -> Any:
+        Path(grader).unlink()
+        slow = await pool.score(request(sleep_s=60))
+        gone = await pool.score(request())
+        Path(grader).write_text(textwrap.dedent(GRADER))
+        return slow, gone, await pool.score(request())
+
+    slow, gone, back = with_pool(Target(path=grader), use, timeout_s=0.3)
+    assert slow.reason == "timeout"
+    assert gone.reason == "crash" and "no such file" in gone.detail
+    assert back.value == 1.0
+
+
+def test_shaped_over_a_pool(grader: str) -> None:
+    async def use(pool: RewardPool) -> Score | Invalid:
+        long = RewardRequest(
+            request_id="r", data_source="s", solution_str="7", ground_truth="7", response_tokens=20, max_response_tokens=20
+        )
+        return await Shaped(pool, buffer_tokens=10).score(long)
+
+    got = with_pool(Target(path=grader), use)
+    assert got.value == 0.0 and got.components["score"] == 1.0 and got.components["overlong_penalty"] == -1.0
+
+
+def test_reward_manager(grader: str) -> None:
+    manager = str(Path(grader).with_name("manager.py"))
+    sample = RewardRequest(
+        request_id="r", data_source="openai/gsm8k", solution_str="ignored", ground_truth="72",
+        prompt_ids=np.array([1, 2, 3]), response_ids=np.array([7, 2]),
+    )  # fmt: skip
+    target = manager_target(manager, "MyManager", reward_kwargs={"factor": 0.5})
+    got = with_pool(target, score_all(sample, sample, request()))
+    assert got[:2] == [Score(0.5, {"acc": 1.0, "n": 3.0})] * 2
+    assert got[2].reason == "exception" and "prompt_ids" in got[2].detail
+    with pytest.raises(TargetError, match=r"no class 'NoManager' with a method run_single"):
+        with_pool(manager_target(manager, "NoManager"), score_all())
+
+
+def test_stats_are_plain_data(grader: str) -> None:
+    async def use(pool: RewardPool) -> Any:
+        await score_all(request("a"), request("b"))(pool)
+        return pool.stats()
+
+    stats = with_pool(Target(path=grader, name="raising"), use)
+    assert json.loads(json.dumps(dict(stats.outcomes))) == {"exception": 2}
+    assert "KeyError" in stats.examples["exception"]

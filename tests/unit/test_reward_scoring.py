@@ -1,0 +1,306 @@
+"""The scorers: GSM8K, MATH, DAPO, Numina, Geometry3k, Search-R1; and what counts as a result."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import verl.reward
+from verl.reward.base import parse_result
+from verl.reward.compute import CODE, KNOWN, check_data_source, compute_score
+from verl.reward.math import (
+    dapo_score,
+    geometry3k_score,
+    gsm8k_answer,
+    gsm8k_score,
+    last_boxed,
+    marked_math_score,
+    math_equal,
+    math_score,
+    normalize_math,
+    normalize_minerva,
+    search_qa_score,
+)
+from verl.types import Invalid, Score
+
+DATA = Path(__file__).parents[1] / "data"
+
+
+@pytest.mark.parametrize("file", ["gsm8k_train.jsonl", "gsm8k_test.jsonl"])
+def test_gsm8k_own_answers_score_one(file: str) -> None:
+    rows = [json.loads(line) for line in (DATA / file).read_text().splitlines()]
+    assert len(rows) >= 60
+    for row in rows:
+        truth = row["answer"].split("####")[1].strip().replace(",", "")
+        assert verl.reward.compute_score("openai/gsm8k", row["answer"], truth) == 1.0, row
+        assert compute_score("openai/gsm8k", row["answer"], truth + "1") == 0.0
+        assert compute_score("openai/gsm8k", row["answer"], truth, method="flexible") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "strict", "flexible"),
+    [
+        ("so 3 + 4.\n#### 7", "7", "7"),
+        ("#### 5 no wait\n#### -1,234.50", "-1234.50", "-1234.50"),
+        ("the answer is $1,000.", None, "1000"),
+        ("#### $72", None, "72"),  # as in verl: the marker is followed by the number
+        ("####72", None, "72"),
+        ("it costs 3 dollars ...", None, "3"),
+        ("no number at all .", None, None),
+        ("#### 7" + " and so on" * 40, None, None),  # beyond the last 300 characters
+    ],
+)
+def test_gsm8k_answer(text: str, strict: str | None, flexible: str | None) -> None:
+    assert gsm8k_answer(text, "strict") == strict
+    assert gsm8k_answer(text, "flexible") == flexible
+
+
+def test_gsm8k_score_values() -> None:
+    assert gsm8k_score("#### 8", "7", format_score=0.1) == 0.1
+    assert gsm8k_score("8", "7", format_score=0.1) == 0.0
+    assert gsm8k_score("#### 7", "7", score=2.0) == 2.0
+    assert gsm8k_score("#### 1,000", "1,000") == 1.0
+    with pytest.raises(ValueError, match="strict.*flexible"):
+        gsm8k_answer("7", "loose")
+
+
+@pytest.mark.parametrize(
+    ("text", "inner"),
+    [
+        (r"\boxed{1} then \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"so $\boxed 7$ holds", "7"),
+        (r"\fbox{x}", "x"),
+        (r"\boxed{ {a} {b} }", " {a} {b} "),
+        (r"\boxed{\frac{1}{2", None),  # cut off
+        ("none", None),
+        (r"ends with \boxed", None),
+    ],
+)
+def test_last_boxed(text: str, inner: str | None) -> None:
+    assert last_boxed(text) == inner
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (r"\dfrac12", r"\frac{1}{2}"),
+        ("0.5", "1/2"),
+        (r"\frac1{72}", r"\frac{1}{72}"),
+        (r"\frac{1}2", "1/2"),
+        ("x = 5", "5"),
+        (r"3 \text{ cm}", "3"),
+        (r"12\text{ cm}^2", "12"),
+        (r"\text{east}", "east"),
+        (r"90^\circ", "90"),
+        (r"90^{\circ}", "90"),
+        (r"\$1,234", "1234"),
+        (r"50\%", "50"),
+        (r"\left( 3, \frac{\pi}{2} \right)", r"(3,\frac{\pi}{2})"),
+        (r"\sqrt3", r"\sqrt{3}"),
+        (".25", "0.25"),
+        ("-3/4", r"-\frac{3}{4}"),
+        ("42.", "42"),
+    ],
+)
+def test_math_normalisation_makes_equal(a: str, b: str) -> None:
+    assert normalize_math(a) == normalize_math(b)
+    assert math_equal(a, b)
+
+
+@pytest.mark.parametrize(("a", "b"), [("1", "2"), ("x=1", "y^2"), (r"\frac{1}{2}", r"\frac{2}{1}"), ("12", r"1\,{,}2"), ("", "3")])
+def test_math_normalisation_keeps_apart(a: str, b: str) -> None:
+    assert normalize_math(a) != normalize_math(b)
+    assert not math_equal(a, b)
+
+
+def test_matrix_rows_are_not_glued_together() -> None:
+    assert normalize_math(r"\begin{pmatrix}1\\ 2\end{pmatrix}") != normalize_math(r"\begin{pmatrix}12\end{pmatrix}")
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth", "equal"),
+    [
+        (r"\sqrt{8}", r"2\sqrt{2}", True),
+        ("x+1", "1+x", True),
+        (r"\{2, 1\}", r"\{1,2\}", True),
+        ("72.0", "72", True),
+        ("0.333", r"\frac{1}{3}", False),
+        ("(1,3)", "(1,2)", False),
+        (r"\frac{", "1", False),
+        ("}{)(", "1", False),
+    ],
+)
+def test_math_verify_decides_beyond_spelling(answer: str, truth: str, equal: bool) -> None:
+    assert math_equal(answer, truth) is equal
+    if last_boxed(rf"\boxed{{{answer}}}") == answer:
+        assert math_score(rf"not \boxed{{0}} but \boxed{{{answer}}}.", truth) == float(equal)
+
+
+def test_math_verify_outside_the_main_thread() -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(math_equal, "x+1", "1+x").result(timeout=30)
+
+
+def test_math_timeout_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    import math_verify
+    from math_verify.errors import TimeoutException
+
+    def slow(*_: object, **__: object) -> None:
+        raise TimeoutException("Operation timed out!")
+
+    monkeypatch.setattr(math_verify, "parse", slow)
+    with pytest.raises(TimeoutError, match="no verdict"):
+        math_equal("a+b", "c")
+
+
+def test_math_score_needs_a_box() -> None:
+    assert math_score("the answer is 5", "5") == 0.0
+    assert math_score(r"\boxed{5}", r"\boxed{5}") == 1.0
+    assert marked_math_score("the answer is 5.", "5") == 1.0
+    assert marked_math_score("Answer: $x+1$", "1+x") == 1.0
+    assert marked_math_score(r"answer is 4, no: \boxed{5}", "5") == 1.0
+    assert marked_math_score("I do not know", "5") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "truth", "score", "pred"),
+    [
+        ("Answer: 34", "34", 1.0, "34"),
+        ("answer : $34$ dollars", "34", 1.0, "34"),
+        ("Answer: 1\nAnswer: 1,234", "1234", 1.0, "1234"),
+        ("Answer: 33", "34", -1.0, "33"),
+        (r"thus \boxed{34}", "34", 1.0, "34"),
+        (r"Answer: 5 \boxed{34}", "34", -1.0, "534"),  # an answer line wins over a box
+        ("nothing", "34", -1.0, "[INVALID]"),
+        ("Answer: 34" + "." * 400, "34", -1.0, "[INVALID]"),
+        (r"Answer: $\frac12$", r"\frac{1}{2}", 1.0, r"\frac{1}{2}"),
+        ("Answer: x = 7", "7", 1.0, "7"),
+        (r"Answer: $90^\circ$", "90", 1.0, "90"),
+    ],
+)
+def test_dapo(text: str, truth: str, score: float, pred: str) -> None:
+    assert dapo_score(text, truth) == {"score": score, "acc": score > 0, "pred": pred}
+
+
+def test_search_qa() -> None:
+    assert search_qa_score("<answer>x</answer> <answer>The  Eiffel-Tower.</answer>", ["no", "eiffeltower"]) == 1.0
+    assert search_qa_score("<answer>London</answer>", "Paris") == 0.0
+    assert search_qa_score("Paris", "Paris") == 0.0
+    assert search_qa_score("<answer>Paris</answer>" * 11, "Paris") == 0.25
+    truth = {"target": np.array(["Paris", "paris, france"], dtype=object)}  # as parquet gives it
+    assert compute_score("searchR1_nq", "<answer>Paris France</answer>", truth) == 1.0
+
+
+def test_geometry3k() -> None:
+    assert geometry3k_score(r"<think>a</think> \boxed{5}", "5") == pytest.approx(1.0)
+    assert geometry3k_score(r"\boxed{5}", "5") == pytest.approx(0.9)
+    assert geometry3k_score(r"<think>a</think> \boxed{6}", "5") == pytest.approx(0.1)
+    assert geometry3k_score(r"<think>\boxed{5}</think>", "5") == pytest.approx(0.9)
+    assert geometry3k_score("5", "5") == 0.0
+
+
+def test_dispatch() -> None:
+    assert compute_score("HuggingFaceH4/MATH-500", r"\boxed{\frac{1}{2}}", "0.5") == 1.0
+    assert compute_score("aime_2024", "Answer: 7", "7")["score"] == 1.0  # type: ignore[index]
+    assert compute_score("math_dapo", "Answer: 7", 7, {"index": 1})["acc"] is True  # type: ignore[index]
+    assert compute_score("numina_cn_k12", r"\boxed{7}", "7") == 1.0
+    assert compute_score("hiyouga/geometry3k", r"\boxed{7}", "7") == pytest.approx(0.9)
+    for source in (*KNOWN, "aime25"):
+        check_data_source(source)
+
+
+def test_unknown_source_names_the_fix() -> None:
+    with pytest.raises(ValueError, match=r"data_source='openai/gsm8'.*did you mean 'openai/gsm8k'.*reward\.path="):
+        compute_score("openai/gsm8", "#### 1", "1")
+    for source in CODE:
+        with pytest.raises(ValueError, match=r"code sandbox.*reward\.path="):
+            check_data_source(source)
+
+
+class _Scalar:
+    """A 0-d tensor, seen from outside."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def item(self) -> Any:
+        return self._value
+
+
+@pytest.mark.parametrize(
+    ("value", "score"),
+    [
+        (1, Score(1.0)),
+        (True, Score(1.0)),
+        (-0.25, Score(-0.25)),
+        (np.float32(0.5), Score(0.5)),
+        (np.array(2), Score(2.0)),
+        (np.bool_(True), Score(1.0)),
+        (_Scalar(0.75), Score(0.75)),
+        (Fraction(1, 4), Score(0.25)),
+        ({"score": 1, "acc": True, "pred": "x", "n": np.int64(3), "list": [1]}, Score(1.0, {"acc": 1.0, "n": 3.0})),
+        ({"score": np.float64(0.5), "bad": float("nan"), 7: 1.0}, Score(0.5, {})),
+    ],
+)
+def test_parse_result_valid(value: Any, score: Score) -> None:
+    assert parse_result(value) == score
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (None, "None"),
+        ("1.0", "the text '1.0'"),
+        ((1.0, {}), "tuple"),
+        ([1.0], "list"),
+        (float("nan"), "finite"),
+        (float("-inf"), "finite"),
+        (10**400, "finite"),
+        (np.zeros(3), "ndarray"),
+        (1j, "complex"),
+        (_Scalar("x"), "_Scalar"),
+        (_Scalar, "type"),
+        ({"acc": 1.0}, "acc"),
+        ({}, "none"),
+        ({"score": None}, "None"),
+        ({"score": 1.0, **{f"k{i}": i for i in range(1001)}}, "1001 components"),
+    ],
+)
+def test_parse_result_invalid(value: Any, says: str) -> None:
+    result = parse_result(value)
+    assert isinstance(result, Invalid) and result.reason == "bad_result" and says in result.detail
+
+
+_SCALARS = st.none() | st.booleans() | st.floats() | st.integers() | st.text(max_size=5)
+
+
+@settings(max_examples=50, deadline=None)
+@given(_SCALARS | st.tuples(_SCALARS) | st.dictionaries(st.sampled_from(["score", "acc", "x"]), _SCALARS | st.lists(_SCALARS)))
+def test_parse_result_is_total(value: Any) -> None:
+    assert isinstance(parse_result(value), Score | Invalid)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.text(alphabet=st.sampled_from("\\{}()[]$^_=,.#0123 abfrcsqtxoden:AsweT\n")))
+def test_scorers_are_total_on_text(text: str) -> None:
+    for scorer in (dapo_score, gsm8k_score):
+        scorer(text, "7")
+    normalize_math(text)
+    normalize_minerva(text)
+    last_boxed(text)
+
+
+def test_import_is_light() -> None:
+    code = "import verl.reward, sys; assert not {'torch', 'sympy', 'math_verify', 'numpy'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

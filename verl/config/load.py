@@ -1,0 +1,268 @@
+"""The configuration of a run: defaults, a recipe and the command line merged into the typed tree, with the origin of
+every value.
+
+    load_config(["recipe=gsm8k_grpo", "model.path=/models/x", "actor_rollout_ref.rollout.n=4"])
+
+A later layer wins: defaults of schema.py, verl's own defaults (its entry points only), recipe, command line. Values may
+refer to other keys (`${run.name}`) and to the environment (`${oc.env:HOME}`).
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import Container, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from verl.config.dialect import Note, VerlDefaults, parse_argument, translate, unknown_key
+from verl.config.schema import Config
+from verl.config.tree import build, convert, leaf_of, leaves, nearest, sections, values_of
+from verl.config.validate import validate
+
+__all__ = ["Resolved", "dump_config", "load_config", "read_config", "recipe_names", "validate"]
+
+MISSING = "???"
+PATH_KEYS = (
+    "model.path", "model.tokenizer_path", "model.chat_template", "data.train_files", "data.eval_files", "data.cache_dir",
+    "run.root_dir", "run.resume", "reward.path",
+)  # fmt: skip
+"""A leading ~ in these stands for the home directory."""
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """`origins`: leaf key -> default | recipe NAME | command line | verl key ... | verl's default. `notes`: what became
+    of verl's keys on this command line."""
+
+    config: Config
+    origins: dict[str, str]
+    notes: tuple[Note, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Setting:
+    """One assignment of one layer. `text`: the value as written on the command line."""
+
+    key: str
+    value: Any
+    origin: str
+    text: str | None = None
+
+
+def load_config(overrides: Sequence[str], *, verl_defaults: VerlDefaults | None = None) -> Resolved:
+    """Compose a configuration from a command line: `recipe=NAME|FILE.yaml`, our keys, verl's keys.
+
+    `verl_defaults`: keys that are not given have verl's own defaults (for its entry points). Raises ValueError: unknown
+    or refused keys, wrong types, a missing model.path. Sizes and combinations are checked by `validate`.
+    """
+    recipe, args = _split_recipe(overrides)
+    settings = list(_recipe_settings(recipe, ())) if recipe else []
+    prompts = [s.value for s in settings if s.key == "step.prompts_per_step" and isinstance(s.value, int)]
+    said = translate(args, prompts_per_step=prompts[-1] if prompts else None, verl_defaults=verl_defaults)
+    base = list(_argument_settings(said.defaults, said.origins))
+    settings = [*base, *settings, *_argument_settings(said.overrides, said.origins)]
+    values, origins = _merge(settings)
+    values = _resolved(values, origins)
+    if values["model.path"] == MISSING:
+        raise ValueError("model.path is missing: model.path=FOLDER (a Hugging Face folder: config.json, safetensors, tokenizer)")
+    return Resolved(build(values), origins, tuple(said.notes))
+
+
+# -- layers ------------------------------------------------------------------------------------------------------------
+
+
+def _split_recipe(overrides: Sequence[str]) -> tuple[str | None, list[str]]:
+    recipes = [a for a in overrides if a.lstrip("+").startswith("recipe=")]
+    if len(recipes) > 1:
+        raise ValueError(f"{' and '.join(recipes)}: one recipe only; a recipe file may name its base as `recipe: NAME`")
+    if not recipes:
+        return None, list(overrides)
+    parsed = parse_argument(recipes[0])
+    if parsed.error or not parsed.value:
+        raise ValueError(parsed.error or "recipe= names no recipe: recipe=NAME or recipe=FILE.yaml")
+    return str(parsed.value), [a for a in overrides if a is not recipes[0]]
+
+
+def _argument_settings(overrides: Sequence[str], origins: Mapping[str, str]) -> Iterator[_Setting]:
+    for argument in overrides:
+        parsed = parse_argument(argument)
+        text = parsed.text.strip("'\"")
+        yield _Setting(parsed.key, parsed.value, origins.get(parsed.key, "command line"), text)
+
+
+def recipe_names() -> dict[str, str]:
+    """Packaged recipes by name, with the first comment line of each."""
+    found = {}
+    for file in resources.files("verl.recipes").iterdir():
+        if file.name.endswith(".yaml"):
+            head = file.read_text(encoding="utf-8").splitlines()[:1]
+            found[file.name.removesuffix(".yaml")] = head[0].lstrip("# ") if head else ""
+    return dict(sorted(found.items()))
+
+
+def _recipe_settings(recipe: str, chain: tuple[str, ...], folder: Path | None = None) -> Iterator[_Setting]:
+    """The recipe's own base first. `folder`: of the file that names it, for relative paths."""
+    if recipe.endswith((".yaml", ".yml")):
+        path = Path(recipe).expanduser()
+        path = path if path.is_absolute() or folder is None else folder / path
+        if not path.is_file():
+            raise ValueError(f"recipe={recipe}: no such file ({path.absolute()})")
+        name, text, here = recipe, path.read_text(encoding="utf-8"), path.absolute().parent
+    else:
+        names = recipe_names()
+        if recipe not in names:
+            near = nearest(recipe, names) or list(names)
+            raise ValueError(f"recipe={recipe}: no such recipe; did you mean {' or '.join(near)}? A file ends in .yaml")
+        name, text = recipe, resources.files("verl.recipes").joinpath(f"{recipe}.yaml").read_text(encoding="utf-8")
+        here = folder or Path.cwd()
+    if name in chain:
+        raise ValueError(f"recipe {' -> '.join([*chain, name])}: a recipe cannot be its own base")
+    tree = _parse_recipe(name, text)
+    base = tree.pop("recipe", None)
+    if base is not None:
+        yield from _recipe_settings(str(base), (*chain, name), here)
+    for key, value in _flatten(tree, "", f"recipe {name}"):
+        yield _Setting(key, value, f"recipe {name}")
+
+
+def _parse_recipe(name: str, text: str) -> dict[str, Any]:
+    try:
+        tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    except (yaml.YAMLError, OmegaConfBaseException) as exc:
+        raise ValueError(f"recipe {name}: not YAML: {' '.join(str(exc).split())}") from exc
+    if not isinstance(tree, dict) or not all(isinstance(k, str) for k in tree):
+        raise ValueError(f"recipe {name}: must be a mapping of sections ({', '.join(sections())})")
+    return {str(k): v for k, v in tree.items()}
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str, origin: str) -> Iterator[tuple[str, Any]]:
+    """(leaf key, value) of nested sections; a mapping below a leaf is that leaf's value."""
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if leaf_of(key) is not None:
+            yield key, value
+        elif isinstance(value, Mapping):
+            yield from _flatten(value, f"{key}.", origin)
+        elif value is not None or key not in sections():
+            raise ValueError(unknown_key(key, origin))
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+def _merge(settings: Sequence[_Setting]) -> tuple[dict[str, Any], dict[str, str]]:
+    """The last setting of a leaf wins; mappings merge."""
+    values = {key: copy.deepcopy(leaf.default) for key, leaf in leaves().items()}
+    origins = dict.fromkeys(values, "default")
+    for setting in settings:
+        found = leaf_of(setting.key)
+        if found is None:
+            raise ValueError(unknown_key(setting.key, setting.origin))
+        leaf, below = found
+        value = setting.value
+        for name in reversed(below):
+            value = {name: value}
+        value = _converted(leaf.key, value, setting.origin, setting.text)
+        if leaf.is_mapping and isinstance(value, Mapping):
+            merged = _merged(values[leaf.key], value)
+            before = origins[leaf.key]
+            joined = setting.origin if before in ("default", setting.origin) else f"{before}, {setting.origin}"
+            values[leaf.key], origins[leaf.key] = merged, joined
+        else:
+            values[leaf.key], origins[leaf.key] = value, setting.origin
+    return values, origins
+
+
+def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    out = dict(under)
+    for name, value in over.items():
+        below = out.get(name)
+        out[name] = _merged(below, value) if isinstance(below, Mapping) and isinstance(value, Mapping) else value
+    return out
+
+
+def _converted(key: str, value: Any, origin: str, text: str | None = None) -> Any:
+    """`value` as the leaf's type; an interpolation stays as it is until all layers are there."""
+    if isinstance(value, str) and "${" in value:
+        return value
+    try:
+        return convert(value, leaves()[key].hint, text)
+    except TypeError as exc:
+        shown = "null" if value is None else repr(value) if text is None else text
+        raise ValueError(f"{key}={shown} ({origin}): {exc}") from exc
+
+
+def _resolved(values: Mapping[str, Any], origins: dict[str, str]) -> dict[str, Any]:
+    """Interpolations replaced by what they refer to; ~ expanded in paths. Adds the expression to the origin."""
+    tree: dict[str, Any] = {}
+    for key, value in values.items():
+        section, name = key.split(".")
+        if value != MISSING:
+            tree.setdefault(section, {})[name] = value
+    root = OmegaConf.create(tree)
+    out = dict(values)
+    for key, value in values.items():
+        if "${" in str(value):
+            try:
+                found = OmegaConf.select(root, key, throw_on_missing=True)
+                plain = OmegaConf.to_container(found, resolve=True) if isinstance(found, Container) else found
+            except (OmegaConfBaseException, RecursionError) as exc:
+                reason = "refers to itself" if "recursion" in str(exc).lower() else str(exc).splitlines()[0]
+                raise ValueError(f"{key}={value} ({origins[key]}): {reason}") from exc
+            origins[key] = f"{origins[key]}: {value}" if isinstance(value, str) else origins[key]
+            out[key] = _converted(key, plain, origins[key])
+        if key in PATH_KEYS:
+            out[key] = _expanded(out[key])
+    return out
+
+
+def _expanded(path: Any) -> Any:
+    if isinstance(path, list):
+        return [os.path.expanduser(p) for p in path]
+    return os.path.expanduser(path) if isinstance(path, str) else path
+
+
+# -- the file in the run directory ---------------------------------------------------------------------------------------
+
+
+def dump_config(resolved: Resolved) -> str:
+    """YAML of the whole tree with the origin of each value as a comment: `config.yaml` of the run directory."""
+    lines = ["# The resolved configuration. On the right, where each value came from."]
+    values = values_of(resolved.config)
+    for section in sections():
+        lines.append(f"{section}:")
+        for key, value in values.items():
+            if key.startswith(f"{section}."):
+                origin = " ".join(resolved.origins[key].split())
+                lines.append(f"  {key.split('.')[1]}: {_yaml(value):<40} # {origin}")
+    return "\n".join(lines) + "\n"
+
+
+def _yaml(value: Any) -> str:
+    text = yaml.safe_dump(value, default_flow_style=True, width=1_000_000, allow_unicode=True, sort_keys=False)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def read_config(path: str | os.PathLike[str]) -> Config:
+    """The tree back from a `config.yaml`. Keys that it does not name have their defaults."""
+    text = Path(path).read_text(encoding="utf-8")
+    try:
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as exc:
+        raise ValueError(f"{path}: not YAML: {' '.join(str(exc).split())}") from exc
+    if not isinstance(tree, dict):
+        raise ValueError(f"{path}: must be a mapping of sections ({', '.join(sections())})")
+    values = {key: leaf.default for key, leaf in leaves().items()}
+    for key, value in _flatten(tree, "", str(path)):
+        try:
+            values[key] = convert(value, leaves()[key].hint)
+        except TypeError as exc:
+            raise ValueError(f"{key}={value!r} ({path}): {exc}") from exc
+    return build(values)

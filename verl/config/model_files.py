@@ -1,0 +1,212 @@
+"""What a Hugging Face folder says about its model, read without torch or transformers: config.json, the headers of the
+safetensors files and tokenizer_config.json."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+BYTES_OF: Mapping[str, int] = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}
+DTYPE_NAMES: Mapping[str, str] = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
+_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|masked_bias)$")
+_CAUSAL_MASK = re.compile(r"(^|\.)attn\.bias$")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFacts:
+    """`parameters`: trained numbers, tied ones once. `intermediate`: width that one token passes (active experts)."""
+
+    folder: str
+    architecture: str
+    layers: int
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    max_context_tokens: int | None
+    tied: bool
+    parameters: int
+    embedding_parameters: int
+    stored_dtype: str
+    stored_bytes: int
+    has_chat_template: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TensorHeader:
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+def find_model_folder(path: str) -> Path:
+    """The folder itself, or the newest snapshot of a hub id in the local Hugging Face cache. Nothing is downloaded."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+        cache = _hub_cache() / f"models--{path.replace('/', '--')}"
+        main = cache / "refs" / "main"
+        snapshot = cache / "snapshots" / (main.read_text(encoding="utf-8").strip() if main.is_file() else "")
+        if main.is_file() and snapshot.is_dir():
+            return snapshot
+        raise ValueError(
+            f"model.path={path}: no such folder, and not in the cache {_hub_cache()}; download it first: "
+            f"hf download {path} --local-dir FOLDER, then model.path=FOLDER"
+        )
+    raise ValueError(f"model.path={path}: no such folder; give a Hugging Face folder (config.json, safetensors, tokenizer)")
+
+
+def _hub_cache() -> Path:
+    home = os.environ.get("HF_HOME") or os.path.join(os.path.expanduser("~"), ".cache", "huggingface")
+    return Path(os.environ.get("HF_HUB_CACHE") or os.path.join(home, "hub"))
+
+
+def describe_model(path: str, tokenizer_path: str | None = None) -> ModelFacts:
+    """Everything that sizes depend on. A folder that cannot be trained is one ValueError."""
+    folder = find_model_folder(path)
+    full = read_model_config(folder)
+    config = full.get("text_config") if isinstance(full.get("text_config"), dict) else full
+    assert isinstance(config, dict)
+    tensors = read_weight_headers(folder)
+    hidden = _size(folder, config, "hidden_size", "n_embd", "d_model")
+    heads = _size(folder, config, "num_attention_heads", "n_head")
+    tied = bool(full.get("tie_word_embeddings", config.get("tie_word_embeddings", True)))
+    trained = {n: t for n, t in tensors.items() if not _is_buffer(n, t)}
+    output = [n for n in trained if n.endswith("lm_head.weight") or n == "output.weight"]
+    counted = {n: t for n, t in trained.items() if not (tied and n in output)}
+    embeddings = [t for n, t in counted.items() if re.search(r"(embed_tokens|wte|word_embeddings|embed_in)\.weight$", n)]
+    dtypes: dict[str, int] = {}
+    for tensor in tensors.values():
+        dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + tensor.numel
+    main_dtype = max(dtypes, key=lambda d: dtypes[d])
+    names = full.get("architectures") or [full.get("model_type", "unknown")]
+    return ModelFacts(
+        folder=str(folder),
+        architecture=str(names[0]),
+        layers=_size(folder, config, "num_hidden_layers", "n_layer", "num_layers"),
+        hidden=hidden,
+        intermediate=_intermediate(config, hidden),
+        heads=heads,
+        kv_heads=int(config.get("num_key_value_heads") or heads),
+        head_dim=int(config.get("head_dim") or hidden // heads),
+        vocab=_size(folder, config, "vocab_size"),
+        max_context_tokens=_optional_int(config, "max_position_embeddings", "n_positions"),
+        tied=tied or not output,
+        parameters=sum(t.numel for t in counted.values()),
+        embedding_parameters=sum(t.numel for t in embeddings) + (0 if tied else sum(trained[n].numel for n in output)),
+        stored_dtype=DTYPE_NAMES.get(main_dtype, main_dtype.lower()),
+        stored_bytes=sum(t.num_bytes for t in tensors.values()),
+        has_chat_template=_has_chat_template(Path(tokenizer_path).expanduser() if tokenizer_path else folder),
+    )
+
+
+def read_model_config(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ValueError(f"{folder}: no config.json; model.path must be a Hugging Face folder (config.json, safetensors, tokenizer)")
+    return _json_object(file, file.read_bytes())
+
+
+def check_tokenizer(folder: Path) -> None:
+    if not folder.is_dir() or not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ValueError(f"{folder}: no tokenizer ({', '.join(TOKENIZER_FILES)}); copy it there, or set model.tokenizer_path")
+
+
+def read_weight_headers(folder: Path) -> dict[str, TensorHeader]:
+    """name -> header of every tensor in the folder's safetensors files."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = _json_object(index, index.read_bytes()).get("weight_map", {})
+        files = sorted({folder / str(name) for name in weight_map.values()})
+        missing = [f.name for f in files if not f.is_file()]
+        if missing:
+            raise ValueError(f"{folder}: {', '.join(missing)} is missing, which {index.name} names; download the model again")
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        other = sorted(f.name for f in [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.gguf")])
+        found = f" (there is {other[0]}: save it again with safe_serialization=True)" if other else ""
+        raise ValueError(f"{folder}: no *.safetensors{found}")
+    tensors: dict[str, TensorHeader] = {}
+    for file in files:
+        tensors.update(read_safetensors_header(file))
+    if not tensors:
+        raise ValueError(f"{folder}: its safetensors files hold no tensor")
+    return tensors
+
+
+def read_safetensors_header(file: Path) -> dict[str, TensorHeader]:
+    """The header of one file; a file cut short (a broken download) is refused."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        first = stream.read(8)
+        length = struct.unpack("<Q", first)[0] if len(first) == 8 else 0
+        if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
+            raise ValueError(f"{file}: not a safetensors file ({size} bytes, header of {length}); is it a Git LFS pointer?")
+        header = _json_object(file, stream.read(length))
+    tensors, end = {}, 0
+    for name, entry in header.items():
+        if name != "__metadata__":
+            begin, stop = entry["data_offsets"]
+            end = max(end, stop)
+            tensors[name] = TensorHeader(str(entry["dtype"]), tuple(entry["shape"]), stop - begin)
+    if size != 8 + length + end:
+        raise ValueError(f"{file}: {size} bytes, but its header says {8 + length + end}: it was cut; download it again")
+    return tensors
+
+
+def _json_object(file: Path, text: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError as exc:
+        raise ValueError(f"{file}: not JSON ({exc})") from exc
+    if not isinstance(found, dict):
+        raise ValueError(f"{file}: must hold a JSON object")
+    return found
+
+
+def _size(folder: Path, config: Mapping[str, Any], *names: str) -> int:
+    found = _optional_int(config, *names)
+    if found is None or found < 1:
+        raise ValueError(f"{folder / 'config.json'}: no {names[0]}; only decoder language models are trained here")
+    return found
+
+
+def _optional_int(config: Mapping[str, Any], *names: str) -> int | None:
+    return next((int(config[n]) for n in names if isinstance(config.get(n), int)), None)
+
+
+def _intermediate(config: Mapping[str, Any], hidden: int) -> int:
+    active = _optional_int(config, "num_experts_per_tok")
+    expert = _optional_int(config, "moe_intermediate_size")
+    if active and expert:
+        return active * expert + (_optional_int(config, "shared_expert_intermediate_size") or 0)
+    return _optional_int(config, "intermediate_size", "n_inner") or 4 * hidden
+
+
+def _is_buffer(name: str, tensor: TensorHeader) -> bool:
+    """Tables that some checkpoints store beside the weights: rotary frequencies, causal masks."""
+    return bool(_BUFFERS.search(name)) or bool(_CAUSAL_MASK.search(name) and len(tensor.shape) == 4)
+
+
+def _has_chat_template(folder: Path) -> bool:
+    if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
+        return True
+    file = folder / "tokenizer_config.json"
+    return file.is_file() and bool(_json_object(file, file.read_bytes()).get("chat_template"))

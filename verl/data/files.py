@@ -1,0 +1,281 @@
+"""Files of rows, wherever they lie: expand, fingerprint and read JSONL, JSON and Parquet through fsspec.
+
+Every failure is one ValueError that names the file (and line or row), what is wrong and what to do.
+"""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import glob
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+import fsspec
+
+JSON_LINES = (".jsonl", ".ndjson", ".json")
+PARQUET = (".parquet", ".pq")
+COMPRESSION = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
+BLOCK_BYTES = 1 << 23
+PARQUET_BATCH_ROWS = 1024
+# The extra of ours, or the package, that brings a protocol which fsspec knows but cannot import.
+PACKAGE_OF = {
+    "s3": "verl[s3]",
+    "s3a": "verl[s3]",
+    "gs": "verl[gcs]",
+    "gcs": "verl[gcs]",
+    "abfs": "adlfs",
+    "az": "adlfs",
+}
+# Errors of storage clients that are no OSError. Looked up only where the client was imported anyway.
+CLIENT_ERRORS = (
+    ("botocore.exceptions", "BotoCoreError"),
+    ("aiohttp", "ClientError"),
+    ("google.auth.exceptions", "GoogleAuthError"),
+    ("httpx", "HTTPError"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    url: str
+    fs: fsspec.AbstractFileSystem
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class RawRow:
+    """One row as read. `where` names it in messages: file and 1-based line, row or item."""
+
+    where: str
+    row: dict[str, Any]
+
+
+def expand_files(files: Sequence[str]) -> list[DataFile]:
+    """Paths, URLs, globs and folders -> files, in the order given and sorted within a glob or folder."""
+    if isinstance(files, str):
+        raise ValueError(f"data files={files!r} is a string. Fix: give a list of files")
+    if not files:
+        raise ValueError("no data files. Fix: data.train_files=[FILE, ...] (JSONL or Parquet, paths or URLs)")
+    return [found for url in files for found in _expand(str(url))]
+
+
+def _expand(url: str) -> list[DataFile]:
+    protocol = url.split("://", 1)[0] if "://" in url else "file"
+    try:
+        fs, path = fsspec.core.url_to_fs(url)
+    except ImportError as exc:
+        package = PACKAGE_OF.get(protocol)
+        fix = f"pip install '{package}'" if package else str(exc)
+        raise ValueError(f"{url}: reading {protocol}:// needs a package that is not installed. Fix: {fix}") from exc
+    except ValueError as exc:
+        raise ValueError(f"{url}: {exc}. Fix: a path or a URL that fsspec knows (s3://, gs://, file://, ...)") from exc
+    with naming(url):
+        fs.invalidate_cache()  # a listing from before the file was written
+        try:
+            info = fs.info(path)
+        except FileNotFoundError:
+            if not glob.has_magic(path):
+                raise
+            found, where = fs.glob(path), "no JSONL or Parquet file matches"
+        else:
+            if info["type"] != "directory":
+                return [DataFile(url, fs, path)]
+            found, where = fs.ls(path, detail=False), "a folder without JSONL or Parquet files"
+    paths = [p for p in sorted(map(str, found)) if format_of(p) is not None]
+    if not paths:
+        raise ValueError(f"{url}: {where}")
+    return [DataFile(p if protocol == "file" else fs.unstrip_protocol(p), fs, p) for p in paths]
+
+
+def format_of(path: str) -> tuple[str, str | None] | None:
+    """("json" | "parquet", compression) by the file's name."""
+    name = path.lower()
+    compression = None
+    for ending, codec in COMPRESSION.items():
+        if name.endswith(ending):
+            name, compression = name.removesuffix(ending), codec
+    if name.endswith(JSON_LINES):
+        return "json", compression
+    return ("parquet", None) if name.endswith(PARQUET) and compression is None else None
+
+
+def fingerprint(file: DataFile) -> str:
+    """Changes when the content does: the store's own tag where it has one, else a hash of the bytes."""
+    with naming(file.url):
+        info = file.fs.info(file.path)
+        tag = next((info[k] for k in ("ETag", "etag", "md5Hash", "contentHash") if info.get(k)), None)
+        if tag is not None:
+            return f"{info.get('size')}:{tag}"
+        with file.fs.open(file.path, "rb") as stream:
+            digest = hashlib.blake2b(digest_size=16)
+            while block := stream.read(BLOCK_BYTES):
+                digest.update(block)
+    return digest.hexdigest()
+
+
+def read_rows(file: DataFile) -> Iterator[RawRow]:
+    """The rows of one file, streamed. JSON types only, and bytes (Parquet)."""
+    known = format_of(file.path)
+    if known is None:
+        endings = " ".join((*JSON_LINES, *(e + c for e in JSON_LINES[:1] for c in COMPRESSION), *PARQUET))
+        raise ValueError(f"{file.url}: unknown format. Fix: a name that ends in one of {endings}")
+    kind, compression = known
+    with naming(file.url), file.fs.open(file.path, "rb") as stream:
+        if kind == "parquet":
+            yield from _parquet_rows(file.url, stream)
+        else:
+            yield from _json_rows(file.url, _decompressed(stream, compression))
+
+
+# ---- JSON ------------------------------------------------------------------------------------------------------------
+
+
+def _decompressed(stream: BinaryIO, compression: str | None) -> Any:
+    if compression is None:
+        return stream
+    import pyarrow
+
+    return pyarrow.CompressedInputStream(stream, compression)
+
+
+def _json_rows(url: str, stream: Any) -> Iterator[RawRow]:
+    lines = enumerate(_lines(stream), start=1)
+    for number, raw in lines:
+        if number == 1:
+            raw = raw.removeprefix(b"\xef\xbb\xbf")  # byte order mark of Windows editors
+        if not raw.strip():
+            continue
+        if number == 1 and raw.lstrip().startswith(b"["):
+            whole = b"\n".join([raw, *(rest for _, rest in lines)])
+            yield from _json_items(url, _parsed(whole, url))
+            return
+        yield RawRow(f"{url}:{number}", _object(_parsed(raw, f"{url}:{number}"), f"{url}:{number}"))
+
+
+def _lines(stream: Any) -> Iterator[bytes]:
+    """Split at \\n only: str.splitlines would also cut at U+2028 inside a JSON string."""
+    pieces: list[bytes] = []
+    while block := stream.read(BLOCK_BYTES):
+        first, *others = block.split(b"\n")
+        pieces.append(first)
+        for following in others:
+            yield b"".join(pieces)
+            pieces = [following]
+    if any(pieces):
+        yield b"".join(pieces)
+
+
+def _json_items(url: str, items: Any) -> Iterator[RawRow]:
+    if not isinstance(items, list):
+        raise ValueError(f"{url}: expected one JSON object per line, or one array of objects")
+    for number, item in enumerate(items, start=1):
+        yield RawRow(f"{url}: item {number}", _object(item, f"{url}: item {number}"))
+
+
+def _parsed(raw: bytes, where: str) -> Any:
+    try:
+        return json.loads(raw.decode("utf-8"))
+    except UnicodeDecodeError as exc:
+        raise ValueError(f"{where}: not UTF-8 at byte {exc.start + 1} of the line ({exc.reason})") from exc
+    except json.JSONDecodeError as exc:
+        at = f"line {exc.lineno} column {exc.colno}" if exc.lineno > 1 else f"column {exc.colno}"
+        raise ValueError(f"{where}: invalid JSON at {at}: {exc.msg}") from exc
+    except RecursionError as exc:
+        raise ValueError(f"{where}: JSON nested too deeply to be read") from exc
+
+
+def _object(value: Any, where: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{where}: a row must be a JSON object, this is {_json_type(value)}")
+    return value
+
+
+def _json_type(value: Any) -> str:
+    names = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+# ---- Parquet ---------------------------------------------------------------------------------------------------------
+
+
+def _parquet_rows(url: str, stream: BinaryIO) -> Iterator[RawRow]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    number = 0
+    try:
+        table = pq.ParquetFile(stream)
+        clean = _cleaner(table.schema_arrow)
+        for batch in table.iter_batches(batch_size=PARQUET_BATCH_ROWS):
+            for row in batch.to_pylist(maps_as_pydicts="lossy"):
+                number += 1
+                yield RawRow(f"{url}: row {number}", clean(row))
+    except (pa.ArrowException, UnicodeDecodeError) as exc:
+        raise ValueError(f"{url}: not a readable Parquet file (after row {number}): {_one_line(exc)}") from exc
+
+
+def _cleaner(schema: Any) -> Callable[[Any], Any]:
+    """`_plain` where a column needs it; Arrow's own Python values where all are JSON types or bytes already."""
+    import pyarrow.types as t
+
+    exact = (
+        t.is_boolean, t.is_integer, t.is_float32, t.is_float64, t.is_null, t.is_string, t.is_large_string,
+        t.is_string_view, t.is_binary, t.is_large_binary, t.is_fixed_size_binary, t.is_binary_view,
+    )  # fmt: skip
+
+    def is_plain(kind: Any) -> bool:
+        if t.is_struct(kind):
+            return all(is_plain(kind.field(i).type) for i in range(kind.num_fields))
+        if t.is_list(kind) or t.is_large_list(kind) or t.is_fixed_size_list(kind) or t.is_dictionary(kind):
+            return is_plain(kind.value_type)
+        return any(check(kind) for check in exact)
+
+    return (lambda row: row) if all(is_plain(field.type) for field in schema) else _plain
+
+
+def _plain(value: Any) -> Any:
+    """JSON types and bytes: dates become ISO strings, decimals their digits, map keys strings."""
+    if value is None or isinstance(value, (str, bool, int, float, bytes)):
+        return value
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if isinstance(value, (datetime.date, datetime.time)):
+        return value.isoformat()
+    if isinstance(value, datetime.timedelta):
+        return value.total_seconds()
+    if isinstance(value, decimal.Decimal):
+        return str(value)
+    return _plain(value.item()) if hasattr(value, "item") else str(value)
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def naming(url: str) -> Iterator[None]:
+    """Whatever the storage says goes wrong becomes a ValueError that names the URL."""
+    try:
+        yield
+    except FileNotFoundError as exc:
+        raise ValueError(f"{url}: no such file (or the store cannot be reached)") from exc
+    except PermissionError as exc:
+        raise ValueError(f"{url}: permission denied ({_one_line(exc)}). Fix: credentials or access rights") from exc
+    except _storage_errors() as exc:
+        raise ValueError(f"{url}: cannot be read: {type(exc).__name__}: {_one_line(exc)}") from exc
+
+
+def _storage_errors() -> tuple[type[BaseException], ...]:
+    loaded = ((sys.modules[module], name) for module, name in CLIENT_ERRORS if module in sys.modules)
+    return (OSError, EOFError, *(getattr(module, name) for module, name in loaded))
+
+
+def _one_line(exc: BaseException) -> str:
+    return " ".join(str(exc).split())[:300]

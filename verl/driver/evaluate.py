@@ -1,0 +1,70 @@
+"""Evaluation is a rollout job of its own: it holds no slot and sees the weights that are live."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+from verl.config.schema import Config
+from verl.driver.play import Seat
+from verl.types import Metric, Metrics, Sampling, Score, Trajectory
+
+if TYPE_CHECKING:
+    from verl.driver.run import Run
+
+
+def eval_sampling(config: Config) -> dict[str, Sampling]:
+    """{"greedy" or "sampled": spec}: what one evaluation runs."""
+    rollout, ev = config.rollout, config.eval
+    common = {
+        "max_tokens": ev.max_response_tokens or rollout.max_response_tokens, "stop": tuple(rollout.stop),
+        "stop_token_ids": tuple(rollout.stop_token_ids), "ignore_eos": rollout.ignore_eos,
+    }  # fmt: skip
+    first = Sampling(temperature=ev.temperature, top_p=ev.top_p, top_k=ev.top_k, **common)  # type: ignore[arg-type]
+    modes = {"greedy" if ev.temperature == 0 else "sampled": first}
+    if ev.also_sampled and "sampled" not in modes:
+        modes["sampled"] = Sampling(temperature=rollout.temperature, **common)  # type: ignore[arg-type]
+    return modes
+
+
+async def evaluate(run: Run, number: int) -> Metrics:
+    """Play every evaluation task; accuracy per source and mode, lengths, invalid share. Samples go to samples/."""
+    out: Metrics = {}
+    played: list[Trajectory] = []
+    for mode, sampling in eval_sampling(run.config).items():
+        repeats = run.config.eval.samples_per_prompt if sampling.temperature > 0 else 1
+        plays = [
+            run.trajectories.play(task, Seat(group_id=f"eval{number}/{mode}/{i}", index=k, purpose="eval"), sampling)
+            for i, task in enumerate(run.eval_tasks)
+            for k in range(repeats)
+        ]
+        found = await asyncio.gather(*plays)
+        sources = [task.data_source or "unknown" for task in run.eval_tasks for _ in range(repeats)]
+        out |= eval_metrics(mode, found, sources, repeats)
+        played += found
+    await run.call(run.recorder, "record_eval", number, played)
+    return out
+
+
+def eval_metrics(mode: str, found: list[Trajectory], sources: list[str], repeats: int) -> Metrics:
+    by_source: dict[str, list[float]] = defaultdict(list)
+    scores, lengths, invalid = [], [], 0
+    for t, source in zip(found, sources, strict=True):
+        if not isinstance(t.reward, Score):
+            invalid += 1
+            continue
+        accuracy = t.reward.components.get("acc", t.reward.components.get("score", t.reward.value))
+        by_source[source].append(accuracy)
+        scores.append(accuracy)
+        lengths.append(len(t.response_ids))
+    n = max(1, len(scores))
+    out: Metrics = {
+        f"eval/acc/{mode}": Metric(sum(scores), n, "sequence"),
+        f"eval/response_length/{mode}": Metric(sum(lengths), n, "sequence"),
+        f"eval/invalid_share/{mode}": Metric(invalid, max(1, len(found)), "sequence"),
+    }
+    for source, values in by_source.items():
+        out[f"eval/{source}/acc/{mode}"] = Metric(sum(values), len(values), "sequence")
+        out[f"val-core/{source}/acc/mean@{repeats}" + ("" if mode == "greedy" else f"/{mode}")] = Metric(sum(values), len(values), "sequence")
+    return out

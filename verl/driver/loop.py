@@ -1,0 +1,22 @@
+"""The RL loop: one, for on-policy, one-step-off and fully asynchronous (DESIGN section 6)."""
+
+from __future__ import annotations
+
+from verl.driver.run import Run
+from verl.driver.step import experience_and_update
+
+
+async def train(run: Run) -> None:
+    """Groups are admitted while slots are free; a batch is taken by deadline; staleness 0 == synchronous."""
+    async with run.playing() as groups:  # play.py: agent loops, rewards streamed, retries; a crash cancels all
+        await run.start()
+        for step in run.steps():  # continues after the resumed step
+            with step.clock("rollout"):
+                refs = await groups.take(step.index)  # complete, scored, selected, admissible groups
+                if run.placement.colocated:
+                    await groups.drain()
+            async with run.placement.training():  # colocated: rollout releases its KV cache; split: a no-op
+                await experience_and_update(run, step, refs)
+                step.log(await run.publish(step))
+            await run.finish(step, refs)  # evaluate, checkpoint, samples, metrics
+        await run.settle()

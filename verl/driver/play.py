@@ -1,0 +1,368 @@
+"""Groups in flight: agent loops, rewards streamed per trajectory, retries, selection. A crash cancels all.
+
+    consumes    tasks from the cursor, while the scheduler has free slots
+    waits for   the rollout engine and the reward function, per trajectory, each with a deadline
+    produces    complete, scored, selected groups in the queue; `take` hands out their refs
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from verl.agent_loop.base import AgentLoopFactory, ServerManager, segments_of
+from verl.algorithms.table import Algorithm
+from verl.driver.scheduler import Batch, Exhausted, Scheduler
+from verl.reward.base import RewardFn, RewardRequest
+from verl.rollout.base import DecodeFn, RolloutEngine
+from verl.track.events import EventLog
+from verl.transfer_queue.base import TransferQueue
+from verl.types import Group, Invalid, Purpose, Refs, Sampling, Score, Segment, Task, Trajectory, samples_of
+from verl.workers.waits import Waits
+
+
+class RunEnded(RuntimeError):
+    """The run cannot go on as configured: data or draw budget exhausted, too many invalid rewards."""
+
+
+class Draws(Protocol):
+    """A resumable cursor over the tasks (data/source.py)."""
+
+    def next(self) -> Any: ...
+    def give_back(self, draw: Any) -> None: ...
+    def state(self) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seat:
+    """Where a trajectory belongs: its ids, purpose and the parts of its seed."""
+
+    group_id: str
+    index: int
+    purpose: Purpose
+    epoch: int = 0
+    draw: int = 0
+
+
+class Trajectories:
+    """Plays single trajectories: agent loop, then reward, then retries. Outcomes are values, never exceptions."""
+
+    def __init__(
+        self,
+        *,
+        engine: RolloutEngine,
+        loop: AgentLoopFactory,
+        reward: RewardFn,
+        decode: DecodeFn,
+        waits: Waits,
+        seed: int,
+        max_attempts: int,
+        timeout_s: float,
+    ) -> None:
+        self._engine = engine
+        self._loop = loop
+        self._reward = reward
+        self._decode = decode
+        self._waits = waits
+        self._seed = seed
+        self._max_attempts = max_attempts
+        self._timeout_s = timeout_s
+
+    async def play(self, task: Task, seat: Seat, sampling: Sampling) -> Trajectory:
+        """The first attempt that ends with a valid reward, or the last one."""
+        for attempt in range(self._max_attempts):
+            trajectory = await self._attempt(task, seat, sampling, attempt)
+            if trajectory.outcome == "ok":
+                break
+        return trajectory
+
+    async def _attempt(self, task: Task, seat: Seat, sampling: Sampling, attempt: int) -> Trajectory:
+        name = f"{seat.group_id}/{seat.purpose}{seat.index}.{attempt}"
+        seed_parts = (self._seed, seat.purpose, seat.epoch, seat.draw, task.task_id, seat.index, attempt)
+        manager = ServerManager(self._engine, sampling, seed_parts=seed_parts, prefix_key=seat.group_id)
+        started = time.monotonic()
+        made = Trajectory(
+            trajectory_id=name, group_id=seat.group_id, task_id=task.task_id, index=seat.index, purpose=seat.purpose,
+            attempt=attempt, sampling=sampling, segments=(Segment(ids=task.prompt_ids, source="prompt"),), stop_reason="error",
+        )  # fmt: skip
+        row = {**task.row, "raw_prompt": list(task.messages), "prompt_ids": task.prompt_ids, "index": task.index, "request_id": name}
+        try:
+            output = await self._waits.wait(
+                self._loop(manager).run({"max_tokens": sampling.max_tokens}, **row),
+                who=f"trajectory {name}", what="its agent loop", timeout_s=self._timeout_s, cancel=True,
+            )  # fmt: skip
+            segments = segments_of(output, manager.record)
+        except asyncio.CancelledError:
+            raise
+        except Exception as e:  # an agent loop is user code: its failure is an outcome, and retried
+            return replace(made, outcome="failed", error=f"{type(e).__name__}: {e}", wall_s=time.monotonic() - started)
+        stop = manager.record[-1].stop_reason if manager.record else "error"
+        made = replace(made, segments=segments, stop_reason=stop, turns=max(1, len(manager.record)))
+        score = Score(output.reward_score) if output.reward_score is not None else await self._score(task, made)
+        return replace(
+            made, reward=score, outcome="ok" if isinstance(score, Score) else "invalid", wall_s=time.monotonic() - started,
+            error="" if isinstance(score, Score) else f"{score.reason}: {score.detail}",
+        )  # fmt: skip
+
+    async def _score(self, task: Task, made: Trajectory) -> Score | Invalid:
+        response = made.response_ids
+        request = RewardRequest(
+            request_id=made.trajectory_id, data_source=task.data_source, solution_str=self._decode(response.tolist()),
+            ground_truth=task.ground_truth, extra_info={**task.extra_info, "num_turns": made.turns},
+            response_tokens=len(response), max_response_tokens=made.sampling.max_tokens,
+            truncated=made.stop_reason == "length", prompt_ids=task.prompt_ids, response_ids=response,
+        )  # fmt: skip
+        return await self._waits.wait(
+            self._reward.score(request), who=f"trajectory {made.trajectory_id}", what="its reward", timeout_s=self._timeout_s
+        )
+
+
+@dataclass(slots=True)
+class PlayStats:
+    """Since the last batch was taken."""
+
+    released: Counter[str] = field(default_factory=Counter)
+    invalid: Counter[str] = field(default_factory=Counter)
+    played: int = 0
+    flat: int = 0
+    groups: int = 0
+
+
+class Player:
+    """See the module. Owned by the driver's event loop."""
+
+    def __init__(
+        self,
+        *,
+        scheduler: Scheduler,
+        cursor: Draws,
+        tasks: Sequence[Task],
+        trajectories: Trajectories,
+        algorithm: Algorithm,
+        sampling: Sampling,
+        samples_per_prompt: int,
+        queue: TransferQueue,
+        events: EventLog,
+        waits: Waits,
+        timeout_s: float,
+        eager: bool,
+        max_invalid_share: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.scheduler = scheduler
+        self.cursor = cursor
+        self._tasks = tasks
+        self._trajectories = trajectories
+        self._algorithm = algorithm
+        self._sampling = sampling
+        self._n = samples_per_prompt
+        self._queue = queue
+        self._events = events
+        self._waits = waits
+        self._timeout_s = timeout_s
+        self._eager = eager  # admit as soon as a slot is free; else only when a batch is asked for (staleness 0)
+        self._max_invalid_share = max_invalid_share
+        self._clock = clock
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self.groups: dict[str, Group] = {}  # in flight: running, or complete and waiting to be trained
+        self._draws: dict[str, Any] = {}
+        self._refs: dict[str, Refs] = {}
+        self._done: dict[str, list[Trajectory]] = {}  # ended trajectories of running groups, kept for a checkpoint
+        self._changed = asyncio.Event()
+        self._failure: BaseException | None = None
+        self.stats = PlayStats()
+
+    async def __aenter__(self) -> Player:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for task in self._running.values():
+            task.cancel()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+
+    async def take(self, step: int) -> Refs:
+        """The groups of this step: complete, scored, selected, within their deadline. Waits with a deadline."""
+        while True:
+            self._check()
+            self._changed.clear()
+            self._admit()
+            got = self.scheduler.take(self._clock())
+            if isinstance(got, Batch):
+                self._drop(got.dropped)
+                if self._eager:
+                    self._admit()
+                return Refs(r for g in got.group_ids for r in self._refs[g])
+            if isinstance(got, Exhausted):
+                raise RunEnded(str(got))
+            await self._waits.wait(
+                self._changed.wait(), who=f"step {step}", what=lambda: self.scheduler.why_waiting(self._clock()),
+                timeout_s=self._timeout_s,
+            )  # fmt: skip
+
+    def trained(self, step: int, refs: Refs) -> None:
+        self.scheduler.trained(step)
+        for group_id in refs.groups():
+            del self.groups[group_id], self._refs[group_id], self._draws[group_id]
+
+    def published(self, version: int) -> None:
+        self.scheduler.published(version)
+        if self._eager:
+            self._admit()
+        self._changed.set()
+
+    async def drain(self) -> None:
+        """Wait until nothing is generated any more (before the engine sleeps)."""
+        while self._running:
+            await self._waits.wait(
+                asyncio.wait(list(self._running.values()), return_when=asyncio.ALL_COMPLETED),
+                who="driver", what=lambda: f"{len(self._running)} groups to end before training", timeout_s=self._timeout_s,
+            )  # fmt: skip
+            self._check()
+
+    def resume(self, group: Group, draw: Any, *, complete: bool) -> None:
+        """A group of a checkpoint: complete ones go to the queue as they are, the others are played again."""
+        self.groups[group.group_id] = group
+        self._draws[group.group_id] = draw
+        if complete:
+            self._store(group)
+        else:
+            self._start(group)
+
+    def in_flight(self) -> list[tuple[Group, Any, bool]]:
+        """(group with its ended trajectories, draw, complete) of every group that is not trained yet."""
+        out = []
+        for group_id, group in self.groups.items():
+            complete = group_id in self._refs
+            ended = group.trajectories if complete else tuple(self._done.get(group_id, ()))
+            out.append((replace(group, trajectories=ended), self._draws[group_id], complete))
+        return out
+
+    # -- private -----------------------------------------------------------------------------------------------------
+
+    def _admit(self) -> None:
+        while self.scheduler.free_slots() > 0:
+            draw = self.cursor.next()
+            if draw is None:
+                self.scheduler.no_more_tasks()
+                return
+            group_id = f"g{draw.draw:08d}"
+            admission = self.scheduler.admit(group_id, self._clock())
+            task = self._tasks[draw.index]
+            group = Group(group_id=group_id, task=task, epoch=draw.epoch, draw=draw.draw, admitted_version=admission.version)
+            self.groups[group_id] = group
+            self._draws[group_id] = draw
+            self._events.append("dispatched", self.scheduler.next_step + 1, {
+                "group_id": group_id, "task_id": task.task_id, "index": draw.index, "epoch": draw.epoch, "draw": draw.draw,
+                "version": admission.version, "last_version": admission.last_version,
+            })  # fmt: skip
+            self._start(group)
+
+    def _start(self, group: Group) -> None:
+        task = asyncio.ensure_future(self._play(group))
+        self._running[group.group_id] = task
+        task.add_done_callback(lambda t: self._ended(group.group_id, t))
+
+    def _ended(self, group_id: str, task: asyncio.Task[None]) -> None:
+        self._running.pop(group_id, None)
+        self._done.pop(group_id, None)
+        if not task.cancelled() and task.exception() is not None:
+            self._failure = self._failure or task.exception()
+        self._changed.set()
+
+    def _check(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        invalid = sum(self.stats.invalid.values())
+        if self.stats.played >= 4 * self._n and invalid > self._max_invalid_share * self.stats.played:
+            reasons = ", ".join(f"{n} x {r}" for r, n in self.stats.invalid.most_common(5))
+            raise RunEnded(
+                f"{invalid} of {self.stats.played} trajectories had no valid reward (pipeline.max_invalid_share="
+                f"{self._max_invalid_share}): {reasons}"
+            )
+
+    async def _play(self, group: Group) -> None:
+        done = self._done[group.group_id] = list(group.trajectories)  # of a checkpoint: they are not played again
+        ended = {(t.purpose, t.index) for t in done}
+
+        async def play(purpose: Purpose, index: int, sampling: Sampling) -> None:
+            if (purpose, index) not in ended:
+                seat = Seat(group_id=group.group_id, index=index, purpose=purpose, epoch=group.epoch, draw=group.draw)
+                done.append(await self._trajectories.play(group.task, seat, sampling))
+
+        plays = [play("train", i, self._sampling) for i in range(self._n)]
+        baseline = self._algorithm.group.baseline_sampling
+        if baseline is not None:
+            plays += [play("baseline", i, baseline(self._sampling)) for i in range(self._algorithm.group.baselines)]
+        await asyncio.gather(*plays)
+        group = replace(group, trajectories=tuple(sorted(done, key=lambda t: (t.purpose == "baseline", t.index))))
+        if self.scheduler.holds(group.group_id):
+            self._finish(group)
+
+    def _finish(self, group: Group) -> None:
+        """Count, select, and store or release a group whose trajectories have ended."""
+        self.stats.played += len(group.trajectories)
+        bad = [t for t in group.trajectories if t.outcome != "ok"]
+        self.stats.invalid.update(t.error[:160] for t in bad)
+        scores = [metric_of(t, self._algorithm.filter_metric) for t in group.trajectories if t.outcome == "ok" and t.purpose == "train"]
+        self.stats.groups += 1
+        self.stats.flat += bool(scores) and max(scores) - min(scores) <= 1e-6 * max(1.0, abs(max(scores)))
+        self._events.append("scored", self.scheduler.next_step + 1, {
+            "group_id": group.group_id, "rewards": [t.reward.value if isinstance(t.reward, Score) else None for t in group.trajectories],
+            "outcomes": [t.outcome for t in group.trajectories], "errors": [t.error for t in bad],
+            "tokens": [t.loss_tokens for t in group.trajectories],
+        })  # fmt: skip
+        broken_baseline = any(t.outcome != "ok" and t.purpose == "baseline" for t in group.trajectories)
+        if len(scores) < self._algorithm.group.least or broken_baseline:
+            self._release(group.group_id, "invalid" if any(t.outcome == "invalid" for t in bad) else "failed")
+        elif self._algorithm.select(scores) == "reject":
+            self._release(group.group_id, "rejected")
+        else:
+            self.groups[group.group_id] = group
+            self._store(group)
+            self.scheduler.complete(group.group_id, self._clock())
+
+    def _store(self, group: Group) -> None:
+        samples = [s for t in group.trajectories if t.outcome == "ok" for s in samples_of(t) if s.loss_tokens > 0]
+        self._refs[group.group_id] = self._queue.put(samples)
+
+    def _release(self, group_id: str, reason: Any) -> None:
+        self.scheduler.release(group_id, reason)
+        self.stats.released[reason] += 1
+        self._events.append("released", self.scheduler.next_step + 1, {"group_id": group_id, "reason": reason})
+        self._forget(group_id)
+        if self._eager:
+            self._admit()
+
+    def _drop(self, group_ids: Sequence[str]) -> None:
+        """Over-sampled surplus: cancel it and return its tasks to the cursor, latest admitted first."""
+        for group_id in reversed(group_ids):
+            task = self._running.pop(group_id, None)
+            if task is not None:
+                task.cancel()
+            self.cursor.give_back(self._draws[group_id])
+            self.stats.released["dropped"] += 1
+            self._events.append("released", self.scheduler.next_step, {"group_id": group_id, "reason": "dropped"})
+            self._forget(group_id)
+
+    def _forget(self, group_id: str) -> None:
+        refs = self._refs.pop(group_id, None)
+        if refs:
+            self._queue.drop(refs)
+        del self.groups[group_id], self._draws[group_id]
+
+
+def metric_of(trajectory: Trajectory, name: str | None) -> float:
+    """The number that selection looks at: a named component, or the raw score before shaping."""
+    score = trajectory.reward
+    assert isinstance(score, Score)
+    if name is None:
+        return score.components.get("score", score.value)
+    if name not in score.components and name != "score":
+        raise ValueError(
+            f"algorithm.filter_metric={name!r} is not a component of the reward ({', '.join(score.components) or 'none'})"
+        )
+    return score.components.get(name, score.value)

@@ -1,0 +1,72 @@
+"""Models and tokenizers made from scratch: for the quickstart and the tests. Nothing is downloaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ '<|user|>' if m['role'] == 'user' else '<|assistant|>' }}{{ m['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL_TOKENS = ("<pad>", "<|user|>", "<|assistant|>", "<|end|>")
+
+
+def character_tokenizer(characters: Sequence[str]) -> Any:
+    """One token per character, with chat markers. Returns a PreTrainedTokenizerFast."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *characters])}
+    core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    core.add_special_tokens(list(SPECIAL_TOKENS))
+    core.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<|end|>")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def bpe_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Any:
+    """Byte-level BPE trained on `texts`, with chat markers and template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=list(SPECIAL_TOKENS), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )  # fmt: skip
+    core.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<|end|>")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def qwen3(
+    tokenizer: Any, *, hidden: int = 192, layers: int = 4, heads: int = 4, kv_heads: int = 2, ffn: int = 512, seed: int = 0,
+    max_positions: int = 512, tied: bool = True, vocab_size: int | None = None,
+) -> Any:  # fmt: skip
+    """A Qwen3-architecture causal LM with random weights; 1.63M parameters as it stands with 32 tokens."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(
+            Qwen3Config(
+                vocab_size=vocab_size or -(-len(tokenizer) // 32) * 32, hidden_size=hidden, num_hidden_layers=layers,
+                num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=hidden // heads, intermediate_size=ffn,
+                max_position_embeddings=max_positions, tie_word_embeddings=tied, pad_token_id=tokenizer.pad_token_id,
+                eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
+            )  # fmt: skip
+        )
+
+
+def save(model: Any, tokenizer: Any, path: Path) -> Path:
+    """A ready Hugging Face folder."""
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
