@@ -21,7 +21,7 @@ lint: setup
 	$(BIN)/mypy
 
 quickstart: setup
-	$(BIN)/verl train recipe=quickstart run.seed=$(SEED)
+	$(BIN)/python -m verl.quickstart run.seed=$(SEED)
 
 bench: setup
 	$(BIN)/python bench/laptop.py

@@ -1,11 +1,13 @@
 """Hostile graders: each costs its own sample's score and nothing else, and leaves no process behind.
 
-One pool serves all of them, so every case also proves that the pool healed from the one before.
+Two pools serve all of them, a strict one the cases that must run into the time limit, and a patient one the others:
+every case also proves that its pool healed from the one before.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -22,8 +24,8 @@ from verl.reward.base import RewardRequest
 from verl.reward.pool import RewardPool, Target
 from verl.types import Invalid, Score
 
-TIMEOUT_S = 1.0
-MARGIN_S = 6.0  # slow machines; the point is that no call takes for ever
+STRICT_S, PATIENT_S = 1.0, 60.0
+MARGIN_S = 10.0  # slow machines; the point is that no call takes for ever
 WORKERS = 2
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits and orphan control need Linux")
@@ -167,13 +169,13 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 EXPECTED = {
     "while_true": {"timeout"},
     "regex": {"timeout"},
-    "big_power": {"timeout", "memory"},
+    "big_power": {"timeout"},
     "swallow_signals": {"timeout"},
     "fork_and_hang": {"timeout"},
-    "fork_escape_and_hang": {"timeout", "memory"},
+    "fork_escape_and_hang": {"timeout"},
     "fork_escape_and_segfault": {"crash"},
     "eat_memory": {"memory"},
-    "children_eat_memory": {"memory", "timeout"},
+    "children_eat_memory": {"memory"},
     "segfault": {"crash"},
     "abort": {"crash"},
     "recurse": {"exception"},
@@ -206,7 +208,8 @@ class Bench:
         self.folder = folder
         (folder / "hostile.py").write_text(GRADERS)
         self.runner = asyncio.Runner()
-        self.pool = self.runner.run(self.open(TIMEOUT_S))
+        self.strict = self.runner.run(self.open(STRICT_S))
+        self.patient = self.runner.run(self.open(PATIENT_S))
 
     async def open(self, timeout_s: float) -> RewardPool:
         target = Target(path=str(self.folder / "hostile.py"))
@@ -233,7 +236,7 @@ class Bench:
 
     async def healed(self, pool: RewardPool) -> None:
         deadline = time.monotonic() + MARGIN_S
-        while pool.stats().workers < WORKERS or len(_family()) != 2 * WORKERS:  # a guardian and a worker each
+        while pool.stats().workers < WORKERS or len(_family()) != 4 * WORKERS:  # a guardian and a worker each
             assert time.monotonic() < deadline, f"{pool.stats().workers} workers, processes: {_family()}"
             await asyncio.sleep(0.02)
 
@@ -262,16 +265,18 @@ def _running(pid: int) -> bool:
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     bench = Bench(tmp_path_factory.mktemp("hostile"))
     yield bench
-    bench.runner.run(bench.pool.close())
+    bench.runner.run(bench.strict.close())
+    bench.runner.run(bench.patient.close())
     bench.runner.close()
     assert not _family()
 
 
 @pytest.mark.parametrize("case", EXPECTED)
 def test_hostile_grader_costs_one_sample(bench: Bench, case: str) -> None:
+    pool = bench.strict if "timeout" in EXPECTED[case] else bench.patient
     began = time.monotonic()
-    outcome = bench.runner.run(bench.with_others(bench.pool, case))
-    assert time.monotonic() - began < TIMEOUT_S + MARGIN_S
+    outcome = bench.runner.run(bench.with_others(pool, case))
+    assert time.monotonic() - began < STRICT_S + MARGIN_S
     name = outcome.reason if isinstance(outcome, Invalid) else "ok"
     assert name in EXPECTED[case], outcome
     assert outcome == Score(0.125) if name == "ok" else outcome.detail  # type: ignore[union-attr]
@@ -279,55 +284,47 @@ def test_hostile_grader_costs_one_sample(bench: Bench, case: str) -> None:
     pid_file = bench.folder / f"{case}.pids"
     if pid_file.exists():
         assert _gone([int(pid) for pid in pid_file.read_text().split()], MARGIN_S)
-    bench.runner.run(bench.healed(bench.pool))
+    bench.runner.run(bench.healed(pool))
 
 
 def test_crash_detail_holds_the_last_output(bench: Bench) -> None:
-    outcome = bench.runner.run(bench.pool.score(bench.hostile("segfault")))
+    outcome = bench.runner.run(bench.patient.score(bench.hostile("segfault")))
     assert "SIGSEGV" in outcome.detail and "hostile.py" in outcome.detail
 
 
 def test_a_gigabyte_of_prints_is_swallowed(bench: Bench) -> None:
-    async def run() -> tuple[Score | Invalid, float]:
-        pool = await bench.open(timeout_s=60)
-        try:
-            outcome = await bench.with_others(pool, "print_a_gigabyte")
-            guardians = [p for p in _family() if "guardian" in " ".join(p.cmdline())]
-            return outcome, max(p.memory_info().rss for p in guardians) / 2**20
-        finally:
-            await pool.close()
-
-    outcome, largest_mb = bench.runner.run(run())
-    assert outcome == Score(0.125)
-    assert largest_mb < 150
+    assert bench.runner.run(bench.with_others(bench.patient, "print_a_gigabyte")) == Score(0.125)
+    assert max(process.memory_info().rss for process in psutil.Process().children()) < 100 * 2**20, "guardians keep a tail"
 
 
 def test_a_guardian_that_is_stopped_is_replaced(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("verl.reward.process.KILL_WAIT_S", 0.5)
 
     async def run() -> Score | Invalid:
-        task = asyncio.create_task(bench.pool.score(bench.hostile("while_true")))
+        guardians = psutil.Process().children()
+        task = asyncio.create_task(bench.strict.score(bench.hostile("while_true")))
         await asyncio.sleep(0.3)
-        for process in psutil.Process().children():
-            process.send_signal(signal.SIGSTOP)
+        for process in guardians:
+            process.suspend()
         outcome = await task
-        for process in psutil.Process().children():
-            process.send_signal(signal.SIGCONT)
+        for process in guardians:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
         return outcome
 
     assert bench.runner.run(run()).reason == "timeout"  # type: ignore[union-attr]
-    bench.runner.run(bench.healed(bench.pool))
+    bench.runner.run(bench.healed(bench.strict))
 
 
 def test_many_hostile_graders_at_once(bench: Bench) -> None:
-    cases = [c for c in EXPECTED if EXPECTED[c] & {"crash", "exception", "bad_result"} and c != "huge_dict"]
+    cases = ["segfault", "recurse", "os_exit", "kill_own_group", "fork_escape_and_segfault", "nan"]
 
     async def run() -> list[Score | Invalid]:
-        return list(await asyncio.gather(*(bench.with_others(bench.pool, case) for case in cases)))
+        return list(await asyncio.gather(*(bench.with_others(bench.patient, case) for case in cases)))
 
     for case, outcome in zip(cases, bench.runner.run(run()), strict=True):
         assert isinstance(outcome, Invalid) and outcome.reason in EXPECTED[case], (case, outcome)
-    bench.runner.run(bench.healed(bench.pool))
+    bench.runner.run(bench.healed(bench.patient))
 
 
 PARENT = """
@@ -357,14 +354,18 @@ def test_no_orphan_when_the_parent_dies(bench: Bench, tmp_path: Path, how: signa
         [sys.executable, str(script), str(bench.folder / "hostile.py"), str(tmp_path)],
         stderr=subprocess.DEVNULL, cwd=os.getcwd(),
     )  # fmt: skip
-    files = [tmp_path / "fork_escape_and_hang", tmp_path / "fork_and_hang"]
-    deadline = time.monotonic() + 30
-    while not all(f.exists() and f.read_text().endswith("\n") for f in files):
-        assert time.monotonic() < deadline and parent.poll() is None
-        time.sleep(0.05)
-    family = [p.pid for p in psutil.Process(parent.pid).children(recursive=True)]
-    assert len(family) == 6, "two guardians, two workers, one child of each"
-    assert {int(f.read_text()) for f in files} <= set(family)
-    parent.send_signal(how)
-    parent.wait(timeout=20)
+    try:
+        files = [tmp_path / "fork_escape_and_hang", tmp_path / "fork_and_hang"]
+        deadline = time.monotonic() + 30
+        while not all(f.exists() and f.read_text().endswith("\n") for f in files):
+            assert time.monotonic() < deadline and parent.poll() is None
+            time.sleep(0.05)
+        family = [p.pid for p in psutil.Process(parent.pid).children(recursive=True)]
+        assert len(family) >= 6, "two guardians, two workers, one child of each"
+        assert {int(f.read_text()) for f in files} <= set(family)
+        parent.send_signal(how)
+        parent.wait(timeout=20)
+    finally:
+        parent.kill()
+        parent.wait(timeout=20)
     assert _gone(family, 5.0), [psutil.Process(p) for p in family if _running(p)]

@@ -274,7 +274,7 @@ def test_parse_result_valid(value: Any, score: Score) -> None:
         ({"acc": 1.0}, "acc"),
         ({}, "none"),
         ({"score": None}, "None"),
-        ({"score": 1.0, **{f"k{i}": i for i in range(1001)}}, "1001 components"),
+        ({"score": 1.0, **{f"k{i}": i for i in range(1001)}}, "at most 1000 components"),
     ],
 )
 def test_parse_result_invalid(value: Any, says: str) -> None:

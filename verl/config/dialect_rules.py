@@ -173,7 +173,7 @@ def _kl_reward(given: Given) -> dict[str, Any]:
         keys = ("algorithm.kl_penalty", *(ctrl + k for k in ("type", "kl_coef", "target_kl", "horizon")))
         given.ignore("counts with use_kl_in_reward=True only, as in verl", *keys)
         return {"algorithm.kl_reward_coef": 0.0}
-    form = _kl_form("algorithm.kl_penalty", given.need("algorithm.kl_penalty"))
+    form = _kl_form("algorithm.kl_penalty", given.need("algorithm.kl_penalty")).rstrip("+")  # a reward has no gradient
     out: dict[str, Any] = {"algorithm.kl_reward_coef": given.need(f"{ctrl}kl_coef"), "algorithm.kl_reward_form": form}
     kind = given.need(f"{ctrl}type")
     if kind not in ("fixed", "adaptive"):

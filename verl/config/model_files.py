@@ -36,6 +36,7 @@ class ModelFacts:
     vocab: int
     max_context_tokens: int | None
     tied: bool
+    has_output_head: bool
     parameters: int
     embedding_parameters: int
     stored_dtype: str
@@ -86,9 +87,10 @@ def describe_model(path: str, tokenizer_path: str | None = None) -> ModelFacts:
     tensors = read_weight_headers(folder)
     hidden = _size(folder, config, "hidden_size", "n_embd", "d_model")
     heads = _size(folder, config, "num_attention_heads", "n_head")
-    tied = bool(full.get("tie_word_embeddings", config.get("tie_word_embeddings", True)))
     trained = {n: t for n, t in tensors.items() if not _is_buffer(n, t)}
-    output = [n for n in trained if n.endswith("lm_head.weight") or n == "output.weight"]
+    output = [n for n in trained if n.endswith("lm_head.weight")]
+    declared = full.get("tie_word_embeddings", config.get("tie_word_embeddings"))
+    tied = not output if declared is None else bool(declared)
     counted = {n: t for n, t in trained.items() if not (tied and n in output)}
     embeddings = [t for n, t in counted.items() if re.search(r"(embed_tokens|wte|word_embeddings|embed_in)\.weight$", n)]
     dtypes: dict[str, int] = {}
@@ -107,9 +109,10 @@ def describe_model(path: str, tokenizer_path: str | None = None) -> ModelFacts:
         head_dim=int(config.get("head_dim") or hidden // heads),
         vocab=_size(folder, config, "vocab_size"),
         max_context_tokens=_optional_int(config, "max_position_embeddings", "n_positions"),
-        tied=tied or not output,
+        tied=tied,
+        has_output_head=tied or bool(output),
         parameters=sum(t.numel for t in counted.values()),
-        embedding_parameters=sum(t.numel for t in embeddings) + (0 if tied else sum(trained[n].numel for n in output)),
+        embedding_parameters=sum(t.numel for t in embeddings),
         stored_dtype=DTYPE_NAMES.get(main_dtype, main_dtype.lower()),
         stored_bytes=sum(t.num_bytes for t in tensors.values()),
         has_chat_template=_has_chat_template(Path(tokenizer_path).expanduser() if tokenizer_path else folder),

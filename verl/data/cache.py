@@ -69,7 +69,7 @@ def _write(out: Any, numbers: Mapping[str, Any], arrays: Mapping[str, np.ndarray
     flat = {name: np.ascontiguousarray(a) for name, a in arrays.items()}
     start, index = 0, []
     for name, a in flat.items():
-        data = memoryview(a).cast("B") if a.size else b""
+        data = a.data.cast("B") if a.size else b""
         index.append({
             "name": name, "dtype": a.dtype.str, "shape": list(a.shape), "start": start, "crc32": zlib.crc32(data),
         })  # fmt: skip
@@ -78,7 +78,7 @@ def _write(out: Any, numbers: Mapping[str, Any], arrays: Mapping[str, np.ndarray
     head = MAGIC + len(header).to_bytes(8, "little") + zlib.crc32(header).to_bytes(8, "little") + header
     out.write(head + bytes(-len(head) % ALIGN))
     for a in flat.values():
-        out.write(memoryview(a).cast("B") if a.size else b"")
+        out.write(a.data.cast("B") if a.size else b"")
         out.write(bytes(-a.nbytes % ALIGN))
 
 
@@ -102,7 +102,7 @@ def _array(path: Path, base: int, entry: Mapping[str, Any]) -> np.ndarray:
     if 0 in shape:
         return np.zeros(shape, dtype)  # nothing to map
     mapped = np.memmap(path, dtype=dtype, mode="r", offset=base + entry["start"], shape=shape)
-    if zlib.crc32(memoryview(mapped).cast("B")) != entry["crc32"]:
+    if zlib.crc32(mapped.data.cast("B")) != entry["crc32"]:
         raise ValueError(f"the checksum of {entry['name']!r} is wrong")
     return mapped
 

@@ -50,6 +50,7 @@ class LoadReport:
     rows_read: int
     rows_kept: int
     rows_filtered: int
+    shortest_filtered_tokens: int
     rows_truncated: int
     refused: Mapping[str, int] = field(default_factory=dict)
     example: str = ""
@@ -154,7 +155,7 @@ def load_tasks(
     )
     arrays, report, key = _load(files, job, cfg, max_rows, worker_timeout_s)
     if not report.entries:
-        shortest = int(arrays["shortest_filtered"][0])
+        shortest = report.shortest_filtered_tokens
         raise ValueError(
             f"no rows left of {report.rows_read} in {', '.join(report.files)}: {report.rows_filtered} prompts are longer"
             f" than data.max_prompt_tokens={cfg.max_prompt_tokens} (the shortest has {shortest} tokens)."
@@ -238,7 +239,6 @@ def _load(
                 raise ValueError(f"{file.url}: changed while it was read. Fix: start again when it is written")
         numbers, arrays = _numbers_of(packed), packed.arrays
         store_cached(path, numbers, arrays)
-    shortest = numbers.pop("shortest_filtered")
     report = LoadReport(
         **numbers,
         files=tuple(f.url for f in found),
@@ -249,7 +249,7 @@ def _load(
         wall_s=time.monotonic() - start,
     )
     logger.info("data: %s", report.summary())
-    return {**arrays, "shortest_filtered": np.array([shortest])}, report, key
+    return arrays, report, key
 
 
 def _numbers_of(packed: Packed) -> dict[str, Any]:
@@ -260,7 +260,7 @@ def _numbers_of(packed: Packed) -> dict[str, Any]:
         "rows_truncated": packed.rows_truncated,
         "refused": packed.refused,
         "example": packed.example,
-        "shortest_filtered": packed.shortest_filtered,
+        "shortest_filtered_tokens": packed.shortest_filtered,
     }
 
 
@@ -327,4 +327,4 @@ def _starts(lengths: np.ndarray) -> np.ndarray:
 def _checked(index: int, size: int) -> int:
     if not 0 <= index < size:
         raise IndexError(f"index {index} of a table with {size} entries")
-    return index
+    return int(index)

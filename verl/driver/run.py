@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from verl.algorithms.table import Algorithm
 from verl.checkpoint.store import CheckpointStore, DiskFull
@@ -75,6 +75,7 @@ class Run:
     checkpoint_engine: CheckpointEngine
     placement: Placement
     store: CheckpointStore
+    lock: IO[str]
     events: EventLog
     sinks: Sinks
     progress: LiveProgress
@@ -243,8 +244,7 @@ class Run:
         values = {**reduce(step.metrics), **step.ledger.metrics(), **more}
         values["training/global_step"] = float(step.number)
         if step.number > 0:
-            values["training/epoch"] = float(self.player.cursor.state().get("epoch", 0))
-            values["training/optimizer_step"] = values.get("training/optimizer_step", float(step.number))
+            values["training/epoch"] = self.player.cursor.state()["next_draw"] / self.player.cursor.state()["num_tasks"]
         write_units(self.dir, step.metrics)
         self.sinks.log(step.number, values)
         self.history.append(values)
@@ -280,6 +280,7 @@ class Run:
         self.events.close()
         self.sinks.close()
         self.progress.stop()
+        self.lock.close()
 
 
 def _due(number: int, every: int) -> bool:

@@ -103,9 +103,17 @@ def serve(channel: socket.socket, note_baseline_mb: Callable[[float], None]) -> 
         answer = grade(grader, settler, frame, limit)
         if os.getpid() != me:  # a child that the grader forked came back with us
             os._exit(0)
-        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm left over would hit the next sample
         sys.setrecursionlimit(recursion)
+        _tidy()
         send(channel, {**answer, "id": HEADER.unpack(frame[: HEADER.size])[0], "grown_mb": _address_space_mb() - start_mb})
+
+
+def _tidy() -> None:
+    """What a call leaves behind must not hit the next sample, nor pile up."""
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:  # children that ended, and that nobody waited for
+            pass
 
 
 def grade(
@@ -142,8 +150,8 @@ def plain_result(value: Any) -> dict[str, Any]:
             number = _number(item)
             if isinstance(name, str) and name != "score" and number is not None and math.isfinite(number):
                 components[name] = number
-        if len(components) > MAX_COMPONENTS:
-            return _bad(f"the reward function returned {len(components)} components, at most {MAX_COMPONENTS} are kept")
+            if len(components) > MAX_COMPONENTS:
+                return _bad(f"the reward function returned {len(value)} values; at most {MAX_COMPONENTS} components are kept")
     number = _number(score)
     if number is None:
         return _bad(f"the reward function returned {_short(score)}; a number or a dict with a number as score is needed")

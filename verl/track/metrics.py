@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -50,6 +50,12 @@ def write_units(run_dir: Path, metrics: Mapping[str, Metric]) -> None:
 def read_units(run_dir: Path) -> dict[str, str]:
     path = run_dir / UNITS_FILE
     return json.loads(path.read_bytes()) if path.exists() else {}
+
+
+def phase_order(names: Iterable[str]) -> list[str]:
+    """As in `PHASES`; unknown phases by name, before `other`."""
+    rank = {name: float(i) for i, name in enumerate(PHASES)}
+    return sorted(names, key=lambda name: (rank.get(name, len(PHASES) - 1.5), name))
 
 
 class TimeLedger:
@@ -104,9 +110,7 @@ class TimeLedger:
     def seconds(self) -> dict[str, float]:
         """Seconds by phase so far, in the order of `PHASES`, the phase in progress included."""
         self._book()
-        rank = {name: i for i, name in enumerate(PHASES)}
-        names = sorted(self._seconds, key=lambda n: (rank.get(n, len(PHASES) - 1.5), n))
-        return {name: self._seconds[name] for name in names}
+        return {name: self._seconds[name] for name in phase_order(self._seconds)}
 
     def metrics(self) -> dict[str, float]:
         seconds = self.seconds()

@@ -88,38 +88,25 @@ function drawCharts() {
       onLog: (on) => { page.logs[key] = on; drawCharts(); }, onPick: pickStep,
     }));
   }
-  drawTime(steps, domain);
+  drawTime();
 }
 
-function phaseLayers(data, steps) {
-  const names = Object.keys(data.series).filter((n) => n.startsWith("timing_s/") && n !== "timing_s/step").map((n) => n.slice(9));
-  const rank = (name) => { const at = data.phases.indexOf(name); return at < 0 ? data.phases.length - 1.5 : at; };
-  names.sort((a, b) => rank(a) - rank(b) || a.localeCompare(b));
-  return names.map((name) => {
-    const { x, y } = data.series["timing_s/" + name], at = new Map(x.map((step, i) => [step, y[i]]));
-    return { label: name, color: `var(--phase-${data.phases.includes(name) ? name : "other"})`, y: steps.map((step) => at.get(step) || 0) };
-  });
-}
-
-function drawTime(steps, domain) {
-  const data = page.data, timed = new Set();
-  for (const [name, one] of Object.entries(data.series)) if (name.startsWith("timing_s/")) for (const x of one.x) timed.add(x);
-  const used = steps.filter((step) => timed.has(step)), layers = phaseLayers(data, used).filter((layer) => layer.y.some((v) => v > 0));
-  byId("time").hidden = !layers.length;
-  if (!layers.length) return;
-  const totals = layers.map((layer) => layer.y.reduce((a, b) => a + b, 0)), all = totals.reduce((a, b) => a + b, 0);
-  const parts = layers.map((layer, i) => ({ layer, share: totals[i] / all, total: totals[i] }));
+function drawTime() {
+  const { phases, known, totals, bars } = page.data.time, all = totals.reduce((a, b) => a + b, 0);
+  byId("time").hidden = !bars.length;
+  if (!bars.length) return;
+  const layers = phases.map((name, i) => ({ label: name, color: `var(--phase-${known.includes(name) ? name : "other"})`, total: totals[i], share: totals[i] / (all || 1) }));
   byId("time-total").replaceChildren(
-    el("div", { class: "total-bar" }, ...parts.filter((p) => p.share > 0.002).map((p) => el("i", { style: { background: p.layer.color, "flex-grow": p.share }, title: `${p.layer.label} ${showSeconds(p.total)} · ${showPercent(p.share)}` }))),
-    el("div", { class: "legend" }, ...parts.map((p) => el("span", {}, el("i", { class: "swatch", style: { background: p.layer.color } }), p.layer.label + " ", el("b", {}, showPercent(p.share)), el("span", { class: "dim" }, " " + showSeconds(p.total))))));
+    el("div", { class: "total-bar" }, ...layers.filter((l) => l.share > 0.002).map((l) => el("i", { style: { background: l.color, "flex-grow": l.share }, title: `${l.label} ${showSeconds(l.total)} · ${showPercent(l.share)}` }))),
+    el("div", { class: "legend" }, ...layers.map((l) => el("span", {}, el("i", { class: "swatch", style: { background: l.color } }), l.label + " ", el("b", {}, showPercent(l.share)), el("span", { class: "dim" }, " " + showSeconds(l.total))))));
   for (const button of byId("time-mode").children) button.setAttribute("aria-pressed", String(button.dataset.value === page.timeMode));
-  page.undo.push(stackChart(byId("time-chart"), { height: 220, steps: used, layers, share: page.timeMode === "share", domain: [used[0], used[used.length - 1]], marks: { resumes: data.resumes }, onPick: pickStep }));
+  page.undo.push(stackChart(byId("time-chart"), { height: 220, bars, layers, share: page.timeMode === "share", marks: { resumes: page.data.resumes }, onPick: pickStep }));
 }
 
 function drawSummary() {
   const { run, summary, highlights } = page.data;
   byId("run-name").textContent = run.name;
-  const progress = run.planned ? `${run.steps} of ${run.planned} steps` : `${run.steps} steps`;
+  const progress = run.planned ? `step ${run.steps} of ${run.planned}` : `step ${run.steps}`;
   const facts = [progress, showSeconds(run.wall_s) + " of work", run.attempts > 1 ? `${run.attempts} attempts` : null, `written ${run.written}`, run.folder];
   byId("run-facts").textContent = facts.filter(Boolean).join(" · ");
   byId("cards").replaceChildren(...summary.map(card));
@@ -185,6 +172,7 @@ function wireControls() {
   const label = () => { button.textContent = dark() ? "☀" : "☾"; };
   button.addEventListener("click", () => { root.dataset.theme = dark() ? "light" : "dark"; label(); });
   label();
+  addEventListener("scroll", () => tip.hide(), { passive: true });
   let width = innerWidth, timer = 0;
   addEventListener("resize", () => {
     clearTimeout(timer);

@@ -135,8 +135,9 @@ function plotFrame(width, height, domain, yTicks, showY) {
   return { root, sx, sy, toX, inner };
 }
 
-function yScale(curves, options) {
-  // Domain and ticks over everything drawn; `log` works on positive values only.
+function yScale(curves, wish) {
+  // Domain and ticks over everything drawn; `log` works on positive values only, so without any the axis is linear.
+  const options = { ...wish, log: wish.log && curves.some((curve) => curve.y.some((v) => v > 0)) };
   const transform = options.log ? (v) => (v > 0 ? Math.log10(v) : null) : (v) => v;
   let low = Infinity, high = -Infinity;
   for (const curve of curves) for (const list of [curve.y, curve.low, curve.high]) for (const value of list || []) {
@@ -268,21 +269,21 @@ function hoverSteps(frame, spec, onStep) {
 }
 
 function stackChart(node, spec) {
-  // spec: {height, steps, layers: [{label, color, y}], share, domain, marks, onPick}. Bars are binned where there is no room.
+  // spec: {height, bars: [{from, to, parts}], layers: [{label, color}], share, marks, onPick}
+  const bins = spec.bars.map((bar) => ({ ...bar, middle: (bar.from + bar.to) / 2, total: bar.parts.reduce((a, b) => a + b, 0) }));
   const width = Math.max(220, node.clientWidth), room = width - MARGIN.left - MARGIN.right;
-  const bins = binned(spec, Math.max(20, Math.floor(room / 5)));
   const high = spec.share ? 1 : Math.max(...bins.map((bin) => bin.total), 1e-9) * 1.05;
   const ticks = niceTicks(0, high, 4).map((t) => [t, spec.share ? (t * 100).toFixed(0) + "%" : showSeconds(t)]);
-  const half = bins.length > 1 ? (spec.domain[1] - spec.domain[0]) / bins.length / 2 : 0.5;
-  const frame = plotFrame(width, spec.height, [spec.domain[0] - half, spec.domain[1] + half, 0, high], ticks);
-  const slot = room / Math.max(1, bins.length), bar = Math.max(1.5, Math.min(46, slot - (slot > 6 ? 2 : 0.5)));
+  const first = bins[0].middle, last = bins[bins.length - 1].middle, half = bins.length > 1 ? (last - first) / (bins.length - 1) / 2 : 0.5;
+  const frame = plotFrame(width, spec.height, [first - half, last + half, 0, high], ticks);
+  const slot = room / bins.length, bar = Math.max(1.5, Math.min(46, slot - (slot > 6 ? 2 : 0.5)));
   for (const bin of bins) {
     let sum = 0;
     spec.layers.forEach((layer, k) => {
       const part = spec.share ? (bin.total > 0 ? bin.parts[k] / bin.total : 0) : bin.parts[k];
       if (part <= 0) return;
-      const top = frame.sy(sum + part), bottom = frame.sy(sum);
-      frame.root.append(svg("rect", { x: frame.sx(bin.middle) - bar / 2, width: bar, y: top, height: Math.max(0.5, bottom - top - (bottom - top > 4 && bar > 4 ? 1 : 0)), fill: layer.color }));
+      const top = frame.sy(sum + part), bottom = frame.sy(sum), seam = bottom - top > 4 && bar > 4 ? 1 : 0;
+      frame.root.append(svg("rect", { x: frame.sx(bin.middle) - bar / 2, width: bar, y: top, height: Math.max(0.5, bottom - top - seam), fill: layer.color }));
       sum += part;
     });
   }
@@ -295,23 +296,14 @@ function stackChart(node, spec) {
     if (step !== null) { hair.setAttribute("x1", frame.sx(step)); hair.setAttribute("x2", frame.sx(step)); }
   };
   cursor.watchers.add(mark);
-  hoverSteps(frame, spec, (event, step) => {
-    const bin = bins.find((b) => step >= b.from && step <= b.to) || bins[bins.length - 1];
-    const title = bin.from === bin.to ? "step " + bin.from : `steps ${bin.from}–${bin.to} (mean)`;
-    const rows = spec.layers.map((layer, k) => [layer, bin.parts[k]]).filter(([, part]) => part > 0)
-      .map(([layer, part]) => tipRow(layer.color, layer.label, `${showSeconds(part)} · ${((part / bin.total) * 100).toFixed(0)}%`));
-    tip.show(event, el("div", { class: "tip-head" }, `${title} · ${showSeconds(bin.total)}`), ...rows.reverse());
-  });
+  const middles = bins.map((bin) => bin.middle);
+  hoverSteps(frame, { steps: middles, onPick: spec.onPick }, (event, middle) => stackTip(event, bins[middles.indexOf(middle)], spec.layers));
   return () => cursor.watchers.delete(mark);
 }
 
-function binned(spec, most) {
-  const per = Math.ceil(spec.steps.length / most), bins = [];
-  for (let i = 0; i < spec.steps.length; i += per) {
-    const end = Math.min(i + per, spec.steps.length);
-    const parts = spec.layers.map((layer) => { let sum = 0; for (let j = i; j < end; j++) sum += layer.y[j] || 0; return sum / (end - i); });
-    const from = spec.steps[i], to = spec.steps[end - 1];
-    bins.push({ from, to, middle: (from + to) / 2, parts, total: parts.reduce((a, b) => a + b, 0) });
-  }
-  return bins;
+function stackTip(event, bin, layers) {
+  const title = bin.from === bin.to ? "step " + bin.from : `mean of steps ${bin.from}–${bin.to}`;
+  const rows = layers.map((layer, k) => [layer, bin.parts[k]]).filter(([, part]) => part > 0)
+    .map(([layer, part]) => tipRow(layer.color, layer.label, `${showSeconds(part)} · ${((part / bin.total) * 100).toFixed(0)}%`));
+  tip.show(event, el("div", { class: "tip-head" }, `${title} · ${showSeconds(bin.total)}`), ...rows.reverse());
 }

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from datetime import datetime, timezone
+from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -14,13 +15,15 @@ from omegaconf import OmegaConf
 from verl.config.schema import HealthConfig
 from verl.track.events import read_events
 from verl.track.health import scan
-from verl.track.metrics import PHASES, read_units
+from verl.track.metrics import PHASES, phase_order, read_units
 from verl.track.report_samples import SamplePicker
 from verl.track.sinks import MetricLine, read_metrics
 
 CONFIG_FILE = "config.yaml"
 MAX_POINTS = 1200
 """Points of one curve on the page; beyond it the least and the greatest of each stretch are kept."""
+MAX_BARS = 180
+"""Bars of the time chart; beyond it each bar is the mean of a stretch of steps."""
 MAX_ALARMS = 300
 
 HIGHLIGHTS = (
@@ -45,7 +48,9 @@ class RunReader:
 
     def __init__(self, run_dir: Path) -> None:
         if not is_run_dir(run_dir):
-            raise ValueError(f"{run_dir} is not a run directory: it has neither metrics.jsonl, {CONFIG_FILE} nor events/")
+            raise ValueError(
+                f"{run_dir} is not a run directory: it has neither metrics.jsonl, {CONFIG_FILE} nor events/"
+            )
         self.run_dir = run_dir
         self._config = read_config(run_dir)
         self._picker = SamplePicker(run_dir, _tokenizer_folders(self._config))
@@ -69,7 +74,7 @@ class RunReader:
             "config": OmegaConf.to_yaml(OmegaConf.create(dict(self._config))) if self._config else "",
             "summary": summary(lines),
             "series": series(lines, read_units(self.run_dir)),
-            "phases": list(PHASES),
+            "time": time_ledger(lines),
             "alarms": alarms(self.run_dir, lines, self._config),
             "resumes": resumes(lines),
             "samples": self._picker.pick(last_step),
@@ -80,7 +85,7 @@ class RunReader:
         return {
             "name": str(lookup(self._config, "run.name") or self.run_dir.resolve().name),
             "folder": str(self.run_dir),
-            "written": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC"),
+            "written": datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
             "steps": lines[-1].step if lines else 0,
             "planned": planned if isinstance(planned, int) else None,
             "attempts": len({line.attempt for line in lines}),
@@ -159,11 +164,31 @@ def thin(points: Sequence[tuple[int, float]], limit: int) -> list[tuple[int, flo
     return [points[j] for j in sorted(kept)]
 
 
+def time_ledger(lines: Sequence[MetricLine]) -> dict[str, Any]:
+    """Seconds by phase: the totals of the run, and one bar per step (or the mean of a stretch of steps)."""
+    prefix = "timing_s/"
+    timed: list[tuple[int, dict[str, float]]] = []
+    for line in lines:
+        seconds = {name.removeprefix(prefix): s for name, s in line.values.items() if name.startswith(prefix)}
+        seconds.pop("step", None)  # verl's name for the whole step is no phase
+        if seconds:
+            timed.append((line.step, {name: s for name, s in seconds.items() if math.isfinite(s) and s > 0}))
+    phases = phase_order({name for _, seconds in timed for name in seconds})
+    bars = []
+    stride = max(1, math.ceil(len(timed) / MAX_BARS))
+    for i in range(0, len(timed), stride):
+        stretch = timed[i : i + stride]
+        parts = [number(sum(seconds.get(name, 0.0) for _, seconds in stretch) / len(stretch)) for name in phases]
+        bars.append({"from": stretch[0][0], "to": stretch[-1][0], "parts": parts})
+    totals = [number(sum(seconds.get(name, 0.0) for _, seconds in timed)) for name in phases]
+    return {"phases": phases, "known": list(PHASES), "totals": totals, "bars": bars}
+
+
 def resumes(lines: Sequence[MetricLine]) -> list[dict[str, int]]:
     """Steps at which another attempt took over."""
     return [
         {"step": line.step, "attempt": line.attempt}
-        for before, line in zip(lines, lines[1:])
+        for before, line in pairwise(lines)
         if line.attempt != before.attempt
     ]
 
@@ -172,12 +197,17 @@ def summary(lines: Sequence[MetricLine]) -> list[dict[str, Any]]:
     """Before -> after, one card each. Measurements at single steps compare the first with the last; noisy per-step
     numbers compare the mean of the first steps with that of the last ones."""
     cards = []
-    for label, name in (("Held-out accuracy, greedy", "eval/acc/greedy"), ("Held-out accuracy, sampled", "eval/acc/sampled")):
+    for label, name in (
+        ("Held-out accuracy, greedy", "eval/acc/greedy"),
+        ("Held-out accuracy, sampled", "eval/acc/sampled"),
+    ):
         points = _points(lines, name)
         if points:
             best = max(points, key=lambda p: p[1])
             note = f"step {points[0][0]} → {points[-1][0]} · best {best[1]:.1%} at step {best[0]}"
-            cards.append(_card(label, points[0][1], points[-1][1], "percent", note, better="up"))
+            before = points[0][1] if len(points) > 1 else None
+            note = note if len(points) > 1 else f"at step {points[0][0]}"
+            cards.append(_card(label, before, points[-1][1], "percent", note, better="up"))
     for label, name, form, better in (
         ("Reward", "critic/score/mean", "number", "up"),
         ("Loss", "train/loss", "number", "down"),
@@ -189,7 +219,10 @@ def summary(lines: Sequence[MetricLine]) -> list[dict[str, Any]]:
         if values:
             k = max(1, min(5, len(values) // 2))
             note = f"mean of the first and last {k} steps" if k > 1 else "first and last step"
-            cards.append(_card(label, fmean(values[:k]), fmean(values[-k:]), form, note, better))
+            before = fmean(values[:k]) if len(values) > 1 else None
+            cards.append(
+                _card(label, before, fmean(values[-k:]), form, note if len(values) > 1 else "one step", better)
+            )
     k3 = [value for _, value in _points(lines, "mismatch/k3")]
     if k3:
         cards.append(_card("Rollout/trainer KL (k3)", None, median(k3), "number", f"median · greatest {max(k3):.2g}"))
@@ -205,7 +238,7 @@ def alarms(run_dir: Path, lines: Sequence[MetricLine], config: Mapping[str, Any]
     known = HealthConfig.__dataclass_fields__
     section = lookup(config, "health")
     limits = HealthConfig(**{k: v for k, v in (section or {}).items() if k in known})
-    found = [
+    found: list[tuple[int, str, str, str, str]] = [
         (lines[i].step, alarm.level, alarm.name, alarm.message, alarm.metric)
         for i, alarm in scan([line.values for line in lines], limits)
     ]
@@ -238,9 +271,7 @@ def _points(lines: Sequence[MetricLine], name: str) -> list[tuple[int, float]]:
     return [(step, value) for step, value in found if math.isfinite(value)]
 
 
-def _card(
-    label: str, before: float | None, after: float, form: str, note: str, better: str = ""
-) -> dict[str, Any]:
+def _card(label: str, before: float | None, after: float, form: str, note: str, better: str = "") -> dict[str, Any]:
     start = None if before is None else number(before)
     return {"label": label, "before": start, "after": number(after), "form": form, "note": note, "better": better}
 

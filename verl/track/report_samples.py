@@ -93,7 +93,8 @@ class SamplePicker:
                 groups = sum(len(file["groups"]) for file in of_kind)
                 rows = sum(len(group["rows"]) for file in of_kind for group in file["groups"])
                 word = "training" if kind == "train" else "evaluation"
-                parts.append(f"{rows} {word} samples of {groups} groups from {len(of_kind)} of {of_kind[0]['steps']} steps")
+                steps = f"{len(of_kind)} of {_count(of_kind[0]['steps'], 'step')}"
+                parts.append(f"{_count(rows, word + ' sample')} of {_count(groups, 'group')} from {steps}")
         limit = LIMITS["train"]
         return (
             f"This page carries {' and '.join(parts)}; long responses show their first {limit.head_tokens} and last "
@@ -191,7 +192,11 @@ def token_pieces(ids: Sequence[int], decode: Decode) -> list[str]:
 
 def find_decoder(run_dir: Path, folders: Sequence[Path]) -> Decode | None:
     """The run's tokenizer: tokenizer.json in the run directory, in its latest checkpoint, or where the model came from."""
-    places = [run_dir, run_dir / "tokenizer", *sorted(run_dir.glob("checkpoints/step_*/hf"), key=_step_of, reverse=True)]
+    places = [
+        run_dir,
+        run_dir / "tokenizer",
+        *sorted(run_dir.glob("checkpoints/step_*/hf"), key=_step_of, reverse=True),
+    ]
     path = next((p / "tokenizer.json" for p in (*places, *folders) if (p / "tokenizer.json").is_file()), None)
     if path is None:
         return None
@@ -243,6 +248,10 @@ def _digits(value: float, digits: int) -> float | int | None:
         return None
     short = float(f"{value:.{digits}g}")
     return int(short) if short == int(short) else short
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _reward_rank(reward: float) -> float:

@@ -230,15 +230,7 @@ def _word(number: float) -> str:
 
 
 def _is_whole(line: bytes) -> bool:
-    return line.startswith(b"{") and line.endswith(b"}") and _parses(line)
-
-
-def _parses(line: bytes) -> bool:
-    try:
-        json.loads(line)
-    except ValueError:
-        return False
-    return True
+    return line.startswith(b"{") and line.endswith(b"}")
 
 
 def _decode(line: bytes) -> MetricLine:

@@ -16,7 +16,7 @@ from verl.algorithms.weights import check_finite, term_weights
 from verl.batch import Batch, Columns, Ragged, pack
 from verl.model_engine.base import ModelEngine
 from verl.transfer_queue.base import TransferQueue
-from verl.types import Metric, Metrics, Refs, Sample, merge_metrics
+from verl.types import Metric, Metrics, Refs, Sample, merge_metrics, ref_of
 from verl.weight_sync.base import Snapshot, take_snapshot
 
 
@@ -81,6 +81,19 @@ class Role:
                 parts.append(self._record(refs, batch, result.columns, first="old_logprobs" not in found))
                 seen |= set(refs.ids)
         return merge_metrics(parts)
+
+    def fit(self, samples: list[Sample], terms: tuple[Term, ...]) -> Metrics:
+        """One supervised optimizer step on these rows; no queue in between."""
+        assert self.engine is not None
+        batch = self._batch(Refs(ref_of(s) for s in samples), samples, {}, terms)
+        result = self.engine.forward_backward(batch, terms)
+        return {**_prefixed(result.metrics, "train/"), **_prefixed(self.engine.optim_step(), "train/")}
+
+    def measure(self, samples: list[Sample]) -> Metrics:
+        """Loss per token on these rows, without a step."""
+        assert self.engine is not None
+        logprobs = self.engine.infer(pack(samples, share_prefix=self.share_prefix), ("logprobs",))["logprobs"]
+        return {"loss": Metric(float(-logprobs.double().sum()), float(len(logprobs)), "token")}
 
     def snapshot(self, version: int, probes: Sequence[np.ndarray], copy: bool) -> Snapshot:
         """The weights as of now, with manifest and probe log-probs, for the checkpoint engine."""

@@ -1,0 +1,242 @@
+"""Files and rows: every published shape becomes messages; every wrong row is one error that says where and why."""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from verl.data.files import expand_files, fingerprint, read_rows
+from verl.data.formats import GSM8K_INSTRUCTION, to_conversation_row, to_task_row
+
+GSM8K = Path(__file__).parents[1] / "data" / "gsm8k_train.jsonl"
+
+
+def rows_of(*files: str | Path) -> list[dict[str, Any]]:
+    return [raw.row for f in expand_files([str(f) for f in files]) for raw in read_rows(f)]
+
+
+def wheres_of(file: Path) -> list[str]:
+    return [raw.where for f in expand_files([str(file)]) for raw in read_rows(f)]
+
+
+def parquet(path: Path, rows: list[dict[str, Any]], schema: pa.Schema | None = None) -> Path:
+    pq.write_table(pa.Table.from_pylist(rows, schema=schema), path)
+    return path
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+
+
+def test_jsonl_in_every_packing_reads_the_same(tmp_path: Path) -> None:
+    rows = [{"prompt": "p\u2028q", "n": k, "big": 10**30, "nested": {"a": [1, None, 2.5]}} for k in range(5)]
+    text = "\n".join(json.dumps(r, ensure_ascii=False) for r in rows).encode()
+    (tmp_path / "a.jsonl").write_bytes(text)
+    (tmp_path / "b.jsonl").write_bytes(b"\xef\xbb\xbf" + text.replace(b"\n", b"\r\n\n") + b"\n\n")
+    (tmp_path / "c.json").write_text(json.dumps(rows, indent=2))
+    (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(text))
+    with pa.CompressedOutputStream(str(tmp_path / "e.jsonl.zst"), "zstd") as out:
+        out.write(text)
+    for name in ("a.jsonl", "b.jsonl", "c.json", "d.jsonl.gz", "e.jsonl.zst"):
+        assert rows_of(tmp_path / name) == rows, name
+    assert wheres_of(tmp_path / "b.jsonl")[1] == f"{tmp_path}/b.jsonl:3"
+    assert wheres_of(tmp_path / "c.json")[1] == f"{tmp_path}/c.json: item 2"
+
+
+def test_globs_folders_urls_and_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("b-1.jsonl", "b-0.jsonl", "c[1].jsonl"):
+        (tmp_path / name).write_text(json.dumps({"prompt": name}))
+    (tmp_path / "README.md").write_text("no data")
+    assert [r["prompt"] for r in rows_of(tmp_path)] == ["b-0.jsonl", "b-1.jsonl", "c[1].jsonl"]
+    assert [r["prompt"] for r in rows_of(tmp_path / "*")] == ["b-0.jsonl", "b-1.jsonl", "c[1].jsonl"]
+    assert [r["prompt"] for r in rows_of(tmp_path / "b-1.jsonl", tmp_path / "b-*.jsonl")] == [
+        "b-1.jsonl", "b-0.jsonl", "b-1.jsonl",
+    ]  # fmt: skip
+    assert len(rows_of(tmp_path / "c[1].jsonl")) == 1, "a name that looks like a pattern is a name first"
+    assert len(rows_of(f"file://{tmp_path}/b-0.jsonl")) == 1
+    monkeypatch.chdir(tmp_path)
+    assert len(rows_of("b-0.jsonl")) == 1
+
+
+def test_memory_urls() -> None:
+    fs = fsspec.filesystem("memory")
+    fs.pipe("/verl-test/x.jsonl", b'{"prompt": "hi"}\n')
+    assert rows_of("memory://verl-test/x.jsonl") == rows_of("memory://verl-test/*.jsonl") == [{"prompt": "hi"}]
+    (file,) = expand_files(["memory://verl-test/x.jsonl"])
+    before = fingerprint(file)
+    fs.pipe("/verl-test/x.jsonl", b'{"prompt": "ho"}\n')
+    assert fingerprint(file) != before
+    fs.rm("/verl-test", recursive=True)
+
+
+def test_parquet_comes_out_as_plain_python(tmp_path: Path) -> None:
+    rows = [{
+        "prompt": [{"role": "user", "content": "hi"}],
+        "reward_model": {"style": "rule", "ground_truth": "72"},
+        "extra_info": {"index": 3, "tags": ["a", None], "score": 0.5, "ok": True},
+        "blob": b"\x00\xff",
+        "price": decimal.Decimal("72.50"),
+        "day": datetime.date(2026, 1, 2),
+        "when": datetime.datetime(2026, 1, 2, 3, 4, 5),
+        "took": datetime.timedelta(seconds=90),
+    }]  # fmt: skip
+    (row,) = rows_of(parquet(tmp_path / "a.parquet", rows))
+    assert row == {
+        **rows[0], "price": "72.50", "day": "2026-01-02", "when": "2026-01-02T03:04:05", "took": 90.0,
+    }  # fmt: skip
+    assert {type(v) for v in row["extra_info"].values()} == {int, list, float, bool}
+    kinds = pa.schema([
+        ("m", pa.map_(pa.int32(), pa.string())), ("h", pa.float16()), ("d", pa.dictionary(pa.int8(), pa.string())),
+        ("f", pa.list_(pa.float32(), 2)), ("i", pa.int8()),
+    ])  # fmt: skip
+    (row,) = rows_of(
+        parquet(tmp_path / "b.parquet", [{"m": [(1, "x")], "h": 1.5, "d": "y", "f": [1.0, 2.0], "i": 4}], kinds)
+    )
+    assert row == {"m": {"1": "x"}, "h": 1.5, "d": "y", "f": [1.0, 2.0], "i": 4}
+    assert type(row["h"]) is float and type(row["i"]) is int
+    assert wheres_of(tmp_path / "b.parquet") == [f"{tmp_path}/b.parquet: row 1"]
+
+
+def test_many_row_groups_stream_in_order(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"prompt": [str(k) for k in range(3000)]}), tmp_path / "a.parquet", row_group_size=700)
+    assert [r["prompt"] for r in rows_of(tmp_path / "a.parquet")] == [str(k) for k in range(3000)]
+
+
+# ---- RL rows ---------------------------------------------------------------------------------------------------------
+
+USER = ({"role": "user", "content": "2+2?"},)
+
+
+def task(row: dict[str, Any], **options: Any) -> Any:
+    return to_task_row(row, where="f.jsonl:7", **options)
+
+
+def test_verl_rows() -> None:
+    row = {
+        "data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": "2+2?", "name": None}], "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "4"}, "extra_info": {"index": 0}, "agent_name": "tool_agent",
+        "answer": "not this one",
+    }  # fmt: skip
+    got = task(row)
+    assert got.messages == USER and got.data_source == "openai/gsm8k" and got.ground_truth == "4"
+    assert got.extra_info == {"index": 0} and got.tools is None
+    assert task({"prompt": "2+2?"}).messages == USER
+    assert task({"q": "2+2?", "answer": "4"}, prompt_key="q").ground_truth == "4"
+
+
+@pytest.mark.parametrize("column", ["ground_truth", "answer", "solution"])
+def test_trl_rows(column: str) -> None:
+    got = task({"prompt": list(USER), "completion": "irrelevant", column: "4"})
+    assert got.messages == USER and got.ground_truth == "4" and got.data_source == ""
+
+
+def test_gsm8k_as_published() -> None:
+    rows = rows_of(GSM8K)
+    got = [task(r) for r in rows]
+    assert len(got) == 300 and got[0].ground_truth == "72" and got[0].data_source == "openai/gsm8k"
+    assert got[0].messages == ({"role": "user", "content": f"{rows[0]['question']} {GSM8K_INSTRUCTION}"},)
+    assert got[0].extra_info == {"question": rows[0]["question"], "answer": rows[0]["answer"]}
+    assert all(float(g.ground_truth) == float(r["answer"].split("####")[1].replace(",", "")) for g, r in zip(got, rows))
+    assert task({"question": "q", "answer": "x\n#### -1,234.5"}).ground_truth == "-1234.5"
+
+
+def test_system_prompt_goes_where_there_is_none() -> None:
+    system = {"role": "system", "content": "Be brief."}
+    assert task({"prompt": "2+2?"}, system_prompt="Be brief.").messages == (system, *USER)
+    assert task({"prompt": [system, *USER]}, system_prompt="Other").messages == (system, *USER)
+
+
+def test_tools_column() -> None:
+    schema = {"type": "function", "function": {"name": "add"}}
+    assert task({"prompt": "x", "tools": [schema]}, tools_key="tools").tools == [schema]
+    assert task({"prompt": "x", "tools": json.dumps([schema])}, tools_key="tools").tools == [schema]
+    assert task({"prompt": "x", "tools": ["add"]}).tools is None, "without tools_key the column is only carried along"
+    assert task({"prompt": "x", "tools": ""}, tools_key="tools").tools is None
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"problem": "x"}, r"no prompt: column 'prompt' is missing or null \(columns: problem\).*data\.prompt_key"),
+        ({"prompt": None, "a": 1}, "missing or null"),
+        ({"prompt": 5}, "'prompt' must be text or a list of {role, content} messages, got a int"),
+        ({"prompt": []}, "an empty list"),
+        ({"prompt": " "}, "'prompt' is empty text"),
+        ({"prompt": ["hi"]}, "'prompt' message 1 must be an object with role and content, got text"),
+        ({"prompt": [*USER, {"content": "x"}]}, "message 2 has no 'role'"),
+        ({"prompt": [{"role": "user", "content": None}]}, r"message 1 \(user\) has no text: 'content' is null"),
+        ({"prompt": [{"role": "user", "content": 3}]}, "'content' is a int"),
+        ({"prompt": "a\ud83d"}, "half of a surrogate pair at character 2"),
+        ({"prompt": "x", "data_source": 3}, "'data_source' must be a string"),
+        ({"prompt": "x", "reward_model": "rule"}, "'reward_model' must be an object, got text"),
+        ({"prompt": "x", "extra_info": []}, "'extra_info' must be an object, got a list"),
+        ({"prompt": "<image>", "images": [{"bytes": b""}]}, r"'images' holds 1 item\(s\).*text only"),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "content part of type 'image'"),
+        ({"question": "q", "answer": "42"}, r"no '#### NUMBER'.*data\.prompt_key=question"),
+        ({"question": "q", "answer": 42}, "'answer' must be a string"),
+    ],
+)
+def test_wrong_task_rows(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=r"^f\.jsonl:7.*" + message):
+        task(row)
+
+
+def test_wrong_tools() -> None:
+    for tools, message in (("[{", "is text but not JSON"), (["add"], "must be a list of tool schemas")):
+        with pytest.raises(ValueError, match=message):
+            task({"prompt": "x", "tools": tools}, tools_key="tools")
+
+
+# ---- SFT rows --------------------------------------------------------------------------------------------------------
+
+PAIR = (*USER, {"role": "assistant", "content": "4"})
+
+
+def conversation(row: dict[str, Any], **options: Any) -> Any:
+    return to_conversation_row(row, where="f.jsonl:7", **options)
+
+
+def test_sft_rows() -> None:
+    assert conversation({"messages": list(PAIR)}).messages == PAIR
+    assert conversation({"chat": list(PAIR)}, messages_key="chat").messages == PAIR
+    for row in (
+        {"prompt": "2+2?", "completion": "4"},
+        {"prompt": "2+2?", "response": "4"},
+        {"prompt": list(USER), "completion": [PAIR[1]]},
+    ):
+        got = conversation(row)
+        assert got.messages == PAIR and got.train_from == 1
+    asked = {"role": "user", "content": "more"}
+    got = conversation({"prompt": [*PAIR, asked], "completion": "5"}, system_prompt="S")
+    assert got.train_from == 4 and got.messages[4] == {"role": "assistant", "content": "5"}
+    got = conversation({"question": "q", "answer": "x\n#### 4"})
+    assert got.messages[0]["content"] == f"q {GSM8K_INSTRUCTION}" and got.messages[1]["content"] == "x\n#### 4"
+    assert conversation({"question": "q", "answer": "4"}).messages[0]["content"] == "q"
+
+
+def test_sft_tools_thinking_and_null_content() -> None:
+    call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    got = conversation({"messages": [*USER, call], "tools": '[{"type": "function"}]', "enable_thinking": False})
+    assert got.messages[1]["content"] == "" and got.tools == [{"type": "function"}] and got.enable_thinking is False
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"text": "x"}, r"no conversation: needs 'messages', or 'prompt' with one of .*columns: text"),
+        ({"prompt": "x"}, "no conversation"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "has no text"),
+        ({"messages": list(PAIR), "enable_thinking": "yes"}, "'enable_thinking' must be true or false, got text"),
+    ],
+)
+def test_wrong_sft_rows(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=r"^f\.jsonl:7.*" + message):
+        conversation(row)

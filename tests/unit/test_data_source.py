@@ -1,0 +1,288 @@
+"""Tables: rendering, filters, truncation, ids, the cache, worker processes, SFT rows."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from verl.chat import render_prompt
+from verl.config.schema import DataConfig
+from verl.data import source
+from verl.data.parallel import run_chunks
+from verl.data.render import decode_row, encode_row, kept_positions, row_hash
+from verl.data.source import load_conversations, load_tasks
+
+GSM8K = Path(__file__).parents[1] / "data" / "gsm8k_train.jsonl"
+TEMPLATE = (
+    "{% for m in messages %}{{ '<|' + m['role'] + '|>' + m['content'] + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE(vocab={c: k for k, c in enumerate(alphabet)}, merges=[]))
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    core.add_special_tokens(["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"])
+    fast = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|end|>")
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Callable[..., DataConfig]:
+    def make(**changes: Any) -> DataConfig:
+        return DataConfig(**{"cache_dir": str(tmp_path / "cache"), "num_workers": 0, **changes})
+
+    return make
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return str(path)
+
+
+def prompts(path: Path, *contents: str) -> str:
+    return write(path, [{"prompt": c, "ground_truth": str(k)} for k, c in enumerate(contents)])
+
+
+def test_gsm8k_becomes_tasks(tokenizer: Any, config: Any) -> None:
+    table = load_tasks([str(GSM8K)], tokenizer, config())
+    assert len(table) == table.report.rows_kept == 300 and not table.report.from_cache
+    task = table[7]
+    assert task.index == 7 and task.prompt_ids.dtype == np.int64 and len(task.prompt_ids) == table.prompt_lengths[7]
+    assert np.array_equal(task.prompt_ids, render_prompt(tokenizer, task.messages, template_kwargs={}))
+    line = json.loads(GSM8K.read_text().splitlines()[7])
+    assert task.row == line and task.data_source == "openai/gsm8k" and line["answer"].endswith(task.ground_truth)
+    assert len({t.task_id for t in table}) == 300
+    assert table.report.summary().startswith("300 of 300 rows; ")
+    with pytest.raises(IndexError):
+        table[300]
+
+
+def test_ids_are_stable_under_filters_and_duplicates_differ(tokenizer: Any, config: Any, tmp_path: Path) -> None:
+    file = prompts(tmp_path / "a.jsonl", "x" * 50, "short", "short")
+    lines = (tmp_path / "a.jsonl").read_text().splitlines()
+    (tmp_path / "a.jsonl").write_text("\n".join([lines[0], lines[1], lines[1]]))
+    every, few = (load_tasks([file], tokenizer, config(max_prompt_tokens=n)) for n in (100, 20))
+    assert [t.task_id for t in few] == [t.task_id for t in every][1:]
+    first, second = (t.task_id.split("-") for t in few)
+    assert first[0] == second[0] and (first[1], second[1]) == ("1", "2")
+    assert [t.index for t in few] == [0, 1], "index is the row of the table, as the cursor draws it"
+
+
+def test_filter_truncate_or_refuse(tokenizer: Any, config: Any, tmp_path: Path) -> None:
+    file = prompts(tmp_path / "a.jsonl", "ab", "abcdefgh")  # 5 and 11 tokens
+    table = load_tasks([file], tokenizer, config(max_prompt_tokens=8))
+    assert (len(table), table.report.rows_filtered) == (1, 1)
+    assert "1 of 2 rows, 1 filtered as too long" in table.report.summary()
+    whole = load_tasks([file], tokenizer, config())[1].prompt_ids
+    for how, kept in (("left", whole[-8:]), ("right", whole[:8]), ("middle", np.r_[whole[:4], whole[-4:]])):
+        table = load_tasks(
+            [file], tokenizer, config(max_prompt_tokens=8, filter_overlong_prompts=False, truncation=how)
+        )
+        assert np.array_equal(table[1].prompt_ids, kept) and table.report.rows_truncated == 1
+    with pytest.raises(ValueError, match=r"a\.jsonl:2: the prompt has 11 tokens, data\.max_prompt_tokens is 8"):
+        load_tasks([file], tokenizer, config(max_prompt_tokens=8, filter_overlong_prompts=False))
+    assert kept_positions(9, 3, "middle").tolist() == [0, 7, 8]
+
+
+def test_no_row_left_says_why(tokenizer: Any, config: Any, tmp_path: Path) -> None:
+    file = prompts(tmp_path / "a.jsonl", "ab", "abcdefgh")
+    for _ in range(2):  # built, then from the cache
+        with pytest.raises(ValueError, match=r"no rows left of 2 in .*a\.jsonl: 2 prompts .*=4 \(the shortest has 5"):
+            load_tasks([file], tokenizer, config(max_prompt_tokens=4))
+    (tmp_path / "b.jsonl").write_text("\n\n")
+    with pytest.raises(ValueError, match=r"no rows in .*b\.jsonl"):
+        load_tasks([str(tmp_path / "b.jsonl")], tokenizer, config())
+
+
+def test_options_of_a_load(tokenizer: Any, config: Any, tmp_path: Path) -> None:
+    file = prompts(tmp_path / "a.jsonl", "ab", "cd", "ef")
+    assert [t.ground_truth for t in load_tasks([file, file], tokenizer, config(), max_rows=4)] == ["0", "1", "2", "0"]
+    task = load_tasks([file], tokenizer, config(system_prompt="S"))[0]
+    assert tokenizer.decode(task.prompt_ids) == "<|system|>S<|end|><|user|>ab<|end|><|assistant|>"
+    other = write(tmp_path / "b.jsonl", [{"q": "zz", "prompt": "no"}])
+    assert load_tasks([other], tokenizer, config(prompt_key="q"))[0].messages[0]["content"] == "zz"
+    tool = {"type": "function", "function": {"name": "f"}}
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: the prompt has tools, which this chat template does not show"):
+        load_tasks([file], tokenizer, config(), tools=[tool])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"truncation": "top"}, r"data\.truncation='top'. Fix: one of error, left, right, middle"),
+        ({"max_prompt_tokens": 0}, r"data\.max_prompt_tokens=0"),
+        ({"num_workers": -1}, r"data\.num_workers=-1"),
+    ],
+)
+def test_wrong_options(tokenizer: Any, config: Any, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_tasks([str(GSM8K)], tokenizer, config(**changes))
+
+
+def test_template_errors_name_the_row(tokenizer: Any, config: Any, tmp_path: Path) -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    file = write(tmp_path / "a.jsonl", [{"prompt": "ok"}, {"prompt": parts}])
+    with pytest.raises(ValueError, match=r"a\.jsonl:2: the chat template refuses messages with roles \[user\]"):
+        load_tasks([file], tokenizer, config())
+
+
+def test_rows_survive_storage_exactly() -> None:
+    row = {"b": b"\x00\xff", "n": 10**40, "x": float("inf"), "s": "é\ud83d", "l": [None, True, {"k": b""}], "": {}}
+    assert decode_row(encode_row(row)) == row
+    assert row_hash(row) == row_hash(dict(reversed(row.items()))) != row_hash({**row, "n": 1})
+
+
+# ---- cache -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_load_is_the_first_from_the_cache(
+    tokenizer: Any, config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = prompts(tmp_path / "a.jsonl", "ab", "cd", "x" * 90)
+    built = load_tasks([file], tokenizer, config(max_prompt_tokens=20))
+    copy = prompts(tmp_path / "renamed.jsonl", "ab", "cd", "x" * 90)
+    with monkeypatch.context() as m:
+        m.setattr(source, "read_rows", lambda f: pytest.fail("rows were read again"))
+        cached = load_tasks([copy], tokenizer, config(max_prompt_tokens=20))
+    assert cached.report.from_cache and cached.report.rows_filtered == 1 and cached.key == built.key
+    for a, b in zip(built, cached, strict=True):
+        assert a.task_id == b.task_id and a.row == b.row and np.array_equal(a.prompt_ids, b.prompt_ids)
+        b.prompt_ids[0] = 0  # a copy: the cache file is mapped read-only
+    assert list((tmp_path / "cache").glob("*.tmp")) == []
+
+
+def test_whatever_changes_the_result_changes_the_key(tokenizer: Any, config: Any, tmp_path: Path) -> None:
+    import copy
+
+    file = prompts(tmp_path / "a.jsonl", "ab", "cd")
+    keys = [load_tasks([file], tokenizer, config()).key]
+    for changes in ({"max_prompt_tokens": 20}, {"system_prompt": "S"}, {"filter_overlong_prompts": False}):
+        keys.append(load_tasks([file], tokenizer, config(**changes)).key)
+    keys.append(load_tasks([file], tokenizer, config(), max_rows=1).key)
+    keys.append(load_tasks([file], tokenizer, config(), template_kwargs={"x": 1}).key)
+    for change in ("template", "vocabulary"):
+        other = copy.deepcopy(tokenizer)
+        if change == "template":
+            other.chat_template = TEMPLATE.replace("'<|end|>'", "'<|end|>' + '.'")
+        else:
+            other.add_tokens(["ab"])
+        keys.append(load_tasks([file], other, config()).key)
+    prompts(tmp_path / "a.jsonl", "ab", "ce")
+    keys.append(load_tasks([file], tokenizer, config()).key)
+    assert len(set(keys)) == len(keys)
+    prompts(tmp_path / "a.jsonl", "ab", "cd")
+    assert load_tasks([file], tokenizer, config()).key == keys[0]
+
+
+# ---- worker processes ------------------------------------------------------------------------------------------------
+
+
+def test_workers_and_this_process_make_the_same_table(
+    tokenizer: Any, config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(source, "IN_PROCESS_ROWS", 50)
+    monkeypatch.setattr(source, "CHUNK_ROWS", 40)
+    with caplog.at_level(logging.INFO, logger="verl.data.source"):
+        many = load_tasks([str(GSM8K)], tokenizer, config(num_workers=2, max_prompt_tokens=400))
+    here = load_tasks([str(GSM8K)], tokenizer, config(cache_dir=str(tmp_path / "b"), max_prompt_tokens=400))
+    assert 0 < many.report.rows_filtered == here.report.rows_filtered and not here.report.from_cache
+    assert [(t.task_id, t.row, t.prompt_ids.tolist()) for t in many] == [
+        (t.task_id, t.row, t.prompt_ids.tolist()) for t in here
+    ]
+    assert "filtered as too long" in caplog.text
+
+
+class Slow:
+    """Takes longer for early chunks, so that results arrive out of order."""
+
+    def __call__(self, rows: Any, progress: Callable[[int], None]) -> list[int]:
+        import time
+
+        time.sleep(0.05 if rows[0] < 4 else 0)
+        return [2 * r for r in rows]
+
+
+def test_results_come_in_order_and_a_consumer_may_stop_early() -> None:
+    chunks = ([2 * k, 2 * k + 1] for k in range(20))
+    assert [r for c in run_chunks(Slow(), chunks, num_workers=2, timeout_s=60) for r in c] == [2 * k for k in range(40)]
+    results = run_chunks(Slow(), ([k] for k in range(1000)), num_workers=2, timeout_s=60)
+    assert next(results) == [0]
+    results.close()
+
+
+# ---- SFT -------------------------------------------------------------------------------------------------------------
+
+
+def test_conversations_with_masks(tokenizer: Any, config: Any, tmp_path: Path) -> None:
+    turns = [
+        {"role": r, "content": c} for r, c in (("user", "a"), ("assistant", "bb"), ("user", "c"), ("assistant", "d"))
+    ]
+    file = write(
+        tmp_path / "a.jsonl",
+        [{"messages": turns}, {"messages": turns[:1]}, {"prompt": turns[:3], "completion": "e"}],
+    )
+    table = load_conversations([file], tokenizer, config())
+    assert len(table) == 2 and table.row_numbers.tolist() == [0, 2]
+    texts = [tokenizer.decode(table[k].ids[table[k].mask]) for k in range(2)]
+    assert texts == ["bb<|end|>d<|end|>", "e<|end|>"]
+    assert table.loss_lengths.tolist() == [5, 2] and table.lengths.tolist() == [len(table[k].ids) for k in range(2)]
+    assert table.report.refused == {"no assistant turn after a prompt": 1}
+    assert table.report.example.startswith(f"{file}:2: no assistant turn")
+    last = load_conversations([file], tokenizer, config(), train_on="last_assistant")
+    assert tokenizer.decode(last[0].ids[last[0].mask]) == "d<|end|>"
+    cached = load_conversations([file], tokenizer, config())
+    assert (
+        cached.report.from_cache and np.array_equal(cached[0].mask, table[0].mask) and cached[0].mask.dtype == np.bool_
+    )
+
+
+def test_long_conversations(tokenizer: Any, config: Any, tmp_path: Path) -> None:
+    file = write(
+        tmp_path / "a.jsonl", [{"prompt": "abcd", "completion": "efgh"}, {"prompt": "a" * 20, "completion": "b"}]
+    )
+    with pytest.raises(ValueError, match=r"a\.jsonl:1: the conversation has 12 tokens, data\.max_tokens_per_row is 9"):
+        load_conversations([file], tokenizer, config(max_tokens_per_row=9))
+    right = load_conversations([file], tokenizer, config(max_tokens_per_row=9, truncation="right"))
+    assert tokenizer.decode(right[0].ids[right[0].mask]) == "ef" and len(right) == 1
+    assert right.report.refused == {"no assistant token is left after truncation": 1}
+    left = load_conversations([file], tokenizer, config(max_tokens_per_row=4, truncation="left"))
+    assert tokenizer.decode(left[0].ids) == "fgh<|end|>" and left[0].mask.tolist() == [False, True, True, True]
+    with pytest.raises(
+        ValueError, match=r"no rows left of 2 in .*: 2 x no assistant token is left.*First: .*a\.jsonl:1"
+    ):
+        load_conversations([file], tokenizer, config(max_tokens_per_row=3, truncation="right"))
+    with pytest.raises(ValueError, match=r"data\.truncation=middle"):
+        load_conversations([file], tokenizer, config(truncation="middle"))
+
+
+def test_enable_thinking_of_a_row_reaches_the_template(tokenizer: Any, config: Any, tmp_path: Path) -> None:
+    import copy
+
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = TEMPLATE.replace("{% for", "{{ 'T' if enable_thinking else 'N' }}{% for", 1)
+    pair = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    file = write(tmp_path / "a.jsonl", [{"messages": pair, "enable_thinking": t} for t in (True, False, None)])
+    table = load_conversations([file], other, config(), template_kwargs={"enable_thinking": True})
+    assert [tokenizer.decode(table[k].ids)[0] for k in range(3)] == ["T", "N", "T"]
+
+
+def test_gsm8k_supervised(tokenizer: Any, config: Any) -> None:
+    table = load_conversations([str(GSM8K)], tokenizer, config(max_tokens_per_row=4096))
+    assert len(table) == 300
+    tasks = load_tasks([str(GSM8K)], tokenizer, config(max_prompt_tokens=4096))
+    row = table[5]
+    assert np.array_equal(row.ids[~row.mask], tasks[5].prompt_ids), "SFT and RL see the same prompt"
+    assert tokenizer.decode(row.ids[row.mask]) == tasks[5].row["answer"] + "<|end|>"

@@ -1,0 +1,5 @@
+import sys
+
+from verl.cli import main
+
+sys.exit(main())

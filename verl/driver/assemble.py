@@ -1,0 +1,396 @@
+"""Config -> parts. The only importer of concrete backends; everything above the protocols is the same code everywhere."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+
+from verl.agent_loop.base import AgentLoopBase, ServerManager
+from verl.agent_loop.single_turn import SingleTurnLoop
+from verl.algorithms.table import Algorithm, resolve
+from verl.chat import load_tokenizer, require_chat_template
+from verl.checkpoint.hf import export_hf
+from verl.checkpoint.store import CheckpointStore
+from verl.config.load import Resolved, dump_config
+from verl.config.schema import AlgorithmConfig, Config
+from verl.data.source import Cursor, TaskTable, load_conversations, load_tasks
+from verl.driver import state as train_state
+from verl.driver.play import Player, Trajectories
+from verl.driver.record import SampleRecorder
+from verl.driver.run import Run
+from verl.driver.scheduler import Scheduler
+from verl.driver.supervised import SupervisedRun
+from verl.driver.supervised import resume as resume_supervised
+from verl.model_engine.fsdp import FSDPEngine, load_causal_lm
+from verl.model_engine.optim import OptimSpec
+from verl.reward.base import RewardFn
+from verl.reward.compute import check_data_source
+from verl.reward.pool import RewardPool
+from verl.reward.process import Target
+from verl.reward.shaping import Shaped
+from verl.rollout.base import RolloutEngine
+from verl.track.console import LiveProgress
+from verl.track.events import EventLog, next_attempt
+from verl.track.sinks import open_sinks
+from verl.transfer_queue.memory import MemoryQueue
+from verl.types import Sampling, Task
+from verl.weight_sync.local import LocalCheckpointEngine
+from verl.workers.inproc import InprocGroup
+from verl.workers.placement import Placement, ResourcePool
+from verl.workers.role import Role
+from verl.workers.waits import Waits
+
+OnStep = Callable[[int, Mapping[str, float]], None]
+
+
+def algorithm_of(config: AlgorithmConfig) -> Algorithm:
+    return resolve(config.name, {k: v for k, v in asdict(config).items() if k != "name"})
+
+
+async def assemble(resolved: Resolved, *, progress: LiveProgress | None = None, on_step: OnStep | None = None) -> Run:
+    """Every part of an RL run. What can be wrong with the user's input is found here, cheapest first."""
+    config = resolved.config
+    set_up_process(config)
+    algorithm = algorithm_of(config.algorithm)
+    tokenizer = load_tokenizer_of(config)
+    tasks = load_tasks(config.data.train_files, tokenizer, config.data, template_kwargs=config.model.template_kwargs, max_rows=config.data.max_rows)
+    eval_tasks = _eval_tasks(config, tokenizer)
+    if config.reward.path is None:
+        for source in {t.data_source for t in (tasks[0], *eval_tasks[:1])}:
+            check_data_source(source)
+    claimed = open_run_dir(resolved)
+    run_dir = claimed.path
+    attempt = next_attempt(run_dir)
+    reward = await _reward(config)
+    queue, waits = MemoryQueue(), Waits(run_dir / "waits.json")
+    device = device_of(config)
+    engine = _policy(config, device, run_dir)
+    share = config.model.share_prefix
+    engine.check_packing(share_prefix=share)
+    total_steps = total_steps_of(config, len(tasks), config.step.prompts_per_step)
+    scheduler, cursor = _scheduler(config, algorithm, total_steps), Cursor(len(tasks), _data_seed(config), config.data.shuffle)
+    replica = rollout_engine(config, engine.model.config, tokenizer, device)
+    decode = decoder(tokenizer)
+    events = EventLog(run_dir, attempt)
+    progress = progress or LiveProgress()
+    trajectories = Trajectories(
+        engine=replica, loop=_loop_factory(config, tokenizer), reward=reward, decode=decode, waits=waits,
+        seed=config.run.seed, max_attempts=config.pipeline.max_attempts, timeout_s=config.run.wait_timeout_s,
+    )  # fmt: skip
+    player = Player(
+        scheduler=scheduler, cursor=cursor, tasks=tasks, trajectories=trajectories, algorithm=algorithm,
+        sampling=train_sampling(config), samples_per_prompt=config.step.samples_per_prompt, queue=queue, events=events,
+        waits=waits, timeout_s=config.run.wait_timeout_s, eager=config.pipeline.staleness > 0,
+        max_invalid_share=config.pipeline.max_invalid_share,
+    )  # fmt: skip
+    actor = InprocGroup("actor", Role("actor", queue, engine, share_prefix=share))
+    run = Run(
+        config=config, dir=run_dir, algorithm=algorithm, total_steps=total_steps, player=player, trajectories=trajectories,
+        eval_tasks=eval_tasks, actor=actor, ref=_reference(config, algorithm, queue, device),
+        compute=InprocGroup("compute", Role("compute", queue)),
+        recorder=InprocGroup("recorder", SampleRecorder(queue, run_dir, decode, groups_per_step=config.track.samples_per_step)),
+        rollout=replica, replicas=(replica,),
+        checkpoint_engine=LocalCheckpointEngine(
+            probes=_probes(tasks) if config.sync.canary else (), tolerance=canary_tolerance(config), verify_first=config.sync.verify_first
+        ),
+        placement=Placement(ResourcePool("global"), (replica,), colocated=config.pipeline.staleness == 0),
+        store=claimed.store, lock=claimed.lock, events=events, waits=waits, progress=progress, close_parts=reward.close, on_step=on_step,
+        sinks=open_sinks(config.track.sinks, run_dir, config.track.project, config.run.name, asdict(config), attempt=attempt, progress=progress),
+        export_hf=exporter(engine, config), checkpoint_bytes=checkpoint_bytes(engine),
+        kl_coef=algorithm.kl_reward.coef if algorithm.kl_reward else 0.0,
+    )  # fmt: skip
+    if claimed.resumed is not None:
+        run.resume_from(train_state.read(claimed.resumed))
+    return run
+
+
+def assemble_supervised(resolved: Resolved, *, progress: LiveProgress | None = None, on_step: OnStep | None = None) -> SupervisedRun:
+    """Every part of an SFT run."""
+    config = resolved.config
+    set_up_process(config)
+    tokenizer = load_tokenizer_of(config)
+    kwargs = config.model.template_kwargs
+    rows = load_conversations(config.data.train_files, tokenizer, config.data, template_kwargs=kwargs, max_rows=config.data.max_rows)
+    eval_rows = None
+    if config.data.eval_files:
+        eval_rows = load_conversations(config.data.eval_files, tokenizer, config.data, template_kwargs=kwargs, max_rows=config.data.max_eval_rows)
+    claimed = open_run_dir(resolved)
+    run_dir = claimed.path
+    total_steps = total_steps_of(config, len(rows), config.supervised.rows_per_step)
+    engine = _policy(config, device_of(config), run_dir, updates=total_steps)
+    engine.check_packing(share_prefix=False)
+    progress = progress or LiveProgress()
+    run = SupervisedRun(
+        config=config, dir=run_dir, total_steps=total_steps, rows=rows, eval_rows=eval_rows,
+        cursor=Cursor(len(rows), _data_seed(config), config.data.shuffle),
+        trainer=InprocGroup("trainer", Role("trainer", MemoryQueue(), engine, share_prefix=False)), store=claimed.store,
+        lock=claimed.lock,
+        sinks=open_sinks(config.track.sinks, run_dir, config.track.project, config.run.name, asdict(config),
+                         attempt=next_attempt(run_dir), progress=progress),
+        progress=progress, export_hf=exporter(engine, config), checkpoint_bytes=checkpoint_bytes(engine), on_step=on_step,
+    )  # fmt: skip
+    if claimed.resumed is not None:
+        resume_supervised(run, train_state.read(claimed.resumed))
+    return run
+
+
+# -- parts -------------------------------------------------------------------------------------------------------------
+
+
+def set_up_process(config: Config) -> None:
+    """Threads and seeds. Nothing samples from these generators in a step; user code may."""
+    torch.set_num_threads(config.run.threads or os.cpu_count() or 1)
+    random.seed(config.run.seed)
+    np.random.seed(config.run.seed % 2**32)
+    torch.manual_seed(config.run.seed)
+    if config.run.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def device_of(config: Config) -> str:
+    if config.model.device != "auto":
+        if config.model.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("model.device=cuda, but torch sees no CUDA device; use model.device=cpu or install a CUDA torch")
+        return config.model.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def load_tokenizer_of(config: Config) -> Any:
+    path = config.model.tokenizer_path or config.model.path
+    tokenizer = load_tokenizer(path, trust_remote_code=config.model.trust_remote_code, chat_template_file=config.model.chat_template)
+    require_chat_template(tokenizer, path)
+    return tokenizer
+
+
+def decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
+    """Ids -> text without special tokens, as reward functions and readers expect it."""
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """A claimed run directory: nobody else writes here while `lock` is open. resumed: checkpoint to continue from."""
+
+    path: Path
+    store: CheckpointStore
+    resumed: Path | None
+    lock: IO[str]
+
+
+def open_run_dir(resolved: Resolved) -> RunDir:
+    """Claim the run directory and find what to resume from. Refuses a directory that another process uses."""
+    config = resolved.config
+    run_dir = Path(config.run.root_dir) / config.run.name
+    run_dir.mkdir(parents=True, exist_ok=True)
+    lock = _claim(run_dir)
+    store = CheckpointStore(
+        run_dir / "checkpoints", keep_last=config.run.keep_last_checkpoints, keep_every_steps=config.run.keep_every_steps,
+        keep_best="metric" if config.run.keep_best else None,
+    )  # fmt: skip
+    resumed = _resume_path(config, store, run_dir)
+    (run_dir / "config.yaml").write_text(dump_config(resolved))
+    return RunDir(run_dir, store, resumed, lock)
+
+
+def _resume_path(config: Config, store: CheckpointStore, run_dir: Path) -> Path | None:
+    if config.run.resume == "auto":
+        found = store.latest_valid()
+        return found.path if found else None
+    if config.run.resume == "never":
+        if store.latest_valid() is not None or (run_dir / "metrics.jsonl").exists():
+            raise ValueError(f"run.resume=never, but {run_dir} holds an earlier run; choose another run.name or remove it")
+        return None
+    path = Path(config.run.resume)
+    if not (path / "manifest.json").is_file():
+        raise ValueError(f"run.resume={config.run.resume}: not a checkpoint (no manifest.json); give a checkpoints/step_N folder")
+    return path
+
+
+def _claim(run_dir: Path) -> IO[str]:
+    """One process per run directory: a lock that dies with its holder."""
+    handle = open(run_dir / ".lock", "a+")  # noqa: SIM115 - held for the life of the run
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as e:
+        handle.seek(0)
+        holder = handle.read().strip() or "unknown"
+        handle.close()
+        raise ValueError(f"{run_dir} is in use by process {holder}; stop it, or choose another run.name") from e
+    handle.truncate(0)
+    handle.write(str(os.getpid()))
+    handle.flush()
+    return handle
+
+
+def _policy(config: Config, device: str, run_dir: Path, *, updates: int | None = None) -> FSDPEngine:
+    o = config.optim
+    if updates is None and config.run.total_steps:
+        updates = config.run.total_steps * config.step.updates_per_step * config.step.epochs_per_step
+    spec = OptimSpec(
+        lr=o.lr, weight_decay=o.weight_decay, betas=(o.betas[0], o.betas[1]), eps=o.eps, clip_grad_norm=o.clip_grad_norm,
+        schedule=o.schedule, warmup_steps=o.warmup_steps, total_steps=updates, min_lr_ratio=o.min_lr_ratio,
+        max_skipped_updates=o.max_skipped_updates,
+    )  # fmt: skip
+    return _engine(config, device, optim=spec, dump_dir=run_dir / "crash")
+
+
+def _engine(config: Config, device: str, *, optim: OptimSpec | None, dump_dir: Path | None = None) -> FSDPEngine:
+    path = Path(config.model.path)
+    return FSDPEngine(
+        load_causal_lm(path, trust_remote_code=config.model.trust_remote_code), optim=optim, dtype=config.model.dtype, device=device,
+        max_tokens_per_microbatch=config.step.max_tokens_per_microbatch, attention_mode=config.model.attention,
+        gradient_checkpointing=config.model.gradient_checkpointing and optim is not None, source_dir=path, dump_dir=dump_dir,
+    )  # fmt: skip
+
+
+def _reference(config: Config, algorithm: Algorithm, queue: MemoryQueue, device: str) -> InprocGroup | None:
+    """A frozen copy of the start weights, if the algorithm looks at it."""
+    if "ref_logprobs" not in algorithm.needs(1):
+        return None
+    engine = _engine(config, device, optim=None)
+    return InprocGroup("reference", Role("reference", queue, engine, share_prefix=config.model.share_prefix))
+
+
+def rollout_engine(config: Config, hf_config: Any, tokenizer: Any, device: str) -> RolloutEngine:
+    """The configured engine. An architecture that `native` does not know goes to `hf` with a word about it."""
+    r = config.rollout
+    dtype = config.model.dtype if r.dtype == "auto" else r.dtype
+    context = max_context_tokens(config, hf_config)
+    common = {
+        "max_context_tokens": context, "eos_token_ids": eos_ids(config, tokenizer), "decode": decoder(tokenizer), "dtype": dtype, "device": device,
+    }  # fmt: skip
+    if r.engine == "native":
+        from verl.rollout.native.engine import NativeEngine
+
+        return NativeEngine(
+            hf_config, max_concurrent_sequences=r.max_concurrent_sequences, max_prefill_tokens=r.max_prefill_tokens,
+            prefix_cache_tokens=r.prefix_cache_tokens, deterministic=config.run.deterministic, **common,
+        )  # fmt: skip
+    if r.engine == "hf":
+        from verl.rollout.hf import HFEngine
+
+        return HFEngine(hf_config, max_concurrent_sequences=r.max_concurrent_sequences, **common)
+    raise ValueError(f"rollout.engine={r.engine!r} is not in this version; use native or hf")
+
+
+def max_context_tokens(config: Config, hf_config: Any) -> int:
+    wanted = config.data.max_prompt_tokens + max(config.rollout.max_response_tokens, config.eval.max_response_tokens or 0)
+    limit = hf_config.get_text_config().max_position_embeddings
+    if wanted > limit:
+        raise ValueError(
+            f"data.max_prompt_tokens + rollout.max_response_tokens = {wanted} tokens, but the model was made for {limit} "
+            "(max_position_embeddings); lower one of them"
+        )
+    return wanted
+
+
+def eos_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:
+    """The tokenizer's end token and those of generation_config.json."""
+    found = [tokenizer.eos_token_id]
+    path = Path(config.model.path) / "generation_config.json"
+    if path.is_file():
+        extra = json.loads(path.read_text()).get("eos_token_id")
+        found += extra if isinstance(extra, list) else [extra]
+    return tuple(dict.fromkeys(int(i) for i in found if i is not None))
+
+
+def train_sampling(config: Config) -> Sampling:
+    r = config.rollout
+    if r.temperature <= 0:
+        raise ValueError(f"rollout.temperature={r.temperature}: training samples from the policy; use a temperature > 0")
+    sampling = Sampling(
+        max_tokens=r.max_response_tokens, temperature=r.temperature, top_p=r.top_p, top_k=r.top_k, min_p=r.min_p,
+        stop=tuple(r.stop), stop_token_ids=tuple(r.stop_token_ids), ignore_eos=r.ignore_eos,
+    )  # fmt: skip
+    if sampling.truncates:
+        raise ValueError(
+            f"rollout.top_p={r.top_p}, top_k={r.top_k}, min_p={r.min_p}: training cannot use a truncated distribution, since "
+            "the trainer would compute other log-probs than the sampler; set top_p=1, top_k=0, min_p=0 (eval may truncate)"
+        )
+    return sampling
+
+
+def total_steps_of(config: Config, num_rows: int, rows_per_step: int) -> int:
+    if config.run.total_steps is not None:
+        return config.run.total_steps
+    steps = config.run.total_epochs * num_rows // rows_per_step
+    if steps < 1:
+        raise ValueError(
+            f"{num_rows} rows x run.total_epochs={config.run.total_epochs} make no full step of {rows_per_step}; "
+            "set run.total_steps or a smaller step"
+        )
+    return steps
+
+
+def canary_tolerance(config: Config) -> float:
+    if config.sync.canary_tolerance is not None:
+        return config.sync.canary_tolerance
+    exact = config.model.dtype == "float32" and config.rollout.dtype in ("auto", "float32")
+    return 1e-4 if exact else 0.25
+
+
+def checkpoint_bytes(engine: FSDPEngine) -> int:
+    """Master, two moments and the exported folder, float32."""
+    return 4 * 4 * sum(p.numel() for p in engine.model.parameters()) + (8 << 20)
+
+
+def exporter(engine: FSDPEngine, config: Config) -> Callable[[Path], None]:
+    def export(path: Path) -> None:
+        export_hf(path, tensors=engine.weights(), source_dir=Path(config.model.path))
+
+    return export
+
+
+def _scheduler(config: Config, algorithm: Algorithm, total_steps: int) -> Scheduler:
+    p = config.pipeline
+    return Scheduler(
+        prompts_per_step=config.step.prompts_per_step, sync_every=p.sync_every, staleness=p.staleness, oversample=p.oversample,
+        total_steps=total_steps, max_draws_per_group=algorithm.max_draws_per_group, on_exhausted=algorithm.on_exhausted,
+    )  # fmt: skip
+
+
+def _data_seed(config: Config) -> int:
+    return config.run.seed if config.data.seed is None else config.data.seed
+
+
+def _eval_tasks(config: Config, tokenizer: Any) -> list[Task]:
+    if not config.data.eval_files:
+        return []
+    table = load_tasks(config.data.eval_files, tokenizer, config.data, template_kwargs=config.model.template_kwargs, max_rows=config.data.max_eval_rows)
+    return [table[i] for i in range(len(table))]
+
+
+def _probes(tasks: TaskTable) -> list[np.ndarray]:
+    """Two prompts as the canary's fixed sequences."""
+    return [ids for i in range(min(2, len(tasks))) if len(ids := tasks[i].prompt_ids[:128]) > 1]
+
+
+async def _reward(config: Config) -> RewardFn:
+    r = config.reward
+    target = Target(r.path, r.name, r.kwargs) if r.path else Target("verl.reward.compute", "compute_score", r.kwargs)
+    pool = RewardPool(
+        target, num_workers=r.num_workers, timeout_s=r.timeout_s, memory_limit_mb=r.memory_limit_mb,
+        max_calls_per_worker=r.max_calls_per_worker,
+    )  # fmt: skip
+    await pool.start()
+    if r.overlong_buffer_tokens > 0:
+        return Shaped(pool, buffer_tokens=r.overlong_buffer_tokens, penalty=r.overlong_penalty)
+    return pool
+
+
+def _loop_factory(config: Config, tokenizer: Any) -> Callable[[ServerManager], AgentLoopBase]:
+    return lambda manager: SingleTurnLoop(config, manager, tokenizer)
+
+
+def slots_of(config: Config) -> int:
+    return math.floor((1 + config.pipeline.staleness) * config.step.prompts_per_step * config.pipeline.sync_every)

@@ -1,0 +1,151 @@
+"""From a resolved configuration to a finished run: print the plan, assemble, train, report. First cause last."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.config.load import Resolved, validate
+from verl.config.plan import make_plan, render_plan
+from verl.driver.assemble import OnStep, assemble, assemble_supervised
+from verl.driver.evaluate import evaluate
+from verl.driver.loop import train
+from verl.driver.run import Run
+from verl.driver.supervised import fit
+from verl.track.console import LiveProgress
+from verl.track.files import write_atomic
+from verl.track.metrics import reduce
+from verl.track.report import write_report
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What a run came to. `values` of the last step; `evals` the last value of every eval metric."""
+
+    dir: Path
+    steps: int
+    seconds: float
+    values: Mapping[str, float]
+    evals: Mapping[str, float]
+    report: Path | None
+
+
+def run_rl(resolved: Resolved, *, title: str = "", on_step: OnStep | None = None, quiet: bool = False) -> Finished:
+    """Train to the end. Raises the first cause of a failure, after a crash record and with every child gone."""
+    validate(resolved.config)
+    plan = make_plan(resolved.config)
+    if not quiet:
+        print(render_plan(plan), flush=True)
+    run_dir = Path(resolved.config.run.root_dir) / resolved.config.run.name
+    try:
+        finished = asyncio.run(_train(resolved, title, on_step, _as_json(plan)))
+    except BaseException as e:
+        _crash_record(run_dir, e)
+        raise
+    return finished
+
+
+async def _train(resolved: Resolved, title: str, on_step: OnStep | None, plan: str) -> Finished:
+    started = time.monotonic()
+    progress = LiveProgress()
+    run = await assemble(resolved, progress=progress, on_step=on_step)
+    try:
+        write_atomic(run.dir / "plan.json", plan.encode())
+        if run.first_index:
+            progress.message(f"resuming {run.dir} after step {run.first_index} of {run.total_steps}")
+        progress.start(run.total_steps, title or run.config.run.name)
+        await train(run)
+    finally:
+        await asyncio.shield(run.close())
+    return _finished(run, started)
+
+
+def _finished(run: Run, started: float) -> Finished:
+    values = run.history[-1] if run.history else {}
+    report = write_report(run.dir)
+    summary = {
+        "steps": run.total_steps, "seconds": round(time.monotonic() - started, 2), "version": run.version,
+        "eval": run.last_eval, "checkpoint": str(run.dir / "checkpoints" / f"step_{run.total_steps}"), "report": str(report),
+    }  # fmt: skip
+    write_atomic(run.dir / "summary.json", (json.dumps(summary, indent=1) + "\n").encode())
+    return Finished(run.dir, run.total_steps - run.first_index, time.monotonic() - started, values, dict(run.last_eval), report)
+
+
+def run_sft(resolved: Resolved, *, title: str = "", on_step: OnStep | None = None) -> Finished:
+    """Supervised fine-tuning to the end."""
+    validate(resolved.config)
+    started = time.monotonic()
+    progress = LiveProgress()
+    run_dir = Path(resolved.config.run.root_dir) / resolved.config.run.name
+    try:
+        run = assemble_supervised(resolved, progress=progress, on_step=on_step)
+        try:
+            if run.first_index:
+                progress.message(f"resuming {run.dir} after step {run.first_index} of {run.total_steps}")
+            progress.start(run.total_steps, title or run.config.run.name)
+            values = fit(run)
+        finally:
+            run.close()
+    except BaseException as e:
+        _crash_record(run_dir, e)
+        raise
+    evals = {k: v for k, v in values.items() if k.startswith("val/")}
+    return Finished(run.dir, run.total_steps - run.first_index, time.monotonic() - started, values, evals, write_report(run.dir))
+
+
+def run_eval(resolved: Resolved) -> Finished:
+    """Evaluate model.path on data.eval_files; nothing is trained."""
+    config = resolved.config
+    if not config.data.eval_files:
+        raise ValueError("data.eval_files is empty: give the files to evaluate on")
+    config.data.train_files = list(config.data.eval_files)
+    config.run.total_steps = 1
+    config.step.prompts_per_step, config.step.updates_per_step = 1, 1
+    return asyncio.run(_eval(resolved))
+
+
+async def _eval(resolved: Resolved) -> Finished:
+    started = time.monotonic()
+    run = await assemble(resolved)
+    try:
+        async with run.playing():
+            run.config.run.eval_before = False
+            await run.start()
+            values = reduce(await evaluate(run, 0))
+    finally:
+        await asyncio.shield(run.close())
+    return Finished(run.dir, 0, time.monotonic() - started, values, values, None)
+
+
+def _as_json(plan: Any) -> str:
+    from dataclasses import asdict
+
+    return json.dumps(asdict(plan), indent=1, default=str) + "\n"
+
+
+def _crash_record(run_dir: Path, error: BaseException) -> None:
+    """One record per death, with the first cause; best effort, it must not hide that cause."""
+    if not run_dir.is_dir() or isinstance(error, KeyboardInterrupt | SystemExit):
+        return
+    record = {
+        "at_unix_s": time.time(), "error": f"{type(error).__name__}: {error}", "first_cause": str(first_cause(error)),
+        "traceback": traceback.format_exception(error),
+    }  # fmt: skip
+    try:
+        (run_dir / "crash").mkdir(exist_ok=True)
+        write_atomic(run_dir / "crash" / f"{int(time.time() * 1000)}.json", json.dumps(record, indent=1).encode())
+    except OSError:
+        print(f"could not write a crash record in {run_dir}")
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The exception that started the chain."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return error

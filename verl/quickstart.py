@@ -1,0 +1,130 @@
+"""The first ten minutes: make a small language model from nothing, warm it up, and watch RL make it right.
+
+    python -m verl.quickstart run.seed=0
+
+Everything goes through the same commands that real runs use (`verl sft`, `verl train`); only the model, the tokenizer
+and the data are made here.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from verl.recipes import arithmetic
+
+SFT_ROWS, RL_ROWS, HELD_OUT_ROWS = 32000, 4096, 256
+
+
+def main(argv: Sequence[str]) -> int:
+    from verl.cli import guarded
+
+    return guarded(lambda: quickstart(list(argv)))
+
+
+def quickstart(overrides: list[str]) -> int:
+    from verl.config.load import load_config
+    from verl.driver.launch import run_rl, run_sft
+
+    console = Console()
+    given = dict(a.partition("=")[::2] for a in overrides if "=" in a)
+    seed, root = int(given.get("run.seed", "0")), Path(given.get("run.root_dir", "runs"))
+    home = root / "quickstart"
+    if (home / "summary.json").exists() or _other_seed(home, seed):
+        shutil.rmtree(home)  # of an earlier quickstart; an unfinished one of this seed goes on
+    seconds: dict[str, float] = {}
+    started = time.monotonic()
+    console.rule("[bold]1 of 3[/] a model, a tokenizer and data, from nothing")
+    base = make_inputs(home, seed)
+    console.print(f"{home}/base: 1.63M parameters, random. {SFT_ROWS} traces of a teacher that forgets carries; "
+                  f"{RL_ROWS} problems for RL; {HELD_OUT_ROWS} problems held out of both.")  # fmt: skip
+    seconds["make"] = time.monotonic() - started
+
+    console.rule("[bold]2 of 3[/] warm-up: supervised fine-tuning on the forgetful teacher")
+    common = [f"run.root_dir={root}", f"run.seed={seed}"]
+    warm = run_sft(load_config(["recipe=quickstart_warmup", f"model.path={base}", f"data.train_files=[{home}/data/sft.jsonl]", *common]),
+                   title="quickstart: warm-up (SFT)")  # fmt: skip
+    start_model = warm.dir / "checkpoints" / f"step_{warm.steps or _steps(warm.dir)}" / "hf"
+    seconds["sft"] = warm.seconds
+
+    console.rule("[bold]3 of 3[/] GRPO: the reward is 1 for a right number, 0 otherwise")
+    rest = [a for a in overrides if a.partition("=")[0] not in ("run.seed", "run.root_dir")]
+    resolved = load_config([
+        "recipe=quickstart", f"model.path={start_model}", f"data.train_files=[{home}/data/train.jsonl]",
+        f"data.eval_files=[{home}/data/heldout.jsonl]", "reward.path=verl.recipes.arithmetic", *common, *rest,
+    ])  # fmt: skip
+    curve: dict[int, dict[str, float]] = {}
+    done = run_rl(resolved, title="quickstart: GRPO", on_step=lambda n, v: curve.setdefault(n, dict(v)), quiet=True)
+    seconds["rl"] = done.seconds
+    _close(console, home, seed, curve, seconds, time.monotonic() - started)
+    return 0
+
+
+def make_inputs(home: Path, seed: int) -> Path:
+    """Model, tokenizer and data under `home`; the path of the model."""
+    from verl.models import tiny
+
+    base = home / "base"
+    if not (base / "tokenizer.json").exists():
+        home.mkdir(parents=True, exist_ok=True)
+        (home / "seed").write_text(str(seed))
+        tokenizer = tiny.character_tokenizer(arithmetic.CHARACTERS)
+        tiny.save(tiny.qwen3(tokenizer, seed=seed), tokenizer, base)
+        arithmetic.write_sft(home / "data" / "sft.jsonl", SFT_ROWS, seed=1000 + seed, forget_share=0.65)
+        arithmetic.write_rl(home / "data" / "train.jsonl", RL_ROWS, seed=2000 + seed, held=False)
+        arithmetic.write_rl(home / "data" / "heldout.jsonl", HELD_OUT_ROWS, seed=3000, held=True, three_digits=True)
+    return base
+
+
+def _other_seed(home: Path, seed: int) -> bool:
+    return (home / "seed").exists() and (home / "seed").read_text() != str(seed)
+
+
+def _steps(run_dir: Path) -> int:
+    return max(int(p.name.removeprefix("step_")) for p in (run_dir / "checkpoints").glob("step_*"))
+
+
+def _close(console: Console, home: Path, seed: int, curve: dict[int, dict[str, float]], seconds: dict[str, float], wall_s: float) -> None:
+    """Accuracy before and after, the same three problems before and after, the summary file, the report's path."""
+    from verl.track.samples import read_samples, sample_steps
+
+    steps = sample_steps(home, "eval")
+    before, after = read_samples(home, steps[0], "eval"), read_samples(home, steps[-1], "eval")
+    scores = {name: [_accuracy(rows, name) for rows in (before, after)] for name in ("greedy", "sampled")}
+    table = Table("held-out accuracy", "before", "after", title="What RL changed", title_justify="left")
+    for name, (a, b) in scores.items():
+        table.add_row(name, f"{a:.3f}", f"{b:.3f}")
+    console.print(table)
+    greedy = [[r for r in rows if "/greedy/" in r.group_id] for rows in (before, after)]
+    changed = [(a, b) for a, b in zip(*greedy) if a.reward < 1 <= b.reward][:3] or list(zip(*greedy))[:3]
+    for a, b in changed:
+        question = a.prompt_text.split("=")[0]
+        console.print(f"[bold]{question}[/]\n  before  {a.response_text}  {_mark(a.reward)}\n  after   {b.response_text}  {_mark(b.reward)}", highlight=False)
+    summary = {
+        "seed": seed, "greedy_before": scores["greedy"][0], "greedy_after": scores["greedy"][1],
+        "sampled_before": scores["sampled"][0], "sampled_after": scores["sampled"][1],
+        "seconds": {**{k: round(v, 1) for k, v in seconds.items()}, "total": round(wall_s, 1)},
+    }  # fmt: skip
+    (home / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    console.print(f"{wall_s:.0f} s in all. summary: {home}/summary.json")
+    console.print(f"Open the report: {(home / 'report.html').resolve()}")
+
+
+def _accuracy(rows: Sequence[object], mode: str) -> float:
+    found = [r.reward for r in rows if f"/{mode}/" in r.group_id]  # type: ignore[attr-defined]
+    return sum(found) / max(1, len(found))
+
+
+def _mark(reward: float) -> str:
+    return "[green]right[/]" if reward >= 1 else "[red]wrong[/]"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

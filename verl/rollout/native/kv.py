@@ -1,0 +1,169 @@
+"""KV memory: the slots that sequences decode in, and the prompts whose KV is kept for the next request."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.rollout.native.weights import Shape
+
+WIDTH_STEP = 32  # tokens; KV is read and grown in multiples, so that few shapes occur
+REUSE_STEP = 64  # tokens; a stored prompt can be continued from every multiple of this, and from its end
+MIN_REUSE = 16  # tokens; a shorter head is cheaper to compute again in a batch than to continue alone
+
+
+def round_up(tokens: int, step: int = WIDTH_STEP) -> int:
+    return -(-tokens // step) * step
+
+
+class SlotCache:
+    """[layers, 2, slots, K, capacity, D]. Live sequences hold slots 0..n-1, so every read is one strided view.
+
+    Slots and capacity grow as the work needs them, up to the maxima given at construction.
+    """
+
+    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device, max_slots: int, max_tokens: int) -> None:
+        self._shape, self._dtype, self._device = shape, dtype, device
+        self._max_slots, self._max_capacity = max_slots, round_up(max_tokens)
+        self.clear()
+
+    def clear(self) -> None:
+        self._bind(0, 0)
+
+    @property
+    def nbytes(self) -> int:
+        return self._kv.nbytes
+
+    def reserve(self, slots: int, tokens: int, live: int) -> None:
+        """Room for `tokens` in each of `slots` slots; the first `live` slots keep their content."""
+        if slots <= self._slots and tokens <= self._capacity:
+            return
+        assert slots <= self._max_slots and tokens <= self._max_capacity, f"{slots} slots x {tokens} tokens"
+        grown_slots, grown_tokens = self._slots, self._capacity
+        if slots > grown_slots:
+            grown_slots = min(self._max_slots, max(slots, 2 * grown_slots))
+        if tokens > grown_tokens:
+            grown_tokens = min(self._max_capacity, max(round_up(tokens), round_up(grown_tokens * 3 // 2)))
+        old = self._kv
+        self._bind(grown_slots, grown_tokens)
+        self._kv[:, :, :live, :, : old.shape[4]] = old[:, :, :live]
+
+    def fill(self, lo: int, hi: int, kv: Tensor) -> None:
+        """Put a prompt's KV [layers, 2, K, P, D] into each of slots lo..hi-1."""
+        self._kv[:, :, lo:hi, :, : kv.shape[3]] = kv[:, :, None]
+
+    def move(self, sources: np.ndarray, holes: np.ndarray, tokens: int) -> None:
+        """Copy the first `tokens` of each source slot into a hole."""
+        for source, hole in zip(sources.tolist(), holes.tolist()):
+            self._kv[:, :, hole, :, :tokens] = self._kv[:, :, source, :, :tokens]
+
+    def write(self, layer: int, slots: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
+        """slots, positions [n]; k, v [n, K, D]."""
+        self._kv[layer, 0][slots, :, positions] = k
+        self._kv[layer, 1][slots, :, positions] = v
+
+    def read(self, layer: int, lo: int, hi: int, width: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [(hi - lo) K, width, D] of slots lo..hi-1, as views."""
+        keys, values = self._flat[layer]
+        heads = self._shape.kv_heads
+        return keys[lo * heads : hi * heads, :width], values[lo * heads : hi * heads, :width]
+
+    def _bind(self, slots: int, capacity: int) -> None:
+        s = self._shape
+        self._slots, self._capacity = slots, capacity
+        # zeros, not empty: a masked position is multiplied by an exact 0, which must not meet a stray NaN
+        self._kv = torch.zeros(
+            s.layers, 2, slots, s.kv_heads, capacity, s.head_dim, dtype=self._dtype, device=self._device
+        )
+        self._flat = [(layer[0].flatten(0, 1), layer[1].flatten(0, 1)) for layer in self._kv]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prefix:
+    """A computed prompt: its KV and the hidden state from which its next token is sampled."""
+
+    ids: np.ndarray  # [P]
+    kv: Tensor  # [layers, 2, K, P, D]
+    hidden: Tensor  # [hidden], after the final norm
+
+
+class PrefixStore:
+    """Prompts by content, least recently used out first; all of one weight version (cleared at every change).
+
+    Lookups hash every prefix of a prompt at once, and compare the ids before they trust a hash.
+    """
+
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
+        self.clear()
+
+    def clear(self) -> None:
+        self._entries: OrderedDict[tuple[int, int], Prefix] = OrderedDict()  # (length, hash of all ids)
+        self._heads: dict[tuple[int, int], Prefix] = {}  # (length, hash of the first `length` ids)
+        self._lengths: Counter[int] = Counter()  # of the heads
+        self.tokens = 0
+
+    @property
+    def nbytes(self) -> int:
+        return sum(entry.kv.nbytes + entry.hidden.nbytes for entry in self._entries.values())
+
+    def get(self, ids: np.ndarray) -> Prefix | None:
+        """The entry of exactly these ids."""
+        key = (len(ids), int(prefix_hashes(ids)[-1]))
+        entry = self._entries.get(key)
+        if entry is None or not np.array_equal(entry.ids, ids):
+            return None
+        self._entries.move_to_end(key)
+        return entry
+
+    def longest(self, ids: np.ndarray) -> Tensor | None:
+        """KV [layers, 2, K, P, D] of the longest stored proper prefix of `ids` that is worth continuing."""
+        hashes = prefix_hashes(ids)
+        for length in sorted((n for n in self._lengths if n < len(ids)), reverse=True):
+            entry = self._heads.get((length, int(hashes[length - 1])))
+            if entry is not None and np.array_equal(entry.ids[:length], ids[:length]):
+                self._entries.move_to_end(_head_keys(entry.ids)[-1])
+                return entry.kv[:, :, :, :length]
+        return None
+
+    def put(self, entry: Prefix) -> None:
+        if len(entry.ids) > self._max_tokens:
+            return
+        keys = _head_keys(entry.ids)
+        if keys[-1] in self._entries:
+            self._drop(self._entries.pop(keys[-1]))
+        while self.tokens + len(entry.ids) > self._max_tokens:
+            self._drop(self._entries.popitem(last=False)[1])
+        self._entries[keys[-1]] = entry
+        self.tokens += len(entry.ids)
+        for key in keys:
+            if key[0] >= MIN_REUSE and key not in self._heads:
+                self._heads[key] = entry
+                self._lengths[key[0]] += 1
+
+    def _drop(self, entry: Prefix) -> None:
+        self.tokens -= len(entry.ids)
+        for key in _head_keys(entry.ids):
+            if self._heads.get(key) is entry:
+                del self._heads[key]
+                self._lengths[key[0]] -= 1
+                if not self._lengths[key[0]]:
+                    del self._lengths[key[0]]
+
+
+def _head_keys(ids: np.ndarray) -> list[tuple[int, int]]:
+    """(length, hash) of every prefix from which a stored prompt can be continued; the whole prompt is the last."""
+    hashes = prefix_hashes(ids)
+    lengths = [*range(REUSE_STEP, len(ids), REUSE_STEP), len(ids)]
+    return [(length, int(hashes[length - 1])) for length in lengths]
+
+
+def prefix_hashes(ids: np.ndarray) -> np.ndarray:
+    """ids [P] -> uint64 [P], a polynomial hash of every prefix."""
+    powers = np.full(len(ids), 0x9E3779B97F4A7C15, np.uint64)
+    powers[0] = 1
+    return np.cumsum((ids.astype(np.uint64) + np.uint64(1)) * np.cumprod(powers))

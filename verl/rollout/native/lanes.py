@@ -1,0 +1,61 @@
+"""Which threads compute. On a CPU with few cores, rows are split over one-thread lanes instead of splitting every
+operation: starting a parallel region costs tens of microseconds, as much as a whole operation of a small model."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+def compute_alone() -> None:
+    """Make torch use one thread for operations of the calling thread, and leave every other thread as it is.
+
+    torch also keeps a process-wide number for threads that have not computed yet; a throw-away thread restores it.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    restore = threading.Thread(target=torch.set_num_threads, args=(before,))
+    restore.start()
+    restore.join()
+
+
+class Lanes:
+    """`count` one-thread lanes, of which the calling thread (after `enter`) is the first, and one wide thread."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._helpers = [
+            ThreadPoolExecutor(1, thread_name_prefix=f"rollout-lane-{i}", initializer=compute_alone)
+            for i in range(1, count)
+        ]
+        # threads start on first use, so a tiny model never starts the wide one
+        self._wide = ThreadPoolExecutor(1, thread_name_prefix="rollout-wide") if count > 1 else None
+
+    def enter(self) -> None:
+        if self.count > 1:
+            compute_alone()
+
+    def map(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
+        """Run the jobs, dealt to the lanes in turn; results in the order of the jobs."""
+        shares = [jobs[lane :: self.count] for lane in range(min(self.count, len(jobs)))]
+        futures = [pool.submit(_run_all, share) for pool, share in zip(self._helpers, shares[1:])]
+        done = [_run_all(shares[0]), *(future.result() for future in futures)]
+        return [done[i % self.count][i // self.count] for i in range(len(jobs))]
+
+    def wide(self, job: Callable[[], T]) -> T:
+        """Run one job with every operation split over all cores."""
+        return self._wide.submit(job).result() if self._wide else job()
+
+    def close(self) -> None:
+        for pool in (*self._helpers, *((self._wide,) if self._wide else ())):
+            pool.shutdown(wait=False)
+
+
+def _run_all(jobs: Sequence[Callable[[], T]]) -> list[T]:
+    return [job() for job in jobs]

@@ -1,0 +1,119 @@
+"""Drawing tokens: one counter-based uniform per row, inverse CDF, log-probs of the distribution that was drawn from.
+
+A draw is a pure function of (request seed, token position, logits): it does not depend on the batch, the slot, the
+order of arrival or a restart. No vocabulary-wide noise is ever made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+GAMMA = np.uint64(0x9E3779B97F4A7C15)
+BLOCK = 256  # tokens per block of the two-level inverse CDF: cumsum is scalar on CPU, a block sum is vectorised
+
+
+def mix64(z: np.ndarray) -> np.ndarray:
+    """The finaliser of splitmix64 over uint64 [n]."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def uniforms(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """streams = mix64(seed) uint64 [n], positions of the drawn token in its response [n] -> float64 [n] in [0, 1)."""
+    z = mix64(streams + (positions.astype(np.uint64) + np.uint64(1)) * GAMMA)
+    return (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """How each of n rows is drawn; numpy, so that the flags cost nothing and the device is read once per step."""
+
+    temperature: np.ndarray  # [n] float32, 0 is greedy
+    top_k: np.ndarray  # [n] int64, 0 is off
+    top_p: np.ndarray  # [n] float32, 1 is off
+    min_p: np.ndarray  # [n] float32, 0 is off
+    uniform: np.ndarray  # [n] float64
+
+    def rows(self, lo: int, hi: int) -> Draw:
+        return Draw(
+            self.temperature[lo:hi], self.top_k[lo:hi], self.top_p[lo:hi], self.min_p[lo:hi], self.uniform[lo:hi]
+        )
+
+
+def sample(logits: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
+    """logits [n, V] -> ids [n] int64, log-probs [n] float32 under the processed distribution (greedy: temperature 1)."""
+    logits = logits.float()
+    greedy = draw.temperature == 0
+    if not ((draw.temperature == 1) | greedy).all():
+        scale = torch.from_numpy(np.where(greedy, np.float32(1), draw.temperature)).to(logits.device)
+        logits = logits / scale[:, None]
+    truncated = np.flatnonzero(~greedy & ((draw.top_k > 0) | (draw.top_p < 1) | (draw.min_p > 0)))
+    if truncated.size:
+        logits = _truncate(logits, truncated, draw)
+    logprobs = torch.log_softmax(logits, dim=-1)  # [n, V]
+    if greedy.all():
+        ids = logprobs.argmax(dim=-1)
+    else:
+        ids = _inverse_cdf(logprobs.exp(), torch.from_numpy(draw.uniform).to(logits.device))
+        if greedy.any():
+            ids = torch.where(torch.from_numpy(greedy).to(logits.device), logprobs.argmax(dim=-1), ids)
+    return ids, logprobs.gather(1, ids[:, None]).squeeze(1)
+
+
+def _inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
+    """probs [n, V] float32, uniform [n] float64 -> the first id whose cumulative probability exceeds the uniform.
+
+    Only an id with positive probability can be the first to exceed, and targets stay strictly below the total, so
+    rounding can pick neither an impossible id nor one past the end.
+    """
+    n, vocab = probs.shape
+    if vocab <= 2 * BLOCK:
+        return _first_above(probs.cumsum(-1, dtype=torch.float64), uniform, scale=True)[0]
+    if vocab % BLOCK:
+        probs = torch.nn.functional.pad(probs, (0, BLOCK - vocab % BLOCK))
+    blocks = probs.view(n, -1, BLOCK)  # [n, B, BLOCK]
+    mass = blocks.sum(-1).cumsum(-1, dtype=torch.float64)  # [n, B]
+    block, target = _first_above(mass, uniform, scale=True)
+    below = mass.gather(1, (block - 1).clamp_(min=0)[:, None]).squeeze(1)
+    residual = target - torch.where(block > 0, below, 0.0)
+    inside = blocks[torch.arange(n, device=probs.device), block].cumsum(-1, dtype=torch.float64)  # [n, BLOCK]
+    return block * BLOCK + _first_above(inside, residual, scale=False)[0]
+
+
+def _first_above(cdf: Tensor, target: Tensor, *, scale: bool) -> tuple[Tensor, Tensor]:
+    """cdf [n, m] float64, target [n] (a share of the total when `scale`) -> index [n], the target that was used [n]."""
+    total = cdf[:, -1]
+    target = torch.minimum(target * total if scale else target, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cdf, target[:, None], right=True).squeeze(1), target
+
+
+def _truncate(logits: Tensor, rows: np.ndarray, draw: Draw) -> Tensor:
+    """top-k, then top-p of what is left, then min-p, for `rows`; a dropped id gets -inf. Ties fall to the lower id."""
+    index = torch.from_numpy(rows).to(logits.device)
+    part = logits.index_select(0, index)  # [m, V]
+    keep = torch.ones_like(part, dtype=torch.bool)
+    top_k, top_p = draw.top_k[rows], draw.top_p[rows]
+    if ((top_k > 0) | (top_p < 1)).any():
+        keep = _keep_top(part, np.where(top_k > 0, top_k, part.shape[1]), top_p)
+    if (draw.min_p[rows] > 0).any():
+        floor = torch.from_numpy(draw.min_p[rows]).to(part.device).log()  # log 0 = -inf: off
+        keep &= part >= part.amax(dim=-1, keepdim=True) + floor[:, None]
+    return logits.index_copy(0, index, part.masked_fill_(~keep, -torch.inf))
+
+
+def _keep_top(part: Tensor, top_k: np.ndarray, top_p: np.ndarray) -> Tensor:
+    """part [m, V] -> bool [m, V]: the k largest, then the smallest head of them that holds probability top_p."""
+    ordered, order = part.sort(dim=-1, descending=True, stable=True)
+    rank = torch.arange(part.shape[1], device=part.device)
+    keep = rank < torch.from_numpy(top_k).to(part.device)[:, None]
+    probs = torch.softmax(ordered.masked_fill_(~keep, -torch.inf), dim=-1).double()
+    before = probs.cumsum(-1) - probs  # probability of the ids ranked above
+    # top_p = 1 keeps all: a float64 sum may round above 1 before the last id
+    share = torch.from_numpy(np.where(top_p < 1, top_p, np.inf)).to(part.device)[:, None]
+    keep &= before < share
+    return torch.zeros_like(keep).scatter_(1, order, keep)

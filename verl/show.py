@@ -1,0 +1,123 @@
+"""`verl show` and `verl export`: readers of the run directory and of the tables."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+
+def show(args: Sequence[str]) -> int:
+    if not args:
+        raise ValueError("verl show RUN | --live RUN | algorithms | algorithm=NAME | keys | recipes | config [key=value ...]")
+    first = args[0]
+    if first == "--live":
+        return _live(args[1:])
+    if first == "algorithms":
+        return _algorithms()
+    if first.startswith("algorithm="):
+        return _algorithm(first.partition("=")[2], args[1:])
+    if first == "keys":
+        return _keys()
+    if first == "recipes":
+        from verl.config.load import recipe_names
+
+        print("\n".join(recipe_names()))
+        return 0
+    if first == "config":
+        from verl.config.load import dump_config, load_config
+
+        rest = list(args[1:])
+        given = any(a.partition("=")[0] in ("model.path", "recipe", "actor_rollout_ref.model.path") for a in rest)
+        print(dump_config(load_config(rest if given else [*rest, "model.path=MODEL_FOLDER"])))
+        return 0
+    return _run(Path(first))
+
+
+def _live(args: Sequence[str]) -> int:
+    from verl.track.live import serve
+
+    if not args:
+        raise ValueError("verl show --live RUN [port=8000]")
+    port = next((int(a.partition("=")[2]) for a in args[1:] if a.startswith("port=")), 0)
+    serve(Path(args[0]), port)
+    return 0
+
+
+def _algorithms() -> int:
+    from verl.algorithms.table import TABLE
+
+    table = Table("name", "estimator", "loss", "aggregation", "source", box=None)
+    for name, row in TABLE.items():
+        table.add_row(name, row.estimator, row.loss, row.aggregation, row.source)
+    Console().print(table)
+    return 0
+
+
+def _algorithm(name: str, overrides: Sequence[str]) -> int:
+    from verl.algorithms.table import TABLE, resolve
+    from verl.config.load import load_config
+
+    resolved = load_config([f"algorithm.name={name}", *overrides, "model.path=MODEL_FOLDER"])
+    settings = {k: v for k, v in asdict(resolved.config.algorithm).items() if k != "name"}
+    if TABLE.get(name) and TABLE[name].aggregation == "seq-mean-token-sum-norm" and settings.get("horizon_tokens") is None:
+        settings["horizon_tokens"] = resolved.config.rollout.max_response_tokens
+    algorithm = resolve(name, settings)
+    table = Table("setting", "value", "from", title=f"{name}: {algorithm.source}", box=None, title_justify="left")
+    for key, value in algorithm.settings.items():
+        if key not in ("source", "notes"):
+            table.add_row(key, str(value), "given" if settings.get(key) is not None else "preset")
+    Console().print(table)
+    return 0
+
+
+def _keys() -> int:
+    from verl.config.dialect import keys_table
+
+    table = Table("verl's key", "action", "what happens", box=None)
+    for row in keys_table():
+        table.add_row(*(str(x) for x in row))
+    Console(width=160).print(table)
+    return 0
+
+
+def _run(path: Path) -> int:
+    from verl.track.report import write_report
+    from verl.track.report_data import is_run_dir
+    from verl.track.sinks import read_metrics
+
+    if not is_run_dir(path):
+        raise ValueError(f"{path} is not a run directory (no metrics.jsonl) and not a word that `verl show` knows")
+    lines = read_metrics(path)
+    names = ["eval/acc/greedy", "eval/acc/sampled", "critic/score/mean", "actor/entropy", "mismatch/k3", "actor/grad_norm", "perf/time_per_step"]
+    table = Table("step", *names, title=str(path), title_justify="left", box=None)
+    shown = lines if len(lines) <= 40 else [*lines[:: len(lines) // 40], lines[-1]]
+    for line in shown:
+        table.add_row(str(line.step), *(f"{line.values[n]:.4g}" if n in line.values else "" for n in names))
+    Console().print(table)
+    print(f"report: {write_report(path)}")
+    return 0
+
+
+def export(source: Path, out: Path) -> int:
+    """The ready Hugging Face folder of a checkpoint (of the latest valid one of a run)."""
+    if (source / "hf").is_dir():
+        folder = source / "hf"
+    else:
+        from verl.checkpoint.store import CheckpointStore
+
+        if not (source / "checkpoints").is_dir():
+            raise ValueError(f"{source} is neither a run directory nor a checkpoint (no checkpoints/, no hf/)")
+        found = CheckpointStore(source / "checkpoints").latest_valid()
+        if found is None:
+            raise ValueError(f"{source} has no valid checkpoint")
+        folder = found.path / "hf"
+    if out.exists() and any(out.iterdir()):
+        raise ValueError(f"{out} is not empty; choose another folder")
+    shutil.copytree(folder, out, dirs_exist_ok=True)
+    print(f"{folder} -> {out}")
+    return 0
