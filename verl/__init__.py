@@ -1,3 +1,23 @@
-"""verl: reinforcement-learning post-training for language models."""
+"""verl: reinforcement-learning post-training for language models. An independent implementation.
+
+The names below are loaded on first use, so that `import verl` needs neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
 
 __version__ = "0.1.0"
+
+_FACE = {
+    "VerlTrainer": "verl.api", "VerlConfig": "verl.api", "create_reference_model": "verl.api",
+    "AutoModelForCausalLMWithValueHead": "verl.api", "GRPOTrainer": "verl.api", "DAPOTrainer": "verl.api",
+}  # fmt: skip
+__all__ = ["__version__", *_FACE]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FACE:
+        return getattr(importlib.import_module(_FACE[name]), name)
+    raise AttributeError(f"module 'verl' has no attribute {name!r}")

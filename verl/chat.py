@@ -443,7 +443,7 @@ def _appended_row(
 def _after_opening(opening: str, content: str) -> str:
     """`content` without the beginning that the generation prompt already holds (`<think>\\n`)."""
     for size in range(min(len(opening), len(content)), 0, -1):
-        if content[:size].strip() and opening.endswith(content[:size]):
+        if re.match(r"\s*<\w+>", content[:size]) and opening.endswith(content[:size]):
             return content[size:]
     opened = re.search(r"<(\w+)>\s*\Z", opening)
     if opened:

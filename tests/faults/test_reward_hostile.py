@@ -70,7 +70,7 @@ def eat_memory():
 def children_eat_memory():
     for _ in range(4):
         if os.fork() == 0:
-            hoard = bytearray(b"x") * 100_000_000
+            hoard = bytearray(b"x") * 60_000_000
             forever()
     forever()
 
@@ -112,8 +112,10 @@ def close_all():
     os.closerange(0, 1000)
     return 0.125
 
-def unhook_stdout():
+def spoil_the_process():
     sys.stdout.close()
+    os.chdir("/proc/self/fd")
+    sys.setrecursionlimit(30)
     return 0.125
 
 def garbage_on_every_fd():
@@ -147,7 +149,7 @@ CASES = {
     "return_twice": lambda f: return_twice(),
     "alarm_left_over": lambda f: alarm_left_over(),
     "dies_later": lambda f: dies_later(),
-    "unhook_stdout": lambda f: unhook_stdout(),
+    "spoil_the_process": lambda f: spoil_the_process(),
     "print_a_gigabyte": lambda f: print_a_gigabyte(),
     "none": lambda f: None,
     "nan": lambda f: {"score": float("nan")},
@@ -162,6 +164,7 @@ CASES = {
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     if data_source != "hostile":
         time.sleep(0.02)
+        print("an ordinary grader prints", os.getcwd())
         return float(solution_str == ground_truth)
     return CASES[solution_str](extra_info["pid_file"])
 '''
@@ -189,7 +192,7 @@ EXPECTED = {
     "return_twice": {"ok"},
     "alarm_left_over": {"ok"},
     "dies_later": {"ok"},
-    "unhook_stdout": {"ok"},
+    "spoil_the_process": {"ok"},
     "none": {"bad_result"},
     "nan": {"bad_result"},
     "text": {"bad_result"},
@@ -213,7 +216,7 @@ class Bench:
 
     async def open(self, timeout_s: float) -> RewardPool:
         target = Target(path=str(self.folder / "hostile.py"))
-        pool = RewardPool(target, num_workers=WORKERS, timeout_s=timeout_s, memory_limit_mb=250)
+        pool = RewardPool(target, num_workers=WORKERS, timeout_s=timeout_s, memory_limit_mb=150)
         await pool.start()
         return pool
 

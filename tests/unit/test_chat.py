@@ -161,7 +161,10 @@ TEMPLATES = {
     "stripping": (STRIPPING, "<|im_end|>", ("<|im_start|>", "<|im_end|>")),
     "plain_text": (PLAIN_TEXT, "<eos>", ("<eos>",)),
 }
-CORPUS = ["It is 42. : It is. Why is six times seven forty-two? The answer is 7, and then #### 18.", "assistant: user: system:"]
+CORPUS = [
+    "It is 42. : It is. Why is six times seven forty-two? The answer is 7, and then #### 18.",
+    "assistant: user: system:",
+]
 
 
 @cache
@@ -216,7 +219,16 @@ GOLDEN = {
     "phi": (True, True, "<|assistant|>\n", "<|end|>", "\n<|endoftext|>", True, False, False),
     "r1": (True, False, "<|Assistant|><think>\n", "<|end_of_sentence|>", "", True, False, False),
     "zephyr": (True, True, "<|assistant|>\n", "</s>", "\n", True, False, False),
-    "command_r": (True, True, "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "", True, False, False),
+    "command_r": (
+        True,
+        True,
+        "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
+        "<|END_OF_TURN_TOKEN|>",
+        "",
+        True,
+        False,
+        False,
+    ),
     "quickstart": (True, True, "<|assistant|>", "<|end|>", "", False, False, False),
     "stripping": (False, False, "<|im_start|>assistant\n", "<|im_end|>", "\n", True, False, False),
     "plain_text": (True, False, "assistant: ", "", "", True, False, False),

@@ -14,8 +14,9 @@ import pytest
 from verl.chat import render_prompt
 from verl.config.schema import DataConfig
 from verl.data import source
+from verl.data.files import RawRow
 from verl.data.parallel import run_chunks
-from verl.data.render import decode_row, encode_row, kept_positions, row_hash
+from verl.data.render import ConversationJob, decode_row, encode_row, kept_positions, row_hash
 from verl.data.source import load_conversations, load_tasks
 
 GSM8K = Path(__file__).parents[1] / "data" / "gsm8k_train.jsonl"
@@ -213,6 +214,21 @@ class Slow:
 
         time.sleep(0.05 if rows[0] < 4 else 0)
         return [2 * r for r in rows]
+
+
+def test_the_sft_job_travels_too(tokenizer: Any) -> None:
+    import pickle
+
+    from verl.chat import audit_template
+
+    job = ConversationJob(
+        tokenizer=tokenizer, audit=audit_template(tokenizer), template_kwargs={}, messages_key="messages",
+        prompt_key="prompt", tools_key=None, system_prompt=None, max_tokens_per_row=99, truncation="error",
+        train_on="all_assistant",
+    )  # fmt: skip
+    rows = [RawRow("f:1", {"prompt": "a", "completion": "b"})]
+    here, there = (j(rows, lambda done: None).arrays for j in (job, pickle.loads(pickle.dumps(job))))
+    assert here["loss_lengths"].tolist() == [2] and all(np.array_equal(here[k], there[k]) for k in here)
 
 
 def test_results_come_in_order_and_a_consumer_may_stop_early() -> None:

@@ -6,6 +6,7 @@ keeps its own books (versions, slots, fate of every id) and never asks the sched
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import json
 import math
@@ -56,6 +57,7 @@ class Spec:
 def random_spec(seed: int) -> Spec:
     r = random.Random(seed)
     prompts = r.choice((1, 2, 2, 3, 4))
+    reject = r.choice((0, 0, 0.2, 0.5, 0.8, 0.95))
     return Spec(
         seed=seed,
         prompts=prompts,
@@ -63,9 +65,9 @@ def random_spec(seed: int) -> Spec:
         staleness=r.choice((0, 0, 0.3, 0.5, 1, 1.7, 3)),
         oversample=r.choice((0, 0, 0, 0.25, 0.5, 1.0)),
         steps=r.randint(1, 12 // prompts + 1),
-        max_draws=r.choice((1, 2, 5, 40, 40)),
+        max_draws=r.choice((1, 2, 5, 40, 40 if reject > 0.8 else None)),
         on_exhausted=r.choice(("stop", "smaller")),
-        reject=r.choice((0, 0, 0.2, 0.5, 0.8, 0.95)),
+        reject=reject,
         invalid=r.choice((0, 0, 0.1)),
         cancel=r.choice((0, 0, 0.1)),
         tasks=r.choice((None, None, None, r.randint(0, 3 * prompts * 4))),
@@ -103,6 +105,7 @@ class Books:
 class World:
     def __init__(self, spec: Spec, kind: type[Scheduler] = Scheduler, timing: int = 0) -> None:
         self.spec, self.kind = spec, kind
+        self.slots, self.extra = spec.slots, spec.extra
         self.rng = random.Random(spec.seed * 7919 + timing)
         self.books = Books()
         self.saved: tuple[str, Books] | None = None
@@ -123,7 +126,7 @@ class World:
         if state is None:
             return
         parsed = json.loads(state)
-        lost = {g for g, *_, complete in parsed["groups"] if complete and self.rng.random() < 0.3}
+        lost = {g for g, _, complete in parsed["groups"] if complete and self.rng.random() < 0.3}
         resumed = self.scheduler.load_state(parsed, self.now, replay=lost)
         self.expect(not resumed.dropped, "a resume under the same settings drops nothing")
         in_flight = set(self.books.drawn) - set(self.books.fate)
@@ -180,10 +183,10 @@ class World:
             self.play(group_id)
             in_training = len(self.batch.group_ids) if self.batch else 0
             held = len(self.running) + len(self.complete) + in_training + b.unpublished
-            self.expect(held <= s.slots + s.extra, f"{held} slots held of {s.slots} + {s.extra}")
+            self.expect(held <= self.slots + self.extra, f"{held} slots held of {self.slots} + {self.extra}")
             live = len(self.running) + len(self.complete)
             steps_left = s.steps - len(b.batches) - (self.batch is not None)
-            self.expect(live <= s.prompts * steps_left + s.extra, "admitted more than the run can still train")
+            self.expect(live <= s.prompts * steps_left + self.extra, "admitted more than the run can still train")
 
     def take(self) -> str | None:
         """None: go on; else how the run ended."""
@@ -218,7 +221,9 @@ class World:
         if len(batch.group_ids) < s.prompts:
             self.expect(s.on_exhausted == "smaller" and not self.running and batch.short, "a batch that is too small")
         self.expect(len(batch.group_ids) <= s.prompts, "a batch that is too large")
-        self.expect(len(batch.dropped) <= s.extra, f"{len(batch.dropped)} groups thrown away, {s.extra} over-sampled")
+        self.expect(
+            len(batch.dropped) <= self.extra, f"{len(batch.dropped)} groups thrown away, {self.extra} over-sampled"
+        )
         order = {g: i for i, g in enumerate(b.drawn)}
         self.expect(sorted(batch.group_ids, key=order.__getitem__) == list(batch.group_ids), "admission order")
 
@@ -280,7 +285,7 @@ class World:
                 return ended
             if not self.heap:
                 raise Violation(f"deadlock: {self.scheduler.why_waiting(self.now)}\n{self.spec}")
-            if self.spec.save and self.rng.random() < self.spec.save:
+            if self.spec.save and self.batch is None and self.rng.random() < self.spec.save:
                 self.saved = (json.dumps(self.scheduler.state()), self.books.copy())
             if self.spec.crash and self.crashes_left and self.rng.random() < self.spec.crash:
                 self.crashes_left -= 1
@@ -299,7 +304,9 @@ class World:
         b = self.books
         in_flight = self.running | self.complete
         self.expect(len(set(b.drawn)) == len(b.drawn), "an id was drawn twice")
-        self.expect(set(b.drawn) == set(b.fate) | in_flight and not set(b.fate) & in_flight, "an id was lost or doubled")
+        self.expect(
+            set(b.drawn) == set(b.fate) | in_flight and not set(b.fate) & in_flight, "an id was lost or doubled"
+        )
         trained = [g for ids in b.batches for g in ids]
         self.expect(len(set(trained)) == len(trained), "a group was trained twice")
         self.expect(sorted(trained) == sorted(g for g, f in b.fate.items() if f == "trained"), "trained as booked")
@@ -311,8 +318,6 @@ class World:
         self.expect(stats.drawn == len(b.drawn), "drawn as booked")
         self.expect(stats.trained == fates["trained"] and stats.dropped == fates["dropped"], "stats as booked")
         self.expect(stats.lost == {f: n for f, n in fates.items() if f not in ("trained", "dropped")}, "lost as booked")
-        if self.spec.max_draws is not None and ended == "done":
-            return
         if ended == "draws":
             self.expect(self.spec.max_draws is not None and sum(stats.lost.values()) > 0, "no draw was lost")
 
@@ -348,13 +353,14 @@ def test_ten_thousand_random_schedules(block: int) -> None:
 @pytest.mark.parametrize("sync_every", [1, 2, 3])
 def test_staleness_0_is_the_synchronous_run(sync_every: int) -> None:
     for seed in range(300):
-        spec = replace(
-            random_spec(seed), staleness=0, oversample=0, cancel=0, tasks=None, max_draws=None, sync_every=sync_every
-        )
+        spec = replace(random_spec(seed), staleness=0, oversample=0, cancel=0, sync_every=sync_every)
+        spec = replace(spec, tasks=None, max_draws=None, reject=min(spec.reject, 0.8))
         world = World(spec)
         assert world.run() == "done"
         assert world.books.batches == synchronous(spec)
-        assert all(world.books.admitted_at[g] == s // sync_every for s, ids in enumerate(world.books.batches) for g in ids)
+        assert all(
+            world.books.admitted_at[g] == s // sync_every for s, ids in enumerate(world.books.batches) for g in ids
+        )
 
 
 def test_staleness_0_does_not_depend_on_time_even_when_it_gives_up() -> None:
@@ -375,7 +381,7 @@ def test_trained_ids_after_crashes_are_those_without_a_crash() -> None:
     """No task is skipped or trained twice, at any staleness: every task up to the last drawn has exactly one fate."""
     for seed in range(300):
         spec = replace(random_spec(seed), crash=0.05, save=0.3, cancel=0, oversample=0, tasks=None)
-        books = (world := World(spec)).books
+        world = World(spec)
         world.run()
         books = world.books
         assert [g.split(".")[0] for g in books.drawn] == [str(i) for i in range(len(books.drawn))]
@@ -423,8 +429,8 @@ class CompletionOrder(Scheduler):
         self.__dict__.setdefault("finished", []).append(group_id)
 
     def _choose(self):
-        done = [self._groups[g] for g in self.__dict__.get("finished", []) if g in self._groups]
-        return sorted(done[: self.prompts_per_step], key=lambda g: g.order) if len(done) >= self.prompts_per_step else None
+        first = [g for g in self.__dict__.get("finished", []) if g in self._groups][: self.prompts_per_step]
+        return [g for i, g in self._groups.items() if i in first] if len(first) == self.prompts_per_step else None
 
     def _overdue_after(self, chosen):
         return []
@@ -463,14 +469,19 @@ class NoHorizon(Scheduler):
     """Admits as long as slots are free, also for steps that will not come."""
 
     def _room(self):
-        return self.slots + self.extra - sum(self._unpublished.values()) - len(self._taken)
+        return (
+            self.slots
+            + self.extra
+            - sum(self._unpublished.values())
+            - (len(self._batch.group_ids) if self._batch else 0)
+        )
 
 
 class ForgetsVersions(Scheduler):
     """Re-admits what was in flight as if it were new."""
 
     def load_state(self, state, now_s, *, replay=()):
-        groups = [[g, state["version"], order, complete] for g, _, order, complete in state["groups"]]
+        groups = [[g, state["version"], complete] for g, _, complete in state["groups"]]
         return super().load_state({**state, "groups": groups}, now_s, replay=replay)
 
 
@@ -479,7 +490,7 @@ class LosesCompleted(Scheduler):
 
     def state(self):
         state = super().state()
-        return {**state, "groups": [g for g in state["groups"] if not g[3]]}
+        return {**state, "groups": [g for g in state["groups"] if not g[2]]}
 
 
 class AnyCompleteAtStaleness0(Scheduler):
@@ -497,12 +508,15 @@ class AnyCompleteAtStaleness0(Scheduler):
 )  # fmt: skip
 def test_the_simulator_catches(mutant: type[Scheduler]) -> None:
     caught = 0
-    for seed in range(400):
+    for seed in range(300):
+        spec = random_spec(seed)
+        if mutant in (ForgetsVersions, LosesCompleted):
+            spec = replace(spec, save=0.5, crash=0.1)
         try:
-            World(random_spec(seed), mutant).run()
+            World(spec, mutant).run()
         except (Violation, AssertionError):
             caught += 1
-    assert caught >= 5, f"{mutant.__name__} was caught in {caught} of 400 schedules"
+    assert caught >= 5, f"{mutant.__name__} was caught in {caught} of 300 schedules"
 
 
 def test_the_order_test_catches_completion_order_at_staleness_0() -> None:
@@ -527,10 +541,8 @@ def test_naive_taking_is_late_without_bound() -> None:
 
     spec = Spec(5, 4, 1, 1, 0, 80, None, "stop", tail="pareto", train_s=0.1)
     naive, ours = Lag(spec, CompletionOrder), Lag(spec)
-    try:
+    with contextlib.suppress(Violation, AssertionError):
         naive.run()
-    except (Violation, AssertionError):
-        pass
     ours.run()
     assert ours.worst == 1
     assert naive.worst >= 5, naive.worst

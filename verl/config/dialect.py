@@ -19,7 +19,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import OverrideType, Quote, QuotedString
 from hydra.errors import HydraException
 
-from verl.config.dialect_rules import JOINT, Given, same_value
+from verl.config.dialect_rules import JOINT, Given, same_value, wrong_types
 from verl.config.tree import leaf_of, leaves, nearest
 
 Action = Literal["mapped", "ignored", "refused"]
@@ -47,6 +47,9 @@ class Note:
     value: str
     action: Action
     text: str
+
+    def __str__(self) -> str:
+        return f"{self.key}={self.value} " + (f"-> {self.text}" if self.action == "mapped" else f"{self.action}: {self.text}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,18 +92,22 @@ def _rows() -> Mapping[str, KeyRow]:
     return MappingProxyType(rows)
 
 
-def keys_table() -> tuple[KeyRow, ...]:
+def key_rows() -> tuple[KeyRow, ...]:
     """Every key of verl that is known here, in the order of the table."""
     return tuple(_rows().values())
 
 
-def render_keys(rows: Iterable[KeyRow]) -> str:
-    """`verl show keys`: verl's key, what becomes of it, and why."""
-    lines = []
-    for row in rows:
-        said = ", ".join(row.targets) if row.action == "mapped" else row.action
-        lines.append(f"{row.key}\n    -> {said}" + (f": {row.text}" if row.text else ""))
-    return "\n".join(lines)
+def keys_table() -> list[tuple[str, str, str]]:
+    """(verl's key, action, what happens) for `verl show keys`."""
+    return [(r.key, r.action, _becomes(r)) for r in key_rows()]
+
+
+def _becomes(row: KeyRow) -> str:
+    if row.action == "mapped":
+        values = f" ({row.rule.removeprefix('map:')})" if row.rule.startswith("map:") else ""
+        return ", ".join(row.targets) + values + (f"; {row.text}" if row.text else "")
+    harmless = f"except at {row.rule.removeprefix('except:')}: " if row.action == "refused" and row.rule else ""
+    return harmless + row.text
 
 
 def find_row(key: str) -> KeyRow | None:
@@ -248,7 +255,9 @@ class _Work:
                 self._refused(row)
             elif not row.rule.startswith("@"):
                 self._single(row, given)
-        for rule in JOINT:
+        wrong = wrong_types(self.values)
+        self.problems += wrong
+        for rule in JOINT if not wrong else ():
             self._joint(rule)
 
     def _resolved(self, key: str, value: Any, foreign: Mapping[str, Argument]) -> Any:
@@ -346,7 +355,7 @@ def _plain(value: Any) -> str:
 
 def render_notes(notes: Sequence[Note]) -> str:
     """A few lines for a long launch script: mapped keys one by one, ignored ones gathered by their reason."""
-    lines = [f"{n.key}={n.value} -> {n.text}" for n in notes if n.action == "mapped"]
+    lines = [str(n) for n in notes if n.action == "mapped"]
     reasons: dict[str, list[str]] = {}
     for note in notes:
         if note.action == "ignored":

@@ -27,6 +27,28 @@ def same_value(value: Any, text: str) -> bool:
     return str(value).lower() == text.lower()
 
 
+_NUMBERS = frozenset({
+    "train_batch_size", "gen_batch_size", "ppo_mini_batch_size", "require_batches", "total_rollout_steps", "len",
+    "parameter_sync_step", "num_warmup_batches", "max_off_policy_threshold", "staleness_threshold", "test_freq", "lr",
+    "trigger_parameter_sync_step", "max_model_len", "prompt_length", "response_length", "max_prompt_length", "min_lr",
+    "max_response_length", "max_resp_len", "lr_warmup_steps", "lr_warmup_steps_ratio", "max_num_gen_batches",
+})  # fmt: skip
+_SWITCHES = frozenset({"use_kl_loss", "use_kl_in_reward", "enable", "do_sample", "partial_rollout"})
+"""Last components of the keys that the rules below compute with."""
+
+
+def wrong_types(values: Mapping[str, Any]) -> list[str]:
+    """A line for every value that a rule could not compute with. Null stands for a key that is not given."""
+    found = []
+    for key, value in values.items():
+        name = key.rsplit(".", 1)[-1]
+        if name in _SWITCHES and not isinstance(value, bool | None):
+            found.append(f"{key}={value}: expected True or False")
+        elif name in _NUMBERS and (isinstance(value, bool) or not isinstance(value, int | float | None)):
+            found.append(f"{key}={value}: expected a number")
+    return found
+
+
 @dataclass(frozen=True)
 class Given:
     """What one command line says. `values`: verl's keys; `native`: ours; `recipe_prompts`: the recipe's batch size."""
@@ -52,13 +74,20 @@ class Given:
         found = [k for k in keys if k in self.values] or [k for k in keys if self.get(k) is not None]
         return self.get(found[0]) if found else None
 
+    def own(self, key: str, default: Any = None) -> Any:
+        """The number that one of our keys is given, else `default`."""
+        value = self.native.get(key)
+        return value if isinstance(value, int | float) else default
+
     def ignore(self, reason: str, *keys: str) -> None:
         self.ignored.update({k: reason for k in keys if k in self.values})
 
 
 def _batch(given: Given) -> dict[str, Any]:
     """ppo_mini_batch_size counts prompts: updates_per_step = train_batch_size / ppo_mini_batch_size."""
-    prompts = given.get("data.train_batch_size")
+    prompts = given.values.get("data.train_batch_size")
+    if prompts is None and given.recipe_prompts is None:
+        prompts = given.get("data.train_batch_size")
     mini = given.get(f"{ACTOR}ppo_mini_batch_size")
     batches = given.get("async_training.require_batches")
     out: dict[str, Any] = {}
@@ -68,16 +97,17 @@ def _batch(given: Given) -> dict[str, Any]:
         prompts = mini * (batches or 1)
     if prompts is not None:
         out = {"step.prompts_per_step": prompts, "supervised.rows_per_step": prompts}
-    prompts = given.native.get("step.prompts_per_step", given.recipe_prompts if prompts is None else prompts)
+    prompts = given.own("step.prompts_per_step", given.recipe_prompts if prompts is None else prompts)
     if mini is not None:
         if prompts is None:
             raise ValueError(
                 f"{ACTOR}ppo_mini_batch_size={mini} counts prompts: give data.train_batch_size beside it, "
                 "or step.updates_per_step in its place"
             )
-        if not isinstance(mini, int) or mini < 1 or prompts % mini:
+        if mini < 1 or prompts % mini:
+            by_default = "" if f"{ACTOR}ppo_mini_batch_size" in given.values else " (verl's default)"
             raise ValueError(
-                f"{ACTOR}ppo_mini_batch_size={mini} does not divide the {prompts} prompts of a step "
+                f"{ACTOR}ppo_mini_batch_size={mini}{by_default} does not divide the {prompts} prompts of a step "
                 "(data.train_batch_size): choose a divisor, or give step.updates_per_step in its place"
             )
         out["step.updates_per_step"] = prompts // mini
@@ -208,7 +238,7 @@ def _filter(given: Given) -> dict[str, Any]:
 def _schedule(given: Given) -> dict[str, Any]:
     names = (f"{ACTOR}optim.", "optim.")
     out: dict[str, Any] = {}
-    lr = given.values.get(f"{ACTOR}optim.lr", given.native.get("optim.lr", given.get(f"{ACTOR}optim.lr")))
+    lr = given.own("optim.lr", given.get(f"{ACTOR}optim.lr"))
     if lr is not None and "optim.lr" not in given.native:
         out["optim.lr"] = lr
     steps = given.first(*(f"{n}lr_warmup_steps" for n in names))
@@ -274,9 +304,9 @@ def _overlong(given: Given) -> dict[str, Any]:
 
 def _limits(given: Given) -> tuple[int | None, int | None]:
     """The limits of prompt and response, where this command line gives them."""
-    prompt = given.native.get("data.max_prompt_tokens", given.first("data.max_prompt_length", f"{ROLLOUT}prompt_length"))
+    prompt = given.own("data.max_prompt_tokens", given.first("data.max_prompt_length", f"{ROLLOUT}prompt_length"))
     answer = given.first("data.max_response_length", f"{ROLLOUT}response_length")
-    return prompt, given.native.get("rollout.max_response_tokens", answer)
+    return prompt, given.own("rollout.max_response_tokens", answer)
 
 
 def _context(given: Given) -> dict[str, Any]:
@@ -347,7 +377,7 @@ def _async(given: Given) -> dict[str, Any]:
     if bound is not None and staleness is not None and bound < staleness:
         raise ValueError(f"{v1}sampler.max_off_policy_threshold={bound} is below the staleness {staleness}: lower num_warmup_batches")
     given.ignore("a bound that the staleness keeps", f"{v1}sampler.max_off_policy_threshold")
-    lag = given.native.get("pipeline.staleness", staleness)
+    lag = given.own("pipeline.staleness", staleness)
     if partial is not None:
         out["pipeline.partial_rollout"] = bool(partial and lag)
         if partial and not lag:

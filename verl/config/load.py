@@ -22,6 +22,7 @@ from omegaconf import Container, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.config.dialect import Note, VerlDefaults, parse_argument, translate, unknown_key
+from verl.config.model_files import cached_model_folder
 from verl.config.schema import Config
 from verl.config.tree import build, convert, leaf_of, leaves, nearest, sections, values_of
 from verl.config.validate import validate
@@ -29,6 +30,7 @@ from verl.config.validate import validate
 __all__ = ["Resolved", "dump_config", "load_config", "read_config", "recipe_names", "validate"]
 
 MISSING = "???"
+_ORIGIN_COLUMN = 40
 PATH_KEYS = (
     "model.path", "model.tokenizer_path", "model.chat_template", "data.train_files", "data.eval_files", "data.cache_dir",
     "run.root_dir", "run.resume", "reward.path",
@@ -200,7 +202,8 @@ def _converted(key: str, value: Any, origin: str, text: str | None = None) -> An
 
 
 def _resolved(values: Mapping[str, Any], origins: dict[str, str]) -> dict[str, Any]:
-    """Interpolations replaced by what they refer to; ~ expanded in paths. Adds the expression to the origin."""
+    """Interpolations replaced by what they refer to, ~ expanded in paths, a hub id by its folder in the local cache.
+    The expression goes to the origin."""
     tree: dict[str, Any] = {}
     for key, value in values.items():
         section, name = key.split(".")
@@ -220,6 +223,10 @@ def _resolved(values: Mapping[str, Any], origins: dict[str, str]) -> dict[str, A
             out[key] = _converted(key, plain, origins[key])
         if key in PATH_KEYS:
             out[key] = _expanded(out[key])
+    cached = cached_model_folder(out["model.path"])
+    if cached is not None:
+        origins["model.path"] = f"{origins['model.path']}: {out['model.path']}"
+        out["model.path"] = str(cached)
     return out
 
 
@@ -241,7 +248,8 @@ def dump_config(resolved: Resolved) -> str:
         for key, value in values.items():
             if key.startswith(f"{section}."):
                 origin = " ".join(resolved.origins[key].split())
-                lines.append(f"  {key.split('.')[1]}: {_yaml(value):<40} # {origin}")
+                line = f"  {key.split('.')[1]}: {_yaml(value)}"
+                lines.append(f"{line:<{_ORIGIN_COLUMN}}  # {origin}")
     return "\n".join(lines) + "\n"
 
 

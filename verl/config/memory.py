@@ -32,17 +32,17 @@ def rollout_dtype(config: Config) -> str:
     return config.model.dtype if config.rollout.dtype == "auto" else config.rollout.dtype
 
 
-def shares_weights(config: Config) -> bool:
-    """The rollout reads the trainer's float32 masters in place: same precision, and fenced during the update."""
-    return rollout_dtype(config) == "float32" and config.pipeline.staleness == 0
-
-
 def kv_tokens(config: Config) -> int:
-    """Token slots of the KV cache."""
+    """Token slots of the KV cache, once it has grown to its full size."""
     r = config.rollout
     if r.max_kv_tokens is not None:
         return r.max_kv_tokens
-    return r.max_concurrent_sequences * (config.data.max_prompt_tokens + r.max_response_tokens)
+    return r.max_concurrent_sequences * longest_sequence(config)
+
+
+def longest_sequence(config: Config) -> int:
+    """Prompt and response, in training or evaluation."""
+    return config.data.max_prompt_tokens + max(config.rollout.max_response_tokens, config.eval.max_response_tokens or 0)
 
 
 def kv_bytes_per_token(model: ModelFacts, dtype: str) -> int:
@@ -59,7 +59,7 @@ def layer_bytes_per_token(model: ModelFacts, dtype: str) -> int:
 
 
 def estimate_memory(config: Config, model: ModelFacts, command: Command = "train", *, reference: bool = False) -> Memory:
-    items = _items(config, model, command, reference)
+    items = _items(config, model, reference)
     flying = ("KV cache", "prefix cache") if config.pipeline.staleness > 0 else ()
     trainer = ("master weights", "optimizer states", "reference policy")
     update = (*trainer, "gradients", "compute copy of weights", "activations", "log-prob chunk")
@@ -84,16 +84,14 @@ def estimate_memory(config: Config, model: ModelFacts, command: Command = "train
     return Memory(items=kept, phases=phases, peaks=peaks, peak_phase=top, peak_bytes=peaks[top])
 
 
-def _items(config: Config, model: ModelFacts, command: Command, reference: bool) -> dict[str, int]:
+def _items(config: Config, model: ModelFacts, reference: bool) -> dict[str, int]:
     weights, tokens = model.parameters, config.step.max_tokens_per_microbatch
     layer = layer_bytes_per_token(model, config.model.dtype)
     residual = 4 * model.hidden  # float32: embeddings are not autocast
-    if config.model.gradient_checkpointing:
-        per_token = model.layers * residual + layer
-    else:
-        per_token = model.layers * layer
+    kept = model.layers * residual + layer if config.model.gradient_checkpointing else model.layers * layer
     rows = max(16, LOGPROB_CHUNK_BYTES // (4 * model.vocab))
-    copy = 0 if command in RL and shares_weights(config) else weights * DTYPE_BYTES[rollout_dtype(config)]
+    copy = weights * DTYPE_BYTES[rollout_dtype(config)]
+    snapshot = 4 * weights if config.pipeline.staleness > 0 else 0  # the trainer goes on while the weights travel
     cached = config.rollout.prefix_cache_tokens if config.rollout.engine == "native" else 0
     kv = kv_bytes_per_token(model, rollout_dtype(config))
     return {
@@ -103,11 +101,11 @@ def _items(config: Config, model: ModelFacts, command: Command, reference: bool)
         "compute copy of weights": 2 * (weights - model.embedding_parameters) if config.model.dtype == "bfloat16" else 0,
         "reference policy": 4 * weights if reference else 0,
         "rollout weights": copy,
-        "incoming weights": copy,
+        "incoming weights": copy + snapshot,
         "KV cache": kv_tokens(config) * kv,
         "prefix cache": cached * kv,
         "sampling logits": 2 * 4 * config.rollout.max_concurrent_sequences * model.vocab,
-        "activations": tokens * (per_token + 2 * residual),
+        "activations": tokens * (kept + 2 * residual),
         "inference activations": tokens * (layer + 2 * residual),
         "log-prob chunk": LOGPROB_COPIES * rows * model.vocab * 4 + 4 * model.vocab * model.hidden,
     }

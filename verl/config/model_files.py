@@ -18,6 +18,7 @@ DTYPE_NAMES: Mapping[str, str] = {"F64": "float64", "F32": "float32", "F16": "fl
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|masked_bias)$")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _CAUSAL_MASK = re.compile(r"(^|\.)attn\.bias$")
 
 
@@ -56,21 +57,31 @@ class TensorHeader:
 
 
 def find_model_folder(path: str) -> Path:
-    """The folder itself, or the newest snapshot of a hub id in the local Hugging Face cache. Nothing is downloaded."""
+    """The folder itself, or that of a hub id in the local Hugging Face cache. Nothing is downloaded."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", path):
-        cache = _hub_cache() / f"models--{path.replace('/', '--')}"
-        main = cache / "refs" / "main"
-        snapshot = cache / "snapshots" / (main.read_text(encoding="utf-8").strip() if main.is_file() else "")
-        if main.is_file() and snapshot.is_dir():
-            return snapshot
+    cached = cached_model_folder(path)
+    if cached is not None:
+        return cached
+    if _HUB_ID.fullmatch(path):
         raise ValueError(
             f"model.path={path}: no such folder, and not in the cache {_hub_cache()}; download it first: "
             f"hf download {path} --local-dir FOLDER, then model.path=FOLDER"
         )
     raise ValueError(f"model.path={path}: no such folder; give a Hugging Face folder (config.json, safetensors, tokenizer)")
+
+
+def cached_model_folder(path: str) -> Path | None:
+    """The snapshot that `main` of a hub id points to in the local Hugging Face cache."""
+    if not _HUB_ID.fullmatch(path) or Path(path).is_dir():
+        return None
+    cache = _hub_cache() / f"models--{path.replace('/', '--')}"
+    main = cache / "refs" / "main"
+    if not main.is_file():
+        return None
+    snapshot = cache / "snapshots" / main.read_text(encoding="utf-8").strip()
+    return snapshot if snapshot.is_dir() else None
 
 
 def _hub_cache() -> Path:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from verl.config.memory import Memory, estimate_memory, kv_bytes_per_token, kv_tokens, rollout_dtype, shares_weights
+from verl.config.memory import Memory, estimate_memory, kv_bytes_per_token, kv_tokens, rollout_dtype
 from verl.config.model_files import ModelFacts, describe_model
 from verl.config.schema import Config
 from verl.config.validate import ALGORITHMS, RL, SAMPLES, TRAINS, Command
@@ -106,8 +106,8 @@ def make_plan(
     step = step_sizes(config, command) if command in TRAINS else None
     rollout = rollout_sizes(config, model, command) if command in SAMPLES else None
     length = _run_length(config, step, command) if step else None
-    held = needs_reference(config) if reference is None else reference
-    memory = estimate_memory(config, model, command, reference=held and command in ("train", "dpo"))
+    held = command == "dpo" or (command in RL and needs_reference(config)) if reference is None else reference
+    memory = estimate_memory(config, model, command, reference=held)
     disk = _disk(config, model) if step else None
     plan = Plan(
         command=command, run_dir=f"{config.run.root_dir}/{config.run.name}", algorithm=config.algorithm.name, model=model,
@@ -142,10 +142,13 @@ def _microbatches(groups: int, n: int, prompt: int, answer: int, budget: int, sh
     """Micro-batches of one update if all rows are as long as they may be. A shared prompt is held once per group."""
     if not share_prefix:
         return math.ceil(groups * n / max(1, budget // (prompt + answer)))
-    whole = budget // (prompt + n * answer)
-    if whole:
-        return math.ceil(groups / whole)
-    return groups * math.ceil(n / max(1, (budget - prompt) // answer))
+    count, used = 1, 0
+    for row in range(groups * n):  # as batch.split_rows: in order, a new one where the next row does not fit
+        cost = answer if row % n and used else prompt + answer
+        if used and used + cost > budget:
+            count, used, cost = count + 1, 0, prompt + answer
+        used += cost
+    return count
 
 
 def staleness_slots(config: Config) -> int:

@@ -166,7 +166,8 @@ def _sizes(config: Config, command: Command) -> Iterator[str]:
             f"{config.data.max_tokens_per_row}: raise the first or lower the second"
         )
     kv = config.rollout.max_kv_tokens
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    answer = max(config.rollout.max_response_tokens, config.eval.max_response_tokens or 0)
+    longest = config.data.max_prompt_tokens + answer
     if command in SAMPLES and kv is not None and kv < longest:
         yield f"rollout.max_kv_tokens={kv} holds no sequence of {longest} tokens (prompt + response): raise it, or set null"
 
@@ -311,8 +312,8 @@ def _files(config: Config, command: Command) -> Iterator[str]:
         return
     text = model.get("text_config")
     room = (text if isinstance(text, dict) else model).get("max_position_embeddings")
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    longest = longest if command in SAMPLES else config.data.max_tokens_per_row
+    answer = max(config.rollout.max_response_tokens, config.eval.max_response_tokens or 0)
+    longest = config.data.max_prompt_tokens + answer if command in SAMPLES else config.data.max_tokens_per_row
     if isinstance(room, int) and longest > room:
         what = "data.max_prompt_tokens + rollout.max_response_tokens" if command in SAMPLES else "data.max_tokens_per_row"
         yield f"{what} = {longest} is above the {room} positions of the model ({config.model.path}): lower it"

@@ -1,6 +1,6 @@
 """A job over chunks of rows in worker processes, results in order, and no wait without a deadline.
 
-Workers are fresh interpreters (`python -m verl.data.parallel FD DIR`), so nothing is forked and a script needs no main
+Workers are fresh interpreters (`python -P -m verl.data.parallel FD DIR`), so nothing is forked and a script needs no main
 guard. Jobs, chunks and results travel as files in a temporary folder; the pipe carries only messages of a few bytes, so
 neither side can block on a write to the other.
 
@@ -122,9 +122,9 @@ def _pickled(job: Job) -> bytes:
 def _start(folder: Path) -> _Worker:
     ours, theirs = Pipe(duplex=True)
     log = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  (closed by _stop)
-    paths = os.pathsep.join(p for p in sys.path if p)
+    paths = os.pathsep.join(p or os.getcwd() for p in sys.path)
     process = subprocess.Popen(
-        [sys.executable, "-m", "verl.data.parallel", str(theirs.fileno()), str(folder)],
+        [sys.executable, "-P", "-m", "verl.data.parallel", str(theirs.fileno()), str(folder)],
         pass_fds=[theirs.fileno()],
         stdin=subprocess.DEVNULL,
         stdout=log,

@@ -63,7 +63,13 @@ async def assemble(resolved: Resolved, *, progress: LiveProgress | None = None, 
     set_up_process(config)
     algorithm = algorithm_of(config.algorithm)
     tokenizer = load_tokenizer_of(config)
-    tasks = load_tasks(config.data.train_files, tokenizer, config.data, template_kwargs=config.model.template_kwargs, max_rows=config.data.max_rows)
+    tasks = load_tasks(
+        config.data.train_files,
+        tokenizer,
+        config.data,
+        template_kwargs=config.model.template_kwargs,
+        max_rows=config.data.max_rows,
+    )
     eval_tasks = _eval_tasks(config, tokenizer)
     if config.reward.path is None:
         for source in {t.data_source for t in (tasks[0], *eval_tasks[:1])}:
@@ -74,11 +80,14 @@ async def assemble(resolved: Resolved, *, progress: LiveProgress | None = None, 
     reward = await _reward(config)
     queue, waits = MemoryQueue(), Waits(run_dir / "waits.json")
     device = device_of(config)
-    engine = _policy(config, device, run_dir)
+    engine = policy_engine(config, device, run_dir)
     share = config.model.share_prefix
     engine.check_packing(share_prefix=share)
     total_steps = total_steps_of(config, len(tasks), config.step.prompts_per_step)
-    scheduler, cursor = _scheduler(config, algorithm, total_steps), Cursor(len(tasks), _data_seed(config), config.data.shuffle)
+    scheduler, cursor = (
+        _scheduler(config, algorithm, total_steps),
+        Cursor(len(tasks), _data_seed(config), config.data.shuffle),
+    )
     replica = rollout_engine(config, engine.model.config, tokenizer, device)
     decode = decoder(tokenizer)
     events = EventLog(run_dir, attempt)
@@ -96,7 +105,7 @@ async def assemble(resolved: Resolved, *, progress: LiveProgress | None = None, 
     actor = InprocGroup("actor", Role("actor", queue, engine, share_prefix=share))
     run = Run(
         config=config, dir=run_dir, algorithm=algorithm, total_steps=total_steps, player=player, trajectories=trajectories,
-        eval_tasks=eval_tasks, actor=actor, ref=_reference(config, algorithm, queue, device),
+        eval_tasks=eval_tasks, actor=actor, ref=reference_role(config, algorithm, queue, device),
         compute=InprocGroup("compute", Role("compute", queue)),
         recorder=InprocGroup("recorder", SampleRecorder(queue, run_dir, decode, groups_per_step=config.track.samples_per_step)),
         rollout=replica, replicas=(replica,),
@@ -114,20 +123,26 @@ async def assemble(resolved: Resolved, *, progress: LiveProgress | None = None, 
     return run
 
 
-def assemble_supervised(resolved: Resolved, *, progress: LiveProgress | None = None, on_step: OnStep | None = None) -> SupervisedRun:
+def assemble_supervised(
+    resolved: Resolved, *, progress: LiveProgress | None = None, on_step: OnStep | None = None
+) -> SupervisedRun:
     """Every part of an SFT run."""
     config = resolved.config
     set_up_process(config)
     tokenizer = load_tokenizer_of(config)
     kwargs = config.model.template_kwargs
-    rows = load_conversations(config.data.train_files, tokenizer, config.data, template_kwargs=kwargs, max_rows=config.data.max_rows)
+    rows = load_conversations(
+        config.data.train_files, tokenizer, config.data, template_kwargs=kwargs, max_rows=config.data.max_rows
+    )
     eval_rows = None
     if config.data.eval_files:
-        eval_rows = load_conversations(config.data.eval_files, tokenizer, config.data, template_kwargs=kwargs, max_rows=config.data.max_eval_rows)
+        eval_rows = load_conversations(
+            config.data.eval_files, tokenizer, config.data, template_kwargs=kwargs, max_rows=config.data.max_eval_rows
+        )
     claimed = open_run_dir(resolved)
     run_dir = claimed.path
     total_steps = total_steps_of(config, len(rows), config.supervised.rows_per_step)
-    engine = _policy(config, device_of(config), run_dir, updates=total_steps)
+    engine = policy_engine(config, device_of(config), run_dir, updates=total_steps)
     engine.check_packing(share_prefix=False)
     progress = progress or LiveProgress()
     run = SupervisedRun(
@@ -160,14 +175,18 @@ def set_up_process(config: Config) -> None:
 def device_of(config: Config) -> str:
     if config.model.device != "auto":
         if config.model.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError("model.device=cuda, but torch sees no CUDA device; use model.device=cpu or install a CUDA torch")
+            raise ValueError(
+                "model.device=cuda, but torch sees no CUDA device; use model.device=cpu or install a CUDA torch"
+            )
         return config.model.device
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def load_tokenizer_of(config: Config) -> Any:
     path = config.model.tokenizer_path or config.model.path
-    tokenizer = load_tokenizer(path, trust_remote_code=config.model.trust_remote_code, chat_template_file=config.model.chat_template)
+    tokenizer = load_tokenizer(
+        path, trust_remote_code=config.model.trust_remote_code, chat_template_file=config.model.chat_template
+    )
     require_chat_template(tokenizer, path)
     return tokenizer
 
@@ -208,11 +227,15 @@ def _resume_path(config: Config, store: CheckpointStore, run_dir: Path) -> Path 
         return found.path if found else None
     if config.run.resume == "never":
         if store.latest_valid() is not None or (run_dir / "metrics.jsonl").exists():
-            raise ValueError(f"run.resume=never, but {run_dir} holds an earlier run; choose another run.name or remove it")
+            raise ValueError(
+                f"run.resume=never, but {run_dir} holds an earlier run; choose another run.name or remove it"
+            )
         return None
     path = Path(config.run.resume)
     if not (path / "manifest.json").is_file():
-        raise ValueError(f"run.resume={config.run.resume}: not a checkpoint (no manifest.json); give a checkpoints/step_N folder")
+        raise ValueError(
+            f"run.resume={config.run.resume}: not a checkpoint (no manifest.json); give a checkpoints/step_N folder"
+        )
     return path
 
 
@@ -232,7 +255,7 @@ def _claim(run_dir: Path) -> IO[str]:
     return handle
 
 
-def _policy(config: Config, device: str, run_dir: Path, *, updates: int | None = None) -> FSDPEngine:
+def policy_engine(config: Config, device: str, run_dir: Path, *, updates: int | None = None) -> FSDPEngine:
     o = config.optim
     if updates is None and config.run.total_steps:
         updates = config.run.total_steps * config.step.updates_per_step * config.step.epochs_per_step
@@ -253,7 +276,7 @@ def _engine(config: Config, device: str, *, optim: OptimSpec | None, dump_dir: P
     )  # fmt: skip
 
 
-def _reference(config: Config, algorithm: Algorithm, queue: MemoryQueue, device: str) -> InprocGroup | None:
+def reference_role(config: Config, algorithm: Algorithm, queue: MemoryQueue, device: str) -> InprocGroup | None:
     """A frozen copy of the start weights, if the algorithm looks at it."""
     if "ref_logprobs" not in algorithm.needs(1):
         return None
@@ -284,7 +307,9 @@ def rollout_engine(config: Config, hf_config: Any, tokenizer: Any, device: str) 
 
 
 def max_context_tokens(config: Config, hf_config: Any) -> int:
-    wanted = config.data.max_prompt_tokens + max(config.rollout.max_response_tokens, config.eval.max_response_tokens or 0)
+    wanted = config.data.max_prompt_tokens + max(
+        config.rollout.max_response_tokens, config.eval.max_response_tokens or 0
+    )
     limit = hf_config.get_text_config().max_position_embeddings
     if wanted > limit:
         raise ValueError(
@@ -307,7 +332,9 @@ def eos_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:
 def train_sampling(config: Config) -> Sampling:
     r = config.rollout
     if r.temperature <= 0:
-        raise ValueError(f"rollout.temperature={r.temperature}: training samples from the policy; use a temperature > 0")
+        raise ValueError(
+            f"rollout.temperature={r.temperature}: training samples from the policy; use a temperature > 0"
+        )
     sampling = Sampling(
         max_tokens=r.max_response_tokens, temperature=r.temperature, top_p=r.top_p, top_k=r.top_k, min_p=r.min_p,
         stop=tuple(r.stop), stop_token_ids=tuple(r.stop_token_ids), ignore_eos=r.ignore_eos,
@@ -366,7 +393,13 @@ def _data_seed(config: Config) -> int:
 def _eval_tasks(config: Config, tokenizer: Any) -> list[Task]:
     if not config.data.eval_files:
         return []
-    table = load_tasks(config.data.eval_files, tokenizer, config.data, template_kwargs=config.model.template_kwargs, max_rows=config.data.max_eval_rows)
+    table = load_tasks(
+        config.data.eval_files,
+        tokenizer,
+        config.data,
+        template_kwargs=config.model.template_kwargs,
+        max_rows=config.data.max_eval_rows,
+    )
     return [table[i] for i in range(len(table))]
 
 

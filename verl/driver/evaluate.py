@@ -66,5 +66,7 @@ def eval_metrics(mode: str, found: list[Trajectory], sources: list[str], repeats
     }
     for source, values in by_source.items():
         out[f"eval/{source}/acc/{mode}"] = Metric(sum(values), len(values), "sequence")
-        out[f"val-core/{source}/acc/mean@{repeats}" + ("" if mode == "greedy" else f"/{mode}")] = Metric(sum(values), len(values), "sequence")
+        out[f"val-core/{source}/acc/mean@{repeats}" + ("" if mode == "greedy" else f"/{mode}")] = Metric(
+            sum(values), len(values), "sequence"
+        )
     return out

@@ -39,7 +39,9 @@ def generate_once(config: Config, prompt: str, n: int) -> list[tuple[str, str, f
     ]  # fmt: skip
     found = asyncio.run(_generate(rollout, engine, ids, sampling, config.run.wait_timeout_s))
     decode = decoder(tokenizer)
-    return [(decode(c.ids.tolist()), c.stop_reason, float(np.mean(c.logprobs)) if len(c.logprobs) else 0.0) for c in found]
+    return [
+        (decode(c.ids.tolist()), c.stop_reason, float(np.mean(c.logprobs)) if len(c.logprobs) else 0.0) for c in found
+    ]
 
 
 async def _generate(

@@ -74,7 +74,9 @@ def _finished(run: Run, started: float) -> Finished:
         "eval": run.last_eval, "checkpoint": str(run.dir / "checkpoints" / f"step_{run.total_steps}"), "report": str(report),
     }  # fmt: skip
     write_atomic(run.dir / "summary.json", (json.dumps(summary, indent=1) + "\n").encode())
-    return Finished(run.dir, run.total_steps - run.first_index, time.monotonic() - started, values, dict(run.last_eval), report)
+    return Finished(
+        run.dir, run.total_steps - run.first_index, time.monotonic() - started, values, dict(run.last_eval), report
+    )
 
 
 def run_sft(resolved: Resolved, *, title: str = "", on_step: OnStep | None = None) -> Finished:
@@ -96,7 +98,9 @@ def run_sft(resolved: Resolved, *, title: str = "", on_step: OnStep | None = Non
         _crash_record(run_dir, e)
         raise
     evals = {k: v for k, v in values.items() if k.startswith("val/")}
-    return Finished(run.dir, run.total_steps - run.first_index, time.monotonic() - started, values, evals, write_report(run.dir))
+    return Finished(
+        run.dir, run.total_steps - run.first_index, time.monotonic() - started, values, evals, write_report(run.dir)
+    )
 
 
 def run_eval(resolved: Resolved) -> Finished:

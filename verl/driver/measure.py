@@ -40,7 +40,11 @@ def batch_metrics(refs: Refs, stats: PlayStats, version: int, max_response_token
         values = [r.components[name] for r in train if name in r.components]
         out[f"reward/{name}"] = Metric(sum(values), len(values), "sequence")
     ages = [version - r.version_min for r in train if r.version_min >= 0]
-    out |= {f"pipeline/staleness_{k.split('/')[-1]}": m for k, m in spread("s", ages, "sequence").items() if not k.endswith("min")}
+    out |= {
+        f"pipeline/staleness_{k.split('/')[-1]}": m
+        for k, m in spread("s", ages, "sequence").items()
+        if not k.endswith("min")
+    }
     invalid = sum(stats.invalid.values())
     out["reward/invalid_share"] = Metric(invalid, max(1, stats.played), "sequence")
     out["groups/zero_variance_share"] = Metric(stats.flat, max(1, stats.groups), "group")

@@ -1,8 +1,8 @@
 """Groups in flight: agent loops, rewards streamed per trajectory, retries, selection. A crash cancels all.
 
-    consumes    tasks from the cursor, while the scheduler has free slots
-    waits for   the rollout engine and the reward function, per trajectory, each with a deadline
-    produces    complete, scored, selected groups in the queue; `take` hands out their refs
+consumes    tasks from the cursor, while the scheduler has free slots
+waits for   the rollout engine and the reward function, per trajectory, each with a deadline
+produces    complete, scored, selected groups in the queue; `take` hands out their refs
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -89,7 +89,13 @@ class Trajectories:
             trajectory_id=name, group_id=seat.group_id, task_id=task.task_id, index=seat.index, purpose=seat.purpose,
             attempt=attempt, sampling=sampling, segments=(Segment(ids=task.prompt_ids, source="prompt"),), stop_reason="error",
         )  # fmt: skip
-        row = {**task.row, "raw_prompt": list(task.messages), "prompt_ids": task.prompt_ids, "index": task.index, "request_id": name}
+        row = {
+            **task.row,
+            "raw_prompt": list(task.messages),
+            "prompt_ids": task.prompt_ids,
+            "index": task.index,
+            "request_id": name,
+        }
         try:
             output = await self._waits.wait(
                 self._loop(manager).run({"max_tokens": sampling.max_tokens}, **row),
@@ -117,7 +123,10 @@ class Trajectories:
             truncated=made.stop_reason == "length", prompt_ids=task.prompt_ids, response_ids=response,
         )  # fmt: skip
         return await self._waits.wait(
-            self._reward.score(request), who=f"trajectory {made.trajectory_id}", what="its reward", timeout_s=self._timeout_s
+            self._reward.score(request),
+            who=f"trajectory {made.trajectory_id}",
+            what="its reward",
+            timeout_s=self._timeout_s,
         )
 
 
@@ -252,7 +261,9 @@ class Player:
             group_id = f"g{draw.draw:08d}"
             admission = self.scheduler.admit(group_id, self._clock())
             task = self._tasks[draw.index]
-            group = Group(group_id=group_id, task=task, epoch=draw.epoch, draw=draw.draw, admitted_version=admission.version)
+            group = Group(
+                group_id=group_id, task=task, epoch=draw.epoch, draw=draw.draw, admitted_version=admission.version
+            )
             self.groups[group_id] = group
             self._draws[group_id] = draw
             self._events.append("dispatched", self.scheduler.next_step + 1, {
@@ -307,7 +318,11 @@ class Player:
         self.stats.played += len(group.trajectories)
         bad = [t for t in group.trajectories if t.outcome != "ok"]
         self.stats.invalid.update(t.error[:160] for t in bad)
-        scores = [metric_of(t, self._algorithm.filter_metric) for t in group.trajectories if t.outcome == "ok" and t.purpose == "train"]
+        scores = [
+            metric_of(t, self._algorithm.filter_metric)
+            for t in group.trajectories
+            if t.outcome == "ok" and t.purpose == "train"
+        ]
         self.stats.groups += 1
         self.stats.flat += bool(scores) and max(scores) - min(scores) <= 1e-6 * max(1.0, abs(max(scores)))
         self._events.append("scored", self.scheduler.next_step + 1, {

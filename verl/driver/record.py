@@ -52,10 +52,20 @@ class SampleRecorder:
     def _row(self, step: int, sample: Sample, columns: dict[str, np.ndarray], stop_reason: str | None) -> SampleRow:
         prompt, rest = sample.segments[0], sample.segments[1:]
         ids = np.concatenate([s.ids for s in rest]) if rest else np.zeros(0, np.int64)
-        mask = np.concatenate([np.full(len(s.ids), s.source == "sampled", np.uint8) for s in rest]) if rest else np.zeros(0, np.uint8)
+        mask = (
+            np.concatenate([np.full(len(s.ids), s.source == "sampled", np.uint8) for s in rest])
+            if rest
+            else np.zeros(0, np.uint8)
+        )
         at = np.flatnonzero(mask)
-        logprobs = np.concatenate([s.logprobs for s in rest if s.logprobs is not None]) if len(at) else np.zeros(0, np.float32)
-        versions = np.concatenate([np.full(len(s.ids), s.version if s.source == "sampled" else -1) for s in rest]) if rest else at
+        logprobs = (
+            np.concatenate([s.logprobs for s in rest if s.logprobs is not None]) if len(at) else np.zeros(0, np.float32)
+        )
+        versions = (
+            np.concatenate([np.full(len(s.ids), s.version if s.source == "sampled" else -1) for s in rest])
+            if rest
+            else at
+        )
         sampled = [s.version for s in rest if s.source == "sampled"]
         return SampleRow(
             step=step, sample_id=sample.sample_id, trajectory_id=sample.trajectory_id, group_id=sample.group_id,

@@ -209,7 +209,9 @@ class Run:
         report = await self._sync(version)
         self.version = version
         self.player.published(version)
-        self.events.append("published", number, {"version": version, "changed": report.changed, "canary": report.canary_max_abs})
+        self.events.append(
+            "published", number, {"version": version, "changed": report.changed, "canary": report.canary_max_abs}
+        )
 
     async def _sync(self, version: int) -> SyncReport:
         """Publish the trainer's weights as `version` and verify them."""
@@ -259,7 +261,9 @@ class Run:
     def _mind(self, alarms: Sequence[Alarm]) -> None:
         for alarm in alarms:
             self.progress.message(f"{alarm.level}: {alarm.name}: {alarm.message}")
-            self.events.append("alarm", len(self.history), {"level": alarm.level, "name": alarm.name, "message": alarm.message})
+            self.events.append(
+                "alarm", len(self.history), {"level": alarm.level, "name": alarm.name, "message": alarm.message}
+            )
         stops = [a for a in alarms if a.level == "stop"]
         if stops:
             raise RunEnded(f"{stops[0].name}: {stops[0].message}")

@@ -112,7 +112,6 @@ class Stats:
 class _Held:
     group_id: str
     version: int
-    order: int
     since_s: float
     complete: bool = False
 
@@ -170,10 +169,8 @@ class Scheduler:
         self._groups: dict[str, _Held] = {}  # running and complete, in admission order
         self._running = 0
         self._unpublished: dict[int, int] = {}  # version trained at -> groups that hold a slot until the next one
-        self._batch: Batch | None = None
-        self._taken: list[_Held] = []  # the groups of `_batch`
+        self._batch: Batch | None = None  # handed out, not trained yet
         self._budget = _Budget(first_step, Counter())
-        self._budget_before_take = self._budget
         self._data_ended = False
         self._admitted = 0
         self._waiting_since_s: float | None = None
@@ -206,7 +203,7 @@ class Scheduler:
 
     @property
     def at_publish(self) -> bool:
-        """Every trained step is published: the points where a checkpoint resumes with the rollout's own weights."""
+        """Every trained step is published: here a checkpoint's weights are also those the rollout ran with."""
         return self._batch is None and not self._unpublished
 
     @property
@@ -235,7 +232,7 @@ class Scheduler:
         steps_left = self._due(self.version) - self._next_step + 1
         if steps_left <= 0:  # the last step of this version is taken: wait for the publish
             return 0
-        held = sum(self._unpublished.values()) + len(self._taken)
+        held = sum(self._unpublished.values()) + (len(self._batch.group_ids) if self._batch else 0)
         return min(self.slots - held, self.prompts_per_step * steps_left) + self.extra
 
     def _overdrawn(self) -> int:
@@ -248,7 +245,7 @@ class Scheduler:
     def admit(self, group_id: str, now_s: float) -> Admission:
         assert group_id not in self._groups, f"group {group_id} is already in flight"
         assert self.free_slots() > 0, f"no free slot for group {group_id}: {self.why_waiting(now_s)}"
-        self._groups[group_id] = _Held(group_id, self.version, self._admitted, now_s)
+        self._groups[group_id] = _Held(group_id, self.version, now_s)
         self._admitted += 1
         self._running += 1
         return Admission(group_id, self.version, self.version + self.max_lag, self._due(self.version))
@@ -351,11 +348,10 @@ class Scheduler:
             staleness=tuple(self.version - g.version for g in chosen),
             waited_s=now_s - since_s,
         )
-        self._taken, self._waiting_since_s = chosen, None
+        self._waiting_since_s = None
         self._next_step += 1
         self._dropped += len(overdue)
         self._data_ended = self._data_ended and not overdue
-        self._budget_before_take = self._budget
         if self._batch.short:  # a step that gave up paid for itself: the next one starts with a fresh budget
             self._budget = _Budget(self._next_step, Counter())
         return self._batch
@@ -370,8 +366,8 @@ class Scheduler:
         assert self._batch is not None and self._batch.step == step, f"step {step} is not the one in training"
         self._staleness.update(self._batch.staleness)
         at = self._version_at(step)
-        self._unpublished[at] = self._unpublished.get(at, 0) + len(self._taken)
-        self._batch, self._taken = None, []
+        self._unpublished[at] = self._unpublished.get(at, 0) + len(self._batch.group_ids)
+        self._batch = None
 
     def published(self, version: int) -> None:
         """The publish has committed on the rollout side. It may commit while a later step already trains."""
@@ -384,7 +380,7 @@ class Scheduler:
         self._unpublished = {at: n for at, n in self._unpublished.items() if at >= version}
         base_step, base_version = self._base
         first = (version - base_version + base_step // self.sync_every) * self.sync_every
-        self._budget = self._budget_before_take = _Budget(min(first, self._next_step), Counter())
+        self._budget = _Budget(min(first, self._next_step), Counter())
 
     # ---- for people
 
@@ -425,20 +421,19 @@ class Scheduler:
     # ---- checkpoints
 
     def state(self) -> dict[str, Any]:
-        """JSON-able, at any moment. A batch that is handed out but not trained counts as complete groups: its step
-        is the next one after a resume."""
-        budget = self._budget if self._batch is None else self._budget_before_take
-        groups = sorted((*self._groups.values(), *self._taken), key=lambda g: g.order)
+        """JSON-able; at any moment but between `take` and `trained`, where no weights belong to it. Lists the groups
+        in flight, running and complete; the trained ones are gone."""
+        assert self._batch is None, f"step {self._batch.step} is in training: its weights are neither old nor new"
         return {
             "prompts_per_step": self.prompts_per_step,
             "sync_every": self.sync_every,
-            "next_step": self._trained_steps,
+            "next_step": self._next_step,
             "version": self.version,
             "base": list(self._base),
             "unpublished": [[at, n] for at, n in self._unpublished.items()],
-            "budget": [budget.first_step, dict(budget.lost)],
+            "budget": [self._budget.first_step, dict(self._budget.lost)],
             "admitted": self._admitted,
-            "groups": [[g.group_id, g.version, g.order, g.complete] for g in groups],
+            "groups": [[g.group_id, g.version, g.complete] for g in self._groups.values()],
             "lost": dict(self._lost),
             "staleness": [[lag, n] for lag, n in self._staleness.items()],
             "dropped": self._dropped,
@@ -468,12 +463,12 @@ class Scheduler:
         self._dropped = state["dropped"]
         self._group_s_total, self._group_s_max = state["group_s"]
         dropped = []
-        for group_id, version, order, complete in state["groups"]:
+        for group_id, version, complete in state["groups"]:
             due = self._due(version)
             if len(self._groups) >= self.prompts_per_step * max(0, due - self._next_step + 1) + self.extra:
                 dropped.append(group_id)  # admission order is due order: those before it fill the steps up to its due
                 continue
-            self._groups[group_id] = _Held(group_id, version, order, now_s, complete and group_id not in replay)
+            self._groups[group_id] = _Held(group_id, version, now_s, complete and group_id not in replay)
         self._running = sum(not g.complete for g in self._groups.values())
         self._dropped += len(dropped)
         return Resumed(

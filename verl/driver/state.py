@@ -1,8 +1,8 @@
 """TrainState: everything that may influence a step, in one place (DESIGN section 6, resume in three grades).
 
-    policy      weights, optimizer, optimizer step        cursor      epoch, permutation, position, given back
-    scheduler   versions, slots, deadlines, budget        groups      in flight, with their ended trajectories
-    controllers KL coefficient                            rng         Python, numpy, torch
+policy      weights, optimizer, optimizer step        cursor      epoch, permutation, position, given back
+scheduler   versions, slots, deadlines, budget        groups      in flight, with their ended trajectories
+controllers KL coefficient                            rng         Python, numpy, torch
 """
 
 from __future__ import annotations
@@ -39,13 +39,22 @@ async def capture(run: Run, number: int) -> dict[str, Any]:
         "scheduler": run.player.scheduler.state(),
         "controllers": {"kl_coef": run.kl_coef},
         "groups": [_pack_group(g, draw, complete) for g, draw, complete in run.player.in_flight()],
-        "rng": {"python": random.getstate(), "numpy": np.random.get_state(legacy=False), "torch": torch.get_rng_state()},
+        "rng": {
+            "python": random.getstate(),
+            "numpy": np.random.get_state(legacy=False),
+            "torch": torch.get_rng_state(),
+        },
         "history": run.history[-200:],
     }
 
 
 def write(
-    store: CheckpointStore, number: int, state: Mapping[str, Any], export: Callable[[Path], None], needed_bytes: int, best: float | None
+    store: CheckpointStore,
+    number: int,
+    state: Mapping[str, Any],
+    export: Callable[[Path], None],
+    needed_bytes: int,
+    best: float | None,
 ) -> None:
     """One transaction: state and a ready Hugging Face folder."""
 

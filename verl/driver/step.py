@@ -8,12 +8,13 @@ from functools import partial
 from verl.algorithms.advantages import token_rewards
 from verl.algorithms.kl_reward import adapted_coef, kl_penalty
 from verl.batch import Columns
+from verl.driver.host import StepHost
 from verl.driver.run import Run, Step
 from verl.types import Metric, Refs, derive_seed
 from verl.workers.role import Computed, UpdatePlan
 
 
-async def experience_and_update(run: Run, step: Step, refs: Refs) -> None:
+async def experience_and_update(run: Run | StepHost, step: Step, refs: Refs) -> None:
     """reference -> old log-probs -> rewards -> advantages -> optimizer steps."""
     shape = run.config.step
     needs = run.algorithm.needs(shape.updates_per_step * shape.epochs_per_step)
@@ -33,7 +34,7 @@ async def experience_and_update(run: Run, step: Step, refs: Refs) -> None:
     await run.trained(step, refs)
 
 
-async def _advantages(run: Run, step: Step, refs: Refs) -> None:
+async def _advantages(run: Run | StepHost, step: Step, refs: Refs) -> None:
     kl = run.algorithm.kl_reward
     if kl is None:
         await run.call(run.compute, "compute", refs, _plain_rewards, (), ("rewards",))
@@ -43,7 +44,9 @@ async def _advantages(run: Run, step: Step, refs: Refs) -> None:
         mean = metrics["actor/reward_kl_penalty"].value
         step.log({**metrics, "actor/reward_kl_penalty_coeff": Metric(run.kl_coef, 1, "step", "last")})
         if kl.target is not None:
-            run.kl_coef = adapted_coef(run.kl_coef, kl=mean, target=kl.target, horizon=kl.horizon, num_sequences=len(refs))
+            run.kl_coef = adapted_coef(
+                run.kl_coef, kl=mean, target=kl.target, horizon=kl.horizon, num_sequences=len(refs)
+            )
     outputs = ("advantages",)
     step.log(await run.call(run.compute, "compute", refs, run.algorithm.advantage, ("rewards",), outputs))
 

@@ -54,7 +54,9 @@ class SupervisedRun:
 
 def fit(run: SupervisedRun) -> dict[str, float]:
     """Train; the values of the last step. Raises whatever stopped it, after a save on SIGTERM."""
-    previous = signal.signal(signal.SIGTERM, lambda *_: setattr(run, "stop_requested", True)) if _in_main_thread() else None
+    previous = (
+        signal.signal(signal.SIGTERM, lambda *_: setattr(run, "stop_requested", True)) if _in_main_thread() else None
+    )
     values: dict[str, float] = {}
     try:
         for index in range(run.first_index, run.total_steps):
@@ -63,7 +65,9 @@ def fit(run: SupervisedRun) -> dict[str, float]:
                 samples = [sample_of(run.rows[draw.index], f"s{draw.draw}") for draw in _draws(run)]
             with ledger.phase("update"):
                 metrics = _call(run, "fit", samples, SFT_TERMS)
-            if _due(number, run.config.run.eval_every_steps) or (number == run.total_steps and run.config.run.eval_after):
+            if _due(number, run.config.run.eval_every_steps) or (
+                number == run.total_steps and run.config.run.eval_after
+            ):
                 with ledger.phase("evaluate"):
                     metrics |= evaluate(run)
             if _due(number, run.config.run.save_every_steps) or number == run.total_steps or run.stop_requested:
@@ -106,10 +110,14 @@ def sample_of(row: Rendered, name: str) -> Sample:
     segments = []
     for a, b in zip([0, *edges], [*edges, len(row.ids)]):
         if row.mask[a]:
-            segments.append(Segment(ids=row.ids[a:b], source="sampled", logprobs=np.zeros(b - a, np.float32), version=0))
+            segments.append(
+                Segment(ids=row.ids[a:b], source="sampled", logprobs=np.zeros(b - a, np.float32), version=0)
+            )
         else:
             segments.append(Segment(ids=row.ids[a:b], source="env" if a else "prompt"))
-    return Sample(sample_id=name, trajectory_id=name, group_id=name, purpose="train", segments=tuple(segments), reward=0.0)
+    return Sample(
+        sample_id=name, trajectory_id=name, group_id=name, purpose="train", segments=tuple(segments), reward=0.0
+    )
 
 
 def save(run: SupervisedRun, number: int) -> None:

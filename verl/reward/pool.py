@@ -61,7 +61,8 @@ class RewardPool:
 
     timeout_s: wall clock of one call, kept by killing the worker and all it started. memory_limit_mb: address space of
     a worker (and resident memory of it with its children) on top of what it has once the function is loaded, so heavy
-    imports belong at the top of the user's file. Limits on memory need Linux. Belongs to one event loop.
+    imports belong at the top of the user's file. Limits on memory need Linux. Belongs to one event loop,
+    and dies with the thread that runs it.
     """
 
     def __init__(
@@ -200,8 +201,10 @@ class RewardPool:
         task.add_done_callback(self._healing.discard)
 
     async def _heal(self, slot: _Slot) -> None:
-        await self._replace(slot)
-        self._idle.put_nowait(slot)
+        try:
+            await self._replace(slot)
+        finally:
+            self._idle.put_nowait(slot)
 
     async def _replace(self, slot: _Slot) -> None:
         """A fresh worker in the slot; the old one is gone before. On failure the slot stays empty, with the error."""

@@ -25,7 +25,7 @@ from verl.types import Invalid, Score
 
 KILL_WAIT_S = 8.0  # for the guardian to kill, reap and report; it gives up after guardian.KILL_S
 GRACE_S = 1.0  # for an idle worker to end by itself
-REPORT_WAIT_S = 1.0  # for a death to be reported after the channel broke
+REPORT_WAIT_S = 0.5  # for a death to be reported after the channel broke
 MAX_ANSWER_BYTES = 4 << 20
 
 
@@ -268,8 +268,8 @@ async def start_worker(target: Target, *, memory_limit_mb: float, start_timeout_
 
 def _launch(channel_fd: int, control_fd: int, memory_limit_mb: float) -> subprocess.Popen[bytes]:
     spec = {"channel_fd": channel_fd, "parent_pid": os.getpid(), "memory_limit_mb": memory_limit_mb}
-    # One thread each: graders are many, and the address space that thread pools reserve counts against the limit.
-    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    # One thread and one arena each: graders are many, and what threads reserve counts as address space.
+    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "MALLOC_ARENA_MAX")
     threads = {name: os.environ.get(name, "1") for name in names}
     return subprocess.Popen(
         [sys.executable, "-P", str(Path(__file__).with_name("guardian.py")), json.dumps(spec)],

@@ -21,7 +21,7 @@ def overlong_penalty(
     """
     check_overlong(max_response_tokens=max_response_tokens, buffer_tokens=buffer_tokens, penalty=penalty)
     over = (response_tokens - (max_response_tokens - buffer_tokens)) / buffer_tokens
-    return -penalty * np.clip(over, 0.0, 1.0 if cap else None)
+    return -penalty * np.clip(over, 0.0, 1.0 if cap else None) + 0.0  # no -0.0
 
 
 def check_overlong(*, max_response_tokens: int, buffer_tokens: int, penalty: float) -> None:

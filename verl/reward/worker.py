@@ -98,19 +98,24 @@ def serve(channel: socket.socket, note_baseline_mb: Callable[[float], None]) -> 
     note_baseline_mb(_resident_mb())
     limit = _limit_address_space(start_mb + init["memory_limit_mb"])
     send(channel, {"pid": me})
-    recursion = sys.getrecursionlimit()
+    tidy = functools.partial(_tidy, sys.getrecursionlimit(), os.getcwd())
     while (frame := receive(channel)) is not None:
         answer = grade(grader, settler, frame, limit)
         if os.getpid() != me:  # a child that the grader forked came back with us
             os._exit(0)
-        sys.setrecursionlimit(recursion)
-        _tidy()
+        tidy()
         send(channel, {**answer, "id": HEADER.unpack(frame[: HEADER.size])[0], "grown_mb": _address_space_mb() - start_mb})
 
 
-def _tidy() -> None:
+def _tidy(recursion_limit: int, folder: str) -> None:
     """What a call leaves behind must not hit the next sample, nor pile up."""
     signal.setitimer(signal.ITIMER_REAL, 0)
+    sys.setrecursionlimit(recursion_limit)
+    for name, fd in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None or getattr(sys, name).closed:
+            setattr(sys, name, os.fdopen(fd, "w", 1, closefd=False))
+    with contextlib.suppress(OSError):
+        os.chdir(folder)
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:  # children that ended, and that nobody waited for
             pass

@@ -128,7 +128,8 @@ function plotFrame(width, height, domain, yTicks, showY) {
   }
   const wanted = Math.max(2, Math.min(8, Math.floor(inner.w / 80)));
   for (const tick of niceTicks(x0, x1, wanted).filter((t) => Number.isInteger(t))) {
-    root.append(svg("text", { x: sx(tick), y: height - 7, class: "tick", "text-anchor": "middle" }, String(tick)));
+    const label = String(tick), tight = sx(tick) + label.length * 3.4 > width - 2;
+    root.append(svg("text", { x: tight ? width - 2 : sx(tick), y: height - 7, class: "tick", "text-anchor": tight ? "end" : "middle" }, label));
   }
   root.append(svg("line", { x1: MARGIN.left, x2: width - MARGIN.right, y1: MARGIN.top + inner.h, y2: MARGIN.top + inner.h, class: "axis" }));
   const toX = (px) => x0 + ((px - MARGIN.left) / inner.w) * (x1 - x0);

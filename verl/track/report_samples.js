@@ -36,7 +36,18 @@ const browser = {
     room.replaceChildren(bar, el("div", { class: "panes" }, n.list, n.detail));
   },
 
-  update(samples) {
+  keepOpen(samples) {
+    // A live run's choice of samples moves on; the file that is being read stays as it is.
+    const old = this.file(), holds = (file) => file && file.groups.some((group) => group.rows.some((row) => row.id === this.state.id));
+    if (!holds(old)) return samples;
+    const at = samples.files.findIndex((file) => file.kind === old.kind && file.step === old.step);
+    if (holds(samples.files[at])) return samples;
+    const files = samples.files.filter((_, i) => i !== at).concat([old]).sort((a, b) => b.kind.localeCompare(a.kind) || a.step - b.step);
+    return { ...samples, files };
+  },
+
+  update(arrived) {
+    const samples = this.keepOpen(arrived);
     this.samples = samples;
     const keys = samples.files.map((file) => file.kind + ":" + file.step), n = this.nodes;
     if (!keys.includes(this.state.file)) {

@@ -126,14 +126,15 @@ class WandbSink:
     def __init__(self, run_dir: Path, project: str, run_name: str, config: Mapping[str, Any]) -> None:
         try:
             self._wandb = importlib.import_module("wandb")
-        except ImportError:
-            raise ValueError(
-                "track.sinks has wandb, which is not installed: pip install 'verl[wandb]' (or pip install wandb)"
-            ) from None
+        except ModuleNotFoundError as fault:
+            if fault.name != "wandb":
+                raise  # it is there but broken: its own message says what is missing
+            raise ValueError("track.sinks has wandb, which is not installed: pip install 'verl[wandb]'") from None
         offline = "WANDB_MODE" not in os.environ and not getattr(self._wandb.api, "api_key", None)
         self._run = self._wandb.init(
             project=project, name=run_name, dir=str(run_dir), config=dict(config), id=self._identity(run_dir),
             resume=None if offline else "allow", mode="offline" if offline else None,
+            settings=self._wandb.Settings(console="off"),
         )  # fmt: skip
         self._run.define_metric("training/global_step")
         self._run.define_metric("*", step_metric="training/global_step")

@@ -19,7 +19,6 @@ from verl.transfer_queue.base import TransferQueue
 from verl.types import Metric, Metrics, Refs, Sample, merge_metrics, ref_of
 from verl.weight_sync.base import Snapshot, take_snapshot
 
-
 Computed = Mapping[str, Tensor | Metric]
 """What a `compute` function returns: columns [L] by name, and metrics by theirs."""
 

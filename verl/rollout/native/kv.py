@@ -102,7 +102,7 @@ class PrefixStore:
         self.clear()
 
     def clear(self) -> None:
-        self._entries: OrderedDict[tuple[int, int], Prefix] = OrderedDict()  # (length, hash of all ids)
+        self._entries: OrderedDict[bytes, Prefix] = OrderedDict()  # by the bytes of the ids
         self._heads: dict[tuple[int, int], Prefix] = {}  # (length, hash of the first `length` ids)
         self._lengths: Counter[int] = Counter()  # of the heads
         self.tokens = 0
@@ -111,58 +111,57 @@ class PrefixStore:
     def nbytes(self) -> int:
         return sum(entry.kv.nbytes + entry.hidden.nbytes for entry in self._entries.values())
 
-    def get(self, ids: np.ndarray) -> Prefix | None:
-        """The entry of exactly these ids."""
-        key = (len(ids), int(prefix_hashes(ids)[-1]))
+    def get(self, key: bytes) -> Prefix | None:
+        """The entry of exactly the ids with these bytes."""
         entry = self._entries.get(key)
-        if entry is None or not np.array_equal(entry.ids, ids):
-            return None
-        self._entries.move_to_end(key)
+        if entry is not None:
+            self._entries.move_to_end(key)
         return entry
 
     def longest(self, ids: np.ndarray) -> Tensor | None:
         """KV [layers, 2, K, P, D] of the longest stored proper prefix of `ids` that is worth continuing."""
-        hashes = prefix_hashes(ids)
-        for length in sorted((n for n in self._lengths if n < len(ids)), reverse=True):
+        lengths = sorted((n for n in self._lengths if n < len(ids)), reverse=True)
+        hashes = _prefix_hashes(ids) if lengths else ids
+        for length in lengths:
             entry = self._heads.get((length, int(hashes[length - 1])))
             if entry is not None and np.array_equal(entry.ids[:length], ids[:length]):
-                self._entries.move_to_end(_head_keys(entry.ids)[-1])
+                self._entries.move_to_end(entry.ids.tobytes())
                 return entry.kv[:, :, :, :length]
         return None
 
     def put(self, entry: Prefix) -> None:
+        key = entry.ids.tobytes()
+        assert key not in self._entries, "a stored prompt was computed again"
         if len(entry.ids) > self._max_tokens:
             return
-        keys = _head_keys(entry.ids)
-        if keys[-1] in self._entries:
-            self._drop(self._entries.pop(keys[-1]))
         while self.tokens + len(entry.ids) > self._max_tokens:
             self._drop(self._entries.popitem(last=False)[1])
-        self._entries[keys[-1]] = entry
+        self._entries[key] = entry
         self.tokens += len(entry.ids)
-        for key in keys:
-            if key[0] >= MIN_REUSE and key not in self._heads:
-                self._heads[key] = entry
-                self._lengths[key[0]] += 1
+        for head in _head_keys(entry.ids):
+            if head not in self._heads:
+                self._heads[head] = entry
+                self._lengths[head[0]] += 1
 
     def _drop(self, entry: Prefix) -> None:
         self.tokens -= len(entry.ids)
-        for key in _head_keys(entry.ids):
-            if self._heads.get(key) is entry:
-                del self._heads[key]
-                self._lengths[key[0]] -= 1
-                if not self._lengths[key[0]]:
-                    del self._lengths[key[0]]
+        for head in _head_keys(entry.ids):
+            if self._heads.get(head) is entry:
+                del self._heads[head]
+                self._lengths[head[0]] -= 1
+                if not self._lengths[head[0]]:
+                    del self._lengths[head[0]]
 
 
 def _head_keys(ids: np.ndarray) -> list[tuple[int, int]]:
-    """(length, hash) of every prefix from which a stored prompt can be continued; the whole prompt is the last."""
-    hashes = prefix_hashes(ids)
-    lengths = [*range(REUSE_STEP, len(ids), REUSE_STEP), len(ids)]
-    return [(length, int(hashes[length - 1])) for length in lengths]
+    """(length, hash) of every prefix from which a stored prompt can be continued, its whole length included."""
+    if len(ids) < MIN_REUSE:
+        return []
+    hashes = _prefix_hashes(ids)
+    return [(n, int(hashes[n - 1])) for n in (*range(REUSE_STEP, len(ids), REUSE_STEP), len(ids))]
 
 
-def prefix_hashes(ids: np.ndarray) -> np.ndarray:
+def _prefix_hashes(ids: np.ndarray) -> np.ndarray:
     """ids [P] -> uint64 [P], a polynomial hash of every prefix."""
     powers = np.full(len(ids), 0x9E3779B97F4A7C15, np.uint64)
     powers[0] = 1

@@ -63,6 +63,7 @@ def feed_forward(x: Tensor, layer: Layer, shape: Shape) -> Tensor:
 # ---- decode: one token for each of n rows --------------------------------------------------------------------------
 
 
+@torch.inference_mode()
 def decode(
     weights: Weights, shape: Shape, cache: SlotCache, rotary: Tensor, tokens: Tensor, positions: Tensor, lo: int,
     width: int,
@@ -107,6 +108,7 @@ class Chunk:
     past: Tensor
 
 
+@torch.inference_mode()
 def prefill(weights: Weights, shape: Shape, table: RotaryTable, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
     """-> KV [layers, 2, K, T, D] and final hidden states [T, hidden] of the packed tokens, in the order of chunks."""
     lengths = [len(c.ids) for c in chunks]

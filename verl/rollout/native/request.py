@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from verl.rollout.base import Completion, DecodeFn
-from verl.rollout.native.sampler import Draw, mix64, uniforms
+from verl.rollout.native.sampler import Draw, stream_of, uniforms
 from verl.types import Sampling, StopReason
 
 RUNNING, EOS, STOP, LENGTH, CONTEXT_FULL = range(5)  # codes of a row; the names are those of types.StopReason
@@ -32,9 +32,8 @@ class Request:
     cached_tokens: int = 0
     order: int = 0  # of submission; preempted requests go back in this order
 
-    def mark(self, version: int) -> None:
-        """Tokens from here on are sampled under `version`."""
-        start = len(self.ids)
+    def mark(self, version: int, start: int) -> None:
+        """Tokens from `start` on are sampled under `version`."""
         if self.marks and self.marks[-1][1] == start:
             self.marks.pop()
         if not self.marks or self.marks[-1][0] != version:
@@ -108,7 +107,7 @@ class Rows:
         self._top_k[row] = sampling.top_k
         self._top_p[row] = sampling.top_p
         self._min_p[row] = sampling.min_p
-        self._stream[row] = mix64(np.asarray([sampling.seed & (2**64 - 1)], np.uint64))[0]
+        self._stream[row] = stream_of(sampling.seed)
         self._reserve(tokens + 1)
         self._ids[row, :tokens] = request.ids
         self._logprobs[row, :tokens] = request.logprobs

@@ -12,21 +12,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-GAMMA = np.uint64(0x9E3779B97F4A7C15)
+MASK = 2**64 - 1
+GAMMA, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB  # splitmix64
 BLOCK = 256  # tokens per block of the two-level inverse CDF: cumsum is scalar on CPU, a block sum is vectorised
 
 
-def mix64(z: np.ndarray) -> np.ndarray:
-    """The finaliser of splitmix64 over uint64 [n]."""
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return z ^ (z >> np.uint64(31))
+def stream_of(seed: int) -> np.uint64:
+    """A request's stream: its seed, mixed, so that neighbouring seeds share nothing."""
+    z = seed & MASK
+    z = (z ^ (z >> 30)) * MIX_1 & MASK
+    z = (z ^ (z >> 27)) * MIX_2 & MASK
+    return np.uint64(z ^ (z >> 31))
 
 
 def uniforms(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """streams = mix64(seed) uint64 [n], positions of the drawn token in its response [n] -> float64 [n] in [0, 1)."""
-    z = mix64(streams + (positions.astype(np.uint64) + np.uint64(1)) * GAMMA)
-    return (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    """streams uint64 [n], positions of the drawn token in its response [n] -> float64 [n] in [0, 1)."""
+    z = streams + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(GAMMA)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(MIX_1)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(MIX_2)
+    return ((z ^ (z >> np.uint64(31))) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 @dataclass(frozen=True, slots=True)

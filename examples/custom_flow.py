@@ -1,0 +1,61 @@
+"""A dataflow of your own from Roles and Refs: best-of-n distillation (rejection sampling) in 40 lines.
+
+Sample n answers per problem, keep the right ones, train on them by maximum likelihood. No loop of the framework is
+used: only a rollout engine, a queue, a role and a term. Run: python examples/custom_flow.py MODEL_FOLDER [rounds]
+"""
+
+import asyncio
+import itertools
+import sys
+from pathlib import Path
+
+from transformers import AutoTokenizer
+from verl.rollout.native.engine import NativeEngine
+
+from verl.algorithms.terms import Term, nll
+from verl.model_engine.fsdp import FSDPEngine, load_causal_lm
+from verl.model_engine.optim import OptimSpec
+from verl.recipes import arithmetic as task
+from verl.transfer_queue.memory import MemoryQueue
+from verl.types import Sample, Sampling, Segment, as_ids, derive_seed
+from verl.weight_sync.local import LocalCheckpointEngine
+from verl.workers.inproc import InprocGroup
+from verl.workers.role import Role, UpdatePlan
+
+
+async def main(model_path: str, rounds: int = 4, problems_per_round: int = 64, n: int = 8) -> list[float]:
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    policy = FSDPEngine(load_causal_lm(Path(model_path)), optim=OptimSpec(lr=1e-4), dtype="float32")
+    rollout = NativeEngine(policy.model.config, max_context_tokens=64, eos_token_ids=(tokenizer.eos_token_id,), dtype="float32")
+    queue, sync = MemoryQueue(), LocalCheckpointEngine(probes=(), tolerance=1e-3)
+    actor = InprocGroup("actor", Role("actor", queue, policy))
+    terms = (Term(name="nll", fn=nll, aggregate="token-mean"),)
+    problems, shares = task.problems(0, held=False), []
+    for version in range(rounds):
+        await sync.publish(actor, [rollout], version=version, fenced=True, on_inflight="wait", timeout_s=60)
+        drawn = list(itertools.islice(problems, problems_per_round))
+        prompts = [as_ids(tokenizer(f"<|user|>{task.prompt(p)}<|end|><|assistant|>")["input_ids"]) for p in drawn]
+        seats = [(g, i) for g in range(len(drawn)) for i in range(n)]
+        found = await asyncio.gather(*(
+            rollout.generate(f"{g}/{i}", prompts[g], Sampling(max_tokens=48, seed=derive_seed(version, g, i)), prefix_key=str(g))
+            for g, i in seats
+        ))  # fmt: skip
+        right = [task.compute_score("", tokenizer.decode(c.ids, skip_special_tokens=True), str(task.answer(drawn[g]))) for (g, _), c in zip(seats, found)]
+        samples = [
+            Sample(sample_id=f"{version}/{g}/{i}", trajectory_id=f"{version}/{g}/{i}", group_id=f"{version}/{g}", purpose="train", reward=1.0,
+                   segments=(Segment(ids=prompts[g], source="prompt"), Segment(ids=c.ids, source="sampled", logprobs=c.logprobs, version=version)))
+            for (g, i), c, ok in zip(seats, found, right) if ok
+        ]  # fmt: skip
+        shares.append(sum(right) / len(right))
+        print(f"round {version}: {shares[-1]:.3f} of {len(right)} answers right", flush=True)
+        if samples:
+            refs = queue.put(samples)
+            await asyncio.wrap_future(actor.submit("update", UpdatePlan((refs,), terms)))
+            queue.drop(refs)
+    await rollout.close()
+    actor.close()
+    return shares
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], *map(int, sys.argv[2:])))

@@ -1,0 +1,145 @@
+"""Data workers that die, hang or refuse: an error with its cause, before a deadline, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl.data.parallel import WorkerDied, run_chunks
+
+
+@dataclass
+class Bad:
+    """A job that misbehaves at one row."""
+
+    how: str
+    at: int = 5
+
+    def __call__(self, rows: Sequence[int], progress: Callable[[int], None]) -> list[int]:
+        for done, row in enumerate(rows):
+            if self.how == "slow":
+                time.sleep(0.6)
+            elif row == self.at:
+                self.misbehave()
+            progress(done + 1)
+        return list(rows)
+
+    def misbehave(self) -> None:
+        if self.how == "exit":
+            print("last words", file=sys.stderr, flush=True)
+            os._exit(3)
+        elif self.how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.how == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif self.how == "hang":
+            time.sleep(600)
+        elif self.how == "bug":
+            raise KeyError("our bug")
+        elif self.how == "refuse":
+            raise ValueError("a.jsonl:6: no prompt")
+
+
+class DiesWhenLoaded:
+    def __reduce__(self) -> Any:
+        return (os._exit, (4,))
+
+
+class HangsWhenLoaded:
+    def __reduce__(self) -> Any:
+        return (time.sleep, (600,))
+
+
+def run(job: Any, timeout_s: float = 60.0, workers: int = 1) -> list[int]:
+    chunks = ([2 * k, 2 * k + 1] for k in range(6))
+    return [r for c in run_chunks(job, chunks, num_workers=workers, timeout_s=timeout_s) for r in c]
+
+
+def leftovers() -> list[Path]:
+    return list(Path(tempfile.gettempdir()).glob("verl-data-*"))
+
+
+@pytest.fixture(autouse=True)
+def own_temp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("exit", r"exited with status 3 \(in rows [56] to 6\). Its last output:\nlast words"),
+        ("kill", r"killed by SIGKILL \(the kernel kills so when memory is short.*\(in rows [56] to 6\)"),
+        ("bug", r"(?s)exited with status 1 .*KeyError: 'our bug'"),
+    ],
+)
+def test_a_dead_worker_is_an_error_with_its_cause(how: str, message: str) -> None:
+    with pytest.raises(WorkerDied, match=message):
+        run(Bad(how))
+    assert leftovers() == []
+
+
+@pytest.mark.parametrize("how", ["hang", "stop"])
+def test_a_silent_worker_meets_its_deadline(how: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(WorkerDied, match=r"made no progress for 4 s \((in rows [56] to 6|while)"):
+        run(Bad(how), timeout_s=4)
+    assert time.monotonic() - start < 60 and leftovers() == []
+
+
+def test_a_slow_chunk_that_makes_progress_is_not_late() -> None:
+    rows = list(range(9))  # 5.4 s
+    assert list(run_chunks(Bad("slow"), [rows], num_workers=1, timeout_s=4)) == [rows]
+
+
+def test_a_refused_row_comes_in_its_turn_and_as_it_was_said() -> None:
+    results = run_chunks(Bad("refuse"), ([2 * k, 2 * k + 1] for k in range(6)), num_workers=2, timeout_s=60)
+    assert [next(results), next(results)] == [[0, 1], [2, 3]]
+    with pytest.raises(ValueError, match=r"^a\.jsonl:6: no prompt$"):
+        next(results)
+    assert leftovers() == []
+
+
+def test_a_job_that_cannot_be_loaded_or_sent() -> None:
+    with pytest.raises(WorkerDied, match=r"exited with status 4 \(while loading the tokenizer\)"):
+        run(DiesWhenLoaded())
+    with pytest.raises(ValueError, match=r"cannot be sent to worker processes .*data\.num_workers=0"):
+        run(lambda rows, progress: rows)
+
+
+def test_no_worker_outlives_a_killed_parent(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from verl.data.parallel import run_chunks\n"
+        "from test_data_workers import Bad\n"
+        "it = run_chunks(Bad('none'), ([k] for k in range(9)), num_workers=2, timeout_s=60)\n"
+        "next(it); print('working', flush=True); time.sleep(600)\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])}
+    env["TMPDIR"] = str(tmp_path / "tmp")
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=env)
+    assert parent.stdout is not None and parent.stdout.readline() == b"working\n"
+    children = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+    assert len(children) == 2
+    parent.kill()
+    parent.wait(timeout=30)
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline and (leftovers() or any(alive(int(c)) for c in children)):
+        time.sleep(0.05)
+    assert leftovers() == [] and not any(alive(int(c)) for c in children)
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

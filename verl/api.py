@@ -1,0 +1,303 @@
+"""The Python face: the forms that public introductions show, on the same roles, step and loop as `verl train`."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import importlib.util
+import inspect
+import json
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from verl.algorithms.table import TABLE, Algorithm, resolve
+from verl.config.load import load_config
+from verl.config.schema import Config
+from verl.driver.assemble import decoder, device_of, rollout_engine
+from verl.driver.host import StepHost
+from verl.driver.launch import Finished, run_rl
+from verl.driver.run import Step
+from verl.driver.step import experience_and_update
+from verl.model_engine.fsdp import FSDPEngine, load_causal_lm
+from verl.model_engine.optim import OptimSpec
+from verl.rollout.base import Completion, RolloutEngine
+from verl.track.metrics import TimeLedger, reduce
+from verl.transfer_queue.memory import MemoryQueue
+from verl.types import Refs, Sample, Sampling, Segment, as_ids, derive_seed
+from verl.weight_sync.base import take_snapshot
+from verl.workers.inproc import InprocGroup
+from verl.workers.role import Role
+
+
+class AutoModelForCausalLMWithValueHead:
+    """A causal LM from a Hugging Face folder. The value head is the critic's, made when an algorithm has one."""
+
+    def __init__(self, pretrained_model: nn.Module, path: Path) -> None:
+        self.pretrained_model = pretrained_model
+        self.path = path
+
+    @classmethod
+    def from_pretrained(cls, path: str | Path) -> AutoModelForCausalLMWithValueHead:
+        """Raises ValueError if `path` is not a model folder (no hub is asked)."""
+        return cls(load_causal_lm(Path(path)), Path(path))
+
+
+def create_reference_model(model: AutoModelForCausalLMWithValueHead) -> AutoModelForCausalLMWithValueHead:
+    """A frozen copy of the model as it is now."""
+    copied = copy.deepcopy(model.pretrained_model)
+    for p in copied.parameters():
+        p.requires_grad_(False)
+    return AutoModelForCausalLMWithValueHead(copied, model.path)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerlConfig:
+    """algorithm: a name of the table, in any case · batch_size: queries per step · max_length: prompt and answer, tokens.
+
+    rollout_backend: not installed -> the embedded engine, with one warning.
+    """
+
+    algorithm: str = "GRPO"
+    batch_size: int = 1
+    rollout_backend: str = "native"
+    max_length: int = 128
+    samples_per_prompt: int = 1
+    learning_rate: float = 1e-6
+    temperature: float = 1.0
+    dtype: str = "float32"
+    gradient_checkpointing: bool = False
+    seed: int = 0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the algorithm's row (clip_high, kl_loss_coef, ...)."""
+
+
+class VerlTrainer:
+    """generate_rollout -> your reward -> step, as often as you like. Weights are synced after every step."""
+
+    def __init__(
+        self, *, config: VerlConfig, model: AutoModelForCausalLMWithValueHead, tokenizer: Any,
+        ref_model: AutoModelForCausalLMWithValueHead | None = None,
+    ) -> None:  # fmt: skip
+        self.config = config
+        self.tokenizer = tokenizer
+        name = config.algorithm.lower().replace("-", "_").replace("++", "_plus_plus")
+        if name not in TABLE:
+            raise ValueError(f"algorithm={config.algorithm!r} is not in the table: {', '.join(TABLE)}")
+        self.algorithm = resolve(name, _facade_settings(name, config, ref_model is not None))
+        if config.samples_per_prompt < self.algorithm.group.least:
+            warnings.warn(
+                f"{config.algorithm} compares the answers to one query, and {config.samples_per_prompt} per query carries no "
+                f"signal; set VerlConfig(samples_per_prompt={max(4, self.algorithm.group.least)})", stacklevel=2,
+            )  # fmt: skip
+        inner = _inner_config(config, model.path)
+        device = device_of(inner)
+        queue = MemoryQueue()
+        self._queue = queue
+        self._engine = FSDPEngine(
+            model.pretrained_model, optim=OptimSpec(lr=config.learning_rate), dtype=config.dtype, device=device,
+            gradient_checkpointing=config.gradient_checkpointing, source_dir=model.path,
+        )  # fmt: skip
+        self._host = StepHost(
+            config=inner, algorithm=self.algorithm, actor=InprocGroup("actor", Role("actor", queue, self._engine)),
+            ref=_reference(self.algorithm, ref_model, queue, config, device), compute=InprocGroup("compute", Role("compute", queue)),
+        )  # fmt: skip
+        self._loop = asyncio.new_event_loop()
+        self._rollout = _embedded(inner, self._engine.model.config, tokenizer, device)
+        self._decode = decoder(tokenizer)
+        self._last: dict[tuple[str, str], list[Completion]] = {}
+        self._steps, self._version, self._calls = 0, -1, 0
+        self._sync()
+
+    def generate_rollout(self, queries: Sequence[str]) -> list[str] | list[list[str]]:
+        """One answer per query, or a list of `samples_per_prompt` per query when that is more than 1."""
+        n = self.config.samples_per_prompt
+        plays, self._last = [], {}
+        for q, query in enumerate(queries):
+            ids = self._ids(query)
+            room = self.config.max_length - len(ids)
+            if room < 1:
+                raise ValueError(f"query {q} has {len(ids)} tokens and VerlConfig.max_length={self.config.max_length}: no room to answer")
+            for i in range(n):
+                seed = derive_seed(self.config.seed, "facade", self._calls, q, i)
+                sampling = Sampling(max_tokens=room, temperature=self.config.temperature, seed=seed)
+                plays.append(self._rollout.generate(f"{self._calls}/{q}/{i}", ids, sampling, prefix_key=f"{self._calls}/{q}"))
+        self._calls += 1
+        found = self._loop.run_until_complete(_gather(plays))
+        texts = [self._decode(c.ids.tolist()) for c in found]
+        for k, (text, completion) in enumerate(zip(texts, found, strict=True)):
+            self._last.setdefault((queries[k // n], text), []).append(completion)
+        return texts if n == 1 else [texts[i * n : (i + 1) * n] for i in range(len(queries))]
+
+    def step(
+        self, queries: Sequence[str], responses: Sequence[str] | Sequence[Sequence[str]], rewards: Sequence[float] | Sequence[Sequence[float]]
+    ) -> dict[str, float]:
+        """One step of the algorithm on these answers; the metrics. Several answers per query: lists of equal shape."""
+        if not len(queries) == len(responses) == len(rewards):
+            raise ValueError(f"{len(queries)} queries, {len(responses)} responses and {len(rewards)} rewards: must be as many")
+        samples = []
+        for q, (query, answers, scores) in enumerate(zip(queries, responses, rewards, strict=True)):
+            answers_of = [answers] if isinstance(answers, str) else list(answers)
+            scores_of = [float(x) for x in np.atleast_1d(np.asarray(scores, float))]
+            if len(answers_of) != len(scores_of):
+                raise ValueError(f"query {q} has {len(answers_of)} responses and {len(scores_of)} rewards")
+            samples += [self._sample(q, i, query, text, score) for i, (text, score) in enumerate(zip(answers_of, scores_of))]
+        refs: Refs = self._queue.put([s for s in samples if s.loss_tokens])
+        record = Step(self._steps, TimeLedger())
+        self._loop.run_until_complete(experience_and_update(self._host, record, refs))
+        self._queue.drop(refs)
+        self._steps += 1
+        self._sync()
+        return {**reduce(record.metrics), "critic/rewards/mean": float(np.mean([s.reward for s in samples]))}
+
+    def save_pretrained(self, path: str | Path) -> None:
+        """A Hugging Face folder of the policy as it is now."""
+        from verl.checkpoint.hf import export_hf
+
+        assert self._engine.source_dir is not None
+        export_hf(Path(path), tensors=self._engine.weights(), source_dir=self._engine.source_dir)
+
+    def close(self) -> None:
+        self._loop.run_until_complete(self._rollout.close())
+        self._host.close()
+        self._loop.close()
+
+    def _ids(self, query: str) -> np.ndarray:
+        return as_ids(self.tokenizer(query)["input_ids"])
+
+    def _sample(self, q: int, i: int, query: str, text: str, reward: float) -> Sample:
+        """The sampled ids where the answer is one of ours; a text of the user's own is tokenised."""
+        known = self._last.get((query, text))
+        name = f"s{self._steps}/{q}/{i}"
+        if known:
+            done = known.pop(0)
+            sampled = Segment(ids=done.ids, source="sampled", logprobs=done.logprobs, version=self._version)
+        else:
+            ids = as_ids(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+            sampled = Segment(ids=ids, source="sampled", logprobs=np.zeros(len(ids), np.float32), version=self._version)
+        return Sample(
+            sample_id=name, trajectory_id=name, group_id=f"s{self._steps}/{q}", purpose="train",
+            segments=(Segment(ids=self._ids(query), source="prompt"), sampled), temperature=self.config.temperature, reward=reward,
+        )  # fmt: skip
+
+    def _sync(self) -> None:
+        self._version += 1
+        source: Any = take_snapshot(self._engine, self._version, (), copy=False)
+        self._loop.run_until_complete(self._rollout.load_weights(source))
+
+
+async def _gather(plays: Sequence[Any]) -> list[Completion]:
+    return list(await asyncio.gather(*plays))
+
+
+def _facade_settings(name: str, config: VerlConfig, has_reference: bool) -> dict[str, Any]:
+    """The preset, with its KL terms only if a reference model was given; lengths from max_length."""
+    out = dict(config.settings)
+    if not has_reference:
+        out = {"kl_loss_coef": 0.0, "kl_reward_coef": 0.0, **out}
+    if TABLE[name].aggregation == "seq-mean-token-sum-norm":
+        out.setdefault("horizon_tokens", config.max_length)
+    return out
+
+
+def _inner_config(config: VerlConfig, path: Path) -> Config:
+    inner = Config()
+    inner.model.path, inner.model.dtype = str(path), config.dtype
+    inner.data.max_prompt_tokens = config.max_length
+    inner.rollout.max_response_tokens = 1  # max_length counts prompt and answer together
+    inner.rollout.engine = _backend(config.rollout_backend)
+    inner.step.prompts_per_step, inner.step.samples_per_prompt = config.batch_size, config.samples_per_prompt
+    inner.run.seed = config.seed
+    return inner
+
+
+def _backend(name: str) -> str:
+    if name in ("native", "hf"):
+        return name
+    package = {"vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt_llm"}.get(name)
+    if package is None:
+        raise ValueError(f"rollout_backend={name!r}: native, hf, vllm, sglang or trtllm")
+    why = "is not installed" if importlib.util.find_spec(package) is None else "has no adapter in this version"
+    warnings.warn(f"rollout_backend={name!r} {why}; using the embedded engine", stacklevel=4)
+    return "native"
+
+
+def _embedded(config: Config, hf_config: Any, tokenizer: Any, device: str) -> RolloutEngine:
+    """native where it knows the architecture, else transformers' own generation."""
+    try:
+        return rollout_engine(config, hf_config, tokenizer, device)
+    except ValueError:
+        config.rollout.engine = "hf"
+        return rollout_engine(config, hf_config, tokenizer, device)
+
+
+def _reference(
+    algorithm: Algorithm, ref_model: AutoModelForCausalLMWithValueHead | None, queue: MemoryQueue, config: VerlConfig, device: str
+) -> InprocGroup | None:
+    if ref_model is None or "ref_logprobs" not in algorithm.needs(1):
+        return None
+    engine = FSDPEngine(ref_model.pretrained_model, dtype=config.dtype, device=device)
+    return InprocGroup("reference", Role("reference", queue, engine))
+
+
+class GRPOTrainer:
+    """`verl train algorithm=grpo` from Python: the same loop, checkpoints and report.
+
+    model: a Hugging Face folder · train_data: rows (dicts in verl's format) or a file · reward: a function of a module
+    or file, with compute_score's signature (it runs in killable workers); None: by data_source · overrides: any keys of
+    `verl show config` as "key=value".
+    """
+
+    algorithm_name = "grpo"
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        train_data: str | Path | Sequence[Mapping[str, Any]],
+        reward: Callable[..., Any] | None = None,
+        eval_data: str | Path | Sequence[Mapping[str, Any]] | None = None,
+        overrides: Sequence[str] = (),
+    ) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="verl-data-")
+        self.args = [f"algorithm.name={self.algorithm_name}", f"model.path={model}", f"data.train_files=[{self._file(train_data, 'train')}]"]
+        if eval_data is not None:
+            self.args.append(f"data.eval_files=[{self._file(eval_data, 'eval')}]")
+        if reward is not None:
+            path, name = _importable(reward)
+            self.args += [f"reward.path={path}", f"reward.name={name}"]
+        self.args += list(overrides)
+
+    def train(self, steps: int | None = None) -> Finished:
+        """Run to the end; ValueError for what the configuration refuses."""
+        return run_rl(load_config([*self.args, *([f"run.total_steps={steps}"] if steps is not None else [])]))
+
+    def _file(self, data: str | Path | Sequence[Mapping[str, Any]], name: str) -> str:
+        if isinstance(data, str | Path):
+            return str(data)
+        path = Path(self._folder.name) / f"{name}.jsonl"
+        path.write_text("".join(json.dumps(dict(row)) + "\n" for row in data))
+        return str(path)
+
+
+class DAPOTrainer(GRPOTrainer):
+    """`verl train algorithm=dapo` from Python."""
+
+    algorithm_name = "dapo"
+
+
+def _importable(fn: Callable[..., Any]) -> tuple[str, str]:
+    """(file, name) of a reward function: its workers are other processes, which import it anew."""
+    source = inspect.getsourcefile(fn)
+    if source is None or "<locals>" in fn.__qualname__ or fn.__name__ == "<lambda>":
+        raise ValueError(
+            f"reward={fn.__qualname__}: rewards run in killable worker processes, which must be able to import them; "
+            "define the function at the top level of a file"
+        )
+    return source, fn.__qualname__

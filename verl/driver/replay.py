@@ -1,0 +1,159 @@
+"""`verl train --replay STEP`: recompute a recorded step from samples/ and say equal, or what differs first.
+
+From the newest checkpoint before the step (or the start weights), every step up to it is trained again on its recorded
+samples; the step's own log-probs, advantages and gradient norm are compared with what was recorded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from verl.checkpoint.store import CheckpointStore
+from verl.config.load import load_config, read_config
+from verl.config.schema import Config
+from verl.driver import state as train_state
+from verl.driver.assemble import algorithm_of, device_of, policy_engine, reference_role, set_up_process
+from verl.driver.host import StepHost
+from verl.driver.run import Step
+from verl.driver.step import experience_and_update
+from verl.track.metrics import TimeLedger, reduce
+from verl.track.samples import SampleRow, read_samples, sample_steps
+from verl.track.sinks import read_metrics
+from verl.transfer_queue.memory import MemoryQueue
+from verl.types import Refs, Sample, Segment
+from verl.workers.inproc import InprocGroup
+from verl.workers.role import Role
+
+COMPARED = ("old_logprobs", "ref_logprobs", "advantages")
+COMPARED_METRICS = ("actor/pg_loss", "actor/grad_norm", "actor/entropy")
+
+
+def replay(args: Sequence[str], number: int) -> int:
+    """0: equal. 1: something differs (printed). ValueError: the step cannot be replayed, and why."""
+    import asyncio
+
+    config, run_dir = _recorded(args)
+    recorded = sample_steps(run_dir)
+    if number not in recorded:
+        raise ValueError(f"{run_dir} has no samples of step {number}; recorded: {_span(recorded)}")
+    differences = asyncio.run(_replay(config, run_dir, number))
+    if not differences:
+        print(f"step {number}: equal ({', '.join((*COMPARED, *COMPARED_METRICS))})")
+        return 0
+    print(f"step {number}: {differences[0]}")
+    for text in differences[1:5]:
+        print(f"  also: {text}")
+    return 1
+
+
+def _recorded(args: Sequence[str]) -> tuple[Config, Path]:
+    """The run named on the command line, with the configuration that it recorded."""
+    if any(a.partition("=")[0] in ("recipe", "model.path") for a in args):
+        asked = load_config(args).config
+        run_dir = Path(asked.run.root_dir) / asked.run.name
+    else:
+        given = dict(a.partition("=")[::2] for a in args)
+        run_dir = Path(given.get("run.root_dir", "runs")) / given.get("run.name", "run")
+    if not (run_dir / "config.yaml").is_file():
+        raise ValueError(f"{run_dir} has no config.yaml: not a run; name it with run.name= and run.root_dir=")
+    return read_config(run_dir / "config.yaml"), run_dir
+
+
+async def _replay(config: Config, run_dir: Path, number: int) -> list[str]:
+    set_up_process(config)
+    store = CheckpointStore(run_dir / "checkpoints")
+    base = max((s for s in store.steps() if s < number), default=0)
+    missing = sorted(set(range(base + 1, number + 1)) - set(sample_steps(run_dir)))
+    if missing:
+        raise ValueError(
+            f"steps {_span(missing)} have no samples, and no checkpoint lies between them and step {number}"
+        )
+    algorithm, queue, device = algorithm_of(config.algorithm), MemoryQueue(), device_of(config)
+    engine = policy_engine(config, device, run_dir)
+    run = StepHost(
+        config=config, algorithm=algorithm, ref=reference_role(config, algorithm, queue, device),
+        actor=InprocGroup("actor", Role("actor", queue, engine, share_prefix=config.model.share_prefix)),
+        compute=InprocGroup("compute", Role("compute", queue)),
+    )  # fmt: skip
+    if base:
+        state = train_state.read(run_dir / "checkpoints" / f"step_{base}")
+        await run.call(run.actor, "load_state", state["policy"])
+        run.kl_coef = float(state["controllers"]["kl_coef"])
+    for n in range(base + 1, number + 1):
+        rows = read_samples(run_dir, n)
+        refs = queue.put([_sample(row) for row in rows])
+        step = Step(n - 1, TimeLedger())
+        await experience_and_update(run, step, refs)
+        if n == number:
+            found = _differences(rows, refs, queue) + _metric_differences(run_dir, number, reduce(step.metrics))
+            run.close()
+            return found
+        queue.drop(refs)
+    raise AssertionError("unreachable: the last step returns")
+
+
+def _sample(row: SampleRow) -> Sample:
+    """A recorded row as a sample: runs of equal mask are its segments."""
+    mask = row.response_mask.astype(bool)
+    edges = [0, *(np.flatnonzero(np.diff(mask.astype(np.int8))) + 1), len(mask)]
+    segments = [Segment(ids=row.prompt_ids, source="prompt")]
+    assert row.rollout_logprobs is not None
+    for a, b in zip(edges, edges[1:]):
+        if mask[a]:
+            segments.append(
+                Segment(
+                    ids=row.response_ids[a:b],
+                    source="sampled",
+                    logprobs=row.rollout_logprobs[a:b],
+                    version=row.version_min,
+                )
+            )
+        else:
+            segments.append(Segment(ids=row.response_ids[a:b], source="env"))
+    return Sample(
+        sample_id=row.sample_id, trajectory_id=row.trajectory_id, group_id=row.group_id, purpose=row.purpose,
+        segments=tuple(segments), temperature=row.temperature, reward=row.reward, components=row.components,
+        outcome=row.outcome, truncated=row.stop_reason == "length",
+    )  # fmt: skip
+
+
+def _differences(rows: Sequence[SampleRow], refs: Refs, queue: MemoryQueue) -> list[str]:
+    out = []
+    for name in COMPARED:
+        column = name if queue.has(refs, name) else {"old_logprobs": "train_logprobs"}.get(name, "")
+        if not column or not queue.has(refs, column):
+            continue
+        found = queue.read(refs, (column,))[column]
+        for i, row in enumerate(rows):
+            recorded = _recorded_column(row, name)
+            if recorded is None:
+                continue
+            was, now = recorded[row.response_mask.astype(bool)], found.row(i).numpy().astype(np.float32)
+            if not np.array_equal(was, now):
+                at = int(np.flatnonzero(was != now)[0])
+                out.append(
+                    f"{name} of {row.sample_id} differs first at trainable token {at}: recorded {was[at]:.9g}, now {now[at]:.9g}"
+                )
+                break
+    return out
+
+
+def _recorded_column(row: SampleRow, name: str) -> np.ndarray | None:
+    return {"old_logprobs": row.old_logprobs, "ref_logprobs": row.ref_logprobs, "advantages": row.advantages}[name]
+
+
+def _metric_differences(run_dir: Path, number: int, now: dict[str, float]) -> list[str]:
+    was = next((line.values for line in read_metrics(run_dir) if line.step == number), {})
+    return [
+        f"{name} was {was[name]:.9g}, now {now[name]:.9g}"
+        for name in COMPARED_METRICS
+        if name in was and name in now and not math.isclose(was[name], now[name], rel_tol=1e-12)
+    ]
+
+
+def _span(steps: Sequence[int]) -> str:
+    return "none" if not steps else str(steps[0]) if len(steps) == 1 else f"{steps[0]}..{steps[-1]}"

@@ -1,0 +1,177 @@
+"""The synchronous half of an engine: who waits, who is resident, what one step does. Knows no asyncio and no model.
+
+A `Runner` is the mechanism underneath (weights, KV, forward pass); the native and the HF engine differ in that alone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from verl.rollout.base import Completion, DecodeFn, WeightSource
+from verl.rollout.native.request import REASONS, Request, Rows
+from verl.rollout.native.sampler import Draw
+
+FirstTokens = Callable[[Draw], tuple[np.ndarray, np.ndarray]]
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """The first `len(cached)` waiting requests are resident; `sample` draws the next token of each of them."""
+
+    cached: Sequence[int]  # prompt tokens that were not computed for the request
+    sample: FirstTokens
+
+
+class Runner(Protocol):
+    """Row i of the runner is row i of the core. All methods run on the engine's one thread."""
+
+    max_rows: int
+    max_context_tokens: int
+    vocab_size: int
+    steps_per_hop: int
+
+    @property
+    def ready(self) -> bool:
+        """Weights are loaded."""
+        ...
+
+    def enter_thread(self) -> None: ...
+    def load(self, source: WeightSource) -> None:
+        """Replace the weights, or raise and leave the old ones live. Drops prefixes, keeps the KV of live rows."""
+        ...
+
+    def admit(self, waiting: Sequence[Request], resident: int) -> Admission:
+        """Make some requests from the front of `waiting` resident in rows `resident`.. ; none is a valid answer."""
+        ...
+
+    def decode(self, tokens: np.ndarray, positions: np.ndarray, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
+        """Feed one token to each of n rows -> next ids [n], log-probs [n]."""
+        ...
+
+    def move(self, sources: np.ndarray, holes: np.ndarray, kept: int, tokens: int) -> None:
+        """Rows `sources` become rows `holes`; then rows from `kept` on are free."""
+        ...
+
+    def score(self, ids: np.ndarray, temperature: float) -> np.ndarray: ...
+    def drop_kv(self) -> int: ...
+    def drop_weights(self) -> int: ...
+    def stats(self) -> dict[str, int]: ...
+    def close(self) -> None: ...
+
+
+class EngineCore:
+    def __init__(self, runner: Runner, eos_token_ids: Sequence[int], decode: DecodeFn | None) -> None:
+        self.runner = runner
+        self.version = -1
+        self.waiting: deque[Request] = deque()
+        self.rows = Rows(runner.max_rows, eos_token_ids, decode)
+        self._submitted = 0
+        self._steps = 0
+        self._sampled = 0
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting) or self.rows.n > 0
+
+    def add(self, request: Request) -> None:
+        request.order = self._submitted
+        self._submitted += 1
+        self.waiting.append(request)
+
+    def run(self, steps: int, interrupted: Callable[[], bool]) -> list[Completion]:
+        """Up to `steps` steps, fewer if work ends or somebody wants the engine. The split changes no result."""
+        done: list[Completion] = []
+        for _ in range(steps):
+            done += self.step()
+            if not self.busy or interrupted():
+                break
+        return done
+
+    def step(self) -> list[Completion]:
+        """One bounded prefill pass for who can be admitted, then one token for every resident row."""
+        done: list[Completion] = []
+        self._steps += 1
+        if self.waiting and self.rows.n < self.runner.max_rows:
+            admission = self.runner.admit(self.waiting, self.rows.n)
+            if admission.cached:
+                done += self._seat(admission)
+        if self.rows.n:
+            draw = self.rows.draw(0, self.rows.n)
+            ids, logprobs = self.runner.decode(self.rows.last[: self.rows.n], self.rows.positions(), draw)
+            done += self._append(0, ids, logprobs)
+        return done
+
+    def abort(self, request_ids: set[str] | None) -> list[Completion]:
+        """Stop these requests (None: all) and return them with the tokens they have."""
+
+        def hit(request: Request) -> bool:
+            return request_ids is None or request.request_id in request_ids
+
+        done = [request.complete("abort") for request in self.waiting if hit(request)]
+        self.waiting = deque(request for request in self.waiting if not hit(request))
+        gone = np.asarray([row for row, request in enumerate(self.rows.requests) if hit(request)], np.int64)
+        done += [self.rows.save(row).complete("abort") for row in gone.tolist()]
+        self._remove(gone)
+        return done
+
+    def load(self, source: WeightSource) -> int:
+        """Tokens sampled after this carry the new version; live rows keep their KV (stale by design)."""
+        version = source.version
+        self.runner.load(source)
+        self.version = version
+        for row, request in enumerate(self.rows.requests):
+            request.mark(version, int(self.rows.count[row]))
+        return version
+
+    def sleep(self, level: int) -> int:
+        """Free KV (level 1) and weights (level 2). Live requests go back to waiting with the tokens they have."""
+        preempted = [self.rows.save(row) for row in range(self.rows.n)]
+        self._remove(np.arange(self.rows.n))
+        self.waiting.extendleft(sorted(preempted, key=lambda request: -request.order))
+        freed = self.runner.drop_kv()
+        return freed + self.runner.drop_weights() if level >= 2 else freed
+
+    def stats(self) -> dict[str, int]:
+        return {
+            "steps": self._steps, "sampled_tokens": self._sampled, "resident": self.rows.n,
+            "waiting": len(self.waiting), **self.runner.stats(),
+        }  # fmt: skip
+
+    def _seat(self, admission: Admission) -> list[Completion]:
+        first = self.rows.n
+        for cached in admission.cached:
+            request = self.waiting.popleft()
+            if not len(request.ids):  # a preempted request keeps what its first admission found
+                request.cached_tokens = cached
+            request.mark(self.version, len(request.ids))
+            self.rows.add(request, self.runner.max_context_tokens)
+        ids, logprobs = admission.sample(self.rows.draw(first, self.rows.n))
+        return self._append(first, ids, logprobs)
+
+    def _append(self, first: int, ids: np.ndarray, logprobs: np.ndarray) -> list[Completion]:
+        self._sampled += len(ids)
+        if not np.isfinite(logprobs).all():
+            bad = [self.rows.requests[first + i].request_id for i in np.flatnonzero(~np.isfinite(logprobs))]
+            raise FloatingPointError(f"version {self.version} gave non-finite logits for requests {bad[:8]}")
+        code, stops = self.rows.advance(first, self.rows.n, ids, logprobs)
+        gone = first + np.flatnonzero(code)
+        if not len(gone):
+            return []
+        done = []
+        for row in gone.tolist():
+            reason = REASONS[code[row - first]]
+            assert reason is not None
+            done.append(self.rows.save(row).complete(reason, stops.get(row) if reason == "stop" else None))
+        self._remove(gone)
+        return done
+
+    def _remove(self, gone: np.ndarray) -> None:
+        if len(gone):
+            sources, holes = self.rows.remove(gone)
+            tokens = int(self.rows.positions().max()) + 1 if self.rows.n else 0
+            self.runner.move(sources, holes, self.rows.n, tokens)

@@ -1,0 +1,291 @@
+"""The native mechanism under `EngineCore`: fused weights, slot KV, prompts computed once, decode split over lanes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby, islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.rollout.base import WeightSource
+from verl.rollout.native.core import Admission
+from verl.rollout.native.kv import Prefix, PrefixStore, SlotCache, round_up
+from verl.rollout.native.lanes import Lanes
+from verl.rollout.native.linear import native_bf16, packing_pays
+from verl.rollout.native.model import Chunk, RotaryTable, decode, prefill
+from verl.rollout.native.request import Request
+from verl.rollout.native.sampler import Draw, sample
+from verl.rollout.native.weights import Weights, inverse_frequencies, receive, shape_of
+
+FIXED_ROWS = 32  # rows of one decode call when deterministic
+MIN_LANE_ROWS = 16  # fewer rows per lane are not worth a hand-over
+WIDE_OPERATION = 4e7  # multiply-adds of a mean matmul from which all cores together finish it sooner
+SCORE_BLOCK = 1024  # tokens whose logits exist at once when scoring
+HOP_PARAMS = 40e6  # parameters per step of a hop: a hop of a small model is several steps, of a large one a single
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A prompt being computed, perhaps in several passes."""
+
+    ids: np.ndarray  # [P]
+    kv: Tensor  # [layers, 2, K, P, D], the first `done` tokens computed
+    done: int
+    cached: int  # what the next request that is admitted from this job did not have to compute
+    keep: bool  # in the prefix store
+    entry: Prefix | None = None  # once all is computed
+
+    @property
+    def left(self) -> int:
+        return len(self.ids) - self.done
+
+
+class NativeRunner:
+    def __init__(
+        self, config: Any, *, max_context_tokens: int, dtype: torch.dtype, device: torch.device, max_rows: int,
+        max_prefill_tokens: int, prefix_cache_tokens: int, deterministic: bool, lanes: int, packed: bool | None = None,
+        emulate_bf16: bool | None = None,
+    ) -> None:  # fmt: skip
+        self.max_rows, self.max_context_tokens = max_rows, max_context_tokens
+        self.steps_per_hop = 1
+        self._shape = shape_of(config, max_context_tokens)
+        self.vocab_size = self._shape.vocab
+        self._dtype, self._device, self._deterministic = dtype, device, deterministic
+        # a CPU that emulates bf16 keeps the rounded weights in fp32: the same numbers, ten times sooner
+        emulate = dtype == torch.bfloat16 and not native_bf16(device) if emulate_bf16 is None else emulate_bf16
+        self.compute_dtype = torch.float32 if emulate else dtype
+        self._packed = packing_pays(self.compute_dtype, device) if packed is None else packed
+        self._table = RotaryTable(*inverse_frequencies(config, self._shape.head_dim), device)
+        slots = round_up(max_rows, FIXED_ROWS) if deterministic else max_rows
+        self._cache = SlotCache(self._shape, self.compute_dtype, device, slots, max_context_tokens)
+        self._prefixes = PrefixStore(prefix_cache_tokens)
+        self._jobs: dict[bytes, Job] = {}
+        self._lanes = Lanes(lanes if device.type == "cpu" else 1)
+        self._max_prefill_tokens = max_prefill_tokens
+        self._weights: Weights | None = None
+        self._counts = {"prefill_tokens": 0, "decode_tokens": 0, "reused_tokens": 0}
+
+    @property
+    def ready(self) -> bool:
+        return self._weights is not None
+
+    def enter_thread(self) -> None:
+        self._lanes.enter()
+
+    def load(self, source: WeightSource) -> None:
+        self._weights = receive(
+            source.tensors(), self._shape, dtype=self._dtype, compute_dtype=self.compute_dtype, device=self._device,
+            packed=self._packed,
+        )  # fmt: skip
+        self.steps_per_hop = max(1, min(8, int(HOP_PARAMS / self._weights.params)))
+        self._prefixes.clear()
+        self._jobs.clear()
+
+    def stats(self) -> dict[str, int]:
+        return {
+            **self._counts, "kv_bytes": self._cache.nbytes, "prefix_bytes": self._prefixes.nbytes,
+            "prefix_tokens": self._prefixes.tokens,
+        }  # fmt: skip
+
+    def drop_kv(self) -> int:
+        freed = self._cache.nbytes + self._prefixes.nbytes
+        self._cache.clear()
+        self._prefixes.clear()
+        self._jobs.clear()
+        return freed
+
+    def drop_weights(self) -> int:
+        freed = self._weights.nbytes if self._weights else 0
+        self._weights = None
+        return freed
+
+    def close(self) -> None:
+        self._lanes.close()
+
+    # ---- admission -------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def admit(self, waiting: Sequence[Request], resident: int) -> Admission:
+        candidates = list(islice(waiting, self.max_rows - resident))
+        keys = [request.context().tobytes() for request in candidates]
+        self._open_jobs(candidates, keys)
+        self._prefill_pass()
+        ready: list[Prefix] = []
+        cached: list[int] = []
+        for key in keys:
+            job = self._jobs.get(key)
+            entry = job.entry if job else self._prefixes.get(key)
+            if entry is None:
+                break  # first come, first served
+            cached.append(job.cached if job else len(entry.ids))
+            ready.append(entry)
+            if job:
+                job.cached = len(entry.ids)
+        hidden, owner = self._fill_slots(ready, resident)
+        return Admission(cached, partial(self._sample_first, hidden, owner))
+
+    def _open_jobs(self, candidates: list[Request], keys: list[bytes]) -> None:
+        """A job for every distinct prompt that is not stored; jobs that nobody waits for are dropped."""
+        jobs: dict[bytes, Job] = {}
+        for request, key in zip(candidates, keys):
+            if key not in jobs and (job := self._jobs.get(key)):
+                jobs[key] = job
+            elif key not in jobs and self._prefixes.get(key) is None:
+                jobs[key] = self._start(request)
+        self._jobs = jobs
+
+    def _start(self, request: Request) -> Job:
+        s, ids = self._shape, request.context()
+        kv = torch.empty(
+            s.layers, 2, s.kv_heads, len(ids), s.head_dim, dtype=self.compute_dtype, device=self._device
+        )
+        # continuing a stored prefix rounds differently than computing the whole
+        past = None if self._deterministic else self._prefixes.longest(ids)
+        done = past.shape[3] if past is not None else 0
+        if past is not None:
+            kv[:, :, :, :done] = past
+        self._counts["reused_tokens"] += done
+        return Job(ids, kv, done, cached=done, keep=not len(request.ids))
+
+    def _prefill_pass(self) -> None:
+        """At most `max_prefill_tokens` tokens of unfinished jobs, in order of arrival."""
+        batch: list[tuple[Job, int]] = []
+        budget = self._max_prefill_tokens
+        for job in self._jobs.values():
+            if not job.left:
+                continue
+            # alone and cut at multiples of its own start: its bits then depend on nothing else
+            tokens = min(job.left, self._max_prefill_tokens if self._deterministic else budget)
+            if not budget or tokens > budget:
+                break
+            batch.append((job, tokens))
+            budget -= tokens
+        for part in [[item] for item in batch] if self._deterministic else [batch] if batch else []:
+            self._compute(part)
+
+    def _compute(self, part: list[tuple[Job, int]]) -> None:
+        assert self._weights is not None
+        chunks = [Chunk(self._on_device(j.ids[j.done : j.done + n]), j.kv[:, :, :, : j.done]) for j, n in part]
+        total = sum(n for _, n in part)
+        run = partial(prefill, self._weights, self._shape, self._table, chunks)
+        kv, hidden = self._lanes.wide(run) if self._wide_pays(total) else run()
+        start = 0
+        for job, tokens in part:
+            job.kv[:, :, :, job.done : job.done + tokens] = kv[:, :, :, start : start + tokens]
+            job.done += tokens
+            start += tokens
+            if not job.left:
+                job.entry = Prefix(job.ids, job.kv, hidden[start - 1].clone())
+                if job.keep:
+                    self._prefixes.put(job.entry)
+        self._counts["prefill_tokens"] += total
+
+    def _fill_slots(self, ready: list[Prefix], resident: int) -> tuple[Tensor, np.ndarray]:
+        """-> hidden states of the distinct prompts [u, hidden], which of them each admitted row continues [m]."""
+        if not ready:
+            return self._table.at(torch.zeros(0, dtype=torch.int64)), np.zeros(0, np.int64)
+        self._reserve(resident + len(ready), max(len(entry.ids) for entry in ready) + 1, live=resident)
+        lo = resident
+        for entry, run in groupby(ready):  # a group's requests come in a row: one copy for all of them
+            hi = lo + sum(1 for _ in run)
+            self._cache.fill(lo, hi, entry.kv)
+            lo = hi
+        distinct = {id(entry): entry for entry in ready}
+        place = {key: i for i, key in enumerate(distinct)}
+        hidden = torch.stack([entry.hidden for entry in distinct.values()])
+        return hidden, np.asarray([place[id(entry)] for entry in ready])
+
+    @torch.inference_mode()
+    def _sample_first(self, hidden: Tensor, owner: np.ndarray, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
+        assert self._weights is not None
+        rows = hidden.split(1) if self._deterministic else [hidden]
+        logits = torch.cat([self._weights.head(part) for part in rows])  # [u, V]
+        if len(hidden) < len(owner):
+            logits = logits.index_select(0, self._on_device(owner))
+        return _to_host(*sample(logits, draw))
+
+    # ---- decode ----------------------------------------------------------------------------------------------------
+
+    def decode(self, tokens: np.ndarray, positions: np.ndarray, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
+        n = len(tokens)
+        with torch.inference_mode():
+            self._reserve(n, int(positions.max()) + 1, live=n)
+            self._table.reserve(int(positions.max()) + 1)
+        bounds = self._split(n)
+        jobs = [
+            partial(self._decode_rows, lo, tokens[lo:hi], positions[lo:hi], draw.rows(lo, hi)) for lo, hi in bounds
+        ]
+        wide = len(jobs) == 1 and not self._deterministic and self._wide_pays(n)
+        done = [self._lanes.wide(jobs[0])] if wide else self._lanes.map(jobs)
+        self._counts["decode_tokens"] += n
+        return np.concatenate([ids for ids, _ in done]), np.concatenate([logprobs for _, logprobs in done])
+
+    def _split(self, n: int) -> list[tuple[int, int]]:
+        """Row ranges of one step. Deterministic: fixed, whatever the number of cores."""
+        if self._deterministic:
+            return [(lo, min(n, lo + FIXED_ROWS)) for lo in range(0, n, FIXED_ROWS)]
+        parts = max(1, min(self._lanes.count, n // MIN_LANE_ROWS))
+        edges = [n * i // parts for i in range(parts + 1)]
+        return list(zip(edges, edges[1:]))
+
+    @torch.inference_mode()
+    def _decode_rows(
+        self, lo: int, tokens: np.ndarray, positions: np.ndarray, draw: Draw
+    ) -> tuple[np.ndarray, np.ndarray]:
+        assert self._weights is not None
+        n = len(tokens)
+        if self._deterministic:  # idle rows write into free slots
+            tokens, positions = (np.pad(column, (0, FIXED_ROWS - n)) for column in (tokens, positions))
+        width = round_up(self.max_context_tokens if self._deterministic else int(positions.max()) + 1)
+        at = self._on_device(positions)
+        hidden = decode(
+            self._weights, self._shape, self._cache, self._table.at(at), self._on_device(tokens), at, lo, width
+        )
+        return _to_host(*sample(self._weights.head(hidden)[:n], draw))
+
+    def move(self, sources: np.ndarray, holes: np.ndarray, kept: int, tokens: int) -> None:
+        with torch.inference_mode():
+            self._cache.move(sources, holes, tokens)
+
+    def _reserve(self, rows: int, tokens: int, live: int) -> None:
+        if self._deterministic:
+            rows, tokens = round_up(rows, FIXED_ROWS), self.max_context_tokens
+        self._cache.reserve(rows, tokens, live)
+
+    # ---- shared ----------------------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def score(self, ids: np.ndarray, temperature: float) -> np.ndarray:
+        assert self._weights is not None
+        s, step = self._shape, self._max_prefill_tokens
+        kv = torch.empty(s.layers, 2, s.kv_heads, 0, s.head_dim, dtype=self.compute_dtype, device=self._device)
+        logprobs = []
+        for lo in range(0, len(ids) - 1, step):
+            chunk = Chunk(self._on_device(ids[lo : min(lo + step, len(ids) - 1)]), kv)
+            new, hidden = self._lanes.wide(partial(prefill, self._weights, s, self._table, [chunk]))
+            kv = torch.cat([kv, new], dim=3)
+            for at in range(0, len(hidden), SCORE_BLOCK):
+                logits = self._weights.head(hidden[at : at + SCORE_BLOCK]).float() / temperature  # [t, V]
+                target = self._on_device(ids[lo + at + 1 : lo + at + 1 + len(logits)])
+                logprobs.append(torch.log_softmax(logits, -1).gather(1, target[:, None]).squeeze(1))
+        return torch.cat(logprobs).cpu().numpy()
+
+    def _wide_pays(self, tokens: int) -> bool:
+        assert self._weights is not None
+        matmuls = 4 * self._shape.layers + 1
+        # below about 20 tokens a matmul waits for its weights
+        return max(tokens, 20) * self._weights.params / matmuls >= WIDE_OPERATION
+
+    def _on_device(self, column: np.ndarray) -> Tensor:
+        return torch.from_numpy(column).to(self._device)
+
+
+def _to_host(ids: Tensor, logprobs: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Both in one transfer, the only synchronisation of a step; float64 holds every id and every float32 exactly."""
+    both = torch.stack((ids.double(), logprobs.double())).cpu().numpy()
+    return both[0].astype(np.int64), both[1].astype(np.float32)
