@@ -11,7 +11,7 @@ every row: masks come from comparing token ids of renderings, never from searchi
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -214,8 +214,12 @@ def audit_template(
         reasons.append("there is no generation prompt: a prompt looks the same with and without it")
     ending, trailing = _turn_ending(plain, reasons)
     system = _supports_role(plain, [_SYSTEM, _USER], "system", reasons)
-    tools = _supports_tools(with_tools, reasons)
-    calls = _supports_tool_calls(with_tools if tools else plain, reasons)
+    tools = _shows_tool(lambda: with_tools.text([_USER], prompt=True), "tool definitions", reasons)
+    caller = with_tools if tools else plain
+    called: list[dict[str, Any]] = [_USER, _CALL]
+    calls = _shows_tool(
+        lambda: _tail(caller.text([_USER], prompt=False), caller.text(called, prompt=False)), "tool calls", reasons
+    ) and _supports_role(caller, [*called, _ANSWER], "tool", reasons)
 
     probes: dict[str, list[dict[str, Any]]] = {
         "plain turns": [_USER, _PLAIN, _AGAIN, _PLAIN],
@@ -227,20 +231,14 @@ def audit_template(
         probes["tool calls"] = [_USER, _CALL, _ANSWER, _PLAIN, _AGAIN, _THINK]
     stable, append_only = True, True
     for name, messages in probes.items():
-        r = with_tools if name == "tool calls" and tools else plain
+        r = caller if name == "tool calls" else plain
         probe_stable, probe_appends = _audit_history(r, messages, len(trailing), name, reasons)
         stable, append_only = stable and probe_stable, append_only and probe_appends
     return TemplateAudit(
-        prefix_stable=stable,
-        append_only=stable and append_only,
-        generation_prompt_ids=tuple(generation_prompt.tolist()),
-        ends_turn_with=ending,
-        trailing_ids=trailing,
-        supports_system=system,
-        supports_tools=tools,
-        supports_tool_calls=calls,
-        reasons=tuple(reasons),
-    )
+        prefix_stable=stable, append_only=stable and append_only, reasons=tuple(reasons),
+        generation_prompt_ids=tuple(generation_prompt.tolist()), ends_turn_with=ending, trailing_ids=trailing,
+        supports_system=system, supports_tools=tools, supports_tool_calls=calls,
+    )  # fmt: skip
 
 
 def _turn_ending(r: _Renderer, reasons: list[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -291,28 +289,15 @@ def _supports_role(r: _Renderer, messages: list[dict[str, Any]], role: str, reas
     return False
 
 
-def _supports_tools(r: _Renderer, reasons: list[str]) -> bool:
+def _shows_tool(render: Callable[[], str], what: str, reasons: list[str]) -> bool:
     try:
-        shown = "quokka_sum" in r.text([_USER], prompt=True)
+        shown = "quokka_sum" in render()
     except RenderError as exc:
-        reasons.append(f"no tool definitions: {exc}")
+        reasons.append(f"no {what}: {exc}")
         return False
     if not shown:
-        reasons.append("no tool definitions: the template ignores `tools`")
+        reasons.append(f"no {what}: the template ignores them")
     return shown
-
-
-def _supports_tool_calls(r: _Renderer, reasons: list[str]) -> bool:
-    """True if an assistant's tool_calls and the tool's answer are rendered."""
-    try:
-        shown = "quokka_sum" in _tail(r.text([_USER], prompt=False), r.text([_USER, _CALL], prompt=False))
-    except RenderError as exc:
-        reasons.append(f"no tool calls: {exc}")
-        return False
-    if not shown:
-        reasons.append("no tool calls: the template ignores `tool_calls` of a message")
-        return False
-    return _supports_role(r, [_USER, _CALL, _ANSWER], "tool", reasons)
 
 
 def _audit_history(
@@ -390,12 +375,15 @@ def _span_row(r: _Renderer, messages: Sequence[Message], turns: Sequence[int], a
     ids = r.ids(messages[: turns[-1] + 1], prompt=False)
     mask = np.zeros(len(ids), bool)
     for i in turns:
-        prompt, turn = r.turn(messages, i)
+        prompt = r.ids(messages[:i], prompt=True)
+        turn = ids if i == turns[-1] else r.ids(messages[: i + 1], prompt=False)
         end = _end_of_turn(turn, audit, i)
         if not _is_prefix(turn[:end], ids):
             raise RowRefused("history is rewritten or its tokens merge across a turn boundary", f"message {i + 1}")
         if not _is_prefix(prompt, turn[:end]):
             raise RowRefused("the prompt's tokens merge with the first of the answer", f"message {i + 1}")
+        if messages[i].get("reasoning_content") and not _keeps(messages[i], r.text(messages[: i + 1], prompt=False)):
+            raise RowRefused("reasoning_content, which this chat template does not render", f"message {i + 1}")
         mask[len(prompt) : end] = True
     return Rendered(ids, mask)
 

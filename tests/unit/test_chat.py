@@ -6,9 +6,7 @@ The Jinja strings are ours; they imitate the behaviour (not the text) of publish
 from __future__ import annotations
 
 import dataclasses
-import json
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,14 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from verl.chat import (
-    RenderError,
     RowRefused,
     audit_template,
-    load_tokenizer,
     render_conversation,
     render_prompt,
-    render_text,
-    require_chat_template,
 )
 
 CHATML = (
@@ -321,6 +315,25 @@ def test_r1_trains_what_the_model_would_have_written_after_the_opened_block() ->
         render_conversation(tokenizer, conversation("Hi", "A one"), audit, template_kwargs={})
 
 
+def test_a_reasoning_field_is_rendered_or_refused() -> None:
+    messages: list[dict[str, Any]] = [
+        *conversation("Hi"),
+        {"role": "assistant", "content": "A", "reasoning_content": "why"},
+    ]
+    rows = render_conversation(tokenizer_of("qwen3"), messages, audit_of("qwen3"), template_kwargs={})
+    assert trained("qwen3", rows) == ["<think>\nwhy\n</think>\n\nA<|im_end|>"]
+    for name in ("chatml", "r1"):
+        with pytest.raises(RowRefused, match=r"reasoning_content, which|not plain text"):
+            render_conversation(tokenizer_of(name), messages, audit_of(name), template_kwargs={})
+
+
+def test_only_a_whole_tag_counts_as_already_in_the_prompt() -> None:
+    """A quote mark that looks like the end of the generation prompt belongs to the answer."""
+    messages = conversation("Hi", "> weigh\n</think>\n\nA one")
+    rows = render_conversation(tokenizer_of("r1"), messages, audit_of("r1"), template_kwargs={})
+    assert trained("r1", rows) == ["> weigh\n</think>\n\nA one<|end_of_sentence|>"]
+
+
 @pytest.mark.parametrize("name", ["stripping", "qwen3"])
 def test_the_span_path_refuses_a_history_stripping_template_by_itself(name: str) -> None:
     lied_to = dataclasses.replace(audit_of(name), prefix_stable=True, append_only=True)
@@ -411,84 +424,7 @@ def test_per_turn_rows_begin_with_the_inference_prompt(name: str, turns: list[st
         assert "".join(turns[2 * k + 1].removeprefix("<think>").split()) in words
 
 
-# ---- rendering and loading -------------------------------------------------------------------------------------------
-
-
-def test_render_prompt_is_the_text_tokenised_once() -> None:
-    tokenizer, messages = tokenizer_of("chatml"), conversation("Hi", "A", "More", system="S")
-    ids = render_prompt(tokenizer, messages, template_kwargs={})
-    text = render_text(tokenizer, messages, template_kwargs={})
-    assert ids.dtype == np.int64 and ids.ndim == 1
-    assert text.endswith("<|im_start|>assistant\n") and tokenizer.decode(ids) == text
-    assert not render_text(tokenizer, messages, template_kwargs={}, add_generation_prompt=False).endswith("assistant\n")
-
-
-def test_a_tokenizer_that_returns_a_plain_list_is_fine() -> None:
-    class Plain:
-        def apply_chat_template(self, messages: Any, **kwargs: Any) -> list[int]:
-            return [1, 2, len(messages)]
-
-    tokenizer: Any = Plain()
-    assert render_prompt(tokenizer, conversation("Hi"), template_kwargs={}).tolist() == [1, 2, 1]
-
-
-def test_template_errors_name_the_cause() -> None:
-    with pytest.raises(RenderError, match=r"roles \[system, user\].*System role not supported"):
-        render_prompt(tokenizer_of("gemma"), conversation("Hi", system="S"), template_kwargs={})
-    with pytest.raises(RenderError, match="can only concatenate str"):
-        render_prompt(tokenizer_of("chatml"), [{"role": "user", "content": [{"type": "text"}]}], template_kwargs={})
-    with pytest.raises(RenderError, match="no messages"):
-        render_prompt(tokenizer_of("chatml"), [], template_kwargs={})
-    with pytest.raises(ValueError, match=r"template_kwargs=\['tokenize'\]"):
-        render_prompt(tokenizer_of("chatml"), conversation("Hi"), template_kwargs={"tokenize": False})
-
-
-def test_load_tokenizer(tmp_path: Path) -> None:
-    tokenizer_of("chatml").save_pretrained(tmp_path / "ok")
-    loaded = load_tokenizer(tmp_path / "ok")
-    require_chat_template(loaded, tmp_path)
-    expected = render_prompt(tokenizer_of("chatml"), conversation("Hi"), template_kwargs={})
-    assert np.array_equal(render_prompt(loaded, conversation("Hi"), template_kwargs={}), expected)
-
-    (tmp_path / "mine.jinja").write_text(QUICKSTART)
-    other = load_tokenizer(tmp_path / "ok", chat_template_file=str(tmp_path / "mine.jinja"))
-    assert render_text(other, conversation("Hi"), template_kwargs={}) == "<|user|>Hi<|end|><|assistant|>"
-    with pytest.raises(ValueError, match=r"model\.chat_template='.*none\.jinja' cannot be read"):
-        load_tokenizer(tmp_path / "ok", chat_template_file=str(tmp_path / "none.jinja"))
-
-
-def test_load_tokenizer_refusals(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"is not a folder. Fix: .*hf download"):
-        load_tokenizer(tmp_path / "nope")
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"has no tokenizer that can be loaded .tokenizer files there: none"):
-        load_tokenizer(tmp_path / "empty")
-    (tmp_path / "bad").mkdir()
-    (tmp_path / "bad" / "tokenizer.json").write_text('{"broken": ')
-    with pytest.raises(ValueError, match=r"files there: tokenizer\.json; JSONDecodeError"):
-        load_tokenizer(tmp_path / "bad")
-    tokenizer_of("chatml").save_pretrained(tmp_path / "bare")
-    (tmp_path / "bare" / "chat_template.jinja").unlink()
-    config = json.loads((tmp_path / "bare" / "tokenizer_config.json").read_text())
-    config.pop("chat_template", None)
-    (tmp_path / "bare" / "tokenizer_config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"has no chat template.*model\.chat_template=FILE"):
-        require_chat_template(load_tokenizer(tmp_path / "bare"), tmp_path / "bare")
-
-
 def test_a_greeting_is_context() -> None:
     messages = [{"role": "assistant", "content": "Hello"}, *conversation("Hi", "A")]
     rows = render_conversation(tokenizer_of("chatml"), messages, audit_of("chatml"), template_kwargs={})
     assert trained("chatml", rows) == ["A<|im_end|>"]
-
-
-def test_importing_the_room_imports_neither_torch_nor_transformers() -> None:
-    import subprocess
-    import sys
-
-    code = (
-        "import sys, verl.chat, verl.data, verl.data.source, verl.data.formats;"
-        "print([m for m in ('torch', 'transformers', 'pyarrow', 's3fs') if m in sys.modules])"
-    )
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert out.stdout.strip() == "[]"

@@ -116,7 +116,9 @@ def test_math_normalisation_makes_equal(a: str, b: str) -> None:
     assert math_equal(a, b)
 
 
-@pytest.mark.parametrize(("a", "b"), [("1", "2"), ("x=1", "y^2"), (r"\frac{1}{2}", r"\frac{2}{1}"), ("12", r"1\,{,}2"), ("", "3")])
+@pytest.mark.parametrize(
+    ("a", "b"), [("1", "2"), ("x=1", "y^2"), (r"\frac{1}{2}", r"\frac{2}{1}"), ("12", r"1\,{,}2"), ("", "3")]
+)
 def test_math_normalisation_keeps_apart(a: str, b: str) -> None:
     assert normalize_math(a) != normalize_math(b)
     assert not math_equal(a, b)
@@ -286,7 +288,11 @@ _SCALARS = st.none() | st.booleans() | st.floats() | st.integers() | st.text(max
 
 
 @settings(max_examples=50, deadline=None)
-@given(_SCALARS | st.tuples(_SCALARS) | st.dictionaries(st.sampled_from(["score", "acc", "x"]), _SCALARS | st.lists(_SCALARS)))
+@given(
+    _SCALARS
+    | st.tuples(_SCALARS)
+    | st.dictionaries(st.sampled_from(["score", "acc", "x"]), _SCALARS | st.lists(_SCALARS))
+)
 def test_parse_result_is_total(value: Any) -> None:
     assert isinstance(parse_result(value), Score | Invalid)
 

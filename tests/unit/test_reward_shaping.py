@@ -83,7 +83,12 @@ class _Inner:
 
 def _request(tokens: int) -> RewardRequest:
     return RewardRequest(
-        request_id="r", data_source="s", solution_str="", ground_truth="", response_tokens=tokens, max_response_tokens=20
+        request_id="r",
+        data_source="s",
+        solution_str="",
+        ground_truth="",
+        response_tokens=tokens,
+        max_response_tokens=20,
     )
 
 

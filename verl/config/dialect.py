@@ -19,7 +19,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import OverrideType, Quote, QuotedString
 from hydra.errors import HydraException
 
-from verl.config.dialect_rules import JOINT, Given, same_value, wrong_types
+from verl.config.dialect_rules import JOINT, Given, critic_without_estimator, same_value, wrong_types
 from verl.config.tree import leaf_of, leaves, nearest
 
 Action = Literal["mapped", "ignored", "refused"]
@@ -162,6 +162,13 @@ def parse_argument(argument: str) -> Argument:
 
 
 @functools.cache
+def _defaults(kind: VerlDefaults) -> Mapping[str, Any]:
+    """verl's own defaults of mapped keys, for its RL or its SFT entry point."""
+    texts = {k: row.default_sft if kind == "sft" else row.default_rl for k, row in _rows().items()}
+    return MappingProxyType({k: parse_argument(f"{k}={text}").value for k, text in texts.items() if text})
+
+
+@functools.cache
 def _parser() -> OverridesParser:
     return OverridesParser.create()
 
@@ -235,8 +242,7 @@ class _Work:
         self.origins: dict[str, str] = {}
         self.by_default: set[str] = set()
         self.problems: list[str] = []
-        defaults = {k: row.default_sft if verl_defaults == "sft" else row.default_rl for k, row in _rows().items()}
-        self.defaults = {k: parse_argument(f"{k}={text}").value for k, text in defaults.items() if text}
+        self.defaults = _defaults(verl_defaults or "rl")
         self.use_defaults = verl_defaults is not None
         self.values = {key: self._resolved(key, argument.value, foreign) for key, argument in foreign.items()}
         self.prompts_per_step = prompts_per_step
@@ -255,8 +261,10 @@ class _Work:
                 self._refused(row)
             elif not row.rule.startswith("@"):
                 self._single(row, given)
-        wrong = wrong_types(self.values)
+        wrong = wrong_types({k: v for k, v in self.values.items() if not self._is_refused(k)})
         self.problems += wrong
+        if not self.use_defaults:
+            self.problems += critic_without_estimator(self.values, self.native)
         for rule in JOINT if not wrong else ():
             self._joint(rule)
 
@@ -279,6 +287,10 @@ class _Work:
 
     def _note(self, row: KeyRow, action: Action, text: str) -> None:
         self.notes.append(Note(row.key, self.texts.get(row.key, ""), action, text))
+
+    def _is_refused(self, key: str) -> bool:
+        row = find_row(key)
+        return row is not None and row.action == "refused"
 
     def _refused(self, row: KeyRow) -> None:
         allowed = row.rule.removeprefix("except:").split(",") if row.rule else []

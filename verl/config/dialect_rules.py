@@ -132,11 +132,16 @@ _PRESETS: Mapping[str, str] = MappingProxyType({
 """verl's adv_estimator with the vanilla loss -> our preset."""
 
 
+def critic_without_estimator(values: Mapping[str, Any], native: Mapping[str, Any]) -> list[str]:
+    """Keys of a critic and no estimator are PPO, verl's default; to ignore them would train something else."""
+    if "algorithm.adv_estimator" in values or "algorithm.name" in native or not any(k.startswith("critic.") for k in values):
+        return []
+    return ["critic.* without algorithm.adv_estimator is PPO in verl, which is not in this version: give algorithm.adv_estimator=grpo"]
+
+
 def _objective(given: Given) -> dict[str, Any]:
     """adv_estimator and loss_mode are one choice here: the preset."""
     adv, loss = given.get("algorithm.adv_estimator"), given.get(f"{ACTOR}policy_loss.loss_mode")
-    if any(k.startswith("critic.") for k in given.values) and adv is None and "algorithm.name" not in given.native:
-        raise ValueError("critic.* without algorithm.adv_estimator is PPO in verl, which is not in this version: give algorithm.adv_estimator=grpo")
     if adv is None and loss not in (None, "vanilla") and "algorithm.name" not in given.native:
         raise ValueError(f"{ACTOR}policy_loss.loss_mode={loss}: give algorithm.adv_estimator=grpo beside it, or algorithm.name={loss}")
     out: dict[str, Any] = {}

@@ -10,6 +10,7 @@ refer to other keys (`${run.name}`) and to the environment (`${oc.env:HOME}`).
 from __future__ import annotations
 
 import copy
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -204,30 +205,39 @@ def _converted(key: str, value: Any, origin: str, text: str | None = None) -> An
 def _resolved(values: Mapping[str, Any], origins: dict[str, str]) -> dict[str, Any]:
     """Interpolations replaced by what they refer to, ~ expanded in paths, a hub id by its folder in the local cache.
     The expression goes to the origin."""
-    tree: dict[str, Any] = {}
-    for key, value in values.items():
-        section, name = key.split(".")
-        if value != MISSING:
-            tree.setdefault(section, {})[name] = value
-    root = OmegaConf.create(tree)
     out = dict(values)
-    for key, value in values.items():
-        if "${" in str(value):
-            try:
-                found = OmegaConf.select(root, key, throw_on_missing=True)
-                plain = OmegaConf.to_container(found, resolve=True) if isinstance(found, Container) else found
-            except (OmegaConfBaseException, RecursionError) as exc:
-                reason = "refers to itself" if "recursion" in str(exc).lower() else str(exc).splitlines()[0]
-                raise ValueError(f"{key}={value} ({origins[key]}): {reason}") from exc
-            origins[key] = f"{origins[key]}: {value}" if isinstance(value, str) else origins[key]
-            out[key] = _converted(key, plain, origins[key])
-        if key in PATH_KEYS:
-            out[key] = _expanded(out[key])
+    for key, (plain, expression) in _interpolated(values, origins).items():
+        origins[key] = f"{origins[key]}: {expression}"
+        out[key] = _converted(key, plain, origins[key])
+    for key in PATH_KEYS:
+        out[key] = _expanded(out[key])
     cached = cached_model_folder(out["model.path"])
     if cached is not None:
         origins["model.path"] = f"{origins['model.path']}: {out['model.path']}"
         out["model.path"] = str(cached)
     return out
+
+
+def _interpolated(values: Mapping[str, Any], origins: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
+    """key -> (value, expression) of every key whose value refers to another."""
+    found: dict[str, tuple[Any, str]] = {}
+    expressions = {key: value for key, value in values.items() if "${" in str(value)}
+    if not expressions:
+        return found
+    tree: dict[str, Any] = {name: {} for name in sections()}
+    for key, value in values.items():
+        if value != MISSING:
+            tree[key.split(".")[0]][key.split(".")[1]] = value
+    root = OmegaConf.create(tree)
+    for key, value in expressions.items():
+        try:
+            node = OmegaConf.select(root, key, throw_on_missing=True)
+            plain = OmegaConf.to_container(node, resolve=True) if isinstance(node, Container) else node
+        except OmegaConfBaseException as exc:
+            reason = "refers to itself" if "recursi" in str(exc).lower() else str(exc).splitlines()[0]
+            raise ValueError(f"{key}={value} ({origins[key]}): {reason}") from exc
+        found[key] = plain, str(value)
+    return found
 
 
 def _expanded(path: Any) -> Any:
@@ -254,6 +264,8 @@ def dump_config(resolved: Resolved) -> str:
 
 
 def _yaml(value: Any) -> str:
+    if isinstance(value, str) and not value.isprintable():
+        return json.dumps(value)  # line breaks as \n: one line per key
     text = yaml.safe_dump(value, default_flow_style=True, width=1_000_000, allow_unicode=True, sort_keys=False)
     return text.removesuffix("\n").removesuffix("\n...")
 

@@ -81,7 +81,7 @@ def _finished(run: Run, started: float) -> Finished:
 
 def run_sft(resolved: Resolved, *, title: str = "", on_step: OnStep | None = None) -> Finished:
     """Supervised fine-tuning to the end."""
-    validate(resolved.config)
+    validate(resolved.config, "sft")
     started = time.monotonic()
     progress = LiveProgress()
     run_dir = Path(resolved.config.run.root_dir) / resolved.config.run.name
@@ -108,6 +108,7 @@ def run_eval(resolved: Resolved) -> Finished:
     config = resolved.config
     if not config.data.eval_files:
         raise ValueError("data.eval_files is empty: give the files to evaluate on")
+    validate(config, "eval")
     config.data.train_files = list(config.data.eval_files)
     config.run.total_steps = 1
     config.step.prompts_per_step, config.step.updates_per_step = 1, 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -122,10 +123,8 @@ class Run:
             train_state.resume_groups(self, self._resumed)
         self._resumed = None
         loop = asyncio.get_running_loop()
-        try:
+        if threading.current_thread() is threading.main_thread():
             loop.add_signal_handler(signal.SIGTERM, self._ask_to_stop)
-        except (NotImplementedError, RuntimeError, ValueError):  # not the main thread: the caller handles signals
-            pass
         if self.first_index == 0 and self.config.run.eval_before and self.eval_tasks:
             step = Step(-1, TimeLedger())
             with step.clock("evaluate"):

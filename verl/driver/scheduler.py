@@ -398,9 +398,8 @@ class Scheduler:
                 f" {oldest.version}, due by step {self._due(oldest.version)}"
             )
         if self._unpublished:
-            text += (
-                f"; {sum(self._unpublished.values())} of {self.slots} slots wait for the publish of {self.version + 1}"
-            )
+            held = sum(self._unpublished.values())
+            text += f"; {held} of {self.slots} slots wait for the publish of version {self.version + 1}"
         if self._data_ended:
             text += "; no more tasks"
         if overdrawn := self._overdrawn():

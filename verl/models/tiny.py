@@ -61,7 +61,7 @@ def qwen3(
                 num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=hidden // heads, intermediate_size=ffn,
                 max_position_embeddings=max_positions, tie_word_embeddings=tied, pad_token_id=tokenizer.pad_token_id,
                 eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
-            )  # fmt: skip
+            )
         )
 
 

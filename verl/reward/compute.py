@@ -41,10 +41,12 @@ def check_data_source(data_source: str) -> None:
     if data_source in KNOWN or data_source.startswith("aime"):
         return
     near = get_close_matches(data_source, KNOWN, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ValueError(
-        f"data_source={data_source!r}: no reward function is known for it{f'; did you mean {near[0]!r}?' if near else ''} "
+        f"data_source={data_source!r}: no reward function is known for it{hint} "
         f"Known: {', '.join(KNOWN)}, aime*. "
-        "Fix: reward.path=your_reward.py with `def compute_score(data_source, solution_str, ground_truth, extra_info=None)`"
+        "Fix: reward.path=your_reward.py with "
+        "`def compute_score(data_source, solution_str, ground_truth, extra_info=None)`"
     )
 
 
@@ -63,7 +65,9 @@ def compute_score(
     """
     check_data_source(data_source)
     if data_source in SEARCH_QA:
-        return search_qa_score(solution_str, ground_truth["target"] if isinstance(ground_truth, Mapping) else ground_truth)
+        return search_qa_score(
+            solution_str, ground_truth["target"] if isinstance(ground_truth, Mapping) else ground_truth
+        )
     truth = str(ground_truth)
     if data_source in GSM8K:
         return gsm8k_score(solution_str, truth, method)

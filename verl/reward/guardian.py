@@ -201,7 +201,9 @@ def _children(pid: int) -> list[int]:
         for thread in os.listdir(f"/proc/{pid}/task"):
             found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
     except FileNotFoundError:
-        if os.path.exists(f"/proc/{pid}/stat") and not os.path.exists(f"/proc/{os.getpid()}/task/{os.getpid()}/children"):
+        if os.path.exists(f"/proc/{pid}/stat") and not os.path.exists(
+            f"/proc/{os.getpid()}/task/{os.getpid()}/children"
+        ):
             return _children_by_scan(pid)
     except OSError:  # ended while we looked
         pass

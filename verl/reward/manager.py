@@ -58,7 +58,12 @@ def _one_object(value: Any) -> np.ndarray:
 
 
 def view_of(
-    *, data_source: str, ground_truth: Any, extra_info: Mapping[str, Any], prompt_ids: np.ndarray, response_ids: np.ndarray
+    *,
+    data_source: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any],
+    prompt_ids: np.ndarray,
+    response_ids: np.ndarray,
 ) -> DataProtoView:
     """The view of one unpadded sample."""
     prompts, responses = np.asarray(prompt_ids, np.int64), np.asarray(response_ids, np.int64)
@@ -67,7 +72,11 @@ def view_of(
         "prompts": prompts, "responses": responses, "input_ids": ids, "attention_mask": np.ones_like(ids),
         "position_ids": np.arange(len(ids)), "response_mask": np.ones_like(responses),
     }  # fmt: skip
-    fields = {"data_source": data_source, "reward_model": {"ground_truth": ground_truth}, "extra_info": dict(extra_info)}
+    fields = {
+        "data_source": data_source,
+        "reward_model": {"ground_truth": ground_truth},
+        "extra_info": dict(extra_info),
+    }
     return DataProtoView(DataProtoItem(batch, fields))
 
 

@@ -101,7 +101,7 @@ class RewardPool:
         await self.close()
 
     async def start(self) -> None:
-        """Start every worker and load the user's function in each. Raises TargetError (a ValueError), once, with the fix."""
+        """Load the user's function in every worker. Raises one TargetError (a ValueError), with the fix."""
         assert not self._started, "a reward pool starts once"
         self._started = True
         try:
@@ -183,7 +183,9 @@ class RewardPool:
                 return outcome
             self._repeated += 1
             await self._replace(slot)
-        return Invalid("crash", f"no worker could be started: {slot.error}" if slot.error else "the reward pool was closed")
+        return Invalid(
+            "crash", f"no worker could be started: {slot.error}" if slot.error else "the reward pool was closed"
+        )
 
     def _give_back(self, slot: _Slot) -> None:
         """Return the slot to the idle queue; through the repair shop if its worker should not serve again."""

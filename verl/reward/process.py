@@ -68,7 +68,9 @@ class Death:
         """The outcome of the call during which it happened."""
         output = self.output
         if self.memory_mb is not None:
-            return Invalid("memory", f"used {self.memory_mb:.0f} MB, reward.memory_limit_mb={memory_limit_mb:g}{output}")
+            return Invalid(
+                "memory", f"used {self.memory_mb:.0f} MB, reward.memory_limit_mb={memory_limit_mb:g}{output}"
+            )
         if self.signal == signal.SIGABRT and "bad_alloc" in self.tail:
             return Invalid("memory", f"C++ allocation failed, reward.memory_limit_mb={memory_limit_mb:g}{output}")
         if self.signal is not None:
@@ -81,7 +83,9 @@ class Death:
 class Worker:
     """One grader process with its guardian. Build with `start_worker`."""
 
-    def __init__(self, popen: subprocess.Popen[bytes], channel: Stream, control: Stream, memory_limit_mb: float) -> None:
+    def __init__(
+        self, popen: subprocess.Popen[bytes], channel: Stream, control: Stream, memory_limit_mb: float
+    ) -> None:
         self.calls = 0
         self.grown_mb = 0.0  # address space gained since it was ready
         self.ready_s = 0.0  # from start to ready
@@ -100,9 +104,13 @@ class Worker:
         started = time.monotonic()
         answer = await self._round_trip(_load_frame(target, self._memory_limit_mb), timeout_s)
         if answer is None:
-            raise TargetError(f"{target}: did not load within {timeout_s:g} s. Fix: keep slow work out of its top level")
+            raise TargetError(
+                f"{target}: did not load within {timeout_s:g} s. Fix: keep slow work out of its top level"
+            )
         if isinstance(answer, Death):
-            raise TargetError(f"{target}: {answer.invalid(0).detail}, while loading. Fix: import it by itself to see why")
+            raise TargetError(
+                f"{target}: {answer.invalid(0).detail}, while loading. Fix: import it by itself to see why"
+            )
         if "pid" not in answer:
             raise TargetError(f"{target}: {answer.get('error', 'its process spoke out of turn')}")
         self.pid = answer["pid"]

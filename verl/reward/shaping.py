@@ -28,8 +28,8 @@ def check_overlong(*, max_response_tokens: int, buffer_tokens: int, penalty: flo
     """Raise ValueError for a buffer or a penalty that makes no sense."""
     if not 0 < buffer_tokens <= max_response_tokens:
         raise ValueError(
-            f"reward.overlong_buffer_tokens={buffer_tokens}: must be in 1..{max_response_tokens} (the response budget); "
-            "0 in the configuration turns the penalty off"
+            f"reward.overlong_buffer_tokens={buffer_tokens}: must be in 1..{max_response_tokens} (the response "
+            "budget); 0 in the configuration turns the penalty off"
         )
     if penalty < 0:
         raise ValueError(f"reward.overlong_penalty={penalty}: must be >= 0; it is subtracted")

@@ -78,7 +78,9 @@ def serve(channel: socket.socket, note_baseline_mb: Callable[[float], None]) -> 
     os.register_at_fork(after_in_child=channel.close)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     faulthandler.enable()
-    with contextlib.suppress(OSError):  # if the machine runs out of memory, the kernel takes the grader, not the trainer
+    with contextlib.suppress(
+        OSError
+    ):  # if the machine runs out of memory, the kernel takes the grader, not the trainer
         Path("/proc/self/oom_score_adj").write_text("1000")
     settler = Settler()
     frame = receive(channel)
@@ -104,7 +106,10 @@ def serve(channel: socket.socket, note_baseline_mb: Callable[[float], None]) -> 
         if os.getpid() != me:  # a child that the grader forked came back with us
             os._exit(0)
         tidy()
-        send(channel, {**answer, "id": HEADER.unpack(frame[: HEADER.size])[0], "grown_mb": _address_space_mb() - start_mb})
+        send(
+            channel,
+            {**answer, "id": HEADER.unpack(frame[: HEADER.size])[0], "grown_mb": _address_space_mb() - start_mb},
+        )
 
 
 def _tidy(recursion_limit: int, folder: str) -> None:
@@ -121,9 +126,7 @@ def _tidy(recursion_limit: int, folder: str) -> None:
             pass
 
 
-def grade(
-    grader: Callable[..., Any], settler: Settler, frame: bytes, limit: tuple[int, int] | None
-) -> dict[str, Any]:
+def grade(grader: Callable[..., Any], settler: Settler, frame: bytes, limit: tuple[int, int] | None) -> dict[str, Any]:
     """One call of the user's function, as an answer without its id."""
     try:
         return plain_result(settler.settle(grader(**pickle.loads(frame[HEADER.size :]))))
@@ -156,10 +159,14 @@ def plain_result(value: Any) -> dict[str, Any]:
             if isinstance(name, str) and name != "score" and number is not None and math.isfinite(number):
                 components[name] = number
             if len(components) > MAX_COMPONENTS:
-                return _bad(f"the reward function returned {len(value)} values; at most {MAX_COMPONENTS} components are kept")
+                return _bad(
+                    f"the reward function returned {len(value)} values; at most {MAX_COMPONENTS} components are kept"
+                )
     number = _number(score)
     if number is None:
-        return _bad(f"the reward function returned {_short(score)}; a number or a dict with a number as score is needed")
+        return _bad(
+            f"the reward function returned {_short(score)}; a number or a dict with a number as score is needed"
+        )
     if not math.isfinite(number):
         return _bad(f"the reward function returned {number}; a score must be finite")
     return {"value": number, "components": components}
@@ -193,7 +200,7 @@ def _short(value: Any) -> str:
 
 
 def load(init: Mapping[str, Any], settler: Settler) -> Callable[..., Any]:
-    """The callable that the pool's target names, with its kwargs bound. Raises Unloadable with the reason and the fix."""
+    """The callable that the pool's target names, its kwargs bound. Raises Unloadable: the reason and the fix."""
     path, name, kwargs = init["path"], init["name"], dict(init["kwargs"])
     module = load_module(path)
     grader: Any = module
@@ -201,7 +208,11 @@ def load(init: Mapping[str, Any], settler: Settler) -> Callable[..., Any]:
         if not hasattr(grader, part):
             known = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
             near = get_close_matches(name, known, n=1)
-            hint = f"did you mean reward.name={near[0]}?" if near else f"it defines: {', '.join(known[:8]) or 'no function'}"
+            hint = (
+                f"did you mean reward.name={near[0]}?"
+                if near
+                else f"it defines: {', '.join(known[:8]) or 'no function'}"
+            )
             raise Unloadable(f"{module.__file__} has no {name!r}; {hint}")
         grader = getattr(grader, part)
     if not callable(grader):
@@ -217,7 +228,7 @@ def load_module(path: str) -> ModuleType:
     """Import a `.py` file or an importable module."""
     path = path.removeprefix("pkg://")
     if path.endswith(".py") or os.sep in path or os.path.isfile(path):
-        file = Path(path).expanduser().resolve()
+        file = Path(path).expanduser().absolute()
         if not file.is_file():
             raise Unloadable(f"no such file: {file}. Fix: reward.path=/absolute/path/to/your_reward.py")
         # At the end: modules beside the file can be imported, and cannot shadow any other.
@@ -233,7 +244,9 @@ def load_module(path: str) -> ModuleType:
         return importlib.import_module(path)
     except ModuleNotFoundError as error:
         if error.name is not None and (path == error.name or path.startswith(error.name + ".")):
-            raise Unloadable(f"no module named {error.name!r}. Fix: reward.path=/path/to/file.py, or install it") from None
+            raise Unloadable(
+                f"no module named {error.name!r}. Fix: reward.path=/path/to/file.py, or install it"
+            ) from None
         raise
 
 
@@ -250,7 +263,9 @@ def _check_call(grader: Callable[..., Any], name: str, names: tuple[str, ...], k
         signature.bind(**dict.fromkeys(names), **kwargs)
     except TypeError as error:
         said = ", ".join([*names, *kwargs])
-        raise Unloadable(f"{name}{signature} cannot be called with ({said}): {error}. Fix its signature, or reward.kwargs") from None
+        raise Unloadable(
+            f"{name}{signature} cannot be called with ({said}): {error}. Fix its signature, or reward.kwargs"
+        ) from None
 
 
 def _where(error: BaseException) -> str:

@@ -126,7 +126,7 @@ function plotFrame(width, height, domain, yTicks, showY) {
     root.append(svg("line", { x1: MARGIN.left, x2: width - MARGIN.right, y1: y, y2: y, class: "grid" }));
     root.append(svg("text", { x: MARGIN.left - 7, y: y + 3.5, class: "tick", "text-anchor": "end" }, label));
   }
-  const wanted = Math.max(2, Math.min(8, Math.floor(inner.w / 80)));
+  const wanted = Math.max(2, Math.min(8, Math.floor(inner.w / 62)));
   for (const tick of niceTicks(x0, x1, wanted).filter((t) => Number.isInteger(t))) {
     const label = String(tick), tight = sx(tick) + label.length * 3.4 > width - 2;
     root.append(svg("text", { x: tight ? width - 2 : sx(tick), y: height - 7, class: "tick", "text-anchor": tight ? "end" : "middle" }, label));

@@ -197,17 +197,13 @@ def summary(lines: Sequence[MetricLine]) -> list[dict[str, Any]]:
     """Before -> after, one card each. Measurements at single steps compare the first with the last; noisy per-step
     numbers compare the mean of the first steps with that of the last ones."""
     cards = []
-    for label, name in (
-        ("Held-out accuracy, greedy", "eval/acc/greedy"),
-        ("Held-out accuracy, sampled", "eval/acc/sampled"),
-    ):
+    for label, name in _accuracies(lines):
         points = _points(lines, name)
-        if points:
-            best = max(points, key=lambda p: p[1])
-            note = f"step {points[0][0]} → {points[-1][0]} · best {best[1]:.1%} at step {best[0]}"
-            before = points[0][1] if len(points) > 1 else None
-            note = note if len(points) > 1 else f"at step {points[0][0]}"
-            cards.append(_card(label, before, points[-1][1], "percent", note, better="up"))
+        best_step, best = max(((step, value) for step, value in points), key=lambda p: p[1])
+        several = len(points) > 1
+        span = f"step {points[0][0]} → {points[-1][0]} · best {best:.1%} at step {best_step}"
+        note = span if several else f"at step {points[0][0]}"
+        cards.append(_card(label, points[0][1] if several else None, points[-1][1], "percent", note, better="up"))
     for label, name, form, better in (
         ("Reward", "critic/score/mean", "number", "up"),
         ("Loss", "train/loss", "number", "down"),
@@ -230,6 +226,19 @@ def summary(lines: Sequence[MetricLine]) -> list[dict[str, Any]]:
     if speed:
         cards.append(_card("Tokens per second", None, median(speed), "count", "median over steps"))
     return cards
+
+
+def _accuracies(lines: Sequence[MetricLine]) -> list[tuple[str, str]]:
+    """(label, metric) of the held-out accuracies: the overall ones, or else those of the first few data sources."""
+    names = {name for line in lines for name, value in line.values.items() if math.isfinite(value)}
+    overall = [n for n in ("eval/acc/greedy", "eval/acc/sampled") if n in names]
+    sources = sorted(n for n in names if n.startswith("eval/") and n.endswith(("/acc/greedy", "/acc/sampled")))
+    found = overall or sources[:4]
+    words = [
+        n.removeprefix("eval/").replace("acc/", "").replace("/greedy", " greedy").replace("/sampled", " sampled")
+        for n in found
+    ]
+    return [(f"Held-out accuracy, {word}", name) for word, name in zip(words, found)]
 
 
 def alarms(run_dir: Path, lines: Sequence[MetricLine], config: Mapping[str, Any]) -> list[dict[str, Any]]:

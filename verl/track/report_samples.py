@@ -103,9 +103,11 @@ class SamplePicker:
 
 
 def spread(items: Sequence[T], count: int) -> list[T]:
-    """At most `count` of the items at equal distances, first and last included."""
+    """At most `count` of the items at equal distances, first and last included (one: the last)."""
     if len(items) <= count:
         return list(items)
+    if count == 1:
+        return [items[-1]]
     return [items[round(i * (len(items) - 1) / (count - 1))] for i in range(count)]
 
 
@@ -124,7 +126,7 @@ def choose_groups(
 
     if by_reward:
         order = sorted(groups, key=lambda g: (mean_reward(g), g))
-        chosen = spread(order, quota) if quota > 1 else order[-1:]
+        chosen = spread(order, quota)
         chosen = chosen[-1:] + chosen[:-1]  # the best, the worst, the rest: what the size limit cuts is the middle
     else:
         chosen = sorted(groups, key=lambda g: (_natural(groups[g][0]["task_id"]), g))[:quota]
@@ -239,8 +241,19 @@ def _column(values: np.ndarray | None, keep: np.ndarray) -> Any:
     """A column of the page: null if absent, one number if constant, else a list with four significant digits."""
     if values is None or not len(values):
         return None
-    rounded = [_digits(float(v), 4) for v in values[keep]]
-    return rounded[0] if all(v == rounded[0] for v in rounded) else rounded
+    kept = values[keep]
+    short = kept.tolist() if kept.dtype.kind in "iu" else _four_digits(kept)
+    return short[0] if all(v == short[0] for v in short) else short
+
+
+def _four_digits(values: np.ndarray) -> list[float | None]:
+    wide = values.astype(np.float64)
+    finite = np.isfinite(wide)
+    safe = np.where(finite & (wide != 0), wide, 1.0)
+    power = 3 - np.floor(np.log10(np.abs(safe))).astype(int)
+    up, down = 10.0 ** np.maximum(power, 0), 10.0 ** np.maximum(-power, 0)  # whole numbers: the quotient is the decimal
+    short = np.where(wide == 0, 0.0, np.round(safe * up / down) * down / up)
+    return [value if ok else None for value, ok in zip(short.tolist(), finite.tolist())]
 
 
 def _digits(value: float, digits: int) -> float | int | None:

@@ -189,8 +189,14 @@ class Sinks:
                 self._report(f"warning: sink {name} is left out from step {step} on: {fault}")
 
     def close(self) -> None:
-        for sink in self._sinks.values():
-            sink.close()
+        """Close all, the record of the run first."""
+        for name, sink in self._sinks.items():
+            try:
+                sink.close()
+            except OSError as fault:
+                if name == "jsonl":
+                    raise
+                self._report(f"warning: sink {name} did not close: {fault}")
 
 
 def open_sinks(

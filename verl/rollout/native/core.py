@@ -16,6 +16,7 @@ from verl.rollout.base import Completion, DecodeFn, WeightSource
 from verl.rollout.native.request import REASONS, Request, Rows
 from verl.rollout.native.sampler import Draw
 
+Done = tuple[Request, Completion]
 FirstTokens = Callable[[Draw], tuple[np.ndarray, np.ndarray]]
 
 
@@ -83,18 +84,21 @@ class EngineCore:
         self._submitted += 1
         self.waiting.append(request)
 
-    def run(self, steps: int, interrupted: Callable[[], bool]) -> list[Completion]:
+    def requests(self) -> list[Request]:
+        return [*self.waiting, *self.rows.requests]
+
+    def run(self, steps: int, interrupted: Callable[[], bool]) -> list[Done]:
         """Up to `steps` steps, fewer if work ends or somebody wants the engine. The split changes no result."""
-        done: list[Completion] = []
+        done: list[Done] = []
         for _ in range(steps):
             done += self.step()
             if not self.busy or interrupted():
                 break
         return done
 
-    def step(self) -> list[Completion]:
+    def step(self) -> list[Done]:
         """One bounded prefill pass for who can be admitted, then one token for every resident row."""
-        done: list[Completion] = []
+        done: list[Done] = []
         self._steps += 1
         if self.waiting and self.rows.n < self.runner.max_rows:
             admission = self.runner.admit(self.waiting, self.rows.n)
@@ -106,17 +110,14 @@ class EngineCore:
             done += self._append(0, ids, logprobs)
         return done
 
-    def abort(self, request_ids: set[str] | None) -> list[Completion]:
+    def abort(self, requests: set[Request] | None) -> list[Done]:
         """Stop these requests (None: all) and return them with the tokens they have."""
-
-        def hit(request: Request) -> bool:
-            return request_ids is None or request.request_id in request_ids
-
-        done = [request.complete("abort") for request in self.waiting if hit(request)]
-        self.waiting = deque(request for request in self.waiting if not hit(request))
-        gone = np.asarray([row for row, request in enumerate(self.rows.requests) if hit(request)], np.int64)
-        done += [self.rows.save(row).complete("abort") for row in gone.tolist()]
-        self._remove(gone)
+        gone = set(self.requests()) if requests is None else requests
+        done = [(request, request.complete("abort")) for request in self.waiting if request in gone]
+        self.waiting = deque(request for request in self.waiting if request not in gone)
+        rows = [row for row, request in enumerate(self.rows.requests) if request in gone]
+        done += [(request, request.complete("abort")) for request in map(self.rows.save, rows)]
+        self._remove(np.asarray(rows, np.int64))
         return done
 
     def load(self, source: WeightSource) -> int:
@@ -142,7 +143,7 @@ class EngineCore:
             "waiting": len(self.waiting), **self.runner.stats(),
         }  # fmt: skip
 
-    def _seat(self, admission: Admission) -> list[Completion]:
+    def _seat(self, admission: Admission) -> list[Done]:
         first = self.rows.n
         for cached in admission.cached:
             request = self.waiting.popleft()
@@ -153,7 +154,7 @@ class EngineCore:
         ids, logprobs = admission.sample(self.rows.draw(first, self.rows.n))
         return self._append(first, ids, logprobs)
 
-    def _append(self, first: int, ids: np.ndarray, logprobs: np.ndarray) -> list[Completion]:
+    def _append(self, first: int, ids: np.ndarray, logprobs: np.ndarray) -> list[Done]:
         self._sampled += len(ids)
         if not np.isfinite(logprobs).all():
             bad = [self.rows.requests[first + i].request_id for i in np.flatnonzero(~np.isfinite(logprobs))]
@@ -162,11 +163,12 @@ class EngineCore:
         gone = first + np.flatnonzero(code)
         if not len(gone):
             return []
-        done = []
+        done: list[Done] = []
         for row in gone.tolist():
             reason = REASONS[code[row - first]]
             assert reason is not None
-            done.append(self.rows.save(row).complete(reason, stops.get(row) if reason == "stop" else None))
+            request = self.rows.save(row)
+            done.append((request, request.complete(reason, stops.get(row) if reason == "stop" else None)))
         self._remove(gone)
         return done
 

@@ -61,10 +61,17 @@ class SlotCache:
         for source, hole in zip(sources.tolist(), holes.tolist()):
             self._kv[:, :, hole, :, :tokens] = self._kv[:, :, source, :, :tokens]
 
-    def write(self, layer: int, slots: Tensor, positions: Tensor, k: Tensor, v: Tensor) -> None:
-        """slots, positions [n]; k, v [n, K, D]."""
-        self._kv[layer, 0][slots, :, positions] = k
-        self._kv[layer, 1][slots, :, positions] = v
+    def places(self, lo: int, positions: Tensor) -> Tensor:
+        """Where the token at `positions` [n] of slots lo.. is kept in every layer, for `write` [n K]."""
+        n, heads = len(positions), self._shape.kv_heads
+        starts = torch.arange(lo * heads, (lo + n) * heads, device=positions.device).view(n, heads) * self._capacity
+        return (starts + positions[:, None]).view(-1)
+
+    def write(self, layer: int, places: Tensor, k: Tensor, v: Tensor) -> None:
+        """places [n K]; k, v [n, K, D]."""
+        keys, values = self._lines[layer]
+        keys.index_copy_(0, places, k.reshape(-1, self._shape.head_dim))
+        values.index_copy_(0, places, v.reshape(-1, self._shape.head_dim))
 
     def read(self, layer: int, lo: int, hi: int, width: int) -> tuple[Tensor, Tensor]:
         """Keys and values [(hi - lo) K, width, D] of slots lo..hi-1, as views."""
@@ -79,7 +86,8 @@ class SlotCache:
         self._kv = torch.zeros(
             s.layers, 2, slots, s.kv_heads, capacity, s.head_dim, dtype=self._dtype, device=self._device
         )
-        self._flat = [(layer[0].flatten(0, 1), layer[1].flatten(0, 1)) for layer in self._kv]
+        self._flat = [(layer[0].flatten(0, 1), layer[1].flatten(0, 1)) for layer in self._kv]  # [slots K, capacity, D]
+        self._lines = [(k.flatten(0, 1), v.flatten(0, 1)) for k, v in self._flat]  # [slots K capacity, D]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

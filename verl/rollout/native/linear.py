@@ -34,12 +34,14 @@ class Linear:
         self.packed = packed
         # one packed layout serves every number of rows
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, None) if packed else weight
-        self.transposed = weight.t()
+        self.transposed = weight.t()  # a view
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.packed:
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
-        return torch.nn.functional.linear(x, self.weight, self.bias)
+        if self.bias is not None:
+            return torch.addmm(self.bias, x, self.transposed)
+        return torch.mm(x, self.transposed)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual + self(x), in place where the kernel allows. residual [T, N] must have no other reader."""

@@ -39,9 +39,10 @@ class RotaryTable:
 
 
 def rotate(heads: Tensor, rotary: Tensor) -> Tensor:
-    """heads [T, h, D] with pairs interleaved, rotary [T, 1, D/2] -> contiguous [T, h, D]."""
-    pairs = torch.view_as_complex(heads.float().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * rotary).flatten(-2).to(heads.dtype)
+    """heads [T, h, D] with pairs interleaved, rotary [T, 1, D/2] -> [T, h, D]."""
+    tokens, h, dim = heads.shape
+    pairs = torch.view_as_complex(heads.float().view(tokens, h, dim // 2, 2))
+    return torch.view_as_real(pairs * rotary).view(tokens, h, dim).to(heads.dtype)
 
 
 def project(x: Tensor, layer: Layer, shape: Shape, rotary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -51,7 +52,8 @@ def project(x: Tensor, layer: Layer, shape: Shape, rotary: Tensor) -> tuple[Tens
     qk, v = qkv[:, : shape.heads + shape.kv_heads], qkv[:, shape.heads + shape.kv_heads :]
     if layer.qk_norm is not None:
         qk = rms_norm(qk, (shape.head_dim,), None, shape.eps).mul_(layer.qk_norm)
-    return rotate(qk[:, : shape.heads], rotary), rotate(qk[:, shape.heads :], rotary), v
+    qk = rotate(qk, rotary)
+    return qk[:, : shape.heads], qk[:, shape.heads :], v
 
 
 def feed_forward(x: Tensor, layer: Layer, shape: Shape) -> Tensor:
@@ -76,14 +78,14 @@ def decode(
     beyond = torch.arange(width, device=tokens.device) > positions[:, None]  # [n, L]
     bias = torch.zeros(beyond.shape, dtype=weights.embed.dtype, device=tokens.device).masked_fill_(beyond, -torch.inf)
     bias = bias[:, None, None].expand(n, shape.kv_heads, 1, width).flatten(0, 1)  # [n K, 1, L]
-    slots = torch.arange(lo, lo + n, device=tokens.device)
+    place = cache.places(lo, positions)
     x = weights.embed.index_select(0, tokens)
     for i, layer in enumerate(weights.layers):
         q, k, v = project(x, layer, shape, rotary)
-        cache.write(i, slots, positions, k, v)
+        cache.write(i, place, k, v)
         keys, values = cache.read(i, lo, lo + n, width)  # [n K, L, D]
         # the G query heads of a key head are query rows: nothing is repeated
-        out = attend(q.view(n * shape.kv_heads, -1, shape.head_dim), keys, values, bias)
+        out = attend(q.reshape(n * shape.kv_heads, -1, shape.head_dim), keys, values, bias)
         x = layer.out.add_to(x, out.view(n, -1))
         x = feed_forward(x, layer, shape)
     return rms_norm(x, (shape.hidden,), weights.norm, shape.eps)

@@ -19,7 +19,7 @@ RUNNING, EOS, STOP, LENGTH, CONTEXT_FULL = range(5)  # codes of a row; the names
 REASONS: tuple[StopReason | None, ...] = (None, "eos", "stop", "length", "context_full")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Request:
     """A prompt and what was sampled for it before it last lost its row (nothing, unless it was preempted)."""
 
@@ -155,7 +155,9 @@ class Rows:
         """Drop the rows `gone` (sorted) and close the holes with the last rows -> (moved from, moved to)."""
         kept = self.n - len(gone)
         holes = gone[gone < kept]
-        movers = np.setdiff1d(np.arange(kept, self.n), gone)
+        stays = np.ones(self.n, bool)
+        stays[gone] = False
+        movers = kept + np.flatnonzero(stays[kept:])
         for request in (self.requests[row] for row in gone):
             self._strings -= bool(request.sampling.stop)
         for source, hole in zip(movers, holes):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby, islice
+from itertools import groupby, islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -231,7 +231,7 @@ class NativeRunner:
             return [(lo, min(n, lo + FIXED_ROWS)) for lo in range(0, n, FIXED_ROWS)]
         parts = max(1, min(self._lanes.count, n // MIN_LANE_ROWS))
         edges = [n * i // parts for i in range(parts + 1)]
-        return list(zip(edges, edges[1:]))
+        return list(pairwise(edges))
 
     @torch.inference_mode()
     def _decode_rows(

@@ -155,7 +155,9 @@ class Storage:
         s = self.shape
         self._own("embed", (s.vocab, s.hidden), "model.embed_tokens.weight")
         self._own("norm", (s.hidden,), "model.norm.weight")
-        if not s.tied:
+        if s.tied:  # one tensor under two names, of which one is enough
+            self.targets["lm_head.weight"] = self.targets["model.embed_tokens.weight"]
+        else:
             self._own("head", (s.vocab, s.hidden), "lm_head.weight")
         for i in range(s.layers):
             self._layer(f"{i}.", f"model.layers.{i}.")
@@ -215,22 +217,25 @@ def receive(
     `dtype` is what the weights are rounded to, `compute_dtype` what they are kept and multiplied in.
     """
     storage = Storage(shape, compute_dtype, device)
-    unexpected, misshapen, seen, tied_sums = [], [], set(), {}
+    filled: set[int] = set()
+    unexpected, misshapen = [], []
     for name, tensor in tensors:
-        is_tied_head = shape.tied and name == "lm_head.weight"
-        target = storage.targets.get("model.embed_tokens.weight" if is_tied_head else name)
+        target = storage.targets.get(name)
         if target is None or not isinstance(tensor, Tensor):
             unexpected.append(name)
-        elif tuple(tensor.shape) != target.shape:
+            continue
+        filled_before = id(target) in filled
+        filled.add(id(target))
+        if tuple(tensor.shape) != target.shape:
             misshapen.append(f"{name} {tuple(tensor.shape)}, model {target.shape}")
-        elif not is_tied_head:
-            target.into.copy_(tensor.detach().to(dtype).reshape(target.copied_as))
-        seen.add(name)
-        if shape.tied and name in ("lm_head.weight", "model.embed_tokens.weight") and isinstance(tensor, Tensor):
-            tied_sums[name] = float(tensor.detach().sum(dtype=torch.float64))
-    refuse_mismatch(sorted(set(storage.targets) - seen), unexpected, misshapen)
-    if len(set(tied_sums.values())) > 1:
-        raise ValueError("lm_head.weight differs from model.embed_tokens.weight, but the model's config ties them")
+            continue
+        value = tensor.detach().to(dtype).reshape(target.copied_as)
+        if not filled_before:
+            target.into.copy_(value)
+        elif not torch.equal(target.into, value.to(target.into)):
+            raise ValueError(f"{name} differs from the tensor it is tied to (tie_word_embeddings), or came twice")
+    missing = sorted(name for name, target in storage.targets.items() if id(target) not in filled)
+    refuse_mismatch(missing, unexpected, misshapen)
     return _finish(storage, packed)
 
 

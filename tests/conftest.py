@@ -1,0 +1,36 @@
+"""Shared pieces. Everything that tests write goes to tmp paths; no test needs a network or a GPU."""
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.insert(0, str(Path(__file__).parent))
+
+import pytest
+
+DATA = Path(__file__).parent / "data"
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory):
+    """A Hugging Face folder: 2-layer Qwen3 with the arithmetic task's character tokenizer."""
+    from verl.models import tiny
+    from verl.recipes import arithmetic
+
+    tokenizer = tiny.character_tokenizer(arithmetic.CHARACTERS)
+    model = tiny.qwen3(tokenizer, hidden=32, layers=2, heads=2, kv_heads=1, ffn=64, seed=1)
+    return tiny.save(model, tokenizer, tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def arithmetic_data(tmp_path_factory):
+    """(training rows, held-out rows) of the quickstart's task."""
+    from verl.recipes import arithmetic
+
+    folder = tmp_path_factory.mktemp("arithmetic")
+    return (
+        arithmetic.write_rl(folder / "train.jsonl", 64, seed=1, held=False),
+        arithmetic.write_rl(folder / "heldout.jsonl", 8, seed=2, held=True),
+    )

@@ -1,0 +1,161 @@
+"""What cannot run is refused before anything expensive, in one line that says the fix."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from handmade_model import write_model, write_rows
+
+from verl.algorithms.table import LOSSES, TABLE
+from verl.config.load import load_config, validate
+from verl.config.tree import leaves
+from verl.config.validate import ALGORITHMS, BOUNDS, CHOICES, POSITIVE
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A command line that is right."""
+    folder = tmp_path_factory.mktemp("validate")
+    rows = write_rows(folder / "rows.jsonl", 200)
+    return [f"model.path={write_model(folder / 'model')}", f"data.train_files={rows}", f"data.eval_files={rows}"]
+
+
+def faults(base: list[str], *args: str, command: str = "train", **options: object) -> list[str]:
+    try:
+        validate(load_config([*base, *args]).config, command, **options)  # type: ignore[arg-type]
+    except ValueError as exc:
+        return str(exc).splitlines()
+    return []
+
+
+def test_a_right_configuration_passes(base: list[str]) -> None:
+    assert faults(base) == []
+    for command in ("sft", "rm", "dpo", "eval", "generate"):
+        assert faults(base, command=command) == []
+
+
+FAULTS = [
+    (["step.samples_per_prompt=1"], "set at least 2"),
+    (["step.prompts_per_step=10", "step.updates_per_step=4"], "use 1, 2, 5, 10"),
+    (["step.prompts_per_step=-4"], "must be >= 1"),
+    (["step.max_tokens_per_microbatch=2000", "rollout.max_response_tokens=1500"], "set it to at least 2524"),
+    (["pipeline.partial_rollout=true"], "nothing is in flight"),
+    (["pipeline.sync_every=0"], "must be >= 1"),
+    (["pipeline.staleness=-1"], "must be >= 0"),
+    (["pipeline.staleness=0.001"], "less than one group ahead"),
+    (["pipeline.max_invalid_share=1.5"], "from 0 to 1"),
+    (["rollout.top_p=0.9"], "set rollout.top_p=1"),
+    (["rollout.top_k=50"], "set rollout.top_k=0"),
+    (["rollout.min_p=0.1"], "set rollout.min_p=0"),
+    (["rollout.top_k=-1"], "0 is off"),
+    (["rollout.top_p=1.2"], "truncates"),
+    (["rollout.temperature=0"], "use 1.0"),
+    (["rollout.stop=['']"], "empty string"),
+    (["rollout.max_kv_tokens=100"], "holds no sequence"),
+    (["rollout.engine=vllm"], "set rollout.engine=native"),
+    (["rollout.engine=natve"], "did you mean native"),
+    (["rollout.dtype=float16"], "bfloat16"),
+    (["model.dtype=bf16"], "did you mean bfloat16"),
+    (["model.device=gpu"], "auto, cpu, cuda"),
+    (["model.attention=flash"], "auto, padded"),
+    (["optim.schedule=cosin"], "did you mean cosine"),
+    (["optim.betas=[0.9]"], "two numbers"),
+    (["optim.betas=[0.9,1.0]"], "two numbers"),
+    (["optim.lr=0"], "must be > 0"),
+    (["optim.lr=inf"], "must be > 0 and finite"),
+    (["optim.warmup_steps=5", "optim.warmup_ratio=0.1"], "leave one out"),
+    (["algorithm.name=grop"], "did you mean grpo"),
+    (["algorithm.aggregation=token_mean"], "did you mean token-mean"),
+    (["algorithm.aggregation=seq-mean-token-sum-norm"], "set it to the longest response, 1024"),
+    (["algorithm.name=drgrpo"], "algorithm.horizon_tokens is missing"),
+    (["algorithm.horizon_tokens=100"], "does nothing here"),
+    (["algorithm.kl_loss_form=k4"], "k1, abs, k2"),
+    (["algorithm.kl_loss_coef=-0.1"], "must be >= 0"),
+    (["algorithm.kl_reward_target=0.1"], "set algorithm.kl_reward_coef"),
+    (["algorithm.kl_reward_horizon=100"], "set algorithm.kl_reward_target"),
+    (["algorithm.clip_dual=0.9"], "above 1"),
+    (["algorithm.clip_low=1.5"], "below 1"),
+    (["algorithm.clip_high=-0.1"], "must be >= 0"),
+    (["algorithm.filter_metric=acc"], "algorithm.filter_groups=true"),
+    (["algorithm.name=dapo", "algorithm.max_draws_per_group=0.5"], "must be >= 1"),
+    (["algorithm.on_exhausted=go"], "stop, smaller"),
+    (["algorithm.advantage=mine"], "module:function"),
+    (["data.truncation=lft"], "did you mean left"),
+    (["data.train_files=[]"], "data.train_files=[FILE.jsonl]"),
+    (["data.train_files=/no/such.jsonl"], "/no/such.jsonl"),
+    (["data.eval_files=/no/such.jsonl"], "data.eval_files: "),
+    (["track.sinks=[console,mlflow]"], "track.sinks=mlflow"),
+    (["run.keep_best=eval/acc/greedy"], "nothing is evaluated during the run (run.eval_every_steps=0)"),
+    (["run.keep_best=eval/acc/greedy", "run.eval_every_steps=5", "run.save_every_steps=5", "data.eval_files=[]"], "data.eval_files is empty"),
+    (["run.keep_best=eval/acc/greedy", "run.eval_every_steps=5"], "set run.save_every_steps"),
+    (["run.eval_every_steps=5", "data.eval_files=[]"], "name a file, or set 0"),
+    (["run.resume=atuo"], "did you mean auto"),
+    (["run.resume=/no/step_3"], "no such checkpoint"),
+    (["run.name=../x"], "folder name"),
+    (["run.wait_timeout_s=0"], "must be > 0"),
+    (["reward.path=/no/reward.py"], "no such file"),
+    (["reward.name=a-b"], "name of a function"),
+    (["reward.overlong_buffer_tokens=5000"], "last part of that budget"),
+    (["health.mismatch_warn=1"], "above health.mismatch_stop"),
+    (["model.path=/no/model"], "no such folder"),
+    (["model.path=Org/Name"], "hf download Org/Name"),
+    (["model.chat_template=/no/t.jinja"], "Jinja file"),
+    (["model.tokenizer_path=/no/tokenizer"], "no tokenizer"),
+    (["data.max_prompt_tokens=9000", "step.max_tokens_per_microbatch=65536", "rollout.max_response_tokens=30000"], "above the 32768 positions"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("args", "reason"), FAULTS, ids=lambda x: x[0] if isinstance(x, list) else "")
+def test_each_fault_is_one_line_with_the_fix(base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: list[str], reason: str) -> None:
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    found = faults(base, *args)
+    assert len(found) == 1 and reason in found[0], found
+    keys = {a.partition("=")[0] for a in args}
+    assert any(key in found[0] for key in keys) or "model.path" in keys or "algorithm.name=drgrpo" in args, found[0]
+
+
+def test_all_faults_are_said_at_once(base: list[str]) -> None:
+    assert len(faults(base, "step.samples_per_prompt=1", "rollout.top_p=0.5", "pipeline.partial_rollout=true")) == 3
+
+
+def test_what_is_allowed(base: list[str]) -> None:
+    assert faults(base, "eval.top_p=0.7", "eval.top_k=20", "eval.temperature=0.6", "eval.samples_per_prompt=4") == []
+    assert faults(base, "algorithm.name=reinforce", "step.samples_per_prompt=1") == []
+    assert faults(base, "algorithm.advantage=my.module:fn", "step.samples_per_prompt=1") == []
+    assert faults(base, "algorithm.name=cispo", "algorithm.clip_low=10") == []
+    assert faults(base, "algorithm.name=drgrpo", "algorithm.horizon_tokens=1024") == []
+    assert faults(base, "pipeline.staleness=0.5", "pipeline.partial_rollout=true") == []
+    assert faults(base, "data.train_files=s3://bucket/x.parquet") == []
+    assert faults(base, "health.mismatch_stop=inf") == []
+
+
+def test_a_group_predicate_may_be_passed_in(base: list[str]) -> None:
+    assert faults(base, "step.samples_per_prompt=1", needs_group=lambda name: False) == []
+    assert len(faults(base, "algorithm.name=reinforce", "step.samples_per_prompt=1", needs_group=lambda name: True)) == 1
+
+
+def test_commands_ask_for_what_they_need(base: list[str]) -> None:
+    assert "data.eval_files is empty" in faults(base[:1], command="eval")[0]
+    assert faults(base[:1], command="generate") == []
+    assert "data.max_tokens_per_row=9000" in faults(base, "data.max_tokens_per_row=9000", "step.max_tokens_per_microbatch=8192", command="sft")[0]
+    assert faults(base, "rollout.top_p=0.9", "step.samples_per_prompt=1", command="sft") == []
+
+
+def test_rules_name_keys_of_the_tree() -> None:
+    assert not {*CHOICES, *BOUNDS, *POSITIVE} - set(leaves())
+    source = Path(__import__("verl.config.validate", fromlist=["x"]).__file__).read_text()
+    sections = "|".join({key.split(".")[0] for key in leaves()})
+    named = set(re.findall(rf"(?<![\w./])((?:{sections})\.[a-z_]+)(?=[\s=:,;\"'{{}}()])", source))
+    assert {n for n in named if n not in leaves()} <= {"data.files"}, "a message names a key that is not there"
+
+
+def test_algorithms_agree_with_the_table() -> None:
+    for name, row in TABLE.items():
+        facts = ALGORITHMS[name]
+        assert facts.needs_group == (row.least > 1), name
+        assert (facts.kl_loss, facts.kl_reward) == (row.kl_loss_coef > 0, row.kl_reward_coef > 0), name
+        assert facts.needs_horizon == (row.aggregation == "seq-mean-token-sum-norm" and row.horizon_tokens is None), name
+    assert set(ALGORITHMS) - set(TABLE) <= {"gspo", "cispo", "sapo"}, "a name that the table does not know"
+    assert "ppo_clip" in LOSSES, "dialect_rules.py names it for verl's rloo"

@@ -1,0 +1,105 @@
+"""DESIGN section 4, by reading the source: who may import whom."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2] / "verl"
+FILES = sorted(ROOT.rglob("*.py"))
+COMPONENTS = ("model_engine", "rollout", "weight_sync", "transfer_queue", "agent_loop", "reward")
+OPTIONAL = ("ray", "vllm", "sglang", "tensorrt_llm", "megatron", "peft", "wandb", "flash_attn", "s3fs")
+
+
+def imports(path: Path, *, top_level: bool) -> set[str]:
+    """Modules that a file imports; with `top_level` only those that importing the file imports."""
+    tree = ast.parse(path.read_text())
+    lazy = {id(n) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef) for n in ast.walk(f)}
+    typed = {id(n) for i in ast.walk(tree) if isinstance(i, ast.If) and "TYPE_CHECKING" in ast.unparse(i.test) for n in ast.walk(i)}
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if top_level and (id(node) in lazy or id(node) in typed):
+            continue
+        if isinstance(node, ast.Import):
+            found |= {a.name for a in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    return found
+
+
+def room(path: Path) -> str:
+    parts = path.relative_to(ROOT).parts
+    return parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_import_rules(path):
+    here = room(path)
+    every, top = imports(path, top_level=False), imports(path, top_level=True)
+    torch_free = here in ("types", "config", "data", "reward", "chat", "cli", "show", "doctor", "track")
+    if torch_free:
+        assert not {m for m in top if m.split(".")[0] in ("torch", "transformers")}, "no torch at module level here"
+    if here in ("types", "config"):
+        assert not {m for m in every if m.split(".")[0] in ("torch", "transformers")}
+    if here == "algorithms":
+        allowed = ("verl.algorithms", "verl.types", "verl.batch")
+        assert all(m.startswith(allowed) for m in every if m.startswith("verl")), every
+        assert not any(m.startswith("torch.distributed") for m in every)
+    if here in COMPONENTS:
+        assert not {m for m in every if m.startswith("verl.driver")}
+        others = {m for m in every if m.split(".")[0] == "verl" and len(m.split(".")) > 2 and m.split(".")[1] in COMPONENTS}
+        assert all(m.split(".")[1] == here or m.endswith(".base") for m in others), others
+    if here == "driver" and path.name in ("loop.py", "step.py", "play.py", "scheduler.py"):
+        concrete = {m for m in every if m.split(".")[1:2] and m.split(".")[1] in COMPONENTS and not m.endswith(".base")}
+        assert not concrete, concrete
+        assert not {m for m in every if m.split(".")[0] == "torch"}, "no tensor in the controller"
+    used = {m.split(".")[0] for m in every} & set(OPTIONAL)
+    assert not {m.split(".")[0] for m in top} & set(OPTIONAL), "optional packages are imported on use"
+    if "ray" in used:
+        assert path.relative_to(ROOT).as_posix() in ("workers/ray.py", "workers/placement.py", "transfer_queue/ray.py")
+
+
+def test_the_controller_has_no_branch_per_engine_or_algorithm():
+    for name in ("loop", "step", "play", "scheduler"):
+        text = (ROOT / "driver" / f"{name}.py").read_text()
+        for branch in ("if engine ==", "if algorithm ==", ".engine ==", "algorithm.name =="):
+            assert branch not in text, f"{name}.py: {branch}"
+
+
+@pytest.mark.parametrize("command", [["--help"], ["show", "keys"], ["show", "recipes"]], ids=" ".join)
+def test_help_and_tables_import_no_torch(command):
+    code = f"import sys; from verl.cli import main; main({command!r}); bad = [m for m in ('torch', 'transformers') if m in sys.modules]; sys.exit(9 if bad else 0)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
+
+
+def test_no_module_has_mutable_globals():
+    """Module-level lists, dicts and sets are read-only tables (annotated Mapping/Sequence/tuple, or never assigned into)."""
+    for path in FILES:
+        tree = ast.parse(path.read_text())
+        names = {
+            t.id
+            for node in tree.body
+            if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.List | ast.Dict | ast.Set)
+            for t in (node.targets if isinstance(node, ast.Assign) else [node.target])
+            if isinstance(t, ast.Name)
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Global):
+                raise AssertionError(f"{path}: global {node.names}")
+            if isinstance(node, ast.Assign):
+                for target in node.targets:
+                    if isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name):
+                        inside = target.value.id in names and any(target is x for x in ast.walk(node))
+                        local = _is_local(tree, node, target.value.id)
+                        assert not (inside and not local), f"{path}:{node.lineno} writes into the module's {target.value.id}"
+
+
+def _is_local(tree: ast.Module, node: ast.AST, name: str) -> bool:
+    for f in ast.walk(tree):
+        if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef) and any(n is node for n in ast.walk(f)):
+            stores = {n.id for n in ast.walk(f) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+            if name in stores or name in {a.arg for a in f.args.args}:
+                return True
+    return False

@@ -1,0 +1,258 @@
+"""Derived sizes: exact arithmetic, golden text, and estimates that move the right way."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from handmade_model import write_model, write_qwen_half_billion, write_rows
+
+from verl.config.load import load_config
+from verl.config.memory import LOGPROB_CHUNK_BYTES, kv_tokens
+from verl.config.plan import count_rows, make_plan, needs_reference, render_plan, staleness_slots, step_sizes, total_steps, warmup_steps
+from verl.config.schema import Config
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("plan")
+    write_qwen_half_billion(where / "qwen")
+    write_model(where / "tiny")
+    write_rows(where / "train.jsonl", 7473)
+    write_rows(where / "test.jsonl", 1319)
+    return where
+
+
+def config_of(folder: Path, *args: str, model: str = "qwen") -> Config:
+    files = [f"data.train_files={folder}/train.jsonl", f"data.eval_files={folder}/test.jsonl"]
+    return load_config([f"model.path={folder}/{model}", *files, *args]).config
+
+
+GOLDEN_RL = """\
+model     Qwen2ForCausalLM: 24 layers, hidden 896, 14 heads (2 kv), vocabulary 151,936; 494,032,768 parameters, tied embeddings; stored 942 MiB bfloat16
+step      64 prompts x 8 = 512 trajectories -> 4 updates of 128 -> about 36 micro-batches
+tokens    at most 786,432 per step, 1,536 per row, 16,384 per micro-batch
+run       7,473 rows, 350 steps = 3 epochs -> 1,400 optimizer steps, the first 10 warming up; evaluation on 1,319 rows
+rollout   native, 64 slots = 512 trajectories in flight, 256 at a time; KV 393,216 tokens x 12,288 B = 4.50 GiB + prefix cache 768 MiB
+disk      checkpoint 6.44 GiB (weights 942 MiB + state 5.52 GiB), at most 4 at once: 25.8 GiB in runs/gsm8k_grpo
+
+memory (estimate)               rollout    experience        update       publish
+master weights                 1.84 GiB      1.84 GiB      1.84 GiB      1.84 GiB
+gradients                             -             -      1.84 GiB             -
+optimizer states               3.68 GiB      3.68 GiB      3.68 GiB      3.68 GiB
+compute copy of weights               -             -       683 MiB             -
+rollout weights                 942 MiB       942 MiB       942 MiB       942 MiB
+incoming weights                      -             -             -       942 MiB
+KV cache                       4.50 GiB             -             -             -
+prefix cache                    768 MiB             -             -             -
+sampling logits                 297 MiB             -             -             -
+activations                           -             -      2.39 GiB             -
+inference activations                 -      1.07 GiB             -             -
+log-prob chunk                        -       582 MiB       582 MiB             -
+sum                            12.0 GiB      8.08 GiB      11.9 GiB      7.36 GiB
+peak 12.0 GiB in rollout
+"""
+
+GOLDEN_SFT = """\
+model     Qwen2ForCausalLM: 2 layers, hidden 64, 4 heads (2 kv), vocabulary 1,000; 138,304 parameters, tied embeddings; stored 270 KiB bfloat16
+step      64 rows -> 1 update -> about 4 micro-batches
+tokens    at most 65,536 per step, 1,024 per row, 16,384 per micro-batch
+run       7,473 rows, 116 steps = 0.99 epochs -> 116 optimizer steps, the first 11 warming up; evaluation on 1,319 rows
+disk      checkpoint 1.85 MiB (weights 270 KiB + state 1.58 MiB), at most 3 at once: 5.54 MiB in runs/run
+
+memory (estimate)               update
+master weights                 540 KiB
+gradients                      540 KiB
+optimizer states              1.06 MiB
+compute copy of weights        145 KiB
+activations                   92.0 MiB
+log-prob chunk                64.2 MiB
+sum                            159 MiB
+peak 159 MiB in update
+"""
+
+
+def test_golden_plan_of_the_gsm8k_recipe(folder: Path) -> None:
+    plan = make_plan(config_of(folder, "recipe=gsm8k_grpo", "step.updates_per_step=4"))
+    assert render_plan(plan) == GOLDEN_RL
+
+
+def test_golden_plan_of_sft(folder: Path) -> None:
+    plan = make_plan(config_of(folder, "optim.warmup_ratio=0.1", model="tiny"), "sft")
+    assert render_plan(plan) == GOLDEN_SFT
+    assert plan.rollout is None
+
+
+def test_plan_is_json(folder: Path) -> None:
+    found = json.loads(make_plan(config_of(folder)).to_json())
+    assert found["step"]["rows"] == 512 and found["length"]["steps"] == 116 and found["model"]["parameters"] == 494_032_768
+    assert found["memory"]["peaks"][found["memory"]["peak_phase"]] == found["memory"]["peak_bytes"]
+
+
+@pytest.mark.parametrize("command", ["train", "sft", "rm", "dpo", "eval", "generate"])
+def test_every_command_renders(folder: Path, command: str) -> None:
+    text = render_plan(make_plan(config_of(folder, model="tiny"), command))  # type: ignore[arg-type]
+    assert all(len(line) < 200 and not line.endswith(" ") for line in text.splitlines())
+    assert ("reference policy" in text) == (command in ("train", "dpo"))
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------------
+
+
+def test_sizes_of_a_step(folder: Path) -> None:
+    s = step_sizes(config_of(folder, "step.prompts_per_step=24", "step.samples_per_prompt=4", "step.updates_per_step=3", "step.epochs_per_step=2"))
+    assert (s.rows, s.rows_per_update, s.optimizer_steps, s.longest_row_tokens, s.max_tokens) == (96, 32, 6, 2048, 96 * 2048)
+
+
+@pytest.mark.parametrize(("share", "budget", "expected"), [
+    ("false", 2048, 32), ("false", 4096, 16), ("false", 5000, 16), ("true", 2048, 32), ("true", 5120, 8), ("true", 10240, 4), ("true", 65536, 1),
+])  # fmt: skip
+def test_microbatches_hold_a_prompt_once(folder: Path, share: str, budget: int, expected: int) -> None:
+    """8 prompts x 4 answers of 1024 + 1024 tokens."""
+    args = ("step.prompts_per_step=8", "step.samples_per_prompt=4", f"model.share_prefix={share}", f"step.max_tokens_per_microbatch={budget}")
+    assert step_sizes(config_of(folder, *args)).microbatches == expected
+
+
+@pytest.mark.parametrize(("prompts", "n", "budget"), [(8, 4, 5000), (4, 8, 3000), (6, 5, 9000), (3, 3, 2048), (16, 2, 20000)])
+def test_microbatches_are_those_of_split_rows(folder: Path, prompts: int, n: int, budget: int) -> None:
+    """The engine's own splitting of a full-length batch."""
+    np = pytest.importorskip("numpy")
+    from verl.batch import pack, split_rows
+    from verl.types import Sample, Segment
+
+    prompt, answer = 600, 400
+    samples = [
+        Sample(
+            sample_id=f"{g}.{k}", trajectory_id=f"{g}.{k}", group_id=str(g), purpose="train",
+            segments=(Segment(ids=np.full(prompt, g), source="prompt"), Segment(ids=np.arange(answer) + k, source="sampled", logprobs=np.zeros(answer, np.float32))),
+        )
+        for g in range(prompts) for k in range(n)
+    ]  # fmt: skip
+    for share in (True, False):
+        args = (f"step.prompts_per_step={prompts}", f"step.samples_per_prompt={n}", f"model.share_prefix={share}",
+                f"step.max_tokens_per_microbatch={budget}", f"data.max_prompt_tokens={prompt}", f"rollout.max_response_tokens={answer}")  # fmt: skip
+        parts = split_rows(pack(samples, share_prefix=share), budget)
+        assert step_sizes(config_of(folder, *args)).microbatches == len(parts)
+
+
+@pytest.mark.parametrize(("staleness", "prompts", "sync_every", "slots"), [
+    (0, 64, 1, 64), (1, 64, 1, 128), (0.5, 64, 1, 96), (0.15, 100, 1, 115), (0.1, 10, 1, 11), (0.29, 100, 1, 129), (0.5, 3, 1, 4), (1, 8, 4, 64),
+])  # fmt: skip
+def test_slots_are_exact(folder: Path, staleness: float, prompts: int, sync_every: int, slots: int) -> None:
+    """floor((1 + 0.15) * 100) is 114 in floats."""
+    c = config_of(folder, f"pipeline.staleness={staleness}", f"step.prompts_per_step={prompts}", f"pipeline.sync_every={sync_every}")
+    assert staleness_slots(c) == slots
+
+
+def test_slots_are_those_of_the_scheduler(folder: Path) -> None:
+    from verl.driver.scheduler import Scheduler
+
+    for staleness in (0, 0.15, 0.29, 1, 2.5):
+        c = config_of(folder, f"pipeline.staleness={staleness}", "step.prompts_per_step=100", "pipeline.oversample=0.07")
+        made = Scheduler(prompts_per_step=100, sync_every=1, staleness=staleness, oversample=0.07, total_steps=5, max_draws_per_group=10, on_exhausted="stop")
+        assert made.slots == staleness_slots(c)
+        plan = make_plan(c)
+        assert plan.rollout is not None and plan.rollout.surplus == 7
+
+
+# -- length ------------------------------------------------------------------------------------------------------------
+
+
+def test_length_of_the_run(folder: Path) -> None:
+    c = config_of(folder, "run.total_epochs=2", "data.max_rows=1000", "data.max_eval_rows=100")
+    n = make_plan(c).length
+    assert n is not None and (n.rows, n.eval_rows, n.steps, n.optimizer_steps, n.epochs) == (1000, 100, 31, 31, 1.98)
+    assert total_steps(c, 1000) == 31
+    n = make_plan(config_of(folder, "run.total_steps=10", "data.train_files=s3://b/x.parquet")).length
+    assert n is not None and (n.rows, n.steps, n.epochs) == (None, 10, None)
+    plan = make_plan(config_of(folder, "data.train_files=s3://b/x.parquet"))
+    assert plan.length is not None and plan.length.steps is None and "length unknown" in render_plan(plan)
+
+
+def test_warm_up(folder: Path) -> None:
+    assert warmup_steps(config_of(folder, "optim.warmup_steps=7"), 1000) == 7
+    assert warmup_steps(config_of(folder, "optim.warmup_ratio=0.29"), 100) == 29
+    assert warmup_steps(config_of(folder), 100) == 0
+
+
+def test_rows_are_counted_without_reading_them_all(folder: Path, tmp_path: Path) -> None:
+    pq.write_table(pa.table({"a": list(range(50))}), tmp_path / "a.parquet")
+    (tmp_path / "b.jsonl").write_text('{"a":1}\n\n{"a":2}\n{"a":3}')
+    (tmp_path / "c.jsonl.gz").write_bytes(b"")
+    assert count_rows([str(tmp_path / "a.parquet")]) == 50
+    assert count_rows([str(tmp_path / "b.jsonl")]) == 3
+    assert count_rows([str(tmp_path / "a.parquet"), str(tmp_path / "b.jsonl")]) == 53
+    assert count_rows([str(tmp_path / "c.jsonl.gz")]) is None
+    assert count_rows(["s3://bucket/a.parquet"]) is None and count_rows([]) is None
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+
+def test_memory_moves_the_right_way(folder: Path) -> None:
+    def memory(*args: str, reference: bool | None = None):
+        return make_plan(config_of(folder, *args), reference=reference).memory
+
+    plain = memory(reference=False)
+    assert plain.items["master weights"] == 4 * 494_032_768 and plain.items["optimizer states"] == 8 * 494_032_768
+    assert memory(reference=True).items["reference policy"] == 4 * 494_032_768
+    assert memory("model.gradient_checkpointing=true").items["activations"] < plain.items["activations"] / 5
+    assert memory("step.max_tokens_per_microbatch=8192").items["activations"] == plain.items["activations"] / 2
+    full = memory("model.dtype=float32")
+    assert "compute copy of weights" not in full.items and full.items["rollout weights"] == 2 * plain.items["rollout weights"]
+    assert "KV cache" not in plain.phases["update"] and "KV cache" in memory("pipeline.staleness=1").phases["update"]
+    for m in (plain, full):
+        assert m.peaks == {name: sum(m.items[i] for i in parts) for name, parts in m.phases.items()}
+        assert m.peak_bytes == max(m.peaks.values())
+
+
+def test_kv_tokens(folder: Path) -> None:
+    assert kv_tokens(config_of(folder)) == 256 * 2048
+    assert kv_tokens(config_of(folder, "rollout.max_kv_tokens=5000")) == 5000
+    assert kv_tokens(config_of(folder, "eval.max_response_tokens=3072")) == 256 * 4096
+
+
+@pytest.mark.parametrize(("args", "expected"), [
+    ([], True), (["algorithm.kl_loss_coef=0"], False), (["algorithm.name=dapo"], False), (["algorithm.name=dapo", "algorithm.kl_reward_coef=0.1"], True),
+    (["algorithm.name=rloo"], True), (["algorithm.name=rloo", "algorithm.kl_reward_coef=0"], False),
+])  # fmt: skip
+def test_reference_is_counted_when_a_kl_term_needs_it(folder: Path, args: list[str], expected: bool) -> None:
+    assert needs_reference(config_of(folder, *args)) == expected
+
+
+def test_chunk_is_that_of_the_log_prob(folder: Path) -> None:
+    source = (Path(__file__).parents[2] / "verl" / "nn" / "linear_logprob.py").read_text()
+    found = re.search(r"_CHUNK_BYTES = (\d+) << (\d+)", source)
+    assert found and int(found[1]) << int(found[2]) == LOGPROB_CHUNK_BYTES
+
+
+# -- warnings ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("args", "said"), [
+    ([], None), (["algorithm.kl_loss_form=k1"], "k1"), (["eval.samples_per_prompt=4"], "all answers to a prompt are equal"),
+    (["optim.min_lr_ratio=0.1"], "does nothing with optim.schedule=constant"), (["step.prompts_per_step=8000"], "fewer than the 8000 of a step"),
+    (["run.total_steps=5000"], "one checkpoint, at the end"),
+])  # fmt: skip
+def test_warnings(folder: Path, args: list[str], said: str | None) -> None:
+    plan = make_plan(config_of(folder, *args, model="tiny"))
+    assert (not plan.warnings) if said is None else (said in plan.warnings[0] and f"warning: {plan.warnings[0]}" in render_plan(plan))
+
+
+def test_warnings_about_the_model(folder: Path, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "m", config={"tie_word_embeddings": False})
+    (model / "tokenizer_config.json").write_text("{}")
+    c = config_of(folder)
+    plan = make_plan(replace(c, model=replace(c.model, path=str(model))))
+    assert [w.split(":")[0] for w in plan.warnings] == ["the tokenizer has no chat template", "config.json says that the output layer is not tied, but no lm_head.weight is stored"]
+
+
+def test_a_phase_above_the_device_is_said(folder: Path) -> None:
+    plan = make_plan(config_of(folder), device_bytes=8 * 2**30)
+    assert plan.warnings[-1].startswith("rollout and update: above the 8.00 GiB") or "above the 8.00 GiB of the device" in plan.warnings[-1]
+    assert not make_plan(config_of(folder), device_bytes=10**12).warnings

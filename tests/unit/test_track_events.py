@@ -1,0 +1,150 @@
+"""Atomic files, logs of lines with torn tails, and the event log's attempts."""
+
+import os
+import threading
+
+import numpy as np
+import pytest
+
+from verl.track.events import EventLog, next_attempt, read_events
+from verl.track.files import cut_torn_tail, open_log, whole_lines, write_atomic
+
+
+def log_of(run_dir, attempt, records, resume=None):
+    log = EventLog(run_dir, attempt, clock=lambda: 1000.0 + attempt)
+    if resume is not None:
+        log.resume_at(resume)
+    for kind, step in records:
+        log.append(kind, step, {"by": attempt})
+    log.flush(fsync=True)
+    log.close()
+
+
+def seen(run_dir, kinds=None, **options):
+    return [(e.kind, e.step, e.attempt) for e in read_events(run_dir, kinds, **options)]
+
+
+def test_write_atomic_replaces_and_leaves_nothing_behind(tmp_path):
+    path = tmp_path / "deep" / "file.json"
+    write_atomic(path, b"one")
+    write_atomic(path, b"two")
+    assert path.read_bytes() == b"two" and path.stat().st_mode & 0o600 == 0o600
+    assert [p.name for p in path.parent.iterdir()] == ["file.json"]
+
+
+@pytest.mark.parametrize("broken", ["fsync", "replace"])
+def test_write_atomic_keeps_the_old_file_when_the_disk_fails(tmp_path, monkeypatch, broken):
+    path = tmp_path / "file.json"
+    write_atomic(path, b"old")
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, broken, full)
+    with pytest.raises(OSError, match="No space left"):
+        write_atomic(path, b"new")
+    monkeypatch.undo()
+    assert path.read_bytes() == b"old"
+    assert [p.name for p in tmp_path.iterdir()] == ["file.json"]
+
+
+def test_a_log_cut_at_any_byte_loses_at_most_its_last_record(tmp_path):
+    log_of(tmp_path, 0, [("drawn", 1), ("scored", 1), ("trained", 1)])
+    path = tmp_path / "events" / "attempt_0000.log"
+    whole = path.read_bytes()
+    ends = [i + 1 for i, byte in enumerate(whole) if byte == ord("\n")]
+    for size in sorted({*range(0, len(whole) + 1, 5), *ends, *(end - 1 for end in ends)}):
+        path.write_bytes(whole[:size])
+        expected = sum(end <= size for end in ends)
+        assert len(seen(tmp_path)) == expected
+        log_of(tmp_path, 0, [("published", 1)])
+        assert seen(tmp_path)[-1][0] == "published"
+        assert len(seen(tmp_path)) == expected + 1
+
+
+def test_a_tail_of_garbage_is_cut_and_damage_inside_is_an_error(tmp_path):
+    log_of(tmp_path, 0, [("drawn", 1), ("trained", 1)])
+    path = tmp_path / "events" / "attempt_0000.log"
+    good = path.read_bytes()
+    path.write_bytes(good + b"\0" * 64)
+    assert len(seen(tmp_path)) == 2
+    log_of(tmp_path, 1, [("trained", 2)])  # opening a later attempt cuts the earlier tail
+    assert path.read_bytes() == good
+    path.write_bytes(good.replace(b'"drawn"', b'"drown"'))
+    with pytest.raises(ValueError, match=r"attempt_0000\.log:1: damaged record"):
+        seen(tmp_path)
+
+
+def test_line_logs_say_how_much_was_cut(tmp_path):
+    path = tmp_path / "log"
+    log = open_log(path, lambda line: line.isdigit())
+    log.append(b"12")
+    log.append(b"34")
+    log.close()
+    log.close()
+    path.write_bytes(path.read_bytes() + b"5")
+    assert list(whole_lines(path, bytes.isdigit)) == [b"12", b"34"]
+    assert cut_torn_tail(path, bytes.isdigit) == 1
+    assert cut_torn_tail(path, bytes.isdigit) == 0
+
+
+def test_records_carry_attempt_time_and_exact_data(tmp_path):
+    log = EventLog(tmp_path, 3, clock=lambda: 12.5)
+    data = {"x": np.float32(0.1), "ids": np.arange(3), "text": "a\nb\u2028 \ud800", "bad": float("nan"), "none": None}
+    log.append("turn", 7, data)
+    log.close()
+    [event] = read_events(tmp_path)
+    assert (event.kind, event.step, event.attempt, event.time_s) == ("turn", 7, 3, 12.5)
+    assert event.data["x"] == float(np.float32(0.1)) and event.data["ids"] == [0, 1, 2]
+    assert event.data["text"] == data["text"] and np.isnan(event.data["bad"]) and event.data["none"] is None
+    log = EventLog(tmp_path, 4)
+    with pytest.raises(TypeError, match="not set"):
+        log.append("turn", 1, {"x": {1, 2}})
+    with pytest.raises(AssertionError, match="one lower-case word"):
+        log.append("Turn 2", 1, {})
+    log.close()
+
+
+def test_a_later_attempt_replaces_what_it_did_again(tmp_path):
+    log_of(tmp_path, 0, [(k, s) for s in (1, 2, 3, 4) for k in ("drawn", "trained", "published")])
+    # a resume after step 2 publishes the restored weights (as of step 2), then does step 3 again
+    log_of(tmp_path, 1, [("published", 2), ("drawn", 3), ("trained", 3)])
+    assert seen(tmp_path, {"trained"}) == [("trained", 1, 0), ("trained", 2, 0), ("trained", 3, 1)]
+    assert seen(tmp_path, {"published"}) == [("published", 1, 0), ("published", 2, 1)]
+    assert len(seen(tmp_path, every_attempt=True)) == 15
+
+
+def test_resume_at_voids_later_steps_even_if_the_attempt_died_at_once(tmp_path):
+    log_of(tmp_path, 0, [("trained", s) for s in (1, 2, 3)])
+    log_of(tmp_path, 1, [], resume=2)
+    assert seen(tmp_path, {"trained"}) == [("trained", 1, 0)]
+    log_of(tmp_path, 2, [("trained", 1)], resume=1)
+    assert seen(tmp_path, {"trained"}) == [("trained", 1, 2)]
+    assert seen(tmp_path, {"resumed"}) == [("resumed", 1, 2)]
+
+
+def test_attempts_are_numbered_and_an_unused_folder_is_empty(tmp_path):
+    assert next_attempt(tmp_path) == 0 and seen(tmp_path) == []
+    log_of(tmp_path, 0, [])
+    log_of(tmp_path, 1, [("drawn", 1)])
+    assert next_attempt(tmp_path) == 2
+
+
+def test_reading_while_another_writes_and_threads_append(tmp_path):
+    log = EventLog(tmp_path, 0)
+
+    def work(worker):
+        for i in range(200):
+            log.append("scored", i, {"worker": worker, "pad": "x" * 300})
+
+    threads = [threading.Thread(target=work, args=(w,)) for w in range(4)]
+    for thread in threads:
+        thread.start()
+    counts = []
+    while any(thread.is_alive() for thread in threads):
+        log.flush()
+        counts.append(len(seen(tmp_path)))
+    for thread in threads:
+        thread.join(timeout=10)
+    log.close()
+    assert counts == sorted(counts) and len(seen(tmp_path)) == 800

@@ -1,0 +1,150 @@
+"""Reduction of metrics and the time ledger."""
+
+import math
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl.track.metrics import PHASES, TimeLedger, read_units, reduce, write_units
+from verl.types import Metric, merge_metrics
+
+KINDS = ("mean", "sum", "max", "min")
+
+
+class Clock:
+    """Time passes when told to, plus a little at every reading."""
+
+    def __init__(self, reading_s=0.0):
+        self.now, self.reading_s = 100.0, reading_s
+
+    def __call__(self):
+        self.now += self.reading_s
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+
+
+parts = st.lists(
+    st.fixed_dictionaries(
+        {f"m/{kind}": st.builds(Metric, st.integers(-1000, 1000).map(float), st.integers(0, 64).map(float), st.just("token"), st.just(kind)) for kind in KINDS}
+    ),
+    min_size=1,
+    max_size=12,
+)  # fmt: skip
+
+
+@settings(max_examples=40, deadline=None)
+@given(parts, st.randoms(use_true_random=False), st.integers(1, 5))
+def test_reduce_does_not_depend_on_how_the_step_was_split(pieces, random, ranks):
+    whole = reduce(merge_metrics(pieces))
+    shuffled = random.sample(pieces, len(pieces))
+    shares = [merge_metrics(shuffled[r::ranks]) for r in range(ranks)]
+    again = reduce(merge_metrics(share for share in shares if share))
+    assert whole.keys() == again.keys()
+    for name, value in whole.items():
+        assert again[name] == value or (math.isnan(value) and math.isnan(again[name]))
+
+
+def test_a_mean_is_weighted_by_its_unit_and_not_by_rows():
+    # one trajectory of 3 turns with reward 0, one of 1 turn with reward 1: a mean over trajectories is 0.5, not 0.25
+    step = merge_metrics([{"reward": Metric(0.0, 1, "sequence")}, {"reward": Metric(1.0, 1, "sequence")}])
+    assert reduce(step) == {"reward": 0.5}
+    tokens = merge_metrics([{"e": Metric(6.0, 3, "token")}, {"e": Metric(1.0, 1, "token")}])
+    assert reduce(tokens) == {"e": 7 / 4}
+    assert reduce({"lr": Metric(1e-6, 1, "update", "last"), "n": Metric(5, 2, "token", "sum")}) == {
+        "lr": 1e-6,
+        "n": 5.0,
+    }
+    assert math.isnan(reduce({"e": Metric(0.0, 0, "token")})["e"])
+
+
+def test_units_are_kept_beside_the_metrics(tmp_path):
+    assert read_units(tmp_path) == {}
+    write_units(tmp_path, {"actor/entropy": Metric(1, 1, "token")})
+    write_units(tmp_path, {"actor/grad_norm": Metric(1, 1, "update", "max")})
+    assert read_units(tmp_path) == {"actor/entropy": "mean per token", "actor/grad_norm": "max over updates"}
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.recursive(st.tuples(st.sampled_from(PHASES[:-1]), st.floats(0, 50), st.just(())),
+                    lambda inner: st.tuples(st.sampled_from(PHASES[:-1]), st.floats(0, 50), st.lists(inner, max_size=3)), max_leaves=10),
+       st.floats(0, 0.01))  # fmt: skip
+def test_phases_sum_to_the_wall_time(tree, reading_s):
+    clock = Clock(reading_s)
+    ledger = TimeLedger(clock)
+
+    def visit(node):
+        name, seconds, inner = node
+        with ledger.phase(name):
+            clock.sleep(seconds)
+            for child in inner:
+                visit(child)
+        clock.sleep(0.25)
+
+    visit(tree)
+    ledger.stop()
+    values = ledger.metrics()
+    total = sum(v for name, v in values.items() if name.startswith("timing_s/"))
+    assert total == pytest.approx(values["perf/time_per_step"], rel=1e-9)
+    assert values["perf/time_per_step"] == pytest.approx(ledger.wall_s)
+    assert sum(v for name, v in values.items() if name.startswith("timing_share/")) == pytest.approx(1.0)
+    assert values["timing_s/other"] >= 0.25
+
+
+def test_nested_phases_are_booked_once_and_in_order():
+    clock = Clock()
+    ledger = TimeLedger(clock)
+    clock.sleep(1)
+    with ledger.phase("update"):
+        clock.sleep(4)
+    with ledger.phase("experience"):
+        clock.sleep(2)
+        with ledger.phase("ref"):
+            clock.sleep(3)
+            assert ledger.current == "ref" and ledger.seconds()["ref"] == 3
+        with ledger.phase("custom"):
+            clock.sleep(0.5)
+        clock.sleep(1)
+    ledger.stop()
+    clock.sleep(99)
+    assert ledger.seconds() == {"experience": 3, "ref": 3, "update": 4, "custom": 0.5, "other": 1}
+    assert list(ledger.seconds()) == ["experience", "ref", "update", "custom", "other"]
+    assert ledger.wall_s == 11.5
+
+
+def test_a_phase_that_raises_is_booked_too():
+    clock = Clock()
+    ledger = TimeLedger(clock)
+    with pytest.raises(RuntimeError), ledger.phase("rollout"), ledger.phase("reward_wait"):
+        clock.sleep(2)
+        raise RuntimeError("boom")
+    clock.sleep(1)
+    ledger.stop()
+    assert ledger.seconds() == {"rollout": 0, "reward_wait": 2, "other": 1}
+
+
+def test_misuse_is_ours():
+    ledger = TimeLedger(Clock())
+    first, second = ledger.phase("rollout"), ledger.phase("update")
+    first.__enter__()
+    second.__enter__()
+    with pytest.raises(AssertionError, match="phase 'rollout' closed while"):
+        first.__exit__(None, None, None)
+    with pytest.raises(AssertionError, match="one lower-case word"), ledger.phase("Roll out"):
+        pass
+    ledger.stop()
+    with pytest.raises(AssertionError, match="after the step's ledger was stopped"), ledger.phase("log"):
+        pass
+
+
+def test_real_clock_within_one_percent():
+    ledger = TimeLedger()
+    for _ in range(20):
+        with ledger.phase("rollout"), ledger.phase("reward_wait"):
+            time.sleep(0.002)
+    ledger.stop()
+    assert ledger.wall_s > 0.04
+    assert sum(ledger.seconds().values()) == pytest.approx(ledger.wall_s, rel=0.01)

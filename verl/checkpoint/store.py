@@ -1,0 +1,362 @@
+"""Checkpoints of a run: written whole or not at all, verified before use, pruned only after the next one is safe.
+
+    <directory>/step_12/                    committed: everything in manifest.json is on disk, with size and sha256
+    <directory>/step_12.tmp-<host>-<pid>/   being written
+    <directory>/step_12.old-<host>-<pid>/   set aside while a new one takes its name
+    <directory>/step_12.trash-<host>-<pid>/ pruned
+
+A directory gets the name step_N by one atomic rename, after every file in it, its manifest and the directories were
+synced. A process killed at any moment therefore leaves the committed checkpoints and at most some leftovers, which the
+next store on this directory removes. Torch-free.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+_STEP = re.compile(r"step_(\d+)")
+_LEFTOVER = re.compile(r"(step_\d+)\.(tmp|old|trash)-(.+)-(\d+)")
+_HASH_THREADS = 4
+_SLACK_BYTES = 16 << 20  # directories, manifest, other writers on the same disk
+_ABANDONED_S = 3600.0  # nobody writes for so long: the writer is dead, also on another host
+
+
+class SaveFailed(OSError):
+    """The checkpoint was not written. Earlier ones are untouched, nothing of this one is left: the run can go on."""
+
+
+class DiskFull(SaveFailed):
+    """As SaveFailed: no space, foreseen before the first byte or met while writing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    path: Path
+    bytes: int
+    pruned: tuple[int, ...]
+    warnings: tuple[str, ...]
+    """What went wrong after the checkpoint was safe: old ones that could not be removed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    step: int
+    path: Path
+    meta: Mapping[str, Any]
+    skipped: tuple[str, ...]
+    """Newer checkpoints that are damaged, and how."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Manifest:
+    step: int
+    serial: int  # counts saves: a run that was rewound to an earlier step saves lower steps later
+    meta: Mapping[str, Any]
+    files: Mapping[str, Mapping[str, Any]]  # relative path -> {"bytes": int, "sha256": str}
+
+
+class CheckpointStore:
+    """Save, find and prune the checkpoints in one directory. One writer at a time; readers pass read_only=True."""
+
+    def __init__(
+        self,
+        directory: Path | str,
+        *,
+        keep_last: int = 2,
+        keep_every_steps: int = 0,
+        keep_best: str | None = None,
+        best: Literal["max", "min"] = "max",
+        read_only: bool = False,
+    ) -> None:
+        """keep_last: newest checkpoints kept · keep_every_steps: multiples of it are kept for ever (0: none) ·
+        keep_best: a key of `meta`; the checkpoint with its best value (numbers only) is kept until a better one is."""
+        if keep_last < 1:
+            raise ValueError(f"keep_last={keep_last}: at least the newest checkpoint is kept")
+        if keep_every_steps < 0:
+            raise ValueError(f"keep_every_steps={keep_every_steps}: must be >= 0 (0 is off)")
+        self.directory = Path(directory)
+        self.keep_last, self.keep_every_steps = keep_last, keep_every_steps
+        self.keep_best, self.best = keep_best, best
+        self._owner = f"{socket.gethostname()}-{os.getpid()}"
+        if not read_only:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._remove_leftovers()
+
+    # ---- save
+
+    def save(
+        self, step: int, write: Callable[[Path], None], *, needed_bytes: int, meta: Mapping[str, Any] | None = None
+    ) -> Saved:
+        """`write` fills an empty directory; when it returns, the checkpoint is committed and old ones are pruned.
+        An OSError (disk full, quota, I/O) leaves what was there and is raised as SaveFailed or DiskFull."""
+        meta = dict(meta or {})
+        json.dumps(meta)  # a meta that JSON cannot hold fails here, before anything is written
+        final = self.directory / f"step_{step}"
+        tmp = self.directory / f"step_{step}.tmp-{self._owner}"
+        with _reported_for(final):
+            self._check_space(needed_bytes)
+            shutil.rmtree(tmp, ignore_errors=True)
+            tmp.mkdir()
+            try:
+                write(tmp)
+                assert not (tmp / MANIFEST).exists(), f"{MANIFEST} is the store's own file"
+                size_bytes = self._seal(tmp, step, meta)
+                self._commit(tmp, final)
+            finally:
+                shutil.rmtree(tmp, ignore_errors=True)  # after a commit it is not there any more
+        pruned, warnings = self._prune(step)
+        return Saved(final, size_bytes, pruned, warnings)
+
+    def _check_space(self, needed_bytes: int) -> None:
+        free = shutil.disk_usage(self.directory).free
+        if free < needed_bytes + _SLACK_BYTES:
+            raise DiskFull(
+                errno.ENOSPC,
+                f"a checkpoint needs about {_gb(needed_bytes)}, {_gb(free)} are free"
+                " (free some, or lower run.keep_last_checkpoints)",
+                str(self.directory),
+            )
+
+    def _seal(self, tmp: Path, step: int, meta: Mapping[str, Any]) -> int:
+        """Sync every file, then write the manifest: whoever sees a manifest sees what it lists."""
+        paths = sorted(_files(tmp))
+        with ThreadPoolExecutor(_HASH_THREADS) as pool:
+            entries = dict(zip((p.relative_to(tmp).as_posix() for p in paths), pool.map(_synced_entry, paths)))
+        serials = [m.serial for s in self.steps() if isinstance(m := _read_manifest(self._path(s)), _Manifest)]
+        content: dict[str, Any] = {
+            "format": FORMAT, "step": step, "serial": max(serials, default=0) + 1, "saved_at_s": time.time(),
+            "meta": meta, "files": entries,
+        }  # fmt: skip
+        content["digest"] = _digest(content)
+        with open(tmp / MANIFEST, "w") as f:
+            json.dump(content, f, indent=1)
+            f.flush()
+            os.fsync(f.fileno())
+        for directory in (*(p for p in tmp.rglob("*") if p.is_dir()), tmp):
+            _sync_directory(directory)
+        return sum(e["bytes"] for e in entries.values())
+
+    def _commit(self, tmp: Path, final: Path) -> None:
+        if not final.exists():
+            os.rename(tmp, final)
+            return _sync_directory(self.directory)
+        old = self._aside(final, "old")  # saved again, after a rewind: a rename cannot replace a directory
+        try:
+            os.rename(tmp, final)
+        except OSError:
+            os.rename(old, final)
+            raise
+        _sync_directory(self.directory)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def _aside(self, path: Path, why: Literal["old", "trash"]) -> Path:
+        """One atomic step out of sight: a half-removed directory never has the name of a checkpoint."""
+        aside = path.with_name(f"{path.name}.{why}-{self._owner}")
+        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(path, aside)
+        return aside
+
+    # ---- find
+
+    def steps(self) -> list[int]:
+        """Steps with a committed checkpoint, damaged or not, ascending."""
+        if not self.directory.is_dir():
+            return []
+        return sorted(int(m[1]) for p in self.directory.iterdir() if (m := _STEP.fullmatch(p.name)) and p.is_dir())
+
+    def latest_valid(self, *, quick: bool = False) -> Found | None:
+        """The newest checkpoint (the one saved last) that is whole; None if there is none at all. If there are some
+        and all are damaged that is an error, because starting over must be the user's decision. quick: sizes only."""
+        newest: list[tuple[int, int]] = []
+        skipped: list[str] = []
+        for step in self.steps():
+            manifest = _read_manifest(self._path(step))
+            if isinstance(manifest, _Manifest):
+                newest.append((manifest.serial, step))
+            else:
+                skipped.append(f"step_{step}: {manifest}")
+        for _, step in sorted(newest, reverse=True):
+            found = verify(self._path(step), quick=quick)
+            if isinstance(found, Mapping):
+                return Found(step, self._path(step), found, tuple(skipped))
+            skipped.append(f"step_{step}: {found}")
+        if skipped:
+            raise ValueError(
+                f"no checkpoint in {self.directory} is usable: {'; '.join(skipped)}."
+                " Restore one of them, or move them away to start from the beginning"
+            )
+        return None
+
+    def _path(self, step: int) -> Path:
+        return self.directory / f"step_{step}"
+
+    # ---- prune
+
+    def _prune(self, just_saved: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
+        """Remove what retention does not keep. Never the one just saved, the best, the kept steps, or one whose
+        manifest cannot be read (somebody should look at it)."""
+        manifests = [m for s in self.steps() if isinstance(m := _read_manifest(self._path(s)), _Manifest)]
+        manifests.sort(key=lambda m: m.serial)
+        keep = {just_saved, *(m.step for m in manifests[-self.keep_last :])}
+        keep |= {m.step for m in manifests if self.keep_every_steps and m.step % self.keep_every_steps == 0}
+        keep |= {m.step for m in self._best_of(manifests)}
+        pruned, warnings = [], []
+        for manifest in manifests:
+            if manifest.step in keep:
+                continue
+            try:
+                shutil.rmtree(self._aside(self._path(manifest.step), "trash"))
+                pruned.append(manifest.step)
+            except OSError as e:
+                warnings.append(f"step_{manifest.step} could not be removed: {e}")
+        return tuple(pruned), tuple(warnings)
+
+    def _best_of(self, manifests: list[_Manifest]) -> list[_Manifest]:
+        """The first checkpoint with the best value, if any has one."""
+        if self.keep_best is None:
+            return []
+        values = {m.step: v for m in manifests if (v := _number(m.meta.get(self.keep_best))) is not None}
+        if not values:
+            return []
+        best = max(values.values()) if self.best == "max" else min(values.values())
+        return [next(m for m in manifests if values.get(m.step) == best)]
+
+    # ---- leftovers of processes that died
+
+    def _remove_leftovers(self) -> None:
+        for path in sorted(self.directory.iterdir()):
+            match = _LEFTOVER.fullmatch(path.name)
+            if match is None or not _abandoned(path, match[3], int(match[4])):
+                continue
+            original = self.directory / match[1]
+            whole = match[2] == "old" and not original.exists() and isinstance(verify(path, quick=True), Mapping)
+            if whole:  # died before the new one had the name
+                os.rename(path, original)
+                _sync_directory(self.directory)
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def verify(path: Path, *, quick: bool = False) -> Mapping[str, Any] | str:
+    """`meta` of the checkpoint if it is whole, else what is wrong with it. quick: sizes only, no hashes."""
+    manifest = _read_manifest(path)
+    if isinstance(manifest, str):
+        return manifest
+    for name, entry in manifest.files.items():
+        file = path / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if (size := file.stat().st_size) != entry["bytes"]:
+            return f"{name} has {size} bytes instead of {entry['bytes']}"
+    if not quick:
+        with ThreadPoolExecutor(_HASH_THREADS) as pool:
+            hashes = pool.map(_sha256, (path / name for name in manifest.files))
+        for (name, entry), found in zip(manifest.files.items(), hashes):
+            if found != entry["sha256"]:
+                return f"{name} has another content than was written (sha256 {found[:12]}, not {entry['sha256'][:12]})"
+    return manifest.meta
+
+
+def _read_manifest(path: Path) -> _Manifest | str:
+    try:
+        content = json.loads((path / MANIFEST).read_text())
+    except FileNotFoundError:
+        return f"no {MANIFEST}"
+    except (ValueError, OSError) as e:
+        return f"{MANIFEST} cannot be read: {e}"
+    if not isinstance(content, dict) or content.get("digest") != _digest(content):
+        return f"{MANIFEST} was changed after it was written"
+    if content["format"] != FORMAT:
+        return f"{MANIFEST} has format {content['format']}, this version reads {FORMAT}"
+    return _Manifest(content["step"], content["serial"], content["meta"], content["files"])
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    rest = {k: v for k, v in content.items() if k != "digest"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    for path in directory.rglob("*"):
+        if path.is_symlink() or not (path.is_dir() or path.is_file()):
+            raise ValueError(
+                f"{path}: a checkpoint holds plain files only, since links and pipes do not survive a copy"
+            )
+        if path.is_file():
+            yield path
+
+
+def _synced_entry(path: Path) -> dict[str, Any]:
+    with open(path, "rb") as f:
+        os.fsync(f.fileno())
+    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def _sync_directory(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _abandoned(path: Path, host: str, pid: int) -> bool:
+    """No process works on it any more: its writer is gone from this host, or nothing was written for an hour."""
+    if host == socket.gethostname() and (pid == os.getpid() or not _alive(pid)):
+        return True
+    newest_s = max((p.lstat().st_mtime for p in (path, *path.rglob("*"))), default=0.0)
+    return time.time() - newest_s > _ABANDONED_S
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it lives, under another user
+        return True
+    return True
+
+
+@contextmanager
+def _reported_for(final: Path) -> Iterator[None]:
+    """Every OSError in here means that `final` was not written."""
+    try:
+        yield
+    except SaveFailed:
+        raise
+    except OSError as e:
+        kind = DiskFull if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else SaveFailed
+        where = f" ({e.filename})" if e.filename else ""
+        raise kind(e.errno or errno.EIO, f"checkpoint not written: {e.strerror or e}{where}", str(final)) from e
+
+
+def _number(value: Any) -> float | None:
+    """None for what cannot be ranked: no metric at this step, NaN."""
+    plain = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+    return value if plain else None
+
+
+def _gb(size_bytes: int) -> str:
+    return f"{size_bytes / 1e9:.2f} GB"

@@ -1,0 +1,51 @@
+"""The embedded rollout engine: in-process continuous batching, no extra to install, CPU or one GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from verl.rollout.base import Capabilities, DecodeFn
+from verl.rollout.native.front import AsyncEngine
+from verl.rollout.native.runner import NativeRunner
+from verl.rollout.native.weights import ARCHITECTURES
+
+
+class NativeEngine(AsyncEngine):
+    """Weights come by `load_weights`; there is nothing to generate with before the first.
+
+    `deterministic`: a sequence's tokens and log-probs are bitwise independent of what else is in the batch, for the
+    price of fixed decode shapes. `lanes`: CPU threads that each decode a share of the rows (None: all of torch's).
+    """
+
+    def __init__(
+        self, hf_config: Any, *, max_context_tokens: int, eos_token_ids: Sequence[int], decode: DecodeFn | None = None,
+        dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", max_concurrent_sequences: int = 256,
+        max_prefill_tokens: int = 8192, prefix_cache_tokens: int = 65536, deterministic: bool = False,
+        lanes: int | None = None,
+    ) -> None:  # fmt: skip
+        if dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"dtype={dtype}: native computes float32 or bfloat16")
+        check_positive(
+            max_context_tokens=max_context_tokens, max_concurrent_sequences=max_concurrent_sequences,
+            max_prefill_tokens=max_prefill_tokens, lanes=1 if lanes is None else lanes,
+        )  # fmt: skip
+        runner = NativeRunner(
+            hf_config, max_context_tokens=max_context_tokens, dtype=dtype, device=torch.device(device),
+            max_rows=max_concurrent_sequences, max_prefill_tokens=max_prefill_tokens,
+            prefix_cache_tokens=prefix_cache_tokens, deterministic=deterministic,
+            lanes=torch.get_num_threads() if lanes is None else lanes,
+        )  # fmt: skip
+        capabilities = Capabilities(
+            logprobs="processed", prefix_cache=prefix_cache_tokens > 0, in_flight_update=True,
+            architectures=tuple(ARCHITECTURES), max_context_tokens=max_context_tokens,
+        )  # fmt: skip
+        super().__init__(runner, eos_token_ids=eos_token_ids, decode=decode, capabilities=capabilities)
+
+
+def check_positive(**sizes: int) -> None:
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{name}={value}: must be at least 1")

@@ -1,0 +1,362 @@
+"""The asynchronous half of an engine: `RolloutEngine` over an `EngineCore`.
+
+One task drives the core and ends when there is nothing to do. Each hop (a few steps) runs on ONE worker thread, so the
+event loop stays free; everything else about the core happens between hops. Before a hop the task lets the loop settle,
+so that a burst of generate() calls is admitted as a whole and in its order: the same calls give the same bits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+
+from verl.rollout.base import Capabilities, Completion, DecodeFn, PauseMode, WeightSource
+from verl.rollout.native.core import Done, EngineCore, Runner
+from verl.rollout.native.request import Request
+from verl.types import Sampling, as_ids
+
+T = TypeVar("T")
+QUIET_TURNS = 2  # turns of the event loop without a new call, after which a burst is over
+
+
+@dataclass(slots=True, eq=False)
+class Control:
+    """A change of state that runs between hops, in its place among the generate() calls."""
+
+    run: Callable[[Control], Coroutine[Any, Any, Any]]
+    done: asyncio.Future[Any]
+
+
+class AsyncEngine:
+    def __init__(
+        self, runner: Runner, *, eos_token_ids: Sequence[int], decode: DecodeFn | None, capabilities: Capabilities
+    ) -> None:
+        self._core = EngineCore(runner, eos_token_ids, decode)
+        self._runner = runner
+        self._decodes = decode is not None
+        self._capabilities = capabilities
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout", initializer=runner.enter_thread)
+        self._driver: asyncio.Task[None] | None = None
+        self._inbox: list[Request | Control] = []  # in the order of the calls
+        self._held: list[Request] = []  # submitted while paused
+        self._aborts: list[tuple[list[Request], asyncio.Future[int] | None]] = []
+        self._pending: dict[str, tuple[Request, asyncio.Future[Completion]]] = {}
+        self._serving: Control | None = None
+        self._orphans = False  # the core holds requests of an event loop that is gone
+        self._paused = self._frozen = False  # paused: nothing new is admitted; frozen: nothing runs
+        self._asleep: set[str] = set()
+        self._failure: BaseException | None = None
+        self._closed = False
+
+    # ---- RolloutEngine ---------------------------------------------------------------------------------------------
+
+    async def generate(
+        self, request_id: str, prompt_ids: np.ndarray, sampling: Sampling, *, prefix_key: str | None = None
+    ) -> Completion:
+        """`prefix_key` is not needed here: equal prompts are found by their ids."""
+        self._check_alive()
+        prompt_ids = self._checked(request_id, prompt_ids, sampling)
+        request = Request(request_id, prompt_ids, sampling)
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._pending[request_id] = (request, future)
+        self._inbox.append(request)
+        self._wake_driver()
+        try:
+            return await future
+        finally:
+            if self._pop_pending(request):  # the caller gave up: give its row back
+                self._aborts.append(([request], None))
+                self._wake_driver()
+
+    async def score(self, ids: np.ndarray, *, temperature: float = 1.0) -> np.ndarray:
+        ids = self._checked_ids("score", ids)
+        if len(ids) > self._runner.max_context_tokens:
+            raise ValueError(f"score: {len(ids)} tokens exceed max_context_tokens={self._runner.max_context_tokens}")
+        if temperature < 0:
+            raise ValueError(f"temperature={temperature}: must be >= 0 (0 is greedy, scored at temperature 1)")
+        if len(ids) < 2:
+            return np.zeros(0, np.float32)
+
+        async def run(control: Control) -> np.ndarray:
+            self._check_weights("score")
+            return await self._in_thread(partial(self._runner.score, ids, temperature or 1.0))
+
+        return await self._control(run)
+
+    async def load_weights(self, source: WeightSource, *, on_inflight: PauseMode = "wait") -> int:
+        async def run(control: Control) -> int:
+            await self._settle_inflight(on_inflight, control, "load_weights(on_inflight='wait')")
+            return await self._in_thread(partial(self._core.load, source))
+
+        return await self._control(run)
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """keep: running requests stand still · wait: they finish first · abort: they return. New ones are held."""
+
+        async def run(control: Control) -> None:
+            await self._settle_inflight(mode, control, "pause('wait')")
+            self._paused = self._frozen = True
+
+        await self._control(run)
+
+    async def resume(self) -> None:
+        async def run(control: Control) -> None:
+            self._paused = self._frozen = False
+            held, self._held = self._held, []
+            for request in held:
+                self._core.add(request)
+
+        await self._control(run)
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> int:
+        """Requests (None: all) return with their partial tokens -> how many did. Works while paused or draining."""
+        self._check_alive()
+        future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        names = self._pending.keys() if request_ids is None else self._pending.keys() & set(request_ids)
+        self._aborts.append(([self._pending[name][0] for name in names], future))
+        self._wake_driver()
+        return await future
+
+    async def sleep(self, level: int = 1) -> int:
+        """Free KV and prefixes (1), the weights too (2) -> bytes. Running requests keep their tokens and go on, from
+        a recomputed KV, after wake."""
+        if level not in (1, 2):
+            raise ValueError(f"sleep level={level}: 1 frees the KV, 2 the weights too")
+
+        async def run(control: Control) -> int:
+            self._asleep |= {"kv"} if level == 1 else {"kv", "weights"}
+            return await self._in_thread(partial(self._core.sleep, level))
+
+        return await self._control(run)
+
+    async def wake(self, tags: Sequence[str] = ("weights", "kv")) -> None:
+        """Memory comes back on use. After sleep(2) there are no weights before the next load_weights."""
+        if unknown := set(tags) - {"weights", "kv"}:
+            raise ValueError(f"wake tags {sorted(unknown)}: known are 'weights' and 'kv'")
+
+        async def run(control: Control) -> None:
+            self._asleep -= set(tags)
+
+        await self._control(run)
+
+    async def capabilities(self) -> Capabilities:
+        return self._capabilities
+
+    async def close(self) -> None:
+        """Pending calls fail; a hop that is under way ends in the background."""
+        self._closed = True
+        if self._driver is not None:
+            self._driver.cancel()
+        self._abandon(RuntimeError("the rollout engine was closed"))
+        self._thread.submit(self._runner.close)
+        self._thread.shutdown(wait=False)
+
+    @property
+    def version(self) -> int:
+        return self._core.version
+
+    def stats(self) -> dict[str, int]:
+        """Counters since construction (tokens prefilled, decoded, reused, sampled) and what is resident now."""
+        return self._core.stats()
+
+    # ---- checks ----------------------------------------------------------------------------------------------------
+
+    def _checked(self, request_id: str, prompt_ids: np.ndarray, sampling: Sampling) -> np.ndarray:
+        self._check_weights("generate")
+        if request_id in self._pending:
+            raise ValueError(f"request_id={request_id!r} is already running: every call needs its own id")
+        ids = self._checked_ids(request_id, prompt_ids)
+        if not 0 < len(ids) < self._runner.max_context_tokens:
+            raise ValueError(
+                f"{request_id}: a prompt of {len(ids)} tokens leaves no room to sample in max_context_tokens="
+                f"{self._runner.max_context_tokens}; shorten it or raise the limit"
+            )
+        if sampling.stop and not self._decodes:
+            raise ValueError(f"stop={sampling.stop} needs text: construct the engine with decode=, or use stop_token_ids")
+        return ids
+
+    def _checked_ids(self, what: str, ids: np.ndarray) -> np.ndarray:
+        ids = as_ids(ids)
+        if ids.ndim != 1:
+            raise ValueError(f"{what}: ids must be one sequence [t], got shape {ids.shape}")
+        if len(ids) and not (ids.min() >= 0 and ids.max() < self._runner.vocab_size):
+            raise ValueError(f"{what}: ids in [{ids.min()}, {ids.max()}], vocabulary is [0, {self._runner.vocab_size})")
+        return ids
+
+    def _check_weights(self, what: str) -> None:
+        if not self._runner.ready:
+            raise ValueError(f"{what}: the engine has no weights (never loaded, or freed by sleep(2)); load_weights first")
+
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError(f"the rollout engine has failed: {self._failure!r}") from self._failure
+        if self._closed:
+            raise RuntimeError("the rollout engine is closed")
+
+    # ---- the driver ------------------------------------------------------------------------------------------------
+
+    async def _control(self, run: Callable[[Control], Coroutine[Any, Any, T]]) -> T:
+        self._check_alive()
+        control = Control(run, asyncio.get_running_loop().create_future())
+        self._inbox.append(control)
+        self._wake_driver()
+        return await control.done
+
+    def _wake_driver(self) -> None:
+        if (self._driver is None or self._driver.done()) and not self._closed:
+            self._driver = asyncio.get_running_loop().create_task(self._drive(), name="rollout-driver")
+            self._driver.add_done_callback(self._driver_ended)
+
+    async def _drive(self) -> None:
+        if self._orphans:
+            self._orphans = False
+            await self._in_thread(partial(self._core.abort, None))
+        while self._failure is None:
+            await self._quiet()
+            await self._serve_aborts()
+            await self._serve_inbox()
+            if self._can_step:
+                await self._hop()
+            elif not self._inbox and not self._aborts:
+                return
+
+    @property
+    def _can_step(self) -> bool:
+        return self._core.busy and not self._frozen and not self._asleep and self._runner.ready
+
+    async def _quiet(self) -> None:
+        """Let every task that is about to call the engine do so."""
+        turns, seen = 0, len(self._inbox)
+        while turns < QUIET_TURNS:
+            await asyncio.sleep(0)
+            turns = turns + 1 if len(self._inbox) == seen else 0
+            seen = len(self._inbox)
+
+    async def _serve_inbox(self) -> None:
+        while self._inbox and self._failure is None:
+            item = self._inbox.pop(0)
+            if isinstance(item, Control):
+                if not item.done.cancelled():
+                    await self._serve(item)
+            elif self._paused:
+                self._held.append(item)
+            else:
+                self._core.add(item)
+
+    async def _serve(self, control: Control) -> None:
+        self._serving = control
+        task = asyncio.ensure_future(control.run(control))
+        await asyncio.wait({task})
+        self._serving = None
+        if control.done.done():  # the caller gave up, or the engine failed
+            if not task.cancelled():
+                task.exception()
+        elif task.cancelled():
+            control.done.cancel()
+        elif error := task.exception():
+            control.done.set_exception(error)
+        else:
+            control.done.set_result(task.result())
+
+    async def _hop(self) -> None:
+        run = partial(self._core.run, self._runner.steps_per_hop, self._wanted)
+        running = asyncio.get_running_loop().run_in_executor(self._thread, run)
+        await asyncio.wait({running})
+        if error := running.exception():
+            self._fail(error)
+            self._check_alive()
+        self._deliver(running.result())
+
+    def _wanted(self) -> bool:
+        return bool(self._inbox or self._aborts)
+
+    async def _in_thread(self, run: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, run)
+
+    async def _settle_inflight(self, mode: PauseMode, control: Control, what: str) -> None:
+        if mode not in ("keep", "wait", "abort"):
+            raise ValueError(f"{mode!r}: what happens to running requests is one of 'keep', 'wait', 'abort'")
+        if mode == "abort":
+            await self._abort([*self._core.requests(), *self._held])
+        while mode == "wait" and self._core.busy:
+            if control.done.done():
+                raise asyncio.CancelledError  # the caller gave up waiting
+            if not self._can_step:
+                raise ValueError(
+                    f"{what}: {len(self._pending)} requests stand still (paused or asleep) and cannot finish; "
+                    "resume or wake first, or use 'keep' or 'abort'"
+                )
+            await self._hop()
+            await asyncio.sleep(0)
+            await self._serve_aborts()
+
+    async def _serve_aborts(self) -> None:
+        while self._aborts:
+            requests, future = self._aborts.pop(0)
+            count = await self._abort(requests)
+            if future is not None and not future.done():
+                future.set_result(count)
+
+    async def _abort(self, requests: Sequence[Request]) -> int:
+        """Wherever they wait or run."""
+        gone = set(requests)
+        done = [(item, item.complete("abort")) for item in (*self._held, *self._inbox) if item in gone]
+        self._held = [item for item in self._held if item not in gone]
+        self._inbox[:] = [item for item in self._inbox if item not in gone]
+        if self._core.busy:
+            done += await self._in_thread(partial(self._core.abort, gone))
+        return self._deliver(done)
+
+    def _deliver(self, done: Sequence[Done]) -> int:
+        """-> how many had a caller that still waits."""
+        futures = [(self._pop_pending(request), completion) for request, completion in done]
+        for future, completion in futures:
+            if future is not None and not future.done():
+                future.set_result(completion)
+        return sum(future is not None for future, _ in futures)
+
+    def _pop_pending(self, request: Request) -> asyncio.Future[Completion] | None:
+        """An id may be used again once its call has ended, so the request itself decides."""
+        owner, future = self._pending.get(request.request_id, (None, None))
+        if owner is not request:
+            return None
+        del self._pending[request.request_id]
+        return future
+
+    # ---- the end of the driver -------------------------------------------------------------------------------------
+
+    def _driver_ended(self, driver: asyncio.Task[None]) -> None:
+        if driver.cancelled():  # its event loop is shutting down
+            self._abandon(asyncio.CancelledError())
+        elif (error := driver.exception()) and self._failure is None:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = error
+        cause = RuntimeError(f"the rollout engine has failed: {error!r}")
+        cause.__cause__ = error
+        self._abandon(cause)
+
+    def _abandon(self, error: BaseException) -> None:
+        """Every caller gets the error; nothing of theirs stays in the core."""
+        controls = [item for item in (self._serving, *self._inbox) if isinstance(item, Control)]
+        waiting: list[asyncio.Future[Any]] = [future for _, future in self._pending.values()]
+        waiting += [control.done for control in controls]
+        waiting += [future for _, future in self._aborts if future is not None]
+        self._pending, self._held, self._inbox, self._aborts = {}, [], [], []
+        self._serving, self._orphans = None, True
+        for future in waiting:
+            if future.done() or future.get_loop().is_closed():
+                continue
+            if isinstance(error, asyncio.CancelledError):
+                future.cancel()
+            else:
+                future.set_exception(error)
+
+
