@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -180,9 +181,9 @@ def test_dump_names_origins_and_reads_back(tmp_path: Path) -> None:
     file.write_text(text)
     assert read_config(file) == resolved.config
     assert len([line for line in text.splitlines() if line.startswith("  ")]) == len(leaves())
-    assert "  samples_per_prompt: 4                 # verl key actor_rollout_ref.rollout.n=4\n" in text
-    assert "  prompts_per_step: 64                  # recipe gsm8k_grpo\n" in text
-    assert "  clip_low: null                        # default\n" in text
+    lines = [re.split(r" +# ", line) for line in text.splitlines()]
+    assert ["  samples_per_prompt: 4", "verl key actor_rollout_ref.rollout.n=4"] in lines
+    assert ["  prompts_per_step: 64", "recipe gsm8k_grpo"] in lines and ["  clip_low: null", "default"] in lines
 
 
 SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(st.characters(exclude_categories=("Cs",)), max_size=9))
@@ -200,10 +201,10 @@ def test_any_text_survives_the_file(tmp_path_factory: pytest.TempPathFactory, te
 def test_reading_is_as_strict_as_loading(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump({"run": {"sed": 1}}))
-    with pytest.raises(ValueError, match="did you mean run.seed"):
+    with pytest.raises(ValueError, match=r"did you mean run\.seed"):
         read_config(file)
     file.write_text(yaml.safe_dump({"run": {"seed": "one"}}))
-    with pytest.raises(ValueError, match="run.seed='one' .*: expected int"):
+    with pytest.raises(ValueError, match=r"run.seed='one' .*: expected int"):
         read_config(file)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -21,9 +22,9 @@ PUBLISHED = [
     for line in (Path(__file__).parents[1] / "data" / "verl_keys.tsv").read_text().splitlines()
     if not line.startswith("#")
 ]
-GRPO_SCRIPT = """
+GRPO_SCRIPT = shlex.split(r"""
 algorithm.adv_estimator=grpo algorithm.use_kl_in_reward=False
-data.train_files=/data/gsm8k/train.parquet data.val_files=['/data/gsm8k/test.parquet']
+data.train_files=/data/gsm8k/train.parquet "data.val_files=['/data/gsm8k/test.parquet']"
 data.train_batch_size=1024 data.max_prompt_length=1024 data.max_response_length=2048
 data.filter_overlong_prompts=True data.truncation=error
 actor_rollout_ref.model.path=/models/qwen3-8b
@@ -38,10 +39,10 @@ actor_rollout_ref.rollout.gpu_memory_utilization=0.6 actor_rollout_ref.rollout.n
 actor_rollout_ref.rollout.log_prob_use_dynamic_bsz=True actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=24576
 actor_rollout_ref.ref.log_prob_use_dynamic_bsz=True actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=24576
 actor_rollout_ref.ref.fsdp_config.param_offload=True
-trainer.balance_batch=True trainer.critic_warmup=0 trainer.logger=["console","wandb"] trainer.project_name=verl_grpo
+trainer.balance_batch=True trainer.critic_warmup=0 'trainer.logger=["console","wandb"]' trainer.project_name=verl_grpo
 trainer.experiment_name=qwen3_8b trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.save_freq=20 trainer.test_freq=5
 trainer.total_epochs=15 trainer.val_before_train=False
-""".split()
+""")
 
 MADE_UP = {
     "ray_kwargs.ray_init.runtime_env.py_executable": "'uv run --isolated'", "algorithm.adv_estimator": "grpo",
@@ -175,7 +176,7 @@ def test_verl_defaults_are_below_the_recipe_and_the_command_line(tmp_path: Path)
 
 
 def test_verl_default_estimator_is_ppo_and_refused() -> None:
-    with pytest.raises(ValueError, match="gae .* critic.*adv_estimator=grpo"):
+    with pytest.raises(ValueError, match=r"gae .* critic.*adv_estimator=grpo"):
         load_config(["model.path=m"], verl_defaults="rl")
     with pytest.raises(ValueError, match="critic"):
         translate(["critic.model.path=m"])
@@ -183,11 +184,11 @@ def test_verl_default_estimator_is_ppo_and_refused() -> None:
 
 
 def test_sft_script() -> None:
-    args = """model.path=/m data.train_files=/d/train.parquet data.messages_key=messages data.train_batch_size=32
+    args = shlex.split("""model.path=/m data.train_files=/d/train.parquet data.messages_key=messages data.train_batch_size=32
     data.micro_batch_size_per_gpu=4 data.max_length=2048 data.max_token_len_per_gpu=8192 data.use_dynamic_bsz=True
     data.pad_mode=no_padding data.truncation=error optim.lr=2e-5 optim.lr_warmup_steps_ratio=0.1 optim.lr_decay_style=cosine
     optim.min_lr=2e-6 optim.betas=[0.9,0.95] optim.clip_grad=0.5 engine=fsdp engine.ulysses_sequence_parallel_size=2
-    trainer.total_epochs=2 trainer.logger=console trainer.experiment_name=s trainer.default_local_dir=/ck/s""".split()
+    trainer.total_epochs=2 trainer.logger=console trainer.experiment_name=s trainer.default_local_dir=/ck/s""")
     c = load_config(args, verl_defaults="sft").config
     assert (c.supervised.rows_per_step, c.data.max_tokens_per_row, c.step.max_tokens_per_microbatch) == (32, 2048, 8192)
     assert (c.optim.lr, c.optim.warmup_ratio, c.optim.schedule, c.optim.clip_grad_norm) == (2e-5, 0.1, "cosine", 0.5)

@@ -8,11 +8,8 @@ JSON header and the bytes; readers are the library's.
 from __future__ import annotations
 
 import json
-import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from typing import IO
 
 import torch
 
@@ -28,7 +25,7 @@ _METADATA = {"format": "pt"}  # transformers refuses files without it
 def host_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a dense tensor, row-major. A view where it can be, one tensor's copy where not."""
     plain = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
-    return memoryview(plain.reshape(-1).view(torch.uint8).numpy())
+    return plain.reshape(-1).view(torch.uint8).numpy().data
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -48,22 +45,23 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 class Shard:
     """One file that grows tensor by tensor, so that only one is in memory. All tensors have the same item size. Room for
-    the header is set aside at the front and filled in at the end (the format allows blanks after the JSON)."""
+    the header is set aside at the front and filled in by `finish` (the format allows blanks after the JSON)."""
 
-    def __init__(self, file: IO[bytes], header_bytes: int = 1 << 18) -> None:
-        self._file, self._room = file, header_bytes
-        self._header: dict[str, object] = {"__metadata__": _METADATA}
-        self._header_used = 64
+    def __init__(self, path: Path, header_bytes: int = 1 << 18) -> None:
+        self.path = path
+        self.names: list[str] = []
         self.data_bytes = 0
-        file.write(b" " * header_bytes)
+        self._header: dict[str, object] = {"__metadata__": _METADATA}
+        self._header_room, self._header_used = header_bytes, 64
+        self._file = open(path, "wb")  # noqa: SIM115 - closed by `finish` or `close`
+        self._file.write(b" " * header_bytes)
 
-    @property
-    def names(self) -> list[str]:
-        return [name for name in self._header if name != "__metadata__"]
-
-    def fits(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether the header has room for one more."""
-        return self._header_used + _entry_bytes(name, tensor) <= self._room
+    def fits(self, name: str, tensor: torch.Tensor, max_bytes: int) -> bool:
+        """Whether one more may go in here; the first always may, however large."""
+        size_bytes = self.data_bytes + tensor.numel() * tensor.element_size()
+        return not self.names or (
+            size_bytes <= max_bytes and self._header_used + _entry_bytes(name, tensor) <= self._header_room
+        )
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
         data = host_bytes(tensor)
@@ -71,21 +69,17 @@ class Shard:
         self._header[name] = _entry(tensor, self.data_bytes, self.data_bytes + data.nbytes)
         self._header_used += _entry_bytes(name, tensor)
         self.data_bytes += data.nbytes
+        self.names.append(name)
 
     def finish(self) -> None:
-        framed = _framed(self._header, self._room)
-        assert len(framed) == self._room, f"header of {len(framed)} bytes in a room of {self._room}"
+        framed = _framed(self._header, self._header_room)
+        assert len(framed) == self._header_room, f"a header of {len(framed)} bytes in a room of {self._header_room}"
         self._file.seek(0)
         self._file.write(framed)
+        self.close()
 
-
-@contextmanager
-def open_shard(path: Path) -> Iterator[Shard]:
-    with open(path, "wb") as f:
-        shard = Shard(f)
-        yield shard
-        shard.finish()
-        f.seek(0, os.SEEK_END)
+    def close(self) -> None:
+        self._file.close()
 
 
 def _entry(tensor: torch.Tensor, start: int, end: int) -> dict[str, object]:

@@ -5,7 +5,7 @@
 
 The round trip is exact, bit for bit and type for type: None, bool, int, float (nan and inf too), str, bytes, list, tuple,
 dict with any scalar keys, OrderedDict, dense tensors, numpy arrays and scalars. Whatever else is refused, with its path.
-Tensors come back on the CPU, one by one independent of each other. Atomicity is the store's business.
+Tensors come back as plain tensors on the CPU, each with its own storage. Atomicity is the store's business.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from verl.checkpoint.safetensors_file import DTYPES, write_tensors
 
@@ -49,8 +49,11 @@ def load_state(directory: Path | str) -> dict[str, Any]:
         raise ValueError(f"{directory / _TREE} is not JSON ({e}): the file is damaged, use another checkpoint") from e
     if content["format"] != FORMAT:
         raise ValueError(f"{directory / _TREE} has format {content['format']}, this version reads {FORMAT}")
-    with safe_open(directory / _TENSORS, "pt") as file:
-        return _Decoder(file).decode(content["tree"])
+    try:
+        with safe_open(directory / _TENSORS, "pt") as file:
+            return _Decoder(file).decode(content["tree"])
+    except SafetensorError as e:
+        raise ValueError(f"{directory / _TENSORS} is damaged ({e}): use another checkpoint") from e
 
 
 @dataclass(slots=True)

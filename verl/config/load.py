@@ -10,8 +10,9 @@ refer to other keys (`${run.name}`) and to the environment (`${oc.env:HOME}`).
 from __future__ import annotations
 
 import copy
-import json
+import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -32,6 +33,7 @@ __all__ = ["Resolved", "dump_config", "load_config", "read_config", "recipe_name
 
 MISSING = "???"
 _ORIGIN_COLUMN = 40
+_PLAIN = re.compile(r"[\w./-]+", re.ASCII)
 PATH_KEYS = (
     "model.path", "model.tokenizer_path", "model.chat_template", "data.train_files", "data.eval_files", "data.cache_dir",
     "run.root_dir", "run.resume", "reward.path",
@@ -264,9 +266,13 @@ def dump_config(resolved: Resolved) -> str:
 
 
 def _yaml(value: Any) -> str:
-    if isinstance(value, str) and not value.isprintable():
-        return json.dumps(value)  # line breaks as \n: one line per key
-    text = yaml.safe_dump(value, default_flow_style=True, width=1_000_000, allow_unicode=True, sort_keys=False)
+    """Flow style on one line; a string is plain where it reads back as itself."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_yaml(k)}: {_yaml(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_yaml, value)) + "]"
+    plain = not isinstance(value, str) or (_PLAIN.fullmatch(value) and yaml.safe_load(value) == value)
+    text = yaml.safe_dump(value, default_style=None if plain else '"', width=math.inf, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")
 
 

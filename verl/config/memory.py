@@ -58,8 +58,12 @@ def layer_bytes_per_token(model: ModelFacts, dtype: str) -> int:
     return DTYPE_BYTES[dtype] * arrays + 4 * 4 * model.hidden
 
 
-def estimate_memory(config: Config, model: ModelFacts, command: Command = "train", *, reference: bool = False) -> Memory:
-    items = _items(config, model, reference)
+def estimate_memory(
+    config: Config, model: ModelFacts, command: Command = "train", *, reference: bool = False, update_tokens: int | None = None
+) -> Memory:
+    """`update_tokens`: of one optimizer step at most, where that is less than a micro-batch may hold."""
+    budget = config.step.max_tokens_per_microbatch
+    items = _items(config, model, reference, budget if update_tokens is None else min(budget, update_tokens))
     flying = ("KV cache", "prefix cache") if config.pipeline.staleness > 0 else ()
     trainer = ("master weights", "optimizer states", "reference policy")
     update = (*trainer, "gradients", "compute copy of weights", "activations", "log-prob chunk")
@@ -84,8 +88,8 @@ def estimate_memory(config: Config, model: ModelFacts, command: Command = "train
     return Memory(items=kept, phases=phases, peaks=peaks, peak_phase=top, peak_bytes=peaks[top])
 
 
-def _items(config: Config, model: ModelFacts, reference: bool) -> dict[str, int]:
-    weights, tokens = model.parameters, config.step.max_tokens_per_microbatch
+def _items(config: Config, model: ModelFacts, reference: bool, tokens: int) -> dict[str, int]:
+    weights = model.parameters
     layer = layer_bytes_per_token(model, config.model.dtype)
     residual = 4 * model.hidden  # float32: embeddings are not autocast
     kept = model.layers * residual + layer if config.model.gradient_checkpointing else model.layers * layer

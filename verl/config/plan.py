@@ -107,7 +107,8 @@ def make_plan(
     rollout = rollout_sizes(config, model, command) if command in SAMPLES else None
     length = _run_length(config, step, command) if step else None
     held = command == "dpo" or (command in RL and needs_reference(config)) if reference is None else reference
-    memory = estimate_memory(config, model, command, reference=held)
+    tokens = step.max_tokens // step.updates if step else None
+    memory = estimate_memory(config, model, command, reference=held, update_tokens=tokens)
     disk = _disk(config, model) if step else None
     plan = Plan(
         command=command, run_dir=f"{config.run.root_dir}/{config.run.name}", algorithm=config.algorithm.name, model=model,

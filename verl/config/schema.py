@@ -48,8 +48,9 @@ class ModelConfig:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Passed to apply_chat_template (enable_thinking: false, ...)."""
     trust_remote_code: bool = False
-    dtype: str = "bfloat16"
-    """Compute precision of the model engine (autocast over float32 masters): bfloat16 | float32."""
+    dtype: str = "auto"
+    """Compute precision over float32 masters: bfloat16 | float32 | auto (bfloat16 where the device computes it natively;
+    a CPU without AVX512-BF16 or AMX emulates it, many times slower than float32)."""
     device: str = "auto"
     """auto | cpu | cuda."""
     gradient_checkpointing: bool = False

@@ -30,12 +30,13 @@ class AlgorithmFacts:
     kl_loss: bool = False
     kl_reward: bool = False
     needs_horizon: bool = False
+    filters_groups: bool = False
 
 
 ALGORITHMS: Mapping[str, AlgorithmFacts] = MappingProxyType({
     "grpo": AlgorithmFacts(True, kl_loss=True),
     "drgrpo": AlgorithmFacts(True, needs_horizon=True),
-    "dapo": AlgorithmFacts(True),
+    "dapo": AlgorithmFacts(True, filters_groups=True),
     "rloo": AlgorithmFacts(True, kl_reward=True),
     "gspo": AlgorithmFacts(True),
     "cispo": AlgorithmFacts(True),
@@ -46,7 +47,7 @@ ALGORITHMS: Mapping[str, AlgorithmFacts] = MappingProxyType({
 })  # fmt: skip
 
 CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType({
-    "model.dtype": ("bfloat16", "float32"),
+    "model.dtype": ("auto", "bfloat16", "float32"),
     "model.device": ("auto", "cpu", "cuda"),
     "model.attention": ("auto", "padded"),
     "data.truncation": ("error", "left", "right", "middle"),
@@ -79,7 +80,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType({
     "step.max_tokens_per_microbatch": (1, math.inf),
     "optim.weight_decay": (0, math.inf), "optim.warmup_steps": (0, math.inf), "optim.warmup_ratio": (0, 1),
     "optim.min_lr_ratio": (0, 1), "optim.max_skipped_updates": (0, math.inf),
-    "rollout.temperature": (0, math.inf), "rollout.top_k": (0, math.inf), "rollout.min_p": (0, 1),
+    "rollout.temperature": (0, math.inf), "rollout.top_p": (0, 1), "rollout.top_k": (0, math.inf), "rollout.min_p": (0, 1),
     "rollout.max_response_tokens": (1, math.inf), "rollout.max_concurrent_sequences": (1, math.inf),
     "rollout.max_kv_tokens": (1, math.inf), "rollout.prefix_cache_tokens": (0, math.inf),
     "rollout.max_prefill_tokens": (1, math.inf),
@@ -89,6 +90,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType({
     "reward.max_calls_per_worker": (1, math.inf), "reward.overlong_buffer_tokens": (0, math.inf),
     "reward.overlong_penalty": (0, math.inf),
     "eval.samples_per_prompt": (1, math.inf), "eval.temperature": (0, math.inf), "eval.top_k": (0, math.inf),
+    "eval.top_p": (0, 1),
     "eval.max_response_tokens": (1, math.inf),
     "sync.verify_first": (0, math.inf),
     "health.mismatch_stop": (0, math.inf), "health.mismatch_warn": (0, math.inf),
@@ -199,7 +201,7 @@ def _algorithm(config: Config, needs_group: Callable[[str], bool] | None) -> Ite
         yield "algorithm.kl_reward_target needs a start for its controller: set algorithm.kl_reward_coef (verl: 0.001)"
     if a.kl_reward_horizon is not None and a.kl_reward_target is None:
         yield "algorithm.kl_reward_horizon belongs to the adaptive controller: set algorithm.kl_reward_target, or leave it out"
-    filters = a.name == "dapo" if a.filter_groups is None else a.filter_groups
+    filters = facts.filters_groups if a.filter_groups is None else a.filter_groups
     for name in ("filter_metric", "max_draws_per_group"):
         if vars(a)[name] is not None and not filters:
             yield f"algorithm.{name}={vars(a)[name]} does nothing without algorithm.filter_groups=true: leave it out"
@@ -264,16 +266,15 @@ def _reward(config: Config) -> Iterator[str]:
 
 
 def _evaluation(config: Config, command: Command) -> Iterator[str]:
-    e, run, files = config.eval, config.run, config.data.eval_files
-    for key, top_p in (("eval.top_p", e.top_p), ("rollout.top_p", config.rollout.top_p)):
-        if top_p > 1:
-            yield f"{key}={top_p:g}: must be at most 1 (1 is off)"
-    if command in TRAINS and run.eval_every_steps and not files:
-        yield f"run.eval_every_steps={run.eval_every_steps}: data.eval_files is empty; name a file, or set 0"
-    if command in TRAINS and run.keep_best is not None and not (files and run.eval_every_steps):
-        missing = "run.eval_every_steps=0" if files else "data.eval_files is empty"
-        yield f"run.keep_best={run.keep_best}: nothing is evaluated during the run ({missing}); set it, or keep_best=null"
-    if command in TRAINS and run.keep_best is not None and not run.save_every_steps:
+    run, files = config.run, config.data.eval_files
+    if command not in TRAINS:
+        return
+    if run.eval_every_steps and not files:
+        also = "" if run.keep_best is None else " and run.keep_best=null"
+        yield f"run.eval_every_steps={run.eval_every_steps}: data.eval_files is empty; name a file, or set 0{also}"
+    elif run.keep_best is not None and not run.eval_every_steps:
+        yield f"run.keep_best={run.keep_best}: nothing is evaluated during the run; set run.eval_every_steps, or keep_best=null"
+    elif run.keep_best is not None and not run.save_every_steps:
         yield f"run.keep_best={run.keep_best}: nothing is saved during the run; set run.save_every_steps"
 
 

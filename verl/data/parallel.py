@@ -12,6 +12,7 @@ Any other exception ends the worker; its traceback is then part of the parent's 
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import shutil
@@ -30,6 +31,8 @@ from typing import Any, BinaryIO
 Job = Callable[[Sequence[Any], Callable[[int], None]], Any]
 MESSAGE_BYTES = 2000
 PROGRESS_EVERY_S = 1.0
+REAP_S = 10.0
+logger = logging.getLogger(__name__)
 
 
 class WorkerDied(RuntimeError):
@@ -198,7 +201,7 @@ def _take(worker: _Worker, kind: str, value: Any, board: _Board, folder: Path) -
 
 def _obituary(worker: _Worker, board: _Board, what: str) -> str:
     try:
-        code = worker.process.wait(timeout=5)
+        code = worker.process.wait(timeout=REAP_S)
     except subprocess.TimeoutExpired:
         how = "closed its pipe but lives on"
     else:
@@ -220,8 +223,11 @@ def _where(worker: _Worker, board: _Board, what: str) -> str:
 def _stop(worker: _Worker) -> None:
     worker.conn.close()
     worker.process.kill()  # it holds nothing that could be lost
-    worker.process.wait(timeout=30)
     worker.log.close()
+    try:
+        worker.process.wait(timeout=REAP_S)
+    except subprocess.TimeoutExpired:  # stuck in the kernel; must not hide the error that stops us
+        logger.warning("data worker %d does not die", worker.process.pid)
 
 
 # ---- in the worker ---------------------------------------------------------------------------------------------------

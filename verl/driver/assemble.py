@@ -163,8 +163,10 @@ def assemble_supervised(
 
 
 def set_up_process(config: Config) -> None:
-    """Threads and seeds. Nothing samples from these generators in a step; user code may."""
+    """Threads, precision and seeds. Nothing samples from these generators in a step; user code may."""
     torch.set_num_threads(config.run.threads or os.cpu_count() or 1)
+    if config.model.dtype == "auto":
+        config.model.dtype = native_dtype(device_of(config))
     random.seed(config.run.seed)
     np.random.seed(config.run.seed % 2**32)
     torch.manual_seed(config.run.seed)
@@ -180,6 +182,14 @@ def device_of(config: Config) -> str:
             )
         return config.model.device
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def native_dtype(device: str) -> str:
+    """bfloat16 where the device multiplies it in hardware, else float32."""
+    if device == "cuda":
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+    found = torch.cpu.get_capabilities()
+    return "bfloat16" if found.get("avx512_bf16") or found.get("amx_bf16") or found.get("bf16") else "float32"
 
 
 def load_tokenizer_of(config: Config) -> Any:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Sequence
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -22,8 +21,7 @@ from verl.rollout.native.core import Admission
 from verl.rollout.native.engine import check_positive
 from verl.rollout.native.front import AsyncEngine
 from verl.rollout.native.request import Request
-from verl.rollout.native.runner import score_logits, to_host
-from verl.rollout.native.sampler import Draw, sample
+from verl.rollout.native.sampler import Draw, sample, score_logits, to_host
 from verl.rollout.native.weights import refuse_mismatch
 
 
@@ -85,7 +83,7 @@ class HfRunner:
 
     def load(self, source: WeightSource) -> None:
         module = self._module if self._module is not None else self._build()
-        module.to(device=self._device, dtype=self._dtype).eval()
+        module.to(self._device).eval()  # dtype: of parameters only, buffers such as RoPE frequencies stay in fp32
         state = module.state_dict(keep_vars=True)  # tied tensors appear under each of their names
         fresh: dict[int, Tensor] = {}
         unexpected, misshapen = [], []
@@ -94,7 +92,8 @@ class HfRunner:
                 unexpected.append(name)
                 continue
             live, filled_before = state[name], id(state[name]) in fresh
-            buffer = fresh.setdefault(id(live), torch.empty_like(live, requires_grad=False))
+            dtype = self._dtype if isinstance(live, nn.Parameter) else live.dtype
+            buffer = fresh.setdefault(id(live), torch.empty(live.shape, dtype=dtype, device=self._device))
             if tensor.shape != live.shape:
                 misshapen.append(f"{name} {tuple(tensor.shape)}, model {tuple(live.shape)}")
             elif not filled_before:
@@ -113,18 +112,17 @@ class HfRunner:
         return module
 
     @torch.inference_mode()
-    def admit(self, waiting: Sequence[Request], resident: int) -> Admission:
+    def admit(self, waiting: Sequence[Request], resident: int) -> Admission | None:
         """A new batch once the last one has ended: padded to its longest prompt, within `max_prefill_tokens`."""
         prompts: list[np.ndarray] = []
         longest = 0
-        for request in islice(waiting, 0 if resident else self.max_rows):
-            ids = request.context()
-            longest = max(longest, len(ids))
+        if resident:
+            return None
+        for request in islice(waiting, self.max_rows):
+            longest = max(longest, len(request.context()))
             if prompts and longest * (len(prompts) + 1) > self._max_prefill_tokens:
                 break
-            prompts.append(ids)
-        if not prompts:
-            return Admission([], partial(sample, torch.zeros(0, 0)))
+            prompts.append(request.context())
         width = max(map(len, prompts))
         ids = torch.zeros(len(prompts), width, dtype=torch.int64)  # [n, T], left-padded; a masked id has no effect
         mask = torch.zeros_like(ids)
@@ -177,13 +175,13 @@ class HfRunner:
         return freed
 
     def drop_weights(self) -> int:
-        """The module keeps its structure, on the meta device; buffers that no checkpoint holds stay real."""
+        """The module keeps its structure and shapes (one element, expanded) and what no checkpoint holds."""
         freed = 0
         if self._module is not None and self._loaded:
             tensors = {id(t): t for t in self._module.state_dict(keep_vars=True).values()}
             freed = sum(t.nbytes for t in tensors.values())
             for tensor in tensors.values():
-                tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+                tensor.data = tensor.new_zeros(()).expand(tensor.shape)
         self._loaded = False
         return freed
 

@@ -22,7 +22,7 @@ FirstTokens = Callable[[Draw], tuple[np.ndarray, np.ndarray]]
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """The first `len(cached)` waiting requests are resident; `sample` draws the next token of each of them."""
+    """The first `len(cached)` waiting requests, at least one, are resident; `sample` draws the next token of each."""
 
     cached: Sequence[int]  # prompt tokens that were not computed for the request
     sample: FirstTokens
@@ -46,8 +46,8 @@ class Runner(Protocol):
         """Replace the weights, or raise and leave the old ones live. Drops prefixes, keeps the KV of live rows."""
         ...
 
-    def admit(self, waiting: Sequence[Request], resident: int) -> Admission:
-        """Make some requests from the front of `waiting` resident in rows `resident`.. ; none is a valid answer."""
+    def admit(self, waiting: Sequence[Request], resident: int) -> Admission | None:
+        """Make some requests from the front of `waiting` resident in rows `resident`.. ; None if none is ready."""
         ...
 
     def decode(self, tokens: np.ndarray, positions: np.ndarray, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
@@ -102,7 +102,7 @@ class EngineCore:
         self._steps += 1
         if self.waiting and self.rows.n < self.runner.max_rows:
             admission = self.runner.admit(self.waiting, self.rows.n)
-            if admission.cached:
+            if admission is not None:
                 done += self._seat(admission)
         if self.rows.n:
             draw = self.rows.draw(0, self.rows.n)

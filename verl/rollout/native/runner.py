@@ -19,7 +19,7 @@ from verl.rollout.native.lanes import Lanes
 from verl.rollout.native.linear import native_bf16, packing_pays
 from verl.rollout.native.model import Chunk, RotaryTable, decode, prefill
 from verl.rollout.native.request import Request
-from verl.rollout.native.sampler import Draw, sample
+from verl.rollout.native.sampler import Draw, sample, score_logits, to_host
 from verl.rollout.native.weights import Weights, inverse_frequencies, receive, shape_of
 
 FIXED_ROWS = 32  # rows of one decode call when deterministic
@@ -110,7 +110,7 @@ class NativeRunner:
     # ---- admission -------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def admit(self, waiting: Sequence[Request], resident: int) -> Admission:
+    def admit(self, waiting: Sequence[Request], resident: int) -> Admission | None:
         candidates = list(islice(waiting, self.max_rows - resident))
         keys = [request.context().tobytes() for request in candidates]
         self._open_jobs(candidates, keys)
@@ -126,6 +126,8 @@ class NativeRunner:
             ready.append(entry)
             if job:
                 job.cached = len(entry.ids)
+        if not ready:
+            return None
         hidden, owner = self._fill_slots(ready, resident)
         return Admission(cached, partial(self._sample_first, hidden, owner))
 
@@ -187,8 +189,6 @@ class NativeRunner:
 
     def _fill_slots(self, ready: list[Prefix], resident: int) -> tuple[Tensor, np.ndarray]:
         """-> hidden states of the distinct prompts [u, hidden], which of them each admitted row continues [m]."""
-        if not ready:
-            return self._table.at(torch.zeros(0, dtype=torch.int64)), np.zeros(0, np.int64)
         self._reserve(resident + len(ready), max(len(entry.ids) for entry in ready) + 1, live=resident)
         lo = resident
         for entry, run in groupby(ready):  # a group's requests come in a row: one copy for all of them
@@ -207,7 +207,7 @@ class NativeRunner:
         logits = torch.cat([self._weights.head(part) for part in rows])  # [u, V]
         if len(hidden) < len(owner):
             logits = logits.index_select(0, self._on_device(owner))
-        return _to_host(*sample(logits, draw))
+        return to_host(*sample(logits, draw))
 
     # ---- decode ----------------------------------------------------------------------------------------------------
 
@@ -246,7 +246,7 @@ class NativeRunner:
         hidden = decode(
             self._weights, self._shape, self._cache, self._table.at(at), self._on_device(tokens), at, lo, width
         )
-        return _to_host(*sample(self._weights.head(hidden)[:n], draw))
+        return to_host(*sample(self._weights.head(hidden)[:n], draw))
 
     def move(self, sources: np.ndarray, holes: np.ndarray, kept: int, tokens: int) -> None:
         with torch.inference_mode():
@@ -270,9 +270,9 @@ class NativeRunner:
             new, hidden = self._lanes.wide(partial(prefill, self._weights, s, self._table, [chunk]))
             kv = torch.cat([kv, new], dim=3)
             for at in range(0, len(hidden), SCORE_BLOCK):
-                logits = self._weights.head(hidden[at : at + SCORE_BLOCK]).float() / temperature  # [t, V]
-                target = self._on_device(ids[lo + at + 1 : lo + at + 1 + len(logits)])
-                logprobs.append(torch.log_softmax(logits, -1).gather(1, target[:, None]).squeeze(1))
+                logits = self._weights.head(hidden[at : at + SCORE_BLOCK])  # [t, V]
+                given = self._on_device(ids[lo + at + 1 : lo + at + 1 + len(logits)])
+                logprobs.append(score_logits(logits, given, temperature))
         return torch.cat(logprobs).cpu().numpy()
 
     def _wide_pays(self, tokens: int) -> bool:
@@ -284,8 +284,3 @@ class NativeRunner:
     def _on_device(self, column: np.ndarray) -> Tensor:
         return torch.from_numpy(column).to(self._device)
 
-
-def _to_host(ids: Tensor, logprobs: Tensor) -> tuple[np.ndarray, np.ndarray]:
-    """Both in one transfer, the only synchronisation of a step; float64 holds every id and every float32 exactly."""
-    both = torch.stack((ids.double(), logprobs.double())).cpu().numpy()
-    return both[0].astype(np.int64), both[1].astype(np.float32)

@@ -69,6 +69,17 @@ def sample(logits: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
     return ids, logprobs.gather(1, ids[:, None]).squeeze(1)
 
 
+def score_logits(logits: Tensor, given: Tensor, temperature: float) -> Tensor:
+    """logits [t, V], given [t] -> float32 [t] log-prob of each given id."""
+    return torch.log_softmax(logits.float() / temperature, dim=-1).gather(1, given[:, None]).squeeze(1)
+
+
+def to_host(ids: Tensor, logprobs: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Both in one transfer, the only synchronisation of a step; float64 holds every id and every float32 exactly."""
+    both = torch.stack((ids.double(), logprobs.double())).cpu().numpy()
+    return both[0].astype(np.int64), both[1].astype(np.float32)
+
+
 def _inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     """probs [n, V] float32, uniform [n] float64 -> the first id whose cumulative probability exceeds the uniform.
 

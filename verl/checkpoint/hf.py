@@ -1,0 +1,255 @@
+"""Export: a folder that plain `AutoModelForCausalLM.from_pretrained` and every serving engine loads.
+
+config.json, generation config, tokenizer and chat template come from the folder the model came from; only the weights
+are ours. They are written as they arrive, so that memory holds one tensor, not the model.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from verl.checkpoint.safetensors_file import DTYPES, Shard, host_bytes
+
+_COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "LICENSE*")  # beside the weights
+_TOKENIZER = (
+    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
+    "chat_template*",
+)  # fmt: skip
+_OURS = ("config.json", "*.index.json", "adapter_config.json", "trainer_state.json", "training_args*")
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    tensors: int
+    bytes: int
+    files: tuple[str, ...]
+
+
+def export_hf(
+    directory: Path | str,
+    *,
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    source_dir: Path | str,
+    dtype: torch.dtype | None = None,
+    config_overrides: Mapping[str, Any] | None = None,
+    tied: Mapping[str, str] | None = None,
+    tokenizer_dir: Path | str | None = None,
+    chat_template: str | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+) -> Exported:
+    """Write `tensors` (HF names, any order) and everything of `source_dir` that is not weights.
+
+    dtype: of the floating-point weights; None: as they come. tied: {alias: name it is stored under}; None: as the
+    model class says. tokenizer_dir, chat_template: where they differ from the source. An export that does not cover the
+    model, has foreign names, or breaks a tie is a ValueError."""
+    directory, source_dir = Path(directory), Path(source_dir)
+    config = _config_of(source_dir, config_overrides or {})
+    directory.mkdir(parents=True, exist_ok=True)
+    if stale := sorted(p.name for p in directory.glob("*.safetensors*")):
+        raise ValueError(f"{directory} already holds weights ({stale[0]}, ...): export into a new folder")
+    _copy_companions(source_dir, directory, tokenizer_dir, chat_template)
+    _write_json(directory / "config.json", config)
+    model = _skeleton(directory)
+    if tied is None:
+        tied = _ties_of(model, config)
+    with ExitStack() as open_files:
+        writer = _Writer(directory, max_shard_bytes, open_files)
+        for name, tensor in _checked(tensors, tied, dtype):
+            writer.add(name, tensor)
+        shards = writer.finish()
+    names = {name for shard in shards for name in shard.names}
+    _check_names(names | tied.keys(), model, source_dir)
+    stored = max(writer.bytes_by_dtype, key=writer.bytes_by_dtype.__getitem__)
+    _write_json(directory / "config.json", _with_dtype(config, str(stored).removeprefix("torch.")))
+    return Exported(len(names), sum(s.data_bytes for s in shards), _name_shards(directory, shards))
+
+
+# ---- weights
+
+
+class _Writer:
+    """Shards side by side, one per dtype: within a file every tensor starts at a multiple of its item size."""
+
+    def __init__(self, directory: Path, max_shard_bytes: int, open_files: ExitStack) -> None:
+        self._directory, self._max_shard_bytes, self._open_files = directory, max_shard_bytes, open_files
+        self._open: dict[torch.dtype, Shard] = {}
+        self._shards: list[Shard] = []
+        self.bytes_by_dtype: dict[torch.dtype, int] = {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        shard = self._open.get(tensor.dtype)
+        if shard is None or not shard.fits(name, tensor, self._max_shard_bytes):
+            if shard is not None:
+                shard.finish()
+            shard = Shard(self._directory / f"shard-{len(self._shards)}.part")
+            self._open_files.callback(shard.close)
+            self._open[tensor.dtype] = shard
+            self._shards.append(shard)
+        shard.add(name, tensor)
+        self.bytes_by_dtype[tensor.dtype] = self.bytes_by_dtype.get(tensor.dtype, 0) + tensor.nbytes
+
+    def finish(self) -> list[Shard]:
+        for shard in self._open.values():
+            shard.finish()
+        if not self._shards:
+            raise ValueError("there are no tensors to export")
+        return self._shards
+
+
+def _checked(
+    tensors: Iterable[tuple[str, torch.Tensor]], tied: Mapping[str, str], dtype: torch.dtype | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Cast; refuse duplicates; store tied weights once, under their owner's name."""
+    seen: set[str] = set()
+    digests: dict[str, bytes] = {}
+    waiting: dict[str, torch.Tensor] = {}  # owner -> what came under an alias before it
+    owners = set(tied.values())
+    for name, tensor in tensors:
+        if name in seen:
+            raise ValueError(f"weight {name} comes twice")
+        seen.add(name)
+        if dtype is not None and tensor.is_floating_point():
+            tensor = tensor.detach().to(dtype)
+        if tensor.dtype not in DTYPES or tensor.layout != torch.strided:
+            raise ValueError(
+                f"weight {name} is a tensor of {tensor.dtype}, {tensor.layout}: safetensors has no such type"
+            )
+        if name in tied or name in owners:
+            digests[name] = hashlib.blake2b(host_bytes(tensor)).digest()
+        if name not in tied:
+            yield name, tensor
+        elif tied[name] not in seen:
+            waiting[tied[name]] = tensor.detach().clone()
+    yield from ((owner, tensor) for owner, tensor in waiting.items() if owner not in seen)
+    for alias, owner in tied.items():
+        if {alias, owner} <= seen and digests[alias] != digests[owner]:
+            raise ValueError(
+                f"{alias} differs from {owner}, but the model's config ties them, so that one would be lost;"
+                ' export with config_overrides={"tie_word_embeddings": False}'
+            )
+
+
+def _name_shards(directory: Path, shards: list[Shard]) -> tuple[str, ...]:
+    """One file is model.safetensors; more are numbered, with an index."""
+    if len(shards) == 1:
+        shards[0].path.rename(directory / "model.safetensors")
+        return ("model.safetensors",)
+    files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
+    for shard, file in zip(shards, files):
+        shard.path.rename(directory / file)
+    weight_map = {name: file for shard, file in zip(shards, files) for name in shard.names}
+    index = {
+        "metadata": {"total_size": sum(s.data_bytes for s in shards)},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    _write_json(directory / "model.safetensors.index.json", index)
+    return tuple(files)
+
+
+# ---- what the model says about itself
+
+
+def _skeleton(directory: Path) -> torch.nn.Module | None:
+    """The model of config.json without storage, or None if its class is not part of transformers (no foreign code is
+    run for an export)."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
+    with torch.device("meta"):
+        if not config.architectures:
+            return transformers.AutoModelForCausalLM.from_config(config)
+        kind = getattr(transformers, config.architectures[0], None)
+        return kind._from_config(config) if kind is not None else None
+
+
+def _ties_of(model: torch.nn.Module | None, config: Mapping[str, Any]) -> Mapping[str, str]:
+    if model is None:
+        if config.get("tie_word_embeddings"):
+            raise ValueError(
+                f"{config.get('architectures')} is not a class of transformers and its embeddings are tied:"
+                ' pass tied={"lm_head.weight": <name of the embedding>}'
+            )
+        return {}
+    return dict(model.all_tied_weights_keys)  # type: ignore[arg-type]
+
+
+def _check_names(covered: set[str], model: torch.nn.Module | None, source_dir: Path) -> None:
+    """Nothing missing, nothing foreign: from_pretrained would only warn, and start missing weights at random. A model
+    has up to two naming schemes: that of its modules and, where it converts while loading, that of its files."""
+    of_files = _weight_names(source_dir)
+    of_modules = set(model.state_dict()) if model is not None else of_files
+    if not of_modules:
+        return
+    if foreign := sorted(covered - of_modules - of_files):
+        raise ValueError(f"{len(foreign)} tensors are no weights of the model in {source_dir}, e.g. {foreign[:3]}")
+    missing = sorted(of_modules - covered)
+    if missing and not (of_files and of_files <= covered):
+        raise ValueError(f"{len(missing)} weights of the model are missing in the export, e.g. {missing[:3]}")
+
+
+def _weight_names(folder: Path) -> set[str]:
+    names: set[str] = set()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as f:
+            names |= set(f.keys())
+    return names
+
+
+# ---- everything that is not weights
+
+
+def _config_of(source_dir: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    path = source_dir / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{source_dir} has no config.json: source_dir is the Hugging Face folder of the model")
+    config = json.loads(path.read_text())
+    config.pop("_name_or_path", None)
+    return config | dict(overrides)
+
+
+def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """`dtype` here and in nested configs (text_config, ...); the older name of the key is kept where it was used."""
+    out = {k: _with_dtype(v, dtype) if k.endswith("_config") and isinstance(v, dict) else v for k, v in config.items()}
+    out |= {key: dtype for key in ("dtype", "torch_dtype") if isinstance(config.get(key), str)}
+    if "model_type" in config:
+        out.setdefault("dtype", dtype)
+    return out
+
+
+def _copy_companions(source_dir: Path, directory: Path, tokenizer_dir: Path | str | None, template: str | None) -> None:
+    _copy(source_dir, directory, _COMPANIONS)
+    if tokenizer_dir is not None and Path(tokenizer_dir) != source_dir:
+        for path in _matching(directory, _TOKENIZER):
+            path.unlink()
+        _copy(Path(tokenizer_dir), directory, _TOKENIZER)
+    if template is not None:
+        (directory / "chat_template.jinja").write_text(template)
+        settings = directory / "tokenizer_config.json"
+        if settings.is_file():  # a template in there would be a second opinion
+            _write_json(settings, {k: v for k, v in json.loads(settings.read_text()).items() if k != "chat_template"})
+
+
+def _copy(source: Path, target: Path, patterns: tuple[str, ...]) -> None:
+    for path in _matching(source, patterns):
+        if not any(path.match(p) for p in _OURS):
+            shutil.copyfile(path, target / path.name)  # the file, where a hub cache has a link
+    if (extra := source / "additional_chat_templates").is_dir():
+        shutil.copytree(extra, target / extra.name, dirs_exist_ok=True)
+
+
+def _matching(folder: Path, patterns: tuple[str, ...]) -> list[Path]:
+    return sorted({p for pattern in patterns for p in folder.glob(pattern) if p.is_file()})
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
