@@ -227,7 +227,7 @@ def _assemble(
     flat_lp = np.concatenate(logprobs) if logprobs else np.zeros(0, np.float32)
     return Batch(
         ids=torch.from_numpy(ids),
-        positions=torch.from_numpy(_ranges(depth, lengths)),
+        positions=torch.from_numpy(ranges(depth, lengths)),
         seg_start=seg_start,
         parent=parent,
         leaf=np.array(leaf, np.int64),
@@ -240,7 +240,7 @@ def _assemble(
     )
 
 
-def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """[start_0 .. start_0+length_0-1, start_1 .. ] as one int64 array."""
     lengths = np.asarray(lengths, np.int64)
     offsets = np.repeat(np.asarray(starts, np.int64) - np.concatenate([[0], np.cumsum(lengths)[:-1]]), lengths)
@@ -261,11 +261,11 @@ def select_rows(batch: Batch, rows: np.ndarray) -> Batch:
     kept = np.flatnonzero(needed)
     new_of_old = np.cumsum(needed) - 1
     lengths = np.diff(batch.seg_start)
-    tokens = _ranges(batch.seg_start[kept], lengths[kept])
+    tokens = ranges(batch.seg_start[kept], lengths[kept])
     new_token = np.full(batch.num_tokens, -1, np.int64)
     new_token[tokens] = np.arange(len(tokens))
     counts = np.diff(batch.row_start)[rows]
-    loss = torch.from_numpy(_ranges(batch.row_start[rows], counts))
+    loss = torch.from_numpy(ranges(batch.row_start[rows], counts))
     _, sequence = np.unique(batch.sequence[rows], return_inverse=True)
     old_parent = batch.parent[kept]
     token_index, row_index = torch.from_numpy(tokens), torch.from_numpy(np.asarray(rows, np.int64))
@@ -286,7 +286,7 @@ def select_rows(batch: Batch, rows: np.ndarray) -> Batch:
 
 def loss_index(batch: Batch, rows: np.ndarray) -> Tensor:
     """[l] where the loss tokens of `rows` stand in the batch's columns."""
-    return torch.from_numpy(_ranges(batch.row_start[rows], np.diff(batch.row_start)[rows]))
+    return torch.from_numpy(ranges(batch.row_start[rows], np.diff(batch.row_start)[rows]))
 
 
 def split_rows(batch: Batch, max_tokens: int) -> list[np.ndarray]:

@@ -5,6 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from verl.config.dialect import Note
 
 USAGE = """usage: verl VERB [key=value ...]
 
@@ -94,10 +98,12 @@ def train(args: list[str]) -> int:
     return 0
 
 
-def print_notes(notes: Sequence[object]) -> None:
+def print_notes(notes: Sequence[Note]) -> None:
     """What became of verl's keys."""
-    for note in notes:
-        print(note)
+    if notes:
+        from verl.config.dialect import render_notes
+
+        print(render_notes(notes))
 
 
 def print_finished(steps: int, seconds: float, evals: Mapping[str, float], run_dir: Path, report: Path | None) -> None:

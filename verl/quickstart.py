@@ -60,10 +60,9 @@ def quickstart(overrides: list[str]) -> int:
         "recipe=quickstart", f"model.path={start_model}", f"data.train_files=[{home}/data/train.jsonl]",
         f"data.eval_files=[{home}/data/heldout.jsonl]", "reward.path=verl.recipes.arithmetic", *common, *rest,
     ])  # fmt: skip
-    curve: dict[int, dict[str, float]] = {}
-    done = run_rl(resolved, title="quickstart: GRPO", on_step=lambda n, v: curve.setdefault(n, dict(v)), quiet=True)
+    done = run_rl(resolved, title="quickstart: GRPO", quiet=True)
     seconds["rl"] = done.seconds
-    _close(console, home, seed, curve, seconds, time.monotonic() - started)
+    _close(console, home, seed, seconds, time.monotonic() - started)
     return 0
 
 
@@ -91,7 +90,7 @@ def _steps(run_dir: Path) -> int:
     return max(int(p.name.removeprefix("step_")) for p in (run_dir / "checkpoints").glob("step_*"))
 
 
-def _close(console: Console, home: Path, seed: int, curve: dict[int, dict[str, float]], seconds: dict[str, float], wall_s: float) -> None:
+def _close(console: Console, home: Path, seed: int, seconds: dict[str, float], wall_s: float) -> None:
     """Accuracy before and after, the same three problems before and after, the summary file, the report's path."""
     from verl.track.samples import read_samples, sample_steps
 

@@ -112,7 +112,7 @@ def export(source: Path, out: Path) -> int:
 
         if not (source / "checkpoints").is_dir():
             raise ValueError(f"{source} is neither a run directory nor a checkpoint (no checkpoints/, no hf/)")
-        found = CheckpointStore(source / "checkpoints").latest_valid()
+        found = CheckpointStore(source / "checkpoints", read_only=True).latest_valid()
         if found is None:
             raise ValueError(f"{source} has no valid checkpoint")
         folder = found.path / "hf"

@@ -91,19 +91,20 @@ def test_export_in_bfloat16(tmp_path: Path) -> None:
     assert (
         again.dtype == torch.bfloat16 and json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
     )
-    assert logits(again).equal(logits(model.to(torch.bfloat16)))
+    model.save_pretrained(tmp_path / "reference")
+    assert logits(again).equal(logits(loaded(tmp_path / "reference", dtype=torch.bfloat16)))
 
 
 def test_dtype_in_nested_and_older_configs(tmp_path: Path) -> None:
     model = llama()
     src = source(tmp_path / "src", model)
     config = json.loads((src / "config.json").read_text())
-    config |= {"torch_dtype": "float16", "text_config": {"torch_dtype": "float16", "x": 1}, "note": "mine"}
+    config |= {"torch_dtype": "float16", "vision_config": {"torch_dtype": "float16", "x": 1}, "note": "mine"}
     (src / "config.json").write_text(json.dumps(config))
     export_hf(tmp_path / "out", tensors=model.state_dict().items(), source_dir=src, dtype=torch.bfloat16)
     found = json.loads((tmp_path / "out/config.json").read_text())
     assert (found["dtype"], found["torch_dtype"], found["note"]) == ("bfloat16", "bfloat16", "mine")
-    assert found["text_config"] == {"torch_dtype": "bfloat16", "x": 1}
+    assert found["vision_config"] == {"torch_dtype": "bfloat16", "x": 1}
 
 
 def test_shards_with_an_index(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def export_hf(
             writer.add(name, tensor)
         shards = writer.finish()
     names = {name for shard in shards for name in shard.names}
-    _check_names(names | tied.keys(), model, source_dir)
+    _check_names(names, tied, model, source_dir)
     stored = max(writer.bytes_by_dtype, key=writer.bytes_by_dtype.__getitem__)
     _write_json(directory / "config.json", _with_dtype(config, str(stored).removeprefix("torch.")))
     return Exported(len(names), sum(s.data_bytes for s in shards), _name_shards(directory, shards))
@@ -183,15 +183,16 @@ def _ties_of(model: torch.nn.Module | None, config: Mapping[str, Any]) -> Mappin
     return dict(model.all_tied_weights_keys)  # type: ignore[arg-type]
 
 
-def _check_names(covered: set[str], model: torch.nn.Module | None, source_dir: Path) -> None:
+def _check_names(names: set[str], tied: Mapping[str, str], model: torch.nn.Module | None, source_dir: Path) -> None:
     """Nothing missing, nothing foreign: from_pretrained would only warn, and start missing weights at random. A model
     has up to two naming schemes: that of its modules and, where it converts while loading, that of its files."""
     of_files = _weight_names(source_dir)
     of_modules = set(model.state_dict()) if model is not None else of_files
     if not of_modules:
         return
-    if foreign := sorted(covered - of_modules - of_files):
+    if foreign := sorted(names - of_modules - of_files):
         raise ValueError(f"{len(foreign)} tensors are no weights of the model in {source_dir}, e.g. {foreign[:3]}")
+    covered = names | {alias for alias, owner in tied.items() if owner in names}
     missing = sorted(of_modules - covered)
     if missing and not (of_files and of_files <= covered):
         raise ValueError(f"{len(missing)} weights of the model are missing in the export, e.g. {missing[:3]}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import math
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -15,13 +14,14 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from verl.agent_loop.base import AgentLoopBase, ServerManager
+from verl.agent_loop.base import AgentLoopBase, AgentLoopFactory, ServerManager
 from verl.agent_loop.single_turn import SingleTurnLoop
 from verl.algorithms.table import Algorithm, resolve
 from verl.chat import load_tokenizer, require_chat_template
 from verl.checkpoint.hf import export_hf
 from verl.checkpoint.store import CheckpointStore
 from verl.config.load import Resolved, dump_config
+from verl.config.plan import warmup_steps
 from verl.config.schema import AlgorithmConfig, Config
 from verl.data.source import Cursor, TaskTable, load_conversations, load_tasks
 from verl.driver import state as train_state
@@ -31,7 +31,7 @@ from verl.driver.run import Run
 from verl.driver.scheduler import Scheduler
 from verl.driver.supervised import SupervisedRun
 from verl.driver.supervised import resume as resume_supervised
-from verl.model_engine.fsdp import FSDPEngine, load_causal_lm
+from verl.model_engine.fsdp import DTYPES, FSDPEngine, load_causal_lm
 from verl.model_engine.optim import OptimSpec
 from verl.reward.base import RewardFn
 from verl.reward.compute import check_data_source
@@ -39,6 +39,8 @@ from verl.reward.pool import RewardPool
 from verl.reward.process import Target
 from verl.reward.shaping import Shaped
 from verl.rollout.base import RolloutEngine
+from verl.rollout.hf import HfEngine
+from verl.rollout.native import NativeEngine
 from verl.track.console import LiveProgress
 from verl.track.events import EventLog, next_attempt
 from verl.track.sinks import open_sinks
@@ -80,10 +82,10 @@ async def assemble(resolved: Resolved, *, progress: LiveProgress | None = None, 
     reward = await _reward(config)
     queue, waits = MemoryQueue(), Waits(run_dir / "waits.json")
     device = device_of(config)
-    engine = policy_engine(config, device, run_dir)
+    total_steps = total_steps_of(config, len(tasks), config.step.prompts_per_step)
+    engine = policy_engine(config, device, run_dir, updates=updates_of_run(config, total_steps))
     share = config.model.share_prefix
     engine.check_packing(share_prefix=share)
-    total_steps = total_steps_of(config, len(tasks), config.step.prompts_per_step)
     scheduler, cursor = (
         _scheduler(config, algorithm, total_steps),
         Cursor(len(tasks), _data_seed(config), config.data.shuffle),
@@ -265,16 +267,19 @@ def _claim(run_dir: Path) -> IO[str]:
     return handle
 
 
-def policy_engine(config: Config, device: str, run_dir: Path, *, updates: int | None = None) -> FSDPEngine:
+def policy_engine(config: Config, device: str, run_dir: Path, *, updates: int) -> FSDPEngine:
+    """The trained model. updates: optimizer steps of the whole run (schedules, warm-up share)."""
     o = config.optim
-    if updates is None and config.run.total_steps:
-        updates = config.run.total_steps * config.step.updates_per_step * config.step.epochs_per_step
     spec = OptimSpec(
         lr=o.lr, weight_decay=o.weight_decay, betas=(o.betas[0], o.betas[1]), eps=o.eps, clip_grad_norm=o.clip_grad_norm,
-        schedule=o.schedule, warmup_steps=o.warmup_steps, total_steps=updates, min_lr_ratio=o.min_lr_ratio,
+        schedule=o.schedule, warmup_steps=warmup_steps(config, updates), total_steps=updates, min_lr_ratio=o.min_lr_ratio,
         max_skipped_updates=o.max_skipped_updates,
     )  # fmt: skip
     return _engine(config, device, optim=spec, dump_dir=run_dir / "crash")
+
+
+def updates_of_run(config: Config, total_steps: int) -> int:
+    return total_steps * config.step.updates_per_step * config.step.epochs_per_step
 
 
 def _engine(config: Config, device: str, *, optim: OptimSpec | None, dump_dir: Path | None = None) -> FSDPEngine:
@@ -299,20 +304,18 @@ def rollout_engine(config: Config, hf_config: Any, tokenizer: Any, device: str) 
     r = config.rollout
     dtype = config.model.dtype if r.dtype == "auto" else r.dtype
     context = max_context_tokens(config, hf_config)
-    common = {
-        "max_context_tokens": context, "eos_token_ids": eos_ids(config, tokenizer), "decode": decoder(tokenizer), "dtype": dtype, "device": device,
-    }  # fmt: skip
+    ends, decode, torch_dtype = eos_ids(config, tokenizer), decoder(tokenizer), DTYPES[dtype]
     if r.engine == "native":
-        from verl.rollout.native.engine import NativeEngine
-
         return NativeEngine(
-            hf_config, max_concurrent_sequences=r.max_concurrent_sequences, max_prefill_tokens=r.max_prefill_tokens,
-            prefix_cache_tokens=r.prefix_cache_tokens, deterministic=config.run.deterministic, **common,
+            hf_config, max_context_tokens=context, eos_token_ids=ends, decode=decode, dtype=torch_dtype, device=device,
+            max_concurrent_sequences=r.max_concurrent_sequences, max_prefill_tokens=r.max_prefill_tokens,
+            prefix_cache_tokens=r.prefix_cache_tokens, deterministic=config.run.deterministic,
         )  # fmt: skip
     if r.engine == "hf":
-        from verl.rollout.hf import HFEngine
-
-        return HFEngine(hf_config, max_concurrent_sequences=r.max_concurrent_sequences, **common)
+        return HfEngine(
+            hf_config, max_context_tokens=context, eos_token_ids=ends, decode=decode, dtype=torch_dtype, device=device,
+            max_concurrent_sequences=r.max_concurrent_sequences,
+        )  # fmt: skip
     raise ValueError(f"rollout.engine={r.engine!r} is not in this version; use native or hf")
 
 
@@ -420,7 +423,7 @@ def _probes(tasks: TaskTable) -> list[np.ndarray]:
 
 async def _reward(config: Config) -> RewardFn:
     r = config.reward
-    target = Target(r.path, r.name, r.kwargs) if r.path else Target("verl.reward.compute", "compute_score", r.kwargs)
+    target = Target(path=r.path, name=r.name, kwargs=r.kwargs) if r.path else Target(kwargs=r.kwargs)
     pool = RewardPool(
         target, num_workers=r.num_workers, timeout_s=r.timeout_s, memory_limit_mb=r.memory_limit_mb,
         max_calls_per_worker=r.max_calls_per_worker,
@@ -431,9 +434,8 @@ async def _reward(config: Config) -> RewardFn:
     return pool
 
 
-def _loop_factory(config: Config, tokenizer: Any) -> Callable[[ServerManager], AgentLoopBase]:
-    return lambda manager: SingleTurnLoop(config, manager, tokenizer)
+def _loop_factory(config: Config, tokenizer: Any) -> AgentLoopFactory:
+    def make(server_manager: ServerManager) -> AgentLoopBase:
+        return SingleTurnLoop(config, server_manager, tokenizer)
 
-
-def slots_of(config: Config) -> int:
-    return math.floor((1 + config.pipeline.staleness) * config.step.prompts_per_step * config.pipeline.sync_every)
+    return make

@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from verl.config.load import Resolved, validate
 from verl.config.plan import make_plan, render_plan
@@ -44,7 +43,7 @@ def run_rl(resolved: Resolved, *, title: str = "", on_step: OnStep | None = None
         print(render_plan(plan), flush=True)
     run_dir = Path(resolved.config.run.root_dir) / resolved.config.run.name
     try:
-        finished = asyncio.run(_train(resolved, title, on_step, _as_json(plan)))
+        finished = asyncio.run(_train(resolved, title, on_step, plan.to_json()))
     except BaseException as e:
         _crash_record(run_dir, e)
         raise
@@ -126,12 +125,6 @@ async def _eval(resolved: Resolved) -> Finished:
     finally:
         await asyncio.shield(run.close())
     return Finished(run.dir, 0, time.monotonic() - started, values, values, None)
-
-
-def _as_json(plan: Any) -> str:
-    from dataclasses import asdict
-
-    return json.dumps(asdict(plan), indent=1, default=str) + "\n"
 
 
 def _crash_record(run_dir: Path, error: BaseException) -> None:

@@ -37,6 +37,13 @@ class Draws(Protocol):
     def state(self) -> dict[str, Any]: ...
 
 
+class Tasks(Protocol):
+    """The training rows by index (data/source.py)."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> Task: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
     """Where a trajectory belongs: its ids, purpose and the parts of its seed."""
@@ -149,7 +156,7 @@ class Player:
         *,
         scheduler: Scheduler,
         cursor: Draws,
-        tasks: Sequence[Task],
+        tasks: Tasks,
         trajectories: Trajectories,
         algorithm: Algorithm,
         sampling: Sampling,

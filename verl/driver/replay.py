@@ -6,6 +6,7 @@ samples; the step's own log-probs, advantages and gradient norm are compared wit
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,7 @@ from verl.checkpoint.store import CheckpointStore
 from verl.config.load import load_config, read_config
 from verl.config.schema import Config
 from verl.driver import state as train_state
-from verl.driver.assemble import algorithm_of, device_of, policy_engine, reference_role, set_up_process
+from verl.driver.assemble import algorithm_of, device_of, policy_engine, reference_role, set_up_process, updates_of_run
 from verl.driver.host import StepHost
 from verl.driver.run import Step
 from verl.driver.step import experience_and_update
@@ -65,7 +66,7 @@ def _recorded(args: Sequence[str]) -> tuple[Config, Path]:
 
 async def _replay(config: Config, run_dir: Path, number: int) -> list[str]:
     set_up_process(config)
-    store = CheckpointStore(run_dir / "checkpoints")
+    store = CheckpointStore(run_dir / "checkpoints", read_only=True)
     base = max((s for s in store.steps() if s < number), default=0)
     missing = sorted(set(range(base + 1, number + 1)) - set(sample_steps(run_dir)))
     if missing:
@@ -73,7 +74,7 @@ async def _replay(config: Config, run_dir: Path, number: int) -> list[str]:
             f"steps {_span(missing)} have no samples, and no checkpoint lies between them and step {number}"
         )
     algorithm, queue, device = algorithm_of(config.algorithm), MemoryQueue(), device_of(config)
-    engine = policy_engine(config, device, run_dir)
+    engine = policy_engine(config, device, run_dir, updates=updates_of_run(config, _recorded_steps(run_dir)))
     run = StepHost(
         config=config, algorithm=algorithm, ref=reference_role(config, algorithm, queue, device),
         actor=InprocGroup("actor", Role("actor", queue, engine, share_prefix=config.model.share_prefix)),
@@ -153,6 +154,11 @@ def _metric_differences(run_dir: Path, number: int, now: dict[str, float]) -> li
         for name in COMPARED_METRICS
         if name in was and name in now and not math.isclose(was[name], now[name], rel_tol=1e-12)
     ]
+
+
+def _recorded_steps(run_dir: Path) -> int:
+    """The number of steps the run was made for; its schedule depends on it."""
+    return int(json.loads((run_dir / "summary.json").read_text())["steps"]) if (run_dir / "summary.json").is_file() else max(sample_steps(run_dir))
 
 
 def _span(steps: Sequence[int]) -> str:

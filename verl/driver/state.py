@@ -136,7 +136,7 @@ def _pack_trajectory(t: Trajectory) -> dict[str, Any]:
 
 
 def _unpack_trajectory(saved: Mapping[str, Any]) -> Trajectory:
-    sampling = {k: tuple(v) if isinstance(v, list) else v for k, v in saved["sampling"].items()}
+    sampling: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in saved["sampling"].items()}
     reward: Score | Invalid | None = None
     if saved["score"] is not None:
         reward = Score(saved["score"][0], saved["score"][1])

@@ -26,14 +26,6 @@ _SMALL_KEYS = 256
 _FREE_PADDING = 1 << 15
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Where the heads of a block's slots stand in q [T, H, D] and k, v [T, KV, D] seen as rows of D."""
-
-    q: Tensor  # [b * H * Q] the heads of a group are neighbours: they are more query rows over the same keys
-    k: Tensor  # [b * KV * K]
-
-
 @dataclass(slots=True)
 class Block:
     """Segments computed together. Row i has queries q_index[i] and keys k_index[i], both padded with token 0."""
@@ -41,49 +33,51 @@ class Block:
     q_index: Tensor  # [b, Q]
     k_index: Tensor  # [b, K]
     offset: Tensor  # [b] keys before the first query: query t sees keys 0..offset+t
-    pad: Tensor  # [p] flat places of q_index that are padding
+    real: Tensor  # [b, Q] bool: not padding
     rooted: bool  # no row has keys before its queries: plain causal attention
-    _rows: dict[tuple[int, int], Rows] = field(default_factory=dict)
-    _masks: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)
-
-    def rows(self, heads: int, kv_heads: int) -> Rows:
-        if (heads, kv_heads) not in self._rows:
-            h, kv = (torch.arange(n, device=self.offset.device)[:, None] for n in (heads, kv_heads))
-            q = self.q_index[:, None] * heads + h  # [b, H, Q]
-            k = self.k_index[:, None] * kv_heads + kv  # [b, KV, K]
-            self._rows[heads, kv_heads] = Rows(q.flatten(), k.flatten())
-        return self._rows[heads, kv_heads]
+    masks: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """[b, 1, Q, K]: True where allowed (dtype bool), or what to add to the scores. `window`: of a sliding window."""
-        if (window, dtype) not in self._masks:
-            depth = self.k_index.shape[1]
-            q = self.offset[:, None] + torch.arange(self.q_index.shape[1], device=self.offset.device)  # [b, Q]
-            q = q.clamp(max=depth - 1)[..., None]  # a padded query still sees something: no NaN anywhere
-            k = torch.arange(depth, device=self.offset.device)
-            allowed = (k <= q) if window is None else (k <= q) & (k > q - window)
-            mask = allowed if dtype == torch.bool else torch.zeros(allowed.shape, dtype=dtype, device=q.device)
-            self._masks[window, dtype] = (mask if mask is allowed else mask.masked_fill_(~allowed, -torch.inf))[:, None]
-        return self._masks[window, dtype]
+        """[b, 1, Q, K]: where attention goes (bool), or what is added to the scores. `window`: of a sliding window."""
+        if (window, dtype) not in self.masks:
+            depth, device = self.k_index.shape[1], self.offset.device
+            q = self.offset[:, None] + torch.arange(self.q_index.shape[1], device=device)  # [b, Q]
+            q = q.clamp(max=depth - 1)[..., None]  # a padded query sees something too: no NaN, not even unused
+            k = torch.arange(depth, device=device)
+            mask = (k <= q) if window is None else (k <= q) & (k > q - window)
+            if dtype != torch.bool:
+                mask = torch.zeros(mask.shape, dtype=dtype, device=device).masked_fill_(~mask, -torch.inf)
+            self.masks[window, dtype] = mask[:, None]
+        return self.masks[window, dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Where q [T, H, D], k and v [T, KV, D], seen as rows of D, stand in the slots of all blocks, one after the other."""
+
+    q: Tensor  # [sum b * H * Q] the heads of a group are neighbours: more query rows over the same keys
+    k: Tensor  # [sum b * KV * K]
+    pad: Tensor  # [P] which of q are padding
+    inverse: Tensor  # [T * H] slot of each token's head
 
 
 @dataclass(slots=True)
 class AttentionPlan:
-    """Blocks with few keys come first. Slots are the places of all q_index of all blocks, in order."""
+    blocks: list[Block]
+    by_heads: dict[tuple[int, int], Rows] = field(default_factory=dict)
 
-    small: list[Block]
-    large: list[Block]
-    base: Tensor  # [T] first slot of the row in which each token is a query
-    within: Tensor  # [T] its place in that row
-    width: Tensor  # [T] slots of that row
-    _inverse: dict[int, Tensor] = field(default_factory=dict)
-
-    def inverse(self, heads: int) -> Tensor:
-        """[T * H] row of each token's head in the blocks' concatenated outputs [sum b * H * Q, D]."""
-        if heads not in self._inverse:
-            h = torch.arange(heads, device=self.base.device)
-            self._inverse[heads] = ((self.base * heads + self.within)[:, None] + h * self.width[:, None]).flatten()
-        return self._inverse[heads]
+    def rows(self, heads: int, kv_heads: int) -> Rows:
+        if (heads, kv_heads) not in self.by_heads:
+            device = self.blocks[0].offset.device
+            h, kv = (torch.arange(n, device=device)[:, None] for n in (heads, kv_heads))
+            q = torch.cat([(b.q_index[:, None] * heads + h).flatten() for b in self.blocks])  # of each block [b, H, Q]
+            k = torch.cat([(b.k_index[:, None] * kv_heads + kv).flatten() for b in self.blocks])
+            real = torch.cat([b.real[:, None].expand(-1, heads, -1).flatten() for b in self.blocks])
+            slots = real.nonzero()[:, 0]
+            inverse = torch.empty_like(slots)
+            inverse[q[slots]] = slots
+            self.by_heads[heads, kv_heads] = Rows(q, k, (~real).nonzero()[:, 0], inverse)
+        return self.by_heads[heads, kv_heads]
 
 
 # -- plan ------------------------------------------------------------------------------------------------------------
@@ -93,32 +87,20 @@ def make_plan(batch: Batch, device: torch.device, *, max_waste: float = 0.2) -> 
     """Group the segments of `batch` into blocks whose padding is at most about `max_waste` of their area."""
     lengths = np.diff(batch.seg_start)
     depths = _depths(batch.parent, lengths)
-    keys = depths + lengths
-    members = _group_segments(lengths, keys, max_waste)
-    is_small = [device.type == "cpu" and int(keys[m].max()) <= _SMALL_KEYS for m in members]
-    base, within, width = (np.zeros(batch.num_tokens, np.int64) for _ in range(3))
-    small: list[Block] = []
-    large: list[Block] = []
-    slots = 0
-    for m in [m for m, s in zip(members, is_small) if s] + [m for m, s in zip(members, is_small) if not s]:
-        q_index, k_index = _block_index(batch, m, lengths, depths)
-        real = np.arange(q_index.shape[1]) < lengths[m, None]  # [b, Q]
-        tokens = q_index[real]
-        base[tokens] = np.repeat(slots + np.arange(len(m)) * q_index.shape[1], lengths[m])
-        within[tokens] = ranges(np.zeros(len(m), np.int64), lengths[m])
-        width[tokens] = q_index.shape[1]
-        slots += q_index.size
-        into = small if len(small) < sum(is_small) else large
-        arrays = (q_index, k_index, depths[m], np.flatnonzero(~real))
-        into.append(Block(*(torch.from_numpy(a).to(device) for a in arrays), rooted=not depths[m].any()))
-    return AttentionPlan(small, large, *(torch.from_numpy(a).to(device) for a in (base, within, width)))
+    blocks = []
+    for members in _group_segments(lengths, depths + lengths, max_waste):
+        q_index, k_index = _block_index(batch, members, lengths, depths)
+        real = np.arange(q_index.shape[1]) < lengths[members, None]
+        arrays = (torch.from_numpy(a).to(device) for a in (q_index, k_index, depths[members], real))
+        blocks.append(Block(*arrays, rooted=not depths[members].any()))
+    return AttentionPlan(blocks)
 
 
 def _depths(parent: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """[S] tokens before each segment."""
     depths = np.zeros(len(parent), np.int64)
-    at = np.where(parent >= 0, parent, -1)
-    while (at >= 0).any():  # climb all chains at once
+    at = parent
+    while (at >= 0).any():  # climbs all chains at once
         depths += np.where(at >= 0, lengths[at], 0)
         at = np.where(at >= 0, parent[at], -1)
     return depths
@@ -132,29 +114,26 @@ def _group_segments(lengths: np.ndarray, keys: np.ndarray, max_waste: float) -> 
     width = depth = area = 0
     for i, s in enumerate(order):
         q, k = int(lengths[s]), int(keys[s])
-        wider, deeper = max(width, q), max(depth, k)
-        waste = (i - first + 1) * wider * deeper - area - q * k
-        if i > first and waste > max(_FREE_PADDING, max_waste * (area + q * k + waste)):
+        total = (i + 1 - first) * max(width, q) * max(depth, k)
+        if total - area - q * k > max(_FREE_PADDING, max_waste * total):
             blocks.append(order[first:i])
             first, width, depth, area = i, q, k, q * k
         else:
-            width, depth, area = wider, deeper, area + q * k
+            width, depth, area = max(width, q), max(depth, k), area + q * k
     return [*blocks, order[first:]]
 
 
 def _block_index(batch: Batch, members: np.ndarray, lengths: np.ndarray, depths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """q_index [b, Q] and k_index [b, K]: each member's own tokens, and those of its ancestors before them."""
-    depth = int((depths + lengths)[members].max())
-    q_index = np.zeros((len(members), int(lengths[members].max())), np.int64)
+    width, depth = int(lengths[members].max()), int((depths + lengths)[members].max())
+    q_index = np.zeros((len(members), width), np.int64)
     k_index = np.zeros((len(members), depth if depth <= 8 else -(-depth // 8) * 8), np.int64)  # GEMMs like multiples of 8
-    row, at, own = np.arange(len(members)), members, True
+    row = np.arange(len(members))
+    q_index[np.repeat(row, lengths[members]), ranges(0 * row, lengths[members])] = ranges(batch.seg_start[members], lengths[members])
+    at = members
     while len(at):
-        tokens = ranges(batch.seg_start[at], lengths[at])
-        rows = np.repeat(row, lengths[at])
-        k_index[rows, ranges(depths[at], lengths[at])] = tokens
-        if own:
-            q_index[rows, ranges(np.zeros(len(at), np.int64), lengths[at])] = tokens
-        at, own = batch.parent[at], False
+        k_index[np.repeat(row, lengths[at]), ranges(depths[at], lengths[at])] = ranges(batch.seg_start[at], lengths[at])
+        at = batch.parent[at]
         row, at = row[at >= 0], at[at >= 0]
     return q_index, k_index
 
@@ -181,97 +160,92 @@ def packed_attention(
         raise ValueError("this model's attention caps its scores or has sinks; use model.attention=padded")
     assert verl_plan is not None and attention_mask is None, "packed attention is driven by a plan, never by a mask"
     scale = scaling if scaling is not None else 1 / math.sqrt(query.shape[-1])
-    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
-    if not verl_plan.large:
-        return _SmallBlocks.apply(q, k, v, verl_plan, scale, sliding_window, True).to(value.dtype)[None], None
-    parts = [_large_block(block, q, k, v, scale, sliding_window) for block in verl_plan.large]
-    if verl_plan.small:
-        parts.insert(0, _SmallBlocks.apply(q, k, v, verl_plan, scale, sliding_window, False).to(parts[0].dtype))
-    inverse = verl_plan.inverse(q.shape[1])
-    return torch.cat(parts).index_select(0, inverse).view(1, *q.shape[:2], v.shape[-1]), None
+    heads, kv_heads = query.shape[1], key.shape[1]
+    rows = verl_plan.rows(heads, kv_heads)
+    q, k, v = (x[0].transpose(0, 1).reshape(-1, x.shape[-1]) for x in (query, key, value))  # [T * H, D], [T * KV, D]
+    q_slots = _ToSlots.apply(q, rows).split([b.q_index.numel() * heads for b in verl_plan.blocks])
+    sizes = [b.k_index.numel() * kv_heads for b in verl_plan.blocks]
+    k_slots, v_slots = (x.index_select(0, rows.k).split(sizes) for x in (k, v))
+    parts = [
+        _attend(block, *slots, heads, kv_heads, scale, sliding_window)
+        for block, *slots in zip(verl_plan.blocks, q_slots, k_slots, v_slots, strict=True)
+    ]
+    out = _FromSlots.apply(parts[0] if len(parts) == 1 else torch.cat(parts), rows)
+    return out.view(1, -1, heads, value.shape[-1]), None
 
 
-def _large_block(block: Block, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None) -> Tensor:
-    """[b * H * Q, Dv] by SDPA, which keeps no probabilities."""
-    (_, heads, dim), kv_heads = q.shape, k.shape[1]
+def _attend(
+    block: Block, q: Tensor, k: Tensor, v: Tensor, heads: int, kv_heads: int, scale: float, window: int | None
+) -> Tensor:
+    """q [b*H*Q, D], k and v [b*KV*K, D] -> [b*H*Q, D]."""
     b, width = block.q_index.shape
-    at = block.rows(heads, kv_heads)
-    q_b = q.reshape(-1, dim).index_select(0, at.q).view(b, heads, width, dim)
-    k_b, v_b = (x.reshape(-1, x.shape[-1]).index_select(0, at.k).view(b, kv_heads, -1, x.shape[-1]) for x in (k, v))
-    if block.rooted and window is None:  # padding comes last, so that plain causal attention never sees it
-        out = F.scaled_dot_product_attention(q_b, k_b[:, :, :width], v_b[:, :, :width], is_causal=True, scale=scale, enable_gqa=True)
+    depth = block.k_index.shape[1]
+    k, v = (x.view(b, kv_heads, depth, -1) for x in (k, v))
+    if depth <= _SMALL_KEYS and q.device.type == "cpu":
+        exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+        bias = block.mask(window, exact).expand(b, heads, width, depth).reshape(b * kv_heads, -1, depth)
+        q, k, v = q.view(b * kv_heads, -1, q.shape[-1]), k.flatten(0, 1), v.flatten(0, 1)
+        return _BatchedAttention.apply(q, k, v, bias, scale).flatten(0, 1)
+    if block.rooted and window is None:  # padding comes last, where causal attention does not see it
+        q, k, v = q.view(b, heads, width, -1), k[:, :, :width], v[:, :, :width]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=heads != kv_heads)
     else:
         allowed = block.mask(window, torch.bool).repeat(1, 1, heads // kv_heads, 1)  # [b, 1, G * Q, K]
-        out = F.scaled_dot_product_attention(q_b.view(b, kv_heads, -1, dim), k_b, v_b, attn_mask=allowed, scale=scale)
+        out = F.scaled_dot_product_attention(q.view(b, kv_heads, -1, q.shape[-1]), k, v, attn_mask=allowed, scale=scale)
     return out.reshape(-1, v.shape[-1])
 
 
-class _SmallBlocks(torch.autograd.Function):
-    """q [T, H, D], k [T, KV, D], v [T, KV, Dv] -> rows [sum b*H*Q, Dv] of the small blocks, or [T, H, Dv] if `whole`.
+class _BatchedAttention(torch.autograd.Function):
+    """q [B, Q, D], k [B, K, D], v [B, K, D] with what is added to the scores [B, Q, K], consumed -> [B, Q, D].
 
-    In float32 (float64 stays) whatever the inputs are: the scores are few, and as bf16 they would be off by percents.
+    In float32 (float64 stays) whatever the inputs are: the scores are few, and in bf16 they would be off by percents.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, scale: float, window: int | None, whole: bool) -> Tensor:
-        heads, kv_heads = q.shape[1], k.shape[1]
-        q_rows, k_rows, v_rows = (_rows_of(x) for x in (q, k, v))
-        saved, outputs = [], []
-        for block in plan.small:
-            b, width = block.q_index.shape
-            at = block.rows(heads, kv_heads)
-            q_b = q_rows.index_select(0, at.q).view(b * kv_heads, -1, q.shape[2])  # [b * KV, G * Q, D]
-            k_b, v_b = (x.index_select(0, at.k).view(b * kv_heads, -1, x.shape[1]) for x in (k_rows, v_rows))
-            bias = block.mask(window, q_rows.dtype).expand(b, heads, -1, -1)
-            scores = bias.reshape(b * kv_heads, -1, k_b.shape[1]).baddbmm_(q_b, k_b.transpose(1, 2), alpha=scale)
-            p = torch.softmax(scores, -1)
-            outputs.append(torch.bmm(p, v_b).view(-1, v.shape[2]))
-            saved += [q_b, k_b, v_b, p]
-        ctx.save_for_backward(*saved)
-        ctx.plan, ctx.scale, ctx.whole = plan, scale, whole
-        ctx.shapes, ctx.dtypes = (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype)
-        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return out.index_select(0, plan.inverse(heads)).view(*q.shape[:2], v.shape[2]) if whole else out
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
+        ctx.dtypes, ctx.scale = (q.dtype, k.dtype, v.dtype), scale
+        q, k, v = (x.to(bias.dtype) for x in (q, k, v))
+        p = torch.softmax(bias.baddbmm_(q, k.transpose(1, 2), alpha=scale), -1)
+        ctx.save_for_backward(q, k, v, p)
+        return torch.bmm(p, v).to(ctx.dtypes[2])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
-        (tokens, heads, dim), (_, kv_heads, _), (_, _, v_dim) = ctx.shapes
-        saved = ctx.saved_tensors
-        d_rows = _rows_of(d_out) if ctx.whole else d_out
-        d_k, d_v = saved[1].new_zeros(tokens * kv_heads, dim), saved[2].new_zeros(tokens * kv_heads, v_dim)
-        d_q, placed = [], 0
-        for block, (q_b, k_b, v_b, p) in zip(ctx.plan.small, (saved[i : i + 4] for i in range(0, len(saved), 4)), strict=True):
-            b, width = block.q_index.shape
-            at = block.rows(heads, kv_heads)
-            if ctx.whole:
-                d_b = d_rows.index_select(0, at.q)
-                d_b.view(b, heads, width, v_dim).transpose(1, 2)[block.pad // width, block.pad % width] = 0
-            else:
-                d_b = d_rows[placed : placed + len(at.q)]
-                placed += len(at.q)
-            d_b = d_b.view(p.shape[0], p.shape[1], v_dim)
-            d_v.index_add_(0, at.k, torch.bmm(p.transpose(1, 2), d_b).view(-1, v_dim))
-            d_s = torch._softmax_backward_data(torch.bmm(d_b, v_b.transpose(1, 2)), p, -1, p.dtype)
-            d_k.index_add_(0, at.k, _scaled_bmm(d_s.transpose(1, 2), q_b, ctx.scale).view(-1, dim))
-            d_q.append(_scaled_bmm(d_s, k_b, ctx.scale).view(-1, dim))
-        d_q_rows = d_q[0] if len(d_q) == 1 else torch.cat(d_q)
-        if ctx.whole:
-            d_query = d_q_rows.index_select(0, ctx.plan.inverse(heads))
-        else:
-            d_query = d_q_rows.new_zeros(tokens * heads, dim)
-            for block in ctx.plan.small: ...
-        return d_query, d_k, d_v, None, None, None, None
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, p = ctx.saved_tensors
+        d_out = d_out.to(p.dtype)
+        d_v = torch.bmm(p.transpose(1, 2), d_out)
+        d_s = torch._softmax_backward_data(torch.bmm(d_out, v.transpose(1, 2)), p, -1, p.dtype)
+        d_q, d_k = (torch.baddbmm(p.new_empty(()), a, b, beta=0, alpha=ctx.scale) for a, b in ((d_s, k), (d_s.transpose(1, 2), q)))
+        return *(d.to(dtype) for d, dtype in zip((d_q, d_k, d_v), ctx.dtypes, strict=True)), None, None
 
 
-def _rows_of(x: Tensor) -> Tensor:
-    """[T, n, D] -> [T * n, D] in at least float32."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.dtype == torch.float64 else rows.float()
+class _ToSlots(torch.autograd.Function):
+    """Rows of q into their slots. Each is in exactly one besides padding, so that the gradient is a gather, not a sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Rows) -> Tensor:
+        ctx.rows = rows
+        return x.index_select(0, rows.q)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_slots: Tensor) -> tuple[Tensor, None]:
+        return d_slots.index_select(0, ctx.rows.inverse), None
 
 
-def _scaled_bmm(a: Tensor, b: Tensor, scale: float) -> Tensor:
-    return torch.baddbmm(a.new_empty(()), a, b, beta=0, alpha=scale)
+class _FromSlots(torch.autograd.Function):
+    """Back from the slots: the inverse of `_ToSlots`."""
+
+    @staticmethod
+    def forward(ctx: Any, slots: Tensor, rows: Rows) -> Tensor:
+        ctx.rows = rows
+        return slots.index_select(0, rows.inverse)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_x: Tensor) -> tuple[Tensor, None]:
+        return d_x.index_select(0, ctx.rows.q).index_fill_(0, ctx.rows.pad, 0), None
 
 
 def register() -> None:

@@ -80,7 +80,7 @@ class CheckpointEngine(Protocol):
 def checksum(tensor: Tensor) -> int:
     """crc32 of the bytes."""
     flat = tensor.detach().cpu().contiguous().view(-1)
-    return zlib.crc32(memoryview(flat.view(torch.uint8).numpy())) if flat.numel() else 0
+    return zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
 
 
 def take_snapshot(engine: ModelEngine, version: int, probes: Sequence[np.ndarray], *, copy: bool) -> Snapshot:

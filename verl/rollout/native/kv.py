@@ -11,12 +11,13 @@ from torch import Tensor
 
 from verl.rollout.native.weights import Shape
 
-WIDTH_STEP = 32  # tokens; KV is read and grown in multiples, so that few shapes occur
+GROW_STEP = 32  # tokens; the capacity of a slot is a multiple
+READ_STEP = 8  # tokens; so is the width that attention reads: one vector register of float32
 REUSE_STEP = 64  # tokens; a stored prompt can be continued from every multiple of this, and from its end
 MIN_REUSE = 16  # tokens; a shorter head is cheaper to compute again in a batch than to continue alone
 
 
-def round_up(tokens: int, step: int = WIDTH_STEP) -> int:
+def round_up(tokens: int, step: int) -> int:
     return -(-tokens // step) * step
 
 
@@ -28,7 +29,7 @@ class SlotCache:
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device, max_slots: int, max_tokens: int) -> None:
         self._shape, self._dtype, self._device = shape, dtype, device
-        self._max_slots, self._max_capacity = max_slots, round_up(max_tokens)
+        self._max_slots, self._max_capacity = max_slots, round_up(max_tokens, GROW_STEP)
         self.clear()
 
     def clear(self) -> None:
@@ -47,7 +48,7 @@ class SlotCache:
         if slots > grown_slots:
             grown_slots = min(self._max_slots, max(slots, 2 * grown_slots))
         if tokens > grown_tokens:
-            grown_tokens = min(self._max_capacity, max(round_up(tokens), round_up(grown_tokens * 3 // 2)))
+            grown_tokens = min(self._max_capacity, max(round_up(tokens, GROW_STEP), round_up(grown_tokens * 3 // 2, GROW_STEP)))
         old = self._kv
         self._bind(grown_slots, grown_tokens)
         self._kv[:, :, :live, :, : old.shape[4]] = old[:, :, :live]

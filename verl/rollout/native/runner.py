@@ -14,7 +14,7 @@ from torch import Tensor
 
 from verl.rollout.base import WeightSource
 from verl.rollout.native.core import Admission
-from verl.rollout.native.kv import Prefix, PrefixStore, SlotCache, round_up
+from verl.rollout.native.kv import READ_STEP, Prefix, PrefixStore, SlotCache, round_up
 from verl.rollout.native.lanes import Lanes
 from verl.rollout.native.linear import native_bf16, packing_pays
 from verl.rollout.native.model import Chunk, RotaryTable, decode, prefill
@@ -241,7 +241,7 @@ class NativeRunner:
         n = len(tokens)
         if self._deterministic:  # idle rows write into free slots
             tokens, positions = (np.pad(column, (0, FIXED_ROWS - n)) for column in (tokens, positions))
-        width = round_up(self.max_context_tokens if self._deterministic else int(positions.max()) + 1)
+        width = round_up(self.max_context_tokens if self._deterministic else int(positions.max()) + 1, READ_STEP)
         at = self._on_device(positions)
         hidden = decode(
             self._weights, self._shape, self._cache, self._table.at(at), self._on_device(tokens), at, lo, width
