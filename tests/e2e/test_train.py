@@ -1,0 +1,90 @@
+"""The real loop on a tiny model: every part that a real run has."""
+
+import numpy as np
+import pytest
+import torch
+from runs import metrics_of, small_run, state_of, trained
+
+from verl.track.samples import read_samples, sample_steps
+
+
+def test_a_run_leaves_everything_behind(tmp_path, tiny_model, arithmetic_data):
+    done = small_run(tmp_path, tiny_model, arithmetic_data, "track.sinks=[jsonl,tensorboard]")
+    run_dir = tmp_path / "r"
+    assert done.steps == 3
+    for name in ("config.yaml", "plan.json", "metrics.jsonl", "summary.json", "report.html", "events", "samples", "checkpoints/step_3/hf"):
+        assert (run_dir / name).exists(), name
+    found = metrics_of(run_dir)
+    assert set(found) == {0, 1, 2, 3}
+    for step in (1, 2, 3):
+        m = found[step]
+        for name in ("actor/pg_loss", "actor/entropy", "actor/grad_norm", "mismatch/k3", "mismatch/ess", "critic/score/mean",
+                     "response_length/mean", "timing_s/rollout", "timing_s/update", "perf/throughput", "sync/canary_max_abs"):  # fmt: skip
+            assert name in m, name
+        assert m["mismatch/max_abs_dlogp"] < 1e-4, "trainer and sampler agree in float32"
+        assert m["actor/grad_norm"] > 0
+        assert m["pipeline/staleness_max"] == 0
+        phases = sum(v for k, v in m.items() if k.startswith("timing_s/") and k != "timing_s/step")
+        assert phases == pytest.approx(m["perf/time_per_step"], rel=0.01)
+    assert sample_steps(run_dir) == [1, 2, 3]
+    rows = read_samples(run_dir, 2)
+    assert len(rows) == 16 and {r.group_id for r in rows} == {s.split("/")[0] for s in trained(run_dir)[2]}
+    for row in rows:
+        on = row.response_mask.astype(bool)
+        assert np.isfinite(row.advantages[on]).all() and np.allclose(row.old_logprobs[on], row.rollout_logprobs[on], atol=1e-4)
+
+
+def test_the_checkpoint_is_a_hugging_face_model_with_equal_logits(tmp_path, tiny_model, arithmetic_data):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    small_run(tmp_path, tiny_model, arithmetic_data[:1])
+    folder = tmp_path / "r" / "checkpoints" / "step_3" / "hf"
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    trained_weights = state_of(tmp_path / "r", 3)["policy"]["model"]
+    start = AutoModelForCausalLM.from_pretrained(tiny_model).state_dict()
+    assert tokenizer.chat_template
+    changed = 0
+    for name, value in model.state_dict().items():
+        if name in trained_weights:
+            assert torch.equal(value, trained_weights[name]), name
+            changed += not torch.equal(value, start[name])
+    assert changed > 5
+
+
+@pytest.mark.parametrize("more", [
+    ("algorithm.name=rloo",), ("algorithm.name=drgrpo", "algorithm.horizon_tokens=12"), ("algorithm.name=reinforce_plus_plus",),
+    ("algorithm.kl_loss_coef=0.04",), ("step.updates_per_step=2", "step.epochs_per_step=2"), ("algorithm.entropy_coef=0.01",),
+    ("rollout.temperature=0.7",), ("rollout.engine=hf",), ("model.attention=padded", "model.share_prefix=false"),
+    ("model.gradient_checkpointing=true",), ("pipeline.oversample=0.5",), ("pipeline.sync_every=2",),
+    ("pipeline.staleness=1",), ("pipeline.staleness=0.5", "pipeline.partial_rollout=true"), ("reward.overlong_buffer_tokens=4",),
+], ids=lambda m: ",".join(x.split(".")[-1] for x in m))  # fmt: skip
+def test_variants_run(tmp_path, tiny_model, arithmetic_data, more):
+    small_run(tmp_path, tiny_model, arithmetic_data[:1], "run.total_steps=2", "track.sinks=[jsonl]", *more)
+    found = metrics_of(tmp_path / "r")
+    assert set(found) == {1, 2}
+    assert found[2]["mismatch/max_abs_dlogp"] < (1e-4 if "pipeline.staleness=1" not in more and "pipeline.staleness=0.5" not in more else 5.0)
+    assert found[2]["actor/grad_norm"] > 0
+    if "algorithm.kl_loss_coef=0.04" in more:
+        assert found[2]["kl_loss" if "kl_loss" in found[2] else "actor/kl_loss"] >= 0
+
+
+def test_two_runs_are_bitwise_equal(tmp_path, tiny_model, arithmetic_data):
+    for name in ("a", "b"):
+        small_run(tmp_path / name, tiny_model, arithmetic_data[:1])
+    a, b = (metrics_of(tmp_path / n / "r") for n in ("a", "b"))
+    for step in (1, 2, 3):
+        for name in ("actor/pg_loss", "actor/grad_norm", "critic/score/mean", "actor/entropy"):
+            assert a[step][name] == b[step][name], (step, name)
+    one, two = (state_of(tmp_path / n / "r", 3)["policy"]["model"] for n in ("a", "b"))
+    assert all(torch.equal(one[n], two[n]) for n in one)
+
+
+def test_dynamic_sampling_refills_and_stops_with_the_reason(tmp_path, tiny_model, arithmetic_data):
+    from verl.driver.play import RunEnded
+
+    flat = tmp_path / "flat.py"
+    flat.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.0\n")
+    with pytest.raises(RunEnded, match="draw budget"):
+        small_run(tmp_path, tiny_model, arithmetic_data[:1], "algorithm.name=dapo", f"reward.path={flat}", "algorithm.max_draws_per_group=2")
+    small_run(tmp_path / "ok", tiny_model, arithmetic_data[:1], "algorithm.name=dapo", "run.total_steps=2")
+    assert metrics_of(tmp_path / "ok" / "r")[2]["groups/zero_variance_share"] < 1

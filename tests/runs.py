@@ -1,0 +1,61 @@
+"""Small real runs for the end-to-end tests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from verl.config.load import load_config
+from verl.driver.launch import Finished, run_rl
+
+REWARD = Path(__file__).parent / "reward_length.py"
+
+
+def small_args(root: Path, model: Path, data: Sequence[Path], *more: str) -> list[str]:
+    """A GRPO run of a few steps on the tiny model: 4 prompts x 4 answers of at most 12 tokens, float32."""
+    base = {
+        "run.root_dir": root, "run.name": "r", "run.total_steps": 3, "run.threads": 1, "run.wait_timeout_s": 120, "model.path": model,
+        "model.dtype": "float32", "data.train_files": f"[{data[0]}]", "data.max_prompt_tokens": 16, "data.cache_dir": root / "cache",
+        "algorithm.name": "grpo", "algorithm.kl_loss_coef": 0.0, "step.prompts_per_step": 4, "step.samples_per_prompt": 4,
+        "step.max_tokens_per_microbatch": 512, "optim.lr": 1e-3, "rollout.max_response_tokens": 12,
+        "reward.path": REWARD, "reward.num_workers": 1, "run.eval_before": "false", "run.eval_after": "false",
+    }  # fmt: skip
+    if len(data) > 1:
+        base["data.eval_files"] = f"[{data[1]}]"
+        base |= {"run.eval_before": "true", "run.eval_after": "true"}
+    given = {a.partition("=")[0] for a in more}
+    return [f"{k}={v}" for k, v in base.items() if k not in given] + list(more)
+
+
+def small_run(root: Path, model: Path, data: Sequence[Path], *more: str) -> Finished:
+    return run_rl(load_config(small_args(root, model, data, *more)), quiet=True)
+
+
+def metrics_of(run_dir: Path) -> dict[int, dict[str, float]]:
+    """Step -> metrics, of the last attempt that wrote it."""
+    from verl.track.sinks import read_metrics
+
+    return {line.step: dict(line.values) for line in read_metrics(run_dir)}
+
+
+def dispatched(run_dir: Path) -> list[str]:
+    from verl.track.events import read_events
+
+    return [e.data["group_id"] for e in read_events(run_dir) if e.kind == "dispatched"]
+
+
+def trained(run_dir: Path) -> dict[int, list[str]]:
+    from verl.track.events import read_events
+
+    return {e.step: list(e.data["sample_ids"]) for e in read_events(run_dir) if e.kind == "trained"}
+
+
+def state_of(run_dir: Path, step: int) -> dict:
+    from verl.checkpoint.tensors import load_state
+
+    return load_state(run_dir / "checkpoints" / f"step_{step}" / "state")
+
+
+def summary(run_dir: Path) -> dict:
+    return json.loads((run_dir / "summary.json").read_text())
