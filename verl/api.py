@@ -109,7 +109,7 @@ class VerlTrainer:
             ref=_reference(self.algorithm, ref_model, queue, config, device), compute=InprocGroup("compute", Role("compute", queue)),
         )  # fmt: skip
         self._loop = asyncio.new_event_loop()
-        self._rollout = _embedded(inner, self._engine.model.config, tokenizer, device)
+        self._rollout = _embedded(inner, tokenizer, device)
         self._decode = decoder(tokenizer)
         self._last: dict[tuple[str, str], list[Completion]] = {}
         self._steps, self._version, self._calls = 0, -1, 0
@@ -228,13 +228,13 @@ def _backend(name: str) -> str:
     return "native"
 
 
-def _embedded(config: Config, hf_config: Any, tokenizer: Any, device: str) -> RolloutEngine:
+def _embedded(config: Config, tokenizer: Any, device: str) -> RolloutEngine:
     """native where it knows the architecture, else transformers' own generation."""
     try:
-        return rollout_engine(config, hf_config, tokenizer, device)
+        return rollout_engine(config, tokenizer, device)
     except ValueError:
         config.rollout.engine = "hf"
-        return rollout_engine(config, hf_config, tokenizer, device)
+        return rollout_engine(config, tokenizer, device)
 
 
 def _reference(

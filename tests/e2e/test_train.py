@@ -62,10 +62,11 @@ def test_variants_run(tmp_path, tiny_model, arithmetic_data, more):
     small_run(tmp_path, tiny_model, arithmetic_data[:1], "run.total_steps=2", "track.sinks=[jsonl]", *more)
     found = metrics_of(tmp_path / "r")
     assert set(found) == {1, 2}
-    assert found[2]["mismatch/max_abs_dlogp"] < (1e-4 if "pipeline.staleness=1" not in more and "pipeline.staleness=0.5" not in more else 5.0)
+    if not any(m.startswith(("pipeline.staleness", "pipeline.sync_every")) for m in more):  # those train on older weights
+        assert found[2]["mismatch/max_abs_dlogp"] < 1e-4
     assert found[2]["actor/grad_norm"] > 0
     if "algorithm.kl_loss_coef=0.04" in more:
-        assert found[2]["kl_loss" if "kl_loss" in found[2] else "actor/kl_loss"] >= 0
+        assert found[1]["actor/kl_loss"] == pytest.approx(0, abs=1e-6) and found[2]["actor/kl_loss"] > 1e-6
 
 
 def test_two_runs_are_bitwise_equal(tmp_path, tiny_model, arithmetic_data):

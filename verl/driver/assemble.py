@@ -13,6 +13,7 @@ from typing import IO, Any
 
 import numpy as np
 import torch
+from transformers.utils import logging as transformers_logging
 
 from verl.agent_loop.base import AgentLoopBase, AgentLoopFactory, ServerManager
 from verl.agent_loop.single_turn import SingleTurnLoop
@@ -90,7 +91,7 @@ async def assemble(resolved: Resolved, *, progress: LiveProgress | None = None, 
         _scheduler(config, algorithm, total_steps),
         Cursor(len(tasks), _data_seed(config), config.data.shuffle),
     )
-    replica = rollout_engine(config, engine.model.config, tokenizer, device)
+    replica = rollout_engine(config, tokenizer, device)
     decode = decoder(tokenizer)
     events = EventLog(run_dir, attempt)
     progress = progress or LiveProgress()
@@ -167,6 +168,7 @@ def assemble_supervised(
 def set_up_process(config: Config) -> None:
     """Threads, precision and seeds. Nothing samples from these generators in a step; user code may."""
     torch.set_num_threads(config.run.threads or os.cpu_count() or 1)
+    transformers_logging.disable_progress_bar()
     if config.model.dtype == "auto":
         config.model.dtype = native_dtype(device_of(config))
     random.seed(config.run.seed)
@@ -299,9 +301,12 @@ def reference_role(config: Config, algorithm: Algorithm, queue: MemoryQueue, dev
     return InprocGroup("reference", Role("reference", queue, engine, share_prefix=config.model.share_prefix))
 
 
-def rollout_engine(config: Config, hf_config: Any, tokenizer: Any, device: str) -> RolloutEngine:
-    """The configured engine. An architecture that `native` does not know goes to `hf` with a word about it."""
+def rollout_engine(config: Config, tokenizer: Any, device: str) -> RolloutEngine:
+    """The configured engine, built from the model folder's own config.json (the trainer's has its attention switched)."""
+    from transformers import AutoConfig
+
     r = config.rollout
+    hf_config = AutoConfig.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code, local_files_only=True)
     dtype = config.model.dtype if r.dtype == "auto" else r.dtype
     context = max_context_tokens(config, hf_config)
     ends, decode, torch_dtype = eos_ids(config, tokenizer), decoder(tokenizer), DTYPES[dtype]

@@ -28,7 +28,7 @@ def generate_once(config: Config, prompt: str, n: int) -> list[tuple[str, str, f
         raise ValueError(f"the prompt has {len(ids)} tokens, data.max_prompt_tokens={config.data.max_prompt_tokens}")
     device = device_of(config)
     engine = FSDPEngine(load_causal_lm(Path(config.model.path)), dtype=config.model.dtype, device=device)
-    rollout = rollout_engine(config, engine.model.config, tokenizer, device)
+    rollout = rollout_engine(config, tokenizer, device)
     r = config.rollout
     sampling = [
         Sampling(

@@ -308,7 +308,7 @@ class Scheduler:
         if self.in_order:
             head = list(islice(self._groups.values(), needed))
             return head if all(g.complete for g in head) else None
-        return [g for g in self._groups.values() if g.complete][:needed]
+        return list(islice((g for g in self._groups.values() if g.complete), needed))
 
     def _blocked(self) -> Wait | Exhausted | None:
         """Why there are too few complete groups; None if a smaller batch is to be trained."""
@@ -327,13 +327,18 @@ class Scheduler:
     def _overdue_after(self, chosen: Sequence[_Held]) -> list[_Held] | None:
         """Groups that could not train any more once `chosen` is taken, to be dropped; None if that is not allowed."""
         step, taken = self._next_step, {g.group_id for g in chosen}
-        rest = [(g, self._due(g.version)) for g in self._groups.values() if g.group_id not in taken]
-        overdue = [g for g, due in rest if due <= step]
-        later = [due for _, due in rest if due > step]  # ascending
-        feasible = len(overdue) <= self.extra and all(
-            n <= self.prompts_per_step * (due - step) + self.extra for n, due in enumerate(later, 1)
-        )
-        return overdue if feasible else None
+        overdue: list[_Held] = []
+        later = 0
+        for group in self._groups.values():  # due steps ascend
+            if group.group_id in taken:
+                continue
+            if (due := self._due(group.version)) <= step:
+                overdue.append(group)
+            else:
+                later += 1
+            if len(overdue) > self.extra or later > self.prompts_per_step * (due - step) + self.extra:
+                return None
+        return overdue
 
     def _hand_out(self, chosen: list[_Held], overdue: list[_Held], now_s: float) -> Batch:
         for group in (*chosen, *overdue):

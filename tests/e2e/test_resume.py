@@ -1,0 +1,186 @@
+"""Resume: a run that was cut equals one that was not (DESIGN section 6). Grade b is bitwise."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from runs import dispatched, metrics_of, small_args, small_run, state_of, trained
+
+from verl.config.load import load_config
+from verl.driver.launch import run_rl
+
+EXACT = ("actor/pg_loss", "actor/grad_norm", "actor/entropy", "critic/score/mean", "response_length/mean", "actor/lr")
+TESTS = Path(__file__).parents[1]
+
+
+def same_tensors(a: dict, b: dict, path: str = "") -> None:
+    assert set(a) == set(b), path
+    for key, value in a.items():
+        if isinstance(value, dict):
+            same_tensors(value, b[key], f"{path}/{key}")
+        elif isinstance(value, torch.Tensor):
+            assert torch.equal(value, b[key]), f"{path}/{key}"
+        elif isinstance(value, np.ndarray):
+            assert np.array_equal(value, b[key]), f"{path}/{key}"
+        else:
+            assert value == b[key], f"{path}/{key}"
+
+
+def assert_equal_runs(one: Path, two: Path, steps: int) -> None:
+    a, b = metrics_of(one), metrics_of(two)
+    for step in range(1, steps + 1):
+        for name in EXACT:
+            assert a[step].get(name) == b[step].get(name), (step, name)
+    assert trained(one) == trained(two)
+    x, y = state_of(one, steps), state_of(two, steps)
+    same_tensors(x["policy"], y["policy"])
+    assert x["cursor"] == y["cursor"] and x["version"] == y["version"]
+
+
+# 64 rows / 4 prompts = 16 steps an epoch; with max_rows=12: 3 steps an epoch
+@pytest.mark.parametrize("cut", [1, 2, 3, 5], ids=lambda c: f"after{c}")
+@pytest.mark.parametrize("more", [(), ("pipeline.sync_every=2", "step.updates_per_step=2"), ("algorithm.name=rloo",)],
+                         ids=["grpo", "sync2", "rloo"])  # fmt: skip
+def test_a_cut_run_equals_a_straight_one_bitwise(tmp_path, tiny_model, arithmetic_data, cut, more):
+    if more and cut not in (2, 3):
+        pytest.skip("one cut inside and one at the end of an epoch (and of a sync period) are enough for the variants")
+    shape = ("run.total_steps=6", "data.max_rows=12", "run.total_epochs=2", "track.sinks=[jsonl]", "run.save_every_steps=1", *more)
+    small_run(tmp_path / "straight", tiny_model, arithmetic_data[:1], *shape)
+
+    def crash(step: int, values: object) -> None:
+        if step == cut:
+            raise OSError("pulled the plug")
+
+    with pytest.raises(OSError, match="pulled the plug"):
+        run_rl(load_config(small_args(tmp_path / "cut", tiny_model, arithmetic_data[:1], *shape)), quiet=True, on_step=crash)
+    small_run(tmp_path / "cut", tiny_model, arithmetic_data[:1], *shape)
+    assert_equal_runs(tmp_path / "straight" / "r", tmp_path / "cut" / "r", 6)
+
+
+def test_a_finished_run_says_so_and_a_longer_one_goes_on(tmp_path, tiny_model, arithmetic_data):
+    assert small_run(tmp_path, tiny_model, arithmetic_data[:1], "run.total_steps=2").steps == 2
+    assert small_run(tmp_path, tiny_model, arithmetic_data[:1], "run.total_steps=2").steps == 0
+    assert small_run(tmp_path, tiny_model, arithmetic_data[:1], "run.total_steps=3").steps == 1
+    with pytest.raises(ValueError, match="earlier run"):
+        small_run(tmp_path, tiny_model, arithmetic_data[:1], "run.resume=never")
+
+
+def test_changed_data_is_refused_at_resume(tmp_path, tiny_model, arithmetic_data):
+    small_run(tmp_path, tiny_model, arithmetic_data[:1], "run.total_steps=1")
+    with pytest.raises(ValueError, match="other tasks"):
+        small_run(tmp_path, tiny_model, arithmetic_data[:1], "run.total_steps=2", "data.max_rows=32")
+
+
+def launch(args: list[str], log: Path) -> subprocess.Popen:
+    handle = log.open("a")
+    env = {**os.environ, "OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen([sys.executable, "-m", "verl", "train", *args], stdout=handle, stderr=handle, env=env, cwd=TESTS.parent)
+
+
+def wait_for(predicate, timeout_s: float, what: str) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not predicate():
+        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
+        time.sleep(0.05)
+
+
+@pytest.mark.timeout(420)
+@pytest.mark.parametrize("staleness", [0, 1], ids=["sync", "async"])
+def test_kill_nine_at_random_moments_loses_and_doubles_nothing(tmp_path, tiny_model, arithmetic_data, staleness):
+    """Killed three times, inside saves too: it ends, and every group is trained exactly once (sync: bitwise as if never cut)."""
+    shape = ["run.total_steps=8", "run.save_every_steps=1", "track.sinks=[jsonl]", f"pipeline.staleness={staleness}",
+             *(["pipeline.partial_rollout=true"] if staleness else [])]  # fmt: skip
+    args = small_args(tmp_path / "cut", tiny_model, arithmetic_data[:1], *shape)
+    run_dir, log, rng = tmp_path / "cut" / "r", tmp_path / "log", random.Random(7 + staleness)
+    for wanted in (2, 4, 6):
+        process = launch(args, log)
+        wait_for(lambda: process.poll() is not None or _saved(run_dir) >= wanted, 120, f"step {wanted}\n{log.read_text()[-2000:]}")  # noqa: B023
+        time.sleep(rng.random() * 0.4)
+        process.kill()
+        process.wait(30)
+    final = launch(args, log)
+    assert final.wait(200) == 0, log.read_text()[-3000:]
+    rows = trained(run_dir)
+    assert sorted(rows) == list(range(1, 9))
+    groups = [{s.split("/")[0] for s in ids} for _, ids in sorted(rows.items())]
+    assert all(len(g) == 4 for g in groups)
+    counted = Counter(g for step in groups for g in step)
+    assert max(counted.values()) == 1, "a group was trained twice"
+    drawn = set(dispatched(run_dir))
+    assert set(counted) <= drawn
+    if staleness == 0:
+        assert set(counted) == {f"g{i:08d}" for i in range(32)}
+        small_run(tmp_path / "straight", tiny_model, arithmetic_data[:1], *shape)
+        assert_equal_runs(tmp_path / "straight" / "r", run_dir, 8)
+
+
+def _saved(run_dir: Path) -> int:
+    return max((int(p.name.split("_")[1]) for p in (run_dir / "checkpoints").glob("step_*") if "." not in p.name), default=0)
+
+
+@pytest.mark.timeout(200)
+def test_sigterm_finishes_the_step_saves_and_says_75(tmp_path, tiny_model, arithmetic_data):
+    args = small_args(tmp_path, tiny_model, arithmetic_data[:1], "run.total_steps=400", "track.sinks=[jsonl]")
+    log = tmp_path / "log"
+    process = launch(args, log)
+    wait_for(lambda: (tmp_path / "r" / "metrics.jsonl").exists() and len(metrics_of(tmp_path / "r")) >= 2, 120, "two steps")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(60) == 75, log.read_text()[-2000:]
+    saved = _saved(tmp_path / "r")
+    assert saved >= 2 and saved == max(metrics_of(tmp_path / "r"))
+    assert log.read_text().strip().splitlines()[-1].startswith("error: SIGTERM: stopped before step")
+
+
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL], ids=lambda s: s.name)
+def test_no_orphan_survives_the_controller(tmp_path, tiny_model, arithmetic_data, how):
+    import psutil
+
+    args = small_args(tmp_path, tiny_model, arithmetic_data[:1], "run.total_steps=400", "track.sinks=[jsonl]", "reward.num_workers=2")
+    log = tmp_path / "log"
+    process = launch(args, log)
+    wait_for(lambda: (tmp_path / "r" / "metrics.jsonl").exists() and len(metrics_of(tmp_path / "r")) >= 1, 120, "a step")
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert children, "reward workers are processes"
+    process.send_signal(how)
+    code = process.wait(60)
+    assert code == (130 if how == signal.SIGINT else -9), log.read_text()[-2000:]
+    wait_for(lambda: not any(c.is_running() and c.status() != psutil.STATUS_ZOMBIE for c in children), 20, "the children to end")
+
+
+def test_a_second_process_on_the_same_run_is_refused(tmp_path, tiny_model, arithmetic_data):
+    import fcntl
+
+    (tmp_path / "r").mkdir()
+    with (tmp_path / "r" / ".lock").open("w") as held:
+        held.write("4711")
+        held.flush()
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(ValueError, match="in use by process 4711"):
+            small_run(tmp_path, tiny_model, arithmetic_data[:1])
+
+
+def test_replay_of_a_recorded_step_is_equal_and_a_changed_sample_is_found(tmp_path, tiny_model, arithmetic_data, capsys):
+    from dataclasses import replace
+
+    from verl.driver.replay import replay
+    from verl.track.samples import read_samples, write_samples
+
+    small_run(tmp_path, tiny_model, arithmetic_data[:1], "run.total_steps=3", "run.save_every_steps=1", "run.keep_last_checkpoints=2")
+    where = [f"run.root_dir={tmp_path}", "run.name=r"]
+    assert replay(where, 3) == 0, capsys.readouterr().out
+    assert replay(where, 1) == 0, capsys.readouterr().out
+    rows = read_samples(tmp_path / "r", 3)
+    write_samples(tmp_path / "r", 3, [replace(rows[0], reward=rows[0].reward + 1.0), *rows[1:]])
+    assert replay(where, 3) == 1
+    assert "advantages" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="no samples of step 9"):
+        replay(where, 9)
