@@ -54,7 +54,7 @@ def _algorithms() -> int:
     table = Table("name", "estimator", "loss", "aggregation", "source", box=None)
     for name, row in TABLE.items():
         table.add_row(name, row.estimator, row.loss, row.aggregation, row.source)
-    Console().print(table)
+    Console(width=140).print(table)
     return 0
 
 

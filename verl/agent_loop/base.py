@@ -1,7 +1,8 @@
 """Agent loops: how one attempt at a task is played. verl's signatures, and a recorder that keeps them honest.
 
 A loop may rewrite text as it likes; what is trained on comes from the record of the server manager: a mask=1 token that
-was not sampled there is an error, and log-probs and versions are the recorded ones (pitfalls 11, 13).
+was not sampled there, after the very tokens that precede it in the output, is an error, and log-probs and versions are
+the recorded ones (pitfalls 11, 13).
 """
 
 from __future__ import annotations
@@ -48,15 +49,34 @@ class TokenOutput:
     stop_reason: StopReason
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One generate call of a trajectory: what was asked, and what was sampled after it."""
+
+    prompt_ids: np.ndarray
+    completion: Completion
+
+
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {"repetition_penalty": (1, None), "n": (1, None), "logprobs": (True, False, 0, 1, None)}
+"""Parameters of verl's loops that change nothing at these values."""
+
+
 class ServerManager:
-    """What a loop generates with. Keeps every completion by request id; one per trajectory."""
+    """What a loop generates with. Keeps every completion; one per trajectory.
+
+    `max_tokens` of the sampling is the budget of the whole trajectory, environment tokens included: no call goes beyond
+    it, and a call without room samples nothing and says `context_full` (pitfalls 33).
+    """
 
     def __init__(self, engine: RolloutEngine, sampling: Sampling, *, seed_parts: Sequence[object], prefix_key: str | None = None) -> None:
         self._engine = engine
         self._sampling = sampling
         self._seed_parts = tuple(seed_parts)
         self._prefix_key = prefix_key
-        self.record: list[Completion] = []
+        self._calls = 0
+        self._limit = 0  # context tokens, from the first prompt on
+        self.record: list[Call] = []
+        self.full = False  # the last call had no room
 
     async def generate(
         self,
@@ -69,27 +89,48 @@ class ServerManager:
     ) -> TokenOutput:
         if image_data or video_data:
             raise ValueError("this model takes no images or videos; remove them from the rows")
-        turn = len(self.record)
-        sampling = replace(self._given(sampling_params), seed=derive_seed(*self._seed_parts, turn))
-        completion = await self._engine.generate(request_id, as_ids(prompt_ids), sampling, prefix_key=self._prefix_key)
-        self.record.append(completion)
+        asked, ids = self._given(sampling_params), as_ids(prompt_ids)
+        turn, self._calls = self._calls, self._calls + 1
+        self._limit = self._limit or len(ids) + self._sampling.max_tokens
+        room = self._limit - len(ids)
+        self.full = room < 1
+        if self.full:
+            return TokenOutput([], [], "context_full")
+        sampling = replace(asked, max_tokens=min(asked.max_tokens, room), seed=derive_seed(*self._seed_parts, turn))
+        completion = await self._engine.generate(request_id, ids, sampling, prefix_key=self._prefix_key)
+        self.record.append(Call(ids, completion))
         return TokenOutput(completion.ids.tolist(), completion.logprobs.tolist(), completion.stop_reason)
 
     def _given(self, params: Mapping[str, Any]) -> Sampling:
-        """The run's sampling with what the loop asks for; temperature stays, since the trainer applies the same."""
-        known = {"max_tokens", "stop", "stop_token_ids", "temperature", "top_p", "top_k", "min_p", "ignore_eos", "max_new_tokens"}
-        unknown = set(params) - known - {"logprobs", "repetition_penalty", "n"}
-        if unknown:
-            raise ValueError(f"sampling_params {sorted(unknown)} are unknown; known: {sorted(known)}")
-        if params.get("temperature", self._sampling.temperature) != self._sampling.temperature:
-            raise ValueError("an agent loop cannot change the temperature of a sample; set rollout.temperature")
-        length = params.get("max_tokens", params.get("max_new_tokens", self._sampling.max_tokens))
-        return replace(
-            self._sampling,
-            max_tokens=min(int(length), self._sampling.max_tokens),
-            stop=tuple(params.get("stop", self._sampling.stop)),
-            stop_token_ids=tuple(params.get("stop_token_ids", self._sampling.stop_token_ids)),
-        )
+        """The run's sampling with what the loop asks for. The distribution stays: the trainer applies the same."""
+        run = self._sampling
+        given = {name: value for name, value in params.items() if value is not None}
+        length = int(given.pop("max_tokens", given.pop("max_new_tokens", run.max_tokens)))
+        if length < 1:
+            raise ValueError(f"max_tokens={length}: at least one token must be sampled")
+        stop = given.pop("stop", run.stop)
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        stop_ids = tuple(given.pop("stop_token_ids", run.stop_token_ids))
+        fixed = {"temperature": run.temperature, "top_p": run.top_p, "top_k": run.top_k, "min_p": run.min_p, "ignore_eos": run.ignore_eos}
+        if given.get("top_k") == -1:  # verl's way to say off
+            given["top_k"] = 0
+        for name, value in given.items():
+            if name in NEUTRAL and value not in NEUTRAL[name]:
+                raise ValueError(f"{name}={value}: not supported; leave it at {NEUTRAL[name][0]}")
+            if name in fixed and value != fixed[name]:
+                raise ValueError(f"an agent loop cannot change {name} of a sample ({fixed[name]} -> {value}); set rollout.{name}")
+        if unknown := sorted(given.keys() - fixed.keys() - NEUTRAL.keys()):
+            known = sorted({"max_tokens", "max_new_tokens", "stop", "stop_token_ids", *fixed, *NEUTRAL})
+            raise ValueError(f"sampling_params {unknown} are unknown; known: {known}")
+        return replace(run, max_tokens=min(length, run.max_tokens), stop=stops, stop_token_ids=stop_ids)
+
+
+def sampling_params_of(sampling: Sampling) -> dict[str, Any]:
+    """What a loop is given as `sampling_params`: verl's names."""
+    return {
+        "max_tokens": sampling.max_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1, "repetition_penalty": 1.0, "logprobs": True,
+    }  # fmt: skip
 
 
 class AgentLoopBase:
@@ -119,50 +160,70 @@ class AgentLoopFactory(Protocol):
     def __call__(self, server_manager: ServerManager) -> AgentLoopBase: ...
 
 
-def segments_of(output: AgentLoopOutput, record: Sequence[Completion]) -> tuple[Segment, ...]:
-    """The trajectory of a loop's output: ids as it returned them, log-probs and versions from the record.
+@dataclass(frozen=True, slots=True)
+class Played:
+    """A loop's output as a trajectory: ids as it returned them, log-probs, versions and stop reason from the record."""
 
-    Raises ValueError if a mask=1 token was not sampled by the server manager, in order.
+    segments: tuple[Segment, ...]
+    stop_reason: StopReason
+
+
+def played(output: AgentLoopOutput, manager: ServerManager, max_tokens: int) -> Played:
+    """The trajectory of a loop's output, cut at `max_tokens` response tokens.
+
+    Raises ValueError if a mask=1 token was not sampled by the server manager after exactly what precedes it.
     """
-    ids, mask = as_ids(output.response_ids), np.asarray(output.response_mask, bool)
+    prompt, ids, mask = as_ids(output.prompt_ids), as_ids(output.response_ids), np.asarray(output.response_mask, bool)
     if len(ids) != len(mask):
         raise ValueError(f"response_mask has {len(mask)} values for {len(ids)} response_ids")
-    segments = [Segment(ids=as_ids(output.prompt_ids), source="prompt")]
-    at, next_record = 0, 0
-    while at < len(ids):
-        end = at + 1
-        while end < len(ids) and mask[end] == mask[at]:
-            end += 1
-        if not mask[at]:
-            segments.append(Segment(ids=ids[at:end], source="env"))
-        while mask[at] and at < end:
-            found = _find(record, next_record, ids[at:end])
-            if found is None:
-                raise ValueError(
-                    f"{end - at} tokens with mask 1 from response position {at} were not sampled by the model: the loop "
-                    "changed or invented them; give them mask 0"
-                )
-            next_record, taken = found + 1, min(end - at, len(record[found].ids))
-            segments.extend(_spans(record[found], taken))
-            at += taken
-            if at == end:
-                break
-        at = end
-    return tuple(segments)
+    full = manager.full or len(ids) > max_tokens
+    ids, mask = ids[:max_tokens], mask[:max_tokens]
+    owner = np.where(mask, _owners(prompt, ids, manager.record), -1)
+    if len(invented := np.flatnonzero(mask & (owner < 0))):
+        raise ValueError(
+            f"{len(invented)} tokens with mask 1, the first at response position {invented[0]}, were not sampled by the "
+            "model after the tokens that precede them there: the loop changed or invented them, or it rewrote what came "
+            "before; give them mask 0"
+        )
+    segments = [Segment(ids=prompt, source="prompt")]
+    reason: StopReason = "error"
+    edges = [0, *(np.flatnonzero(np.diff(owner)) + 1).tolist(), len(ids)] if len(ids) else [0]
+    for a, b in zip(edges, edges[1:]):
+        if owner[a] < 0:
+            segments.append(Segment(ids=ids[a:b], source="env"))
+            continue
+        call = manager.record[owner[a]]
+        start = len(call.prompt_ids) - len(prompt)
+        segments.extend(_spans(call.completion, a - start, b - start))
+        reason = call.completion.stop_reason if b - start == len(call.completion.ids) else "stop"  # cut by the loop
+    return Played(tuple(segments), "context_full" if full else reason)
 
 
-def _find(record: Sequence[Completion], first: int, run: np.ndarray) -> int | None:
-    """The first unused completion that `run` starts with (whole, or cut at its end)."""
-    for i in range(first, len(record)):
-        n = min(len(run), len(record[i].ids))
-        if n and np.array_equal(record[i].ids[:n], run[:n]):
-            return i
-    return None
+def _owners(prompt: np.ndarray, ids: np.ndarray, record: Sequence[Call]) -> np.ndarray:
+    """[R] the call that sampled each response token, or -1.
+
+    A call's tokens stand where its prompt ends, if that prompt is what precedes them in the output. The loop may have
+    cut them, or dropped the whole call; of two calls at one place, the one that agrees for longer was kept.
+    """
+    whole = np.concatenate([prompt, ids])
+    owner = np.full(len(ids), -1, np.int64)
+    agreed: dict[int, int] = {}
+    for k, call in enumerate(record):
+        at = len(call.prompt_ids) - len(prompt)
+        if at < 0 or not np.array_equal(whole[: len(call.prompt_ids)], call.prompt_ids):
+            continue
+        sampled = call.completion.ids[: len(ids) - at]
+        differs = np.flatnonzero(ids[at : at + len(sampled)] != sampled)
+        n = int(differs[0]) if len(differs) else len(sampled)
+        if n > agreed.get(at, 0):
+            agreed[at] = n
+            owner[at : at + n] = k
+    return owner
 
 
-def _spans(completion: Completion, length: int) -> list[Segment]:
+def _spans(completion: Completion, first: int, end: int) -> list[Segment]:
+    """Tokens first:end of a completion, one segment per weight version."""
+    found = [(v, max(a, first), min(b, end)) for v, a, b in completion.spans]
     return [
-        Segment(ids=completion.ids[a : min(b, length)], source="sampled", logprobs=completion.logprobs[a : min(b, length)], version=v)
-        for v, a, b in completion.spans
-        if a < min(b, length)
+        Segment(ids=completion.ids[a:b], source="sampled", logprobs=completion.logprobs[a:b], version=v) for v, a, b in found if a < b
     ]

@@ -104,31 +104,31 @@ class Row:
 
 TABLE: Mapping[str, Row] = {
     "grpo": Row(
-        source="DeepSeekMath, 2402.03300; algorithms.md 1.3, 2.2", estimator="grpo", loss="ppo_clip", least=2,
+        source="DeepSeekMath, 2402.03300", estimator="grpo", loss="ppo_clip", least=2,
         aggregation="seq-mean-token-mean", kl_loss_coef=0.04, kl_loss_form="k3",
     ),
     "drgrpo": Row(
-        source="Understanding R1-Zero-like training, 2503.20783; algorithms.md 1.4", estimator="grpo", loss="ppo_clip",
+        source="Understanding R1-Zero-like training, 2503.20783", estimator="grpo", loss="ppo_clip",
         least=2, aggregation="seq-mean-token-sum-norm", normalize_by_std=False,
     ),
     "dapo": Row(
-        source="DAPO, 2503.14476; algorithms.md 2.2, 6", estimator="grpo", loss="ppo_clip", least=2,
+        source="DAPO, 2503.14476", estimator="grpo", loss="ppo_clip", least=2,
         aggregation="token-mean", clip_low=0.2, clip_high=0.28, filter_groups=True,
     ),
     "rloo": Row(
-        source="Back to basics, 2402.14740; algorithms.md 1.5", estimator="rloo", loss="reinforce", least=2,
+        source="Back to basics, 2402.14740", estimator="rloo", loss="reinforce", least=2,
         aggregation="seq-mean-token-sum", kl_reward_coef=0.05, kl_reward_form="k1",
     ),
     "reinforce_plus_plus": Row(
-        source="REINFORCE++, 2501.03262; algorithms.md 1.6", estimator="reinforce_plus_plus", loss="ppo_clip",
+        source="REINFORCE++, 2501.03262", estimator="reinforce_plus_plus", loss="ppo_clip",
         aggregation="token-mean", kl_reward_coef=0.01, kl_reward_form="k1",
     ),
     "reinforce_plus_plus_baseline": Row(
-        source="REINFORCE++-baseline, 2501.03262; algorithms.md 1.6", estimator="reinforce_plus_plus_baseline",
+        source="REINFORCE++-baseline, 2501.03262", estimator="reinforce_plus_plus_baseline",
         loss="ppo_clip", least=2, aggregation="token-mean", kl_loss_coef=0.001, kl_loss_form="k2",
     ),
     "reinforce": Row(
-        source="Williams 1992; algorithms.md 2.9", estimator="reinforce", loss="reinforce", aggregation="seq-mean-token-sum",
+        source="Williams 1992", estimator="reinforce", loss="reinforce", aggregation="seq-mean-token-sum",
     ),
 }  # fmt: skip
 

@@ -390,8 +390,10 @@ def checkpoint_bytes(engine: FSDPEngine) -> int:
 
 
 def exporter(engine: FSDPEngine, config: Config) -> Callable[[Path], None]:
+    template = Path(config.model.chat_template).read_text() if config.model.chat_template else None
+
     def export(path: Path) -> None:
-        export_hf(path, tensors=engine.weights(), source_dir=Path(config.model.path))
+        export_hf(path, tensors=engine.weights(), source_dir=Path(config.model.path), tokenizer_dir=config.model.tokenizer_path, chat_template=template)
 
     return export
 

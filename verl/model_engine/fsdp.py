@@ -20,6 +20,7 @@ from verl.model_engine.base import StepOutput, TermLike
 from verl.model_engine.objective import Surrogate, evaluate_terms
 from verl.model_engine.optim import OptimSpec, grad_norm, learning_rate, make_adamw
 from verl.nn import attention
+from verl.nn.fused import fuse, unfuse
 from verl.nn.heads import Head, ValueHead
 from verl.nn.linear_logprob import linear_logprob
 from verl.nn.packing import check_packing, probe_sequences
@@ -62,9 +63,7 @@ class FSDPEngine:
         self.master = torch.float64 if self.dtype == torch.float64 else torch.float32
         self.model = model.to(self.master).to(self.device)
         _refuse_altered_logits(self.model)
-        if self._packed:
-            attention.register()
-            self.model.set_attn_implementation(attention.PACKED)
+        self._own_forward()
         hidden_size = self.model.config.get_text_config().hidden_size
         self.value_head = ValueHead(hidden_size).to(self.device, self.master) if head == "value" else None
         if gradient_checkpointing:
@@ -80,6 +79,14 @@ class FSDPEngine:
         self._optimizer_step = 0
         self._skipped = 0
         self._last: tuple[Batch, tuple[str, ...]] | None = None
+
+    def _own_forward(self) -> None:
+        """Packed attention, and on a CPU the fused norms, in place of the model's own."""
+        if self._packed:
+            attention.register()
+            self.model.set_attn_implementation(attention.PACKED)
+        if self.device.type == "cpu":
+            fuse(self.model, packed=self._packed)
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
@@ -204,15 +211,16 @@ class FSDPEngine:
         try:
             expected: dict[bytes, Tensor] = {}
             self.model.set_attn_implementation("sdpa")
+            unfuse(self.model)
             for ids in probe_sequences(self.model.config.get_text_config().vocab_size):
                 expected[ids.numpy().tobytes()] = alone(ids)
-            self.model.set_attn_implementation(attention.PACKED)
+            self._own_forward()
             vocab, name = self.model.config.get_text_config().vocab_size, type(self.model).__name__
             return check_packing(packed, lambda ids: expected[ids.numpy().tobytes()], vocab, share_prefix=share_prefix, what=name)
         finally:
             self.dtype = kept
             self.model.train(trained)
-            self.model.set_attn_implementation(attention.PACKED)
+            self._own_forward()
 
     # -- optimizer ---------------------------------------------------------------------------------------------------
 

@@ -160,21 +160,26 @@ def packed_attention(
         raise ValueError("this model's attention caps its scores or has sinks; use model.attention=padded")
     assert verl_plan is not None and attention_mask is None, "packed attention is driven by a plan, never by a mask"
     scale = scaling if scaling is not None else 1 / math.sqrt(query.shape[-1])
-    heads, kv_heads = query.shape[1], key.shape[1]
-    rows = verl_plan.rows(heads, kv_heads)
-    q, k, v = (x[0].transpose(0, 1).reshape(-1, x.shape[-1]) for x in (query, key, value))  # [T * H, D], [T * KV, D]
-    q_slots = _ToSlots.apply(q, rows).split([b.q_index.numel() * heads for b in verl_plan.blocks])
-    sizes = [b.k_index.numel() * kv_heads for b in verl_plan.blocks]
-    k_slots, v_slots = (x.index_select(0, rows.k).split(sizes) for x in (k, v))
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
+    return attend(verl_plan, q, k, v, scale, sliding_window)[None], None
+
+
+def attend(plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:
+    """q [T, H, D], k and v [T, KV, D] -> [T, H, D]."""
+    heads, kv_heads = q.shape[1], k.shape[1]
+    rows = plan.rows(heads, kv_heads)
+    q_slots = _ToSlots.apply(q.reshape(-1, q.shape[-1]), rows).split([b.q_index.numel() * heads for b in plan.blocks])
+    sizes = [b.k_index.numel() * kv_heads for b in plan.blocks]
+    k_slots, v_slots = (x.reshape(-1, x.shape[-1]).index_select(0, rows.k).split(sizes) for x in (k, v))
     parts = [
-        _attend(block, *slots, heads, kv_heads, scale, sliding_window)
-        for block, *slots in zip(verl_plan.blocks, q_slots, k_slots, v_slots, strict=True)
+        _attend_block(block, *slots, heads, kv_heads, scale, window)
+        for block, *slots in zip(plan.blocks, q_slots, k_slots, v_slots, strict=True)
     ]
     out = _FromSlots.apply(parts[0] if len(parts) == 1 else torch.cat(parts), rows)
-    return out.view(1, -1, heads, value.shape[-1]), None
+    return out.view(-1, heads, v.shape[-1])
 
 
-def _attend(
+def _attend_block(
     block: Block, q: Tensor, k: Tensor, v: Tensor, heads: int, kv_heads: int, scale: float, window: int | None
 ) -> Tensor:
     """q [b*H*Q, D], k and v [b*KV*K, D] -> [b*H*Q, D]."""
@@ -205,9 +210,11 @@ class _BatchedAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
         ctx.dtypes, ctx.scale = (q.dtype, k.dtype, v.dtype), scale
         q, k, v = (x.to(bias.dtype) for x in (q, k, v))
-        p = torch.softmax(bias.baddbmm_(q, k.transpose(1, 2), alpha=scale), -1)
+        with torch.autocast(q.device.type, enabled=False):
+            p = torch.softmax(bias.baddbmm_(q, k.transpose(1, 2), alpha=scale), -1)
+            out = torch.bmm(p, v)
         ctx.save_for_backward(q, k, v, p)
-        return torch.bmm(p, v).to(ctx.dtypes[2])
+        return out.to(ctx.dtypes[2])
 
     @staticmethod
     @once_differentiable

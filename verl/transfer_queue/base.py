@@ -10,7 +10,11 @@ from verl.types import Refs, Sample
 
 
 class TransferQueue(Protocol):
-    """A row exists from `put` until `drop`. Reading a row or column that is not there is a ValueError that names it."""
+    """A row exists from `put` until `drop`. Reading a row or column that is not there is a ValueError that names it.
+
+    Any thread may call. What was read or written is a copy: later changes on either side are not seen on the other. A
+    call that is refused has changed nothing.
+    """
 
     def put(self, samples: Sequence[Sample]) -> Refs:
         """Store new rows; an id that is already there is a ValueError (no sample is doubled)."""
@@ -20,7 +24,9 @@ class TransferQueue(Protocol):
         """The token columns of these rows, in this order."""
         ...
 
-    def read(self, refs: Refs, columns: Sequence[str]) -> dict[str, Ragged]: ...
+    def read(self, refs: Refs, columns: Sequence[str]) -> dict[str, Ragged]:
+        """These columns, rows in the order of `refs`."""
+        ...
 
     def write(self, refs: Refs, columns: Mapping[str, Ragged]) -> None:
         """Set columns of these rows; written again, they are replaced."""

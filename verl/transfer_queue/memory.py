@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -28,14 +29,14 @@ class MemoryQueue:
         self._lock = threading.Lock()
 
     def put(self, samples: Sequence[Sample]) -> Refs:
+        refs = Refs(ref_of(s) for s in samples)
+        times = Counter(refs.ids)
         with self._lock:
-            ids = [s.sample_id for s in samples]
-            doubled = [i for i in ids if i in self._rows] + [i for i in set(ids) if ids.count(i) > 1]
+            doubled = [i for i, n in times.items() if n > 1 or i in self._rows]
             if doubled:
                 raise ValueError(f"samples are already in the queue: {doubled[:3]}; every id is put once")
-            for s in samples:
-                self._rows[s.sample_id] = _Row(s)
-        return Refs(ref_of(s) for s in samples)
+            self._rows.update((s.sample_id, _Row(s)) for s in samples)
+        return refs
 
     def samples(self, refs: Refs) -> list[Sample]:
         return [row.sample for row in self._find(refs)]
@@ -57,24 +58,31 @@ class MemoryQueue:
         for name, column in columns.items():
             if len(column) != len(rows):
                 raise ValueError(f"column {name!r} has {len(column)} rows for {len(rows)} samples")
+            if int(column.offsets[-1]) != len(column.values):
+                raise ValueError(f"column {name!r} has {len(column.values)} values, its rows {int(column.offsets[-1])}")
+        for name, column in columns.items():
+            kept = Ragged(column.values.detach().clone(), column.offsets)  # what the writer does next is not seen
             for i, row in enumerate(rows):
-                row.columns[name] = column.row(i)
+                row.columns[name] = kept.row(i)
 
     def has(self, refs: Refs, column: str) -> bool:
         return all(column in row.columns for row in self._find(refs))
 
     def drop(self, refs: Refs) -> None:
-        self._find(refs)
         with self._lock:
-            for ref in refs:
-                del self._rows[ref.sample_id]
+            self._check(refs)
+            for sample_id in set(refs.ids):
+                del self._rows[sample_id]
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def _find(self, refs: Refs) -> list[_Row]:
         with self._lock:
-            missing = [r.sample_id for r in refs if r.sample_id not in self._rows]
-            if missing:
-                raise ValueError(f"{len(missing)} samples are not in the queue (never put, or dropped), e.g. {missing[0]}")
+            self._check(refs)
             return [self._rows[r.sample_id] for r in refs]
+
+    def _check(self, refs: Refs) -> None:
+        missing = [r.sample_id for r in refs if r.sample_id not in self._rows]
+        if missing:
+            raise ValueError(f"{len(missing)} samples are not in the queue (never put, or dropped), e.g. {missing[0]}")

@@ -28,21 +28,25 @@ class Entry:
     """One tensor of a manifest."""
 
     shape: tuple[int, ...]
-    dtype: str
+    dtype: torch.dtype
     checksum: int
     tied_to: str | None = None
-    sampled: Tensor | None = None  # up to 256 values of the master, to tell 'did not move' from 'was not delivered'
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The policy of one version: manifest, tensors (live or copied) and the trainer's log-probs of the probes."""
+    """The policy of one version: manifest, tensors (live or copied) and the trainer's log-probs of the probes.
+
+    `masters`: some values of every trained tensor, by the trainer's own names, to tell 'did not move' from 'was not
+    delivered'.
+    """
 
     version: int
     manifest: dict[str, Entry]
     held: dict[str, Tensor]
     probes: tuple[np.ndarray, ...] = ()
     probe_logprobs: tuple[np.ndarray, ...] = ()
+    masters: dict[str, Tensor] = field(default_factory=dict)
 
     def tensors(self) -> Iterable[tuple[str, Tensor]]:
         return self.held.items()
@@ -89,11 +93,16 @@ def take_snapshot(engine: ModelEngine, version: int, probes: Sequence[np.ndarray
     for name, tensor in engine.weights():
         kept = tensor.detach().clone() if copy else tensor.detach()
         held[name] = kept
-        stride = max(1, kept.numel() // 256)
-        sampled = kept.reshape(-1)[::stride][:256].float().cpu().clone()
-        manifest[name] = Entry(tuple(kept.shape), str(kept.dtype), checksum(kept), sampled=sampled)
+        manifest[name] = Entry(tuple(kept.shape), kept.dtype, checksum(kept))
     logprobs = tuple(_probe(engine, ids) for ids in probes)
-    return Snapshot(version, manifest, held, tuple(probes), logprobs)
+    masters = {name: _some_values(tensor) for name, tensor in engine.state()["model"].items()}
+    return Snapshot(version, manifest, held, tuple(probes), logprobs, masters)
+
+
+def _some_values(tensor: Tensor, at_most: int = 256) -> Tensor:
+    """A copy of up to `at_most` values, evenly spread."""
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // at_most)][:at_most].double().cpu().clone()
 
 
 def _probe(engine: ModelEngine, ids: np.ndarray) -> np.ndarray:
@@ -117,7 +126,15 @@ class CheckedSource:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._snapshot.tensors():
-            if name in self._check and checksum(tensor) != self._snapshot.manifest[name].checksum:
+            entry = self._snapshot.manifest.get(name)
+            if entry is None:
+                raise SyncError(f"version {self.version}: {name} is not in the manifest")
+            if (tuple(tensor.shape), tensor.dtype) != (entry.shape, entry.dtype):
+                raise SyncError(
+                    f"version {self.version}: {name} is {list(tensor.shape)} {tensor.dtype}, its manifest says "
+                    f"{list(entry.shape)} {entry.dtype}"
+                )
+            if name in self._check and checksum(tensor) != entry.checksum:
                 raise SyncError(
                     f"version {self.version}: {name} changed between its manifest and its delivery; an optimizer step "
                     "overtook the publish"

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from concurrent.futures import Future
+from typing import TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from verl.rollout.base import PauseMode, RolloutEngine
 from verl.weight_sync.base import CheckedSource, Entry, Snapshot, SyncError, SyncReport
 from verl.workers.group import WorkerGroup
+
+T = TypeVar("T")
 
 
 class LocalCheckpointEngine:
@@ -23,10 +27,12 @@ class LocalCheckpointEngine:
     """
 
     def __init__(self, *, probes: Sequence[np.ndarray], tolerance: float, verify_first: int = 3) -> None:
+        assert all(len(ids) > 1 for ids in probes), "a probe needs two tokens: the first one has no log-prob"
         self._probes = tuple(probes)
         self._tolerance = tolerance
         self._verify_first = verify_first
         self._last: dict[str, Entry] = {}
+        self._moved_from: tuple[int, dict[str, Tensor]] = (-1, {})  # version and masters when a byte last changed
         self._published = 0
 
     def publish(
@@ -39,67 +45,85 @@ class LocalCheckpointEngine:
         on_inflight: PauseMode,
         timeout_s: float,
     ) -> asyncio.Future[SyncReport]:
-        started = time.perf_counter()
+        """See `CheckpointEngine`. `timeout_s` is for all of it; a replica that fails or is late does not hold the others."""
+        assert replicas, "nobody to publish to"
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
         snapshot = trainer.submit("snapshot", version, self._probes, not fenced, split="first")
-        return asyncio.ensure_future(self._deliver(snapshot, replicas, on_inflight, timeout_s, started))
+        return asyncio.ensure_future(self._deliver(snapshot, version, replicas, on_inflight, deadline_s))
 
     async def _deliver(
-        self, pending: Future[Snapshot], replicas: Sequence[RolloutEngine], on_inflight: PauseMode, timeout_s: float, started: float
+        self, pending: Future[Snapshot], version: int, replicas: Sequence[RolloutEngine], on_inflight: PauseMode, deadline_s: float
     ) -> SyncReport:
-        snapshot = await asyncio.wait_for(asyncio.wrap_future(pending), timeout_s)
+        started = time.perf_counter()
+        snapshot = await _by(deadline_s, asyncio.wrap_future(pending), f"version {version}: the trainer's weights were not ready")
         gathered = time.perf_counter()
         names = list(snapshot.manifest)
         checked = set(names if self._published < self._verify_first else names[self._published % 16 :: 16])
         results = await asyncio.gather(
-            *(self._to_replica(r, snapshot, checked, on_inflight, timeout_s) for r in replicas), return_exceptions=True
+            *(self._to_replica(r, snapshot, checked, on_inflight, deadline_s) for r in replicas), return_exceptions=True
         )
-        failed = {i: f"{type(e).__name__}: {e}" for i, e in enumerate(results) if isinstance(e, BaseException)}
-        if len(failed) == len(replicas):
-            first = next(e for e in results if isinstance(e, BaseException))
-            raise first
-        canary = max((c for c in results if not isinstance(c, BaseException)), default=0.0)
+        errors = {i: e for i, e in enumerate(results) if isinstance(e, BaseException)}
+        failed = {i: f"{type(e).__name__}: {e}" for i, e in errors.items()}
+        if len(errors) == len(replicas):
+            told = "; ".join(f"replica {i}: {text}" for i, text in failed.items())
+            raise SyncError(f"version {version} is live nowhere: {told}") from errors[0]
         changed, alarms = self._compare(snapshot)
-        self._last = snapshot.manifest
         self._published += 1
         return SyncReport(
             version=snapshot.version, num_tensors=len(names),
             num_bytes=sum(t.numel() * t.element_size() for t in snapshot.held.values()), verified_tensors=len(checked),
-            canary_max_abs=canary, changed=changed, failed_replicas=failed, alarms=alarms,
+            canary_max_abs=max(c for c in results if not isinstance(c, BaseException)), changed=changed,
+            failed_replicas=failed, alarms=alarms,
             seconds={"gather": gathered - started, "load": time.perf_counter() - gathered},
         )  # fmt: skip
 
     async def _to_replica(
-        self, replica: RolloutEngine, snapshot: Snapshot, checked: set[str], on_inflight: PauseMode, timeout_s: float
+        self, replica: RolloutEngine, snapshot: Snapshot, checked: set[str], on_inflight: PauseMode, deadline_s: float
     ) -> float:
         """Deliver to one replica and verify it; the canary's largest |dlogp|."""
+        at = f"version {snapshot.version}"
         source = CheckedSource(snapshot, checked)
-        live = await asyncio.wait_for(replica.load_weights(source, on_inflight=on_inflight), timeout_s)
+        live = await _by(deadline_s, replica.load_weights(source, on_inflight=on_inflight), f"{at} was not loaded")
         if live != snapshot.version:
-            raise SyncError(f"the rollout engine says version {live} is live after version {snapshot.version} was sent")
-        if source.delivered != set(snapshot.manifest):
-            missing = sorted(set(snapshot.manifest) - source.delivered)
-            raise SyncError(f"version {snapshot.version}: {len(missing)} tensors were never read, e.g. {missing[:3]}")
+            raise SyncError(f"the rollout engine says version {live} is live after {at} was sent")
+        if missing := sorted(set(snapshot.manifest) - source.delivered):
+            raise SyncError(f"{at}: {len(missing)} tensors were never read, e.g. {missing[:3]}")
         worst = 0.0
         for ids, expected in zip(snapshot.probes, snapshot.probe_logprobs, strict=True):
-            got = await asyncio.wait_for(replica.score(ids), timeout_s)
-            worst = max(worst, float(np.abs(got - expected).max()))
-        if not worst <= self._tolerance:
-            raise SyncError(
-                f"version {snapshot.version}: rollout and trainer log-probs of the canary differ by {worst:.3g} "
-                f"(sync.canary_tolerance={self._tolerance:g}); the rollout engine does not run the trainer's weights"
-            )
+            got = await _by(deadline_s, replica.score(ids), f"{at} was loaded, but its canary was not scored")
+            difference = float(np.abs(got - expected).max())
+            if not difference <= self._tolerance:  # NaN, too
+                raise SyncError(
+                    f"{at}: rollout and trainer log-probs of the canary differ by {difference:.3g} "
+                    f"(sync.canary_tolerance={self._tolerance:g}); the rollout engine does not run the trainer's weights"
+                )
+            worst = max(worst, difference)
         return worst
 
     def _compare(self, snapshot: Snapshot) -> tuple[bool, tuple[str, ...]]:
-        """(some byte changed, alarms). Alarm: masters moved by more than rounding, yet no byte changed."""
-        if not self._last:
+        """(some byte changed, alarms). Alarm: masters moved by more than rounding since a byte last changed."""
+        last, self._last = self._last, snapshot.manifest
+        if last.keys() != snapshot.manifest.keys() or any(e.checksum != last[n].checksum for n, e in snapshot.manifest.items()):
+            self._moved_from = (snapshot.version, snapshot.masters)
             return True, ()
-        changed = any(e.checksum != self._last[n].checksum for n, e in snapshot.manifest.items() if n in self._last)
-        if changed:
-            return True, ()
-        moved = [
-            n for n, e in snapshot.manifest.items()
-            if n in self._last and e.sampled is not None and not torch.equal(e.sampled, self._last[n].sampled)  # type: ignore[arg-type]
-        ]  # fmt: skip
-        alarms = (f"weights unchanged since version {snapshot.version - 1}, though {len(moved)} masters moved",) if moved else ()
-        return False, alarms
+        since, before = self._moved_from
+        rounding = max((torch.finfo(e.dtype).eps for e in snapshot.manifest.values() if e.dtype.is_floating_point), default=0.0)
+        moved = [n for n, now in snapshot.masters.items() if n in before and _moved(before[n], now, rounding)]
+        if not moved:
+            return False, ()
+        return False, (f"weights unchanged since version {since}, though {len(moved)} trained tensors moved, e.g. {moved[0]}",)
+
+
+def _moved(before: Tensor, now: Tensor, rounding: float) -> bool:
+    return before.numel() > 0 and bool((now - before).abs().max() > rounding * before.abs().max())
+
+
+async def _by(deadline_s: float, awaitable: Awaitable[T], late: str) -> T:
+    """Await until `deadline_s` of the loop's clock; SyncError with `late` after it."""
+    try:
+        async with asyncio.timeout_at(deadline_s) as scope:
+            return await awaitable
+    except TimeoutError as e:
+        if not scope.expired():
+            raise
+        raise SyncError(f"{late} in time") from e

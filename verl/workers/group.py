@@ -11,8 +11,9 @@ Split = Literal["dp", "all", "first"]
 class WorkerGroup(Protocol):
     """`submit` enqueues NOW and returns a future; the calls of one worker run in the order of their submission.
 
-    split: dp = the first argument (Refs, or a list of Refs) is divided over data-parallel ranks · all = every rank gets
-    the same call, results are a list · first = rank 0 only.
+    split: dp = the first argument (Refs, or a list of Refs) is divided over data-parallel ranks and the results are
+    merged (metrics; with one rank: its result) · all = every rank gets the same call, results are a list, one per rank ·
+    first = rank 0 only. An exception of the worker is the future's; the worker serves the next call.
     """
 
     @property
@@ -23,4 +24,6 @@ class WorkerGroup(Protocol):
 
     def submit(self, method: str, *args: Any, split: Split = "dp") -> Future[Any]: ...
 
-    def close(self, timeout_s: float = 10.0) -> None: ...
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Finish what was submitted; what has not begun after `timeout_s` is cancelled. A later submit is refused."""
+        ...

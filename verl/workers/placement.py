@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from verl.rollout.base import RolloutEngine
+from verl.workers.waits import Waits
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,21 +25,35 @@ class ResourcePool:
 class Placement:
     """Colocated (staleness 0): the rollout engine releases its KV cache while training. Split: a no-op."""
 
-    def __init__(self, pool: ResourcePool, replicas: Sequence[RolloutEngine], *, colocated: bool) -> None:
+    def __init__(
+        self,
+        pool: ResourcePool,
+        replicas: Sequence[RolloutEngine],
+        *,
+        colocated: bool,
+        waits: Waits | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
         self.pool = pool
         self.colocated = colocated
         self._replicas = replicas
+        self._waits = waits or Waits()
+        self._timeout_s = timeout_s
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        """Inside, nothing is generated when colocated; leaving wakes the KV cache."""
+        """Inside, nothing is generated when colocated; leaving wakes the KV cache of every replica, slept or not."""
         if not self.colocated:
             yield
             return
-        for replica in self._replicas:
-            await replica.sleep(1)
         try:
+            for i, replica in enumerate(self._replicas):
+                await self._waits.wait(
+                    replica.sleep(1), who="placement", what=f"replica {i} to sleep", timeout_s=self._timeout_s
+                )
             yield
         finally:
-            for replica in self._replicas:
-                await replica.wake(("kv",))
+            for i, replica in enumerate(self._replicas):
+                await self._waits.wait(
+                    replica.wake(("kv",)), who="placement", what=f"replica {i} to wake", timeout_s=self._timeout_s
+                )

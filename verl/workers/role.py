@@ -46,7 +46,9 @@ class Role:
         assert self.engine is not None
         batch = pack(self.queue.samples(refs), share_prefix=self.share_prefix)
         found = self.engine.infer(batch, tuple(outputs))
-        self.queue.write(refs, {column: _ragged(found[name], batch.row_start) for name, column in outputs.items()})
+        per_row = np.arange(batch.num_rows + 1, dtype=np.int64)  # scores [R]; everything else is per loss token
+        starts = {name: per_row if name == "scores" else batch.row_start for name in outputs}
+        self.queue.write(refs, {column: Ragged(found[name], starts[name]) for name, column in outputs.items()})
         if outputs.get("logprobs") == "old_logprobs":
             return mismatch_metrics(found["logprobs"], batch.columns["rollout_logprobs"], _valid(refs, batch))
         return {}
@@ -58,11 +60,11 @@ class Role:
         columns = columns_of(refs, {n: c.values for n, c in self.queue.read(refs, inputs).items()} if inputs else {})
         check_finite(columns, tuple(inputs))
         found = fn(columns)
-        offsets = _offsets([r.loss_tokens for r in refs])
-        columns_out = {name: value for name, value in found.items() if isinstance(value, Tensor)}
-        self.queue.write(refs, {name: Ragged(columns_out[name].detach(), offsets) for name in outputs})
+        written = {name: _token_column(found, name, len(columns.mask)) for name in outputs}
+        offsets = np.concatenate([[0], np.cumsum([r.loss_tokens for r in refs])]).astype(np.int64)
+        self.queue.write(refs, {name: Ragged(value, offsets) for name, value in written.items()})
         metrics = {name: value for name, value in found.items() if isinstance(value, Metric)}
-        return {**metrics, **_advantage_metrics(columns, columns_out)}
+        return {**metrics, **_advantage_metrics(columns, found)}
 
     def update(self, plan: UpdatePlan) -> Metrics:
         """The optimizer steps of one step. The first pass's log-probs and entropies are written as `train_*` columns."""
@@ -131,7 +133,7 @@ class Role:
 
     def _record(self, refs: Refs, batch: Batch, columns: Mapping[str, Tensor], *, first: bool) -> Metrics:
         mask = batch.columns["mask"].bool()
-        kept = {f"train_{n}": _ragged(c, batch.row_start) for n, c in columns.items() if n in ("logprobs", "entropy")}
+        kept = {f"train_{n}": Ragged(c, batch.row_start) for n, c in columns.items() if n in ("logprobs", "entropy")}
         self.queue.write(refs, kept)
         entropy = columns["entropy"][mask].double()
         out: Metrics = {"actor/entropy": Metric(float(entropy.sum()), float(len(entropy)), "token")}
@@ -167,23 +169,27 @@ def _valid(refs: Refs, batch: Batch) -> Tensor:
     return ok[batch.row_of]
 
 
-def _offsets(lengths: Sequence[int]) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
-
-
-def _ragged(values: Tensor, row_start: np.ndarray) -> Ragged:
-    return Ragged(values, row_start)
+def _token_column(found: object, name: str, num_tokens: int) -> Tensor:
+    """The output of a `compute` function, which may be a user's own: one value per trainable token of the step."""
+    value = found.get(name) if isinstance(found, Mapping) else None
+    if not isinstance(value, Tensor):
+        given = sorted(found) if isinstance(found, Mapping) else f"a {type(found).__name__}"
+        raise ValueError(f"the function must return {{{name!r}: tensor [{num_tokens}]}}; it returned {given}")
+    if value.dim() == 0 or len(value) != num_tokens:
+        raise ValueError(f"{name} has shape {list(value.shape)}; it needs one value for each of {num_tokens} trainable tokens")
+    return value
 
 
 def _prefixed(metrics: Metrics, prefix: str) -> Metrics:
     return {prefix + name: metric for name, metric in metrics.items()}
 
 
-def _advantage_metrics(columns: Columns, found: Mapping[str, Tensor]) -> Metrics:
+def _advantage_metrics(columns: Columns, found: Computed) -> Metrics:
     out: Metrics = {}
     for name in ("advantages", "returns"):
-        if name in found and columns.mask.any():
-            x = found[name][columns.mask].double()
+        value = found.get(name)
+        if isinstance(value, Tensor) and len(value) == len(columns.mask) and columns.mask.any():
+            x = value[columns.mask].double()
             out[f"critic/{name}/mean"] = Metric(float(x.sum()), float(len(x)), "token")
             out[f"critic/{name}/max"] = Metric(float(x.max()), 1, "token", "max")
             out[f"critic/{name}/min"] = Metric(float(x.min()), 1, "token", "min")

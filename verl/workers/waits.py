@@ -3,26 +3,40 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
+
+from verl.track.files import write_atomic
 
 T = TypeVar("T")
+NOTICE_S = 30.0  # a wait that takes longer is written down for `verl doctor`, at most once in this time
+GRACE_S = 5.0  # for a cancelled coroutine to end
+NAMED = 6  # other waits that an error message names
 
 
 class DeadlineExpired(TimeoutError):
     """A wait was not answered in time. The message says what was waited for and what else was pending."""
 
 
+class Abandoned(RuntimeError):
+    """What was waited for was cancelled by somebody else; the waiter itself was not."""
+
+
 @dataclass(frozen=True, slots=True)
 class Wait:
     who: str
-    what: str
+    what: str | Callable[[], str]
     since_s: float
     timeout_s: float
+
+    @property
+    def text(self) -> str:
+        return self.what if isinstance(self.what, str) else self.what()
 
 
 class Waits:
@@ -33,32 +47,33 @@ class Waits:
         self._path = path
         self._clock = clock
         self._next = 0
+        self._noted_s = clock()
 
     async def wait(
         self, awaitable: Awaitable[T], *, who: str, what: str | Callable[[], str], timeout_s: float, cancel: bool = False
     ) -> T:
-        """Await with a deadline. `what` may be a function, asked when the deadline expires.
+        """Await with a deadline. `what` may be a function, asked when somebody wants to know.
 
-        On expiry the awaited future is cancelled only if `cancel`: another wait may hold it.
+        A coroutine is this wait's own: when the deadline expires it is cancelled, and it has ended before this returns.
+        A future or task may be held by others: it is cancelled on expiry only if `cancel`.
         """
+        owned = cancel or not asyncio.isfuture(awaitable)
         self._next += 1
-        key, start = self._next, self._clock()
+        key = self._next
+        self._pending[key] = Wait(who, what, self._clock(), timeout_s)
         future = asyncio.ensure_future(awaitable)
-        self._pending[key] = Wait(who, what if isinstance(what, str) else what(), start, timeout_s)
+        future.add_done_callback(_retrieved)
         try:
-            done, _ = await asyncio.wait({future}, timeout=timeout_s)
-            if not done:
-                text = what if isinstance(what, str) else what()
-                others = [f"{w.who}: {w.what}" for k, w in self._pending.items() if k != key]
-                self.dump()
-                if cancel:
-                    future.cancel()
-                raise DeadlineExpired(
-                    f"{who} waited {timeout_s:.0f} s for {text}" + (f"; also pending: {'; '.join(others)}" if others else "")
-                )
+            if not await self._until(future, timeout_s):
+                error = self._expired(key)
+                if owned:
+                    await _ended(future)
+                raise error
+            if future.cancelled():
+                raise Abandoned(f"{who} waited for {self._pending[key].text}, which was cancelled")
             return future.result()
         except asyncio.CancelledError:
-            future.cancel()
+            await _ended(future)
             raise
         finally:
             del self._pending[key]
@@ -66,10 +81,47 @@ class Waits:
     def pending(self) -> list[dict[str, object]]:
         now = self._clock()
         return [
-            {"who": w.who, "what": w.what, "waiting_s": round(now - w.since_s, 1), "timeout_s": w.timeout_s}
+            {"who": w.who, "what": w.text, "waiting_s": round(now - w.since_s, 1), "timeout_s": w.timeout_s}
             for w in self._pending.values()
         ]
 
     def dump(self) -> None:
+        """Best effort: a full disk must not hide why somebody waits."""
+        self._noted_s = self._clock()
         if self._path is not None:
-            self._path.write_text(json.dumps({"at_unix_s": time.time(), "pending": self.pending()}, indent=1))
+            with contextlib.suppress(OSError):
+                found = {"at_unix_s": time.time(), "pending": self.pending()}
+                write_atomic(self._path, json.dumps(found, indent=1).encode())
+
+    async def _until(self, future: asyncio.Future[Any], timeout_s: float) -> bool:
+        """True once the future is done; False when the time is up."""
+        left_s = timeout_s
+        while True:
+            slice_s = min(left_s, NOTICE_S)
+            await asyncio.wait({future}, timeout=slice_s)
+            left_s -= slice_s
+            if future.done() or left_s <= 0:
+                return future.done()
+            if self._clock() - self._noted_s >= NOTICE_S:
+                self.dump()
+
+    def _expired(self, key: int) -> DeadlineExpired:
+        self.dump()
+        wait = self._pending[key]
+        others = [f"{w.who}: {w.text}" for k, w in self._pending.items() if k != key]
+        more = f" and {len(others) - NAMED} more" if len(others) > NAMED else ""
+        also = f"; also pending: {'; '.join(others[:NAMED])}{more}" if others else ""
+        return DeadlineExpired(f"{wait.who} waited {wait.timeout_s:g} s for {wait.text}{also}")
+
+
+async def _ended(future: asyncio.Future[Any]) -> None:
+    """Cancel, and stay until it has ended: nothing of it runs on behind the caller's back."""
+    future.cancel()
+    if not future.done():
+        await asyncio.wait({future}, timeout=GRACE_S)
+
+
+def _retrieved(future: asyncio.Future[Any]) -> None:
+    """A late exception of something nobody waits for any more is not a warning on stderr."""
+    if not future.cancelled():
+        future.exception()

@@ -1,0 +1,95 @@
+"""The same run in TRL's GRPOTrainer, with the settings that favour it on a CPU (no gradient checkpointing).
+
+    python trl_grpo.py SPEC.json RESULT.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import trl
+from datasets import Dataset
+from meter import Meter
+from task import read_rows, score, truth
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+
+def main(spec: dict[str, Any], result: Path) -> None:
+    meter = Meter()
+    torch.set_num_threads(spec["threads"])
+    n, prompts = spec["samples_per_prompt"], spec["prompts_per_step"]
+    rows = read_rows(spec["rows"], prompts * spec["steps"])
+    config = trl.GRPOConfig(
+        output_dir=spec["folder"], per_device_train_batch_size=prompts * n, gradient_accumulation_steps=1,
+        num_generations=n, max_completion_length=spec["max_response_tokens"], max_steps=spec["steps"],
+        temperature=1.0, top_p=1.0, top_k=0, beta=0.0, learning_rate=spec["lr"], lr_scheduler_type="constant",
+        weight_decay=0.0, max_grad_norm=1.0, loss_type="dapo", use_cpu=True, bf16=spec["dtype"] == "bfloat16",
+        gradient_checkpointing=False, shuffle_dataset=False, save_strategy="no", logging_steps=1, report_to="none",
+        disable_tqdm=True, log_level="error",
+    )  # fmt: skip
+    trainer = _timed(trl.GRPOTrainer)(
+        model=AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32),
+        processing_class=AutoTokenizer.from_pretrained(spec["model"], padding_side="left"),
+        reward_funcs=reward, args=config,
+        train_dataset=Dataset.from_list([{"prompt": row["prompt"], "truth": truth(row)} for row in rows]),
+    )  # fmt: skip
+    trainer.add_callback(_AtStepEnd(meter, trainer.measured))
+    trainer.train()
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "trl": trl.__version__}
+    meter.write(result, versions=versions)
+
+
+def reward(completions: list[list[dict[str, str]]], truth: list[str], **_: Any) -> list[float]:
+    return [score(completion[0]["content"], expected) for completion, expected in zip(completions, truth)]
+
+
+def _timed(trainer_class: type) -> type:
+    """The trainer with a clock around generation and around the whole of what comes before the loss."""
+
+    class Timed(trainer_class):  # type: ignore[misc, valid-type]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.measured: dict[str, float] = {}
+            super().__init__(*args, **kwargs)
+
+        def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+            began_s = time.perf_counter()
+            out = super()._generate_single_turn(*args, **kwargs)
+            self.measured["rollout_s"] = time.perf_counter() - began_s
+            return out
+
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            began_s = time.perf_counter()
+            out = super()._generate_and_score_completions(inputs)
+            lengths = out["completion_mask"].sum(1)
+            self.measured |= {
+                "experience_s": time.perf_counter() - began_s, "prompt_tokens": int(out["prompt_mask"].sum()),
+                "response_tokens": int(lengths.sum()), "longest_response_tokens": int(lengths.max()),
+            }  # fmt: skip
+            return out
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            """Fetches its batch itself, generation included."""
+            self.measured["began_s"] = time.perf_counter()
+            return super().training_step(*args, **kwargs)
+
+    return Timed
+
+
+class _AtStepEnd(TrainerCallback):
+    def __init__(self, meter: Meter, measured: dict[str, float]) -> None:
+        self.meter, self.measured = meter, measured
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        found = dict(self.measured)
+        found["update_s"] = time.perf_counter() - found.pop("began_s") - found.pop("experience_s")
+        self.meter.step(**found)
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2]))

@@ -1,0 +1,93 @@
+"""The Python forms of public introductions, and the trainers on the same loop."""
+
+import warnings
+
+import pytest
+import torch
+from runs import REWARD, metrics_of
+
+
+@pytest.fixture(scope="module")
+def gpt2(tmp_path_factory):
+    """A local folder for "gpt2": that architecture, and a byte-level BPE tokenizer without chat template."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from verl.models import tiny
+
+    tokenizer = tiny.bpe_tokenizer(["Hello, how are you? I am fine. " * 3], vocab_size=300)
+    tokenizer.chat_template = None
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=320, n_embd=32, n_layer=2, n_head=2, n_positions=128, bos_token_id=3, eos_token_id=3)
+    return str(tiny.save(GPT2LMHeadModel(config), tokenizer, tmp_path_factory.mktemp("gpt2")))
+
+
+def test_the_published_form_runs(gpt2):
+    from transformers import AutoTokenizer
+
+    from verl import AutoModelForCausalLMWithValueHead, VerlConfig, VerlTrainer, create_reference_model
+
+    model = AutoModelForCausalLMWithValueHead.from_pretrained(gpt2)
+    model_ref = create_reference_model(model)
+    tokenizer = AutoTokenizer.from_pretrained(gpt2)
+    config = VerlConfig(algorithm="GRPO", batch_size=1, rollout_backend="vllm", max_length=48)
+    with pytest.warns(UserWarning) as seen:
+        trainer = VerlTrainer(config=config, model=model, ref_model=model_ref, tokenizer=tokenizer)
+    texts = [str(w.message) for w in seen]
+    assert sum("using the embedded engine" in t for t in texts) == 1 and sum("carries no signal" in t for t in texts) == 1
+    query = ["Hello, how are you?"]
+    response = trainer.generate_rollout(query)
+    stats = trainer.step(query, response, [0.5])
+    assert isinstance(response[0], str) and stats["actor/grad_norm"] == 0.0
+    trainer.close()
+
+
+def test_several_answers_per_query_learn(gpt2, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from verl import AutoModelForCausalLMWithValueHead, VerlConfig, VerlTrainer
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trainer = VerlTrainer(
+            config=VerlConfig(algorithm="GRPO", rollout_backend="hf", max_length=24, samples_per_prompt=8, learning_rate=3e-3),
+            model=AutoModelForCausalLMWithValueHead.from_pretrained(gpt2), tokenizer=AutoTokenizer.from_pretrained(gpt2),
+        )  # fmt: skip
+    query, share = ["Hello", "I am"], []
+    for _ in range(8):
+        answers = trainer.generate_rollout(query)
+        rewards = [[float("e" in a) for a in row] for row in answers]
+        share.append(sum(map(sum, rewards)) / 16)
+        stats = trainer.step(query, answers, rewards)
+        assert stats["mismatch/max_abs_dlogp"] < 1e-3
+    assert sum(share[-3:]) >= sum(share[:3])
+    trainer.save_pretrained(tmp_path / "out")
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.model_type == "gpt2"
+    with pytest.raises(ValueError, match="as many"):
+        trainer.step(query, answers, rewards[:1])
+    trainer.close()
+
+
+@pytest.mark.parametrize("name", ["GRPOTrainer", "DAPOTrainer"])
+def test_trainers_run_the_loop(tmp_path, tiny_model, arithmetic_data, name):
+    import verl
+
+    sys_path_reward = _reward_function()
+    trainer = getattr(verl, name)(
+        tiny_model, train_data=arithmetic_data[0], reward=sys_path_reward,
+        overrides=[f"run.root_dir={tmp_path}", "run.name=t", "step.prompts_per_step=4", "step.samples_per_prompt=4", "run.threads=1",
+                   "data.max_prompt_tokens=16", "rollout.max_response_tokens=12", "model.dtype=float32", f"data.cache_dir={tmp_path}/c",
+                   "algorithm.kl_loss_coef=0", "track.sinks=[jsonl]"],
+    )  # fmt: skip
+    done = trainer.train(steps=2)
+    assert done.steps == 2 and set(metrics_of(tmp_path / "t")) == {1, 2}
+    with pytest.raises(ValueError, match="top level"):
+        getattr(verl, name)(tiny_model, train_data=arithmetic_data[0], reward=lambda *a: 0.0)
+
+
+def _reward_function():
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("reward_length", REWARD)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.compute_score

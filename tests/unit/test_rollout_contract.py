@@ -1,0 +1,779 @@
+"""The contract of a rollout engine. Passing it, for every engine, is what "supported" means."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    GPT2Config,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from verl.rollout.base import Completion
+from verl.rollout.hf import HfEngine
+from verl.rollout.native import NativeEngine
+from verl.types import Sampling
+
+VOCAB = 61
+SIZES: dict[str, Any] = dict(
+    vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    intermediate_size=64, max_position_embeddings=512, initializer_range=0.15, bos_token_id=None, eos_token_id=None,
+    pad_token_id=None,
+)  # fmt: skip
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "qwen3": lambda: Qwen3Config(**SIZES, head_dim=12, tie_word_embeddings=True),
+    "qwen2": lambda: Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "llama": lambda: LlamaConfig(**SIZES, tie_word_embeddings=False),
+    "gpt2": lambda: GPT2Config(
+        vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=512, initializer_range=0.15, bos_token_id=None,
+        eos_token_id=None,
+    ),
+}  # fmt: skip
+ENGINES = {"native": NativeEngine, "hf": HfEngine}
+PAIRS = [("native", m) for m in ("qwen3", "qwen2", "llama")] + [("hf", m) for m in ("qwen3", "gpt2")]
+
+
+@functools.cache
+def reference(model: str = "qwen3", seed: int = 0) -> Any:
+    """transformers' own model; never changed."""
+    torch.manual_seed(seed)
+    module = AutoModelForCausalLM.from_config(CONFIGS[model](), dtype=torch.float32).eval().requires_grad_(False)
+    for name, parameter in module.named_parameters():
+        if "bias" in name or "norm" in name or "ln_" in name:  # initialised to 0 and 1, which hides mistakes
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return module
+
+
+@dataclass
+class Source:
+    """Weights of a reference model, as a checkpoint engine hands them over."""
+
+    module: Any
+    version: int = 0
+
+    def tensors(self) -> Iterator[tuple[str, object]]:
+        yield from self.module.state_dict().items()
+
+
+def build(kind: str, model: str = "qwen3", **options: Any) -> Any:
+    options = {"max_context_tokens": 512, "eos_token_ids": (), **options}
+    return ENGINES[kind](reference(model).config, **options)
+
+
+def with_engine(
+    engine: Any, body: Callable[[Any], Awaitable[Any]], *, load: Any = None, limit_s: float = 60.0
+) -> Any:  # fmt: skip
+    """Run one test body on an engine with weights; whatever it leaves behind, nothing may hang."""
+
+    async def run() -> Any:
+        await engine.load_weights(Source(reference()) if load is None else load)
+        try:
+            return await asyncio.wait_for(body(engine), limit_s)
+        finally:
+            await engine.close()
+
+    return asyncio.run(run())
+
+
+def greedy(max_tokens: int, **options: Any) -> Sampling:
+    return Sampling(max_tokens=max_tokens, temperature=0.0, **options)
+
+
+def prompts(lengths: tuple[int, ...], seed: int = 0) -> list[np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, VOCAB, n) for n in lengths]
+
+
+@functools.cache
+def _hf_greedy(model: str, seed: int, prompt: tuple[int, ...], tokens: int) -> list[int]:
+    out = reference(model, seed).generate(
+        torch.tensor(prompt)[None], attention_mask=torch.ones(1, len(prompt), dtype=torch.long), max_new_tokens=tokens,
+        do_sample=False, pad_token_id=0, eos_token_id=None,
+    )  # fmt: skip
+    return out[0, len(prompt) :].tolist()
+
+
+def hf_greedy(prompt: np.ndarray, tokens: int, model: str = "qwen3", seed: int = 0) -> list[int]:
+    return _hf_greedy(model, seed, tuple(prompt.tolist()), tokens)
+
+
+def hf_logits(ids: np.ndarray, model: str = "qwen3", seed: int = 0) -> torch.Tensor:
+    """[t, V] logits that predict ids[1:] and one more."""
+    return reference(model, seed)(torch.from_numpy(np.asarray(ids))[None]).logits[0]
+
+
+def hf_logprobs(prompt: np.ndarray, ids: np.ndarray, temperature: float, model: str = "qwen3") -> np.ndarray:
+    logits = hf_logits(np.concatenate([prompt, ids]), model)[len(prompt) - 1 : -1] / temperature
+    return torch.log_softmax(logits, -1).gather(1, torch.from_numpy(ids)[:, None])[:, 0].numpy()
+
+
+async def until_sampled(engine: Any, tokens: int) -> None:
+    while engine.stats()["sampled_tokens"] < tokens:
+        await asyncio.sleep(0.0005)
+
+
+async def generate_all(engine: Any, jobs: dict[str, tuple[np.ndarray, Sampling]]) -> dict[str, Completion]:
+    done = await asyncio.gather(*[engine.generate(name, ids, sampling) for name, (ids, sampling) in jobs.items()])
+    assert [c.request_id for c in done] == list(jobs)
+    return {c.request_id: c for c in done}
+
+
+both = pytest.mark.parametrize("kind", ["native", "hf"])
+
+
+# ---- numbers -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "model"), PAIRS)
+def test_greedy_equals_hf_generate(kind: str, model: str) -> None:
+    ragged = prompts((3, 17, 1, 40, 8, 8, 25))
+
+    async def body(engine: Any) -> None:
+        jobs = {str(i): (p, greedy(24)) for i, p in enumerate(ragged)}
+        for name, c in (await generate_all(engine, jobs)).items():
+            prompt = ragged[int(name)]
+            assert c.ids.tolist() == hf_greedy(prompt, 24, model)
+            assert (c.stop_reason, c.spans) == ("length", ((0, 0, 24),))
+            assert c.ids.dtype == np.int64 and c.logprobs.dtype == np.float32
+            np.testing.assert_allclose(c.logprobs, hf_logprobs(prompt, c.ids, 1.0, model), atol=1e-5)
+
+    with_engine(build(kind, model), body, load=Source(reference(model)))
+
+
+@pytest.mark.parametrize(("kind", "model"), PAIRS)
+def test_logprobs_are_those_of_the_temperature(kind: str, model: str) -> None:
+    ragged = prompts((5, 19, 11), seed=1)
+
+    async def body(engine: Any) -> None:
+        jobs = {
+            f"{i} {t}": (p, Sampling(max_tokens=12, temperature=t, seed=i))
+            for i, p in enumerate(ragged) for t in (0.3, 0.7, 1.0, 1.5)
+        }  # fmt: skip
+        for name, c in (await generate_all(engine, jobs)).items():
+            i, t = name.split()
+            np.testing.assert_allclose(c.logprobs, hf_logprobs(ragged[int(i)], c.ids, float(t), model), atol=1e-5)
+
+    with_engine(build(kind, model), body, load=Source(reference(model)))
+
+
+@both
+def test_score_equals_hf(kind: str) -> None:
+    ids = prompts((50,))[0]
+
+    async def body(engine: Any) -> None:
+        for t in (0.7, 1.0):
+            scored = await engine.score(ids, temperature=t)
+            assert scored.shape == (49,) and scored.dtype == np.float32
+            np.testing.assert_allclose(scored, hf_logprobs(ids[:1], ids[1:], t), atol=1e-5)
+        assert (await engine.score(ids[:1])).shape == (0,)
+
+    with_engine(build(kind, max_prefill_tokens=16), body)
+
+
+@both
+def test_samples_follow_the_distribution(kind: str) -> None:
+    prompt = prompts((6,), seed=3)[0]
+    draws = 4000
+    probs = torch.softmax(hf_logits(prompt)[-1].double() / 1.3, -1).numpy()
+
+    async def body(engine: Any) -> None:
+        jobs = {str(i): (prompt, Sampling(max_tokens=1, temperature=1.3, seed=i)) for i in range(draws)}
+        found = np.bincount([c.ids[0] for c in (await generate_all(engine, jobs)).values()], minlength=VOCAB)
+        likely = probs * draws >= 5
+        expected = np.append(probs[likely], probs[~likely].sum()) * draws
+        observed = np.append(found[likely], found[~likely].sum())
+        chi2 = ((observed - expected) ** 2 / expected).sum()
+        freedom = len(expected) - 1
+        assert chi2 < freedom + 4 * (2 * freedom) ** 0.5, f"chi2 {chi2} at {freedom} degrees of freedom"
+
+    with_engine(build(kind), body)
+
+
+def processed(logits: np.ndarray, s: Sampling) -> np.ndarray:
+    """A slow, obvious reference: temperature, top-k, top-p of the rest, min-p -> log-probs with -inf for dropped."""
+    logits = logits.astype(np.float64) / s.temperature
+    probs = np.exp(logits - logits.max())
+    order = np.argsort(-probs, kind="stable")
+    kept = order[: s.top_k or None]
+    if s.top_p < 1:
+        share = probs[kept] / probs[kept].sum()
+        kept = kept[: 1 + int((np.cumsum(share) < s.top_p).sum())]
+    kept = kept[probs[kept] >= s.min_p * probs.max()]
+    out = np.full(len(probs), -np.inf)
+    out[kept] = np.log(probs[kept] / probs[kept].sum())
+    return out
+
+
+@both
+def test_truncation_and_its_logprobs(kind: str) -> None:
+    prompt = prompts((7,))[0]
+    specs = [
+        dict(top_k=1), dict(top_k=3), dict(top_p=0.5), dict(top_p=0.9), dict(min_p=0.2), dict(top_k=9, top_p=0.8),
+        dict(top_k=20, top_p=0.95, min_p=0.05), dict(),
+    ]  # fmt: skip
+
+    async def body(engine: Any) -> None:
+        jobs = {
+            f"{i} {seed}": (prompt, Sampling(max_tokens=8, temperature=t, seed=seed, **spec))  # type: ignore[arg-type]
+            for i, spec in enumerate(specs) for seed in range(6) for t in (0.8 + 0.1 * seed,)
+        }  # fmt: skip
+        for name, c in (await generate_all(engine, jobs)).items():
+            sampling = jobs[name][1]
+            logits = hf_logits(np.concatenate([prompt, c.ids])).numpy()[len(prompt) - 1 : -1]
+            expected = [processed(row, sampling)[token] for row, token in zip(logits, c.ids)]
+            np.testing.assert_allclose(c.logprobs, expected, atol=1e-5, err_msg=str(sampling))
+
+    with_engine(build(kind), body)
+
+
+@both
+def test_a_seed_gives_its_tokens_whatever_the_batch(kind: str) -> None:
+    rng = np.random.default_rng(5)
+    jobs = {
+        str(i): (rng.integers(0, VOCAB, rng.integers(1, 30)), Sampling(max_tokens=int(rng.integers(5, 25)), seed=i))
+        for i in range(12)
+    }
+
+    def run(names: list[str], rows: int) -> dict[str, Completion]:
+        engine = build(kind, max_concurrent_sequences=rows)
+        return with_engine(engine, lambda e: generate_all(e, {n: jobs[n] for n in names}))
+
+    base = run(list(jobs), 12)
+    for names, rows in ((list(reversed(jobs)), 12), (list(jobs), 3), (["7"], 1), (["3", "7", "1"], 2)):
+        for name, c in run(names, rows).items():
+            assert c.ids.tolist() == base[name].ids.tolist()
+            np.testing.assert_allclose(c.logprobs, base[name].logprobs, atol=1e-5)
+    again = run(list(jobs), 12)
+    assert all((again[n].logprobs == base[n].logprobs).all() for n in jobs), "the same calls give the same bits"
+
+
+@both
+def test_samples_of_one_prompt_differ(kind: str) -> None:
+    prompt = prompts((6,))[0]
+
+    async def body(engine: Any) -> None:
+        jobs = {str(i): (prompt, Sampling(max_tokens=10, seed=i)) for i in range(16)}
+        assert len({tuple(c.ids) for c in (await generate_all(engine, jobs)).values()}) == 16
+
+    with_engine(build(kind), body)
+
+
+# ---- where a response ends -----------------------------------------------------------------------------------------
+
+PIECES = ["", "a", "bc", "é", "<x>", "d", " e", "ff", "g\n", "h"]
+
+
+def decode(ids: Any) -> str:
+    return "".join(PIECES[i % len(PIECES)] for i in ids)
+
+
+@both
+def test_eos_stop_ids_and_limits(kind: str) -> None:
+    prompt = prompts((9,), seed=2)[0]
+    full = hf_greedy(prompt, 30)
+    eos = full[12]
+    first = full.index(eos) + 1
+    stop = full[5]
+    prompt_with_eos = np.append(prompt, eos)  # an eos (or pad) id inside a prompt means nothing
+
+    async def body(engine: Any) -> None:
+        jobs = {
+            "eos": (prompt, greedy(30)),
+            "ignored": (prompt, greedy(30, ignore_eos=True)),
+            "stop id": (prompt, greedy(30, ignore_eos=True, stop_token_ids=(stop, VOCAB + 5))),
+            "both": (prompt, greedy(30, stop_token_ids=(eos,))),
+            "ignored both": (prompt, greedy(30, ignore_eos=True, stop_token_ids=(eos,))),
+            "one": (prompt, greedy(1, ignore_eos=True)),
+            "on the limit": (prompt, greedy(first)),
+            "inside": (prompt_with_eos, greedy(6, ignore_eos=True)),
+        }
+        done = {name: (c.ids.tolist(), c.stop_reason) for name, c in (await generate_all(engine, jobs)).items()}
+        assert done == {
+            "eos": (full[:first], "eos"),
+            "ignored": (full, "length"),
+            "stop id": (full[: full.index(stop) + 1], "stop"),
+            "both": (full[:first], "eos"),
+            "ignored both": (full[:first], "stop"),
+            "one": (full[:1], "length"),
+            "on the limit": (full[:first], "eos"),
+            "inside": (hf_greedy(prompt_with_eos, 6), "length"),
+        }
+
+    with_engine(build(kind, eos_token_ids=[eos]), body)
+
+
+@both
+def test_a_response_of_only_eos(kind: str) -> None:
+    prompt = prompts((9,), seed=2)[0]
+
+    async def body(engine: Any) -> None:
+        c = await engine.generate("r", prompt, greedy(5))
+        assert (c.ids.tolist(), c.stop_reason, len(c.logprobs)) == (hf_greedy(prompt, 1), "eos", 1)
+
+    with_engine(build(kind, eos_token_ids=hf_greedy(prompt, 1)), body)
+
+
+@both
+def test_stop_strings_across_token_boundaries(kind: str) -> None:
+    prompt = prompts((9,), seed=4)[0]
+    full = hf_greedy(prompt, 40)
+    text = decode(full)
+    ends = np.cumsum([len(decode([i])) for i in full])
+    # a string that starts inside one token and ends inside another
+    stops = [text[a : a + n] for a in range(4, len(text) - 8, 5) for n in (1, 2, 4, 7)]
+
+    async def body(engine: Any) -> None:
+        jobs = {s + str(i): (prompt, greedy(40, stop=(s, "never"))) for i, s in enumerate(stops)}
+        for (name, c), stop in zip((await generate_all(engine, jobs)).items(), stops):
+            end = int(np.searchsorted(ends, text.index(stop) + len(stop))) + 1
+            assert (c.ids.tolist(), c.stop_reason, c.stop) == (full[:end], "stop", stop), name
+            assert len(c.logprobs) == end
+
+    with_engine(build(kind, decode=decode), body)
+
+
+@both
+def test_the_context_can_be_filled_to_its_last_token(kind: str) -> None:
+    prompt = prompts((20,))[0]
+
+    async def body(engine: Any) -> None:
+        c = await engine.generate("full", prompt, greedy(100))
+        assert (c.stop_reason, c.ids.tolist()) == ("context_full", hf_greedy(prompt, 12))
+        assert (await engine.generate("exact", prompt, greedy(12))).stop_reason == "length"
+        with pytest.raises(ValueError, match="leaves no room"):
+            await engine.generate("long", prompts((32,))[0], greedy(1))
+
+    with_engine(build(kind, max_context_tokens=32), body)
+
+
+# ---- control -------------------------------------------------------------------------------------------------------
+
+
+@both
+def test_abort_returns_partial_tokens(kind: str) -> None:
+    a, b, c = prompts((5, 6, 7))
+
+    async def body(engine: Any) -> None:
+        tasks = [asyncio.create_task(engine.generate(n, p, greedy(400))) for n, p in zip("abc", (a, b, c))]
+        await until_sampled(engine, 8)
+        assert await engine.abort(["a", "unknown"]) == 1
+        first = await tasks[0]
+        n = len(first.ids)
+        assert first.stop_reason == "abort" and 0 < n < 400 and first.spans == ((0, 0, n),)
+        assert first.ids.tolist() == hf_greedy(a, 400)[:n] and len(first.logprobs) == n
+        assert not tasks[2].done() and await engine.abort() == 2  # c may still be waiting for a row
+        assert [t.stop_reason for t in await asyncio.gather(*tasks)] == ["abort"] * 3
+        assert await engine.abort() == 0
+        assert (await engine.generate("a", a, greedy(3))).ids.tolist() == hf_greedy(a, 3)
+
+    with_engine(build(kind, max_concurrent_sequences=2), body)
+
+
+@both
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+def test_pause(kind: str, mode: str) -> None:
+    a, b = prompts((5, 6))
+
+    async def body(engine: Any) -> None:
+        running = asyncio.create_task(engine.generate("a", a, greedy(120)))
+        await until_sampled(engine, 3)
+        await engine.pause(mode)
+        sampled = engine.stats()["sampled_tokens"]
+        late = asyncio.create_task(engine.generate("b", b, greedy(5)))
+        await asyncio.sleep(0.02)
+        assert engine.stats()["sampled_tokens"] == sampled and not late.done()
+        assert running.done() == (mode != "keep")
+        await engine.resume()
+        assert (await late).ids.tolist() == hf_greedy(b, 5)
+        c = await running
+        assert c.ids.tolist() == hf_greedy(a, 120)[: len(c.ids)]
+        assert c.stop_reason == ("abort" if mode == "abort" else "length")
+
+    with_engine(build(kind), body)
+
+
+@both
+def test_update_in_flight_has_exact_spans(kind: str) -> None:
+    """Tokens up to the switch are the old policy's; those after are the new one's, over the KV of the old."""
+    prompt = prompts((9,))[0]
+    old, new = reference(), reference(seed=1)
+
+    async def body(engine: Any) -> Completion:
+        task = asyncio.create_task(engine.generate("r", prompt, greedy(120)))
+        await until_sampled(engine, 5)
+        assert await engine.load_weights(Source(new, 1), on_inflight="keep") == engine.version == 1
+        return await task
+
+    c = with_engine(build(kind), body, load=Source(old, 0))
+    (_, start, switch), (_, resumed, end) = c.spans
+    assert [v for v, _, _ in c.spans] == [0, 1] and (start, end) == (0, 120) and resumed == switch
+    assert c.ids[:switch].tolist() == hf_greedy(prompt, 120)[:switch]
+    np.testing.assert_allclose(c.logprobs[:switch], hf_logprobs(prompt, c.ids, 1.0)[:switch], atol=1e-5)
+    cache = DynamicCache()
+    old(torch.from_numpy(np.concatenate([prompt, c.ids[: switch - 1]]))[None], past_key_values=cache)
+    for i in range(switch, 120):
+        logits = new(torch.tensor([[c.ids[i - 1]]]), past_key_values=cache).logits[0, -1]
+        assert c.ids[i] == logits.argmax() and abs(c.logprobs[i] - torch.log_softmax(logits, -1).max()) < 1e-5
+
+
+@both
+@pytest.mark.parametrize("mode", ["wait", "abort"])
+def test_update_that_waits_or_aborts(kind: str, mode: str) -> None:
+    prompt = prompts((9,))[0]
+
+    async def body(engine: Any) -> None:
+        task = asyncio.create_task(engine.generate("r", prompt, greedy(60)))
+        await until_sampled(engine, 5)
+        update = asyncio.create_task(engine.load_weights(Source(reference(seed=1), 4), on_inflight=mode))
+        await asyncio.sleep(0)
+        late = asyncio.create_task(engine.generate("late", prompt, greedy(9)))
+        assert await update == 4
+        c = await task
+        assert {v for v, _, _ in c.spans} == {0} and c.ids.tolist() == hf_greedy(prompt, 60)[: len(c.ids)]
+        assert c.stop_reason == ("length" if mode == "wait" else "abort")
+        assert (await late).spans == ((4, 0, 9),) and (await late).ids.tolist() == hf_greedy(prompt, 9, seed=1)
+
+    with_engine(build(kind), body)
+
+
+@both
+def test_no_stale_prefix_after_an_update(kind: str) -> None:
+    prompt = prompts((30,))[0]
+    job = {str(i): (prompt, Sampling(max_tokens=8, seed=i)) for i in range(4)}
+
+    async def body(engine: Any) -> dict[str, Completion]:
+        await generate_all(engine, job)
+        await engine.load_weights(Source(reference(seed=1), 1))
+        return await generate_all(engine, job)
+
+    updated = with_engine(build(kind), body)
+    fresh = with_engine(build(kind), lambda e: generate_all(e, job), load=Source(reference(seed=1)))
+    for name, c in updated.items():
+        assert (c.ids == fresh[name].ids).all() and (c.logprobs == fresh[name].logprobs).all()
+        assert c.spans == ((1, 0, 8),)
+    assert updated["0"].cached_tokens == 0
+
+
+@both
+def test_weights_that_do_not_fit_leave_the_old_ones_live(kind: str) -> None:
+    prompt = prompts((9,))[0]
+
+    @dataclass
+    class Broken(Source):
+        version: int = 9
+
+        def tensors(self) -> Iterator[tuple[str, object]]:
+            for name, tensor in reference(seed=1).state_dict().items():
+                if "layers.0.mlp.up_proj" in name:
+                    yield name, tensor[:3]
+                elif "layers.1.self_attn.k_proj" not in name:
+                    yield name, tensor
+            yield "model.layers.7.extra", torch.zeros(1)
+
+    async def body(engine: Any) -> None:
+        with pytest.raises(ValueError, match=r"k_proj.*unexpected.*layers\.7\.extra.*wrong shape.*up_proj"):
+            await engine.load_weights(Broken(reference()))
+        assert engine.version == 0
+        assert (await engine.generate("r", prompt, greedy(9))).ids.tolist() == hf_greedy(prompt, 9)
+
+    with_engine(build(kind), body)
+
+
+@both
+def test_weights_are_a_snapshot(kind: str) -> None:
+    """The trainer goes on changing its parameters; the version in use must not change with them."""
+    live = AutoModelForCausalLM.from_config(CONFIGS["qwen3"]())
+    live.load_state_dict(reference().state_dict())
+    prompt = prompts((9,))[0]
+
+    async def body(engine: Any) -> None:
+        with torch.no_grad():
+            for parameter in live.parameters():
+                parameter.mul_(0.5)
+        assert (await engine.generate("r", prompt, greedy(9))).ids.tolist() == hf_greedy(prompt, 9)
+
+    with_engine(build(kind), body, load=Source(live))
+
+
+@both
+def test_sleep_and_wake(kind: str) -> None:
+    prompt = prompts((9,))[0]
+
+    async def body(engine: Any) -> None:
+        task = asyncio.create_task(engine.generate("r", prompt, greedy(100)))
+        await until_sampled(engine, 5)
+        assert await engine.sleep(1) > 0
+        sampled = engine.stats()["sampled_tokens"]
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.generate("w", prompt, greedy(5)), 0.02)
+        assert engine.stats()["sampled_tokens"] == sampled
+        np.testing.assert_allclose(
+            await engine.score(prompt), hf_logprobs(prompt[:1], prompt[1:], 1.0), atol=1e-5
+        )
+        await engine.wake()
+        c = await task  # its KV was dropped and recomputed on the way
+        assert c.ids.tolist() == hf_greedy(prompt, 100) and c.stop_reason == "length"
+        np.testing.assert_allclose(c.logprobs, hf_logprobs(prompt, c.ids, 1.0), atol=1e-5)
+
+        assert await engine.sleep(2) > sum(p.nbytes for p in reference().parameters())
+        with pytest.raises(ValueError, match="no weights"):
+            await engine.generate("n", prompt, greedy(5))
+        await engine.wake(("weights",))
+        with pytest.raises(ValueError, match="no weights"):
+            await engine.score(prompt)
+        await engine.load_weights(Source(reference(seed=1), 1))
+        late = asyncio.create_task(engine.generate("l", prompt, greedy(5)))
+        await asyncio.sleep(0.01)
+        assert not late.done()
+        await engine.wake(("kv",))
+        assert (await late).ids.tolist() == hf_greedy(prompt, 5, seed=1)
+
+    with_engine(build(kind), body)
+
+
+@both
+def test_what_cannot_finish_is_not_waited_for(kind: str) -> None:
+    async def body(engine: Any) -> None:
+        task = asyncio.create_task(engine.generate("r", prompts((5,))[0], greedy(200)))
+        await until_sampled(engine, 3)
+        await engine.pause("keep")
+        with pytest.raises(ValueError, match="stand still"):
+            await engine.load_weights(Source(reference(seed=1), 1), on_inflight="wait")
+        assert engine.version == 0 and await engine.abort() == 1
+        assert (await task).stop_reason == "abort"
+        assert await engine.load_weights(Source(reference(seed=1), 1), on_inflight="wait") == 1
+
+    with_engine(build(kind), body)
+
+
+@both
+def test_cancelled_callers_free_their_rows(kind: str) -> None:
+    a, b = prompts((5, 6))
+
+    async def body(engine: Any) -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await asyncio.gather(*[engine.generate(str(i), a, greedy(450)) for i in range(4)])
+        assert (await engine.generate("0", b, greedy(6))).ids.tolist() == hf_greedy(b, 6)  # the id is free again
+        stats = engine.stats()
+        assert (stats["resident"], stats["waiting"]) == (0, 0)
+
+    with_engine(build(kind, max_concurrent_sequences=2), body)
+
+
+@both
+def test_a_cancelled_wait_is_given_up(kind: str) -> None:
+    prompt = prompts((5,))[0]
+
+    async def body(engine: Any) -> None:
+        task = asyncio.create_task(engine.generate("r", prompt, greedy(200)))
+        await until_sampled(engine, 3)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.pause("wait"), 0.01)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.load_weights(Source(reference(seed=1), 1)), 0.01)
+        assert (await task).ids.tolist() == hf_greedy(prompt, 200) and engine.version == 0
+        assert (await engine.generate("s", prompt, greedy(2))).stop_reason == "length"  # neither paused nor updated
+
+    with_engine(build(kind), body)
+
+
+@both
+def test_a_failure_reaches_every_caller(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def boom(*args: object) -> None:
+        raise MemoryError("the cause")
+
+    async def body(engine: Any) -> None:
+        tasks = [asyncio.create_task(engine.generate(str(i), prompts((5,))[0], greedy(400))) for i in range(3)]
+        await until_sampled(engine, 9)
+        monkeypatch.setattr(engine._runner, "decode", boom)
+        for task in tasks:
+            with pytest.raises(RuntimeError, match="the cause") as caught:
+                await task
+            assert isinstance(caught.value.__cause__, MemoryError)
+        for call in (engine.generate("n", prompts((5,))[0], greedy(4)), engine.score(prompts((5,))[0]), engine.pause()):
+            with pytest.raises(RuntimeError, match="the cause"):
+                await call
+
+    with_engine(build(kind), body)
+
+
+@both
+def test_a_failure_while_draining_reaches_the_waiter(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def boom(*args: object) -> None:
+        raise MemoryError("the cause")
+
+    async def body(engine: Any) -> None:
+        task = asyncio.create_task(engine.generate("r", prompts((5,))[0], greedy(400)))
+        await until_sampled(engine, 3)
+        update = asyncio.create_task(engine.load_weights(Source(reference(), 1)))
+        await asyncio.sleep(0)
+        monkeypatch.setattr(engine._runner, "decode", boom)
+        for waiter in (task, update):
+            with pytest.raises(RuntimeError, match="the cause"):
+                await waiter
+
+    with_engine(build(kind), body)
+
+
+@both
+def test_non_finite_weights_stop_the_engine(kind: str) -> None:
+    broken = AutoModelForCausalLM.from_config(CONFIGS["qwen3"]())
+    with torch.no_grad():
+        broken.model.norm.weight.fill_(float("nan"))
+
+    async def body(engine: Any) -> None:
+        with pytest.raises(RuntimeError, match="non-finite logits"):
+            await engine.generate("r", prompts((5,))[0], Sampling(max_tokens=3))
+
+    with_engine(build(kind), body, load=Source(broken, 3))
+
+
+@both
+def test_user_faults(kind: str) -> None:
+    prompt = prompts((5,))[0]
+
+    async def body(engine: Any) -> None:
+        running = asyncio.create_task(engine.generate("r", prompt, greedy(300)))
+        await until_sampled(engine, 1)
+        for call, message in (
+            (engine.generate("r", prompt, greedy(2)), "already running"),
+            (engine.generate("e", prompt[:0], greedy(2)), "0 tokens"),
+            (engine.generate("v", np.array([1, VOCAB]), greedy(2)), "vocabulary"),
+            (engine.generate("n", np.array([-1]), greedy(2)), "vocabulary"),
+            (engine.generate("d", prompt[None], greedy(2)), "shape"),
+            (engine.generate("s", prompt, greedy(2, stop=("x",))), "decode="),
+            (engine.score(np.arange(600) % VOCAB), "max_context_tokens"),
+            (engine.score(prompt, temperature=-1.0), "temperature"),
+            (engine.sleep(3), "level"),
+            (engine.wake(("cache",)), "cache"),
+            (engine.pause("soon"), "soon"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                await call
+        assert await engine.abort() == 1
+        assert (await running).stop_reason == "abort"
+
+    with_engine(build(kind), body)
+    with pytest.raises(ValueError, match="max_position_embeddings"):
+        build(kind, max_context_tokens=513)
+    with pytest.raises(ValueError, match="max_concurrent_sequences=0"):
+        build(kind, max_concurrent_sequences=0)
+
+
+@both
+def test_nothing_before_the_first_weights_nor_after_close(kind: str) -> None:
+    async def run() -> None:
+        engine = build(kind)
+        with pytest.raises(ValueError, match="no weights"):
+            await engine.generate("r", prompts((5,))[0], greedy(2))
+        await engine.load_weights(Source(reference()))
+        assert (await engine.capabilities()).logprobs == "processed"
+        task = asyncio.create_task(engine.generate("r", prompts((5,))[0], greedy(400)))
+        await until_sampled(engine, 3)
+        await engine.close()
+        for call in (task, engine.generate("n", prompts((5,))[0], greedy(2)), engine.resume()):
+            with pytest.raises(RuntimeError, match="closed"):
+                await call
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+@both
+def test_one_engine_over_several_event_loops(kind: str) -> None:
+    """A script calls asyncio.run more than once; a loop that ends mid-way leaves nothing behind."""
+    engine, prompt = build(kind), prompts((5,))[0]
+
+    async def left_behind() -> None:
+        await engine.load_weights(Source(reference()))
+        for i in range(3):
+            asyncio.get_running_loop().create_task(engine.generate(f"gone {i}", prompt, greedy(400)))
+        await until_sampled(engine, 3)
+
+    async def after() -> Completion:
+        try:
+            return await engine.generate("gone 1", prompt, greedy(7))
+        finally:
+            await engine.close()
+
+    asyncio.run(left_behind())
+    assert asyncio.run(after()).ids.tolist() == hf_greedy(prompt, 7)
+    assert (engine.stats()["resident"], engine.stats()["waiting"]) == (0, 0)
+
+
+# ---- random schedules ----------------------------------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("seed", range(6))
+def test_random_schedules_lose_and_double_nothing(kind: str, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    pool = prompts((3, 5, 8, 20, 33), seed=seed)
+    outcomes: dict[str, str] = {}
+    stop = False
+
+    async def caller(engine: Any, name: str) -> None:
+        await asyncio.sleep(rng.random() * 0.06)
+        sampling = Sampling(
+            max_tokens=int(rng.integers(1, 40)), seed=int(rng.integers(99)), stop=("bc",) * int(rng.integers(2)),
+            temperature=float(rng.choice([0.0, 1.0])), top_k=int(rng.choice([0, 5])),
+        )  # fmt: skip
+        prompt = pool[rng.integers(len(pool))]
+        try:
+            async with asyncio.timeout(0.02 if rng.random() < 0.15 else 30):
+                c = await engine.generate(name, prompt, sampling)
+        except TimeoutError:
+            outcomes[name] = "cancelled"
+            return
+        assert name not in outcomes and c.request_id == name
+        outcomes[name] = c.stop_reason
+        covered = [i for _, a, b in c.spans for i in range(a, b)]
+        assert covered == list(range(len(c.ids))) and len(c.logprobs) == len(c.ids) <= sampling.max_tokens
+        assert (c.logprobs <= 0).all() and [v for v, _, _ in c.spans] == sorted(v for v, _, _ in c.spans)
+        assert (c.stop_reason == "length") <= (len(c.ids) == sampling.max_tokens)
+
+    async def meddler(engine: Any) -> None:
+        version = 0
+        while not stop:
+            await asyncio.sleep(rng.random() * 0.02)
+            match rng.integers(6):
+                case 0:
+                    await engine.abort([str(i) for i in rng.integers(0, 40, 4)])
+                case 1:
+                    await engine.pause("keep" if rng.random() < 0.5 else "wait")
+                    await asyncio.sleep(0.002)
+                    await engine.resume()
+                case 2:
+                    version += 1
+                    mode = ("keep", "wait", "abort")[rng.integers(3)]
+                    assert await engine.load_weights(Source(reference(), version), on_inflight=mode) == version
+                case 3:
+                    await engine.sleep(1)
+                    await engine.wake()
+                case 4:
+                    await engine.score(pool[0])
+
+    async def body(engine: Any) -> None:
+        nonlocal stop
+        meddling = asyncio.create_task(meddler(engine))
+        await asyncio.gather(*[caller(engine, str(i)) for i in range(40)])
+        stop = True
+        await meddling
+        assert len(outcomes) == 40
+        await engine.resume()
+        assert (await engine.generate("last", pool[0], greedy(4))).ids.tolist() == hf_greedy(pool[0], 4)
+        stats = engine.stats()
+        assert (stats["resident"], stats["waiting"], engine._pending, engine._held) == (0, 0, {}, [])
+
+    with_engine(build(kind, max_concurrent_sequences=6, max_prefill_tokens=40, decode=decode), body)
