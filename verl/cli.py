@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from verl.config.dialect import Note
+    from verl.config.dialect import Note, VerlDefaults
 
 USAGE = """usage: verl VERB [key=value ...]
 
@@ -79,7 +79,7 @@ def _fail(text: str, code: int = 2) -> int:
     return code
 
 
-def train(args: list[str]) -> int:
+def train(args: list[str], *, verl_defaults: VerlDefaults | None = None) -> int:
     from verl.config.load import load_config
 
     if "--replay" in args:
@@ -89,7 +89,7 @@ def train(args: list[str]) -> int:
         from verl.driver.replay import replay
 
         return replay([*args[:at], *args[at + 2 :]], int(args[at + 1]))
-    resolved = load_config(args)
+    resolved = load_config(args, verl_defaults=verl_defaults)
     print_notes(resolved.notes)
     from verl.driver.launch import run_rl
 
@@ -115,10 +115,10 @@ def print_finished(steps: int, seconds: float, evals: Mapping[str, float], run_d
         print(f"report: {report}")
 
 
-def sft(args: list[str]) -> int:
+def sft(args: list[str], *, verl_defaults: VerlDefaults | None = None) -> int:
     from verl.config.load import load_config
 
-    resolved = load_config(args)
+    resolved = load_config(args, verl_defaults=verl_defaults)
     print_notes(resolved.notes)
     from verl.driver.launch import run_sft
 

@@ -57,7 +57,7 @@ class Call:
     completion: Completion
 
 
-NEUTRAL: Mapping[str, tuple[Any, ...]] = {"repetition_penalty": (1, None), "n": (1, None), "logprobs": (True, False, 0, 1, None)}
+NEUTRAL: Mapping[str, float] = {"repetition_penalty": 1, "n": 1}
 """Parameters of verl's loops that change nothing at these values."""
 
 
@@ -104,7 +104,7 @@ class ServerManager:
     def _given(self, params: Mapping[str, Any]) -> Sampling:
         """The run's sampling with what the loop asks for. The distribution stays: the trainer applies the same."""
         run = self._sampling
-        given = {name: value for name, value in params.items() if value is not None}
+        given = {name: value for name, value in params.items() if value is not None and name != "logprobs"}  # always given
         length = int(given.pop("max_tokens", given.pop("max_new_tokens", run.max_tokens)))
         if length < 1:
             raise ValueError(f"max_tokens={length}: at least one token must be sampled")
@@ -115,8 +115,8 @@ class ServerManager:
         if given.get("top_k") == -1:  # verl's way to say off
             given["top_k"] = 0
         for name, value in given.items():
-            if name in NEUTRAL and value not in NEUTRAL[name]:
-                raise ValueError(f"{name}={value}: not supported; leave it at {NEUTRAL[name][0]}")
+            if name in NEUTRAL and value != NEUTRAL[name]:
+                raise ValueError(f"{name}={value} is not supported; leave it at {NEUTRAL[name]}")
             if name in fixed and value != fixed[name]:
                 raise ValueError(f"an agent loop cannot change {name} of a sample ({fixed[name]} -> {value}); set rollout.{name}")
         if unknown := sorted(given.keys() - fixed.keys() - NEUTRAL.keys()):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
+import math
 from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from verl.config.schema import Config
-from verl.driver.play import Seat
+from verl.driver.play import Seat, together
 from verl.types import Metric, Metrics, Sampling, Score, Trajectory
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ async def evaluate(run: Run, number: int) -> Metrics:
             for i, task in enumerate(run.eval_tasks)
             for k in range(repeats)
         ]
-        found = await asyncio.gather(*plays)
+        found = await together(plays)
         sources = [task.data_source or "unknown" for task in run.eval_tasks for _ in range(repeats)]
         out |= eval_metrics(mode, found, sources, repeats)
         played += found
@@ -48,25 +48,22 @@ async def evaluate(run: Run, number: int) -> Metrics:
 
 
 def eval_metrics(mode: str, found: list[Trajectory], sources: list[str], repeats: int) -> Metrics:
+    """Over the trajectories with a valid reward; without any there is an invalid share and no accuracy, never a zero."""
     by_source: dict[str, list[float]] = defaultdict(list)
-    scores, lengths, invalid = [], [], 0
+    lengths: list[int] = []
     for t, source in zip(found, sources, strict=True):
-        if not isinstance(t.reward, Score):
-            invalid += 1
-            continue
-        accuracy = t.reward.components.get("acc", t.reward.components.get("score", t.reward.value))
-        by_source[source].append(accuracy)
-        scores.append(accuracy)
-        lengths.append(len(t.response_ids))
-    n = max(1, len(scores))
-    out: Metrics = {
-        f"eval/acc/{mode}": Metric(sum(scores), n, "sequence"),
-        f"eval/response_length/{mode}": Metric(sum(lengths), n, "sequence"),
-        f"eval/invalid_share/{mode}": Metric(invalid, max(1, len(found)), "sequence"),
-    }
+        if isinstance(t.reward, Score):
+            components = t.reward.components
+            by_source[source].append(components.get("acc", components.get("score", t.reward.value)))
+            lengths.append(len(t.response_ids))
+    invalid = len(found) - len(lengths)
+    out: Metrics = {f"eval/invalid_share/{mode}": Metric(invalid, max(1, len(found)), "sequence")}
+    if lengths:
+        scores = [a for values in by_source.values() for a in values]
+        out[f"eval/acc/{mode}"] = Metric(math.fsum(scores), len(scores), "sequence")
+        out[f"eval/response_length/{mode}"] = Metric(sum(lengths), len(lengths), "sequence")
     for source, values in by_source.items():
-        out[f"eval/{source}/acc/{mode}"] = Metric(sum(values), len(values), "sequence")
-        out[f"val-core/{source}/acc/mean@{repeats}" + ("" if mode == "greedy" else f"/{mode}")] = Metric(
-            sum(values), len(values), "sequence"
-        )
+        accuracy = Metric(math.fsum(values), len(values), "sequence")
+        out[f"eval/{source}/acc/{mode}"] = accuracy
+        out[f"val-core/{source}/acc/mean@{repeats}" + ("" if mode == "greedy" else f"/{mode}")] = accuracy
     return out

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from verl.types import Metric, Metrics, Refs, Unit
+from verl.track.health import COMPONENT_PREFIX
+from verl.types import Metric, Metrics, Ref, Refs, Unit
 
 if TYPE_CHECKING:
     from verl.driver.play import PlayStats
@@ -18,38 +22,59 @@ def spread(name: str, values: Iterable[float], unit: Unit) -> Metrics:
         return {}
     n = float(len(found))
     return {
-        f"{name}/mean": Metric(sum(found), n, unit),
+        f"{name}/mean": Metric(math.fsum(found), n, unit),
         f"{name}/max": Metric(max(found), n, unit, "max"),
         f"{name}/min": Metric(min(found), n, unit, "min"),
     }
 
 
+@dataclass(frozen=True, slots=True)
+class _Whole:
+    """One trajectory, whatever its number of rows: a rewritten history must not count its reward once per row."""
+
+    group_id: str
+    reward: float
+    components: Mapping[str, float]
+    prompt_tokens: int
+    response_tokens: int
+    truncated: bool
+    version_min: int
+
+
+def _trajectories(refs: Refs) -> list[_Whole]:
+    rows: dict[str, list[Ref]] = {}
+    for r in refs:
+        if r.outcome == "ok" and r.reward == r.reward:
+            rows.setdefault(r.trajectory_id, []).append(r)
+    return [
+        _Whole(
+            own[0].group_id, own[0].reward, own[0].components, own[0].prompt_tokens,
+            sum(r.total_tokens - r.prompt_tokens for r in own), any(r.truncated for r in own),
+            min((r.version_min for r in own if r.version_min >= 0), default=-1),
+        )
+        for own in rows.values()
+    ]  # fmt: skip
+
+
 def batch_metrics(refs: Refs, stats: PlayStats, version: int, max_response_tokens: int) -> Metrics:
-    """Scores, lengths, groups, staleness of the trained rows; what was released on the way. verl's names where they exist."""
-    train = refs.of("train")
-    rewards = [r.reward for r in train]
+    """Scores, lengths, groups, staleness of the trained trajectories; what was released on the way. verl's names where
+    they exist."""
+    train = _trajectories(refs.of("train"))
     out: Metrics = {
-        **spread("critic/rewards", rewards, "sequence"),
-        **spread("critic/score", (r.components.get("score", r.reward) for r in train), "sequence"),
-        **spread("response_length", (r.total_tokens - r.prompt_tokens for r in train), "sequence"),
-        **spread("prompt_length", (r.prompt_tokens for r in train), "sequence"),
-        "response_length/clip_ratio": Metric(sum(r.truncated for r in train), len(train), "sequence"),
+        **spread("critic/rewards", (t.reward for t in train), "sequence"),
+        **spread("critic/score", (t.components.get("score", t.reward) for t in train), "sequence"),
+        **spread("response_length", (t.response_tokens for t in train), "sequence"),
+        **spread("prompt_length", (t.prompt_tokens for t in train), "sequence"),
+        "response_length/clip_ratio": Metric(sum(t.truncated for t in train), len(train), "sequence"),
     }
-    names = {name for r in train for name in r.components}
-    for name in sorted(names - {"score"}):
-        values = [r.components[name] for r in train if name in r.components]
-        out[f"reward/{name}"] = Metric(sum(values), len(values), "sequence")
-    ages = [version - r.version_min for r in train if r.version_min >= 0]
-    out |= {
-        f"pipeline/staleness_{k.split('/')[-1]}": m
-        for k, m in spread("s", ages, "sequence").items()
-        if not k.endswith("min")
-    }
-    invalid = sum(stats.invalid.values())
-    out["reward/invalid_share"] = Metric(invalid, max(1, stats.played), "sequence")
+    for name in sorted({name for t in train for name in t.components} - {"score"}):
+        values = [t.components[name] for t in train if name in t.components]
+        out[f"{COMPONENT_PREFIX}{name}"] = Metric(math.fsum(values), len(values), "sequence")
+    ages = spread("pipeline/staleness", (version - t.version_min for t in train if t.version_min >= 0), "sequence")
+    out |= {name.replace("staleness/", "staleness_"): m for name, m in ages.items() if not name.endswith("min")}
+    out["reward/invalid_share"] = Metric(stats.invalid.total(), max(1, stats.played), "sequence")
     out["groups/zero_variance_share"] = Metric(stats.flat, max(1, stats.groups), "group")
     for reason in ("rejected", "invalid", "failed", "dropped"):
         out[f"groups/{reason}"] = Metric(stats.released[reason], 1, "group", "sum")
-    sizes = [len(g.of("train")) for g in train.groups().values()]
-    out |= spread("groups/size", sizes, "group")
+    out |= spread("groups/size", Counter(t.group_id for t in train).values(), "group")
     return out

@@ -8,21 +8,24 @@ produces    complete, scored, selected groups in the queue; `take` hands out the
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-from verl.agent_loop.base import AgentLoopFactory, ServerManager, segments_of
-from verl.algorithms.table import Algorithm
+from verl.agent_loop.base import AgentLoopFactory, AgentLoopOutput, ServerManager, played, sampling_params_of
+from verl.algorithms.table import Algorithm, reject_flat
 from verl.driver.scheduler import Batch, Exhausted, Scheduler
-from verl.reward.base import RewardFn, RewardRequest
+from verl.reward.base import RewardFn, RewardRequest, parse_result
 from verl.rollout.base import DecodeFn, RolloutEngine
 from verl.track.events import EventLog
 from verl.transfer_queue.base import TransferQueue
 from verl.types import Group, Invalid, Purpose, Refs, Sampling, Score, Segment, Task, Trajectory, samples_of
-from verl.workers.waits import Waits
+from verl.workers.waits import DeadlineExpired, Waits
+
+T = TypeVar("T")
 
 
 class RunEnded(RuntimeError):
@@ -70,6 +73,8 @@ class Trajectories:
         max_attempts: int,
         timeout_s: float,
     ) -> None:
+        """timeout_s: for the agent loop of one attempt, and again for its reward."""
+        assert max_attempts >= 1, f"max_attempts={max_attempts}: a trajectory is played at least once"
         self._engine = engine
         self._loop = loop
         self._reward = reward
@@ -78,6 +83,11 @@ class Trajectories:
         self._seed = seed
         self._max_attempts = max_attempts
         self._timeout_s = timeout_s
+
+    @property
+    def longest_s(self) -> float:
+        """No trajectory takes longer, whatever user code does."""
+        return 2 * self._max_attempts * self._timeout_s
 
     async def play(self, task: Task, seat: Seat, sampling: Sampling) -> Trajectory:
         """The first attempt that ends with a valid reward, or the last one."""
@@ -95,6 +105,7 @@ class Trajectories:
         made = Trajectory(
             trajectory_id=name, group_id=seat.group_id, task_id=task.task_id, index=seat.index, purpose=seat.purpose,
             attempt=attempt, sampling=sampling, segments=(Segment(ids=task.prompt_ids, source="prompt"),), stop_reason="error",
+            outcome="failed",
         )  # fmt: skip
         row = {
             **task.row,
@@ -105,47 +116,94 @@ class Trajectories:
         }
         try:
             output = await self._waits.wait(
-                self._loop(manager).run({"max_tokens": sampling.max_tokens}, **row),
-                who=f"trajectory {name}", what="its agent loop", timeout_s=self._timeout_s, cancel=True,
+                self._loop(manager).run(sampling_params_of(sampling), **row),
+                who=f"trajectory {name}", what="its agent loop", timeout_s=self._timeout_s,
             )  # fmt: skip
-            segments = segments_of(output, manager.record)
-        except asyncio.CancelledError:
-            raise
+            found = played(output, manager, sampling.max_tokens)
+        except DeadlineExpired:
+            late = f"timeout: the agent loop did not end in {self._timeout_s:g} s"
+            return replace(made, error=late, wall_s=time.monotonic() - started)
         except Exception as e:  # an agent loop is user code: its failure is an outcome, and retried
-            return replace(made, outcome="failed", error=f"{type(e).__name__}: {e}", wall_s=time.monotonic() - started)
-        stop = manager.record[-1].stop_reason if manager.record else "error"
-        made = replace(made, segments=segments, stop_reason=stop, turns=max(1, len(manager.record)))
-        score = Score(output.reward_score) if output.reward_score is not None else await self._score(task, made)
-        return replace(
-            made, reward=score, outcome="ok" if isinstance(score, Score) else "invalid", wall_s=time.monotonic() - started,
-            error="" if isinstance(score, Score) else f"{score.reason}: {score.detail}",
-        )  # fmt: skip
+            return replace(made, error=f"{type(e).__name__}: {e}", wall_s=time.monotonic() - started)
+        made = replace(made, segments=found.segments, stop_reason=found.stop_reason, turns=max(1, len(manager.record)))
+        if found.stop_reason == "abort":
+            made = replace(made, outcome="cancelled", error="abort: the rollout engine gave the request up")
+        elif not made.loss_tokens:
+            made = replace(made, error="empty: the agent loop returned no token of the model")
+        else:
+            score = await self._score(task, made, output)
+            if isinstance(score, Score):
+                made = replace(made, reward=score, outcome="ok")
+            else:
+                made = replace(made, reward=score, outcome="invalid", error=f"{score.reason}: {score.detail}")
+        return replace(made, wall_s=time.monotonic() - started)
 
-    async def _score(self, task: Task, made: Trajectory) -> Score | Invalid:
+    async def _score(self, task: Task, made: Trajectory, output: AgentLoopOutput) -> Score | Invalid:
+        if output.reward_score is not None:
+            return parse_result(output.reward_score)
         response = made.response_ids
         request = RewardRequest(
             request_id=made.trajectory_id, data_source=task.data_source, solution_str=self._decode(response.tolist()),
-            ground_truth=task.ground_truth, extra_info={**task.extra_info, "num_turns": made.turns},
+            ground_truth=task.ground_truth, extra_info={**task.extra_info, "num_turns": output.num_turns or made.turns},
             response_tokens=len(response), max_response_tokens=made.sampling.max_tokens,
-            truncated=made.stop_reason == "length", prompt_ids=task.prompt_ids, response_ids=response,
+            truncated=made.stop_reason in ("length", "context_full"), prompt_ids=task.prompt_ids, response_ids=response,
         )  # fmt: skip
-        return await self._waits.wait(
-            self._reward.score(request),
-            who=f"trajectory {made.trajectory_id}",
-            what="its reward",
-            timeout_s=self._timeout_s,
-        )
+        try:
+            return await self._waits.wait(
+                self._reward.score(request),
+                who=f"trajectory {made.trajectory_id}",
+                what="its reward",
+                timeout_s=self._timeout_s,
+            )
+        except DeadlineExpired:
+            return Invalid("timeout", f"no reward in {self._timeout_s:g} s")
 
 
 @dataclass(slots=True)
 class PlayStats:
-    """Since the last batch was taken."""
+    """Since the last step was trained. `invalid`: trajectories without a valid reward, by reason."""
 
     released: Counter[str] = field(default_factory=Counter)
     invalid: Counter[str] = field(default_factory=Counter)
     played: int = 0
     flat: int = 0
     groups: int = 0
+
+
+@dataclass(slots=True)
+class InvalidShare:
+    """Ends a run in which too many trajectories get no valid reward: more than `limit` beyond chance (three standard
+    deviations), judged from `least` trajectories on and over at least `span`, whatever the size of a step."""
+
+    limit: float
+    least: int
+    span: int = 256
+    played: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+
+    def add(self, trajectories: Iterable[Trajectory]) -> None:
+        for t in trajectories:
+            self.played += 1
+            if t.outcome != "ok":
+                self.reasons[reason_of(t)] += 1
+                self.examples.setdefault(reason_of(t), " ".join(t.error.split())[-200:])
+
+    def check(self) -> None:
+        invalid = self.reasons.total()
+        chance = 3 * math.sqrt(self.limit * (1 - self.limit) * self.played)
+        if self.played >= self.least and invalid > self.limit * self.played + chance:
+            reasons = "; ".join(f"{n} x {self.examples[r]}" for r, n in self.reasons.most_common(5))
+            raise RunEnded(
+                f"{invalid} of {self.played} trajectories had no valid reward (pipeline.max_invalid_share={self.limit}): "
+                f"{reasons}"
+            )
+
+    def step_ended(self) -> None:
+        if self.played >= max(self.span, self.least):
+            self.played = 0
+            self.reasons.clear()
+            self.examples.clear()
 
 
 class Player:
@@ -169,6 +227,7 @@ class Player:
         max_invalid_share: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """timeout_s: for a wait that no trajectory is the cause of; those have deadlines of their own, which come first."""
         self.scheduler = scheduler
         self.cursor = cursor
         self._tasks = tasks
@@ -179,14 +238,16 @@ class Player:
         self._queue = queue
         self._events = events
         self._waits = waits
-        self._timeout_s = timeout_s
+        self._timeout_s = timeout_s + trajectories.longest_s
         self._eager = eager  # admit as soon as a slot is free; else only when a batch is asked for (staleness 0)
-        self._max_invalid_share = max_invalid_share
+        self._invalid = InvalidShare(max_invalid_share, least=4 * samples_per_prompt)
         self._clock = clock
+        self._closed = False
         self._running: dict[str, asyncio.Task[None]] = {}
         self.groups: dict[str, Group] = {}  # in flight: running, or complete and waiting to be trained
         self._draws: dict[str, Any] = {}
         self._refs: dict[str, Refs] = {}
+        self._taken: tuple[str, ...] = ()  # handed out, not trained yet
         self._done: dict[str, list[Trajectory]] = {}  # ended trajectories of running groups, kept for a checkpoint
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
@@ -196,9 +257,9 @@ class Player:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for task in self._running.values():
-            task.cancel()
-        await asyncio.gather(*self._running.values(), return_exceptions=True)
+        """Nothing is played any more: every task is cancelled and has ended."""
+        self._closed = True
+        await self._cancel(list(self._running))
 
     async def take(self, step: int) -> Refs:
         """The groups of this step: complete, scored, selected, within their deadline. Waits with a deadline."""
@@ -208,21 +269,25 @@ class Player:
             self._admit()
             got = self.scheduler.take(self._clock())
             if isinstance(got, Batch):
-                self._drop(got.dropped)
+                self._taken = got.group_ids
+                await self._drop(got.dropped)
                 if self._eager:
                     self._admit()
                 return Refs(r for g in got.group_ids for r in self._refs[g])
             if isinstance(got, Exhausted):
                 raise RunEnded(str(got))
             await self._waits.wait(
-                self._changed.wait(), who=f"step {step}", what=lambda: self.scheduler.why_waiting(self._clock()),
+                self._changed.wait(), who=f"step {step + 1}", what=lambda: self.scheduler.why_waiting(self._clock()),
                 timeout_s=self._timeout_s,
             )  # fmt: skip
 
     def trained(self, step: int, refs: Refs) -> None:
         self.scheduler.trained(step)
-        for group_id in refs.groups():
+        assert {r.group_id for r in refs} <= set(self._taken), "trained on other groups than were taken"
+        for group_id in self._taken:
             del self.groups[group_id], self._refs[group_id], self._draws[group_id]
+        self._taken = ()
+        self._invalid.step_ended()
 
     def published(self, version: int) -> None:
         self.scheduler.published(version)
@@ -253,21 +318,21 @@ class Player:
         out = []
         for group_id, group in self.groups.items():
             complete = group_id in self._refs
-            ended = group.trajectories if complete else tuple(self._done.get(group_id, ()))
+            ended = group.trajectories if complete else tuple(self._done.get(group_id, group.trajectories))
             out.append((replace(group, trajectories=ended), self._draws[group_id], complete))
         return out
 
     # -- private -----------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        while self.scheduler.free_slots() > 0:
+        while not self._closed and self.scheduler.free_slots() > 0:
             draw = self.cursor.next()
             if draw is None:
                 self.scheduler.no_more_tasks()
                 return
             group_id = f"g{draw.draw:08d}"
-            admission = self.scheduler.admit(group_id, self._clock())
             task = self._tasks[draw.index]
+            admission = self.scheduler.admit(group_id, self._clock())
             group = Group(
                 group_id=group_id, task=task, epoch=draw.epoch, draw=draw.draw, admitted_version=admission.version
             )
@@ -280,30 +345,35 @@ class Player:
             self._start(group)
 
     def _start(self, group: Group) -> None:
+        self._done[group.group_id] = list(group.trajectories)  # of a checkpoint: they are not played again
         task = asyncio.ensure_future(self._play(group))
         self._running[group.group_id] = task
         task.add_done_callback(lambda t: self._ended(group.group_id, t))
 
     def _ended(self, group_id: str, task: asyncio.Task[None]) -> None:
-        self._running.pop(group_id, None)
-        self._done.pop(group_id, None)
-        if not task.cancelled() and task.exception() is not None:
+        if self._running.get(group_id) is task:
+            del self._running[group_id], self._done[group_id]
+        if not task.cancelled():
             self._failure = self._failure or task.exception()
+        elif not self._closed and self.scheduler.holds(group_id):
+            self._failure = self._failure or RuntimeError(f"group {group_id} was cancelled, but not by the driver")
         self._changed.set()
+
+    async def _cancel(self, group_ids: Sequence[str]) -> None:
+        """Stay until they have ended: what is cancelled neither generates nor holds a request id any more."""
+        tasks = [task for g in group_ids if (task := self._running.get(g)) is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=self._timeout_s)
 
     def _check(self) -> None:
         if self._failure is not None:
             raise self._failure
-        invalid = sum(self.stats.invalid.values())
-        if self.stats.played >= 4 * self._n and invalid > self._max_invalid_share * self.stats.played:
-            reasons = ", ".join(f"{n} x {r}" for r, n in self.stats.invalid.most_common(5))
-            raise RunEnded(
-                f"{invalid} of {self.stats.played} trajectories had no valid reward (pipeline.max_invalid_share="
-                f"{self._max_invalid_share}): {reasons}"
-            )
+        self._invalid.check()
 
     async def _play(self, group: Group) -> None:
-        done = self._done[group.group_id] = list(group.trajectories)  # of a checkpoint: they are not played again
+        done = self._done[group.group_id]
         ended = {(t.purpose, t.index) for t in done}
 
         async def play(purpose: Purpose, index: int, sampling: Sampling) -> None:
@@ -315,7 +385,7 @@ class Player:
         baseline = self._algorithm.group.baseline_sampling
         if baseline is not None:
             plays += [play("baseline", i, baseline(self._sampling)) for i in range(self._algorithm.group.baselines)]
-        await asyncio.gather(*plays)
+        await together(plays)
         group = replace(group, trajectories=tuple(sorted(done, key=lambda t: (t.purpose == "baseline", t.index))))
         if self.scheduler.holds(group.group_id):
             self._finish(group)
@@ -324,18 +394,19 @@ class Player:
         """Count, select, and store or release a group whose trajectories have ended."""
         self.stats.played += len(group.trajectories)
         bad = [t for t in group.trajectories if t.outcome != "ok"]
-        self.stats.invalid.update(t.error[:160] for t in bad)
+        self.stats.invalid.update(reason_of(t) for t in bad)
+        self._invalid.add(group.trajectories)
         scores = [
             metric_of(t, self._algorithm.filter_metric)
             for t in group.trajectories
             if t.outcome == "ok" and t.purpose == "train"
         ]
         self.stats.groups += 1
-        self.stats.flat += bool(scores) and max(scores) - min(scores) <= 1e-6 * max(1.0, abs(max(scores)))
+        self.stats.flat += len(scores) > 1 and reject_flat(scores) == "reject"
         self._events.append("scored", self.scheduler.next_step + 1, {
             "group_id": group.group_id, "rewards": [t.reward.value if isinstance(t.reward, Score) else None for t in group.trajectories],
             "outcomes": [t.outcome for t in group.trajectories], "errors": [t.error for t in bad],
-            "tokens": [t.loss_tokens for t in group.trajectories],
+            "tokens": [t.loss_tokens for t in group.trajectories], "attempts": [t.attempt + 1 for t in group.trajectories],
         })  # fmt: skip
         broken_baseline = any(t.outcome != "ok" and t.purpose == "baseline" for t in group.trajectories)
         if len(scores) < self._algorithm.group.least or broken_baseline:
@@ -359,12 +430,11 @@ class Player:
         if self._eager:
             self._admit()
 
-    def _drop(self, group_ids: Sequence[str]) -> None:
-        """Over-sampled surplus: cancel it and return its tasks to the cursor, latest admitted first."""
+    async def _drop(self, group_ids: Sequence[str]) -> None:
+        """Over-sampled surplus: cancel it and return its tasks to the cursor, latest admitted first. A task may be drawn
+        again at once, under the same group id: what was dropped has ended before."""
+        await self._cancel(group_ids)
         for group_id in reversed(group_ids):
-            task = self._running.pop(group_id, None)
-            if task is not None:
-                task.cancel()
             self.cursor.give_back(self._draws[group_id])
             self.stats.released["dropped"] += 1
             self._events.append("released", self.scheduler.next_step, {"group_id": group_id, "reason": "dropped"})
@@ -375,6 +445,21 @@ class Player:
         if refs:
             self._queue.drop(refs)
         del self.groups[group_id], self._draws[group_id]
+
+
+async def together(plays: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results in order. When one raises, the others are cancelled and have ended before that error comes out."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(play) for play in plays]
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def reason_of(trajectory: Trajectory) -> str:
+    """Why it has no valid reward, in a word: errors read `reason: detail`."""
+    return trajectory.error.partition(":")[0]
 
 
 def metric_of(trajectory: Trajectory, name: str | None) -> float:

@@ -1,0 +1,150 @@
+"""What a new user does wrong: one clear line, non-zero exit, before anything expensive, nothing lost."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+from runs import metrics_of, small_args
+
+from verl.cli import main
+
+
+def refused(capsys, args, *words, code=2):
+    assert main(["train", *args]) == code
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    for word in words:
+        assert word in last, last
+    return last
+
+
+@pytest.fixture
+def args(tmp_path, tiny_model, arithmetic_data):
+    return lambda *more: small_args(tmp_path, tiny_model, arithmetic_data[:1], *more)
+
+
+def test_wrong_verb_and_wrong_key(capsys, args):
+    assert main(["trian"]) == 2 and "did you mean 'train'" in capsys.readouterr().err
+    refused(capsys, args("rollout.temprature=1"), "rollout.temprature", "did you mean rollout.temperature")
+    refused(capsys, args("step.prompts_per_step=many"), "step.prompts_per_step", "many")
+
+
+def test_impossible_sizes_and_combinations(capsys, args):
+    refused(capsys, args("step.updates_per_step=3"), "updates_per_step")
+    refused(capsys, args("step.samples_per_prompt=1"), "samples_per_prompt")
+    refused(capsys, args("rollout.top_p=0.9"), "top_p")
+    refused(capsys, args("step.max_tokens_per_microbatch=8"), "max_tokens_per_microbatch")
+    refused(capsys, args("rollout.max_response_tokens=4000"), "positions")
+    refused(capsys, args("algorithm.name=drgrpo"), "horizon")
+
+
+def test_missing_files_and_folders(capsys, args, tmp_path):
+    refused(capsys, args(f"data.train_files=[{tmp_path}/none.jsonl]"), "none.jsonl")
+    refused(capsys, args(f"model.path={tmp_path}/none"), "none")
+    refused(capsys, args(f"reward.path={tmp_path}/none.py"), "none.py")
+
+
+def test_a_malformed_row_names_file_line_and_reason(capsys, args, tmp_path, arithmetic_data):
+    lines = arithmetic_data[0].read_text().splitlines()
+    lines[6] = lines[6][:-5]
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text("\n".join(lines))
+    refused(capsys, args(f"data.train_files=[{broken}]"), "broken.jsonl", "7")
+
+
+def test_a_tokenizer_without_chat_template(capsys, args, tmp_path, tiny_model):
+    folder = tmp_path / "bare"
+    shutil.copytree(tiny_model, folder)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    refused(capsys, args(f"model.path={folder}"), "chat template", "model.chat_template")
+
+
+@pytest.mark.parametrize("text,words", [
+    ("def compute_score(a):\n  retrun 1\n", ("SyntaxError",)),
+    ("def other(a):\n    return 1\n", ("compute_score",)),
+    ("import no_such_module\n", ("no_such_module",)),
+])  # fmt: skip
+def test_a_reward_file_that_does_not_load(capsys, args, tmp_path, text, words):
+    path = tmp_path / "bad_reward.py"
+    path.write_text(text)
+    refused(capsys, args(f"reward.path={path}"), *words)
+
+
+def test_a_grader_that_always_fails_stops_with_the_reasons(capsys, args, tmp_path):
+    path = tmp_path / "reward.py"
+    path.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    raise KeyError('gold')\n")
+    refused(capsys, args(f"reward.path={path}"), "had no valid reward", "KeyError", code=1)
+
+
+def test_a_killed_grader_costs_one_sample(args, tmp_path):
+    """Segfaults on the first answer to every third prompt: the trajectory is tried again, the run goes on."""
+    path = tmp_path / "reward.py"
+    path.write_text(
+        "import ctypes, pathlib\n"
+        f"seen = pathlib.Path({str(tmp_path)!r})\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    mark = seen / f'crashed_{extra_info[\"index\"]}'\n"
+        "    if extra_info['index'] % 3 == 0 and not mark.exists():\n"
+        "        mark.touch()\n"
+        "        ctypes.string_at(0)\n"
+        "    return 1.0 / (1 + len(solution_str))\n"
+    )
+    assert main(["train", *args(f"reward.path={path}", "run.total_steps=2", "data.shuffle=false")]) == 0
+    assert list(tmp_path.glob("crashed_*")), "the grader did crash"
+    assert set(metrics_of(tmp_path / "r")) == {1, 2}
+
+
+def test_a_disk_that_fills_up_is_a_warning_and_the_old_checkpoint_stays(args, tmp_path, monkeypatch, capsys):
+    from verl.checkpoint.store import CheckpointStore, DiskFull
+
+    real = CheckpointStore._check_space
+
+    def check(self, needed):
+        if any(p.name == "step_1" for p in self.directory.iterdir()) and not any(p.name == "full_once" for p in tmp_path.iterdir()):
+            (tmp_path / "full_once").touch()
+            raise DiskFull(28, "no space left on device: 0 B free")
+        return real(self, needed)
+
+    monkeypatch.setattr(CheckpointStore, "_check_space", check)
+    assert main(["train", *args("run.save_every_steps=1", "run.keep_last_checkpoints=5")]) == 0
+    assert "checkpoint of step 2 was not written" in capsys.readouterr().out
+    assert {p.name for p in (tmp_path / "r" / "checkpoints").iterdir()} == {"step_1", "step_3"}
+
+
+def test_a_mismatch_of_sampler_and_trainer_stops_the_run(args, capsys, monkeypatch):
+    from verl.rollout.native import NativeEngine
+
+    real = NativeEngine.generate
+
+    async def off(self, request_id, prompt_ids, sampling, *, prefix_key=None):
+        from dataclasses import replace
+
+        done = await real(self, request_id, prompt_ids, sampling, prefix_key=prefix_key)
+        return replace(done, logprobs=done.logprobs - 3.0)
+
+    monkeypatch.setattr(NativeEngine, "generate", off)
+    refused(capsys, args("sync.canary=false"), "mismatch", code=1)
+
+
+def test_plan_loads_nothing(args, capsys):
+    code = "import sys; from verl.cli import main; c = main(['plan', *sys.argv[1:]]); sys.exit(9 if 'torch' in sys.modules or 'transformers' in sys.modules else c)"
+    done = subprocess.run([sys.executable, "-c", code, *args()], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "4 prompts x 4 = 16 trajectories" in done.stdout and "peak" in done.stdout
+
+
+def test_the_first_cause_is_the_last_line_and_is_recorded(args, tmp_path, capsys, monkeypatch):
+    from verl.model_engine.fsdp import FSDPEngine
+
+    def broken(self):
+        raise RuntimeError("the optimizer broke")
+
+    monkeypatch.setattr(FSDPEngine, "optim_step", broken)
+    assert main(["train", *args()]) == 1
+    assert capsys.readouterr().err.strip().splitlines()[-1] == "error: RuntimeError: the optimizer broke"
+    (record,) = (tmp_path / "r" / "crash").glob("*.json")
+    assert json.loads(record.read_text())["first_cause"] == "the optimizer broke"
