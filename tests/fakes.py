@@ -13,24 +13,43 @@ from verl.types import Invalid, Sampling, Score
 
 
 class FakeEngine:
-    """Tokens are a function of the request's seed; a version bump while a request runs splits its span."""
+    """Tokens are a function of the request's seed; a version bump while a request runs splits its span.
 
-    def __init__(self, *, delay_s: Callable[[int], float] = lambda seed: 0.0, fail: Callable[[int], bool] = lambda seed: False):
+    delay_s, fail, hang: what happens to the request with a given seed. Keeps what it was asked in `requests` and what
+    runs now in `live`; an id that is already running is refused, as by the real engines.
+    """
+
+    def __init__(
+        self,
+        *,
+        delay_s: Callable[[int], float] = lambda seed: 0.0,
+        fail: Callable[[int], bool] = lambda seed: False,
+        hang: Callable[[int], bool] = lambda seed: False,
+    ):
         self.version = -1
-        self.calls = 0
-        self.running = 0
         self.asleep = False
+        self.requests: list[tuple[str, list[int], Sampling]] = []
+        self.live: set[str] = set()
         self._delay_s = delay_s
         self._fail = fail
+        self._hang = hang
+
+    @property
+    def calls(self) -> int:
+        return len(self.requests)
+
+    @property
+    def running(self) -> int:
+        return len(self.live)
 
     async def generate(self, request_id, prompt_ids, sampling: Sampling, *, prefix_key=None):
         assert not self.asleep, "generate while the engine sleeps"
-        self.calls += 1
-        self.running += 1
+        assert request_id not in self.live, f"{request_id} is already running"
+        self.requests.append((request_id, list(prompt_ids), sampling))
+        self.live.add(request_id)
         start = self.version
         try:
-            delay = self._delay_s(sampling.seed)
-            await asyncio.sleep(delay)
+            await asyncio.sleep(3600 if self._hang(sampling.seed) else self._delay_s(sampling.seed))
             if self._fail(sampling.seed):
                 raise RuntimeError("the engine broke this request")
             rng = random.Random(sampling.seed)
@@ -40,7 +59,7 @@ class FakeEngine:
             spans = ((start, 0, n),) if start == self.version or not half else ((start, 0, half), (self.version, half, n))
             return Completion(request_id, ids, np.full(n, -1.0, np.float32), spans, "eos")
         finally:
-            self.running -= 1
+            self.live.remove(request_id)
 
     async def score(self, ids, *, temperature=1.0):
         return np.zeros(len(ids) - 1, np.float32)
