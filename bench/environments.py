@@ -52,7 +52,7 @@ def ensure(environment: Environment, log: Path) -> Path:
 def run_logged(command: list[str], log: Path, *, timeout_s: float, env: dict[str, str] | None = None) -> None:
     """Run with the output in `log`. Unavailable, with the last line that says why, if it fails."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    what = " ".join(Path(word).name if index == 0 else word for index, word in enumerate(command[:4]))
+    what = " ".join(Path(word).name for word in command[:4])
     with open(log, "ab") as output:
         start = output.tell()
         try:

@@ -26,7 +26,7 @@ from verl.workers.role import Role, UpdatePlan
 async def main(model_path: str, rounds: int = 4, problems_per_round: int = 64, n: int = 8) -> list[float]:
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     policy = FSDPEngine(load_causal_lm(Path(model_path)), optim=OptimSpec(lr=1e-4), dtype="float32")
-    rollout = NativeEngine(policy.model.config, max_context_tokens=64, eos_token_ids=(tokenizer.eos_token_id,), dtype="float32")
+    rollout = NativeEngine(policy.model.config, max_context_tokens=64, eos_token_ids=(tokenizer.eos_token_id,))
     queue, sync = MemoryQueue(), LocalCheckpointEngine(probes=(), tolerance=1e-3)
     actor = InprocGroup("actor", Role("actor", queue, policy))
     terms = (Term(name="nll", fn=nll, aggregate="token-mean"),)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 VOCAB = ["<pad>", "<|user|>", "<|assistant|>", "<|end|>", *"0123456789+-=,;#"]
+VOCAB += ["?"] * (32 - len(VOCAB))  # the model has a round number of tokens
 ID = {token: i for i, token in enumerate(VOCAB)}
 PAD, END = ID["<pad>"], ID["<|end|>"]
 MAX_NEW = 40  # the longest right answer has 36 tokens

@@ -30,6 +30,8 @@ class FakeEngine:
         self.asleep = False
         self.requests: list[tuple[str, list[int], Sampling]] = []
         self.live: set[str] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._delay_s = delay_s
         self._fail = fail
         self._hang = hang
@@ -47,6 +49,7 @@ class FakeEngine:
         assert request_id not in self.live, f"{request_id} is already running"
         self.requests.append((request_id, list(prompt_ids), sampling))
         self.live.add(request_id)
+        self._idle.clear()
         start = self.version
         try:
             await asyncio.sleep(3600 if self._hang(sampling.seed) else self._delay_s(sampling.seed))
@@ -60,6 +63,8 @@ class FakeEngine:
             return Completion(request_id, ids, np.full(n, -1.0, np.float32), spans, "eos")
         finally:
             self.live.remove(request_id)
+            if not self.live:
+                self._idle.set()
 
     async def score(self, ids, *, temperature=1.0):
         return np.zeros(len(ids) - 1, np.float32)
@@ -67,8 +72,8 @@ class FakeEngine:
     async def load_weights(self, source, *, on_inflight="wait"):
         for _ in source.tensors():
             pass
-        while on_inflight == "wait" and self.running:
-            await asyncio.sleep(0.001)
+        if on_inflight == "wait":
+            await asyncio.wait_for(self._idle.wait(), 60)
         self.version = source.version
         return self.version
 

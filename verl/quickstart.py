@@ -49,13 +49,14 @@ def quickstart(overrides: list[str]) -> int:
 
     console.rule("[bold]2 of 3[/] warm-up: supervised fine-tuning on the forgetful teacher")
     common = [f"run.root_dir={root}", f"run.seed={seed}"]
-    warm = run_sft(load_config(["recipe=quickstart_warmup", f"model.path={base}", f"data.train_files=[{home}/data/sft.jsonl]", *common]),
-                   title="quickstart: warm-up (SFT)")  # fmt: skip
-    start_model = warm.dir / "checkpoints" / f"step_{warm.steps or _steps(warm.dir)}" / "hf"
+    warm_up = ["recipe=quickstart_warmup", f"model.path={base}", f"data.train_files=[{home}/data/sft.jsonl]", *common]
+    warm_up += [f"run.total_steps={given['warmup_steps']}"] if "warmup_steps" in given else []
+    warm = run_sft(load_config(warm_up), title="quickstart: warm-up (SFT)")
+    start_model = warm.dir / "checkpoints" / f"step_{_steps(warm.dir)}" / "hf"
     seconds["sft"] = warm.seconds
 
     console.rule("[bold]3 of 3[/] GRPO: the reward is 1 for a right number, 0 otherwise")
-    rest = [a for a in overrides if a.partition("=")[0] not in ("run.seed", "run.root_dir")]
+    rest = [a for a in overrides if a.partition("=")[0] not in ("run.seed", "run.root_dir", "warmup_steps")]
     resolved = load_config([
         "recipe=quickstart", f"model.path={start_model}", f"data.train_files=[{home}/data/train.jsonl]",
         f"data.eval_files=[{home}/data/heldout.jsonl]", "reward.path=verl.recipes.arithmetic", *common, *rest,

@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config_of(folder: Path, *args: str, model: str = "qwen") -> Config:
     files = [f"data.train_files={folder}/train.jsonl", f"data.eval_files={folder}/test.jsonl"]
-    return load_config([f"model.path={folder}/{model}", *files, *args]).config
+    return load_config([f"model.path={folder}/{model}", *files, "model.dtype=bfloat16", *args]).config
 
 
 GOLDEN_RL = """\

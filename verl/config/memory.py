@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 
 from verl.config.model_files import ModelFacts
@@ -28,8 +29,18 @@ class Memory:
     peak_bytes: int
 
 
+def compute_dtype(config: Config) -> str:
+    """model.dtype; `auto` as this machine would choose, told from the kernel's files (no torch here)."""
+    if config.model.dtype != "auto":
+        return config.model.dtype
+    cuda = config.model.device != "cpu" and Path("/dev/nvidia0").exists()
+    cpuinfo = Path("/proc/cpuinfo")
+    flags = cpuinfo.read_text() if cpuinfo.is_file() else ""
+    return "bfloat16" if cuda or "avx512_bf16" in flags or "amx_bf16" in flags else "float32"
+
+
 def rollout_dtype(config: Config) -> str:
-    return config.model.dtype if config.rollout.dtype == "auto" else config.rollout.dtype
+    return compute_dtype(config) if config.rollout.dtype == "auto" else config.rollout.dtype
 
 
 def kv_tokens(config: Config) -> int:
@@ -90,7 +101,7 @@ def estimate_memory(
 
 def _items(config: Config, model: ModelFacts, reference: bool, tokens: int) -> dict[str, int]:
     weights = model.parameters
-    layer = layer_bytes_per_token(model, config.model.dtype)
+    layer = layer_bytes_per_token(model, compute_dtype(config))
     residual = 4 * model.hidden  # float32: embeddings are not autocast
     kept = model.layers * residual + layer if config.model.gradient_checkpointing else model.layers * layer
     rows = max(16, LOGPROB_CHUNK_BYTES // (4 * model.vocab))
@@ -102,7 +113,7 @@ def _items(config: Config, model: ModelFacts, reference: bool, tokens: int) -> d
         "master weights": 4 * weights,
         "gradients": 4 * weights,
         "optimizer states": 8 * weights,
-        "compute copy of weights": 2 * (weights - model.embedding_parameters) if config.model.dtype == "bfloat16" else 0,
+        "compute copy of weights": 2 * (weights - model.embedding_parameters) if compute_dtype(config) == "bfloat16" else 0,
         "reference policy": 4 * weights if reference else 0,
         "rollout weights": copy,
         "incoming weights": copy + snapshot,

@@ -25,9 +25,6 @@ _WINDOW: Mapping[str, Callable[[Any], int | None]] = {
 }
 
 
-_PIECE = 1 << 17  # elements
-
-
 def fuse(model: nn.Module, *, packed: bool) -> bool:
     """Speed up the norms of `model`, and its attention if it runs on packed batches. False where the type is unknown."""
     if model.config.get_text_config().model_type not in _WINDOW:  # type: ignore[union-attr, operator]
@@ -35,8 +32,6 @@ def fuse(model: nn.Module, *, packed: bool) -> bool:
     for module in model.modules():
         if hasattr(module, "variance_epsilon"):
             module.forward = MethodType(_norm_forward, module)  # type: ignore[method-assign]
-        elif isinstance(getattr(module, "act_fn", None), nn.SiLU):
-            module.forward = MethodType(_mlp_forward, module)  # type: ignore[method-assign]
         elif packed and hasattr(module, "q_proj") and hasattr(module, "head_dim"):
             module.forward = MethodType(_attention_forward, module)  # type: ignore[method-assign]
     return True
@@ -49,10 +44,6 @@ def unfuse(model: nn.Module) -> None:
 
 def _norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
     return _RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon)
-
-
-def _mlp_forward(self: Any, x: Tensor) -> Tensor:
-    return self.down_proj(_SwiGLU.apply(self.gate_proj(x), self.up_proj(x)))
 
 
 def _attention_forward(
@@ -93,35 +84,6 @@ class _RMSNorm(torch.autograd.Function):
         along = torch.mv(product, exact_weight).div_(n)[:, None]  # of each row's gradient, what only scales the row
         d_x = (d_rows * exact_weight).addcmul_(normed, along, value=-1).mul_(inverse)
         return d_x.view(x.shape).to(x.dtype), product.sum(0).to(weight.dtype), None
-
-
-class _SwiGLU(torch.autograd.Function):
-    """silu(gate) * up, a cache-sized piece at a time and nothing kept besides its inputs."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        out = torch.empty_like(gate)
-        for g, u, o in zip(*(_pieces(x) for x in (gate, up, out))):
-            torch.mul(nn.functional.silu(g), u, out=o)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, Tensor]:
-        gate, up = ctx.saved_tensors
-        d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
-        for g, u, d, d_g, d_u in zip(*(_pieces(x) for x in (gate, up, d_out, d_gate, d_up))):
-            sigmoid = torch.sigmoid(g)
-            silu = g * sigmoid
-            torch.mul(d, silu, out=d_u)  # silu' = sigmoid + silu (1 - sigmoid)
-            torch.addcmul(silu, silu, sigmoid, value=-1, out=d_g).add_(sigmoid).mul_(u).mul_(d)
-        return d_gate, d_up
-
-
-def _pieces(x: Tensor) -> tuple[Tensor, ...]:
-    rows = x.reshape(-1, x.shape[-1])
-    return rows.split(max(1, _PIECE // x.shape[-1]))
 
 
 class _Rotary(torch.autograd.Function):

@@ -132,7 +132,7 @@ class EngineCore:
     def sleep(self, level: int) -> int:
         """Free KV (level 1) and weights (level 2). Live requests go back to waiting with the tokens they have."""
         preempted = [self.rows.save(row) for row in range(self.rows.n)]
-        self._remove(np.arange(self.rows.n))
+        self.rows.remove(np.arange(self.rows.n))
         self.waiting.extendleft(sorted(preempted, key=lambda request: -request.order))
         freed = self.runner.drop_kv()
         return freed + self.runner.drop_weights() if level >= 2 else freed

@@ -1,0 +1,246 @@
+"""verl beside TRL and a naive loop: step time and tokens/s of the quickstart's workload on this machine's CPU.
+
+    python bench/laptop.py [--quick] [--rounds N] [--steps N] [--threads N]
+
+The arms run in turn, round by round, on the same prompts and from the same checkpoint. Writes bench/RESULTS.md (with
+--quick runs/bench/RESULTS_quick.md) and runs/bench/results.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import psutil  # noqa: E402
+import torch  # noqa: E402
+from rich.console import Console  # noqa: E402
+
+from bench import limits, results  # noqa: E402
+from bench.environments import Environment, Unavailable, ensure, run_logged  # noqa: E402
+from bench.report import as_rich, document  # noqa: E402
+from bench.start_checkpoint import Start, ensure_start  # noqa: E402
+
+GROUPS, SAMPLES_PER_PROMPT, MAX_RESPONSE_TOKENS = 32, 8, 48
+LR = 1e-6  # the policy stands still: every step is the same work
+ARM_TIMEOUT_S = 600.0
+TRL = Environment(
+    ROOT / ".venv-bench-trl", ("torch==2.13.0", "trl==1.16.0"), ROOT / "bench" / "peers_constraints.txt"
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    rounds: int
+    steps: int
+    """Measured steps per arm and round; one more is run and dropped."""
+    threads: int
+    folder: Path
+    page: Path
+
+
+@dataclass(slots=True)
+class Found:
+    """Everything measured, by precision."""
+
+    arms: dict[str, dict[str, results.Arm]] = field(default_factory=dict)
+    machines: dict[str, list[limits.Machine]] = field(default_factory=dict)
+    loads: list[float] = field(default_factory=list)
+
+
+def main(argv: Sequence[str]) -> int:
+    settings = read_settings(argv)
+    console = Console()
+    began_s = time.monotonic()
+    env = arm_env(settings.threads)
+    console.print(f"verl, TRL and a naive loop in turn: {settings.rounds} rounds of {settings.steps} measured steps, {settings.threads} threads")
+    try:
+        start = ensure_start(settings.folder, env, settings.threads)
+    except Unavailable as e:
+        console.print(f"error: the start checkpoint could not be made: {e}", style="red", highlight=False)
+        return 1
+    found = measure(settings, start, env, console)
+    shape = limits.read_shape(start.model)
+    tables, lines = [], []
+    for dtype, arms in found.arms.items():
+        tables += tables_of(arms, shape, limits.best(found.machines[dtype]), dtype)
+        lines.append(results.verdict(arms, dtype))
+    for table in tables:
+        console.print(as_rich(table), *table.notes, sep="\n", highlight=False)
+    for line in lines:
+        console.print(line, style="bold", highlight=False)
+    about = about_run(settings, found, time.monotonic() - began_s)
+    settings.page.write_text(document(about, lines, tables))
+    store(settings.folder / "results.json", about, shape, found)
+    console.print(f"{settings.page} and {settings.folder / 'results.json'}; {time.monotonic() - began_s:.0f} s in all")
+    return 0 if all(arms[results.OURS].rounds for arms in found.arms.values()) else 1
+
+
+def measure(settings: Settings, start: Start, env: dict[str, str], console: Console) -> Found:
+    """All rounds, in turn: machine, verl, TRL, naive, machine, verl, ..."""
+    programs, reasons = find_programs(settings, console)
+    found = Found()
+    for dtype in limits.precisions(torch.cpu.get_capabilities()):
+        arms = found.arms[dtype] = {name: results.Arm(name, reason=reasons.get(name)) for name in results.ARMS}
+        machines = found.machines[dtype] = []
+        for number in range(1, settings.rounds + 1):
+            machines.append(measure_machine(start, dtype, settings.threads))
+            for name, arm in arms.items():
+                if arm.reason is None:
+                    load = os.getloadavg()[0]
+                    found.loads.append(load)
+                    play(arm, programs[name], spec_of(settings, start, name, dtype), env, settings)
+                    console.print(f"{dtype} round {number} {name}: {said(arm)}; load before {load:.1f}", highlight=False)
+    return found
+
+
+def read_settings(argv: Sequence[str]) -> Settings:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--quick", action="store_true", help="one round of three steps: a look, not a measurement")
+    parser.add_argument("--rounds", type=int, help="3 (with --quick 1)")
+    parser.add_argument("--steps", type=int, help="measured steps per arm and round: 5 (with --quick 3)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of every arm; all cores")
+    given = parser.parse_args(argv)
+    rounds = given.rounds if given.rounds is not None else (1 if given.quick else 3)
+    steps = given.steps if given.steps is not None else (3 if given.quick else 5)
+    for name, value in (("rounds", rounds), ("steps", steps), ("threads", given.threads)):
+        if value < 1:
+            parser.error(f"--{name}={value}: must be at least 1")
+    folder = ROOT / "runs" / "bench"
+    page = folder / "RESULTS_quick.md" if given.quick else ROOT / "bench" / "RESULTS.md"
+    return Settings(rounds, steps, given.threads, folder, page)
+
+
+def arm_env(threads: int) -> dict[str, str]:
+    """The same for every arm: CPU only, no network, threads that do not spin while they wait."""
+    return {
+        **os.environ, "OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1",
+    }  # fmt: skip
+
+
+def find_programs(settings: Settings, console: Console) -> tuple[dict[str, list[str]], dict[str, str]]:
+    """The command of each arm, and why an arm has none."""
+    peers = ROOT / "bench" / "peers"
+    programs = {
+        "verl": [sys.executable, str(ROOT / "bench" / "verl_arm.py")],
+        "naive": [sys.executable, str(peers / "naive_grpo.py")],
+    }
+    try:
+        if not TRL.python.exists():
+            console.print(f"installing {' '.join(TRL.requirements)} into {TRL.folder.name} (once, about two minutes)")
+        programs["TRL"] = [str(ensure(TRL, settings.folder / "logs" / "install_trl.log")), str(peers / "trl_grpo.py")]
+    except Unavailable as e:
+        console.print(f"TRL: {results.NOT_RUN}: {e}", style="red", highlight=False)
+        return programs, {"TRL": str(e)}
+    return programs, {}
+
+
+def spec_of(settings: Settings, start: Start, arm: str, dtype: str) -> dict[str, Any]:
+    return {
+        "model": str(start.model), "rows": str(start.rows), "threads": settings.threads, "lr": LR, "dtype": dtype,
+        "prompts_per_step": GROUPS, "samples_per_prompt": SAMPLES_PER_PROMPT, "max_response_tokens": MAX_RESPONSE_TOKENS,
+        "steps": settings.steps + 1, "folder": str(settings.folder / "arms" / arm),
+    }  # fmt: skip
+
+
+def play(arm: results.Arm, program: list[str], spec: dict[str, Any], env: dict[str, str], settings: Settings) -> None:
+    """One round of one arm in a process of its own. A failure ends the arm, with its reason."""
+    folder = Path(spec["folder"])
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    given, result = folder / "spec.json", folder / "result.json"
+    given.write_text(json.dumps(spec, indent=1))
+    try:
+        log = settings.folder / "logs" / f"{arm.name}.log"
+        run_logged([*program, str(given), str(result)], log, timeout_s=ARM_TIMEOUT_S, env=env)
+        arm.rounds.append(json.loads(result.read_text()))
+    except Unavailable as e:
+        arm.reason = str(e)
+
+
+def said(arm: results.Arm) -> str:
+    if arm.reason is not None:
+        return f"{results.NOT_RUN}: {arm.reason}"
+    last = results.Arm(arm.name, arm.rounds[-1:])
+    return f"{results.spread_of(last, results.WALL).text(2)} s per step, {results.spread_of(last, results.CPU).text(2)} core-s"
+
+
+def measure_machine(start: Start, dtype: str, threads: int) -> limits.Machine:
+    config = json.loads((start.model / "config.json").read_text())
+    return limits.measure(
+        dtype, threads=threads, hidden=config["hidden_size"], ffn=config["intermediate_size"],
+        rows=GROUPS * SAMPLES_PER_PROMPT * MAX_RESPONSE_TOKENS // 2,
+    )  # fmt: skip
+
+
+def tables_of(
+    arms: Mapping[str, results.Arm], shape: limits.Shape, machine: limits.Machine, dtype: str
+) -> list[results.Table]:
+    ran = [arm for arm in arms.values() if arm.rounds]
+    if not ran:
+        return [results.comparison(arms, dtype)]
+    limit = limits.part_limits(shape, work_of(ran[0].steps), machine, dtype)
+    tables = [results.comparison(arms, dtype), results.multiples(arms, limit, machine, dtype)]
+    return [*tables, results.ledger(arms[results.OURS], dtype)] if arms[results.OURS].rounds else tables
+
+
+def work_of(steps: Sequence[Mapping[str, float]]) -> limits.Work:
+    """The mean step's."""
+    rows = GROUPS * SAMPLES_PER_PROMPT
+
+    def mean(name: str) -> float:
+        return sum(step[name] for step in steps) / len(steps)
+
+    return limits.Work(
+        GROUPS, SAMPLES_PER_PROMPT, mean("prompt_tokens") / rows, mean("response_tokens") / rows,
+        mean("longest_response_tokens"),
+    )  # fmt: skip
+
+
+def about_run(settings: Settings, found: Found, seconds: float) -> dict[str, str]:
+    """What a reader needs to believe the figures, or to repeat them."""
+    versions = {
+        f"{name} arm": ", ".join(f"{k} {v}" for k, v in arm.rounds[-1]["versions"].items())
+        for arms in found.arms.values() for name, arm in arms.items() if arm.rounds
+    }  # fmt: skip
+    capabilities, loads = torch.cpu.get_capabilities(), found.loads
+    bf16 = "native" if limits.has_native_bf16(capabilities) else "emulated, so every arm ran in float32 only"
+    return {
+        "command": " ".join(["python", "bench/laptop.py", *sys.argv[1:]]),
+        "when": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()) + f", {seconds:.0f} s in all",
+        "machine": f"{cpu_name(capabilities)}, {os.cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB, {platform.system()} "
+        f"{platform.machine()}; bf16 is {bf16}",
+        "load": f"1-minute load average before an arm: {min(loads):.1f} to {max(loads):.1f}" if loads else "nothing was run",
+        "workload": f"{GROUPS} prompts x {SAMPLES_PER_PROMPT} answers, at most {MAX_RESPONSE_TOKENS} new tokens, temperature 1, one update, lr {LR:g}; "
+        f"{settings.rounds} rounds x {settings.steps} measured steps per arm, {settings.threads} threads",
+        "python": platform.python_version(),
+        **versions,
+    }
+
+
+def cpu_name(capabilities: Mapping[str, Any]) -> str:
+    """As Linux tells it, else as torch does, else the architecture."""
+    info = Path("/proc/cpuinfo")
+    names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
+    return (names or [capabilities.get("cpu_name") or platform.processor() or platform.machine()])[0]
+
+
+def store(path: Path, about: Mapping[str, str], shape: limits.Shape, found: Found) -> None:
+    """Every measured step."""
+    path.write_text(json.dumps({"about": about, "shape": asdict(shape), **asdict(found)}, indent=1))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

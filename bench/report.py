@@ -1,0 +1,38 @@
+"""The tables for the console and for bench/RESULTS.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import rich.table
+
+from bench.results import Table
+
+NOTES = """\
+How to read it. A step is everything between the ends of two steps (rollout, reward, update, publish, logs). verl runs as
+`verl train recipe=quickstart` does, with its verified weight syncs, samples and logs; its extra last step, which holds the
+checkpoint, is dropped. TRL runs without gradient checkpointing and with its whole batch in one pass, which favours it here. Every
+arm starts from the same checkpoint, takes the same prompts in the same order and samples at temperature 1 without truncation;
+the arms run in turn, and the first step of each process is dropped. "verl vs" above 1 means that verl is better; its
+bracket is the least and the most of any one round. CPU time counts the reward process and all threads; it moves far less
+with the load than wall time. Peak memory adds a child process to its parent, shared pages counted twice.
+
+The limit counts 2 FLOPs per parameter and token in rollout and 6 in the update, attention included, prompts once per
+group, at the best matmul rate seen in this run. It leaves out norms, softmax, sampling and the optimizer: a floor, not a target."""
+
+
+def as_rich(table: Table) -> rich.table.Table:
+    out = rich.table.Table(title=table.title, title_justify="left")
+    for index, name in enumerate(table.head):
+        out.add_column(name, justify="left" if index == 0 else "right")
+    for row in table.rows:
+        out.add_row(*row)
+    return out
+
+
+def document(about: Mapping[str, str], verdicts: Sequence[str], tables: Sequence[Table]) -> str:
+    """bench/RESULTS.md."""
+    head = ["# Bench: verl, TRL and a naive loop on one CPU", "", "Written by `make bench`; edits are overwritten."]
+    facts = [f"- {name}: {value}" for name, value in about.items()]
+    said = [f"**{line}**" for line in verdicts]
+    return "\n\n".join(["\n".join(head), "\n".join(facts), *said, *(t.markdown() for t in tables), NOTES]) + "\n"

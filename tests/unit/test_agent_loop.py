@@ -1,0 +1,338 @@
+"""Agent loops: what is trained on is what was sampled, whatever the loop returns (pitfalls 11, 13, 31, 33)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes import FakeEngine
+
+from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput, Call, ServerManager, played, sampling_params_of
+from verl.agent_loop.single_turn import SingleTurnLoop
+from verl.rollout.base import Completion
+from verl.types import Sampling
+
+SAMPLING = Sampling(max_tokens=50, temperature=0.8, stop=("</answer>",), stop_token_ids=(7,))
+PROMPT = [1, 2, 3]
+
+
+def completion(ids: Sequence[int], *, spans: Sequence[tuple[int, int, int]] = (), reason: Any = "eos", base: float = -1.0) -> Completion:
+    """Log-probs base - 0.01 x position: each token of each call has its own."""
+    n = len(ids)
+    logprobs = (base - 0.01 * np.arange(n)).astype(np.float32)
+    return Completion("r", np.array(ids, np.int64), logprobs, tuple(spans) or ((0, 0, n),), reason)
+
+
+def manager(*calls: tuple[Sequence[int], Completion]) -> ServerManager:
+    made = ServerManager(FakeEngine(), SAMPLING, seed_parts=("s",))
+    made.record = [Call(np.array(p, np.int64), c) for p, c in calls]
+    return made
+
+
+def output(response: Sequence[int], mask: Sequence[int], prompt: Sequence[int] = PROMPT, **more: Any) -> AgentLoopOutput:
+    return AgentLoopOutput(prompt_ids=prompt, response_ids=response, response_mask=mask, **more)
+
+
+def shape(segments: Any) -> list[tuple[str, list[int], int]]:
+    return [(s.source, s.ids.tolist(), s.version) for s in segments]
+
+
+class Scripted(FakeEngine):
+    """Answers in the order of the calls with the given ids."""
+
+    def __init__(self, *answers: Sequence[int], reason: str = "eos"):
+        super().__init__()
+        self._answers = list(answers)
+        self._reason = reason
+
+    async def generate(self, request_id, prompt_ids, sampling, *, prefix_key=None):
+        self.requests.append((request_id, list(prompt_ids), sampling))
+        return completion(self._answers.pop(0)[: sampling.max_tokens], reason=self._reason, base=-float(len(self.requests)))
+
+
+# -- single turn -------------------------------------------------------------------------------------------------------
+
+
+def test_single_turn_is_one_prompt_and_one_answer():
+    async def main():
+        engine = Scripted([5, 6, 7])
+        server = ServerManager(engine, SAMPLING, seed_parts=("s",), prefix_key="g1")
+        out = await SingleTurnLoop(None, server, None).run(
+            sampling_params_of(SAMPLING), prompt_ids=np.array(PROMPT), request_id="g1/train0.0", raw_prompt=[], anything="else"
+        )
+        assert engine.requests[0][:2] == ("g1/train0.0", PROMPT)
+        assert (out.response_ids, out.response_mask, out.num_turns) == ([5, 6, 7], [1, 1, 1], 2)
+        found = played(out, server, SAMPLING.max_tokens)
+        assert shape(found.segments) == [("prompt", PROMPT, -1), ("sampled", [5, 6, 7], 0)]
+        assert found.stop_reason == "eos"
+        np.testing.assert_array_equal(found.segments[1].logprobs, completion([5, 6, 7]).logprobs)
+
+    asyncio.run(main())
+
+
+def test_a_loop_without_run_is_ours_to_fix():
+    with pytest.raises(AssertionError, match="AgentLoopBase does not define run"):
+        asyncio.run(AgentLoopBase(None, manager(), None).run({}))
+
+
+# -- several turns -----------------------------------------------------------------------------------------------------
+
+
+class ToolLoop(AgentLoopBase):
+    """Samples, appends what the tool says, samples again."""
+
+    tool = (30, 31)
+
+    async def run(self, sampling_params, **kwargs):
+        context, response, mask = list(kwargs["prompt_ids"]), [], []
+        for turn in range(kwargs.get("turns", 3)):
+            if turn:
+                response += self.tool
+                mask += [0] * len(self.tool)
+            out = await self.server_manager.generate("r", prompt_ids=context + response, sampling_params=sampling_params)
+            response += out.token_ids
+            mask += [1] * len(out.token_ids)
+            if out.stop_reason in ("length", "context_full"):
+                break
+        return AgentLoopOutput(prompt_ids=context, response_ids=response, response_mask=mask, num_turns=turn + 1)
+
+
+def test_tool_tokens_are_env_and_sampled_ones_keep_their_own_log_probs():
+    async def main():
+        server = ServerManager(Scripted([5], [6, 6], [7]), SAMPLING, seed_parts=("s",))
+        out = await ToolLoop(None, server, None).run({}, prompt_ids=PROMPT)
+        found = played(out, server, 50)
+        assert shape(found.segments) == [
+            ("prompt", PROMPT, -1), ("sampled", [5], 0), ("env", [30, 31], -1), ("sampled", [6, 6], 0), ("env", [30, 31], -1),
+            ("sampled", [7], 0),
+        ]  # fmt: skip
+        assert [s.logprobs.tolist() for s in found.segments if s.source == "sampled"] == [
+            completion([5], base=-1).logprobs.tolist(), completion([6, 6], base=-2).logprobs.tolist(),
+            completion([7], base=-3).logprobs.tolist(),
+        ]  # fmt: skip
+        assert all(s.logprobs is None for s in found.segments if s.source != "sampled")
+
+    asyncio.run(main())
+
+
+def test_a_completion_of_several_versions_is_one_segment_per_version():
+    record = manager((PROMPT, completion([5, 6, 7, 8, 9], spans=((3, 0, 2), (4, 2, 4), (6, 4, 5)))))
+    found = played(output([5, 6, 7, 8, 9], [1] * 5), record, 50)
+    assert shape(found.segments[1:]) == [("sampled", [5, 6], 3), ("sampled", [7, 8], 4), ("sampled", [9], 6)]
+    assert np.concatenate([s.logprobs for s in found.segments[1:]]).tolist() == record.record[0].completion.logprobs.tolist()
+
+
+@pytest.mark.parametrize(("kept", "spans"), [(4, [([5, 6], 3), ([7, 8], 4)]), (3, [([5, 6], 3), ([7], 4)]), (2, [([5, 6], 3)]), (1, [([5], 3)])])
+def test_a_response_cut_by_the_loop_is_cut_in_every_channel(kept, spans):
+    record = manager((PROMPT, completion([5, 6, 7, 8, 9], spans=((3, 0, 2), (4, 2, 5)))))
+    found = played(output([5, 6, 7, 8, 9][:kept], [1] * kept), record, 50)
+    assert [(s.ids.tolist(), s.version) for s in found.segments[1:]] == spans
+    assert found.stop_reason == "stop", "the end of the completion is not in it"
+
+
+def test_a_cut_completion_may_be_followed_by_the_tool_or_by_the_next_completion():
+    first, second = completion([5, 6, 7], base=-1), completion([8, 9], base=-2)
+    record = manager((PROMPT, first), ([*PROMPT, 5, 6], second))
+    found = played(output([5, 6, 8, 9], [1, 1, 1, 1]), record, 50)
+    assert shape(found.segments[1:]) == [("sampled", [5, 6], 0), ("sampled", [8, 9], 0)]
+    assert found.segments[2].logprobs.tolist() == second.logprobs.tolist()
+    record = manager((PROMPT, first), ([*PROMPT, 5, 6, 30], second))
+    assert shape(played(output([5, 6, 30, 8, 9], [1, 1, 0, 1, 1]), record, 50).segments[1:]) == [
+        ("sampled", [5, 6], 0), ("env", [30], -1), ("sampled", [8, 9], 0),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_of_two_answers_to_one_question_the_one_that_was_returned_counts(kept):
+    """Best of two: [5] is a beginning of [5, 6, 7], and the loop may return either; a greedy match takes the wrong one."""
+    answers = [completion([5], base=-1, reason="length"), completion([5, 6, 7], base=-2)]
+    record = manager((PROMPT, answers[0]), (PROMPT, answers[1]))
+    ids = answers[kept].ids.tolist()
+    found = played(output(ids, [1] * len(ids)), record, 50)
+    assert shape(found.segments[1:]) == [("sampled", ids, 0)]
+    if kept == 1:
+        assert found.segments[1].logprobs.tolist() == answers[1].logprobs.tolist() and found.stop_reason == "eos"
+
+
+def test_the_same_words_after_another_prompt_are_not_taken_for_these():
+    """A turn that was thrown away sampled the same token from another context: its log-prob is not this one's."""
+    record = manager((PROMPT, completion([5], base=-9)), ([*PROMPT, 40], completion([5], base=-1)))
+    found = played(output([40, 5], [0, 1]), record, 50)
+    assert found.segments[2].logprobs.tolist() == [-1]
+
+
+def test_a_loop_may_take_back_tokens_by_mask_zero():
+    record = manager((PROMPT, completion([5, 6, 7, 8])))
+    found = played(output([5, 6, 7, 8], [1, 0, 0, 1]), record, 50)
+    assert shape(found.segments[1:]) == [("sampled", [5], 0), ("env", [6, 7], -1), ("sampled", [8], 0)]
+    assert found.segments[3].logprobs.tolist() == record.record[0].completion.logprobs[3:].tolist()
+
+
+@pytest.mark.parametrize(
+    ("response", "mask", "says"),
+    [
+        ([5, 6, 7, 9], [1, 1, 1, 1], "1 tokens with mask 1, the first at response position 3"),
+        ([4, 5, 6, 7], [1, 1, 1, 1], "4 tokens with mask 1, the first at response position 0"),
+        ([30, 5, 6, 7], [0, 1, 1, 1], "3 tokens with mask 1, the first at response position 1"),
+        ([5, 6, 8], [1, 1, 1], "1 tokens with mask 1, the first at response position 2"),
+        ([7, 6, 5], [1, 1, 1], "3 tokens"),
+    ],
+    ids=["appended", "put before", "after a tool that the model did not see", "changed", "reordered"],
+)
+def test_an_invented_token_is_refused(response, mask, says):
+    with pytest.raises(ValueError, match=says):
+        played(output(response, mask), manager((PROMPT, completion([5, 6, 7]))), 50)
+
+
+def test_a_rewritten_history_is_refused():
+    """Sampled after other tokens than the ones that would be trained on."""
+    record = manager((PROMPT, completion([5, 6])), ([*PROMPT, 6, 30], completion([8])))  # the second turn forgot token 5
+    with pytest.raises(ValueError, match="or it rewrote what came before"):
+        played(output([5, 6, 30, 8], [1, 1, 0, 1]), record, 50)
+    with pytest.raises(ValueError, match="first at response position 0"):
+        played(output([5, 6], [1, 1], prompt=[1, 2]), manager((PROMPT, completion([5, 6]))), 50)
+
+
+def test_mask_and_ids_of_different_lengths_are_refused():
+    with pytest.raises(ValueError, match="response_mask has 2 values for 3 response_ids"):
+        played(output([5, 6, 7], [1, 1]), manager((PROMPT, completion([5, 6, 7]))), 50)
+
+
+def test_an_output_without_sampled_tokens_has_none():
+    assert played(output([], []), manager(), 50).stop_reason == "error"
+    found = played(output([30], [0]), manager(), 50)
+    assert shape(found.segments[1:]) == [("env", [30], -1)] and found.stop_reason == "error"
+
+
+def test_a_long_loop_is_not_a_square():
+    """2000 completions of one token each, a tool token between: every token finds its own call."""
+    calls, response, mask = [], [], []
+    for i in range(2000):
+        calls.append(([*PROMPT, *response], completion([5 + i % 3], base=-float(i))))
+        response += [5 + i % 3, 30]
+        mask += [1, 0]
+    found = played(output(response, mask), manager(*calls), 10_000)
+    sampled = [s for s in found.segments if s.source == "sampled"]
+    assert [s.logprobs[0] for s in sampled] == [-float(i) for i in range(2000)]
+
+
+# -- the budget --------------------------------------------------------------------------------------------------------
+
+
+def test_no_call_goes_beyond_the_budget_of_the_trajectory():
+    """12 tokens: 5, a tool's 2, then 5 are left; then a tool's 2, and no room."""
+
+    async def main():
+        engine = Scripted([5] * 5, [6] * 9, [7] * 9)
+        sampling = Sampling(max_tokens=12)
+        server = ServerManager(engine, sampling, seed_parts=("s",))
+        out = await ToolLoop(None, server, None).run({}, prompt_ids=PROMPT)
+        assert [s.max_tokens for _, _, s in engine.requests] == [12, 5]
+        assert len(PROMPT) + 12 >= max(len(p) + s.max_tokens for _, p, s in engine.requests)
+        found = played(out, server, sampling.max_tokens)
+        assert found.stop_reason == "context_full" and sum(len(s.ids) for s in found.segments[1:]) == 12
+        assert len(out.response_ids) == 14, "the tool's last words had no room"
+
+    asyncio.run(main())
+
+
+def test_a_call_without_room_samples_nothing_and_says_so():
+    async def main():
+        engine = Scripted([5] * 4)
+        server = ServerManager(engine, Sampling(max_tokens=4), seed_parts=("s",))
+        await server.generate("r", prompt_ids=PROMPT, sampling_params={})
+        got = await server.generate("r", prompt_ids=[*PROMPT, 5, 5, 5, 5], sampling_params={})
+        assert (got.token_ids, got.stop_reason, server.full) == ([], "context_full", True)
+        assert engine.calls == 1 and len(server.record) == 1
+
+    asyncio.run(main())
+
+
+def test_a_tool_that_says_too_much_is_cut_and_the_trajectory_is_marked():
+    record = manager((PROMPT, completion([5])))
+    found = played(output([5, *range(30, 90)], [1] + [0] * 60), record, 10)
+    assert shape(found.segments[1:]) == [("sampled", [5], 0), ("env", list(range(30, 39)), -1)]
+    assert found.stop_reason == "context_full"
+
+
+# -- sampling parameters and seeds -------------------------------------------------------------------------------------
+
+
+def asked(params: dict[str, Any], sampling: Sampling = SAMPLING) -> Sampling:
+    async def main():
+        engine = Scripted([5])
+        server = ServerManager(engine, sampling, seed_parts=("s",))
+        await server.generate("r", prompt_ids=PROMPT, sampling_params=params)
+        return engine.requests[0][2]
+
+    return asyncio.run(main())
+
+
+def test_what_a_loop_may_ask_for():
+    assert asked({}).max_tokens == 50 and asked({}).stop == ("</answer>",)
+    assert asked({"max_tokens": 9}).max_tokens == 9
+    assert asked({"max_new_tokens": 9}).max_tokens == 9
+    assert asked({"max_tokens": 500}).max_tokens == 50, "never more than the run's"
+    assert asked({"stop": "</tool>"}).stop == ("</tool>",), "one string is one stop, not seven"
+    assert asked({"stop": ["a", "b"], "stop_token_ids": [3]}).stop_token_ids == (3,)
+    everything = asked({"max_tokens": None, "stop": None, "stop_token_ids": None, "temperature": None})
+    assert (everything.max_tokens, everything.stop, everything.stop_token_ids) == (50, ("</answer>",), (7,))
+
+
+def test_what_verl_hands_to_its_loops_is_accepted():
+    given = sampling_params_of(SAMPLING)
+    assert given == {"max_tokens": 50, "temperature": 0.8, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
+    assert asked(given).temperature == 0.8
+    truncated = Sampling(max_tokens=5, temperature=0.5, top_p=0.9, top_k=20)
+    assert asked(sampling_params_of(truncated), truncated).top_k == 20
+    assert asked({"temperature": 0.8, "top_k": 0, "min_p": 0.0, "ignore_eos": False, "n": 1, "logprobs": 5}).top_k == 0
+
+
+@pytest.mark.parametrize(
+    ("params", "says"),
+    [
+        ({"temperature": 0.9}, r"cannot change temperature of a sample \(0.8 -> 0.9\); set rollout.temperature"),
+        ({"temperature": 0}, "cannot change temperature"),
+        ({"top_p": 0.5}, r"cannot change top_p of a sample \(1.0 -> 0.5\)"),
+        ({"top_k": 5}, "cannot change top_k"),
+        ({"min_p": 0.1}, "cannot change min_p"),
+        ({"ignore_eos": True}, "cannot change ignore_eos"),
+        ({"repetition_penalty": 1.1}, "repetition_penalty=1.1 is not supported"),
+        ({"n": 4}, "n=4 is not supported"),
+        ({"max_token": 4}, r"\['max_token'\] are unknown; known: \[.*'max_tokens'"),
+        ({"max_tokens": 0}, "max_tokens=0"),
+    ],
+)
+def test_what_a_loop_may_not_ask_for(params, says):
+    """The trainer applies the run's distribution: another one would be trained on wrongly, and in silence."""
+    with pytest.raises(ValueError, match=says):
+        asked(params)
+
+
+def test_images_are_refused_by_a_model_without_eyes():
+    async def main():
+        with pytest.raises(ValueError, match="no images or videos"):
+            await manager().generate("r", prompt_ids=PROMPT, sampling_params={}, image_data=["a.png"])
+
+    asyncio.run(main())
+
+
+def test_seeds_differ_by_turn_attempt_index_and_among_calls_made_at_once():
+    async def main() -> list[int]:
+        engine = FakeEngine(delay_s=lambda seed: 0.001)
+        for index in range(2):
+            for attempt in range(2):
+                server = ServerManager(engine, SAMPLING, seed_parts=(1, "train", 0, 0, "task", index, attempt))
+                for _ in range(2):
+                    await server.generate("r", prompt_ids=PROMPT, sampling_params={})
+                await asyncio.gather(*(
+                    server.generate(f"branch{b}", prompt_ids=PROMPT, sampling_params={}) for b in range(3)
+                ))  # fmt: skip
+        return [s.seed for _, _, s in engine.requests]
+
+    seeds = asyncio.run(main())
+    assert len(seeds) == 20 == len(set(seeds))
+    assert asyncio.run(main()) == seeds, "and they are a function of the place alone"

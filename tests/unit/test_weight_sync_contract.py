@@ -1,0 +1,526 @@
+"""The contract of a checkpoint engine, with the real trainer and the real embedded rollout engines (pitfalls 4, 22)."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from verl.algorithms.terms import Term, nll
+from verl.model_engine.fsdp import FSDPEngine
+from verl.model_engine.optim import OptimSpec
+from verl.models import tiny
+from verl.recipes import arithmetic
+from verl.rollout.hf import HfEngine
+from verl.rollout.native import NativeEngine
+from verl.transfer_queue.memory import MemoryQueue
+from verl.types import Refs, Sample, Sampling, Segment
+from verl.weight_sync.base import CheckpointEngine, SyncError, SyncReport
+from verl.weight_sync.local import LocalCheckpointEngine
+from verl.workers.inproc import InprocGroup
+from verl.workers.role import Role, UpdatePlan
+
+BACKENDS: dict[str, Callable[..., CheckpointEngine]] = {"local": LocalCheckpointEngine}
+ROLLOUTS = {"native": NativeEngine, "hf": HfEngine}
+PROBES = (np.array([1, 5, 6, 7, 8, 9, 2], np.int64), np.array([1, 11, 4, 12], np.int64))
+TOLERANCE = 1e-4
+TERMS = (Term(name="nll", fn=nll, aggregate="token-mean"),)
+
+
+def trainer(cls: type[FSDPEngine] = FSDPEngine, *, tied: bool = True, lr: float = 0.05) -> FSDPEngine:
+    tokenizer = tiny.character_tokenizer(arithmetic.CHARACTERS)
+    model = tiny.qwen3(tokenizer, hidden=32, layers=2, heads=2, kv_heads=1, ffn=64, seed=1, tied=tied)
+    return cls(model, optim=OptimSpec(lr=lr, weight_decay=0.0), dtype="float32")
+
+
+class World:
+    """One trainer, its worker group, and what publishes from it."""
+
+    def __init__(self, engine: FSDPEngine, backend: str = "local", *, role: type[Role] = Role, probes=PROBES, tolerance=TOLERANCE):
+        self.engine = engine
+        self.queue = MemoryQueue()
+        self.actor = InprocGroup("actor", role("actor", self.queue, engine))
+        self.sync = BACKENDS[backend](probes=probes, tolerance=tolerance)
+        self.count = 0
+
+    def rollout(self, kind: str = "native", **more: Any) -> Any:
+        config = copy.deepcopy(self.engine.model.config)  # the trainer has switched its attention
+        config._attn_implementation = "sdpa"
+        return ROLLOUTS[kind](config, max_context_tokens=64, eos_token_ids=(), **more)
+
+    def submit_update(self) -> Any:
+        """One optimizer step, enqueued now."""
+        self.count += 1
+        name = f"s{self.count}"
+        ids = (np.arange(4, 14) * self.count) % 20 + 4
+        segments = (
+            Segment(ids=ids[:3], source="prompt"),
+            Segment(ids=ids[3:], source="sampled", logprobs=np.zeros(7, np.float32), version=0),
+        )
+        sample = Sample(sample_id=name, trajectory_id=name, group_id=name, purpose="train", segments=segments, reward=1.0)
+        refs: Refs = self.queue.put([sample])
+        return self.actor.submit("update", UpdatePlan((refs,), TERMS))
+
+    async def update(self) -> None:
+        await asyncio.wait_for(asyncio.wrap_future(self.submit_update()), 60)
+
+    def publish(self, replicas, version: int, *, fenced: bool = True, on_inflight: Any = "wait", timeout_s: float = 60) -> asyncio.Future[SyncReport]:
+        return self.sync.publish(self.actor, replicas, version=version, fenced=fenced, on_inflight=on_inflight, timeout_s=timeout_s)
+
+    def logprobs(self) -> list[np.ndarray]:
+        """The trainer's own, as of now."""
+        return [p for p in self.actor.submit("snapshot", -1, PROBES, False).result(60).probe_logprobs]
+
+
+def run(test: Callable[[], Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(test(), 120))
+
+
+async def scores(replica) -> list[np.ndarray]:
+    return [await replica.score(ids) for ids in PROBES]
+
+
+def distance(a, b) -> float:
+    return max(float(np.abs(x - y).max()) for x, y in zip(a, b, strict=True))
+
+
+@pytest.fixture(params=BACKENDS)
+def backend(request) -> str:
+    return request.param
+
+
+class Replica:
+    """A rollout engine with one habit changed."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+class Reads:
+    """A source seen through `change`."""
+
+    def __init__(self, source: Any, change: Callable[[Iterator[tuple[str, torch.Tensor]]], Iterator[tuple[str, torch.Tensor]]]):
+        self.version, self._source, self._change = source.version, source, change
+
+    def tensors(self):
+        return self._change(self._source.tensors())
+
+
+# -- delivery ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("kind", ROLLOUTS)
+@pytest.mark.parametrize("fenced", [True, False], ids=["fenced", "copied"])
+def test_after_a_large_step_the_rollout_scores_as_the_trainer_does(backend, kind, tied, fenced):
+    async def test():
+        world = World(trainer(tied=tied), backend)
+        replica = world.rollout(kind)
+        first = await world.publish([replica], 0, fenced=fenced)
+        before = await scores(replica)
+        assert distance(before, world.logprobs()) < TOLERANCE
+        await world.update()
+        assert distance(before, world.logprobs()) > 0.1, "the step was large"
+        report = await world.publish([replica], 1, fenced=fenced)
+        assert distance(await scores(replica), world.logprobs()) < TOLERANCE
+        assert replica.version == 1
+        names = [n for n, _ in world.engine.weights()]
+        assert ("lm_head.weight" in names) == (not tied)
+        assert (report.version, report.changed, report.alarms, report.failed_replicas) == (1, True, (), {})
+        assert first.num_tensors == report.num_tensors == len(names) == report.verified_tensors
+        assert report.num_bytes == sum(t.nbytes for _, t in world.engine.weights())
+        assert report.canary_max_abs < TOLERANCE and set(report.seconds) == {"gather", "load"}
+        await replica.close()
+
+    run(test)
+
+
+def test_later_versions_verify_a_sample_that_covers_everything_in_sixteen(backend):
+    async def test():
+        world = World(trainer(), backend, probes=())
+        replica = world.rollout()
+        counts = [(await world.publish([replica], v)).verified_tensors for v in range(19)]
+        total = len(list(world.engine.weights()))
+        assert counts[:3] == [total] * 3 and max(counts[3:]) < total
+        assert sum(counts[3:]) == total
+        await replica.close()
+
+    run(test)
+
+
+def test_a_rollout_in_flight_keeps_its_tokens_and_marks_the_version_of_each(backend):
+    async def test():
+        world = World(trainer(), backend)
+        replica = world.rollout()
+        await world.publish([replica], 0)
+        asked = asyncio.ensure_future(replica.generate("r", PROBES[0], Sampling(max_tokens=50, seed=3)))
+        while not replica.stats()["sampled_tokens"]:  # noqa: ASYNC110 - the engine has no event for it
+            await asyncio.sleep(0)
+        await world.update()
+        await world.publish([replica], 1, fenced=False, on_inflight="keep")
+        done = await asked
+        assert [v for v, _, _ in done.spans] == [0, 1] and done.spans[-1][2] == len(done.ids) == 50
+        await replica.close()
+
+    run(test)
+
+
+# -- what must not pass ------------------------------------------------------------------------------------------------
+
+
+def tampered(change: Callable[[Any], Any]) -> type[Role]:
+    """A role whose snapshot is changed on the way."""
+
+    class Tampered(Role):
+        def snapshot(self, version, probes, copy):
+            return change(super().snapshot(version, probes, copy))
+
+    return Tampered
+
+
+def without(mapping: dict[str, Any], name: str) -> dict[str, Any]:
+    return {n: v for n, v in mapping.items() if n != name}
+
+
+def renamed(mapping: dict[str, Any], name: str) -> dict[str, Any]:
+    return {(n + "_v2" if n == name else n): v for n, v in mapping.items()}
+
+
+NORM = "model.layers.1.input_layernorm.weight"
+
+
+def changed_after_the_manifest(snapshot):
+    snapshot.held[NORM] = snapshot.held[NORM] + 1e-3
+    return snapshot
+
+
+CHANGES = {
+    "not sent, though in the manifest": lambda s: replace(s, held=without(s.held, NORM)),
+    "neither sent nor in the manifest": lambda s: replace(s, held=without(s.held, NORM), manifest=without(s.manifest, NORM)),
+    "sent, but not in the manifest": lambda s: replace(s, manifest=without(s.manifest, NORM)),
+    "renamed on both sides": lambda s: replace(s, held=renamed(s.held, NORM), manifest=renamed(s.manifest, NORM)),
+    "renamed in the manifest": lambda s: replace(s, manifest=renamed(s.manifest, NORM)),
+    "one too many": lambda s: replace(s, held={**s.held, "extra.weight": s.held[NORM]}),
+    "of another shape": lambda s: replace(s, held={**s.held, NORM: s.held[NORM][:-1]}),
+    "of another dtype": lambda s: replace(s, held={**s.held, NORM: s.held[NORM].bfloat16()}),
+    "changed after its manifest": changed_after_the_manifest,
+}
+
+
+@pytest.mark.parametrize("kind", ROLLOUTS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_tensor_that_does_not_match_its_manifest_raises(backend, kind, change):
+    async def test():
+        world = World(trainer(), backend, role=tampered(CHANGES[change]))
+        replica = world.rollout(kind)
+        with pytest.raises(SyncError, match=r"version 3.*input_layernorm|version 3.*extra\.weight"):
+            await world.publish([replica], 3)
+        await replica.close()
+
+    run(test)
+
+
+def test_a_replica_that_skips_a_tensor_raises(backend):
+    """As an engine that ignores names which it does not know."""
+
+    class Skips(Replica):
+        async def load_weights(self, source, *, on_inflight="wait"):
+            for _ in zip(range(5), source.tensors()):
+                pass
+            return source.version
+
+    async def test():
+        world = World(trainer(), backend, probes=())
+        with pytest.raises(SyncError, match=r"tensors were never read, e\.g\. \['model"):
+            await world.publish([Skips(None)], 1)
+
+    run(test)
+
+
+def test_a_replica_that_says_another_version_raises(backend):
+    class Stale(Replica):
+        async def load_weights(self, source, *, on_inflight="wait"):
+            return await self.inner.load_weights(source, on_inflight=on_inflight) - 1
+
+    async def test():
+        world = World(trainer(), backend)
+        replica = world.rollout()
+        with pytest.raises(SyncError, match="says version 3 is live after version 4"):
+            await world.publish([Stale(replica)], 4)
+        await replica.close()
+
+    run(test)
+
+
+class Perturbs(Replica):
+    """Serves other weights than it was sent: one value of one tensor is off."""
+
+    def __init__(self, inner: Any, name: str, by: float) -> None:
+        super().__init__(inner)
+        self.name, self.by = name, by
+
+    async def load_weights(self, source, *, on_inflight="wait"):
+        def change(tensors):
+            for name, tensor in tensors:
+                if name == self.name:
+                    tensor = tensor.clone()
+                    tensor.view(-1)[0] += self.by
+                yield name, tensor
+
+        return await self.inner.load_weights(Reads(source, change), on_inflight=on_inflight)
+
+
+@pytest.mark.parametrize("kind", ROLLOUTS)
+def test_the_canary_trips_when_the_rollout_serves_other_weights(backend, kind):
+    async def test():
+        world = World(trainer(), backend)
+        replica = world.rollout(kind)
+        with pytest.raises(SyncError, match=r"version 1: rollout and trainer log-probs of the canary differ by 0\.\d+"):
+            await world.publish([Perturbs(replica, NORM, 0.5)], 1)
+        blind = World(trainer(), backend, probes=())
+        assert (await blind.publish([Perturbs(replica, NORM, 0.5)], 1)).failed_replicas == {}, "it is the canary that sees it"
+        assert (await world.publish([replica], 1)).canary_max_abs < TOLERANCE, "the engine itself is fine"
+        await replica.close()
+
+    run(test)
+
+
+def test_a_rollout_that_scores_nan_trips_the_canary(backend):
+    class Broken(Replica):
+        async def score(self, ids, *, temperature=1.0):
+            return np.full(len(ids) - 1, np.nan, np.float32)
+
+    async def test():
+        world = World(trainer(), backend)
+        replica = world.rollout()
+        with pytest.raises(SyncError, match="differ by nan"):
+            await world.publish([Broken(replica)], 1)
+        await replica.close()
+
+    run(test)
+
+
+# -- what did not change -----------------------------------------------------------------------------------------------
+
+
+def test_frozen_weights_pushed_twice_are_unchanged_and_no_alarm(backend):
+    async def test():
+        world = World(trainer(), backend)
+        replica = world.rollout()
+        reports = [await world.publish([replica], v) for v in range(3)]
+        assert [r.changed for r in reports] == [True, False, False] and all(r.alarms == () for r in reports)
+        await replica.close()
+
+    run(test)
+
+
+class SendsTheBase(FSDPEngine):
+    """Trains one set of tensors and sends another: adapters that were never merged."""
+
+    def weights(self, kind="full"):
+        if not hasattr(self, "base"):
+            self.base = [(n, t.clone()) for n, t in super().weights(kind)]
+        yield from self.base
+
+
+def test_masters_that_moved_without_a_byte_delivered_are_an_alarm(backend):
+    async def test():
+        world = World(trainer(SendsTheBase), backend, probes=())
+        replica = world.rollout()
+        await world.publish([replica], 5)
+        await world.update()
+        report = await world.publish([replica], 6)
+        assert not report.changed and len(report.alarms) == 1
+        assert report.alarms[0].startswith("weights unchanged since version 5, though ")
+        again = await world.publish([replica], 7)
+        assert again.alarms, "it is still so"
+        seeing = World(trainer(SendsTheBase), backend)
+        await seeing.publish([replica], 0)
+        await seeing.update()
+        with pytest.raises(SyncError, match="canary"):
+            await seeing.publish([replica], 1)
+        await replica.close()
+
+    run(test)
+
+
+class SendsBfloat16(FSDPEngine):
+    def weights(self, kind="full"):
+        for name, tensor in super().weights(kind):
+            yield name, tensor.bfloat16()
+
+
+def test_a_step_smaller_than_rounding_is_no_alarm_until_it_adds_up(backend):
+    """bfloat16 norms at lr 1e-6 do not move for many steps: that is not an error."""
+
+    async def test():
+        world = World(trainer(SendsBfloat16, lr=1e-7), backend, probes=())
+        for p in world.engine.model.parameters():
+            p.data.copy_(torch.where(p > 0, 1.0, -1.0))  # far from where bfloat16 rounds up or down
+        replica = world.rollout()
+        await world.publish([replica], 0)
+        masters = [p.clone() for p in world.engine.model.parameters()]
+        await world.update()
+        assert any(not torch.equal(a, b) for a, b in zip(masters, world.engine.model.parameters(), strict=True))
+        report = await world.publish([replica], 1)
+        assert not report.changed and report.alarms == ()
+        for p in world.engine.model.parameters():
+            p.data.add_(0.25)
+        assert (await world.publish([replica], 2)).changed
+        await replica.close()
+
+    run(test)
+
+
+# -- several replicas --------------------------------------------------------------------------------------------------
+
+
+class Fails(Replica):
+    async def load_weights(self, source, *, on_inflight="wait"):
+        raise ConnectionError("the server is gone")
+
+
+class Hangs(Replica):
+    async def load_weights(self, source, *, on_inflight="wait"):
+        await asyncio.sleep(3600)
+
+
+@pytest.mark.parametrize(("bad", "says"), [(Fails, "the server is gone"), (Hangs, "version 1 was not loaded in time")])
+def test_a_failed_replica_does_not_hold_the_others_and_is_reported(backend, bad, says):
+    async def test():
+        world = World(trainer(), backend)
+        good = [world.rollout(), world.rollout("hf")]
+        await world.publish(good, 0)
+        await world.update()
+        report = await world.publish([good[0], bad(None), good[1]], 1, timeout_s=60 if bad is Fails else 1.0)
+        assert list(report.failed_replicas) == [1] and says in report.failed_replicas[1]
+        assert [r.version for r in good] == [1, 1]
+        for replica in good:
+            assert distance(await scores(replica), world.logprobs()) < TOLERANCE
+            await replica.close()
+
+    run(test)
+
+
+def test_no_replica_left_raises_with_every_cause(backend):
+    async def test():
+        world = World(trainer(), backend)
+        with pytest.raises(SyncError, match=r"version 2 is live nowhere: replica 0: ConnectionError.*replica 1: SyncError") as caught:
+            await world.publish([Fails(None), Hangs(None)], 2, timeout_s=1.0)
+        assert isinstance(caught.value.__cause__, ConnectionError)
+
+    run(test)
+
+
+def test_a_trainer_that_is_busy_for_too_long_is_named(backend):
+    gate = threading.Event()
+
+    async def test():
+        world = World(trainer(), backend)
+        held = world.actor.submit("call", lambda engine: gate.wait(60))
+        with pytest.raises(SyncError, match="version 8: the trainer's weights were not ready in time"):
+            await world.publish([Fails(None)], 8, timeout_s=0.1)
+        gate.set()
+        held.result(60)
+
+    run(test)
+
+
+# -- order: nothing overtakes a publish --------------------------------------------------------------------------------
+
+
+class Late(Replica):
+    """Reads what it is sent only once `after` is done."""
+
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self.after: Any = None
+
+    async def load_weights(self, source, *, on_inflight="wait"):
+        await asyncio.wait_for(asyncio.wrap_future(self.after), 60)
+        return await self.inner.load_weights(source, on_inflight=on_inflight)
+
+
+def test_unfenced_an_optimizer_step_after_the_call_does_not_leak_into_the_version(backend):
+    async def test():
+        world = World(trainer(), backend)
+        replica = Late(world.rollout())
+        before = world.logprobs()
+        publishing = world.publish([replica], 0, fenced=False)
+        replica.after = world.submit_update()  # right after the call, long before the delivery
+        await publishing
+        assert distance(await scores(replica), before) < TOLERANCE
+        assert distance(before, world.logprobs()) > 0.1
+        await replica.close()
+
+    run(test)
+
+
+def test_fenced_nothing_is_copied_and_a_step_that_overtakes_is_caught(backend):
+    seen = []
+
+    def keep(snapshot):
+        seen.append(snapshot)
+        return snapshot
+
+    async def test():
+        world = World(trainer(), backend, role=tampered(keep))
+        replica = Late(world.rollout())
+        live = {n: t.data_ptr() for n, t in world.engine.weights()}
+        replica.after = world.actor.submit("call", lambda engine: None)
+        await world.publish([replica], 0)
+        assert {n: t.data_ptr() for n, t in seen[0].held.items()} == live
+        publishing = world.publish([replica], 1)
+        replica.after = world.submit_update()  # the fence is broken
+        with pytest.raises(SyncError, match="changed between its manifest and its delivery"):
+            await publishing
+        replica.after = world.actor.submit("call", lambda engine: None)
+        await world.publish([replica], 2, fenced=False)
+        assert not set(live.values()) & {t.data_ptr() for t in seen[2].held.values()}
+        await replica.close()
+
+    run(test)
+
+
+# -- caches ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ROLLOUTS)
+def test_a_prefix_computed_under_old_weights_is_never_used_after_a_publish(backend, kind):
+    async def test():
+        world = World(trainer(), backend)
+        replica, prompt = world.rollout(kind), np.arange(4, 24)
+        asked = [Sampling(max_tokens=12, seed=s, temperature=t) for s, t in ((1, 1.0), (2, 0.0))]
+
+        async def answers(engine, tag):
+            return [await engine.generate(f"{tag}{i}", prompt, s, prefix_key="p") for i, s in enumerate(asked)]
+
+        await world.publish([replica], 0)
+        old = await answers(replica, "old")
+        if (await replica.capabilities()).prefix_cache:
+            assert old[1].cached_tokens > 0, "this engine does cache prefixes"
+        await world.update()
+        await world.publish([replica], 1)
+        new = await answers(replica, "new")
+        fresh = world.rollout(kind)
+        await world.publish([fresh], 1)
+        expected = await answers(fresh, "fresh")
+        assert new[0].cached_tokens == 0
+        for a, b, c in zip(new, expected, old, strict=True):
+            assert a.ids.tolist() == b.ids.tolist() and a.spans == ((1, 0, 12),)
+            np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+            assert a.ids.tolist() != c.ids.tolist() or np.abs(a.logprobs - c.logprobs).max() > 1e-2
+        await replica.close()
+        await fresh.close()
+
+    run(test)
