@@ -9,7 +9,7 @@ from pathlib import Path
 from bench.environments import run_logged
 
 SEED = 0
-STEPS = 250  # enough that the answers have the form and the length of the quickstart's
+STEPS = 400  # enough that the answers have the form and length of the quickstart's, and are right now and then
 TIMEOUT_S = 900.0
 
 

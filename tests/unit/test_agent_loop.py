@@ -207,8 +207,8 @@ def test_an_output_without_sampled_tokens_has_none():
     assert shape(found.segments[1:]) == [("env", [30], -1)] and found.stop_reason == "error"
 
 
-def test_a_long_loop_is_not_a_square():
-    """2000 completions of one token each, a tool token between: every token finds its own call."""
+def test_in_a_long_loop_every_token_finds_its_own_call():
+    """2000 completions of one token each, of three kinds, a tool token between."""
     calls, response, mask = [], [], []
     for i in range(2000):
         calls.append(([*PROMPT, *response], completion([5 + i % 3], base=-float(i))))

@@ -148,7 +148,8 @@ class OptimConfig:
     eps: float = 1e-8
     clip_grad_norm: float = 1.0
     schedule: str = "constant"
-    """constant | linear | cosine, after the warm-up."""
+    """constant | linear | cosine | wsd (stable, then linear over the last `decay_ratio` of the run), after the warm-up."""
+    decay_ratio: float = 0.2
     warmup_steps: int = 0
     """Optimizer steps. The first update uses lr / (warmup_steps + 1), never 0."""
     warmup_ratio: float = 0.0

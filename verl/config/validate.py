@@ -58,7 +58,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "algorithm.kl_loss_form": ("k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"),
     "algorithm.kl_reward_form": ("k1", "abs", "k2", "k3"),
     "algorithm.on_exhausted": ("stop", "smaller"),
-    "optim.schedule": ("constant", "linear", "cosine"),
+    "optim.schedule": ("constant", "linear", "cosine", "wsd"),
     "rollout.engine": ("native", "hf"),
     "rollout.dtype": ("auto", "float32", "bfloat16"),
     "sync.engine": ("local",),
@@ -243,6 +243,8 @@ def _optimizer(config: Config) -> Iterator[str]:
     o = config.optim
     if len(o.betas) != 2 or not all(0 <= b < 1 for b in o.betas):
         yield f"optim.betas={o.betas}: two numbers from 0 to below 1, [0.9,0.999]"
+    if not 0 < o.decay_ratio <= 1:
+        yield f"optim.decay_ratio={o.decay_ratio:g}: the share of the run in which wsd decays, above 0 and at most 1"
     if o.warmup_steps and o.warmup_ratio:
         yield f"optim.warmup_steps={o.warmup_steps} and optim.warmup_ratio={o.warmup_ratio:g} both say it: leave one out"
     if config.health.mismatch_warn > config.health.mismatch_stop:

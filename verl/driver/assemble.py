@@ -274,7 +274,7 @@ def policy_engine(config: Config, device: str, run_dir: Path, *, updates: int) -
     o = config.optim
     spec = OptimSpec(
         lr=o.lr, weight_decay=o.weight_decay, betas=(o.betas[0], o.betas[1]), eps=o.eps, clip_grad_norm=o.clip_grad_norm,
-        schedule=o.schedule, warmup_steps=warmup_steps(config, updates), total_steps=updates, min_lr_ratio=o.min_lr_ratio,
+        schedule=o.schedule, warmup_steps=warmup_steps(config, updates), total_steps=updates, decay_ratio=o.decay_ratio, min_lr_ratio=o.min_lr_ratio,
         max_skipped_updates=o.max_skipped_updates,
     )  # fmt: skip
     return _engine(config, device, optim=spec, dump_dir=run_dir / "crash")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-SCHEDULES = ("constant", "linear", "cosine")
+SCHEDULES = ("constant", "linear", "cosine", "wsd")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +22,7 @@ class OptimSpec:
     schedule: str = "constant"
     warmup_steps: int = 0
     total_steps: int | None = None
+    decay_ratio: float = 0.2
     min_lr_ratio: float = 0.0
     max_skipped_updates: int = 3
 
@@ -41,8 +42,12 @@ def learning_rate(spec: OptimSpec, step: int) -> float:
     assert spec.total_steps is not None
     span = max(1, spec.total_steps - spec.warmup_steps)
     done = min(1.0, (step - spec.warmup_steps) / span)
-    shape = 1 - done if spec.schedule == "linear" else 0.5 * (1 + math.cos(math.pi * done))
-    return spec.lr * (spec.min_lr_ratio + (1 - spec.min_lr_ratio) * shape)
+    shapes = {
+        "linear": 1 - done,
+        "cosine": 0.5 * (1 + math.cos(math.pi * done)),
+        "wsd": min(1.0, (1 - done) / spec.decay_ratio),  # warm-up, stable, linear decay over the last share
+    }
+    return spec.lr * (spec.min_lr_ratio + (1 - spec.min_lr_ratio) * shapes[spec.schedule])
 
 
 def make_adamw(model: nn.Module, spec: OptimSpec) -> torch.optim.AdamW:
