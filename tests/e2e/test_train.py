@@ -89,3 +89,18 @@ def test_dynamic_sampling_refills_and_stops_with_the_reason(tmp_path, tiny_model
         small_run(tmp_path, tiny_model, arithmetic_data[:1], "algorithm.name=dapo", f"reward.path={flat}", "algorithm.max_draws_per_group=2")
     small_run(tmp_path / "ok", tiny_model, arithmetic_data[:1], "algorithm.name=dapo", "run.total_steps=2")
     assert metrics_of(tmp_path / "ok" / "r")[2]["groups/zero_variance_share"] < 1
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_publish_that_fails_ends_the_run_at_once_with_its_cause(tmp_path, tiny_model, arithmetic_data, staleness, monkeypatch):
+    from verl.rollout.native import NativeEngine
+    from verl.weight_sync.base import SyncError
+
+    real = NativeEngine.score
+
+    async def other(self, ids, *, temperature=1.0):
+        return await real(self, ids, temperature=temperature) + (1.0 if self.version == 2 else 0.0)
+
+    monkeypatch.setattr(NativeEngine, "score", other)
+    with pytest.raises(SyncError, match="canary"):
+        small_run(tmp_path, tiny_model, arithmetic_data[:1], "run.total_steps=6", f"pipeline.staleness={staleness}", "run.wait_timeout_s=30")

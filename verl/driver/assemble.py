@@ -95,6 +95,7 @@ async def assemble(resolved: Resolved, *, progress: LiveProgress | None = None, 
     decode = decoder(tokenizer)
     events = EventLog(run_dir, attempt)
     progress = progress or LiveProgress()
+    progress.message(f"data: {tasks.report.summary()}")
     trajectories = Trajectories(
         engine=replica, loop=_loop_factory(config, tokenizer), reward=reward, decode=decode, waits=waits,
         seed=config.run.seed, max_attempts=config.pipeline.max_attempts, timeout_s=config.run.wait_timeout_s,
@@ -148,6 +149,7 @@ def assemble_supervised(
     engine = policy_engine(config, device_of(config), run_dir, updates=total_steps)
     engine.check_packing(share_prefix=False)
     progress = progress or LiveProgress()
+    progress.message(f"data: {rows.report.summary()}")
     run = SupervisedRun(
         config=config, dir=run_dir, total_steps=total_steps, rows=rows, eval_rows=eval_rows,
         cursor=Cursor(len(rows), _data_seed(config), config.data.shuffle),

@@ -367,6 +367,11 @@ class Player:
         if tasks:
             await asyncio.wait(tasks, timeout=self._timeout_s)
 
+    def fail(self, error: BaseException) -> None:
+        """Something that `take` may be waiting for broke (a publish): it raises this instead of waiting on."""
+        self._failure = self._failure or error
+        self._changed.set()
+
     def _check(self) -> None:
         if self._failure is not None:
             raise self._failure

@@ -118,6 +118,7 @@ class Run:
         """Load the latest checkpoint if there is one, and make its weights live: nothing is sampled before a verified sync."""
         if self._resumed is not None:
             await train_state.restore(self, self._resumed)
+            self.events.resume_at(self.first_index + 1)
         await self._sync(self.version)
         if self._resumed is not None:
             train_state.resume_groups(self, self._resumed)
@@ -151,6 +152,7 @@ class Run:
         with step.clock("publish"):
             await self.settle()
             self._publishing = asyncio.ensure_future(self._commit(self.version + 1, step.number))
+            self._publishing.add_done_callback(self._note_publish)
             await asyncio.sleep(0)  # the snapshot is enqueued before the next optimizer step can be
             if self.placement.colocated:
                 await self.settle()
@@ -203,6 +205,10 @@ class Run:
     def _ask_to_stop(self) -> None:
         self.stop_requested = True
         self.progress.message("SIGTERM: finishing this step, then saving")
+
+    def _note_publish(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.player.fail(error)
 
     async def _commit(self, version: int, number: int) -> None:
         report = await self._sync(version)
