@@ -20,18 +20,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import psutil
+import torch
+from rich.console import Console
+
+from bench import limits, results
+from bench.environments import Environment, Unavailable, ensure, run_logged
+from bench.report import as_rich, document
+from bench.start_checkpoint import Start, ensure_start
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
-import psutil  # noqa: E402
-import torch  # noqa: E402
-from rich.console import Console  # noqa: E402
-
-from bench import limits, results  # noqa: E402
-from bench.environments import Environment, Unavailable, ensure, run_logged  # noqa: E402
-from bench.report import as_rich, document  # noqa: E402
-from bench.start_checkpoint import Start, ensure_start  # noqa: E402
-
 GROUPS, SAMPLES_PER_PROMPT, MAX_RESPONSE_TOKENS = 32, 8, 48
 LR = 1e-6  # the policy stands still: every step is the same work
 ARM_TIMEOUT_S = 600.0

@@ -13,6 +13,7 @@ OURS = "verl"
 PEERS = ("TRL", "naive")
 ARMS = (OURS, *PEERS)
 NOT_RUN = "not run"
+QUIET_CORES = 0.2  # above this, wall time depends on the neighbours
 Steps = Sequence[Mapping[str, float]]
 
 
@@ -70,6 +71,7 @@ class Figure:
 
 WALL = Figure("step, s", 2, lambda s: s["wall_s"])
 CPU = Figure("CPU time per step, core-s", 2, lambda s: s["cpu_s"])
+OTHERS = Figure("cores taken by others meanwhile", 2, lambda s: s["others_cores"], compared=False)
 FIGURES = (
     WALL,
     CPU,
@@ -81,7 +83,7 @@ FIGURES = (
     Figure("peak memory, MB", 0, of_round=lambda r: r["peak_rss_mb"]),
     Figure("start to first step done, s", 1, of_round=lambda r: r["first_step_done_s"]),
     Figure("response tokens per step", 0, lambda s: s["response_tokens"], compared=False),
-    Figure("cores taken by others meanwhile", 2, lambda s: s["others_cores"], compared=False),
+    OTHERS,
 )
 
 
@@ -205,5 +207,6 @@ def verdict(arms: Mapping[str, Arm], dtype: str) -> str:
             said.append(f"{wall.overall:.2f}× {peer}'s speed ({cpu.overall:.2f}× by CPU time)")
         else:
             said.append(f"{peer} {NOT_RUN} ({arms[peer].reason})")
-    return f"{dtype}: a step of verl takes {spread_of(arms[OURS], WALL).median:.2f} s: " + "; ".join(said)
-
+    noise = max(spread_of(arm, OTHERS).median for arm in arms.values() if arm.rounds)
+    caution = f". Others used up to {noise:.1f} cores meanwhile: trust the CPU time more" if noise > QUIET_CORES else ""
+    return f"{dtype}: a step of verl takes {spread_of(arms[OURS], WALL).median:.2f} s: {'; '.join(said)}{caution}"

@@ -271,8 +271,6 @@ class Player:
             if isinstance(got, Batch):
                 self._taken = got.group_ids
                 await self._drop(got.dropped)
-                if self._eager:
-                    self._admit()
                 return Refs(r for g in got.group_ids for r in self._refs[g])
             if isinstance(got, Exhausted):
                 raise RunEnded(str(got))
@@ -436,8 +434,12 @@ class Player:
             self._admit()
 
     async def _drop(self, group_ids: Sequence[str]) -> None:
-        """Over-sampled surplus: cancel it and return its tasks to the cursor, latest admitted first. A task may be drawn
-        again at once, under the same group id: what was dropped has ended before."""
+        """Over-sampled surplus: cancel it and return its tasks to the cursor, latest admitted first.
+
+        A task may be drawn again under the same group id, so what was dropped has ended before. Its slot stays free
+        until the next admission: drawn again at once, it would be the latest admitted of the same version again, and
+        dropped at every step.
+        """
         await self._cancel(group_ids)
         for group_id in reversed(group_ids):
             self.cursor.give_back(self._draws[group_id])

@@ -6,70 +6,96 @@ backward pass (pitfalls 32; algorithms.md 2.12).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 _CHUNK_BYTES = 16 << 20  # of one chunk of float32 logits: small enough for the caches, large enough for the GEMM
+_CHUNK_ROWS = 64  # at least: each chunk reads and writes the whole gradient of the head
 
 
 class _LinearLogprob(torch.autograd.Function):
     """See `linear_logprob`."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, temperature, want_entropy, want_sum_pi_squared):
-        n, v = hidden.shape[0], weight.shape[0]
-        chunk = max(16, _CHUNK_BYTES // (4 * v))
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: Tensor,
+        want_entropy: bool, want_sum_pi_squared: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+        n = hidden.shape[0]
         exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         logprobs = torch.empty(n, dtype=exact, device=hidden.device)
         lse = torch.empty_like(logprobs)
         entropy = torch.empty_like(logprobs) if want_entropy else None
         sum_pi2 = torch.empty_like(logprobs) if want_sum_pi_squared else None
-        for s in range(0, n, chunk):
-            at = slice(s, s + chunk)
-            z = _logits(hidden[at], weight, bias, temperature[at])
+        cast = weight.to(hidden.dtype)  # once, not once a chunk
+        for at in _chunks(n, weight.shape[0]):
+            z = _logits(hidden[at], cast, bias, temperature[at])
             lse[at] = torch.logsumexp(z, -1)
             logprobs[at] = z.gather(-1, targets[at, None])[:, 0] - lse[at]
-            if entropy is not None:
-                logp = z - lse[at, None]
-                entropy[at] = -(logp.exp() * logp).sum(-1)
             if sum_pi2 is not None:
                 sum_pi2[at] = torch.exp(torch.logsumexp(2 * z, -1) - 2 * lse[at])
+            if entropy is not None:
+                logp = _centred(z, lse[at])
+                entropy[at] = -(logp.exp().mul_(logp)).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, lse, entropy)
-        ctx.chunk = chunk
         if sum_pi2 is not None:
             ctx.mark_non_differentiable(sum_pi2)
         return logprobs, entropy, sum_pi2
 
     @staticmethod
-    def backward(ctx, d_logprob, d_entropy, _):
+    @once_differentiable
+    def backward(ctx: Any, d_logprob: Tensor, d_entropy: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, temperature, lse, entropy = ctx.saved_tensors
-        d_hidden = torch.empty_like(hidden)
+        d_entropy = d_entropy if entropy is not None else None
+        # Rows that nothing depends on are left out: groups without signal cost nothing, and a NaN in them reaches nothing.
+        needed = d_logprob != 0 if d_entropy is None else (d_logprob != 0) | (d_entropy != 0)
+        rows = needed.nonzero()[:, 0]
+        cast = weight.to(hidden.dtype)
+        d_hidden = torch.zeros_like(hidden)
         d_weight = torch.zeros(weight.shape, dtype=lse.dtype, device=weight.device)
         d_bias = torch.zeros(bias.shape, dtype=lse.dtype, device=bias.device) if bias is not None else None
-        for s in range(0, hidden.shape[0], ctx.chunk):
-            at = slice(s, s + ctx.chunk)
-            logp = _logits(hidden[at], weight, bias, temperature[at]).sub_(lse[at, None])
-            p = logp.exp()
-            dz = p * -d_logprob[at, None]
-            dz.scatter_add_(-1, targets[at, None], d_logprob[at, None])
-            if entropy is not None and d_entropy is not None:  # dH/dz = -p (log p + H)
-                dz -= d_entropy[at, None] * p * (logp + entropy[at, None])
+        for chunk in _chunks(len(rows), weight.shape[0]):
+            at = rows[chunk]
+            h, d = hidden[at], d_logprob[at, None]
+            logp = _centred(_logits(h, cast, bias, temperature[at]), lse[at])
+            if d_entropy is None:
+                dz = logp.exp_().mul_(-d)
+            else:  # dH/dz = -p (log p + H)
+                p = logp.exp()
+                dz = logp.add_(entropy[at, None]).mul_(-d_entropy[at, None]).sub_(d).mul_(p)
+            dz.scatter_add_(-1, targets[at, None], d)
             dz /= temperature[at, None]
             if d_bias is not None:
                 d_bias += dz.sum(0)
             dz = dz.to(hidden.dtype)
-            d_hidden[at] = dz @ weight.to(hidden.dtype)
-            d_weight += (dz.T @ hidden[at]).to(lse.dtype)
+            d_hidden[at] = dz @ cast
+            if dz.dtype == d_weight.dtype:
+                d_weight.addmm_(dz.T, h)
+            else:
+                d_weight += dz.T @ h
         return d_hidden, d_weight.to(weight.dtype), None if d_bias is None else d_bias.to(bias.dtype), None, None, None, None
+
+
+def _chunks(n: int, vocab_size: int) -> list[slice]:
+    rows = max(_CHUNK_ROWS, _CHUNK_BYTES // (4 * vocab_size))
+    return [slice(start, min(n, start + rows)) for start in range(0, n, rows)]
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: Tensor) -> Tensor:
     """[n, H] -> [n, V] float32 (float64 stays), divided by each row's own temperature."""
-    z = hidden @ weight.to(hidden.dtype).T
+    z = hidden @ weight.T
     z = z if z.dtype == torch.float64 else z.float()
     if bias is not None:
-        z = z + bias
-    return z / temperature[:, None].to(z.dtype)
+        z += bias
+    return z.div_(temperature[:, None])
+
+
+def _centred(z: Tensor, lse: Tensor) -> Tensor:
+    """Log-probs in place of the logits; one of -inf becomes so small that p log p is 0 and not NaN."""
+    return z.sub_(lse[:, None]).clamp_(min=-1e30)
 
 
 def linear_logprob(

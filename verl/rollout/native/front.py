@@ -70,7 +70,8 @@ class AsyncEngine:
         try:
             return await future
         finally:
-            if self._pop_pending(request):  # the caller gave up: give its row back
+            # the caller gave up: give its row back (all of them, if it is its event loop that ends)
+            if self._pop_pending(request) and not (self._driver and self._driver.cancelling()):
                 self._aborts.append(([request], None))
                 self._wake_driver()
 
@@ -150,8 +151,10 @@ class AsyncEngine:
 
     async def close(self) -> None:
         """Pending calls fail; a hop that is under way ends in the background."""
+        if self._closed:
+            return
         self._closed = True
-        if self._driver is not None:
+        if self._driver is not None and not self._driver.get_loop().is_closed():
             self._driver.cancel()
         self._abandon(RuntimeError("the rollout engine was closed"))
         self._thread.submit(self._runner.close)
@@ -198,6 +201,16 @@ class AsyncEngine:
             raise RuntimeError(f"the rollout engine has failed: {self._failure!r}") from self._failure
         if self._closed:
             raise RuntimeError("the rollout engine is closed")
+        self._follow_loop()
+
+    def _follow_loop(self) -> None:
+        """A script may call asyncio.run again: what the last event loop left behind is dropped."""
+        if self._driver is None or (last := self._driver.get_loop()) is asyncio.get_running_loop():
+            return
+        if not last.is_closed() and (self._pending or not self._driver.done()):
+            raise RuntimeError("the rollout engine is in use on another event loop: one engine serves one loop at a time")
+        self._driver = None
+        self._abandon(asyncio.CancelledError())
 
     # ---- the driver ------------------------------------------------------------------------------------------------
 
@@ -228,7 +241,8 @@ class AsyncEngine:
 
     @property
     def _can_step(self) -> bool:
-        return self._core.busy and not self._frozen and not self._asleep and self._runner.ready
+        held_back = self._frozen or self._asleep or self._failure is not None
+        return self._core.busy and self._runner.ready and not held_back
 
     async def _quiet(self) -> None:
         """Let every task that is about to call the engine do so."""

@@ -97,14 +97,15 @@ def _inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     below = mass.gather(1, (block - 1).clamp_(min=0)[:, None]).squeeze(1)
     residual = target - torch.where(block > 0, below, 0.0)
     inside = blocks[torch.arange(n, device=probs.device), block].cumsum(-1, dtype=torch.float64)  # [n, BLOCK]
-    return block * BLOCK + _first_above(inside, residual, scale=False)[0]
+    return (block * BLOCK + _first_above(inside, residual, scale=False)[0]).clamp_(max=vocab - 1)
 
 
 def _first_above(cdf: Tensor, target: Tensor, *, scale: bool) -> tuple[Tensor, Tensor]:
     """cdf [n, m] float64, target [n] (a share of the total when `scale`) -> index [n], the target that was used [n]."""
     total = cdf[:, -1]
     target = torch.minimum(target * total if scale else target, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cdf, target[:, None], right=True).squeeze(1), target
+    index = torch.searchsorted(cdf, target[:, None], right=True).squeeze(1)
+    return index.clamp_(max=cdf.shape[1] - 1), target  # NaN is above everything; the core refuses it by its log-prob
 
 
 def _truncate(logits: Tensor, rows: np.ndarray, draw: Draw) -> Tensor:

@@ -1,0 +1,137 @@
+"""The native forward pass against transformers: every architecture row, RoPE variant, layout and precision."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from verl.rollout.native.core import EngineCore
+from verl.rollout.native.linear import Linear
+from verl.rollout.native.request import Request
+from verl.rollout.native.runner import NativeRunner
+from verl.types import Sampling
+
+SIZES: dict[str, Any] = dict(
+    vocab_size=67, hidden_size=48, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2,
+    intermediate_size=64, max_position_embeddings=512, initializer_range=0.12,
+)  # fmt: skip
+
+
+def rope(kind: str, **more: float) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, **more}
+
+
+LLAMA3 = rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)
+CONFIGS: dict[str, Any] = {
+    "qwen3": Qwen3Config(**SIZES, head_dim=20, tie_word_embeddings=True),
+    "qwen3 bias": Qwen3Config(**SIZES, head_dim=8, attention_bias=True, tie_word_embeddings=False),
+    "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
+    "llama bias": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True),
+    "llama mha": LlamaConfig(**{**SIZES, "num_key_value_heads": 6}),
+    "llama mqa": LlamaConfig(**{**SIZES, "num_key_value_heads": 1}),
+    "llama3 rope": LlamaConfig(**SIZES, rope_parameters=LLAMA3),
+    "linear rope": LlamaConfig(**SIZES, rope_parameters=rope("linear")),
+    "yarn rope": Qwen3Config(
+        **SIZES, head_dim=16, rope_parameters=rope("yarn", original_max_position_embeddings=64)
+    ),
+    "mistral": MistralConfig(**SIZES, sliding_window=None),
+    "mistral window": MistralConfig(**SIZES, sliding_window=256),
+}  # fmt: skip
+PROMPTS = [np.random.default_rng(i).integers(0, 67, n) for i, n in enumerate((3, 90, 17, 40, 1))]
+
+
+def reference(config: Any, rounded: torch.dtype = torch.float32, dtype: torch.dtype = torch.float32) -> Any:
+    """Parameters rounded, then kept in `dtype`; buffers (the RoPE frequencies) stay in float32."""
+    torch.manual_seed(0)
+    module = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+    for name, parameter in module.named_parameters():
+        if "bias" in name or "norm" in name:
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+        parameter.data = parameter.data.to(rounded).to(dtype)
+    return module
+
+
+def engine(config: Any, module: Any, **options: Any) -> EngineCore:
+    options = {"dtype": torch.float32, "max_prefill_tokens": 64, **options}
+    runner = NativeRunner(
+        config, max_context_tokens=256, device=torch.device("cpu"), max_rows=8, prefix_cache_tokens=0,
+        deterministic=False, lanes=1, **options,
+    )  # fmt: skip
+    core = EngineCore(runner, (), None)
+    core.load(SimpleNamespace(version=0, tensors=lambda: module.state_dict().items()))
+    return core
+
+
+def sampled(core: EngineCore, temperature: float = 1.0) -> dict[str, Any]:
+    for i, prompt in enumerate(PROMPTS):
+        core.add(Request(str(i), prompt, Sampling(max_tokens=40, temperature=temperature, seed=i)))
+    done: dict[str, Any] = {}
+    while core.busy:
+        done |= {c.request_id: c for _, c in core.step()}
+    return done
+
+
+def logprobs_of(module: Any, prompt: np.ndarray, ids: np.ndarray, temperature: float) -> np.ndarray:
+    whole = torch.from_numpy(np.concatenate([prompt, ids]))[None]
+    logits = module(whole).logits[0, len(prompt) - 1 : -1].float() / temperature
+    return torch.log_softmax(logits, -1).gather(1, torch.from_numpy(ids)[:, None])[:, 0].numpy()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_float32_matches_transformers(name: str) -> None:
+    module = reference(CONFIGS[name])
+    core = engine(CONFIGS[name], module)  # prompts of 90 tokens in passes of 64: chunks with a past as well
+    for i, c in sampled(core, 0.7).items():
+        np.testing.assert_allclose(c.logprobs, logprobs_of(module, PROMPTS[int(i)], c.ids, 0.7), atol=1e-5)
+    scored = core.runner.score(PROMPTS[1], 0.7)
+    np.testing.assert_allclose(scored, logprobs_of(module, PROMPTS[1][:1], PROMPTS[1][1:], 0.7), atol=1e-5)
+
+
+@pytest.mark.parametrize("emulate", [False, True])
+def test_bfloat16_is_as_close_to_float32_as_transformers_is(emulate: bool) -> None:
+    """Same rounded weights: the engine's distance to exact arithmetic is at most that of transformers in bf16."""
+    module = reference(CONFIGS["qwen3"], dtype=torch.bfloat16)
+    exact = reference(CONFIGS["qwen3"], rounded=torch.bfloat16)
+    core = engine(CONFIGS["qwen3"], module, dtype=torch.bfloat16, emulate_bf16=emulate)
+    assert core.runner.compute_dtype == (torch.float32 if emulate else torch.bfloat16)  # type: ignore[attr-defined]
+    ours, theirs = [], []
+    for i, c in sampled(core).items():
+        truth = logprobs_of(exact, PROMPTS[int(i)], c.ids, 1.0)
+        ours.append(c.logprobs - truth)
+        theirs.append(logprobs_of(module, PROMPTS[int(i)], c.ids, 1.0) - truth)
+    error, bound = np.abs(np.concatenate(ours)), np.abs(np.concatenate(theirs))
+    assert error.mean() < 1.2 * bound.mean() and error.max() < 2 * bound.max()
+    if emulate:
+        assert error.max() < 1e-5
+
+
+@pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"), reason="this torch has no oneDNN linear")
+@pytest.mark.parametrize("bias", [False, True])
+def test_packed_linear_equals_plain(bias: bool) -> None:
+    torch.manual_seed(0)
+    for rows, width, out in ((1, 48, 96), (7, 192, 384), (256, 64, 67), (33, 513, 31)):
+        weight, b = torch.randn(out, width), torch.randn(out) if bias else None
+        x, residual = torch.randn(rows, width), torch.randn(rows, out)
+        exact = x.double() @ weight.double().t() + (b.double() if b is not None else 0)
+        with torch.inference_mode():
+            for packed in (False, True):
+                linear = Linear(weight, b, packed=packed)
+                torch.testing.assert_close(linear(x).double(), exact, atol=2e-4, rtol=1e-5)
+                total = linear.add_to(residual.clone(), x).double()
+                torch.testing.assert_close(total, exact + residual, atol=2e-4, rtol=1e-5)
+
+
+@pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"), reason="this torch has no oneDNN linear")
+@pytest.mark.parametrize("name", ["qwen3", "llama bias"])
+def test_packed_engine_equals_plain(name: str) -> None:
+    module = reference(CONFIGS[name])
+    plain, packed = (sampled(engine(CONFIGS[name], module, packed=p)) for p in (False, True))
+    for i in plain:
+        assert plain[i].ids.tolist() == packed[i].ids.tolist()
+        np.testing.assert_allclose(plain[i].logprobs, packed[i].logprobs, atol=1e-5)

@@ -1,0 +1,148 @@
+"""A player with everything real but the model, in virtual time: what the tests of verl/driver/play.py are played on."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from fakes import FakeEngine, FunctionReward, VirtualTime
+
+from verl.agent_loop.base import AgentLoopBase
+from verl.agent_loop.single_turn import SingleTurnLoop
+from verl.algorithms.table import Algorithm, resolve
+from verl.data.cursor import Cursor
+from verl.driver.play import Player, Trajectories
+from verl.driver.scheduler import Scheduler
+from verl.track.events import EventLog, read_events
+from verl.transfer_queue.memory import MemoryQueue
+from verl.types import Refs, Sampling, Score, Task, derive_seed
+from verl.workers.waits import Waits
+
+SEED = 11
+SAMPLING = Sampling(max_tokens=8)
+
+
+def jitter(seed: int) -> float:
+    """0 to 4 s."""
+    return random.Random(seed).random() * 4
+
+
+def by_id(request: Any) -> Score:
+    """A reward that differs within a group and is a function of the place alone."""
+    return Score((derive_seed(request.request_id) % 1000) / 1000)
+
+
+def seed_of(draw: int, index: int, attempt: int = 0, purpose: str = "train", epoch: int = 0) -> int:
+    """As DESIGN section 6 says: hash(run seed, purpose, epoch, draw, task, index, attempt, turn)."""
+    return derive_seed(SEED, purpose, epoch, draw, f"task{draw}", index, attempt, 0)
+
+
+def task_of(index: int) -> Task:
+    return Task(
+        task_id=f"task{index}", index=index, messages=({"role": "user", "content": f"q{index}"},),
+        prompt_ids=np.array([1, 2, 3 + index % 5]), ground_truth=str(index), extra_info={"split": "train"}, row={"ability": "math"},
+    )  # fmt: skip
+
+
+@dataclass
+class Stage:
+    """A player with everything real but the model."""
+
+    tmp_path: Path
+    engine: FakeEngine = field(default_factory=lambda: FakeEngine(delay_s=jitter))
+    reward: Callable[[Any], Any] = by_id
+    loop: Callable[[Any], AgentLoopBase] = lambda server: SingleTurnLoop(None, server, None)
+    algorithm: Algorithm = field(default_factory=lambda: resolve("grpo"))
+    prompts: int = 4
+    n: int = 4
+    steps: int = 20
+    tasks: int = 1000
+    epochs: int | None = None
+    staleness: float = 0.0
+    oversample: float = 0.0
+    sync_every: int = 1
+    max_attempts: int = 1
+    timeout_s: float = 600.0
+    play_timeout_s: float = 600.0
+    max_invalid_share: float = 1.0
+
+    def __post_init__(self) -> None:
+        self.engine.version = max(self.engine.version, 0)
+        self.queue, self.waits = MemoryQueue(), Waits()
+        self.events = EventLog(self.tmp_path, 0)
+        self.cursor = Cursor(self.tasks, 0, shuffle=False, num_epochs=self.epochs)
+        self.scheduler = Scheduler(
+            prompts_per_step=self.prompts, total_steps=self.steps, staleness=self.staleness, oversample=self.oversample,
+            sync_every=self.sync_every, max_draws_per_group=self.algorithm.max_draws_per_group, on_exhausted=self.algorithm.on_exhausted,
+        )  # fmt: skip
+        reward = self.reward if hasattr(self.reward, "score") else FunctionReward(self.reward)
+        self.trajectories = Trajectories(
+            engine=self.engine, loop=self.loop, reward=reward, decode=lambda ids: " ".join(map(str, ids)),  # type: ignore[arg-type]
+            waits=self.waits, seed=SEED, max_attempts=self.max_attempts, timeout_s=self.timeout_s,
+        )  # fmt: skip
+        self.player = Player(
+            scheduler=self.scheduler, cursor=self.cursor, tasks=SimpleTasks(self.tasks), trajectories=self.trajectories,
+            algorithm=self.algorithm, sampling=SAMPLING, samples_per_prompt=self.n, queue=self.queue, events=self.events,
+            waits=self.waits, timeout_s=self.play_timeout_s, eager=self.staleness > 0, max_invalid_share=self.max_invalid_share,
+        )  # fmt: skip
+
+    async def step(self, *, publish: bool = True) -> Refs:
+        """One turn of the driver, without the training."""
+        step = self.scheduler.next_step
+        refs = await self.player.take(step)
+        self.player.trained(step, refs)
+        self.queue.drop(refs)
+        if publish and self.scheduler.publish_due(step):
+            self.engine.version += 1
+            self.player.published(self.engine.version)
+        return refs
+
+    def log(self, kind: str) -> list[dict[str, Any]]:
+        self.events.flush()
+        return [dict(e.data) for e in read_events(self.tmp_path, {kind})]
+
+    def released(self) -> Counter[str]:
+        return Counter(e["reason"] for e in self.log("released"))
+
+
+class SimpleTasks:
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Task:
+        return task_of(index)
+
+
+def play(test: Callable[[], Any]) -> Any:
+    """Run to the end; nothing may be left in the loop, and nothing may be said to its exception handler."""
+    said: list[str] = []
+
+    async def main() -> Any:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: said.append(str(context)))
+        result = await test()
+        assert asyncio.all_tasks() == {asyncio.current_task()}, "a task was left behind"
+        return result
+
+    with asyncio.Runner(loop_factory=VirtualTime) as runner:
+        result = runner.run(main())
+    assert not said, said
+    return result
+
+
+def groups_of(refs: Refs) -> list[str]:
+    return list(refs.groups())
+
+
+def group_id(draw: int) -> str:
+    return f"g{draw:08d}"
+
+

@@ -1,0 +1,282 @@
+"""The bench's arithmetic: FLOPs, limits, medians, ratios, tables, and how an arm that cannot run is reported."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from bench import environments, limits, report, results
+
+ROOT = Path(__file__).resolve().parents[2]
+SHAPE = limits.Shape(parameters=1_000_000, layers=2, heads=4, kv_heads=2, head_dim=8)
+MACHINE = limits.Machine(
+    threads=2, gflop_per_s=150.0, gflop_per_core_s=100.0, gflop_per_core_s_model_shapes=80.0, gbyte_per_s=10.0
+)
+
+
+def work(**changed: float) -> limits.Work:
+    given = {"groups": 3, "samples_per_prompt": 2, "prompt_tokens_mean": 4.0, "response_tokens_mean": 5.0, "longest_response_tokens": 6.0}
+    return limits.Work(**{**given, **changed})
+
+
+def steps(wall_s: float, count: int = 3, **changed: float) -> list[dict[str, float]]:
+    step = {
+        "wall_s": wall_s, "cpu_s": 2 * wall_s, "rollout_s": 0.25 * wall_s, "update_s": 0.5 * wall_s, "prompt_tokens": 96.0,
+        "response_tokens": 1000.0, "longest_response_tokens": 40.0, "others_cores": 0.0, "load_1min": 0.5,
+        "phase_update_s": 0.5 * wall_s, "phase_rollout_s": 0.25 * wall_s,
+    }  # fmt: skip
+    return [{**step, **changed} for _ in range(count)]
+
+
+def arm(name: str, *walls_s: float, peak_rss_mb: float = 100.0, **changed: float) -> results.Arm:
+    return results.Arm(name, [{"steps": steps(w, **changed), "peak_rss_mb": peak_rss_mb, "first_step_done_s": 9.0} for w in walls_s])
+
+
+# -- what a step costs -------------------------------------------------------------------------------------------------
+
+
+def test_prompt_tokens_count_once_per_group_and_responses_each():
+    assert work().tokens == 3 * 4 + 3 * 2 * 5
+
+
+def test_attended_pairs_equal_the_pairs_counted_one_by_one():
+    prompt, response = range(4), range(5)
+    by_hand = sum(i + 1 for i in prompt) + 2 * sum(4 + i + 1 for i in response)
+    assert work().attended == 3 * by_hand
+
+
+def test_flops_of_forward_and_train():
+    forward = 2 * 1_000_000 * work().tokens + 4 * 2 * 4 * 8 * work().attended
+    assert limits.forward_flops(SHAPE, work()) == forward
+    assert limits.train_flops(SHAPE, work()) == 3 * forward
+
+
+def test_decode_bytes_are_weights_per_tick_and_keys_and_values_attended():
+    expected = 4 * (1_000_000 * 6 + 2 * 2 * 2 * 8 * work().attended)
+    assert limits.decode_bytes(SHAPE, work(), "float32") == expected
+    assert limits.decode_bytes(SHAPE, work(), "bfloat16") == expected / 2
+
+
+@pytest.mark.parametrize(("gbyte_per_s", "bound"), [(1e-3, "memory"), (1e6, "compute")])
+def test_rollout_is_bound_by_the_slower_of_compute_and_memory(gbyte_per_s, bound):
+    machine = limits.Machine(2, 150.0, 100.0, 80.0, gbyte_per_s)
+    found = limits.part_limits(SHAPE, work(), machine, "float32")
+    by_memory = limits.decode_bytes(SHAPE, work(), "float32") / 1e9 / gbyte_per_s
+    by_compute = limits.forward_flops(SHAPE, work()) / 1e9 / 200.0  # both cores at the best rate of one
+    assert found["rollout"].seconds == (by_memory if bound == "memory" else by_compute)
+    assert found["step"].seconds == found["rollout"].seconds + found["update"].seconds
+    assert found["step"].gflop == found["rollout"].gflop + found["update"].gflop
+
+
+def test_the_peak_is_what_all_cores_do_when_they_are_ours():
+    assert MACHINE.peak_gflop_per_s == 200.0
+    assert limits.Machine(2, 250.0, 100.0, 80.0, 1.0).peak_gflop_per_s == 250.0
+
+
+def test_the_best_of_several_passes_is_kept_per_figure():
+    assert limits.best([limits.Machine(2, 1, 5, 2, 9), limits.Machine(2, 3, 4, 6, 8)]) == limits.Machine(2, 3, 5, 6, 9)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_shape_of_a_model_folder_counts_an_embedding_only_where_it_is_the_head(tmp_path, tied):
+    config = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3, "hidden_size": 8, "vocab_size": 10, "tie_word_embeddings": tied}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tensors = {"embed": np.zeros((10, 8), np.float32), "layer": np.zeros((8, 8), np.float32)}
+    save_file(tensors if tied else {**tensors, "head": np.zeros((10, 8), np.float32)}, tmp_path / "model.safetensors")
+    assert limits.read_shape(tmp_path) == limits.Shape(80 + 64, 3, 4, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "native"),
+    [
+        ({"avx2": True, "avx512_bf16": False, "amx_bf16": False}, False),
+        ({"avx512_f": True, "avx512_bf16": True}, True),
+        ({"amx_bf16": True}, True),
+        ({}, False),
+    ],
+)
+def test_bf16_is_measured_only_where_the_cpu_multiplies_it(capabilities, native):
+    assert limits.has_native_bf16(capabilities) is native
+    assert limits.precisions(capabilities) == (("float32", "bfloat16") if native else ("float32",))
+
+
+# -- medians and ratios ------------------------------------------------------------------------------------------------
+
+
+def test_spread_is_median_and_quartiles():
+    assert results.Spread.of([5.0, 1.0, 3.0, 2.0, 4.0]) == results.Spread(3.0, 2.0, 4.0)
+    assert results.Spread.of([7.0]).text(1) == "7.0 [7.0–7.0]"
+    with pytest.raises(ValueError, match="no values"):
+        results.Spread.of([])
+
+
+def test_a_ratio_above_one_means_verl_is_better_for_costs_and_for_rates():
+    ours, peer = arm("verl", 1.0), arm("TRL", 2.0)
+    assert results.ratio(results.WALL, ours, peer).overall == 2.0
+    tokens = next(f for f in results.FIGURES if f.label == "response tokens/s")
+    assert results.ratio(tokens, ours, peer).overall == 2.0
+    memory = next(f for f in results.FIGURES if f.label.startswith("peak memory"))
+    assert results.ratio(memory, arm("verl", 1.0, peak_rss_mb=50.0), peer).overall == 2.0
+
+
+def test_the_bracket_of_a_ratio_pairs_rounds():
+    found = results.ratio(results.WALL, arm("verl", 1.0, 2.0), arm("TRL", 1.5, 6.0))  # a loaded second round slows both
+    assert (found.low, found.high) == (1.5, 3.0)
+    assert "[1.50–3.00]" in found.text()
+
+
+def test_the_parts_of_a_step_sum_to_it():
+    labels = ("rollout, s", "update, s", "the rest of the step, s")
+    parts = [results.spread_of(arm("verl", 2.0), f).median for f in results.FIGURES if f.label in labels]
+    assert sum(parts) == 2.0
+
+
+# -- tables ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def arms():
+    return {"verl": arm("verl", 1.0), "TRL": arm("TRL", 2.0), "naive": results.Arm("naive", reason="no such module: x")}
+
+
+def test_an_arm_that_did_not_run_is_in_the_table_with_its_reason(arms):
+    table = results.comparison(arms, "float32")
+    assert all(len(row) == len(table.head) for row in table.rows)
+    assert table.rows[0] == ("step, s", "1.00 [1.00–1.00]", "2.00 [2.00–2.00]", "not run", "2.00×", "")
+    assert table.notes == ("naive: not run: no such module: x",)
+    assert "not run (no such module: x)" in results.verdict(arms, "float32")
+
+
+def test_the_verdict_warns_of_a_loaded_machine(arms):
+    assert "trust the CPU time" not in results.verdict(arms, "float32")
+    loaded = {**arms, "TRL": arm("TRL", 2.0, others_cores=1.2)}
+    assert "Others used up to 1.2 cores" in results.verdict(loaded, "float32")
+
+
+def test_verl_that_did_not_run_is_said_first(arms):
+    arms["verl"] = results.Arm("verl", reason="KeyError: 'x'")
+    assert results.verdict(arms, "float32") == "float32: verl did not run: KeyError: 'x'"
+    assert results.comparison(arms, "float32").rows[0][1] == "not run"
+
+
+def test_multiples_of_the_limit(arms):
+    limit = {
+        "rollout": limits.Limit(10.0, 1.0, 0.125), "update": limits.Limit(30.0, 0.0, 0.25),
+        "step": limits.Limit(40.0, 1.0, 0.375),
+    }  # fmt: skip
+    rows = results.multiples(arms, limit, MACHINE, "float32").rows
+    assert rows[0] == ("rollout", "10.0", "1.00", "0.125 s", "2.0×", "4.0×", "not run")
+    assert rows[-1] == ("step, in core-seconds", "40.0", "", "0.400 core-s", "5.0×", "10.0×", "not run")
+
+
+def test_the_ledger_lists_the_longest_phase_first(arms):
+    assert results.ledger(arms["verl"], "float32").rows == (("update", "500", "50.0%"), ("rollout", "250", "25.0%"))
+
+
+def test_the_page_holds_facts_verdict_and_tables(arms):
+    table = results.comparison(arms, "float32")
+    page = report.document({"command": "python bench/laptop.py"}, ["float32: fast"], [table])
+    assert "- command: python bench/laptop.py" in page and "**float32: fast**" in page
+    lines = page.splitlines()
+    head = next(i for i, line in enumerate(lines) if line.startswith("| median"))
+    assert len({line.count("|") for line in lines[head : head + 2 + len(table.rows)]}) == 1
+    assert report.as_rich(table).row_count == len(table.rows)
+
+
+# -- environments ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("output", "cause"),
+    [
+        ("Collecting trl\nERROR: No matching distribution found for trl==9\n\n[notice] a new pip\n", "ERROR: No matching distribution found for trl==9"),
+        ("Traceback (most recent call last):\n  File x\ntorch.cuda.OutOfMemoryError: no\n", "torch.cuda.OutOfMemoryError: no"),
+        ("one\ntwo\n", "two"),
+        ("", "no output"),
+    ],
+)  # fmt: skip
+def test_why_a_program_failed_is_one_line(output, cause):
+    assert environments.why(output) == cause
+
+
+def test_a_failed_install_names_the_cause_and_the_log(tmp_path):
+    fail = "import sys; print('ERROR: no route to index'); sys.exit(3)"
+    with pytest.raises(environments.Unavailable, match=r"exit code 3: ERROR: no route to index \(log: .*log\)") as e:
+        environments.run_logged([sys.executable, "-c", fail], tmp_path / "log", timeout_s=20)
+    assert "\n" not in str(e.value)
+    with pytest.raises(environments.Unavailable, match="could not start"):
+        environments.run_logged([str(tmp_path / "absent")], tmp_path / "log", timeout_s=20)
+
+
+def test_an_environment_is_out_of_date_when_its_pins_change(tmp_path):
+    pins = tmp_path / "pins.txt"
+    pins.write_text("a==1")
+    first = environments.Environment(tmp_path / "env", ("trl==1",), pins).stamp
+    assert environments.Environment(tmp_path / "env", ("trl==2",), pins).stamp != first
+    pins.write_text("a==2")
+    assert environments.Environment(tmp_path / "env", ("trl==1",), pins).stamp != first
+
+
+# -- the arms' meter and task ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def peers(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "bench" / "peers"))
+
+
+def test_the_meter_drops_the_first_step_and_books_what_is_between_steps(peers, tmp_path):
+    from meter import Meter
+
+    meter = Meter()
+    meter.step(rollout_s=9.0)
+    time.sleep(0.02)
+    meter.step(rollout_s=0.01)
+    meter.step(rollout_s=0.0)
+    meter.write(tmp_path / "r.json", versions={"x": "1"}, drop_last_steps=1)
+    found = json.loads((tmp_path / "r.json").read_text())
+    assert [s["rollout_s"] for s in found["steps"]] == [0.01]
+    assert 0.02 <= found["steps"][0]["wall_s"] < 5.0
+    assert found["peak_rss_mb"] > 1 and found["versions"] == {"x": "1"}
+
+
+def test_the_peers_score_as_the_recipe_does(peers, arithmetic_data):
+    import task
+
+    from verl.recipes import arithmetic
+
+    rows = task.read_rows(arithmetic_data[0], 5)
+    assert len(rows) == 5
+    for said in (f"4+7+0=1,1;#{task.truth(rows[0])}", "#1", "no answer", f"#{task.truth(rows[0])} "):
+        expected = arithmetic.compute_score("verl/arithmetic", said, task.truth(rows[0]))
+        assert task.score(said, task.truth(rows[0])) == expected
+
+
+def test_every_arm_is_given_the_same_work():
+    from bench import laptop
+
+    settings = laptop.read_settings(["--quick", "--steps", "4"])
+    assert (settings.rounds, settings.steps) == (1, 4)
+    assert settings.page.name == "RESULTS_quick.md"
+    start = laptop.Start(Path("model"), Path("rows"))
+    ours, trl = (laptop.spec_of(settings, start, name, "float32") for name in ("verl", "TRL"))
+    assert {k: v for k, v in ours.items() if k != "folder"} == {k: v for k, v in trl.items() if k != "folder"}
+    assert laptop.work_of(steps(1.0)).response_tokens == pytest.approx(1000.0)
+
+
+def test_the_keys_of_verls_arm_exist(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    from verl_arm import overrides
+
+    from bench import laptop
+    from verl.config.load import load_config
+
+    spec = laptop.spec_of(laptop.read_settings([]), laptop.Start(Path("model"), Path("rows")), "verl", "float32")
+    config = load_config(overrides(spec)).config
+    assert config.run.total_steps == 7 and config.data.shuffle is False and config.optim.lr == laptop.LR

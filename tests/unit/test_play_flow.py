@@ -1,0 +1,394 @@
+"""What becomes of groups: release, selection, over-sampling, staleness, resume (pitfalls 2, 16, 19, 30, 31).
+
+Durations are virtual: they are functions of the request's seed, and nothing depends on the machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes import FakeEngine
+from stage import SAMPLING, Stage, by_id, group_id, groups_of, jitter, play, seed_of
+
+from verl.algorithms.table import Algorithm, GroupSpec, resolve
+from verl.driver.play import InvalidShare, RunEnded
+from verl.types import Invalid, Score, Trajectory, derive_seed
+
+# -- groups that do not train ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("fault", "reason"), [("reward", "invalid"), ("engine", "failed")])
+def test_a_group_with_too_few_valid_trajectories_is_released_and_replaced(tmp_path, fault, reason):
+    async def test():
+        bad = {f"{group_id(1)}/train{i}.0" for i in range(3)}  # one of four is valid, grpo needs two
+        engine = FakeEngine(delay_s=jitter, fail={seed_of(1, i) for i in range(3)}.__contains__) if fault == "engine" else FakeEngine()
+        stage = Stage(
+            tmp_path, engine=engine,
+            reward=lambda r: Invalid("crash", "x") if fault == "reward" and r.request_id in bad else by_id(r),
+        )  # fmt: skip
+        async with stage.player:
+            refs = await stage.step()
+            assert groups_of(refs) == [group_id(i) for i in (0, 2, 3, 4)]
+            assert stage.player.stats.released == {reason: 1}
+            assert len(stage.queue) == 0
+        assert stage.log("released") == [{"group_id": group_id(1), "reason": reason}]
+
+    play(test)
+
+
+def test_a_group_that_keeps_enough_valid_trajectories_trains_on_those(tmp_path):
+    async def test():
+        stage = Stage(tmp_path, reward=lambda r: Invalid("crash") if "train0" in r.request_id or "train3" in r.request_id else by_id(r))
+        async with stage.player:
+            refs = await stage.step()
+        assert [r.trajectory_id.split("/")[1] for r in refs] == ["train1.0", "train2.0"] * 4
+        assert not stage.released()
+
+    play(test)
+
+
+def greedy_baseline() -> Algorithm:
+    spec = GroupSpec(least=1, baselines=1, baseline_sampling=lambda s: replace(s, temperature=0.0))
+    return replace(resolve("reinforce"), group=spec)
+
+
+def test_a_baseline_rides_in_its_group_and_its_failure_releases_the_group(tmp_path):
+    async def test():
+        stage = Stage(
+            tmp_path, n=2, prompts=2, algorithm=greedy_baseline(),
+            engine=FakeEngine(fail={seed_of(1, 0, purpose="baseline")}.__contains__),
+        )  # fmt: skip
+        async with stage.player:
+            refs = await stage.step()
+            assert groups_of(refs) == [group_id(0), group_id(2)] and stage.player.stats.released == {"failed": 1}
+        assert [(r.purpose, r.trajectory_id) for r in refs[:3]] == [
+            ("train", f"{group_id(0)}/train0.0"), ("train", f"{group_id(0)}/train1.0"), ("baseline", f"{group_id(0)}/baseline0.0"),
+        ]  # fmt: skip
+        assert {s.temperature for n, _, s in stage.engine.requests if "baseline" in n} == {0.0}
+        assert {s.temperature for n, _, s in stage.engine.requests if "train" in n} == {1.0}
+
+    play(test)
+
+
+def test_dynamic_sampling_rejects_flat_groups_and_refills(tmp_path):
+    async def test():
+        def reward(request):  # of every three groups the first two are flat: all right, all wrong
+            draw = int(request.request_id[1:9])
+            return Score(1.0 - draw % 3) if draw % 3 < 2 else by_id(request)
+
+        stage = Stage(tmp_path, prompts=3, algorithm=resolve("dapo"), reward=reward)
+        async with stage.player:
+            for s in range(2):
+                refs = await stage.player.take(s)
+                assert groups_of(refs) == [group_id(9 * s + 2 + 3 * i) for i in range(3)]
+                assert (stage.player.stats.flat, stage.player.stats.groups, stage.player.stats.released["rejected"]) == (6, 9, 6)
+                stage.player.stats = type(stage.player.stats)()
+                stage.player.trained(s, refs)
+                stage.player.published(s + 1)
+
+    play(test)
+
+
+def test_selection_looks_at_the_named_component_and_says_when_it_is_missing(tmp_path):
+    async def test():
+        algorithm = resolve("dapo", {"filter_metric": "acc"})
+        stage = Stage(tmp_path, prompts=1, algorithm=algorithm, reward=lambda r: Score(1.0, {"acc": by_id(r).value, "score": 1.0}))
+        async with stage.player:
+            assert len(await stage.step()) == 4
+        stage = Stage(tmp_path / "b", prompts=1, algorithm=algorithm, reward=lambda r: Score(1.0, {"format": 1.0}))
+        async with stage.player:
+            with pytest.raises(ValueError, match=r"filter_metric='acc' is not a component of the reward \(format\)"):
+                await stage.step()
+
+    play(test)
+
+
+@pytest.mark.parametrize("on_exhausted", ["stop", "smaller"])
+def test_data_without_signal_ends_as_declared(tmp_path, on_exhausted):
+    async def test():
+        algorithm = resolve("dapo", {"max_draws_per_group": 3.0, "on_exhausted": on_exhausted})
+        stage = Stage(tmp_path, algorithm=algorithm, reward=lambda r: by_id(r) if r.request_id.startswith(group_id(0)) else Score(0.0))
+        async with stage.player:
+            if on_exhausted == "smaller":
+                assert groups_of(await stage.step()) == [group_id(0)]
+            with pytest.raises(RunEnded, match=r"the draw budget is spent .*rejected"):
+                await stage.step()
+            await stage.player.drain()
+        assert not stage.player._running
+
+    play(test)
+
+
+def test_used_up_tasks_end_the_run_by_name(tmp_path):
+    async def test():
+        stage = Stage(tmp_path, prompts=4, tasks=6, epochs=1)
+        async with stage.player:
+            await stage.step()
+            with pytest.raises(RunEnded, match="the tasks are used up with 2 of 4 groups complete"):
+                await stage.step()
+
+    play(test)
+
+
+class HangsAtFirst(FakeEngine):
+    """Requests of these draws never end, the first time they are asked; all others take equally long."""
+
+    def __init__(self, *draws: int) -> None:
+        super().__init__(delay_s=lambda seed: 1.0)
+        self.names = {f"{group_id(d)}/train{i}.0" for d in draws for i in range(2)}
+
+    async def work(self, request_id, seed):
+        if request_id in self.names:
+            self.names.remove(request_id)
+            await asyncio.sleep(1e6)
+        await super().work(request_id, seed)
+
+
+@pytest.mark.parametrize(("staleness", "hung"), [(0.0, (1, 3)), (1.0, (7, 9))])
+def test_over_sampled_surplus_returns_its_draw_which_is_drawn_again_first(tmp_path, staleness, hung):
+    """Drawn again under the same ids: the dropped one must have ended before (the fake engine, like the real ones, refuses
+    an id that is running). And it must train soon: a draw that is dropped at every step would never."""
+
+    async def test():
+        engine = HangsAtFirst(*hung)
+        stage = Stage(tmp_path, engine=engine, staleness=staleness, oversample=0.5, n=2, tasks=40, epochs=1, steps=8)
+        trained: list[str] = []
+        async with stage.player:
+            for _ in range(8):
+                refs = await stage.step()
+                assert len(groups_of(refs)) == 4 and len(refs) == 8
+                trained += groups_of(refs)
+                held = {int(g[1:]) for g in (*trained, *stage.player.groups)}
+                state = stage.cursor.state()
+                assert held | set(state["returned"]) == set(range(state["next_draw"])), "no draw is lost"
+                assert not held & set(state["returned"]), "and none is in two places"
+            dropped = [e["group_id"] for e in stage.log("released") if e["reason"] == "dropped"]
+            assert {group_id(d) for d in hung} <= set(dropped) and stage.scheduler.stats().dropped == len(dropped)
+            dispatched = Counter(e["group_id"] for e in stage.log("dispatched"))
+            assert all(dispatched[group_id(d)] == 2 for d in hung) and max(dispatched.values()) == 2
+        assert len(set(trained)) == 32, "none is trained twice"
+        assert {group_id(d) for d in hung} <= set(trained), "the dropped ones came back"
+        assert not engine.live and len(stage.queue) == sum(len(r) for r in stage.player._refs.values())
+
+    play(test)
+
+
+# -- too many invalid --------------------------------------------------------------------------------------------------
+
+
+def test_a_share_of_invalid_rewards_above_the_limit_ends_the_run_with_the_reasons(tmp_path):
+    async def test():
+        def reward(request):
+            which = derive_seed(request.request_id) % 10
+            return Invalid("timeout", "no result within 30 s") if which < 5 else Invalid("crash", "exit 1") if which < 7 else by_id(request)
+
+        stage = Stage(tmp_path, prompts=8, n=8, reward=reward, max_invalid_share=0.2)
+        async with stage.player:
+            with pytest.raises(RunEnded) as caught:
+                await stage.step()
+        text = str(caught.value)
+        assert "trajectories had no valid reward (pipeline.max_invalid_share=0.2)" in text
+        assert "x timeout: no result within 30 s" in text and "x crash: exit 1" in text
+        assert text.index("timeout") < text.index("crash"), "the most frequent first"
+
+    play(test)
+
+
+def test_a_dead_engine_ends_the_run_with_its_cause(tmp_path):
+    async def test():
+        stage = Stage(tmp_path, engine=FakeEngine(fail=lambda seed: True), max_invalid_share=0.2)
+        async with stage.player:
+            with pytest.raises(RunEnded, match=r"16 of 16 .*16 x RuntimeError: the engine broke this request"):
+                await stage.step()
+
+    play(test)
+
+
+def test_small_steps_are_judged_together(tmp_path):
+    """2 trajectories a step, half of them invalid: no step alone says anything."""
+
+    async def test():
+        stage = Stage(
+            tmp_path, prompts=1, n=2, steps=1000, algorithm=resolve("reinforce"), max_invalid_share=0.2,
+            reward=lambda r: Invalid("crash") if "train0" in r.request_id else by_id(r),
+        )  # fmt: skip
+        async with stage.player:
+            with pytest.raises(RunEnded, match="max_invalid_share"):
+                for _ in range(100):
+                    await stage.step()
+
+    play(test)
+
+
+def outcomes(rng: random.Random, share: float, count: int) -> list[Trajectory]:
+    bad = [rng.random() < share for _ in range(count)]
+    return [
+        Trajectory(
+            trajectory_id=str(i), group_id="g", task_id="t", index=i, purpose="train", attempt=0, sampling=SAMPLING, segments=(),
+            stop_reason="eos", outcome="invalid" if b else "ok", error="crash: x" if b else "",
+        )
+        for i, b in enumerate(bad)
+    ]  # fmt: skip
+
+
+def stops_at(share: float, limit: float, *, seed: int, per_step: int = 32, steps: int = 200) -> int | None:
+    """The step at which a run ends whose trajectories are invalid with probability `share`."""
+    judge, rng = InvalidShare(limit, least=32), random.Random(seed)
+    for step in range(steps):
+        for t in outcomes(rng, share, per_step):
+            judge.add([t])
+            try:
+                judge.check()
+            except RunEnded:
+                return step
+        judge.step_ended()
+    return None
+
+
+def test_chance_alone_ends_no_run_and_a_bad_share_ends_every_one():
+    """Half the limit never stops 200 steps; twice the limit stops within 10; a limit of 1 and of 0 are what they say."""
+    assert [stops_at(0.1, 0.2, seed=s) for s in range(10)] == [None] * 10
+    assert all((found := stops_at(0.4, 0.2, seed=s)) is not None and found < 10 for s in range(10))
+    assert stops_at(1.0, 1.0, seed=0) is None
+    assert stops_at(0.05, 0.0, seed=0) is not None
+    assert stops_at(1.0, 0.2, seed=0, per_step=2) == 15, "all of 32"
+
+
+# -- staleness and partial rollouts ------------------------------------------------------------------------------------
+
+
+class Straddles(FakeEngine):
+    """Every sixth group generates until new weights have come, and goes on under them."""
+
+    def __init__(self) -> None:
+        super().__init__(delay_s=jitter)
+        self.published = asyncio.Event()
+
+    async def work(self, request_id, seed):
+        await super().work(request_id, seed)
+        if int(request_id[1:9]) % 6 == 5:
+            await self.published.wait()
+
+    async def load_weights(self, source, *, on_inflight="wait"):
+        version = await super().load_weights(source, on_inflight=on_inflight)
+        self.published.set()
+        self.published = asyncio.Event()
+        return version
+
+
+@pytest.mark.parametrize(("staleness", "sync_every"), [(0.5, 1), (1.0, 1), (2.0, 1), (1.0, 2)])
+def test_versions_are_per_span_and_never_older_than_allowed(tmp_path, staleness, sync_every):
+    async def test():
+        engine = Straddles()
+        stage = Stage(tmp_path, engine=engine, staleness=staleness, sync_every=sync_every, steps=14, n=3)
+        mixed, lags, ids = 0, [], []
+        async with stage.player:
+            for step in range(14):
+                refs = await stage.player.take(step)
+                now = stage.scheduler.version
+                admitted = {g.group_id: g.admitted_version for g in stage.player.groups.values()}
+                for ref, sample in zip(refs, stage.queue.samples(refs), strict=True):
+                    versions = [s.version for s in sample.segments if s.source == "sampled"]
+                    assert versions == sorted(versions) and (ref.version_min, ref.version_max) == (versions[0], versions[-1])
+                    assert admitted[ref.group_id] <= ref.version_min <= ref.version_max <= now
+                    lags.append(now - ref.version_min)
+                    if int(ref.group_id[1:]) % 6 == 5 and ref.loss_tokens > 1:
+                        assert ref.version_min < ref.version_max, "it went on under new weights"
+                        mixed += 1
+                ids += groups_of(refs)
+                stage.player.trained(step, refs)
+                stage.queue.drop(refs)
+                if stage.scheduler.publish_due(step):
+                    await engine.load_weights(SimpleNamespace(version=now + 1, tensors=lambda: ()), on_inflight="keep")
+                    stage.player.published(now + 1)
+        assert max(lags) <= np.ceil(staleness) and max(lags) >= 1
+        assert mixed > 5
+        assert len(set(ids)) == 14 * 4
+
+    play(test)
+
+
+# -- resume ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_resumed_player_goes_on_with_the_same_ids_and_seeds_and_plays_nothing_twice(tmp_path):
+    slow = {seed_of(g, i) for g in range(4, 8) for i in (1, 3)} | {seed_of(5, 0), seed_of(5, 2)}
+
+    def make(path: Path, **more: Any) -> Stage:
+        return Stage(path, staleness=1.0, engine=FakeEngine(delay_s=lambda seed: 1e6 if more.get("stuck") and seed in slow else 0.0))
+
+    async def first():
+        stage = make(tmp_path / "a", stuck=True)
+        async with stage.player:
+            await stage.step()
+            await asyncio.sleep(100)  # everything that can end has ended
+            assert stage.engine.live == {n for n, _, s in stage.engine.requests if s.seed in slow}
+            return stage, stage.player.in_flight(), stage.scheduler.state(), stage.cursor.state()
+
+    before, groups, scheduler, cursor = play(first)
+    complete = [g.group_id for g, _, done in groups if done]
+    running = {g.group_id: [t.index for t in g.trajectories] for g, _, done in groups if not done}
+    assert complete == [group_id(i) for i in (8, 9, 10, 11)]
+    assert {g: sorted(v) for g, v in running.items()} == {group_id(4): [0, 2], group_id(5): [], group_id(6): [0, 2], group_id(7): [0, 2]}
+
+    async def second():
+        stage = make(tmp_path / "b")
+        stage.engine.version = before.engine.version
+        stage.cursor.load_state(cursor)
+        found = stage.scheduler.load_state(scheduler, 0.0)
+        assert set(found.complete) == set(complete) and set(found.running) == set(running)
+        async with stage.player:
+            for group, draw, done in groups:
+                stage.player.resume(group, draw, complete=done)
+            again = {g.group_id: [t.trajectory_id for t in g.trajectories] for g, _, _ in stage.player.in_flight()}
+            assert again == {g.group_id: [t.trajectory_id for t in g.trajectories] for g, _, _ in groups}, "before it ran a step"
+            refs = [await stage.step(), await stage.step()]
+        assert [groups_of(r) for r in refs] == [[group_id(i) for i in range(4, 8)], [group_id(i) for i in range(8, 12)]]
+        played = {n: s.seed for n, _, s in stage.engine.requests}
+        kept = {t.trajectory_id for g, _, _ in groups for t in g.trajectories}
+        assert not kept & set(played), "what had ended is not played again"
+        seeds = {n: s.seed for n, _, s in before.engine.requests}
+        unfinished = {f"{g}/train{i}.0" for g, ended in running.items() for i in range(4) if i not in ended}
+        assert {n: s for n, s in played.items() if n in seeds} == {n: seeds[n] for n in unfinished}
+        rows = {t.trajectory_id: t for g, _, _ in groups for t in g.trajectories}
+        for ref in (*refs[0], *refs[1]):
+            if ref.trajectory_id in rows:
+                kept_row = rows[ref.trajectory_id]
+                assert (ref.reward, ref.version_min) == (kept_row.reward.value, kept_row.versions[0])
+            assert ref.reward == by_id(SimpleNamespace(request_id=ref.trajectory_id)).value
+
+    play(second)
+
+
+def test_a_group_of_the_checkpoint_that_no_longer_fits_is_not_started(tmp_path):
+    """What the scheduler drops on resume, its task goes back to the cursor; the player never sees it."""
+
+    async def test():
+        stage = Stage(tmp_path, staleness=2.0)
+        async with stage.player:
+            first = groups_of(await stage.step())
+            groups, scheduler, cursor = stage.player.in_flight(), stage.scheduler.state(), stage.cursor.state()
+        fresh = Stage(tmp_path / "b", staleness=0.0)
+        fresh.engine.version = stage.engine.version
+        fresh.cursor.load_state(cursor)
+        found = fresh.scheduler.load_state(scheduler, 0.0)
+        assert found.dropped
+        async with fresh.player:
+            for group, draw, done in groups:
+                if group.group_id in found.dropped:
+                    fresh.cursor.give_back(draw)
+                else:
+                    fresh.player.resume(group, draw, complete=done)
+            trained = [g for _ in range(3) for g in groups_of(await fresh.step())]
+        assert set(trained[:4]) == set(found.complete) | set(found.running), "what was in flight goes first"
+        assert sorted(first + trained) == [group_id(i) for i in range(16)], "none is lost, none is doubled"
+
+    play(test)

@@ -1,0 +1,426 @@
+"""What the native engine promises beyond the contract: prompts computed once, bounded passes, fixed bits."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from verl.rollout.base import Completion
+from verl.rollout.native import NativeEngine
+from verl.rollout.native.core import EngineCore
+from verl.rollout.native.kv import Prefix, PrefixStore
+from verl.rollout.native.lanes import Lanes
+from verl.rollout.native.request import Request, find_stop
+from verl.rollout.native.runner import NativeRunner
+from verl.rollout.native.sampler import Draw, sample, stream_of, uniforms
+from verl.rollout.native.weights import Storage, shape_of
+from verl.types import Sampling
+
+VOCAB = 61
+SIZES: dict[str, Any] = dict(
+    vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    intermediate_size=48, max_position_embeddings=512,
+)  # fmt: skip
+CONFIG = Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True)
+
+
+@functools.cache
+def source(version: int) -> Any:
+    """Random weights, different for every version."""
+    generator = torch.Generator().manual_seed(version)
+    targets = Storage(shape_of(CONFIG, 512), torch.float32, torch.device("cpu")).targets
+    tensors = {name: torch.randn(t.shape, generator=generator) * 0.2 for name, t in targets.items() if "head" not in name}
+    return SimpleNamespace(version=version, tensors=tensors.items)
+
+
+def core(rows: int = 16, **options: Any) -> EngineCore:
+    """The synchronous engine with weights, for tests that watch it step by step."""
+    options = {
+        "max_context_tokens": 256, "dtype": torch.float32, "device": torch.device("cpu"), "max_prefill_tokens": 512,
+        "prefix_cache_tokens": 4096, "deterministic": False, "lanes": 1, **options,
+    }  # fmt: skip
+    found = EngineCore(NativeRunner(CONFIG, max_rows=rows, **options), (), None)
+    found.load(source(0))
+    return found
+
+
+Jobs = dict[str, tuple[np.ndarray, Sampling]]
+
+
+def finish(engine: EngineCore, jobs: Jobs | None = None) -> dict[str, Completion]:
+    for name, (prompt, sampling) in (jobs or {}).items():
+        engine.add(Request(name, prompt, sampling))
+    done: dict[str, Completion] = {}
+    while engine.busy:
+        for _, completion in engine.step():
+            done[completion.request_id] = completion
+    return done
+
+
+def prompt(tokens: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, VOCAB, tokens)
+
+
+def same(a: Completion, b: Completion, *, bitwise: bool = False) -> None:
+    assert a.ids.tolist() == b.ids.tolist()
+    if bitwise:
+        assert (a.logprobs == b.logprobs).all()
+    np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-5)
+
+
+# ---- prompts are computed once -------------------------------------------------------------------------------------
+
+
+def test_equal_prompts_are_computed_once_per_version() -> None:
+    engine = core()
+    group = {str(i): (prompt(20), Sampling(max_tokens=3, seed=i)) for i in range(40)}  # more than there are rows
+    done = finish(engine, group)
+    assert engine.stats()["prefill_tokens"] == 20
+    assert sorted(c.cached_tokens for c in done.values()) == [0] + [20] * 39
+    assert finish(engine, {"later": group["0"]})["later"].cached_tokens == 20
+    assert engine.stats()["prefill_tokens"] == 20
+    engine.load(source(1))
+    assert finish(engine, {"new": group["0"]})["new"].cached_tokens == 0
+    assert engine.stats()["prefill_tokens"] == 40
+
+
+def test_without_a_store_a_group_still_shares_its_prompt() -> None:
+    engine = core(rows=4, prefix_cache_tokens=0)
+    finish(engine, {str(i): (prompt(20), Sampling(max_tokens=3, seed=i)) for i in range(4)})
+    assert engine.stats()["prefill_tokens"] == 20 and engine.stats()["prefix_tokens"] == 0
+
+
+def test_a_prompt_that_continues_a_stored_one_computes_only_its_tail() -> None:
+    long = prompt(150)
+    jobs: Jobs = {"turn 1": (long[:90], Sampling(max_tokens=5)), "turn 2": (long, Sampling(max_tokens=9, seed=1))}
+    fresh = finish(core(), {"turn 2": jobs["turn 2"]})["turn 2"]
+    engine = core()
+    for name in jobs:
+        done = finish(engine, {name: jobs[name]})[name]
+    assert done.cached_tokens == 90 and engine.stats()["prefill_tokens"] == 150
+    same(done, fresh)
+    # a common head of two different prompts, in steps of REUSE_STEP
+    other = np.concatenate([long[:140], prompt(8, seed=9)])
+    assert finish(engine, {"o": (other, Sampling(max_tokens=9, seed=1))})["o"].cached_tokens == 128
+
+
+def test_the_store_is_bounded_and_drops_the_least_recently_used() -> None:
+    def entry(seed: int, tokens: int) -> Prefix:
+        return Prefix(prompt(tokens, seed), torch.zeros(1, 2, 1, tokens, 4), torch.zeros(4))
+
+    store = PrefixStore(100)
+    a, b, c, d = (entry(i, 40) for i in range(4))
+    store.put(a)
+    store.put(b)
+    assert store.get(a.ids.tobytes()) is a
+    store.put(c)
+    assert [store.get(e.ids.tobytes()) for e in (a, b, c)] == [a, None, c] and store.tokens == 80
+    assert store.longest(np.append(a.ids, 1)) is not None and store.longest(np.append(b.ids, 1)) is None
+    store.put(d)
+    assert store.get(a.ids.tobytes()) is a and store.get(c.ids.tobytes()) is None  # continuing a was a use of it
+    store.put(entry(9, 101))
+    assert store.tokens == 80
+    for i in range(20, 60):
+        store.put(entry(i, 1 + i))
+        assert store.tokens <= 100
+    store.clear()
+    assert (store.tokens, store.nbytes, store.longest(np.append(d.ids, 1))) == (0, 0, None)
+
+
+def test_a_store_that_forgets_changes_no_result() -> None:
+    jobs = {str(i): (prompt(5 + i % 7, seed=i % 9), Sampling(max_tokens=6, seed=i)) for i in range(60)}
+    plain, tight = finish(core(), jobs), finish(core(rows=5, prefix_cache_tokens=16), jobs)
+    for name in jobs:
+        same(plain[name], tight[name])
+
+
+# ---- scheduling ----------------------------------------------------------------------------------------------------
+
+
+def test_prefill_passes_are_bounded_and_decode_goes_on_between_them() -> None:
+    engine = core(max_prefill_tokens=10)
+    jobs = {"short": (prompt(4), Sampling(max_tokens=30)), "long": (prompt(64, seed=1), Sampling(max_tokens=4))}
+    whole = finish(core(), jobs)
+    for name in jobs:
+        engine.add(Request(name, *jobs[name]))
+    before, done = 0, {}
+    while engine.busy:
+        done |= {c.request_id: c for _, c in engine.step()}
+        stats = engine.stats()
+        assert stats["prefill_tokens"] - before <= 10
+        if before < stats["prefill_tokens"] < 68:  # the long prompt is still being computed
+            assert stats["resident"] == 1 and engine.rows.count[0] >= stats["steps"]
+        before = stats["prefill_tokens"]
+    for name in jobs:
+        same(done[name], whole[name])
+
+
+def test_rows_and_capacity_grow_with_the_work() -> None:
+    engine = core(rows=16)
+    finish(engine, {"a": (prompt(4), Sampling(max_tokens=4))})
+    small = engine.stats()["kv_bytes"]
+    jobs = {str(i): (prompt(3 + 9 * i, seed=i), Sampling(max_tokens=40 + i, seed=i)) for i in range(16)}
+    grown = finish(engine, jobs)
+    assert small * 16 < engine.stats()["kv_bytes"]
+    alone = finish(core(rows=1), jobs)
+    for name in jobs:
+        same(grown[name], alone[name])
+
+
+def test_closing_holes_keeps_every_sequence() -> None:
+    jobs = {str(i): (prompt(4 + i, seed=i), Sampling(max_tokens=1 + (i * 7) % 23, seed=i)) for i in range(30)}
+    mixed, alone = finish(core(rows=9), jobs), finish(core(rows=1), jobs)
+    for name in jobs:
+        same(mixed[name], alone[name])
+
+
+def test_aborting_a_prompt_that_is_being_computed() -> None:
+    engine = core(max_prefill_tokens=8)
+    requests = [Request("a", prompt(40), Sampling(max_tokens=4)), Request("b", prompt(6, 1), Sampling(max_tokens=4))]
+    for request in requests:
+        engine.add(request)
+    assert engine.step() == []
+    assert [c.stop_reason for _, c in engine.abort({requests[0]})] == ["abort"]
+    assert finish(engine)["b"].stop_reason == "length"
+    assert engine.stats()["resident"] == engine.stats()["waiting"] == 0
+
+
+def test_an_update_restarts_a_prompt_that_is_being_computed() -> None:
+    engine = core(max_prefill_tokens=8)
+    job = {"a": (prompt(40), Sampling(max_tokens=6))}
+    engine.add(Request("a", *job["a"]))
+    engine.step()
+    engine.load(source(1))
+    done = finish(engine)["a"]
+    other = core()
+    other.load(source(1))
+    same(done, finish(other, job)["a"])
+    assert done.spans == ((1, 0, 6),)
+
+
+# ---- bits ----------------------------------------------------------------------------------------------------------
+
+
+def batches() -> tuple[Jobs, list[Jobs]]:
+    rng = np.random.default_rng(7)
+    jobs = {
+        str(i): (prompt(int(rng.integers(1, 60)), seed=i % 25), Sampling(max_tokens=int(rng.integers(1, 50)), seed=i))
+        for i in range(45)
+    }
+    names = list(jobs)
+    return jobs, [{n: jobs[n] for n in part} for part in (names, names[::-1], names[3:9], names[8:9], names[20:])]
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_deterministic_bits_do_not_depend_on_the_batch(lanes: int) -> None:
+    jobs, parts = batches()
+    alone = {n: finish(core(rows=1, deterministic=True, max_context_tokens=128), {n: jobs[n]})[n] for n in list(jobs)[:12]}
+    for part in parts:
+        engine = core(rows=37, lanes=lanes, deterministic=True, max_context_tokens=128, max_prefill_tokens=70)
+        done = finish(engine, part)
+        again = finish(engine, part)  # now with the prompts stored
+        for name in part:
+            same(done[name], again[name], bitwise=True)
+            if name in alone:
+                same(done[name], alone[name], bitwise=True)
+
+
+def test_deterministic_chunks_of_a_long_prompt_are_its_own() -> None:
+    jobs = {"long": (prompt(100), Sampling(max_tokens=5)), "other": (prompt(23, 1), Sampling(max_tokens=5))}
+    options = dict(deterministic=True, max_prefill_tokens=32, max_context_tokens=128)
+    alone = {name: finish(core(**options), {name: jobs[name]})[name] for name in jobs}
+    for order in (["long", "other"], ["other", "long"]):
+        for name, c in finish(core(**options), {n: jobs[n] for n in order}).items():
+            same(c, alone[name], bitwise=True)
+
+
+def test_the_same_calls_give_the_same_bits() -> None:
+    jobs, _ = batches()
+    first, second = finish(core(rows=9, lanes=2), jobs), finish(core(rows=9, lanes=2), jobs)
+    for name in jobs:
+        same(first[name], second[name], bitwise=True)
+
+
+def test_lanes_and_hops_change_no_result() -> None:
+    jobs, _ = batches()
+    engine = core(rows=45, lanes=3)
+    for name, (ids, sampling) in jobs.items():
+        engine.add(Request(name, ids, sampling))
+    done = {c.request_id: c for _, c in engine.run(10**6, lambda: False)}
+    plain = finish(core(rows=45), jobs)
+    for name in jobs:
+        same(done[name], plain[name])
+
+
+def test_lanes_compute_on_one_thread_and_leave_the_others_alone() -> None:
+    before = torch.get_num_threads()
+    lanes = Lanes(3)
+    jobs = [lambda i=i: (i, torch.get_num_threads()) for i in range(7)]
+    done = lanes.map(jobs)
+    assert [i for i, _ in done] == list(range(7))
+    assert {n for i, n in done if i % 3} == {1}
+    assert lanes.wide(torch.get_num_threads) == torch.get_num_threads() == before
+    lanes.close()
+
+
+# ---- the sampler ---------------------------------------------------------------------------------------------------
+
+
+def draws(n: int, uniform: Any, **columns: float) -> Draw:
+    given = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **columns}
+    kinds = {"top_k": np.int64}
+    arrays = {name: np.full(n, value, kinds.get(name, np.float32)) for name, value in given.items()}
+    return Draw(uniform=np.full(n, uniform, np.float64), **arrays)
+
+
+@pytest.mark.parametrize("vocab", [3, 512, 513, 1000, 4096])
+def test_inverse_cdf_is_the_first_id_above_the_uniform(vocab: int) -> None:
+    rng = np.random.default_rng(vocab)
+    logits = torch.from_numpy(rng.normal(size=(200, vocab)) * 3).float()
+    uniform = rng.random(200)
+    ids, logprobs = sample(logits, draws(200, uniform))
+    cdf = torch.softmax(logits.double(), -1).cumsum(-1).numpy()
+    for row in range(200):
+        got = int(ids[row])  # exact up to the rounding of float32 probabilities
+        assert cdf[row, got] >= uniform[row] - 1e-6 and (got == 0 or cdf[row, got - 1] <= uniform[row] + 1e-6)
+    np.testing.assert_allclose(logprobs, torch.log_softmax(logits, -1)[range(200), ids])
+
+
+@pytest.mark.parametrize("vocab", [5, 700, 2048])
+@pytest.mark.parametrize("uniform", [0.0, 2.0**-53, 0.5, 1 - 2.0**-53])
+def test_an_impossible_id_is_never_drawn(vocab: int, uniform: float) -> None:
+    logits = torch.full((4, vocab), -torch.inf)
+    for row, id_ in enumerate((0, vocab // 2, vocab - 1)):
+        logits[row, id_] = 3.0
+    logits[3, [1, vocab - 2]] = torch.tensor([0.0, -80.0])
+    ids, logprobs = sample(logits, draws(4, uniform))
+    assert ids[:3].tolist() == [0, vocab // 2, vocab - 1] and int(ids[3]) in (1, vocab - 2)
+    assert torch.isfinite(logprobs).all()
+    kept, _ = sample(torch.zeros(3, vocab), draws(3, uniform, top_k=2))
+    assert kept.max() < 2
+
+
+def test_rows_are_drawn_each_in_its_own_way() -> None:
+    logits = torch.randn(6, 40)
+    draw = Draw(
+        np.array([0.0, 1.0, 0.5, 1.0, 2.0, 0.0], np.float32), np.array([0, 2, 0, 0, 0, 3]),
+        np.array([1, 1, 0.3, 1, 1, 0.1], np.float32), np.array([0, 0, 0, 0.5, 0, 0], np.float32), np.full(6, 0.9),
+    )  # fmt: skip
+    ids, logprobs = sample(logits, draw)
+    for row in range(6):
+        alone_id, alone_logprob = sample(logits[row : row + 1], draw.rows(row, row + 1))
+        assert ids[row] == alone_id and logprobs[row] == alone_logprob
+    assert ids[0] == logits[0].argmax() and ids[5] == logits[5].argmax()
+    assert logprobs[5] == torch.log_softmax(logits[5], -1).max()  # greedy: temperature 1, nothing truncated
+
+
+def test_uniforms_are_uniform_and_independent() -> None:
+    grid = np.stack([uniforms(np.full(500, stream_of(seed)), np.arange(500)) for seed in range(200)])
+    assert grid.min() >= 0 and grid.max() < 1 and len(np.unique(grid)) == grid.size
+    counts = np.histogram(grid, 50)[0]
+    assert ((counts - 2000) ** 2 / 2000).sum() < 49 + 4 * 98**0.5
+    for a, b in ((grid[:, :-1], grid[:, 1:]), (grid[:-1], grid[1:])):  # neighbouring positions, neighbouring seeds
+        assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 4 / a.size**0.5
+    assert stream_of(-1) == stream_of(2**64 - 1)
+
+
+# ---- stop strings --------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    pieces=st.lists(st.binary(max_size=4), min_size=2, max_size=6),
+    ids=st.lists(st.integers(0, 5), min_size=1, max_size=60),
+    stops=st.lists(st.text("abé ", min_size=1, max_size=6), min_size=1, max_size=3),
+    text=st.text("abé ", max_size=8),
+)
+def test_a_stop_string_is_found_at_the_token_that_completes_it(
+    pieces: list[bytes], ids: list[int], stops: list[str], text: str
+) -> None:
+    table = [*pieces, *(text.encode()[i : i + 3] for i in range(0, len(text.encode()), 3))]
+
+    def decode(tokens: Any) -> str:
+        return b"".join(table[i % len(table)] for i in tokens).decode(errors="replace")
+
+    for end in range(1, len(ids) + 1):
+        found = find_stop(np.asarray(ids[:end]), stops, decode)
+        expected = [s for s in stops if s in decode(ids[:end])]
+        assert bool(found) == bool(expected) and (not expected or found in expected)
+        if found:
+            return
+
+
+# ---- what it refuses -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=2), "rollout.engine=hf"),
+        (MistralConfig(**SIZES, sliding_window=64), "sliding_window=64"),
+        (Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=64, max_window_layers=1), "sliding_window=64"),
+        (LlamaConfig(**SIZES, hidden_act="gelu"), "gelu"),
+        (
+            LlamaConfig(**SIZES, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+            "rope_parameters",
+        ),
+    ],
+)
+def test_refused_models(config: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        NativeEngine(config, max_context_tokens=128, eos_token_ids=())
+
+
+def test_refused_options() -> None:
+    with pytest.raises(ValueError, match="float16"):
+        NativeEngine(CONFIG, max_context_tokens=128, eos_token_ids=(), dtype=torch.float16)
+    NativeEngine(MistralConfig(**SIZES, sliding_window=128), max_context_tokens=128, eos_token_ids=())
+
+
+def test_tied_names_must_agree_and_one_is_enough() -> None:
+    tensors = dict(source(0).tensors())
+
+    def with_head(head: torch.Tensor) -> Iterator[tuple[str, object]]:
+        yield "lm_head.weight", head
+        yield from tensors.items()
+
+    engine = core()
+    engine.load(SimpleNamespace(version=1, tensors=lambda: with_head(tensors["model.embed_tokens.weight"])))
+    with pytest.raises(ValueError, match="tied"):
+        engine.load(SimpleNamespace(version=2, tensors=lambda: with_head(tensors["model.embed_tokens.weight"] + 1)))
+    assert engine.version == 1
+
+
+def test_a_burst_is_admitted_as_a_whole_and_in_its_order() -> None:
+    engine = NativeEngine(CONFIG, max_context_tokens=128, eos_token_ids=(), max_concurrent_sequences=64, lanes=1)
+    seen: list[list[str]] = []
+
+    async def caller(i: int) -> Completion:
+        for _ in range(i % 3):  # an agent loop does some work before it calls
+            await asyncio.sleep(0)
+        return await engine.generate(str(i), prompt(5, i), Sampling(max_tokens=4, seed=i))
+
+    async def run() -> None:
+        await engine.load_weights(source(0))
+        admit = engine._runner.admit
+
+        def watched(waiting: Any, resident: int) -> Any:
+            seen.append([request.request_id for request in waiting])
+            return admit(waiting, resident)
+
+        engine._runner.admit = watched  # type: ignore[method-assign]
+        await asyncio.gather(*map(caller, range(60)))
+        await engine.close()
+
+    asyncio.run(run())
+    assert seen == [[str(i) for offset in range(3) for i in range(offset, 60, 3)]]
