@@ -190,12 +190,13 @@ def _runs(sample: Sample) -> list[tuple[np.ndarray, bool, np.ndarray]]:
         if len(s.ids) == 0:
             continue
         trainable = s.source == "sampled"
-        lp = s.logprobs if s.logprobs is not None else np.zeros(len(s.ids), np.float32)
+        own = np.asarray(s.ids, np.int64)  # one dtype: equal bytes are equal ids
+        lp = s.logprobs if s.logprobs is not None else np.zeros(len(own), np.float32)
         if i > 1 and runs and runs[-1][1] == trainable:
             ids, _, before = runs.pop()
-            runs.append((np.concatenate([ids, s.ids]), trainable, np.concatenate([before, lp])))
+            runs.append((np.concatenate([ids, own]), trainable, np.concatenate([before, lp])))
         else:
-            runs.append((s.ids, trainable, lp))
+            runs.append((own, trainable, lp))
     return runs
 
 
@@ -252,6 +253,8 @@ def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 def select_rows(batch: Batch, rows: np.ndarray) -> Batch:
     """The batch of these rows, in this order, with the segments they need and nothing else."""
+    if np.array_equal(rows, np.arange(batch.num_rows)):
+        return batch
     needed = np.zeros(len(batch.parent), bool)
     at = batch.leaf[rows]
     while len(at):

@@ -188,10 +188,11 @@ def test_an_invented_token_is_refused(response, mask, says):
 
 
 def test_a_rewritten_history_is_refused():
-    """Sampled after other tokens than the ones that would be trained on."""
-    record = manager((PROMPT, completion([5, 6])), ([*PROMPT, 6, 30], completion([8])))  # the second turn forgot token 5
-    with pytest.raises(ValueError, match="or it rewrote what came before"):
-        played(output([5, 6, 30, 8], [1, 1, 0, 1]), record, 50)
+    """Sampled after other tokens than the ones that would be trained on: token 5 forgotten, or changed in place."""
+    for seen in ([6, 30], [9, 6, 30]):
+        record = manager((PROMPT, completion([5, 6])), ([*PROMPT, *seen], completion([8])))
+        with pytest.raises(ValueError, match=r"1 tokens with mask 1, the first at response position 3.*or it rewrote what came before"):
+            played(output([5, 6, 30, 8], [1, 1, 0, 1]), record, 50)
     with pytest.raises(ValueError, match="first at response position 0"):
         played(output([5, 6], [1, 1], prompt=[1, 2]), manager((PROMPT, completion([5, 6]))), 50)
 

@@ -76,14 +76,19 @@ def with_engine(
 ) -> Any:  # fmt: skip
     """Run one test body on an engine with weights; whatever it leaves behind, nothing may hang."""
 
+    lost: list[dict[str, Any]] = []
+
     async def run() -> Any:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: lost.append(context))
         await engine.load_weights(Source(reference()) if load is None else load)
         try:
             return await asyncio.wait_for(body(engine), limit_s)
         finally:
             await engine.close()
 
-    return asyncio.run(run())
+    result = asyncio.run(run())
+    assert not lost, f"errors that nobody saw: {lost}"
+    return result
 
 
 def greedy(max_tokens: int, **options: Any) -> Sampling:

@@ -27,9 +27,12 @@ from verl.nn.fused import fuse, unfuse
 from verl.nn.heads import Head, ValueHead
 from verl.nn.linear_logprob import linear_logprob
 from verl.nn.packing import check_packing, probe_sequences
+from verl.nn.precision import native_bf16, rounded
 from verl.types import Metric, Metrics, merge_metrics
 
-TOKEN_OUTPUTS = ("logprobs", "entropy", "sum_pi_squared", "values")
+LM_OUTPUTS = ("logprobs", "entropy", "sum_pi_squared")
+VALUE_OUTPUTS = ("values", "scores")
+TOKEN_OUTPUTS = (*LM_OUTPUTS, "values")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 
@@ -66,6 +69,9 @@ class FSDPEngine:
         self._source_dir = source_dir
         self._dump_dir = dump_dir
         self.master = torch.float64 if self.dtype == torch.float64 else torch.float32
+        emulate = not native_bf16(self.device) if emulate_bf16 is None else emulate_bf16
+        self._rounded = self.dtype == torch.bfloat16 and emulate
+        self._compute = self.master if self._rounded else self.dtype
         self.model = model.to(self.master).to(self.device)
         _refuse_altered_logits(self.model)
         self._own_forward()
@@ -97,21 +103,26 @@ class FSDPEngine:
         assert self.optimizer is not None, "this engine was built without an optimizer"
         self._last = (batch, tuple(t.name for t in terms))
         wanted = tuple(dict.fromkeys([*(name for t in terms for name in t.outputs), *also]))
+        assert set(wanted) <= set(TOKEN_OUTPUTS), f"{wanted}: a loss is of outputs per token, {TOKEN_OUTPUTS}"
+        parts: list[Metrics] = []
         if any(t.two_pass for t in terms):
-            batch, terms, first = self._first_pass(batch, terms, wanted)
-        else:
-            first = {}
-        parts, kept = [first], {name: torch.empty(batch.num_loss_tokens, dtype=self.master) for name in wanted}
-        for rows in split_rows(batch, self.max_tokens_per_microbatch):
-            part = select_rows(batch, rows)
-            outputs = self._outputs(part, wanted)
-            loss, metrics = evaluate_terms(terms, part, outputs)
-            loss.backward()
+            batch, terms, metrics = self._first_pass(batch, terms, wanted)
             parts.append(metrics)
-            index = loss_index(batch, rows)
-            for name, value in outputs.items():
-                kept[name][index] = value.detach().to("cpu", self.master)
+        kept = {name: torch.empty(batch.num_loss_tokens, dtype=self.master) for name in wanted}
+        with self._compute_weights():
+            for rows in split_rows(batch, self.max_tokens_per_microbatch):
+                part = select_rows(batch, rows)
+                outputs = self._outputs(part, wanted)
+                loss, metrics = evaluate_terms(terms, part, outputs)
+                loss.backward()
+                parts.append(metrics)
+                index = loss_index(batch, rows)
+                for name, value in outputs.items():
+                    kept[name][index] = value.detach().to("cpu", self.master)
         return StepOutput(merge_metrics(parts), kept)
+
+    def _compute_weights(self) -> AbstractContextManager[None]:
+        return rounded(self.model.parameters(), self.dtype) if self._rounded else nullcontext()
 
     def _first_pass(self, batch: Batch, terms: Sequence[TermLike], wanted: tuple[str, ...]) -> tuple[Batch, list[TermLike], Metrics]:
         """Terms with statistics over the whole step: evaluate on all outputs, keep dL/doutput as the second pass's weight."""
@@ -139,22 +150,26 @@ class FSDPEngine:
 
     def _outputs(self, batch: Batch, wanted: Sequence[str]) -> dict[str, Tensor]:
         """The asked outputs of one micro-batch, on the engine's device, with gradient where enabled."""
+        possible = LM_OUTPUTS if self.head == "lm" else VALUE_OUTPUTS
+        assert set(wanted) <= set(possible), f"a model with head={self.head!r} gives {possible}, not {tuple(wanted)}"
         hidden = self._hidden_packed(batch) if self._packed else self._hidden_padded(batch)
+        if self.value_head is None:
+            return self._lm_outputs(batch, hidden, wanted)
         out: dict[str, Tensor] = {}
-        if self.value_head is not None:
-            if "values" in wanted:
-                out["values"] = self.value_head(hidden.index_select(0, batch.target_from.to(self.device)))
-            if "scores" in wanted:
-                last = torch.from_numpy(batch.seg_start[batch.leaf + 1] - 1).to(self.device)
-                out["scores"] = self.value_head(hidden.index_select(0, last))
-            return out
+        if "values" in wanted:
+            out["values"] = self.value_head(hidden.index_select(0, batch.target_from.to(self.device)))
+        if "scores" in wanted:
+            last = torch.from_numpy(batch.seg_start[batch.leaf + 1] - 1).to(self.device)
+            out["scores"] = self.value_head(hidden.index_select(0, last))
+        return out
+
+    def _lm_outputs(self, batch: Batch, hidden: Tensor, wanted: Sequence[str]) -> dict[str, Tensor]:
         lm_head = self.model.get_output_embeddings()
-        temperature = batch.row_columns["temperature"][batch.row_of].to(self.device)
         logprobs, entropy, sum_pi2 = linear_logprob(
-            hidden.index_select(0, batch.target_from.to(self.device)).to(self.dtype),
+            hidden.index_select(0, batch.target_from.to(self.device)).to(self._compute),
             lm_head.weight,
             batch.targets.to(self.device),
-            temperature,
+            batch.row_columns["temperature"][batch.row_of].to(self.device),
             bias=lm_head.bias if isinstance(lm_head, nn.Linear) else None,
             entropy="entropy" in wanted,
             sum_pi_squared="sum_pi_squared" in wanted,
@@ -163,7 +178,7 @@ class FSDPEngine:
         return {name: value for name, value in computed.items() if name in wanted and value is not None}
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self.dtype == self.master else torch.autocast(self.device.type, dtype=self.dtype)
+        return nullcontext() if self._compute == self.master else torch.autocast(self.device.type, dtype=self._compute)
 
     def _hidden_packed(self, batch: Batch) -> Tensor:
         """[T, H] hidden states after the final norm."""
@@ -198,31 +213,30 @@ class FSDPEngine:
         """Prove packing for this model at start (pitfalls 14); ValueError where it leaks. Returns the largest difference."""
         if not self._packed:
             return 0.0
+        text = self.model.config.get_text_config()
 
         def alone(ids: Tensor) -> Tensor:
-            with torch.no_grad():
-                z = self.model(input_ids=ids[None].to(self.device), use_cache=False).logits[0].to(self.master)
+            z = self.model(input_ids=ids[None].to(self.device), use_cache=False).logits[0].to(self.master)
             return torch.log_softmax(z, -1)[:-1].gather(-1, ids[1:, None].to(self.device))[:, 0].cpu()
 
         def packed(batch: Batch) -> Tensor:
-            return self.infer(batch, ("logprobs",))["logprobs"]
+            return self._lm_outputs(batch, self._hidden_packed(batch), ("logprobs",))["logprobs"].to("cpu", self.master)
 
-        if self.head != "lm":
-            return 0.0
-        kept, self.dtype = self.dtype, self.master
-        trained = self.model.training
+        compute, trained = self._compute, self.model.training
+        self._compute = self.master
         self.model.eval()
         try:
-            expected: dict[bytes, Tensor] = {}
-            self.model.set_attn_implementation("sdpa")
-            unfuse(self.model)
-            for ids in probe_sequences(self.model.config.get_text_config().vocab_size):
-                expected[ids.numpy().tobytes()] = alone(ids)
-            self._own_forward()
-            vocab, name = self.model.config.get_text_config().vocab_size, type(self.model).__name__
-            return check_packing(packed, lambda ids: expected[ids.numpy().tobytes()], vocab, share_prefix=share_prefix, what=name)
+            with torch.no_grad():
+                self.model.set_attn_implementation("sdpa")
+                unfuse(self.model)
+                expected = {ids.numpy().tobytes(): alone(ids) for ids in probe_sequences(text.vocab_size)}
+                self._own_forward()
+                return check_packing(
+                    packed, lambda ids: expected[ids.numpy().tobytes()], text.vocab_size,
+                    share_prefix=share_prefix, what=type(self.model).__name__,
+                )  # fmt: skip
         finally:
-            self.dtype = kept
+            self._compute = compute
             self.model.train(trained)
             self._own_forward()
 
@@ -285,6 +299,7 @@ class FSDPEngine:
                 yield name, b
 
     def state(self) -> dict[str, Any]:
+        """References, not copies: to be written, or loaded elsewhere, before the next update."""
         out: dict[str, Any] = {"optimizer_step": self._optimizer_step, "skipped": self._skipped}
         out["model"] = {name: p.detach() for name, p in self._trained().named_parameters()}
         if self.optimizer is not None:
@@ -302,9 +317,10 @@ class FSDPEngine:
             p.copy_(state["model"][name])
         self._optimizer_step, self._skipped = int(state["optimizer_step"]), int(state["skipped"])
         if self.optimizer is not None and "optimizer" in state:
-            for name, saved in state["optimizer"].items():
+            self.optimizer.state.clear()
+            for name, saved in state["optimizer"].items():  # copies: the next step must not change the checkpoint
                 self.optimizer.state[params[name]] = {
-                    k: v.to(params[name].device) if k != "step" else v for k, v in saved.items()
+                    k: v.to(params[name].device if k != "step" else v.device, copy=True) for k, v in saved.items()
                 }
 
     def to(self, where: str, parts: Sequence[str] = ("weights", "optimizer")) -> None:
@@ -333,6 +349,15 @@ class FSDPEngine:
 def _flat_origin(batch: Batch) -> Tensor:
     """[T of unshare(batch)] which token of `batch` each flat token is."""
     return unshare(replace(batch, ids=torch.arange(batch.num_tokens))).ids
+
+
+def _switch_dropout_off(model: nn.Module) -> None:
+    """RL and equal log-probs want no noise in the forward pass; the modules stay in training mode for checkpointing."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(vars(module).get("attention_dropout"), float):
+            module.attention_dropout = 0.0  # type: ignore[assignment]
 
 
 def _refuse_altered_logits(model: nn.Module) -> None:

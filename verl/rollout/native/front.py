@@ -8,6 +8,7 @@ so that a burst of generate() calls is admitted as a whole and in its order: the
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -43,7 +44,7 @@ class AsyncEngine:
         self._capabilities = capabilities
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout", initializer=runner.enter_thread)
         self._driver: asyncio.Task[None] | None = None
-        self._inbox: list[Request | Control] = []  # in the order of the calls
+        self._inbox: deque[Request | Control] = deque()  # in the order of the calls
         self._held: list[Request] = []  # submitted while paused
         self._aborts: list[tuple[list[Request], asyncio.Future[int] | None]] = []
         self._pending: dict[str, tuple[Request, asyncio.Future[Completion]]] = {}
@@ -254,7 +255,7 @@ class AsyncEngine:
 
     async def _serve_inbox(self) -> None:
         while self._inbox and self._failure is None:
-            item = self._inbox.pop(0)
+            item = self._inbox.popleft()
             if isinstance(item, Control):
                 if not item.done.cancelled():
                     await self._serve(item)
@@ -266,7 +267,10 @@ class AsyncEngine:
     async def _serve(self, control: Control) -> None:
         self._serving = control
         task = asyncio.ensure_future(control.run(control))
-        await asyncio.wait({task})
+        try:
+            await asyncio.wait({task})
+        finally:
+            task.cancel()  # nothing if it has ended; else the driver itself was cancelled
         self._serving = None
         if control.done.done():  # the caller gave up, or the engine failed
             if not task.cancelled():
@@ -322,7 +326,7 @@ class AsyncEngine:
         gone = set(requests)
         done = [(item, item.complete("abort")) for item in (*self._held, *self._inbox) if item in gone]
         self._held = [item for item in self._held if item not in gone]
-        self._inbox[:] = [item for item in self._inbox if item not in gone]
+        self._inbox = deque(item for item in self._inbox if item not in gone)
         if self._core.busy:
             done += await self._in_thread(partial(self._core.abort, gone))
         return self._deliver(done)
@@ -363,7 +367,7 @@ class AsyncEngine:
         waiting: list[asyncio.Future[Any]] = [future for _, future in self._pending.values()]
         waiting += [control.done for control in controls]
         waiting += [future for _, future in self._aborts if future is not None]
-        self._pending, self._held, self._inbox, self._aborts = {}, [], [], []
+        self._pending, self._held, self._inbox, self._aborts = {}, [], deque(), []
         self._serving, self._orphans = None, True
         for future in waiting:
             if future.done() or future.get_loop().is_closed():

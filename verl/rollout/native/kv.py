@@ -99,6 +99,10 @@ class Prefix:
     kv: Tensor  # [layers, 2, K, P, D]
     hidden: Tensor  # [hidden], after the final norm
 
+    @property
+    def nbytes(self) -> int:
+        return self.kv.nbytes + self.hidden.nbytes
+
 
 class PrefixStore:
     """Prompts by content, least recently used out first; all of one weight version (cleared at every change).
@@ -114,11 +118,7 @@ class PrefixStore:
         self._entries: OrderedDict[bytes, Prefix] = OrderedDict()  # by the bytes of the ids
         self._heads: dict[tuple[int, int], Prefix] = {}  # (length, hash of the first `length` ids)
         self._lengths: Counter[int] = Counter()  # of the heads
-        self.tokens = 0
-
-    @property
-    def nbytes(self) -> int:
-        return sum(entry.kv.nbytes + entry.hidden.nbytes for entry in self._entries.values())
+        self.tokens = self.nbytes = 0
 
     def get(self, key: bytes) -> Prefix | None:
         """The entry of exactly the ids with these bytes."""
@@ -147,6 +147,7 @@ class PrefixStore:
             self._drop(self._entries.popitem(last=False)[1])
         self._entries[key] = entry
         self.tokens += len(entry.ids)
+        self.nbytes += entry.nbytes
         for head in _head_keys(entry.ids):
             if head not in self._heads:
                 self._heads[head] = entry
@@ -154,6 +155,7 @@ class PrefixStore:
 
     def _drop(self, entry: Prefix) -> None:
         self.tokens -= len(entry.ids)
+        self.nbytes -= entry.nbytes
         for head in _head_keys(entry.ids):
             if self._heads.get(head) is entry:
                 del self._heads[head]

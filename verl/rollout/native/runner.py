@@ -25,6 +25,7 @@ from verl.rollout.native.weights import Weights, inverse_frequencies, receive, s
 FIXED_ROWS = 32  # rows of one decode call when deterministic
 MIN_LANE_ROWS = 16  # fewer rows per lane are not worth a hand-over
 WIDE_OPERATION = 4e7  # multiply-adds of a mean matmul from which all cores together finish it sooner
+MAX_LOGITS = 2**25  # that exist at once in a lane when sampling; fewer rows would read the head's weights more often
 SCORE_BLOCK = 1024  # tokens whose logits exist at once when scoring
 HOP_PARAMS = 40e6  # parameters per step of a hop: a hop of a small model is several steps, of a large one a single
 
@@ -246,7 +247,17 @@ class NativeRunner:
         hidden = decode(
             self._weights, self._shape, self._cache, self._table.at(at), self._on_device(tokens), at, lo, width
         )
-        return to_host(*sample(self._weights.head(hidden)[:n], draw))
+        return to_host(*self._head_and_sample(hidden, n, draw))
+
+    def _head_and_sample(self, hidden: Tensor, n: int, draw: Draw) -> tuple[Tensor, Tensor]:
+        """hidden [rows >= n, hidden] -> ids [n], log-probs [n]; never all logits of a large vocabulary at once."""
+        assert self._weights is not None
+        block = max(MIN_LANE_ROWS, MAX_LOGITS // self.vocab_size)
+        drawn = []
+        for lo in range(0, n, block):
+            hi = min(n, lo + block)
+            drawn.append(sample(self._weights.head(hidden[lo : lo + block])[: hi - lo], draw.rows(lo, hi)))
+        return torch.cat([ids for ids, _ in drawn]), torch.cat([logprobs for _, logprobs in drawn])
 
     def move(self, sources: np.ndarray, holes: np.ndarray, kept: int, tokens: int) -> None:
         with torch.inference_mode():

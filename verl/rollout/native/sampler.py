@@ -59,14 +59,14 @@ def sample(logits: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
     truncated = np.flatnonzero(~greedy & ((draw.top_k > 0) | (draw.top_p < 1) | (draw.min_p > 0)))
     if truncated.size:
         logits = _truncate(logits, truncated, draw)
-    logprobs = torch.log_softmax(logits, dim=-1)  # [n, V]
+    probs = torch.softmax(logits, dim=-1)  # [n, V]
     if greedy.all():
-        ids = logprobs.argmax(dim=-1)
+        ids = logits.argmax(dim=-1)
     else:
-        ids = _inverse_cdf(logprobs.exp(), torch.from_numpy(draw.uniform).to(logits.device))
+        ids = _inverse_cdf(probs, torch.from_numpy(draw.uniform).to(logits.device))
         if greedy.any():
-            ids = torch.where(torch.from_numpy(greedy).to(logits.device), logprobs.argmax(dim=-1), ids)
-    return ids, logprobs.gather(1, ids[:, None]).squeeze(1)
+            ids = torch.where(torch.from_numpy(greedy).to(logits.device), logits.argmax(dim=-1), ids)
+    return ids, probs.gather(1, ids[:, None]).squeeze(1).log_()
 
 
 def score_logits(logits: Tensor, given: Tensor, temperature: float) -> Tensor:
