@@ -70,7 +70,7 @@ class Figure:
 
 
 WALL = Figure("step, s", 2, lambda s: s["wall_s"])
-CPU = Figure("CPU time per step, core-s", 2, lambda s: s["cpu_s"])
+CPU = Figure("step, core-s", 2, lambda s: s["cpu_s"])
 OTHERS = Figure("cores taken by others meanwhile", 2, lambda s: s["others_cores"], compared=False)
 FIGURES = (
     WALL,
@@ -78,7 +78,9 @@ FIGURES = (
     Figure("response tokens/s", 0, lambda s: s["response_tokens"] / s["wall_s"], higher_is_better=True),
     Figure("response tokens per core-s", 0, lambda s: s["response_tokens"] / s["cpu_s"], higher_is_better=True),
     Figure("rollout, s", 2, lambda s: s["rollout_s"]),
+    Figure("rollout, core-s", 2, lambda s: s["rollout_cpu_s"]),
     Figure("update, s", 2, lambda s: s["update_s"]),
+    Figure("update, core-s", 2, lambda s: s["update_cpu_s"]),
     Figure("the rest of the step, s", 3, lambda s: s["wall_s"] - s["rollout_s"] - s["update_s"]),
     Figure("peak memory, MB", 0, of_round=lambda r: r["peak_rss_mb"]),
     Figure("start to first step done, s", 1, of_round=lambda r: r["first_step_done_s"]),
@@ -154,19 +156,16 @@ def comparison(arms: Mapping[str, Arm], dtype: str) -> Table:
 
 
 def multiples(arms: Mapping[str, Arm], limits: Mapping[str, Limit], machine: Machine, dtype: str) -> Table:
-    """How far from the machine's limit each arm is, per part. 1.0 would be perfect."""
-    parts: dict[str, Callable[[Mapping[str, float]], float]] = {
-        "rollout": lambda s: s["rollout_s"], "update": lambda s: s["update_s"], "step": lambda s: s["wall_s"],
-    }  # fmt: skip
+    """How far from the machine's limit each arm is, per part, by wall time and by CPU time. 1.0 would be perfect."""
+    keys = {"rollout": ("rollout_s", "rollout_cpu_s"), "update": ("update_s", "update_cpu_s"), "step": ("wall_s", "cpu_s")}
     rows = []
-    for part, seconds in parts.items():
+    for part, (wall, cpu) in keys.items():
         limit = limits[part]
-        cells = [_multiple(arms[name], seconds, limit.seconds) for name in ARMS]
-        rows.append((part, f"{limit.gflop:.1f}", f"{limit.gbyte:.2f}", f"{limit.seconds:.3f} s", *cells))
-    whole = limits["step"]
-    core_s = whole.gflop / machine.gflop_per_core_s
-    cells = [_multiple(arms[name], lambda s: s["cpu_s"], core_s) for name in ARMS]
-    rows.append(("step, in core-seconds", f"{whole.gflop:.1f}", "", f"{core_s:.3f} core-s", *cells))
+        core_s = limit.gflop / machine.gflop_per_core_s
+        cells = [_multiple(arms[name], wall, limit.seconds) for name in ARMS]
+        cpu_cells = [_multiple(arms[name], cpu, core_s) for name in ARMS]
+        rows.append((f"{part}, wall", f"{limit.gflop:.1f}", f"{limit.gbyte:.2f}", f"{limit.seconds:.3f} s", *cells))
+        rows.append((f"{part}, CPU", f"{limit.gflop:.1f}", "", f"{core_s:.3f} core-s", *cpu_cells))
     return Table(
         f"Multiple of this machine's limit, {dtype}", ("part", "GFLOP", "GB", "limit", *ARMS), tuple(rows),
         (
@@ -177,23 +176,27 @@ def multiples(arms: Mapping[str, Arm], limits: Mapping[str, Limit], machine: Mac
     )  # fmt: skip
 
 
-def _multiple(arm: Arm, value: Callable[[Mapping[str, float]], float], limit: float) -> str:
+def _multiple(arm: Arm, key: str, limit: float) -> str:
     if not arm.rounds:
         return NOT_RUN
-    return f"{statistics.median(value(step) for step in arm.steps) / limit:.1f}×"
+    return f"{statistics.median(step[key] for step in arm.steps) / limit:.1f}×"
 
 
 def ledger(arm: Arm, dtype: str) -> Table:
     """Where verl's step goes, phase by phase, from its own time ledger."""
     steps = arm.steps
-    names = [key for key in steps[0] if key.startswith("phase_")]
     wall_s = statistics.median(step["wall_s"] for step in steps)
-    medians = [(name, statistics.median(step.get(name, 0.0) for step in steps)) for name in names]
+
+    def median_ms(key: str) -> float:
+        return 1000 * statistics.median(step.get(key, 0.0) for step in steps)
+
+    names = [key.removeprefix("phase_s/") for key in steps[0] if key.startswith("phase_s/")]
+    wall = {name: median_ms(f"phase_s/{name}") for name in names}
     rows = [
-        (name.removeprefix("phase_").removesuffix("_s"), f"{1000 * s:.0f}", f"{s / wall_s:.1%}")
-        for name, s in sorted(medians, key=lambda item: -item[1])
+        (name, f"{wall[name]:.0f}", f"{wall[name] / 1000 / wall_s:.1%}", f"{median_ms(f'phase_cpu_s/{name}'):.0f}")
+        for name in sorted(names, key=lambda name: -wall[name])
     ]
-    return Table(f"verl's time ledger, {dtype}", ("phase", "ms (median)", "of the step"), tuple(rows))
+    return Table(f"verl's time ledger, {dtype}", ("phase", "ms (median)", "of the step", "core-ms"), tuple(rows))
 
 
 def verdict(arms: Mapping[str, Arm], dtype: str) -> str:

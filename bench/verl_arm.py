@@ -7,11 +7,35 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from peers.meter import Meter
+
+from verl.track.metrics import TimeLedger
+
+
+class TwoClockLedger(TimeLedger):
+    """verl's time ledger with a second one beside it, which books CPU seconds of this process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._cpu = TimeLedger(clock=time.process_time)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        with super().phase(name), self._cpu.phase(name):
+            yield
+
+    def stop(self) -> None:
+        super().stop()
+        self._cpu.stop()
+
+    def metrics(self) -> dict[str, float]:
+        return {**super().metrics(), **{f"bench_cpu_s/{name}": s for name, s in self._cpu.seconds().items()}}
 
 
 def main(spec: dict[str, Any], result: Path) -> None:
@@ -20,24 +44,30 @@ def main(spec: dict[str, Any], result: Path) -> None:
     import transformers
 
     import verl
+    import verl.driver.run
     from verl.config.load import load_config
     from verl.driver.launch import run_rl
 
+    verl.driver.run.TimeLedger = TwoClockLedger  # type: ignore[misc]
     rows_per_step = spec["prompts_per_step"] * spec["samples_per_prompt"]
 
     def on_step(number: int, values: Mapping[str, float]) -> None:
         prompt_tokens = values["prompt_length/mean"] * rows_per_step
-        phases = {name.removeprefix("timing_s/"): s for name, s in values.items() if name.startswith("timing_s/")}
         meter.step(
-            rollout_s=phases["rollout"], update_s=phases["update"], prompt_tokens=prompt_tokens,
-            response_tokens=values["perf/total_num_tokens"] - prompt_tokens,
-            longest_response_tokens=values["response_length/max"],
-            **{f"phase_{name}_s": s for name, s in phases.items()},
+            rollout_s=values["timing_s/rollout"], update_s=values["timing_s/update"],
+            rollout_cpu_s=values["bench_cpu_s/rollout"], update_cpu_s=values["bench_cpu_s/update"],
+            prompt_tokens=prompt_tokens, response_tokens=values["perf/total_num_tokens"] - prompt_tokens,
+            longest_response_tokens=values["response_length/max"], **_phases(values, "timing_s/", "phase_s"),
+            **_phases(values, "bench_cpu_s/", "phase_cpu_s"),
         )  # fmt: skip
 
     run_rl(load_config(overrides(spec)), on_step=on_step, quiet=True)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "verl": verl.__version__}
     meter.write(result, versions=versions, drop_last_steps=1)  # the last step holds the checkpoint
+
+
+def _phases(values: Mapping[str, float], prefix: str, name: str) -> dict[str, float]:
+    return {f"{name}/{key.removeprefix(prefix)}": value for key, value in values.items() if key.startswith(prefix)}
 
 
 def overrides(spec: Mapping[str, Any]) -> list[str]:

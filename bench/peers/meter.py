@@ -16,6 +16,19 @@ import psutil
 DROPPED_FIRST_STEPS = 1  # they include the start, first allocations and first calls of kernels
 
 
+Clocks = tuple[float, float]
+
+
+def clocks() -> Clocks:
+    """Wall and CPU seconds of this process."""
+    return time.perf_counter(), time.process_time()
+
+
+def elapsed(part: str, began: Clocks, ended: Clocks) -> dict[str, float]:
+    """What `Meter.step` takes for a part of a step."""
+    return {f"{part}_s": ended[0] - began[0], f"{part}_cpu_s": ended[1] - began[1]}
+
+
 class Meter:
     """One record per step: everything between the ends of two steps, of this process and its children.
 

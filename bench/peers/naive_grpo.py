@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from meter import Meter
+from meter import Meter, clocks, elapsed
 from task import read_rows, score, truth
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -31,12 +30,12 @@ def main(spec: dict[str, Any], result: Path) -> None:
     autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=spec["dtype"] == "bfloat16")
     for start in range(0, len(rows), prompts):
         batch = rows[start : start + prompts]
-        began_s = time.perf_counter()
+        began = clocks()
         with autocast:
             ids, mask, responses, response_mask = generate(model, tokenizer, batch, n, spec["max_response_tokens"])
-        rolled_s = time.perf_counter()
+        rolled = clocks()
         advantages = grade(tokenizer, batch, responses, response_mask, n)
-        scored_s = time.perf_counter()
+        scored = clocks()
         full_mask = torch.cat([mask, response_mask], 1)
         with autocast:
             logits = model(ids, attention_mask=full_mask, logits_to_keep=responses.shape[1] + 1).logits[:, :-1]
@@ -49,7 +48,7 @@ def main(spec: dict[str, Any], result: Path) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         meter.step(
-            rollout_s=rolled_s - began_s, update_s=time.perf_counter() - scored_s,
+            **elapsed("rollout", began, rolled), **elapsed("update", scored, clocks()),
             prompt_tokens=int(mask.sum()), response_tokens=int(response_mask.sum()),
             longest_response_tokens=int(response_mask.sum(1).max()),
         )  # fmt: skip

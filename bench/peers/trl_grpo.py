@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 import transformers
 import trl
 from datasets import Dataset
-from meter import Meter
+from meter import Meter, clocks, elapsed
 from task import read_rows, score, truth
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
@@ -39,7 +38,7 @@ def main(spec: dict[str, Any], result: Path) -> None:
         reward_funcs=reward, args=config,
         train_dataset=Dataset.from_list([{"prompt": row["prompt"], "truth": truth(row)} for row in rows]),
     )  # fmt: skip
-    trainer.add_callback(_AtStepEnd(meter, trainer.measured))
+    trainer.add_callback(_AtStepEnd(meter, trainer))
     trainer.train()
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "trl": trl.__version__}
     meter.write(result, versions=versions)
@@ -55,40 +54,34 @@ def _timed(trainer_class: type) -> type:
     class Timed(trainer_class):  # type: ignore[misc, valid-type]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             self.measured: dict[str, float] = {}
+            self.scored = clocks()
             super().__init__(*args, **kwargs)
 
         def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-            began_s = time.perf_counter()
+            began = clocks()
             out = super()._generate_single_turn(*args, **kwargs)
-            self.measured["rollout_s"] = time.perf_counter() - began_s
+            self.measured |= elapsed("rollout", began, clocks())
             return out
 
         def _generate_and_score_completions(self, inputs: Any) -> Any:
-            began_s = time.perf_counter()
             out = super()._generate_and_score_completions(inputs)
             lengths = out["completion_mask"].sum(1)
             self.measured |= {
-                "experience_s": time.perf_counter() - began_s, "prompt_tokens": int(out["prompt_mask"].sum()),
-                "response_tokens": int(lengths.sum()), "longest_response_tokens": int(lengths.max()),
+                "prompt_tokens": int(out["prompt_mask"].sum()), "response_tokens": int(lengths.sum()),
+                "longest_response_tokens": int(lengths.max()),
             }  # fmt: skip
+            self.scored = clocks()  # from here to the end of the step: loss, backward, optimizer
             return out
-
-        def training_step(self, *args: Any, **kwargs: Any) -> Any:
-            """Fetches its batch itself, generation included."""
-            self.measured["began_s"] = time.perf_counter()
-            return super().training_step(*args, **kwargs)
 
     return Timed
 
 
 class _AtStepEnd(TrainerCallback):
-    def __init__(self, meter: Meter, measured: dict[str, float]) -> None:
-        self.meter, self.measured = meter, measured
+    def __init__(self, meter: Meter, trainer: Any) -> None:
+        self.meter, self.trainer = meter, trainer
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        found = dict(self.measured)
-        found["update_s"] = time.perf_counter() - found.pop("began_s") - found.pop("experience_s")
-        self.meter.step(**found)
+        self.meter.step(**self.trainer.measured, **elapsed("update", self.trainer.scored, clocks()))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,8 @@ def steps(wall_s: float, count: int = 3, **changed: float) -> list[dict[str, flo
     step = {
         "wall_s": wall_s, "cpu_s": 2 * wall_s, "rollout_s": 0.25 * wall_s, "update_s": 0.5 * wall_s, "prompt_tokens": 96.0,
         "response_tokens": 1000.0, "longest_response_tokens": 40.0, "others_cores": 0.0, "load_1min": 0.5,
-        "phase_update_s": 0.5 * wall_s, "phase_rollout_s": 0.25 * wall_s,
+        "rollout_cpu_s": 0.5 * wall_s, "update_cpu_s": wall_s, "phase_s/update": 0.5 * wall_s,
+        "phase_s/rollout": 0.25 * wall_s, "phase_cpu_s/update": wall_s, "phase_cpu_s/rollout": 0.5 * wall_s,
     }  # fmt: skip
     return [{**step, **changed} for _ in range(count)]
 
@@ -171,12 +172,14 @@ def test_multiples_of_the_limit(arms):
         "step": limits.Limit(40.0, 1.0, 0.375),
     }  # fmt: skip
     rows = results.multiples(arms, limit, MACHINE, "float32").rows
-    assert rows[0] == ("rollout", "10.0", "1.00", "0.125 s", "2.0×", "4.0×", "not run")
-    assert rows[-1] == ("step, in core-seconds", "40.0", "", "0.400 core-s", "5.0×", "10.0×", "not run")
+    assert rows[0] == ("rollout, wall", "10.0", "1.00", "0.125 s", "2.0×", "4.0×", "not run")
+    assert rows[1] == ("rollout, CPU", "10.0", "", "0.100 core-s", "5.0×", "10.0×", "not run")
+    assert rows[-1] == ("step, CPU", "40.0", "", "0.400 core-s", "5.0×", "10.0×", "not run")
 
 
 def test_the_ledger_lists_the_longest_phase_first(arms):
-    assert results.ledger(arms["verl"], "float32").rows == (("update", "500", "50.0%"), ("rollout", "250", "25.0%"))
+    expected = (("update", "500", "50.0%", "1000"), ("rollout", "250", "25.0%", "500"))
+    assert results.ledger(arms["verl"], "float32").rows == expected
 
 
 def test_the_page_holds_facts_verdict_and_tables(arms):

@@ -12,6 +12,7 @@ from torch import Tensor
 from verl.batch import Columns, segment_sum
 
 Advantage = dict[str, Tensor]
+FLAT = 1e-6  # a spread within this share of the largest value (or of 1) is rounding (Q18)
 
 
 def token_rewards(columns: Columns, penalty: Tensor | None = None) -> Tensor:
@@ -32,14 +33,20 @@ def token_rewards(columns: Columns, penalty: Tensor | None = None) -> Tensor:
 
 
 def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
-    """(x - mean) / sqrt(var + 1e-8) over the mask, Bessel variance; 0 outside (section 0.2). One value: x - mean = 0."""
+    """(x - mean) / sqrt(var + 1e-8) over the mask, Bessel variance; 0 outside (section 0.2).
+
+    Values that are equal within rounding give exactly 0: their differences are noise, which 1 / 1e-4 would raise.
+    """
     inside = x[mask]
     out = torch.zeros_like(x)
     if len(inside) == 0:
         return out
     mean = inside.mean()
-    var = inside.var(correction=1) if len(inside) > 1 else torch.zeros_like(mean)
-    scaled = (inside - mean) * torch.rsqrt(var + 1e-8)
+    high, low = inside.max(), inside.min()
+    if high - low <= FLAT * torch.maximum(high.abs(), low.abs()).clamp(min=1):
+        scaled = torch.zeros_like(inside)
+    else:
+        scaled = (inside - mean) * torch.rsqrt(inside.var(correction=1) + 1e-8)
     out[mask] = scaled if shift_mean else scaled + mean
     return out
 
@@ -63,7 +70,7 @@ def _group_stats(s: Tensor, group: Tensor, usable: Tensor, n: int) -> tuple[Tens
     mean = segment_sum(values, index, n) / size.clamp(min=1)
     high = torch.full((n,), -torch.inf, dtype=s.dtype).scatter_reduce(0, index, values, "amax")
     low = torch.full((n,), torch.inf, dtype=s.dtype).scatter_reduce(0, index, values, "amin")
-    flat = (high - low) <= 1e-6 * torch.maximum(high.abs(), low.abs()).clamp(min=1)
+    flat = (high - low) <= FLAT * torch.maximum(high.abs(), low.abs()).clamp(min=1)
     spread = torch.where(flat | (size < 1), torch.zeros_like(high), high - low)
     return size[group], mean[group], spread[group]
 
@@ -133,13 +140,15 @@ def reinforce_plus_plus(columns: Columns, *, gamma: float = 1.0) -> Advantage:
 def reinforce_plus_plus_baseline(columns: Columns, *, singleton: str = "zero") -> Advantage:
     """s - mean_g, broadcast, whitened over tokens (1.6, -baseline). singleton: zero | raw (verl)."""
     s, group, usable, n = _scores(columns)
-    size, mean, _ = _group_stats(s, group, usable, n)
-    a = torch.where(usable & (size > 1), s - mean, s if singleton == "raw" else torch.zeros_like(s))
-    a = torch.where(usable, a, torch.zeros_like(a))
+    size, mean, spread = _group_stats(s, group, usable, n)
+    a = torch.where(usable & (size > 1) & (spread > 0), s - mean, torch.zeros_like(s))
+    if singleton == "raw":
+        a = torch.where(usable & (size == 1), s, a)
     return {"advantages": whiten(_broadcast(columns, a), columns.mask & usable[columns.sequence_of])}
 
 
 def reinforce(columns: Columns, *, gamma: float = 1.0) -> Advantage:
-    """Plain reward to go, no baseline."""
+    """Plain reward to go, no baseline. A sequence without a valid reward has none, whatever its KL penalty."""
     returns = to_go(columns, gamma)
-    return {"advantages": returns, "returns": returns}
+    usable = columns.mask & columns.sequence["valid"][columns.sequence_of]
+    return {"advantages": torch.where(usable, returns, 0.0), "returns": returns}

@@ -198,6 +198,8 @@ def _check(name: str, row: Row) -> None:
         raise ValueError(
             f"{name} divides by a constant horizon: set algorithm.horizon_tokens (the maximum response length)"
         )
+    if row.estimator not in ESTIMATORS:
+        raise ValueError(f"algorithm.estimator={row.estimator!r} is unknown; known: {', '.join(ESTIMATORS)}")
     if row.loss not in LOSSES and ":" not in row.loss:
         raise ValueError(f"algorithm.loss={row.loss!r} is unknown; known: {', '.join(LOSSES)} or module:function")
     if not 0 <= row.clip_low < 1 or row.clip_high < 0:

@@ -41,15 +41,16 @@ class _LinearLogprob(torch.autograd.Function):
                 logp = _centred(z, lse[at])
                 entropy[at] = -(logp.exp().mul_(logp)).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, lse, entropy)
+        ctx.set_materialize_grads(False)  # an output that no loss uses costs nothing
         if sum_pi2 is not None:
             ctx.mark_non_differentiable(sum_pi2)
         return logprobs, entropy, sum_pi2
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_logprob: Tensor, d_entropy: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_logprob: Tensor | None, d_entropy: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, temperature, lse, entropy = ctx.saved_tensors
-        d_entropy = d_entropy if entropy is not None else None
+        d_logprob = torch.zeros_like(lse) if d_logprob is None else d_logprob
         # Rows that nothing depends on are left out: groups without signal cost nothing, and a NaN in them reaches nothing.
         needed = d_logprob != 0 if d_entropy is None else (d_logprob != 0) | (d_entropy != 0)
         rows = needed.nonzero()[:, 0]

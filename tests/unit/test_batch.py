@@ -1,0 +1,213 @@
+"""The packed batch against a reference that looks at one row at a time (pitfalls 13, 14, 18)."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl.batch import Batch, Columns, loss_index, pack, segment_mean, segment_sum, select_rows, split_rows, unshare
+from verl.types import Sample, Segment
+
+VOCAB = 5  # few ids, so that equal segments and duplicated rows are common
+
+
+@st.composite
+def segments(draw, first: bool):
+    source = draw(st.sampled_from(["prompt", "prompt", "sampled"] if first else ["sampled", "sampled", "env"]))
+    ids = np.array(draw(st.lists(st.integers(0, VOCAB - 1), min_size=first, max_size=4)), np.int64)
+    logprobs = None
+    if source == "sampled":
+        logprobs = np.array(draw(st.lists(st.floats(-9, 0, width=32), min_size=len(ids), max_size=len(ids))), np.float32)
+    return Segment(ids=ids, source=source, logprobs=logprobs, version=draw(st.integers(0, 2)))
+
+
+@st.composite
+def forests(draw):
+    """Samples of several groups: shared prompts, several turns, several samples of one trajectory, opaque ids."""
+    prompts = draw(st.lists(segments(first=True), min_size=1, max_size=3))
+    out: list[Sample] = []
+    for i in range(draw(st.integers(1, 8))):
+        prompt = draw(st.sampled_from(prompts))
+        rest = draw(st.lists(segments(first=False), max_size=4))
+        trajectory = draw(st.sampled_from([f"t{i}", "t0", "01", "1"]))
+        out.append(Sample(sample_id=f"{i}", trajectory_id=trajectory, group_id=draw(st.sampled_from(["01", "1", "{a}"])),
+                          purpose="train", segments=(prompt, *rest), temperature=draw(st.sampled_from([0.0, 0.7, 1.0]))))  # fmt: skip
+    if draw(st.booleans()):
+        out.append(replace(out[0], sample_id="again"))
+    return out
+
+
+def whole(sample: Sample) -> np.ndarray:
+    return np.concatenate([s.ids for s in sample.segments])
+
+
+def expected_targets(sample: Sample) -> list[tuple[int, float]]:
+    """(position, behaviour log-prob) of every sampled token that something precedes."""
+    out, at = [], 0
+    for s in sample.segments:
+        for i in range(len(s.ids)):
+            if s.source == "sampled" and at > 0:
+                out.append((at, float(s.logprobs[i])))
+            at += 1
+    return out
+
+
+def seen_by(batch: Batch, token: int) -> list[int]:
+    """The ids that the hidden state at `token` sees: its ancestors' and its own segment's, up to itself."""
+    segment = int(np.searchsorted(batch.seg_start, token, "right")) - 1
+    ids = batch.ids[batch.seg_start[segment] : token + 1].tolist()
+    while batch.parent[segment] >= 0:
+        segment = int(batch.parent[segment])
+        ids = batch.ids[batch.seg_start[segment] : batch.seg_start[segment + 1]].tolist() + ids
+    return ids
+
+
+def assert_rows(batch: Batch, samples: list[Sample]) -> None:
+    """Every row of `batch` is the sample of the same place, told from the tensors alone."""
+    assert batch.num_rows == len(samples)
+    names: list[str] = []
+    for r, sample in enumerate(samples):
+        ids, expected = whole(sample), expected_targets(sample)
+        span = slice(int(batch.row_start[r]), int(batch.row_start[r + 1]))
+        assert span.stop - span.start == len(expected) == sample.loss_tokens
+        assert batch.targets[span].tolist() == [int(ids[t]) for t, _ in expected]
+        for token, (t, _) in zip(batch.target_from[span].tolist(), expected, strict=True):
+            assert seen_by(batch, token) == ids[:t].tolist()
+            assert int(batch.positions[token]) == t - 1
+        assert batch.columns["rollout_logprobs"][span].tolist() == [lp for _, lp in expected]
+        assert float(batch.row_columns["temperature"][r]) == pytest.approx(sample.temperature or 1.0)
+        end = int(batch.seg_start[batch.leaf[r] + 1]) - 1
+        assert seen_by(batch, end) == ids.tolist(), "the leaf's last token sees the whole row"
+        if sample.trajectory_id not in names:
+            names.append(sample.trajectory_id)
+        same = [i for i in range(r) if samples[i].trajectory_id == sample.trajectory_id]
+        assert all(batch.sequence[i] == batch.sequence[r] for i in same)
+    assert batch.num_sequences == len(names)
+    assert len(np.unique(batch.sequence)) == len(names)
+
+
+@settings(max_examples=50, deadline=None)
+@given(forests(), st.booleans())
+def test_pack_against_one_row_at_a_time(samples, share_prefix):
+    batch = pack(samples, share_prefix=share_prefix)
+    assert_rows(batch, samples)
+    assert batch.num_tokens == len(batch.ids) <= sum(len(whole(s)) for s in samples)
+    assert (batch.parent < np.arange(len(batch.parent))).all(), "parents come before their children"
+    assert batch.row_of.tolist() == [r for r, s in enumerate(samples) for _ in range(s.loss_tokens)]
+    if not share_prefix:
+        assert batch.num_tokens == sum(len(whole(s)) for s in samples)
+    assert_rows(unshare(batch), samples)
+    assert (unshare(batch).parent == -1).all() and len(unshare(batch).parent) == len(samples)
+
+
+@settings(max_examples=30, deadline=None)
+@given(forests(), st.randoms(use_true_random=False))
+def test_selected_rows_are_those_rows_and_no_other_token(samples, random):
+    batch = pack(samples)
+    batch = batch.with_columns({"mark": torch.arange(batch.num_loss_tokens)}).with_row_columns({"row": torch.arange(len(samples))})
+    order = list(range(len(samples)))
+    random.shuffle(order)
+    rows = np.array(order[: random.randint(1, len(order))])
+    part = select_rows(batch, rows)
+    assert_rows(part, [samples[r] for r in rows])
+    assert part.row_columns["row"].tolist() == rows.tolist()
+    assert part.columns["mark"].tolist() == loss_index(batch, rows).tolist()
+    needed = set()
+    for leaf in batch.leaf[rows]:
+        while leaf >= 0:
+            needed.add(int(leaf))
+            leaf = batch.parent[leaf]
+    assert part.num_tokens == sum(int(np.diff(batch.seg_start)[s]) for s in needed)
+
+
+@settings(max_examples=30, deadline=None)
+@given(forests(), st.integers(1, 40))
+def test_micro_batches_keep_the_budget_and_whole_trajectories(samples, budget):
+    batch = pack(samples)
+    parts = split_rows(batch, budget)
+    assert sorted(int(r) for rows in parts for r in rows) == list(range(len(samples)))
+    where = {}
+    for i, rows in enumerate(parts):
+        part = select_rows(batch, rows)
+        assert part.num_tokens <= budget or part.num_sequences == 1, "only one long trajectory may exceed the budget"
+        for r in rows:
+            assert where.setdefault(samples[r].trajectory_id, i) == i, "a trajectory is never split"
+    index = torch.cat([loss_index(batch, rows) for rows in parts])
+    assert sorted(index.tolist()) == list(range(batch.num_loss_tokens))
+
+
+def sampled(ids, logprobs=None):
+    return Segment(ids=np.array(ids), source="sampled", logprobs=np.array(logprobs or [-1.0] * len(ids), np.float32), version=0)
+
+
+def sample(name, *segments, **fields):
+    return Sample(sample_id=name, trajectory_id=fields.pop("trajectory", name), group_id="g", purpose="train", segments=segments, **fields)
+
+
+def prompt(*ids):
+    return Segment(ids=np.array(ids, np.int64), source="prompt")
+
+
+def test_a_shared_prompt_predicts_the_first_token_of_every_response():
+    batch = pack([sample("a", prompt(7, 8), sampled([1, 2])), sample("b", prompt(7, 8), sampled([3]))])
+    assert batch.ids.tolist() == [7, 8, 1, 2, 3] and batch.positions.tolist() == [0, 1, 2, 3, 2]
+    assert batch.targets.tolist() == [1, 2, 3] and batch.target_from.tolist() == [1, 2, 1]
+
+
+def test_the_last_position_of_a_sequence_never_predicts_the_next_one():
+    """Q11: labels rolled over the flat stream would score the first token of b from the last of a."""
+    batch = pack([sample("a", prompt(1), sampled([2])), sample("b", sampled([3, 4]))], share_prefix=False)
+    assert batch.targets.tolist() == [2, 4] and batch.target_from.tolist() == [0, 2]
+
+
+def test_ids_of_another_integer_type_are_the_same_ids():
+    narrow = Segment(ids=np.array([1, 0], np.int32), source="prompt")  # the bytes of one int64 1
+    batch = pack([sample("a", narrow, sampled([2])), sample("b", prompt(1), sampled([2])), sample("c", prompt(1, 0), sampled([2]))])
+    assert [seen_by(batch, int(t)) for t in batch.target_from] == [[1, 0], [1], [1, 0]]
+    assert batch.num_tokens == 2 + 1 + 1 + 1
+
+
+def test_spans_of_several_versions_are_one_run():
+    turns = (prompt(1), sampled([2]), sampled([3, 4]), Segment(ids=np.array([9]), source="env"), sampled([5]))
+    batch = pack([sample("a", *turns)])
+    assert len(batch.parent) == 4 and batch.targets.tolist() == [2, 3, 4, 5] and batch.target_from.tolist() == [0, 1, 2, 4]
+
+
+def test_a_row_without_tokens_is_refused_and_one_without_targets_is_not():
+    with pytest.raises(ValueError, match="sample empty has no tokens"):
+        pack([sample("empty", prompt())])
+    batch = pack([sample("single", sampled([3])), sample("b", prompt(1), sampled([2]))])
+    assert batch.row_start.tolist() == [0, 0, 1]
+    assert select_rows(batch, np.array([0])).num_loss_tokens == 0
+
+
+def test_columns_are_length_checked():
+    batch = pack([sample("a", prompt(1), sampled([2, 3]))])
+    with pytest.raises(AssertionError, match="3 values, 2 loss tokens"):
+        batch.with_columns({"x": torch.zeros(3)})
+    with pytest.raises(AssertionError, match="2 values for 1 rows"):
+        batch.with_row_columns({"x": torch.zeros(2)})
+
+
+def columns(x, sequence_of, mask, n):
+    return Columns(token={"x": x}, sequence={}, sequence_of=torch.tensor(sequence_of), num_sequences=n, mask=torch.tensor(mask))
+
+
+def test_reductions_select_and_do_not_multiply():
+    x = torch.tensor([1.0, float("nan"), 3.0, float("inf"), 5.0], dtype=torch.float64, requires_grad=True)
+    c = columns(x, [0, 0, 2, 2, 0], [True, False, True, False, True], 4)
+    assert c.sum(x).tolist() == [6, 0, 3, 0] and c.mean(x).tolist() == [3, 0, 3, 0] and c.counts().tolist() == [2, 0, 1, 0]
+    c.cleaned()["x"].square().sum().backward()
+    assert x.grad.tolist() == [2, 0, 6, 0, 10]
+    wide = Columns(token={"h": torch.full((5, 2), float("nan")), "id": torch.arange(5)}, sequence={}, sequence_of=c.sequence_of,
+                   num_sequences=4, mask=c.mask)  # fmt: skip
+    assert not wide.cleaned()["h"][1].any() and wide.cleaned()["id"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_segment_reductions():
+    x, of = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), torch.tensor([1, 1, 3])
+    assert segment_sum(x, of, 4).tolist() == [[0, 0], [4, 6], [0, 0], [5, 6]]
+    assert segment_mean(x, of, 4).tolist() == [[0, 0], [2, 3], [0, 0], [5, 6]]
