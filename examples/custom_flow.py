@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 from transformers import AutoTokenizer
-from verl.rollout.native.engine import NativeEngine
 
 from verl.algorithms.terms import Term, nll
 from verl.model_engine.fsdp import FSDPEngine, load_causal_lm
 from verl.model_engine.optim import OptimSpec
 from verl.recipes import arithmetic as task
+from verl.rollout.native.engine import NativeEngine
 from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Sample, Sampling, Segment, as_ids, derive_seed
 from verl.weight_sync.local import LocalCheckpointEngine

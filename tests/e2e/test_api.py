@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+
 from runs import REWARD, metrics_of
 
 

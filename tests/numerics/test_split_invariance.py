@@ -18,8 +18,7 @@ from verl.algorithms.weights import term_weights
 from verl.batch import Batch, Columns, pack, select_rows, unshare
 from verl.model_engine.fsdp import FSDPEngine
 from verl.model_engine.objective import evaluate_terms
-from verl.types import Metric, Sample, Segment, merge_metrics, ref_of
-from verl.types import Refs
+from verl.types import Metric, Refs, Sample, Segment, merge_metrics, ref_of
 from verl.workers.role import columns_of
 
 NEEDED = {"drgrpo": {"horizon_tokens": 16}}

@@ -20,6 +20,7 @@ from stage import SAMPLING, Stage, by_id, group_id, groups_of, jitter, play, see
 
 from verl.algorithms.table import Algorithm, GroupSpec, resolve
 from verl.driver.play import InvalidShare, RunEnded
+from verl.track.events import read_events
 from verl.types import Invalid, Score, Trajectory, derive_seed
 
 # -- groups that do not train ------------------------------------------------------------------------------------------
@@ -366,6 +367,23 @@ def test_a_resumed_player_goes_on_with_the_same_ids_and_seeds_and_plays_nothing_
             assert ref.reward == by_id(SimpleNamespace(request_id=ref.trajectory_id)).value
 
     play(second)
+
+
+def test_what_a_checkpoint_holds_was_recorded_in_its_step_or_before(tmp_path):
+    """A resumed attempt voids the records of the steps it does again: those of the groups it was given must stand."""
+
+    async def test():
+        stage = Stage(tmp_path, staleness=1.0)
+        async with stage.player:
+            for number in (1, 2, 3):
+                await stage.step()
+                stage.events.flush()
+                found = {e.data["group_id"]: e.step for e in read_events(tmp_path, {"dispatched"})}
+                assert {g.group_id for g, _, _ in stage.player.in_flight()} <= set(found)
+                assert max(found.values()) == number
+                assert max(e.step for e in read_events(tmp_path, {"scored", "released"})) <= number
+
+    play(test)
 
 
 def test_a_group_of_the_checkpoint_that_no_longer_fits_is_not_started(tmp_path):

@@ -21,7 +21,7 @@ from verl.rollout.native.core import EngineCore
 from verl.rollout.native.kv import Prefix, PrefixStore
 from verl.rollout.native.lanes import Lanes
 from verl.rollout.native.request import Request, find_stop
-from verl.rollout.native.runner import NativeRunner
+from verl.rollout.native.runner import NativeRunner, read_blocks
 from verl.rollout.native.sampler import Draw, sample, stream_of, uniforms
 from verl.rollout.native.weights import Storage, shape_of
 from verl.types import Sampling
@@ -424,3 +424,15 @@ def test_a_burst_is_admitted_as_a_whole_and_in_its_order() -> None:
 
     asyncio.run(run())
     assert seen == [[str(i) for offset in range(3) for i in range(offset, 60, 3)]]
+
+
+def test_one_long_sequence_does_not_make_all_read_its_length() -> None:
+    lengths = np.full(64, 20)
+    assert read_blocks(lengths) == [(0, 64, 24)]
+    lengths[37] = 900
+    assert read_blocks(lengths) == [(0, 16, 24), (16, 32, 24), (32, 48, 904), (48, 64, 24)]
+    jobs = {str(i): (prompt(4 + i, i), Sampling(max_tokens=12, seed=i)) for i in range(39)}
+    jobs["20"] = (prompt(220, 20), Sampling(max_tokens=12, seed=20))
+    mixed, alone = finish(core(rows=39), jobs), finish(core(rows=1), jobs)
+    for name in jobs:
+        same(mixed[name], alone[name])

@@ -249,6 +249,7 @@ class Player:
         self._refs: dict[str, Refs] = {}
         self._taken: tuple[str, ...] = ()  # handed out, not trained yet
         self._done: dict[str, list[Trajectory]] = {}  # ended trajectories of running groups, kept for a checkpoint
+        self._number = 1  # of the step that is worked on; a checkpoint of a step holds what its events say
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
         self.stats = PlayStats()
@@ -263,6 +264,7 @@ class Player:
 
     async def take(self, step: int) -> Refs:
         """The groups of this step: complete, scored, selected, within their deadline. Waits with a deadline."""
+        self._number = step + 1
         while True:
             self._check()
             self._changed.clear()
@@ -304,6 +306,7 @@ class Player:
 
     def resume(self, group: Group, draw: Any, *, complete: bool) -> None:
         """A group of a checkpoint: complete ones go to the queue as they are, the others are played again."""
+        self._number = self.scheduler.next_step + 1
         self.groups[group.group_id] = group
         self._draws[group.group_id] = draw
         if complete:
@@ -336,7 +339,7 @@ class Player:
             )
             self.groups[group_id] = group
             self._draws[group_id] = draw
-            self._events.append("dispatched", self.scheduler.next_step + 1, {
+            self._events.append("dispatched", self._number, {
                 "group_id": group_id, "task_id": task.task_id, "index": draw.index, "epoch": draw.epoch, "draw": draw.draw,
                 "version": admission.version, "last_version": admission.last_version,
             })  # fmt: skip
@@ -406,7 +409,7 @@ class Player:
         ]
         self.stats.groups += 1
         self.stats.flat += len(scores) > 1 and reject_flat(scores) == "reject"
-        self._events.append("scored", self.scheduler.next_step + 1, {
+        self._events.append("scored", self._number, {
             "group_id": group.group_id, "rewards": [t.reward.value if isinstance(t.reward, Score) else None for t in group.trajectories],
             "outcomes": [t.outcome for t in group.trajectories], "errors": [t.error for t in bad],
             "tokens": [t.loss_tokens for t in group.trajectories], "attempts": [t.attempt + 1 for t in group.trajectories],
@@ -428,7 +431,7 @@ class Player:
     def _release(self, group_id: str, reason: Any) -> None:
         self.scheduler.release(group_id, reason)
         self.stats.released[reason] += 1
-        self._events.append("released", self.scheduler.next_step + 1, {"group_id": group_id, "reason": reason})
+        self._events.append("released", self._number, {"group_id": group_id, "reason": reason})
         self._forget(group_id)
         if self._eager:
             self._admit()
@@ -444,7 +447,7 @@ class Player:
         for group_id in reversed(group_ids):
             self.cursor.give_back(self._draws[group_id])
             self.stats.released["dropped"] += 1
-            self._events.append("released", self.scheduler.next_step, {"group_id": group_id, "reason": "dropped"})
+            self._events.append("released", self._number, {"group_id": group_id, "reason": "dropped"})
             self._forget(group_id)
 
     def _forget(self, group_id: str) -> None:

@@ -46,7 +46,7 @@ class FSDPEngine:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Any,
         *,
         head: Head = "lm",
         optim: OptimSpec | None = None,
@@ -360,7 +360,7 @@ def _switch_dropout_off(model: nn.Module) -> None:
             module.attention_dropout = 0.0  # type: ignore[assignment]
 
 
-def _refuse_altered_logits(model: nn.Module) -> None:
+def _refuse_altered_logits(model: Any) -> None:
     """Logits that are scaled or capped after the head would be missed by the chunked log-prob."""
     config = model.config.get_text_config()
     for name, neutral in (("final_logit_softcapping", None), ("logit_scale", 1.0), ("logits_scaling", 1.0)):
@@ -369,7 +369,7 @@ def _refuse_altered_logits(model: nn.Module) -> None:
             raise ValueError(f"{type(model).__name__} changes its logits after the head ({name}={found}); not supported")
 
 
-def load_causal_lm(path: Path, *, trust_remote_code: bool = False) -> nn.Module:
+def load_causal_lm(path: Path, *, trust_remote_code: bool = False) -> Any:
     """A causal LM from a Hugging Face folder, float32. Raises ValueError when the folder is not one."""
     from transformers import AutoModelForCausalLM
 

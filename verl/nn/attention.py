@@ -91,8 +91,8 @@ def make_plan(batch: Batch, device: torch.device, *, max_waste: float = 0.2) -> 
     for members in _group_segments(lengths, depths + lengths, max_waste):
         q_index, k_index = _block_index(batch, members, lengths, depths)
         real = np.arange(q_index.shape[1]) < lengths[members, None]
-        arrays = (torch.from_numpy(a).to(device) for a in (q_index, k_index, depths[members], real))
-        blocks.append(Block(*arrays, rooted=not depths[members].any()))
+        q, k, offset, real_q = (torch.from_numpy(a).to(device) for a in (q_index, k_index, depths[members], real))
+        blocks.append(Block(q, k, offset, real_q, rooted=not depths[members].any()))
     return AttentionPlan(blocks)
 
 
@@ -172,8 +172,8 @@ def attend(plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, scale: float, w
     sizes = [b.k_index.numel() * kv_heads for b in plan.blocks]
     k_slots, v_slots = (x.reshape(-1, x.shape[-1]).index_select(0, rows.k).split(sizes) for x in (k, v))
     parts = [
-        _attend_block(block, *slots, heads, kv_heads, scale, window)
-        for block, *slots in zip(plan.blocks, q_slots, k_slots, v_slots, strict=True)
+        _attend_block(block, q_b, k_b, v_b, heads, kv_heads, scale, window)
+        for block, q_b, k_b, v_b in zip(plan.blocks, q_slots, k_slots, v_slots, strict=True)
     ]
     out = _FromSlots.apply(parts[0] if len(parts) == 1 else torch.cat(parts), rows)
     return out.view(-1, heads, v.shape[-1])

@@ -31,9 +31,9 @@ def fuse(model: nn.Module, *, packed: bool) -> bool:
         return False
     for module in model.modules():
         if hasattr(module, "variance_epsilon"):
-            module.forward = MethodType(_norm_forward, module)  # type: ignore[method-assign]
+            module.forward = MethodType(_norm_forward, module)
         elif packed and hasattr(module, "q_proj") and hasattr(module, "head_dim"):
-            module.forward = MethodType(_attention_forward, module)  # type: ignore[method-assign]
+            module.forward = MethodType(_attention_forward, module)
     return True
 
 

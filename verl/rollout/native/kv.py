@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -11,13 +12,14 @@ from torch import Tensor
 
 from verl.rollout.native.weights import Shape
 
+Count = TypeVar("Count", int, np.ndarray)
 GROW_STEP = 32  # tokens; the capacity of a slot is a multiple
 READ_STEP = 8  # tokens; so is the width that attention reads: one vector register of float32
 REUSE_STEP = 64  # tokens; a stored prompt can be continued from every multiple of this, and from its end
 MIN_REUSE = 16  # tokens; a shorter head is cheaper to compute again in a batch than to continue alone
 
 
-def round_up(tokens: int, step: int) -> int:
+def round_up(tokens: Count, step: int) -> Count:
     return -(-tokens // step) * step
 
 

@@ -68,24 +68,28 @@ def feed_forward(x: Tensor, layer: Layer, shape: Shape) -> Tensor:
 @torch.inference_mode()
 def decode(
     weights: Weights, shape: Shape, cache: SlotCache, rotary: Tensor, tokens: Tensor, positions: Tensor, lo: int,
-    width: int,
+    blocks: Sequence[tuple[int, int, int]],
 ) -> Tensor:  # fmt: skip
     """tokens, positions [n] of slots lo..lo+n-1 -> final hidden states [n, hidden]; writes their KV at `positions`.
 
-    `width` is the KV length that is read; every position must be below it.
+    blocks = (first row, end row, KV width that is read), which cover the rows in order; positions are below the width.
     """
-    n = len(tokens)
+    n, heads, width = len(tokens), shape.kv_heads, max(w for _, _, w in blocks)
     beyond = torch.arange(width, device=tokens.device) > positions[:, None]  # [n, L]
     bias = torch.zeros(beyond.shape, dtype=weights.embed.dtype, device=tokens.device).masked_fill_(beyond, -torch.inf)
-    bias = bias[:, None, None].expand(n, shape.kv_heads, 1, width).flatten(0, 1)  # [n K, 1, L]
+    bias = bias[:, None, None].expand(n, heads, 1, width).flatten(0, 1)  # [n K, 1, L]
     place = cache.places(lo, positions)
     x = weights.embed.index_select(0, tokens)
     for i, layer in enumerate(weights.layers):
         q, k, v = project(x, layer, shape, rotary)
         cache.write(i, place, k, v)
-        keys, values = cache.read(i, lo, lo + n, width)  # [n K, L, D]
-        # the G query heads of a key head are query rows: nothing is repeated
-        out = attend(q.reshape(n * shape.kv_heads, -1, shape.head_dim), keys, values, bias)
+        q = q.reshape(n * heads, -1, shape.head_dim)  # the G query heads of a key head are query rows: no repeats
+        mixed = []
+        for start, end, w in blocks:
+            keys, values = cache.read(i, lo + start, lo + end, w)  # [rows K, w, D]
+            rows = slice(start * heads, end * heads)
+            mixed.append(attend(q[rows], keys, values, bias[rows, :, :w]))
+        out = mixed[0] if len(mixed) == 1 else torch.cat(mixed)
         x = layer.out.add_to(x, out.view(n, -1))
         x = feed_forward(x, layer, shape)
     return rms_norm(x, (shape.hidden,), weights.norm, shape.eps)

@@ -27,6 +27,7 @@ MIN_LANE_ROWS = 16  # fewer rows per lane are not worth a hand-over
 WIDE_OPERATION = 4e7  # multiply-adds of a mean matmul from which all cores together finish it sooner
 MAX_LOGITS = 2**25  # that exist at once in a lane when sampling; fewer rows would read the head's weights more often
 SCORE_BLOCK = 1024  # tokens whose logits exist at once when scoring
+BLOCK_ROWS, BLOCKS_PAY = 16, 0.6  # attention goes in blocks of rows where these read less than this share of the KV
 HOP_PARAMS = 40e6  # parameters per step of a hop: a hop of a small model is several steps, of a large one a single
 
 
@@ -242,10 +243,10 @@ class NativeRunner:
         n = len(tokens)
         if self._deterministic:  # idle rows write into free slots
             tokens, positions = (np.pad(column, (0, FIXED_ROWS - n)) for column in (tokens, positions))
-        width = round_up(self.max_context_tokens if self._deterministic else int(positions.max()) + 1, READ_STEP)
+        blocks = [(0, FIXED_ROWS, self.max_context_tokens)] if self._deterministic else read_blocks(positions)
         at = self._on_device(positions)
         hidden = decode(
-            self._weights, self._shape, self._cache, self._table.at(at), self._on_device(tokens), at, lo, width
+            self._weights, self._shape, self._cache, self._table.at(at), self._on_device(tokens), at, lo, blocks
         )
         return to_host(*self._head_and_sample(hidden, n, draw))
 
@@ -294,4 +295,17 @@ class NativeRunner:
 
     def _on_device(self, column: np.ndarray) -> Tensor:
         return torch.from_numpy(column).to(self._device)
+
+
+def read_blocks(positions: np.ndarray) -> list[tuple[int, int, int]]:
+    """(first row, end row, KV width) per attention call: one for all rows, unless a few long ones would make most of
+    them read far beyond their own end."""
+    n = len(positions)
+    widths = round_up(positions + 1, READ_STEP)
+    starts = range(0, n, BLOCK_ROWS)
+    blocks = [(lo, min(n, lo + BLOCK_ROWS), int(widths[lo : lo + BLOCK_ROWS].max())) for lo in starts]
+    longest = max(width for _, _, width in blocks)
+    if sum((hi - lo) * width for lo, hi, width in blocks) > BLOCKS_PAY * n * longest:
+        return [(0, n, longest)]
+    return blocks
 

@@ -1,0 +1,240 @@
+"""Packed, shared-prefix attention against each sequence alone, by model family (pitfalls 14, 40)."""
+
+import copy
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from verl.algorithms.terms import Term, nll
+from verl.batch import pack, unshare
+from verl.model_engine.fsdp import FSDPEngine
+from verl.model_engine.optim import OptimSpec
+from verl.nn import attention, fused
+from verl.nn.packing import probe_batch
+from verl.types import Sample, Segment
+
+VOCAB = 40
+SIZES = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+FULL, SLIDING = "full_attention", "sliding_attention"
+MODELS = {
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True)),
+    "qwen3_sliding": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8, use_sliding_window=True, sliding_window=3, layer_types=[FULL, SLIDING])),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=3)),
+    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=3, layer_types=[SLIDING, FULL], query_pre_attn_scalar=8)),
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2, n_positions=512, bos_token_id=1, eos_token_id=2)),
+}  # fmt: skip
+
+
+def make(name: str):
+    torch.manual_seed(3)
+    model = MODELS[name]()
+    with torch.no_grad():
+        for p in model.parameters():  # away from the symmetric start: attention far from uniform, norms far from 1
+            p.add_(torch.randn_like(p) * 0.3)
+    return model
+
+
+def segment(source, ids):
+    logprobs = np.zeros(len(ids), np.float32) if source == "sampled" else None
+    return Segment(ids=np.asarray(ids, np.int64), source=source, logprobs=logprobs, version=0)
+
+
+def rows(lengths=((5, (9, 2, 14)), (11, (3, 3)), (1, (1, 20)))) -> list[Sample]:
+    """Groups of a shared prompt with ragged responses; every other one has a second turn."""
+    rng, out = np.random.default_rng(0), []
+    for g, (prompt, responses) in enumerate(lengths):
+        head = rng.integers(3, VOCAB, prompt)
+        for i, n in enumerate(responses):
+            turns = [segment("prompt", head), segment("sampled", rng.integers(3, VOCAB, n))]
+            if i % 2:
+                turns += [segment("env", rng.integers(3, VOCAB, 4)), segment("sampled", rng.integers(3, VOCAB, n))]
+            out.append(Sample(sample_id=f"{g}/{i}", trajectory_id=f"{g}/{i}", group_id=str(g), purpose="train", segments=tuple(turns), temperature=0.8))
+    return out
+
+
+TERMS = (Term(name="loss", fn=nll),)
+
+
+def run(model, batch, **options):
+    """(log-probs, gradients) of a weighted sum of all log-probs."""
+    engine = FSDPEngine(copy.deepcopy(model), optim=OptimSpec(lr=1.0), **{"dtype": "float64", **options})
+    weight = torch.linspace(-1, 1, batch.num_loss_tokens, dtype=torch.float64)
+    out = engine.forward_backward(batch.with_columns({"w/loss": weight}), TERMS)
+    return out.columns["logprobs"], {n: p.grad for n, p in engine.model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("small_keys", [256, 12], ids=["bmm", "mixed"])  # mixed: rows of more keys go through SDPA
+@pytest.mark.parametrize("name", MODELS)
+def test_packed_and_shared_equal_each_sequence_alone(name, small_keys, monkeypatch):
+    """The oracle is one padded row per sequence through the model's own attention."""
+    monkeypatch.setattr(attention, "_SMALL_KEYS", small_keys)
+    monkeypatch.setattr(attention, "_FREE_PADDING", 0)  # several blocks
+    model, batch = make(name), pack(rows())
+    expected, expected_grads = run(model, batch, attention_mode="padded")
+    for what, got in (("shared", run(model, batch)), ("flat", run(model, unshare(batch))), ("split", run(model, batch, max_tokens_per_microbatch=40))):
+        torch.testing.assert_close(got[0], expected, rtol=1e-5, atol=1e-6, msg=lambda m, w=what: f"{w}: {m}")
+        for n, g in expected_grads.items():
+            torch.testing.assert_close(got[1][n], g, rtol=1e-4, atol=1e-5 * float(g.abs().max()), msg=lambda m, w=what, n=n: f"{w} {n}: {m}")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_start_up_check_passes_whatever_the_precision(name):
+    model = make(name)
+    engine = FSDPEngine(model, optim=OptimSpec(lr=1.0), dtype="bfloat16", emulate_bf16=False)
+    assert engine.check_packing(share_prefix=True) < 1e-4 and engine.check_packing(share_prefix=False) < 1e-4
+    assert model.training and model.config._attn_implementation == attention.PACKED
+    critic = FSDPEngine(make(name), head="value", dtype="float32")
+    assert critic.check_packing(share_prefix=True) < 1e-4, "a critic's body is packed too"
+
+
+def wrong_offsets(batch, device, **options):
+    plan = real_plan(batch, device, **options)
+    for block in plan.blocks:
+        block.offset.add_(1)  # each query sees one token of the future
+    return plan
+
+
+def wrong_parents(batch, device, **options):
+    return real_plan(replace(batch, parent=np.where(batch.parent >= 0, 0, -1)), device, **options)  # all under one root
+
+
+def joined(batch, device, **options):
+    return real_plan(replace(batch, seg_start=batch.seg_start[[0, -1]], parent=batch.parent[:1]), device, **options)
+
+
+real_plan = attention.make_plan
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
+@pytest.mark.parametrize("leak", [wrong_offsets, wrong_parents, joined])
+def test_a_planted_leak_is_caught_at_start(name, leak, monkeypatch):
+    engine = FSDPEngine(make(name), dtype="float32")
+    monkeypatch.setattr(attention, "make_plan", leak)
+    if leak is wrong_parents:  # the probe's second tree hangs under the first
+        monkeypatch.setattr(attention, "make_plan", lambda b, d, **o: leak(replace(b, parent=np.where(np.arange(len(b.parent)) > 0, 0, -1)), d, **o))
+    with pytest.raises(ValueError, match=r"packed log-probs differ .* Set model\.attention=padded"):
+        engine.check_packing(share_prefix=True)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma3", "gpt2"])
+def test_the_loss_of_one_sequence_has_no_gradient_in_another(name):
+    engine = FSDPEngine(make(name), optim=OptimSpec(lr=1.0), dtype="float32")
+    seen = []
+    engine.model.get_input_embeddings().register_forward_hook(lambda m, i, out: seen.append(out) or out.retain_grad())
+    batch = probe_batch(VOCAB, share_prefix=True)
+    weight = torch.zeros(batch.num_loss_tokens, dtype=torch.float64)
+    weight[int(batch.row_start[1]) : int(batch.row_start[2])] = 1.0  # the second response to the shared prompt
+    engine.forward_backward(batch.with_columns({"w/loss": weight}), TERMS)
+    per_token = seen[0].grad.reshape(batch.num_tokens, -1).abs().sum(-1)
+    own = torch.zeros(batch.num_tokens, dtype=torch.bool)
+    segment_of = int(batch.leaf[1])
+    while segment_of >= 0:
+        own[batch.seg_start[segment_of] : batch.seg_start[segment_of + 1]] = True
+        segment_of = int(batch.parent[segment_of])
+    own[batch.seg_start[int(batch.leaf[1]) + 1] - 1] = False  # the last token predicts nothing
+    assert float(per_token[~own].max()) == 0.0 and float(per_token[own].min()) > 0
+
+
+def test_models_that_cap_or_sink_are_refused_in_words():
+    config = Gemma2Config(**SIZES, head_dim=8, query_pre_attn_scalar=8)
+    with pytest.raises(ValueError, match=r"Gemma2ForCausalLM changes its logits after the head \(final_logit_softcapping=30"):
+        FSDPEngine(Gemma2ForCausalLM(config), dtype="float32")
+    config.final_logit_softcapping = None
+    engine = FSDPEngine(Gemma2ForCausalLM(config), dtype="float32")
+    with pytest.raises(ValueError, match=r"caps its scores or has sinks; use model\.attention=padded"):
+        engine.infer(pack(rows()), ("logprobs",))
+    padded = FSDPEngine(Gemma2ForCausalLM(config), dtype="float32", attention_mode="padded")
+    assert padded.infer(pack(rows()), ("logprobs",))["logprobs"].isfinite().all(), "the way out that the message names"
+
+
+# -- the plan --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_waste", [0.0, 0.2, 1.0])
+def test_every_token_is_a_query_once_and_sees_its_ancestors(max_waste, monkeypatch):
+    monkeypatch.setattr(attention, "_FREE_PADDING", 0)
+    batch = pack(rows())
+    plan = attention.make_plan(batch, torch.device("cpu"), max_waste=max_waste)
+    queries = torch.cat([b.q_index[b.real] for b in plan.blocks])
+    assert sorted(queries.tolist()) == list(range(batch.num_tokens))
+    flat = unshare(batch)
+    origin = unshare(replace(batch, ids=torch.arange(batch.num_tokens))).ids
+    place = {int(t): i for i, t in enumerate(origin)}  # of some row that holds the token
+    start_of = np.repeat(flat.seg_start[:-1], np.diff(flat.seg_start))
+    for b in plan.blocks:
+        allowed, windowed = b.mask(None, torch.bool)[:, 0], b.mask(2, torch.bool)[:, 0]
+        for i, t in b.real.nonzero().tolist():
+            at = place[int(b.q_index[i, t])]
+            assert b.k_index[i][allowed[i, t]].tolist() == origin[start_of[at] : at + 1].tolist()
+            assert b.k_index[i][windowed[i, t]].tolist() == origin[max(start_of[at], at - 1) : at + 1].tolist()
+        assert allowed.any(-1).all() and windowed.any(-1).all(), "a padded query sees something: no NaN anywhere"
+        assert b.mask(2, torch.float32).isfinite().any(-1).all()
+
+
+def test_padding_is_bounded():
+    lengths = tuple((p, (r,) * 4) for p, r in ((4, 30), (8, 200), (300, 12), (64, 64), (2, 500)))
+    batch = pack(rows(lengths))
+    plan = attention.make_plan(batch, torch.device("cpu"), max_waste=0.2)
+    area = sum(b.q_index.numel() * b.k_index.shape[1] for b in plan.blocks)
+    real = sum(float(((b.offset + 1)[:, None] * b.real).sum() * 0 + (b.real.sum(1) * (b.offset + b.real.sum(1))).sum()) for b in plan.blocks)
+    assert area <= real / 0.8 + len(plan.blocks) * attention._FREE_PADDING + area * 0.1
+    assert len(plan.blocks) <= 12
+
+
+# -- the fused modules -----------------------------------------------------------------------------------------------
+
+
+def test_fused_norm_and_rotary_are_the_models_own():
+    """In float64 against their definitions, values and gradients (transformers' own norm rounds to float32)."""
+    torch.manual_seed(0)
+    x, w = torch.randn(7, 3, 8, dtype=torch.float64, requires_grad=True), torch.randn(8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda a, b: fused._RMSNorm.apply(a, b, 1e-5), (x, w))
+    torch.testing.assert_close(fused._RMSNorm.apply(x, w, 1e-5), torch.nn.functional.rms_norm(x, (8,), w, 1e-5))
+    cos, sin = torch.randn(2, 7, 1, 8, dtype=torch.float64)
+    half = torch.cat([-x[..., 4:], x[..., :4]], -1)
+    torch.testing.assert_close(fused._Rotary.apply(x, cos, sin), x * cos + half * sin)
+    assert torch.autograd.gradcheck(lambda a: fused._Rotary.apply(a, cos, sin), (x,))
+
+
+def test_fused_norm_keeps_the_dtype_rules_of_the_module():
+    torch.manual_seed(0)
+    w = torch.rand(8) + 0.5
+    for dtype in (torch.bfloat16, torch.float32):
+        x = torch.randn(5, 8).to(dtype).requires_grad_()
+        own = w * (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)).to(dtype)
+        got = fused._RMSNorm.apply(x, w, 1e-6)
+        assert got.dtype == own.dtype == torch.float32
+        torch.testing.assert_close(got, own, rtol=0.01, atol=0.01)
+        got.sum().backward()
+        assert x.grad.dtype == dtype
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_fusing_is_for_known_models_and_undone_without_trace(name):
+    model = make(name)
+    known = fused.fuse(model, packed=True)
+    assert known == (name not in ("gemma3", "gpt2"))
+    assert any("forward" in vars(m) for m in model.modules()) == known
+    fused.unfuse(model)
+    assert not any("forward" in vars(m) for m in model.modules())

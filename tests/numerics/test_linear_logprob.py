@@ -1,0 +1,147 @@
+"""The chunked head against dense logits, and what it keeps in memory (pitfalls 21, 32)."""
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from verl.nn import linear_logprob as module
+from verl.nn.linear_logprob import linear_logprob
+
+F64 = torch.float64
+
+
+@pytest.fixture
+def inputs():
+    torch.manual_seed(0)
+    hidden, weight, bias = (torch.randn(*s, dtype=F64, requires_grad=True) for s in ((150, 6), (23, 6), (23,)))
+    return hidden, weight, bias, torch.randint(0, 23, (150,)), torch.rand(150, dtype=F64) + 0.3
+
+
+def dense(hidden, weight, bias, targets, temperature):
+    logits = hidden @ weight.T + (0 if bias is None else bias)
+    logp = torch.log_softmax(logits / temperature[:, None], -1)
+    return logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1), logp.exp().square().sum(-1)
+
+
+def grads(outputs, upstream, leaves):
+    return torch.autograd.grad(sum((o * u).sum() for o, u in zip(outputs, upstream, strict=True)), leaves)
+
+
+@pytest.mark.parametrize("rows", [1, 7, 64, 150, 1000])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_values_and_gradients_equal_dense_at_any_chunk(inputs, rows, with_bias, monkeypatch):
+    monkeypatch.setattr(module, "_CHUNK_ROWS", rows)
+    monkeypatch.setattr(module, "_CHUNK_BYTES", 0)
+    hidden, weight, bias, targets, temperature = inputs
+    bias, leaves = (bias, (hidden, weight, bias)) if with_bias else (None, (hidden, weight))
+    lp, entropy, pi2 = linear_logprob(hidden, weight, targets, temperature, bias=bias, entropy=True, sum_pi_squared=True)
+    expected = dense(hidden, weight, bias, targets, temperature)
+    for got, want in zip((lp, entropy, pi2), expected, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    assert not pi2.requires_grad
+    upstream = torch.randn(2, 150, dtype=F64)
+    upstream[:, ::3] = 0  # rows without a gradient are left out of the backward pass
+    for got, want in zip(grads((lp, entropy), upstream, leaves), grads(expected[:2], upstream, leaves), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+def test_gradcheck():
+    torch.manual_seed(1)
+    hidden, weight, bias = (torch.randn(*s, dtype=F64, requires_grad=True) for s in ((4, 3), (5, 3), (5,)))
+    targets, temperature = torch.tensor([0, 4, 2, 2]), torch.tensor([1.0, 0.7, 0.3, 1.5], dtype=F64)
+
+    def outputs(h, w, b):
+        return linear_logprob(h, w, targets, temperature, bias=b, entropy=True)[:2]
+
+    assert torch.autograd.gradcheck(outputs, (hidden, weight, bias))
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_an_output_that_no_loss_uses_changes_no_gradient(inputs, used):
+    hidden, weight, bias, targets, temperature = inputs
+    both = linear_logprob(hidden, weight, targets, temperature, bias=bias, entropy=True)
+    expected = dense(hidden, weight, bias, targets, temperature)
+    got = torch.autograd.grad(both[used].sum(), (hidden, weight, bias))
+    for g, e in zip(got, torch.autograd.grad(expected[used].sum(), (hidden, weight, bias)), strict=True):
+        torch.testing.assert_close(g, e, rtol=1e-10, atol=1e-12)
+
+
+def test_a_broken_row_without_gradient_reaches_nothing(inputs):
+    """A masked token's hidden state is NaN, and one of its logits -inf: the other rows' gradients are as without it."""
+    hidden, weight, bias, targets, temperature = inputs
+    broken = hidden.detach().clone()
+    broken[3] = float("nan")
+    broken.requires_grad_()
+    upstream = torch.ones(150, dtype=F64)
+    upstream[3] = 0
+    closed = bias.detach().clone()
+    closed[targets[5]] = -torch.inf
+    upstream[targets == targets[5]] = 0
+    closed.requires_grad_()
+    lp, entropy, _ = linear_logprob(broken, weight, targets, temperature, bias=closed, entropy=True)
+    assert lp[3].isnan() and lp[5] == -torch.inf and entropy[torch.arange(150) != 3].isfinite().all()
+    got = grads((lp, entropy), (upstream, upstream), (broken, weight, closed))
+    assert all(g.isfinite().all() for g in got) and not got[0][3].any()
+    keep = torch.arange(150) != 3
+    lp, entropy, _ = linear_logprob(hidden[keep], weight, targets[keep], temperature[keep], bias=closed, entropy=True)
+    clean = grads((lp, entropy), (upstream[keep], upstream[keep]), (weight, closed))
+    for g, e in zip(got[1:], clean, strict=True):
+        torch.testing.assert_close(g, e, rtol=1e-10, atol=1e-12)
+
+
+def test_bfloat16_hidden_states_give_float32_log_probs(inputs):
+    hidden, weight, bias, targets, temperature = (x.detach() if x.is_floating_point() else x for x in inputs)
+    lp, entropy, _ = linear_logprob(hidden.bfloat16(), weight.float().requires_grad_(), targets, temperature.float(), entropy=True)
+    assert lp.dtype == entropy.dtype == torch.float32
+    reference = dense(hidden.bfloat16().double(), weight.bfloat16().double(), None, targets, temperature)
+    torch.testing.assert_close(lp.double(), reference[0], rtol=0.02, atol=0.1)
+    assert (lp <= 0).all() and (entropy >= 0).all()
+
+
+class LargestTensor(TorchDispatchMode):
+    """The most bytes of any one result, and of all results, while it is on."""
+
+    def __init__(self, ignored: int) -> None:
+        super().__init__()
+        self.largest, self.ignored = 0, ignored
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, torch.Tensor) and t.numel() != self.ignored:  # the head's own weight and its gradient
+                self.largest = max(self.largest, t.numel() * t.element_size())
+        return out
+
+
+def memory_of(n: int, vocab: int, width: int = 8) -> tuple[int, int]:
+    """(bytes saved for backward besides the head's weight, largest single tensor of both passes)."""
+    saved = []
+    hidden, weight = torch.randn(n, width, requires_grad=True), torch.randn(vocab, width, requires_grad=True)
+    targets, temperature = torch.randint(0, vocab, (n,)), torch.full((n,), 0.7)
+    with LargestTensor(ignored=vocab * width) as mode:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            lp, entropy, _ = linear_logprob(hidden, weight, targets, temperature, entropy=True)
+        (lp.sum() + entropy.sum()).backward()
+    return sum(t.numel() * t.element_size() for t in saved if t is not weight and t.shape != weight.shape), mode.largest
+
+
+def test_memory_does_not_depend_on_the_vocabulary(monkeypatch):
+    monkeypatch.setattr(module, "_CHUNK_BYTES", 64 << 10)
+    monkeypatch.setattr(module, "_CHUNK_ROWS", 1)
+    n = 700
+    found = {vocab: memory_of(n, vocab) for vocab in (50, 500, 5000)}
+    assert len({saved for saved, _ in found.values()}) == 1, f"saved bytes by vocabulary: {found}"
+    assert found[50][0] <= n * 4 * (8 + 2 + 2 + 2), "hidden, targets, temperature, lse, entropy"
+    for vocab, (_, largest) in found.items():
+        assert largest <= max(64 << 10, 8 * n * 4), f"vocabulary {vocab}: a tensor of {largest} bytes"
+    assert n * 5000 * 4 > 100 * max(largest for _, largest in found.values()), "full logits would have been seen"
+
+
+def test_no_row_and_one_row():
+    weight = torch.randn(7, 3, requires_grad=True)
+    lp, _, _ = linear_logprob(torch.zeros(0, 3), weight, torch.zeros(0, dtype=torch.long), torch.zeros(0))
+    lp.sum().backward()
+    assert lp.shape == (0,) and not weight.grad.any()
+    one, _, _ = linear_logprob(torch.ones(1, 3), weight, torch.tensor([2]), torch.ones(1))
+    torch.testing.assert_close(one, weight.sum(1).log_softmax(0)[2:3])
