@@ -4,8 +4,7 @@ import warnings
 
 import pytest
 import torch
-
-from runs import REWARD, metrics_of
+from small_runs import REWARD, metrics_of
 
 
 @pytest.fixture(scope="module")

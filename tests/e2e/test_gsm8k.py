@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+from small_runs import metrics_of
 
-from runs import metrics_of
 from verl.cli import main
 
 ROWS = Path(__file__).parents[1] / "data"

@@ -6,8 +6,8 @@ import subprocess
 import sys
 
 import pytest
+from small_runs import metrics_of, small_args
 
-from runs import metrics_of, small_args
 from verl.cli import main
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from small_runs import dispatched, metrics_of, small_args, small_run, state_of, trained
 
-from runs import dispatched, metrics_of, small_args, small_run, state_of, trained
 from verl.config.load import load_config
 from verl.driver.launch import run_rl
 

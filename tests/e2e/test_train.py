@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from small_runs import metrics_of, small_run, state_of, trained
 
-from runs import metrics_of, small_run, state_of, trained
 from verl.track.samples import read_samples, sample_steps
 
 

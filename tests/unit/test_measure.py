@@ -54,7 +54,7 @@ def stats(**more: Any) -> PlayStats:
 
 
 def measured(refs: Refs, s: PlayStats | None = None, version: int = 3) -> dict[str, float]:
-    return reduce(batch_metrics(refs, s or stats(), version, 64))
+    return reduce(batch_metrics(refs, s or stats(), version))
 
 
 def test_every_metric_of_a_handmade_batch_has_its_closed_form():
@@ -71,7 +71,7 @@ def test_every_metric_of_a_handmade_batch_has_its_closed_form():
 
 
 def test_units_say_what_was_counted():
-    found = batch_metrics(BATCH, stats(), 3, 64)
+    found = batch_metrics(BATCH, stats(), 3)
     assert {found[n].unit for n in ("critic/rewards/mean", "response_length/clip_ratio", "reward/invalid_share", "pipeline/staleness_max")} == {"sequence"}
     assert {m.unit for n, m in found.items() if n.startswith("groups/")} == {"group"}
     assert (found["critic/rewards/mean"].total, found["critic/rewards/mean"].count) == (1.5, 3)

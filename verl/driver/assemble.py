@@ -116,7 +116,9 @@ async def assemble(resolved: Resolved, *, progress: LiveProgress | None = None, 
         checkpoint_engine=LocalCheckpointEngine(
             probes=_probes(tasks) if config.sync.canary else (), tolerance=canary_tolerance(config), verify_first=config.sync.verify_first
         ),
-        placement=Placement(ResourcePool("global"), (replica,), colocated=config.pipeline.staleness == 0),
+        placement=Placement(
+            ResourcePool("global"), (replica,), colocated=config.pipeline.staleness == 0, waits=waits, timeout_s=config.run.wait_timeout_s
+        ),
         store=claimed.store, lock=claimed.lock, events=events, waits=waits, progress=progress, close_parts=reward.close, on_step=on_step,
         sinks=open_sinks(config.track.sinks, run_dir, config.track.project, config.run.name, asdict(config), attempt=attempt, progress=progress),
         export_hf=exporter(engine, config), checkpoint_bytes=checkpoint_bytes(engine),

@@ -56,7 +56,7 @@ def _trajectories(refs: Refs) -> list[_Whole]:
     ]  # fmt: skip
 
 
-def batch_metrics(refs: Refs, stats: PlayStats, version: int, max_response_tokens: int) -> Metrics:
+def batch_metrics(refs: Refs, stats: PlayStats, version: int) -> Metrics:
     """Scores, lengths, groups, staleness of the trained trajectories; what was released on the way. verl's names where
     they exist."""
     train = _trajectories(refs.of("train"))

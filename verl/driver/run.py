@@ -141,7 +141,7 @@ class Run:
     async def trained(self, step: Step, refs: Refs) -> None:
         """The optimizer steps are done: measure the batch, tell the scheduler."""
         stats, self.player.stats = self.player.stats, type(self.player.stats)()
-        step.log(batch_metrics(refs, stats, self.player.scheduler.version, self.config.rollout.max_response_tokens))
+        step.log(batch_metrics(refs, stats, self.player.scheduler.version))
         self.events.append("trained", step.number, {"sample_ids": refs.ids, "version": self.version})
         self.player.trained(step.index, refs)
 
@@ -163,7 +163,7 @@ class Run:
         """Wait for a publish that is under way."""
         if self._publishing is not None:
             task, self._publishing = self._publishing, None
-            await task
+            await self.waits.wait(task, who="driver", what="the publish under way", timeout_s=3 * self.config.run.wait_timeout_s)
 
     async def finish(self, step: Step, refs: Refs) -> None:
         """Evaluate, checkpoint, record, log. A step is over when its metrics are written."""

@@ -62,7 +62,7 @@ def _rewards_with_kl(columns: Columns, *, coef: float, form: str) -> Computed:
 
 def updates_of(refs: Refs, updates: int, epochs: int, seed: int, index: int) -> list[Refs]:
     """The rows of each optimizer step: groups whole, shares as equal as they can be, a seeded order per epoch."""
-    groups = list(refs.groups().values())
+    groups = list(refs.of("train").groups().values())  # baselines are compared with, not trained on
     out = []
     for epoch in range(epochs):
         order = list(groups)

@@ -60,7 +60,8 @@ def evaluate_terms(terms: Sequence[TermLike], batch: Batch, outputs: Mapping[str
             inside = torch.where(present, value.values, 0.0)
         loss = (weight * inside.to(weight.dtype)).sum()
         total = total + loss
-        metrics[term.name] = Metric(float(loss.detach()), 1, "update", "sum")
+        if not isinstance(term, Surrogate):  # its term has reported its own value
+            metrics[term.name] = Metric(float(loss.detach()), 1, "update", "sum")
         metrics.update(_term_metrics(value.metrics, present, term.unit))
     return total, metrics
 

@@ -188,9 +188,9 @@ def _attend_block(
     k, v = (x.view(b, kv_heads, depth, -1) for x in (k, v))
     if depth <= _SMALL_KEYS and q.device.type == "cpu":
         exact = torch.float64 if q.dtype == torch.float64 else torch.float32
-        bias = block.mask(window, exact).expand(b, heads, width, depth).reshape(b * kv_heads, -1, depth)
+        bias = block.mask(window, exact).expand(b, heads, width, depth).clone(memory_format=torch.contiguous_format)
         q, k, v = q.view(b * kv_heads, -1, q.shape[-1]), k.flatten(0, 1), v.flatten(0, 1)
-        return _BatchedAttention.apply(q, k, v, bias, scale).flatten(0, 1)
+        return _BatchedAttention.apply(q, k, v, bias.view(b * kv_heads, -1, depth), scale).flatten(0, 1)
     if block.rooted and window is None:  # padding comes last, where causal attention does not see it
         q, k, v = q.view(b, heads, width, -1), k[:, :, :width], v[:, :, :width]
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=heads != kv_heads)

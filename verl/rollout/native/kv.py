@@ -14,6 +14,7 @@ from verl.rollout.native.weights import Shape
 
 Count = TypeVar("Count", int, np.ndarray)
 GROW_STEP = 32  # tokens; the capacity of a slot is a multiple
+FAR_ABOVE = 4
 READ_STEP = 8  # tokens; so is the width that attention reads: one vector register of float32
 REUSE_STEP = 64  # tokens; a stored prompt can be continued from every multiple of this, and from its end
 MIN_REUSE = 16  # tokens; a shorter head is cheaper to compute again in a batch than to continue alone
@@ -26,7 +27,8 @@ def round_up(tokens: Count, step: int) -> Count:
 class SlotCache:
     """[layers, 2, slots, K, capacity, D]. Live sequences hold slots 0..n-1, so every read is one strided view.
 
-    Slots and capacity grow as the work needs them, up to the maxima given at construction.
+    Slots and capacity grow as the work needs them, up to the maxima given at construction; when one grows, the other
+    falls back to the need if it is far above it, so that a few long sequences do not cost what many would.
     """
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device, max_slots: int, max_tokens: int) -> None:
@@ -42,18 +44,17 @@ class SlotCache:
         return self._kv.nbytes
 
     def reserve(self, slots: int, tokens: int, live: int) -> None:
-        """Room for `tokens` in each of `slots` slots; the first `live` slots keep their content."""
+        """Room for `tokens` in each of `slots` slots; the first `live` slots keep their content up to there."""
         if slots <= self._slots and tokens <= self._capacity:
             return
         assert slots <= self._max_slots and tokens <= self._max_capacity, f"{slots} slots x {tokens} tokens"
-        grown_slots, grown_tokens = self._slots, self._capacity
-        if slots > grown_slots:
-            grown_slots = min(self._max_slots, max(slots, 2 * grown_slots))
-        if tokens > grown_tokens:
-            grown_tokens = min(self._max_capacity, max(round_up(tokens, GROW_STEP), round_up(grown_tokens * 3 // 2, GROW_STEP)))
-        old = self._kv
-        self._bind(grown_slots, grown_tokens)
-        self._kv[:, :, :live, :, : old.shape[4]] = old[:, :, :live]
+        old, kept = self._kv, min(tokens, self._capacity)
+        self._bind(
+            self._slots if slots <= self._slots <= FAR_ABOVE * slots else min(self._max_slots, slots * 3 // 2),
+            self._capacity if tokens <= self._capacity <= FAR_ABOVE * tokens
+            else min(self._max_capacity, round_up(tokens * 3 // 2, GROW_STEP)),
+        )  # fmt: skip
+        self._kv[:, :, :live, :, :kept] = old[:, :, :live, :, :kept]
 
     def fill(self, lo: int, hi: int, kv: Tensor) -> None:
         """Put a prompt's KV [layers, 2, K, P, D] into each of slots lo..hi-1."""

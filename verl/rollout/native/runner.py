@@ -66,6 +66,7 @@ class NativeRunner:
         slots = round_up(max_rows, FIXED_ROWS) if deterministic else max_rows
         self._cache = SlotCache(self._shape, self.compute_dtype, device, slots, max_context_tokens)
         self._prefixes = PrefixStore(prefix_cache_tokens)
+        self._longest = 0  # tokens of KV of the longest resident row, at least
         self._jobs: dict[bytes, Job] = {}
         self._lanes = Lanes(lanes if device.type == "cpu" else 1)
         self._max_prefill_tokens = max_prefill_tokens
@@ -191,7 +192,8 @@ class NativeRunner:
 
     def _fill_slots(self, ready: list[Prefix], resident: int) -> tuple[Tensor, np.ndarray]:
         """-> hidden states of the distinct prompts [u, hidden], which of them each admitted row continues [m]."""
-        self._reserve(resident + len(ready), max(len(entry.ids) for entry in ready) + 1, live=resident)
+        self._longest = max(self._longest if resident else 0, *(len(entry.ids) for entry in ready))
+        self._reserve(resident + len(ready), live=resident)
         lo = resident
         for entry, run in groupby(ready):  # a group's requests come in a row: one copy for all of them
             hi = lo + sum(1 for _ in run)
@@ -216,8 +218,9 @@ class NativeRunner:
     def decode(self, tokens: np.ndarray, positions: np.ndarray, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
         n = len(tokens)
         with torch.inference_mode():
-            self._reserve(n, int(positions.max()) + 1, live=n)
-            self._table.reserve(int(positions.max()) + 1)
+            self._longest = int(positions.max()) + 1
+            self._reserve(n, live=n)
+            self._table.reserve(self._longest)
         bounds = self._split(n)
         jobs = [
             partial(self._decode_rows, lo, tokens[lo:hi], positions[lo:hi], draw.rows(lo, hi)) for lo, hi in bounds
@@ -264,10 +267,11 @@ class NativeRunner:
         with torch.inference_mode():
             self._cache.move(sources, holes, tokens)
 
-    def _reserve(self, rows: int, tokens: int, live: int) -> None:
+    def _reserve(self, rows: int, live: int) -> None:
         if self._deterministic:
-            rows, tokens = round_up(rows, FIXED_ROWS), self.max_context_tokens
-        self._cache.reserve(rows, tokens, live)
+            self._cache.reserve(round_up(rows, FIXED_ROWS), self.max_context_tokens, live)
+        else:
+            self._cache.reserve(rows, self._longest, live)
 
     # ---- shared ----------------------------------------------------------------------------------------------------
 
