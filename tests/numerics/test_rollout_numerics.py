@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
+from verl.rollout.hf import HfRunner
 from verl.rollout.native.core import EngineCore
 from verl.rollout.native.linear import Linear
 from verl.rollout.native.request import Request
@@ -135,3 +136,25 @@ def test_packed_engine_equals_plain(name: str) -> None:
     for i in plain:
         assert plain[i].ids.tolist() == packed[i].ids.tolist()
         np.testing.assert_allclose(plain[i].logprobs, packed[i].logprobs, atol=1e-5)
+
+
+def test_hf_engine_in_bfloat16_over_a_given_module() -> None:
+    """Parameters in bf16, RoPE frequencies in float32; sleep(2) and a reload work on a module that is not rebuilt."""
+    module = reference(CONFIGS["qwen3"], dtype=torch.bfloat16)
+    own = AutoModelForCausalLM.from_config(CONFIGS["qwen3"])
+    runner = HfRunner(
+        CONFIGS["qwen3"], own, max_context_tokens=256, dtype=torch.bfloat16, device=torch.device("cpu"), max_rows=8,
+        max_prefill_tokens=512,
+    )  # fmt: skip
+    core = EngineCore(runner, (), None)
+    weights = SimpleNamespace(version=0, tensors=lambda: module.state_dict().items())
+    core.load(weights)
+    assert own.lm_head.weight.dtype == torch.bfloat16 and own.model.rotary_emb.inv_freq.dtype == torch.float32
+    first = sampled(core)
+    for i, c in first.items():
+        np.testing.assert_allclose(c.logprobs, logprobs_of(module, PROMPTS[int(i)], c.ids, 1.0), atol=0.15)
+    assert core.sleep(2) == 2 * sum(p.numel() for p in module.parameters()) and not runner.ready
+    core.load(weights)
+    assert own.lm_head.weight is own.model.embed_tokens.weight
+    for i, c in sampled(core).items():
+        assert (c.ids == first[i].ids).all() and (c.logprobs == first[i].logprobs).all()

@@ -69,6 +69,7 @@ class HfRunner:
         self._max_prefill_tokens = max_prefill_tokens
         self._module = module
         self._loaded = False
+        self._arguments: frozenset[str] = frozenset()  # of the module's forward
         self._cache: Any = None  # transformers.Cache of the resident rows
         self._mask = torch.zeros(0, 0, dtype=torch.int64)  # [rows, cached tokens], 0 is left padding
         self._counts = {"prefill_tokens": 0, "decode_tokens": 0, "reused_tokens": 0}
@@ -104,6 +105,7 @@ class HfRunner:
         for live in state.values():
             live.data = fresh[id(live)]
         self._module, self._loaded = module, True
+        self._arguments = frozenset(inspect.signature(module.forward).parameters)
 
     def _build(self) -> nn.Module:
         from transformers import AutoModelForCausalLM
@@ -145,10 +147,9 @@ class HfRunner:
         """ids, positions [n, t] -> logits [n, V] after the last id."""
         assert self._module is not None
         options = {"position_ids": positions, "logits_to_keep": 1}
-        known = inspect.signature(self._module.forward).parameters
         out = self._module(
             input_ids=ids, attention_mask=self._mask, past_key_values=self._cache, use_cache=True,
-            **{name: value for name, value in options.items() if name in known},
+            **{name: value for name, value in options.items() if name in self._arguments},
         )  # fmt: skip
         self._cache = out.past_key_values
         return out.logits[:, -1]
