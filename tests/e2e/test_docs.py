@@ -23,7 +23,7 @@ def folder(tmp_path_factory):
     rows = [json.loads(line) for line in (data / "gsm8k_train.jsonl").read_text().splitlines()]
     tokenizer = tiny.bpe_tokenizer((r["question"] + r["answer"] for r in rows), vocab_size=512)
     made = tmp_path_factory.mktemp("docs")
-    tiny.save(tiny.qwen3(tokenizer, hidden=32, layers=1, heads=2, kv_heads=1, ffn=64, max_positions=512), tokenizer, made / "model")
+    tiny.save(tiny.qwen3(tokenizer, hidden=32, layers=1, heads=2, kv_heads=1, ffn=64, max_positions=2048), tokenizer, made / "model")
     short = [r for r in rows if len(r["question"]) < 160][:80]
     (made / "gsm8k.jsonl").write_text("".join(json.dumps(r) + "\n" for r in short))
     (made / "gsm8k_test.jsonl").write_text("".join(json.dumps(r) + "\n" for r in short[:4]))

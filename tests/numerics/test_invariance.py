@@ -174,6 +174,15 @@ def test_weights_are_the_definitions_and_sum_to_the_coefficient(aggregate):
     torch.testing.assert_close(corrected, -w)
 
 
+def test_a_term_that_is_infinite_at_zero_is_not_seen_outside_its_mask():
+    batch, _ = prepared(rewritten(2), "grpo")
+    term = Term(name="pg_loss", fn=lambda c: TermValue(c["logprobs"].abs().pow(-0.5).detach() * c["logprobs"]))
+    outputs = {"logprobs": random_outputs(batch, 0)["logprobs"] - 0.1}
+    loss, grads = accumulated(batch, (term,), [np.arange(batch.num_rows)], outputs)
+    assert np.isfinite(loss) and grads["logprobs"].isfinite().all()
+    assert torch.equal(grads["logprobs"] != 0, batch.columns["w/pg_loss"] != 0)
+
+
 # -- through the engine ----------------------------------------------------------------------------------------------
 
 
@@ -226,10 +235,11 @@ def test_two_pass_terms_beside_ordinary_ones(tiny):
 
 
 @pytest.mark.parametrize("budget", [10_000, 30])
-def test_a_masked_infinite_log_prob_changes_no_gradient(budget, tiny):
+@pytest.mark.parametrize("name", TABLE)
+def test_a_masked_infinite_log_prob_changes_no_gradient(name, budget, tiny):
     """The masked tokens' own logit is -inf in one model and ordinary in the other; nothing else sees it (pitfalls 20)."""
     samples = rewritten(4)
-    batch, terms = prepared(samples, "grpo", rejected=0)
+    batch, terms = prepared(samples, name, rejected=0)
     banned = 0  # no sampled id is 0: the rejected tokens are made so
     rejected = torch.zeros(batch.num_loss_tokens, dtype=torch.bool)
     rejected[::4] = True

@@ -139,6 +139,15 @@ def test_micro_batches_keep_the_budget_and_whole_trajectories(samples, budget):
     assert sorted(index.tolist()) == list(range(batch.num_loss_tokens))
 
 
+def test_rows_under_one_prompt_go_together_wherever_they_stand():
+    """Prompt tokens are counted, and computed, once a group and micro-batch."""
+    heads = [prompt(*range(10 * g, 10 * g + 8)) for g in range(3)]
+    batch = pack([sample(f"{g}/{i}", heads[g], sampled([i, i])) for i in range(4) for g in range(3)])
+    parts = split_rows(batch, 16)
+    assert [select_rows(batch, rows).num_tokens for rows in parts] == [16, 16, 16]
+    assert [rows.tolist() for rows in parts] == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
+
+
 def sampled(ids, logprobs=None):
     return Segment(ids=np.array(ids), source="sampled", logprobs=np.array(logprobs or [-1.0] * len(ids), np.float32), version=0)
 

@@ -523,9 +523,7 @@ def test_sleep_and_wake(kind: str) -> None:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(engine.generate("w", prompt, greedy(5)), 0.02)
         assert engine.stats()["sampled_tokens"] == sampled
-        np.testing.assert_allclose(
-            await engine.score(prompt), hf_logprobs(prompt[:1], prompt[1:], 1.0), atol=1e-5
-        )
+        np.testing.assert_allclose(await engine.score(prompt), hf_logprobs(prompt[:1], prompt[1:], 1.0), atol=1e-5)
         await engine.wake()
         c = await task  # its KV was dropped and recomputed on the way
         assert c.ids.tolist() == hf_greedy(prompt, 60) and c.stop_reason == "length"

@@ -78,7 +78,7 @@ class FSDPEngine:
         hidden_size = self.model.config.get_text_config().hidden_size
         self.value_head = ValueHead(hidden_size).to(self.device, self.master) if head == "value" else None
         if gradient_checkpointing:
-            self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            self.model.activation_checkpointing_enable({"use_reentrant": False})
         self.spec = optim
         self.optimizer = make_adamw(self._trained(), optim) if optim else None
         for p in self._trained().parameters():

@@ -182,7 +182,9 @@ class AsyncEngine:
                 f"{self._runner.max_context_tokens}; shorten it or raise the limit"
             )
         if sampling.stop and not self._decodes:
-            raise ValueError(f"stop={sampling.stop} needs text: construct the engine with decode=, or use stop_token_ids")
+            raise ValueError(
+                f"stop={sampling.stop} needs text: construct the engine with decode=, or use stop_token_ids"
+            )
         return ids
 
     def _checked_ids(self, what: str, ids: np.ndarray) -> np.ndarray:
@@ -195,7 +197,9 @@ class AsyncEngine:
 
     def _check_weights(self, what: str) -> None:
         if not self._runner.ready:
-            raise ValueError(f"{what}: the engine has no weights (never loaded, or freed by sleep(2)); load_weights first")
+            raise ValueError(
+                f"{what}: the engine has no weights (never loaded, or freed by sleep(2)); load_weights first"
+            )
 
     def _check_alive(self) -> None:
         if self._failure is not None:
@@ -209,7 +213,9 @@ class AsyncEngine:
         if self._driver is None or (last := self._driver.get_loop()) is asyncio.get_running_loop():
             return
         if not last.is_closed() and (self._pending or not self._driver.done()):
-            raise RuntimeError("the rollout engine is in use on another event loop: one engine serves one loop at a time")
+            raise RuntimeError(
+                "the rollout engine is in use on another event loop: one engine serves one loop at a time"
+            )
         self._driver = None
         self._abandon(asyncio.CancelledError())
 
@@ -376,5 +382,3 @@ class AsyncEngine:
                 future.cancel()
             else:
                 future.set_exception(error)
-
-

@@ -13,14 +13,15 @@ import torch
 T = TypeVar("T")
 
 
-def compute_alone() -> None:
-    """Make torch use one thread for operations of the calling thread, and leave every other thread as it is.
+def compute_alone(others: int) -> None:
+    """Make torch use one thread for operations of the calling thread, and `others` for those of every other thread.
 
-    torch also keeps a process-wide number for threads that have not computed yet; a throw-away thread restores it.
+    torch's number is per thread, but set_num_threads also changes what threads get that have not computed yet: a
+    throw-away thread puts that back. (`others` is given: read here, it could be another lane's passing 1.)
     """
-    before = torch.get_num_threads()
+    torch.get_num_threads()  # at first use a thread takes over torch's number: have that behind us
     torch.set_num_threads(1)
-    restore = threading.Thread(target=torch.set_num_threads, args=(before,))
+    restore = threading.Thread(target=torch.set_num_threads, args=(others,))
     restore.start()
     restore.join()
 
@@ -30,8 +31,9 @@ class Lanes:
 
     def __init__(self, count: int) -> None:
         self.count = count
+        self._threads = torch.get_num_threads()
         self._helpers = [
-            ThreadPoolExecutor(1, thread_name_prefix=f"rollout-lane-{i}", initializer=compute_alone)
+            ThreadPoolExecutor(1, f"rollout-lane-{i}", initializer=compute_alone, initargs=(self._threads,))
             for i in range(1, count)
         ]
         # threads start on first use, so a tiny model never starts the wide one
@@ -39,7 +41,7 @@ class Lanes:
 
     def enter(self) -> None:
         if self.count > 1:
-            compute_alone()
+            compute_alone(self._threads)
 
     def map(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
         """Run the jobs, dealt to the lanes in turn; results in the order of the jobs."""

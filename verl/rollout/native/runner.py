@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,11 +24,12 @@ from verl.rollout.native.sampler import Draw, sample, score_logits, to_host
 from verl.rollout.native.weights import Weights, inverse_frequencies, receive, shape_of
 
 FIXED_ROWS = 32  # rows of one decode call when deterministic
-MIN_LANE_ROWS = 16  # fewer rows per lane are not worth a hand-over
-WIDE_OPERATION = 4e7  # multiply-adds of a mean matmul from which all cores together finish it sooner
+LANE_WORK = 5e6  # multiply-adds per layer that take as long as dispatching the layer, which lanes cannot do at once
+WIDE_OPERATION = 2e7  # multiply-adds of a mean matmul from which all cores together finish it sooner
 MAX_LOGITS = 2**25  # that exist at once in a lane when sampling; fewer rows would read the head's weights more often
 SCORE_BLOCK = 1024  # tokens whose logits exist at once when scoring
 BLOCK_ROWS, BLOCKS_PAY = 16, 0.6  # attention goes in blocks of rows where these read less than this share of the KV
+MIN_LANE_ROWS = 8
 HOP_PARAMS = 40e6  # parameters per step of a hop: a hop of a small model is several steps, of a large one a single
 
 
@@ -146,9 +148,7 @@ class NativeRunner:
 
     def _start(self, request: Request) -> Job:
         s, ids = self._shape, request.context()
-        kv = torch.empty(
-            s.layers, 2, s.kv_heads, len(ids), s.head_dim, dtype=self.compute_dtype, device=self._device
-        )
+        kv = torch.empty(s.layers, 2, s.kv_heads, len(ids), s.head_dim, dtype=self.compute_dtype, device=self._device)
         # continuing a stored prefix rounds differently than computing the whole
         past = None if self._deterministic else self._prefixes.longest(ids)
         done = past.shape[3] if past is not None else 0
@@ -222,19 +222,20 @@ class NativeRunner:
             self._reserve(n, live=n)
             self._table.reserve(self._longest)
         bounds = self._split(n)
-        jobs = [
-            partial(self._decode_rows, lo, tokens[lo:hi], positions[lo:hi], draw.rows(lo, hi)) for lo, hi in bounds
-        ]
+        jobs = [partial(self._decode_rows, lo, tokens[lo:hi], positions[lo:hi], draw.rows(lo, hi)) for lo, hi in bounds]
         wide = len(jobs) == 1 and not self._deterministic and self._wide_pays(n)
         done = [self._lanes.wide(jobs[0])] if wide else self._lanes.map(jobs)
         self._counts["decode_tokens"] += n
         return np.concatenate([ids for ids, _ in done]), np.concatenate([logprobs for _, logprobs in done])
 
     def _split(self, n: int) -> list[tuple[int, int]]:
-        """Row ranges of one step. Deterministic: fixed, whatever the number of cores."""
+        """Row ranges of one step, one per lane that pays. Deterministic: fixed, whatever the number of cores."""
         if self._deterministic:
             return [(lo, min(n, lo + FIXED_ROWS)) for lo in range(0, n, FIXED_ROWS)]
-        parts = max(1, min(self._lanes.count, n // MIN_LANE_ROWS))
+        assert self._weights is not None
+        # p lanes compute work / p each while p dispatches queue up: best at p = sqrt(work / dispatch)
+        useful = math.isqrt(int(n * self._weights.params / (self._shape.layers * LANE_WORK)))
+        parts = max(1, min(self._lanes.count, useful, n // MIN_LANE_ROWS))
         edges = [n * i // parts for i in range(parts + 1)]
         return list(pairwise(edges))
 
@@ -312,4 +313,3 @@ def read_blocks(positions: np.ndarray) -> list[tuple[int, int, int]]:
     if sum((hi - lo) * width for lo, hi, width in blocks) > BLOCKS_PAY * n * longest:
         return [(0, n, longest)]
     return blocks
-

@@ -100,7 +100,9 @@ def inverse_frequencies(config: Any, head_dim: int) -> tuple[Tensor, float]:
     rope = dict(config.rope_parameters or {})
     kind = rope.get("rope_type", "default")
     if kind not in ("default", "linear", "llama3", "yarn") or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"rope_parameters={rope}: native computes full, length-independent RoPE; set rollout.engine=hf")
+        raise ValueError(
+            f"rope_parameters={rope}: native computes full, length-independent RoPE; set rollout.engine=hf"
+        )
     if kind == "default":
         exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
         return 1.0 / (rope["rope_theta"] ** exponent), 1.0
