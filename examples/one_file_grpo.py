@@ -19,6 +19,7 @@ VOCAB += ["?"] * (32 - len(VOCAB))  # the model has a round number of tokens
 ID = {token: i for i, token in enumerate(VOCAB)}
 PAD, END = ID["<pad>"], ID["<|end|>"]
 MAX_NEW = 40  # the longest right answer has 36 tokens
+BF16 = bool(torch.cpu.get_capabilities().get("avx512_bf16"))  # else emulated, and slower than float32
 
 
 # -- the task: columns from the right, "digit op digit op carry = result, new carry;", then # and the number -------------
@@ -112,7 +113,7 @@ def warm_up(model, rng, steps):
         width = max(len(p) + len(r) for p, r in rows)
         ids = torch.tensor([p + r + [PAD] * (width - len(p) - len(r)) for p, r in rows])
         target = torch.tensor([[-100] * len(p) + r + [-100] * (width - len(p) - len(r)) for p, r in rows])
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=BF16):
             logits = model(input_ids=ids[:, :-1]).logits
         loss = F.cross_entropy(logits.float().transpose(1, 2), target[:, 1:])
         optimizer.zero_grad()
@@ -133,7 +134,7 @@ def grpo(model, rng, steps, prompts=32, n=8):
         scores = torch.tensor([reward(text, *problems[i // n]) for i, text in enumerate(texts(ids, sampled))])
         group = scores.view(prompts, n)
         advantage = ((group - group.mean(1, keepdim=True)) / (group.std(1, keepdim=True) + 1e-6)).flatten()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=BF16):
             now = logprobs(model, ids, sampled.shape[1])
         ratio = (now - now.detach()).exp()  # 1, with the gradient of log pi: the policy has not moved since it sampled
         loss = -(ratio * advantage[:, None] * sampled).sum() / sampled.sum()  # one division, by the tokens of the step
