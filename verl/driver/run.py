@@ -176,6 +176,9 @@ class Run:
         with step.clock("log"):
             await self.call(self.recorder, "record", step.number, refs)
         if _due(step.number, config.save_every_steps) or last or self.stop_requested:
+            # What a checkpoint follows from is on disk before it: a kill right after its commit loses no record.
+            self.events.flush(fsync=True)
+            self.sinks.keep(step.number, reduce(step.metrics))
             with step.clock("checkpoint"):
                 await self.save(step)
         step.ledger.stop()

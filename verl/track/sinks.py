@@ -178,6 +178,10 @@ class Sinks:
     def names(self) -> tuple[str, ...]:
         return tuple(self._sinks)
 
+    def keep(self, step: int, values: Mapping[str, float]) -> None:
+        """Write what is known of a step to metrics.jsonl now; its later `log` is joined with this (later values win)."""
+        self._sinks["jsonl"].log(step, values, {})
+
     def log(self, step: int, values: Mapping[str, float], texts: Mapping[str, str] | None = None) -> None:
         for name, sink in list(self._sinks.items()):
             try:
