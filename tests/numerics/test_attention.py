@@ -197,6 +197,74 @@ def test_every_token_is_a_query_once_and_sees_its_ancestors(free_padding, monkey
         assert b.mask(2, torch.float32).isfinite().any(-1).all()
 
 
+def plain_varlen(q, k, v, lengths, scale, window):
+    """What flash kernels document: bottom-right aligned causal attention per sequence, query heads grouped over keys."""
+    out = torch.empty_like(q)
+    for i in range(len(lengths.cu_q) - 1):
+        mine, seen = slice(*lengths.cu_q[i : i + 2].tolist()), slice(*lengths.cu_k[i : i + 2].tolist())
+        k_i, v_i = (x[seen].repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q[mine], k_i) * scale
+        num_q, num_k = scores.shape[1:]
+        at = torch.arange(num_q)[:, None] + num_k - num_q
+        hidden = (torch.arange(num_k) > at) | (torch.arange(num_k) <= at - (window or num_k + 1))
+        out[mine] = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v_i)
+    assert lengths.max_q == int(lengths.cu_q.diff().max()) and lengths.max_k == int(lengths.cu_k.diff().max())
+    return out
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("share", [True, False])
+def test_the_flash_path_of_the_gpu_is_the_blocks_attention(share, window):
+    batch = pack(rows(), share_prefix=share)
+    t = batch.num_tokens
+    q, k, v = (torch.randn(t, h, 8, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2))
+    upstream = torch.randn(t, 4, 8, dtype=torch.float64)
+    found = []
+    for attend in (
+        lambda: attention.attend(attention.make_plan(batch, torch.device("cpu")), q, k, v, 0.3, window),
+        lambda: attention.attend_varlen(attention.make_varlen(batch, torch.device("cpu")), q, k, v, 0.3, window, plain_varlen),
+    ):
+        out = attend()
+        found.append((out, *torch.autograd.grad(out, (q, k, v), upstream)))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_the_flash_kernels_take_the_arguments_we_give(monkeypatch):
+    """No GPU here: torch's own signature is bound; flash_attn is not installed, its documented one is written out."""
+    import inspect
+    import sys
+    import types
+
+    import torch.nn.attention.varlen as torch_varlen
+
+    lengths = attention.make_varlen(pack(rows()), torch.device("cpu"))
+    q, k = torch.zeros(2, 4, 8), torch.zeros(2, 2, 8)
+    calls = {}
+
+    def bound_to(name, signature):
+        def kernel(*args, **kwargs):
+            calls[name] = signature.bind(*args, **kwargs).arguments
+            return q
+
+        return kernel
+
+    monkeypatch.setattr(torch_varlen, "varlen_attn", bound_to("torch", inspect.signature(torch_varlen.varlen_attn)))
+    fake = types.ModuleType("flash_attn")
+
+    def documented(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
+                   window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False): ...  # fmt: skip
+
+    fake.flash_attn_varlen_func = bound_to("flash_attn", inspect.signature(documented))
+    monkeypatch.setitem(sys.modules, "flash_attn", fake)
+    for kernel in (attention._torch_varlen, attention._flash_attn):
+        assert kernel(q, k, k, lengths, 0.5, 3) is q
+    assert calls["torch"]["window_size"] == calls["flash_attn"]["window_size"] == (2, 0)
+    assert calls["flash_attn"]["causal"] and calls["torch"]["enable_gqa"]
+    assert calls["torch"]["cu_seq_k"] is calls["flash_attn"]["cu_seqlens_k"] is lengths.cu_k
+    assert (calls["torch"]["scale"], calls["flash_attn"]["softmax_scale"]) == (0.5, 0.5)
+
+
 def test_padding_is_bounded():
     batch = pack(rows(tuple((p, (r,) * 4) for p, r in ((4, 30), (8, 200), (300, 12), (64, 64), (2, 500)))))
     plan = attention.make_plan(batch, torch.device("cpu"), max_waste=0.2)

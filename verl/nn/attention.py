@@ -2,12 +2,16 @@
 
 A plan of index tensors is made once per micro-batch and used by every layer. Segments of like shape are computed as one
 padded block, so nothing is quadratic in the pack and a shared prompt is never projected twice (engines.md, parts 1 and 5).
+On CUDA in half precision one variable-length flash kernel computes the whole forest instead: `flash_attn`, or torch's own.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -61,9 +65,26 @@ class Rows:
     inverse: Tensor  # [T * H] slot of each token's head
 
 
+@dataclass(frozen=True, slots=True)
+class Varlen:
+    """The forest as variable-length sequences: segment i has queries cu_q[i]:cu_q[i+1] of the pack, and as keys its
+    ancestors' tokens and its own. Bottom-right causal alignment is then exactly the forest's attention."""
+
+    cu_q: Tensor  # [S + 1] int32
+    cu_k: Tensor  # [S + 1] int32
+    k_index: Tensor | None  # [sum keys] rows of k and v; None: the pack itself, no segment has ancestors
+    max_q: int
+    max_k: int
+
+
+VarlenKernel = Callable[[Tensor, Tensor, Tensor, Varlen, float, int | None], Tensor]
+"""q [T, H, D], k and v [K, KV, D], lengths, scale, sliding window -> [T, H, D], causal."""
+
+
 @dataclass(slots=True)
 class AttentionPlan:
     blocks: list[Block]
+    varlen: Varlen | None = None
     by_heads: dict[tuple[int, int], Rows] = field(default_factory=dict)
 
     def rows(self, heads: int, kv_heads: int) -> Rows:
@@ -93,7 +114,26 @@ def make_plan(batch: Batch, device: torch.device, *, max_waste: float = 0.2) -> 
         real = np.arange(q_index.shape[1]) < lengths[members, None]
         q, k, offset, real_q = (torch.from_numpy(a).to(device) for a in (q_index, k_index, depths[members], real))
         blocks.append(Block(q, k, offset, real_q, rooted=not depths[members].any()))
-    return AttentionPlan(blocks)
+    return AttentionPlan(blocks, make_varlen(batch, device) if device.type == "cuda" else None)
+
+
+def make_varlen(batch: Batch, device: torch.device) -> Varlen:
+    """The index tensors of one variable-length kernel call over `batch`."""
+    lengths = np.diff(batch.seg_start)
+    depths = _depths(batch.parent, lengths)
+    keys = depths + lengths
+    cu_k = np.concatenate([[0], np.cumsum(keys)])
+    index = None
+    if depths.any():
+        index = np.zeros(int(cu_k[-1]), np.int64)
+        row = at = np.arange(len(lengths))
+        while len(at):
+            index[ranges(cu_k[row] + depths[at], lengths[at])] = ranges(batch.seg_start[at], lengths[at])
+            at = batch.parent[at]
+            row, at = row[at >= 0], at[at >= 0]
+    cu_q, cu_keys = (torch.from_numpy(x.astype(np.int32)).to(device) for x in (batch.seg_start, cu_k))
+    k_index = None if index is None else torch.from_numpy(index).to(device)
+    return Varlen(cu_q, cu_keys, k_index, int(lengths.max()), int(keys.max()))
 
 
 def _depths(parent: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -166,6 +206,8 @@ def packed_attention(
 
 def attend(plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:
     """q [T, H, D], k and v [T, KV, D] -> [T, H, D]."""
+    if plan.varlen is not None and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] == v.shape[-1] <= 256:
+        return attend_varlen(plan.varlen, q, k, v, scale, window, varlen_kernel())
     heads, kv_heads = q.shape[1], k.shape[1]
     rows = plan.rows(heads, kv_heads)
     q_slots = _ToSlots.apply(q.reshape(-1, q.shape[-1]), rows).split([b.q_index.numel() * heads for b in plan.blocks])
@@ -177,6 +219,42 @@ def attend(plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, scale: float, w
     ]
     out = _FromSlots.apply(parts[0] if len(parts) == 1 else torch.cat(parts), rows)
     return out.view(-1, heads, v.shape[-1])
+
+
+def attend_varlen(
+    lengths: Varlen, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, kernel: VarlenKernel
+) -> Tensor:
+    """The same as `attend` through one variable-length kernel. A shared prompt's keys are gathered, not recomputed."""
+    if lengths.k_index is not None:
+        k, v = k.index_select(0, lengths.k_index), v.index_select(0, lengths.k_index)
+    return kernel(q, k, v, lengths, scale, window)
+
+
+@cache
+def varlen_kernel() -> VarlenKernel:
+    """flash_attn's where it is installed, else torch's own (torch.nn.attention.varlen)."""
+    return _flash_attn if importlib.util.find_spec("flash_attn") else _torch_varlen
+
+
+def _flash_attn(q: Tensor, k: Tensor, v: Tensor, lengths: Varlen, scale: float, window: int | None) -> Tensor:
+    from flash_attn import flash_attn_varlen_func
+
+    left = -1 if window is None else window - 1
+    return flash_attn_varlen_func(
+        q, k, v, lengths.cu_q, lengths.cu_k, lengths.max_q, lengths.max_k, softmax_scale=scale, causal=True, window_size=(left, 0)
+    )
+
+
+def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, lengths: Varlen, scale: float, window: int | None) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    left = -1 if window is None else window - 1
+    out = varlen_attn(
+        q, k, v, lengths.cu_q, lengths.cu_k, lengths.max_q, lengths.max_k, scale=scale, window_size=(left, 0),
+        enable_gqa=q.shape[1] != k.shape[1],
+    )  # fmt: skip
+    assert isinstance(out, Tensor)
+    return out
 
 
 def _attend_block(
