@@ -7,6 +7,7 @@ not here is skipped by name in the report.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms import advantages as adv
-from verl.algorithms import kl_reward, terms, weights
+from verl.algorithms import kl_reward, selection, terms, weights
 from verl.algorithms.table import reject_flat
 from verl.batch import Columns
 from verl.nn.linear_logprob import linear_logprob
@@ -82,17 +83,124 @@ def rfpp_baseline(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
     return _advantage(lambda c: adv.reinforce_plus_plus_baseline(c, singleton="raw"))(case)
 
 
+def gae(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """verl leaves garbage outside the mask; ours is 0 there and compared only where the case has numbers of its own."""
+    mask = case["in_response_mask"]
+    columns = columns_of(mask, {"rewards": case["in_token_level_rewards"], "old_values": case["in_values"]}, _no_groups(len(mask)))
+    return _inside(case, adv.gae(columns, gamma=hp["gamma"], lam=hp["lam"]), mask)
+
+
+def spec_gae(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    mask = case["in_response_mask"]
+    columns = columns_of(mask, {"rewards": case["in_token_level_rewards"], "old_values": case["in_values"]}, _no_groups(len(mask)))
+    got = adv.gae(columns, gamma=hp["gamma"], lam=hp["lam"])
+    return {f"out_{n}": x.numpy().reshape(mask.shape) for n, x in got.items()}
+
+
+def nemo_gae(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    mask = case["in_response_mask"]
+    sequence = {**_no_groups(len(mask)), "score": torch.from_numpy(np.asarray(case["in_rewards"], np.float64))}
+    columns = columns_of(mask, {"old_values": case["in_values"]}, sequence)
+    columns = columns.with_token({"rewards": adv.token_rewards(columns)})
+    got = adv.gae(
+        columns, gamma=hp["gamma"], lam=hp["lam_policy"] or 1.0, lam_critic=hp["lam_value"], whitened=hp["whiten"],
+        length_adaptive_alpha=hp["length_adaptive_alpha"] or None,
+    )  # fmt: skip
+    return _inside(case, got, mask)
+
+
+def _no_groups(n: int) -> dict[str, Tensor]:
+    return {"group": torch.arange(n), "valid": torch.ones(n, dtype=torch.bool)}
+
+
+def _inside(case: Case, got: Mapping[str, Tensor], mask: np.ndarray) -> dict[str, np.ndarray]:
+    for x in got.values():
+        assert not x.numpy().reshape(mask.shape)[mask == 0].any(), "exactly 0 outside the mask"
+    return {f"out_{n}": np.where(mask > 0, x.numpy().reshape(mask.shape), case[f"out_{n}"]) for n, x in got.items()}
+
+
+def remax(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    baseline = torch.from_numpy(np.asarray(case["in_reward_baselines"], np.float64))
+    return _advantage(lambda c: adv.remax(replace(c, sequence={**c.sequence, "baseline": baseline})), returns=True)(case)
+
+
+def opo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    return _advantage(lambda c: adv.opo(c, singleton="raw"))(case)
+
+
+def gpg(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    return _advantage(lambda c: adv.gpg(c, f_norm=hp["f_norm"], alpha="verl"))(case)
+
+
+def gpg_paper(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    return _advantage(lambda c: adv.gpg(c, f_norm=hp["f_norm"]))(case)
+
+
+def pass_at_k(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    by_std = hp["norm_adv_by_std_in_grpo"]
+    return _advantage(lambda c: adv.pass_at_k(c, normalize_by_std=by_std, eps=hp["epsilon"]))(case)
+
+
+def gdpo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    mask = case["in_response_mask"]
+    components = torch.from_numpy(np.asarray(case["in_component_rewards"], np.float64))
+    sequence = {**_no_groups(len(mask)), "group": labels(case["in_index"]), "components": components}
+    got = adv.gdpo(
+        columns_of(mask, {}, sequence), weights=hp["weights"], whiten_over="token", eps=hp["epsilon"],
+        normalize_by_std=hp["norm_adv_by_std_in_grpo"],
+    )  # fmt: skip
+    return {"out_advantages": got["advantages"].numpy().reshape(mask.shape)}
+
+
+def otb(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Both of verl's variants: with a mask without holes they are one, and with holes ours is the TIR variant."""
+    token = {
+        "old_logprobs": torch.from_numpy(np.asarray(case["in_old_log_probs"], np.float64).reshape(-1)),
+        "sum_pi_squared": torch.from_numpy(np.asarray(case["in_sum_pi_squared"], np.float64).reshape(-1)),
+    }
+    assert hp["handle_zero_tail"]
+    return _advantage(lambda c: adv.otb(c.with_token(token), singleton="raw", eps=hp["epsilon"]), returns=True)(case)
+
+
+def nemo_grpo_loo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    assert hp["use_leave_one_out_baseline"]
+    columns = _outcomes(case["in_rewards"], labels(case["in_index"]))
+    got = adv.grpo(columns, leave_one_out=True, normalize_by_std=hp["normalize_rewards"], eps=hp["epsilon"])
+    return {"out_advantages": got["advantages"].numpy()}
+
+
+def trl_rloo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    assert not hp["normalize_advantages"] and hp["reward_clip_range"] is None
+    mask = case["in_response_mask"]
+    score = torch.from_numpy(np.asarray(case["in_rewards"], np.float64))
+    sequence = {**_no_groups(len(mask)), "group": torch.arange(len(mask)) // hp["num_generations"], "score": score}
+    columns = columns_of(mask, {"old_logprobs": case["in_old_log_prob"], "ref_logprobs": case["in_ref_log_prob"]}, sequence)
+    penalty, _ = kl_reward.kl_penalty(columns, coef=hp["beta"], form="k1")
+    columns = columns.with_token({"rewards": adv.token_rewards(columns, penalty)})
+    return {"out_advantages": columns.mean(adv.rloo(columns)["advantages"]).numpy()}
+
+
+def pf_ppo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    scores = torch.from_numpy(np.asarray(case["in_scores"], np.float64))
+    weight = selection.batch_weights(scores, how=hp["reweight_method"], power=hp["weight_pow"])
+    return {"out_weights": weight.numpy(), "out_probabilities": (weight / weight.sum()).numpy()}
+
+
+def _outcomes(rewards: np.ndarray, group: Tensor, valid: Tensor | None = None) -> Columns:
+    """One token per sequence, which carries its score."""
+    score = torch.from_numpy(np.asarray(rewards, np.float64))
+    valid = torch.ones(len(score), dtype=torch.bool) if valid is None else valid
+    columns = columns_of(np.ones((len(score), 1)), {}, {"score": score, "group": group, "valid": valid})
+    return columns.with_token({"rewards": adv.token_rewards(columns)})
+
+
 def trl_grpo_advantage(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
     per_fn = torch.from_numpy(np.asarray(case["in_rewards_per_func"], np.float64))
     score = (per_fn * torch.from_numpy(np.asarray(case["in_reward_weights"], np.float64))).nansum(1)
     score[per_fn.isnan().all(1)] = float("nan")
-    n = len(score)
-    valid = ~score.isnan()
-    assert hp["scale_rewards"] == "group"
-    sequence = {"score": score.nan_to_num(), "group": torch.arange(n) // hp["num_generations"], "valid": valid}
-    columns = columns_of(np.ones((n, 1)), {}, sequence)
-    columns = columns.with_token({"rewards": adv.token_rewards(columns)})
-    return {"out_advantages": adv.grpo(columns, eps=hp["eps"])["advantages"].numpy()}
+    group = torch.arange(len(score)) // hp["num_generations"]
+    columns = _outcomes(score.nan_to_num().numpy(), group, ~score.isnan())
+    return {"out_advantages": adv.grpo(columns, eps=hp["eps"], scale=hp["scale_rewards"])["advantages"].numpy()}
 
 
 def _loss(columns: Columns, fn: Callable[[Columns], terms.TermValue], weight: Tensor, leaf: Tensor) -> tuple[float, Tensor]:
@@ -253,6 +361,20 @@ ADAPTERS: Mapping[str, Adapter] = {
     CORE + "compute_rloo_vectorized_outcome_advantage": rloo_vectorized,
     CORE + "compute_reinforce_plus_plus_outcome_advantage": rfpp,
     CORE + "compute_reinforce_plus_plus_baseline_outcome_advantage": rfpp_baseline,
+    CORE + "compute_gae_advantage_return": gae,
+    "GAE with garbage values at mask==0": spec_gae,
+    "nemo_rl.algorithms.advantage_estimator.GeneralizedAdvantageEstimator.compute_advantage": nemo_gae,
+    CORE + "compute_remax_outcome_advantage": remax,
+    CORE + "compute_opo_outcome_advantage": opo,
+    CORE + "compute_gpg_outcome_advantage": gpg,
+    "GPG advantage (paper)": gpg_paper,
+    CORE + "compute_grpo_passk_outcome_advantage": pass_at_k,
+    CORE + "compute_gdpo_outcome_advantage": gdpo,
+    CORE + "compute_optimal_token_baseline_advantage": otb,
+    CORE + "compute_multi_turn_optimal_token_baseline_advantage": otb,
+    CORE + "compute_pf_ppo_reweight_data": pf_ppo,
+    "nemo_rl.algorithms.advantage_estimator.GRPOAdvantageEstimator.compute_advantage": nemo_grpo_loo,
+    "trl.trainer.rloo_trainer.RLOOTrainer._generate_and_score_completions (advantage section)": trl_rloo,
     "trl.trainer.grpo_trainer.GRPOTrainer._generate_and_score_completions (advantage section)": trl_grpo_advantage,
     'verl.trainer.ppo.core_algos policy loss "vanilla"': vanilla,
     "trl.trainer.grpo_trainer.GRPOTrainer._compute_loss": trl_loss,  # type: ignore[dict-item]

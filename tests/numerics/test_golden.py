@@ -9,21 +9,22 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from golden_adapters import ADAPTERS
+from golden_adapters import ADAPTERS as POLICY
+
+try:
+    from golden_preference import ADAPTERS as PREFERENCE
+except ImportError:
+    PREFERENCE = {}
 
 GOLDEN = Path(os.environ.get("VERL_GOLDEN_DIR", Path(__file__).parent / "golden"))
+ADAPTERS = {**POLICY, **PREFERENCE}
 MANIFEST = json.loads((GOLDEN / "manifest.json").read_text())
-# Peers' behaviour that the product replaces on purpose (algorithms.md section 10); the case is matched where it does not apply.
-UNSUPPORTED = {"adv_trl_grpo_batch_nan.npz": "scale_rewards=batch is not in the table yet"}
-
 
 @pytest.mark.parametrize("case", MANIFEST["cases"], ids=lambda c: c["file"].removesuffix(".npz"))
 def test_golden(case):
     adapter = ADAPTERS.get(case["function"])
     if adapter is None:
         pytest.skip(f"no row of the table computes {case['function']!r} yet")
-    if case["file"] in UNSUPPORTED:
-        pytest.skip(UNSUPPORTED[case["file"]])
     arrays = dict(np.load(GOLDEN / case["file"], allow_pickle=True))
     got = adapter(arrays, case["hyperparameters"])
     if got is None:

@@ -1,14 +1,252 @@
-"""The rollout/trainer mismatch monitor: what the sampler said of its tokens against what the trainer says (section 5).
+"""Off-policy corrections: what the sampler said of its tokens against what the trainer says (algorithms.md section 5).
 
-Always on (pitfalls 1). The correction weights themselves are rows of the next table; the measure comes first.
+`mismatch_metrics` is the monitor, always on (pitfalls 1). `correct` turns the same log-ratio into importance weights
+(TIS, IcePop, clamp) and rejections (MIS), on the mask before rejection; both are plain columns of the loss.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Literal
+
 import torch
 from torch import Tensor
 
+from verl.batch import Columns
 from verl.types import Metric, Metrics
+
+LOG_RATIO_BOUND = 20.0
+LEVELS = ("token", "sequence", "geometric")
+FORMS = ("truncate", "icepop", "clamp", "mask")
+STATS = (
+    *(f"token_k{k}" for k in (1, 2, 3)),
+    *(f"seq_{how}_k{k}" for how in ("sum", "mean") for k in (1, 2, 3)),
+    "seq_max_k2", "seq_max_k3",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """Reject the tokens (token_*) or whole sequences (seq_*) whose statistic is out of bounds; both bounds are kept.
+
+    k1: `low` <= pi_train / pi_rollout (its product or geometric mean for seq_sum, seq_mean) <= `high`; without `low`,
+    1 / `high`. verl's bounds are on the inverse ratio (quirk Q8): give 1 / high, 1 / low. k2, k3: at most `high`.
+    """
+
+    stat: str
+    low: float | None = None
+    high: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.stat not in STATS:
+            raise ValueError(f"rejection statistic {self.stat!r} is unknown; known: {', '.join(STATS)}")
+        if self.high is None or self.high <= 0 or (self.low is not None and not 0 <= self.low <= self.high):
+            raise ValueError(
+                f"rejection {self.stat}: low={self.low}, high={self.high}; need 0 <= low <= high and high > 0"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Correction:
+    """Which weights and which rejections. Bounds are on pi_train / pi_rollout.
+
+    level: token | sequence (product over the trajectory) | geometric (its geometric mean) | None (no weights) ·
+    form: truncate min(w, high), TIS · clamp to [low, high] · icepop 0 outside [low, high], the token still counts in the
+    denominators · mask rejected outside [low, high] (AReaL's decoupled PPO, TRL's sequence mask) ·
+    batch_normalize: weights divided by their mean over tokens (level token) or sequences, after the bounds ·
+    mode: decoupled (three policies) | bypass (old := rollout).
+    """
+
+    level: Literal["token", "sequence", "geometric"] | None = "token"
+    form: Literal["truncate", "icepop", "clamp", "mask"] = "truncate"
+    low: float | None = None
+    high: float | None = None
+    batch_normalize: bool = False
+    reject: tuple[Rejection, ...] = ()
+    mode: Literal["decoupled", "bypass"] = "decoupled"
+
+    def __post_init__(self) -> None:
+        if self.level is not None and self.level not in LEVELS:
+            raise ValueError(f"correction level {self.level!r} is unknown; known: {', '.join(LEVELS)}")
+        if self.form not in FORMS:
+            raise ValueError(f"correction form {self.form!r} is unknown; known: {', '.join(FORMS)}")
+        if self.mode not in ("decoupled", "bypass"):
+            raise ValueError(f"correction mode {self.mode!r}: decoupled | bypass")
+        if self.level is not None and (self.high is None or self.high <= 0 or not 0 <= (self.low or 0) <= self.high):
+            raise ValueError(
+                f"correction {self.form}: low={self.low}, high={self.high}; need 0 <= low <= high and high > 0"
+            )
+
+
+def correct(columns: Columns, spec: Correction) -> dict[str, Tensor | Metric]:
+    """`is_weights` [L] float64, `keep` [L] bool and `rollout_corr/*` metrics from `old_logprobs` and `rollout_logprobs`.
+
+    On the mask as given: rejection changes no weight. Weights are 0 and `keep` False outside the mask and where the
+    log-ratio is not finite. Sequences without a token are in no metric; without any token there are no metrics.
+    """
+    zero = torch.zeros((), dtype=torch.float64)
+    train = torch.where(columns.mask, columns["old_logprobs"].double(), zero)
+    rollout = torch.where(columns.mask, columns["rollout_logprobs"].double(), zero)
+    q = train - rollout
+    broken = ~torch.isfinite(q)
+    q = torch.where(broken, zero, q)
+    broken_rows = columns.sum(broken.double()) > 0
+    keep = columns.mask & ~broken
+    out: dict[str, Tensor | Metric] = {}
+    weights = keep.double()
+    if spec.level is not None:
+        ratio = importance_ratio(columns, q, spec.level)
+        good = keep if spec.level == "token" else keep & ~broken_rows[columns.sequence_of]
+        used = torch.where(good, bounded(ratio, spec), zero)
+        out |= _weight_metrics(columns, ratio, used, spec)
+        weights = used
+        if spec.batch_normalize:
+            mean = _weight_mean(columns, used, spec.level)
+            weights = torch.where(good, used / mean.clamp(min=1e-8), zero)
+        keep = good
+        if spec.form == "mask":
+            keep = keep & within(ratio, spec)
+    for rule in spec.reject:
+        passed = _passes(columns, q, rule)
+        if rule.stat.startswith("seq_"):
+            passed = passed & ~broken_rows[columns.sequence_of]
+        out |= _rejection_metrics(columns, passed, f"rollout_corr/rollout_rs_{rule.stat}_")
+        keep = keep & passed
+    if spec.reject or spec.form == "mask":
+        out |= _rejection_metrics(columns, keep, "rollout_corr/rollout_rs_")
+    out |= policy_gap_metrics(columns, train, rollout)
+    return {"is_weights": torch.where(keep, weights, zero), "keep": keep, **out}
+
+
+def importance_ratio(columns: Columns, q: Tensor, level: str) -> Tensor:
+    """[L] exp of the clamped log-ratio: of the token, or of its sequence (summed | averaged), broadcast."""
+    if level == "token":
+        return q.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+    of_sequence = columns.sum(q) if level == "sequence" else columns.mean(q)
+    return of_sequence.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()[columns.sequence_of]
+
+
+def within(ratio: Tensor, spec: Correction) -> Tensor:
+    """low <= ratio <= high; boundaries are inside."""
+    assert spec.high is not None
+    return (ratio >= (spec.low or 0.0)) & (ratio <= spec.high)
+
+
+def bounded(ratio: Tensor, spec: Correction) -> Tensor:
+    """The weights of these ratios by the form of the correction."""
+    if spec.form == "truncate":
+        return ratio.clamp(max=spec.high)
+    if spec.form == "clamp":
+        return ratio.clamp(spec.low, spec.high)
+    return torch.where(within(ratio, spec), ratio, torch.zeros_like(ratio))
+
+
+def _weight_mean(columns: Columns, weights: Tensor, level: str) -> Tensor:
+    if level == "token":
+        return weights[columns.mask].mean() if columns.mask.any() else torch.ones((), dtype=weights.dtype)
+    rows = columns.mean(weights)[columns.counts() > 0]
+    return rows.mean() if len(rows) else torch.ones((), dtype=weights.dtype)
+
+
+def _passes(columns: Columns, q: Tensor, rule: Rejection) -> Tensor:
+    """[L] bool: the statistic of the token, or of its sequence, is in bounds."""
+    *where, k = rule.stat.split("_")
+    if k == "k1":
+        x = q
+    elif k == "k2":
+        x = 0.5 * q * q
+    else:
+        x = q.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp() - 1 - q
+    if where[0] == "seq":
+        if where[1] == "max":
+            top = torch.full((columns.num_sequences,), -torch.inf, dtype=x.dtype)
+            top = top.scatter_reduce(0, columns.sequence_of[columns.mask], x[columns.mask], "amax")
+            x = top[columns.sequence_of]
+        else:
+            x = (columns.sum(x) if where[1] == "sum" else columns.mean(x))[columns.sequence_of]
+    assert rule.high is not None
+    if k != "k1":
+        return columns.mask & (x <= rule.high)
+    ratio = x.exp()
+    return columns.mask & (ratio >= (1 / rule.high if rule.low is None else rule.low)) & (ratio <= rule.high)
+
+
+def _step(value: Tensor | float) -> Metric:
+    return Metric(float(value), 1, "step")
+
+
+def _weight_metrics(columns: Columns, ratio: Tensor, weights: Tensor, spec: Correction) -> Metrics:
+    """Of the weights after the bounds, before batch normalisation; fractions are of the ratios out of bounds."""
+    w, raw = weights[columns.mask], ratio[columns.mask]
+    if len(w) == 0:
+        return {}
+    n = float(len(w))
+    assert spec.high is not None
+    low = 1 / spec.high if spec.low is None else spec.low
+    square = float((w * w).sum())
+    return {
+        "rollout_corr/rollout_is_mean": Metric(float(w.sum()), n, "token"),
+        "rollout_corr/rollout_is_max": Metric(float(w.max()), n, "token", "max"),
+        "rollout_corr/rollout_is_min": Metric(float(w.min()), n, "token", "min"),
+        "rollout_corr/rollout_is_std": _step(w.std(correction=0)),
+        "rollout_corr/rollout_is_eff_sample_size": _step(float(w.sum()) ** 2 / (n * square) if square else 0.0),
+        "rollout_corr/rollout_is_ratio_fraction_high": Metric(float((raw > spec.high).sum()), n, "token"),
+        "rollout_corr/rollout_is_ratio_fraction_low": Metric(float((raw < low).sum()), n, "token"),
+        "rollout_corr/rollout_is_oob_ratio": Metric(float((~within(raw, spec)).sum()), n, "token"),
+    }
+
+
+def _rejection_metrics(columns: Columns, keep: Tensor, prefix: str) -> Metrics:
+    """Share of tokens rejected, and of sequences that lost some token."""
+    lost = columns.mask & ~keep
+    n, present = float(columns.mask.sum()), float((columns.counts() > 0).sum())
+    if n == 0:
+        return {}
+    return {
+        f"{prefix}masked_fraction": Metric(float(lost.sum()), n, "token"),
+        f"{prefix}seq_masked_fraction": Metric(float((columns.sum(lost.double()) > 0).sum()), present, "sequence"),
+    }
+
+
+def policy_gap_metrics(columns: Columns, train: Tensor, rollout: Tensor) -> Metrics:
+    """KL(rollout || train), perplexities and chi-square of `train` against `rollout` [L], as means over tokens or over
+    sequences with some token."""
+    mask, present = columns.mask, columns.counts() > 0
+    finite = torch.isfinite(train) & torch.isfinite(rollout)
+    zero = torch.zeros((), dtype=train.dtype)
+    train, rollout = torch.where(finite, train, zero), torch.where(finite, rollout, zero)
+    q = torch.where(mask, train - rollout, zero)
+    if not mask.any():
+        return {}
+    tokens, sequences = float(mask.sum()), float(present.sum())
+    inside = q[mask]
+    clamped = inside.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    train_log_ppl, rollout_log_ppl = -columns.mean(train)[present], -columns.mean(rollout)[present]
+    gap = rollout_log_ppl - train_log_ppl
+    product = columns.sum(q)[present].clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+
+    def token(x: Tensor) -> Metric:
+        return Metric(float(x.sum()), tokens, "token")
+
+    def sequence(x: Tensor, kind: Literal["mean", "max", "min"] = "mean") -> Metric:
+        total = {"mean": x.sum, "max": x.max, "min": x.min}[kind]()
+        return Metric(float(total), sequences, "sequence", kind)
+
+    return {
+        "rollout_corr/kl": token(-inside),
+        "rollout_corr/k3_kl": token(clamped.exp() - 1 - inside),
+        "rollout_corr/chi2_token": token((2 * clamped).exp() - 1),
+        "rollout_corr/chi2_seq": sequence((2 * product).exp() - 1),
+        "rollout_corr/training_ppl": sequence(train_log_ppl.exp()),
+        "rollout_corr/training_log_ppl": sequence(train_log_ppl),
+        "rollout_corr/rollout_ppl": sequence(rollout_log_ppl.exp()),
+        "rollout_corr/rollout_log_ppl": sequence(rollout_log_ppl),
+        "rollout_corr/log_ppl_diff": sequence(gap),
+        "rollout_corr/log_ppl_abs_diff": sequence(gap.abs()),
+        "rollout_corr/log_ppl_diff_max": sequence(gap, "max"),
+        "rollout_corr/log_ppl_diff_min": sequence(gap, "min"),
+        "rollout_corr/ppl_ratio": sequence((-gap).exp()),
+    }
 
 
 def mismatch_metrics(trainer: Tensor, rollout: Tensor, mask: Tensor) -> Metrics:
