@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import difflib
 import importlib.util
 import inspect
 import json
@@ -100,6 +101,7 @@ class VerlTrainer:
         device = device_of(inner)
         queue = MemoryQueue()
         self._queue = queue
+        critic = _critic(self.algorithm, model, queue, config, device)
         self._engine = FSDPEngine(
             model.pretrained_model, optim=OptimSpec(lr=config.learning_rate), dtype=config.dtype, device=device,
             gradient_checkpointing=config.gradient_checkpointing, source_dir=model.path,
@@ -107,6 +109,7 @@ class VerlTrainer:
         self._host = StepHost(
             config=inner, algorithm=self.algorithm, actor=InprocGroup("actor", Role("actor", queue, self._engine)),
             ref=_reference(self.algorithm, ref_model, queue, config, device), compute=InprocGroup("compute", Role("compute", queue)),
+            critic=critic,
         )  # fmt: skip
         self._loop = asyncio.new_event_loop()
         self._rollout = _embedded(inner, tokenizer, device)
@@ -246,6 +249,19 @@ def _reference(
     return InprocGroup("reference", Role("reference", queue, engine))
 
 
+def _critic(
+    algorithm: Algorithm, model: AutoModelForCausalLMWithValueHead, queue: MemoryQueue, config: VerlConfig, device: str
+) -> InprocGroup | None:
+    """The value model: a copy of the policy's body under a value head, with its own optimizer."""
+    if not algorithm.critic:
+        return None
+    engine = FSDPEngine(
+        copy.deepcopy(model.pretrained_model), head="value", optim=OptimSpec(lr=10 * config.learning_rate), dtype=config.dtype,
+        device=device, gradient_checkpointing=config.gradient_checkpointing, source_dir=model.path,
+    )  # fmt: skip
+    return InprocGroup("critic", Role("critic", queue, engine))
+
+
 class GRPOTrainer:
     """`verl train algorithm=grpo` from Python: the same loop, checkpoints and report.
 
@@ -290,6 +306,99 @@ class DAPOTrainer(GRPOTrainer):
     """`verl train algorithm=dapo` from Python."""
 
     algorithm_name = "dapo"
+
+
+class PPOTrainer(GRPOTrainer):
+    """`verl train algorithm=ppo` from Python: a critic of its own, GAE."""
+
+    algorithm_name = "ppo"
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The model that is trained: a Hugging Face folder."""
+
+    path: str | Path
+    learning_rate: float | None = None
+    gradient_checkpointing: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RewardModel:
+    """A trained reward model (`verl rm`) as the reward."""
+
+    path: str | Path
+    coef: float = 1.0
+
+
+class Trainer:
+    """The whole run from one dictionary:
+
+        Trainer({"algorithm": "ppo", "actor": Policy(DIR), "reward": RewardModel(DIR), "data": ROWS_OR_FILE,
+                 "rollout": {"name": "native", "batch_size": 16, "max_length": 512}}).train(steps=1000)
+
+    algorithm: a row of the table · actor: Policy or a folder · reward: RewardModel, a function (compute_score's signature) or
+    None (by data_source) · data, eval_data: rows in verl's format or a file · rollout: name, batch_size (prompts per step),
+    max_length (prompt and answer, half each unless max_prompt_length is given), samples_per_prompt, temperature ·
+    async_rollout: one step of staleness · gradient_checkpointing · critic: a folder · overrides: {"any.key": value}.
+    """
+
+    _KEYS = ("algorithm", "actor", "reward", "data", "eval_data", "rollout", "async_rollout", "gradient_checkpointing",
+             "critic", "overrides")  # fmt: skip
+    _ROLLOUT = ("name", "batch_size", "max_length", "max_prompt_length", "samples_per_prompt", "temperature")
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        _known(config, self._KEYS, "Trainer")
+        _known(config.get("rollout", {}), self._ROLLOUT, 'Trainer, "rollout"')
+        if "actor" not in config:
+            raise ValueError('Trainer needs "actor": Policy(DIR), the model to train')
+        self._config = dict(config)
+
+    def train(self, steps: int | None = None) -> Finished:
+        """Run to the end. ValueError, before anything is loaded, for what is missing or wrong."""
+        config = self._config
+        if config.get("data") is None:
+            raise ValueError('Trainer has no "data": give rows ({"prompt": [...], "data_source": ..., ...}) or a JSONL or Parquet file')
+        actor = config["actor"] if isinstance(config["actor"], Policy) else Policy(config["actor"])
+        name = str(config.get("algorithm", "grpo")).lower().replace("-", "_")
+        reward = config.get("reward")
+        inner = GRPOTrainer(
+            actor.path, train_data=config["data"], eval_data=config.get("eval_data"), overrides=[],
+            reward=None if isinstance(reward, RewardModel) else reward,
+        )  # fmt: skip
+        inner.args[0] = f"algorithm.name={name}"
+        if isinstance(reward, RewardModel):
+            inner.args += [f"reward.model={reward.path}", f"reward.model_coef={reward.coef}"]
+        inner.args += self._overrides(actor, name)
+        return inner.train(steps)
+
+    def _overrides(self, actor: Policy, name: str) -> list[str]:
+        config, rollout = self._config, self._config.get("rollout", {})
+        out: dict[str, Any] = {"rollout.engine": _backend(rollout.get("name", "native"))}
+        if "batch_size" in rollout:
+            out["step.prompts_per_step"] = rollout["batch_size"]
+        if "max_length" in rollout:
+            prompt = rollout.get("max_prompt_length", rollout["max_length"] // 2)
+            out |= {"data.max_prompt_tokens": prompt, "rollout.max_response_tokens": rollout["max_length"] - prompt}
+        out["step.samples_per_prompt"] = rollout.get("samples_per_prompt", 1 if name in TABLE and TABLE[name].least == 1 else 8)
+        if "temperature" in rollout:
+            out["rollout.temperature"] = rollout["temperature"]
+        if actor.learning_rate is not None:
+            out["optim.lr"] = actor.learning_rate
+        if actor.gradient_checkpointing or config.get("gradient_checkpointing"):
+            out["model.gradient_checkpointing"] = True
+        if config.get("async_rollout"):
+            out |= {"pipeline.staleness": 1, "pipeline.partial_rollout": True}
+        if config.get("critic") is not None:
+            out["critic.path"] = config["critic"]
+        return [f"{k}={v}" for k, v in {**out, **config.get("overrides", {})}.items()]
+
+
+def _known(given: Mapping[str, Any], keys: Sequence[str], where: str) -> None:
+    for key in given:
+        if key not in keys:
+            near = difflib.get_close_matches(str(key), keys, 1)
+            raise ValueError(f"{where}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(keys)}"))
 
 
 def _importable(fn: Callable[..., Any]) -> tuple[str, str]:

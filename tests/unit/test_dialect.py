@@ -75,7 +75,7 @@ def overrides_of(*args: str, **options: object) -> dict[str, object]:
 def test_counts_of_the_published_keys() -> None:
     rows = {row.key: row for row in key_rows()}
     counts = collections.Counter(rows[key].action for key in PUBLISHED)
-    assert counts == {"mapped": 89, "ignored": 169, "refused": 16}
+    assert counts == {"mapped": 97, "ignored": 164, "refused": 13}
 
 
 def test_every_row_is_well_formed() -> None:
@@ -175,10 +175,14 @@ def test_verl_defaults_are_below_the_recipe_and_the_command_line(tmp_path: Path)
     assert (c.algorithm.aggregation, c.algorithm.clip_dual, c.algorithm.clip_low, c.algorithm.clip_high) == ("token-sum", None, 0.2, 0.28)
 
 
-def test_verl_default_estimator_is_ppo_and_refused() -> None:
-    with pytest.raises(ValueError, match=r"gae .* critic.*adv_estimator=grpo"):
-        load_config(["model.path=m"], verl_defaults="rl")
-    with pytest.raises(ValueError, match="critic"):
+def test_verl_default_estimator_is_ppo_with_verls_own_values() -> None:
+    c = load_config(["model.path=m"], verl_defaults="rl").config
+    a = c.algorithm
+    assert (a.name, a.gamma, a.lam, a.value_clip, a.kl_reward_coef, a.critic_warmup_steps) == ("ppo", 1.0, 1.0, 0.5, 0.0, 0)
+    given = ["model.path=m", "critic.model.path=rm", "critic.optim.lr=2e-6", "trainer.critic_warmup=5", "algorithm.adv_estimator=gae"]
+    c = load_config(given, verl_defaults="rl").config
+    assert (c.critic.path, c.critic.lr, c.algorithm.critic_warmup_steps) == ("rm", 2e-6, 5)
+    with pytest.raises(ValueError, match="critic.*adv_estimator=gae"):
         translate(["critic.model.path=m"])
     translate(["critic.model.path=m", "algorithm.adv_estimator=grpo"])
 
@@ -271,10 +275,11 @@ REFUSALS = [
     (["reward.reward_kwargs.overlong_buffer_cfg.enable=True"], "overlong_buffer_cfg.len"),
     (["reward.reward_kwargs.overlong_buffer_cfg.enable=True", "reward.reward_kwargs.overlong_buffer_cfg.len=5",
       "reward.reward_kwargs.max_resp_len=100", "data.max_response_length=200"], "not the response limit 200"),
-    (["algorithm.adv_estimator=gae"], "critic"),
-    (["algorithm.adv_estimator=remax"], "not in this version"),
-    (["algorithm.adv_estimator=rloo", f"{ACTOR}policy_loss.loss_mode=gspo"], "module:function"),
-    (["algorithm.adv_estimator=grpo", f"{ACTOR}policy_loss.loss_mode=clip_cov"], "module:function"),
+    (["algorithm.adv_estimator=mine"], "not in this version"),
+    (["algorithm.adv_estimator=rloo", f"{ACTOR}policy_loss.loss_mode=mine"], "module:function"),
+    (["algorithm.rollout_correction.rollout_is=word"], "token or sequence"),
+    (["algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.rollout_is_threshold=x"], "LOW_HIGH"),
+    (["algorithm.rollout_correction.rollout_rs=token_k1"], "rollout_rs_threshold"),
     ([f"{ACTOR}policy_loss.loss_mode=gspo"], "adv_estimator=grpo"),
     ([f"{ACTOR}use_kl_loss=True", f"{ACTOR}kl_loss_type=full"], "not in this version"),
     (["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=pid"], "fixed or adaptive"),
@@ -362,3 +367,36 @@ TRICKY = st.sampled_from(["it's", "a\\", "a\\'b", "${x.y}", "\\${a}", "a,b", "[1
 def test_overrides_read_back_as_written(value: object) -> None:
     parsed = parse_argument(as_override("run.name", value))
     assert not parsed.error and parsed.value == value and type(parsed.value) is type(value)
+
+
+@pytest.mark.parametrize(("adv", "loss", "expected"), [
+    ("remax", "vanilla", ("remax", "ppo_clip")), ("gpg", "vanilla", ("gpg", "ppo_clip")), ("opo", "vanilla", ("opo", None)),
+    ("grpo", "geo_mean", ("gmpo", None)), ("grpo", "clip_cov", ("clip_cov", None)), ("grpo", "gpg", ("grpo", "reinforce")),
+    ("rloo", "gspo", ("rloo", "gspo")), ("gae", "gspo", ("ppo", "gspo")), ("grpo_passk", "vanilla", ("pass_at_k", None)),
+    ("optimal_token_baseline", "vanilla", ("otb", None)),
+])  # fmt: skip
+def test_estimator_and_loss_mode_name_a_preset_and_its_loss(adv: str, loss: str, expected: tuple[str, str | None]) -> None:
+    c = load_config(["model.path=m", f"algorithm.adv_estimator={adv}", f"{ACTOR}policy_loss.loss_mode={loss}"]).config
+    assert (c.algorithm.name, c.algorithm.loss) == expected
+
+
+def test_cispo_keeps_verls_floor_and_cap_of_the_ratio() -> None:
+    args = ["model.path=m", "algorithm.adv_estimator=grpo", f"{ACTOR}policy_loss.loss_mode=cispo"]
+    a = load_config([*args, f"{ACTOR}clip_ratio_low=10", f"{ACTOR}clip_ratio_high=0.2"]).config.algorithm
+    assert (a.name, a.options["ratio_min"], a.options["ratio_max"]) == ("cispo", 0.0, 1.2)
+    a = load_config(args).config.algorithm
+    assert (a.options["ratio_min"], a.options["ratio_max"]) == (0.8, 1.2)
+
+
+def test_rollout_correction_becomes_ours_with_the_bounds_turned_over() -> None:
+    key = "algorithm.rollout_correction."
+    args = ["model.path=m", "algorithm.adv_estimator=grpo", f"{key}rollout_is=token", f"{key}rollout_is_threshold=3.0",
+            f"{key}rollout_is_batch_normalize=True", f"{key}rollout_rs='token_k1,seq_max_k2'", f"{key}rollout_rs_threshold='0.5_4,2.5'"]  # fmt: skip
+    a = load_config(args).config.algorithm
+    o = a.options
+    assert (a.correction, o["correction_level"], o["correction_high"], o["correction_batch_normalize"]) == ("truncate", "token", 3.0, True)
+    assert o["correction_reject"] == ["token_k1:0.25:2", "seq_max_k2:2.5"], "verl bounds sampler/trainer in k1, we trainer/sampler (Q8)"
+    a = load_config([*args[:3], f"{key}rollout_is_threshold=0.5_5.0"]).config.algorithm
+    assert (a.correction, a.options["correction_low"], a.options["correction_high"]) == ("icepop", 0.5, 5.0)
+    a = load_config([*args[:3], f"{key}bypass_mode=True"]).config.algorithm
+    assert (a.bypass, a.loss, a.correction) == (True, "ppo_clip", None)

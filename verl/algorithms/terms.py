@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from verl.algorithms.corrections import Correction, bounded, importance_ratio
 from verl.batch import Columns
 from verl.types import Kind
 
@@ -34,7 +35,8 @@ class Term:
     outputs: what of the model it needs (logprobs, entropy, values) · inputs: stored columns it needs ·
     over: a sequence column of bool that restricts it (None: all) · two_pass: its values depend on statistics over the
     whole optimizer step, so the engine evaluates it on all log-probs first and back-propagates dL/dlogp ·
-    corrected: its weights are multiplied by the column `is_weights` when there is one.
+    corrected: its weights are multiplied by the column `is_weights` when there is one · denominator: what its
+    aggregation counts where a rejection (column `keep`) has taken tokens out.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Term:
     inputs: tuple[str, ...] = ()
     two_pass: bool = False
     corrected: bool = False
+    denominator: Literal["after_rejection", "before_rejection"] = "after_rejection"
 
 
 def log_ratio(new: Tensor, old: Tensor) -> Tensor:
@@ -60,25 +63,226 @@ def old_logprobs(columns: Columns) -> Tensor:
     return columns["old_logprobs"] if "old_logprobs" in columns else columns["logprobs"].detach()
 
 
-def ppo_clip(columns: Columns, *, clip_low: float = 0.2, clip_high: float = 0.2, clip_dual: float | None = None) -> TermValue:
+def _ratio(columns: Columns) -> tuple[Tensor, Tensor, Tensor]:
+    """(advantages, log-ratio d, ratio r), all [L] in the precision of the log-probs."""
+    d = log_ratio(columns["logprobs"], old_logprobs(columns))
+    return columns["advantages"].to(d.dtype), d, d.exp()
+
+
+def _clipped(a: Tensor, r: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
+    """(max(-A r, -A clip(r)), where the clip took effect)."""
+    plain, clipped = -a * r, -a * r.clamp(1 - clip_low, 1 + clip_high)
+    return torch.maximum(plain, clipped), clipped > plain
+
+
+def _clip_metrics(d: Tensor, where: Tensor) -> dict[str, tuple[Tensor, Kind]]:
+    return {"pg_clipfrac": (where.to(d.dtype), "mean"), "ppo_kl": (-d.detach(), "mean")}
+
+
+def ppo_clip(
+    columns: Columns,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    clip_dual: float | None = None,
+    ratio_max: float | None = None,
+) -> TermValue:
     """PPO clip, clip-higher and dual clip (2.1; 1707.06347, 2503.14476, 1912.09729).
 
-    max(-A r, -A clip(r, 1-low, 1+high)); with dual clip c > 1 and A < 0 at most -c A.
+    max(-A r, -A clip(r, 1-low, 1+high)); with dual clip c > 1 and A < 0 at most -c A; `ratio_max` caps r itself for both
+    signs of A (INTELLECT-2; TRL's delta). The metric of clipping is before the dual clip.
     """
-    a = columns["advantages"].to(columns["logprobs"].dtype)
-    d = log_ratio(columns["logprobs"], old_logprobs(columns))
-    r = d.exp()
-    plain, clipped = -a * r, -a * r.clamp(1 - clip_low, 1 + clip_high)
-    loss = torch.maximum(plain, clipped)
-    metrics: dict[str, tuple[Tensor, Kind]] = {
-        "pg_clipfrac": ((clipped > plain).to(a.dtype), "mean"),
-        "ppo_kl": (-d.detach(), "mean"),
-    }
+    a, d, r = _ratio(columns)
+    if ratio_max is not None:
+        r = r.clamp(max=ratio_max)
+    loss, where = _clipped(a, r, clip_low, clip_high)
+    metrics = _clip_metrics(d, where)
     if clip_dual is not None:
         bound = -clip_dual * a
         metrics["pg_clipfrac_lower"] = (((loss > bound) & (a < 0)).to(a.dtype), "mean")
         loss = torch.where(a < 0, torch.minimum(loss, bound), loss)
     return TermValue(loss, metrics)
+
+
+def gspo(columns: Columns, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> TermValue:
+    """PPO clip with one ratio per sequence, the geometric mean of its tokens' ratios (2.4; GSPO, 2507.18071).
+
+    Values are per token, so seq-mean-token-mean weights give the paper's mean over sequences. A sequence must be whole
+    in its micro-batch (split_rows keeps it so).
+    """
+    a, d, _ = _ratio(columns)
+    r = columns.mean(d).exp()[columns.sequence_of]
+    loss, where = _clipped(a, r, clip_low, clip_high)
+    return TermValue(loss, _clip_metrics(d, where))
+
+
+def gspo_token(columns: Columns, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> TermValue:
+    """GSPO-token: the sequence's ratio as the value, each token's own log-prob as the gradient (2.4).
+
+    The same gradient as `gspo` where the advantage is one per sequence. A sequence must be whole in its micro-batch.
+    """
+    a, d, _ = _ratio(columns)
+    lp = columns["logprobs"]
+    r = columns.mean(d.detach()).exp()[columns.sequence_of] * (lp - lp.detach()).exp()
+    loss, where = _clipped(a, r, clip_low, clip_high)
+    return TermValue(loss, _clip_metrics(d, where))
+
+
+def cispo(columns: Columns, *, ratio_max: float = 5.0, ratio_min: float | None = None) -> TermValue:
+    """-sg(clip(r, ratio_min, ratio_max)) A log pi (2.5; CISPO, 2506.13585): a clipped token keeps its gradient.
+
+    The bounds are on r itself (TRL, ScaleRL); verl's and NeMo-RL's are 1 - low and 1 + high.
+    """
+    a, d, r = _ratio(columns)
+    capped = r.detach().clamp(ratio_min, ratio_max)
+    return TermValue(-capped * a * columns["logprobs"], _clip_metrics(d, capped != r))
+
+
+def sapo(columns: Columns, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> TermValue:
+    """-A (4 / tau) sigmoid(tau (r - 1)): a soft gate instead of a clip, slope 1 at r = 1 (2.6; SAPO, 2511.20347)."""
+    a, d, r = _ratio(columns)
+    tau = torch.where(a > 0, tau_pos, tau_neg).to(a.dtype)
+    return TermValue(-a * (4 / tau) * torch.sigmoid(tau * (r - 1)), {"ppo_kl": (-d.detach(), "mean")})
+
+
+def gmpo(columns: Columns, *, clip_low: float = 0.4, clip_high: float = 0.4) -> TermValue:
+    """-mean(A) times the geometric mean of ratios, clipped per token in log space (2.7; GMPO, 2507.20673).
+
+    Constant over a sequence's tokens, so seq-mean-token-mean weights give the mean over sequences. A sequence must be
+    whole in its micro-batch.
+    """
+    a, d, _ = _ratio(columns)
+    sign = torch.sign(a)
+    bounded = sign * torch.minimum(sign * d, sign * d.clamp(-clip_low, clip_high))
+    loss = (-columns.mean(a) * columns.mean(bounded).exp())[columns.sequence_of]
+    where = bounded != d
+    metrics = _clip_metrics(d, where & (a > 0))
+    metrics["pg_clipfrac_lower"] = ((where & (a < 0)).to(a.dtype), "mean")
+    return TermValue(loss, metrics)
+
+
+def _covariance(columns: Columns) -> Tensor:
+    """[L] (A - mean A)(log pi - mean log pi) over the mask, detached."""
+    lp = columns["logprobs"].detach()
+    a = columns["advantages"].to(lp.dtype)
+    n = columns.mask.sum().clamp(min=1)
+    centred = [torch.where(columns.mask, x - torch.where(columns.mask, x, 0.0).sum() / n, 0.0) for x in (a, lp)]
+    return centred[0] * centred[1]
+
+
+def _lottery(columns: Columns, seed: int) -> Tensor:
+    """[L] int64 pseudo-random numbers from the seed and each token's own stored data: independent of order and split.
+
+    Hashed are the advantage and the log-prob that the sampler (else the proximal policy) gave the token, which no
+    repacking changes. Tokens equal in both are equal here and are told apart by position only.
+    """
+    name = "rollout_logprobs" if "rollout_logprobs" in columns else "old_logprobs"
+    lp = columns[name] if name in columns else columns["logprobs"].detach()
+    h = torch.full_like(columns.sequence_of, seed)
+    for x in (lp, columns["advantages"]):
+        for multiplier in (-0x61C8864680B583EB, -0x40A7B892E31B1A47):
+            h = (h ^ x.double().contiguous().view(torch.int64)) * multiplier
+            h = h ^ ((h >> 29) & 0x7FFFFFFFF)
+    return h
+
+
+def kl_cov(columns: Columns, *, k_ratio: float = 2e-4, coef: float = 1.0, seed: int = 0) -> TermValue:
+    """-A r, plus coef |d| on the share `k_ratio` of tokens with the highest covariance (2.8; KL-Cov, 2505.22617).
+
+    Statistics are over all tokens given: a two-pass term, which sees the whole optimizer step. At least one token.
+    """
+    a, d, r = _ratio(columns)
+    count = max(1, int(k_ratio * int(columns.mask.sum())))
+    at = torch.nonzero(columns.mask)[:, 0]
+    at = at[torch.argsort(_lottery(columns, seed)[at], stable=True)]
+    at = at[torch.argsort(_covariance(columns)[at], descending=True, stable=True)][:count]
+    chosen = torch.zeros_like(columns.mask)
+    chosen[at] = True
+    loss = torch.where(chosen, -a * r + coef * d.abs(), -a * r)
+    return TermValue(loss, {"ppo_kl": (-d.detach(), "mean"), "kl_cov_fraction": (chosen.to(d.dtype), "mean")})
+
+
+def clip_cov(
+    columns: Columns,
+    *,
+    ratio: float = 2e-4,
+    lower: float = 1.0,
+    upper: float = 5.0,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    seed: int = 0,
+) -> TermValue:
+    """PPO clip, without the loss of some tokens of high covariance (2.8; Clip-Cov, 2505.22617).
+
+    A share `ratio` of all tokens (at least one) is drawn among those with lower < cov < upper that the clip left alone;
+    the draw is `_lottery`'s. A two-pass term, as `kl_cov`.
+    """
+    a, d, r = _ratio(columns)
+    loss, where = _clipped(a, r, clip_low, clip_high)
+    cov = _covariance(columns)
+    at = torch.nonzero(columns.mask & ~where & (cov > lower) & (cov < upper))[:, 0]
+    at = at[torch.argsort(_lottery(columns, seed)[at], stable=True)][: max(1, int(ratio * int(columns.mask.sum())))]
+    chosen = torch.zeros_like(columns.mask)
+    chosen[at] = True
+    return TermValue(torch.where(chosen, 0.0, loss), _clip_metrics(d, chosen))
+
+
+def dppo_tv(columns: Columns, *, clip_low: float = 0.15, clip_high: float = 0.15, ratio_max: float = 20.0) -> TermValue:
+    """-A sg(min(r, cap)) log pi where |pi - pi_old| is within bounds, on the side that moves away (2.9; 2602.04879)."""
+    a, d, r = _ratio(columns)
+    p, old = _probabilities(columns)
+    valid = torch.where(a > 0, p - old <= clip_high, p - old >= -clip_low)
+    return _gated(columns, a, d, r, valid, ratio_max)
+
+
+def dppo_kl(columns: Columns, *, clip_low: float = 0.05, clip_high: float = 0.05, ratio_max: float = 20.0) -> TermValue:
+    """As `dppo_tv`, by the binary KL of pi_old to pi (token against the rest) (2.9)."""
+    a, d, r = _ratio(columns)
+    p, old = _probabilities(columns)
+    rest, old_rest = (1 - p).clamp(min=1e-8), (1 - old).clamp(min=1e-8)
+    kl = -old * d.detach() + old_rest * (old_rest / rest).log()
+    valid = torch.where(a > 0, (kl <= clip_high) | (p <= old), (kl <= clip_low) | (p >= old))
+    return _gated(columns, a, d, r, valid, ratio_max)
+
+
+def _probabilities(columns: Columns) -> tuple[Tensor, Tensor]:
+    lp = columns["logprobs"].detach()
+    return lp.exp(), old_logprobs(columns).to(lp.dtype).exp()
+
+
+def _gated(columns: Columns, a: Tensor, d: Tensor, r: Tensor, valid: Tensor, ratio_max: float) -> TermValue:
+    loss = torch.where(valid, -a * r.detach().clamp(max=ratio_max) * columns["logprobs"], 0.0)
+    return TermValue(loss, _clip_metrics(d, ~valid))
+
+
+def dro(columns: Columns, *, beta: float = 0.1) -> TermValue:
+    """-(A log pi - beta / 2 d^2) (2.9; DRO)."""
+    a, d, _ = _ratio(columns)
+    return TermValue(-(a * columns["logprobs"] - 0.5 * beta * d * d), {"ppo_kl": (-d.detach(), "mean")})
+
+
+def off_policy_sequence_mask(columns: Columns, *, inner: Callable[[Columns], TermValue], delta: float) -> TermValue:
+    """`inner`, and 0 for a sequence with a negative mean advantage whose mean of log(pi_rollout / pi) exceeds `delta`
+    (2.11; DeepSeek-V3.2). Needs `rollout_logprobs`. A sequence must be whole in its micro-batch."""
+    value = inner(columns)
+    lp = columns["logprobs"].detach()
+    a = columns.mean(columns["advantages"].to(lp.dtype))
+    gap = columns.mean(columns["rollout_logprobs"].to(lp.dtype) - lp)
+    dropped = ((a < 0) & (gap > delta))[columns.sequence_of]
+    metrics: dict[str, tuple[Tensor, Kind]] = {"off_policy_fraction": (dropped.to(lp.dtype), "mean")}
+    return TermValue(torch.where(dropped, 0.0, value.values), {**value.metrics, **metrics})
+
+
+def bypass_reinforce(columns: Columns, *, correction: Correction) -> TermValue:
+    """-A w log pi with w from the current policy against the sampler (section 5, bypass). Needs `rollout_logprobs`.
+
+    Of `correction` the level, the form and the bounds count here; its rejections and its mean are of the whole step.
+    """
+    a = columns["advantages"].to(columns["logprobs"].dtype)
+    q = columns["logprobs"].detach() - columns["rollout_logprobs"].to(a.dtype)
+    w = bounded(importance_ratio(columns, q, correction.level), correction) if correction.level else torch.ones_like(a)
+    metrics: dict[str, tuple[Tensor, Kind]] = {"ppo_kl": (-q, "mean"), "is_weight": (w, "mean")}
+    return TermValue(-a * w * columns["logprobs"], metrics)
 
 
 def reinforce(columns: Columns) -> TermValue:
@@ -125,10 +329,25 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, form: str, *, value_boun
     return value
 
 
-def kl_loss(columns: Columns, *, form: str = "k3") -> TermValue:
-    """KL to the reference as a loss (3.3)."""
-    value = kl_estimate(columns["logprobs"], columns["ref_logprobs"], form)
-    return TermValue(value, {"kl_loss": (value.detach(), "mean")})
+def kl_loss(
+    columns: Columns,
+    *,
+    form: str = "k3",
+    ratio_corrected: bool = False,
+    ratio_to: Literal["old_logprobs", "rollout_logprobs", "logprobs"] = "old_logprobs",
+    value_bound: float | None = None,
+) -> TermValue:
+    """KL to the reference as a loss (3.3). `value_bound`: see `kl_estimate`.
+
+    ratio_corrected: times pi / pi of `ratio_to`, gradient included, for an unbiased gradient off-policy (DeepSeek-V3.2).
+    NeMo-RL divides by the sampler (`rollout_logprobs`) or by the detached policy itself (`logprobs`: 1 with a gradient).
+    """
+    value = kl_estimate(columns["logprobs"], columns["ref_logprobs"], form, value_bound=value_bound)
+    metrics: dict[str, tuple[Tensor, Kind]] = {"kl_loss": (value.detach(), "mean")}
+    if ratio_corrected:
+        behind = old_logprobs(columns) if ratio_to == "old_logprobs" else columns[ratio_to].detach()
+        value = value * log_ratio(columns["logprobs"], behind).exp()
+    return TermValue(value, metrics)
 
 
 def entropy_bonus(columns: Columns) -> TermValue:
@@ -139,3 +358,17 @@ def entropy_bonus(columns: Columns) -> TermValue:
 def nll(columns: Columns) -> TermValue:
     """-log pi: supervised fine-tuning (section 4), and the positive-example term of VAPO with `over`."""
     return TermValue(-columns["logprobs"])
+
+
+def value_clip(columns: Columns, *, clip: float | None = 0.5) -> TermValue:
+    """Half the squared error of the value, at least that of the value clipped to old +- clip (3.4). None: no clip."""
+    v = columns["values"]
+    returns = columns["returns"].to(v.dtype)
+    error = (v - returns) ** 2
+    metrics: dict[str, tuple[Tensor, Kind]] = {"vpred_mean": (v.detach(), "mean")}
+    if clip is not None:
+        old = columns["old_values"].to(v.dtype)
+        bounded_error = (torch.maximum(torch.minimum(v, old + clip), old - clip) - returns) ** 2
+        metrics["vf_clipfrac"] = ((bounded_error > error).to(v.dtype), "mean")
+        error = torch.maximum(error, bounded_error)
+    return TermValue(0.5 * error, metrics)

@@ -5,6 +5,8 @@ After this the engine only ever sums weight x value, so micro-batches, packing, 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -57,15 +59,21 @@ def weight_column(
 def term_weights(columns: Columns, terms: tuple[Term, ...]) -> dict[str, Tensor]:
     """`w/<term>` for every term, its coefficient included. Unit token: [L]; unit sequence: [S]."""
     out = {}
+    kept = columns
+    if "keep" in columns:  # tokens that an off-policy correction rejected are in no loss (section 5)
+        kept = replace(columns, mask=columns.mask & columns["keep"].bool())
     for term in terms:
-        seen = columns
+        seen = kept
         if term.over is not None:
             keep = columns.sequence[term.over].bool()[columns.sequence_of]
             seen = Columns(
                 token={}, sequence={}, sequence_of=columns.sequence_of, num_sequences=columns.num_sequences,
-                mask=columns.mask & keep,
+                mask=kept.mask & keep,
             )  # fmt: skip
-        weight = weight_column(seen, term.aggregate, unit=term.unit, horizon_tokens=term.horizon_tokens)
+        counted = columns.mask if term.denominator == "before_rejection" and term.over is None else None
+        weight = weight_column(
+            seen, term.aggregate, unit=term.unit, horizon_tokens=term.horizon_tokens, denominator_mask=counted
+        )
         if term.corrected and "is_weights" in columns:  # importance weights of a rollout correction (section 5)
             assert term.unit == "token"
             weight = weight * torch.where(columns.mask, columns["is_weights"].double(), 0.0)

@@ -126,48 +126,117 @@ def _batch(given: Given) -> dict[str, Any]:
 
 
 _PRESETS: Mapping[str, str] = MappingProxyType({
-    "grpo": "grpo", "grpo_vectorized": "grpo", "rloo": "rloo", "rloo_vectorized": "rloo",
-    "reinforce_plus_plus": "reinforce_plus_plus", "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline",
+    "gae": "ppo", "grpo": "grpo", "grpo_vectorized": "grpo", "rloo": "rloo", "rloo_vectorized": "rloo", "remax": "remax",
+    "opo": "opo", "gpg": "gpg", "grpo_passk": "pass_at_k", "gdpo": "gdpo", "optimal_token_baseline": "otb",
+    "tir_optimal_token_baseline": "otb", "reinforce_plus_plus": "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline",
 })  # fmt: skip
 """verl's adv_estimator with the vanilla loss -> our preset."""
+
+_LOSSES: Mapping[str, str] = MappingProxyType({
+    "gspo": "gspo", "cispo": "cispo", "sapo": "sapo", "geo_mean": "gmpo", "clip_cov": "clip_cov", "kl_cov": "kl_cov", "gpg": "reinforce",
+})  # fmt: skip
+"""verl's loss_mode -> our loss; but for gpg it is also the name of the preset that has GRPO's estimator."""
 
 
 def critic_without_estimator(values: Mapping[str, Any], native: Mapping[str, Any]) -> list[str]:
     """Keys of a critic and no estimator are PPO, verl's default; to ignore them would train something else."""
     if "algorithm.adv_estimator" in values or "algorithm.name" in native or not any(k.startswith("critic.") for k in values):
         return []
-    return ["critic.* without algorithm.adv_estimator is PPO in verl, which is not in this version: give algorithm.adv_estimator=grpo"]
+    return ["critic.* without algorithm.adv_estimator is PPO in verl: give algorithm.adv_estimator=gae (or grpo) beside it"]
 
 
 def _objective(given: Given) -> dict[str, Any]:
-    """adv_estimator and loss_mode are one choice here: the preset."""
+    """adv_estimator and loss_mode are one choice here: the preset, or the preset with another loss."""
     adv, loss = given.get("algorithm.adv_estimator"), given.get(f"{ACTOR}policy_loss.loss_mode")
     if adv is None and loss not in (None, "vanilla") and "algorithm.name" not in given.native:
         raise ValueError(f"{ACTOR}policy_loss.loss_mode={loss}: give algorithm.adv_estimator=grpo beside it, or algorithm.name={loss}")
     out: dict[str, Any] = {}
-    if adv == "gae":
-        raise ValueError("algorithm.adv_estimator=gae (verl's default) is PPO with a critic, not in this version: give algorithm.adv_estimator=grpo")
-    if adv is not None and loss in (None, "vanilla"):
+    if adv is not None:
         if adv not in _PRESETS:
             raise ValueError(f"algorithm.adv_estimator={adv}: not in this version; there are {', '.join(_PRESETS)}")
-        out["algorithm.name"] = _PRESETS[adv]
-        if adv.startswith("rloo"):  # the preset is the paper's REINFORCE; verl clips
-            out["algorithm.loss"] = "ppo_clip"
-    elif adv is not None:
-        if loss not in ("gspo", "cispo", "sapo") or _PRESETS.get(adv) != "grpo":
+        if loss not in (None, "vanilla", *_LOSSES):
             raise ValueError(
-                f"{ACTOR}policy_loss.loss_mode={loss} with algorithm.adv_estimator={adv}: not in this version; there are "
-                "gspo, cispo and sapo with grpo (your own: algorithm.loss=module:function)"
+                f"{ACTOR}policy_loss.loss_mode={loss}: not in this version; there are vanilla, {', '.join(_LOSSES)} "
+                "(your own: algorithm.loss=module:function)"
             )
-        out["algorithm.name"] = loss
+        out["algorithm.name"] = preset = _PRESETS[adv]
+        if loss in (None, "vanilla"):
+            if preset in ("rloo", "remax", "gpg"):  # the presets are the papers' REINFORCE; verl clips
+                out["algorithm.loss"] = "ppo_clip"
+        elif preset == "grpo" and loss != "gpg":
+            out["algorithm.name"] = _LOSSES[loss]
+        else:
+            out["algorithm.loss"] = _LOSSES[loss]
+        if loss == "cispo":  # verl's cap is 1 + clip_ratio_high, its floor 1 - clip_ratio_low
+            single = given.values.get(f"{ACTOR}clip_ratio")
+            low, high = (given.need(f"{ACTOR}clip_ratio_{side}") if single is None else single for side in ("low", "high"))
+            out |= {"algorithm.options.ratio_max": 1 + (0.2 if high is None else high), "algorithm.options.ratio_min": max(0.0, 1 - (0.2 if low is None else low))}
     elif loss == "vanilla":
         given.ignore("the preset's own loss", f"{ACTOR}policy_loss.loss_mode")
     by_std = given.get("algorithm.norm_adv_by_std_in_grpo")
-    if by_std is not None and _PRESETS.get(adv or "grpo") == "grpo":
+    if by_std is not None and _PRESETS.get(adv or "grpo") in ("grpo", "pass_at_k"):
         out["algorithm.normalize_by_std"] = by_std
     else:
         given.ignore("only GRPO reads it", "algorithm.norm_adv_by_std_in_grpo")
     return out
+
+
+def _correction(given: Given) -> dict[str, Any]:
+    """algorithm.rollout_correction. verl bounds its k1 statistics on sampler/trainer, ours are on trainer/sampler."""
+    key = "algorithm.rollout_correction."
+    level, threshold = given.values.get(f"{key}rollout_is"), given.values.get(f"{key}rollout_is_threshold", 2.0)
+    out: dict[str, Any] = {}
+    if level is not None:
+        if level not in ("token", "sequence"):
+            raise ValueError(f"{key}rollout_is={level}: must be token or sequence")
+        bounds = _bounds(f"{key}rollout_is_threshold", threshold)
+        out = {
+            "algorithm.correction": "icepop" if len(bounds) == 2 else "truncate", "algorithm.options.correction_level": level,
+            "algorithm.options.correction_high": bounds[-1],
+            "algorithm.options.correction_batch_normalize": bool(given.values.get(f"{key}rollout_is_batch_normalize", False)),
+        }  # fmt: skip
+        if len(bounds) == 2:
+            out["algorithm.options.correction_low"] = bounds[0]
+    else:
+        given.ignore("only read with rollout_correction.rollout_is", f"{key}rollout_is_threshold", f"{key}rollout_is_batch_normalize")
+    stats, limits = given.values.get(f"{key}rollout_rs"), given.values.get(f"{key}rollout_rs_threshold")
+    if stats is not None:
+        names, texts = str(stats).split(","), str(limits).split(",")
+        if limits is None or len(texts) not in (1, len(names)):
+            raise ValueError(f"{key}rollout_rs={stats}: give rollout_rs_threshold, one value or one for each")
+        pairs = zip(names, texts * len(names) if len(texts) == 1 else texts)
+        out["algorithm.options.correction_reject"] = [_rejected(f"{key}rollout_rs_threshold", n.strip(), t) for n, t in pairs]
+    else:
+        given.ignore("only read with rollout_correction.rollout_rs", f"{key}rollout_rs_threshold")
+    if given.values.get(f"{key}bypass_mode"):
+        loss = given.values.get(f"{key}loss_type", "ppo_clip")
+        if loss not in ("ppo_clip", "reinforce"):
+            raise ValueError(f"{key}loss_type={loss}: must be ppo_clip or reinforce")
+        out |= {"algorithm.bypass": True, "algorithm.loss": loss}
+        if loss == "ppo_clip":  # as verl: the ratio holds the sampler's log-probs already, no weights beside it
+            out = {k: v for k, v in out.items() if "correction" not in k or k.endswith("correction_reject")}
+    else:
+        given.ignore("only read with rollout_correction.bypass_mode", f"{key}loss_type")
+    return out
+
+
+def _bounds(key: str, value: Any) -> list[float]:
+    try:
+        found = [float(v) for v in str(value).split("_")]
+    except ValueError:
+        raise ValueError(f"{key}={value}: expected a number, or LOW_HIGH") from None
+    if len(found) > 2 or min(found) <= 0:
+        raise ValueError(f"{key}={value}: expected a positive number, or LOW_HIGH")
+    return found
+
+
+def _rejected(key: str, stat: str, text: str) -> str:
+    found = _bounds(key, text.strip())
+    if not stat.endswith("k1"):
+        return f"{stat}:{found[-1]:g}"
+    low, high = found if len(found) == 2 else (1 / found[0], found[0])
+    return f"{stat}:{1 / high:.12g}:{1 / low:.12g}"
 
 
 def _clip(given: Given) -> dict[str, Any]:
@@ -392,7 +461,7 @@ def _async(given: Given) -> dict[str, Any]:
 
 
 JOINT: Mapping[str, Callable[[Given], dict[str, Any]]] = MappingProxyType({
-    "batch": _batch, "objective": _objective, "clip": _clip, "kl_loss": _kl_loss, "kl_reward": _kl_reward,
+    "batch": _batch, "objective": _objective, "correction": _correction, "clip": _clip, "kl_loss": _kl_loss, "kl_reward": _kl_reward,
     "filter": _filter, "schedule": _schedule, "eval": _eval, "eval_steps": _eval_steps, "overlong": _overlong,
     "context": _context, "resume": _resume, "directory": _directory, "logger": _logger, "async": _async,
 })  # fmt: skip

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from verl.config.model_files import ModelFacts
 from verl.config.schema import Config
-from verl.config.validate import RL, SAMPLES, Command
+from verl.config.validate import ALGORITHMS, RL, SAMPLES, Command
 
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"bfloat16": 2, "float32": 4})
 LOGPROB_CHUNK_BYTES = 16 << 20
@@ -76,7 +76,7 @@ def estimate_memory(
     budget = config.step.max_tokens_per_microbatch
     items = _items(config, model, reference, budget if update_tokens is None else min(budget, update_tokens))
     flying = ("KV cache", "prefix cache") if config.pipeline.staleness > 0 else ()
-    trainer = ("master weights", "optimizer states", "reference policy")
+    trainer = ("master weights", "optimizer states", "reference policy", "critic with its optimizer")
     update = (*trainer, "gradients", "compute copy of weights", "activations", "log-prob chunk")
     generation = ("rollout weights", "KV cache", "prefix cache", "sampling logits")
     phases: dict[str, tuple[str, ...]]
@@ -115,6 +115,7 @@ def _items(config: Config, model: ModelFacts, reference: bool, tokens: int) -> d
         "optimizer states": 8 * weights,
         "compute copy of weights": 2 * (weights - model.embedding_parameters) if compute_dtype(config) == "bfloat16" else 0,
         "reference policy": 4 * weights if reference else 0,
+        "critic with its optimizer": 16 * weights if ALGORITHMS[config.algorithm.name].critic else 0,
         "rollout weights": copy,
         "incoming weights": copy + snapshot,
         "KV cache": kv_tokens(config) * kv,

@@ -163,7 +163,8 @@ def rollout_sizes(config: Config, model: ModelFacts, command: Command = "train")
     in_loop = command in RL
     slots = staleness_slots(config) if in_loop else 0
     surplus = math.ceil(Fraction(str(config.pipeline.oversample)) * config.step.prompts_per_step) if in_loop else 0
-    flying = (slots + surplus) * config.step.samples_per_prompt
+    per_group = config.step.samples_per_prompt + ALGORITHMS[config.algorithm.name].baselines
+    flying = (slots + surplus) * per_group
     return RolloutSizes(
         engine=r.engine, slots=slots, surplus=surplus, trajectories_in_flight=flying,
         concurrent_sequences=min(r.max_concurrent_sequences, flying) if in_loop else r.max_concurrent_sequences,

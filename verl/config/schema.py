@@ -104,6 +104,12 @@ class AlgorithmConfig:
     normalize_by_std: bool | None = None
     gamma: float | None = None
     lam: float | None = None
+    value_clip: float | None = None
+    """The critic's values move at most so far from the old ones in its loss."""
+    critic_warmup_steps: int | None = None
+    """Value pretraining: the policy is not updated for so many steps (vapo: 50)."""
+    critic_warmup_until: float | None = None
+    """... or earlier, as soon as the critic explains this share of the returns' variance."""
     kl_loss_coef: float | None = None
     kl_loss_form: str | None = None
     """k1 | abs | k2 | k3, with + for the straight-through k2 gradient."""
@@ -125,6 +131,12 @@ class AlgorithmConfig:
     """Dynamic sampling stops the run when it has drawn this many groups per group needed in a step."""
     on_exhausted: str | None = None
     """When that happens: stop | smaller (train on what there is, with the right denominator)."""
+    correction: str | None = None
+    """Weights trainer/sampler on the policy loss: truncate (TIS) | clamp | icepop | mask (drop outside the bounds). Null: the preset's."""
+    bypass: bool | None = None
+    """The sampler's log-probs are the old policy; no pass of the trainer for them."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """What few algorithms have, by name (`verl show algorithm=NAME`): options.length_adaptive_alpha=0.05, ..."""
 
 
 @dataclass
@@ -157,6 +169,17 @@ class OptimConfig:
     min_lr_ratio: float = 0.0
     max_skipped_updates: int = 3
     """Non-finite gradients in a row that are skipped (batch dumped) before the run stops."""
+
+
+@dataclass
+class CriticConfig:
+    path: str | None = None
+    """A Hugging Face folder for the value model. Null: model.path. Its value head starts at 0 unless the folder has one."""
+    lr: float = 1e-5
+    weight_decay: float = 0.01
+    clip_grad_norm: float = 1.0
+    warmup_steps: int = 0
+    """Optimizer steps of the learning rate's warm-up."""
 
 
 @dataclass
@@ -210,6 +233,12 @@ class RewardConfig:
     memory_limit_mb: int = 2048
     num_workers: int = 2
     max_calls_per_worker: int = 10000
+    model: str | None = None
+    """A folder that `verl rm` made (or any one-label sequence classifier over the policy's tokens). With `path` too, the
+    function's score and `model_coef` x the model's are summed; without, the model alone is the reward."""
+    model_coef: float = 1.0
+    stage: str = "stream"
+    """stream: each answer is scored as it ends, beside the rollout · batch: all at once in the experience stage."""
     overlong_buffer_tokens: int = 0
     """DAPO soft penalty over the last so many tokens of the budget. 0: off."""
     overlong_penalty: float = 1.0
@@ -274,6 +303,7 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     step: StepConfig = field(default_factory=StepConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)

@@ -31,6 +31,8 @@ class AlgorithmFacts:
     kl_reward: bool = False
     needs_horizon: bool = False
     filters_groups: bool = False
+    critic: bool = False
+    baselines: int = 0
 
 
 ALGORITHMS: Mapping[str, AlgorithmFacts] = MappingProxyType({
@@ -38,13 +40,36 @@ ALGORITHMS: Mapping[str, AlgorithmFacts] = MappingProxyType({
     "drgrpo": AlgorithmFacts(True, needs_horizon=True),
     "dapo": AlgorithmFacts(True, filters_groups=True),
     "rloo": AlgorithmFacts(True, kl_reward=True),
+    "grpo_loo": AlgorithmFacts(True),
     "gspo": AlgorithmFacts(True),
+    "gspo_token": AlgorithmFacts(True),
     "cispo": AlgorithmFacts(True),
     "sapo": AlgorithmFacts(True),
+    "gmpo": AlgorithmFacts(True),
+    "kl_cov": AlgorithmFacts(True),
+    "clip_cov": AlgorithmFacts(True),
+    "gdpo": AlgorithmFacts(True),
+    "gpg": AlgorithmFacts(True),
+    "opo": AlgorithmFacts(True),
+    "pass_at_k": AlgorithmFacts(True),
+    "otb": AlgorithmFacts(True),
+    "remax": AlgorithmFacts(False, kl_reward=True, baselines=1),
     "reinforce_plus_plus": AlgorithmFacts(False, kl_reward=True),
     "reinforce_plus_plus_baseline": AlgorithmFacts(True, kl_loss=True),
     "reinforce": AlgorithmFacts(False),
+    "ppo": AlgorithmFacts(False, kl_reward=True, critic=True),
+    "vapo": AlgorithmFacts(False, critic=True),
+    "pf_ppo": AlgorithmFacts(True, kl_reward=True, critic=True),
+    "decoupled_ppo": AlgorithmFacts(True),
 })  # fmt: skip
+
+ALGORITHM_OPTIONS: Collection[str] = (
+    "ratio_max", "ratio_min", "tau_positive", "tau_negative", "cov_ratio", "cov_low", "cov_high", "cov_coef", "off_policy_delta",
+    "leave_one_out", "scale_rewards", "reward_components", "reward_weights", "lam_critic", "length_adaptive_alpha",
+    "positive_nll_coef", "selection", "kl_loss_ratio_corrected", "correction_level", "correction_low", "correction_high",
+    "correction_batch_normalize", "correction_reject", "correction_denominator",
+)  # fmt: skip
+"""Fields of a row of algorithms/table.py that `algorithm.options` may set."""
 
 CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "model.dtype": ("auto", "bfloat16", "float32"),
@@ -58,6 +83,8 @@ CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "algorithm.kl_loss_form": ("k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"),
     "algorithm.kl_reward_form": ("k1", "abs", "k2", "k3"),
     "algorithm.on_exhausted": ("stop", "smaller"),
+    "algorithm.correction": ("truncate", "clamp", "icepop", "mask"),
+    "reward.stage": ("stream", "batch"),
     "optim.schedule": ("constant", "linear", "cosine", "wsd"),
     "rollout.engine": ("native", "hf"),
     "rollout.dtype": ("auto", "float32", "bfloat16"),
@@ -73,6 +100,9 @@ BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType({
     "data.num_workers": (0, math.inf), "data.max_tokens_per_row": (2, math.inf),
     "algorithm.clip_low": (0, math.inf), "algorithm.clip_high": (0, math.inf),
     "algorithm.horizon_tokens": (1, math.inf), "algorithm.gamma": (0, 1), "algorithm.lam": (0, 1),
+    "algorithm.critic_warmup_until": (0, 1), "algorithm.critic_warmup_steps": (0, math.inf),
+    "critic.warmup_steps": (0, math.inf),
+    "critic.weight_decay": (0, math.inf),
     "algorithm.kl_loss_coef": (0, math.inf), "algorithm.kl_reward_coef": (0, math.inf),
     "algorithm.max_draws_per_group": (1, math.inf),
     "step.prompts_per_step": (1, math.inf), "step.samples_per_prompt": (1, math.inf),
@@ -101,7 +131,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType({
 """key -> (least, most), both allowed."""
 
 POSITIVE = (
-    "run.wait_timeout_s", "optim.lr", "optim.eps", "optim.clip_grad_norm", "rollout.top_p", "eval.top_p",
+    "run.wait_timeout_s", "optim.lr", "critic.lr", "critic.clip_grad_norm", "algorithm.value_clip", "optim.eps", "optim.clip_grad_norm", "rollout.top_p", "eval.top_p",
     "reward.timeout_s", "sync.canary_tolerance", "algorithm.kl_reward_target", "algorithm.kl_reward_horizon",
 )  # fmt: skip
 
@@ -209,6 +239,20 @@ def _algorithm(config: Config, needs_group: Callable[[str], bool] | None) -> Ite
         yield f"algorithm.advantage={a.advantage}: write it as module:function"
     if a.loss is not None and not re.fullmatch(r"([\w.]+:)?\w+", a.loss):
         yield f"algorithm.loss={a.loss}: write it as module:function"
+    for name in a.options:
+        if name not in ALGORITHM_OPTIONS:
+            near = nearest(name, ALGORITHM_OPTIONS)
+            yield f"algorithm.options.{name}: unknown" + (f"; did you mean {' or '.join(near)}?" if near else f"; known: {', '.join(ALGORITHM_OPTIONS)}")
+    if a.name == "gdpo" and len(a.options.get("reward_components") or ()) < 2:
+        yield "gdpo normalises reward components one by one: set algorithm.options.reward_components=[a,b] to keys of the reward's dict"
+    if not facts.critic:
+        for name in ("critic_warmup_steps", "critic_warmup_until"):
+            if vars(a)[name]:
+                yield f"algorithm.{name}={vars(a)[name]} does nothing: {a.name} has no critic (ppo, vapo and pf_ppo have)"
+    if a.correction is not None and a.options.get("correction_high") is None:
+        yield f"algorithm.correction={a.correction}: set algorithm.options.correction_high (truncate 2, icepop 5, mask 3)"
+    if config.reward.stage == "batch" and config.reward.model is not None and (filters or a.options.get("selection") or a.name == "pf_ppo"):
+        yield f"reward.stage=batch scores after groups are selected, but {a.name} selects by the score: reward.stage=stream"
 
 
 def _pipeline(config: Config) -> Iterator[str]:
@@ -263,6 +307,10 @@ def _reward(config: Config) -> Iterator[str]:
         )
     if r.path is not None and ("/" in r.path or r.path.endswith(".py")) and not Path(r.path).is_file():
         yield f"reward.path={r.path}: no such file; a Python file with `def {r.name}(data_source, solution_str, ground_truth, extra_info=None)`"
+    if r.model is not None and not (Path(r.model).expanduser() / "config.json").is_file():
+        yield f"reward.model={r.model}: no config.json there; give a folder that `verl rm` made (RUN/checkpoints/step_N/hf)"
+    if r.model is None and r.stage == "batch":
+        yield "reward.stage=batch needs reward.model: function rewards are always scored as answers end"
     if not r.name.isidentifier():
         yield f"reward.name={r.name!r}: must be the name of a function in reward.path"
 

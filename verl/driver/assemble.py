@@ -34,6 +34,7 @@ from verl.driver.supervised import SupervisedRun
 from verl.driver.supervised import resume as resume_supervised
 from verl.model_engine.fsdp import DTYPES, FSDPEngine, load_causal_lm
 from verl.model_engine.optim import OptimSpec
+from verl.nn.heads import Head
 from verl.reward.base import RewardFn
 from verl.reward.compute import check_data_source
 from verl.reward.pool import RewardPool
@@ -57,7 +58,8 @@ OnStep = Callable[[int, Mapping[str, float]], None]
 
 
 def algorithm_of(config: AlgorithmConfig) -> Algorithm:
-    return resolve(config.name, {k: v for k, v in asdict(config).items() if k != "name"})
+    given = asdict(config)
+    return resolve(given.pop("name"), {**given.pop("options"), **given})
 
 
 async def assemble(resolved: Resolved, *, progress: LiveProgress | None = None, on_step: OnStep | None = None) -> Run:
@@ -111,6 +113,8 @@ async def assemble(resolved: Resolved, *, progress: LiveProgress | None = None, 
         config=config, dir=run_dir, algorithm=algorithm, total_steps=total_steps, player=player, trajectories=trajectories,
         eval_tasks=eval_tasks, actor=actor, ref=reference_role(config, algorithm, queue, device),
         compute=InprocGroup("compute", Role("compute", queue)),
+        critic=critic_role(config, algorithm, queue, device, run_dir, updates=updates_of_run(config, total_steps)),
+        reward=None,
         recorder=InprocGroup("recorder", SampleRecorder(queue, run_dir, decode, groups_per_step=config.track.samples_per_step)),
         rollout=replica, replicas=(replica,),
         checkpoint_engine=LocalCheckpointEngine(
@@ -288,21 +292,38 @@ def updates_of_run(config: Config, total_steps: int) -> int:
     return total_steps * config.step.updates_per_step * config.step.epochs_per_step
 
 
-def _engine(config: Config, device: str, *, optim: OptimSpec | None, dump_dir: Path | None = None) -> FSDPEngine:
-    path = Path(config.model.path)
+def _engine(
+    config: Config, device: str, *, optim: OptimSpec | None, dump_dir: Path | None = None, head: Head = "lm", path: str | None = None
+) -> FSDPEngine:
+    folder = Path(path or config.model.path)
     return FSDPEngine(
-        load_causal_lm(path, trust_remote_code=config.model.trust_remote_code), optim=optim, dtype=config.model.dtype, device=device,
+        load_causal_lm(folder, trust_remote_code=config.model.trust_remote_code), head=head, optim=optim, dtype=config.model.dtype, device=device,
         max_tokens_per_microbatch=config.step.max_tokens_per_microbatch, attention_mode=config.model.attention,
-        gradient_checkpointing=config.model.gradient_checkpointing and optim is not None, source_dir=path, dump_dir=dump_dir,
+        gradient_checkpointing=config.model.gradient_checkpointing and optim is not None, source_dir=folder, dump_dir=dump_dir,
     )  # fmt: skip
 
 
 def reference_role(config: Config, algorithm: Algorithm, queue: MemoryQueue, device: str) -> InprocGroup | None:
     """A frozen copy of the start weights, if the algorithm looks at it."""
-    if "ref_logprobs" not in algorithm.needs(1):
+    if "ref_logprobs" not in algorithm.needs(1):  # the number of updates does not matter here
         return None
     engine = _engine(config, device, optim=None)
     return InprocGroup("reference", Role("reference", queue, engine, share_prefix=config.model.share_prefix))
+
+
+def critic_role(
+    config: Config, algorithm: Algorithm, queue: MemoryQueue, device: str, run_dir: Path, *, updates: int
+) -> InprocGroup | None:
+    """The value model with its own optimizer, if the algorithm has one: the policy's engine with another head."""
+    if not algorithm.critic:
+        return None
+    o, c = config.optim, config.critic
+    spec = OptimSpec(
+        lr=c.lr, weight_decay=c.weight_decay, betas=(o.betas[0], o.betas[1]), eps=o.eps, clip_grad_norm=c.clip_grad_norm,
+        schedule="constant", warmup_steps=c.warmup_steps, total_steps=updates, max_skipped_updates=o.max_skipped_updates,
+    )  # fmt: skip
+    engine = _engine(config, device, optim=spec, dump_dir=run_dir / "crash", head="value", path=c.path)
+    return InprocGroup("critic", Role("critic", queue, engine, share_prefix=config.model.share_prefix))
 
 
 def rollout_engine(config: Config, tokenizer: Any, device: str) -> RolloutEngine:

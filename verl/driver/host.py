@@ -21,7 +21,10 @@ class StepHost:
     actor: WorkerGroup
     ref: WorkerGroup | None
     compute: WorkerGroup
+    critic: WorkerGroup | None = None
+    reward: WorkerGroup | None = None  # a recorded step has its rewards
     kl_coef: float = 0.0
+    critic_warm: bool = False
 
     def __post_init__(self) -> None:
         if self.algorithm.kl_reward is not None and not self.kl_coef:
@@ -34,6 +37,6 @@ class StepHost:
         """Nothing to free: no scheduler holds slots here."""
 
     def close(self) -> None:
-        for group in (self.actor, self.ref, self.compute):
+        for group in (self.actor, self.ref, self.critic, self.compute):
             if group is not None:
                 group.close()

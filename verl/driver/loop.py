@@ -16,7 +16,7 @@ async def train(run: Run) -> None:
                 if run.placement.colocated:
                     await groups.drain()
             async with run.placement.training():  # colocated: rollout releases its KV cache; split: a no-op
-                await experience_and_update(run, step, refs)
+                refs = await experience_and_update(run, step, refs)
                 step.log(await run.publish(step))
             await run.finish(step, refs)  # evaluate, checkpoint, samples, metrics
         await run.settle()

@@ -39,14 +39,15 @@ class SampleRecorder:
         write_samples(self._run_dir, step, rows, "eval")
 
     def _rows(self, step: int, refs: Refs) -> list[SampleRow]:
-        found = {}
-        for field, columns in _COLUMNS.items():
-            name = next((c for c in columns if self._queue.has(refs, c)), None)
-            if name is not None:
-                found[field] = self._queue.read(refs, (name,))[name]
+        found: list[dict[str, np.ndarray]] = [{} for _ in refs]  # a baseline or an unchosen row has fewer columns
+        for i, one in enumerate(Refs((r,)) for r in refs):
+            for field, columns in _COLUMNS.items():
+                name = next((c for c in columns if self._queue.has(one, c)), None)
+                if name is not None:
+                    found[i][field] = self._queue.read(one, (name,))[name].values.numpy()
         return [
-            self._row(step, sample, {field: column.row(i).numpy() for field, column in found.items()}, sample.group_id, None)
-            for i, sample in enumerate(self._queue.samples(refs))
+            self._row(step, sample, columns, sample.group_id, None)
+            for sample, columns in zip(self._queue.samples(refs), found, strict=True)
         ]
 
     def _row(

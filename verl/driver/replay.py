@@ -17,7 +17,7 @@ from verl.checkpoint.store import CheckpointStore
 from verl.config.load import load_config, read_config
 from verl.config.schema import Config
 from verl.driver import state as train_state
-from verl.driver.assemble import algorithm_of, device_of, policy_engine, reference_role, set_up_process, updates_of_run
+from verl.driver.assemble import algorithm_of, critic_role, device_of, policy_engine, reference_role, set_up_process, updates_of_run
 from verl.driver.host import StepHost
 from verl.driver.run import Step
 from verl.driver.step import experience_and_update
@@ -79,11 +79,15 @@ async def _replay(config: Config, run_dir: Path, number: int) -> list[str]:
         config=config, algorithm=algorithm, ref=reference_role(config, algorithm, queue, device),
         actor=InprocGroup("actor", Role("actor", queue, engine, share_prefix=config.model.share_prefix)),
         compute=InprocGroup("compute", Role("compute", queue)),
+        critic=critic_role(config, algorithm, queue, device, run_dir, updates=updates_of_run(config, _recorded_steps(run_dir))),
     )  # fmt: skip
     if base:
         state = train_state.read(run_dir / "checkpoints" / f"step_{base}")
         await run.call(run.actor, "load_state", state["policy"])
+        if run.critic is not None:
+            await run.call(run.critic, "load_state", state["critic"])
         run.kl_coef = float(state["controllers"]["kl_coef"])
+        run.critic_warm = bool(state["controllers"].get("critic_warm", False))
     for n in range(base + 1, number + 1):
         rows = read_samples(run_dir, n)
         refs = queue.put([_sample(row) for row in rows])

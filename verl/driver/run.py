@@ -71,6 +71,8 @@ class Run:
     ref: WorkerGroup | None
     compute: WorkerGroup
     recorder: WorkerGroup
+    critic: WorkerGroup | None
+    reward: WorkerGroup | None
     rollout: RolloutEngine
     replicas: Sequence[RolloutEngine]
     checkpoint_engine: CheckpointEngine
@@ -85,6 +87,7 @@ class Run:
     export_hf: Callable[[Path], None]
     checkpoint_bytes: int
     kl_coef: float = 0.0
+    critic_warm: bool = False
     version: int = 0
     first_index: int = 0
     history: list[dict[str, float]] = field(default_factory=list)
@@ -286,7 +289,7 @@ class Run:
         result = self.close_parts()
         if asyncio.iscoroutine(result):
             await result
-        for group in (self.actor, self.ref, self.compute, self.recorder):
+        for group in (self.actor, self.ref, self.critic, self.reward, self.compute, self.recorder):
             if group is not None:
                 group.close(timeout_s=max(1.0, 10.0 - (time.monotonic() - started)))
         self.events.close()

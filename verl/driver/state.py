@@ -1,8 +1,9 @@
 """TrainState: everything that may influence a step, in one place (DESIGN section 6, resume in three grades).
 
 policy      weights, optimizer, optimizer step        cursor      epoch, permutation, position, given back
-scheduler   versions, slots, deadlines, budget        groups      in flight, with their ended trajectories
-controllers KL coefficient                            rng         Python, numpy, torch
+critic      the same, where there is one              groups      in flight, with their ended trajectories
+scheduler   versions, slots, deadlines, budget        rng         Python, numpy, torch
+controllers KL coefficient, whether the critic is warm
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ async def capture(run: Run, number: int) -> dict[str, Any]:
         "step": number,
         "version": run.version,
         "policy": await run.call(run.actor, "state"),
+        **({"critic": await run.call(run.critic, "state")} if run.critic is not None else {}),
         "cursor": run.player.cursor.state(),
         "scheduler": run.player.scheduler.state(),
-        "controllers": {"kl_coef": run.kl_coef},
+        "controllers": {"kl_coef": run.kl_coef, "critic_warm": run.critic_warm},
         "groups": [_pack_group(g, draw, complete) for g, draw, complete in run.player.in_flight()],
         "rng": {
             "python": random.getstate(),
@@ -78,7 +80,12 @@ async def restore(run: Run, state: Mapping[str, Any]) -> None:
 
     await run.call(run.actor, "load_state", state["policy"])
     run.player.cursor.load_state(state["cursor"])  # type: ignore[attr-defined]
+    if run.critic is not None:
+        if "critic" not in state:
+            raise ValueError("the checkpoint has no critic: it was written by an algorithm without one; start a new run from its hf folder")
+        await run.call(run.critic, "load_state", state["critic"])
     run.kl_coef = float(state["controllers"]["kl_coef"])
+    run.critic_warm = bool(state["controllers"].get("critic_warm", False))
     run.history = list(state["history"])
     random.setstate(_as_tuple(state["rng"]["python"]))
     np.random.set_state(state["rng"]["numpy"])

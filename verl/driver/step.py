@@ -6,6 +6,7 @@ import random
 from functools import partial
 
 from verl.algorithms.advantages import token_rewards
+from verl.algorithms.corrections import correct
 from verl.algorithms.kl_reward import adapted_coef, kl_penalty
 from verl.batch import Columns
 from verl.driver.host import StepHost
@@ -14,41 +15,108 @@ from verl.types import Metric, Refs, derive_seed
 from verl.workers.role import Computed, UpdatePlan
 
 
-async def experience_and_update(run: Run | StepHost, step: Step, refs: Refs) -> None:
-    """reference -> old log-probs -> rewards -> advantages -> optimizer steps."""
-    shape = run.config.step
-    needs = run.algorithm.needs(shape.updates_per_step * shape.epochs_per_step)
+async def experience_and_update(run: Run | StepHost, step: Step, refs: Refs) -> Refs:
+    """reward model -> reference -> old log-probs -> values -> correction -> rewards -> advantages -> optimizer steps.
+
+    Returns the refs with the rewards that were trained on."""
+    shape, algorithm = run.config.step, run.algorithm
+    if run.reward is not None and run.config.reward.stage == "batch":
+        with step.clock("reward_model"):
+            refs = await run.call(run.reward, "score", refs, run.config.reward.model_coef, run.config.reward.path is None)
+    chosen = _chosen(run, step, refs)
+    trained = chosen.of("train")  # baselines are compared with, not trained on
+    needs = algorithm.needs(shape.updates_per_step * shape.epochs_per_step)
     if "ref_logprobs" in needs:
         assert run.ref is not None, "an algorithm that needs ref_logprobs is assembled with a reference role"
         with step.clock("reference"):
-            step.log(await run.call(run.ref, "infer", refs, {"logprobs": "ref_logprobs"}))
-    if "old_logprobs" in needs:
+            step.log(await run.call(run.ref, "infer", trained, {"logprobs": "ref_logprobs"}))
+    policy = {output: column for output, column in _POLICY_OUTPUTS.items() if column in needs}
+    if policy:
         with step.clock("old_logprobs"):
-            step.log(await run.call(run.actor, "infer", refs, {"logprobs": "old_logprobs"}))
+            step.log(await run.call(run.actor, "infer", trained, policy))
+    if "old_values" in needs:
+        assert run.critic is not None, "an algorithm that needs old_values is assembled with a critic role"
+        with step.clock("values"):
+            step.log(await run.call(run.critic, "infer", trained, {"values": "old_values"}))
     with step.clock("advantages"):
-        await _advantages(run, step, refs)
-    with step.clock("update"):
-        plan = UpdatePlan(tuple(updates_of(refs, shape.updates_per_step, shape.epochs_per_step, run.config.run.seed, step.index)),
-                          run.algorithm.terms)  # fmt: skip
-        step.log(await run.call(run.actor, "update", plan))
+        await _advantages(run, step, chosen)
+    updates = tuple(updates_of(trained, shape.updates_per_step, shape.epochs_per_step, run.config.run.seed, step.index))
+    warm = _critic_is_warm(run, step)
+    if run.critic is not None:
+        with step.clock("update_critic"):
+            step.log(await run.call(run.critic, "update", UpdatePlan(updates, algorithm.value_terms, also=("values",))))
+    if warm:
+        with step.clock("update"):
+            step.log(await run.call(run.actor, "update", UpdatePlan(updates, algorithm.terms)))
     await run.trained(step, refs)
+    return refs
+
+
+_POLICY_OUTPUTS = {"logprobs": "old_logprobs", "sum_pi_squared": "sum_pi_squared"}
+
+
+def _chosen(run: Run | StepHost, step: Step, refs: Refs) -> Refs:
+    """The rows that an algorithm trains on, of each group by its scores (PF-PPO); all of them without a choice."""
+    choose = run.algorithm.choose
+    if choose is None:
+        return refs
+    kept: set[str] = set()
+    for group_id, rows in refs.of("train").groups().items():
+        rng = random.Random(derive_seed(run.config.run.seed, "choose", step.index, group_id))
+        kept |= {rows[i].sample_id for i in choose([r.reward for r in rows], rng)}
+    return Refs(r for r in refs if r.purpose != "train" or r.sample_id in kept)
+
+
+def _critic_is_warm(run: Run | StepHost, step: Step) -> bool:
+    """Value pretraining (1.2): the policy waits for the critic, by steps or until it explains enough of the returns."""
+    algorithm = run.algorithm
+    if run.critic is None or run.critic_warm:
+        return True
+    if algorithm.critic_warmup_until is not None:
+        run.critic_warm = step.metrics["critic/vf_explained_var"].value >= algorithm.critic_warmup_until
+    run.critic_warm = run.critic_warm or step.index >= algorithm.critic_warmup_steps
+    return run.critic_warm
 
 
 async def _advantages(run: Run | StepHost, step: Step, refs: Refs) -> None:
-    kl = run.algorithm.kl_reward
+    algorithm, trained = run.algorithm, refs.of("train")
+    correction, kl = algorithm.correction, algorithm.kl_reward
+    if correction is not None:  # on the mask before rejection; the losses see the one after
+        fn, policies = partial(correct, spec=correction), ("old_logprobs", "rollout_logprobs")
+        step.log(await run.call(run.compute, "compute", trained, fn, policies, ("is_weights", "keep")))
     if kl is None:
-        await run.call(run.compute, "compute", refs, _plain_rewards, (), ("rewards",))
+        await run.call(run.compute, "compute", trained, _plain_rewards, (), ("rewards",))
     else:
         fn = partial(_rewards_with_kl, coef=run.kl_coef, form=kl.form)
-        metrics = await run.call(run.compute, "compute", refs, fn, ("old_logprobs", "ref_logprobs"), ("rewards",))
+        metrics = await run.call(run.compute, "compute", trained, fn, ("old_logprobs", "ref_logprobs"), ("rewards",))
         mean = metrics["actor/reward_kl_penalty"].value
         step.log({**metrics, "actor/reward_kl_penalty_coeff": Metric(run.kl_coef, 1, "step", "last")})
         if kl.target is not None:
             run.kl_coef = adapted_coef(
-                run.kl_coef, kl=mean, target=kl.target, horizon=kl.horizon, num_sequences=len(refs)
+                run.kl_coef, kl=mean, target=kl.target, horizon=kl.horizon, num_sequences=len(trained)
             )
-    outputs = ("advantages",)
-    step.log(await run.call(run.compute, "compute", refs, run.algorithm.advantage, ("rewards",), outputs))
+    outputs = ("advantages", "returns") if algorithm.critic else ("advantages",)
+    inputs = ("rewards", *algorithm.advantage_inputs)
+    step.log(await run.call(run.compute, "compute", refs, algorithm.advantage, inputs, outputs))
+    if algorithm.critic:
+        step.log(await run.call(run.compute, "compute", trained, _explained, ("old_values", "returns"), ()))
+    if correction is not None and correction.mode == "bypass" and correction.level is None:
+        await run.call(run.compute, "compute", trained, _rollout_is_old, ("rollout_logprobs",), ("old_logprobs",))
+
+
+def _explained(columns: Columns) -> Computed:
+    """Explained variance of the returns by the critic: 1 - Var(returns - values) / Var(returns); 0 where they do not vary."""
+    values, returns = (columns[n][columns.mask].double() for n in ("old_values", "returns"))
+    if len(returns) < 2 or float(spread := returns.var()) < 1e-12:
+        share = 0.0
+    else:
+        share = float(1 - (returns - values).var() / spread)
+    return {"critic/vf_explained_var": Metric(share, 1, "step")}
+
+
+def _rollout_is_old(columns: Columns) -> Computed:
+    """Bypass mode (section 5): the sampler's own policy is the old one."""
+    return {"old_logprobs": columns["rollout_logprobs"]}
 
 
 def _plain_rewards(columns: Columns) -> Computed:
@@ -62,7 +130,7 @@ def _rewards_with_kl(columns: Columns, *, coef: float, form: str) -> Computed:
 
 def updates_of(refs: Refs, updates: int, epochs: int, seed: int, index: int) -> list[Refs]:
     """The rows of each optimizer step: groups whole, shares as equal as they can be, a seeded order per epoch."""
-    groups = list(refs.of("train").groups().values())  # baselines are compared with, not trained on
+    groups = list(refs.groups().values())
     out = []
     for epoch in range(epochs):
         order = list(groups)

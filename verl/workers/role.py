@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from verl.algorithms.weights import check_finite, term_weights
 from verl.batch import Batch, Columns, Ragged, pack
 from verl.model_engine.base import ModelEngine
 from verl.transfer_queue.base import TransferQueue
-from verl.types import Metric, Metrics, Refs, Sample, merge_metrics, ref_of
+from verl.types import Metric, Metrics, Refs, Sample, Segment, merge_metrics, ref_of
 from verl.weight_sync.base import Snapshot, take_snapshot
 
 Computed = Mapping[str, Tensor | Metric]
@@ -25,11 +25,13 @@ Computed = Mapping[str, Tensor | Metric]
 
 @dataclass(frozen=True, slots=True)
 class UpdatePlan:
-    """The optimizer steps of one step: rows of each, the terms, and stored columns that terms may use if present."""
+    """The optimizer steps of one step: rows of each, the terms, stored columns that terms may use if present, and model
+    outputs to record beside those of the terms."""
 
     updates: tuple[Refs, ...]
     terms: tuple[Term, ...]
-    optional: tuple[str, ...] = ("old_logprobs", "is_weights")
+    optional: tuple[str, ...] = ("old_logprobs", "is_weights", "keep")
+    also: tuple[str, ...] = ("logprobs", "entropy")
 
 
 class Role:
@@ -56,8 +58,16 @@ class Role:
     def compute(
         self, refs: Refs, fn: Callable[[Columns], Computed], inputs: Sequence[str], outputs: Sequence[str]
     ) -> Metrics:
-        """Run a pure function over the columns of the whole step and write its outputs."""
-        columns = columns_of(refs, {n: c.values for n, c in self.queue.read(refs, inputs).items()} if inputs else {})
+        """Run a pure function over the training rows' columns of the whole step and write its outputs.
+
+        Baseline rows among `refs` are seen through the sequence column `baseline` only."""
+        baselines = _baseline_scores(refs)
+        refs = refs.of("train")
+        stored = [n for n in inputs if n != "rollout_logprobs"]
+        token = {n: c.values for n, c in self.queue.read(refs, stored).items()} if stored else {}
+        if "rollout_logprobs" in inputs:
+            token["rollout_logprobs"] = pack(self.queue.samples(refs)).columns["rollout_logprobs"]
+        columns = columns_of(refs, token, baselines)
         check_finite(columns, tuple(inputs))
         found = fn(columns)
         written = {name: _token_column(found, name, len(columns.mask)) for name in outputs}
@@ -69,16 +79,17 @@ class Role:
     def update(self, plan: UpdatePlan) -> Metrics:
         """The optimizer steps of one step. The first pass's log-probs and entropies are written as `train_*` columns."""
         assert self.engine is not None
-        needed = tuple(dict.fromkeys(name for term in plan.terms for name in term.inputs))
+        needed = tuple(dict.fromkeys(n for t in plan.terms for n in t.inputs if n != "rollout_logprobs"))
+        prefix = f"{self.name}/"
         parts: list[Metrics] = []
         seen: set[str] = set()
         for refs in plan.updates:
             samples = self.queue.samples(refs)
             found = self.queue.read(refs, [*needed, *(n for n in plan.optional if self.queue.has(refs, n))])
             batch = self._batch(refs, samples, {n: c.values for n, c in found.items()}, plan.terms)
-            result = self.engine.forward_backward(batch, plan.terms, ("logprobs", "entropy"))
-            parts += [_prefixed(result.metrics, "actor/"), _prefixed(self.engine.optim_step(), "actor/")]
-            if not seen & set(refs.ids):
+            result = self.engine.forward_backward(batch, plan.terms, plan.also)
+            parts += [_prefixed(result.metrics, prefix), _prefixed(self.engine.optim_step(), prefix)]
+            if "logprobs" in plan.also and not seen & set(refs.ids):
                 parts.append(self._record(refs, batch, result.columns, first="old_logprobs" not in found))
                 seen |= set(refs.ids)
         return merge_metrics(parts)
@@ -89,6 +100,32 @@ class Role:
         batch = self._batch(Refs(ref_of(s) for s in samples), samples, {}, terms)
         result = self.engine.forward_backward(batch, terms)
         return {**_prefixed(result.metrics, "train/"), **_prefixed(self.engine.optim_step(), "train/")}
+
+    def score(self, refs: Refs, coef: float, alone: bool) -> Refs:
+        """The refs with the reward model's score: coef x it, added to the reward unless it is `alone` the reward.
+
+        The queue's samples change with them; a sample whose own reward is invalid stays so."""
+        assert self.engine is not None
+        samples = self.queue.samples(refs)
+        found = self.engine.infer(pack(samples, share_prefix=self.share_prefix), ("scores",))["scores"].double().tolist()
+        scored = []
+        for sample, value in zip(samples, found, strict=True):
+            parts = {"reward_model": value} if alone else {"score": sample.reward, **sample.components, "reward_model": value}
+            scored.append(replace(sample, reward=coef * value + (0.0 if alone else sample.reward), components=parts))
+        self.queue.drop(refs)
+        return self.queue.put(scored)
+
+    def score_rows(self, rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[float]:
+        """The reward model's score of each (prompt ids, response ids)."""
+        assert self.engine is not None
+        samples = [
+            Sample(
+                sample_id=str(i), trajectory_id=str(i), group_id=str(i), purpose="train",
+                segments=(Segment(ids=prompt, source="prompt"), Segment(ids=response, source="env")),
+            )
+            for i, (prompt, response) in enumerate(rows)
+        ]  # fmt: skip
+        return self.engine.infer(pack(samples, share_prefix=self.share_prefix), ("scores",))["scores"].double().tolist()
 
     def measure(self, samples: list[Sample]) -> Metrics:
         """Loss per token on these rows, without a step."""
@@ -142,8 +179,12 @@ class Role:
         return out
 
 
-def columns_of(refs: Refs, token: Mapping[str, Tensor]) -> Columns:
-    """The layout of these rows with per-sequence `score`, `group`, `valid`; mask = tokens of rows with a valid reward."""
+def columns_of(refs: Refs, token: Mapping[str, Tensor], baselines: Mapping[str, float] | None = None) -> Columns:
+    """The layout of these rows; mask = tokens of rows with a valid reward.
+
+    Sequence columns [S]: `score`, `group`, `valid`, `positive` (a valid score above 0), `component/NAME` of dict rewards
+    (NaN where a reward had none), and `baseline` (mean score of the group's baseline trajectories) where given.
+    """
     sequence_names: dict[str, int] = {}
     group_names: dict[str, int] = {}
     sequence = [sequence_names.setdefault(r.trajectory_id, len(sequence_names)) for r in refs]
@@ -156,12 +197,26 @@ def columns_of(refs: Refs, token: Mapping[str, Tensor]) -> Columns:
         score[i] = r.reward if ok else 0.0
         valid[i] = ok
         group[i] = group_names.setdefault(r.group_id, len(group_names))
+    extra = {"positive": valid & (score > 0)}
+    for name in sorted({name for r in refs for name in r.components}):
+        extra[f"component/{name}"] = torch.full((s,), float("nan"), dtype=torch.float64)
+        for r, i in zip(refs, sequence, strict=True):
+            extra[f"component/{name}"][i] = r.components.get(name, float("nan"))
+    if baselines:
+        extra["baseline"] = torch.zeros(s, dtype=torch.float64)
+        for r, i in zip(refs, sequence, strict=True):
+            extra["baseline"][i] = baselines[r.group_id]
     counts = np.array([r.loss_tokens for r in refs], np.int64)
     sequence_of = torch.from_numpy(np.repeat(np.array(sequence, np.int64), counts))
     return Columns(
-        token=token, sequence={"score": score, "group": group, "valid": valid}, sequence_of=sequence_of, num_sequences=s,
-        mask=valid[sequence_of],
+        token=token, sequence={"score": score, "group": group, "valid": valid, **extra}, sequence_of=sequence_of,
+        num_sequences=s, mask=valid[sequence_of],
     )  # fmt: skip
+
+
+def _baseline_scores(refs: Refs) -> dict[str, float]:
+    """Mean score of each group's baseline trajectories; a group with a broken baseline was never selected (play.py)."""
+    return {g: sum(r.reward for r in rows) / len(rows) for g, rows in refs.of("baseline").groups().items()}
 
 
 def _valid(refs: Refs, batch: Batch) -> Tensor:

@@ -1,0 +1,118 @@
+"""Every row of the table runs as a whole recipe through the real loop: its columns, roles, baselines and corrections."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from small_runs import metrics_of, small_run, state_of, trained
+
+from verl.algorithms.table import TABLE
+from verl.track.samples import read_samples
+
+PARTS = Path(__file__).parents[1] / "reward_parts.py"
+MORE = {
+    "drgrpo": ("algorithm.horizon_tokens=12",),
+    "gdpo": ("algorithm.options.reward_components=[short,digits]",),
+    "vapo": ("algorithm.critic_warmup_steps=0",),
+}
+
+
+def run_of(root, model, data, name, *more):
+    args = (f"algorithm.name={name}", "algorithm.kl_loss_coef=null", f"reward.path={PARTS}", *MORE.get(name, ()), *more)
+    return small_run(root, model, data[:1], "run.total_steps=2", *args)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_every_row_trains_through_the_loop(name, tmp_path, tiny_model, arithmetic_data):
+    run_of(tmp_path, tiny_model, arithmetic_data, name)
+    row, found = TABLE[name], metrics_of(tmp_path / "r")
+    for step in (1, 2):
+        m = found[step]
+        assert m["actor/grad_norm"] > 0 and np.isfinite(m["actor/grad_norm"]), "the default configuration has a gradient"
+        assert np.isfinite(m["actor/pg_loss"])
+        if row.estimator == "gae":
+            assert m["critic/grad_norm"] > 0 and m["critic/vf_loss"] > 0 and m["critic/vf_explained_var"] <= 1
+        if row.kl_reward_coef:
+            assert m["actor/reward_kl_penalty_coeff"] == row.kl_reward_coef
+    rows = read_samples(tmp_path / "r", 1)
+    trained_rows = [r for r in rows if r.purpose == "train"]
+    with_advantage = [r for r in trained_rows if r.advantages is not None]
+    assert len(with_advantage) == (8 if name == "pf_ppo" else 16), "pf_ppo trains the best and the worst of each prompt"
+    for r in with_advantage:
+        assert np.isfinite(r.advantages[r.response_mask.astype(bool)]).all()
+    assert sum(r.purpose == "baseline" for r in rows) == 4 * row.baselines
+
+
+def test_remax_subtracts_the_greedy_answers_score(tmp_path, tiny_model, arithmetic_data):
+    run_of(tmp_path, tiny_model, arithmetic_data, "remax", "algorithm.kl_reward_coef=0")
+    rows = read_samples(tmp_path / "r", 1)
+    greedy = {r.group_id: r.reward for r in rows if r.purpose == "baseline"}
+    assert len(greedy) == 4 and all(r.temperature == 0 for r in rows if r.purpose == "baseline")
+    for r in rows:
+        if r.purpose == "train":
+            np.testing.assert_allclose(r.advantages[r.response_mask.astype(bool)], r.reward - greedy[r.group_id], rtol=1e-5)
+
+
+def test_pf_ppo_trains_the_best_and_the_worst_of_each_prompt(tmp_path, tiny_model, arithmetic_data):
+    run_of(tmp_path, tiny_model, arithmetic_data, "pf_ppo")
+    groups = {}
+    for r in read_samples(tmp_path / "r", 1):
+        groups.setdefault(r.group_id, []).append(r)
+    for rows in groups.values():
+        kept = [r.reward for r in rows if r.advantages is not None]
+        assert (max(kept), min(kept)) == (max(r.reward for r in rows), min(r.reward for r in rows)) and len(kept) == 2
+
+
+def test_the_policy_waits_for_the_critic(tmp_path, tiny_model, arithmetic_data):
+    """Value pretraining: the critic learns, the policy does not move; then both do."""
+    run_of(tmp_path, tiny_model, arithmetic_data, "ppo", "algorithm.critic_warmup_steps=1", "run.save_every_steps=1", "run.keep_last_checkpoints=3")
+    found = metrics_of(tmp_path / "r")
+    assert "actor/grad_norm" not in found[1] and found[1]["critic/grad_norm"] > 0 and found[2]["actor/grad_norm"] > 0
+    one, two = (state_of(tmp_path / "r", n) for n in (1, 2))
+    from transformers import AutoModelForCausalLM
+
+    start = AutoModelForCausalLM.from_pretrained(tiny_model).state_dict()
+    same = [torch.equal(v, start[n]) for n, v in one["policy"]["model"].items() if n in start]
+    assert same and all(same)
+    assert any(not torch.equal(two["policy"]["model"][n], v) for n, v in one["policy"]["model"].items())
+
+
+def test_a_critic_resumes_bitwise(tmp_path, tiny_model, arithmetic_data):
+    args = ("algorithm.name=ppo", "algorithm.kl_loss_coef=null", "algorithm.kl_reward_target=0.1")
+    small_run(tmp_path / "a", tiny_model, arithmetic_data[:1], *args, "run.total_steps=4")
+    small_run(tmp_path / "b", tiny_model, arithmetic_data[:1], *args, "run.total_steps=4", "run.save_every_steps=2", "run.keep_last_checkpoints=9")
+    import shutil
+
+    shutil.rmtree(tmp_path / "b" / "r" / "checkpoints" / "step_4")
+    small_run(tmp_path / "b", tiny_model, arithmetic_data[:1], *args, "run.total_steps=4", "run.save_every_steps=2", "run.keep_last_checkpoints=9")
+    one, two = (state_of(tmp_path / x / "r", 4) for x in "ab")
+    for part in ("policy", "critic"):
+        for name, value in one[part]["model"].items():
+            assert torch.equal(value, two[part]["model"][name]), (part, name)
+    assert one["controllers"] == two["controllers"]
+    assert trained(tmp_path / "a" / "r") == trained(tmp_path / "b" / "r")
+
+
+@pytest.mark.parametrize("more", [
+    ("algorithm.correction=truncate", "algorithm.options.correction_high=2.0"),
+    ("algorithm.correction=icepop", "algorithm.options.correction_low=0.5", "algorithm.options.correction_high=5.0"),
+    ("algorithm.correction=truncate", "algorithm.options.correction_level=sequence", "algorithm.options.correction_high=2.0",
+     "algorithm.options.correction_batch_normalize=true"),
+    ("algorithm.options.correction_reject=[token_k1:0.5:2,seq_mean_k3:0.01]",),
+    ("algorithm.bypass=true",),
+    ("algorithm.bypass=true", "algorithm.loss=reinforce", "algorithm.correction=truncate", "algorithm.options.correction_high=2.0"),
+    ("algorithm.options.off_policy_delta=0.1",),
+    ("algorithm.kl_loss_coef=0.1", "algorithm.options.kl_loss_ratio_corrected=true", "step.updates_per_step=2"),
+], ids=lambda m: ",".join(x.removeprefix("algorithm.").removeprefix("options.") for x in m))  # fmt: skip
+def test_corrections_are_one_where_sampler_and_trainer_agree(more, tmp_path, tiny_model, arithmetic_data):
+    """In float32 the policies agree to 1e-5: a correction changes nothing, so the run is the plain one."""
+    base = ("algorithm.name=dapo", "algorithm.filter_groups=false", "run.total_steps=2")
+    kl = [m for m in more if m.startswith("algorithm.kl_loss_coef") or m.startswith("step.")]
+    loss = [m for m in more if m.startswith("algorithm.loss")]
+    small_run(tmp_path / "plain", tiny_model, arithmetic_data[:1], *base, *kl, *loss)
+    small_run(tmp_path / "corrected", tiny_model, arithmetic_data[:1], *base, *more)
+    plain, corrected = (metrics_of(tmp_path / d / "r") for d in ("plain", "corrected"))
+    assert corrected[1]["actor/grad_norm"] == pytest.approx(plain[1]["actor/grad_norm"], rel=1e-3)
+    if any("correction" in m for m in more):
+        assert any(k.startswith("rollout_corr/") for k in corrected[1])

@@ -1,0 +1,72 @@
+"""A trained reward model as a reward: finished trajectories are gathered into batches and scored beside the rollout."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+import numpy as np
+
+from verl.reward.base import RewardFn, RewardRequest
+from verl.types import Invalid, Score
+
+ScoreRows = Callable[[Sequence[tuple[np.ndarray, np.ndarray]]], Awaitable[Sequence[float]]]
+"""[(prompt ids, response ids)] -> one scalar each; bounded in time."""
+
+
+def combined(function: Score | Invalid | None, model: float, coef: float) -> Score | Invalid:
+    """coef x model, plus the function's score if there is one. `reward_model` is a component; so is the function's `score`."""
+    if isinstance(function, Invalid):
+        return function
+    if not np.isfinite(model):
+        return Invalid("bad_result", f"the reward model gave {model}")
+    if function is None:
+        return Score(coef * model, {"reward_model": model})
+    parts = {"score": function.value, **function.components, "reward_model": model}
+    return Score(function.value + coef * model, parts)
+
+
+class ModelReward:
+    """A RewardFn. Requests that wait when the scorer is free go together, at most `max_batch` of them."""
+
+    def __init__(self, score_rows: ScoreRows, *, coef: float = 1.0, function: RewardFn | None = None, max_batch: int = 64) -> None:
+        self._score_rows = score_rows
+        self._coef = coef
+        self._function = function
+        self._max_batch = max_batch
+        self._waiting: list[tuple[RewardRequest, asyncio.Future[float]]] = []
+        self._worker: asyncio.Task[None] | None = None
+
+    async def score(self, request: RewardRequest) -> Score | Invalid:
+        assert request.prompt_ids is not None and request.response_ids is not None
+        answer: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._waiting.append((request, answer))
+        if self._worker is None or self._worker.done():
+            self._worker = asyncio.ensure_future(self._serve())
+        if self._function is None:
+            return combined(None, await answer, self._coef)
+        function, model = await asyncio.gather(self._function.score(request), answer)
+        return combined(function, model, self._coef)
+
+    async def _serve(self) -> None:
+        """Score what waits until nothing does. A failure goes to those who wait; it is ours, not a grader's."""
+        await asyncio.sleep(0)  # what ends at the same moment goes together
+        while self._waiting:
+            batch, self._waiting = self._waiting[: self._max_batch], self._waiting[self._max_batch :]
+            try:
+                found = await self._score_rows([(r.prompt_ids, r.response_ids) for r, _ in batch])  # type: ignore[misc]
+            except Exception as e:
+                for _, answer in batch:
+                    if not answer.done():
+                        answer.set_exception(e)
+                continue
+            for (_, answer), value in zip(batch, found, strict=True):
+                if not answer.done():  # its trajectory may have been given up
+                    answer.set_result(float(value))
+
+    async def close(self) -> None:
+        if self._worker is not None:
+            self._worker.cancel()
+            await asyncio.gather(self._worker, return_exceptions=True)
+        if self._function is not None:
+            await self._function.close()
