@@ -6,8 +6,10 @@ not here is skipped by name in the report.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,12 +18,15 @@ from torch import Tensor
 
 from verl.algorithms import advantages as adv
 from verl.algorithms import kl_reward, selection, terms, weights
+from verl.algorithms.corrections import Correction, Rejection, correct
 from verl.algorithms.table import reject_flat
 from verl.batch import Columns
 from verl.nn.linear_logprob import linear_logprob
+from verl.reward import shaping
 
 Case = Mapping[str, Any]
-Adapter = Callable[[Case, Mapping[str, Any]], dict[str, np.ndarray]]
+Adapter = Callable[[Case, Mapping[str, Any]], dict[str, Any]]
+"""(arrays, hyperparameters) -> {array's name: value} and {\"metric:NAME\": value} to compare with the case's own."""
 
 
 def columns_of(mask: np.ndarray, token: Mapping[str, np.ndarray], sequence: Mapping[str, Tensor] | None = None) -> Columns:
@@ -159,7 +164,8 @@ def otb(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
         "sum_pi_squared": torch.from_numpy(np.asarray(case["in_sum_pi_squared"], np.float64).reshape(-1)),
     }
     assert hp["handle_zero_tail"]
-    return _advantage(lambda c: adv.otb(c.with_token(token), singleton="raw", eps=hp["epsilon"]), returns=True)(case)
+    got = adv.otb(_rewarded(case).with_token(token), singleton="raw", eps=hp["epsilon"])
+    return _inside(case, got, case["in_response_mask"])
 
 
 def nemo_grpo_loo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -210,51 +216,248 @@ def _loss(columns: Columns, fn: Callable[[Columns], terms.TermValue], weight: Te
     return float(loss.detach()), grad
 
 
+INPUTS = {
+    "old_logprobs": ("in_old_log_prob", "in_proximal_log_prob"), "ref_logprobs": ("in_ref_log_prob",),
+    "rollout_logprobs": ("in_rollout_log_prob", "in_behave_log_prob"), "is_weights": ("in_rollout_is_weights",),
+}  # fmt: skip
+
+
 def _policy_columns(case: Case) -> tuple[Columns, Tensor]:
     mask = case["in_response_mask"]
     if "in_sample_mask" in case:
         mask = mask * case["in_sample_mask"][:, None]
-    a = case["in_advantages"]
-    a = np.broadcast_to(a[:, None], mask.shape) if a.ndim == 1 else a
-    token = {"old_logprobs": case["in_old_log_prob"], "advantages": a}
-    for ours, theirs in (("ref_logprobs", "in_ref_log_prob"), ("is_weights", "in_rollout_is_weights")):
-        if theirs in case:
-            token[ours] = case[theirs]
+    token = {ours: case[name] for ours, names in INPUTS.items() for name in names if name in case}
+    if "in_advantages" in case:
+        a = case["in_advantages"]
+        token["advantages"] = np.broadcast_to(a[:, None], mask.shape) if a.ndim == 1 else a
     columns = columns_of(mask, token)
+    if "in_log_prob" not in case:
+        return columns, torch.zeros(0)
     leaf = torch.from_numpy(np.asarray(case["in_log_prob"], np.float64).reshape(-1)).requires_grad_()
     return columns.with_token({"logprobs": leaf}), leaf
 
 
-def vanilla(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
+METRICS = {"actor/pg_clipfrac": "pg_clipfrac", "actor/pg_clipfrac_lower": "pg_clipfrac_lower", "actor/ppo_kl": "ppo_kl"}
+
+
+def _total(case: Case, columns: Columns, leaf: Tensor, parts: tuple[terms.Term, ...], scale: Tensor | float = 1.0) -> dict[str, Any]:
+    """Loss, gradient and metrics of these terms, weighted as a role weighs them."""
+    weight = weights.term_weights(columns, parts)
+    loss, grad, measured = 0.0, torch.zeros_like(leaf), {}
+    for term in parts:
+        value, g = _loss(columns, term.fn, weight[f"w/{term.name}"] * scale, leaf)
+        loss, grad = loss + value, grad + g
+        for name, (values, _) in term.fn(columns.cleaned()).metrics.items():
+            measured[name] = float(values[columns.mask].mean())
+    out = {"out_loss": np.array(loss), "grad_log_prob": grad.numpy().reshape(case["in_log_prob"].shape)}
+    theirs = case_metrics(case)
+    out |= {f"metric:{name}": measured[ours] for name, ours in METRICS.items() if name in theirs and ours in measured}
+    return out
+
+
+def case_metrics(case: Case) -> Mapping[str, float]:
+    return json.loads(str(case["out_metrics_json"])) if "out_metrics_json" in case else {}
+
+
+def _clip(hp: Mapping[str, Any]) -> dict[str, float]:
+    return {"clip_low": hp["clip_ratio_low"], "clip_high": hp["clip_ratio_high"]}
+
+
+def _cov(hp: Mapping[str, Any]) -> Mapping[str, float]:
+    return hp["policy_loss"]
+
+
+LOSSES: Mapping[str, Callable[[Mapping[str, Any]], Callable[[Columns], terms.TermValue]]] = {
+    "vanilla": lambda hp: partial(terms.ppo_clip, clip_dual=hp["clip_ratio_c"], **_clip(hp)),
+    "gspo": lambda hp: partial(terms.gspo_token, **_clip(hp)),
+    "sapo": lambda hp: partial(terms.sapo, tau_pos=hp["tau_pos"], tau_neg=hp["tau_neg"]),
+    "cispo": lambda hp: partial(terms.cispo, ratio_min=1 - hp["clip_ratio_low"], ratio_max=1 + hp["clip_ratio_high"]),
+    "gpg": lambda hp: terms.reinforce,
+    "geo_mean": lambda hp: partial(terms.gmpo, **_clip(hp)),
+    "kl_cov": lambda hp: partial(terms.kl_cov, k_ratio=_cov(hp)["kl_cov_ratio"], coef=_cov(hp)["ppo_kl_coef"]),
+    "clip_cov": lambda hp: partial(
+        terms.clip_cov, ratio=_cov(hp)["clip_cov_ratio"], lower=_cov(hp)["clip_cov_lb"], upper=_cov(hp)["clip_cov_ub"], **_clip(hp)
+    ),
+    "dppo_tv": lambda hp: partial(terms.dppo_tv, ratio_max=hp["clip_ratio_c"], **_clip(hp)),
+    "dppo_kl": lambda hp: partial(terms.dppo_kl, ratio_max=hp["clip_ratio_c"], **_clip(hp)),
+    "dro": lambda hp: partial(terms.dro, beta=hp["policy_loss"]["dro_beta"]),
+}
+
+
+def policy_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
+    """verl's registered losses. Its mean over rows in GMPO is seq-mean-token-mean here."""
     columns, leaf = _policy_columns(case)
     info = hp.get("global_batch_info", {})
+    aggregate = "seq-mean-token-mean" if hp["loss_mode"] == "geo_mean" else hp["loss_agg_mode"]
     term = terms.Term(
-        name="pg", aggregate=hp["loss_agg_mode"], horizon_tokens=info.get("loss_scale_factor"), corrected=True,
-        fn=lambda c: terms.ppo_clip(c, clip_low=hp["clip_ratio_low"], clip_high=hp["clip_ratio_high"], clip_dual=hp["clip_ratio_c"]),
-    )  # fmt: skip
-    weight = weights.term_weights(columns, (term,))["w/pg"]
+        name="pg", aggregate=aggregate, horizon_tokens=info.get("loss_scale_factor"), corrected=True, fn=LOSSES[hp["loss_mode"]](hp)
+    )
+    scale = info.get("dp_size", 1)
     if "batch_num_tokens" in info:
-        weight = weights.weight_column(columns, hp["loss_agg_mode"], num_tokens=info["batch_num_tokens"])
-    loss, grad = _loss(columns, term.fn, weight * info.get("dp_size", 1), leaf)
-    return {"out_loss": np.array(loss), "grad_log_prob": grad.numpy().reshape(case["in_log_prob"].shape)}
+        scale = scale * float(columns.mask.sum()) / info["batch_num_tokens"]
+    out = _total(case, columns, leaf, (term,), scale)
+    # GMPO: verl counts tokens outside the band, we those that the clip changed; KL-Cov: its ppo_kl is the mean of |d|
+    return {n: x for n, x in out.items() if not (n.startswith("metric:") and hp["loss_mode"] in ("geo_mean", "kl_cov"))}
 
 
-def trl_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray] | None:
-    mode = {"grpo": "seq-mean-token-mean", "dapo": "token-mean", "dr_grpo": "seq-mean-token-sum-norm"}.get(hp["loss_type"])
-    if mode is None or hp["delta"] is not None or hp["off_policy_mask_threshold"] is not None:
-        return None
+def trl_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
+    assert hp["importance_sampling_level"] == "token" and hp["vllm_is_cap"] is None
+    mode = {"grpo": "seq-mean-token-mean", "dr_grpo": "seq-mean-token-sum-norm"}.get(hp["loss_type"], "token-mean")
     columns, leaf = _policy_columns(case)
-    beta = hp["beta"]
+    fn: Callable[[Columns], terms.TermValue]
+    if hp["loss_type"] == "cispo":
+        fn = partial(terms.cispo, ratio_max=hp["epsilon_high"])
+    else:
+        fn = partial(terms.ppo_clip, clip_low=hp["epsilon_low"], clip_high=hp["epsilon_high"], ratio_max=hp["delta"])
+    if hp["off_policy_mask_threshold"] is not None:
+        fn = partial(terms.off_policy_sequence_mask, inner=fn, delta=hp["off_policy_mask_threshold"])
+    common: dict[str, Any] = {"aggregate": mode, "horizon_tokens": hp["max_completion_length"]}
+    parts = [terms.Term(name="pg", fn=fn, **common)]
+    if hp["beta"]:
+        kl_term = partial(terms.kl_loss, form="k3", ratio_corrected=hp["use_bias_correction_kl"])
+        parts.append(terms.Term(name="kl", fn=kl_term, coef=hp["beta"], **common))
+    return _total(case, columns, leaf, tuple(parts))
 
-    def fn(c: Columns) -> terms.TermValue:
-        value = terms.ppo_clip(c, clip_low=hp["epsilon_low"], clip_high=hp["epsilon_high"]).values
-        if beta:
-            value = value + beta * terms.kl_loss(c, form="k3").values
-        return terms.TermValue(value)
 
-    weight = weights.weight_column(columns, mode, horizon_tokens=hp["max_completion_length"])
-    loss, grad = _loss(columns, fn, weight, leaf)
-    return {"out_loss": np.array(loss), "grad_log_prob": grad.numpy().reshape(case["in_log_prob"].shape)}
+def nemo_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
+    columns, leaf = _policy_columns(case)
+    clip = {"clip_low": hp["ratio_clip_min"], "clip_high": hp["ratio_clip_max"]}
+    fn = partial(terms.gspo, **clip) if hp["sequence_level_importance_ratios"] else partial(terms.ppo_clip, clip_dual=hp["ratio_clip_c"], **clip)
+    mode = "token-mean" if hp["token_level_loss"] else "seq-mean-token-mean"
+    parts = [terms.Term(name="pg", fn=fn, aggregate=mode, corrected=True)]
+    if hp["use_importance_sampling_correction"]:
+        assert hp["truncated_importance_sampling_type"] == "icepop"
+        spec = Correction(form="icepop", low=hp["truncated_importance_sampling_ratio_min"], high=hp["truncated_importance_sampling_ratio"])
+        columns = columns.with_token({"is_weights": correct(columns, spec)["is_weights"]})
+    if hp["reference_policy_kl_penalty"]:
+        behind = "rollout_logprobs" if hp["use_on_policy_kl_approximation"] else "logprobs"
+        kl_term = partial(terms.kl_loss, form="k3", ratio_corrected=True, ratio_to=behind, value_bound=hp["kl_output_clamp_value"])
+        parts.append(terms.Term(name="kl", fn=kl_term, coef=hp["reference_policy_kl_penalty"], aggregate=mode))
+    if hp["positive_example_nll_weight"]:
+        positive = torch.from_numpy(case["in_rewards"] > 0)
+        columns = replace(columns, sequence={**columns.sequence, "positive": positive})
+        parts.append(terms.Term(name="nll", fn=terms.nll, coef=hp["positive_example_nll_weight"], over="positive"))
+    return _total(case, columns, leaf, tuple(parts))
+
+
+def openrlhf_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
+    """Its TIS clamps on both sides; everything else is PPO clip at 0.2, token-mean."""
+    assert hp["vllm_is_correction_type"] == "tis"
+    columns, leaf = _policy_columns(case)
+    low, high = hp["vllm_is_truncated_threshold"]
+    columns = columns.with_token({"is_weights": correct(columns, Correction(form="clamp", low=low, high=high))["is_weights"]})
+    return _total(case, columns, leaf, (terms.Term(name="pg", fn=terms.ppo_clip, corrected=True),))
+
+
+def areal_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
+    """Decoupled PPO: weights of the proximal against the behaviour policy; the denominator keeps the dropped tokens."""
+    columns, leaf = _policy_columns(case)
+    rule = hp["rejection_sampling"]
+    assert (rule["level"], rule["metric"]) == ("token", "ratio")
+    found = correct(columns, Correction(form={"mask": "mask", "clamp": "truncate"}[rule["action"]], low=rule["lower"], high=rule["upper"]))
+    columns = columns.with_token({"is_weights": found["is_weights"], "keep": found["keep"]})
+    fn = partial(
+        terms.ppo_clip, clip_low=hp["eps_clip"], clip_high=hp["eps_clip_higher"] or hp["eps_clip"], clip_dual=hp["c_clip"]
+    )
+    return _total(case, columns, leaf, (terms.Term(name="pg", fn=fn, corrected=True, denominator="before_rejection"),))
+
+
+def value_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
+    mask = case["in_response_mask"]
+    columns = columns_of(mask, {"old_values": case["in_values"], "returns": case["in_returns"]})
+    leaf = torch.from_numpy(np.asarray(case["in_vpreds"], np.float64).reshape(-1)).requires_grad_()
+    columns = columns.with_token({"values": leaf})
+    weight = weights.weight_column(columns, hp["loss_agg_mode"], num_tokens=hp.get("batch_num_tokens"))
+    fn = partial(terms.value_clip, clip=hp["cliprange_value"])
+    loss, grad = _loss(columns, fn, weight * hp.get("dp_size", 1), leaf)
+    clipped = fn(columns.cleaned()).metrics["vf_clipfrac"][0][columns.mask].mean()
+    return {"out_loss": np.array(loss), "grad_vpreds": grad.numpy().reshape(mask.shape), "metric:vf_clipfrac": float(clipped)}
+
+
+def _rejections(stats: str | None, thresholds: Any) -> tuple[Rejection, ...]:
+    """verl's k1 bounds are on pi_rollout / pi_train (Q8): inverted they are ours."""
+    if not stats:
+        return ()
+    out = []
+    for stat, bound in zip(stats.split(","), str(thresholds).split(","), strict=True):
+        low, high = (None, float(bound)) if "_" not in bound else (float(x) for x in bound.split("_"))
+        if stat.endswith("k1") and low is not None and high is not None:
+            low, high = 1 / high, 1 / low
+        out.append(Rejection(stat, low, high))
+    return tuple(out)
+
+
+def _correction(hp: Mapping[str, Any]) -> Correction:
+    level, bound = hp.get("rollout_is"), str(hp.get("rollout_is_threshold"))
+    low, high = (float(x) for x in bound.split("_")) if "_" in bound else (None, None if bound == "None" else float(bound))
+    return Correction(
+        level=level, form="icepop" if low is not None else "truncate", low=low, high=high,
+        batch_normalize=hp.get("rollout_is_batch_normalize", False),
+        reject=_rejections(hp.get("rollout_rs"), hp.get("rollout_rs_threshold")),
+    )  # fmt: skip
+
+
+def _rollout_columns(case: Case) -> Columns:
+    """The two policies, from their log-ratio where only that is given."""
+    if "in_log_ratio" not in case:
+        return _policy_columns(case)[0]
+    return columns_of(case["in_response_mask"], {"old_logprobs": case["in_log_ratio"], "rollout_logprobs": 0 * case["in_log_ratio"]})
+
+
+# rollout_is_*: at sequence level verl reports the weights before truncation, and rows without a token as ratio 1 (Q17);
+# its std and ESS are of weights raised to 1 / threshold first
+TOKEN_METRICS = tuple(f"rollout_is_{n}" for n in ("mean", "max", "min", "ratio_fraction_high", "ratio_fraction_low", "oob_ratio"))
+GAP_METRICS = (
+    "kl", "k3_kl", "training_ppl", "training_log_ppl", "rollout_ppl", "rollout_log_ppl", "log_ppl_diff", "log_ppl_abs_diff",
+    "log_ppl_diff_max", "log_ppl_diff_min", "ppl_ratio", "chi2_token", "chi2_seq",
+)  # fmt: skip
+
+
+def _rollout_metrics(case: Case, found: Mapping[str, Any], spec: Correction) -> dict[str, Any]:
+    names = [*GAP_METRICS, *(TOKEN_METRICS if spec.level == "token" else ()), "rollout_rs_masked_fraction"]
+    names += [f"rollout_rs_{rule.stat}_masked_fraction" for rule in spec.reject]
+    if (case["in_response_mask"].sum(1) > 0).all():
+        names += ["rollout_rs_seq_masked_fraction", *(f"rollout_rs_{r.stat}_seq_masked_fraction" for r in spec.reject)]
+    theirs = case_metrics(case)
+    full = {n.removeprefix("rollout_corr/"): n for n in theirs}
+    return {f"metric:{full[n]}": found[f"rollout_corr/{n}"].value for n in names if n in full}
+
+
+def rollout_correction(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
+    """Weights on the mask before rejection; ours are also 0 on the rejected tokens, which are in no loss."""
+    columns, spec = _rollout_columns(case), _correction(hp)
+    found = correct(columns, spec)
+    shape = case["in_response_mask"].shape
+    out = _rollout_metrics(case, found, spec)
+    if "out_response_mask" in case:
+        out["out_response_mask"] = found["keep"].double().numpy().reshape(shape)
+    if "out_rollout_is_weights" in case:
+        plain = correct(columns, replace(spec, reject=()))["is_weights"].numpy().reshape(shape)
+        kept = found["keep"].numpy().reshape(shape)
+        np.testing.assert_array_equal(found["is_weights"].numpy().reshape(shape), np.where(kept, plain, 0.0))
+        out["out_rollout_is_weights"] = plain
+    return out
+
+
+def offpolicy_metrics(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
+    columns, spec = _rollout_columns(case), Correction(level=None)
+    return _rollout_metrics(case, correct(columns, spec), spec)
+
+
+def bypass(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
+    """old := rollout. Weights and rejections are of the current policy, so they are made from its log-probs here."""
+    columns, leaf = _policy_columns(case)
+    settings = hp["policy_loss"]["rollout_correction"]
+    spec = replace(_correction(settings), mode="bypass")
+    found = correct(columns.with_token({"old_logprobs": leaf.detach()}), spec)
+    columns = columns.with_token({"old_logprobs": columns["rollout_logprobs"], "keep": found["keep"]})
+    columns = replace(columns, mask=columns.mask & found["keep"])
+    if settings["loss_type"] == "reinforce":
+        fn: Callable[[Columns], terms.TermValue] = partial(terms.bypass_reinforce, correction=spec)
+    else:
+        fn = LOSSES["vanilla"](hp)
+    out = _total(case, columns, leaf, (terms.Term(name="pg", fn=fn, aggregate=hp["loss_agg_mode"]),))
+    return {**out, **_rollout_metrics(case, found, spec)}
 
 
 def agg_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -353,7 +556,36 @@ def dynamic_sampling(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]
     return {"out_kept_indices": np.array(sorted(kept))}
 
 
+def overlong(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """verl: not capped. The penalty stands with the score at the last token; `out_reward_index` is its place."""
+    lengths = case["in_response_lengths"]
+    penalty = shaping.overlong_penalty(
+        lengths.astype(np.float64), max_response_tokens=hp["max_resp_len"], buffer_tokens=hp["overlong_buffer_len"],
+        penalty=hp["penalty_factor"], cap=False,
+    )  # fmt: skip
+    mask = np.arange(lengths.max()) < lengths[:, None]
+    score = case["in_scores"].astype(np.float64) + penalty
+    sequence = {**_no_groups(len(lengths)), "score": torch.from_numpy(score)}
+    rewards = adv.token_rewards(columns_of(mask, {}, sequence)).numpy().reshape(mask.shape)
+    return {"out_overlong_reward": penalty, "out_rewards": rewards.sum(1), "out_reward_index": np.abs(rewards).argmax(1)}
+
+
+def overlong_capped(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    penalty = shaping.overlong_penalty(
+        case["in_response_lengths"].astype(np.float64), max_response_tokens=hp["max_new_tokens"],
+        buffer_tokens=hp["overlong_buffer_len"], penalty=hp["overlong_penalty_factor"],
+    )  # fmt: skip
+    return {"out_rewards": case["in_scores"] + penalty}
+
+
+def nemo_stop_properly(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    scores = case["in_rewards"].astype(np.float64)
+    got = shaping.stop_properly(scores, case["in_truncated"], coef=hp["stop_properly_penalty_coef"], scale_negative=True)
+    return {"out_rewards": got}
+
+
 CORE = "verl.trainer.ppo.core_algos."
+CORR = "verl.trainer.ppo.rollout_corr_helper."
 ADAPTERS: Mapping[str, Adapter] = {
     CORE + "compute_grpo_outcome_advantage": grpo,
     CORE + "compute_grpo_vectorized_outcome_advantage": grpo,
@@ -376,8 +608,20 @@ ADAPTERS: Mapping[str, Adapter] = {
     "nemo_rl.algorithms.advantage_estimator.GRPOAdvantageEstimator.compute_advantage": nemo_grpo_loo,
     "trl.trainer.rloo_trainer.RLOOTrainer._generate_and_score_completions (advantage section)": trl_rloo,
     "trl.trainer.grpo_trainer.GRPOTrainer._generate_and_score_completions (advantage section)": trl_grpo_advantage,
-    'verl.trainer.ppo.core_algos policy loss "vanilla"': vanilla,
-    "trl.trainer.grpo_trainer.GRPOTrainer._compute_loss": trl_loss,  # type: ignore[dict-item]
+    **{f'verl.trainer.ppo.core_algos policy loss "{name}"': policy_loss for name in LOSSES},
+    'verl.trainer.ppo.core_algos policy loss "bypass_mode"': bypass,
+    "trl.trainer.grpo_trainer.GRPOTrainer._compute_loss": trl_loss,
+    "nemo_rl.algorithms.loss.loss_functions.ClippedPGLossFn.__call__": nemo_loss,
+    "openrlhf.models.loss.PolicyLoss.forward": openrlhf_loss,
+    "areal.utils.functional.functional.ppo_actor_loss_fn": areal_loss,
+    CORE + "compute_value_loss": value_loss,
+    CORR + "compute_rollout_correction_weights": rollout_correction,
+    CORR + "compute_rollout_rejection_mask": rollout_correction,
+    CORR + "compute_rollout_correction_and_rejection_mask": rollout_correction,
+    CORR + "compute_offpolicy_metrics": offpolicy_metrics,
+    "verl.workers.reward_manager.dapo.DAPORewardManager.__call__": overlong,
+    "openrlhf.trainer.ppo_utils.length_penalty.apply_overlong_penalty": overlong_capped,
+    "nemo_rl.algorithms.reward_functions.apply_reward_shaping": nemo_stop_properly,
     CORE + "agg_loss": agg_loss,
     "agg_loss with NaN outside the mask": agg_loss,
     "aggregation of an entirely masked batch": all_masked,

@@ -222,7 +222,7 @@ def policy_gap_metrics(columns: Columns, train: Tensor, rollout: Tensor) -> Metr
     inside = q[mask]
     clamped = inside.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     train_log_ppl, rollout_log_ppl = -columns.mean(train)[present], -columns.mean(rollout)[present]
-    gap = rollout_log_ppl - train_log_ppl
+    gap = train_log_ppl - rollout_log_ppl
     product = columns.sum(q)[present].clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
     def token(x: Tensor) -> Metric:
@@ -245,7 +245,7 @@ def policy_gap_metrics(columns: Columns, train: Tensor, rollout: Tensor) -> Metr
         "rollout_corr/log_ppl_abs_diff": sequence(gap.abs()),
         "rollout_corr/log_ppl_diff_max": sequence(gap, "max"),
         "rollout_corr/log_ppl_diff_min": sequence(gap, "min"),
-        "rollout_corr/ppl_ratio": sequence((-gap).exp()),
+        "rollout_corr/ppl_ratio": sequence(gap.exp()),
     }
 
 
