@@ -17,17 +17,24 @@ from verl.algorithms.terms import Term, TermValue
 from verl.algorithms.weights import term_weights
 from verl.batch import Batch, Columns, pack, select_rows, unshare
 from verl.model_engine.fsdp import FSDPEngine
-from verl.model_engine.objective import evaluate_terms
+from verl.model_engine.objective import Surrogate, evaluate_terms
 from verl.types import Metric, Refs, Sample, Segment, merge_metrics, ref_of
 from verl.workers.role import columns_of
 
-NEEDED = {"drgrpo": {"horizon_tokens": 16}}
-ROWS = sorted(TABLE)
+NEEDED = {"drgrpo": {"horizon_tokens": 16}, "gdpo": {"reward_components": ["a", "b"]}}
+CRITICS = [f"{name}:critic" for name, row in sorted(TABLE.items()) if row.estimator == "gae"]
+ROWS = [*sorted(TABLE), *CRITICS]  # NAME: the policy's terms · NAME:critic: the value model's
 
 
 def algorithm(name):
     """The row with every optional part switched on, so that all its terms are tested."""
+    name = name.partition(":")[0]
     return resolve(name, {"kl_loss_coef": 0.1, "entropy_coef": 0.01, **NEEDED.get(name, {})})
+
+
+def terms_of(name):
+    algo = algorithm(name)
+    return algo.value_terms if name in CRITICS else algo.terms
 
 
 def samples(seed: int, groups: int = 4, n: int = 3, vocab: int = 40) -> list[Sample]:
@@ -46,44 +53,68 @@ def samples(seed: int, groups: int = 4, n: int = 3, vocab: int = 40) -> list[Sam
             reward = 0.1 if g == 1 else float(rng.normal())
             name = f"group-{'0' * g}{g}/{i}"
             out.append(Sample(sample_id=name, trajectory_id=name, group_id=f"{'0' * g}1", purpose="train", segments=tuple(segments),
-                              temperature=float(rng.choice([0.7, 1.0])), reward=reward, outcome="invalid" if (g, i) == (2, 1) else "ok"))  # fmt: skip
+                              temperature=float(rng.choice([0.7, 1.0])), reward=reward, components={"a": reward, "b": -0.5 * i}, outcome="invalid" if (g, i) == (2, 1) else "ok"))  # fmt: skip
     return out
+
+
+def columns_for(refs: Refs, seed: int) -> Columns:
+    """The columns of a whole step: rewards, a greedy baseline per group, and values that belong to the sample, not to its place."""
+    columns = columns_of(refs, {}, {r.group_id: 0.25 for r in refs})
+    columns = columns.with_token({"rewards": token_rewards(columns)})
+    drawn = {}
+    for r in refs:
+        g = torch.Generator().manual_seed(seed + sum(r.sample_id.encode()))
+        for n, scale in (("old_values", 1.0), ("sum_pi_squared", 0.0), ("old_logprobs", -1.0)):
+            x = torch.rand(r.loss_tokens, generator=g, dtype=torch.float64)
+            drawn.setdefault(n, []).append(x if scale == 0 else scale * x * 3)
+    return columns.with_token({n: torch.cat(parts) for n, parts in drawn.items()})
 
 
 def weighted(rows: list[Sample], name: str, seed: int = 0, garbage: float = 0.0) -> tuple[Batch, tuple[Term, ...]]:
     """The batch of one optimizer step, with advantages, stored columns and weights, as a Role makes it."""
-    algo = algorithm(name)
     refs = Refs(ref_of(s) for s in rows)
     batch = pack(rows)
-    columns = columns_of(refs, {})
-    columns = columns.with_token({"rewards": token_rewards(columns)})
-    advantages = algo.advantage(columns)["advantages"]
+    columns = columns_for(refs, seed)
+    found = algorithm(name).advantage(columns)
     generator = torch.Generator().manual_seed(seed)
     rollout = batch.columns["rollout_logprobs"].double()
     noise = lambda: 0.3 * torch.randn(len(rollout), generator=generator, dtype=torch.float64)  # noqa: E731
-    stored = {"advantages": advantages, "old_logprobs": rollout + noise(), "ref_logprobs": rollout + noise()}
+    stored = {**found, "old_values": columns["old_values"], "old_logprobs": rollout + noise(), "ref_logprobs": rollout + noise()}
     if garbage:
         stored = {k: torch.where(columns.mask, v, torch.tensor(garbage, dtype=torch.float64)) for k, v in stored.items()}
     batch = batch.with_columns(stored)
-    return batch.with_columns(term_weights(columns_of(refs, batch.columns), algo.terms)), algo.terms
+    terms = terms_of(name)
+    return batch.with_columns(term_weights(columns_of(refs, batch.columns), terms)), terms
 
 
 def gradient(batch: Batch, terms, parts: list[np.ndarray], outputs: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and dL/doutput, accumulated over the parts."""
+    """Loss and dL/doutput, accumulated over the parts; terms with statistics over the step are evaluated on all of it first."""
     leaves = {n: v.clone().requires_grad_() for n, v in outputs.items()}
     total = 0.0
+    whole = [t for t in terms if t.two_pass]
+    if whole:
+        loss, _ = evaluate_terms(whole, batch, leaves)
+        total += float(loss.detach())
+        grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        surrogates = []
+        for (n, leaf), g in zip(leaves.items(), grads, strict=True):
+            surrogates.append(Surrogate(f"two_pass/{n}", n))
+            batch = batch.with_columns({f"w/two_pass/{n}": torch.zeros_like(leaf) if g is None else g})
+        total -= sum(float((batch.columns[f"w/{s.name}"] * leaves[s.outputs[0]].detach().nan_to_num(0, 0, 0)).sum()) for s in surrogates)
+        terms = [*(t for t in terms if not t.two_pass), *surrogates]
     for rows in parts:
         index = torch.cat([torch.arange(int(batch.row_start[r]), int(batch.row_start[r + 1])) for r in rows])
         loss, _ = evaluate_terms(terms, select_rows(batch, rows), {n: v[index] for n, v in leaves.items()})
         loss.backward()
         total += float(loss.detach())
-    return total, {n: v.grad for n, v in leaves.items()}
+    return total, {n: v.grad for n, v in leaves.items() if v.grad is not None}
 
 
 def fake_outputs(batch: Batch, seed: int) -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
     n = batch.num_loss_tokens
-    return {"logprobs": -torch.rand(n, generator=g, dtype=torch.float64) * 3, "entropy": torch.rand(n, generator=g, dtype=torch.float64)}
+    draw = lambda: torch.rand(n, generator=g, dtype=torch.float64)  # noqa: E731
+    return {"logprobs": -draw() * 3, "entropy": draw(), "values": 3 * draw()}
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -113,7 +144,7 @@ def test_garbage_outside_the_mask_changes_nothing(name, garbage):
     clean, terms = weighted(rows, name)
     dirty, _ = weighted(rows, name, garbage=garbage)
     outputs = fake_outputs(clean, 1)
-    outside = clean.columns["w/pg_loss"] == 0
+    outside = clean.columns[f"w/{terms[0].name}"] == 0
     assert outside.any()
     spoiled = {n: torch.where(outside, torch.tensor(garbage, dtype=v.dtype), v) for n, v in outputs.items()}
     everything = [np.arange(clean.num_rows)]
@@ -141,8 +172,7 @@ def test_order_and_names_of_groups_do_not_matter(name):
     def by_sample(order, rename):
         chosen = [rows[i] for i in order]
         chosen = [Sample(**{**{f: getattr(s, f) for f in s.__dataclass_fields__}, "group_id": rename(s.group_id)}) for s in chosen]
-        columns = columns_of(Refs(ref_of(s) for s in chosen), {})
-        columns = columns.with_token({"rewards": token_rewards(columns)})
+        columns = columns_for(Refs(ref_of(s) for s in chosen), 0)
         a = algo.advantage(columns)["advantages"]
         return {s.sample_id: a[columns.sequence_of == i] for i, s in enumerate(chosen)}
 
@@ -166,8 +196,12 @@ def tiny():
 def engine_gradient(model, batch, terms, *, budget=10_000, mode="auto"):
     from verl.model_engine.optim import OptimSpec
 
-    engine = FSDPEngine(copy.deepcopy(model), optim=OptimSpec(lr=1e-3), dtype="float64", max_tokens_per_microbatch=budget, attention_mode=mode)
-    out = engine.forward_backward(batch, terms, ("logprobs",))
+    critic = "values" in terms[0].outputs
+    engine = FSDPEngine(copy.deepcopy(model), head="value" if critic else "lm", optim=OptimSpec(lr=1e-3), dtype="float64",
+                        max_tokens_per_microbatch=budget, attention_mode=mode)  # fmt: skip
+    if engine.value_head is not None:
+        torch.nn.init.normal_(engine.value_head.weight, generator=torch.Generator().manual_seed(0))  # zero passes no gradient on
+    out = engine.forward_backward(batch, terms, () if critic else ("logprobs",))
     return {n: p.grad.clone() for n, p in engine.model.named_parameters()}, out
 
 
@@ -181,7 +215,8 @@ def test_the_engine_packed_padded_shared_or_split_gives_one_gradient(name, tiny)
         "unshared": engine_gradient(tiny, unshare(batch), terms, budget=40),
     }.items():
         grads, out = got
-        torch.testing.assert_close(out.columns["logprobs"], whole.columns["logprobs"], rtol=1e-8, atol=1e-10, msg=lambda m, w=what: f"{w}: {m}")
+        for n, column in whole.columns.items():
+            torch.testing.assert_close(out.columns[n], column, rtol=1e-8, atol=1e-10, msg=lambda m, w=what: f"{w}: {m}")
         for n, g in expected.items():
             torch.testing.assert_close(grads[n], g, rtol=1e-6, atol=1e-10, msg=lambda m, w=what, n=n: f"{w} {n}: {m}")
         assert {k: v.value for k, v in out.metrics.items()} == pytest.approx({k: v.value for k, v in whole.metrics.items()}, rel=1e-6)

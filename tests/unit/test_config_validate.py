@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
 import pytest
 from handmade_model import write_model, write_rows
 
-from verl.algorithms.table import LOSSES, TABLE
+from verl.algorithms.table import LOSSES, TABLE, Row
 from verl.config.load import load_config, validate
+from verl.config.schema import AlgorithmConfig
 from verl.config.tree import leaves
-from verl.config.validate import ALGORITHMS, BOUNDS, CHOICES, POSITIVE
+from verl.config.validate import ALGORITHM_OPTIONS, ALGORITHMS, BOUNDS, CHOICES, POSITIVE
 
 
 @pytest.fixture(scope="module")
@@ -159,5 +161,8 @@ def test_algorithms_agree_with_the_table() -> None:
         assert (facts.kl_loss, facts.kl_reward) == (row.kl_loss_coef > 0, row.kl_reward_coef > 0), name
         assert facts.filters_groups == row.filter_groups, name
         assert facts.needs_horizon == (row.aggregation == "seq-mean-token-sum-norm" and row.horizon_tokens is None), name
-    assert set(ALGORITHMS) - set(TABLE) <= {"gspo", "cispo", "sapo"}, "a name that the table does not know"
+        assert (facts.critic, facts.baselines) == (row.estimator == "gae", row.baselines), name
+    assert set(ALGORITHMS) == set(TABLE)
+    sections = {f.name for f in dataclasses.fields(AlgorithmConfig)}
+    assert set(ALGORITHM_OPTIONS) == set(Row.__dataclass_fields__) - sections - {"source", "estimator", "least", "baselines", "notes"}
     assert "ppo_clip" in LOSSES, "dialect_rules.py names it for verl's rloo"

@@ -268,7 +268,7 @@ LOSSES: Mapping[str, Callable[[Row], Callable[[Columns], TermValue]]] = {
     ),
     "gspo": lambda row: partial(tm.gspo, clip_low=row.clip_low, clip_high=row.clip_high),
     "gspo_token": lambda row: partial(tm.gspo_token, clip_low=row.clip_low, clip_high=row.clip_high),
-    "cispo": lambda row: partial(tm.cispo, ratio_min=row.ratio_min, ratio_max=row.ratio_max),
+    "cispo": lambda row: partial(tm.cispo, ratio_min=row.ratio_min, ratio_max=_cap(row)),
     "sapo": lambda row: partial(tm.sapo, tau_pos=row.tau_positive, tau_neg=row.tau_negative),
     "gmpo": lambda row: partial(tm.gmpo, clip_low=row.clip_low, clip_high=row.clip_high),
     "kl_cov": lambda row: partial(tm.kl_cov, k_ratio=row.cov_ratio, coef=row.cov_coef),
@@ -290,7 +290,7 @@ def resolve(name: str, settings: Mapping[str, Any] | None = None) -> Algorithm:
         near = difflib.get_close_matches(name, TABLE, 1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ValueError(f"algorithm {name!r} is not in the table ({', '.join(TABLE)}){hint}")
-    given = {k: tuple(v) if isinstance(v, list) else v for k, v in (settings or {}).items() if v is not None}
+    given: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in (settings or {}).items() if v is not None}
     unknown = sorted(set(given) - set(Row.__dataclass_fields__))
     if unknown:
         near = difflib.get_close_matches(unknown[0], Row.__dataclass_fields__, 1)
@@ -354,11 +354,13 @@ def _value_terms(row: Row) -> tuple[Term, ...]:
 def _correction(row: Row) -> Correction | None:
     if row.correction is None and not row.correction_reject and not row.bypass:
         return None
+    level: Any = row.correction_level if row.correction else None
+    form: Any = row.correction or "truncate"
     return Correction(
-        level=row.correction_level if row.correction else None, form=row.correction or "truncate", low=row.correction_low,
+        level=level, form=form, low=row.correction_low,
         high=row.correction_high, batch_normalize=row.correction_batch_normalize,
         reject=tuple(_rejection(text) for text in row.correction_reject), mode="bypass" if row.bypass else "decoupled",
-    )  # type: ignore[arg-type]  # fmt: skip
+    )  # fmt: skip
 
 
 def _rejection(text: str) -> Rejection:
@@ -380,6 +382,11 @@ def _gdpo(columns: Columns, *, names: Sequence[str], weights: Sequence[float] | 
         raise ValueError(f"algorithm.options.reward_components: the reward gave no {missing}; its components: {', '.join(have) or 'none'}")
     stacked = torch.stack([columns.sequence[f"component/{n}"] for n in names], 1)
     return adv.gdpo(replace(columns, sequence={**columns.sequence, "components": stacked}), weights=weights)
+
+
+def _cap(row: Row) -> float:
+    assert row.ratio_max is not None, "checked before"
+    return row.ratio_max
 
 
 def _check(name: str, row: Row) -> None:

@@ -17,7 +17,15 @@ from verl.checkpoint.store import CheckpointStore
 from verl.config.load import load_config, read_config
 from verl.config.schema import Config
 from verl.driver import state as train_state
-from verl.driver.assemble import algorithm_of, critic_role, device_of, policy_engine, reference_role, set_up_process, updates_of_run
+from verl.driver.assemble import (
+    algorithm_of,
+    critic_role,
+    device_of,
+    policy_engine,
+    reference_role,
+    set_up_process,
+    updates_of_run,
+)
 from verl.driver.host import StepHost
 from verl.driver.run import Step
 from verl.driver.step import experience_and_update

@@ -82,8 +82,8 @@ async def _advantages(run: Run | StepHost, step: Step, refs: Refs) -> None:
     algorithm, trained = run.algorithm, refs.of("train")
     correction, kl = algorithm.correction, algorithm.kl_reward
     if correction is not None:  # on the mask before rejection; the losses see the one after
-        fn, policies = partial(correct, spec=correction), ("old_logprobs", "rollout_logprobs")
-        step.log(await run.call(run.compute, "compute", trained, fn, policies, ("is_weights", "keep")))
+        weigh, policies = partial(correct, spec=correction), ("old_logprobs", "rollout_logprobs")
+        step.log(await run.call(run.compute, "compute", trained, weigh, policies, ("is_weights", "keep")))
     if kl is None:
         await run.call(run.compute, "compute", trained, _plain_rewards, (), ("rewards",))
     else:
