@@ -17,7 +17,7 @@ from verl.algorithms.weights import check_finite, term_weights, weight_column
 from verl.batch import Columns
 
 F64 = torch.float64
-NEEDED = {"drgrpo": {"horizon_tokens": 2}}
+NEEDED = {"drgrpo": {"horizon_tokens": 2}, "gdpo": {"reward_components": ("score", "again")}}
 
 
 def f64(*values) -> torch.Tensor:
@@ -33,7 +33,9 @@ def columns(scores, groups=None, *, tokens=1, mask=None, valid=None, token=None,
     group = torch.tensor([labels.index(g) for g in groups]) if groups is not None else torch.arange(n)
     valid = torch.tensor(valid) if valid is not None else torch.ones(n, dtype=torch.bool)
     mask = torch.tensor(mask) if mask is not None else torch.ones(len(sequence_of), dtype=torch.bool)
-    c = Columns(token=token or {}, sequence={"score": f64(*scores), "group": group, "valid": valid}, sequence_of=sequence_of, num_sequences=n, mask=mask)
+    score = f64(*scores)
+    sequence = {"score": score, "group": group, "valid": valid, "positive": valid & (score > 0)}
+    c = Columns(token=token or {}, sequence=sequence, sequence_of=sequence_of, num_sequences=n, mask=mask)
     return c.with_token({"rewards": adv.token_rewards(c, penalty)})
 
 
@@ -47,7 +49,14 @@ class Bandit:
         self.actions = torch.tensor(actions)
         self.logits = f64(*logits).requires_grad_()
         self.reference = f64(*reference).log_softmax(0)
-        self.columns = columns(rewards, groups or ["g"] * len(actions))
+        self.columns = self._with_inputs(columns(rewards, groups or ["g"] * len(actions)))
+
+    def _with_inputs(self, c: Columns) -> Columns:
+        """What estimators may ask for: a critic that says 0.3, a greedy answer worth 0.2, every reward component the score."""
+        n, p = len(self.actions), self.p
+        token = {"old_values": torch.full((n,), 0.3, dtype=F64), "old_logprobs": p.log()[self.actions], "sum_pi_squared": (p**2).sum().expand(n)}
+        sequence = {"baseline": torch.full((n,), 0.2, dtype=F64), **{f"component/{x}": c.sequence["score"] for x in ("score", "again")}}
+        return replace(c.with_token(token), sequence={**c.sequence, **sequence})
 
     @property
     def p(self) -> torch.Tensor:
@@ -79,7 +88,7 @@ def algorithm(name, **settings):
 @pytest.mark.parametrize("name", TABLE)
 def test_the_default_of_every_row_learns_the_better_action(name):
     for good in (0, 1):
-        bandit = Bandit([0, 0, 1, 1], [float(good == 0)] * 2 + [float(good == 1)] * 2)
+        bandit = Bandit([0, 0, 1, 1], [float(good == 0), 0.9 * (good == 0), float(good == 1), 0.9 * (good == 1)])
         (g,) = torch.autograd.grad(bandit.loss(algorithm(name)), bandit.logits)
         assert g.abs().sum() > 1e-3, "the default configuration has a gradient"
         before = bandit.p[good]
@@ -94,10 +103,19 @@ def test_the_first_gradient_is_the_policy_gradient_in_closed_form(name):
     algo = algorithm(name, kl_loss_coef=0.0)
     (g,) = torch.autograd.grad(bandit.loss(algo, only="pg_loss"), bandit.logits)
     s, n = f64(1.0, 0.0, 0.5, 0.0, -1.0), 5
+    centred = s - s.mean()
+    grpo, white = centred / (s.std() + 1e-6), centred / (s.var() + 1e-8).sqrt()
+    others = [torch.cat([s[:i], s[i + 1 :]]) for i in range(n)]
+    norm = (1 - 2 * bandit.p + (bandit.p**2).sum())[bandit.actions]  # the squared norm of the score function
     a = {
-        "grpo": (s - s.mean()) / (s.std() + 1e-6), "dapo": (s - s.mean()) / (s.std() + 1e-6), "drgrpo": s - s.mean(),
-        "rloo": (n * s - s.sum()) / (n - 1), "reinforce_plus_plus": (s - s.mean()) / (s.var() + 1e-8).sqrt(),
-        "reinforce_plus_plus_baseline": (s - s.mean()) / (s.var() + 1e-8).sqrt(), "reinforce": s,
+        **dict.fromkeys(("grpo", "dapo", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "kl_cov", "clip_cov", "decoupled_ppo"), grpo),
+        **dict.fromkeys(("drgrpo", "gpg", "opo"), centred),
+        **dict.fromkeys(("ppo", "vapo", "pf_ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"), white),
+        "grpo_loo": torch.stack([(x - o.mean()) / (o.std() + 1e-6) for x, o in zip(s, others)]),
+        "rloo": (n * s - s.sum()) / (n - 1), "reinforce": s, "remax": s - 0.2,
+        "pass_at_k": f64(0.5, 0, 0, 0, 0) / (s.std() + 1e-6),
+        "gdpo": 2 * grpo / ((2 * grpo).var() + 1e-8).sqrt(),
+        "otb": s - (norm * s).sum() / (norm.sum() + 1e-8),
     }  # fmt: skip
     assert name in a, f"give the closed form of {name} here"
     horizon = 2 if name == "drgrpo" else 1
@@ -131,7 +149,7 @@ def test_the_entropy_term_alone_raises_the_entropy(name):
 
 @pytest.mark.parametrize("name", TABLE)
 def test_a_group_without_signal_has_no_policy_gradient(name):
-    if name in ("reinforce", "reinforce_plus_plus"):
+    if name in ("reinforce", "reinforce_plus_plus", "remax", "ppo", "vapo", "pf_ppo"):
         pytest.skip("no group baseline")
     for rewards in ([0.1, 0.1, 0.1], [1.0] * 3, [-7.3] * 3):
         bandit = Bandit([0, 1, 1], rewards)
@@ -233,7 +251,30 @@ def test_the_adaptive_coefficient_moves_toward_its_target_and_by_a_bounded_step(
 # -- estimators ------------------------------------------------------------------------------------------------------
 
 GROUPED = {"grpo": adv.grpo, "drgrpo": lambda c: adv.grpo(c, normalize_by_std=False), "rloo": adv.rloo}
-EVERY = {**GROUPED, "rf++": adv.reinforce_plus_plus, "rf++_baseline": adv.reinforce_plus_plus_baseline, "reinforce": adv.reinforce}
+
+
+def fed(estimator, **options):
+    """The estimator with whatever it asks for: the same for every token, so that order cannot show."""
+
+    def call(c: Columns):
+        constant = {"old_values": 0.3, "old_logprobs": -0.7, "sum_pi_squared": 0.4}
+        score = c.sequence["score"]
+        sequence = {"baseline": torch.full_like(score, 0.5), "components": torch.stack([score, score**2], 1)}
+        c = replace(c, sequence={**c.sequence, **sequence})
+        return estimator(c.with_token({n: torch.full((len(c.mask),), x, dtype=F64) for n, x in constant.items()}), **options)
+
+    return call
+
+
+SIGNAL = {  # exactly 0 for a group of one or without variance
+    **GROUPED, "grpo_loo": fed(adv.grpo, leave_one_out=True), "grpo_batch": fed(adv.grpo, scale="batch"), "opo": fed(adv.opo),
+    "gpg": fed(adv.gpg), "pass_at_k": fed(adv.pass_at_k), "gdpo": fed(adv.gdpo), "otb": fed(adv.otb),
+}  # fmt: skip
+EVERY = {
+    **SIGNAL, "gae": fed(adv.gae, lam=0.9), "gae_raw": fed(adv.gae, whitened=False), "remax": fed(adv.remax),
+    "vapo": fed(adv.gae, lam_critic=1.0, length_adaptive_alpha=0.5), "gdpo_token": fed(adv.gdpo, whiten_over="token"),
+    "rf++": adv.reinforce_plus_plus, "rf++_baseline": adv.reinforce_plus_plus_baseline, "reinforce": adv.reinforce,
+}  # fmt: skip
 
 
 @st.composite
@@ -283,6 +324,20 @@ def test_group_estimators_sum_to_zero_and_ignore_what_carries_no_signal(name, da
         else:
             factor = len(values) / (len(values) - 1) if name == "rloo" else 1
             assert per_sequence == pytest.approx((factor * (np.array(values) - np.mean(values))).tolist())
+
+
+@pytest.mark.parametrize("name", SIGNAL)
+@settings(max_examples=40, deadline=None)
+@given(data=ragged())
+def test_a_group_of_one_or_without_variance_gives_exactly_zero(name, data):
+    scores, ids, tokens, valid = data
+    c = columns(scores, ids, tokens=tokens, valid=valid)
+    a = SIGNAL[name](c)["advantages"]
+    for g in set(ids):
+        members = [i for i, x in enumerate(ids) if x == g and valid[i] and tokens[i]]
+        values = [scores[i] for i in members]
+        if len(members) < 2 or max(values) - min(values) <= 1e-6:
+            assert not any(a[c.sequence_of == i].any() for i in members)
 
 
 def test_singleton_rules():
@@ -354,7 +409,7 @@ def test_settings_replace_single_axes_and_are_checked():
     assert algorithm("rloo").needs(1) == ("ref_logprobs", "old_logprobs") and algorithm("grpo").needs(1) == ("ref_logprobs",)
     for settings_, words in (
         ({"aggregation": "mean"}, "algorithm.aggregation='mean' is unknown; known: token-mean"),
-        ({"estimator": "gae2"}, "algorithm.estimator='gae2' is unknown; known: grpo"),
+        ({"estimator": "gae2"}, "algorithm.estimator='gae2' is unknown; known: gae"),
         ({"loss": "ppo"}, "algorithm.loss='ppo' is unknown"),
         ({"clip_low": 1.0}, "need 0 <= clip_low < 1"),
         ({"kl_loss_form": "k9"}, "KL form 'k9' is unknown"),
