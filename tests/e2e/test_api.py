@@ -4,7 +4,9 @@ import warnings
 
 import pytest
 import torch
-from small_runs import REWARD, metrics_of
+from small_runs import REWARD, metrics_of, small_args
+
+from verl import AutoModelForCausalLMWithValueHead, Policy, PPOTrainer, RewardModel, Trainer, VerlConfig, VerlTrainer
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +26,7 @@ def gpt2(tmp_path_factory):
 def test_the_published_form_runs(gpt2):
     from transformers import AutoTokenizer
 
-    from verl import AutoModelForCausalLMWithValueHead, VerlConfig, VerlTrainer, create_reference_model
+    from verl import create_reference_model
 
     model = AutoModelForCausalLMWithValueHead.from_pretrained(gpt2)
     model_ref = create_reference_model(model)
@@ -91,3 +93,51 @@ def _reward_function():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.compute_score
+
+
+# -- Trainer, PPOTrainer -----------------------------------------------------------------------------------------------
+
+
+def dictionary(tmp_path, model, data, **more):
+    overrides = {"run.root_dir": tmp_path, "run.name": "t", "run.threads": 1, "model.dtype": "float32", "data.cache_dir": tmp_path / "c",
+                 "reward.num_workers": 1, "run.eval_before": "false", "run.eval_after": "false", "optim.lr": 1e-3}  # fmt: skip
+    rollout = {"name": "native", "batch_size": 4, "max_length": 28, "max_prompt_length": 16}
+    return {"algorithm": "ppo", "actor": Policy(model), "reward": _reward_function(), "data": data, "rollout": rollout, "overrides": overrides, **more}
+
+
+def test_the_dictionary_form_runs_ppo_with_a_critic(tmp_path, tiny_model, arithmetic_data):
+    done = Trainer(dictionary(tmp_path, tiny_model, arithmetic_data[0])).train(steps=2)
+    assert done.steps == 2 and done.values["critic/vf_loss"] > 0 and done.values["actor/grad_norm"] > 0
+    assert done.values["response_length/max"] <= 12
+
+
+def test_the_dictionary_form_says_what_is_missing_or_wrong(tmp_path, tiny_model, arithmetic_data):
+    with pytest.raises(ValueError, match='"data"'):
+        Trainer({"algorithm": "ppo", "actor": Policy(tiny_model)}).train(steps=1)
+    with pytest.raises(ValueError, match="'rewrd'.*reward"):
+        Trainer({"actor": tiny_model, "rewrd": None})
+    with pytest.raises(ValueError, match="'max_lenght'.*max_length"):
+        Trainer({"actor": tiny_model, "rollout": {"max_lenght": 3}})
+    with pytest.raises(ValueError, match='"actor"'):
+        Trainer({"algorithm": "ppo"})
+    with pytest.raises(ValueError, match="reward.model=.*verl rm"):
+        Trainer(dictionary(tmp_path, tiny_model, arithmetic_data[0], reward=RewardModel(tmp_path))).train(steps=1)
+
+
+def test_ppo_trainer_and_the_step_form_have_a_critic(tmp_path, tiny_model, arithmetic_data):
+    overrides = small_args(tmp_path, tiny_model, arithmetic_data[:1], "algorithm.name=ppo", "algorithm.kl_loss_coef=null")
+    overrides = [a for a in overrides if not a.startswith(("model.path", "data.train_files", "reward.path"))]
+    done = PPOTrainer(tiny_model, train_data=arithmetic_data[0], reward=_reward_function(), overrides=overrides).train(steps=1)
+    assert done.values["critic/grad_norm"] > 0
+
+    from transformers import AutoTokenizer
+
+    model = AutoModelForCausalLMWithValueHead.from_pretrained(tiny_model)
+    config = VerlConfig(algorithm="PPO", batch_size=2, max_length=24, samples_per_prompt=2, learning_rate=1e-3)
+    trainer = VerlTrainer(config=config, model=model, tokenizer=AutoTokenizer.from_pretrained(tiny_model))
+    try:
+        answers = trainer.generate_rollout(["1+1=", "2+2="])
+        found = trainer.step(["1+1=", "2+2="], answers, [[0.0, 1.0], [0.5, 0.0]])
+        assert found["critic/grad_norm"] > 0 and found["actor/grad_norm"] > 0
+    finally:
+        trainer.close()
