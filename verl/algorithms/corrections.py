@@ -102,7 +102,7 @@ def correct(columns: Columns, spec: Correction) -> dict[str, Tensor | Metric]:
         weights = used
         if spec.batch_normalize:
             mean = _weight_mean(columns, used, spec.level)
-            weights = torch.where(good, used / mean.clamp(min=1e-8), zero)
+            weights = torch.where(good, used / mean.clamp(min=torch.finfo(mean.dtype).tiny), zero)
         keep = good
         if spec.form == "mask":
             keep = keep & within(ratio, spec)
