@@ -46,11 +46,14 @@ def assert_equal_runs(one: Path, two: Path, steps: int) -> None:
 
 
 # 64 rows / 4 prompts = 16 steps an epoch; with max_rows=12: 3 steps an epoch
+REFILL = ("run.deterministic=true", "algorithm.name=dapo", "step.samples_per_prompt=2", "rollout.max_response_tokens=3", "run.total_epochs=40",
+          "algorithm.max_draws_per_group=100")  # fmt: skip
 SYNC_2 = ("pipeline.sync_every=2", "step.updates_per_step=2")
 
 
 # inside an epoch, at its end, and one step before the last; for sync_every=2 also in the middle of a period
-@pytest.mark.parametrize("more,cut", [((), 1), ((), 3), ((), 5), (SYNC_2, 2), (SYNC_2, 3), (("algorithm.name=rloo",), 3)],
+@pytest.mark.parametrize("more,cut", [((), 1), ((), 3), ((), 5), (SYNC_2, 2), (SYNC_2, 3), (("algorithm.name=rloo",), 3),
+                                      (("algorithm.name=ppo",), 3), (REFILL, 3)],
                          ids=lambda x: str(x) if isinstance(x, int) else "+".join(m.split(".")[-1] for m in x) or "grpo")  # fmt: skip
 def test_a_cut_run_equals_a_straight_one_bitwise(tmp_path, tiny_model, arithmetic_data, cut, more):
     shape = ("run.total_steps=6", "data.max_rows=12", "run.total_epochs=2", "track.sinks=[jsonl]", "run.save_every_steps=1", *more)
@@ -64,6 +67,9 @@ def test_a_cut_run_equals_a_straight_one_bitwise(tmp_path, tiny_model, arithmeti
         run_rl(load_config(small_args(tmp_path / "cut", tiny_model, arithmetic_data[:1], *shape)), quiet=True, on_step=crash)
     small_run(tmp_path / "cut", tiny_model, arithmetic_data[:1], *shape)
     assert_equal_runs(tmp_path / "straight" / "r", tmp_path / "cut" / "r", 6)
+    if more is REFILL:
+        refilled = sum(m.get("groups/rejected", 0) for m in metrics_of(tmp_path / "cut" / "r").values())
+        assert refilled > 0, "a test of the refill in which nothing was refilled"
 
 
 def test_a_finished_run_says_so_and_a_longer_one_goes_on(tmp_path, tiny_model, arithmetic_data):
