@@ -140,7 +140,9 @@ def rloo(columns: Columns, *, singleton: str = "zero") -> Advantage:
     """s - mean of the other members of the group (1.5; 2402.14740). singleton: zero | raw."""
     s, group, usable, n = _scores(columns)
     size, mean, spread = _group_stats(s, group, usable, n)
-    a = torch.where(usable & (size > 1) & (spread > 0), size / (size - 1).clamp(min=1) * (s - mean), torch.zeros_like(s))
+    a = torch.where(
+        usable & (size > 1) & (spread > 0), size / (size - 1).clamp(min=1) * (s - mean), torch.zeros_like(s)
+    )
     if singleton == "raw":
         a = torch.where(usable & (size == 1), s, a)
     return {"advantages": _broadcast(columns, a)}
@@ -174,10 +176,10 @@ class _Grid:
 
 def _discounted(padded: Tensor, factor: Tensor | float) -> Tensor:
     """[S, T] discounted sums from each place on; factor: a number or one per sequence [S]."""
-    out = padded.clone()
-    for t in range(padded.shape[1] - 2, -1, -1):
-        out[:, t] += factor * out[:, t + 1]
-    return out
+    out = padded.T.clone(memory_format=torch.contiguous_format)  # one place of all sequences is one run of memory
+    for t in range(len(out) - 2, -1, -1):
+        out[t] += factor * out[t + 1]
+    return out.T
 
 
 def to_go(columns: Columns, gamma: float) -> Tensor:

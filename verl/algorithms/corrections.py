@@ -229,7 +229,7 @@ def policy_gap_metrics(columns: Columns, train: Tensor, rollout: Tensor) -> Metr
         return Metric(float(x.sum()), tokens, "token")
 
     def sequence(x: Tensor, kind: Literal["mean", "max", "min"] = "mean") -> Metric:
-        total = {"mean": x.sum, "max": x.max, "min": x.min}[kind]()
+        total = x.sum() if kind == "mean" else x.max() if kind == "max" else x.min()
         return Metric(float(total), sequences, "sequence", kind)
 
     return {
