@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -63,9 +64,12 @@ def _algorithm(name: str, overrides: Sequence[str]) -> int:
     from verl.config.load import load_config
 
     resolved = load_config([f"algorithm.name={name}", *overrides, "model.path=MODEL_FOLDER"])
-    settings = {k: v for k, v in asdict(resolved.config.algorithm).items() if k != "name"}
+    given = {k: v for k, v in asdict(resolved.config.algorithm).items() if k != "name"}
+    settings: dict[str, Any] = {**given.pop("options"), **given}
     if TABLE.get(name) and TABLE[name].aggregation == "seq-mean-token-sum-norm" and settings.get("horizon_tokens") is None:
         settings["horizon_tokens"] = resolved.config.rollout.max_response_tokens
+    if name == "gdpo":
+        settings.setdefault("reward_components", ["COMPONENT", "COMPONENT"])
     algorithm = resolve(name, settings)
     table = Table("setting", "value", "from", title=f"{name}: {algorithm.source}", box=None, title_justify="left")
     for key, value in algorithm.settings.items():

@@ -332,8 +332,10 @@ def _terms(row: Row) -> tuple[Term, ...]:
     inputs: tuple[str, ...] = ("advantages",)
     if row.off_policy_delta is not None:
         fn, inputs = partial(tm.off_policy_sequence_mask, inner=fn, delta=row.off_policy_delta), (*inputs, "rollout_logprobs")
-    corrected = not (row.bypass and row.loss == "ppo_clip")
-    out = [Term(name="pg_loss", fn=fn, inputs=inputs, corrected=corrected, two_pass=row.loss in WHOLE_STEP, **common)]
+    correction = _correction(row)
+    if row.bypass and row.loss == "reinforce":  # weights from the current policy, so they follow it through several updates
+        fn, inputs = partial(tm.bypass_reinforce, correction=correction), (*inputs, "rollout_logprobs")
+    out = [Term(name="pg_loss", fn=fn, inputs=inputs, corrected=not row.bypass, two_pass=row.loss in WHOLE_STEP, **common)]
     if row.kl_loss_coef:
         kl = partial(tm.kl_loss, form=row.kl_loss_form, ratio_corrected=row.kl_loss_ratio_corrected)
         out.append(Term(name="kl_loss", fn=kl, coef=row.kl_loss_coef, inputs=("ref_logprobs",), **common))
@@ -424,6 +426,10 @@ def _check(name: str, row: Row) -> None:
             "algorithm.bypass=true puts the sampler's log-probs in the ratio already: a correction would count it twice; "
             "set algorithm.correction=null, or algorithm.loss=reinforce"
         )
+    if row.bypass and row.correction_batch_normalize:
+        raise ValueError("algorithm.options.correction_batch_normalize with bypass: the weights follow the current policy, their mean would not; leave it out")
+    if row.bypass and row.loss not in ("ppo_clip", "reinforce"):
+        raise ValueError(f"algorithm.bypass=true with loss={row.loss}: ppo_clip or reinforce")
     if row.bypass and row.loss != "ppo_clip" and row.correction is None:
         raise ValueError(f"algorithm.bypass=true with loss={row.loss}: set algorithm.correction and correction_high, its importance weights")
     if row.critic_warmup_until is not None and not 0 < row.critic_warmup_until <= 1:
