@@ -177,6 +177,8 @@ class Sample:
     components: Mapping[str, float] = field(default_factory=dict)
     outcome: Outcome = "ok"
     truncated: bool = False
+    task_id: str = ""
+    stop_reason: StopReason = "eos"
 
     @property
     def total_tokens(self) -> int:
@@ -252,6 +254,8 @@ def samples_of(trajectory: Trajectory) -> tuple[Sample, ...]:
             components=score.components if isinstance(score, Score) else {},
             outcome=trajectory.outcome,
             truncated=trajectory.stop_reason in ("length", "context_full"),
+            task_id=trajectory.task_id,
+            stop_reason=trajectory.stop_reason,
         ),
     )
 

@@ -28,6 +28,7 @@ def test_a_run_leaves_everything_behind(tmp_path, tiny_model, arithmetic_data):
         assert phases == pytest.approx(m["perf/time_per_step"], rel=0.01)
     assert sample_steps(run_dir) == [1, 2, 3]
     rows = read_samples(run_dir, 2)
+    assert all(r.task_id and r.task_id != r.group_id for r in rows) and {r.stop_reason for r in rows} <= {"eos", "length", "stop"}
     assert len(rows) == 16 and {r.group_id for r in rows} == {s.split("/")[0] for s in trained(run_dir)[2]}
     for row in rows:
         on = row.response_mask.astype(bool)

@@ -10,7 +10,7 @@ import numpy as np
 from verl.rollout.base import DecodeFn
 from verl.track.samples import SampleRow, write_samples
 from verl.transfer_queue.base import TransferQueue
-from verl.types import Refs, Sample, StopReason, Trajectory, samples_of
+from verl.types import Refs, Sample, Trajectory, samples_of
 
 # queue column -> field of a row; the first one that was written wins
 _COLUMNS = {
@@ -35,7 +35,7 @@ class SampleRecorder:
         self._queue.drop(refs)
 
     def record_eval(self, step: int, played: Sequence[Trajectory]) -> None:
-        rows = [self._row(step, s, {}, t.task_id, t.stop_reason) for t in played for s in samples_of(t)]
+        rows = [self._row(step, s, {}) for t in played for s in samples_of(t)]
         write_samples(self._run_dir, step, rows, "eval")
 
     def _rows(self, step: int, refs: Refs) -> list[SampleRow]:
@@ -46,13 +46,11 @@ class SampleRecorder:
                 if name is not None:
                     found[i][field] = self._queue.read(one, (name,))[name].values.numpy()
         return [
-            self._row(step, sample, columns, sample.group_id, None)
+            self._row(step, sample, columns)
             for sample, columns in zip(self._queue.samples(refs), found, strict=True)
         ]
 
-    def _row(
-        self, step: int, sample: Sample, columns: dict[str, np.ndarray], task_id: str, stop_reason: StopReason | None
-    ) -> SampleRow:
+    def _row(self, step: int, sample: Sample, columns: dict[str, np.ndarray]) -> SampleRow:
         prompt, rest = sample.segments[0], sample.segments[1:]
         ids = np.concatenate([s.ids for s in rest]) if rest else np.zeros(0, np.int64)
         mask = (
@@ -72,12 +70,12 @@ class SampleRecorder:
         sampled = [s.version for s in rest if s.source == "sampled"]
         return SampleRow(
             step=step, sample_id=sample.sample_id, trajectory_id=sample.trajectory_id, group_id=sample.group_id,
-            task_id=task_id, purpose=sample.purpose,
+            task_id=sample.task_id, purpose=sample.purpose,
             prompt_text=self._decode(prompt.ids.tolist()), response_text=self._decode(ids.tolist()),
             prompt_ids=prompt.ids, response_ids=ids, response_mask=mask, rollout_logprobs=_spread(logprobs, at, len(ids)),
             token_versions=versions.astype(np.int32), reward=sample.reward, components=sample.components,
             version_min=min(sampled, default=-1), version_max=max(sampled, default=-1), outcome=sample.outcome,
-            stop_reason=stop_reason or ("length" if sample.truncated else "eos"), temperature=sample.temperature,
+            stop_reason=sample.stop_reason, temperature=sample.temperature,
             **{field: _spread(column, at, len(ids)) for field, column in columns.items()},
         )  # fmt: skip
 

@@ -130,7 +130,8 @@ def _sample(row: SampleRow) -> Sample:
     return Sample(
         sample_id=row.sample_id, trajectory_id=row.trajectory_id, group_id=row.group_id, purpose=row.purpose,
         segments=tuple(segments), temperature=row.temperature, reward=row.reward, components=row.components,
-        outcome=row.outcome, truncated=row.stop_reason == "length",
+        outcome=row.outcome, truncated=row.stop_reason in ("length", "context_full"), task_id=row.task_id,
+        stop_reason=row.stop_reason,
     )  # fmt: skip
 
 
