@@ -1,0 +1,299 @@
+"""Preference and reward-model losses (algorithms.md section 4): functions of pairs, and the terms that run them.
+
+A pair is two sequences of one step, told apart by token columns (`side`, `pair`); the term is evaluated on the whole step at
+once, so no split into micro-batches can part a pair or change KTO's reference point.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from verl.algorithms.terms import Term, TermValue
+from verl.batch import Columns
+
+CHOSEN, REJECTED, MISMATCHED = 1.0, -1.0, 0.0
+"""Values of the column `side`. Unpaired rows are CHOSEN (desirable) or REJECTED; MISMATCHED rows measure KTO's z0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pairs:
+    """n pairs. chosen, rejected: log-probs of the answers [n], summed; ref_*: of the reference (0 where none is used);
+    *_tokens: lengths [n]; gap: true reward of the chosen minus the rejected [n], where the rows have one."""
+
+    chosen: Tensor
+    rejected: Tensor
+    ref_chosen: Tensor
+    ref_rejected: Tensor
+    chosen_tokens: Tensor
+    rejected_tokens: Tensor
+    gap: Tensor | None = None
+
+    @property
+    def log_ratios(self) -> tuple[Tensor, Tensor]:
+        return self.chosen - self.ref_chosen, self.rejected - self.ref_rejected
+
+    @property
+    def mean_log_ratios(self) -> tuple[Tensor, Tensor]:
+        chosen, rejected = self.log_ratios
+        return chosen / self.chosen_tokens.clamp(min=1), rejected / self.rejected_tokens.clamp(min=1)
+
+
+def dpo(p: Pairs, *, beta: float, label_smoothing: float = 0.0, average: bool = False) -> Tensor:
+    """-log sigmoid(beta h) (2305.18290); label_smoothing: cDPO; average: h of log-ratios per token."""
+    h = _difference(p, average)
+    return -(1 - label_smoothing) * F.logsigmoid(beta * h) - label_smoothing * F.logsigmoid(-beta * h)
+
+
+def robust(p: Pairs, *, beta: float, label_smoothing: float = 0.1) -> Tensor:
+    """Unbiased under labels flipped with probability `label_smoothing` (2403.00409)."""
+    if not 0 <= label_smoothing < 0.5:
+        raise ValueError(f"preference.options.label_smoothing={label_smoothing}: robust DPO needs 0 <= label_smoothing < 0.5")
+    h = _difference(p, False)
+    wrong = label_smoothing * F.logsigmoid(-beta * h)
+    return (-(1 - label_smoothing) * F.logsigmoid(beta * h) + wrong) / (1 - 2 * label_smoothing)
+
+
+def hinge(p: Pairs, *, beta: float) -> Tensor:
+    """relu(1 - beta h) (SLiC, 2305.10425)."""
+    return torch.relu(1 - beta * _difference(p, False))
+
+
+def ipo(p: Pairs, *, beta: float, average: bool = True) -> Tensor:
+    """(h - 1 / (2 beta))^2 (2310.12036); average: log-ratios per token (TRL, its authors), else summed."""
+    return (_difference(p, average) - 1 / (2 * beta)) ** 2
+
+
+def apo_zero(p: Pairs, *, beta: float) -> Tensor:
+    """Pulls the chosen up and the rejected down by themselves (2408.06266)."""
+    chosen, rejected = p.log_ratios
+    return 1 - torch.sigmoid(beta * chosen) + torch.sigmoid(beta * rejected)
+
+
+def rpo(p: Pairs, *, beta: float, alpha: float = 1.0, normalization: str = "sequence") -> Tensor:
+    """DPO + alpha NLL of the chosen (Iterative RPO, 2404.19733), divided by its own length | by that of all | not (sum)."""
+    return dpo(p, beta=beta) + alpha * _nll(p, normalization)
+
+
+def rpo_gap(p: Pairs, *, beta: float, eta: float = 1.0, distance: str = "sq") -> Tensor:
+    """Reward-aware (Nemotron-4, 2502.00203): distance of D = beta h from S = eta (r_w - r_l); squares or Bernoulli KLs."""
+    if p.gap is None:
+        raise ValueError("this loss reads the answers' true rewards: rows need chosen_score and rejected_score (or margin)")
+    d, s = beta * _difference(p, False), eta * p.gap
+    if distance == "sq":
+        return (d - s) ** 2
+    first, second = (s, d) if distance == "bwd_kl" else (d, s)
+    up, down = F.logsigmoid(first) - F.logsigmoid(second), F.logsigmoid(-first) - F.logsigmoid(-second)
+    return torch.sigmoid(first) * up + torch.sigmoid(-first) * down
+
+
+def odds_ratio(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
+    """-beta log sigmoid(log odds_w - log odds_l) of mean log-probs below 0 (ORPO, 2403.07691)."""
+    log_odds = (chosen - rejected) - (_log1mexp(chosen) - _log1mexp(rejected))
+    return -beta * F.logsigmoid(log_odds)
+
+
+def orpo(p: Pairs, *, beta: float) -> Tensor:
+    """NLL of the chosen + the odds ratio; no reference."""
+    chosen, rejected = p.chosen / p.chosen_tokens.clamp(min=1), p.rejected / p.rejected_tokens.clamp(min=1)
+    return -chosen + odds_ratio(chosen, rejected, beta=beta)
+
+
+def simpo(p: Pairs, *, beta: float, gamma: float = 1.0) -> Tensor:
+    """-log sigmoid(beta (P_w/|w| - P_l/|l|) - gamma) (2405.14734); no reference."""
+    return -F.logsigmoid(beta * _difference(p, True) - gamma)
+
+
+def cpo(p: Pairs, *, beta: float, alpha: float = 1.0) -> Tensor:
+    """-log sigmoid(beta (P_w - P_l)) + alpha NLL of the chosen (2401.08417); no reference."""
+    return -F.logsigmoid(beta * (p.chosen - p.rejected)) + alpha * _nll(p, "sequence")
+
+
+def kto(
+    log_ratio: Tensor, desirable: Tensor, kl_log_ratio: Tensor, *, beta: float, desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """Per answer [n] (2402.01306). z0 = max(0, mean of `kl_log_ratio`), of mismatched prompts and answers, no gradient."""
+    z0 = kl_log_ratio.detach().mean().clamp(min=0) if len(kl_log_ratio) else torch.zeros((), dtype=log_ratio.dtype)
+    up = desirable_weight * (1 - torch.sigmoid(beta * (log_ratio - z0)))
+    down = undesirable_weight * (1 - torch.sigmoid(beta * (z0 - log_ratio)))
+    return torch.where(desirable, up, down)
+
+
+def bradley_terry(chosen: Tensor, rejected: Tensor, *, margin: Tensor | None = None, center_coef: float = 0.0) -> Tensor:
+    """-log sigmoid(r_w - r_l - margin) + center (r_w + r_l)^2 per pair [n] (2204.05862, 2307.09288; centring 2312.09244)."""
+    gap = chosen - rejected if margin is None else chosen - rejected - margin
+    return -F.logsigmoid(gap) + center_coef * (chosen + rejected) ** 2
+
+
+def _difference(p: Pairs, average: bool) -> Tensor:
+    chosen, rejected = p.mean_log_ratios if average else p.log_ratios
+    return chosen - rejected
+
+
+def _nll(p: Pairs, normalization: str) -> Tensor:
+    if normalization == "sequence":
+        return -p.chosen / p.chosen_tokens.clamp(min=1)
+    if normalization == "token":  # the mean over pairs makes it the mean over all chosen tokens
+        return -p.chosen * len(p.chosen) / p.chosen_tokens.sum().clamp(min=1)
+    if normalization == "sum":
+        return -p.chosen
+    raise ValueError(f"preference.options.normalization={normalization!r}: sequence | token | sum")
+
+
+def _log1mexp(x: Tensor) -> Tensor:
+    """log(1 - exp(x)) for x < 0, also near 0."""
+    return torch.log(-torch.expm1(x.clamp(max=-1e-7)))
+
+
+# -- the table -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """One row: what `preference.loss=NAME` trains. `reference`: needs the frozen start policy's log-probs."""
+
+    source: str
+    fn: Callable[..., Tensor]
+    beta: float = 0.1
+    reference: bool = True
+    paired: bool = True
+    needs_gap: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+TABLE: Mapping[str, Loss] = MappingProxyType({
+    "dpo": Loss(source="DPO, 2305.18290", fn=dpo, options={"label_smoothing": 0.0, "average": False, "ld_alpha": None}),
+    "cdpo": Loss(source="cDPO, Mitchell 2023", fn=dpo, options={"label_smoothing": 0.1}),
+    "dpo_norm": Loss(source="length-normalised DPO (Tulu 3, 2411.15124)", fn=dpo, beta=5.0, options={"average": True}),
+    "ld_dpo": Loss(source="LD-DPO, 2409.06411", fn=dpo, options={"ld_alpha": 0.5}),
+    "robust": Loss(source="robust DPO, 2403.00409", fn=robust, options={"label_smoothing": 0.1}),
+    "hinge": Loss(source="SLiC, 2305.10425", fn=hinge),
+    "ipo": Loss(source="IPO, 2310.12036", fn=ipo, options={"average": True}),
+    "apo_zero": Loss(source="APO, 2408.06266", fn=apo_zero),
+    "rpo": Loss(source="Iterative RPO, 2404.19733", fn=rpo, options={"alpha": 1.0, "normalization": "sequence"}),
+    "rpo_sq": Loss(source="reward-aware RPO, 2502.00203", fn=partial(rpo_gap, distance="sq"), needs_gap=True, options={"eta": 1.0}),
+    "rpo_bwd_kl": Loss(source="reward-aware RPO, 2502.00203", fn=partial(rpo_gap, distance="bwd_kl"), needs_gap=True, options={"eta": 1.0}),
+    "rpo_fwd_kl": Loss(source="reward-aware RPO, 2502.00203", fn=partial(rpo_gap, distance="fwd_kl"), needs_gap=True, options={"eta": 1.0}),
+    "orpo": Loss(source="ORPO, 2403.07691", fn=orpo, reference=False),
+    "simpo": Loss(source="SimPO, 2405.14734", fn=simpo, beta=2.0, reference=False, options={"gamma": 1.0}),
+    "cpo": Loss(source="CPO, 2401.08417", fn=cpo, reference=False, options={"alpha": 1.0}),
+    "kto": Loss(source="KTO, 2402.01306", fn=kto, paired=False, options={"desirable_weight": 1.0, "undesirable_weight": 1.0}),
+})  # fmt: skip
+
+
+def preference_terms(name: str, *, beta: float | None = None, options: Mapping[str, Any] | None = None) -> tuple[Term, ...]:
+    """The term of `preference.loss`; ValueError for a name or an option that the table does not have."""
+    row = loss_row(name)
+    given = dict(options or {})
+    for key in given:
+        if key not in row.options:
+            near = difflib.get_close_matches(key, row.options, 1)
+            raise ValueError(f"preference.options.{key}: {name} has no such option" + (f"; did you mean {near[0]!r}?" if near else
+                             f"; it has {', '.join(row.options) or 'none'}"))  # fmt: skip
+    settings = {**row.options, **given}
+    ld_alpha = settings.pop("ld_alpha", None)
+    loss = partial(row.fn, beta=row.beta if beta is None else beta, **settings)
+    fn = partial(_pair_term, loss=loss, beta=row.beta if beta is None else beta, ld_alpha=ld_alpha) if row.paired else partial(_kto_term, loss=loss)
+    inputs = ("side", "pair") + (("ref_logprobs",) if row.reference else ()) + (("gap",) if row.needs_gap else ())
+    return (Term(name="loss", fn=fn, unit="sequence", aggregate="seq-mean-token-mean", inputs=inputs, two_pass=True),)
+
+
+def loss_row(name: str) -> Loss:
+    if name not in TABLE:
+        near = difflib.get_close_matches(name, TABLE, 1)
+        raise ValueError(f"preference.loss={name!r} is unknown: {', '.join(TABLE)}" + (f"; did you mean {near[0]!r}?" if near else ""))
+    return TABLE[name]
+
+
+def reward_terms(*, center_coef: float = 0.0, margin: bool = False) -> tuple[Term, ...]:
+    """Bradley-Terry on the scores after the last token: the only trainable token of each row carries them as `values`."""
+    fn = partial(_reward_term, center_coef=center_coef, margin=margin)
+    inputs = ("side", "pair") + (("gap",) if margin else ())
+    return (Term(name="loss", fn=fn, unit="sequence", aggregate="seq-mean-token-mean", outputs=("values",), inputs=inputs, two_pass=True),)
+
+
+def _of_sequence(columns: Columns, name: str) -> Tensor:
+    """[S] of a column that is constant in each sequence; 0 where a sequence has no token."""
+    value = columns[name].double()
+    return columns.sum(value) / columns.counts().clamp(min=1)
+
+
+def _places(columns: Columns) -> tuple[Tensor, Tensor]:
+    """Indices [n] of the chosen and the rejected sequence of each pair, in the same order."""
+    side, pair = _of_sequence(columns, "side").round(), _of_sequence(columns, "pair").round()
+    chosen, rejected = (torch.nonzero(side == s)[:, 0] for s in (CHOSEN, REJECTED))
+    chosen, rejected = chosen[torch.argsort(pair[chosen])], rejected[torch.argsort(pair[rejected])]
+    assert torch.equal(pair[chosen], pair[rejected]), "a pair without its other half"
+    return chosen, rejected
+
+
+def _spread(columns: Columns, at: Tensor, per_item: Tensor) -> Tensor:
+    """[S] values whose mean over the present sequences is the mean of `per_item` [n], standing at sequences `at`."""
+    present = (columns.counts() > 0).sum()
+    return torch.zeros(columns.num_sequences, dtype=per_item.dtype).index_put((at,), per_item * present / max(1, len(at)))
+
+
+def _pair_metrics(columns: Columns, at: Tensor, found: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Any]]:
+    """Metrics are means over all present sequences; each pair's value stands at both of its sequences."""
+    return {n: (_spread(columns, at, v.detach().to(torch.float64)), "mean") for n, v in found.items()}
+
+
+def _pair_term(columns: Columns, *, loss: Callable[[Pairs], Tensor], beta: float, ld_alpha: float | None) -> TermValue:
+    w, l = _places(columns)  # noqa: E741
+    counts = columns.counts().double()
+    logprobs = columns["logprobs"]
+    if ld_alpha is not None:  # beyond the length of the other answer tokens count less (LD-DPO)
+        shared = torch.zeros(columns.num_sequences, dtype=torch.float64)
+        shared[w] = shared[l] = torch.minimum(counts[w], counts[l])
+        logprobs = torch.where(_position(columns) < shared[columns.sequence_of], logprobs, ld_alpha * logprobs)
+    policy = columns.sum(logprobs)
+    ref = columns.sum(columns["ref_logprobs"].to(policy.dtype)) if "ref_logprobs" in columns else torch.zeros_like(policy)
+    gap = _of_sequence(columns, "gap")[w].to(policy.dtype) if "gap" in columns else None
+    pairs = Pairs(chosen=policy[w], rejected=policy[l], ref_chosen=ref[w], ref_rejected=ref[l], chosen_tokens=counts[w],
+                  rejected_tokens=counts[l], gap=gap)  # fmt: skip
+    chosen, rejected = pairs.log_ratios
+    metrics = {
+        "rewards/chosen": beta * chosen, "rewards/rejected": beta * rejected, "rewards/margins": beta * (chosen - rejected),
+        "rewards/accuracies": (chosen > rejected).double(),
+    }  # fmt: skip
+    return TermValue(_spread(columns, w, loss(pairs)), _pair_metrics(columns, w, metrics))
+
+
+def _position(columns: Columns) -> Tensor:
+    """[L] place of each trainable token in its sequence."""
+    n = columns.mask.double()
+    before = torch.cumsum(n, 0) - n
+    start = torch.full((columns.num_sequences,), torch.inf, dtype=torch.float64)
+    start = start.scatter_reduce(0, columns.sequence_of[columns.mask], before[columns.mask], "amin")
+    return before - start[columns.sequence_of]
+
+
+def _kto_term(columns: Columns, *, loss: Callable[..., Tensor]) -> TermValue:
+    side = _of_sequence(columns, "side").round()
+    ratio = columns.sum(columns["logprobs"]) - columns.sum(columns["ref_logprobs"].to(columns["logprobs"].dtype))
+    present = columns.counts() > 0
+    own, other = torch.nonzero(present & (side != MISMATCHED))[:, 0], torch.nonzero(present & (side == MISMATCHED))[:, 0]
+    values = loss(ratio[own], side[own] == CHOSEN, ratio[other])
+    metrics = {"kl": ratio[other].detach().mean().clamp(min=0).expand(len(own)) if len(other) else torch.zeros(len(own))}
+    return TermValue(_spread(columns, own, values), _pair_metrics(columns, own, metrics))
+
+
+def _reward_term(columns: Columns, *, center_coef: float, margin: bool) -> TermValue:
+    w, l = _places(columns)  # noqa: E741
+    scores = columns.sum(columns["values"])
+    gap = _of_sequence(columns, "gap")[w].to(scores.dtype) if margin else None
+    loss = bradley_terry(scores[w], scores[l], margin=gap, center_coef=center_coef)
+    metrics = {
+        "accuracy": (scores[w] > scores[l]).double(), "margin": scores[w] - scores[l],
+        "score/chosen": scores[w], "score/rejected": scores[l],
+    }  # fmt: skip
+    return TermValue(_spread(columns, w, loss), _pair_metrics(columns, w, metrics))
