@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from verl.config.dialect import Note, VerlDefaults
@@ -14,6 +14,8 @@ USAGE = """usage: verl VERB [key=value ...]
 
   train     recipe=NAME model.path=DIR ...     reinforcement learning (--replay STEP: recompute a recorded step)
   sft       model.path=DIR data.train_files=[F] supervised fine-tuning
+  rm        model.path=DIR data.train_files=[F] a reward model from preference pairs
+  dpo       model.path=DIR data.train_files=[F] preference training (preference.loss=dpo, ipo, kto, orpo, simpo, ...)
   eval      model.path=DIR data.eval_files=[F] accuracy of a model, nothing trained
   generate  model.path=DIR prompt=TEXT [n=1]   answers to one prompt
   plan      (as train)                         every derived size and the memory, without loading anything
@@ -109,20 +111,32 @@ def print_notes(notes: Sequence[Note]) -> None:
 def print_finished(steps: int, seconds: float, evals: Mapping[str, float], run_dir: Path, report: Path | None) -> None:
     if steps == 0:
         print(f"{run_dir} was complete already: no step was left; ask for more with run.total_steps=")
-    accuracy = ", ".join(f"{k.removeprefix('eval/')} {v:.3f}" for k, v in sorted(evals.items()) if k.startswith(("eval/acc", "val/loss")))
+    accuracy = ", ".join(f"{k.removeprefix('eval/')} {v:.3f}" for k, v in sorted(evals.items()) if k.startswith(("eval/acc", "val/loss", "val/acc", "val/rewards/acc")))
     print(f"{steps} steps in {seconds:.0f} s" + (f"; {accuracy}" if accuracy else "") + f"; {run_dir}")
     if report is not None:
         print(f"report: {report}")
 
 
 def sft(args: list[str], *, verl_defaults: VerlDefaults | None = None) -> int:
+    return _supervised(args, "sft", verl_defaults)
+
+
+def rm(args: list[str]) -> int:
+    return _supervised(args, "rm")
+
+
+def dpo(args: list[str]) -> int:
+    return _supervised(args, "dpo")
+
+
+def _supervised(args: list[str], command: Literal["sft", "rm", "dpo"], verl_defaults: VerlDefaults | None = None) -> int:
     from verl.config.load import load_config
 
     resolved = load_config(args, verl_defaults=verl_defaults)
     print_notes(resolved.notes)
     from verl.driver.launch import run_sft
 
-    finished = run_sft(resolved)
+    finished = run_sft(resolved, command)
     print_finished(finished.steps, finished.seconds, finished.evals, finished.dir, finished.report)
     return 0
 
@@ -190,7 +204,7 @@ def doctor(args: list[str]) -> int:
 
 
 VERBS: Mapping[str, Callable[[list[str]], int]] = {
-    "train": train, "sft": sft, "eval": evaluate, "generate": generate, "plan": plan, "show": show, "export": export, "doctor": doctor,
+    "train": train, "sft": sft, "rm": rm, "dpo": dpo, "eval": evaluate, "generate": generate, "plan": plan, "show": show, "export": export, "doctor": doctor,
 }  # fmt: skip
 
 if __name__ == "__main__":

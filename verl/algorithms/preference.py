@@ -260,7 +260,7 @@ def _pair_term(columns: Columns, *, loss: Callable[[Pairs], Tensor], beta: float
     gap = _of_sequence(columns, "gap")[w].to(policy.dtype) if "gap" in columns else None
     pairs = Pairs(chosen=policy[w], rejected=policy[l], ref_chosen=ref[w], ref_rejected=ref[l], chosen_tokens=counts[w],
                   rejected_tokens=counts[l], gap=gap)  # fmt: skip
-    chosen, rejected = pairs.log_ratios
+    chosen, rejected = pairs.log_ratios if "ref_logprobs" in columns else pairs.mean_log_ratios
     metrics = {
         "rewards/chosen": beta * chosen, "rewards/rejected": beta * rejected, "rewards/margins": beta * (chosen - rejected),
         "rewards/accuracies": (chosen > rejected).double(),

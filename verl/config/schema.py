@@ -296,6 +296,21 @@ class SupervisedConfig:
 
 
 @dataclass
+class PreferenceConfig:
+    loss: str = "dpo"
+    """verl dpo: dpo | cdpo | dpo_norm | ld_dpo | robust | hinge | ipo | apo_zero | rpo | rpo_sq | rpo_bwd_kl | rpo_fwd_kl |
+    orpo | simpo | cpo | kto."""
+    beta: float | None = None
+    """Null: the loss's own (0.1 for most)."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """What only some losses have: label_smoothing, alpha, gamma, eta, average, normalization, ..."""
+    center_coef: float = 0.0
+    """verl rm: weight of (r_chosen + r_rejected)^2, which keeps scores around 0 (0.01 is usual)."""
+    use_margin: bool = False
+    """verl rm: subtract the rows' margin (or the difference of their scores) inside the sigmoid."""
+
+
+@dataclass
 class Config:
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -312,3 +327,4 @@ class Config:
     health: HealthConfig = field(default_factory=HealthConfig)
     track: TrackConfig = field(default_factory=TrackConfig)
     supervised: SupervisedConfig = field(default_factory=SupervisedConfig)
+    preference: PreferenceConfig = field(default_factory=PreferenceConfig)

@@ -85,6 +85,10 @@ CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "algorithm.on_exhausted": ("stop", "smaller"),
     "algorithm.correction": ("truncate", "clamp", "icepop", "mask"),
     "reward.stage": ("stream", "batch"),
+    "preference.loss": (
+        "dpo", "cdpo", "dpo_norm", "ld_dpo", "robust", "hinge", "ipo", "apo_zero", "rpo", "rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl", "orpo",
+        "simpo", "cpo", "kto",
+    ),
     "optim.schedule": ("constant", "linear", "cosine", "wsd"),
     "rollout.engine": ("native", "hf"),
     "rollout.dtype": ("auto", "float32", "bfloat16"),
@@ -101,7 +105,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType({
     "algorithm.clip_low": (0, math.inf), "algorithm.clip_high": (0, math.inf),
     "algorithm.horizon_tokens": (1, math.inf), "algorithm.gamma": (0, 1), "algorithm.lam": (0, 1),
     "algorithm.critic_warmup_until": (0, 1), "algorithm.critic_warmup_steps": (0, math.inf),
-    "critic.warmup_steps": (0, math.inf),
+    "critic.warmup_steps": (0, math.inf), "preference.center_coef": (0, math.inf),
     "critic.weight_decay": (0, math.inf),
     "algorithm.kl_loss_coef": (0, math.inf), "algorithm.kl_reward_coef": (0, math.inf),
     "algorithm.max_draws_per_group": (1, math.inf),
@@ -131,7 +135,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType({
 """key -> (least, most), both allowed."""
 
 POSITIVE = (
-    "run.wait_timeout_s", "optim.lr", "critic.lr", "critic.clip_grad_norm", "algorithm.value_clip", "optim.eps", "optim.clip_grad_norm", "rollout.top_p", "eval.top_p",
+    "run.wait_timeout_s", "optim.lr", "critic.lr", "preference.beta", "critic.clip_grad_norm", "algorithm.value_clip", "optim.eps", "optim.clip_grad_norm", "rollout.top_p", "eval.top_p",
     "reward.timeout_s", "sync.canary_tolerance", "algorithm.kl_reward_target", "algorithm.kl_reward_horizon",
 )  # fmt: skip
 
@@ -309,6 +313,8 @@ def _reward(config: Config) -> Iterator[str]:
         yield f"reward.path={r.path}: no such file; a Python file with `def {r.name}(data_source, solution_str, ground_truth, extra_info=None)`"
     if r.model is not None and not (Path(r.model).expanduser() / "config.json").is_file():
         yield f"reward.model={r.model}: no config.json there; give a folder that `verl rm` made (RUN/checkpoints/step_N/hf)"
+    if r.stage == "batch" and r.model is not None and r.path is None and config.data.eval_files:
+        yield "reward.stage=batch has no score for evaluations: reward.stage=stream, or reward.path for what they measure"
     if r.model is None and r.stage == "batch":
         yield "reward.stage=batch needs reward.model: function rewards are always scored as answers end"
     if not r.name.isidentifier():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import json
 import os
@@ -9,7 +10,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import numpy as np
 import torch
@@ -17,19 +18,24 @@ from transformers.utils import logging as transformers_logging
 
 from verl.agent_loop.base import AgentLoopBase, AgentLoopFactory, ServerManager
 from verl.agent_loop.single_turn import SingleTurnLoop
+from verl.algorithms.preference import loss_row, preference_terms, reward_terms
 from verl.algorithms.table import Algorithm, resolve
 from verl.chat import load_tokenizer, require_chat_template
 from verl.checkpoint.hf import export_hf
+from verl.checkpoint.score import WEIGHT as SCORE_WEIGHT
+from verl.checkpoint.score import add_score, read_score
 from verl.checkpoint.store import CheckpointStore
 from verl.config.load import Resolved, dump_config
 from verl.config.plan import warmup_steps
 from verl.config.schema import AlgorithmConfig, Config
+from verl.data.preference import load_pairs
 from verl.data.source import Cursor, TaskTable, load_conversations, load_tasks
 from verl.driver import state as train_state
 from verl.driver.play import Player, Trajectories
 from verl.driver.record import SampleRecorder
 from verl.driver.run import Run
 from verl.driver.scheduler import Scheduler
+from verl.driver.stages import PreferenceStage, RewardStage, SftStage, Stage, reference_logprobs
 from verl.driver.supervised import SupervisedRun
 from verl.driver.supervised import resume as resume_supervised
 from verl.model_engine.fsdp import DTYPES, FSDPEngine, load_causal_lm
@@ -37,6 +43,7 @@ from verl.model_engine.optim import OptimSpec
 from verl.nn.heads import Head
 from verl.reward.base import RewardFn
 from verl.reward.compute import check_data_source
+from verl.reward.model import Later, ModelReward, ScoreRows
 from verl.reward.pool import RewardPool
 from verl.reward.process import Target
 from verl.reward.shaping import Shaped
@@ -76,15 +83,16 @@ async def assemble(resolved: Resolved, *, progress: LiveProgress | None = None, 
         max_rows=config.data.max_rows,
     )
     eval_tasks = _eval_tasks(config, tokenizer)
-    if config.reward.path is None:
+    if config.reward.path is None and config.reward.model is None:
         for source in {t.data_source for t in (tasks[0], *eval_tasks[:1])}:
             check_data_source(source)
     claimed = open_run_dir(resolved)
     run_dir = claimed.path
     attempt = next_attempt(run_dir)
-    reward = await _reward(config)
     queue, waits = MemoryQueue(), Waits(run_dir / "waits.json")
     device = device_of(config)
+    scorer = reward_role(config, queue, device)
+    reward = await _reward(config, scorer)
     total_steps = total_steps_of(config, len(tasks), config.step.prompts_per_step)
     engine = policy_engine(config, device, run_dir, updates=updates_of_run(config, total_steps))
     share = config.model.share_prefix
@@ -114,7 +122,7 @@ async def assemble(resolved: Resolved, *, progress: LiveProgress | None = None, 
         eval_tasks=eval_tasks, actor=actor, ref=reference_role(config, algorithm, queue, device),
         compute=InprocGroup("compute", Role("compute", queue)),
         critic=critic_role(config, algorithm, queue, device, run_dir, updates=updates_of_run(config, total_steps)),
-        reward=None,
+        reward=scorer,
         recorder=InprocGroup("recorder", SampleRecorder(queue, run_dir, decode, groups_per_step=config.track.samples_per_step)),
         rollout=replica, replicas=(replica,),
         checkpoint_engine=LocalCheckpointEngine(
@@ -134,40 +142,66 @@ async def assemble(resolved: Resolved, *, progress: LiveProgress | None = None, 
 
 
 def assemble_supervised(
-    resolved: Resolved, *, progress: LiveProgress | None = None, on_step: OnStep | None = None
+    resolved: Resolved, command: Literal["sft", "rm", "dpo"], *, progress: LiveProgress | None = None, on_step: OnStep | None = None
 ) -> SupervisedRun:
-    """Every part of an SFT run."""
+    """Every part of an SFT, reward-model or preference run. The rows are read and checked before a model is loaded."""
     config = resolved.config
     set_up_process(config)
     tokenizer = load_tokenizer_of(config)
-    kwargs = config.model.template_kwargs
-    rows = load_conversations(
-        config.data.train_files, tokenizer, config.data, template_kwargs=kwargs, max_rows=config.data.max_rows
-    )
-    eval_rows = None
-    if config.data.eval_files:
-        eval_rows = load_conversations(
-            config.data.eval_files, tokenizer, config.data, template_kwargs=kwargs, max_rows=config.data.max_eval_rows
-        )
+    stage, eval_stage, summary = _stages(config, command, tokenizer)
     claimed = open_run_dir(resolved)
     run_dir = claimed.path
-    total_steps = total_steps_of(config, len(rows), config.supervised.rows_per_step)
-    engine = policy_engine(config, device_of(config), run_dir, updates=total_steps)
-    engine.check_packing(share_prefix=False)
+    total_steps = total_steps_of(config, len(stage), config.supervised.rows_per_step)
+    device, share = device_of(config), command != "sft" and config.model.share_prefix
+    engine = policy_engine(config, device, run_dir, updates=total_steps, head="score" if command == "rm" else "lm")
+    if command != "rm":
+        engine.check_packing(share_prefix=share)
     progress = progress or LiveProgress()
-    progress.message(f"data: {rows.report.summary()}")
+    progress.message(f"data: {summary}")
+    trainer = InprocGroup("trainer", Role("trainer", MemoryQueue(), engine, share_prefix=share))
+    for one in (stage, eval_stage):
+        if isinstance(one, PreferenceStage) and "ref_logprobs" in one.terms[0].inputs:  # the engine still has the start weights
+            one.reference = reference_logprobs(
+                one, lambda samples: trainer.submit("logprobs", samples, split="first").result(timeout=config.run.wait_timeout_s),
+                model_dir=Path(config.model.path), dtype=config.model.dtype, cache_dir=config.data.cache_dir, note=progress.message,
+            )  # fmt: skip
     run = SupervisedRun(
-        config=config, dir=run_dir, total_steps=total_steps, rows=rows, eval_rows=eval_rows,
-        cursor=Cursor(len(rows), _data_seed(config), config.data.shuffle),
-        trainer=InprocGroup("trainer", Role("trainer", MemoryQueue(), engine, share_prefix=False)), store=claimed.store,
+        config=config, dir=run_dir, total_steps=total_steps, stage=stage, eval_stage=eval_stage,
+        cursor=Cursor(len(stage), _data_seed(config), config.data.shuffle), trainer=trainer, store=claimed.store,
         lock=claimed.lock,
         sinks=open_sinks(config.track.sinks, run_dir, config.track.project, config.run.name, asdict(config),
                          attempt=next_attempt(run_dir), progress=progress),
-        progress=progress, export_hf=exporter(engine, config), checkpoint_bytes=checkpoint_bytes(engine), on_step=on_step,
+        progress=progress, export_hf=exporter(engine, config, pad_token_id=pad_id(tokenizer)), checkpoint_bytes=checkpoint_bytes(engine),
+        on_step=on_step,
     )  # fmt: skip
     if claimed.resumed is not None:
         resume_supervised(run, train_state.read(claimed.resumed))
     return run
+
+
+def _stages(config: Config, command: str, tokenizer: Any) -> tuple[Stage, Stage | None, str]:
+    """The training stage, the evaluation stage if there are such files, and a line about the rows."""
+    kwargs, p = config.model.template_kwargs, config.preference
+    files = ((config.data.train_files, config.data.max_rows), (config.data.eval_files, config.data.max_eval_rows))
+    if command == "sft":
+        tables = [load_conversations(f, tokenizer, config.data, template_kwargs=kwargs, max_rows=n) if f else None for f, n in files]
+        assert tables[0] is not None, "validated"
+        return SftStage(tables[0]), SftStage(tables[1]) if tables[1] else None, tables[0].report.summary()
+    terms = (reward_terms(center_coef=p.center_coef, margin=p.use_margin) if command == "rm"
+             else preference_terms(p.loss, beta=p.beta, options=p.options))  # fmt: skip
+    row = loss_row(p.loss)
+    paired, needs_gap = command == "rm" or row.paired, p.use_margin if command == "rm" else row.needs_gap
+    if not paired and config.supervised.rows_per_step < 2:
+        raise ValueError("supervised.rows_per_step=1: kto compares rows with the other rows of a step; set at least 2 (64 is usual)")
+    pairs = [load_pairs(f, tokenizer, config.data, paired=paired, needs_gap=needs_gap, template_kwargs=kwargs, max_rows=n) if f else None
+             for f, n in files]  # fmt: skip
+    assert pairs[0] is not None, "validated"
+    make = (lambda t: RewardStage(t, terms)) if command == "rm" else (lambda t: PreferenceStage(t, terms, paired))
+    return make(pairs[0]), make(pairs[1]) if pairs[1] else None, pairs[0].summary()
+
+
+def pad_id(tokenizer: Any) -> int | None:
+    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------
@@ -277,7 +311,7 @@ def _claim(run_dir: Path) -> IO[str]:
     return handle
 
 
-def policy_engine(config: Config, device: str, run_dir: Path, *, updates: int) -> FSDPEngine:
+def policy_engine(config: Config, device: str, run_dir: Path, *, updates: int, head: Head = "lm") -> FSDPEngine:
     """The trained model. updates: optimizer steps of the whole run (schedules, warm-up share)."""
     o = config.optim
     spec = OptimSpec(
@@ -285,7 +319,7 @@ def policy_engine(config: Config, device: str, run_dir: Path, *, updates: int) -
         schedule=o.schedule, warmup_steps=warmup_steps(config, updates), total_steps=updates, decay_ratio=o.decay_ratio, min_lr_ratio=o.min_lr_ratio,
         max_skipped_updates=o.max_skipped_updates,
     )  # fmt: skip
-    return _engine(config, device, optim=spec, dump_dir=run_dir / "crash")
+    return _engine(config, device, optim=spec, dump_dir=run_dir / "crash", head=head)
 
 
 def updates_of_run(config: Config, total_steps: int) -> int:
@@ -295,12 +329,32 @@ def updates_of_run(config: Config, total_steps: int) -> int:
 def _engine(
     config: Config, device: str, *, optim: OptimSpec | None, dump_dir: Path | None = None, head: Head = "lm", path: str | None = None
 ) -> FSDPEngine:
-    folder = Path(path or config.model.path)
-    return FSDPEngine(
+    folder = Path(path or config.model.path).expanduser()
+    engine = FSDPEngine(
         load_causal_lm(folder, trust_remote_code=config.model.trust_remote_code), head=head, optim=optim, dtype=config.model.dtype, device=device,
         max_tokens_per_microbatch=config.step.max_tokens_per_microbatch, attention_mode=config.model.attention,
         gradient_checkpointing=config.model.gradient_checkpointing and optim is not None, source_dir=folder, dump_dir=dump_dir,
     )  # fmt: skip
+    score = read_score(folder) if engine.value_head is not None else None
+    if score is not None:
+        assert engine.value_head is not None
+        engine.value_head.weight.data.copy_(score)
+    return engine
+
+
+def reward_role(config: Config, queue: MemoryQueue, device: str) -> InprocGroup | None:
+    """The trained reward model of `reward.model`, frozen. It must read the policy's tokens."""
+    if config.reward.model is None:
+        return None
+    folder = Path(config.reward.model).expanduser()
+    if read_score(folder) is None:
+        raise ValueError(f"reward.model={folder}: no {SCORE_WEIGHT} in its weights: a language model, not a reward model; train one with verl rm")
+    ours, theirs = (load_tokenizer(str(p), trust_remote_code=False) for p in (config.model.tokenizer_path or config.model.path, folder))
+    if ours.get_vocab() != theirs.get_vocab():
+        raise ValueError(f"reward.model={folder} has another vocabulary than the policy ({config.model.path}): it would read other words; "
+                         "train it from a model with the policy's tokenizer")  # fmt: skip
+    engine = _engine(config, device, optim=None, head="score", path=str(folder))
+    return InprocGroup("reward_model", Role("reward_model", queue, engine, share_prefix=config.model.share_prefix))
 
 
 def reference_role(config: Config, algorithm: Algorithm, queue: MemoryQueue, device: str) -> InprocGroup | None:
@@ -414,11 +468,13 @@ def checkpoint_bytes(engine: FSDPEngine) -> int:
     return 4 * 4 * sum(p.numel() for p in engine.model.parameters()) + (8 << 20)
 
 
-def exporter(engine: FSDPEngine, config: Config) -> Callable[[Path], None]:
+def exporter(engine: FSDPEngine, config: Config, *, pad_token_id: int | None = None) -> Callable[[Path], None]:
     template = Path(config.model.chat_template).read_text() if config.model.chat_template else None
 
     def export(path: Path) -> None:
         export_hf(path, tensors=engine.weights(), source_dir=Path(config.model.path), tokenizer_dir=config.model.tokenizer_path, chat_template=template)
+        if engine.value_head is not None:
+            add_score(path, engine.value_head.weight, pad_token_id=pad_token_id)
 
     return export
 
@@ -453,17 +509,35 @@ def _probes(tasks: TaskTable) -> list[np.ndarray]:
     return [ids for i in range(min(2, len(tasks))) if len(ids := tasks[i].prompt_ids[:128]) > 1]
 
 
-async def _reward(config: Config) -> RewardFn:
+async def _reward(config: Config, scorer: InprocGroup | None) -> RewardFn:
+    """Function, model, or both; shaped. A model of stage=batch is added in the experience stage (driver/step.py)."""
     r = config.reward
-    target = Target(path=r.path, name=r.name, kwargs=r.kwargs) if r.path else Target(kwargs=r.kwargs)
-    pool = RewardPool(
-        target, num_workers=r.num_workers, timeout_s=r.timeout_s, memory_limit_mb=r.memory_limit_mb,
-        max_calls_per_worker=r.max_calls_per_worker,
-    )  # fmt: skip
-    await pool.start()
+    pool: RewardFn | None = None
+    if r.path is not None or scorer is None:
+        target = Target(path=r.path, name=r.name, kwargs=r.kwargs) if r.path else Target(kwargs=r.kwargs)
+        pool = RewardPool(
+            target, num_workers=r.num_workers, timeout_s=r.timeout_s, memory_limit_mb=r.memory_limit_mb,
+            max_calls_per_worker=r.max_calls_per_worker,
+        )  # fmt: skip
+        await pool.start()  # type: ignore[attr-defined]
+    found: RewardFn
+    if scorer is None:
+        assert pool is not None
+        found = pool
+    elif r.stage == "batch":
+        found = pool or Later()
+    else:
+        found = ModelReward(_score_rows(scorer, config.run.wait_timeout_s), coef=r.model_coef, function=pool)
     if r.overlong_buffer_tokens > 0:
-        return Shaped(pool, buffer_tokens=r.overlong_buffer_tokens, penalty=r.overlong_penalty)
-    return pool
+        return Shaped(found, buffer_tokens=r.overlong_buffer_tokens, penalty=r.overlong_penalty)
+    return found
+
+
+def _score_rows(scorer: InprocGroup, timeout_s: float) -> ScoreRows:
+    async def score(rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> Sequence[float]:
+        return await asyncio.wait_for(asyncio.wrap_future(scorer.submit("score_rows", rows, split="first")), timeout_s)
+
+    return score
 
 
 def _loop_factory(config: Config, tokenizer: Any) -> AgentLoopFactory:

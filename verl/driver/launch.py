@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from verl.config.load import Resolved, validate
 from verl.config.plan import make_plan, render_plan
@@ -78,14 +79,16 @@ def _finished(run: Run, started: float) -> Finished:
     )
 
 
-def run_sft(resolved: Resolved, *, title: str = "", on_step: OnStep | None = None) -> Finished:
-    """Supervised fine-tuning to the end."""
-    validate(resolved.config, "sft")
+def run_sft(
+    resolved: Resolved, command: Literal["sft", "rm", "dpo"] = "sft", *, title: str = "", on_step: OnStep | None = None
+) -> Finished:
+    """Supervised fine-tuning, reward-model or preference training to the end."""
+    validate(resolved.config, command)
     started = time.monotonic()
     progress = LiveProgress()
     run_dir = Path(resolved.config.run.root_dir) / resolved.config.run.name
     try:
-        run = assemble_supervised(resolved, progress=progress, on_step=on_step)
+        run = assemble_supervised(resolved, command, progress=progress, on_step=on_step)
         try:
             if run.first_index:
                 progress.message(f"resuming {run.dir} after step {run.first_index} of {run.total_steps}")

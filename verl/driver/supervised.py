@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on the same engine, batch and terms as RL: rows -> loss weights -> optimizer steps."""
+"""Supervised runs (SFT, reward model, preferences) on the same engine, batch and terms as RL: rows -> weights -> optimizer steps."""
 
 from __future__ import annotations
 
@@ -9,21 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
-
-from verl.algorithms.terms import Term, nll
-from verl.chat import Rendered
 from verl.checkpoint.store import CheckpointStore, DiskFull
 from verl.config.schema import Config
-from verl.data.source import ConversationTable, Cursor
+from verl.data.source import Cursor
 from verl.driver import state as train_state
+from verl.driver.stages import Stage
 from verl.track.console import LiveProgress
 from verl.track.metrics import TimeLedger, reduce, write_units
 from verl.track.sinks import Sinks
-from verl.types import Metrics, Sample, Segment, merge_metrics
+from verl.types import Metrics, merge_metrics
 from verl.workers.group import WorkerGroup
-
-SFT_TERMS = (Term(name="loss", fn=nll, aggregate="token-mean"),)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,8 +26,8 @@ class SupervisedRun:
     config: Config
     dir: Path
     total_steps: int
-    rows: ConversationTable
-    eval_rows: ConversationTable | None
+    stage: Stage
+    eval_stage: Stage | None
     cursor: Cursor
     trainer: WorkerGroup
     store: CheckpointStore
@@ -62,15 +57,17 @@ def fit(run: SupervisedRun) -> dict[str, float]:
         for index in range(run.first_index, run.total_steps):
             ledger, number = TimeLedger(), index + 1
             with ledger.phase("data"):
-                samples = [sample_of(run.rows[draw.index], f"s{draw.draw}") for draw in _draws(run)]
+                draws = _draws(run)
+                samples, columns = run.stage.rows([d.index for d in draws], [f"s{d.draw}" for d in draws])
             with ledger.phase("update"):
-                metrics = _call(run, "fit", samples, SFT_TERMS)
+                metrics = _call(run, "fit", samples, columns, run.stage.terms)
             if _due(number, run.config.run.eval_every_steps) or (
                 number == run.total_steps and run.config.run.eval_after
             ):
                 with ledger.phase("evaluate"):
                     metrics |= evaluate(run)
             if _due(number, run.config.run.save_every_steps) or number == run.total_steps or run.stop_requested:
+                run.sinks.keep(number, reduce(metrics))  # on disk before the checkpoint that follows from it
                 with ledger.phase("checkpoint"):
                     save(run, number)
             ledger.stop()
@@ -92,32 +89,17 @@ def fit(run: SupervisedRun) -> dict[str, float]:
 
 
 def evaluate(run: SupervisedRun) -> Metrics:
-    """Mean loss per token on the evaluation rows."""
-    if run.eval_rows is None:
+    """The stage's own loss and metrics on the evaluation rows, without a step."""
+    if run.eval_stage is None:
         return {}
-    count = min(len(run.eval_rows), run.config.supervised.eval_rows)
+    count = min(len(run.eval_stage), run.config.supervised.eval_rows)
     step = max(1, run.config.supervised.rows_per_step)
     parts = []
     for at in range(0, count, step):
-        samples = [sample_of(run.eval_rows[i], f"e{i}") for i in range(at, min(count, at + step))]
-        parts.append(_call(run, "measure", samples))
+        indices = range(at, min(count, at + step))
+        samples, columns = run.eval_stage.rows(indices, [f"e{i}" for i in indices])
+        parts.append(_call(run, "measure", samples, columns, run.eval_stage.terms))
     return {f"val/{name}": metric for name, metric in merge_metrics(parts).items()}
-
-
-def sample_of(row: Rendered, name: str) -> Sample:
-    """A conversation as a sample: supervised tokens are the trainable ones, everything else is context."""
-    edges = np.flatnonzero(np.diff(row.mask.astype(np.int8))) + 1
-    segments = []
-    for a, b in zip([0, *edges], [*edges, len(row.ids)]):
-        if row.mask[a]:
-            segments.append(
-                Segment(ids=row.ids[a:b], source="sampled", logprobs=np.zeros(b - a, np.float32), version=0)
-            )
-        else:
-            segments.append(Segment(ids=row.ids[a:b], source="env" if a else "prompt"))
-    return Sample(
-        sample_id=name, trajectory_id=name, group_id=name, purpose="train", segments=tuple(segments), reward=0.0
-    )
 
 
 def save(run: SupervisedRun, number: int) -> None:

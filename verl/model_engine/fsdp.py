@@ -76,7 +76,7 @@ class FSDPEngine:
         _refuse_altered_logits(self.model)
         self._own_forward()
         hidden_size = self.model.config.get_text_config().hidden_size
-        self.value_head = ValueHead(hidden_size).to(self.device, self.master) if head == "value" else None
+        self.value_head = None if head == "lm" else ValueHead(hidden_size, bias=head == "value").to(self.device, self.master)
         if gradient_checkpointing:
             self.model.activation_checkpointing_enable({"use_reentrant": False})
         self.spec = optim
@@ -105,12 +105,13 @@ class FSDPEngine:
         wanted = tuple(dict.fromkeys([*(name for t in terms for name in t.outputs), *also]))
         assert set(wanted) <= set(TOKEN_OUTPUTS), f"{wanted}: a loss is of outputs per token, {TOKEN_OUTPUTS}"
         parts: list[Metrics] = []
-        if any(t.two_pass for t in terms):
+        parts_of = split_rows(batch, self.max_tokens_per_microbatch)
+        if any(t.two_pass for t in terms) and (len(parts_of) > 1 or self.device.type != "cpu"):  # one part is the whole step
             batch, terms, metrics = self._first_pass(batch, terms, wanted)
             parts.append(metrics)
         kept = {name: torch.empty(batch.num_loss_tokens, dtype=self.master) for name in wanted}
         with self._compute_weights():
-            for rows in split_rows(batch, self.max_tokens_per_microbatch):
+            for rows in parts_of:
                 part = select_rows(batch, rows)
                 outputs = self._outputs(part, wanted)
                 loss, metrics = evaluate_terms(terms, part, outputs)

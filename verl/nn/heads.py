@@ -7,16 +7,17 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-Head = Literal["lm", "value"]
+Head = Literal["lm", "value", "score"]
+"""value: a critic's, with a bias · score: a reward model's, without one (pairs cannot see it), as in transformers."""
 
 
 class ValueHead(nn.Module):
     """hidden [n, H] -> values [n] float32. Starts at zero, so that a fresh critic predicts 0 everywhere."""
 
-    def __init__(self, hidden_size: int) -> None:
+    def __init__(self, hidden_size: int, *, bias: bool = True) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1, hidden_size))
-        self.bias = nn.Parameter(torch.zeros(1))
+        self.bias = nn.Parameter(torch.zeros(1)) if bias else None
 
     def forward(self, hidden: Tensor) -> Tensor:
         return torch.nn.functional.linear(hidden.to(self.weight.dtype), self.weight, self.bias)[:, 0]

@@ -15,15 +15,25 @@ ScoreRows = Callable[[Sequence[tuple[np.ndarray, np.ndarray]]], Awaitable[Sequen
 
 
 def combined(function: Score | Invalid | None, model: float, coef: float) -> Score | Invalid:
-    """coef x model, plus the function's score if there is one. `reward_model` is a component; so is the function's `score`."""
+    """coef x model, plus the function's score if there is one. Components: `reward_model` and `function`."""
     if isinstance(function, Invalid):
         return function
     if not np.isfinite(model):
         return Invalid("bad_result", f"the reward model gave {model}")
     if function is None:
         return Score(coef * model, {"reward_model": model})
-    parts = {"score": function.value, **function.components, "reward_model": model}
+    parts = {"function": function.value, **function.components, "reward_model": model}
     return Score(function.value + coef * model, parts)
+
+
+class Later:
+    """The reward of answers that are scored in the experience stage: 0 until then."""
+
+    async def score(self, request: RewardRequest) -> Score | Invalid:
+        return Score(0.0)
+
+    async def close(self) -> None:
+        """Nothing is held."""
 
 
 class ModelReward:

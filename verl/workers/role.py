@@ -15,6 +15,7 @@ from verl.algorithms.terms import Term
 from verl.algorithms.weights import check_finite, term_weights
 from verl.batch import Batch, Columns, Ragged, pack
 from verl.model_engine.base import ModelEngine
+from verl.model_engine.objective import evaluate_terms
 from verl.transfer_queue.base import TransferQueue
 from verl.types import Metric, Metrics, Refs, Sample, Segment, merge_metrics, ref_of
 from verl.weight_sync.base import Snapshot, take_snapshot
@@ -94,10 +95,10 @@ class Role:
                 seen |= set(refs.ids)
         return merge_metrics(parts)
 
-    def fit(self, samples: list[Sample], terms: tuple[Term, ...]) -> Metrics:
-        """One supervised optimizer step on these rows; no queue in between."""
+    def fit(self, samples: list[Sample], columns: Mapping[str, Tensor], terms: tuple[Term, ...]) -> Metrics:
+        """One supervised optimizer step on these rows with their columns [L]; no queue in between."""
         assert self.engine is not None
-        batch = self._batch(Refs(ref_of(s) for s in samples), samples, {}, terms)
+        batch = self._batch(Refs(ref_of(s) for s in samples), samples, columns, terms)
         result = self.engine.forward_backward(batch, terms)
         return {**_prefixed(result.metrics, "train/"), **_prefixed(self.engine.optim_step(), "train/")}
 
@@ -110,7 +111,7 @@ class Role:
         found = self.engine.infer(pack(samples, share_prefix=self.share_prefix), ("scores",))["scores"].double().tolist()
         scored = []
         for sample, value in zip(samples, found, strict=True):
-            parts = {"reward_model": value} if alone else {"score": sample.reward, **sample.components, "reward_model": value}
+            parts = {"reward_model": value} if alone else {"function": sample.reward, **sample.components, "reward_model": value}
             scored.append(replace(sample, reward=coef * value + (0.0 if alone else sample.reward), components=parts))
         self.queue.drop(refs)
         return self.queue.put(scored)
@@ -127,11 +128,23 @@ class Role:
         ]  # fmt: skip
         return self.engine.infer(pack(samples, share_prefix=self.share_prefix), ("scores",))["scores"].double().tolist()
 
-    def measure(self, samples: list[Sample]) -> Metrics:
-        """Loss per token on these rows, without a step."""
+    def measure(self, samples: list[Sample], columns: Mapping[str, Tensor], terms: tuple[Term, ...]) -> Metrics:
+        """Loss and metrics of the terms on these rows, without a step."""
         assert self.engine is not None
-        logprobs = self.engine.infer(pack(samples, share_prefix=self.share_prefix), ("logprobs",))["logprobs"]
-        return {"loss": Metric(float(-logprobs.double().sum()), float(len(logprobs)), "token")}
+        batch = self._batch(Refs(ref_of(s) for s in samples), samples, columns, terms)
+        outputs = self.engine.infer(batch, tuple(dict.fromkeys(n for t in terms for n in t.outputs)))
+        with torch.no_grad():
+            _, found = evaluate_terms(terms, batch, {n: v.double() for n, v in outputs.items()})
+        unit, count = ("token", batch.num_loss_tokens) if all(t.unit == "token" for t in terms) else ("sequence", batch.num_sequences)
+        losses = {t.name: Metric(found[t.name].total * count, float(count), unit) for t in terms}  # type: ignore[arg-type]
+        return {**found, **losses}
+
+    def logprobs(self, samples: list[Sample]) -> list[np.ndarray]:
+        """Log-probs of the trainable tokens of each row, float32."""
+        assert self.engine is not None
+        batch = pack(samples, share_prefix=self.share_prefix)
+        found = self.engine.infer(batch, ("logprobs",))["logprobs"].float().numpy()
+        return [found[int(a) : int(b)] for a, b in zip(batch.row_start[:-1], batch.row_start[1:])]
 
     def snapshot(self, version: int, probes: Sequence[np.ndarray], copy: bool) -> Snapshot:
         """The weights as of now, with manifest and probe log-probs, for the checkpoint engine."""

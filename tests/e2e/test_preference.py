@@ -1,0 +1,184 @@
+"""`verl rm` and `verl dpo` through the command line's own path: they learn, resume bitwise, export, refuse; RL against the model."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from small_runs import metrics_of, small_run, state_of
+
+from verl.algorithms.preference import TABLE
+from verl.config.load import load_config
+from verl.driver.launch import run_sft
+from verl.track.samples import read_samples
+
+ROWS = 24
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """The chosen answers are sevens, the rejected ones are nines."""
+    rng = np.random.default_rng(0)
+    path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    rows = []
+    for _ in range(ROWS):
+        prompt = f"{rng.integers(10, 99)}+{rng.integers(10, 99)}="
+        good, bad = "7" * int(rng.integers(3, 8)), "9" * int(rng.integers(3, 8))
+        rows.append({"prompt": prompt, "chosen": good, "rejected": bad, "chosen_score": 1.0, "rejected_score": 0.25})
+    path.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def unpaired(pairs, tmp_path_factory):
+    path = tmp_path_factory.mktemp("unpaired") / "rows.jsonl"
+    out = []
+    for line in pairs.read_text().splitlines():
+        row = json.loads(line)
+        out += [{"prompt": row["prompt"], "completion": row[k], "label": k == "chosen"} for k in ("chosen", "rejected")]
+    path.write_text("".join(json.dumps(r) + "\n" for r in out))
+    return path
+
+
+def args(root, model, files, *more):
+    base = {
+        "run.root_dir": root, "run.name": "p", "run.total_steps": 6, "run.threads": 1, "model.path": model, "model.dtype": "float32",
+        "data.train_files": f"[{files}]", "data.eval_files": f"[{files}]", "data.cache_dir": root / "cache", "data.max_tokens_per_row": 64,
+        "supervised.rows_per_step": 8, "optim.lr": 3e-3, "track.sinks": "[jsonl]", "step.max_tokens_per_microbatch": 512,
+    }  # fmt: skip
+    given = {m.partition("=")[0] for m in more}
+    return [f"{k}={v}" for k, v in base.items() if k not in given] + list(more)
+
+
+def train(command, root, model, files, *more, on_step=None):
+    return run_sft(load_config(args(root, model, files, *more)), command, on_step=on_step)
+
+
+def same_state(a, b):
+    for name, value in a["policy"]["model"].items():
+        assert torch.equal(value, b["policy"]["model"][name]), name
+
+
+def test_a_reward_model_learns_and_is_a_transformers_classifier(tmp_path, tiny_model, pairs):
+    done = train("rm", tmp_path, tiny_model, pairs, "preference.center_coef=0.01", "run.total_steps=12")
+    assert done.evals["val/accuracy"] == 1.0 and done.evals["val/score/chosen"] > done.evals["val/score/rejected"]
+    folder = tmp_path / "p" / "checkpoints" / "step_12" / "hf"
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    messages = [{"role": "user", "content": "11+22="}, {"role": "assistant", "content": "777"}]
+    prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, return_dict=False)
+    answer = [*tokenizer("777", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    with torch.no_grad():
+        theirs = float(model(torch.tensor([[*prompt, *answer]])).logits[0, 0])
+    from verl.driver.assemble import reward_role
+    from verl.transfer_queue.memory import MemoryQueue
+
+    config = load_config(["model.path=" + str(tiny_model), "model.dtype=float32", f"reward.model={folder}"]).config
+    role = reward_role(config, MemoryQueue(), "cpu")
+    [ours] = role.submit("score_rows", [(np.array(prompt), np.array(answer))], split="first").result(timeout=60)
+    assert ours == pytest.approx(theirs, abs=1e-4)
+    role.close()
+
+
+@pytest.mark.parametrize("loss", TABLE)
+def test_every_preference_loss_learns(loss, tmp_path, tiny_model, pairs, unpaired):
+    done = train("dpo", tmp_path, tiny_model, pairs if TABLE[loss].paired else unpaired, f"preference.loss={loss}")
+    found = metrics_of(tmp_path / "p")
+    assert np.isfinite(done.evals["val/loss"]) and found[1]["train/grad_norm"] > 0
+    if TABLE[loss].paired:
+        assert done.evals["val/rewards/accuracies"] == 1.0 and done.evals["val/rewards/margins"] > 0
+    else:
+        assert done.evals["val/loss"] < found[1]["train/loss"]
+
+
+@pytest.mark.parametrize("command,more", [("rm", ()), ("dpo", ()), ("dpo", ("preference.loss=kto",))])
+def test_a_cut_run_equals_a_straight_one_bitwise(command, more, tmp_path, tiny_model, pairs, unpaired):
+    files = unpaired if "preference.loss=kto" in more else pairs
+    shape = ("run.total_steps=4", "run.save_every_steps=1", "run.keep_last_checkpoints=9", *more)
+    train(command, tmp_path / "straight", tiny_model, files, *shape)
+
+    def crash(step, values):
+        if step == 2:
+            raise OSError("pulled the plug")
+
+    with pytest.raises(OSError, match="pulled"):
+        train(command, tmp_path / "cut", tiny_model, files, *shape, on_step=crash)
+    train(command, tmp_path / "cut", tiny_model, files, *shape)
+    same_state(state_of(tmp_path / "straight" / "p", 4), state_of(tmp_path / "cut" / "p", 4))
+
+
+def test_reference_logprobs_are_computed_once_and_kept(tmp_path, tiny_model, pairs, capsys):
+    train("dpo", tmp_path, tiny_model, pairs, "run.total_steps=2", "run.name=a")
+    train("dpo", tmp_path, tiny_model, pairs, "run.total_steps=2", "run.name=b")
+    said = capsys.readouterr().out
+    assert "computed for" in said and "reference log-probs: from" in said
+    first = metrics_of(tmp_path / "a")[1]
+    assert first["train/loss"] == pytest.approx(np.log(2), abs=1e-4), "at the start the policy is the reference"
+    same_state(state_of(tmp_path / "a", 2), state_of(tmp_path / "b", 2))
+
+
+@pytest.mark.parametrize("row,message", [
+    ({"prompt": "1+1=", "chosen": "2"}, "no 'rejected' beside 'chosen'"),
+    ({"prompt": "1+1=", "chosen": "2", "rejected": "2"}, "are the same"),
+    ({"prompt": "1+1=", "chosen": "2", "rejected": "  "}, "empty"),
+    ({"chosen": "2", "rejected": "3"}, "do not begin with the same messages"),
+    ({"prompt": "1+1=", "chosen": [{"role": "user", "content": "2"}], "rejected": "3"}, "assistant"),
+])  # fmt: skip
+def test_a_bad_row_is_one_line_with_its_place(row, message, tmp_path, tiny_model):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "1+1=", "chosen": "2", "rejected": "3"}) + "\n" + json.dumps(row) + "\n")
+    with pytest.raises(ValueError, match=message) as found:
+        train("dpo", tmp_path, tiny_model, path)
+    assert "rows.jsonl" in str(found.value) and "2" in str(found.value).partition(":")[2][:12]
+
+
+def test_wrong_settings_are_refused_before_a_model_is_loaded(tmp_path, tiny_model, pairs, unpaired):
+    with pytest.raises(ValueError, match="did you mean 'label_smoothing'"):
+        train("dpo", tmp_path, tiny_model, pairs, "preference.options.label_smoothin=0.1")
+    with pytest.raises(ValueError, match="preference.loss=dpoo"):
+        train("dpo", tmp_path, tiny_model, pairs, "preference.loss=dpoo")
+    with pytest.raises(ValueError, match="'label' must be true"):
+        train("dpo", tmp_path, tiny_model, pairs, "preference.loss=kto")
+    with pytest.raises(ValueError, match="no true rewards"):
+        path = tmp_path / "plain.jsonl"
+        path.write_text(json.dumps({"prompt": "1+1=", "chosen": "2", "rejected": "3"}) + "\n")
+        train("dpo", tmp_path, tiny_model, path, "preference.loss=rpo_sq")
+
+
+def test_hh_transcripts_and_whole_conversations_load(tmp_path, tiny_model):
+    path = tmp_path / "rows.jsonl"
+    hh = {"chosen": "\n\nHuman: 1+1=\n\nAssistant: 2", "rejected": "\n\nHuman: 1+1=\n\nAssistant: 3"}
+    user = {"role": "user", "content": "1+2="}
+    whole = {"chosen": [user, {"role": "assistant", "content": "3"}], "rejected": [user, {"role": "assistant", "content": "4"}]}
+    beside = {"prompt": [user], "chosen": [{"role": "assistant", "content": "3"}], "rejected": [{"role": "assistant", "content": "4"}]}
+    path.write_text("".join(json.dumps(r) + "\n" for r in (hh, whole, beside)))
+    from verl.chat import load_tokenizer
+    from verl.data.preference import load_pairs
+
+    config = load_config([f"model.path={tiny_model}"]).config
+    tokenizer = load_tokenizer(str(tiny_model))
+    table = load_pairs([str(path)], tokenizer, config.data)
+    assert len(table) == 3 and np.array_equal(table[1].chosen.ids, table[2].chosen.ids)
+    assert "1+1=" in tokenizer.decode(table[0].chosen.ids)
+
+
+@pytest.mark.parametrize("more", [(), ("reward.stage=batch",), ("reward.model_coef=0.5", "with_function")], ids=["stream", "batch", "summed"])
+def test_rl_against_a_trained_reward_model(more, tmp_path, tiny_model, pairs, arithmetic_data):
+    train("rm", tmp_path, tiny_model, pairs)
+    folder = tmp_path / "p" / "checkpoints" / "step_6" / "hf"
+    function = () if "with_function" in more else ("reward.path=null",)
+    extra = [m for m in more if m != "with_function"]
+    small_run(tmp_path, tiny_model, arithmetic_data[:1], "algorithm.name=ppo", "algorithm.kl_loss_coef=null", f"reward.model={folder}", *function, *extra)
+    rows = read_samples(tmp_path / "r", 2)
+    assert len(rows) == 16 and len({round(r.reward, 6) for r in rows}) > 4
+    for r in rows:
+        expected = r.components["reward_model"] * (0.5 if function == () else 1.0) + (r.components["function"] if function == () else 0.0)
+        assert r.reward == pytest.approx(expected, abs=1e-5)
+    assert metrics_of(tmp_path / "r")[2]["critic/score/mean"] == pytest.approx(np.mean([r.reward for r in rows]), abs=1e-4)
+
+
+def test_a_language_model_is_no_reward_model(tmp_path, tiny_model, arithmetic_data):
+    with pytest.raises(ValueError, match="verl rm"):
+        small_run(tmp_path, tiny_model, arithmetic_data[:1], f"reward.model={tiny_model}", "reward.path=null")

@@ -1,0 +1,187 @@
+"""What a supervised run trains on: SFT rows, reward-model pairs, preference pairs. Rows -> samples, token columns and terms."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.algorithms.preference import CHOSEN, MISMATCHED, REJECTED
+from verl.algorithms.terms import Term, nll
+from verl.chat import Rendered
+from verl.data.cache import cache_path, load_cached, store_cached
+from verl.data.preference import Pair, PairTable
+from verl.types import Sample, Segment
+
+SFT_TERMS = (Term(name="loss", fn=nll, aggregate="token-mean"),)
+Columns = dict[str, Tensor]
+LogprobsOf = Callable[[list[Sample]], list[np.ndarray]]
+
+
+class Stage(Protocol):
+    """A data set and its objective. `rows(i, names)`: the samples of these entries and their columns [L] in row order."""
+
+    terms: tuple[Term, ...]
+
+    def __len__(self) -> int: ...
+    def rows(self, indices: Sequence[int], names: Sequence[str]) -> tuple[list[Sample], Columns]: ...
+
+
+class Table(Protocol):
+    """Rendered rows by index (data/source.py)."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int) -> Rendered: ...
+
+
+@dataclass(slots=True)
+class SftStage:
+    table: Table
+    terms: tuple[Term, ...] = SFT_TERMS
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def rows(self, indices: Sequence[int], names: Sequence[str]) -> tuple[list[Sample], Columns]:
+        return [sample_of(self.table[i], name) for i, name in zip(indices, names, strict=True)], {}
+
+
+@dataclass(slots=True)
+class RewardStage:
+    """Pairs for Bradley-Terry: each answer ends in one trainable token that nobody reads; its value is the score."""
+
+    table: PairTable
+    terms: tuple[Term, ...]
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def rows(self, indices: Sequence[int], names: Sequence[str]) -> tuple[list[Sample], Columns]:
+        samples: list[Sample] = []
+        facts: list[dict[str, float]] = []
+        for j, (i, name) in enumerate(zip(indices, names, strict=True)):
+            pair = self.table[i]
+            assert pair.rejected is not None
+            for side, row in ((CHOSEN, pair.chosen), (REJECTED, pair.rejected)):
+                samples.append(scored_sample(row, f"{name}{'c' if side == CHOSEN else 'r'}", name))
+                facts.append({"side": side, "pair": float(j), "gap": pair.gap or 0.0})
+        return samples, _constant(samples, facts)
+
+
+@dataclass(slots=True)
+class PreferenceStage:
+    """Pairs, or unpaired answers with one mismatched answer beside each (KTO's reference point: the next row's)."""
+
+    table: PairTable
+    terms: tuple[Term, ...]
+    paired: bool
+    reference: Reference | None = None
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def entries(self, i: int) -> list[tuple[float, Rendered]]:
+        pair = self.table[i]
+        if self.paired:
+            assert pair.rejected is not None
+            return [(CHOSEN, pair.chosen), (REJECTED, pair.rejected)]
+        other = self.table[(i + 1) % len(self.table)]
+        return [(CHOSEN if pair.desirable else REJECTED, pair.chosen), (MISMATCHED, _mismatched(pair, other))]
+
+    def rows(self, indices: Sequence[int], names: Sequence[str]) -> tuple[list[Sample], Columns]:
+        samples: list[Sample] = []
+        facts: list[dict[str, float]] = []
+        ref: list[np.ndarray] = []
+        for j, (i, name) in enumerate(zip(indices, names, strict=True)):
+            for k, (side, row) in enumerate(self.entries(i)):
+                samples.append(sample_of(row, f"{name}{k}", name))
+                facts.append({"side": side, "pair": float(j), "gap": self.table[i].gap or 0.0})
+                if self.reference is not None:
+                    ref.append(self.reference.of(i, k))
+        columns = _constant(samples, facts)
+        if self.reference is not None:
+            columns["ref_logprobs"] = torch.from_numpy(np.concatenate(ref))
+        return samples, columns
+
+
+@dataclass(slots=True)
+class Reference:
+    """Log-probs of the frozen start policy, [sum of trainable tokens] float32, of every entry of every row."""
+
+    values: np.ndarray
+    starts: np.ndarray
+    per_row: int
+
+    def of(self, i: int, k: int) -> np.ndarray:
+        at = i * self.per_row + k
+        return self.values[int(self.starts[at]) : int(self.starts[at + 1])]
+
+
+def reference_logprobs(
+    stage: PreferenceStage, logprobs_of: LogprobsOf, *, model_dir: Path, dtype: str, cache_dir: str | None,
+    note: Callable[[str], None], rows_at_once: int = 64,
+) -> Reference:  # fmt: skip
+    """Computed once with the start weights, kept on disk by the content of rows and weights; no reference model after it."""
+    path = cache_path(cache_dir, f"reference_{_key(stage, model_dir, dtype)}")
+    found = load_cached(path)
+    if found is not None:
+        note(f"reference log-probs: from {path}")
+        return Reference(found[1]["values"], found[1]["starts"], int(found[0]["per_row"]))
+    parts: list[np.ndarray] = []
+    for at in range(0, len(stage), rows_at_once):
+        rows = [(i, entry) for i in range(at, min(at + rows_at_once, len(stage))) for entry in stage.entries(i)]
+        parts += logprobs_of([sample_of(row, f"{i}/{k}", f"{i}") for k, (i, (_, row)) in enumerate(rows)])
+    per_row = len(stage.entries(0))
+    arrays = {"values": np.concatenate(parts).astype(np.float32), "starts": np.concatenate([[0], np.cumsum([len(p) for p in parts])])}
+    store_cached(path, {"per_row": per_row}, arrays)
+    note(f"reference log-probs: computed for {len(parts)} answers, kept in {path}")
+    return Reference(arrays["values"], arrays["starts"], per_row)
+
+
+def _key(stage: PreferenceStage, model_dir: Path, dtype: str) -> str:
+    digest = hashlib.blake2b(f"{stage.table.key} {stage.paired} {dtype}".encode(), digest_size=16)
+    for file in sorted([*model_dir.glob("*.safetensors"), *model_dir.glob("*.bin"), model_dir / "config.json"]):
+        with open(file, "rb") as stream:
+            digest.update(file.name.encode() + hashlib.file_digest(stream, "blake2b").digest())
+    return digest.hexdigest()
+
+
+def sample_of(row: Rendered, name: str, group: str | None = None) -> Sample:
+    """A conversation as a sample: supervised tokens are the trainable ones, everything else is context."""
+    edges = np.flatnonzero(np.diff(row.mask.astype(np.int8))) + 1
+    segments = []
+    for a, b in zip([0, *edges], [*edges, len(row.ids)]):
+        if row.mask[a]:
+            segments.append(Segment(ids=row.ids[a:b], source="sampled", logprobs=np.zeros(b - a, np.float32), version=0))
+        else:
+            segments.append(Segment(ids=row.ids[a:b], source="env" if a else "prompt"))
+    return Sample(sample_id=name, trajectory_id=name, group_id=group or name, purpose="train", segments=tuple(segments), reward=0.0)
+
+
+def scored_sample(row: Rendered, name: str, group: str) -> Sample:
+    """The whole row as context, and one more token: what precedes it is the last of the answer, where the score is read."""
+    split = int(np.argmax(row.mask)) or len(row.ids)
+    segments = [Segment(ids=row.ids[:split], source="prompt")]
+    if split < len(row.ids):
+        segments.append(Segment(ids=row.ids[split:], source="env"))
+    segments.append(Segment(ids=row.ids[-1:], source="sampled", logprobs=np.zeros(1, np.float32), version=0))
+    return Sample(sample_id=name, trajectory_id=name, group_id=group, purpose="train", segments=tuple(segments), reward=0.0)
+
+
+def _mismatched(pair: Pair, other: Pair) -> Rendered:
+    """The prompt of one row with the answer of another."""
+    a, b = int(np.argmax(pair.chosen.mask)), int(np.argmax(other.chosen.mask))
+    return Rendered(
+        np.concatenate([pair.chosen.ids[:a], other.chosen.ids[b:]]), np.concatenate([pair.chosen.mask[:a], other.chosen.mask[b:]])
+    )
+
+
+def _constant(samples: Sequence[Sample], facts: Sequence[Mapping[str, Any]]) -> Columns:
+    counts = torch.tensor([s.loss_tokens for s in samples])
+    return {n: torch.tensor([f[n] for f in facts], dtype=torch.float64).repeat_interleave(counts) for n in facts[0]} if facts else {}
