@@ -20,10 +20,10 @@ class Start:
     """The RL problems, in the quickstart's format."""
 
 
-def ensure_start(folder: Path, env: dict[str, str], threads: int) -> Start:
+def ensure_start(folder: Path, env: dict[str, str], threads: int, *, steps: int = STEPS) -> Start:
     """Made under `folder` on first use (about a minute on two quiet cores)."""
-    home = folder / f"start_{STEPS}"
-    model = home / "sft" / "checkpoints" / f"step_{STEPS}" / "hf"
+    home = folder / f"start_{steps}"
+    model = home / "sft" / "checkpoints" / f"step_{steps}" / "hf"
     if not (model / "config.json").exists():
         from verl.quickstart import make_inputs
 
@@ -31,7 +31,7 @@ def ensure_start(folder: Path, env: dict[str, str], threads: int) -> Start:
         command = [
             sys.executable, "-m", "verl", "sft", "recipe=quickstart_warmup", f"model.path={base}", f"run.seed={SEED}",
             f"data.train_files=[{home}/data/sft.jsonl]", f"run.root_dir={home}", "run.name=sft",
-            f"run.total_steps={STEPS}", f"run.threads={threads}", "model.device=cpu",
+            f"run.total_steps={steps}", f"run.threads={threads}", "model.device=cpu",
         ]  # fmt: skip
         run_logged(command, folder / "logs" / "start.log", timeout_s=TIMEOUT_S, env=env)
     return Start(model, home / "data" / "train.jsonl")

@@ -19,11 +19,11 @@ from verl.algorithms.terms import Term, TermValue, log_ratio, old_logprobs
 from verl.algorithms.weights import AGGREGATIONS, term_weights, weight_column
 from verl.batch import Batch, Columns, loss_index, pack, segment_sum, select_rows, split_rows
 from verl.model_engine.fsdp import FSDPEngine
-from verl.model_engine.objective import evaluate_terms
+from verl.model_engine.objective import Surrogate, evaluate_terms
 from verl.model_engine.optim import OptimSpec
 from verl.types import Sample, Segment
 
-SETTINGS = {"horizon_tokens": 16, "entropy_coef": 0.01, "kl_loss_coef": 0.1, "clip_dual": 3.0}
+SETTINGS = {"horizon_tokens": 16, "reward_components": ["a", "b"], "entropy_coef": 0.01, "kl_loss_coef": 0.1, "clip_dual": 3.0}
 F64 = torch.float64
 VOCAB = 32
 
@@ -55,8 +55,14 @@ def columns_of(batch: Batch, samples: list[Sample], keep: torch.Tensor, token=No
     rows = [samples[first[s]] for s in range(batch.num_sequences)]
     groups = list(dict.fromkeys(s.group_id for s in rows))
     sequence = {"score": torch.tensor([s.reward for s in rows], dtype=F64), "valid": torch.ones(len(rows), dtype=torch.bool),
-                "group": torch.tensor([groups.index(s.group_id) for s in rows])}  # fmt: skip
-    return Columns(token=token or {}, sequence=sequence, sequence_of=batch.sequence_of, num_sequences=batch.num_sequences, mask=keep)
+                "group": torch.tensor([groups.index(s.group_id) for s in rows]),
+                "baseline": torch.full((len(rows),), 0.25, dtype=F64), "positive": torch.tensor([s.reward > 0 for s in rows]),
+                "component/a": torch.tensor([s.reward for s in rows], dtype=F64),
+                "component/b": torch.tensor([-0.3 * float(s.trajectory_id[-1]) for s in rows], dtype=F64)}  # fmt: skip
+    drawn = [torch.rand(s.loss_tokens, 2, generator=torch.Generator().manual_seed(sum(s.sample_id.encode())), dtype=F64) for s in samples]
+    both = torch.cat(drawn)  # of the sample, wherever it stands
+    token = {"old_values": both[:, 0], "sum_pi_squared": both[:, 1], "old_logprobs": -3 * both[:, 0] - 0.1, **(token or {})}
+    return Columns(token=token, sequence=sequence, sequence_of=batch.sequence_of, num_sequences=batch.num_sequences, mask=keep)
 
 
 def prepared(samples: list[Sample], name: str, *, rejected: float = 0.2) -> tuple[Batch, tuple[Term, ...]]:
@@ -65,8 +71,8 @@ def prepared(samples: list[Sample], name: str, *, rejected: float = 0.2) -> tupl
     n = batch.num_loss_tokens
     g = torch.Generator().manual_seed(n)
     every = columns_of(batch, samples, torch.ones(n, dtype=torch.bool))
-    advantages = algo.advantage(every.with_token({"rewards": adv.token_rewards(every)}))["advantages"]
-    stored = {"advantages": advantages, **{f"{p}_logprobs": -3 * torch.rand(n, generator=g, dtype=F64) for p in ("old", "ref")}}
+    found = algo.advantage(every.with_token({"rewards": adv.token_rewards(every)}))
+    stored = {**found, "old_values": every["old_values"], **{f"{p}_logprobs": -3 * torch.rand(n, generator=g, dtype=F64) for p in ("old", "ref")}}
     kept = torch.rand(n, generator=g) >= rejected
     if rejected:
         kept[batch.sequence_of == 1] = False  # a trajectory that is rejected as a whole
@@ -77,6 +83,15 @@ def prepared(samples: list[Sample], name: str, *, rejected: float = 0.2) -> tupl
 def accumulated(batch: Batch, terms, parts, outputs) -> tuple[float, dict[str, torch.Tensor]]:
     leaves = {n: v.clone().requires_grad_() for n, v in outputs.items()}
     total = 0.0
+    whole = [t for t in terms if t.two_pass]
+    if whole:  # as the engine's first pass: evaluated on the whole step, whose gradient weighs the outputs of each part
+        loss, _ = evaluate_terms(whole, batch, leaves)
+        total += float(loss.detach())
+        grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+        weighed = {n: torch.zeros_like(v) if g is None else g for (n, v), g in zip(leaves.items(), grads, strict=True)}
+        batch = batch.with_columns({f"w/two_pass/{n}": g for n, g in weighed.items()})
+        total -= sum(float((g * leaves[n].detach()).sum()) for n, g in weighed.items())
+        terms = [*(t for t in terms if not t.two_pass), *(Surrogate(f"two_pass/{n}", n) for n in weighed)]
     for rows in parts:
         index = loss_index(batch, rows)
         loss, _ = evaluate_terms(terms, select_rows(batch, rows), {n: v[index] for n, v in leaves.items()})

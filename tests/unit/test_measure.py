@@ -220,7 +220,7 @@ def test_the_recorder_writes_every_row_with_its_columns_and_drops_it(tmp_path):
     )
     made = [
         Sample(sample_id=f"{g}/train0.0#0", trajectory_id=f"{g}/train0.0", group_id=g, purpose="train", segments=segments, reward=1.5,
-               components={"acc": 1.0}, truncated=True)
+               components={"acc": 1.0}, truncated=True, stop_reason="length")
         for g in ("g1", "g2")
     ]  # fmt: skip
     refs = queue.put(made)

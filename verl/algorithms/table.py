@@ -333,7 +333,7 @@ def _terms(row: Row) -> tuple[Term, ...]:
     if row.off_policy_delta is not None:
         fn, inputs = partial(tm.off_policy_sequence_mask, inner=fn, delta=row.off_policy_delta), (*inputs, "rollout_logprobs")
     correction = _correction(row)
-    if row.bypass and row.loss == "reinforce":  # weights from the current policy, so they follow it through several updates
+    if row.bypass and row.loss == "reinforce" and correction is not None:  # weights from the current policy, so they follow it through several updates
         fn, inputs = partial(tm.bypass_reinforce, correction=correction), (*inputs, "rollout_logprobs")
     out = [Term(name="pg_loss", fn=fn, inputs=inputs, corrected=not row.bypass, two_pass=row.loss in WHOLE_STEP, **common)]
     if row.kl_loss_coef:

@@ -10,14 +10,15 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from verl.chat import Rendered, RowRefused, TemplateAudit, audit_template, render_conversation
 from verl.config.schema import DataConfig
 from verl.data.files import RawRow, expand_files, read_rows
 from verl.data.formats import _columns, _kind, _messages, _with_system
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 HH_TURN = re.compile(r"\n\n(Human|Assistant): ?")
 GAP_KEYS = (("chosen_score", "rejected_score"), ("score_chosen", "score_rejected"), ("chosen_rating", "rejected_rating"))

@@ -519,7 +519,7 @@ async def _reward(config: Config, scorer: InprocGroup | None) -> RewardFn:
             target, num_workers=r.num_workers, timeout_s=r.timeout_s, memory_limit_mb=r.memory_limit_mb,
             max_calls_per_worker=r.max_calls_per_worker,
         )  # fmt: skip
-        await pool.start()  # type: ignore[attr-defined]
+        await pool.start()
     found: RewardFn
     if scorer is None:
         assert pool is not None
