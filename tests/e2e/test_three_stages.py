@@ -1,0 +1,28 @@
+"""SFT -> reward model -> PPO against it, small: every stage hands its folder on, and the end tells true from modelled reward."""
+
+import json
+
+from verl.three_stages import _true, over_optimised, three_stages
+
+
+def test_the_three_stages_run_end_to_end(tmp_path):
+    code = three_stages([
+        f"run.root_dir={tmp_path}", "sft_steps=3", "rm_steps=3", "ppo_steps=2", "run.threads=1", "step.prompts_per_step=4",
+        "step.samples_per_prompt=2", "rollout.max_response_tokens=8", "algorithm.critic_warmup_steps=1", "data.max_eval_rows=8",
+        f"data.cache_dir={tmp_path}/cache",
+    ])  # fmt: skip
+    assert code == 0
+    found = json.loads((tmp_path / "three_stages" / "summary.json").read_text())
+    assert 0 <= found["rm_accuracy"] <= 1 and [p["step"] for p in found["curve"]] == [1, 2]
+    assert (tmp_path / "three_stages" / "ppo" / "report.html").is_file()
+
+
+def test_the_true_score_is_read_from_the_texts():
+    assert _true("12+30=", "junk #42") == 1.0 and _true("50-8=", "#42") == 1.0 and _true("50-8=", "#43") == 0.0
+
+
+def test_over_optimisation_is_a_rising_model_over_a_falling_truth():
+    point = lambda n, m, t: {"step": n, "modelled": m, "true": t}  # noqa: E731
+    assert over_optimised([point(1, 0.0, 0.2), point(2, 1.0, 0.8), point(3, 2.0, 0.5)]) == 2
+    assert over_optimised([point(1, 0.0, 0.2), point(2, 1.0, 0.8)]) is None
+    assert over_optimised([point(1, 0.0, 0.8), point(2, -1.0, 0.2)]) is None
