@@ -11,7 +11,6 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from golden_adapters import ADAPTERS as POLICY
 from golden_adapters import case_metrics
-
 from golden_preference import ADAPTERS as PREFERENCE
 
 GOLDEN = Path(os.environ.get("VERL_GOLDEN_DIR", Path(__file__).parent / "golden"))
