@@ -60,22 +60,26 @@ def _algorithms() -> int:
 
 
 def _algorithm(name: str, overrides: Sequence[str]) -> int:
-    from verl.algorithms.table import TABLE, resolve
+    from verl.algorithms.table import TABLE, Row, resolve
     from verl.config.load import load_config
 
     resolved = load_config([f"algorithm.name={name}", *overrides, "model.path=MODEL_FOLDER"])
-    given = {k: v for k, v in asdict(resolved.config.algorithm).items() if k != "name"}
-    settings: dict[str, Any] = {**given.pop("options"), **given}
-    if TABLE.get(name) and TABLE[name].aggregation == "seq-mean-token-sum-norm" and settings.get("horizon_tokens") is None:
-        settings["horizon_tokens"] = resolved.config.rollout.max_response_tokens
-    if name == "gdpo":
-        settings.setdefault("reward_components", ["COMPONENT", "COMPONENT"])
-    algorithm = resolve(name, settings)
+    asked = {k: v for k, v in asdict(resolved.config.algorithm).items() if k != "name"}
+    given: dict[str, Any] = {k: v for k, v in {**asked.pop("options"), **asked}.items() if v is not None}
+    row, derived = TABLE.get(name), {}
+    if row and given.get("aggregation", row.aggregation) == "seq-mean-token-sum-norm":
+        derived["horizon_tokens"] = resolved.config.rollout.max_response_tokens
+    if row and given.get("estimator", row.estimator) == "gdpo":
+        derived["reward_components"] = ["COMPONENT", "COMPONENT"]
+    algorithm = resolve(name, {**derived, **given})
     table = Table("setting", "value", "from", title=f"{name}: {algorithm.source}", box=None, title_justify="left")
     for key, value in algorithm.settings.items():
         if key not in ("source", "notes"):
-            table.add_row(key, str(value), "given" if settings.get(key) is not None else "preset")
+            default = Row.__dataclass_fields__[key].default
+            where = "given" if key in given else "derived" if key in derived else "preset" if getattr(row, key) == default else "paper"
+            table.add_row(key, str(value), where)
     Console().print(table)
+    print("paper: the algorithm's own · preset: as in every algorithm · derived: from other keys · given: on this command line")
     return 0
 
 

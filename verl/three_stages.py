@@ -21,7 +21,7 @@ from rich.table import Table
 from verl.quickstart import make_inputs
 from verl.recipes import arithmetic
 
-TRAIN_PAIRS, EVAL_PAIRS = 6000, 256
+TRAIN_PAIRS, EVAL_PAIRS = 8000, 256
 
 
 def main(argv: Sequence[str]) -> int:
@@ -54,7 +54,7 @@ def three_stages(overrides: list[str]) -> int:
     console.rule("[bold]2 of 3[/] a reward model from pairs: right work against forgotten carries")
     trained = run_sft(load_config([
         f"model.path={start}", f"data.train_files=[{home}/data/pairs.jsonl]", f"data.eval_files=[{home}/data/pairs_heldout.jsonl]",
-        "run.name=three_stages/rm", f"run.total_steps={given.get('rm_steps', '150')}", "supervised.rows_per_step=32", "optim.lr=5e-4",
+        "run.name=three_stages/rm", f"run.total_steps={given.get('rm_steps', '250')}", "supervised.rows_per_step=32", "optim.lr=5e-4",
         "optim.schedule=linear", "optim.warmup_steps=10", "optim.weight_decay=0", "preference.center_coef=0.01",
         "data.max_tokens_per_row=128", "run.eval_every_steps=50", "run.keep_last_checkpoints=1", *common,
     ]), "rm", title="three stages: reward model")  # fmt: skip
@@ -64,8 +64,8 @@ def three_stages(overrides: list[str]) -> int:
     own = ("run.seed", "run.root_dir", "sft_model", "sft_steps", "rm_steps", "ppo_steps")
     done = run_rl(load_config([
         "recipe=quickstart", f"model.path={start}", f"data.train_files=[{home}/data/train.jsonl]", f"data.eval_files=[{home}/data/heldout.jsonl]",
-        f"reward.model={_last(trained.dir)}", "run.name=three_stages/ppo", f"run.total_steps={given.get('ppo_steps', '30')}", "algorithm.name=ppo",
-        "algorithm.lam=1.0", "algorithm.critic_warmup_steps=5", "critic.lr=5e-4", "algorithm.kl_reward_coef=0.0", *common,
+        f"reward.model={_last(trained.dir)}", "run.name=three_stages/ppo", f"run.total_steps={given.get('ppo_steps', '20')}", "algorithm.name=ppo",
+        "algorithm.lam=1.0", "algorithm.critic_warmup_steps=5", "critic.lr=5e-4", "algorithm.kl_reward_coef=0.05", *common,
         *(a for a in overrides if a.partition("=")[0] not in own),
     ]), title="three stages: PPO", quiet=True)  # fmt: skip
     _close(console, home, done.dir, seed, accuracy, time.monotonic() - started)
@@ -73,11 +73,16 @@ def three_stages(overrides: list[str]) -> int:
 
 
 def write_pairs(path: Path, count: int, *, seed: int, held: bool) -> Path:
-    """Pairs of worked answers to one problem: with its carries, and without, where that makes a difference."""
+    """Pairs of worked answers to one problem: the right one, and one that forgets its carries or has one wrong digit.
+
+    Forgotten carries alone would teach the model to like carries, and PPO to write them everywhere."""
     path.parent.mkdir(parents=True, exist_ok=True)
     rows: list[str] = []
+    rng = random.Random(seed)
     for problem in arithmetic.problems(seed, held=held):
         right, wrong = (arithmetic.trace(problem, forget_carries=f) for f in (False, True))
+        if right == wrong or rng.random() < 0.6:
+            wrong = one_wrong_digit(right, rng)
         if right != wrong:
             rows.append(json.dumps({"prompt": arithmetic.prompt(problem), "chosen": right, "rejected": wrong}) + "\n")
         if len(rows) == count:
@@ -85,6 +90,13 @@ def write_pairs(path: Path, count: int, *, seed: int, held: bool) -> Path:
     random.Random(seed).shuffle(rows)
     path.write_text("".join(rows))
     return path
+
+
+def one_wrong_digit(text: str, rng: random.Random) -> str:
+    """The text with one of its digits replaced by another; a carry (after a comma) by the other carry."""
+    at = rng.choice([i for i, c in enumerate(text) if c.isdigit()])
+    carry = text[at - 1 : at] == ","
+    return text[:at] + ("01"[text[at] == "0"] if carry else rng.choice([d for d in "0123456789" if d != text[at]])) + text[at + 1 :]
 
 
 def _last(run_dir: Path) -> Path:
