@@ -25,6 +25,7 @@ from rich.console import Console
 
 from bench.environments import why
 from bench.start_checkpoint import Start, ensure_start
+from verl.algorithms.cards import recommended
 from verl.algorithms.table import TABLE
 from verl.quickstart import make_inputs
 from verl.recipes.arithmetic import write_rl
@@ -34,19 +35,6 @@ ROOT = Path(__file__).resolve().parents[1]
 EVAL_EVERY = 5
 TIMEOUT_S = 900.0
 CLEARLY = 0.10  # above the start: four standard errors of 256 problems at 0.2
-CRITIC = ("critic.lr=5e-4", "algorithm.critic_warmup_steps=5", "algorithm.kl_reward_coef=0")
-RECOMMENDED: dict[str, tuple[str, ...]] = {
-    # The quickstart's recipe is the base: 32 prompts x 8 answers, lr 1e-4, one update per step.
-    "ppo": (*CRITIC, "algorithm.lam=1.0"), "pf_ppo": (*CRITIC, "algorithm.lam=1.0"),
-    # 35 tokens an answer: the paper's 0.05 would make lambda 0.4, and the policy would follow a critic that is minutes old
-    "vapo": (*CRITIC, "algorithm.options.length_adaptive_alpha=1.0"),
-    "drgrpo": ("algorithm.horizon_tokens=48",),
-    "gdpo": ("algorithm.options.reward_components=[right,form]", "reward.path={root}/bench/two_rewards.py"),
-    "rloo": ("algorithm.kl_reward_coef=0",), "remax": ("algorithm.kl_reward_coef=0",),
-    "reinforce_plus_plus": ("algorithm.kl_reward_coef=0",),
-}  # fmt: skip
-"""Overrides over recipe=quickstart (kl_loss_coef 0, the row's own aggregation). No reference model: the reward is exact."""
-
 
 @dataclass(frozen=True, slots=True)
 class Arm:
@@ -103,7 +91,7 @@ def run(
     command = [
         sys.executable, "-m", "verl", "train", "recipe=quickstart", f"model.path={start.model}", f"data.train_files=[{start.rows}]",
         f"data.eval_files=[{held_out}]", f"run.root_dir={root}", f"run.name={name}", f"run.seed={seed}", f"run.total_steps={steps}",
-        f"run.eval_every_steps={EVAL_EVERY}", "run.resume=auto", f"run.threads={threads}", f"algorithm.name={name}",
+        f"run.eval_every_steps={EVAL_EVERY}", "run.resume=auto", f"run.threads={threads}",
         "track.sinks=[jsonl]", "model.device=cpu", *given(name),
     ]  # fmt: skip
     with open(log, "wb") as output:
@@ -123,10 +111,11 @@ def run(
 
 
 def given(name: str) -> list[str]:
-    extra = [x.format(root=ROOT) for x in RECOMMENDED.get(name, ())]
-    keys = {x.partition("=")[0] for x in extra}
-    base = {"algorithm.aggregation": "null", "reward.path": "verl.recipes.arithmetic"}
-    return [f"{k}={v}" for k, v in base.items() if k not in keys] + extra
+    """What the algorithm's card recommends (verl/algorithms/cards.py); paths are of this repository."""
+    values = {"reward.path": "verl.recipes.arithmetic", **recommended(name)}
+    if values["reward.path"].endswith(".py"):
+        values["reward.path"] = str(ROOT / values["reward.path"])
+    return [f"{k}={v}" for k, v in values.items()]
 
 
 def document(arms: list[Arm], threads: int) -> str:
@@ -156,7 +145,7 @@ def document(arms: list[Arm], threads: int) -> str:
         "# Every preset on the quickstart's task", "",
         "Written by `python bench/algorithms.py`; edits are overwritten. Held-out greedy accuracy (256 problems, medians over the",
         f"seeds), {threads} CPU threads, float32 or bfloat16 as the machine has it, 32 prompts x 8 answers per step, one start",
-        "checkpoint for all. Hyper-parameters: recipe=quickstart plus RECOMMENDED in bench/algorithms.py. Peak: of the whole process.", "",
+        "checkpoint for all. Hyper-parameters: recipe=quickstart plus what the card recommends. Peak: of the whole process.", "",
         head, rule, *rows, "", learned, "",
     ])  # fmt: skip
 
