@@ -66,20 +66,22 @@ def _algorithm(name: str, overrides: Sequence[str]) -> int:
     resolved = load_config([f"algorithm.name={name}", *overrides, "model.path=MODEL_FOLDER"])
     asked = {k: v for k, v in asdict(resolved.config.algorithm).items() if k != "name"}
     given: dict[str, Any] = {k: v for k, v in {**asked.pop("options"), **asked}.items() if v is not None}
-    row, derived = TABLE.get(name), {}
+    row = TABLE.get(name)
+    needed: dict[str, Any] = {}  # what a run must give itself; a fitting value is shown
     if row and given.get("aggregation", row.aggregation) == "seq-mean-token-sum-norm":
-        derived["horizon_tokens"] = resolved.config.rollout.max_response_tokens
+        needed["horizon_tokens"] = resolved.config.rollout.max_response_tokens
     if row and given.get("estimator", row.estimator) == "gdpo":
-        derived["reward_components"] = ["COMPONENT", "COMPONENT"]
-    algorithm = resolve(name, {**derived, **given})
-    table = Table("setting", "value", "from", title=f"{name}: {algorithm.source}", box=None, title_justify="left")
+        needed["reward_components"] = ["COMPONENT", "COMPONENT"]
+    algorithm = resolve(name, {**needed, **given})
+    table = Table("setting", "value", "from", box=None)
     for key, value in algorithm.settings.items():
         if key not in ("source", "notes"):
             default = Row.__dataclass_fields__[key].default
-            where = "given" if key in given else "derived" if key in derived else "preset" if getattr(row, key) == default else "paper"
+            where = "given" if key in given else "needed" if key in needed else "preset" if getattr(row, key) == default else "paper"
             table.add_row(key, str(value), where)
+    print(f"{name}: {algorithm.source}")
     Console().print(table)
-    print("paper: the algorithm's own · preset: as in every algorithm · derived: from other keys · given: on this command line")
+    print("paper: the algorithm's own · preset: as in every algorithm · given: on this command line · needed: a run has to give it")
     return 0
 
 

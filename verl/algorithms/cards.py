@@ -501,13 +501,13 @@ def _settings(row: Row) -> str:
 
 def _launch(name: str) -> list[str]:
     needed = {"gdpo": " algorithm.options.reward_components=[a,b] reward.path=my_reward.py", "drgrpo": " algorithm.horizon_tokens=1024"}
-    plain = f"verl train recipe=gsm8k_grpo model.path=DIR data.train_files=[FILE] algorithm.name={name}{needed.get(name, '')}"
+    plain = f"verl train model.path=DIR data.train_files=[FILE] algorithm.name={name}{needed.get(name, '')}"
     small = " ".join(f"{k}={v}" for k, v in recommended(name).items())
-    return [plain, f"verl train recipe=quickstart model.path=DIR data.train_files=[FILE] {small}"]
+    return [plain, f"verl train recipe=quickstart model.path=DIR data.train_files=[FILE] data.eval_files=[FILE] {small}"]
 
 
 def _recommendation(name: str) -> str:
-    return "The second line is for a task of the quickstart's size. " + WHY_RECOMMENDED.get(name, "The recipe's 1e-4 is the rate; nothing else changes.")
+    return "The second line is for a task of the quickstart's size; the recipes fix\nthe aggregation themselves, `algorithm.aggregation=null` gives it back to the preset. " + WHY_RECOMMENDED.get(name, "The recipe's 1e-4 is the rate; nothing else changes.")
 
 
 def _differences(name: str) -> str:
