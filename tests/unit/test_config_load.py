@@ -214,3 +214,10 @@ def test_every_leaf_can_be_set_from_the_command_line() -> None:
     resolved = load_config(args)
     assert set(resolved.origins.values()) == {"command line"}
     assert all(leaf_of(key) for key in resolved.origins)
+
+
+def test_another_algorithm_than_the_recipes_is_the_preset_itself() -> None:
+    same = load_config(["recipe=gsm8k_grpo", "model.path=m", "algorithm.name=grpo"]).config.algorithm
+    assert same.aggregation == "token-mean" and same.kl_loss_coef == 0.0
+    other = load_config(["recipe=gsm8k_grpo", "model.path=m", "algorithm.name=gspo", "algorithm.clip_low=0.1"]).config.algorithm
+    assert (other.name, other.aggregation, other.kl_loss_coef, other.clip_low) == ("gspo", None, None, 0.1)

@@ -72,12 +72,23 @@ def load_config(overrides: Sequence[str], *, verl_defaults: VerlDefaults | None 
     prompts = [s.value for s in settings if s.key == "step.prompts_per_step" and isinstance(s.value, int)]
     said = translate(args, prompts_per_step=prompts[-1] if prompts else None, verl_defaults=verl_defaults)
     base = list(_argument_settings(said.defaults, said.origins))
-    settings = [*base, *settings, *_argument_settings(said.overrides, said.origins)]
+    given = list(_argument_settings(said.overrides, said.origins))
+    settings = [*base, *_of_its_algorithm(settings, given), *given]
     values, origins = _merge(settings)
     values = _resolved(values, origins)
     if values["model.path"] == MISSING:
         raise ValueError("model.path is missing: model.path=FOLDER (a Hugging Face folder: config.json, safetensors, tokenizer)")
     return Resolved(build(values), origins, tuple(said.notes))
+
+
+def _of_its_algorithm(recipe: list[_Setting], given: Sequence[_Setting]) -> list[_Setting]:
+    """The recipe without its algorithm.* where the command line names another algorithm: they were chosen for the recipe's
+    own, and GSPO with GRPO's aggregation, say, is another objective than the one that was asked for."""
+    own = [s.value for s in recipe if s.key == "algorithm.name"]
+    asked = [s.value for s in given if s.key == "algorithm.name"]
+    if not own or not asked or own[-1] == asked[-1]:
+        return recipe
+    return [s for s in recipe if not s.key.startswith("algorithm.")]
 
 
 # -- layers ------------------------------------------------------------------------------------------------------------
