@@ -1,12 +1,15 @@
 """Shared pieces. Everything that tests write goes to tmp paths; no test needs a network or a GPU."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).parent))
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a runner started in the background; children would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 

@@ -28,6 +28,7 @@ AXES = ("estimator", "loss", "aggregation", "selection")
 BASE: Mapping[str, str] = {"algorithm.aggregation": "null"}
 """Over recipe=quickstart, which takes the token mean: the preset's own aggregation."""
 _EXACT_REWARD = {"algorithm.kl_reward_coef": "0"}
+_REUSED = {"step.updates_per_step": "4"}
 _CRITIC = {"critic.lr": "5e-4", "algorithm.critic_warmup_steps": "5", **_EXACT_REWARD}
 RECOMMENDED: Mapping[str, Mapping[str, str]] = {
     "ppo": {**_CRITIC, "algorithm.lam": "1.0"},
@@ -37,6 +38,8 @@ RECOMMENDED: Mapping[str, Mapping[str, str]] = {
     "gdpo": {"algorithm.options.reward_components": "[right,form]", "reward.path": "bench/two_rewards.py"},
     "pass_at_k": {"step.prompts_per_step": "64", "step.samples_per_prompt": "4"},
     "rloo": _EXACT_REWARD, "remax": _EXACT_REWARD, "reinforce_plus_plus": _EXACT_REWARD,
+    "gspo": _REUSED, "gspo_token": _REUSED, "cispo": _REUSED, "sapo": _REUSED, "gmpo": _REUSED, "kl_cov": _REUSED, "clip_cov": _REUSED,
+    "decoupled_ppo": _REUSED,
 }  # fmt: skip
 """Overrides of a run of the quickstart's size (arithmetic, about 35 tokens an answer), by name; see `recommended`."""
 
@@ -51,6 +54,8 @@ WHY_RECOMMENDED: Mapping[str, str] = {
     "rloo": "The reward is exact and cannot be gamed: no reference model.",
     "remax": "The reward is exact and cannot be gamed: no reference model.",
     "reinforce_plus_plus": "The reward is exact and cannot be gamed: no reference model.",
+    **dict.fromkeys(("gspo", "gspo_token", "cispo", "sapo", "gmpo", "kl_cov", "clip_cov", "decoupled_ppo"),
+                    "With one update per step every ratio is 1, and the loss does nothing of its own."),
 }  # fmt: skip
 
 TITLES: Mapping[str, str] = {

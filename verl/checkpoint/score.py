@@ -1,17 +1,18 @@
-"""Reward models as folders: the body as for any model, and the scalar head as transformers' sequence classifiers keep it."""
+"""Reward models as folders: transformers' one-label sequence classifiers, the body under its own names and `score.weight`."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 WEIGHT = "score.weight"
-_SHARD = "model-score.safetensors"
+_KINDS = ("ForCausalLM", "LMHeadModel")
 
 
 def read_score(folder: Path) -> Tensor | None:
@@ -26,21 +27,29 @@ def read_score(folder: Path) -> Tensor | None:
     return None
 
 
-def add_score(folder: Path, weight: Tensor, *, pad_token_id: int | None) -> None:
-    """Make an exported causal-LM folder a one-label sequence classifier with this head."""
-    index = folder / "model.safetensors.index.json"
-    head = {WEIGHT: weight.detach().to("cpu", torch.float32).contiguous()}
-    if index.is_file():
-        found = json.loads(index.read_text())
-        save_file(head, folder / _SHARD, metadata={"format": "pt"})
-        found["weight_map"][WEIGHT] = _SHARD
-        index.write_text(json.dumps(found, indent=2) + "\n")
-    else:
-        path = folder / "model.safetensors"
-        save_file({**load_file(path), **head}, path, metadata={"format": "pt"})
+def classifier_config(folder: Path, pad_token_id: int | None) -> dict[str, Any]:
+    """What config.json says where the model of `folder` is a classifier. ValueError if transformers has no such class."""
+    import transformers
+
     config = json.loads((folder / "config.json").read_text())
-    names = [n.replace("ForCausalLM", "ForSequenceClassification").replace("LMHeadModel", "ForSequenceClassification") for n in config.get("architectures") or []]
-    config |= {"architectures": names, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    if config.get("pad_token_id") is None and pad_token_id is not None:
-        config["pad_token_id"] = pad_token_id
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    names = list(config.get("architectures") or [])
+    for kind in _KINDS:
+        names = [n.replace(kind, "ForSequenceClassification") for n in names]
+    if not names or not names[0].endswith("ForSequenceClassification") or not hasattr(transformers, names[0]):
+        raise ValueError(
+            f"model.path={folder}: transformers has no sequence classifier for {config.get('architectures')}, so a reward model"
+            " of it could not be saved. Fix: a causal language model whose family has a ...ForSequenceClassification class"
+        )
+    pad = config.get("pad_token_id")
+    return {
+        "architectures": names, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0},
+        "pad_token_id": pad_token_id if pad is None else pad,
+    }  # fmt: skip
+
+
+def classifier_tensors(body: str, tensors: Iterable[tuple[str, Tensor]], head: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """The weights below `body` (the model's base_model_prefix), without the language model's head, and the scalar head."""
+    for name, tensor in tensors:
+        if name.startswith(f"{body}."):
+            yield name, tensor
+    yield WEIGHT, head.detach().to(torch.float32)

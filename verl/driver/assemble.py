@@ -22,8 +22,7 @@ from verl.algorithms.preference import loss_row, preference_terms, reward_terms
 from verl.algorithms.table import Algorithm, resolve
 from verl.chat import load_tokenizer, require_chat_template
 from verl.checkpoint.hf import export_hf
-from verl.checkpoint.score import WEIGHT as SCORE_WEIGHT
-from verl.checkpoint.score import add_score, read_score
+from verl.checkpoint.score import classifier_config, classifier_tensors, read_score
 from verl.checkpoint.store import CheckpointStore
 from verl.config.load import Resolved, dump_config
 from verl.config.plan import warmup_steps
@@ -40,6 +39,7 @@ from verl.driver.supervised import SupervisedRun
 from verl.driver.supervised import resume as resume_supervised
 from verl.model_engine.fsdp import DTYPES, FSDPEngine, load_causal_lm
 from verl.model_engine.optim import OptimSpec
+from verl.model_engine.reward_model import load_reward_model
 from verl.nn.heads import Head
 from verl.reward.base import RewardFn
 from verl.reward.compute import check_data_source
@@ -148,14 +148,15 @@ def assemble_supervised(
     config = resolved.config
     set_up_process(config)
     tokenizer = load_tokenizer_of(config)
+    if command == "rm":
+        classifier_config(Path(config.model.path).expanduser(), None)  # refuses what could not be saved
     stage, eval_stage, summary = _stages(config, command, tokenizer)
     claimed = open_run_dir(resolved)
     run_dir = claimed.path
     total_steps = total_steps_of(config, len(stage), config.supervised.rows_per_step)
     device, share = device_of(config), command != "sft" and config.model.share_prefix
     engine = policy_engine(config, device, run_dir, updates=total_steps, head="score" if command == "rm" else "lm")
-    if command != "rm":
-        engine.check_packing(share_prefix=share)
+    engine.check_packing(share_prefix=share)
     progress = progress or LiveProgress()
     progress.message(f"data: {summary}")
     trainer = InprocGroup("trainer", Role("trainer", MemoryQueue(), engine, share_prefix=share))
@@ -330,10 +331,17 @@ def _engine(
     config: Config, device: str, *, optim: OptimSpec | None, dump_dir: Path | None = None, head: Head = "lm", path: str | None = None
 ) -> FSDPEngine:
     folder = Path(path or config.model.path).expanduser()
+    trust, checkpointing = config.model.trust_remote_code, config.model.gradient_checkpointing and optim is not None
+    if head == "score":
+        return load_reward_model(
+            folder, fresh_head=optim is not None, optim=optim, dtype=config.model.dtype, device=device, trust_remote_code=trust,
+            max_tokens_per_microbatch=config.step.max_tokens_per_microbatch, attention_mode=config.model.attention,
+            gradient_checkpointing=checkpointing, dump_dir=dump_dir,
+        )  # fmt: skip
     engine = FSDPEngine(
-        load_causal_lm(folder, trust_remote_code=config.model.trust_remote_code), head=head, optim=optim, dtype=config.model.dtype, device=device,
+        load_causal_lm(folder, trust_remote_code=trust, needs_lm_head=head == "lm"), head=head, optim=optim, dtype=config.model.dtype, device=device,
         max_tokens_per_microbatch=config.step.max_tokens_per_microbatch, attention_mode=config.model.attention,
-        gradient_checkpointing=config.model.gradient_checkpointing and optim is not None, source_dir=folder, dump_dir=dump_dir,
+        gradient_checkpointing=checkpointing, source_dir=folder, dump_dir=dump_dir,
     )  # fmt: skip
     score = read_score(folder) if engine.value_head is not None else None
     if score is not None:
@@ -347,13 +355,12 @@ def reward_role(config: Config, queue: MemoryQueue, device: str) -> InprocGroup 
     if config.reward.model is None:
         return None
     folder = Path(config.reward.model).expanduser()
-    if read_score(folder) is None:
-        raise ValueError(f"reward.model={folder}: no {SCORE_WEIGHT} in its weights: a language model, not a reward model; train one with verl rm")
     ours, theirs = (load_tokenizer(str(p), trust_remote_code=False) for p in (config.model.tokenizer_path or config.model.path, folder))
     if ours.get_vocab() != theirs.get_vocab():
         raise ValueError(f"reward.model={folder} has another vocabulary than the policy ({config.model.path}): it would read other words; "
                          "train it from a model with the policy's tokenizer")  # fmt: skip
     engine = _engine(config, device, optim=None, head="score", path=str(folder))
+    engine.check_packing(share_prefix=config.model.share_prefix)
     return InprocGroup("reward_model", Role("reward_model", queue, engine, share_prefix=config.model.share_prefix))
 
 
@@ -470,11 +477,15 @@ def checkpoint_bytes(engine: FSDPEngine) -> int:
 
 def exporter(engine: FSDPEngine, config: Config, *, pad_token_id: int | None = None) -> Callable[[Path], None]:
     template = Path(config.model.chat_template).read_text() if config.model.chat_template else None
+    source = Path(config.model.path).expanduser()
+    overrides = classifier_config(source, pad_token_id) if engine.value_head is not None else None
 
     def export(path: Path) -> None:
-        export_hf(path, tensors=engine.weights(), source_dir=Path(config.model.path), tokenizer_dir=config.model.tokenizer_path, chat_template=template)
+        tensors = engine.weights()
         if engine.value_head is not None:
-            add_score(path, engine.value_head.weight, pad_token_id=pad_token_id)
+            tensors = classifier_tensors(engine.model.base_model_prefix, tensors, engine.value_head.weight)
+        export_hf(path, tensors=tensors, source_dir=source, tokenizer_dir=config.model.tokenizer_path, chat_template=template,
+                  config_overrides=overrides)  # fmt: skip
 
     return export
 

@@ -370,15 +370,28 @@ def _refuse_altered_logits(model: Any) -> None:
             raise ValueError(f"{type(model).__name__} changes its logits after the head ({name}={found}); not supported")
 
 
-def load_causal_lm(path: Path, *, trust_remote_code: bool = False) -> Any:
-    """A causal LM from a Hugging Face folder, float32. Raises ValueError when the folder is not one."""
+def load_causal_lm(path: Path, *, trust_remote_code: bool = False, needs_lm_head: bool = True) -> Any:
+    """A causal LM from a Hugging Face folder, float32. Raises ValueError when the folder is not one, or lacks weights.
+
+    needs_lm_head: False under another head; a reward model's folder has no language-model head."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
     if not (path / "config.json").is_file():
         raise ValueError(f"model.path={path}: no config.json there; give a Hugging Face model folder")
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # its report of missing weights is a warning; below they are an error
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True, trust_remote_code=trust_remote_code
-        )
+        model, found = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True, trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )  # fmt: skip
     except (OSError, ValueError, KeyError) as e:
         raise ValueError(f"model.path={path}: cannot be loaded as a causal language model: {e}") from e
+    finally:
+        logging.set_verbosity(verbosity)
+    missing = sorted(n for n in found["missing_keys"] if needs_lm_head or n.startswith(f"{model.base_model_prefix}."))
+    if missing:
+        raise ValueError(f"model.path={path}: {len(missing)} weights of the model are not there and would start at random, e.g. {missing[:3]}"
+                         " (a reward model's folder has no language-model head)")  # fmt: skip
+    return model

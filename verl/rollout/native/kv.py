@@ -83,6 +83,10 @@ class SlotCache:
         heads = self._shape.kv_heads
         return keys[lo * heads : hi * heads, :width], values[lo * heads : hi * heads, :width]
 
+    def slots(self, layer: int, lo: int, hi: int) -> tuple[Tensor, Tensor]:
+        """All keys and values [hi - lo, K, capacity, D] of slots lo..hi-1, contiguous views."""
+        return self._kv[layer, 0, lo:hi], self._kv[layer, 1, lo:hi]
+
     def _bind(self, slots: int, capacity: int) -> None:
         s = self._shape
         self._slots, self._capacity = slots, capacity

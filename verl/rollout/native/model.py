@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
+from verl.rollout.native.compiled import Kernels, scratch_floats
 from verl.rollout.native.kv import SlotCache
 from verl.rollout.native.weights import Layer, Shape, Weights
 
@@ -32,6 +33,11 @@ class RotaryTable:
             size = max(positions, 2 * len(self._table), 256)
             angles = torch.arange(size, device=self._frequencies.device).float()[:, None] * self._frequencies
             self._table = torch.complex(angles.cos() * self._factor, angles.sin() * self._factor)
+
+    @property
+    def turns(self) -> Tensor:
+        """[reserved positions, D/2]."""
+        return self._table
 
     def at(self, positions: Tensor) -> Tensor:
         """positions [T] -> [T, 1, D/2], the same for every head."""
@@ -93,6 +99,26 @@ def decode(
         x = layer.out.add_to(x, out.view(n, -1))
         x = feed_forward(x, layer, shape)
     return rms_norm(x, (shape.hidden,), weights.norm, shape.eps)
+
+
+@torch.inference_mode()
+def decode_compiled(
+    kernels: Kernels, weights: Weights, shape: Shape, cache: SlotCache, turns: Tensor, tokens: Tensor, positions: Tensor, lo: int
+) -> Tensor:
+    """As `decode`, with the compiled kernels between the matrix products: each row reads its own KV and no more."""
+    n, longest = len(tokens), int(positions.max()) + 1
+    scratch = torch.empty(scratch_floats(shape.heads, shape.kv_heads, shape.head_dim, longest))
+    x = weights.embed.index_select(0, tokens)
+    for i, layer in enumerate(weights.layers):
+        keys, values = cache.slots(i, lo, lo + n)
+        qkv = layer.qkv(kernels.rms_norm(x, layer.norm, shape.eps))
+        mixed = kernels.attend(
+            qkv, layer.qk_norm, turns, positions, keys, values, scratch, heads=shape.heads, eps=shape.eps, scale=shape.head_dim**-0.5
+        )
+        x = layer.out.add_to(x, mixed)
+        gate_up = layer.gate_up(kernels.rms_norm(x, layer.mlp_norm, shape.eps))
+        x = layer.down.add_to(x, kernels.gated(gate_up, "silu"))
+    return kernels.rms_norm(x, weights.norm, shape.eps)
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, bias: Tensor) -> Tensor:

@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from verl.rollout.base import WeightSource
+from verl.rollout.native.compiled import Kernels, load_kernels
 from verl.rollout.native.core import Admission
 from verl.rollout.native.kv import READ_STEP, Prefix, PrefixStore, SlotCache, round_up
 from verl.rollout.native.lanes import Lanes
 from verl.rollout.native.linear import native_bf16, packing_pays
-from verl.rollout.native.model import Chunk, RotaryTable, decode, prefill
+from verl.rollout.native.model import Chunk, RotaryTable, decode, decode_compiled, prefill
 from verl.rollout.native.request import Request
 from verl.rollout.native.sampler import Draw, sample, score_logits, to_host
 from verl.rollout.native.weights import Weights, inverse_frequencies, receive, shape_of
@@ -53,7 +54,7 @@ class NativeRunner:
     def __init__(
         self, config: Any, *, max_context_tokens: int, dtype: torch.dtype, device: torch.device, max_rows: int,
         max_prefill_tokens: int, prefix_cache_tokens: int, deterministic: bool, lanes: int, packed: bool | None = None,
-        emulate_bf16: bool | None = None,
+        emulate_bf16: bool | None = None, compiled: bool = True,
     ) -> None:  # fmt: skip
         self.max_rows, self.max_context_tokens = max_rows, max_context_tokens
         self.steps_per_hop = 1
@@ -63,6 +64,9 @@ class NativeRunner:
         # a CPU that emulates bf16 keeps the rounded weights in fp32: the same numbers, ten times sooner
         emulate = dtype == torch.bfloat16 and not native_bf16(device) if emulate_bf16 is None else emulate_bf16
         self.compute_dtype = torch.float32 if emulate else dtype
+        kernels = load_kernels(self.compute_dtype) if compiled and device.type == "cpu" else "not asked for"
+        self._kernels = kernels if isinstance(kernels, Kernels) else None
+        self.without_kernels = kernels if isinstance(kernels, str) else None
         self._packed = packing_pays(self.compute_dtype, device) if packed is None else packed
         self._table = RotaryTable(*inverse_frequencies(config, self._shape.head_dim), device)
         slots = round_up(max_rows, FIXED_ROWS) if deterministic else max_rows
@@ -211,7 +215,7 @@ class NativeRunner:
         logits = torch.cat([self._weights.head(part) for part in rows])  # [u, V]
         if len(hidden) < len(owner):
             logits = logits.index_select(0, self._on_device(owner))
-        return to_host(*sample(logits, draw))
+        return self._sample(logits, draw)
 
     # ---- decode ----------------------------------------------------------------------------------------------------
 
@@ -247,22 +251,30 @@ class NativeRunner:
         n = len(tokens)
         if self._deterministic:  # idle rows write into free slots
             tokens, positions = (np.pad(column, (0, FIXED_ROWS - n)) for column in (tokens, positions))
-        blocks = [(0, FIXED_ROWS, self.max_context_tokens)] if self._deterministic else read_blocks(positions)
-        at = self._on_device(positions)
-        hidden = decode(
-            self._weights, self._shape, self._cache, self._table.at(at), self._on_device(tokens), at, lo, blocks
-        )
-        return to_host(*self._head_and_sample(hidden, n, draw))
+        at, ids = self._on_device(positions), self._on_device(tokens)
+        if self._kernels is not None:
+            hidden = decode_compiled(
+                self._kernels, self._weights, self._shape, self._cache, self._table.turns, ids, at, lo
+            )
+        else:
+            blocks = [(0, FIXED_ROWS, self.max_context_tokens)] if self._deterministic else read_blocks(positions)
+            hidden = decode(self._weights, self._shape, self._cache, self._table.at(at), ids, at, lo, blocks)
+        return self._head_and_sample(hidden, n, draw)
 
-    def _head_and_sample(self, hidden: Tensor, n: int, draw: Draw) -> tuple[Tensor, Tensor]:
+    def _head_and_sample(self, hidden: Tensor, n: int, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
         """hidden [rows >= n, hidden] -> ids [n], log-probs [n]; never all logits of a large vocabulary at once."""
         assert self._weights is not None
         block = max(MIN_LANE_ROWS, MAX_LOGITS // self.vocab_size)
         drawn = []
         for lo in range(0, n, block):
             hi = min(n, lo + block)
-            drawn.append(sample(self._weights.head(hidden[lo : lo + block])[: hi - lo], draw.rows(lo, hi)))
-        return torch.cat([ids for ids, _ in drawn]), torch.cat([logprobs for _, logprobs in drawn])
+            drawn.append(self._sample(self._weights.head(hidden[lo : lo + block])[: hi - lo], draw.rows(lo, hi)))
+        return np.concatenate([ids for ids, _ in drawn]), np.concatenate([logprobs for _, logprobs in drawn])
+
+    def _sample(self, logits: Tensor, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
+        if self._kernels is not None and not draw.truncates:
+            return self._kernels.sample(logits, draw)
+        return to_host(*sample(logits, draw))
 
     def move(self, sources: np.ndarray, holes: np.ndarray, kept: int, tokens: int) -> None:
         with torch.inference_mode():

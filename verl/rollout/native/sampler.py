@@ -43,6 +43,10 @@ class Draw:
     min_p: np.ndarray  # [n] float32, 0 is off
     uniform: np.ndarray  # [n] float64
 
+    @property
+    def truncates(self) -> bool:
+        return bool(((self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))).any())
+
     def rows(self, lo: int, hi: int) -> Draw:
         return Draw(
             self.temperature[lo:hi], self.top_k[lo:hi], self.top_p[lo:hi], self.min_p[lo:hi], self.uniform[lo:hi]

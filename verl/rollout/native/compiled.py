@@ -1,0 +1,144 @@
+"""kernels.c, compiled once per machine with the C compiler at hand and kept in ~/.cache/verl. Without one, torch's own
+operations do the same work in more passes; `load_kernels` then says why."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from ctypes import c_float, c_long, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.rollout.native.sampler import BLOCK, Draw
+
+SOURCE = Path(__file__).with_name("kernels.c")
+TILE = 64  # as in kernels.c
+COMPILE_TIMEOUT_S = 120.0
+FLAGS = ("-O3", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+NATIVE = (("-march=native",), ("-mcpu=native",), ())  # x86 compilers know the first, ARM ones the second
+SIGNATURES = {
+    "rms_norm": (c_void_p,) * 3 + (c_long,) * 2 + (c_float,),
+    "gated": (c_void_p,) * 2 + (c_long,) * 3,
+    "attend": (c_void_p,) * 8 + (c_long,) * 6 + (c_float,) * 3,
+    "sample": (c_void_p,) * 6 + (c_long,) * 2,
+}
+ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The functions of kernels.c for one dtype. All tensors are contiguous and on the CPU; calls release the GIL."""
+
+    dtype: torch.dtype
+    _rms_norm: Callable[..., None]
+    _gated: Callable[..., None]
+    _attend: Callable[..., None]
+    _sample: Callable[..., None]
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [n, width], weight [width] -> [n, width]."""
+        out = torch.empty_like(x)
+        self._rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), *x.shape, eps)
+        return out
+
+    def gated(self, gate_up: Tensor, activation: str) -> Tensor:
+        """gate_up [n, 2 ffn] -> act(gate) * up [n, ffn]."""
+        n, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty(n, width)
+        self._gated(gate_up.data_ptr(), out.data_ptr(), n, width, ACTIVATIONS[activation])
+        return out
+
+    def attend(
+        self, qkv: Tensor, qk_norm: Tensor | None, turns: Tensor | None, positions: Tensor, keys: Tensor, values: Tensor, scratch: Tensor,
+        *, heads: int, eps: float, scale: float, window: int = 0, cap: float = 0.0,
+    ) -> Tensor:  # fmt: skip
+        """qkv [n, (H + 2K) D], turns complex64 [positions, D/2], keys and values [n, K, capacity, D], which receive the
+        row's own at `positions` [n] -> mixed values [n, H D]."""
+        kv_heads, capacity, dim = keys.shape[1:]
+        out = qkv.new_empty(len(qkv), heads * dim)
+        self._attend(
+            qkv.data_ptr(), _pointer(qk_norm), _pointer(turns), positions.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr(),
+            scratch.data_ptr(), len(qkv), heads, kv_heads, dim, capacity, window, eps, scale, cap,
+        )  # fmt: skip
+        return out
+
+    def sample(self, logits: Tensor, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
+        """logits [n, V], no truncated row -> ids [n] int64, log-probs [n] float32, as `sampler.sample`."""
+        n, vocab = logits.shape
+        ids, logprobs, masses = np.empty(n, np.int64), np.empty(n, np.float32), np.empty(-(-vocab // BLOCK), np.float32)
+        temperature, uniform = np.ascontiguousarray(draw.temperature), np.ascontiguousarray(draw.uniform)
+        self._sample(
+            logits.data_ptr(), temperature.ctypes.data, uniform.ctypes.data, ids.ctypes.data, logprobs.ctypes.data, masses.ctypes.data,
+            n, vocab,
+        )  # fmt: skip
+        return ids, logprobs
+
+
+def scratch_floats(heads: int, kv_heads: int, dim: int, tokens: int) -> int:
+    """Floats that `attend` needs for rows of up to `tokens` tokens: the row, mixed values, a tile, scores."""
+    group = heads // kv_heads
+    return (heads + 2 * kv_heads) * dim + group * dim + TILE * dim + group * tokens
+
+
+@functools.cache
+def load_kernels(dtype: torch.dtype) -> Kernels | str:
+    """The kernels of this machine, or the reason why there are none. Compiles on the first call of the first process."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"no compiled kernels for {dtype}"
+    try:
+        library = ctypes.CDLL(str(_library()))
+    except (OSError, subprocess.SubprocessError) as e:
+        return f"kernels.c could not be compiled: {e}"
+    name = str(dtype).removeprefix("torch.")
+    functions = []
+    for function, arguments in SIGNATURES.items():
+        pointer = getattr(library, f"{function}_{name}")
+        pointer.argtypes, pointer.restype = arguments, None
+        functions.append(pointer)
+    return Kernels(dtype, *functions)
+
+
+def _library() -> Path:
+    """The shared library for this source, compiler and CPU; processes that start together may both compile it."""
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if not compiler:
+        raise OSError("no C compiler (cc, gcc or clang) on this machine")
+    key = hashlib.sha256(b"\0".join((SOURCE.read_bytes(), compiler.encode(), repr((FLAGS, NATIVE)).encode(), _cpu().encode())))
+    path = Path.home() / ".cache" / "verl" / f"kernels-{key.hexdigest()[:16]}.so"
+    if path.is_file():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        built, failures = Path(folder) / "kernels.so", []
+        for native in NATIVE:
+            command = [*compiler.split(), *FLAGS, *native, "-o", str(built), str(SOURCE), "-lm"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
+            if done.returncode == 0:
+                os.replace(built, path)
+                return path
+            failures.append(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit {done.returncode}")
+    raise OSError("; ".join(failures))
+
+
+def _cpu() -> str:
+    """What -march=native depends on; a home folder may be shared by unlike machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine() + platform.processor()
+    return platform.machine() + "".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -1,0 +1,284 @@
+/* What a decode step does between its matrix products, for CPUs: one pass over memory each, one thread per call.
+ *
+ * A row's result depends on that row alone, so a batch may be split over threads anywhere. Arithmetic is float32
+ * whatever the storage. The typed half of the file is included twice: for float and for bfloat16.
+ */
+#ifndef T
+
+#include <math.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <string.h>
+#if defined(__AVX2__) && defined(__FMA__)
+#include <immintrin.h>
+#define WIDE 1
+#else
+#define WIDE 0
+#endif
+
+#define TILE 64   /* keys at a time: a tile stays in the first-level cache for all query heads of its key head */
+#define BLOCK 256 /* tokens per block of the two-level inverse CDF, as in sampler.py */
+
+typedef uint16_t bf16;
+
+static inline float widen(bf16 x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+static inline bf16 narrow(float value) { /* to nearest, ties to even; NaN stays NaN */
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    if ((bits & 0x7fffffffu) > 0x7f800000u) return (bf16)((bits >> 16) | 64);
+    return (bf16)((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16);
+}
+
+/* e^x by Cephes' polynomial, relative error below 3e-7; 0 below -87.3; NaN stays NaN. */
+static inline float exp_fast(float x) {
+    float y = x > 88.0f ? 88.0f : x;
+    y = y < -87.3f ? -87.3f : y;
+    float n = rintf(y * 1.44269504088896341f);
+    float r = (y - n * 0.693359375f) + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.0f;
+    int32_t bits = ((int32_t)n + 127) * (1 << 23);
+    float scale;
+    memcpy(&scale, &bits, 4);
+    return x < -87.3f ? 0.0f : p * scale;
+}
+
+static inline float dot(const float *a, const float *b, long n) {
+    float sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (long i = 0; i < n; i++) sum += a[i] * b[i];
+    return sum;
+}
+
+/* scores [count] = keys [count, dim] . q [dim] */
+static inline void score_tile(const float *q, const float *keys, float *scores, long count, long dim) {
+    long t = 0;
+#if WIDE
+    if (dim % 8 == 0)
+        for (; t + 8 <= count; t += 8) {
+            __m256 sum[8];
+            for (int j = 0; j < 8; j++) sum[j] = _mm256_setzero_ps();
+            for (long d = 0; d < dim; d += 8) {
+                __m256 at = _mm256_loadu_ps(q + d);
+                for (int j = 0; j < 8; j++) sum[j] = _mm256_fmadd_ps(at, _mm256_loadu_ps(keys + (t + j) * dim + d), sum[j]);
+            }
+            __m256 low = _mm256_hadd_ps(_mm256_hadd_ps(sum[0], sum[1]), _mm256_hadd_ps(sum[2], sum[3]));
+            __m256 high = _mm256_hadd_ps(_mm256_hadd_ps(sum[4], sum[5]), _mm256_hadd_ps(sum[6], sum[7]));
+            _mm256_storeu_ps(scores + t, _mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31)));
+        }
+#endif
+    for (; t < count; t++) scores[t] = dot(q, keys + t * dim, dim);
+}
+
+#if WIDE
+static inline void mix_columns(const float *p, const float *values, float *out, long count, long dim, const int wide) {
+    __m256 sum[8];
+    for (int i = 0; i < wide; i++) sum[i] = _mm256_loadu_ps(out + 8 * i);
+    for (long t = 0; t < count; t++) {
+        __m256 share = _mm256_broadcast_ss(p + t);
+        for (int i = 0; i < wide; i++) sum[i] = _mm256_fmadd_ps(share, _mm256_loadu_ps(values + t * dim + 8 * i), sum[i]);
+    }
+    for (int i = 0; i < wide; i++) _mm256_storeu_ps(out + 8 * i, sum[i]);
+}
+#endif
+
+/* out [dim] += p [count] . values [count, dim] */
+static inline void mix_tile(const float *p, const float *values, float *out, long count, long dim) {
+    long d = 0;
+#if WIDE
+    for (; d + 64 <= dim; d += 64) mix_columns(p, values + d, out + d, count, dim, 8);
+    for (; d + 32 <= dim; d += 32) mix_columns(p, values + d, out + d, count, dim, 4);
+    for (; d + 8 <= dim; d += 8) mix_columns(p, values + d, out + d, count, dim, 1);
+#endif
+    if (d < dim)
+        for (long t = 0; t < count; t++)
+            for (long i = d; i < dim; i++) out[i] += p[t] * values[t * dim + i];
+}
+
+/* scores [n] -> e^(score - largest), in place; returns their sum. cap > 0: cap tanh(score / cap) first. */
+static inline float exponentiate(float *scores, long n, float scale, float cap) {
+    float largest = -INFINITY, sum = 0;
+    if (cap > 0)
+        for (long i = 0; i < n; i++) scores[i] = cap * (1.0f - 2.0f / (exp_fast(2.0f * scale / cap * scores[i]) + 1.0f));
+    else
+        for (long i = 0; i < n; i++) scores[i] *= scale;
+#pragma omp simd reduction(max : largest)
+    for (long i = 0; i < n; i++) largest = scores[i] > largest ? scores[i] : largest;
+#pragma omp simd reduction(+ : sum)
+    for (long i = 0; i < n; i++) {
+        scores[i] = exp_fast(scores[i] - largest);
+        sum += scores[i];
+    }
+    return sum;
+}
+
+static inline void normalise(float *x, const float *weight, long n, float eps) {
+    float scale = 1.0f / sqrtf(dot(x, x, n) / (float)n + eps);
+    for (long i = 0; i < n; i++) x[i] = x[i] * scale * weight[i];
+}
+
+/* pairs [dim / 2, 2] turned by turns [dim / 2, 2] of cos, sin */
+static inline void rotate(float *x, const float *turns, long dim) {
+    for (long i = 0; i < dim; i += 2) {
+        float a = x[i], b = x[i + 1];
+        x[i] = a * turns[i] - b * turns[i + 1];
+        x[i + 1] = a * turns[i + 1] + b * turns[i];
+    }
+}
+
+#define T float
+#define NAME(f) f##_float32
+#define LOAD(x) (x)
+#define STORE(x) (x)
+#define FLOATS(source, buffer, count) (source)
+#include "kernels.c"
+#undef T
+#undef NAME
+#undef LOAD
+#undef STORE
+#undef FLOATS
+
+static inline const float *widened(const bf16 *source, float *buffer, long count) {
+    for (long i = 0; i < count; i++) buffer[i] = widen(source[i]);
+    return buffer;
+}
+
+#define T bf16
+#define NAME(f) f##_bfloat16
+#define LOAD(x) widen(x)
+#define STORE(x) narrow(x)
+#define FLOATS(source, buffer, count) widened(source, buffer, count)
+#include "kernels.c"
+
+#else /* ---- typed ---- */
+
+/* out [n, width] = x / rms(x) * weight */
+void NAME(rms_norm)(const T *x, const T *weight, T *out, long n, long width, float eps) {
+    for (long row = 0; row < n; row++, x += width, out += width) {
+        float sum = 0;
+#pragma omp simd reduction(+ : sum)
+        for (long i = 0; i < width; i++) sum += LOAD(x[i]) * LOAD(x[i]);
+        float scale = 1.0f / sqrtf(sum / (float)width + eps);
+        for (long i = 0; i < width; i++) out[i] = STORE(LOAD(x[i]) * scale * LOAD(weight[i]));
+    }
+}
+
+/* gate_up [n, 2 width] -> out [n, width] = act(gate) up. kind 0: SiLU, 1: GELU by tanh */
+void NAME(gated)(const T *gate_up, T *out, long n, long width, long kind) {
+    for (long row = 0; row < n; row++, out += width) {
+        const T *gate = gate_up + 2 * row * width, *up = gate + width;
+        if (kind == 0)
+            for (long i = 0; i < width; i++) {
+                float g = LOAD(gate[i]);
+                out[i] = STORE(g / (1.0f + exp_fast(-g)) * LOAD(up[i]));
+            }
+        else
+            for (long i = 0; i < width; i++) {
+                float g = LOAD(gate[i]);
+                out[i] = STORE(g / (1.0f + exp_fast(-1.5957691216f * (g + 0.044715f * g * g * g))) * LOAD(up[i]));
+            }
+    }
+}
+
+/* One token per row: norm and rotate its q and k, keep its k and v, attend to everything up to it.
+ *
+ * qkv [n, (heads + 2 kv_heads) dim], pairs of q and k interleaved · qk_norm [heads + kv_heads, dim] or null ·
+ * turns [positions, dim] of (cos, sin) or null · positions [n] · keys, values [n, kv_heads, capacity, dim] ·
+ * out [n, heads dim] · window: of the newest tokens that are seen, 0 is all ·
+ * scratch: see `scratch_floats` in compiled.py
+ */
+void NAME(attend)(
+    const T *qkv, const T *qk_norm, const float *turns, const int64_t *positions, T *keys, T *values, T *out, float *scratch, long n,
+    long heads, long kv_heads, long dim, long capacity, long window, float eps, float scale, float cap) {
+    const long group = heads / kv_heads, width = (heads + 2 * kv_heads) * dim, slot = kv_heads * capacity * dim;
+    float *row = scratch, *mixed = row + width, *buffer = mixed + group * dim, *scores = buffer + TILE * dim;
+    for (long r = 0; r < n; r++, qkv += width, keys += slot, values += slot, out += heads * dim) {
+        const long at = positions[r], from = window > 0 && at + 1 > window ? at + 1 - window : 0, seen = at + 1 - from;
+        for (long i = 0; i < width; i++) row[i] = LOAD(qkv[i]);
+        for (long h = 0; h < heads + kv_heads; h++) {
+            if (qk_norm) normalise(row + h * dim, FLOATS(qk_norm + h * dim, buffer, dim), dim, eps);
+            if (turns) rotate(row + h * dim, turns + at * dim, dim);
+        }
+        for (long h = 0; h < kv_heads; h++) {
+            const float *k = row + (heads + h) * dim, *v = k + kv_heads * dim;
+            T *key = keys + (h * capacity + at) * dim, *value = values + (h * capacity + at) * dim;
+            for (long d = 0; d < dim; d++) {
+                key[d] = STORE(k[d]);
+                value[d] = STORE(v[d]);
+            }
+        }
+        for (long h = 0; h < kv_heads; h++) {
+            const T *key = keys + (h * capacity + from) * dim, *value = values + (h * capacity + from) * dim;
+            float sums[group];
+            for (long t = 0; t < seen; t += TILE) {
+                const long count = seen - t < TILE ? seen - t : TILE;
+                const float *tile = FLOATS(key + t * dim, buffer, count * dim);
+                for (long g = 0; g < group; g++) score_tile(row + (h * group + g) * dim, tile, scores + g * seen + t, count, dim);
+            }
+            for (long g = 0; g < group; g++) sums[g] = exponentiate(scores + g * seen, seen, scale, cap);
+            memset(mixed, 0, sizeof(float) * group * dim);
+            for (long t = 0; t < seen; t += TILE) {
+                const long count = seen - t < TILE ? seen - t : TILE;
+                const float *tile = FLOATS(value + t * dim, buffer, count * dim);
+                for (long g = 0; g < group; g++) mix_tile(scores + g * seen + t, tile, mixed + g * dim, count, dim);
+            }
+            for (long g = 0; g < group; g++)
+                for (long d = 0; d < dim; d++) out[(h * group + g) * dim + d] = STORE(mixed[g * dim + d] / sums[g]);
+        }
+    }
+}
+
+/* logits [n, vocab] -> the first id whose cumulative probability exceeds uniform [n], and its log-probability.
+ * temperature [n]: 0 takes the largest logit, with its log-probability at temperature 1 ·
+ * masses: scratch [ceil(vocab / BLOCK)] */
+void NAME(sample)(
+    const T *logits, const float *temperature, const double *uniform, int64_t *ids, float *logprobs, float *masses, long n, long vocab) {
+    for (long row = 0; row < n; row++, logits += vocab) {
+        float largest = -INFINITY;
+#pragma omp simd reduction(max : largest)
+        for (long i = 0; i < vocab; i++) largest = LOAD(logits[i]) > largest ? LOAD(logits[i]) : largest;
+        const float scale = temperature[row] > 0 ? 1.0f / temperature[row] : 1.0f;
+        double total = 0;
+        for (long lo = 0, b = 0; lo < vocab; lo += BLOCK, b++) {
+            const long hi = lo + BLOCK < vocab ? lo + BLOCK : vocab;
+            float mass = 0;
+#pragma omp simd reduction(+ : mass)
+            for (long i = lo; i < hi; i++) mass += exp_fast((LOAD(logits[i]) - largest) * scale);
+            masses[b] = mass;
+            total += mass;
+        }
+        long id = 0;
+        if (temperature[row] == 0) {
+            while (id < vocab - 1 && !(LOAD(logits[id]) == largest)) id++;
+        } else {
+            double target = uniform[row] * total, below = 0;
+            if (!(target < total)) target = nextafter(total, 0.0);
+            long block = 0, last = (vocab - 1) / BLOCK; /* the sums below are those of the total: one exceeds the target */
+            while (block < last && !(below + masses[block] > target)) below += masses[block++];
+            const long lo = block * BLOCK, hi = lo + BLOCK < vocab ? lo + BLOCK : vocab;
+            long possible = lo;
+            for (id = lo; id < hi; id++) {
+                const float p = exp_fast((LOAD(logits[id]) - largest) * scale);
+                below += p;
+                if (p > 0) possible = id;
+                if (below > target) break;
+            }
+            if (id == hi) id = possible;
+        }
+        ids[row] = id;
+        logprobs[row] = (LOAD(logits[id]) - largest) * scale - (float)log(total);
+    }
+}
+
+#endif
