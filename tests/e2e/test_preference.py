@@ -1,6 +1,7 @@
 """`verl rm` and `verl dpo` through the command line's own path: they learn, resume bitwise, export, refuse; RL against the model."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -177,6 +178,56 @@ def test_rl_against_a_trained_reward_model(more, tmp_path, tiny_model, pairs, ar
         expected = r.components["reward_model"] * (0.5 if function == () else 1.0) + (r.components["function"] if function == () else 0.0)
         assert r.reward == pytest.approx(expected, abs=1e-5)
     assert metrics_of(tmp_path / "r")[2]["critic/score/mean"] == pytest.approx(np.mean([r.reward for r in rows]), abs=1e-4)
+
+
+def test_any_one_label_classifier_is_a_reward_model_and_training_goes_on_from_it(tmp_path, tiny_model, pairs):
+    from safetensors import safe_open
+    from transformers import AutoConfig, AutoTokenizer, Qwen3ForSequenceClassification
+
+    torch.manual_seed(3)
+    folder = tmp_path / "theirs"
+    theirs = Qwen3ForSequenceClassification(AutoConfig.from_pretrained(tiny_model, num_labels=1, pad_token_id=0)).eval()
+    theirs.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(tiny_model).save_pretrained(folder)
+    ids = torch.tensor([[3, 4, 5, 6, 7]])
+    with torch.no_grad():
+        expected = float(theirs(ids, attention_mask=torch.ones_like(ids)).logits[0, 0])
+    from verl.driver.assemble import reward_role
+    from verl.transfer_queue.memory import MemoryQueue
+
+    config = load_config([f"model.path={tiny_model}", "model.dtype=float32", f"reward.model={folder}"]).config
+    role = reward_role(config, MemoryQueue(), "cpu")
+    [ours] = role.submit("score_rows", [(np.array([3, 4, 5]), np.array([6, 7]))], split="first").result(timeout=60)
+    role.close()
+    assert ours == pytest.approx(expected, abs=1e-4)
+    done = train("rm", tmp_path, folder, pairs, "run.total_steps=2", "optim.lr=1e-12")
+    assert np.isfinite(done.evals["val/accuracy"])
+    with safe_open(tmp_path / "p" / "checkpoints" / "step_2" / "hf" / "model.safetensors", "pt") as f:
+        assert torch.allclose(f.get_tensor("score.weight"), theirs.score.weight)
+        assert not any(name.startswith("lm_head") for name in list(f.keys()))
+
+
+def test_a_family_without_a_classifier_is_refused_before_the_rows_are_read(tmp_path, tiny_model, pairs):
+    folder = tmp_path / "odd"
+    shutil.copytree(tiny_model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"architectures": ["Qwen3NoSuchForCausalLM"]}))
+    with pytest.raises(ValueError, match="no sequence classifier"):
+        train("rm", tmp_path, folder, pairs)
+
+
+def test_a_policy_with_missing_weights_does_not_start_at_random(tmp_path, tiny_model):
+    from safetensors.torch import load_file, save_file
+
+    from verl.model_engine.fsdp import load_causal_lm
+
+    folder = tmp_path / "holes"
+    shutil.copytree(tiny_model, folder)
+    tensors = load_file(folder / "model.safetensors")
+    gone = next(n for n in tensors if "q_proj" in n)
+    save_file({n: t for n, t in tensors.items() if n != gone}, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="q_proj"):
+        load_causal_lm(folder)
 
 
 def test_a_language_model_is_no_reward_model(tmp_path, tiny_model, arithmetic_data):

@@ -40,8 +40,8 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         eos_token_id=None,
     ),
 }  # fmt: skip
-ENGINES = {"native": NativeEngine, "hf": HfEngine}
-PAIRS = [("native", m) for m in ("qwen3", "qwen2", "llama")] + [("hf", m) for m in ("qwen3", "gpt2")]
+ENGINES = {"native": NativeEngine, "native-torch": functools.partial(NativeEngine, compiled=False), "hf": HfEngine}
+PAIRS = [("native", m) for m in ("qwen3", "qwen2", "llama")] + [("native-torch", "qwen3")] + [("hf", m) for m in ("qwen3", "gpt2")]
 
 
 @functools.cache

@@ -106,6 +106,8 @@ async def assemble(resolved: Resolved, *, progress: LiveProgress | None = None, 
     events = EventLog(run_dir, attempt)
     progress = progress or LiveProgress()
     progress.message(f"data: {tasks.report.summary()}")
+    if isinstance(replica, NativeEngine) and replica.without_kernels:
+        progress.message(f"rollout: slower without compiled kernels ({replica.without_kernels})")
     trajectories = Trajectories(
         engine=replica, loop=_loop_factory(config, tokenizer), reward=reward, decode=decode, waits=waits,
         seed=config.run.seed, max_attempts=config.pipeline.max_attempts, timeout_s=config.run.wait_timeout_s,

@@ -382,7 +382,7 @@ def load_causal_lm(path: Path, *, trust_remote_code: bool = False, needs_lm_head
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # its report of missing weights is a warning; below they are an error
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True, trust_remote_code=trust_remote_code,
             output_loading_info=True,
         )  # fmt: skip
@@ -390,6 +390,7 @@ def load_causal_lm(path: Path, *, trust_remote_code: bool = False, needs_lm_head
         raise ValueError(f"model.path={path}: cannot be loaded as a causal language model: {e}") from e
     finally:
         logging.set_verbosity(verbosity)
+    model, found = loaded
     missing = sorted(n for n in found["missing_keys"] if needs_lm_head or n.startswith(f"{model.base_model_prefix}."))
     if missing:
         raise ValueError(f"model.path={path}: {len(missing)} weights of the model are not there and would start at random, e.g. {missing[:3]}"

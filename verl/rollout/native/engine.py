@@ -18,13 +18,14 @@ class NativeEngine(AsyncEngine):
 
     `deterministic`: a sequence's tokens and log-probs are bitwise independent of what else is in the batch, for the
     price of fixed decode shapes. `lanes`: CPU threads that each decode a share of the rows (None: all of torch's).
+    `compiled`: use kernels.c on a CPU where it compiles; `without_kernels` is the reason if it does not.
     """
 
     def __init__(
         self, hf_config: Any, *, max_context_tokens: int, eos_token_ids: Sequence[int], decode: DecodeFn | None = None,
         dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", max_concurrent_sequences: int = 256,
         max_prefill_tokens: int = 8192, prefix_cache_tokens: int = 65536, deterministic: bool = False,
-        lanes: int | None = None,
+        lanes: int | None = None, compiled: bool = True,
     ) -> None:  # fmt: skip
         if dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"dtype={dtype}: native computes float32 or bfloat16")
@@ -36,8 +37,9 @@ class NativeEngine(AsyncEngine):
             hf_config, max_context_tokens=max_context_tokens, dtype=dtype, device=torch.device(device),
             max_rows=max_concurrent_sequences, max_prefill_tokens=max_prefill_tokens,
             prefix_cache_tokens=prefix_cache_tokens, deterministic=deterministic,
-            lanes=torch.get_num_threads() if lanes is None else lanes,
+            lanes=torch.get_num_threads() if lanes is None else lanes, compiled=compiled,
         )  # fmt: skip
+        self.without_kernels = runner.without_kernels
         capabilities = Capabilities(
             logprobs="processed", prefix_cache=prefix_cache_tokens > 0, in_flight_update=True,
             architectures=tuple(ARCHITECTURES), max_context_tokens=max_context_tokens,

@@ -64,7 +64,7 @@ class NativeRunner:
         # a CPU that emulates bf16 keeps the rounded weights in fp32: the same numbers, ten times sooner
         emulate = dtype == torch.bfloat16 and not native_bf16(device) if emulate_bf16 is None else emulate_bf16
         self.compute_dtype = torch.float32 if emulate else dtype
-        kernels = load_kernels(self.compute_dtype) if compiled and device.type == "cpu" else "not asked for"
+        kernels = load_kernels(self.compute_dtype) if compiled and device.type == "cpu" else None
         self._kernels = kernels if isinstance(kernels, Kernels) else None
         self.without_kernels = kernels if isinstance(kernels, str) else None
         self._packed = packing_pays(self.compute_dtype, device) if packed is None else packed

@@ -1,0 +1,132 @@
+"""The compiled decode kernels against torch's own operations."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl.rollout.native import compiled
+from verl.rollout.native.compiled import Kernels, load_kernels, scratch_floats
+from verl.rollout.native.sampler import Draw, sample
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+DTYPES = list(TOLERANCE)
+
+
+@pytest.fixture(scope="module", params=DTYPES, ids=["float32", "bfloat16"])
+def kernels(request):
+    found = load_kernels(request.param)
+    assert isinstance(found, Kernels), found  # this machine has gcc
+    return found
+
+
+def close(ours, theirs, dtype, factor=1.0):
+    torch.testing.assert_close(ours.float(), theirs.float(), atol=factor * TOLERANCE[dtype], rtol=factor * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("width", [8, 12, 67, 192])
+def test_norm_and_gates(kernels, width):
+    torch.manual_seed(0)
+    x, weight = (3 * torch.randn(5, width)).to(kernels.dtype), torch.randn(width).to(kernels.dtype)
+    close(kernels.rms_norm(x, weight, 1e-5), torch.nn.functional.rms_norm(x.float(), (width,), weight.float(), 1e-5), kernels.dtype)
+    both = (30 * torch.randn(5, 2 * width)).to(kernels.dtype)
+    gate, up = both.double().chunk(2, dim=1)  # 1 + tanh loses digits in float32
+    close(kernels.gated(both, "silu"), torch.nn.functional.silu(gate) * up, kernels.dtype)
+    close(kernels.gated(both, "gelu_pytorch_tanh"), torch.nn.functional.gelu(gate, approximate="tanh") * up, kernels.dtype)
+
+
+def attention(qkv, norm, turns, positions, keys, values, *, heads, eps, scale, window, cap):
+    """The same by torch, one row after the other; writes into keys and values."""
+    n, kv_heads, _, dim = keys.shape
+    out = []
+    for r, at in enumerate(positions.tolist()):
+        row = qkv[r].float().view(-1, dim)
+        qk, v = row[: heads + kv_heads], row[heads + kv_heads :]
+        if norm is not None:
+            qk = torch.nn.functional.rms_norm(qk, (dim,), None, eps) * norm.float()
+        if turns is not None:
+            qk = torch.view_as_real(torch.view_as_complex(qk.reshape(-1, dim // 2, 2).contiguous()) * turns[at]).flatten(1)
+        keys[r, :, at], values[r, :, at] = qk[heads:].to(keys.dtype), v.to(values.dtype)
+        lo = max(0, at + 1 - window) if window else 0
+        k, v = (t[r, :, lo : at + 1].float().repeat_interleave(heads // kv_heads, dim=0) for t in (keys, values))
+        scores = torch.einsum("hd,htd->ht", qk[:heads], k) * scale
+        if cap:
+            scores = cap * torch.tanh(scores / cap)
+        out.append(torch.einsum("ht,htd->hd", torch.softmax(scores, dim=-1), v).flatten())
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("dim", [12, 32, 48, 64, 128, 136])
+@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (4, 2), (6, 1)])
+def test_attention(kernels, dim, heads, kv_heads):
+    torch.manual_seed(dim + heads)
+    positions = torch.tensor([0, 7, 63, 64, 150])
+    capacity, n = 160, len(positions)
+    for normed, window, cap in ((True, 0, 0.0), (False, 20, 0.0), (True, 65, 30.0), (False, 0, 5.0)):
+        kv = torch.randn(2, n, kv_heads, capacity, dim).to(kernels.dtype)
+        kv[:, :, :, 151:] = torch.nan  # nothing beyond a row's own end is ever read
+        qkv = torch.randn(n, (heads + 2 * kv_heads) * dim).to(kernels.dtype)
+        norm = torch.randn(heads + kv_heads, dim).to(kernels.dtype) if normed else None
+        turns = torch.polar(torch.ones(capacity, dim // 2), torch.randn(capacity, dim // 2)) if normed else None
+        keys, values = kv.clone()
+        scratch = torch.empty(scratch_floats(heads, kv_heads, dim, capacity))
+        rest = {"heads": heads, "eps": 1e-6, "scale": dim**-0.5, "window": window, "cap": cap}
+        ours = kernels.attend(qkv, norm, turns, positions, keys, values, scratch, **rest)
+        theirs_k, theirs_v = kv.clone()
+        theirs = attention(qkv, norm, turns, positions, theirs_k, theirs_v, **rest)
+        close(ours, theirs, kernels.dtype, 4)
+        for a, b in ((keys, theirs_k), (values, theirs_v)):
+            close(a[:, :, :151], b[:, :, :151], kernels.dtype)
+
+
+def draw_of(temperature, uniform):
+    n = len(uniform)
+    off = np.zeros(n, np.int64)
+    return Draw(np.asarray(temperature, np.float32), off, np.ones(n, np.float32), np.zeros(n, np.float32), np.asarray(uniform, np.float64))
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10**6), vocab=st.sampled_from([2, 31, 256, 300, 513, 5000]), spread=st.sampled_from([0.0, 1.0, 30.0]))
+def test_draws_equal_torchs(kernels, seed, vocab, spread):
+    rng = np.random.default_rng(seed)
+    n = 32
+    logits = (spread * torch.randn(n, vocab, generator=torch.Generator().manual_seed(seed))).to(kernels.dtype)
+    draw = draw_of(rng.choice([0.0, 0.6, 1.0, 1.7], n), np.concatenate([[0.0, 1 - 2**-53], rng.random(n - 2)]))
+    ids, logprobs = kernels.sample(logits, draw)
+    expected_ids, expected = sample(logits, draw)
+    same = ids == expected_ids.numpy()
+    assert same.mean() > 0.9  # a uniform may fall within the rounding of a boundary
+    np.testing.assert_allclose(logprobs[same], expected.numpy()[same], atol=3e-5)
+    scaled = torch.log_softmax(logits.float() / torch.from_numpy(np.where(draw.temperature == 0, 1, draw.temperature).astype(np.float32))[:, None], -1)
+    np.testing.assert_allclose(logprobs, scaled[torch.arange(n), torch.from_numpy(ids)].numpy(), atol=3e-5)
+
+
+def test_frequencies_are_the_softmax(kernels):
+    logits = torch.tensor([[0.0, 1.0, -1.0, 2.0, -200.0]]).to(kernels.dtype)
+    n = 20_000
+    grid = (np.arange(n) + 0.5) / n
+    ids, _ = kernels.sample(logits.expand(n, -1).contiguous(), draw_of(np.ones(n), grid))
+    counts = np.bincount(ids, minlength=5) / n
+    np.testing.assert_allclose(counts, torch.softmax(logits.float(), -1)[0].numpy(), atol=2 / n + 1e-6)
+    assert counts[4] == 0
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_non_finite_logit_gives_a_non_finite_logprob(kernels, bad):
+    logits = torch.zeros(2, 700).to(kernels.dtype)
+    logits[1, 650] = bad
+    ids, logprobs = kernels.sample(logits, draw_of([1, 1], [0.3, 0.3]))
+    assert np.isfinite(logprobs).tolist() == [True, False] and (ids < 700).all()
+
+
+def test_without_a_compiler_the_reason_is_said_and_torch_does_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
+    fresh = load_kernels.__wrapped__
+    assert "no C compiler" in fresh(torch.float32)
+    monkeypatch.setenv("CC", "false")
+    assert "exit 1" in fresh(torch.float32)
+    monkeypatch.setenv("CC", "gcc")
+    assert isinstance(fresh(torch.float32), Kernels) and len(list((tmp_path / ".cache" / "verl").glob("kernels-*.so"))) == 1
