@@ -160,11 +160,14 @@ def best(measured: Sequence[Machine]) -> Machine:
 
 
 def _gflop_per_s(x: Any, weight: Any) -> float:
-    """x W^T by the plain call, and packed where that pays: the better of the two."""
-    from verl.rollout.native.linear import Linear, packing_pays
+    """x W^T by the plain call, packed, and in panels, where the machine has them: the best."""
+    from verl.rollout.native.compiled import Kernels, load_kernels
+    from verl.rollout.native.linear import best_layout, make_linear
 
-    layouts = {False, packing_pays(x.dtype, x.device)}
-    seconds = min(_best_s(partial(Linear(weight, None, packed=packed), x)) for packed in layouts)
+    found = load_kernels(x.dtype)
+    kernels = found if isinstance(found, Kernels) else None
+    layouts = {"plain", best_layout(x.dtype, x.device, None), best_layout(x.dtype, x.device, kernels)}
+    seconds = min(_best_s(partial(make_linear(weight, None, layout, kernels), x)) for layout in layouts)
     return 2e-9 * x.numel() * len(weight) / seconds
 
 

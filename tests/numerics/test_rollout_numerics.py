@@ -11,8 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from verl.rollout.hf import HfRunner
+from verl.rollout.native.compiled import Kernels, load_kernels
 from verl.rollout.native.core import EngineCore
-from verl.rollout.native.linear import Linear
+from verl.rollout.native.linear import make_linear
 from verl.rollout.native.request import Request
 from verl.rollout.native.runner import NativeRunner
 from verl.types import Sampling
@@ -44,6 +45,9 @@ CONFIGS: dict[str, Any] = {
     "mistral": MistralConfig(**SIZES, sliding_window=None),
     "mistral window": MistralConfig(**SIZES, sliding_window=256),
 }  # fmt: skip
+LAYOUTS = ("plain", "packed", "panels")
+KERNELS = load_kernels(torch.float32)
+assert isinstance(KERNELS, Kernels), KERNELS
 PROMPTS = [np.random.default_rng(i).integers(0, 67, n) for i, n in enumerate((3, 90, 17, 40, 1))]
 
 
@@ -114,28 +118,43 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_is(emulate: bool) -> No
 
 @pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"), reason="this torch has no oneDNN linear")
 @pytest.mark.parametrize("bias", [False, True])
-def test_packed_linear_equals_plain(bias: bool) -> None:
+def test_every_layout_of_a_linear_equals_plain(bias: bool) -> None:
     torch.manual_seed(0)
-    for rows, width, out in ((1, 48, 96), (7, 192, 384), (256, 64, 67), (33, 513, 31)):
+    for rows, width, out in ((1, 48, 96), (7, 192, 384), (256, 64, 67), (33, 513, 31), (5, 66000, 16), (12, 9, 1)):
         weight, b = torch.randn(out, width), torch.randn(out) if bias else None
         x, residual = torch.randn(rows, width), torch.randn(rows, out)
         exact = x.double() @ weight.double().t() + (b.double() if b is not None else 0)
         with torch.inference_mode():
-            for packed in (False, True):
-                linear = Linear(weight, b, packed=packed)
-                torch.testing.assert_close(linear(x).double(), exact, atol=2e-4, rtol=1e-5)
+            for layout in LAYOUTS:
+                linear = make_linear(weight, b, layout, KERNELS)
+                torch.testing.assert_close(linear(x).double(), exact, atol=2e-4 * max(1, width / 500), rtol=1e-5)
                 total = linear.add_to(residual.clone(), x).double()
-                torch.testing.assert_close(total, exact + residual, atol=2e-4, rtol=1e-5)
+                torch.testing.assert_close(total, exact + residual, atol=2e-4 * max(1, width / 500), rtol=1e-5)
 
 
 @pytest.mark.skipif(not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"), reason="this torch has no oneDNN linear")
 @pytest.mark.parametrize("name", ["qwen3", "llama bias"])
-def test_packed_engine_equals_plain(name: str) -> None:
+def test_the_engine_in_every_layout_equals_plain(name: str) -> None:
     module = reference(CONFIGS[name])
-    plain, packed = (sampled(engine(CONFIGS[name], module, packed=p)) for p in (False, True))
-    for i in plain:
-        assert plain[i].ids.tolist() == packed[i].ids.tolist()
-        np.testing.assert_allclose(plain[i].logprobs, packed[i].logprobs, atol=1e-5)
+    plain, *others = (sampled(engine(CONFIGS[name], module, layout=layout)) for layout in LAYOUTS)
+    for i, other in ((i, other) for i in plain for other in others):
+        assert plain[i].ids.tolist() == other[i].ids.tolist()
+        np.testing.assert_allclose(plain[i].logprobs, other[i].logprobs, atol=1e-5)
+
+
+def test_panels_give_a_row_the_same_bits_whatever_the_other_rows_and_threads() -> None:
+    torch.manual_seed(0)
+    for width, out in ((192, 1024), (513, 67), (2048, 40)):
+        weight, x = torch.randn(out, width), torch.randn(300, width)
+        linear = make_linear(weight, None, "panels", KERNELS)
+        whole, threads = linear(x), torch.get_num_threads()
+        for lo, hi in ((0, 1), (3, 8), (17, 30), (100, 300)):
+            assert torch.equal(linear(x[lo:hi]), whole[lo:hi])
+        try:
+            torch.set_num_threads(2 if threads == 1 else 1)
+            assert torch.equal(linear(x), whole)
+        finally:
+            torch.set_num_threads(threads)
 
 
 def test_hf_engine_in_bfloat16_over_a_given_module() -> None:

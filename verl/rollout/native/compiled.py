@@ -25,14 +25,16 @@ from verl.rollout.native.sampler import BLOCK, Draw
 SOURCE = Path(__file__).with_name("kernels.c")
 TILE = 64  # as in kernels.c
 COMPILE_TIMEOUT_S = 120.0
-FLAGS = ("-O3", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
-NATIVE = (("-march=native",), ("-mcpu=native",), ())  # x86 compilers know the first, ARM ones the second
+FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+NATIVE = ("-march=native", "-mcpu=native")  # x86 compilers know the first, ARM ones the second
+OPENMP = ("-fopenmp", "-fopenmp-simd")  # Apple's clang has no runtime: one thread
 SIGNATURES = {
     "rms_norm": (c_void_p,) * 3 + (c_long,) * 2 + (c_float,),
     "gated": (c_void_p,) * 2 + (c_long,) * 3,
     "attend": (c_void_p,) * 8 + (c_long,) * 6 + (c_float,) * 3,
     "sample": (c_void_p,) * 6 + (c_long,) * 2,
 }
+LINEAR = (c_void_p,) * 4 + (c_long,) * 5
 ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
 
 
@@ -41,10 +43,27 @@ class Kernels:
     """The functions of kernels.c for one dtype. All tensors are contiguous and on the CPU; calls release the GIL."""
 
     dtype: torch.dtype
+    _panel_width: int
+    _linear: Callable[..., None]
     _rms_norm: Callable[..., None]
     _gated: Callable[..., None]
     _attend: Callable[..., None]
     _sample: Callable[..., None]
+
+    def panels(self, weight: Tensor) -> Tensor:
+        """weight [N, K] float32 -> [panels, K, panel width], the rows padded with zeros."""
+        rows, wide = len(weight), self._panel_width
+        padded = torch.nn.functional.pad(weight, (0, 0, 0, -rows % wide))
+        return padded.view(-1, wide, weight.shape[1]).transpose(1, 2).contiguous()
+
+    def linear(self, x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor, *, add: bool) -> Tensor:
+        """x [T, K] W^T + bias into out [T, N], on top of what is there if `add`, by as many threads as torch has here."""
+        (n, depth), width = x.shape, out.shape[1]
+        assert x.is_contiguous() and out.is_contiguous() and x.dtype == out.dtype == torch.float32
+        self._linear(
+            x.data_ptr(), panels.data_ptr(), _pointer(bias), out.data_ptr(), n, depth, width, add, torch.get_num_threads()
+        )
+        return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [n, width], weight [width] -> [n, width]."""
@@ -101,12 +120,14 @@ def load_kernels(dtype: torch.dtype) -> Kernels | str:
     except (OSError, subprocess.SubprocessError) as e:
         return f"kernels.c could not be compiled: {e}"
     name = str(dtype).removeprefix("torch.")
-    functions = []
+    linear, panel_width = library.linear, library.panel_width
+    linear.argtypes, linear.restype, panel_width.restype = LINEAR, None, c_long
+    functions: list[Callable[..., None]] = []
     for function, arguments in SIGNATURES.items():
         pointer = getattr(library, f"{function}_{name}")
         pointer.argtypes, pointer.restype = arguments, None
         functions.append(pointer)
-    return Kernels(dtype, *functions)
+    return Kernels(dtype, panel_width(), linear, *functions)
 
 
 def _library() -> Path:
@@ -114,15 +135,15 @@ def _library() -> Path:
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if not compiler:
         raise OSError("no C compiler (cc, gcc or clang) on this machine")
-    key = hashlib.sha256(b"\0".join((SOURCE.read_bytes(), compiler.encode(), repr((FLAGS, NATIVE)).encode(), _cpu().encode())))
+    key = hashlib.sha256(b"\0".join((SOURCE.read_bytes(), compiler.encode(), repr((FLAGS, NATIVE, OPENMP)).encode(), _cpu().encode())))
     path = Path.home() / ".cache" / "verl" / f"kernels-{key.hexdigest()[:16]}.so"
     if path.is_file():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         built, failures = Path(folder) / "kernels.so", []
-        for native in NATIVE:
-            command = [*compiler.split(), *FLAGS, *native, "-o", str(built), str(SOURCE), "-lm"]
+        for native, openmp in ((n, o) for n in NATIVE for o in OPENMP):
+            command = [*compiler.split(), *FLAGS, native, openmp, "-o", str(built), str(SOURCE), "-lm"]
             done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
             if done.returncode == 0:
                 os.replace(built, path)

@@ -18,13 +18,13 @@ from verl.rollout.native.compiled import Kernels, load_kernels
 from verl.rollout.native.core import Admission
 from verl.rollout.native.kv import READ_STEP, Prefix, PrefixStore, SlotCache, round_up
 from verl.rollout.native.lanes import Lanes
-from verl.rollout.native.linear import native_bf16, packing_pays
+from verl.rollout.native.linear import Layout, best_layout, native_bf16
 from verl.rollout.native.model import Chunk, RotaryTable, decode, decode_compiled, prefill
 from verl.rollout.native.request import Request
 from verl.rollout.native.sampler import Draw, sample, score_logits, to_host
 from verl.rollout.native.weights import Weights, inverse_frequencies, receive, shape_of
 
-FIXED_ROWS = 32  # rows of one decode call when deterministic
+FIXED_ROWS = 32  # rows of one decode call when deterministic and a product's bits depend on its number of rows
 LANE_WORK = 5e6  # multiply-adds per layer that take as long as dispatching the layer, which lanes cannot do at once
 WIDE_OPERATION = 2e7  # multiply-adds of a mean matmul from which all cores together finish it sooner
 MAX_LOGITS = 2**25  # that exist at once in a lane when sampling; fewer rows would read the head's weights more often
@@ -53,7 +53,7 @@ class Job:
 class NativeRunner:
     def __init__(
         self, config: Any, *, max_context_tokens: int, dtype: torch.dtype, device: torch.device, max_rows: int,
-        max_prefill_tokens: int, prefix_cache_tokens: int, deterministic: bool, lanes: int, packed: bool | None = None,
+        max_prefill_tokens: int, prefix_cache_tokens: int, deterministic: bool, lanes: int, layout: Layout | None = None,
         emulate_bf16: bool | None = None, compiled: bool = True,
     ) -> None:  # fmt: skip
         self.max_rows, self.max_context_tokens = max_rows, max_context_tokens
@@ -67,9 +67,10 @@ class NativeRunner:
         kernels = load_kernels(self.compute_dtype) if compiled and device.type == "cpu" else None
         self._kernels = kernels if isinstance(kernels, Kernels) else None
         self.without_kernels = kernels if isinstance(kernels, str) else None
-        self._packed = packing_pays(self.compute_dtype, device) if packed is None else packed
+        self._layout = layout or best_layout(self.compute_dtype, device, self._kernels)
+        self._fixed_rows = deterministic and self._layout != "panels"  # panels do not depend on the other rows
         self._table = RotaryTable(*inverse_frequencies(config, self._shape.head_dim), device)
-        slots = round_up(max_rows, FIXED_ROWS) if deterministic else max_rows
+        slots = round_up(max_rows, FIXED_ROWS) if self._fixed_rows else max_rows
         self._cache = SlotCache(self._shape, self.compute_dtype, device, slots, max_context_tokens)
         self._prefixes = PrefixStore(prefix_cache_tokens)
         self._longest = 0  # tokens of KV of the longest resident row, at least
@@ -89,7 +90,7 @@ class NativeRunner:
     def load(self, source: WeightSource) -> None:
         self._weights = receive(
             source.tensors(), self._shape, dtype=self._dtype, compute_dtype=self.compute_dtype, device=self._device,
-            packed=self._packed,
+            layout=self._layout, kernels=self._kernels,
         )  # fmt: skip
         self.steps_per_hop = max(1, min(8, int(HOP_PARAMS / self._weights.params)))
         self._prefixes.clear()
@@ -227,14 +228,14 @@ class NativeRunner:
             self._table.reserve(self._longest)
         bounds = self._split(n)
         jobs = [partial(self._decode_rows, lo, tokens[lo:hi], positions[lo:hi], draw.rows(lo, hi)) for lo, hi in bounds]
-        wide = len(jobs) == 1 and not self._deterministic and self._wide_pays(n)
+        wide = len(jobs) == 1 and not self._fixed_rows and self._wide_pays(n)
         done = [self._lanes.wide(jobs[0])] if wide else self._lanes.map(jobs)
         self._counts["decode_tokens"] += n
         return np.concatenate([ids for ids, _ in done]), np.concatenate([logprobs for _, logprobs in done])
 
     def _split(self, n: int) -> list[tuple[int, int]]:
-        """Row ranges of one step, one per lane that pays. Deterministic: fixed, whatever the number of cores."""
-        if self._deterministic:
+        """Row ranges of one step, one per lane that pays; of fixed size where bits depend on it."""
+        if self._fixed_rows:
             return [(lo, min(n, lo + FIXED_ROWS)) for lo in range(0, n, FIXED_ROWS)]
         assert self._weights is not None
         # p lanes compute work / p each while p dispatches queue up: best at p = sqrt(work / dispatch)
@@ -249,7 +250,7 @@ class NativeRunner:
     ) -> tuple[np.ndarray, np.ndarray]:
         assert self._weights is not None
         n = len(tokens)
-        if self._deterministic:  # idle rows write into free slots
+        if self._fixed_rows:  # idle rows write into free slots
             tokens, positions = (np.pad(column, (0, FIXED_ROWS - n)) for column in (tokens, positions))
         at, ids = self._on_device(positions), self._on_device(tokens)
         if self._kernels is not None:
@@ -257,7 +258,7 @@ class NativeRunner:
                 self._kernels, self._weights, self._shape, self._cache, self._table.turns, ids, at, lo
             )
         else:
-            blocks = [(0, FIXED_ROWS, self.max_context_tokens)] if self._deterministic else read_blocks(positions)
+            blocks = [(0, FIXED_ROWS, self.max_context_tokens)] if self._fixed_rows else read_blocks(positions)
             hidden = decode(self._weights, self._shape, self._cache, self._table.at(at), ids, at, lo, blocks)
         return self._head_and_sample(hidden, n, draw)
 
@@ -281,7 +282,7 @@ class NativeRunner:
             self._cache.move(sources, holes, tokens)
 
     def _reserve(self, rows: int, live: int) -> None:
-        if self._deterministic:
+        if self._fixed_rows:
             self._cache.reserve(round_up(rows, FIXED_ROWS), self.max_context_tokens, live)
         else:
             self._cache.reserve(rows, self._longest, live)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.rollout.native.linear import Linear
+from verl.rollout.native.compiled import Kernels
+from verl.rollout.native.linear import Layout, Linear, make_linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +213,7 @@ def _as_halves(pairs: Tensor) -> Tensor:
 
 def receive(
     tensors: Iterable[tuple[str, object]], shape: Shape, *, dtype: torch.dtype, compute_dtype: torch.dtype,
-    device: torch.device, packed: bool,
+    device: torch.device, layout: Layout, kernels: Kernels | None,
 ) -> Weights:  # fmt: skip
     """Copy a stream of HF-named tensors into fresh fused storage; ValueError lists everything that does not fit.
 
@@ -238,7 +239,7 @@ def receive(
             raise ValueError(f"{name} differs from the tensor it is tied to (tie_word_embeddings), or came twice")
     missing = sorted(name for name, target in storage.targets.items() if id(target) not in filled)
     refuse_mismatch(missing, unexpected, misshapen)
-    return _finish(storage, packed)
+    return _finish(storage, layout, kernels)
 
 
 def refuse_mismatch(missing: list[str], unexpected: list[str], misshapen: list[str]) -> None:
@@ -249,11 +250,11 @@ def refuse_mismatch(missing: list[str], unexpected: list[str], misshapen: list[s
         )
 
 
-def _finish(storage: Storage, packed: bool) -> Weights:
+def _finish(storage: Storage, layout: Layout, kernels: Kernels | None) -> Weights:
     t, shape = storage.tensors, storage.shape
 
     def linear(key: str) -> Linear:
-        return Linear(t[f"{key}.weight"], t.get(f"{key}.bias"), packed=packed)
+        return make_linear(t[f"{key}.weight"], t.get(f"{key}.bias"), layout, kernels)
 
     layers = tuple(
         Layer(
@@ -262,6 +263,9 @@ def _finish(storage: Storage, packed: bool) -> Weights:
         )
         for i in range(shape.layers)
     )  # fmt: skip
-    head = Linear(t["embed" if shape.tied else "head"], None, packed=packed)
-    nbytes = sum(tensor.nbytes for tensor in t.values()) + (t["embed"].nbytes if packed and shape.tied else 0)
-    return Weights(t["embed"], layers, t["norm"], head, sum(tensor.numel() for tensor in t.values()), nbytes)
+    head = make_linear(t["embed" if shape.tied else "head"], None, layout, kernels)
+    linears = [head, *(one for layer in layers for one in (layer.qkv, layer.out, layer.gate_up, layer.down))]
+    params, kept = sum(tensor.numel() for tensor in t.values()), t["embed"].nbytes
+    if layout == "plain":
+        kept = sum(tensor.nbytes for tensor in t.values())
+    return Weights(t["embed"], layers, t["norm"], head, params, kept + sum(one.nbytes for one in linears))
