@@ -15,6 +15,7 @@ from verl.rollout.native.weights import Shape
 Count = TypeVar("Count", int, np.ndarray)
 GROW_STEP = 32  # tokens; the capacity of a slot is a multiple
 FAR_ABOVE = 4
+AHEAD_BYTES = 2**32  # of KV that may be reserved for what rows can still become
 READ_STEP = 8  # tokens; so is the width that attention reads: one vector register of float32
 REUSE_STEP = 64  # tokens; a stored prompt can be continued from every multiple of this, and from its end
 MIN_REUSE = 16  # tokens; a shorter head is cheaper to compute again in a batch than to continue alone
@@ -29,10 +30,13 @@ class SlotCache:
 
     Slots and capacity grow as the work needs them, up to the maxima given at construction; when one grows, the other
     falls back to the need if it is far above it, so that a few long sequences do not cost what many would.
+    `exact_reads`: nothing beyond a row's end is ever read, so memory is left untouched until it is written.
     """
 
-    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device, max_slots: int, max_tokens: int) -> None:
-        self._shape, self._dtype, self._device = shape, dtype, device
+    def __init__(
+        self, shape: Shape, dtype: torch.dtype, device: torch.device, max_slots: int, max_tokens: int, *, exact_reads: bool
+    ) -> None:
+        self._shape, self._dtype, self._device, self._exact_reads = shape, dtype, device, exact_reads
         self._max_slots, self._max_capacity = max_slots, round_up(max_tokens, GROW_STEP)
         self.clear()
 
@@ -43,17 +47,21 @@ class SlotCache:
     def nbytes(self) -> int:
         return self._kv.nbytes
 
-    def reserve(self, slots: int, tokens: int, live: int) -> None:
-        """Room for `tokens` in each of `slots` slots; the first `live` slots keep their content up to there."""
+    def reserve(self, slots: int, tokens: int, live: int, ahead: int = 0) -> None:
+        """Room for `tokens` in each of `slots` slots; the first `live` slots keep their content up to there. `ahead`:
+        what rows can still become, reserved at once where that is address space and little of it."""
         if slots <= self._slots and tokens <= self._capacity:
             return
         assert slots <= self._max_slots and tokens <= self._max_capacity, f"{slots} slots x {tokens} tokens"
         old, kept = self._kv, min(tokens, self._capacity)
-        self._bind(
-            self._slots if slots <= self._slots <= FAR_ABOVE * slots else min(self._max_slots, slots * 3 // 2),
-            self._capacity if tokens <= self._capacity <= FAR_ABOVE * tokens
-            else min(self._max_capacity, round_up(tokens * 3 // 2, GROW_STEP)),
-        )  # fmt: skip
+        new_slots = self._slots if slots <= self._slots <= FAR_ABOVE * slots else min(self._max_slots, slots * 3 // 2)
+        grown = min(self._max_capacity, round_up(tokens * 3 // 2, GROW_STEP))
+        whole = min(self._max_capacity, round_up(max(tokens, ahead), GROW_STEP))
+        if self._exact_reads and new_slots * whole * self._shape.kv_values_per_token * self._dtype.itemsize <= AHEAD_BYTES:
+            grown = max(grown, whole)
+        elif tokens <= self._capacity <= FAR_ABOVE * tokens:
+            grown = self._capacity
+        self._bind(new_slots, grown)
         self._kv[:, :, :live, :, :kept] = old[:, :, :live, :, :kept]
 
     def fill(self, lo: int, hi: int, kv: Tensor) -> None:
@@ -90,8 +98,8 @@ class SlotCache:
     def _bind(self, slots: int, capacity: int) -> None:
         s = self._shape
         self._slots, self._capacity = slots, capacity
-        # zeros, not empty: a masked position is multiplied by an exact 0, which must not meet a stray NaN
-        self._kv = torch.zeros(
+        # zeros where masked positions are multiplied by an exact 0, which must not meet a stray NaN
+        self._kv = (torch.empty if self._exact_reads else torch.zeros)(
             s.layers, 2, slots, s.kv_heads, capacity, s.head_dim, dtype=self._dtype, device=self._device
         )
         self._flat = [(layer[0].flatten(0, 1), layer[1].flatten(0, 1)) for layer in self._kv]  # [slots K, capacity, D]

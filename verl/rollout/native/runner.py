@@ -71,9 +71,10 @@ class NativeRunner:
         self._fixed_rows = deterministic and self._layout != "panels"  # panels do not depend on the other rows
         self._table = RotaryTable(*inverse_frequencies(config, self._shape.head_dim), device)
         slots = round_up(max_rows, FIXED_ROWS) if self._fixed_rows else max_rows
-        self._cache = SlotCache(self._shape, self.compute_dtype, device, slots, max_context_tokens)
+        self._cache = SlotCache(self._shape, self.compute_dtype, device, slots, max_context_tokens, exact_reads=self._kernels is not None)
         self._prefixes = PrefixStore(prefix_cache_tokens)
         self._longest = 0  # tokens of KV of the longest resident row, at least
+        self._ahead = 0  # of the row that can become longest
         self._jobs: dict[bytes, Job] = {}
         self._lanes = Lanes(lanes if device.type == "cpu" else 1)
         self._max_prefill_tokens = max_prefill_tokens
@@ -127,11 +128,13 @@ class NativeRunner:
         self._prefill_pass()
         ready: list[Prefix] = []
         cached: list[int] = []
-        for key in keys:
+        self._ahead = self._ahead if resident else 0
+        for key, request in zip(keys, candidates):
             job = self._jobs.get(key)
             entry = job.entry if job else self._prefixes.get(key)
             if entry is None:
                 break  # first come, first served
+            self._ahead = max(self._ahead, min(self.max_context_tokens, len(request.prompt_ids) + request.sampling.max_tokens))
             cached.append(job.cached if job else len(entry.ids))
             ready.append(entry)
             if job:
@@ -285,7 +288,7 @@ class NativeRunner:
         if self._fixed_rows:
             self._cache.reserve(round_up(rows, FIXED_ROWS), self.max_context_tokens, live)
         else:
-            self._cache.reserve(rows, self._longest, live)
+            self._cache.reserve(rows, self._longest, live, self._ahead)
 
     # ---- shared ----------------------------------------------------------------------------------------------------
 
