@@ -53,7 +53,7 @@ class World:
     def rollout(self, kind: str = "native", **more: Any) -> Any:
         config = copy.deepcopy(self.engine.model.config)  # the trainer has switched its attention
         config._attn_implementation = "sdpa"
-        return ROLLOUTS[kind](config, max_context_tokens=64, eos_token_ids=(), **more)
+        return ROLLOUTS[kind](config, **{"max_context_tokens": 64, "eos_token_ids": (), **more})
 
     def submit_update(self) -> Any:
         """One optimizer step, enqueued now."""
@@ -161,15 +161,17 @@ def test_later_versions_verify_a_sample_that_covers_everything_in_sixteen(backen
 def test_a_rollout_in_flight_keeps_its_tokens_and_marks_the_version_of_each(backend):
     async def test():
         world = World(trainer(), backend)
-        replica = world.rollout()
+        replica = world.rollout(max_context_tokens=512)
         await world.publish([replica], 0)
-        asked = asyncio.ensure_future(replica.generate("r", PROBES[0], Sampling(max_tokens=50, seed=3)))
+        asked = asyncio.ensure_future(replica.generate("r", PROBES[0], Sampling(max_tokens=500, seed=3)))
         while not replica.stats()["sampled_tokens"]:  # noqa: ASYNC110 - the engine has no event for it
             await asyncio.sleep(0)
+        await replica.pause("keep")  # or it could be done before the trainer is
         await world.update()
+        await replica.resume()
         await world.publish([replica], 1, fenced=False, on_inflight="keep")
         done = await asked
-        assert [v for v, _, _ in done.spans] == [0, 1] and done.spans[-1][2] == len(done.ids) == 50
+        assert [v for v, _, _ in done.spans] == [0, 1] and done.spans[-1][2] == len(done.ids) == 500
         await replica.close()
 
     run(test)

@@ -40,11 +40,15 @@ class SampleRecorder:
 
     def _rows(self, step: int, refs: Refs) -> list[SampleRow]:
         found: list[dict[str, np.ndarray]] = [{} for _ in refs]  # a baseline or an unchosen row has fewer columns
-        for i, one in enumerate(Refs((r,)) for r in refs):
-            for field, columns in _COLUMNS.items():
-                name = next((c for c in columns if self._queue.has(one, c)), None)
-                if name is not None:
-                    found[i][field] = self._queue.read(one, (name,))[name].values.numpy()
+        for field, columns in _COLUMNS.items():
+            left = list(range(len(refs)))
+            for column in columns:
+                have = left if self._queue.has(refs, column) else [i for i in left if self._queue.has(Refs((refs[i],)), column)]
+                if have:
+                    values = self._queue.read(Refs(refs[i] for i in have), (column,))[column]
+                    for k, i in enumerate(have):
+                        found[i][field] = values.row(k).numpy()
+                left = [i for i in left if i not in set(have)]
         return [
             self._row(step, sample, columns)
             for sample, columns in zip(self._queue.samples(refs), found, strict=True)

@@ -95,6 +95,7 @@ class Run:
     stop_requested: bool = False
     on_step: Callable[[int, Mapping[str, float]], None] | None = None
     _publishing: asyncio.Task[None] | None = None
+    _recording: asyncio.Future[None] | None = None
     _sync_metrics: Metrics = field(default_factory=dict)
     _resumed: Mapping[str, Any] | None = None
 
@@ -162,8 +163,15 @@ class Run:
         found, self._sync_metrics = self._sync_metrics, {}
         return found
 
+    async def recorded(self) -> None:
+        """Wait for the samples that are being written."""
+        if self._recording is not None:
+            task, self._recording = self._recording, None
+            await task
+
     async def settle(self) -> None:
-        """Wait for a publish that is under way."""
+        """Wait for what is under way beside the loop: samples being written, a publish."""
+        await self.recorded()
         if self._publishing is not None:
             task, self._publishing = self._publishing, None
             await self.waits.wait(task, who="driver", what="the publish under way", timeout_s=3 * self.config.run.wait_timeout_s)
@@ -177,7 +185,11 @@ class Run:
             with step.clock("evaluate"):
                 step.log(await evaluate(self, step.number))
         with step.clock("log"):
-            await self.call(self.recorder, "record", step.number, refs)
+            await self.recorded()  # one at a time; this step's are written while the next one rolls out
+            self._recording = asyncio.ensure_future(self.call(self.recorder, "record", step.number, refs))
+            await asyncio.sleep(0)
+            if last or _due(step.number, self.config.track.report_every_steps):
+                await self.recorded()
         if _due(step.number, config.save_every_steps) or last or self.stop_requested:
             # What a checkpoint follows from is on disk before it: a kill right after its commit loses no record.
             self.events.flush(fsync=True)
@@ -282,6 +294,8 @@ class Run:
     async def close(self) -> None:
         """Release everything, whatever happened."""
         started = time.monotonic()
+        if self._recording is not None:
+            await asyncio.gather(self._recording, return_exceptions=True)
         if self._publishing is not None:
             self._publishing.cancel()
             await asyncio.gather(self._publishing, return_exceptions=True)
