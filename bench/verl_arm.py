@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,11 @@ def main(spec: dict[str, Any], result: Path) -> None:
     from verl.driver.launch import run_rl
 
     verl.driver.run.TimeLedger = TwoClockLedger  # type: ignore[misc]
+    peak = [0]
+    if spec.get("lengths"):
+        force_lengths(json.loads(Path(spec["lengths"]).read_text()))
+    if spec.get("count_bytes"):
+        count_bytes(peak)
     rows_per_step = spec["prompts_per_step"] * spec["samples_per_prompt"]
 
     def on_step(number: int, values: Mapping[str, float]) -> None:
@@ -57,13 +64,43 @@ def main(spec: dict[str, Any], result: Path) -> None:
             rollout_s=values["timing_s/rollout"], update_s=values["timing_s/update"],
             rollout_cpu_s=values["bench_cpu_s/rollout"], update_cpu_s=values["bench_cpu_s/update"],
             prompt_tokens=prompt_tokens, response_tokens=values["perf/total_num_tokens"] - prompt_tokens,
-            longest_response_tokens=values["response_length/max"], **_phases(values, "timing_s/", "phase_s"),
+            longest_response_tokens=values["response_length/max"], peak_tensor_mb=peak[0] / 1e6, **_phases(values, "timing_s/", "phase_s"),
             **_phases(values, "bench_cpu_s/", "phase_cpu_s"),
         )  # fmt: skip
 
     run_rl(load_config(overrides(spec)), on_step=on_step, quiet=True)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "verl": verl.__version__}
     meter.write(result, versions=versions, drop_last_steps=1)  # the last step holds the checkpoint
+
+
+def force_lengths(lengths: list[list[int]]) -> None:
+    """The n-th call of the engine samples as many tokens as the workload says, in every arm alike."""
+    from verl.rollout.native.engine import NativeEngine
+
+    left = itertools.chain(itertools.chain.from_iterable(lengths), itertools.cycle(lengths[-1]))
+    generate = NativeEngine.generate
+
+    async def forced(self: Any, request_id: str, prompt_ids: Any, sampling: Any, **more: Any) -> Any:
+        return await generate(self, request_id, prompt_ids, replace(sampling, max_tokens=next(left), ignore_eos=True), **more)
+
+    NativeEngine.generate = forced  # type: ignore[method-assign]
+
+
+def count_bytes(peak: list[int]) -> None:
+    """The most tensor bytes of an update without its optimizer, as `trl_grpo.py` counts them."""
+    from peers.peak_bytes import PeakBytes
+
+    from verl.model_engine.fsdp import FSDPEngine
+
+    forward_backward = FSDPEngine.forward_backward
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with PeakBytes() as found:
+            out = forward_backward(self, *args, **kwargs)
+        peak[0] = found.most
+        return out
+
+    FSDPEngine.forward_backward = counted  # type: ignore[method-assign]
 
 
 def _phases(values: Mapping[str, float], prefix: str, name: str) -> dict[str, float]:
@@ -74,11 +111,12 @@ def overrides(spec: Mapping[str, Any]) -> list[str]:
     """One step more than the peers: the last is dropped. The rows are taken in the order of the file, as they do."""
     return [
         "recipe=quickstart", f"model.path={spec['model']}", f"model.dtype={spec['dtype']}", "model.device=cpu",
-        f"data.train_files=[{spec['rows']}]", "data.shuffle=false", "reward.path=verl.recipes.arithmetic",
+        f"data.train_files=[{spec['rows']}]", "data.shuffle=false", f"reward.path={spec.get('reward', 'verl.recipes.arithmetic')}",
         f"step.prompts_per_step={spec['prompts_per_step']}", f"step.samples_per_prompt={spec['samples_per_prompt']}",
         f"rollout.max_response_tokens={spec['max_response_tokens']}", f"optim.lr={spec['lr']}",
         f"run.root_dir={spec['folder']}", "run.name=verl", "run.resume=never", f"run.total_steps={spec['steps'] + 1}",
         f"run.threads={spec['threads']}", "run.eval_every_steps=0", "run.eval_before=false", "run.eval_after=false",
+        *spec.get("overrides", ()),
     ]  # fmt: skip
 
 

@@ -13,19 +13,22 @@ from typing import Any
 import torch
 import transformers
 import trl
+from checksum import compute_score
 from datasets import Dataset
 from meter import Meter, clocks, elapsed
+from peak_bytes import PeakBytes
 from task import read_rows, score, truth
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList, TrainerCallback
 
 
 def main(spec: dict[str, Any], result: Path) -> None:
     meter = Meter()
     torch.set_num_threads(spec["threads"])
     n, prompts = spec["samples_per_prompt"], spec["prompts_per_step"]
+    parts = spec.get("micro_batches", 1)
     rows = read_rows(spec["rows"], prompts * spec["steps"])
     config = trl.GRPOConfig(
-        output_dir=spec["folder"], per_device_train_batch_size=prompts * n, gradient_accumulation_steps=1,
+        output_dir=spec["folder"], per_device_train_batch_size=prompts * n // parts, gradient_accumulation_steps=parts,
         num_generations=n, max_completion_length=spec["max_response_tokens"], max_steps=spec["steps"],
         temperature=1.0, top_p=1.0, top_k=0, beta=0.0, learning_rate=spec["lr"], lr_scheduler_type="constant",
         weight_decay=0.0, max_grad_norm=1.0, loss_type="dapo", use_cpu=True, bf16=spec["dtype"] == "bfloat16",
@@ -35,9 +38,13 @@ def main(spec: dict[str, Any], result: Path) -> None:
     trainer = _timed(trl.GRPOTrainer)(
         model=AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32),
         processing_class=AutoTokenizer.from_pretrained(spec["model"], padding_side="left"),
-        reward_funcs=reward, args=config,
+        reward_funcs=checksum if spec.get("lengths") else reward, args=config,
         train_dataset=Dataset.from_list([{"prompt": row["prompt"], "truth": truth(row)} for row in rows]),
     )  # fmt: skip
+    if spec.get("lengths"):
+        force_lengths(trainer, json.loads(Path(spec["lengths"]).read_text()))
+    if spec.get("count_bytes"):
+        count_bytes(trainer)
     trainer.add_callback(_AtStepEnd(meter, trainer))
     trainer.train()
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "trl": trl.__version__}
@@ -46,6 +53,48 @@ def main(spec: dict[str, Any], result: Path) -> None:
 
 def reward(completions: list[list[dict[str, str]]], truth: list[str], **_: Any) -> list[float]:
     return [score(completion[0]["content"], expected) for completion, expected in zip(completions, truth)]
+
+
+def checksum(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
+    return [compute_score("", completion[0]["content"], "") for completion in completions]
+
+
+def force_lengths(trainer: Any, lengths: list[list[int]]) -> None:
+    """Row i of a step ends after as many tokens as the workload says, in every arm alike."""
+    end, steps, generate = trainer.processing_class.eos_token_id, iter(lengths), trainer.model.generate
+
+    class Force(LogitsProcessor):
+        def __init__(self, wanted: list[int], start: int) -> None:
+            self.wanted, self.start = torch.tensor(wanted), start
+
+        def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            last = (self.wanted <= ids.shape[1] - self.start + 1)[:, None]
+            is_end = torch.arange(scores.shape[1]) == end
+            return scores.masked_fill(last ^ is_end, -torch.inf)  # before its last token never the end, then nothing else
+
+    def forced(*args: Any, **kwargs: Any) -> Any:
+        ids = kwargs["input_ids"]
+        return generate(*args, **kwargs, logits_processor=LogitsProcessorList([Force(next(steps), ids.shape[1])]))
+
+    trainer.model.generate = forced
+
+
+def count_bytes(trainer: Any) -> None:
+    """The most tensor bytes of a forward and backward pass, as `verl_arm.py` counts them."""
+    compute_loss, backward = trainer.compute_loss, trainer.accelerator.backward
+    found: list[PeakBytes] = []
+
+    def counted_loss(*args: Any, **kwargs: Any) -> Any:
+        found.append(PeakBytes())
+        found[-1].__enter__()
+        return compute_loss(*args, **kwargs)
+
+    def counted_backward(*args: Any, **kwargs: Any) -> Any:
+        backward(*args, **kwargs)
+        found[-1].__exit__(None, None, None)
+        trainer.measured["peak_tensor_mb"] = max(trainer.measured.get("peak_tensor_mb", 0.0), found[-1].most / 1e6)
+
+    trainer.compute_loss, trainer.accelerator.backward = counted_loss, counted_backward
 
 
 def _timed(trainer_class: type) -> type:

@@ -1,0 +1,59 @@
+"""The same rollouts by verl's native engine.
+
+    python bench/rollout_arm.py SPEC.json RESULT.json
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+
+
+async def run(spec: dict[str, Any]) -> dict[str, Any]:
+    import torch
+    from transformers import AutoConfig
+
+    import verl
+    from verl.driver.assemble import DTYPES
+    from verl.model_engine.fsdp import load_causal_lm
+    from verl.rollout.native.engine import NativeEngine
+    from verl.types import Sampling
+
+    torch.set_num_threads(spec["threads"])
+    model = load_causal_lm(Path(spec["model"]))
+
+    class Weights:
+        version = 0
+
+        def tensors(self) -> Any:
+            return model.state_dict().items()
+
+    engine = NativeEngine(AutoConfig.from_pretrained(spec["model"]), max_context_tokens=spec["max_context_tokens"],
+                          eos_token_ids=(), dtype=DTYPES[spec["dtype"]])  # fmt: skip
+    await engine.load_weights(Weights())
+    rounds = []
+    for number, (prompts, lengths) in enumerate(spec["rollouts"]):
+        began, own = time.perf_counter(), psutil.Process().cpu_times()
+        calls = [
+            engine.generate(f"{number}/{i}", np.asarray(ids), Sampling(max_tokens=n, temperature=1.0, seed=i, ignore_eos=True))
+            for i, (ids, n) in enumerate(zip(prompts, lengths, strict=True))
+        ]  # fmt: skip
+        done = await asyncio.gather(*calls)
+        wall, after = time.perf_counter() - began, psutil.Process().cpu_times()
+        assert [len(c.ids) for c in done] == lengths and all(len(c.logprobs) == len(c.ids) for c in done)
+        rounds.append({"wall_s": wall, "cpu_s": after.user + after.system - own.user - own.system, "tokens": sum(lengths)})
+    stats = engine.stats()
+    await engine.close()
+    versions = {"verl": verl.__version__, "torch": torch.__version__}
+    return {"rollouts": rounds[1:], "versions": versions, "prefill_tokens": stats["prefill_tokens"]}
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_text(json.dumps(asyncio.run(run(json.loads(Path(sys.argv[1]).read_text())))))
