@@ -8,7 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from verl.rollout.hf import HfRunner
 from verl.rollout.native.compiled import Kernels, load_kernels
@@ -44,6 +54,20 @@ CONFIGS: dict[str, Any] = {
     ),
     "mistral": MistralConfig(**SIZES, sliding_window=None),
     "mistral window": MistralConfig(**SIZES, sliding_window=256),
+    "mistral narrow window": MistralConfig(**SIZES, sliding_window=24),
+    "qwen2 window": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=40, max_window_layers=1),
+    "gemma2": Gemma2Config(
+        **SIZES, head_dim=20, query_pre_attn_scalar=31, sliding_window=24, attn_logit_softcapping=3.0, final_logit_softcapping=5.0
+    ),
+    "gemma3": Gemma3TextConfig(
+        **{**SIZES, "num_hidden_layers": 3}, head_dim=16, query_pre_attn_scalar=20, sliding_window=16,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"], tie_word_embeddings=False,
+        rope_parameters={"full_attention": rope("linear"), "sliding_attention": {"rope_type": "default", "rope_theta": 1e3}},
+    ),
+    "gpt2": GPT2Config(vocab_size=67, n_embd=48, n_layer=2, n_head=6, n_positions=512, initializer_range=0.12),
+    "qwen3 moe": Qwen3MoeConfig(**{**SIZES, "num_hidden_layers": 3}, head_dim=16, num_experts=6, num_experts_per_tok=2,
+                                moe_intermediate_size=24, mlp_only_layers=[1], norm_topk_prob=True),
+    "qwen3 moe raw": Qwen3MoeConfig(**SIZES, head_dim=16, num_experts=4, num_experts_per_tok=3, moe_intermediate_size=40),
 }  # fmt: skip
 LAYOUTS = ("plain", "packed", "panels")
 KERNELS = load_kernels(torch.float32)
@@ -88,10 +112,11 @@ def logprobs_of(module: Any, prompt: np.ndarray, ids: np.ndarray, temperature: f
     return torch.log_softmax(logits, -1).gather(1, torch.from_numpy(ids)[:, None])[:, 0].numpy()
 
 
+@pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_float32_matches_transformers(name: str) -> None:
+def test_float32_matches_transformers(name: str, compiled: bool) -> None:
     module = reference(CONFIGS[name])
-    core = engine(CONFIGS[name], module)  # prompts of 90 tokens in passes of 64: chunks with a past as well
+    core = engine(CONFIGS[name], module, compiled=compiled)  # prompts of 90 tokens in passes of 64: chunks with a past as well
     for i, c in sampled(core, 0.7).items():
         np.testing.assert_allclose(c.logprobs, logprobs_of(module, PROMPTS[int(i)], c.ids, 0.7), atol=1e-5)
     scored = core.runner.score(PROMPTS[1], 0.7)
@@ -99,11 +124,12 @@ def test_float32_matches_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("emulate", [False, True])
-def test_bfloat16_is_as_close_to_float32_as_transformers_is(emulate: bool) -> None:
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gemma3", "gpt2", "qwen3 moe"])
+def test_bfloat16_is_as_close_to_float32_as_transformers_is(name: str, emulate: bool) -> None:
     """Same rounded weights: the engine's distance to exact arithmetic is at most that of transformers in bf16."""
-    module = reference(CONFIGS["qwen3"], dtype=torch.bfloat16)
-    exact = reference(CONFIGS["qwen3"], rounded=torch.bfloat16)
-    core = engine(CONFIGS["qwen3"], module, dtype=torch.bfloat16, emulate_bf16=emulate)
+    module = reference(CONFIGS[name], dtype=torch.bfloat16)
+    exact = reference(CONFIGS[name], rounded=torch.bfloat16)
+    core = engine(CONFIGS[name], module, dtype=torch.bfloat16, emulate_bf16=emulate)
     assert core.runner.compute_dtype == (torch.float32 if emulate else torch.bfloat16)  # type: ignore[attr-defined]
     ours, theirs = [], []
     for i, c in sampled(core).items():

@@ -25,15 +25,15 @@ def close(ours, theirs, dtype, factor=1.0):
     torch.testing.assert_close(ours.float(), theirs.float(), atol=factor * TOLERANCE[dtype], rtol=factor * TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("width", [8, 12, 67, 192])
-def test_norm_and_gates(kernels, width):
+@pytest.mark.parametrize("rows, width", [(5, 8), (5, 12), (5, 67), (5, 192), (400, 192)])  # the last by several threads
+def test_norm_and_gates(kernels, rows, width):
     torch.manual_seed(0)
-    x, weight = (3 * torch.randn(5, width)).to(kernels.dtype), torch.randn(width).to(kernels.dtype)
-    close(kernels.rms_norm(x, weight, 1e-5), torch.nn.functional.rms_norm(x.float(), (width,), weight.float(), 1e-5), kernels.dtype)
-    both = (30 * torch.randn(5, 2 * width)).to(kernels.dtype)
+    x, weight = (3 * torch.randn(rows, width)).to(kernels.dtype), torch.randn(width)
+    close(kernels.rms_norm(x, weight, 1e-5), torch.nn.functional.rms_norm(x.float(), (width,), weight, 1e-5), kernels.dtype)
+    both = (30 * torch.randn(rows, 2 * width)).to(kernels.dtype)
     gate, up = both.double().chunk(2, dim=1)  # 1 + tanh loses digits in float32
     close(kernels.gated(both, "silu"), torch.nn.functional.silu(gate) * up, kernels.dtype)
-    close(kernels.gated(both, "gelu_pytorch_tanh"), torch.nn.functional.gelu(gate, approximate="tanh") * up, kernels.dtype)
+    close(kernels.gated(both, "gelu_tanh"), torch.nn.functional.gelu(gate, approximate="tanh") * up, kernels.dtype)
 
 
 def attention(qkv, norm, turns, positions, keys, values, *, heads, eps, scale, window, cap):
@@ -44,7 +44,7 @@ def attention(qkv, norm, turns, positions, keys, values, *, heads, eps, scale, w
         row = qkv[r].float().view(-1, dim)
         qk, v = row[: heads + kv_heads], row[heads + kv_heads :]
         if norm is not None:
-            qk = torch.nn.functional.rms_norm(qk, (dim,), None, eps) * norm.float()
+            qk = torch.nn.functional.rms_norm(qk, (dim,), None, eps) * norm
         if turns is not None:
             qk = torch.view_as_real(torch.view_as_complex(qk.reshape(-1, dim // 2, 2).contiguous()) * turns[at]).flatten(1)
         keys[r, :, at], values[r, :, at] = qk[heads:].to(keys.dtype), v.to(values.dtype)
@@ -67,7 +67,7 @@ def test_attention(kernels, dim, heads, kv_heads):
         kv = torch.randn(2, n, kv_heads, capacity, dim).to(kernels.dtype)
         kv[:, :, :, 151:] = torch.nan  # nothing beyond a row's own end is ever read
         qkv = torch.randn(n, (heads + 2 * kv_heads) * dim).to(kernels.dtype)
-        norm = torch.randn(heads + kv_heads, dim).to(kernels.dtype) if normed else None
+        norm = torch.randn(heads + kv_heads, dim) if normed else None
         turns = torch.polar(torch.ones(capacity, dim // 2), torch.randn(capacity, dim // 2)) if normed else None
         keys, values = kv.clone()
         scratch = torch.empty(scratch_floats(heads, kv_heads, dim, capacity))

@@ -13,18 +13,19 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, PhiConfig, Qwen3Config
 
 from verl.rollout.base import Completion
 from verl.rollout.native import NativeEngine
 from verl.rollout.native import runner as runner_module
+from verl.rollout.native.architecture import shape_of
 from verl.rollout.native.core import EngineCore
 from verl.rollout.native.kv import Prefix, PrefixStore
 from verl.rollout.native.lanes import Lanes
 from verl.rollout.native.request import Request, find_stop
 from verl.rollout.native.runner import NativeRunner, read_blocks
 from verl.rollout.native.sampler import Draw, sample, stream_of, uniforms
-from verl.rollout.native.weights import Storage, shape_of
+from verl.rollout.native.weights import Storage
 from verl.types import Sampling
 
 VOCAB = 61
@@ -373,9 +374,9 @@ def test_a_stop_string_is_found_at_the_token_that_completes_it(
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=2), "rollout.engine=hf"),
-        (MistralConfig(**SIZES, sliding_window=64), "sliding_window=64"),
-        (Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=64, max_window_layers=1), "sliding_window=64"),
+        (PhiConfig(**SIZES), "rollout.engine=hf"),
+        (GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=2, scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx"),
+        (Gemma3TextConfig(**SIZES, use_bidirectional_attention=True), "use_bidirectional_attention"),
         (LlamaConfig(**SIZES, hidden_act="gelu"), "gelu"),
         (
             LlamaConfig(**SIZES, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
@@ -391,7 +392,6 @@ def test_refused_models(config: Any, message: str) -> None:
 def test_refused_options() -> None:
     with pytest.raises(ValueError, match="float16"):
         NativeEngine(CONFIG, max_context_tokens=128, eos_token_ids=(), dtype=torch.float16)
-    NativeEngine(MistralConfig(**SIZES, sliding_window=128), max_context_tokens=128, eos_token_ids=())
 
 
 def test_tied_names_must_agree_and_one_is_enough() -> None:

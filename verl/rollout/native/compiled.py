@@ -29,13 +29,13 @@ FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 NATIVE = ("-march=native", "-mcpu=native")  # x86 compilers know the first, ARM ones the second
 OPENMP = ("-fopenmp", "-fopenmp-simd")  # Apple's clang has no runtime: one thread
 SIGNATURES = {
-    "rms_norm": (c_void_p,) * 3 + (c_long,) * 2 + (c_float,),
-    "gated": (c_void_p,) * 2 + (c_long,) * 3,
+    "rms_norm": (c_void_p,) * 3 + (c_long,) * 2 + (c_float, c_long),
+    "gated": (c_void_p,) * 2 + (c_long,) * 4,
     "attend": (c_void_p,) * 8 + (c_long,) * 6 + (c_float,) * 3,
     "sample": (c_void_p,) * 6 + (c_long,) * 2,
 }
 LINEAR = (c_void_p,) * 4 + (c_long,) * 5
-ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,23 +66,25 @@ class Kernels:
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [n, width], weight [width] -> [n, width]."""
+        """x [n, width], weight float32 [width] -> [n, width]."""
+        assert x.is_contiguous() and weight.dtype == torch.float32
         out = torch.empty_like(x)
-        self._rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), *x.shape, eps)
+        self._rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), *x.shape, eps, torch.get_num_threads())
         return out
 
     def gated(self, gate_up: Tensor, activation: str) -> Tensor:
         """gate_up [n, 2 ffn] -> act(gate) * up [n, ffn]."""
         n, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(n, width)
-        self._gated(gate_up.data_ptr(), out.data_ptr(), n, width, ACTIVATIONS[activation])
+        self._gated(gate_up.data_ptr(), out.data_ptr(), n, width, ACTIVATIONS[activation], torch.get_num_threads())
         return out
 
     def attend(
         self, qkv: Tensor, qk_norm: Tensor | None, turns: Tensor | None, positions: Tensor, keys: Tensor, values: Tensor, scratch: Tensor,
         *, heads: int, eps: float, scale: float, window: int = 0, cap: float = 0.0,
     ) -> Tensor:  # fmt: skip
-        """qkv [n, (H + 2K) D], turns complex64 [positions, D/2], keys and values [n, K, capacity, D], which receive the
+        """qkv [n, (H + 2K) D], qk_norm float32 [H + K, D], turns complex64 [positions, D/2], keys and values
+        [n, K, capacity, D], which receive the
         row's own at `positions` [n] -> mixed values [n, H D]."""
         kv_heads, capacity, dim = keys.shape[1:]
         out = qkv.new_empty(len(qkv), heads * dim)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from verl.rollout.base import Capabilities, DecodeFn
+from verl.rollout.native.architecture import ARCHITECTURES
 from verl.rollout.native.front import AsyncEngine
 from verl.rollout.native.runner import NativeRunner
-from verl.rollout.native.weights import ARCHITECTURES
 
 
 class NativeEngine(AsyncEngine):

@@ -1,4 +1,4 @@
-/* What a decode step does between its matrix products, for CPUs: one pass over memory each, one thread per call.
+/* What a decode step does between its matrix products, for CPUs: one pass over memory each.
  *
  * A row's result depends on that row alone, so a batch may be split over threads anywhere. Arithmetic is float32
  * whatever the storage. The typed half of the file is included twice: for float and for bfloat16.
@@ -17,6 +17,7 @@
 #endif
 
 #define TILE 64   /* keys at a time: a tile stays in the first-level cache for all query heads of its key head */
+#define WORTH_A_TEAM 65536 /* values: fewer are done before other threads have woken */
 #define BLOCK 256 /* tokens per block of the two-level inverse CDF, as in sampler.py */
 
 typedef uint16_t bf16;
@@ -235,20 +236,27 @@ static inline const float *widened(const bf16 *source, float *buffer, long count
 #else /* ---- typed ---- */
 
 /* out [n, width] = x / rms(x) * weight */
-void NAME(rms_norm)(const T *x, const T *weight, T *out, long n, long width, float eps) {
-    for (long row = 0; row < n; row++, x += width, out += width) {
+void NAME(rms_norm)(const T *xs, const float *weight, T *outs, long n, long width, float eps, long threads) {
+    (void)threads;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && n * width > WORTH_A_TEAM)
+    for (long row = 0; row < n; row++) {
+        const T *x = xs + row * width;
+        T *out = outs + row * width;
         float sum = 0;
 #pragma omp simd reduction(+ : sum)
         for (long i = 0; i < width; i++) sum += LOAD(x[i]) * LOAD(x[i]);
         float scale = 1.0f / sqrtf(sum / (float)width + eps);
-        for (long i = 0; i < width; i++) out[i] = STORE(LOAD(x[i]) * scale * LOAD(weight[i]));
+        for (long i = 0; i < width; i++) out[i] = STORE(LOAD(x[i]) * scale * weight[i]);
     }
 }
 
 /* gate_up [n, 2 width] -> out [n, width] = act(gate) up. kind 0: SiLU, 1: GELU by tanh */
-void NAME(gated)(const T *gate_up, T *out, long n, long width, long kind) {
-    for (long row = 0; row < n; row++, out += width) {
+void NAME(gated)(const T *gate_up, T *outs, long n, long width, long kind, long threads) {
+    (void)threads;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && n * width > WORTH_A_TEAM)
+    for (long row = 0; row < n; row++) {
         const T *gate = gate_up + 2 * row * width, *up = gate + width;
+        T *out = outs + row * width;
         if (kind == 0)
             for (long i = 0; i < width; i++) {
                 float g = LOAD(gate[i]);
@@ -270,7 +278,7 @@ void NAME(gated)(const T *gate_up, T *out, long n, long width, long kind) {
  * scratch: see `scratch_floats` in compiled.py
  */
 void NAME(attend)(
-    const T *qkv, const T *qk_norm, const float *turns, const int64_t *positions, T *keys, T *values, T *out, float *scratch, long n,
+    const T *qkv, const float *qk_norm, const float *turns, const int64_t *positions, T *keys, T *values, T *out, float *scratch, long n,
     long heads, long kv_heads, long dim, long capacity, long window, float eps, float scale, float cap) {
     const long group = heads / kv_heads, width = (heads + 2 * kv_heads) * dim, slot = kv_heads * capacity * dim;
     float *row = scratch, *mixed = row + width, *buffer = mixed + group * dim, *scores = buffer + TILE * dim;
@@ -278,7 +286,7 @@ void NAME(attend)(
         const long at = positions[r], from = window > 0 && at + 1 > window ? at + 1 - window : 0, seen = at + 1 - from;
         for (long i = 0; i < width; i++) row[i] = LOAD(qkv[i]);
         for (long h = 0; h < heads + kv_heads; h++) {
-            if (qk_norm) normalise(row + h * dim, FLOATS(qk_norm + h * dim, buffer, dim), dim, eps);
+            if (qk_norm) normalise(row + h * dim, qk_norm + h * dim, dim, eps);
             if (turns) rotate(row + h * dim, turns + at * dim, dim);
         }
         for (long h = 0; h < kv_heads; h++) {

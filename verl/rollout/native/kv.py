@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.rollout.native.weights import Shape
+from verl.rollout.native.architecture import Shape
 
 Count = TypeVar("Count", int, np.ndarray)
 GROW_STEP = 32  # tokens; the capacity of a slot is a multiple

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from verl.rollout.base import WeightSource
+from verl.rollout.native.architecture import rotary_frequencies, shape_of
 from verl.rollout.native.compiled import Kernels, load_kernels
 from verl.rollout.native.core import Admission
 from verl.rollout.native.kv import READ_STEP, Prefix, PrefixStore, SlotCache, round_up
@@ -22,7 +23,7 @@ from verl.rollout.native.linear import Layout, best_layout, native_bf16
 from verl.rollout.native.model import Chunk, RotaryTable, decode, decode_compiled, prefill
 from verl.rollout.native.request import Request
 from verl.rollout.native.sampler import Draw, sample, score_logits, to_host
-from verl.rollout.native.weights import Weights, inverse_frequencies, receive, shape_of
+from verl.rollout.native.weights import Weights, receive
 
 FIXED_ROWS = 32  # rows of one decode call when deterministic and a product's bits depend on its number of rows
 LANE_WORK = 5e6  # multiply-adds per layer that take as long as dispatching the layer, which lanes cannot do at once
@@ -69,7 +70,7 @@ class NativeRunner:
         self.without_kernels = kernels if isinstance(kernels, str) else None
         self._layout = layout or best_layout(self.compute_dtype, device, self._kernels)
         self._fixed_rows = deterministic and self._layout != "panels"  # panels do not depend on the other rows
-        self._table = RotaryTable(*inverse_frequencies(config, self._shape.head_dim), device)
+        self._table = RotaryTable(rotary_frequencies(config, self._shape.head_dim), device)
         slots = round_up(max_rows, FIXED_ROWS) if self._fixed_rows else max_rows
         self._cache = SlotCache(self._shape, self.compute_dtype, device, slots, max_context_tokens, exact_reads=self._kernels is not None)
         self._prefixes = PrefixStore(prefix_cache_tokens)
@@ -216,7 +217,7 @@ class NativeRunner:
     def _sample_first(self, hidden: Tensor, owner: np.ndarray, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
         assert self._weights is not None
         rows = hidden.split(1) if self._deterministic else [hidden]
-        logits = torch.cat([self._weights.head(part) for part in rows])  # [u, V]
+        logits = torch.cat([self._weights.logits(part) for part in rows])  # [u, V]
         if len(hidden) < len(owner):
             logits = logits.index_select(0, self._on_device(owner))
         return self._sample(logits, draw)
@@ -258,11 +259,11 @@ class NativeRunner:
         at, ids = self._on_device(positions), self._on_device(tokens)
         if self._kernels is not None:
             hidden = decode_compiled(
-                self._kernels, self._weights, self._shape, self._cache, self._table.turns, ids, at, lo
+                self._kernels, self._weights, self._shape, self._cache, self._table, ids, at, lo
             )
         else:
             blocks = [(0, FIXED_ROWS, self.max_context_tokens)] if self._fixed_rows else read_blocks(positions)
-            hidden = decode(self._weights, self._shape, self._cache, self._table.at(at), ids, at, lo, blocks)
+            hidden = decode(self._weights, self._shape, self._cache, self._table, ids, at, lo, blocks)
         return self._head_and_sample(hidden, n, draw)
 
     def _head_and_sample(self, hidden: Tensor, n: int, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
@@ -272,7 +273,7 @@ class NativeRunner:
         drawn = []
         for lo in range(0, n, block):
             hi = min(n, lo + block)
-            drawn.append(self._sample(self._weights.head(hidden[lo : lo + block])[: hi - lo], draw.rows(lo, hi)))
+            drawn.append(self._sample(self._weights.logits(hidden[lo : lo + block])[: hi - lo], draw.rows(lo, hi)))
         return np.concatenate([ids for ids, _ in drawn]), np.concatenate([logprobs for _, logprobs in drawn])
 
     def _sample(self, logits: Tensor, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
@@ -303,7 +304,7 @@ class NativeRunner:
             new, hidden = self._lanes.wide(partial(prefill, self._weights, s, self._table, [chunk]))
             kv = torch.cat([kv, new], dim=3)
             for at in range(0, len(hidden), SCORE_BLOCK):
-                logits = self._weights.head(hidden[at : at + SCORE_BLOCK])  # [t, V]
+                logits = self._weights.logits(hidden[at : at + SCORE_BLOCK])  # [t, V]
                 given = self._on_device(ids[lo + at + 1 : lo + at + 1 + len(logits)])
                 logprobs.append(score_logits(logits, given, temperature))
         return torch.cat(logprobs).cpu().numpy()

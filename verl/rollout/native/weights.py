@@ -1,147 +1,66 @@
-"""Architectures as data, and HF-named tensors fused into what the forward pass reads: one copy per version."""
+"""HF-named tensors fused into what the forward pass reads: one copy per version."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from verl.rollout.native.architecture import Shape
 from verl.rollout.native.compiled import Kernels
+from verl.rollout.native.layers import Experts, FeedForward, Norm
 from verl.rollout.native.linear import Layout, Linear, make_linear
 
 
 @dataclass(frozen=True, slots=True)
-class Architecture:
-    """How one family differs from Llama. A `*_bias` names the config flag that turns it on, or says always/never."""
-
-    qkv_bias: str | bool = False
-    out_bias: str | bool = False
-    mlp_bias: str | bool = False
-    qk_norm: bool = False
-
-
-ARCHITECTURES: dict[str, Architecture] = {
-    "llama": Architecture(qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias"),
-    "mistral": Architecture(),
-    "qwen2": Architecture(qkv_bias=True),
-    "qwen3": Architecture(qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """The sizes and switches of a decoder, read once from its HF config."""
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
-    vocab: int
-    eps: float
-    qkv_bias: bool
-    out_bias: bool
-    mlp_bias: bool
-    qk_norm: bool
-    tied: bool
-
-    @property
-    def kv_values_per_token(self) -> int:
-        return self.layers * 2 * self.kv_heads * self.head_dim
-
-
-def shape_of(config: Any, max_context_tokens: int) -> Shape:
-    """HF config -> Shape, or ValueError for whatever the native forward pass does not compute."""
-    arch = ARCHITECTURES.get(config.model_type)
-    if arch is None:
-        raise ValueError(
-            f"model_type={config.model_type!r}: the native rollout engine computes {sorted(ARCHITECTURES)}; "
-            "set rollout.engine=hf for any other architecture"
-        )
-    if config.hidden_act != "silu":
-        raise ValueError(f"hidden_act={config.hidden_act!r}: native computes silu; set rollout.engine=hf")
-    _refuse_sliding_window(config, max_context_tokens)
-    if max_context_tokens > config.max_position_embeddings:
-        raise ValueError(
-            f"max_context_tokens={max_context_tokens} exceeds the model's max_position_embeddings="
-            f"{config.max_position_embeddings}: shorten prompt or response, or use a model with a longer context"
-        )
-
-    def flag(value: str | bool) -> bool:
-        return bool(getattr(config, value, False)) if isinstance(value, str) else value
-
-    heads = config.num_attention_heads
-    return Shape(
-        layers=config.num_hidden_layers, hidden=config.hidden_size, heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        ffn=config.intermediate_size, vocab=config.vocab_size, eps=config.rms_norm_eps,
-        qkv_bias=flag(arch.qkv_bias), out_bias=flag(arch.out_bias), mlp_bias=flag(arch.mlp_bias),
-        qk_norm=arch.qk_norm, tied=bool(config.tie_word_embeddings),
-    )  # fmt: skip
-
-
-def _refuse_sliding_window(config: Any, max_context_tokens: int) -> None:
-    window = getattr(config, "sliding_window", None)
-    layer_types = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"]
-    if set(layer_types) <= {"full_attention"} or (window and max_context_tokens <= window):
-        return  # a window that the context never outgrows is full attention
-    raise ValueError(
-        f"sliding_window={window} is active in {config.model_type} for max_context_tokens={max_context_tokens}: native "
-        "computes full attention; keep the context within the window, or set rollout.engine=hf"
-    )
-
-
-def inverse_frequencies(config: Any, head_dim: int) -> tuple[Tensor, float]:
-    """RoPE as transformers defines it -> (float32 [head_dim / 2], factor on cos and sin)."""
-    rope = dict(config.rope_parameters or {})
-    kind = rope.get("rope_type", "default")
-    if kind not in ("default", "linear", "llama3", "yarn") or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(
-            f"rope_parameters={rope}: native computes full, length-independent RoPE; set rollout.engine=hf"
-        )
-    if kind == "default":
-        exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-        return 1.0 / (rope["rope_theta"] ** exponent), 1.0
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    assert frequencies.shape == (head_dim // 2,), f"{kind} RoPE gave {tuple(frequencies.shape)}"
-    return frequencies.float(), float(factor)
-
-
-@dataclass(frozen=True, slots=True)
 class Layer:
-    norm: Tensor  # [hidden]
+    norm: Norm
     qkv: Linear  # q, k, v heads in this order; q and k with RoPE pairs interleaved
     qk_norm: Tensor | None  # [heads + kv_heads, head_dim], interleaved as q and k are
     out: Linear
-    mlp_norm: Tensor  # [hidden]
-    gate_up: Linear
-    down: Linear
+    out_norm: Norm | None
+    mlp_norm: Norm
+    mlp: FeedForward | Experts
+    mlp_out_norm: Norm | None
+    window: int
+    rope: int
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
     embed: Tensor  # [V, hidden]
+    embed_scale: float
+    positions: Tensor | None  # [P, hidden]
     layers: tuple[Layer, ...]
-    norm: Tensor  # [hidden]
+    norm: Norm
     head: Linear
-    params: int
+    logit_cap: float
+    params: int  # that a token is multiplied with: of the experts, the chosen
     nbytes: int
+
+    def embedded(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """ids, positions [T] -> [T, hidden]."""
+        x = self.embed.index_select(0, ids)
+        if self.embed_scale != 1.0:
+            x *= self.embed_scale
+        return x if self.positions is None else x.add_(self.positions.index_select(0, positions))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [T, hidden] -> [T, V]."""
+        logits = self.head(hidden)
+        return logits if not self.logit_cap else logits.div_(self.logit_cap).tanh_().mul_(self.logit_cap)
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where one HF tensor goes: a view into fused storage, and the shape in which it is copied there."""
+    """Where one HF tensor goes: a view into fused storage, the shape in which it is copied there, what is added."""
 
     shape: tuple[int, ...]
     into: Tensor
     copied_as: tuple[int, ...]
+    plus: float = 0.0
 
 
 @dataclass(slots=True)
@@ -155,31 +74,67 @@ class Storage:
     targets: dict[str, Target] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        s = self.shape
-        self._own("embed", (s.vocab, s.hidden), "model.embed_tokens.weight")
-        self._own("norm", (s.hidden,), "model.norm.weight")
+        s, gpt2 = self.shape, self.shape.arch.gpt2
+        root, embed = ("transformer.", "wte") if gpt2 else ("model.", "embed_tokens")
+        self._own("embed", (s.vocab, s.hidden), f"{root}{embed}.weight")
+        self._norm("norm", f"{root}{'ln_f' if gpt2 else 'norm'}")
+        if s.learned_positions:
+            self._own("positions", (s.learned_positions, s.hidden), f"{root}wpe.weight")
         if s.tied:  # one tensor under two names, of which one is enough
-            self.targets["lm_head.weight"] = self.targets["model.embed_tokens.weight"]
+            self.targets["lm_head.weight"] = self.targets[f"{root}{embed}.weight"]
         else:
             self._own("head", (s.vocab, s.hidden), "lm_head.weight")
         for i in range(s.layers):
-            self._layer(f"{i}.", f"model.layers.{i}.")
+            if gpt2:
+                self._gpt2_layer(f"{i}.", f"{root}h.{i}.")
+            else:
+                self._layer(i, f"{i}.", f"{root}layers.{i}.")
 
-    def _layer(self, key: str, at: str) -> None:
+    def _layer(self, layer: int, key: str, at: str) -> None:
         s, dim = self.shape, self.shape.head_dim
         q, kv, hid = s.heads * dim, s.kv_heads * dim, s.hidden
-        self._own(key + "norm", (hid,), at + "input_layernorm.weight")
-        self._own(key + "mlp_norm", (hid,), at + "post_attention_layernorm.weight")
+        self._norm(key + "norm", at + "input_layernorm")
+        if s.arch.gemma:
+            self._norm(key + "out_norm", at + "post_attention_layernorm")
+            self._norm(key + "mlp_norm", at + "pre_feedforward_layernorm")
+            self._norm(key + "mlp_out_norm", at + "post_feedforward_layernorm")
+        else:
+            self._norm(key + "mlp_norm", at + "post_attention_layernorm")
         attention = [(at + "self_attn.q_proj", q), (at + "self_attn.k_proj", kv), (at + "self_attn.v_proj", kv)]
         self._fuse(key + "qkv", attention, hid, s.qkv_bias, rotated=2)
         self._fuse(key + "out", [(at + "self_attn.o_proj", hid)], q, s.out_bias)
-        self._fuse(key + "gate_up", [(at + "mlp.gate_proj", s.ffn), (at + "mlp.up_proj", s.ffn)], hid, s.mlp_bias)
-        self._fuse(key + "down", [(at + "mlp.down_proj", hid)], s.ffn, s.mlp_bias)
-        if s.qk_norm:
-            table = self._new(key + "qk_norm", (s.heads + s.kv_heads, dim))
+        if s.experts[layer]:
+            self._own(key + "router", (s.experts[layer], hid), at + "mlp.gate.weight")
+            self._own(key + "up", (s.experts[layer], 2 * s.expert_ffn, hid), at + "mlp.experts.gate_up_proj")
+            self._own(key + "down", (s.experts[layer], hid, s.expert_ffn), at + "mlp.experts.down_proj")
+        else:
+            self._fuse(key + "up", [(at + "mlp.gate_proj", s.ffn), (at + "mlp.up_proj", s.ffn)], hid, s.mlp_bias)
+            self._fuse(key + "down", [(at + "mlp.down_proj", hid)], s.ffn, s.mlp_bias)
+        if s.arch.qk_norm:
+            table = self._new(key + "qk_norm", (s.heads + s.kv_heads, dim), norm=True)
             for name, rows in (("q", table[: s.heads]), ("k", table[s.heads :])):
                 halves = _as_halves(rows.view(-1, dim // 2, 2))  # every head has the same norm
-                self.targets[f"{at}self_attn.{name}_norm.weight"] = Target((dim,), halves, (2, dim // 2))
+                self.targets[f"{at}self_attn.{name}_norm.weight"] = Target((dim,), halves, (2, dim // 2), self._norm_offset)
+
+    def _gpt2_layer(self, key: str, at: str) -> None:
+        hid, ffn = self.shape.hidden, self.shape.ffn
+        self._norm(key + "norm", at + "ln_1")
+        self._norm(key + "mlp_norm", at + "ln_2")
+        for name, source, inner, outer in (("qkv", "attn.c_attn", hid, 3 * hid), ("out", "attn.c_proj", hid, hid),
+                                           ("up", "mlp.c_fc", hid, ffn), ("down", "mlp.c_proj", ffn, hid)):  # fmt: skip
+            into = self._new(f"{key}{name}.weight", (outer, inner)).t()
+            self.targets[f"{at}{source}.weight"] = Target((inner, outer), into, (inner, outer))
+            self._own(f"{key}{name}.bias", (outer,), f"{at}{source}.bias")
+
+    @property
+    def _norm_offset(self) -> float:
+        return float(self.shape.arch.gemma)
+
+    def _norm(self, key: str, name: str) -> None:
+        hid = self.shape.hidden
+        self.targets[f"{name}.weight"] = Target((hid,), self._new(f"{key}.weight", (hid,), norm=True), (hid,), self._norm_offset)
+        if self.shape.arch.gpt2:
+            self.targets[f"{name}.bias"] = Target((hid,), self._new(f"{key}.bias", (hid,), norm=True), (hid,))
 
     def _fuse(self, key: str, parts: list[tuple[str, int]], width: int, bias: bool, rotated: int = 0) -> None:
         """Rows of several projections as one matrix; the first `rotated` of them hold RoPE pairs, interleaved."""
@@ -197,8 +152,10 @@ class Storage:
     def _own(self, key: str, shape: tuple[int, ...], name: str) -> None:
         self.targets[name] = Target(shape, self._new(key, shape), shape)
 
-    def _new(self, key: str, shape: tuple[int, ...]) -> Tensor:
-        self.tensors[key] = torch.empty(shape, dtype=self.dtype, device=self.device)
+    def _new(self, key: str, shape: tuple[int, ...], norm: bool = False) -> Tensor:
+        """Norms stay in float32 where 1 is added to them, and on a CPU, whose kernels compute in it."""
+        exact = norm and (self.shape.arch.gemma or self.device.type == "cpu")
+        self.tensors[key] = torch.empty(shape, dtype=torch.float32 if exact else self.dtype, device=self.device)
         return self.tensors[key]
 
 
@@ -233,6 +190,8 @@ def receive(
             misshapen.append(f"{name} {tuple(tensor.shape)}, model {target.shape}")
             continue
         value = tensor.detach().to(dtype).reshape(target.copied_as)
+        if target.plus:
+            value = value.float() + target.plus
         if not filled_before:
             target.into.copy_(value)
         elif not torch.equal(target.into, value.to(target.into)):
@@ -251,21 +210,39 @@ def refuse_mismatch(missing: list[str], unexpected: list[str], misshapen: list[s
 
 
 def _finish(storage: Storage, layout: Layout, kernels: Kernels | None) -> Weights:
-    t, shape = storage.tensors, storage.shape
+    t, s = storage.tensors, storage.shape
+    linears: list[Linear] = []
 
-    def linear(key: str) -> Linear:
-        return make_linear(t[f"{key}.weight"], t.get(f"{key}.bias"), layout, kernels)
+    def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
+        linears.append(make_linear(weight, bias, layout, kernels))
+        return linears[-1]
+
+    def named(key: str) -> Linear:
+        return linear(t[f"{key}.weight"], t.get(f"{key}.bias"))
+
+    def norm(key: str) -> Norm:
+        return Norm(t[f"{key}.weight"], t.get(f"{key}.bias"), s.eps, kernels)
+
+    def mlp(i: int) -> FeedForward | Experts:
+        gated = not s.arch.gpt2
+        if not s.experts[i]:
+            return FeedForward(named(f"{i}.up"), named(f"{i}.down"), s.activation, gated, kernels)
+        each = (FeedForward(linear(u), linear(d), s.activation, gated, kernels) for u, d in zip(t[f"{i}.up"], t[f"{i}.down"]))
+        return Experts(linear(t[f"{i}.router"]), tuple(each), s.chosen_experts, s.normalised_experts)
 
     layers = tuple(
         Layer(
-            norm=t[f"{i}.norm"], qkv=linear(f"{i}.qkv"), qk_norm=t.get(f"{i}.qk_norm"), out=linear(f"{i}.out"),
-            mlp_norm=t[f"{i}.mlp_norm"], gate_up=linear(f"{i}.gate_up"), down=linear(f"{i}.down"),
+            norm=norm(f"{i}.norm"), qkv=named(f"{i}.qkv"), qk_norm=t.get(f"{i}.qk_norm"), out=named(f"{i}.out"),
+            out_norm=norm(f"{i}.out_norm") if s.arch.gemma else None, mlp_norm=norm(f"{i}.mlp_norm"), mlp=mlp(i),
+            mlp_out_norm=norm(f"{i}.mlp_out_norm") if s.arch.gemma else None, window=s.windows[i], rope=s.ropes[i],
         )
-        for i in range(shape.layers)
+        for i in range(s.layers)
     )  # fmt: skip
-    head = make_linear(t["embed" if shape.tied else "head"], None, layout, kernels)
-    linears = [head, *(one for layer in layers for one in (layer.qkv, layer.out, layer.gate_up, layer.down))]
-    params, kept = sum(tensor.numel() for tensor in t.values()), t["embed"].nbytes
-    if layout == "plain":
-        kept = sum(tensor.nbytes for tensor in t.values())
-    return Weights(t["embed"], layers, t["norm"], head, params, kept + sum(one.nbytes for one in linears))
+    head = linear(t["embed" if s.tied else "head"])
+    idle = sum((n - s.chosen_experts) * 3 * s.expert_ffn * s.hidden for n in s.experts if n)
+    kept = sum(tensor.nbytes for key, tensor in t.items() if layout == "plain" or key in ("embed", "positions"))
+    return Weights(
+        embed=t["embed"], embed_scale=float(torch.tensor(s.embed_scale).to(storage.dtype)), positions=t.get("positions"), layers=layers,
+        norm=norm("norm"), head=head, logit_cap=s.logit_cap, params=sum(tensor.numel() for tensor in t.values()) - idle,
+        nbytes=kept + sum(one.nbytes for one in linears),
+    )  # fmt: skip

@@ -1,0 +1,107 @@
+"""What a decoder layer is made of besides attention: norms and feed-forward blocks, over the compiled kernels or torch."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, layer_norm, rms_norm, silu
+
+from verl.rollout.native.compiled import Kernels
+from verl.rollout.native.linear import Linear
+
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+"""What configs call them -> what is computed."""
+
+
+def activate(x: Tensor, activation: str) -> Tensor:
+    return silu(x) if activation == "silu" else gelu(x, approximate="tanh")
+
+
+class Norm:
+    """Rows [T, width] over their root mean square, or with a bias over their standard deviation."""
+
+    __slots__ = ("bias", "eps", "kernels", "weight")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, eps: float, kernels: Kernels | None) -> None:
+        self.weight, self.bias, self.eps, self.kernels = weight, bias, eps, kernels
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.bias is not None:
+            return layer_norm(x, self.weight.shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
+        if self.kernels is not None:
+            return self.kernels.rms_norm(x, self.weight, self.eps)
+        return rms_rows(x, self.weight, self.eps)
+
+
+def rms_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., width] / rms(x) * weight, which may be kept in more precision than x."""
+    if weight.dtype == x.dtype:
+        return rms_norm(x, weight.shape, weight, eps)
+    return rms_norm(x.float(), x.shape[-1:], None, eps).mul_(weight).to(x.dtype)
+
+
+class Block(Protocol):
+    """A map of rows [T, hidden] that can also add to the residual stream."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual + self(x), in place where possible. residual [T, hidden] must have no other reader."""
+        ...
+
+
+def add_normed(residual: Tensor, block: Block, x: Tensor, norm: Norm | None) -> Tensor:
+    """residual + norm(block(x))."""
+    return block.add_to(residual, x) if norm is None else residual.add_(norm(block(x)))
+
+
+class FeedForward:
+    """down(act(gate(x)) * up(x)), or down(act(up(x)))."""
+
+    __slots__ = ("activation", "down", "gated", "kernels", "up")
+
+    def __init__(self, up: Linear, down: Linear, activation: str, gated: bool, kernels: Kernels | None) -> None:
+        self.up, self.down, self.activation, self.gated, self.kernels = up, down, activation, gated, kernels
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.down(self._inner(x))
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        return self.down.add_to(residual, self._inner(x))
+
+    def _inner(self, x: Tensor) -> Tensor:
+        up = self.up(x)  # [T, 2 ffn] if gated, else [T, ffn]
+        if not self.gated:
+            return activate(up, self.activation)
+        if self.kernels is not None:
+            return self.kernels.gated(up, self.activation)
+        gate, up = up.chunk(2, dim=-1)
+        return activate(gate, self.activation).mul_(up)
+
+
+class Experts:
+    """Each row goes through the `chosen` of the experts that the router likes best, weighted by its probabilities."""
+
+    __slots__ = ("chosen", "experts", "normalised", "router")
+
+    def __init__(self, router: Linear, experts: tuple[FeedForward, ...], chosen: int, normalised: bool) -> None:
+        self.router, self.experts, self.chosen, self.normalised = router, experts, chosen, normalised
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.add_to(torch.zeros_like(x), x)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        share, expert = torch.softmax(self.router(x).float(), dim=-1).topk(self.chosen, dim=-1)  # [T, k]
+        if self.normalised:
+            share = share / share.sum(-1, keepdim=True)
+        order = expert.flatten().argsort(stable=True)  # pairs (row, choice) by expert: one product per expert
+        row, share = order // self.chosen, share.flatten()[order, None].to(x.dtype)
+        start = 0
+        mixed = torch.zeros_like(x)
+        for i, n in enumerate(torch.bincount(expert.flatten(), minlength=len(self.experts)).tolist()):
+            if n:
+                rows = row[start : start + n]
+                mixed.index_add_(0, rows, self.experts[i](x.index_select(0, rows)).mul_(share[start : start + n]))
+                start += n
+        return residual.add_(mixed)
