@@ -72,7 +72,7 @@ def test_attention(kernels, dim, heads, kv_heads):
         keys, values = kv.clone()
         scratch = torch.empty(scratch_floats(heads, kv_heads, dim, capacity))
         rest = {"heads": heads, "eps": 1e-6, "scale": dim**-0.5, "window": window, "cap": cap}
-        ours = kernels.attend(qkv, norm, turns, positions, keys, values, scratch, **rest)
+        ours = kernels.attend(qkv, norm, turns, positions, None, keys, values, scratch, **rest)
         theirs_k, theirs_v = kv.clone()
         theirs = attention(qkv, norm, turns, positions, theirs_k, theirs_v, **rest)
         close(ours, theirs, kernels.dtype, 4)

@@ -140,6 +140,9 @@ POSITIVE = (
 )  # fmt: skip
 
 
+ENGINE_OPTIONS: Mapping[str, tuple[str, ...]] = {"native": ("draft_tokens",), "hf": ()}
+
+
 def validate(config: Config, command: Command = "train", *, needs_group: Callable[[str], bool] | None = None) -> None:
     """Refuse a configuration that cannot run: one ValueError with a line per fault.
 
@@ -285,6 +288,12 @@ def _sampling(config: Config) -> Iterator[str]:
             )
     if any(not word for word in r.stop):
         yield "rollout.stop holds an empty string, which ends every answer at once: leave it out"
+    for name, value in r.engine_options.items():
+        known = ENGINE_OPTIONS.get(r.engine, ())
+        if name not in known:
+            yield f"rollout.engine_options.{name}={value!r}: the {r.engine} engine's options are {', '.join(known) or 'none'}"
+        elif type(value) is not int or not 0 <= value <= 64:
+            yield f"rollout.engine_options.{name}={value!r}: a whole number from 0 to 64"
 
 
 def _optimizer(config: Config) -> Iterator[str]:

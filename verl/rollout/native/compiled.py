@@ -31,7 +31,7 @@ OPENMP = ("-fopenmp", "-fopenmp-simd")  # Apple's clang has no runtime: one thre
 SIGNATURES = {
     "rms_norm": (c_void_p,) * 3 + (c_long,) * 2 + (c_float, c_long),
     "gated": (c_void_p,) * 2 + (c_long,) * 4,
-    "attend": (c_void_p,) * 8 + (c_long,) * 6 + (c_float,) * 3,
+    "attend": (c_void_p,) * 9 + (c_long,) * 6 + (c_float,) * 3,
     "sample": (c_void_p,) * 6 + (c_long,) * 2,
 }
 LINEAR = (c_void_p,) * 4 + (c_long,) * 5
@@ -80,7 +80,8 @@ class Kernels:
         return out
 
     def attend(
-        self, qkv: Tensor, qk_norm: Tensor | None, turns: Tensor | None, positions: Tensor, keys: Tensor, values: Tensor, scratch: Tensor,
+        self, qkv: Tensor, qk_norm: Tensor | None, turns: Tensor | None, positions: Tensor, slots: Tensor | None, keys: Tensor, values: Tensor,
+        scratch: Tensor,
         *, heads: int, eps: float, scale: float, window: int = 0, cap: float = 0.0,
     ) -> Tensor:  # fmt: skip
         """qkv [n, (H + 2K) D], qk_norm float32 [H + K, D], turns complex64 [positions, D/2], keys and values
@@ -89,8 +90,8 @@ class Kernels:
         kv_heads, capacity, dim = keys.shape[1:]
         out = qkv.new_empty(len(qkv), heads * dim)
         self._attend(
-            qkv.data_ptr(), _pointer(qk_norm), _pointer(turns), positions.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr(),
-            scratch.data_ptr(), len(qkv), heads, kv_heads, dim, capacity, window, eps, scale, cap,
+            qkv.data_ptr(), _pointer(qk_norm), _pointer(turns), positions.data_ptr(), _pointer(slots), keys.data_ptr(), values.data_ptr(),
+            out.data_ptr(), scratch.data_ptr(), len(qkv), heads, kv_heads, dim, capacity, window, eps, scale, cap,
         )  # fmt: skip
         return out
 

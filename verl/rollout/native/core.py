@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from verl.rollout.base import Completion, DecodeFn, WeightSource
+from verl.rollout.native.draft import Drafter
 from verl.rollout.native.request import REASONS, Request, Rows
 from verl.rollout.native.sampler import Draw
 
@@ -65,9 +66,23 @@ class Runner(Protocol):
     def close(self) -> None: ...
 
 
+class Verifier(Protocol):
+    """What a runner adds if it can take several tokens of a row in one step."""
+
+    def spare_tokens(self, rows: int) -> int:
+        """How many more tokens a step of so many rows can take for nearly no time."""
+        ...
+
+    def verify(self, rows: np.ndarray, tokens: np.ndarray, positions: np.ndarray, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
+        """Feed each of `rows` [m] (ascending, repeated) several tokens at consecutive positions -> the id that is drawn
+        after each of them [m], its log-prob [m]."""
+        ...
+
+
 class EngineCore:
-    def __init__(self, runner: Runner, eos_token_ids: Sequence[int], decode: DecodeFn | None) -> None:
+    def __init__(self, runner: Runner, eos_token_ids: Sequence[int], decode: DecodeFn | None, speculation: tuple[Drafter, Verifier] | None = None) -> None:
         self.runner = runner
+        self._speculation = speculation
         self.version = -1
         self.waiting: deque[Request] = deque()
         self.rows = Rows(runner.max_rows, eos_token_ids, decode)
@@ -104,9 +119,13 @@ class EngineCore:
             admission = self.runner.admit(self.waiting, self.rows.n)
             if admission is not None:
                 done += self._seat(admission)
-        if self.rows.n:
-            draw = self.rows.draw(0, self.rows.n)
-            ids, logprobs = self.runner.decode(self.rows.last[: self.rows.n], self.rows.positions(), draw)
+        if n := self.rows.n:
+            if self._speculation is not None:
+                drafter, verifier = self._speculation
+                guesses = drafter.propose(self.rows, verifier.spare_tokens(n))
+                if guesses is not None:
+                    return done + self._verify(guesses, drafter, verifier)
+            ids, logprobs = self.runner.decode(self.rows.last[:n], self.rows.positions(), self.rows.draw(0, n))
             done += self._append(0, ids, logprobs)
         return done
 
@@ -141,6 +160,7 @@ class EngineCore:
         return {
             "steps": self._steps, "sampled_tokens": self._sampled, "resident": self.rows.n,
             "waiting": len(self.waiting), **self.runner.stats(),
+            **(self._speculation[0].stats() if self._speculation is not None else {}),
         }  # fmt: skip
 
     def _seat(self, admission: Admission) -> list[Done]:
@@ -154,12 +174,38 @@ class EngineCore:
         ids, logprobs = admission.sample(self.rows.draw(first, self.rows.n))
         return self._append(first, ids, logprobs)
 
+    def _verify(self, guesses: list[np.ndarray], drafter: Drafter, verifier: Verifier) -> list[Done]:
+        """One step in which a row is fed its last token and what may follow it; draws that differ end a row's step."""
+        lengths = np.asarray([1 + len(guess) for guess in guesses])
+        starts = np.cumsum(lengths) - lengths
+        rows = np.repeat(np.arange(len(guesses)), lengths)
+        ahead = np.arange(len(rows)) - starts[rows]
+        fed = np.concatenate([part for row, guess in enumerate(guesses) for part in (self.rows.last[row : row + 1], guess)])
+        ids, logprobs = verifier.verify(rows, fed, self.rows.positions()[rows] + ahead, self.rows.draw_ahead(rows, ahead))
+        code = np.zeros(len(guesses), np.int8)
+        stops: dict[int, str] = {}
+        for row, guess in enumerate(guesses):
+            for at in range(starts[row], starts[row] + lengths[row]):
+                one, stop = self._advance(row, ids[at : at + 1], logprobs[at : at + 1])
+                code[row] = one[0]
+                stops |= stop
+                if code[row] or at + 1 == starts[row] + lengths[row] or ids[at] != fed[at + 1]:
+                    drafter.learn(row, len(guess), int(at - starts[row]))
+                    break
+        return self._finish(0, code, stops)
+
     def _append(self, first: int, ids: np.ndarray, logprobs: np.ndarray) -> list[Done]:
+        return self._finish(first, *self._advance(first, ids, logprobs))
+
+    def _advance(self, first: int, ids: np.ndarray, logprobs: np.ndarray) -> tuple[np.ndarray, dict[int, str]]:
+        """One more token for the rows from `first` on -> their codes, the stop strings of some."""
         self._sampled += len(ids)
         if not np.isfinite(logprobs).all():
             bad = [self.rows.requests[first + i].request_id for i in np.flatnonzero(~np.isfinite(logprobs))]
             raise FloatingPointError(f"version {self.version} gave non-finite logits for requests {bad[:8]}")
-        code, stops = self.rows.advance(first, self.rows.n, ids, logprobs)
+        return self.rows.advance(first, first + len(ids), ids, logprobs)
+
+    def _finish(self, first: int, code: np.ndarray, stops: dict[int, str]) -> list[Done]:
         gone = first + np.flatnonzero(code)
         if not len(gone):
             return []
@@ -168,6 +214,8 @@ class EngineCore:
             reason = REASONS[code[row - first]]
             assert reason is not None
             request = self.rows.save(row)
+            if self._speculation is not None:
+                self._speculation[0].keep(request.prompt_ids, request.ids)
             done.append((request, request.complete(reason, stops.get(row) if reason == "stop" else None)))
         self._remove(gone)
         return done
@@ -177,3 +225,5 @@ class EngineCore:
             sources, holes = self.rows.remove(gone)
             tokens = int(self.rows.positions().max()) + 1 if self.rows.n else 0
             self.runner.move(sources, holes, self.rows.n, tokens)
+            if self._speculation is not None:
+                self._speculation[0].moved(sources, holes, self.rows.n)

@@ -9,6 +9,7 @@ import torch
 
 from verl.rollout.base import Capabilities, DecodeFn
 from verl.rollout.native.architecture import ARCHITECTURES
+from verl.rollout.native.draft import Drafter
 from verl.rollout.native.front import AsyncEngine
 from verl.rollout.native.runner import NativeRunner
 
@@ -18,6 +19,8 @@ class NativeEngine(AsyncEngine):
 
     `deterministic`: a sequence's tokens and log-probs are bitwise independent of what else is in the batch, for the
     price of fixed decode shapes. `lanes`: CPU threads that each decode a share of the rows (None: all of torch's).
+    `draft_tokens`: of a row that are guessed per step from its own and its siblings' texts and kept if the row's draws
+    confirm them, where a step has room for more rows at no cost (0: none); no result changes.
     `compiled`: use kernels.c on a CPU where it compiles; `without_kernels` is the reason if it does not.
     """
 
@@ -25,7 +28,7 @@ class NativeEngine(AsyncEngine):
         self, hf_config: Any, *, max_context_tokens: int, eos_token_ids: Sequence[int], decode: DecodeFn | None = None,
         dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", max_concurrent_sequences: int = 256,
         max_prefill_tokens: int = 8192, prefix_cache_tokens: int = 65536, deterministic: bool = False,
-        lanes: int | None = None, compiled: bool = True,
+        lanes: int | None = None, compiled: bool = True, draft_tokens: int = 0,
     ) -> None:  # fmt: skip
         if dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"dtype={dtype}: native computes float32 or bfloat16")
@@ -33,6 +36,8 @@ class NativeEngine(AsyncEngine):
             max_context_tokens=max_context_tokens, max_concurrent_sequences=max_concurrent_sequences,
             max_prefill_tokens=max_prefill_tokens, lanes=1 if lanes is None else lanes,
         )  # fmt: skip
+        if draft_tokens < 0:
+            raise ValueError(f"draft_tokens={draft_tokens}: must be 0 (no guesses) or more")
         runner = NativeRunner(
             hf_config, max_context_tokens=max_context_tokens, dtype=dtype, device=torch.device(device),
             max_rows=max_concurrent_sequences, max_prefill_tokens=max_prefill_tokens,
@@ -44,7 +49,10 @@ class NativeEngine(AsyncEngine):
             logprobs="processed", prefix_cache=prefix_cache_tokens > 0, in_flight_update=True,
             architectures=tuple(ARCHITECTURES), max_context_tokens=max_context_tokens,
         )  # fmt: skip
-        super().__init__(runner, eos_token_ids=eos_token_ids, decode=decode, capabilities=capabilities)
+        speculation = (Drafter(draft_tokens, max_concurrent_sequences), runner) if draft_tokens else None
+        super().__init__(
+            runner, eos_token_ids=eos_token_ids, decode=decode, capabilities=capabilities, speculation=speculation
+        )
 
 
 def check_positive(**sizes: int) -> None:

@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from verl.rollout.base import Capabilities, Completion, DecodeFn, PauseMode, WeightSource
-from verl.rollout.native.core import Done, EngineCore, Runner
+from verl.rollout.native.core import Done, EngineCore, Runner, Verifier
+from verl.rollout.native.draft import Drafter
 from verl.rollout.native.request import Request
 from verl.types import Sampling, as_ids
 
@@ -36,9 +37,10 @@ class Control:
 
 class AsyncEngine:
     def __init__(
-        self, runner: Runner, *, eos_token_ids: Sequence[int], decode: DecodeFn | None, capabilities: Capabilities
-    ) -> None:
-        self._core = EngineCore(runner, eos_token_ids, decode)
+        self, runner: Runner, *, eos_token_ids: Sequence[int], decode: DecodeFn | None, capabilities: Capabilities,
+        speculation: tuple[Drafter, Verifier] | None = None,
+    ) -> None:  # fmt: skip
+        self._core = EngineCore(runner, eos_token_ids, decode, speculation)
         self._runner = runner
         self._decodes = decode is not None
         self._capabilities = capabilities

@@ -270,19 +270,21 @@ void NAME(gated)(const T *gate_up, T *outs, long n, long width, long kind, long 
     }
 }
 
-/* One token per row: norm and rotate its q and k, keep its k and v, attend to everything up to it.
+/* A token per row: norm and rotate its q and k, keep its k and v, attend to everything up to it.
  *
  * qkv [n, (heads + 2 kv_heads) dim], pairs of q and k interleaved · qk_norm [heads + kv_heads, dim] or null ·
- * turns [positions, dim] of (cos, sin) or null · positions [n] · keys, values [n, kv_heads, capacity, dim] ·
+ * turns [positions, dim] of (cos, sin) or null · positions [n] · slots [n] of the rows, or null for 0, 1, .. (rows of
+ * one slot are in order: each sees the keys of those before it) · keys, values [slots, kv_heads, capacity, dim] ·
  * out [n, heads dim] · window: of the newest tokens that are seen, 0 is all ·
  * scratch: see `scratch_floats` in compiled.py
  */
 void NAME(attend)(
-    const T *qkv, const float *qk_norm, const float *turns, const int64_t *positions, T *keys, T *values, T *out, float *scratch, long n,
-    long heads, long kv_heads, long dim, long capacity, long window, float eps, float scale, float cap) {
+    const T *qkv, const float *qk_norm, const float *turns, const int64_t *positions, const int64_t *slots, T *all_keys, T *all_values,
+    T *out, float *scratch, long n, long heads, long kv_heads, long dim, long capacity, long window, float eps, float scale, float cap) {
     const long group = heads / kv_heads, width = (heads + 2 * kv_heads) * dim, slot = kv_heads * capacity * dim;
     float *row = scratch, *mixed = row + width, *buffer = mixed + group * dim, *scores = buffer + TILE * dim;
-    for (long r = 0; r < n; r++, qkv += width, keys += slot, values += slot, out += heads * dim) {
+    for (long r = 0; r < n; r++, qkv += width, out += heads * dim) {
+        T *keys = all_keys + (slots ? slots[r] : r) * slot, *values = all_values + (slots ? slots[r] : r) * slot;
         const long at = positions[r], from = window > 0 && at + 1 > window ? at + 1 - window : 0, seen = at + 1 - from;
         for (long i = 0; i < width; i++) row[i] = LOAD(qkv[i]);
         for (long h = 0; h < heads + kv_heads; h++) {

@@ -73,11 +73,9 @@ class SlotCache:
         for source, hole in zip(sources.tolist(), holes.tolist()):
             self._kv[:, :, hole, :, :tokens] = self._kv[:, :, source, :, :tokens]
 
-    def places(self, lo: int, positions: Tensor) -> Tensor:
-        """Where the token at `positions` [n] of slots lo.. is kept in every layer, for `write` [n K]."""
-        n, heads = len(positions), self._shape.kv_heads
-        starts = torch.arange(lo * heads, (lo + n) * heads, device=positions.device).view(n, heads) * self._capacity
-        return (starts + positions[:, None]).view(-1)
+    def places(self, slots: Tensor, positions: Tensor) -> Tensor:
+        """Where the token at `positions` [n] of `slots` [n] is kept in every layer, for `write` [n K]."""
+        return (self._heads_of(slots) * self._capacity + positions[:, None]).view(-1)
 
     def write(self, layer: int, places: Tensor, k: Tensor, v: Tensor) -> None:
         """places [n K]; k, v [n, K, D]."""
@@ -91,9 +89,19 @@ class SlotCache:
         heads = self._shape.kv_heads
         return keys[lo * heads : hi * heads, :width], values[lo * heads : hi * heads, :width]
 
-    def slots(self, layer: int, lo: int, hi: int) -> tuple[Tensor, Tensor]:
-        """All keys and values [hi - lo, K, capacity, D] of slots lo..hi-1, contiguous views."""
-        return self._kv[layer, 0, lo:hi], self._kv[layer, 1, lo:hi]
+    def gather(self, layer: int, slots: Tensor, width: int) -> tuple[Tensor, Tensor]:
+        """Copies of keys and values [n K, width, D] of `slots` [n]."""
+        keys, values = (flat[:, :width].index_select(0, self._heads_of(slots).view(-1)) for flat in self._flat[layer])
+        return keys, values
+
+    def slots(self, layer: int, lo: int) -> tuple[Tensor, Tensor]:
+        """All keys and values [slots, K, capacity, D] of the slots from lo on, contiguous views."""
+        return self._kv[layer, 0, lo:], self._kv[layer, 1, lo:]
+
+    def _heads_of(self, slots: Tensor) -> Tensor:
+        """slots [n] -> [n, K], the index of each key head of each slot."""
+        heads = self._shape.kv_heads
+        return slots[:, None] * heads + torch.arange(heads, device=slots.device)
 
     def _bind(self, slots: int, capacity: int) -> None:
         s = self._shape

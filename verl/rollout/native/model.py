@@ -82,23 +82,25 @@ def forward(weights: Weights, ids: Tensor, positions: Tensor, attention: Attenti
 @torch.inference_mode()
 def decode(
     weights: Weights, shape: Shape, cache: SlotCache, table: RotaryTable, tokens: Tensor, positions: Tensor, lo: int,
-    blocks: Sequence[tuple[int, int, int]],
+    blocks: Sequence[tuple[int, int, int]], slots: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """tokens, positions [n] of slots lo..lo+n-1 -> final hidden states [n, hidden]; writes their KV at `positions`.
+    """tokens, positions [n] of slots lo..lo+n-1, or of `slots` [n] -> final hidden states [n, hidden]; writes their KV at
+    `positions`, which for the tokens of one slot ascend.
 
     blocks = (first row, end row, KV width that is read), which cover the rows in order; positions are below the width.
     """
     n, heads, width = len(tokens), shape.kv_heads, max(w for _, _, w in blocks)
     biases = {window: _decode_bias(positions, width, window, heads, weights.embed.dtype) for window in set(shape.windows)}
-    place, rotary = cache.places(lo, positions), table.at(positions)
+    rotary = table.at(positions)
+    place = cache.places(torch.arange(lo, lo + n, device=tokens.device) if slots is None else slots, positions)
 
     def attention(i: int, layer: Layer, qkv: Tensor) -> Tensor:
         q, k, v = split_heads(qkv, layer, shape, rotary)
         cache.write(i, place, k, v)
         q = q.reshape(n * heads, -1, shape.head_dim)  # the G query heads of a key head are query rows: no repeats
         mixed = []
-        for start, end, w in blocks:
-            keys, values = cache.read(i, lo + start, lo + end, w)  # [rows K, w, D]
+        for start, end, w in blocks:  # keys, values [rows K, w, D]
+            keys, values = cache.read(i, lo + start, lo + end, w) if slots is None else cache.gather(i, slots[start:end], w)
             rows = slice(start * heads, end * heads)
             mixed.append(attend(q[rows], keys, values, biases[layer.window][rows, :, :w], shape.query_scale, shape.attention_cap))
         return (mixed[0] if len(mixed) == 1 else torch.cat(mixed)).view(n, -1)
@@ -118,16 +120,16 @@ def _decode_bias(positions: Tensor, width: int, window: int, heads: int, dtype: 
 
 @torch.inference_mode()
 def decode_compiled(
-    kernels: Kernels, weights: Weights, shape: Shape, cache: SlotCache, table: RotaryTable, tokens: Tensor, positions: Tensor, lo: int
-) -> Tensor:
+    kernels: Kernels, weights: Weights, shape: Shape, cache: SlotCache, table: RotaryTable, tokens: Tensor, positions: Tensor, lo: int,
+    slots: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """As `decode`, with the compiled kernels between the matrix products: each row reads its own KV and no more."""
-    n, longest = len(tokens), int(positions.max()) + 1
-    scratch = torch.empty(scratch_floats(shape.heads, shape.kv_heads, shape.head_dim, longest))
+    scratch = torch.empty(scratch_floats(shape.heads, shape.kv_heads, shape.head_dim, int(positions.max()) + 1))
 
     def attention(i: int, layer: Layer, qkv: Tensor) -> Tensor:
-        keys, values = cache.slots(i, lo, lo + n)
+        keys, values = cache.slots(i, lo)
         return kernels.attend(
-            qkv, layer.qk_norm, table.turns(layer.rope), positions, keys, values, scratch, heads=shape.heads, eps=shape.eps,
+            qkv, layer.qk_norm, table.turns(layer.rope), positions, slots, keys, values, scratch, heads=shape.heads, eps=shape.eps,
             scale=shape.query_scale, window=layer.window, cap=shape.attention_cap,
         )  # fmt: skip
 

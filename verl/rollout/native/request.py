@@ -121,6 +121,20 @@ class Rows:
             uniforms(self._stream[lo:hi], self.count[lo:hi]),
         )  # fmt: skip
 
+    def draw_ahead(self, rows: np.ndarray, ahead: np.ndarray) -> Draw:
+        """The draws of the tokens that stand `ahead` [m] places after the next one of `rows` [m]."""
+        return Draw(
+            self._temperature[rows], self._top_k[rows], self._top_p[rows], self._min_p[rows],
+            uniforms(self._stream[rows], self.count[rows] + ahead),
+        )  # fmt: skip
+
+    def answer(self, row: int) -> np.ndarray:
+        """[count] what was sampled so far: a view."""
+        return self._ids[row, : self.count[row]]
+
+    def context(self, row: int) -> np.ndarray:
+        return np.concatenate([self.requests[row].prompt_ids, self.answer(row)])
+
     def positions(self) -> np.ndarray:
         """[n] context position of each row's last token, which is also how many tokens of KV are resident."""
         return self.prompt_tokens[: self.n] + self.count[: self.n] - 1

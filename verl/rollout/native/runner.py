@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, islice, pairwise
@@ -32,6 +32,7 @@ MAX_LOGITS = 2**25  # that exist at once in a lane when sampling; fewer rows wou
 SCORE_BLOCK = 1024  # tokens whose logits exist at once when scoring
 BLOCK_ROWS, BLOCKS_PAY = 16, 0.6  # attention goes in blocks of rows where these read less than this share of the KV
 MIN_LANE_ROWS = 8
+SPARE_ROWS, SPARE_ROWS_CUDA = 6, 64  # tokens of a step whose products take about as long as one token's: waiting for weights
 HOP_PARAMS = 40e6  # parameters per step of a hop: a hop of a small model is several steps, of a large one a single
 
 
@@ -226,15 +227,33 @@ class NativeRunner:
 
     def decode(self, tokens: np.ndarray, positions: np.ndarray, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
         n = len(tokens)
+        self._make_room(n, int(positions.max()) + 1, live=n)
+        jobs = [partial(self._decode_rows, lo, tokens[lo:hi], positions[lo:hi], draw.rows(lo, hi)) for lo, hi in self._split(n)]
+        return self._run_lanes(jobs, n)
+
+    def spare_tokens(self, rows: int) -> int:
+        if self._fixed_rows:
+            return 0  # another number of tokens in a product is other bits
+        return -rows % SPARE_ROWS if self._device.type == "cpu" else max(0, SPARE_ROWS_CUDA - rows)
+
+    def verify(self, rows: np.ndarray, tokens: np.ndarray, positions: np.ndarray, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
+        self._make_room(int(rows[-1]) + 1, int(positions.max()) + 1, live=int(rows[-1]) + 1)
+        # a row's tokens stay in one lane: each attends to the keys of those before it
+        bounds = sorted({(int(np.searchsorted(rows, rows[lo])), len(rows) if hi == len(rows) else int(np.searchsorted(rows, rows[hi])))
+                         for lo, hi in self._split(len(rows))})  # fmt: skip
+        jobs = [partial(self._decode_rows, 0, tokens[lo:hi], positions[lo:hi], draw.rows(lo, hi), rows[lo:hi]) for lo, hi in bounds if lo < hi]
+        return self._run_lanes(jobs, len(tokens))
+
+    def _make_room(self, rows: int, tokens: int, live: int) -> None:
         with torch.inference_mode():
-            self._longest = int(positions.max()) + 1
-            self._reserve(n, live=n)
-            self._table.reserve(self._longest)
-        bounds = self._split(n)
-        jobs = [partial(self._decode_rows, lo, tokens[lo:hi], positions[lo:hi], draw.rows(lo, hi)) for lo, hi in bounds]
-        wide = len(jobs) == 1 and not self._fixed_rows and self._wide_pays(n)
+            self._longest = tokens
+            self._reserve(rows, live=live)
+            self._table.reserve(tokens)
+
+    def _run_lanes(self, jobs: Sequence[Callable[[], tuple[np.ndarray, np.ndarray]]], tokens: int) -> tuple[np.ndarray, np.ndarray]:
+        wide = len(jobs) == 1 and not self._fixed_rows and self._wide_pays(tokens)
         done = [self._lanes.wide(jobs[0])] if wide else self._lanes.map(jobs)
-        self._counts["decode_tokens"] += n
+        self._counts["decode_tokens"] += tokens
         return np.concatenate([ids for ids, _ in done]), np.concatenate([logprobs for _, logprobs in done])
 
     def _split(self, n: int) -> list[tuple[int, int]]:
@@ -250,20 +269,21 @@ class NativeRunner:
 
     @torch.inference_mode()
     def _decode_rows(
-        self, lo: int, tokens: np.ndarray, positions: np.ndarray, draw: Draw
+        self, lo: int, tokens: np.ndarray, positions: np.ndarray, draw: Draw, rows: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
+        """Slots lo.. take one token each, or where `rows` says the slot of each token, some of them several."""
         assert self._weights is not None
         n = len(tokens)
         if self._fixed_rows:  # idle rows write into free slots
             tokens, positions = (np.pad(column, (0, FIXED_ROWS - n)) for column in (tokens, positions))
-        at, ids = self._on_device(positions), self._on_device(tokens)
+        at, ids, slots = self._on_device(positions), self._on_device(tokens), None if rows is None else self._on_device(rows)
         if self._kernels is not None:
             hidden = decode_compiled(
-                self._kernels, self._weights, self._shape, self._cache, self._table, ids, at, lo
+                self._kernels, self._weights, self._shape, self._cache, self._table, ids, at, lo, slots
             )
         else:
             blocks = [(0, FIXED_ROWS, self.max_context_tokens)] if self._fixed_rows else read_blocks(positions)
-            hidden = decode(self._weights, self._shape, self._cache, self._table, ids, at, lo, blocks)
+            hidden = decode(self._weights, self._shape, self._cache, self._table, ids, at, lo, blocks, slots)
         return self._head_and_sample(hidden, n, draw)
 
     def _head_and_sample(self, hidden: Tensor, n: int, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
