@@ -403,7 +403,7 @@ def rollout_engine(config: Config, tokenizer: Any, device: str) -> RolloutEngine
             hf_config, max_context_tokens=context, eos_token_ids=ends, decode=decode, dtype=torch_dtype, device=device,
             max_concurrent_sequences=r.max_concurrent_sequences, max_prefill_tokens=r.max_prefill_tokens,
             prefix_cache_tokens=r.prefix_cache_tokens, deterministic=config.run.deterministic,
-            draft_tokens=r.engine_options.get("draft_tokens", 0),
+            draft_tokens=r.engine_options.get("draft_tokens", 0), max_kv_tokens=r.max_kv_tokens,
         )  # fmt: skip
     if r.engine == "hf":
         return HfEngine(

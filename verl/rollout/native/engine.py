@@ -21,6 +21,7 @@ class NativeEngine(AsyncEngine):
     price of fixed decode shapes. `lanes`: CPU threads that each decode a share of the rows (None: all of torch's).
     `draft_tokens`: of a row that are guessed per step from its own and its siblings' texts and kept if the row's draws
     confirm them, where a step has room for more rows at no cost (0: none); no result changes.
+    `max_kv_tokens`: that resident sequences may come to hold together (None: all rows at full length); more wait.
     `compiled`: use kernels.c on a CPU where it compiles; `without_kernels` is the reason if it does not.
     """
 
@@ -28,7 +29,7 @@ class NativeEngine(AsyncEngine):
         self, hf_config: Any, *, max_context_tokens: int, eos_token_ids: Sequence[int], decode: DecodeFn | None = None,
         dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", max_concurrent_sequences: int = 256,
         max_prefill_tokens: int = 8192, prefix_cache_tokens: int = 65536, deterministic: bool = False,
-        lanes: int | None = None, compiled: bool = True, draft_tokens: int = 0,
+        lanes: int | None = None, compiled: bool = True, draft_tokens: int = 0, max_kv_tokens: int | None = None,
     ) -> None:  # fmt: skip
         if dtype not in (torch.float32, torch.bfloat16):
             raise ValueError(f"dtype={dtype}: native computes float32 or bfloat16")
@@ -42,7 +43,7 @@ class NativeEngine(AsyncEngine):
             hf_config, max_context_tokens=max_context_tokens, dtype=dtype, device=torch.device(device),
             max_rows=max_concurrent_sequences, max_prefill_tokens=max_prefill_tokens,
             prefix_cache_tokens=prefix_cache_tokens, deterministic=deterministic,
-            lanes=torch.get_num_threads() if lanes is None else lanes, compiled=compiled,
+            lanes=torch.get_num_threads() if lanes is None else lanes, compiled=compiled, max_kv_tokens=max_kv_tokens,
         )  # fmt: skip
         self.without_kernels = runner.without_kernels
         capabilities = Capabilities(

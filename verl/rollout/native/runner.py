@@ -21,6 +21,7 @@ from verl.rollout.native.kv import READ_STEP, Prefix, PrefixStore, SlotCache, ro
 from verl.rollout.native.lanes import Lanes
 from verl.rollout.native.linear import Layout, best_layout, native_bf16
 from verl.rollout.native.model import Chunk, RotaryTable, decode, decode_compiled, prefill
+from verl.rollout.native.paged import PageCache, PagedDecode
 from verl.rollout.native.request import Request
 from verl.rollout.native.sampler import Draw, sample, score_logits, to_host
 from verl.rollout.native.weights import Weights, receive
@@ -56,7 +57,7 @@ class NativeRunner:
     def __init__(
         self, config: Any, *, max_context_tokens: int, dtype: torch.dtype, device: torch.device, max_rows: int,
         max_prefill_tokens: int, prefix_cache_tokens: int, deterministic: bool, lanes: int, layout: Layout | None = None,
-        emulate_bf16: bool | None = None, compiled: bool = True,
+        emulate_bf16: bool | None = None, compiled: bool = True, max_kv_tokens: int | None = None, paged: bool | None = None,
     ) -> None:  # fmt: skip
         self.max_rows, self.max_context_tokens = max_rows, max_context_tokens
         self.steps_per_hop = 1
@@ -74,6 +75,13 @@ class NativeRunner:
         self._table = RotaryTable(rotary_frequencies(config, self._shape.head_dim), device)
         slots = round_up(max_rows, FIXED_ROWS) if self._fixed_rows else max_rows
         self._cache = SlotCache(self._shape, self.compute_dtype, device, slots, max_context_tokens, exact_reads=self._kernels is not None)
+        self._max_kv_tokens = max_kv_tokens or max_rows * max_context_tokens
+        self._needs = np.zeros(max_rows, np.int64)  # tokens of KV that each resident row can come to hold
+        self._paged: PagedDecode | None = None
+        # where bits depend on the number of rows, and for capped scores, which not every kernel knows: slots
+        if (device.type == "cuda" if paged is None else paged) and not self._fixed_rows and not self._shape.attention_cap:
+            pages = PageCache(self._shape, self.compute_dtype, device, max_rows, max_context_tokens, self._max_kv_tokens)
+            self._paged = PagedDecode(self._shape, pages, self._table, self.compute_dtype, device, max(max_rows, SPARE_ROWS_CUDA), max_context_tokens)
         self._prefixes = PrefixStore(prefix_cache_tokens)
         self._longest = 0  # tokens of KV of the longest resident row, at least
         self._ahead = 0  # of the row that can become longest
@@ -91,23 +99,33 @@ class NativeRunner:
         self._lanes.enter()
 
     def load(self, source: WeightSource) -> None:
-        self._weights = receive(
+        fresh = receive(
             source.tensors(), self._shape, dtype=self._dtype, compute_dtype=self.compute_dtype, device=self._device,
             layout=self._layout, kernels=self._kernels,
         )  # fmt: skip
+        if self._paged is not None and self._weights is not None and self._weights.tensors:
+            self._weights.overwrite(fresh)  # graphs read the memory that they were captured with
+        else:
+            self._weights = fresh
         self.steps_per_hop = max(1, min(8, int(HOP_PARAMS / self._weights.params)))
         self._prefixes.clear()
         self._jobs.clear()
 
     def stats(self) -> dict[str, int]:
         return {
-            **self._counts, "kv_bytes": self._cache.nbytes, "prefix_bytes": self._prefixes.nbytes,
+            **self._counts, "kv_bytes": self._kv_bytes(), "prefix_bytes": self._prefixes.nbytes,
             "prefix_tokens": self._prefixes.tokens,
         }  # fmt: skip
 
+    def _kv_bytes(self) -> int:
+        return self._cache.nbytes + (self._paged.cache.nbytes if self._paged else 0)
+
     def drop_kv(self) -> int:
-        freed = self._cache.nbytes + self._prefixes.nbytes
+        freed = self._kv_bytes() + self._prefixes.nbytes
         self._cache.clear()
+        if self._paged is not None:
+            self._paged.forget()
+            self._paged.cache.clear()
         self._prefixes.clear()
         self._jobs.clear()
         return freed
@@ -115,6 +133,8 @@ class NativeRunner:
     def drop_weights(self) -> int:
         freed = self._weights.nbytes if self._weights else 0
         self._weights = None
+        if self._paged is not None:
+            self._paged.forget()
         return freed
 
     def close(self) -> None:
@@ -124,7 +144,7 @@ class NativeRunner:
 
     @torch.inference_mode()
     def admit(self, waiting: Sequence[Request], resident: int) -> Admission | None:
-        candidates = list(islice(waiting, self.max_rows - resident))
+        candidates = self._that_fit(waiting, resident)
         keys = [request.context().tobytes() for request in candidates]
         self._open_jobs(candidates, keys)
         self._prefill_pass()
@@ -136,7 +156,9 @@ class NativeRunner:
             entry = job.entry if job else self._prefixes.get(key)
             if entry is None:
                 break  # first come, first served
-            self._ahead = max(self._ahead, min(self.max_context_tokens, len(request.prompt_ids) + request.sampling.max_tokens))
+            need = self._need(request)
+            self._needs[resident + len(ready)] = need
+            self._ahead = max(self._ahead, need)
             cached.append(job.cached if job else len(entry.ids))
             ready.append(entry)
             if job:
@@ -145,6 +167,20 @@ class NativeRunner:
             return None
         hidden, owner = self._fill_slots(ready, resident)
         return Admission(cached, partial(self._sample_first, hidden, owner))
+
+    def _that_fit(self, waiting: Sequence[Request], resident: int) -> list[Request]:
+        """Requests from the front whose KV fits beside that of the residents, however long all of them become."""
+        room, fit = self._max_kv_tokens - int(self._needs[:resident].sum()), list[Request]()
+        for request in islice(waiting, self.max_rows - resident):
+            room -= self._need(request)
+            if room < 0 and (fit or resident):
+                break
+            fit.append(request)
+        return fit
+
+    def _need(self, request: Request) -> int:
+        tokens = min(self.max_context_tokens, len(request.prompt_ids) + request.sampling.max_tokens)
+        return self._paged.cache.need(tokens) if self._paged is not None else tokens
 
     def _open_jobs(self, candidates: list[Request], keys: list[bytes]) -> None:
         """A job for every distinct prompt that is not stored; jobs that nobody waits for are dropped."""
@@ -203,11 +239,13 @@ class NativeRunner:
     def _fill_slots(self, ready: list[Prefix], resident: int) -> tuple[Tensor, np.ndarray]:
         """-> hidden states of the distinct prompts [u, hidden], which of them each admitted row continues [m]."""
         self._longest = max(self._longest if resident else 0, *(len(entry.ids) for entry in ready))
-        self._reserve(resident + len(ready), live=resident)
+        if self._paged is None:
+            self._reserve(resident + len(ready), live=resident)
+        cache = self._cache if self._paged is None else self._paged.cache
         lo = resident
         for entry, run in groupby(ready):  # a group's requests come in a row: one copy for all of them
             hi = lo + sum(1 for _ in run)
-            self._cache.fill(lo, hi, entry.kv)
+            cache.fill(lo, hi, entry.kv)
             lo = hi
         distinct = {id(entry): entry for entry in ready}
         place = {key: i for i, key in enumerate(distinct)}
@@ -227,6 +265,8 @@ class NativeRunner:
 
     def decode(self, tokens: np.ndarray, positions: np.ndarray, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
         n = len(tokens)
+        if self._paged is not None:
+            return self._decode_pages(np.arange(n), tokens, positions, draw)
         self._make_room(n, int(positions.max()) + 1, live=n)
         jobs = [partial(self._decode_rows, lo, tokens[lo:hi], positions[lo:hi], draw.rows(lo, hi)) for lo, hi in self._split(n)]
         return self._run_lanes(jobs, n)
@@ -237,12 +277,19 @@ class NativeRunner:
         return -rows % SPARE_ROWS if self._device.type == "cpu" else max(0, SPARE_ROWS_CUDA - rows)
 
     def verify(self, rows: np.ndarray, tokens: np.ndarray, positions: np.ndarray, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
+        if self._paged is not None:
+            return self._decode_pages(rows, tokens, positions, draw)
         self._make_room(int(rows[-1]) + 1, int(positions.max()) + 1, live=int(rows[-1]) + 1)
         # a row's tokens stay in one lane: each attends to the keys of those before it
         bounds = sorted({(int(np.searchsorted(rows, rows[lo])), len(rows) if hi == len(rows) else int(np.searchsorted(rows, rows[hi])))
                          for lo, hi in self._split(len(rows))})  # fmt: skip
         jobs = [partial(self._decode_rows, 0, tokens[lo:hi], positions[lo:hi], draw.rows(lo, hi), rows[lo:hi]) for lo, hi in bounds if lo < hi]
         return self._run_lanes(jobs, len(tokens))
+
+    def _decode_pages(self, slots: np.ndarray, tokens: np.ndarray, positions: np.ndarray, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
+        assert self._paged is not None and self._weights is not None
+        self._counts["decode_tokens"] += len(tokens)
+        return self._paged.step(self._weights, slots, tokens, positions, draw)
 
     def _make_room(self, rows: int, tokens: int, live: int) -> None:
         with torch.inference_mode():
@@ -302,6 +349,9 @@ class NativeRunner:
         return to_host(*sample(logits, draw))
 
     def move(self, sources: np.ndarray, holes: np.ndarray, kept: int, tokens: int) -> None:
+        self._needs[holes] = self._needs[sources]
+        if self._paged is not None:
+            return self._paged.cache.move(sources, holes, kept)
         with torch.inference_mode():
             self._cache.move(sources, holes, tokens)
 

@@ -73,6 +73,15 @@ def sample(logits: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
     return ids, probs.gather(1, ids[:, None]).squeeze(1).log_()
 
 
+def draw_ids(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """As `sample` without truncation, of tensors alone, so that it can be captured: logits [n, V] float32, temperature [n]
+    (0 is greedy), uniform [n] float64."""
+    greedy = temperature == 0
+    probs = torch.softmax(logits / torch.where(greedy, 1.0, temperature)[:, None], dim=-1)
+    ids = torch.where(greedy, logits.argmax(dim=-1), _inverse_cdf(probs, uniform))
+    return ids, probs.gather(1, ids[:, None]).squeeze(1).log_()
+
+
 def score_logits(logits: Tensor, given: Tensor, temperature: float) -> Tensor:
     """logits [t, V], given [t] -> float32 [t] log-prob of each given id."""
     return torch.log_softmax(logits.float() / temperature, dim=-1).gather(1, given[:, None]).squeeze(1)

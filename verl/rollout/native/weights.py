@@ -37,6 +37,7 @@ class Weights:
     norm: Norm
     head: Linear
     logit_cap: float
+    tensors: tuple[Tensor, ...]  # all that the above are views of, in the plain layout
     params: int  # that a token is multiplied with: of the experts, the chosen
     nbytes: int
 
@@ -46,6 +47,11 @@ class Weights:
         if self.embed_scale != 1.0:
             x *= self.embed_scale
         return x if self.positions is None else x.add_(self.positions.index_select(0, positions))
+
+    def overwrite(self, fresh: Weights) -> None:
+        """Take over the values of another version in the memory of this one."""
+        for mine, new in zip(self.tensors, fresh.tensors, strict=True):
+            mine.copy_(new)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [T, hidden] -> [T, V]."""
@@ -243,6 +249,6 @@ def _finish(storage: Storage, layout: Layout, kernels: Kernels | None) -> Weight
     kept = sum(tensor.nbytes for key, tensor in t.items() if layout == "plain" or key in ("embed", "positions"))
     return Weights(
         embed=t["embed"], embed_scale=float(torch.tensor(s.embed_scale).to(storage.dtype)), positions=t.get("positions"), layers=layers,
-        norm=norm("norm"), head=head, logit_cap=s.logit_cap, params=sum(tensor.numel() for tensor in t.values()) - idle,
+        norm=norm("norm"), head=head, logit_cap=s.logit_cap, tensors=tuple(t.values()) if layout == "plain" else (), params=sum(tensor.numel() for tensor in t.values()) - idle,
         nbytes=kept + sum(one.nbytes for one in linears),
     )  # fmt: skip

@@ -1,0 +1,197 @@
+"""The CUDA decode path with plain operations in place of its attention kernel and no graphs: pages, buckets, admission."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, Qwen3Config, Qwen3MoeConfig
+
+from verl.rollout.base import Completion
+from verl.rollout.native import paged
+from verl.rollout.native.core import EngineCore
+from verl.rollout.native.draft import Drafter
+from verl.rollout.native.paged import gathered_paged
+from verl.rollout.native.request import Request
+from verl.rollout.native.runner import NativeRunner
+from verl.rollout.native.sampler import Draw, draw_ids, sample
+from verl.types import Sampling
+
+VOCAB = 50
+SIZES: dict[str, Any] = dict(
+    vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+    intermediate_size=48, max_position_embeddings=256, initializer_range=0.3, head_dim=8,
+)  # fmt: skip
+CONFIGS: dict[str, Any] = {
+    "qwen3": Qwen3Config(**SIZES),
+    "gemma3": Gemma3TextConfig(**SIZES, sliding_window=12, query_pre_attn_scalar=8, layer_types=["sliding_attention", "full_attention"]),
+    "gpt2": GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=256, initializer_range=0.3),
+    "qwen3 moe": Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged, "PAGE", 8)
+    monkeypatch.setattr(paged, "BUCKETS", (1, 2, 4))
+
+
+def module_of(name: str, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32)
+
+
+def engine(name: str, *, pages: bool, draft_tokens: int = 0, **options: Any) -> tuple[EngineCore, NativeRunner]:
+    runner = NativeRunner(
+        CONFIGS[name], max_context_tokens=128, dtype=torch.float32, device=torch.device("cpu"), max_rows=6, max_prefill_tokens=64,
+        prefix_cache_tokens=256, lanes=1, deterministic=False, compiled=False, layout="plain", paged=pages, **options,
+    )  # fmt: skip
+    core = EngineCore(runner, (), None, (Drafter(draft_tokens, 6), runner) if draft_tokens else None)
+    load(core, module_of(name))
+    return core, runner
+
+
+def load(core: EngineCore, module: Any) -> None:
+    core.load(SimpleNamespace(version=core.version + 1, tensors=lambda: module.state_dict().items()))
+
+
+def requests(temperature: float = 1.0) -> list[Request]:
+    """Groups of three; prompts of less than a page, exactly some, and some and a rest."""
+    rng = np.random.default_rng(0)
+    return [
+        Request(f"{i}.{j}", prompt, Sampling(max_tokens=int(rng.integers(3, 50)), temperature=temperature, seed=10 * i + j))
+        for i, prompt in enumerate([rng.integers(0, VOCAB, n) for n in (5, 16, 37, 1, 24)])
+        for j in range(3)
+    ]
+
+
+def finish(core: EngineCore) -> dict[str, Completion]:
+    done: dict[str, Completion] = {}
+    while core.busy:
+        done |= {c.request_id: c for _, c in core.step()}
+    return done
+
+
+def assert_same(ours: dict[str, Completion], theirs: dict[str, Completion]) -> None:
+    assert ours.keys() == theirs.keys()
+    for key, one in theirs.items():
+        np.testing.assert_array_equal(ours[key].ids, one.ids)
+        np.testing.assert_allclose(ours[key].logprobs, one.logprobs, atol=1e-4)
+
+
+def run(name: str, temperature: float = 1.0, **options: Any) -> tuple[dict[str, Completion], EngineCore, NativeRunner]:
+    core, runner = engine(name, **options)
+    for request in requests(temperature):
+        core.add(request)
+    return finish(core), core, runner
+
+
+def assert_nothing_is_held(runner: NativeRunner) -> None:
+    assert runner._paged is not None
+    cache = runner._paged.cache
+    assert not cache._held.any() and not cache._users.any() and sorted(cache._free) == list(range(1, cache._pages))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_pages_equal_slots(name: str) -> None:
+    slots, _, _ = run(name, pages=False)
+    paged_run, _, runner = run(name, pages=True)
+    assert_same(paged_run, slots)
+    assert_nothing_is_held(runner)
+
+
+def test_guesses_in_pages_change_no_result() -> None:
+    slots, _, _ = run("qwen3", 0.0, pages=False)
+    guessed, core, runner = run("qwen3", 0.0, pages=True, draft_tokens=4)
+    assert_same(guessed, slots)
+    assert core.stats()["accepted_tokens"] > 0
+    assert_nothing_is_held(runner)
+
+
+def test_siblings_hold_the_full_pages_of_their_prompt_together() -> None:
+    core, runner = engine("qwen3", pages=True)
+    prompt = np.arange(20)  # two pages and a half
+    for i in range(4):
+        core.add(Request(str(i), prompt, Sampling(max_tokens=30, seed=i)))
+    core.step()
+    assert runner._paged is not None
+    cache = runner._paged.cache
+    assert (cache._own[:4, :2] == cache._own[0, :2]).all() and len({*cache._own[:4, 2].tolist()}) == 4
+    assert cache._users[cache._own[0, :2]].tolist() == [4, 4]
+    finish(core)
+    assert_nothing_is_held(runner)
+
+
+@pytest.mark.parametrize("pages", [True, False])
+def test_no_more_are_resident_than_the_kv_holds(pages: bool) -> None:
+    expected, _, _ = run("qwen3", pages=pages)
+    core, runner = engine("qwen3", pages=pages, max_kv_tokens=128)
+    for request in requests():
+        core.add(request)
+    done: dict[str, Completion] = {}
+    most = 0
+    while core.busy:
+        done |= {c.request_id: c for _, c in core.step()}
+        needs = [len(r.prompt_ids) + r.sampling.max_tokens for r in core.rows.requests]
+        assert sum(needs) <= 128
+        most = max(most, len(needs))
+    assert 1 < most < 6
+    assert_same(done, expected)
+
+
+def test_sleeping_gives_the_pages_back_and_changes_no_result() -> None:
+    expected, _, _ = run("qwen3", pages=True)
+    core, runner = engine("qwen3", pages=True)
+    for request in requests():
+        core.add(request)
+    done: dict[str, Completion] = {}
+    for _ in range(6):
+        done |= {c.request_id: c for _, c in core.step()}
+    assert runner.stats()["kv_bytes"] > 0
+    core.sleep(1)
+    assert runner.stats()["kv_bytes"] == 0
+    assert_same(done | finish(core), expected)
+
+
+def test_new_weights_take_the_place_of_the_old_ones() -> None:
+    core, runner = engine("qwen3", pages=True)
+    assert runner._weights is not None
+    where = runner._weights.embed.data_ptr()
+    other = module_of("qwen3", seed=1)
+    load(core, other)
+    assert runner._weights.embed.data_ptr() == where
+    fresh, _ = engine("qwen3", pages=False)
+    load(fresh, other)
+    for one in (core, fresh):
+        for request in requests():
+            one.add(request)
+    assert_same(finish(core), finish(fresh))
+
+
+@pytest.mark.parametrize("window", [0, 5])
+def test_attention_over_pages_is_attention(window: int) -> None:
+    torch.manual_seed(0)
+    q, pool = torch.randn(3, 4, 8), torch.randn(2, 7, 8, 2, 8)
+    table, seen = torch.tensor([[3, 1], [6, 5], [2, 2]], dtype=torch.int32), torch.tensor([11, 16, 3], dtype=torch.int32)
+    pool[:, 2, 3:] = 1e4  # beyond what is seen
+    ours = gathered_paged(q, *pool, table, seen, 0.3, window)
+    for row in range(3):
+        lo = max(0, int(seen[row]) - window) if window else 0
+        k, v = (p[table[row].long()].flatten(0, 1)[lo : seen[row]].transpose(0, 1)[None] for p in pool)
+        expected = torch.nn.functional.scaled_dot_product_attention(q[row][None, :, None], k, v, scale=0.3, enable_gqa=True)
+        torch.testing.assert_close(ours[row], expected[0, :, 0], atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("vocab", [31, 1000])
+def test_drawing_without_the_host_is_drawing(vocab: int) -> None:
+    rng = np.random.default_rng(0)
+    logits = torch.from_numpy(rng.normal(size=(40, vocab)).astype(np.float32))
+    temperature = rng.choice(np.array([0.0, 0.7, 1.0], np.float32), 40)
+    draw = Draw(temperature, np.zeros(40, np.int64), np.ones(40, np.float32), np.zeros(40, np.float32), rng.random(40))
+    ids, logprobs = draw_ids(logits, torch.from_numpy(temperature), torch.from_numpy(draw.uniform))
+    expected_ids, expected = sample(logits, draw)
+    assert torch.equal(ids, expected_ids)
+    torch.testing.assert_close(logprobs, expected, atol=1e-6, rtol=0)
