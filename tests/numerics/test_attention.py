@@ -7,12 +7,16 @@ import numpy as np
 import pytest
 import torch
 from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -41,6 +45,8 @@ MODELS = {
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=3)),
+    "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=8, sliding_window=3, layer_types=[SLIDING, FULL], query_pre_attn_scalar=8,
+                                                     attn_logit_softcapping=2.0, final_logit_softcapping=3.0)),
     "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=3, layer_types=[SLIDING, FULL], query_pre_attn_scalar=8)),
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2, n_positions=512, bos_token_id=1, eos_token_id=2)),
     "gpt2_one_head": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=1, n_positions=512, bos_token_id=1, eos_token_id=2)),
@@ -159,16 +165,16 @@ def test_the_loss_of_one_sequence_has_no_gradient_in_another(name):
     assert float(per_token[~own].max()) == 0.0 and float(per_token[own].max()) > 0
 
 
-def test_models_that_cap_or_sink_are_refused_in_words():
-    def gemma2(final_cap, **options):
-        config = Gemma2Config(**SIZES, head_dim=8, query_pre_attn_scalar=8, final_logit_softcapping=final_cap)
-        return FSDPEngine(Gemma2ForCausalLM(config), dtype="float32", **options)
+def test_models_that_scale_or_sink_are_refused_in_words():
+    with pytest.raises(ValueError, match=r"CohereForCausalLM changes its logits after the head \(logit_scale=0\.0625"):
+        FSDPEngine(CohereForCausalLM(CohereConfig(**SIZES)), dtype="float32")
 
-    with pytest.raises(ValueError, match=r"Gemma2ForCausalLM changes its logits after the head \(final_logit_softcapping=30"):
-        gemma2(30.0)
-    with pytest.raises(ValueError, match=r"caps its scores or has sinks; use model\.attention=padded"):
-        gemma2(None).infer(pack(rows()), ("logprobs",))
-    padded = gemma2(None, attention_mode="padded")
+    def gpt_oss(**options):
+        return FSDPEngine(GptOssForCausalLM(GptOssConfig(**SIZES, head_dim=8, num_local_experts=2, num_experts_per_tok=1)), dtype="float32", **options)
+
+    with pytest.raises(ValueError, match=r"has sinks; use model\.attention=padded"):
+        gpt_oss().infer(pack(rows()), ("logprobs",))
+    padded = gpt_oss(attention_mode="padded")
     assert padded.infer(pack(rows()), ("logprobs",))["logprobs"].isfinite().all(), "the way out that the message names"
 
 
@@ -306,7 +312,7 @@ def test_fused_norm_keeps_the_dtype_rules_of_the_module():
 def test_fusing_is_for_known_models_and_undone_without_trace(name):
     model = make(name)
     known = fused.fuse(model, packed=True)
-    assert known == (not name.startswith(("gemma3", "gpt2")))
+    assert known == (not name.startswith(("gemma", "gpt2")))
     assert any("forward" in vars(m) for m in model.modules()) == known
     fused.unfuse(model)
     assert not any("forward" in vars(m) for m in model.modules())

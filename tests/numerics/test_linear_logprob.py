@@ -18,8 +18,9 @@ def inputs():
     return hidden, weight, bias, torch.randint(0, 23, (150,)), torch.rand(150, dtype=F64) + 0.3
 
 
-def dense(hidden, weight, bias, targets, temperature):
+def dense(hidden, weight, bias, targets, temperature, cap=0.0):
     logits = hidden @ weight.T + (0 if bias is None else bias)
+    logits = cap * torch.tanh(logits / cap) if cap else logits
     logp = torch.log_softmax(logits / temperature[:, None], -1)
     return logp.gather(-1, targets[:, None])[:, 0], -(logp.exp() * logp).sum(-1), logp.exp().square().sum(-1)
 
@@ -29,14 +30,14 @@ def grads(outputs, upstream, leaves):
 
 
 @pytest.mark.parametrize("rows", [1, 7, 64, 150, 1000])
-@pytest.mark.parametrize("with_bias", [True, False])
-def test_values_and_gradients_equal_dense_at_any_chunk(inputs, rows, with_bias, monkeypatch):
+@pytest.mark.parametrize("with_bias, cap", [(True, 0.0), (False, 0.0), (True, 2.0)])
+def test_values_and_gradients_equal_dense_at_any_chunk(inputs, rows, with_bias, cap, monkeypatch):
     monkeypatch.setattr(module, "_CHUNK_ROWS", rows)
     monkeypatch.setattr(module, "_CHUNK_BYTES", 0)
     hidden, weight, bias, targets, temperature = inputs
     bias, leaves = (bias, (hidden, weight, bias)) if with_bias else (None, (hidden, weight))
-    lp, entropy, pi2 = linear_logprob(hidden, weight, targets, temperature, bias=bias, entropy=True, sum_pi_squared=True)
-    expected = dense(hidden, weight, bias, targets, temperature)
+    lp, entropy, pi2 = linear_logprob(hidden, weight, targets, temperature, bias=bias, cap=cap, entropy=True, sum_pi_squared=True)
+    expected = dense(hidden, weight, bias, targets, temperature, cap)
     for got, want in zip((lp, entropy, pi2), expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     assert not pi2.requires_grad
@@ -51,10 +52,11 @@ def test_gradcheck():
     hidden, weight, bias = (torch.randn(*s, dtype=F64, requires_grad=True) for s in ((4, 3), (5, 3), (5,)))
     targets, temperature = torch.tensor([0, 4, 2, 2]), torch.tensor([1.0, 0.7, 0.3, 1.5], dtype=F64)
 
-    def outputs(h, w, b):
-        return linear_logprob(h, w, targets, temperature, bias=b, entropy=True)[:2]
+    def outputs(h, w, b, cap=0.0):
+        return linear_logprob(h, w, targets, temperature, bias=b, cap=cap, entropy=True)[:2]
 
     assert torch.autograd.gradcheck(outputs, (hidden, weight, bias))
+    assert torch.autograd.gradcheck(lambda *x: outputs(*x, cap=1.3), (hidden, weight, bias))
 
 
 @pytest.mark.parametrize("used", [0, 1])

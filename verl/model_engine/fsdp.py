@@ -74,6 +74,8 @@ class FSDPEngine:
         self._compute = self.master if self._rounded else self.dtype
         self.model = model.to(self.master).to(self.device)
         _refuse_altered_logits(self.model)
+        self._logit_cap = float(vars(self.model.config.get_text_config()).get("final_logit_softcapping") or 0.0)
+        self._models_attention = self.model.config._attn_implementation or "eager"
         self._own_forward()
         hidden_size = self.model.config.get_text_config().hidden_size
         self.value_head = None if head == "lm" else ValueHead(hidden_size, bias=head == "value").to(self.device, self.master)
@@ -172,6 +174,7 @@ class FSDPEngine:
             batch.targets.to(self.device),
             batch.row_columns["temperature"][batch.row_of].to(self.device),
             bias=lm_head.bias if isinstance(lm_head, nn.Linear) else None,
+            cap=self._logit_cap,
             entropy="entropy" in wanted,
             sum_pi_squared="sum_pi_squared" in wanted,
         )
@@ -201,10 +204,8 @@ class FSDPEngine:
         place = torch.arange(width)[None] < lengths[:, None]  # [R, width]
         ids = torch.zeros(place.shape, dtype=torch.int64)
         ids[place] = flat.ids
-        with self._autocast():
-            out = self.model.base_model(
-                input_ids=ids.to(self.device), attention_mask=place.long().to(self.device), use_cache=False
-            ).last_hidden_state
+        with self._autocast():  # without a mask: padding comes last, where causal attention does not see it
+            out = self.model.base_model(input_ids=ids.to(self.device), use_cache=False).last_hidden_state
         hidden = out[place.to(self.device)]  # [T of flat, H]
         origin = torch.empty(batch.num_tokens, dtype=torch.int64)
         origin[_flat_origin(batch)] = torch.arange(len(flat.ids))
@@ -228,7 +229,7 @@ class FSDPEngine:
         self.model.eval()
         try:
             with torch.no_grad():
-                self.model.set_attn_implementation("sdpa")
+                self.model.set_attn_implementation(self._models_attention)
                 unfuse(self.model)
                 expected = {ids.numpy().tobytes(): alone(ids) for ids in probe_sequences(text.vocab_size)}
                 self._own_forward()
@@ -362,9 +363,9 @@ def _switch_dropout_off(model: nn.Module) -> None:
 
 
 def _refuse_altered_logits(model: Any) -> None:
-    """Logits that are scaled or capped after the head would be missed by the chunked log-prob."""
+    """Logits that are scaled after the head would be missed by the chunked log-prob."""
     config = model.config.get_text_config()
-    for name, neutral in (("final_logit_softcapping", None), ("logit_scale", 1.0), ("logits_scaling", 1.0)):
+    for name, neutral in (("logit_scale", 1.0), ("logits_scaling", 1.0)):
         found = vars(config).get(name, neutral)
         if found not in (neutral, None):
             raise ValueError(f"{type(model).__name__} changes its logits after the head ({name}={found}); not supported")
@@ -383,7 +384,7 @@ def load_causal_lm(path: Path, *, trust_remote_code: bool = False, needs_lm_head
     logging.set_verbosity_error()  # its report of missing weights is a warning; below they are an error
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True, trust_remote_code=trust_remote_code,
+            path, dtype=torch.float32, local_files_only=True, trust_remote_code=trust_remote_code,
             output_loading_info=True,
         )  # fmt: skip
     except (OSError, ValueError, KeyError) as e:

@@ -196,17 +196,17 @@ def packed_attention(
     **_: object,
 ) -> tuple[Tensor, None]:
     """The function transformers calls. query [1, H, T, D], key and value [1, KV, T, D] -> [1, T, H, D]."""
-    if softcap is not None or s_aux is not None:
-        raise ValueError("this model's attention caps its scores or has sinks; use model.attention=padded")
+    if s_aux is not None:
+        raise ValueError("this model's attention has sinks; use model.attention=padded")
     assert verl_plan is not None and attention_mask is None, "packed attention is driven by a plan, never by a mask"
     scale = scaling if scaling is not None else 1 / math.sqrt(query.shape[-1])
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]
-    return attend(verl_plan, q, k, v, scale, sliding_window)[None], None
+    return attend(verl_plan, q, k, v, scale, sliding_window, softcap or 0.0)[None], None
 
 
-def attend(plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None) -> Tensor:
-    """q [T, H, D], k and v [T, KV, D] -> [T, H, D]."""
-    if plan.varlen is not None and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] == v.shape[-1] <= 256:
+def attend(plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None, cap: float = 0.0) -> Tensor:
+    """q [T, H, D], k and v [T, KV, D] -> [T, H, D]. cap > 0: scores are cap tanh(score / cap)."""
+    if plan.varlen is not None and not cap and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] == v.shape[-1] <= 256:
         return attend_varlen(plan.varlen, q, k, v, scale, window, varlen_kernel())
     heads, kv_heads = q.shape[1], k.shape[1]
     rows = plan.rows(heads, kv_heads)
@@ -214,7 +214,7 @@ def attend(plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, scale: float, w
     sizes = [b.k_index.numel() * kv_heads for b in plan.blocks]
     k_slots, v_slots = (x.reshape(-1, x.shape[-1]).index_select(0, rows.k).split(sizes) for x in (k, v))
     parts = [
-        _attend_block(block, q_b, k_b, v_b, heads, kv_heads, scale, window)
+        _attend_block(block, q_b, k_b, v_b, heads, kv_heads, scale, window, cap)
         for block, q_b, k_b, v_b in zip(plan.blocks, q_slots, k_slots, v_slots, strict=True)
     ]
     out = _FromSlots.apply(parts[0] if len(parts) == 1 else torch.cat(parts), rows)
@@ -258,12 +258,17 @@ def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, lengths: Varlen, scale: float
 
 
 def _attend_block(
-    block: Block, q: Tensor, k: Tensor, v: Tensor, heads: int, kv_heads: int, scale: float, window: int | None
+    block: Block, q: Tensor, k: Tensor, v: Tensor, heads: int, kv_heads: int, scale: float, window: int | None, cap: float
 ) -> Tensor:
     """q [b*H*Q, D], k and v [b*KV*K, D] -> [b*H*Q, D]."""
     b, width = block.q_index.shape
     depth = block.k_index.shape[1]
     k, v = (x.view(b, kv_heads, depth, -1) for x in (k, v))
+    if cap:
+        scores = (q.view(b, kv_heads, -1, q.shape[-1]) @ k.transpose(2, 3)).to(torch.promote_types(q.dtype, torch.float32))
+        scores = torch.tanh(scores * (scale / cap)).mul(cap).view(b, heads, width, depth) + block.mask(window, scores.dtype)
+        shares = torch.softmax(scores, -1).to(v.dtype).view(b, kv_heads, -1, depth)
+        return (shares @ v).reshape(-1, v.shape[-1])
     if depth <= _SMALL_KEYS and q.device.type == "cpu":
         exact = torch.float64 if q.dtype == torch.float64 else torch.float32
         bias = block.mask(window, exact).expand(b, heads, width, depth).clone(memory_format=torch.contiguous_format)

@@ -22,7 +22,7 @@ class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: Tensor,
-        want_entropy: bool, want_sum_pi_squared: bool,
+        cap: float, want_entropy: bool, want_sum_pi_squared: bool,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
         n = hidden.shape[0]
         exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
@@ -32,7 +32,7 @@ class _LinearLogprob(torch.autograd.Function):
         sum_pi2 = torch.empty_like(logprobs) if want_sum_pi_squared else None
         cast = weight.to(hidden.dtype)  # once, not once a chunk
         for at in _chunks(n, weight.shape[0]):
-            z = _logits(hidden[at], cast, bias, temperature[at])
+            z = _logits(hidden[at], cast, bias, temperature[at], cap)
             lse[at] = torch.logsumexp(z, -1)
             logprobs[at] = z.gather(-1, targets[at, None])[:, 0] - lse[at]
             if sum_pi2 is not None:
@@ -41,6 +41,7 @@ class _LinearLogprob(torch.autograd.Function):
                 logp = _centred(z, lse[at])
                 entropy[at] = -(logp.exp().mul_(logp)).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, lse, entropy)
+        ctx.cap = cap
         ctx.set_materialize_grads(False)  # an output that no loss uses costs nothing
         if sum_pi2 is not None:
             ctx.mark_non_differentiable(sum_pi2)
@@ -61,7 +62,9 @@ class _LinearLogprob(torch.autograd.Function):
         for chunk in _chunks(len(rows), weight.shape[0]):
             at = rows[chunk]
             h, d = hidden[at], d_logprob[at, None]
-            logp = _centred(_logits(h, cast, bias, temperature[at]), lse[at])
+            z = _logits(h, cast, bias, temperature[at], ctx.cap)
+            slope = 1 - (z * (temperature[at, None] / ctx.cap)) ** 2 if ctx.cap else None  # of the cap
+            logp = _centred(z, lse[at])
             if d_entropy is None:
                 dz = logp.exp_().mul_(-d)
             else:  # dH/dz = -p (log p + H)
@@ -69,6 +72,8 @@ class _LinearLogprob(torch.autograd.Function):
                 dz = logp.add_(entropy[at, None]).mul_(-d_entropy[at, None]).sub_(d).mul_(p)
             dz.scatter_add_(-1, targets[at, None], d)
             dz /= temperature[at, None]
+            if slope is not None:
+                dz *= slope
             if d_bias is not None:
                 d_bias += dz.sum(0)
             dz = dz.to(hidden.dtype)
@@ -77,7 +82,7 @@ class _LinearLogprob(torch.autograd.Function):
                 d_weight.addmm_(dz.T, h)
             else:
                 d_weight += dz.T @ h
-        return d_hidden, d_weight.to(weight.dtype), None if d_bias is None else d_bias.to(bias.dtype), None, None, None, None
+        return d_hidden, d_weight.to(weight.dtype), None if d_bias is None else d_bias.to(bias.dtype), None, None, None, None, None
 
 
 def _chunks(n: int, vocab_size: int) -> list[slice]:
@@ -85,12 +90,14 @@ def _chunks(n: int, vocab_size: int) -> list[slice]:
     return [slice(start, min(n, start + rows)) for start in range(0, n, rows)]
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: Tensor) -> Tensor:
-    """[n, H] -> [n, V] float32 (float64 stays), divided by each row's own temperature."""
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: Tensor, cap: float) -> Tensor:
+    """[n, H] -> [n, V] float32 (float64 stays), capped, then divided by each row's own temperature."""
     z = hidden @ weight.T
     z = z if z.dtype == torch.float64 else z.float()
     if bias is not None:
         z += bias
+    if cap:
+        z = z.div_(cap).tanh_().mul_(cap)
     return z.div_(temperature[:, None])
 
 
@@ -106,11 +113,13 @@ def linear_logprob(
     temperature: Tensor,
     *,
     bias: Tensor | None = None,
+    cap: float = 0.0,
     entropy: bool = False,
     sum_pi_squared: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Log-prob [n] of `targets` [n] under softmax(hidden [n, H] @ weight [V, H]^T / temperature [n]), float32.
 
+    cap > 0: of cap tanh(logits / cap) instead, before the temperature (Gemma 2).
     Also the entropy [n] in nats (differentiable) and sum_v pi_v^2 [n] (not differentiable) when asked for.
     """
-    return _LinearLogprob.apply(hidden, weight, bias, targets, temperature, entropy, sum_pi_squared)
+    return _LinearLogprob.apply(hidden, weight, bias, targets, temperature, cap, entropy, sum_pi_squared)
