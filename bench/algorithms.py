@@ -158,7 +158,9 @@ def document(arms: list[Arm], threads: int) -> str:
         "Command: `python bench/algorithms.py`. Held-out greedy accuracy (256 problems, medians over the",
         f"seeds), {threads} CPU threads, float32 or bfloat16 as the machine has it, 32 prompts x 8 answers per step, one start",
         "checkpoint for all. Hyper-parameters: recipe=quickstart plus what the card recommends. Peak: of the whole process.", "",
-        head, rule, *rows, "", learned, "",
+        head, rule, *rows, "", learned,
+        "ppo, vapo and pf_ppo train only their critic for the first steps, so their policy starts late. gspo, cispo, sapo, gmpo, kl_cov,",
+        "clip_cov and decoupled_ppo make 4 updates per step, without which their ratio is 1 and they are GRPO; dapo refills its batch.", "",
     ])  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """verl beside vLLM (rollout), TRL (whole step) and itself without a shared prompt, on answers of unlike lengths and on long prompts.
 
-    python bench/ragged.py [--only rollout,step,memory,long] [--sizes 10M,100M] [--rounds N] [--threads N]
+    python bench/ragged.py [--only rollout,step,memory,long,drafts] [--sizes 10M,100M] [--rounds N] [--threads N]
 
 Random models of 10M and 100M parameters, vocabulary 32k; the lengths of the answers are forced, the same in every arm.
 The arms run in turn. Writes its part of bench/RESULTS.md (bench/sections/ragged.md) and runs/bench/ragged.json.
@@ -29,7 +29,7 @@ from bench.results import NOT_RUN, Table
 from bench.workloads import WORKLOADS, make_inputs
 
 ROOT = Path(__file__).resolve().parents[1]
-PARTS = ("rollout", "step", "memory", "long")
+PARTS = ("rollout", "step", "memory", "long", "drafts")
 ARM_TIMEOUT_S = 1800.0
 MEASURED = 2  # repetitions per process, after one that is dropped
 
@@ -67,7 +67,7 @@ class Bench:
         """64 prompts, one answer each; prefill counts, log-probs are returned."""
         inputs = make_inputs(self.folder, f"ragged-{size}", MEASURED + 1)
         spec = {"model": str(inputs.model), "threads": self.threads, "dtype": "float32", "max_context_tokens": 512,
-                "rollouts": rollouts_of(f"ragged-{size}", MEASURED + 1)}  # fmt: skip
+                "temperature": 1.0, "draft_tokens": 0, "rollouts": rollouts_of(f"ragged-{size}", MEASURED + 1)}  # fmt: skip
         programs: dict[str, list[str]] = {"verl": [sys.executable, str(ROOT / "bench" / "rollout_arm.py")]}
         reasons: dict[str, str] = {}
         try:
@@ -101,6 +101,17 @@ class Bench:
                  for name in ("shared", "not shared")}  # fmt: skip
         results = self._play(f"long-{size}", {name: ours for name in specs}, specs, {})
         self.found[f"long-{size}"] = {"reasons": {}, "arms": {n: [s for one in found for s in one["steps"]] for n, found in results.items()}}
+
+    def drafts(self, size: str) -> None:
+        """One sequence at a time whose text repeats itself (greedy, random weights): with guessed tokens, and without."""
+        inputs = make_inputs(self.folder, f"ragged-{size}", MEASURED + 1)
+        prompts = [prompt for prompt, _ in zip(rollouts_of(f"ragged-{size}", 1)[0][0], range(4))]
+        base = {"model": str(inputs.model), "threads": self.threads, "dtype": "float32", "max_context_tokens": 512, "temperature": 0.0,
+                "rollouts": [([prompt], [256]) for prompt in prompts]}  # fmt: skip
+        ours = [sys.executable, str(ROOT / "bench" / "rollout_arm.py")]
+        specs = {"guessing": {**base, "draft_tokens": 5}, "plain": {**base, "draft_tokens": 0}}
+        results = self._play(f"drafts-{size}", {name: ours for name in specs}, specs, {})
+        self.found[f"drafts-{size}"] = {"reasons": {}, "arms": {n: [r for one in found for r in one["rollouts"]] for n, found in results.items()}}
 
     # -- running -------------------------------------------------------------------------------------------------------
 
@@ -174,7 +185,7 @@ def rollouts_of(workload: str, count: int) -> list[tuple[list[list[int]], list[i
 
 def tables(found: Mapping[str, Any]) -> list[Table]:
     """One table per part and size."""
-    makers = {"rollout": rollout_table, "step": step_table, "memory": memory_table, "long": long_table}
+    makers = {"rollout": rollout_table, "step": step_table, "memory": memory_table, "long": long_table, "drafts": drafts_table}
     return [makers[key.partition("-")[0]](key.partition("-")[2], one["arms"], one["reasons"]) for key, one in found.items()]
 
 
@@ -203,6 +214,12 @@ def long_table(size: str, arms: Mapping[str, list[dict[str, float]]], reasons: M
     rows = [_row(label, arms, names, lambda r, k=key: r[k], False)
             for label, key in (("update, s", "update_s"), ("update, core-s", "update_cpu_s"), ("rollout, s", "rollout_s"), ("step, s", "wall_s"))]  # fmt: skip
     return Table(f"Long prompts, {size} parameters: 4 prompts of 1,024 tokens x 8 answers of 128", ("", *names, "gain"), tuple(rows), _notes(reasons))
+
+
+def drafts_table(size: str, arms: Mapping[str, list[dict[str, float]]], reasons: Mapping[str, str]) -> Table:
+    rows = (_row("tokens/s", arms, ("guessing", "plain"), lambda r: r["tokens"] / r["wall_s"], True),)
+    return Table(f"Guessed tokens, {size} parameters: one greedy answer of 256 tokens at a time, which repeats itself",
+                 ("", "5 guesses", "none", "gain"), rows, _notes(reasons))  # fmt: skip
 
 
 def _row(label: str, arms: Mapping[str, list[dict[str, float]]], names: tuple[str, str], value: Any, higher: bool) -> tuple[str, ...]:

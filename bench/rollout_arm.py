@@ -36,13 +36,13 @@ async def run(spec: dict[str, Any]) -> dict[str, Any]:
             return model.state_dict().items()
 
     engine = NativeEngine(AutoConfig.from_pretrained(spec["model"]), max_context_tokens=spec["max_context_tokens"],
-                          eos_token_ids=(), dtype=DTYPES[spec["dtype"]])  # fmt: skip
+                          eos_token_ids=(), dtype=DTYPES[spec["dtype"]], draft_tokens=spec["draft_tokens"])  # fmt: skip
     await engine.load_weights(Weights())
     rounds = []
     for number, (prompts, lengths) in enumerate(spec["rollouts"]):
         began, own = time.perf_counter(), psutil.Process().cpu_times()
         calls = [
-            engine.generate(f"{number}/{i}", np.asarray(ids), Sampling(max_tokens=n, temperature=1.0, seed=i, ignore_eos=True))
+            engine.generate(f"{number}/{i}", np.asarray(ids), Sampling(max_tokens=n, temperature=spec["temperature"], seed=i, ignore_eos=True))
             for i, (ids, n) in enumerate(zip(prompts, lengths, strict=True))
         ]  # fmt: skip
         done = await asyncio.gather(*calls)
