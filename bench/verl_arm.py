@@ -110,7 +110,7 @@ def _phases(values: Mapping[str, float], prefix: str, name: str) -> dict[str, fl
 def overrides(spec: Mapping[str, Any]) -> list[str]:
     """One step more than the peers: the last is dropped. The rows are taken in the order of the file, as they do."""
     return [
-        "recipe=quickstart", f"model.path={spec['model']}", f"model.dtype={spec['dtype']}", "model.device=cpu",
+        "recipe=quickstart", f"model.path={spec['model']}", f"model.dtype={spec['dtype']}", f"model.device={spec.get('device', 'cpu')}",
         f"data.train_files=[{spec['rows']}]", "data.shuffle=false", f"reward.path={spec.get('reward', 'verl.recipes.arithmetic')}",
         f"step.prompts_per_step={spec['prompts_per_step']}", f"step.samples_per_prompt={spec['samples_per_prompt']}",
         f"rollout.max_response_tokens={spec['max_response_tokens']}", f"optim.lr={spec['lr']}",

@@ -31,7 +31,7 @@ def main(spec: dict[str, Any], result: Path) -> None:
         output_dir=spec["folder"], per_device_train_batch_size=prompts * n // parts, gradient_accumulation_steps=parts,
         num_generations=n, max_completion_length=spec["max_response_tokens"], max_steps=spec["steps"],
         temperature=1.0, top_p=1.0, top_k=0, beta=0.0, learning_rate=spec["lr"], lr_scheduler_type="constant",
-        weight_decay=0.0, max_grad_norm=1.0, loss_type="dapo", use_cpu=True, bf16=spec["dtype"] == "bfloat16",
+        weight_decay=0.0, max_grad_norm=1.0, loss_type="dapo", use_cpu=spec.get("device", "cpu") == "cpu", bf16=spec["dtype"] == "bfloat16",
         gradient_checkpointing=False, shuffle_dataset=False, save_strategy="no", logging_steps=1, report_to="none",
         disable_tqdm=True, log_level="error",
     )  # fmt: skip
@@ -68,8 +68,8 @@ def force_lengths(trainer: Any, lengths: list[list[int]]) -> None:
             self.wanted, self.start = torch.tensor(wanted), start
 
         def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-            last = (self.wanted <= ids.shape[1] - self.start + 1)[:, None]
-            is_end = torch.arange(scores.shape[1]) == end
+            last = (self.wanted.to(ids.device) <= ids.shape[1] - self.start + 1)[:, None]
+            is_end = torch.arange(scores.shape[1], device=ids.device) == end
             return scores.masked_fill(last ^ is_end, -torch.inf)  # before its last token never the end, then nothing else
 
     def forced(*args: Any, **kwargs: Any) -> Any:

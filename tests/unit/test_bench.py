@@ -11,7 +11,7 @@ from safetensors.numpy import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from bench import environments, limits, report, results
+from bench import environments, gpu, limits, report, results
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = limits.Shape(parameters=1_000_000, layers=2, heads=4, kv_heads=2, head_dim=8)
@@ -283,3 +283,10 @@ def test_the_keys_of_verls_arm_exist(monkeypatch):
     spec = laptop.spec_of(laptop.read_settings([]), laptop.Start(Path("model"), Path("rows")), "verl", "float32")
     config = load_config(overrides(spec)).config
     assert config.run.total_steps == 7 and config.data.shuffle is False and config.optim.lr == laptop.LR
+
+
+def test_the_gpu_bench_runs_wherever_torch_does() -> None:
+    bench = gpu.Bench("tiny", "cpu", scale=16)
+    found = [row for part in ("decode", "prefill", "update") for row in getattr(bench, part)()]
+    assert len(found) == len(gpu.ROWS) + 3
+    assert all(float(rate.replace(",", "")) > 0 for _, rate, limit, _ in found if limit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import time
 import traceback
@@ -60,8 +61,11 @@ async def _train(resolved: Resolved, title: str, on_step: OnStep | None, plan: s
         if run.first_index:
             progress.message(f"resuming {run.dir} after step {run.first_index} of {run.total_steps}")
         progress.start(run.total_steps, title or run.config.run.name)
+        gc.collect()
+        gc.freeze()  # what lives as long as the run: else every full collection walks all of it, a tenth of a second
         await train(run)
     finally:
+        gc.unfreeze()
         await asyncio.shield(run.close())
     return _finished(run, started)
 
@@ -126,6 +130,7 @@ async def _eval(resolved: Resolved) -> Finished:
             await run.start()
             values = reduce(await evaluate(run, 0))
     finally:
+        gc.unfreeze()
         await asyncio.shield(run.close())
     return Finished(run.dir, 0, time.monotonic() - started, values, values, None)
 

@@ -27,6 +27,7 @@ KILL_WAIT_S = 8.0  # for the guardian to kill, reap and report; it gives up afte
 GRACE_S = 1.0  # for an idle worker to end by itself
 REPORT_WAIT_S = 0.5  # for a death to be reported after the channel broke
 MAX_ANSWER_BYTES = 4 << 20
+LATE = b"late"  # in place of an answer that did not come in time, told by identity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +85,7 @@ class Worker:
     """One grader process with its guardian. Build with `start_worker`."""
 
     def __init__(
-        self, popen: subprocess.Popen[bytes], channel: Stream, control: Stream, memory_limit_mb: float
+        self, popen: subprocess.Popen[bytes], channel: Channel, control: Stream, memory_limit_mb: float
     ) -> None:
         self.calls = 0
         self.grown_mb = 0.0  # address space gained since it was ready
@@ -94,6 +95,7 @@ class Worker:
         self._popen, self._channel, self._control = popen, channel, control
         self._memory_limit_mb = memory_limit_mb
         self._death = asyncio.create_task(self._watch())
+        self._death.add_done_callback(lambda _: channel.end())
 
     @property
     def alive(self) -> bool:
@@ -162,14 +164,15 @@ class Worker:
 
     async def _round_trip(self, frame: bytes, timeout_s: float) -> dict[str, Any] | Death | None:
         """The answer to one frame, or how the worker died instead, or None if it is out of time."""
-        exchange = asyncio.create_task(self._channel.exchange(frame))
+        reply = self._channel.ask(frame)
+        timer = asyncio.get_running_loop().call_later(timeout_s, _settle, reply, LATE)
         try:
-            await asyncio.wait({exchange, self._death}, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            if not exchange.done():
-                return self._death.result() if self._death.done() else None
+            body = await reply
         finally:
-            exchange.cancel()
-        answer = exchange.result()
+            timer.cancel()
+        if body is LATE:
+            return self._death.result() if self._death.done() else None
+        answer = _answer(body) if body is not None else None
         if answer is not None:
             return answer
         await asyncio.wait({self._death}, timeout=REPORT_WAIT_S)  # the channel broke: its death is on the way
@@ -207,23 +210,62 @@ class Worker:
                 os.killpg(self.pid, signal.SIGKILL)
 
 
+class Channel(asyncio.Protocol):
+    """Frames to a worker and its answers, one at a time. A protocol and not a stream: a call costs a future and a timer,
+    and there are thousands of calls in a step."""
+
+    def __init__(self) -> None:
+        self._transport: asyncio.Transport | None = None
+        self._received = bytearray()
+        self._reply: asyncio.Future[bytes | None] | None = None
+
+    def ask(self, frame: bytes) -> asyncio.Future[bytes | None]:
+        """The body of the answer; None once the other side is gone, or for an answer that no worker of ours gives."""
+        reply: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
+        if self._transport is None or self._transport.is_closing():
+            reply.set_result(None)
+            return reply
+        self._reply = reply
+        self._received.clear()
+        self._transport.write(HEADER.pack(len(frame)) + frame)
+        return reply
+
+    def end(self) -> None:
+        if self._reply is not None:
+            _settle(self._reply, None)
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        if self._reply is None or len(self._received) < HEADER.size:
+            return
+        (size,) = HEADER.unpack_from(self._received)
+        if size > MAX_ANSWER_BYTES:
+            self.end()
+        elif len(self._received) >= HEADER.size + size:
+            _settle(self._reply, bytes(self._received[HEADER.size : HEADER.size + size]))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.end()
+
+
+def _settle(reply: asyncio.Future[bytes | None], body: bytes | None) -> None:
+    if not reply.done():
+        reply.set_result(body)
+
+
 class Stream:
     """A socket pair end on the event loop."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
-
-    async def exchange(self, frame: bytes) -> dict[str, Any] | None:
-        """Send a frame and read the answer; None at end of file or for an answer that no worker of ours gives."""
-        try:
-            self._writer.write(HEADER.pack(len(frame)) + frame)
-            await self._writer.drain()
-            (size,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
-            if size > MAX_ANSWER_BYTES:
-                return None
-            return _answer(await self._reader.readexactly(size))
-        except (OSError, asyncio.IncompleteReadError):
-            return None
 
     async def read_all(self) -> bytes:
         try:
@@ -265,7 +307,8 @@ async def start_worker(target: Target, *, memory_limit_mb: float, start_timeout_
     control, control_far = socket.socketpair()
     with channel_far, control_far:
         popen = _launch(channel_far.fileno(), control_far.fileno(), memory_limit_mb)
-    worker = Worker(popen, await _stream(channel), await _stream(control), memory_limit_mb)
+    _, requests = await asyncio.get_running_loop().create_connection(Channel, sock=channel)
+    worker = Worker(popen, requests, await _stream(control), memory_limit_mb)
     try:
         await worker.load(target, start_timeout_s)
     except BaseException:  # cancelled, too

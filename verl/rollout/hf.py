@@ -56,7 +56,6 @@ class HfRunner:
         device: torch.device, max_rows: int, max_prefill_tokens: int,
     ) -> None:  # fmt: skip
         self.max_rows, self.max_context_tokens = max_rows, max_context_tokens
-        self.steps_per_hop = 1
         text = config.get_text_config()
         self.vocab_size = text.vocab_size
         longest = getattr(text, "max_position_embeddings", None)

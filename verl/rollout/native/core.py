@@ -5,6 +5,7 @@ A `Runner` is the mechanism underneath (weights, KV, forward pass); the native a
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,6 @@ class Runner(Protocol):
     max_rows: int
     max_context_tokens: int
     vocab_size: int
-    steps_per_hop: int
 
     @property
     def ready(self) -> bool:
@@ -102,14 +102,15 @@ class EngineCore:
     def requests(self) -> list[Request]:
         return [*self.waiting, *self.rows.requests]
 
-    def run(self, steps: int, interrupted: Callable[[], bool]) -> list[Done]:
-        """Up to `steps` steps, fewer if work ends or somebody wants the engine. The split changes no result."""
+    def run(self, hop_s: float, interrupted: Callable[[], bool]) -> list[Done]:
+        """Steps for about `hop_s`, at least one; fewer if work ends or somebody wants the engine. Where a hop ends changes
+        no result."""
         done: list[Done] = []
-        for _ in range(steps):
+        until = time.perf_counter() + hop_s
+        while True:
             done += self.step()
-            if not self.busy or interrupted():
-                break
-        return done
+            if not self.busy or interrupted() or time.perf_counter() >= until:
+                return done
 
     def step(self) -> list[Done]:
         """One bounded prefill pass for who can be admitted, then one token for every resident row."""

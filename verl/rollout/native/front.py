@@ -24,6 +24,7 @@ from verl.rollout.native.request import Request
 from verl.types import Sampling, as_ids
 
 T = TypeVar("T")
+HOP_S = 0.015  # that the thread works before it hands over what has ended: the loop scores it while the rest is decoded
 QUIET_TURNS = 2  # turns of the event loop without a new call, after which a burst is over
 
 
@@ -291,7 +292,7 @@ class AsyncEngine:
             control.done.set_result(task.result())
 
     async def _hop(self) -> None:
-        run = partial(self._core.run, self._runner.steps_per_hop, self._wanted)
+        run = partial(self._core.run, HOP_S, self._wanted)
         running = asyncio.get_running_loop().run_in_executor(self._thread, run)
         await asyncio.wait({running})
         if error := running.exception():

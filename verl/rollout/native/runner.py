@@ -34,7 +34,6 @@ SCORE_BLOCK = 1024  # tokens whose logits exist at once when scoring
 BLOCK_ROWS, BLOCKS_PAY = 16, 0.6  # attention goes in blocks of rows where these read less than this share of the KV
 MIN_LANE_ROWS = 8
 SPARE_ROWS, SPARE_ROWS_CUDA = 6, 64  # tokens of a step whose products take about as long as one token's: waiting for weights
-HOP_PARAMS = 40e6  # parameters per step of a hop: a hop of a small model is several steps, of a large one a single
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +59,6 @@ class NativeRunner:
         emulate_bf16: bool | None = None, compiled: bool = True, max_kv_tokens: int | None = None, paged: bool | None = None,
     ) -> None:  # fmt: skip
         self.max_rows, self.max_context_tokens = max_rows, max_context_tokens
-        self.steps_per_hop = 1
         self._shape = shape_of(config, max_context_tokens)
         self.vocab_size = self._shape.vocab
         self._dtype, self._device, self._deterministic = dtype, device, deterministic
@@ -107,7 +105,6 @@ class NativeRunner:
             self._weights.overwrite(fresh)  # graphs read the memory that they were captured with
         else:
             self._weights = fresh
-        self.steps_per_hop = max(1, min(8, int(HOP_PARAMS / self._weights.params)))
         self._prefixes.clear()
         self._jobs.clear()
 
