@@ -25,6 +25,9 @@ quickstart: setup
 
 bench: setup
 	$(BIN)/python bench/laptop.py
+	$(BIN)/python bench/ragged.py
+	$(BIN)/python bench/breakdown.py
+	$(BIN)/python bench/gpu.py
 
 clean:
 	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache

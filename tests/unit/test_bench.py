@@ -11,7 +11,8 @@ from safetensors.numpy import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from bench import environments, gpu, limits, report, results
+from bench import breakdown, environments, gpu, limits, report, results
+from verl.models import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = limits.Shape(parameters=1_000_000, layers=2, heads=4, kv_heads=2, head_dim=8)
@@ -290,3 +291,16 @@ def test_the_gpu_bench_runs_wherever_torch_does() -> None:
     found = [row for part in ("decode", "prefill", "update") for row in getattr(bench, part)()]
     assert len(found) == len(gpu.ROWS) + 3
     assert all(float(rate.replace(",", "")) > 0 for _, rate, limit, _ in found if limit)
+
+
+def test_the_breakdown_adds_up_to_the_whole() -> None:
+    def model():
+        return tiny.qwen3(tiny.character_tokenizer("abc"), hidden=32, layers=2, heads=2, kv_heads=1, ffn=48)
+
+    rng = np.random.default_rng(0)
+    prompts, lengths = [rng.integers(0, 32, 6).tolist() for _ in range(64)], [int(n) for n in rng.integers(2, 20, 64)]
+    for rows in (breakdown.rollout(model(), prompts, lengths, 50.0, True), breakdown.update(model(), prompts, lengths, 50.0, True)):
+        *parts, (label, whole, _, _) = rows
+        assert label == "together" and float(whole) > 0
+        assert parts[0][0] == "matrix products" and float(parts[0][3].removesuffix("×")) > 0
+        assert abs(sum(float(seconds) for _, seconds, _, _ in parts) - float(whole)) < 0.006 * len(rows)
