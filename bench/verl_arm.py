@@ -49,9 +49,11 @@ def main(spec: dict[str, Any], result: Path) -> None:
     import verl.driver.run
     from verl.config.load import load_config
     from verl.driver.launch import run_rl
+    from verl.rollout.native.core import EngineCore
 
     verl.driver.run.TimeLedger = TwoClockLedger  # type: ignore[misc]
-    peak = [0]
+    peak, engine = [0], Stopwatch()
+    engine.time(EngineCore, "run")
     if spec.get("lengths"):
         force_lengths(json.loads(Path(spec["lengths"]).read_text()))
     if spec.get("count_bytes"):
@@ -59,9 +61,11 @@ def main(spec: dict[str, Any], result: Path) -> None:
     rows_per_step = spec["prompts_per_step"] * spec["samples_per_prompt"]
 
     def on_step(number: int, values: Mapping[str, float]) -> None:
+        engine_s = engine.reset()
         prompt_tokens = values["prompt_length/mean"] * rows_per_step
         meter.step(
             rollout_s=values["timing_s/rollout"], update_s=values["timing_s/update"],
+            engine_s=engine_s, driver_s=values["perf/time_per_step"] - engine_s - values["timing_s/update"] - values.get("timing_s/publish", 0.0),
             rollout_cpu_s=values["bench_cpu_s/rollout"], update_cpu_s=values["bench_cpu_s/update"],
             prompt_tokens=prompt_tokens, response_tokens=values["perf/total_num_tokens"] - prompt_tokens,
             longest_response_tokens=values["response_length/max"], peak_tensor_mb=peak[0] / 1e6, **_phases(values, "timing_s/", "phase_s"),
@@ -71,6 +75,29 @@ def main(spec: dict[str, Any], result: Path) -> None:
     run_rl(load_config(overrides(spec)), on_step=on_step, quiet=True)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "verl": verl.__version__}
     meter.write(result, versions=versions, drop_last_steps=1)  # the last step holds the checkpoint
+
+
+class Stopwatch:
+    """Seconds inside a method since the last reset."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def time(self, owner: type, name: str) -> None:
+        work = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return work(*args, **kwargs)
+            finally:
+                self.seconds += time.perf_counter() - began
+
+        setattr(owner, name, timed)
+
+    def reset(self) -> float:
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
 
 
 def force_lengths(lengths: list[list[int]]) -> None:
