@@ -55,6 +55,7 @@ CONFIGS: dict[str, Any] = {
     "mistral": MistralConfig(**SIZES, sliding_window=None),
     "mistral window": MistralConfig(**SIZES, sliding_window=256),
     "mistral narrow window": MistralConfig(**SIZES, sliding_window=24),
+    "mistral layer types": MistralConfig(**SIZES, sliding_window=24, layer_types=["full_attention", "sliding_attention"]),
     "qwen2 window": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=40, max_window_layers=1),
     "gemma2": Gemma2Config(
         **SIZES, head_dim=20, query_pre_attn_scalar=31, sliding_window=24, attn_logit_softcapping=3.0, final_logit_softcapping=5.0
@@ -67,6 +68,8 @@ CONFIGS: dict[str, Any] = {
     "gpt2": GPT2Config(vocab_size=67, n_embd=48, n_layer=2, n_head=6, n_positions=512, initializer_range=0.12),
     "qwen3 moe": Qwen3MoeConfig(**{**SIZES, "num_hidden_layers": 3}, head_dim=16, num_experts=6, num_experts_per_tok=2,
                                 moe_intermediate_size=24, mlp_only_layers=[1], norm_topk_prob=True),
+    "qwen3 moe window": Qwen3MoeConfig(**SIZES, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
+                                       use_sliding_window=True, sliding_window=24),
     "qwen3 moe raw": Qwen3MoeConfig(**SIZES, head_dim=16, num_experts=4, num_experts_per_tok=3, moe_intermediate_size=40),
 }  # fmt: skip
 LAYOUTS = ("plain", "packed", "panels")

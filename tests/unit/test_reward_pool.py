@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import socket
+import struct
 import textwrap
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -18,6 +20,7 @@ import pytest
 from verl.reward.base import RewardFn, RewardRequest
 from verl.reward.manager import manager_target
 from verl.reward.pool import RewardPool, Target, TargetError
+from verl.reward.process import MAX_ANSWER_BYTES, Channel, start_worker
 from verl.reward.shaping import Shaped
 from verl.types import Invalid, Score
 
@@ -330,3 +333,43 @@ def test_stats_are_plain_data(grader: str) -> None:
     stats = with_pool(Target(path=grader, name="raising"), use)
     assert json.loads(json.dumps(dict(stats.outcomes))) == {"exception": 2}
     assert "KeyError" in stats.examples["exception"]
+
+
+def test_a_channel_keeps_nothing_that_nobody_asked_for() -> None:
+    async def run() -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            _, channel = await asyncio.get_running_loop().create_connection(Channel, sock=ours)
+            theirs.sendall(b"x" * 50_000)  # user code that found the channel
+            await asyncio.sleep(0.05)
+            assert not channel._received
+            reply = channel.ask(b"call")
+            await asyncio.sleep(0)
+            theirs.sendall(struct.pack(">I", 5) + b"hel")
+            await asyncio.sleep(0.02)
+            assert not reply.done()
+            theirs.sendall(b"lo" + b"more")
+            assert await asyncio.wait_for(reply, 5) == b"hello"
+            late = channel.ask(b"call")
+            theirs.sendall(struct.pack(">I", MAX_ANSWER_BYTES + 1) + b"y" * 1000)
+            assert await asyncio.wait_for(late, 5) is None and not channel._received
+            assert await asyncio.wait_for(channel.ask(b"call"), 5) is None, "closed: the worker is replaced"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("answer", [{"pid": 1}, {"reason": "exception", "detail": "", "grown_mb": "no"}, {"error": "x"}])
+def test_an_answer_that_no_worker_gives_is_a_crash_of_the_grader(answer: dict[str, object]) -> None:
+    async def run() -> None:
+        worker = await start_worker(Target(), memory_limit_mb=512, start_timeout_s=60)
+        def lie(frame: bytes) -> asyncio.Future[bytes | None]:
+            reply = asyncio.get_running_loop().create_future()
+            reply.set_result(json.dumps({**answer, "id": worker.calls}).encode())
+            return reply
+
+        worker._channel.ask = lie  # type: ignore[method-assign]
+        found = await worker.call({}, 5.0)
+        assert isinstance(found, Invalid) and found.reason == "crash"
+        await worker.kill()
+
+    asyncio.run(run())

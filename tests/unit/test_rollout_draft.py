@@ -94,6 +94,22 @@ def test_without_panels_deterministic_rows_are_never_guessed() -> None:
     assert stats["drafted_tokens"] == 0
 
 
+def test_sleep_forgets_what_was_learned_of_the_rows() -> None:
+    torch.manual_seed(0)
+    module = AutoModelForCausalLM.from_config(CONFIGS["qwen3"], dtype=torch.float32)
+    runner = NativeRunner(CONFIGS["qwen3"], max_context_tokens=200, dtype=torch.float32, device=torch.device("cpu"), max_rows=4,
+                          max_prefill_tokens=64, prefix_cache_tokens=0, lanes=1, deterministic=False)  # fmt: skip
+    drafter = Drafter(5, 4)
+    core = EngineCore(runner, (), None, (drafter, runner))
+    core.load(SimpleNamespace(version=0, tensors=lambda: module.state_dict().items()))
+    for request in jobs(1.5)[:2]:
+        core.add(request)
+    core.step()
+    drafter.learn(0, 4, 0)
+    core.sleep(1)
+    assert (drafter._share == 1).all() and not drafter._rest.any()
+
+
 def test_what_follows_the_last_match() -> None:
     text = np.array([1, 2, 3, 4, 1, 2, 3, 5, 6, 1, 2, 3])
     assert following(text, np.array([1, 2, 3]), 2).tolist() == [5, 6]  # not the match at the very end

@@ -225,6 +225,13 @@ def batches() -> tuple[Jobs, list[Jobs]]:
     return jobs, [{n: jobs[n] for n in part} for part in (names, names[::-1], names[3:9], names[8:9])]
 
 
+def test_deterministic_bits_do_not_depend_on_how_neighbours_are_drawn() -> None:
+    plain = {"0": (prompt(9), Sampling(max_tokens=60, seed=1))}
+    cut = {str(i): (prompt(7, i), Sampling(max_tokens=60, seed=i, **one)) for i, one in enumerate(({"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}), 1)}
+    alone = finish(core(deterministic=True), plain)["0"]
+    same(finish(core(deterministic=True), {**plain, **cut})["0"], alone, bitwise=True)
+
+
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_deterministic_bits_do_not_depend_on_the_batch(lanes: int) -> None:
     jobs, parts = batches()

@@ -142,6 +142,16 @@ def test_no_more_are_resident_than_the_kv_holds(pages: bool) -> None:
     assert_same(done, expected)
 
 
+def test_by_default_every_row_can_become_full() -> None:
+    core, _ = engine("qwen3", pages=True)
+    for i in range(6):
+        core.add(Request(str(i), np.arange(3) + i, Sampling(max_tokens=125, seed=i)))
+    core.step()
+    assert core.rows.n == 6
+    with pytest.raises(ValueError, match="max_kv_tokens=100 holds no sequence of max_context_tokens=128 in whole pages: give at least 128"):
+        engine("qwen3", pages=True, max_kv_tokens=100)
+
+
 def test_sleeping_gives_the_pages_back_and_changes_no_result() -> None:
     expected, _, _ = run("qwen3", pages=True)
     core, runner = engine("qwen3", pages=True)

@@ -133,7 +133,7 @@ class Worker:
                 return Invalid("timeout", f"no result within reward.timeout_s={timeout_s:g}{answer.output}")
         if isinstance(answer, Death):
             return answer.invalid(self._memory_limit_mb)
-        if answer.get("id") != self.calls:
+        if answer.get("id") != self.calls or not _finite(answer.get("grown_mb")):
             return Invalid("crash", "the grader's process spoke out of turn")
         self.grown_mb = answer["grown_mb"]
         if "value" in answer:
@@ -243,12 +243,16 @@ class Channel(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
+        if self._reply is None or self._reply.done():
+            return  # nobody asked: user code that found the channel
         self._received += data
-        if self._reply is None or len(self._received) < HEADER.size:
+        if len(self._received) < HEADER.size:
             return
         (size,) = HEADER.unpack_from(self._received)
         if size > MAX_ANSWER_BYTES:
+            self._received.clear()
             self.end()
+            self.close()
         elif len(self._received) >= HEADER.size + size:
             _settle(self._reply, bytes(self._received[HEADER.size : HEADER.size + size]))
 
@@ -283,6 +287,10 @@ class Stream:
         self._writer.close()
 
 
+def _finite(number: object) -> bool:
+    return isinstance(number, float) and math.isfinite(number)
+
+
 def _answer(body: bytes) -> dict[str, Any] | None:
     """User code shares the process that wrote this: believe only what has the right shape."""
     try:
@@ -296,7 +304,7 @@ def _answer(body: bytes) -> dict[str, Any] | None:
         if not isinstance(components, dict):
             return None
         numbers = [answer["value"], answer.get("grown_mb"), *components.values()]
-        return answer if all(isinstance(n, float) and math.isfinite(n) for n in numbers) else None
+        return answer if all(map(_finite, numbers)) else None
     shaped = "error" in answer or "pid" in answer or {"reason", "detail", "grown_mb"} <= answer.keys()
     return answer if shaped else None
 

@@ -22,6 +22,7 @@ class Architecture:
     gemma: bool = False  # norms scale by 1 + weight and follow the blocks too; scaled embeddings; its own query scale
     attention_cap: bool = False  # scores pass through cap tanh(score / cap)
     experts: bool = False
+    same_window: bool = False  # transformers applies config.sliding_window to all layers, whatever layer_types says
     gpt2: bool = False  # layer norms, learned positions, one matrix before the activation, weights stored transposed
 
 
@@ -30,10 +31,10 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma3_text": Architecture(qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, gemma=True),
     "gpt2": Architecture(qkv_bias=True, out_bias=True, mlp_bias=True, gpt2=True),
     "llama": Architecture(qkv_bias="attention_bias", out_bias="attention_bias", mlp_bias="mlp_bias"),
-    "mistral": Architecture(),
+    "mistral": Architecture(same_window=True),
     "qwen2": Architecture(qkv_bias=True),
     "qwen3": Architecture(qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True),
-    "qwen3_moe": Architecture(qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, experts=True),
+    "qwen3_moe": Architecture(qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, experts=True, same_window=True),
 }
 
 
@@ -110,7 +111,7 @@ def shape_of(config: Any, max_context_tokens: int) -> Shape:
         attention_cap=(config.attn_logit_softcapping or 0.0) if arch.attention_cap else 0.0,
         logit_cap=(config.final_logit_softcapping or 0.0) if arch.gemma else 0.0,
         embed_scale=hidden**0.5 if arch.gemma else 1.0,
-        windows=tuple(_window(config, i) for i in range(layers)),
+        windows=tuple(_window(config, arch, i) for i in range(layers)),
         ropes=tuple(kinds.index(config.layer_types[i]) if len(kinds) > 1 else 0 for i in range(layers)),
         learned_positions=config.max_position_embeddings if arch.gpt2 else 0,
         experts=tuple(_experts(config, i) if arch.experts else 0 for i in range(layers)),
@@ -126,9 +127,9 @@ def _query_scale(config: Any, arch: Architecture, head_dim: int) -> float:
     return 1.0 if arch.gpt2 and not config.scale_attn_weights else float(head_dim**-0.5)
 
 
-def _window(config: Any, layer: int) -> int:
+def _window(config: Any, arch: Architecture, layer: int) -> int:
     window = getattr(config, "sliding_window", None) or 0
-    types = getattr(config, "layer_types", None)
+    types = None if arch.same_window else getattr(config, "layer_types", None)
     return window if types is None or types[layer] == "sliding_attention" else 0
 
 

@@ -153,6 +153,8 @@ class EngineCore:
         """Free KV (level 1) and weights (level 2). Live requests go back to waiting with the tokens they have."""
         preempted = [self.rows.save(row) for row in range(self.rows.n)]
         self.rows.remove(np.arange(self.rows.n))
+        if self._speculation is not None:
+            self._speculation[0].moved(np.arange(0), np.arange(0), 0)
         self.waiting.extendleft(sorted(preempted, key=lambda request: -request.order))
         freed = self.runner.drop_kv()
         return freed + self.runner.drop_weights() if level >= 2 else freed

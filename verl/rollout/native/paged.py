@@ -73,6 +73,11 @@ def paged_kernel(device: torch.device, dtype: torch.dtype) -> PagedKernel:
     return gathered_paged
 
 
+def whole_pages(tokens: int) -> int:
+    """In tokens."""
+    return round_up(tokens, PAGE)
+
+
 class PageCache:
     """[layers, 2, pages, PAGE, K, D] and which pages hold the tokens of slots 0..n-1, in order.
 
@@ -100,10 +105,6 @@ class PageCache:
     @property
     def nbytes(self) -> int:
         return self.pool.nbytes if self.pool is not None else 0
-
-    def need(self, tokens: int) -> int:
-        """Tokens of whole pages."""
-        return round_up(tokens, PAGE)
 
     def fill(self, lo: int, hi: int, kv: Tensor) -> None:
         """Slots lo..hi-1, which hold nothing, continue the prompt whose KV is [layers, 2, K, P, D]."""
@@ -176,10 +177,12 @@ class PagedDecode:
         self._inputs = torch.zeros(5, max_tokens, dtype=torch.float64, device=device)
         self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # by (rows, pages of the longest)
         self._memory: Any = None  # that the graphs share
+        self._stream = torch.cuda.Stream(device) if cuda else None  # of all captures: a library's workspace belongs to a stream
 
     def forget(self) -> None:
         """Weights, pool or rotary table have moved."""
         self._graphs.clear()
+        self._memory = None  # dies with the last graph
 
     @torch.inference_mode()
     def step(self, weights: Weights, slots: np.ndarray, tokens: np.ndarray, positions: np.ndarray, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
@@ -195,7 +198,7 @@ class PagedDecode:
         columns[3, n:size] = 1.0
         self._inputs.copy_(self._host, non_blocking=True)
         width = min(self.cache.table.shape[1], 1 << (int(positions.max()) // PAGE).bit_length())
-        if draw.truncates:
+        if draw.truncated.any():
             return to_host(*sample(weights.logits(self._hidden(weights, self._inputs[:, :n], width)), draw))
         both = (self._replayed if self._captures else self._drawn)(weights, self._inputs[:, :size], width)
         ids, logprobs = both[:, :n].cpu().numpy()
@@ -204,14 +207,15 @@ class PagedDecode:
     def _replayed(self, weights: Weights, inputs: Tensor, width: int) -> Tensor:
         key = inputs.shape[1], width
         if key not in self._graphs:
-            stream = torch.cuda.Stream(self._device)
-            stream.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(stream):  # libraries allocate and choose their kernels before the capture
+            assert self._stream is not None
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):  # libraries allocate and choose their kernels before the capture
                 for _ in range(2):
                     self._drawn(weights, inputs, width)
-            torch.cuda.current_stream(self._device).wait_stream(stream)
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._memory):
+            # the trainer's thread may allocate on the same device meanwhile
+            with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"):
                 both = self._drawn(weights, inputs, width)
             self._memory = graph.pool()
             self._graphs[key] = graph, both

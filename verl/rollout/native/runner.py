@@ -21,7 +21,7 @@ from verl.rollout.native.kv import READ_STEP, Prefix, PrefixStore, SlotCache, ro
 from verl.rollout.native.lanes import Lanes
 from verl.rollout.native.linear import Layout, best_layout, native_bf16
 from verl.rollout.native.model import Chunk, RotaryTable, decode, decode_compiled, prefill
-from verl.rollout.native.paged import PageCache, PagedDecode
+from verl.rollout.native.paged import PageCache, PagedDecode, whole_pages
 from verl.rollout.native.request import Request
 from verl.rollout.native.sampler import Draw, sample, score_logits, to_host
 from verl.rollout.native.weights import Weights, receive
@@ -73,11 +73,18 @@ class NativeRunner:
         self._table = RotaryTable(rotary_frequencies(config, self._shape.head_dim), device)
         slots = round_up(max_rows, FIXED_ROWS) if self._fixed_rows else max_rows
         self._cache = SlotCache(self._shape, self.compute_dtype, device, slots, max_context_tokens, exact_reads=self._kernels is not None)
-        self._max_kv_tokens = max_kv_tokens or max_rows * max_context_tokens
         self._needs = np.zeros(max_rows, np.int64)  # tokens of KV that each resident row can come to hold
         self._paged: PagedDecode | None = None
         # where bits depend on the number of rows, and for capped scores, which not every kernel knows: slots
-        if (device.type == "cuda" if paged is None else paged) and not self._fixed_rows and not self._shape.attention_cap:
+        in_pages = (device.type == "cuda" if paged is None else paged) and not self._fixed_rows and not self._shape.attention_cap
+        longest = whole_pages(max_context_tokens) if in_pages else max_context_tokens
+        self._max_kv_tokens = max_rows * longest if max_kv_tokens is None else max_kv_tokens
+        if self._max_kv_tokens < longest:
+            raise ValueError(
+                f"max_kv_tokens={max_kv_tokens} holds no sequence of max_context_tokens={max_context_tokens}"
+                f"{' in whole pages' if in_pages else ''}: give at least {longest}"
+            )
+        if in_pages:
             pages = PageCache(self._shape, self.compute_dtype, device, max_rows, max_context_tokens, self._max_kv_tokens)
             self._paged = PagedDecode(self._shape, pages, self._table, self.compute_dtype, device, max(max_rows, SPARE_ROWS_CUDA), max_context_tokens)
         self._prefixes = PrefixStore(prefix_cache_tokens)
@@ -170,14 +177,14 @@ class NativeRunner:
         room, fit = self._max_kv_tokens - int(self._needs[:resident].sum()), list[Request]()
         for request in islice(waiting, self.max_rows - resident):
             room -= self._need(request)
-            if room < 0 and (fit or resident):
+            if room < 0:
                 break
             fit.append(request)
         return fit
 
     def _need(self, request: Request) -> int:
         tokens = min(self.max_context_tokens, len(request.prompt_ids) + request.sampling.max_tokens)
-        return self._paged.cache.need(tokens) if self._paged is not None else tokens
+        return whole_pages(tokens) if self._paged is not None else tokens
 
     def _open_jobs(self, candidates: list[Request], keys: list[bytes]) -> None:
         """A job for every distinct prompt that is not stored; jobs that nobody waits for are dropped."""
@@ -341,9 +348,14 @@ class NativeRunner:
         return np.concatenate([ids for ids, _ in drawn]), np.concatenate([logprobs for _, logprobs in drawn])
 
     def _sample(self, logits: Tensor, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
-        if self._kernels is not None and not draw.truncates:
-            return self._kernels.sample(logits, draw)
-        return to_host(*sample(logits, draw))
+        """A row is drawn by the same code whatever its neighbours ask for: its bits depend on it alone."""
+        cut = np.flatnonzero(draw.truncated)
+        if self._kernels is None or len(cut) == len(logits):
+            return to_host(*sample(logits, draw))
+        ids, logprobs = self._kernels.sample(logits, draw)
+        if len(cut):
+            ids[cut], logprobs[cut] = to_host(*sample(logits[torch.from_numpy(cut)], draw.of(cut)))
+        return ids, logprobs
 
     def move(self, sources: np.ndarray, holes: np.ndarray, kept: int, tokens: int) -> None:
         self._needs[holes] = self._needs[sources]

@@ -44,13 +44,15 @@ class Draw:
     uniform: np.ndarray  # [n] float64
 
     @property
-    def truncates(self) -> bool:
-        return bool(((self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))).any())
+    def truncated(self) -> np.ndarray:
+        """[n] bool."""
+        return (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
 
     def rows(self, lo: int, hi: int) -> Draw:
-        return Draw(
-            self.temperature[lo:hi], self.top_k[lo:hi], self.top_p[lo:hi], self.min_p[lo:hi], self.uniform[lo:hi]
-        )
+        return self.of(slice(lo, hi))
+
+    def of(self, rows: slice | np.ndarray) -> Draw:
+        return Draw(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.uniform[rows])
 
 
 def sample(logits: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
@@ -60,7 +62,7 @@ def sample(logits: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
     if not ((draw.temperature == 1) | greedy).all():
         scale = torch.from_numpy(np.where(greedy, np.float32(1), draw.temperature)).to(logits.device)
         logits = logits / scale[:, None]
-    truncated = np.flatnonzero(~greedy & ((draw.top_k > 0) | (draw.top_p < 1) | (draw.min_p > 0)))
+    truncated = np.flatnonzero(draw.truncated)
     if truncated.size:
         logits = _truncate(logits, truncated, draw)
     probs = torch.softmax(logits, dim=-1)  # [n, V]
