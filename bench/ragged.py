@@ -31,6 +31,7 @@ from bench.workloads import WORKLOADS, make_inputs
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("rollout", "step", "memory", "long", "drafts")
 ARM_TIMEOUT_S = 1800.0
+LOAD = "1-minute load average before an arm"
 MEASURED = 2  # repetitions per process, after one that is dropped
 
 
@@ -140,6 +141,7 @@ class Bench:
     ) -> dict[str, list[dict[str, Any]]]:
         """Round by round, each arm in a process of its own. A failure ends the arm, with its reason."""
         found: dict[str, list[dict[str, Any]]] = {name: [] for name in programs}
+        loads = self.found.setdefault("load", {})[part] = []
         for number in range(1, (rounds or self.rounds) + 1):
             for name, program in programs.items():
                 if name in reasons:
@@ -150,6 +152,7 @@ class Bench:
                 spec, result = folder / "spec.json", folder / "result.json"
                 spec.write_text(json.dumps({**specs[name], "folder": str(folder)}))
                 load = os.getloadavg()[0]
+                loads.append(round(load, 1))
                 try:
                     run_logged([*program, str(spec), str(result)], self.folder / "logs" / f"{part}.log", timeout_s=ARM_TIMEOUT_S, env=self.env)
                     found[name].append(json.loads(result.read_text()))
@@ -185,8 +188,9 @@ def rollouts_of(workload: str, count: int) -> list[tuple[list[list[int]], list[i
 
 def tables(found: Mapping[str, Any]) -> list[Table]:
     """One table per part and size."""
+    parts = [(key, one) for key, one in found.items() if key != "load"]
     makers = {"rollout": rollout_table, "step": step_table, "memory": memory_table, "long": long_table, "drafts": drafts_table}
-    return [makers[key.partition("-")[0]](key.partition("-")[2], one["arms"], one["reasons"]) for key, one in found.items()]
+    return [makers[key.partition("-")[0]](key.partition("-")[2], one["arms"], {**one["reasons"], **_load_of(found, key)}) for key, one in parts]
 
 
 def rollout_table(size: str, arms: Mapping[str, list[dict[str, float]]], reasons: Mapping[str, str]) -> Table:
@@ -235,8 +239,13 @@ def _row(label: str, arms: Mapping[str, list[dict[str, float]]], names: tuple[st
     return (label, *cells, f"{ours / peer if higher else peer / ours:.2f}×")
 
 
+def _load_of(found: Mapping[str, Any], part: str) -> dict[str, str]:
+    loads = found.get("load", {}).get(part)
+    return {LOAD: f"{min(loads)} to {max(loads)}"} if loads else {}
+
+
 def _notes(reasons: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(f"{name}: {NOT_RUN}: {reason}" for name, reason in reasons.items())
+    return tuple(f"{name}: {reason}" if name == LOAD else f"{name}: {NOT_RUN}: {reason}" for name, reason in reasons.items())
 
 
 if __name__ == "__main__":
