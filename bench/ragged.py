@@ -40,12 +40,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--only", default=",".join(PARTS))
     parser.add_argument("--sizes", default="10M")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--measured", type=int, default=MEASURED, help="steps per process of a `step` arm, after one that is dropped")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     given = parser.parse_args(argv)
     parts, sizes = given.only.split(","), given.sizes.split(",")
     if unknown := [x for x in (*parts, *sizes) if x not in (*PARTS, "10M", "100M")]:
         parser.error(f"{', '.join(unknown)}: known are {', '.join(PARTS)} and 10M, 100M")
-    bench = Bench(given.rounds, given.threads, Console())
+    bench = Bench(given.rounds, given.threads, Console(), given.measured)
     for size in sizes:
         for part in parts:
             getattr(bench, part)(size)
@@ -56,7 +57,8 @@ def main(argv: Sequence[str]) -> int:
 class Bench:
     """Everything that was measured, by part and size; kept between calls, so that parts can be run one by one."""
 
-    def __init__(self, rounds: int, threads: int, console: Console) -> None:
+    def __init__(self, rounds: int, threads: int, console: Console, measured: int = MEASURED) -> None:
+        self.measured = measured
         self.rounds, self.threads, self.console = rounds, threads, console
         self.folder, self.env = ROOT / "runs" / "bench", arm_env(threads)
         self.page = self.folder / "ragged.json"
@@ -125,7 +127,7 @@ class Bench:
         return programs, reasons
 
     def _spec(self, workload: str, arm: str) -> dict[str, Any]:
-        work, steps = WORKLOADS[workload], MEASURED + 1
+        work, steps = WORKLOADS[workload], self.measured + 1
         inputs = make_inputs(self.folder, workload, steps + 1)
         longest = work.response_tokens[2]
         return {

@@ -41,10 +41,11 @@ def main(spec: dict[str, Any], result: Path) -> None:
         reward_funcs=checksum if spec.get("lengths") else reward, args=config,
         train_dataset=Dataset.from_list([{"prompt": row["prompt"], "truth": truth(row)} for row in rows]),
     )  # fmt: skip
-    if spec.get("lengths"):
-        force_lengths(trainer, json.loads(Path(spec["lengths"]).read_text()))
     if spec.get("count_bytes"):
+        invent_answers(trainer, json.loads(Path(spec["lengths"]).read_text()))
         count_bytes(trainer)
+    elif spec.get("lengths"):
+        force_lengths(trainer, json.loads(Path(spec["lengths"]).read_text()))
     trainer.add_callback(_AtStepEnd(meter, trainer))
     trainer.train()
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "trl": trl.__version__}
@@ -77,6 +78,19 @@ def force_lengths(trainer: Any, lengths: list[list[int]]) -> None:
         return generate(*args, **kwargs, logits_processor=LogitsProcessorList([Force(next(steps), ids.shape[1])]))
 
     trainer.model.generate = forced
+
+
+def invent_answers(trainer: Any, lengths: list[list[int]]) -> None:
+    """Random answers of the workload's lengths, without generating: only the update's memory is asked for."""
+    end, steps, vocab = trainer.processing_class.eos_token_id, iter(lengths), trainer.model.config.vocab_size
+
+    def invented(*_: Any, input_ids: torch.Tensor, **__: Any) -> torch.Tensor:
+        wanted = torch.tensor(next(steps))[:, None]
+        answers = torch.randint(end + 1, vocab, (len(wanted), int(wanted.max())))
+        answers[torch.arange(answers.shape[1]) >= wanted - 1] = end
+        return torch.cat([input_ids, answers.to(input_ids.device)], dim=1)
+
+    trainer.model.generate = invented
 
 
 def count_bytes(trainer: Any) -> None:
