@@ -33,8 +33,8 @@ from verl.algorithms.terms import Term, TermValue
 from verl.batch import pack
 from verl.model_engine.fsdp import FSDPEngine, load_causal_lm
 from verl.model_engine.optim import OptimSpec
+from verl.nn.compiled import Kernels
 from verl.rollout.native import runner
-from verl.rollout.native.compiled import Kernels
 from verl.rollout.native.engine import NativeEngine
 from verl.types import Sample, Sampling, Segment
 

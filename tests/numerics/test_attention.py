@@ -287,8 +287,8 @@ def test_fused_norm_and_rotary_are_the_models_own():
     """In float64 against their definitions, values and gradients (transformers' own norm rounds to float32)."""
     torch.manual_seed(0)
     x, w = torch.randn(7, 3, 8, dtype=torch.float64, requires_grad=True), torch.randn(8, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda a, b: fused._RMSNorm.apply(a, b, 1e-5), (x, w))
-    torch.testing.assert_close(fused._RMSNorm.apply(x, w, 1e-5), torch.nn.functional.rms_norm(x, (8,), w, 1e-5))
+    assert torch.autograd.gradcheck(lambda a, b: fused._RMSNorm.apply(a, b, 1e-5, None), (x, w))
+    torch.testing.assert_close(fused._RMSNorm.apply(x, w, 1e-5, None), torch.nn.functional.rms_norm(x, (8,), w, 1e-5))
     cos, sin = torch.randn(2, 7, 1, 8, dtype=torch.float64)
     half = torch.cat([-x[..., 4:], x[..., :4]], -1)
     torch.testing.assert_close(fused._Rotary.apply(x, cos, sin), x * cos + half * sin)
@@ -301,7 +301,7 @@ def test_fused_norm_keeps_the_dtype_rules_of_the_module():
     for dtype in (torch.bfloat16, torch.float32):
         x = torch.randn(5, 8).to(dtype).requires_grad_()
         own = w * (x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-6)).to(dtype)
-        got = fused._RMSNorm.apply(x, w, 1e-6)
+        got = fused._RMSNorm.apply(x, w, 1e-6, None)
         assert got.dtype == own.dtype == torch.float32
         torch.testing.assert_close(got, own, rtol=0.01, atol=0.01)
         got.sum().backward()
@@ -316,3 +316,17 @@ def test_fusing_is_for_known_models_and_undone_without_trace(name):
     assert any("forward" in vars(m) for m in model.modules()) == known
     fused.unfuse(model)
     assert not any("forward" in vars(m) for m in model.modules())
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2", "llama", "mistral"])
+def test_fused_in_float32_equals_the_models_own_in_float64(name, monkeypatch):
+    """In float32 norms and gates are compiled; without a compiler they are torch's operations in few passes."""
+    model, batch = make(name), pack(rows())
+    exact, exact_grads = run(model, batch, attention_mode="padded")
+    for compiled in (True, False):
+        if not compiled:
+            monkeypatch.setattr(fused, "load_kernels", lambda dtype: "no C compiler")
+        got, grads = run(model, batch, dtype="float32")
+        torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-5)
+        for n, g in exact_grads.items():
+            torch.testing.assert_close(grads[n].double(), g, rtol=1e-3, atol=2e-5 * float(g.abs().max()) + 1e-6)

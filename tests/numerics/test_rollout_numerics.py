@@ -20,8 +20,8 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+from verl.nn.compiled import Kernels, load_kernels
 from verl.rollout.hf import HfRunner
-from verl.rollout.native.compiled import Kernels, load_kernels
 from verl.rollout.native.core import EngineCore
 from verl.rollout.native.linear import make_linear
 from verl.rollout.native.request import Request

@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from verl.rollout.native.compiled import Kernels
+from verl.nn.compiled import Kernels
 
 Layout = Literal["plain", "packed", "panels"]
 

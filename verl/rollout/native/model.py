@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import rms_norm, scaled_dot_product_attention
 
+from verl.nn.compiled import Kernels, scratch_floats
 from verl.rollout.native.architecture import Shape
-from verl.rollout.native.compiled import Kernels, scratch_floats
 from verl.rollout.native.kv import SlotCache
 from verl.rollout.native.layers import add_normed
 from verl.rollout.native.weights import Layer, Weights

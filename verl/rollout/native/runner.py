@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl.nn.compiled import Kernels, load_kernels
 from verl.rollout.base import WeightSource
 from verl.rollout.native.architecture import rotary_frequencies, shape_of
-from verl.rollout.native.compiled import Kernels, load_kernels
 from verl.rollout.native.core import Admission
 from verl.rollout.native.kv import READ_STEP, Prefix, PrefixStore, SlotCache, round_up
 from verl.rollout.native.lanes import Lanes
@@ -352,7 +352,7 @@ class NativeRunner:
         cut = np.flatnonzero(draw.truncated)
         if self._kernels is None or len(cut) == len(logits):
             return to_host(*sample(logits, draw))
-        ids, logprobs = self._kernels.sample(logits, draw)
+        ids, logprobs = self._kernels.sample(logits, draw.temperature, draw.uniform)
         if len(cut):
             ids[cut], logprobs[cut] = to_host(*sample(logits[torch.from_numpy(cut)], draw.of(cut)))
         return ids, logprobs

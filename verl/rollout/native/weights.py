@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from verl.nn.compiled import Kernels
 from verl.rollout.native.architecture import Shape
-from verl.rollout.native.compiled import Kernels
 from verl.rollout.native.layers import Experts, FeedForward, Norm
 from verl.rollout.native.linear import Layout, Linear, make_linear
 

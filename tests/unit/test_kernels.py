@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.rollout.native import compiled
-from verl.rollout.native.compiled import Kernels, load_kernels, scratch_floats
+from verl.nn import compiled
+from verl.nn.compiled import Kernels, load_kernels, scratch_floats
 from verl.rollout.native.sampler import Draw, sample
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
@@ -34,6 +34,25 @@ def test_norm_and_gates(kernels, rows, width):
     gate, up = both.double().chunk(2, dim=1)  # 1 + tanh loses digits in float32
     close(kernels.gated(both, "silu"), torch.nn.functional.silu(gate) * up, kernels.dtype)
     close(kernels.gated(both, "gelu_tanh"), torch.nn.functional.gelu(gate, approximate="tanh") * up, kernels.dtype)
+
+
+@pytest.mark.parametrize("rows, width", [(1, 5), (7, 48), (900, 192)])  # the last by several threads
+def test_gradients_of_norm_and_gate_equal_autograd_in_float64(rows, width):
+    found = load_kernels(torch.float32)
+    assert isinstance(found, Kernels)
+    torch.manual_seed(0)
+    x, up, d, weight = (3 * torch.randn(rows, width), torch.randn(rows, width), torch.randn(rows, width), torch.randn(width))
+    x64, up64, weight64 = (t.double().requires_grad_() for t in (x, up, weight))
+    torch.nn.functional.rms_norm(x64, (width,), weight64, 1e-6).backward(d.double())
+    d_x, d_weight = found.rms_norm_backward(x, weight, d, 1e-6)
+    torch.testing.assert_close(d_x.double(), x64.grad, atol=2e-6, rtol=1e-4)
+    torch.testing.assert_close(d_weight, weight64.grad, atol=2e-5, rtol=1e-5)
+    x64.grad = None
+    gated = torch.nn.functional.silu(x64) * up64
+    gated.backward(d.double())
+    close(found.swiglu(x, up), gated.detach(), torch.float32)
+    for ours, theirs in zip(found.swiglu_backward(x, up, d), (x64.grad, up64.grad), strict=True):
+        close(ours, theirs, torch.float32, factor=2)
 
 
 def attention(qkv, norm, turns, positions, keys, values, *, heads, eps, scale, window, cap):
@@ -93,7 +112,7 @@ def test_draws_equal_torchs(kernels, seed, vocab, spread):
     n = 32
     logits = (spread * torch.randn(n, vocab, generator=torch.Generator().manual_seed(seed))).to(kernels.dtype)
     draw = draw_of(rng.choice([0.0, 0.6, 1.0, 1.7], n), np.concatenate([[0.0, 1 - 2**-53], rng.random(n - 2)]))
-    ids, logprobs = kernels.sample(logits, draw)
+    ids, logprobs = kernels.sample(logits, draw.temperature, draw.uniform)
     expected_ids, expected = sample(logits, draw)
     same = ids == expected_ids.numpy()
     assert same.mean() > 0.9  # a uniform may fall within the rounding of a boundary
@@ -106,7 +125,7 @@ def test_frequencies_are_the_softmax(kernels):
     logits = torch.tensor([[0.0, 1.0, -1.0, 2.0, -200.0]]).to(kernels.dtype)
     n = 20_000
     grid = (np.arange(n) + 0.5) / n
-    ids, _ = kernels.sample(logits.expand(n, -1).contiguous(), draw_of(np.ones(n), grid))
+    ids, _ = kernels.sample(logits.expand(n, -1).contiguous(), np.ones(n, np.float32), grid)
     counts = np.bincount(ids, minlength=5) / n
     np.testing.assert_allclose(counts, torch.softmax(logits.float(), -1)[0].numpy(), atol=2 / n + 1e-6)
     assert counts[4] == 0
@@ -116,7 +135,7 @@ def test_frequencies_are_the_softmax(kernels):
 def test_a_non_finite_logit_gives_a_non_finite_logprob(kernels, bad):
     logits = torch.zeros(2, 700).to(kernels.dtype)
     logits[1, 650] = bad
-    ids, logprobs = kernels.sample(logits, draw_of([1, 1], [0.3, 0.3]))
+    ids, logprobs = kernels.sample(logits, np.ones(2, np.float32), np.full(2, 0.3))
     assert np.isfinite(logprobs).tolist() == [True, False] and (ids < 700).all()
 
 

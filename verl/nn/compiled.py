@@ -20,10 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.rollout.native.sampler import BLOCK, Draw
-
 SOURCE = Path(__file__).with_name("kernels.c")
-TILE = 64  # as in kernels.c
+TILE, BLOCK = 64, 256  # as in kernels.c
 COMPILE_TIMEOUT_S = 120.0
 FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
 NATIVE = ("-march=native", "-mcpu=native")  # x86 compilers know the first, ARM ones the second
@@ -34,7 +32,12 @@ SIGNATURES = {
     "attend": (c_void_p,) * 9 + (c_long,) * 6 + (c_float,) * 3,
     "sample": (c_void_p,) * 6 + (c_long,) * 2,
 }
-LINEAR = (c_void_p,) * 4 + (c_long,) * 5
+FLOAT32 = {
+    "linear": (c_void_p,) * 4 + (c_long,) * 5,
+    "rms_norm_backward": (c_void_p,) * 5 + (c_long,) * 2 + (c_float, c_long),
+    "swiglu": (c_void_p,) * 3 + (c_long,) * 2,
+    "swiglu_backward": (c_void_p,) * 5 + (c_long,) * 2,
+}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 
 
@@ -45,6 +48,9 @@ class Kernels:
     dtype: torch.dtype
     _panel_width: int
     _linear: Callable[..., None]
+    _rms_norm_backward: Callable[..., None]
+    _swiglu: Callable[..., None]
+    _swiglu_backward: Callable[..., None]
     _rms_norm: Callable[..., None]
     _gated: Callable[..., None]
     _attend: Callable[..., None]
@@ -72,6 +78,29 @@ class Kernels:
         self._rms_norm(x.data_ptr(), weight.data_ptr(), out.data_ptr(), *x.shape, eps, torch.get_num_threads())
         return out
 
+    def rms_norm_backward(self, x: Tensor, weight: Tensor, dy: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """x, dy [n, width], weight [width], all float32 -> dx [n, width], dweight [width] float64."""
+        threads = torch.get_num_threads()
+        dx, sums = torch.empty_like(x), torch.zeros(threads, len(weight), dtype=torch.float64)
+        self._rms_norm_backward(
+            x.data_ptr(), weight.data_ptr(), dy.data_ptr(), dx.data_ptr(), sums.data_ptr(), *x.shape, eps, threads
+        )
+        return dx, sums.sum(0)
+
+    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) * up, float32 of one shape."""
+        out = torch.empty_like(gate)
+        self._swiglu(gate.data_ptr(), up.data_ptr(), out.data_ptr(), gate.numel(), torch.get_num_threads())
+        return out
+
+    def swiglu_backward(self, gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+        """-> dgate, dup."""
+        dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+        self._swiglu_backward(
+            gate.data_ptr(), up.data_ptr(), dy.data_ptr(), dgate.data_ptr(), dup.data_ptr(), gate.numel(), torch.get_num_threads()
+        )
+        return dgate, dup
+
     def gated(self, gate_up: Tensor, activation: str) -> Tensor:
         """gate_up [n, 2 ffn] -> act(gate) * up [n, ffn]."""
         n, width = gate_up.shape[0], gate_up.shape[1] // 2
@@ -95,11 +124,11 @@ class Kernels:
         )  # fmt: skip
         return out
 
-    def sample(self, logits: Tensor, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
-        """logits [n, V], no truncated row -> ids [n] int64, log-probs [n] float32, as `sampler.sample`."""
+    def sample(self, logits: Tensor, temperature: np.ndarray, uniform: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """logits [n, V], temperature [n] float32 (0 is greedy), uniform [n] float64 -> ids [n] int64, log-probs [n] float32."""
         n, vocab = logits.shape
         ids, logprobs, masses = np.empty(n, np.int64), np.empty(n, np.float32), np.empty(-(-vocab // BLOCK), np.float32)
-        temperature, uniform = np.ascontiguousarray(draw.temperature), np.ascontiguousarray(draw.uniform)
+        temperature, uniform = np.ascontiguousarray(temperature), np.ascontiguousarray(uniform)
         self._sample(
             logits.data_ptr(), temperature.ctypes.data, uniform.ctypes.data, ids.ctypes.data, logprobs.ctypes.data, masses.ctypes.data,
             n, vocab,
@@ -123,14 +152,13 @@ def load_kernels(dtype: torch.dtype) -> Kernels | str:
     except (OSError, subprocess.SubprocessError) as e:
         return f"kernels.c could not be compiled: {e}"
     name = str(dtype).removeprefix("torch.")
-    linear, panel_width = library.linear, library.panel_width
-    linear.argtypes, linear.restype, panel_width.restype = LINEAR, None, c_long
+    library.panel_width.restype = c_long
     functions: list[Callable[..., None]] = []
-    for function, arguments in SIGNATURES.items():
-        pointer = getattr(library, f"{function}_{name}")
+    for function, arguments in (*FLOAT32.items(), *((f"{f}_{name}", a) for f, a in SIGNATURES.items())):
+        pointer = getattr(library, function)
         pointer.argtypes, pointer.restype = arguments, None
         functions.append(pointer)
-    return Kernels(dtype, panel_width(), linear, *functions)
+    return Kernels(dtype, library.panel_width(), *functions)
 
 
 def _library() -> Path:

@@ -1,4 +1,4 @@
-/* What a decode step does between its matrix products, for CPUs: one pass over memory each.
+/* What decoding and training do on a CPU between their matrix products: one pass over memory each.
  *
  * A row's result depends on that row alone, so a batch may be split over threads anywhere. Arithmetic is float32
  * whatever the storage. The typed half of the file is included twice: for float and for bfloat16.
@@ -205,6 +205,57 @@ void linear(const float *x, const float *panels, const float *bias, float *y, lo
                 REST(6) REST(7) REST(8) REST(9) REST(10) REST(11)
 #endif
             }
+        }
+    }
+}
+
+/* ---- training, float32 ---- */
+
+/* Of y = x / rms(x) * weight [n, width], given dy: dx [n, width], and dweight [threads, width], zeros before, whose sum
+ * over threads is the gradient of the weight. */
+void rms_norm_backward(
+    const float *x, const float *weight, const float *dy, float *dx, double *dweight, long n, long width, float eps, long threads) {
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && n * width > WORTH_A_TEAM)
+    for (long part = 0; part < threads; part++) {
+        double *sum = dweight + part * width;
+        for (long row = n * part / threads; row < n * (part + 1) / threads; row++) {
+            const float *a = x + row * width, *d = dy + row * width;
+            float *out = dx + row * width, along = 0;
+            const float inverse = 1.0f / sqrtf(dot(a, a, width) / (float)width + eps);
+#pragma omp simd reduction(+ : along)
+            for (long i = 0; i < width; i++) along += d[i] * weight[i] * a[i];
+            along *= inverse * inverse / (float)width;
+            for (long i = 0; i < width; i++) out[i] = inverse * (d[i] * weight[i] - a[i] * along);
+            for (long i = 0; i < width; i++) sum[i] += (double)(d[i] * (a[i] * inverse));
+        }
+    }
+}
+
+#define RUN 4096 /* values per turn of a parallel loop over a flat array */
+
+/* out [n] = gate / (1 + e^-gate) * up */
+void swiglu(const float *restrict gate, const float *restrict up, float *restrict out, long n, long threads) {
+    (void)threads;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && n > WORTH_A_TEAM)
+    for (long start = 0; start < n; start += RUN) {
+        const long end = start + RUN < n ? start + RUN : n;
+#pragma omp simd
+        for (long i = start; i < end; i++) out[i] = gate[i] / (1.0f + exp_fast(-gate[i])) * up[i];
+    }
+}
+
+void swiglu_backward(
+    const float *restrict gate, const float *restrict up, const float *restrict dy, float *restrict dgate, float *restrict dup, long n,
+    long threads) {
+    (void)threads;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1 && n > WORTH_A_TEAM)
+    for (long start = 0; start < n; start += RUN) {
+        const long end = start + RUN < n ? start + RUN : n;
+#pragma omp simd
+        for (long i = start; i < end; i++) {
+            const float share = 1.0f / (1.0f + exp_fast(-gate[i]));
+            dgate[i] = dy[i] * up[i] * share * (1.0f + gate[i] * (1.0f - share));
+            dup[i] = dy[i] * gate[i] * share;
         }
     }
 }
