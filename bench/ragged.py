@@ -30,6 +30,7 @@ from bench.workloads import WORKLOADS, make_inputs
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("rollout", "step", "memory", "long", "drafts")
+MEMORY_GROUPS = {"10M": 8, "100M": 2}  # of 8 answers: TRL's pass over 8 x 8 answers of a 100M model does not fit into 24 GiB
 ARM_TIMEOUT_S = 1800.0
 LOAD = "1-minute load average before an arm"
 MEASURED = 2  # repetitions per process, after one that is dropped
@@ -90,9 +91,14 @@ class Bench:
         self.found[f"step-{size}"] = {"reasons": reasons, "arms": {n: [s for one in found for s in one["steps"]] for n, found in results.items()}}
 
     def memory(self, size: str) -> None:
-        """Peak tensor bytes of one forward and backward pass over the same 64 sequences, at one micro-batch each."""
+        """Peak tensor bytes of one forward and backward pass over the same sequences, at one micro-batch each."""
         programs, reasons = self._step_programs()
-        specs = {n: {**self._spec(f"ragged-{size}", n), "steps": 2, "count_bytes": True, "micro_batches": 1} for n in programs}
+        groups = MEMORY_GROUPS[size]
+        specs = {n: {**self._spec(f"ragged-{size}", n), "steps": 2, "count_bytes": True, "micro_batches": 1, "prompts_per_step": groups} for n in programs}
+        for spec in specs.values():
+            whole, part = Path(spec["lengths"]), Path(spec["lengths"]).with_name(f"lengths_{groups}.json")
+            part.write_text(json.dumps([step[: groups * spec["samples_per_prompt"]] for step in json.loads(whole.read_text())]))
+            spec["lengths"] = str(part)
         results = self._play(f"memory-{size}", programs, specs, reasons, rounds=1)
         self.found[f"memory-{size}"] = {"reasons": reasons, "arms": {n: [s for one in found for s in one["steps"]] for n, found in results.items()}}
 
@@ -214,7 +220,7 @@ def step_table(size: str, arms: Mapping[str, list[dict[str, float]]], reasons: M
 
 def memory_table(size: str, arms: Mapping[str, list[dict[str, float]]], reasons: Mapping[str, str]) -> Table:
     row = _row("peak tensor MB of forward and backward", arms, ("verl", "TRL"), lambda r: r["peak_tensor_mb"], False)
-    return Table(f"Memory of the update, {size} parameters, 8 x 8 ragged answers in one pass", ("", "verl", "TRL 1.16.0", "verl vs TRL"), (row,),
+    return Table(f"Memory of the update, {size} parameters, {MEMORY_GROUPS[size]} x 8 ragged answers in one pass", ("", "verl", "TRL 1.16.0", "verl vs TRL"), (row,),
                  ("Counted by a dispatch hook (bench/peers/peak_bytes.py): every storage made in the pass, gradients included.", *_notes(reasons)))  # fmt: skip
 
 
