@@ -25,7 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import torch
 
-from bench.limits import FORWARD_FLOPS_PER_PARAMETER, TRAIN_FLOPS_PER_PARAMETER
+from bench.limits import FORWARD_FLOPS_PER_PARAMETER, TRAIN_FLOPS_PER_PARAMETER, measure
+from bench.ragged import rollouts_of
 from bench.report import assemble
 from bench.results import Table
 from bench.workloads import WORKLOADS, make_inputs
@@ -46,6 +47,16 @@ OPS = {
     "optimizer": ("aten::_fused_adamw_", "Optimizer"),
 }
 Row = tuple[str, ...]
+
+
+NLL = Term(name="loss", fn=lambda columns: TermValue(-columns["logprobs"]))
+
+
+def sample_of(number: int, group: int, prompt: np.ndarray, answer: np.ndarray) -> Sample:
+    """To train on: prompt [P], answer [R]."""
+    segments = (Segment(ids=prompt, source="prompt"),
+                Segment(ids=answer, source="sampled", logprobs=np.zeros(len(answer), np.float32), version=0))  # fmt: skip
+    return Sample(sample_id=str(number), trajectory_id=str(number), group_id=str(group), purpose="train", segments=segments)
 
 
 class Seconds:
@@ -110,19 +121,12 @@ def update(model: Any, prompts: list[list[int]], lengths: list[int], gflops: flo
     """8 groups of 8: forward, backward, optimizer on one thread."""
     engine = FSDPEngine(model, optim=OptimSpec(lr=1e-6), dtype="float32", max_tokens_per_microbatch=65536)
     rng = np.random.default_rng(0)
-
-    def sample(i: int) -> Sample:
-        answer = rng.integers(0, model.config.vocab_size, lengths[i])
-        segments = (Segment(ids=np.asarray(prompts[i // 8]), source="prompt"),
-                    Segment(ids=answer, source="sampled", logprobs=np.zeros(len(answer), np.float32), version=0))  # fmt: skip
-        return Sample(sample_id=str(i), trajectory_id=str(i), group_id=str(i // 8), purpose="train", segments=segments)
-
-    batch = pack([sample(i) for i in range(64)], share_prefix=share)
+    batch = pack([sample_of(i, i // 8, np.asarray(prompts[i // 8]), rng.integers(0, model.config.vocab_size, lengths[i])) for i in range(64)],
+                 share_prefix=share)  # fmt: skip
     batch = batch.with_columns({"w/loss": torch.full((batch.num_loss_tokens,), 1e-4)})
-    term = Term(name="loss", fn=lambda columns: TermValue(-columns["logprobs"]))
 
     def step() -> None:
-        engine.forward_backward(batch, (term,))
+        engine.forward_backward(batch, (NLL,))
         engine.optim_step()
 
     step()
@@ -159,28 +163,15 @@ def _rows(parts: Sequence[tuple[str, float, float | None]], wall: float, limit: 
     return [*rows, ("together", f"{wall:.2f}", "100%", f"{wall / limit:.1f}×")]
 
 
-def matmul_gflops() -> float:
-    a, b = torch.randn(1024, 1024), torch.randn(1024, 1024)
-    walls = []
-    for _ in range(20):
-        began = time.perf_counter()
-        a @ b
-        walls.append(time.perf_counter() - began)
-    return 2 * 1024**3 / min(walls) / 1e9
-
-
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--size", default="10M", choices=("10M", "100M"))
     asked = parser.parse_args(argv)
     torch.set_num_threads(1)
-    gflops = matmul_gflops()
     work = WORKLOADS[f"ragged-{asked.size}"]
+    gflops = measure("float32", threads=1, hidden=work.hidden, ffn=work.ffn, rows=64).gflop_per_core_s
     inputs = make_inputs(ROOT / "runs" / "bench", f"ragged-{asked.size}", 1)
-    rng = np.random.default_rng(1)
-    mean, least, most = work.response_tokens
-    prompts = [rng.integers(4, 32_000, int(rng.integers(work.prompt_tokens[0], work.prompt_tokens[1] + 1))).tolist() for _ in range(64)]
-    lengths = [int(n) for n in np.clip(rng.exponential(mean, 64), least, most)]
+    ((prompts, lengths),) = rollouts_of(f"ragged-{asked.size}", 1)
     head = ("", "core-s", "share", "of its limit")
     tables = []
     for title, make in (
@@ -195,7 +186,7 @@ def main(argv: Sequence[str]) -> int:
     section = ROOT / "bench" / "sections" / "breakdown.md"
     section.write_text("\n\n".join([
         "## Inside the rollout and the update", f"Command: `python bench/breakdown.py --size {asked.size}`. One thread, float32, 64 ragged answers, 8 x 8 "
-        f"in the update; 1-minute load {load:.1f}. Limit: the products' FLOPs at {gflops:.0f} GFLOP/s, the best 1024 x 1024 product here.",
+        f"in the update; 1-minute load {load:.1f}. Limit: the products' FLOPs at {gflops:.0f} GFLOP/s, the best large product here.",
         *(t.markdown() for t in tables)]) + "\n")  # fmt: skip
     assemble(ROOT / "bench")
     return 0

@@ -13,7 +13,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,17 +23,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import torch
 
+from bench.breakdown import NLL, sample_of
 from bench.environments import Unavailable, ensure, run_logged
 from bench.laptop import TRL, arm_env
 from bench.report import assemble
 from bench.results import NOT_RUN, Table
 from bench.workloads import WORKLOADS, make_inputs
-from verl.algorithms.terms import Term, TermValue
 from verl.batch import pack
 from verl.model_engine.fsdp import FSDPEngine
 from verl.model_engine.optim import OptimSpec
 from verl.rollout.native.engine import NativeEngine
-from verl.types import Sample, Sampling, Segment
+from verl.types import Sample, Sampling
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("decode", "prefill", "update", "step")
@@ -107,16 +107,13 @@ class Bench:
 
         def sample(i: int) -> Sample:
             ids = rng.integers(0, self.shape.vocab, length)
-            cut = length // 4
-            segments = (Segment(ids=ids[:cut], source="prompt"),
-                        Segment(ids=ids[cut:], source="sampled", logprobs=np.zeros(length - cut, np.float32), version=0))  # fmt: skip
-            return Sample(sample_id=str(i), trajectory_id=str(i), group_id=str(i), purpose="train", segments=segments)
+            return sample_of(i, i, ids[: length // 4], ids[length // 4 :])
 
         batch = pack([sample(i) for i in range(32 // min(self.scale, 8))], share_prefix=True)
         batch = batch.with_columns({"w/loss": torch.ones(batch.num_loss_tokens)})
 
         def step() -> None:
-            engine.forward_backward(batch, (Term(name="loss", fn=_nll),))
+            engine.forward_backward(batch, (NLL,))
             engine.optim_step()
 
         took = self._timed(step)
@@ -170,10 +167,6 @@ class Bench:
         source = torch.empty((4 << 30) // self.scale // 64, dtype=torch.bfloat16, device=self.device)
         target = torch.empty_like(source)
         return 2 * source.nbytes / self._timed(lambda: target.copy_(source)) / 1e9
-
-
-def _nll(columns: Mapping[str, torch.Tensor]) -> TermValue:
-    return TermValue(-columns["logprobs"])
 
 
 def step(device: str) -> list[tuple[str, ...]]:

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, Qwen3Config
+from families import GEMMA2, GPT2, QWEN3, VOCAB
+from transformers import AutoModelForCausalLM
 
 from verl.rollout.base import Completion
 from verl.rollout.native.core import EngineCore
@@ -17,16 +18,7 @@ from verl.rollout.native.request import Request
 from verl.rollout.native.runner import NativeRunner
 from verl.types import Sampling
 
-VOCAB = 40
-SIZES: dict[str, Any] = dict(
-    vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    intermediate_size=48, max_position_embeddings=256, initializer_range=0.3, head_dim=8,
-)  # fmt: skip
-CONFIGS: dict[str, Any] = {
-    "qwen3": Qwen3Config(**SIZES),
-    "gemma2": Gemma2Config(**SIZES, sliding_window=12, query_pre_attn_scalar=8),
-    "gpt2": GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=256, initializer_range=0.3),
-}
+CONFIGS: dict[str, Any] = {"qwen3": QWEN3, "gemma2": GEMMA2, "gpt2": GPT2}
 PROMPTS = [np.random.default_rng(i).integers(0, VOCAB, 12) for i in range(3)]
 
 

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, Qwen3Config, Qwen3MoeConfig
+from families import GEMMA3, GPT2, QWEN3, QWEN3_MOE, VOCAB
+from transformers import AutoModelForCausalLM
 
 from verl.rollout.base import Completion
 from verl.rollout.native import paged
@@ -20,17 +21,7 @@ from verl.rollout.native.runner import NativeRunner
 from verl.rollout.native.sampler import Draw, draw_ids, sample
 from verl.types import Sampling
 
-VOCAB = 50
-SIZES: dict[str, Any] = dict(
-    vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    intermediate_size=48, max_position_embeddings=256, initializer_range=0.3, head_dim=8,
-)  # fmt: skip
-CONFIGS: dict[str, Any] = {
-    "qwen3": Qwen3Config(**SIZES),
-    "gemma3": Gemma3TextConfig(**SIZES, sliding_window=12, query_pre_attn_scalar=8, layer_types=["sliding_attention", "full_attention"]),
-    "gpt2": GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=256, initializer_range=0.3),
-    "qwen3 moe": Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24),
-}
+CONFIGS: dict[str, Any] = {"qwen3": QWEN3, "gemma3": GEMMA3, "gpt2": GPT2, "qwen3 moe": QWEN3_MOE}
 
 
 @pytest.fixture(autouse=True)

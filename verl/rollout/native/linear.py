@@ -13,13 +13,9 @@ import torch
 from torch import Tensor
 
 from verl.nn.compiled import Kernels
+from verl.nn.precision import native_bf16
 
 Layout = Literal["plain", "packed", "panels"]
-
-
-def native_bf16(device: torch.device) -> bool:
-    """True if bf16 matmuls run on the hardware. An emulating CPU takes about ten times as long as in fp32."""
-    return device.type != "cpu" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def best_layout(dtype: torch.dtype, device: torch.device, kernels: Kernels | None) -> Layout:

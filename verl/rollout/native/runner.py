@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from verl.nn.compiled import Kernels, load_kernels
+from verl.nn.precision import native_bf16
 from verl.rollout.base import WeightSource
 from verl.rollout.native.architecture import rotary_frequencies, shape_of
 from verl.rollout.native.core import Admission
 from verl.rollout.native.kv import READ_STEP, Prefix, PrefixStore, SlotCache, round_up
 from verl.rollout.native.lanes import Lanes
-from verl.rollout.native.linear import Layout, best_layout, native_bf16
+from verl.rollout.native.linear import Layout, best_layout
 from verl.rollout.native.model import Chunk, RotaryTable, decode, decode_compiled, prefill
 from verl.rollout.native.paged import PageCache, PagedDecode, whole_pages
 from verl.rollout.native.request import Request
