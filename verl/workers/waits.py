@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,10 +42,15 @@ class Wait:
 
 
 class Waits:
-    """The waits that are pending now; `verl doctor` reads what `dump` wrote."""
+    """The waits that are pending now; `verl doctor` reads what `dump` wrote.
+
+    A run has thousands of them in a step, and hardly any expires: one timer looks after all of them.
+    """
 
     def __init__(self, path: Path | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._pending: dict[int, Wait] = {}
+        self._sleepers: dict[int, tuple[float, asyncio.Future[Any]]] = {}  # loop time of expiry, what ends the sleep
+        self._timer: asyncio.TimerHandle | None = None  # None: nobody sleeps
         self._path = path
         self._clock = clock
         self._next = 0
@@ -64,7 +71,9 @@ class Waits:
         future = asyncio.ensure_future(awaitable)
         future.add_done_callback(_retrieved)
         try:
-            if not await self._until(future, timeout_s):
+            if not future.done():
+                await self._sleep(key, future, timeout_s)
+            if not future.done():
                 error = self._expired(key)
                 if owned:
                     await _ended(future)
@@ -93,17 +102,41 @@ class Waits:
                 found = {"at_unix_s": time.time(), "pending": self.pending()}
                 write_atomic(self._path, json.dumps(found, indent=1).encode())
 
-    async def _until(self, future: asyncio.Future[Any], timeout_s: float) -> bool:
-        """True once the future is done; False when the time is up."""
-        left_s = timeout_s
-        while True:
-            slice_s = min(left_s, NOTICE_S)
-            await asyncio.wait({future}, timeout=slice_s)
-            left_s -= slice_s
-            if future.done() or left_s <= 0:
-                return future.done()
-            if self._clock() - self._noted_s >= NOTICE_S:
-                self.dump()
+    async def _sleep(self, key: int, future: asyncio.Future[Any], timeout_s: float) -> None:
+        """Until the future is done or the time is up."""
+        loop = asyncio.get_running_loop()
+        sleep: asyncio.Future[None] = loop.create_future()
+        wake = partial(_wake, sleep)
+        future.add_done_callback(wake)
+        until_s = loop.time() + timeout_s
+        self._sleepers[key] = until_s, sleep
+        self._look_by(loop, until_s)
+        try:
+            await sleep
+        finally:
+            future.remove_done_callback(wake)
+            del self._sleepers[key]
+            if not self._sleepers and self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    def _look_by(self, loop: asyncio.AbstractEventLoop, until_s: float) -> None:
+        """At the first expiry, and now and then in between."""
+        until_s = min(until_s, loop.time() + NOTICE_S)
+        if self._timer is None or until_s < self._timer.when():
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = loop.call_at(until_s, self._look, loop)
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = None
+        now_s = loop.time()
+        for until_s, sleep in self._sleepers.values():
+            if until_s <= now_s:
+                _wake(sleep)
+        if self._clock() - self._noted_s >= NOTICE_S:
+            self.dump()
+        self._look_by(loop, min((s for s, _ in self._sleepers.values() if s > now_s), default=math.inf))
 
     def _expired(self, key: int) -> DeadlineExpired:
         self.dump()
@@ -119,6 +152,11 @@ async def _ended(future: asyncio.Future[Any]) -> None:
     future.cancel()
     if not future.done():
         await asyncio.wait({future}, timeout=GRACE_S)
+
+
+def _wake(sleep: asyncio.Future[None], _: object = None) -> None:
+    if not sleep.done():
+        sleep.set_result(None)
 
 
 def _retrieved(future: asyncio.Future[Any]) -> None:
