@@ -343,33 +343,43 @@ def test_a_channel_keeps_nothing_that_nobody_asked_for() -> None:
             theirs.sendall(b"x" * 50_000)  # user code that found the channel
             await asyncio.sleep(0.05)
             assert not channel._received
-            reply = channel.ask(b"call")
+            heard: list[bytes] = []
+            told = channel.ask([b"call", b"another"], lambda body: not heard.append(body))
             await asyncio.sleep(0)
             theirs.sendall(struct.pack(">I", 5) + b"hel")
             await asyncio.sleep(0.02)
-            assert not reply.done()
-            theirs.sendall(b"lo" + b"more")
-            assert await asyncio.wait_for(reply, 5) == b"hello"
-            late = channel.ask(b"call")
+            assert not heard
+            theirs.sendall(b"lo" + struct.pack(">I", 2) + b"h")
+            await asyncio.sleep(0.02)
+            assert heard == [b"hello"] and not told.done()
+            theirs.sendall(b"i" + b"more")
+            assert await asyncio.wait_for(told, 5) == "answered" and heard == [b"hello", b"hi"] and not channel._received
+            told = channel.ask([b"call", b"another"], lambda body: bool(heard.append(body)))
+            theirs.sendall(2 * (struct.pack(">I", 1) + b"x"))
+            assert await asyncio.wait_for(told, 5) == "answered" and heard[2:] == [b"x"], "it had heard enough"
+            late = channel.ask([b"call"], lambda body: True)
             theirs.sendall(struct.pack(">I", MAX_ANSWER_BYTES + 1) + b"y" * 1000)
-            assert await asyncio.wait_for(late, 5) is None and not channel._received
-            assert await asyncio.wait_for(channel.ask(b"call"), 5) is None, "closed: the worker is replaced"
+            assert await asyncio.wait_for(late, 5) == "gone" and not channel._received
+            assert await asyncio.wait_for(channel.ask([b"call"], bool), 5) == "gone", "closed: the worker is replaced"
 
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("answer", [{"pid": 1}, {"reason": "exception", "detail": "", "grown_mb": "no"}, {"error": "x"}])
+@pytest.mark.parametrize("answer", [{"pid": 1}, {"pid": 1, "grown_mb": 1.0, "took_s": 0.1}, {"reason": "exception", "detail": "", "grown_mb": "no"}, {"error": "x"}])
 def test_an_answer_that_no_worker_gives_is_a_crash_of_the_grader(answer: dict[str, object]) -> None:
     async def run() -> None:
         worker = await start_worker(Target(), memory_limit_mb=512, start_timeout_s=60)
-        def lie(frame: bytes) -> asyncio.Future[bytes | None]:
-            reply = asyncio.get_running_loop().create_future()
-            reply.set_result(json.dumps({**answer, "id": worker.calls}).encode())
-            return reply
+        found: list[Score | Invalid] = []
+
+        def lie(frames: Any, hear: Callable[[bytes], bool]) -> asyncio.Future[str]:
+            told = asyncio.get_running_loop().create_future()
+            hear(json.dumps({**answer, "id": worker.calls}).encode())
+            told.set_result("answered")
+            return told
 
         worker._channel.ask = lie  # type: ignore[method-assign]
-        found = await worker.call({}, 5.0)
-        assert isinstance(found, Invalid) and found.reason == "crash"
+        await worker.call([b"", b""], 5.0, lambda outcome, wall_s: found.append(outcome))
+        assert [f.reason for f in found] == ["crash"] and not worker.healthy
         await worker.kill()
 
     asyncio.run(run())

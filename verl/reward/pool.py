@@ -3,7 +3,8 @@
 consumes RewardRequests · waits for a free worker, then for the function · unblocked by an answer, a death or the
 deadline · produces exactly one Score or Invalid per request. Whatever a grader does costs its own sample's score and
 nothing else: a call that crashes or runs out of memory in a worker that served others before it is repeated once in a
-fresh one, so that nobody pays for what an earlier sample left behind.
+fresh one, so that nobody pays for what an earlier sample left behind; calls that were sent behind one that ended the
+worker go back to the front of the queue.
 """
 
 from __future__ import annotations
@@ -11,18 +12,20 @@ from __future__ import annotations
 import asyncio
 import heapq
 import time
-from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from verl.reward.base import RewardRequest
-from verl.reward.process import KILL_WAIT_S, Target, TargetError, Worker, start_worker
+from verl.reward.process import KILL_WAIT_S, UNFIT, Target, TargetError, Worker, frame_of, start_worker
 from verl.types import Invalid, Score
 
 __all__ = ["PoolStats", "RewardPool", "SlowCall", "Target", "TargetError"]
 
 SLOWEST = 10
+BATCH_S, MAX_BATCH = 0.005, 32  # quick calls are sent together, as many as take about so long: a message costs as much as they do
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -48,16 +51,25 @@ class PoolStats:
     repeated: int  # calls repeated in a fresh worker
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
+class _Call:
+    request: RewardRequest
+    frame: bytes
+    outcome: asyncio.Future[Score | Invalid]
+    queued_s: float
+
+
+@dataclass(slots=True, eq=False)
 class _Slot:
-    """A place for one worker. Owned by the one that took it from the idle queue."""
+    """A place for one worker, and what it works on, in order."""
 
     worker: Worker | None = None
     error: str = ""
+    calls: deque[_Call] = field(default_factory=deque)
 
 
 class RewardPool:
-    """A RewardFn that runs the user's function in `num_workers` processes, one call at a time in each.
+    """A RewardFn that runs the user's function in `num_workers` processes, one call after the other in each.
 
     timeout_s: wall clock of one call, kept by killing the worker and all it started. memory_limit_mb: address space of
     a worker (and resident memory of it with its children) on top of what it has once the function is loaded, so heavy
@@ -83,11 +95,16 @@ class RewardPool:
         self._target = target
         self._num_workers, self._max_calls = num_workers, max_calls_per_worker
         self._timeout_s, self._memory_limit_mb, self._start_timeout_s = timeout_s, memory_limit_mb, start_timeout_s
-        self._idle: asyncio.Queue[_Slot | None] = asyncio.Queue()
         self._slots = [_Slot() for _ in range(num_workers)]
-        self._healing: set[asyncio.Task[None]] = set()
+        self._idle: deque[_Slot] = deque()
+        self._queue: deque[_Call] = deque()  # first come, first served
+        self._serving: set[asyncio.Task[None]] = set()
+        self._dispatching = False
+        self._watch: asyncio.TimerHandle | None = None
+        self._moved_s = 0.0  # when a call was last begun or ended
+        self._call_s = BATCH_S  # of a call, about, as the workers tell
         self._started = self._closed = False
-        self._waiting, self._longest_wait_s, self._slowest_start_s = 0, 0.0, 0.0
+        self._longest_wait_s = self._slowest_start_s = 0.0
         self._outcomes: Counter[str] = Counter()
         self._examples: dict[str, str] = {}
         self._slowest: list[SlowCall] = []
@@ -114,24 +131,26 @@ class RewardPool:
         except BaseException:
             await self.close()
             raise
-        for slot in self._slots:
-            self._idle.put_nowait(slot)
+        self._idle.extend(self._slots)
 
     async def score(self, request: RewardRequest) -> Score | Invalid:
         """Score one request, waiting for a free worker first (that is the back-pressure). Never raises for a grader."""
         assert self._started, "await pool.start() comes first"
-        slot = await self._take()
-        if isinstance(slot, Invalid):
-            outcome: Score | Invalid = slot
-        else:
-            began = time.monotonic()
-            try:
-                outcome = await self._run(slot, _arguments(request, self._target.with_ids))
-            finally:
-                self._give_back(slot)
-            self._note_time(time.monotonic() - began, request, outcome)
-        self._count(outcome)
-        return outcome
+        if self._closed:
+            return self._counted(Invalid("crash", "the reward pool was closed"))
+        frame = frame_of(_arguments(request, self._target.with_ids))
+        if isinstance(frame, Invalid):
+            return self._counted(frame)
+        call = _Call(request, frame, asyncio.get_running_loop().create_future(), time.monotonic())
+        self._queue.append(call)
+        self._dispatch_soon()
+        try:
+            return await call.outcome
+        except asyncio.CancelledError:  # it runs: free its worker
+            for slot in self._slots:
+                if slot.worker is not None and slot.calls and slot.calls[0] is call:
+                    slot.worker.give_up()
+            raise
 
     def stats(self) -> PoolStats:
         """Counts since the start; a snapshot."""
@@ -139,74 +158,128 @@ class RewardPool:
             outcomes=dict(self._outcomes), examples=dict(self._examples),
             slowest=tuple(sorted(self._slowest, reverse=True)),
             workers=sum(slot.worker is not None and slot.worker.alive for slot in self._slots),
-            waiting=self._waiting, longest_wait_s=self._longest_wait_s,
+            waiting=len(self._queue), longest_wait_s=self._longest_wait_s,
             restarted=self._restarted, recycled=self._recycled, repeated=self._repeated,
         )  # fmt: skip
 
     async def close(self) -> None:
         """End every worker and all that user code started; requests in flight get Invalid. Idempotent."""
         self._closed = True
-        for _ in range(self._waiting):
-            self._idle.put_nowait(None)
-        for task in self._healing:
+        if self._watch is not None:
+            self._watch.cancel()
+        for task in self._serving:
             task.cancel()
-        await asyncio.gather(*self._healing, return_exceptions=True)
+        await asyncio.gather(*self._serving, return_exceptions=True)
+        self._fail([*(call for slot in self._slots for call in slot.calls), *self._queue], Invalid("crash", "the reward pool was closed"))
+        self._queue.clear()
         await asyncio.gather(*(slot.worker.stop() for slot in self._slots if slot.worker is not None))
 
-    async def _take(self) -> _Slot | Invalid:
-        """A free slot, first come first served; or Invalid when the pool closes or the wait cannot be right."""
-        if self._closed:
-            return Invalid("crash", "the reward pool was closed")
-        # Everyone ahead takes at most two calls and a restart or two: past that, something of ours is broken.
-        turn_s = 2 * (self._timeout_s + KILL_WAIT_S + self._slowest_start_s) + self._start_timeout_s
-        limit_s = (self._waiting // self._num_workers + 1) * turn_s
-        began = time.monotonic()
-        self._waiting += 1
-        try:
-            async with asyncio.timeout(limit_s):
-                slot = await self._idle.get()
-        except TimeoutError:
-            return Invalid("timeout", f"no free worker within {limit_s:.0f} s")
-        finally:
-            self._waiting -= 1
-            self._longest_wait_s = max(self._longest_wait_s, time.monotonic() - began)
-        return slot if slot is not None else Invalid("crash", "the reward pool was closed")
+    def _dispatch_soon(self) -> None:
+        """At the end of this turn of the event loop: a burst of calls is shared out as a whole."""
+        if not self._dispatching:
+            self._dispatching = True
+            asyncio.get_running_loop().call_soon(self._dispatch)
 
-    async def _run(self, slot: _Slot, arguments: Mapping[str, Any]) -> Score | Invalid:
-        if slot.worker is None or not slot.worker.alive:  # a replacement failed, or it was killed while idle
-            await self._replace(slot)
-        while slot.worker is not None and not self._closed:
-            worker = slot.worker
-            outcome = await worker.call(arguments, self._timeout_s)
-            innocent = isinstance(outcome, Invalid) and outcome.reason in ("crash", "memory") and worker.calls > 1
-            if not innocent or self._closed:
-                return outcome
-            self._repeated += 1
-            await self._replace(slot)
-        return Invalid(
-            "crash", f"no worker could be started: {slot.error}" if slot.error else "the reward pool was closed"
-        )
-
-    def _give_back(self, slot: _Slot) -> None:
-        """Return the slot to the idle queue; through the repair shop if its worker should not serve again."""
-        worker = slot.worker
+    def _dispatch(self) -> None:
+        self._dispatching = False
         if self._closed:
             return
-        if worker is not None and worker.healthy and worker.alive:
+        for _ in range(min(len(self._idle), len(self._queue))):
+            slot = self._idle.popleft()
+            task = asyncio.create_task(self._serve(slot))
+            self._serving.add(task)
+            task.add_done_callback(partial(self._served, slot))
+        if self._watch is None and self._queue:
+            self._moved_s = time.monotonic()
+            self._watch = asyncio.get_running_loop().call_later(self._turn_s, self._look)
+
+    async def _serve(self, slot: _Slot) -> None:
+        """Work through the queue for as long as there is one; then the slot is idle, with a worker fit to be called."""
+        repeat: list[_Call] = []  # at most one
+        while repeat or self._queue:
+            if slot.worker is None or not slot.worker.alive:  # a replacement failed, or it was killed while idle
+                await self._replace(slot)
+            calls = repeat or self._next_calls(slot.worker)
+            repeat = []
+            if slot.worker is None:
+                self._fail(calls, Invalid("crash", f"no worker could be started: {slot.error}"))
+            elif calls:
+                repeat = await self._run(slot, slot.worker, calls)
+                await self._mend(slot, slot.worker)
+
+    def _served(self, slot: _Slot, task: asyncio.Task[None]) -> None:
+        self._serving.discard(task)
+        self._idle.append(slot)
+        if not task.cancelled() and (error := task.exception()) is not None:  # ours: say so, and let nobody wait
+            self._fail([*slot.calls, *self._queue], Invalid("crash", f"the reward pool failed: {error!r}"))
+            slot.calls.clear()
+            self._queue.clear()
+        elif self._queue:
+            self._dispatch_soon()
+
+    async def _run(self, slot: _Slot, worker: Worker, calls: list[_Call]) -> list[_Call]:
+        """Settle calls; those that were not begun go back to the queue. -> the one that a fresh worker has to repeat."""
+        repeat: list[_Call] = []
+
+        def deliver(outcome: Score | Invalid, wall_s: float) -> None:
+            call = slot.calls.popleft()
+            self._moved_s = time.monotonic()
+            self._call_s += 0.1 * (min(max(worker.took_s, 1e-5), 1.0) - self._call_s)
+            if call.outcome.done():  # its caller has gone
+                return
+            if isinstance(outcome, Invalid) and outcome.reason in UNFIT and worker.calls > 1:
+                repeat.append(call)
+                self._repeated += 1
+            else:
+                self._note_time(wall_s, call.request, outcome)
+                self._settle(call, outcome)
+
+        slot.calls.extend(calls)
+        await worker.call([call.frame for call in calls], self._timeout_s, deliver)
+        if slot.calls:
+            self._queue.extendleft(reversed(slot.calls))
+            slot.calls.clear()
+            self._dispatch_soon()
+        return repeat
+
+    async def _mend(self, slot: _Slot, worker: Worker) -> None:
+        """A fresh worker in place of one that should not serve again."""
+        if worker.healthy and worker.alive:
             # Half the limit gained between calls is a leak: end it before it costs an innocent sample.
             if worker.calls < self._max_calls and worker.grown_mb < self._memory_limit_mb / 2:
-                self._idle.put_nowait(slot)
                 return
             self._recycled += 1
-        task = asyncio.create_task(self._heal(slot))
-        self._healing.add(task)
-        task.add_done_callback(self._healing.discard)
+        await self._replace(slot)
 
-    async def _heal(self, slot: _Slot) -> None:
-        try:
-            await self._replace(slot)
-        finally:
-            self._idle.put_nowait(slot)
+    def _next_calls(self, worker: Worker | None) -> list[_Call]:
+        """From the front of the queue: one, or several of quick ones that take about BATCH_S, shared with the others."""
+        share = -(-len(self._queue) // self._num_workers)
+        room = self._max_calls - worker.calls if worker is not None else 1
+        size = max(1, min(int(BATCH_S / self._call_s), share, room, MAX_BATCH))
+        now_s = time.monotonic()
+        calls: list[_Call] = []
+        while self._queue and len(calls) < size:
+            call = self._queue.popleft()
+            if not call.outcome.done():  # else its caller has gone
+                calls.append(call)
+                self._longest_wait_s = max(self._longest_wait_s, now_s - call.queued_s)
+        self._moved_s = now_s
+        return calls
+
+    @property
+    def _turn_s(self) -> float:
+        """Everyone at work takes at most two calls and a restart or two: past that, something of ours is broken."""
+        return 2 * (self._timeout_s + KILL_WAIT_S + self._slowest_start_s) + self._start_timeout_s
+
+    def _look(self) -> None:
+        """No call waits for a worker for ever."""
+        self._watch = None
+        still_s = time.monotonic() - self._moved_s
+        if self._queue and still_s >= self._turn_s:
+            self._fail(self._queue, Invalid("timeout", f"no free worker within {still_s:.0f} s"))
+            self._queue.clear()
+        elif self._queue:
+            self._watch = asyncio.get_running_loop().call_later(self._turn_s - still_s, self._look)
 
     async def _replace(self, slot: _Slot) -> None:
         """A fresh worker in the slot; the old one is gone before. On failure the slot stays empty, with the error."""
@@ -235,12 +308,21 @@ class RewardPool:
         push = heapq.heappush if len(self._slowest) < SLOWEST else heapq.heappushpop
         push(self._slowest, call)
 
-    def _count(self, outcome: Score | Invalid) -> None:
+    def _fail(self, calls: Iterable[_Call], outcome: Invalid) -> None:
+        for call in calls:
+            self._settle(call, outcome)
+
+    def _settle(self, call: _Call, outcome: Score | Invalid) -> None:
+        if not call.outcome.done():  # else its caller has gone
+            call.outcome.set_result(self._counted(outcome))
+
+    def _counted(self, outcome: Score | Invalid) -> Score | Invalid:
         if isinstance(outcome, Invalid):
             self._outcomes[outcome.reason] += 1
             self._examples[outcome.reason] = outcome.detail
         else:
             self._outcomes["ok"] += 1
+        return outcome
 
 
 def _arguments(request: RewardRequest, with_ids: bool) -> dict[str, Any]:

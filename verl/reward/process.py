@@ -13,10 +13,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 
@@ -27,7 +27,10 @@ KILL_WAIT_S = 8.0  # for the guardian to kill, reap and report; it gives up afte
 GRACE_S = 1.0  # for an idle worker to end by itself
 REPORT_WAIT_S = 0.5  # for a death to be reported after the channel broke
 MAX_ANSWER_BYTES = 4 << 20
-LATE = b"late"  # in place of an answer that did not come in time, told by identity
+UNFIT = ("crash", "memory")  # a worker that says so is not called again: a heap that hit the limit is not reused
+End = Literal["answered", "gone", "late"]
+Deliver = Callable[[Score | Invalid, float], None]
+"""What becomes of a call: its outcome, and its wall-clock seconds as far as the trainer saw them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,11 +92,13 @@ class Worker:
     ) -> None:
         self.calls = 0
         self.grown_mb = 0.0  # address space gained since it was ready
+        self.took_s = 0.0  # for its latest call, by its own clock
         self.ready_s = 0.0  # from start to ready
         self.pid = 0
         self.healthy = True  # False once it must not be called again
         self._popen, self._channel, self._control = popen, channel, control
         self._memory_limit_mb = memory_limit_mb
+        self._told: asyncio.Future[End] | None = None  # how the latest question ended
         self._death = asyncio.create_task(self._watch())
         self._death.add_done_callback(lambda _: channel.end())
 
@@ -104,43 +109,91 @@ class Worker:
     async def load(self, target: Target, timeout_s: float) -> None:
         """Have it load the target. Raises TargetError."""
         started = time.monotonic()
-        answer = await self._round_trip(_load_frame(target, self._memory_limit_mb), timeout_s)
-        if answer is None:
+        heard: list[bytes] = []
+        self._told = self._channel.ask([_load_frame(target, self._memory_limit_mb)], lambda body: not heard.append(body))
+        timer = asyncio.get_running_loop().call_later(timeout_s, self.give_up)
+        try:
+            end = await self._told
+        finally:
+            timer.cancel()
+        if end == "late" and not self._death.done():
             raise TargetError(
                 f"{target}: did not load within {timeout_s:g} s. Fix: keep slow work out of its top level"
             )
-        if isinstance(answer, Death):
+        answer = _answer(heard[0]) if heard else None
+        if answer is None:
             raise TargetError(
-                f"{target}: {answer.invalid(0).detail}, while loading. Fix: import it by itself to see why"
+                f"{target}: {(await self._died()).invalid(0).detail}, while loading. Fix: import it by itself to see why"
             )
         if "pid" not in answer:
             raise TargetError(f"{target}: {answer.get('error', 'its process spoke out of turn')}")
         self.pid = answer["pid"]
         self.ready_s = time.monotonic() - started
 
-    async def call(self, arguments: Mapping[str, Any], timeout_s: float) -> Score | Invalid:
-        """One call of the user's function; after `timeout_s` of wall clock everything it started is killed."""
+    async def call(self, frames: Sequence[bytes], timeout_s: float, deliver: Deliver) -> None:
+        """Calls of the user's function (`frame_of`), sent together and run one after the other.
+
+        `deliver` as each of them ends, in order. One that takes more than `timeout_s` of wall clock is
+        killed with everything it started. A call that ends the worker is the last to be delivered: those behind it were
+        not begun.
+        """
+        loop = asyncio.get_running_loop()
+        first, since_s = self.calls + 1, loop.time()
+        self.calls = first
+        self.healthy = False  # until all have answered; stays so if the caller is cancelled
+        nonsense = False
+
+        def hear(body: bytes) -> bool:
+            nonlocal since_s, nonsense
+            answer = _answer(body)
+            if answer is None:
+                nonsense = True
+                return False
+            wall_s, since_s = loop.time() - since_s, loop.time()
+            outcome = self._outcome(answer)
+            fit = not (isinstance(outcome, Invalid) and outcome.reason in UNFIT)
+            last = self.calls == first + len(frames) - 1
+            self.healthy = fit and last
+            deliver(outcome, wall_s)
+            self.calls += fit and not last  # the next one is begun
+            return fit
+
+        def look() -> None:
+            nonlocal timer
+            left_s = since_s + timeout_s - loop.time()
+            if left_s > 0:
+                timer = loop.call_later(left_s, look)
+            else:
+                self.give_up()
+
+        self._told = self._channel.ask([HEADER.pack(first + i) + frame for i, frame in enumerate(frames)], hear)
+        timer = loop.call_later(timeout_s, look)
         try:
-            frame = HEADER.pack(self.calls + 1) + pickle.dumps(arguments)
-        except Exception as error:  # __reduce__ of objects in the user's rows
-            return Invalid("exception", f"the row cannot be sent to the grader: {type(error).__name__}: {error}")
-        self.calls += 1
-        self.healthy = False  # until it has answered; stays so if the caller is cancelled
-        answer = await self._round_trip(frame, timeout_s)
-        if answer is None:
-            answer = await self.kill()
-            if answer.memory_mb is None:
-                return Invalid("timeout", f"no result within reward.timeout_s={timeout_s:g}{answer.output}")
-        if isinstance(answer, Death):
-            return answer.invalid(self._memory_limit_mb)
-        if answer.get("id") != self.calls or not _finite(answer.get("grown_mb")):
+            end = await self._told
+        finally:
+            timer.cancel()
+        if end == "answered" and not nonsense:
+            return
+        death = await (self.kill() if end == "late" else self._died())
+        if end == "late" and death.memory_mb is None:
+            outcome: Invalid = Invalid("timeout", f"no result within reward.timeout_s={timeout_s:g}{death.output}")
+        else:
+            outcome = death.invalid(self._memory_limit_mb)
+        self.took_s = loop.time() - since_s
+        deliver(outcome, self.took_s)
+
+    def give_up(self) -> None:
+        """End the call that runs now as one that is too late."""
+        if self._told is not None:
+            _settle(self._told, "late")
+
+    def _outcome(self, answer: Mapping[str, Any]) -> Score | Invalid:
+        if answer.get("id") != self.calls or not _finite(answer.get("grown_mb")) or not _finite(answer.get("took_s")):
             return Invalid("crash", "the grader's process spoke out of turn")
-        self.grown_mb = answer["grown_mb"]
+        self.grown_mb, self.took_s = answer["grown_mb"], answer["took_s"]
         if "value" in answer:
-            self.healthy = True
             return Score(answer["value"], answer["components"])
-        self.healthy = answer["reason"] != "memory"  # a heap that hit the limit is not reused
-        return Invalid(answer["reason"], answer["detail"])
+        return Invalid(answer.get("reason", "crash"), answer.get("detail", "the grader's process spoke out of turn"))
 
     async def stop(self) -> None:
         """Ask an idle worker to end (atexit handlers run), then kill whatever is left; kill a busy one."""
@@ -162,20 +215,9 @@ class Worker:
         # Not done only for a process in an uninterruptible system call, which nothing can end.
         return self._death.result() if self._death.done() else Death(tail=f"process {self.pid} does not die")
 
-    async def _round_trip(self, frame: bytes, timeout_s: float) -> dict[str, Any] | Death | None:
-        """The answer to one frame, or how the worker died instead, or None if it is out of time."""
-        reply = self._channel.ask(frame)
-        timer = asyncio.get_running_loop().call_later(timeout_s, _settle, reply, LATE)
-        try:
-            body = await reply
-        finally:
-            timer.cancel()
-        if body is LATE:
-            return self._death.result() if self._death.done() else None
-        answer = _answer(body) if body is not None else None
-        if answer is not None:
-            return answer
-        await asyncio.wait({self._death}, timeout=REPORT_WAIT_S)  # the channel broke: its death is on the way
+    async def _died(self) -> Death:
+        """The channel broke: its death is on the way, or made to come."""
+        await asyncio.wait({self._death}, timeout=REPORT_WAIT_S)
         return await self.kill()
 
     async def _watch(self) -> Death:
@@ -211,28 +253,32 @@ class Worker:
 
 
 class Channel(asyncio.Protocol):
-    """Frames to a worker and its answers, one at a time. A protocol and not a stream: a call costs a future and a timer,
-    and there are thousands of calls in a step."""
+    """Frames to a worker and its answers, in order. A protocol and not a stream: there are thousands of calls in a step."""
 
     def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
         self._received = bytearray()
-        self._reply: asyncio.Future[bytes | None] | None = None
+        self._expected = 0
+        self._hear: Callable[[bytes], bool] | None = None
+        self._told: asyncio.Future[End] | None = None
 
-    def ask(self, frame: bytes) -> asyncio.Future[bytes | None]:
-        """The body of the answer; None once the other side is gone, or for an answer that no worker of ours gives."""
-        reply: asyncio.Future[bytes | None] = asyncio.get_running_loop().create_future()
-        if self._transport is None or self._transport.is_closing():
-            reply.set_result(None)
-            return reply
-        self._reply = reply
+    def ask(self, frames: Sequence[bytes], hear: Callable[[bytes], bool]) -> asyncio.Future[End]:
+        """`hear` gets the body of each answer as it comes, and may say False: that was the last one.
+
+        The future ends as "answered", or as "gone" if the other side is, or gives an answer that no worker of ours does.
+        """
+        self._told = asyncio.get_running_loop().create_future()
+        self._hear, self._expected = hear, len(frames)
         self._received.clear()
-        self._transport.write(HEADER.pack(len(frame)) + frame)
-        return reply
+        if self._transport is None or self._transport.is_closing():
+            self.end()
+        else:
+            self._transport.write(b"".join(part for frame in frames for part in (HEADER.pack(len(frame)), frame)))
+        return self._told
 
     def end(self) -> None:
-        if self._reply is not None:
-            _settle(self._reply, None)
+        if self._told is not None:
+            _settle(self._told, "gone")
 
     def close(self) -> None:
         if self._transport is not None:
@@ -243,26 +289,38 @@ class Channel(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        if self._reply is None or self._reply.done():
+        if self._told is None or self._told.done():
             return  # nobody asked: user code that found the channel
+        assert self._hear is not None
         self._received += data
-        if len(self._received) < HEADER.size:
-            return
-        (size,) = HEADER.unpack_from(self._received)
-        if size > MAX_ANSWER_BYTES:
+        start = 0
+        while self._expected and len(self._received) >= start + HEADER.size:
+            (size,) = HEADER.unpack_from(self._received, start)
+            if size > MAX_ANSWER_BYTES:
+                self.end()
+                self.close()
+                break
+            body = bytes(self._received[start + HEADER.size : start + HEADER.size + size])
+            if len(body) < size:
+                break
+            start += HEADER.size + size
+            self._expected -= 1
+            if not self._hear(body):
+                self._expected = 0
+            if not self._expected:
+                _settle(self._told, "answered")
+        if self._told.done():
             self._received.clear()
-            self.end()
-            self.close()
-        elif len(self._received) >= HEADER.size + size:
-            _settle(self._reply, bytes(self._received[HEADER.size : HEADER.size + size]))
+        else:
+            del self._received[:start]
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.end()
 
 
-def _settle(reply: asyncio.Future[bytes | None], body: bytes | None) -> None:
-    if not reply.done():
-        reply.set_result(body)
+def _settle(told: asyncio.Future[End], end: End) -> None:
+    if not told.done():
+        told.set_result(end)
 
 
 class Stream:
@@ -335,6 +393,14 @@ def _launch(channel_fd: int, control_fd: int, memory_limit_mb: float) -> subproc
         stdin=control_fd, stdout=control_fd, stderr=control_fd, pass_fds=(channel_fd,),
         start_new_session=True, env={**os.environ, **threads},
     )  # fmt: skip
+
+
+def frame_of(arguments: Mapping[str, Any]) -> bytes | Invalid:
+    """One call as it is sent, or why it cannot be."""
+    try:
+        return pickle.dumps(arguments)
+    except Exception as error:  # __reduce__ of objects in the user's rows
+        return Invalid("exception", f"the row cannot be sent to the grader: {type(error).__name__}: {error}")
 
 
 def _load_frame(target: Target, memory_limit_mb: float) -> bytes:

@@ -23,6 +23,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
@@ -83,7 +84,8 @@ def serve(channel: socket.socket, note_baseline_mb: Callable[[float], None]) -> 
     ):  # if the machine runs out of memory, the kernel takes the grader, not the trainer
         Path("/proc/self/oom_score_adj").write_text("1000")
     settler = Settler()
-    frame = receive(channel)
+    frames = Frames(channel)
+    frame = frames.receive()
     if frame is None:
         return
     init = pickle.loads(frame)
@@ -101,15 +103,17 @@ def serve(channel: socket.socket, note_baseline_mb: Callable[[float], None]) -> 
     limit = _limit_address_space(start_mb + init["memory_limit_mb"])
     send(channel, {"pid": me})
     tidy = functools.partial(_tidy, sys.getrecursionlimit(), os.getcwd())
-    while (frame := receive(channel)) is not None:
+    while (frame := frames.receive()) is not None:
+        began_s = time.perf_counter()
         answer = grade(grader, settler, frame, limit)
         if os.getpid() != me:  # a child that the grader forked came back with us
             os._exit(0)
         tidy()
-        send(
-            channel,
-            {**answer, "id": HEADER.unpack(frame[: HEADER.size])[0], "grown_mb": _address_space_mb() - start_mb},
-        )
+        (number,) = HEADER.unpack_from(frame)
+        grown_mb, took_s = _address_space_mb() - start_mb, time.perf_counter() - began_s
+        send(channel, {**answer, "id": number, "grown_mb": grown_mb, "took_s": took_s})
+        if answer.get("reason") == "memory":  # calls that were sent with this one are for a fresh process
+            return
 
 
 def _tidy(recursion_limit: int, folder: str) -> None:
@@ -304,26 +308,33 @@ def _resident_mb() -> float:
 
 def _statm(field: int) -> float:
     try:
-        return int(Path("/proc/self/statm").read_text().split()[field]) * PAGE_BYTES / 2**20
+        with open("/proc/self/statm", "rb", buffering=0) as file:
+            return int(file.read().split()[field]) * PAGE_BYTES / 2**20
     except OSError:  # not Linux: limits are off there
         return 0.0
 
 
-def receive(channel: socket.socket) -> bytes | None:
-    """One frame, or None at end of file. Waits for as long as the pool has no work; the guardian ends us if it dies."""
-    head = _exactly(channel, HEADER.size)
-    return None if head is None else _exactly(channel, HEADER.unpack(head)[0])
+class Frames:
+    """What the pool sends: several calls may arrive at once."""
 
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._read = bytearray()
 
-def _exactly(channel: socket.socket, size: int) -> bytes | None:
-    parts = []
-    while size:
-        part = channel.recv(min(size, 1 << 20))
-        if not part:
-            return None
-        parts.append(part)
-        size -= len(part)
-    return b"".join(parts)
+    def receive(self) -> bytes | None:
+        """One frame, or None at end of file. Waits for as long as the pool has no work; the guardian ends us if it dies."""
+        head = self._exactly(HEADER.size)
+        return None if head is None else self._exactly(HEADER.unpack(head)[0])
+
+    def _exactly(self, size: int) -> bytes | None:
+        while len(self._read) < size:
+            part = self._channel.recv(1 << 16)
+            if not part:
+                return None
+            self._read += part
+        found = bytes(self._read[:size])
+        del self._read[:size]
+        return found
 
 
 def send(channel: socket.socket, answer: Mapping[str, Any]) -> None:
