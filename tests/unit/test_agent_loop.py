@@ -28,7 +28,7 @@ def completion(ids: Sequence[int], *, spans: Sequence[tuple[int, int, int]] = ()
 
 def manager(*calls: tuple[Sequence[int], Completion]) -> ServerManager:
     made = ServerManager(FakeEngine(), SAMPLING, seed_parts=("s",))
-    made.record = [Call(np.array(p, np.int64), c) for p, c in calls]
+    made.record = [Call(np.array(p, np.int64), c, c.ids.tolist()) for p, c in calls]
     return made
 
 

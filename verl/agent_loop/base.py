@@ -55,6 +55,7 @@ class Call:
 
     prompt_ids: np.ndarray
     completion: Completion
+    token_ids: list[int]  # what the loop was given of it
 
 
 NEUTRAL: Mapping[str, float] = {"repetition_penalty": 1, "n": 1}
@@ -98,12 +99,15 @@ class ServerManager:
             return TokenOutput([], [], "context_full")
         sampling = replace(asked, max_tokens=min(asked.max_tokens, room), seed=derive_seed(*self._seed_parts, turn))
         completion = await self._engine.generate(request_id, ids, sampling, prefix_key=self._prefix_key)
-        self.record.append(Call(ids, completion))
-        return TokenOutput(completion.ids.tolist(), completion.logprobs.tolist(), completion.stop_reason)
+        call = Call(ids, completion, completion.ids.tolist())
+        self.record.append(call)
+        return TokenOutput(call.token_ids.copy(), completion.logprobs.tolist(), completion.stop_reason)
 
     def _given(self, params: Mapping[str, Any]) -> Sampling:
         """The run's sampling with what the loop asks for. The distribution stays: the trainer applies the same."""
         run = self._sampling
+        if params == sampling_params_of(run):  # handed through
+            return run
         given = {name: value for name, value in params.items() if value is not None and name != "logprobs"}  # always given
         length = int(given.pop("max_tokens", given.pop("max_new_tokens", run.max_tokens)))
         if length < 1:
@@ -173,6 +177,10 @@ def played(output: AgentLoopOutput, manager: ServerManager, max_tokens: int) -> 
 
     Raises ValueError if a mask=1 token was not sampled by the server manager after exactly what precedes it.
     """
+    if len(manager.record) == 1 and _as_sampled(output, manager.record[0], max_tokens):
+        call = manager.record[0]
+        answer = _spans(call.completion, 0, len(call.completion.ids))
+        return Played((Segment(ids=call.prompt_ids, source="prompt"), *answer), "context_full" if manager.full else call.completion.stop_reason)
     prompt, ids, mask = as_ids(output.prompt_ids), as_ids(output.response_ids), np.asarray(output.response_mask, bool)
     if len(ids) != len(mask):
         raise ValueError(f"response_mask has {len(mask)} values for {len(ids)} response_ids")
@@ -197,6 +205,15 @@ def played(output: AgentLoopOutput, manager: ServerManager, max_tokens: int) -> 
         segments.extend(_spans(call.completion, a - start, b - start))
         reason = call.completion.stop_reason if b - start == len(call.completion.ids) else "stop"  # cut by the loop
     return Played(tuple(segments), "context_full" if full else reason)
+
+
+def _as_sampled(output: AgentLoopOutput, call: Call, max_tokens: int) -> bool:
+    """The loop returned one call as it came: nothing to look for."""
+    ids, mask = output.response_ids, output.response_mask
+    return (
+        isinstance(ids, list) and isinstance(mask, list) and len(ids) == len(mask) <= max_tokens and all(mask)
+        and ids == call.token_ids and (output.prompt_ids is call.prompt_ids or np.array_equal(output.prompt_ids, call.prompt_ids))
+    )  # fmt: skip
 
 
 def _owners(prompt: np.ndarray, ids: np.ndarray, record: Sequence[Call]) -> np.ndarray:

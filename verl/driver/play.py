@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from verl.agent_loop.base import AgentLoopFactory, AgentLoopOutput, ServerManager, played, sampling_params_of
@@ -22,7 +23,7 @@ from verl.reward.base import RewardFn, RewardRequest, parse_result
 from verl.rollout.base import DecodeFn, RolloutEngine
 from verl.track.events import EventLog
 from verl.transfer_queue.base import TransferQueue
-from verl.types import Group, Invalid, Purpose, Refs, Sampling, Score, Segment, Task, Trajectory, samples_of
+from verl.types import Group, Invalid, Outcome, Purpose, Refs, Sampling, Score, Segment, Task, Trajectory, samples_of
 from verl.workers.waits import DeadlineExpired, Waits
 
 T = TypeVar("T")
@@ -102,10 +103,9 @@ class Trajectories:
         seed_parts = (self._seed, seat.purpose, seat.epoch, seat.draw, task.task_id, seat.index, attempt)
         manager = ServerManager(self._engine, sampling, seed_parts=seed_parts, prefix_key=seat.group_id)
         started = time.monotonic()
-        made = Trajectory(
-            trajectory_id=name, group_id=seat.group_id, task_id=task.task_id, index=seat.index, purpose=seat.purpose,
-            attempt=attempt, sampling=sampling, segments=(Segment(ids=task.prompt_ids, source="prompt"),), stop_reason="error",
-            outcome="failed",
+        trajectory = partial(
+            Trajectory, trajectory_id=name, group_id=seat.group_id, task_id=task.task_id, index=seat.index, purpose=seat.purpose,
+            attempt=attempt, sampling=sampling,
         )  # fmt: skip
         row = {
             **task.row,
@@ -120,23 +120,29 @@ class Trajectories:
                 who=f"trajectory {name}", what="its agent loop", timeout_s=self._timeout_s,
             )  # fmt: skip
             found = played(output, manager, sampling.max_tokens)
-        except DeadlineExpired:
-            late = f"timeout: the agent loop did not end in {self._timeout_s:g} s"
-            return replace(made, error=late, wall_s=time.monotonic() - started)
         except Exception as e:  # an agent loop is user code: its failure is an outcome, and retried
-            return replace(made, error=f"{type(e).__name__}: {e}", wall_s=time.monotonic() - started)
-        made = replace(made, segments=found.segments, stop_reason=found.stop_reason, turns=max(1, len(manager.record)))
-        if found.stop_reason == "abort":
-            made = replace(made, outcome="cancelled", error="abort: the rollout engine gave the request up")
+            late = f"timeout: the agent loop did not end in {self._timeout_s:g} s"
+            return trajectory(
+                segments=(Segment(ids=task.prompt_ids, source="prompt"),), stop_reason="error", outcome="failed",
+                error=late if isinstance(e, DeadlineExpired) else f"{type(e).__name__}: {e}", wall_s=time.monotonic() - started,
+            )  # fmt: skip
+        made = trajectory(
+            segments=found.segments, stop_reason=found.stop_reason, turns=max(1, len(manager.record)), outcome="failed"
+        )
+        outcome: Outcome = "failed"
+        reward: Score | Invalid | None = None
+        error = ""
+        if made.stop_reason == "abort":
+            outcome, error = "cancelled", "abort: the rollout engine gave the request up"
         elif not made.loss_tokens:
-            made = replace(made, error="empty: the agent loop returned no token of the model")
+            error = "empty: the agent loop returned no token of the model"
         else:
-            score = await self._score(task, made, output)
-            if isinstance(score, Score):
-                made = replace(made, reward=score, outcome="ok")
+            reward = await self._score(task, made, output)
+            if isinstance(reward, Score):
+                outcome = "ok"
             else:
-                made = replace(made, reward=score, outcome="invalid", error=f"{score.reason}: {score.detail}")
-        return replace(made, wall_s=time.monotonic() - started)
+                outcome, error = "invalid", f"{reward.reason}: {reward.detail}"
+        return replace(made, outcome=outcome, reward=reward, error=error, wall_s=time.monotonic() - started)
 
     async def _score(self, task: Task, made: Trajectory, output: AgentLoopOutput) -> Score | Invalid:
         if output.reward_score is not None:

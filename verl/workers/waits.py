@@ -69,10 +69,8 @@ class Waits:
         key = self._next
         self._pending[key] = Wait(who, what, self._clock(), timeout_s)
         future = asyncio.ensure_future(awaitable)
-        future.add_done_callback(_retrieved)
         try:
-            if not future.done():
-                await self._sleep(key, future, timeout_s)
+            await self._sleep(key, future, timeout_s)
             if not future.done():
                 error = self._expired(key)
                 if owned:
@@ -106,15 +104,13 @@ class Waits:
         """Until the future is done or the time is up."""
         loop = asyncio.get_running_loop()
         sleep: asyncio.Future[None] = loop.create_future()
-        wake = partial(_wake, sleep)
-        future.add_done_callback(wake)
+        future.add_done_callback(partial(_wake, sleep))
         until_s = loop.time() + timeout_s
         self._sleepers[key] = until_s, sleep
         self._look_by(loop, until_s)
         try:
             await sleep
         finally:
-            future.remove_done_callback(wake)
             del self._sleepers[key]
             if not self._sleepers and self._timer is not None:
                 self._timer.cancel()
@@ -154,12 +150,8 @@ async def _ended(future: asyncio.Future[Any]) -> None:
         await asyncio.wait({future}, timeout=GRACE_S)
 
 
-def _wake(sleep: asyncio.Future[None], _: object = None) -> None:
+def _wake(sleep: asyncio.Future[None], future: asyncio.Future[Any] | None = None) -> None:
     if not sleep.done():
         sleep.set_result(None)
-
-
-def _retrieved(future: asyncio.Future[Any]) -> None:
-    """A late exception of something nobody waits for any more is not a warning on stderr."""
-    if not future.cancelled():
-        future.exception()
+    if future is not None and not future.cancelled():
+        future.exception()  # a late one, of something nobody waits for any more, is not a warning on stderr
