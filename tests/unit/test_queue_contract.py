@@ -109,7 +109,7 @@ def test_missing_rows_and_columns_are_named(queue):
         queue.read(refs, ("nothing",))
     queue.drop(pick(refs, 1))
     for call in (
-        lambda: queue.samples(refs), lambda: queue.read(refs, ("x",)), lambda: queue.has(refs, "x"), lambda: queue.drop(refs),
+        lambda: queue.samples(refs), lambda: queue.read(refs, ("x",)), lambda: queue.having(refs, "x"), lambda: queue.drop(refs),
         lambda: queue.write(refs, {"x": ragged([torch.ones(1)] * 3)}),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=r"1 samples are not in the queue .* s1"):
@@ -124,16 +124,16 @@ def test_a_write_that_does_not_fit_is_refused_as_a_whole(queue):
         queue.write(refs, {"good": good, "bad": ragged([torch.ones(1), torch.ones(2)])})
     with pytest.raises(ValueError, match="'long' has 9 values, its rows 6"):
         queue.write(refs, {"good": good, "long": Ragged(torch.ones(9), good.offsets)})
-    assert not queue.has(refs, "good")
+    assert not queue.having(refs, "good")
 
 
 def test_has_is_of_every_row(queue):
     refs = queue.put(samples(2))
-    assert not queue.has(refs, "x")
+    assert not queue.having(refs, "x")
     queue.write(pick(refs, 0), {"x": ragged([torch.ones(1)])})
-    assert queue.has(pick(refs, 0), "x") and not queue.has(refs, "x")
+    assert queue.having(pick(refs, 0), "x") == pick(refs, 0) and queue.having(refs, "x") == pick(refs, 0)
     queue.write(pick(refs, 1), {"x": ragged([torch.ones(2)])})
-    assert queue.has(refs, "x")
+    assert queue.having(refs, "x") == refs
 
 
 def test_nothing_stays_after_drop(queue):
@@ -149,7 +149,7 @@ def test_nothing_stays_after_drop(queue):
     gc.collect()
     assert len(queue) == 0 and alive() is None and [r() for r in held] == [None] * 4
     assert queue.put(samples(1)).ids == ["s0"], "an id is free again"
-    assert not queue.has(pick(refs, 0), "x"), "and its columns are gone"
+    assert not queue.having(pick(refs, 0), "x"), "and its columns are gone"
 
 
 class CountedId(str):

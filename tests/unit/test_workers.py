@@ -495,7 +495,7 @@ def test_a_user_function_of_the_wrong_shape_is_told_so(filled, output, says):
     queue, refs = filled
     with pytest.raises(ValueError, match=says):
         Role("compute", queue).compute(refs, lambda columns: output, (), ("advantages",))
-    assert not queue.has(refs, "advantages")
+    assert not queue.having(refs, "advantages")
 
 
 def test_compute_names_a_non_finite_input(filled):

@@ -104,7 +104,7 @@ def _array(path: Path, base: int, entry: Mapping[str, Any]) -> np.ndarray:
     mapped = np.memmap(path, dtype=dtype, mode="r", offset=base + entry["start"], shape=shape)
     if zlib.crc32(mapped.data.cast("B")) != entry["crc32"]:
         raise ValueError(f"the checksum of {entry['name']!r} is wrong")
-    return mapped
+    return mapped.view(np.ndarray)  # which keeps the mapping alive; a slice of a memmap costs more than what it holds
 
 
 def _prune(folder: Path) -> None:

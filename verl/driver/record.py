@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -29,55 +29,59 @@ class SampleRecorder:
         self._groups_per_step = groups_per_step
 
     def record(self, step: int, refs: Refs) -> None:
-        kept = list(refs.groups().values())[: self._groups_per_step or None]
-        rows = [row for group in kept for row in self._rows(step, group)]
-        write_samples(self._run_dir, step, rows)
+        groups = list(refs.groups().values())[: self._groups_per_step or None]
+        write_samples(self._run_dir, step, self._rows(step, Refs(ref for group in groups for ref in group)))
         self._queue.drop(refs)
 
     def record_eval(self, step: int, played: Sequence[Trajectory]) -> None:
-        rows = [self._row(step, s, {}) for t in played for s in samples_of(t)]
+        decode = self._decoder()
+        rows = [self._row(step, s, {}, decode) for t in played for s in samples_of(t)]
         write_samples(self._run_dir, step, rows, "eval")
 
     def _rows(self, step: int, refs: Refs) -> list[SampleRow]:
-        found: list[dict[str, np.ndarray]] = [{} for _ in refs]  # a baseline or an unchosen row has fewer columns
+        found: dict[str, dict[str, np.ndarray]] = {i: {} for i in refs.ids}  # a baseline or an unchosen row has fewer columns
         for field, columns in _COLUMNS.items():
-            left = list(range(len(refs)))
+            left = refs
             for column in columns:
-                have = left if self._queue.has(refs, column) else [i for i in left if self._queue.has(Refs((refs[i],)), column)]
+                have = self._queue.having(left, column)
                 if have:
-                    values = self._queue.read(Refs(refs[i] for i in have), (column,))[column]
-                    for k, i in enumerate(have):
-                        found[i][field] = values.row(k).numpy()
-                left = [i for i in left if i not in set(have)]
-        return [
-            self._row(step, sample, columns)
-            for sample, columns in zip(self._queue.samples(refs), found, strict=True)
-        ]
+                    values = self._queue.read(have, (column,))[column]
+                    parts = np.split(values.values.numpy(), values.offsets[1:-1])
+                    for sample_id, part in zip(have.ids, parts, strict=True):
+                        found[sample_id][field] = part
+                    left = Refs(ref for ref in left if field not in found[ref.sample_id])
+        decode = self._decoder()
+        return [self._row(step, sample, found[sample.sample_id], decode) for sample in self._queue.samples(refs)]
 
-    def _row(self, step: int, sample: Sample, columns: dict[str, np.ndarray]) -> SampleRow:
+    def _decoder(self) -> Callable[[np.ndarray], str]:
+        """Text of ids; that of a prompt is made once for its group."""
+        texts: dict[bytes, str] = {}
+
+        def decode(ids: np.ndarray) -> str:
+            key = ids.tobytes()
+            if key not in texts:
+                texts[key] = self._decode(ids.tolist())
+            return texts[key]
+
+        return decode
+
+    def _row(self, step: int, sample: Sample, columns: dict[str, np.ndarray], decode: Callable[[np.ndarray], str]) -> SampleRow:
         prompt, rest = sample.segments[0], sample.segments[1:]
+        lengths = [len(s.ids) for s in rest]
         ids = np.concatenate([s.ids for s in rest]) if rest else np.zeros(0, np.int64)
-        mask = (
-            np.concatenate([np.full(len(s.ids), s.source == "sampled", np.uint8) for s in rest])
-            if rest
-            else np.zeros(0, np.uint8)
-        )
+        mask = np.repeat(np.asarray([s.source == "sampled" for s in rest], np.uint8), lengths)
+        versions = np.repeat(np.asarray([s.version if s.source == "sampled" else -1 for s in rest], np.int32), lengths)
         at = np.flatnonzero(mask)
         logprobs = (
             np.concatenate([s.logprobs for s in rest if s.logprobs is not None]) if len(at) else np.zeros(0, np.float32)
-        )
-        versions = (
-            np.concatenate([np.full(len(s.ids), s.version if s.source == "sampled" else -1) for s in rest])
-            if rest
-            else at
         )
         sampled = [s.version for s in rest if s.source == "sampled"]
         return SampleRow(
             step=step, sample_id=sample.sample_id, trajectory_id=sample.trajectory_id, group_id=sample.group_id,
             task_id=sample.task_id, purpose=sample.purpose,
-            prompt_text=self._decode(prompt.ids.tolist()), response_text=self._decode(ids.tolist()),
+            prompt_text=decode(prompt.ids), response_text=decode(ids),
             prompt_ids=prompt.ids, response_ids=ids, response_mask=mask, rollout_logprobs=_spread(logprobs, at, len(ids)),
-            token_versions=versions.astype(np.int32), reward=sample.reward, components=sample.components,
+            token_versions=versions, reward=sample.reward, components=sample.components,
             version_min=min(sampled, default=-1), version_max=max(sampled, default=-1), outcome=sample.outcome,
             stop_reason=sample.stop_reason, temperature=sample.temperature,
             **{field: _spread(column, at, len(ids)) for field, column in columns.items()},
@@ -86,6 +90,8 @@ class SampleRecorder:
 
 def _spread(values: np.ndarray, at: np.ndarray, length: int) -> np.ndarray:
     """Per-trainable-token values at their places in the response; NaN elsewhere."""
+    if len(at) == length and values.dtype == np.float32:
+        return values
     out = np.full(length, np.nan, np.float32)
     out[at] = values
     return out

@@ -138,8 +138,8 @@ def _sample(row: SampleRow) -> Sample:
 def _differences(rows: Sequence[SampleRow], refs: Refs, queue: MemoryQueue) -> list[str]:
     out = []
     for name in COMPARED:
-        column = name if queue.has(refs, name) else {"old_logprobs": "train_logprobs"}.get(name, "")
-        if not column or not queue.has(refs, column):
+        column = name if queue.having(refs, name) == refs else {"old_logprobs": "train_logprobs"}.get(name, "")
+        if not column or queue.having(refs, column) != refs:
             continue
         found = queue.read(refs, (column,))[column]
         for i, row in enumerate(rows):

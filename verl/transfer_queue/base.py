@@ -32,8 +32,8 @@ class TransferQueue(Protocol):
         """Set columns of these rows; written again, they are replaced."""
         ...
 
-    def has(self, refs: Refs, column: str) -> bool:
-        """True if every one of these rows has the column."""
+    def having(self, refs: Refs, column: str) -> Refs:
+        """Those of these rows that have the column, in this order."""
         ...
 
     def drop(self, refs: Refs) -> None: ...

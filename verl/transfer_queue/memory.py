@@ -65,8 +65,8 @@ class MemoryQueue:
             for i, row in enumerate(rows):
                 row.columns[name] = kept.row(i)
 
-    def has(self, refs: Refs, column: str) -> bool:
-        return all(column in row.columns for row in self._find(refs))
+    def having(self, refs: Refs, column: str) -> Refs:
+        return Refs(ref for ref, row in zip(refs, self._find(refs)) if column in row.columns)
 
     def drop(self, refs: Refs) -> None:
         with self._lock:

@@ -86,7 +86,7 @@ class Role:
         seen: set[str] = set()
         for refs in plan.updates:
             samples = self.queue.samples(refs)
-            found = self.queue.read(refs, [*needed, *(n for n in plan.optional if self.queue.has(refs, n))])
+            found = self.queue.read(refs, [*needed, *(n for n in plan.optional if self.queue.having(refs, n) == refs)])
             batch = self._batch(refs, samples, {n: c.values for n, c in found.items()}, plan.terms)
             result = self.engine.forward_backward(batch, plan.terms, plan.also)
             parts += [_prefixed(result.metrics, prefix), _prefixed(self.engine.optim_step(), prefix)]
