@@ -126,6 +126,10 @@ class Ragged:
     def row(self, i: int) -> Tensor:
         return self.values[int(self.offsets[i]) : int(self.offsets[i + 1])]
 
+    def rows(self) -> Sequence[Tensor]:
+        """Views of all rows."""
+        return self.values.split(np.diff(self.offsets).tolist())
+
 
 def _where(mask: Tensor, column: Tensor) -> Tensor:
     shaped = mask.view(-1, *[1] * (column.dim() - 1))

@@ -45,10 +45,8 @@ class SampleRecorder:
             for column in columns:
                 have = self._queue.having(left, column)
                 if have:
-                    values = self._queue.read(have, (column,))[column]
-                    parts = np.split(values.values.numpy(), values.offsets[1:-1])
-                    for sample_id, part in zip(have.ids, parts, strict=True):
-                        found[sample_id][field] = part
+                    for sample_id, part in zip(have.ids, self._queue.read(have, (column,))[column].rows(), strict=True):
+                        found[sample_id][field] = part.numpy()
                     left = Refs(ref for ref in left if field not in found[ref.sample_id])
         decode = self._decoder()
         return [self._row(step, sample, found[sample.sample_id], decode) for sample in self._queue.samples(refs)]

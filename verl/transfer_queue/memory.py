@@ -62,8 +62,8 @@ class MemoryQueue:
                 raise ValueError(f"column {name!r} has {len(column.values)} values, its rows {int(column.offsets[-1])}")
         for name, column in columns.items():
             kept = Ragged(column.values.detach().clone(), column.offsets)  # what the writer does next is not seen
-            for i, row in enumerate(rows):
-                row.columns[name] = kept.row(i)
+            for row, part in zip(rows, kept.rows(), strict=True):
+                row.columns[name] = part
 
     def having(self, refs: Refs, column: str) -> Refs:
         return Refs(ref for ref, row in zip(refs, self._find(refs)) if column in row.columns)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -202,23 +202,20 @@ def columns_of(refs: Refs, token: Mapping[str, Tensor], baselines: Mapping[str, 
     group_names: dict[str, int] = {}
     sequence = [sequence_names.setdefault(r.trajectory_id, len(sequence_names)) for r in refs]
     s = len(sequence_names)
-    score = torch.zeros(s, dtype=torch.float64)
-    group = torch.zeros(s, dtype=torch.int64)
-    valid = torch.zeros(s, dtype=torch.bool)
-    for r, i in zip(refs, sequence, strict=True):
-        ok = r.outcome == "ok" and r.reward == r.reward
-        score[i] = r.reward if ok else 0.0
-        valid[i] = ok
-        group[i] = group_names.setdefault(r.group_id, len(group_names))
+
+    def column(values: Iterable[float | bool], dtype: type) -> Tensor:
+        out = np.zeros(s, dtype)
+        out[sequence] = list(values)
+        return torch.from_numpy(out)
+
+    valid = column((r.outcome == "ok" and r.reward == r.reward for r in refs), np.bool_)
+    score = torch.where(valid, column((r.reward for r in refs), np.float64), 0.0)
+    group = column((group_names.setdefault(r.group_id, len(group_names)) for r in refs), np.int64)
     extra = {"positive": valid & (score > 0)}
     for name in sorted({name for r in refs for name in r.components}):
-        extra[f"component/{name}"] = torch.full((s,), float("nan"), dtype=torch.float64)
-        for r, i in zip(refs, sequence, strict=True):
-            extra[f"component/{name}"][i] = r.components.get(name, float("nan"))
+        extra[f"component/{name}"] = column((r.components.get(name, float("nan")) for r in refs), np.float64)
     if baselines:
-        extra["baseline"] = torch.zeros(s, dtype=torch.float64)
-        for r, i in zip(refs, sequence, strict=True):
-            extra["baseline"][i] = baselines[r.group_id]
+        extra["baseline"] = column((baselines[r.group_id] for r in refs), np.float64)
     counts = np.array([r.loss_tokens for r in refs], np.int64)
     sequence_of = torch.from_numpy(np.repeat(np.array(sequence, np.int64), counts))
     return Columns(

@@ -102,15 +102,20 @@ class EngineCore:
     def requests(self) -> list[Request]:
         return [*self.waiting, *self.rows.requests]
 
-    def run(self, hop_s: float, interrupted: Callable[[], bool]) -> list[Done]:
-        """Steps for about `hop_s`, at least one; fewer if work ends or somebody wants the engine. Where a hop ends changes
-        no result."""
+    def run(self, deliver: Callable[[list[Done]], object], every_s: float, interrupted: Callable[[], bool]) -> list[Done]:
+        """Steps until work ends or somebody wants the engine, at least one -> what has ended and was not delivered.
+
+        `deliver` is given what has ended, about `every_s`. Where a run is interrupted changes no result.
+        """
         done: list[Done] = []
-        until = time.perf_counter() + hop_s
+        since = time.perf_counter()
         while True:
             done += self.step()
-            if not self.busy or interrupted() or time.perf_counter() >= until:
+            if not self.busy or interrupted():
                 return done
+            if done and time.perf_counter() - since >= every_s:
+                deliver(done)
+                done, since = [], time.perf_counter()
 
     def step(self) -> list[Done]:
         """One bounded prefill pass for who can be admitted, then one token for every resident row."""

@@ -1,13 +1,15 @@
 """The asynchronous half of an engine: `RolloutEngine` over an `EngineCore`.
 
-One task drives the core and ends when there is nothing to do. Each hop (a few steps) runs on ONE worker thread, so the
-event loop stays free; everything else about the core happens between hops. Before a hop the task lets the loop settle,
-so that a burst of generate() calls is admitted as a whole and in its order: the same calls give the same bits.
+One task drives the core and ends when there is nothing to do. A hop (steps until somebody calls the engine) runs on ONE
+worker thread, so the event loop stays free, and is told what has ended meanwhile; everything else about the core happens
+between hops. Before a hop the task lets the loop settle, so that a burst of generate() calls is admitted as a whole and in
+its order: the same calls give the same bits.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +26,7 @@ from verl.rollout.native.request import Request
 from verl.types import Sampling, as_ids
 
 T = TypeVar("T")
-HOP_S = 0.015  # that the thread works before it hands over what has ended: the loop scores it while the rest is decoded
+DELIVER_S = 0.015  # between two deliveries of what has ended: the event loop scores it while the rest is decoded
 QUIET_TURNS = 2  # turns of the event loop without a new call, after which a burst is over
 
 
@@ -292,8 +294,13 @@ class AsyncEngine:
             control.done.set_result(task.result())
 
     async def _hop(self) -> None:
-        run = partial(self._core.run, HOP_S, self._wanted)
-        running = asyncio.get_running_loop().run_in_executor(self._thread, run)
+        loop = asyncio.get_running_loop()
+
+        def deliver(done: list[Done]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
+                loop.call_soon_threadsafe(self._deliver, done)
+
+        running = loop.run_in_executor(self._thread, partial(self._core.run, deliver, DELIVER_S, self._wanted))
         await asyncio.wait({running})
         if error := running.exception():
             self._fail(error)
@@ -301,7 +308,8 @@ class AsyncEngine:
         self._deliver(running.result())
 
     def _wanted(self) -> bool:
-        return bool(self._inbox or self._aborts)
+        gave_up = self._serving is not None and self._serving.done.done()
+        return bool(self._inbox or self._aborts or self._closed or self._orphans or gave_up)
 
     async def _in_thread(self, run: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, run)
