@@ -88,8 +88,8 @@ class SampleRecorder:
 
 def _spread(values: np.ndarray, at: np.ndarray, length: int) -> np.ndarray:
     """Per-trainable-token values at their places in the response; NaN elsewhere."""
-    if len(at) == length and values.dtype == np.float32:
-        return values
+    if len(at) == length:
+        return values.astype(np.float32, copy=False)
     out = np.full(length, np.nan, np.float32)
     out[at] = values
     return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import threading
 import time
@@ -32,6 +33,7 @@ from verl.workers.group import WorkerGroup
 from verl.workers.placement import Placement
 from verl.workers.waits import Waits
 
+RECORD_AFTER_S = 0.1  # samples are written once the next rollout is under way: at its start the event loop has most to do
 PREEMPTED = 75  # exit code after a save on SIGTERM (EX_TEMPFAIL)
 
 
@@ -95,7 +97,8 @@ class Run:
     stop_requested: bool = False
     on_step: Callable[[int, Mapping[str, float]], None] | None = None
     _publishing: asyncio.Task[None] | None = None
-    _recording: asyncio.Future[None] | None = None
+    _recording: asyncio.Task[None] | None = None
+    _record_now: asyncio.Event = field(default_factory=asyncio.Event)
     _sync_metrics: Metrics = field(default_factory=dict)
     _resumed: Mapping[str, Any] | None = None
 
@@ -167,6 +170,7 @@ class Run:
         """Wait for the samples that are being written."""
         if self._recording is not None:
             task, self._recording = self._recording, None
+            self._record_now.set()
             await task
 
     async def settle(self) -> None:
@@ -186,8 +190,8 @@ class Run:
                 step.log(await evaluate(self, step.number))
         with step.clock("log"):
             await self.recorded()  # one at a time; this step's are written while the next one rolls out
-            self._recording = asyncio.ensure_future(self.call(self.recorder, "record", step.number, refs))
-            await asyncio.sleep(0)
+            self._record_now.clear()
+            self._recording = asyncio.ensure_future(self._record(step.number, refs))
             if last or _due(step.number, self.config.track.report_every_steps):
                 await self.recorded()
         if _due(step.number, config.save_every_steps) or last or self.stop_requested:
@@ -219,6 +223,11 @@ class Run:
         self.events.flush(fsync=True)
 
     # -- private -----------------------------------------------------------------------------------------------------
+
+    async def _record(self, number: int, refs: Refs) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._record_now.wait(), RECORD_AFTER_S)
+        await self.call(self.recorder, "record", number, refs)
 
     def _ask_to_stop(self) -> None:
         self.stop_requested = True
@@ -295,6 +304,7 @@ class Run:
         """Release everything, whatever happened."""
         started = time.monotonic()
         if self._recording is not None:
+            self._record_now.set()
             await asyncio.gather(self._recording, return_exceptions=True)
         if self._publishing is not None:
             self._publishing.cancel()
