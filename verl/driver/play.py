@@ -155,12 +155,8 @@ class Trajectories:
             truncated=made.stop_reason in ("length", "context_full"), prompt_ids=task.prompt_ids, response_ids=response,
         )  # fmt: skip
         try:
-            return await self._waits.wait(
-                self._reward.score(request),
-                who=f"trajectory {made.trajectory_id}",
-                what="its reward",
-                timeout_s=self._timeout_s,
-            )
+            with self._waits.limit(who=f"trajectory {made.trajectory_id}", what="its reward", timeout_s=self._timeout_s):
+                return await self._reward.score(request)
         except DeadlineExpired:
             return Invalid("timeout", f"no reward in {self._timeout_s:g} s")
 
