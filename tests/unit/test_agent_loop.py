@@ -53,6 +53,35 @@ class Scripted(FakeEngine):
         return completion(self._answers.pop(0)[: sampling.max_tokens], reason=self._reason, base=-float(len(self.requests)))
 
 
+# -- one call, returned as it came -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_an_untouched_answer_is_found_without_a_search(full: bool, monkeypatch: pytest.MonkeyPatch):
+    """The same trajectory as the search finds."""
+    made = manager((PROMPT, completion([4, 5, 6, 9], spans=((3, 0, 1), (4, 1, 4)), reason="length")))
+    made.full = full
+    loops = [
+        output([4, 5, 6, 9], [1, 1, 1, 1]), output([4, 5, 6], [1, 1, 1]), output([4, 5, 6, 9], [1, 1, 0, 1]), output([], []),
+        output([4, 5, 6, 9], [1, 1, 1, 1], prompt=np.array(PROMPT)), output(np.array([4, 5, 6, 9]), [True] * 4),
+    ]  # fmt: skip
+    for limit in (50, 4, 3):
+        fast = [played(loop, made, limit) for loop in loops]
+        with monkeypatch.context() as patch:
+            patch.setattr("verl.agent_loop.base._as_sampled", lambda *_: False)
+            searched = [played(loop, made, limit) for loop in loops]
+        for one, other in zip(fast, searched, strict=True):
+            assert one.stop_reason == other.stop_reason and shape(one.segments) == shape(other.segments)
+            for mine, theirs in zip(one.segments, other.segments, strict=True):
+                np.testing.assert_array_equal(mine.logprobs, theirs.logprobs)
+
+
+@pytest.mark.parametrize("loop", [output([4, 5, 7, 9], [1] * 4), output([4, 5, 6, 9], [1] * 4, prompt=[1, 2, 8])])
+def test_a_touched_answer_is_refused_all_the_same(loop: AgentLoopOutput):
+    with pytest.raises(ValueError, match="were not sampled by the"):
+        played(loop, manager((PROMPT, completion([4, 5, 6, 9]))), 50)
+
+
 # -- single turn -------------------------------------------------------------------------------------------------------
 
 

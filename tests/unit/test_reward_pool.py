@@ -20,7 +20,7 @@ import pytest
 from verl.reward.base import RewardFn, RewardRequest
 from verl.reward.manager import manager_target
 from verl.reward.pool import RewardPool, Target, TargetError
-from verl.reward.process import MAX_ANSWER_BYTES, Channel, start_worker
+from verl.reward.process import MAX_ANSWER_BYTES, Channel, Worker, start_worker
 from verl.reward.shaping import Shaped
 from verl.types import Invalid, Score
 
@@ -56,6 +56,14 @@ GRADER = """
 
     def build(offset):
         return lambda data_source, solution_str, ground_truth, extra_info=None: offset
+
+    def by_word(data_source, solution_str, ground_truth, extra_info=None):
+        if solution_str == "crash":
+            os._exit(7)
+        if solution_str == "memory":
+            return float(len(bytearray(1 << 40)))
+        time.sleep(60 if solution_str == "hang" else 0)
+        return {"score": float(solution_str), "pid": os.getpid()}
 
     NOT_A_FUNCTION = 3
 """
@@ -250,6 +258,98 @@ def test_recycling_by_calls_and_by_leak(grader: str) -> None:
         "a leaking worker is replaced before the limit"
     )
     assert stats.outcomes == {"ok": 7} and stats.recycled == 3
+
+
+async def warm(pool: RewardPool) -> None:
+    """So many quick calls that the pool sends the next ones together."""
+    while pool._call_s > 0.0005:
+        await score_all(*(request(str(i)) for i in range(20)))(pool)
+
+
+def test_quick_calls_are_sent_together_and_slow_ones_are_not(grader: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    call = Worker.call
+
+    async def counted(self: Worker, frames: Any, *args: Any) -> None:
+        sizes.append(len(frames))
+        await call(self, frames, *args)
+
+    monkeypatch.setattr(Worker, "call", counted)
+
+    async def use(pool: RewardPool) -> list[Any]:
+        await warm(pool)
+        sizes.clear()
+        got = await score_all(*(request(str(i)) for i in range(16)))(pool)
+        quick = list(sizes)
+        await score_all(*(request("1", sleep_s=0.02) for _ in range(5)))(pool)
+        sizes.clear()
+        await score_all(*(request(str(i)) for i in range(16)))(pool)
+        return [got, quick, list(sizes)]
+
+    got, quick, after = with_pool(Target(path=grader), use, num_workers=2)
+    assert [g.value for g in got] == [float(i == 7) for i in range(16)], "answers reach their own callers"
+    assert len({g.components["pid"] for g in got}) == 2 and max(quick) > 2, "shared by the workers"
+    assert after[0] == 1, "one at a time, after a few that took their time"
+
+
+@pytest.mark.parametrize(("word", "reason"), [("crash", "crash"), ("memory", "memory"), ("hang", "timeout"), ("x", "exception")])
+@pytest.mark.parametrize("at", [0, 5, 11])
+def test_what_happens_to_one_of_many_calls_is_its_own(grader: str, word: str, reason: str, at: int) -> None:
+    async def use(pool: RewardPool) -> Any:
+        await warm(pool)
+        words = [str(i) for i in range(12)]
+        words[at] = word
+        return await score_all(*map(request, words))(pool), pool.stats()
+
+    got, stats = with_pool(Target(path=grader, name="by_word"), use, timeout_s=2, memory_limit_mb=200)
+    assert isinstance(got[at], Invalid) and got[at].reason == reason
+    assert [g.value for i, g in enumerate(got) if i != at] == [float(i) for i in range(12) if i != at]
+    assert stats.outcomes[reason] == 1 and stats.waiting == 0
+    assert stats.repeated == (word in ("crash", "memory")), "in a worker that had served others"
+
+
+def test_a_caller_that_leaves_takes_nobody_along(grader: str) -> None:
+    async def use(pool: RewardPool) -> Any:
+        await warm(pool)
+        tasks = [asyncio.create_task(pool.score(request(word))) for word in ("1", "hang", "2", "3", "4")]
+        await asyncio.sleep(0.3)
+        tasks[1].cancel()
+        tasks[3].cancel()
+        async with asyncio.timeout(10):
+            return await asyncio.gather(*tasks, return_exceptions=True), pool.stats()
+
+    (one, left, two, gone, four), stats = with_pool(Target(path=grader, name="by_word"), use)
+    assert isinstance(left, asyncio.CancelledError) and isinstance(gone, asyncio.CancelledError)
+    assert [g.value for g in (one, two, four)] == [1.0, 2.0, 4.0] and stats.restarted == 1
+    assert "timeout" not in stats.outcomes
+
+
+def test_a_fault_of_ours_is_said_and_nobody_waits(grader: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(*_: Any) -> None:
+        raise KeyError("ours")
+
+    async def use(pool: RewardPool) -> Any:
+        monkeypatch.setattr(Worker, "call", broken)
+        async with asyncio.timeout(10):
+            return await score_all(request(), request(), request())(pool)
+
+    got = with_pool(Target(path=grader), use)
+    assert {g.reason for g in got} == {"crash"} and all("KeyError('ours')" in g.detail for g in got)
+
+
+def test_no_call_waits_for_a_worker_for_ever(grader: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RewardPool, "_turn_s", 0.2)
+
+    async def use(pool: RewardPool) -> Any:
+        pool._idle.clear()  # as if a worker had been lost
+        async with asyncio.timeout(10):
+            got = await score_all(request(), request())(pool)
+        pool._idle.extend(pool._slots)
+        return got, await pool.score(request())
+
+    got, after = with_pool(Target(path=grader), use)
+    assert [g.reason for g in got] == ["timeout"] * 2 and "no free worker" in got[0].detail
+    assert after.value == 1.0
 
 
 def test_cancelled_call_frees_its_worker(grader: str) -> None:

@@ -576,6 +576,37 @@ def test_cancelled_callers_free_their_rows(kind: str) -> None:
 
 
 @both
+def test_an_answer_does_not_wait_for_the_longer_ones(kind: str) -> None:
+    """Nobody calls the engine meanwhile: it has to hand over what has ended by itself, and goes on."""
+    a, b = prompts((5, 6))
+
+    async def body(engine: Any) -> None:
+        long = asyncio.create_task(engine.generate("long", a, greedy(450)))
+        short = asyncio.create_task(engine.generate("short", b, greedy(6)))
+        assert (await short).ids.tolist() == hf_greedy(b, 6)
+        assert not long.done() and engine.stats()["resident"] == 1
+        assert len((await long).ids) == 450
+
+    with_engine(build(kind), body)
+
+
+@both
+def test_a_closed_engine_stops_at_the_next_step(kind: str) -> None:
+    async def run() -> int:
+        engine = build(kind)
+        await engine.load_weights(Source(reference()))
+        task = asyncio.create_task(engine.generate("r", prompts((5,))[0], greedy(450)))
+        await until_sampled(engine, 3)
+        await engine.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            await task
+        await asyncio.get_running_loop().run_in_executor(None, functools.partial(engine._thread.shutdown, wait=True))
+        return engine.stats()["sampled_tokens"]
+
+    assert asyncio.run(asyncio.wait_for(run(), 30)) < 400
+
+
+@both
 def test_a_cancelled_wait_is_given_up(kind: str) -> None:
     prompt = prompts((5,))[0]
 

@@ -405,6 +405,70 @@ def test_a_long_wait_is_written_down_before_its_deadline(tmp_path, monkeypatch):
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_limit_cancels_its_block_and_says_what_it_waited_for(nested):
+    async def main():
+        waits, ended = Waits(), []
+
+        async def slow():
+            try:
+                await asyncio.sleep(30)
+            finally:
+                ended.append(True)
+
+        async def block():
+            with waits.limit(who="trajectory g1/train0.0", what="its reward", timeout_s=0.01):
+                await slow()
+
+        with pytest.raises(DeadlineExpired, match="trajectory g1/train0.0 waited 0.01 s for its reward"):
+            if nested:
+                with waits.limit(who="outer", what="all of it", timeout_s=60):
+                    await block()
+            else:
+                await block()
+        assert ended and waits.pending() == [] and not asyncio.current_task().cancelling()
+        await asyncio.sleep(0)  # no cancellation is left over
+
+    asyncio.run(main())
+
+
+def test_a_limit_lets_results_errors_and_other_cancellations_through():
+    async def main():
+        waits = Waits()
+        with waits.limit(who="a", what="b", timeout_s=60):
+            await asyncio.sleep(0)
+        with pytest.raises(KeyError), waits.limit(who="a", what="b", timeout_s=60):
+            raise KeyError
+
+        async def limited():
+            with waits.limit(who="a", what="b", timeout_s=60):
+                await asyncio.sleep(30)
+
+        task = asyncio.ensure_future(limited())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert waits.pending() == [] and waits._timer is None
+
+    asyncio.run(main())
+
+
+def test_limits_of_any_order_expire_in_theirs():
+    async def main():
+        waits, order = Waits(), []
+
+        async def limited(timeout_s):
+            with pytest.raises(DeadlineExpired), waits.limit(who=str(timeout_s), what="b", timeout_s=timeout_s):
+                await asyncio.sleep(30)
+            order.append(timeout_s)
+
+        await asyncio.gather(*(limited(t) for t in (0.15, 0.01, 0.08)))
+        assert order == [0.01, 0.08, 0.15]
+
+    asyncio.run(main())
+
+
 # -- placement ---------------------------------------------------------------------------------------------------------
 
 

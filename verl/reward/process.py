@@ -110,7 +110,12 @@ class Worker:
         """Have it load the target. Raises TargetError."""
         started = time.monotonic()
         heard: list[bytes] = []
-        self._told = self._channel.ask([_load_frame(target, self._memory_limit_mb)], lambda body: not heard.append(body))
+
+        def hear(body: bytes) -> bool:
+            heard.append(body)
+            return True
+
+        self._told = self._channel.ask([_load_frame(target, self._memory_limit_mb)], hear)
         timer = asyncio.get_running_loop().call_later(timeout_s, self.give_up)
         try:
             end = await self._told
@@ -158,6 +163,8 @@ class Worker:
             self.calls += fit and not last  # the next one is begun
             return fit
 
+        timer: asyncio.TimerHandle | None = None
+
         def look() -> None:
             nonlocal timer
             left_s = since_s + timeout_s - loop.time()
@@ -167,11 +174,12 @@ class Worker:
                 self.give_up()
 
         self._told = self._channel.ask([HEADER.pack(first + i) + frame for i, frame in enumerate(frames)], hear)
-        timer = loop.call_later(timeout_s, look)
+        look()
         try:
             end = await self._told
         finally:
-            timer.cancel()
+            if timer is not None:
+                timer.cancel()
         if end == "answered" and not nonsense:
             return
         death = await (self.kill() if end == "late" else self._died())
@@ -373,8 +381,15 @@ async def start_worker(target: Target, *, memory_limit_mb: float, start_timeout_
     control, control_far = socket.socketpair()
     with channel_far, control_far:
         popen = _launch(channel_far.fileno(), control_far.fileno(), memory_limit_mb)
-    _, requests = await asyncio.get_running_loop().create_connection(Channel, sock=channel)
-    worker = Worker(popen, requests, await _stream(control), memory_limit_mb)
+    try:
+        _, requests = await asyncio.get_running_loop().create_connection(Channel, sock=channel)
+        worker = Worker(popen, requests, await _stream(control), memory_limit_mb)
+    except BaseException:  # cancelled: nobody watches it yet; its guardian ends with it
+        popen.kill()
+        popen.wait()
+        channel.close()
+        control.close()
+        raise
     try:
         await worker.load(target, start_timeout_s)
     except BaseException:  # cancelled, too

@@ -204,7 +204,7 @@ def columns_of(refs: Refs, token: Mapping[str, Tensor], baselines: Mapping[str, 
     s = len(sequence_names)
 
     def column(values: Iterable[float | bool], dtype: type) -> Tensor:
-        out = np.zeros(s, dtype)
+        out: np.ndarray = np.zeros(s, dtype)
         out[sequence] = list(values)
         return torch.from_numpy(out)
 

@@ -26,7 +26,7 @@ from verl.rollout.native.request import Request
 from verl.types import Sampling, as_ids
 
 T = TypeVar("T")
-DELIVER_S = 0.015  # between two deliveries of what has ended: the event loop scores it while the rest is decoded
+DELIVER_S = 0.005  # between two deliveries of what has ended: the event loop scores it while the rest is decoded
 QUIET_TURNS = 2  # turns of the event loop without a new call, after which a burst is over
 
 
