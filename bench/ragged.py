@@ -228,6 +228,9 @@ def long_table(size: str, arms: Mapping[str, list[dict[str, float]]], reasons: M
     names = ("shared", "not shared")
     rows = [_row(label, arms, names, lambda r, k=key: r[k], False)
             for label, key in (("update, s", "update_s"), ("update, core-s", "update_cpu_s"), ("rollout, s", "rollout_s"), ("step, s", "wall_s"))]  # fmt: skip
+    computed = [r["prefill_tokens"] / (r["prompt_tokens"] / 8) for r in arms.get("shared", ()) if "prefill_tokens" in r]
+    if computed:
+        rows.append(("rollout: times that a prompt was computed for its 8 answers", f"{statistics.median(computed):.2f} ({len(computed)})", "", ""))
     return Table(f"Long prompts, {size} parameters: 4 prompts of 1,024 tokens x 8 answers of 128", ("", *names, "gain"), tuple(rows), _notes(reasons))
 
 

@@ -52,8 +52,8 @@ def main(spec: dict[str, Any], result: Path) -> None:
     from verl.rollout.native.core import EngineCore
 
     verl.driver.run.TimeLedger = TwoClockLedger  # type: ignore[misc]
-    peak, engine = [0], Stopwatch()
-    engine.time(EngineCore, "run")
+    peak, engine = [0], EngineMeter()
+    engine.watch(EngineCore)
     if spec.get("lengths"):
         force_lengths(json.loads(Path(spec["lengths"]).read_text()))
     if spec.get("count_bytes"):
@@ -61,11 +61,11 @@ def main(spec: dict[str, Any], result: Path) -> None:
     rows_per_step = spec["prompts_per_step"] * spec["samples_per_prompt"]
 
     def on_step(number: int, values: Mapping[str, float]) -> None:
-        engine_s = engine.reset()
+        engine_s, prefill_tokens = engine.reset()
         prompt_tokens = values["prompt_length/mean"] * rows_per_step
         meter.step(
             rollout_s=values["timing_s/rollout"], update_s=values["timing_s/update"],
-            engine_s=engine_s, driver_s=values["perf/time_per_step"] - engine_s - values["timing_s/update"] - values.get("timing_s/publish", 0.0),
+            engine_s=engine_s, prefill_tokens=prefill_tokens, driver_s=values["perf/time_per_step"] - engine_s - values["timing_s/update"] - values.get("timing_s/publish", 0.0),
             rollout_cpu_s=values["bench_cpu_s/rollout"], update_cpu_s=values["bench_cpu_s/update"],
             prompt_tokens=prompt_tokens, response_tokens=values["perf/total_num_tokens"] - prompt_tokens,
             longest_response_tokens=values["response_length/max"], peak_tensor_mb=peak[0] / 1e6, **_phases(values, "timing_s/", "phase_s"),
@@ -77,27 +77,31 @@ def main(spec: dict[str, Any], result: Path) -> None:
     meter.write(result, versions=versions, drop_last_steps=1)  # the last step holds the checkpoint
 
 
-class Stopwatch:
-    """Seconds inside a method since the last reset."""
+class EngineMeter:
+    """Seconds that the rollout engine worked, and prompt tokens that it computed, since the last reset."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self._seconds = 0.0
+        self._prefilled = 0
+        self._core: Any = None
 
-    def time(self, owner: type, name: str) -> None:
-        work = getattr(owner, name)
+    def watch(self, core: Any) -> None:
+        run = core.run
 
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()
+        def timed(engine: Any, *args: Any) -> Any:
+            self._core, began = engine, time.perf_counter()
             try:
-                return work(*args, **kwargs)
+                return run(engine, *args)
             finally:
-                self.seconds += time.perf_counter() - began
+                self._seconds += time.perf_counter() - began
 
-        setattr(owner, name, timed)
+        core.run = timed
 
-    def reset(self) -> float:
-        seconds, self.seconds = self.seconds, 0.0
-        return seconds
+    def reset(self) -> tuple[float, int]:
+        prefilled = self._core.stats()["prefill_tokens"]
+        found = self._seconds, prefilled - self._prefilled
+        self._seconds, self._prefilled = 0.0, prefilled
+        return found
 
 
 def force_lengths(lengths: list[list[int]]) -> None:
