@@ -1,6 +1,6 @@
 """verl beside vLLM (rollout), TRL (whole step) and itself without a shared prompt, on answers of unlike lengths and on long prompts.
 
-    python bench/ragged.py [--only rollout,step,memory,long,drafts] [--sizes 10M,100M] [--rounds N] [--threads N]
+    python bench/ragged.py [--only rollout,step,memory,long,drafts] [--sizes 10M,100M] [--rounds N] [--threads N] [--add]
 
 Random models of 10M and 100M parameters, vocabulary 32k; the lengths of the answers are forced, the same in every arm.
 The arms run in turn. Writes its part of bench/RESULTS.md (bench/sections/ragged.md) and runs/bench/ragged.json.
@@ -43,11 +43,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--measured", type=int, default=MEASURED, help="steps per process of a `step` arm, after one that is dropped")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--add", action="store_true", help="keep the repetitions of earlier calls: a step of TRL at 100M takes minutes")
     given = parser.parse_args(argv)
     parts, sizes = given.only.split(","), given.sizes.split(",")
     if unknown := [x for x in (*parts, *sizes) if x not in (*PARTS, "10M", "100M")]:
         parser.error(f"{', '.join(unknown)}: known are {', '.join(PARTS)} and 10M, 100M")
-    bench = Bench(given.rounds, given.threads, Console(), given.measured)
+    bench = Bench(given.rounds, given.threads, Console(), given.measured, add=given.add)
     for size in sizes:
         for part in parts:
             getattr(bench, part)(size)
@@ -58,8 +59,8 @@ def main(argv: Sequence[str]) -> int:
 class Bench:
     """Everything that was measured, by part and size; kept between calls, so that parts can be run one by one."""
 
-    def __init__(self, rounds: int, threads: int, console: Console, measured: int = MEASURED) -> None:
-        self.measured = measured
+    def __init__(self, rounds: int, threads: int, console: Console, measured: int = MEASURED, *, add: bool = False) -> None:
+        self.measured, self.add = measured, add
         self.rounds, self.threads, self.console = rounds, threads, console
         self.folder, self.env = ROOT / "runs" / "bench", arm_env(threads)
         self.page = self.folder / "ragged.json"
@@ -80,15 +81,13 @@ class Bench:
         except Unavailable as e:
             reasons["vllm"] = str(e)
         results = self._play(f"rollout-{size}", programs, {name: spec for name in programs}, reasons)
-        self.found[f"rollout-{size}"] = {
-            "reasons": reasons, "arms": {name: [r for one in found for r in one["rollouts"]] for name, found in results.items()},
-        }  # fmt: skip
+        self._keep(f"rollout-{size}", results, reasons, "rollouts")
 
     def step(self, size: str) -> None:
         """A whole GRPO step, 8 prompts x 8 answers."""
         programs, reasons = self._step_programs()
         results = self._play(f"step-{size}", programs, {name: self._spec(f"ragged-{size}", name) for name in programs}, reasons)
-        self.found[f"step-{size}"] = {"reasons": reasons, "arms": {n: [s for one in found for s in one["steps"]] for n, found in results.items()}}
+        self._keep(f"step-{size}", results, reasons, "steps")
 
     def memory(self, size: str) -> None:
         """Peak tensor bytes of one forward and backward pass over the same sequences, at one micro-batch each."""
@@ -100,7 +99,7 @@ class Bench:
             part.write_text(json.dumps([step[: groups * spec["samples_per_prompt"]] for step in json.loads(whole.read_text())]))
             spec["lengths"] = str(part)
         results = self._play(f"memory-{size}", programs, specs, reasons, rounds=1)
-        self.found[f"memory-{size}"] = {"reasons": reasons, "arms": {n: [s for one in found for s in one["steps"]] for n, found in results.items()}}
+        self._keep(f"memory-{size}", results, reasons, "steps")
 
     def long(self, size: str) -> None:
         """Prompts of 1,024 tokens, 4 x 8 answers of 128: the update with the prompt shared, and without."""
@@ -109,7 +108,7 @@ class Bench:
         specs = {name: {**base, "folder": f"{base['folder']}-{name}", "overrides": [*base["overrides"], f"model.share_prefix={str(name == 'shared').lower()}"]}
                  for name in ("shared", "not shared")}  # fmt: skip
         results = self._play(f"long-{size}", {name: ours for name in specs}, specs, {})
-        self.found[f"long-{size}"] = {"reasons": {}, "arms": {n: [s for one in found for s in one["steps"]] for n, found in results.items()}}
+        self._keep(f"long-{size}", results, {}, "steps")
 
     def drafts(self, size: str) -> None:
         """One sequence at a time whose text repeats itself (greedy, random weights): with guessed tokens, and without."""
@@ -120,7 +119,7 @@ class Bench:
         ours = [sys.executable, str(ROOT / "bench" / "rollout_arm.py")]
         specs = {"guessing": {**base, "draft_tokens": 5}, "plain": {**base, "draft_tokens": 0}}
         results = self._play(f"drafts-{size}", {name: ours for name in specs}, specs, {})
-        self.found[f"drafts-{size}"] = {"reasons": {}, "arms": {n: [r for one in found for r in one["rollouts"]] for n, found in results.items()}}
+        self._keep(f"drafts-{size}", results, {}, "rollouts")
 
     # -- running -------------------------------------------------------------------------------------------------------
 
@@ -149,7 +148,8 @@ class Bench:
     ) -> dict[str, list[dict[str, Any]]]:
         """Round by round, each arm in a process of its own. A failure ends the arm, with its reason."""
         found: dict[str, list[dict[str, Any]]] = {name: [] for name in programs}
-        loads = self.found.setdefault("load", {})[part] = []
+        loads = self.found.setdefault("load", {}).get(part, []) if self.add else []
+        self.found.setdefault("load", {})[part] = loads
         for number in range(1, (rounds or self.rounds) + 1):
             for name, program in programs.items():
                 if name in reasons:
@@ -170,6 +170,13 @@ class Bench:
                     reasons[name] = said = str(e)
                 self.console.print(f"{part} round {number} {name}: {said}; load before {load:.1f}", highlight=False)
         return {name: runs for name, runs in found.items() if runs}
+
+    def _keep(self, part: str, results: Mapping[str, list[dict[str, Any]]], reasons: dict[str, str], kind: str) -> None:
+        arms = {name: [r for one in found for r in one[kind]] for name, found in results.items()}
+        if self.add:
+            earlier = self.found.get(part, {}).get("arms", {})
+            arms = {name: [*earlier.get(name, ()), *arms.get(name, ())] for name in (*arms, *(n for n in earlier if n not in arms))}
+        self.found[part] = {"reasons": reasons, "arms": arms}
 
     def store(self) -> None:
         self.page.parent.mkdir(parents=True, exist_ok=True)

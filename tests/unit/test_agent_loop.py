@@ -85,6 +85,16 @@ def test_a_touched_answer_is_refused_all_the_same(loop: AgentLoopOutput):
 # -- single turn -------------------------------------------------------------------------------------------------------
 
 
+def test_a_subclass_has_to_say_itself_that_it_ends_when_cancelled():
+    class Mine(SingleTurnLoop):
+        pass
+
+    class Sure(SingleTurnLoop):
+        ends_when_cancelled = True
+
+    assert (SingleTurnLoop.ends_when_cancelled, Mine.ends_when_cancelled, Sure.ends_when_cancelled) == (True, False, True)
+
+
 def test_single_turn_is_one_prompt_and_one_answer():
     async def main():
         engine = Scripted([5, 6, 7])

@@ -11,7 +11,9 @@ from safetensors.numpy import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from bench import breakdown, environments, gpu, limits, report, results
+from rich.console import Console
+
+from bench import breakdown, environments, gpu, limits, ragged, report, results
 from verl.models import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -304,3 +306,19 @@ def test_the_breakdown_adds_up_to_the_whole() -> None:
         assert label == "together" and float(whole) > 0
         assert parts[0][0] == "matrix products" and float(parts[0][3].removesuffix("×")) > 0
         assert abs(sum(float(seconds) for _, seconds, _, _ in parts) - float(whole)) < 0.006 * len(rows)
+
+
+@pytest.mark.parametrize("add", [False, True])
+def test_repetitions_of_earlier_calls_are_kept_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, add: bool) -> None:
+    monkeypatch.setattr(ragged, "ROOT", tmp_path)
+    (tmp_path / "runs" / "bench").mkdir(parents=True)
+    (tmp_path / "runs" / "bench" / "ragged.json").write_text(json.dumps({
+        "step-100M": {"reasons": {}, "arms": {"verl": steps(1.0, 1), "TRL": steps(9.0, 1)}}, "load": {"step-100M": [2.0]},
+    }))  # fmt: skip
+    bench = ragged.Bench(1, 2, Console(quiet=True), add=add)
+    bench._keep("step-100M", {"verl": [{"steps": steps(3.0, 2)}], "TRL": []}, {}, "steps")
+    arms = bench.found["step-100M"]["arms"]
+    assert [s["wall_s"] for s in arms["verl"]] == ([1.0, 3.0, 3.0] if add else [3.0, 3.0])
+    assert [s["wall_s"] for s in arms.get("TRL", ())] == ([9.0] if add else []), "an arm that failed now has run before"
+    (table,) = ragged.tables({**bench.found, "step-100M": bench.found["step-100M"]})
+    assert table.rows[0][1] == ("3.00 (3)" if add else "3.00 (2)")

@@ -444,6 +444,10 @@ def test_a_limit_lets_results_errors_and_other_cancellations_through():
             with waits.limit(who="a", what="b", timeout_s=60):
                 await asyncio.sleep(30)
 
+        future = asyncio.get_running_loop().create_future()
+        future.cancel()
+        with pytest.raises(Abandoned, match="a waited for b, which was cancelled"), waits.limit(who="a", what="b", timeout_s=60):
+            await future
         task = asyncio.ensure_future(limited())
         await asyncio.sleep(0)
         task.cancel()

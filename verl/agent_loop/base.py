@@ -140,6 +140,12 @@ def sampling_params_of(sampling: Sampling) -> dict[str, Any]:
 class AgentLoopBase:
     """Subclass and write `run`. One instance per trajectory."""
 
+    ends_when_cancelled = False
+    """True for a loop that surely does: it needs no task of its own, which could be left behind. Not inherited."""
+
+    def __init_subclass__(cls) -> None:
+        cls.ends_when_cancelled = cls.__dict__.get("ends_when_cancelled", False)
+
     def __init__(
         self,
         trainer_config: Any,

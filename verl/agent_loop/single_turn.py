@@ -9,6 +9,8 @@ from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput
 
 
 class SingleTurnLoop(AgentLoopBase):
+    ends_when_cancelled = True
+
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         prompt_ids = kwargs["prompt_ids"]
         out = await self.server_manager.generate(

@@ -115,10 +115,13 @@ class Trajectories:
             "request_id": name,
         }
         try:
-            output = await self._waits.wait(
-                self._loop(manager).run(sampling_params_of(sampling), **row),
-                who=f"trajectory {name}", what="its agent loop", timeout_s=self._timeout_s,
-            )  # fmt: skip
+            loop = self._loop(manager)
+            run, who, what = loop.run(sampling_params_of(sampling), **row), f"trajectory {name}", "its agent loop"
+            if loop.ends_when_cancelled:
+                with self._waits.limit(who=who, what=what, timeout_s=self._timeout_s):
+                    output = await run
+            else:
+                output = await self._waits.wait(run, who=who, what=what, timeout_s=self._timeout_s)
             found = played(output, manager, sampling.max_tokens)
         except Exception as e:  # an agent loop is user code: its failure is an outcome, and retried
             late = f"timeout: the agent loop did not end in {self._timeout_s:g} s"

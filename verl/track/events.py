@@ -69,8 +69,7 @@ class EventLog:
         """Record that `kind` happened in `step`. `data`: anything JSON holds, numpy scalars and arrays too."""
         assert _KIND.fullmatch(kind), f"a kind is one lower-case word, got {kind!r}"
         record = {"kind": kind, "step": step, "attempt": self.attempt, "time_s": self._clock(), "data": data}
-        text = json.dumps(record, ensure_ascii=False, separators=(",", ":"), default=_plain)
-        body = text.encode("utf-8", "backslashreplace")
+        body = _ENCODER.encode(record).encode("utf-8", "backslashreplace")
         with self._lock:
             self._log.append(b"%08x %s" % (zlib.crc32(body), body))
 
@@ -165,3 +164,6 @@ def _plain(value: object) -> object:
     if isinstance(value, Path):
         return str(value)
     raise TypeError(f"an event holds JSON and numpy values, not {type(value).__name__}: {value!r:.80}")
+
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=_plain)

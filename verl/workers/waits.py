@@ -103,6 +103,8 @@ class Waits:
         except asyncio.CancelledError:
             if expired and task.uncancel() <= already:
                 raise self._expired(key) from None
+            if task.cancelling() <= already:
+                raise Abandoned(f"{who} waited for {what}, which was cancelled") from None
             raise
         finally:
             self._unset(key)
