@@ -62,8 +62,8 @@ GRADER = """
             os._exit(7)
         if solution_str == "memory":
             return float(len(bytearray(1 << 40)))
-        time.sleep(60 if solution_str == "hang" else 0)
-        return {"score": float(solution_str), "pid": os.getpid()}
+        time.sleep({"hang": 60, "nap": 0.3}.get(solution_str, 0))
+        return {"score": 0.0 if solution_str == "nap" else float(solution_str), "pid": os.getpid()}
 
     NOT_A_FUNCTION = 3
 """
@@ -324,6 +324,62 @@ def test_a_caller_that_leaves_takes_nobody_along(grader: str) -> None:
     assert "timeout" not in stats.outcomes
 
 
+def test_a_call_that_nobody_waits_for_any_more_is_given_up_when_its_turn_comes(grader: str) -> None:
+    async def use(pool: RewardPool) -> Any:
+        await warm(pool)
+        tasks = [asyncio.create_task(pool.score(request(word))) for word in ("nap", "hang", "2", "3")]
+        await asyncio.sleep(0.1)
+        assert pool.stats().waiting == 3, "sent, but not begun"
+        tasks[1].cancel()
+        async with asyncio.timeout(10):
+            return await asyncio.gather(*tasks, return_exceptions=True)
+
+    nap, left, two, three = with_pool(Target(path=grader, name="by_word"), use)
+    assert [g.value for g in (nap, two, three)] == [0.0, 2.0, 3.0] and isinstance(left, asyncio.CancelledError)
+
+
+def test_a_leak_is_ended_between_calls_that_were_sent_together(grader: str) -> None:
+    async def use(pool: RewardPool) -> Any:
+        pool._call_s = 1e-4
+        return await score_all(*(request() for _ in range(8)))(pool), pool.stats()
+
+    got, stats = with_pool(Target(path=grader, name="leak"), use, memory_limit_mb=100)
+    assert sorted(g.value for g in got) == [1.0] * 4 + [2.0] * 4
+    assert stats.outcomes == {"ok": 8} and stats.restarted == stats.repeated == 0
+
+
+def test_a_call_before_the_workers_are_up_is_served(grader: str) -> None:
+    async def run() -> Any:
+        pool = RewardPool(Target(path=grader), num_workers=1)
+        starting = asyncio.create_task(pool.start())
+        await asyncio.sleep(0)
+        async with asyncio.timeout(30):
+            got = await pool.score(request())
+        await starting
+        await pool.close()
+        return got
+
+    assert asyncio.run(run()).value == 1.0
+
+
+def test_a_call_that_waits_for_a_fresh_worker_ends_with_the_pool(grader: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def use(pool: RewardPool) -> Any:
+        async def never(slot: Any) -> None:
+            await asyncio.sleep(3600)
+
+        await pool.score(request("1"))
+        monkeypatch.setattr(pool, "_fill", never)
+        tasks = [asyncio.create_task(pool.score(request(word))) for word in ("crash", "2")]
+        while not pool.stats().repeated:
+            await asyncio.sleep(0.01)
+        await pool.close()
+        async with asyncio.timeout(10):
+            return await asyncio.gather(*tasks)
+
+    got = with_pool(Target(path=grader, name="by_word"), use)
+    assert [g.reason for g in got] == ["crash"] * 2 and all("closed" in g.detail for g in got)
+
+
 def test_a_fault_of_ours_is_said_and_nobody_waits(grader: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def broken(*_: Any) -> None:
         raise KeyError("ours")
@@ -465,7 +521,8 @@ def test_a_channel_keeps_nothing_that_nobody_asked_for() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("answer", [{"pid": 1}, {"pid": 1, "grown_mb": 1.0, "took_s": 0.1}, {"reason": "exception", "detail": "", "grown_mb": "no"}, {"error": "x"}])
+@pytest.mark.parametrize("answer", [{"pid": 1}, {"pid": 1, "grown_mb": 1.0, "took_s": 0.1}, {"reason": "exception", "detail": "", "grown_mb": "no"}, {"error": "x"},
+                                    {"reason": [], "detail": "", "grown_mb": 0.0, "took_s": 0.0}])
 def test_an_answer_that_no_worker_gives_is_a_crash_of_the_grader(answer: dict[str, object]) -> None:
     async def run() -> None:
         worker = await start_worker(Target(), memory_limit_mb=512, start_timeout_s=60)

@@ -458,6 +458,41 @@ def test_a_limit_lets_results_errors_and_other_cancellations_through():
     asyncio.run(main())
 
 
+def test_a_limit_leaves_no_cancellation_behind_however_its_block_ends():
+    async def main():
+        waits = Waits()
+
+        async def badly():
+            try:
+                await asyncio.sleep(30)
+            finally:
+                raise KeyError("in its cleanup")
+
+        with pytest.raises(KeyError), waits.limit(who="a", what="b", timeout_s=0.01):
+            await badly()
+        assert not asyncio.current_task().cancelling()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(asyncio.sleep(0.01))
+
+    asyncio.run(main())
+
+
+def test_deadlines_hold_on_a_second_event_loop():
+    waits = Waits()
+    first = asyncio.new_event_loop()
+    left = first.create_task(waits.wait(first.create_future(), who="a", what="b", timeout_s=30))
+    first.run_until_complete(asyncio.sleep(0))
+    first.close()  # with a wait in it
+
+    async def main():
+        async with asyncio.timeout(10):
+            with pytest.raises(DeadlineExpired):
+                await waits.wait(asyncio.sleep(30), who="a", what="b", timeout_s=0.05)
+
+    asyncio.run(main())
+    left._log_destroy_pending = False
+
+
 def test_limits_of_any_order_expire_in_theirs():
     async def main():
         waits, order = Waits(), []

@@ -25,7 +25,8 @@ from verl.types import Invalid, Score
 __all__ = ["PoolStats", "RewardPool", "SlowCall", "Target", "TargetError"]
 
 SLOWEST = 10
-BATCH_S, MAX_BATCH = 0.005, 32  # quick calls are sent together, as many as take about so long: a message costs as much as they do
+BATCH_S, MAX_BATCH = 0.005, 8  # quick calls are sent together, as many as take about so long: a message costs as much as they do
+ABANDONED_S = 0.05  # for a call whose caller has gone to end by itself: a fresh worker costs as much
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -66,6 +67,7 @@ class _Slot:
     worker: Worker | None = None
     error: str = ""
     calls: deque[_Call] = field(default_factory=deque)
+    repeat: list[_Call] = field(default_factory=list)  # for its fresh worker; at most one
 
 
 class RewardPool:
@@ -132,6 +134,8 @@ class RewardPool:
             await self.close()
             raise
         self._idle.extend(self._slots)
+        if self._queue:
+            self._dispatch_soon()
 
     async def score(self, request: RewardRequest) -> Score | Invalid:
         """Score one request, waiting for a free worker first (that is the back-pressure). Never raises for a grader."""
@@ -146,10 +150,9 @@ class RewardPool:
         self._dispatch_soon()
         try:
             return await call.outcome
-        except asyncio.CancelledError:  # it runs: free its worker
+        except asyncio.CancelledError:
             for slot in self._slots:
-                if slot.worker is not None and slot.calls and slot.calls[0] is call:
-                    slot.worker.give_up()
+                self._give_up_soon(slot)
             raise
 
     def stats(self) -> PoolStats:
@@ -158,7 +161,7 @@ class RewardPool:
             outcomes=dict(self._outcomes), examples=dict(self._examples),
             slowest=tuple(sorted(self._slowest, reverse=True)),
             workers=sum(slot.worker is not None and slot.worker.alive for slot in self._slots),
-            waiting=len(self._queue), longest_wait_s=self._longest_wait_s,
+            waiting=len(self._queue) + sum(max(0, len(slot.calls) - 1) for slot in self._slots), longest_wait_s=self._longest_wait_s,
             restarted=self._restarted, recycled=self._recycled, repeated=self._repeated,
         )  # fmt: skip
 
@@ -170,8 +173,7 @@ class RewardPool:
         for task in self._serving:
             task.cancel()
         await asyncio.gather(*self._serving, return_exceptions=True)
-        self._fail([*(call for slot in self._slots for call in slot.calls), *self._queue], Invalid("crash", "the reward pool was closed"))
-        self._queue.clear()
+        self._fail_all(self._slots, Invalid("crash", "the reward pool was closed"))
         await asyncio.gather(*(slot.worker.stop() for slot in self._slots if slot.worker is not None))
 
     def _dispatch_soon(self) -> None:
@@ -195,75 +197,80 @@ class RewardPool:
 
     async def _serve(self, slot: _Slot) -> None:
         """Work through the queue for as long as there is one; then the slot is idle, with a worker fit to be called."""
-        repeat: list[_Call] = []  # at most one
-        while repeat or self._queue:
+        while slot.repeat or self._queue:
             if slot.worker is None or not slot.worker.alive:  # a replacement failed, or it was killed while idle
                 await self._replace(slot)
-            calls = repeat or self._next_calls(slot.worker)
-            repeat = []
+            if slot.repeat:
+                calls, slot.repeat = [call for call in slot.repeat if not call.outcome.done()], []
+            else:
+                calls = self._next_calls(slot.worker)
             if slot.worker is None:
                 self._fail(calls, Invalid("crash", f"no worker could be started: {slot.error}"))
             elif calls:
-                repeat = await self._run(slot, slot.worker, calls)
-                await self._mend(slot, slot.worker)
+                await self._run(slot, slot.worker, calls)
+                if not (slot.worker.healthy and slot.worker.alive) or self._spent(slot.worker):
+                    await self._replace(slot)
 
     def _served(self, slot: _Slot, task: asyncio.Task[None]) -> None:
         self._serving.discard(task)
         self._idle.append(slot)
         if not task.cancelled() and (error := task.exception()) is not None:  # ours: say so, and let nobody wait
-            self._fail([*slot.calls, *self._queue], Invalid("crash", f"the reward pool failed: {error!r}"))
-            slot.calls.clear()
-            self._queue.clear()
+            self._fail_all([slot], Invalid("crash", f"the reward pool failed: {error!r}"))
         elif self._queue:
             self._dispatch_soon()
 
-    async def _run(self, slot: _Slot, worker: Worker, calls: list[_Call]) -> list[_Call]:
-        """Settle calls; those that were not begun go back to the queue. -> the one that a fresh worker has to repeat."""
-        repeat: list[_Call] = []
+    async def _run(self, slot: _Slot, worker: Worker, calls: list[_Call]) -> None:
+        """Settle calls; those that were not begun go back to the queue, one that a fresh worker has to repeat stays."""
 
         def deliver(outcome: Score | Invalid, wall_s: float) -> None:
             call = slot.calls.popleft()
-            self._moved_s = time.monotonic()
-            self._call_s += 0.1 * (min(max(worker.took_s, 1e-5), 1.0) - self._call_s)
-            if call.outcome.done():  # its caller has gone
-                return
-            if isinstance(outcome, Invalid) and outcome.reason in UNFIT and worker.calls > 1:
-                repeat.append(call)
+            if isinstance(outcome, Invalid) and outcome.reason in UNFIT and worker.calls > 1 and not call.outcome.done():
+                slot.repeat.append(call)
                 self._repeated += 1
             else:
-                self._note_time(wall_s, call.request, outcome)
-                self._settle(call, outcome)
+                self._settle(call, outcome, wall_s)
+            self._moved_s = time.monotonic()
+            self._call_s += 0.1 * (min(max(worker.took_s, 1e-5), 1.0) - self._call_s)
+            self._begin(slot)
 
         slot.calls.extend(calls)
+        self._begin(slot)
         await worker.call([call.frame for call in calls], self._timeout_s, deliver)
         if slot.calls:
             self._queue.extendleft(reversed(slot.calls))
             slot.calls.clear()
             self._dispatch_soon()
-        return repeat
 
-    async def _mend(self, slot: _Slot, worker: Worker) -> None:
-        """A fresh worker in place of one that should not serve again."""
-        if worker.healthy and worker.alive:
-            # Half the limit gained between calls is a leak: end it before it costs an innocent sample.
-            if worker.calls < self._max_calls and worker.grown_mb < self._memory_limit_mb / 2:
-                return
-            self._recycled += 1
-        await self._replace(slot)
+    def _begin(self, slot: _Slot) -> None:
+        """The front call of a slot runs from now on."""
+        if slot.calls:
+            self._longest_wait_s = max(self._longest_wait_s, time.monotonic() - slot.calls[0].queued_s)
+            self._give_up_soon(slot)
+
+    def _give_up_soon(self, slot: _Slot) -> None:
+        """If nobody waits for the call that runs in a slot: it gets a moment to end by itself."""
+
+        def look() -> None:
+            if slot.worker is not None and slot.calls and slot.calls[0] is call:
+                slot.worker.give_up()
+
+        if slot.calls and (call := slot.calls[0]).outcome.done():
+            asyncio.get_running_loop().call_later(ABANDONED_S, look)
+
+    def _spent(self, worker: Worker) -> bool:
+        return worker.calls >= self._max_calls or worker.leaks
 
     def _next_calls(self, worker: Worker | None) -> list[_Call]:
         """From the front of the queue: one, or several of quick ones that take about BATCH_S, shared with the others."""
         share = -(-len(self._queue) // self._num_workers)
         room = self._max_calls - worker.calls if worker is not None else 1
         size = max(1, min(int(BATCH_S / self._call_s), share, room, MAX_BATCH))
-        now_s = time.monotonic()
         calls: list[_Call] = []
         while self._queue and len(calls) < size:
             call = self._queue.popleft()
             if not call.outcome.done():  # else its caller has gone
                 calls.append(call)
-                self._longest_wait_s = max(self._longest_wait_s, now_s - call.queued_s)
-        self._moved_s = now_s
+        self._moved_s = time.monotonic()
         return calls
 
     @property
@@ -276,15 +283,16 @@ class RewardPool:
         self._watch = None
         still_s = time.monotonic() - self._moved_s
         if self._queue and still_s >= self._turn_s:
-            self._fail(self._queue, Invalid("timeout", f"no free worker within {still_s:.0f} s"))
-            self._queue.clear()
+            self._fail_all([], Invalid("timeout", f"no free worker within {still_s:.0f} s"))
         elif self._queue:
             self._watch = asyncio.get_running_loop().call_later(self._turn_s - still_s, self._look)
 
     async def _replace(self, slot: _Slot) -> None:
         """A fresh worker in the slot; the old one is gone before. On failure the slot stays empty, with the error."""
         if slot.worker is not None:
-            if not slot.worker.healthy or not slot.worker.alive:
+            if slot.worker.healthy and self._spent(slot.worker):
+                self._recycled += 1
+            else:
                 self._restarted += 1
             await slot.worker.stop()
             slot.worker = None
@@ -308,13 +316,25 @@ class RewardPool:
         push = heapq.heappush if len(self._slowest) < SLOWEST else heapq.heappushpop
         push(self._slowest, call)
 
+    def _fail_all(self, slots: Iterable[_Slot], outcome: Invalid) -> None:
+        """Whoever waits in the queue, and in these slots."""
+        for slot in slots:
+            self._fail([*slot.calls, *slot.repeat], outcome)
+            slot.calls.clear()
+            slot.repeat.clear()
+        self._fail(self._queue, outcome)
+        self._queue.clear()
+
     def _fail(self, calls: Iterable[_Call], outcome: Invalid) -> None:
         for call in calls:
             self._settle(call, outcome)
 
-    def _settle(self, call: _Call, outcome: Score | Invalid) -> None:
-        if not call.outcome.done():  # else its caller has gone
-            call.outcome.set_result(self._counted(outcome))
+    def _settle(self, call: _Call, outcome: Score | Invalid, wall_s: float | None = None) -> None:
+        if call.outcome.done():  # its caller has gone
+            return
+        call.outcome.set_result(self._counted(outcome))
+        if wall_s is not None:
+            self._note_time(wall_s, call.request, outcome)
 
     def _counted(self, outcome: Score | Invalid) -> Score | Invalid:
         if isinstance(outcome, Invalid):

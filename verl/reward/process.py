@@ -28,6 +28,7 @@ GRACE_S = 1.0  # for an idle worker to end by itself
 REPORT_WAIT_S = 0.5  # for a death to be reported after the channel broke
 MAX_ANSWER_BYTES = 4 << 20
 UNFIT = ("crash", "memory")  # a worker that says so is not called again: a heap that hit the limit is not reused
+REASONS = ("exception", "memory", "timeout", "bad_result")  # that a worker gives for a call without a score
 End = Literal["answered", "gone", "late"]
 Deliver = Callable[[Score | Invalid, float], None]
 """What becomes of a call: its outcome, and its wall-clock seconds as far as the trainer saw them."""
@@ -106,6 +107,11 @@ class Worker:
     def alive(self) -> bool:
         return not self._death.done()
 
+    @property
+    def leaks(self) -> bool:
+        """Half the limit gained between calls: it ends before that costs an innocent sample. The process knows it too."""
+        return self.grown_mb >= self._memory_limit_mb / 2
+
     async def load(self, target: Target, timeout_s: float) -> None:
         """Have it load the target. Raises TargetError."""
         started = time.monotonic()
@@ -139,8 +145,8 @@ class Worker:
         """Calls of the user's function (`frame_of`), sent together and run one after the other.
 
         `deliver` as each of them ends, in order. One that takes more than `timeout_s` of wall clock is
-        killed with everything it started. A call that ends the worker is the last to be delivered: those behind it were
-        not begun.
+        killed with everything it started. A call that ends the worker, or after which it is not fit to be called, is the
+        last to be delivered: those behind it were not begun.
         """
         loop = asyncio.get_running_loop()
         first, since_s = self.calls + 1, loop.time()
@@ -157,11 +163,11 @@ class Worker:
             wall_s, since_s = loop.time() - since_s, loop.time()
             outcome = self._outcome(answer)
             fit = not (isinstance(outcome, Invalid) and outcome.reason in UNFIT)
-            last = self.calls == first + len(frames) - 1
-            self.healthy = fit and last
+            more = fit and not self.leaks and self.calls < first + len(frames) - 1
+            self.healthy = fit and not more
             deliver(outcome, wall_s)
-            self.calls += fit and not last  # the next one is begun
-            return fit
+            self.calls += more  # the next one is begun
+            return more
 
         timer: asyncio.TimerHandle | None = None
 
@@ -201,7 +207,9 @@ class Worker:
         self.grown_mb, self.took_s = answer["grown_mb"], answer["took_s"]
         if "value" in answer:
             return Score(answer["value"], answer["components"])
-        return Invalid(answer.get("reason", "crash"), answer.get("detail", "the grader's process spoke out of turn"))
+        if "reason" in answer:
+            return Invalid(answer["reason"], answer["detail"])
+        return Invalid("crash", "the grader's process spoke out of turn")
 
     async def stop(self) -> None:
         """Ask an idle worker to end (atexit handlers run), then kill whatever is left; kill a busy one."""
@@ -288,6 +296,10 @@ class Channel(asyncio.Protocol):
         if self._told is not None:
             _settle(self._told, "gone")
 
+    @property
+    def open(self) -> bool:
+        return self._transport is not None
+
     def close(self) -> None:
         if self._transport is not None:
             self._transport.close()
@@ -371,7 +383,10 @@ def _answer(body: bytes) -> dict[str, Any] | None:
             return None
         numbers = [answer["value"], answer.get("grown_mb"), *components.values()]
         return answer if all(map(_finite, numbers)) else None
-    shaped = "error" in answer or "pid" in answer or {"reason", "detail", "grown_mb"} <= answer.keys()
+    if "reason" in answer:
+        shaped = answer["reason"] in REASONS and isinstance(answer.get("detail"), str)
+    else:
+        shaped = isinstance(answer.get("error"), str) or isinstance(answer.get("pid"), int)
     return answer if shaped else None
 
 
@@ -381,14 +396,17 @@ async def start_worker(target: Target, *, memory_limit_mb: float, start_timeout_
     control, control_far = socket.socketpair()
     with channel_far, control_far:
         popen = _launch(channel_far.fileno(), control_far.fileno(), memory_limit_mb)
+    requests = Channel()
+    stream: Stream | None = None
     try:
-        _, requests = await asyncio.get_running_loop().create_connection(Channel, sock=channel)
-        worker = Worker(popen, requests, await _stream(control), memory_limit_mb)
+        await asyncio.get_running_loop().create_connection(lambda: requests, sock=channel)
+        stream = await _stream(control)
+        worker = Worker(popen, requests, stream, memory_limit_mb)
     except BaseException:  # cancelled: nobody watches it yet; its guardian ends with it
         popen.kill()
         popen.wait()
-        channel.close()
-        control.close()
+        for sock, end in ((channel, requests if requests.open else None), (control, stream)):
+            (end or sock).close()  # what the event loop knows is closed through it: else the next socket of that number is deaf
         raise
     try:
         await worker.load(target, start_timeout_s)

@@ -112,8 +112,8 @@ def serve(channel: socket.socket, note_baseline_mb: Callable[[float], None]) -> 
         (number,) = HEADER.unpack_from(frame)
         grown_mb, took_s = _address_space_mb() - start_mb, time.perf_counter() - began_s
         send(channel, {**answer, "id": number, "grown_mb": grown_mb, "took_s": took_s})
-        if answer.get("reason") == "memory":  # calls that were sent with this one are for a fresh process
-            return
+        if answer.get("reason") == "memory" or grown_mb >= init["memory_limit_mb"] / 2:
+            return  # calls that were sent with this one are for a fresh process
 
 
 def _tidy(recursion_limit: int, folder: str) -> None:

@@ -50,6 +50,7 @@ class Waits:
         self._pending: dict[int, Wait] = {}
         self._limits: dict[int, tuple[float, Callable[[], object]]] = {}  # loop time of expiry, what to call then
         self._timer: asyncio.TimerHandle | None = None  # None: there are no limits
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the limits and the timer
         self._path = path
         self._clock = clock
         self._next = 0
@@ -89,7 +90,7 @@ class Waits:
         task = asyncio.current_task()
         assert task is not None, "a limit is for a task of the event loop"
         key = self._begin(who, what, timeout_s)
-        expired = False
+        expired = handled = False
 
         def expire() -> None:
             nonlocal expired
@@ -101,12 +102,15 @@ class Waits:
         try:
             yield
         except asyncio.CancelledError:
+            handled = expired
             if expired and task.uncancel() <= already:
                 raise self._expired(key) from None
             if task.cancelling() <= already:
                 raise Abandoned(f"{who} waited for {what}, which was cancelled") from None
             raise
         finally:
+            if expired and not handled:  # the block ended otherwise: nobody asks it to end any more
+                task.uncancel()
             self._unset(key)
             del self._pending[key]
 
@@ -142,6 +146,9 @@ class Waits:
 
     def _set(self, key: int, timeout_s: float, expire: Callable[[], object]) -> None:
         loop = asyncio.get_running_loop()
+        if loop is not self._loop:  # an earlier one, and what still waited there, is gone
+            self._loop, self._timer = loop, None
+            self._limits.clear()
         until_s = loop.time() + timeout_s
         self._limits[key] = until_s, expire
         self._look_by(loop, until_s)
@@ -165,10 +172,10 @@ class Waits:
         now_s = loop.time()
         for key in [key for key, (until_s, _) in self._limits.items() if until_s <= now_s]:
             self._limits.pop(key)[1]()
-        if self._clock() - self._noted_s >= NOTICE_S:
-            self.dump()
         if self._limits:
             self._look_by(loop, min(until_s for until_s, _ in self._limits.values()))
+        if self._clock() - self._noted_s >= NOTICE_S:
+            self.dump()
 
     def _expired(self, key: int) -> DeadlineExpired:
         self.dump()

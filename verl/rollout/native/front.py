@@ -300,7 +300,8 @@ class AsyncEngine:
             with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
                 loop.call_soon_threadsafe(self._deliver, done)
 
-        running = loop.run_in_executor(self._thread, partial(self._core.run, deliver, DELIVER_S, self._wanted))
+        interrupted = lambda: self._wanted() or not loop.is_running()  # noqa: E731
+        running = loop.run_in_executor(self._thread, partial(self._core.run, deliver, DELIVER_S, interrupted))
         await asyncio.wait({running})
         if error := running.exception():
             self._fail(error)
@@ -308,7 +309,8 @@ class AsyncEngine:
         self._deliver(running.result())
 
     def _wanted(self) -> bool:
-        gave_up = self._serving is not None and self._serving.done.done()
+        serving = self._serving  # read once: this is the engine's thread
+        gave_up = serving is not None and serving.done.done()
         return bool(self._inbox or self._aborts or self._closed or self._orphans or gave_up)
 
     async def _in_thread(self, run: Callable[[], T]) -> T:
