@@ -370,7 +370,7 @@ def test_a_call_that_waits_for_a_fresh_worker_ends_with_the_pool(grader: str, mo
         await pool.score(request("1"))
         monkeypatch.setattr(pool, "_fill", never)
         tasks = [asyncio.create_task(pool.score(request(word))) for word in ("crash", "2")]
-        while not pool.stats().repeated:
+        while not pool.stats().repeated:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         await pool.close()
         async with asyncio.timeout(10):
