@@ -105,8 +105,11 @@ class FakeEngine:
         self.version = source.version
         return self.version
 
-    async def pause(self, mode="keep"): ...
-    async def resume(self): ...
+    async def pause(self, mode="keep"):
+        self.paused = True
+
+    async def resume(self):
+        self.paused = False
 
     async def abort(self, request_ids=None):
         return 0

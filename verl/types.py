@@ -137,8 +137,7 @@ class Trajectory:
     @property
     def response_ids(self) -> np.ndarray:
         """Everything after the first segment (the prompt), environment tokens included."""
-        rest = [s.ids for s in self.segments[1:]]
-        return np.concatenate(rest) if rest else np.zeros(0, np.int64)
+        return response_ids_of(self.segments)
 
     @property
     def loss_tokens(self) -> int:
@@ -149,6 +148,13 @@ class Trajectory:
         """(oldest, newest) weight version among the sampled segments; (-1, -1) if none."""
         found = [s.version for s in self.segments if s.source == "sampled"]
         return (min(found), max(found)) if found else (-1, -1)
+
+
+def response_ids_of(segments: Sequence[Segment]) -> np.ndarray:
+    """[R] int64: what follows the first segment (the prompt). May be a view."""
+    if len(segments) == 2:
+        return segments[1].ids
+    return np.concatenate([s.ids for s in segments[1:]]) if len(segments) > 1 else np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,7 +271,7 @@ def derive_seed(*parts: object) -> int:
 
     seed(sample) = derive_seed(run seed, purpose, epoch, draw, task, index, turn, attempt)   (DESIGN section 6)
     """
-    digest = hashlib.blake2b("\x1f".join(str(p) for p in parts).encode(), digest_size=8).digest()
+    digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") & (2**63 - 1)
 
 

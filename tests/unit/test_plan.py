@@ -217,6 +217,8 @@ def test_memory_moves_the_right_way(folder: Path) -> None:
     full = memory("model.dtype=float32")
     assert "compute copy of weights" not in full.items and full.items["rollout weights"] == 2 * plain.items["rollout weights"]
     assert "KV cache" not in plain.phases["update"] and "KV cache" in memory("pipeline.staleness=1").phases["update"]
+    little = memory("rollout.max_kv_tokens=2560", "rollout.prefix_cache_tokens=0")  # 30 MiB
+    assert all("KV cache" in parts for parts in little.phases.values())
     for m in (plain, full):
         assert m.peaks == {name: sum(m.items[i] for i in parts) for name, parts in m.phases.items()}
         assert m.peak_bytes == max(m.peaks.values())

@@ -279,19 +279,21 @@ def test_the_message_stays_short_with_thousands_pending():
     asyncio.run(main())
 
 
+async def until_cancelled(ended):
+    """Ends a little after it is told to, and says so."""
+    try:
+        await asyncio.sleep(30)
+    finally:
+        await asyncio.sleep(0.01)
+        ended.append(True)
+
+
 def test_a_coroutine_that_is_too_late_has_ended_when_the_error_comes():
     async def main():
         ended = []
 
-        async def slow():
-            try:
-                await asyncio.sleep(30)
-            finally:
-                await asyncio.sleep(0.01)
-                ended.append(True)
-
         with pytest.raises(DeadlineExpired):
-            await Waits().wait(slow(), who="a", what="b", timeout_s=0.01)
+            await Waits().wait(until_cancelled(ended), who="a", what="b", timeout_s=0.01)
         assert ended and len(asyncio.all_tasks()) == 1
 
     asyncio.run(main())
@@ -312,14 +314,7 @@ def test_a_cancelled_waiter_leaves_nothing_running_and_nothing_pending():
     async def main():
         waits, ended = Waits(), []
 
-        async def slow():
-            try:
-                await asyncio.sleep(30)
-            finally:
-                await asyncio.sleep(0.01)
-                ended.append(True)
-
-        waiter = asyncio.ensure_future(waits.wait(slow(), who="a", what="b", timeout_s=60))
+        waiter = asyncio.ensure_future(waits.wait(until_cancelled(ended), who="a", what="b", timeout_s=60))
         await asyncio.sleep(0.005)
         waiter.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -410,15 +405,9 @@ def test_a_limit_cancels_its_block_and_says_what_it_waited_for(nested):
     async def main():
         waits, ended = Waits(), []
 
-        async def slow():
-            try:
-                await asyncio.sleep(30)
-            finally:
-                ended.append(True)
-
         async def block():
             with waits.limit(who="trajectory g1/train0.0", what="its reward", timeout_s=0.01):
-                await slow()
+                await until_cancelled(ended)
 
         with pytest.raises(DeadlineExpired, match="trajectory g1/train0.0 waited 0.01 s for its reward"):
             if nested:
@@ -524,6 +513,18 @@ def test_a_colocated_rollout_sleeps_while_training_and_wakes_whatever_happens():
         assert [r.asleep for r in replicas] == [False, False]
         async with Placement(ResourcePool("global"), replicas, colocated=False).training():
             assert [r.asleep for r in replicas] == [False, False]
+
+    asyncio.run(main())
+
+
+def test_a_small_kv_cache_stays_where_it_is_while_training():
+    async def main():
+        replica = FakeEngine()
+        with pytest.raises(KeyError):
+            async with Placement(ResourcePool("global"), [replica], colocated=True, frees_kv=False).training():
+                assert replica.paused and not replica.asleep
+                raise KeyError
+        assert not replica.paused
 
     asyncio.run(main())
 

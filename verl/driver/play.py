@@ -13,10 +13,9 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from verl.agent_loop.base import AgentLoopFactory, AgentLoopOutput, ServerManager, played, sampling_params_of
+from verl.agent_loop.base import AgentLoopFactory, AgentLoopOutput, Played, ServerManager, played, sampling_params_of
 from verl.algorithms.table import Algorithm, reject_flat
 from verl.driver.scheduler import Batch, Exhausted, Scheduler
 from verl.reward.base import RewardFn, RewardRequest, parse_result
@@ -103,10 +102,6 @@ class Trajectories:
         seed_parts = (self._seed, seat.purpose, seat.epoch, seat.draw, task.task_id, seat.index, attempt)
         manager = ServerManager(self._engine, sampling, seed_parts=seed_parts, prefix_key=seat.group_id)
         started = time.monotonic()
-        trajectory = partial(
-            Trajectory, trajectory_id=name, group_id=seat.group_id, task_id=task.task_id, index=seat.index, purpose=seat.purpose,
-            attempt=attempt, sampling=sampling,
-        )  # fmt: skip
         row = {
             **task.row,
             "raw_prompt": list(task.messages),
@@ -114,6 +109,9 @@ class Trajectories:
             "index": task.index,
             "request_id": name,
         }
+        outcome: Outcome = "failed"
+        reward: Score | Invalid | None = None
+        error = ""
         try:
             loop = self._loop(manager)
             run, who, what = loop.run(sampling_params_of(sampling), **row), f"trajectory {name}", "its agent loop"
@@ -122,43 +120,43 @@ class Trajectories:
                     output = await run
             else:
                 output = await self._waits.wait(run, who=who, what=what, timeout_s=self._timeout_s)
-            found = played(output, manager, sampling.max_tokens)
+            made = played(output, manager, sampling.max_tokens)
         except Exception as e:  # an agent loop is user code: its failure is an outcome, and retried
             late = f"timeout: the agent loop did not end in {self._timeout_s:g} s"
-            return trajectory(
-                segments=(Segment(ids=task.prompt_ids, source="prompt"),), stop_reason="error", outcome="failed",
-                error=late if isinstance(e, DeadlineExpired) else f"{type(e).__name__}: {e}", wall_s=time.monotonic() - started,
-            )  # fmt: skip
-        made = trajectory(
-            segments=found.segments, stop_reason=found.stop_reason, turns=max(1, len(manager.record)), outcome="failed"
-        )
-        outcome: Outcome = "failed"
-        reward: Score | Invalid | None = None
-        error = ""
-        if made.stop_reason == "abort":
-            outcome, error = "cancelled", "abort: the rollout engine gave the request up"
-        elif not made.loss_tokens:
-            error = "empty: the agent loop returned no token of the model"
+            error = late if isinstance(e, DeadlineExpired) else f"{type(e).__name__}: {e}"
+            made, turns = Played((Segment(ids=task.prompt_ids, source="prompt"),), "error"), 1
         else:
-            reward = await self._score(task, made, output)
-            if isinstance(reward, Score):
-                outcome = "ok"
+            turns = max(1, len(manager.record))
+            if made.stop_reason == "abort":
+                outcome, error = "cancelled", "abort: the rollout engine gave the request up"
+            elif not any(s.source == "sampled" for s in made.segments):
+                error = "empty: the agent loop returned no token of the model"
             else:
-                outcome, error = "invalid", f"{reward.reason}: {reward.detail}"
-        return replace(made, outcome=outcome, reward=reward, error=error, wall_s=time.monotonic() - started)
+                reward = await self._score(name, task, sampling, made, output, turns)
+                if isinstance(reward, Score):
+                    outcome = "ok"
+                else:
+                    outcome, error = "invalid", f"{reward.reason}: {reward.detail}"
+        return Trajectory(
+            trajectory_id=name, group_id=seat.group_id, task_id=task.task_id, index=seat.index, purpose=seat.purpose, attempt=attempt,
+            sampling=sampling, segments=made.segments, stop_reason=made.stop_reason, outcome=outcome, reward=reward, turns=turns,
+            wall_s=time.monotonic() - started, error=error,
+        )  # fmt: skip
 
-    async def _score(self, task: Task, made: Trajectory, output: AgentLoopOutput) -> Score | Invalid:
+    async def _score(
+        self, name: str, task: Task, sampling: Sampling, made: Played, output: AgentLoopOutput, turns: int
+    ) -> Score | Invalid:
         if output.reward_score is not None:
             return parse_result(output.reward_score)
         response = made.response_ids
         request = RewardRequest(
-            request_id=made.trajectory_id, data_source=task.data_source, solution_str=self._decode(response.tolist()),
-            ground_truth=task.ground_truth, extra_info={**task.extra_info, "num_turns": output.num_turns or made.turns},
-            response_tokens=len(response), max_response_tokens=made.sampling.max_tokens,
+            request_id=name, data_source=task.data_source, solution_str=self._decode(response.tolist()),
+            ground_truth=task.ground_truth, extra_info={**task.extra_info, "num_turns": output.num_turns or turns},
+            response_tokens=len(response), max_response_tokens=sampling.max_tokens,
             truncated=made.stop_reason in ("length", "context_full"), prompt_ids=task.prompt_ids, response_ids=response,
         )  # fmt: skip
         try:
-            with self._waits.limit(who=f"trajectory {made.trajectory_id}", what="its reward", timeout_s=self._timeout_s):
+            with self._waits.limit(who=f"trajectory {name}", what="its reward", timeout_s=self._timeout_s):
                 return await self._reward.score(request)
         except DeadlineExpired:
             return Invalid("timeout", f"no reward in {self._timeout_s:g} s")

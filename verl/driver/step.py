@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from verl.algorithms.advantages import token_rewards
 from verl.algorithms.corrections import correct
 from verl.algorithms.kl_reward import adapted_coef, kl_penalty
+from verl.algorithms.table import KLReward
+from verl.algorithms.weights import check_finite
 from verl.batch import Columns
 from verl.driver.host import StepHost
 from verl.driver.run import Run, Step
@@ -82,22 +85,21 @@ async def _advantages(run: Run | StepHost, step: Step, refs: Refs) -> None:
     algorithm, trained = run.algorithm, refs.of("train")
     correction, kl = algorithm.correction, algorithm.kl_reward
     if correction is not None:  # on the mask before rejection; the losses see the one after
-        weigh, policies = partial(correct, spec=correction), ("old_logprobs", "rollout_logprobs")
-        step.log(await run.call(run.compute, "compute", trained, weigh, policies, ("is_weights", "keep")))
-    if kl is None:
-        await run.call(run.compute, "compute", trained, _plain_rewards, (), ("rewards",))
-    else:
-        fn = partial(_rewards_with_kl, coef=run.kl_coef, form=kl.form)
-        metrics = await run.call(run.compute, "compute", trained, fn, ("old_logprobs", "ref_logprobs"), ("rewards",))
-        mean = metrics["actor/reward_kl_penalty"].value
-        step.log({**metrics, "actor/reward_kl_penalty_coeff": Metric(run.kl_coef, 1, "step", "last")})
+        weigh, both = partial(correct, spec=correction), ("old_logprobs", "rollout_logprobs")
+        step.log(await run.call(run.compute, "compute", trained, weigh, both, ("is_weights", "keep")))
+    policies = () if kl is None else ("old_logprobs", "ref_logprobs")
+    inputs = tuple(dict.fromkeys((*policies, *algorithm.advantage_inputs)))
+    outputs = ("advantages", "returns") if algorithm.critic else ("advantages",)
+    fn = partial(_rewards_and_advantages, advantage=algorithm.advantage, kl=kl, kl_coef=run.kl_coef)
+    metrics = await run.call(run.compute, "compute", refs, fn, inputs, outputs)
+    step.log(metrics)
+    if kl is not None:
+        step.log({"actor/reward_kl_penalty_coeff": Metric(run.kl_coef, 1, "step", "last")})
         if kl.target is not None:
             run.kl_coef = adapted_coef(
-                run.kl_coef, kl=mean, target=kl.target, horizon=kl.horizon, num_sequences=len(trained)
-            )
-    outputs = ("advantages", "returns") if algorithm.critic else ("advantages",)
-    inputs = ("rewards", *algorithm.advantage_inputs)
-    step.log(await run.call(run.compute, "compute", refs, algorithm.advantage, inputs, outputs))
+                run.kl_coef, kl=metrics["actor/reward_kl_penalty"].value, target=kl.target, horizon=kl.horizon,
+                num_sequences=len(trained),
+            )  # fmt: skip
     if algorithm.critic:
         step.log(await run.call(run.compute, "compute", trained, _explained, ("old_values", "returns"), ()))
     if correction is not None and correction.mode == "bypass" and correction.level is None:
@@ -119,13 +121,19 @@ def _rollout_is_old(columns: Columns) -> Computed:
     return {"old_logprobs": columns["rollout_logprobs"]}
 
 
-def _plain_rewards(columns: Columns) -> Computed:
-    return {"rewards": token_rewards(columns)}
-
-
-def _rewards_with_kl(columns: Columns, *, coef: float, form: str) -> Computed:
-    penalty, mean = kl_penalty(columns, coef=coef, form=form)
-    return {"rewards": token_rewards(columns, penalty), "actor/reward_kl_penalty": Metric(mean, 1, "step")}
+def _rewards_and_advantages(
+    columns: Columns, *, advantage: Callable[[Columns], Computed], kl: KLReward | None, kl_coef: float
+) -> Computed:
+    """Per-token rewards, with the KL penalty if there is one, and what the algorithm makes of them."""
+    penalty = None
+    metrics: Computed = {}
+    if kl is not None:
+        penalty, mean = kl_penalty(columns, coef=kl_coef, form=kl.form)
+        metrics = {"actor/reward_kl_penalty": Metric(mean, 1, "step")}
+    columns = columns.with_token({"rewards": token_rewards(columns, penalty)})
+    check_finite(columns, ("rewards",))
+    found = advantage(columns)
+    return {**metrics, **found} if isinstance(found, Mapping) else found  # a user's own: `compute` says what is wrong
 
 
 def updates_of(refs: Refs, updates: int, epochs: int, seed: int, index: int) -> list[Refs]:

@@ -25,7 +25,7 @@ from verl.types import Invalid, Score
 __all__ = ["PoolStats", "RewardPool", "SlowCall", "Target", "TargetError"]
 
 SLOWEST = 10
-BATCH_S, MAX_BATCH = 0.005, 8  # quick calls are sent together, as many as take about so long: a message costs as much as they do
+BATCH_S, MAX_BATCH = 0.005, 32  # quick calls are sent together, as many as take about so long: a message costs as much as they do
 ABANDONED_S = 0.05  # for a call whose caller has gone to end by itself: a fresh worker costs as much
 
 
@@ -229,7 +229,6 @@ class RewardPool:
                 self._repeated += 1
             else:
                 self._settle(call, outcome, wall_s)
-            self._moved_s = time.monotonic()
             self._call_s += 0.1 * (min(max(worker.took_s, 1e-5), 1.0) - self._call_s)
             self._begin(slot)
 
@@ -242,20 +241,20 @@ class RewardPool:
             self._dispatch_soon()
 
     def _begin(self, slot: _Slot) -> None:
-        """The front call of a slot runs from now on."""
+        """The front call of a slot, if there is one, runs from now on."""
+        self._moved_s = time.monotonic()
         if slot.calls:
-            self._longest_wait_s = max(self._longest_wait_s, time.monotonic() - slot.calls[0].queued_s)
+            self._longest_wait_s = max(self._longest_wait_s, self._moved_s - slot.calls[0].queued_s)
             self._give_up_soon(slot)
 
     def _give_up_soon(self, slot: _Slot) -> None:
         """If nobody waits for the call that runs in a slot: it gets a moment to end by itself."""
+        if slot.calls and slot.calls[0].outcome.done():
+            asyncio.get_running_loop().call_later(ABANDONED_S, self._give_up, slot, slot.calls[0])
 
-        def look() -> None:
-            if slot.worker is not None and slot.calls and slot.calls[0] is call:
-                slot.worker.give_up()
-
-        if slot.calls and (call := slot.calls[0]).outcome.done():
-            asyncio.get_running_loop().call_later(ABANDONED_S, look)
+    def _give_up(self, slot: _Slot, call: _Call) -> None:
+        if slot.worker is not None and slot.calls and slot.calls[0] is call:
+            slot.worker.give_up()
 
     def _spent(self, worker: Worker) -> bool:
         return worker.calls >= self._max_calls or worker.leaks
@@ -270,7 +269,6 @@ class RewardPool:
             call = self._queue.popleft()
             if not call.outcome.done():  # else its caller has gone
                 calls.append(call)
-        self._moved_s = time.monotonic()
         return calls
 
     @property
@@ -311,6 +309,8 @@ class RewardPool:
             await slot.worker.stop()
 
     def _note_time(self, wall_s: float, request: RewardRequest, outcome: Score | Invalid) -> None:
+        if len(self._slowest) == SLOWEST and wall_s <= self._slowest[0].wall_s:
+            return
         name = outcome.reason if isinstance(outcome, Invalid) else "ok"
         call = SlowCall(wall_s, request.request_id, request.data_source, name)
         push = heapq.heappush if len(self._slowest) < SLOWEST else heapq.heappushpop

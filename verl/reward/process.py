@@ -160,7 +160,8 @@ class Worker:
             if answer is None:
                 nonsense = True
                 return False
-            wall_s, since_s = loop.time() - since_s, loop.time()
+            now_s = loop.time()
+            wall_s, since_s = now_s - since_s, now_s
             outcome = self._outcome(answer)
             fit = not (isinstance(outcome, Invalid) and outcome.reason in UNFIT)
             more = fit and not self.leaks and self.calls < first + len(frames) - 1
@@ -372,7 +373,7 @@ def _finite(number: object) -> bool:
 def _answer(body: bytes) -> dict[str, Any] | None:
     """User code shares the process that wrote this: believe only what has the right shape."""
     try:
-        answer = json.loads(body)
+        answer = json.loads(body.decode())  # of bytes, json would look for their encoding first
     except ValueError:
         return None
     if not isinstance(answer, dict):
