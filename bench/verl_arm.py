@@ -52,7 +52,7 @@ def main(spec: dict[str, Any], result: Path) -> None:
     from verl.rollout.native.core import EngineCore
 
     verl.driver.run.TimeLedger = TwoClockLedger  # type: ignore[misc]
-    peak, engine = [0], EngineMeter()
+    peak, engine, ended_s = [0], EngineMeter(), [time.perf_counter()]
     engine.watch(EngineCore)
     if spec.get("lengths"):
         force_lengths(json.loads(Path(spec["lengths"]).read_text()))
@@ -62,15 +62,17 @@ def main(spec: dict[str, Any], result: Path) -> None:
 
     def on_step(number: int, values: Mapping[str, float]) -> None:
         engine_s, prefill_tokens = engine.reset()
+        elsewhere_s = engine_s + values["timing_s/update"] + values.get("timing_s/publish", 0.0)
         prompt_tokens = values["prompt_length/mean"] * rows_per_step
         meter.step(
             rollout_s=values["timing_s/rollout"], update_s=values["timing_s/update"],
-            engine_s=engine_s, prefill_tokens=prefill_tokens, driver_s=values["perf/time_per_step"] - engine_s - values["timing_s/update"] - values.get("timing_s/publish", 0.0),
+            engine_s=engine_s, prefill_tokens=prefill_tokens, driver_s=time.perf_counter() - ended_s[0] - elsewhere_s,
             rollout_cpu_s=values["bench_cpu_s/rollout"], update_cpu_s=values["bench_cpu_s/update"],
             prompt_tokens=prompt_tokens, response_tokens=values["perf/total_num_tokens"] - prompt_tokens,
             longest_response_tokens=values["response_length/max"], peak_tensor_mb=peak[0] / 1e6, **_phases(values, "timing_s/", "phase_s"),
             **_phases(values, "bench_cpu_s/", "phase_cpu_s"),
         )  # fmt: skip
+        ended_s[0] = time.perf_counter()  # so that the driver's share holds the logging of a step, too
 
     run_rl(load_config(overrides(spec)), on_step=on_step, quiet=True)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "verl": verl.__version__}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from verl.track.health import COMPONENT_PREFIX
@@ -28,32 +28,21 @@ def spread(name: str, values: Iterable[float], unit: Unit) -> Metrics:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class _Whole:
-    """One trajectory, whatever its number of rows: a rewritten history must not count its reward once per row."""
-
-    group_id: str
-    reward: float
-    components: Mapping[str, float]
-    prompt_tokens: int
-    response_tokens: int
-    truncated: bool
-    version_min: int
-
-
-def _trajectories(refs: Refs) -> list[_Whole]:
+def _trajectories(refs: Refs) -> list[Ref]:
+    """One per trajectory, whatever its number of rows: a rewritten history must not count its reward once per row."""
     rows: dict[str, list[Ref]] = {}
     for r in refs:
         if r.outcome == "ok" and r.reward == r.reward:
             rows.setdefault(r.trajectory_id, []).append(r)
-    return [
-        _Whole(
-            own[0].group_id, own[0].reward, own[0].components, own[0].prompt_tokens,
-            sum(r.total_tokens - r.prompt_tokens for r in own), any(r.truncated for r in own),
-            min((r.version_min for r in own if r.version_min >= 0), default=-1),
-        )
-        for own in rows.values()
-    ]  # fmt: skip
+    return [own[0] if len(own) == 1 else _joined(own) for own in rows.values()]
+
+
+def _joined(rows: list[Ref]) -> Ref:
+    first = rows[0]
+    return replace(
+        first, total_tokens=first.prompt_tokens + sum(r.total_tokens - r.prompt_tokens for r in rows),
+        truncated=any(r.truncated for r in rows), version_min=min((r.version_min for r in rows if r.version_min >= 0), default=-1),
+    )  # fmt: skip
 
 
 def batch_metrics(refs: Refs, stats: PlayStats, version: int) -> Metrics:
@@ -63,7 +52,7 @@ def batch_metrics(refs: Refs, stats: PlayStats, version: int) -> Metrics:
     out: Metrics = {
         **spread("critic/rewards", (t.reward for t in train), "sequence"),
         **spread("critic/score", (t.components.get("score", t.reward) for t in train), "sequence"),
-        **spread("response_length", (t.response_tokens for t in train), "sequence"),
+        **spread("response_length", (t.total_tokens - t.prompt_tokens for t in train), "sequence"),
         **spread("prompt_length", (t.prompt_tokens for t in train), "sequence"),
         "response_length/clip_ratio": Metric(sum(t.truncated for t in train), len(train), "sequence"),
     }

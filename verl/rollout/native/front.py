@@ -51,6 +51,7 @@ class AsyncEngine:
         self._driver: asyncio.Task[None] | None = None
         self._inbox: deque[Request | Control] = deque()  # in the order of the calls
         self._held: list[Request] = []  # submitted while paused
+        self._in_vocabulary = b""  # the latest ids that were checked
         self._aborts: list[tuple[list[Request], asyncio.Future[int] | None]] = []
         self._pending: dict[str, tuple[Request, asyncio.Future[Completion]]] = {}
         self._serving: Control | None = None
@@ -196,8 +197,10 @@ class AsyncEngine:
         ids = as_ids(ids)
         if ids.ndim != 1:
             raise ValueError(f"{what}: ids must be one sequence [t], got shape {ids.shape}")
-        if len(ids) and not (ids.min() >= 0 and ids.max() < self._runner.vocab_size):
-            raise ValueError(f"{what}: ids in [{ids.min()}, {ids.max()}], vocabulary is [0, {self._runner.vocab_size})")
+        if (content := ids.tobytes()) != self._in_vocabulary:  # the siblings of a group come one after the other
+            if len(ids) and not (ids.min() >= 0 and ids.max() < self._runner.vocab_size):
+                raise ValueError(f"{what}: ids in [{ids.min()}, {ids.max()}], vocabulary is [0, {self._runner.vocab_size})")
+            self._in_vocabulary = content
         return ids
 
     def _check_weights(self, what: str) -> None:
