@@ -300,11 +300,10 @@ def test_parse_result_is_total(value: Any) -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.text(alphabet=st.sampled_from("\\{}()[]$^_=,.#0123 abfrcsqtxoden:AsweT\n")))
 def test_scorers_are_total_on_text(text: str) -> None:
-    for scorer in (dapo_score, gsm8k_score):
-        scorer(text, "7")
-    normalize_math(text)
-    normalize_minerva(text)
-    last_boxed(text)
+    assert dapo_score(text, "7")["score"] in (1.0, -1.0)
+    assert gsm8k_score(text, "7") in (0.0, 1.0)
+    assert isinstance(normalize_math(text), str) and isinstance(normalize_minerva(text), str)
+    assert (boxed := last_boxed(text)) is None or boxed in text
 
 
 def test_import_is_light() -> None:

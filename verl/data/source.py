@@ -209,9 +209,9 @@ def load_conversations(
 def _check(cfg: DataConfig, max_rows: int | None) -> None:
     if cfg.truncation not in TRUNCATIONS:
         raise ValueError(f"data.truncation={cfg.truncation!r}. Fix: one of {', '.join(TRUNCATIONS)}")
-    for name in ("max_prompt_tokens", "max_tokens_per_row"):
-        if getattr(cfg, name) < 1:
-            raise ValueError(f"data.{name}={getattr(cfg, name)}: must be at least 1")
+    for name, limit in (("max_prompt_tokens", cfg.max_prompt_tokens), ("max_tokens_per_row", cfg.max_tokens_per_row)):
+        if limit < 1:
+            raise ValueError(f"data.{name}={limit}: must be at least 1")
     if cfg.num_workers < 0:
         raise ValueError(f"data.num_workers={cfg.num_workers}: must be 0 (in this process) or more")
     if max_rows is not None and max_rows < 1:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from verl.track.files import write_atomic
 
@@ -27,15 +28,23 @@ class Abandoned(RuntimeError):
     """What was waited for was cancelled by somebody else; the waiter itself was not."""
 
 
-class Wait(NamedTuple):
-    who: str
-    what: str | Callable[[], str]
+class Wait:
+    """One that is pending: at `until_s` of the loop's clock it ends `sleep`."""
+
+    __slots__ = ("since_s", "sleep", "timeout_s", "until_s", "what", "who")
+    sleep: asyncio.Future[None]
     since_s: float
-    timeout_s: float
+    until_s: float  # infinity once it has expired
+
+    def __init__(self, who: str, what: str | Callable[[], str], timeout_s: float) -> None:
+        self.who, self.what, self.timeout_s = who, what, timeout_s
 
     @property
     def text(self) -> str:
         return self.what if isinstance(self.what, str) else self.what()
+
+    def expire(self) -> None:
+        _wake(self.sleep)
 
 
 class Waits:
@@ -45,13 +54,11 @@ class Waits:
     """
 
     def __init__(self, path: Path | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._pending: dict[int, Wait] = {}
-        self._limits: dict[int, tuple[float, Callable[[], object]]] = {}  # loop time of expiry, what to call then
-        self._timer: asyncio.TimerHandle | None = None  # None: there are no limits
-        self._loop: asyncio.AbstractEventLoop | None = None  # of the limits and the timer
+        self._pending: dict[Wait, None] = {}  # in order
+        self._timer: asyncio.TimerHandle | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the timer
         self._path = path
         self._clock = clock
-        self._next = 0
         self._noted_s = clock()
 
     async def wait(
@@ -63,23 +70,26 @@ class Waits:
         A future or task may be held by others: it is cancelled on expiry only if `cancel`.
         """
         owned = cancel or not asyncio.isfuture(awaitable)
-        key = self._begin(who, what, timeout_s)
+        wait = Wait(who, what, timeout_s)
         future = asyncio.ensure_future(awaitable)
+        wait.sleep = asyncio.get_running_loop().create_future()
+        future.add_done_callback(partial(_wake, wait.sleep))
+        self._begin(wait)
         try:
-            await self._sleep(key, future, timeout_s)
+            await wait.sleep
             if not future.done():
-                error = self._late(key)
+                error = self._late(wait)
                 if owned:
                     await _ended(future)
                 raise error
             if future.cancelled():
-                raise Abandoned(f"{who} waited for {self._pending[key].text}, which was cancelled")
+                raise Abandoned(f"{who} waited for {wait.text}, which was cancelled")
             return future.result()
         except asyncio.CancelledError:
             await _ended(future)
             raise
         finally:
-            del self._pending[key]
+            self._end(wait)
 
     def limit(self, *, who: str, what: str, timeout_s: float) -> Limit:
         """A deadline for a `with` block, which is cancelled then. Cheaper than `wait`, and for code of ours alone: it must
@@ -90,7 +100,7 @@ class Waits:
         now = self._clock()
         return [
             {"who": w.who, "what": w.text, "waiting_s": round(now - w.since_s, 1), "timeout_s": w.timeout_s}
-            for w in self._pending.values()
+            for w in self._pending
         ]
 
     def dump(self) -> None:
@@ -101,34 +111,19 @@ class Waits:
                 found = {"at_unix_s": time.time(), "pending": self.pending()}
                 write_atomic(self._path, json.dumps(found, indent=1).encode())
 
-    async def _sleep(self, key: int, future: asyncio.Future[Any], timeout_s: float) -> None:
-        """Until the future is done or the time is up."""
-        sleep: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        future.add_done_callback(partial(_wake, sleep))
-        self._set(key, timeout_s, partial(_wake, sleep))
-        try:
-            await sleep
-        finally:
-            self._unset(key)
-
-    def _begin(self, who: str, what: str | Callable[[], str], timeout_s: float) -> int:
-        self._next += 1
-        self._pending[self._next] = Wait(who, what, self._clock(), timeout_s)
-        return self._next
-
-    def _set(self, key: int, timeout_s: float, expire: Callable[[], object]) -> None:
+    def _begin(self, wait: Wait) -> None:
         loop = asyncio.get_running_loop()
         if loop is not self._loop:  # an earlier one, and what still waited there, is gone
             self._loop, self._timer = loop, None
-            self._limits.clear()
-        until_s = loop.time() + timeout_s
-        self._limits[key] = until_s, expire
-        if self._timer is None or until_s < self._timer.when():
-            self._look_by(loop, until_s)
+            self._pending.clear()
+        wait.since_s, wait.until_s = self._clock(), loop.time() + wait.timeout_s
+        self._pending[wait] = None
+        if self._timer is None or wait.until_s < self._timer.when():
+            self._look_by(loop, wait.until_s)
 
-    def _unset(self, key: int) -> None:
-        self._limits.pop(key, None)
-        if not self._limits and self._timer is not None:
+    def _end(self, wait: Wait) -> None:
+        self._pending.pop(wait, None)
+        if not self._pending and self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
@@ -141,53 +136,51 @@ class Waits:
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
         self._timer = None
         now_s = loop.time()
-        for key in [key for key, (until_s, _) in self._limits.items() if until_s <= now_s]:
-            self._limits.pop(key)[1]()
-        if self._limits:
-            self._look_by(loop, min(until_s for until_s, _ in self._limits.values()))
+        for wait in [wait for wait in self._pending if wait.until_s <= now_s]:
+            wait.until_s = math.inf
+            wait.expire()
+        if self._pending:
+            self._look_by(loop, min(wait.until_s for wait in self._pending))
         if self._clock() - self._noted_s >= NOTICE_S:
             self.dump()
 
-    def _late(self, key: int) -> DeadlineExpired:
+    def _late(self, wait: Wait) -> DeadlineExpired:
         self.dump()
-        wait = self._pending[key]
-        others = [f"{w.who}: {w.text}" for k, w in self._pending.items() if k != key]
+        others = [f"{w.who}: {w.text}" for w in self._pending if w is not wait]
         more = f" and {len(others) - NAMED} more" if len(others) > NAMED else ""
         also = f"; also pending: {'; '.join(others[:NAMED])}{more}" if others else ""
         return DeadlineExpired(f"{wait.who} waited {wait.timeout_s:g} s for {wait.text}{also}")
 
 
-class Limit:
+class Limit(Wait):
     """See `Waits.limit`. Thousands in a step: a class, since a generator costs three times as much."""
 
-    __slots__ = ("_already", "_expired", "_key", "_task", "_timeout_s", "_waits", "_what", "_who")
+    __slots__ = ("_already", "_expired", "_task", "_waits")
 
     def __init__(self, waits: Waits, who: str, what: str, timeout_s: float) -> None:
-        self._waits, self._who, self._what, self._timeout_s = waits, who, what, timeout_s
-        self._expired = False
+        super().__init__(who, what, timeout_s)
+        self._waits, self._expired = waits, False
 
     def __enter__(self) -> None:
         task = asyncio.current_task()
         assert task is not None, "a limit is for a task of the event loop"
         self._task, self._already = task, task.cancelling()
-        self._key = self._waits._begin(self._who, self._what, self._timeout_s)
-        self._waits._set(self._key, self._timeout_s, self._expire)
+        self._waits._begin(self)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         waits, task = self._waits, self._task
         try:
             if isinstance(error, asyncio.CancelledError):
                 if self._expired and task.uncancel() <= self._already:
-                    raise waits._late(self._key) from None
+                    raise waits._late(self) from None
                 if task.cancelling() <= self._already:
-                    raise Abandoned(f"{self._who} waited for {self._what}, which was cancelled") from None
+                    raise Abandoned(f"{self.who} waited for {self.text}, which was cancelled") from None
             elif self._expired:  # the block ended otherwise: nobody asks it to end any more
                 task.uncancel()
         finally:
-            waits._unset(self._key)
-            del waits._pending[self._key]
+            waits._end(self)
 
-    def _expire(self) -> None:
+    def expire(self) -> None:
         self._expired = True
         self._task.cancel()
 
