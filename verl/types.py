@@ -146,8 +146,13 @@ class Trajectory:
     @property
     def versions(self) -> tuple[int, int]:
         """(oldest, newest) weight version among the sampled segments; (-1, -1) if none."""
-        found = [s.version for s in self.segments if s.source == "sampled"]
-        return (min(found), max(found)) if found else (-1, -1)
+        return versions_of(self.segments)
+
+
+def versions_of(segments: Sequence[Segment]) -> tuple[int, int]:
+    """(oldest, newest) weight version among the sampled segments; (-1, -1) if none."""
+    found = [s.version for s in segments if s.source == "sampled"]
+    return (min(found), max(found)) if found else (-1, -1)
 
 
 def response_ids_of(segments: Sequence[Segment]) -> np.ndarray:
@@ -236,11 +241,11 @@ class Refs(tuple[Ref, ...]):
 
 
 def ref_of(sample: Sample) -> Ref:
-    sampled = [s.version for s in sample.segments if s.source == "sampled"]
+    oldest, newest = versions_of(sample.segments)
     return Ref(
         sample_id=sample.sample_id, trajectory_id=sample.trajectory_id, group_id=sample.group_id,
         purpose=sample.purpose, prompt_tokens=len(sample.segments[0].ids), total_tokens=sample.total_tokens,
-        loss_tokens=sample.loss_tokens, version_min=min(sampled, default=-1), version_max=max(sampled, default=-1),
+        loss_tokens=sample.loss_tokens, version_min=oldest, version_max=newest,
         reward=sample.reward, components=sample.components, outcome=sample.outcome, truncated=sample.truncated,
     )  # fmt: skip
 

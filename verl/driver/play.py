@@ -329,7 +329,7 @@ class Player:
     # -- private -----------------------------------------------------------------------------------------------------
 
     def _admit(self) -> None:
-        while not self._closed and self.scheduler.free_slots() > 0:
+        for _ in range(0 if self._closed else self.scheduler.free_slots()):
             draw = self.cursor.next()
             if draw is None:
                 self.scheduler.no_more_tasks()

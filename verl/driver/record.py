@@ -10,7 +10,7 @@ import numpy as np
 from verl.rollout.base import DecodeFn
 from verl.track.samples import SampleRow, write_samples
 from verl.transfer_queue.base import TransferQueue
-from verl.types import Refs, Sample, Trajectory, samples_of
+from verl.types import Refs, Sample, Trajectory, samples_of, versions_of
 
 # queue column -> field of a row; the first one that was written wins
 _COLUMNS = {
@@ -73,14 +73,14 @@ class SampleRecorder:
         logprobs = (
             np.concatenate([s.logprobs for s in rest if s.logprobs is not None]) if len(at) else np.zeros(0, np.float32)
         )
-        sampled = [s.version for s in rest if s.source == "sampled"]
+        oldest, newest = versions_of(sample.segments)
         return SampleRow(
             step=step, sample_id=sample.sample_id, trajectory_id=sample.trajectory_id, group_id=sample.group_id,
             task_id=sample.task_id, purpose=sample.purpose,
             prompt_text=decode(prompt.ids), response_text=decode(ids),
             prompt_ids=prompt.ids, response_ids=ids, response_mask=mask, rollout_logprobs=_spread(logprobs, at, len(ids)),
             token_versions=versions, reward=sample.reward, components=sample.components,
-            version_min=min(sampled, default=-1), version_max=max(sampled, default=-1), outcome=sample.outcome,
+            version_min=oldest, version_max=newest, outcome=sample.outcome,
             stop_reason=sample.stop_reason, temperature=sample.temperature,
             **{field: _spread(column, at, len(ids)) for field, column in columns.items()},
         )  # fmt: skip
