@@ -11,8 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 from test_chat import QUICKSTART, conversation, tokenizer_of
+from tokenizers import Tokenizer
+from tokenizers.models import WordPiece
+from transformers import PreTrainedTokenizerFast
 
 from verl.chat import RenderError, load_tokenizer, render_prompt, render_text, require_chat_template
+from verl.driver.assemble import decoder
 
 
 def test_render_prompt_is_the_text_tokenised_once() -> None:
@@ -22,6 +26,22 @@ def test_render_prompt_is_the_text_tokenised_once() -> None:
     assert ids.dtype == np.int64 and ids.ndim == 1
     assert text.endswith("<|im_start|>assistant\n") and tokenizer.decode(ids) == text
     assert not render_text(tokenizer, messages, template_kwargs={}, add_generation_prompt=False).endswith("assistant\n")
+
+
+def test_decoding_directly_is_decoding_with_the_tokenizer() -> None:
+    class Shouting(PreTrainedTokenizerFast):
+        def _decode(self, *args: Any, **kwargs: Any) -> str:
+            return super()._decode(*args, **kwargs).upper()
+
+    pieces = WordPiece({"[UNK]": 0, "a": 1, "b": 2, "!": 3, "n't": 4}, unk_token="[UNK]")
+    for kind, clean in ((PreTrainedTokenizerFast, False), (PreTrainedTokenizerFast, True), (Shouting, False)):
+        tokenizer = kind(tokenizer_object=Tokenizer(pieces), unk_token="[UNK]", clean_up_tokenization_spaces=clean)
+        ids = [1, 4, 0, 2, 3]
+        expected = {(PreTrainedTokenizerFast, False): "a n't b !", (PreTrainedTokenizerFast, True): "an't b!", (Shouting, False): "A N'T B !"}
+        assert decoder(tokenizer)(ids) == tokenizer.decode(ids, skip_special_tokens=True) == expected[kind, clean]
+    chat = tokenizer_of("chatml")
+    ids = render_prompt(chat, conversation("Hi"), template_kwargs={}).tolist()
+    assert decoder(chat)(ids) == chat.decode(ids, skip_special_tokens=True) != chat.decode(ids)
 
 
 def test_a_tokenizer_that_returns_a_plain_list_is_fine() -> None:
