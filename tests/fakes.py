@@ -105,11 +105,8 @@ class FakeEngine:
         self.version = source.version
         return self.version
 
-    async def pause(self, mode="keep"):
-        self.paused = True
-
-    async def resume(self):
-        self.paused = False
+    async def pause(self, mode="keep"): ...
+    async def resume(self): ...
 
     async def abort(self, request_ids=None):
         return 0

@@ -13,7 +13,7 @@ import pytest
 from handmade_model import write_model, write_qwen_half_billion, write_rows
 
 from verl.config.load import load_config
-from verl.config.memory import LOGPROB_CHUNK_BYTES, kv_tokens
+from verl.config.memory import KEPT_KV_BYTES, LOGPROB_CHUNK_BYTES, kv_tokens
 from verl.config.plan import (
     count_rows,
     make_plan,
@@ -217,8 +217,9 @@ def test_memory_moves_the_right_way(folder: Path) -> None:
     full = memory("model.dtype=float32")
     assert "compute copy of weights" not in full.items and full.items["rollout weights"] == 2 * plain.items["rollout weights"]
     assert "KV cache" not in plain.phases["update"] and "KV cache" in memory("pipeline.staleness=1").phases["update"]
-    little = memory("rollout.max_kv_tokens=2560", "rollout.prefix_cache_tokens=0")  # 30 MiB
+    little = memory("rollout.max_kv_tokens=2560", "model.device=cpu")  # 30 MiB or 60
     assert all("KV cache" in parts for parts in little.phases.values())
+    assert [name for name, parts in little.phases.items() if "prefix cache" in parts] == ["rollout"]
     for m in (plain, full):
         assert m.peaks == {name: sum(m.items[i] for i in parts) for name, parts in m.phases.items()}
         assert m.peak_bytes == max(m.peaks.values())
@@ -238,10 +239,13 @@ def test_reference_is_counted_when_a_kl_term_needs_it(folder: Path, args: list[s
     assert needs_reference(config_of(folder, *args)) == expected
 
 
-def test_chunk_is_that_of_the_log_prob(folder: Path) -> None:
-    source = (Path(__file__).parents[2] / "verl" / "nn" / "linear_logprob.py").read_text()
-    found = re.search(r"_CHUNK_BYTES = (\d+) << (\d+)", source)
-    assert found and int(found[1]) << int(found[2]) == LOGPROB_CHUNK_BYTES
+@pytest.mark.parametrize(("file", "name", "size"), [
+    ("nn/linear_logprob.py", "_CHUNK_BYTES", LOGPROB_CHUNK_BYTES), ("rollout/native/kv.py", "KEPT_BYTES", KEPT_KV_BYTES),
+])  # fmt: skip
+def test_sizes_are_those_of_the_code_with_torch(file: str, name: str, size: int) -> None:
+    source = (Path(__file__).parents[2] / "verl" / file).read_text()
+    found = re.search(rf"\b{name} = (\d+) << (\d+)", source)
+    assert found and int(found[1]) << int(found[2]) == size
 
 
 # -- warnings ----------------------------------------------------------------------------------------------------------

@@ -153,6 +153,11 @@ def dies(prompt, out):
     raise KeyError("tool")
 
 
+class Sly:
+    def item(self):
+        return 1 / 0
+
+
 def cancels(prompt, out):
     raise asyncio.CancelledError
 
@@ -169,11 +174,12 @@ def cancels(prompt, out):
         (lambda p, o: answer(p, o, response_mask=[0] * len(o.token_ids)), "failed", "empty: "),
         (lambda p, o: answer(p, o, reward_score=float("nan")), "invalid", "bad_result: "),
         (lambda p, o: answer(p, o, reward_score="good"), "invalid", "bad_result: "),
+        (lambda p, o: answer(p, o, reward_score=Sly()), "invalid", "exception: ZeroDivisionError"),
         (lambda p, o: answer(p, o, reward_score=0.75), "ok", ""),
         (lambda p, o: answer(p, o, reward_score=np.float32(0.75)), "ok", ""),
     ],
     ids=["dies", "cancels itself", "returns nothing", "mask of another length", "invents a token", "no token", "all masked",
-         "score nan", "score text", "score", "score numpy"],
+         "score nan", "score text", "score that raises", "score", "score numpy"],
 )  # fmt: skip
 def test_what_a_loop_returns_is_an_outcome_never_a_crash(tmp_path, make, outcome, error):
     async def test():

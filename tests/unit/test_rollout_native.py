@@ -17,6 +17,7 @@ from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, PhiConfig, Q
 
 from verl.rollout.base import Completion
 from verl.rollout.native import NativeEngine
+from verl.rollout.native import kv as kv_module
 from verl.rollout.native import runner as runner_module
 from verl.rollout.native.architecture import shape_of
 from verl.rollout.native.core import EngineCore
@@ -450,3 +451,21 @@ def test_one_long_sequence_does_not_make_all_read_its_length() -> None:
     mixed, alone = finish(core(rows=39), jobs), finish(core(rows=1), jobs)
     for name in jobs:
         same(mixed[name], alone[name])
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_little_kv_outlives_sleep_and_changes_no_result(monkeypatch: pytest.MonkeyPatch, kept: bool) -> None:
+    if not kept:
+        monkeypatch.setattr(kv_module, "KEPT_BYTES", 0)
+    jobs, _ = batches()
+    slept, fresh = core(), core()
+    finish(slept, jobs)
+    held = slept.stats()["kv_bytes"]
+    prefixes = slept.stats()["prefix_bytes"]
+    assert slept.sleep(1) == prefixes + (0 if kept else held)
+    assert slept.stats()["kv_bytes"] == (held if kept else 0) and slept.stats()["prefix_bytes"] == 0
+    slept.load(source(1))
+    fresh.load(source(1))
+    again, first = finish(slept, jobs), finish(fresh, jobs)
+    for name in jobs:
+        same(again[name], first[name], bitwise=True)

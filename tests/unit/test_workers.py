@@ -517,18 +517,6 @@ def test_a_colocated_rollout_sleeps_while_training_and_wakes_whatever_happens():
     asyncio.run(main())
 
 
-def test_a_small_kv_cache_stays_where_it_is_while_training():
-    async def main():
-        replica = FakeEngine()
-        with pytest.raises(KeyError):
-            async with Placement(ResourcePool("global"), [replica], colocated=True, frees_kv=False).training():
-                assert replica.paused and not replica.asleep
-                raise KeyError
-        assert not replica.paused
-
-    asyncio.run(main())
-
-
 def test_a_replica_that_does_not_go_to_sleep_is_named_and_the_others_wake():
     class Insomniac(FakeEngine):
         async def sleep(self, level=1):

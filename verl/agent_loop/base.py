@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from verl.rollout.base import Completion, RolloutEngine
-from verl.types import Sampling, Segment, StopReason, as_ids, derive_seed, response_ids_of
+from verl.types import Sampling, Segment, StopReason, as_ids, derive_seed
 
 
 @dataclass(slots=True)
@@ -176,10 +176,6 @@ class Played:
 
     segments: tuple[Segment, ...]
     stop_reason: StopReason
-
-    @property
-    def response_ids(self) -> np.ndarray:
-        return response_ids_of(self.segments)
 
 
 def played(output: AgentLoopOutput, manager: ServerManager, max_tokens: int) -> Played:

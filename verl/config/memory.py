@@ -14,9 +14,8 @@ from verl.config.validate import ALGORITHMS, RL, SAMPLES, Command
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"bfloat16": 2, "float32": 4})
 LOGPROB_CHUNK_BYTES = 16 << 20
 """Of one chunk of float32 logits, as in nn/linear_logprob.py (a test holds the two together)."""
-KEPT_KV_BYTES = 256 << 20
-"""A KV cache that cannot grow beyond this stays where it is during the update: a short step pays for returning its pages
-and faulting them in again."""
+KEPT_KV_BYTES = 64 << 20
+"""Of a KV cache that a CPU does not give back for the update, as in rollout/native/kv.py (a test holds the two together)."""
 LOGPROB_COPIES = 4
 """Arrays of a chunk's size that its backward pass holds at once: logits, probabilities, gradient, product."""
 
@@ -36,10 +35,13 @@ def compute_dtype(config: Config) -> str:
     """model.dtype; `auto` as this machine would choose, told from the kernel's files (no torch here)."""
     if config.model.dtype != "auto":
         return config.model.dtype
-    cuda = config.model.device != "cpu" and Path("/dev/nvidia0").exists()
     cpuinfo = Path("/proc/cpuinfo")
     flags = cpuinfo.read_text() if cpuinfo.is_file() else ""
-    return "bfloat16" if cuda or "avx512_bf16" in flags or "amx_bf16" in flags else "float32"
+    return "bfloat16" if _on_cuda(config) or "avx512_bf16" in flags or "amx_bf16" in flags else "float32"
+
+
+def _on_cuda(config: Config) -> bool:
+    return config.model.device != "cpu" and Path("/dev/nvidia0").exists()
 
 
 def rollout_dtype(config: Config) -> str:
@@ -59,19 +61,8 @@ def longest_sequence(config: Config) -> int:
     return config.data.max_prompt_tokens + max(config.rollout.max_response_tokens, config.eval.max_response_tokens or 0)
 
 
-def prefix_tokens(config: Config) -> int:
-    """Prompt tokens whose KV is kept for the next request, at most."""
-    return config.rollout.prefix_cache_tokens if config.rollout.engine == "native" else 0
-
-
 def kv_bytes_per_token(model: ModelFacts, dtype: str) -> int:
     return 2 * model.layers * model.kv_heads * model.head_dim * DTYPE_BYTES[dtype]
-
-
-def kv_stays(config: Config, model: ModelFacts) -> bool:
-    """During the update: where rollout goes on beside it, and where it is small."""
-    size = (kv_tokens(config) + prefix_tokens(config)) * kv_bytes_per_token(model, rollout_dtype(config))
-    return config.pipeline.staleness > 0 or size <= KEPT_KV_BYTES
 
 
 def layer_bytes_per_token(model: ModelFacts, dtype: str) -> int:
@@ -89,7 +80,11 @@ def estimate_memory(
     """`update_tokens`: of one optimizer step at most, where that is less than a micro-batch may hold."""
     budget = config.step.max_tokens_per_microbatch
     items = _items(config, model, reference, budget if update_tokens is None else min(budget, update_tokens))
-    flying = ("KV cache", "prefix cache") if kv_stays(config, model) else ()
+    flying: tuple[str, ...] = ()
+    if config.pipeline.staleness > 0:
+        flying = ("KV cache", "prefix cache")
+    elif items["KV cache"] <= KEPT_KV_BYTES and not _on_cuda(config):
+        flying = ("KV cache",)
     trainer = ("master weights", "optimizer states", "reference policy", "critic with its optimizer")
     update = (*trainer, "gradients", "compute copy of weights", "activations", "log-prob chunk")
     generation = ("rollout weights", "KV cache", "prefix cache", "sampling logits")
@@ -121,6 +116,7 @@ def _items(config: Config, model: ModelFacts, reference: bool, tokens: int) -> d
     rows = max(16, LOGPROB_CHUNK_BYTES // (4 * model.vocab))
     copy = weights * DTYPE_BYTES[rollout_dtype(config)]
     snapshot = 4 * weights if config.pipeline.staleness > 0 else 0  # the trainer goes on while the weights travel
+    cached = config.rollout.prefix_cache_tokens if config.rollout.engine == "native" else 0
     kv = kv_bytes_per_token(model, rollout_dtype(config))
     return {
         "master weights": 4 * weights,
@@ -132,7 +128,7 @@ def _items(config: Config, model: ModelFacts, reference: bool, tokens: int) -> d
         "rollout weights": copy,
         "incoming weights": copy + snapshot,
         "KV cache": kv_tokens(config) * kv,
-        "prefix cache": prefix_tokens(config) * kv,
+        "prefix cache": cached * kv,
         "sampling logits": 2 * 4 * config.rollout.max_concurrent_sequences * model.vocab,
         "activations": tokens * (kept + 2 * residual),
         "inference activations": tokens * (layer + 2 * residual),

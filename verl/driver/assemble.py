@@ -27,8 +27,6 @@ from verl.checkpoint.hf import export_hf
 from verl.checkpoint.score import classifier_config, classifier_tensors, read_score
 from verl.checkpoint.store import CheckpointStore
 from verl.config.load import Resolved, dump_config
-from verl.config.memory import kv_stays
-from verl.config.model_files import describe_model
 from verl.config.plan import warmup_steps
 from verl.config.schema import AlgorithmConfig, Config
 from verl.data.preference import load_pairs
@@ -135,8 +133,7 @@ async def assemble(resolved: Resolved, *, progress: LiveProgress | None = None, 
             probes=_probes(tasks) if config.sync.canary else (), tolerance=canary_tolerance(config), verify_first=config.sync.verify_first
         ),
         placement=Placement(
-            ResourcePool("global"), (replica,), colocated=config.pipeline.staleness == 0,
-            frees_kv=not kv_stays(config, describe_model(config.model.path)), waits=waits, timeout_s=config.run.wait_timeout_s,
+            ResourcePool("global"), (replica,), colocated=config.pipeline.staleness == 0, waits=waits, timeout_s=config.run.wait_timeout_s
         ),
         store=claimed.store, lock=claimed.lock, events=events, waits=waits, progress=progress, close_parts=reward.close, on_step=on_step,
         sinks=open_sinks(config.track.sinks, run_dir, config.track.project, config.run.name, asdict(config), attempt=attempt, progress=progress),

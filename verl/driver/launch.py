@@ -67,7 +67,8 @@ async def _train(resolved: Resolved, title: str, on_step: OnStep | None, plan: s
         progress.start(run.total_steps, title or run.config.run.name)
         gc.collect()
         gc.freeze()  # what lives as long as the run: else every full collection walks all of it, a tenth of a second
-        gc.set_threshold(GC_THRESHOLD)
+        if thresholds[0]:  # 0: the user has switched it off
+            gc.set_threshold(max(GC_THRESHOLD, thresholds[0]), *thresholds[1:])
         await train(run)
     finally:
         gc.unfreeze()
@@ -136,7 +137,6 @@ async def _eval(resolved: Resolved) -> Finished:
             await run.start()
             values = reduce(await evaluate(run, 0))
     finally:
-        gc.unfreeze()
         await asyncio.shield(run.close())
     return Finished(run.dir, 0, time.monotonic() - started, values, values, None)
 

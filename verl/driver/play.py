@@ -22,7 +22,20 @@ from verl.reward.base import RewardFn, RewardRequest, parse_result
 from verl.rollout.base import DecodeFn, RolloutEngine
 from verl.track.events import EventLog
 from verl.transfer_queue.base import TransferQueue
-from verl.types import Group, Invalid, Outcome, Purpose, Refs, Sampling, Score, Segment, Task, Trajectory, samples_of
+from verl.types import (
+    Group,
+    Invalid,
+    Outcome,
+    Purpose,
+    Refs,
+    Sampling,
+    Score,
+    Segment,
+    Task,
+    Trajectory,
+    response_ids_of,
+    samples_of,
+)
 from verl.workers.waits import DeadlineExpired, Waits
 
 T = TypeVar("T")
@@ -146,11 +159,15 @@ class Trajectories:
     async def _score(
         self, name: str, task: Task, sampling: Sampling, made: Played, output: AgentLoopOutput, turns: int
     ) -> Score | Invalid:
-        if output.reward_score is not None:
-            return parse_result(output.reward_score)
-        response = made.response_ids
+        response = response_ids_of(made.segments)
+        try:
+            if output.reward_score is not None:
+                return parse_result(output.reward_score)
+            text = self._decode(response.tolist())
+        except Exception as e:  # what the loop returned: an object of its own, ids that are none
+            return Invalid("exception", f"{type(e).__name__}: {e}")
         request = RewardRequest(
-            request_id=name, data_source=task.data_source, solution_str=self._decode(response.tolist()),
+            request_id=name, data_source=task.data_source, solution_str=text,
             ground_truth=task.ground_truth, extra_info={**task.extra_info, "num_turns": output.num_turns or turns},
             response_tokens=len(response), max_response_tokens=sampling.max_tokens,
             truncated=made.stop_reason in ("length", "context_full"), prompt_ids=task.prompt_ids, response_ids=response,

@@ -10,7 +10,7 @@ import numpy as np
 from verl.rollout.base import DecodeFn
 from verl.track.samples import SampleRow, write_samples
 from verl.transfer_queue.base import TransferQueue
-from verl.types import Refs, Sample, Trajectory, samples_of, versions_of
+from verl.types import Refs, Sample, Trajectory, response_ids_of, samples_of, versions_of
 
 # queue column -> field of a row; the first one that was written wins
 _COLUMNS = {
@@ -66,7 +66,7 @@ class SampleRecorder:
     def _row(self, step: int, sample: Sample, columns: dict[str, np.ndarray], decode: Callable[[np.ndarray], str]) -> SampleRow:
         prompt, rest = sample.segments[0], sample.segments[1:]
         lengths = [len(s.ids) for s in rest]
-        ids = np.concatenate([s.ids for s in rest]) if rest else np.zeros(0, np.int64)
+        ids = response_ids_of(sample.segments)
         mask = np.repeat(np.asarray([s.source == "sampled" for s in rest], np.uint8), lengths)
         versions = np.repeat(np.asarray([s.version if s.source == "sampled" else -1 for s in rest], np.int32), lengths)
         at = np.flatnonzero(mask)

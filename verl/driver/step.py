@@ -133,7 +133,7 @@ def _rewards_and_advantages(
     columns = columns.with_token({"rewards": token_rewards(columns, penalty)})
     check_finite(columns, ("rewards",))
     found = advantage(columns)
-    return {**metrics, **found} if isinstance(found, Mapping) else found  # a user's own: `compute` says what is wrong
+    return {**found, **metrics} if isinstance(found, Mapping) else found  # a user's own: `compute` says what is wrong
 
 
 def updates_of(refs: Refs, updates: int, epochs: int, seed: int, index: int) -> list[Refs]:

@@ -25,7 +25,7 @@ from verl.types import Invalid, Score
 __all__ = ["PoolStats", "RewardPool", "SlowCall", "Target", "TargetError"]
 
 SLOWEST = 10
-BATCH_S, MAX_BATCH = 0.005, 32  # quick calls are sent together, as many as take about so long: a message costs as much as they do
+BATCH_S, MAX_BATCH = 0.005, 8  # quick calls are sent together, as many as take about so long: a message costs as much as they do
 ABANDONED_S = 0.05  # for a call whose caller has gone to end by itself: a fresh worker costs as much
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from verl.rollout.base import RolloutEngine
 from verl.workers.waits import Waits
@@ -24,7 +23,7 @@ class ResourcePool:
 
 
 class Placement:
-    """Colocated (staleness 0): rollout stands still while training, without its KV cache if `frees_kv`. Split: a no-op."""
+    """Colocated (staleness 0): the rollout engine releases its KV cache while training. Split: a no-op."""
 
     def __init__(
         self,
@@ -32,36 +31,29 @@ class Placement:
         replicas: Sequence[RolloutEngine],
         *,
         colocated: bool,
-        frees_kv: bool = True,
         waits: Waits | None = None,
         timeout_s: float = 600.0,
     ) -> None:
         self.pool = pool
         self.colocated = colocated
-        self._frees_kv = frees_kv
         self._replicas = replicas
         self._waits = waits or Waits()
         self._timeout_s = timeout_s
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
-        """Inside, nothing is generated when colocated; every replica goes on however it is left."""
+        """Inside, nothing is generated when colocated; leaving wakes the KV cache of every replica, slept or not."""
         if not self.colocated:
             yield
             return
         try:
             for i, replica in enumerate(self._replicas):
-                if self._frees_kv:
-                    await self._wait(replica.sleep(1), f"replica {i} to sleep")
-                else:
-                    await self._wait(replica.pause("keep"), f"replica {i} to pause")
+                await self._waits.wait(
+                    replica.sleep(1), who="placement", what=f"replica {i} to sleep", timeout_s=self._timeout_s
+                )
             yield
         finally:
             for i, replica in enumerate(self._replicas):
-                if self._frees_kv:
-                    await self._wait(replica.wake(("kv",)), f"replica {i} to wake")
-                else:
-                    await self._wait(replica.resume(), f"replica {i} to resume")
-
-    async def _wait(self, step: Coroutine[Any, Any, Any], what: str) -> None:
-        await self._waits.wait(step, who="placement", what=what, timeout_s=self._timeout_s)
+                await self._waits.wait(
+                    replica.wake(("kv",)), who="placement", what=f"replica {i} to wake", timeout_s=self._timeout_s
+                )

@@ -238,7 +238,7 @@ def _token_column(found: object, name: str, num_tokens: int) -> Tensor:
     """The output of a `compute` function, which may be a user's own: one value per trainable token of the step."""
     value = found.get(name) if isinstance(found, Mapping) else None
     if not isinstance(value, Tensor):
-        given = sorted(found) if isinstance(found, Mapping) else f"a {type(found).__name__}"
+        given = sorted(map(str, found)) if isinstance(found, Mapping) else f"a {type(found).__name__}"
         raise ValueError(f"the function must return {{{name!r}: tensor [{num_tokens}]}}; it returned {given}")
     if value.dim() == 0 or len(value) != num_tokens:
         raise ValueError(f"{name} has shape {list(value.shape)}; it needs one value for each of {num_tokens} trainable tokens")

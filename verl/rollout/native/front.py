@@ -132,8 +132,8 @@ class AsyncEngine:
         return await future
 
     async def sleep(self, level: int = 1) -> int:
-        """Free KV and prefixes (1), the weights too (2) -> bytes. Running requests keep their tokens and go on, from
-        a recomputed KV, after wake."""
+        """Free KV (but for a little of it on a CPU) and prefixes (1), the weights too (2) -> bytes. Running requests keep
+        their tokens and go on, from a recomputed KV, after wake."""
         if level not in (1, 2):
             raise ValueError(f"sleep level={level}: 1 frees the KV, 2 the weights too")
 

@@ -17,6 +17,7 @@ GROW_STEP = 32  # tokens; the capacity of a slot is a multiple
 FAR_ABOVE = 4
 AHEAD_BYTES = 2**32  # of KV that may be reserved for what rows can still become
 READ_STEP = 8  # tokens; so is the width that attention reads: one vector register of float32
+KEPT_BYTES = 64 << 20  # of KV on a CPU that sleep does not free: a short step would pay for faulting its pages in again
 REUSE_STEP = 64  # tokens; a stored prompt can be continued from every multiple of this, and from its end
 MIN_REUSE = 16  # tokens; a shorter head is cheaper to compute again in a batch than to continue alone
 
@@ -38,10 +39,15 @@ class SlotCache:
     ) -> None:
         self._shape, self._dtype, self._device, self._exact_reads = shape, dtype, device, exact_reads
         self._max_slots, self._max_capacity = max_slots, round_up(max_tokens, GROW_STEP)
-        self.clear()
-
-    def clear(self) -> None:
         self._bind(0, 0)
+
+    def clear(self) -> int:
+        """Give the memory back, unless it is little -> bytes."""
+        freed = self.nbytes
+        if self._device.type == "cpu" and freed <= KEPT_BYTES:
+            return 0
+        self._bind(0, 0)
+        return freed
 
     @property
     def nbytes(self) -> int:

@@ -126,9 +126,9 @@ class NativeRunner:
         return self._cache.nbytes + (self._paged.cache.nbytes if self._paged else 0)
 
     def drop_kv(self) -> int:
-        freed = self._kv_bytes() + self._prefixes.nbytes
-        self._cache.clear()
+        freed = self._prefixes.nbytes + self._cache.clear()
         if self._paged is not None:
+            freed += self._paged.cache.nbytes
             self._paged.forget()
             self._paged.cache.clear()
         self._prefixes.clear()
