@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from verl.algorithms import advantages as adv
 from verl.algorithms import terms as tm
 from verl.algorithms.kl_reward import adapted_coef, kl_penalty
-from verl.algorithms.table import TABLE, reject_flat, resolve
+from verl.algorithms.table import TABLE, KLReward, reject_flat, resolve
 from verl.algorithms.weights import check_finite, term_weights, weight_column
 from verl.batch import Columns
+from verl.driver.step import rewards_and_advantages
+from verl.types import Metric
 
 F64 = torch.float64
 NEEDED = {"drgrpo": {"horizon_tokens": 2}, "gdpo": {"reward_components": ("score", "again")}}
@@ -366,6 +368,19 @@ def test_a_rejected_last_token_does_not_swallow_the_score():
     torch.testing.assert_close(adv.to_go(c, 0.5), f64(1, 2, 0, 0, 2, 4))  # holes are skipped without a discount
     hole = columns([8.0], tokens=4, mask=[True, False, False, True])
     torch.testing.assert_close(adv.to_go(hole, 0.5), f64(4, 0, 0, 8))
+
+
+def test_an_advantage_function_cannot_replace_the_kl_that_the_controller_follows():
+    c = columns([1.0, 0.0], token={"old_logprobs": f64(-1.0, -1.0), "ref_logprobs": f64(-1.5, -1.0)})
+
+    def given(c):
+        return {"advantages": c["rewards"], "actor/reward_kl_penalty": Metric(99.0)}
+
+    found = rewards_and_advantages(c, advantage=given, kl=KLReward(coef=0.1), kl_coef=0.2)
+    assert found["actor/reward_kl_penalty"].value == pytest.approx(0.25)
+    assert found["advantages"].tolist() == pytest.approx([1 - 0.2 * 0.5, 0])
+    plain = rewards_and_advantages(c, advantage=adv.reinforce, kl=None, kl_coef=0.2)
+    torch.testing.assert_close(plain["advantages"], adv.reinforce(c)["advantages"])
 
 
 @pytest.mark.parametrize("shift", [True, False])

@@ -90,7 +90,7 @@ async def _advantages(run: Run | StepHost, step: Step, refs: Refs) -> None:
     policies = () if kl is None else ("old_logprobs", "ref_logprobs")
     inputs = tuple(dict.fromkeys((*policies, *algorithm.advantage_inputs)))
     outputs = ("advantages", "returns") if algorithm.critic else ("advantages",)
-    fn = partial(_rewards_and_advantages, advantage=algorithm.advantage, kl=kl, kl_coef=run.kl_coef)
+    fn = partial(rewards_and_advantages, advantage=algorithm.advantage, kl=kl, kl_coef=run.kl_coef)
     metrics = await run.call(run.compute, "compute", refs, fn, inputs, outputs)
     step.log(metrics)
     if kl is not None:
@@ -121,7 +121,7 @@ def _rollout_is_old(columns: Columns) -> Computed:
     return {"old_logprobs": columns["rollout_logprobs"]}
 
 
-def _rewards_and_advantages(
+def rewards_and_advantages(
     columns: Columns, *, advantage: Callable[[Columns], Computed], kl: KLReward | None, kl_coef: float
 ) -> Computed:
     """Per-token rewards, with the KL penalty if there is one, and what the algorithm makes of them."""
