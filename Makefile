@@ -14,7 +14,7 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 	@touch $@
 
 test: setup lint
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist worksteal
 
 lint: setup
 	$(BIN)/ruff check verl tests examples bench
