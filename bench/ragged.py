@@ -221,7 +221,7 @@ def step_table(size: str, arms: Mapping[str, list[dict[str, float]]], reasons: M
             for label, key in (("step, s", "wall_s"), ("step, core-s", "cpu_s"), ("rollout, s", "rollout_s"), ("update, s", "update_s"))]  # fmt: skip
     shares = [100 * s["driver_s"] / s["wall_s"] for s in arms.get("verl", ()) if "driver_s" in s]
     if shares:
-        rows.append(("outside engine, update and weight sync, % of the step", f"{statistics.median(shares):.1f}", "", ""))
+        rows.append(("driver, queue, reward dispatch, logging, % of the step", f"{statistics.median(shares):.1f}", "", ""))
     return Table(f"GRPO step, {size} parameters, 8 x 8 ragged answers", ("", "verl", "TRL 1.16.0", "verl vs TRL"), tuple(rows), _notes(reasons))
 
 

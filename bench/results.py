@@ -196,9 +196,9 @@ def ledger(arm: Arm, dtype: str) -> Table:
         (name, f"{wall[name]:.0f}", f"{wall[name] / 1000 / wall_s:.1%}", f"{median_ms(f'phase_cpu_s/{name}'):.0f}")
         for name in sorted(names, key=lambda name: -wall[name])
     ]
-    if "driver_s" in steps[0]:  # what of these phases is not the engine's, the update's or the weight sync's work
+    if "driver_s" in steps[0]:
         driver = statistics.median(step["driver_s"] / step["wall_s"] for step in steps)
-        rows.append(("outside engine, update and weight sync", f"{median_ms('driver_s'):.0f}", f"{driver:.1%}", ""))
+        rows.append(("driver, queue, reward dispatch, logging", f"{median_ms('driver_s'):.0f}", f"{driver:.1%}", ""))
     return Table(f"verl's time ledger, {dtype}", ("phase", "ms (median)", "of the step", "core-ms"), tuple(rows))
 
 

@@ -40,6 +40,11 @@ class TwoClockLedger(TimeLedger):
         return {**super().metrics(), **{f"bench_cpu_s/{name}": s for name, s in self._cpu.seconds().items()}}
 
 
+COMPUTES = ("reward_model", "reference", "old_logprobs", "values", "advantages", "update_critic", "update", "publish")
+"""Phases in which a model or the algorithm's arithmetic works. What is left without them and the engine is the driver, the
+queue, reward dispatch and logging."""
+
+
 def main(spec: dict[str, Any], result: Path) -> None:
     meter = Meter()
     import torch
@@ -62,7 +67,7 @@ def main(spec: dict[str, Any], result: Path) -> None:
 
     def on_step(number: int, values: Mapping[str, float]) -> None:
         engine_s, prefill_tokens = engine.reset()
-        elsewhere_s = engine_s + values["timing_s/update"] + values.get("timing_s/publish", 0.0)
+        elsewhere_s = engine_s + sum(values.get(f"timing_s/{phase}", 0.0) for phase in COMPUTES)
         prompt_tokens = values["prompt_length/mean"] * rows_per_step
         meter.step(
             rollout_s=values["timing_s/rollout"], update_s=values["timing_s/update"],
@@ -72,7 +77,7 @@ def main(spec: dict[str, Any], result: Path) -> None:
             longest_response_tokens=values["response_length/max"], peak_tensor_mb=peak[0] / 1e6, **_phases(values, "timing_s/", "phase_s"),
             **_phases(values, "bench_cpu_s/", "phase_cpu_s"),
         )  # fmt: skip
-        ended_s[0] = time.perf_counter()  # so that the driver's share holds the logging of a step, too
+        ended_s[0] = time.perf_counter()  # what is left holds the logging of a step, too
 
     run_rl(load_config(overrides(spec)), on_step=on_step, quiet=True)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "verl": verl.__version__}
