@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -90,10 +91,10 @@ def reference(config: Any, rounded: torch.dtype = torch.float32, dtype: torch.dt
 
 
 def engine(config: Any, module: Any, **options: Any) -> EngineCore:
-    options = {"dtype": torch.float32, "max_prefill_tokens": 64, **options}
+    options = {"dtype": torch.float32, "max_prefill_tokens": 64, "lanes": 1, **options}
     runner = NativeRunner(
         config, max_context_tokens=256, device=torch.device("cpu"), max_rows=8, prefix_cache_tokens=0,
-        deterministic=False, lanes=1, **options,
+        deterministic=False, **options,
     )  # fmt: skip
     core = EngineCore(runner, (), None)
     core.load(SimpleNamespace(version=0, tensors=lambda: module.state_dict().items()))
@@ -115,9 +116,10 @@ def logprobs_of(module: Any, prompt: np.ndarray, ids: np.ndarray, temperature: f
     return torch.log_softmax(logits, -1).gather(1, torch.from_numpy(ids)[:, None])[:, 0].numpy()
 
 
-@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("compiled, short", [(True, 256), (True, 0), (False, 0)])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_float32_matches_transformers(name: str, compiled: bool) -> None:
+def test_float32_matches_transformers(name: str, compiled: bool, short: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verl.rollout.native.runner.SHORT_PROMPT", short)
     module = reference(CONFIGS[name])
     core = engine(CONFIGS[name], module, compiled=compiled)  # prompts of 90 tokens in passes of 64: chunks with a past as well
     for i, c in sampled(core, 0.7).items():
@@ -184,6 +186,36 @@ def test_panels_give_a_row_the_same_bits_whatever_the_other_rows_and_threads() -
             assert torch.equal(linear(x), whole)
         finally:
             torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_all_layers_in_one_call_give_the_bits_of_a_call_each(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verl.rollout.native.runner.SHORT_PROMPT", 0)  # the same prefill for both
+    module = reference(CONFIGS[name])
+    whole, single = engine(module.config, module, compiled=True), engine(module.config, module, compiled=True)
+    assert (whole.runner._weights.stack is None) == ("gpt2" in name or "moe" in name)
+    single.runner._weights = replace(single.runner._weights, stack=None)
+    expected = sampled(single)
+    for key, completion in sampled(whole).items():
+        assert np.array_equal(completion.ids, expected[key].ids), key
+        assert np.array_equal(completion.logprobs, expected[key].logprobs), key
+
+
+@pytest.mark.parametrize("name", ["qwen3", "gemma3", "mistral narrow window"])
+def test_the_bits_of_a_short_prompt_do_not_depend_on_passes_neighbours_and_lanes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verl.rollout.native.runner.LANE_WORK", 1.0)  # a tiny model pays for all lanes
+    monkeypatch.setattr("verl.rollout.native.runner.EVEN_SHARES", 1)
+    module = reference(CONFIGS[name])
+    alone: dict[str, Any] = {}
+    for i, prompt in enumerate(PROMPTS):
+        core = engine(module.config, module)
+        core.add(Request(str(i), prompt, Sampling(max_tokens=40, seed=i)))
+        while core.busy:
+            alone |= {c.request_id: c for _, c in core.step()}
+    for options in ({"max_prefill_tokens": 7}, {"max_prefill_tokens": 512}, {"max_prefill_tokens": 512, "lanes": 3}):
+        for key, completion in sampled(engine(module.config, module, **options)).items():
+            assert np.array_equal(completion.ids, alone[key].ids), (options, key)
+            assert np.array_equal(completion.logprobs, alone[key].logprobs), (options, key)
 
 
 def test_hf_engine_in_bfloat16_over_a_given_module() -> None:

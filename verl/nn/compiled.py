@@ -37,8 +37,31 @@ FLOAT32 = {
     "rms_norm_backward": (c_void_p,) * 5 + (c_long,) * 2 + (c_float, c_long),
     "swiglu": (c_void_p,) * 3 + (c_long,) * 2,
     "swiglu_backward": (c_void_p,) * 5 + (c_long,) * 2,
+    "layers": (c_void_p,) * 5 + (c_long, c_void_p) + (c_long,) * 2 + (c_void_p,) + (c_long,) * 2,
 }
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+
+
+class LayerPointers(ctypes.Structure):
+    """What a layer reads: norms float32 [hidden], panels and biases of its products, [heads + kv_heads, D] of q and k."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in (
+            "norm", "qkv", "qkv_bias", "qk_norm", "out", "out_bias", "out_norm", "mlp_norm", "up", "up_bias", "down", "down_bias",
+            "mlp_out_norm",
+        )),
+        ("window", c_long), ("rope", c_long),
+    )  # fmt: skip
+
+
+class Stack(ctypes.Structure):
+    """The layers of a model, whose tensors somebody else keeps. `kind` is one of ACTIVATIONS, `cap` 0 for none."""
+
+    _fields_ = (
+        ("layers", ctypes.POINTER(LayerPointers)),
+        *((name, c_long) for name in ("count", "hidden", "ffn", "heads", "kv_heads", "dim", "kind")),
+        *((name, c_float) for name in ("eps", "scale", "cap")),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +74,7 @@ class Kernels:
     _rms_norm_backward: Callable[..., None]
     _swiglu: Callable[..., None]
     _swiglu_backward: Callable[..., None]
+    _layers: Callable[..., None]
     _rms_norm: Callable[..., None]
     _gated: Callable[..., None]
     _attend: Callable[..., None]
@@ -123,6 +147,22 @@ class Kernels:
             out.data_ptr(), scratch.data_ptr(), len(qkv), heads, kv_heads, dim, capacity, window, eps, scale, cap,
         )  # fmt: skip
         return out
+
+    def layers(
+        self, stack: Stack, x: Tensor, positions: Tensor, slots: Tensor | None, turns: Tensor | None, kv: Tensor, lo: int, tokens: int
+    ) -> Tensor:
+        """x [n, hidden] -> what the layers make of it, in place. turns complex64 [kinds, positions, D/2]; kv float32 [layers,
+        2, slots, K, capacity, D], of which row i takes slot lo + i, or lo + slots[i]; `tokens`: more than every position.
+        The rest as for `attend`."""
+        assert x.is_contiguous() and kv.is_contiguous() and x.dtype == kv.dtype == torch.float32
+        n, kv_heads, dim = len(x), stack.kv_heads, stack.dim
+        attending = (2 * stack.heads + 2 * kv_heads) * dim * n + scratch_floats(stack.heads, kv_heads, dim, tokens)
+        scratch = torch.empty(n * stack.hidden + max(attending, 3 * n * stack.ffn))
+        self._layers(
+            ctypes.addressof(stack), x.data_ptr(), positions.data_ptr(), _pointer(slots), _pointer(turns), 0 if turns is None else turns.shape[1],
+            kv[:, :, lo:].data_ptr(), kv.shape[2], kv.shape[4], scratch.data_ptr(), n, torch.get_num_threads(),
+        )  # fmt: skip
+        return x
 
     def sample(self, logits: Tensor, temperature: np.ndarray, uniform: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """logits [n, V], temperature [n] float32 (0 is greedy), uniform [n] float64 -> ids [n] int64, log-probs [n] float32."""

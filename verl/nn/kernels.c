@@ -272,6 +272,57 @@ void swiglu_backward(
 #undef STORE
 #undef FLOATS
 
+/* ---- one pass of tokens through all layers, float32 ----
+ * A call of its own, because between calls the interpreter's lock goes back and forth. The same functions called one by one
+ * give the same bits, and are what does the layers that this leaves out: experts, norms with a bias, no gate. */
+
+struct layer { /* as `LayerPointers` in compiled.py; null where a model has none */
+    const float *norm, *qkv, *qkv_bias, *qk_norm, *out, *out_bias, *out_norm, *mlp_norm, *up, *up_bias, *down, *down_bias, *mlp_out_norm;
+    long window, rope;
+};
+
+struct stack { /* as `Stack` */
+    const struct layer *layers;
+    long count, hidden, ffn, heads, kv_heads, dim, kind;
+    float eps, scale, cap;
+};
+
+/* residual [n, width] += norm(x [n, depth] W^T + bias) */
+static void add_product(
+    const float *x, const float *panels, const float *bias, const float *norm, float *residual, float *spare, long n, long depth,
+    long width, float eps, long threads) {
+    if (!norm) {
+        linear(x, panels, bias, residual, n, depth, width, 1, threads);
+        return;
+    }
+    linear(x, panels, bias, spare, n, depth, width, 0, threads);
+    rms_norm_float32(spare, norm, spare, n, width, eps, threads);
+    for (long i = 0; i < n * width; i++) residual[i] += spare[i];
+}
+
+/* x [n, hidden]: embedded tokens, becomes what the last layer gives · turns [kinds, turned, dim] or null · kv: of the first
+ * slot, in [layers, 2, all_slots, kv_heads, capacity, dim] · scratch: see `Kernels.layers`; the rest as for `attend` */
+void layers(
+    const struct stack *s, float *x, const int64_t *positions, const int64_t *slots, const float *turns, long turned, float *kv,
+    long all_slots, long capacity, float *scratch, long n, long threads) {
+    const long mixed_width = s->heads * s->dim, qkv_width = mixed_width + 2 * s->kv_heads * s->dim;
+    const long keys = all_slots * s->kv_heads * capacity * s->dim; /* of one layer */
+    float *normed = scratch, *qkv = normed + n * s->hidden, *mixed = qkv + n * qkv_width, *row = mixed + n * mixed_width;
+    float *up = qkv, *inner = up + 2 * n * s->ffn; /* attention and feed-forward take turns */
+    for (const struct layer *l = s->layers; l < s->layers + s->count; l++, kv += 2 * keys) {
+        rms_norm_float32(x, l->norm, normed, n, s->hidden, s->eps, threads);
+        linear(normed, l->qkv, l->qkv_bias, qkv, n, s->hidden, qkv_width, 0, threads);
+        attend_float32(
+            qkv, l->qk_norm, turns ? turns + l->rope * turned * s->dim : NULL, positions, slots, kv, kv + keys, mixed, row, n, s->heads,
+            s->kv_heads, s->dim, capacity, l->window, s->eps, s->scale, s->cap);
+        add_product(mixed, l->out, l->out_bias, l->out_norm, x, normed, n, mixed_width, s->hidden, s->eps, threads);
+        rms_norm_float32(x, l->mlp_norm, normed, n, s->hidden, s->eps, threads);
+        linear(normed, l->up, l->up_bias, up, n, s->hidden, 2 * s->ffn, 0, threads);
+        gated_float32(up, inner, n, s->ffn, s->kind, threads);
+        add_product(inner, l->down, l->down_bias, l->mlp_out_norm, x, normed, n, s->ffn, s->hidden, s->eps, threads);
+    }
+}
+
 static inline const float *widened(const bf16 *source, float *buffer, long count) {
     for (long i = 0; i < count; i++) buffer[i] = widen(source[i]);
     return buffer;

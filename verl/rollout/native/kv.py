@@ -100,6 +100,11 @@ class SlotCache:
         keys, values = (flat[:, :width].index_select(0, self._heads_of(slots).view(-1)) for flat in self._flat[layer])
         return keys, values
 
+    @property
+    def whole(self) -> Tensor:
+        """[layers, 2, slots, K, capacity, D]."""
+        return self._kv
+
     def slots(self, layer: int, lo: int) -> tuple[Tensor, Tensor]:
         """All keys and values [slots, K, capacity, D] of the slots from lo on, contiguous views."""
         return self._kv[layer, 0, lo:], self._kv[layer, 1, lo:]

@@ -20,6 +20,7 @@ from verl.rollout.native.weights import Layer, Weights
 
 QUERY_BLOCK = 1024  # query rows per masked attention call: bounds the mask of a long chunk
 MAX_PADDING = 2.0  # padded over real tokens within one batched attention call of a prefill
+SHORT_PROMPT = 256  # tokens up to which reading the KV row by row costs less than blocks of it, with their padding and copies
 
 
 class RotaryTable:
@@ -35,6 +36,11 @@ class RotaryTable:
             size = max(positions, 2 * self._table.shape[1], 256)
             angles = torch.arange(size, device=frequencies.device).float()[:, None] * frequencies[:, None]
             self._table = torch.complex(angles.cos() * factors[:, None, None], angles.sin() * factors[:, None, None])
+
+    @property
+    def table(self) -> Tensor | None:
+        """[kinds, reserved positions, D/2]."""
+        return self._table
 
     def turns(self, kind: int) -> Tensor | None:
         """[reserved positions, D/2] for the layers of this kind."""
@@ -123,8 +129,12 @@ def decode_compiled(
     kernels: Kernels, weights: Weights, shape: Shape, cache: SlotCache, table: RotaryTable, tokens: Tensor, positions: Tensor, lo: int,
     slots: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """As `decode`, with the compiled kernels between the matrix products: each row reads its own KV and no more."""
-    scratch = torch.empty(scratch_floats(shape.heads, shape.kv_heads, shape.head_dim, int(positions.max()) + 1))
+    """As `decode`, with the compiled kernels: each row reads its own KV and no more. All layers are one call if they can."""
+    longest = int(positions.max()) + 1
+    if weights.stack is not None:
+        x = weights.embedded(tokens, positions)
+        return weights.norm(kernels.layers(weights.stack, x, positions, slots, table.table, cache.whole, lo, longest))
+    scratch = torch.empty(scratch_floats(shape.heads, shape.kv_heads, shape.head_dim, longest))
 
     def attention(i: int, layer: Layer, qkv: Tensor) -> Tensor:
         keys, values = cache.slots(i, lo)
@@ -176,6 +186,24 @@ def prefill(weights: Weights, shape: Shape, table: RotaryTable, chunks: Sequence
         return plan.attend(i, layer.window, q, k, v).flatten(1)
 
     return kv, forward(weights, torch.cat([c.ids for c in chunks]), positions, attention)
+
+
+@torch.inference_mode()
+def prefill_compiled(kernels: Kernels, weights: Weights, shape: Shape, table: RotaryTable, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
+    """As `prefill`, in one call for all layers: every token is a row that reads the KV of those before it, so that neither
+    the other prompts nor the passes that a prompt is cut into change its bits. For short prompts."""
+    assert weights.stack is not None
+    spans = [(c.past.shape[3], c.past.shape[3] + len(c.ids)) for c in chunks]
+    longest = max(end for _, end in spans)
+    table.reserve(longest)
+    kv = weights.embed.new_empty(shape.layers, 2, len(chunks), shape.kv_heads, longest, shape.head_dim)
+    for slot, chunk in enumerate(chunks):
+        kv[:, :, slot, :, : spans[slot][0]] = chunk.past
+    positions = torch.cat([torch.arange(*span) for span in spans])
+    slots = torch.arange(len(chunks)).repeat_interleave(torch.tensor([end - start for start, end in spans]))
+    x = weights.embedded(torch.cat([c.ids for c in chunks]), positions)
+    hidden = weights.norm(kernels.layers(weights.stack, x, positions, slots, table.table, kv, 0, longest))
+    return torch.cat([kv[:, :, slot, :, start:end] for slot, (start, end) in enumerate(spans)], dim=3), hidden
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,15 @@ from verl.rollout.native.core import Admission
 from verl.rollout.native.kv import READ_STEP, Prefix, PrefixStore, SlotCache, round_up
 from verl.rollout.native.lanes import Lanes
 from verl.rollout.native.linear import Layout, best_layout
-from verl.rollout.native.model import Chunk, RotaryTable, decode, decode_compiled, prefill
+from verl.rollout.native.model import (
+    SHORT_PROMPT,
+    Chunk,
+    RotaryTable,
+    decode,
+    decode_compiled,
+    prefill,
+    prefill_compiled,
+)
 from verl.rollout.native.paged import PageCache, PagedDecode, whole_pages
 from verl.rollout.native.request import Request
 from verl.rollout.native.sampler import Draw, sample, score_logits, to_host
@@ -34,6 +42,7 @@ MAX_LOGITS = 2**25  # that exist at once in a lane when sampling; fewer rows wou
 SCORE_BLOCK = 1024  # tokens whose logits exist at once when scoring
 BLOCK_ROWS, BLOCKS_PAY = 16, 0.6  # attention goes in blocks of rows where these read less than this share of the KV
 MIN_LANE_ROWS = 8
+EVEN_SHARES = 4  # prompts per lane from which lanes have about the same to do
 SPARE_ROWS, SPARE_ROWS_CUDA = 6, 64  # tokens of a step whose products take about as long as one token's: waiting for weights
 
 
@@ -226,10 +235,31 @@ class NativeRunner:
 
     def _compute(self, part: list[tuple[Job, int]]) -> None:
         assert self._weights is not None
-        chunks = [Chunk(self._on_device(j.ids[j.done : j.done + n]), j.kv[:, :, :, : j.done]) for j, n in part]
         total = sum(n for _, n in part)
-        run = partial(prefill, self._weights, self._shape, self._table, chunks)
-        kv, hidden = self._lanes.wide(run) if self._wide_pays(total) else run()
+        self._table.reserve(max(job.done + n for job, n in part))
+        lanes = self._useful_lanes(total)
+        lanes = lanes if len(part) >= EVEN_SHARES * lanes else 1
+        shares = [sorted(part, key=lambda item: -item[1])[lane::lanes] for lane in range(lanes)]
+        runs = [partial(self._prefill, share) for share in shares]
+        if lanes > 1:
+            self._lanes.map(runs)
+        elif self._wide_pays(total):
+            self._lanes.wide(runs[0])
+        else:
+            runs[0]()
+        for job, _ in part:
+            if job.entry is not None and job.keep:
+                self._prefixes.put(job.entry)
+        self._counts["prefill_tokens"] += total
+
+    @torch.inference_mode()  # a lane has a mode of its own
+    def _prefill(self, part: list[tuple[Job, int]]) -> None:
+        assert self._weights is not None
+        chunks = [Chunk(self._on_device(j.ids[j.done : j.done + n]), j.kv[:, :, :, : j.done]) for j, n in part]
+        if self._kernels is not None and self._weights.stack is not None and all(j.done + n <= SHORT_PROMPT for j, n in part):
+            kv, hidden = prefill_compiled(self._kernels, self._weights, self._shape, self._table, chunks)
+        else:
+            kv, hidden = prefill(self._weights, self._shape, self._table, chunks)
         start = 0
         for job, tokens in part:
             job.kv[:, :, :, job.done : job.done + tokens] = kv[:, :, :, start : start + tokens]
@@ -237,9 +267,6 @@ class NativeRunner:
             start += tokens
             if not job.left:
                 job.entry = Prefix(job.ids, job.kv, hidden[start - 1].clone())
-                if job.keep:
-                    self._prefixes.put(job.entry)
-        self._counts["prefill_tokens"] += total
 
     def _fill_slots(self, ready: list[Prefix], resident: int) -> tuple[Tensor, np.ndarray]:
         """-> hidden states of the distinct prompts [u, hidden], which of them each admitted row continues [m]."""
@@ -312,12 +339,15 @@ class NativeRunner:
         """Row ranges of one step, one per lane that pays; of fixed size where bits depend on it."""
         if self._fixed_rows:
             return [(lo, min(n, lo + FIXED_ROWS)) for lo in range(0, n, FIXED_ROWS)]
-        assert self._weights is not None
-        # p lanes compute work / p each while p dispatches queue up: best at p = sqrt(work / dispatch)
-        useful = math.isqrt(int(n * self._weights.params / (self._shape.layers * LANE_WORK)))
-        parts = max(1, min(self._lanes.count, useful, n // MIN_LANE_ROWS))
+        parts = max(1, min(self._useful_lanes(n), n // MIN_LANE_ROWS))
         edges = [n * i // parts for i in range(parts + 1)]
         return list(pairwise(edges))
+
+    def _useful_lanes(self, tokens: int) -> int:
+        """p lanes compute work / p each while p dispatches queue up: best at p = sqrt(work / dispatch)."""
+        assert self._weights is not None
+        useful = math.isqrt(int(tokens * self._weights.params / (self._shape.layers * LANE_WORK)))
+        return max(1, min(self._lanes.count, useful))
 
     @torch.inference_mode()
     def _decode_rows(

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from verl.nn.compiled import Kernels
+from verl.nn.compiled import ACTIVATIONS, Kernels, LayerPointers, Stack
 from verl.rollout.native.architecture import Shape
 from verl.rollout.native.layers import Experts, FeedForward, Norm
-from verl.rollout.native.linear import Layout, Linear, make_linear
+from verl.rollout.native.linear import Layout, Linear, Panels, make_linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,7 @@ class Weights:
     tensors: tuple[Tensor, ...]  # all that the above are views of, in the plain layout
     params: int  # that a token is multiplied with: of the experts, the chosen
     nbytes: int
+    stack: Stack | None  # all layers, for the kernel that does them in one call; it points into them
 
     def embedded(self, ids: Tensor, positions: Tensor) -> Tensor:
         """ids, positions [T] -> [T, hidden]."""
@@ -248,7 +249,32 @@ def _finish(storage: Storage, layout: Layout, kernels: Kernels | None) -> Weight
     idle = sum((n - s.chosen_experts) * 3 * s.expert_ffn * s.hidden for n in s.experts if n)
     kept = sum(tensor.nbytes for key, tensor in t.items() if layout == "plain" or key in ("embed", "positions"))
     return Weights(
-        embed=t["embed"], embed_scale=float(torch.tensor(s.embed_scale).to(storage.dtype)), positions=t.get("positions"), layers=layers,
+        stack=_stack(layers, s), embed=t["embed"], embed_scale=float(torch.tensor(s.embed_scale).to(storage.dtype)), positions=t.get("positions"), layers=layers,
         norm=norm("norm"), head=head, logit_cap=s.logit_cap, tensors=tuple(t.values()) if layout == "plain" else (), params=sum(tensor.numel() for tensor in t.values()) - idle,
         nbytes=kept + sum(one.nbytes for one in linears),
     )  # fmt: skip
+
+
+def _stack(layers: tuple[Layer, ...], s: Shape) -> Stack | None:
+    """None if a layer has something that the kernel does not know."""
+    pointers = [_pointers(layer) for layer in layers]
+    known = [one for one in pointers if one is not None]
+    if len(known) < len(pointers):
+        return None
+    return Stack(
+        (LayerPointers * len(known))(*known), len(known), s.hidden, s.ffn, s.heads, s.kv_heads, s.head_dim, ACTIVATIONS[s.activation],
+        s.eps, s.query_scale, s.attention_cap,
+    )  # fmt: skip
+
+
+def _pointers(layer: Layer) -> LayerPointers | None:
+    norms = {"norm": layer.norm, "out_norm": layer.out_norm, "mlp_norm": layer.mlp_norm, "mlp_out_norm": layer.mlp_out_norm}
+    if not isinstance(layer.mlp, FeedForward) or not layer.mlp.gated or any(norm and norm.bias is not None for norm in norms.values()):
+        return None
+    read: dict[str, Tensor | None] = {name: norm and norm.weight for name, norm in norms.items()} | {"qk_norm": layer.qk_norm}
+    for name, product in (("qkv", layer.qkv), ("out", layer.out), ("up", layer.mlp.up), ("down", layer.mlp.down)):
+        if not isinstance(product, Panels):
+            return None
+        read |= {name: product.panels, f"{name}_bias": product.bias}
+    assert all(t is None or (t.is_contiguous() and t.dtype == torch.float32) for t in read.values())
+    return LayerPointers(**{name: None if t is None else t.data_ptr() for name, t in read.items()}, window=layer.window, rope=layer.rope)
