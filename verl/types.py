@@ -51,6 +51,13 @@ class Sampling:
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p={self.min_p}: must be in [0, 1]")
 
+    def of_call(self, max_tokens: int, seed: int) -> Sampling:
+        """The same distribution for one call. Spelled out: `replace` takes twice as long, and this is done per trajectory."""
+        return Sampling(
+            max_tokens=max_tokens, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p, stop=self.stop,
+            stop_token_ids=self.stop_token_ids, ignore_eos=self.ignore_eos, seed=seed,
+        )  # fmt: skip
+
     @property
     def truncates(self) -> bool:
         """True if the sampler renormalises over a kept set, which the trainer cannot reproduce from logits alone."""

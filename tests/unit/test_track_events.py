@@ -98,11 +98,14 @@ def test_records_carry_attempt_time_and_exact_data(tmp_path):
     assert event.data["x"] == float(np.float32(0.1)) and event.data["ids"] == [0, 1, 2]
     assert event.data["text"] == data["text"] and np.isnan(event.data["bad"]) and event.data["none"] is None
     log = EventLog(tmp_path, 4)
+    log.append("turn", 1, {"x": {1, 2}})
+    log.append("turn", 2, {})
     with pytest.raises(TypeError, match="not set"):
-        log.append("turn", 1, {"x": {1, 2}})
+        log.flush()
     with pytest.raises(AssertionError, match="one lower-case word"):
         log.append("Turn 2", 1, {})
     log.close()
+    assert [event.step for event in read_events(tmp_path)][-1] == 2, "one bad record costs no other"
 
 
 def test_a_later_attempt_replaces_what_it_did_again(tmp_path):

@@ -97,7 +97,7 @@ class ServerManager:
         self.full = room < 1
         if self.full:
             return TokenOutput([], [], "context_full")
-        sampling = replace(asked, max_tokens=min(asked.max_tokens, room), seed=derive_seed(*self._seed_parts, turn))
+        sampling = asked.of_call(min(asked.max_tokens, room), derive_seed(*self._seed_parts, turn))
         completion = await self._engine.generate(request_id, ids, sampling, prefix_key=self._prefix_key)
         call = Call(ids, completion, completion.ids.tolist())
         self.record.append(call)

@@ -227,6 +227,9 @@ class Run:
     async def _record(self, number: int, refs: Refs) -> None:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._record_now.wait(), RECORD_AFTER_S)
+        await self.waits.wait(
+            asyncio.to_thread(self.events.flush), who="driver", what="the events to be written", timeout_s=self.config.run.wait_timeout_s
+        )
         await self.call(self.recorder, "record", number, refs)
 
     def _ask_to_stop(self) -> None:
@@ -283,8 +286,8 @@ class Run:
         self.sinks.log(step.number, values)
         self.history.append(values)
         self.last_eval.update({k: v for k, v in values.items() if k.startswith("eval/")})
-        self.events.flush()
         if _due(step.number, self.config.track.report_every_steps):
+            self.events.flush()
             write_report(self.dir)
         if self.on_step is not None:
             self.on_step(step.number, values)

@@ -2,7 +2,8 @@
 
 Forked by guardian.py, which loads this file by path: standard library only, until the user's code asks for more.
 Requests arrive and answers leave over a socket of their own, so that prints cannot corrupt them. A request is a
-pickle (it comes from the trainer); an answer is JSON (it comes from user code, which the trainer does not unpickle).
+pickle (it comes from the trainer); an answer is numbers or JSON (it comes from user code, which the trainer does not
+unpickle).
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ from types import ModuleType
 from typing import Any
 
 HEADER = struct.Struct(">I")
+PLAIN = struct.Struct(">cIddd")
+"""A score without components, which is what most calls give: PLAIN_TAG, id, value, grown_mb, took_s. Any other answer is JSON."""
+PLAIN_TAG = b"="
 CALL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
 ID_NAMES = ("prompt_ids", "response_ids")
 MAX_COMPONENTS = 1000
@@ -98,8 +102,9 @@ def serve(channel: socket.socket, note_baseline_mb: Callable[[float], None]) -> 
         return send(channel, {"error": f"loading it raised {_where(error)}"})
     if os.getpid() != me:
         os._exit(0)
-    start_mb = _address_space_mb()
-    note_baseline_mb(_resident_mb())
+    memory = Memory()
+    start_mb = memory.address_space_mb()
+    note_baseline_mb(memory.resident_mb())
     limit = _limit_address_space(start_mb + init["memory_limit_mb"])
     send(channel, {"pid": me})
     tidy = functools.partial(_tidy, sys.getrecursionlimit(), os.getcwd())
@@ -110,8 +115,11 @@ def serve(channel: socket.socket, note_baseline_mb: Callable[[float], None]) -> 
             os._exit(0)
         tidy()
         (number,) = HEADER.unpack_from(frame)
-        grown_mb, took_s = _address_space_mb() - start_mb, time.perf_counter() - began_s
-        send(channel, {**answer, "id": number, "grown_mb": grown_mb, "took_s": took_s})
+        grown_mb, took_s = memory.address_space_mb() - start_mb, time.perf_counter() - began_s
+        if "value" in answer and not answer["components"]:
+            send_body(channel, PLAIN.pack(PLAIN_TAG, number, answer["value"], grown_mb, took_s))
+        else:
+            send(channel, {**answer, "id": number, "grown_mb": grown_mb, "took_s": took_s})
         if answer.get("reason") == "memory" or grown_mb >= init["memory_limit_mb"] / 2:
             return  # calls that were sent with this one are for a fresh process
 
@@ -298,20 +306,27 @@ def _limit_address_space(limit_mb: float) -> tuple[int, int] | None:
     return soft, hard
 
 
-def _address_space_mb() -> float:
-    return _statm(0)
+class Memory:
+    """What this process uses, from a file that stays open: it is asked after every call."""
 
+    def __init__(self) -> None:
+        self._file = -1
 
-def _resident_mb() -> float:
-    return _statm(1)
+    def address_space_mb(self) -> float:
+        return self._pages(0) * PAGE_BYTES / 2**20
 
+    def resident_mb(self) -> float:
+        return self._pages(1) * PAGE_BYTES / 2**20
 
-def _statm(field: int) -> float:
-    try:
-        with open("/proc/self/statm", "rb", buffering=0) as file:
-            return int(file.read().split()[field]) * PAGE_BYTES / 2**20
-    except OSError:  # not Linux: limits are off there
-        return 0.0
+    def _pages(self, field: int) -> int:
+        try:
+            return int(os.pread(self._file, 128, 0).split()[field])
+        except (OSError, ValueError, IndexError):  # the first time, or user code has closed what is not its own
+            try:
+                self._file = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+                return int(os.pread(self._file, 128, 0).split()[field])
+            except OSError:  # not Linux: limits are off there
+                return 0
 
 
 class Frames:
@@ -338,5 +353,8 @@ class Frames:
 
 
 def send(channel: socket.socket, answer: Mapping[str, Any]) -> None:
-    body = json.dumps(answer).encode()
+    send_body(channel, json.dumps(answer).encode())
+
+
+def send_body(channel: socket.socket, body: bytes) -> None:
     channel.sendall(HEADER.pack(len(body)) + body)

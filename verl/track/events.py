@@ -15,6 +15,7 @@ import re
 import threading
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,15 +64,16 @@ class EventLog:
         self.attempt = attempt
         self._clock = clock
         self._lock = threading.Lock()
+        self._waiting: deque[dict[str, Any]] = deque()  # for their text: made at the next flush, beside the loop
         self._log = open_log(run_dir / FOLDER / f"attempt_{attempt:04d}.log", _is_whole)
 
     def append(self, kind: str, step: int, data: Mapping[str, Any]) -> None:
-        """Record that `kind` happened in `step`. `data`: anything JSON holds, numpy scalars and arrays too."""
+        """Record that `kind` happened in `step`. `data`: anything JSON holds, numpy scalars and arrays too; not changed
+        any more, since the text is made when it is written."""
         assert _KIND.fullmatch(kind), f"a kind is one lower-case word, got {kind!r}"
         record = {"kind": kind, "step": step, "attempt": self.attempt, "time_s": self._clock(), "data": data}
-        body = _ENCODER.encode(record).encode("utf-8", "backslashreplace")
         with self._lock:
-            self._log.append(b"%08x %s" % (zlib.crc32(body), body))
+            self._waiting.append(record)
 
     def resume_at(self, step: int) -> None:
         """This attempt continues with `step`: whatever earlier attempts recorded of it and of later steps is void.
@@ -82,11 +84,18 @@ class EventLog:
 
     def flush(self, fsync: bool = False) -> None:
         with self._lock:
+            self._write()
             self._log.flush(fsync)
 
     def close(self) -> None:
         with self._lock:
+            self._write()
             self._log.close()
+
+    def _write(self) -> None:
+        while self._waiting:
+            body = _ENCODER.encode(self._waiting.popleft()).encode("utf-8", "backslashreplace")
+            self._log.append(b"%08x %s" % (zlib.crc32(body), body))
 
 
 def read_events(run_dir: Path, kinds: Collection[str] | None = None, *, every_attempt: bool = False) -> Iterator[Event]:

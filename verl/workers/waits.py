@@ -53,13 +53,12 @@ class Waits:
     A run has thousands of them in a step, and hardly any expires: one timer looks after all of them.
     """
 
-    def __init__(self, path: Path | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, path: Path | None = None) -> None:
         self._pending: dict[Wait, None] = {}  # in order
         self._timer: asyncio.TimerHandle | None = None
         self._loop: asyncio.AbstractEventLoop | None = None  # of the timer
         self._path = path
-        self._clock = clock
-        self._noted_s = clock()
+        self._noted_s = time.monotonic()
 
     async def wait(
         self, awaitable: Awaitable[T], *, who: str, what: str | Callable[[], str], timeout_s: float, cancel: bool = False
@@ -97,15 +96,17 @@ class Waits:
         return Limit(self, who, what, timeout_s)
 
     def pending(self) -> list[dict[str, object]]:
-        now = self._clock()
+        if self._loop is None:
+            return []
+        now_s = self._loop.time()
         return [
-            {"who": w.who, "what": w.text, "waiting_s": round(now - w.since_s, 1), "timeout_s": w.timeout_s}
+            {"who": w.who, "what": w.text, "waiting_s": round(now_s - w.since_s, 1), "timeout_s": w.timeout_s}
             for w in self._pending
         ]
 
     def dump(self) -> None:
         """Best effort: a full disk must not hide why somebody waits."""
-        self._noted_s = self._clock()
+        self._noted_s = time.monotonic()
         if self._path is not None:
             with contextlib.suppress(OSError):
                 found = {"at_unix_s": time.time(), "pending": self.pending()}
@@ -116,7 +117,8 @@ class Waits:
         if loop is not self._loop:  # an earlier one, and what still waited there, is gone
             self._loop, self._timer = loop, None
             self._pending.clear()
-        wait.since_s, wait.until_s = self._clock(), loop.time() + wait.timeout_s
+        wait.since_s = loop.time()
+        wait.until_s = wait.since_s + wait.timeout_s
         self._pending[wait] = None
         if self._timer is None or wait.until_s < self._timer.when():
             self._look_by(loop, wait.until_s)
@@ -141,7 +143,7 @@ class Waits:
             wait.expire()
         if self._pending:
             self._look_by(loop, min(wait.until_s for wait in self._pending))
-        if self._clock() - self._noted_s >= NOTICE_S:
+        if time.monotonic() - self._noted_s >= NOTICE_S:
             self.dump()
 
     def _late(self, wait: Wait) -> DeadlineExpired:

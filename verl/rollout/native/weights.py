@@ -271,7 +271,7 @@ def _pointers(layer: Layer) -> LayerPointers | None:
     norms = {"norm": layer.norm, "out_norm": layer.out_norm, "mlp_norm": layer.mlp_norm, "mlp_out_norm": layer.mlp_out_norm}
     if not isinstance(layer.mlp, FeedForward) or not layer.mlp.gated or any(norm and norm.bias is not None for norm in norms.values()):
         return None
-    read: dict[str, Tensor | None] = {name: norm and norm.weight for name, norm in norms.items()} | {"qk_norm": layer.qk_norm}
+    read: dict[str, Tensor | None] = {name: None if norm is None else norm.weight for name, norm in norms.items()} | {"qk_norm": layer.qk_norm}
     for name, product in (("qkv", layer.qkv), ("out", layer.out), ("up", layer.mlp.up), ("down", layer.mlp.down)):
         if not isinstance(product, Panels):
             return None
