@@ -148,7 +148,7 @@ class Trajectory:
 
     @property
     def loss_tokens(self) -> int:
-        return sum(len(s.ids) for s in self.segments if s.source == "sampled")
+        return sampled_tokens(self.segments)
 
     @property
     def versions(self) -> tuple[int, int]:
@@ -156,8 +156,18 @@ class Trajectory:
         return versions_of(self.segments)
 
 
+def sampled_tokens(segments: Sequence[Segment]) -> int:
+    n = 0
+    for s in segments:  # a loop: a generator would cost more than it does
+        if s.source == "sampled":
+            n += len(s.ids)
+    return n
+
+
 def versions_of(segments: Sequence[Segment]) -> tuple[int, int]:
     """(oldest, newest) weight version among the sampled segments; (-1, -1) if none."""
+    if len(segments) == 2 and segments[1].source == "sampled" and segments[0].source == "prompt":
+        return segments[1].version, segments[1].version
     found = [s.version for s in segments if s.source == "sampled"]
     return (min(found), max(found)) if found else (-1, -1)
 
@@ -205,7 +215,7 @@ class Sample:
     @property
     def loss_tokens(self) -> int:
         """Trainable tokens: the sampled ones that something precedes (a first token has no predictor)."""
-        n = sum(len(s.ids) for s in self.segments if s.source == "sampled")
+        n = sampled_tokens(self.segments)
         return n - (1 if self.segments and self.segments[0].source == "sampled" and len(self.segments[0].ids) else 0)
 
 

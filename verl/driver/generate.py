@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import uvloop
 
 from verl.chat import render_prompt
 from verl.config.schema import Config
@@ -37,7 +38,7 @@ def generate_once(config: Config, prompt: str, n: int) -> list[tuple[str, str, f
         )
         for i in range(n)
     ]  # fmt: skip
-    found = asyncio.run(_generate(rollout, engine, ids, sampling, config.run.wait_timeout_s))
+    found = uvloop.run(_generate(rollout, engine, ids, sampling, config.run.wait_timeout_s))
     decode = decoder(tokenizer)
     return [
         (decode(c.ids.tolist()), c.stop_reason, float(np.mean(c.logprobs)) if len(c.logprobs) else 0.0) for c in found

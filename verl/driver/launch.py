@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import uvloop
+
 from verl.config.load import Resolved, validate
 from verl.config.plan import make_plan, render_plan
 from verl.driver.assemble import OnStep, assemble, assemble_supervised
@@ -49,7 +51,7 @@ def run_rl(resolved: Resolved, *, title: str = "", on_step: OnStep | None = None
         print(render_plan(plan), flush=True)
     run_dir = Path(resolved.config.run.root_dir) / resolved.config.run.name
     try:
-        finished = asyncio.run(_train(resolved, title, on_step, plan.to_json()))
+        finished = uvloop.run(_train(resolved, title, on_step, plan.to_json()))
     except BaseException as e:
         _crash_record(run_dir, e)
         raise
@@ -125,7 +127,7 @@ def run_eval(resolved: Resolved) -> Finished:
     config.data.train_files = list(config.data.eval_files)
     config.run.total_steps = 1
     config.step.prompts_per_step, config.step.updates_per_step = 1, 1
-    return asyncio.run(_eval(resolved))
+    return uvloop.run(_eval(resolved))
 
 
 async def _eval(resolved: Resolved) -> Finished:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import uvloop
 
 from verl.checkpoint.store import CheckpointStore
 from verl.config.load import load_config, read_config
@@ -43,13 +44,11 @@ COMPARED_METRICS = ("actor/pg_loss", "actor/grad_norm", "actor/entropy")
 
 def replay(args: Sequence[str], number: int) -> int:
     """0: equal. 1: something differs (printed). ValueError: the step cannot be replayed, and why."""
-    import asyncio
-
     config, run_dir = _recorded(args)
     recorded = sample_steps(run_dir)
     if number not in recorded:
         raise ValueError(f"{run_dir} has no samples of step {number}; recorded: {_span(recorded)}")
-    differences = asyncio.run(_replay(config, run_dir, number))
+    differences = uvloop.run(_replay(config, run_dir, number))
     if not differences:
         print(f"step {number}: equal ({', '.join((*COMPARED, *COMPARED_METRICS))})")
         return 0

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import psutil
 
@@ -306,8 +306,7 @@ class Channel(asyncio.Protocol):
             self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by class
 
     def data_received(self, data: bytes) -> None:
         if self._told is None or self._told.done():
@@ -405,7 +404,7 @@ async def start_worker(target: Target, *, memory_limit_mb: float, start_timeout_
     requests = Channel()
     stream: Stream | None = None
     try:
-        await asyncio.get_running_loop().create_connection(lambda: requests, sock=channel)
+        await asyncio.get_running_loop().create_unix_connection(lambda: requests, sock=channel)
         stream = await _stream(control)
         worker = Worker(popen, requests, stream, memory_limit_mb)
     except BaseException:  # cancelled: nobody watches it yet; its guardian ends with it
@@ -455,4 +454,4 @@ def _load_frame(target: Target, memory_limit_mb: float) -> bytes:
 
 
 async def _stream(end: socket.socket) -> Stream:
-    return Stream(*await asyncio.open_connection(sock=end))
+    return Stream(*await asyncio.open_unix_connection(sock=end))

@@ -56,6 +56,7 @@ class Waits:
     def __init__(self, path: Path | None = None) -> None:
         self._pending: dict[Wait, None] = {}  # in order
         self._timer: asyncio.TimerHandle | None = None
+        self._look_s = math.inf  # when it rings
         self._loop: asyncio.AbstractEventLoop | None = None  # of the timer
         self._path = path
         self._noted_s = time.monotonic()
@@ -115,28 +116,29 @@ class Waits:
     def _begin(self, wait: Wait) -> None:
         loop = asyncio.get_running_loop()
         if loop is not self._loop:  # an earlier one, and what still waited there, is gone
-            self._loop, self._timer = loop, None
+            self._loop, self._timer, self._look_s = loop, None, math.inf
             self._pending.clear()
         wait.since_s = loop.time()
         wait.until_s = wait.since_s + wait.timeout_s
         self._pending[wait] = None
-        if self._timer is None or wait.until_s < self._timer.when():
+        if wait.until_s < self._look_s:
             self._look_by(loop, wait.until_s)
 
     def _end(self, wait: Wait) -> None:
         self._pending.pop(wait, None)
         if not self._pending and self._timer is not None:
             self._timer.cancel()
-            self._timer = None
+            self._timer, self._look_s = None, math.inf
 
     def _look_by(self, loop: asyncio.AbstractEventLoop, until_s: float) -> None:
         """At the first expiry, and now and then in between."""
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = loop.call_at(min(until_s, loop.time() + NOTICE_S), self._look, loop)
+        self._look_s = min(until_s, loop.time() + NOTICE_S)
+        self._timer = loop.call_at(self._look_s, self._look, loop)
 
     def _look(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._timer = None
+        self._timer, self._look_s = None, math.inf
         now_s = loop.time()
         for wait in [wait for wait in self._pending if wait.until_s <= now_s]:
             wait.until_s = math.inf
@@ -160,7 +162,7 @@ class Limit(Wait):
     __slots__ = ("_already", "_expired", "_task", "_waits")
 
     def __init__(self, waits: Waits, who: str, what: str, timeout_s: float) -> None:
-        super().__init__(who, what, timeout_s)
+        self.who, self.what, self.timeout_s = who, what, timeout_s
         self._waits, self._expired = waits, False
 
     def __enter__(self) -> None:

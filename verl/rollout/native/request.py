@@ -19,6 +19,9 @@ RUNNING, EOS, STOP, LENGTH, CONTEXT_FULL = range(5)  # codes of a row; the names
 REASONS: tuple[StopReason | None, ...] = (None, "eos", "stop", "length", "context_full")
 
 
+NO_IDS, NO_LOGPROBS = np.zeros(0, np.int64), np.zeros(0, np.float32)  # empty: nobody can write into them
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """A prompt and what was sampled for it before it last lost its row (nothing, unless it was preempted)."""
@@ -26,8 +29,8 @@ class Request:
     request_id: str
     prompt_ids: np.ndarray  # [P] int64
     sampling: Sampling
-    ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
-    logprobs: np.ndarray = field(default_factory=lambda: np.zeros(0, np.float32))
+    ids: np.ndarray = field(default_factory=lambda: NO_IDS)
+    logprobs: np.ndarray = field(default_factory=lambda: NO_LOGPROBS)
     marks: list[tuple[int, int]] = field(default_factory=list)  # (version, index of its first token)
     cached_tokens: int = 0
     order: int = 0  # of submission; preempted requests go back in this order
