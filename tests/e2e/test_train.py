@@ -1,5 +1,7 @@
 """The real loop on a tiny model: every part that a real run has."""
 
+import signal
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,9 @@ from verl.track.samples import read_samples, sample_steps
 
 
 def test_a_run_leaves_everything_behind(tmp_path, tiny_model, arithmetic_data):
+    before = signal.getsignal(signal.SIGTERM)
     done = small_run(tmp_path, tiny_model, arithmetic_data, "track.sinks=[jsonl,tensorboard]")
+    assert signal.getsignal(signal.SIGTERM) == before, "what comes after the run can be ended again"
     run_dir = tmp_path / "r"
     assert done.steps == 3
     for name in ("config.yaml", "plan.json", "metrics.jsonl", "summary.json", "report.html", "events", "samples", "checkpoints/step_3/hf"):

@@ -204,7 +204,7 @@ def test_all_layers_in_one_call_give_the_bits_of_a_call_each(name: str, monkeypa
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "mistral narrow window"])
 def test_the_bits_of_a_short_prompt_do_not_depend_on_passes_neighbours_and_lanes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("verl.rollout.native.runner.LANE_WORK", 1.0)  # a tiny model pays for all lanes
-    monkeypatch.setattr("verl.rollout.native.runner.EVEN_SHARES", 1)
+    monkeypatch.setattr("verl.rollout.native.runner.EVEN_SHARES", 100)
     module = reference(CONFIGS[name])
     alone: dict[str, Any] = {}
     for i, prompt in enumerate(PROMPTS):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import socket
 import struct
@@ -16,12 +17,14 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+import uvloop
 
 from verl.reward.base import RewardFn, RewardRequest
 from verl.reward.manager import manager_target
 from verl.reward.pool import RewardPool, Target, TargetError
 from verl.reward.process import MAX_ANSWER_BYTES, Channel, Worker, start_worker
 from verl.reward.shaping import Shaped
+from verl.reward.worker import PLAIN, Memory
 from verl.types import Invalid, Score
 
 GRADER = """
@@ -115,7 +118,7 @@ def with_pool(target: Target, use: Callable[[RewardPool], Awaitable[Any]], **opt
         async with RewardPool(target, **{"num_workers": 1, "timeout_s": 20, **options}) as pool:
             return await use(pool)
 
-    result = asyncio.run(run())
+    result = uvloop.run(run())  # as a run does; the tests of a single worker take asyncio's own loop
     assert not psutil.Process().children(recursive=True)
     return result
 
@@ -521,16 +524,17 @@ def test_a_channel_keeps_nothing_that_nobody_asked_for() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("answer", [{"pid": 1}, {"pid": 1, "grown_mb": 1.0, "took_s": 0.1}, {"reason": "exception", "detail": "", "grown_mb": "no"}, {"error": "x"},
+@pytest.mark.parametrize("answer", [PLAIN.pack(b"=", 1, math.nan, 0.0, 0.1), PLAIN.pack(b"=", 1, 1.0, math.inf, 0.1), PLAIN.pack(b"?", 1, 1.0, 0.0, 0.1),
+                                    PLAIN.pack(b"=", 2, 1.0, 0.0, 0.1), b"=", {"pid": 1}, {"pid": 1, "grown_mb": 1.0, "took_s": 0.1}, {"reason": "exception", "detail": "", "grown_mb": "no"}, {"error": "x"},
                                     {"reason": [], "detail": "", "grown_mb": 0.0, "took_s": 0.0}])
-def test_an_answer_that_no_worker_gives_is_a_crash_of_the_grader(answer: dict[str, object]) -> None:
+def test_an_answer_that_no_worker_gives_is_a_crash_of_the_grader(answer: dict[str, object] | bytes) -> None:
     async def run() -> None:
         worker = await start_worker(Target(), memory_limit_mb=512, start_timeout_s=60)
         found: list[Score | Invalid] = []
 
         def lie(frames: Any, hear: Callable[[bytes], bool]) -> asyncio.Future[str]:
             told = asyncio.get_running_loop().create_future()
-            hear(json.dumps({**answer, "id": worker.calls}).encode())
+            hear(answer if isinstance(answer, bytes) else json.dumps({**answer, "id": worker.calls}).encode())
             told.set_result("answered")
             return told
 
@@ -540,3 +544,19 @@ def test_an_answer_that_no_worker_gives_is_a_crash_of_the_grader(answer: dict[st
         await worker.kill()
 
     asyncio.run(run())
+
+
+def test_memory_is_read_on_whatever_became_of_the_open_file(tmp_path: Path) -> None:
+    memory = Memory()
+    before = memory.address_space_mb()
+    assert before > memory.resident_mb() > 1
+    for content in (b"not a number", b""):
+        (tmp_path / "log").write_bytes(content)
+        theirs, number = os.open(tmp_path / "log", os.O_RDONLY), memory._file
+        os.dup2(theirs, number)  # user code closed it, and its number is another file's now
+        assert memory.address_space_mb() == pytest.approx(before, rel=0.5)
+        os.close(number)
+        os.close(theirs)
+    os.close(memory._file)
+    assert memory.resident_mb() > 1
+    os.close(memory._file)

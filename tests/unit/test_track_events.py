@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 
-from verl.track.events import EventLog, next_attempt, read_events
+from verl.track.events import MOST_WAITING, EventLog, next_attempt, read_events
 from verl.track.files import cut_torn_tail, open_log, whole_lines, write_atomic
 
 
@@ -106,6 +106,15 @@ def test_records_carry_attempt_time_and_exact_data(tmp_path):
         log.append("Turn 2", 1, {})
     log.close()
     assert [event.step for event in read_events(tmp_path)][-1] == 2, "one bad record costs no other"
+
+
+def test_what_waits_for_its_text_is_bounded(tmp_path):
+    log = EventLog(tmp_path, 0)
+    for step in range(MOST_WAITING + 5):
+        log.append("turn", step, {})
+    assert len(list(read_events(tmp_path))) == MOST_WAITING, "a killed process loses the last few"
+    log.close()
+    assert [event.step for event in read_events(tmp_path)] == list(range(MOST_WAITING + 5))
 
 
 def test_a_later_attempt_replaces_what_it_did_again(tmp_path):

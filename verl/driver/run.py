@@ -312,17 +312,21 @@ class Run:
         if self._publishing is not None:
             self._publishing.cancel()
             await asyncio.gather(self._publishing, return_exceptions=True)
-        await self.rollout.close()
-        result = self.close_parts()
-        if asyncio.iscoroutine(result):
-            await result
-        for group in (self.actor, self.ref, self.critic, self.reward, self.compute, self.recorder):
-            if group is not None:
-                group.close(timeout_s=max(1.0, 10.0 - (time.monotonic() - started)))
-        self.events.close()
-        self.sinks.close()
-        self.progress.stop()
-        self.lock.close()
+        try:
+            await self.rollout.close()
+            result = self.close_parts()
+            if asyncio.iscoroutine(result):
+                await result
+            for group in (self.actor, self.ref, self.critic, self.reward, self.compute, self.recorder):
+                if group is not None:
+                    group.close(timeout_s=max(1.0, 10.0 - (time.monotonic() - started)))
+        finally:
+            self.events.close()
+            self.sinks.close()
+            self.progress.stop()
+            self.lock.close()
+            if threading.current_thread() is threading.main_thread():
+                asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)  # uvloop would leave it there, for no loop
 
 
 def _due(number: int, every: int) -> bool:

@@ -157,7 +157,7 @@ class Kernels:
         assert x.is_contiguous() and kv.is_contiguous() and x.dtype == kv.dtype == torch.float32
         n, kv_heads, dim = len(x), stack.kv_heads, stack.dim
         attending = (2 * stack.heads + 2 * kv_heads) * dim * n + scratch_floats(stack.heads, kv_heads, dim, tokens)
-        scratch = torch.empty(n * stack.hidden + max(attending, 3 * n * stack.ffn))
+        scratch = torch.empty(n * stack.hidden + max(attending, 3 * n * stack.ffn), dtype=torch.float32)
         self._layers(
             ctypes.addressof(stack), x.data_ptr(), positions.data_ptr(), _pointer(slots), _pointer(turns), 0 if turns is None else turns.shape[1],
             kv[:, :, lo:].data_ptr(), kv.shape[2], kv.shape[4], scratch.data_ptr(), n, torch.get_num_threads(),

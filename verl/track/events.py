@@ -29,6 +29,8 @@ FOLDER = "events"
 FLOW_KINDS = frozenset({"drawn", "dispatched", "turn", "scored", "admitted", "rejected", "dropped", "trained"})
 """Kinds that exist because a step was worked on: the first step with one of them is where an attempt began."""
 
+MOST_WAITING = 256  # records that a killed process may lose
+
 _HEAD = b'01234567 {"kind":"'
 _FILE_NAME = re.compile(r"attempt_(\d+)\.log")
 _KIND = re.compile(r"[a-z][a-z_]*")
@@ -63,7 +65,7 @@ class EventLog:
                 cut_torn_tail(path, _is_whole)
         self.attempt = attempt
         self._clock = clock
-        self._lock = threading.Lock()
+        self._writing = threading.Lock()
         self._waiting: deque[dict[str, Any]] = deque()  # for their text: made at the next flush, beside the loop
         self._log = open_log(run_dir / FOLDER / f"attempt_{attempt:04d}.log", _is_whole)
 
@@ -72,8 +74,9 @@ class EventLog:
         any more, since the text is made when it is written."""
         assert _KIND.fullmatch(kind), f"a kind is one lower-case word, got {kind!r}"
         record = {"kind": kind, "step": step, "attempt": self.attempt, "time_s": self._clock(), "data": data}
-        with self._lock:
-            self._waiting.append(record)
+        self._waiting.append(record)
+        if len(self._waiting) >= MOST_WAITING:
+            self.flush()
 
     def resume_at(self, step: int) -> None:
         """This attempt continues with `step`: whatever earlier attempts recorded of it and of later steps is void.
@@ -83,19 +86,31 @@ class EventLog:
         self.append("resumed", step, {})
 
     def flush(self, fsync: bool = False) -> None:
-        with self._lock:
-            self._write()
-            self._log.flush(fsync)
+        with self._writing:
+            try:
+                self._write()
+            finally:
+                self._log.flush(fsync)
 
     def close(self) -> None:
-        with self._lock:
-            self._write()
-            self._log.close()
+        with self._writing:
+            try:
+                self._write()
+            finally:
+                self._log.close()
 
     def _write(self) -> None:
+        """All that wait; one that is no JSON is an error of ours, raised when the others are written."""
+        wrong: TypeError | None = None
         while self._waiting:
-            body = _ENCODER.encode(self._waiting.popleft()).encode("utf-8", "backslashreplace")
+            try:
+                body = _ENCODER.encode(self._waiting.popleft()).encode("utf-8", "backslashreplace")
+            except TypeError as e:
+                wrong = wrong or e
+                continue
             self._log.append(b"%08x %s" % (zlib.crc32(body), body))
+        if wrong is not None:
+            raise wrong
 
 
 def read_events(run_dir: Path, kinds: Collection[str] | None = None, *, every_attempt: bool = False) -> Iterator[Event]:

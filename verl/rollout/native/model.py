@@ -134,7 +134,7 @@ def decode_compiled(
     if weights.stack is not None:
         x = weights.embedded(tokens, positions)
         return weights.norm(kernels.layers(weights.stack, x, positions, slots, table.table, cache.whole, lo, longest))
-    scratch = torch.empty(scratch_floats(shape.heads, shape.kv_heads, shape.head_dim, longest))
+    scratch = torch.empty(scratch_floats(shape.heads, shape.kv_heads, shape.head_dim, longest), dtype=torch.float32)
 
     def attention(i: int, layer: Layer, qkv: Tensor) -> Tensor:
         keys, values = cache.slots(i, lo)

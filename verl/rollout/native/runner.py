@@ -42,7 +42,8 @@ MAX_LOGITS = 2**25  # that exist at once in a lane when sampling; fewer rows wou
 SCORE_BLOCK = 1024  # tokens whose logits exist at once when scoring
 BLOCK_ROWS, BLOCKS_PAY = 16, 0.6  # attention goes in blocks of rows where these read less than this share of the KV
 MIN_LANE_ROWS = 8
-EVEN_SHARES = 4  # prompts per lane from which lanes have about the same to do
+EVEN_SHARES = 1.25  # of a mean share: the most that a lane may have to do, if all shall be done sooner than one by one on all cores
+MIN_PREFILL_WIDTH = 32
 SPARE_ROWS, SPARE_ROWS_CUDA = 6, 64  # tokens of a step whose products take about as long as one token's: waiting for weights
 
 
@@ -237,16 +238,14 @@ class NativeRunner:
         assert self._weights is not None
         total = sum(n for _, n in part)
         self._table.reserve(max(job.done + n for job, n in part))
-        lanes = self._useful_lanes(total)
-        lanes = lanes if len(part) >= EVEN_SHARES * lanes else 1
+        lanes = min(self._useful_lanes(total), len(part))
         shares = [sorted(part, key=lambda item: -item[1])[lane::lanes] for lane in range(lanes)]
-        runs = [partial(self._prefill, share) for share in shares]
-        if lanes > 1:
-            self._lanes.map(runs)
+        if lanes > 1 and max(sum(n for _, n in share) for share in shares) * lanes <= EVEN_SHARES * total:
+            self._lanes.map([partial(self._prefill, share) for share in shares])
         elif self._wide_pays(total):
-            self._lanes.wide(runs[0])
+            self._lanes.wide(partial(self._prefill, part))
         else:
-            runs[0]()
+            self._prefill(part)
         for job, _ in part:
             if job.entry is not None and job.keep:
                 self._prefixes.put(job.entry)
@@ -254,19 +253,28 @@ class NativeRunner:
 
     @torch.inference_mode()  # a lane has a mode of its own
     def _prefill(self, part: list[tuple[Job, int]]) -> None:
+        """Short prompts by their length, rounded up so that little of their KV is padding; long ones, width 0, apart."""
         assert self._weights is not None
-        chunks = [Chunk(self._on_device(j.ids[j.done : j.done + n]), j.kv[:, :, :, : j.done]) for j, n in part]
-        if self._kernels is not None and self._weights.stack is not None and all(j.done + n <= SHORT_PROMPT for j, n in part):
-            kv, hidden = prefill_compiled(self._kernels, self._weights, self._shape, self._table, chunks)
-        else:
-            kv, hidden = prefill(self._weights, self._shape, self._table, chunks)
-        start = 0
-        for job, tokens in part:
-            job.kv[:, :, :, job.done : job.done + tokens] = kv[:, :, :, start : start + tokens]
-            job.done += tokens
-            start += tokens
-            if not job.left:
-                job.entry = Prefix(job.ids, job.kv, hidden[start - 1].clone())
+        compiled = self._kernels if self._weights.stack is not None else None
+
+        def width(item: tuple[Job, int]) -> int:
+            end = item[0].done + item[1]
+            return 0 if compiled is None or end > SHORT_PROMPT else max(MIN_PREFILL_WIDTH, 1 << (end - 1).bit_length())
+
+        for short, same in groupby(sorted(part, key=width), key=width):
+            items = list(same)
+            chunks = [Chunk(self._on_device(j.ids[j.done : j.done + n]), j.kv[:, :, :, : j.done]) for j, n in items]
+            if short and compiled is not None:
+                kv, hidden = prefill_compiled(compiled, self._weights, self._shape, self._table, chunks)
+            else:
+                kv, hidden = prefill(self._weights, self._shape, self._table, chunks)
+            start = 0
+            for job, tokens in items:
+                job.kv[:, :, :, job.done : job.done + tokens] = kv[:, :, :, start : start + tokens]
+                job.done += tokens
+                start += tokens
+                if not job.left:
+                    job.entry = Prefix(job.ids, job.kv, hidden[start - 1].clone())
 
     def _fill_slots(self, ready: list[Prefix], resident: int) -> tuple[Tensor, np.ndarray]:
         """-> hidden states of the distinct prompts [u, hidden], which of them each admitted row continues [m]."""
