@@ -301,7 +301,9 @@ def test_the_breakdown_adds_up_to_the_whole() -> None:
 
     rng = np.random.default_rng(0)
     prompts, lengths = [rng.integers(0, 32, 6).tolist() for _ in range(64)], [int(n) for n in rng.integers(2, 20, 64)]
-    for rows in (breakdown.rollout(model(), prompts, lengths, 50.0, True), breakdown.update(model(), prompts, lengths, 50.0, True)):
+    *rollout, (label, whole, _, _) = breakdown.rollout(model(), prompts, lengths, 50.0, True)
+    assert label.startswith("as it runs") and float(whole) > 0
+    for rows in (rollout, breakdown.update(model(), prompts, lengths, 50.0, True)):
         *parts, (label, whole, _, _) = rows
         assert label == "together" and float(whole) > 0
         assert parts[0][0] == "matrix products" and float(parts[0][3].removesuffix("×")) > 0
