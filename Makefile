@@ -17,6 +17,7 @@ test: setup lint
 	$(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist worksteal
 
 lint: setup
+	$(BIN)/ruff format --check verl tests examples bench
 	$(BIN)/ruff check verl tests examples bench
 	$(BIN)/mypy
 

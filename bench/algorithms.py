@@ -37,6 +37,7 @@ EVAL_EVERY = 5
 TIMEOUT_S = 900.0
 CLEARLY = 0.10  # above the start: four standard errors of 256 problems at 0.2
 
+
 @dataclass(frozen=True, slots=True)
 class Arm:
     name: str
@@ -94,11 +95,25 @@ def run(
     root, log = folder / "algorithms" / str(seed), folder / "logs" / f"{name}_{seed}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     command = [
-        sys.executable, "-m", "verl", "train", "recipe=quickstart", f"model.path={start.model}", f"data.train_files=[{start.rows}]",
-        f"data.eval_files=[{held_out}]", f"run.root_dir={root}", f"run.name={name}", f"run.seed={seed}", f"run.total_steps={steps}",
-        f"run.eval_every_steps={EVAL_EVERY}", "run.resume=auto", f"run.threads={threads}",
-        "track.sinks=[jsonl]", "model.device=cpu", *given(name),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "verl",
+        "train",
+        "recipe=quickstart",
+        f"model.path={start.model}",
+        f"data.train_files=[{start.rows}]",
+        f"data.eval_files=[{held_out}]",
+        f"run.root_dir={root}",
+        f"run.name={name}",
+        f"run.seed={seed}",
+        f"run.total_steps={steps}",
+        f"run.eval_every_steps={EVAL_EVERY}",
+        "run.resume=auto",
+        f"run.threads={threads}",
+        "track.sinks=[jsonl]",
+        "model.device=cpu",
+        *given(name),
+    ]
     with open(log, "wb") as output:
         child = subprocess.Popen(command, stdout=output, stderr=output, env=env)
         deadline = threading.Timer(TIMEOUT_S, child.kill)
@@ -109,8 +124,15 @@ def run(
         return Arm(name, seed, {}, 0.0, 0.0, 0.0, why(log.read_text(errors="replace")))
     lines = {line.step: line.values for line in read_metrics(root / name)}
     accuracy = {n: v["eval/acc/greedy"] for n, v in lines.items() if "eval/acc/greedy" in v}
-    spent = [sum(s for k, s in v.items() if k.startswith("timing_s/") and k.split("/")[1] not in ("evaluate", "checkpoint", "step"))
-             for n, v in lines.items() if n > 1]  # fmt: skip
+    spent = [
+        sum(
+            s
+            for k, s in v.items()
+            if k.startswith("timing_s/") and k.split("/")[1] not in ("evaluate", "checkpoint", "step")
+        )
+        for n, v in lines.items()
+        if n > 1
+    ]
     sampled = lines[steps].get("eval/acc/sampled", float("nan"))
     return Arm(name, seed, accuracy, sampled, statistics.median(spent), used.ru_maxrss / 1024)
 
@@ -139,29 +161,49 @@ def document(arms: list[Arm], threads: int) -> str:
         mine = [a for a in arms if a.name == name and not a.error]
         if not mine:
             failed = [a for a in arms if a.name == name]
-            rows.append(f"| {name} | {'failed: ' + failed[0].error if failed else 'not run'} |" + " |" * (len(points) + 4))
+            rows.append(
+                f"| {name} | {'failed: ' + failed[0].error if failed else 'not run'} |" + " |" * (len(points) + 4)
+            )
             continue
         curve = [_of([a.accuracy[n] for a in mine if n in a.accuracy]) for n in points]
         ends = ", ".join(f"{a.accuracy[steps]:.2f}" for a in mine if steps in a.accuracy)
         peak = max(a.peak_mb for a in mine)
-        rows.append(f"| {name} | {len(mine)} | " + " | ".join(curve) + f" | {ends} | {_of([a.sampled for a in mine])} | "
-                    f"{statistics.median(a.step_s for a in mine):.2f} | {peak:,.0f} |")  # fmt: skip
+        rows.append(
+            f"| {name} | {len(mine)} | " + " | ".join(curve) + f" | {ends} | {_of([a.sampled for a in mine])} | "
+            f"{statistics.median(a.step_s for a in mine):.2f} | {peak:,.0f} |"
+        )
         gained = [a.accuracy[steps] - a.accuracy[0] for a in mine if steps in a.accuracy]
         if not gained or min(gained) < CLEARLY:
             weak.append(name)
-    head = "| preset | seeds | " + " | ".join(f"step {n}" for n in points) + " | each seed at the end | sampled | step, s | peak MB |"
+    head = (
+        "| preset | seeds | "
+        + " | ".join(f"step {n}" for n in points)
+        + " | each seed at the end | sampled | step, s | peak MB |"
+    )
     rule = "| --- | ---: |" + " ---: |" * (len(points) + 4)
-    learned = "Every preset that was run is clearly above its start on every seed." if not weak else (
-        f"Not clearly (by {CLEARLY:.2f}) above its start on every seed: {', '.join(weak)}.")  # fmt: skip
-    return "\n".join([
-        "## Every preset on the quickstart's task", "",
-        "Command: `python bench/algorithms.py`. Held-out greedy accuracy (256 problems, medians over the",
-        f"seeds), {threads} CPU threads, float32 or bfloat16 as the machine has it, 32 prompts x 8 answers per step, one start",
-        "checkpoint for all. Hyper-parameters: recipe=quickstart plus what the card recommends. Peak: of the whole process.", "",
-        head, rule, *rows, "", learned,
-        "ppo, vapo and pf_ppo train only their critic for the first steps, so their policy starts late. gspo, cispo, sapo, gmpo, kl_cov,",
-        "clip_cov and decoupled_ppo make 4 updates per step, without which their ratio is 1 and they are GRPO; dapo refills its batch.", "",
-    ])  # fmt: skip
+    learned = (
+        "Every preset that was run is clearly above its start on every seed."
+        if not weak
+        else (f"Not clearly (by {CLEARLY:.2f}) above its start on every seed: {', '.join(weak)}.")
+    )
+    return "\n".join(
+        [
+            "## Every preset on the quickstart's task",
+            "",
+            "Command: `python bench/algorithms.py`. Held-out greedy accuracy (256 problems, medians over the",
+            f"seeds), {threads} CPU threads, float32 or bfloat16 as the machine has it, 32 prompts x 8 answers per step, one start",
+            "checkpoint for all. Hyper-parameters: recipe=quickstart plus what the card recommends. Peak: of the whole process.",
+            "",
+            head,
+            rule,
+            *rows,
+            "",
+            learned,
+            "ppo, vapo and pf_ppo train only their critic for the first steps, so their policy starts late. gspo, cispo, sapo, gmpo, kl_cov,",
+            "clip_cov and decoupled_ppo make 4 updates per step, without which their ratio is 1 and they are GRPO; dapo refills its batch.",
+            "",
+        ]
+    )
 
 
 def _of(values: list[float]) -> str:

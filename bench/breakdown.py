@@ -32,15 +32,21 @@ from bench.results import Table
 from bench.workloads import WORKLOADS, make_inputs
 from verl.algorithms.terms import Term, TermValue
 from verl.batch import pack
-from verl.model_engine.fsdp import FSDPEngine, load_causal_lm
 from verl.model_engine.optim import OptimSpec
+from verl.model_engine.torch_engine import TorchEngine, load_causal_lm
 from verl.nn.compiled import Kernels
 from verl.rollout.native import runner, weights
 from verl.rollout.native.engine import NativeEngine
 from verl.types import Sample, Sampling, Segment
 
 ROOT = Path(__file__).resolve().parents[1]
-PARTS = {"linear": "matrix products", "attend": "attention", "sample": "sampling", "rms_norm": "norms", "gated": "activations"}
+PARTS = {
+    "linear": "matrix products",
+    "attend": "attention",
+    "sample": "sampling",
+    "rms_norm": "norms",
+    "gated": "activations",
+}
 OPS = {
     "matrix products": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::addmm_"),
     "attention": ("aten::_scaled_dot_product", "aten::_softmax", "aten::_softmax_backward_data"),
@@ -54,9 +60,13 @@ NLL = Term(name="loss", fn=lambda columns: TermValue(-columns["logprobs"]))
 
 def sample_of(number: int, group: int, prompt: np.ndarray, answer: np.ndarray) -> Sample:
     """To train on: prompt [P], answer [R]."""
-    segments = (Segment(ids=prompt, source="prompt"),
-                Segment(ids=answer, source="sampled", logprobs=np.zeros(len(answer), np.float32), version=0))  # fmt: skip
-    return Sample(sample_id=str(number), trajectory_id=str(number), group_id=str(group), purpose="train", segments=segments)
+    segments = (
+        Segment(ids=prompt, source="prompt"),
+        Segment(ids=answer, source="sampled", logprobs=np.zeros(len(answer), np.float32), version=0),
+    )
+    return Sample(
+        sample_id=str(number), trajectory_id=str(number), group_id=str(group), purpose="train", segments=segments
+    )
 
 
 class Seconds:
@@ -87,7 +97,9 @@ def rollout(model: Any, prompts: list[list[int]], lengths: list[int], gflops: fl
         kernels = load(dtype)
         if isinstance(kernels, str):
             return kernels
-        return dataclasses.replace(kernels, **{f"_{name}": seconds.timed(name, getattr(kernels, f"_{name}")) for name in PARTS})
+        return dataclasses.replace(
+            kernels, **{f"_{name}": seconds.timed(name, getattr(kernels, f"_{name}")) for name in PARTS}
+        )
 
     async def run() -> float:
         engine = NativeEngine(model.config, max_context_tokens=512, eos_token_ids=(), lanes=1, compiled=compiled)
@@ -101,8 +113,12 @@ def rollout(model: Any, prompts: list[list[int]], lengths: list[int], gflops: fl
         for number in range(2):  # the first is not counted
             seconds.of.clear()
             began = time.perf_counter()
-            await asyncio.gather(*(engine.generate(f"{number}/{i}", np.asarray(ids), Sampling(max_tokens=n, seed=i, ignore_eos=True))
-                                   for i, (ids, n) in enumerate(zip(prompts, lengths, strict=True))))  # fmt: skip
+            await asyncio.gather(
+                *(
+                    engine.generate(f"{number}/{i}", np.asarray(ids), Sampling(max_tokens=n, seed=i, ignore_eos=True))
+                    for i, (ids, n) in enumerate(zip(prompts, lengths, strict=True))
+                )
+            )
             wall = time.perf_counter() - began
         await engine.close()
         return wall
@@ -116,7 +132,9 @@ def rollout(model: Any, prompts: list[list[int]], lengths: list[int], gflops: fl
         runner.load_kernels, weights._stack = load, stack
     tokens = sum(lengths) + sum(map(len, prompts))
     limit = FORWARD_FLOPS_PER_PARAMETER * _multiplied(model) * tokens / gflops / 1e9
-    parts = [(PARTS[name], seconds.of[name], limit if name == "linear" else None) for name in PARTS if name in seconds.of]
+    parts = [
+        (PARTS[name], seconds.of[name], limit if name == "linear" else None) for name in PARTS if name in seconds.of
+    ]
     if not compiled:
         return _rows(parts, wall, limit)
     as_it_runs = ("as it runs, all layers in one call", f"{whole:.2f}", f"{whole / wall:.0%}", f"{whole / limit:.1f}×")
@@ -125,10 +143,15 @@ def rollout(model: Any, prompts: list[list[int]], lengths: list[int], gflops: fl
 
 def update(model: Any, prompts: list[list[int]], lengths: list[int], gflops: float, share: bool) -> list[Row]:
     """8 groups of 8: forward, backward, optimizer on one thread."""
-    engine = FSDPEngine(model, optim=OptimSpec(lr=1e-6), dtype="float32", max_tokens_per_microbatch=65536)
+    engine = TorchEngine(model, optim=OptimSpec(lr=1e-6), dtype="float32", max_tokens_per_microbatch=65536)
     rng = np.random.default_rng(0)
-    batch = pack([sample_of(i, i // 8, np.asarray(prompts[i // 8]), rng.integers(0, model.config.vocab_size, lengths[i])) for i in range(64)],
-                 share_prefix=share)  # fmt: skip
+    batch = pack(
+        [
+            sample_of(i, i // 8, np.asarray(prompts[i // 8]), rng.integers(0, model.config.vocab_size, lengths[i]))
+            for i in range(64)
+        ],
+        share_prefix=share,
+    )
     batch = batch.with_columns({"w/loss": torch.full((batch.num_loss_tokens,), 1e-4)})
 
     def step() -> None:
@@ -147,8 +170,15 @@ def update(model: Any, prompts: list[list[int]], lengths: list[int], gflops: flo
         found[part] += event.self_cpu_time_total / 1e6
     share_of = wall / sum(found.values())  # the profiler itself takes time
     tokens = batch.num_tokens
-    limit = TRAIN_FLOPS_PER_PARAMETER * (_multiplied(model) * tokens - _head(model) * (tokens - batch.num_loss_tokens)) / gflops / 1e9
-    parts = [(part, found[part] * share_of, limit if part == "matrix products" else None) for part in OPS if part in found]
+    limit = (
+        TRAIN_FLOPS_PER_PARAMETER
+        * (_multiplied(model) * tokens - _head(model) * (tokens - batch.num_loss_tokens))
+        / gflops
+        / 1e9
+    )
+    parts = [
+        (part, found[part] * share_of, limit if part == "matrix products" else None) for part in OPS if part in found
+    ]
     return _rows(parts, wall, limit)
 
 
@@ -186,14 +216,23 @@ def main(argv: Sequence[str]) -> int:
         ("update, prompts shared", lambda model: update(model, prompts, lengths, gflops, True)),
         ("update, prompts not shared", lambda model: update(model, prompts, lengths, gflops, False)),
     ):
-        tables.append(Table(f"{title[0].upper()}{title[1:]}, {asked.size}", head, tuple(make(load_causal_lm(inputs.model)))))
+        tables.append(
+            Table(f"{title[0].upper()}{title[1:]}, {asked.size}", head, tuple(make(load_causal_lm(inputs.model))))
+        )
         print(tables[-1].markdown(), flush=True)
     load = os.getloadavg()[0]
     section = ROOT / "bench" / "sections" / "breakdown.md"
-    section.write_text("\n\n".join([
-        "## Inside the rollout and the update", f"Command: `python bench/breakdown.py --size {asked.size}`. One thread, float32, 64 ragged answers, 8 x 8 "
-        f"in the update; 1-minute load {load:.1f}. Limit: the products' FLOPs at {gflops:.0f} GFLOP/s, the best large product here.",
-        *(t.markdown() for t in tables)]) + "\n")  # fmt: skip
+    section.write_text(
+        "\n\n".join(
+            [
+                "## Inside the rollout and the update",
+                f"Command: `python bench/breakdown.py --size {asked.size}`. One thread, float32, 64 ragged answers, 8 x 8 "
+                f"in the update; 1-minute load {load:.1f}. Limit: the products' FLOPs at {gflops:.0f} GFLOP/s, the best large product here.",
+                *(t.markdown() for t in tables),
+            ]
+        )
+        + "\n"
+    )
     assemble(ROOT / "bench")
     return 0
 

@@ -45,9 +45,7 @@ def ensure(environment: Environment, log: Path) -> Path:
     shutil.rmtree(environment.folder, ignore_errors=True)
     pip = [str(environment.python), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar=off"]
     run_logged([sys.executable, "-m", "venv", str(environment.folder)], log, timeout_s=INSTALL_TIMEOUT_S)
-    run_logged(
-        [*pip, "-c", str(environment.constraints), *environment.requirements], log, timeout_s=INSTALL_TIMEOUT_S
-    )
+    run_logged([*pip, "-c", str(environment.constraints), *environment.requirements], log, timeout_s=INSTALL_TIMEOUT_S)
     stamp.write_text(environment.stamp)
     return environment.python
 
@@ -66,10 +64,16 @@ def ensure_vllm(folder: Path, log: Path) -> Path:
     wheel = next((folder / "wheel").glob("*.whl"))
     with zipfile.ZipFile(wheel) as archive:
         metadata = archive.read(next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))).decode()
-    needed = [line.removeprefix("Requires-Dist: ") for line in metadata.splitlines() if line.startswith("Requires-Dist: ")]
+    needed = [
+        line.removeprefix("Requires-Dist: ") for line in metadata.splitlines() if line.startswith("Requires-Dist: ")
+    ]
     needed = [n for n in needed if "extra ==" not in n and re.split(r"[^\w-]", n)[0] not in NOT_WITH_VLLM]
     (folder / "requirements.txt").write_text("\n".join([*needed, "torch==2.13.0"]) + "\n")
-    run_logged([*pip, "install", "--progress-bar=off", "-r", str(folder / "requirements.txt")], log, timeout_s=INSTALL_TIMEOUT_S)
+    run_logged(
+        [*pip, "install", "--progress-bar=off", "-r", str(folder / "requirements.txt")],
+        log,
+        timeout_s=INSTALL_TIMEOUT_S,
+    )
     run_logged([*pip, "install", "--no-deps", str(wheel)], log, timeout_s=INSTALL_TIMEOUT_S)
     stamp.write_text(wanted)
     return python

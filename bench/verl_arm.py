@@ -1,6 +1,6 @@
 """The same run in verl: `verl train recipe=quickstart` as it ships, with its logs, samples and verified weight syncs.
 
-    python bench/verl_arm.py SPEC.json RESULT.json
+python bench/verl_arm.py SPEC.json RESULT.json
 """
 
 from __future__ import annotations
@@ -70,13 +70,20 @@ def main(spec: dict[str, Any], result: Path) -> None:
         elsewhere_s = engine_s + sum(values.get(f"timing_s/{phase}", 0.0) for phase in COMPUTES)
         prompt_tokens = values["prompt_length/mean"] * rows_per_step
         meter.step(
-            rollout_s=values["timing_s/rollout"], update_s=values["timing_s/update"],
-            engine_s=engine_s, prefill_tokens=prefill_tokens, driver_s=time.perf_counter() - ended_s[0] - elsewhere_s,
-            rollout_cpu_s=values["bench_cpu_s/rollout"], update_cpu_s=values["bench_cpu_s/update"],
-            prompt_tokens=prompt_tokens, response_tokens=values["perf/total_num_tokens"] - prompt_tokens,
-            longest_response_tokens=values["response_length/max"], peak_tensor_mb=peak[0] / 1e6, **_phases(values, "timing_s/", "phase_s"),
+            rollout_s=values["timing_s/rollout"],
+            update_s=values["timing_s/update"],
+            engine_s=engine_s,
+            prefill_tokens=prefill_tokens,
+            driver_s=time.perf_counter() - ended_s[0] - elsewhere_s,
+            rollout_cpu_s=values["bench_cpu_s/rollout"],
+            update_cpu_s=values["bench_cpu_s/update"],
+            prompt_tokens=prompt_tokens,
+            response_tokens=values["perf/total_num_tokens"] - prompt_tokens,
+            longest_response_tokens=values["response_length/max"],
+            peak_tensor_mb=peak[0] / 1e6,
+            **_phases(values, "timing_s/", "phase_s"),
             **_phases(values, "bench_cpu_s/", "phase_cpu_s"),
-        )  # fmt: skip
+        )
         ended_s[0] = time.perf_counter()  # what is left holds the logging of a step, too
 
     run_rl(load_config(overrides(spec)), on_step=on_step, quiet=True)
@@ -119,7 +126,9 @@ def force_lengths(lengths: list[list[int]]) -> None:
     generate = NativeEngine.generate
 
     async def forced(self: Any, request_id: str, prompt_ids: Any, sampling: Any, **more: Any) -> Any:
-        return await generate(self, request_id, prompt_ids, replace(sampling, max_tokens=next(left), ignore_eos=True), **more)
+        return await generate(
+            self, request_id, prompt_ids, replace(sampling, max_tokens=next(left), ignore_eos=True), **more
+        )
 
     NativeEngine.generate = forced  # type: ignore[method-assign]
 
@@ -128,9 +137,9 @@ def count_bytes(peak: list[int]) -> None:
     """The most tensor bytes of an update without its optimizer, as `trl_grpo.py` counts them."""
     from peers.peak_bytes import PeakBytes
 
-    from verl.model_engine.fsdp import FSDPEngine
+    from verl.model_engine.torch_engine import TorchEngine
 
-    forward_backward = FSDPEngine.forward_backward
+    forward_backward = TorchEngine.forward_backward
 
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
         with PeakBytes() as found:
@@ -138,7 +147,7 @@ def count_bytes(peak: list[int]) -> None:
         peak[0] = found.most
         return out
 
-    FSDPEngine.forward_backward = counted  # type: ignore[method-assign]
+    TorchEngine.forward_backward = counted  # type: ignore[method-assign]
 
 
 def _phases(values: Mapping[str, float], prefix: str, name: str) -> dict[str, float]:
@@ -148,14 +157,27 @@ def _phases(values: Mapping[str, float], prefix: str, name: str) -> dict[str, fl
 def overrides(spec: Mapping[str, Any]) -> list[str]:
     """One step more than the peers: the last is dropped. The rows are taken in the order of the file, as they do."""
     return [
-        "recipe=quickstart", f"model.path={spec['model']}", f"model.dtype={spec['dtype']}", f"model.device={spec.get('device', 'cpu')}",
-        f"data.train_files=[{spec['rows']}]", "data.shuffle=false", f"reward.path={spec.get('reward', 'verl.recipes.arithmetic')}",
-        f"step.prompts_per_step={spec['prompts_per_step']}", f"step.samples_per_prompt={spec['samples_per_prompt']}",
-        f"rollout.max_response_tokens={spec['max_response_tokens']}", f"optim.lr={spec['lr']}",
-        f"run.root_dir={spec['folder']}", "run.name=verl", "run.resume=never", f"run.total_steps={spec['steps'] + 1}",
-        f"run.threads={spec['threads']}", "run.eval_every_steps=0", "run.eval_before=false", "run.eval_after=false",
+        "recipe=quickstart",
+        f"model.path={spec['model']}",
+        f"model.dtype={spec['dtype']}",
+        f"model.device={spec.get('device', 'cpu')}",
+        f"data.train_files=[{spec['rows']}]",
+        "data.shuffle=false",
+        f"reward.path={spec.get('reward', 'verl.recipes.arithmetic')}",
+        f"step.prompts_per_step={spec['prompts_per_step']}",
+        f"step.samples_per_prompt={spec['samples_per_prompt']}",
+        f"rollout.max_response_tokens={spec['max_response_tokens']}",
+        f"optim.lr={spec['lr']}",
+        f"run.root_dir={spec['folder']}",
+        "run.name=verl",
+        "run.resume=never",
+        f"run.total_steps={spec['steps'] + 1}",
+        f"run.threads={spec['threads']}",
+        "run.eval_every_steps=0",
+        "run.eval_before=false",
+        "run.eval_after=false",
         *spec.get("overrides", ()),
-    ]  # fmt: skip
+    ]
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from verl.algorithms.terms import Term, nll
-from verl.model_engine.fsdp import FSDPEngine, load_causal_lm
 from verl.model_engine.optim import OptimSpec
+from verl.model_engine.torch_engine import TorchEngine, load_causal_lm
 from verl.recipes import arithmetic as task
 from verl.rollout.native.engine import NativeEngine
 from verl.transfer_queue.memory import MemoryQueue
@@ -25,7 +25,7 @@ from verl.workers.role import Role, UpdatePlan
 
 async def main(model_path: str, rounds: int = 4, problems_per_round: int = 64, n: int = 8) -> list[float]:
     tokenizer = AutoTokenizer.from_pretrained(model_path)
-    policy = FSDPEngine(load_causal_lm(Path(model_path)), optim=OptimSpec(lr=1e-4), dtype="float32")
+    policy = TorchEngine(load_causal_lm(Path(model_path)), optim=OptimSpec(lr=1e-4), dtype="float32")
     rollout = NativeEngine(policy.model.config, max_context_tokens=64, eos_token_ids=(tokenizer.eos_token_id,))
     queue, sync = MemoryQueue(), LocalCheckpointEngine(probes=(), tolerance=1e-3)
     actor = InprocGroup("actor", Role("actor", queue, policy))
@@ -36,16 +36,33 @@ async def main(model_path: str, rounds: int = 4, problems_per_round: int = 64, n
         drawn = list(itertools.islice(problems, problems_per_round))
         prompts = [as_ids(tokenizer(f"<|user|>{task.prompt(p)}<|end|><|assistant|>")["input_ids"]) for p in drawn]
         seats = [(g, i) for g in range(len(drawn)) for i in range(n)]
-        found = await asyncio.gather(*(
-            rollout.generate(f"{g}/{i}", prompts[g], Sampling(max_tokens=48, seed=derive_seed(version, g, i)), prefix_key=str(g))
-            for g, i in seats
-        ))  # fmt: skip
-        right = [task.compute_score("", tokenizer.decode(c.ids, skip_special_tokens=True), str(task.answer(drawn[g]))) for (g, _), c in zip(seats, found)]
+        found = await asyncio.gather(
+            *(
+                rollout.generate(
+                    f"{g}/{i}", prompts[g], Sampling(max_tokens=48, seed=derive_seed(version, g, i)), prefix_key=str(g)
+                )
+                for g, i in seats
+            )
+        )
+        right = [
+            task.compute_score("", tokenizer.decode(c.ids, skip_special_tokens=True), str(task.answer(drawn[g])))
+            for (g, _), c in zip(seats, found)
+        ]
         samples = [
-            Sample(sample_id=f"{version}/{g}/{i}", trajectory_id=f"{version}/{g}/{i}", group_id=f"{version}/{g}", purpose="train", reward=1.0,
-                   segments=(Segment(ids=prompts[g], source="prompt"), Segment(ids=c.ids, source="sampled", logprobs=c.logprobs, version=version)))
-            for (g, i), c, ok in zip(seats, found, right) if ok
-        ]  # fmt: skip
+            Sample(
+                sample_id=f"{version}/{g}/{i}",
+                trajectory_id=f"{version}/{g}/{i}",
+                group_id=f"{version}/{g}",
+                purpose="train",
+                reward=1.0,
+                segments=(
+                    Segment(ids=prompts[g], source="prompt"),
+                    Segment(ids=c.ids, source="sampled", logprobs=c.logprobs, version=version),
+                ),
+            )
+            for (g, i), c, ok in zip(seats, found, right)
+            if ok
+        ]
         shares.append(sum(right) / len(right))
         print(f"round {version}: {shares[-1]:.3f} of {len(right)} answers right", flush=True)
         if samples:

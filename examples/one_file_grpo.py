@@ -77,7 +77,11 @@ def generate(model, prompts, greedy=False):
         new = torch.where(done, PAD, new)
         sampled.append(~done)
         done = done | (new == END)
-        last, ids, mask = new[:, None], torch.cat([ids, new[:, None]], 1), torch.cat([mask, (~done | (new == END)).long()[:, None]], 1)
+        last, ids, mask = (
+            new[:, None],
+            torch.cat([ids, new[:, None]], 1),
+            torch.cat([mask, (~done | (new == END)).long()[:, None]], 1),
+        )
         if done.all():
             break
     return ids, torch.stack(sampled, 1)
@@ -153,10 +157,21 @@ def accuracy(model, problems):
 def main(steps=25, warm_up_steps=500, seed=0):
     torch.manual_seed(seed)
     rng = random.Random(seed)
-    model = Qwen3ForCausalLM(Qwen3Config(
-        vocab_size=32, hidden_size=192, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, head_dim=48,
-        intermediate_size=512, max_position_embeddings=512, tie_word_embeddings=True, pad_token_id=PAD, eos_token_id=END,
-    ))  # fmt: skip
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=32,
+            hidden_size=192,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=48,
+            intermediate_size=512,
+            max_position_embeddings=512,
+            tie_word_embeddings=True,
+            pad_token_id=PAD,
+            eos_token_id=END,
+        )
+    )
     held_out = [draw(random.Random(10_000 + i), held_out=True) for i in range(256)]
     warm_up(model, rng, warm_up_steps)
     before = accuracy(model, held_out)

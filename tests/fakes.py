@@ -83,7 +83,9 @@ class FakeEngine:
             n = rng.randint(1, min(5, sampling.max_tokens))
             ids = np.array([rng.randint(4, 19) for _ in range(n)], np.int64)
             half = n // 2
-            spans = ((start, 0, n),) if start == self.version or not half else ((start, 0, half), (self.version, half, n))
+            spans = (
+                ((start, 0, n),) if start == self.version or not half else ((start, 0, half), (self.version, half, n))
+            )
             return Completion(request_id, ids, np.full(n, -1.0, np.float32), spans, "eos")
         finally:
             self.live.remove(request_id)

@@ -15,12 +15,28 @@ REWARD = Path(__file__).parent / "reward_length.py"
 def small_args(root: Path, model: Path, data: Sequence[Path], *more: str) -> list[str]:
     """A GRPO run of a few steps on the tiny model: 4 prompts x 4 answers of at most 12 tokens, float32."""
     base = {
-        "run.root_dir": root, "run.name": "r", "run.total_steps": 3, "run.threads": 1, "run.wait_timeout_s": 120, "model.path": model,
-        "model.dtype": "float32", "data.train_files": f"[{data[0]}]", "data.max_prompt_tokens": 16, "data.cache_dir": root / "cache",
-        "algorithm.name": "grpo", "algorithm.kl_loss_coef": 0.0, "step.prompts_per_step": 4, "step.samples_per_prompt": 4,
-        "step.max_tokens_per_microbatch": 512, "optim.lr": 1e-3, "rollout.max_response_tokens": 12,
-        "reward.path": REWARD, "reward.num_workers": 1, "run.eval_before": "false", "run.eval_after": "false",
-    }  # fmt: skip
+        "run.root_dir": root,
+        "run.name": "r",
+        "run.total_steps": 3,
+        "run.threads": 1,
+        "run.wait_timeout_s": 120,
+        "model.path": model,
+        "model.dtype": "float32",
+        "data.train_files": f"[{data[0]}]",
+        "data.max_prompt_tokens": 16,
+        "data.cache_dir": root / "cache",
+        "algorithm.name": "grpo",
+        "algorithm.kl_loss_coef": 0.0,
+        "step.prompts_per_step": 4,
+        "step.samples_per_prompt": 4,
+        "step.max_tokens_per_microbatch": 512,
+        "optim.lr": 1e-3,
+        "rollout.max_response_tokens": 12,
+        "reward.path": REWARD,
+        "reward.num_workers": 1,
+        "run.eval_before": "false",
+        "run.eval_after": "false",
+    }
     if len(data) > 1:
         base["data.eval_files"] = f"[{data[1]}]"
         base |= {"run.eval_before": "true", "run.eval_after": "true"}

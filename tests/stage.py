@@ -45,9 +45,14 @@ def seed_of(draw: int, index: int, attempt: int = 0, purpose: str = "train", epo
 
 def task_of(index: int) -> Task:
     return Task(
-        task_id=f"task{index}", index=index, messages=({"role": "user", "content": f"q{index}"},),
-        prompt_ids=np.array([1, 2, 3 + index % 5]), ground_truth=str(index), extra_info={"split": "train"}, row={"ability": "math"},
-    )  # fmt: skip
+        task_id=f"task{index}",
+        index=index,
+        messages=({"role": "user", "content": f"q{index}"},),
+        prompt_ids=np.array([1, 2, 3 + index % 5]),
+        ground_truth=str(index),
+        extra_info={"split": "train"},
+        row={"ability": "math"},
+    )
 
 
 @dataclass
@@ -78,19 +83,40 @@ class Stage:
         self.events = EventLog(self.tmp_path, 0)
         self.cursor = Cursor(self.tasks, 0, shuffle=False, num_epochs=self.epochs)
         self.scheduler = Scheduler(
-            prompts_per_step=self.prompts, total_steps=self.steps, staleness=self.staleness, oversample=self.oversample,
-            sync_every=self.sync_every, max_draws_per_group=self.algorithm.max_draws_per_group, on_exhausted=self.algorithm.on_exhausted,
-        )  # fmt: skip
+            prompts_per_step=self.prompts,
+            total_steps=self.steps,
+            staleness=self.staleness,
+            oversample=self.oversample,
+            sync_every=self.sync_every,
+            max_draws_per_group=self.algorithm.max_draws_per_group,
+            on_exhausted=self.algorithm.on_exhausted,
+        )
         reward = self.reward if hasattr(self.reward, "score") else FunctionReward(self.reward)
         self.trajectories = Trajectories(
-            engine=self.engine, loop=self.loop, reward=reward, decode=lambda ids: " ".join(map(str, ids)),  # type: ignore[arg-type]
-            waits=self.waits, seed=SEED, max_attempts=self.max_attempts, timeout_s=self.timeout_s,
-        )  # fmt: skip
+            engine=self.engine,
+            loop=self.loop,
+            reward=reward,
+            decode=lambda ids: " ".join(map(str, ids)),  # type: ignore[arg-type]
+            waits=self.waits,
+            seed=SEED,
+            max_attempts=self.max_attempts,
+            timeout_s=self.timeout_s,
+        )
         self.player = Player(
-            scheduler=self.scheduler, cursor=self.cursor, tasks=SimpleTasks(self.tasks), trajectories=self.trajectories,
-            algorithm=self.algorithm, sampling=SAMPLING, samples_per_prompt=self.n, queue=self.queue, events=self.events,
-            waits=self.waits, timeout_s=self.play_timeout_s, eager=self.staleness > 0, max_invalid_share=self.max_invalid_share,
-        )  # fmt: skip
+            scheduler=self.scheduler,
+            cursor=self.cursor,
+            tasks=SimpleTasks(self.tasks),
+            trajectories=self.trajectories,
+            algorithm=self.algorithm,
+            sampling=SAMPLING,
+            samples_per_prompt=self.n,
+            queue=self.queue,
+            events=self.events,
+            waits=self.waits,
+            timeout_s=self.play_timeout_s,
+            eager=self.staleness > 0,
+            max_invalid_share=self.max_invalid_share,
+        )
 
     async def step(self, *, publish: bool = True) -> Refs:
         """One turn of the driver, without the training."""
@@ -144,5 +170,3 @@ def groups_of(refs: Refs) -> list[str]:
 
 def group_id(draw: int) -> str:
     return f"g{draw:08d}"
-
-

@@ -11,10 +11,17 @@ from typing import Any
 __version__ = "0.1.0"
 
 _FACE = {
-    "VerlTrainer": "verl.api", "VerlConfig": "verl.api", "create_reference_model": "verl.api",
-    "AutoModelForCausalLMWithValueHead": "verl.api", "GRPOTrainer": "verl.api", "DAPOTrainer": "verl.api",
-    "PPOTrainer": "verl.api", "Trainer": "verl.api", "Policy": "verl.api", "RewardModel": "verl.api",
-}  # fmt: skip
+    "VerlTrainer": "verl.api",
+    "VerlConfig": "verl.api",
+    "create_reference_model": "verl.api",
+    "AutoModelForCausalLMWithValueHead": "verl.api",
+    "GRPOTrainer": "verl.api",
+    "DAPOTrainer": "verl.api",
+    "PPOTrainer": "verl.api",
+    "Trainer": "verl.api",
+    "Policy": "verl.api",
+    "RewardModel": "verl.api",
+}
 __all__ = ["__version__", *_FACE]
 
 

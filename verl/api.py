@@ -26,8 +26,8 @@ from verl.driver.host import StepHost
 from verl.driver.launch import Finished, run_rl
 from verl.driver.run import Step
 from verl.driver.step import experience_and_update
-from verl.model_engine.fsdp import FSDPEngine, load_causal_lm
 from verl.model_engine.optim import OptimSpec
+from verl.model_engine.torch_engine import TorchEngine, load_causal_lm
 from verl.rollout.base import Completion, RolloutEngine
 from verl.track.metrics import TimeLedger, reduce
 from verl.transfer_queue.memory import MemoryQueue
@@ -83,9 +83,13 @@ class VerlTrainer:
     """generate_rollout -> your reward -> step, as often as you like. Weights are synced after every step."""
 
     def __init__(
-        self, *, config: VerlConfig, model: AutoModelForCausalLMWithValueHead, tokenizer: Any,
+        self,
+        *,
+        config: VerlConfig,
+        model: AutoModelForCausalLMWithValueHead,
+        tokenizer: Any,
         ref_model: AutoModelForCausalLMWithValueHead | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.config = config
         self.tokenizer = tokenizer
         name = config.algorithm.lower().replace("-", "_").replace("++", "_plus_plus")
@@ -95,22 +99,30 @@ class VerlTrainer:
         if config.samples_per_prompt < self.algorithm.group.least:
             warnings.warn(
                 f"{config.algorithm} compares the answers to one query, and {config.samples_per_prompt} per query carries no "
-                f"signal; set VerlConfig(samples_per_prompt={max(4, self.algorithm.group.least)})", stacklevel=2,
-            )  # fmt: skip
+                f"signal; set VerlConfig(samples_per_prompt={max(4, self.algorithm.group.least)})",
+                stacklevel=2,
+            )
         inner = _inner_config(config, model.path)
         device = device_of(inner)
         queue = MemoryQueue()
         self._queue = queue
         critic = _critic(self.algorithm, model, queue, config, device)
-        self._engine = FSDPEngine(
-            model.pretrained_model, optim=OptimSpec(lr=config.learning_rate), dtype=config.dtype, device=device,
-            gradient_checkpointing=config.gradient_checkpointing, source_dir=model.path,
-        )  # fmt: skip
+        self._engine = TorchEngine(
+            model.pretrained_model,
+            optim=OptimSpec(lr=config.learning_rate),
+            dtype=config.dtype,
+            device=device,
+            gradient_checkpointing=config.gradient_checkpointing,
+            source_dir=model.path,
+        )
         self._host = StepHost(
-            config=inner, algorithm=self.algorithm, actor=InprocGroup("actor", Role("actor", queue, self._engine)),
-            ref=_reference(self.algorithm, ref_model, queue, config, device), compute=InprocGroup("compute", Role("compute", queue)),
+            config=inner,
+            algorithm=self.algorithm,
+            actor=InprocGroup("actor", Role("actor", queue, self._engine)),
+            ref=_reference(self.algorithm, ref_model, queue, config, device),
+            compute=InprocGroup("compute", Role("compute", queue)),
             critic=critic,
-        )  # fmt: skip
+        )
         self._loop = asyncio.new_event_loop()
         self._rollout = _embedded(inner, tokenizer, device)
         self._decode = decoder(tokenizer)
@@ -126,11 +138,15 @@ class VerlTrainer:
             ids = self._ids(query)
             room = self.config.max_length - len(ids)
             if room < 1:
-                raise ValueError(f"query {q} has {len(ids)} tokens and VerlConfig.max_length={self.config.max_length}: no room to answer")
+                raise ValueError(
+                    f"query {q} has {len(ids)} tokens and VerlConfig.max_length={self.config.max_length}: no room to answer"
+                )
             for i in range(n):
                 seed = derive_seed(self.config.seed, "facade", self._calls, q, i)
                 sampling = Sampling(max_tokens=room, temperature=self.config.temperature, seed=seed)
-                plays.append(self._rollout.generate(f"{self._calls}/{q}/{i}", ids, sampling, prefix_key=f"{self._calls}/{q}"))
+                plays.append(
+                    self._rollout.generate(f"{self._calls}/{q}/{i}", ids, sampling, prefix_key=f"{self._calls}/{q}")
+                )
         self._calls += 1
         found = self._loop.run_until_complete(_gather(plays))
         texts = [self._decode(c.ids.tolist()) for c in found]
@@ -139,18 +155,25 @@ class VerlTrainer:
         return texts if n == 1 else [texts[i * n : (i + 1) * n] for i in range(len(queries))]
 
     def step(
-        self, queries: Sequence[str], responses: Sequence[str] | Sequence[Sequence[str]], rewards: Sequence[float] | Sequence[Sequence[float]]
+        self,
+        queries: Sequence[str],
+        responses: Sequence[str] | Sequence[Sequence[str]],
+        rewards: Sequence[float] | Sequence[Sequence[float]],
     ) -> dict[str, float]:
         """One step of the algorithm on these answers; the metrics. Several answers per query: lists of equal shape."""
         if not len(queries) == len(responses) == len(rewards):
-            raise ValueError(f"{len(queries)} queries, {len(responses)} responses and {len(rewards)} rewards: must be as many")
+            raise ValueError(
+                f"{len(queries)} queries, {len(responses)} responses and {len(rewards)} rewards: must be as many"
+            )
         samples = []
         for q, (query, answers, scores) in enumerate(zip(queries, responses, rewards, strict=True)):
             answers_of = [answers] if isinstance(answers, str) else list(answers)
             scores_of = [float(x) for x in np.atleast_1d(np.asarray(scores, float))]
             if len(answers_of) != len(scores_of):
                 raise ValueError(f"query {q} has {len(answers_of)} responses and {len(scores_of)} rewards")
-            samples += [self._sample(q, i, query, text, score) for i, (text, score) in enumerate(zip(answers_of, scores_of))]
+            samples += [
+                self._sample(q, i, query, text, score) for i, (text, score) in enumerate(zip(answers_of, scores_of))
+            ]
         refs: Refs = self._queue.put([s for s in samples if s.loss_tokens])
         record = Step(self._steps, TimeLedger())
         self._loop.run_until_complete(experience_and_update(self._host, record, refs))
@@ -185,9 +208,14 @@ class VerlTrainer:
             ids = as_ids(self.tokenizer(text, add_special_tokens=False)["input_ids"])
             sampled = Segment(ids=ids, source="sampled", logprobs=np.zeros(len(ids), np.float32), version=self._version)
         return Sample(
-            sample_id=name, trajectory_id=name, group_id=f"s{self._steps}/{q}", purpose="train",
-            segments=(Segment(ids=self._ids(query), source="prompt"), sampled), temperature=self.config.temperature, reward=reward,
-        )  # fmt: skip
+            sample_id=name,
+            trajectory_id=name,
+            group_id=f"s{self._steps}/{q}",
+            purpose="train",
+            segments=(Segment(ids=self._ids(query), source="prompt"), sampled),
+            temperature=self.config.temperature,
+            reward=reward,
+        )
 
     def _sync(self) -> None:
         self._version += 1
@@ -241,11 +269,15 @@ def _embedded(config: Config, tokenizer: Any, device: str) -> RolloutEngine:
 
 
 def _reference(
-    algorithm: Algorithm, ref_model: AutoModelForCausalLMWithValueHead | None, queue: MemoryQueue, config: VerlConfig, device: str
+    algorithm: Algorithm,
+    ref_model: AutoModelForCausalLMWithValueHead | None,
+    queue: MemoryQueue,
+    config: VerlConfig,
+    device: str,
 ) -> InprocGroup | None:
     if ref_model is None or "ref_logprobs" not in algorithm.needs(1):
         return None
-    engine = FSDPEngine(ref_model.pretrained_model, dtype=config.dtype, device=device)
+    engine = TorchEngine(ref_model.pretrained_model, dtype=config.dtype, device=device)
     return InprocGroup("reference", Role("reference", queue, engine))
 
 
@@ -255,10 +287,15 @@ def _critic(
     """The value model: a copy of the policy's body under a value head, with its own optimizer."""
     if not algorithm.critic:
         return None
-    engine = FSDPEngine(
-        copy.deepcopy(model.pretrained_model), head="value", optim=OptimSpec(lr=10 * config.learning_rate), dtype=config.dtype,
-        device=device, gradient_checkpointing=config.gradient_checkpointing, source_dir=model.path,
-    )  # fmt: skip
+    engine = TorchEngine(
+        copy.deepcopy(model.pretrained_model),
+        head="value",
+        optim=OptimSpec(lr=10 * config.learning_rate),
+        dtype=config.dtype,
+        device=device,
+        gradient_checkpointing=config.gradient_checkpointing,
+        source_dir=model.path,
+    )
     return InprocGroup("critic", Role("critic", queue, engine))
 
 
@@ -282,7 +319,11 @@ class GRPOTrainer:
         overrides: Sequence[str] = (),
     ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="verl-data-")
-        self.args = [f"algorithm.name={self.algorithm_name}", f"model.path={model}", f"data.train_files=[{self._file(train_data, 'train')}]"]
+        self.args = [
+            f"algorithm.name={self.algorithm_name}",
+            f"model.path={model}",
+            f"data.train_files=[{self._file(train_data, 'train')}]",
+        ]
         if eval_data is not None:
             self.args.append(f"data.eval_files=[{self._file(eval_data, 'eval')}]")
         if reward is not None:
@@ -343,8 +384,18 @@ class Trainer:
     async_rollout: one step of staleness · gradient_checkpointing · critic: a folder · overrides: {"any.key": value}.
     """
 
-    _KEYS = ("algorithm", "actor", "reward", "data", "eval_data", "rollout", "async_rollout", "gradient_checkpointing",
-             "critic", "overrides")  # fmt: skip
+    _KEYS = (
+        "algorithm",
+        "actor",
+        "reward",
+        "data",
+        "eval_data",
+        "rollout",
+        "async_rollout",
+        "gradient_checkpointing",
+        "critic",
+        "overrides",
+    )
     _ROLLOUT = ("name", "batch_size", "max_length", "max_prompt_length", "samples_per_prompt", "temperature")
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -358,14 +409,19 @@ class Trainer:
         """Run to the end. ValueError, before anything is loaded, for what is missing or wrong."""
         config = self._config
         if config.get("data") is None:
-            raise ValueError('Trainer has no "data": give rows ({"prompt": [...], "data_source": ..., ...}) or a JSONL or Parquet file')
+            raise ValueError(
+                'Trainer has no "data": give rows ({"prompt": [...], "data_source": ..., ...}) or a JSONL or Parquet file'
+            )
         actor = config["actor"] if isinstance(config["actor"], Policy) else Policy(config["actor"])
         name = str(config.get("algorithm", "grpo")).lower().replace("-", "_")
         reward = config.get("reward")
         inner = GRPOTrainer(
-            actor.path, train_data=config["data"], eval_data=config.get("eval_data"), overrides=[],
+            actor.path,
+            train_data=config["data"],
+            eval_data=config.get("eval_data"),
+            overrides=[],
             reward=None if isinstance(reward, RewardModel) else reward,
-        )  # fmt: skip
+        )
         inner.args[0] = f"algorithm.name={name}"
         if isinstance(reward, RewardModel):
             inner.args += [f"reward.model={reward.path}", f"reward.model_coef={reward.coef}"]
@@ -380,7 +436,9 @@ class Trainer:
         if "max_length" in rollout:
             prompt = rollout.get("max_prompt_length", rollout["max_length"] // 2)
             out |= {"data.max_prompt_tokens": prompt, "rollout.max_response_tokens": rollout["max_length"] - prompt}
-        out["step.samples_per_prompt"] = rollout.get("samples_per_prompt", 1 if name in TABLE and TABLE[name].least == 1 else 8)
+        out["step.samples_per_prompt"] = rollout.get(
+            "samples_per_prompt", 1 if name in TABLE and TABLE[name].least == 1 else 8
+        )
         if "temperature" in rollout:
             out["rollout.temperature"] = rollout["temperature"]
         if actor.learning_rate is not None:
@@ -398,7 +456,10 @@ def _known(given: Mapping[str, Any], keys: Sequence[str], where: str) -> None:
     for key in given:
         if key not in keys:
             near = difflib.get_close_matches(str(key), keys, 1)
-            raise ValueError(f"{where}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(keys)}"))
+            raise ValueError(
+                f"{where}: unknown key {key!r}"
+                + (f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(keys)}")
+            )
 
 
 def _importable(fn: Callable[..., Any]) -> tuple[str, str]:

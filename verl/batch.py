@@ -64,7 +64,9 @@ class Batch:
 
     def with_columns(self, columns: Mapping[str, Tensor]) -> Batch:
         for name, column in columns.items():
-            assert len(column) == self.num_loss_tokens, f"{name}: {len(column)} values, {self.num_loss_tokens} loss tokens"
+            assert len(column) == self.num_loss_tokens, (
+                f"{name}: {len(column)} values, {self.num_loss_tokens} loss tokens"
+            )
         return replace(self, columns={**self.columns, **columns})
 
     def with_row_columns(self, columns: Mapping[str, Tensor]) -> Batch:
@@ -296,7 +298,7 @@ def loss_index(batch: Batch, rows: np.ndarray) -> Tensor:
     return torch.from_numpy(ranges(batch.row_start[rows], np.diff(batch.row_start)[rows]))
 
 
-def split_rows(batch: Batch, max_tokens: int) -> list[np.ndarray]:
+def make_microbatches(batch: Batch, max_tokens: int) -> list[np.ndarray]:
     """Rows of each micro-batch: at most `max_tokens` tokens each, shared segments counted once, trajectories whole.
 
     Trajectories under one root stay neighbours. One trajectory longer than the budget makes a micro-batch of its own.

@@ -27,10 +27,23 @@ Tool = Mapping[str, Any]
 TrainOn = Literal["all_assistant", "last_assistant"]
 
 # Arguments of apply_chat_template that this module sets itself.
-RESERVED_KWARGS = frozenset({
-    "conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "padding",
-    "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs",
-})  # fmt: skip
+RESERVED_KWARGS = frozenset(
+    {
+        "conversation",
+        "tools",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+    }
+)
 
 
 class RenderError(ValueError):
@@ -193,13 +206,13 @@ _THINK = {"role": "assistant", "content": "<think>\nsix sevens, forty-two\n</thi
 _SYSTEM = {"role": "system", "content": "Reply as a quokka."}
 _FUNCTION = {"name": "quokka_sum", "arguments": {"a": 6}}
 _CALL = {
-    "role": "assistant", "content": "", "tool_calls": [{"id": "abcdef123", "type": "function", "function": _FUNCTION}],
-}  # fmt: skip
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"id": "abcdef123", "type": "function", "function": _FUNCTION}],
+}
 _ANSWER = {"role": "tool", "name": "quokka_sum", "tool_call_id": "abcdef123", "content": "wombat 42"}
 _PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer", "description": "A number."}}}
-_TOOL = {
-    "type": "function", "function": {"name": "quokka_sum", "description": "Adds.", "parameters": _PARAMETERS},
-}  # fmt: skip
+_TOOL = {"type": "function", "function": {"name": "quokka_sum", "description": "Adds.", "parameters": _PARAMETERS}}
 
 
 def audit_template(
@@ -235,10 +248,16 @@ def audit_template(
         probe_stable, probe_appends = _audit_history(r, messages, len(trailing), name, reasons)
         stable, append_only = stable and probe_stable, append_only and probe_appends
     return TemplateAudit(
-        prefix_stable=stable, append_only=stable and append_only, reasons=tuple(reasons),
-        generation_prompt_ids=tuple(generation_prompt.tolist()), ends_turn_with=ending, trailing_ids=trailing,
-        supports_system=system, supports_tools=tools, supports_tool_calls=calls,
-    )  # fmt: skip
+        prefix_stable=stable,
+        append_only=stable and append_only,
+        reasons=tuple(reasons),
+        generation_prompt_ids=tuple(generation_prompt.tolist()),
+        ends_turn_with=ending,
+        trailing_ids=trailing,
+        supports_system=system,
+        supports_tools=tools,
+        supports_tool_calls=calls,
+    )
 
 
 def _turn_ending(r: _Renderer, reasons: list[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -111,7 +111,11 @@ def print_notes(notes: Sequence[Note]) -> None:
 def print_finished(steps: int, seconds: float, evals: Mapping[str, float], run_dir: Path, report: Path | None) -> None:
     if steps == 0:
         print(f"{run_dir} was complete already: no step was left; ask for more with run.total_steps=")
-    accuracy = ", ".join(f"{k.removeprefix('eval/')} {v:.3f}" for k, v in sorted(evals.items()) if k.startswith(("eval/acc", "val/loss", "val/acc", "val/rewards/acc")))
+    accuracy = ", ".join(
+        f"{k.removeprefix('eval/')} {v:.3f}"
+        for k, v in sorted(evals.items())
+        if k.startswith(("eval/acc", "val/loss", "val/acc", "val/rewards/acc"))
+    )
     print(f"{steps} steps in {seconds:.0f} s" + (f"; {accuracy}" if accuracy else "") + f"; {run_dir}")
     if report is not None:
         print(f"report: {report}")
@@ -129,7 +133,9 @@ def dpo(args: list[str]) -> int:
     return _supervised(args, "dpo")
 
 
-def _supervised(args: list[str], command: Literal["sft", "rm", "dpo"], verl_defaults: VerlDefaults | None = None) -> int:
+def _supervised(
+    args: list[str], command: Literal["sft", "rm", "dpo"], verl_defaults: VerlDefaults | None = None
+) -> int:
     from verl.config.load import load_config
 
     resolved = load_config(args, verl_defaults=verl_defaults)
@@ -167,7 +173,9 @@ def generate(args: list[str]) -> int:
         raise ValueError(f"n={own['n']}: the number of answers, 1 or more")
     from verl.driver.generate import generate_once
 
-    for i, (text, stop, mean_logprob) in enumerate(generate_once(resolved.config, own["prompt"], int(own.get("n", "1")))):
+    for i, (text, stop, mean_logprob) in enumerate(
+        generate_once(resolved.config, own["prompt"], int(own.get("n", "1")))
+    ):
         print(f"[{i}] ({stop}, mean log-prob {mean_logprob:.3f})\n{text}")
     return 0
 
@@ -204,8 +212,17 @@ def doctor(args: list[str]) -> int:
 
 
 VERBS: Mapping[str, Callable[[list[str]], int]] = {
-    "train": train, "sft": sft, "rm": rm, "dpo": dpo, "eval": evaluate, "generate": generate, "plan": plan, "show": show, "export": export, "doctor": doctor,
-}  # fmt: skip
+    "train": train,
+    "sft": sft,
+    "rm": rm,
+    "dpo": dpo,
+    "eval": evaluate,
+    "generate": generate,
+    "plan": plan,
+    "show": show,
+    "export": export,
+    "doctor": doctor,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -11,8 +11,12 @@ import time
 from pathlib import Path
 
 PINNED = ("torch", "transformers", "safetensors", "numpy", "pyarrow", "hydra-core", "math-verify", "tensorboard")
-EXTRAS = {"ray": "pip install 'verl[ray]'", "s3fs": "pip install 'verl[s3]'", "wandb": "pip install 'verl[wandb]'",
-          "flash-attn": "optional on CUDA: pip install flash-attn"}  # fmt: skip
+EXTRAS = {
+    "ray": "pip install 'verl[ray]'",
+    "s3fs": "pip install 'verl[s3]'",
+    "wandb": "pip install 'verl[wandb]'",
+    "flash-attn": "optional on CUDA: pip install flash-attn",
+}
 
 
 def doctor(run_dir: Path | None) -> int:

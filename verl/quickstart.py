@@ -43,8 +43,10 @@ def quickstart(overrides: list[str]) -> int:
     started = time.monotonic()
     console.rule("[bold]1 of 3[/] a model, a tokenizer and data, from nothing")
     base = make_inputs(home, seed)
-    console.print(f"{home}/base: 1.63M parameters, random. {SFT_ROWS} traces of a teacher that forgets carries; "
-                  f"{RL_ROWS} problems for RL; {HELD_OUT_ROWS} problems held out of both.")  # fmt: skip
+    console.print(
+        f"{home}/base: 1.63M parameters, random. {SFT_ROWS} traces of a teacher that forgets carries; "
+        f"{RL_ROWS} problems for RL; {HELD_OUT_ROWS} problems held out of both."
+    )
     seconds["make"] = time.monotonic() - started
 
     console.rule("[bold]2 of 3[/] warm-up: supervised fine-tuning on the forgetful teacher")
@@ -57,10 +59,17 @@ def quickstart(overrides: list[str]) -> int:
 
     console.rule("[bold]3 of 3[/] GRPO: the reward is 1 for a right number, 0 otherwise")
     rest = [a for a in overrides if a.partition("=")[0] not in ("run.seed", "run.root_dir", "warmup_steps")]
-    resolved = load_config([
-        "recipe=quickstart", f"model.path={start_model}", f"data.train_files=[{home}/data/train.jsonl]",
-        f"data.eval_files=[{home}/data/heldout.jsonl]", "reward.path=verl.recipes.arithmetic", *common, *rest,
-    ])  # fmt: skip
+    resolved = load_config(
+        [
+            "recipe=quickstart",
+            f"model.path={start_model}",
+            f"data.train_files=[{home}/data/train.jsonl]",
+            f"data.eval_files=[{home}/data/heldout.jsonl]",
+            "reward.path=verl.recipes.arithmetic",
+            *common,
+            *rest,
+        ]
+    )
     done = run_rl(resolved, title="quickstart: GRPO", quiet=True)
     seconds["rl"] = done.seconds
     _close(console, home, seed, seconds, time.monotonic() - started)
@@ -106,12 +115,18 @@ def _close(console: Console, home: Path, seed: int, seconds: dict[str, float], w
     changed = [(a, b) for a, b in zip(*greedy) if a.reward < 1 <= b.reward][:3] or list(zip(*greedy))[:3]
     for a, b in changed:
         question = a.prompt_text.split("=")[0]
-        console.print(f"[bold]{question}[/]\n  before  {a.response_text}  {_mark(a.reward)}\n  after   {b.response_text}  {_mark(b.reward)}", highlight=False)
+        console.print(
+            f"[bold]{question}[/]\n  before  {a.response_text}  {_mark(a.reward)}\n  after   {b.response_text}  {_mark(b.reward)}",
+            highlight=False,
+        )
     summary = {
-        "seed": seed, "greedy_before": scores["greedy"][0], "greedy_after": scores["greedy"][1],
-        "sampled_before": scores["sampled"][0], "sampled_after": scores["sampled"][1],
+        "seed": seed,
+        "greedy_before": scores["greedy"][0],
+        "greedy_after": scores["greedy"][1],
+        "sampled_before": scores["sampled"][0],
+        "sampled_after": scores["sampled"][1],
         "seconds": {**{k: round(v, 1) for k, v in seconds.items()}, "total": round(wall_s, 1)},
-    }  # fmt: skip
+    }
     (home / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     console.print(f"{wall_s:.0f} s in all. summary: {home}/summary.json")
     console.print(f"Open the report: {(home / 'report.html').resolve()}")

@@ -14,7 +14,9 @@ from rich.table import Table
 
 def show(args: Sequence[str]) -> int:
     if not args:
-        raise ValueError("verl show RUN | --live RUN | algorithms | algorithm=NAME | keys | recipes | config [key=value ...]")
+        raise ValueError(
+            "verl show RUN | --live RUN | algorithms | algorithm=NAME | keys | recipes | config [key=value ...]"
+        )
     first = args[0]
     if first == "--live":
         return _live(args[1:])
@@ -77,11 +79,21 @@ def _algorithm(name: str, overrides: Sequence[str]) -> int:
     for key, value in algorithm.settings.items():
         if key not in ("source", "notes"):
             default = Row.__dataclass_fields__[key].default
-            where = "given" if key in given else "needed" if key in needed else "preset" if getattr(row, key) == default else "paper"
+            where = (
+                "given"
+                if key in given
+                else "needed"
+                if key in needed
+                else "preset"
+                if getattr(row, key) == default
+                else "paper"
+            )
             table.add_row(key, str(value), where)
     print(f"{name}: {algorithm.source}")
     Console().print(table)
-    print("paper: the algorithm's own · preset: as in every algorithm · given: on this command line · needed: a run has to give it")
+    print(
+        "paper: the algorithm's own · preset: as in every algorithm · given: on this command line · needed: a run has to give it"
+    )
     return 0
 
 
@@ -103,7 +115,15 @@ def _run(path: Path) -> int:
     if not is_run_dir(path):
         raise ValueError(f"{path} is not a run directory (no metrics.jsonl) and not a word that `verl show` knows")
     lines = read_metrics(path)
-    names = ["eval/acc/greedy", "eval/acc/sampled", "critic/score/mean", "actor/entropy", "mismatch/k3", "actor/grad_norm", "perf/time_per_step"]
+    names = [
+        "eval/acc/greedy",
+        "eval/acc/sampled",
+        "critic/score/mean",
+        "actor/entropy",
+        "mismatch/k3",
+        "actor/grad_norm",
+        "perf/time_per_step",
+    ]
     table = Table("step", *names, title=str(path), title_justify="left", box=None)
     shown = lines if len(lines) <= 40 else [*lines[:: len(lines) // 40], lines[-1]]
     for line in shown:

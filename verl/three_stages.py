@@ -47,27 +47,66 @@ def three_stages(overrides: list[str]) -> int:
     console.rule("[bold]1 of 3[/] supervised fine-tuning on an imperfect teacher")
     start = given.get("sft_model")
     if start is None:
-        args = ["recipe=quickstart_warmup", f"model.path={base}", f"data.train_files=[{home}/data/sft.jsonl]", "run.name=three_stages/sft", *common]
+        args = [
+            "recipe=quickstart_warmup",
+            f"model.path={base}",
+            f"data.train_files=[{home}/data/sft.jsonl]",
+            "run.name=three_stages/sft",
+            *common,
+        ]
         args += [f"run.total_steps={given['sft_steps']}"] if "sft_steps" in given else []
         start = str(_last(run_sft(load_config(args), title="three stages: SFT").dir))
 
     console.rule("[bold]2 of 3[/] a reward model from pairs: right work against forgotten carries")
-    trained = run_sft(load_config([
-        f"model.path={start}", f"data.train_files=[{home}/data/pairs.jsonl]", f"data.eval_files=[{home}/data/pairs_heldout.jsonl]",
-        "run.name=three_stages/rm", f"run.total_steps={given.get('rm_steps', '250')}", "supervised.rows_per_step=32", "optim.lr=5e-4",
-        "optim.schedule=linear", "optim.warmup_steps=10", "optim.weight_decay=0", "preference.center_coef=0.01",
-        "data.max_tokens_per_row=128", "run.eval_every_steps=50", "run.keep_last_checkpoints=1", *common,
-    ]), "rm", title="three stages: reward model")  # fmt: skip
+    trained = run_sft(
+        load_config(
+            [
+                f"model.path={start}",
+                f"data.train_files=[{home}/data/pairs.jsonl]",
+                f"data.eval_files=[{home}/data/pairs_heldout.jsonl]",
+                "run.name=three_stages/rm",
+                f"run.total_steps={given.get('rm_steps', '250')}",
+                "supervised.rows_per_step=32",
+                "optim.lr=5e-4",
+                "optim.schedule=linear",
+                "optim.warmup_steps=10",
+                "optim.weight_decay=0",
+                "preference.center_coef=0.01",
+                "data.max_tokens_per_row=128",
+                "run.eval_every_steps=50",
+                "run.keep_last_checkpoints=1",
+                *common,
+            ]
+        ),
+        "rm",
+        title="three stages: reward model",
+    )
     accuracy = trained.evals["val/accuracy"]
 
     console.rule("[bold]3 of 3[/] PPO: the reward is the model's score")
     own = ("run.seed", "run.root_dir", "sft_model", "sft_steps", "rm_steps", "ppo_steps")
-    done = run_rl(load_config([
-        "recipe=quickstart", f"model.path={start}", f"data.train_files=[{home}/data/train.jsonl]", f"data.eval_files=[{home}/data/heldout.jsonl]",
-        f"reward.model={_last(trained.dir)}", "run.name=three_stages/ppo", f"run.total_steps={given.get('ppo_steps', '20')}", "algorithm.name=ppo",
-        "algorithm.lam=1.0", "algorithm.critic_warmup_steps=5", "critic.lr=5e-4", "algorithm.kl_reward_coef=0.05", *common,
-        *(a for a in overrides if a.partition("=")[0] not in own),
-    ]), title="three stages: PPO", quiet=True)  # fmt: skip
+    done = run_rl(
+        load_config(
+            [
+                "recipe=quickstart",
+                f"model.path={start}",
+                f"data.train_files=[{home}/data/train.jsonl]",
+                f"data.eval_files=[{home}/data/heldout.jsonl]",
+                f"reward.model={_last(trained.dir)}",
+                "run.name=three_stages/ppo",
+                f"run.total_steps={given.get('ppo_steps', '20')}",
+                "algorithm.name=ppo",
+                "algorithm.lam=1.0",
+                "algorithm.critic_warmup_steps=5",
+                "critic.lr=5e-4",
+                "algorithm.kl_reward_coef=0.05",
+                *common,
+                *(a for a in overrides if a.partition("=")[0] not in own),
+            ]
+        ),
+        title="three stages: PPO",
+        quiet=True,
+    )
     _close(console, home, done.dir, seed, accuracy, time.monotonic() - started)
     return 0
 
@@ -96,7 +135,11 @@ def one_wrong_digit(text: str, rng: random.Random) -> str:
     """The text with one of its digits replaced by another; a carry (after a comma) by the other carry."""
     at = rng.choice([i for i, c in enumerate(text) if c.isdigit()])
     carry = text[at - 1 : at] == ","
-    return text[:at] + ("01"[text[at] == "0"] if carry else rng.choice([d for d in "0123456789" if d != text[at]])) + text[at + 1 :]
+    return (
+        text[:at]
+        + ("01"[text[at] == "0"] if carry else rng.choice([d for d in "0123456789" if d != text[at]]))
+        + text[at + 1 :]
+    )
 
 
 def _last(run_dir: Path) -> Path:
@@ -111,7 +154,10 @@ def _close(console: Console, home: Path, ppo: Path, seed: int, rm_accuracy: floa
     curve = []
     for n in sample_steps(ppo):
         rows = [r for r in read_samples(ppo, n) if r.purpose == "train"]
-        modelled, true = sum(r.reward for r in rows) / len(rows), sum(_true(r.prompt_text, r.response_text) for r in rows) / len(rows)
+        modelled, true = (
+            sum(r.reward for r in rows) / len(rows),
+            sum(_true(r.prompt_text, r.response_text) for r in rows) / len(rows),
+        )
         curve.append({"step": n, "modelled": round(modelled, 4), "true": round(true, 4)})
     held = {}
     for n in sample_steps(ppo, "eval"):
@@ -125,9 +171,19 @@ def _close(console: Console, home: Path, ppo: Path, seed: int, rm_accuracy: floa
     parted = over_optimised(curve)
     console.print(f"reward model: {rm_accuracy:.3f} of held-out pairs in the right order")
     console.print(f"true held-out greedy accuracy: {before:.3f} -> {after:.3f}")
-    console.print("over-optimisation: " + (f"from step {parted} on the modelled reward rises while the true one falls" if parted else "none seen"))
-    summary = {"seed": seed, "rm_accuracy": rm_accuracy, "true_before": before, "true_after": after, "over_optimised_from": parted,
-               "curve": curve, "seconds": round(wall_s, 1)}  # fmt: skip
+    console.print(
+        "over-optimisation: "
+        + (f"from step {parted} on the modelled reward rises while the true one falls" if parted else "none seen")
+    )
+    summary = {
+        "seed": seed,
+        "rm_accuracy": rm_accuracy,
+        "true_before": before,
+        "true_after": after,
+        "over_optimised_from": parted,
+        "curve": curve,
+        "seconds": round(wall_s, 1),
+    }
     (home / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     console.print(f"{wall_s:.0f} s in all. summary: {home}/summary.json; report: {(ppo / 'report.html').resolve()}")
 

@@ -54,9 +54,16 @@ class Sampling:
     def of_call(self, max_tokens: int, seed: int) -> Sampling:
         """The same distribution for one call. Spelled out: `replace` takes twice as long, and this is done per trajectory."""
         return Sampling(
-            max_tokens=max_tokens, temperature=self.temperature, top_p=self.top_p, top_k=self.top_k, min_p=self.min_p, stop=self.stop,
-            stop_token_ids=self.stop_token_ids, ignore_eos=self.ignore_eos, seed=seed,
-        )  # fmt: skip
+            max_tokens=max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+            seed=seed,
+        )
 
     @property
     def truncates(self) -> bool:
@@ -166,7 +173,9 @@ def sampled_tokens(segments: Sequence[Segment]) -> int:
 
 def versions_of(segments: Sequence[Segment]) -> tuple[int, int]:
     """(oldest, newest) weight version among the sampled segments; (-1, -1) if none."""
-    if len(segments) == 2 and segments[1].source == "sampled" and segments[0].source == "prompt":  # one turn: most of them
+    if (
+        len(segments) == 2 and segments[1].source == "sampled" and segments[0].source == "prompt"
+    ):  # one turn: most of them
         return segments[1].version, segments[1].version
     found = [s.version for s in segments if s.source == "sampled"]
     return (min(found), max(found)) if found else (-1, -1)
@@ -260,11 +269,20 @@ class Refs(tuple[Ref, ...]):
 def ref_of(sample: Sample) -> Ref:
     oldest, newest = versions_of(sample.segments)
     return Ref(
-        sample_id=sample.sample_id, trajectory_id=sample.trajectory_id, group_id=sample.group_id,
-        purpose=sample.purpose, prompt_tokens=len(sample.segments[0].ids), total_tokens=sample.total_tokens,
-        loss_tokens=sample.loss_tokens, version_min=oldest, version_max=newest,
-        reward=sample.reward, components=sample.components, outcome=sample.outcome, truncated=sample.truncated,
-    )  # fmt: skip
+        sample_id=sample.sample_id,
+        trajectory_id=sample.trajectory_id,
+        group_id=sample.group_id,
+        purpose=sample.purpose,
+        prompt_tokens=len(sample.segments[0].ids),
+        total_tokens=sample.total_tokens,
+        loss_tokens=sample.loss_tokens,
+        version_min=oldest,
+        version_max=newest,
+        reward=sample.reward,
+        components=sample.components,
+        outcome=sample.outcome,
+        truncated=sample.truncated,
+    )
 
 
 def samples_of(trajectory: Trajectory) -> tuple[Sample, ...]:

@@ -32,9 +32,9 @@ def elapsed(part: str, began: Clocks, ended: Clocks) -> dict[str, float]:
 class Meter:
     """One record per step: everything between the ends of two steps, of this process and its children.
 
-        meter = Meter()
-        ...                                   # a step
-        meter.step(rollout_s=0.7, ...)        # at its end
+    meter = Meter()
+    ...                                   # a step
+    meter.step(rollout_s=0.7, ...)        # at its end
     """
 
     def __init__(self) -> None:
@@ -51,10 +51,15 @@ class Meter:
         if not self.steps:  # counted from the start of the process, imports included
             wall_s, own_s = time.time() - self._started_s, now[1]
         self._children_mb = max(self._children_mb, sum(_rss_mb(p) for p in self._children()))
-        self.steps.append({
-            "wall_s": wall_s, "cpu_s": own_s, "others_cores": max(0.0, machine_s - own_s) / wall_s,
-            "load_1min": os.getloadavg()[0], **measured,
-        })  # fmt: skip
+        self.steps.append(
+            {
+                "wall_s": wall_s,
+                "cpu_s": own_s,
+                "others_cores": max(0.0, machine_s - own_s) / wall_s,
+                "load_1min": os.getloadavg()[0],
+                **measured,
+            }
+        )
         self._mark = self._now()
 
     def write(self, path: Path, *, versions: Mapping[str, str], drop_last_steps: int = 0) -> None:

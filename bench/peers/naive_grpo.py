@@ -1,6 +1,6 @@
 """GRPO in plain torch + transformers, as one writes it in an afternoon: left-padded `generate`, one update per step.
 
-    python naive_grpo.py SPEC.json RESULT.json
+python naive_grpo.py SPEC.json RESULT.json
 """
 
 from __future__ import annotations
@@ -48,10 +48,12 @@ def main(spec: dict[str, Any], result: Path) -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         meter.step(
-            **elapsed("rollout", began, rolled), **elapsed("update", scored, clocks()),
-            prompt_tokens=int(mask.sum()), response_tokens=int(response_mask.sum()),
+            **elapsed("rollout", began, rolled),
+            **elapsed("update", scored, clocks()),
+            prompt_tokens=int(mask.sum()),
+            response_tokens=int(response_mask.sum()),
             longest_response_tokens=int(response_mask.sum(1).max()),
-        )  # fmt: skip
+        )
     meter.write(result, versions={"torch": torch.__version__, "transformers": transformers.__version__})
 
 
@@ -65,9 +67,14 @@ def generate(
     prompt_ids = encoded["input_ids"].repeat_interleave(n, 0)
     mask = encoded["attention_mask"].repeat_interleave(n, 0)
     ids = model.generate(
-        input_ids=prompt_ids, attention_mask=mask, max_new_tokens=max_tokens, do_sample=True, temperature=1.0, top_k=0,
+        input_ids=prompt_ids,
+        attention_mask=mask,
+        max_new_tokens=max_tokens,
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
         top_p=1.0,
-    )  # fmt: skip
+    )
     responses = ids[:, prompt_ids.shape[1] :]
     ended = responses == tokenizer.eos_token_id
     return ids, mask, responses, ((ended.cumsum(1) - ended.long()) == 0).long()  # up to and with the first end

@@ -1,6 +1,6 @@
 """The same run in TRL's GRPOTrainer, with the settings that favour it on a CPU (no gradient checkpointing).
 
-    python trl_grpo.py SPEC.json RESULT.json
+python trl_grpo.py SPEC.json RESULT.json
 """
 
 from __future__ import annotations
@@ -28,19 +28,38 @@ def main(spec: dict[str, Any], result: Path) -> None:
     parts = spec.get("micro_batches", 1)
     rows = read_rows(spec["rows"], prompts * spec["steps"])
     config = trl.GRPOConfig(
-        output_dir=spec["folder"], per_device_train_batch_size=prompts * n // parts, gradient_accumulation_steps=parts,
-        num_generations=n, max_completion_length=spec["max_response_tokens"], max_steps=spec["steps"],
-        temperature=1.0, top_p=1.0, top_k=0, beta=0.0, learning_rate=spec["lr"], lr_scheduler_type="constant",
-        weight_decay=0.0, max_grad_norm=1.0, loss_type="dapo", use_cpu=spec.get("device", "cpu") == "cpu", bf16=spec["dtype"] == "bfloat16",
-        gradient_checkpointing=False, shuffle_dataset=False, save_strategy="no", logging_steps=1, report_to="none",
-        disable_tqdm=True, log_level="error",
-    )  # fmt: skip
+        output_dir=spec["folder"],
+        per_device_train_batch_size=prompts * n // parts,
+        gradient_accumulation_steps=parts,
+        num_generations=n,
+        max_completion_length=spec["max_response_tokens"],
+        max_steps=spec["steps"],
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        beta=0.0,
+        learning_rate=spec["lr"],
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        loss_type="dapo",
+        use_cpu=spec.get("device", "cpu") == "cpu",
+        bf16=spec["dtype"] == "bfloat16",
+        gradient_checkpointing=False,
+        shuffle_dataset=False,
+        save_strategy="no",
+        logging_steps=1,
+        report_to="none",
+        disable_tqdm=True,
+        log_level="error",
+    )
     trainer = _timed(trl.GRPOTrainer)(
         model=AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32),
         processing_class=AutoTokenizer.from_pretrained(spec["model"], padding_side="left"),
-        reward_funcs=checksum if spec.get("lengths") else reward, args=config,
+        reward_funcs=checksum if spec.get("lengths") else reward,
+        args=config,
         train_dataset=Dataset.from_list([{"prompt": row["prompt"], "truth": truth(row)} for row in rows]),
-    )  # fmt: skip
+    )
     if spec.get("count_bytes"):
         invent_answers(trainer, json.loads(Path(spec["lengths"]).read_text()))
         count_bytes(trainer)
@@ -71,7 +90,9 @@ def force_lengths(trainer: Any, lengths: list[list[int]]) -> None:
         def __call__(self, ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
             last = (self.wanted.to(ids.device) <= ids.shape[1] - self.start + 1)[:, None]
             is_end = torch.arange(scores.shape[1], device=ids.device) == end
-            return scores.masked_fill(last ^ is_end, -torch.inf)  # before its last token never the end, then nothing else
+            return scores.masked_fill(
+                last ^ is_end, -torch.inf
+            )  # before its last token never the end, then nothing else
 
     def forced(*args: Any, **kwargs: Any) -> Any:
         ids = kwargs["input_ids"]
@@ -130,9 +151,10 @@ def _timed(trainer_class: type) -> type:
             out = super()._generate_and_score_completions(inputs)
             lengths = out["completion_mask"].sum(1)
             self.measured |= {
-                "prompt_tokens": int(out["prompt_mask"].sum()), "response_tokens": int(lengths.sum()),
+                "prompt_tokens": int(out["prompt_mask"].sum()),
+                "response_tokens": int(lengths.sum()),
                 "longest_response_tokens": int(lengths.max()),
-            }  # fmt: skip
+            }
             self.scored = clocks()  # from here to the end of the step: loss, backward, optimizer
             return out
 

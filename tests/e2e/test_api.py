@@ -35,7 +35,9 @@ def test_the_published_form_runs(gpt2):
     with pytest.warns(UserWarning) as seen:
         trainer = VerlTrainer(config=config, model=model, ref_model=model_ref, tokenizer=tokenizer)
     texts = [str(w.message) for w in seen]
-    assert sum("using the embedded engine" in t for t in texts) == 1 and sum("carries no signal" in t for t in texts) == 1
+    assert (
+        sum("using the embedded engine" in t for t in texts) == 1 and sum("carries no signal" in t for t in texts) == 1
+    )
     query = ["Hello, how are you?"]
     response = trainer.generate_rollout(query)
     stats = trainer.step(query, response, [0.5])
@@ -51,9 +53,12 @@ def test_several_answers_per_query_learn(gpt2, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         trainer = VerlTrainer(
-            config=VerlConfig(algorithm="GRPO", rollout_backend="hf", max_length=24, samples_per_prompt=8, learning_rate=3e-3),
-            model=AutoModelForCausalLMWithValueHead.from_pretrained(gpt2), tokenizer=AutoTokenizer.from_pretrained(gpt2),
-        )  # fmt: skip
+            config=VerlConfig(
+                algorithm="GRPO", rollout_backend="hf", max_length=24, samples_per_prompt=8, learning_rate=3e-3
+            ),
+            model=AutoModelForCausalLMWithValueHead.from_pretrained(gpt2),
+            tokenizer=AutoTokenizer.from_pretrained(gpt2),
+        )
     query, share = ["Hello", "I am"], []
     for _ in range(8):
         answers = trainer.generate_rollout(query)
@@ -75,11 +80,23 @@ def test_trainers_run_the_loop(tmp_path, tiny_model, arithmetic_data, name):
 
     sys_path_reward = _reward_function()
     trainer = getattr(verl, name)(
-        tiny_model, train_data=arithmetic_data[0], reward=sys_path_reward,
-        overrides=[f"run.root_dir={tmp_path}", "run.name=t", "step.prompts_per_step=4", "step.samples_per_prompt=4", "run.threads=1",
-                   "data.max_prompt_tokens=16", "rollout.max_response_tokens=12", "model.dtype=float32", f"data.cache_dir={tmp_path}/c",
-                   "algorithm.kl_loss_coef=0", "track.sinks=[jsonl]"],
-    )  # fmt: skip
+        tiny_model,
+        train_data=arithmetic_data[0],
+        reward=sys_path_reward,
+        overrides=[
+            f"run.root_dir={tmp_path}",
+            "run.name=t",
+            "step.prompts_per_step=4",
+            "step.samples_per_prompt=4",
+            "run.threads=1",
+            "data.max_prompt_tokens=16",
+            "rollout.max_response_tokens=12",
+            "model.dtype=float32",
+            f"data.cache_dir={tmp_path}/c",
+            "algorithm.kl_loss_coef=0",
+            "track.sinks=[jsonl]",
+        ],
+    )
     done = trainer.train(steps=2)
     assert done.steps == 2 and set(metrics_of(tmp_path / "t")) == {1, 2}
     with pytest.raises(ValueError, match="top level"):
@@ -99,10 +116,27 @@ def _reward_function():
 
 
 def dictionary(tmp_path, model, data, **more):
-    overrides = {"run.root_dir": tmp_path, "run.name": "t", "run.threads": 1, "model.dtype": "float32", "data.cache_dir": tmp_path / "c",
-                 "reward.num_workers": 1, "run.eval_before": "false", "run.eval_after": "false", "optim.lr": 1e-3}  # fmt: skip
+    overrides = {
+        "run.root_dir": tmp_path,
+        "run.name": "t",
+        "run.threads": 1,
+        "model.dtype": "float32",
+        "data.cache_dir": tmp_path / "c",
+        "reward.num_workers": 1,
+        "run.eval_before": "false",
+        "run.eval_after": "false",
+        "optim.lr": 1e-3,
+    }
     rollout = {"name": "native", "batch_size": 4, "max_length": 28, "max_prompt_length": 16}
-    return {"algorithm": "ppo", "actor": Policy(model), "reward": _reward_function(), "data": data, "rollout": rollout, "overrides": overrides, **more}
+    return {
+        "algorithm": "ppo",
+        "actor": Policy(model),
+        "reward": _reward_function(),
+        "data": data,
+        "rollout": rollout,
+        "overrides": overrides,
+        **more,
+    }
 
 
 def test_the_dictionary_form_runs_ppo_with_a_critic(tmp_path, tiny_model, arithmetic_data):
@@ -125,9 +159,13 @@ def test_the_dictionary_form_says_what_is_missing_or_wrong(tmp_path, tiny_model,
 
 
 def test_ppo_trainer_and_the_step_form_have_a_critic(tmp_path, tiny_model, arithmetic_data):
-    overrides = small_args(tmp_path, tiny_model, arithmetic_data[:1], "algorithm.name=ppo", "algorithm.kl_loss_coef=null")
+    overrides = small_args(
+        tmp_path, tiny_model, arithmetic_data[:1], "algorithm.name=ppo", "algorithm.kl_loss_coef=null"
+    )
     overrides = [a for a in overrides if not a.startswith(("model.path", "data.train_files", "reward.path"))]
-    done = PPOTrainer(tiny_model, train_data=arithmetic_data[0], reward=_reward_function(), overrides=overrides).train(steps=1)
+    done = PPOTrainer(tiny_model, train_data=arithmetic_data[0], reward=_reward_function(), overrides=overrides).train(
+        steps=1
+    )
     assert done.values["critic/grad_norm"] > 0
 
     from transformers import AutoTokenizer

@@ -23,11 +23,17 @@ def folder(tmp_path_factory):
     rows = [json.loads(line) for line in (data / "gsm8k_train.jsonl").read_text().splitlines()]
     tokenizer = tiny.bpe_tokenizer((r["question"] + r["answer"] for r in rows), vocab_size=512)
     made = tmp_path_factory.mktemp("docs")
-    tiny.save(tiny.qwen3(tokenizer, hidden=32, layers=1, heads=2, kv_heads=1, ffn=64, max_positions=2048), tokenizer, made / "model")
+    tiny.save(
+        tiny.qwen3(tokenizer, hidden=32, layers=1, heads=2, kv_heads=1, ffn=64, max_positions=2048),
+        tokenizer,
+        made / "model",
+    )
     short = [r for r in rows if len(r["question"]) < 160][:80]
     (made / "gsm8k.jsonl").write_text("".join(json.dumps(r) + "\n" for r in short))
     (made / "gsm8k_test.jsonl").write_text("".join(json.dumps(r) + "\n" for r in short[:4]))
-    (made / "my_reward.py").write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return float(len(solution_str) % 3)\n")
+    (made / "my_reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return float(len(solution_str) % 3)\n"
+    )
     return made
 
 
@@ -36,8 +42,10 @@ def environment(folder: Path) -> dict[str, str]:
     return {**os.environ, "PATH": path, "PYTHONPATH": str(folder), "OMP_WAIT_POLICY": "passive"}
 
 
-SMALL = (" step.prompts_per_step=4 step.samples_per_prompt=2 step.updates_per_step=1 rollout.max_response_tokens=8"
-         " data.max_prompt_tokens=300 run.threads=1 model.dtype=float32 data.cache_dir=cache reward.num_workers=1")  # fmt: skip
+SMALL = (
+    " step.prompts_per_step=4 step.samples_per_prompt=2 step.updates_per_step=1 rollout.max_response_tokens=8"
+    " data.max_prompt_tokens=300 run.threads=1 model.dtype=float32 data.cache_dir=cache reward.num_workers=1"
+)
 
 
 def smaller(line: str) -> str:
@@ -57,15 +65,31 @@ def test_snippets(page, folder, tmp_path):
         named = re.match(r"# file: (\S+)\n", text)
         if language == "sh":  # make targets: they exist and expand
             for line in filter(None, (part.split("#")[0].strip() for part in text.splitlines())):
-                assert subprocess.run([*line.split(), "-n"], cwd=ROOT, capture_output=True, timeout=60).returncode == 0, line
+                assert (
+                    subprocess.run([*line.split(), "-n"], cwd=ROOT, capture_output=True, timeout=60).returncode == 0
+                ), line
         elif named:
             (here / named[1]).write_text(text)
         elif language == "bash":
             for line in filter(None, map(str.strip, text.splitlines())):
-                done = subprocess.run(["bash", "-c", smaller(line)], cwd=here, env=environment(here), capture_output=True, text=True, timeout=200)
+                done = subprocess.run(
+                    ["bash", "-c", smaller(line)],
+                    cwd=here,
+                    env=environment(here),
+                    capture_output=True,
+                    text=True,
+                    timeout=200,
+                )
                 assert done.returncode == 0, f"{line}\n{done.stdout[-1500:]}\n{done.stderr[-1500:]}"
         elif language == "python":
-            done = subprocess.run([sys.executable, "-c", text], cwd=here, env=environment(here), capture_output=True, text=True, timeout=200)
+            done = subprocess.run(
+                [sys.executable, "-c", text],
+                cwd=here,
+                env=environment(here),
+                capture_output=True,
+                text=True,
+                timeout=200,
+            )
             assert done.returncode == 0, f"{text}\n{done.stderr[-2500:]}"
         else:
             assert language in ("", "text"), f"{page.name}: a block of {language!r} would never be run"

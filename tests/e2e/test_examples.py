@@ -37,13 +37,28 @@ def test_custom_flow_runs(tiny_model):
 @pytest.mark.timeout(240)
 def test_quickstart_tells_its_story(tmp_path):
     """The whole quickstart with four warm-up steps and two of RL: stages, files, summary. It learns in `make quickstart`."""
-    command = [sys.executable, "-c", "import sys; from verl import quickstart as q; q.SFT_ROWS, q.RL_ROWS, q.HELD_OUT_ROWS = 300, 64, 8;"
-               "sys.exit(q.main(sys.argv[1:]))", f"run.root_dir={tmp_path}", "run.seed=3", "run.total_steps=2", "run.threads=1", "warmup_steps=4"]  # fmt: skip
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from verl import quickstart as q; q.SFT_ROWS, q.RL_ROWS, q.HELD_OUT_ROWS = 300, 64, 8;"
+        "sys.exit(q.main(sys.argv[1:]))",
+        f"run.root_dir={tmp_path}",
+        "run.seed=3",
+        "run.total_steps=2",
+        "run.threads=1",
+        "warmup_steps=4",
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=220)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     home = tmp_path / "quickstart"
     summary = json.loads((home / "summary.json").read_text())
-    assert summary["seed"] == 3 and set(summary) >= {"greedy_before", "greedy_after", "sampled_before", "sampled_after", "seconds"}
+    assert summary["seed"] == 3 and set(summary) >= {
+        "greedy_before",
+        "greedy_after",
+        "sampled_before",
+        "sampled_after",
+        "seconds",
+    }
     assert (home / "report.html").exists() and (home / "checkpoints" / "step_2" / "hf" / "model.safetensors").exists()
     for words in ("held-out accuracy", "before", "after", "report"):
         assert words in done.stdout

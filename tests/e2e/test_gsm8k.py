@@ -34,26 +34,51 @@ def parquet(tmp_path_factory):
         rows = []
         for i, line in enumerate((ROWS / f"gsm8k_{split}.jsonl").read_text().splitlines()):
             r = json.loads(line)
-            rows.append({
-                "data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": f"{r['question']} {INSTRUCTION}"}],
-                "ability": "math", "reward_model": {"style": "rule", "ground_truth": r["answer"].split("#### ")[1].replace(",", "")},
-                "extra_info": {"split": split, "index": i, "answer": r["answer"], "question": r["question"]},
-            })  # fmt: skip
+            rows.append(
+                {
+                    "data_source": "openai/gsm8k",
+                    "prompt": [{"role": "user", "content": f"{r['question']} {INSTRUCTION}"}],
+                    "ability": "math",
+                    "reward_model": {"style": "rule", "ground_truth": r["answer"].split("#### ")[1].replace(",", "")},
+                    "extra_info": {"split": split, "index": i, "answer": r["answer"], "question": r["question"]},
+                }
+            )
         pq.write_table(pa.Table.from_pylist(rows), folder / f"{split}.parquet")
         out.append(folder / f"{split}.parquet")
     return out
 
 
 def small(tmp_path, model):
-    return [f"run.root_dir={tmp_path}", "run.name=g", "run.total_steps=2", f"model.path={model}", "run.threads=1", "model.dtype=float32",
-            "step.prompts_per_step=4", "step.samples_per_prompt=2", "step.updates_per_step=1", "rollout.max_response_tokens=16",
-            "data.max_prompt_tokens=300", "data.max_eval_rows=8", f"data.cache_dir={tmp_path}/cache", "reward.num_workers=1"]  # fmt: skip
+    return [
+        f"run.root_dir={tmp_path}",
+        "run.name=g",
+        "run.total_steps=2",
+        f"model.path={model}",
+        "run.threads=1",
+        "model.dtype=float32",
+        "step.prompts_per_step=4",
+        "step.samples_per_prompt=2",
+        "step.updates_per_step=1",
+        "rollout.max_response_tokens=16",
+        "data.max_prompt_tokens=300",
+        "data.max_eval_rows=8",
+        f"data.cache_dir={tmp_path}/cache",
+        "reward.num_workers=1",
+    ]
 
 
 @pytest.mark.parametrize("format", ["jsonl", "parquet"])
 def test_the_recipe_trains_on_real_rows(tmp_path, model, parquet, format, capsys):
     files = [ROWS / "gsm8k_train.jsonl", ROWS / "gsm8k_test.jsonl"] if format == "jsonl" else parquet
-    code = main(["train", "recipe=gsm8k_grpo", *small(tmp_path, model), f"data.train_files=[{files[0]}]", f"data.eval_files=[{files[1]}]"])
+    code = main(
+        [
+            "train",
+            "recipe=gsm8k_grpo",
+            *small(tmp_path, model),
+            f"data.train_files=[{files[0]}]",
+            f"data.eval_files=[{files[1]}]",
+        ]
+    )
     out = capsys.readouterr()
     assert code == 0, out.err
     assert "4 prompts x 2 = 8 trajectories" in out.out
@@ -83,7 +108,15 @@ def test_a_published_grpo_launch_script_runs_unchanged(tmp_path, model, parquet,
         trainer.experiment_name=tiny trainer.n_gpus_per_node=1 trainer.nnodes=1 trainer.save_freq=-1 trainer.test_freq=5
         trainer.total_epochs=1 trainer.total_training_steps=2 trainer.val_before_train=False
     """
-    code = main_ppo([*script.split(), f"run.root_dir={tmp_path}", "run.threads=1", f"data.cache_dir={tmp_path}/cache", "data.max_eval_rows=8"])
+    code = main_ppo(
+        [
+            *script.split(),
+            f"run.root_dir={tmp_path}",
+            "run.threads=1",
+            f"data.cache_dir={tmp_path}/cache",
+            "data.max_eval_rows=8",
+        ]
+    )
     out = capsys.readouterr()
     assert code == 0, out.err
     assert "8 prompts x 4 = 32 trajectories -> 2 updates of 16" in out.out
@@ -93,15 +126,42 @@ def test_a_published_grpo_launch_script_runs_unchanged(tmp_path, model, parquet,
 
 def test_eval_generate_export_show(tmp_path, model, capsys):
     args = small(tmp_path, model)
-    assert main(["train", "recipe=gsm8k_grpo", *args, "run.total_steps=1", "run.eval_before=false", "run.eval_after=false", "run.eval_every_steps=0", "run.keep_best=null",
-                 f"data.train_files=[{ROWS}/gsm8k_train.jsonl]", "data.eval_files=[]"]) == 0  # fmt: skip
+    assert (
+        main(
+            [
+                "train",
+                "recipe=gsm8k_grpo",
+                *args,
+                "run.total_steps=1",
+                "run.eval_before=false",
+                "run.eval_after=false",
+                "run.eval_every_steps=0",
+                "run.keep_best=null",
+                f"data.train_files=[{ROWS}/gsm8k_train.jsonl]",
+                "data.eval_files=[]",
+            ]
+        )
+        == 0
+    )
     assert main(["export", str(tmp_path / "g"), str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "model.safetensors").exists()
     args = [a for a in args if not a.startswith(("model.path", "run.name"))]
     assert main(["eval", *args, f"model.path={tmp_path}/out", f"data.eval_files=[{ROWS}/gsm8k_test.jsonl]"]) == 0
     assert "acc/greedy" in capsys.readouterr().out
-    assert main(["generate", f"model.path={tmp_path}/out", "prompt=What is 2+2?", "n=2", "rollout.max_response_tokens=8",
-                 "data.max_prompt_tokens=64", "model.dtype=float32"]) == 0  # fmt: skip
+    assert (
+        main(
+            [
+                "generate",
+                f"model.path={tmp_path}/out",
+                "prompt=What is 2+2?",
+                "n=2",
+                "rollout.max_response_tokens=8",
+                "data.max_prompt_tokens=64",
+                "model.dtype=float32",
+            ]
+        )
+        == 0
+    )
     assert capsys.readouterr().out.count("mean log-prob") == 2
     assert main(["show", str(tmp_path / "g")]) == 0
     assert main(["doctor", str(tmp_path / "g")]) == 0

@@ -63,11 +63,14 @@ def test_a_tokenizer_without_chat_template(capsys, args, tmp_path, tiny_model):
     refused(capsys, args(f"model.path={folder}"), "chat template", "model.chat_template")
 
 
-@pytest.mark.parametrize("text,words", [
-    ("def compute_score(a):\n  retrun 1\n", ("SyntaxError",)),
-    ("def other(a):\n    return 1\n", ("compute_score",)),
-    ("import no_such_module\n", ("no_such_module",)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "text,words",
+    [
+        ("def compute_score(a):\n  retrun 1\n", ("SyntaxError",)),
+        ("def other(a):\n    return 1\n", ("compute_score",)),
+        ("import no_such_module\n", ("no_such_module",)),
+    ],
+)
 def test_a_reward_file_that_does_not_load(capsys, args, tmp_path, text, words):
     path = tmp_path / "bad_reward.py"
     path.write_text(text)
@@ -76,7 +79,9 @@ def test_a_reward_file_that_does_not_load(capsys, args, tmp_path, text, words):
 
 def test_a_grader_that_always_fails_stops_with_the_reasons(capsys, args, tmp_path):
     path = tmp_path / "reward.py"
-    path.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    raise KeyError('gold')\n")
+    path.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    raise KeyError('gold')\n"
+    )
     refused(capsys, args(f"reward.path={path}"), "had no valid reward", "KeyError", code=1)
 
 
@@ -104,7 +109,9 @@ def test_a_disk_that_fills_up_is_a_warning_and_the_old_checkpoint_stays(args, tm
     real = CheckpointStore._check_space
 
     def check(self, needed):
-        if any(p.name == "step_1" for p in self.directory.iterdir()) and not any(p.name == "full_once" for p in tmp_path.iterdir()):
+        if any(p.name == "step_1" for p in self.directory.iterdir()) and not any(
+            p.name == "full_once" for p in tmp_path.iterdir()
+        ):
             (tmp_path / "full_once").touch()
             raise DiskFull(28, "no space left on device: 0 B free")
         return real(self, needed)
@@ -138,12 +145,12 @@ def test_plan_loads_nothing(args, capsys):
 
 
 def test_the_first_cause_is_the_last_line_and_is_recorded(args, tmp_path, capsys, monkeypatch):
-    from verl.model_engine.fsdp import FSDPEngine
+    from verl.model_engine.torch_engine import TorchEngine
 
     def broken(self):
         raise RuntimeError("the optimizer broke")
 
-    monkeypatch.setattr(FSDPEngine, "optim_step", broken)
+    monkeypatch.setattr(TorchEngine, "optim_step", broken)
     assert main(["train", *args()]) == 1
     assert capsys.readouterr().err.strip().splitlines()[-1] == "error: RuntimeError: the optimizer broke"
     (record,) = (tmp_path / "r" / "crash").glob("*.json")

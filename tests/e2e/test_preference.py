@@ -43,10 +43,21 @@ def unpaired(pairs, tmp_path_factory):
 
 def args(root, model, files, *more):
     base = {
-        "run.root_dir": root, "run.name": "p", "run.total_steps": 6, "run.threads": 1, "model.path": model, "model.dtype": "float32",
-        "data.train_files": f"[{files}]", "data.eval_files": f"[{files}]", "data.cache_dir": root / "cache", "data.max_tokens_per_row": 64,
-        "supervised.rows_per_step": 8, "optim.lr": 3e-3, "track.sinks": "[jsonl]", "step.max_tokens_per_microbatch": 512,
-    }  # fmt: skip
+        "run.root_dir": root,
+        "run.name": "p",
+        "run.total_steps": 6,
+        "run.threads": 1,
+        "model.path": model,
+        "model.dtype": "float32",
+        "data.train_files": f"[{files}]",
+        "data.eval_files": f"[{files}]",
+        "data.cache_dir": root / "cache",
+        "data.max_tokens_per_row": 64,
+        "supervised.rows_per_step": 8,
+        "optim.lr": 3e-3,
+        "track.sinks": "[jsonl]",
+        "step.max_tokens_per_microbatch": 512,
+    }
     given = {m.partition("=")[0] for m in more}
     return [f"{k}={v}" for k, v in base.items() if k not in given] + list(more)
 
@@ -120,13 +131,16 @@ def test_reference_logprobs_are_computed_once_and_kept(tmp_path, tiny_model, pai
     same_state(state_of(tmp_path / "a", 2), state_of(tmp_path / "b", 2))
 
 
-@pytest.mark.parametrize("row,message", [
-    ({"prompt": "1+1=", "chosen": "2"}, "no 'rejected' beside 'chosen'"),
-    ({"prompt": "1+1=", "chosen": "2", "rejected": "2"}, "are the same"),
-    ({"prompt": "1+1=", "chosen": "2", "rejected": "  "}, "empty"),
-    ({"chosen": "2", "rejected": "3"}, "do not begin with the same messages"),
-    ({"prompt": "1+1=", "chosen": [{"role": "user", "content": "2"}], "rejected": "3"}, "assistant"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "row,message",
+    [
+        ({"prompt": "1+1=", "chosen": "2"}, "no 'rejected' beside 'chosen'"),
+        ({"prompt": "1+1=", "chosen": "2", "rejected": "2"}, "are the same"),
+        ({"prompt": "1+1=", "chosen": "2", "rejected": "  "}, "empty"),
+        ({"chosen": "2", "rejected": "3"}, "do not begin with the same messages"),
+        ({"prompt": "1+1=", "chosen": [{"role": "user", "content": "2"}], "rejected": "3"}, "assistant"),
+    ],
+)
 def test_a_bad_row_is_one_line_with_its_place(row, message, tmp_path, tiny_model):
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"prompt": "1+1=", "chosen": "2", "rejected": "3"}) + "\n" + json.dumps(row) + "\n")
@@ -152,8 +166,15 @@ def test_hh_transcripts_and_whole_conversations_load(tmp_path, tiny_model):
     path = tmp_path / "rows.jsonl"
     hh = {"chosen": "\n\nHuman: 1+1=\n\nAssistant: 2", "rejected": "\n\nHuman: 1+1=\n\nAssistant: 3"}
     user = {"role": "user", "content": "1+2="}
-    whole = {"chosen": [user, {"role": "assistant", "content": "3"}], "rejected": [user, {"role": "assistant", "content": "4"}]}
-    beside = {"prompt": [user], "chosen": [{"role": "assistant", "content": "3"}], "rejected": [{"role": "assistant", "content": "4"}]}
+    whole = {
+        "chosen": [user, {"role": "assistant", "content": "3"}],
+        "rejected": [user, {"role": "assistant", "content": "4"}],
+    }
+    beside = {
+        "prompt": [user],
+        "chosen": [{"role": "assistant", "content": "3"}],
+        "rejected": [{"role": "assistant", "content": "4"}],
+    }
     path.write_text("".join(json.dumps(r) + "\n" for r in (hh, whole, beside)))
     from verl.chat import load_tokenizer
     from verl.data.preference import load_pairs
@@ -165,19 +186,34 @@ def test_hh_transcripts_and_whole_conversations_load(tmp_path, tiny_model):
     assert "1+1=" in tokenizer.decode(table[0].chosen.ids)
 
 
-@pytest.mark.parametrize("more", [(), ("reward.stage=batch",), ("reward.model_coef=0.5", "with_function")], ids=["stream", "batch", "summed"])
+@pytest.mark.parametrize(
+    "more", [(), ("reward.stage=batch",), ("reward.model_coef=0.5", "with_function")], ids=["stream", "batch", "summed"]
+)
 def test_rl_against_a_trained_reward_model(more, tmp_path, tiny_model, pairs, arithmetic_data):
     train("rm", tmp_path, tiny_model, pairs)
     folder = tmp_path / "p" / "checkpoints" / "step_6" / "hf"
     function = () if "with_function" in more else ("reward.path=null",)
     extra = [m for m in more if m != "with_function"]
-    small_run(tmp_path, tiny_model, arithmetic_data[:1], "algorithm.name=ppo", "algorithm.kl_loss_coef=null", f"reward.model={folder}", *function, *extra)
+    small_run(
+        tmp_path,
+        tiny_model,
+        arithmetic_data[:1],
+        "algorithm.name=ppo",
+        "algorithm.kl_loss_coef=null",
+        f"reward.model={folder}",
+        *function,
+        *extra,
+    )
     rows = read_samples(tmp_path / "r", 2)
     assert len(rows) == 16 and len({round(r.reward, 6) for r in rows}) > 4
     for r in rows:
-        expected = r.components["reward_model"] * (0.5 if function == () else 1.0) + (r.components["function"] if function == () else 0.0)
+        expected = r.components["reward_model"] * (0.5 if function == () else 1.0) + (
+            r.components["function"] if function == () else 0.0
+        )
         assert r.reward == pytest.approx(expected, abs=1e-5)
-    assert metrics_of(tmp_path / "r")[2]["critic/score/mean"] == pytest.approx(np.mean([r.reward for r in rows]), abs=1e-4)
+    assert metrics_of(tmp_path / "r")[2]["critic/score/mean"] == pytest.approx(
+        np.mean([r.reward for r in rows]), abs=1e-4
+    )
 
 
 def test_any_one_label_classifier_is_a_reward_model_and_training_goes_on_from_it(tmp_path, tiny_model, pairs):
@@ -219,7 +255,7 @@ def test_a_family_without_a_classifier_is_refused_before_the_rows_are_read(tmp_p
 def test_a_policy_with_missing_weights_does_not_start_at_random(tmp_path, tiny_model):
     from safetensors.torch import load_file, save_file
 
-    from verl.model_engine.fsdp import load_causal_lm
+    from verl.model_engine.torch_engine import load_causal_lm
 
     folder = tmp_path / "holes"
     shutil.copytree(tiny_model, folder)

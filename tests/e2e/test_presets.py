@@ -29,7 +29,9 @@ def test_every_row_trains_through_the_loop(name, tmp_path, tiny_model, arithmeti
     row, found = TABLE[name], metrics_of(tmp_path / "r")
     for step in (1, 2):
         m = found[step]
-        assert m["actor/grad_norm"] > 0 and np.isfinite(m["actor/grad_norm"]), "the default configuration has a gradient"
+        assert m["actor/grad_norm"] > 0 and np.isfinite(m["actor/grad_norm"]), (
+            "the default configuration has a gradient"
+        )
         assert np.isfinite(m["actor/pg_loss"])
         if row.estimator == "gae":
             assert m["critic/grad_norm"] > 0 and m["critic/vf_loss"] > 0 and m["critic/vf_explained_var"] <= 1
@@ -51,7 +53,9 @@ def test_remax_subtracts_the_greedy_answers_score(tmp_path, tiny_model, arithmet
     assert len(greedy) == 4 and all(r.temperature == 0 for r in rows if r.purpose == "baseline")
     for r in rows:
         if r.purpose == "train":
-            np.testing.assert_allclose(r.advantages[r.response_mask.astype(bool)], r.reward - greedy[r.group_id], rtol=1e-5)
+            np.testing.assert_allclose(
+                r.advantages[r.response_mask.astype(bool)], r.reward - greedy[r.group_id], rtol=1e-5
+            )
 
 
 def test_pf_ppo_trains_the_best_and_the_worst_of_each_prompt(tmp_path, tiny_model, arithmetic_data):
@@ -66,7 +70,15 @@ def test_pf_ppo_trains_the_best_and_the_worst_of_each_prompt(tmp_path, tiny_mode
 
 def test_the_policy_waits_for_the_critic(tmp_path, tiny_model, arithmetic_data):
     """Value pretraining: the critic learns, the policy does not move; then both do."""
-    run_of(tmp_path, tiny_model, arithmetic_data, "ppo", "algorithm.critic_warmup_steps=1", "run.save_every_steps=1", "run.keep_last_checkpoints=3")
+    run_of(
+        tmp_path,
+        tiny_model,
+        arithmetic_data,
+        "ppo",
+        "algorithm.critic_warmup_steps=1",
+        "run.save_every_steps=1",
+        "run.keep_last_checkpoints=3",
+    )
     found = metrics_of(tmp_path / "r")
     assert "actor/grad_norm" not in found[1] and found[1]["critic/grad_norm"] > 0 and found[2]["actor/grad_norm"] > 0
     one, two = (state_of(tmp_path / "r", n) for n in (1, 2))
@@ -81,11 +93,27 @@ def test_the_policy_waits_for_the_critic(tmp_path, tiny_model, arithmetic_data):
 def test_a_critic_resumes_bitwise(tmp_path, tiny_model, arithmetic_data):
     args = ("algorithm.name=ppo", "algorithm.kl_loss_coef=null", "algorithm.kl_reward_target=0.1")
     small_run(tmp_path / "a", tiny_model, arithmetic_data[:1], *args, "run.total_steps=4")
-    small_run(tmp_path / "b", tiny_model, arithmetic_data[:1], *args, "run.total_steps=4", "run.save_every_steps=2", "run.keep_last_checkpoints=9")
+    small_run(
+        tmp_path / "b",
+        tiny_model,
+        arithmetic_data[:1],
+        *args,
+        "run.total_steps=4",
+        "run.save_every_steps=2",
+        "run.keep_last_checkpoints=9",
+    )
     import shutil
 
     shutil.rmtree(tmp_path / "b" / "r" / "checkpoints" / "step_4")
-    small_run(tmp_path / "b", tiny_model, arithmetic_data[:1], *args, "run.total_steps=4", "run.save_every_steps=2", "run.keep_last_checkpoints=9")
+    small_run(
+        tmp_path / "b",
+        tiny_model,
+        arithmetic_data[:1],
+        *args,
+        "run.total_steps=4",
+        "run.save_every_steps=2",
+        "run.keep_last_checkpoints=9",
+    )
     one, two = (state_of(tmp_path / x / "r", 4) for x in "ab")
     for part in ("policy", "critic"):
         for name, value in one[part]["model"].items():
@@ -94,17 +122,34 @@ def test_a_critic_resumes_bitwise(tmp_path, tiny_model, arithmetic_data):
     assert trained(tmp_path / "a" / "r") == trained(tmp_path / "b" / "r")
 
 
-@pytest.mark.parametrize("more", [
-    ("algorithm.correction=truncate", "algorithm.options.correction_high=2.0"),
-    ("algorithm.correction=icepop", "algorithm.options.correction_low=0.5", "algorithm.options.correction_high=5.0"),
-    ("algorithm.correction=truncate", "algorithm.options.correction_level=sequence", "algorithm.options.correction_high=2.0",
-     "algorithm.options.correction_batch_normalize=true"),
-    ("algorithm.options.correction_reject=[token_k1:0.5:2,seq_mean_k3:0.01]",),
-    ("algorithm.bypass=true",),
-    ("algorithm.bypass=true", "algorithm.loss=reinforce", "algorithm.correction=truncate", "algorithm.options.correction_high=2.0"),
-    ("algorithm.options.off_policy_delta=0.1",),
-    ("algorithm.kl_loss_coef=0.1", "algorithm.options.kl_loss_ratio_corrected=true", "step.updates_per_step=2"),
-], ids=lambda m: ",".join(x.removeprefix("algorithm.").removeprefix("options.") for x in m))  # fmt: skip
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("algorithm.correction=truncate", "algorithm.options.correction_high=2.0"),
+        (
+            "algorithm.correction=icepop",
+            "algorithm.options.correction_low=0.5",
+            "algorithm.options.correction_high=5.0",
+        ),
+        (
+            "algorithm.correction=truncate",
+            "algorithm.options.correction_level=sequence",
+            "algorithm.options.correction_high=2.0",
+            "algorithm.options.correction_batch_normalize=true",
+        ),
+        ("algorithm.options.correction_reject=[token_k1:0.5:2,seq_mean_k3:0.01]",),
+        ("algorithm.bypass=true",),
+        (
+            "algorithm.bypass=true",
+            "algorithm.loss=reinforce",
+            "algorithm.correction=truncate",
+            "algorithm.options.correction_high=2.0",
+        ),
+        ("algorithm.options.off_policy_delta=0.1",),
+        ("algorithm.kl_loss_coef=0.1", "algorithm.options.kl_loss_ratio_corrected=true", "step.updates_per_step=2"),
+    ],
+    ids=lambda m: ",".join(x.removeprefix("algorithm.").removeprefix("options.") for x in m),
+)
 def test_corrections_are_one_where_sampler_and_trainer_agree(more, tmp_path, tiny_model, arithmetic_data):
     """In float32 the policies agree to 1e-5: a correction changes nothing, so the run is the plain one."""
     base = ("algorithm.name=dapo", "algorithm.filter_groups=false", "run.total_steps=2")

@@ -46,17 +46,41 @@ def assert_equal_runs(one: Path, two: Path, steps: int) -> None:
 
 
 # 64 rows / 4 prompts = 16 steps an epoch; with max_rows=12: 3 steps an epoch
-REFILL = ("run.deterministic=true", "algorithm.name=dapo", "step.samples_per_prompt=2", "rollout.max_response_tokens=3", "run.total_epochs=40",
-          "algorithm.max_draws_per_group=100")  # fmt: skip
+REFILL = (
+    "run.deterministic=true",
+    "algorithm.name=dapo",
+    "step.samples_per_prompt=2",
+    "rollout.max_response_tokens=3",
+    "run.total_epochs=40",
+    "algorithm.max_draws_per_group=100",
+)
 SYNC_2 = ("pipeline.sync_every=2", "step.updates_per_step=2")
 
 
 # inside an epoch, at its end, and one step before the last; for sync_every=2 also in the middle of a period
-@pytest.mark.parametrize("more,cut", [((), 1), ((), 3), ((), 5), (SYNC_2, 2), (SYNC_2, 3), (("algorithm.name=rloo",), 3),
-                                      (("algorithm.name=ppo",), 3), (REFILL, 3)],
-                         ids=lambda x: str(x) if isinstance(x, int) else "+".join(m.split(".")[-1] for m in x) or "grpo")  # fmt: skip
+@pytest.mark.parametrize(
+    "more,cut",
+    [
+        ((), 1),
+        ((), 3),
+        ((), 5),
+        (SYNC_2, 2),
+        (SYNC_2, 3),
+        (("algorithm.name=rloo",), 3),
+        (("algorithm.name=ppo",), 3),
+        (REFILL, 3),
+    ],
+    ids=lambda x: str(x) if isinstance(x, int) else "+".join(m.split(".")[-1] for m in x) or "grpo",
+)
 def test_a_cut_run_equals_a_straight_one_bitwise(tmp_path, tiny_model, arithmetic_data, cut, more):
-    shape = ("run.total_steps=6", "data.max_rows=12", "run.total_epochs=2", "track.sinks=[jsonl]", "run.save_every_steps=1", *more)
+    shape = (
+        "run.total_steps=6",
+        "data.max_rows=12",
+        "run.total_epochs=2",
+        "track.sinks=[jsonl]",
+        "run.save_every_steps=1",
+        *more,
+    )
     small_run(tmp_path / "straight", tiny_model, arithmetic_data[:1], *shape)
 
     def crash(step: int, values: object) -> None:
@@ -64,7 +88,11 @@ def test_a_cut_run_equals_a_straight_one_bitwise(tmp_path, tiny_model, arithmeti
             raise OSError("pulled the plug")
 
     with pytest.raises(OSError, match="pulled the plug"):
-        run_rl(load_config(small_args(tmp_path / "cut", tiny_model, arithmetic_data[:1], *shape)), quiet=True, on_step=crash)
+        run_rl(
+            load_config(small_args(tmp_path / "cut", tiny_model, arithmetic_data[:1], *shape)),
+            quiet=True,
+            on_step=crash,
+        )
     small_run(tmp_path / "cut", tiny_model, arithmetic_data[:1], *shape)
     assert_equal_runs(tmp_path / "straight" / "r", tmp_path / "cut" / "r", 6)
     if more is REFILL:
@@ -89,7 +117,9 @@ def test_changed_data_is_refused_at_resume(tmp_path, tiny_model, arithmetic_data
 def launch(args: list[str], log: Path) -> subprocess.Popen:
     handle = log.open("a")
     env = {**os.environ, "OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen([sys.executable, "-m", "verl", "train", *args], stdout=handle, stderr=handle, env=env, cwd=TESTS.parent)
+    return subprocess.Popen(
+        [sys.executable, "-m", "verl", "train", *args], stdout=handle, stderr=handle, env=env, cwd=TESTS.parent
+    )
 
 
 def wait_for(predicate, timeout_s: float, what: str) -> None:
@@ -103,13 +133,22 @@ def wait_for(predicate, timeout_s: float, what: str) -> None:
 @pytest.mark.parametrize("staleness", [0, 1], ids=["sync", "async"])
 def test_kill_nine_at_random_moments_loses_and_doubles_nothing(tmp_path, tiny_model, arithmetic_data, staleness):
     """Killed three times, inside saves too: it ends, and every group is trained exactly once (sync: bitwise as if never cut)."""
-    shape = ["run.total_steps=8", "run.save_every_steps=1", "track.sinks=[jsonl]", f"pipeline.staleness={staleness}",
-             *(["pipeline.partial_rollout=true"] if staleness else [])]  # fmt: skip
+    shape = [
+        "run.total_steps=8",
+        "run.save_every_steps=1",
+        "track.sinks=[jsonl]",
+        f"pipeline.staleness={staleness}",
+        *(["pipeline.partial_rollout=true"] if staleness else []),
+    ]
     args = small_args(tmp_path / "cut", tiny_model, arithmetic_data[:1], *shape)
     run_dir, log, rng = tmp_path / "cut" / "r", tmp_path / "log", random.Random(7 + staleness)
     for wanted in (2, 4, 6):
         process = launch(args, log)
-        wait_for(lambda: process.poll() is not None or _saved(run_dir) >= wanted, 120, f"step {wanted}\n{log.read_text()[-2000:]}")  # noqa: B023
+        wait_for(
+            lambda process=process, wanted=wanted: process.poll() is not None or _saved(run_dir) >= wanted,
+            120,
+            f"step {wanted}\n{log.read_text()[-2000:]}",
+        )
         time.sleep(rng.random() * 0.4)
         process.kill()
         process.wait(30)
@@ -130,7 +169,9 @@ def test_kill_nine_at_random_moments_loses_and_doubles_nothing(tmp_path, tiny_mo
 
 
 def _saved(run_dir: Path) -> int:
-    return max((int(p.name.split("_")[1]) for p in (run_dir / "checkpoints").glob("step_*") if "." not in p.name), default=0)
+    return max(
+        (int(p.name.split("_")[1]) for p in (run_dir / "checkpoints").glob("step_*") if "." not in p.name), default=0
+    )
 
 
 @pytest.mark.timeout(200)
@@ -138,7 +179,9 @@ def test_sigterm_finishes_the_step_saves_and_says_75(tmp_path, tiny_model, arith
     args = small_args(tmp_path, tiny_model, arithmetic_data[:1], "run.total_steps=400", "track.sinks=[jsonl]")
     log = tmp_path / "log"
     process = launch(args, log)
-    wait_for(lambda: (tmp_path / "r" / "metrics.jsonl").exists() and len(metrics_of(tmp_path / "r")) >= 2, 120, "two steps")
+    wait_for(
+        lambda: (tmp_path / "r" / "metrics.jsonl").exists() and len(metrics_of(tmp_path / "r")) >= 2, 120, "two steps"
+    )
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 75, log.read_text()[-2000:]
     saved = _saved(tmp_path / "r")
@@ -151,16 +194,24 @@ def test_sigterm_finishes_the_step_saves_and_says_75(tmp_path, tiny_model, arith
 def test_no_orphan_survives_the_controller(tmp_path, tiny_model, arithmetic_data, how):
     import psutil
 
-    args = small_args(tmp_path, tiny_model, arithmetic_data[:1], "run.total_steps=400", "track.sinks=[jsonl]", "reward.num_workers=2")
+    args = small_args(
+        tmp_path, tiny_model, arithmetic_data[:1], "run.total_steps=400", "track.sinks=[jsonl]", "reward.num_workers=2"
+    )
     log = tmp_path / "log"
     process = launch(args, log)
-    wait_for(lambda: (tmp_path / "r" / "metrics.jsonl").exists() and len(metrics_of(tmp_path / "r")) >= 1, 120, "a step")
+    wait_for(
+        lambda: (tmp_path / "r" / "metrics.jsonl").exists() and len(metrics_of(tmp_path / "r")) >= 1, 120, "a step"
+    )
     children = psutil.Process(process.pid).children(recursive=True)
     assert children, "reward workers are processes"
     process.send_signal(how)
     code = process.wait(60)
     assert code == (130 if how == signal.SIGINT else -9), log.read_text()[-2000:]
-    wait_for(lambda: not any(c.is_running() and c.status() != psutil.STATUS_ZOMBIE for c in children), 20, "the children to end")
+    wait_for(
+        lambda: not any(c.is_running() and c.status() != psutil.STATUS_ZOMBIE for c in children),
+        20,
+        "the children to end",
+    )
 
 
 def test_a_second_process_on_the_same_run_is_refused(tmp_path, tiny_model, arithmetic_data):
@@ -175,13 +226,22 @@ def test_a_second_process_on_the_same_run_is_refused(tmp_path, tiny_model, arith
             small_run(tmp_path, tiny_model, arithmetic_data[:1])
 
 
-def test_replay_of_a_recorded_step_is_equal_and_a_changed_sample_is_found(tmp_path, tiny_model, arithmetic_data, capsys):
+def test_replay_of_a_recorded_step_is_equal_and_a_changed_sample_is_found(
+    tmp_path, tiny_model, arithmetic_data, capsys
+):
     from dataclasses import replace
 
     from verl.driver.replay import replay
     from verl.track.samples import read_samples, write_samples
 
-    small_run(tmp_path, tiny_model, arithmetic_data[:1], "run.total_steps=3", "run.save_every_steps=1", "run.keep_last_checkpoints=2")
+    small_run(
+        tmp_path,
+        tiny_model,
+        arithmetic_data[:1],
+        "run.total_steps=3",
+        "run.save_every_steps=1",
+        "run.keep_last_checkpoints=2",
+    )
     where = [f"run.root_dir={tmp_path}", "run.name=r"]
     assert replay(where, 3) == 0, capsys.readouterr().out
     assert replay(where, 1) == 0, capsys.readouterr().out

@@ -6,11 +6,21 @@ from verl.three_stages import _true, over_optimised, three_stages
 
 
 def test_the_three_stages_run_end_to_end(tmp_path):
-    code = three_stages([
-        f"run.root_dir={tmp_path}", "sft_steps=3", "rm_steps=3", "ppo_steps=2", "run.threads=1", "step.prompts_per_step=4",
-        "step.samples_per_prompt=2", "rollout.max_response_tokens=8", "algorithm.critic_warmup_steps=1", "data.max_eval_rows=8",
-        f"data.cache_dir={tmp_path}/cache",
-    ])  # fmt: skip
+    code = three_stages(
+        [
+            f"run.root_dir={tmp_path}",
+            "sft_steps=3",
+            "rm_steps=3",
+            "ppo_steps=2",
+            "run.threads=1",
+            "step.prompts_per_step=4",
+            "step.samples_per_prompt=2",
+            "rollout.max_response_tokens=8",
+            "algorithm.critic_warmup_steps=1",
+            "data.max_eval_rows=8",
+            f"data.cache_dir={tmp_path}/cache",
+        ]
+    )
     assert code == 0
     found = json.loads((tmp_path / "three_stages" / "summary.json").read_text())
     assert 0 <= found["rm_accuracy"] <= 1 and [p["step"] for p in found["curve"]] == [1, 2]

@@ -16,14 +16,34 @@ def test_a_run_leaves_everything_behind(tmp_path, tiny_model, arithmetic_data):
     assert signal.getsignal(signal.SIGTERM) == before, "what comes after the run can be ended again"
     run_dir = tmp_path / "r"
     assert done.steps == 3
-    for name in ("config.yaml", "plan.json", "metrics.jsonl", "summary.json", "report.html", "events", "samples", "checkpoints/step_3/hf"):
+    for name in (
+        "config.yaml",
+        "plan.json",
+        "metrics.jsonl",
+        "summary.json",
+        "report.html",
+        "events",
+        "samples",
+        "checkpoints/step_3/hf",
+    ):
         assert (run_dir / name).exists(), name
     found = metrics_of(run_dir)
     assert set(found) == {0, 1, 2, 3}
     for step in (1, 2, 3):
         m = found[step]
-        for name in ("actor/pg_loss", "actor/entropy", "actor/grad_norm", "mismatch/k3", "mismatch/ess", "critic/score/mean",
-                     "response_length/mean", "timing_s/rollout", "timing_s/update", "perf/throughput", "sync/canary_max_abs"):  # fmt: skip
+        for name in (
+            "actor/pg_loss",
+            "actor/entropy",
+            "actor/grad_norm",
+            "mismatch/k3",
+            "mismatch/ess",
+            "critic/score/mean",
+            "response_length/mean",
+            "timing_s/rollout",
+            "timing_s/update",
+            "perf/throughput",
+            "sync/canary_max_abs",
+        ):
             assert name in m, name
         assert m["mismatch/max_abs_dlogp"] < 1e-4, "trainer and sampler agree in float32"
         assert m["actor/grad_norm"] > 0
@@ -32,11 +52,17 @@ def test_a_run_leaves_everything_behind(tmp_path, tiny_model, arithmetic_data):
         assert phases == pytest.approx(m["perf/time_per_step"], rel=0.01)
     assert sample_steps(run_dir) == [1, 2, 3]
     rows = read_samples(run_dir, 2)
-    assert all(r.task_id and r.task_id != r.group_id for r in rows) and {r.stop_reason for r in rows} <= {"eos", "length", "stop"}
+    assert all(r.task_id and r.task_id != r.group_id for r in rows) and {r.stop_reason for r in rows} <= {
+        "eos",
+        "length",
+        "stop",
+    }
     assert len(rows) == 16 and {r.group_id for r in rows} == {s.split("/")[0] for s in trained(run_dir)[2]}
     for row in rows:
         on = row.response_mask.astype(bool)
-        assert np.isfinite(row.advantages[on]).all() and np.allclose(row.old_logprobs[on], row.rollout_logprobs[on], atol=1e-4)
+        assert np.isfinite(row.advantages[on]).all() and np.allclose(
+            row.old_logprobs[on], row.rollout_logprobs[on], atol=1e-4
+        )
 
 
 def test_the_checkpoint_is_a_hugging_face_model_with_equal_logits(tmp_path, tiny_model, arithmetic_data):
@@ -56,18 +82,34 @@ def test_the_checkpoint_is_a_hugging_face_model_with_equal_logits(tmp_path, tiny
     assert changed > 5
 
 
-@pytest.mark.parametrize("more", [
-    ("algorithm.name=rloo",), ("algorithm.name=drgrpo", "algorithm.horizon_tokens=12"), ("algorithm.name=reinforce_plus_plus",),
-    ("algorithm.kl_loss_coef=0.04",), ("step.updates_per_step=2", "step.epochs_per_step=2"), ("algorithm.entropy_coef=0.01",),
-    ("rollout.temperature=0.7",), ("rollout.engine=hf",), ("model.attention=padded", "model.share_prefix=false"),
-    ("model.gradient_checkpointing=true",), ("pipeline.oversample=0.5",), ("pipeline.sync_every=2",),
-    ("pipeline.staleness=1",), ("pipeline.staleness=0.5", "pipeline.partial_rollout=true"), ("reward.overlong_buffer_tokens=4",),
-], ids=lambda m: ",".join(x.split(".")[-1] for x in m))  # fmt: skip
+@pytest.mark.parametrize(
+    "more",
+    [
+        ("algorithm.name=rloo",),
+        ("algorithm.name=drgrpo", "algorithm.horizon_tokens=12"),
+        ("algorithm.name=reinforce_plus_plus",),
+        ("algorithm.kl_loss_coef=0.04",),
+        ("step.updates_per_step=2", "step.epochs_per_step=2"),
+        ("algorithm.entropy_coef=0.01",),
+        ("rollout.temperature=0.7",),
+        ("rollout.engine=hf",),
+        ("model.attention=padded", "model.share_prefix=false"),
+        ("model.gradient_checkpointing=true",),
+        ("pipeline.oversample=0.5",),
+        ("pipeline.sync_every=2",),
+        ("pipeline.staleness=1",),
+        ("pipeline.staleness=0.5", "pipeline.partial_rollout=true"),
+        ("reward.overlong_buffer_tokens=4",),
+    ],
+    ids=lambda m: ",".join(x.split(".")[-1] for x in m),
+)
 def test_variants_run(tmp_path, tiny_model, arithmetic_data, more):
     small_run(tmp_path, tiny_model, arithmetic_data[:1], "run.total_steps=2", "track.sinks=[jsonl]", *more)
     found = metrics_of(tmp_path / "r")
     assert set(found) == {1, 2}
-    if not any(m.startswith(("pipeline.staleness", "pipeline.sync_every")) for m in more):  # those train on older weights
+    if not any(
+        m.startswith(("pipeline.staleness", "pipeline.sync_every")) for m in more
+    ):  # those train on older weights
         assert found[2]["mismatch/max_abs_dlogp"] < 1e-4
     assert found[2]["actor/grad_norm"] > 0
     if "algorithm.kl_loss_coef=0.04" in more:
@@ -91,13 +133,22 @@ def test_dynamic_sampling_refills_and_stops_with_the_reason(tmp_path, tiny_model
     flat = tmp_path / "flat.py"
     flat.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.0\n")
     with pytest.raises(RunEnded, match="draw budget"):
-        small_run(tmp_path, tiny_model, arithmetic_data[:1], "algorithm.name=dapo", f"reward.path={flat}", "algorithm.max_draws_per_group=2")
+        small_run(
+            tmp_path,
+            tiny_model,
+            arithmetic_data[:1],
+            "algorithm.name=dapo",
+            f"reward.path={flat}",
+            "algorithm.max_draws_per_group=2",
+        )
     small_run(tmp_path / "ok", tiny_model, arithmetic_data[:1], "algorithm.name=dapo", "run.total_steps=2")
     assert metrics_of(tmp_path / "ok" / "r")[2]["groups/zero_variance_share"] < 1
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_a_publish_that_fails_ends_the_run_at_once_with_its_cause(tmp_path, tiny_model, arithmetic_data, staleness, monkeypatch):
+def test_a_publish_that_fails_ends_the_run_at_once_with_its_cause(
+    tmp_path, tiny_model, arithmetic_data, staleness, monkeypatch
+):
     from verl.rollout.native import NativeEngine
     from verl.weight_sync.base import SyncError
 
@@ -108,4 +159,11 @@ def test_a_publish_that_fails_ends_the_run_at_once_with_its_cause(tmp_path, tiny
 
     monkeypatch.setattr(NativeEngine, "score", other)
     with pytest.raises(SyncError, match="canary"):
-        small_run(tmp_path, tiny_model, arithmetic_data[:1], "run.total_steps=6", f"pipeline.staleness={staleness}", "run.wait_timeout_s=30")
+        small_run(
+            tmp_path,
+            tiny_model,
+            arithmetic_data[:1],
+            "run.total_steps=6",
+            f"pipeline.staleness={staleness}",
+            "run.wait_timeout_s=30",
+        )

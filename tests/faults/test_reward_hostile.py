@@ -221,9 +221,12 @@ class Bench:
 
     def hostile(self, case: str) -> RewardRequest:
         return RewardRequest(
-            request_id=case, data_source="hostile", solution_str=case, ground_truth="",
+            request_id=case,
+            data_source="hostile",
+            solution_str=case,
+            ground_truth="",
             extra_info={"pid_file": str(self.folder / f"{case}.pids")},
-        )  # fmt: skip
+        )
 
     async def with_others(self, pool: RewardPool, case: str) -> Score | Invalid:
         """The case's outcome; ordinary samples before, beside and after it must be right."""
@@ -358,8 +361,9 @@ def test_no_orphan_when_the_parent_dies(bench: Bench, tmp_path: Path, how: signa
     script.write_text(textwrap.dedent(PARENT))
     parent = subprocess.Popen(
         [sys.executable, str(script), str(bench.folder / "hostile.py"), str(tmp_path)],
-        stderr=subprocess.DEVNULL, cwd=os.getcwd(),
-    )  # fmt: skip
+        stderr=subprocess.DEVNULL,
+        cwd=os.getcwd(),
+    )
     try:
         files = [tmp_path / "fork_escape_and_hang", tmp_path / "fork_and_hang"]
         deadline = time.monotonic() + 30

@@ -29,14 +29,18 @@ Adapter = Callable[[Case, Mapping[str, Any]], dict[str, Any]]
 """(arrays, hyperparameters) -> {array's name: value} and {\"metric:NAME\": value} to compare with the case's own."""
 
 
-def columns_of(mask: np.ndarray, token: Mapping[str, np.ndarray], sequence: Mapping[str, Tensor] | None = None) -> Columns:
+def columns_of(
+    mask: np.ndarray, token: Mapping[str, np.ndarray], sequence: Mapping[str, Tensor] | None = None
+) -> Columns:
     """All B*T positions become tokens of B sequences; `mask` decides. Garbage outside must not matter."""
     b, t = mask.shape
     return Columns(
         token={n: torch.from_numpy(np.asarray(x, np.float64).reshape(-1)) for n, x in token.items()},
-        sequence=dict(sequence or {}), sequence_of=torch.arange(b).repeat_interleave(t), num_sequences=b,
+        sequence=dict(sequence or {}),
+        sequence_of=torch.arange(b).repeat_interleave(t),
+        num_sequences=b,
         mask=torch.from_numpy(mask.reshape(-1) > 0),
-    )  # fmt: skip
+    )
 
 
 def labels(index: np.ndarray) -> Tensor:
@@ -48,14 +52,20 @@ def _rewarded(case: Case) -> Columns:
     mask = case["in_response_mask"]
     rewards = np.asarray(case["in_token_level_rewards"], np.float64)
     index = case["in_index"] if "in_index" in case else np.arange(len(mask))
-    sequence = {"score": torch.from_numpy(rewards.sum(1)), "group": labels(index), "valid": torch.ones(len(mask), dtype=torch.bool)}
+    sequence = {
+        "score": torch.from_numpy(rewards.sum(1)),
+        "group": labels(index),
+        "valid": torch.ones(len(mask), dtype=torch.bool),
+    }
     columns = columns_of(mask, {}, sequence)
     if ((rewards != 0) & (mask > 0)).sum() == (rewards != 0).sum():
         return columns.with_token({"rewards": torch.from_numpy(rewards.reshape(-1))})
     return columns.with_token({"rewards": adv.token_rewards(columns)})
 
 
-def _advantage(fn: Callable[[Columns], Mapping[str, Tensor]], returns: bool = False) -> Callable[[Case], dict[str, np.ndarray]]:
+def _advantage(
+    fn: Callable[[Columns], Mapping[str, Tensor]], returns: bool = False
+) -> Callable[[Case], dict[str, np.ndarray]]:
     def run(case: Case) -> dict[str, np.ndarray]:
         got = fn(_rewarded(case))
         shape = case["in_response_mask"].shape
@@ -69,7 +79,9 @@ def _advantage(fn: Callable[[Columns], Mapping[str, Tensor]], returns: bool = Fa
 
 def grpo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
     by_std = hp.get("norm_adv_by_std_in_grpo", True)
-    return _advantage(lambda c: adv.grpo(c, normalize_by_std=by_std, eps=hp.get("epsilon", 1e-6), singleton="raw"))(case)
+    return _advantage(lambda c: adv.grpo(c, normalize_by_std=by_std, eps=hp.get("epsilon", 1e-6), singleton="raw"))(
+        case
+    )
 
 
 def rloo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -91,13 +103,17 @@ def rfpp_baseline(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
 def gae(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """verl leaves garbage outside the mask; ours is 0 there and compared only where the case has numbers of its own."""
     mask = case["in_response_mask"]
-    columns = columns_of(mask, {"rewards": case["in_token_level_rewards"], "old_values": case["in_values"]}, _no_groups(len(mask)))
+    columns = columns_of(
+        mask, {"rewards": case["in_token_level_rewards"], "old_values": case["in_values"]}, _no_groups(len(mask))
+    )
     return _inside(case, adv.gae(columns, gamma=hp["gamma"], lam=hp["lam"]), mask)
 
 
 def spec_gae(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
     mask = case["in_response_mask"]
-    columns = columns_of(mask, {"rewards": case["in_token_level_rewards"], "old_values": case["in_values"]}, _no_groups(len(mask)))
+    columns = columns_of(
+        mask, {"rewards": case["in_token_level_rewards"], "old_values": case["in_values"]}, _no_groups(len(mask))
+    )
     got = adv.gae(columns, gamma=hp["gamma"], lam=hp["lam"])
     return {f"out_{n}": x.numpy().reshape(mask.shape) for n, x in got.items()}
 
@@ -108,9 +124,13 @@ def nemo_gae(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
     columns = columns_of(mask, {"old_values": case["in_values"]}, sequence)
     columns = columns.with_token({"rewards": adv.token_rewards(columns)})
     got = adv.gae(
-        columns, gamma=hp["gamma"], lam=hp["lam_policy"] or 1.0, lam_critic=hp["lam_value"], whitened=hp["whiten"],
+        columns,
+        gamma=hp["gamma"],
+        lam=hp["lam_policy"] or 1.0,
+        lam_critic=hp["lam_value"],
+        whitened=hp["whiten"],
         length_adaptive_alpha=hp["length_adaptive_alpha"] or None,
-    )  # fmt: skip
+    )
     return _inside(case, got, mask)
 
 
@@ -126,7 +146,9 @@ def _inside(case: Case, got: Mapping[str, Tensor], mask: np.ndarray) -> dict[str
 
 def remax(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
     baseline = torch.from_numpy(np.asarray(case["in_reward_baselines"], np.float64))
-    return _advantage(lambda c: adv.remax(replace(c, sequence={**c.sequence, "baseline": baseline})), returns=True)(case)
+    return _advantage(lambda c: adv.remax(replace(c, sequence={**c.sequence, "baseline": baseline})), returns=True)(
+        case
+    )
 
 
 def opo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -151,9 +173,12 @@ def gdpo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
     components = torch.from_numpy(np.asarray(case["in_component_rewards"], np.float64))
     sequence = {**_no_groups(len(mask)), "group": labels(case["in_index"]), "components": components}
     got = adv.gdpo(
-        columns_of(mask, {}, sequence), weights=hp["weights"], whiten_over="token", eps=hp["epsilon"],
+        columns_of(mask, {}, sequence),
+        weights=hp["weights"],
+        whiten_over="token",
+        eps=hp["epsilon"],
         normalize_by_std=hp["norm_adv_by_std_in_grpo"],
-    )  # fmt: skip
+    )
     return {"out_advantages": got["advantages"].numpy().reshape(mask.shape)}
 
 
@@ -180,7 +205,9 @@ def trl_rloo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
     mask = case["in_response_mask"]
     score = torch.from_numpy(np.asarray(case["in_rewards"], np.float64))
     sequence = {**_no_groups(len(mask)), "group": torch.arange(len(mask)) // hp["num_generations"], "score": score}
-    columns = columns_of(mask, {"old_logprobs": case["in_old_log_prob"], "ref_logprobs": case["in_ref_log_prob"]}, sequence)
+    columns = columns_of(
+        mask, {"old_logprobs": case["in_old_log_prob"], "ref_logprobs": case["in_ref_log_prob"]}, sequence
+    )
     penalty, _ = kl_reward.kl_penalty(columns, coef=hp["beta"], form="k1")
     columns = columns.with_token({"rewards": adv.token_rewards(columns, penalty)})
     return {"out_advantages": columns.mean(adv.rloo(columns)["advantages"]).numpy()}
@@ -209,7 +236,9 @@ def trl_grpo_advantage(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarra
     return {"out_advantages": adv.grpo(columns, eps=hp["eps"], scale=hp["scale_rewards"])["advantages"].numpy()}
 
 
-def _loss(columns: Columns, fn: Callable[[Columns], terms.TermValue], weight: Tensor, leaf: Tensor) -> tuple[float, Tensor]:
+def _loss(
+    columns: Columns, fn: Callable[[Columns], terms.TermValue], weight: Tensor, leaf: Tensor
+) -> tuple[float, Tensor]:
     value = fn(columns.cleaned())
     loss = (weight * torch.where(columns.mask, value.values, 0.0)).sum()
     (grad,) = torch.autograd.grad(loss, leaf)
@@ -217,9 +246,11 @@ def _loss(columns: Columns, fn: Callable[[Columns], terms.TermValue], weight: Te
 
 
 INPUTS = {
-    "old_logprobs": ("in_old_log_prob", "in_proximal_log_prob"), "ref_logprobs": ("in_ref_log_prob",),
-    "rollout_logprobs": ("in_rollout_log_prob", "in_behave_log_prob"), "is_weights": ("in_rollout_is_weights",),
-}  # fmt: skip
+    "old_logprobs": ("in_old_log_prob", "in_proximal_log_prob"),
+    "ref_logprobs": ("in_ref_log_prob",),
+    "rollout_logprobs": ("in_rollout_log_prob", "in_behave_log_prob"),
+    "is_weights": ("in_rollout_is_weights",),
+}
 
 
 def _policy_columns(case: Case) -> tuple[Columns, Tensor]:
@@ -240,7 +271,9 @@ def _policy_columns(case: Case) -> tuple[Columns, Tensor]:
 METRICS = {"actor/pg_clipfrac": "pg_clipfrac", "actor/pg_clipfrac_lower": "pg_clipfrac_lower", "actor/ppo_kl": "ppo_kl"}
 
 
-def _total(case: Case, columns: Columns, leaf: Tensor, parts: tuple[terms.Term, ...], scale: Tensor | float = 1.0) -> dict[str, Any]:
+def _total(
+    case: Case, columns: Columns, leaf: Tensor, parts: tuple[terms.Term, ...], scale: Tensor | float = 1.0
+) -> dict[str, Any]:
     """Loss, gradient and metrics of these terms, weighted as a role weighs them."""
     weight = weights.term_weights(columns, parts)
     loss, grad, measured = 0.0, torch.zeros_like(leaf), {}
@@ -276,7 +309,11 @@ LOSSES: Mapping[str, Callable[[Mapping[str, Any]], Callable[[Columns], terms.Ter
     "geo_mean": lambda hp: partial(terms.gmpo, **_clip(hp)),
     "kl_cov": lambda hp: partial(terms.kl_cov, k_ratio=_cov(hp)["kl_cov_ratio"], coef=_cov(hp)["ppo_kl_coef"]),
     "clip_cov": lambda hp: partial(
-        terms.clip_cov, ratio=_cov(hp)["clip_cov_ratio"], lower=_cov(hp)["clip_cov_lb"], upper=_cov(hp)["clip_cov_ub"], **_clip(hp)
+        terms.clip_cov,
+        ratio=_cov(hp)["clip_cov_ratio"],
+        lower=_cov(hp)["clip_cov_lb"],
+        upper=_cov(hp)["clip_cov_ub"],
+        **_clip(hp),
     ),
     "dppo_tv": lambda hp: partial(terms.dppo_tv, ratio_max=hp["clip_ratio_c"], **_clip(hp)),
     "dppo_kl": lambda hp: partial(terms.dppo_kl, ratio_max=hp["clip_ratio_c"], **_clip(hp)),
@@ -290,7 +327,11 @@ def policy_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
     info = hp.get("global_batch_info", {})
     aggregate = "seq-mean-token-mean" if hp["loss_mode"] == "geo_mean" else hp["loss_agg_mode"]
     term = terms.Term(
-        name="pg", aggregate=aggregate, horizon_tokens=info.get("loss_scale_factor"), corrected=True, fn=LOSSES[hp["loss_mode"]](hp)
+        name="pg",
+        aggregate=aggregate,
+        horizon_tokens=info.get("loss_scale_factor"),
+        corrected=True,
+        fn=LOSSES[hp["loss_mode"]](hp),
     )
     scale = info.get("dp_size", 1)
     if "batch_num_tokens" in info:
@@ -322,16 +363,26 @@ def trl_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
 def nemo_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
     columns, leaf = _policy_columns(case)
     clip = {"clip_low": hp["ratio_clip_min"], "clip_high": hp["ratio_clip_max"]}
-    fn = partial(terms.gspo, **clip) if hp["sequence_level_importance_ratios"] else partial(terms.ppo_clip, clip_dual=hp["ratio_clip_c"], **clip)
+    fn = (
+        partial(terms.gspo, **clip)
+        if hp["sequence_level_importance_ratios"]
+        else partial(terms.ppo_clip, clip_dual=hp["ratio_clip_c"], **clip)
+    )
     mode = "token-mean" if hp["token_level_loss"] else "seq-mean-token-mean"
     parts = [terms.Term(name="pg", fn=fn, aggregate=mode, corrected=True)]
     if hp["use_importance_sampling_correction"]:
         assert hp["truncated_importance_sampling_type"] == "icepop"
-        spec = Correction(form="icepop", low=hp["truncated_importance_sampling_ratio_min"], high=hp["truncated_importance_sampling_ratio"])
+        spec = Correction(
+            form="icepop",
+            low=hp["truncated_importance_sampling_ratio_min"],
+            high=hp["truncated_importance_sampling_ratio"],
+        )
         columns = columns.with_token({"is_weights": correct(columns, spec)["is_weights"]})
     if hp["reference_policy_kl_penalty"]:
         behind = "rollout_logprobs" if hp["use_on_policy_kl_approximation"] else "logprobs"
-        kl_term = partial(terms.kl_loss, form="k3", ratio_corrected=True, ratio_to=behind, value_bound=hp["kl_output_clamp_value"])
+        kl_term = partial(
+            terms.kl_loss, form="k3", ratio_corrected=True, ratio_to=behind, value_bound=hp["kl_output_clamp_value"]
+        )
         parts.append(terms.Term(name="kl", fn=kl_term, coef=hp["reference_policy_kl_penalty"], aggregate=mode))
     if hp["positive_example_nll_weight"]:
         positive = torch.from_numpy(case["in_rewards"] > 0)
@@ -345,7 +396,9 @@ def openrlhf_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
     assert hp["vllm_is_correction_type"] == "tis"
     columns, leaf = _policy_columns(case)
     low, high = hp["vllm_is_truncated_threshold"]
-    columns = columns.with_token({"is_weights": correct(columns, Correction(form="clamp", low=low, high=high))["is_weights"]})
+    columns = columns.with_token(
+        {"is_weights": correct(columns, Correction(form="clamp", low=low, high=high))["is_weights"]}
+    )
     return _total(case, columns, leaf, (terms.Term(name="pg", fn=terms.ppo_clip, corrected=True),))
 
 
@@ -354,10 +407,16 @@ def areal_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
     columns, leaf = _policy_columns(case)
     rule = hp["rejection_sampling"]
     assert (rule["level"], rule["metric"]) == ("token", "ratio")
-    found = correct(columns, Correction(form={"mask": "mask", "clamp": "truncate"}[rule["action"]], low=rule["lower"], high=rule["upper"]))
+    found = correct(
+        columns,
+        Correction(form={"mask": "mask", "clamp": "truncate"}[rule["action"]], low=rule["lower"], high=rule["upper"]),
+    )
     columns = columns.with_token({"is_weights": found["is_weights"], "keep": found["keep"]})
     fn = partial(
-        terms.ppo_clip, clip_low=hp["eps_clip"], clip_high=hp["eps_clip_higher"] or hp["eps_clip"], clip_dual=hp["c_clip"]
+        terms.ppo_clip,
+        clip_low=hp["eps_clip"],
+        clip_high=hp["eps_clip_higher"] or hp["eps_clip"],
+        clip_dual=hp["c_clip"],
     )
     return _total(case, columns, leaf, (terms.Term(name="pg", fn=fn, corrected=True, denominator="before_rejection"),))
 
@@ -371,7 +430,11 @@ def value_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
     fn = partial(terms.value_clip, clip=hp["cliprange_value"])
     loss, grad = _loss(columns, fn, weight * hp.get("dp_size", 1), leaf)
     clipped = fn(columns.cleaned()).metrics["vf_clipfrac"][0][columns.mask].mean()
-    return {"out_loss": np.array(loss), "grad_vpreds": grad.numpy().reshape(mask.shape), "metric:vf_clipfrac": float(clipped)}
+    return {
+        "out_loss": np.array(loss),
+        "grad_vpreds": grad.numpy().reshape(mask.shape),
+        "metric:vf_clipfrac": float(clipped),
+    }
 
 
 def _rejections(stats: str | None, thresholds: Any) -> tuple[Rejection, ...]:
@@ -389,28 +452,48 @@ def _rejections(stats: str | None, thresholds: Any) -> tuple[Rejection, ...]:
 
 def _correction(hp: Mapping[str, Any]) -> Correction:
     level, bound = hp.get("rollout_is"), str(hp.get("rollout_is_threshold"))
-    low, high = (float(x) for x in bound.split("_")) if "_" in bound else (None, None if bound == "None" else float(bound))
+    low, high = (
+        (float(x) for x in bound.split("_")) if "_" in bound else (None, None if bound == "None" else float(bound))
+    )
     return Correction(
-        level=level, form="icepop" if low is not None else "truncate", low=low, high=high,
+        level=level,
+        form="icepop" if low is not None else "truncate",
+        low=low,
+        high=high,
         batch_normalize=hp.get("rollout_is_batch_normalize", False),
         reject=_rejections(hp.get("rollout_rs"), hp.get("rollout_rs_threshold")),
-    )  # fmt: skip
+    )
 
 
 def _rollout_columns(case: Case) -> Columns:
     """The two policies, from their log-ratio where only that is given."""
     if "in_log_ratio" not in case:
         return _policy_columns(case)[0]
-    return columns_of(case["in_response_mask"], {"old_logprobs": case["in_log_ratio"], "rollout_logprobs": 0 * case["in_log_ratio"]})
+    return columns_of(
+        case["in_response_mask"], {"old_logprobs": case["in_log_ratio"], "rollout_logprobs": 0 * case["in_log_ratio"]}
+    )
 
 
 # rollout_is_*: at sequence level verl reports the weights before truncation, and rows without a token as ratio 1 (Q17);
 # its std and ESS are of weights raised to 1 / threshold first
-TOKEN_METRICS = tuple(f"rollout_is_{n}" for n in ("mean", "max", "min", "ratio_fraction_high", "ratio_fraction_low", "oob_ratio"))
+TOKEN_METRICS = tuple(
+    f"rollout_is_{n}" for n in ("mean", "max", "min", "ratio_fraction_high", "ratio_fraction_low", "oob_ratio")
+)
 GAP_METRICS = (
-    "kl", "k3_kl", "training_ppl", "training_log_ppl", "rollout_ppl", "rollout_log_ppl", "log_ppl_diff", "log_ppl_abs_diff",
-    "log_ppl_diff_max", "log_ppl_diff_min", "ppl_ratio", "chi2_token", "chi2_seq",
-)  # fmt: skip
+    "kl",
+    "k3_kl",
+    "training_ppl",
+    "training_log_ppl",
+    "rollout_ppl",
+    "rollout_log_ppl",
+    "log_ppl_diff",
+    "log_ppl_abs_diff",
+    "log_ppl_diff_max",
+    "log_ppl_diff_min",
+    "ppl_ratio",
+    "chi2_token",
+    "chi2_seq",
+)
 
 
 def _rollout_metrics(case: Case, found: Mapping[str, Any], spec: Correction) -> dict[str, Any]:
@@ -466,9 +549,12 @@ def agg_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
     leaf = torch.from_numpy(np.asarray(case["in_loss_mat"], np.float64).reshape(-1)).requires_grad_()
     columns = columns_of(mask, {}).with_token({"logprobs": leaf})
     weight = weights.weight_column(
-        columns, hp["loss_agg_mode"], horizon_tokens=horizon,
-        num_tokens=hp.get("batch_num_tokens"), num_sequences=hp.get("global_batch_size"),
-    )  # fmt: skip
+        columns,
+        hp["loss_agg_mode"],
+        horizon_tokens=horizon,
+        num_tokens=hp.get("batch_num_tokens"),
+        num_sequences=hp.get("global_batch_size"),
+    )
     loss, grad = _loss(columns, lambda c: terms.TermValue(c["logprobs"]), weight * hp.get("dp_size", 1), leaf)
     out = {"out_loss": np.array(loss)}
     if "grad_loss_mat" in case:
@@ -485,7 +571,9 @@ def kl(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
     out = {}
     for form in hp["types"]:
         leaf = torch.from_numpy(np.asarray(case["in_log_prob"], np.float64)).requires_grad_()
-        value = terms.kl_estimate(leaf, torch.from_numpy(np.asarray(case["in_ref_log_prob"], np.float64)), form, value_bound=10.0)
+        value = terms.kl_estimate(
+            leaf, torch.from_numpy(np.asarray(case["in_ref_log_prob"], np.float64)), form, value_bound=10.0
+        )
         (grad,) = torch.autograd.grad(value.sum(), leaf)
         key = form.replace("+", "p")
         out[f"out_kl_{key}"], out[f"grad_{key}"] = value.detach().numpy(), grad.numpy()
@@ -504,14 +592,20 @@ def kl_in_reward(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
         out[f"out_s{step}_token_level_rewards"] = scores - penalty
         if hp["adaptive"]:
             coef = kl_reward.adapted_coef(
-                coef, kl=mean, target=hp["adaptive"]["target_kl"], horizon=hp["adaptive"]["horizon"], num_sequences=len(mask)
+                coef,
+                kl=mean,
+                target=hp["adaptive"]["target_kl"],
+                horizon=hp["adaptive"]["horizon"],
+                num_sequences=len(mask),
             )
     return out
 
 
 def masked_whiten(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
     mask = case["in_mask"] > 0
-    got = adv.whiten(torch.from_numpy(np.asarray(case["in_values"], np.float64)), torch.from_numpy(mask), shift_mean=hp["shift_mean"])
+    got = adv.whiten(
+        torch.from_numpy(np.asarray(case["in_values"], np.float64)), torch.from_numpy(mask), shift_mean=hp["shift_mean"]
+    )
     return {"out_whitened": np.where(mask, got.numpy(), case["out_whitened"])}
 
 
@@ -521,20 +615,31 @@ def entropy(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
     b, t, v = z.shape
     leaf = z.reshape(-1, v).requires_grad_()
     target = torch.from_numpy(np.asarray(case["in_labels"], np.int64).reshape(-1))
-    lp, h, pi2 = linear_logprob(leaf, torch.eye(v, dtype=torch.float64), target, torch.ones(b * t, dtype=torch.float64), entropy=True, sum_pi_squared=True)
+    lp, h, pi2 = linear_logprob(
+        leaf,
+        torch.eye(v, dtype=torch.float64),
+        target,
+        torch.ones(b * t, dtype=torch.float64),
+        entropy=True,
+        sum_pi_squared=True,
+    )
     columns = columns_of(case["in_mask"], {})
     loss = (weights.weight_column(columns, hp["loss_agg_mode"]) * torch.where(columns.mask, h, 0.0)).sum()
     (grad,) = torch.autograd.grad(loss, leaf)
     return {
-        "out_entropy": h.detach().numpy().reshape(b, t), "out_entropy_agg": np.array(float(loss.detach())),
-        "grad_logits": grad.numpy().reshape(b, t, v), "out_sum_pi_squared": pi2.numpy().reshape(b, t),
+        "out_entropy": h.detach().numpy().reshape(b, t),
+        "out_entropy_agg": np.array(float(loss.detach())),
+        "grad_logits": grad.numpy().reshape(b, t, v),
+        "out_sum_pi_squared": pi2.numpy().reshape(b, t),
         "out_log_prob": lp.detach().numpy().reshape(b, t),
-    }  # fmt: skip
+    }
 
 
 def sft(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
     mask, lp = (case["in_mask"], case["in_log_prob"]) if "in_mask" in case else (None, case["in_log_prob"])
-    if mask is None:  # packed: log_prob[t] predicts token t+1, whose mask counts; the last position of a sequence predicts nothing
+    if (
+        mask is None
+    ):  # packed: log_prob[t] predicts token t+1, whose mask counts; the last position of a sequence predicts nothing
         mask = np.zeros(len(lp))
         at = 0
         for length in hp["lengths"]:
@@ -552,7 +657,12 @@ def dynamic_sampling(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]
     groups: dict[str, list[int]] = {}
     for i, uid in enumerate(case["in_uid"]):
         groups.setdefault(str(uid), []).append(i)
-    kept = [i for rows in groups.values() if reject_flat([float(case["in_metric"][r]) for r in rows]) == "keep" for i in rows]
+    kept = [
+        i
+        for rows in groups.values()
+        if reject_flat([float(case["in_metric"][r]) for r in rows]) == "keep"
+        for i in rows
+    ]
     return {"out_kept_indices": np.array(sorted(kept))}
 
 
@@ -560,27 +670,38 @@ def overlong(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """verl: not capped. The penalty stands with the score at the last token; `out_reward_index` is its place."""
     lengths = case["in_response_lengths"]
     penalty = shaping.overlong_penalty(
-        lengths.astype(np.float64), max_response_tokens=hp["max_resp_len"], buffer_tokens=hp["overlong_buffer_len"],
-        penalty=hp["penalty_factor"], cap=False,
-    )  # fmt: skip
+        lengths.astype(np.float64),
+        max_response_tokens=hp["max_resp_len"],
+        buffer_tokens=hp["overlong_buffer_len"],
+        penalty=hp["penalty_factor"],
+        cap=False,
+    )
     mask = np.arange(lengths.max()) < lengths[:, None]
     score = case["in_scores"].astype(np.float64) + penalty
     sequence = {**_no_groups(len(lengths)), "score": torch.from_numpy(score)}
     rewards = adv.token_rewards(columns_of(mask, {}, sequence)).numpy().reshape(mask.shape)
-    return {"out_overlong_reward": penalty, "out_rewards": rewards.sum(1), "out_reward_index": np.abs(rewards).argmax(1)}
+    return {
+        "out_overlong_reward": penalty,
+        "out_rewards": rewards.sum(1),
+        "out_reward_index": np.abs(rewards).argmax(1),
+    }
 
 
 def overlong_capped(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
     penalty = shaping.overlong_penalty(
-        case["in_response_lengths"].astype(np.float64), max_response_tokens=hp["max_new_tokens"],
-        buffer_tokens=hp["overlong_buffer_len"], penalty=hp["overlong_penalty_factor"],
-    )  # fmt: skip
+        case["in_response_lengths"].astype(np.float64),
+        max_response_tokens=hp["max_new_tokens"],
+        buffer_tokens=hp["overlong_buffer_len"],
+        penalty=hp["overlong_penalty_factor"],
+    )
     return {"out_rewards": case["in_scores"] + penalty}
 
 
 def nemo_stop_properly(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
     scores = case["in_rewards"].astype(np.float64)
-    got = shaping.stop_properly(scores, case["in_truncated"], coef=hp["stop_properly_penalty_coef"], scale_negative=True)
+    got = shaping.stop_properly(
+        scores, case["in_truncated"], coef=hp["stop_properly_penalty_coef"], scale_negative=True
+    )
     return {"out_rewards": got}
 
 

@@ -31,7 +31,10 @@ def _token_logprobs(logits: Tensor, ids: np.ndarray) -> Tensor:
 
 def _trl_pairs(case: Case, logits: Tensor, ld_alpha: float | None) -> Pairs:
     mask = fixed(case["in_completion_mask"])[:, 1:] > 0
-    lp, ref = _token_logprobs(logits, case["in_input_ids"]), _token_logprobs(fixed(case["in_ref_logits"]), case["in_input_ids"])
+    lp, ref = (
+        _token_logprobs(logits, case["in_input_ids"]),
+        _token_logprobs(fixed(case["in_ref_logits"]), case["in_input_ids"]),
+    )
     n = len(mask) // 2
     counts = mask.sum(1).double()
 
@@ -43,8 +46,14 @@ def _trl_pairs(case: Case, logits: Tensor, ld_alpha: float | None) -> Pairs:
         return torch.where(mask, torch.where(front, x, ld_alpha * x), 0.0).sum(1)
 
     policy, reference = total(lp), total(ref)
-    return Pairs(chosen=policy[:n], rejected=policy[n:], ref_chosen=reference[:n], ref_rejected=reference[n:],
-                 chosen_tokens=counts[:n], rejected_tokens=counts[n:])  # fmt: skip
+    return Pairs(
+        chosen=policy[:n],
+        rejected=policy[n:],
+        ref_chosen=reference[:n],
+        ref_rejected=reference[n:],
+        chosen_tokens=counts[:n],
+        rejected_tokens=counts[n:],
+    )
 
 
 def trl_dpo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -54,10 +63,12 @@ def trl_dpo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
     forms = {
         "sigmoid": lambda: pref.dpo(pairs, beta=beta, label_smoothing=smoothing),
         "sigmoid_norm": lambda: pref.dpo(pairs, beta=beta, average=True),
-        "ipo": lambda: pref.ipo(pairs, beta=beta), "hinge": lambda: pref.hinge(pairs, beta=beta),
-        "robust": lambda: pref.robust(pairs, beta=beta, label_smoothing=smoothing), "apo_zero": lambda: pref.apo_zero(pairs, beta=beta),
+        "ipo": lambda: pref.ipo(pairs, beta=beta),
+        "hinge": lambda: pref.hinge(pairs, beta=beta),
+        "robust": lambda: pref.robust(pairs, beta=beta, label_smoothing=smoothing),
+        "apo_zero": lambda: pref.apo_zero(pairs, beta=beta),
         "sft": lambda: pref.rpo(pairs, beta=beta, alpha=1.0, normalization="token") - pref.dpo(pairs, beta=beta),
-    }  # fmt: skip
+    }
     loss = sum(w * forms[t]().mean() for t, w in zip(hp["loss_types"], hp["loss_weights"], strict=True))
     assert isinstance(loss, Tensor)
     (grad,) = torch.autograd.grad(loss, logits)
@@ -71,8 +82,19 @@ def _sums(case: Case, gap: bool = False, keep: np.ndarray | None = None) -> tupl
     p, q, n = total(lp), total(fixed(case["in_ref_log_prob"])), mask.sum(1).double()
     w, l = (slice(0, None, 2), slice(1, None, 2)) if gap is False else _halves(len(p))  # noqa: E741
     r = fixed(case["in_gt_rewards"]) if gap else None
-    return Pairs(chosen=p[w], rejected=p[l], ref_chosen=q[w], ref_rejected=q[l], chosen_tokens=n[w], rejected_tokens=n[l],
-                 gap=None if r is None else r[w] - r[l]), lp, mask  # fmt: skip
+    return (
+        Pairs(
+            chosen=p[w],
+            rejected=p[l],
+            ref_chosen=q[w],
+            ref_rejected=q[l],
+            chosen_tokens=n[w],
+            rejected_tokens=n[l],
+            gap=None if r is None else r[w] - r[l],
+        ),
+        lp,
+        mask,
+    )
 
 
 def _halves(rows: int) -> tuple[slice, slice]:
@@ -81,7 +103,9 @@ def _halves(rows: int) -> tuple[slice, slice]:
 
 def aligner(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
     pairs, lp, _ = _sums(case, gap=True)
-    loss = pref.rpo_gap(pairs, beta=hp["beta"], eta=hp["gt_reward_scale"], distance=hp["preference_loss"].removeprefix("rpo_")).mean()
+    loss = pref.rpo_gap(
+        pairs, beta=hp["beta"], eta=hp["gt_reward_scale"], distance=hp["preference_loss"].removeprefix("rpo_")
+    ).mean()
     (grad,) = torch.autograd.grad(loss, lp)
     return {"out_loss": loss.detach().numpy(), "grad_log_prob": grad.numpy()}
 
@@ -100,14 +124,29 @@ def nemo_dpo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
 def openrlhf_dpo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
     w, l = leaf(case["in_chosen_logps"]), leaf(case["in_rejected_logps"])  # noqa: E741
     one = torch.ones_like(w)
-    pairs = Pairs(chosen=w, rejected=l, ref_chosen=fixed(case["in_ref_chosen_logps"]), ref_rejected=fixed(case["in_ref_rejected_logps"]),
-                  chosen_tokens=one, rejected_tokens=one)  # fmt: skip
-    form = pref.ipo(pairs, beta=hp["beta"], average=False) if hp["ipo"] else pref.dpo(pairs, beta=hp["beta"], label_smoothing=hp["label_smoothing"])
+    pairs = Pairs(
+        chosen=w,
+        rejected=l,
+        ref_chosen=fixed(case["in_ref_chosen_logps"]),
+        ref_rejected=fixed(case["in_ref_rejected_logps"]),
+        chosen_tokens=one,
+        rejected_tokens=one,
+    )
+    form = (
+        pref.ipo(pairs, beta=hp["beta"], average=False)
+        if hp["ipo"]
+        else pref.dpo(pairs, beta=hp["beta"], label_smoothing=hp["label_smoothing"])
+    )
     loss = form.mean()
     gw, gl = torch.autograd.grad(loss, (w, l))
     chosen, rejected = (hp["beta"] * x.detach().numpy() for x in pairs.log_ratios)
-    return {"out_loss": loss.detach().numpy(), "grad_chosen_logps": gw.numpy(), "grad_rejected_logps": gl.numpy(),
-            "out_chosen_rewards": chosen, "out_rejected_rewards": rejected}  # fmt: skip
+    return {
+        "out_loss": loss.detach().numpy(),
+        "grad_chosen_logps": gw.numpy(),
+        "grad_rejected_logps": gl.numpy(),
+        "out_chosen_rewards": chosen,
+        "out_rejected_rewards": rejected,
+    }
 
 
 def orpo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -121,19 +160,32 @@ def cpo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
     w, l = leaf(case["in_chosen_logps"]), leaf(case["in_rejected_logps"])  # noqa: E741
     zero, one = torch.zeros_like(w), torch.ones_like(w)
     pairs = Pairs(chosen=w, rejected=l, ref_chosen=zero, ref_rejected=zero, chosen_tokens=one, rejected_tokens=one)
-    losses = (pref.simpo(pairs, beta=hp["beta"], gamma=hp["simpo_gamma"]) if hp["loss_type"] == "simpo"
-              else pref.cpo(pairs, beta=hp["beta"], alpha=hp["alpha"]))  # fmt: skip
+    losses = (
+        pref.simpo(pairs, beta=hp["beta"], gamma=hp["simpo_gamma"])
+        if hp["loss_type"] == "simpo"
+        else pref.cpo(pairs, beta=hp["beta"], alpha=hp["alpha"])
+    )
     gw, gl = torch.autograd.grad(losses.mean(), (w, l))
-    return {"out_loss": losses.mean().detach().numpy(), "out_losses": losses.detach().numpy(), "grad_chosen": gw.numpy(), "grad_rejected": gl.numpy()}
+    return {
+        "out_loss": losses.mean().detach().numpy(),
+        "out_losses": losses.detach().numpy(),
+        "grad_chosen": gw.numpy(),
+        "grad_rejected": gl.numpy(),
+    }
 
 
 def kto(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
     logits = leaf(case["in_logits"])
     mask = fixed(case["in_completion_mask"])[:, 1:] > 0
     policy = torch.where(mask, _token_logprobs(logits, case["in_input_ids"]), 0.0).sum(1)
-    losses = pref.kto(policy - fixed(case["in_ref_logps"]), torch.from_numpy(np.asarray(case["in_label"]).astype(bool)),
-                      fixed(case["in_kl_logps"]) - fixed(case["in_ref_kl_logps"]), beta=hp["beta"],
-                      desirable_weight=hp["desirable_weight"], undesirable_weight=hp["undesirable_weight"])  # fmt: skip
+    losses = pref.kto(
+        policy - fixed(case["in_ref_logps"]),
+        torch.from_numpy(np.asarray(case["in_label"]).astype(bool)),
+        fixed(case["in_kl_logps"]) - fixed(case["in_ref_kl_logps"]),
+        beta=hp["beta"],
+        desirable_weight=hp["desirable_weight"],
+        undesirable_weight=hp["undesirable_weight"],
+    )
     (grad,) = torch.autograd.grad(losses.mean(), logits)
     return {"out_loss": losses.mean().detach().numpy(), "grad_logits": grad.numpy()}
 

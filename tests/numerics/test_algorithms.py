@@ -56,8 +56,15 @@ class Bandit:
     def _with_inputs(self, c: Columns) -> Columns:
         """What estimators may ask for: a critic that says 0.3, a greedy answer worth 0.2, every reward component the score."""
         n, p = len(self.actions), self.p
-        token = {"old_values": torch.full((n,), 0.3, dtype=F64), "old_logprobs": p.log()[self.actions], "sum_pi_squared": (p**2).sum().expand(n)}
-        sequence = {"baseline": torch.full((n,), 0.2, dtype=F64), **{f"component/{x}": c.sequence["score"] for x in ("score", "again")}}
+        token = {
+            "old_values": torch.full((n,), 0.3, dtype=F64),
+            "old_logprobs": p.log()[self.actions],
+            "sum_pi_squared": (p**2).sum().expand(n),
+        }
+        sequence = {
+            "baseline": torch.full((n,), 0.2, dtype=F64),
+            **{f"component/{x}": c.sequence["score"] for x in ("score", "again")},
+        }
         return replace(c.with_token(token), sequence={**c.sequence, **sequence})
 
     @property
@@ -110,15 +117,19 @@ def test_the_first_gradient_is_the_policy_gradient_in_closed_form(name):
     others = [torch.cat([s[:i], s[i + 1 :]]) for i in range(n)]
     norm = (1 - 2 * bandit.p + (bandit.p**2).sum())[bandit.actions]  # the squared norm of the score function
     a = {
-        **dict.fromkeys(("grpo", "dapo", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "kl_cov", "clip_cov", "decoupled_ppo"), grpo),
+        **dict.fromkeys(
+            ("grpo", "dapo", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "kl_cov", "clip_cov", "decoupled_ppo"), grpo
+        ),
         **dict.fromkeys(("drgrpo", "gpg", "opo"), centred),
         **dict.fromkeys(("ppo", "vapo", "pf_ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"), white),
         "grpo_loo": torch.stack([(x - o.mean()) / (o.std() + 1e-6) for x, o in zip(s, others)]),
-        "rloo": (n * s - s.sum()) / (n - 1), "reinforce": s, "remax": s - 0.2,
+        "rloo": (n * s - s.sum()) / (n - 1),
+        "reinforce": s,
+        "remax": s - 0.2,
         "pass_at_k": f64(0.5, 0, 0, 0, 0) / (s.std() + 1e-6),
         "gdpo": 2 * grpo / ((2 * grpo).var() + 1e-8).sqrt(),
         "otb": s - (norm * s).sum() / (norm.sum() + 1e-8),
-    }  # fmt: skip
+    }
     assert name in a, f"give the closed form of {name} here"
     horizon = 2 if name == "drgrpo" else 1
     onehot = torch.nn.functional.one_hot(bandit.actions, 2)
@@ -182,7 +193,11 @@ def test_clip_higher_and_dual_clip():
     assert clipped(5.0, -2.0, **wide, clip_dual=3.0)[:2] == pytest.approx((6.0, 0))
     assert clipped(2.9, -2.0, **wide, clip_dual=3.0)[:2] == pytest.approx((5.8, 5.8))
     assert clipped(5.0, 2.0, **wide, clip_dual=3.0)[0] == clipped(5.0, 2.0, **wide)[0], "only for negative advantages"
-    assert clipped(5.0, -2.0, clip_dual=3.0)[2] == {"pg_clipfrac": 0, "pg_clipfrac_lower": 1, "ppo_kl": pytest.approx(-math.log(5))}
+    assert clipped(5.0, -2.0, clip_dual=3.0)[2] == {
+        "pg_clipfrac": 0,
+        "pg_clipfrac_lower": 1,
+        "ppo_kl": pytest.approx(-math.log(5)),
+    }
     assert clipped(1.5, 2.0)[2]["pg_clipfrac"] == 1 and clipped(1.0, 2.0)[2] == {"pg_clipfrac": 0, "ppo_kl": 0}
     with pytest.raises(ValueError, match="clip_dual=0.5: dual clip needs c > 1"):
         resolve("dapo", {"clip_dual": 0.5})
@@ -263,27 +278,45 @@ def fed(estimator, **options):
         score = c.sequence["score"]
         sequence = {"baseline": torch.full_like(score, 0.5), "components": torch.stack([score, score**2], 1)}
         c = replace(c, sequence={**c.sequence, **sequence})
-        return estimator(c.with_token({n: torch.full((len(c.mask),), x, dtype=F64) for n, x in constant.items()}), **options)
+        return estimator(
+            c.with_token({n: torch.full((len(c.mask),), x, dtype=F64) for n, x in constant.items()}), **options
+        )
 
     return call
 
 
 SIGNAL = {  # exactly 0 for a group of one or without variance
-    **GROUPED, "grpo_loo": fed(adv.grpo, leave_one_out=True), "grpo_batch": fed(adv.grpo, scale="batch"), "opo": fed(adv.opo),
-    "gpg": fed(adv.gpg), "pass_at_k": fed(adv.pass_at_k), "gdpo": fed(adv.gdpo), "otb": fed(adv.otb),
-}  # fmt: skip
+    **GROUPED,
+    "grpo_loo": fed(adv.grpo, leave_one_out=True),
+    "grpo_batch": fed(adv.grpo, scale="batch"),
+    "opo": fed(adv.opo),
+    "gpg": fed(adv.gpg),
+    "pass_at_k": fed(adv.pass_at_k),
+    "gdpo": fed(adv.gdpo),
+    "otb": fed(adv.otb),
+}
 EVERY = {
-    **SIGNAL, "gae": fed(adv.gae, lam=0.9), "gae_raw": fed(adv.gae, whitened=False), "remax": fed(adv.remax),
-    "vapo": fed(adv.gae, lam_critic=1.0, length_adaptive_alpha=0.5), "gdpo_token": fed(adv.gdpo, whiten_over="token"),
-    "rf++": adv.reinforce_plus_plus, "rf++_baseline": adv.reinforce_plus_plus_baseline, "reinforce": adv.reinforce,
-}  # fmt: skip
+    **SIGNAL,
+    "gae": fed(adv.gae, lam=0.9),
+    "gae_raw": fed(adv.gae, whitened=False),
+    "remax": fed(adv.remax),
+    "vapo": fed(adv.gae, lam_critic=1.0, length_adaptive_alpha=0.5),
+    "gdpo_token": fed(adv.gdpo, whiten_over="token"),
+    "rf++": adv.reinforce_plus_plus,
+    "rf++_baseline": adv.reinforce_plus_plus_baseline,
+    "reinforce": adv.reinforce,
+}
 
 
 @st.composite
 def ragged(draw):
     """(scores, opaque group ids, tokens, valid) of up to four ragged groups in any order."""
     ids = draw(st.lists(st.sampled_from(["01", "1", "{uuid}", "g é"]), min_size=1, max_size=12))
-    scores = draw(st.lists(st.sampled_from([0.0, 1.0, 0.1, -3.5, 0.30000000000000004, 7.25]), min_size=len(ids), max_size=len(ids)))
+    scores = draw(
+        st.lists(
+            st.sampled_from([0.0, 1.0, 0.1, -3.5, 0.30000000000000004, 7.25]), min_size=len(ids), max_size=len(ids)
+        )
+    )
     tokens = draw(st.lists(st.integers(0, 4), min_size=len(ids), max_size=len(ids)))
     valid = draw(st.lists(st.sampled_from([True, True, True, False]), min_size=len(ids), max_size=len(ids)))
     return scores, ids, tokens, valid
@@ -301,7 +334,9 @@ def test_advantages_depend_on_groups_and_not_on_order_or_names(name, data, rando
     order = list(range(len(ids)))
     random.shuffle(order)
     renamed = [f"<{ids[i]}>" for i in order]
-    moved = EVERY[name](columns([scores[i] for i in order], renamed, tokens=[tokens[i] for i in order], valid=[valid[i] for i in order]))["advantages"]
+    moved = EVERY[name](
+        columns([scores[i] for i in order], renamed, tokens=[tokens[i] for i in order], valid=[valid[i] for i in order])
+    )["advantages"]
     back = torch.cat([a[c.sequence_of == i] for i in order])
     torch.testing.assert_close(moved, back, rtol=1e-9, atol=1e-12)
 
@@ -358,7 +393,9 @@ def test_an_invalid_reward_is_in_no_statistic():
         torch.testing.assert_close(a[:2], estimator(columns([1.0, 0.0], ["g"] * 2))["advantages"])
         assert a[2] == 0
     penalised = columns([1.0, 99.0], tokens=2, valid=[True, False], penalty=f64(0.1, 0.1, 0.1, 0.1))
-    assert adv.reinforce(penalised)["advantages"].tolist() == pytest.approx([0.8, 0.9, 0, 0]), "nor does its KL penalty train it"
+    assert adv.reinforce(penalised)["advantages"].tolist() == pytest.approx([0.8, 0.9, 0, 0]), (
+        "nor does its KL penalty train it"
+    )
 
 
 def test_a_rejected_last_token_does_not_swallow_the_score():
@@ -394,7 +431,9 @@ def test_whitening_edges(shift):
     mean = 0.0 if shift else 0.1
     for constant in (f64(0.1, 0.1, 0.1, 0.1), f64(0.1, 0.1, 0.1, 0.1 + 2e-17)):
         got = adv.whiten(constant, everything, shift_mean=shift)
-        assert got.tolist() == pytest.approx([mean] * 4, abs=0 if shift else 1e-12), "rounding is not raised to a signal"
+        assert got.tolist() == pytest.approx([mean] * 4, abs=0 if shift else 1e-12), (
+            "rounding is not raised to a signal"
+        )
     one = torch.tensor([False, True, False, False])
     assert adv.whiten(f64(5, 7, 5, 5), one, shift_mean=shift).tolist() == [0, 0 if shift else 7, 0, 0]
     assert adv.whiten(x, torch.zeros(4, dtype=torch.bool), shift_mean=shift).tolist() == [0, 0, 0, 0]
@@ -419,9 +458,15 @@ def test_dynamic_sampling_by_spread_and_not_by_exact_equality():
 
 def test_settings_replace_single_axes_and_are_checked():
     algo = algorithm("grpo", aggregation="token-mean", kl_loss_coef=0.0, clip_high=0.3)
-    assert [t.name for t in algo.terms] == ["pg_loss"] and algo.terms[0].aggregate == "token-mean" and algo.settings["clip_high"] == 0.3
+    assert (
+        [t.name for t in algo.terms] == ["pg_loss"]
+        and algo.terms[0].aggregate == "token-mean"
+        and algo.settings["clip_high"] == 0.3
+    )
     assert algo.needs(1) == () and algo.needs(2) == ("old_logprobs",)
-    assert algorithm("rloo").needs(1) == ("ref_logprobs", "old_logprobs") and algorithm("grpo").needs(1) == ("ref_logprobs",)
+    assert algorithm("rloo").needs(1) == ("ref_logprobs", "old_logprobs") and algorithm("grpo").needs(1) == (
+        "ref_logprobs",
+    )
     for settings_, words in (
         ({"aggregation": "mean"}, "algorithm.aggregation='mean' is unknown; known: token-mean"),
         ({"estimator": "gae2"}, "algorithm.estimator='gae2' is unknown; known: gae"),
@@ -443,7 +488,10 @@ def test_a_users_own_loss_and_advantage(monkeypatch):
     import sys
     from types import SimpleNamespace
 
-    own = SimpleNamespace(loss=lambda c: -c["advantages"] * c["logprobs"], advantage=lambda c: {"advantages": torch.full((2,), 3.0, dtype=F64)})
+    own = SimpleNamespace(
+        loss=lambda c: -c["advantages"] * c["logprobs"],
+        advantage=lambda c: {"advantages": torch.full((2,), 3.0, dtype=F64)},
+    )
     monkeypatch.setitem(sys.modules, "own_algorithm", own)
     algo = resolve("dapo", {"loss": "own_algorithm:loss", "advantage": "own_algorithm:advantage"})
     bandit = Bandit([0, 1], [0.0, 1.0])
@@ -454,7 +502,9 @@ def test_a_users_own_loss_and_advantage(monkeypatch):
 def test_a_term_over_some_sequences_divides_by_their_own_count():
     """VAPO's positive examples (2.3): the denominator is that of the sequences it is over, 0 when there is none."""
     c = columns([1.0, 0.0, 1.0], tokens=[2, 3, 1])
-    c = replace(c, sequence={**c.sequence, "correct": torch.tensor([True, False, True])}).with_token({"logprobs": -torch.ones(6, dtype=F64)})
+    c = replace(c, sequence={**c.sequence, "correct": torch.tensor([True, False, True])}).with_token(
+        {"logprobs": -torch.ones(6, dtype=F64)}
+    )
     term = tm.Term(name="nll", fn=tm.nll, coef=0.1, over="correct")
     torch.testing.assert_close(term_weights(c, (term,))["w/nll"], f64(1, 1, 0, 0, 0, 1) * 0.1 / 3)
     none = replace(c, sequence={**c.sequence, "correct": torch.zeros(3, dtype=torch.bool)})
@@ -472,7 +522,9 @@ def test_rejection_can_keep_the_earlier_denominator():
 
 
 def test_a_non_finite_number_inside_the_mask_names_its_sequence():
-    c = columns([0.0, 0.0], tokens=2, mask=[False, True, True, True]).with_token({"old_logprobs": f64(float("nan"), -1, -2, float("inf"))})
+    c = columns([0.0, 0.0], tokens=2, mask=[False, True, True, True]).with_token(
+        {"old_logprobs": f64(float("nan"), -1, -2, float("inf"))}
+    )
     with pytest.raises(ValueError, match=r"old_logprobs is inf at trainable token 3 of sequence 1 \(1 such tokens\)"):
         check_finite(c, ("old_logprobs",))
     check_finite(replace(c, mask=torch.tensor([False, True, True, False])), ("old_logprobs",))

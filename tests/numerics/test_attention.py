@@ -29,28 +29,59 @@ from transformers import (
 
 from verl.algorithms.terms import Term, nll
 from verl.batch import pack, unshare
-from verl.model_engine.fsdp import FSDPEngine
 from verl.model_engine.optim import OptimSpec
+from verl.model_engine.torch_engine import TorchEngine
 from verl.nn import attention, fused
 from verl.nn.packing import probe_batch
 from verl.types import Sample, Segment
 
 VOCAB = 40
-SIZES = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
-         "num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 FULL, SLIDING = "full_attention", "sliding_attention"
 MODELS = {
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True)),
-    "qwen3_sliding": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8, use_sliding_window=True, sliding_window=3, layer_types=[FULL, SLIDING])),
+    "qwen3_sliding": lambda: Qwen3ForCausalLM(
+        Qwen3Config(**SIZES, head_dim=8, use_sliding_window=True, sliding_window=3, layer_types=[FULL, SLIDING])
+    ),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})),
+    "llama": lambda: LlamaForCausalLM(
+        LlamaConfig(
+            **SIZES, attention_bias=True, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+        )
+    ),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=3)),
-    "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, head_dim=8, sliding_window=3, layer_types=[SLIDING, FULL], query_pre_attn_scalar=8,
-                                                     attn_logit_softcapping=2.0, final_logit_softcapping=3.0)),
-    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=3, layer_types=[SLIDING, FULL], query_pre_attn_scalar=8)),
-    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2, n_positions=512, bos_token_id=1, eos_token_id=2)),
-    "gpt2_one_head": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=1, n_positions=512, bos_token_id=1, eos_token_id=2)),
-}  # fmt: skip
+    "gemma2": lambda: Gemma2ForCausalLM(
+        Gemma2Config(
+            **SIZES,
+            head_dim=8,
+            sliding_window=3,
+            layer_types=[SLIDING, FULL],
+            query_pre_attn_scalar=8,
+            attn_logit_softcapping=2.0,
+            final_logit_softcapping=3.0,
+        )
+    ),
+    "gemma3": lambda: Gemma3ForCausalLM(
+        Gemma3TextConfig(**SIZES, head_dim=8, sliding_window=3, layer_types=[SLIDING, FULL], query_pre_attn_scalar=8)
+    ),
+    "gpt2": lambda: GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=2, n_positions=512, bos_token_id=1, eos_token_id=2)
+    ),
+    "gpt2_one_head": lambda: GPT2LMHeadModel(
+        GPT2Config(vocab_size=VOCAB, n_embd=16, n_layer=2, n_head=1, n_positions=512, bos_token_id=1, eos_token_id=2)
+    ),
+}
 
 
 def make(name: str):
@@ -76,7 +107,16 @@ def rows(lengths=((5, (9, 2, 14)), (11, (3, 3)), (1, (1, 20)))) -> list[Sample]:
             turns = [segment("prompt", head), segment("sampled", rng.integers(3, VOCAB, n))]
             if i % 2:
                 turns += [segment("env", rng.integers(3, VOCAB, 4)), segment("sampled", rng.integers(3, VOCAB, n))]
-            out.append(Sample(sample_id=f"{g}/{i}", trajectory_id=f"{g}/{i}", group_id=str(g), purpose="train", segments=tuple(turns), temperature=0.8))
+            out.append(
+                Sample(
+                    sample_id=f"{g}/{i}",
+                    trajectory_id=f"{g}/{i}",
+                    group_id=str(g),
+                    purpose="train",
+                    segments=tuple(turns),
+                    temperature=0.8,
+                )
+            )
     return out
 
 
@@ -85,7 +125,7 @@ TERMS = (Term(name="loss", fn=nll),)
 
 def run(model, batch, **options):
     """(log-probs, gradients) of a weighted sum of all log-probs."""
-    engine = FSDPEngine(copy.deepcopy(model), optim=OptimSpec(lr=1.0), **{"dtype": "float64", **options})
+    engine = TorchEngine(copy.deepcopy(model), optim=OptimSpec(lr=1.0), **{"dtype": "float64", **options})
     weight = torch.linspace(-1, 1, batch.num_loss_tokens, dtype=torch.float64)
     out = engine.forward_backward(batch.with_columns({"w/loss": weight}), TERMS)
     return out.columns["logprobs"], {n: p.grad for n, p in engine.model.named_parameters() if p.grad is not None}
@@ -103,19 +143,25 @@ def test_packed_and_shared_equal_each_sequence_alone(name, small_keys, free_padd
     monkeypatch.setattr(attention, "_FREE_PADDING", free_padding)
     model, batch = make(name), pack(rows())
     expected, expected_grads = run(model, batch, attention_mode="padded")
-    for what, got in (("shared", run(model, batch)), ("flat", run(model, unshare(batch))), ("split", run(model, batch, max_tokens_per_microbatch=40))):
+    for what, got in (
+        ("shared", run(model, batch)),
+        ("flat", run(model, unshare(batch))),
+        ("split", run(model, batch, max_tokens_per_microbatch=40)),
+    ):
         torch.testing.assert_close(got[0], expected, rtol=1e-5, atol=1e-6, msg=lambda m, w=what: f"{w}: {m}")
         for n, g in expected_grads.items():
-            torch.testing.assert_close(got[1][n], g, rtol=1e-4, atol=1e-5 * float(g.abs().max()), msg=lambda m, w=what, n=n: f"{w} {n}: {m}")
+            torch.testing.assert_close(
+                got[1][n], g, rtol=1e-4, atol=1e-5 * float(g.abs().max()), msg=lambda m, w=what, n=n: f"{w} {n}: {m}"
+            )
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_start_up_check_passes_whatever_the_precision(name):
     model = make(name)
-    engine = FSDPEngine(model, optim=OptimSpec(lr=1.0), dtype="bfloat16", emulate_bf16=False)
+    engine = TorchEngine(model, optim=OptimSpec(lr=1.0), dtype="bfloat16", emulate_bf16=False)
     assert engine.check_packing(share_prefix=True) < 1e-4 and engine.check_packing(share_prefix=False) < 1e-4
     assert model.training and model.config._attn_implementation == attention.PACKED
-    critic = FSDPEngine(make(name), head="value", dtype="float32")
+    critic = TorchEngine(make(name), head="value", dtype="float32")
     assert critic.check_packing(share_prefix=True) < 1e-4, "a critic's body is packed too"
 
 
@@ -141,7 +187,7 @@ real_plan = attention.make_plan
 @pytest.mark.parametrize("name", ["qwen3", "gpt2"])
 @pytest.mark.parametrize("leak", [wrong_offsets, one_tree, joined])
 def test_a_planted_leak_is_caught_at_start(name, leak, monkeypatch):
-    engine = FSDPEngine(make(name), dtype="float32")
+    engine = TorchEngine(make(name), dtype="float32")
     monkeypatch.setattr(attention, "make_plan", leak)
     with pytest.raises(ValueError, match=r"packed log-probs differ .* Set model\.attention=padded"):
         engine.check_packing(share_prefix=True)
@@ -149,7 +195,7 @@ def test_a_planted_leak_is_caught_at_start(name, leak, monkeypatch):
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma3", "gpt2"])
 def test_the_loss_of_one_sequence_has_no_gradient_in_another(name):
-    engine = FSDPEngine(make(name), optim=OptimSpec(lr=1.0), dtype="float32")
+    engine = TorchEngine(make(name), optim=OptimSpec(lr=1.0), dtype="float32")
     seen = []
     engine.model.get_input_embeddings().register_forward_hook(lambda m, i, out: seen.append(out) or out.retain_grad())
     batch = probe_batch(VOCAB, share_prefix=True)
@@ -167,10 +213,14 @@ def test_the_loss_of_one_sequence_has_no_gradient_in_another(name):
 
 def test_models_that_scale_or_sink_are_refused_in_words():
     with pytest.raises(ValueError, match=r"CohereForCausalLM changes its logits after the head \(logit_scale=0\.0625"):
-        FSDPEngine(CohereForCausalLM(CohereConfig(**SIZES)), dtype="float32")
+        TorchEngine(CohereForCausalLM(CohereConfig(**SIZES)), dtype="float32")
 
     def gpt_oss(**options):
-        return FSDPEngine(GptOssForCausalLM(GptOssConfig(**SIZES, head_dim=8, num_local_experts=2, num_experts_per_tok=1)), dtype="float32", **options)
+        return TorchEngine(
+            GptOssForCausalLM(GptOssConfig(**SIZES, head_dim=8, num_local_experts=2, num_experts_per_tok=1)),
+            dtype="float32",
+            **options,
+        )
 
     with pytest.raises(ValueError, match=r"has sinks; use model\.attention=padded"):
         gpt_oss().infer(pack(rows()), ("logprobs",))
@@ -228,7 +278,9 @@ def test_the_flash_path_of_the_gpu_is_the_blocks_attention(share, window):
     found = []
     for attend in (
         lambda: attention.attend(attention.make_plan(batch, torch.device("cpu")), q, k, v, 0.3, window),
-        lambda: attention.attend_varlen(attention.make_varlen(batch, torch.device("cpu")), q, k, v, 0.3, window, plain_varlen),
+        lambda: attention.attend_varlen(
+            attention.make_varlen(batch, torch.device("cpu")), q, k, v, 0.3, window, plain_varlen
+        ),
     ):
         out = attend()
         found.append((out, *torch.autograd.grad(out, (q, k, v), upstream)))
@@ -258,8 +310,22 @@ def test_the_flash_kernels_take_the_arguments_we_give(monkeypatch):
     monkeypatch.setattr(torch_varlen, "varlen_attn", bound_to("torch", inspect.signature(torch_varlen.varlen_attn)))
     fake = types.ModuleType("flash_attn")
 
-    def documented(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
-                   window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False): ...  # fmt: skip
+    def documented(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p=0.0,
+        softmax_scale=None,
+        causal=False,
+        window_size=(-1, -1),
+        softcap=0.0,
+        alibi_slopes=None,
+        deterministic=False,
+    ): ...
 
     fake.flash_attn_varlen_func = bound_to("flash_attn", inspect.signature(documented))
     monkeypatch.setitem(sys.modules, "flash_attn", fake)
@@ -276,7 +342,10 @@ def test_padding_is_bounded():
     plan = attention.make_plan(batch, torch.device("cpu"), max_waste=0.2)
     for b in plan.blocks:
         area, lengths = b.q_index.numel() * b.k_index.shape[1], b.real.sum(1)
-        assert area - int((lengths * (b.offset + lengths)).sum()) <= max(attention._FREE_PADDING, 0.2 * area) + 8 * b.q_index.numel()
+        assert (
+            area - int((lengths * (b.offset + lengths)).sum())
+            <= max(attention._FREE_PADDING, 0.2 * area) + 8 * b.q_index.numel()
+        )
     assert len(plan.blocks) < len(batch.parent) / 2, "like segments are computed together"
 
 
@@ -286,7 +355,10 @@ def test_padding_is_bounded():
 def test_fused_norm_and_rotary_are_the_models_own():
     """In float64 against their definitions, values and gradients (transformers' own norm rounds to float32)."""
     torch.manual_seed(0)
-    x, w = torch.randn(7, 3, 8, dtype=torch.float64, requires_grad=True), torch.randn(8, dtype=torch.float64, requires_grad=True)
+    x, w = (
+        torch.randn(7, 3, 8, dtype=torch.float64, requires_grad=True),
+        torch.randn(8, dtype=torch.float64, requires_grad=True),
+    )
     assert torch.autograd.gradcheck(lambda a, b: fused._RMSNorm.apply(a, b, 1e-5, None), (x, w))
     torch.testing.assert_close(fused._RMSNorm.apply(x, w, 1e-5, None), torch.nn.functional.rms_norm(x, (8,), w, 1e-5))
     cos, sin = torch.randn(2, 7, 1, 8, dtype=torch.float64)

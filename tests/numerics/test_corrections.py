@@ -45,9 +45,11 @@ def test_forms_by_hand():
     """Bounds .5 and 2 on pi_train / pi_rollout."""
     c = policies((4.0, 1.9, 0.6, 0.25), [4])
     expected = {
-        "truncate": ([2, 1.9, 0.6, 0.25], [1, 1, 1, 1]), "clamp": ([2, 1.9, 0.6, 0.5], [1, 1, 1, 1]),
-        "icepop": ([0, 1.9, 0.6, 0], [1, 1, 1, 1]), "mask": ([0, 1.9, 0.6, 0], [0, 1, 1, 0]),
-    }  # fmt: skip
+        "truncate": ([2, 1.9, 0.6, 0.25], [1, 1, 1, 1]),
+        "clamp": ([2, 1.9, 0.6, 0.5], [1, 1, 1, 1]),
+        "icepop": ([0, 1.9, 0.6, 0], [1, 1, 1, 1]),
+        "mask": ([0, 1.9, 0.6, 0], [0, 1, 1, 0]),
+    }
     assert set(expected) == set(FORMS)
     for form, (weight, keep) in expected.items():
         got = correct(c, Correction(form=form, low=0.5, high=2.0))
@@ -108,37 +110,64 @@ def test_metrics_by_hand():
     """Ratios (2, 1 / 2) and (1): perplexities from the log-probs; a sequence without a token is in none (Q17)."""
     c = columns([0.0] * 3, tokens=[2, 1, 1], mask=[True, True, True, False])
     ln = math.log
-    c = c.with_token({"rollout_logprobs": f64(-1, -3, -1, 7), "old_logprobs": f64(-1 + ln(2), -3 - ln(2), -1, float("nan"))})
-    got = {n.removeprefix("rollout_corr/"): m.value for n, m in correct(c, Correction(high=1.5)).items() if isinstance(m, Metric)}
+    c = c.with_token(
+        {"rollout_logprobs": f64(-1, -3, -1, 7), "old_logprobs": f64(-1 + ln(2), -3 - ln(2), -1, float("nan"))}
+    )
+    got = {
+        n.removeprefix("rollout_corr/"): m.value
+        for n, m in correct(c, Correction(high=1.5)).items()
+        if isinstance(m, Metric)
+    }
     w = (1.5, 0.5, 1)
     expected = {
-        "kl": 0.0, "k3_kl": (1 - ln(2) - 0.5 + ln(2)) / 3, "chi2_token": (4 + 0.25 + 1) / 3 - 1, "chi2_seq": 0.0,
-        "training_log_ppl": 1.5, "rollout_log_ppl": 1.5, "training_ppl": (math.exp(2) + math.e) / 2, "ppl_ratio": 1.0,
-        "rollout_is_mean": 1.0, "rollout_is_max": 1.5, "rollout_is_min": 0.5, "rollout_is_std": (0.5 / 3) ** 0.5,
+        "kl": 0.0,
+        "k3_kl": (1 - ln(2) - 0.5 + ln(2)) / 3,
+        "chi2_token": (4 + 0.25 + 1) / 3 - 1,
+        "chi2_seq": 0.0,
+        "training_log_ppl": 1.5,
+        "rollout_log_ppl": 1.5,
+        "training_ppl": (math.exp(2) + math.e) / 2,
+        "ppl_ratio": 1.0,
+        "rollout_is_mean": 1.0,
+        "rollout_is_max": 1.5,
+        "rollout_is_min": 0.5,
+        "rollout_is_std": (0.5 / 3) ** 0.5,
         "rollout_is_eff_sample_size": sum(w) ** 2 / (3 * sum(x * x for x in w)),
-        "rollout_is_ratio_fraction_high": 1 / 3, "rollout_is_ratio_fraction_low": 1 / 3,
-    }  # fmt: skip
+        "rollout_is_ratio_fraction_high": 1 / 3,
+        "rollout_is_ratio_fraction_low": 1 / 3,
+    }
     assert {n: got[n] for n in expected} == pytest.approx(expected, abs=1e-12)
 
 
 def test_the_same_policy_has_weight_one():
     c = policies((1.0, 1.0, 1.0), [2, 1])
     for level in ("token", "sequence", "geometric"):
-        got = correct(c, Correction(level=level, high=2.0, batch_normalize=True, reject=tuple(Rejection(s, None, 1.0) for s in STATS)))
+        got = correct(
+            c,
+            Correction(
+                level=level, high=2.0, batch_normalize=True, reject=tuple(Rejection(s, None, 1.0) for s in STATS)
+            ),
+        )
         torch.testing.assert_close(got["is_weights"], f64(1, 1, 1))
         assert got["keep"].all() and got["rollout_corr/rollout_is_eff_sample_size"].value == pytest.approx(1)
 
 
 @settings(max_examples=30, deadline=None)
 @given(
-    seed=st.integers(0, 999), mask=st.lists(st.booleans(), min_size=8, max_size=8), level=st.sampled_from(["token", "sequence", "geometric", None]),
-    form=st.sampled_from(FORMS), stat=st.sampled_from(STATS), garbage=st.sampled_from([float("nan"), math.inf, -1e30]),
-)  # fmt: skip
+    seed=st.integers(0, 999),
+    mask=st.lists(st.booleans(), min_size=8, max_size=8),
+    level=st.sampled_from(["token", "sequence", "geometric", None]),
+    form=st.sampled_from(FORMS),
+    stat=st.sampled_from(STATS),
+    garbage=st.sampled_from([float("nan"), math.inf, -1e30]),
+)
 def test_garbage_outside_the_mask_changes_nothing(seed, mask, level, form, stat, garbage):
     g = torch.Generator().manual_seed(seed)
     c = columns([0.0] * 3, tokens=[3, 4, 1], mask=mask)
     token = {n: torch.randn(8, generator=g, dtype=F64) for n in ("old_logprobs", "rollout_logprobs")}
-    spec = Correction(level=level, form=form, low=0.5, high=1.5, batch_normalize=True, reject=(Rejection(stat, None, 1.5),))
+    spec = Correction(
+        level=level, form=form, low=0.5, high=1.5, batch_normalize=True, reject=(Rejection(stat, None, 1.5),)
+    )
     clean = correct(c.with_token(token), spec)
     dirty = correct(c.with_token({n: torch.where(c.mask, x, garbage) for n, x in token.items()}), spec)
     assert clean.keys() == dirty.keys()
@@ -157,7 +186,10 @@ def test_a_log_ratio_that_is_not_finite_is_rejected_and_spreads_no_further_than_
     c = c.with_token({"old_logprobs": torch.where(torch.tensor([True, False, False, False]), bad, c["old_logprobs"])})
     token = correct(c, Correction(high=2.0))
     assert token["is_weights"].tolist() == [0, 1, 1, 1] and token["keep"].tolist() == [False, True, True, True]
-    for got in (correct(c, Correction(level="sequence", high=2.0)), correct(c, Correction(reject=(Rejection("seq_mean_k3", None, 9.0),), high=2.0))):
+    for got in (
+        correct(c, Correction(level="sequence", high=2.0)),
+        correct(c, Correction(reject=(Rejection("seq_mean_k3", None, 9.0),), high=2.0)),
+    ):
         assert got["keep"].tolist() == [False, False, True, True] and got["is_weights"].tolist() == [0, 0, 1, 1]
         assert all(math.isfinite(m.value) for m in got.values() if isinstance(m, Metric))
 
@@ -167,14 +199,19 @@ def test_a_log_ratio_that_is_not_finite_is_rejected_and_spreads_no_further_than_
 def test_a_huge_log_ratio_is_finite(q, level):
     c = columns([0.0], tokens=2).with_token({"old_logprobs": f64(q, q), "rollout_logprobs": f64(0, 0)})
     got = correct(c, Correction(level=level, high=1e30, batch_normalize=True))
-    assert got["is_weights"].tolist() == pytest.approx([1, 1]) and all(math.isfinite(m.value) for m in got.values() if isinstance(m, Metric))
+    assert got["is_weights"].tolist() == pytest.approx([1, 1]) and all(
+        math.isfinite(m.value) for m in got.values() if isinstance(m, Metric)
+    )
 
 
 def test_settings_that_mean_nothing_are_refused():
     for make, words in (
         (lambda: Correction(), "correction truncate: low=None, high=None"),
         (lambda: Correction(high=1.0, low=2.0), "need 0 <= low <= high"),
-        (lambda: Correction(level="turn", high=1.0), "correction level 'turn' is unknown; known: token, sequence, geometric"),
+        (
+            lambda: Correction(level="turn", high=1.0),
+            "correction level 'turn' is unknown; known: token, sequence, geometric",
+        ),
         (lambda: Correction(form="drop", high=1.0), "correction form 'drop' is unknown"),
         (lambda: Correction(mode="both", high=1.0), "correction mode 'both': decoupled | bypass"),
         (lambda: Rejection("seq_max_k1", None, 2.0), "rejection statistic 'seq_max_k1' is unknown"),

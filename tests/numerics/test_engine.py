@@ -10,8 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 
 from verl.algorithms.terms import Term, TermValue, nll, ppo_clip
 from verl.batch import Batch, pack
-from verl.model_engine.fsdp import FSDPEngine
 from verl.model_engine.optim import OptimSpec
+from verl.model_engine.torch_engine import TorchEngine
 from verl.nn.fused import fuse
 from verl.types import Sample, Segment
 
@@ -21,8 +21,18 @@ NLL = (Term(name="loss", fn=nll),)
 
 def make(tied=True, seed=1):
     torch.manual_seed(seed)
-    return Qwen3ForCausalLM(Qwen3Config(vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
-                                        num_key_value_heads=2, head_dim=8, tie_word_embeddings=tied))  # fmt: skip
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCAB,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            tie_word_embeddings=tied,
+        )
+    )
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +40,9 @@ def model():
     return make()
 
 
-def engine(model, **options) -> FSDPEngine:
+def engine(model, **options) -> TorchEngine:
     options = {"dtype": "float64", "optim": OptimSpec(lr=1e-2, weight_decay=0.1), **options}
-    return FSDPEngine(copy.deepcopy(model), **options)
+    return TorchEngine(copy.deepcopy(model), **options)
 
 
 def samples(n=6, seed=0, temperatures=(1.0,)) -> list[Sample]:
@@ -40,25 +50,38 @@ def samples(n=6, seed=0, temperatures=(1.0,)) -> list[Sample]:
     prompts = [rng.integers(1, VOCAB, k) for k in (3, 5, 1)]
     for i in range(n):
         tail = rng.integers(1, VOCAB, 2 + 2 * i)
-        turns = (Segment(ids=prompts[i % 3], source="prompt"), Segment(ids=tail, source="sampled", logprobs=np.zeros(len(tail), np.float32), version=0))
-        out.append(Sample(sample_id=str(i), trajectory_id=str(i), group_id=str(i % 3), purpose="train", segments=turns,
-                          temperature=temperatures[i % len(temperatures)]))  # fmt: skip
+        turns = (
+            Segment(ids=prompts[i % 3], source="prompt"),
+            Segment(ids=tail, source="sampled", logprobs=np.zeros(len(tail), np.float32), version=0),
+        )
+        out.append(
+            Sample(
+                sample_id=str(i),
+                trajectory_id=str(i),
+                group_id=str(i % 3),
+                purpose="train",
+                segments=turns,
+                temperature=temperatures[i % len(temperatures)],
+            )
+        )
     return out
 
 
 def batch_of(rows: list[Sample], name="loss") -> Batch:
     batch = pack(rows)
-    return batch.with_columns({f"w/{name}": torch.full((batch.num_loss_tokens,), 1 / batch.num_loss_tokens, dtype=torch.float64)})
+    return batch.with_columns(
+        {f"w/{name}": torch.full((batch.num_loss_tokens,), 1 / batch.num_loss_tokens, dtype=torch.float64)}
+    )
 
 
-def gradients(e: FSDPEngine, batch: Batch, terms=NLL) -> dict[str, torch.Tensor]:
+def gradients(e: TorchEngine, batch: Batch, terms=NLL) -> dict[str, torch.Tensor]:
     e.forward_backward(batch, terms)
     found = {n: p.grad.clone() for n, p in e._trained().named_parameters() if p.grad is not None}
     e.optimizer.zero_grad()
     return found
 
 
-def params(e: FSDPEngine) -> dict[str, torch.Tensor]:
+def params(e: TorchEngine) -> dict[str, torch.Tensor]:
     return {n: p.detach().clone() for n, p in e.model.named_parameters()}
 
 
@@ -68,7 +91,9 @@ def assert_equal(got, expected, exact=False, **tolerance):
         if exact:
             assert torch.equal(got[n], x), n
         else:
-            torch.testing.assert_close(got[n], x, **{"rtol": 1e-8, "atol": 1e-12, **tolerance}, msg=lambda m, n=n: f"{n}: {m}")
+            torch.testing.assert_close(
+                got[n], x, **{"rtol": 1e-8, "atol": 1e-12, **tolerance}, msg=lambda m, n=n: f"{n}: {m}"
+            )
 
 
 # -- against plain torch ---------------------------------------------------------------------------------------------
@@ -79,10 +104,16 @@ def assert_equal(got, expected, exact=False, **tolerance):
 def test_updates_equal_a_plain_loop_over_padded_rows(model, clip, budget):
     """Clipping, decay groups, warm-up and the aggregation of two micro-batch budgets, for three updates in float64."""
     spec = OptimSpec(lr=1e-2, weight_decay=0.1, warmup_steps=2, clip_grad_norm=clip)
-    ours, reference, rows = engine(model, optim=spec, max_tokens_per_microbatch=budget), copy.deepcopy(model).double(), samples()
+    ours, reference, rows = (
+        engine(model, optim=spec, max_tokens_per_microbatch=budget),
+        copy.deepcopy(model).double(),
+        samples(),
+    )
     fuse(reference, packed=False)  # transformers' own norm rounds to float32, which Adam would magnify
     decayed, plain = ([p for p in reference.parameters() if (p.dim() > 1) == big] for big in (True, False))
-    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], lr=1e-2)
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], lr=1e-2
+    )
     ids = torch.zeros(len(rows), max(s.total_tokens for s in rows), dtype=torch.long)
     mask, labels = torch.zeros_like(ids), torch.full_like(ids, -100)
     for i, s in enumerate(rows):
@@ -109,7 +140,10 @@ def test_updates_equal_a_plain_loop_over_padded_rows(model, clip, budget):
 
 
 def test_gradient_checkpointing_changes_nothing(model):
-    assert_equal(gradients(engine(model, gradient_checkpointing=True), batch_of(samples())), gradients(engine(model), batch_of(samples())))
+    assert_equal(
+        gradients(engine(model, gradient_checkpointing=True), batch_of(samples())),
+        gradients(engine(model), batch_of(samples())),
+    )
 
 
 @pytest.mark.parametrize("emulate", [False, True], ids=["autocast", "emulated"])
@@ -118,7 +152,9 @@ def test_bfloat16_is_close_to_float32(model, emulate):
     assert all(p.dtype == torch.float32 for p in low.model.parameters())
     a, b = (gradients(e, batch_of(samples())) for e in (low, high))
     assert all(g.dtype == torch.float32 for g in a.values())
-    cosine = torch.nn.functional.cosine_similarity(torch.cat([g.flatten() for g in a.values()]), torch.cat([g.flatten() for g in b.values()]), dim=0)
+    cosine = torch.nn.functional.cosine_similarity(
+        torch.cat([g.flatten() for g in a.values()]), torch.cat([g.flatten() for g in b.values()]), dim=0
+    )
     assert 0.99 < cosine < 1 - 1e-9, "close, and not the same computation"
     x, y = (e.infer(pack(samples()), ("logprobs",))["logprobs"] for e in (low, high))
     assert x.dtype == torch.float32 and 0 < (x - y).abs().max() < 0.1
@@ -131,7 +167,9 @@ def test_emulated_bfloat16_is_rounded_weights_in_float32_arithmetic(model):
             p.copy_(p.bfloat16())
     plain = engine(by_hand, dtype="float32")
     before = params(e)
-    assert torch.equal(e.infer(pack(samples()), ("logprobs",))["logprobs"], plain.infer(pack(samples()), ("logprobs",))["logprobs"])
+    assert torch.equal(
+        e.infer(pack(samples()), ("logprobs",))["logprobs"], plain.infer(pack(samples()), ("logprobs",))["logprobs"]
+    )
     assert_equal(gradients(e, batch_of(samples())), gradients(plain, batch_of(samples())), exact=True)
     assert_equal(params(e), before, exact=True)  # the masters are not rounded
     with pytest.raises(KeyError, match="w/missing"):  # also when a term fails
@@ -144,8 +182,17 @@ def test_emulated_bfloat16_is_rounded_weights_in_float32_arithmetic(model):
 
 def test_no_noise_in_the_forward_pass():
     torch.manual_seed(0)
-    noisy = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
-                                         num_key_value_heads=2, attention_dropout=0.5))  # fmt: skip
+    noisy = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            attention_dropout=0.5,
+        )
+    )
     for mode in ("auto", "padded"):
         e = engine(noisy, attention_mode=mode)
         first = e.forward_backward(batch_of(samples()), NLL).columns["logprobs"]
@@ -172,7 +219,9 @@ def test_ratio_is_one_when_the_rollout_used_the_same_temperature(model):
     torch.testing.assert_close(ratio, torch.ones_like(ratio), rtol=0, atol=1e-5)
     assert out.metrics["pg_clipfrac"].value == 0 and out.metrics["pg"].value == pytest.approx(-1, abs=1e-5)
     wrong = pack([replace(s, temperature=1.0) for s in rows])
-    assert (e.infer(wrong, ("logprobs",))["logprobs"] - torch.cat(behaviour)).abs().max() > 0.05, "a test that 1.0 would pass proves nothing"
+    assert (e.infer(wrong, ("logprobs",))["logprobs"] - torch.cat(behaviour)).abs().max() > 0.05, (
+        "a test that 1.0 would pass proves nothing"
+    )
 
 
 # -- optimizer and state ---------------------------------------------------------------------------------------------
@@ -199,7 +248,10 @@ def test_a_non_finite_gradient_reaches_neither_weights_nor_moments(model, tmp_pa
     dumped = torch.load(next((tmp_path / "dump").glob("nonfinite_update_1_1.pt")), weights_only=False)
     assert dumped["ids"].tolist() == batch_of(samples()).ids.tolist() and dumped["columns"]["w/loss"][3] == float("inf")
     assert dumped["terms"] == ("loss",) and not np.isfinite(dumped["grad_norm"])
-    with pytest.raises(FloatingPointError, match=r"(?s)2.* in a row \(limit optim.max_skipped_updates=1\); the weights are unchanged, .*nonfinite"):
+    with pytest.raises(
+        FloatingPointError,
+        match=r"(?s)2.* in a row \(limit optim.max_skipped_updates=1\); the weights are unchanged, .*nonfinite",
+    ):
         poison()
     assert_equal(params(e), weights, exact=True)
     for n, state in e.state()["optimizer"].items():

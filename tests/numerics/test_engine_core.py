@@ -9,8 +9,8 @@ import torch
 from verl.algorithms.terms import Term, nll, ppo_clip
 from verl.algorithms.weights import term_weights
 from verl.batch import pack
-from verl.model_engine.fsdp import FSDPEngine
 from verl.model_engine.optim import OptimSpec, learning_rate
+from verl.model_engine.torch_engine import TorchEngine
 from verl.nn.linear_logprob import linear_logprob
 from verl.nn.packing import probe_batch
 from verl.types import Refs, Sample, Segment, ref_of
@@ -24,8 +24,20 @@ def rows(n=6, seed=0, vocab=48):
     out = []
     for i in range(n):
         head, tail = rng.integers(1, vocab, 3 + i % 3), rng.integers(1, vocab, 2 + i)
-        segments = (Segment(ids=head, source="prompt"), Segment(ids=tail, source="sampled", logprobs=np.zeros(len(tail), np.float32), version=0))
-        out.append(Sample(sample_id=str(i), trajectory_id=str(i), group_id=str(i // 2), purpose="train", segments=segments, reward=1.0))
+        segments = (
+            Segment(ids=head, source="prompt"),
+            Segment(ids=tail, source="sampled", logprobs=np.zeros(len(tail), np.float32), version=0),
+        )
+        out.append(
+            Sample(
+                sample_id=str(i),
+                trajectory_id=str(i),
+                group_id=str(i // 2),
+                purpose="train",
+                segments=segments,
+                reward=1.0,
+            )
+        )
     return out
 
 
@@ -40,13 +52,23 @@ def model():
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(1)
-    return Qwen3ForCausalLM(Qwen3Config(vocab_size=48, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                                        head_dim=8, intermediate_size=48, tie_word_embeddings=True))  # fmt: skip
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=48,
+            hidden_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=8,
+            intermediate_size=48,
+            tie_word_embeddings=True,
+        )
+    )
 
 
 def engine(model, **options):
     options = {"dtype": "float32", "optim": OptimSpec(lr=1e-3, weight_decay=0.1), **options}
-    return FSDPEngine(copy.deepcopy(model), **options)
+    return TorchEngine(copy.deepcopy(model), **options)
 
 
 def test_three_steps_equal_plain_torch_on_padded_rows(model):
@@ -54,7 +76,9 @@ def test_three_steps_equal_plain_torch_on_padded_rows(model):
     ours, reference = engine(model), copy.deepcopy(model)
     decayed = [p for p in reference.parameters() if p.dim() > 1]
     plain = [p for p in reference.parameters() if p.dim() <= 1]
-    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], lr=1e-3)
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], lr=1e-3
+    )
     width = max(s.total_tokens for s in samples)
     ids = torch.zeros(len(samples), width, dtype=torch.long)
     mask, target = torch.zeros_like(ids), torch.full_like(ids, -100)
@@ -95,7 +119,10 @@ def test_a_non_finite_gradient_never_reaches_the_weights(model, tmp_path):
     e.optim_step()
     before, moments = copy.deepcopy(e.model.state_dict()), copy.deepcopy(e.state()["optimizer"])
     poisoned = batch_of(rows())
-    columns = {**poisoned.columns, "w/loss": torch.where(torch.arange(poisoned.num_loss_tokens) == 3, float("inf"), poisoned.columns["w/loss"])}
+    columns = {
+        **poisoned.columns,
+        "w/loss": torch.where(torch.arange(poisoned.num_loss_tokens) == 3, float("inf"), poisoned.columns["w/loss"]),
+    }
     poisoned = poisoned.with_columns(columns)
     e.forward_backward(poisoned, NLL)
     metrics = e.optim_step()
@@ -127,7 +154,10 @@ def test_state_continues_bitwise(model):
 
 
 def test_temperature_is_per_row_and_gives_ratio_one(model):
-    samples = [Sample(**{**{f: getattr(s, f) for f in s.__dataclass_fields__}, "temperature": t}) for s, t in zip(rows(), (0.3, 0.7, 1.0, 1.5, 0.7, 1.0))]
+    samples = [
+        Sample(**{**{f: getattr(s, f) for f in s.__dataclass_fields__}, "temperature": t})
+        for s, t in zip(rows(), (0.3, 0.7, 1.0, 1.5, 0.7, 1.0))
+    ]
     e = engine(model)
     batch = pack(samples)
     got = e.infer(batch, ("logprobs", "entropy"))
@@ -151,7 +181,15 @@ def test_a_value_head_makes_a_critic_of_the_same_engine(model):
     values = e.infer(batch, ("values", "scores"))
     assert values["values"].shape == (batch.num_loss_tokens,) and values["scores"].shape == (batch.num_rows,)
     assert float(values["values"].abs().max()) == 0, "a fresh critic predicts 0"
-    fit = (Term(name="loss", fn=lambda c: __import__("verl.algorithms.terms", fromlist=["TermValue"]).TermValue((c["values"] - 1.0) ** 2), outputs=("values",)),)
+    fit = (
+        Term(
+            name="loss",
+            fn=lambda c: __import__("verl.algorithms.terms", fromlist=["TermValue"]).TermValue(
+                (c["values"] - 1.0) ** 2
+            ),
+            outputs=("values",),
+        ),
+    )
     batch = batch.with_columns(term_weights(columns_of(Refs(ref_of(s) for s in rows()), batch.columns), fit))
     losses = []
     for _ in range(6):

@@ -70,7 +70,9 @@ def test_lambda_grows_with_the_length():
 
 def test_leave_one_out_uses_the_others_mean_and_deviation():
     got = outcome(lambda c: adv.grpo(c, leave_one_out=True), [1.0, 2.0, 4.0], ["g"] * 3)
-    torch.testing.assert_close(got, f64((1 - 3) / (2**0.5 + 1e-6), (2 - 2.5) / (4.5**0.5 + 1e-6), (4 - 1.5) / (0.5**0.5 + 1e-6)))
+    torch.testing.assert_close(
+        got, f64((1 - 3) / (2**0.5 + 1e-6), (2 - 2.5) / (4.5**0.5 + 1e-6), (4 - 1.5) / (0.5**0.5 + 1e-6))
+    )
     flat_rest = outcome(lambda c: adv.grpo(c, leave_one_out=True), [0.1, 0.1, 0.1, 1.0], ["g"] * 4)
     assert flat_rest[3] == pytest.approx(0.9), "the others do not vary: undivided"
     torch.testing.assert_close(outcome(lambda c: adv.grpo(c, leave_one_out=True), [1.0, 3.0], ["g"] * 2), f64(-2, 2))
@@ -79,9 +81,13 @@ def test_leave_one_out_uses_the_others_mean_and_deviation():
 def test_scales_of_grpo():
     scores, groups = [0.0, 2.0, 5.0, 7.0], ["a", "a", "b", "b"]
     centred = f64(-1, 1, -1, 1)
-    torch.testing.assert_close(outcome(lambda c: adv.grpo(c, scale="batch"), scores, groups), centred / (f64(*scores).std() + 1e-6))
+    torch.testing.assert_close(
+        outcome(lambda c: adv.grpo(c, scale="batch"), scores, groups), centred / (f64(*scores).std() + 1e-6)
+    )
     torch.testing.assert_close(outcome(lambda c: adv.grpo(c, scale="none"), scores, groups), centred)
-    torch.testing.assert_close(outcome(lambda c: adv.grpo(c, scale="none", leave_one_out=True), scores, groups), 2 * centred)
+    torch.testing.assert_close(
+        outcome(lambda c: adv.grpo(c, scale="none", leave_one_out=True), scores, groups), 2 * centred
+    )
 
 
 def test_remax_by_hand():
@@ -108,7 +114,9 @@ def test_gpg_counts_the_samples_without_signal():
 
 def test_pass_at_k_rewards_only_the_margin_of_the_best():
     scores, groups = [1.0, 4.0, 2.0, 3.0, 3.0, 9.0], ["a", "a", "a", "tie", "tie", "alone"]
-    torch.testing.assert_close(outcome(lambda c: adv.pass_at_k(c, normalize_by_std=False), scores, groups), f64(0, 2, 0, 0, 0, 0))
+    torch.testing.assert_close(
+        outcome(lambda c: adv.pass_at_k(c, normalize_by_std=False), scores, groups), f64(0, 2, 0, 0, 0, 0)
+    )
     expected = 2 / (f64(1, 4, 2).std() + 1e-6)
     torch.testing.assert_close(outcome(adv.pass_at_k, scores, groups), f64(0, expected, 0, 0, 0, 0))
 
@@ -133,7 +141,9 @@ def test_optimal_token_baseline_by_hand():
     c = columns([1.0, 0.0, 3.0], ["g"] * 3, tokens=[2, 2, 1]).with_token(token)
     first, second = (0.5 * 1 + 0 + 0.5 * 3) / 1.02, 1 / 1.04
     got = adv.otb(c)
-    torch.testing.assert_close(got["advantages"], f64(1 - first, 1 - second, -first, -second, 3 - first), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        got["advantages"], f64(1 - first, 1 - second, -first, -second, 3 - first), rtol=1e-6, atol=0
+    )
     torch.testing.assert_close(got["returns"], f64(1, 1, 0, 0, 3))
     longest = columns([1.0, 0.0], ["g"] * 2, tokens=[2, 1]).with_token({n: x[:3] for n, x in token.items()})
     assert adv.otb(longest)["advantages"][1] == 1, "alone at its place: no baseline"
@@ -152,11 +162,17 @@ def test_optimal_token_baseline_does_not_count_holes_as_places():
 @pytest.mark.parametrize("estimator", [adv.gae, adv.otb, adv.remax])
 def test_garbage_outside_the_mask_reaches_no_advantage(estimator, garbage):
     mask = torch.tensor([True, True, False, True, False])
-    token = {"old_values": f64(1, 2, 3, 4, 5), "old_logprobs": -f64(1, 2, 3, 4, 5), "sum_pi_squared": f64(0.1, 0.2, 0.3, 0.4, 0.5)}
+    token = {
+        "old_values": f64(1, 2, 3, 4, 5),
+        "old_logprobs": -f64(1, 2, 3, 4, 5),
+        "sum_pi_squared": f64(0.1, 0.2, 0.3, 0.4, 0.5),
+    }
     c = columns([1.0, 2.0], ["g"] * 2, tokens=[3, 2], mask=mask.tolist())
     c = replace(c, sequence={**c.sequence, "baseline": f64(0, 1)})
     clean = estimator(c.with_token(token))
-    dirty = estimator(c.with_token({n: torch.where(mask, x, garbage) for n, x in {**token, "rewards": c["rewards"]}.items()}))
+    dirty = estimator(
+        c.with_token({n: torch.where(mask, x, garbage) for n, x in {**token, "rewards": c["rewards"]}.items()})
+    )
     for n, x in clean.items():
         torch.testing.assert_close(dirty[n], x)
         assert not x[~mask].any()

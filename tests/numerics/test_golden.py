@@ -17,6 +17,7 @@ GOLDEN = Path(os.environ.get("VERL_GOLDEN_DIR", Path(__file__).parent / "golden"
 ADAPTERS = {**POLICY, **PREFERENCE}
 MANIFEST = json.loads((GOLDEN / "manifest.json").read_text())
 
+
 @pytest.mark.parametrize("case", MANIFEST["cases"], ids=lambda c: c["file"].removesuffix(".npz"))
 def test_golden(case):
     adapter = ADAPTERS.get(case["function"])

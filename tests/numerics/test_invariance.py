@@ -17,13 +17,19 @@ from verl.algorithms import advantages as adv
 from verl.algorithms.table import TABLE, resolve
 from verl.algorithms.terms import Term, TermValue, log_ratio, old_logprobs
 from verl.algorithms.weights import AGGREGATIONS, term_weights, weight_column
-from verl.batch import Batch, Columns, loss_index, pack, segment_sum, select_rows, split_rows
-from verl.model_engine.fsdp import FSDPEngine
+from verl.batch import Batch, Columns, loss_index, make_microbatches, pack, segment_sum, select_rows
 from verl.model_engine.objective import Surrogate, evaluate_terms
 from verl.model_engine.optim import OptimSpec
+from verl.model_engine.torch_engine import TorchEngine
 from verl.types import Sample, Segment
 
-SETTINGS = {"horizon_tokens": 16, "reward_components": ["a", "b"], "entropy_coef": 0.01, "kl_loss_coef": 0.1, "clip_dual": 3.0}
+SETTINGS = {
+    "horizon_tokens": 16,
+    "reward_components": ["a", "b"],
+    "entropy_coef": 0.01,
+    "kl_loss_coef": 0.1,
+    "clip_dual": 3.0,
+}
 F64 = torch.float64
 VOCAB = 32
 
@@ -43,9 +49,21 @@ def rewritten(seed: int) -> list[Sample]:
             for part in range(rng.integers(1, 4)):
                 turns = [segment("prompt", prompt, rng)]
                 for _ in range(rng.integers(1, 3)):
-                    turns += [segment("env", rng.integers(1, VOCAB, rng.integers(0, 3)), rng), segment("sampled", rng.integers(1, VOCAB, rng.integers(1, 6)), rng)]
-                out.append(Sample(sample_id=f"{name}#{part}", trajectory_id=name, group_id=f"{{{g:b}}}", purpose="train", segments=tuple(turns),
-                                  reward=reward, temperature=float(rng.choice([0.7, 1.0]))))  # fmt: skip
+                    turns += [
+                        segment("env", rng.integers(1, VOCAB, rng.integers(0, 3)), rng),
+                        segment("sampled", rng.integers(1, VOCAB, rng.integers(1, 6)), rng),
+                    ]
+                out.append(
+                    Sample(
+                        sample_id=f"{name}#{part}",
+                        trajectory_id=name,
+                        group_id=f"{{{g:b}}}",
+                        purpose="train",
+                        segments=tuple(turns),
+                        reward=reward,
+                        temperature=float(rng.choice([0.7, 1.0])),
+                    )
+                )
     return out
 
 
@@ -54,15 +72,29 @@ def columns_of(batch: Batch, samples: list[Sample], keep: torch.Tensor, token=No
     first = {s: r for r, s in reversed(list(enumerate(batch.sequence.tolist())))}
     rows = [samples[first[s]] for s in range(batch.num_sequences)]
     groups = list(dict.fromkeys(s.group_id for s in rows))
-    sequence = {"score": torch.tensor([s.reward for s in rows], dtype=F64), "valid": torch.ones(len(rows), dtype=torch.bool),
-                "group": torch.tensor([groups.index(s.group_id) for s in rows]),
-                "baseline": torch.full((len(rows),), 0.25, dtype=F64), "positive": torch.tensor([s.reward > 0 for s in rows]),
-                "component/a": torch.tensor([s.reward for s in rows], dtype=F64),
-                "component/b": torch.tensor([-0.3 * float(s.trajectory_id[-1]) for s in rows], dtype=F64)}  # fmt: skip
-    drawn = [torch.rand(s.loss_tokens, 2, generator=torch.Generator().manual_seed(sum(s.sample_id.encode())), dtype=F64) for s in samples]
+    sequence = {
+        "score": torch.tensor([s.reward for s in rows], dtype=F64),
+        "valid": torch.ones(len(rows), dtype=torch.bool),
+        "group": torch.tensor([groups.index(s.group_id) for s in rows]),
+        "baseline": torch.full((len(rows),), 0.25, dtype=F64),
+        "positive": torch.tensor([s.reward > 0 for s in rows]),
+        "component/a": torch.tensor([s.reward for s in rows], dtype=F64),
+        "component/b": torch.tensor([-0.3 * float(s.trajectory_id[-1]) for s in rows], dtype=F64),
+    }
+    drawn = [
+        torch.rand(s.loss_tokens, 2, generator=torch.Generator().manual_seed(sum(s.sample_id.encode())), dtype=F64)
+        for s in samples
+    ]
     both = torch.cat(drawn)  # of the sample, wherever it stands
-    token = {"old_values": both[:, 0], "sum_pi_squared": both[:, 1], "old_logprobs": -3 * both[:, 0] - 0.1, **(token or {})}
-    return Columns(token=token, sequence=sequence, sequence_of=batch.sequence_of, num_sequences=batch.num_sequences, mask=keep)
+    token = {
+        "old_values": both[:, 0],
+        "sum_pi_squared": both[:, 1],
+        "old_logprobs": -3 * both[:, 0] - 0.1,
+        **(token or {}),
+    }
+    return Columns(
+        token=token, sequence=sequence, sequence_of=batch.sequence_of, num_sequences=batch.num_sequences, mask=keep
+    )
 
 
 def prepared(samples: list[Sample], name: str, *, rejected: float = 0.2) -> tuple[Batch, tuple[Term, ...]]:
@@ -72,7 +104,11 @@ def prepared(samples: list[Sample], name: str, *, rejected: float = 0.2) -> tupl
     g = torch.Generator().manual_seed(n)
     every = columns_of(batch, samples, torch.ones(n, dtype=torch.bool))
     found = algo.advantage(every.with_token({"rewards": adv.token_rewards(every)}))
-    stored = {**found, "old_values": every["old_values"], **{f"{p}_logprobs": -3 * torch.rand(n, generator=g, dtype=F64) for p in ("old", "ref")}}
+    stored = {
+        **found,
+        "old_values": every["old_values"],
+        **{f"{p}_logprobs": -3 * torch.rand(n, generator=g, dtype=F64) for p in ("old", "ref")},
+    }
     kept = torch.rand(n, generator=g) >= rejected
     if rejected:
         kept[batch.sequence_of == 1] = False  # a trajectory that is rejected as a whole
@@ -118,7 +154,9 @@ def random_outputs(batch: Batch, seed: int) -> dict[str, torch.Tensor]:
 def assert_same(got, expected, **tolerance):
     assert got[0] == pytest.approx(expected[0], rel=1e-9, abs=1e-12)
     for n in expected[1]:
-        torch.testing.assert_close(got[1][n], expected[1][n], **{"rtol": 1e-9, "atol": 1e-13, **tolerance}, msg=lambda m, n=n: f"{n}: {m}")
+        torch.testing.assert_close(
+            got[1][n], expected[1][n], **{"rtol": 1e-9, "atol": 1e-13, **tolerance}, msg=lambda m, n=n: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize("aggregation", [None, *AGGREGATIONS])
@@ -160,7 +198,9 @@ def test_a_sequence_unit_term(seed, k, aggregate):
     batch, _ = prepared(rewritten(seed), "grpo")
     kept = batch.columns["w/pg_loss"] != 0
     batch = batch.with_columns({"mask": kept})
-    columns = Columns(token={}, sequence={}, sequence_of=batch.sequence_of, num_sequences=batch.num_sequences, mask=kept)
+    columns = Columns(
+        token={}, sequence={}, sequence_of=batch.sequence_of, num_sequences=batch.num_sequences, mask=kept
+    )
     weight = weight_column(columns, aggregate, unit="sequence", horizon_tokens=16)
     first = np.array([np.flatnonzero(batch.sequence == s)[0] for s in range(batch.num_sequences)])
     per_row = torch.zeros(batch.num_rows, dtype=F64).index_add(0, torch.from_numpy(first), weight)
@@ -176,15 +216,31 @@ def test_a_sequence_unit_term(seed, k, aggregate):
 @pytest.mark.parametrize("aggregate", AGGREGATIONS)
 def test_weights_are_the_definitions_and_sum_to_the_coefficient(aggregate):
     mask = torch.tensor([1, 1, 0, 1, 0, 0, 1], dtype=torch.bool)
-    columns = Columns(token={}, sequence={}, sequence_of=torch.tensor([0, 0, 0, 1, 2, 2, 3]), num_sequences=4, mask=mask)
+    columns = Columns(
+        token={}, sequence={}, sequence_of=torch.tensor([0, 0, 0, 1, 2, 2, 3]), num_sequences=4, mask=mask
+    )
     w = weight_column(columns, aggregate, horizon_tokens=10)
     n_global, s_global, n_own = 4, 3, torch.tensor([2, 2, 2, 1, 0, 0, 1.0])  # sequence 2 is empty: in no count
-    expected = {"token-mean": 1 / n_global, "token-sum": 1, "seq-mean-token-sum": 1 / s_global,
-                "seq-mean-token-mean": 1 / (s_global * n_own), "seq-mean-token-sum-norm": 1 / (s_global * 10)}[aggregate]  # fmt: skip
-    torch.testing.assert_close(w, torch.where(mask, torch.as_tensor(expected, dtype=F64) * torch.ones(7, dtype=F64), 0.0))
+    expected = {
+        "token-mean": 1 / n_global,
+        "token-sum": 1,
+        "seq-mean-token-sum": 1 / s_global,
+        "seq-mean-token-mean": 1 / (s_global * n_own),
+        "seq-mean-token-sum-norm": 1 / (s_global * 10),
+    }[aggregate]
+    torch.testing.assert_close(
+        w, torch.where(mask, torch.as_tensor(expected, dtype=F64) * torch.ones(7, dtype=F64), 0.0)
+    )
     none = replace(columns, mask=torch.zeros(7, dtype=torch.bool))
     assert not weight_column(none, aggregate, horizon_tokens=10).any()
-    term = Term(name="x", fn=lambda c: TermValue(c["logprobs"]), aggregate=aggregate, horizon_tokens=10, coef=-0.5, corrected=True)
+    term = Term(
+        name="x",
+        fn=lambda c: TermValue(c["logprobs"]),
+        aggregate=aggregate,
+        horizon_tokens=10,
+        coef=-0.5,
+        corrected=True,
+    )
     corrected = term_weights(columns.with_token({"is_weights": torch.full((7,), 2.0)}), (term,))["w/x"]
     torch.testing.assert_close(corrected, -w)
 
@@ -204,12 +260,23 @@ def test_a_term_that_is_infinite_at_zero_is_not_seen_outside_its_mask():
 @pytest.fixture(scope="module")
 def tiny():
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-                                        num_key_value_heads=1, tie_word_embeddings=False)).double()  # fmt: skip
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            tie_word_embeddings=False,
+        )
+    ).double()
 
 
 def engine_run(model, batch, terms, *, budget=10_000):
-    engine = FSDPEngine(copy.deepcopy(model), optim=OptimSpec(lr=1.0), dtype="float64", max_tokens_per_microbatch=budget)
+    engine = TorchEngine(
+        copy.deepcopy(model), optim=OptimSpec(lr=1.0), dtype="float64", max_tokens_per_microbatch=budget
+    )
     out = engine.forward_backward(batch, terms)
     return out, {n: p.grad for n, p in engine.model.named_parameters()}
 
@@ -219,11 +286,13 @@ def test_the_engine_with_rewritten_trajectories(name, tiny):
     batch, terms = prepared(rewritten(3), name)
     whole, expected = engine_run(tiny, batch, terms)
     for budget in (90, 30, 1):
-        assert len(split_rows(batch, budget)) > 1
+        assert len(make_microbatches(batch, budget)) > 1
         out, grads = engine_run(tiny, batch, terms, budget=budget)
         for n, g in expected.items():
             torch.testing.assert_close(grads[n], g, rtol=1e-8, atol=1e-13)
-        assert {k: v.value for k, v in out.metrics.items()} == pytest.approx({k: v.value for k, v in whole.metrics.items()}, rel=1e-8)
+        assert {k: v.value for k, v in out.metrics.items()} == pytest.approx(
+            {k: v.value for k, v in whole.metrics.items()}, rel=1e-8
+        )
 
 
 def covariance(columns: Columns) -> TermValue:
@@ -242,11 +311,15 @@ def test_two_pass_terms_beside_ordinary_ones(tiny):
     for budget in (10_000, 60, 1):
         out, grads = engine_run(tiny, batch, (*ordinary, replace(term, two_pass=True)), budget=budget)
         for n, g in expected.items():
-            torch.testing.assert_close(grads[n], g, rtol=1e-7, atol=1e-12, msg=lambda m, n=n, b=budget: f"{n} at {b}: {m}")
+            torch.testing.assert_close(
+                grads[n], g, rtol=1e-7, atol=1e-12, msg=lambda m, n=n, b=budget: f"{n} at {b}: {m}"
+            )
         got = {k: v.value for k, v in out.metrics.items()}
         assert got == pytest.approx({k: v.value for k, v in one_graph.metrics.items()}, rel=1e-7)
     single, wrong = engine_run(tiny, batch, (*ordinary, term), budget=60)
-    assert any(not torch.allclose(wrong[n], expected[n], rtol=1e-3) for n in expected), "one pass over parts must be seen to differ"
+    assert any(not torch.allclose(wrong[n], expected[n], rtol=1e-3) for n in expected), (
+        "one pass over parts must be seen to differ"
+    )
 
 
 @pytest.mark.parametrize("budget", [10_000, 30])
@@ -259,8 +332,12 @@ def test_a_masked_infinite_log_prob_changes_no_gradient(name, budget, tiny):
     rejected = torch.zeros(batch.num_loss_tokens, dtype=torch.bool)
     rejected[::4] = True
     batch = replace(batch, targets=torch.where(rejected, banned, batch.targets))
-    batch = batch.with_columns({c: torch.where(rejected, 0.0, batch.columns[c]) for c in batch.columns if c.startswith("w/")})
-    batch = batch.with_columns({c: torch.where(rejected, torch.nan, batch.columns[c]) for c in ("advantages", "old_logprobs", "ref_logprobs")})
+    batch = batch.with_columns(
+        {c: torch.where(rejected, 0.0, batch.columns[c]) for c in batch.columns if c.startswith("w/")}
+    )
+    batch = batch.with_columns(
+        {c: torch.where(rejected, torch.nan, batch.columns[c]) for c in ("advantages", "old_logprobs", "ref_logprobs")}
+    )
 
     def with_bias(value):
         model = copy.deepcopy(tiny)

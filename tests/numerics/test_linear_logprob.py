@@ -36,7 +36,9 @@ def test_values_and_gradients_equal_dense_at_any_chunk(inputs, rows, with_bias, 
     monkeypatch.setattr(module, "_CHUNK_BYTES", 0)
     hidden, weight, bias, targets, temperature = inputs
     bias, leaves = (bias, (hidden, weight, bias)) if with_bias else (None, (hidden, weight))
-    lp, entropy, pi2 = linear_logprob(hidden, weight, targets, temperature, bias=bias, cap=cap, entropy=True, sum_pi_squared=True)
+    lp, entropy, pi2 = linear_logprob(
+        hidden, weight, targets, temperature, bias=bias, cap=cap, entropy=True, sum_pi_squared=True
+    )
     expected = dense(hidden, weight, bias, targets, temperature, cap)
     for got, want in zip((lp, entropy, pi2), expected, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
@@ -94,7 +96,9 @@ def test_a_broken_row_without_gradient_reaches_nothing(inputs):
 
 def test_bfloat16_hidden_states_give_float32_log_probs(inputs):
     hidden, weight, bias, targets, temperature = (x.detach() if x.is_floating_point() else x for x in inputs)
-    lp, entropy, _ = linear_logprob(hidden.bfloat16(), weight.float().requires_grad_(), targets, temperature.float(), entropy=True)
+    lp, entropy, _ = linear_logprob(
+        hidden.bfloat16(), weight.float().requires_grad_(), targets, temperature.float(), entropy=True
+    )
     assert lp.dtype == entropy.dtype == torch.float32
     reference = dense(hidden.bfloat16().double(), weight.bfloat16().double(), None, targets, temperature)
     torch.testing.assert_close(lp.double(), reference[0], rtol=0.02, atol=0.1)

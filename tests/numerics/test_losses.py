@@ -88,7 +88,9 @@ def test_gmpo_clips_each_token_in_log_space_before_the_geometric_mean():
 def test_kl_cov_punishes_the_tokens_of_highest_covariance():
     """Mean A 0, mean log pi -2: covariances (1, 1.5, -1, .. ): the second token alone at k = 1/4."""
     lp, a = (-1.0, -3.5, -1.0, -2.5), (1.0, -1.0, -1.0, 1.0)
-    values, grad, metrics = run(partial(tm.kl_cov, k_ratio=0.25, coef=0.5), (1.0, math.exp(0.2), 1.0, 1.0), a, logprobs=lp)
+    values, grad, metrics = run(
+        partial(tm.kl_cov, k_ratio=0.25, coef=0.5), (1.0, math.exp(0.2), 1.0, 1.0), a, logprobs=lp
+    )
     close(values, -1, math.exp(0.2) + 0.1, 1, -1)
     close(grad, -1, math.exp(0.2) + 0.5, 1, -1)
     assert metrics["kl_cov_fraction"] == 0.25
@@ -131,7 +133,9 @@ def test_the_draw_of_clip_cov_follows_the_tokens_and_not_their_order(seed, rando
 
 
 def test_the_lottery_is_fair():
-    c = columns([0.0] * 4000).with_token({"logprobs": torch.linspace(-3, 0, 4000, dtype=F64), "advantages": torch.ones(4000, dtype=F64)})
+    c = columns([0.0] * 4000).with_token(
+        {"logprobs": torch.linspace(-3, 0, 4000, dtype=F64), "advantages": torch.ones(4000, dtype=F64)}
+    )
     first = torch.argsort(tm._lottery(c, 7))[:1000]
     assert abs(float(first.double().mean()) - 2000) < 120 and torch.bincount(first // 1000, minlength=4).min() > 200
 
@@ -185,7 +189,9 @@ def test_the_ratio_makes_the_kl_gradient_unbiased_off_policy():
     logits = f64(0.5, -1.0, 0.2).requires_grad_()
     lp, ref, old = logits.log_softmax(0), f64(0.1, 0.0, 1.0).log_softmax(0), f64(1.0, 0.3, -1.0).log_softmax(0)
     expected = (lp.exp() * tm.kl_estimate(lp, ref, "k3")).sum()
-    c = columns([0.0] * 3).with_token({"logprobs": lp, "ref_logprobs": ref, "old_logprobs": old, "rollout_logprobs": old})
+    c = columns([0.0] * 3).with_token(
+        {"logprobs": lp, "ref_logprobs": ref, "old_logprobs": old, "rollout_logprobs": old}
+    )
     for behind in ("old_logprobs", "rollout_logprobs"):
         got = (old.exp() * tm.kl_loss(c, ratio_corrected=True, ratio_to=behind).values).sum()
         torch.testing.assert_close(got, expected)
@@ -203,7 +209,11 @@ def test_value_loss_by_hand():
     (grad,) = torch.autograd.grad(value.values.sum(), v)
     close(value.values.detach(), 1.125, 2, 0.32)
     close(grad, 0, 2, -0.8)
-    assert value.metrics["vf_clipfrac"][0].tolist() == [1, 0, 0] and value.metrics["vpred_mean"][0].tolist() == [2, 2, 1.2]
+    assert value.metrics["vf_clipfrac"][0].tolist() == [1, 0, 0] and value.metrics["vpred_mean"][0].tolist() == [
+        2,
+        2,
+        1.2,
+    ]
     plain = tm.value_clip(replace(c, token={n: x for n, x in c.token.items() if n != "old_values"}), clip=None)
     close(plain.values.detach(), 0.5, 2, 0.32)
 
@@ -212,12 +222,24 @@ def test_value_loss_by_hand():
 
 SPEC = Correction(high=2.0)
 LOSSES = {
-    "ppo": tm.ppo_clip, "ppo_dual": partial(tm.ppo_clip, clip_dual=3.0, ratio_max=5.0), "reinforce": tm.reinforce, "gspo": tm.gspo,
-    "gspo_token": tm.gspo_token, "cispo": tm.cispo, "sapo": tm.sapo, "gmpo": tm.gmpo, "kl_cov": partial(tm.kl_cov, k_ratio=0.2),
-    "clip_cov": partial(tm.clip_cov, ratio=0.2, lower=0.0), "dppo_tv": tm.dppo_tv, "dppo_kl": tm.dppo_kl, "dro": tm.dro,
+    "ppo": tm.ppo_clip,
+    "ppo_dual": partial(tm.ppo_clip, clip_dual=3.0, ratio_max=5.0),
+    "reinforce": tm.reinforce,
+    "gspo": tm.gspo,
+    "gspo_token": tm.gspo_token,
+    "cispo": tm.cispo,
+    "sapo": tm.sapo,
+    "gmpo": tm.gmpo,
+    "kl_cov": partial(tm.kl_cov, k_ratio=0.2),
+    "clip_cov": partial(tm.clip_cov, ratio=0.2, lower=0.0),
+    "dppo_tv": tm.dppo_tv,
+    "dppo_kl": tm.dppo_kl,
+    "dro": tm.dro,
     "opsm": partial(tm.off_policy_sequence_mask, inner=tm.ppo_clip, delta=0.1),
-    "bypass": partial(tm.bypass_reinforce, correction=SPEC), "kl": partial(tm.kl_loss, ratio_corrected=True), "value": tm.value_clip,
-}  # fmt: skip
+    "bypass": partial(tm.bypass_reinforce, correction=SPEC),
+    "kl": partial(tm.kl_loss, ratio_corrected=True),
+    "value": tm.value_clip,
+}
 NAMES = ("old_logprobs", "ref_logprobs", "rollout_logprobs", "advantages", "old_values", "returns")
 LENGTHS = [3, 1, 4, 2]
 
@@ -252,7 +274,9 @@ def test_nothing_outside_the_mask_reaches_value_or_gradient(name, seed, mask, ga
     torch.testing.assert_close(dirty_loss, loss)
     torch.testing.assert_close(dirty_grad, grad)
     assert not grad[~torch.tensor(mask)].any()
-    assert value.values.shape == (10,) and all(x.shape == (10,) and not x.requires_grad for x, _ in value.metrics.values())
+    assert value.values.shape == (10,) and all(
+        x.shape == (10,) and not x.requires_grad for x, _ in value.metrics.values()
+    )
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -269,9 +293,11 @@ def test_the_order_of_sequences_does_not_matter(name, seed, mask):
     order = [2, 0, 3, 1]
     at = torch.cat([torch.nonzero(c.sequence_of == i)[:, 0] for i in order])
     moved = replace(
-        c, token={n: x[at] for n, x in c.token.items()}, mask=c.mask[at],
+        c,
+        token={n: x[at] for n, x in c.token.items()},
+        mask=c.mask[at],
         sequence_of=torch.arange(4).repeat_interleave(torch.tensor([LENGTHS[i] for i in order])),
-    )  # fmt: skip
+    )
     (loss, grad, _), (moved_loss, moved_grad, _) = total(LOSSES[name], c), total(LOSSES[name], moved)
     torch.testing.assert_close(moved_loss, loss)
     torch.testing.assert_close(moved_grad, grad[at])
@@ -286,7 +312,13 @@ def test_whole_sequences_may_be_split_into_micro_batches(name, seed, mask):
     parts = 0.0
     for i in range(4):
         at = c.sequence_of == i
-        one = replace(c, token={n: x[at] for n, x in c.token.items()}, mask=c.mask[at], sequence_of=torch.zeros(int(at.sum()), dtype=torch.int64), num_sequences=1)
+        one = replace(
+            c,
+            token={n: x[at] for n, x in c.token.items()},
+            mask=c.mask[at],
+            sequence_of=torch.zeros(int(at.sum()), dtype=torch.int64),
+            num_sequences=1,
+        )
         parts += (weight[at] * torch.where(one.mask, LOSSES[name](one.cleaned()).values, 0.0)).sum()
     torch.testing.assert_close(parts, total(LOSSES[name], c)[0])
 

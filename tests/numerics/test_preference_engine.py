@@ -12,8 +12,8 @@ from verl.algorithms.preference import TABLE, Pairs, bradley_terry, dpo, prefere
 from verl.chat import Rendered
 from verl.data.preference import Pair, PairTable
 from verl.driver.stages import PreferenceStage, Reference, RewardStage
-from verl.model_engine.fsdp import FSDPEngine
 from verl.model_engine.optim import OptimSpec
+from verl.model_engine.torch_engine import TorchEngine
 from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Refs, ref_of
 from verl.workers.role import Role
@@ -24,8 +24,18 @@ VOCAB = 40
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    return Qwen3ForCausalLM(Qwen3Config(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-                                        head_dim=8, intermediate_size=24, tie_word_embeddings=True)).double()  # fmt: skip
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=VOCAB,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+            intermediate_size=24,
+            tie_word_embeddings=True,
+        )
+    ).double()
 
 
 def table(rows: int = 5) -> PairTable:
@@ -54,8 +64,13 @@ def stage_of(name):
 
 
 def gradient(model, stage, indices, *, budget=10_000, share=True, first_pass=False):
-    engine = FSDPEngine(copy.deepcopy(model), head="score" if isinstance(stage, RewardStage) else "lm", optim=OptimSpec(lr=1e-3), dtype="float64",
-                        max_tokens_per_microbatch=budget)  # fmt: skip
+    engine = TorchEngine(
+        copy.deepcopy(model),
+        head="score" if isinstance(stage, RewardStage) else "lm",
+        optim=OptimSpec(lr=1e-3),
+        dtype="float64",
+        max_tokens_per_microbatch=budget,
+    )
     if engine.value_head is not None:
         torch.nn.init.normal_(engine.value_head.weight, generator=torch.Generator().manual_seed(0))
     role = Role("trainer", MemoryQueue(), engine, share_prefix=share)
@@ -94,8 +109,15 @@ def test_the_loss_of_a_step_is_the_mean_of_its_pairs(model):
 def pairs(chosen, rejected, gap=None):
     t = lambda *x: torch.tensor(x, dtype=torch.float64)  # noqa: E731
     one = torch.ones(len(chosen), dtype=torch.float64)
-    return Pairs(chosen=t(*chosen), rejected=t(*rejected), ref_chosen=0 * one, ref_rejected=0 * one, chosen_tokens=one, rejected_tokens=one,
-                 gap=None if gap is None else t(*gap))  # fmt: skip
+    return Pairs(
+        chosen=t(*chosen),
+        rejected=t(*rejected),
+        ref_chosen=0 * one,
+        ref_rejected=0 * one,
+        chosen_tokens=one,
+        rejected_tokens=one,
+        gap=None if gap is None else t(*gap),
+    )
 
 
 def test_extremes_stay_finite():
@@ -103,10 +125,14 @@ def test_extremes_stay_finite():
     assert dpo(huge, beta=1.0).isfinite().all() and dpo(huge, beta=1.0).tolist() == [0.0, 2e4]
     for how in ("sq", "bwd_kl", "fwd_kl"):
         assert rpo_gap(huge, beta=0.1, distance=how).isfinite().all()
-    assert bradley_terry(torch.tensor([-200.0]), torch.tensor([200.0])).tolist() == [400.0], "log(1 + exp()) would overflow"
+    assert bradley_terry(torch.tensor([-200.0]), torch.tensor([200.0])).tolist() == [400.0], (
+        "log(1 + exp()) would overflow"
+    )
     same = rpo_gap(pairs([1.0], [0.0], gap=[0.1]), beta=0.1)
     assert float(same) == pytest.approx(0.0, abs=1e-12), "the implicit reward is the true one"
-    assert float(rpo_gap(replace(pairs([1.0], [0.0]), gap=torch.tensor([0.1])), beta=0.1, distance="fwd_kl")) == pytest.approx(0.0, abs=1e-7)
+    assert float(
+        rpo_gap(replace(pairs([1.0], [0.0]), gap=torch.tensor([0.1])), beta=0.1, distance="fwd_kl")
+    ) == pytest.approx(0.0, abs=1e-7)
 
 
 def test_a_row_without_scores_is_refused_by_a_loss_that_reads_them():

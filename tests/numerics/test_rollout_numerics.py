@@ -30,9 +30,15 @@ from verl.rollout.native.runner import NativeRunner
 from verl.types import Sampling
 
 SIZES: dict[str, Any] = dict(
-    vocab_size=67, hidden_size=48, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2,
-    intermediate_size=64, max_position_embeddings=512, initializer_range=0.12,
-)  # fmt: skip
+    vocab_size=67,
+    hidden_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    intermediate_size=64,
+    max_position_embeddings=512,
+    initializer_range=0.12,
+)
 
 
 def rope(kind: str, **more: float) -> dict[str, Any]:
@@ -50,29 +56,57 @@ CONFIGS: dict[str, Any] = {
     "llama mqa": LlamaConfig(**{**SIZES, "num_key_value_heads": 1}),
     "llama3 rope": LlamaConfig(**SIZES, rope_parameters=LLAMA3),
     "linear rope": LlamaConfig(**SIZES, rope_parameters=rope("linear")),
-    "yarn rope": Qwen3Config(
-        **SIZES, head_dim=16, rope_parameters=rope("yarn", original_max_position_embeddings=64)
-    ),
+    "yarn rope": Qwen3Config(**SIZES, head_dim=16, rope_parameters=rope("yarn", original_max_position_embeddings=64)),
     "mistral": MistralConfig(**SIZES, sliding_window=None),
     "mistral window": MistralConfig(**SIZES, sliding_window=256),
     "mistral narrow window": MistralConfig(**SIZES, sliding_window=24),
-    "mistral layer types": MistralConfig(**SIZES, sliding_window=24, layer_types=["full_attention", "sliding_attention"]),
+    "mistral layer types": MistralConfig(
+        **SIZES, sliding_window=24, layer_types=["full_attention", "sliding_attention"]
+    ),
     "qwen2 window": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=40, max_window_layers=1),
     "gemma2": Gemma2Config(
-        **SIZES, head_dim=20, query_pre_attn_scalar=31, sliding_window=24, attn_logit_softcapping=3.0, final_logit_softcapping=5.0
+        **SIZES,
+        head_dim=20,
+        query_pre_attn_scalar=31,
+        sliding_window=24,
+        attn_logit_softcapping=3.0,
+        final_logit_softcapping=5.0,
     ),
     "gemma3": Gemma3TextConfig(
-        **{**SIZES, "num_hidden_layers": 3}, head_dim=16, query_pre_attn_scalar=20, sliding_window=16,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"], tie_word_embeddings=False,
-        rope_parameters={"full_attention": rope("linear"), "sliding_attention": {"rope_type": "default", "rope_theta": 1e3}},
+        **{**SIZES, "num_hidden_layers": 3},
+        head_dim=16,
+        query_pre_attn_scalar=20,
+        sliding_window=16,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+        tie_word_embeddings=False,
+        rope_parameters={
+            "full_attention": rope("linear"),
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
+        },
     ),
     "gpt2": GPT2Config(vocab_size=67, n_embd=48, n_layer=2, n_head=6, n_positions=512, initializer_range=0.12),
-    "qwen3 moe": Qwen3MoeConfig(**{**SIZES, "num_hidden_layers": 3}, head_dim=16, num_experts=6, num_experts_per_tok=2,
-                                moe_intermediate_size=24, mlp_only_layers=[1], norm_topk_prob=True),
-    "qwen3 moe window": Qwen3MoeConfig(**SIZES, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24,
-                                       use_sliding_window=True, sliding_window=24),
-    "qwen3 moe raw": Qwen3MoeConfig(**SIZES, head_dim=16, num_experts=4, num_experts_per_tok=3, moe_intermediate_size=40),
-}  # fmt: skip
+    "qwen3 moe": Qwen3MoeConfig(
+        **{**SIZES, "num_hidden_layers": 3},
+        head_dim=16,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        mlp_only_layers=[1],
+        norm_topk_prob=True,
+    ),
+    "qwen3 moe window": Qwen3MoeConfig(
+        **SIZES,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        use_sliding_window=True,
+        sliding_window=24,
+    ),
+    "qwen3 moe raw": Qwen3MoeConfig(
+        **SIZES, head_dim=16, num_experts=4, num_experts_per_tok=3, moe_intermediate_size=40
+    ),
+}
 LAYOUTS = ("plain", "packed", "panels")
 KERNELS = load_kernels(torch.float32)
 assert isinstance(KERNELS, Kernels), KERNELS
@@ -93,9 +127,14 @@ def reference(config: Any, rounded: torch.dtype = torch.float32, dtype: torch.dt
 def engine(config: Any, module: Any, **options: Any) -> EngineCore:
     options = {"dtype": torch.float32, "max_prefill_tokens": 64, "lanes": 1, **options}
     runner = NativeRunner(
-        config, max_context_tokens=256, device=torch.device("cpu"), max_rows=8, prefix_cache_tokens=0,
-        deterministic=False, **options,
-    )  # fmt: skip
+        config,
+        max_context_tokens=256,
+        device=torch.device("cpu"),
+        max_rows=8,
+        prefix_cache_tokens=0,
+        deterministic=False,
+        **options,
+    )
     core = EngineCore(runner, (), None)
     core.load(SimpleNamespace(version=0, tensors=lambda: module.state_dict().items()))
     return core
@@ -121,7 +160,9 @@ def logprobs_of(module: Any, prompt: np.ndarray, ids: np.ndarray, temperature: f
 def test_float32_matches_transformers(name: str, compiled: bool, short: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("verl.rollout.native.runner.SHORT_PROMPT", short)
     module = reference(CONFIGS[name])
-    core = engine(CONFIGS[name], module, compiled=compiled)  # prompts of 90 tokens in passes of 64: chunks with a past as well
+    core = engine(
+        CONFIGS[name], module, compiled=compiled
+    )  # prompts of 90 tokens in passes of 64: chunks with a past as well
     for i, c in sampled(core, 0.7).items():
         np.testing.assert_allclose(c.logprobs, logprobs_of(module, PROMPTS[int(i)], c.ids, 0.7), atol=1e-5)
     scored = core.runner.score(PROMPTS[1], 0.7)
@@ -202,7 +243,9 @@ def test_all_layers_in_one_call_give_the_bits_of_a_call_each(name: str, monkeypa
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "mistral narrow window"])
-def test_the_bits_of_a_short_prompt_do_not_depend_on_passes_neighbours_and_lanes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bits_of_a_short_prompt_do_not_depend_on_passes_neighbours_and_lanes(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("verl.rollout.native.runner.LANE_WORK", 1.0)  # a tiny model pays for all lanes
     monkeypatch.setattr("verl.rollout.native.runner.EVEN_SHARES", 100)
     module = reference(CONFIGS[name])
@@ -223,9 +266,14 @@ def test_hf_engine_in_bfloat16_over_a_given_module() -> None:
     module = reference(CONFIGS["qwen3"], dtype=torch.bfloat16)
     own = AutoModelForCausalLM.from_config(CONFIGS["qwen3"])
     runner = HfRunner(
-        CONFIGS["qwen3"], own, max_context_tokens=256, dtype=torch.bfloat16, device=torch.device("cpu"), max_rows=8,
+        CONFIGS["qwen3"],
+        own,
+        max_context_tokens=256,
+        dtype=torch.bfloat16,
+        device=torch.device("cpu"),
+        max_rows=8,
         max_prefill_tokens=512,
-    )  # fmt: skip
+    )
     core = EngineCore(runner, (), None)
     weights = SimpleNamespace(version=0, tensors=lambda: module.state_dict().items())
     core.load(weights)

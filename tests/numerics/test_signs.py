@@ -74,7 +74,11 @@ def layout(groups: int, n: int, length: int) -> tuple[Batch, Refs]:
             sampled = Segment(ids=ids, source="sampled", logprobs=np.zeros(length, np.float32), version=0)
             segments = (Segment(ids=np.array([g + 1]), source="prompt"), sampled)
             name = f"{g}/{i}"
-            rows.append(Sample(sample_id=name, trajectory_id=name, group_id=str(g), purpose="train", segments=segments, reward=0.0))
+            rows.append(
+                Sample(
+                    sample_id=name, trajectory_id=name, group_id=str(g), purpose="train", segments=segments, reward=0.0
+                )
+            )
     return pack(rows, share_prefix=False), Refs(ref_of(r) for r in rows)
 
 
@@ -86,18 +90,25 @@ class Step:
     actions: torch.Tensor
 
 
-def prepared(algo, policy, actions, rewards, *, groups=1, reference=None, baseline=0.0, values=0.0, moved=False) -> Step:
+def prepared(
+    algo, policy, actions, rewards, *, groups=1, reference=None, baseline=0.0, values=0.0, moved=False
+) -> Step:
     """Rewards -> correction -> KL in the reward -> advantages -> weights of both sets of terms."""
     length, n = len(policy.logits), len(actions) // groups
     batch, refs = layout(groups, n, length)
-    refs = Refs(replace(r, reward=float(s), components={"a": float(s), "b": 0.5 * float(s)}) for r, s in zip(refs, rewards))
+    refs = Refs(
+        replace(r, reward=float(s), components={"a": float(s), "b": 0.5 * float(s)}) for r, s in zip(refs, rewards)
+    )
     with torch.no_grad():
         now = policy.outputs(actions)
         ref = now if reference is None else reference.outputs(actions)
     stored = {
-        "old_logprobs": now["logprobs"], "rollout_logprobs": now["logprobs"], "ref_logprobs": ref["logprobs"],
-        "sum_pi_squared": now["sum_pi_squared"], "old_values": now["values"] + values,
-    }  # fmt: skip
+        "old_logprobs": now["logprobs"],
+        "rollout_logprobs": now["logprobs"],
+        "ref_logprobs": ref["logprobs"],
+        "sum_pi_squared": now["sum_pi_squared"],
+        "old_values": now["values"] + values,
+    }
     columns = columns_of(refs, stored, {r.group_id: baseline for r in refs})
     if algo.correction is not None:
         stored |= {k: v for k, v in correct(columns, algo.correction).items() if k in ("is_weights", "keep")}
@@ -240,7 +251,9 @@ def test_entropy_alone_raises_the_entropy(name, length):
 
 ARMS = torch.tensor([0.0, 0.2, 1.0], dtype=torch.float64)
 GROUPS = 4
-PULLS = {"pass_at_k": 2}  # a group with two best answers has passed and teaches nothing: of 8, p stays where one is sure
+PULLS = {
+    "pass_at_k": 2
+}  # a group with two best answers has passed and teaches nothing: of 8, p stays where one is sure
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -263,7 +276,9 @@ def test_a_bandit_is_solved(name):
             continue
         actions = torch.cat(groups)
         greedy = float(ARMS[int(p.argmax())])
-        step = prepared(algo, policy, actions, ARMS[actions], groups=len(groups), reference=start, baseline=greedy, moved=True)
+        step = prepared(
+            algo, policy, actions, ARMS[actions], groups=len(groups), reference=start, baseline=greedy, moved=True
+        )
         if algo.critic:
             critic.zero_grad()
             loss_of(algo.value_terms, step, policy).backward()

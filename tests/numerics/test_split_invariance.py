@@ -16,8 +16,8 @@ from verl.algorithms.table import TABLE, resolve
 from verl.algorithms.terms import Term, TermValue
 from verl.algorithms.weights import term_weights
 from verl.batch import Batch, Columns, pack, select_rows, unshare
-from verl.model_engine.fsdp import FSDPEngine
 from verl.model_engine.objective import Surrogate, evaluate_terms
+from verl.model_engine.torch_engine import TorchEngine
 from verl.types import Metric, Refs, Sample, Segment, merge_metrics, ref_of
 from verl.workers.role import columns_of
 
@@ -49,11 +49,26 @@ def samples(seed: int, groups: int = 4, n: int = 3, vocab: int = 40) -> list[Sam
                 if turn:
                     segments.append(Segment(ids=rng.integers(1, vocab, 2), source="env"))
                 ids = rng.integers(1, vocab, rng.integers(1, 6))
-                segments.append(Segment(ids=ids, source="sampled", logprobs=rng.normal(-2, 0.5, len(ids)).astype(np.float32), version=0))
+                segments.append(
+                    Segment(
+                        ids=ids, source="sampled", logprobs=rng.normal(-2, 0.5, len(ids)).astype(np.float32), version=0
+                    )
+                )
             reward = 0.1 if g == 1 else float(rng.normal())
             name = f"group-{'0' * g}{g}/{i}"
-            out.append(Sample(sample_id=name, trajectory_id=name, group_id=f"{'0' * g}1", purpose="train", segments=tuple(segments),
-                              temperature=float(rng.choice([0.7, 1.0])), reward=reward, components={"a": reward, "b": -0.5 * i}, outcome="invalid" if (g, i) == (2, 1) else "ok"))  # fmt: skip
+            out.append(
+                Sample(
+                    sample_id=name,
+                    trajectory_id=name,
+                    group_id=f"{'0' * g}1",
+                    purpose="train",
+                    segments=tuple(segments),
+                    temperature=float(rng.choice([0.7, 1.0])),
+                    reward=reward,
+                    components={"a": reward, "b": -0.5 * i},
+                    outcome="invalid" if (g, i) == (2, 1) else "ok",
+                )
+            )
     return out
 
 
@@ -79,15 +94,24 @@ def weighted(rows: list[Sample], name: str, seed: int = 0, garbage: float = 0.0)
     generator = torch.Generator().manual_seed(seed)
     rollout = batch.columns["rollout_logprobs"].double()
     noise = lambda: 0.3 * torch.randn(len(rollout), generator=generator, dtype=torch.float64)  # noqa: E731
-    stored = {**found, "old_values": columns["old_values"], "old_logprobs": rollout + noise(), "ref_logprobs": rollout + noise()}
+    stored = {
+        **found,
+        "old_values": columns["old_values"],
+        "old_logprobs": rollout + noise(),
+        "ref_logprobs": rollout + noise(),
+    }
     if garbage:
-        stored = {k: torch.where(columns.mask, v, torch.tensor(garbage, dtype=torch.float64)) for k, v in stored.items()}
+        stored = {
+            k: torch.where(columns.mask, v, torch.tensor(garbage, dtype=torch.float64)) for k, v in stored.items()
+        }
     batch = batch.with_columns(stored)
     terms = terms_of(name)
     return batch.with_columns(term_weights(columns_of(refs, batch.columns), terms)), terms
 
 
-def gradient(batch: Batch, terms, parts: list[np.ndarray], outputs: dict[str, torch.Tensor]) -> tuple[float, dict[str, torch.Tensor]]:
+def gradient(
+    batch: Batch, terms, parts: list[np.ndarray], outputs: dict[str, torch.Tensor]
+) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and dL/doutput, accumulated over the parts; terms with statistics over the step are evaluated on all of it first."""
     leaves = {n: v.clone().requires_grad_() for n, v in outputs.items()}
     total = 0.0
@@ -100,7 +124,10 @@ def gradient(batch: Batch, terms, parts: list[np.ndarray], outputs: dict[str, to
         for (n, leaf), g in zip(leaves.items(), grads, strict=True):
             surrogates.append(Surrogate(f"two_pass/{n}", n))
             batch = batch.with_columns({f"w/two_pass/{n}": torch.zeros_like(leaf) if g is None else g})
-        total -= sum(float((batch.columns[f"w/{s.name}"] * leaves[s.outputs[0]].detach().nan_to_num(0, 0, 0)).sum()) for s in surrogates)
+        total -= sum(
+            float((batch.columns[f"w/{s.name}"] * leaves[s.outputs[0]].detach().nan_to_num(0, 0, 0)).sum())
+            for s in surrogates
+        )
         terms = [*(t for t in terms if not t.two_pass), *surrogates]
     for rows in parts:
         index = torch.cat([torch.arange(int(batch.row_start[r]), int(batch.row_start[r + 1])) for r in rows])
@@ -171,7 +198,10 @@ def test_order_and_names_of_groups_do_not_matter(name):
 
     def by_sample(order, rename):
         chosen = [rows[i] for i in order]
-        chosen = [Sample(**{**{f: getattr(s, f) for f in s.__dataclass_fields__}, "group_id": rename(s.group_id)}) for s in chosen]
+        chosen = [
+            Sample(**{**{f: getattr(s, f) for f in s.__dataclass_fields__}, "group_id": rename(s.group_id)})
+            for s in chosen
+        ]
         columns = columns_for(Refs(ref_of(s) for s in chosen), 0)
         a = algo.advantage(columns)["advantages"]
         return {s.sample_id: a[columns.sequence_of == i] for i, s in enumerate(chosen)}
@@ -189,18 +219,36 @@ def tiny():
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    return Qwen3ForCausalLM(Qwen3Config(vocab_size=40, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
-                                        head_dim=8, intermediate_size=24, tie_word_embeddings=True)).double()  # fmt: skip
+    return Qwen3ForCausalLM(
+        Qwen3Config(
+            vocab_size=40,
+            hidden_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+            intermediate_size=24,
+            tie_word_embeddings=True,
+        )
+    ).double()
 
 
 def engine_gradient(model, batch, terms, *, budget=10_000, mode="auto"):
     from verl.model_engine.optim import OptimSpec
 
     critic = "values" in terms[0].outputs
-    engine = FSDPEngine(copy.deepcopy(model), head="value" if critic else "lm", optim=OptimSpec(lr=1e-3), dtype="float64",
-                        max_tokens_per_microbatch=budget, attention_mode=mode)  # fmt: skip
+    engine = TorchEngine(
+        copy.deepcopy(model),
+        head="value" if critic else "lm",
+        optim=OptimSpec(lr=1e-3),
+        dtype="float64",
+        max_tokens_per_microbatch=budget,
+        attention_mode=mode,
+    )
     if engine.value_head is not None:
-        torch.nn.init.normal_(engine.value_head.weight, generator=torch.Generator().manual_seed(0))  # zero passes no gradient on
+        torch.nn.init.normal_(
+            engine.value_head.weight, generator=torch.Generator().manual_seed(0)
+        )  # zero passes no gradient on
     out = engine.forward_backward(batch, terms, () if critic else ("logprobs",))
     return {n: p.grad.clone() for n, p in engine.model.named_parameters()}, out
 
@@ -219,7 +267,9 @@ def test_the_engine_packed_padded_shared_or_split_gives_one_gradient(name, tiny)
             torch.testing.assert_close(out.columns[n], column, rtol=1e-8, atol=1e-10, msg=lambda m, w=what: f"{w}: {m}")
         for n, g in expected.items():
             torch.testing.assert_close(grads[n], g, rtol=1e-6, atol=1e-10, msg=lambda m, w=what, n=n: f"{w} {n}: {m}")
-        assert {k: v.value for k, v in out.metrics.items()} == pytest.approx({k: v.value for k, v in whole.metrics.items()}, rel=1e-6)
+        assert {k: v.value for k, v in out.metrics.items()} == pytest.approx(
+            {k: v.value for k, v in whole.metrics.items()}, rel=1e-6
+        )
 
 
 def test_two_pass_terms_see_the_whole_step(tiny):
@@ -245,5 +295,7 @@ def test_two_pass_terms_see_the_whole_step(tiny):
 def test_metrics_do_not_depend_on_the_split():
     values = [Metric(float(i), 2.0, "token") for i in range(6)]
     whole = merge_metrics([{"x": v} for v in values])
-    halves = merge_metrics([merge_metrics([{"x": v} for v in values[:2]]), merge_metrics([{"x": v} for v in values[2:]])])
+    halves = merge_metrics(
+        [merge_metrics([{"x": v} for v in values[:2]]), merge_metrics([{"x": v} for v in values[2:]])]
+    )
     assert whole == halves

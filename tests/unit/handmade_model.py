@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 
-def qwen2_tensors(*, layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, vocab: int, tied: bool) -> dict[str, list[int]]:
+def qwen2_tensors(
+    *, layers: int, hidden: int, ffn: int, heads: int, kv_heads: int, vocab: int, tied: bool
+) -> dict[str, list[int]]:
     head_dim = hidden // heads
     q, kv = heads * head_dim, kv_heads * head_dim
     tensors = {"model.embed_tokens.weight": [vocab, hidden], "model.norm.weight": [hidden]}
@@ -19,10 +21,13 @@ def qwen2_tensors(*, layers: int, hidden: int, ffn: int, heads: int, kv_heads: i
             tensors[f"{at}self_attn.{name}_proj.weight"] = [width, hidden]
             tensors[f"{at}self_attn.{name}_proj.bias"] = [width]
         tensors |= {
-            f"{at}self_attn.o_proj.weight": [hidden, q], f"{at}mlp.gate_proj.weight": [ffn, hidden],
-            f"{at}mlp.up_proj.weight": [ffn, hidden], f"{at}mlp.down_proj.weight": [hidden, ffn],
-            f"{at}input_layernorm.weight": [hidden], f"{at}post_attention_layernorm.weight": [hidden],
-        }  # fmt: skip
+            f"{at}self_attn.o_proj.weight": [hidden, q],
+            f"{at}mlp.gate_proj.weight": [ffn, hidden],
+            f"{at}mlp.up_proj.weight": [ffn, hidden],
+            f"{at}mlp.down_proj.weight": [hidden, ffn],
+            f"{at}input_layernorm.weight": [hidden],
+            f"{at}post_attention_layernorm.weight": [hidden],
+        }
     return tensors if tied else tensors | {"lm_head.weight": [vocab, hidden]}
 
 
@@ -41,11 +46,24 @@ def write_safetensors(file: Path, tensors: dict[str, list[int]], dtype: str = "B
 
 
 def write_model(
-    folder: Path, *, layers: int = 2, hidden: int = 64, ffn: int = 128, heads: int = 4, kv_heads: int = 2, vocab: int = 1000,
-    tied: bool = True, context: int = 32768, dtype: str = "BF16", shards: int = 1, config: dict[str, Any] | None = None,
-) -> Path:  # fmt: skip
+    folder: Path,
+    *,
+    layers: int = 2,
+    hidden: int = 64,
+    ffn: int = 128,
+    heads: int = 4,
+    kv_heads: int = 2,
+    vocab: int = 1000,
+    tied: bool = True,
+    context: int = 32768,
+    dtype: str = "BF16",
+    shards: int = 1,
+    config: dict[str, Any] | None = None,
+) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = qwen2_tensors(layers=layers, hidden=hidden, ffn=ffn, heads=heads, kv_heads=kv_heads, vocab=vocab, tied=tied)
+    tensors = qwen2_tensors(
+        layers=layers, hidden=hidden, ffn=ffn, heads=heads, kv_heads=kv_heads, vocab=vocab, tied=tied
+    )
     if shards == 1:
         write_safetensors(folder / "model.safetensors", tensors, dtype)
     else:
@@ -55,10 +73,17 @@ def write_model(
             write_safetensors(folder / file, {n: s for n, s in tensors.items() if weight_map[n] == file}, dtype)
         (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     described = {
-        "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": hidden, "intermediate_size": ffn,
-        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads, "vocab_size": vocab,
-        "max_position_embeddings": context, "tie_word_embeddings": tied,
-    }  # fmt: skip
+        "architectures": ["Qwen2ForCausalLM"],
+        "model_type": "qwen2",
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
+        "max_position_embeddings": context,
+        "tie_word_embeddings": tied,
+    }
     (folder / "config.json").write_text(json.dumps(described | (config or {})))
     (folder / "tokenizer.json").write_text("{}")
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))

@@ -94,9 +94,17 @@ class Books:
 
     def copy(self) -> Books:
         return Books(
-            self.next_task, deque(self.returned), Counter(self.draws), list(self.drawn), dict(self.admitted_at),
-            dict(self.fate), list(self.batches), list(self.versions), self.published, self.unpublished,
-        )  # fmt: skip
+            self.next_task,
+            deque(self.returned),
+            Counter(self.draws),
+            list(self.drawn),
+            dict(self.admitted_at),
+            dict(self.fate),
+            list(self.batches),
+            list(self.versions),
+            self.published,
+            self.unpublished,
+        )
 
 
 class World:
@@ -112,9 +120,14 @@ class World:
     def start(self, state: str | None) -> None:
         s = self.spec
         self.scheduler = self.kind(
-            prompts_per_step=s.prompts, sync_every=s.sync_every, staleness=s.staleness, oversample=s.oversample,
-            total_steps=s.steps, max_draws_per_group=s.max_draws, on_exhausted=s.on_exhausted,
-        )  # fmt: skip
+            prompts_per_step=s.prompts,
+            sync_every=s.sync_every,
+            staleness=s.staleness,
+            oversample=s.oversample,
+            total_steps=s.steps,
+            max_draws_per_group=s.max_draws,
+            on_exhausted=s.on_exhausted,
+        )
         self.now, self.heap, self.n = 0.0, [], 0
         self.running: set[str] = set()
         self.complete: set[str] = set()

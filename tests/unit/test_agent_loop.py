@@ -19,7 +19,9 @@ SAMPLING = Sampling(max_tokens=50, temperature=0.8, stop=("</answer>",), stop_to
 PROMPT = [1, 2, 3]
 
 
-def completion(ids: Sequence[int], *, spans: Sequence[tuple[int, int, int]] = (), reason: Any = "eos", base: float = -1.0) -> Completion:
+def completion(
+    ids: Sequence[int], *, spans: Sequence[tuple[int, int, int]] = (), reason: Any = "eos", base: float = -1.0
+) -> Completion:
     """Log-probs base - 0.01 x position: each token of each call has its own."""
     n = len(ids)
     logprobs = (base - 0.01 * np.arange(n)).astype(np.float32)
@@ -32,7 +34,9 @@ def manager(*calls: tuple[Sequence[int], Completion]) -> ServerManager:
     return made
 
 
-def output(response: Sequence[int], mask: Sequence[int], prompt: Sequence[int] = PROMPT, **more: Any) -> AgentLoopOutput:
+def output(
+    response: Sequence[int], mask: Sequence[int], prompt: Sequence[int] = PROMPT, **more: Any
+) -> AgentLoopOutput:
     return AgentLoopOutput(prompt_ids=prompt, response_ids=response, response_mask=mask, **more)
 
 
@@ -50,7 +54,9 @@ class Scripted(FakeEngine):
 
     async def generate(self, request_id, prompt_ids, sampling, *, prefix_key=None):
         self.requests.append((request_id, list(prompt_ids), sampling))
-        return completion(self._answers.pop(0)[: sampling.max_tokens], reason=self._reason, base=-float(len(self.requests)))
+        return completion(
+            self._answers.pop(0)[: sampling.max_tokens], reason=self._reason, base=-float(len(self.requests))
+        )
 
 
 # -- one call, returned as it came -------------------------------------------------------------------------------------
@@ -62,9 +68,13 @@ def test_an_untouched_answer_is_found_without_a_search(full: bool, monkeypatch: 
     made = manager((PROMPT, completion([4, 5, 6, 9], spans=((3, 0, 1), (4, 1, 4)), reason="length")))
     made.full = full
     loops = [
-        output([4, 5, 6, 9], [1, 1, 1, 1]), output([4, 5, 6], [1, 1, 1]), output([4, 5, 6, 9], [1, 1, 0, 1]), output([], []),
-        output([4, 5, 6, 9], [1, 1, 1, 1], prompt=np.array(PROMPT)), output(np.array([4, 5, 6, 9]), [True] * 4),
-    ]  # fmt: skip
+        output([4, 5, 6, 9], [1, 1, 1, 1]),
+        output([4, 5, 6], [1, 1, 1]),
+        output([4, 5, 6, 9], [1, 1, 0, 1]),
+        output([], []),
+        output([4, 5, 6, 9], [1, 1, 1, 1], prompt=np.array(PROMPT)),
+        output(np.array([4, 5, 6, 9]), [True] * 4),
+    ]
     for limit in (50, 4, 3):
         fast = [played(loop, made, limit) for loop in loops]
         with monkeypatch.context() as patch:
@@ -92,7 +102,11 @@ def test_a_subclass_has_to_say_itself_that_it_ends_when_cancelled():
     class Sure(SingleTurnLoop):
         ends_when_cancelled = True
 
-    assert (SingleTurnLoop.ends_when_cancelled, Mine.ends_when_cancelled, Sure.ends_when_cancelled) == (True, False, True)
+    assert (SingleTurnLoop.ends_when_cancelled, Mine.ends_when_cancelled, Sure.ends_when_cancelled) == (
+        True,
+        False,
+        True,
+    )
 
 
 def test_single_turn_is_one_prompt_and_one_answer():
@@ -100,7 +114,11 @@ def test_single_turn_is_one_prompt_and_one_answer():
         engine = Scripted([5, 6, 7])
         server = ServerManager(engine, SAMPLING, seed_parts=("s",), prefix_key="g1")
         out = await SingleTurnLoop(None, server, None).run(
-            sampling_params_of(SAMPLING), prompt_ids=np.array(PROMPT), request_id="g1/train0.0", raw_prompt=[], anything="else"
+            sampling_params_of(SAMPLING),
+            prompt_ids=np.array(PROMPT),
+            request_id="g1/train0.0",
+            raw_prompt=[],
+            anything="else",
         )
         assert engine.requests[0][:2] == ("g1/train0.0", PROMPT)
         assert (out.response_ids, out.response_mask, out.num_turns) == ([5, 6, 7], [1, 1, 1], 2)
@@ -131,7 +149,9 @@ class ToolLoop(AgentLoopBase):
             if turn:
                 response += self.tool
                 mask += [0] * len(self.tool)
-            out = await self.server_manager.generate("r", prompt_ids=context + response, sampling_params=sampling_params)
+            out = await self.server_manager.generate(
+                "r", prompt_ids=context + response, sampling_params=sampling_params
+            )
             response += out.token_ids
             mask += [1] * len(out.token_ids)
             if out.stop_reason in ("length", "context_full"):
@@ -145,13 +165,18 @@ def test_tool_tokens_are_env_and_sampled_ones_keep_their_own_log_probs():
         out = await ToolLoop(None, server, None).run({}, prompt_ids=PROMPT)
         found = played(out, server, 50)
         assert shape(found.segments) == [
-            ("prompt", PROMPT, -1), ("sampled", [5], 0), ("env", [30, 31], -1), ("sampled", [6, 6], 0), ("env", [30, 31], -1),
+            ("prompt", PROMPT, -1),
+            ("sampled", [5], 0),
+            ("env", [30, 31], -1),
+            ("sampled", [6, 6], 0),
+            ("env", [30, 31], -1),
             ("sampled", [7], 0),
-        ]  # fmt: skip
+        ]
         assert [s.logprobs.tolist() for s in found.segments if s.source == "sampled"] == [
-            completion([5], base=-1).logprobs.tolist(), completion([6, 6], base=-2).logprobs.tolist(),
+            completion([5], base=-1).logprobs.tolist(),
+            completion([6, 6], base=-2).logprobs.tolist(),
             completion([7], base=-3).logprobs.tolist(),
-        ]  # fmt: skip
+        ]
         assert all(s.logprobs is None for s in found.segments if s.source != "sampled")
 
     asyncio.run(main())
@@ -161,10 +186,16 @@ def test_a_completion_of_several_versions_is_one_segment_per_version():
     record = manager((PROMPT, completion([5, 6, 7, 8, 9], spans=((3, 0, 2), (4, 2, 4), (6, 4, 5)))))
     found = played(output([5, 6, 7, 8, 9], [1] * 5), record, 50)
     assert shape(found.segments[1:]) == [("sampled", [5, 6], 3), ("sampled", [7, 8], 4), ("sampled", [9], 6)]
-    assert np.concatenate([s.logprobs for s in found.segments[1:]]).tolist() == record.record[0].completion.logprobs.tolist()
+    assert (
+        np.concatenate([s.logprobs for s in found.segments[1:]]).tolist()
+        == record.record[0].completion.logprobs.tolist()
+    )
 
 
-@pytest.mark.parametrize(("kept", "spans"), [(4, [([5, 6], 3), ([7, 8], 4)]), (3, [([5, 6], 3), ([7], 4)]), (2, [([5, 6], 3)]), (1, [([5], 3)])])
+@pytest.mark.parametrize(
+    ("kept", "spans"),
+    [(4, [([5, 6], 3), ([7, 8], 4)]), (3, [([5, 6], 3), ([7], 4)]), (2, [([5, 6], 3)]), (1, [([5], 3)])],
+)
 def test_a_response_cut_by_the_loop_is_cut_in_every_channel(kept, spans):
     record = manager((PROMPT, completion([5, 6, 7, 8, 9], spans=((3, 0, 2), (4, 2, 5)))))
     found = played(output([5, 6, 7, 8, 9][:kept], [1] * kept), record, 50)
@@ -180,8 +211,10 @@ def test_a_cut_completion_may_be_followed_by_the_tool_or_by_the_next_completion(
     assert found.segments[2].logprobs.tolist() == second.logprobs.tolist()
     record = manager((PROMPT, first), ([*PROMPT, 5, 6, 30], second))
     assert shape(played(output([5, 6, 30, 8, 9], [1, 1, 0, 1, 1]), record, 50).segments[1:]) == [
-        ("sampled", [5, 6], 0), ("env", [30], -1), ("sampled", [8, 9], 0),
-    ]  # fmt: skip
+        ("sampled", [5, 6], 0),
+        ("env", [30], -1),
+        ("sampled", [8, 9], 0),
+    ]
 
 
 @pytest.mark.parametrize("kept", [0, 1])
@@ -230,7 +263,9 @@ def test_a_rewritten_history_is_refused():
     """Sampled after other tokens than the ones that would be trained on: token 5 forgotten, or changed in place."""
     for seen in ([6, 30], [9, 6, 30]):
         record = manager((PROMPT, completion([5, 6])), ([*PROMPT, *seen], completion([8])))
-        with pytest.raises(ValueError, match=r"1 tokens with mask 1, the first at response position 3.*or it rewrote what came before"):
+        with pytest.raises(
+            ValueError, match=r"1 tokens with mask 1, the first at response position 3.*or it rewrote what came before"
+        ):
             played(output([5, 6, 30, 8], [1, 1, 0, 1]), record, 50)
     with pytest.raises(ValueError, match="first at response position 0"):
         played(output([5, 6], [1, 1], prompt=[1, 2]), manager((PROMPT, completion([5, 6]))), 50)
@@ -324,7 +359,14 @@ def test_what_a_loop_may_ask_for():
 
 def test_what_verl_hands_to_its_loops_is_accepted():
     given = sampling_params_of(SAMPLING)
-    assert given == {"max_tokens": 50, "temperature": 0.8, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "logprobs": True}
+    assert given == {
+        "max_tokens": 50,
+        "temperature": 0.8,
+        "top_p": 1.0,
+        "top_k": -1,
+        "repetition_penalty": 1.0,
+        "logprobs": True,
+    }
     assert asked(given).temperature == 0.8
     truncated = Sampling(max_tokens=5, temperature=0.5, top_p=0.9, top_k=20)
     assert asked(sampling_params_of(truncated), truncated).top_k == 20
@@ -368,9 +410,9 @@ def test_seeds_differ_by_turn_attempt_index_and_among_calls_made_at_once():
                 server = ServerManager(engine, SAMPLING, seed_parts=(1, "train", 0, 0, "task", index, attempt))
                 for _ in range(2):
                     await server.generate("r", prompt_ids=PROMPT, sampling_params={})
-                await asyncio.gather(*(
-                    server.generate(f"branch{b}", prompt_ids=PROMPT, sampling_params={}) for b in range(3)
-                ))  # fmt: skip
+                await asyncio.gather(
+                    *(server.generate(f"branch{b}", prompt_ids=PROMPT, sampling_params={}) for b in range(3))
+                )
         return [s.seed for _, _, s in engine.requests]
 
     seeds = asyncio.run(main())

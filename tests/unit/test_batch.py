@@ -8,7 +8,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.batch import Batch, Columns, loss_index, pack, segment_mean, segment_sum, select_rows, split_rows, unshare
+from verl.batch import (
+    Batch,
+    Columns,
+    loss_index,
+    make_microbatches,
+    pack,
+    segment_mean,
+    segment_sum,
+    select_rows,
+    unshare,
+)
 from verl.types import Sample, Segment
 
 VOCAB = 5  # few ids, so that equal segments and duplicated rows are common
@@ -20,7 +30,9 @@ def segments(draw, first: bool):
     ids = np.array(draw(st.lists(st.integers(0, VOCAB - 1), min_size=first, max_size=4)), np.int64)
     logprobs = None
     if source == "sampled":
-        logprobs = np.array(draw(st.lists(st.floats(-9, 0, width=32), min_size=len(ids), max_size=len(ids))), np.float32)
+        logprobs = np.array(
+            draw(st.lists(st.floats(-9, 0, width=32), min_size=len(ids), max_size=len(ids))), np.float32
+        )
     return Segment(ids=ids, source=source, logprobs=logprobs, version=draw(st.integers(0, 2)))
 
 
@@ -33,8 +45,16 @@ def forests(draw):
         prompt = draw(st.sampled_from(prompts))
         rest = draw(st.lists(segments(first=False), max_size=4))
         trajectory = draw(st.sampled_from([f"t{i}", "t0", "01", "1"]))
-        out.append(Sample(sample_id=f"{i}", trajectory_id=trajectory, group_id=draw(st.sampled_from(["01", "1", "{a}"])),
-                          purpose="train", segments=(prompt, *rest), temperature=draw(st.sampled_from([0.0, 0.7, 1.0]))))  # fmt: skip
+        out.append(
+            Sample(
+                sample_id=f"{i}",
+                trajectory_id=trajectory,
+                group_id=draw(st.sampled_from(["01", "1", "{a}"])),
+                purpose="train",
+                segments=(prompt, *rest),
+                temperature=draw(st.sampled_from([0.0, 0.7, 1.0])),
+            )
+        )
     if draw(st.booleans()):
         out.append(replace(out[0], sample_id="again"))
     return out
@@ -107,7 +127,9 @@ def test_pack_against_one_row_at_a_time(samples, share_prefix):
 @given(forests(), st.randoms(use_true_random=False))
 def test_selected_rows_are_those_rows_and_no_other_token(samples, random):
     batch = pack(samples)
-    batch = batch.with_columns({"mark": torch.arange(batch.num_loss_tokens)}).with_row_columns({"row": torch.arange(len(samples))})
+    batch = batch.with_columns({"mark": torch.arange(batch.num_loss_tokens)}).with_row_columns(
+        {"row": torch.arange(len(samples))}
+    )
     order = list(range(len(samples)))
     random.shuffle(order)
     rows = np.array(order[: random.randint(1, len(order))])
@@ -127,7 +149,7 @@ def test_selected_rows_are_those_rows_and_no_other_token(samples, random):
 @given(forests(), st.integers(1, 40))
 def test_micro_batches_keep_the_budget_and_whole_trajectories(samples, budget):
     batch = pack(samples)
-    parts = split_rows(batch, budget)
+    parts = make_microbatches(batch, budget)
     assert sorted(int(r) for rows in parts for r in rows) == list(range(len(samples)))
     where = {}
     for i, rows in enumerate(parts):
@@ -143,17 +165,26 @@ def test_rows_under_one_prompt_go_together_wherever_they_stand():
     """Prompt tokens are counted, and computed, once a group and micro-batch."""
     heads = [prompt(*range(10 * g, 10 * g + 8)) for g in range(3)]
     batch = pack([sample(f"{g}/{i}", heads[g], sampled([i, i])) for i in range(4) for g in range(3)])
-    parts = split_rows(batch, 16)
+    parts = make_microbatches(batch, 16)
     assert [select_rows(batch, rows).num_tokens for rows in parts] == [16, 16, 16]
     assert [rows.tolist() for rows in parts] == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
 
 
 def sampled(ids, logprobs=None):
-    return Segment(ids=np.array(ids), source="sampled", logprobs=np.array(logprobs or [-1.0] * len(ids), np.float32), version=0)
+    return Segment(
+        ids=np.array(ids), source="sampled", logprobs=np.array(logprobs or [-1.0] * len(ids), np.float32), version=0
+    )
 
 
 def sample(name, *segments, **fields):
-    return Sample(sample_id=name, trajectory_id=fields.pop("trajectory", name), group_id="g", purpose="train", segments=segments, **fields)
+    return Sample(
+        sample_id=name,
+        trajectory_id=fields.pop("trajectory", name),
+        group_id="g",
+        purpose="train",
+        segments=segments,
+        **fields,
+    )
 
 
 def prompt(*ids):
@@ -174,7 +205,13 @@ def test_the_last_position_of_a_sequence_never_predicts_the_next_one():
 
 def test_ids_of_another_integer_type_are_the_same_ids():
     narrow = Segment(ids=np.array([1, 0], np.int32), source="prompt")  # the bytes of one int64 1
-    batch = pack([sample("a", narrow, sampled([2])), sample("b", prompt(1), sampled([2])), sample("c", prompt(1, 0), sampled([2]))])
+    batch = pack(
+        [
+            sample("a", narrow, sampled([2])),
+            sample("b", prompt(1), sampled([2])),
+            sample("c", prompt(1, 0), sampled([2])),
+        ]
+    )
     assert [seen_by(batch, int(t)) for t in batch.target_from] == [[1, 0], [1], [1, 0]]
     assert batch.num_tokens == 2 + 1 + 1 + 1
 
@@ -182,7 +219,9 @@ def test_ids_of_another_integer_type_are_the_same_ids():
 def test_spans_of_several_versions_are_one_run():
     turns = (prompt(1), sampled([2]), sampled([3, 4]), Segment(ids=np.array([9]), source="env"), sampled([5]))
     batch = pack([sample("a", *turns)])
-    assert len(batch.parent) == 4 and batch.targets.tolist() == [2, 3, 4, 5] and batch.target_from.tolist() == [0, 1, 2, 4]
+    assert (
+        len(batch.parent) == 4 and batch.targets.tolist() == [2, 3, 4, 5] and batch.target_from.tolist() == [0, 1, 2, 4]
+    )
 
 
 def test_a_row_without_tokens_is_refused_and_one_without_targets_is_not():
@@ -202,17 +241,26 @@ def test_columns_are_length_checked():
 
 
 def columns(x, sequence_of, mask, n):
-    return Columns(token={"x": x}, sequence={}, sequence_of=torch.tensor(sequence_of), num_sequences=n, mask=torch.tensor(mask))
+    return Columns(
+        token={"x": x}, sequence={}, sequence_of=torch.tensor(sequence_of), num_sequences=n, mask=torch.tensor(mask)
+    )
 
 
 def test_reductions_select_and_do_not_multiply():
     x = torch.tensor([1.0, float("nan"), 3.0, float("inf"), 5.0], dtype=torch.float64, requires_grad=True)
     c = columns(x, [0, 0, 2, 2, 0], [True, False, True, False, True], 4)
-    assert c.sum(x).tolist() == [6, 0, 3, 0] and c.mean(x).tolist() == [3, 0, 3, 0] and c.counts().tolist() == [2, 0, 1, 0]
+    assert (
+        c.sum(x).tolist() == [6, 0, 3, 0] and c.mean(x).tolist() == [3, 0, 3, 0] and c.counts().tolist() == [2, 0, 1, 0]
+    )
     c.cleaned()["x"].square().sum().backward()
     assert x.grad.tolist() == [2, 0, 6, 0, 10]
-    wide = Columns(token={"h": torch.full((5, 2), float("nan")), "id": torch.arange(5)}, sequence={}, sequence_of=c.sequence_of,
-                   num_sequences=4, mask=c.mask)  # fmt: skip
+    wide = Columns(
+        token={"h": torch.full((5, 2), float("nan")), "id": torch.arange(5)},
+        sequence={},
+        sequence_of=c.sequence_of,
+        num_sequences=4,
+        mask=c.mask,
+    )
     assert not wide.cleaned()["h"][1].any() and wide.cleaned()["id"].tolist() == [0, 1, 2, 3, 4]
 
 

@@ -24,22 +24,41 @@ MACHINE = limits.Machine(
 
 
 def work(**changed: float) -> limits.Work:
-    given = {"groups": 3, "samples_per_prompt": 2, "prompt_tokens_mean": 4.0, "response_tokens_mean": 5.0, "longest_response_tokens": 6.0}
+    given = {
+        "groups": 3,
+        "samples_per_prompt": 2,
+        "prompt_tokens_mean": 4.0,
+        "response_tokens_mean": 5.0,
+        "longest_response_tokens": 6.0,
+    }
     return limits.Work(**{**given, **changed})
 
 
 def steps(wall_s: float, count: int = 3, **changed: float) -> list[dict[str, float]]:
     step = {
-        "wall_s": wall_s, "cpu_s": 2 * wall_s, "rollout_s": 0.25 * wall_s, "update_s": 0.5 * wall_s, "prompt_tokens": 96.0,
-        "response_tokens": 1000.0, "longest_response_tokens": 40.0, "others_cores": 0.0, "load_1min": 0.5,
-        "rollout_cpu_s": 0.5 * wall_s, "update_cpu_s": wall_s, "phase_s/update": 0.5 * wall_s,
-        "phase_s/rollout": 0.25 * wall_s, "phase_cpu_s/update": wall_s, "phase_cpu_s/rollout": 0.5 * wall_s,
-    }  # fmt: skip
+        "wall_s": wall_s,
+        "cpu_s": 2 * wall_s,
+        "rollout_s": 0.25 * wall_s,
+        "update_s": 0.5 * wall_s,
+        "prompt_tokens": 96.0,
+        "response_tokens": 1000.0,
+        "longest_response_tokens": 40.0,
+        "others_cores": 0.0,
+        "load_1min": 0.5,
+        "rollout_cpu_s": 0.5 * wall_s,
+        "update_cpu_s": wall_s,
+        "phase_s/update": 0.5 * wall_s,
+        "phase_s/rollout": 0.25 * wall_s,
+        "phase_cpu_s/update": wall_s,
+        "phase_cpu_s/rollout": 0.5 * wall_s,
+    }
     return [{**step, **changed} for _ in range(count)]
 
 
 def arm(name: str, *walls_s: float, peak_rss_mb: float = 100.0, **changed: float) -> results.Arm:
-    return results.Arm(name, [{"steps": steps(w, **changed), "peak_rss_mb": peak_rss_mb, "first_step_done_s": 9.0} for w in walls_s])
+    return results.Arm(
+        name, [{"steps": steps(w, **changed), "peak_rss_mb": peak_rss_mb, "first_step_done_s": 9.0} for w in walls_s]
+    )
 
 
 # -- what a step costs -------------------------------------------------------------------------------------------------
@@ -89,7 +108,14 @@ def test_the_best_of_several_passes_is_kept_per_figure():
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_shape_of_a_model_folder_counts_an_embedding_only_where_it_is_the_head(tmp_path, tied):
-    config = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 3, "hidden_size": 8, "vocab_size": 10, "tie_word_embeddings": tied}
+    config = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 3,
+        "hidden_size": 8,
+        "vocab_size": 10,
+        "tie_word_embeddings": tied,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     tensors = {"embed": np.zeros((10, 8), np.float32), "layer": np.zeros((8, 8), np.float32)}
     save_file(tensors if tied else {**tensors, "head": np.zeros((10, 8), np.float32)}, tmp_path / "model.safetensors")
@@ -171,9 +197,10 @@ def test_verl_that_did_not_run_is_said_first(arms):
 
 def test_multiples_of_the_limit(arms):
     limit = {
-        "rollout": limits.Limit(10.0, 1.0, 0.125), "update": limits.Limit(30.0, 0.0, 0.25),
+        "rollout": limits.Limit(10.0, 1.0, 0.125),
+        "update": limits.Limit(30.0, 0.0, 0.25),
         "step": limits.Limit(40.0, 1.0, 0.375),
-    }  # fmt: skip
+    }
     rows = results.multiples(arms, limit, MACHINE, "float32").rows
     assert rows[0] == ("rollout, wall", "10.0", "1.00", "0.125 s", "2.0×", "4.0×", "not run")
     assert rows[1] == ("rollout, CPU", "10.0", "", "0.100 core-s", "5.0×", "10.0×", "not run")
@@ -201,12 +228,18 @@ def test_the_page_holds_facts_verdict_and_tables(arms):
 @pytest.mark.parametrize(
     ("output", "cause"),
     [
-        ("Collecting trl\nERROR: No matching distribution found for trl==9\n\n[notice] a new pip\n", "ERROR: No matching distribution found for trl==9"),
-        ("Traceback (most recent call last):\n  File x\ntorch.cuda.OutOfMemoryError: no\n", "torch.cuda.OutOfMemoryError: no"),
+        (
+            "Collecting trl\nERROR: No matching distribution found for trl==9\n\n[notice] a new pip\n",
+            "ERROR: No matching distribution found for trl==9",
+        ),
+        (
+            "Traceback (most recent call last):\n  File x\ntorch.cuda.OutOfMemoryError: no\n",
+            "torch.cuda.OutOfMemoryError: no",
+        ),
         ("one\ntwo\n", "two"),
         ("", "no output"),
     ],
-)  # fmt: skip
+)
 def test_why_a_program_failed_is_one_line(output, cause):
     assert environments.why(output) == cause
 
@@ -311,12 +344,19 @@ def test_the_breakdown_adds_up_to_the_whole() -> None:
 
 
 @pytest.mark.parametrize("add", [False, True])
-def test_repetitions_of_earlier_calls_are_kept_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, add: bool) -> None:
+def test_repetitions_of_earlier_calls_are_kept_on_request(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, add: bool
+) -> None:
     monkeypatch.setattr(ragged, "ROOT", tmp_path)
     (tmp_path / "runs" / "bench").mkdir(parents=True)
-    (tmp_path / "runs" / "bench" / "ragged.json").write_text(json.dumps({
-        "step-100M": {"reasons": {}, "arms": {"verl": steps(1.0, 1), "TRL": steps(9.0, 1)}}, "load": {"step-100M": [2.0]},
-    }))  # fmt: skip
+    (tmp_path / "runs" / "bench" / "ragged.json").write_text(
+        json.dumps(
+            {
+                "step-100M": {"reasons": {}, "arms": {"verl": steps(1.0, 1), "TRL": steps(9.0, 1)}},
+                "load": {"step-100M": [2.0]},
+            }
+        )
+    )
     bench = ragged.Bench(1, 2, Console(quiet=True), add=add)
     bench._keep("step-100M", {"verl": [{"steps": steps(3.0, 2)}], "TRL": []}, {}, "steps")
     arms = bench.found["step-100M"]["arms"]

@@ -11,7 +11,14 @@ from verl.config.load import load_config, validate
 from verl.show import show
 
 FOLDER = Path(__file__).parents[2] / "docs" / "algorithms"
-WORDS = {"sqrt": math.sqrt, "exp": math.exp, "ln": math.log, "max": max, "min": min, "sigmoid": lambda x: 1 / (1 + math.exp(-x))}
+WORDS = {
+    "sqrt": math.sqrt,
+    "exp": math.exp,
+    "ln": math.log,
+    "max": max,
+    "min": min,
+    "sigmoid": lambda x: 1 / (1 + math.exp(-x)),
+}
 
 
 def by_hand(text: str) -> float:

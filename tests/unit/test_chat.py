@@ -14,12 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from verl.chat import (
-    RowRefused,
-    audit_template,
-    render_conversation,
-    render_prompt,
-)
+from verl.chat import RowRefused, audit_template, render_conversation, render_prompt
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -171,9 +166,11 @@ def tokenizer_of(name: str) -> Any:
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=list(special), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        vocab_size=400,
+        special_tokens=list(special),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
-    )  # fmt: skip
+    )
     core.train_from_iterator(CORPUS * 4, trainer)
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core, eos_token=eos, bos_token="<bos>" if "<bos>" in special else None
@@ -233,9 +230,15 @@ GOLDEN = {
 def test_audit_matches_the_golden_table(name: str) -> None:
     audit, decode = audit_of(name), tokenizer_of(name).decode
     found = (
-        audit.prefix_stable, audit.append_only, decode(audit.generation_prompt_ids), decode(audit.ends_turn_with),
-        decode(audit.trailing_ids), audit.supports_system, audit.supports_tools, audit.supports_tool_calls,
-    )  # fmt: skip
+        audit.prefix_stable,
+        audit.append_only,
+        decode(audit.generation_prompt_ids),
+        decode(audit.ends_turn_with),
+        decode(audit.trailing_ids),
+        audit.supports_system,
+        audit.supports_tools,
+        audit.supports_tool_calls,
+    )
     assert found == GOLDEN[name], audit.reasons
     if not audit.append_only:
         assert any(r.startswith("with ") for r in audit.reasons), "a flag that is off has its reason"
@@ -277,9 +280,10 @@ def test_masks_of_two_turns(name: str) -> None:
     assert trained(name, rows) == GOLDEN_SPANS[name]
     last = render_conversation(tokenizer, messages, audit, template_kwargs={}, train_on="last_assistant")
     assert len(last) == 1 and trained(name, last) == GOLDEN_SPANS[name][1:]
-    assert trained(
-        name, render_conversation(tokenizer, messages, audit, template_kwargs={}, train_from=3)
-    ) == GOLDEN_SPANS[name][1:]  # fmt: skip
+    assert (
+        trained(name, render_conversation(tokenizer, messages, audit, template_kwargs={}, train_from=3))
+        == GOLDEN_SPANS[name][1:]
+    )
     for row, upto in zip(reversed(rows), (3, 1)):  # a row begins with exactly what the engine would see
         prompt = render_prompt(tokenizer, messages[:upto], template_kwargs={})
         assert np.array_equal(row.ids[: len(prompt)], prompt)
@@ -369,9 +373,12 @@ def test_tool_calls_are_trained_and_tool_results_are_not() -> None:
     for kwargs, text in (({"tools": [tool]}, "tools, which"), ({}, "tool calls or tool results")):
         with pytest.raises(RowRefused, match=text):
             render_conversation(
-                tokenizer_of("chatml"), messages if not kwargs else conversation("Hi", "A"), audit_of("chatml"),
-                template_kwargs={}, **kwargs,
-            )  # fmt: skip
+                tokenizer_of("chatml"),
+                messages if not kwargs else conversation("Hi", "A"),
+                audit_of("chatml"),
+                template_kwargs={},
+                **kwargs,
+            )
 
 
 @pytest.mark.parametrize(

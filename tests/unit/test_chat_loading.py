@@ -37,7 +37,11 @@ def test_decoding_directly_is_decoding_with_the_tokenizer() -> None:
     for kind, clean in ((PreTrainedTokenizerFast, False), (PreTrainedTokenizerFast, True), (Shouting, False)):
         tokenizer = kind(tokenizer_object=Tokenizer(pieces), unk_token="[UNK]", clean_up_tokenization_spaces=clean)
         ids = [1, 4, 0, 2, 3]
-        expected = {(PreTrainedTokenizerFast, False): "a n't b !", (PreTrainedTokenizerFast, True): "an't b!", (Shouting, False): "A N'T B !"}
+        expected = {
+            (PreTrainedTokenizerFast, False): "a n't b !",
+            (PreTrainedTokenizerFast, True): "an't b!",
+            (Shouting, False): "A N'T B !",
+        }
         assert decoder(tokenizer)(ids) == tokenizer.decode(ids, skip_special_tokens=True) == expected[kind, clean]
     chat = tokenizer_of("chatml")
     ids = render_prompt(chat, conversation("Hi"), template_kwargs={}).tolist()

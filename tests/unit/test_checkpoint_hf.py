@@ -177,9 +177,12 @@ def test_another_tokenizer_and_template(tmp_path: Path) -> None:
     character_tokenizer("xyz").save_pretrained(tmp_path / "tok")
     template = CHAT_TEMPLATE.replace("<|user|>", "")
     export_hf(
-        tmp_path / "out", tensors=model.state_dict().items(), source_dir=src, tokenizer_dir=tmp_path / "tok",
+        tmp_path / "out",
+        tensors=model.state_dict().items(),
+        source_dir=src,
+        tokenizer_dir=tmp_path / "tok",
         chat_template=template,
-    )  # fmt: skip
+    )
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert "x" in tokenizer.get_vocab() and "a" not in tokenizer.get_vocab()
     assert tokenizer.chat_template == template
@@ -211,9 +214,11 @@ def test_another_head_by_override(tmp_path: Path) -> None:
     src = source(tmp_path / "src", qwen3())
     reward = Qwen3ForSequenceClassification(Qwen3Config.from_pretrained(src, num_labels=1, pad_token_id=0))
     export_hf(
-        tmp_path / "out", tensors=reward.state_dict().items(), source_dir=src,
+        tmp_path / "out",
+        tensors=reward.state_dict().items(),
+        source_dir=src,
         config_overrides={"architectures": ["Qwen3ForSequenceClassification"], "num_labels": 1, "pad_token_id": 0},
-    )  # fmt: skip
+    )
     again = loaded(tmp_path / "out", AutoModelForSequenceClassification)
     assert again.score.weight.equal(reward.score.weight)
 

@@ -89,8 +89,12 @@ def test_everything_is_on_disk_before_the_name_is(tmp_path: Path, monkeypatch) -
     tmp = f"step_7.tmp-{socket.gethostname()}-{os.getpid()}"
     assert set(log[:2]) == {("sync", "tree.json"), ("sync", "weights.bin")}
     assert log[2:] == [
-        ("sync", "manifest.json"), ("sync", "state"), ("sync", tmp), ("rename", "step_7"), ("sync", tmp_path.name),
-    ]  # fmt: skip
+        ("sync", "manifest.json"),
+        ("sync", "state"),
+        ("sync", tmp),
+        ("rename", "step_7"),
+        ("sync", tmp_path.name),
+    ]
 
 
 # ---- verification
@@ -186,9 +190,10 @@ def expected_kept(saves: list[tuple[int, float | None]], keep_last: int, keep_ev
         top = (max(values) if best == "max" else min(values)) if values else None
         first_best = next((k for k in kept if k[1] is not None and k[1] == top), None)
         kept = [
-            k for i, k in enumerate(kept)
+            k
+            for i, k in enumerate(kept)
             if i >= len(kept) - keep_last or (keep_every and k[0] % keep_every == 0) or k is first_best
-        ]  # fmt: skip
+        ]
     return {step for step, _ in kept}
 
 

@@ -47,17 +47,33 @@ def round_trip(tmp_path: Path, state: dict) -> dict:
 
 def test_every_kind_of_value(tmp_path: Path) -> None:
     state = {
-        "none": None, "yes": True, "int": 2**200, "negative": -1, "zero": -0.0, "pi": math.pi, "tiny": 5e-324,
-        "inf": [math.inf, -math.inf, math.nan], "text": "ä\n\ud800$", "bytes": bytes(range(256)), "empty": {},
-        "lists": [[], (), [()], ((1,), [2])], "$dollar": 1, "inner": {"$tensor": "not one"},
+        "none": None,
+        "yes": True,
+        "int": 2**200,
+        "negative": -1,
+        "zero": -0.0,
+        "pi": math.pi,
+        "tiny": 5e-324,
+        "inf": [math.inf, -math.inf, math.nan],
+        "text": "ä\n\ud800$",
+        "bytes": bytes(range(256)),
+        "empty": {},
+        "lists": [[], (), [()], ((1,), [2])],
+        "$dollar": 1,
+        "inner": {"$tensor": "not one"},
         "keys": {1: "a", "1": "b", None: "c", 2.5: "d", False: "e", (0, "x"): "f"},
         "ordered": OrderedDict([("b", 1), ("a", torch.ones(2))]),
         "scalars": [np.float32(0.1), np.float64(0.1), np.int64(-3), np.bool_(True), np.str_("s")],
         "arrays": [
-            np.arange(6, dtype=">i2").reshape(2, 3), np.zeros((0, 4), np.float16), np.array(7), np.array(["ab", "c"]),
-            np.array([1 + 2j]), np.array("2024-01-01", dtype="datetime64[D]"), np.asfortranarray(np.ones((2, 3))),
+            np.arange(6, dtype=">i2").reshape(2, 3),
+            np.zeros((0, 4), np.float16),
+            np.array(7),
+            np.array(["ab", "c"]),
+            np.array([1 + 2j]),
+            np.array("2024-01-01", dtype="datetime64[D]"),
+            np.asfortranarray(np.ones((2, 3))),
         ],
-    }  # fmt: skip
+    }
     assert same(round_trip(tmp_path, state), state)
 
 
@@ -100,9 +116,12 @@ def test_random_states_go_on_where_they_were(tmp_path: Path) -> None:
     for r in (python, generator, legacy, mersenne):
         r.random()
     state = {
-        "python": python.getstate(), "numpy": generator.bit_generator.state, "legacy": legacy.get_state(),
-        "mersenne": mersenne.bit_generator.state, "torch": torch_rng.get_state(),
-    }  # fmt: skip
+        "python": python.getstate(),
+        "numpy": generator.bit_generator.state,
+        "legacy": legacy.get_state(),
+        "mersenne": mersenne.bit_generator.state,
+        "torch": torch_rng.get_state(),
+    }
     back = round_trip(tmp_path, state)
     assert same(back, state)
     expected = [python.random(), generator.random(), legacy.random_sample(), mersenne.random()]
@@ -141,9 +160,15 @@ def test_names_that_clash_stay_apart(tmp_path: Path) -> None:
 
 keys = st.one_of(st.text(max_size=4), st.integers(-3, 3), st.booleans(), st.none())
 leaves = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(), st.binary(max_size=9),
-    st.integers(0, 5).map(lambda n: torch.arange(n)), st.floats(width=32).map(np.float32),
-)  # fmt: skip
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(),
+    st.binary(max_size=9),
+    st.integers(0, 5).map(lambda n: torch.arange(n)),
+    st.floats(width=32).map(np.float32),
+)
 trees = st.recursive(
     leaves,
     lambda t: st.one_of(
@@ -210,9 +235,12 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
 
 def test_mixed_item_sizes_stay_aligned(tmp_path: Path) -> None:
     tensors = {
-        "bool": torch.ones(3, dtype=torch.bool), "half": torch.ones(5, dtype=torch.bfloat16), "long": torch.arange(3),
-        "byte": torch.ones(1, dtype=torch.uint8), "float": torch.rand(7),
-    }  # fmt: skip
+        "bool": torch.ones(3, dtype=torch.bool),
+        "half": torch.ones(5, dtype=torch.bfloat16),
+        "long": torch.arange(3),
+        "byte": torch.ones(1, dtype=torch.uint8),
+        "float": torch.rand(7),
+    }
     write_tensors(tmp_path / "x.safetensors", tensors)
     back = load_file(tmp_path / "x.safetensors")
     assert all(back[k].equal(v) for k, v in tensors.items())

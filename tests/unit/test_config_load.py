@@ -48,7 +48,9 @@ def test_defaults_are_those_of_the_schema() -> None:
 
 
 def test_command_line_over_recipe_over_its_base_over_default(tmp_path: Path) -> None:
-    (tmp_path / "base.yaml").write_text("step: {prompts_per_step: 8, samples_per_prompt: 2}\nrun: {seed: 3}\nreward: {kwargs: {a: 1, b: {x: 1}}}\n")
+    (tmp_path / "base.yaml").write_text(
+        "step: {prompts_per_step: 8, samples_per_prompt: 2}\nrun: {seed: 3}\nreward: {kwargs: {a: 1, b: {x: 1}}}\n"
+    )
     (tmp_path / "top.yaml").write_text("recipe: base.yaml\nstep.samples_per_prompt: 4\nreward: {kwargs: {b: {y: 2}}}\n")
     top = tmp_path / "top.yaml"
     resolved = load_config([f"recipe={top}", MODEL, "step.samples_per_prompt=16", "reward.kwargs.c=3"])
@@ -70,14 +72,21 @@ def test_packaged_recipes_compose() -> None:
     assert c.origins["step.samples_per_prompt"] == "recipe gsm8k_grpo"
 
 
-@pytest.mark.parametrize(("text", "reason"), [
-    ("step: {prompt_per_step: 8}", "unknown key 'step.prompt_per_step' .*did you mean step.prompts_per_step"),
-    ("data: {train_batch_size: 8}", "verl's name, only on the command line; here it is step.prompts_per_step"),
-    ("step: 8", "unknown key 'step' .*a section"), ("nonsense: {a: 1}", "unknown key 'nonsense.a'"),
-    ("run: {seed: x}", "run.seed='x' .recipe .*: expected int"), ("- a", "mapping of sections"), ("a: [", "not YAML"),
-    ("run: {seed: 1}\nrun: {seed: 2}", "not YAML: .*duplicate"), ("recipe: r.yaml", "its own base"),
-    ("recipe: nope", "no such recipe"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("step: {prompt_per_step: 8}", "unknown key 'step.prompt_per_step' .*did you mean step.prompts_per_step"),
+        ("data: {train_batch_size: 8}", "verl's name, only on the command line; here it is step.prompts_per_step"),
+        ("step: 8", "unknown key 'step' .*a section"),
+        ("nonsense: {a: 1}", "unknown key 'nonsense.a'"),
+        ("run: {seed: x}", "run.seed='x' .recipe .*: expected int"),
+        ("- a", "mapping of sections"),
+        ("a: [", "not YAML"),
+        ("run: {seed: 1}\nrun: {seed: 2}", "not YAML: .*duplicate"),
+        ("recipe: r.yaml", "its own base"),
+        ("recipe: nope", "no such recipe"),
+    ],
+)
 def test_faulty_recipes_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, reason: str) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "r.yaml").write_text(text)
@@ -86,10 +95,15 @@ def test_faulty_recipes_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("args", "reason"), [
-    (["recipe=gsm8k_gpro"], "did you mean gsm8k_grpo"), (["recipe=/no/x.yaml"], "no such file"), (["recipe="], "names no recipe"),
-    (["recipe=gsm8k_grpo", "recipe=quickstart"], "one recipe only"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("args", "reason"),
+    [
+        (["recipe=gsm8k_gpro"], "did you mean gsm8k_grpo"),
+        (["recipe=/no/x.yaml"], "no such file"),
+        (["recipe="], "names no recipe"),
+        (["recipe=gsm8k_grpo", "recipe=quickstart"], "one recipe only"),
+    ],
+)
 def test_recipes_that_are_not_there(args: list[str], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         load_config([*args, MODEL])
@@ -98,27 +112,52 @@ def test_recipes_that_are_not_there(args: list[str], reason: str) -> None:
 # -- types -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("argument", "key", "value"), [
-    ("run.seed=2.0", "run.seed", 2), ("run.total_steps=1e3", "run.total_steps", 1000), ("optim.lr=1", "optim.lr", 1.0),
-    ("run.total_steps=null", "run.total_steps", None), ("run.name=007", "run.name", "007"), ("run.name=1e3", "run.name", "1e3"),
-    ("track.sinks=console", "track.sinks", ["console"]), ("data.train_files=[a,b]", "data.train_files", ["a", "b"]),
-    ("optim.betas=[0,0.5]", "optim.betas", [0.0, 0.5]), ("data.shuffle=False", "data.shuffle", False),
-    ("+run.seed=5", "run.seed", 5), ("run.name='a b'", "run.name", "a b"), ("model.template_kwargs.a.b=1", "model.template_kwargs", {"a": {"b": 1}}),
-    ("rollout.engine_options={a: 1, b: [x]}", "rollout.engine_options", {"a": 1, "b": ["x"]}),
-    ("reward.path='~/r.py'", "reward.path", str(Path("~/r.py").expanduser())),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("argument", "key", "value"),
+    [
+        ("run.seed=2.0", "run.seed", 2),
+        ("run.total_steps=1e3", "run.total_steps", 1000),
+        ("optim.lr=1", "optim.lr", 1.0),
+        ("run.total_steps=null", "run.total_steps", None),
+        ("run.name=007", "run.name", "007"),
+        ("run.name=1e3", "run.name", "1e3"),
+        ("track.sinks=console", "track.sinks", ["console"]),
+        ("data.train_files=[a,b]", "data.train_files", ["a", "b"]),
+        ("optim.betas=[0,0.5]", "optim.betas", [0.0, 0.5]),
+        ("data.shuffle=False", "data.shuffle", False),
+        ("+run.seed=5", "run.seed", 5),
+        ("run.name='a b'", "run.name", "a b"),
+        ("model.template_kwargs.a.b=1", "model.template_kwargs", {"a": {"b": 1}}),
+        ("rollout.engine_options={a: 1, b: [x]}", "rollout.engine_options", {"a": 1, "b": ["x"]}),
+        ("reward.path='~/r.py'", "reward.path", str(Path("~/r.py").expanduser())),
+    ],
+)
 def test_values_enter_as_their_type(argument: str, key: str, value: object) -> None:
     found = values_of(load_config([MODEL, argument]).config)[key]
     assert found == value and type(found) is type(value)
 
 
-@pytest.mark.parametrize(("argument", "expected"), [
-    ("run.seed=1.5", "expected int"), ("run.seed=abc", "expected int"), ("run.seed=true", "expected int"), ("run.seed=null", "expected int"),
-    ("run.seed='3'", "expected int"), ("data.shuffle=1", "expected bool"), ("data.shuffle=yes", "expected bool"),
-    ("optim.lr=fast", "expected float"), ("optim.lr=nan", "expected float"), ("run.name=[a]", "expected str"), ("run.name=true", "expected str"),
-    ("algorithm.name=null", "expected str"), ("optim.betas=0.9", "expected list of float"), ("optim.betas=[0.9,x]", "expected float"),
-    ("reward.kwargs=3", "expected mapping"), ("run.threads=many", "expected int"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("argument", "expected"),
+    [
+        ("run.seed=1.5", "expected int"),
+        ("run.seed=abc", "expected int"),
+        ("run.seed=true", "expected int"),
+        ("run.seed=null", "expected int"),
+        ("run.seed='3'", "expected int"),
+        ("data.shuffle=1", "expected bool"),
+        ("data.shuffle=yes", "expected bool"),
+        ("optim.lr=fast", "expected float"),
+        ("optim.lr=nan", "expected float"),
+        ("run.name=[a]", "expected str"),
+        ("run.name=true", "expected str"),
+        ("algorithm.name=null", "expected str"),
+        ("optim.betas=0.9", "expected list of float"),
+        ("optim.betas=[0.9,x]", "expected float"),
+        ("reward.kwargs=3", "expected mapping"),
+        ("run.threads=many", "expected int"),
+    ],
+)
 def test_wrong_types_say_key_value_and_type(argument: str, expected: str) -> None:
     key, _, value = argument.partition("=")
     with pytest.raises(ValueError) as caught:
@@ -127,7 +166,9 @@ def test_wrong_types_say_key_value_and_type(argument: str, expected: str) -> Non
 
 
 def test_a_wrong_type_of_verls_key_names_that_key() -> None:
-    with pytest.raises(ValueError, match=r"step.samples_per_prompt=x \(verl key actor_rollout_ref.rollout.n=x\): expected int"):
+    with pytest.raises(
+        ValueError, match=r"step.samples_per_prompt=x \(verl key actor_rollout_ref.rollout.n=x\): expected int"
+    ):
         load_config([MODEL, "actor_rollout_ref.rollout.n=x"])
 
 
@@ -153,17 +194,29 @@ def test_a_hub_id_is_its_folder_in_the_local_cache(tmp_path: Path, monkeypatch: 
 
 def test_interpolation(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WHERE", "/data")
-    args = ["run.seed=7", "run.name=s${run.seed}", "data.seed=${run.seed}", "run.root_dir=${oc.env:WHERE}/r", "reward.kwargs={a: '${run.name}'}"]
+    args = [
+        "run.seed=7",
+        "run.name=s${run.seed}",
+        "data.seed=${run.seed}",
+        "run.root_dir=${oc.env:WHERE}/r",
+        "reward.kwargs={a: '${run.name}'}",
+    ]
     resolved = load_config([MODEL, *args])
     c = resolved.config
     assert (c.run.name, c.data.seed, c.run.root_dir, c.reward.kwargs) == ("s7", 7, "/data/r", {"a": "s7"})
     assert resolved.origins["data.seed"] == "command line: ${run.seed}"
 
 
-@pytest.mark.parametrize(("argument", "reason"), [
-    ("run.name=${run.name}", "refers to itself"), ("run.name=${run.nmae}", "not found"), ("run.seed=${run.name}", "expected int"),
-    ("run.root_dir=${oc.env:NOT_SET_HERE}", "NOT_SET_HERE"), ("run.name=${run.name", "quote the value"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("argument", "reason"),
+    [
+        ("run.name=${run.name}", "refers to itself"),
+        ("run.name=${run.nmae}", "not found"),
+        ("run.seed=${run.name}", "expected int"),
+        ("run.root_dir=${oc.env:NOT_SET_HERE}", "NOT_SET_HERE"),
+        ("run.name=${run.name", "quote the value"),
+    ],
+)
 def test_faulty_interpolation(argument: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         load_config([MODEL, argument])
@@ -173,8 +226,16 @@ def test_faulty_interpolation(argument: str, reason: str) -> None:
 
 
 def test_dump_names_origins_and_reads_back(tmp_path: Path) -> None:
-    args = ["recipe=gsm8k_grpo", MODEL, "actor_rollout_ref.rollout.n=4", "run.name='x: #y'", "rollout.stop=['a # b',\"it's\"]",
-            "reward.kwargs={s: '1e-6', f: 1e-6, n: null, t: 'true'}", "optim.eps=1e-12", "data.system_prompt='two\nlines: é'"]  # fmt: skip
+    args = [
+        "recipe=gsm8k_grpo",
+        MODEL,
+        "actor_rollout_ref.rollout.n=4",
+        "run.name='x: #y'",
+        "rollout.stop=['a # b',\"it's\"]",
+        "reward.kwargs={s: '1e-6', f: 1e-6, n: null, t: 'true'}",
+        "optim.eps=1e-12",
+        "data.system_prompt='two\nlines: é'",
+    ]
     resolved = load_config(args)
     text = dump_config(resolved)
     file = tmp_path / "config.yaml"
@@ -186,13 +247,26 @@ def test_dump_names_origins_and_reads_back(tmp_path: Path) -> None:
     assert ["  prompts_per_step: 64", "recipe gsm8k_grpo"] in lines and ["  clip_low: null", "default"] in lines
 
 
-SCALARS = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(st.characters(exclude_categories=("Cs",)), max_size=9))
+SCALARS = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(allow_nan=False),
+    st.text(st.characters(exclude_categories=("Cs",)), max_size=9),
+)
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.text(st.characters(exclude_categories=("Cs",)), max_size=30), st.dictionaries(st.text("ab-_. ", max_size=4), SCALARS, max_size=3))
-def test_any_text_survives_the_file(tmp_path_factory: pytest.TempPathFactory, text: str, kwargs: dict[str, object]) -> None:
-    config = build({"model.path": "m", "data.system_prompt": text, "rollout.stop": [text, "x"], "reward.kwargs": kwargs})
+@given(
+    st.text(st.characters(exclude_categories=("Cs",)), max_size=30),
+    st.dictionaries(st.text("ab-_. ", max_size=4), SCALARS, max_size=3),
+)
+def test_any_text_survives_the_file(
+    tmp_path_factory: pytest.TempPathFactory, text: str, kwargs: dict[str, object]
+) -> None:
+    config = build(
+        {"model.path": "m", "data.system_prompt": text, "rollout.stop": [text, "x"], "reward.kwargs": kwargs}
+    )
     file = tmp_path_factory.mktemp("dump") / "config.yaml"
     file.write_text(dump_config(Resolved(config, dict.fromkeys(leaves(), "command line"))), encoding="utf-8")
     assert read_config(file) == config
@@ -209,7 +283,16 @@ def test_reading_is_as_strict_as_loading(tmp_path: Path) -> None:
 
 
 def test_every_leaf_can_be_set_from_the_command_line() -> None:
-    samples = {"int": "3", "float": "0.5", "bool": "true", "str": "x", "mapping": "{a: 1}", "list of str": "[x]", "list of float": "[0.1]", "list of int": "[1]"}
+    samples = {
+        "int": "3",
+        "float": "0.5",
+        "bool": "true",
+        "str": "x",
+        "mapping": "{a: 1}",
+        "list of str": "[x]",
+        "list of float": "[0.1]",
+        "list of int": "[1]",
+    }
     args = [f"{key}={samples[leaf.type_name.removesuffix(' or null')]}" for key, leaf in leaves().items()]
     resolved = load_config(args)
     assert set(resolved.origins.values()) == {"command line"}
@@ -219,5 +302,7 @@ def test_every_leaf_can_be_set_from_the_command_line() -> None:
 def test_another_algorithm_than_the_recipes_is_the_preset_itself() -> None:
     same = load_config(["recipe=gsm8k_grpo", "model.path=m", "algorithm.name=grpo"]).config.algorithm
     assert same.aggregation == "token-mean" and same.kl_loss_coef == 0.0
-    other = load_config(["recipe=gsm8k_grpo", "model.path=m", "algorithm.name=gspo", "algorithm.clip_low=0.1"]).config.algorithm
+    other = load_config(
+        ["recipe=gsm8k_grpo", "model.path=m", "algorithm.name=gspo", "algorithm.clip_low=0.1"]
+    ).config.algorithm
     assert (other.name, other.aggregation, other.kl_loss_coef, other.clip_low) == ("gspo", None, None, 0.1)

@@ -15,16 +15,30 @@ def test_half_a_billion_parameters_exactly(tmp_path: Path) -> None:
     m = describe_model(str(write_qwen_half_billion(tmp_path / "m")))
     assert m.parameters == 494_032_768 and m.tied and m.has_output_head and m.has_chat_template
     assert m.embedding_parameters == 151936 * 896
-    assert (m.layers, m.hidden, m.intermediate, m.heads, m.kv_heads, m.head_dim, m.vocab) == (24, 896, 4864, 14, 2, 64, 151936)
+    assert (m.layers, m.hidden, m.intermediate, m.heads, m.kv_heads, m.head_dim, m.vocab) == (
+        24,
+        896,
+        4864,
+        14,
+        2,
+        64,
+        151936,
+    )
     assert (m.stored_dtype, m.stored_bytes, m.max_context_tokens) == ("bfloat16", 2 * 494_032_768, 32768)
 
 
 def test_shards_count_once(tmp_path: Path) -> None:
-    assert describe_model(str(write_model(tmp_path / "a", shards=3))).parameters == describe_model(str(write_model(tmp_path / "b"))).parameters
+    assert (
+        describe_model(str(write_model(tmp_path / "a", shards=3))).parameters
+        == describe_model(str(write_model(tmp_path / "b"))).parameters
+    )
 
 
 def test_tied_embeddings(tmp_path: Path) -> None:
-    tied, untied = describe_model(str(write_model(tmp_path / "t"))), describe_model(str(write_model(tmp_path / "u", tied=False)))
+    tied, untied = (
+        describe_model(str(write_model(tmp_path / "t"))),
+        describe_model(str(write_model(tmp_path / "u", tied=False))),
+    )
     assert untied.parameters - tied.parameters == 1000 * 64 and not untied.tied
     both = write_model(tmp_path / "both", tied=False, config={"tie_word_embeddings": True})
     assert describe_model(str(both)).parameters == tied.parameters
@@ -38,14 +52,28 @@ def test_buffers_are_no_parameters(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "m")
     count = describe_model(str(folder)).parameters
     tensors = qwen2_tensors(layers=2, hidden=64, ffn=128, heads=4, kv_heads=2, vocab=1000, tied=True)
-    tensors |= {"model.layers.0.self_attn.rotary_emb.inv_freq": [8], "h.0.attn.bias": [1, 1, 16, 16], "h.0.attn.masked_bias": [1]}
+    tensors |= {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": [8],
+        "h.0.attn.bias": [1, 1, 16, 16],
+        "h.0.attn.masked_bias": [1],
+    }
     write_safetensors(folder / "model.safetensors", tensors)
     assert describe_model(str(folder)).parameters == count
 
 
 def test_other_names_and_experts(tmp_path: Path) -> None:
-    names = {"hidden_size": None, "n_embd": 64, "num_hidden_layers": None, "n_layer": 2, "num_attention_heads": None, "n_head": 4,
-             "num_key_value_heads": None, "intermediate_size": None, "max_position_embeddings": None, "n_positions": 128}  # fmt: skip
+    names = {
+        "hidden_size": None,
+        "n_embd": 64,
+        "num_hidden_layers": None,
+        "n_layer": 2,
+        "num_attention_heads": None,
+        "n_head": 4,
+        "num_key_value_heads": None,
+        "intermediate_size": None,
+        "max_position_embeddings": None,
+        "n_positions": 128,
+    }
     m = describe_model(str(write_model(tmp_path / "gpt2", config=names)))
     assert (m.hidden, m.layers, m.heads, m.kv_heads, m.intermediate, m.max_context_tokens) == (64, 2, 4, 4, 256, 128)
     experts = {"num_experts_per_tok": 8, "moe_intermediate_size": 32, "head_dim": 32}
@@ -83,11 +111,19 @@ def broken(folder: Path, how: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("how", "reason"), [
-    ("config", "no config.json"), ("json", "not JSON"), ("layers", "no num_attention_heads"), ("shard", "model-00002-of-00002.safetensors is missing"),
-    ("cut", "it was cut; download it again"), ("pointer", "Git LFS pointer"), ("empty", "not a safetensors file"),
-    ("bin", "there is pytorch_model.bin: save it again"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("config", "no config.json"),
+        ("json", "not JSON"),
+        ("layers", "no num_attention_heads"),
+        ("shard", "model-00002-of-00002.safetensors is missing"),
+        ("cut", "it was cut; download it again"),
+        ("pointer", "Git LFS pointer"),
+        ("empty", "not a safetensors file"),
+        ("bin", "there is pytorch_model.bin: save it again"),
+    ],
+)
 def test_broken_folders_are_one_line(tmp_path: Path, how: str, reason: str) -> None:
     folder = broken(tmp_path / "m", how)
     with pytest.raises(ValueError, match=reason) as caught:

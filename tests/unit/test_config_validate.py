@@ -57,10 +57,10 @@ FAULTS = [
     (["rollout.temperature=0"], "use 1.0"),
     (["rollout.stop=['']"], "empty string"),
     (["rollout.max_kv_tokens=100"], "holds no sequence"),
-    (["rollout.engine_options.draft_token=4"], "options are draft_tokens"),
-    (["rollout.engine=hf", "rollout.engine_options.draft_tokens=4"], "hf engine's options are none"),
-    (["rollout.engine_options.draft_tokens=100"], "from 0 to 64"),
-    (["rollout.engine_options.draft_tokens=true"], "whole number"),
+    (["rollout.engine_options.draft_token=4"], "options are num_speculative_tokens"),
+    (["rollout.engine=hf", "rollout.engine_options.num_speculative_tokens=4"], "hf engine's options are none"),
+    (["rollout.engine_options.num_speculative_tokens=100"], "from 0 to 64"),
+    (["rollout.engine_options.num_speculative_tokens=true"], "whole number"),
     (["rollout.engine=vllm"], "set rollout.engine=native"),
     (["rollout.engine=natve"], "did you mean native"),
     (["rollout.dtype=float16"], "bfloat16"),
@@ -95,7 +95,10 @@ FAULTS = [
     (["data.eval_files=/no/such.jsonl"], "data.eval_files: "),
     (["track.sinks=[console,mlflow]"], "track.sinks=mlflow"),
     (["run.keep_best=eval/acc/greedy"], "nothing is evaluated during the run; set run.eval_every_steps"),
-    (["run.keep_best=eval/acc/greedy", "run.eval_every_steps=5", "run.save_every_steps=5", "data.eval_files=[]"], "or set 0 and run.keep_best=null"),
+    (
+        ["run.keep_best=eval/acc/greedy", "run.eval_every_steps=5", "run.save_every_steps=5", "data.eval_files=[]"],
+        "or set 0 and run.keep_best=null",
+    ),
     (["run.keep_best=eval/acc/greedy", "run.eval_every_steps=5"], "set run.save_every_steps"),
     (["run.eval_every_steps=5", "data.eval_files=[]"], "name a file, or set 0"),
     (["run.resume=atuo"], "did you mean auto"),
@@ -110,12 +113,17 @@ FAULTS = [
     (["model.path=Org/Name"], "hf download Org/Name"),
     (["model.chat_template=/no/t.jinja"], "Jinja file"),
     (["model.tokenizer_path=/no/tokenizer"], "no tokenizer"),
-    (["data.max_prompt_tokens=9000", "step.max_tokens_per_microbatch=65536", "rollout.max_response_tokens=30000"], "above the 32768 positions"),
-]  # fmt: skip
+    (
+        ["data.max_prompt_tokens=9000", "step.max_tokens_per_microbatch=65536", "rollout.max_response_tokens=30000"],
+        "above the 32768 positions",
+    ),
+]
 
 
 @pytest.mark.parametrize(("args", "reason"), FAULTS, ids=lambda x: x[0] if isinstance(x, list) else "")
-def test_each_fault_is_one_line_with_the_fix(base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: list[str], reason: str) -> None:
+def test_each_fault_is_one_line_with_the_fix(
+    base: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: list[str], reason: str
+) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     found = faults(base, *args)
     assert len(found) == 1 and reason in found[0], found
@@ -139,13 +147,18 @@ def test_what_is_allowed(base: list[str]) -> None:
 
 def test_a_group_predicate_may_be_passed_in(base: list[str]) -> None:
     assert faults(base, "step.samples_per_prompt=1", needs_group=lambda name: False) == []
-    assert len(faults(base, "algorithm.name=reinforce", "step.samples_per_prompt=1", needs_group=lambda name: True)) == 1
+    assert (
+        len(faults(base, "algorithm.name=reinforce", "step.samples_per_prompt=1", needs_group=lambda name: True)) == 1
+    )
 
 
 def test_commands_ask_for_what_they_need(base: list[str]) -> None:
     assert "data.eval_files is empty" in faults(base[:1], command="eval")[0]
     assert faults(base[:1], command="generate") == []
-    assert "data.max_tokens_per_row=9000" in faults(base, "data.max_tokens_per_row=9000", "step.max_tokens_per_microbatch=8192", command="sft")[0]
+    assert (
+        "data.max_tokens_per_row=9000"
+        in faults(base, "data.max_tokens_per_row=9000", "step.max_tokens_per_microbatch=8192", command="sft")[0]
+    )
     assert faults(base, "rollout.top_p=0.9", "step.samples_per_prompt=1", command="sft") == []
 
 
@@ -164,9 +177,17 @@ def test_algorithms_agree_with_the_table() -> None:
         assert facts.needs_group == (row.least > 1), name
         assert (facts.kl_loss, facts.kl_reward) == (row.kl_loss_coef > 0, row.kl_reward_coef > 0), name
         assert facts.filters_groups == row.filter_groups, name
-        assert facts.needs_horizon == (row.aggregation == "seq-mean-token-sum-norm" and row.horizon_tokens is None), name
+        assert facts.needs_horizon == (row.aggregation == "seq-mean-token-sum-norm" and row.horizon_tokens is None), (
+            name
+        )
         assert (facts.critic, facts.baselines) == (row.estimator == "gae", row.baselines), name
     assert set(ALGORITHMS) == set(TABLE)
     sections = {f.name for f in dataclasses.fields(AlgorithmConfig)}
-    assert set(ALGORITHM_OPTIONS) == set(Row.__dataclass_fields__) - sections - {"source", "estimator", "least", "baselines", "notes"}
+    assert set(ALGORITHM_OPTIONS) == set(Row.__dataclass_fields__) - sections - {
+        "source",
+        "estimator",
+        "least",
+        "baselines",
+        "notes",
+    }
     assert "ppo_clip" in LOSSES, "dialect_rules.py names it for verl's rloo"

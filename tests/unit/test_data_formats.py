@@ -58,8 +58,10 @@ def test_globs_folders_urls_and_order(tmp_path: Path, monkeypatch: pytest.Monkey
     assert [r["prompt"] for r in rows_of(tmp_path)] == ["b-0.jsonl", "b-1.jsonl", "c[1].jsonl"]
     assert [r["prompt"] for r in rows_of(tmp_path / "*")] == ["b-0.jsonl", "b-1.jsonl", "c[1].jsonl"]
     assert [r["prompt"] for r in rows_of(tmp_path / "b-1.jsonl", tmp_path / "b-*.jsonl")] == [
-        "b-1.jsonl", "b-0.jsonl", "b-1.jsonl",
-    ]  # fmt: skip
+        "b-1.jsonl",
+        "b-0.jsonl",
+        "b-1.jsonl",
+    ]
     assert len(rows_of(tmp_path / "c[1].jsonl")) == 1, "a name that looks like a pattern is a name first"
     assert len(rows_of(f"file://{tmp_path}/b-0.jsonl")) == 1
     monkeypatch.chdir(tmp_path)
@@ -78,25 +80,30 @@ def test_memory_urls() -> None:
 
 
 def test_parquet_comes_out_as_plain_python(tmp_path: Path) -> None:
-    rows = [{
-        "prompt": [{"role": "user", "content": "hi"}],
-        "reward_model": {"style": "rule", "ground_truth": "72"},
-        "extra_info": {"index": 3, "tags": ["a", None], "score": 0.5, "ok": True},
-        "blob": b"\x00\xff",
-        "price": decimal.Decimal("72.50"),
-        "day": datetime.date(2026, 1, 2),
-        "when": datetime.datetime(2026, 1, 2, 3, 4, 5),
-        "took": datetime.timedelta(seconds=90),
-    }]  # fmt: skip
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": "hi"}],
+            "reward_model": {"style": "rule", "ground_truth": "72"},
+            "extra_info": {"index": 3, "tags": ["a", None], "score": 0.5, "ok": True},
+            "blob": b"\x00\xff",
+            "price": decimal.Decimal("72.50"),
+            "day": datetime.date(2026, 1, 2),
+            "when": datetime.datetime(2026, 1, 2, 3, 4, 5),
+            "took": datetime.timedelta(seconds=90),
+        }
+    ]
     (row,) = rows_of(parquet(tmp_path / "a.parquet", rows))
-    assert row == {
-        **rows[0], "price": "72.50", "day": "2026-01-02", "when": "2026-01-02T03:04:05", "took": 90.0,
-    }  # fmt: skip
+    assert row == {**rows[0], "price": "72.50", "day": "2026-01-02", "when": "2026-01-02T03:04:05", "took": 90.0}
     assert {type(v) for v in row["extra_info"].values()} == {int, list, float, bool}
-    kinds = pa.schema([
-        ("m", pa.map_(pa.int32(), pa.string())), ("h", pa.float16()), ("d", pa.dictionary(pa.int8(), pa.string())),
-        ("f", pa.list_(pa.float32(), 2)), ("i", pa.int8()),
-    ])  # fmt: skip
+    kinds = pa.schema(
+        [
+            ("m", pa.map_(pa.int32(), pa.string())),
+            ("h", pa.float16()),
+            ("d", pa.dictionary(pa.int8(), pa.string())),
+            ("f", pa.list_(pa.float32(), 2)),
+            ("i", pa.int8()),
+        ]
+    )
     (row,) = rows_of(
         parquet(tmp_path / "b.parquet", [{"m": [(1, "x")], "h": 1.5, "d": "y", "f": [1.0, 2.0], "i": 4}], kinds)
     )
@@ -121,10 +128,14 @@ def task(row: dict[str, Any], **options: Any) -> Any:
 
 def test_verl_rows() -> None:
     row = {
-        "data_source": "openai/gsm8k", "prompt": [{"role": "user", "content": "2+2?", "name": None}], "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": "4"}, "extra_info": {"index": 0}, "agent_name": "tool_agent",
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": "2+2?", "name": None}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "4"},
+        "extra_info": {"index": 0},
+        "agent_name": "tool_agent",
         "answer": "not this one",
-    }  # fmt: skip
+    }
     got = task(row)
     assert got.messages == USER and got.data_source == "openai/gsm8k" and got.ground_truth == "4"
     assert got.extra_info == {"index": 0} and got.tools is None

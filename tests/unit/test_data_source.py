@@ -222,10 +222,17 @@ def test_the_sft_job_travels_too(tokenizer: Any) -> None:
     from verl.chat import audit_template
 
     job = ConversationJob(
-        tokenizer=tokenizer, audit=audit_template(tokenizer), template_kwargs={}, messages_key="messages",
-        prompt_key="prompt", tools_key=None, system_prompt=None, max_tokens_per_row=99, truncation="error",
+        tokenizer=tokenizer,
+        audit=audit_template(tokenizer),
+        template_kwargs={},
+        messages_key="messages",
+        prompt_key="prompt",
+        tools_key=None,
+        system_prompt=None,
+        max_tokens_per_row=99,
+        truncation="error",
         train_on="all_assistant",
-    )  # fmt: skip
+    )
     rows = [RawRow("f:1", {"prompt": "a", "completion": "b"})]
     here, there = (j(rows, lambda done: None).arrays for j in (job, pickle.loads(pickle.dumps(job))))
     assert here["loss_lengths"].tolist() == [2] and all(np.array_equal(here[k], there[k]) for k in here)
@@ -247,8 +254,7 @@ def test_conversations_with_masks(tokenizer: Any, config: Any, tmp_path: Path) -
         {"role": r, "content": c} for r, c in (("user", "a"), ("assistant", "bb"), ("user", "c"), ("assistant", "d"))
     ]
     file = write(
-        tmp_path / "a.jsonl",
-        [{"messages": turns}, {"messages": turns[:1]}, {"prompt": turns[:3], "completion": "e"}],
+        tmp_path / "a.jsonl", [{"messages": turns}, {"messages": turns[:1]}, {"prompt": turns[:3], "completion": "e"}]
     )
     table = load_conversations([file], tokenizer, config())
     assert len(table) == 2 and table.row_numbers.tolist() == [0, 2]

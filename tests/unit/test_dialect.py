@@ -45,23 +45,42 @@ trainer.total_epochs=15 trainer.val_before_train=False
 """)
 
 MADE_UP = {
-    "ray_kwargs.ray_init.runtime_env.py_executable": "'uv run --isolated'", "algorithm.adv_estimator": "grpo",
-    "data.truncation": "left", f"{ROLLOUT}name": "hf", f"{ACTOR}kl_loss_type": "low_var_kl", f"{ACTOR}strategy": "fsdp2",
-    "actor_rollout_ref.ref.strategy": "fsdp", f"{ACTOR}policy_loss.loss_mode": "vanilla", "algorithm.kl_penalty": "kl",
-    f"{ACTOR}loss_agg_mode": "token-mean", f"{ACTOR}megatron.dtype": "bfloat16", f"{ROLLOUT}dtype": "bfloat16",
-    f"{ROLLOUT}top_k": "-1", f"{ROLLOUT}val_kwargs.top_k": "-1", "trainer.logger": "console", "trainer.device": "cpu",
-    "trainer.resume_mode": "auto", "reward.reward_manager.name": "dapo", "reward_model.reward_manager": "naive",
-    "optim.lr_decay_style": "cosine", "reward.custom_reward_function.name": "score", "data.train_files": "a.jsonl",
-    "algorithm.rollout_correction.rollout_is": "null", "algorithm.rollout_correction.rollout_rs": "null",
-    "optim.betas": "[0.9,0.95]", "trainer.test_freq": "5", f"{ROLLOUT}val_kwargs.do_sample": "False",
+    "ray_kwargs.ray_init.runtime_env.py_executable": "'uv run --isolated'",
+    "algorithm.adv_estimator": "grpo",
+    "data.truncation": "left",
+    f"{ROLLOUT}name": "hf",
+    f"{ACTOR}kl_loss_type": "low_var_kl",
+    f"{ACTOR}strategy": "fsdp2",
+    "actor_rollout_ref.ref.strategy": "fsdp",
+    f"{ACTOR}policy_loss.loss_mode": "vanilla",
+    "algorithm.kl_penalty": "kl",
+    f"{ACTOR}loss_agg_mode": "token-mean",
+    f"{ACTOR}megatron.dtype": "bfloat16",
+    f"{ROLLOUT}dtype": "bfloat16",
+    f"{ROLLOUT}top_k": "-1",
+    f"{ROLLOUT}val_kwargs.top_k": "-1",
+    "trainer.logger": "console",
+    "trainer.device": "cpu",
+    "trainer.resume_mode": "auto",
+    "reward.reward_manager.name": "dapo",
+    "reward_model.reward_manager": "naive",
+    "optim.lr_decay_style": "cosine",
+    "reward.custom_reward_function.name": "score",
+    "data.train_files": "a.jsonl",
+    "algorithm.rollout_correction.rollout_is": "null",
+    "algorithm.rollout_correction.rollout_rs": "null",
+    "optim.betas": "[0.9,0.95]",
+    "trainer.test_freq": "5",
+    f"{ROLLOUT}val_kwargs.do_sample": "False",
     "reward.reward_kwargs.overlong_buffer_cfg.enable": "False",
     "reward_model.reward_kwargs.overlong_buffer_cfg.enable": "False",
-}  # fmt: skip
+}
 """A plausible value for the keys whose value matters; 0 for numbers, False for switches that are refused when on."""
 BESIDE = {
-    f"{ACTOR}ppo_mini_batch_size": ["data.train_batch_size=8"], "optim.min_lr": ["optim.lr=1e-5"],
+    f"{ACTOR}ppo_mini_batch_size": ["data.train_batch_size=8"],
+    "optim.min_lr": ["optim.lr=1e-5"],
     "critic": ["algorithm.adv_estimator=grpo"],
-}  # fmt: skip
+}
 
 
 def overrides_of(*args: str, **options: object) -> dict[str, object]:
@@ -140,13 +159,28 @@ def test_refusals_name_the_fix(row) -> None:
 def test_published_grpo_script_becomes_our_configuration() -> None:
     resolved = load_config([*GRPO_SCRIPT, "rollout.engine=native"], verl_defaults="rl")
     c = resolved.config
-    assert (c.step.prompts_per_step, c.step.samples_per_prompt, c.step.updates_per_step, c.step.epochs_per_step) == (1024, 5, 4, 1)
-    assert (c.data.max_prompt_tokens, c.rollout.max_response_tokens, c.step.max_tokens_per_microbatch) == (1024, 2048, 24576)
+    assert (c.step.prompts_per_step, c.step.samples_per_prompt, c.step.updates_per_step, c.step.epochs_per_step) == (
+        1024,
+        5,
+        4,
+        1,
+    )
+    assert (c.data.max_prompt_tokens, c.rollout.max_response_tokens, c.step.max_tokens_per_microbatch) == (
+        1024,
+        2048,
+        24576,
+    )
     assert c.data.train_files == ["/data/gsm8k/train.parquet"] and c.data.eval_files == ["/data/gsm8k/test.parquet"]
     assert c.model.path == "/models/qwen3-8b" and c.model.gradient_checkpointing
     a = c.algorithm
     assert (a.name, a.kl_loss_coef, a.kl_loss_form, a.kl_reward_coef, a.entropy_coef) == ("grpo", 0.001, "k3", 0.0, 0.0)
-    assert (a.aggregation, a.clip_low, a.clip_high, a.clip_dual, a.normalize_by_std) == ("token-mean", 0.2, 0.2, 3.0, True)
+    assert (a.aggregation, a.clip_low, a.clip_high, a.clip_dual, a.normalize_by_std) == (
+        "token-mean",
+        0.2,
+        0.2,
+        3.0,
+        True,
+    )
     assert (c.optim.lr, c.optim.weight_decay, c.optim.betas, c.optim.clip_grad_norm) == (1e-6, 0.01, [0.9, 0.999], 1.0)
     assert (c.run.name, c.track.project, c.track.sinks) == ("qwen3_8b", "verl_grpo", ["console", "wandb"])
     assert (c.run.save_every_steps, c.run.eval_every_steps, c.run.eval_before, c.run.eval_after) == (20, 5, False, True)
@@ -156,7 +190,10 @@ def test_published_grpo_script_becomes_our_configuration() -> None:
     assert resolved.origins["algorithm.clip_dual"] == "verl's default"
     assert resolved.origins["rollout.engine"] == "command line"
     assert {n.key for n in resolved.notes} == {a.partition("=")[0] for a in GRPO_SCRIPT} - {
-        "data.train_files", "data.filter_overlong_prompts", "data.truncation"}  # fmt: skip
+        "data.train_files",
+        "data.filter_overlong_prompts",
+        "data.truncation",
+    }
 
 
 def test_layout_is_one_line_in_the_notes() -> None:
@@ -169,17 +206,41 @@ def test_layout_is_one_line_in_the_notes() -> None:
 def test_verl_defaults_are_below_the_recipe_and_the_command_line(tmp_path: Path) -> None:
     recipe = tmp_path / "r.yaml"
     recipe.write_text("step: {prompts_per_step: 64}\nalgorithm: {clip_dual: null, aggregation: token-sum}\n")
-    args = [f"recipe={recipe}", "model.path=m", "algorithm.adv_estimator=grpo", f"{ACTOR}ppo_mini_batch_size=16", f"{ACTOR}clip_ratio_high=0.28"]
+    args = [
+        f"recipe={recipe}",
+        "model.path=m",
+        "algorithm.adv_estimator=grpo",
+        f"{ACTOR}ppo_mini_batch_size=16",
+        f"{ACTOR}clip_ratio_high=0.28",
+    ]
     c = load_config(args, verl_defaults="rl").config
     assert (c.step.prompts_per_step, c.step.updates_per_step) == (64, 4)
-    assert (c.algorithm.aggregation, c.algorithm.clip_dual, c.algorithm.clip_low, c.algorithm.clip_high) == ("token-sum", None, 0.2, 0.28)
+    assert (c.algorithm.aggregation, c.algorithm.clip_dual, c.algorithm.clip_low, c.algorithm.clip_high) == (
+        "token-sum",
+        None,
+        0.2,
+        0.28,
+    )
 
 
 def test_verl_default_estimator_is_ppo_with_verls_own_values() -> None:
     c = load_config(["model.path=m"], verl_defaults="rl").config
     a = c.algorithm
-    assert (a.name, a.gamma, a.lam, a.value_clip, a.kl_reward_coef, a.critic_warmup_steps) == ("ppo", 1.0, 1.0, 0.5, 0.0, 0)
-    given = ["model.path=m", "critic.model.path=rm", "critic.optim.lr=2e-6", "trainer.critic_warmup=5", "algorithm.adv_estimator=gae"]
+    assert (a.name, a.gamma, a.lam, a.value_clip, a.kl_reward_coef, a.critic_warmup_steps) == (
+        "ppo",
+        1.0,
+        1.0,
+        0.5,
+        0.0,
+        0,
+    )
+    given = [
+        "model.path=m",
+        "critic.model.path=rm",
+        "critic.optim.lr=2e-6",
+        "trainer.critic_warmup=5",
+        "algorithm.adv_estimator=gae",
+    ]
     c = load_config(given, verl_defaults="rl").config
     assert (c.critic.path, c.critic.lr, c.algorithm.critic_warmup_steps) == ("rm", 2e-6, 5)
     with pytest.raises(ValueError, match="critic.*adv_estimator=gae"):
@@ -209,30 +270,85 @@ TRANSFORMS = [
     (["trainer.test_freq=-1"], {"run.eval_every_steps": 0, "run.eval_after": False}),
     (["data.train_max_samples=-1"], {"data.max_rows": None}),
     (["trainer.total_training_steps=null"], {"run.total_steps": None}),
-    (["data.train_batch_size=8", f"{ACTOR}ppo_mini_batch_size=8"], {"step.prompts_per_step": 8, "supervised.rows_per_step": 8, "step.updates_per_step": 1}),
-    (["data.train_batch_size=0", f"{ACTOR}ppo_mini_batch_size=32", "async_training.require_batches=4", "rollout.total_rollout_steps=1280"],
-     {"step.prompts_per_step": 128, "supervised.rows_per_step": 128, "step.updates_per_step": 4, "run.total_steps": 10}),
+    (
+        ["data.train_batch_size=8", f"{ACTOR}ppo_mini_batch_size=8"],
+        {"step.prompts_per_step": 8, "supervised.rows_per_step": 8, "step.updates_per_step": 1},
+    ),
+    (
+        [
+            "data.train_batch_size=0",
+            f"{ACTOR}ppo_mini_batch_size=32",
+            "async_training.require_batches=4",
+            "rollout.total_rollout_steps=1280",
+        ],
+        {
+            "step.prompts_per_step": 128,
+            "supervised.rows_per_step": 128,
+            "step.updates_per_step": 4,
+            "run.total_steps": 10,
+        },
+    ),
     ([f"{ACTOR}use_kl_loss=False", f"{ACTOR}kl_loss_coef=0.001"], {"algorithm.kl_loss_coef": 0.0}),
     ([f"{ACTOR}kl_loss_coef=0.001"], {"algorithm.kl_loss_coef": 0.0}),
     ([f"{ACTOR}use_kl_loss=True"], {"algorithm.kl_loss_coef": 0.001, "algorithm.kl_loss_form": "k3"}),
-    ([f"{ACTOR}use_kl_loss=True", f"{ACTOR}kl_loss_type='mse+'", f"{ACTOR}kl_loss_coef=0.1"], {"algorithm.kl_loss_coef": 0.1, "algorithm.kl_loss_form": "k2+"}),
-    (["algorithm.use_kl_in_reward=True"], {"algorithm.kl_reward_coef": 0.001, "algorithm.kl_reward_form": "k1", "algorithm.kl_reward_target": None, "algorithm.kl_reward_horizon": None}),
-    (["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=6"],
-     {"algorithm.kl_reward_coef": 0.001, "algorithm.kl_reward_form": "k1", "algorithm.kl_reward_target": 6, "algorithm.kl_reward_horizon": 10000}),
+    (
+        [f"{ACTOR}use_kl_loss=True", f"{ACTOR}kl_loss_type='mse+'", f"{ACTOR}kl_loss_coef=0.1"],
+        {"algorithm.kl_loss_coef": 0.1, "algorithm.kl_loss_form": "k2+"},
+    ),
+    (
+        ["algorithm.use_kl_in_reward=True"],
+        {
+            "algorithm.kl_reward_coef": 0.001,
+            "algorithm.kl_reward_form": "k1",
+            "algorithm.kl_reward_target": None,
+            "algorithm.kl_reward_horizon": None,
+        },
+    ),
+    (
+        ["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=6"],
+        {
+            "algorithm.kl_reward_coef": 0.001,
+            "algorithm.kl_reward_form": "k1",
+            "algorithm.kl_reward_target": 6,
+            "algorithm.kl_reward_horizon": 10000,
+        },
+    ),
     (["algorithm.kl_ctrl.kl_coef=0.1"], {"algorithm.kl_reward_coef": 0.0}),
     ([f"{ACTOR}clip_ratio=0.1"], {"algorithm.clip_low": 0.1, "algorithm.clip_high": 0.1}),
     ([f"{ACTOR}clip_ratio=0.2", f"{ACTOR}clip_ratio_low=0.2"], {"algorithm.clip_low": 0.2, "algorithm.clip_high": 0.2}),
     (["algorithm.adv_estimator=grpo", f"{ACTOR}policy_loss.loss_mode=gspo"], {"algorithm.name": "gspo"}),
-    (["algorithm.adv_estimator=grpo", "algorithm.norm_adv_by_std_in_grpo=False"], {"algorithm.name": "grpo", "algorithm.normalize_by_std": False}),
+    (
+        ["algorithm.adv_estimator=grpo", "algorithm.norm_adv_by_std_in_grpo=False"],
+        {"algorithm.name": "grpo", "algorithm.normalize_by_std": False},
+    ),
     (["algorithm.adv_estimator=rloo"], {"algorithm.name": "rloo", "algorithm.loss": "ppo_clip"}),
     ([f"{ROLLOUT}val_kwargs.do_sample=False"], {"eval.temperature": 0.0}),
     ([f"{ROLLOUT}val_kwargs.do_sample=True", f"{ROLLOUT}val_kwargs.temperature=0.7"], {"eval.temperature": 0.7}),
-    ([f"{ACTOR}optim.lr_warmup_steps=-1", f"{ACTOR}optim.lr_warmup_steps_ratio=0.05"], {"optim.warmup_steps": 0, "optim.warmup_ratio": 0.05}),
-    ([f"{ACTOR}optim.lr_warmup_steps=10", f"{ACTOR}optim.lr_warmup_steps_ratio=0.05"], {"optim.warmup_steps": 10, "optim.warmup_ratio": 0.0}),
-    (["reward.reward_kwargs.overlong_buffer_cfg.enable=True", "reward.reward_kwargs.overlong_buffer_cfg.len=512",
-      "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.5", "reward.reward_kwargs.max_resp_len=2048", "data.max_response_length=2048"],
-     {"reward.overlong_buffer_tokens": 512, "reward.overlong_penalty": 0.5, "rollout.max_response_tokens": 2048}),
-    (["reward_model.reward_kwargs.overlong_buffer_cfg.enable=False", "reward_model.reward_kwargs.overlong_buffer_cfg.len=512"], {"reward.overlong_buffer_tokens": 0}),
+    (
+        [f"{ACTOR}optim.lr_warmup_steps=-1", f"{ACTOR}optim.lr_warmup_steps_ratio=0.05"],
+        {"optim.warmup_steps": 0, "optim.warmup_ratio": 0.05},
+    ),
+    (
+        [f"{ACTOR}optim.lr_warmup_steps=10", f"{ACTOR}optim.lr_warmup_steps_ratio=0.05"],
+        {"optim.warmup_steps": 10, "optim.warmup_ratio": 0.0},
+    ),
+    (
+        [
+            "reward.reward_kwargs.overlong_buffer_cfg.enable=True",
+            "reward.reward_kwargs.overlong_buffer_cfg.len=512",
+            "reward.reward_kwargs.overlong_buffer_cfg.penalty_factor=0.5",
+            "reward.reward_kwargs.max_resp_len=2048",
+            "data.max_response_length=2048",
+        ],
+        {"reward.overlong_buffer_tokens": 512, "reward.overlong_penalty": 0.5, "rollout.max_response_tokens": 2048},
+    ),
+    (
+        [
+            "reward_model.reward_kwargs.overlong_buffer_cfg.enable=False",
+            "reward_model.reward_kwargs.overlong_buffer_cfg.len=512",
+        ],
+        {"reward.overlong_buffer_tokens": 0},
+    ),
     (["+custom_reward_function.reward_kwargs.scale=2"], {"reward.kwargs.scale": 2}),
     (["reward.custom_reward_function.path=null"], {}),
     (["trainer.resume_mode=disable"], {"run.resume": "never"}),
@@ -240,24 +356,84 @@ TRANSFORMS = [
     (["trainer.logger=['console','mlflow','file']"], {"track.sinks": ["console", "jsonl"]}),
     (["trainer.default_local_dir=/ck/p/e", "trainer.experiment_name=e"], {"run.root_dir": "/ck/p", "run.name": "e"}),
     (["trainer.default_local_dir=/ck", "trainer.experiment_name=e"], {"run.root_dir": "/ck", "run.name": "e"}),
-    (["trainer.default_local_dir=ck/${trainer.project_name}", "trainer.project_name=p"], {"track.project": "p", "run.root_dir": "ck", "run.name": "p"}),
-    (["async_training.staleness_threshold=0.5", "async_training.trigger_parameter_sync_step=4", "async_training.partial_rollout=True", "rollout.test_freq=5"],
-     {"pipeline.staleness": 0.5, "pipeline.sync_every": 4, "pipeline.partial_rollout": True, "run.eval_every_steps": 20, "run.eval_after": True}),
-    (["async_training.staleness_threshold=0", "async_training.partial_rollout=True"], {"pipeline.staleness": 0, "pipeline.partial_rollout": False}),
-    (["trainer.v1.trainer_mode=separate_async", "trainer.v1.separate_async.parameter_sync_step=4", "data.train_batch_size=64",
-      f"{ACTOR}ppo_mini_batch_size=16", "trainer.v1.sampler.max_off_policy_threshold=8"],
-     {"step.prompts_per_step": 64, "supervised.rows_per_step": 64, "step.updates_per_step": 4, "pipeline.staleness": 1, "pipeline.partial_rollout": True}),
+    (
+        ["trainer.default_local_dir=ck/${trainer.project_name}", "trainer.project_name=p"],
+        {"track.project": "p", "run.root_dir": "ck", "run.name": "p"},
+    ),
+    (
+        [
+            "async_training.staleness_threshold=0.5",
+            "async_training.trigger_parameter_sync_step=4",
+            "async_training.partial_rollout=True",
+            "rollout.test_freq=5",
+        ],
+        {
+            "pipeline.staleness": 0.5,
+            "pipeline.sync_every": 4,
+            "pipeline.partial_rollout": True,
+            "run.eval_every_steps": 20,
+            "run.eval_after": True,
+        },
+    ),
+    (
+        ["async_training.staleness_threshold=0", "async_training.partial_rollout=True"],
+        {"pipeline.staleness": 0, "pipeline.partial_rollout": False},
+    ),
+    (
+        [
+            "trainer.v1.trainer_mode=separate_async",
+            "trainer.v1.separate_async.parameter_sync_step=4",
+            "data.train_batch_size=64",
+            f"{ACTOR}ppo_mini_batch_size=16",
+            "trainer.v1.sampler.max_off_policy_threshold=8",
+        ],
+        {
+            "step.prompts_per_step": 64,
+            "supervised.rows_per_step": 64,
+            "step.updates_per_step": 4,
+            "pipeline.staleness": 1,
+            "pipeline.partial_rollout": True,
+        },
+    ),
     (["trainer.v1.trainer_mode=sync"], {"pipeline.staleness": 0}),
-    (["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc", "algorithm.filter_groups.max_num_gen_batches=10"],
-     {"algorithm.filter_groups": True, "algorithm.on_exhausted": "stop", "algorithm.filter_metric": "acc", "algorithm.max_draws_per_group": 10.0}),
-    (["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=seq_reward", "data.gen_batch_size=96", "data.train_batch_size=32", "algorithm.filter_groups.max_num_gen_batches=4"],
-     {"step.prompts_per_step": 32, "supervised.rows_per_step": 32, "algorithm.filter_groups": True, "algorithm.on_exhausted": "stop", "algorithm.filter_metric": None, "algorithm.max_draws_per_group": 12.0}),
+    (
+        [
+            "algorithm.filter_groups.enable=True",
+            "algorithm.filter_groups.metric=acc",
+            "algorithm.filter_groups.max_num_gen_batches=10",
+        ],
+        {
+            "algorithm.filter_groups": True,
+            "algorithm.on_exhausted": "stop",
+            "algorithm.filter_metric": "acc",
+            "algorithm.max_draws_per_group": 10.0,
+        },
+    ),
+    (
+        [
+            "algorithm.filter_groups.enable=True",
+            "algorithm.filter_groups.metric=seq_reward",
+            "data.gen_batch_size=96",
+            "data.train_batch_size=32",
+            "algorithm.filter_groups.max_num_gen_batches=4",
+        ],
+        {
+            "step.prompts_per_step": 32,
+            "supervised.rows_per_step": 32,
+            "algorithm.filter_groups": True,
+            "algorithm.on_exhausted": "stop",
+            "algorithm.filter_metric": None,
+            "algorithm.max_draws_per_group": 12.0,
+        },
+    ),
     ([f"{ACTOR}fsdp_config.model_dtype=bf16"], {}),  # of the masters, which stay float32 here
     ([f"{ACTOR}fsdp_config.dtype=float32"], {"model.dtype": "float32"}),
-]  # fmt: skip
+]
 
 
-@pytest.mark.parametrize(("args", "expected"), TRANSFORMS, ids=lambda x: x[0].rsplit(".", 1)[-1] if isinstance(x, list) else "")
+@pytest.mark.parametrize(
+    ("args", "expected"), TRANSFORMS, ids=lambda x: x[0].rsplit(".", 1)[-1] if isinstance(x, list) else ""
+)
 def test_values_mean_what_they_mean_in_verl(args: list[str], expected: dict[str, object]) -> None:
     assert overrides_of(*args) == expected
 
@@ -270,15 +446,28 @@ REFUSALS = [
     (["data.train_batch_size=64", f"{ACTOR}ppo_mini_batch_size=128"], "does not divide the 64 prompts"),
     ([f"{ACTOR}ppo_mini_batch_size=64"], "counts prompts"),
     (["data.max_prompt_length=512", f"{ROLLOUT}prompt_length=1024"], "contradicts"),
-    (["data.max_prompt_length=512", "data.max_response_length=512", f"{ROLLOUT}max_model_len=1000"], "holds no prompt of 512"),
+    (
+        ["data.max_prompt_length=512", "data.max_response_length=512", f"{ROLLOUT}max_model_len=1000"],
+        "holds no prompt of 512",
+    ),
     ([f"{ROLLOUT}val_kwargs.do_sample=False", f"{ROLLOUT}val_kwargs.temperature=1.0"], "leave one of them out"),
     (["reward.reward_kwargs.overlong_buffer_cfg.enable=True"], "overlong_buffer_cfg.len"),
-    (["reward.reward_kwargs.overlong_buffer_cfg.enable=True", "reward.reward_kwargs.overlong_buffer_cfg.len=5",
-      "reward.reward_kwargs.max_resp_len=100", "data.max_response_length=200"], "not the response limit 200"),
+    (
+        [
+            "reward.reward_kwargs.overlong_buffer_cfg.enable=True",
+            "reward.reward_kwargs.overlong_buffer_cfg.len=5",
+            "reward.reward_kwargs.max_resp_len=100",
+            "data.max_response_length=200",
+        ],
+        "not the response limit 200",
+    ),
     (["algorithm.adv_estimator=mine"], "not in this version"),
     (["algorithm.adv_estimator=rloo", f"{ACTOR}policy_loss.loss_mode=mine"], "module:function"),
     (["algorithm.rollout_correction.rollout_is=word"], "token or sequence"),
-    (["algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.rollout_is_threshold=x"], "LOW_HIGH"),
+    (
+        ["algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.rollout_is_threshold=x"],
+        "LOW_HIGH",
+    ),
     (["algorithm.rollout_correction.rollout_rs=token_k1"], "rollout_rs_threshold"),
     ([f"{ACTOR}policy_loss.loss_mode=gspo"], "adv_estimator=grpo"),
     ([f"{ACTOR}use_kl_loss=True", f"{ACTOR}kl_loss_type=full"], "not in this version"),
@@ -287,20 +476,36 @@ REFUSALS = [
     ([f"{ACTOR}optim.lr_scheduler_type=wsd"], "constant, linear or cosine"),
     (["trainer.resume_mode=resume_path"], "resume_from_path"),
     (["trainer.resume_mode=never"], "auto, disable or resume_path"),
-    (["trainer.v1.trainer_mode=separate_async", "trainer.v1.separate_async.parameter_sync_step=2", "data.train_batch_size=64",
-      f"{ACTOR}ppo_mini_batch_size=16"], "train_batch_size / ppo_mini_batch_size = 4"),
+    (
+        [
+            "trainer.v1.trainer_mode=separate_async",
+            "trainer.v1.separate_async.parameter_sync_step=2",
+            "data.train_batch_size=64",
+            f"{ACTOR}ppo_mini_batch_size=16",
+        ],
+        "train_batch_size / ppo_mini_batch_size = 4",
+    ),
     (["trainer.v1.trainer_mode=separate_async", "async_training.staleness_threshold=0.5"], "contradict"),
-    (["trainer.v1.trainer_mode=separate_async", "trainer.v1.separate_async.num_warmup_batches=3", "trainer.v1.sampler.max_off_policy_threshold=2"], "below the staleness"),
+    (
+        [
+            "trainer.v1.trainer_mode=separate_async",
+            "trainer.v1.separate_async.num_warmup_batches=3",
+            "trainer.v1.sampler.max_off_policy_threshold=2",
+        ],
+        "below the staleness",
+    ),
     ([f"{ACTOR}megatron.dtype=float16"], "bfloat16 or float32"),
     ([f"{ACTOR}use_kl_loss=1"], "True or False"),
     (["data.train_batch_size=many"], "expected a number"),
     (["trainer.device=npu"], "cpu and cuda"),
     (["trainer.default_local_dir=${trainer.project_name}/x"], None),
     (["trainer.default_local_dir=${data.custom}/x"], "not given on this command line"),
-]  # fmt: skip
+]
 
 
-@pytest.mark.parametrize(("args", "reason"), REFUSALS, ids=lambda x: x[-1].rsplit(".", 1)[-1] if isinstance(x, list) else "")
+@pytest.mark.parametrize(
+    ("args", "reason"), REFUSALS, ids=lambda x: x[-1].rsplit(".", 1)[-1] if isinstance(x, list) else ""
+)
 def test_contradictions_and_refusals_say_the_fix(args: list[str], reason: str | None) -> None:
     if reason is None:
         assert overrides_of(*args)["run.root_dir"] == "verl_examples"  # verl's default of that key
@@ -320,25 +525,44 @@ def test_all_faults_of_a_command_line_are_said_at_once() -> None:
 
 
 def test_a_key_of_ours_wins_over_one_of_verls() -> None:
-    said = translate([f"{ROLLOUT}name=vllm", "rollout.engine=native", "step.samples_per_prompt=4", f"{ROLLOUT}n=8", "data.train_batch_size=64", "step.prompts_per_step=32", f"{ACTOR}ppo_mini_batch_size=8"])
+    said = translate(
+        [
+            f"{ROLLOUT}name=vllm",
+            "rollout.engine=native",
+            "step.samples_per_prompt=4",
+            f"{ROLLOUT}n=8",
+            "data.train_batch_size=64",
+            "step.prompts_per_step=32",
+            f"{ACTOR}ppo_mini_batch_size=8",
+        ]
+    )
     values = {p.key: p.value for p in map(parse_argument, said.overrides)}
     assert (values["rollout.engine"], values["step.samples_per_prompt"]) == ("native", 4)
     assert (values["step.prompts_per_step"], values["step.updates_per_step"]) == (32, 4)
     assert {n.key: n.text for n in said.notes if n.action == "ignored"} == {
-        f"{ROLLOUT}name": "rollout.engine is given", f"{ROLLOUT}n": "step.samples_per_prompt is given"}  # fmt: skip
+        f"{ROLLOUT}name": "rollout.engine is given",
+        f"{ROLLOUT}n": "step.samples_per_prompt is given",
+    }
 
 
 def test_plus_is_accepted_and_the_last_of_two_equal_keys_counts() -> None:
     assert overrides_of(f"+{ROLLOUT}n=4", f"++{ROLLOUT}n=8") == {"step.samples_per_prompt": 8}
 
 
-@pytest.mark.parametrize(("typo", "meant"), [
-    ("rollout.temprature", "rollout.temperature"), ("step.prompt_per_step", "step.prompts_per_step"),
-    ("samples_per_prompt", "step.samples_per_prompt"), ("data.train_batchsize", "data.train_batch_size"),
-    ("actor_rollout_ref.actor.ppo_mini_batchsize", "actor_rollout_ref.actor.ppo_mini_batch_size"),
-    ("actor_rollout_ref.rollout.nn", "actor_rollout_ref.rollout.n"), ("trainer.total_epoch", "trainer.total_epochs"),
-    ("optim.learning_rate_warmup_steps", "optim.warmup_steps"), ("lr", "optim.lr"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("typo", "meant"),
+    [
+        ("rollout.temprature", "rollout.temperature"),
+        ("step.prompt_per_step", "step.prompts_per_step"),
+        ("samples_per_prompt", "step.samples_per_prompt"),
+        ("data.train_batchsize", "data.train_batch_size"),
+        ("actor_rollout_ref.actor.ppo_mini_batchsize", "actor_rollout_ref.actor.ppo_mini_batch_size"),
+        ("actor_rollout_ref.rollout.nn", "actor_rollout_ref.rollout.n"),
+        ("trainer.total_epoch", "trainer.total_epochs"),
+        ("optim.learning_rate_warmup_steps", "optim.warmup_steps"),
+        ("lr", "optim.lr"),
+    ],
+)
 def test_unknown_keys_name_the_nearest_of_both_vocabularies(typo: str, meant: str) -> None:
     with pytest.raises(ValueError, match=f"unknown key '{typo}': did you mean .*{re.escape(meant)}"):
         translate([f"{typo}=1"])
@@ -349,33 +573,74 @@ def test_values_of_ignored_keys_need_not_be_readable() -> None:
     assert note.action == "ignored"
 
 
-@pytest.mark.parametrize(("argument", "reason"), [
-    ("~run.seed", "cannot be deleted"), ("--config-name=x", "recipe=FILE"), ("run.seed", "not key=value"),
-    ("run.seed=1,2", r"run.seed=\[1,2\]"), ("run.name=~/x", "quote the value"), ("run@x.seed=1", "only key=value"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("argument", "reason"),
+    [
+        ("~run.seed", "cannot be deleted"),
+        ("--config-name=x", "recipe=FILE"),
+        ("run.seed", "not key=value"),
+        ("run.seed=1,2", r"run.seed=\[1,2\]"),
+        ("run.name=~/x", "quote the value"),
+        ("run@x.seed=1", "only key=value"),
+    ],
+)
 def test_hydra_forms_that_are_not_taken(argument: str, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         translate([argument])
 
 
 TEXT = st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=12)
-TRICKY = st.sampled_from(["it's", "a\\", "a\\'b", "${x.y}", "\\${a}", "a,b", "[1]", "{a:1}", "~/x", "null", "true", "1e3", " x ", "", "k=v", '"'])
+TRICKY = st.sampled_from(
+    [
+        "it's",
+        "a\\",
+        "a\\'b",
+        "${x.y}",
+        "\\${a}",
+        "a,b",
+        "[1]",
+        "{a:1}",
+        "~/x",
+        "null",
+        "true",
+        "1e3",
+        " x ",
+        "",
+        "k=v",
+        '"',
+    ]
+)
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), TEXT, TRICKY, st.lists(TEXT, max_size=3)))
+@given(
+    st.one_of(
+        st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), TEXT, TRICKY, st.lists(TEXT, max_size=3)
+    )
+)
 def test_overrides_read_back_as_written(value: object) -> None:
     parsed = parse_argument(as_override("run.name", value))
     assert not parsed.error and parsed.value == value and type(parsed.value) is type(value)
 
 
-@pytest.mark.parametrize(("adv", "loss", "expected"), [
-    ("remax", "vanilla", ("remax", "ppo_clip")), ("gpg", "vanilla", ("gpg", "ppo_clip")), ("opo", "vanilla", ("opo", None)),
-    ("grpo", "geo_mean", ("gmpo", None)), ("grpo", "clip_cov", ("clip_cov", None)), ("grpo", "gpg", ("grpo", "reinforce")),
-    ("rloo", "gspo", ("rloo", "gspo")), ("gae", "gspo", ("ppo", "gspo")), ("grpo_passk", "vanilla", ("pass_at_k", None)),
-    ("optimal_token_baseline", "vanilla", ("otb", None)),
-])  # fmt: skip
-def test_estimator_and_loss_mode_name_a_preset_and_its_loss(adv: str, loss: str, expected: tuple[str, str | None]) -> None:
+@pytest.mark.parametrize(
+    ("adv", "loss", "expected"),
+    [
+        ("remax", "vanilla", ("remax", "ppo_clip")),
+        ("gpg", "vanilla", ("gpg", "ppo_clip")),
+        ("opo", "vanilla", ("opo", None)),
+        ("grpo", "geo_mean", ("gmpo", None)),
+        ("grpo", "clip_cov", ("clip_cov", None)),
+        ("grpo", "gpg", ("grpo", "reinforce")),
+        ("rloo", "gspo", ("rloo", "gspo")),
+        ("gae", "gspo", ("ppo", "gspo")),
+        ("grpo_passk", "vanilla", ("pass_at_k", None)),
+        ("optimal_token_baseline", "vanilla", ("otb", None)),
+    ],
+)
+def test_estimator_and_loss_mode_name_a_preset_and_its_loss(
+    adv: str, loss: str, expected: tuple[str, str | None]
+) -> None:
     c = load_config(["model.path=m", f"algorithm.adv_estimator={adv}", f"{ACTOR}policy_loss.loss_mode={loss}"]).config
     assert (c.algorithm.name, c.algorithm.loss) == expected
 
@@ -390,12 +655,26 @@ def test_cispo_keeps_verls_floor_and_cap_of_the_ratio() -> None:
 
 def test_rollout_correction_becomes_ours_with_the_bounds_turned_over() -> None:
     key = "algorithm.rollout_correction."
-    args = ["model.path=m", "algorithm.adv_estimator=grpo", f"{key}rollout_is=token", f"{key}rollout_is_threshold=3.0",
-            f"{key}rollout_is_batch_normalize=True", f"{key}rollout_rs='token_k1,seq_max_k2'", f"{key}rollout_rs_threshold='0.5_4,2.5'"]  # fmt: skip
+    args = [
+        "model.path=m",
+        "algorithm.adv_estimator=grpo",
+        f"{key}rollout_is=token",
+        f"{key}rollout_is_threshold=3.0",
+        f"{key}rollout_is_batch_normalize=True",
+        f"{key}rollout_rs='token_k1,seq_max_k2'",
+        f"{key}rollout_rs_threshold='0.5_4,2.5'",
+    ]
     a = load_config(args).config.algorithm
     o = a.options
-    assert (a.correction, o["correction_level"], o["correction_high"], o["correction_batch_normalize"]) == ("truncate", "token", 3.0, True)
-    assert o["correction_reject"] == ["token_k1:0.25:2", "seq_max_k2:2.5"], "verl bounds sampler/trainer in k1, we trainer/sampler (Q8)"
+    assert (a.correction, o["correction_level"], o["correction_high"], o["correction_batch_normalize"]) == (
+        "truncate",
+        "token",
+        3.0,
+        True,
+    )
+    assert o["correction_reject"] == ["token_k1:0.25:2", "seq_max_k2:2.5"], (
+        "verl bounds sampler/trainer in k1, we trainer/sampler (Q8)"
+    )
     a = load_config([*args[:3], f"{key}rollout_is_threshold=0.5_5.0"]).config.algorithm
     assert (a.correction, a.options["correction_low"], a.options["correction_high"]) == ("icepop", 0.5, 5.0)
     a = load_config([*args[:3], f"{key}bypass_mode=True"]).config.algorithm

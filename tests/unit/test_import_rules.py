@@ -17,7 +17,12 @@ def imports(path: Path, *, top_level: bool) -> set[str]:
     """Modules that a file imports; with `top_level` only those that importing the file imports."""
     tree = ast.parse(path.read_text())
     lazy = {id(n) for f in ast.walk(tree) if isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef) for n in ast.walk(f)}
-    typed = {id(n) for i in ast.walk(tree) if isinstance(i, ast.If) and "TYPE_CHECKING" in ast.unparse(i.test) for n in ast.walk(i)}
+    typed = {
+        id(n)
+        for i in ast.walk(tree)
+        if isinstance(i, ast.If) and "TYPE_CHECKING" in ast.unparse(i.test)
+        for n in ast.walk(i)
+    }
     found: set[str] = set()
     for node in ast.walk(tree):
         if top_level and (id(node) in lazy or id(node) in typed):
@@ -49,7 +54,9 @@ def test_import_rules(path):
         assert not any(m.startswith("torch.distributed") for m in every)
     if here in COMPONENTS:
         assert not {m for m in every if m.startswith("verl.driver")}
-        others = {m for m in every if m.split(".")[0] == "verl" and len(m.split(".")) > 2 and m.split(".")[1] in COMPONENTS}
+        others = {
+            m for m in every if m.split(".")[0] == "verl" and len(m.split(".")) > 2 and m.split(".")[1] in COMPONENTS
+        }
         assert all(m.split(".")[1] == here or m.endswith(".base") for m in others), others
     if here == "driver" and path.name in ("loop.py", "step.py", "play.py", "scheduler.py"):
         concrete = {m for m in every if m.split(".")[1:2] and m.split(".")[1] in COMPONENTS and not m.endswith(".base")}
@@ -93,7 +100,9 @@ def test_no_module_has_mutable_globals():
                     if isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name):
                         inside = target.value.id in names and any(target is x for x in ast.walk(node))
                         local = _is_local(tree, node, target.value.id)
-                        assert not (inside and not local), f"{path}:{node.lineno} writes into the module's {target.value.id}"
+                        assert not (inside and not local), (
+                            f"{path}:{node.lineno} writes into the module's {target.value.id}"
+                        )
 
 
 def _is_local(tree: ast.Module, node: ast.AST, name: str) -> bool:

@@ -22,14 +22,20 @@ def kernels(request):
 
 
 def close(ours, theirs, dtype, factor=1.0):
-    torch.testing.assert_close(ours.float(), theirs.float(), atol=factor * TOLERANCE[dtype], rtol=factor * TOLERANCE[dtype])
+    torch.testing.assert_close(
+        ours.float(), theirs.float(), atol=factor * TOLERANCE[dtype], rtol=factor * TOLERANCE[dtype]
+    )
 
 
 @pytest.mark.parametrize("rows, width", [(5, 8), (5, 12), (5, 67), (5, 192), (400, 192)])  # the last by several threads
 def test_norm_and_gates(kernels, rows, width):
     torch.manual_seed(0)
     x, weight = (3 * torch.randn(rows, width)).to(kernels.dtype), torch.randn(width)
-    close(kernels.rms_norm(x, weight, 1e-5), torch.nn.functional.rms_norm(x.float(), (width,), weight, 1e-5), kernels.dtype)
+    close(
+        kernels.rms_norm(x, weight, 1e-5),
+        torch.nn.functional.rms_norm(x.float(), (width,), weight, 1e-5),
+        kernels.dtype,
+    )
     both = (30 * torch.randn(rows, 2 * width)).to(kernels.dtype)
     gate, up = both.double().chunk(2, dim=1)  # 1 + tanh loses digits in float32
     close(kernels.gated(both, "silu"), torch.nn.functional.silu(gate) * up, kernels.dtype)
@@ -41,7 +47,12 @@ def test_gradients_of_norm_and_gate_equal_autograd_in_float64(rows, width):
     found = load_kernels(torch.float32)
     assert isinstance(found, Kernels)
     torch.manual_seed(0)
-    x, up, d, weight = (3 * torch.randn(rows, width), torch.randn(rows, width), torch.randn(rows, width), torch.randn(width))
+    x, up, d, weight = (
+        3 * torch.randn(rows, width),
+        torch.randn(rows, width),
+        torch.randn(rows, width),
+        torch.randn(width),
+    )
     x64, up64, weight64 = (t.double().requires_grad_() for t in (x, up, weight))
     torch.nn.functional.rms_norm(x64, (width,), weight64, 1e-6).backward(d.double())
     d_x, d_weight = found.rms_norm_backward(x, weight, d, 1e-6)
@@ -65,7 +76,9 @@ def attention(qkv, norm, turns, positions, keys, values, *, heads, eps, scale, w
         if norm is not None:
             qk = torch.nn.functional.rms_norm(qk, (dim,), None, eps) * norm
         if turns is not None:
-            qk = torch.view_as_real(torch.view_as_complex(qk.reshape(-1, dim // 2, 2).contiguous()) * turns[at]).flatten(1)
+            qk = torch.view_as_real(
+                torch.view_as_complex(qk.reshape(-1, dim // 2, 2).contiguous()) * turns[at]
+            ).flatten(1)
         keys[r, :, at], values[r, :, at] = qk[heads:].to(keys.dtype), v.to(values.dtype)
         lo = max(0, at + 1 - window) if window else 0
         k, v = (t[r, :, lo : at + 1].float().repeat_interleave(heads // kv_heads, dim=0) for t in (keys, values))
@@ -102,11 +115,21 @@ def test_attention(kernels, dim, heads, kv_heads):
 def draw_of(temperature, uniform):
     n = len(uniform)
     off = np.zeros(n, np.int64)
-    return Draw(np.asarray(temperature, np.float32), off, np.ones(n, np.float32), np.zeros(n, np.float32), np.asarray(uniform, np.float64))
+    return Draw(
+        np.asarray(temperature, np.float32),
+        off,
+        np.ones(n, np.float32),
+        np.zeros(n, np.float32),
+        np.asarray(uniform, np.float64),
+    )
 
 
 @settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 10**6), vocab=st.sampled_from([2, 31, 256, 300, 513, 5000]), spread=st.sampled_from([0.0, 1.0, 30.0]))
+@given(
+    seed=st.integers(0, 10**6),
+    vocab=st.sampled_from([2, 31, 256, 300, 513, 5000]),
+    spread=st.sampled_from([0.0, 1.0, 30.0]),
+)
 def test_draws_equal_torchs(kernels, seed, vocab, spread):
     rng = np.random.default_rng(seed)
     n = 32
@@ -117,7 +140,11 @@ def test_draws_equal_torchs(kernels, seed, vocab, spread):
     same = ids == expected_ids.numpy()
     assert same.mean() > 0.9  # a uniform may fall within the rounding of a boundary
     np.testing.assert_allclose(logprobs[same], expected.numpy()[same], atol=3e-5)
-    scaled = torch.log_softmax(logits.float() / torch.from_numpy(np.where(draw.temperature == 0, 1, draw.temperature).astype(np.float32))[:, None], -1)
+    scaled = torch.log_softmax(
+        logits.float()
+        / torch.from_numpy(np.where(draw.temperature == 0, 1, draw.temperature).astype(np.float32))[:, None],
+        -1,
+    )
     np.testing.assert_allclose(logprobs, scaled[torch.arange(n), torch.from_numpy(ids)].numpy(), atol=3e-5)
 
 
@@ -148,4 +175,7 @@ def test_without_a_compiler_the_reason_is_said_and_torch_does_it(monkeypatch, tm
     monkeypatch.setenv("CC", "false")
     assert "exit 1" in fresh(torch.float32)
     monkeypatch.setenv("CC", "gcc")
-    assert isinstance(fresh(torch.float32), Kernels) and len(list((tmp_path / ".cache" / "verl").glob("kernels-*.so"))) == 1
+    assert (
+        isinstance(fresh(torch.float32), Kernels)
+        and len(list((tmp_path / ".cache" / "verl").glob("kernels-*.so"))) == 1
+    )

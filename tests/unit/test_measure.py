@@ -29,27 +29,48 @@ from verl.workers.waits import Waits
 
 
 def ref(
-    trajectory: str, group: str, reward: float, *, prompt: int = 10, response: int = 5, row: int = 0, version: int = 3,
-    purpose: Purpose = "train", **more: Any,
-) -> Ref:  # fmt: skip
+    trajectory: str,
+    group: str,
+    reward: float,
+    *,
+    prompt: int = 10,
+    response: int = 5,
+    row: int = 0,
+    version: int = 3,
+    purpose: Purpose = "train",
+    **more: Any,
+) -> Ref:
     return Ref(
-        sample_id=f"{trajectory}#{row}", trajectory_id=trajectory, group_id=group, purpose=purpose, prompt_tokens=prompt,
-        total_tokens=prompt + response, loss_tokens=response, version_min=version, version_max=more.pop("version_max", version),
-        reward=reward, **more,
-    )  # fmt: skip
+        sample_id=f"{trajectory}#{row}",
+        trajectory_id=trajectory,
+        group_id=group,
+        purpose=purpose,
+        prompt_tokens=prompt,
+        total_tokens=prompt + response,
+        loss_tokens=response,
+        version_min=version,
+        version_max=more.pop("version_max", version),
+        reward=reward,
+        **more,
+    )
 
 
-BATCH = Refs([
-    ref("a", "g", 1.0, response=4, components={"score": 2.0, "format": 0.5}, version=2),
-    ref("b", "g", 0.0, response=8, components={"score": 0.0}, truncated=True),
-    ref("c", "h", 0.5, prompt=20, response=6, components={"score": 1.0, "format": 1.0}, version=1, version_max=3),
-    ref("base", "h", 9.0, prompt=20, response=99, purpose="baseline", components={"format": 7.0}),
-])  # fmt: skip
+BATCH = Refs(
+    [
+        ref("a", "g", 1.0, response=4, components={"score": 2.0, "format": 0.5}, version=2),
+        ref("b", "g", 0.0, response=8, components={"score": 0.0}, truncated=True),
+        ref("c", "h", 0.5, prompt=20, response=6, components={"score": 1.0, "format": 1.0}, version=1, version_max=3),
+        ref("base", "h", 9.0, prompt=20, response=99, purpose="baseline", components={"format": 7.0}),
+    ]
+)
 
 
 def stats(**more: Any) -> PlayStats:
     return replace(
-        PlayStats(released=Counter(rejected=2, dropped=1), invalid=Counter(timeout=3, crash=1), played=16, flat=1, groups=4), **more
+        PlayStats(
+            released=Counter(rejected=2, dropped=1), invalid=Counter(timeout=3, crash=1), played=16, flat=1, groups=4
+        ),
+        **more,
     )
 
 
@@ -59,20 +80,40 @@ def measured(refs: Refs, s: PlayStats | None = None, version: int = 3) -> dict[s
 
 def test_every_metric_of_a_handmade_batch_has_its_closed_form():
     assert measured(BATCH) == {
-        "critic/rewards/mean": 0.5, "critic/rewards/max": 1.0, "critic/rewards/min": 0.0,
-        "critic/score/mean": 1.0, "critic/score/max": 2.0, "critic/score/min": 0.0,
-        "response_length/mean": 6.0, "response_length/max": 8.0, "response_length/min": 4.0, "response_length/clip_ratio": 1 / 3,
-        "prompt_length/mean": 40 / 3, "prompt_length/max": 20.0, "prompt_length/min": 10.0,
-        "reward/component/format": 0.75, "reward/invalid_share": 0.25,
-        "pipeline/staleness_mean": 1.0, "pipeline/staleness_max": 2.0,
-        "groups/zero_variance_share": 0.25, "groups/rejected": 2.0, "groups/invalid": 0.0, "groups/failed": 0.0, "groups/dropped": 1.0,
-        "groups/size/mean": 1.5, "groups/size/max": 2.0, "groups/size/min": 1.0,
-    }  # fmt: skip
+        "critic/rewards/mean": 0.5,
+        "critic/rewards/max": 1.0,
+        "critic/rewards/min": 0.0,
+        "critic/score/mean": 1.0,
+        "critic/score/max": 2.0,
+        "critic/score/min": 0.0,
+        "response_length/mean": 6.0,
+        "response_length/max": 8.0,
+        "response_length/min": 4.0,
+        "response_length/clip_ratio": 1 / 3,
+        "prompt_length/mean": 40 / 3,
+        "prompt_length/max": 20.0,
+        "prompt_length/min": 10.0,
+        "reward/component/format": 0.75,
+        "reward/invalid_share": 0.25,
+        "pipeline/staleness_mean": 1.0,
+        "pipeline/staleness_max": 2.0,
+        "groups/zero_variance_share": 0.25,
+        "groups/rejected": 2.0,
+        "groups/invalid": 0.0,
+        "groups/failed": 0.0,
+        "groups/dropped": 1.0,
+        "groups/size/mean": 1.5,
+        "groups/size/max": 2.0,
+        "groups/size/min": 1.0,
+    }
 
 
 def test_units_say_what_was_counted():
     found = batch_metrics(BATCH, stats(), 3)
-    assert {found[n].unit for n in ("critic/rewards/mean", "response_length/clip_ratio", "reward/invalid_share", "pipeline/staleness_max")} == {"sequence"}
+    assert {
+        found[n].unit
+        for n in ("critic/rewards/mean", "response_length/clip_ratio", "reward/invalid_share", "pipeline/staleness_max")
+    } == {"sequence"}
     assert {m.unit for n, m in found.items() if n.startswith("groups/")} == {"group"}
     assert (found["critic/rewards/mean"].total, found["critic/rewards/mean"].count) == (1.5, 3)
 
@@ -81,7 +122,14 @@ def test_units_say_what_was_counted():
 def test_the_order_of_the_rows_does_not_matter(seed):
     rng = random.Random(seed)
     rows = [
-        ref(f"t{i}", f"g{i % 7}", rng.random(), response=rng.randint(1, 50), version=rng.randint(0, 3), components={"x": rng.random()})
+        ref(
+            f"t{i}",
+            f"g{i % 7}",
+            rng.random(),
+            response=rng.randint(1, 50),
+            version=rng.randint(0, 3),
+            components={"x": rng.random()},
+        )
         for i in range(60)
     ]
     expected = measured(Refs(rows))
@@ -92,7 +140,11 @@ def test_the_order_of_the_rows_does_not_matter(seed):
 def test_a_trajectory_of_several_rows_counts_once():
     """A rewritten history gives two rows: reward 1.0 is one reward (0.5 on average, not 2/3), of one member of its group."""
     one = measured(Refs([ref("a", "g", 1.0, response=9, version=1), ref("b", "g", 0.0)]))
-    rows = [ref("a", "g", 1.0, response=4, row=0, version=2), ref("b", "g", 0.0), ref("a", "g", 1.0, response=5, row=1, version=1)]
+    rows = [
+        ref("a", "g", 1.0, response=4, row=0, version=2),
+        ref("b", "g", 0.0),
+        ref("a", "g", 1.0, response=5, row=1, version=1),
+    ]
     assert measured(Refs(rows)) == one
     assert one["critic/rewards/mean"] == 0.5 and one["response_length/mean"] == 7.0 and one["groups/size/mean"] == 2.0
     cut = measured(Refs([rows[0], rows[1], replace(rows[2], truncated=True)]))
@@ -123,32 +175,49 @@ def test_components_are_where_the_health_checks_look_for_them():
 def played(source_reward: Score | Invalid, tokens: int = 2, name: str = "t") -> Trajectory:
     ids = np.arange(tokens)
     return Trajectory(
-        trajectory_id=f"{name}/eval0.0", group_id=name, task_id="task7", index=0, purpose="eval", attempt=0, sampling=SAMPLING,
+        trajectory_id=f"{name}/eval0.0",
+        group_id=name,
+        task_id="task7",
+        index=0,
+        purpose="eval",
+        attempt=0,
+        sampling=SAMPLING,
         segments=(
             Segment(ids=np.array([1, 2]), source="prompt"),
             Segment(ids=ids, source="sampled", logprobs=np.zeros(tokens, np.float32), version=4),
         ),
-        stop_reason="stop", outcome="ok" if isinstance(source_reward, Score) else "invalid", reward=source_reward,
+        stop_reason="stop",
+        outcome="ok" if isinstance(source_reward, Score) else "invalid",
+        reward=source_reward,
         error="" if isinstance(source_reward, Score) else "timeout: slow",
-    )  # fmt: skip
+    )
 
 
 def test_eval_metrics_are_per_source_and_leave_the_invalid_out():
     found = [
-        played(Score(1.0), 2), played(Score(0.2, {"acc": 0.0, "score": 0.2}), 4), played(Invalid("timeout")), played(Score(0.5, {"score": 1.0}), 6),
-    ]  # fmt: skip
+        played(Score(1.0), 2),
+        played(Score(0.2, {"acc": 0.0, "score": 0.2}), 4),
+        played(Invalid("timeout")),
+        played(Score(0.5, {"score": 1.0}), 6),
+    ]
     assert reduce(eval_metrics("greedy", found, ["gsm8k", "gsm8k", "gsm8k", "math"], 1)) == {
-        "eval/invalid_share/greedy": 0.25, "eval/acc/greedy": 2 / 3, "eval/response_length/greedy": 4.0,
-        "eval/gsm8k/acc/greedy": 0.5, "val-core/gsm8k/acc/mean@1": 0.5,
-        "eval/math/acc/greedy": 1.0, "val-core/math/acc/mean@1": 1.0,
-    }  # fmt: skip
+        "eval/invalid_share/greedy": 0.25,
+        "eval/acc/greedy": 2 / 3,
+        "eval/response_length/greedy": 4.0,
+        "eval/gsm8k/acc/greedy": 0.5,
+        "val-core/gsm8k/acc/mean@1": 0.5,
+        "eval/math/acc/greedy": 1.0,
+        "val-core/math/acc/mean@1": 1.0,
+    }
     sampled = reduce(eval_metrics("sampled", found[:2], ["gsm8k", "gsm8k"], 4))
     assert sampled["val-core/gsm8k/acc/mean@4/sampled"] == 0.5
 
 
 def test_an_evaluation_without_a_valid_reward_has_no_accuracy():
     """0.0 would read like a model that knows nothing, and be kept as the best of a negative scale."""
-    assert reduce(eval_metrics("greedy", [played(Invalid("crash"))] * 3, ["a", "a", "b"], 1)) == {"eval/invalid_share/greedy": 1.0}
+    assert reduce(eval_metrics("greedy", [played(Invalid("crash"))] * 3, ["a", "a", "b"], 1)) == {
+        "eval/invalid_share/greedy": 1.0
+    }
 
 
 class Here:
@@ -160,9 +229,15 @@ class Here:
         self.engine = FakeEngine(delay_s=lambda seed: seed % 5)
         self.engine.version = 2
         self.trajectories = Trajectories(
-            engine=self.engine, loop=lambda s: SingleTurnLoop(None, s, None), reward=reward, decode=str, waits=Waits(), seed=1,
-            max_attempts=1, timeout_s=60,
-        )  # fmt: skip
+            engine=self.engine,
+            loop=lambda s: SingleTurnLoop(None, s, None),
+            reward=reward,
+            decode=str,
+            waits=Waits(),
+            seed=1,
+            max_attempts=1,
+            timeout_s=60,
+        )
         self.recorder = SampleRecorder(MemoryQueue(), tmp_path, str)
 
     async def call(self, group: Any, method: str, *args: Any) -> Any:
@@ -219,14 +294,29 @@ def test_the_recorder_writes_every_row_with_its_columns_and_drops_it(tmp_path):
         Segment(ids=np.array([7]), source="sampled", logprobs=np.array([-3], np.float32), version=4),
     )
     made = [
-        Sample(sample_id=f"{g}/train0.0#0", trajectory_id=f"{g}/train0.0", group_id=g, purpose="train", segments=segments, reward=1.5,
-               components={"acc": 1.0}, truncated=True, stop_reason="length")
+        Sample(
+            sample_id=f"{g}/train0.0#0",
+            trajectory_id=f"{g}/train0.0",
+            group_id=g,
+            purpose="train",
+            segments=segments,
+            reward=1.5,
+            components={"acc": 1.0},
+            truncated=True,
+            stop_reason="length",
+        )
         for g in ("g1", "g2")
-    ]  # fmt: skip
+    ]
     refs = queue.put(made)
     import torch
 
-    queue.write(refs, {"advantages": Ragged(torch.arange(6.0), np.array([0, 3, 6])), "train_logprobs": Ragged(-torch.arange(6.0), np.array([0, 3, 6]))})
+    queue.write(
+        refs,
+        {
+            "advantages": Ragged(torch.arange(6.0), np.array([0, 3, 6])),
+            "train_logprobs": Ragged(-torch.arange(6.0), np.array([0, 3, 6])),
+        },
+    )
     SampleRecorder(queue, tmp_path, lambda ids: " ".join(map(str, ids))).record(2, refs)
     assert len(queue) == 0
     rows = read_samples(tmp_path, 2)
@@ -244,22 +334,40 @@ def test_the_recorder_writes_every_row_with_its_columns_and_drops_it(tmp_path):
 def test_the_recorder_keeps_whole_groups_and_drops_all(tmp_path):
     queue = MemoryQueue()
     segment = Segment(ids=np.array([5]), source="sampled", logprobs=np.zeros(1, np.float32), version=0)
-    refs = queue.put([
-        Sample(sample_id=f"g{g}/{i}", trajectory_id=f"g{g}/{i}", group_id=f"g{g}", purpose="train", segments=(Segment(ids=np.array([1]), source="prompt"), segment))
-        for i in range(2) for g in range(3)
-    ])  # fmt: skip
+    refs = queue.put(
+        [
+            Sample(
+                sample_id=f"g{g}/{i}",
+                trajectory_id=f"g{g}/{i}",
+                group_id=f"g{g}",
+                purpose="train",
+                segments=(Segment(ids=np.array([1]), source="prompt"), segment),
+            )
+            for i in range(2)
+            for g in range(3)
+        ]
+    )
     SampleRecorder(queue, tmp_path, str, groups_per_step=2).record(1, refs)
     assert Counter(r.group_id for r in read_samples(tmp_path, 1)) == {"g0": 2, "g1": 2} and len(queue) == 0
 
 
 def test_an_evaluation_row_says_why_it_has_no_reward(tmp_path):
-    SampleRecorder(MemoryQueue(), tmp_path, str).record_eval(3, [played(Invalid("timeout")), played(Score(1.0), name="u")])
+    SampleRecorder(MemoryQueue(), tmp_path, str).record_eval(
+        3, [played(Invalid("timeout")), played(Score(1.0), name="u")]
+    )
     rows = read_samples(tmp_path, 3, "eval")
-    assert [(r.outcome, r.stop_reason, r.task_id, r.version_min) for r in rows] == [("invalid", "stop", "task7", 4), ("ok", "stop", "task7", 4)]
+    assert [(r.outcome, r.stop_reason, r.task_id, r.version_min) for r in rows] == [
+        ("invalid", "stop", "task7", 4),
+        ("ok", "stop", "task7", 4),
+    ]
     assert np.isnan(rows[0].reward) and rows[1].reward == 1.0
 
 
 def test_scores_of_a_trajectory_are_a_function_of_its_place():
     """The helper of these tests: the same id, the same score, whoever asks."""
-    assert by_id(SimpleNamespace(request_id="a")) == by_id(SimpleNamespace(request_id="a")) != by_id(SimpleNamespace(request_id="b"))
+    assert (
+        by_id(SimpleNamespace(request_id="a"))
+        == by_id(SimpleNamespace(request_id="a"))
+        != by_id(SimpleNamespace(request_id="b"))
+    )
     assert asyncio.iscoroutinefunction(evaluate)

@@ -99,7 +99,9 @@ def test_golden_plan_of_sft(folder: Path) -> None:
 
 def test_plan_is_json(folder: Path) -> None:
     found = json.loads(make_plan(config_of(folder)).to_json())
-    assert found["step"]["rows"] == 512 and found["length"]["steps"] == 116 and found["model"]["parameters"] == 494_032_768
+    assert (
+        found["step"]["rows"] == 512 and found["length"]["steps"] == 116 and found["model"]["parameters"] == 494_032_768
+    )
     assert found["memory"]["peaks"][found["memory"]["peak_phase"]] == found["memory"]["peak_bytes"]
 
 
@@ -114,47 +116,105 @@ def test_every_command_renders(folder: Path, command: str) -> None:
 
 
 def test_sizes_of_a_step(folder: Path) -> None:
-    s = step_sizes(config_of(folder, "step.prompts_per_step=24", "step.samples_per_prompt=4", "step.updates_per_step=3", "step.epochs_per_step=2"))
-    assert (s.rows, s.rows_per_update, s.optimizer_steps, s.longest_row_tokens, s.max_tokens) == (96, 32, 6, 2048, 96 * 2048)
+    s = step_sizes(
+        config_of(
+            folder,
+            "step.prompts_per_step=24",
+            "step.samples_per_prompt=4",
+            "step.updates_per_step=3",
+            "step.epochs_per_step=2",
+        )
+    )
+    assert (s.rows, s.rows_per_update, s.optimizer_steps, s.longest_row_tokens, s.max_tokens) == (
+        96,
+        32,
+        6,
+        2048,
+        96 * 2048,
+    )
 
 
-@pytest.mark.parametrize(("share", "budget", "expected"), [
-    ("false", 2048, 32), ("false", 4096, 16), ("false", 5000, 16), ("true", 2048, 32), ("true", 5120, 8), ("true", 10240, 4), ("true", 65536, 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("share", "budget", "expected"),
+    [
+        ("false", 2048, 32),
+        ("false", 4096, 16),
+        ("false", 5000, 16),
+        ("true", 2048, 32),
+        ("true", 5120, 8),
+        ("true", 10240, 4),
+        ("true", 65536, 1),
+    ],
+)
 def test_microbatches_hold_a_prompt_once(folder: Path, share: str, budget: int, expected: int) -> None:
     """8 prompts x 4 answers of 1024 + 1024 tokens."""
-    args = ("step.prompts_per_step=8", "step.samples_per_prompt=4", f"model.share_prefix={share}", f"step.max_tokens_per_microbatch={budget}")
+    args = (
+        "step.prompts_per_step=8",
+        "step.samples_per_prompt=4",
+        f"model.share_prefix={share}",
+        f"step.max_tokens_per_microbatch={budget}",
+    )
     assert step_sizes(config_of(folder, *args)).microbatches == expected
 
 
-@pytest.mark.parametrize(("prompts", "n", "budget"), [(8, 4, 5000), (4, 8, 3000), (6, 5, 9000), (3, 3, 2048), (16, 2, 20000)])
+@pytest.mark.parametrize(
+    ("prompts", "n", "budget"), [(8, 4, 5000), (4, 8, 3000), (6, 5, 9000), (3, 3, 2048), (16, 2, 20000)]
+)
 def test_microbatches_are_those_of_split_rows(folder: Path, prompts: int, n: int, budget: int) -> None:
     """The engine's own splitting of a full-length batch."""
     np = pytest.importorskip("numpy")
-    from verl.batch import pack, split_rows
+    from verl.batch import make_microbatches, pack
     from verl.types import Sample, Segment
 
     prompt, answer = 600, 400
     samples = [
         Sample(
-            sample_id=f"{g}.{k}", trajectory_id=f"{g}.{k}", group_id=str(g), purpose="train",
-            segments=(Segment(ids=np.full(prompt, g), source="prompt"), Segment(ids=np.arange(answer) + k, source="sampled", logprobs=np.zeros(answer, np.float32))),
+            sample_id=f"{g}.{k}",
+            trajectory_id=f"{g}.{k}",
+            group_id=str(g),
+            purpose="train",
+            segments=(
+                Segment(ids=np.full(prompt, g), source="prompt"),
+                Segment(ids=np.arange(answer) + k, source="sampled", logprobs=np.zeros(answer, np.float32)),
+            ),
         )
-        for g in range(prompts) for k in range(n)
-    ]  # fmt: skip
+        for g in range(prompts)
+        for k in range(n)
+    ]
     for share in (True, False):
-        args = (f"step.prompts_per_step={prompts}", f"step.samples_per_prompt={n}", f"model.share_prefix={share}",
-                f"step.max_tokens_per_microbatch={budget}", f"data.max_prompt_tokens={prompt}", f"rollout.max_response_tokens={answer}")  # fmt: skip
-        parts = split_rows(pack(samples, share_prefix=share), budget)
+        args = (
+            f"step.prompts_per_step={prompts}",
+            f"step.samples_per_prompt={n}",
+            f"model.share_prefix={share}",
+            f"step.max_tokens_per_microbatch={budget}",
+            f"data.max_prompt_tokens={prompt}",
+            f"rollout.max_response_tokens={answer}",
+        )
+        parts = make_microbatches(pack(samples, share_prefix=share), budget)
         assert step_sizes(config_of(folder, *args)).microbatches == len(parts)
 
 
-@pytest.mark.parametrize(("staleness", "prompts", "sync_every", "slots"), [
-    (0, 64, 1, 64), (1, 64, 1, 128), (0.5, 64, 1, 96), (0.15, 100, 1, 115), (0.1, 10, 1, 11), (0.29, 100, 1, 129), (0.5, 3, 1, 4), (1, 8, 4, 64),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("staleness", "prompts", "sync_every", "slots"),
+    [
+        (0, 64, 1, 64),
+        (1, 64, 1, 128),
+        (0.5, 64, 1, 96),
+        (0.15, 100, 1, 115),
+        (0.1, 10, 1, 11),
+        (0.29, 100, 1, 129),
+        (0.5, 3, 1, 4),
+        (1, 8, 4, 64),
+    ],
+)
 def test_slots_are_exact(folder: Path, staleness: float, prompts: int, sync_every: int, slots: int) -> None:
     """floor((1 + 0.15) * 100) is 114 in floats."""
-    c = config_of(folder, f"pipeline.staleness={staleness}", f"step.prompts_per_step={prompts}", f"pipeline.sync_every={sync_every}")
+    c = config_of(
+        folder,
+        f"pipeline.staleness={staleness}",
+        f"step.prompts_per_step={prompts}",
+        f"pipeline.sync_every={sync_every}",
+    )
     assert staleness_slots(c) == slots
 
 
@@ -162,8 +222,18 @@ def test_slots_are_those_of_the_scheduler(folder: Path) -> None:
     from verl.driver.scheduler import Scheduler
 
     for staleness in (0, 0.15, 0.29, 1, 2.5):
-        c = config_of(folder, f"pipeline.staleness={staleness}", "step.prompts_per_step=100", "pipeline.oversample=0.07")
-        made = Scheduler(prompts_per_step=100, sync_every=1, staleness=staleness, oversample=0.07, total_steps=5, max_draws_per_group=10, on_exhausted="stop")
+        c = config_of(
+            folder, f"pipeline.staleness={staleness}", "step.prompts_per_step=100", "pipeline.oversample=0.07"
+        )
+        made = Scheduler(
+            prompts_per_step=100,
+            sync_every=1,
+            staleness=staleness,
+            oversample=0.07,
+            total_steps=5,
+            max_draws_per_group=10,
+            on_exhausted="stop",
+        )
         assert made.slots == staleness_slots(c)
         plan = make_plan(c)
         assert plan.rollout is not None and plan.rollout.surplus == 7
@@ -215,7 +285,10 @@ def test_memory_moves_the_right_way(folder: Path) -> None:
     assert small.items["activations"] == plain.items["activations"] / 4
     assert memory("step.max_tokens_per_microbatch=8192").items["activations"] == plain.items["activations"] / 2
     full = memory("model.dtype=float32")
-    assert "compute copy of weights" not in full.items and full.items["rollout weights"] == 2 * plain.items["rollout weights"]
+    assert (
+        "compute copy of weights" not in full.items
+        and full.items["rollout weights"] == 2 * plain.items["rollout weights"]
+    )
     assert "KV cache" not in plain.phases["update"] and "KV cache" in memory("pipeline.staleness=1").phases["update"]
     little = memory("rollout.max_kv_tokens=2560", "model.device=cpu")  # 30 MiB or 60
     assert all("KV cache" in parts for parts in little.phases.values())
@@ -231,17 +304,28 @@ def test_kv_tokens(folder: Path) -> None:
     assert kv_tokens(config_of(folder, "eval.max_response_tokens=3072")) == 256 * 4096
 
 
-@pytest.mark.parametrize(("args", "expected"), [
-    ([], True), (["algorithm.kl_loss_coef=0"], False), (["algorithm.name=dapo"], False), (["algorithm.name=dapo", "algorithm.kl_reward_coef=0.1"], True),
-    (["algorithm.name=rloo"], True), (["algorithm.name=rloo", "algorithm.kl_reward_coef=0"], False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        ([], True),
+        (["algorithm.kl_loss_coef=0"], False),
+        (["algorithm.name=dapo"], False),
+        (["algorithm.name=dapo", "algorithm.kl_reward_coef=0.1"], True),
+        (["algorithm.name=rloo"], True),
+        (["algorithm.name=rloo", "algorithm.kl_reward_coef=0"], False),
+    ],
+)
 def test_reference_is_counted_when_a_kl_term_needs_it(folder: Path, args: list[str], expected: bool) -> None:
     assert needs_reference(config_of(folder, *args)) == expected
 
 
-@pytest.mark.parametrize(("file", "name", "size"), [
-    ("nn/linear_logprob.py", "_CHUNK_BYTES", LOGPROB_CHUNK_BYTES), ("rollout/native/kv.py", "KEPT_BYTES", KEPT_KV_BYTES),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("file", "name", "size"),
+    [
+        ("nn/linear_logprob.py", "_CHUNK_BYTES", LOGPROB_CHUNK_BYTES),
+        ("rollout/native/kv.py", "KEPT_BYTES", KEPT_KV_BYTES),
+    ],
+)
 def test_sizes_are_those_of_the_code_with_torch(file: str, name: str, size: int) -> None:
     source = (Path(__file__).parents[2] / "verl" / file).read_text()
     found = re.search(rf"\b{name} = (\d+) << (\d+)", source)
@@ -251,14 +335,24 @@ def test_sizes_are_those_of_the_code_with_torch(file: str, name: str, size: int)
 # -- warnings ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("args", "said"), [
-    ([], None), (["algorithm.kl_loss_form=k1"], "k1"), (["eval.samples_per_prompt=4"], "all answers to a prompt are equal"),
-    (["optim.min_lr_ratio=0.1"], "does nothing with optim.schedule=constant"), (["step.prompts_per_step=8000"], "fewer than the 8000 of a step"),
-    (["run.total_steps=5000"], "one checkpoint, at the end"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ([], None),
+        (["algorithm.kl_loss_form=k1"], "k1"),
+        (["eval.samples_per_prompt=4"], "all answers to a prompt are equal"),
+        (["optim.min_lr_ratio=0.1"], "does nothing with optim.schedule=constant"),
+        (["step.prompts_per_step=8000"], "fewer than the 8000 of a step"),
+        (["run.total_steps=5000"], "one checkpoint, at the end"),
+    ],
+)
 def test_warnings(folder: Path, args: list[str], said: str | None) -> None:
     plan = make_plan(config_of(folder, *args, model="tiny"))
-    assert (not plan.warnings) if said is None else (said in plan.warnings[0] and f"warning: {plan.warnings[0]}" in render_plan(plan))
+    assert (
+        (not plan.warnings)
+        if said is None
+        else (said in plan.warnings[0] and f"warning: {plan.warnings[0]}" in render_plan(plan))
+    )
 
 
 def test_warnings_about_the_model(folder: Path, tmp_path: Path) -> None:
@@ -266,10 +360,16 @@ def test_warnings_about_the_model(folder: Path, tmp_path: Path) -> None:
     (model / "tokenizer_config.json").write_text("{}")
     c = config_of(folder)
     plan = make_plan(replace(c, model=replace(c.model, path=str(model))))
-    assert [w.split(":")[0] for w in plan.warnings] == ["the tokenizer has no chat template", "config.json says that the output layer is not tied, but no lm_head.weight is stored"]
+    assert [w.split(":")[0] for w in plan.warnings] == [
+        "the tokenizer has no chat template",
+        "config.json says that the output layer is not tied, but no lm_head.weight is stored",
+    ]
 
 
 def test_a_phase_above_the_device_is_said(folder: Path) -> None:
     plan = make_plan(config_of(folder), device_bytes=8 * 2**30)
-    assert "update and publish: above the 8.00 GiB of the device; lower step.max_tokens_per_microbatch" in plan.warnings[-1]
+    assert (
+        "update and publish: above the 8.00 GiB of the device; lower step.max_tokens_per_microbatch"
+        in plan.warnings[-1]
+    )
     assert not make_plan(config_of(folder), device_bytes=10**12).warnings

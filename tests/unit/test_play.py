@@ -38,7 +38,9 @@ def test_at_staleness_0_a_batch_is_in_admission_order_whatever_ends_first(tmp_pa
             batches = [groups_of(await stage.step()) for _ in range(3)]
         assert batches == [[group_id(8 * s + i) for i in range(8)] for s in range(3)]
         ended = [e["group_id"] for e in stage.log("scored")]
-        assert sorted(ended) == [group_id(i) for i in range(24)] and ended != sorted(ended), "they did end in another order"
+        assert sorted(ended) == [group_id(i) for i in range(24)] and ended != sorted(ended), (
+            "they did end in another order"
+        )
         assert len(stage.queue) == 0 and stage.player.groups == {} and stage.player.in_flight() == []
 
     play(test)
@@ -73,7 +75,9 @@ def test_what_a_loop_and_a_reward_are_given(tmp_path):
         return Score(1.0)
 
     async def test():
-        stage = Stage(tmp_path, prompts=1, n=1, algorithm=resolve("reinforce"), loop=lambda s: Looks(None, s, None), reward=reward)
+        stage = Stage(
+            tmp_path, prompts=1, n=1, algorithm=resolve("reinforce"), loop=lambda s: Looks(None, s, None), reward=reward
+        )
         async with stage.player:
             await stage.step()
 
@@ -83,7 +87,9 @@ def test_what_a_loop_and_a_reward_are_given(tmp_path):
     assert row["request_id"] == request.request_id and row["prompt_ids"].tolist() == [1, 2, 3]
     assert seen["params"]["max_tokens"] == 8 and seen["params"]["temperature"] == 1.0
     assert request.ground_truth == "0" and request.extra_info == {"split": "train", "num_turns": 2}
-    assert request.solution_str == " ".join(map(str, request.response_ids)) and request.response_tokens == len(request.response_ids)
+    assert request.solution_str == " ".join(map(str, request.response_ids)) and request.response_tokens == len(
+        request.response_ids
+    )
     assert request.max_response_tokens == 8 and not request.truncated
 
 
@@ -105,7 +111,11 @@ def test_a_failed_attempt_is_played_again_with_another_seed(tmp_path):
         broken = {seed_of(0, 1, 0), seed_of(0, 1, 1)}
         stage = Stage(tmp_path, prompts=1, n=3, max_attempts=3, engine=FakeEngine(fail=broken.__contains__))
         trajectory = await one(stage, 1)
-        assert (trajectory.attempt, trajectory.outcome, trajectory.trajectory_id) == (2, "ok", f"{group_id(0)}/train1.2")
+        assert (trajectory.attempt, trajectory.outcome, trajectory.trajectory_id) == (
+            2,
+            "ok",
+            f"{group_id(0)}/train1.2",
+        )
         assert [(n, s.seed) for n, _, s in stage.engine.requests if "train1" in n] == [
             (f"{group_id(0)}/train1.{a}", seed_of(0, 1, a)) for a in range(3)
         ]
@@ -136,7 +146,9 @@ class Returns(AgentLoopBase):
     make: Callable[[Any, Any], Any]
 
     async def run(self, sampling_params, **kwargs):
-        out = await self.server_manager.generate(kwargs["request_id"], prompt_ids=kwargs["prompt_ids"], sampling_params={})
+        out = await self.server_manager.generate(
+            kwargs["request_id"], prompt_ids=kwargs["prompt_ids"], sampling_params={}
+        )
         return type(self).make(kwargs["prompt_ids"], out)
 
 
@@ -146,7 +158,9 @@ def loop_that(make: Callable[[Any, Any], Any]) -> Callable[[Any], AgentLoopBase]
 
 
 def answer(prompt, out, **more):
-    return AgentLoopOutput(**{"prompt_ids": prompt, "response_ids": out.token_ids, "response_mask": [1] * len(out.token_ids)} | more)
+    return AgentLoopOutput(
+        **{"prompt_ids": prompt, "response_ids": out.token_ids, "response_mask": [1] * len(out.token_ids)} | more
+    )
 
 
 def dies(prompt, out):
@@ -169,7 +183,11 @@ def cancels(prompt, out):
         (cancels, "failed", "Abandoned: "),
         (lambda p, o: None, "failed", "AttributeError: "),
         (lambda p, o: answer(p, o, response_mask=[1] * 9), "failed", "ValueError: response_mask has 9 values for"),
-        (lambda p, o: answer(p, o, response_ids=[9, *o.token_ids], response_mask=[1] * (len(o.token_ids) + 1)), "failed", "ValueError: "),
+        (
+            lambda p, o: answer(p, o, response_ids=[9, *o.token_ids], response_mask=[1] * (len(o.token_ids) + 1)),
+            "failed",
+            "ValueError: ",
+        ),
         (lambda p, o: answer(p, o, response_ids=[], response_mask=[]), "failed", "empty: "),
         (lambda p, o: answer(p, o, response_mask=[0] * len(o.token_ids)), "failed", "empty: "),
         (lambda p, o: answer(p, o, reward_score=float("nan")), "invalid", "bad_result: "),
@@ -178,9 +196,21 @@ def cancels(prompt, out):
         (lambda p, o: answer(p, o, reward_score=0.75), "ok", ""),
         (lambda p, o: answer(p, o, reward_score=np.float32(0.75)), "ok", ""),
     ],
-    ids=["dies", "cancels itself", "returns nothing", "mask of another length", "invents a token", "no token", "all masked",
-         "score nan", "score text", "score that raises", "score", "score numpy"],
-)  # fmt: skip
+    ids=[
+        "dies",
+        "cancels itself",
+        "returns nothing",
+        "mask of another length",
+        "invents a token",
+        "no token",
+        "all masked",
+        "score nan",
+        "score text",
+        "score that raises",
+        "score",
+        "score numpy",
+    ],
+)
 def test_what_a_loop_returns_is_an_outcome_never_a_crash(tmp_path, make, outcome, error):
     async def test():
         stage = Stage(tmp_path, n=2, reward=lambda r: Score(0.0), loop=loop_that(make))
@@ -264,7 +294,9 @@ def test_an_internal_error_in_a_group_surfaces_in_take_and_stops_its_siblings(tm
         async with stage.player:
             with pytest.raises(ZeroDivisionError, match="ours"):
                 await stage.step()
-            assert not {f"{group_id(2)}/train{i}.0" for i in range(4)} & engine.live, "its siblings do not go on unwatched"
+            assert not {f"{group_id(2)}/train{i}.0" for i in range(4)} & engine.live, (
+                "its siblings do not go on unwatched"
+            )
             with pytest.raises(ZeroDivisionError):
                 await stage.player.take(0)
 
@@ -316,7 +348,10 @@ def test_a_wait_that_nobody_answers_says_what_it_waits_for(tmp_path):
         stage = Stage(tmp_path, timeout_s=100, play_timeout_s=50)
         async with stage.player:
             await stage.step(publish=False)
-            with pytest.raises(DeadlineExpired, match=r"step 2 waited 250 s for step 1 needs 4 groups: .* wait for the publish of version 1"):
+            with pytest.raises(
+                DeadlineExpired,
+                match=r"step 2 waited 250 s for step 1 needs 4 groups: .* wait for the publish of version 1",
+            ):
                 await stage.step()
 
     play(test)
@@ -372,11 +407,16 @@ def test_with_a_third_invalid_the_advantages_are_those_of_the_valid_subset(tmp_p
     queue, played, expected = play(test)
     everything = [  # the same with the invalid ones in the queue: they are in no statistic and get 0
         Sample(
-            sample_id=f"all/{t.trajectory_id}", trajectory_id=t.trajectory_id, group_id=t.group_id, purpose="train",
-            segments=t.segments, reward=t.reward.value if isinstance(t.reward, Score) else float("nan"), outcome=t.outcome,
+            sample_id=f"all/{t.trajectory_id}",
+            trajectory_id=t.trajectory_id,
+            group_id=t.group_id,
+            purpose="train",
+            segments=t.segments,
+            reward=t.reward.value if isinstance(t.reward, Score) else float("nan"),
+            outcome=t.outcome,
         )
         for t in played
-    ]  # fmt: skip
+    ]
     random.Random(seed).shuffle(everything)  # nor does the order matter
     found = advantages_of(queue, queue.put(everything))
     for t in played:
@@ -395,7 +435,9 @@ def test_256_trajectories_of_which_some_raise_and_some_hang(tmp_path):
 
     async def test():
         engine = FakeEngine(
-            delay_s=jitter, fail={seed_of(*p) for p in raising}.__contains__, hang={seed_of(*p) for p in hanging}.__contains__
+            delay_s=jitter,
+            fail={seed_of(*p) for p in raising}.__contains__,
+            hang={seed_of(*p) for p in hanging}.__contains__,
         )
         stage = Stage(tmp_path, engine=engine, prompts=32, n=8, timeout_s=60)
         async with stage.player:
@@ -407,7 +449,9 @@ def test_256_trajectories_of_which_some_raise_and_some_hang(tmp_path):
         assert len({t.trajectory_id for t in played}) == 256 == engine.calls
         assert Counter(t.outcome for t in played) == {"ok": 217, "failed": 39}
         assert stats.invalid == {"RuntimeError": 26, "timeout": 13} and stats.played == 256
-        assert {t.trajectory_id for t in played if t.error.startswith("timeout")} == {f"{group_id(g)}/train{i}.0" for g, i in hanging}
+        assert {t.trajectory_id for t in played if t.error.startswith("timeout")} == {
+            f"{group_id(g)}/train{i}.0" for g, i in hanging
+        }
         assert {r.trajectory_id for r in refs} == {t.trajectory_id for t in played if t.outcome == "ok"}
         assert len(stage.queue) == 217 and not engine.live and stage.waits.pending() == []
 

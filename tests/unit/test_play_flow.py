@@ -30,11 +30,16 @@ from verl.types import Invalid, Score, Trajectory, derive_seed
 def test_a_group_with_too_few_valid_trajectories_is_released_and_replaced(tmp_path, fault, reason):
     async def test():
         bad = {f"{group_id(1)}/train{i}.0" for i in range(3)}  # one of four is valid, grpo needs two
-        engine = FakeEngine(delay_s=jitter, fail={seed_of(1, i) for i in range(3)}.__contains__) if fault == "engine" else FakeEngine()
+        engine = (
+            FakeEngine(delay_s=jitter, fail={seed_of(1, i) for i in range(3)}.__contains__)
+            if fault == "engine"
+            else FakeEngine()
+        )
         stage = Stage(
-            tmp_path, engine=engine,
+            tmp_path,
+            engine=engine,
             reward=lambda r: Invalid("crash", "x") if fault == "reward" and r.request_id in bad else by_id(r),
-        )  # fmt: skip
+        )
         async with stage.player:
             refs = await stage.step()
             assert groups_of(refs) == [group_id(i) for i in (0, 2, 3, 4)]
@@ -47,7 +52,10 @@ def test_a_group_with_too_few_valid_trajectories_is_released_and_replaced(tmp_pa
 
 def test_a_group_that_keeps_enough_valid_trajectories_trains_on_those(tmp_path):
     async def test():
-        stage = Stage(tmp_path, reward=lambda r: Invalid("crash") if "train0" in r.request_id or "train3" in r.request_id else by_id(r))
+        stage = Stage(
+            tmp_path,
+            reward=lambda r: Invalid("crash") if "train0" in r.request_id or "train3" in r.request_id else by_id(r),
+        )
         async with stage.player:
             refs = await stage.step()
         assert [r.trajectory_id.split("/")[1] for r in refs] == ["train1.0", "train2.0"] * 4
@@ -64,15 +72,20 @@ def greedy_baseline() -> Algorithm:
 def test_a_baseline_rides_in_its_group_and_its_failure_releases_the_group(tmp_path):
     async def test():
         stage = Stage(
-            tmp_path, n=2, prompts=2, algorithm=greedy_baseline(),
+            tmp_path,
+            n=2,
+            prompts=2,
+            algorithm=greedy_baseline(),
             engine=FakeEngine(fail={seed_of(1, 0, purpose="baseline")}.__contains__),
-        )  # fmt: skip
+        )
         async with stage.player:
             refs = await stage.step()
             assert groups_of(refs) == [group_id(0), group_id(2)] and stage.player.stats.released == {"failed": 1}
         assert [(r.purpose, r.trajectory_id) for r in refs[:3]] == [
-            ("train", f"{group_id(0)}/train0.0"), ("train", f"{group_id(0)}/train1.0"), ("baseline", f"{group_id(0)}/baseline0.0"),
-        ]  # fmt: skip
+            ("train", f"{group_id(0)}/train0.0"),
+            ("train", f"{group_id(0)}/train1.0"),
+            ("baseline", f"{group_id(0)}/baseline0.0"),
+        ]
         assert {s.temperature for n, _, s in stage.engine.requests if "baseline" in n} == {0.0}
         assert {s.temperature for n, _, s in stage.engine.requests if "train" in n} == {1.0}
 
@@ -90,7 +103,11 @@ def test_dynamic_sampling_rejects_flat_groups_and_refills(tmp_path):
             for s in range(2):
                 refs = await stage.player.take(s)
                 assert groups_of(refs) == [group_id(9 * s + 2 + 3 * i) for i in range(3)]
-                assert (stage.player.stats.flat, stage.player.stats.groups, stage.player.stats.released["rejected"]) == (6, 9, 6)
+                assert (
+                    stage.player.stats.flat,
+                    stage.player.stats.groups,
+                    stage.player.stats.released["rejected"],
+                ) == (6, 9, 6)
                 stage.player.stats = type(stage.player.stats)()
                 stage.player.trained(s, refs)
                 stage.player.published(s + 1)
@@ -101,7 +118,9 @@ def test_dynamic_sampling_rejects_flat_groups_and_refills(tmp_path):
 def test_selection_looks_at_the_named_component_and_says_when_it_is_missing(tmp_path):
     async def test():
         algorithm = resolve("dapo", {"filter_metric": "acc"})
-        stage = Stage(tmp_path, prompts=1, algorithm=algorithm, reward=lambda r: Score(1.0, {"acc": by_id(r).value, "score": 1.0}))
+        stage = Stage(
+            tmp_path, prompts=1, algorithm=algorithm, reward=lambda r: Score(1.0, {"acc": by_id(r).value, "score": 1.0})
+        )
         async with stage.player:
             assert len(await stage.step()) == 4
         stage = Stage(tmp_path / "b", prompts=1, algorithm=algorithm, reward=lambda r: Score(1.0, {"format": 1.0}))
@@ -116,7 +135,11 @@ def test_selection_looks_at_the_named_component_and_says_when_it_is_missing(tmp_
 def test_data_without_signal_ends_as_declared(tmp_path, on_exhausted):
     async def test():
         algorithm = resolve("dapo", {"max_draws_per_group": 3.0, "on_exhausted": on_exhausted})
-        stage = Stage(tmp_path, algorithm=algorithm, reward=lambda r: by_id(r) if r.request_id.startswith(group_id(0)) else Score(0.0))
+        stage = Stage(
+            tmp_path,
+            algorithm=algorithm,
+            reward=lambda r: by_id(r) if r.request_id.startswith(group_id(0)) else Score(0.0),
+        )
         async with stage.player:
             if on_exhausted == "smaller":
                 assert groups_of(await stage.step()) == [group_id(0)]
@@ -189,7 +212,13 @@ def test_a_share_of_invalid_rewards_above_the_limit_ends_the_run_with_the_reason
     async def test():
         def reward(request):
             which = derive_seed(request.request_id) % 10
-            return Invalid("timeout", "no result within 30 s") if which < 5 else Invalid("crash", "exit 1") if which < 7 else by_id(request)
+            return (
+                Invalid("timeout", "no result within 30 s")
+                if which < 5
+                else Invalid("crash", "exit 1")
+                if which < 7
+                else by_id(request)
+            )
 
         stage = Stage(tmp_path, prompts=8, n=8, reward=reward, max_invalid_share=0.2)
         async with stage.player:
@@ -218,9 +247,14 @@ def test_small_steps_are_judged_together(tmp_path):
 
     async def test():
         stage = Stage(
-            tmp_path, prompts=1, n=2, steps=1000, algorithm=resolve("reinforce"), max_invalid_share=0.2,
+            tmp_path,
+            prompts=1,
+            n=2,
+            steps=1000,
+            algorithm=resolve("reinforce"),
+            max_invalid_share=0.2,
             reward=lambda r: Invalid("crash") if "train0" in r.request_id else by_id(r),
-        )  # fmt: skip
+        )
         async with stage.player:
             with pytest.raises(RunEnded, match="max_invalid_share"):
                 for _ in range(100):
@@ -233,11 +267,20 @@ def outcomes(rng: random.Random, share: float, count: int) -> list[Trajectory]:
     bad = [rng.random() < share for _ in range(count)]
     return [
         Trajectory(
-            trajectory_id=str(i), group_id="g", task_id="t", index=i, purpose="train", attempt=0, sampling=SAMPLING, segments=(),
-            stop_reason="eos", outcome="invalid" if b else "ok", error="crash: x" if b else "",
+            trajectory_id=str(i),
+            group_id="g",
+            task_id="t",
+            index=i,
+            purpose="train",
+            attempt=0,
+            sampling=SAMPLING,
+            segments=(),
+            stop_reason="eos",
+            outcome="invalid" if b else "ok",
+            error="crash: x" if b else "",
         )
         for i, b in enumerate(bad)
-    ]  # fmt: skip
+    ]
 
 
 def stops_at(share: float, limit: float, *, seed: int, per_step: int = 32, steps: int = 200) -> int | None:
@@ -298,7 +341,10 @@ def test_versions_are_per_span_and_never_older_than_allowed(tmp_path, staleness,
                 admitted = {g.group_id: g.admitted_version for g in stage.player.groups.values()}
                 for ref, sample in zip(refs, stage.queue.samples(refs), strict=True):
                     versions = [s.version for s in sample.segments if s.source == "sampled"]
-                    assert versions == sorted(versions) and (ref.version_min, ref.version_max) == (versions[0], versions[-1])
+                    assert versions == sorted(versions) and (ref.version_min, ref.version_max) == (
+                        versions[0],
+                        versions[-1],
+                    )
                     assert admitted[ref.group_id] <= ref.version_min <= ref.version_max <= now
                     lags.append(now - ref.version_min)
                     if int(ref.group_id[1:]) % 6 == 5 and ref.loss_tokens > 1:
@@ -324,7 +370,11 @@ def test_a_resumed_player_goes_on_with_the_same_ids_and_seeds_and_plays_nothing_
     slow = {seed_of(g, i) for g in range(4, 8) for i in (1, 3)} | {seed_of(5, 0), seed_of(5, 2)}
 
     def make(path: Path, **more: Any) -> Stage:
-        return Stage(path, staleness=1.0, engine=FakeEngine(delay_s=lambda seed: 1e6 if more.get("stuck") and seed in slow else 0.0))
+        return Stage(
+            path,
+            staleness=1.0,
+            engine=FakeEngine(delay_s=lambda seed: 1e6 if more.get("stuck") and seed in slow else 0.0),
+        )
 
     async def first():
         stage = make(tmp_path / "a", stuck=True)
@@ -338,7 +388,12 @@ def test_a_resumed_player_goes_on_with_the_same_ids_and_seeds_and_plays_nothing_
     complete = [g.group_id for g, _, done in groups if done]
     running = {g.group_id: [t.index for t in g.trajectories] for g, _, done in groups if not done}
     assert complete == [group_id(i) for i in (8, 9, 10, 11)]
-    assert {g: sorted(v) for g, v in running.items()} == {group_id(4): [0, 2], group_id(5): [], group_id(6): [0, 2], group_id(7): [0, 2]}
+    assert {g: sorted(v) for g, v in running.items()} == {
+        group_id(4): [0, 2],
+        group_id(5): [],
+        group_id(6): [0, 2],
+        group_id(7): [0, 2],
+    }
 
     async def second():
         stage = make(tmp_path / "b")
@@ -350,7 +405,9 @@ def test_a_resumed_player_goes_on_with_the_same_ids_and_seeds_and_plays_nothing_
             for group, draw, done in groups:
                 stage.player.resume(group, draw, complete=done)
             again = {g.group_id: [t.trajectory_id for t in g.trajectories] for g, _, _ in stage.player.in_flight()}
-            assert again == {g.group_id: [t.trajectory_id for t in g.trajectories] for g, _, _ in groups}, "before it ran a step"
+            assert again == {g.group_id: [t.trajectory_id for t in g.trajectories] for g, _, _ in groups}, (
+                "before it ran a step"
+            )
             refs = [await stage.step(), await stage.step()]
         assert [groups_of(r) for r in refs] == [[group_id(i) for i in range(4, 8)], [group_id(i) for i in range(8, 12)]]
         played = {n: s.seed for n, _, s in stage.engine.requests}

@@ -50,7 +50,10 @@ def test_put_gives_refs_in_order_and_samples_come_back_in_the_order_asked(queue)
     put = samples(5)
     refs = queue.put(put)
     assert refs.ids == ["s0", "s1", "s2", "s3", "s4"] and len(queue) == 5
-    assert [(r.loss_tokens, r.prompt_tokens, r.version_min, r.reward) for r in refs[:2]] == [(1, 2, 4, 0.25), (2, 2, 4, 0.25)]
+    assert [(r.loss_tokens, r.prompt_tokens, r.version_min, r.reward) for r in refs[:2]] == [
+        (1, 2, 4, 0.25),
+        (2, 2, 4, 0.25),
+    ]
     back = queue.samples(pick(refs, 3, 0, 3))
     assert [s.sample_id for s in back] == ["s3", "s0", "s3"]
     assert np.array_equal(back[1].segments[1].ids, put[0].segments[1].ids)
@@ -59,7 +62,11 @@ def test_put_gives_refs_in_order_and_samples_come_back_in_the_order_asked(queue)
 
 def test_columns_are_ragged_typed_and_come_in_the_order_asked(queue):
     refs = queue.put(samples(3))
-    flat = [torch.tensor([10.0], dtype=torch.float64), torch.tensor([20.0, 21.0], dtype=torch.float64), torch.zeros(3, dtype=torch.float64)]
+    flat = [
+        torch.tensor([10.0], dtype=torch.float64),
+        torch.tensor([20.0, 21.0], dtype=torch.float64),
+        torch.zeros(3, dtype=torch.float64),
+    ]
     wide = [torch.arange(n * 8, dtype=torch.int32).view(n, 2, 4) for n in (1, 2, 3)]
     queue.write(refs, {"flat": ragged(flat), "wide": ragged(wide)})
     found = queue.read(pick(refs, 1, 0), ("wide", "flat"))
@@ -109,9 +116,12 @@ def test_missing_rows_and_columns_are_named(queue):
         queue.read(refs, ("nothing",))
     queue.drop(pick(refs, 1))
     for call in (
-        lambda: queue.samples(refs), lambda: queue.read(refs, ("x",)), lambda: queue.having(refs, "x"), lambda: queue.drop(refs),
+        lambda: queue.samples(refs),
+        lambda: queue.read(refs, ("x",)),
+        lambda: queue.having(refs, "x"),
+        lambda: queue.drop(refs),
         lambda: queue.write(refs, {"x": ragged([torch.ones(1)] * 3)}),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match=r"1 samples are not in the queue .* s1"):
             call()
     assert len(queue) == 2, "a refused drop drops nothing"

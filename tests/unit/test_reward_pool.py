@@ -295,7 +295,9 @@ def test_quick_calls_are_sent_together_and_slow_ones_are_not(grader: str, monkey
     assert after[0] == 1, "one at a time, after a few that took their time"
 
 
-@pytest.mark.parametrize(("word", "reason"), [("crash", "crash"), ("memory", "memory"), ("hang", "timeout"), ("x", "exception")])
+@pytest.mark.parametrize(
+    ("word", "reason"), [("crash", "crash"), ("memory", "memory"), ("hang", "timeout"), ("x", "exception")]
+)
 @pytest.mark.parametrize("at", [0, 5, 11])
 def test_what_happens_to_one_of_many_calls_is_its_own(grader: str, word: str, reason: str, at: int) -> None:
     async def use(pool: RewardPool) -> Any:
@@ -473,9 +475,13 @@ def test_shaped_over_a_pool(grader: str) -> None:
 def test_reward_manager(grader: str) -> None:
     manager = str(Path(grader).with_name("manager.py"))
     sample = RewardRequest(
-        request_id="r", data_source="openai/gsm8k", solution_str="ignored", ground_truth="72",
-        prompt_ids=np.array([1, 2, 3]), response_ids=np.array([7, 2]),
-    )  # fmt: skip
+        request_id="r",
+        data_source="openai/gsm8k",
+        solution_str="ignored",
+        ground_truth="72",
+        prompt_ids=np.array([1, 2, 3]),
+        response_ids=np.array([7, 2]),
+    )
     target = manager_target(manager, "MyManager", reward_kwargs={"factor": 0.5})
     got = with_pool(target, score_all(sample, sample, request()))
     assert got[:2] == [Score(0.5, {"acc": 1.0, "n": 3.0})] * 2
@@ -512,7 +518,9 @@ def test_a_channel_keeps_nothing_that_nobody_asked_for() -> None:
             await asyncio.sleep(0.02)
             assert heard == [b"hello"] and not told.done()
             theirs.sendall(b"i" + b"more")
-            assert await asyncio.wait_for(told, 5) == "answered" and heard == [b"hello", b"hi"] and not channel._received
+            assert (
+                await asyncio.wait_for(told, 5) == "answered" and heard == [b"hello", b"hi"] and not channel._received
+            )
             told = channel.ask([b"call", b"another"], lambda body: bool(heard.append(body)))
             theirs.sendall(2 * (struct.pack(">I", 1) + b"x"))
             assert await asyncio.wait_for(told, 5) == "answered" and heard[2:] == [b"x"], "it had heard enough"
@@ -524,9 +532,21 @@ def test_a_channel_keeps_nothing_that_nobody_asked_for() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("answer", [PLAIN.pack(b"=", 1, math.nan, 0.0, 0.1), PLAIN.pack(b"=", 1, 1.0, math.inf, 0.1), PLAIN.pack(b"?", 1, 1.0, 0.0, 0.1),
-                                    PLAIN.pack(b"=", 2, 1.0, 0.0, 0.1), b"=", {"pid": 1}, {"pid": 1, "grown_mb": 1.0, "took_s": 0.1}, {"reason": "exception", "detail": "", "grown_mb": "no"}, {"error": "x"},
-                                    {"reason": [], "detail": "", "grown_mb": 0.0, "took_s": 0.0}])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        PLAIN.pack(b"=", 1, math.nan, 0.0, 0.1),
+        PLAIN.pack(b"=", 1, 1.0, math.inf, 0.1),
+        PLAIN.pack(b"?", 1, 1.0, 0.0, 0.1),
+        PLAIN.pack(b"=", 2, 1.0, 0.0, 0.1),
+        b"=",
+        {"pid": 1},
+        {"pid": 1, "grown_mb": 1.0, "took_s": 0.1},
+        {"reason": "exception", "detail": "", "grown_mb": "no"},
+        {"error": "x"},
+        {"reason": [], "detail": "", "grown_mb": 0.0, "took_s": 0.0},
+    ],
+)
 def test_an_answer_that_no_worker_gives_is_a_crash_of_the_grader(answer: dict[str, object] | bytes) -> None:
     async def run() -> None:
         worker = await start_worker(Target(), memory_limit_mb=512, start_timeout_s=60)

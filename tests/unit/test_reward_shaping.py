@@ -24,9 +24,12 @@ def _golden(name: str) -> tuple[dict[str, np.ndarray], dict[str, float]]:
 def test_overlong_as_verl() -> None:
     arrays, hyper = _golden("reward_overlong")
     penalty = overlong_penalty(
-        arrays["in_response_lengths"].astype(np.float64), max_response_tokens=int(hyper["max_resp_len"]),
-        buffer_tokens=int(hyper["overlong_buffer_len"]), penalty=hyper["penalty_factor"], cap=False,
-    )  # fmt: skip
+        arrays["in_response_lengths"].astype(np.float64),
+        max_response_tokens=int(hyper["max_resp_len"]),
+        buffer_tokens=int(hyper["overlong_buffer_len"]),
+        penalty=hyper["penalty_factor"],
+        cap=False,
+    )
     np.testing.assert_allclose(penalty, arrays["out_overlong_reward"], atol=1e-12)
     np.testing.assert_allclose(arrays["in_scores"] + penalty, arrays["out_rewards"], atol=1e-6)
 
@@ -34,9 +37,11 @@ def test_overlong_as_verl() -> None:
 def test_overlong_as_openrlhf() -> None:
     arrays, hyper = _golden("reward_overlong_capped")
     penalty = overlong_penalty(
-        arrays["in_response_lengths"].astype(np.float64), max_response_tokens=int(hyper["max_new_tokens"]),
-        buffer_tokens=int(hyper["overlong_buffer_len"]), penalty=hyper["overlong_penalty_factor"],
-    )  # fmt: skip
+        arrays["in_response_lengths"].astype(np.float64),
+        max_response_tokens=int(hyper["max_new_tokens"]),
+        buffer_tokens=int(hyper["overlong_buffer_len"]),
+        penalty=hyper["overlong_penalty_factor"],
+    )
     np.testing.assert_allclose(arrays["in_scores"] + penalty, arrays["out_rewards"], atol=1e-6)
 
 

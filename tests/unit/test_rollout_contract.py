@@ -11,14 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    DynamicCache,
-    GPT2Config,
-    LlamaConfig,
-    Qwen2Config,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
 from verl.rollout.base import Completion
 from verl.rollout.hf import HfEngine
@@ -27,21 +20,39 @@ from verl.types import Sampling
 
 VOCAB = 61
 SIZES: dict[str, Any] = dict(
-    vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    intermediate_size=64, max_position_embeddings=512, initializer_range=0.15, bos_token_id=None, eos_token_id=None,
+    vocab_size=VOCAB,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=64,
+    max_position_embeddings=512,
+    initializer_range=0.15,
+    bos_token_id=None,
+    eos_token_id=None,
     pad_token_id=None,
-)  # fmt: skip
+)
 CONFIGS: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: Qwen3Config(**SIZES, head_dim=12, tie_word_embeddings=True),
     "qwen2": lambda: Qwen2Config(**SIZES, tie_word_embeddings=True),
     "llama": lambda: LlamaConfig(**SIZES, tie_word_embeddings=False),
     "gpt2": lambda: GPT2Config(
-        vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=512, initializer_range=0.15, bos_token_id=None,
+        vocab_size=VOCAB,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=512,
+        initializer_range=0.15,
+        bos_token_id=None,
         eos_token_id=None,
     ),
-}  # fmt: skip
+}
 ENGINES = {"native": NativeEngine, "native-torch": functools.partial(NativeEngine, compiled=False), "hf": HfEngine}
-PAIRS = [("native", m) for m in ("qwen3", "qwen2", "llama")] + [("native-torch", "qwen3")] + [("hf", m) for m in ("qwen3", "gpt2")]
+PAIRS = (
+    [("native", m) for m in ("qwen3", "qwen2", "llama")]
+    + [("native-torch", "qwen3")]
+    + [("hf", m) for m in ("qwen3", "gpt2")]
+)
 
 
 @functools.cache
@@ -71,9 +82,7 @@ def build(kind: str, model: str = "qwen3", **options: Any) -> Any:
     return ENGINES[kind](reference(model).config, **options)
 
 
-def with_engine(
-    engine: Any, body: Callable[[Any], Awaitable[Any]], *, load: Any = None, limit_s: float = 60.0
-) -> Any:  # fmt: skip
+def with_engine(engine: Any, body: Callable[[Any], Awaitable[Any]], *, load: Any = None, limit_s: float = 60.0) -> Any:
     """Run one test body on an engine with weights; whatever it leaves behind, nothing may hang."""
 
     lost: list[dict[str, Any]] = []
@@ -103,9 +112,13 @@ def prompts(lengths: tuple[int, ...], seed: int = 0) -> list[np.ndarray]:
 @functools.cache
 def _hf_greedy(model: str, seed: int, prompt: tuple[int, ...], tokens: int) -> list[int]:
     out = reference(model, seed).generate(
-        torch.tensor(prompt)[None], attention_mask=torch.ones(1, len(prompt), dtype=torch.long), max_new_tokens=tokens,
-        do_sample=False, pad_token_id=0, eos_token_id=None,
-    )  # fmt: skip
+        torch.tensor(prompt)[None],
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        max_new_tokens=tokens,
+        do_sample=False,
+        pad_token_id=0,
+        eos_token_id=None,
+    )
     return out[0, len(prompt) :].tolist()
 
 
@@ -163,8 +176,9 @@ def test_logprobs_are_those_of_the_temperature(kind: str, model: str) -> None:
     async def body(engine: Any) -> None:
         jobs = {
             f"{i} {t}": (p, Sampling(max_tokens=12, temperature=t, seed=i))
-            for i, p in enumerate(ragged) for t in (0.3, 0.7, 1.0, 1.5)
-        }  # fmt: skip
+            for i, p in enumerate(ragged)
+            for t in (0.3, 0.7, 1.0, 1.5)
+        }
         for name, c in (await generate_all(engine, jobs)).items():
             i, t = name.split()
             np.testing.assert_allclose(c.logprobs, hf_logprobs(ragged[int(i)], c.ids, float(t), model), atol=1e-5)
@@ -224,15 +238,23 @@ def processed(logits: np.ndarray, s: Sampling) -> np.ndarray:
 def test_truncation_and_its_logprobs(kind: str) -> None:
     prompt = prompts((7,))[0]
     specs = [
-        dict(top_k=1), dict(top_k=3), dict(top_p=0.5), dict(top_p=0.9), dict(min_p=0.2), dict(top_k=9, top_p=0.8),
-        dict(top_k=20, top_p=0.95, min_p=0.05), dict(),
-    ]  # fmt: skip
+        dict(top_k=1),
+        dict(top_k=3),
+        dict(top_p=0.5),
+        dict(top_p=0.9),
+        dict(min_p=0.2),
+        dict(top_k=9, top_p=0.8),
+        dict(top_k=20, top_p=0.95, min_p=0.05),
+        dict(),
+    ]
 
     async def body(engine: Any) -> None:
         jobs = {
             f"{i} {seed}": (prompt, Sampling(max_tokens=8, temperature=t, seed=seed, **spec))  # type: ignore[arg-type]
-            for i, spec in enumerate(specs) for seed in range(6) for t in (0.8 + 0.1 * seed,)
-        }  # fmt: skip
+            for i, spec in enumerate(specs)
+            for seed in range(6)
+            for t in (0.8 + 0.1 * seed,)
+        }
         for name, c in (await generate_all(engine, jobs)).items():
             sampling = jobs[name][1]
             logits = hf_logits(np.concatenate([prompt, c.ids])).numpy()[len(prompt) - 1 : -1]
@@ -760,9 +782,12 @@ def test_random_schedules_lose_and_double_nothing(kind: str, seed: int) -> None:
     async def caller(engine: Any, name: str) -> None:
         await asyncio.sleep(rng.random() * 0.06)
         sampling = Sampling(
-            max_tokens=int(rng.integers(1, 25)), seed=int(rng.integers(99)), stop=("bc",) * int(rng.integers(2)),
-            temperature=float(rng.choice([0.0, 1.0])), top_k=int(rng.choice([0, 5])),
-        )  # fmt: skip
+            max_tokens=int(rng.integers(1, 25)),
+            seed=int(rng.integers(99)),
+            stop=("bc",) * int(rng.integers(2)),
+            temperature=float(rng.choice([0.0, 1.0])),
+            top_k=int(rng.choice([0, 5])),
+        )
         prompt = pool[rng.integers(len(pool))]
         try:
             async with asyncio.timeout(0.02 if rng.random() < 0.15 else 30):

@@ -31,15 +31,25 @@ def jobs(temperature: float, **more: Any) -> list[Request]:
     ]
 
 
-def run(name: str, requests: list[Request], draft_tokens: int, *, eos: tuple[int, ...] = (), **options: Any) -> tuple[dict[str, Completion], dict[str, int]]:
+def run(
+    name: str, requests: list[Request], num_speculative_tokens: int, *, eos: tuple[int, ...] = (), **options: Any
+) -> tuple[dict[str, Completion], dict[str, int]]:
     torch.manual_seed(0)
     module = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32)
     options = {"lanes": 1, "deterministic": False, **options}
     runner = NativeRunner(
-        CONFIGS[name], max_context_tokens=200, dtype=torch.float32, device=torch.device("cpu"), max_rows=4, max_prefill_tokens=64,
-        prefix_cache_tokens=0, **options,
-    )  # fmt: skip
-    core = EngineCore(runner, eos, None, (Drafter(draft_tokens, 4), runner) if draft_tokens else None)
+        CONFIGS[name],
+        max_context_tokens=200,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        max_rows=4,
+        max_prefill_tokens=64,
+        prefix_cache_tokens=0,
+        **options,
+    )
+    core = EngineCore(
+        runner, eos, None, (Drafter(num_speculative_tokens, 4), runner) if num_speculative_tokens else None
+    )
     core.load(SimpleNamespace(version=0, tensors=lambda: module.state_dict().items()))
     for request in requests:
         core.add(request)
@@ -49,7 +59,11 @@ def run(name: str, requests: list[Request], draft_tokens: int, *, eos: tuple[int
     return done, core.stats()
 
 
-@pytest.mark.parametrize("options", [{}, {"lanes": 2}, {"deterministic": True}, {"compiled": False}], ids=["kernels", "lanes", "deterministic", "torch"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"lanes": 2}, {"deterministic": True}, {"compiled": False}],
+    ids=["kernels", "lanes", "deterministic", "torch"],
+)
 @pytest.mark.parametrize("temperature", [0.0, 0.3])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_guesses_change_no_result(name: str, temperature: float, options: dict[str, Any]) -> None:
@@ -57,7 +71,9 @@ def test_guesses_change_no_result(name: str, temperature: float, options: dict[s
     guessed, stats = run(name, jobs(temperature), 5, **options)
     for key, one in plain.items():
         np.testing.assert_array_equal(guessed[key].ids, one.ids)
-        np.testing.assert_allclose(guessed[key].logprobs, one.logprobs, rtol=0, atol=0 if options.get("compiled", True) else 1e-4)
+        np.testing.assert_allclose(
+            guessed[key].logprobs, one.logprobs, rtol=0, atol=0 if options.get("compiled", True) else 1e-4
+        )
         assert guessed[key].stop_reason == one.stop_reason
     assert stats["sampled_tokens"] == without["sampled_tokens"]
     assert 0 < stats["accepted_tokens"] <= stats["drafted_tokens"]
@@ -89,8 +105,17 @@ def test_without_panels_deterministic_rows_are_never_guessed() -> None:
 def test_sleep_forgets_what_was_learned_of_the_rows() -> None:
     torch.manual_seed(0)
     module = AutoModelForCausalLM.from_config(CONFIGS["qwen3"], dtype=torch.float32)
-    runner = NativeRunner(CONFIGS["qwen3"], max_context_tokens=200, dtype=torch.float32, device=torch.device("cpu"), max_rows=4,
-                          max_prefill_tokens=64, prefix_cache_tokens=0, lanes=1, deterministic=False)  # fmt: skip
+    runner = NativeRunner(
+        CONFIGS["qwen3"],
+        max_context_tokens=200,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        max_rows=4,
+        max_prefill_tokens=64,
+        prefix_cache_tokens=0,
+        lanes=1,
+        deterministic=False,
+    )
     drafter = Drafter(5, 4)
     core = EngineCore(runner, (), None, (drafter, runner))
     core.load(SimpleNamespace(version=0, tensors=lambda: module.state_dict().items()))

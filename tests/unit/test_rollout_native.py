@@ -31,9 +31,14 @@ from verl.types import Sampling
 
 VOCAB = 61
 SIZES: dict[str, Any] = dict(
-    vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-    intermediate_size=48, max_position_embeddings=512,
-)  # fmt: skip
+    vocab_size=VOCAB,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    intermediate_size=48,
+    max_position_embeddings=512,
+)
 CONFIG = Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True)
 
 
@@ -51,9 +56,15 @@ def source(version: int) -> Any:
 def core(rows: int = 16, **options: Any) -> EngineCore:
     """The synchronous engine with weights, for tests that watch it step by step."""
     options = {
-        "max_context_tokens": 256, "dtype": torch.float32, "device": torch.device("cpu"), "max_prefill_tokens": 512,
-        "prefix_cache_tokens": 4096, "deterministic": False, "lanes": 1, **options,
-    }  # fmt: skip
+        "max_context_tokens": 256,
+        "dtype": torch.float32,
+        "device": torch.device("cpu"),
+        "max_prefill_tokens": 512,
+        "prefix_cache_tokens": 4096,
+        "deterministic": False,
+        "lanes": 1,
+        **options,
+    }
     found = EngineCore(NativeRunner(CONFIG, max_rows=rows, **options), (), None)
     found.load(source(0))
     return found
@@ -228,7 +239,10 @@ def batches() -> tuple[Jobs, list[Jobs]]:
 
 def test_deterministic_bits_do_not_depend_on_how_neighbours_are_drawn() -> None:
     plain = {"0": (prompt(9), Sampling(max_tokens=60, seed=1))}
-    cut = {str(i): (prompt(7, i), Sampling(max_tokens=60, seed=i, **one)) for i, one in enumerate(({"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}), 1)}
+    cut = {
+        str(i): (prompt(7, i), Sampling(max_tokens=60, seed=i, **one))
+        for i, one in enumerate(({"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}), 1)
+    }
     alone = finish(core(deterministic=True), plain)["0"]
     same(finish(core(deterministic=True), {**plain, **cut})["0"], alone, bitwise=True)
 
@@ -329,15 +343,20 @@ def test_an_impossible_id_is_never_drawn(vocab: int, uniform: float) -> None:
 def test_rows_are_drawn_each_in_its_own_way() -> None:
     logits = torch.randn(6, 40)
     draw = Draw(
-        np.array([0.0, 1.0, 0.5, 1.0, 2.0, 0.0], np.float32), np.array([0, 2, 0, 0, 0, 3]),
-        np.array([1, 1, 0.3, 1, 1, 0.1], np.float32), np.array([0, 0, 0, 0.5, 0, 0], np.float32), np.full(6, 0.9),
-    )  # fmt: skip
+        np.array([0.0, 1.0, 0.5, 1.0, 2.0, 0.0], np.float32),
+        np.array([0, 2, 0, 0, 0, 3]),
+        np.array([1, 1, 0.3, 1, 1, 0.1], np.float32),
+        np.array([0, 0, 0, 0.5, 0, 0], np.float32),
+        np.full(6, 0.9),
+    )
     ids, logprobs = sample(logits, draw)
     for row in range(6):
         alone_id, alone_logprob = sample(logits[row : row + 1], draw.rows(row, row + 1))
         assert ids[row] == alone_id and logprobs[row] == alone_logprob
     assert ids[0] == logits[0].argmax() and ids[5] == logits[5].argmax()
-    torch.testing.assert_close(logprobs[5], torch.log_softmax(logits[5], -1).max())  # greedy: temperature 1, nothing truncated
+    torch.testing.assert_close(
+        logprobs[5], torch.log_softmax(logits[5], -1).max()
+    )  # greedy: temperature 1, nothing truncated
 
 
 def test_uniforms_are_uniform_and_independent() -> None:
@@ -383,7 +402,10 @@ def test_a_stop_string_is_found_at_the_token_that_completes_it(
     ("config", "message"),
     [
         (PhiConfig(**SIZES), "rollout.engine=hf"),
-        (GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=2, scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx"),
+        (
+            GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=2, scale_attn_by_inverse_layer_idx=True),
+            "scale_attn_by_inverse_layer_idx",
+        ),
         (Gemma3TextConfig(**SIZES, use_bidirectional_attention=True), "use_bidirectional_attention"),
         (LlamaConfig(**SIZES, hidden_act="gelu"), "gelu"),
         (

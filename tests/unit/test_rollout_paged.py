@@ -35,12 +35,27 @@ def module_of(name: str, seed: int = 0) -> Any:
     return AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32)
 
 
-def engine(name: str, *, pages: bool, draft_tokens: int = 0, **options: Any) -> tuple[EngineCore, NativeRunner]:
+def engine(
+    name: str, *, pages: bool, num_speculative_tokens: int = 0, **options: Any
+) -> tuple[EngineCore, NativeRunner]:
     runner = NativeRunner(
-        CONFIGS[name], max_context_tokens=128, dtype=torch.float32, device=torch.device("cpu"), max_rows=6, max_prefill_tokens=64,
-        prefix_cache_tokens=256, lanes=1, deterministic=False, compiled=False, layout="plain", paged=pages, **options,
-    )  # fmt: skip
-    core = EngineCore(runner, (), None, (Drafter(draft_tokens, 6), runner) if draft_tokens else None)
+        CONFIGS[name],
+        max_context_tokens=128,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        max_rows=6,
+        max_prefill_tokens=64,
+        prefix_cache_tokens=256,
+        lanes=1,
+        deterministic=False,
+        compiled=False,
+        layout="plain",
+        paged=pages,
+        **options,
+    )
+    core = EngineCore(
+        runner, (), None, (Drafter(num_speculative_tokens, 6), runner) if num_speculative_tokens else None
+    )
     load(core, module_of(name))
     return core, runner
 
@@ -53,7 +68,9 @@ def requests(temperature: float = 1.0) -> list[Request]:
     """Groups of three; prompts of less than a page, exactly some, and some and a rest."""
     rng = np.random.default_rng(0)
     return [
-        Request(f"{i}.{j}", prompt, Sampling(max_tokens=int(rng.integers(3, 50)), temperature=temperature, seed=10 * i + j))
+        Request(
+            f"{i}.{j}", prompt, Sampling(max_tokens=int(rng.integers(3, 50)), temperature=temperature, seed=10 * i + j)
+        )
         for i, prompt in enumerate([rng.integers(0, VOCAB, n) for n in (5, 16, 37, 1, 24)])
         for j in range(3)
     ]
@@ -96,7 +113,7 @@ def test_pages_equal_slots(name: str) -> None:
 
 def test_guesses_in_pages_change_no_result() -> None:
     slots, _, _ = run("qwen3", 0.0, pages=False)
-    guessed, core, runner = run("qwen3", 0.0, pages=True, draft_tokens=4)
+    guessed, core, runner = run("qwen3", 0.0, pages=True, num_speculative_tokens=4)
     assert_same(guessed, slots)
     assert core.stats()["accepted_tokens"] > 0
     assert_nothing_is_held(runner)
@@ -139,7 +156,10 @@ def test_by_default_every_row_can_become_full() -> None:
         core.add(Request(str(i), np.arange(3) + i, Sampling(max_tokens=125, seed=i)))
     core.step()
     assert core.rows.n == 6
-    with pytest.raises(ValueError, match="max_kv_tokens=100 holds no sequence of max_context_tokens=128 in whole pages: give at least 128"):
+    with pytest.raises(
+        ValueError,
+        match="max_kv_tokens=100 holds no sequence of max_context_tokens=128 in whole pages: give at least 128",
+    ):
         engine("qwen3", pages=True, max_kv_tokens=100)
 
 
@@ -176,13 +196,18 @@ def test_new_weights_take_the_place_of_the_old_ones() -> None:
 def test_attention_over_pages_is_attention(window: int) -> None:
     torch.manual_seed(0)
     q, pool = torch.randn(3, 4, 8), torch.randn(2, 7, 8, 2, 8)
-    table, seen = torch.tensor([[3, 1], [6, 5], [2, 2]], dtype=torch.int32), torch.tensor([11, 16, 3], dtype=torch.int32)
+    table, seen = (
+        torch.tensor([[3, 1], [6, 5], [2, 2]], dtype=torch.int32),
+        torch.tensor([11, 16, 3], dtype=torch.int32),
+    )
     pool[:, 2, 3:] = 1e4  # beyond what is seen
     ours = gathered_paged(q, *pool, table, seen, 0.3, window)
     for row in range(3):
         lo = max(0, int(seen[row]) - window) if window else 0
         k, v = (p[table[row].long()].flatten(0, 1)[lo : seen[row]].transpose(0, 1)[None] for p in pool)
-        expected = torch.nn.functional.scaled_dot_product_attention(q[row][None, :, None], k, v, scale=0.3, enable_gqa=True)
+        expected = torch.nn.functional.scaled_dot_product_attention(
+            q[row][None, :, None], k, v, scale=0.3, enable_gqa=True
+        )
         torch.testing.assert_close(ours[row], expected[0, :, 0], atol=1e-6, rtol=1e-5)
 
 

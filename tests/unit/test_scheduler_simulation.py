@@ -173,10 +173,16 @@ class AnyCompleteAtStaleness0(Scheduler):
 @pytest.mark.parametrize(
     "mutant",
     [
-        CompletionOrder, NoFeasibility, DropsTheLate, FreesAtTraining, KeepsSlotsOfRejected, NoHorizon, ForgetsVersions,
+        CompletionOrder,
+        NoFeasibility,
+        DropsTheLate,
+        FreesAtTraining,
+        KeepsSlotsOfRejected,
+        NoHorizon,
+        ForgetsVersions,
         LosesCompleted,
     ],
-)  # fmt: skip
+)
 def test_the_simulator_catches(mutant: type[Scheduler]) -> None:
     caught = 0
     for seed in range(300):

@@ -47,7 +47,15 @@ def test_a_healthy_run_raises_no_alarm(seed):
 
 def test_a_toy_run_that_learns_fast_raises_no_alarm():
     # the quick start: a tiny task is solved in 40 steps, entropy goes from 2 to 0.1 as it should
-    history = [{"actor/entropy": 0.1 + 1.9 * math.exp(-i / 12), "critic/score/mean": 1 - math.exp(-i / 12), "mismatch/k3": 0.0, "mismatch/max_abs_dlogp": 1e-6 * (1 + i % 3)} for i in range(60)]  # fmt: skip
+    history = [
+        {
+            "actor/entropy": 0.1 + 1.9 * math.exp(-i / 12),
+            "critic/score/mean": 1 - math.exp(-i / 12),
+            "mismatch/k3": 0.0,
+            "mismatch/max_abs_dlogp": 1e-6 * (1 + i % 3),
+        }
+        for i in range(60)
+    ]
     assert list(scan(history, CONFIG)) == []
 
 

@@ -29,11 +29,20 @@ class Clock:
 
 parts = st.lists(
     st.fixed_dictionaries(
-        {f"m/{kind}": st.builds(Metric, st.integers(-1000, 1000).map(float), st.integers(0, 64).map(float), st.just("token"), st.just(kind)) for kind in KINDS}
+        {
+            f"m/{kind}": st.builds(
+                Metric,
+                st.integers(-1000, 1000).map(float),
+                st.integers(0, 64).map(float),
+                st.just("token"),
+                st.just(kind),
+            )
+            for kind in KINDS
+        }
     ),
     min_size=1,
     max_size=12,
-)  # fmt: skip
+)
 
 
 @settings(max_examples=40, deadline=None)
@@ -69,9 +78,14 @@ def test_units_are_kept_beside_the_metrics(tmp_path):
 
 
 @settings(max_examples=40, deadline=None)
-@given(st.recursive(st.tuples(st.sampled_from(PHASES[:-1]), st.floats(0, 50), st.just(())),
-                    lambda inner: st.tuples(st.sampled_from(PHASES[:-1]), st.floats(0, 50), st.lists(inner, max_size=3)), max_leaves=10),
-       st.floats(0, 0.01))  # fmt: skip
+@given(
+    st.recursive(
+        st.tuples(st.sampled_from(PHASES[:-1]), st.floats(0, 50), st.just(())),
+        lambda inner: st.tuples(st.sampled_from(PHASES[:-1]), st.floats(0, 50), st.lists(inner, max_size=3)),
+        max_leaves=10,
+    ),
+    st.floats(0, 0.01),
+)
 def test_phases_sum_to_the_wall_time(tree, reading_s):
     clock = Clock(reading_s)
     ledger = TimeLedger(clock)

@@ -29,12 +29,23 @@ HOSTILE = '</script><script>document.title="pwned"</script><img src=x onerror="a
 
 def sample(step, group, index, tokens=12, text="it is 4", **changes):
     row = SampleRow(
-        step=step, sample_id=f"s{step}-{group}-{index}#0", trajectory_id=f"s{step}-{group}-{index}", group_id=f"s{step}-{group}",
-        task_id=str(group), purpose="train", prompt_text=f"question {group}?", response_text=text,
-        prompt_ids=np.arange(4), response_ids=np.arange(tokens), response_mask=np.ones(tokens, np.uint8),
-        rollout_logprobs=np.linspace(-2, 0, tokens, dtype=np.float32), old_logprobs=np.linspace(-2, 0.01, tokens, dtype=np.float32),
-        advantages=np.full(tokens, index - 1.5, np.float32), reward=float(index % 2), components={"acc": 1.0},
-    )  # fmt: skip
+        step=step,
+        sample_id=f"s{step}-{group}-{index}#0",
+        trajectory_id=f"s{step}-{group}-{index}",
+        group_id=f"s{step}-{group}",
+        task_id=str(group),
+        purpose="train",
+        prompt_text=f"question {group}?",
+        response_text=text,
+        prompt_ids=np.arange(4),
+        response_ids=np.arange(tokens),
+        response_mask=np.ones(tokens, np.uint8),
+        rollout_logprobs=np.linspace(-2, 0, tokens, dtype=np.float32),
+        old_logprobs=np.linspace(-2, 0.01, tokens, dtype=np.float32),
+        advantages=np.full(tokens, index - 1.5, np.float32),
+        reward=float(index % 2),
+        components={"acc": 1.0},
+    )
     return dataclasses.replace(row, **changes)
 
 
@@ -91,8 +102,10 @@ def test_the_report_holds_what_the_run_did(tmp_path):
     assert data["series"]["actor/grad_norm"] == {"x": [4], "y": [None]}
     assert data["time"]["phases"] == ["rollout", "other"] and data["time"]["totals"] == [14.0, 3.5]
     assert [(a["name"], a["first"], a["last"]) for a in data["alarms"]] == [
-        ("canary", 2, 2), ("gradient_not_finite", 4, 4), ("mismatch_warn", 4, 4),
-    ]  # fmt: skip
+        ("canary", 2, 2),
+        ("gradient_not_finite", 4, 4),
+        ("mismatch_warn", 4, 4),
+    ]
     files = {(f["kind"], f["step"]): f for f in data["samples"]["files"]}
     assert set(files) == {("train", s) for s in range(1, 7)} | {("eval", 0), ("eval", 6)}
     row = files["train", 6]["groups"][0]["rows"][3]
@@ -300,10 +313,20 @@ def test_a_browser_draws_the_page(tmp_path):
     path = write_report(make_run(tmp_path, text=HOSTILE))
     with tempfile.TemporaryDirectory() as profile:
         command = [
-            browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-            "--disable-background-networking", "--disable-component-update", f"--user-data-dir={profile}",
-            "--virtual-time-budget=2000", "--dump-dom", path.as_uri(),
-        ]  # fmt: skip
+            browser,
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--disable-quic",
+            "--no-first-run",
+            "--disable-sync",
+            "--disable-background-networking",
+            "--disable-component-update",
+            f"--user-data-dir={profile}",
+            "--virtual-time-budget=2000",
+            "--dump-dom",
+            path.as_uri(),
+        ]
         page = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
     assert page.count("<svg") >= 4 and "sample-line chosen" in page and 'class="tk"' in page
     assert "<title>&lt;/script&gt;" in page and "<img" not in page.split('<script id="data"')[0]

@@ -8,24 +8,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.track.samples import (
-    SCALARS,
-    TOKEN_FIELDS,
-    SampleRow,
-    read_samples,
-    read_scalars,
-    sample_steps,
-    write_samples,
-)
+from verl.track.samples import SCALARS, TOKEN_FIELDS, SampleRow, read_samples, read_scalars, sample_steps, write_samples
 
 
 def make_row(step=12, index=0, response=5, **changes):
     row = SampleRow(
-        step=step, sample_id=f"g{index // 4}-{index}#0", trajectory_id=f"g{index // 4}-{index}", group_id=f"g{index // 4}",
-        task_id=f"task-{index // 4}", purpose="train", prompt_text="2 + 2 = ?", response_text="it is\n4",
-        prompt_ids=np.arange(3, dtype=np.int64), response_ids=np.arange(response, dtype=np.int64) + 2**40,
-        response_mask=np.ones(response, np.uint8), reward=0.1 + 0.2, components={"acc": 1 / 3}, temperature=0.7,
-    )  # fmt: skip
+        step=step,
+        sample_id=f"g{index // 4}-{index}#0",
+        trajectory_id=f"g{index // 4}-{index}",
+        group_id=f"g{index // 4}",
+        task_id=f"task-{index // 4}",
+        purpose="train",
+        prompt_text="2 + 2 = ?",
+        response_text="it is\n4",
+        prompt_ids=np.arange(3, dtype=np.int64),
+        response_ids=np.arange(response, dtype=np.int64) + 2**40,
+        response_mask=np.ones(response, np.uint8),
+        reward=0.1 + 0.2,
+        components={"acc": 1 / 3},
+        temperature=0.7,
+    )
     return dataclasses.replace(row, **changes)
 
 
@@ -46,10 +48,13 @@ def test_every_bit_of_every_column_comes_back(tmp_path):
     rows = []
     for i, n in enumerate((0, 1, 7, 300)):
         tokens = {
-            name: (rng.integers(0, 2**32, n, dtype=np.uint32).view(np.float32) if dtype.kind == "f" else
-                   rng.integers(-1, 99, n).astype(dtype))
+            name: (
+                rng.integers(0, 2**32, n, dtype=np.uint32).view(np.float32)
+                if dtype.kind == "f"
+                else rng.integers(-1, 99, n).astype(dtype)
+            )
             for name, dtype in TOKEN_FIELDS.items()
-        }  # fmt: skip
+        }
         rows.append(make_row(index=i, response=n, reward=float("nan") if i == 1 else -0.0, **tokens))
     special = np.array([np.nan, np.inf, -np.inf, -0.0, 1e-45, 3.4e38], np.float32)
     rows.append(make_row(index=9, response=6, rollout_logprobs=special, components={"x": float("inf")}))

@@ -175,10 +175,17 @@ def test_nothing_here_imports_torch(tmp_path):
 
 
 STEP = {
-    "critic/score/mean": 0.512, "actor/entropy": 0.34, "response_length/mean": 212.4, "mismatch/k3": 1.2e-4,
-    "actor/grad_norm": 0.81, "actor/lr": 1e-6, "perf/throughput": 3421.0, "perf/time_per_step": 4.0,
-    "timing_s/rollout": 3.0, "timing_s/update": 1.0,
-}  # fmt: skip
+    "critic/score/mean": 0.512,
+    "actor/entropy": 0.34,
+    "response_length/mean": 212.4,
+    "mismatch/k3": 1.2e-4,
+    "actor/grad_norm": 0.81,
+    "actor/lr": 1e-6,
+    "perf/throughput": 3421.0,
+    "perf/time_per_step": 4.0,
+    "timing_s/rollout": 3.0,
+    "timing_s/update": 1.0,
+}
 
 
 def test_log_files_get_one_line_per_step():

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from verl.algorithms.terms import Term, nll
-from verl.model_engine.fsdp import FSDPEngine
 from verl.model_engine.optim import OptimSpec
+from verl.model_engine.torch_engine import TorchEngine
 from verl.models import tiny
 from verl.recipes import arithmetic
 from verl.rollout.hf import HfEngine
@@ -34,7 +34,7 @@ TOLERANCE = 1e-4
 TERMS = (Term(name="nll", fn=nll, aggregate="token-mean"),)
 
 
-def trainer(cls: type[FSDPEngine] = FSDPEngine, *, tied: bool = True, lr: float = 0.05) -> FSDPEngine:
+def trainer(cls: type[TorchEngine] = TorchEngine, *, tied: bool = True, lr: float = 0.05) -> TorchEngine:
     tokenizer = tiny.character_tokenizer(arithmetic.CHARACTERS)
     model = tiny.qwen3(tokenizer, hidden=32, layers=2, heads=2, kv_heads=1, ffn=64, seed=1, tied=tied)
     return cls(model, optim=OptimSpec(lr=lr, weight_decay=0.0), dtype="float32")
@@ -43,7 +43,15 @@ def trainer(cls: type[FSDPEngine] = FSDPEngine, *, tied: bool = True, lr: float 
 class World:
     """One trainer, its worker group, and what publishes from it."""
 
-    def __init__(self, engine: FSDPEngine, backend: str = "local", *, role: type[Role] = Role, probes=PROBES, tolerance=TOLERANCE):
+    def __init__(
+        self,
+        engine: TorchEngine,
+        backend: str = "local",
+        *,
+        role: type[Role] = Role,
+        probes=PROBES,
+        tolerance=TOLERANCE,
+    ):
         self.engine = engine
         self.queue = MemoryQueue()
         self.actor = InprocGroup("actor", role("actor", self.queue, engine))
@@ -64,15 +72,21 @@ class World:
             Segment(ids=ids[:3], source="prompt"),
             Segment(ids=ids[3:], source="sampled", logprobs=np.zeros(7, np.float32), version=0),
         )
-        sample = Sample(sample_id=name, trajectory_id=name, group_id=name, purpose="train", segments=segments, reward=1.0)
+        sample = Sample(
+            sample_id=name, trajectory_id=name, group_id=name, purpose="train", segments=segments, reward=1.0
+        )
         refs: Refs = self.queue.put([sample])
         return self.actor.submit("update", UpdatePlan((refs,), TERMS))
 
     async def update(self) -> None:
         await asyncio.wait_for(asyncio.wrap_future(self.submit_update()), 60)
 
-    def publish(self, replicas, version: int, *, fenced: bool = True, on_inflight: Any = "wait", timeout_s: float = 60) -> asyncio.Future[SyncReport]:
-        return self.sync.publish(self.actor, replicas, version=version, fenced=fenced, on_inflight=on_inflight, timeout_s=timeout_s)
+    def publish(
+        self, replicas, version: int, *, fenced: bool = True, on_inflight: Any = "wait", timeout_s: float = 60
+    ) -> asyncio.Future[SyncReport]:
+        return self.sync.publish(
+            self.actor, replicas, version=version, fenced=fenced, on_inflight=on_inflight, timeout_s=timeout_s
+        )
 
     def logprobs(self) -> list[np.ndarray]:
         """The trainer's own, as of now."""
@@ -109,7 +123,9 @@ class Replica:
 class Reads:
     """A source seen through `change`."""
 
-    def __init__(self, source: Any, change: Callable[[Iterator[tuple[str, torch.Tensor]]], Iterator[tuple[str, torch.Tensor]]]):
+    def __init__(
+        self, source: Any, change: Callable[[Iterator[tuple[str, torch.Tensor]]], Iterator[tuple[str, torch.Tensor]]]
+    ):
         self.version, self._source, self._change = source.version, source, change
 
     def tensors(self):
@@ -208,7 +224,9 @@ def changed_after_the_manifest(snapshot):
 
 CHANGES = {
     "not sent, though in the manifest": lambda s: replace(s, held=without(s.held, NORM)),
-    "neither sent nor in the manifest": lambda s: replace(s, held=without(s.held, NORM), manifest=without(s.manifest, NORM)),
+    "neither sent nor in the manifest": lambda s: replace(
+        s, held=without(s.held, NORM), manifest=without(s.manifest, NORM)
+    ),
     "sent, but not in the manifest": lambda s: replace(s, manifest=without(s.manifest, NORM)),
     "renamed on both sides": lambda s: replace(s, held=renamed(s.held, NORM), manifest=renamed(s.manifest, NORM)),
     "renamed in the manifest": lambda s: replace(s, manifest=renamed(s.manifest, NORM)),
@@ -290,7 +308,9 @@ def test_the_canary_trips_when_the_rollout_serves_other_weights(backend, kind):
         with pytest.raises(SyncError, match=r"version 1: rollout and trainer log-probs of the canary differ by 0\.\d+"):
             await world.publish([Perturbs(replica, NORM, 0.5)], 1)
         blind = World(trainer(), backend, probes=())
-        assert (await blind.publish([Perturbs(replica, NORM, 0.5)], 1)).failed_replicas == {}, "it is the canary that sees it"
+        assert (await blind.publish([Perturbs(replica, NORM, 0.5)], 1)).failed_replicas == {}, (
+            "it is the canary that sees it"
+        )
         assert (await world.publish([replica], 1)).canary_max_abs < TOLERANCE, "the engine itself is fine"
         await replica.close()
 
@@ -326,7 +346,7 @@ def test_frozen_weights_pushed_twice_are_unchanged_and_no_alarm(backend):
     run(test)
 
 
-class SendsTheBase(FSDPEngine):
+class SendsTheBase(TorchEngine):
     """Trains one set of tensors and sends another: adapters that were never merged."""
 
     def weights(self, kind="full"):
@@ -356,7 +376,7 @@ def test_masters_that_moved_without_a_byte_delivered_are_an_alarm(backend):
     run(test)
 
 
-class SendsBfloat16(FSDPEngine):
+class SendsBfloat16(TorchEngine):
     def weights(self, kind="full"):
         for name, tensor in super().weights(kind):
             yield name, tensor.bfloat16()
@@ -417,7 +437,9 @@ def test_a_failed_replica_does_not_hold_the_others_and_is_reported(backend, bad,
 def test_no_replica_left_raises_with_every_cause(backend):
     async def test():
         world = World(trainer(), backend)
-        with pytest.raises(SyncError, match=r"version 2 is live nowhere: replica 0: ConnectionError.*replica 1: SyncError") as caught:
+        with pytest.raises(
+            SyncError, match=r"version 2 is live nowhere: replica 0: ConnectionError.*replica 1: SyncError"
+        ) as caught:
             await world.publish([Fails(None), Hangs(None)], 2, timeout_s=1.0)
         assert isinstance(caught.value.__cause__, ConnectionError)
 

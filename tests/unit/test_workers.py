@@ -17,8 +17,8 @@ import torch
 from fakes import FakeEngine
 
 from verl.batch import Columns
-from verl.model_engine.fsdp import FSDPEngine, load_causal_lm
 from verl.model_engine.optim import OptimSpec
+from verl.model_engine.torch_engine import TorchEngine, load_causal_lm
 from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Metric, Sample, Segment
 from verl.workers import waits as waits_module
@@ -127,7 +127,11 @@ def test_an_exception_reaches_the_future_and_the_worker_serves_the_next_call(gro
     assert group.submit("note", 2).result(20) == 2
 
 
-@pytest.mark.parametrize("error", [StopIteration("end"), asyncio.CancelledError("gone"), CancelledError("gone")], ids=lambda e: type(e).__module__ + type(e).__name__)
+@pytest.mark.parametrize(
+    "error",
+    [StopIteration("end"), asyncio.CancelledError("gone"), CancelledError("gone")],
+    ids=lambda e: type(e).__module__ + type(e).__name__,
+)
 def test_an_exception_that_asyncio_cannot_carry_does_not_hang_or_cancel_the_waiter(group, error):
     """StopIteration cannot be set on an asyncio future, and a CancelledError would look like the driver's own end."""
 
@@ -248,12 +252,16 @@ def test_an_expired_wait_says_who_what_and_what_else_was_pending(tmp_path):
             await waits.wait(
                 asyncio.sleep(30), who="step 7", what=lambda: asked.append(1) or "4 groups of 8", timeout_s=0.02
             )
-        assert str(caught.value) == "step 7 waited 0.02 s for 4 groups of 8; also pending: trajectory g1/train0.0: its reward"
+        assert (
+            str(caught.value)
+            == "step 7 waited 0.02 s for 4 groups of 8; also pending: trajectory g1/train0.0: its reward"
+        )
         assert isinstance(caught.value, TimeoutError) and asked
         dumped = json.loads(path.read_text())
         assert [(w["who"], w["what"], w["timeout_s"]) for w in dumped["pending"]] == [
-            ("trajectory g1/train0.0", "its reward", 60), ("step 7", "4 groups of 8", 0.02),
-        ]  # fmt: skip
+            ("trajectory g1/train0.0", "its reward", 60),
+            ("step 7", "4 groups of 8", 0.02),
+        ]
         assert [w["who"] for w in waits.pending()] == ["trajectory g1/train0.0"]
         other.cancel()
         await asyncio.wait({other}, timeout=5)
@@ -266,7 +274,8 @@ def test_the_message_stays_short_with_thousands_pending():
     async def main():
         waits = Waits()
         others = [
-            asyncio.ensure_future(waits.wait(asyncio.sleep(30), who=f"t{i}", what="x", timeout_s=60)) for i in range(500)
+            asyncio.ensure_future(waits.wait(asyncio.sleep(30), who=f"t{i}", what="x", timeout_s=60))
+            for i in range(500)
         ]
         await asyncio.sleep(0)
         with pytest.raises(DeadlineExpired, match=r"t0: x.* and 494 more") as caught:
@@ -388,7 +397,9 @@ def test_a_long_wait_is_written_down_before_its_deadline(tmp_path, monkeypatch):
 
     async def main():
         path = tmp_path / "waits.json"
-        waiter = asyncio.ensure_future(Waits(path).wait(asyncio.sleep(30), who="step 3", what="a hung engine", timeout_s=60))
+        waiter = asyncio.ensure_future(
+            Waits(path).wait(asyncio.sleep(30), who="step 3", what="a hung engine", timeout_s=60)
+        )
         for _ in range(1000):
             if path.exists():
                 break
@@ -435,7 +446,10 @@ def test_a_limit_lets_results_errors_and_other_cancellations_through():
 
         future = asyncio.get_running_loop().create_future()
         future.cancel()
-        with pytest.raises(Abandoned, match="a waited for b, which was cancelled"), waits.limit(who="a", what="b", timeout_s=60):
+        with (
+            pytest.raises(Abandoned, match="a waited for b, which was cancelled"),
+            waits.limit(who="a", what="b", timeout_s=60),
+        ):
             await future
         task = asyncio.ensure_future(limited())
         await asyncio.sleep(0)
@@ -539,7 +553,11 @@ def rows(*shape: tuple[str, str, int, float]) -> list[Sample]:
     """(trajectory, group, sampled tokens, reward); NaN: no valid reward."""
     return [
         Sample(
-            sample_id=f"{name}#0", trajectory_id=name, group_id=group, purpose="train", reward=reward,
+            sample_id=f"{name}#0",
+            trajectory_id=name,
+            group_id=group,
+            purpose="train",
+            reward=reward,
             outcome="ok" if reward == reward else "invalid",
             segments=(
                 Segment(ids=np.array([3, 4, 5]), source="prompt"),
@@ -547,7 +565,7 @@ def rows(*shape: tuple[str, str, int, float]) -> list[Sample]:
             ),
         )
         for name, group, n, reward in shape
-    ]  # fmt: skip
+    ]
 
 
 @pytest.fixture
@@ -602,7 +620,7 @@ def test_compute_names_a_non_finite_input(filled):
 
 def test_infer_writes_the_rows_in_order_and_reports_the_mismatch(tiny_model, filled):
     queue, refs = filled
-    engine = FSDPEngine(load_causal_lm(tiny_model), optim=OptimSpec(lr=1e-3), dtype="float32")
+    engine = TorchEngine(load_causal_lm(tiny_model), optim=OptimSpec(lr=1e-3), dtype="float32")
     metrics = Role("actor", queue, engine).infer(refs, {"logprobs": "old_logprobs", "entropy": "old_entropy"})
     backwards = type(refs)(reversed(refs))
     Role("reference", queue, engine, share_prefix=False).infer(backwards, {"logprobs": "ref_logprobs"})
@@ -612,5 +630,7 @@ def test_infer_writes_the_rows_in_order_and_reports_the_mismatch(tiny_model, fil
         assert len(found["old_logprobs"].values) == ref.loss_tokens
         torch.testing.assert_close(found["old_logprobs"].values, found["ref_logprobs"].values, atol=1e-5, rtol=0)
     q = queue.read(type(refs)(refs[:2]), ("old_logprobs",))["old_logprobs"].values.double() + 1.0
-    assert metrics["mismatch/max_abs_dlogp"].value == pytest.approx(float(q.abs().max())), "invalid rows are not measured"
+    assert metrics["mismatch/max_abs_dlogp"].value == pytest.approx(float(q.abs().max())), (
+        "invalid rows are not measured"
+    )
     assert metrics["mismatch/k1"].value == pytest.approx(float(-q.mean()))

@@ -69,7 +69,9 @@ class ServerManager:
     it, and a call without room samples nothing and says `context_full` (pitfalls 33).
     """
 
-    def __init__(self, engine: RolloutEngine, sampling: Sampling, *, seed_parts: Sequence[object], prefix_key: str | None = None) -> None:
+    def __init__(
+        self, engine: RolloutEngine, sampling: Sampling, *, seed_parts: Sequence[object], prefix_key: str | None = None
+    ) -> None:
         self._engine = engine
         self._sampling = sampling
         self._seed_parts = tuple(seed_parts)
@@ -108,21 +110,31 @@ class ServerManager:
         run = self._sampling
         if params == sampling_params_of(run):  # handed through
             return run
-        given = {name: value for name, value in params.items() if value is not None and name != "logprobs"}  # always given
+        given = {
+            name: value for name, value in params.items() if value is not None and name != "logprobs"
+        }  # always given
         length = int(given.pop("max_tokens", given.pop("max_new_tokens", run.max_tokens)))
         if length < 1:
             raise ValueError(f"max_tokens={length}: at least one token must be sampled")
         stop = given.pop("stop", run.stop)
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         stop_ids = tuple(given.pop("stop_token_ids", run.stop_token_ids))
-        fixed = {"temperature": run.temperature, "top_p": run.top_p, "top_k": run.top_k, "min_p": run.min_p, "ignore_eos": run.ignore_eos}
+        fixed = {
+            "temperature": run.temperature,
+            "top_p": run.top_p,
+            "top_k": run.top_k,
+            "min_p": run.min_p,
+            "ignore_eos": run.ignore_eos,
+        }
         if given.get("top_k") == -1:  # verl's way to say off
             given["top_k"] = 0
         for name, value in given.items():
             if name in NEUTRAL and value != NEUTRAL[name]:
                 raise ValueError(f"{name}={value} is not supported; leave it at {NEUTRAL[name]}")
             if name in fixed and value != fixed[name]:
-                raise ValueError(f"an agent loop cannot change {name} of a sample ({fixed[name]} -> {value}); set rollout.{name}")
+                raise ValueError(
+                    f"an agent loop cannot change {name} of a sample ({fixed[name]} -> {value}); set rollout.{name}"
+                )
         if unknown := sorted(given.keys() - fixed.keys() - NEUTRAL.keys()):
             known = sorted({"max_tokens", "max_new_tokens", "stop", "stop_token_ids", *fixed, *NEUTRAL})
             raise ValueError(f"sampling_params {unknown} are unknown; known: {known}")
@@ -132,9 +144,13 @@ class ServerManager:
 def sampling_params_of(sampling: Sampling) -> dict[str, Any]:
     """What a loop is given as `sampling_params`: verl's names."""
     return {
-        "max_tokens": sampling.max_tokens, "temperature": sampling.temperature, "top_p": sampling.top_p,
-        "top_k": sampling.top_k or -1, "repetition_penalty": 1.0, "logprobs": True,
-    }  # fmt: skip
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k or -1,
+        "repetition_penalty": 1.0,
+        "logprobs": True,
+    }
 
 
 class AgentLoopBase:
@@ -186,7 +202,10 @@ def played(output: AgentLoopOutput, manager: ServerManager, max_tokens: int) -> 
     if len(manager.record) == 1 and _as_sampled(output, manager.record[0], max_tokens):
         call = manager.record[0]
         answer = _spans(call.completion, 0, len(call.completion.ids))
-        return Played((Segment(ids=call.prompt_ids, source="prompt"), *answer), "context_full" if manager.full else call.completion.stop_reason)
+        return Played(
+            (Segment(ids=call.prompt_ids, source="prompt"), *answer),
+            "context_full" if manager.full else call.completion.stop_reason,
+        )
     prompt, ids, mask = as_ids(output.prompt_ids), as_ids(output.response_ids), np.asarray(output.response_mask, bool)
     if len(ids) != len(mask):
         raise ValueError(f"response_mask has {len(mask)} values for {len(ids)} response_ids")
@@ -217,9 +236,13 @@ def _as_sampled(output: AgentLoopOutput, call: Call, max_tokens: int) -> bool:
     """The loop returned one call as it came: nothing to look for."""
     ids, mask = output.response_ids, output.response_mask
     return (
-        isinstance(ids, list) and isinstance(mask, list) and len(ids) == len(mask) <= max_tokens and all(mask)
-        and ids == call.token_ids and (output.prompt_ids is call.prompt_ids or np.array_equal(output.prompt_ids, call.prompt_ids))
-    )  # fmt: skip
+        isinstance(ids, list)
+        and isinstance(mask, list)
+        and len(ids) == len(mask) <= max_tokens
+        and all(mask)
+        and ids == call.token_ids
+        and (output.prompt_ids is call.prompt_ids or np.array_equal(output.prompt_ids, call.prompt_ids))
+    )
 
 
 def _owners(prompt: np.ndarray, ids: np.ndarray, record: Sequence[Call]) -> np.ndarray:
@@ -248,5 +271,7 @@ def _spans(completion: Completion, first: int, end: int) -> list[Segment]:
     """Tokens first:end of a completion, one segment per weight version."""
     found = [(v, max(a, first), min(b, end)) for v, a, b in completion.spans]
     return [
-        Segment(ids=completion.ids[a:b], source="sampled", logprobs=completion.logprobs[a:b], version=v) for v, a, b in found if a < b
+        Segment(ids=completion.ids[a:b], source="sampled", logprobs=completion.logprobs[a:b], version=v)
+        for v, a, b in found
+        if a < b
     ]

@@ -37,34 +37,64 @@ RECOMMENDED: Mapping[str, Mapping[str, str]] = {
     "drgrpo": {"algorithm.horizon_tokens": "48"},
     "gdpo": {"algorithm.options.reward_components": "[right,form]", "reward.path": "bench/two_rewards.py"},
     "pass_at_k": {"step.prompts_per_step": "64", "step.samples_per_prompt": "4"},
-    "rloo": _EXACT_REWARD, "remax": _EXACT_REWARD, "reinforce_plus_plus": _EXACT_REWARD,
-    "gspo": _REUSED, "gspo_token": _REUSED, "cispo": _REUSED, "sapo": _REUSED, "gmpo": _REUSED, "kl_cov": _REUSED, "clip_cov": _REUSED,
+    "rloo": _EXACT_REWARD,
+    "remax": _EXACT_REWARD,
+    "reinforce_plus_plus": _EXACT_REWARD,
+    "gspo": _REUSED,
+    "gspo_token": _REUSED,
+    "cispo": _REUSED,
+    "sapo": _REUSED,
+    "gmpo": _REUSED,
+    "kl_cov": _REUSED,
+    "clip_cov": _REUSED,
     "decoupled_ppo": _REUSED,
-}  # fmt: skip
+}
 """Overrides of a run of the quickstart's size (arithmetic, about 35 tokens an answer), by name; see `recommended`."""
 
 WHY_RECOMMENDED: Mapping[str, str] = {
     "ppo": "The critic starts from nothing: it learns faster than the policy and alone for 5 steps. lambda 1 while it is young.",
     "pf_ppo": "The critic starts from nothing: it learns faster than the policy and alone for 5 steps. lambda 1 while it is young.",
     "vapo": "50 steps of value pretraining are more than the whole run. An alpha of 0.05 is for answers of thousands of tokens: "
-            "of 35 it makes lambda 0.4, and of 20 or fewer 0, where the policy follows a young critic alone.",
+    "of 35 it makes lambda 0.4, and of 20 or fewer 0, where the policy follows a young critic alone.",
     "drgrpo": "The horizon is the longest answer allowed (rollout.max_response_tokens).",
     "gdpo": "The reward function returns a dict with both components.",
     "pass_at_k": "Only a group with exactly one right answer teaches; smaller groups have that more often once accuracy rises.",
     "rloo": "The reward is exact and cannot be gamed: no reference model.",
     "remax": "The reward is exact and cannot be gamed: no reference model.",
     "reinforce_plus_plus": "The reward is exact and cannot be gamed: no reference model.",
-    **dict.fromkeys(("gspo", "gspo_token", "cispo", "sapo", "gmpo", "kl_cov", "clip_cov", "decoupled_ppo"),
-                    "With one update per step every ratio is 1, and the loss does nothing of its own."),
-}  # fmt: skip
+    **dict.fromkeys(
+        ("gspo", "gspo_token", "cispo", "sapo", "gmpo", "kl_cov", "clip_cov", "decoupled_ppo"),
+        "With one update per step every ratio is 1, and the loss does nothing of its own.",
+    ),
+}
 
 TITLES: Mapping[str, str] = {
-    "grpo": "GRPO", "grpo_loo": "GRPO, leave one out", "drgrpo": "Dr. GRPO", "dapo": "DAPO", "gspo": "GSPO", "gspo_token": "GSPO-token",
-    "cispo": "CISPO", "sapo": "SAPO", "gmpo": "GMPO", "kl_cov": "KL-Cov", "clip_cov": "Clip-Cov", "gdpo": "GDPO", "gpg": "GPG", "opo": "OPO",
-    "pass_at_k": "Pass@k", "otb": "Optimal token baseline", "rloo": "RLOO", "remax": "ReMax", "reinforce_plus_plus": "REINFORCE++",
-    "reinforce_plus_plus_baseline": "REINFORCE++ with a baseline", "reinforce": "REINFORCE", "ppo": "PPO", "vapo": "VAPO", "pf_ppo": "PF-PPO",
+    "grpo": "GRPO",
+    "grpo_loo": "GRPO, leave one out",
+    "drgrpo": "Dr. GRPO",
+    "dapo": "DAPO",
+    "gspo": "GSPO",
+    "gspo_token": "GSPO-token",
+    "cispo": "CISPO",
+    "sapo": "SAPO",
+    "gmpo": "GMPO",
+    "kl_cov": "KL-Cov",
+    "clip_cov": "Clip-Cov",
+    "gdpo": "GDPO",
+    "gpg": "GPG",
+    "opo": "OPO",
+    "pass_at_k": "Pass@k",
+    "otb": "Optimal token baseline",
+    "rloo": "RLOO",
+    "remax": "ReMax",
+    "reinforce_plus_plus": "REINFORCE++",
+    "reinforce_plus_plus_baseline": "REINFORCE++ with a baseline",
+    "reinforce": "REINFORCE",
+    "ppo": "PPO",
+    "vapo": "VAPO",
+    "pf_ppo": "PF-PPO",
     "decoupled_ppo": "Decoupled PPO",
-}  # fmt: skip
+}
 
 WHEN: Mapping[str, str] = {
     "grpo": "The first choice for verifiable rewards: no critic, a group of answers per prompt. Long answers are not favoured, each counts once.",
@@ -92,7 +122,7 @@ WHEN: Mapping[str, str] = {
     "vapo": "Long reasoning with a critic: value pretraining and a lambda that grows with the answer keep the far reward in sight.",
     "pf_ppo": "A noisy reward model: only the best and the worst of a group are trusted and trained.",
     "decoupled_ppo": "Asynchronous rollouts: the clip is around the proximal policy, the sampler's staleness is a weight; tokens off by more than 5x go.",
-}  # fmt: skip
+}
 
 ESTIMATES: Mapping[str, str] = {
     "gae": "delta_t = R_t + gamma V_t+1 - V_t\nA_t = delta_t + gamma lam A_t+1, then whitened over all tokens of the step\nreturn_t = A_t (before whitening, lambda of the critic) + V_t",
@@ -107,7 +137,7 @@ ESTIMATES: Mapping[str, str] = {
     "reinforce_plus_plus": "G_t = R_t + gamma G_t+1\nA = (G - mean) / std, over all tokens of the step",
     "reinforce_plus_plus_baseline": "a = s - mean of the group\nA = (a - mean) / std, over all tokens of the step",
     "reinforce": "A_t = R_t + gamma A_t+1",
-}  # fmt: skip
+}
 LEAVE_ONE_OUT = "A = (s - mean of the others) / (std of the others + 1e-6), undivided where they are equal"
 ONLY_MEAN = "A = s - mean of the group"
 LENGTH_ADAPTIVE = "lam of an answer of l tokens = max(0, 1 - 1 / (alpha l))"
@@ -122,7 +152,7 @@ POLICY_LOSSES: Mapping[str, str] = {
     "kl_cov": "loss_t = -A r;  + cov_coef |log r| for the share cov_ratio of tokens with the highest (A - mean A)(log pi - mean log pi)",
     "clip_cov": "loss_t = PPO clip; 0 for a share cov_ratio of tokens, drawn where cov_low < (A - mean A)(log pi - mean log pi) < cov_high",
     "reinforce": "loss_t = -A log pi",
-}  # fmt: skip
+}
 AGGREGATED: Mapping[str, str] = {
     "token-mean": "loss = (sum of loss_t) / (number of tokens)",
     "token-sum": "loss = sum of loss_t",
@@ -147,19 +177,38 @@ QUIRKS: Mapping[str, str] = {
     "Q16": "verl 0.9.1 with loss_mode=gspo keeps clip 0.2 and the token mean: that is not GSPO.",
     "Q17": "verl counts empty answers with ratio 1 in the metrics of the weights.",
     "Q18": "verl tests a deviation for exact 0: three scores of 0.1 count as spread.",
-    "Q19": "verl parses group ids as numbers: \"01\" and \"1\" become one group.",
+    "Q19": 'verl parses group ids as numbers: "01" and "1" become one group.',
     "Q20": "verl takes at least one token per micro-batch: up to 100 times the set share, and it depends on their size.",
     "Q21": "verl divides by the padded width of a micro-batch: the scale changes with the batching.",
     "Q22": "verl raises on whitening one token; no peer bootstraps a truncated answer.",
     "Q23": "OpenRLHF divides by n - 1 = 0 for a group of one; its KL in the reward is not masked.",
-}  # fmt: skip
+}
 DEFECTS: Mapping[str, tuple[str, ...]] = {
-    "gae": ("Q6", "Q22"), "grpo": ("Q14", "Q19"), "rloo": ("Q23",), "remax": ("Q3", "Q6"), "otb": ("Q3", "Q6"), "gdpo": ("Q3",), "gpg": ("Q5",),
-    "opo": ("Q13",), "reinforce_plus_plus": ("Q6", "Q22"), "ppo_clip": ("Q4",), "gspo": ("Q16", "Q12"), "gspo_token": ("Q16", "Q12"),
-    "cispo": ("Q12",), "gmpo": ("Q7", "Q12"), "kl_cov": ("Q20", "Q12"), "clip_cov": ("Q20", "Q12"), "token-mean": ("Q1",),
-    "seq-mean-token-sum": ("Q12",), "seq-mean-token-mean": ("Q12",), "seq-mean-token-sum-norm": ("Q21",), "k3": ("Q10",),
-    "filter_groups": ("Q18",), "correction": ("Q8", "Q17"), "bw": ("Q2",),
-}  # fmt: skip
+    "gae": ("Q6", "Q22"),
+    "grpo": ("Q14", "Q19"),
+    "rloo": ("Q23",),
+    "remax": ("Q3", "Q6"),
+    "otb": ("Q3", "Q6"),
+    "gdpo": ("Q3",),
+    "gpg": ("Q5",),
+    "opo": ("Q13",),
+    "reinforce_plus_plus": ("Q6", "Q22"),
+    "ppo_clip": ("Q4",),
+    "gspo": ("Q16", "Q12"),
+    "gspo_token": ("Q16", "Q12"),
+    "cispo": ("Q12",),
+    "gmpo": ("Q7", "Q12"),
+    "kl_cov": ("Q20", "Q12"),
+    "clip_cov": ("Q20", "Q12"),
+    "token-mean": ("Q1",),
+    "seq-mean-token-sum": ("Q12",),
+    "seq-mean-token-mean": ("Q12",),
+    "seq-mean-token-sum-norm": ("Q21",),
+    "k3": ("Q10",),
+    "filter_groups": ("Q18",),
+    "correction": ("Q8", "Q17"),
+    "bw": ("Q2",),
+}
 ALSO: Mapping[str, str] = {
     "vapo": "verl has no decoupled or length-adaptive GAE; NeMo-RL divides the NLL per micro-batch.",
     "reinforce_plus_plus": "OpenRLHF and NeMo-RL whiten by the population deviation.",
@@ -212,127 +261,177 @@ _K2 = ("ln(1.4) * ln(1.4) / 2", "0", "ln(0.75) * ln(0.75) / 2")
 _WHITENED = "Over the three tokens the values {v} have mean {m} and deviation {d}."
 _GAE = Hand(
     words="delta is 0, 1 - 0.5, 0 - 0.5, and A1 gets 0.95 of A2's: 0.475, 0.5, -0.5. "
-    + _WHITENED.format(v="0.475, 0.5, -0.5", m="0.15833", d="0.57027") + _CLIP + " A return is the advantage before whitening plus 0.5.",
+    + _WHITENED.format(v="0.475, 0.5, -0.5", m="0.15833", d="0.57027")
+    + _CLIP
+    + " A return is the advantage before whitening plus 0.5.",
     advantages=("(0.475 - 0.15833) / 0.57027", "(0.5 - 0.15833) / 0.57027", "(-0.5 - 0.15833) / 0.57027"),
     losses=("-0.5553 * 1.2", "-0.5991 * 1", "1.1544 * 0.8"),
     total="(-0.66636 - 0.5991 + 0.92352) / 3",
     returns=("0.475 + 0.5", "0.5 + 0.5", "-0.5 + 0.5"),
     values=("0.475 * 0.475 / 2", "0.5 * 0.5 / 2", "0.5 * 0.5 / 2"),
-)  # fmt: skip
+)
 
 HAND: Mapping[str, Hand] = {
     "grpo": Hand(
-        words=_GROUP + _CLIP + " A's two tokens share one half, B's one has the other.", advantages=_NORMAL, losses=_CLIPPED,
-        terms={"kl_loss": _K3}, total="(-0.84852 - 0.7071) / 4 + 0.56568 / 2 + 0.04 * (0.050758 / 4 + 0.045651 / 2)",
+        words=_GROUP + _CLIP + " A's two tokens share one half, B's one has the other.",
+        advantages=_NORMAL,
+        losses=_CLIPPED,
+        terms={"kl_loss": _K3},
+        total="(-0.84852 - 0.7071) / 4 + 0.56568 / 2 + 0.04 * (0.050758 / 4 + 0.045651 / 2)",
     ),
     "grpo_loo": Hand(
         words="The only other answer is the mean; one answer has no deviation, so nothing is divided." + _CLIP,
-        advantages=("1 - 0", "1 - 0", "0 - 1"), losses=("-1 * 1.2", "-1 * 1", "1 * 0.8"), total="(-1.2 - 1 + 0.8) / 3",
+        advantages=("1 - 0", "1 - 0", "0 - 1"),
+        losses=("-1 * 1.2", "-1 * 1", "1 * 0.8"),
+        total="(-1.2 - 1 + 0.8) / 3",
     ),
     "drgrpo": Hand(
         words="The mean is 0.5, nothing is divided; the horizon is 3 tokens, so each token weighs 1 / (2 x 3)." + _CLIP,
-        advantages=("1 - 0.5", "1 - 0.5", "0 - 0.5"), losses=("-0.5 * 1.2", "-0.5 * 1", "0.5 * 0.8"), total="(-0.6 - 0.5 + 0.4) / (2 * 3)",
+        advantages=("1 - 0.5", "1 - 0.5", "0 - 0.5"),
+        losses=("-0.5 * 1.2", "-0.5 * 1", "0.5 * 0.8"),
+        total="(-0.6 - 0.5 + 0.4) / (2 * 3)",
     ),
     "dapo": Hand(
         words=_GROUP + " A1 may rise to 1.28; B1 is clipped at 0.8. Every token weighs 1 / 3.",
-        advantages=_NORMAL, losses=("-0.7071 * 1.28", "-0.7071 * 1", "0.7071 * 0.8"), total="(-0.90509 - 0.7071 + 0.56568) / 3",
+        advantages=_NORMAL,
+        losses=("-0.7071 * 1.28", "-0.7071 * 1", "0.7071 * 0.8"),
+        total="(-0.90509 - 0.7071 + 0.56568) / 3",
     ),
     "gspo": Hand(
         words=_GROUP + " A's ratio is sqrt(1.4 x 1) = 1.1832, clipped at 1.0004; B's is 0.75, clipped at 0.9997.",
-        advantages=_NORMAL, losses=("-0.7071 * 1.0004", "-0.7071 * 1.0004", "0.7071 * 0.9997"), total="-0.70738 / 2 + 0.70689 / 2",
+        advantages=_NORMAL,
+        losses=("-0.7071 * 1.0004", "-0.7071 * 1.0004", "0.7071 * 0.9997"),
+        total="-0.70738 / 2 + 0.70689 / 2",
     ),
     "gspo_token": Hand(
         words=_GROUP + " A's ratio is sqrt(1.4 x 1) = 1.1832, clipped at 1.0004; B's is 0.75, clipped at 0.9997.",
-        advantages=_NORMAL, losses=("-0.7071 * 1.0004", "-0.7071 * 1.0004", "0.7071 * 0.9997"), total="-0.70738 / 2 + 0.70689 / 2",
+        advantages=_NORMAL,
+        losses=("-0.7071 * 1.0004", "-0.7071 * 1.0004", "0.7071 * 0.9997"),
+        total="-0.70738 / 2 + 0.70689 / 2",
     ),
     "cispo": Hand(
         words=_GROUP + " No ratio is above 5: each multiplies its token's log-probability as a constant.",
-        advantages=_NORMAL, losses=("-1.4 * 0.7071 * ln(0.7)", "-1 * 0.7071 * ln(0.5)", "0.75 * 0.7071 * ln(0.3)"),
+        advantages=_NORMAL,
+        losses=("-1.4 * 0.7071 * ln(0.7)", "-1 * 0.7071 * ln(0.5)", "0.75 * 0.7071 * ln(0.3)"),
         total="(0.35309 + 0.49012 - 0.63850) / 3",
     ),
     "sapo": Hand(
         words=_GROUP + " The gate's temperature is 1 for A and 1.05 for B.",
-        advantages=_NORMAL, losses=("-0.7071 * 4 * sigmoid(0.4)", "-0.7071 * 4 * sigmoid(0)", "0.7071 * 4 / 1.05 * sigmoid(1.05 * -0.25)"),
+        advantages=_NORMAL,
+        losses=("-0.7071 * 4 * sigmoid(0.4)", "-0.7071 * 4 * sigmoid(0)", "0.7071 * 4 / 1.05 * sigmoid(1.05 * -0.25)"),
         total="(-1.69331 - 1.41420) / 4 + 1.17108 / 2",
     ),
     "gmpo": Hand(
-        words=_GROUP + " ln(1.4) = 0.3365 and ln(0.75) = -0.2877 are within 0.4. A's geometric mean is sqrt(1.4 x 1) = 1.1832, B's 0.75.",
-        advantages=_NORMAL, losses=("-0.7071 * 1.1832", "-0.7071 * 1.1832", "0.7071 * 0.75"), total="-0.83664 / 2 + 0.53033 / 2",
+        words=_GROUP
+        + " ln(1.4) = 0.3365 and ln(0.75) = -0.2877 are within 0.4. A's geometric mean is sqrt(1.4 x 1) = 1.1832, B's 0.75.",
+        advantages=_NORMAL,
+        losses=("-0.7071 * 1.1832", "-0.7071 * 1.1832", "0.7071 * 0.75"),
+        total="-0.83664 / 2 + 0.53033 / 2",
     ),
     "kl_cov": Hand(
-        words=_GROUP + " (A - 0.2357)(log pi + 0.7513) is 0.186, 0.027, 0.427: B1 alone gets |ln 0.75|. Nothing is clipped.",
-        advantages=_NORMAL, losses=("-0.7071 * 1.4", "-0.7071 * 1", "0.7071 * 0.75 + 0.28768"), total="(-0.98994 - 0.7071 + 0.81801) / 3",
+        words=_GROUP
+        + " (A - 0.2357)(log pi + 0.7513) is 0.186, 0.027, 0.427: B1 alone gets |ln 0.75|. Nothing is clipped.",
+        advantages=_NORMAL,
+        losses=("-0.7071 * 1.4", "-0.7071 * 1", "0.7071 * 0.75 + 0.28768"),
+        total="(-0.98994 - 0.7071 + 0.81801) / 3",
     ),
     "clip_cov": Hand(
         words=_GROUP + _CLIP + " No covariance (0.186, 0.027, 0.427) is between 1 and 5: no token is dropped.",
-        advantages=_NORMAL, losses=_CLIPPED, total="(-0.84852 - 0.7071 + 0.56568) / 3",
+        advantages=_NORMAL,
+        losses=_CLIPPED,
+        total="(-0.84852 - 0.7071 + 0.56568) / 3",
     ),
     "gdpo": Hand(
         words="Component a is +-0.5 / 0.7071 = +-0.7071, b has no spread and adds 0. Over the two answers the mean is 0 and the deviation 1."
         + _CLIP,
-        advantages=("0.7071 / 1", "0.7071 / 1", "-0.7071 / 1"), losses=_CLIPPED, total="(-0.84852 - 0.7071) / 4 + 0.56568 / 2",
+        advantages=("0.7071 / 1", "0.7071 / 1", "-0.7071 / 1"),
+        losses=_CLIPPED,
+        total="(-0.84852 - 0.7071) / 4 + 0.56568 / 2",
     ),
     "gpg": Hand(
         words="No group is flat: B / (B - M) = 2 / 2. No ratio: the log-probability itself is weighed.",
-        advantages=("1 - 0.5", "1 - 0.5", "0 - 0.5"), losses=("-0.5 * ln(0.7)", "-0.5 * ln(0.5)", "0.5 * ln(0.3)"),
+        advantages=("1 - 0.5", "1 - 0.5", "0 - 0.5"),
+        losses=("-0.5 * ln(0.7)", "-0.5 * ln(0.5)", "0.5 * ln(0.3)"),
         total="(0.17834 + 0.34657 - 0.60199) / 3",
     ),
     "opo": Hand(
         words="The baseline is (2 x 1 + 1 x 0) / 3 = 0.6667: the longer answer counts twice." + _CLIP,
-        advantages=("1 - 2 / 3", "1 - 2 / 3", "0 - 2 / 3"), losses=("-0.33333 * 1.2", "-0.33333 * 1", "0.66667 * 0.8"),
+        advantages=("1 - 2 / 3", "1 - 2 / 3", "0 - 2 / 3"),
+        losses=("-0.33333 * 1.2", "-0.33333 * 1", "0.66667 * 0.8"),
         total="(-0.4 - 0.33333 + 0.53333) / 3",
     ),
     "pass_at_k": Hand(
         words="A alone is best, by 1 - 0; the deviation is 0.7071. B has no advantage." + " A1 is clipped at 1.2.",
-        advantages=("(1 - 0) / 0.7071", "(1 - 0) / 0.7071", "0"), losses=("-1.41422 * 1.2", "-1.41422 * 1", "0"), total="(-1.69706 - 1.41422) / 3",
+        advantages=("(1 - 0) / 0.7071", "(1 - 0) / 0.7071", "0"),
+        losses=("-1.41422 * 1.2", "-1.41422 * 1", "0"),
+        total="(-1.69706 - 1.41422) / 3",
     ),
     "otb": Hand(
         words="w is 1 - 1 + 0.5 = 0.5 for A1 and A2, 1 - 0.8 + 0.52 = 0.72 for B1. At place 1 b = 1 x 0.5 / (0.5 + 0.72) = 0.40984; at place 2 "
         "A is alone and b = 0." + _CLIP,
-        advantages=("1 - 0.40984", "1 - 0", "0 - 0.40984"), losses=("-0.59016 * 1.2", "-1 * 1", "0.40984 * 0.8"),
+        advantages=("1 - 0.40984", "1 - 0", "0 - 0.40984"),
+        losses=("-0.59016 * 1.2", "-1 * 1", "0.40984 * 0.8"),
         total="(-0.70819 - 1 + 0.32787) / 3",
     ),
     "rloo": Hand(
         words="The other answer is the baseline. The KL in the reward is 0: the old policy is the reference. Each token weighs 1 / 2 answers.",
-        advantages=("1 - 0", "1 - 0", "0 - 1"), losses=("-1 * ln(0.7)", "-1 * ln(0.5)", "1 * ln(0.3)"), total="(0.35667 + 0.69315 - 1.20397) / 2",
+        advantages=("1 - 0", "1 - 0", "0 - 1"),
+        losses=("-1 * ln(0.7)", "-1 * ln(0.5)", "1 * ln(0.3)"),
+        total="(0.35667 + 0.69315 - 1.20397) / 2",
     ),
     "remax": Hand(
         words="The greedy answer's 0.5 is taken off. The KL in the reward is 0: the old policy is the reference. Each token weighs 1 / 2 answers.",
-        advantages=("1 - 0.5", "1 - 0.5", "0 - 0.5"), losses=("-0.5 * ln(0.7)", "-0.5 * ln(0.5)", "0.5 * ln(0.3)"),
+        advantages=("1 - 0.5", "1 - 0.5", "0 - 0.5"),
+        losses=("-0.5 * ln(0.7)", "-0.5 * ln(0.5)", "0.5 * ln(0.3)"),
         total="(0.17834 + 0.34657 - 0.60199) / 2",
     ),
     "reinforce_plus_plus": Hand(
         words="The reward to go is 1, 1, 0. " + _WHITENED.format(v="1, 1, 0", m="0.66667", d="0.57735") + _CLIP,
         advantages=("(1 - 0.66667) / 0.57735", "(1 - 0.66667) / 0.57735", "(0 - 0.66667) / 0.57735"),
-        losses=("-0.57735 * 1.2", "-0.57735 * 1", "1.15470 * 0.8"), total="(-0.69282 - 0.57735 + 0.92376) / 3",
+        losses=("-0.57735 * 1.2", "-0.57735 * 1", "1.15470 * 0.8"),
+        total="(-0.69282 - 0.57735 + 0.92376) / 3",
     ),
     "reinforce_plus_plus_baseline": Hand(
-        words="Less the group's mean: 0.5, 0.5, -0.5. " + _WHITENED.format(v="0.5, 0.5, -0.5", m="0.16667", d="0.57735") + _CLIP,
+        words="Less the group's mean: 0.5, 0.5, -0.5. "
+        + _WHITENED.format(v="0.5, 0.5, -0.5", m="0.16667", d="0.57735")
+        + _CLIP,
         advantages=("(0.5 - 0.16667) / 0.57735", "(0.5 - 0.16667) / 0.57735", "(-0.5 - 0.16667) / 0.57735"),
-        losses=("-0.57735 * 1.2", "-0.57735 * 1", "1.15470 * 0.8"), terms={"kl_loss": _K2},
+        losses=("-0.57735 * 1.2", "-0.57735 * 1", "1.15470 * 0.8"),
+        terms={"kl_loss": _K2},
         total="(-0.69282 - 0.57735 + 0.92376) / 3 + 0.001 * (0.056607 + 0.041380) / 3",
     ),
     "reinforce": Hand(
         words="The reward to go is the advantage; a wrong answer has none.",
-        advantages=("1", "1", "0"), losses=("-1 * ln(0.7)", "-1 * ln(0.5)", "0"), total="(0.35667 + 0.69315) / 2",
+        advantages=("1", "1", "0"),
+        losses=("-1 * ln(0.7)", "-1 * ln(0.5)", "0"),
+        total="(0.35667 + 0.69315) / 2",
     ),
     "ppo": _GAE,
     "vapo": Hand(
         words="0.05 x 2 tokens is below 1, so lambda is 0 and the advantages are the deltas 0, 1 - 0.5, 0 - 0.5, of mean 0 and deviation 0.5. B1 is "
         "clipped at 0.8. The returns take lambda 1. A is right: 0.1 of its NLL over its two tokens is added.",
-        advantages=("0 / 0.5", "0.5 / 0.5", "-0.5 / 0.5"), losses=("0", "-1 * 1", "1 * 0.8"), returns=("0.5 + 0.5", "0.5 + 0.5", "-0.5 + 0.5"),
-        values=("0.5 * 0.5 / 2", "0.5 * 0.5 / 2", "0.5 * 0.5 / 2"), terms={"positive_nll": ("-ln(0.7)", "-ln(0.5)", "0")},
+        advantages=("0 / 0.5", "0.5 / 0.5", "-0.5 / 0.5"),
+        losses=("0", "-1 * 1", "1 * 0.8"),
+        returns=("0.5 + 0.5", "0.5 + 0.5", "-0.5 + 0.5"),
+        values=("0.5 * 0.5 / 2", "0.5 * 0.5 / 2", "0.5 * 0.5 / 2"),
+        terms={"positive_nll": ("-ln(0.7)", "-ln(0.5)", "0")},
         total="(0 - 1 + 0.8) / 3 + 0.1 * (0.35667 + 0.69315) / 2",
     ),
     "pf_ppo": Hand(
-        words="Best and worst are both kept here. " + _GAE.words, advantages=_GAE.advantages, losses=_GAE.losses, total=_GAE.total,
-        returns=_GAE.returns, values=_GAE.values,
+        words="Best and worst are both kept here. " + _GAE.words,
+        advantages=_GAE.advantages,
+        losses=_GAE.losses,
+        total=_GAE.total,
+        returns=_GAE.returns,
+        values=_GAE.values,
     ),
     "decoupled_ppo": Hand(
-        words=_GROUP + _CLIP + " Then B1's loss is weighed by 0.8; no weight is above 5.", advantages=_NORMAL, losses=_CLIPPED,
+        words=_GROUP + _CLIP + " Then B1's loss is weighed by 0.8; no weight is above 5.",
+        advantages=_NORMAL,
+        losses=_CLIPPED,
         total="(-0.84852 - 0.7071 + 0.8 * 0.56568) / 3",
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,15 +452,25 @@ def solve(name: str) -> Solved:
     old = torch.tensor([0.5, 0.5, 0.4], dtype=f64).log()
     columns = Columns(
         token={
-            "old_logprobs": old, "ref_logprobs": old, "rollout_logprobs": torch.full((3,), 0.5, dtype=f64).log(),
-            "old_values": torch.full((3,), 0.5, dtype=f64), "sum_pi_squared": torch.tensor([0.5, 0.5, 0.52], dtype=f64),
+            "old_logprobs": old,
+            "ref_logprobs": old,
+            "rollout_logprobs": torch.full((3,), 0.5, dtype=f64).log(),
+            "old_values": torch.full((3,), 0.5, dtype=f64),
+            "sum_pi_squared": torch.tensor([0.5, 0.5, 0.52], dtype=f64),
         },
         sequence={
-            "score": score, "group": torch.zeros(2, dtype=torch.int64), "valid": torch.tensor([True, True]), "positive": score > 0,
-            "baseline": torch.full((2,), 0.5, dtype=f64), "component/a": score, "component/b": torch.ones(2, dtype=f64),
+            "score": score,
+            "group": torch.zeros(2, dtype=torch.int64),
+            "valid": torch.tensor([True, True]),
+            "positive": score > 0,
+            "baseline": torch.full((2,), 0.5, dtype=f64),
+            "component/a": score,
+            "component/b": torch.ones(2, dtype=f64),
         },
-        sequence_of=torch.tensor([0, 0, 1]), num_sequences=2, mask=torch.tensor([True, True, True]),
-    )  # fmt: skip
+        sequence_of=torch.tensor([0, 0, 1]),
+        num_sequences=2,
+        mask=torch.tensor([True, True, True]),
+    )
     if algo.correction is not None:
         weighed = correct(columns, algo.correction)
         columns = columns.with_token({k: v for k, v in weighed.items() if isinstance(v, Tensor)})
@@ -433,18 +542,25 @@ def card(name: str) -> str:
 
 def index() -> str:
     """README.md: all rows, and what every card leaves out."""
-    lines = [(f"[{TITLES[n]}]({n}.md)", f"`{n}`", r.estimator, r.loss, r.aggregation, r.source) for n, r in TABLE.items()]
-    return "\n\n".join([
-        "# Algorithms",
-        "Each is a row of `verl/algorithms/table.py`: group, selection, estimator, loss, aggregation, KL and correction, fixed at the\n"
-        "paper's values. Settings change single ones; the resolved row is what runs.",
-        _table(("card", "name", "estimator", "loss", "aggregation", "source"), lines),
-        _block("verl show algorithms", "verl show algorithm=vapo", language="bash"),
-        "What holds for all: an answer without a valid reward is in no statistic and no loss; a group of one and a group of equal rewards\n"
-        "have advantage 0; loss and gradient do not depend on micro-batches, packing or order; a fully masked batch gives 0, never NaN\n"
-        "(Q12, Q13). The numbers Q1 to Q23 are defects of other implementations that were read in their source or reproduced.",
-        "These pages are made by `python -m verl.algorithms.cards docs/algorithms`; edits are overwritten.",
-    ]) + "\n"  # fmt: skip
+    lines = [
+        (f"[{TITLES[n]}]({n}.md)", f"`{n}`", r.estimator, r.loss, r.aggregation, r.source) for n, r in TABLE.items()
+    ]
+    return (
+        "\n\n".join(
+            [
+                "# Algorithms",
+                "Each is a row of `verl/algorithms/table.py`: group, selection, estimator, loss, aggregation, KL and correction, fixed at the\n"
+                "paper's values. Settings change single ones; the resolved row is what runs.",
+                _table(("card", "name", "estimator", "loss", "aggregation", "source"), lines),
+                _block("verl show algorithms", "verl show algorithm=vapo", language="bash"),
+                "What holds for all: an answer without a valid reward is in no statistic and no loss; a group of one and a group of equal rewards\n"
+                "have advantage 0; loss and gradient do not depend on micro-batches, packing or order; a fully masked batch gives 0, never NaN\n"
+                "(Q12, Q13). The numbers Q1 to Q23 are defects of other implementations that were read in their source or reproduced.",
+                "These pages are made by `python -m verl.algorithms.cards docs/algorithms`; edits are overwritten.",
+            ]
+        )
+        + "\n"
+    )
 
 
 def pages() -> dict[str, str]:
@@ -453,7 +569,10 @@ def pages() -> dict[str, str]:
 
 
 def _source(source: str) -> str:
-    words = [f"[{w}](https://arxiv.org/abs/{w})" if w[:4].isdigit() and w[4:5] == "." else w for w in source.replace(",", " ,").replace(";", " ;").split()]
+    words = [
+        f"[{w}](https://arxiv.org/abs/{w})" if w[:4].isdigit() and w[4:5] == "." else w
+        for w in source.replace(",", " ,").replace(";", " ;").split()
+    ]
     return " ".join(words).replace(" ,", ",").replace(" ;", ";") + "."
 
 
@@ -470,7 +589,9 @@ def _formula(row: Row) -> list[str]:
         out.insert(0, "R_t = score at the last token - kl_reward_coef log(pi_old / pi_ref)")
     out += POLICY_LOSSES[row.loss].split("\n")
     if row.correction:
-        out.append("loss_t is weighed by w = pi_old / pi_rollout; tokens with w > correction_high are dropped, but counted")
+        out.append(
+            "loss_t is weighed by w = pi_old / pi_rollout; tokens with w > correction_high are dropped, but counted"
+        )
     out.append(AGGREGATED[row.aggregation])
     if row.kl_loss_coef:
         k = {"k3": "pi_ref / pi - log(pi_ref / pi) - 1", "k2": "log(pi / pi_ref)^2 / 2"}[row.kl_loss_form]
@@ -489,12 +610,22 @@ def _axes(row: Row, algo: Algorithm) -> list[tuple[str, str]]:
     kl = [f"in the loss, {row.kl_loss_form}, {row.kl_loss_coef:g}"] if row.kl_loss_coef else []
     kl += [f"in the reward, {row.kl_reward_form}, {row.kl_reward_coef:g}"] if row.kl_reward_coef else []
     return [
-        ("group", group), ("selection", {"bw": "best and worst of each group"}.get(row.selection or "", "") or (
-            "groups without spread are replaced" if row.filter_groups else "all")),
-        ("estimator", row.estimator), ("loss", row.loss), ("aggregation", row.aggregation), ("KL", "; ".join(kl) or "none"),
-        ("correction", f"{row.correction}, {row.correction_level}, at most {row.correction_high:g}" if row.correction else "none"),
+        ("group", group),
+        (
+            "selection",
+            {"bw": "best and worst of each group"}.get(row.selection or "", "")
+            or ("groups without spread are replaced" if row.filter_groups else "all"),
+        ),
+        ("estimator", row.estimator),
+        ("loss", row.loss),
+        ("aggregation", row.aggregation),
+        ("KL", "; ".join(kl) or "none"),
+        (
+            "correction",
+            f"{row.correction}, {row.correction_level}, at most {row.correction_high:g}" if row.correction else "none",
+        ),
         ("critic", "yes" if algo.critic else "no"),
-    ]  # fmt: skip
+    ]
 
 
 def _settings(row: Row) -> str:
@@ -505,14 +636,23 @@ def _settings(row: Row) -> str:
 
 
 def _launch(name: str) -> list[str]:
-    needed = {"gdpo": " algorithm.options.reward_components=[a,b] reward.path=my_reward.py", "drgrpo": " algorithm.horizon_tokens=1024"}
+    needed = {
+        "gdpo": " algorithm.options.reward_components=[a,b] reward.path=my_reward.py",
+        "drgrpo": " algorithm.horizon_tokens=1024",
+    }
     plain = f"verl train model.path=DIR data.train_files=[FILE] algorithm.name={name}{needed.get(name, '')}"
     small = " ".join(f"{k}={v}" for k, v in recommended(name).items())
-    return [plain, f"verl train recipe=quickstart model.path=DIR data.train_files=[FILE] data.eval_files=[FILE] {small}"]
+    return [
+        plain,
+        f"verl train recipe=quickstart model.path=DIR data.train_files=[FILE] data.eval_files=[FILE] {small}",
+    ]
 
 
 def _recommendation(name: str) -> str:
-    return "The second line is for a task of the quickstart's size; the recipes fix\nthe aggregation themselves, `algorithm.aggregation=null` gives it back to the preset. " + WHY_RECOMMENDED.get(name, "The recipe's 1e-4 is the rate; nothing else changes.")
+    return (
+        "The second line is for a task of the quickstart's size; the recipes fix\nthe aggregation themselves, `algorithm.aggregation=null` gives it back to the preset. "
+        + WHY_RECOMMENDED.get(name, "The recipe's 1e-4 is the rate; nothing else changes.")
+    )
 
 
 def _differences(name: str) -> str:
@@ -531,18 +671,33 @@ def _solution(name: str) -> str:
     solved, hand = solve(name), HAND[name]
     head = ["token", "reward", "advantage by hand", "advantage", "loss by hand", "loss", "weight"]
     columns: list[Sequence[str]] = [
-        TOKENS, _numbers(solved.columns["rewards"]), hand.advantages, _numbers(solved.columns["advantages"]), hand.losses,
-        _numbers(solved.losses["pg_loss"]), _numbers(solved.weights["pg_loss"]),
-    ]  # fmt: skip
+        TOKENS,
+        _numbers(solved.columns["rewards"]),
+        hand.advantages,
+        _numbers(solved.columns["advantages"]),
+        hand.losses,
+        _numbers(solved.losses["pg_loss"]),
+        _numbers(solved.weights["pg_loss"]),
+    ]
     for term, text in hand.terms.items():
         head += [f"{term} by hand", term]
         columns += [text, _numbers(solved.losses[term])]
     out = [_table(head, list(zip(*columns, strict=True))), f"Loss: `{hand.total}` = {_number(solved.total)}."]
     if hand.returns and hand.values:
         value = float((solved.weights["vf_loss"] * solved.losses["vf_loss"]).sum())
-        rows = [TOKENS, hand.returns, _numbers(solved.columns["returns"]), hand.values, _numbers(solved.losses["vf_loss"])]
-        out += [_table(("token", "return by hand", "return", "value loss by hand", "value loss"), list(zip(*rows, strict=True))),
-                f"The critic's loss is their mean, {_number(value)}."]  # fmt: skip
+        rows = [
+            TOKENS,
+            hand.returns,
+            _numbers(solved.columns["returns"]),
+            hand.values,
+            _numbers(solved.losses["vf_loss"]),
+        ]
+        out += [
+            _table(
+                ("token", "return by hand", "return", "value loss by hand", "value loss"), list(zip(*rows, strict=True))
+            ),
+            f"The critic's loss is their mean, {_number(value)}.",
+        ]
     return "\n\n".join(out)
 
 

@@ -21,8 +21,9 @@ FORMS = ("truncate", "icepop", "clamp", "mask")
 STATS = (
     *(f"token_k{k}" for k in (1, 2, 3)),
     *(f"seq_{how}_k{k}" for how in ("sum", "mean") for k in (1, 2, 3)),
-    "seq_max_k2", "seq_max_k3",
-)  # fmt: skip
+    "seq_max_k2",
+    "seq_max_k3",
+)
 
 
 @dataclass(frozen=True, slots=True)

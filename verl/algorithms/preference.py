@@ -56,7 +56,9 @@ def dpo(p: Pairs, *, beta: float, label_smoothing: float = 0.0, average: bool = 
 def robust(p: Pairs, *, beta: float, label_smoothing: float = 0.1) -> Tensor:
     """Unbiased under labels flipped with probability `label_smoothing` (2403.00409)."""
     if not 0 <= label_smoothing < 0.5:
-        raise ValueError(f"preference.options.label_smoothing={label_smoothing}: robust DPO needs 0 <= label_smoothing < 0.5")
+        raise ValueError(
+            f"preference.options.label_smoothing={label_smoothing}: robust DPO needs 0 <= label_smoothing < 0.5"
+        )
     h = _difference(p, False)
     wrong = label_smoothing * F.logsigmoid(-beta * h)
     return (-(1 - label_smoothing) * F.logsigmoid(beta * h) + wrong) / (1 - 2 * label_smoothing)
@@ -86,7 +88,9 @@ def rpo(p: Pairs, *, beta: float, alpha: float = 1.0, normalization: str = "sequ
 def rpo_gap(p: Pairs, *, beta: float, eta: float = 1.0, distance: str = "sq") -> Tensor:
     """Reward-aware (Nemotron-4, 2502.00203): distance of D = beta h from S = eta (r_w - r_l); squares or Bernoulli KLs."""
     if p.gap is None:
-        raise ValueError("this loss reads the answers' true rewards: rows need chosen_score and rejected_score (or margin)")
+        raise ValueError(
+            "this loss reads the answers' true rewards: rows need chosen_score and rejected_score (or margin)"
+        )
     d, s = beta * _difference(p, False), eta * p.gap
     if distance == "sq":
         return (d - s) ** 2
@@ -118,9 +122,14 @@ def cpo(p: Pairs, *, beta: float, alpha: float = 1.0) -> Tensor:
 
 
 def kto(
-    log_ratio: Tensor, desirable: Tensor, kl_log_ratio: Tensor, *, beta: float, desirable_weight: float = 1.0,
+    log_ratio: Tensor,
+    desirable: Tensor,
+    kl_log_ratio: Tensor,
+    *,
+    beta: float,
+    desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Per answer [n] (2402.01306). z0 = max(0, mean of `kl_log_ratio`), of mismatched prompts and answers, no gradient."""
     z0 = kl_log_ratio.detach().mean().clamp(min=0) if len(kl_log_ratio) else torch.zeros((), dtype=log_ratio.dtype)
     up = desirable_weight * (1 - torch.sigmoid(beta * (log_ratio - z0)))
@@ -128,7 +137,9 @@ def kto(
     return torch.where(desirable, up, down)
 
 
-def bradley_terry(chosen: Tensor, rejected: Tensor, *, margin: Tensor | None = None, center_coef: float = 0.0) -> Tensor:
+def bradley_terry(
+    chosen: Tensor, rejected: Tensor, *, margin: Tensor | None = None, center_coef: float = 0.0
+) -> Tensor:
     """-log sigmoid(r_w - r_l - margin) + center (r_w + r_l)^2 per pair [n] (2204.05862, 2307.09288; centring 2312.09244)."""
     gap = chosen - rejected if margin is None else chosen - rejected - margin
     return -F.logsigmoid(gap) + center_coef * (chosen + rejected) ** 2
@@ -170,39 +181,70 @@ class Loss:
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
-TABLE: Mapping[str, Loss] = MappingProxyType({
-    "dpo": Loss(source="DPO, 2305.18290", fn=dpo, options={"label_smoothing": 0.0, "average": False, "ld_alpha": None}),
-    "cdpo": Loss(source="cDPO, Mitchell 2023", fn=dpo, options={"label_smoothing": 0.1}),
-    "dpo_norm": Loss(source="length-normalised DPO (Tulu 3, 2411.15124)", fn=dpo, beta=5.0, options={"average": True}),
-    "ld_dpo": Loss(source="LD-DPO, 2409.06411", fn=dpo, options={"ld_alpha": 0.5}),
-    "robust": Loss(source="robust DPO, 2403.00409", fn=robust, options={"label_smoothing": 0.1}),
-    "hinge": Loss(source="SLiC, 2305.10425", fn=hinge),
-    "ipo": Loss(source="IPO, 2310.12036", fn=ipo, options={"average": True}),
-    "apo_zero": Loss(source="APO, 2408.06266", fn=apo_zero),
-    "rpo": Loss(source="Iterative RPO, 2404.19733", fn=rpo, options={"alpha": 1.0, "normalization": "sequence"}),
-    "rpo_sq": Loss(source="reward-aware RPO, 2502.00203", fn=partial(rpo_gap, distance="sq"), needs_gap=True, options={"eta": 1.0}),
-    "rpo_bwd_kl": Loss(source="reward-aware RPO, 2502.00203", fn=partial(rpo_gap, distance="bwd_kl"), needs_gap=True, options={"eta": 1.0}),
-    "rpo_fwd_kl": Loss(source="reward-aware RPO, 2502.00203", fn=partial(rpo_gap, distance="fwd_kl"), needs_gap=True, options={"eta": 1.0}),
-    "orpo": Loss(source="ORPO, 2403.07691", fn=orpo, reference=False),
-    "simpo": Loss(source="SimPO, 2405.14734", fn=simpo, beta=2.0, reference=False, options={"gamma": 1.0}),
-    "cpo": Loss(source="CPO, 2401.08417", fn=cpo, reference=False, options={"alpha": 1.0}),
-    "kto": Loss(source="KTO, 2402.01306", fn=kto, paired=False, options={"desirable_weight": 1.0, "undesirable_weight": 1.0}),
-})  # fmt: skip
+TABLE: Mapping[str, Loss] = MappingProxyType(
+    {
+        "dpo": Loss(
+            source="DPO, 2305.18290", fn=dpo, options={"label_smoothing": 0.0, "average": False, "ld_alpha": None}
+        ),
+        "cdpo": Loss(source="cDPO, Mitchell 2023", fn=dpo, options={"label_smoothing": 0.1}),
+        "dpo_norm": Loss(
+            source="length-normalised DPO (Tulu 3, 2411.15124)", fn=dpo, beta=5.0, options={"average": True}
+        ),
+        "ld_dpo": Loss(source="LD-DPO, 2409.06411", fn=dpo, options={"ld_alpha": 0.5}),
+        "robust": Loss(source="robust DPO, 2403.00409", fn=robust, options={"label_smoothing": 0.1}),
+        "hinge": Loss(source="SLiC, 2305.10425", fn=hinge),
+        "ipo": Loss(source="IPO, 2310.12036", fn=ipo, options={"average": True}),
+        "apo_zero": Loss(source="APO, 2408.06266", fn=apo_zero),
+        "rpo": Loss(source="Iterative RPO, 2404.19733", fn=rpo, options={"alpha": 1.0, "normalization": "sequence"}),
+        "rpo_sq": Loss(
+            source="reward-aware RPO, 2502.00203",
+            fn=partial(rpo_gap, distance="sq"),
+            needs_gap=True,
+            options={"eta": 1.0},
+        ),
+        "rpo_bwd_kl": Loss(
+            source="reward-aware RPO, 2502.00203",
+            fn=partial(rpo_gap, distance="bwd_kl"),
+            needs_gap=True,
+            options={"eta": 1.0},
+        ),
+        "rpo_fwd_kl": Loss(
+            source="reward-aware RPO, 2502.00203",
+            fn=partial(rpo_gap, distance="fwd_kl"),
+            needs_gap=True,
+            options={"eta": 1.0},
+        ),
+        "orpo": Loss(source="ORPO, 2403.07691", fn=orpo, reference=False),
+        "simpo": Loss(source="SimPO, 2405.14734", fn=simpo, beta=2.0, reference=False, options={"gamma": 1.0}),
+        "cpo": Loss(source="CPO, 2401.08417", fn=cpo, reference=False, options={"alpha": 1.0}),
+        "kto": Loss(
+            source="KTO, 2402.01306", fn=kto, paired=False, options={"desirable_weight": 1.0, "undesirable_weight": 1.0}
+        ),
+    }
+)
 
 
-def preference_terms(name: str, *, beta: float | None = None, options: Mapping[str, Any] | None = None) -> tuple[Term, ...]:
+def preference_terms(
+    name: str, *, beta: float | None = None, options: Mapping[str, Any] | None = None
+) -> tuple[Term, ...]:
     """The term of `preference.loss`; ValueError for a name or an option that the table does not have."""
     row = loss_row(name)
     given = dict(options or {})
     for key in given:
         if key not in row.options:
             near = difflib.get_close_matches(key, row.options, 1)
-            raise ValueError(f"preference.options.{key}: {name} has no such option" + (f"; did you mean {near[0]!r}?" if near else
-                             f"; it has {', '.join(row.options) or 'none'}"))  # fmt: skip
+            raise ValueError(
+                f"preference.options.{key}: {name} has no such option"
+                + (f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(row.options) or 'none'}")
+            )
     settings = {**row.options, **given}
     ld_alpha = settings.pop("ld_alpha", None)
     loss = partial(row.fn, beta=row.beta if beta is None else beta, **settings)
-    fn = partial(_pair_term, loss=loss, beta=row.beta if beta is None else beta, ld_alpha=ld_alpha) if row.paired else partial(_kto_term, loss=loss)
+    fn = (
+        partial(_pair_term, loss=loss, beta=row.beta if beta is None else beta, ld_alpha=ld_alpha)
+        if row.paired
+        else partial(_kto_term, loss=loss)
+    )
     inputs = ("side", "pair") + (("ref_logprobs",) if row.reference else ()) + (("gap",) if row.needs_gap else ())
     return (Term(name="loss", fn=fn, unit="sequence", aggregate="seq-mean-token-mean", inputs=inputs, two_pass=True),)
 
@@ -210,7 +252,10 @@ def preference_terms(name: str, *, beta: float | None = None, options: Mapping[s
 def loss_row(name: str) -> Loss:
     if name not in TABLE:
         near = difflib.get_close_matches(name, TABLE, 1)
-        raise ValueError(f"preference.loss={name!r} is unknown: {', '.join(TABLE)}" + (f"; did you mean {near[0]!r}?" if near else ""))
+        raise ValueError(
+            f"preference.loss={name!r} is unknown: {', '.join(TABLE)}"
+            + (f"; did you mean {near[0]!r}?" if near else "")
+        )
     return TABLE[name]
 
 
@@ -218,7 +263,17 @@ def reward_terms(*, center_coef: float = 0.0, margin: bool = False) -> tuple[Ter
     """Bradley-Terry on the scores after the last token: the only trainable token of each row carries them as `values`."""
     fn = partial(_reward_term, center_coef=center_coef, margin=margin)
     inputs = ("side", "pair") + (("gap",) if margin else ())
-    return (Term(name="loss", fn=fn, unit="sequence", aggregate="seq-mean-token-mean", outputs=("values",), inputs=inputs, two_pass=True),)
+    return (
+        Term(
+            name="loss",
+            fn=fn,
+            unit="sequence",
+            aggregate="seq-mean-token-mean",
+            outputs=("values",),
+            inputs=inputs,
+            two_pass=True,
+        ),
+    )
 
 
 def _of_sequence(columns: Columns, name: str) -> Tensor:
@@ -239,7 +294,9 @@ def _places(columns: Columns) -> tuple[Tensor, Tensor]:
 def _spread(columns: Columns, at: Tensor, per_item: Tensor) -> Tensor:
     """[S] values whose mean over the present sequences is the mean of `per_item` [n], standing at sequences `at`."""
     present = (columns.counts() > 0).sum()
-    return torch.zeros(columns.num_sequences, dtype=per_item.dtype).index_put((at,), per_item * present / max(1, len(at)))
+    return torch.zeros(columns.num_sequences, dtype=per_item.dtype).index_put(
+        (at,), per_item * present / max(1, len(at))
+    )
 
 
 def _pair_metrics(columns: Columns, at: Tensor, found: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Any]]:
@@ -256,15 +313,26 @@ def _pair_term(columns: Columns, *, loss: Callable[[Pairs], Tensor], beta: float
         shared[w] = shared[l] = torch.minimum(counts[w], counts[l])
         logprobs = torch.where(_position(columns) < shared[columns.sequence_of], logprobs, ld_alpha * logprobs)
     policy = columns.sum(logprobs)
-    ref = columns.sum(columns["ref_logprobs"].to(policy.dtype)) if "ref_logprobs" in columns else torch.zeros_like(policy)
+    ref = (
+        columns.sum(columns["ref_logprobs"].to(policy.dtype)) if "ref_logprobs" in columns else torch.zeros_like(policy)
+    )
     gap = _of_sequence(columns, "gap")[w].to(policy.dtype) if "gap" in columns else None
-    pairs = Pairs(chosen=policy[w], rejected=policy[l], ref_chosen=ref[w], ref_rejected=ref[l], chosen_tokens=counts[w],
-                  rejected_tokens=counts[l], gap=gap)  # fmt: skip
+    pairs = Pairs(
+        chosen=policy[w],
+        rejected=policy[l],
+        ref_chosen=ref[w],
+        ref_rejected=ref[l],
+        chosen_tokens=counts[w],
+        rejected_tokens=counts[l],
+        gap=gap,
+    )
     chosen, rejected = pairs.log_ratios if "ref_logprobs" in columns else pairs.mean_log_ratios
     metrics = {
-        "rewards/chosen": beta * chosen, "rewards/rejected": beta * rejected, "rewards/margins": beta * (chosen - rejected),
+        "rewards/chosen": beta * chosen,
+        "rewards/rejected": beta * rejected,
+        "rewards/margins": beta * (chosen - rejected),
         "rewards/accuracies": (chosen > rejected).double(),
-    }  # fmt: skip
+    }
     return TermValue(_spread(columns, w, loss(pairs)), _pair_metrics(columns, w, metrics))
 
 
@@ -281,9 +349,14 @@ def _kto_term(columns: Columns, *, loss: Callable[..., Tensor]) -> TermValue:
     side = _of_sequence(columns, "side").round()
     ratio = columns.sum(columns["logprobs"]) - columns.sum(columns["ref_logprobs"].to(columns["logprobs"].dtype))
     present = columns.counts() > 0
-    own, other = torch.nonzero(present & (side != MISMATCHED))[:, 0], torch.nonzero(present & (side == MISMATCHED))[:, 0]
+    own, other = (
+        torch.nonzero(present & (side != MISMATCHED))[:, 0],
+        torch.nonzero(present & (side == MISMATCHED))[:, 0],
+    )
     values = loss(ratio[own], side[own] == CHOSEN, ratio[other])
-    metrics = {"kl": ratio[other].detach().mean().clamp(min=0).expand(len(own)) if len(other) else torch.zeros(len(own))}
+    metrics = {
+        "kl": ratio[other].detach().mean().clamp(min=0).expand(len(own)) if len(other) else torch.zeros(len(own))
+    }
     return TermValue(_spread(columns, own, values), _pair_metrics(columns, own, metrics))
 
 
@@ -293,7 +366,9 @@ def _reward_term(columns: Columns, *, center_coef: float, margin: bool) -> TermV
     gap = _of_sequence(columns, "gap")[w].to(scores.dtype) if margin else None
     loss = bradley_terry(scores[w], scores[l], margin=gap, center_coef=center_coef)
     metrics = {
-        "accuracy": (scores[w] > scores[l]).double(), "margin": scores[w] - scores[l],
-        "score/chosen": scores[w], "score/rejected": scores[l],
-    }  # fmt: skip
+        "accuracy": (scores[w] > scores[l]).double(),
+        "margin": scores[w] - scores[l],
+        "score/chosen": scores[w],
+        "score/rejected": scores[l],
+    }
     return TermValue(_spread(columns, w, loss), _pair_metrics(columns, w, metrics))

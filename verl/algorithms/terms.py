@@ -108,7 +108,7 @@ def gspo(columns: Columns, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -
     """PPO clip with one ratio per sequence, the geometric mean of its tokens' ratios (2.4; GSPO, 2507.18071).
 
     Values are per token, so seq-mean-token-mean weights give the paper's mean over sequences. A sequence must be whole
-    in its micro-batch (split_rows keeps it so).
+    in its micro-batch (make_microbatches keeps it so).
     """
     a, d, _ = _ratio(columns)
     r = columns.mean(d).exp()[columns.sequence_of]

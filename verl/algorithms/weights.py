@@ -51,8 +51,10 @@ def weight_column(
     if aggregate == "seq-mean-token-mean":
         return mask / (sequences * n.clamp(min=1)[columns.sequence_of])
     if horizon_tokens is None:
-        raise ValueError("seq-mean-token-sum-norm needs a constant horizon: set algorithm.horizon_tokens (Dr.GRPO: the "
-                         "maximum response length); the padded width of a micro-batch is not a constant")  # fmt: skip
+        raise ValueError(
+            "seq-mean-token-sum-norm needs a constant horizon: set algorithm.horizon_tokens (Dr.GRPO: the "
+            "maximum response length); the padded width of a micro-batch is not a constant"
+        )
     return mask / (sequences * horizon_tokens)
 
 
@@ -67,9 +69,12 @@ def term_weights(columns: Columns, terms: tuple[Term, ...]) -> dict[str, Tensor]
         if term.over is not None:
             keep = columns.sequence[term.over].bool()[columns.sequence_of]
             seen = Columns(
-                token={}, sequence={}, sequence_of=columns.sequence_of, num_sequences=columns.num_sequences,
+                token={},
+                sequence={},
+                sequence_of=columns.sequence_of,
+                num_sequences=columns.num_sequences,
                 mask=kept.mask & keep,
-            )  # fmt: skip
+            )
         counted = columns.mask if term.denominator == "before_rejection" and term.over is None else None
         weight = weight_column(
             seen, term.aggregate, unit=term.unit, horizon_tokens=term.horizon_tokens, denominator_mask=counted

@@ -22,9 +22,15 @@ from verl.checkpoint.safetensors_file import DTYPES, Shard, host_bytes
 
 _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "LICENSE*")  # beside the weights
 _TOKENIZER = (
-    "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model", "*.tiktoken",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+    "*.tiktoken",
     "chat_template*",
-)  # fmt: skip
+)
 _OURS = ("config.json", "*.index.json", "adapter_config.json", "trainer_state.json", "training_args*")
 
 

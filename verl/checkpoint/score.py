@@ -42,9 +42,11 @@ def classifier_config(folder: Path, pad_token_id: int | None) -> dict[str, Any]:
         )
     pad = config.get("pad_token_id")
     return {
-        "architectures": names, "id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0},
+        "architectures": names,
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
         "pad_token_id": pad_token_id if pad is None else pad,
-    }  # fmt: skip
+    }
 
 
 def classifier_tensors(body: str, tensors: Iterable[tuple[str, Tensor]], head: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -140,9 +140,13 @@ class CheckpointStore:
             entries = dict(zip((p.relative_to(tmp).as_posix() for p in paths), pool.map(_synced_entry, paths)))
         serials = [m.serial for s in self.steps() if isinstance(m := _read_manifest(self._path(s)), _Manifest)]
         content: dict[str, Any] = {
-            "format": FORMAT, "step": step, "serial": max(serials, default=0) + 1, "saved_at_s": time.time(),
-            "meta": meta, "files": entries,
-        }  # fmt: skip
+            "format": FORMAT,
+            "step": step,
+            "serial": max(serials, default=0) + 1,
+            "saved_at_s": time.time(),
+            "meta": meta,
+            "files": entries,
+        }
         content["digest"] = _digest(content)
         with open(tmp / MANIFEST, "w") as f:
             json.dump(content, f, indent=1)

@@ -49,7 +49,9 @@ class Note:
     text: str
 
     def __str__(self) -> str:
-        return f"{self.key}={self.value} " + (f"-> {self.text}" if self.action == "mapped" else f"{self.action}: {self.text}")
+        return f"{self.key}={self.value} " + (
+            f"-> {self.text}" if self.action == "mapped" else f"{self.action}: {self.text}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,9 @@ def parse_argument(argument: str) -> Argument:
     if name.startswith("~"):
         raise ValueError(f"{argument!r}: a typed key cannot be deleted; leave it out, or set {name[1:]}=null")
     if name.startswith("--"):
-        raise ValueError(f"{argument!r}: Hydra's own options are not taken; put the values in a file and give recipe=FILE.yaml")
+        raise ValueError(
+            f"{argument!r}: Hydra's own options are not taken; put the values in a file and give recipe=FILE.yaml"
+        )
     if not equals:
         raise ValueError(f"argument {argument!r} is not key=value")
     key = name.lstrip("+")
@@ -155,8 +159,10 @@ def parse_argument(argument: str) -> Argument:
     if override.is_sweep_override():
         return Argument(key, None, text, f"{argument!r} is a sweep over values; a list is written {key}=[{text}]")
     if override.package is not None or override.type not in (
-        OverrideType.CHANGE, OverrideType.ADD, OverrideType.FORCE_ADD,
-    ):  # fmt: skip
+        OverrideType.CHANGE,
+        OverrideType.ADD,
+        OverrideType.FORCE_ADD,
+    ):
         raise ValueError(f"{argument!r}: only key=value is taken")
     return Argument(key, value, text)
 
@@ -232,9 +238,12 @@ class _Work:
     """One translation: the given keys go in, `results`, `notes`, `origins` and `problems` come out."""
 
     def __init__(
-        self, foreign: Mapping[str, Argument], native: Mapping[str, Any], prompts_per_step: int | None,
+        self,
+        foreign: Mapping[str, Argument],
+        native: Mapping[str, Any],
+        prompts_per_step: int | None,
         verl_defaults: VerlDefaults | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.texts = {key: argument.text for key, argument in foreign.items()}
         self.native = native
         self.results: dict[str, Any] = {}
@@ -325,9 +334,12 @@ class _Work:
         if not given and not (self.use_defaults and any(k in self.defaults for k in free)):
             return
         view = Given(
-            {k: v for k, v in self.values.items() if k in free or k not in rows}, self.defaults, self.use_defaults,
-            self.native, self.prompts_per_step,
-        )  # fmt: skip
+            {k: v for k, v in self.values.items() if k in free or k not in rows},
+            self.defaults,
+            self.use_defaults,
+            self.native,
+            self.prompts_per_step,
+        )
         try:
             results = JOINT[rule](view)
         except ValueError as exc:

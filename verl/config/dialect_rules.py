@@ -27,12 +27,33 @@ def same_value(value: Any, text: str) -> bool:
     return str(value).lower() == text.lower()
 
 
-_NUMBERS = frozenset({
-    "train_batch_size", "gen_batch_size", "ppo_mini_batch_size", "require_batches", "total_rollout_steps", "len",
-    "parameter_sync_step", "num_warmup_batches", "max_off_policy_threshold", "staleness_threshold", "test_freq", "lr",
-    "trigger_parameter_sync_step", "max_model_len", "prompt_length", "response_length", "max_prompt_length", "min_lr",
-    "max_response_length", "max_resp_len", "lr_warmup_steps", "lr_warmup_steps_ratio", "max_num_gen_batches",
-})  # fmt: skip
+_NUMBERS = frozenset(
+    {
+        "train_batch_size",
+        "gen_batch_size",
+        "ppo_mini_batch_size",
+        "require_batches",
+        "total_rollout_steps",
+        "len",
+        "parameter_sync_step",
+        "num_warmup_batches",
+        "max_off_policy_threshold",
+        "staleness_threshold",
+        "test_freq",
+        "lr",
+        "trigger_parameter_sync_step",
+        "max_model_len",
+        "prompt_length",
+        "response_length",
+        "max_prompt_length",
+        "min_lr",
+        "max_response_length",
+        "max_resp_len",
+        "lr_warmup_steps",
+        "lr_warmup_steps_ratio",
+        "max_num_gen_batches",
+    }
+)
 _SWITCHES = frozenset({"use_kl_loss", "use_kl_in_reward", "enable", "do_sample", "partial_rollout"})
 """Last components of the keys that the rules below compute with."""
 
@@ -93,7 +114,9 @@ def _batch(given: Given) -> dict[str, Any]:
     out: dict[str, Any] = {}
     if prompts == 0 or (prompts is None and batches is not None):  # fully asynchronous scripts
         if mini is None:
-            raise ValueError("data.train_batch_size=0: give actor_rollout_ref.actor.ppo_mini_batch_size, or step.prompts_per_step")
+            raise ValueError(
+                "data.train_batch_size=0: give actor_rollout_ref.actor.ppo_mini_batch_size, or step.prompts_per_step"
+            )
         prompts = mini * (batches or 1)
     if prompts is not None:
         out = {"step.prompts_per_step": prompts, "supervised.rows_per_step": prompts}
@@ -120,37 +143,67 @@ def _batch(given: Given) -> dict[str, Any]:
     rollouts = given.values.get("rollout.total_rollout_steps")
     if rollouts is not None:
         if prompts is None:
-            raise ValueError(f"rollout.total_rollout_steps={rollouts} counts prompts: give run.total_steps in its place")
+            raise ValueError(
+                f"rollout.total_rollout_steps={rollouts} counts prompts: give run.total_steps in its place"
+            )
         out["run.total_steps"] = max(1, rollouts // prompts)
     return out
 
 
-_PRESETS: Mapping[str, str] = MappingProxyType({
-    "gae": "ppo", "grpo": "grpo", "grpo_vectorized": "grpo", "rloo": "rloo", "rloo_vectorized": "rloo", "remax": "remax",
-    "opo": "opo", "gpg": "gpg", "grpo_passk": "pass_at_k", "gdpo": "gdpo", "optimal_token_baseline": "otb",
-    "tir_optimal_token_baseline": "otb", "reinforce_plus_plus": "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline",
-})  # fmt: skip
+_PRESETS: Mapping[str, str] = MappingProxyType(
+    {
+        "gae": "ppo",
+        "grpo": "grpo",
+        "grpo_vectorized": "grpo",
+        "rloo": "rloo",
+        "rloo_vectorized": "rloo",
+        "remax": "remax",
+        "opo": "opo",
+        "gpg": "gpg",
+        "grpo_passk": "pass_at_k",
+        "gdpo": "gdpo",
+        "optimal_token_baseline": "otb",
+        "tir_optimal_token_baseline": "otb",
+        "reinforce_plus_plus": "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline": "reinforce_plus_plus_baseline",
+    }
+)
 """verl's adv_estimator with the vanilla loss -> our preset."""
 
-_LOSSES: Mapping[str, str] = MappingProxyType({
-    "gspo": "gspo", "cispo": "cispo", "sapo": "sapo", "geo_mean": "gmpo", "clip_cov": "clip_cov", "kl_cov": "kl_cov", "gpg": "reinforce",
-})  # fmt: skip
+_LOSSES: Mapping[str, str] = MappingProxyType(
+    {
+        "gspo": "gspo",
+        "cispo": "cispo",
+        "sapo": "sapo",
+        "geo_mean": "gmpo",
+        "clip_cov": "clip_cov",
+        "kl_cov": "kl_cov",
+        "gpg": "reinforce",
+    }
+)
 """verl's loss_mode -> our loss; but for gpg it is also the name of the preset that has GRPO's estimator."""
 
 
 def critic_without_estimator(values: Mapping[str, Any], native: Mapping[str, Any]) -> list[str]:
     """Keys of a critic and no estimator are PPO, verl's default; to ignore them would train something else."""
-    if "algorithm.adv_estimator" in values or "algorithm.name" in native or not any(k.startswith("critic.") for k in values):
+    if (
+        "algorithm.adv_estimator" in values
+        or "algorithm.name" in native
+        or not any(k.startswith("critic.") for k in values)
+    ):
         return []
-    return ["critic.* without algorithm.adv_estimator is PPO in verl: give algorithm.adv_estimator=gae (or grpo) beside it"]
+    return [
+        "critic.* without algorithm.adv_estimator is PPO in verl: give algorithm.adv_estimator=gae (or grpo) beside it"
+    ]
 
 
 def _objective(given: Given) -> dict[str, Any]:
     """adv_estimator and loss_mode are one choice here: the preset, or the preset with another loss."""
     adv, loss = given.get("algorithm.adv_estimator"), given.get(f"{ACTOR}policy_loss.loss_mode")
     if adv is None and loss not in (None, "vanilla") and "algorithm.name" not in given.native:
-        raise ValueError(f"{ACTOR}policy_loss.loss_mode={loss}: give algorithm.adv_estimator=grpo beside it, or algorithm.name={loss}")
+        raise ValueError(
+            f"{ACTOR}policy_loss.loss_mode={loss}: give algorithm.adv_estimator=grpo beside it, or algorithm.name={loss}"
+        )
     out: dict[str, Any] = {}
     if adv is not None:
         if adv not in _PRESETS:
@@ -170,8 +223,13 @@ def _objective(given: Given) -> dict[str, Any]:
             out["algorithm.loss"] = _LOSSES[loss]
         if loss == "cispo":  # verl's cap is 1 + clip_ratio_high, its floor 1 - clip_ratio_low
             single = given.values.get(f"{ACTOR}clip_ratio")
-            low, high = (given.need(f"{ACTOR}clip_ratio_{side}") if single is None else single for side in ("low", "high"))
-            out |= {"algorithm.options.ratio_max": 1 + (0.2 if high is None else high), "algorithm.options.ratio_min": max(0.0, 1 - (0.2 if low is None else low))}
+            low, high = (
+                given.need(f"{ACTOR}clip_ratio_{side}") if single is None else single for side in ("low", "high")
+            )
+            out |= {
+                "algorithm.options.ratio_max": 1 + (0.2 if high is None else high),
+                "algorithm.options.ratio_min": max(0.0, 1 - (0.2 if low is None else low)),
+            }
     elif loss == "vanilla":
         given.ignore("the preset's own loss", f"{ACTOR}policy_loss.loss_mode")
     by_std = given.get("algorithm.norm_adv_by_std_in_grpo")
@@ -192,21 +250,30 @@ def _correction(given: Given) -> dict[str, Any]:
             raise ValueError(f"{key}rollout_is={level}: must be token or sequence")
         bounds = _bounds(f"{key}rollout_is_threshold", threshold)
         out = {
-            "algorithm.correction": "icepop" if len(bounds) == 2 else "truncate", "algorithm.options.correction_level": level,
+            "algorithm.correction": "icepop" if len(bounds) == 2 else "truncate",
+            "algorithm.options.correction_level": level,
             "algorithm.options.correction_high": bounds[-1],
-            "algorithm.options.correction_batch_normalize": bool(given.values.get(f"{key}rollout_is_batch_normalize", False)),
-        }  # fmt: skip
+            "algorithm.options.correction_batch_normalize": bool(
+                given.values.get(f"{key}rollout_is_batch_normalize", False)
+            ),
+        }
         if len(bounds) == 2:
             out["algorithm.options.correction_low"] = bounds[0]
     else:
-        given.ignore("only read with rollout_correction.rollout_is", f"{key}rollout_is_threshold", f"{key}rollout_is_batch_normalize")
+        given.ignore(
+            "only read with rollout_correction.rollout_is",
+            f"{key}rollout_is_threshold",
+            f"{key}rollout_is_batch_normalize",
+        )
     stats, limits = given.values.get(f"{key}rollout_rs"), given.values.get(f"{key}rollout_rs_threshold")
     if stats is not None:
         names, texts = str(stats).split(","), str(limits).split(",")
         if limits is None or len(texts) not in (1, len(names)):
             raise ValueError(f"{key}rollout_rs={stats}: give rollout_rs_threshold, one value or one for each")
         pairs = zip(names, texts * len(names) if len(texts) == 1 else texts)
-        out["algorithm.options.correction_reject"] = [_rejected(f"{key}rollout_rs_threshold", n.strip(), t) for n, t in pairs]
+        out["algorithm.options.correction_reject"] = [
+            _rejected(f"{key}rollout_rs_threshold", n.strip(), t) for n, t in pairs
+        ]
     else:
         given.ignore("only read with rollout_correction.rollout_rs", f"{key}rollout_rs_threshold")
     if given.values.get(f"{key}bypass_mode"):
@@ -245,15 +312,19 @@ def _clip(given: Given) -> dict[str, Any]:
     sides = {side: given.values.get(f"{ACTOR}clip_ratio_{side}") for side in ("low", "high")}
     for side, value in sides.items():
         if single is not None and value is not None and value != single:
-            raise ValueError(f"{ACTOR}clip_ratio={single} and clip_ratio_{side}={value} contradict each other: leave clip_ratio out")
+            raise ValueError(
+                f"{ACTOR}clip_ratio={single} and clip_ratio_{side}={value} contradict each other: leave clip_ratio out"
+            )
     if single is None:
-        return {f"algorithm.clip_{side}": v for side in sides if (v := given.get(f"{ACTOR}clip_ratio_{side}")) is not None}
+        return {
+            f"algorithm.clip_{side}": v for side in sides if (v := given.get(f"{ACTOR}clip_ratio_{side}")) is not None
+        }
     return {"algorithm.clip_low": single, "algorithm.clip_high": single}
 
 
-_KL_FORMS: Mapping[str, str] = MappingProxyType({
-    "kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3",
-})  # fmt: skip
+_KL_FORMS: Mapping[str, str] = MappingProxyType(
+    {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+)
 
 
 def _kl_form(key: str, value: Any) -> str:
@@ -303,7 +374,9 @@ def _filter(given: Given) -> dict[str, Any]:
     out["algorithm.filter_metric"] = None if is_score else metric
     batches = given.values.get(f"{name}max_num_gen_batches")
     if not batches or batches < 0:
-        given.ignore("0 is without limit in verl; algorithm.max_draws_per_group bounds it here", f"{name}max_num_gen_batches")
+        given.ignore(
+            "0 is without limit in verl; algorithm.max_draws_per_group bounds it here", f"{name}max_num_gen_batches"
+        )
         return out
     train, drawn = given.get("data.train_batch_size"), given.values.get("data.gen_batch_size")
     return out | {"algorithm.max_draws_per_group": float(batches * (drawn / train if drawn and train else 1))}
@@ -340,7 +413,9 @@ def _schedule(given: Given) -> dict[str, Any]:
 def _eval(given: Given) -> dict[str, Any]:
     greedy, temperature = f"{ROLLOUT}val_kwargs.do_sample", f"{ROLLOUT}val_kwargs.temperature"
     if given.values.get(greedy) is False and given.values.get(temperature, 0) != 0:
-        raise ValueError(f"{greedy}=False is greedy, {temperature}={given.values[temperature]} is not: leave one of them out")
+        raise ValueError(
+            f"{greedy}=False is greedy, {temperature}={given.values[temperature]} is not: leave one of them out"
+        )
     if temperature not in given.values and given.values.get(greedy) is True:
         given.ignore(f"verl evaluates at temperature 0 unless {temperature} is given", greedy)
     value = given.need(temperature)
@@ -362,14 +437,20 @@ def _overlong(given: Given) -> dict[str, Any]:
     def pick(name: str) -> Any:
         return given.first(f"reward.reward_kwargs.{name}", f"reward_model.reward_kwargs.{name}")
 
-    tokens, factor, budget = pick("overlong_buffer_cfg.len"), pick("overlong_buffer_cfg.penalty_factor"), pick("max_resp_len")
+    tokens, factor, budget = (
+        pick("overlong_buffer_cfg.len"),
+        pick("overlong_buffer_cfg.penalty_factor"),
+        pick("max_resp_len"),
+    )
     if not pick("overlong_buffer_cfg.enable"):
         for prefix in ("reward.reward_kwargs.", "reward_model.reward_kwargs."):
             names = ("overlong_buffer_cfg.len", "overlong_buffer_cfg.penalty_factor", "max_resp_len")
             given.ignore("only read with overlong_buffer_cfg.enable", *(prefix + n for n in names))
         return {"reward.overlong_buffer_tokens": 0}
     if tokens is None:
-        raise ValueError("overlong_buffer_cfg.enable=True: give overlong_buffer_cfg.len, or reward.overlong_buffer_tokens")
+        raise ValueError(
+            "overlong_buffer_cfg.enable=True: give overlong_buffer_cfg.len, or reward.overlong_buffer_tokens"
+        )
     limit = _limits(given)[1]
     if budget is not None and limit is not None and budget != limit:
         raise ValueError(f"reward_kwargs.max_resp_len={budget} is not the response limit {limit}: make them agree")
@@ -426,7 +507,9 @@ def _logger(given: Given) -> dict[str, Any]:
     missing = [n for n in names if n not in sinks]
     kept = [sinks[n] for n in names if n in sinks]
     if missing:
-        given.ignore(f"{', '.join(missing)} not in this version; metrics go to {', '.join(kept or ['jsonl'])}", "trainer.logger")
+        given.ignore(
+            f"{', '.join(missing)} not in this version; metrics go to {', '.join(kept or ['jsonl'])}", "trainer.logger"
+        )
     return {"track.sinks": kept or ["jsonl"]}
 
 
@@ -441,7 +524,9 @@ def _async(given: Given) -> dict[str, Any]:
     if mode in ("colocate_async", "separate_async"):
         ahead = given.values.get(f"{v1}{mode}.num_warmup_batches", 1)
         if staleness not in (None, ahead):
-            raise ValueError(f"async_training.staleness_threshold={staleness} and {v1}trainer_mode={mode} contradict each other")
+            raise ValueError(
+                f"async_training.staleness_threshold={staleness} and {v1}trainer_mode={mode} contradict each other"
+            )
         staleness, partial = ahead, True
     elif mode == "sync":
         staleness = staleness or 0
@@ -449,7 +534,9 @@ def _async(given: Given) -> dict[str, Any]:
         out["pipeline.staleness"] = staleness
     bound = given.values.get(f"{v1}sampler.max_off_policy_threshold")
     if bound is not None and staleness is not None and bound < staleness:
-        raise ValueError(f"{v1}sampler.max_off_policy_threshold={bound} is below the staleness {staleness}: lower num_warmup_batches")
+        raise ValueError(
+            f"{v1}sampler.max_off_policy_threshold={bound} is below the staleness {staleness}: lower num_warmup_batches"
+        )
     given.ignore("a bound that the staleness keeps", f"{v1}sampler.max_off_policy_threshold")
     lag = given.own("pipeline.staleness", staleness)
     if partial is not None:
@@ -460,8 +547,23 @@ def _async(given: Given) -> dict[str, Any]:
     return out if every is None else out | {"pipeline.sync_every": every}
 
 
-JOINT: Mapping[str, Callable[[Given], dict[str, Any]]] = MappingProxyType({
-    "batch": _batch, "objective": _objective, "correction": _correction, "clip": _clip, "kl_loss": _kl_loss, "kl_reward": _kl_reward,
-    "filter": _filter, "schedule": _schedule, "eval": _eval, "eval_steps": _eval_steps, "overlong": _overlong,
-    "context": _context, "resume": _resume, "directory": _directory, "logger": _logger, "async": _async,
-})  # fmt: skip
+JOINT: Mapping[str, Callable[[Given], dict[str, Any]]] = MappingProxyType(
+    {
+        "batch": _batch,
+        "objective": _objective,
+        "correction": _correction,
+        "clip": _clip,
+        "kl_loss": _kl_loss,
+        "kl_reward": _kl_reward,
+        "filter": _filter,
+        "schedule": _schedule,
+        "eval": _eval,
+        "eval_steps": _eval_steps,
+        "overlong": _overlong,
+        "context": _context,
+        "resume": _resume,
+        "directory": _directory,
+        "logger": _logger,
+        "async": _async,
+    }
+)

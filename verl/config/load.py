@@ -35,9 +35,16 @@ MISSING = "???"
 _ORIGIN_COLUMN = 40
 _PLAIN = re.compile(r"[\w./-]+", re.ASCII)
 PATH_KEYS = (
-    "model.path", "model.tokenizer_path", "model.chat_template", "data.train_files", "data.eval_files", "data.cache_dir",
-    "run.root_dir", "run.resume", "reward.path",
-)  # fmt: skip
+    "model.path",
+    "model.tokenizer_path",
+    "model.chat_template",
+    "data.train_files",
+    "data.eval_files",
+    "data.cache_dir",
+    "run.root_dir",
+    "run.resume",
+    "reward.path",
+)
 """A leading ~ in these stands for the home directory."""
 
 
@@ -77,7 +84,9 @@ def load_config(overrides: Sequence[str], *, verl_defaults: VerlDefaults | None 
     values, origins = _merge(settings)
     values = _resolved(values, origins)
     if values["model.path"] == MISSING:
-        raise ValueError("model.path is missing: model.path=FOLDER (a Hugging Face folder: config.json, safetensors, tokenizer)")
+        raise ValueError(
+            "model.path is missing: model.path=FOLDER (a Hugging Face folder: config.json, safetensors, tokenizer)"
+        )
     return Resolved(build(values), origins, tuple(said.notes))
 
 

@@ -75,7 +75,12 @@ def layer_bytes_per_token(model: ModelFacts, dtype: str) -> int:
 
 
 def estimate_memory(
-    config: Config, model: ModelFacts, command: Command = "train", *, reference: bool = False, update_tokens: int | None = None
+    config: Config,
+    model: ModelFacts,
+    command: Command = "train",
+    *,
+    reference: bool = False,
+    update_tokens: int | None = None,
 ) -> Memory:
     """`update_tokens`: of one optimizer step at most, where that is less than a micro-batch may hold."""
     budget = config.step.max_tokens_per_microbatch
@@ -122,7 +127,9 @@ def _items(config: Config, model: ModelFacts, reference: bool, tokens: int) -> d
         "master weights": 4 * weights,
         "gradients": 4 * weights,
         "optimizer states": 8 * weights,
-        "compute copy of weights": 2 * (weights - model.embedding_parameters) if compute_dtype(config) == "bfloat16" else 0,
+        "compute copy of weights": 2 * (weights - model.embedding_parameters)
+        if compute_dtype(config) == "bfloat16"
+        else 0,
         "reference policy": 4 * weights if reference else 0,
         "critic with its optimizer": 16 * weights if ALGORITHMS[config.algorithm.name].critic else 0,
         "rollout weights": copy,

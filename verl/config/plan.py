@@ -111,9 +111,17 @@ def make_plan(
     memory = estimate_memory(config, model, command, reference=held, update_tokens=tokens)
     disk = _disk(config, model) if step else None
     plan = Plan(
-        command=command, run_dir=f"{config.run.root_dir}/{config.run.name}", algorithm=config.algorithm.name, model=model,
-        step=step, length=length, rollout=rollout, memory=memory, disk=disk, warnings=(),
-    )  # fmt: skip
+        command=command,
+        run_dir=f"{config.run.root_dir}/{config.run.name}",
+        algorithm=config.algorithm.name,
+        model=model,
+        step=step,
+        length=length,
+        rollout=rollout,
+        memory=memory,
+        disk=disk,
+        warnings=(),
+    )
     return dataclasses.replace(plan, warnings=tuple(_warnings(config, plan, device_bytes)))
 
 
@@ -133,10 +141,18 @@ def step_sizes(config: Config, command: Command = "train") -> StepSizes:
         longest = config.data.max_tokens_per_row
         each, tokens = math.ceil(prompts * n / max(1, budget // longest)), prompts * n * longest
     return StepSizes(
-        prompts=prompts, samples_per_prompt=n, rows=prompts * n, updates=updates, rows_per_update=prompts * n // updates,
-        epochs=epochs, optimizer_steps=updates * epochs, longest_row_tokens=longest, max_tokens=tokens,
-        max_tokens_per_microbatch=budget, microbatches=each * updates * epochs,
-    )  # fmt: skip
+        prompts=prompts,
+        samples_per_prompt=n,
+        rows=prompts * n,
+        updates=updates,
+        rows_per_update=prompts * n // updates,
+        epochs=epochs,
+        optimizer_steps=updates * epochs,
+        longest_row_tokens=longest,
+        max_tokens=tokens,
+        max_tokens_per_microbatch=budget,
+        microbatches=each * updates * epochs,
+    )
 
 
 def _microbatches(groups: int, n: int, prompt: int, answer: int, budget: int, share_prefix: bool) -> int:
@@ -144,7 +160,7 @@ def _microbatches(groups: int, n: int, prompt: int, answer: int, budget: int, sh
     if not share_prefix:
         return math.ceil(groups * n / max(1, budget // (prompt + answer)))
     count, used = 1, 0
-    for row in range(groups * n):  # as batch.split_rows: in order, a new one where the next row does not fit
+    for row in range(groups * n):  # as batch.make_microbatches: in order, a new one where the next row does not fit
         cost = answer if row % n and used else prompt + answer
         if used and used + cost > budget:
             count, used, cost = count + 1, 0, prompt + answer
@@ -166,11 +182,15 @@ def rollout_sizes(config: Config, model: ModelFacts, command: Command = "train")
     per_group = config.step.samples_per_prompt + ALGORITHMS[config.algorithm.name].baselines
     flying = (slots + surplus) * per_group
     return RolloutSizes(
-        engine=r.engine, slots=slots, surplus=surplus, trajectories_in_flight=flying,
+        engine=r.engine,
+        slots=slots,
+        surplus=surplus,
+        trajectories_in_flight=flying,
         concurrent_sequences=min(r.max_concurrent_sequences, flying) if in_loop else r.max_concurrent_sequences,
         kv_bytes_per_token=kv_bytes_per_token(model, rollout_dtype(config)),
-        kv_tokens=kv_tokens(config), prefix_cache_tokens=r.prefix_cache_tokens if r.engine == "native" else 0,
-    )  # fmt: skip
+        kv_tokens=kv_tokens(config),
+        prefix_cache_tokens=r.prefix_cache_tokens if r.engine == "native" else 0,
+    )
 
 
 # -- length of the run -------------------------------------------------------------------------------------------------
@@ -291,11 +311,13 @@ def render_plan(plan: Plan) -> str:
         lines.append(("rollout", _rollout_line(plan.rollout, plan.command in RL)))
     if plan.disk:
         d = plan.disk
-        lines.append((
-            "disk",
-            f"checkpoint {_gib(d.checkpoint_bytes)} (weights {_gib(d.weights_bytes)} + state {_gib(d.state_bytes)}), "
-            f"at most {d.kept} at once: {_gib(d.total_bytes)} in {plan.run_dir}",
-        ))  # fmt: skip
+        lines.append(
+            (
+                "disk",
+                f"checkpoint {_gib(d.checkpoint_bytes)} (weights {_gib(d.weights_bytes)} + state {_gib(d.state_bytes)}), "
+                f"at most {d.kept} at once: {_gib(d.total_bytes)} in {plan.run_dir}",
+            )
+        )
     text = [f"{name:<9} {said}" for name, said in lines]
     text += ["", *_memory_lines(plan.memory)]
     text += ["", *(f"warning: {w}" for w in plan.warnings)] if plan.warnings else []
@@ -316,7 +338,9 @@ def _step_line(plan: Plan) -> str:
     assert s is not None
     if plan.command in RL:
         size = f"{_count(s.prompts, 'prompt')} x {s.samples_per_prompt} = {_count(s.rows, 'trajectory')}"
-        updates = f"{_count(s.updates, 'update')} of {s.rows_per_update}" + (f" x {s.epochs} epochs" if s.epochs > 1 else "")
+        updates = f"{_count(s.updates, 'update')} of {s.rows_per_update}" + (
+            f" x {s.epochs} epochs" if s.epochs > 1 else ""
+        )
         return f"{size} -> {updates} -> about {_count(s.microbatches, 'micro-batch')}"
     size = _count(s.rows, "row") if s.samples_per_prompt == 1 else f"{_count(s.prompts, 'pair')} = {s.rows} rows"
     return f"{size} -> 1 update -> about {_count(s.microbatches, 'micro-batch')}"
@@ -338,7 +362,9 @@ def _run_line(plan: Plan) -> str:
     epochs = "" if n.epochs is None else f" = {_count(n.epochs, 'epoch')}"
     warm = f", the first {n.warmup_steps:,} warming up" if n.warmup_steps else ""
     held = "" if n.eval_rows is None else f"; evaluation on {_count(n.eval_rows, 'row')}"
-    return f"{rows}, {_count(n.steps, 'step')}{epochs} -> {_count(n.optimizer_steps or 0, 'optimizer step')}{warm}{held}"
+    return (
+        f"{rows}, {_count(n.steps, 'step')}{epochs} -> {_count(n.optimizer_steps or 0, 'optimizer step')}{warm}{held}"
+    )
 
 
 def _rollout_line(r: RolloutSizes, in_loop: bool) -> str:

@@ -35,112 +35,202 @@ class AlgorithmFacts:
     baselines: int = 0
 
 
-ALGORITHMS: Mapping[str, AlgorithmFacts] = MappingProxyType({
-    "grpo": AlgorithmFacts(True, kl_loss=True),
-    "drgrpo": AlgorithmFacts(True, needs_horizon=True),
-    "dapo": AlgorithmFacts(True, filters_groups=True),
-    "rloo": AlgorithmFacts(True, kl_reward=True),
-    "grpo_loo": AlgorithmFacts(True),
-    "gspo": AlgorithmFacts(True),
-    "gspo_token": AlgorithmFacts(True),
-    "cispo": AlgorithmFacts(True),
-    "sapo": AlgorithmFacts(True),
-    "gmpo": AlgorithmFacts(True),
-    "kl_cov": AlgorithmFacts(True),
-    "clip_cov": AlgorithmFacts(True),
-    "gdpo": AlgorithmFacts(True),
-    "gpg": AlgorithmFacts(True),
-    "opo": AlgorithmFacts(True),
-    "pass_at_k": AlgorithmFacts(True),
-    "otb": AlgorithmFacts(True),
-    "remax": AlgorithmFacts(False, kl_reward=True, baselines=1),
-    "reinforce_plus_plus": AlgorithmFacts(False, kl_reward=True),
-    "reinforce_plus_plus_baseline": AlgorithmFacts(True, kl_loss=True),
-    "reinforce": AlgorithmFacts(False),
-    "ppo": AlgorithmFacts(False, kl_reward=True, critic=True),
-    "vapo": AlgorithmFacts(False, critic=True),
-    "pf_ppo": AlgorithmFacts(True, kl_reward=True, critic=True),
-    "decoupled_ppo": AlgorithmFacts(True),
-})  # fmt: skip
+ALGORITHMS: Mapping[str, AlgorithmFacts] = MappingProxyType(
+    {
+        "grpo": AlgorithmFacts(True, kl_loss=True),
+        "drgrpo": AlgorithmFacts(True, needs_horizon=True),
+        "dapo": AlgorithmFacts(True, filters_groups=True),
+        "rloo": AlgorithmFacts(True, kl_reward=True),
+        "grpo_loo": AlgorithmFacts(True),
+        "gspo": AlgorithmFacts(True),
+        "gspo_token": AlgorithmFacts(True),
+        "cispo": AlgorithmFacts(True),
+        "sapo": AlgorithmFacts(True),
+        "gmpo": AlgorithmFacts(True),
+        "kl_cov": AlgorithmFacts(True),
+        "clip_cov": AlgorithmFacts(True),
+        "gdpo": AlgorithmFacts(True),
+        "gpg": AlgorithmFacts(True),
+        "opo": AlgorithmFacts(True),
+        "pass_at_k": AlgorithmFacts(True),
+        "otb": AlgorithmFacts(True),
+        "remax": AlgorithmFacts(False, kl_reward=True, baselines=1),
+        "reinforce_plus_plus": AlgorithmFacts(False, kl_reward=True),
+        "reinforce_plus_plus_baseline": AlgorithmFacts(True, kl_loss=True),
+        "reinforce": AlgorithmFacts(False),
+        "ppo": AlgorithmFacts(False, kl_reward=True, critic=True),
+        "vapo": AlgorithmFacts(False, critic=True),
+        "pf_ppo": AlgorithmFacts(True, kl_reward=True, critic=True),
+        "decoupled_ppo": AlgorithmFacts(True),
+    }
+)
 
 ALGORITHM_OPTIONS: Collection[str] = (
-    "ratio_max", "ratio_min", "tau_positive", "tau_negative", "cov_ratio", "cov_low", "cov_high", "cov_coef", "off_policy_delta",
-    "leave_one_out", "scale_rewards", "reward_components", "reward_weights", "lam_critic", "length_adaptive_alpha",
-    "positive_nll_coef", "selection", "kl_loss_ratio_corrected", "correction_level", "correction_low", "correction_high",
-    "correction_batch_normalize", "correction_reject", "correction_denominator",
-)  # fmt: skip
+    "ratio_max",
+    "ratio_min",
+    "tau_positive",
+    "tau_negative",
+    "cov_ratio",
+    "cov_low",
+    "cov_high",
+    "cov_coef",
+    "off_policy_delta",
+    "leave_one_out",
+    "scale_rewards",
+    "reward_components",
+    "reward_weights",
+    "lam_critic",
+    "length_adaptive_alpha",
+    "positive_nll_coef",
+    "selection",
+    "kl_loss_ratio_corrected",
+    "correction_level",
+    "correction_low",
+    "correction_high",
+    "correction_batch_normalize",
+    "correction_reject",
+    "correction_denominator",
+)
 """Fields of a row of algorithms/table.py that `algorithm.options` may set."""
 
-CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType({
-    "model.dtype": ("auto", "bfloat16", "float32"),
-    "model.device": ("auto", "cpu", "cuda"),
-    "model.attention": ("auto", "padded"),
-    "data.truncation": ("error", "left", "right", "middle"),
-    "algorithm.name": tuple(ALGORITHMS),
-    "algorithm.aggregation": (
-        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm",
-    ),
-    "algorithm.kl_loss_form": ("k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"),
-    "algorithm.kl_reward_form": ("k1", "abs", "k2", "k3"),
-    "algorithm.on_exhausted": ("stop", "smaller"),
-    "algorithm.correction": ("truncate", "clamp", "icepop", "mask"),
-    "reward.stage": ("stream", "batch"),
-    "preference.loss": (
-        "dpo", "cdpo", "dpo_norm", "ld_dpo", "robust", "hinge", "ipo", "apo_zero", "rpo", "rpo_sq", "rpo_bwd_kl", "rpo_fwd_kl", "orpo",
-        "simpo", "cpo", "kto",
-    ),
-    "optim.schedule": ("constant", "linear", "cosine", "wsd"),
-    "rollout.engine": ("native", "hf"),
-    "rollout.dtype": ("auto", "float32", "bfloat16"),
-    "sync.engine": ("local",),
-    "track.sinks": ("console", "jsonl", "tensorboard", "wandb"),
-})  # fmt: skip
+CHOICES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "model.dtype": ("auto", "bfloat16", "float32"),
+        "model.device": ("auto", "cpu", "cuda"),
+        "model.attention": ("auto", "padded"),
+        "data.truncation": ("error", "left", "right", "middle"),
+        "algorithm.name": tuple(ALGORITHMS),
+        "algorithm.aggregation": (
+            "token-mean",
+            "token-sum",
+            "seq-mean-token-sum",
+            "seq-mean-token-mean",
+            "seq-mean-token-sum-norm",
+        ),
+        "algorithm.kl_loss_form": ("k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+"),
+        "algorithm.kl_reward_form": ("k1", "abs", "k2", "k3"),
+        "algorithm.on_exhausted": ("stop", "smaller"),
+        "algorithm.correction": ("truncate", "clamp", "icepop", "mask"),
+        "reward.stage": ("stream", "batch"),
+        "preference.loss": (
+            "dpo",
+            "cdpo",
+            "dpo_norm",
+            "ld_dpo",
+            "robust",
+            "hinge",
+            "ipo",
+            "apo_zero",
+            "rpo",
+            "rpo_sq",
+            "rpo_bwd_kl",
+            "rpo_fwd_kl",
+            "orpo",
+            "simpo",
+            "cpo",
+            "kto",
+        ),
+        "optim.schedule": ("constant", "linear", "cosine", "wsd"),
+        "rollout.engine": ("native", "hf"),
+        "rollout.dtype": ("auto", "float32", "bfloat16"),
+        "sync.engine": ("local",),
+        "track.sinks": ("console", "jsonl", "tensorboard", "wandb"),
+    }
+)
 
-BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType({
-    "run.total_steps": (1, math.inf), "run.total_epochs": (1, math.inf), "run.save_every_steps": (0, math.inf),
-    "run.keep_last_checkpoints": (1, math.inf), "run.keep_every_steps": (0, math.inf),
-    "run.eval_every_steps": (0, math.inf), "run.threads": (1, math.inf),
-    "data.max_prompt_tokens": (1, math.inf), "data.max_rows": (1, math.inf), "data.max_eval_rows": (1, math.inf),
-    "data.num_workers": (0, math.inf), "data.max_tokens_per_row": (2, math.inf),
-    "algorithm.clip_low": (0, math.inf), "algorithm.clip_high": (0, math.inf),
-    "algorithm.horizon_tokens": (1, math.inf), "algorithm.gamma": (0, 1), "algorithm.lam": (0, 1),
-    "algorithm.critic_warmup_until": (0, 1), "algorithm.critic_warmup_steps": (0, math.inf),
-    "critic.warmup_steps": (0, math.inf), "preference.center_coef": (0, math.inf),
-    "critic.weight_decay": (0, math.inf),
-    "algorithm.kl_loss_coef": (0, math.inf), "algorithm.kl_reward_coef": (0, math.inf),
-    "algorithm.max_draws_per_group": (1, math.inf),
-    "step.prompts_per_step": (1, math.inf), "step.samples_per_prompt": (1, math.inf),
-    "step.updates_per_step": (1, math.inf), "step.epochs_per_step": (1, math.inf),
-    "step.max_tokens_per_microbatch": (1, math.inf),
-    "optim.weight_decay": (0, math.inf), "optim.warmup_steps": (0, math.inf), "optim.warmup_ratio": (0, 1),
-    "optim.min_lr_ratio": (0, 1), "optim.max_skipped_updates": (0, math.inf),
-    "rollout.temperature": (0, math.inf), "rollout.top_p": (0, 1), "rollout.top_k": (0, math.inf), "rollout.min_p": (0, 1),
-    "rollout.max_response_tokens": (1, math.inf), "rollout.max_concurrent_sequences": (1, math.inf),
-    "rollout.max_kv_tokens": (1, math.inf), "rollout.prefix_cache_tokens": (0, math.inf),
-    "rollout.max_prefill_tokens": (1, math.inf),
-    "pipeline.staleness": (0, math.inf), "pipeline.sync_every": (1, math.inf), "pipeline.oversample": (0, math.inf),
-    "pipeline.max_attempts": (1, math.inf), "pipeline.max_invalid_share": (0, 1),
-    "reward.memory_limit_mb": (1, math.inf), "reward.num_workers": (1, math.inf),
-    "reward.max_calls_per_worker": (1, math.inf), "reward.overlong_buffer_tokens": (0, math.inf),
-    "reward.overlong_penalty": (0, math.inf),
-    "eval.samples_per_prompt": (1, math.inf), "eval.temperature": (0, math.inf), "eval.top_k": (0, math.inf),
-    "eval.top_p": (0, 1),
-    "eval.max_response_tokens": (1, math.inf),
-    "sync.verify_first": (0, math.inf),
-    "health.mismatch_stop": (0, math.inf), "health.mismatch_warn": (0, math.inf),
-    "health.zero_variance_warn": (0, 1), "health.truncated_warn": (0, 1),
-    "track.samples_per_step": (0, math.inf), "track.report_every_steps": (0, math.inf),
-    "supervised.rows_per_step": (1, math.inf), "supervised.eval_rows": (0, math.inf),
-})  # fmt: skip
+BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
+    {
+        "run.total_steps": (1, math.inf),
+        "run.total_epochs": (1, math.inf),
+        "run.save_every_steps": (0, math.inf),
+        "run.keep_last_checkpoints": (1, math.inf),
+        "run.keep_every_steps": (0, math.inf),
+        "run.eval_every_steps": (0, math.inf),
+        "run.threads": (1, math.inf),
+        "data.max_prompt_tokens": (1, math.inf),
+        "data.max_rows": (1, math.inf),
+        "data.max_eval_rows": (1, math.inf),
+        "data.num_workers": (0, math.inf),
+        "data.max_tokens_per_row": (2, math.inf),
+        "algorithm.clip_low": (0, math.inf),
+        "algorithm.clip_high": (0, math.inf),
+        "algorithm.horizon_tokens": (1, math.inf),
+        "algorithm.gamma": (0, 1),
+        "algorithm.lam": (0, 1),
+        "algorithm.critic_warmup_until": (0, 1),
+        "algorithm.critic_warmup_steps": (0, math.inf),
+        "critic.warmup_steps": (0, math.inf),
+        "preference.center_coef": (0, math.inf),
+        "critic.weight_decay": (0, math.inf),
+        "algorithm.kl_loss_coef": (0, math.inf),
+        "algorithm.kl_reward_coef": (0, math.inf),
+        "algorithm.max_draws_per_group": (1, math.inf),
+        "step.prompts_per_step": (1, math.inf),
+        "step.samples_per_prompt": (1, math.inf),
+        "step.updates_per_step": (1, math.inf),
+        "step.epochs_per_step": (1, math.inf),
+        "step.max_tokens_per_microbatch": (1, math.inf),
+        "optim.weight_decay": (0, math.inf),
+        "optim.warmup_steps": (0, math.inf),
+        "optim.warmup_ratio": (0, 1),
+        "optim.min_lr_ratio": (0, 1),
+        "optim.max_skipped_updates": (0, math.inf),
+        "rollout.temperature": (0, math.inf),
+        "rollout.top_p": (0, 1),
+        "rollout.top_k": (0, math.inf),
+        "rollout.min_p": (0, 1),
+        "rollout.max_response_tokens": (1, math.inf),
+        "rollout.max_concurrent_sequences": (1, math.inf),
+        "rollout.max_kv_tokens": (1, math.inf),
+        "rollout.prefix_cache_tokens": (0, math.inf),
+        "rollout.max_prefill_tokens": (1, math.inf),
+        "pipeline.staleness": (0, math.inf),
+        "pipeline.sync_every": (1, math.inf),
+        "pipeline.oversample": (0, math.inf),
+        "pipeline.max_attempts": (1, math.inf),
+        "pipeline.max_invalid_share": (0, 1),
+        "reward.memory_limit_mb": (1, math.inf),
+        "reward.num_workers": (1, math.inf),
+        "reward.max_calls_per_worker": (1, math.inf),
+        "reward.overlong_buffer_tokens": (0, math.inf),
+        "reward.overlong_penalty": (0, math.inf),
+        "eval.samples_per_prompt": (1, math.inf),
+        "eval.temperature": (0, math.inf),
+        "eval.top_k": (0, math.inf),
+        "eval.top_p": (0, 1),
+        "eval.max_response_tokens": (1, math.inf),
+        "sync.verify_first": (0, math.inf),
+        "health.mismatch_stop": (0, math.inf),
+        "health.mismatch_warn": (0, math.inf),
+        "health.zero_variance_warn": (0, 1),
+        "health.truncated_warn": (0, 1),
+        "track.samples_per_step": (0, math.inf),
+        "track.report_every_steps": (0, math.inf),
+        "supervised.rows_per_step": (1, math.inf),
+        "supervised.eval_rows": (0, math.inf),
+    }
+)
 """key -> (least, most), both allowed."""
 
 POSITIVE = (
-    "run.wait_timeout_s", "optim.lr", "critic.lr", "preference.beta", "critic.clip_grad_norm", "algorithm.value_clip", "optim.eps", "optim.clip_grad_norm", "rollout.top_p", "eval.top_p",
-    "reward.timeout_s", "sync.canary_tolerance", "algorithm.kl_reward_target", "algorithm.kl_reward_horizon",
-)  # fmt: skip
+    "run.wait_timeout_s",
+    "optim.lr",
+    "critic.lr",
+    "preference.beta",
+    "critic.clip_grad_norm",
+    "algorithm.value_clip",
+    "optim.eps",
+    "optim.clip_grad_norm",
+    "rollout.top_p",
+    "eval.top_p",
+    "reward.timeout_s",
+    "sync.canary_tolerance",
+    "algorithm.kl_reward_target",
+    "algorithm.kl_reward_horizon",
+)
 
 
-ENGINE_OPTIONS: Mapping[str, tuple[str, ...]] = {"native": ("draft_tokens",), "hf": ()}
+ENGINE_OPTIONS: Mapping[str, tuple[str, ...]] = {"native": ("num_speculative_tokens",), "hf": ()}
 
 
 def validate(config: Config, command: Command = "train", *, needs_group: Callable[[str], bool] | None = None) -> None:
@@ -172,7 +262,9 @@ def _values(config: Config) -> Iterator[str]:
             yield f"{key}={value}: must be > 0" + (" and finite" if value > 0 else "")
         elif not least <= value <= most:
             off = " (0 is off)" if least == 0 and value == -1 else ""
-            yield f"{key}={value}: must be " + (f">= {least:g}{off}" if most == math.inf else f"from {least:g} to {most:g}")
+            yield f"{key}={value}: must be " + (
+                f">= {least:g}{off}" if most == math.inf else f"from {least:g} to {most:g}"
+            )
         elif isinstance(value, float) and not math.isfinite(value) and not key.startswith("health."):
             yield f"{key}={value}: must be finite"
 
@@ -249,7 +341,9 @@ def _algorithm(config: Config, needs_group: Callable[[str], bool] | None) -> Ite
     for name in a.options:
         if name not in ALGORITHM_OPTIONS:
             near = nearest(name, ALGORITHM_OPTIONS)
-            yield f"algorithm.options.{name}: unknown" + (f"; did you mean {' or '.join(near)}?" if near else f"; known: {', '.join(ALGORITHM_OPTIONS)}")
+            yield f"algorithm.options.{name}: unknown" + (
+                f"; did you mean {' or '.join(near)}?" if near else f"; known: {', '.join(ALGORITHM_OPTIONS)}"
+            )
     if a.name == "gdpo" and len(a.options.get("reward_components") or ()) < 2:
         yield "gdpo normalises reward components one by one: set algorithm.options.reward_components=[a,b] to keys of the reward's dict"
     if not facts.critic:
@@ -258,7 +352,11 @@ def _algorithm(config: Config, needs_group: Callable[[str], bool] | None) -> Ite
                 yield f"algorithm.{name}={vars(a)[name]} does nothing: {a.name} has no critic (ppo, vapo and pf_ppo have)"
     if a.correction is not None and a.options.get("correction_high") is None:
         yield f"algorithm.correction={a.correction}: set algorithm.options.correction_high (truncate 2, icepop 5, mask 3)"
-    if config.reward.stage == "batch" and config.reward.model is not None and (filters or a.options.get("selection") or a.name == "pf_ppo"):
+    if (
+        config.reward.stage == "batch"
+        and config.reward.model is not None
+        and (filters or a.options.get("selection") or a.name == "pf_ppo")
+    ):
         yield f"reward.stage=batch scores after groups are selected, but {a.name} selects by the score: reward.stage=stream"
 
 
@@ -381,6 +479,7 @@ def _files(config: Config, command: Command) -> Iterator[str]:
     answer = max(config.rollout.max_response_tokens, config.eval.max_response_tokens or 0)
     longest = config.data.max_prompt_tokens + answer if command in SAMPLES else config.data.max_tokens_per_row
     if isinstance(room, int) and longest > room:
-        what = "data.max_prompt_tokens + rollout.max_response_tokens" if command in SAMPLES else "data.max_tokens_per_row"
+        what = (
+            "data.max_prompt_tokens + rollout.max_response_tokens" if command in SAMPLES else "data.max_tokens_per_row"
+        )
         yield f"{what} = {longest} is above the {room} positions of the model ({config.model.path}): lower it"
-

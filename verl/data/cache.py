@@ -70,9 +70,9 @@ def _write(out: Any, numbers: Mapping[str, Any], arrays: Mapping[str, np.ndarray
     start, index = 0, []
     for name, a in flat.items():
         data = a.data.cast("B") if a.size else b""
-        index.append({
-            "name": name, "dtype": a.dtype.str, "shape": list(a.shape), "start": start, "crc32": zlib.crc32(data),
-        })  # fmt: skip
+        index.append(
+            {"name": name, "dtype": a.dtype.str, "shape": list(a.shape), "start": start, "crc32": zlib.crc32(data)}
+        )
         start += -(-a.nbytes // ALIGN) * ALIGN
     header = json.dumps({"numbers": numbers, "arrays": index}).encode()
     head = MAGIC + len(header).to_bytes(8, "little") + zlib.crc32(header).to_bytes(8, "little") + header

@@ -225,9 +225,19 @@ def _cleaner(schema: Any) -> Callable[[Any], Any]:
     import pyarrow.types as t
 
     exact = (
-        t.is_boolean, t.is_integer, t.is_float32, t.is_float64, t.is_null, t.is_string, t.is_large_string,
-        t.is_string_view, t.is_binary, t.is_large_binary, t.is_fixed_size_binary, t.is_binary_view,
-    )  # fmt: skip
+        t.is_boolean,
+        t.is_integer,
+        t.is_float32,
+        t.is_float64,
+        t.is_null,
+        t.is_string,
+        t.is_large_string,
+        t.is_string_view,
+        t.is_binary,
+        t.is_large_binary,
+        t.is_fixed_size_binary,
+        t.is_binary_view,
+    )
 
     def is_plain(kind: Any) -> bool:
         if t.is_struct(kind):

@@ -21,7 +21,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 HH_TURN = re.compile(r"\n\n(Human|Assistant): ?")
-GAP_KEYS = (("chosen_score", "rejected_score"), ("score_chosen", "score_rejected"), ("chosen_rating", "rejected_rating"))
+GAP_KEYS = (
+    ("chosen_score", "rejected_score"),
+    ("score_chosen", "score_rejected"),
+    ("chosen_rating", "rejected_rating"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +75,10 @@ def to_preference_row(row: Mapping[str, Any], *, where: str, paired: bool, cfg: 
         return _unpaired(row, where, cfg)
     for key, other in (("chosen", "rejected"), ("rejected", "chosen")):
         if row.get(key) is None:
-            raise ValueError(f"{where}: no {key!r} beside {other!r}: a pair needs a winner and a loser (columns: {_columns(row)}). "
-                             "Fix: fill it, or verl dpo preference.loss=kto for rows with prompt, completion and label")  # fmt: skip
+            raise ValueError(
+                f"{where}: no {key!r} beside {other!r}: a pair needs a winner and a loser (columns: {_columns(row)}). "
+                "Fix: fill it, or verl dpo preference.loss=kto for rows with prompt, completion and label"
+            )
     chosen, rejected = _answer(row["chosen"], where, "chosen"), _answer(row["rejected"], where, "rejected")
     if row.get(cfg.prompt_key) is not None:
         prompt = _messages(row[cfg.prompt_key], where, cfg.prompt_key)
@@ -91,7 +97,9 @@ def to_preference_row(row: Mapping[str, Any], *, where: str, paired: bool, cfg: 
         raise ValueError(f"{where}: 'chosen' and 'rejected' are the same: such a pair says nothing. Fix: drop the row")
     for name, messages in (("chosen", chosen), ("rejected", rejected)):
         if messages[-1]["role"] != "assistant":
-            raise ValueError(f"{where}: {name!r} ends with a message of {messages[-1]['role']!r}; it must be the assistant's")
+            raise ValueError(
+                f"{where}: {name!r} ends with a message of {messages[-1]['role']!r}; it must be the assistant's"
+            )
         if not str(messages[-1]["content"]).strip():
             raise ValueError(f"{where}: {name!r} is an empty answer")
     return PreferenceRow(_with_system(prompt, cfg.system_prompt), chosen, rejected, gap=_gap(row, where))
@@ -100,10 +108,14 @@ def to_preference_row(row: Mapping[str, Any], *, where: str, paired: bool, cfg: 
 def _unpaired(row: Mapping[str, Any], where: str, cfg: DataConfig) -> PreferenceRow:
     label = row.get("label")
     if not isinstance(label, bool):
-        raise ValueError(f"{where}: 'label' must be true (desirable) or false, got {_kind(label)} (columns: {_columns(row)})")
+        raise ValueError(
+            f"{where}: 'label' must be true (desirable) or false, got {_kind(label)} (columns: {_columns(row)})"
+        )
     for key in (cfg.prompt_key, "completion"):
         if row.get(key) is None:
-            raise ValueError(f"{where}: no {key!r}: an unpaired row has prompt, completion and label (columns: {_columns(row)})")
+            raise ValueError(
+                f"{where}: no {key!r}: an unpaired row has prompt, completion and label (columns: {_columns(row)})"
+            )
     prompt = _messages(row[cfg.prompt_key], where, cfg.prompt_key)
     answer = _messages(row["completion"], where, "completion", role="assistant")
     return PreferenceRow(_with_system(prompt, cfg.system_prompt), answer, None, desirable=label)
@@ -113,7 +125,10 @@ def _answer(value: Any, where: str, column: str) -> tuple[dict[str, Any], ...]:
     """A conversation, an HH-style transcript, or a text: one message of the assistant."""
     if isinstance(value, str) and HH_TURN.match(value):
         parts = HH_TURN.split(value)[1:]
-        turns = [{"role": "user" if who == "Human" else "assistant", "content": text.strip()} for who, text in zip(parts[::2], parts[1::2])]
+        turns = [
+            {"role": "user" if who == "Human" else "assistant", "content": text.strip()}
+            for who, text in zip(parts[::2], parts[1::2])
+        ]
         return _messages(turns, where, column)
     return _messages(value, where, column, role="assistant")
 
@@ -137,9 +152,15 @@ def _gap(row: Mapping[str, Any], where: str) -> float | None:
 
 
 def load_pairs(
-    files: Sequence[str], tokenizer: PreTrainedTokenizerBase, cfg: DataConfig, *, paired: bool = True, needs_gap: bool = False,
-    template_kwargs: Mapping[str, Any] | None = None, max_rows: int | None = None,
-) -> PairTable:  # fmt: skip
+    files: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    cfg: DataConfig,
+    *,
+    paired: bool = True,
+    needs_gap: bool = False,
+    template_kwargs: Mapping[str, Any] | None = None,
+    max_rows: int | None = None,
+) -> PairTable:
     """Read, render and check every row. Rows longer than data.max_tokens_per_row are an error, or dropped with truncation
     left or right (a cut answer is not the one that was judged)."""
     kwargs = dict(template_kwargs or {})
@@ -153,7 +174,9 @@ def load_pairs(
         read += 1
         row = to_preference_row(raw.row, where=raw.where, paired=paired, cfg=cfg)
         if needs_gap and row.gap is None:
-            raise ValueError(f"{raw.where}: no true rewards: this loss needs chosen_score and rejected_score, or margin (columns: {_columns(raw.row)})")
+            raise ValueError(
+                f"{raw.where}: no true rewards: this loss needs chosen_score and rejected_score, or margin (columns: {_columns(raw.row)})"
+            )
         try:
             pair = _tokens(tokenizer, row, audit, kwargs)
         except RowRefused as e:
@@ -164,13 +187,25 @@ def load_pairs(
         else:
             dropped["too long"] = dropped.get("too long", 0) + 1
     if not pairs:
-        raise ValueError(f"no rows left of {read} in {', '.join(files)}: " + (", ".join(f"{n} x {r}" for r, n in dropped.items()) or "the files are empty"))
+        raise ValueError(
+            f"no rows left of {read} in {', '.join(files)}: "
+            + (", ".join(f"{n} x {r}" for r, n in dropped.items()) or "the files are empty")
+        )
     return PairTable(pairs, read, dropped, _key(pairs))
 
 
-def _tokens(tokenizer: PreTrainedTokenizerBase, row: PreferenceRow, audit: TemplateAudit, kwargs: Mapping[str, Any]) -> Pair:
+def _tokens(
+    tokenizer: PreTrainedTokenizerBase, row: PreferenceRow, audit: TemplateAudit, kwargs: Mapping[str, Any]
+) -> Pair:
     def render(answer: tuple[dict[str, Any], ...]) -> Rendered:
-        return render_conversation(tokenizer, [*row.prompt, *answer], audit, template_kwargs=kwargs, train_on="last_assistant", train_from=len(row.prompt))[-1]
+        return render_conversation(
+            tokenizer,
+            [*row.prompt, *answer],
+            audit,
+            template_kwargs=kwargs,
+            train_on="last_assistant",
+            train_from=len(row.prompt),
+        )[-1]
 
     return Pair(render(row.chosen), render(row.rejected) if row.rejected is not None else None, row.desirable, row.gap)
 
@@ -180,7 +215,9 @@ def _fits(pair: Pair, cfg: DataConfig, raw: RawRow) -> bool:
     if longest <= cfg.max_tokens_per_row:
         return True
     if cfg.truncation == "error":
-        raise ValueError(f"{raw.where}: {longest} tokens, data.max_tokens_per_row is {cfg.max_tokens_per_row}. Fix: a higher limit, or data.truncation=right to drop such rows")
+        raise ValueError(
+            f"{raw.where}: {longest} tokens, data.max_tokens_per_row is {cfg.max_tokens_per_row}. Fix: a higher limit, or data.truncation=right to drop such rows"
+        )
     return False
 
 

@@ -185,9 +185,13 @@ class ConversationJob:
         numbers: list[int] = []
         for number, raw in enumerate(rows):
             conversation = to_conversation_row(
-                raw.row, where=raw.where, messages_key=self.messages_key, prompt_key=self.prompt_key,
-                tools_key=self.tools_key, system_prompt=self.system_prompt,
-            )  # fmt: skip
+                raw.row,
+                where=raw.where,
+                messages_key=self.messages_key,
+                prompt_key=self.prompt_key,
+                tools_key=self.tools_key,
+                system_prompt=self.system_prompt,
+            )
             try:
                 fitted = [self._fit(r, raw.where, out) for r in self._render(conversation)]
             except RowRefused as exc:
@@ -209,9 +213,14 @@ class ConversationJob:
     def _render(self, row: ConversationRow) -> list[Rendered]:
         thinking = {} if row.enable_thinking is None else {"enable_thinking": row.enable_thinking}
         return render_conversation(
-            self.tokenizer, row.messages, self.audit, template_kwargs={**self.template_kwargs, **thinking},
-            tools=row.tools, train_on=self.train_on, train_from=row.train_from,
-        )  # fmt: skip
+            self.tokenizer,
+            row.messages,
+            self.audit,
+            template_kwargs={**self.template_kwargs, **thinking},
+            tools=row.tools,
+            train_on=self.train_on,
+            train_from=row.train_from,
+        )
 
     def _fit(self, row: Rendered, where: str, out: Packed) -> Rendered:
         if len(row.ids) <= self.max_tokens_per_row:

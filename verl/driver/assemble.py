@@ -39,9 +39,9 @@ from verl.driver.scheduler import Scheduler
 from verl.driver.stages import PreferenceStage, RewardStage, SftStage, Stage, reference_logprobs
 from verl.driver.supervised import SupervisedRun
 from verl.driver.supervised import resume as resume_supervised
-from verl.model_engine.fsdp import DTYPES, FSDPEngine, load_causal_lm
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.reward_model import load_reward_model
+from verl.model_engine.torch_engine import DTYPES, TorchEngine, load_causal_lm
 from verl.nn.heads import Head
 from verl.reward.base import RewardFn
 from verl.reward.compute import check_data_source
@@ -111,42 +111,92 @@ async def assemble(resolved: Resolved, *, progress: LiveProgress | None = None, 
     if isinstance(replica, NativeEngine) and replica.without_kernels:
         progress.message(f"rollout: slower without compiled kernels ({replica.without_kernels})")
     trajectories = Trajectories(
-        engine=replica, loop=_loop_factory(config, tokenizer), reward=reward, decode=decode, waits=waits,
-        seed=config.run.seed, max_attempts=config.pipeline.max_attempts, timeout_s=config.run.wait_timeout_s,
-    )  # fmt: skip
+        engine=replica,
+        loop=_loop_factory(config, tokenizer),
+        reward=reward,
+        decode=decode,
+        waits=waits,
+        seed=config.run.seed,
+        max_attempts=config.pipeline.max_attempts,
+        timeout_s=config.run.wait_timeout_s,
+    )
     player = Player(
-        scheduler=scheduler, cursor=cursor, tasks=tasks, trajectories=trajectories, algorithm=algorithm,
-        sampling=train_sampling(config), samples_per_prompt=config.step.samples_per_prompt, queue=queue, events=events,
-        waits=waits, timeout_s=config.run.wait_timeout_s, eager=config.pipeline.staleness > 0,
+        scheduler=scheduler,
+        cursor=cursor,
+        tasks=tasks,
+        trajectories=trajectories,
+        algorithm=algorithm,
+        sampling=train_sampling(config),
+        samples_per_prompt=config.step.samples_per_prompt,
+        queue=queue,
+        events=events,
+        waits=waits,
+        timeout_s=config.run.wait_timeout_s,
+        eager=config.pipeline.staleness > 0,
         max_invalid_share=config.pipeline.max_invalid_share,
-    )  # fmt: skip
+    )
     actor = InprocGroup("actor", Role("actor", queue, engine, share_prefix=share))
     run = Run(
-        config=config, dir=run_dir, algorithm=algorithm, total_steps=total_steps, player=player, trajectories=trajectories,
-        eval_tasks=eval_tasks, actor=actor, ref=reference_role(config, algorithm, queue, device),
+        config=config,
+        dir=run_dir,
+        algorithm=algorithm,
+        total_steps=total_steps,
+        player=player,
+        trajectories=trajectories,
+        eval_tasks=eval_tasks,
+        actor=actor,
+        ref=reference_role(config, algorithm, queue, device),
         compute=InprocGroup("compute", Role("compute", queue)),
         critic=critic_role(config, algorithm, queue, device, run_dir, updates=updates_of_run(config, total_steps)),
         reward=scorer,
-        recorder=InprocGroup("recorder", SampleRecorder(queue, run_dir, decode, groups_per_step=config.track.samples_per_step)),
-        rollout=replica, replicas=(replica,),
+        recorder=InprocGroup(
+            "recorder", SampleRecorder(queue, run_dir, decode, groups_per_step=config.track.samples_per_step)
+        ),
+        rollout=replica,
+        replicas=(replica,),
         checkpoint_engine=LocalCheckpointEngine(
-            probes=_probes(tasks) if config.sync.canary else (), tolerance=canary_tolerance(config), verify_first=config.sync.verify_first
+            probes=_probes(tasks) if config.sync.canary else (),
+            tolerance=canary_tolerance(config),
+            verify_first=config.sync.verify_first,
         ),
         placement=Placement(
-            ResourcePool("global"), (replica,), colocated=config.pipeline.staleness == 0, waits=waits, timeout_s=config.run.wait_timeout_s
+            ResourcePool("global"),
+            (replica,),
+            colocated=config.pipeline.staleness == 0,
+            waits=waits,
+            timeout_s=config.run.wait_timeout_s,
         ),
-        store=claimed.store, lock=claimed.lock, events=events, waits=waits, progress=progress, close_parts=reward.close, on_step=on_step,
-        sinks=open_sinks(config.track.sinks, run_dir, config.track.project, config.run.name, asdict(config), attempt=attempt, progress=progress),
-        export_hf=exporter(engine, config), checkpoint_bytes=checkpoint_bytes(engine),
+        store=claimed.store,
+        lock=claimed.lock,
+        events=events,
+        waits=waits,
+        progress=progress,
+        close_parts=reward.close,
+        on_step=on_step,
+        sinks=open_sinks(
+            config.track.sinks,
+            run_dir,
+            config.track.project,
+            config.run.name,
+            asdict(config),
+            attempt=attempt,
+            progress=progress,
+        ),
+        export_hf=exporter(engine, config),
+        checkpoint_bytes=checkpoint_bytes(engine),
         kl_coef=algorithm.kl_reward.coef if algorithm.kl_reward else 0.0,
-    )  # fmt: skip
+    )
     if claimed.resumed is not None:
         run.resume_from(train_state.read(claimed.resumed))
     return run
 
 
 def assemble_supervised(
-    resolved: Resolved, command: Literal["sft", "rm", "dpo"], *, progress: LiveProgress | None = None, on_step: OnStep | None = None
+    resolved: Resolved,
+    command: Literal["sft", "rm", "dpo"],
+    *,
+    progress: LiveProgress | None = None,
+    on_step: OnStep | None = None,
 ) -> SupervisedRun:
     """Every part of an SFT, reward-model or preference run. The rows are read and checked before a model is loaded."""
     config = resolved.config
@@ -165,20 +215,43 @@ def assemble_supervised(
     progress.message(f"data: {summary}")
     trainer = InprocGroup("trainer", Role("trainer", MemoryQueue(), engine, share_prefix=share))
     for one in (stage, eval_stage):
-        if isinstance(one, PreferenceStage) and "ref_logprobs" in one.terms[0].inputs:  # the engine still has the start weights
+        if (
+            isinstance(one, PreferenceStage) and "ref_logprobs" in one.terms[0].inputs
+        ):  # the engine still has the start weights
             one.reference = reference_logprobs(
-                one, lambda samples: trainer.submit("logprobs", samples, split="first").result(timeout=config.run.wait_timeout_s),
-                model_dir=Path(config.model.path), dtype=config.model.dtype, cache_dir=config.data.cache_dir, note=progress.message,
-            )  # fmt: skip
+                one,
+                lambda samples: trainer.submit("logprobs", samples, split="first").result(
+                    timeout=config.run.wait_timeout_s
+                ),
+                model_dir=Path(config.model.path),
+                dtype=config.model.dtype,
+                cache_dir=config.data.cache_dir,
+                note=progress.message,
+            )
     run = SupervisedRun(
-        config=config, dir=run_dir, total_steps=total_steps, stage=stage, eval_stage=eval_stage,
-        cursor=Cursor(len(stage), _data_seed(config), config.data.shuffle), trainer=trainer, store=claimed.store,
+        config=config,
+        dir=run_dir,
+        total_steps=total_steps,
+        stage=stage,
+        eval_stage=eval_stage,
+        cursor=Cursor(len(stage), _data_seed(config), config.data.shuffle),
+        trainer=trainer,
+        store=claimed.store,
         lock=claimed.lock,
-        sinks=open_sinks(config.track.sinks, run_dir, config.track.project, config.run.name, asdict(config),
-                         attempt=next_attempt(run_dir), progress=progress),
-        progress=progress, export_hf=exporter(engine, config, pad_token_id=pad_id(tokenizer)), checkpoint_bytes=checkpoint_bytes(engine),
+        sinks=open_sinks(
+            config.track.sinks,
+            run_dir,
+            config.track.project,
+            config.run.name,
+            asdict(config),
+            attempt=next_attempt(run_dir),
+            progress=progress,
+        ),
+        progress=progress,
+        export_hf=exporter(engine, config, pad_token_id=pad_id(tokenizer)),
+        checkpoint_bytes=checkpoint_bytes(engine),
         on_step=on_step,
-    )  # fmt: skip
+    )
     if claimed.resumed is not None:
         resume_supervised(run, train_state.read(claimed.resumed))
     return run
@@ -189,17 +262,29 @@ def _stages(config: Config, command: str, tokenizer: Any) -> tuple[Stage, Stage 
     kwargs, p = config.model.template_kwargs, config.preference
     files = ((config.data.train_files, config.data.max_rows), (config.data.eval_files, config.data.max_eval_rows))
     if command == "sft":
-        tables = [load_conversations(f, tokenizer, config.data, template_kwargs=kwargs, max_rows=n) if f else None for f, n in files]
+        tables = [
+            load_conversations(f, tokenizer, config.data, template_kwargs=kwargs, max_rows=n) if f else None
+            for f, n in files
+        ]
         assert tables[0] is not None, "validated"
         return SftStage(tables[0]), SftStage(tables[1]) if tables[1] else None, tables[0].report.summary()
-    terms = (reward_terms(center_coef=p.center_coef, margin=p.use_margin) if command == "rm"
-             else preference_terms(p.loss, beta=p.beta, options=p.options))  # fmt: skip
+    terms = (
+        reward_terms(center_coef=p.center_coef, margin=p.use_margin)
+        if command == "rm"
+        else preference_terms(p.loss, beta=p.beta, options=p.options)
+    )
     row = loss_row(p.loss)
     paired, needs_gap = command == "rm" or row.paired, p.use_margin if command == "rm" else row.needs_gap
     if not paired and config.supervised.rows_per_step < 2:
-        raise ValueError("supervised.rows_per_step=1: kto compares rows with the other rows of a step; set at least 2 (64 is usual)")
-    pairs = [load_pairs(f, tokenizer, config.data, paired=paired, needs_gap=needs_gap, template_kwargs=kwargs, max_rows=n) if f else None
-             for f, n in files]  # fmt: skip
+        raise ValueError(
+            "supervised.rows_per_step=1: kto compares rows with the other rows of a step; set at least 2 (64 is usual)"
+        )
+    pairs = [
+        load_pairs(f, tokenizer, config.data, paired=paired, needs_gap=needs_gap, template_kwargs=kwargs, max_rows=n)
+        if f
+        else None
+        for f, n in files
+    ]
     assert pairs[0] is not None, "validated"
     make = (lambda t: RewardStage(t, terms)) if command == "rm" else (lambda t: PreferenceStage(t, terms, paired))
     return make(pairs[0]), make(pairs[1]) if pairs[1] else None, pairs[0].summary()
@@ -278,9 +363,11 @@ def open_run_dir(resolved: Resolved) -> RunDir:
     run_dir.mkdir(parents=True, exist_ok=True)
     lock = _claim(run_dir)
     store = CheckpointStore(
-        run_dir / "checkpoints", keep_last=config.run.keep_last_checkpoints, keep_every_steps=config.run.keep_every_steps,
+        run_dir / "checkpoints",
+        keep_last=config.run.keep_last_checkpoints,
+        keep_every_steps=config.run.keep_every_steps,
         keep_best="metric" if config.run.keep_best else None,
-    )  # fmt: skip
+    )
     resumed = _resume_path(config, store, run_dir)
     (run_dir / "config.yaml").write_text(dump_config(resolved))
     return RunDir(run_dir, store, resumed, lock)
@@ -320,14 +407,22 @@ def _claim(run_dir: Path) -> IO[str]:
     return handle
 
 
-def policy_engine(config: Config, device: str, run_dir: Path, *, updates: int, head: Head = "lm") -> FSDPEngine:
+def policy_engine(config: Config, device: str, run_dir: Path, *, updates: int, head: Head = "lm") -> TorchEngine:
     """The trained model. updates: optimizer steps of the whole run (schedules, warm-up share)."""
     o = config.optim
     spec = OptimSpec(
-        lr=o.lr, weight_decay=o.weight_decay, betas=(o.betas[0], o.betas[1]), eps=o.eps, clip_grad_norm=o.clip_grad_norm,
-        schedule=o.schedule, warmup_steps=warmup_steps(config, updates), total_steps=updates, decay_ratio=o.decay_ratio, min_lr_ratio=o.min_lr_ratio,
+        lr=o.lr,
+        weight_decay=o.weight_decay,
+        betas=(o.betas[0], o.betas[1]),
+        eps=o.eps,
+        clip_grad_norm=o.clip_grad_norm,
+        schedule=o.schedule,
+        warmup_steps=warmup_steps(config, updates),
+        total_steps=updates,
+        decay_ratio=o.decay_ratio,
+        min_lr_ratio=o.min_lr_ratio,
         max_skipped_updates=o.max_skipped_updates,
-    )  # fmt: skip
+    )
     return _engine(config, device, optim=spec, dump_dir=run_dir / "crash", head=head)
 
 
@@ -336,21 +431,41 @@ def updates_of_run(config: Config, total_steps: int) -> int:
 
 
 def _engine(
-    config: Config, device: str, *, optim: OptimSpec | None, dump_dir: Path | None = None, head: Head = "lm", path: str | None = None
-) -> FSDPEngine:
+    config: Config,
+    device: str,
+    *,
+    optim: OptimSpec | None,
+    dump_dir: Path | None = None,
+    head: Head = "lm",
+    path: str | None = None,
+) -> TorchEngine:
     folder = Path(path or config.model.path).expanduser()
     trust, checkpointing = config.model.trust_remote_code, config.model.gradient_checkpointing and optim is not None
     if head == "score":
         return load_reward_model(
-            folder, fresh_head=optim is not None, optim=optim, dtype=config.model.dtype, device=device, trust_remote_code=trust,
-            max_tokens_per_microbatch=config.step.max_tokens_per_microbatch, attention_mode=config.model.attention,
-            gradient_checkpointing=checkpointing, dump_dir=dump_dir,
-        )  # fmt: skip
-    engine = FSDPEngine(
-        load_causal_lm(folder, trust_remote_code=trust, needs_lm_head=head == "lm"), head=head, optim=optim, dtype=config.model.dtype, device=device,
-        max_tokens_per_microbatch=config.step.max_tokens_per_microbatch, attention_mode=config.model.attention,
-        gradient_checkpointing=checkpointing, source_dir=folder, dump_dir=dump_dir,
-    )  # fmt: skip
+            folder,
+            fresh_head=optim is not None,
+            optim=optim,
+            dtype=config.model.dtype,
+            device=device,
+            trust_remote_code=trust,
+            max_tokens_per_microbatch=config.step.max_tokens_per_microbatch,
+            attention_mode=config.model.attention,
+            gradient_checkpointing=checkpointing,
+            dump_dir=dump_dir,
+        )
+    engine = TorchEngine(
+        load_causal_lm(folder, trust_remote_code=trust, needs_lm_head=head == "lm"),
+        head=head,
+        optim=optim,
+        dtype=config.model.dtype,
+        device=device,
+        max_tokens_per_microbatch=config.step.max_tokens_per_microbatch,
+        attention_mode=config.model.attention,
+        gradient_checkpointing=checkpointing,
+        source_dir=folder,
+        dump_dir=dump_dir,
+    )
     score = read_score(folder) if engine.value_head is not None else None
     if score is not None:
         assert engine.value_head is not None
@@ -363,10 +478,15 @@ def reward_role(config: Config, queue: MemoryQueue, device: str) -> InprocGroup 
     if config.reward.model is None:
         return None
     folder = Path(config.reward.model).expanduser()
-    ours, theirs = (load_tokenizer(str(p), trust_remote_code=False) for p in (config.model.tokenizer_path or config.model.path, folder))
+    ours, theirs = (
+        load_tokenizer(str(p), trust_remote_code=False)
+        for p in (config.model.tokenizer_path or config.model.path, folder)
+    )
     if ours.get_vocab() != theirs.get_vocab():
-        raise ValueError(f"reward.model={folder} has another vocabulary than the policy ({config.model.path}): it would read other words; "
-                         "train it from a model with the policy's tokenizer")  # fmt: skip
+        raise ValueError(
+            f"reward.model={folder} has another vocabulary than the policy ({config.model.path}): it would read other words; "
+            "train it from a model with the policy's tokenizer"
+        )
     engine = _engine(config, device, optim=None, head="score", path=str(folder))
     engine.check_packing(share_prefix=config.model.share_prefix)
     return InprocGroup("reward_model", Role("reward_model", queue, engine, share_prefix=config.model.share_prefix))
@@ -388,9 +508,16 @@ def critic_role(
         return None
     o, c = config.optim, config.critic
     spec = OptimSpec(
-        lr=c.lr, weight_decay=c.weight_decay, betas=(o.betas[0], o.betas[1]), eps=o.eps, clip_grad_norm=c.clip_grad_norm,
-        schedule="constant", warmup_steps=c.warmup_steps, total_steps=updates, max_skipped_updates=o.max_skipped_updates,
-    )  # fmt: skip
+        lr=c.lr,
+        weight_decay=c.weight_decay,
+        betas=(o.betas[0], o.betas[1]),
+        eps=o.eps,
+        clip_grad_norm=c.clip_grad_norm,
+        schedule="constant",
+        warmup_steps=c.warmup_steps,
+        total_steps=updates,
+        max_skipped_updates=o.max_skipped_updates,
+    )
     engine = _engine(config, device, optim=spec, dump_dir=run_dir / "crash", head="value", path=c.path)
     return InprocGroup("critic", Role("critic", queue, engine, share_prefix=config.model.share_prefix))
 
@@ -400,22 +527,37 @@ def rollout_engine(config: Config, tokenizer: Any, device: str) -> RolloutEngine
     from transformers import AutoConfig
 
     r = config.rollout
-    hf_config = AutoConfig.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code, local_files_only=True)
+    hf_config = AutoConfig.from_pretrained(
+        config.model.path, trust_remote_code=config.model.trust_remote_code, local_files_only=True
+    )
     dtype = config.model.dtype if r.dtype == "auto" else r.dtype
     context = max_context_tokens(config, hf_config)
     ends, decode, torch_dtype = eos_ids(config, tokenizer), decoder(tokenizer), DTYPES[dtype]
     if r.engine == "native":
         return NativeEngine(
-            hf_config, max_context_tokens=context, eos_token_ids=ends, decode=decode, dtype=torch_dtype, device=device,
-            max_concurrent_sequences=r.max_concurrent_sequences, max_prefill_tokens=r.max_prefill_tokens,
-            prefix_cache_tokens=r.prefix_cache_tokens, deterministic=config.run.deterministic,
-            draft_tokens=r.engine_options.get("draft_tokens", 0), max_kv_tokens=r.max_kv_tokens,
-        )  # fmt: skip
+            hf_config,
+            max_context_tokens=context,
+            eos_token_ids=ends,
+            decode=decode,
+            dtype=torch_dtype,
+            device=device,
+            max_concurrent_sequences=r.max_concurrent_sequences,
+            max_prefill_tokens=r.max_prefill_tokens,
+            prefix_cache_tokens=r.prefix_cache_tokens,
+            deterministic=config.run.deterministic,
+            num_speculative_tokens=r.engine_options.get("num_speculative_tokens", 0),
+            max_kv_tokens=r.max_kv_tokens,
+        )
     if r.engine == "hf":
         return HfEngine(
-            hf_config, max_context_tokens=context, eos_token_ids=ends, decode=decode, dtype=torch_dtype, device=device,
+            hf_config,
+            max_context_tokens=context,
+            eos_token_ids=ends,
+            decode=decode,
+            dtype=torch_dtype,
+            device=device,
             max_concurrent_sequences=r.max_concurrent_sequences,
-        )  # fmt: skip
+        )
     raise ValueError(f"rollout.engine={r.engine!r} is not in this version; use native or hf")
 
 
@@ -449,9 +591,15 @@ def train_sampling(config: Config) -> Sampling:
             f"rollout.temperature={r.temperature}: training samples from the policy; use a temperature > 0"
         )
     sampling = Sampling(
-        max_tokens=r.max_response_tokens, temperature=r.temperature, top_p=r.top_p, top_k=r.top_k, min_p=r.min_p,
-        stop=tuple(r.stop), stop_token_ids=tuple(r.stop_token_ids), ignore_eos=r.ignore_eos,
-    )  # fmt: skip
+        max_tokens=r.max_response_tokens,
+        temperature=r.temperature,
+        top_p=r.top_p,
+        top_k=r.top_k,
+        min_p=r.min_p,
+        stop=tuple(r.stop),
+        stop_token_ids=tuple(r.stop_token_ids),
+        ignore_eos=r.ignore_eos,
+    )
     if sampling.truncates:
         raise ValueError(
             f"rollout.top_p={r.top_p}, top_k={r.top_k}, min_p={r.min_p}: training cannot use a truncated distribution, since "
@@ -479,12 +627,12 @@ def canary_tolerance(config: Config) -> float:
     return 1e-4 if exact else 0.25
 
 
-def checkpoint_bytes(engine: FSDPEngine) -> int:
+def checkpoint_bytes(engine: TorchEngine) -> int:
     """Master, two moments and the exported folder, float32."""
     return 4 * 4 * sum(p.numel() for p in engine.model.parameters()) + (8 << 20)
 
 
-def exporter(engine: FSDPEngine, config: Config, *, pad_token_id: int | None = None) -> Callable[[Path], None]:
+def exporter(engine: TorchEngine, config: Config, *, pad_token_id: int | None = None) -> Callable[[Path], None]:
     template = Path(config.model.chat_template).read_text() if config.model.chat_template else None
     source = Path(config.model.path).expanduser()
     overrides = classifier_config(source, pad_token_id) if engine.value_head is not None else None
@@ -493,8 +641,14 @@ def exporter(engine: FSDPEngine, config: Config, *, pad_token_id: int | None = N
         tensors = engine.weights()
         if engine.value_head is not None:
             tensors = classifier_tensors(engine.model.base_model_prefix, tensors, engine.value_head.weight)
-        export_hf(path, tensors=tensors, source_dir=source, tokenizer_dir=config.model.tokenizer_path, chat_template=template,
-                  config_overrides=overrides)  # fmt: skip
+        export_hf(
+            path,
+            tensors=tensors,
+            source_dir=source,
+            tokenizer_dir=config.model.tokenizer_path,
+            chat_template=template,
+            config_overrides=overrides,
+        )
 
     return export
 
@@ -502,9 +656,14 @@ def exporter(engine: FSDPEngine, config: Config, *, pad_token_id: int | None = N
 def _scheduler(config: Config, algorithm: Algorithm, total_steps: int) -> Scheduler:
     p = config.pipeline
     return Scheduler(
-        prompts_per_step=config.step.prompts_per_step, sync_every=p.sync_every, staleness=p.staleness, oversample=p.oversample,
-        total_steps=total_steps, max_draws_per_group=algorithm.max_draws_per_group, on_exhausted=algorithm.on_exhausted,
-    )  # fmt: skip
+        prompts_per_step=config.step.prompts_per_step,
+        sync_every=p.sync_every,
+        staleness=p.staleness,
+        oversample=p.oversample,
+        total_steps=total_steps,
+        max_draws_per_group=algorithm.max_draws_per_group,
+        on_exhausted=algorithm.on_exhausted,
+    )
 
 
 def _data_seed(config: Config) -> int:
@@ -536,9 +695,12 @@ async def _reward(config: Config, scorer: InprocGroup | None) -> RewardFn:
     if r.path is not None or scorer is None:
         target = Target(path=r.path, name=r.name, kwargs=r.kwargs) if r.path else Target(kwargs=r.kwargs)
         pool = RewardPool(
-            target, num_workers=r.num_workers, timeout_s=r.timeout_s, memory_limit_mb=r.memory_limit_mb,
+            target,
+            num_workers=r.num_workers,
+            timeout_s=r.timeout_s,
+            memory_limit_mb=r.memory_limit_mb,
             max_calls_per_worker=r.max_calls_per_worker,
-        )  # fmt: skip
+        )
         await pool.start()
     found: RewardFn
     if scorer is None:

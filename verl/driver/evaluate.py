@@ -18,9 +18,11 @@ def eval_sampling(config: Config) -> dict[str, Sampling]:
     """{"greedy" or "sampled": spec}: what one evaluation runs."""
     rollout, ev = config.rollout, config.eval
     common = {
-        "max_tokens": ev.max_response_tokens or rollout.max_response_tokens, "stop": tuple(rollout.stop),
-        "stop_token_ids": tuple(rollout.stop_token_ids), "ignore_eos": rollout.ignore_eos,
-    }  # fmt: skip
+        "max_tokens": ev.max_response_tokens or rollout.max_response_tokens,
+        "stop": tuple(rollout.stop),
+        "stop_token_ids": tuple(rollout.stop_token_ids),
+        "ignore_eos": rollout.ignore_eos,
+    }
     first = Sampling(temperature=ev.temperature, top_p=ev.top_p, top_k=ev.top_k, **common)  # type: ignore[arg-type]
     modes = {"greedy" if ev.temperature == 0 else "sampled": first}
     if ev.also_sampled and "sampled" not in modes:

@@ -13,7 +13,7 @@ import uvloop
 from verl.chat import render_prompt
 from verl.config.schema import Config
 from verl.driver.assemble import decoder, device_of, load_tokenizer_of, rollout_engine, set_up_process
-from verl.model_engine.fsdp import FSDPEngine, load_causal_lm
+from verl.model_engine.torch_engine import TorchEngine, load_causal_lm
 from verl.rollout.base import Completion, RolloutEngine
 from verl.types import Sampling, derive_seed
 from verl.weight_sync.base import take_snapshot
@@ -28,16 +28,22 @@ def generate_once(config: Config, prompt: str, n: int) -> list[tuple[str, str, f
     if len(ids) > config.data.max_prompt_tokens:
         raise ValueError(f"the prompt has {len(ids)} tokens, data.max_prompt_tokens={config.data.max_prompt_tokens}")
     device = device_of(config)
-    engine = FSDPEngine(load_causal_lm(Path(config.model.path)), dtype=config.model.dtype, device=device)
+    engine = TorchEngine(load_causal_lm(Path(config.model.path)), dtype=config.model.dtype, device=device)
     rollout = rollout_engine(config, tokenizer, device)
     r = config.rollout
     sampling = [
         Sampling(
-            max_tokens=r.max_response_tokens, temperature=r.temperature, top_p=r.top_p, top_k=r.top_k, min_p=r.min_p,
-            stop=tuple(r.stop), stop_token_ids=tuple(r.stop_token_ids), seed=derive_seed(config.run.seed, "generate", i),
+            max_tokens=r.max_response_tokens,
+            temperature=r.temperature,
+            top_p=r.top_p,
+            top_k=r.top_k,
+            min_p=r.min_p,
+            stop=tuple(r.stop),
+            stop_token_ids=tuple(r.stop_token_ids),
+            seed=derive_seed(config.run.seed, "generate", i),
         )
         for i in range(n)
-    ]  # fmt: skip
+    ]
     found = uvloop.run(_generate(rollout, engine, ids, sampling, config.run.wait_timeout_s))
     decode = decoder(tokenizer)
     return [
@@ -46,7 +52,7 @@ def generate_once(config: Config, prompt: str, n: int) -> list[tuple[str, str, f
 
 
 async def _generate(
-    rollout: RolloutEngine, engine: FSDPEngine, ids: np.ndarray, sampling: Sequence[Sampling], timeout_s: float
+    rollout: RolloutEngine, engine: TorchEngine, ids: np.ndarray, sampling: Sequence[Sampling], timeout_s: float
 ) -> list[Completion]:
     source: Any = take_snapshot(engine, 0, (), copy=False)
     try:

@@ -83,9 +83,13 @@ def _finished(run: Run, started: float) -> Finished:
     values = run.history[-1] if run.history else {}
     report = write_report(run.dir)
     summary = {
-        "steps": run.total_steps, "seconds": round(time.monotonic() - started, 2), "version": run.version,
-        "eval": run.last_eval, "checkpoint": str(run.dir / "checkpoints" / f"step_{run.total_steps}"), "report": str(report),
-    }  # fmt: skip
+        "steps": run.total_steps,
+        "seconds": round(time.monotonic() - started, 2),
+        "version": run.version,
+        "eval": run.last_eval,
+        "checkpoint": str(run.dir / "checkpoints" / f"step_{run.total_steps}"),
+        "report": str(report),
+    }
     write_atomic(run.dir / "summary.json", (json.dumps(summary, indent=1) + "\n").encode())
     return Finished(
         run.dir, run.total_steps - run.first_index, time.monotonic() - started, values, dict(run.last_eval), report
@@ -148,9 +152,11 @@ def _crash_record(run_dir: Path, error: BaseException) -> None:
     if not run_dir.is_dir() or isinstance(error, KeyboardInterrupt | SystemExit):
         return
     record = {
-        "at_unix_s": time.time(), "error": f"{type(error).__name__}: {error}", "first_cause": str(first_cause(error)),
+        "at_unix_s": time.time(),
+        "error": f"{type(error).__name__}: {error}",
+        "first_cause": str(first_cause(error)),
         "traceback": traceback.format_exception(error),
-    }  # fmt: skip
+    }
     try:
         (run_dir / "crash").mkdir(exist_ok=True)
         write_atomic(run_dir / "crash" / f"{int(time.time() * 1000)}.json", json.dumps(record, indent=1).encode())

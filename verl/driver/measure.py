@@ -40,9 +40,11 @@ def _trajectories(refs: Refs) -> list[Ref]:
 def _joined(rows: list[Ref]) -> Ref:
     first = rows[0]
     return replace(
-        first, total_tokens=first.prompt_tokens + sum(r.total_tokens - r.prompt_tokens for r in rows),
-        truncated=any(r.truncated for r in rows), version_min=min((r.version_min for r in rows if r.version_min >= 0), default=-1),
-    )  # fmt: skip
+        first,
+        total_tokens=first.prompt_tokens + sum(r.total_tokens - r.prompt_tokens for r in rows),
+        truncated=any(r.truncated for r in rows),
+        version_min=min((r.version_min for r in rows if r.version_min >= 0), default=-1),
+    )
 
 
 def batch_metrics(refs: Refs, stats: PlayStats, version: int) -> Metrics:

@@ -151,10 +151,21 @@ class Trajectories:
                 else:
                     outcome, error = "invalid", f"{reward.reason}: {reward.detail}"
         return Trajectory(
-            trajectory_id=name, group_id=seat.group_id, task_id=task.task_id, index=seat.index, purpose=seat.purpose, attempt=attempt,
-            sampling=sampling, segments=made.segments, stop_reason=made.stop_reason, outcome=outcome, reward=reward, turns=turns,
-            wall_s=time.monotonic() - started, error=error,
-        )  # fmt: skip
+            trajectory_id=name,
+            group_id=seat.group_id,
+            task_id=task.task_id,
+            index=seat.index,
+            purpose=seat.purpose,
+            attempt=attempt,
+            sampling=sampling,
+            segments=made.segments,
+            stop_reason=made.stop_reason,
+            outcome=outcome,
+            reward=reward,
+            turns=turns,
+            wall_s=time.monotonic() - started,
+            error=error,
+        )
 
     async def _score(
         self, name: str, task: Task, sampling: Sampling, made: Played, output: AgentLoopOutput, turns: int
@@ -167,11 +178,17 @@ class Trajectories:
         except Exception as e:  # what the loop returned: an object of its own, ids that are none
             return Invalid("exception", f"{type(e).__name__}: {e}")
         request = RewardRequest(
-            request_id=name, data_source=task.data_source, solution_str=text,
-            ground_truth=task.ground_truth, extra_info={**task.extra_info, "num_turns": output.num_turns or turns},
-            response_tokens=len(response), max_response_tokens=sampling.max_tokens,
-            truncated=made.stop_reason in ("length", "context_full"), prompt_ids=task.prompt_ids, response_ids=response,
-        )  # fmt: skip
+            request_id=name,
+            data_source=task.data_source,
+            solution_str=text,
+            ground_truth=task.ground_truth,
+            extra_info={**task.extra_info, "num_turns": output.num_turns or turns},
+            response_tokens=len(response),
+            max_response_tokens=sampling.max_tokens,
+            truncated=made.stop_reason in ("length", "context_full"),
+            prompt_ids=task.prompt_ids,
+            response_ids=response,
+        )
         try:
             with self._waits.limit(who=f"trajectory {name}", what="its reward", timeout_s=self._timeout_s):
                 return await self._reward.score(request)
@@ -297,9 +314,11 @@ class Player:
             if isinstance(got, Exhausted):
                 raise RunEnded(str(got))
             await self._waits.wait(
-                self._changed.wait(), who=f"step {step + 1}", what=lambda: self.scheduler.why_waiting(self._clock()),
+                self._changed.wait(),
+                who=f"step {step + 1}",
+                what=lambda: self.scheduler.why_waiting(self._clock()),
                 timeout_s=self._timeout_s,
-            )  # fmt: skip
+            )
 
     def trained(self, step: int, refs: Refs) -> None:
         self.scheduler.trained(step)
@@ -320,8 +339,10 @@ class Player:
         while self._running:
             await self._waits.wait(
                 asyncio.wait(list(self._running.values()), return_when=asyncio.ALL_COMPLETED),
-                who="driver", what=lambda: f"{len(self._running)} groups to end before training", timeout_s=self._timeout_s,
-            )  # fmt: skip
+                who="driver",
+                what=lambda: f"{len(self._running)} groups to end before training",
+                timeout_s=self._timeout_s,
+            )
             self._check()
 
     def resume(self, group: Group, draw: Any, *, complete: bool) -> None:
@@ -359,10 +380,19 @@ class Player:
             )
             self.groups[group_id] = group
             self._draws[group_id] = draw
-            self._events.append("dispatched", self._number, {
-                "group_id": group_id, "task_id": task.task_id, "index": draw.index, "epoch": draw.epoch, "draw": draw.draw,
-                "version": admission.version, "last_version": admission.last_version,
-            })  # fmt: skip
+            self._events.append(
+                "dispatched",
+                self._number,
+                {
+                    "group_id": group_id,
+                    "task_id": task.task_id,
+                    "index": draw.index,
+                    "epoch": draw.epoch,
+                    "draw": draw.draw,
+                    "version": admission.version,
+                    "last_version": admission.last_version,
+                },
+            )
             self._start(group)
 
     def _start(self, group: Group) -> None:
@@ -429,11 +459,18 @@ class Player:
         ]
         self.stats.groups += 1
         self.stats.flat += len(scores) > 1 and reject_flat(scores) == "reject"
-        self._events.append("scored", self._number, {
-            "group_id": group.group_id, "rewards": [t.reward.value if isinstance(t.reward, Score) else None for t in group.trajectories],
-            "outcomes": [t.outcome for t in group.trajectories], "errors": [t.error for t in bad],
-            "tokens": [t.loss_tokens for t in group.trajectories], "attempts": [t.attempt + 1 for t in group.trajectories],
-        })  # fmt: skip
+        self._events.append(
+            "scored",
+            self._number,
+            {
+                "group_id": group.group_id,
+                "rewards": [t.reward.value if isinstance(t.reward, Score) else None for t in group.trajectories],
+                "outcomes": [t.outcome for t in group.trajectories],
+                "errors": [t.error for t in bad],
+                "tokens": [t.loss_tokens for t in group.trajectories],
+                "attempts": [t.attempt + 1 for t in group.trajectories],
+            },
+        )
         broken_baseline = any(t.outcome != "ok" and t.purpose == "baseline" for t in group.trajectories)
         if len(scores) < self._algorithm.group.least or broken_baseline:
             self._release(group.group_id, "invalid" if any(t.outcome == "invalid" for t in bad) else "failed")

@@ -14,9 +14,13 @@ from verl.types import Refs, Sample, Trajectory, response_ids_of, samples_of, ve
 
 # queue column -> field of a row; the first one that was written wins
 _COLUMNS = {
-    "old_logprobs": ("old_logprobs", "train_logprobs"), "ref_logprobs": ("ref_logprobs",), "advantages": ("advantages",),
-    "entropy": ("train_entropy",), "values": ("old_values",), "returns": ("returns",),
-}  # fmt: skip
+    "old_logprobs": ("old_logprobs", "train_logprobs"),
+    "ref_logprobs": ("ref_logprobs",),
+    "advantages": ("advantages",),
+    "entropy": ("train_entropy",),
+    "values": ("old_values",),
+    "returns": ("returns",),
+}
 
 
 class SampleRecorder:
@@ -39,7 +43,9 @@ class SampleRecorder:
         write_samples(self._run_dir, step, rows, "eval")
 
     def _rows(self, step: int, refs: Refs) -> list[SampleRow]:
-        found: dict[str, dict[str, np.ndarray]] = {i: {} for i in refs.ids}  # a baseline or an unchosen row has fewer columns
+        found: dict[str, dict[str, np.ndarray]] = {
+            i: {} for i in refs.ids
+        }  # a baseline or an unchosen row has fewer columns
         for field, columns in _COLUMNS.items():
             left = refs
             for column in columns:
@@ -63,7 +69,9 @@ class SampleRecorder:
 
         return decode
 
-    def _row(self, step: int, sample: Sample, columns: dict[str, np.ndarray], decode: Callable[[np.ndarray], str]) -> SampleRow:
+    def _row(
+        self, step: int, sample: Sample, columns: dict[str, np.ndarray], decode: Callable[[np.ndarray], str]
+    ) -> SampleRow:
         prompt, rest = sample.segments[0], sample.segments[1:]
         lengths = [len(s.ids) for s in rest]
         ids = response_ids_of(sample.segments)
@@ -75,15 +83,28 @@ class SampleRecorder:
         )
         oldest, newest = versions_of(sample.segments)
         return SampleRow(
-            step=step, sample_id=sample.sample_id, trajectory_id=sample.trajectory_id, group_id=sample.group_id,
-            task_id=sample.task_id, purpose=sample.purpose,
-            prompt_text=decode(prompt.ids), response_text=decode(ids),
-            prompt_ids=prompt.ids, response_ids=ids, response_mask=mask, rollout_logprobs=_spread(logprobs, at, len(ids)),
-            token_versions=versions, reward=sample.reward, components=sample.components,
-            version_min=oldest, version_max=newest, outcome=sample.outcome,
-            stop_reason=sample.stop_reason, temperature=sample.temperature,
+            step=step,
+            sample_id=sample.sample_id,
+            trajectory_id=sample.trajectory_id,
+            group_id=sample.group_id,
+            task_id=sample.task_id,
+            purpose=sample.purpose,
+            prompt_text=decode(prompt.ids),
+            response_text=decode(ids),
+            prompt_ids=prompt.ids,
+            response_ids=ids,
+            response_mask=mask,
+            rollout_logprobs=_spread(logprobs, at, len(ids)),
+            token_versions=versions,
+            reward=sample.reward,
+            components=sample.components,
+            version_min=oldest,
+            version_max=newest,
+            outcome=sample.outcome,
+            stop_reason=sample.stop_reason,
+            temperature=sample.temperature,
             **{field: _spread(column, at, len(ids)) for field, column in columns.items()},
-        )  # fmt: skip
+        )
 
 
 def _spread(values: np.ndarray, at: np.ndarray, length: int) -> np.ndarray:

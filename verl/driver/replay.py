@@ -83,11 +83,15 @@ async def _replay(config: Config, run_dir: Path, number: int) -> list[str]:
     algorithm, queue, device = algorithm_of(config.algorithm), MemoryQueue(), device_of(config)
     engine = policy_engine(config, device, run_dir, updates=updates_of_run(config, _recorded_steps(run_dir)))
     run = StepHost(
-        config=config, algorithm=algorithm, ref=reference_role(config, algorithm, queue, device),
+        config=config,
+        algorithm=algorithm,
+        ref=reference_role(config, algorithm, queue, device),
         actor=InprocGroup("actor", Role("actor", queue, engine, share_prefix=config.model.share_prefix)),
         compute=InprocGroup("compute", Role("compute", queue)),
-        critic=critic_role(config, algorithm, queue, device, run_dir, updates=updates_of_run(config, _recorded_steps(run_dir))),
-    )  # fmt: skip
+        critic=critic_role(
+            config, algorithm, queue, device, run_dir, updates=updates_of_run(config, _recorded_steps(run_dir))
+        ),
+    )
     if base:
         state = train_state.read(run_dir / "checkpoints" / f"step_{base}")
         await run.call(run.actor, "load_state", state["policy"])
@@ -127,11 +131,19 @@ def _sample(row: SampleRow) -> Sample:
         else:
             segments.append(Segment(ids=row.response_ids[a:b], source="env"))
     return Sample(
-        sample_id=row.sample_id, trajectory_id=row.trajectory_id, group_id=row.group_id, purpose=row.purpose,
-        segments=tuple(segments), temperature=row.temperature, reward=row.reward, components=row.components,
-        outcome=row.outcome, truncated=row.stop_reason in ("length", "context_full"), task_id=row.task_id,
+        sample_id=row.sample_id,
+        trajectory_id=row.trajectory_id,
+        group_id=row.group_id,
+        purpose=row.purpose,
+        segments=tuple(segments),
+        temperature=row.temperature,
+        reward=row.reward,
+        components=row.components,
+        outcome=row.outcome,
+        truncated=row.stop_reason in ("length", "context_full"),
+        task_id=row.task_id,
         stop_reason=row.stop_reason,
-    )  # fmt: skip
+    )
 
 
 def _differences(rows: Sequence[SampleRow], refs: Refs, queue: MemoryQueue) -> list[str]:
@@ -170,7 +182,11 @@ def _metric_differences(run_dir: Path, number: int, now: dict[str, float]) -> li
 
 def _recorded_steps(run_dir: Path) -> int:
     """The number of steps the run was made for; its schedule depends on it."""
-    return int(json.loads((run_dir / "summary.json").read_text())["steps"]) if (run_dir / "summary.json").is_file() else max(sample_steps(run_dir))
+    return (
+        int(json.loads((run_dir / "summary.json").read_text())["steps"])
+        if (run_dir / "summary.json").is_file()
+        else max(sample_steps(run_dir))
+    )
 
 
 def _span(steps: Sequence[int]) -> str:

@@ -33,7 +33,9 @@ from verl.workers.group import WorkerGroup
 from verl.workers.placement import Placement
 from verl.workers.waits import Waits
 
-RECORD_AFTER_S = 0.1  # samples are written once the next rollout is under way: at its start the event loop has most to do
+RECORD_AFTER_S = (
+    0.1  # samples are written once the next rollout is under way: at its start the event loop has most to do
+)
 PREEMPTED = 75  # exit code after a save on SIGTERM (EX_TEMPFAIL)
 
 
@@ -178,7 +180,9 @@ class Run:
         await self.recorded()
         if self._publishing is not None:
             task, self._publishing = self._publishing, None
-            await self.waits.wait(task, who="driver", what="the publish under way", timeout_s=3 * self.config.run.wait_timeout_s)
+            await self.waits.wait(
+                task, who="driver", what="the publish under way", timeout_s=3 * self.config.run.wait_timeout_s
+            )
 
     async def finish(self, step: Step, refs: Refs) -> None:
         """Evaluate, checkpoint, record, log. A step is over when its metrics are written."""
@@ -211,8 +215,13 @@ class Run:
         state = await train_state.capture(self, step.number)
         best = reduce(step.metrics).get(self.config.run.keep_best) if self.config.run.keep_best else None
         try:
-            await self.call(self.actor, "call", lambda engine: train_state.write(self.store, step.number, state, self.export_hf,
-                                                                                 self.checkpoint_bytes, best))  # fmt: skip
+            await self.call(
+                self.actor,
+                "call",
+                lambda engine: train_state.write(
+                    self.store, step.number, state, self.export_hf, self.checkpoint_bytes, best
+                ),
+            )
         except (DiskFull, OSError) as e:
             self.progress.message(f"warning: checkpoint of step {step.number} was not written: {e}")
             self.events.append("save_failed", step.number, {"error": str(e)})
@@ -228,7 +237,10 @@ class Run:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._record_now.wait(), RECORD_AFTER_S)
         await self.waits.wait(
-            asyncio.to_thread(self.events.flush), who="driver", what="the events to be written", timeout_s=self.config.run.wait_timeout_s
+            asyncio.to_thread(self.events.flush),
+            who="driver",
+            what="the events to be written",
+            timeout_s=self.config.run.wait_timeout_s,
         )
         await self.call(self.recorder, "record", number, refs)
 
@@ -253,11 +265,17 @@ class Run:
         mode = "keep" if self.config.pipeline.partial_rollout else "wait"
         report = await self.waits.wait(
             self.checkpoint_engine.publish(
-                self.actor, self.replicas, version=version, fenced=self.placement.colocated, on_inflight=mode,  # type: ignore[arg-type]
+                self.actor,
+                self.replicas,
+                version=version,
+                fenced=self.placement.colocated,
+                on_inflight=mode,  # type: ignore[arg-type]
                 timeout_s=self.config.run.wait_timeout_s,
             ),
-            who="driver", what=f"the publish of version {version}", timeout_s=2 * self.config.run.wait_timeout_s,
-        )  # fmt: skip
+            who="driver",
+            what=f"the publish of version {version}",
+            timeout_s=2 * self.config.run.wait_timeout_s,
+        )
         for text in (*report.alarms, *(f"replica {i} failed: {e}" for i, e in report.failed_replicas.items())):
             self.progress.message(f"warning: weight sync: {text}")
         self._sync_metrics = {
@@ -326,7 +344,9 @@ class Run:
             self.progress.stop()
             self.lock.close()
             if threading.current_thread() is threading.main_thread():
-                asyncio.get_running_loop().remove_signal_handler(signal.SIGTERM)  # uvloop would leave it there, for no loop
+                asyncio.get_running_loop().remove_signal_handler(
+                    signal.SIGTERM
+                )  # uvloop would leave it there, for no loop
 
 
 def _due(number: int, every: int) -> bool:

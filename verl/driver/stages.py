@@ -124,9 +124,15 @@ class Reference:
 
 
 def reference_logprobs(
-    stage: PreferenceStage, logprobs_of: LogprobsOf, *, model_dir: Path, dtype: str, cache_dir: str | None,
-    note: Callable[[str], None], rows_at_once: int = 64,
-) -> Reference:  # fmt: skip
+    stage: PreferenceStage,
+    logprobs_of: LogprobsOf,
+    *,
+    model_dir: Path,
+    dtype: str,
+    cache_dir: str | None,
+    note: Callable[[str], None],
+    rows_at_once: int = 64,
+) -> Reference:
     """Computed once with the start weights, kept on disk by the content of rows and weights; no reference model after it."""
     path = cache_path(cache_dir, f"reference_{_key(stage, model_dir, dtype)}")
     found = load_cached(path)
@@ -138,7 +144,10 @@ def reference_logprobs(
         rows = [(i, entry) for i in range(at, min(at + rows_at_once, len(stage))) for entry in stage.entries(i)]
         parts += logprobs_of([sample_of(row, f"{i}/{k}", f"{i}") for k, (i, (_, row)) in enumerate(rows)])
     per_row = len(stage.entries(0))
-    arrays = {"values": np.concatenate(parts).astype(np.float32), "starts": np.concatenate([[0], np.cumsum([len(p) for p in parts])])}
+    arrays = {
+        "values": np.concatenate(parts).astype(np.float32),
+        "starts": np.concatenate([[0], np.cumsum([len(p) for p in parts])]),
+    }
     store_cached(path, {"per_row": per_row}, arrays)
     note(f"reference log-probs: computed for {len(parts)} answers, kept in {path}")
     return Reference(arrays["values"], arrays["starts"], per_row)
@@ -158,10 +167,19 @@ def sample_of(row: Rendered, name: str, group: str | None = None) -> Sample:
     segments = []
     for a, b in zip([0, *edges], [*edges, len(row.ids)]):
         if row.mask[a]:
-            segments.append(Segment(ids=row.ids[a:b], source="sampled", logprobs=np.zeros(b - a, np.float32), version=0))
+            segments.append(
+                Segment(ids=row.ids[a:b], source="sampled", logprobs=np.zeros(b - a, np.float32), version=0)
+            )
         else:
             segments.append(Segment(ids=row.ids[a:b], source="env" if a else "prompt"))
-    return Sample(sample_id=name, trajectory_id=name, group_id=group or name, purpose="train", segments=tuple(segments), reward=0.0)
+    return Sample(
+        sample_id=name,
+        trajectory_id=name,
+        group_id=group or name,
+        purpose="train",
+        segments=tuple(segments),
+        reward=0.0,
+    )
 
 
 def scored_sample(row: Rendered, name: str, group: str) -> Sample:
@@ -171,17 +189,24 @@ def scored_sample(row: Rendered, name: str, group: str) -> Sample:
     if split < len(row.ids):
         segments.append(Segment(ids=row.ids[split:], source="env"))
     segments.append(Segment(ids=row.ids[-1:], source="sampled", logprobs=np.zeros(1, np.float32), version=0))
-    return Sample(sample_id=name, trajectory_id=name, group_id=group, purpose="train", segments=tuple(segments), reward=0.0)
+    return Sample(
+        sample_id=name, trajectory_id=name, group_id=group, purpose="train", segments=tuple(segments), reward=0.0
+    )
 
 
 def _mismatched(pair: Pair, other: Pair) -> Rendered:
     """The prompt of one row with the answer of another."""
     a, b = int(np.argmax(pair.chosen.mask)), int(np.argmax(other.chosen.mask))
     return Rendered(
-        np.concatenate([pair.chosen.ids[:a], other.chosen.ids[b:]]), np.concatenate([pair.chosen.mask[:a], other.chosen.mask[b:]])
+        np.concatenate([pair.chosen.ids[:a], other.chosen.ids[b:]]),
+        np.concatenate([pair.chosen.mask[:a], other.chosen.mask[b:]]),
     )
 
 
 def _constant(samples: Sequence[Sample], facts: Sequence[Mapping[str, Any]]) -> Columns:
     counts = torch.tensor([s.loss_tokens for s in samples])
-    return {n: torch.tensor([f[n] for f in facts], dtype=torch.float64).repeat_interleave(counts) for n in facts[0]} if facts else {}
+    return (
+        {n: torch.tensor([f[n] for f in facts], dtype=torch.float64).repeat_interleave(counts) for n in facts[0]}
+        if facts
+        else {}
+    )

@@ -82,7 +82,9 @@ async def restore(run: Run, state: Mapping[str, Any]) -> None:
     run.player.cursor.load_state(state["cursor"])  # type: ignore[attr-defined]
     if run.critic is not None:
         if "critic" not in state:
-            raise ValueError("the checkpoint has no critic: it was written by an algorithm without one; start a new run from its hf folder")
+            raise ValueError(
+                "the checkpoint has no critic: it was written by an algorithm without one; start a new run from its hf folder"
+            )
         await run.call(run.critic, "load_state", state["critic"])
     run.kl_coef = float(state["controllers"]["kl_coef"])
     run.critic_warm = bool(state["controllers"].get("critic_warm", False))
@@ -124,22 +126,37 @@ def _unpack_group(saved: Mapping[str, Any], run: Run) -> tuple[Group, Draw]:
             "written: the data changed; restore it, or start a new run"
         )
     group = Group(
-        group_id=saved["group_id"], task=task, epoch=draw.epoch, draw=draw.draw, admitted_version=saved["admitted_version"],
+        group_id=saved["group_id"],
+        task=task,
+        epoch=draw.epoch,
+        draw=draw.draw,
+        admitted_version=saved["admitted_version"],
         trajectories=tuple(_unpack_trajectory(t) for t in saved["trajectories"]),
-    )  # fmt: skip
+    )
     return group, draw
 
 
 def _pack_trajectory(t: Trajectory) -> dict[str, Any]:
     reward = t.reward
     return {
-        "trajectory_id": t.trajectory_id, "group_id": t.group_id, "task_id": t.task_id, "index": t.index,
-        "purpose": t.purpose, "attempt": t.attempt, "stop_reason": t.stop_reason, "outcome": t.outcome, "turns": t.turns,
-        "wall_s": t.wall_s, "error": t.error, "sampling": asdict(t.sampling),
+        "trajectory_id": t.trajectory_id,
+        "group_id": t.group_id,
+        "task_id": t.task_id,
+        "index": t.index,
+        "purpose": t.purpose,
+        "attempt": t.attempt,
+        "stop_reason": t.stop_reason,
+        "outcome": t.outcome,
+        "turns": t.turns,
+        "wall_s": t.wall_s,
+        "error": t.error,
+        "sampling": asdict(t.sampling),
         "score": [reward.value, dict(reward.components)] if isinstance(reward, Score) else None,
         "invalid": [reward.reason, reward.detail] if isinstance(reward, Invalid) else None,
-        "segments": [{"ids": s.ids, "source": s.source, "logprobs": s.logprobs, "version": s.version} for s in t.segments],
-    }  # fmt: skip
+        "segments": [
+            {"ids": s.ids, "source": s.source, "logprobs": s.logprobs, "version": s.version} for s in t.segments
+        ],
+    }
 
 
 def _unpack_trajectory(saved: Mapping[str, Any]) -> Trajectory:

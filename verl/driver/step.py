@@ -25,7 +25,9 @@ async def experience_and_update(run: Run | StepHost, step: Step, refs: Refs) -> 
     shape, algorithm = run.config.step, run.algorithm
     if run.reward is not None and run.config.reward.stage == "batch":
         with step.clock("reward_model"):
-            refs = await run.call(run.reward, "score", refs, run.config.reward.model_coef, run.config.reward.path is None)
+            refs = await run.call(
+                run.reward, "score", refs, run.config.reward.model_coef, run.config.reward.path is None
+            )
     chosen = _chosen(run, step, refs)
     trained = chosen.of("train")  # baselines are compared with, not trained on
     needs = algorithm.needs(shape.updates_per_step * shape.epochs_per_step)
@@ -97,9 +99,12 @@ async def _advantages(run: Run | StepHost, step: Step, refs: Refs) -> None:
         step.log({"actor/reward_kl_penalty_coeff": Metric(run.kl_coef, 1, "step", "last")})
         if kl.target is not None:
             run.kl_coef = adapted_coef(
-                run.kl_coef, kl=metrics["actor/reward_kl_penalty"].value, target=kl.target, horizon=kl.horizon,
+                run.kl_coef,
+                kl=metrics["actor/reward_kl_penalty"].value,
+                target=kl.target,
+                horizon=kl.horizon,
                 num_sequences=len(trained),
-            )  # fmt: skip
+            )
     if algorithm.critic:
         step.log(await run.call(run.compute, "compute", trained, _explained, ("old_values", "returns"), ()))
     if correction is not None and correction.mode == "bypass" and correction.level is None:

@@ -73,9 +73,12 @@ def fit(run: SupervisedRun) -> dict[str, float]:
             ledger.stop()
             tokens = sum(s.total_tokens for s in samples)
             values = {
-                **reduce(metrics), **ledger.metrics(), "training/global_step": float(number),
-                "perf/throughput": tokens / ledger.wall_s, "perf/time_per_step": ledger.wall_s,
-            }  # fmt: skip
+                **reduce(metrics),
+                **ledger.metrics(),
+                "training/global_step": float(number),
+                "perf/throughput": tokens / ledger.wall_s,
+                "perf/time_per_step": ledger.wall_s,
+            }
             write_units(run.dir, metrics)
             run.sinks.log(number, values)
             if run.on_step is not None:
@@ -104,9 +107,12 @@ def evaluate(run: SupervisedRun) -> Metrics:
 
 def save(run: SupervisedRun, number: int) -> None:
     state: dict[str, Any] = {
-        "format": train_state.FORMAT, "step": number, "version": 0,
-        "policy": _call(run, "state"), "cursor": run.cursor.state(),
-    }  # fmt: skip
+        "format": train_state.FORMAT,
+        "step": number,
+        "version": 0,
+        "policy": _call(run, "state"),
+        "cursor": run.cursor.state(),
+    }
     try:
         train_state.write(run.store, number, state, run.export_hf, run.checkpoint_bytes, None)
     except (DiskFull, OSError) as e:

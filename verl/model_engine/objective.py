@@ -50,8 +50,11 @@ def evaluate_terms(terms: Sequence[TermLike], batch: Batch, outputs: Mapping[str
             weight, mask = _sequence_weight(batch, term.name, device)
         columns = Columns(
             token={**{n: c.to(device) for n, c in batch.columns.items()}, **outputs},
-            sequence={}, sequence_of=sequence_of, num_sequences=batch.num_sequences, mask=mask,
-        )  # fmt: skip
+            sequence={},
+            sequence_of=sequence_of,
+            num_sequences=batch.num_sequences,
+            mask=mask,
+        )
         value = term.fn(columns.cleaned())
         if term.unit == "token":
             inside, present = torch.where(mask, value.values, 0.0), mask

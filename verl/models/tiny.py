@@ -36,9 +36,11 @@ def bpe_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Any:
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=list(SPECIAL_TOKENS), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        vocab_size=vocab_size,
+        special_tokens=list(SPECIAL_TOKENS),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
-    )  # fmt: skip
+    )
     core.train_from_iterator(texts, trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<|end|>")
     tokenizer.chat_template = CHAT_TEMPLATE
@@ -46,9 +48,18 @@ def bpe_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Any:
 
 
 def qwen3(
-    tokenizer: Any, *, hidden: int = 192, layers: int = 4, heads: int = 4, kv_heads: int = 2, ffn: int = 512, seed: int = 0,
-    max_positions: int = 512, tied: bool = True, vocab_size: int | None = None,
-) -> Any:  # fmt: skip
+    tokenizer: Any,
+    *,
+    hidden: int = 192,
+    layers: int = 4,
+    heads: int = 4,
+    kv_heads: int = 2,
+    ffn: int = 512,
+    seed: int = 0,
+    max_positions: int = 512,
+    tied: bool = True,
+    vocab_size: int | None = None,
+) -> Any:
     """A Qwen3-architecture causal LM with random weights; 1.63M parameters as it stands with 32 tokens."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -57,10 +68,18 @@ def qwen3(
         torch.manual_seed(seed)
         return Qwen3ForCausalLM(
             Qwen3Config(
-                vocab_size=vocab_size or -(-len(tokenizer) // 32) * 32, hidden_size=hidden, num_hidden_layers=layers,
-                num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=hidden // heads, intermediate_size=ffn,
-                max_position_embeddings=max_positions, tie_word_embeddings=tied, pad_token_id=tokenizer.pad_token_id,
-                eos_token_id=tokenizer.eos_token_id, bos_token_id=None,
+                vocab_size=vocab_size or -(-len(tokenizer) // 32) * 32,
+                hidden_size=hidden,
+                num_hidden_layers=layers,
+                num_attention_heads=heads,
+                num_key_value_heads=kv_heads,
+                head_dim=hidden // heads,
+                intermediate_size=ffn,
+                max_position_embeddings=max_positions,
+                tie_word_embeddings=tied,
+                pad_token_id=tokenizer.pad_token_id,
+                eos_token_id=tokenizer.eos_token_id,
+                bos_token_id=None,
             )
         )
 

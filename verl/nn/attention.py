@@ -163,13 +163,19 @@ def _group_segments(lengths: np.ndarray, keys: np.ndarray, max_waste: float) -> 
     return [*blocks, order[first:]]
 
 
-def _block_index(batch: Batch, members: np.ndarray, lengths: np.ndarray, depths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _block_index(
+    batch: Batch, members: np.ndarray, lengths: np.ndarray, depths: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """q_index [b, Q] and k_index [b, K]: each member's own tokens, and those of its ancestors before them."""
     width, depth = int(lengths[members].max()), int((depths + lengths)[members].max())
     q_index = np.zeros((len(members), width), np.int64)
-    k_index = np.zeros((len(members), depth if depth <= 8 else -(-depth // 8) * 8), np.int64)  # GEMMs like multiples of 8
+    k_index = np.zeros(
+        (len(members), depth if depth <= 8 else -(-depth // 8) * 8), np.int64
+    )  # GEMMs like multiples of 8
     row = np.arange(len(members))
-    q_index[np.repeat(row, lengths[members]), ranges(0 * row, lengths[members])] = ranges(batch.seg_start[members], lengths[members])
+    q_index[np.repeat(row, lengths[members]), ranges(0 * row, lengths[members])] = ranges(
+        batch.seg_start[members], lengths[members]
+    )
     at = members
     while len(at):
         k_index[np.repeat(row, lengths[at]), ranges(depths[at], lengths[at])] = ranges(batch.seg_start[at], lengths[at])
@@ -204,9 +210,16 @@ def packed_attention(
     return attend(verl_plan, q, k, v, scale, sliding_window, softcap or 0.0)[None], None
 
 
-def attend(plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None, cap: float = 0.0) -> Tensor:
+def attend(
+    plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None, cap: float = 0.0
+) -> Tensor:
     """q [T, H, D], k and v [T, KV, D] -> [T, H, D]. cap > 0: scores are cap tanh(score / cap)."""
-    if plan.varlen is not None and not cap and q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] == v.shape[-1] <= 256:
+    if (
+        plan.varlen is not None
+        and not cap
+        and q.dtype in (torch.float16, torch.bfloat16)
+        and q.shape[-1] == v.shape[-1] <= 256
+    ):
         return attend_varlen(plan.varlen, q, k, v, scale, window, varlen_kernel())
     heads, kv_heads = q.shape[1], k.shape[1]
     rows = plan.rows(heads, kv_heads)
@@ -241,7 +254,16 @@ def _flash_attn(q: Tensor, k: Tensor, v: Tensor, lengths: Varlen, scale: float, 
 
     left = -1 if window is None else window - 1
     return flash_attn_varlen_func(
-        q, k, v, lengths.cu_q, lengths.cu_k, lengths.max_q, lengths.max_k, softmax_scale=scale, causal=True, window_size=(left, 0)
+        q,
+        k,
+        v,
+        lengths.cu_q,
+        lengths.cu_k,
+        lengths.max_q,
+        lengths.max_k,
+        softmax_scale=scale,
+        causal=True,
+        window_size=(left, 0),
     )
 
 
@@ -250,23 +272,43 @@ def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, lengths: Varlen, scale: float
 
     left = -1 if window is None else window - 1
     out = varlen_attn(
-        q, k, v, lengths.cu_q, lengths.cu_k, lengths.max_q, lengths.max_k, scale=scale, window_size=(left, 0),
+        q,
+        k,
+        v,
+        lengths.cu_q,
+        lengths.cu_k,
+        lengths.max_q,
+        lengths.max_k,
+        scale=scale,
+        window_size=(left, 0),
         enable_gqa=q.shape[1] != k.shape[1],
-    )  # fmt: skip
+    )
     assert isinstance(out, Tensor)
     return out
 
 
 def _attend_block(
-    block: Block, q: Tensor, k: Tensor, v: Tensor, heads: int, kv_heads: int, scale: float, window: int | None, cap: float
+    block: Block,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    heads: int,
+    kv_heads: int,
+    scale: float,
+    window: int | None,
+    cap: float,
 ) -> Tensor:
     """q [b*H*Q, D], k and v [b*KV*K, D] -> [b*H*Q, D]."""
     b, width = block.q_index.shape
     depth = block.k_index.shape[1]
     k, v = (x.view(b, kv_heads, depth, -1) for x in (k, v))
     if cap:
-        scores = (q.view(b, kv_heads, -1, q.shape[-1]) @ k.transpose(2, 3)).to(torch.promote_types(q.dtype, torch.float32))
-        scores = torch.tanh(scores * (scale / cap)).mul(cap).view(b, heads, width, depth) + block.mask(window, scores.dtype)
+        scores = (q.view(b, kv_heads, -1, q.shape[-1]) @ k.transpose(2, 3)).to(
+            torch.promote_types(q.dtype, torch.float32)
+        )
+        scores = torch.tanh(scores * (scale / cap)).mul(cap).view(b, heads, width, depth) + block.mask(
+            window, scores.dtype
+        )
         shares = torch.softmax(scores, -1).to(v.dtype).view(b, kv_heads, -1, depth)
         return (shares @ v).reshape(-1, v.shape[-1])
     if depth <= _SMALL_KEYS and q.device.type == "cpu":
@@ -306,7 +348,10 @@ class _BatchedAttention(torch.autograd.Function):
         d_out = d_out.to(p.dtype)
         d_v = torch.bmm(p.transpose(1, 2), d_out)
         d_s = torch._softmax_backward_data(torch.bmm(d_out, v.transpose(1, 2)), p, -1, p.dtype)
-        d_q, d_k = (torch.baddbmm(p.new_empty(()), a, b, beta=0, alpha=ctx.scale) for a, b in ((d_s, k), (d_s.transpose(1, 2), q)))
+        d_q, d_k = (
+            torch.baddbmm(p.new_empty(()), a, b, beta=0, alpha=ctx.scale)
+            for a, b in ((d_s, k), (d_s.transpose(1, 2), q))
+        )
         return *(d.to(dtype) for d, dtype in zip((d_q, d_k, d_v), ctx.dtypes, strict=True)), None, None
 
 

@@ -46,12 +46,27 @@ class LayerPointers(ctypes.Structure):
     """What a layer reads: norms float32 [hidden], panels and biases of its products, [heads + kv_heads, D] of q and k."""
 
     _fields_ = (
-        *((name, c_void_p) for name in (
-            "norm", "qkv", "qkv_bias", "qk_norm", "out", "out_bias", "out_norm", "mlp_norm", "up", "up_bias", "down", "down_bias",
-            "mlp_out_norm",
-        )),
-        ("window", c_long), ("rope", c_long),
-    )  # fmt: skip
+        *(
+            (name, c_void_p)
+            for name in (
+                "norm",
+                "qkv",
+                "qkv_bias",
+                "qk_norm",
+                "out",
+                "out_bias",
+                "out_norm",
+                "mlp_norm",
+                "up",
+                "up_bias",
+                "down",
+                "down_bias",
+                "mlp_out_norm",
+            )
+        ),
+        ("window", c_long),
+        ("rope", c_long),
+    )
 
 
 class Stack(ctypes.Structure):
@@ -91,7 +106,15 @@ class Kernels:
         (n, depth), width = x.shape, out.shape[1]
         assert x.is_contiguous() and out.is_contiguous() and x.dtype == out.dtype == torch.float32
         self._linear(
-            x.data_ptr(), panels.data_ptr(), _pointer(bias), out.data_ptr(), n, depth, width, add, torch.get_num_threads()
+            x.data_ptr(),
+            panels.data_ptr(),
+            _pointer(bias),
+            out.data_ptr(),
+            n,
+            depth,
+            width,
+            add,
+            torch.get_num_threads(),
         )
         return out
 
@@ -121,7 +144,13 @@ class Kernels:
         """-> dgate, dup."""
         dgate, dup = torch.empty_like(gate), torch.empty_like(up)
         self._swiglu_backward(
-            gate.data_ptr(), up.data_ptr(), dy.data_ptr(), dgate.data_ptr(), dup.data_ptr(), gate.numel(), torch.get_num_threads()
+            gate.data_ptr(),
+            up.data_ptr(),
+            dy.data_ptr(),
+            dgate.data_ptr(),
+            dup.data_ptr(),
+            gate.numel(),
+            torch.get_num_threads(),
         )
         return dgate, dup
 
@@ -133,23 +162,59 @@ class Kernels:
         return out
 
     def attend(
-        self, qkv: Tensor, qk_norm: Tensor | None, turns: Tensor | None, positions: Tensor, slots: Tensor | None, keys: Tensor, values: Tensor,
+        self,
+        qkv: Tensor,
+        qk_norm: Tensor | None,
+        turns: Tensor | None,
+        positions: Tensor,
+        slots: Tensor | None,
+        keys: Tensor,
+        values: Tensor,
         scratch: Tensor,
-        *, heads: int, eps: float, scale: float, window: int = 0, cap: float = 0.0,
-    ) -> Tensor:  # fmt: skip
+        *,
+        heads: int,
+        eps: float,
+        scale: float,
+        window: int = 0,
+        cap: float = 0.0,
+    ) -> Tensor:
         """qkv [n, (H + 2K) D], qk_norm float32 [H + K, D], turns complex64 [positions, D/2], keys and values
         [n, K, capacity, D], which receive the
         row's own at `positions` [n] -> mixed values [n, H D]."""
         kv_heads, capacity, dim = keys.shape[1:]
         out = qkv.new_empty(len(qkv), heads * dim)
         self._attend(
-            qkv.data_ptr(), _pointer(qk_norm), _pointer(turns), positions.data_ptr(), _pointer(slots), keys.data_ptr(), values.data_ptr(),
-            out.data_ptr(), scratch.data_ptr(), len(qkv), heads, kv_heads, dim, capacity, window, eps, scale, cap,
-        )  # fmt: skip
+            qkv.data_ptr(),
+            _pointer(qk_norm),
+            _pointer(turns),
+            positions.data_ptr(),
+            _pointer(slots),
+            keys.data_ptr(),
+            values.data_ptr(),
+            out.data_ptr(),
+            scratch.data_ptr(),
+            len(qkv),
+            heads,
+            kv_heads,
+            dim,
+            capacity,
+            window,
+            eps,
+            scale,
+            cap,
+        )
         return out
 
     def layers(
-        self, stack: Stack, x: Tensor, positions: Tensor, slots: Tensor | None, turns: Tensor | None, kv: Tensor, lo: int, tokens: int
+        self,
+        stack: Stack,
+        x: Tensor,
+        positions: Tensor,
+        slots: Tensor | None,
+        turns: Tensor | None,
+        kv: Tensor,
+        lo: int,
+        tokens: int,
     ) -> Tensor:
         """x [n, hidden] -> what the layers make of it, in place. turns complex64 [kinds, positions, D/2]; kv float32 [layers,
         2, slots, K, capacity, D], of which row i takes slot lo + i, or lo + slots[i]; `tokens`: more than every position.
@@ -159,9 +224,19 @@ class Kernels:
         attending = (2 * stack.heads + 2 * kv_heads) * dim * n + scratch_floats(stack.heads, kv_heads, dim, tokens)
         scratch = torch.empty(n * stack.hidden + max(attending, 3 * n * stack.ffn), dtype=torch.float32)
         self._layers(
-            ctypes.addressof(stack), x.data_ptr(), positions.data_ptr(), _pointer(slots), _pointer(turns), 0 if turns is None else turns.shape[1],
-            kv[:, :, lo:].data_ptr(), kv.shape[2], kv.shape[4], scratch.data_ptr(), n, torch.get_num_threads(),
-        )  # fmt: skip
+            ctypes.addressof(stack),
+            x.data_ptr(),
+            positions.data_ptr(),
+            _pointer(slots),
+            _pointer(turns),
+            0 if turns is None else turns.shape[1],
+            kv[:, :, lo:].data_ptr(),
+            kv.shape[2],
+            kv.shape[4],
+            scratch.data_ptr(),
+            n,
+            torch.get_num_threads(),
+        )
         return x
 
     def sample(self, logits: Tensor, temperature: np.ndarray, uniform: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -170,9 +245,15 @@ class Kernels:
         ids, logprobs, masses = np.empty(n, np.int64), np.empty(n, np.float32), np.empty(-(-vocab // BLOCK), np.float32)
         temperature, uniform = np.ascontiguousarray(temperature), np.ascontiguousarray(uniform)
         self._sample(
-            logits.data_ptr(), temperature.ctypes.data, uniform.ctypes.data, ids.ctypes.data, logprobs.ctypes.data, masses.ctypes.data,
-            n, vocab,
-        )  # fmt: skip
+            logits.data_ptr(),
+            temperature.ctypes.data,
+            uniform.ctypes.data,
+            ids.ctypes.data,
+            logprobs.ctypes.data,
+            masses.ctypes.data,
+            n,
+            vocab,
+        )
         return ids, logprobs
 
 
@@ -206,7 +287,9 @@ def _library() -> Path:
     compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
     if not compiler:
         raise OSError("no C compiler (cc, gcc or clang) on this machine")
-    key = hashlib.sha256(b"\0".join((SOURCE.read_bytes(), compiler.encode(), repr((FLAGS, NATIVE, OPENMP)).encode(), _cpu().encode())))
+    key = hashlib.sha256(
+        b"\0".join((SOURCE.read_bytes(), compiler.encode(), repr((FLAGS, NATIVE, OPENMP)).encode(), _cpu().encode()))
+    )
     path = Path.home() / ".cache" / "verl" / f"kernels-{key.hexdigest()[:16]}.so"
     if path.is_file():
         return path
@@ -229,7 +312,9 @@ def _cpu() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.machine() + platform.processor()
-    return platform.machine() + "".join(sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))}))
+    return platform.machine() + "".join(
+        sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
+    )
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

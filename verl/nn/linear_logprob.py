@@ -21,9 +21,16 @@ class _LinearLogprob(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: Tensor,
-        cap: float, want_entropy: bool, want_sum_pi_squared: bool,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: Tensor,
+        cap: float,
+        want_entropy: bool,
+        want_sum_pi_squared: bool,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         n = hidden.shape[0]
         exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         logprobs = torch.empty(n, dtype=exact, device=hidden.device)
@@ -49,7 +56,9 @@ class _LinearLogprob(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_logprob: Tensor | None, d_entropy: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, d_logprob: Tensor | None, d_entropy: Tensor | None, _: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, temperature, lse, entropy = ctx.saved_tensors
         d_logprob = torch.zeros_like(lse) if d_logprob is None else d_logprob
         # Rows that nothing depends on are left out: groups without signal cost nothing, and a NaN in them reaches nothing.
@@ -82,7 +91,16 @@ class _LinearLogprob(torch.autograd.Function):
                 d_weight.addmm_(dz.T, h)
             else:
                 d_weight += dz.T @ h
-        return d_hidden, d_weight.to(weight.dtype), None if d_bias is None else d_bias.to(bias.dtype), None, None, None, None, None
+        return (
+            d_hidden,
+            d_weight.to(weight.dtype),
+            None if d_bias is None else d_bias.to(bias.dtype),
+            None,
+            None,
+            None,
+            None,
+            None,
+        )
 
 
 def _chunks(n: int, vocab_size: int) -> list[slice]:

@@ -34,7 +34,12 @@ def probe_sequences(vocab_size: int) -> list[Tensor]:
 
 
 def check_packing(
-    packed: Callable[[Batch], Tensor], alone: Callable[[Tensor], Tensor], vocab_size: int, *, share_prefix: bool, what: str
+    packed: Callable[[Batch], Tensor],
+    alone: Callable[[Tensor], Tensor],
+    vocab_size: int,
+    *,
+    share_prefix: bool,
+    what: str,
 ) -> float:
     """Compare log-probs of a packed probe with each sequence run alone; return the largest difference.
 

@@ -84,11 +84,14 @@ def write_rl(path: Path, count: int, *, seed: int, held: bool, three_digits: boo
     source = problems(seed, held=held, three_digits=three_digits)
     rows = [
         {
-            "data_source": DATA_SOURCE, "prompt": [{"role": "user", "content": prompt(p)}], "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": str(answer(p))}, "extra_info": {"split": "test" if held else "train", "index": i},
+            "data_source": DATA_SOURCE,
+            "prompt": [{"role": "user", "content": prompt(p)}],
+            "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": str(answer(p))},
+            "extra_info": {"split": "test" if held else "train", "index": i},
         }
         for i, p in zip(range(count), source)
-    ]  # fmt: skip
+    ]
     return _write(path, rows)
 
 

@@ -6,26 +6,28 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from verl.reward.math import (
-    dapo_score,
-    geometry3k_score,
-    gsm8k_score,
-    marked_math_score,
-    math_score,
-    search_qa_score,
-)
+from verl.reward.math import dapo_score, geometry3k_score, gsm8k_score, marked_math_score, math_score, search_qa_score
 
 GSM8K = ("openai/gsm8k",)
 MATH = ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500")
 DAPO = ("math_dapo", "math", "math_dapo_reasoning")  # and every source that starts with "aime"
 NUMINA = (
-    "numina_aops_forum", "numina_synthetic_math", "numina_amc_aime", "numina_synthetic_amc", "numina_cn_k12",
+    "numina_aops_forum",
+    "numina_synthetic_math",
+    "numina_amc_aime",
+    "numina_synthetic_amc",
+    "numina_cn_k12",
     "numina_olympiads",
-)  # fmt: skip
+)
 SEARCH_QA = (
-    "searchR1_nq", "searchR1_triviaqa", "searchR1_popqa", "searchR1_hotpotqa", "searchR1_2wikimultihopqa",
-    "searchR1_musique", "searchR1_bamboogle",
-)  # fmt: skip
+    "searchR1_nq",
+    "searchR1_triviaqa",
+    "searchR1_popqa",
+    "searchR1_hotpotqa",
+    "searchR1_2wikimultihopqa",
+    "searchR1_musique",
+    "searchR1_bamboogle",
+)
 GEOMETRY = ("hiyouga/geometry3k",)
 CODE = ("codecontests", "apps", "codeforces", "taco")
 KNOWN = (*GSM8K, *MATH, *DAPO, *NUMINA, *SEARCH_QA, *GEOMETRY)

@@ -69,9 +69,13 @@ def view_of(
     prompts, responses = np.asarray(prompt_ids, np.int64), np.asarray(response_ids, np.int64)
     ids = np.concatenate([prompts, responses])
     batch = {
-        "prompts": prompts, "responses": responses, "input_ids": ids, "attention_mask": np.ones_like(ids),
-        "position_ids": np.arange(len(ids)), "response_mask": np.ones_like(responses),
-    }  # fmt: skip
+        "prompts": prompts,
+        "responses": responses,
+        "input_ids": ids,
+        "attention_mask": np.ones_like(ids),
+        "position_ids": np.arange(len(ids)),
+        "response_mask": np.ones_like(responses),
+    }
     fields = {
         "data_source": data_source,
         "reward_model": {"ground_truth": ground_truth},
@@ -101,15 +105,22 @@ async def make_grader(path: str, name: str, tokenizer_path: str | None, reward_k
     manager: Any = manager_class(**_constructor_arguments(manager_class, tokenizer_path, reward_kwargs))
 
     async def grade(
-        data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any],
-        prompt_ids: np.ndarray | None, response_ids: np.ndarray | None,
-    ) -> dict[str, Any]:  # fmt: skip
+        data_source: str,
+        solution_str: str,
+        ground_truth: Any,
+        extra_info: Mapping[str, Any],
+        prompt_ids: np.ndarray | None,
+        response_ids: np.ndarray | None,
+    ) -> dict[str, Any]:
         if prompt_ids is None or response_ids is None:
             raise ValueError("a reward manager needs prompt_ids and response_ids in the RewardRequest")
         data = view_of(
-            data_source=data_source, ground_truth=ground_truth, extra_info=extra_info,
-            prompt_ids=prompt_ids, response_ids=response_ids,
-        )  # fmt: skip
+            data_source=data_source,
+            ground_truth=ground_truth,
+            extra_info=extra_info,
+            prompt_ids=prompt_ids,
+            response_ids=response_ids,
+        )
         result = await manager.run_single(data)
         if not isinstance(result, Mapping) or "reward_score" not in result:
             raise ValueError(f'{name}.run_single returned a {type(result).__name__} without "reward_score"')

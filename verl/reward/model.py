@@ -39,7 +39,9 @@ class Later:
 class ModelReward:
     """A RewardFn. Requests that wait when the scorer is free go together, at most `max_batch` of them."""
 
-    def __init__(self, score_rows: ScoreRows, *, coef: float = 1.0, function: RewardFn | None = None, max_batch: int = 64) -> None:
+    def __init__(
+        self, score_rows: ScoreRows, *, coef: float = 1.0, function: RewardFn | None = None, max_batch: int = 64
+    ) -> None:
         self._score_rows = score_rows
         self._coef = coef
         self._function = function

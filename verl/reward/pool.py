@@ -25,7 +25,10 @@ from verl.types import Invalid, Score
 __all__ = ["PoolStats", "RewardPool", "SlowCall", "Target", "TargetError"]
 
 SLOWEST = 10
-BATCH_S, MAX_BATCH = 0.005, 8  # quick calls are sent together, as many as take about so long: a message costs as much as they do
+BATCH_S, MAX_BATCH = (
+    0.005,
+    8,
+)  # quick calls are sent together, as many as take about so long: a message costs as much as they do
 ABANDONED_S = 0.05  # for a call whose caller has gone to end by itself: a fresh worker costs as much
 
 
@@ -158,12 +161,16 @@ class RewardPool:
     def stats(self) -> PoolStats:
         """Counts since the start; a snapshot."""
         return PoolStats(
-            outcomes=dict(self._outcomes), examples=dict(self._examples),
+            outcomes=dict(self._outcomes),
+            examples=dict(self._examples),
             slowest=tuple(sorted(self._slowest, reverse=True)),
             workers=sum(slot.worker is not None and slot.worker.alive for slot in self._slots),
-            waiting=len(self._queue) + sum(max(0, len(slot.calls) - 1) for slot in self._slots), longest_wait_s=self._longest_wait_s,
-            restarted=self._restarted, recycled=self._recycled, repeated=self._repeated,
-        )  # fmt: skip
+            waiting=len(self._queue) + sum(max(0, len(slot.calls) - 1) for slot in self._slots),
+            longest_wait_s=self._longest_wait_s,
+            restarted=self._restarted,
+            recycled=self._recycled,
+            repeated=self._repeated,
+        )
 
     async def close(self) -> None:
         """End every worker and all that user code started; requests in flight get Invalid. Idempotent."""
@@ -224,7 +231,12 @@ class RewardPool:
 
         def deliver(outcome: Score | Invalid, wall_s: float) -> None:
             call = slot.calls.popleft()
-            if isinstance(outcome, Invalid) and outcome.reason in UNFIT and worker.calls > 1 and not call.outcome.done():
+            if (
+                isinstance(outcome, Invalid)
+                and outcome.reason in UNFIT
+                and worker.calls > 1
+                and not call.outcome.done()
+            ):
                 slot.repeat.append(call)
                 self._repeated += 1
             else:
@@ -347,9 +359,11 @@ class RewardPool:
 
 def _arguments(request: RewardRequest, with_ids: bool) -> dict[str, Any]:
     arguments = {
-        "data_source": request.data_source, "solution_str": request.solution_str,
-        "ground_truth": request.ground_truth, "extra_info": dict(request.extra_info),
-    }  # fmt: skip
+        "data_source": request.data_source,
+        "solution_str": request.solution_str,
+        "ground_truth": request.ground_truth,
+        "extra_info": dict(request.extra_info),
+    }
     if with_ids:
         arguments |= {"prompt_ids": request.prompt_ids, "response_ids": request.response_ids}
     return arguments

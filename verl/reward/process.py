@@ -411,7 +411,9 @@ async def start_worker(target: Target, *, memory_limit_mb: float, start_timeout_
         popen.kill()
         popen.wait()
         for sock, end in ((channel, requests if requests.open else None), (control, stream)):
-            (end or sock).close()  # what the event loop knows is closed through it: else the next socket of that number is deaf
+            (
+                end or sock
+            ).close()  # what the event loop knows is closed through it: else the next socket of that number is deaf
         raise
     try:
         await worker.load(target, start_timeout_s)
@@ -428,9 +430,13 @@ def _launch(channel_fd: int, control_fd: int, memory_limit_mb: float) -> subproc
     threads = {name: os.environ.get(name, "1") for name in names}
     return subprocess.Popen(
         [sys.executable, "-P", str(Path(__file__).with_name("guardian.py")), json.dumps(spec)],
-        stdin=control_fd, stdout=control_fd, stderr=control_fd, pass_fds=(channel_fd,),
-        start_new_session=True, env={**os.environ, **threads},
-    )  # fmt: skip
+        stdin=control_fd,
+        stdout=control_fd,
+        stderr=control_fd,
+        pass_fds=(channel_fd,),
+        start_new_session=True,
+        env={**os.environ, **threads},
+    )
 
 
 def frame_of(arguments: Mapping[str, Any]) -> bytes | Invalid:
@@ -443,10 +449,14 @@ def frame_of(arguments: Mapping[str, Any]) -> bytes | Invalid:
 
 def _load_frame(target: Target, memory_limit_mb: float) -> bytes:
     init = {
-        "path": target.path, "name": target.name, "kwargs": dict(target.kwargs), "factory": target.factory,
-        "with_ids": target.with_ids, "memory_limit_mb": memory_limit_mb,
+        "path": target.path,
+        "name": target.name,
+        "kwargs": dict(target.kwargs),
+        "factory": target.factory,
+        "with_ids": target.with_ids,
+        "memory_limit_mb": memory_limit_mb,
         "sys_path": [os.path.abspath(p) for p in sys.path],
-    }  # fmt: skip
+    }
     try:
         return pickle.dumps(init)
     except Exception as error:  # __reduce__ of what the user put into kwargs

@@ -69,10 +69,13 @@ class Shaped:
             return got
         penalty = float(
             overlong_penalty(
-                float(request.response_tokens), max_response_tokens=request.max_response_tokens,
-                buffer_tokens=self._buffer_tokens, penalty=self._penalty, cap=self._cap,
+                float(request.response_tokens),
+                max_response_tokens=request.max_response_tokens,
+                buffer_tokens=self._buffer_tokens,
+                penalty=self._penalty,
+                cap=self._cap,
             )
-        )  # fmt: skip
+        )
         return Score(got.value + penalty, {"score": got.value, **got.components, "overlong_penalty": penalty})
 
     async def close(self) -> None:

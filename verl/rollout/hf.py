@@ -30,31 +30,54 @@ class HfEngine(AsyncEngine):
     `hf_config`; the engine then owns it."""
 
     def __init__(
-        self, hf_config: Any, *, max_context_tokens: int, eos_token_ids: Sequence[int], decode: DecodeFn | None = None,
-        dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu", max_concurrent_sequences: int = 256,
-        max_prefill_tokens: int = 8192, module: nn.Module | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        hf_config: Any,
+        *,
+        max_context_tokens: int,
+        eos_token_ids: Sequence[int],
+        decode: DecodeFn | None = None,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        max_concurrent_sequences: int = 256,
+        max_prefill_tokens: int = 8192,
+        module: nn.Module | None = None,
+    ) -> None:
         check_positive(
-            max_context_tokens=max_context_tokens, max_concurrent_sequences=max_concurrent_sequences,
+            max_context_tokens=max_context_tokens,
+            max_concurrent_sequences=max_concurrent_sequences,
             max_prefill_tokens=max_prefill_tokens,
-        )  # fmt: skip
+        )
         runner = HfRunner(
-            hf_config, module, max_context_tokens=max_context_tokens, dtype=dtype, device=torch.device(device),
-            max_rows=max_concurrent_sequences, max_prefill_tokens=max_prefill_tokens,
-        )  # fmt: skip
+            hf_config,
+            module,
+            max_context_tokens=max_context_tokens,
+            dtype=dtype,
+            device=torch.device(device),
+            max_rows=max_concurrent_sequences,
+            max_prefill_tokens=max_prefill_tokens,
+        )
         capabilities = Capabilities(
-            logprobs="processed", prefix_cache=False, in_flight_update=True,
+            logprobs="processed",
+            prefix_cache=False,
+            in_flight_update=True,
             architectures=tuple(getattr(hf_config, "architectures", None) or (hf_config.model_type,)),
             max_context_tokens=max_context_tokens,
-        )  # fmt: skip
+        )
         super().__init__(runner, eos_token_ids=eos_token_ids, decode=decode, capabilities=capabilities)
 
 
 class HfRunner:
     def __init__(
-        self, config: Any, module: nn.Module | None, *, max_context_tokens: int, dtype: torch.dtype,
-        device: torch.device, max_rows: int, max_prefill_tokens: int,
-    ) -> None:  # fmt: skip
+        self,
+        config: Any,
+        module: nn.Module | None,
+        *,
+        max_context_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_rows: int,
+        max_prefill_tokens: int,
+    ) -> None:
         self.max_rows, self.max_context_tokens = max_rows, max_context_tokens
         text = config.get_text_config()
         self.vocab_size = text.vocab_size
@@ -147,9 +170,12 @@ class HfRunner:
         assert self._module is not None
         options = {"position_ids": positions, "logits_to_keep": 1}
         out = self._module(
-            input_ids=ids, attention_mask=self._mask, past_key_values=self._cache, use_cache=True,
+            input_ids=ids,
+            attention_mask=self._mask,
+            past_key_values=self._cache,
+            use_cache=True,
             **{name: value for name, value in options.items() if name in self._arguments},
-        )  # fmt: skip
+        )
         self._cache = out.past_key_values
         return out.logits[:, -1]
 

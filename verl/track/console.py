@@ -19,10 +19,20 @@ from rich.text import Text
 from verl.track.metrics import TimeLedger
 
 PHASE_COLORS: Mapping[str, str] = {
-    "rollout": "#3987e5", "reward_wait": "#86b6ef", "experience": "#199e70", "ref": "#6fc6a5", "old_logprobs": "#3fb58b",
-    "values": "#0e7a55", "advantages": "#a5dcc7", "update": "#d95926", "publish": "#c98500", "evaluate": "#9085e9",
-    "checkpoint": "#d55181", "log": "#b0afa9", "other": "#6f6e69",
-}  # fmt: skip
+    "rollout": "#3987e5",
+    "reward_wait": "#86b6ef",
+    "experience": "#199e70",
+    "ref": "#6fc6a5",
+    "old_logprobs": "#3fb58b",
+    "values": "#0e7a55",
+    "advantages": "#a5dcc7",
+    "update": "#d95926",
+    "publish": "#c98500",
+    "evaluate": "#9085e9",
+    "checkpoint": "#d55181",
+    "log": "#b0afa9",
+    "other": "#6f6e69",
+}
 _SPARKS = "▁▂▃▄▅▆▇█"
 _ACCURACY = ("eval/acc/greedy", "eval/acc/sampled")
 

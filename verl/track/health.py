@@ -262,10 +262,24 @@ def kl_explosion(history: History, config: HealthConfig) -> Alarm | None:
 
 
 DETECTORS: tuple[Callable[[History, HealthConfig], Alarm | None], ...] = (
-    mismatch, max_abs_dlogp, ess_drop, ratio_p99, entropy_floor, entropy_collapse, entropy_explosion, length_explosion,
-    length_drift, truncated_share, zero_variance_share, invalid_share, component_dominance, gradient_not_finite,
-    gradient_spike, clip_fraction, kl_explosion,
-)  # fmt: skip
+    mismatch,
+    max_abs_dlogp,
+    ess_drop,
+    ratio_p99,
+    entropy_floor,
+    entropy_collapse,
+    entropy_explosion,
+    length_explosion,
+    length_drift,
+    truncated_share,
+    zero_variance_share,
+    invalid_share,
+    component_dominance,
+    gradient_not_finite,
+    gradient_spike,
+    clip_fraction,
+    kl_explosion,
+)
 
 
 def _share(history: History, metric: str, limit: float, name: str, text: str) -> Alarm | None:

@@ -14,9 +14,20 @@ from verl.types import Metric
 
 UNITS_FILE = "metrics_units.json"
 PHASES = (
-    "rollout", "reward_wait", "experience", "ref", "old_logprobs", "values", "advantages", "update", "publish",
-    "evaluate", "checkpoint", "log", "other",
-)  # fmt: skip
+    "rollout",
+    "reward_wait",
+    "experience",
+    "ref",
+    "old_logprobs",
+    "values",
+    "advantages",
+    "update",
+    "publish",
+    "evaluate",
+    "checkpoint",
+    "log",
+    "other",
+)
 """The phases of a step in the order in which they are shown. Others may be used; `other` is what no phase covers."""
 
 _PHASE = re.compile(r"[a-z][a-z0-9_]*")

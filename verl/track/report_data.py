@@ -269,8 +269,14 @@ def _stretches(found: Sequence[tuple[int, str, str, str, str]], steps: Sequence[
             entry.update(last=step, message=message, count=entry["count"] + 1)
             continue
         running[name] = {
-            "name": name, "level": level, "message": message, "metric": metric, "first": step, "last": step, "count": 1,
-        }  # fmt: skip
+            "name": name,
+            "level": level,
+            "message": message,
+            "metric": metric,
+            "first": step,
+            "last": step,
+            "count": 1,
+        }
         out.append(running[name])
     return out
 

@@ -156,16 +156,27 @@ def pack_row(row: SampleRow, limits: Limits, decode: Decode | None) -> dict[str,
     if row.old_logprobs is not None and row.rollout_logprobs is not None:
         gap = row.old_logprobs - row.rollout_logprobs
     out: dict[str, Any] = {
-        "id": row.sample_id, "trajectory": row.trajectory_id, "purpose": row.purpose, "reward": _digits(row.reward, 6),
+        "id": row.sample_id,
+        "trajectory": row.trajectory_id,
+        "purpose": row.purpose,
+        "reward": _digits(row.reward, 6),
         "components": {name: _digits(value, 6) for name, value in row.components.items()},
-        "versions": [row.version_min, row.version_max], "stop": row.stop_reason, "outcome": row.outcome,
-        "temperature": row.temperature, "tokens": row.response_tokens, "loss_tokens": row.loss_tokens,
+        "versions": [row.version_min, row.version_max],
+        "stop": row.stop_reason,
+        "outcome": row.outcome,
+        "temperature": row.temperature,
+        "tokens": row.response_tokens,
+        "loss_tokens": row.loss_tokens,
         "text": clip(row.response_text, limits.text_chars),
         "ids": [int(t) for t in row.response_ids[keep]],
-        "mask": _column(row.response_mask, keep), "lp": _column(row.rollout_logprobs, keep), "gap": _column(gap, keep),
-        "adv": _column(row.advantages, keep), "ent": _column(row.entropy, keep), "ref": _column(row.ref_logprobs, keep),
+        "mask": _column(row.response_mask, keep),
+        "lp": _column(row.rollout_logprobs, keep),
+        "gap": _column(gap, keep),
+        "adv": _column(row.advantages, keep),
+        "ent": _column(row.entropy, keep),
+        "ref": _column(row.ref_logprobs, keep),
         "ver": _column(row.token_versions, keep),
-    }  # fmt: skip
+    }
     if len(keep) < row.response_tokens:
         out["cut"] = {"at": limits.head_tokens, "left_out": row.response_tokens - len(keep)}
     if decode is not None:

@@ -132,10 +132,15 @@ class WandbSink:
             raise ValueError("track.sinks has wandb, which is not installed: pip install 'verl[wandb]'") from None
         offline = "WANDB_MODE" not in os.environ and not getattr(self._wandb.api, "api_key", None)
         self._run = self._wandb.init(
-            project=project, name=run_name, dir=str(run_dir), config=dict(config), id=self._identity(run_dir),
-            resume=None if offline else "allow", mode="offline" if offline else None,
+            project=project,
+            name=run_name,
+            dir=str(run_dir),
+            config=dict(config),
+            id=self._identity(run_dir),
+            resume=None if offline else "allow",
+            mode="offline" if offline else None,
             settings=self._wandb.Settings(console="off"),
-        )  # fmt: skip
+        )
         self._run.define_metric("training/global_step")
         self._run.define_metric("*", step_metric="training/global_step")
 

@@ -47,7 +47,9 @@ class MemoryQueue:
         for name in columns:
             missing = [r.sample.sample_id for r in rows if name not in r.columns]
             if missing:
-                raise ValueError(f"column {name!r} was not written for {len(missing)} of {len(rows)} samples, e.g. {missing[0]}")
+                raise ValueError(
+                    f"column {name!r} was not written for {len(missing)} of {len(rows)} samples, e.g. {missing[0]}"
+                )
             parts = [r.columns[name] for r in rows]
             offsets = np.concatenate([[0], np.cumsum([len(p) for p in parts])]).astype(np.int64)
             out[name] = Ragged(torch.cat(parts) if parts else torch.zeros(0), offsets)

@@ -115,10 +115,14 @@ def _probe(engine: ModelEngine, probes: Sequence[np.ndarray]) -> tuple[np.ndarra
             Segment(ids=ids[:1], source="prompt"),
             Segment(ids=ids[1:], source="sampled", logprobs=np.zeros(len(ids) - 1, np.float32), version=0),
         )
-        samples.append(Sample(sample_id=str(i), trajectory_id=str(i), group_id=str(i), purpose="eval", segments=segments))
+        samples.append(
+            Sample(sample_id=str(i), trajectory_id=str(i), group_id=str(i), purpose="eval", segments=segments)
+        )
     batch = pack(samples, share_prefix=False)
     found = engine.infer(batch, ("logprobs",))["logprobs"].float().numpy()
-    rows = {int(sample): found[batch.row_start[row] : batch.row_start[row + 1]] for row, sample in enumerate(batch.sequence)}
+    rows = {
+        int(sample): found[batch.row_start[row] : batch.row_start[row + 1]] for row, sample in enumerate(batch.sequence)
+    }
     return tuple(rows[i] for i in range(len(probes)))
 
 

@@ -52,10 +52,17 @@ class LocalCheckpointEngine:
         return asyncio.ensure_future(self._deliver(snapshot, version, replicas, on_inflight, deadline_s))
 
     async def _deliver(
-        self, pending: Future[Snapshot], version: int, replicas: Sequence[RolloutEngine], on_inflight: PauseMode, deadline_s: float
+        self,
+        pending: Future[Snapshot],
+        version: int,
+        replicas: Sequence[RolloutEngine],
+        on_inflight: PauseMode,
+        deadline_s: float,
     ) -> SyncReport:
         started = time.perf_counter()
-        snapshot = await _by(deadline_s, asyncio.wrap_future(pending), f"version {version}: the trainer's weights were not ready")
+        snapshot = await _by(
+            deadline_s, asyncio.wrap_future(pending), f"version {version}: the trainer's weights were not ready"
+        )
         gathered = time.perf_counter()
         names = list(snapshot.manifest)
         checked = set(names if self._published < self._verify_first else names[self._published % 16 :: 16])
@@ -70,12 +77,16 @@ class LocalCheckpointEngine:
         changed, alarms = self._compare(snapshot)
         self._published += 1
         return SyncReport(
-            version=snapshot.version, num_tensors=len(names),
-            num_bytes=sum(t.numel() * t.element_size() for t in snapshot.held.values()), verified_tensors=len(checked),
-            canary_max_abs=max(c for c in results if not isinstance(c, BaseException)), changed=changed,
-            failed_replicas=failed, alarms=alarms,
+            version=snapshot.version,
+            num_tensors=len(names),
+            num_bytes=sum(t.numel() * t.element_size() for t in snapshot.held.values()),
+            verified_tensors=len(checked),
+            canary_max_abs=max(c for c in results if not isinstance(c, BaseException)),
+            changed=changed,
+            failed_replicas=failed,
+            alarms=alarms,
             seconds={"gather": gathered - started, "load": time.perf_counter() - gathered},
-        )  # fmt: skip
+        )
 
     async def _to_replica(
         self, replica: RolloutEngine, snapshot: Snapshot, checked: set[str], on_inflight: PauseMode, deadline_s: float
@@ -103,15 +114,21 @@ class LocalCheckpointEngine:
     def _compare(self, snapshot: Snapshot) -> tuple[bool, tuple[str, ...]]:
         """(some byte changed, alarms). Alarm: masters moved by more than rounding since a byte last changed."""
         last, self._last = self._last, snapshot.manifest
-        if last.keys() != snapshot.manifest.keys() or any(e.checksum != last[n].checksum for n, e in snapshot.manifest.items()):
+        if last.keys() != snapshot.manifest.keys() or any(
+            e.checksum != last[n].checksum for n, e in snapshot.manifest.items()
+        ):
             self._moved_from = (snapshot.version, snapshot.masters)
             return True, ()
         since, before = self._moved_from
-        rounding = max((torch.finfo(e.dtype).eps for e in snapshot.manifest.values() if e.dtype.is_floating_point), default=0.0)
+        rounding = max(
+            (torch.finfo(e.dtype).eps for e in snapshot.manifest.values() if e.dtype.is_floating_point), default=0.0
+        )
         moved = [n for n, now in snapshot.masters.items() if n in before and _moved(before[n], now, rounding)]
         if not moved:
             return False, ()
-        return False, (f"weights unchanged since version {since}, though {len(moved)} trained tensors moved, e.g. {moved[0]}",)
+        return False, (
+            f"weights unchanged since version {since}, though {len(moved)} trained tensors moved, e.g. {moved[0]}",
+        )
 
 
 def _moved(before: Tensor, now: Tensor, rounding: float) -> bool:

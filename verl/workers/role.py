@@ -38,7 +38,9 @@ class UpdatePlan:
 class Role:
     """One model's worker: policy, reference, critic or (engine None) the CPU role of advantages."""
 
-    def __init__(self, name: str, queue: TransferQueue, engine: ModelEngine | None = None, *, share_prefix: bool = True) -> None:
+    def __init__(
+        self, name: str, queue: TransferQueue, engine: ModelEngine | None = None, *, share_prefix: bool = True
+    ) -> None:
         self.name = name
         self.queue = queue
         self.engine = engine
@@ -108,10 +110,16 @@ class Role:
         The queue's samples change with them; a sample whose own reward is invalid stays so."""
         assert self.engine is not None
         samples = self.queue.samples(refs)
-        found = self.engine.infer(pack(samples, share_prefix=self.share_prefix), ("scores",))["scores"].double().tolist()
+        found = (
+            self.engine.infer(pack(samples, share_prefix=self.share_prefix), ("scores",))["scores"].double().tolist()
+        )
         scored = []
         for sample, value in zip(samples, found, strict=True):
-            parts = {"reward_model": value} if alone else {"function": sample.reward, **sample.components, "reward_model": value}
+            parts = (
+                {"reward_model": value}
+                if alone
+                else {"function": sample.reward, **sample.components, "reward_model": value}
+            )
             scored.append(replace(sample, reward=coef * value + (0.0 if alone else sample.reward), components=parts))
         self.queue.drop(refs)
         return self.queue.put(scored)
@@ -121,11 +129,14 @@ class Role:
         assert self.engine is not None
         samples = [
             Sample(
-                sample_id=str(i), trajectory_id=str(i), group_id=str(i), purpose="train",
+                sample_id=str(i),
+                trajectory_id=str(i),
+                group_id=str(i),
+                purpose="train",
                 segments=(Segment(ids=prompt, source="prompt"), Segment(ids=response, source="env")),
             )
             for i, (prompt, response) in enumerate(rows)
-        ]  # fmt: skip
+        ]
         return self.engine.infer(pack(samples, share_prefix=self.share_prefix), ("scores",))["scores"].double().tolist()
 
     def measure(self, samples: list[Sample], columns: Mapping[str, Tensor], terms: tuple[Term, ...]) -> Metrics:
@@ -135,7 +146,11 @@ class Role:
         outputs = self.engine.infer(batch, tuple(dict.fromkeys(n for t in terms for n in t.outputs)))
         with torch.no_grad():
             _, found = evaluate_terms(terms, batch, {n: v.double() for n, v in outputs.items()})
-        unit, count = ("token", batch.num_loss_tokens) if all(t.unit == "token" for t in terms) else ("sequence", batch.num_sequences)
+        unit, count = (
+            ("token", batch.num_loss_tokens)
+            if all(t.unit == "token" for t in terms)
+            else ("sequence", batch.num_sequences)
+        )
         losses = {t.name: Metric(found[t.name].total * count, float(count), unit) for t in terms}  # type: ignore[arg-type]
         return {**found, **losses}
 
@@ -166,7 +181,9 @@ class Role:
 
     # -- private -----------------------------------------------------------------------------------------------------
 
-    def _batch(self, refs: Refs, samples: list[Sample], columns: Mapping[str, Tensor], terms: tuple[Term, ...]) -> Batch:
+    def _batch(
+        self, refs: Refs, samples: list[Sample], columns: Mapping[str, Tensor], terms: tuple[Term, ...]
+    ) -> Batch:
         batch = pack(samples, share_prefix=self.share_prefix).with_columns(columns)
         layout = columns_of(refs, columns)
         check_finite(layout, tuple(n for n in columns if columns[n].is_floating_point()))
@@ -219,9 +236,12 @@ def columns_of(refs: Refs, token: Mapping[str, Tensor], baselines: Mapping[str, 
     counts = np.array([r.loss_tokens for r in refs], np.int64)
     sequence_of = torch.from_numpy(np.repeat(np.array(sequence, np.int64), counts))
     return Columns(
-        token=token, sequence={"score": score, "group": group, "valid": valid, **extra}, sequence_of=sequence_of,
-        num_sequences=s, mask=valid[sequence_of],
-    )  # fmt: skip
+        token=token,
+        sequence={"score": score, "group": group, "valid": valid, **extra},
+        sequence_of=sequence_of,
+        num_sequences=s,
+        mask=valid[sequence_of],
+    )
 
 
 def _baseline_scores(refs: Refs) -> dict[str, float]:
@@ -241,7 +261,9 @@ def _token_column(found: object, name: str, num_tokens: int) -> Tensor:
         given = sorted(map(str, found)) if isinstance(found, Mapping) else f"a {type(found).__name__}"
         raise ValueError(f"the function must return {{{name!r}: tensor [{num_tokens}]}}; it returned {given}")
     if value.dim() == 0 or len(value) != num_tokens:
-        raise ValueError(f"{name} has shape {list(value.shape)}; it needs one value for each of {num_tokens} trainable tokens")
+        raise ValueError(
+            f"{name} has shape {list(value.shape)}; it needs one value for each of {num_tokens} trainable tokens"
+        )
     return value
 
 

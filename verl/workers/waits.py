@@ -62,7 +62,13 @@ class Waits:
         self._noted_s = time.monotonic()
 
     async def wait(
-        self, awaitable: Awaitable[T], *, who: str, what: str | Callable[[], str], timeout_s: float, cancel: bool = False
+        self,
+        awaitable: Awaitable[T],
+        *,
+        who: str,
+        what: str | Callable[[], str],
+        timeout_s: float,
+        cancel: bool = False,
     ) -> T:
         """Await with a deadline. `what` may be a function, asked when somebody wants to know.
 

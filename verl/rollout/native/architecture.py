@@ -34,7 +34,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "mistral": Architecture(same_window=True),
     "qwen2": Architecture(qkv_bias=True),
     "qwen3": Architecture(qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True),
-    "qwen3_moe": Architecture(qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, experts=True, same_window=True),
+    "qwen3_moe": Architecture(
+        qkv_bias="attention_bias", out_bias="attention_bias", qk_norm=True, experts=True, same_window=True
+    ),
 }
 
 
@@ -84,10 +86,14 @@ def shape_of(config: Any, max_context_tokens: int) -> Shape:
     name = "activation_function" if arch.gpt2 else "hidden_activation" if arch.gemma else "hidden_act"
     activation = ACTIVATIONS.get(getattr(config, name))
     if activation is None:
-        raise ValueError(f"{name}={getattr(config, name)!r}: native computes {', '.join(ACTIVATIONS)}; set rollout.engine=hf")
+        raise ValueError(
+            f"{name}={getattr(config, name)!r}: native computes {', '.join(ACTIVATIONS)}; set rollout.engine=hf"
+        )
     for switch in ("use_bidirectional_attention", "add_cross_attention", "scale_attn_by_inverse_layer_idx"):
         if getattr(config, switch, None):
-            raise ValueError(f"{switch}={getattr(config, switch)} of {config.model_type}: native does not compute it; set rollout.engine=hf")
+            raise ValueError(
+                f"{switch}={getattr(config, switch)} of {config.model_type}: native does not compute it; set rollout.engine=hf"
+            )
     if max_context_tokens > config.max_position_embeddings:
         raise ValueError(
             f"max_context_tokens={max_context_tokens} exceeds the model's max_position_embeddings="
@@ -102,11 +108,20 @@ def shape_of(config: Any, max_context_tokens: int) -> Shape:
     ffn = (config.n_inner or 4 * hidden) if arch.gpt2 else config.intermediate_size
     kinds = rope_kinds(config)
     return Shape(
-        layers=layers, hidden=hidden, heads=heads, kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=head_dim, ffn=ffn, vocab=config.vocab_size, activation=activation,
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=head_dim,
+        ffn=ffn,
+        vocab=config.vocab_size,
+        activation=activation,
         eps=config.layer_norm_epsilon if arch.gpt2 else config.rms_norm_eps,
-        qkv_bias=flag(arch.qkv_bias), out_bias=flag(arch.out_bias), mlp_bias=flag(arch.mlp_bias),
-        tied=bool(config.tie_word_embeddings), arch=arch,
+        qkv_bias=flag(arch.qkv_bias),
+        out_bias=flag(arch.out_bias),
+        mlp_bias=flag(arch.mlp_bias),
+        tied=bool(config.tie_word_embeddings),
+        arch=arch,
         query_scale=_query_scale(config, arch, head_dim),
         attention_cap=(config.attn_logit_softcapping or 0.0) if arch.attention_cap else 0.0,
         logit_cap=(config.final_logit_softcapping or 0.0) if arch.gemma else 0.0,
@@ -118,7 +133,7 @@ def shape_of(config: Any, max_context_tokens: int) -> Shape:
         chosen_experts=config.num_experts_per_tok if arch.experts else 0,
         expert_ffn=config.moe_intermediate_size if arch.experts else 0,
         normalised_experts=arch.experts and config.norm_topk_prob,
-    )  # fmt: skip
+    )
 
 
 def _query_scale(config: Any, arch: Architecture, head_dim: int) -> float:
@@ -164,6 +179,8 @@ def _frequencies(config: Any, head_dim: int, layer_type: str | None) -> tuple[Te
         return 1.0 / (rope["rope_theta"] ** exponent), 1.0
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"), **({"layer_type": layer_type} if layer_type else {}))
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](
+        config, torch.device("cpu"), **({"layer_type": layer_type} if layer_type else {})
+    )
     assert frequencies.shape == (head_dim // 2,), f"{kind} RoPE gave {tuple(frequencies.shape)}"
     return frequencies.float(), float(factor)

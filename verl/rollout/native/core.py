@@ -73,14 +73,22 @@ class Verifier(Protocol):
         """How many more tokens a step of so many rows can take for nearly no time."""
         ...
 
-    def verify(self, rows: np.ndarray, tokens: np.ndarray, positions: np.ndarray, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
+    def verify(
+        self, rows: np.ndarray, tokens: np.ndarray, positions: np.ndarray, draw: Draw
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Feed each of `rows` [m] (ascending, repeated) several tokens at consecutive positions -> the id that is drawn
         after each of them [m], its log-prob [m]."""
         ...
 
 
 class EngineCore:
-    def __init__(self, runner: Runner, eos_token_ids: Sequence[int], decode: DecodeFn | None, speculation: tuple[Drafter, Verifier] | None = None) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        eos_token_ids: Sequence[int],
+        decode: DecodeFn | None,
+        speculation: tuple[Drafter, Verifier] | None = None,
+    ) -> None:
         self.runner = runner
         self._speculation = speculation
         self.version = -1
@@ -102,7 +110,9 @@ class EngineCore:
     def requests(self) -> list[Request]:
         return [*self.waiting, *self.rows.requests]
 
-    def run(self, deliver: Callable[[list[Done]], object], every_s: float, interrupted: Callable[[], bool]) -> list[Done]:
+    def run(
+        self, deliver: Callable[[list[Done]], object], every_s: float, interrupted: Callable[[], bool]
+    ) -> list[Done]:
         """Steps until work ends or somebody wants the engine, at least one -> what has ended and was not delivered.
 
         `deliver` is given what has ended, about `every_s`. Where a run is interrupted changes no result.
@@ -166,10 +176,13 @@ class EngineCore:
 
     def stats(self) -> dict[str, int]:
         return {
-            "steps": self._steps, "sampled_tokens": self._sampled, "resident": self.rows.n,
-            "waiting": len(self.waiting), **self.runner.stats(),
+            "steps": self._steps,
+            "sampled_tokens": self._sampled,
+            "resident": self.rows.n,
+            "waiting": len(self.waiting),
+            **self.runner.stats(),
             **(self._speculation[0].stats() if self._speculation is not None else {}),
-        }  # fmt: skip
+        }
 
     def _seat(self, admission: Admission) -> list[Done]:
         first = self.rows.n
@@ -188,8 +201,12 @@ class EngineCore:
         starts = np.cumsum(lengths) - lengths
         rows = np.repeat(np.arange(len(guesses)), lengths)
         ahead = np.arange(len(rows)) - starts[rows]
-        fed = np.concatenate([part for row, guess in enumerate(guesses) for part in (self.rows.last[row : row + 1], guess)])
-        ids, logprobs = verifier.verify(rows, fed, self.rows.positions()[rows] + ahead, self.rows.draw_ahead(rows, ahead))
+        fed = np.concatenate(
+            [part for row, guess in enumerate(guesses) for part in (self.rows.last[row : row + 1], guess)]
+        )
+        ids, logprobs = verifier.verify(
+            rows, fed, self.rows.positions()[rows] + ahead, self.rows.draw_ahead(rows, ahead)
+        )
         code = np.zeros(len(guesses), np.int8)
         stops: dict[int, str] = {}
         for row, guess in enumerate(guesses):

@@ -72,7 +72,9 @@ class Drafter:
             return np.zeros(0, np.int64)
         own = rows.context(row)
         prompt = rows.requests[row].prompt_ids
-        siblings = (rows.answer(i) for i in range(rows.n) if i != row and np.array_equal(rows.requests[i].prompt_ids, prompt))
+        siblings = (
+            rows.answer(i) for i in range(rows.n) if i != row and np.array_equal(rows.requests[i].prompt_ids, prompt)
+        )
         for text in (own, *siblings, *self._answers.get(prompt.tobytes(), ())):
             guess = following(text, own[-MATCH_TOKENS:], tokens)
             if len(guess):

@@ -40,9 +40,14 @@ class Control:
 
 class AsyncEngine:
     def __init__(
-        self, runner: Runner, *, eos_token_ids: Sequence[int], decode: DecodeFn | None, capabilities: Capabilities,
+        self,
+        runner: Runner,
+        *,
+        eos_token_ids: Sequence[int],
+        decode: DecodeFn | None,
+        capabilities: Capabilities,
         speculation: tuple[Drafter, Verifier] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._core = EngineCore(runner, eos_token_ids, decode, speculation)
         self._runner = runner
         self._decodes = decode is not None
@@ -199,7 +204,9 @@ class AsyncEngine:
             raise ValueError(f"{what}: ids must be one sequence [t], got shape {ids.shape}")
         if (content := ids.tobytes()) != self._in_vocabulary:  # the siblings of a group come one after the other
             if len(ids) and not (ids.min() >= 0 and ids.max() < self._runner.vocab_size):
-                raise ValueError(f"{what}: ids in [{ids.min()}, {ids.max()}], vocabulary is [0, {self._runner.vocab_size})")
+                raise ValueError(
+                    f"{what}: ids in [{ids.min()}, {ids.max()}], vocabulary is [0, {self._runner.vocab_size})"
+                )
             self._in_vocabulary = content
         return ids
 

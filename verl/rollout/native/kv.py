@@ -35,7 +35,14 @@ class SlotCache:
     """
 
     def __init__(
-        self, shape: Shape, dtype: torch.dtype, device: torch.device, max_slots: int, max_tokens: int, *, exact_reads: bool
+        self,
+        shape: Shape,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_slots: int,
+        max_tokens: int,
+        *,
+        exact_reads: bool,
     ) -> None:
         self._shape, self._dtype, self._device, self._exact_reads = shape, dtype, device, exact_reads
         self._max_slots, self._max_capacity = max_slots, round_up(max_tokens, GROW_STEP)
@@ -63,7 +70,10 @@ class SlotCache:
         new_slots = self._slots if slots <= self._slots <= FAR_ABOVE * slots else min(self._max_slots, slots * 3 // 2)
         grown = min(self._max_capacity, round_up(tokens * 3 // 2, GROW_STEP))
         whole = min(self._max_capacity, round_up(max(tokens, ahead), GROW_STEP))
-        if self._exact_reads and new_slots * whole * self._shape.kv_values_per_token * self._dtype.itemsize <= AHEAD_BYTES:
+        if (
+            self._exact_reads
+            and new_slots * whole * self._shape.kv_values_per_token * self._dtype.itemsize <= AHEAD_BYTES
+        ):
             grown = max(grown, whole)
         elif tokens <= self._capacity <= FAR_ABOVE * tokens:
             grown = self._capacity

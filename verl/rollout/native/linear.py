@@ -26,7 +26,9 @@ def best_layout(dtype: torch.dtype, device: torch.device, kernels: Kernels | Non
     if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         return "plain"
     avx512 = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-    return "packed" if (native_bf16(device) if dtype == torch.bfloat16 else dtype == torch.float32 and avx512) else "plain"
+    return (
+        "packed" if (native_bf16(device) if dtype == torch.bfloat16 else dtype == torch.float32 and avx512) else "plain"
+    )
 
 
 class Linear(Protocol):

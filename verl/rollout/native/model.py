@@ -20,7 +20,9 @@ from verl.rollout.native.weights import Layer, Weights
 
 QUERY_BLOCK = 1024  # query rows per masked attention call: bounds the mask of a long chunk
 MAX_PADDING = 2.0  # padded over real tokens within one batched attention call of a prefill
-SHORT_PROMPT = 256  # tokens up to which reading the KV row by row costs less than blocks of it, with their padding and copies
+SHORT_PROMPT = (
+    256  # tokens up to which reading the KV row by row costs less than blocks of it, with their padding and copies
+)
 
 
 class RotaryTable:
@@ -28,7 +30,11 @@ class RotaryTable:
 
     def __init__(self, frequencies: tuple[Tensor, Tensor] | None, device: torch.device) -> None:
         self._frequencies = frequencies and (frequencies[0].to(device), frequencies[1].to(device))
-        self._table = torch.zeros(len(frequencies[0]), 0, frequencies[0].shape[1], dtype=torch.complex64, device=device) if frequencies else None
+        self._table = (
+            torch.zeros(len(frequencies[0]), 0, frequencies[0].shape[1], dtype=torch.complex64, device=device)
+            if frequencies
+            else None
+        )
 
     def reserve(self, positions: int) -> None:
         if self._frequencies is not None and self._table is not None and positions > self._table.shape[1]:
@@ -87,16 +93,25 @@ def forward(weights: Weights, ids: Tensor, positions: Tensor, attention: Attenti
 
 @torch.inference_mode()
 def decode(
-    weights: Weights, shape: Shape, cache: SlotCache, table: RotaryTable, tokens: Tensor, positions: Tensor, lo: int,
-    blocks: Sequence[tuple[int, int, int]], slots: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    weights: Weights,
+    shape: Shape,
+    cache: SlotCache,
+    table: RotaryTable,
+    tokens: Tensor,
+    positions: Tensor,
+    lo: int,
+    blocks: Sequence[tuple[int, int, int]],
+    slots: Tensor | None = None,
+) -> Tensor:
     """tokens, positions [n] of slots lo..lo+n-1, or of `slots` [n] -> final hidden states [n, hidden]; writes their KV at
     `positions`, which for the tokens of one slot ascend.
 
     blocks = (first row, end row, KV width that is read), which cover the rows in order; positions are below the width.
     """
     n, heads, width = len(tokens), shape.kv_heads, max(w for _, _, w in blocks)
-    biases = {window: _decode_bias(positions, width, window, heads, weights.embed.dtype) for window in set(shape.windows)}
+    biases = {
+        window: _decode_bias(positions, width, window, heads, weights.embed.dtype) for window in set(shape.windows)
+    }
     rotary = table.at(positions)
     place = cache.places(torch.arange(lo, lo + n, device=tokens.device) if slots is None else slots, positions)
 
@@ -106,9 +121,13 @@ def decode(
         q = q.reshape(n * heads, -1, shape.head_dim)  # the G query heads of a key head are query rows: no repeats
         mixed = []
         for start, end, w in blocks:  # keys, values [rows K, w, D]
-            keys, values = cache.read(i, lo + start, lo + end, w) if slots is None else cache.gather(i, slots[start:end], w)
+            keys, values = (
+                cache.read(i, lo + start, lo + end, w) if slots is None else cache.gather(i, slots[start:end], w)
+            )
             rows = slice(start * heads, end * heads)
-            mixed.append(attend(q[rows], keys, values, biases[layer.window][rows, :, :w], shape.query_scale, shape.attention_cap))
+            mixed.append(
+                attend(q[rows], keys, values, biases[layer.window][rows, :, :w], shape.query_scale, shape.attention_cap)
+            )
         return (mixed[0] if len(mixed) == 1 else torch.cat(mixed)).view(n, -1)
 
     return forward(weights, tokens, positions, attention)
@@ -126,9 +145,16 @@ def _decode_bias(positions: Tensor, width: int, window: int, heads: int, dtype: 
 
 @torch.inference_mode()
 def decode_compiled(
-    kernels: Kernels, weights: Weights, shape: Shape, cache: SlotCache, table: RotaryTable, tokens: Tensor, positions: Tensor, lo: int,
+    kernels: Kernels,
+    weights: Weights,
+    shape: Shape,
+    cache: SlotCache,
+    table: RotaryTable,
+    tokens: Tensor,
+    positions: Tensor,
+    lo: int,
     slots: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """As `decode`, with the compiled kernels: each row reads its own KV and no more. All layers are one call if they can."""
     longest = int(positions.max()) + 1
     if weights.stack is not None:
@@ -139,9 +165,20 @@ def decode_compiled(
     def attention(i: int, layer: Layer, qkv: Tensor) -> Tensor:
         keys, values = cache.slots(i, lo)
         return kernels.attend(
-            qkv, layer.qk_norm, table.turns(layer.rope), positions, slots, keys, values, scratch, heads=shape.heads, eps=shape.eps,
-            scale=shape.query_scale, window=layer.window, cap=shape.attention_cap,
-        )  # fmt: skip
+            qkv,
+            layer.qk_norm,
+            table.turns(layer.rope),
+            positions,
+            slots,
+            keys,
+            values,
+            scratch,
+            heads=shape.heads,
+            eps=shape.eps,
+            scale=shape.query_scale,
+            window=layer.window,
+            cap=shape.attention_cap,
+        )
 
     return forward(weights, tokens, positions, attention)
 
@@ -189,7 +226,9 @@ def prefill(weights: Weights, shape: Shape, table: RotaryTable, chunks: Sequence
 
 
 @torch.inference_mode()
-def prefill_compiled(kernels: Kernels, weights: Weights, shape: Shape, table: RotaryTable, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
+def prefill_compiled(
+    kernels: Kernels, weights: Weights, shape: Shape, table: RotaryTable, chunks: Sequence[Chunk]
+) -> tuple[Tensor, Tensor]:
     """As `prefill`, in one call for all layers: every token is a row that reads the KV of those before it, so that neither
     the other prompts nor the passes that a prompt is cut into change its bits. For short prompts."""
     assert weights.stack is not None
@@ -249,7 +288,9 @@ class PrefillAttention:
         for start, end, past in self.alone:
             keys = torch.cat([past[layer, 0], k[start:end].transpose(0, 1)], dim=1)  # [K, P + t, D]
             values = torch.cat([past[layer, 1], v[start:end].transpose(0, 1)], dim=1)
-            mixed = attend_causal(q[None, start:end].transpose(1, 2), keys[None], values[None], window, self.scale, self.cap)
+            mixed = attend_causal(
+                q[None, start:end].transpose(1, 2), keys[None], values[None], window, self.scale, self.cap
+            )
             out[start:end] = mixed[0].transpose(0, 1)
         return out
 

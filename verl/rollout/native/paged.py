@@ -29,31 +29,54 @@ PagedKernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float, int], Ten
 """q [n, H, D], keys and values [pages, PAGE, K, D], block table int32 [n, W], tokens seen int32 [n], scale, window -> [n, H, D]."""
 
 
-def flash_attn_paged(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, seen: Tensor, scale: float, window: int) -> Tensor:
+def flash_attn_paged(
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, seen: Tensor, scale: float, window: int
+) -> Tensor:
     """The flash-attn package: a split-KV kernel over a block table."""
     from flash_attn import flash_attn_with_kvcache
 
     span = (window - 1, 0) if window else (-1, -1)
     out: Tensor = flash_attn_with_kvcache(
-        q[:, None], keys, values, cache_seqlens=seen, block_table=table, softmax_scale=scale, causal=True, window_size=span
+        q[:, None],
+        keys,
+        values,
+        cache_seqlens=seen,
+        block_table=table,
+        softmax_scale=scale,
+        causal=True,
+        window_size=span,
     )
     return out[:, 0]
 
 
-def torch_paged(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, seen: Tensor, scale: float, window: int) -> Tensor:
+def torch_paged(
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, seen: Tensor, scale: float, window: int
+) -> Tensor:
     """torch.nn.attention.varlen, which takes a block table where FlashAttention-3 is its implementation."""
     from torch.nn.attention.varlen import varlen_attn
 
     one_each = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
     out = varlen_attn(
-        q, keys, values, one_each, None, 1, table.shape[1] * PAGE, scale=scale, window_size=(window - 1 if window else -1, 0),
-        enable_gqa=q.shape[1] != keys.shape[2], seqused_k=seen, block_table=table,
-    )  # fmt: skip
+        q,
+        keys,
+        values,
+        one_each,
+        None,
+        1,
+        table.shape[1] * PAGE,
+        scale=scale,
+        window_size=(window - 1 if window else -1, 0),
+        enable_gqa=q.shape[1] != keys.shape[2],
+        seqused_k=seen,
+        block_table=table,
+    )
     assert isinstance(out, Tensor)
     return out
 
 
-def gathered_paged(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, seen: Tensor, scale: float, window: int) -> Tensor:
+def gathered_paged(
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, seen: Tensor, scale: float, window: int
+) -> Tensor:
     """The same by plain operations, which copy the pages: what the kernels are compared with, and the way without one."""
     k, v = (pool[table.long()].flatten(1, 2).transpose(1, 2) for pool in (keys, values))  # [n, K, W PAGE, D]
     place = torch.arange(k.shape[2], device=q.device)
@@ -61,7 +84,9 @@ def gathered_paged(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, seen:
     if window:
         visible &= place >= seen[:, None] - window
     mask = visible[:, None, None]
-    return scaled_dot_product_attention(q[:, :, None], k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])[:, :, 0]
+    return scaled_dot_product_attention(
+        q[:, :, None], k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )[:, :, 0]
 
 
 def paged_kernel(device: torch.device, dtype: torch.dtype) -> PagedKernel:
@@ -85,7 +110,9 @@ class PageCache:
     where padding writes.
     """
 
-    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device, max_slots: int, max_tokens: int, pool_tokens: int) -> None:
+    def __init__(
+        self, shape: Shape, dtype: torch.dtype, device: torch.device, max_slots: int, max_tokens: int, pool_tokens: int
+    ) -> None:
         self._shape, self._dtype, self._device = shape, dtype, device
         self._width = -(-max_tokens // PAGE)
         self._pages = 1 + min(max_slots * self._width, -(-pool_tokens // PAGE))
@@ -110,7 +137,9 @@ class PageCache:
         """Slots lo..hi-1, which hold nothing, continue the prompt whose KV is [layers, 2, K, P, D]."""
         s, tokens = self._shape, kv.shape[3]
         if self.pool is None:  # zeros: what is masked is multiplied by 0, which must not meet a NaN
-            self.pool = torch.zeros(s.layers, 2, self._pages, PAGE, s.kv_heads, s.head_dim, dtype=self._dtype, device=self._device)
+            self.pool = torch.zeros(
+                s.layers, 2, self._pages, PAGE, s.kv_heads, s.head_dim, dtype=self._dtype, device=self._device
+            )
         full, rest = divmod(tokens, PAGE)
         shared = [self._take() for _ in range(full)]
         rows = kv.transpose(2, 3)  # [layers, 2, P, K, D]
@@ -165,7 +194,16 @@ class PageCache:
 class PagedDecode:
     """`step` for up to `max_tokens` tokens at once: by a graph per bucket on CUDA, directly elsewhere."""
 
-    def __init__(self, shape: Shape, cache: PageCache, table: RotaryTable, dtype: torch.dtype, device: torch.device, max_tokens: int, max_context_tokens: int) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        cache: PageCache,
+        table: RotaryTable,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_tokens: int,
+        max_context_tokens: int,
+    ) -> None:
         self._shape, self.cache, self._table, self._device = shape, cache, table, device
         cuda = device.type == "cuda"
         self._kernel = paged_kernel(device, dtype)
@@ -177,7 +215,9 @@ class PagedDecode:
         self._inputs = torch.zeros(5, max_tokens, dtype=torch.float64, device=device)
         self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # by (rows, pages of the longest)
         self._memory: Any = None  # that the graphs share
-        self._stream = torch.cuda.Stream(device) if cuda else None  # of all captures: a library's workspace belongs to a stream
+        self._stream = (
+            torch.cuda.Stream(device) if cuda else None
+        )  # of all captures: a library's workspace belongs to a stream
 
     def forget(self) -> None:
         """Weights, pool or rotary table have moved."""
@@ -185,7 +225,9 @@ class PagedDecode:
         self._memory = None  # dies with the last graph
 
     @torch.inference_mode()
-    def step(self, weights: Weights, slots: np.ndarray, tokens: np.ndarray, positions: np.ndarray, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
+    def step(
+        self, weights: Weights, slots: np.ndarray, tokens: np.ndarray, positions: np.ndarray, draw: Draw
+    ) -> tuple[np.ndarray, np.ndarray]:
         """tokens, positions [n] of `slots` [n] -> ids, log-probs [n]."""
         n = len(tokens)
         self.cache.extend(slots, positions)
@@ -233,7 +275,9 @@ class PagedDecode:
         shape, pool = self._shape, self.cache.pool
         assert pool is not None
         tokens, positions, slots = inputs[:3].long()
-        pages = torch.where(slots[:, None] >= 0, self.cache.table[:, :width].index_select(0, slots.clamp(min=0)), 0)  # [n, W]
+        pages = torch.where(
+            slots[:, None] >= 0, self.cache.table[:, :width].index_select(0, slots.clamp(min=0)), 0
+        )  # [n, W]
         place = pages.gather(1, (positions // PAGE)[:, None])[:, 0].long() * PAGE + positions % PAGE
         rotary, seen = self._table.at(positions), (positions + 1).int()
 

@@ -120,16 +120,22 @@ class Rows:
 
     def draw(self, lo: int, hi: int) -> Draw:
         return Draw(
-            self._temperature[lo:hi], self._top_k[lo:hi], self._top_p[lo:hi], self._min_p[lo:hi],
+            self._temperature[lo:hi],
+            self._top_k[lo:hi],
+            self._top_p[lo:hi],
+            self._min_p[lo:hi],
             uniforms(self._stream[lo:hi], self.count[lo:hi]),
-        )  # fmt: skip
+        )
 
     def draw_ahead(self, rows: np.ndarray, ahead: np.ndarray) -> Draw:
         """The draws of the tokens that stand `ahead` [m] places after the next one of `rows` [m]."""
         return Draw(
-            self._temperature[rows], self._top_k[rows], self._top_p[rows], self._min_p[rows],
+            self._temperature[rows],
+            self._top_k[rows],
+            self._top_p[rows],
+            self._min_p[rows],
             uniforms(self._stream[rows], self.count[rows] + ahead),
-        )  # fmt: skip
+        )
 
     def answer(self, row: int) -> np.ndarray:
         """[count] what was sampled so far: a view."""
@@ -187,9 +193,21 @@ class Rows:
 
     def _columns(self) -> tuple[np.ndarray, ...]:
         return (
-            self.prompt_tokens, self.count, self.limit, self.last, self._overflow, self._ignore_eos, self._stop_ids,
-            self._temperature, self._top_k, self._top_p, self._min_p, self._stream, self._ids, self._logprobs,
-        )  # fmt: skip
+            self.prompt_tokens,
+            self.count,
+            self.limit,
+            self.last,
+            self._overflow,
+            self._ignore_eos,
+            self._stop_ids,
+            self._temperature,
+            self._top_k,
+            self._top_p,
+            self._min_p,
+            self._stream,
+            self._ids,
+            self._logprobs,
+        )
 
     def _match_strings(self, lo: int, hi: int) -> dict[int, str]:
         assert self._decode is not None, "a request with stop strings was admitted without a decode function"

@@ -44,7 +44,10 @@ BLOCK_ROWS, BLOCKS_PAY = 16, 0.6  # attention goes in blocks of rows where these
 MIN_LANE_ROWS = 8
 EVEN_SHARES = 1.25  # of a mean share: the most that a lane may have to do, if all shall be done sooner than one by one on all cores
 MIN_PREFILL_WIDTH = 32  # tokens; prompts below it are one batch, whatever they leave empty
-SPARE_ROWS, SPARE_ROWS_CUDA = 6, 64  # tokens of a step whose products take about as long as one token's: waiting for weights
+SPARE_ROWS, SPARE_ROWS_CUDA = (
+    6,
+    64,
+)  # tokens of a step whose products take about as long as one token's: waiting for weights
 
 
 @dataclass(slots=True, eq=False)
@@ -65,10 +68,23 @@ class Job:
 
 class NativeRunner:
     def __init__(
-        self, config: Any, *, max_context_tokens: int, dtype: torch.dtype, device: torch.device, max_rows: int,
-        max_prefill_tokens: int, prefix_cache_tokens: int, deterministic: bool, lanes: int, layout: Layout | None = None,
-        emulate_bf16: bool | None = None, compiled: bool = True, max_kv_tokens: int | None = None, paged: bool | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        config: Any,
+        *,
+        max_context_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_rows: int,
+        max_prefill_tokens: int,
+        prefix_cache_tokens: int,
+        deterministic: bool,
+        lanes: int,
+        layout: Layout | None = None,
+        emulate_bf16: bool | None = None,
+        compiled: bool = True,
+        max_kv_tokens: int | None = None,
+        paged: bool | None = None,
+    ) -> None:
         self.max_rows, self.max_context_tokens = max_rows, max_context_tokens
         self._shape = shape_of(config, max_context_tokens)
         self.vocab_size = self._shape.vocab
@@ -83,11 +99,17 @@ class NativeRunner:
         self._fixed_rows = deterministic and self._layout != "panels"  # panels do not depend on the other rows
         self._table = RotaryTable(rotary_frequencies(config, self._shape.head_dim), device)
         slots = round_up(max_rows, FIXED_ROWS) if self._fixed_rows else max_rows
-        self._cache = SlotCache(self._shape, self.compute_dtype, device, slots, max_context_tokens, exact_reads=self._kernels is not None)
+        self._cache = SlotCache(
+            self._shape, self.compute_dtype, device, slots, max_context_tokens, exact_reads=self._kernels is not None
+        )
         self._needs = np.zeros(max_rows, np.int64)  # tokens of KV that each resident row can come to hold
         self._paged: PagedDecode | None = None
         # where bits depend on the number of rows, and for capped scores, which not every kernel knows: slots
-        in_pages = (device.type == "cuda" if paged is None else paged) and not self._fixed_rows and not self._shape.attention_cap
+        in_pages = (
+            (device.type == "cuda" if paged is None else paged)
+            and not self._fixed_rows
+            and not self._shape.attention_cap
+        )
         longest = whole_pages(max_context_tokens) if in_pages else max_context_tokens
         self._max_kv_tokens = max_rows * longest if max_kv_tokens is None else max_kv_tokens
         if self._max_kv_tokens < longest:
@@ -96,8 +118,18 @@ class NativeRunner:
                 f"{' in whole pages' if in_pages else ''}: give at least {longest}"
             )
         if in_pages:
-            pages = PageCache(self._shape, self.compute_dtype, device, max_rows, max_context_tokens, self._max_kv_tokens)
-            self._paged = PagedDecode(self._shape, pages, self._table, self.compute_dtype, device, max(max_rows, SPARE_ROWS_CUDA), max_context_tokens)
+            pages = PageCache(
+                self._shape, self.compute_dtype, device, max_rows, max_context_tokens, self._max_kv_tokens
+            )
+            self._paged = PagedDecode(
+                self._shape,
+                pages,
+                self._table,
+                self.compute_dtype,
+                device,
+                max(max_rows, SPARE_ROWS_CUDA),
+                max_context_tokens,
+            )
         self._prefixes = PrefixStore(prefix_cache_tokens)
         self._longest = 0  # tokens of KV of the longest resident row, at least
         self._ahead = 0  # of the row that can become longest
@@ -116,9 +148,14 @@ class NativeRunner:
 
     def load(self, source: WeightSource) -> None:
         fresh = receive(
-            source.tensors(), self._shape, dtype=self._dtype, compute_dtype=self.compute_dtype, device=self._device,
-            layout=self._layout, kernels=self._kernels,
-        )  # fmt: skip
+            source.tensors(),
+            self._shape,
+            dtype=self._dtype,
+            compute_dtype=self.compute_dtype,
+            device=self._device,
+            layout=self._layout,
+            kernels=self._kernels,
+        )
         if self._paged is not None and self._weights is not None and self._weights.tensors:
             self._weights.overwrite(fresh)  # graphs read the memory that they were captured with
         else:
@@ -128,9 +165,11 @@ class NativeRunner:
 
     def stats(self) -> dict[str, int]:
         return {
-            **self._counts, "kv_bytes": self._kv_bytes(), "prefix_bytes": self._prefixes.nbytes,
+            **self._counts,
+            "kv_bytes": self._kv_bytes(),
+            "prefix_bytes": self._prefixes.nbytes,
             "prefix_tokens": self._prefixes.tokens,
-        }  # fmt: skip
+        }
 
     def _kv_bytes(self) -> int:
         return self._cache.nbytes + (self._paged.cache.nbytes if self._paged else 0)
@@ -308,7 +347,10 @@ class NativeRunner:
         if self._paged is not None:
             return self._decode_pages(np.arange(n), tokens, positions, draw)
         self._make_room(n, int(positions.max()) + 1, live=n)
-        jobs = [partial(self._decode_rows, lo, tokens[lo:hi], positions[lo:hi], draw.rows(lo, hi)) for lo, hi in self._split(n)]
+        jobs = [
+            partial(self._decode_rows, lo, tokens[lo:hi], positions[lo:hi], draw.rows(lo, hi))
+            for lo, hi in self._split(n)
+        ]
         return self._run_lanes(jobs, n)
 
     def spare_tokens(self, rows: int) -> int:
@@ -316,17 +358,32 @@ class NativeRunner:
             return 0  # another number of tokens in a product is other bits
         return -rows % SPARE_ROWS if self._device.type == "cpu" else max(0, SPARE_ROWS_CUDA - rows)
 
-    def verify(self, rows: np.ndarray, tokens: np.ndarray, positions: np.ndarray, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
+    def verify(
+        self, rows: np.ndarray, tokens: np.ndarray, positions: np.ndarray, draw: Draw
+    ) -> tuple[np.ndarray, np.ndarray]:
         if self._paged is not None:
             return self._decode_pages(rows, tokens, positions, draw)
         self._make_room(int(rows[-1]) + 1, int(positions.max()) + 1, live=int(rows[-1]) + 1)
         # a row's tokens stay in one lane: each attends to the keys of those before it
-        bounds = sorted({(int(np.searchsorted(rows, rows[lo])), len(rows) if hi == len(rows) else int(np.searchsorted(rows, rows[hi])))
-                         for lo, hi in self._split(len(rows))})  # fmt: skip
-        jobs = [partial(self._decode_rows, 0, tokens[lo:hi], positions[lo:hi], draw.rows(lo, hi), rows[lo:hi]) for lo, hi in bounds if lo < hi]
+        bounds = sorted(
+            {
+                (
+                    int(np.searchsorted(rows, rows[lo])),
+                    len(rows) if hi == len(rows) else int(np.searchsorted(rows, rows[hi])),
+                )
+                for lo, hi in self._split(len(rows))
+            }
+        )
+        jobs = [
+            partial(self._decode_rows, 0, tokens[lo:hi], positions[lo:hi], draw.rows(lo, hi), rows[lo:hi])
+            for lo, hi in bounds
+            if lo < hi
+        ]
         return self._run_lanes(jobs, len(tokens))
 
-    def _decode_pages(self, slots: np.ndarray, tokens: np.ndarray, positions: np.ndarray, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
+    def _decode_pages(
+        self, slots: np.ndarray, tokens: np.ndarray, positions: np.ndarray, draw: Draw
+    ) -> tuple[np.ndarray, np.ndarray]:
         assert self._paged is not None and self._weights is not None
         self._counts["decode_tokens"] += len(tokens)
         return self._paged.step(self._weights, slots, tokens, positions, draw)
@@ -337,7 +394,9 @@ class NativeRunner:
             self._reserve(rows, live=live)
             self._table.reserve(tokens)
 
-    def _run_lanes(self, jobs: Sequence[Callable[[], tuple[np.ndarray, np.ndarray]]], tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    def _run_lanes(
+        self, jobs: Sequence[Callable[[], tuple[np.ndarray, np.ndarray]]], tokens: int
+    ) -> tuple[np.ndarray, np.ndarray]:
         wide = len(jobs) == 1 and not self._fixed_rows and self._wide_pays(tokens)
         done = [self._lanes.wide(jobs[0])] if wide else self._lanes.map(jobs)
         self._counts["decode_tokens"] += tokens
@@ -366,7 +425,11 @@ class NativeRunner:
         n = len(tokens)
         if self._fixed_rows:  # idle rows write into free slots
             tokens, positions = (np.pad(column, (0, FIXED_ROWS - n)) for column in (tokens, positions))
-        at, ids, slots = self._on_device(positions), self._on_device(tokens), None if rows is None else self._on_device(rows)
+        at, ids, slots = (
+            self._on_device(positions),
+            self._on_device(tokens),
+            None if rows is None else self._on_device(rows),
+        )
         if self._kernels is not None:
             hidden = decode_compiled(
                 self._kernels, self._weights, self._shape, self._cache, self._table, ids, at, lo, slots

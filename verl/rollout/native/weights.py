@@ -121,14 +121,20 @@ class Storage:
             table = self._new(key + "qk_norm", (s.heads + s.kv_heads, dim), norm=True)
             for name, rows in (("q", table[: s.heads]), ("k", table[s.heads :])):
                 halves = _as_halves(rows.view(-1, dim // 2, 2))  # every head has the same norm
-                self.targets[f"{at}self_attn.{name}_norm.weight"] = Target((dim,), halves, (2, dim // 2), self._norm_offset)
+                self.targets[f"{at}self_attn.{name}_norm.weight"] = Target(
+                    (dim,), halves, (2, dim // 2), self._norm_offset
+                )
 
     def _gpt2_layer(self, key: str, at: str) -> None:
         hid, ffn = self.shape.hidden, self.shape.ffn
         self._norm(key + "norm", at + "ln_1")
         self._norm(key + "mlp_norm", at + "ln_2")
-        for name, source, inner, outer in (("qkv", "attn.c_attn", hid, 3 * hid), ("out", "attn.c_proj", hid, hid),
-                                           ("up", "mlp.c_fc", hid, ffn), ("down", "mlp.c_proj", ffn, hid)):  # fmt: skip
+        for name, source, inner, outer in (
+            ("qkv", "attn.c_attn", hid, 3 * hid),
+            ("out", "attn.c_proj", hid, hid),
+            ("up", "mlp.c_fc", hid, ffn),
+            ("down", "mlp.c_proj", ffn, hid),
+        ):
             into = self._new(f"{key}{name}.weight", (outer, inner)).t()
             self.targets[f"{at}{source}.weight"] = Target((inner, outer), into, (inner, outer))
             self._own(f"{key}{name}.bias", (outer,), f"{at}{source}.bias")
@@ -139,7 +145,9 @@ class Storage:
 
     def _norm(self, key: str, name: str) -> None:
         hid = self.shape.hidden
-        self.targets[f"{name}.weight"] = Target((hid,), self._new(f"{key}.weight", (hid,), norm=True), (hid,), self._norm_offset)
+        self.targets[f"{name}.weight"] = Target(
+            (hid,), self._new(f"{key}.weight", (hid,), norm=True), (hid,), self._norm_offset
+        )
         if self.shape.arch.gpt2:
             self.targets[f"{name}.bias"] = Target((hid,), self._new(f"{key}.bias", (hid,), norm=True), (hid,))
 
@@ -176,9 +184,15 @@ def _as_halves(pairs: Tensor) -> Tensor:
 
 
 def receive(
-    tensors: Iterable[tuple[str, object]], shape: Shape, *, dtype: torch.dtype, compute_dtype: torch.dtype,
-    device: torch.device, layout: Layout, kernels: Kernels | None,
-) -> Weights:  # fmt: skip
+    tensors: Iterable[tuple[str, object]],
+    shape: Shape,
+    *,
+    dtype: torch.dtype,
+    compute_dtype: torch.dtype,
+    device: torch.device,
+    layout: Layout,
+    kernels: Kernels | None,
+) -> Weights:
     """Copy a stream of HF-named tensors into fresh fused storage; ValueError lists everything that does not fit.
 
     `dtype` is what the weights are rounded to, `compute_dtype` what they are kept and multiplied in.
@@ -234,25 +248,43 @@ def _finish(storage: Storage, layout: Layout, kernels: Kernels | None) -> Weight
         gated = not s.arch.gpt2
         if not s.experts[i]:
             return FeedForward(named(f"{i}.up"), named(f"{i}.down"), s.activation, gated, kernels)
-        each = (FeedForward(linear(u), linear(d), s.activation, gated, kernels) for u, d in zip(t[f"{i}.up"], t[f"{i}.down"]))
+        each = (
+            FeedForward(linear(u), linear(d), s.activation, gated, kernels)
+            for u, d in zip(t[f"{i}.up"], t[f"{i}.down"])
+        )
         return Experts(linear(t[f"{i}.router"]), tuple(each), s.chosen_experts, s.normalised_experts)
 
     layers = tuple(
         Layer(
-            norm=norm(f"{i}.norm"), qkv=named(f"{i}.qkv"), qk_norm=t.get(f"{i}.qk_norm"), out=named(f"{i}.out"),
-            out_norm=norm(f"{i}.out_norm") if s.arch.gemma else None, mlp_norm=norm(f"{i}.mlp_norm"), mlp=mlp(i),
-            mlp_out_norm=norm(f"{i}.mlp_out_norm") if s.arch.gemma else None, window=s.windows[i], rope=s.ropes[i],
+            norm=norm(f"{i}.norm"),
+            qkv=named(f"{i}.qkv"),
+            qk_norm=t.get(f"{i}.qk_norm"),
+            out=named(f"{i}.out"),
+            out_norm=norm(f"{i}.out_norm") if s.arch.gemma else None,
+            mlp_norm=norm(f"{i}.mlp_norm"),
+            mlp=mlp(i),
+            mlp_out_norm=norm(f"{i}.mlp_out_norm") if s.arch.gemma else None,
+            window=s.windows[i],
+            rope=s.ropes[i],
         )
         for i in range(s.layers)
-    )  # fmt: skip
+    )
     head = linear(t["embed" if s.tied else "head"])
     idle = sum((n - s.chosen_experts) * 3 * s.expert_ffn * s.hidden for n in s.experts if n)
     kept = sum(tensor.nbytes for key, tensor in t.items() if layout == "plain" or key in ("embed", "positions"))
     return Weights(
-        stack=_stack(layers, s), embed=t["embed"], embed_scale=float(torch.tensor(s.embed_scale).to(storage.dtype)), positions=t.get("positions"), layers=layers,
-        norm=norm("norm"), head=head, logit_cap=s.logit_cap, tensors=tuple(t.values()) if layout == "plain" else (), params=sum(tensor.numel() for tensor in t.values()) - idle,
+        stack=_stack(layers, s),
+        embed=t["embed"],
+        embed_scale=float(torch.tensor(s.embed_scale).to(storage.dtype)),
+        positions=t.get("positions"),
+        layers=layers,
+        norm=norm("norm"),
+        head=head,
+        logit_cap=s.logit_cap,
+        tensors=tuple(t.values()) if layout == "plain" else (),
+        params=sum(tensor.numel() for tensor in t.values()) - idle,
         nbytes=kept + sum(one.nbytes for one in linears),
-    )  # fmt: skip
+    )
 
 
 def _stack(layers: tuple[Layer, ...], s: Shape) -> Stack | None:
@@ -262,19 +294,41 @@ def _stack(layers: tuple[Layer, ...], s: Shape) -> Stack | None:
     if len(known) < len(pointers):
         return None
     return Stack(
-        (LayerPointers * len(known))(*known), len(known), s.hidden, s.ffn, s.heads, s.kv_heads, s.head_dim, ACTIVATIONS[s.activation],
-        s.eps, s.query_scale, s.attention_cap,
-    )  # fmt: skip
+        (LayerPointers * len(known))(*known),
+        len(known),
+        s.hidden,
+        s.ffn,
+        s.heads,
+        s.kv_heads,
+        s.head_dim,
+        ACTIVATIONS[s.activation],
+        s.eps,
+        s.query_scale,
+        s.attention_cap,
+    )
 
 
 def _pointers(layer: Layer) -> LayerPointers | None:
-    norms = {"norm": layer.norm, "out_norm": layer.out_norm, "mlp_norm": layer.mlp_norm, "mlp_out_norm": layer.mlp_out_norm}
-    if not isinstance(layer.mlp, FeedForward) or not layer.mlp.gated or any(norm and norm.bias is not None for norm in norms.values()):
+    norms = {
+        "norm": layer.norm,
+        "out_norm": layer.out_norm,
+        "mlp_norm": layer.mlp_norm,
+        "mlp_out_norm": layer.mlp_out_norm,
+    }
+    if (
+        not isinstance(layer.mlp, FeedForward)
+        or not layer.mlp.gated
+        or any(norm and norm.bias is not None for norm in norms.values())
+    ):
         return None
-    read: dict[str, Tensor | None] = {name: None if norm is None else norm.weight for name, norm in norms.items()} | {"qk_norm": layer.qk_norm}
+    read: dict[str, Tensor | None] = {name: None if norm is None else norm.weight for name, norm in norms.items()} | {
+        "qk_norm": layer.qk_norm
+    }
     for name, product in (("qkv", layer.qkv), ("out", layer.out), ("up", layer.mlp.up), ("down", layer.mlp.down)):
         if not isinstance(product, Panels):
             return None
         read |= {name: product.panels, f"{name}_bias": product.bias}
     assert all(t is None or (t.is_contiguous() and t.dtype == torch.float32) for t in read.values())
-    return LayerPointers(**{name: None if t is None else t.data_ptr() for name, t in read.items()}, window=layer.window, rope=layer.rope)
+    return LayerPointers(
+        **{name: None if t is None else t.data_ptr() for name, t in read.items()}, window=layer.window, rope=layer.rope
+    )

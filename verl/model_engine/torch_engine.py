@@ -1,4 +1,4 @@
-"""The FSDP2 engine. At world size 1 nothing is sharded: a float32 master model, autocast compute, AdamW.
+"""The model engine of one process: a float32 master model, autocast compute, AdamW. Nothing is sharded.
 
 A CPU that only emulates bf16 computes dtype=bfloat16 with weights rounded to bf16 in float32 arithmetic: closer to the
 true values than bf16 arithmetic, and ten times sooner.
@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from verl.batch import Batch, loss_index, select_rows, split_rows, unshare
+from verl.batch import Batch, loss_index, make_microbatches, select_rows, unshare
 from verl.model_engine.base import StepOutput, TermLike
 from verl.model_engine.objective import Surrogate, evaluate_terms
 from verl.model_engine.optim import OptimSpec, grad_norm, learning_rate, make_adamw
@@ -36,7 +36,7 @@ TOKEN_OUTPUTS = (*LM_OUTPUTS, "values")
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 
-class FSDPEngine:
+class TorchEngine:
     """See `ModelEngine`.
 
     model: an instantiated causal LM · head: lm (policy, reference) or value (critic, reward model) · optim: None for a
@@ -78,7 +78,9 @@ class FSDPEngine:
         self._models_attention = self.model.config._attn_implementation or "eager"
         self._own_forward()
         hidden_size = self.model.config.get_text_config().hidden_size
-        self.value_head = None if head == "lm" else ValueHead(hidden_size, bias=head == "value").to(self.device, self.master)
+        self.value_head = (
+            None if head == "lm" else ValueHead(hidden_size, bias=head == "value").to(self.device, self.master)
+        )
         if gradient_checkpointing:
             self.model.activation_checkpointing_enable({"use_reentrant": False})
         self.spec = optim
@@ -107,8 +109,10 @@ class FSDPEngine:
         wanted = tuple(dict.fromkeys([*(name for t in terms for name in t.outputs), *also]))
         assert set(wanted) <= set(TOKEN_OUTPUTS), f"{wanted}: a loss is of outputs per token, {TOKEN_OUTPUTS}"
         parts: list[Metrics] = []
-        parts_of = split_rows(batch, self.max_tokens_per_microbatch)
-        if any(t.two_pass for t in terms) and (len(parts_of) > 1 or self.device.type != "cpu"):  # one part is the whole step
+        parts_of = make_microbatches(batch, self.max_tokens_per_microbatch)
+        if any(t.two_pass for t in terms) and (
+            len(parts_of) > 1 or self.device.type != "cpu"
+        ):  # one part is the whole step
             batch, terms, metrics = self._first_pass(batch, terms, wanted)
             parts.append(metrics)
         kept = {name: torch.empty(batch.num_loss_tokens, dtype=self.master) for name in wanted}
@@ -127,7 +131,9 @@ class FSDPEngine:
     def _compute_weights(self) -> AbstractContextManager[None]:
         return rounded(self.model.parameters(), self.dtype) if self._rounded else nullcontext()
 
-    def _first_pass(self, batch: Batch, terms: Sequence[TermLike], wanted: tuple[str, ...]) -> tuple[Batch, list[TermLike], Metrics]:
+    def _first_pass(
+        self, batch: Batch, terms: Sequence[TermLike], wanted: tuple[str, ...]
+    ) -> tuple[Batch, list[TermLike], Metrics]:
         """Terms with statistics over the whole step: evaluate on all outputs, keep dL/doutput as the second pass's weight."""
         whole = [t for t in terms if t.two_pass]
         leaves = {n: v.double().requires_grad_() for n, v in self.infer(batch, wanted).items()}
@@ -145,7 +151,7 @@ class FSDPEngine:
         sizes = {name: batch.num_rows if name == "scores" else batch.num_loss_tokens for name in columns}
         out = {name: torch.empty(size, dtype=self.master) for name, size in sizes.items()}
         with self._compute_weights():
-            for rows in split_rows(batch, self.max_tokens_per_microbatch):
+            for rows in make_microbatches(batch, self.max_tokens_per_microbatch):
                 index = loss_index(batch, rows)
                 for name, value in self._outputs(select_rows(batch, rows), columns).items():
                     out[name][torch.from_numpy(rows) if name == "scores" else index] = value.to("cpu", self.master)
@@ -234,9 +240,12 @@ class FSDPEngine:
                 expected = {ids.numpy().tobytes(): alone(ids) for ids in probe_sequences(text.vocab_size)}
                 self._own_forward()
                 return check_packing(
-                    packed, lambda ids: expected[ids.numpy().tobytes()], text.vocab_size,
-                    share_prefix=share_prefix, what=type(self.model).__name__,
-                )  # fmt: skip
+                    packed,
+                    lambda ids: expected[ids.numpy().tobytes()],
+                    text.vocab_size,
+                    share_prefix=share_prefix,
+                    what=type(self.model).__name__,
+                )
         finally:
             self._compute = compute
             self.model.train(trained)
@@ -276,8 +285,18 @@ class FSDPEngine:
             self._dump_dir.mkdir(parents=True, exist_ok=True)
             path = self._dump_dir / f"nonfinite_update_{self._optimizer_step}_{self._skipped}.pt"
             batch, names = self._last
-            torch.save({"terms": names, "ids": batch.ids, "targets": batch.targets, "seg_start": batch.seg_start,
-                        "row_start": batch.row_start, "columns": dict(batch.columns), "grad_norm": norm}, path)  # fmt: skip
+            torch.save(
+                {
+                    "terms": names,
+                    "ids": batch.ids,
+                    "targets": batch.targets,
+                    "seg_start": batch.seg_start,
+                    "row_start": batch.row_start,
+                    "columns": dict(batch.columns),
+                    "grad_norm": norm,
+                },
+                path,
+            )
             where = str(path)
         if self._skipped > self.spec.max_skipped_updates:
             self.optimizer.zero_grad(set_to_none=True)  # type: ignore[union-attr]
@@ -314,7 +333,9 @@ class FSDPEngine:
         params = dict(self._trained().named_parameters())
         if set(params) != set(state["model"]):
             differing = sorted(set(params) ^ set(state["model"]))
-            raise ValueError(f"the checkpoint is of another model: {len(differing)} parameters differ, e.g. {differing[:3]}")
+            raise ValueError(
+                f"the checkpoint is of another model: {len(differing)} parameters differ, e.g. {differing[:3]}"
+            )
         for name, p in params.items():
             p.copy_(state["model"][name])
         self._optimizer_step, self._skipped = int(state["optimizer_step"]), int(state["skipped"])
@@ -368,7 +389,9 @@ def _refuse_altered_logits(model: Any) -> None:
     for name, neutral in (("logit_scale", 1.0), ("logits_scaling", 1.0)):
         found = vars(config).get(name, neutral)
         if found not in (neutral, None):
-            raise ValueError(f"{type(model).__name__} changes its logits after the head ({name}={found}); not supported")
+            raise ValueError(
+                f"{type(model).__name__} changes its logits after the head ({name}={found}); not supported"
+            )
 
 
 def load_causal_lm(path: Path, *, trust_remote_code: bool = False, needs_lm_head: bool = True) -> Any:
@@ -384,9 +407,12 @@ def load_causal_lm(path: Path, *, trust_remote_code: bool = False, needs_lm_head
     logging.set_verbosity_error()  # its report of missing weights is a warning; below they are an error
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, local_files_only=True, trust_remote_code=trust_remote_code,
+            path,
+            dtype=torch.float32,
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
             output_loading_info=True,
-        )  # fmt: skip
+        )
     except (OSError, ValueError, KeyError) as e:
         raise ValueError(f"model.path={path}: cannot be loaded as a causal language model: {e}") from e
     finally:
@@ -394,6 +420,8 @@ def load_causal_lm(path: Path, *, trust_remote_code: bool = False, needs_lm_head
     model, found = loaded
     missing = sorted(n for n in found["missing_keys"] if needs_lm_head or n.startswith(f"{model.base_model_prefix}."))
     if missing:
-        raise ValueError(f"model.path={path}: {len(missing)} weights of the model are not there and would start at random, e.g. {missing[:3]}"
-                         " (a reward model's folder has no language-model head)")  # fmt: skip
+        raise ValueError(
+            f"model.path={path}: {len(missing)} weights of the model are not there and would start at random, e.g. {missing[:3]}"
+            " (a reward model's folder has no language-model head)"
+        )
     return model
