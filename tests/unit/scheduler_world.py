@@ -14,7 +14,7 @@ import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from verl.driver.scheduler import Batch, Exhausted, Scheduler
+from verl.driver.scheduler import StepBatch, Exhausted, Scheduler
 
 
 class Violation(Exception):

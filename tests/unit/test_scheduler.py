@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from verl.driver.scheduler import Batch, Exhausted, Scheduler, Wait
+from verl.driver.scheduler import StepBatch, Exhausted, Scheduler, Wait
 
 
 def scheduler(prompts: int = 2, **changes) -> Scheduler:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from scheduler_world import Spec, Violation, World, random_spec, synchronous
 
-from verl.driver.scheduler import Batch, Scheduler
+from verl.driver.scheduler import StepBatch, Scheduler
 
 # ---- the proofs
 
