@@ -7,7 +7,7 @@ rollout_logprobs  [L] float32: of the distribution that was sampled from
 temperature       [1] float32
 reward            [1] float64, NaN without one · component/NAME [1] float64, NaN where a reward had none
 side/NAME         [t, ...]: of the tokens of those segments that have the channel
-facts             [n] uint8: what is text (ids, outcome, media references) as JSON
+facts             [n] uint8: task, stop reason, adapter, media references as JSON; ids and outcome are in the ref
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 from verl.batch import Ragged
 from verl.transfer_queue.base import TransferQueue
-from verl.types import Outcome, Purpose, Refs, Sample, Segment, Source, StopReason
+from verl.types import Ref, Refs, Sample, Segment, Source, StopReason
 
 SOURCES: tuple[Source, ...] = ("prompt", "sampled", "env")
 SAMPLE_COLUMNS = ("ids", "segments", "rollout_logprobs", "temperature", "reward", "facts")
@@ -28,14 +28,8 @@ _CODE = {source: i for i, source in enumerate(SOURCES)}
 
 
 class _Facts(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What of a sample is no number."""
+    """What of a sample is neither a number nor in its ref."""
 
-    sample_id: str
-    trajectory_id: str
-    group_id: str
-    purpose: Purpose
-    outcome: Outcome = "ok"
-    truncated: bool = False
     task_id: str = ""
     stop_reason: StopReason = "eos"
     adapter: str | None = None
@@ -63,12 +57,6 @@ def columns_of(sample: Sample) -> dict[str, np.ndarray]:
     for name in sorted({name for s in segments for name in s.side}):
         side[name] = tuple(i for i, s in enumerate(segments) if name in s.side)
     facts = _Facts(
-        sample_id=sample.sample_id,
-        trajectory_id=sample.trajectory_id,
-        group_id=sample.group_id,
-        purpose=sample.purpose,
-        outcome=sample.outcome,
-        truncated=sample.truncated,
         task_id=sample.task_id,
         stop_reason=sample.stop_reason,
         adapter=sample.adapter,
@@ -106,7 +94,10 @@ def read_samples(queue: TransferQueue, refs: Refs) -> list[Sample]:
         for ref, row in zip(have, _split(queue.read(have, (name,))[name]), strict=True):
             extra[place[ref.sample_id]][name] = row
     columns = {name: _split(found[name]) for name in SAMPLE_COLUMNS if name != "facts"}
-    return [_sample(f, {n: rows[i] for n, rows in columns.items()} | extra[i]) for i, f in enumerate(facts)]
+    return [
+        _sample(ref, f, {n: rows[i] for n, rows in columns.items()} | extra[i])
+        for i, (ref, f) in enumerate(zip(refs, facts))
+    ]
 
 
 def _split(column: Ragged) -> list[np.ndarray]:
@@ -114,7 +105,7 @@ def _split(column: Ragged) -> list[np.ndarray]:
     return [values[a:b] for a, b in zip(offsets, offsets[1:])]
 
 
-def _sample(facts: _Facts, columns: dict[str, np.ndarray]) -> Sample:
+def _sample(ref: Ref, facts: _Facts, columns: dict[str, np.ndarray]) -> Sample:
     segments: list[Segment] = []
     at = drawn = 0
     taken = dict.fromkeys(facts.side, 0)
@@ -133,16 +124,16 @@ def _sample(facts: _Facts, columns: dict[str, np.ndarray]) -> Sample:
         segments.append(Segment(ids=columns["ids"][at : at + length], source=SOURCES[code], version=version, **own))
         at += length
     return Sample(
-        sample_id=facts.sample_id,
-        trajectory_id=facts.trajectory_id,
-        group_id=facts.group_id,
-        purpose=facts.purpose,
+        sample_id=ref.sample_id,
+        trajectory_id=ref.trajectory_id,
+        group_id=ref.group_id,
+        purpose=ref.purpose,
         segments=tuple(segments),
         temperature=float(columns["temperature"][0]),
         reward=float(columns["reward"][0]),
         components={n.removeprefix(COMPONENT): float(v[0]) for n, v in columns.items() if n.startswith(COMPONENT)},
-        outcome=facts.outcome,
-        truncated=facts.truncated,
+        outcome=ref.outcome,
+        truncated=ref.truncated,
         task_id=facts.task_id,
         stop_reason=facts.stop_reason,
         adapter=facts.adapter,
