@@ -44,6 +44,29 @@ def test_every_row_trains_through_the_loop(name, tmp_path, tiny_model, arithmeti
     for r in with_advantage:
         assert np.isfinite(r.advantages[r.response_mask.astype(bool)]).all()
     assert sum(r.purpose == "baseline" for r in rows) == 4 * row.baselines
+    run_of(tmp_path / "two", tiny_model, arithmetic_data, name, "run.virtual_ranks=2")
+    same_step_on_two_ranks(tmp_path / "r", tmp_path / "two" / "r")
+
+
+def same_step_on_two_ranks(one: Path, two: Path) -> None:
+    """The whole loop on two virtual ranks: the same rows, rewards and (to rounding) gradients and advantages."""
+    a, b = metrics_of(one)[1], metrics_of(two)[1]
+    assert set(a) == set(b), "no figure is lost or told twice under another name"
+    for metric in a:
+        if metric.endswith(("grad_norm", "_loss", "entropy", "lr", "clipfrac", "skipped_updates", "vf_explained_var")):
+            assert b[metric] == pytest.approx(a[metric], rel=1e-5, abs=1e-6), metric
+    assert b["actor/skipped_updates"] == 0 if "actor/skipped_updates" in b else True
+    rows, others = read_samples(one, 1), read_samples(two, 1)
+    assert [r.sample_id for r in rows] == [r.sample_id for r in others]
+    for x, y in zip(rows, others):
+        assert (x.reward, x.response_ids.tolist()) == (y.reward, y.response_ids.tolist())
+        for column in ("advantages", "old_logprobs"):
+            p, q = (np.asarray([] if v is None else v) for v in (vars_of(x, column), vars_of(y, column)))
+            np.testing.assert_allclose(p, q, rtol=1e-4, atol=1e-5, equal_nan=True, err_msg=f"{column} of {x.sample_id}")
+
+
+def vars_of(row, column: str):
+    return {"advantages": row.advantages, "old_logprobs": row.old_logprobs}[column]
 
 
 def test_remax_subtracts_the_greedy_answers_score(tmp_path, tiny_model, arithmetic_data):
