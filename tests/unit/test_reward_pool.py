@@ -20,11 +20,12 @@ import pytest
 import uvloop
 
 from verl.reward.base import RewardFn, RewardRequest
-from verl.reward.manager import manager_target
-from verl.reward.pool import RewardPool, Target, TargetError
-from verl.reward.process import MAX_ANSWER_BYTES, Channel, Worker, start_worker
+from verl.reward.manager import manager_spec
+from verl.reward.pool import RewardPool, grader_spec
+from verl.sandbox.messages import MAX_ANSWER_BYTES, CallableSpec
+from verl.sandbox.process import CannotLoad, Channel, Worker, start_worker
 from verl.reward.shaping import Shaped
-from verl.reward.worker import PLAIN, Memory
+from verl.sandbox.worker import Memory
 from verl.types import Invalid, Score
 
 GRADER = """
@@ -113,7 +114,7 @@ def request(
     )
 
 
-def with_pool(target: Target, use: Callable[[RewardPool], Awaitable[Any]], **options: Any) -> Any:
+def with_pool(target: CallableSpec, use: Callable[[RewardPool], Awaitable[Any]], **options: Any) -> Any:
     async def run() -> Any:
         async with RewardPool(target, **{"num_workers": 1, "timeout_s": 20, **options}) as pool:
             return await use(pool)
@@ -131,31 +132,31 @@ def score_all(*requests: RewardRequest) -> Callable[[RewardPool], Awaitable[list
 
 
 def test_default_target_scores_by_data_source() -> None:
-    got = with_pool(Target(), score_all(request("#### 7"), request("#### 8"), request(data_source="unknown")))
+    got = with_pool(grader_spec(), score_all(request("#### 7"), request("#### 8"), request(data_source="unknown")))
     assert got[:2] == [Score(1.0), Score(0.0)]
     assert got[2].reason == "exception" and "reward.path=" in got[2].detail
 
 
 def test_sync_function_kwargs_and_components(grader: str) -> None:
-    got = with_pool(Target(path=grader, kwargs={"bonus": 0.5}), score_all(request(), request("8")))
+    got = with_pool(grader_spec(path=grader, kwargs={"bonus": 0.5}), score_all(request(), request("8")))
     assert [g.value for g in got] == [1.5, 0.5]
     assert got[0].components.keys() == {"pid"}
 
 
 @pytest.mark.parametrize("name", ["later", "plain_returning_awaitable"])
 def test_async_functions(grader: str, name: str) -> None:
-    assert with_pool(Target(path=grader, name=name), score_all(request(), request("8"))) == [Score(1.0), Score(0.0)]
+    assert with_pool(grader_spec(path=grader, name=name), score_all(request(), request("8"))) == [Score(1.0), Score(0.0)]
 
 
 def test_module_target_factory_and_sibling_import(grader: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(grader).parent))
-    built = Target(path="pkg://grader", name="build", kwargs={"offset": 0.25}, factory=True)
+    built = grader_spec(path="pkg://grader", name="build", kwargs={"offset": 0.25}, factory=True)
     assert with_pool(built, score_all(request())) == [Score(0.25)]
-    assert with_pool(Target(path=grader, name="sibling"), score_all(request())) == [Score(0.5)]
+    assert with_pool(grader_spec(path=grader, name="sibling"), score_all(request())) == [Score(0.5)]
 
 
 def test_worker_is_light(grader: str) -> None:
-    [got] = with_pool(Target(path=grader, name="light"), score_all(request()))
+    [got] = with_pool(grader_spec(path=grader, name="light"), score_all(request()))
     assert got.components == {"torch": 0.0, "numpy": 0.0}
 
 
@@ -185,7 +186,7 @@ def test_load_errors_are_one_clear_value_error(
 
     async def start() -> None:
         pool = RewardPool(
-            Target(path=str(file), name=name, kwargs=kwargs),
+            grader_spec(path=str(file), name=name, kwargs=kwargs),
             num_workers=2,
             start_timeout_s=1 if "while" in str(text) else 30,
         )
@@ -200,18 +201,18 @@ def test_load_errors_are_one_clear_value_error(
 
 def test_missing_module_and_unpicklable_kwargs() -> None:
     for target, says in (
-        (Target(path="no_such_module_x"), "no module named 'no_such_module_x'"),
-        (Target(path="verl.reward.no_such"), "no module named 'verl.reward.no_such'"),
-        (Target(kwargs={"f": lambda: 0}), "reward.kwargs cannot be sent"),
+        (grader_spec(path="no_such_module_x"), "no module named 'no_such_module_x'"),
+        (grader_spec(path="verl.reward.no_such"), "no module named 'verl.reward.no_such'"),
+        (grader_spec(kwargs={"f": lambda: 0}), "reward.kwargs cannot be sent"),
     ):
-        with pytest.raises(TargetError, match=says):
+        with pytest.raises(CannotLoad, match=says):
             with_pool(target, score_all())
 
 
 @pytest.mark.parametrize("option", ["num_workers", "timeout_s", "memory_limit_mb", "max_calls_per_worker"])
 def test_no_call_without_a_limit(option: str) -> None:
     with pytest.raises(ValueError, match=rf"reward\.{option}=0"):
-        RewardPool(Target(), **{option: 0})
+        RewardPool(grader_spec(), **{option: 0})
 
 
 def test_exceptions_and_odd_rows_cost_one_sample(grader: str) -> None:
@@ -220,7 +221,7 @@ def test_exceptions_and_odd_rows_cost_one_sample(grader: str) -> None:
             raise RuntimeError("not me")
 
     got = with_pool(
-        Target(path=grader, name="raising"), score_all(request("boo"), request(x=Unpicklable()), request("x"))
+        grader_spec(path=grader, name="raising"), score_all(request("boo"), request(x=Unpicklable()), request("x"))
     )
     assert [g.reason for g in got] == ["exception"] * 3
     assert "KeyError: 'boo'" in got[0].detail and "grader.py" in got[0].detail
@@ -232,7 +233,7 @@ def test_workers_run_in_parallel_and_requests_queue(grader: str) -> None:
         got = await score_all(*(request(request_id=str(i), sleep_s=0.2) for i in range(8)))(pool)
         return got, pool.stats()
 
-    got, stats = with_pool(Target(path=grader), use, num_workers=2)
+    got, stats = with_pool(grader_spec(path=grader), use, num_workers=2)
     assert sorted(Counter(g.components["pid"] for g in got).values()) in ([4, 4], [3, 5]), "both workers served"
     assert stats.outcomes == {"ok": 8} and stats.workers == 2 and stats.waiting == 0
     assert len(stats.slowest) == 8 and stats.slowest[0].wall_s >= 0.2 and stats.longest_wait_s > 0.3
@@ -243,7 +244,7 @@ def test_slowest_ten(grader: str) -> None:
         await score_all(*(request(request_id=str(i), sleep_s=0.1 if i == 5 else 0) for i in range(30)))(pool)
         return pool.stats().slowest
 
-    slowest = with_pool(Target(path=grader), use)
+    slowest = with_pool(grader_spec(path=grader), use)
     assert len(slowest) == 10 and slowest[0].request_id == "5"
     assert sorted(slowest, reverse=True) == list(slowest)
 
@@ -253,10 +254,10 @@ def test_recycling_by_calls_and_by_leak(grader: str) -> None:
         got = [await pool.score(request()) for _ in range(7)]
         return got, pool.stats()
 
-    got, stats = with_pool(Target(path=grader), use, max_calls_per_worker=3)
+    got, stats = with_pool(grader_spec(path=grader), use, max_calls_per_worker=3)
     assert len({g.components["pid"] for g in got}) == 3 and stats.recycled == 2 and stats.restarted == 0
 
-    got, stats = with_pool(Target(path=grader, name="leak"), use, memory_limit_mb=100)
+    got, stats = with_pool(grader_spec(path=grader, name="leak"), use, memory_limit_mb=100)
     assert [g.value for g in got] == [1.0, 2.0, 1.0, 2.0, 1.0, 2.0, 1.0], (
         "a leaking worker is replaced before the limit"
     )
@@ -289,7 +290,7 @@ def test_quick_calls_are_sent_together_and_slow_ones_are_not(grader: str, monkey
         await score_all(*(request(str(i)) for i in range(16)))(pool)
         return [got, quick, list(sizes)]
 
-    got, quick, after = with_pool(Target(path=grader), use, num_workers=2)
+    got, quick, after = with_pool(grader_spec(path=grader), use, num_workers=2)
     assert [g.value for g in got] == [float(i == 7) for i in range(16)], "answers reach their own callers"
     assert len({g.components["pid"] for g in got}) == 2 and max(quick) > 2, "shared by the workers"
     assert after[0] == 1, "one at a time, after a few that took their time"
@@ -306,7 +307,7 @@ def test_what_happens_to_one_of_many_calls_is_its_own(grader: str, word: str, re
         words[at] = word
         return await score_all(*map(request, words))(pool), pool.stats()
 
-    got, stats = with_pool(Target(path=grader, name="by_word"), use, timeout_s=2, memory_limit_mb=200)
+    got, stats = with_pool(grader_spec(path=grader, name="by_word"), use, timeout_s=2, memory_limit_mb=200)
     assert isinstance(got[at], Invalid) and got[at].reason == reason
     assert [g.value for i, g in enumerate(got) if i != at] == [float(i) for i in range(12) if i != at]
     assert stats.outcomes[reason] == 1 and stats.waiting == 0
@@ -323,7 +324,7 @@ def test_a_caller_that_leaves_takes_nobody_along(grader: str) -> None:
         async with asyncio.timeout(10):
             return await asyncio.gather(*tasks, return_exceptions=True), pool.stats()
 
-    (one, left, two, gone, four), stats = with_pool(Target(path=grader, name="by_word"), use)
+    (one, left, two, gone, four), stats = with_pool(grader_spec(path=grader, name="by_word"), use)
     assert isinstance(left, asyncio.CancelledError) and isinstance(gone, asyncio.CancelledError)
     assert [g.value for g in (one, two, four)] == [1.0, 2.0, 4.0] and stats.restarted == 1
     assert "timeout" not in stats.outcomes
@@ -339,7 +340,7 @@ def test_a_call_that_nobody_waits_for_any_more_is_given_up_when_its_turn_comes(g
         async with asyncio.timeout(10):
             return await asyncio.gather(*tasks, return_exceptions=True)
 
-    nap, left, two, three = with_pool(Target(path=grader, name="by_word"), use)
+    nap, left, two, three = with_pool(grader_spec(path=grader, name="by_word"), use)
     assert [g.value for g in (nap, two, three)] == [0.0, 2.0, 3.0] and isinstance(left, asyncio.CancelledError)
 
 
@@ -348,14 +349,14 @@ def test_a_leak_is_ended_between_calls_that_were_sent_together(grader: str) -> N
         pool._call_s = 1e-4
         return await score_all(*(request() for _ in range(8)))(pool), pool.stats()
 
-    got, stats = with_pool(Target(path=grader, name="leak"), use, memory_limit_mb=100)
+    got, stats = with_pool(grader_spec(path=grader, name="leak"), use, memory_limit_mb=100)
     assert sorted(g.value for g in got) == [1.0] * 4 + [2.0] * 4
     assert stats.outcomes == {"ok": 8} and stats.restarted == stats.repeated == 0
 
 
 def test_a_call_before_the_workers_are_up_is_served(grader: str) -> None:
     async def run() -> Any:
-        pool = RewardPool(Target(path=grader), num_workers=1)
+        pool = RewardPool(grader_spec(path=grader), num_workers=1)
         starting = asyncio.create_task(pool.start())
         await asyncio.sleep(0)
         async with asyncio.timeout(30):
@@ -381,7 +382,7 @@ def test_a_call_that_waits_for_a_fresh_worker_ends_with_the_pool(grader: str, mo
         async with asyncio.timeout(10):
             return await asyncio.gather(*tasks)
 
-    got = with_pool(Target(path=grader, name="by_word"), use)
+    got = with_pool(grader_spec(path=grader, name="by_word"), use)
     assert [g.reason for g in got] == ["crash"] * 2 and all("closed" in g.detail for g in got)
 
 
@@ -394,7 +395,7 @@ def test_a_fault_of_ours_is_said_and_nobody_waits(grader: str, monkeypatch: pyte
         async with asyncio.timeout(10):
             return await score_all(request(), request(), request())(pool)
 
-    got = with_pool(Target(path=grader), use)
+    got = with_pool(grader_spec(path=grader), use)
     assert {g.reason for g in got} == {"crash"} and all("KeyError('ours')" in g.detail for g in got)
 
 
@@ -408,7 +409,7 @@ def test_no_call_waits_for_a_worker_for_ever(grader: str, monkeypatch: pytest.Mo
         pool._idle.extend(pool._slots)
         return got, await pool.score(request())
 
-    got, after = with_pool(Target(path=grader), use)
+    got, after = with_pool(grader_spec(path=grader), use)
     assert [g.reason for g in got] == ["timeout"] * 2 and "no free worker" in got[0].detail
     assert after.value == 1.0
 
@@ -423,7 +424,7 @@ def test_cancelled_call_frees_its_worker(grader: str) -> None:
         async with asyncio.timeout(10):
             assert isinstance(await pool.score(request()), Score)
 
-    with_pool(Target(path=grader), use)
+    with_pool(grader_spec(path=grader), use)
 
 
 def test_close_with_calls_in_flight_and_waiting(grader: str) -> None:
@@ -437,7 +438,7 @@ def test_close_with_calls_in_flight_and_waiting(grader: str) -> None:
             got = await asyncio.gather(*tasks, pool.score(request()))
         assert all(isinstance(g, Invalid) and g.reason == "crash" for g in got)
 
-    with_pool(Target(path=grader), use)
+    with_pool(grader_spec(path=grader), use)
 
 
 def test_a_worker_that_cannot_be_replaced_is_an_outcome(grader: str) -> None:
@@ -450,7 +451,7 @@ def test_a_worker_that_cannot_be_replaced_is_an_outcome(grader: str) -> None:
 
     spare = f"{grader}.spare"
     os.link(grader, spare)
-    slow, gone, back = with_pool(Target(path=grader), use, timeout_s=1)
+    slow, gone, back = with_pool(grader_spec(path=grader), use, timeout_s=1)
     assert slow.reason == "timeout"
     assert gone.reason == "crash" and "no such file" in gone.detail
     assert back.value == 1.0
@@ -468,7 +469,7 @@ def test_shaped_over_a_pool(grader: str) -> None:
         )
         return await Shaped(pool, buffer_tokens=10).score(long)
 
-    got = with_pool(Target(path=grader), use)
+    got = with_pool(grader_spec(path=grader), use)
     assert got.value == 0.0 and got.components["score"] == 1.0 and got.components["overlong_penalty"] == -1.0
 
 
@@ -482,12 +483,12 @@ def test_reward_manager(grader: str) -> None:
         prompt_ids=np.array([1, 2, 3]),
         response_ids=np.array([7, 2]),
     )
-    target = manager_target(manager, "MyManager", reward_kwargs={"factor": 0.5})
+    target = manager_spec(manager, "MyManager", reward_kwargs={"factor": 0.5})
     got = with_pool(target, score_all(sample, sample, request()))
     assert got[:2] == [Score(0.5, {"acc": 1.0, "n": 3.0})] * 2
     assert got[2].reason == "exception" and "prompt_ids" in got[2].detail
-    with pytest.raises(TargetError, match=r"no class 'NoManager' with a method run_single"):
-        with_pool(manager_target(manager, "NoManager"), score_all())
+    with pytest.raises(CannotLoad, match=r"no class 'NoManager' with a method run_single"):
+        with_pool(manager_spec(manager, "NoManager"), score_all())
 
 
 def test_stats_are_plain_data(grader: str) -> None:
@@ -495,7 +496,7 @@ def test_stats_are_plain_data(grader: str) -> None:
         await score_all(request("a"), request("b"))(pool)
         return pool.stats()
 
-    stats = with_pool(Target(path=grader, name="raising"), use)
+    stats = with_pool(grader_spec(path=grader, name="raising"), use)
     assert json.loads(json.dumps(dict(stats.outcomes))) == {"exception": 2}
     assert "KeyError" in stats.examples["exception"]
 
@@ -549,7 +550,7 @@ def test_a_channel_keeps_nothing_that_nobody_asked_for() -> None:
 )
 def test_an_answer_that_no_worker_gives_is_a_crash_of_the_grader(answer: dict[str, object] | bytes) -> None:
     async def run() -> None:
-        worker = await start_worker(Target(), memory_limit_mb=512, start_timeout_s=60)
+        worker = await start_worker(grader_spec(), memory_limit_mb=512, start_timeout_s=60)
         found: list[Score | Invalid] = []
 
         def lie(frames: Any, hear: Callable[[bytes], bool]) -> asyncio.Future[str]:
