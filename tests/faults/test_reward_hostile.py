@@ -239,8 +239,8 @@ class Bench:
 
     async def healed(self, pool: RewardPool) -> None:
         deadline = time.monotonic() + MARGIN_S
-        while pool.stats().workers < WORKERS or len(_family()) != 4 * WORKERS:  # a guardian and a worker each
-            assert time.monotonic() < deadline, f"{pool.stats().workers} workers, processes: {_family()}"
+        while pool.workers < WORKERS or len(_family()) != 4 * WORKERS:  # a guardian and a worker each
+            assert time.monotonic() < deadline, f"{pool.workers} workers, processes: {_family()}"
             await asyncio.gather(*(pool.score(ordinary(0)) for _ in range(WORKERS)))
 
 
@@ -342,7 +342,9 @@ PARENT = """
     from verl.reward.pool import RewardPool, grader_spec
 
     async def main():
-        async with RewardPool(grader_spec(path=sys.argv[1]), num_workers=2, timeout_s=600, memory_limit_mb=2000) as pool:
+        pool = RewardPool(grader_spec(sys.argv[1]), num_workers=2, timeout_s=600, memory_limit_mb=2000)
+        await pool.start()
+        try:
             await asyncio.gather(*(
                 pool.score(RewardRequest(
                     request_id=case, data_source="hostile", solution_str=case, ground_truth="",
@@ -350,6 +352,8 @@ PARENT = """
                 ))
                 for case in ("fork_escape_and_hang", "fork_and_hang")
             ))
+        finally:
+            await pool.close()
 
     asyncio.run(main())
 """

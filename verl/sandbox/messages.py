@@ -1,7 +1,6 @@
-"""What crosses between a pool and its workers: msgpack messages, each behind its length.
+"""What crosses between a pool and its workers: the pickled `CallableSpec`, then msgpack messages, each behind its length.
 
-Requests carry pickles, which only the pool writes. Answers come from a process that user code shares: they are decoded
-against a type, and never unpickled.
+Only the pool writes pickles. Answers come from a process that user code shares: they are decoded against a type.
 """
 
 from __future__ import annotations
@@ -16,15 +15,12 @@ import msgspec
 
 LENGTH = struct.Struct(">I")
 MAX_VALUE_BYTES = 4 << 20
-MAX_ANSWER_BYTES = MAX_VALUE_BYTES + (64 << 10)
-ENCODER = msgspec.msgpack.Encoder()
 Finite = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
-Reason = Literal["timeout", "memory", "crash", "exception", "bad_result"]
 T = TypeVar("T")
 
 
 class BadResult(ValueError):
-    """Raised by `CallableSpec.convert`: the callable returned something that is no result. The text says what."""
+    """Raised by `CallableSpec.convert`: what the callable returned is no result. The text says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +28,8 @@ class CallableSpec:
     """A user's callable: a `.py` file or an importable module, and a name in it.
 
     kwargs: passed to every call; or, with `factory`, once, to the named function, which returns the callable.
-    parameters: the names of the arguments that every call passes. convert: a function of an importable module that
-    makes plain data (what msgpack can hold) of a returned value, in the worker. returns: the type of that data; an
-    answer of another shape counts as a crash of the worker.
+    parameters: the names of the arguments that every call passes. convert: an importable function that makes plain data
+    of a returned value, in the worker. returns: the type of that data; an answer of another shape is a crash.
     section, called, given: how error messages name its configuration, the callable and its arguments.
     """
 
@@ -56,21 +51,18 @@ class CallableSpec:
 class Failure(msgspec.Struct, frozen=True, array_like=True):
     """Why a call has no value."""
 
-    reason: Reason
+    reason: Literal["timeout", "memory", "crash", "exception", "bad_result"]
     detail: str
+
+
+class Loaded(msgspec.Struct, frozen=True, array_like=True):
+    pid: int
+    error: str = ""  # why the callable cannot be used
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
     number: int
     arguments: bytes  # a pickled mapping
-
-
-class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    pid: int
-
-
-class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
-    error: str
 
 
 class Returned(msgspec.Struct, Generic[T], frozen=True, array_like=True, tag="returned"):
@@ -88,5 +80,5 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
 
 
 def framed(message: msgspec.Struct) -> bytes:
-    body = ENCODER.encode(message)
+    body = msgspec.msgpack.encode(message)
     return LENGTH.pack(len(body)) + body

@@ -34,19 +34,17 @@ class SlowCall:
     outcome: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class PoolStats:
     """What the pool has done since its start. `outcomes` counts calls by "ok" and by reason of Failure."""
 
-    outcomes: Mapping[str, int]
-    examples: Mapping[str, str]  # the latest detail of each reason
-    slowest: tuple[SlowCall, ...]  # slowest first
-    workers: int  # alive now
-    waiting: int  # calls that wait for a worker now
-    longest_wait_s: float
-    restarted: int  # workers replaced because a call ended them
-    recycled: int  # workers replaced after max_calls_per_worker, or because they leaked
-    repeated: int  # calls repeated in a fresh worker
+    outcomes: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)  # the latest detail of each reason
+    slowest: list[SlowCall] = field(default_factory=list)  # slowest first
+    longest_wait_s: float = 0.0
+    restarted: int = 0  # workers replaced because a call ended them
+    recycled: int = 0  # workers replaced after max_calls_per_worker, or because they leaked
+    repeated: int = 0  # calls repeated in a fresh worker
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +63,7 @@ class _Slot(Generic[T]):
     error: str = ""
     calls: deque[_Call[T]] = field(default_factory=deque)
     repeat: list[_Call[T]] = field(default_factory=list)  # for its fresh worker; at most one
+    wake: asyncio.Future[None] | None = None  # while it is idle
 
 
 class Pool(Generic[T]):
@@ -91,30 +90,28 @@ class Pool(Generic[T]):
         for name, value in {**sizes, **limits}.items():
             if not value > 0:
                 raise ValueError(f"{spec.section}.{name}={value}: must be positive; there is no call without a limit")
-        self.spec = spec
-        self._num_workers, self._max_calls = num_workers, max_calls_per_worker
+        self.spec, self.stats = spec, PoolStats()
         self._timeout_s, self._memory_limit_mb, self._start_timeout_s = timeout_s, memory_limit_mb, start_timeout_s
+        self._max_calls = max_calls_per_worker
         self._slots: list[_Slot[T]] = [_Slot() for _ in range(num_workers)]
         self._idle: deque[_Slot[T]] = deque()
         self._queue: deque[_Call[T]] = deque()  # first come, first served
         self._serving: set[asyncio.Task[None]] = set()
-        self._dispatching = False
         self._watch: asyncio.TimerHandle | None = None
         self._moved_s = 0.0  # when a call was last begun or ended
         self._call_s = BATCH_S  # of a call, about, as the workers tell
+        self._slowest_start_s = 0.0
         self._started = self._closed = False
-        self._longest_wait_s = self._slowest_start_s = 0.0
-        self._outcomes: Counter[str] = Counter()
-        self._examples: dict[str, str] = {}
-        self._slowest: list[SlowCall] = []  # slowest first
-        self._restarted = self._recycled = self._repeated = 0
 
-    async def __aenter__(self) -> Pool[T]:
-        await self.start()
-        return self
+    @property
+    def workers(self) -> int:
+        """Alive now."""
+        return sum(slot.worker is not None and slot.worker.alive for slot in self._slots)
 
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
+    @property
+    def waiting(self) -> int:
+        """Calls that wait for a worker now."""
+        return len(self._queue) + sum(max(0, len(slot.calls) - 1) for slot in self._slots)
 
     async def start(self) -> None:
         """Load the user's callable in every worker. Raises one CannotLoad (a ValueError), with the fix."""
@@ -130,9 +127,8 @@ class Pool(Generic[T]):
         except BaseException:
             await self.close()
             raise
-        self._idle.extend(self._slots)
-        if self._queue:
-            self._dispatch_soon()
+        for slot in self._slots:
+            self._employ(slot)
 
     async def call(self, arguments: Mapping[str, Any], label: tuple[str, ...] = ()) -> T | Failure:
         """Call once, waiting for a free worker first (that is the back-pressure). Never raises for what a call does.
@@ -147,29 +143,19 @@ class Pool(Generic[T]):
         except Exception as error:  # __reduce__ of the user's objects
             said = f"the {self.spec.given} cannot be sent to the {self.spec.called}"
             return self._counted(Failure("exception", f"{said}: {type(error).__name__}: {error}"))
-        call: _Call[T] = _Call(packed, label, asyncio.get_running_loop().create_future(), time.monotonic())
+        loop, now_s = asyncio.get_running_loop(), time.monotonic()
+        call: _Call[T] = _Call(packed, label, loop.create_future(), now_s)
         self._queue.append(call)
-        self._dispatch_soon()
+        self._wake()
+        if self._watch is None:
+            self._moved_s = now_s
+            self._watch = loop.call_later(self._turn_s, self._look)
         try:
             return await call.outcome
         except asyncio.CancelledError:
             for slot in self._slots:
                 self._give_up_soon(slot)
             raise
-
-    def stats(self) -> PoolStats:
-        """Counts since the start; a snapshot."""
-        return PoolStats(
-            outcomes=dict(self._outcomes),
-            examples=dict(self._examples),
-            slowest=tuple(self._slowest),
-            workers=sum(slot.worker is not None and slot.worker.alive for slot in self._slots),
-            waiting=len(self._queue) + sum(max(0, len(slot.calls) - 1) for slot in self._slots),
-            longest_wait_s=self._longest_wait_s,
-            restarted=self._restarted,
-            recycled=self._recycled,
-            repeated=self._repeated,
-        )
 
     async def close(self) -> None:
         """End every worker and all that user code started; calls in flight get a Failure. Idempotent."""
@@ -185,28 +171,34 @@ class Pool(Generic[T]):
     def _closed_failure(self) -> Failure:
         return Failure("crash", f"the {self.spec.section} pool was closed")
 
-    def _dispatch_soon(self) -> None:
-        """At the end of this turn of the event loop: a burst of calls is shared out as a whole."""
-        if not self._dispatching:
-            self._dispatching = True
-            asyncio.get_running_loop().call_soon(self._dispatch)
+    def _employ(self, slot: _Slot[T]) -> None:
+        task = asyncio.create_task(self._serve(slot))
+        self._serving.add(task)
+        task.add_done_callback(partial(self._served, slot))
 
-    def _dispatch(self) -> None:
-        self._dispatching = False
-        if self._closed:
+    def _served(self, slot: _Slot[T], task: asyncio.Task[None]) -> None:
+        self._serving.discard(task)
+        if self._closed or task.cancelled():
             return
+        if (error := task.exception()) is not None:  # ours: say so, and let nobody wait
+            self._fail_all([slot], Failure("crash", f"the {self.spec.section} pool failed: {error!r}"))
+            self._employ(slot)
+
+    def _wake(self) -> None:
+        """Idle slots for what is in the queue. They begin in the next turn of the loop: a burst is shared as a whole."""
         for _ in range(min(len(self._idle), len(self._queue))):
-            slot = self._idle.popleft()
-            task = asyncio.create_task(self._serve(slot))
-            self._serving.add(task)
-            task.add_done_callback(partial(self._served, slot))
-        if self._watch is None and self._queue:
-            self._moved_s = time.monotonic()
-            self._watch = asyncio.get_running_loop().call_later(self._turn_s, self._look)
+            wake = self._idle.popleft().wake
+            assert wake is not None
+            wake.set_result(None)
 
     async def _serve(self, slot: _Slot[T]) -> None:
-        """Work through the queue for as long as there is one; then the slot is idle, with a worker fit to be called."""
-        while slot.repeat or self._queue:
+        """Work through the queue, and wait where it is empty, with a worker that is fit to be called."""
+        while True:
+            if not slot.repeat and not self._queue:
+                slot.wake = asyncio.get_running_loop().create_future()
+                self._idle.append(slot)
+                await slot.wake
+                continue  # another one may have been quicker
             if slot.worker is None or not slot.worker.alive:  # a replacement failed, or it was killed while idle
                 await self._replace(slot)
             if slot.repeat:
@@ -220,14 +212,6 @@ class Pool(Generic[T]):
                 if not (slot.worker.healthy and slot.worker.alive) or self._spent(slot.worker):
                     await self._replace(slot)
 
-    def _served(self, slot: _Slot[T], task: asyncio.Task[None]) -> None:
-        self._serving.discard(task)
-        self._idle.append(slot)
-        if not task.cancelled() and (error := task.exception()) is not None:  # ours: say so, and let nobody wait
-            self._fail_all([slot], Failure("crash", f"the {self.spec.section} pool failed: {error!r}"))
-        elif self._queue:
-            self._dispatch_soon()
-
     async def _run(self, slot: _Slot[T], worker: Worker[T], calls: list[_Call[T]]) -> None:
         """Settle calls; those that were not begun go back to the queue, one that a fresh worker has to repeat stays."""
 
@@ -236,7 +220,7 @@ class Pool(Generic[T]):
             unfit = isinstance(outcome, Failure) and outcome.reason in UNFIT
             if unfit and worker.calls > 1 and not call.outcome.done():
                 slot.repeat.append(call)
-                self._repeated += 1
+                self.stats.repeated += 1
             else:
                 self._settle(call, outcome, wall_s)
             self._call_s += 0.1 * (min(max(worker.took_s, 1e-5), 1.0) - self._call_s)
@@ -248,13 +232,13 @@ class Pool(Generic[T]):
         if slot.calls:
             self._queue.extendleft(reversed(slot.calls))
             slot.calls.clear()
-            self._dispatch_soon()
+            self._wake()
 
     def _begin(self, slot: _Slot[T]) -> None:
         """The front call of a slot, if there is one, runs from now on."""
         self._moved_s = time.monotonic()
         if slot.calls:
-            self._longest_wait_s = max(self._longest_wait_s, self._moved_s - slot.calls[0].queued_s)
+            self.stats.longest_wait_s = max(self.stats.longest_wait_s, self._moved_s - slot.calls[0].queued_s)
             self._give_up_soon(slot)
 
     def _give_up_soon(self, slot: _Slot[T]) -> None:
@@ -271,7 +255,7 @@ class Pool(Generic[T]):
 
     def _next_calls(self, worker: Worker[T] | None) -> list[_Call[T]]:
         """From the front of the queue: one, or several of quick ones that take about BATCH_S, shared with the others."""
-        share = -(-len(self._queue) // self._num_workers)
+        share = -(-len(self._queue) // len(self._slots))
         room = self._max_calls - worker.calls if worker is not None else 1
         size = max(1, min(int(BATCH_S / self._call_s), share, room, MAX_BATCH))
         calls: list[_Call[T]] = []
@@ -299,18 +283,17 @@ class Pool(Generic[T]):
         """A fresh worker in the slot; the old one is gone before. On failure the slot stays empty, with the error."""
         if slot.worker is not None:
             if slot.worker.healthy and self._spent(slot.worker):
-                self._recycled += 1
+                self.stats.recycled += 1
             else:
-                self._restarted += 1
+                self.stats.restarted += 1
             await slot.worker.stop()
             slot.worker = None
         await self._fill(slot)
 
     async def _fill(self, slot: _Slot[T]) -> None:
         slot.error = ""
-        limits = {"memory_limit_mb": self._memory_limit_mb, "start_timeout_s": self._start_timeout_s}
         try:
-            slot.worker = await start_worker(self.spec, **limits)
+            slot.worker = await start_worker(self.spec, self._memory_limit_mb, self._start_timeout_s)
             self._slowest_start_s = max(self._slowest_start_s, slot.worker.ready_s)
         except (CannotLoad, OSError) as error:  # OSError: no more processes or descriptors, for now
             slot.error = str(error)
@@ -319,29 +302,29 @@ class Pool(Generic[T]):
 
     def _fail_all(self, slots: Iterable[_Slot[T]], failure: Failure) -> None:
         """Whoever waits in the queue, and in these slots."""
-        for slot in slots:
-            self._fail([*slot.calls, *slot.repeat], failure)
-            slot.calls.clear()
-            slot.repeat.clear()
-        self._fail(self._queue, failure)
-        self._queue.clear()
+        for waiting in (self._queue, *(waiting for slot in slots for waiting in (slot.calls, slot.repeat))):
+            self._fail(waiting, failure)
+            waiting.clear()
 
     def _fail(self, calls: Iterable[_Call[T]], failure: Failure) -> None:
         for call in calls:
             self._settle(call, failure)
 
     def _settle(self, call: _Call[T], outcome: T | Failure, wall_s: float | None = None) -> None:
+        """wall_s: None for a call that was not begun."""
         if call.outcome.done():  # its caller has gone
             return
         call.outcome.set_result(self._counted(outcome))
-        if wall_s is not None and (len(self._slowest) < SLOWEST or wall_s > self._slowest[-1].wall_s):
-            slow = SlowCall(wall_s, call.label, outcome.reason if isinstance(outcome, Failure) else "ok")
-            self._slowest = sorted([*self._slowest, slow], reverse=True)[:SLOWEST]
+        slowest = self.stats.slowest
+        if wall_s is not None and (len(slowest) < SLOWEST or wall_s > slowest[-1].wall_s):
+            slowest.append(SlowCall(wall_s, call.label, outcome.reason if isinstance(outcome, Failure) else "ok"))
+            slowest.sort(reverse=True)
+            del slowest[SLOWEST:]
 
     def _counted(self, outcome: T | Failure) -> T | Failure:
         if isinstance(outcome, Failure):
-            self._outcomes[outcome.reason] += 1
-            self._examples[outcome.reason] = outcome.detail
+            self.stats.outcomes[outcome.reason] += 1
+            self.stats.examples[outcome.reason] = outcome.detail
         else:
-            self._outcomes["ok"] += 1
+            self.stats.outcomes["ok"] += 1
         return outcome

@@ -9,36 +9,25 @@ import os
 import pickle
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from subprocess import Popen
 from typing import Any, Generic, Literal, cast
 
 import msgspec
 import psutil
 
-from verl.sandbox.messages import (
-    LENGTH,
-    MAX_ANSWER_BYTES,
-    Call,
-    CallableSpec,
-    Failed,
-    Failure,
-    Ready,
-    Refused,
-    Returned,
-    T,
-    framed,
-)
+from verl.sandbox import messages
+from verl.sandbox.messages import LENGTH, CallableSpec, Failed, Failure, T, framed
 
 KILL_WAIT_S = 8.0  # for the guardian to kill, reap and report; it gives up after guardian.KILL_S
 GRACE_S = 1.0  # for an idle worker to end by itself
 REPORT_WAIT_S = 0.5  # for a death to be reported after the channel broke
 UNFIT = ("crash", "memory")  # a worker that says so is not called again: a heap that hit the limit is not reused
-LOADED: msgspec.msgpack.Decoder[Ready | Refused] = msgspec.msgpack.Decoder(Ready | Refused)
+MAX_ANSWER_BYTES = messages.MAX_VALUE_BYTES + (64 << 10)
 End = Literal["answered", "gone", "late"]
 
 
@@ -72,10 +61,10 @@ class Death(msgspec.Struct, frozen=True):
 
 
 class Channel(asyncio.Protocol):
-    """Messages to a worker and its answers, in order. A protocol and not a stream: there are thousands of calls in a step."""
+    """Messages to a worker and its answers, in order. A protocol and not a stream: a step makes thousands of calls."""
 
     def __init__(self) -> None:
-        self._transport: asyncio.Transport | None = None
+        self.transport: asyncio.Transport | None = None
         self._received = bytearray()
         self._expected = 0
         self._hear: Callable[[bytes], bool] = bool
@@ -90,26 +79,22 @@ class Channel(asyncio.Protocol):
         self._told = asyncio.get_running_loop().create_future()
         self._hear, self._expected = hear, len(frames)
         self._received.clear()
-        if self._transport is None or self._transport.is_closing():
+        if self.transport is None or self.transport.is_closing():
             self.end("gone")
         else:
-            self._transport.write(b"".join(frames))
+            self.transport.write(b"".join(frames))
         return self._told
 
     def end(self, how: End) -> None:
         if self._told is not None and not self._told.done():
             self._told.set_result(how)
 
-    @property
-    def open(self) -> bool:
-        return self._transport is not None
-
     def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
+        if self.transport is not None:
+            self.transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by class
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's is none by class
 
     def data_received(self, data: bytes) -> None:
         if self._told is None or self._told.done():
@@ -142,12 +127,7 @@ class Worker(Generic[T]):
     """One worker process with its guardian. Build with `start_worker`."""
 
     def __init__(
-        self,
-        spec: CallableSpec,
-        memory_limit_mb: float,
-        popen: subprocess.Popen[bytes],
-        channel: Channel,
-        control: socket.socket,
+        self, spec: CallableSpec, memory_limit_mb: float, popen: Popen[bytes], channel: Channel, control: socket.socket
     ) -> None:
         self.calls = 0
         self.grown_mb = 0.0  # address space gained since it was ready
@@ -157,7 +137,7 @@ class Worker(Generic[T]):
         self.healthy = True  # False once it must not be called again
         self._spec, self._memory_limit_mb = spec, memory_limit_mb
         self._popen, self._channel, self._control = popen, channel, control
-        answers: Any = Returned[spec.returns] | Failed  # type: ignore[name-defined]
+        answers: Any = messages.Returned[spec.returns] | Failed  # type: ignore[name-defined]
         self._decoder = msgspec.msgpack.Decoder(answers)
         self._death = asyncio.create_task(self._watch())
         self._death.add_done_callback(lambda _: channel.end("gone"))
@@ -188,17 +168,16 @@ class Worker(Generic[T]):
         finally:
             timer.cancel()
         if end == "late" and self.alive:
-            raise CannotLoad(
-                f"{self._spec}: did not load within {timeout_s:g} s. Fix: keep slow work out of its top level"
-            )
+            fix = "Fix: keep slow work out of its top level"
+            raise CannotLoad(f"{self._spec}: did not load within {timeout_s:g} s. {fix}")
         if end != "answered":
             said = (await self._died()).failure(self._spec, 0).detail
             raise CannotLoad(f"{self._spec}: {said}, while loading. Fix: import it by itself to see why")
         try:
-            answer = LOADED.decode(heard)
+            answer = msgspec.msgpack.decode(heard, type=messages.Loaded)
         except msgspec.DecodeError:
             raise CannotLoad(f"{self._spec}: its process spoke out of turn") from None
-        if isinstance(answer, Refused):
+        if answer.error:
             raise CannotLoad(f"{self._spec}: {answer.error}")
         self.pid, self.ready_s = answer.pid, time.monotonic() - began_s
 
@@ -240,7 +219,8 @@ class Worker(Generic[T]):
 
         look()
         try:
-            end = await self._channel.ask([framed(Call(first + i, packed)) for i, packed in enumerate(arguments)], hear)
+            calls = [framed(messages.Call(first + i, packed)) for i, packed in enumerate(arguments)]
+            end = await self._channel.ask(calls, hear)
         finally:
             timer.cancel()
         if end == "answered":
@@ -329,28 +309,26 @@ class Worker(Generic[T]):
                 os.killpg(self.pid, signal.SIGKILL)
 
 
-async def start_worker(spec: CallableSpec, *, memory_limit_mb: float, start_timeout_s: float) -> Worker[Any]:
+async def start_worker(spec: CallableSpec, memory_limit_mb: float, start_timeout_s: float) -> Worker[Any]:
     """Start a fresh interpreter and load the callable in it. Raises CannotLoad; leaves nothing behind then."""
     try:
-        packed = pickle.dumps(replace(spec, returns=Any))  # the type is for our side, and may not pickle
+        packed = pickle.dumps(replace(spec, kwargs=dict(spec.kwargs), returns=Any))  # the type may not pickle
     except Exception as error:  # __reduce__ of what the user put into kwargs
         said = f"{spec.section}.kwargs cannot be sent to a worker: {error}. Fix: plain values"
         raise CannotLoad(f"{spec}: {said}") from None
     ours, theirs = socket.socketpair()
     control, control_theirs = socket.socketpair()
     control.setblocking(False)
-    with theirs, control_theirs:
-        popen = _launch(theirs.fileno(), control_theirs.fileno(), memory_limit_mb)
     channel = Channel()
-    try:
-        await asyncio.get_running_loop().create_unix_connection(lambda: channel, sock=ours)
-    except BaseException:  # cancelled: nobody watches it yet; its guardian ends with it
-        popen.kill()
-        popen.wait()
-        control.close()
-        # What the event loop knows is closed through it: else the next socket of that number is deaf.
-        (channel if channel.open else ours).close()
-        raise
+    with theirs, control_theirs:
+        try:
+            await asyncio.get_running_loop().create_unix_connection(lambda: channel, sock=ours)
+            popen = _launch(theirs.fileno(), control_theirs.fileno(), memory_limit_mb)
+        except BaseException:  # cancelled, or no more processes
+            control.close()
+            # What the event loop knows is closed through it: else the next socket of that number is deaf.
+            (channel.transport or ours).close()
+            raise
     worker: Worker[Any] = Worker(spec, memory_limit_mb, popen, channel, control)
     try:
         await worker.load(LENGTH.pack(len(packed)) + packed, start_timeout_s)
@@ -360,13 +338,13 @@ async def start_worker(spec: CallableSpec, *, memory_limit_mb: float, start_time
     return worker
 
 
-def _launch(channel_fd: int, control_fd: int, memory_limit_mb: float) -> subprocess.Popen[bytes]:
+def _launch(channel_fd: int, control_fd: int, memory_limit_mb: float) -> Popen[bytes]:
     paths = [os.path.abspath(p) for p in sys.path]
     about = {"channel_fd": channel_fd, "parent_pid": os.getpid(), "memory_limit_mb": memory_limit_mb, "sys_path": paths}
     # One thread and one arena each: workers are many, and what threads reserve counts as address space.
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "MALLOC_ARENA_MAX")
     threads = {name: os.environ.get(name, "1") for name in names}
-    return subprocess.Popen(
+    return Popen(
         [sys.executable, "-P", str(Path(__file__).with_name("guardian.py")), json.dumps(about)],
         stdin=control_fd,
         stdout=control_fd,

@@ -29,7 +29,6 @@ from typing import Any
 import msgspec
 
 from verl.sandbox.messages import (
-    ENCODER,
     LENGTH,
     MAX_VALUE_BYTES,
     BadResult,
@@ -37,8 +36,7 @@ from verl.sandbox.messages import (
     CallableSpec,
     Failed,
     Failure,
-    Ready,
-    Refused,
+    Loaded,
     Returned,
     framed,
 )
@@ -97,17 +95,16 @@ def serve(channel: socket.socket, memory_limit_mb: float, note_baseline_mb: Call
     spec: CallableSpec = pickle.loads(packed)
     try:
         function = load(spec, settler)
-    except Unloadable as error:
-        return channel.sendall(framed(Refused(_sendable(str(error)))))
     except BaseException as error:  # user code: its module, or its factory
-        return channel.sendall(framed(Refused(_sendable(f"loading it raised {_where(error)}"))))
+        said = str(error) if isinstance(error, Unloadable) else f"loading it raised {_where(error)}"
+        return channel.sendall(framed(Loaded(me, _sendable(said))))
     if os.getpid() != me:
         os._exit(0)
     memory = Memory()
-    start_mb = memory.address_space_mb()
-    note_baseline_mb(memory.resident_mb())
+    start_mb, resident_mb = memory.used_mb()
+    note_baseline_mb(resident_mb)
     limit = _limit_address_space(start_mb + memory_limit_mb)
-    channel.sendall(framed(Ready(me)))
+    channel.sendall(framed(Loaded(me)))
     decoder, tidy = msgspec.msgpack.Decoder(Call), functools.partial(_tidy, sys.getrecursionlimit(), os.getcwd())
     while (packed := _receive(requests)) is not None:
         began_s = time.perf_counter()
@@ -116,7 +113,7 @@ def serve(channel: socket.socket, memory_limit_mb: float, note_baseline_mb: Call
         if os.getpid() != me:  # a child that the callable forked came back with us
             os._exit(0)
         tidy()
-        grown_mb, took_s = memory.address_space_mb() - start_mb, time.perf_counter() - began_s
+        grown_mb, took_s = memory.used_mb()[0] - start_mb, time.perf_counter() - began_s
         if isinstance(outcome, Failure):
             channel.sendall(framed(Failed(call.number, grown_mb, took_s, outcome)))
         else:
@@ -126,7 +123,7 @@ def serve(channel: socket.socket, memory_limit_mb: float, note_baseline_mb: Call
 
 
 def _receive(requests: Any) -> bytes | None:
-    """One message, or None at end of file. Waits for as long as the pool has no work; if it dies, the guardian kills."""
+    """One message, or None at end of file. Waits while the pool has no work; if the pool dies, the guardian kills us."""
     head = requests.read(LENGTH.size)
     return requests.read(LENGTH.unpack(head)[0]) if len(head) == LENGTH.size else None
 
@@ -166,7 +163,7 @@ def run_call(
 
 def _encoded(value: Any, spec: CallableSpec) -> msgspec.Raw:
     try:
-        body = ENCODER.encode(value)
+        body = msgspec.msgpack.encode(value)
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise BadResult(f"the {spec.called} returned a {type(value).__name__}, which cannot be sent: {error}") from None
     if len(body) > MAX_VALUE_BYTES:
@@ -264,8 +261,7 @@ def _limit_address_space(limit_mb: float) -> tuple[int, int] | None:
     if not sys.platform.startswith("linux"):
         return None
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    wanted = int(limit_mb * 2**20)
-    soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    soft = int(limit_mb * 2**20) if hard == resource.RLIM_INFINITY else min(int(limit_mb * 2**20), hard)
     resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     return soft, hard
 
@@ -276,18 +272,16 @@ class Memory:
     def __init__(self) -> None:
         self._file = -1
 
-    def address_space_mb(self) -> float:
-        return self._pages(0) * PAGE_BYTES / 2**20
-
-    def resident_mb(self) -> float:
-        return self._pages(1) * PAGE_BYTES / 2**20
-
-    def _pages(self, field: int) -> int:
+    def used_mb(self) -> tuple[float, float]:
+        """Address space and resident memory; zeros where there is no /proc (limits are off there)."""
         try:
-            return int(os.pread(self._file, 128, 0).split()[field])
-        except (OSError, ValueError, IndexError):  # the first time, or user code has closed what is not its own
-            try:
+            return self._read()
+        except (OSError, ValueError):  # the first time, or user code has closed what is not its own
+            with contextlib.suppress(OSError):
                 self._file = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
-                return int(os.pread(self._file, 128, 0).split()[field])
-            except OSError:  # not Linux: limits are off there
-                return 0
+                return self._read()
+            return 0.0, 0.0
+
+    def _read(self) -> tuple[float, float]:
+        space, resident, *_ = os.pread(self._file, 128, 0).split()
+        return int(space) * PAGE_BYTES / 2**20, int(resident) * PAGE_BYTES / 2**20
