@@ -25,6 +25,7 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -168,13 +169,17 @@ class _Guard:
         """SIGKILL and reap the worker's group and every other descendant."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         deadline = time.monotonic() + KILL_S
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._pid, signal.SIGKILL)
+        shoot(os.killpg, self._pid)
         while self._reap() and time.monotonic() < deadline:
             for pid in {*descendants(os.getpid()), *([self._pid] if self._code is None else [])}:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
+                shoot(os.kill, pid)
             time.sleep(0.001)
+
+
+def shoot(kill: Callable[[int, int], None], pid: int) -> None:
+    """SIGKILL by os.kill or os.killpg; it may be gone, or another user's."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        kill(pid, signal.SIGKILL)
 
 
 def descendants(root: int) -> list[int]:
@@ -217,12 +222,10 @@ def _resident_mb(pid: int) -> float:
 
 def _proportional_mb(pid: int) -> float:
     try:
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) / 1024
-    except OSError:
-        pass
-    return _resident_mb(pid)
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("Pss:"))
+    except (OSError, StopIteration):
+        return _resident_mb(pid)
 
 
 if __name__ == "__main__":

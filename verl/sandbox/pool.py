@@ -102,6 +102,7 @@ class Pool(Generic[T]):
         self._call_s = BATCH_S  # of a call, about, as the workers tell
         self._slowest_start_s = 0.0
         self._started = self._closed = False
+        self._closed_early = Failure("crash", f"the {spec.section} pool was closed")
 
     @property
     def workers(self) -> int:
@@ -137,7 +138,7 @@ class Pool(Generic[T]):
         """
         assert self._started, "await pool.start() comes first"
         if self._closed:
-            return self._counted(self._closed_failure())
+            return self._counted(self._closed_early)
         try:
             packed = pickle.dumps(arguments)
         except Exception as error:  # __reduce__ of the user's objects
@@ -165,11 +166,8 @@ class Pool(Generic[T]):
         for task in self._serving:
             task.cancel()
         await asyncio.gather(*self._serving, return_exceptions=True)
-        self._fail_all(self._slots, self._closed_failure())
+        self._fail_all(self._slots, self._closed_early)
         await asyncio.gather(*(slot.worker.stop() for slot in self._slots if slot.worker is not None))
-
-    def _closed_failure(self) -> Failure:
-        return Failure("crash", f"the {self.spec.section} pool was closed")
 
     def _employ(self, slot: _Slot[T]) -> None:
         task = asyncio.create_task(self._serve(slot))
@@ -178,9 +176,8 @@ class Pool(Generic[T]):
 
     def _served(self, slot: _Slot[T], task: asyncio.Task[None]) -> None:
         self._serving.discard(task)
-        if self._closed or task.cancelled():
-            return
-        if (error := task.exception()) is not None:  # ours: say so, and let nobody wait
+        error = None if self._closed or task.cancelled() else task.exception()
+        if error is not None:  # ours: say so, and let nobody wait
             self._fail_all([slot], Failure("crash", f"the {self.spec.section} pool failed: {error!r}"))
             self._employ(slot)
 
@@ -206,7 +203,8 @@ class Pool(Generic[T]):
             else:
                 calls = self._next_calls(slot.worker)
             if slot.worker is None:
-                self._fail(calls, Failure("crash", f"no worker could be started: {slot.error}"))
+                for call in calls:
+                    self._settle(call, Failure("crash", f"no worker could be started: {slot.error}"))
             elif calls:
                 await self._run(slot, slot.worker, calls)
                 if not (slot.worker.healthy and slot.worker.alive) or self._spent(slot.worker):
@@ -303,12 +301,9 @@ class Pool(Generic[T]):
     def _fail_all(self, slots: Iterable[_Slot[T]], failure: Failure) -> None:
         """Whoever waits in the queue, and in these slots."""
         for waiting in (self._queue, *(waiting for slot in slots for waiting in (slot.calls, slot.repeat))):
-            self._fail(waiting, failure)
+            for call in waiting:
+                self._settle(call, failure)
             waiting.clear()
-
-    def _fail(self, calls: Iterable[_Call[T]], failure: Failure) -> None:
-        for call in calls:
-            self._settle(call, failure)
 
     def _settle(self, call: _Call[T], outcome: T | Failure, wall_s: float | None = None) -> None:
         """wall_s: None for a call that was not begun."""

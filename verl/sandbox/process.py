@@ -13,14 +13,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 from subprocess import Popen
 from typing import Any, Generic, Literal, cast
 
 import msgspec
-import psutil
 
-from verl.sandbox import messages
+from verl.sandbox import guardian, messages
 from verl.sandbox.messages import LENGTH, CallableSpec, Failed, Failure, T, framed
 
 KILL_WAIT_S = 8.0  # for the guardian to kill, reap and report; it gives up after guardian.KILL_S
@@ -296,17 +294,14 @@ class Worker(Generic[T]):
 
     def _force(self) -> None:
         """For a guardian that does not answer (stopped by user code, say)."""
-        with contextlib.suppress(psutil.Error):
-            for process in psutil.Process(self._popen.pid).children(recursive=True):
-                with contextlib.suppress(psutil.Error):
-                    process.kill()
+        for pid in guardian.descendants(self._popen.pid):
+            guardian.shoot(os.kill, pid)
         self._popen.kill()
         self._kill_group()
 
     def _kill_group(self) -> None:
         if self.pid:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.pid, signal.SIGKILL)
+            guardian.shoot(os.killpg, self.pid)
 
 
 async def start_worker(spec: CallableSpec, memory_limit_mb: float, start_timeout_s: float) -> Worker[Any]:
@@ -345,7 +340,7 @@ def _launch(channel_fd: int, control_fd: int, memory_limit_mb: float) -> Popen[b
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "MALLOC_ARENA_MAX")
     threads = {name: os.environ.get(name, "1") for name in names}
     return Popen(
-        [sys.executable, "-P", str(Path(__file__).with_name("guardian.py")), json.dumps(about)],
+        [sys.executable, "-P", guardian.__file__, json.dumps(about)],
         stdin=control_fd,
         stdout=control_fd,
         stderr=control_fd,
