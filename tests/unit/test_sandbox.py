@@ -460,7 +460,17 @@ def test_a_start_that_is_cancelled_leaves_nothing(tools: str) -> None:
             time.sleep(0.01)
 
 
-def test_a_channel_keeps_nothing_that_nobody_asked_for() -> None:
+def test_a_channel_keeps_nothing_that_nobody_asked_for_and_no_answer_comes_late() -> None:
+    heard: list[bytes] = []
+
+    def more(body: bytes, wall_s: float) -> bool:
+        heard.append(body)
+        return True
+
+    def enough(body: bytes, wall_s: float) -> bool:
+        heard.append(body)
+        return False
+
     async def run() -> None:
         ours, theirs = socket.socketpair()
         with theirs:
@@ -468,8 +478,7 @@ def test_a_channel_keeps_nothing_that_nobody_asked_for() -> None:
             theirs.sendall(b"x" * 50_000)  # user code that found the channel
             await asyncio.sleep(0.05)
             assert not channel._received
-            heard: list[bytes] = []
-            told = channel.ask([b"call", b"another"], lambda body: not heard.append(body))
+            told = channel.ask([b"call", b"another"], more, 60.0)
             await asyncio.sleep(0)
             theirs.sendall(struct.pack(">I", 5) + b"hel")
             await asyncio.sleep(0.02)
@@ -480,13 +489,20 @@ def test_a_channel_keeps_nothing_that_nobody_asked_for() -> None:
             theirs.sendall(b"i" + b"more")
             assert await asyncio.wait_for(told, 5) == "answered"
             assert heard == [b"hello", b"hi"] and not channel._received
-            told = channel.ask([b"call", b"another"], lambda body: bool(heard.append(body)))
+            told = channel.ask([b"call", b"another"], enough, 60.0)
             theirs.sendall(2 * (struct.pack(">I", 1) + b"x"))
             assert await asyncio.wait_for(told, 5) == "answered" and heard[2:] == [b"x"], "it had heard enough"
-            late = channel.ask([b"call"], lambda body: True)
+            began_s = time.monotonic()
+            told = channel.ask([b"call", b"another"], more, 0.3)
+            await asyncio.sleep(0.2)
+            theirs.sendall(struct.pack(">I", 1) + b"y")
+            assert await asyncio.wait_for(told, 5) == "late" and heard[3:] == [b"y"], "each has its own deadline"
+            assert time.monotonic() - began_s > 0.45
+            told = channel.ask([b"call"], more, 60.0)
             theirs.sendall(struct.pack(">I", MAX_ANSWER_BYTES + 1) + b"y" * 1000)
-            assert await asyncio.wait_for(late, 5) == "gone" and not channel._received
-            assert await asyncio.wait_for(channel.ask([b"call"], bool), 5) == "gone", "closed: the worker is replaced"
+            assert await asyncio.wait_for(told, 5) == "gone" and not channel._received
+            told = channel.ask([b"call"], more, 60.0)
+            assert await asyncio.wait_for(told, 5) == "gone", "closed: the worker is replaced"
 
     asyncio.run(run())
 
@@ -515,9 +531,9 @@ def test_an_answer_that_no_worker_gives_is_a_crash(tools: str) -> None:
         for answer, body in zip(answers, frames):
             found: list[Any] = []
 
-            def lie(_: Any, hear: Callable[[bytes], bool], body: bytes = body) -> asyncio.Future[str]:
+            def lie(_: Any, hear: Callable[[bytes, float], bool], __: float, body: bytes = body) -> Any:
                 told = asyncio.get_running_loop().create_future()
-                hear(body)
+                hear(body, 0.1)
                 told.set_result("answered")
                 return told
 

@@ -58,6 +58,10 @@ class Death(msgspec.Struct, frozen=True):
         return Failure("crash", f"the {spec.called} {how}{self.output}")
 
 
+Hear = Callable[[bytes, float], bool]
+"""Gets an answer and the seconds since the question or the answer before it; False: that was the last one."""
+
+
 class Channel(asyncio.Protocol):
     """Messages to a worker and its answers, in order. A protocol and not a stream: a step makes thousands of calls."""
 
@@ -65,25 +69,42 @@ class Channel(asyncio.Protocol):
         self.transport: asyncio.Transport | None = None
         self._received = bytearray()
         self._expected = 0
-        self._hear: Callable[[bytes], bool] = bool
+        self._hear: Hear | None = None
         self._told: asyncio.Future[End] | None = None  # how the latest question ended
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._since_s = self._timeout_s = 0.0
 
-    def ask(self, frames: Sequence[bytes], hear: Callable[[bytes], bool]) -> asyncio.Future[End]:
-        """`hear` gets the body of each answer as it comes, and may say False: that was the last one.
-
-        The future ends as "answered"; as "gone" if the other side is, or sends what no worker of ours does; as "late"
-        if `end` says so.
+    def ask(self, frames: Sequence[bytes], hear: Hear, timeout_s: float) -> asyncio.Future[End]:
+        """The future ends as "answered"; as "gone" if the other side is, or sends what no worker of ours does; as
+        "late" if one answer takes more than `timeout_s`, or if `end` says so.
         """
-        self._told = asyncio.get_running_loop().create_future()
+        self._told = self._loop.create_future()
         self._hear, self._expected = hear, len(frames)
         self._received.clear()
+        self._since_s, self._timeout_s = self._loop.time(), timeout_s
         if self.transport is None or self.transport.is_closing():
             self.end("gone")
         else:
             self.transport.write(b"".join(frames))
+            self._timer = self._loop.call_later(timeout_s, self._look)
         return self._told
 
+    @property
+    def waited_s(self) -> float:
+        """Since the latest answer, or the question."""
+        return self._loop.time() - self._since_s
+
+    def _look(self) -> None:
+        left_s = self._timeout_s - self.waited_s
+        if left_s > 0:
+            self._timer = self._loop.call_later(left_s, self._look)
+        else:
+            self.end("late")
+
     def end(self, how: End) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         if self._told is not None and not self._told.done():
             self._told.set_result(how)
 
@@ -97,6 +118,7 @@ class Channel(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._told is None or self._told.done():
             return  # nobody asked: user code that found the channel
+        assert self._hear is not None
         self._received += data
         start = 0
         while self._expected and len(self._received) >= start + LENGTH.size:
@@ -109,7 +131,9 @@ class Channel(asyncio.Protocol):
             if len(body) < size:
                 break
             start += LENGTH.size + size
-            self._expected = self._expected - 1 if self._hear(body) else 0
+            wall_s = self.waited_s
+            self._since_s += wall_s
+            self._expected = self._expected - 1 if self._hear(body, wall_s) else 0
             if not self._expected:
                 self.end("answered")
         if self._told.done():
@@ -152,19 +176,13 @@ class Worker(Generic[T]):
     async def load(self, frame: bytes, timeout_s: float) -> None:
         """Have it load the callable. Raises CannotLoad."""
         began_s = time.monotonic()
-        heard = b""
+        heard: list[bytes] = []
 
-        def hear(body: bytes) -> bool:
-            nonlocal heard
-            heard = body
+        def hear(body: bytes, wall_s: float) -> bool:
+            heard.append(body)
             return False
 
-        told = self._channel.ask([frame], hear)
-        timer = asyncio.get_running_loop().call_later(timeout_s, self.give_up)
-        try:
-            end = await told
-        finally:
-            timer.cancel()
+        end = await self._channel.ask([frame], hear, timeout_s)
         if end == "late" and self.alive:
             fix = "Fix: keep slow work out of its top level"
             raise CannotLoad(f"{self._spec}: did not load within {timeout_s:g} s. {fix}")
@@ -172,7 +190,7 @@ class Worker(Generic[T]):
             said = (await self._died()).failure(self._spec, 0).detail
             raise CannotLoad(f"{self._spec}: {said}, while loading. Fix: import it by itself to see why")
         try:
-            answer = msgspec.msgpack.decode(heard, type=messages.Loaded)
+            answer = msgspec.msgpack.decode(heard[0], type=messages.Loaded)
         except msgspec.DecodeError:
             raise CannotLoad(f"{self._spec}: its process spoke out of turn") from None
         if answer.error:
@@ -188,15 +206,10 @@ class Worker(Generic[T]):
         `timeout_s` of wall clock is killed with everything it started. A call that ends the worker, or after which it
         is not fit to be called, is the last to be delivered: those behind it were not begun.
         """
-        loop = asyncio.get_running_loop()
-        since_s = loop.time()
         first = self.calls = self.calls + 1
         self.healthy = False  # until all have answered; stays so if the caller is cancelled
 
-        def hear(body: bytes) -> bool:
-            nonlocal since_s
-            now_s = loop.time()
-            wall_s, since_s = now_s - since_s, now_s
+        def hear(body: bytes, wall_s: float) -> bool:
             outcome = self._outcome(body)
             fit = not (isinstance(outcome, Failure) and outcome.reason in UNFIT)
             more = fit and not self.leaks and self.calls < first + len(arguments) - 1
@@ -205,22 +218,8 @@ class Worker(Generic[T]):
             self.calls += more  # the next one is begun
             return more
 
-        timer: asyncio.TimerHandle
-
-        def look() -> None:
-            nonlocal timer
-            left_s = since_s + timeout_s - loop.time()
-            if left_s > 0:
-                timer = loop.call_later(left_s, look)
-            else:
-                self.give_up()
-
-        look()
-        try:
-            calls = [framed(messages.Call(first + i, packed)) for i, packed in enumerate(arguments)]
-            end = await self._channel.ask(calls, hear)
-        finally:
-            timer.cancel()
+        calls = [framed(messages.Call(first + i, packed)) for i, packed in enumerate(arguments)]
+        end = await self._channel.ask(calls, hear, timeout_s)
         if end == "answered":
             return
         death = await (self.kill() if end == "late" else self._died())
@@ -228,7 +227,7 @@ class Worker(Generic[T]):
         if end == "late" and death.memory_mb is None:
             limit = f"{self._spec.section}.timeout_s={timeout_s:g}"
             outcome = Failure("timeout", f"no result within {limit}{death.output}")
-        self.took_s = loop.time() - since_s
+        self.took_s = self._channel.waited_s
         deliver(outcome, self.took_s)
 
     def give_up(self) -> None:

@@ -28,18 +28,8 @@ from typing import Any
 
 import msgspec
 
-from verl.sandbox.messages import (
-    LENGTH,
-    MAX_VALUE_BYTES,
-    BadResult,
-    Call,
-    CallableSpec,
-    Failed,
-    Failure,
-    Loaded,
-    Returned,
-    framed,
-)
+from verl.sandbox import messages
+from verl.sandbox.messages import LENGTH, MAX_VALUE_BYTES, BadResult, CallableSpec, Failure, framed
 
 DETAIL_CHARS = 2000
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -72,8 +62,7 @@ class Settler:
                     task.cancel()
                 await asyncio.gather(*strays, return_exceptions=True)
 
-        if self._runner is None:
-            self._runner = asyncio.Runner()
+        self._runner = self._runner or asyncio.Runner()
         return self._runner.run(finish())
 
 
@@ -97,15 +86,18 @@ def serve(channel: socket.socket, memory_limit_mb: float, note_baseline_mb: Call
         function = load(spec, settler)
     except BaseException as error:  # user code: its module, or its factory
         said = str(error) if isinstance(error, Unloadable) else f"loading it raised {_where(error)}"
-        return channel.sendall(framed(Loaded(me, _sendable(said))))
+        return channel.sendall(framed(messages.Loaded(me, _sendable(said))))
     if os.getpid() != me:
         os._exit(0)
     memory = Memory()
     start_mb, resident_mb = memory.used_mb()
     note_baseline_mb(resident_mb)
     limit = _limit_address_space(start_mb + memory_limit_mb)
-    channel.sendall(framed(Loaded(me)))
-    decoder, tidy = msgspec.msgpack.Decoder(Call), functools.partial(_tidy, sys.getrecursionlimit(), os.getcwd())
+    channel.sendall(framed(messages.Loaded(me)))
+    decoder, tidy = (
+        msgspec.msgpack.Decoder(messages.Call),
+        functools.partial(_tidy, sys.getrecursionlimit(), os.getcwd()),
+    )
     while (packed := _receive(requests)) is not None:
         began_s = time.perf_counter()
         call = decoder.decode(packed)
@@ -115,9 +107,9 @@ def serve(channel: socket.socket, memory_limit_mb: float, note_baseline_mb: Call
         tidy()
         grown_mb, took_s = memory.used_mb()[0] - start_mb, time.perf_counter() - began_s
         if isinstance(outcome, Failure):
-            channel.sendall(framed(Failed(call.number, grown_mb, took_s, outcome)))
+            channel.sendall(framed(messages.Failed(call.number, grown_mb, took_s, outcome)))
         else:
-            channel.sendall(framed(Returned(call.number, grown_mb, took_s, outcome)))
+            channel.sendall(framed(messages.Returned(call.number, grown_mb, took_s, outcome)))
         if grown_mb >= memory_limit_mb / 2 or (isinstance(outcome, Failure) and outcome.reason == "memory"):
             return  # calls that were sent with this one are for a fresh process
 
