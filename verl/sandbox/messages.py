@@ -1,4 +1,4 @@
-"""What crosses between a pool and its workers: the pickled `CallableSpec`, then msgpack messages, each behind its length.
+"""What crosses between a pool and its workers: a pickled `CallableSpec`, then msgpack messages, each behind its length.
 
 Only the pool writes pickles. Answers come from a process that user code shares: they are decoded against a type.
 """

@@ -182,7 +182,7 @@ class Pool(Generic[T]):
             self._employ(slot)
 
     def _wake(self) -> None:
-        """Idle slots for what is in the queue. They begin in the next turn of the loop: a burst is shared as a whole."""
+        """Idle slots for what is in the queue. They begin in the next turn of the loop: a burst is shared out."""
         for _ in range(min(len(self._idle), len(self._queue))):
             wake = self._idle.popleft().wake
             assert wake is not None
@@ -252,7 +252,7 @@ class Pool(Generic[T]):
         return worker.calls >= self._max_calls or worker.leaks
 
     def _next_calls(self, worker: Worker[T] | None) -> list[_Call[T]]:
-        """From the front of the queue: one, or several of quick ones that take about BATCH_S, shared with the others."""
+        """From the front of the queue: one, or several quick ones that take about BATCH_S, shared with the others."""
         share = -(-len(self._queue) // len(self._slots))
         room = self._max_calls - worker.calls if worker is not None else 1
         size = max(1, min(int(BATCH_S / self._call_s), share, room, MAX_BATCH))

@@ -115,7 +115,7 @@ def serve(channel: socket.socket, memory_limit_mb: float, note_baseline_mb: Call
 
 
 def _receive(requests: Any) -> bytes | None:
-    """One message, or None at end of file. Waits while the pool has no work; if the pool dies, the guardian kills us."""
+    """One message, or None at end of file. Waits while the pool has no work; if it dies, the guardian kills us."""
     head = requests.read(LENGTH.size)
     return requests.read(LENGTH.unpack(head)[0]) if len(head) == LENGTH.size else None
 
