@@ -45,8 +45,7 @@ from verl.model_engine.torch_engine import DTYPES
 from verl.reward.base import RewardFn
 from verl.reward.compute import check_data_source
 from verl.reward.model import Later, ModelReward, ScoreRows
-from verl.reward.pool import RewardPool
-from verl.reward.process import Target
+from verl.reward.pool import RewardPool, grader_spec
 from verl.reward.shaping import Shaped
 from verl.rollout.base import RolloutEngine
 from verl.rollout.hf import HfEngine
@@ -459,9 +458,8 @@ async def _reward(config: Config, scorer: ModelWorkers | None) -> RewardFn:
     r = config.reward
     pool: RewardFn | None = None
     if r.path is not None or scorer is None:
-        target = Target(path=r.path, name=r.name, kwargs=r.kwargs) if r.path else Target(kwargs=r.kwargs)
         pool = RewardPool(
-            target,
+            grader_spec(r.path, r.name, r.kwargs) if r.path else grader_spec(kwargs=r.kwargs),
             num_workers=r.num_workers,
             timeout_s=r.timeout_s,
             memory_limit_mb=r.memory_limit_mb,
