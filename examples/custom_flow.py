@@ -18,9 +18,12 @@ from verl.recipes import arithmetic as task
 from verl.rollout.native.engine import NativeEngine
 from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Sample, Sampling, Segment, as_ids, derive_seed
-from verl.weight_sync.local import LocalCheckpointEngine
+from verl.weight_sync.local import LocalCheckpointEngine, LocalOutlet
+from verl.weight_sync.sender import WeightSender
+from verl.workers.compute import Compute
 from verl.workers.inproc import InprocGroup
-from verl.workers.role import Role, UpdatePlan
+from verl.workers.model_workers import ComputeWorker, ModelWorkers, OptimizerStep
+from verl.workers.role import Role
 
 
 async def main(model_path: str, rounds: int = 4, problems_per_round: int = 64, n: int = 8) -> list[float]:
@@ -28,11 +31,13 @@ async def main(model_path: str, rounds: int = 4, problems_per_round: int = 64, n
     policy = TorchEngine(load_causal_lm(Path(model_path)), optim=OptimSpec(lr=1e-4), dtype="float32")
     rollout = NativeEngine(policy.model.config, max_context_tokens=64, eos_token_ids=(tokenizer.eos_token_id,))
     queue, sync = MemoryQueue(), LocalCheckpointEngine(probes=(), tolerance=1e-3)
-    actor = InprocGroup("actor", Role("actor", queue, policy))
+    role = Role("actor", queue, policy, sender=WeightSender(LocalOutlet()))
+    actor = ModelWorkers(InprocGroup("actor", [role]), policy.capabilities)
+    compute = ComputeWorker(InprocGroup("compute", [Compute(queue)]))
     terms = (Term(name="nll", fn=nll, aggregate="token-mean"),)
     problems, shares = task.problems(0, held=False), []
     for version in range(rounds):
-        await sync.publish(actor, [rollout], version=version, fenced=True, on_inflight="wait", timeout_s=60)
+        await sync.publish(actor, [rollout], version=version, exclusive=True, on_inflight=["wait"], timeout_s=60)
         drawn = list(itertools.islice(problems, problems_per_round))
         prompts = [as_ids(tokenizer(f"<|user|>{task.prompt(p)}<|end|><|assistant|>")["input_ids"]) for p in drawn]
         seats = [(g, i) for g in range(len(drawn)) for i in range(n)]
@@ -66,11 +71,14 @@ async def main(model_path: str, rounds: int = 4, problems_per_round: int = 64, n
         shares.append(sum(right) / len(right))
         print(f"round {version}: {shares[-1]:.3f} of {len(right)} answers right", flush=True)
         if samples:
-            refs = queue.put(samples)
-            await asyncio.wrap_future(actor.submit("update", UpdatePlan((refs,), terms)))
+            refs = await queue.put(samples)
+            steps = [OptimizerStep(refs)]
+            await asyncio.wrap_future(compute.weigh(steps, terms, ()))
+            await asyncio.wrap_future(actor.update(steps, terms, ()))
             queue.drop(refs)
     await rollout.close()
     actor.close()
+    compute.close()
     return shares
 
 

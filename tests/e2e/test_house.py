@@ -1,0 +1,155 @@
+"""What the plan of the house promises of a running process: no tensor in the driver, nothing that could not be sent to another
+process, few frames from the command to the loss."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import sys
+import threading
+import types
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from small_runs import metrics_of, small_args, small_run
+
+from verl import cli
+from verl.driver import launch
+from verl.driver.run import Run
+from verl.model_engine import torch_engine
+from verl.rollout.hf import HfEngine
+from verl.rollout.native import NativeEngine
+from verl.transfer_queue.memory import MemoryQueue
+from verl.workers import inproc
+from verl.workers.inproc import InprocGroup
+from verl.workers.model_workers import ModelWorkers
+
+HOUSE = Path(cli.__file__).parent
+ELSEWHERE = (InprocGroup, MemoryQueue, NativeEngine, HfEngine)
+"""What stands for another process: workers, the data plane, replicas."""
+SKIPPED = (types.ModuleType, threading.Thread, type, types.FrameType, types.CodeType)
+
+
+def held_by(root: object) -> Iterator[tuple[object, str]]:
+    """Everything reachable from `root` in the driver, with a path to it."""
+    seen: set[int] = set()
+    todo: list[tuple[object, str]] = [(root, type(root).__name__)]
+    while todo:
+        at, path = todo.pop()
+        if id(at) in seen or isinstance(at, (*SKIPPED, *ELSEWHERE)):
+            continue
+        seen.add(id(at))
+        yield at, path
+        if isinstance(at, types.FunctionType):  # its globals are its module's, not its own
+            inside: list[object] = [*(at.__closure__ or ()), *(at.__defaults__ or ()), at.__kwdefaults__]
+        else:
+            inside = gc.get_referents(at)
+        todo += [(x, f"{path} > {type(x).__name__}") for x in inside]
+
+
+@pytest.mark.parametrize("more", [(), ("algorithm.name=ppo", "run.virtual_ranks=2"), ("pipeline.staleness=1",)])
+def test_nothing_reachable_from_the_driver_is_a_tensor(more, tmp_path, tiny_model, arithmetic_data, monkeypatch):
+    runs: list[Run] = []
+    looked: list[int] = []
+    assemble = launch.assemble
+
+    async def remembered(*args: Any, **kwargs: Any) -> Run:
+        runs.append(await assemble(*args, **{**kwargs, "on_step": look}))
+        return runs[0]
+
+    def look(step: int, values: Any) -> None:
+        found = [path for x, path in held_by(runs[0]) if isinstance(x, torch.Tensor)]
+        assert not found, found[:3]
+        looked.append(step)
+
+    monkeypatch.setattr(launch, "assemble", remembered)
+    small_run(tmp_path, tiny_model, arithmetic_data[:1], *more)
+    assert looked == [1, 2, 3]
+
+
+def test_the_walk_sees_what_is_hidden():
+    class Holder:
+        def __init__(self, x: object) -> None:
+            self.x = x
+
+    tensor = torch.zeros(2)
+    hidden = [Holder(tensor), {"a": [lambda: tensor]}, (Holder([tensor]).x,), Future()]
+    hidden[3].set_result({"weights": tensor})
+    for one in hidden:
+        assert any(isinstance(x, torch.Tensor) for x, _ in held_by(one)), one
+    assert not any(isinstance(x, torch.Tensor) for x, _ in held_by({"a": np.zeros(3), "f": held_by}))
+
+
+def in_another_process(value: Any) -> Any:
+    return pickle.loads(pickle.dumps(value))
+
+
+@pytest.mark.parametrize(
+    "more", [(), ("algorithm.name=vapo", "run.virtual_ranks=2"), ("algorithm.name=kl_cov", "step.updates_per_step=2")]
+)
+def test_everything_that_crosses_submit_can_be_pickled(more, tmp_path, tiny_model, arithmetic_data, monkeypatch):
+    """Calls, arguments and results go through pickle, and the run is the same."""
+    small_run(tmp_path / "plain", tiny_model, arithmetic_data, *more)
+    submit, end, crossed = InprocGroup.submit, inproc._Call.end, set()
+
+    def sent(self: InprocGroup, method: Any, args: Any) -> Future[Any]:
+        crossed.add(method.__qualname__)
+        return submit(self, in_another_process(method), in_another_process(args))
+
+    def answered(self: Any, rank: int, value: Any = None, error: BaseException | None = None) -> None:
+        end(self, rank, in_another_process(value), error)
+
+    monkeypatch.setattr(InprocGroup, "submit", sent)
+    monkeypatch.setattr(inproc._Call, "end", answered)
+    small_run(tmp_path / "pickled", tiny_model, arithmetic_data, *more)
+    assert {
+        "Role.update",
+        "Role.send_weights",
+        "Role.save",
+        "Role.export",
+        "Compute.compute",
+        "Compute.weigh",
+    } < crossed
+    one, two = metrics_of(tmp_path / "plain" / "r"), metrics_of(tmp_path / "pickled" / "r")
+    for step in one:
+        for name in ("actor/grad_norm", "actor/pg_loss", "critic/score/mean"):
+            assert one[step].get(name) == two[step].get(name), (step, name)
+
+
+def frames_of_verl() -> list[str]:
+    """Functions of verl on this thread's stack, outermost first, without what carries a call to a worker."""
+    frame, out = sys._getframe(1), []
+    while frame is not None:
+        file = Path(frame.f_code.co_filename)
+        if file.is_relative_to(HOUSE) and file.name != "inproc.py":
+            out.append(frame.f_code.co_qualname)
+        frame = frame.f_back
+    return out[::-1]
+
+
+def test_from_the_command_to_the_loss_are_at_most_nine_frames(tmp_path, tiny_model, arithmetic_data, monkeypatch):
+    """What somebody reads who follows `verl train` to the line where the loss is made: the command, the loop, the step, the
+    call to the workers; then the role, the engine, the reduction."""
+    driver: list[list[str]] = []
+    worker: list[list[str]] = []
+    update, evaluate = ModelWorkers.update, torch_engine.evaluate_terms
+
+    def watched_update(self: ModelWorkers, *args: Any, **kwargs: Any) -> Any:
+        driver.append([*frames_of_verl(), "ModelWorkers.update"])
+        return update(self, *args, **kwargs)
+
+    def watched_evaluate(*args: Any) -> Any:
+        worker.append([*frames_of_verl(), "evaluate_terms"])
+        return evaluate(*args)
+
+    monkeypatch.setattr(ModelWorkers, "update", watched_update)
+    monkeypatch.setattr(torch_engine, "evaluate_terms", watched_evaluate)
+    assert cli.main(["train", *small_args(tmp_path, tiny_model, arithmetic_data[:1], "run.total_steps=1")]) == 0
+    path = driver[0][driver[0].index("train") :] + worker[0]
+    assert len(path) <= 9, path
+    assert path[0] == "train" and path[-1] == "evaluate_terms" and "experience_and_update" in path, path
