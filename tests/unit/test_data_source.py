@@ -219,7 +219,7 @@ class Slow:
 def test_the_sft_job_travels_too(tokenizer: Any) -> None:
     import pickle
 
-    from verl.chat import audit_template
+    from verl.chat.template import audit_template
 
     job = ConversationJob(
         tokenizer=tokenizer,

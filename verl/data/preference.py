@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from verl.chat import Rendered, RowRefused, TemplateAudit, audit_template, render_conversation
+from verl.chat.conversation import Rendered, render_conversation
+from verl.chat.template import RowRefused, TemplateAudit, audit_template
 from verl.config.schema import DataConfig
 from verl.data.files import RawRow, expand_files, read_rows
 from verl.data.formats import _columns, _kind, _messages, _with_system

@@ -11,17 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl.chat import (
-    Rendered,
-    RenderError,
-    RowRefused,
-    TemplateAudit,
-    Tool,
-    TrainOn,
-    refuse_unsupported,
-    render_conversation,
-    render_prompt,
-)
+from verl.chat.conversation import Rendered, TrainOn, render_conversation
+from verl.chat.template import RenderError, RowRefused, TemplateAudit, Tool, refuse_unsupported, render_prompt
 from verl.data.files import RawRow
 from verl.data.formats import ConversationRow, TaskRow, to_conversation_row, to_task_row
 

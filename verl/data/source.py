@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl.chat import Rendered, Tool, TrainOn, audit_template
+from verl.chat.conversation import Rendered, TrainOn
+from verl.chat.template import Tool, audit_template
 from verl.config.schema import DataConfig
 from verl.data.cache import cache_path, load_cached, store_cached
 from verl.data.cursor import Cursor, Draw
@@ -315,7 +316,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 def _code_fingerprint() -> str:
     room = Path(__file__).parent
     digest = hashlib.blake2b(digest_size=16)
-    for file in (*sorted(room.glob("*.py")), room.parent / "chat.py"):
+    for file in [*sorted(room.glob("*.py")), *sorted((room.parent / "chat").glob("*.py"))]:
         digest.update(file.read_bytes())
     return digest.hexdigest()
 
