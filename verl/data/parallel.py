@@ -56,28 +56,35 @@ def run_chunks(
     workers: list[_Worker] = []
     idle: queue.SimpleQueue[_Worker] = queue.SimpleQueue()
     threads = ThreadPoolExecutor(num_workers, thread_name_prefix="verl-data")
-    running: deque[Future[Any]] = deque()
-    first_row = 0
+    running: deque[Future[Path]] = deque()
 
-    def work(number: int, chunk: Sequence[Any], rows: range) -> Any:
+    def work(number: int, rows: range) -> Path:
         worker = idle.get()
         try:
-            return worker.run(number, chunk, rows)
+            return worker.run(number, rows)
         finally:
             idle.put(worker)
+
+    def oldest() -> Any:
+        path = running.popleft().result()
+        result = pickle.loads(path.read_bytes())
+        path.unlink()
+        return result
 
     try:
         (folder / "function").write_bytes(packed)
         for _ in range(num_workers):
             workers.append(_Worker(folder, timeout_s))
             idle.put(workers[-1])
+        first_row = 0
         for number, chunk in enumerate(chunks):
-            running.append(threads.submit(work, number, chunk, range(first_row, first_row + len(chunk))))
+            (folder / f"{number}.in").write_bytes(pickle.dumps(chunk))
+            running.append(threads.submit(work, number, range(first_row, first_row + len(chunk))))
             first_row += len(chunk)
             if len(running) >= 4 * num_workers:
-                yield running.popleft().result()
+                yield oldest()
         while running:
-            yield running.popleft().result()
+            yield oldest()
     finally:
         for worker in workers:
             worker.kill()  # it holds nothing that could be lost; the thread that listens to it gets an end of file
@@ -107,13 +114,13 @@ class _Worker:
         )
         theirs.close()
 
-    def run(self, number: int, chunk: Sequence[Any], rows: range) -> Any:
+    def run(self, number: int, rows: range) -> Path:
+        """The file with the result of a chunk."""
         if not self._ready:
             self._receive()  # "up"
             self._state = "while loading the tokenizer"
             self._receive()  # "ready"
             self._ready = True
-        (self._folder / f"{number}.in").write_bytes(pickle.dumps(chunk))
         self._state = _rows(rows)
         try:
             self._conn.send(number)
@@ -126,10 +133,7 @@ class _Worker:
         if kind == "refused":
             raise ValueError(value)
         assert kind == "done", f"unknown message {kind!r} of a data worker"
-        path = self._folder / f"{number}.out"
-        result = pickle.loads(path.read_bytes())
-        path.unlink()
-        return result
+        return self._folder / f"{number}.out"
 
     def _receive(self) -> tuple[str, Any]:
         try:
