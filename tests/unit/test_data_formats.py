@@ -18,7 +18,7 @@ import pytest
 
 from verl.data.files import RawRow, expand_files, fingerprint, read_rows
 from verl.data.formats import GSM8K_INSTRUCTION, RowFormat
-from verl.data.preference import _pair, _unpaired
+from verl.data.preference import pair_row, unpaired_row
 
 GSM8K = Path(__file__).parents[1] / "data" / "gsm8k_train.jsonl"
 
@@ -280,11 +280,11 @@ GOOD, BAD = [{"role": "assistant", "content": "4"}], [{"role": "assistant", "con
 
 
 def pair(row: dict[str, Any], **options: Any) -> Any:
-    return _pair(RawRow("f.jsonl:7", row), RowFormat(**options))
+    return pair_row(RawRow("f.jsonl:7", row), RowFormat(**options))
 
 
 def unpaired(row: dict[str, Any]) -> Any:
-    return _unpaired(RawRow("f.jsonl:7", row), RowFormat())
+    return unpaired_row(RawRow("f.jsonl:7", row), RowFormat())
 
 
 def test_preference_rows_in_every_shape_are_the_same() -> None:

@@ -221,7 +221,8 @@ def _gsm8k_number(answer: str, where: str) -> str:
     if not found:
         raise ValueError(
             f"{where}: 'answer' has no '#### NUMBER' as GSM8K's rows have (it ends with {answer[-40:]!r})."
-            " Fix: for other question/answer data, data.prompt_key=question (the answer column is then the ground truth)"
+            " Fix: for other question/answer data, data.prompt_key=question (the answer column is then the ground"
+            " truth)"
         )
     return found.group(1).replace(",", "")
 

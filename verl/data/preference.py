@@ -1,8 +1,7 @@
 """Preference rows -> token ids with loss masks: pairs (chosen, rejected) and unpaired answers with a label.
 
-Formats: prompt + chosen + rejected · chosen + rejected as whole conversations (the common beginning is the prompt) ·
-HH-style transcripts ("\\n\\nHuman: ... \\n\\nAssistant: ...") · prompt + completion + label (true: desirable). A text is a
-single message.
+{prompt, chosen, rejected} · {chosen, rejected}: whole conversations, whose common beginning is the prompt
+HH-style transcripts: "\\n\\nHuman: ... \\n\\nAssistant: ..." · {prompt, completion, label}: true is desirable
 """
 
 from __future__ import annotations
@@ -122,7 +121,7 @@ class PairJob(RenderJob):
     scalar: ClassVar = {"desirable": np.bool_, "gap": np.float64}
 
     def entries(self, raw: RawRow, counts: Counts) -> list[Entry]:
-        row = (_pair if self.paired else _unpaired)(raw, self.format)
+        row = (pair_row if self.paired else unpaired_row)(raw, self.format)
         if self.needs_gap and row.gap is None:
             raise ValueError(
                 f"{raw.where}: no true rewards: this loss needs chosen_score and rejected_score, or margin"
@@ -156,7 +155,7 @@ class PairJob(RenderJob):
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
 
-def _pair(raw: RawRow, format: RowFormat) -> PreferenceRow:
+def pair_row(raw: RawRow, format: RowFormat) -> PreferenceRow:
     row, where, prompt_key = raw.row, raw.where, format.prompt_key
     for key, other in (("chosen", "rejected"), ("rejected", "chosen")):
         if row.get(key) is None:
@@ -190,7 +189,7 @@ def _pair(raw: RawRow, format: RowFormat) -> PreferenceRow:
     return PreferenceRow(format.with_system(prompt), chosen, rejected, gap=_gap(row, where))
 
 
-def _unpaired(raw: RawRow, format: RowFormat) -> PreferenceRow:
+def unpaired_row(raw: RawRow, format: RowFormat) -> PreferenceRow:
     row, where, prompt_key = raw.row, raw.where, format.prompt_key
     label = row.get("label")
     if not isinstance(label, bool):
