@@ -73,7 +73,10 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One dataset row. `row` holds every column of it; `prompt_ids` the rendered, tokenised prompt."""
+    """One dataset row. `row` holds every column of it; `prompt_ids` the rendered, tokenised prompt.
+
+    tools: schemas that the row brings · media: references to its images, videos and sounds (a path or a content hash).
+    """
 
     task_id: str
     index: int
@@ -82,6 +85,8 @@ class Task:
     data_source: str = ""
     ground_truth: Any = None
     extra_info: Mapping[str, Any] = field(default_factory=dict)
+    tools: tuple[Mapping[str, Any], ...] = ()
+    media: tuple[str, ...] = ()
     row: Mapping[str, Any] = field(default_factory=dict)
 
 

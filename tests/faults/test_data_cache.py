@@ -34,15 +34,9 @@ def test_every_damaged_byte_and_every_torn_length_is_noticed(tmp_path: Path, cap
     path = tmp_path / "k.table"
     store_cached(path, {"rows": 3}, ARRAYS)
     whole = path.read_bytes()
-    padding = 0
     for position in range(0, len(whole), 3):
         path.write_bytes(whole[:position] + bytes([whole[position] ^ 0x55]) + whole[position + 1 :])
-        found = load_cached(path)
-        if found is not None:  # only the zeros between arrays may change without a trace
-            padding += 1
-            assert all(np.array_equal(found[1][name], ARRAYS[name]) for name in ARRAYS)
-            del found
-    assert padding < 100
+        assert load_cached(path) is None and not path.exists(), position
     for length in (*range(0, 120, 7), len(whole) - 64, len(whole) // 2):
         path.write_bytes(whole[:length])
         assert load_cached(path) is None and not path.exists(), length

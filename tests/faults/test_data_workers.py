@@ -75,26 +75,23 @@ def own_temp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
 
 
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
+def test_a_dead_worker_is_an_error_with_its_cause() -> None:
+    for how, message in (
         ("exit", r"exited with status 3 \(in rows [56] to 6\). Its last output:\nlast words"),
         ("kill", r"killed by SIGKILL \(the kernel kills so when memory is short.*\(in rows [56] to 6\)"),
         ("bug", r"(?s)exited with status 1 .*KeyError: 'our bug'"),
-    ],
-)
-def test_a_dead_worker_is_an_error_with_its_cause(how: str, message: str) -> None:
-    with pytest.raises(WorkerDied, match=message):
-        run(Bad(how))
-    assert leftovers() == []
+    ):
+        with pytest.raises(WorkerDied, match=message):
+            run(Bad(how))
+        assert leftovers() == [], how
 
 
-@pytest.mark.parametrize("how", ["hang", "stop"])
-def test_a_silent_worker_meets_its_deadline(how: str) -> None:
-    start = time.monotonic()
-    with pytest.raises(WorkerDied, match=r"made no progress for 4 s \((in rows [56] to 6|while)"):
-        run(Bad(how), timeout_s=4)
-    assert time.monotonic() - start < 60 and leftovers() == []
+def test_a_silent_worker_meets_its_deadline() -> None:
+    for how in ("hang", "stop"):
+        start = time.monotonic()
+        with pytest.raises(WorkerDied, match=r"made no progress for 4 s \((in rows [56] to 6|while)"):
+            run(Bad(how), timeout_s=4)
+        assert time.monotonic() - start < 60 and leftovers() == [], how
 
 
 def test_a_slow_chunk_that_makes_progress_is_not_late() -> None:

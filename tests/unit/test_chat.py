@@ -14,7 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from verl.chat import RowRefused, audit_template, render_conversation, render_prompt
+from verl.chat.conversation import render_conversation
+from verl.chat.template import RowRefused, audit_template, render_prompt
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -74,7 +75,8 @@ LLAMA2 = (
     "{% else %}{{ ' ' + m['content'] + ' ' + eos_token }}{% endif %}{% endfor %}"
 )
 GEMMA = (
-    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    "{{ bos_token }}"
+    "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('Conversation roles must alternate') }}{% endif %}"
     "{% set role = 'model' if m['role'] == 'assistant' else m['role'] %}"
@@ -226,22 +228,25 @@ GOLDEN = {
 }
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_audit_matches_the_golden_table(name: str) -> None:
-    audit, decode = audit_of(name), tokenizer_of(name).decode
-    found = (
-        audit.prefix_stable,
-        audit.append_only,
-        decode(audit.generation_prompt_ids),
-        decode(audit.ends_turn_with),
-        decode(audit.trailing_ids),
-        audit.supports_system,
-        audit.supports_tools,
-        audit.supports_tool_calls,
-    )
-    assert found == GOLDEN[name], audit.reasons
-    if not audit.append_only:
-        assert any(r.startswith("with ") for r in audit.reasons), "a flag that is off has its reason"
+def test_the_audits_match_the_golden_table() -> None:
+    failed = {}
+    for name, golden in GOLDEN.items():
+        audit, decode = audit_of(name), tokenizer_of(name).decode
+        found = (
+            audit.prefix_stable,
+            audit.append_only,
+            decode(audit.generation_prompt_ids),
+            decode(audit.ends_turn_with),
+            decode(audit.trailing_ids),
+            audit.supports_system,
+            audit.supports_tools,
+            audit.supports_tool_calls,
+        )
+        if found != golden:
+            failed[name] = (found, golden, audit.reasons)
+        if not audit.append_only and not any(r.startswith("with ") for r in audit.reasons):
+            failed[name] = ("a flag that is off has its reason", audit.reasons)
+    assert not failed and GOLDEN.keys() == TEMPLATES.keys()
 
 
 def test_every_row_of_the_table_is_explained() -> None:
@@ -271,22 +276,25 @@ GOLDEN_SPANS = {
 }
 
 
-@pytest.mark.parametrize("name", GOLDEN_SPANS)
-def test_masks_of_two_turns(name: str) -> None:
-    messages = conversation("Hi", "A one", "More", "B two")
-    tokenizer, audit = tokenizer_of(name), audit_of(name)
-    rows = render_conversation(tokenizer, messages, audit, template_kwargs={})
-    assert len(rows) == (1 if audit.append_only else 2)
-    assert trained(name, rows) == GOLDEN_SPANS[name]
-    last = render_conversation(tokenizer, messages, audit, template_kwargs={}, train_on="last_assistant")
-    assert len(last) == 1 and trained(name, last) == GOLDEN_SPANS[name][1:]
-    assert (
-        trained(name, render_conversation(tokenizer, messages, audit, template_kwargs={}, train_from=3))
-        == GOLDEN_SPANS[name][1:]
-    )
-    for row, upto in zip(reversed(rows), (3, 1)):  # a row begins with exactly what the engine would see
-        prompt = render_prompt(tokenizer, messages[:upto], template_kwargs={})
-        assert np.array_equal(row.ids[: len(prompt)], prompt)
+def test_masks_of_two_turns() -> None:
+    messages, failed = conversation("Hi", "A one", "More", "B two"), []
+    for name, golden in GOLDEN_SPANS.items():
+        tokenizer, audit = tokenizer_of(name), audit_of(name)
+        rows = render_conversation(tokenizer, messages, audit, template_kwargs={})
+        last = render_conversation(tokenizer, messages, audit, template_kwargs={}, train_on="last_assistant")
+        later = render_conversation(tokenizer, messages, audit, template_kwargs={}, train_from=3)
+        prompts = [render_prompt(tokenizer, messages[:upto], template_kwargs={}) for upto in (3, 1)]
+        checks = {
+            "one row if append-only, else one per turn": len(rows) == (1 if audit.append_only else 2),
+            "both turns": trained(name, rows) == golden,
+            "last_assistant": len(last) == 1 and trained(name, last) == golden[1:],
+            "train_from": trained(name, later) == golden[1:],
+            "a row begins with exactly what the engine would see": all(
+                np.array_equal(row.ids[: len(p)], p) for row, p in zip(reversed(rows), prompts)
+            ),
+        }
+        failed += [(name, what) for what, holds in checks.items() if not holds]
+    assert not failed
 
 
 THINK = "<think>\nweigh it\n</think>\n\nA one"
@@ -338,12 +346,12 @@ def test_only_a_whole_tag_counts_as_already_in_the_prompt() -> None:
     assert trained("r1", rows) == ["> weigh\n</think>\n\nA one<|end_of_sentence|>"]
 
 
-@pytest.mark.parametrize("name", ["stripping", "qwen3"])
-def test_the_span_path_refuses_a_history_stripping_template_by_itself(name: str) -> None:
-    lied_to = dataclasses.replace(audit_of(name), prefix_stable=True, append_only=True)
+def test_one_row_for_all_turns_refuses_a_history_stripping_template_by_itself() -> None:
     messages = conversation("Hi", THINK, "More", THINK)
-    with pytest.raises(RowRefused, match="history is rewritten"):
-        render_conversation(tokenizer_of(name), messages, lied_to, template_kwargs={})
+    for name in ("stripping", "qwen3"):
+        lied_to = dataclasses.replace(audit_of(name), prefix_stable=True, append_only=True)
+        with pytest.raises(RowRefused, match="history is rewritten"):
+            render_conversation(tokenizer_of(name), messages, lied_to, template_kwargs={})
 
 
 def test_a_token_that_merges_over_the_boundary_is_refused() -> None:
@@ -381,18 +389,16 @@ def test_tool_calls_are_trained_and_tool_results_are_not() -> None:
             )
 
 
-@pytest.mark.parametrize(
-    ("messages", "reason"),
-    [
+def test_rows_that_cannot_be_rendered_are_refused_with_the_reason() -> None:
+    twice = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}, conversation("a", "b")[1]]
+    for messages, reason in (
         (conversation("Hi"), "no assistant turn"),
         ([{"role": "assistant", "content": "Hello"}], "no assistant turn after a prompt"),
         (conversation("Hi", "A", system="S"), "a system message"),
-        ([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}, conversation("a", "b")[1]], "refuses"),
-    ],
-)
-def test_rows_that_cannot_be_rendered_are_refused_with_the_reason(messages: Any, reason: str) -> None:
-    with pytest.raises(RowRefused, match=reason):
-        render_conversation(tokenizer_of("gemma"), messages, audit_of("gemma"), template_kwargs={})
+        (twice, "refuses"),
+    ):
+        with pytest.raises(RowRefused, match=reason):
+            render_conversation(tokenizer_of("gemma"), messages, audit_of("gemma"), template_kwargs={})
 
 
 APPENDING = [n for n, g in GOLDEN.items() if g[1]]

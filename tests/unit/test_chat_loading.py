@@ -15,17 +15,18 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordPiece
 from transformers import PreTrainedTokenizerFast
 
-from verl.chat import RenderError, load_tokenizer, render_prompt, render_text, require_chat_template
+from verl.chat.load import load_tokenizer, require_chat_template
+from verl.chat.template import Renderer, RenderError, render_prompt
 from verl.driver.assemble import decoder
 
 
 def test_render_prompt_is_the_text_tokenised_once() -> None:
     tokenizer, messages = tokenizer_of("chatml"), conversation("Hi", "A", "More", system="S")
     ids = render_prompt(tokenizer, messages, template_kwargs={})
-    text = render_text(tokenizer, messages, template_kwargs={})
+    text = Renderer(tokenizer).text(messages, prompt=True)
     assert ids.dtype == np.int64 and ids.ndim == 1
     assert text.endswith("<|im_start|>assistant\n") and tokenizer.decode(ids) == text
-    assert not render_text(tokenizer, messages, template_kwargs={}, add_generation_prompt=False).endswith("assistant\n")
+    assert not Renderer(tokenizer).text(messages, prompt=False).endswith("assistant\n")
 
 
 def test_decoding_directly_is_decoding_with_the_tokenizer() -> None:
@@ -77,7 +78,7 @@ def test_load_tokenizer(tmp_path: Path) -> None:
 
     (tmp_path / "mine.jinja").write_text(QUICKSTART)
     other = load_tokenizer(tmp_path / "ok", chat_template_file=str(tmp_path / "mine.jinja"))
-    assert render_text(other, conversation("Hi"), template_kwargs={}) == "<|user|>Hi<|end|><|assistant|>"
+    assert Renderer(other).text(conversation("Hi"), prompt=True) == "<|user|>Hi<|end|><|assistant|>"
     with pytest.raises(ValueError, match=r"model\.chat_template='.*none\.jinja' cannot be read"):
         load_tokenizer(tmp_path / "ok", chat_template_file=str(tmp_path / "none.jinja"))
 

@@ -6,6 +6,8 @@ import datetime
 import decimal
 import gzip
 import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from verl.data.files import expand_files, fingerprint, read_rows
-from verl.data.formats import GSM8K_INSTRUCTION, to_conversation_row, to_task_row
+from verl.data.files import RawRow, expand_files, fingerprint, read_rows
+from verl.data.formats import GSM8K_INSTRUCTION, RowFormat
+from verl.data.preference import pair_row, unpaired_row
 
 GSM8K = Path(__file__).parents[1] / "data" / "gsm8k_train.jsonl"
 
@@ -123,7 +126,19 @@ USER = ({"role": "user", "content": "2+2?"},)
 
 
 def task(row: dict[str, Any], **options: Any) -> Any:
-    return to_task_row(row, where="f.jsonl:7", **options)
+    return RowFormat(**options).task(RawRow("f.jsonl:7", row))
+
+
+def refused(read: Any, table: Sequence[tuple[dict[str, Any], str]]) -> list[tuple[dict[str, Any], str]]:
+    """The rows of the table that `read` does not refuse with the file, the line and the message."""
+    failed = []
+    for row, message in table:
+        try:
+            failed.append((row, f"accepted: {read(row)}"))
+        except ValueError as exc:
+            if not re.search(r"^f\.jsonl:7.*" + message, str(exc)):
+                failed.append((row, str(exc)))
+    return failed
 
 
 def test_verl_rows() -> None:
@@ -138,15 +153,15 @@ def test_verl_rows() -> None:
     }
     got = task(row)
     assert got.messages == USER and got.data_source == "openai/gsm8k" and got.ground_truth == "4"
-    assert got.extra_info == {"index": 0} and got.tools is None
+    assert got.extra_info == {"index": 0} and got.tools == got.media == ()
     assert task({"prompt": "2+2?"}).messages == USER
     assert task({"q": "2+2?", "answer": "4"}, prompt_key="q").ground_truth == "4"
 
 
-@pytest.mark.parametrize("column", ["ground_truth", "answer", "solution"])
-def test_trl_rows(column: str) -> None:
-    got = task({"prompt": list(USER), "completion": "irrelevant", column: "4"})
-    assert got.messages == USER and got.ground_truth == "4" and got.data_source == ""
+def test_trl_rows() -> None:
+    for column in ("ground_truth", "answer", "solution"):
+        got = task({"prompt": list(USER), "completion": "irrelevant", column: "4"})
+        assert got.messages == USER and got.ground_truth == "4" and got.data_source == "", column
 
 
 def test_gsm8k_as_published() -> None:
@@ -167,37 +182,44 @@ def test_system_prompt_goes_where_there_is_none() -> None:
 
 def test_tools_column() -> None:
     schema = {"type": "function", "function": {"name": "add"}}
-    assert task({"prompt": "x", "tools": [schema]}, tools_key="tools").tools == [schema]
-    assert task({"prompt": "x", "tools": json.dumps([schema])}, tools_key="tools").tools == [schema]
-    assert task({"prompt": "x", "tools": ["add"]}).tools is None, "without tools_key the column is only carried along"
-    assert task({"prompt": "x", "tools": ""}, tools_key="tools").tools is None
+    assert task({"prompt": "x", "tools": [schema]}, tools_key="tools").tools == (schema,)
+    assert task({"prompt": "x", "tools": json.dumps([schema])}, tools_key="tools").tools == (schema,)
+    assert task({"prompt": "x", "tools": ["add"]}).tools == (), "without tools_key the column is only carried along"
+    assert task({"prompt": "x", "tools": ""}, tools_key="tools").tools == ()
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"problem": "x"}, r"no prompt: column 'prompt' is missing or null \(columns: problem\).*data\.prompt_key"),
-        ({"prompt": None, "a": 1}, "missing or null"),
-        ({"prompt": 5}, "'prompt' must be text or a list of {role, content} messages, got a int"),
-        ({"prompt": []}, "an empty list"),
-        ({"prompt": " "}, "'prompt' is empty text"),
-        ({"prompt": ["hi"]}, "'prompt' message 1 must be an object with role and content, got text"),
-        ({"prompt": [*USER, {"content": "x"}]}, "message 2 has no 'role'"),
-        ({"prompt": [{"role": "user", "content": None}]}, r"message 1 \(user\) has no text: 'content' is null"),
-        ({"prompt": [{"role": "user", "content": 3}]}, "'content' is a int"),
-        ({"prompt": "a\ud83d"}, "half of a surrogate pair at character 2"),
-        ({"prompt": "x", "data_source": 3}, "'data_source' must be a string"),
-        ({"prompt": "x", "reward_model": "rule"}, "'reward_model' must be an object, got text"),
-        ({"prompt": "x", "extra_info": []}, "'extra_info' must be an object, got a list"),
-        ({"prompt": "<image>", "images": [{"bytes": b""}]}, r"'images' holds 1 item\(s\).*text only"),
-        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "content part of type 'image'"),
-        ({"question": "q", "answer": "42"}, r"no '#### NUMBER'.*data\.prompt_key=question"),
-        ({"question": "q", "answer": 42}, "'answer' must be a string"),
-    ],
-)
-def test_wrong_task_rows(row: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=r"^f\.jsonl:7.*" + message):
-        task(row)
+def test_media_are_referred_to_by_path_or_content() -> None:
+    image, other = {"bytes": b"\x00", "path": "a.png"}, {"bytes": b"\x01", "path": "a.png"}
+    url = {"type": "image_url", "image_url": {"url": "https://x/a.png"}}
+    parts = [{"type": "text", "text": "What is it?"}, url]
+    row = {"prompt": [{"role": "user", "content": parts}], "images": [image, other, "b.png"], "videos": []}
+    media = task(row).media
+    assert len(set(media)) == 4 and media[2] == "b.png" and all(isinstance(m, str) for m in media)
+    again = {**row, "images": [dict(reversed(image.items()))]}
+    assert task(again).media == (media[0], media[3]), "the same content has the same reference"
+
+
+WRONG_TASK_ROWS = [
+    ({"problem": "x"}, r"no prompt: column 'prompt' is missing or null \(columns: problem\).*data\.prompt_key"),
+    ({"prompt": None, "a": 1}, "missing or null"),
+    ({"prompt": 5}, "'prompt' must be text or a list of {role, content} messages, got a int"),
+    ({"prompt": []}, "an empty list"),
+    ({"prompt": " "}, "'prompt' is empty text"),
+    ({"prompt": ["hi"]}, "'prompt' message 1 must be an object with role and content, got text"),
+    ({"prompt": [*USER, {"content": "x"}]}, "message 2 has no 'role'"),
+    ({"prompt": [{"role": "user", "content": None}]}, r"message 1 \(user\) has no text: 'content' is null"),
+    ({"prompt": [{"role": "user", "content": 3}]}, "'content' is a int"),
+    ({"prompt": "a\ud83d"}, "half of a surrogate pair at character 2"),
+    ({"prompt": "x", "data_source": 3}, "'data_source' must be a string"),
+    ({"prompt": "x", "reward_model": "rule"}, "'reward_model' must be an object, got text"),
+    ({"prompt": "x", "extra_info": []}, "'extra_info' must be an object, got a list"),
+    ({"question": "q", "answer": "42"}, r"no '#### NUMBER'.*data\.prompt_key=question"),
+    ({"question": "q", "answer": 42}, "'answer' must be a string"),
+]
+
+
+def test_wrong_task_rows() -> None:
+    assert not refused(task, WRONG_TASK_ROWS)
 
 
 def test_wrong_tools() -> None:
@@ -212,7 +234,7 @@ PAIR = (*USER, {"role": "assistant", "content": "4"})
 
 
 def conversation(row: dict[str, Any], **options: Any) -> Any:
-    return to_conversation_row(row, where="f.jsonl:7", **options)
+    return RowFormat(**options).conversation(RawRow("f.jsonl:7", row))
 
 
 def test_sft_rows() -> None:
@@ -236,18 +258,77 @@ def test_sft_rows() -> None:
 def test_sft_tools_thinking_and_null_content() -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
     got = conversation({"messages": [*USER, call], "tools": '[{"type": "function"}]', "enable_thinking": False})
-    assert got.messages[1]["content"] == "" and got.tools == [{"type": "function"}] and got.enable_thinking is False
+    assert got.messages[1]["content"] == "" and got.tools == ({"type": "function"},) and got.enable_thinking is False
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"text": "x"}, r"no conversation: needs 'messages', or 'prompt' with one of .*columns: text"),
-        ({"prompt": "x"}, "no conversation"),
-        ({"messages": [{"role": "assistant", "content": None}]}, "has no text"),
-        ({"messages": list(PAIR), "enable_thinking": "yes"}, "'enable_thinking' must be true or false, got text"),
-    ],
-)
-def test_wrong_sft_rows(row: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=r"^f\.jsonl:7.*" + message):
-        conversation(row)
+WRONG_SFT_ROWS = [
+    ({"text": "x"}, r"no conversation: needs 'messages', or 'prompt' with one of .*columns: text"),
+    ({"prompt": "x"}, "no conversation"),
+    ({"messages": [{"role": "assistant", "content": None}]}, "has no text"),
+    ({"messages": list(PAIR), "enable_thinking": "yes"}, "'enable_thinking' must be true or false, got text"),
+    ({"messages": list(PAIR), "images": [{}]}, r"'images' holds 1 item\(s\), and prompts are rendered as text only"),
+]
+
+
+def test_wrong_sft_rows() -> None:
+    assert not refused(conversation, WRONG_SFT_ROWS)
+
+
+# ---- preference rows -------------------------------------------------------------------------------------------------
+
+GOOD, BAD = [{"role": "assistant", "content": "4"}], [{"role": "assistant", "content": "5"}]
+
+
+def pair(row: dict[str, Any], **options: Any) -> Any:
+    return pair_row(RawRow("f.jsonl:7", row), RowFormat(**options))
+
+
+def unpaired(row: dict[str, Any]) -> Any:
+    return unpaired_row(RawRow("f.jsonl:7", row), RowFormat())
+
+
+def test_preference_rows_in_every_shape_are_the_same() -> None:
+    hh = "\n\nHuman: 2+2?\n\nAssistant: "
+    for row in (
+        {"prompt": "2+2?", "chosen": "4", "rejected": "5"},
+        {"prompt": list(USER), "chosen": GOOD, "rejected": BAD},
+        {"prompt": list(USER), "chosen": [*USER, *GOOD], "rejected": [*USER, *BAD]},
+        {"chosen": [*USER, *GOOD], "rejected": [*USER, *BAD]},
+        {"chosen": hh + "4", "rejected": hh + "5"},
+    ):
+        got = pair(row)
+        assert (got.prompt, got.chosen, got.rejected, got.gap) == (USER, tuple(GOOD), tuple(BAD), None), row
+    assert pair({"prompt": "x", "chosen": "4", "rejected": "5"}, system_prompt="S").prompt[0]["role"] == "system"
+    for more, gap in (
+        ({"margin": 2}, 2.0),
+        ({"chosen_score": 3, "rejected_score": 1.5}, 1.5),
+        ({"margin": None}, None),
+    ):
+        assert pair({"prompt": "x", "chosen": "4", "rejected": "5", **more}).gap == gap
+    got = unpaired({"prompt": "2+2?", "completion": "4", "label": False})
+    assert (got.prompt, got.chosen, got.rejected, got.desirable) == (USER, tuple(GOOD), None, False)
+
+
+def test_wrong_preference_rows() -> None:
+    whole = {"prompt": "x", "chosen": "4", "rejected": "5"}
+    assert not refused(
+        pair,
+        [
+            (
+                {"prompt": "x", "chosen": "4"},
+                r"no 'rejected' beside 'chosen'.*columns: chosen, prompt.*preference\.loss=kto",
+            ),
+            ({**whole, "prompt": None}, "no 'prompt', and 'chosen' and 'rejected' do not begin with the same messages"),
+            ({**whole, "rejected": "4"}, "are the same: such a pair says nothing"),
+            ({**whole, "rejected": list(USER)}, "'rejected' ends with a message of 'user'"),
+            ({**whole, "chosen": [{"role": "assistant", "content": " "}]}, "'chosen' is an empty answer"),
+            ({**whole, "margin": "2"}, "'margin' must be a number, got text"),
+        ],
+    )
+    assert not refused(
+        unpaired,
+        [
+            ({"prompt": "x", "completion": "4"}, "'label' must be true .desirable. or false, got null"),
+            ({"completion": "4", "label": True}, "no 'prompt': an unpaired row has prompt, completion and label"),
+        ],
+    )

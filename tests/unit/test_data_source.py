@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Callable
@@ -11,12 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from verl.chat import render_prompt
+from verl.chat.template import audit_template, render_prompt
 from verl.config.schema import DataConfig
-from verl.data import source
+from verl.data import render, source
 from verl.data.files import RawRow
+from verl.data.formats import RowFormat, content_hash
 from verl.data.parallel import run_chunks
-from verl.data.render import ConversationJob, decode_row, encode_row, kept_positions, row_hash
+from verl.data.render import ConversationJob, kept_positions
 from verl.data.source import load_conversations, load_tasks
 
 GSM8K = Path(__file__).parents[1] / "data" / "gsm8k_train.jsonl"
@@ -61,11 +63,12 @@ def test_gsm8k_becomes_tasks(tokenizer: Any, config: Any) -> None:
     table = load_tasks([str(GSM8K)], tokenizer, config())
     assert len(table) == table.report.rows_kept == 300 and not table.report.from_cache
     task = table[7]
-    assert task.index == 7 and task.prompt_ids.dtype == np.int64 and len(task.prompt_ids) == table.prompt_lengths[7]
+    assert task.index == 7 and task.prompt_ids.dtype == np.int64 and task.tools == task.media == ()
     assert np.array_equal(task.prompt_ids, render_prompt(tokenizer, task.messages, template_kwargs={}))
     line = json.loads(GSM8K.read_text().splitlines()[7])
     assert task.row == line and task.data_source == "openai/gsm8k" and line["answer"].endswith(task.ground_truth)
     assert len({t.task_id for t in table}) == 300
+    assert task.task_id == "dd3bd88d347a-7", "must never change, or a resumed run would not know its tasks"
     assert table.report.summary().startswith("300 of 300 rows; ")
     with pytest.raises(IndexError):
         table[300]
@@ -120,19 +123,6 @@ def test_options_of_a_load(tokenizer: Any, config: Any, tmp_path: Path) -> None:
         load_tasks([file], tokenizer, config(), tools=[tool])
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"truncation": "top"}, r"data\.truncation='top'. Fix: one of error, left, right, middle"),
-        ({"max_prompt_tokens": 0}, r"data\.max_prompt_tokens=0"),
-        ({"num_workers": -1}, r"data\.num_workers=-1"),
-    ],
-)
-def test_wrong_options(tokenizer: Any, config: Any, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        load_tasks([str(GSM8K)], tokenizer, config(**changes))
-
-
 def test_template_errors_name_the_row(tokenizer: Any, config: Any, tmp_path: Path) -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
     file = write(tmp_path / "a.jsonl", [{"prompt": "ok"}, {"prompt": parts}])
@@ -140,10 +130,55 @@ def test_template_errors_name_the_row(tokenizer: Any, config: Any, tmp_path: Pat
         load_tasks([file], tokenizer, config())
 
 
-def test_rows_survive_storage_exactly() -> None:
+def test_media_are_refused_because_prompts_are_text(tokenizer: Any, config: Any, tmp_path: Path) -> None:
+    part = {"role": "user", "content": [{"type": "image"}]}
+    for row, message in (
+        (
+            {"prompt": "<image>", "images": ["a.png"]},
+            r"'images' holds 1 item\(s\), and prompts are rendered as text only",
+        ),
+        ({"prompt": [part]}, r"a message of 'user' has a content part of type 'image', and .* as text only"),
+        (
+            {"prompt": "x", "completion": "y", "videos": [{}, {}]},
+            r"'videos' holds 2 item\(s\).* Fix: a text-only data set",
+        ),
+    ):
+        file = write(tmp_path / "a.jsonl", [{"prompt": "x", "completion": "y"}, row])
+        for load in (load_tasks, load_conversations):
+            with pytest.raises(ValueError, match=r"a\.jsonl:2: (no conversation|" + message + ")"):
+                load([file], tokenizer, config())
+
+
+def test_rows_survive_storage_exactly(tokenizer: Any, config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     row = {"b": b"\x00\xff", "n": 10**40, "x": float("inf"), "s": "é\ud83d", "l": [None, True, {"k": b""}], "": {}}
-    assert decode_row(encode_row(row)) == row
-    assert row_hash(row) == row_hash(dict(reversed(row.items()))) != row_hash({**row, "n": 1})
+    row |= {"prompt": [{"role": "user", "content": "hi", "name": None}], "answer": ["4", 4]}
+    monkeypatch.setattr(source, "read_rows", lambda file: iter([RawRow("f:1", row)]))
+    built, cached = (load_tasks([str(GSM8K)], tokenizer, config()) for _ in range(2))
+    assert cached.report.from_cache and cached.key == built.key
+    for task in (built[0], cached[0]):
+        assert task.row == row and list(task.row) == list(row) and task.ground_truth == ["4", 4]
+        assert task.messages == ({"role": "user", "content": "hi"},) and task.extra_info == {}
+    assert content_hash(row, 6) == content_hash(dict(reversed(row.items())), 6) != content_hash({**row, "n": 1}, 6)
+
+
+def test_tools_and_media_of_a_row_come_with_its_task(
+    tokenizer: Any, config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}" + TEMPLATE
+    tool = {"type": "function", "function": {"name": "f"}}
+    images = ["a.png", {"bytes": "AAAA", "path": "b.png"}, {"bytes": "AAAB", "path": "b.png"}]
+    rows = [{"prompt": "x", "tools": [tool], "images": images}, {"prompt": "x", "tools": json.dumps([tool])}]
+    file = write(tmp_path / "a.jsonl", [*rows, {"prompt": "x"}])
+    monkeypatch.setattr(render, "refuse_media", lambda row, messages, where: None)
+    built, cached = (load_tasks([file], other, config(tools_key="tools")) for _ in range(2))
+    assert cached.report.from_cache and cached.key == built.key
+    for table in (built, cached):
+        assert [task.tools for task in table] == [(tool,), (tool,), ()]
+        assert len(table[0].prompt_ids) > len(table[2].prompt_ids)
+        assert table[0].media[0] == "a.png" and len(set(table[0].media)) == 3 and table[1].media == ()
+        assert all(m.startswith("blake2b:") for m in table[0].media[1:])
+    assert [task.media for task in built] == [task.media for task in cached]
 
 
 # ---- cache -----------------------------------------------------------------------------------------------------------
@@ -154,10 +189,10 @@ def test_a_second_load_is_the_first_from_the_cache(
 ) -> None:
     file = prompts(tmp_path / "a.jsonl", "ab", "cd", "x" * 90)
     built = load_tasks([file], tokenizer, config(max_prompt_tokens=20))
-    copy = prompts(tmp_path / "renamed.jsonl", "ab", "cd", "x" * 90)
+    renamed = prompts(tmp_path / "renamed.jsonl", "ab", "cd", "x" * 90)
     with monkeypatch.context() as m:
         m.setattr(source, "read_rows", lambda f: pytest.fail("rows were read again"))
-        cached = load_tasks([copy], tokenizer, config(max_prompt_tokens=20))
+        cached = load_tasks([renamed], tokenizer, config(max_prompt_tokens=20))
     assert cached.report.from_cache and cached.report.rows_filtered == 1 and cached.key == built.key
     for a, b in zip(built, cached, strict=True):
         assert a.task_id == b.task_id and a.row == b.row and np.array_equal(a.prompt_ids, b.prompt_ids)
@@ -166,8 +201,6 @@ def test_a_second_load_is_the_first_from_the_cache(
 
 
 def test_whatever_changes_the_result_changes_the_key(tokenizer: Any, config: Any, tmp_path: Path) -> None:
-    import copy
-
     file = prompts(tmp_path / "a.jsonl", "ab", "cd")
     keys = [load_tasks([file], tokenizer, config()).key]
     for changes in ({"max_prompt_tokens": 20}, {"system_prompt": "S"}, {"filter_overlong_prompts": False}):
@@ -219,23 +252,18 @@ class Slow:
 def test_the_sft_job_travels_too(tokenizer: Any) -> None:
     import pickle
 
-    from verl.chat import audit_template
-
     job = ConversationJob(
         tokenizer=tokenizer,
         audit=audit_template(tokenizer),
         template_kwargs={},
-        messages_key="messages",
-        prompt_key="prompt",
-        tools_key=None,
-        system_prompt=None,
-        max_tokens_per_row=99,
+        format=RowFormat(),
+        max_tokens=99,
         truncation="error",
         train_on="all_assistant",
     )
     rows = [RawRow("f:1", {"prompt": "a", "completion": "b"})]
-    here, there = (j(rows, lambda done: None).arrays for j in (job, pickle.loads(pickle.dumps(job))))
-    assert here["loss_lengths"].tolist() == [2] and all(np.array_equal(here[k], there[k]) for k in here)
+    (_, here), (_, there) = (j(rows, lambda done: None) for j in (job, pickle.loads(pickle.dumps(job))))
+    assert here["mask"].sum() == 2 and all(np.array_equal(here[k], there[k]) for k in here)
 
 
 def test_results_come_in_order_and_a_consumer_may_stop_early() -> None:
@@ -257,10 +285,11 @@ def test_conversations_with_masks(tokenizer: Any, config: Any, tmp_path: Path) -
         tmp_path / "a.jsonl", [{"messages": turns}, {"messages": turns[:1]}, {"prompt": turns[:3], "completion": "e"}]
     )
     table = load_conversations([file], tokenizer, config())
-    assert len(table) == 2 and table.row_numbers.tolist() == [0, 2]
+    assert len(table) == 2
     texts = [tokenizer.decode(table[k].ids[table[k].mask]) for k in range(2)]
     assert texts == ["bb<|end|>d<|end|>", "e<|end|>"]
-    assert table.loss_lengths.tolist() == [5, 2] and table.lengths.tolist() == [len(table[k].ids) for k in range(2)]
+    assert [int(table[k].mask.sum()) for k in range(2)] == [5, 2]
+    assert table.report.total_tokens == sum(len(table[k].ids) for k in range(2)) and table.report.rows_kept == 2
     assert table.report.refused == {"no assistant turn after a prompt": 1}
     assert table.report.example.startswith(f"{file}:2: no assistant turn")
     last = load_conversations([file], tokenizer, config(), train_on="last_assistant")
@@ -291,8 +320,6 @@ def test_long_conversations(tokenizer: Any, config: Any, tmp_path: Path) -> None
 
 
 def test_enable_thinking_of_a_row_reaches_the_template(tokenizer: Any, config: Any, tmp_path: Path) -> None:
-    import copy
-
     other = copy.deepcopy(tokenizer)
     other.chat_template = TEMPLATE.replace("{% for", "{{ 'T' if enable_thinking else 'N' }}{% for", 1)
     pair = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

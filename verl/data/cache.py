@@ -1,24 +1,28 @@
-"""Tokenised tables on disk by content hash: written whole or not at all, verified when read, memory-mapped.
+"""Tables of arrays on disk by content hash: written whole or not at all, verified when read, memory-mapped.
 
-File: MAGIC, header length (uint64), header (JSON: the table's numbers and where each array lies), arrays, each aligned to
-64 bytes. A file that is torn, truncated or damaged is as good as absent: it is rebuilt.
+File: 64 bytes with MAGIC, the length of the header and the checksum of all that follows; the header (JSON: the table's
+numbers, names and shapes of the arrays); the arrays. Each part is padded to 64 bytes. A file that is torn, truncated or
+damaged is as good as absent: it is rebuilt.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import math
 import os
 import tempfile
 import time
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
-MAGIC = b"verl-table-1\n\0\0\0"
+MAGIC = b"verl-table-2\n".ljust(48, b"\0")
+PREFIX_BYTES = len(MAGIC) + 16
 ALIGN = 64
 SUFFIX = ".table"
 KEEP_UNUSED_S = 30 * 86400.0
@@ -41,7 +45,8 @@ def load_cached(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]] | No
         logger.warning("%s: the cached table is damaged (%s); it is built again", path, exc)
         _remove(path)
         return None
-    _touch(path)
+    with contextlib.suppress(OSError):  # a read-only cache is a good cache
+        os.utime(path)
     return found
 
 
@@ -65,69 +70,49 @@ def store_cached(path: Path, numbers: Mapping[str, Any], arrays: Mapping[str, np
     return True
 
 
-def _write(out: Any, numbers: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
-    flat = {name: np.ascontiguousarray(a) for name, a in arrays.items()}
-    start, index = 0, []
-    for name, a in flat.items():
-        data = a.data.cast("B") if a.size else b""
-        index.append(
-            {"name": name, "dtype": a.dtype.str, "shape": list(a.shape), "start": start, "crc32": zlib.crc32(data)}
-        )
-        start += -(-a.nbytes // ALIGN) * ALIGN
-    header = json.dumps({"numbers": numbers, "arrays": index}).encode()
-    head = MAGIC + len(header).to_bytes(8, "little") + zlib.crc32(header).to_bytes(8, "little") + header
-    out.write(head + bytes(-len(head) % ALIGN))
-    for a in flat.values():
-        out.write(a.data.cast("B") if a.size else b"")
-        out.write(bytes(-a.nbytes % ALIGN))
+def _write(out: BinaryIO, numbers: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:
+    parts = [np.ascontiguousarray(a) for a in arrays.values()]
+    shapes = [[name, a.dtype.str, a.shape] for name, a in zip(arrays, parts)]
+    header, checksum = json.dumps({"numbers": numbers, "arrays": shapes}).encode(), 0
+    out.write(bytes(PREFIX_BYTES))
+    for part in (header, *(a.data.cast("B") if a.size else b"" for a in parts)):
+        for piece in (part, bytes(-len(part) % ALIGN)):
+            checksum = zlib.crc32(piece, checksum)
+            out.write(piece)
+    out.seek(0)
+    out.write(MAGIC + len(header).to_bytes(8, "little") + checksum.to_bytes(8, "little"))
 
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    prefix = len(MAGIC) + 16
-    with path.open("rb") as stream:
-        head = stream.read(prefix)
-        if len(head) < prefix or not head.startswith(MAGIC):
-            raise ValueError("no table header")
-        length = int.from_bytes(head[len(MAGIC) : len(MAGIC) + 8], "little")
-        header = stream.read(min(length, path.stat().st_size))
-    if zlib.crc32(header) != int.from_bytes(head[-8:], "little"):
-        raise ValueError("the header's checksum is wrong")
-    found = json.loads(header)
-    base = -(-(prefix + length) // ALIGN) * ALIGN
-    return found["numbers"], {entry["name"]: _array(path, base, entry) for entry in found["arrays"]}
+    # As a plain array, which keeps the mapping alive: a slice of a memmap costs more than what it holds.
+    whole = np.memmap(path, np.uint8, mode="r").view(np.ndarray)
+    prefix = whole[:PREFIX_BYTES].tobytes()
+    if not prefix.startswith(MAGIC):
+        raise ValueError("no table header")
+    length, checksum = (int.from_bytes(prefix[k : k + 8], "little") for k in (len(MAGIC), len(MAGIC) + 8))
+    if zlib.crc32(whole[PREFIX_BYTES:].data) != checksum:
+        raise ValueError("the checksum is wrong")
+    header = json.loads(whole[PREFIX_BYTES : PREFIX_BYTES + length].tobytes())
+    arrays, start = {}, PREFIX_BYTES + _aligned(length)
+    for name, dtype, shape in header["arrays"]:
+        num_bytes = np.dtype(dtype).itemsize * math.prod(shape)
+        arrays[name] = whole[start : start + num_bytes].view(dtype).reshape(shape)
+        start += _aligned(num_bytes)
+    return header["numbers"], arrays
 
 
-def _array(path: Path, base: int, entry: Mapping[str, Any]) -> np.ndarray:
-    shape, dtype = tuple(entry["shape"]), np.dtype(entry["dtype"])
-    if 0 in shape:
-        return np.zeros(shape, dtype)  # nothing to map
-    mapped = np.memmap(path, dtype=dtype, mode="r", offset=base + entry["start"], shape=shape)
-    if zlib.crc32(mapped.data.cast("B")) != entry["crc32"]:
-        raise ValueError(f"the checksum of {entry['name']!r} is wrong")
-    return mapped.view(np.ndarray)  # which keeps the mapping alive; a slice of a memmap costs more than what it holds
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGN) * ALIGN
 
 
 def _prune(folder: Path) -> None:
-    """Tables that nobody read for a month, and what killed writers left behind."""
+    """Remove tables that nobody read for a month, and what killed writers left behind."""
     now = time.time()
     for pattern, keep_s in ((f"*{SUFFIX}", KEEP_UNUSED_S), (f"*{SUFFIX}.*.tmp", KEEP_TORN_S)):
         for old in folder.glob(pattern):
-            if now - _modified(old, now) > keep_s:
-                _remove(old)
-
-
-def _modified(path: Path, absent: float) -> float:
-    try:
-        return path.stat().st_mtime
-    except FileNotFoundError:  # another process pruned it
-        return absent
-
-
-def _touch(path: Path) -> None:
-    try:
-        os.utime(path)
-    except OSError:
-        logger.debug("%s: cannot mark as used", path)  # a read-only cache is a good cache
+            with contextlib.suppress(FileNotFoundError):  # another process pruned it
+                if now - old.stat().st_mtime > keep_s:
+                    _remove(old)
 
 
 def _remove(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Where a run is in its data: a cursor that can be saved, restored and handed draws back (pitfall 2).
+"""Where a run is in its data: a cursor that can be saved, restored and handed draws back.
 
 A draw is a serial number. Which task it is follows from the number alone, so the whole state is (next number, numbers
 handed back): no iterator, nothing that depends on how the run was interleaved or cut.
@@ -109,6 +109,6 @@ class Cursor:
 
 
 def epoch_order(num_tasks: int, seed: int, epoch: int) -> np.ndarray:
-    """[num_tasks] int64, a permutation. Sorted raw Philox words: numpy keeps these streams, not those of `permutation`."""
+    """[num_tasks] int64, a permutation. Sorted Philox words: numpy keeps these streams, not those of `permutation`."""
     key = np.array([seed % 2**64, epoch], dtype=np.uint64)
     return np.argsort(np.random.Philox(key=key).random_raw(num_tasks), kind="stable")

@@ -10,6 +10,7 @@ import decimal
 import glob
 import hashlib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,14 +25,8 @@ COMPRESSION = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 BLOCK_BYTES = 1 << 23
 PARQUET_BATCH_ROWS = 1024
 # The extra of ours, or the package, that brings a protocol which fsspec knows but cannot import.
-PACKAGE_OF = {
-    "s3": "verl[s3]",
-    "s3a": "verl[s3]",
-    "gs": "verl[gcs]",
-    "gcs": "verl[gcs]",
-    "abfs": "adlfs",
-    "az": "adlfs",
-}
+S3, GCS, AZURE = "verl[s3]", "verl[gcs]", "adlfs"
+PACKAGE_OF = {"s3": S3, "s3a": S3, "gs": GCS, "gcs": GCS, "abfs": AZURE, "az": AZURE}
 # Errors of storage clients that are no OSError. Looked up only where the client was imported anyway.
 CLIENT_ERRORS = (
     ("botocore.exceptions", "BotoCoreError"),
@@ -39,6 +34,8 @@ CLIENT_ERRORS = (
     ("google.auth.exceptions", "GoogleAuthError"),
     ("httpx", "HTTPError"),
 )
+# Arrow types whose Python values are JSON types or bytes already.
+EXACT = re.compile(r"null|bool|u?int\d+|float|double|(large_)?(string|binary)(_view)?|fixed_size_binary\[\d+\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +93,9 @@ def _expand(url: str) -> list[DataFile]:
 def format_of(path: str) -> tuple[str, str | None] | None:
     """("json" | "parquet", compression) by the file's name."""
     name = path.lower()
-    compression = None
-    for ending, codec in COMPRESSION.items():
-        if name.endswith(ending):
-            name, compression = name.removesuffix(ending), codec
+    compression = next((codec for ending, codec in COMPRESSION.items() if name.endswith(ending)), None)
+    if compression is not None:
+        name = name.rpartition(".")[0]
     if name.endswith(JSON_LINES):
         return "json", compression
     return ("parquet", None) if name.endswith(PARQUET) and compression is None else None
@@ -152,10 +148,11 @@ def _json_rows(url: str, stream: Any) -> Iterator[RawRow]:
         if not raw.strip():
             continue
         if number == 1 and raw.lstrip().startswith(b"["):
-            whole = b"\n".join([raw, *(rest for _, rest in lines)])
-            yield from _json_items(url, _parsed(whole, url))
-            return
-        yield RawRow(f"{url}:{number}", _object(_parsed(raw, f"{url}:{number}"), f"{url}:{number}"))
+            items = _parsed(b"\n".join([raw, *(rest for _, rest in lines)]), url)
+            for k, item in enumerate(items, start=1):
+                yield _raw_row(item, f"{url}: item {k}")
+        else:
+            yield _raw_row(_parsed(raw, f"{url}:{number}"), f"{url}:{number}")
 
 
 def _lines(stream: Any) -> Iterator[bytes]:
@@ -171,13 +168,6 @@ def _lines(stream: Any) -> Iterator[bytes]:
         yield b"".join(pieces)
 
 
-def _json_items(url: str, items: Any) -> Iterator[RawRow]:
-    if not isinstance(items, list):
-        raise ValueError(f"{url}: expected one JSON object per line, or one array of objects")
-    for number, item in enumerate(items, start=1):
-        yield RawRow(f"{url}: item {number}", _object(item, f"{url}: item {number}"))
-
-
 def _parsed(raw: bytes, where: str) -> Any:
     try:
         return json.loads(raw.decode("utf-8"))
@@ -190,15 +180,11 @@ def _parsed(raw: bytes, where: str) -> Any:
         raise ValueError(f"{where}: JSON nested too deeply to be read") from exc
 
 
-def _object(value: Any, where: str) -> dict[str, Any]:
+def _raw_row(value: Any, where: str) -> RawRow:
     if not isinstance(value, dict):
-        raise ValueError(f"{where}: a row must be a JSON object, this is {_json_type(value)}")
-    return value
-
-
-def _json_type(value: Any) -> str:
-    names = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
-    return names.get(type(value), "a number")
+        names = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
+        raise ValueError(f"{where}: a row must be a JSON object, this is {names.get(type(value), 'a number')}")
+    return RawRow(where, value)
 
 
 # ---- Parquet ---------------------------------------------------------------------------------------------------------
@@ -211,7 +197,7 @@ def _parquet_rows(url: str, stream: BinaryIO) -> Iterator[RawRow]:
     number = 0
     try:
         table = pq.ParquetFile(stream)
-        clean = _cleaner(table.schema_arrow)
+        clean: Callable[[Any], Any] = dict if all(_is_exact(f.type) for f in table.schema_arrow) else _plain
         for batch in table.iter_batches(batch_size=PARQUET_BATCH_ROWS):
             for row in batch.to_pylist(maps_as_pydicts="lossy"):
                 number += 1
@@ -220,33 +206,14 @@ def _parquet_rows(url: str, stream: BinaryIO) -> Iterator[RawRow]:
         raise ValueError(f"{url}: not a readable Parquet file (after row {number}): {_one_line(exc)}") from exc
 
 
-def _cleaner(schema: Any) -> Callable[[Any], Any]:
-    """`_plain` where a column needs it; Arrow's own Python values where all are JSON types or bytes already."""
+def _is_exact(kind: Any) -> bool:
     import pyarrow.types as t
 
-    exact = (
-        t.is_boolean,
-        t.is_integer,
-        t.is_float32,
-        t.is_float64,
-        t.is_null,
-        t.is_string,
-        t.is_large_string,
-        t.is_string_view,
-        t.is_binary,
-        t.is_large_binary,
-        t.is_fixed_size_binary,
-        t.is_binary_view,
-    )
-
-    def is_plain(kind: Any) -> bool:
-        if t.is_struct(kind):
-            return all(is_plain(kind.field(i).type) for i in range(kind.num_fields))
-        if t.is_list(kind) or t.is_large_list(kind) or t.is_fixed_size_list(kind) or t.is_dictionary(kind):
-            return is_plain(kind.value_type)
-        return any(check(kind) for check in exact)
-
-    return (lambda row: row) if all(is_plain(field.type) for field in schema) else _plain
+    if t.is_struct(kind):
+        return all(_is_exact(kind.field(i).type) for i in range(kind.num_fields))
+    if t.is_list(kind) or t.is_large_list(kind) or t.is_fixed_size_list(kind) or t.is_dictionary(kind):
+        return _is_exact(kind.value_type)
+    return EXACT.fullmatch(str(kind)) is not None
 
 
 def _plain(value: Any) -> Any:

@@ -5,16 +5,21 @@
          {question, answer: "... #### 72"}                                                       GSM8K as published
     SFT  {messages, tools?} · {prompt, completion | response} · {question, answer}
 
-A wrong row is a ValueError that starts with where the row lies.
+Preference rows are in data/preference.py. A wrong row is a ValueError that starts with where the row lies.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+from verl.config.schema import DataConfig
+from verl.data.files import RawRow
 
 GSM8K_SOURCE = "openai/gsm8k"
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
@@ -22,163 +27,182 @@ GSM8K_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
 GROUND_TRUTH_KEYS = ("ground_truth", "answer", "solution")
 COMPLETION_KEYS = ("completion", "response")
 MEDIA_KEYS = ("images", "videos", "audios")
+Messages = tuple[dict[str, Any], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskRow:
-    """What the RL loop needs of a row; the row itself stays beside it."""
+class TaskRow(NamedTuple):
+    """What the RL loop needs of a row, by the names of `types.Task`; the row itself stays beside it."""
 
-    messages: tuple[dict[str, Any], ...]
+    messages: Messages
     data_source: str
     ground_truth: Any
     extra_info: dict[str, Any]
-    tools: list[dict[str, Any]] | None
+    tools: tuple[dict[str, Any], ...]
+    media: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConversationRow:
+class ConversationRow(NamedTuple):
     """What SFT needs of a row. Assistant turns before message `train_from` are part of the prompt."""
 
-    messages: tuple[dict[str, Any], ...]
-    tools: list[dict[str, Any]] | None
+    messages: Messages
+    tools: tuple[dict[str, Any], ...]
     train_from: int
     enable_thinking: bool | None
 
 
-def to_task_row(
-    row: Mapping[str, Any],
-    *,
-    where: str,
-    prompt_key: str = "prompt",
-    tools_key: str | None = None,
-    system_prompt: str | None = None,
-) -> TaskRow:
-    """One row of an RL data set. `where` (file and line) starts every error."""
-    _refuse_media(row, where)
-    tools = _tools(row.get(tools_key), where, tools_key) if tools_key else None
-    extra_info = _mapping(row.get("extra_info"), where, "extra_info")
-    source = row.get("data_source")
-    if source is not None and not isinstance(source, str):
-        raise ValueError(f"{where}: 'data_source' must be a string, got {_kind(source)}")
-    if row.get(prompt_key) is not None:
-        messages = _messages(row[prompt_key], where, prompt_key)
-        truth = _ground_truth(row, where, prompt_key)
-    elif "question" in row and "answer" in row:
-        question, answer = _gsm8k(row, where)
-        messages = ({"role": "user", "content": f"{question} {GSM8K_INSTRUCTION}"},)
-        truth, source = _gsm8k_number(answer, where), source or GSM8K_SOURCE
-        extra_info = {"question": question, "answer": answer, **extra_info}
-    else:
-        raise ValueError(
-            f"{where}: no prompt: column {prompt_key!r} is missing or null (columns: {_columns(row)})."
-            " Fix: data.prompt_key=COLUMN"
-        )
-    return TaskRow(
-        messages=_with_system(messages, system_prompt),
-        data_source=source or "",
-        ground_truth=truth,
-        extra_info=extra_info,
-        tools=tools,
-    )
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowFormat:
+    """In which columns the parts of a row are, and the system prompt of rows that have none."""
 
+    prompt_key: str = "prompt"
+    messages_key: str = "messages"
+    tools_key: str | None = None
+    system_prompt: str | None = None
 
-def to_conversation_row(
-    row: Mapping[str, Any],
-    *,
-    where: str,
-    messages_key: str = "messages",
-    prompt_key: str = "prompt",
-    tools_key: str | None = None,
-    system_prompt: str | None = None,
-) -> ConversationRow:
-    """One row of an SFT data set."""
-    _refuse_media(row, where)
-    name = tools_key or "tools"
-    tools = _tools(row.get(name), where, name)
-    completion_key = next((k for k in COMPLETION_KEYS if row.get(k) is not None), None)
-    prompt: tuple[dict[str, Any], ...] = ()
-    if row.get(messages_key) is not None:
-        answer = _messages(row[messages_key], where, messages_key)
-    elif row.get(prompt_key) is not None and completion_key:
-        prompt = _messages(row[prompt_key], where, prompt_key)
-        answer = _messages(row[completion_key], where, completion_key, role="assistant")
-    elif "question" in row and "answer" in row:
-        question, text = _gsm8k(row, where)
-        # The prompt that RL on the same file sees.
-        suffix = f" {GSM8K_INSTRUCTION}" if GSM8K_ANSWER.search(text) else ""
-        answer = ({"role": "user", "content": question + suffix}, {"role": "assistant", "content": text})
-    else:
-        raise ValueError(
-            f"{where}: no conversation: needs {messages_key!r}, or {prompt_key!r} with one of {list(COMPLETION_KEYS)},"
-            f" or 'question' with 'answer' (columns: {_columns(row)}). Fix: data.messages_key=COLUMN"
+    @classmethod
+    def of(cls, cfg: DataConfig) -> RowFormat:
+        return cls(
+            prompt_key=cfg.prompt_key,
+            messages_key=cfg.messages_key,
+            tools_key=cfg.tools_key,
+            system_prompt=cfg.system_prompt,
         )
-    messages = _with_system(prompt + answer, system_prompt)
-    thinking = row.get("enable_thinking")
-    if thinking is not None and not isinstance(thinking, bool):
-        raise ValueError(f"{where}: 'enable_thinking' must be true or false, got {_kind(thinking)}")
-    train_from = len(messages) - len(answer) if prompt else 0
-    return ConversationRow(messages=messages, tools=tools, train_from=train_from, enable_thinking=thinking)
+
+    def task(self, raw: RawRow) -> TaskRow:
+        """One row of an RL data set."""
+        row, where = raw.row, raw.where
+        tools = _tools(row.get(self.tools_key), where, self.tools_key) if self.tools_key else ()
+        extra_info = _object(row.get("extra_info"), where, "extra_info")
+        source = row.get("data_source")
+        if source is not None and not isinstance(source, str):
+            raise ValueError(f"{where}: 'data_source' must be a string, got {kind_of(source)}")
+        if row.get(self.prompt_key) is not None:
+            messages = read_messages(row[self.prompt_key], where, self.prompt_key)
+            truth = _ground_truth(row, where, self.prompt_key)
+        elif "question" in row and "answer" in row:
+            question, answer = _gsm8k(row, where)
+            messages = ({"role": "user", "content": f"{question} {GSM8K_INSTRUCTION}"},)
+            truth, source = _gsm8k_number(answer, where), source or GSM8K_SOURCE
+            extra_info = {"question": question, "answer": answer, **extra_info}
+        else:
+            raise ValueError(
+                f"{where}: no prompt: column {self.prompt_key!r} is missing or null (columns: {names_of(row)})."
+                " Fix: data.prompt_key=COLUMN"
+            )
+        media = tuple(reference for reference, _ in media_in(row, messages))
+        return TaskRow(self.with_system(messages), source or "", truth, extra_info, tools, media)
+
+    def conversation(self, raw: RawRow) -> ConversationRow:
+        """One row of an SFT data set."""
+        row, where, prompt = raw.row, raw.where, Messages()
+        tools_key = self.tools_key or "tools"
+        tools = _tools(row.get(tools_key), where, tools_key)
+        completion_key = next((k for k in COMPLETION_KEYS if row.get(k) is not None), None)
+        if row.get(self.messages_key) is not None:
+            answer = read_messages(row[self.messages_key], where, self.messages_key)
+        elif row.get(self.prompt_key) is not None and completion_key:
+            prompt = read_messages(row[self.prompt_key], where, self.prompt_key)
+            answer = read_messages(row[completion_key], where, completion_key, role="assistant")
+        elif "question" in row and "answer" in row:
+            question, text = _gsm8k(row, where)
+            # The prompt that RL on the same file sees.
+            suffix = f" {GSM8K_INSTRUCTION}" if GSM8K_ANSWER.search(text) else ""
+            answer = ({"role": "user", "content": question + suffix}, {"role": "assistant", "content": text})
+        else:
+            raise ValueError(
+                f"{where}: no conversation: needs {self.messages_key!r}, or {self.prompt_key!r} with one of"
+                f" {list(COMPLETION_KEYS)}, or 'question' with 'answer' (columns: {names_of(row)})."
+                " Fix: data.messages_key=COLUMN"
+            )
+        refuse_media(row, prompt + answer, where)
+        messages = self.with_system(prompt + answer)
+        thinking = row.get("enable_thinking")
+        if thinking is not None and not isinstance(thinking, bool):
+            raise ValueError(f"{where}: 'enable_thinking' must be true or false, got {kind_of(thinking)}")
+        return ConversationRow(messages, tools, len(messages) - len(answer) if prompt else 0, thinking)
+
+    def with_system(self, messages: Messages) -> Messages:
+        if self.system_prompt is None or any(m["role"] == "system" for m in messages):
+            return messages
+        return ({"role": "system", "content": self.system_prompt}, *messages)
 
 
 # ---- parts of a row --------------------------------------------------------------------------------------------------
 
 
-def _messages(value: Any, where: str, column: str, *, role: str = "user") -> tuple[dict[str, Any], ...]:
+def read_messages(value: Any, where: str, column: str, *, role: str = "user") -> Messages:
     """A list of {role, content}, or a string: one message of `role`."""
     if isinstance(value, str):
         if not value.strip():
             raise ValueError(f"{where}: {column!r} is empty text")
         value = [{"role": role, "content": value}]
     if not isinstance(value, Sequence) or not value:
-        what = "an empty list" if isinstance(value, Sequence) else _kind(value)
+        what = "an empty list" if isinstance(value, Sequence) else kind_of(value)
         raise ValueError(f"{where}: {column!r} must be text or a list of {{role, content}} messages, got {what}")
     return tuple(_message(m, f"{where}: {column!r} message {k}") for k, m in enumerate(value, start=1))
 
 
 def _message(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
-        raise ValueError(f"{where} must be an object with role and content, got {_kind(value)}")
+        raise ValueError(f"{where} must be an object with role and content, got {kind_of(value)}")
     message = {k: v for k, v in value.items() if v is not None}  # Arrow fills absent keys with null
     if not isinstance(message.get("role"), str):
-        raise ValueError(f"{where} has no 'role' (keys: {_columns(message)})")
+        raise ValueError(f"{where} has no 'role' (keys: {names_of(message)})")
     content = message.get("content")
     if isinstance(content, str):
-        if not content.isascii():
-            _refuse_surrogates(content, where)
-    elif isinstance(content, list):
-        _refuse_media_parts(content, where)
+        _refuse_surrogates(content, where)
     elif content is None and message.get("tool_calls"):
         message["content"] = ""  # templates add it to text
-    else:
-        raise ValueError(f"{where} ({message['role']}) has no text: 'content' is {_kind(content)}")
+    elif not isinstance(content, list):
+        raise ValueError(f"{where} ({message['role']}) has no text: 'content' is {kind_of(content)}")
     return message
 
 
 def _refuse_surrogates(text: str, where: str) -> None:
+    if text.isascii():
+        return
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as exc:
         raise ValueError(f"{where}: half of a surrogate pair at character {exc.start + 1} (a cut emoji)") from exc
 
 
-def _refuse_media(row: Mapping[str, Any], where: str) -> None:
-    for key in MEDIA_KEYS:
-        if row.get(key):
-            raise ValueError(
-                f"{where}: {key!r} holds {len(row[key])} item(s), and prompts are rendered as text only: the model would"
-                " not see them. Fix: a text-only data set, or drop the column"
-            )
+def media_in(row: Mapping[str, Any], messages: Messages) -> Iterator[tuple[str, str]]:
+    """(reference, where it is) of what is not text: items of the media columns, and content parts of messages.
+
+    A reference is the item itself if it is a string (a path or a URL), else the hash of its content.
+    """
+    found = [(item, f"{key!r} holds {len(row[key])} item(s)") for key in MEDIA_KEYS for item in row.get(key) or ()]
+    for message in messages:
+        for part in message["content"] if isinstance(message["content"], list) else ():
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            if kind != "text":
+                found.append((part, f"a message of {message['role']!r} has a content part of type {kind!r}"))
+    for item, place in found:
+        yield item if isinstance(item, str) else f"blake2b:{content_hash(item, 16)}", place
 
 
-def _refuse_media_parts(parts: list[Any], where: str) -> None:
-    for part in parts:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind != "text":
-            raise ValueError(f"{where}: a content part of type {kind!r}; only text can be rendered")
+def refuse_media(row: Mapping[str, Any], messages: Messages, where: str) -> None:
+    for _, place in media_in(row, messages):
+        raise ValueError(
+            f"{where}: {place}, and prompts are rendered as text only: the model would not see it."
+            " Fix: a text-only data set, or drop the column"
+        )
+
+
+def content_hash(value: Any, num_bytes: int) -> str:
+    """Of JSON types and bytes: the same whatever the order of the columns."""
+    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), default=_encode_bytes)
+    return hashlib.blake2b(canonical.encode("ascii"), digest_size=num_bytes).hexdigest()
+
+
+def _encode_bytes(value: Any) -> dict[str, str]:
+    assert isinstance(value, bytes), f"rows hold JSON types and bytes, got {type(value).__name__}"
+    return {"\0bytes": base64.b64encode(value).decode("ascii")}  # no column is called this
 
 
 def _ground_truth(row: Mapping[str, Any], where: str, prompt_key: str) -> Any:
-    model = _mapping(row.get("reward_model"), where, "reward_model")
+    model = _object(row.get("reward_model"), where, "reward_model")
     if model.get("ground_truth") is not None:
         return model["ground_truth"]
     return next((row[k] for k in GROUND_TRUTH_KEYS if k != prompt_key and row.get(k) is not None), None)
@@ -187,7 +211,7 @@ def _ground_truth(row: Mapping[str, Any], where: str, prompt_key: str) -> Any:
 def _gsm8k(row: Mapping[str, Any], where: str) -> tuple[str, str]:
     for key in ("question", "answer"):
         if not isinstance(row[key], str):
-            raise ValueError(f"{where}: {key!r} must be a string, got {_kind(row[key])}")
+            raise ValueError(f"{where}: {key!r} must be a string, got {kind_of(row[key])}")
         _refuse_surrogates(row[key], f"{where}: {key!r}")
     return row["question"], row["answer"]
 
@@ -197,18 +221,13 @@ def _gsm8k_number(answer: str, where: str) -> str:
     if not found:
         raise ValueError(
             f"{where}: 'answer' has no '#### NUMBER' as GSM8K's rows have (it ends with {answer[-40:]!r})."
-            " Fix: for other question/answer data, data.prompt_key=question (the answer column is then the ground truth)"
+            " Fix: for other question/answer data, data.prompt_key=question (the answer column is then the ground"
+            " truth)"
         )
     return found.group(1).replace(",", "")
 
 
-def _with_system(messages: tuple[dict[str, Any], ...], system_prompt: str | None) -> tuple[dict[str, Any], ...]:
-    if system_prompt is None or any(m["role"] == "system" for m in messages):
-        return messages
-    return ({"role": "system", "content": system_prompt}, *messages)
-
-
-def _tools(value: Any, where: str, column: str) -> list[dict[str, Any]] | None:
+def _tools(value: Any, where: str, column: str) -> tuple[dict[str, Any], ...]:
     """Tool schemas: a list of objects, or that list as JSON text (Arrow has no type for mixed schemas)."""
     if isinstance(value, str):
         try:
@@ -216,25 +235,25 @@ def _tools(value: Any, where: str, column: str) -> list[dict[str, Any]] | None:
         except json.JSONDecodeError as exc:
             raise ValueError(f"{where}: {column!r} is text but not JSON: {exc.msg} at column {exc.colno}") from exc
     if not value:
-        return None
+        return ()
     if not isinstance(value, list) or not all(isinstance(t, Mapping) for t in value):
-        raise ValueError(f"{where}: {column!r} must be a list of tool schemas, got {_kind(value)}")
-    return [dict(t) for t in value]
+        raise ValueError(f"{where}: {column!r} must be a list of tool schemas, got {kind_of(value)}")
+    return tuple(dict(t) for t in value)
 
 
-def _mapping(value: Any, where: str, column: str) -> dict[str, Any]:
+def _object(value: Any, where: str, column: str) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, Mapping):
-        raise ValueError(f"{where}: {column!r} must be an object, got {_kind(value)}")
+        raise ValueError(f"{where}: {column!r} must be an object, got {kind_of(value)}")
     return dict(value)
 
 
-def _columns(row: Mapping[str, Any]) -> str:
+def names_of(row: Mapping[str, Any]) -> str:
     return ", ".join(sorted(map(str, row))) or "none"
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
     if isinstance(value, Mapping):
         return "an object"
     names: dict[type, str] = {type(None): "null", bool: "a boolean", str: "text", list: "a list", bytes: "bytes"}

@@ -1,21 +1,27 @@
 """Preference rows -> token ids with loss masks: pairs (chosen, rejected) and unpaired answers with a label.
 
-Formats: prompt + chosen + rejected · chosen + rejected as whole conversations (the common beginning is the prompt) · HH-style
-transcripts ("\\n\\nHuman: ... \\n\\nAssistant: ...") · prompt + completion + label (true: desirable). Texts are single messages.
+{prompt, chosen, rejected} · {chosen, rejected}: whole conversations, whose common beginning is the prompt
+HH-style transcripts: "\\n\\nHuman: ... \\n\\nAssistant: ..." · {prompt, completion, label}: true is desirable
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from verl.chat import Rendered, RowRefused, TemplateAudit, audit_template, render_conversation
+import numpy as np
+
+from verl.chat.conversation import Rendered, render_conversation
+from verl.chat.template import RowRefused, audit_template
 from verl.config.schema import DataConfig
-from verl.data.files import RawRow, expand_files, read_rows
-from verl.data.formats import _columns, _kind, _messages, _with_system
+from verl.data.files import RawRow
+from verl.data.formats import Messages, RowFormat, kind_of, names_of, read_messages, refuse_media
+from verl.data.render import Counts, Entry, RenderJob
+from verl.data.source import ConversationTable, load_arrays, refuse_empty
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -28,13 +34,12 @@ GAP_KEYS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class PreferenceRow:
+class PreferenceRow(NamedTuple):
     """prompt and answers as messages. Unpaired: `rejected` is None and `desirable` says which kind `chosen` is."""
 
-    prompt: tuple[dict[str, Any], ...]
-    chosen: tuple[dict[str, Any], ...]
-    rejected: tuple[dict[str, Any], ...] | None
+    prompt: Messages
+    chosen: Messages
+    rejected: Messages | None
     desirable: bool = True
     gap: float | None = None
 
@@ -69,19 +74,98 @@ class PairTable:
         return f"{len(self.pairs)} of {self.rows_read} rows; longest {longest} tokens{dropped}"
 
 
-def to_preference_row(row: Mapping[str, Any], *, where: str, paired: bool, cfg: DataConfig) -> PreferenceRow:
-    """One row as messages. ValueError with the file, the line, the reason and the fix."""
-    if not paired:
-        return _unpaired(row, where, cfg)
+def load_pairs(
+    files: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    cfg: DataConfig,
+    *,
+    paired: bool = True,
+    needs_gap: bool = False,
+    template_kwargs: Mapping[str, Any] | None = None,
+    max_rows: int | None = None,
+) -> PairTable:
+    """Read, render and check every row. Rows longer than data.max_tokens_per_row are an error, or dropped with
+    truncation left or right (a cut answer is not the one that was judged)."""
+    kwargs = dict(template_kwargs or {})
+    job = PairJob(
+        tokenizer=tokenizer,
+        audit=audit_template(tokenizer, kwargs),
+        template_kwargs=kwargs,
+        format=RowFormat.of(cfg),
+        max_tokens=cfg.max_tokens_per_row,
+        truncation=cfg.truncation,
+        paired=paired,
+        needs_gap=needs_gap,
+    )
+    arrays, report, key = load_arrays(files, job, cfg, max_rows)
+    refuse_empty(report)
+    answers, pairs = ConversationTable(arrays, report, key), list[Pair]()
+    for k in range(0, len(answers), 2 if paired else 1):
+        gap = float(arrays["gap"][k])
+        rejected = answers[k + 1] if paired else None
+        pairs.append(Pair(answers[k], rejected, bool(arrays["desirable"][k]), None if math.isnan(gap) else gap))
+    digest = hashlib.blake2b(digest_size=16)
+    for name in ("ids_lengths", "ids", "mask"):
+        digest.update(arrays[name].tobytes())
+    return PairTable(pairs, report.rows_read, report.refused, digest.hexdigest())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairJob(RenderJob):
+    """Preference rows -> ids and loss masks of the answers: two entries per pair, chosen first, or one."""
+
+    paired: bool
+    needs_gap: bool
+
+    flat: ClassVar = {"ids": np.int32, "mask": np.bool_}
+    scalar: ClassVar = {"desirable": np.bool_, "gap": np.float64}
+
+    def entries(self, raw: RawRow, counts: Counts) -> list[Entry]:
+        row = (pair_row if self.paired else unpaired_row)(raw, self.format)
+        if self.needs_gap and row.gap is None:
+            raise ValueError(
+                f"{raw.where}: no true rewards: this loss needs chosen_score and rejected_score, or margin"
+                f" (columns: {names_of(raw.row)})"
+            )
+        refuse_media({}, row.prompt + row.chosen + (row.rejected or ()), raw.where)
+        rendered = [
+            render_conversation(
+                self.tokenizer,
+                row.prompt + answer,
+                self.audit,
+                template_kwargs=self.template_kwargs,
+                train_on="last_assistant",
+                train_from=len(row.prompt),
+            )[-1]
+            for answer in (row.chosen, row.rejected)
+            if answer is not None
+        ]
+        longest = max(len(r.ids) for r in rendered)
+        if longest > self.max_tokens:
+            if self.truncation == "error":
+                raise ValueError(
+                    f"{raw.where}: {longest} tokens, data.max_tokens_per_row is {self.max_tokens}."
+                    " Fix: a higher limit, or data.truncation=right to drop such rows"
+                )
+            raise RowRefused("too long")
+        facts = {"desirable": row.desirable, "gap": math.nan if row.gap is None else row.gap}
+        return [{"ids": r.ids, "mask": r.mask, **facts} for r in rendered]
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+def pair_row(raw: RawRow, format: RowFormat) -> PreferenceRow:
+    row, where, prompt_key = raw.row, raw.where, format.prompt_key
     for key, other in (("chosen", "rejected"), ("rejected", "chosen")):
         if row.get(key) is None:
             raise ValueError(
-                f"{where}: no {key!r} beside {other!r}: a pair needs a winner and a loser (columns: {_columns(row)}). "
+                f"{where}: no {key!r} beside {other!r}: a pair needs a winner and a loser (columns: {names_of(row)}). "
                 "Fix: fill it, or verl dpo preference.loss=kto for rows with prompt, completion and label"
             )
     chosen, rejected = _answer(row["chosen"], where, "chosen"), _answer(row["rejected"], where, "rejected")
-    if row.get(cfg.prompt_key) is not None:
-        prompt = _messages(row[cfg.prompt_key], where, cfg.prompt_key)
+    if row.get(prompt_key) is not None:
+        prompt = read_messages(row[prompt_key], where, prompt_key)
         chosen, rejected = (_without(prompt, a) for a in (chosen, rejected))
     else:
         common = 0
@@ -89,8 +173,8 @@ def to_preference_row(row: Mapping[str, Any], *, where: str, paired: bool, cfg: 
             common += 1
         if not common:
             raise ValueError(
-                f"{where}: no {cfg.prompt_key!r}, and 'chosen' and 'rejected' do not begin with the same messages. Fix: add a"
-                f" {cfg.prompt_key!r} column, or give both as whole conversations"
+                f"{where}: no {prompt_key!r}, and 'chosen' and 'rejected' do not begin with the same messages."
+                f" Fix: add a {prompt_key!r} column, or give both as whole conversations"
             )
         prompt, chosen, rejected = chosen[:common], chosen[common:], rejected[common:]
     if chosen == rejected or not chosen or not rejected:
@@ -102,23 +186,24 @@ def to_preference_row(row: Mapping[str, Any], *, where: str, paired: bool, cfg: 
             )
         if not str(messages[-1]["content"]).strip():
             raise ValueError(f"{where}: {name!r} is an empty answer")
-    return PreferenceRow(_with_system(prompt, cfg.system_prompt), chosen, rejected, gap=_gap(row, where))
+    return PreferenceRow(format.with_system(prompt), chosen, rejected, gap=_gap(row, where))
 
 
-def _unpaired(row: Mapping[str, Any], where: str, cfg: DataConfig) -> PreferenceRow:
+def unpaired_row(raw: RawRow, format: RowFormat) -> PreferenceRow:
+    row, where, prompt_key = raw.row, raw.where, format.prompt_key
     label = row.get("label")
     if not isinstance(label, bool):
         raise ValueError(
-            f"{where}: 'label' must be true (desirable) or false, got {_kind(label)} (columns: {_columns(row)})"
+            f"{where}: 'label' must be true (desirable) or false, got {kind_of(label)} (columns: {names_of(row)})"
         )
-    for key in (cfg.prompt_key, "completion"):
+    for key in (prompt_key, "completion"):
         if row.get(key) is None:
             raise ValueError(
-                f"{where}: no {key!r}: an unpaired row has prompt, completion and label (columns: {_columns(row)})"
+                f"{where}: no {key!r}: an unpaired row has prompt, completion and label (columns: {names_of(row)})"
             )
-    prompt = _messages(row[cfg.prompt_key], where, cfg.prompt_key)
-    answer = _messages(row["completion"], where, "completion", role="assistant")
-    return PreferenceRow(_with_system(prompt, cfg.system_prompt), answer, None, desirable=label)
+    prompt = read_messages(row[prompt_key], where, prompt_key)
+    answer = read_messages(row["completion"], where, "completion", role="assistant")
+    return PreferenceRow(format.with_system(prompt), answer, None, desirable=label)
 
 
 def _answer(value: Any, where: str, column: str) -> tuple[dict[str, Any], ...]:
@@ -129,8 +214,8 @@ def _answer(value: Any, where: str, column: str) -> tuple[dict[str, Any], ...]:
             {"role": "user" if who == "Human" else "assistant", "content": text.strip()}
             for who, text in zip(parts[::2], parts[1::2])
         ]
-        return _messages(turns, where, column)
-    return _messages(value, where, column, role="assistant")
+        return read_messages(turns, where, column)
+    return read_messages(value, where, column, role="assistant")
 
 
 def _without(prompt: tuple[dict[str, Any], ...], answer: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
@@ -145,86 +230,7 @@ def _gap(row: Mapping[str, Any], where: str) -> float | None:
         names = next((pair for pair in GAP_KEYS if all(row.get(k) is not None for k in pair)), ())
     for name in names:
         if isinstance(row[name], bool) or not isinstance(row[name], int | float):
-            raise ValueError(f"{where}: {name!r} must be a number, got {_kind(row[name])}")
+            raise ValueError(f"{where}: {name!r} must be a number, got {kind_of(row[name])}")
     if not names:
         return None
     return float(row["margin"]) if names == ("margin",) else float(row[names[0]]) - float(row[names[1]])
-
-
-def load_pairs(
-    files: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
-    cfg: DataConfig,
-    *,
-    paired: bool = True,
-    needs_gap: bool = False,
-    template_kwargs: Mapping[str, Any] | None = None,
-    max_rows: int | None = None,
-) -> PairTable:
-    """Read, render and check every row. Rows longer than data.max_tokens_per_row are an error, or dropped with truncation
-    left or right (a cut answer is not the one that was judged)."""
-    kwargs = dict(template_kwargs or {})
-    audit = audit_template(tokenizer, kwargs)
-    pairs: list[Pair] = []
-    dropped: dict[str, int] = {}
-    read = 0
-    for raw in (raw for file in expand_files(files) for raw in read_rows(file)):
-        if max_rows is not None and read >= max_rows:
-            break
-        read += 1
-        row = to_preference_row(raw.row, where=raw.where, paired=paired, cfg=cfg)
-        if needs_gap and row.gap is None:
-            raise ValueError(
-                f"{raw.where}: no true rewards: this loss needs chosen_score and rejected_score, or margin (columns: {_columns(raw.row)})"
-            )
-        try:
-            pair = _tokens(tokenizer, row, audit, kwargs)
-        except RowRefused as e:
-            dropped[e.reason] = dropped.get(e.reason, 0) + 1
-            continue
-        if _fits(pair, cfg, raw):
-            pairs.append(pair)
-        else:
-            dropped["too long"] = dropped.get("too long", 0) + 1
-    if not pairs:
-        raise ValueError(
-            f"no rows left of {read} in {', '.join(files)}: "
-            + (", ".join(f"{n} x {r}" for r, n in dropped.items()) or "the files are empty")
-        )
-    return PairTable(pairs, read, dropped, _key(pairs))
-
-
-def _tokens(
-    tokenizer: PreTrainedTokenizerBase, row: PreferenceRow, audit: TemplateAudit, kwargs: Mapping[str, Any]
-) -> Pair:
-    def render(answer: tuple[dict[str, Any], ...]) -> Rendered:
-        return render_conversation(
-            tokenizer,
-            [*row.prompt, *answer],
-            audit,
-            template_kwargs=kwargs,
-            train_on="last_assistant",
-            train_from=len(row.prompt),
-        )[-1]
-
-    return Pair(render(row.chosen), render(row.rejected) if row.rejected is not None else None, row.desirable, row.gap)
-
-
-def _fits(pair: Pair, cfg: DataConfig, raw: RawRow) -> bool:
-    longest = max(len(r.ids) for r in (pair.chosen, pair.rejected) if r is not None)
-    if longest <= cfg.max_tokens_per_row:
-        return True
-    if cfg.truncation == "error":
-        raise ValueError(
-            f"{raw.where}: {longest} tokens, data.max_tokens_per_row is {cfg.max_tokens_per_row}. Fix: a higher limit, or data.truncation=right to drop such rows"
-        )
-    return False
-
-
-def _key(pairs: Sequence[Pair]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for p in pairs:
-        for r in (p.chosen, p.rejected):
-            if r is not None:
-                digest.update(len(r.ids).to_bytes(8, "little") + r.ids.tobytes() + r.mask.tobytes())
-    return digest.hexdigest()

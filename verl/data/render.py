@@ -1,218 +1,167 @@
-"""Rows -> token ids, chunk by chunk: the jobs that run in-process or in worker processes, and how results are packed."""
+"""Rows -> token ids, chunk by chunk: the jobs that run in this process or in workers, and how results are packed."""
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import json
+import marshal
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from verl.chat import (
-    Rendered,
-    RenderError,
-    RowRefused,
-    TemplateAudit,
-    Tool,
-    TrainOn,
-    refuse_unsupported,
-    render_conversation,
-    render_prompt,
-)
+from verl.chat.conversation import Rendered, TrainOn, render_conversation
+from verl.chat.template import RenderError, RowRefused, TemplateAudit, Tool, refuse_unsupported, render_prompt
 from verl.data.files import RawRow
-from verl.data.formats import ConversationRow, TaskRow, to_conversation_row, to_task_row
+from verl.data.formats import RowFormat, content_hash, refuse_media
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-BYTES_KEY = "\0bytes"  # JSON has no bytes; no column is called this
 ID_BYTES = 6
 CUT_AWAY = "no assistant token is left after truncation"
+Entry = dict[str, Any]
 
 
-@dataclass(slots=True)
-class Packed:
-    """The result of some rows in a row: flat arrays by name, and what became of the rows that are not in them."""
+@dataclass(slots=True, kw_only=True)
+class Counts:
+    """What became of rows. refused: those without an exact rendering, by reason; example: the first, with its place."""
 
-    arrays: dict[str, np.ndarray]
     rows_read: int = 0
+    rows_kept: int = 0
     rows_filtered: int = 0
+    shortest_filtered_tokens: int = 0
     rows_truncated: int = 0
     refused: dict[str, int] = field(default_factory=dict)
-    example: str = ""  # the first refusal, with its place
-    shortest_filtered: int = 0
+    example: str = ""
+
+    def add(self, other: Counts) -> None:
+        self.rows_read += other.rows_read
+        self.rows_kept += other.rows_kept
+        self.rows_filtered += other.rows_filtered
+        self.rows_truncated += other.rows_truncated
+        shortest = (self.shortest_filtered_tokens, other.shortest_filtered_tokens)
+        self.shortest_filtered_tokens = min(filter(None, shortest), default=0)
+        for reason, count in other.refused.items():
+            self.refused[reason] = self.refused.get(reason, 0) + count
+        self.example = self.example or other.example
 
 
-def merge(parts: Iterable[Packed]) -> Packed:
+Chunk = tuple[Counts, dict[str, np.ndarray]]  # the entries of rows in a row, as arrays by name
+
+
+def merge(chunks: Iterable[Chunk]) -> Chunk:
     """Concatenate, in order; `numbers` (row of the chunk) becomes the row of the whole."""
-    out, columns = Packed({}), list[dict[str, np.ndarray]]()
-    for part in parts:
-        columns.append({**part.arrays, "numbers": part.arrays["numbers"] + out.rows_read})
-        out.rows_read += part.rows_read
-        out.rows_filtered += part.rows_filtered
-        out.rows_truncated += part.rows_truncated
-        out.example = out.example or part.example
-        out.shortest_filtered = min(filter(None, (out.shortest_filtered, part.shortest_filtered)), default=0)
-        for reason, count in part.refused.items():
-            out.refused[reason] = out.refused.get(reason, 0) + count
-    if columns:
-        out.arrays = {name: np.concatenate([c[name] for c in columns]) for name in columns[0]}
-    return out
+    total, columns = Counts(), list[dict[str, np.ndarray]]()
+    for counts, arrays in chunks:
+        columns.append({**arrays, "numbers": arrays["numbers"] + total.rows_read})
+        total.add(counts)
+    return total, {name: np.concatenate([c[name] for c in columns]) for name in (columns[0] if columns else ())}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskFormat:
-    """How a row becomes messages. Also needed when a row is decoded later."""
-
-    prompt_key: str
-    tools_key: str | None
-    system_prompt: str | None
-
-    def read(self, row: Mapping[str, Any], where: str) -> TaskRow:
-        return to_task_row(
-            row, where=where, prompt_key=self.prompt_key, tools_key=self.tools_key, system_prompt=self.system_prompt
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptJob:
-    """RL rows -> prompt ids."""
+class RenderJob:
+    """Rows -> entries of a table. A row gives one entry, several or none; RowRefused drops it, counted by reason."""
 
     tokenizer: PreTrainedTokenizerBase
     audit: TemplateAudit
-    format: TaskFormat
     template_kwargs: Mapping[str, Any]
-    tools: Sequence[Tool] | None
-    max_prompt_tokens: int
-    filter_overlong_prompts: bool
+    format: RowFormat
+    max_tokens: int
     truncation: str
+
+    flat: ClassVar[Mapping[str, type[np.generic]]]  # columns with many values per entry, and "<name>_lengths"
+    scalar: ClassVar[Mapping[str, type[np.generic]]] = {}  # columns with one value per entry
+
+    def entries(self, raw: RawRow, counts: Counts) -> list[Entry]:
+        raise NotImplementedError
 
     def options(self) -> dict[str, Any]:
         """Everything but the tokenizer that the result depends on."""
-        f = self.format
-        return {
-            "job": "prompts",
-            "format": [f.prompt_key, f.tools_key, f.system_prompt],
-            "template_kwargs": dict(self.template_kwargs),
-            "tools": self.tools,
-            "length": [self.max_prompt_tokens, self.filter_overlong_prompts, self.truncation],
-        }
+        names = [f.name for f in fields(self) if f.name not in ("tokenizer", "audit")]
+        return {"job": type(self).__name__, **{name: getattr(self, name) for name in names}}
 
-    def __call__(self, rows: Sequence[RawRow], progress: Callable[[int], None]) -> Packed:
-        out = Packed({}, rows_read=len(rows))
-        prompts, blobs, numbers, hashes = [], [], [], []
+    def __call__(self, rows: Sequence[RawRow], progress: Callable[[int], None]) -> Chunk:
+        counts, kept, numbers = Counts(rows_read=len(rows)), list[Entry](), list[int]()
         for number, raw in enumerate(rows):
-            ids = self._fit(self._render(raw), raw.where, out)
-            if ids is not None:
-                prompts.append(ids)
-                blobs.append(np.frombuffer(encode_row(raw.row), np.uint8))
-                numbers.append(number)
-                hashes.append(int(row_hash(raw.row), 16))
+            try:
+                found = self.entries(raw, counts)
+            except RowRefused as exc:
+                counts.refused[exc.reason] = counts.refused.get(exc.reason, 0) + 1
+                counts.example = counts.example or f"{raw.where}: {exc}"
+            else:
+                kept += found
+                numbers += [number] * len(found)
+                counts.rows_kept += bool(found)
             progress(number + 1)
-        out.arrays = {
-            "ids": _flat(prompts, np.int32),
-            "lengths": np.array([len(p) for p in prompts], np.int64),
-            "rows": _flat(blobs, np.uint8),
-            "row_lengths": np.array([len(b) for b in blobs], np.int64),
-            "numbers": np.array(numbers, np.int64),
-            "hashes": np.array(hashes, np.uint64),
-        }
-        return out
+        arrays = {"numbers": np.array(numbers, np.int64)}
+        for name, dtype in self.flat.items():
+            parts = [entry[name] for entry in kept]
+            arrays[name] = np.concatenate([np.zeros(0, dtype), *parts], dtype=dtype, casting="unsafe")
+            arrays[f"{name}_lengths"] = np.array([len(p) for p in parts], np.int64)
+        for name, dtype in self.scalar.items():
+            arrays[name] = np.array([entry[name] for entry in kept], dtype)
+        return counts, arrays
 
-    def _render(self, raw: RawRow) -> np.ndarray:
-        task = self.format.read(raw.row, raw.where)
-        tools = task.tools or self.tools
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptJob(RenderJob):
+    """RL rows -> prompt ids, and what `types.Task` holds of the row, so that it is parsed here and never again.
+
+    marshal keeps JSON types and bytes exactly, stores a text that row and messages share once, and runs nothing.
+    """
+
+    tools: Sequence[Tool] | None
+    filter_overlong_prompts: bool
+
+    flat: ClassVar = {"ids": np.int32, "rows": np.uint8}
+    scalar: ClassVar = {"hashes": np.uint64}
+
+    def entries(self, raw: RawRow, counts: Counts) -> list[Entry]:
+        task = self.format.task(raw)
+        refuse_media(raw.row, task.messages, raw.where)
+        ids = self._render(task.messages, task.tools or self.tools, raw.where)
+        if len(ids) > self.max_tokens:
+            if self.filter_overlong_prompts:
+                counts.rows_filtered += 1
+                counts.shortest_filtered_tokens = min(counts.shortest_filtered_tokens or len(ids), len(ids))
+                return []
+            if self.truncation == "error":
+                raise ValueError(
+                    f"{raw.where}: the prompt has {len(ids)} tokens, data.max_prompt_tokens is {self.max_tokens}."
+                    " Fix: data.filter_overlong_prompts=true, data.truncation=left|right|middle, or a higher limit"
+                )
+            counts.rows_truncated += 1
+            ids = ids[kept_positions(len(ids), self.max_tokens, self.truncation)]
+        blob = np.frombuffer(marshal.dumps((raw.row, tuple(task))), np.uint8)
+        return [{"ids": ids, "rows": blob, "hashes": int(content_hash(raw.row, ID_BYTES), 16)}]
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool] | None, where: str) -> np.ndarray:
         try:
-            refuse_unsupported(task.messages, self.audit, tools)
-            ids = render_prompt(self.tokenizer, task.messages, template_kwargs=self.template_kwargs, tools=tools)
+            refuse_unsupported(messages, self.audit, tools)
+            ids = render_prompt(self.tokenizer, messages, template_kwargs=self.template_kwargs, tools=tools)
         except RowRefused as exc:
             raise ValueError(
-                f"{raw.where}: the prompt has {exc}. Fix: another model.chat_template, or no such part"
+                f"{where}: the prompt has {exc}. Fix: another model.chat_template, or no such part"
             ) from exc
         except RenderError as exc:
-            raise ValueError(f"{raw.where}: {exc}") from exc
+            raise ValueError(f"{where}: {exc}") from exc
         if not len(ids):
-            raise ValueError(f"{raw.where}: the chat template renders this prompt to no token at all")
+            raise ValueError(f"{where}: the chat template renders this prompt to no token at all")
         return ids
-
-    def _fit(self, ids: np.ndarray, where: str, out: Packed) -> np.ndarray | None:
-        if len(ids) <= self.max_prompt_tokens:
-            return ids
-        if self.filter_overlong_prompts:
-            out.rows_filtered += 1
-            out.shortest_filtered = min(out.shortest_filtered or len(ids), len(ids))
-            return None
-        if self.truncation == "error":
-            raise ValueError(
-                f"{where}: the prompt has {len(ids)} tokens, data.max_prompt_tokens is {self.max_prompt_tokens}."
-                " Fix: data.filter_overlong_prompts=true, data.truncation=left|right|middle, or a higher limit"
-            )
-        out.rows_truncated += 1
-        return ids[kept_positions(len(ids), self.max_prompt_tokens, self.truncation)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ConversationJob:
-    """SFT rows -> ids and loss masks. One row may give several (see render_conversation), or none, counted by reason."""
+class ConversationJob(RenderJob):
+    """SFT rows -> ids and loss masks. One row may give several entries (see render_conversation)."""
 
-    tokenizer: PreTrainedTokenizerBase
-    audit: TemplateAudit
-    template_kwargs: Mapping[str, Any]
-    messages_key: str
-    prompt_key: str
-    tools_key: str | None
-    system_prompt: str | None
-    max_tokens_per_row: int
-    truncation: str
     train_on: TrainOn
 
-    def options(self) -> dict[str, Any]:
-        """Everything but the tokenizer that the result depends on."""
-        return {
-            "job": "conversations",
-            "format": [self.messages_key, self.prompt_key, self.tools_key, self.system_prompt],
-            "template_kwargs": dict(self.template_kwargs),
-            "length": [self.max_tokens_per_row, self.truncation],
-            "train_on": self.train_on,
-        }
+    flat: ClassVar = {"ids": np.int32, "mask": np.bool_}
 
-    def __call__(self, rows: Sequence[RawRow], progress: Callable[[int], None]) -> Packed:
-        out = Packed({}, rows_read=len(rows))
-        kept: list[Rendered] = []
-        numbers: list[int] = []
-        for number, raw in enumerate(rows):
-            conversation = to_conversation_row(
-                raw.row,
-                where=raw.where,
-                messages_key=self.messages_key,
-                prompt_key=self.prompt_key,
-                tools_key=self.tools_key,
-                system_prompt=self.system_prompt,
-            )
-            try:
-                fitted = [self._fit(r, raw.where, out) for r in self._render(conversation)]
-            except RowRefused as exc:
-                out.refused[exc.reason] = out.refused.get(exc.reason, 0) + 1
-                out.example = out.example or f"{raw.where}: {exc}"
-            else:
-                kept += fitted
-                numbers += [number] * len(fitted)
-            progress(number + 1)
-        out.arrays = {
-            "ids": _flat([r.ids for r in kept], np.int32),
-            "mask": _flat([r.mask for r in kept], np.bool_),
-            "lengths": np.array([len(r.ids) for r in kept], np.int64),
-            "loss_lengths": np.array([int(r.mask.sum()) for r in kept], np.int64),
-            "numbers": np.array(numbers, np.int64),
-        }
-        return out
-
-    def _render(self, row: ConversationRow) -> list[Rendered]:
+    def entries(self, raw: RawRow, counts: Counts) -> list[Entry]:
+        row = self.format.conversation(raw)
         thinking = {} if row.enable_thinking is None else {"enable_thinking": row.enable_thinking}
-        return render_conversation(
+        rendered = render_conversation(
             self.tokenizer,
             row.messages,
             self.audit,
@@ -221,25 +170,23 @@ class ConversationJob:
             train_on=self.train_on,
             train_from=row.train_from,
         )
+        return [{"ids": r.ids, "mask": r.mask} for r in [self._fit(r, raw.where, counts) for r in rendered]]
 
-    def _fit(self, row: Rendered, where: str, out: Packed) -> Rendered:
-        if len(row.ids) <= self.max_tokens_per_row:
+    def _fit(self, row: Rendered, where: str, counts: Counts) -> Rendered:
+        if len(row.ids) <= self.max_tokens:
             return row
         if self.truncation == "error":
             raise ValueError(
-                f"{where}: the conversation has {len(row.ids)} tokens, data.max_tokens_per_row is"
-                f" {self.max_tokens_per_row}. Fix: data.truncation=left|right, or a higher limit"
+                f"{where}: the conversation has {len(row.ids)} tokens, data.max_tokens_per_row is {self.max_tokens}."
+                " Fix: data.truncation=left|right, or a higher limit"
             )
-        keep = kept_positions(len(row.ids), self.max_tokens_per_row, self.truncation)
+        keep = kept_positions(len(row.ids), self.max_tokens, self.truncation)
         ids, mask = row.ids[keep], row.mask[keep].copy()
         mask[0] = False  # nothing predicts the first token
         if not mask.any():
-            raise RowRefused(CUT_AWAY, f"{len(row.ids)} tokens, data.max_tokens_per_row={self.max_tokens_per_row}")
-        out.rows_truncated += 1
+            raise RowRefused(CUT_AWAY, f"{len(row.ids)} tokens, data.max_tokens_per_row={self.max_tokens}")
+        counts.rows_truncated += 1
         return Rendered(ids, mask)
-
-
-# ---- small parts -----------------------------------------------------------------------------------------------------
 
 
 def kept_positions(length: int, limit: int, truncation: str) -> np.ndarray:
@@ -252,30 +199,3 @@ def kept_positions(length: int, limit: int, truncation: str) -> np.ndarray:
     assert truncation == "middle", f"truncation {truncation!r} was not checked"
     half = limit // 2
     return np.concatenate([np.arange(half), np.arange(length - (limit - half), length)])
-
-
-def encode_row(row: Mapping[str, Any]) -> bytes:
-    return json.dumps(row, ensure_ascii=True, separators=(",", ":"), default=_encode_bytes).encode("ascii")
-
-
-def decode_row(blob: bytes) -> dict[str, Any]:
-    return json.loads(blob, object_hook=_decode_bytes if b"\\u0000bytes" in blob else None)
-
-
-def row_hash(row: Mapping[str, Any]) -> str:
-    """Of the content: the same whatever the order of the columns."""
-    canonical = json.dumps(row, sort_keys=True, separators=(",", ":"), default=_encode_bytes)
-    return hashlib.blake2b(canonical.encode("ascii"), digest_size=ID_BYTES).hexdigest()
-
-
-def _encode_bytes(value: Any) -> dict[str, str]:
-    assert isinstance(value, bytes), f"rows hold JSON types and bytes, got {type(value).__name__}"
-    return {BYTES_KEY: base64.b64encode(value).decode("ascii")}
-
-
-def _decode_bytes(value: dict[str, Any]) -> Any:
-    return base64.b64decode(value[BYTES_KEY]) if value.keys() == {BYTES_KEY} else value
-
-
-def _flat(parts: Sequence[np.ndarray], dtype: type[np.generic]) -> np.ndarray:
-    return np.concatenate(parts).astype(dtype) if parts else np.zeros(0, dtype)

@@ -12,22 +12,26 @@ import importlib.metadata
 import itertools
 import json
 import logging
+import marshal
 import pickle
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl.chat import Rendered, Tool, TrainOn, audit_template
+from verl.chat.conversation import Rendered, TrainOn
+from verl.chat.template import Tool, audit_template
 from verl.config.schema import DataConfig
 from verl.data.cache import cache_path, load_cached, store_cached
 from verl.data.cursor import Cursor, Draw
 from verl.data.files import DataFile, RawRow, expand_files, fingerprint, read_rows
+from verl.data.formats import RowFormat, TaskRow
 from verl.data.parallel import run_chunks
-from verl.data.render import ConversationJob, Packed, PromptJob, TaskFormat, decode_row, merge
+from verl.data.render import ID_BYTES, Chunk, ConversationJob, Counts, PromptJob, RenderJob, merge
 from verl.types import Task
 
 if TYPE_CHECKING:
@@ -38,22 +42,14 @@ __all__ = ["ConversationTable", "Cursor", "Draw", "LoadReport", "TaskTable", "lo
 IN_PROCESS_ROWS = 2000  # fewer are done before a worker has imported its tokenizer
 CHUNK_ROWS = 256
 WORKER_TIMEOUT_S = 300.0
-TRUNCATIONS = ("error", "left", "right", "middle")
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadReport:
-    """What became of the rows. `refused`: SFT rows without an exact rendering, by reason."""
+@dataclass(slots=True, kw_only=True)
+class LoadReport(Counts):
+    """What became of the rows of these files, and the size of the table."""
 
     files: tuple[str, ...]
-    rows_read: int
-    rows_kept: int
-    rows_filtered: int
-    shortest_filtered_tokens: int
-    rows_truncated: int
-    refused: Mapping[str, int] = field(default_factory=dict)
-    example: str = ""
     entries: int
     total_tokens: int
     longest_tokens: int
@@ -73,40 +69,42 @@ class LoadReport:
         return f"{', '.join(parts)}; {self.total_tokens} tokens, longest {self.longest_tokens} ({where})"
 
 
-class TaskTable:
-    """RL prompts: ids in one flat array, rows as JSON text that is decoded when asked for."""
+class _Column:
+    """Values of different lengths in one flat array: item i is a view of its part."""
 
-    def __init__(self, arrays: Mapping[str, np.ndarray], format: TaskFormat, report: LoadReport, key: str) -> None:
+    def __init__(self, arrays: Mapping[str, np.ndarray], name: str) -> None:
+        self._flat = arrays[name]
+        self._starts = np.concatenate([[0], np.cumsum(arrays[f"{name}_lengths"], dtype=np.int64)])
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        if not 0 <= index < len(self):
+            raise IndexError(f"index {index} of a table with {len(self)} entries")
+        return self._flat[self._starts[index] : self._starts[index + 1]]
+
+
+class TaskTable:
+    """RL prompts. A row was parsed when the table was made; it is unpacked when asked for."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray], report: LoadReport, key: str) -> None:
         self.report = report
         self.key = key
         """Content hash of data, tokenizer and options: equal keys hold equal tables."""
-        self.prompt_lengths = arrays["lengths"]
-        self._format = format
-        self._ids, self._rows = arrays["ids"], arrays["rows"]
-        self._starts, self._row_starts = _starts(arrays["lengths"]), _starts(arrays["row_lengths"])
+        self._ids, self._rows = _Column(arrays, "ids"), _Column(arrays, "rows")
         self._numbers, self._hashes = arrays["numbers"], arrays["hashes"]
 
     def __len__(self) -> int:
-        return len(self.prompt_lengths)
+        return len(self._ids)
 
     def __getitem__(self, index: int) -> Task:
-        index = _checked(index, len(self))
-        row = decode_row(self._rows[self._row_starts[index] : self._row_starts[index + 1]].tobytes())
-        task = self._format.read(row, f"row {int(self._numbers[index]) + 1} of the data")
-        return Task(
-            task_id=self.task_id(index),
-            index=index,
-            messages=task.messages,
-            prompt_ids=self._ids[self._starts[index] : self._starts[index + 1]].astype(np.int64),
-            data_source=task.data_source,
-            ground_truth=task.ground_truth,
-            extra_info=task.extra_info,
-            row=row,
-        )
-
-    def task_id(self, index: int) -> str:
-        """Hash of the row's content, and its number in the files: stable under filters, distinct for duplicates."""
-        return f"{int(self._hashes[index]):012x}-{int(self._numbers[index])}"
+        index = int(index)
+        ids = self._ids[index].astype(np.int64)
+        row, parsed = marshal.loads(self._rows[index].data)
+        # The hash of the row's content, and its number in the files: stable under filters, distinct for duplicates.
+        task_id = f"{int(self._hashes[index]):0{2 * ID_BYTES}x}-{int(self._numbers[index])}"
+        return Task(task_id=task_id, index=index, prompt_ids=ids, row=row, **TaskRow(*parsed)._asdict())
 
 
 class ConversationTable:
@@ -115,19 +113,13 @@ class ConversationTable:
     def __init__(self, arrays: Mapping[str, np.ndarray], report: LoadReport, key: str) -> None:
         self.report = report
         self.key = key
-        self.lengths, self.loss_lengths = arrays["lengths"], arrays["loss_lengths"]
-        self.row_numbers = arrays["numbers"]
-        """0-based row of the data that an entry comes from."""
-        self._ids, self._mask = arrays["ids"], arrays["mask"]
-        self._starts = _starts(arrays["lengths"])
+        self._ids, self._mask = _Column(arrays, "ids"), _Column(arrays, "mask")
 
     def __len__(self) -> int:
-        return len(self.lengths)
+        return len(self._ids)
 
     def __getitem__(self, index: int) -> Rendered:
-        index = _checked(index, len(self))
-        span = slice(int(self._starts[index]), int(self._starts[index + 1]))
-        return Rendered(self._ids[span].astype(np.int64), np.array(self._mask[span], np.bool_))
+        return Rendered(self._ids[index].astype(np.int64), self._mask[index].astype(np.bool_))
 
 
 def load_tasks(
@@ -138,30 +130,28 @@ def load_tasks(
     template_kwargs: Mapping[str, Any] | None = None,
     tools: Sequence[Tool] | None = None,
     max_rows: int | None = None,
-    worker_timeout_s: float = WORKER_TIMEOUT_S,
 ) -> TaskTable:
     """Render, tokenise and filter RL prompts. `tools` are shown in every prompt whose row brings none of its own."""
-    _check(cfg, max_rows)
     kwargs = dict(template_kwargs or {})
     job = PromptJob(
         tokenizer=tokenizer,
         audit=audit_template(tokenizer, kwargs),
-        format=TaskFormat(prompt_key=cfg.prompt_key, tools_key=cfg.tools_key, system_prompt=cfg.system_prompt),
         template_kwargs=kwargs,
-        tools=[dict(t) for t in tools] if tools else None,
-        max_prompt_tokens=cfg.max_prompt_tokens,
-        filter_overlong_prompts=cfg.filter_overlong_prompts,
+        format=RowFormat.of(cfg),
+        max_tokens=cfg.max_prompt_tokens,
         truncation=cfg.truncation,
+        tools=[dict(t) for t in tools] if tools else None,
+        filter_overlong_prompts=cfg.filter_overlong_prompts,
     )
-    arrays, report, key = _load(files, job, cfg, max_rows, worker_timeout_s)
+    arrays, report, key = load_arrays(files, job, cfg, max_rows)
     if not report.entries:
         shortest = report.shortest_filtered_tokens
         raise ValueError(
-            f"no rows left of {report.rows_read} in {', '.join(report.files)}: {report.rows_filtered} prompts are longer"
-            f" than data.max_prompt_tokens={cfg.max_prompt_tokens} (the shortest has {shortest} tokens)."
-            f" Fix: data.max_prompt_tokens={shortest} or more, or data.filter_overlong_prompts=false with data.truncation"
+            f"no rows left of {report.rows_read} in {', '.join(report.files)}: {report.rows_filtered} prompts are"
+            f" longer than data.max_prompt_tokens={cfg.max_prompt_tokens} (the shortest has {shortest} tokens). Fix:"
+            f" data.max_prompt_tokens={shortest} or more, or data.filter_overlong_prompts=false with data.truncation"
         )
-    return TaskTable(arrays, job.format, report, key)
+    return TaskTable(arrays, report, key)
 
 
 def load_conversations(
@@ -172,10 +162,8 @@ def load_conversations(
     template_kwargs: Mapping[str, Any] | None = None,
     train_on: TrainOn = "all_assistant",
     max_rows: int | None = None,
-    worker_timeout_s: float = WORKER_TIMEOUT_S,
 ) -> ConversationTable:
-    """Render and tokenise SFT conversations with exact loss masks. Rows without one are dropped, counted and reported."""
-    _check(cfg, max_rows)
+    """Render and tokenise SFT conversations with exact loss masks. Rows without one are dropped and counted."""
     if cfg.truncation == "middle":
         raise ValueError(
             "data.truncation=middle: a conversation cut in its middle joins words that nobody wrote."
@@ -186,42 +174,31 @@ def load_conversations(
         tokenizer=tokenizer,
         audit=audit_template(tokenizer, kwargs),
         template_kwargs=kwargs,
-        messages_key=cfg.messages_key,
-        prompt_key=cfg.prompt_key,
-        tools_key=cfg.tools_key,
-        system_prompt=cfg.system_prompt,
-        max_tokens_per_row=cfg.max_tokens_per_row,
+        format=RowFormat.of(cfg),
+        max_tokens=cfg.max_tokens_per_row,
         truncation=cfg.truncation,
         train_on=train_on,
     )
-    arrays, report, key = _load(files, job, cfg, max_rows, worker_timeout_s)
+    arrays, report, key = load_arrays(files, job, cfg, max_rows)
+    refuse_empty(report)
+    return ConversationTable(arrays, report, key)
+
+
+def refuse_empty(report: LoadReport) -> None:
     if not report.entries:
         counts = ", ".join(f"{count} x {reason}" for reason, count in report.refused.items())
         raise ValueError(
             f"no rows left of {report.rows_read} in {', '.join(report.files)}: {counts}. First: {report.example}"
         )
-    return ConversationTable(arrays, report, key)
 
 
 # ---- loading ---------------------------------------------------------------------------------------------------------
 
 
-def _check(cfg: DataConfig, max_rows: int | None) -> None:
-    if cfg.truncation not in TRUNCATIONS:
-        raise ValueError(f"data.truncation={cfg.truncation!r}. Fix: one of {', '.join(TRUNCATIONS)}")
-    for name, limit in (("max_prompt_tokens", cfg.max_prompt_tokens), ("max_tokens_per_row", cfg.max_tokens_per_row)):
-        if limit < 1:
-            raise ValueError(f"data.{name}={limit}: must be at least 1")
-    if cfg.num_workers < 0:
-        raise ValueError(f"data.num_workers={cfg.num_workers}: must be 0 (in this process) or more")
-    if max_rows is not None and max_rows < 1:
-        raise ValueError(f"max_rows={max_rows}: must be at least 1, or null for all rows")
-
-
-def _load(
-    files: Sequence[str], job: PromptJob | ConversationJob, cfg: DataConfig, max_rows: int | None, timeout_s: float
+def load_arrays(
+    files: Sequence[str], job: RenderJob, cfg: DataConfig, max_rows: int | None
 ) -> tuple[dict[str, np.ndarray], LoadReport, str]:
-    """From the cache if these bytes were rendered so before, else from the files."""
+    """(arrays, report, key): from the cache if these bytes were rendered so before, else from the files."""
     start = time.monotonic()
     found = expand_files(files)
     marks = [fingerprint(f) for f in found]
@@ -229,22 +206,21 @@ def _load(
     path = cache_path(cfg.cache_dir, key)
     cached = load_cached(path)
     if cached is not None:
-        numbers, arrays = cached
+        counts, arrays = Counts(**cached[0]), cached[1]
     else:
-        packed = _render(found, job, cfg.num_workers, max_rows, timeout_s)
-        if not packed.rows_read:
+        counts, arrays = _render(found, job, cfg.num_workers, max_rows)
+        if not counts.rows_read:
             raise ValueError(f"no rows in {', '.join(f.url for f in found)}")
         for file, mark in zip(found, marks, strict=True):
             if fingerprint(file) != mark:
                 raise ValueError(f"{file.url}: changed while it was read. Fix: start again when it is written")
-        numbers, arrays = _numbers_of(packed), packed.arrays
-        store_cached(path, numbers, arrays)
+        store_cached(path, asdict(counts), arrays)
     report = LoadReport(
-        **numbers,
+        **asdict(counts),
         files=tuple(f.url for f in found),
-        entries=len(arrays["lengths"]),
+        entries=len(arrays["ids_lengths"]),
         total_tokens=len(arrays["ids"]),
-        longest_tokens=int(arrays["lengths"].max(initial=0)),
+        longest_tokens=int(arrays["ids_lengths"].max(initial=0)),
         from_cache=cached is not None,
         wall_s=time.monotonic() - start,
     )
@@ -252,27 +228,13 @@ def _load(
     return arrays, report, key
 
 
-def _numbers_of(packed: Packed) -> dict[str, Any]:
-    return {
-        "rows_read": packed.rows_read,
-        "rows_kept": len(np.unique(packed.arrays["numbers"])),
-        "rows_filtered": packed.rows_filtered,
-        "rows_truncated": packed.rows_truncated,
-        "refused": packed.refused,
-        "example": packed.example,
-        "shortest_filtered_tokens": packed.shortest_filtered,
-    }
-
-
-def _render(
-    files: list[DataFile], job: PromptJob | ConversationJob, num_workers: int, max_rows: int | None, timeout_s: float
-) -> Packed:
+def _render(files: list[DataFile], job: RenderJob, num_workers: int, max_rows: int | None) -> Chunk:
     rows = itertools.islice(itertools.chain.from_iterable(map(read_rows, files)), max_rows)
     head = list(itertools.islice(rows, IN_PROCESS_ROWS + 1))
     chunks = _chunks(itertools.chain(head, rows))
     if len(head) <= IN_PROCESS_ROWS or num_workers < 2:
         return merge(job(chunk, lambda rows_done: None) for chunk in chunks)
-    return merge(run_chunks(job, chunks, num_workers=num_workers, timeout_s=timeout_s))
+    return merge(run_chunks(job, chunks, num_workers=num_workers, timeout_s=WORKER_TIMEOUT_S))
 
 
 def _chunks(rows: Iterable[RawRow]) -> Iterator[list[RawRow]]:
@@ -284,7 +246,7 @@ def _chunks(rows: Iterable[RawRow]) -> Iterator[list[RawRow]]:
 # ---- cache key -------------------------------------------------------------------------------------------------------
 
 
-def _table_key(marks: list[str], job: PromptJob | ConversationJob, max_rows: int | None) -> str:
+def _table_key(marks: list[str], job: RenderJob, max_rows: int | None) -> str:
     """Hash of all that the table depends on: files, tokenizer, template, options, and the code that renders."""
     template = str(job.tokenizer.chat_template)
     parts = {
@@ -293,6 +255,7 @@ def _table_key(marks: list[str], job: PromptJob | ConversationJob, max_rows: int
         "options": job.options(),
         "template": template,
         "tokenizer": tokenizer_fingerprint(job.tokenizer),
+        "python": sys.version_info[:2],  # marshal's format
         "packages": [importlib.metadata.version(name) for name in ("transformers", "tokenizers", "jinja2")],
         "code": _code_fingerprint(),
         # Templates that print today's date render differently tomorrow.
@@ -315,16 +278,6 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 def _code_fingerprint() -> str:
     room = Path(__file__).parent
     digest = hashlib.blake2b(digest_size=16)
-    for file in (*sorted(room.glob("*.py")), room.parent / "chat.py"):
+    for file in [*sorted(room.glob("*.py")), *sorted((room.parent / "chat").glob("*.py"))]:
         digest.update(file.read_bytes())
     return digest.hexdigest()
-
-
-def _starts(lengths: np.ndarray) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-
-
-def _checked(index: int, size: int) -> int:
-    if not 0 <= index < size:
-        raise IndexError(f"index {index} of a table with {size} entries")
-    return int(index)

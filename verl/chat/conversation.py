@@ -1,0 +1,161 @@
+"""Conversations as training rows: token ids and a loss mask that holds exactly what the assistant wrote.
+
+Masks come from comparing token ids of renderings, never from searching text, and every row is verified: the audit of
+the template (chat/template.py) is not trusted alone.
+
+    prompt  P = ids(messages[:i], generation prompt)      what the engine sees before assistant turn i
+    turn    E = ids(messages[:i+1])                        P ++ [ assistant tokens, end of turn ] ++ trailing
+                                                                 ^ the loss mask               ^ never trained
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from verl.chat.template import (
+    Message,
+    Renderer,
+    RenderError,
+    RowRefused,
+    TemplateAudit,
+    Tool,
+    as_ids,
+    is_prefix,
+    keeps_text,
+    refuse_unsupported,
+    shared,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TrainOn = Literal["all_assistant", "last_assistant"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rendered:
+    """One training row. ids [t] int64 · mask [t] bool, True where the token is an assistant's own and trained on."""
+
+    ids: np.ndarray
+    mask: np.ndarray
+
+    def __post_init__(self) -> None:
+        assert self.ids.shape == self.mask.shape and self.ids.ndim == 1, f"{self.ids.shape} ids, {self.mask.shape} mask"
+
+
+def render_conversation(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    audit: TemplateAudit,
+    *,
+    template_kwargs: Mapping[str, Any],
+    tools: Sequence[Tool] | None = None,
+    train_on: TrainOn = "all_assistant",
+    train_from: int = 0,
+) -> list[Rendered]:
+    """Training rows of a conversation: one for an append-only template, else one per assistant turn, as at inference.
+
+    Assistant turns before message `train_from`, or without any prompt, are context. RowRefused if no exact row exists.
+    """
+    if train_on not in ("all_assistant", "last_assistant"):
+        raise ValueError(f"train_on={train_on!r}: must be all_assistant or last_assistant")
+    turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= max(train_from, 1)]
+    if not turns:
+        raise RowRefused("no assistant turn after a prompt", f"{len(messages)} messages")
+    if train_on == "last_assistant":
+        turns = turns[-1:]
+    refuse_unsupported(messages, audit, tools)
+    r = Renderer(tokenizer, template_kwargs, tools)
+    try:
+        if audit.append_only:
+            return [_whole_row(r, messages, turns, audit)]
+        return [_turn_row(r, messages, i, audit) for i in turns]
+    except RenderError as exc:
+        raise RowRefused("the chat template refuses the messages", str(exc)) from exc
+
+
+def _whole_row(r: Renderer, messages: Sequence[Message], turns: Sequence[int], audit: TemplateAudit) -> Rendered:
+    """One row for all turns; every trained span is verified to be what incremental rendering says it is."""
+    ids = r.ids(messages[: turns[-1] + 1], prompt=False)
+    mask = np.zeros(len(ids), bool)
+    for i in turns:
+        prompt = r.ids(messages[:i], prompt=True)
+        turn = ids if i == turns[-1] else r.ids(messages[: i + 1], prompt=False)
+        end = _end_of_turn(turn, audit, i)
+        if not is_prefix(turn[:end], ids):
+            raise RowRefused("history is rewritten or its tokens merge across a turn boundary", f"message {i + 1}")
+        if not is_prefix(prompt, turn[:end]):
+            raise RowRefused("the prompt's tokens merge with the first of the answer", f"message {i + 1}")
+        if messages[i].get("reasoning_content") and not keeps_text(
+            messages[i], r.text(messages[: i + 1], prompt=False)
+        ):
+            raise RowRefused("reasoning_content, which this chat template does not render", f"message {i + 1}")
+        mask[len(prompt) : end] = True
+    return Rendered(ids, mask)
+
+
+def _turn_row(r: Renderer, messages: Sequence[Message], i: int, audit: TemplateAudit) -> Rendered:
+    """One assistant turn after its prompt, rendered as at inference (history as the template shows it then)."""
+    prompt, turn = r.turn(messages, i)
+    if not is_prefix(prompt, turn) or not keeps_text(messages[i], r.added_text(messages, i, prompt=True)):
+        return _appended_row(r, messages, i, prompt, audit)
+    end = _end_of_turn(turn, audit, i)
+    if end <= len(prompt):
+        raise RowRefused("an assistant turn without any token", f"message {i + 1}")
+    positions = np.arange(len(turn))
+    return Rendered(turn, (positions >= len(prompt)) & (positions < end))
+
+
+def _appended_row(
+    r: Renderer, messages: Sequence[Message], i: int, prompt: np.ndarray, audit: TemplateAudit
+) -> Rendered:
+    """The prompt with the message's own text and end of turn appended: what the engine saw when the model wrote it.
+
+    For templates that drop part of a turn (R1: the reasoning) or open it in the prompt (`<think>`).
+    """
+    message = messages[i]
+    if not isinstance(message.get("content"), str) or message.get("tool_calls") or message.get("reasoning_content"):
+        raise RowRefused(
+            "the template rewrites the assistant turn, and it is not plain text that could be appended to its prompt",
+            f"message {i + 1}",
+        )
+    if not audit.ends_turn_with:
+        raise RowRefused("the template rewrites the assistant turn and has no end-of-turn token", f"message {i + 1}")
+    history, text = (r.text(messages[:i], prompt=p) for p in (False, True))
+    answer = _after_opening(text[shared(history, text) :], message["content"])
+    encoded = as_ids(r.tokenizer(text + answer, add_special_tokens=False))
+    if not is_prefix(prompt, encoded) or len(encoded) == len(prompt):
+        raise RowRefused("the prompt's tokens merge with the first of the answer", f"message {i + 1}")
+    ids = np.concatenate([encoded, np.asarray(audit.ends_turn_with, np.int64)])
+    return Rendered(ids, np.arange(len(ids)) >= len(prompt))
+
+
+def _after_opening(opening: str, content: str) -> str:
+    """`content` without the beginning that the generation prompt already holds (`<think>\\n`)."""
+    for size in range(min(len(opening), len(content)), 0, -1):
+        if re.match(r"\s*<\w+>", content[:size]) and opening.endswith(content[:size]):
+            return content[size:]
+    opened = re.search(r"<(\w+)>\s*\Z", opening)
+    if opened:
+        tag, rest = opened.group(0).strip(), content.lstrip()
+        if rest.startswith(tag):
+            return rest[len(tag) :].lstrip()
+        if f"</{opened.group(1)}>" not in content:
+            raise RowRefused(f"the generation prompt opens {tag}, and the assistant message never closes it")
+    closed = re.search(r"</(\w+)>\s*\Z", opening)
+    if closed and f"<{closed.group(1)}>" in content:
+        raise RowRefused(f"the generation prompt closes <{closed.group(1)}>, and the assistant message opens it again")
+    return content
+
+
+def _end_of_turn(turn: np.ndarray, audit: TemplateAudit, i: int) -> int:
+    """One past the end-of-turn token of the last turn in `turn`."""
+    suffix = audit.ends_turn_with[-1:] + audit.trailing_ids
+    if tuple(turn[len(turn) - len(suffix) :].tolist()) != suffix:
+        raise RowRefused("an assistant turn does not end as the template's turns do", f"message {i + 1}")
+    return len(turn) - len(audit.trailing_ids)

@@ -1,0 +1,286 @@
+"""Render messages with a chat template, and audit what the template does.
+
+A template is a program of the model's author. What is assumed of it is measured once with small conversations
+(`audit_template`), and training rows are verified one by one on top of that (chat/conversation.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+import numpy as np
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = Mapping[str, Any]
+Tool = Mapping[str, Any]
+
+# Arguments of apply_chat_template that this module sets itself.
+RESERVED_KWARGS = frozenset(
+    {"conversation", "tools", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"}
+    | {"padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"}
+    | {"tokenizer_kwargs"}
+)
+
+
+class RenderError(ValueError):
+    """The template refused these messages (no system role, roles must alternate, a field is missing ...)."""
+
+
+class RowRefused(ValueError):
+    """This conversation has no exact training row. `reason` is the same for all of a kind, to be counted."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TemplateAudit:
+    """What a chat template was measured to do. `reasons` explains every flag that is not what one hopes for."""
+
+    prefix_stable: bool  # rendering more messages never changes the tokens of the earlier ones
+    append_only: bool  # and a prompt with its answer appended is what is rendered: one row per conversation
+    generation_prompt_ids: tuple[int, ...]  # what add_generation_prompt adds
+    ends_turn_with: tuple[int, ...]  # trained: the ids after assistant content up to its special end-of-turn token
+    trailing_ids: tuple[int, ...]  # not trained: what the template puts after that (a newline, a final eos)
+    supports_system: bool
+    supports_tools: bool
+    supports_tool_calls: bool
+    reasons: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Renderer:
+    """One tokenizer with its template arguments: messages -> text (to look at) or ids (tokenised once)."""
+
+    tokenizer: PreTrainedTokenizerBase
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    tools: Sequence[Tool] | None = None
+
+    def __post_init__(self) -> None:
+        clash = sorted(RESERVED_KWARGS & self.template_kwargs.keys())
+        if clash:
+            raise ValueError(f"model.template_kwargs={clash}: set by verl itself. Fix: remove them")
+
+    def text(self, messages: Sequence[Message], *, prompt: bool) -> str:
+        out = self._apply(messages, prompt=prompt, tokenize=False)
+        assert isinstance(out, str), f"rendered text is a {type(out).__name__}"
+        return out
+
+    def ids(self, messages: Sequence[Message], *, prompt: bool) -> np.ndarray:
+        return as_ids(self._apply(messages, prompt=prompt, tokenize=True))
+
+    def turn(self, messages: Sequence[Message], i: int) -> tuple[np.ndarray, np.ndarray]:
+        """The ids of assistant turn i's prompt, and those of everything up to and including it."""
+        return self.ids(messages[:i], prompt=True), self.ids(messages[: i + 1], prompt=False)
+
+    def added_text(self, messages: Sequence[Message], i: int, *, prompt: bool) -> str:
+        """What message i adds to the text of those before it, which end with the generation prompt if `prompt`."""
+        before, after = self.text(messages[:i], prompt=prompt), self.text(messages[: i + 1], prompt=False)
+        return after[shared(before, after) :]
+
+    def _apply(self, messages: Sequence[Message], *, prompt: bool, tokenize: bool) -> Any:
+        if not messages:
+            raise RenderError("no messages to render")
+        try:
+            return self.tokenizer.apply_chat_template(
+                [dict(m) for m in messages],
+                tools=[dict(t) for t in self.tools] if self.tools else None,
+                add_generation_prompt=prompt,
+                tokenize=tokenize,
+                return_dict=tokenize,
+                **self.template_kwargs,
+            )
+        except (jinja2.TemplateError, TypeError) as exc:  # TypeError: "..." + None inside a template
+            roles, cause = ", ".join(str(m.get("role")) for m in messages), " ".join(str(exc).split())[:300]
+            raise RenderError(
+                f"the chat template refuses messages with roles [{roles}]: {type(exc).__name__}: {cause}"
+            ) from exc
+
+
+def render_prompt(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    *,
+    template_kwargs: Mapping[str, Any],
+    tools: Sequence[Tool] | None = None,
+) -> np.ndarray:
+    """[P] int64: the messages with the generation prompt, tokenised once."""
+    return Renderer(tokenizer, template_kwargs, tools).ids(messages, prompt=True)
+
+
+def refuse_unsupported(messages: Sequence[Message], audit: TemplateAudit, tools: Sequence[Tool] | None) -> None:
+    """RowRefused for what the template would drop, or render as something else, without a word."""
+    if not audit.supports_system and any(m["role"] == "system" for m in messages):
+        raise RowRefused("a system message, which this chat template has no place for")
+    if not audit.supports_tools and tools:
+        raise RowRefused("tools, which this chat template does not show to the model")
+    if not audit.supports_tool_calls and any(m["role"] == "tool" or m.get("tool_calls") for m in messages):
+        raise RowRefused("tool calls or tool results, which this chat template does not render")
+
+
+# ---- audit -----------------------------------------------------------------------------------------------------------
+
+_USER = {"role": "user", "content": "What is six times seven?"}
+_AGAIN = {"role": "user", "content": "And minus two?"}
+_PLAIN = {"role": "assistant", "content": "It is 42."}
+_THINK = {"role": "assistant", "content": "<think>\nsix sevens, forty-two\n</think>\n\nIt is 42."}
+_SYSTEM = {"role": "system", "content": "Reply as a quokka."}
+_FUNCTION = {"name": "quokka_sum", "arguments": {"a": 6}}
+_CALLS = [{"id": "abcdef123", "type": "function", "function": _FUNCTION}]
+_CALL = {"role": "assistant", "content": "", "tool_calls": _CALLS}
+_ANSWER = {"role": "tool", "name": "quokka_sum", "tool_call_id": "abcdef123", "content": "wombat 42"}
+_PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer", "description": "A number."}}}
+_TOOL = {"type": "function", "function": {"name": "quokka_sum", "description": "Adds.", "parameters": _PARAMETERS}}
+
+
+def audit_template(
+    tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None
+) -> TemplateAudit:
+    """Measure the tokenizer's chat template with a few small conversations. Costs some milliseconds."""
+    plain = Renderer(tokenizer, template_kwargs or {})
+    with_tools = Renderer(tokenizer, template_kwargs or {}, (_TOOL,))
+    reasons: list[str] = []
+
+    def supports(what: str, problem_of: Callable[[], str | None]) -> bool:
+        try:
+            problem = problem_of()
+        except RenderError as exc:
+            problem = str(exc)
+        if problem:
+            reasons.append(f"no {what}: {problem}")
+        return not problem
+
+    asked, prompt = (plain.ids([_USER], prompt=p).tolist() for p in (False, True))
+    generation_prompt = prompt[shared(asked, prompt) :]
+    if not generation_prompt:
+        reasons.append("there is no generation prompt: a prompt looks the same with and without it")
+    ending, trailing = _turn_ending(plain, reasons)
+    system = supports("system role", lambda: _role_problem(plain, [_SYSTEM, _USER], "system"))
+    tools = supports("tool definitions", lambda: _tool_problem(with_tools.text([_USER], prompt=True)))
+    r = with_tools if tools else plain
+    called: list[dict[str, Any]] = [_USER, _CALL]
+    calls = supports("tool calls", lambda: _tool_problem(r.added_text(called, 1, prompt=False))) and supports(
+        "tool role", lambda: _role_problem(r, [*called, _ANSWER], "tool")
+    )
+    turns = [_USER, _PLAIN, _AGAIN, _PLAIN]
+    history = [
+        _audit_history(plain, turns, len(trailing), "plain turns", reasons),
+        _audit_history(plain, [_USER, _THINK, _AGAIN, _THINK], len(trailing), "<think> blocks", reasons),
+    ]
+    if system:
+        history.append(_audit_history(plain, [_SYSTEM, *turns], len(trailing), "a system message", reasons))
+    if calls:
+        answered = [*called, _ANSWER, _PLAIN, _AGAIN, _THINK]
+        history.append(_audit_history(r, answered, len(trailing), "tool calls", reasons))
+    stable = all(probe_stable for probe_stable, _ in history)
+    return TemplateAudit(
+        prefix_stable=stable,
+        append_only=stable and all(appends for _, appends in history),
+        reasons=tuple(reasons),
+        generation_prompt_ids=tuple(generation_prompt),
+        ends_turn_with=ending,
+        trailing_ids=trailing,
+        supports_system=system,
+        supports_tools=tools,
+        supports_tool_calls=calls,
+    )
+
+
+def _turn_ending(r: Renderer, reasons: list[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(end of turn, trailing): what follows assistant content, cut after its first special token."""
+    # Three contents that share no last token: what their renderings have in common at the end is the template's.
+    answers = ({"role": "assistant", "content": c} for c in ("Kea", "It is 7", "why?"))
+    turns = [r.ids([_USER, answer], prompt=False).tolist() for answer in answers]
+    suffix = turns[0][len(turns[0]) - min(shared(turns[0][::-1], t[::-1]) for t in turns[1:]) :]
+    added = r.tokenizer.added_tokens_decoder
+    special = {*r.tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
+    ends = [k for wanted in (special, added) for k, i in enumerate(suffix, start=1) if i in wanted]
+    if not ends:
+        reasons.append(
+            "no special token ends an assistant turn: everything the template puts after it is trained, and a model"
+            " trained so stops only at a stop string"
+        )
+        return (), ()
+    last = suffix[ends[0] - 1]
+    if last != r.tokenizer.eos_token_id:
+        reasons.append(
+            f"assistant turns end with {r.tokenizer.convert_ids_to_tokens(last)!r} (id {last}),"
+            f" not with the tokenizer's eos_token {r.tokenizer.eos_token!r}: generation must stop at both"
+        )
+    return tuple(suffix[: ends[0]]), tuple(suffix[ends[0] :])
+
+
+def _tool_problem(text: str) -> str | None:
+    return None if "quokka_sum" in text else "the template ignores them"
+
+
+def _role_problem(r: Renderer, messages: list[dict[str, Any]], role: str) -> str | None:
+    """None if the one message with this role is rendered, and not as if the assistant had said it."""
+    text = r.text(messages, prompt=True)
+    if next(m["content"] for m in messages if m["role"] == role) not in text:
+        return "its text is not in the rendering"
+    try:
+        as_assistant = r.text([{**m, "role": "assistant"} if m["role"] == role else m for m in messages], prompt=True)
+    except RenderError:
+        return None
+    return "it is rendered as if the assistant had said it" if text == as_assistant else None
+
+
+def _audit_history(
+    r: Renderer, messages: list[dict[str, Any]], trailing: int, name: str, reasons: list[str]
+) -> tuple[bool, bool]:
+    """(prefix_stable, append_only) for one conversation; the trailing tokens of a turn may differ."""
+    try:
+        full, full_text = r.ids(messages, prompt=False), r.text(messages, prompt=False)
+        turns = [(i, *r.turn(messages, i)) for i, m in enumerate(messages) if m["role"] == "assistant"]
+    except RenderError as exc:
+        reasons.append(f"with {name}, not rendered at all, so never one row per conversation: {exc}")
+        return True, False
+    for i, prompt, turn in turns:
+        if not is_prefix(turn[: len(turn) - trailing], full):
+            reasons.append(
+                f"with {name}, history is rewritten: the tokens of the first {i + 1} messages are not a prefix of"
+                f" the tokens of all {len(messages)}"
+            )
+            return False, False
+        if not is_prefix(prompt, turn):
+            reasons.append(f"with {name}, an answer does not follow its prompt: the generation prompt is not kept")
+            return True, False
+        if not keeps_text(messages[i], full_text):
+            reasons.append(f"with {name}, part of the assistant's own text is dropped from its turn")
+            return True, False
+    return True, True
+
+
+# ---- comparing renderings --------------------------------------------------------------------------------------------
+
+
+def keeps_text(message: Message, rendered: str) -> bool:
+    """False if the rendering of a turn lacks part of its text. White space may change: templates trim."""
+    squeezed = "".join(rendered.split())
+    parts = [message.get("reasoning_content"), message.get("content")]
+    return all("".join(p.split()) in squeezed for p in parts if isinstance(p, str))
+
+
+def shared(before: Sequence[Any], after: Sequence[Any]) -> int:
+    """How many characters, or ids, two texts or lists have in common at their beginning."""
+    shorter = min(len(before), len(after))
+    return next((k for k in range(shorter) if before[k] != after[k]), shorter)
+
+
+def is_prefix(head: np.ndarray, whole: np.ndarray) -> bool:
+    return len(head) <= len(whole) and bool(np.array_equal(head, whole[: len(head)]))
+
+
+def as_ids(encoded: Any) -> np.ndarray:
+    """The ids of one rendering: transformers 5 returns a BatchEncoding, some tokenizers a list."""
+    ids = encoded["input_ids"] if hasattr(encoded, "keys") else encoded
+    out = np.asarray(ids, dtype=np.int64)
+    assert out.ndim == 1, f"one conversation gives one row of ids, got shape {out.shape}"
+    return out
