@@ -6,9 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.nn import compiled
-from verl.nn.compiled import Kernels, load_kernels, scratch_floats
-from verl.rollout.native.sampler import Draw, sample
+from verl.accel.cpu import kernels as module
+from verl.accel.cpu.kernels import Kernels, load_kernels
+from verl.rollout.embedded.sampler import SamplingMetadata, sample
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 DTYPES = list(TOLERANCE)
@@ -102,9 +102,8 @@ def test_attention(kernels, dim, heads, kv_heads):
         norm = torch.randn(heads + kv_heads, dim) if normed else None
         turns = torch.polar(torch.ones(capacity, dim // 2), torch.randn(capacity, dim // 2)) if normed else None
         keys, values = kv.clone()
-        scratch = torch.empty(scratch_floats(heads, kv_heads, dim, capacity))
         rest = {"heads": heads, "eps": 1e-6, "scale": dim**-0.5, "window": window, "cap": cap}
-        ours = kernels.attend(qkv, norm, turns, positions, None, keys, values, scratch, **rest)
+        ours = kernels.attend(qkv, norm, turns, positions, keys, values, **rest)
         theirs_k, theirs_v = kv.clone()
         theirs = attention(qkv, norm, turns, positions, theirs_k, theirs_v, **rest)
         close(ours, theirs, kernels.dtype, 4)
@@ -115,7 +114,7 @@ def test_attention(kernels, dim, heads, kv_heads):
 def draw_of(temperature, uniform):
     n = len(uniform)
     off = np.zeros(n, np.int64)
-    return Draw(
+    return SamplingMetadata(
         np.asarray(temperature, np.float32),
         off,
         np.ones(n, np.float32),
@@ -169,7 +168,7 @@ def test_a_non_finite_logit_gives_a_non_finite_logprob(kernels, bad):
 def test_without_a_compiler_the_reason_is_said_and_torch_does_it(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
+    monkeypatch.setattr(module.shutil, "which", lambda name: None)
     fresh = load_kernels.__wrapped__
     assert "no C compiler" in fresh(torch.float32)
     monkeypatch.setenv("CC", "false")

@@ -49,9 +49,10 @@ from verl.reward.model import Later, ModelReward, ScoreRows
 from verl.reward.pool import RewardPool
 from verl.reward.process import Target
 from verl.reward.shaping import Shaped
-from verl.rollout.base import RolloutEngine
-from verl.rollout.hf import HfEngine
-from verl.rollout.native import NativeEngine
+from verl.rollout import hf
+from verl.rollout.base import RolloutContext, RolloutEngine
+from verl.rollout.native import engine as native
+from verl.rollout.native.options import Options as NativeOptions
 from verl.track.console import LiveProgress
 from verl.track.events import EventLog, next_attempt
 from verl.track.sinks import open_sinks
@@ -108,8 +109,8 @@ async def assemble(resolved: Resolved, *, progress: LiveProgress | None = None, 
     events = EventLog(run_dir, attempt)
     progress = progress or LiveProgress()
     progress.message(f"data: {tasks.report.summary()}")
-    if isinstance(replica, NativeEngine) and replica.without_kernels:
-        progress.message(f"rollout: slower without compiled kernels ({replica.without_kernels})")
+    for note in (await replica.capabilities()).notes:
+        progress.message(note)
     trajectories = Trajectories(
         engine=replica,
         loop=_loop_factory(config, tokenizer),
@@ -531,33 +532,25 @@ def rollout_engine(config: Config, tokenizer: Any, device: str) -> RolloutEngine
         config.model.path, trust_remote_code=config.model.trust_remote_code, local_files_only=True
     )
     dtype = config.model.dtype if r.dtype == "auto" else r.dtype
-    context = max_context_tokens(config, hf_config)
-    ends, decode, torch_dtype = eos_ids(config, tokenizer), decoder(tokenizer), DTYPES[dtype]
+    context = RolloutContext(
+        hf_config=hf_config,
+        max_context_tokens=max_context_tokens(config, hf_config),
+        dtype=DTYPES[dtype],
+        eos_token_ids=eos_ids(config, tokenizer),
+        decode=decoder(tokenizer),
+        device=device,
+        max_concurrent_sequences=r.max_concurrent_sequences,
+        deterministic=config.run.deterministic,
+    )
     if r.engine == "native":
-        return NativeEngine(
-            hf_config,
-            max_context_tokens=context,
-            eos_token_ids=ends,
-            decode=decode,
-            dtype=torch_dtype,
-            device=device,
-            max_concurrent_sequences=r.max_concurrent_sequences,
-            max_prefill_tokens=r.max_prefill_tokens,
+        options = NativeOptions(
             prefix_cache_tokens=r.prefix_cache_tokens,
-            deterministic=config.run.deterministic,
-            num_speculative_tokens=r.engine_options.get("num_speculative_tokens", 0),
+            max_prefill_tokens=r.max_prefill_tokens,
             max_kv_tokens=r.max_kv_tokens,
         )
+        return native.build(options, context)
     if r.engine == "hf":
-        return HfEngine(
-            hf_config,
-            max_context_tokens=context,
-            eos_token_ids=ends,
-            decode=decode,
-            dtype=torch_dtype,
-            device=device,
-            max_concurrent_sequences=r.max_concurrent_sequences,
-        )
+        return hf.build(hf.Options(), context)
     raise ValueError(f"rollout.engine={r.engine!r} is not in this version; use native or hf")
 
 
