@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -190,6 +191,38 @@ def test_a_completion_of_several_versions_is_one_segment_per_version():
         np.concatenate([s.logprobs for s in found.segments[1:]]).tolist()
         == record.record[0].completion.logprobs.tolist()
     )
+
+
+def test_media_and_side_channels_follow_the_tokens() -> None:
+    """Of an untouched answer, and of one that was cut, masked in part and continued: each token keeps its own rows."""
+    routed = {"experts": np.arange(10).reshape(5, 2)}
+    first = replace(completion([5, 6, 7, 8, 9], spans=((3, 0, 2), (4, 2, 5))), side=routed)
+    second = replace(completion([11]), side={"experts": np.array([[70, 71]])})
+    for calls, given, expected in (
+        ([(PROMPT, first)], output([5, 6, 7, 8, 9], [1] * 5), [[0, 2], [4, 6, 8]]),
+        (
+            [(PROMPT, first), ([*PROMPT, 5, 6, 7, 30], second)],
+            output([5, 6, 7, 30, 11], [1, 0, 1, 0, 1]),
+            [[0], None, [4], None, [70]],
+        ),
+    ):
+        made = manager(*calls)
+        made.media = ("ab12", "cd34")
+        prompt, *rest = check_output(given, made, 50).segments
+        assert prompt.media == ("ab12", "cd34") and not any(s.media for s in rest)
+        assert [s.side["experts"][:, 0].tolist() if s.side else None for s in rest] == expected
+
+
+def test_the_engine_is_told_adapter_media_and_prefix_key() -> None:
+    class Listening(Scripted):
+        async def generate(self, request_id, prompt_ids, sampling, **inputs):
+            self.inputs = inputs
+            return await super().generate(request_id, prompt_ids, sampling)
+
+    engine = Listening([5])
+    server = ServerManager(engine, SAMPLING, seed_parts=("s",), prefix_key="g", adapter="math", media=("ab12",))
+    asyncio.run(server.generate("r", prompt_ids=PROMPT, sampling_params={}))
+    assert engine.inputs == {"prefix_key": "g", "adapter": "math", "media": ("ab12",)}
 
 
 @pytest.mark.parametrize(
