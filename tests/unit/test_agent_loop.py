@@ -252,7 +252,7 @@ def test_a_cut_completion_may_be_followed_by_the_tool_or_by_the_next_completion(
 
 @pytest.mark.parametrize("kept", [0, 1])
 def test_of_two_answers_to_one_question_the_one_that_was_returned_counts(kept):
-    """Best of two: [5] is a beginning of [5, 6, 7], and the loop may return either; a greedy match takes the wrong one."""
+    """Best of two: [5] is a beginning of [5, 6, 7], the loop may return either; a greedy match takes the wrong one."""
     answers = [completion([5], base=-1, reason="length"), completion([5, 6, 7], base=-2)]
     record = manager((PROMPT, answers[0]), (PROMPT, answers[1]))
     ids = answers[kept].ids.tolist()

@@ -53,7 +53,7 @@ CONFIG = Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True)
 def source(version: int) -> Any:
     """Random weights, different for every version."""
     generator = torch.Generator().manual_seed(version)
-    names = Storage(shape_of(CONFIG, 512), torch.float32, torch.device("cpu")).destinations
+    names = Storage(shape_of(CONFIG, 512), torch.float32, torch.float32, torch.device("cpu")).destinations
     tensors = {name: torch.randn(t.shape, generator=generator) * 0.2 for name, t in names.items() if "head" not in name}
     return SimpleNamespace(version=version, tensors=tensors.items)
 

@@ -1,4 +1,4 @@
-"""The CUDA decode path with plain operations in place of its attention kernel and no graphs: pages, buckets, admission."""
+"""The CUDA decode path with plain operations in place of its attention kernel, no graphs: pages, buckets, admission."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class AgentLoopMetrics:
 
 @dataclass(slots=True)
 class AgentLoopOutput:
-    """response_mask: 1 = sampled by the model, 0 = tool or environment. reward_score None: the reward function scores it."""
+    """response_mask: 1 = sampled by the model, 0 = tool or environment. reward_score None: left to the reward function."""
 
     prompt_ids: Sequence[int]
     response_ids: Sequence[int]
@@ -213,9 +213,9 @@ def check_output(output: AgentLoopOutput, manager: ServerManager, max_tokens: in
     owner = np.where(mask, _owners(prompt_ids, ids, manager.record), -1)
     if len(invented := np.flatnonzero(mask & (owner < 0))):
         raise ValueError(
-            f"{len(invented)} tokens with mask 1, the first at response position {invented[0]}, were not sampled by the "
-            "model after the tokens that precede them there: the loop changed or invented them, or it rewrote what came "
-            "before; give them mask 0"
+            f"{len(invented)} tokens with mask 1, the first at response position {invented[0]}, were not sampled by "
+            "the model after the tokens that precede them there: the loop changed or invented them, or it rewrote what "
+            "came before; give them mask 0"
         )
     segments = [Segment(ids=prompt_ids, source="prompt", media=manager.media)]
     reason = "error"

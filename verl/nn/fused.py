@@ -1,7 +1,8 @@
 """Norms, gates and rotary attention of Llama-like models in few passes over memory, for the CPU.
 
 Transformers spells them in a dozen elementwise operations, which on a CPU cost as much as the matmuls of a small model.
-Same mathematics, never less precision; the start-up check of the engine compares the whole model with its own forward pass.
+Same mathematics, never less precision; the start-up check of the engine compares the whole model with its own
+forward pass.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _WINDOW: Mapping[str, Callable[[Any], int | None]] = {
 
 
 def fuse(model: nn.Module, *, packed: bool) -> bool:
-    """Speed up the norms of `model`, and its attention if it runs on packed batches. False where the type is unknown."""
+    """Speed up the norms of `model`, and its attention if it runs on packed batches. False: the type is unknown."""
     config = model.config.get_text_config()  # type: ignore[union-attr, operator]
     if config.model_type not in _WINDOW:
         return False

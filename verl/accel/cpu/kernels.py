@@ -42,7 +42,7 @@ class Address:
 
 
 class LayerPointers(ctypes.Structure):
-    """What one layer reads: float32 norms [hidden], panels and biases of its products, [heads + kv_heads, D] of q, k."""
+    """What one layer reads: float32 norms [hidden], panels and biases of products, [heads + kv_heads, D] of q, k."""
 
     TENSORS = (
         *("norm", "qkv", "qkv_bias", "qk_norm", "out", "out_bias", "out_norm"),

@@ -1,8 +1,8 @@
 """Linear layers as the rollout stores them: `plain`, oneDNN's `packed`, or `panels` for the compiled kernels.
 
-In float32 on a CPU the panels are the fastest at every number of rows, from 1.1 times BLAS at 128 to 2 and 3 times at 16
-and 1. oneDNN's layout is for bf16 on the hardware, and for float32 without a C compiler on AVX-512, where MKL stays on
-AVX2. The choice is a property of the machine, never a timing, so that a run repeats bitwise.
+In float32 on a CPU the panels are the fastest at every number of rows, from 1.1 times BLAS at 128 to 2 and 3 times at
+16 and 1. oneDNN's layout is for bf16 on the hardware, and for float32 without a C compiler on AVX-512, where MKL stays
+on AVX2. The choice is a property of the machine, never a timing, so that a run repeats bitwise.
 """
 
 from __future__ import annotations

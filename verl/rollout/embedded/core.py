@@ -31,34 +31,25 @@ class Admission:
 
 
 class Runner(Protocol):
-    """Row i of the runner is row i of the core. All methods run on the engine's one thread."""
+    """Row i of the runner is row i of the core. All methods run on the engine's one thread.
+
+    ready: weights are loaded · load: replace the weights, or raise and leave the old ones live; drops prefixes, keeps
+    the KV of live rows · admit: make some requests from the front of `waiting` resident in rows `resident`.., None if
+    none is ready · decode: feed one token to each of n rows and draw the next ones · move: rows `sources` become rows
+    `holes`, then rows from `kept` on are free.
+    """
 
     max_rows: int
     max_context_tokens: int
     vocab_size: int
 
     @property
-    def ready(self) -> bool:
-        """Weights are loaded."""
-        ...
-
+    def ready(self) -> bool: ...
     def enter_thread(self) -> None: ...
-    def load(self, source: WeightReader) -> None:
-        """Replace the weights, or raise and leave the old ones live. Drops prefixes, keeps the KV of live rows."""
-        ...
-
-    def admit(self, waiting: Sequence[Request], resident: int) -> Admission | None:
-        """Make some requests from the front of `waiting` resident in rows `resident`.. ; None if none is ready."""
-        ...
-
-    def decode(self, tokens: np.ndarray, positions: np.ndarray, sampling: SamplingMetadata) -> Sampled:
-        """Feed one token to each of n rows and draw the next ones."""
-        ...
-
-    def move(self, sources: np.ndarray, holes: np.ndarray, kept: int, tokens: int) -> None:
-        """Rows `sources` become rows `holes`; then rows from `kept` on are free."""
-        ...
-
+    def load(self, source: WeightReader) -> None: ...
+    def admit(self, waiting: Sequence[Request], resident: int) -> Admission | None: ...
+    def decode(self, tokens: np.ndarray, positions: np.ndarray, sampling: SamplingMetadata) -> Sampled: ...
+    def move(self, sources: np.ndarray, holes: np.ndarray, kept: int, tokens: int) -> None: ...
     def score(self, ids: np.ndarray, temperature: float) -> np.ndarray: ...
     def drop_kv(self) -> int: ...
     def drop_weights(self) -> int: ...
@@ -189,12 +180,4 @@ def check_context(max_context_tokens: int, longest: int | None) -> None:
         raise ValueError(
             f"max_context_tokens={max_context_tokens} exceeds the model's max_position_embeddings={longest}: "
             "shorten prompt or response, or use a model with a longer context"
-        )
-
-
-def refuse_mismatch(missing: list[str], unexpected: list[str], misshapen: list[str]) -> None:
-    if missing or unexpected or misshapen:
-        raise ValueError(
-            f"weights do not fit the model (the old ones stay live): missing {missing}, unexpected {unexpected}, "
-            f"wrong shape {misshapen}"
         )

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from verl.rollout.base import RolloutContext, WeightReader, check_positive
-from verl.rollout.embedded.core import Admission, Sampled, check_context, refuse_mismatch
+from verl.rollout.embedded.core import Admission, Sampled, check_context
+from verl.rollout.embedded.receive import Destination, receive
 from verl.rollout.embedded.requests import Request
 from verl.rollout.embedded.sampler import SamplingMetadata, sample, score_logits, to_host
 
@@ -46,24 +47,14 @@ class HfRunner:
         module = self._module if self._module is not None else self._build()
         module.to(self._device).eval()  # dtype: of parameters only, buffers such as RoPE frequencies stay in fp32
         state = module.state_dict(keep_vars=True)  # tied tensors appear under each of their names
-        fresh: dict[int, Tensor] = {}
-        unexpected, misshapen = [], []
-        for name, tensor in source.tensors():
-            if name not in state or not isinstance(tensor, Tensor):
-                unexpected.append(name)
-                continue
-            live, filled_before = state[name], id(state[name]) in fresh
-            dtype = self._dtype if isinstance(live, nn.Parameter) else live.dtype
-            buffer = fresh.setdefault(id(live), torch.empty(live.shape, dtype=dtype, device=self._device))
-            if tensor.shape != live.shape:
-                misshapen.append(f"{name} {tuple(tensor.shape)}, model {tuple(live.shape)}")
-            elif not filled_before:
-                buffer.copy_(tensor.detach())
-            elif not torch.equal(buffer, tensor.detach().to(buffer)):
-                raise ValueError(f"{name} differs from the tensor it is tied to (tie_word_embeddings), or came twice")
-        refuse_mismatch([name for name, live in state.items() if id(live) not in fresh], unexpected, misshapen)
+        fresh: dict[int, Destination] = {}
         for live in state.values():
-            live.data = fresh[id(live)]
+            dtype, shape = self._dtype if isinstance(live, nn.Parameter) else live.dtype, tuple(live.shape)
+            into = torch.empty(shape, dtype=dtype, device=self._device)
+            fresh.setdefault(id(live), Destination(shape, into, shape, dtype))
+        receive(source.tensors(), {name: fresh[id(live)] for name, live in state.items()})
+        for live in state.values():
+            live.data = fresh[id(live)].into
         self._module, self._loaded = module, True
         self._arguments = frozenset(inspect.signature(module.forward).parameters)
 

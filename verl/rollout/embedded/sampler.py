@@ -58,7 +58,7 @@ class SamplingMetadata:
 
 
 def sample(logits: Tensor, sampling: SamplingMetadata) -> tuple[Tensor, Tensor]:
-    """logits [n, V] -> ids [n] int64, log-probs [n] float32 under the processed distribution (greedy: temperature 1)."""
+    """logits [n, V] -> ids [n] int64, log-probs [n] float32 of the processed distribution (greedy: temperature 1)."""
     logits = logits.float()
     greedy = sampling.temperature == 0
     if not ((sampling.temperature == 1) | greedy).all():
@@ -78,8 +78,8 @@ def sample(logits: Tensor, sampling: SamplingMetadata) -> tuple[Tensor, Tensor]:
 
 
 def sample_captured(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """As `sample` without truncation, of tensors alone, so that it can be captured: logits [n, V] float32, temperature [n]
-    (0 is greedy), uniform [n] float64."""
+    """As `sample` without truncation, of tensors alone, so that a graph can hold it: logits [n, V] float32,
+    temperature [n] (0 is greedy), uniform [n] float64."""
     greedy = temperature == 0
     probs = torch.softmax(logits / torch.where(greedy, 1.0, temperature)[:, None], dim=-1)
     ids = torch.where(greedy, logits.argmax(dim=-1), _inverse_cdf(probs, uniform))

@@ -1,4 +1,4 @@
-"""What a decoder layer is made of besides attention: norms and feed-forward blocks, over the compiled kernels or torch."""
+"""What a decoder layer has besides attention: norms and feed-forward blocks, over the compiled kernels or torch."""
 
 from __future__ import annotations
 

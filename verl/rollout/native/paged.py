@@ -1,7 +1,7 @@
 """Decode on CUDA: KV in pages that siblings share, attention over block tables, a whole step captured as one graph.
 
-A step of a small model is a few hundred kernels of microseconds each; replayed as a graph they are one launch. Everything
-in it has a fixed shape: rows are padded to a bucket, and padding rows write to page 0, which belongs to nobody.
+A step of a small model is a few hundred kernels of microseconds each; replayed as a graph they are one launch.
+Everything in it has a fixed shape: rows are padded to a bucket; padding rows write to page 0, which belongs to nobody.
 """
 
 from __future__ import annotations

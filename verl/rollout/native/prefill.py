@@ -71,7 +71,7 @@ class Prefiller:
         self._pass()
 
     def take(self, key: PromptKey) -> tuple[Prefix, int] | None:
-        """The computed prompt and how many of its tokens were not computed for this request; None if it is not ready."""
+        """The computed prompt and how many of its tokens were not computed for this request; None: not ready."""
         if job := self._jobs.get(key):
             if job.entry is None:
                 return None

@@ -16,6 +16,7 @@ from verl.accel.cpu.linear import Layout, best_layout
 from verl.nn.precision import native_bf16
 from verl.rollout.base import RolloutContext, WeightReader
 from verl.rollout.embedded.core import Admission, Sampled
+from verl.rollout.embedded.receive import receive
 from verl.rollout.embedded.requests import Request
 from verl.rollout.embedded.sampler import SamplingMetadata, sample, score_logits, to_host
 from verl.rollout.native.kv import Prefix, SlotCache, round_up
@@ -23,7 +24,7 @@ from verl.rollout.native.model import Model
 from verl.rollout.native.options import Options
 from verl.rollout.native.paged import PageCache, PagedDecode, whole_pages
 from verl.rollout.native.prefill import Prefiller
-from verl.rollout.native.weights import Storage, receive
+from verl.rollout.native.weights import Storage, weights_of
 
 FIXED_ROWS = 32  # rows of one decode call when deterministic and a product's bits depend on its number of rows
 MAX_LOGITS = 2**25  # that exist at once in a lane when sampling; fewer rows would read the head's weights more often
@@ -78,17 +79,12 @@ class NativeRunner:
         self._decoded = 0
 
     def _make_cache(self, max_kv_tokens: int | None, paged: bool) -> None:
-        shape, dtype, device, rows, longest = (
-            self.model.shape,
-            self.compute_dtype,
-            self._device,
-            self.max_rows,
-            self.max_context_tokens,
-        )
+        rows, longest = self.max_rows, self.max_context_tokens
+        kind = (self.model.shape, self.compute_dtype, self._device)
         slots = round_up(rows, FIXED_ROWS) if self._fixed_rows else rows
-        self._cache = SlotCache(shape, dtype, device, slots, longest, exact_reads=self._kernels is not None)
+        self._cache = SlotCache(*kind, slots, longest, exact_reads=self._kernels is not None)
         # slots where bits depend on the number of rows, and for capped scores, which not every paged kernel knows
-        in_pages = paged and not self._fixed_rows and not shape.attention_cap
+        in_pages = paged and not self._fixed_rows and not self.model.shape.attention_cap
         whole = whole_pages(longest) if in_pages else longest
         self._max_kv_tokens = rows * whole if max_kv_tokens is None else max_kv_tokens
         if self._max_kv_tokens < whole:
@@ -98,8 +94,8 @@ class NativeRunner:
             )
         self._paged: PagedDecode | None = None
         if in_pages:
-            pages = PageCache(shape, dtype, device, rows, longest, self._max_kv_tokens)
-            self._paged = PagedDecode(self.model, pages, dtype, rows, longest)
+            pages = PageCache(*kind, rows, longest, self._max_kv_tokens)
+            self._paged = PagedDecode(self.model, pages, self.compute_dtype, rows, longest)
 
     @property
     def ready(self) -> bool:
@@ -112,8 +108,9 @@ class NativeRunner:
         self._lanes.close()
 
     def load(self, source: WeightReader) -> None:
-        storage = Storage(self.model.shape, self.compute_dtype, self._device)
-        fresh = receive(source.tensors(), storage, self._dtype, self._layout, self._kernels)
+        storage = Storage(self.model.shape, self._dtype, self.compute_dtype, self._device)
+        receive(source.tensors(), storage.destinations)
+        fresh = weights_of(storage, self._layout, self._kernels)
         if self._paged is not None and self.ready and self.model.live.tensors:
             self.model.live.overwrite(fresh)  # graphs read the memory that they were captured with
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from verl.accel.cpu.kernels import ACTIVATIONS, Kernels, LayerPointers, Stack
 from verl.accel.cpu.linear import Layout, Linear, Panels, make_linear
-from verl.rollout.embedded.core import refuse_mismatch
+from verl.rollout.embedded.receive import Destination
 from verl.rollout.native.architecture import Shape
 from verl.rollout.native.layers import Experts, FeedForward, Norm
 
@@ -58,22 +57,16 @@ class Weights:
         return logits if not self.logit_cap else logits.div_(self.logit_cap).tanh_().mul_(self.logit_cap)
 
 
-@dataclass(frozen=True, slots=True)
-class Destination:
-    """Where one HF tensor goes: a view into fused storage, the shape in which it is copied there, what is added."""
-
-    shape: tuple[int, ...]
-    into: Tensor
-    copied_as: tuple[int, ...]
-    plus: float = 0.0
-
-
 @dataclass(slots=True)
 class Storage:
-    """The fused tensors of one version being received, and the HF names that fill them."""
+    """The fused tensors of one version being received, and the HF names that fill them.
+
+    Weights are rounded to `dtype`, kept and multiplied in `compute_dtype`.
+    """
 
     shape: Shape
     dtype: torch.dtype
+    compute_dtype: torch.dtype
     device: torch.device
     tensors: dict[str, Tensor] = field(default_factory=dict)
     destinations: dict[str, Destination] = field(default_factory=dict)
@@ -114,12 +107,12 @@ class Storage:
             for name, rows in (("q", table[: s.heads]), ("k", table[s.heads :])):
                 halves, plus = _as_halves(rows.view(-1, dim // 2, 2)), float(s.arch.gemma)  # all heads share one norm
                 at_norm = f"{at}self_attn.{name}_norm.weight"
-                self.destinations[at_norm] = Destination((dim,), halves, (2, dim // 2), plus)
+                self.destinations[at_norm] = Destination((dim,), halves, (2, dim // 2), self.dtype, plus)
 
     def _norm(self, key: str, name: str) -> None:
         size = (self.shape.hidden,)
         into = self._new(f"{key}.weight", size, norm=True)
-        self.destinations[f"{name}.weight"] = Destination(size, into, size, float(self.shape.arch.gemma))
+        self.destinations[f"{name}.weight"] = Destination(size, into, size, self.dtype, float(self.shape.arch.gemma))
 
     def _fuse(self, key: str, parts: list[tuple[str, int]], width: int, bias: bool, rotated: int = 0) -> None:
         """Rows of several projections as one matrix; the first `rotated` of them hold RoPE pairs, interleaved."""
@@ -131,16 +124,16 @@ class Storage:
                 if i < rotated:
                     into = _as_halves(into.unflatten(0, (-1, self.shape.head_dim // 2, 2)))
                     copied_as = tuple(into.shape)
-                self.destinations[f"{name}.{kind}"] = Destination((n, *tail), into, copied_as)
+                self.destinations[f"{name}.{kind}"] = Destination((n, *tail), into, copied_as, self.dtype)
                 start += n
 
     def _own(self, key: str, shape: tuple[int, ...], name: str) -> None:
-        self.destinations[name] = Destination(shape, self._new(key, shape), shape)
+        self.destinations[name] = Destination(shape, self._new(key, shape), shape, self.dtype)
 
     def _new(self, key: str, shape: tuple[int, ...], norm: bool = False) -> Tensor:
         """Norms stay in float32 where 1 is added to them, and on a CPU, whose kernels compute in it."""
         exact = norm and (self.shape.arch.gemma or self.device.type == "cpu")
-        self.tensors[key] = torch.empty(shape, dtype=torch.float32 if exact else self.dtype, device=self.device)
+        self.tensors[key] = torch.empty(shape, dtype=torch.float32 if exact else self.compute_dtype, device=self.device)
         return self.tensors[key]
 
 
@@ -153,35 +146,8 @@ def _as_halves(pairs: Tensor) -> Tensor:
     return pairs.transpose(1, 2)
 
 
-def receive(
-    tensors: Iterable[tuple[str, object]], storage: Storage, dtype: torch.dtype, layout: Layout, kernels: Kernels | None
-) -> Weights:
-    """Copy a stream of HF-named tensors, rounded to `dtype`, into `storage`; ValueError lists all that does not fit."""
-    filled: set[int] = set()
-    unexpected, misshapen = [], []
-    for name, tensor in tensors:
-        to = storage.destinations.get(name)
-        if to is None or not isinstance(tensor, Tensor):
-            unexpected.append(name)
-            continue
-        filled_before = id(to) in filled
-        filled.add(id(to))
-        if tuple(tensor.shape) != to.shape:
-            misshapen.append(f"{name} {tuple(tensor.shape)}, model {to.shape}")
-            continue
-        value = tensor.detach().to(dtype).reshape(to.copied_as)
-        if to.plus:
-            value = value.float() + to.plus
-        if not filled_before:
-            to.into.copy_(value)
-        elif not torch.equal(to.into, value.to(to.into)):
-            raise ValueError(f"{name} differs from the tensor it is tied to (tie_word_embeddings), or came twice")
-    missing = sorted(name for name, to in storage.destinations.items() if id(to) not in filled)
-    refuse_mismatch(missing, unexpected, misshapen)
-    return _finish(storage, layout, kernels)
-
-
-def _finish(storage: Storage, layout: Layout, kernels: Kernels | None) -> Weights:
+def weights_of(storage: Storage, layout: Layout, kernels: Kernels | None) -> Weights:
+    """What the forward pass reads, of a storage that is filled."""
     t, s = storage.tensors, storage.shape
     linears: list[Linear] = []
 
@@ -223,7 +189,7 @@ def _finish(storage: Storage, layout: Layout, kernels: Kernels | None) -> Weight
     return Weights(
         stack=_stack(layers, s),
         embed=t["embed"],
-        embed_scale=float(torch.tensor(s.embed_scale).to(storage.dtype)),
+        embed_scale=float(torch.tensor(s.embed_scale).to(storage.compute_dtype)),
         layers=layers,
         norm=norm("norm"),
         head=head,
