@@ -618,7 +618,8 @@ def test_cancelled_callers_free_their_rows(kind: str) -> None:
             async with asyncio.timeout(0.05):
                 await asyncio.gather(*[engine.generate(str(i), a, greedy(450)) for i in range(4)])
         assert (await engine.generate("0", b, greedy(6))).ids.tolist() == hf_greedy(b, 6)  # the id is free again
-        while stats_of(engine)["resident"] or stats_of(engine)["waiting"]:  # another replica may need a step more
+        # another replica may need a step more
+        while stats_of(engine)["resident"] or stats_of(engine)["waiting"]:  # noqa: ASYNC110
             await asyncio.sleep(0.0005)
 
     with_engine(build(kind, max_concurrent_sequences=2), body)

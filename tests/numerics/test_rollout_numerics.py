@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rollouts import context_of, finish, native_core, source_of
+from rollouts import check_each, context_of, finish, native_core, source_of
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -143,17 +143,19 @@ def logprobs_of(module: Any, prompt: np.ndarray, ids: np.ndarray, temperature: f
 
 
 @pytest.mark.parametrize("compiled, short", [(True, 256), (True, 0), (False, 0)])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_float32_matches_transformers(name: str, compiled: bool, short: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float32_matches_transformers(compiled: bool, short: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("verl.rollout.native.prefill.SHORT_PROMPT", short)
-    module = reference(CONFIGS[name])
-    core = engine(
-        CONFIGS[name], module, compiled=compiled
-    )  # prompts of 90 tokens in passes of 64: chunks with a past as well
-    for i, c in sampled(core, 0.7).items():
-        np.testing.assert_allclose(c.logprobs, logprobs_of(module, PROMPTS[int(i)], c.ids, 0.7), atol=1e-5)
-    scored = core.runner.score(PROMPTS[1], 0.7)
-    np.testing.assert_allclose(scored, logprobs_of(module, PROMPTS[1][:1], PROMPTS[1][1:], 0.7), atol=1e-5)
+
+    def check(name: str) -> None:
+        module = reference(CONFIGS[name])
+        # prompts of 90 tokens in passes of 64: chunks with a past as well
+        core = engine(CONFIGS[name], module, compiled=compiled)
+        for i, c in sampled(core, 0.7).items():
+            np.testing.assert_allclose(c.logprobs, logprobs_of(module, PROMPTS[int(i)], c.ids, 0.7), atol=1e-5)
+        scored = core.runner.score(PROMPTS[1], 0.7)
+        np.testing.assert_allclose(scored, logprobs_of(module, PROMPTS[1][:1], PROMPTS[1][1:], 0.7), atol=1e-5)
+
+    check_each(CONFIGS, check)
 
 
 @pytest.mark.parametrize("emulate", [False, True])
@@ -216,17 +218,20 @@ def test_panels_give_a_row_the_same_bits_whatever_the_other_rows_and_threads() -
             torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_all_layers_in_one_call_give_the_bits_of_a_call_each(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_layers_in_one_call_give_the_bits_of_a_call_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("verl.rollout.native.prefill.SHORT_PROMPT", 0)  # the same prefill for both
-    module = reference(CONFIGS[name])
-    whole, single = engine(module.config, module, compiled=True), engine(module.config, module, compiled=True)
-    assert (whole.runner.model.weights.stack is None) == ("moe" in name)
-    single.runner.model.weights = replace(single.runner.model.weights, stack=None)
-    expected = sampled(single)
-    for key, completion in sampled(whole).items():
-        assert np.array_equal(completion.ids, expected[key].ids), key
-        assert np.array_equal(completion.logprobs, expected[key].logprobs), key
+
+    def check(name: str) -> None:
+        module = reference(CONFIGS[name])
+        whole, single = engine(module.config, module, compiled=True), engine(module.config, module, compiled=True)
+        assert (whole.runner.model.weights.stack is None) == ("moe" in name)
+        single.runner.model.weights = replace(single.runner.model.weights, stack=None)
+        expected = sampled(single)
+        for key, completion in sampled(whole).items():
+            assert np.array_equal(completion.ids, expected[key].ids), key
+            assert np.array_equal(completion.logprobs, expected[key].logprobs), key
+
+    check_each(CONFIGS, check)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "mistral narrow window"])

@@ -1,10 +1,13 @@
 """The compiled decode kernels against torch's own operations."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rollouts import check_each
 
 from verl.accel.cpu import kernels as module
 from verl.accel.cpu.kernels import Kernels, load_kernels
@@ -89,9 +92,13 @@ def attention(qkv, norm, turns, positions, keys, values, *, heads, eps, scale, w
     return torch.stack(out)
 
 
-@pytest.mark.parametrize("dim", [12, 32, 48, 64, 128, 136])
-@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (4, 2), (6, 1)])
-def test_attention(kernels, dim, heads, kv_heads):
+def test_attention(kernels):
+    heads = ((4, 4), (4, 2), (6, 1))
+    check_each([(dim, *h) for dim in (12, 32, 48, 64, 128, 136) for h in heads], partial(attention_case, kernels))
+
+
+def attention_case(kernels, sizes):
+    dim, heads, kv_heads = sizes
     torch.manual_seed(dim + heads)
     positions = torch.tensor([0, 7, 63, 64, 150])
     capacity, n = 160, len(positions)

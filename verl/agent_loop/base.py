@@ -27,7 +27,7 @@ class AgentLoopMetrics:
 
 @dataclass(slots=True)
 class AgentLoopOutput:
-    """response_mask: 1 = sampled by the model, 0 = tool or environment. reward_score None: left to the reward function."""
+    """response_mask: 1 = sampled by the model, 0 = tool or environment. None reward_score: the reward function's."""
 
     prompt_ids: Sequence[int]
     response_ids: Sequence[int]
