@@ -30,13 +30,15 @@ from bench.ragged import rollouts_of
 from bench.report import assemble
 from bench.results import Table
 from bench.workloads import WORKLOADS, make_inputs
+from verl.accel.cpu.kernels import Kernels
 from verl.algorithms.terms import Term, TermValue
 from verl.batch import pack
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.torch_engine import TorchEngine, load_causal_lm
-from verl.nn.compiled import Kernels
+from verl.rollout.base import RolloutContext
 from verl.rollout.native import runner, weights
-from verl.rollout.native.engine import NativeEngine
+from verl.rollout.native.engine import build
+from verl.rollout.native.options import Options
 from verl.types import Sample, Sampling, Segment
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -97,12 +99,12 @@ def rollout(model: Any, prompts: list[list[int]], lengths: list[int], gflops: fl
         kernels = load(dtype)
         if isinstance(kernels, str):
             return kernels
-        return dataclasses.replace(
-            kernels, **{f"_{name}": seconds.timed(name, getattr(kernels, f"_{name}")) for name in PARTS}
-        )
+        timed = {name: seconds.timed(name, kernels.functions[name]) for name in PARTS}
+        return dataclasses.replace(kernels, functions={**kernels.functions, **timed})
 
     async def run() -> float:
-        engine = NativeEngine(model.config, max_context_tokens=512, eos_token_ids=(), lanes=1, compiled=compiled)
+        context = RolloutContext(hf_config=model.config, max_context_tokens=512, dtype=torch.float32)
+        engine = build(Options(), context, lanes=1, compiled=compiled)
 
         class Weights:
             version = 0

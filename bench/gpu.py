@@ -32,7 +32,9 @@ from bench.workloads import WORKLOADS, make_inputs
 from verl.batch import pack
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.torch_engine import TorchEngine
-from verl.rollout.native.engine import NativeEngine
+from verl.rollout.base import RolloutContext
+from verl.rollout.native.engine import build
+from verl.rollout.native.options import Options
 from verl.types import Sample, Sampling
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -144,15 +146,14 @@ class Bench:
             tensors = staticmethod(lambda: self.model.state_dict().items())
 
         async def run() -> float:
-            engine = NativeEngine(
-                self.config,
+            context = RolloutContext(
+                hf_config=self.config,
                 max_context_tokens=prompt_tokens + tokens,
-                eos_token_ids=(),
                 dtype=torch.bfloat16,
                 device=self.device,
                 max_concurrent_sequences=rows,
-                prefix_cache_tokens=0,
             )
+            engine = build(Options(prefix_cache_tokens=0), context)
             await engine.load_weights(Weights())
             rng, walls = np.random.default_rng(0), []
             for repeat in range(REPEATS + 1):

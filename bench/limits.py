@@ -167,8 +167,8 @@ def best(measured: Sequence[Machine]) -> Machine:
 
 def _gflop_per_s(x: Any, weight: Any) -> float:
     """x W^T by the plain call, packed, and in panels, where the machine has them: the best."""
-    from verl.nn.compiled import Kernels, load_kernels
-    from verl.rollout.native.linear import best_layout, make_linear
+    from verl.accel.cpu.kernels import Kernels, load_kernels
+    from verl.accel.cpu.linear import best_layout, make_linear
 
     found = load_kernels(x.dtype)
     kernels = found if isinstance(found, Kernels) else None

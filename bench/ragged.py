@@ -1,6 +1,6 @@
 """verl beside vLLM (rollout), TRL (whole step) and itself without a shared prompt, on answers of unlike lengths and on long prompts.
 
-    python bench/ragged.py [--only rollout,step,memory,long,drafts] [--sizes 10M,100M] [--rounds N] [--threads N] [--add]
+    python bench/ragged.py [--only rollout,step,memory,long] [--sizes 10M,100M] [--rounds N] [--threads N] [--add]
 
 Random models of 10M and 100M parameters, vocabulary 32k; the lengths of the answers are forced, the same in every arm.
 The arms run in turn. Writes its part of bench/RESULTS.md (bench/sections/ragged.md) and runs/bench/ragged.json.
@@ -29,7 +29,7 @@ from bench.results import NOT_RUN, Table
 from bench.workloads import WORKLOADS, make_inputs
 
 ROOT = Path(__file__).resolve().parents[1]
-PARTS = ("rollout", "step", "memory", "long", "drafts")
+PARTS = ("rollout", "step", "memory", "long")
 MEMORY_GROUPS = {
     "10M": 8,
     "100M": 2,
@@ -86,7 +86,6 @@ class Bench:
             "dtype": "float32",
             "max_context_tokens": 512,
             "temperature": 1.0,
-            "num_speculative_tokens": 0,
             "rollouts": rollouts_of(f"ragged-{size}", MEASURED + 1),
         }
         programs: dict[str, list[str]] = {"verl": [sys.executable, str(ROOT / "bench" / "rollout_arm.py")]}
@@ -144,23 +143,6 @@ class Bench:
         }
         results = self._play(f"long-{size}", {name: ours for name in specs}, specs, {})
         self._keep(f"long-{size}", results, {}, "steps")
-
-    def drafts(self, size: str) -> None:
-        """One sequence at a time whose text repeats itself (greedy, random weights): with guessed tokens, and without."""
-        inputs = make_inputs(self.folder, f"ragged-{size}", MEASURED + 1)
-        prompts = [prompt for prompt, _ in zip(rollouts_of(f"ragged-{size}", 1)[0][0], range(4))]
-        base = {
-            "model": str(inputs.model),
-            "threads": self.threads,
-            "dtype": "float32",
-            "max_context_tokens": 512,
-            "temperature": 0.0,
-            "rollouts": [([prompt], [256]) for prompt in prompts],
-        }
-        ours = [sys.executable, str(ROOT / "bench" / "rollout_arm.py")]
-        specs = {"guessing": {**base, "num_speculative_tokens": 5}, "plain": {**base, "num_speculative_tokens": 0}}
-        results = self._play(f"drafts-{size}", {name: ours for name in specs}, specs, {})
-        self._keep(f"drafts-{size}", results, {}, "rollouts")
 
     # -- running -------------------------------------------------------------------------------------------------------
 
@@ -282,13 +264,7 @@ def rollouts_of(workload: str, count: int) -> list[tuple[list[list[int]], list[i
 def tables(found: Mapping[str, Any]) -> list[Table]:
     """One table per part and size."""
     parts = [(key, one) for key, one in found.items() if key != "load"]
-    makers = {
-        "rollout": rollout_table,
-        "step": step_table,
-        "memory": memory_table,
-        "long": long_table,
-        "drafts": drafts_table,
-    }
+    makers = {"rollout": rollout_table, "step": step_table, "memory": memory_table, "long": long_table}
     return [
         makers[key.partition("-")[0]](key.partition("-")[2], one["arms"], {**one["reasons"], **_load_of(found, key)})
         for key, one in parts
@@ -369,16 +345,6 @@ def long_table(size: str, arms: Mapping[str, list[dict[str, float]]], reasons: M
         f"Long prompts, {size} parameters: 4 prompts of 1,024 tokens x 8 answers of 128",
         ("", *names, "gain"),
         tuple(rows),
-        _notes(reasons),
-    )
-
-
-def drafts_table(size: str, arms: Mapping[str, list[dict[str, float]]], reasons: Mapping[str, str]) -> Table:
-    rows = (_row("tokens/s", arms, ("guessing", "plain"), lambda r: r["tokens"] / r["wall_s"], True),)
-    return Table(
-        f"Guessed tokens, {size} parameters: one greedy answer of 256 tokens at a time, which repeats itself",
-        ("", "5 guesses", "none", "gain"),
-        rows,
         _notes(reasons),
     )
 

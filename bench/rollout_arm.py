@@ -23,7 +23,9 @@ async def run(spec: dict[str, Any]) -> dict[str, Any]:
     import verl
     from verl.driver.assemble import DTYPES
     from verl.model_engine.torch_engine import load_causal_lm
-    from verl.rollout.native.engine import NativeEngine
+    from verl.rollout.base import RolloutContext
+    from verl.rollout.native.engine import build
+    from verl.rollout.native.options import Options
     from verl.types import Sampling
 
     torch.set_num_threads(spec["threads"])
@@ -35,13 +37,12 @@ async def run(spec: dict[str, Any]) -> dict[str, Any]:
         def tensors(self) -> Any:
             return model.state_dict().items()
 
-    engine = NativeEngine(
-        AutoConfig.from_pretrained(spec["model"]),
+    context = RolloutContext(
+        hf_config=AutoConfig.from_pretrained(spec["model"]),
         max_context_tokens=spec["max_context_tokens"],
-        eos_token_ids=(),
         dtype=DTYPES[spec["dtype"]],
-        num_speculative_tokens=spec["num_speculative_tokens"],
     )
+    engine = build(Options(), context)
     await engine.load_weights(Weights())
     rounds = []
     for number, (prompts, lengths) in enumerate(spec["rollouts"]):

@@ -54,7 +54,7 @@ def main(spec: dict[str, Any], result: Path) -> None:
     import verl.driver.run
     from verl.config.load import load_config
     from verl.driver.launch import run_rl
-    from verl.rollout.native.core import EngineCore
+    from verl.rollout.embedded.core import EngineCore
 
     verl.driver.run.TimeLedger = TwoClockLedger  # type: ignore[misc]
     peak, engine, ended_s = [0], EngineMeter(), [time.perf_counter()]
@@ -120,17 +120,17 @@ class EngineMeter:
 
 def force_lengths(lengths: list[list[int]]) -> None:
     """The n-th call of the engine samples as many tokens as the workload says, in every arm alike."""
-    from verl.rollout.native.engine import NativeEngine
+    from verl.rollout.embedded.front import EmbeddedEngine
 
     left = itertools.chain(itertools.chain.from_iterable(lengths), itertools.cycle(lengths[-1]))
-    generate = NativeEngine.generate
+    generate = EmbeddedEngine.generate
 
     async def forced(self: Any, request_id: str, prompt_ids: Any, sampling: Any, **more: Any) -> Any:
         return await generate(
             self, request_id, prompt_ids, replace(sampling, max_tokens=next(left), ignore_eos=True), **more
         )
 
-    NativeEngine.generate = forced  # type: ignore[method-assign]
+    EmbeddedEngine.generate = forced  # type: ignore[method-assign]
 
 
 def count_bytes(peak: list[int]) -> None:

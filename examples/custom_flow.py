@@ -9,13 +9,16 @@ import itertools
 import sys
 from pathlib import Path
 
+import torch
 from transformers import AutoTokenizer
 
 from verl.algorithms.terms import Term, nll
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.torch_engine import TorchEngine, load_causal_lm
 from verl.recipes import arithmetic as task
-from verl.rollout.native.engine import NativeEngine
+from verl.rollout.base import RolloutContext
+from verl.rollout.native.engine import build
+from verl.rollout.native.options import Options
 from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Sample, Sampling, Segment, as_ids, derive_seed
 from verl.weight_sync.local import LocalCheckpointEngine, LocalOutlet
@@ -29,7 +32,13 @@ from verl.workers.role import Role
 async def main(model_path: str, rounds: int = 4, problems_per_round: int = 64, n: int = 8) -> list[float]:
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     policy = TorchEngine(load_causal_lm(Path(model_path)), optim=OptimSpec(lr=1e-4), dtype="float32")
-    rollout = NativeEngine(policy.model.config, max_context_tokens=64, eos_token_ids=(tokenizer.eos_token_id,))
+    context = RolloutContext(
+        hf_config=policy.model.config,
+        max_context_tokens=64,
+        dtype=torch.float32,
+        eos_token_ids=(tokenizer.eos_token_id,),
+    )
+    rollout = build(Options(), context)
     queue, sync = MemoryQueue(), LocalCheckpointEngine(probes=(), tolerance=1e-3)
     role = Role("actor", queue, policy, sender=WeightSender(LocalOutlet()))
     actor = ModelWorkers(InprocGroup("actor", [role]), policy.capabilities)

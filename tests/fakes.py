@@ -73,7 +73,7 @@ class FakeEngine:
     def running(self) -> int:
         return len(self.live)
 
-    async def generate(self, request_id, prompt_ids, sampling: Sampling, *, prefix_key=None):
+    async def generate(self, request_id, prompt_ids, sampling: Sampling, *, prefix_key=None, adapter=None, media=()):
         assert not self.asleep, "generate while the engine sleeps"
         assert request_id not in self.live, f"{request_id} is already running"
         self.requests.append((request_id, list(prompt_ids), sampling))
@@ -101,7 +101,7 @@ class FakeEngine:
         """What takes time in a request."""
         await asyncio.sleep(1e6 if self._hang(seed) else self._delay_s(seed))
 
-    async def score(self, ids, *, temperature=1.0):
+    async def score(self, ids, *, temperature=1.0, adapter=None, media=()):
         return np.zeros(len(ids) - 1, np.float32)
 
     async def load_weights(self, source, *, on_inflight="wait"):
@@ -127,7 +127,7 @@ class FakeEngine:
         self.asleep = False
 
     async def capabilities(self):
-        return Capabilities("processed", False, True, ("any",), 1024)
+        return Capabilities(logprobs="processed", in_flight_update=True, max_context_tokens=1024)
 
     async def close(self): ...
 

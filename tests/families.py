@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import Gemma2Config, Gemma3TextConfig, GPT2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import Gemma3TextConfig, Qwen3Config, Qwen3MoeConfig
 
 VOCAB = 50
 SIZES: dict[str, Any] = dict(
@@ -20,8 +20,6 @@ SIZES: dict[str, Any] = dict(
 )
 QWEN3 = Qwen3Config(**SIZES)
 QWEN3_MOE = Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
-GEMMA2 = Gemma2Config(**SIZES, sliding_window=12, query_pre_attn_scalar=8)
 GEMMA3 = Gemma3TextConfig(
     **SIZES, sliding_window=12, query_pre_attn_scalar=8, layer_types=["sliding_attention", "full_attention"]
 )
-GPT2 = GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=256, initializer_range=0.3)

@@ -29,7 +29,7 @@ from verl.driver.setup import decoder, device_of
 from verl.driver.step import Step, experience_and_update
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.torch_engine import TorchEngine, load_causal_lm
-from verl.rollout.base import Completion, RolloutEngine
+from verl.rollout.base import Completion
 from verl.track.metrics import reduce
 from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Sample, Sampling, Segment, as_ids, derive_seed
@@ -133,7 +133,7 @@ class VerlTrainer:
             controllers=Controllers(kl.coef if kl else 0.0),
         )
         self._loop = asyncio.new_event_loop()
-        self._rollout = _embedded(inner, tokenizer, device)
+        self._rollout = rollout_engine(inner, tokenizer, device)
         self._decode = decoder(tokenizer)
         self._last: dict[tuple[str, str], list[Completion]] = {}
         self._steps, self._version, self._calls = 0, -1, 0
@@ -266,15 +266,6 @@ def _backend(name: str) -> str:
     why = "is not installed" if importlib.util.find_spec(package) is None else "has no adapter in this version"
     warnings.warn(f"rollout_backend={name!r} {why}; using the embedded engine", stacklevel=4)
     return "native"
-
-
-def _embedded(config: Config, tokenizer: Any, device: str) -> RolloutEngine:
-    """native where it knows the architecture, else transformers' own generation."""
-    try:
-        return rollout_engine(config, tokenizer, device)
-    except ValueError:
-        config.rollout.engine = "hf"
-        return rollout_engine(config, tokenizer, device)
 
 
 def _critic(model: AutoModelForCausalLMWithValueHead, config: VerlConfig, device: str) -> TorchEngine:

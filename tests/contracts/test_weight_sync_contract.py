@@ -7,6 +7,7 @@ import copy
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,10 @@ from verl.model_engine.optim import OptimSpec
 from verl.model_engine.torch_engine import TorchEngine
 from verl.models import tiny
 from verl.recipes import arithmetic
-from verl.rollout.hf import HfEngine
-from verl.rollout.native import NativeEngine
+from verl.rollout import hf
+from verl.rollout.base import RolloutContext
+from verl.rollout.native import engine as native
+from verl.rollout.native.options import Options
 from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Refs, Sample, Sampling, Segment
 from verl.weight_sync.base import CheckpointEngine, Sent, SyncError, SyncReport
@@ -34,7 +37,7 @@ from verl.workers.role import Role
 BACKENDS: dict[str, tuple[Callable[..., CheckpointEngine], Callable[[], Outlet]]] = {
     "local": (LocalCheckpointEngine, LocalOutlet)
 }
-ROLLOUTS = {"native": NativeEngine, "hf": HfEngine}
+ROLLOUTS = {"native": partial(native.build, Options()), "hf": partial(hf.build, hf.Options())}
 PROBES = (np.array([1, 5, 6, 7, 8, 9, 2], np.int64), np.array([1, 11, 4, 12], np.int64))
 TOLERANCE = 1e-4
 TERMS = (Term(name="nll", fn=nll, aggregate="token-mean"),)
@@ -71,7 +74,8 @@ class World:
     def rollout(self, kind: str = "native", **more: Any) -> Any:
         config = copy.deepcopy(self.engine.model.config)  # the trainer has switched its attention
         config._attn_implementation = "sdpa"
-        return ROLLOUTS[kind](config, **{"max_context_tokens": 64, "eos_token_ids": (), **more})
+        given = {"max_context_tokens": 64, "dtype": torch.float32, **more}
+        return ROLLOUTS[kind](RolloutContext(hf_config=config, **given))
 
     def submit_update(self) -> Any:
         """One optimizer step, enqueued now."""

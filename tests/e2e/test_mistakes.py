@@ -123,17 +123,17 @@ def test_a_disk_that_fills_up_is_a_warning_and_the_old_checkpoint_stays(args, tm
 
 
 def test_a_mismatch_of_sampler_and_trainer_stops_the_run(args, capsys, monkeypatch):
-    from verl.rollout.native import NativeEngine
+    from verl.rollout.embedded.front import EmbeddedEngine
 
-    real = NativeEngine.generate
+    real = EmbeddedEngine.generate
 
-    async def off(self, request_id, prompt_ids, sampling, *, prefix_key=None):
+    async def off(self, request_id, prompt_ids, sampling, **inputs):
         from dataclasses import replace
 
-        done = await real(self, request_id, prompt_ids, sampling, prefix_key=prefix_key)
+        done = await real(self, request_id, prompt_ids, sampling, **inputs)
         return replace(done, logprobs=done.logprobs - 3.0)
 
-    monkeypatch.setattr(NativeEngine, "generate", off)
+    monkeypatch.setattr(EmbeddedEngine, "generate", off)
     refused(capsys, args("sync.canary=false"), "mismatch", code=1)
 
 

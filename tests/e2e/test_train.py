@@ -149,15 +149,15 @@ def test_dynamic_sampling_refills_and_stops_with_the_reason(tmp_path, tiny_model
 def test_a_publish_that_fails_ends_the_run_at_once_with_its_cause(
     tmp_path, tiny_model, arithmetic_data, staleness, monkeypatch
 ):
-    from verl.rollout.native import NativeEngine
+    from verl.rollout.embedded.front import EmbeddedEngine
     from verl.weight_sync.base import SyncError
 
-    real = NativeEngine.score
+    real = EmbeddedEngine.score
 
     async def other(self, ids, *, temperature=1.0):
         return await real(self, ids, temperature=temperature) + (1.0 if self.version == 2 else 0.0)
 
-    monkeypatch.setattr(NativeEngine, "score", other)
+    monkeypatch.setattr(EmbeddedEngine, "score", other)
     with pytest.raises(SyncError, match="canary"):
         small_run(
             tmp_path,

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from rollouts import check_each, context_of, finish, native_core, source_of
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
-    GPT2Config,
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
@@ -21,12 +20,11 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from verl.nn.compiled import Kernels, load_kernels
-from verl.rollout.hf import HfRunner
-from verl.rollout.native.core import EngineCore
-from verl.rollout.native.linear import make_linear
-from verl.rollout.native.request import Request
-from verl.rollout.native.runner import NativeRunner
+from verl.accel.cpu.kernels import Kernels, load_kernels
+from verl.accel.cpu.linear import make_linear
+from verl.rollout.embedded.core import EngineCore
+from verl.rollout.embedded.hf_runner import HfRunner
+from verl.rollout.embedded.requests import Request
 from verl.types import Sampling
 
 SIZES: dict[str, Any] = dict(
@@ -84,7 +82,6 @@ CONFIGS: dict[str, Any] = {
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
         },
     ),
-    "gpt2": GPT2Config(vocab_size=67, n_embd=48, n_layer=2, n_head=6, n_positions=512, initializer_range=0.12),
     "qwen3 moe": Qwen3MoeConfig(
         **{**SIZES, "num_hidden_layers": 3},
         head_dim=16,
@@ -125,28 +122,18 @@ def reference(config: Any, rounded: torch.dtype = torch.float32, dtype: torch.dt
 
 
 def engine(config: Any, module: Any, **options: Any) -> EngineCore:
-    options = {"dtype": torch.float32, "max_prefill_tokens": 64, "lanes": 1, **options}
-    runner = NativeRunner(
-        config,
-        max_context_tokens=256,
-        device=torch.device("cpu"),
-        max_rows=8,
-        prefix_cache_tokens=0,
-        deterministic=False,
-        **options,
-    )
-    core = EngineCore(runner, (), None)
-    core.load(SimpleNamespace(version=0, tensors=lambda: module.state_dict().items()))
-    return core
+    sizes = {"rows": 8, "max_prefill_tokens": 64, "prefix_cache_tokens": 0}
+    return native_core(config, source_of(module), **{**sizes, **options})
 
 
 def sampled(core: EngineCore, temperature: float = 1.0) -> dict[str, Any]:
-    for i, prompt in enumerate(PROMPTS):
-        core.add(Request(str(i), prompt, Sampling(max_tokens=40, temperature=temperature, seed=i)))
-    done: dict[str, Any] = {}
-    while core.busy:
-        done |= {c.request_id: c for _, c in core.step()}
-    return done
+    return finish(
+        core,
+        (
+            Request(str(i), prompt, Sampling(max_tokens=40, temperature=temperature, seed=i))
+            for i, prompt in enumerate(PROMPTS)
+        ),
+    )
 
 
 def logprobs_of(module: Any, prompt: np.ndarray, ids: np.ndarray, temperature: float) -> np.ndarray:
@@ -156,21 +143,23 @@ def logprobs_of(module: Any, prompt: np.ndarray, ids: np.ndarray, temperature: f
 
 
 @pytest.mark.parametrize("compiled, short", [(True, 256), (True, 0), (False, 0)])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_float32_matches_transformers(name: str, compiled: bool, short: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verl.rollout.native.runner.SHORT_PROMPT", short)
-    module = reference(CONFIGS[name])
-    core = engine(
-        CONFIGS[name], module, compiled=compiled
-    )  # prompts of 90 tokens in passes of 64: chunks with a past as well
-    for i, c in sampled(core, 0.7).items():
-        np.testing.assert_allclose(c.logprobs, logprobs_of(module, PROMPTS[int(i)], c.ids, 0.7), atol=1e-5)
-    scored = core.runner.score(PROMPTS[1], 0.7)
-    np.testing.assert_allclose(scored, logprobs_of(module, PROMPTS[1][:1], PROMPTS[1][1:], 0.7), atol=1e-5)
+def test_float32_matches_transformers(compiled: bool, short: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verl.rollout.native.prefill.SHORT_PROMPT", short)
+
+    def check(name: str) -> None:
+        module = reference(CONFIGS[name])
+        # prompts of 90 tokens in passes of 64: chunks with a past as well
+        core = engine(CONFIGS[name], module, compiled=compiled)
+        for i, c in sampled(core, 0.7).items():
+            np.testing.assert_allclose(c.logprobs, logprobs_of(module, PROMPTS[int(i)], c.ids, 0.7), atol=1e-5)
+        scored = core.runner.score(PROMPTS[1], 0.7)
+        np.testing.assert_allclose(scored, logprobs_of(module, PROMPTS[1][:1], PROMPTS[1][1:], 0.7), atol=1e-5)
+
+    check_each(CONFIGS, check)
 
 
 @pytest.mark.parametrize("emulate", [False, True])
-@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gemma3", "gpt2", "qwen3 moe"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "gemma3", "qwen3 moe"])
 def test_bfloat16_is_as_close_to_float32_as_transformers_is(name: str, emulate: bool) -> None:
     """Same rounded weights: the engine's distance to exact arithmetic is at most that of transformers in bf16."""
     module = reference(CONFIGS[name], dtype=torch.bfloat16)
@@ -229,25 +218,28 @@ def test_panels_give_a_row_the_same_bits_whatever_the_other_rows_and_threads() -
             torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_all_layers_in_one_call_give_the_bits_of_a_call_each(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verl.rollout.native.runner.SHORT_PROMPT", 0)  # the same prefill for both
-    module = reference(CONFIGS[name])
-    whole, single = engine(module.config, module, compiled=True), engine(module.config, module, compiled=True)
-    assert (whole.runner._weights.stack is None) == ("gpt2" in name or "moe" in name)
-    single.runner._weights = replace(single.runner._weights, stack=None)
-    expected = sampled(single)
-    for key, completion in sampled(whole).items():
-        assert np.array_equal(completion.ids, expected[key].ids), key
-        assert np.array_equal(completion.logprobs, expected[key].logprobs), key
+def test_all_layers_in_one_call_give_the_bits_of_a_call_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verl.rollout.native.prefill.SHORT_PROMPT", 0)  # the same prefill for both
+
+    def check(name: str) -> None:
+        module = reference(CONFIGS[name])
+        whole, single = engine(module.config, module, compiled=True), engine(module.config, module, compiled=True)
+        assert (whole.runner.model.weights.stack is None) == ("moe" in name)
+        single.runner.model.weights = replace(single.runner.model.weights, stack=None)
+        expected = sampled(single)
+        for key, completion in sampled(whole).items():
+            assert np.array_equal(completion.ids, expected[key].ids), key
+            assert np.array_equal(completion.logprobs, expected[key].logprobs), key
+
+    check_each(CONFIGS, check)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "gemma3", "mistral narrow window"])
 def test_the_bits_of_a_short_prompt_do_not_depend_on_passes_neighbours_and_lanes(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("verl.rollout.native.runner.LANE_WORK", 1.0)  # a tiny model pays for all lanes
-    monkeypatch.setattr("verl.rollout.native.runner.EVEN_SHARES", 100)
+    monkeypatch.setattr("verl.accel.cpu.lanes.LANE_WORK", 1.0)  # a tiny model pays for all lanes
+    monkeypatch.setattr("verl.rollout.native.prefill.EVEN_SHARES", 100)
     module = reference(CONFIGS[name])
     alone: dict[str, Any] = {}
     for i, prompt in enumerate(PROMPTS):
@@ -265,17 +257,10 @@ def test_hf_engine_in_bfloat16_over_a_given_module() -> None:
     """Parameters in bf16, RoPE frequencies in float32; sleep(2) and a reload work on a module that is not rebuilt."""
     module = reference(CONFIGS["qwen3"], dtype=torch.bfloat16)
     own = AutoModelForCausalLM.from_config(CONFIGS["qwen3"])
-    runner = HfRunner(
-        CONFIGS["qwen3"],
-        own,
-        max_context_tokens=256,
-        dtype=torch.bfloat16,
-        device=torch.device("cpu"),
-        max_rows=8,
-        max_prefill_tokens=512,
-    )
+    context = context_of(CONFIGS["qwen3"], 8, dtype=torch.bfloat16)
+    runner = HfRunner(context, own, max_prefill_tokens=512)
     core = EngineCore(runner, (), None)
-    weights = SimpleNamespace(version=0, tensors=lambda: module.state_dict().items())
+    weights = source_of(module)
     core.load(weights)
     assert own.lm_head.weight.dtype == torch.bfloat16 and own.model.rotary_emb.inv_freq.dtype == torch.float32
     first = sampled(core)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from fakes import FakeEngine
+from rollouts import check_each
 
-from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput, Call, ServerManager, played, sampling_params_of
+from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput, Call, ServerManager, check_output, sampling_params_of
 from verl.agent_loop.single_turn import SingleTurnLoop
 from verl.rollout.base import Completion
 from verl.types import Sampling
@@ -52,7 +54,7 @@ class Scripted(FakeEngine):
         self._answers = list(answers)
         self._reason = reason
 
-    async def generate(self, request_id, prompt_ids, sampling, *, prefix_key=None):
+    async def generate(self, request_id, prompt_ids, sampling, **inputs):
         self.requests.append((request_id, list(prompt_ids), sampling))
         return completion(
             self._answers.pop(0)[: sampling.max_tokens], reason=self._reason, base=-float(len(self.requests))
@@ -76,10 +78,10 @@ def test_an_untouched_answer_is_found_without_a_search(full: bool, monkeypatch: 
         output(np.array([4, 5, 6, 9]), [True] * 4),
     ]
     for limit in (50, 4, 3):
-        fast = [played(loop, made, limit) for loop in loops]
+        fast = [check_output(loop, made, limit) for loop in loops]
         with monkeypatch.context() as patch:
-            patch.setattr("verl.agent_loop.base._as_sampled", lambda *_: False)
-            searched = [played(loop, made, limit) for loop in loops]
+            patch.setattr("verl.agent_loop.base._is_untouched", lambda *_: False)
+            searched = [check_output(loop, made, limit) for loop in loops]
         for one, other in zip(fast, searched, strict=True):
             assert one.stop_reason == other.stop_reason and shape(one.segments) == shape(other.segments)
             for mine, theirs in zip(one.segments, other.segments, strict=True):
@@ -89,7 +91,7 @@ def test_an_untouched_answer_is_found_without_a_search(full: bool, monkeypatch: 
 @pytest.mark.parametrize("loop", [output([4, 5, 7, 9], [1] * 4), output([4, 5, 6, 9], [1] * 4, prompt=[1, 2, 8])])
 def test_a_touched_answer_is_refused_all_the_same(loop: AgentLoopOutput):
     with pytest.raises(ValueError, match="were not sampled by the"):
-        played(loop, manager((PROMPT, completion([4, 5, 6, 9]))), 50)
+        check_output(loop, manager((PROMPT, completion([4, 5, 6, 9]))), 50)
 
 
 # -- single turn -------------------------------------------------------------------------------------------------------
@@ -122,7 +124,7 @@ def test_single_turn_is_one_prompt_and_one_answer():
         )
         assert engine.requests[0][:2] == ("g1/train0.0", PROMPT)
         assert (out.response_ids, out.response_mask, out.num_turns) == ([5, 6, 7], [1, 1, 1], 2)
-        found = played(out, server, SAMPLING.max_tokens)
+        found = check_output(out, server, SAMPLING.max_tokens)
         assert shape(found.segments) == [("prompt", PROMPT, -1), ("sampled", [5, 6, 7], 0)]
         assert found.stop_reason == "eos"
         np.testing.assert_array_equal(found.segments[1].logprobs, completion([5, 6, 7]).logprobs)
@@ -163,7 +165,7 @@ def test_tool_tokens_are_env_and_sampled_ones_keep_their_own_log_probs():
     async def main():
         server = ServerManager(Scripted([5], [6, 6], [7]), SAMPLING, seed_parts=("s",))
         out = await ToolLoop(None, server, None).run({}, prompt_ids=PROMPT)
-        found = played(out, server, 50)
+        found = check_output(out, server, 50)
         assert shape(found.segments) == [
             ("prompt", PROMPT, -1),
             ("sampled", [5], 0),
@@ -184,12 +186,44 @@ def test_tool_tokens_are_env_and_sampled_ones_keep_their_own_log_probs():
 
 def test_a_completion_of_several_versions_is_one_segment_per_version():
     record = manager((PROMPT, completion([5, 6, 7, 8, 9], spans=((3, 0, 2), (4, 2, 4), (6, 4, 5)))))
-    found = played(output([5, 6, 7, 8, 9], [1] * 5), record, 50)
+    found = check_output(output([5, 6, 7, 8, 9], [1] * 5), record, 50)
     assert shape(found.segments[1:]) == [("sampled", [5, 6], 3), ("sampled", [7, 8], 4), ("sampled", [9], 6)]
     assert (
         np.concatenate([s.logprobs for s in found.segments[1:]]).tolist()
         == record.record[0].completion.logprobs.tolist()
     )
+
+
+def test_media_and_side_channels_follow_the_tokens() -> None:
+    """Of an untouched answer, and of one that was cut, masked in part and continued: each token keeps its own rows."""
+    routed = {"experts": np.arange(10).reshape(5, 2)}
+    first = replace(completion([5, 6, 7, 8, 9], spans=((3, 0, 2), (4, 2, 5))), side=routed)
+    second = replace(completion([11]), side={"experts": np.array([[70, 71]])})
+    for calls, given, expected in (
+        ([(PROMPT, first)], output([5, 6, 7, 8, 9], [1] * 5), [[0, 2], [4, 6, 8]]),
+        (
+            [(PROMPT, first), ([*PROMPT, 5, 6, 7, 30], second)],
+            output([5, 6, 7, 30, 11], [1, 0, 1, 0, 1]),
+            [[0], None, [4], None, [70]],
+        ),
+    ):
+        made = manager(*calls)
+        made.media = ("ab12", "cd34")
+        prompt, *rest = check_output(given, made, 50).segments
+        assert prompt.media == ("ab12", "cd34") and not any(s.media for s in rest)
+        assert [s.side["experts"][:, 0].tolist() if s.side else None for s in rest] == expected
+
+
+def test_the_engine_is_told_adapter_media_and_prefix_key() -> None:
+    class Listening(Scripted):
+        async def generate(self, request_id, prompt_ids, sampling, **inputs):
+            self.inputs = inputs
+            return await super().generate(request_id, prompt_ids, sampling)
+
+    engine = Listening([5])
+    server = ServerManager(engine, SAMPLING, seed_parts=("s",), prefix_key="g", adapter="math", media=("ab12",))
+    asyncio.run(server.generate("r", prompt_ids=PROMPT, sampling_params={}))
+    assert engine.inputs == {"prefix_key": "g", "adapter": "math", "media": ("ab12",)}
 
 
 @pytest.mark.parametrize(
@@ -198,7 +232,7 @@ def test_a_completion_of_several_versions_is_one_segment_per_version():
 )
 def test_a_response_cut_by_the_loop_is_cut_in_every_channel(kept, spans):
     record = manager((PROMPT, completion([5, 6, 7, 8, 9], spans=((3, 0, 2), (4, 2, 5)))))
-    found = played(output([5, 6, 7, 8, 9][:kept], [1] * kept), record, 50)
+    found = check_output(output([5, 6, 7, 8, 9][:kept], [1] * kept), record, 50)
     assert [(s.ids.tolist(), s.version) for s in found.segments[1:]] == spans
     assert found.stop_reason == "stop", "the end of the completion is not in it"
 
@@ -206,11 +240,11 @@ def test_a_response_cut_by_the_loop_is_cut_in_every_channel(kept, spans):
 def test_a_cut_completion_may_be_followed_by_the_tool_or_by_the_next_completion():
     first, second = completion([5, 6, 7], base=-1), completion([8, 9], base=-2)
     record = manager((PROMPT, first), ([*PROMPT, 5, 6], second))
-    found = played(output([5, 6, 8, 9], [1, 1, 1, 1]), record, 50)
+    found = check_output(output([5, 6, 8, 9], [1, 1, 1, 1]), record, 50)
     assert shape(found.segments[1:]) == [("sampled", [5, 6], 0), ("sampled", [8, 9], 0)]
     assert found.segments[2].logprobs.tolist() == second.logprobs.tolist()
     record = manager((PROMPT, first), ([*PROMPT, 5, 6, 30], second))
-    assert shape(played(output([5, 6, 30, 8, 9], [1, 1, 0, 1, 1]), record, 50).segments[1:]) == [
+    assert shape(check_output(output([5, 6, 30, 8, 9], [1, 1, 0, 1, 1]), record, 50).segments[1:]) == [
         ("sampled", [5, 6], 0),
         ("env", [30], -1),
         ("sampled", [8, 9], 0),
@@ -219,11 +253,11 @@ def test_a_cut_completion_may_be_followed_by_the_tool_or_by_the_next_completion(
 
 @pytest.mark.parametrize("kept", [0, 1])
 def test_of_two_answers_to_one_question_the_one_that_was_returned_counts(kept):
-    """Best of two: [5] is a beginning of [5, 6, 7], and the loop may return either; a greedy match takes the wrong one."""
+    """Best of two: [5] is a beginning of [5, 6, 7], the loop may return either; a greedy match takes the wrong one."""
     answers = [completion([5], base=-1, reason="length"), completion([5, 6, 7], base=-2)]
     record = manager((PROMPT, answers[0]), (PROMPT, answers[1]))
     ids = answers[kept].ids.tolist()
-    found = played(output(ids, [1] * len(ids)), record, 50)
+    found = check_output(output(ids, [1] * len(ids)), record, 50)
     assert shape(found.segments[1:]) == [("sampled", ids, 0)]
     if kept == 1:
         assert found.segments[1].logprobs.tolist() == answers[1].logprobs.tolist() and found.stop_reason == "eos"
@@ -232,13 +266,13 @@ def test_of_two_answers_to_one_question_the_one_that_was_returned_counts(kept):
 def test_the_same_words_after_another_prompt_are_not_taken_for_these():
     """A turn that was thrown away sampled the same token from another context: its log-prob is not this one's."""
     record = manager((PROMPT, completion([5], base=-9)), ([*PROMPT, 40], completion([5], base=-1)))
-    found = played(output([40, 5], [0, 1]), record, 50)
+    found = check_output(output([40, 5], [0, 1]), record, 50)
     assert found.segments[2].logprobs.tolist() == [-1]
 
 
 def test_a_loop_may_take_back_tokens_by_mask_zero():
     record = manager((PROMPT, completion([5, 6, 7, 8])))
-    found = played(output([5, 6, 7, 8], [1, 0, 0, 1]), record, 50)
+    found = check_output(output([5, 6, 7, 8], [1, 0, 0, 1]), record, 50)
     assert shape(found.segments[1:]) == [("sampled", [5], 0), ("env", [6, 7], -1), ("sampled", [8], 0)]
     assert found.segments[3].logprobs.tolist() == record.record[0].completion.logprobs[3:].tolist()
 
@@ -256,7 +290,7 @@ def test_a_loop_may_take_back_tokens_by_mask_zero():
 )
 def test_an_invented_token_is_refused(response, mask, says):
     with pytest.raises(ValueError, match=says):
-        played(output(response, mask), manager((PROMPT, completion([5, 6, 7]))), 50)
+        check_output(output(response, mask), manager((PROMPT, completion([5, 6, 7]))), 50)
 
 
 def test_a_rewritten_history_is_refused():
@@ -266,19 +300,19 @@ def test_a_rewritten_history_is_refused():
         with pytest.raises(
             ValueError, match=r"1 tokens with mask 1, the first at response position 3.*or it rewrote what came before"
         ):
-            played(output([5, 6, 30, 8], [1, 1, 0, 1]), record, 50)
+            check_output(output([5, 6, 30, 8], [1, 1, 0, 1]), record, 50)
     with pytest.raises(ValueError, match="first at response position 0"):
-        played(output([5, 6], [1, 1], prompt=[1, 2]), manager((PROMPT, completion([5, 6]))), 50)
+        check_output(output([5, 6], [1, 1], prompt=[1, 2]), manager((PROMPT, completion([5, 6]))), 50)
 
 
 def test_mask_and_ids_of_different_lengths_are_refused():
     with pytest.raises(ValueError, match="response_mask has 2 values for 3 response_ids"):
-        played(output([5, 6, 7], [1, 1]), manager((PROMPT, completion([5, 6, 7]))), 50)
+        check_output(output([5, 6, 7], [1, 1]), manager((PROMPT, completion([5, 6, 7]))), 50)
 
 
 def test_an_output_without_sampled_tokens_has_none():
-    assert played(output([], []), manager(), 50).stop_reason == "error"
-    found = played(output([30], [0]), manager(), 50)
+    assert check_output(output([], []), manager(), 50).stop_reason == "error"
+    found = check_output(output([30], [0]), manager(), 50)
     assert shape(found.segments[1:]) == [("env", [30], -1)] and found.stop_reason == "error"
 
 
@@ -289,7 +323,7 @@ def test_in_a_long_loop_every_token_finds_its_own_call():
         calls.append(([*PROMPT, *response], completion([5 + i % 3], base=-float(i))))
         response += [5 + i % 3, 30]
         mask += [1, 0]
-    found = played(output(response, mask), manager(*calls), 10_000)
+    found = check_output(output(response, mask), manager(*calls), 10_000)
     sampled = [s for s in found.segments if s.source == "sampled"]
     assert [s.logprobs[0] for s in sampled] == [-float(i) for i in range(2000)]
 
@@ -307,7 +341,7 @@ def test_no_call_goes_beyond_the_budget_of_the_trajectory():
         out = await ToolLoop(None, server, None).run({}, prompt_ids=PROMPT)
         assert [s.max_tokens for _, _, s in engine.requests] == [12, 5]
         assert len(PROMPT) + 12 >= max(len(p) + s.max_tokens for _, p, s in engine.requests)
-        found = played(out, server, sampling.max_tokens)
+        found = check_output(out, server, sampling.max_tokens)
         assert found.stop_reason == "context_full" and sum(len(s.ids) for s in found.segments[1:]) == 12
         assert len(out.response_ids) == 14, "the tool's last words had no room"
 
@@ -328,7 +362,7 @@ def test_a_call_without_room_samples_nothing_and_says_so():
 
 def test_a_tool_that_says_too_much_is_cut_and_the_trajectory_is_marked():
     record = manager((PROMPT, completion([5])))
-    found = played(output([5, *range(30, 90)], [1] + [0] * 60), record, 10)
+    found = check_output(output([5, *range(30, 90)], [1] + [0] * 60), record, 10)
     assert shape(found.segments[1:]) == [("sampled", [5], 0), ("env", list(range(30, 39)), -1)]
     assert found.stop_reason == "context_full"
 
@@ -373,25 +407,28 @@ def test_what_verl_hands_to_its_loops_is_accepted():
     assert asked({"temperature": 0.8, "top_k": 0, "min_p": 0.0, "ignore_eos": False, "n": 1, "logprobs": 5}).top_k == 0
 
 
-@pytest.mark.parametrize(
-    ("params", "says"),
-    [
-        ({"temperature": 0.9}, r"cannot change temperature of a sample \(0.8 -> 0.9\); set rollout.temperature"),
-        ({"temperature": 0}, "cannot change temperature"),
-        ({"top_p": 0.5}, r"cannot change top_p of a sample \(1.0 -> 0.5\)"),
-        ({"top_k": 5}, "cannot change top_k"),
-        ({"min_p": 0.1}, "cannot change min_p"),
-        ({"ignore_eos": True}, "cannot change ignore_eos"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty=1.1 is not supported"),
-        ({"n": 4}, "n=4 is not supported"),
-        ({"max_token": 4}, r"\['max_token'\] are unknown; known: \[.*'max_tokens'"),
-        ({"max_tokens": 0}, "max_tokens=0"),
-    ],
-)
-def test_what_a_loop_may_not_ask_for(params, says):
+REFUSED_PARAMS: list[tuple[dict[str, Any], str]] = [
+    ({"temperature": 0.9}, r"cannot change temperature of a sample \(0.8 -> 0.9\); set rollout.temperature"),
+    ({"temperature": 0}, "cannot change temperature"),
+    ({"top_p": 0.5}, r"cannot change top_p of a sample \(1.0 -> 0.5\)"),
+    ({"top_k": 5}, "cannot change top_k"),
+    ({"min_p": 0.1}, "cannot change min_p"),
+    ({"ignore_eos": True}, "cannot change ignore_eos"),
+    ({"repetition_penalty": 1.1}, "repetition_penalty=1.1 is not supported"),
+    ({"n": 4}, "n=4 is not supported"),
+    ({"max_token": 4}, r"\['max_token'\] are unknown; known: \[.*'max_tokens'"),
+    ({"max_tokens": 0}, "max_tokens=0"),
+]
+
+
+def test_what_a_loop_may_not_ask_for():
     """The trainer applies the run's distribution: another one would be trained on wrongly, and in silence."""
-    with pytest.raises(ValueError, match=says):
-        asked(params)
+
+    def check(case):
+        with pytest.raises(ValueError, match=case[1]):
+            asked(case[0])
+
+    check_each(REFUSED_PARAMS, check)
 
 
 def test_images_are_refused_by_a_model_without_eyes():

@@ -71,6 +71,14 @@ def test_import_rules(path):
         concrete = {m for m in every if m.split(".")[1:2] and m.split(".")[1] in COMPONENTS and not m.endswith(".base")}
         assert not concrete, concrete
         assert not {m for m in every if m.split(".")[0] == "torch"}, "no tensor in the controller"
+    seam = {"verl.accel.cpu", "verl.accel.cpu.training"}  # differentiable functions: no kernel is named outside
+    if path.relative_to(ROOT).as_posix().split("/")[:2] != ["rollout", "native"] and here != "accel":
+        assert not {m for m in every if m.startswith("verl.accel")} - seam, (
+            "kernels are behind accel and rollout/native"
+        )
+    if here == "accel":
+        allowed = ("verl.accel", "verl.nn.precision")
+        assert all(m.startswith(allowed) for m in every if m.startswith("verl")), every
     used = {m.split(".")[0] for m in every} & set(OPTIONAL)
     assert not {m.split(".")[0] for m in top} & set(OPTIONAL), "optional packages are imported on use"
     if "ray" in used:

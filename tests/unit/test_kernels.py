@@ -1,14 +1,17 @@
 """The compiled decode kernels against torch's own operations."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rollouts import check_each
 
-from verl.nn import compiled
-from verl.nn.compiled import Kernels, load_kernels, scratch_floats
-from verl.rollout.native.sampler import Draw, sample
+from verl.accel.cpu import kernels as module
+from verl.accel.cpu.kernels import Kernels, load_kernels
+from verl.rollout.embedded.sampler import SamplingMetadata, sample
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
 DTYPES = list(TOLERANCE)
@@ -89,9 +92,13 @@ def attention(qkv, norm, turns, positions, keys, values, *, heads, eps, scale, w
     return torch.stack(out)
 
 
-@pytest.mark.parametrize("dim", [12, 32, 48, 64, 128, 136])
-@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (4, 2), (6, 1)])
-def test_attention(kernels, dim, heads, kv_heads):
+def test_attention(kernels):
+    heads = ((4, 4), (4, 2), (6, 1))
+    check_each([(dim, *h) for dim in (12, 32, 48, 64, 128, 136) for h in heads], partial(attention_case, kernels))
+
+
+def attention_case(kernels, sizes):
+    dim, heads, kv_heads = sizes
     torch.manual_seed(dim + heads)
     positions = torch.tensor([0, 7, 63, 64, 150])
     capacity, n = 160, len(positions)
@@ -102,9 +109,8 @@ def test_attention(kernels, dim, heads, kv_heads):
         norm = torch.randn(heads + kv_heads, dim) if normed else None
         turns = torch.polar(torch.ones(capacity, dim // 2), torch.randn(capacity, dim // 2)) if normed else None
         keys, values = kv.clone()
-        scratch = torch.empty(scratch_floats(heads, kv_heads, dim, capacity))
         rest = {"heads": heads, "eps": 1e-6, "scale": dim**-0.5, "window": window, "cap": cap}
-        ours = kernels.attend(qkv, norm, turns, positions, None, keys, values, scratch, **rest)
+        ours = kernels.attend(qkv, norm, turns, positions, keys, values, **rest)
         theirs_k, theirs_v = kv.clone()
         theirs = attention(qkv, norm, turns, positions, theirs_k, theirs_v, **rest)
         close(ours, theirs, kernels.dtype, 4)
@@ -115,7 +121,7 @@ def test_attention(kernels, dim, heads, kv_heads):
 def draw_of(temperature, uniform):
     n = len(uniform)
     off = np.zeros(n, np.int64)
-    return Draw(
+    return SamplingMetadata(
         np.asarray(temperature, np.float32),
         off,
         np.ones(n, np.float32),
@@ -169,7 +175,7 @@ def test_a_non_finite_logit_gives_a_non_finite_logprob(kernels, bad):
 def test_without_a_compiler_the_reason_is_said_and_torch_does_it(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(compiled.shutil, "which", lambda name: None)
+    monkeypatch.setattr(module.shutil, "which", lambda name: None)
     fresh = load_kernels.__wrapped__
     assert "no C compiler" in fresh(torch.float32)
     monkeypatch.setenv("CC", "false")

@@ -323,7 +323,7 @@ def test_reference_is_counted_when_a_kl_term_needs_it(folder: Path, args: list[s
     ("file", "name", "size"),
     [
         ("nn/linear_logprob.py", "_CHUNK_BYTES", LOGPROB_CHUNK_BYTES),
-        ("rollout/native/kv.py", "KEPT_BYTES", KEPT_KV_BYTES),
+        ("rollout/native/options.py", "KEPT_KV_BYTES", KEPT_KV_BYTES),
     ],
 )
 def test_sizes_are_those_of_the_code_with_torch(file: str, name: str, size: int) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import subprocess
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,19 +15,24 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rollouts import context_of, native_core
+from rollouts import finish as run_out
 from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, PhiConfig, Qwen3Config
 
+from verl.accel.cpu import lanes as lanes_module
+from verl.accel.cpu.lanes import Lanes
+from verl.rollout import hf
 from verl.rollout.base import Completion
-from verl.rollout.native import NativeEngine
+from verl.rollout.embedded.core import EngineCore
+from verl.rollout.embedded.hf_runner import HfRunner
+from verl.rollout.embedded.requests import Request, find_stop
+from verl.rollout.embedded.sampler import SamplingMetadata, sample, stream_of, uniforms
+from verl.rollout.native import engine as native
 from verl.rollout.native import kv as kv_module
-from verl.rollout.native import runner as runner_module
-from verl.rollout.native.architecture import shape_of
-from verl.rollout.native.core import EngineCore
+from verl.rollout.native.architecture import UnsupportedModel, shape_of
 from verl.rollout.native.kv import Prefix, PrefixStore
-from verl.rollout.native.lanes import Lanes
-from verl.rollout.native.request import Request, find_stop
+from verl.rollout.native.options import Options, memory
 from verl.rollout.native.runner import NativeRunner, read_blocks
-from verl.rollout.native.sampler import Draw, sample, stream_of, uniforms
 from verl.rollout.native.weights import Storage
 from verl.types import Sampling
 
@@ -46,41 +53,20 @@ CONFIG = Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True)
 def source(version: int) -> Any:
     """Random weights, different for every version."""
     generator = torch.Generator().manual_seed(version)
-    targets = Storage(shape_of(CONFIG, 512), torch.float32, torch.device("cpu")).targets
-    tensors = {
-        name: torch.randn(t.shape, generator=generator) * 0.2 for name, t in targets.items() if "head" not in name
-    }
+    names = Storage(shape_of(CONFIG, 512), torch.float32, torch.float32, torch.device("cpu")).destinations
+    tensors = {name: torch.randn(t.shape, generator=generator) * 0.2 for name, t in names.items() if "head" not in name}
     return SimpleNamespace(version=version, tensors=tensors.items)
 
 
 def core(rows: int = 16, **options: Any) -> EngineCore:
-    """The synchronous engine with weights, for tests that watch it step by step."""
-    options = {
-        "max_context_tokens": 256,
-        "dtype": torch.float32,
-        "device": torch.device("cpu"),
-        "max_prefill_tokens": 512,
-        "prefix_cache_tokens": 4096,
-        "deterministic": False,
-        "lanes": 1,
-        **options,
-    }
-    found = EngineCore(NativeRunner(CONFIG, max_rows=rows, **options), (), None)
-    found.load(source(0))
-    return found
+    return native_core(CONFIG, source(0), rows=rows, **options)
 
 
 Jobs = dict[str, tuple[np.ndarray, Sampling]]
 
 
 def finish(engine: EngineCore, jobs: Jobs | None = None) -> dict[str, Completion]:
-    for name, (prompt, sampling) in (jobs or {}).items():
-        engine.add(Request(name, prompt, sampling))
-    done: dict[str, Completion] = {}
-    while engine.busy:
-        for _, completion in engine.step():
-            done[completion.request_id] = completion
-    return done
+    return run_out(engine, (Request(name, prompt, sampling) for name, (prompt, sampling) in (jobs or {}).items()))
 
 
 def prompt(tokens: int, seed: int = 0) -> np.ndarray:
@@ -130,27 +116,69 @@ def test_a_prompt_that_continues_a_stored_one_computes_only_its_tail() -> None:
     assert finish(engine, {"o": (other, Sampling(max_tokens=9, seed=1))})["o"].cached_tokens == 128
 
 
-def test_the_store_is_bounded_and_drops_the_least_recently_used() -> None:
-    def entry(seed: int, tokens: int) -> Prefix:
-        return Prefix(prompt(tokens, seed), torch.zeros(1, 2, 1, tokens, 4), torch.zeros(4))
+def entry(ids: np.ndarray, adapter: str | None = None, media: tuple[str, ...] = ()) -> Prefix:
+    return Prefix((adapter, media, ids.tobytes()), ids, torch.zeros(1, 2, 1, len(ids), 4), torch.zeros(4))
 
+
+def longest(store: PrefixStore, of: Prefix) -> int | None:
+    """Tokens that a prompt with the inputs of `of` and one more token would not compute."""
+    ids = np.append(of.ids, 1)
+    found = store.longest((*of.key[:2], ids.tobytes()), ids)
+    return None if found is None else found.shape[3]
+
+
+def test_the_store_is_bounded_and_drops_the_least_recently_used() -> None:
     store = PrefixStore(100)
-    a, b, c, d = (entry(i, 40) for i in range(4))
+    a, b, c, d = (entry(prompt(40, i)) for i in range(4))
     store.put(a)
     store.put(b)
-    assert store.get(a.ids.tobytes()) is a
+    assert store.get(a.key) is a
     store.put(c)
-    assert [store.get(e.ids.tobytes()) for e in (a, b, c)] == [a, None, c] and store.tokens == 80
-    assert store.longest(np.append(a.ids, 1)) is not None and store.longest(np.append(b.ids, 1)) is None
+    assert [store.get(e.key) for e in (a, b, c)] == [a, None, c] and store.tokens == 80
+    assert longest(store, a) == 40 and longest(store, b) is None
     store.put(d)
-    assert store.get(a.ids.tobytes()) is a and store.get(c.ids.tobytes()) is None  # continuing a was a use of it
-    store.put(entry(9, 101))
+    assert store.get(a.key) is a and store.get(c.key) is None  # continuing a was a use of it
+    store.put(entry(prompt(101, 9)))
     assert store.tokens == 80
     for i in range(20, 60):
-        store.put(entry(i, 1 + i))
+        store.put(entry(prompt(1 + i, i)))
         assert store.tokens <= 100
     store.clear()
-    assert (store.tokens, store.nbytes, store.longest(np.append(d.ids, 1))) == (0, 0, None)
+    assert (store.tokens, store.nbytes, longest(store, d)) == (0, 0, None)
+
+
+def test_equal_ids_with_other_media_or_another_adapter_share_nothing() -> None:
+    """Neither the whole prompt nor a head of it: an image's tokens are placeholders, equal for every image."""
+    ids = prompt(70)
+    inputs = [
+        (None, ()),
+        (None, ("a",)),
+        (None, ("b",)),
+        (None, ("a", "b")),
+        (None, ("b", "a")),
+        ("x", ()),
+        ("x", ("a",)),
+    ]
+    entries = [entry(ids, *given) for given in inputs]
+    store = PrefixStore(10_000)
+    for i, one in enumerate(entries):
+        assert store.get(one.key) is None and longest(store, one) is None, one.key[:2]
+        store.put(one)
+        assert [store.get(e.key) for e in entries[: i + 1]] == entries[: i + 1]
+        assert longest(store, one) == 70
+    requests = [Request("r", ids, Sampling(max_tokens=1), *given) for given in inputs]
+    assert len({request.key() for request in requests}) == len(inputs)
+
+
+def test_requests_with_equal_ids_and_other_media_are_computed_apart() -> None:
+    engine = core(rows=4)
+    requests = [
+        Request(str(i), prompt(20), Sampling(max_tokens=3, seed=i), None, media)
+        for i, media in enumerate([("a",), ("b",), ("a",), ()])
+    ]
+    done = run_out(engine, requests)
+    assert engine.stats()["prefill_tokens"] == 60 and engine.stats()["prefix_tokens"] == 60
+    assert [done[str(i)].cached_tokens for i in range(4)] == [0, 0, 20, 0]
 
 
 def test_a_store_that_forgets_changes_no_result() -> None:
@@ -175,7 +203,7 @@ def test_prefill_passes_are_bounded_and_decode_goes_on_between_them() -> None:
         stats = engine.stats()
         assert stats["prefill_tokens"] - before <= 10
         if before < stats["prefill_tokens"] < 68:  # the long prompt is still being computed
-            assert stats["resident"] == 1 and engine.rows.count[0] >= stats["steps"]
+            assert stats["resident"] == 1 and engine.running.count[0] >= stats["steps"]
         before = stats["prefill_tokens"]
     for name in jobs:
         same(done[name], whole[name])
@@ -273,7 +301,7 @@ def test_deterministic_chunks_of_a_long_prompt_are_its_own() -> None:
 
 
 def test_the_same_calls_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner_module, "LANE_WORK", 1.0)
+    monkeypatch.setattr(lanes_module, "LANE_WORK", 1.0)
     jobs, _ = batches()
     first, second = finish(core(rows=17, lanes=2), jobs), finish(core(rows=17, lanes=2), jobs)
     for name in jobs:
@@ -281,7 +309,7 @@ def test_the_same_calls_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_lanes_and_hops_change_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner_module, "LANE_WORK", 1.0)  # as if the model were large enough
+    monkeypatch.setattr(lanes_module, "LANE_WORK", 1.0)  # as if the model were large enough
     jobs, _ = batches()
     engine = core(rows=45, lanes=3)
     for name, (ids, sampling) in jobs.items():
@@ -306,11 +334,11 @@ def test_lanes_compute_on_one_thread_and_leave_the_others_alone() -> None:
 # ---- the sampler ---------------------------------------------------------------------------------------------------
 
 
-def draws(n: int, uniform: Any, **columns: float) -> Draw:
+def draws(n: int, uniform: Any, **columns: float) -> SamplingMetadata:
     given = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, **columns}
     kinds = {"top_k": np.int64}
     arrays = {name: np.full(n, value, kinds.get(name, np.float32)) for name, value in given.items()}
-    return Draw(uniform=np.full(n, uniform, np.float64), **arrays)
+    return SamplingMetadata(uniform=np.full(n, uniform, np.float64), **arrays)
 
 
 @pytest.mark.parametrize("vocab", [3, 512, 513, 1000, 4096])
@@ -342,7 +370,7 @@ def test_an_impossible_id_is_never_drawn(vocab: int, uniform: float) -> None:
 
 def test_rows_are_drawn_each_in_its_own_way() -> None:
     logits = torch.randn(6, 40)
-    draw = Draw(
+    draw = SamplingMetadata(
         np.array([0.0, 1.0, 0.5, 1.0, 2.0, 0.0], np.float32),
         np.array([0, 2, 0, 0, 0, 3]),
         np.array([1, 1, 0.3, 1, 1, 0.1], np.float32),
@@ -398,30 +426,56 @@ def test_a_stop_string_is_found_at_the_token_that_completes_it(
 # ---- what it refuses -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (PhiConfig(**SIZES), "rollout.engine=hf"),
-        (
-            GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=2, scale_attn_by_inverse_layer_idx=True),
-            "scale_attn_by_inverse_layer_idx",
-        ),
-        (Gemma3TextConfig(**SIZES, use_bidirectional_attention=True), "use_bidirectional_attention"),
-        (LlamaConfig(**SIZES, hidden_act="gelu"), "gelu"),
-        (
-            LlamaConfig(**SIZES, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
-            "rope_parameters",
-        ),
-    ],
-)
-def test_refused_models(config: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        NativeEngine(config, max_context_tokens=128, eos_token_ids=())
+UNSUPPORTED: list[tuple[Any, str]] = [
+    (PhiConfig(**SIZES), "model_type='phi'"),
+    (GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=2, n_positions=256), "model_type='gpt2'"),
+    (Gemma3TextConfig(**SIZES, use_bidirectional_attention=True), "use_bidirectional_attention"),
+    (LlamaConfig(**SIZES, hidden_act="gelu"), "gelu"),
+    (
+        LlamaConfig(**SIZES, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
+        "rope_parameters",
+    ),
+]
+
+
+def test_a_model_that_native_does_not_compute_goes_to_hf_and_it_is_said() -> None:
+    for config, message in UNSUPPORTED:
+        with pytest.raises(UnsupportedModel, match=message):
+            core_of(config)
+        engine = native.build(Options(), context_of(config, max_context_tokens=128))
+        assert isinstance(engine._runner, HfRunner), message
+        (note,) = asyncio.run(engine.capabilities()).notes
+        assert note.startswith("rollout: the hf engine is used, since ") and message in note
+
+
+def core_of(config: Any) -> Any:
+    return NativeRunner(Options(), context_of(config, max_context_tokens=128))
 
 
 def test_refused_options() -> None:
-    with pytest.raises(ValueError, match="float16"):
-        NativeEngine(CONFIG, max_context_tokens=128, eos_token_ids=(), dtype=torch.float16)
+    for make, message in (
+        (lambda: native.build(Options(), context_of(CONFIG, dtype=torch.float16)), "float16"),
+        (lambda: native.build(Options(max_kv_tokens=9), context_of(CONFIG)), "max_kv_tokens=9 holds no sequence"),
+        (lambda: native.build(Options(), context_of(CONFIG, max_context_tokens=513)), "max_position_embeddings=512"),
+        (lambda: Options(max_prefill_tokens=0), "max_prefill_tokens=0: must be at least 1"),
+        (lambda: Options(prefix_cache_tokens=-1), "prefix_cache_tokens=-1"),
+        (lambda: context_of(CONFIG, 0), "max_concurrent_sequences=0: must be at least 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
+
+
+def test_memory_is_that_of_full_caches() -> None:
+    sizes = {"max_concurrent_sequences": 8, "max_context_tokens": 100, "kv_bytes_per_token": 16}
+    options = Options(prefix_cache_tokens=50)
+    assert memory(options, **sizes) == {"KV cache": 8 * 100 * 16, "prefix cache": 50 * 16}
+    assert memory(Options(max_kv_tokens=300), **sizes)["KV cache"] == 300 * 16
+    assert hf.memory(hf.Options(), **sizes) == {"KV cache": 8 * 100 * 16}
+
+
+def test_a_plan_reads_options_and_memory_without_torch() -> None:
+    code = "import sys, verl.rollout.native.options, verl.rollout.hf; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
 
 
 def test_tied_names_must_agree_and_one_is_enough() -> None:
@@ -439,7 +493,7 @@ def test_tied_names_must_agree_and_one_is_enough() -> None:
 
 
 def test_a_burst_is_admitted_as_a_whole_and_in_its_order() -> None:
-    engine = NativeEngine(CONFIG, max_context_tokens=128, eos_token_ids=(), max_concurrent_sequences=64, lanes=1)
+    engine = native.build(Options(), context_of(CONFIG, 64), lanes=1)
     seen: list[list[str]] = []
 
     async def caller(i: int) -> Completion:
@@ -478,7 +532,7 @@ def test_one_long_sequence_does_not_make_all_read_its_length() -> None:
 @pytest.mark.parametrize("kept", [True, False])
 def test_a_little_kv_outlives_sleep_and_changes_no_result(monkeypatch: pytest.MonkeyPatch, kept: bool) -> None:
     if not kept:
-        monkeypatch.setattr(kv_module, "KEPT_BYTES", 0)
+        monkeypatch.setattr(kv_module, "KEPT_KV_BYTES", 0)
     jobs, _ = batches()
     slept, fresh = core(), core()
     finish(slept, jobs)

@@ -1,27 +1,26 @@
-"""The CUDA decode path with plain operations in place of its attention kernel and no graphs: pages, buckets, admission."""
+"""The CUDA decode path with plain operations in place of its attention kernel, no graphs: pages, buckets, admission."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from families import GEMMA3, GPT2, QWEN3, QWEN3_MOE, VOCAB
+from families import GEMMA3, QWEN3, QWEN3_MOE, VOCAB
+from rollouts import finish, native_core, source_of
 from transformers import AutoModelForCausalLM
 
 from verl.rollout.base import Completion
+from verl.rollout.embedded.core import EngineCore
+from verl.rollout.embedded.requests import Request
+from verl.rollout.embedded.sampler import SamplingMetadata, sample, sample_captured
 from verl.rollout.native import paged
-from verl.rollout.native.core import EngineCore
-from verl.rollout.native.draft import Drafter
 from verl.rollout.native.paged import gathered_paged
-from verl.rollout.native.request import Request
 from verl.rollout.native.runner import NativeRunner
-from verl.rollout.native.sampler import Draw, draw_ids, sample
 from verl.types import Sampling
 
-CONFIGS: dict[str, Any] = {"qwen3": QWEN3, "gemma3": GEMMA3, "gpt2": GPT2, "qwen3 moe": QWEN3_MOE}
+CONFIGS: dict[str, Any] = {"qwen3": QWEN3, "gemma3": GEMMA3, "qwen3 moe": QWEN3_MOE}
 
 
 @pytest.fixture(autouse=True)
@@ -35,33 +34,15 @@ def module_of(name: str, seed: int = 0) -> Any:
     return AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32)
 
 
-def engine(
-    name: str, *, pages: bool, num_speculative_tokens: int = 0, **options: Any
-) -> tuple[EngineCore, NativeRunner]:
-    runner = NativeRunner(
-        CONFIGS[name],
-        max_context_tokens=128,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        max_rows=6,
-        max_prefill_tokens=64,
-        prefix_cache_tokens=256,
-        lanes=1,
-        deterministic=False,
-        compiled=False,
-        layout="plain",
-        paged=pages,
-        **options,
-    )
-    core = EngineCore(
-        runner, (), None, (Drafter(num_speculative_tokens, 6), runner) if num_speculative_tokens else None
-    )
-    load(core, module_of(name))
-    return core, runner
+def engine(name: str, *, pages: bool, **options: Any) -> tuple[EngineCore, NativeRunner]:
+    sizes = {"rows": 6, "max_context_tokens": 128, "max_prefill_tokens": 64, "prefix_cache_tokens": 256}
+    plain = {"compiled": False, "layout": "plain", "paged": pages}
+    core = native_core(CONFIGS[name], source_of(module_of(name)), **sizes, **plain, **options)
+    return core, core.runner  # type: ignore[return-value]
 
 
 def load(core: EngineCore, module: Any) -> None:
-    core.load(SimpleNamespace(version=core.version + 1, tensors=lambda: module.state_dict().items()))
+    core.load(source_of(module, core.version + 1))
 
 
 def requests(temperature: float = 1.0) -> list[Request]:
@@ -74,13 +55,6 @@ def requests(temperature: float = 1.0) -> list[Request]:
         for i, prompt in enumerate([rng.integers(0, VOCAB, n) for n in (5, 16, 37, 1, 24)])
         for j in range(3)
     ]
-
-
-def finish(core: EngineCore) -> dict[str, Completion]:
-    done: dict[str, Completion] = {}
-    while core.busy:
-        done |= {c.request_id: c for _, c in core.step()}
-    return done
 
 
 def assert_same(ours: dict[str, Completion], theirs: dict[str, Completion]) -> None:
@@ -111,14 +85,6 @@ def test_pages_equal_slots(name: str) -> None:
     assert_nothing_is_held(runner)
 
 
-def test_guesses_in_pages_change_no_result() -> None:
-    slots, _, _ = run("qwen3", 0.0, pages=False)
-    guessed, core, runner = run("qwen3", 0.0, pages=True, num_speculative_tokens=4)
-    assert_same(guessed, slots)
-    assert core.stats()["accepted_tokens"] > 0
-    assert_nothing_is_held(runner)
-
-
 def test_siblings_hold_the_full_pages_of_their_prompt_together() -> None:
     core, runner = engine("qwen3", pages=True)
     prompt = np.arange(20)  # two pages and a half
@@ -143,7 +109,7 @@ def test_no_more_are_resident_than_the_kv_holds(pages: bool) -> None:
     most = 0
     while core.busy:
         done |= {c.request_id: c for _, c in core.step()}
-        needs = [len(r.prompt_ids) + r.sampling.max_tokens for r in core.rows.requests]
+        needs = [len(r.prompt_ids) + r.sampling.max_tokens for r in core.running.requests]
         assert sum(needs) <= 128
         most = max(most, len(needs))
     assert 1 < most < 6
@@ -155,7 +121,7 @@ def test_by_default_every_row_can_become_full() -> None:
     for i in range(6):
         core.add(Request(str(i), np.arange(3) + i, Sampling(max_tokens=125, seed=i)))
     core.step()
-    assert core.rows.n == 6
+    assert core.running.n == 6
     with pytest.raises(
         ValueError,
         match="max_kv_tokens=100 holds no sequence of max_context_tokens=128 in whole pages: give at least 128",
@@ -179,11 +145,11 @@ def test_sleeping_gives_the_pages_back_and_changes_no_result() -> None:
 
 def test_new_weights_take_the_place_of_the_old_ones() -> None:
     core, runner = engine("qwen3", pages=True)
-    assert runner._weights is not None
-    where = runner._weights.embed.data_ptr()
+    assert runner.model.weights is not None
+    where = runner.model.weights.embed.data_ptr()
     other = module_of("qwen3", seed=1)
     load(core, other)
-    assert runner._weights.embed.data_ptr() == where
+    assert runner.model.weights.embed.data_ptr() == where
     fresh, _ = engine("qwen3", pages=False)
     load(fresh, other)
     for one in (core, fresh):
@@ -216,8 +182,10 @@ def test_drawing_without_the_host_is_drawing(vocab: int) -> None:
     rng = np.random.default_rng(0)
     logits = torch.from_numpy(rng.normal(size=(40, vocab)).astype(np.float32))
     temperature = rng.choice(np.array([0.0, 0.7, 1.0], np.float32), 40)
-    draw = Draw(temperature, np.zeros(40, np.int64), np.ones(40, np.float32), np.zeros(40, np.float32), rng.random(40))
-    ids, logprobs = draw_ids(logits, torch.from_numpy(temperature), torch.from_numpy(draw.uniform))
-    expected_ids, expected = sample(logits, draw)
+    drawn = SamplingMetadata(
+        temperature, np.zeros(40, np.int64), np.ones(40, np.float32), np.zeros(40, np.float32), rng.random(40)
+    )
+    ids, logprobs = sample_captured(logits, torch.from_numpy(temperature), torch.from_numpy(drawn.uniform))
+    expected_ids, expected = sample(logits, drawn)
     assert torch.equal(ids, expected_ids)
     torch.testing.assert_close(logprobs, expected, atol=1e-6, rtol=0)

@@ -226,7 +226,7 @@ def test_what_a_loop_returns_is_an_outcome_never_a_crash(tmp_path, make, outcome
 
 def test_an_aborted_request_is_cancelled_and_played_again(tmp_path):
     class Gives_up(FakeEngine):
-        async def generate(self, request_id, prompt_ids, sampling, *, prefix_key=None):
+        async def generate(self, request_id, prompt_ids, sampling, *, prefix_key=None, adapter=None, media=()):
             done = await super().generate(request_id, prompt_ids, sampling, prefix_key=prefix_key)
             return replace(done, stop_reason="abort") if request_id.endswith(".0") else done
 

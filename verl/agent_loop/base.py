@@ -1,8 +1,8 @@
-"""Agent loops: how one attempt at a task is played. verl's signatures, and a recorder that keeps them honest.
+"""Agent loops: how one attempt at a task is made. verl's signatures, and a recorder that keeps them honest.
 
 A loop may rewrite text as it likes; what is trained on comes from the record of the server manager: a mask=1 token that
-was not sampled there, after the very tokens that precede it in the output, is an error, and log-probs and versions are
-the recorded ones (pitfalls 11, 13).
+was not sampled there, after the very tokens that precede it in the output, is an error, and log-probs, versions, media
+and side channels are the recorded ones.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class AgentLoopMetrics:
 
 @dataclass(slots=True)
 class AgentLoopOutput:
-    """response_mask: 1 = sampled by the model, 0 = tool or environment. reward_score None: the reward function scores it."""
+    """response_mask: 1 = sampled by the model, 0 = tool or environment. None reward_score: the reward function's."""
 
     prompt_ids: Sequence[int]
     response_ids: Sequence[int]
@@ -66,18 +66,24 @@ class ServerManager:
     """What a loop generates with. Keeps every completion; one per trajectory.
 
     `max_tokens` of the sampling is the budget of the whole trajectory, environment tokens included: no call goes beyond
-    it, and a call without room samples nothing and says `context_full` (pitfalls 33).
+    it, and a call without room samples nothing and says `context_full`. `media`: content hashes of the task's prompt.
     """
 
     def __init__(
-        self, engine: RolloutEngine, sampling: Sampling, *, seed_parts: Sequence[object], prefix_key: str | None = None
+        self,
+        engine: RolloutEngine,
+        sampling: Sampling,
+        *,
+        seed_parts: Sequence[object],
+        prefix_key: str | None = None,
+        adapter: str | None = None,
+        media: tuple[str, ...] = (),
     ) -> None:
-        self._engine = engine
-        self._sampling = sampling
-        self._seed_parts = tuple(seed_parts)
-        self._prefix_key = prefix_key
+        self._engine, self._sampling, self._seed_parts = engine, sampling, tuple(seed_parts)
+        self._prefix_key, self._adapter = prefix_key, adapter
         self._calls = 0
         self._limit = 0  # context tokens, from the first prompt on
+        self.media = media
         self.record: list[Call] = []
         self.full = False  # the last call had no room
 
@@ -92,7 +98,7 @@ class ServerManager:
     ) -> TokenOutput:
         if image_data or video_data:
             raise ValueError("this model takes no images or videos; remove them from the rows")
-        asked, ids = self._given(sampling_params), as_ids(prompt_ids)
+        asked, ids = self._merged(sampling_params), as_ids(prompt_ids)
         turn, self._calls = self._calls, self._calls + 1
         self._limit = self._limit or len(ids) + self._sampling.max_tokens
         room = self._limit - len(ids)
@@ -100,32 +106,26 @@ class ServerManager:
         if self.full:
             return TokenOutput([], [], "context_full")
         sampling = asked.of_call(min(asked.max_tokens, room), derive_seed(*self._seed_parts, turn))
-        completion = await self._engine.generate(request_id, ids, sampling, prefix_key=self._prefix_key)
+        completion = await self._engine.generate(
+            request_id, ids, sampling, prefix_key=self._prefix_key, adapter=self._adapter, media=self.media
+        )
         call = Call(ids, completion, completion.ids.tolist())
         self.record.append(call)
         return TokenOutput(call.token_ids.copy(), completion.logprobs.tolist(), completion.stop_reason)
 
-    def _given(self, params: Mapping[str, Any]) -> Sampling:
+    def _merged(self, params: Mapping[str, Any]) -> Sampling:
         """The run's sampling with what the loop asks for. The distribution stays: the trainer applies the same."""
         run = self._sampling
         if params == sampling_params_of(run):  # handed through
             return run
-        given = {
-            name: value for name, value in params.items() if value is not None and name != "logprobs"
-        }  # always given
+        given = {name: value for name, value in params.items() if value is not None and name != "logprobs"}
         length = int(given.pop("max_tokens", given.pop("max_new_tokens", run.max_tokens)))
         if length < 1:
             raise ValueError(f"max_tokens={length}: at least one token must be sampled")
         stop = given.pop("stop", run.stop)
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         stop_ids = tuple(given.pop("stop_token_ids", run.stop_token_ids))
-        fixed = {
-            "temperature": run.temperature,
-            "top_p": run.top_p,
-            "top_k": run.top_k,
-            "min_p": run.min_p,
-            "ignore_eos": run.ignore_eos,
-        }
+        fixed = {name: getattr(run, name) for name in ("temperature", "top_p", "top_k", "min_p", "ignore_eos")}
         if given.get("top_k") == -1:  # verl's way to say off
             given["top_k"] = 0
         for name, value in given.items():
@@ -187,52 +187,51 @@ class AgentLoopFactory(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
-    """A loop's output as a trajectory: ids as it returned them, log-probs, versions and stop reason from the record."""
+class CheckedOutput:
+    """A loop's output as a trajectory: ids as it returned them, all else from the record."""
 
     segments: tuple[Segment, ...]
     stop_reason: StopReason
 
 
-def played(output: AgentLoopOutput, manager: ServerManager, max_tokens: int) -> Played:
+def check_output(output: AgentLoopOutput, manager: ServerManager, max_tokens: int) -> CheckedOutput:
     """The trajectory of a loop's output, cut at `max_tokens` response tokens.
 
     Raises ValueError if a mask=1 token was not sampled by the server manager after exactly what precedes it.
     """
-    if len(manager.record) == 1 and _as_sampled(output, manager.record[0], max_tokens):
+    if len(manager.record) == 1 and _is_untouched(output, manager.record[0], max_tokens):
         call = manager.record[0]
-        answer = _spans(call.completion, 0, len(call.completion.ids))
-        return Played(
-            (Segment(ids=call.prompt_ids, source="prompt"), *answer),
-            "context_full" if manager.full else call.completion.stop_reason,
-        )
-    prompt, ids, mask = as_ids(output.prompt_ids), as_ids(output.response_ids), np.asarray(output.response_mask, bool)
+        prompt = Segment(ids=call.prompt_ids, source="prompt", media=manager.media)
+        reason = "context_full" if manager.full else call.completion.stop_reason
+        return CheckedOutput((prompt, *_sampled(call.completion, 0, len(call.completion.ids))), reason)
+    prompt_ids, ids = as_ids(output.prompt_ids), as_ids(output.response_ids)
+    mask = np.asarray(output.response_mask, bool)
     if len(ids) != len(mask):
         raise ValueError(f"response_mask has {len(mask)} values for {len(ids)} response_ids")
     full = manager.full or len(ids) > max_tokens
     ids, mask = ids[:max_tokens], mask[:max_tokens]
-    owner = np.where(mask, _owners(prompt, ids, manager.record), -1)
+    owner = np.where(mask, _owners(prompt_ids, ids, manager.record), -1)
     if len(invented := np.flatnonzero(mask & (owner < 0))):
         raise ValueError(
-            f"{len(invented)} tokens with mask 1, the first at response position {invented[0]}, were not sampled by the "
-            "model after the tokens that precede them there: the loop changed or invented them, or it rewrote what came "
-            "before; give them mask 0"
+            f"{len(invented)} tokens with mask 1, the first at response position {invented[0]}, were not sampled by "
+            "the model after the tokens that precede them there: the loop changed or invented them, or it rewrote what "
+            "came before; give them mask 0"
         )
-    segments = [Segment(ids=prompt, source="prompt")]
-    reason: StopReason = "error"
+    segments = [Segment(ids=prompt_ids, source="prompt", media=manager.media)]
+    reason = "error"
     edges = [0, *(np.flatnonzero(np.diff(owner)) + 1).tolist(), len(ids)] if len(ids) else [0]
     for a, b in zip(edges, edges[1:]):
         if owner[a] < 0:
             segments.append(Segment(ids=ids[a:b], source="env"))
             continue
         call = manager.record[owner[a]]
-        start = len(call.prompt_ids) - len(prompt)
-        segments.extend(_spans(call.completion, a - start, b - start))
+        start = len(call.prompt_ids) - len(prompt_ids)
+        segments.extend(_sampled(call.completion, a - start, b - start))
         reason = call.completion.stop_reason if b - start == len(call.completion.ids) else "stop"  # cut by the loop
-    return Played(tuple(segments), "context_full" if full else reason)
+    return CheckedOutput(tuple(segments), "context_full" if full else reason)
 
 
-def _as_sampled(output: AgentLoopOutput, call: Call, max_tokens: int) -> bool:
+def _is_untouched(output: AgentLoopOutput, call: Call, max_tokens: int) -> bool:
     """The loop returned one call as it came: nothing to look for."""
     ids, mask = output.response_ids, output.response_mask
     return (
@@ -267,11 +266,13 @@ def _owners(prompt: np.ndarray, ids: np.ndarray, record: Sequence[Call]) -> np.n
     return owner
 
 
-def _spans(completion: Completion, first: int, end: int) -> list[Segment]:
-    """Tokens first:end of a completion, one segment per weight version."""
-    found = [(v, max(a, first), min(b, end)) for v, a, b in completion.spans]
-    return [
-        Segment(ids=completion.ids[a:b], source="sampled", logprobs=completion.logprobs[a:b], version=v)
-        for v, a, b in found
-        if a < b
-    ]
+def _sampled(c: Completion, first: int, end: int) -> list[Segment]:
+    """Tokens first:end of a completion, one segment per weight version, with their side channels."""
+    segments = []
+    for version, start, stop in c.spans:
+        a, b = max(start, first), min(stop, end)
+        if a < b:
+            side = {name: channel[a:b] for name, channel in c.side.items()}
+            logprobs = c.logprobs[a:b]
+            segments.append(Segment(ids=c.ids[a:b], source="sampled", logprobs=logprobs, version=version, side=side))
+    return segments

@@ -209,7 +209,7 @@ class RolloutConfig:
     max_prefill_tokens: int = 8192
     """Prompt tokens per prefill pass; decode goes on between passes."""
     engine_options: dict[str, Any] = field(default_factory=dict)
-    """Of the engine alone. native: num_speculative_tokens, guessed per row and step from texts that repeat (0: none)."""
+    """Of the engine alone."""
 
 
 @dataclass

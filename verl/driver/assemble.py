@@ -47,9 +47,11 @@ from verl.reward.compute import check_data_source
 from verl.reward.model import Later, ModelReward, ScoreRows
 from verl.reward.pool import RewardPool, grader_spec
 from verl.reward.shaping import Shaped
-from verl.rollout.base import RolloutEngine
-from verl.rollout.hf import HfEngine
-from verl.rollout.native import NativeEngine
+from verl.rollout import hf
+from verl.rollout.base import RolloutContext, RolloutEngine
+from verl.rollout.native import engine as native
+from verl.rollout.native.options import Options as NativeOptions
+from verl.rollout.router import Router
 from verl.track.console import LiveProgress
 from verl.track.events import EventLog, next_attempt
 from verl.track.sinks import open_sinks
@@ -94,9 +96,9 @@ async def assemble(resolved: Resolved, *, progress: LiveProgress | None = None, 
         learner.models["reward_model"] = scorer
     replicas = [rollout_engine(config, tokenizer, context.device) for _ in range(config.rollout.replicas)]
     decode = decoder(tokenizer)
-    if isinstance(replicas[0], NativeEngine) and replicas[0].without_kernels:
-        progress.message(f"rollout: slower without compiled kernels ({replicas[0].without_kernels})")
-    rollout = replicas[0]
+    for note in (await replicas[0].capabilities()).notes:
+        progress.message(note)
+    rollout = replicas[0] if len(replicas) == 1 else Router(replicas)
     recorder = SampleRecorder(queue, claimed.path, decode, groups_per_step=config.track.samples_per_step)
     reporter = _reporter(
         claimed, config, progress, waits, recorder=InprocGroup("recorder", [recorder]), on_step=on_step
@@ -151,6 +153,7 @@ async def assemble(resolved: Resolved, *, progress: LiveProgress | None = None, 
             exclusive=colocated,
             partial_rollout=config.pipeline.partial_rollout,
             note=progress.message,
+            serve=rollout.serve if isinstance(rollout, Router) else None,
         ),
         checkpointer=checkpointer,
         reporter=reporter,
@@ -345,33 +348,25 @@ def rollout_engine(config: Config, tokenizer: Any, device: str) -> RolloutEngine
         config.model.path, trust_remote_code=config.model.trust_remote_code, local_files_only=True
     )
     dtype = config.model.dtype if r.dtype == "auto" else r.dtype
-    context = max_context_tokens(config, hf_config)
-    ends, decode, torch_dtype = eos_ids(config, tokenizer), decoder(tokenizer), DTYPES[dtype]
+    context = RolloutContext(
+        hf_config=hf_config,
+        max_context_tokens=max_context_tokens(config, hf_config),
+        dtype=DTYPES[dtype],
+        eos_token_ids=eos_ids(config, tokenizer),
+        decode=decoder(tokenizer),
+        device=device,
+        max_concurrent_sequences=r.max_concurrent_sequences,
+        deterministic=config.run.deterministic,
+    )
     if r.engine == "native":
-        return NativeEngine(
-            hf_config,
-            max_context_tokens=context,
-            eos_token_ids=ends,
-            decode=decode,
-            dtype=torch_dtype,
-            device=device,
-            max_concurrent_sequences=r.max_concurrent_sequences,
-            max_prefill_tokens=r.max_prefill_tokens,
+        options = NativeOptions(
             prefix_cache_tokens=r.prefix_cache_tokens,
-            deterministic=config.run.deterministic,
-            num_speculative_tokens=r.engine_options.get("num_speculative_tokens", 0),
+            max_prefill_tokens=r.max_prefill_tokens,
             max_kv_tokens=r.max_kv_tokens,
         )
+        return native.build(options, context)
     if r.engine == "hf":
-        return HfEngine(
-            hf_config,
-            max_context_tokens=context,
-            eos_token_ids=ends,
-            decode=decode,
-            dtype=torch_dtype,
-            device=device,
-            max_concurrent_sequences=r.max_concurrent_sequences,
-        )
+        return hf.build(hf.Options(), context)
     raise ValueError(f"rollout.engine={r.engine!r} is not in this version; use native or hf")
 
 

@@ -8,7 +8,14 @@ from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from verl.agent_loop.base import AgentLoopFactory, AgentLoopOutput, Played, ServerManager, played, sampling_params_of
+from verl.agent_loop.base import (
+    AgentLoopFactory,
+    AgentLoopOutput,
+    CheckedOutput,
+    ServerManager,
+    check_output,
+    sampling_params_of,
+)
 from verl.reward.base import RewardFn, RewardRequest, parse_result
 from verl.rollout.base import DecodeFn, RolloutEngine
 from verl.types import Invalid, Outcome, Purpose, Sampling, Score, Segment, Task, Trajectory, response_ids_of
@@ -90,11 +97,11 @@ class TrajectoryRunner:
                     output = await run
             else:
                 output = await self._waits.wait(run, who=who, what=what, timeout_s=self._timeout_s)
-            made = played(output, manager, sampling.max_tokens)
+            made = check_output(output, manager, sampling.max_tokens)
         except Exception as e:  # an agent loop is user code: its failure is an outcome, and retried
             late = f"timeout: the agent loop did not end in {self._timeout_s:g} s"
             error = late if isinstance(e, DeadlineExpired) else f"{type(e).__name__}: {e}"
-            made, turns = Played((Segment(ids=task.prompt_ids, source="prompt"),), "error"), 1
+            made, turns = CheckedOutput((Segment(ids=task.prompt_ids, source="prompt"),), "error"), 1
         else:
             turns = max(1, len(manager.record))
             if made.stop_reason == "abort":
@@ -125,7 +132,7 @@ class TrajectoryRunner:
         )
 
     async def _score(
-        self, name: str, task: Task, sampling: Sampling, made: Played, output: AgentLoopOutput, turns: int
+        self, name: str, task: Task, sampling: Sampling, made: CheckedOutput, output: AgentLoopOutput, turns: int
     ) -> Score | Invalid:
         response = response_ids_of(made.segments)
         try:

@@ -1,16 +1,20 @@
-"""Rollout engines: tokens in, tokens out. An engine knows no chat, reward or group (DESIGN section 5)."""
+"""Rollout engines: tokens in, tokens out. An engine knows no chat, reward or group. No torch is imported here."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
 from verl.types import Sampling, StopReason
 
+if TYPE_CHECKING:
+    import torch
+
 PauseMode = Literal["keep", "wait", "abort"]
+DecodeFn = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +22,7 @@ class Completion:
     """ids [t] int64 and logprobs [t] float32, the stop token included; spans = ((version, start, end), ...) cover ids.
 
     `logprobs` are those of the distribution that was drawn from (temperature and truncation applied); greedy tokens
-    carry the log-prob at temperature 1. stop_reason `abort` keeps the tokens so far.
+    carry the log-prob at temperature 1. stop_reason `abort` keeps the tokens so far. `side`: {name: [t, ...]}.
     """
 
     request_id: str
@@ -28,19 +32,56 @@ class Completion:
     stop_reason: StopReason
     stop: str | None = None
     cached_tokens: int = 0
+    side: Mapping[str, np.ndarray] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
+    """What an engine can do; asked at start.
+
+    `logprobs`: processed (temperature and truncation applied) or raw. `notes`: lines that the user is told at start.
+    """
+
     logprobs: Literal["processed", "raw"]
-    prefix_cache: bool
-    in_flight_update: bool
-    architectures: tuple[str, ...]
     max_context_tokens: int
+    prefix_cache: bool = False
+    in_flight_update: bool = False
+    lora: bool = False
+    media: bool = False
+    sleep_levels: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
-class WeightSource(Protocol):
-    """What a checkpoint engine hands to a rollout replica: a version and a stream of HF-named tensors."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutContext:
+    """What every backend is built from, besides its own options. `decode` is needed for stop strings only.
+
+    `deterministic`: a sequence's tokens and log-probs are bitwise independent of what else is in the batch.
+    """
+
+    hf_config: Any
+    max_context_tokens: int
+    dtype: torch.dtype
+    eos_token_ids: Sequence[int] = ()
+    decode: DecodeFn | None = None
+    device: torch.device | str = "cpu"
+    max_concurrent_sequences: int = 256
+    deterministic: bool = False
+
+    def __post_init__(self) -> None:
+        check_positive(
+            max_context_tokens=self.max_context_tokens, max_concurrent_sequences=self.max_concurrent_sequences
+        )
+
+
+def check_positive(**sizes: int) -> None:
+    for name, value in sizes.items():
+        if value < 1:
+            raise ValueError(f"{name}={value}: must be at least 1")
+
+
+class WeightReader(Protocol):
+    """What a replica reads of a publish: its version and a stream of HF-named tensors."""
 
     version: int
 
@@ -49,14 +90,25 @@ class WeightSource(Protocol):
 
 class RolloutEngine(Protocol):
     async def generate(
-        self, request_id: str, prompt_ids: np.ndarray, sampling: Sampling, *, prefix_key: str | None = None
-    ) -> Completion: ...
+        self,
+        request_id: str,
+        prompt_ids: np.ndarray,
+        sampling: Sampling,
+        *,
+        prefix_key: str | None = None,
+        adapter: str | None = None,
+        media: Sequence[str] = (),
+    ) -> Completion:
+        """Requests with one `prefix_key` have a common prompt. `media`: content hashes, in the order of the prompt."""
+        ...
 
-    async def score(self, ids: np.ndarray, *, temperature: float = 1.0) -> np.ndarray:
+    async def score(
+        self, ids: np.ndarray, *, temperature: float = 1.0, adapter: str | None = None, media: Sequence[str] = ()
+    ) -> np.ndarray:
         """Log-probs [t-1] float32 of ids[1:] given their prefix, under the live weights."""
         ...
 
-    async def load_weights(self, source: WeightSource, *, on_inflight: PauseMode = "wait") -> int:
+    async def load_weights(self, source: WeightReader, *, on_inflight: PauseMode = "wait") -> int:
         """Make `source` live and return its version. keep: running requests continue under it · wait: they finish
         first · abort: they return with their partial tokens. Every prefix computed under older weights is dropped."""
         ...
@@ -71,6 +123,3 @@ class RolloutEngine(Protocol):
 
     @property
     def version(self) -> int: ...
-
-
-DecodeFn = Callable[[Sequence[int]], str]

@@ -1,215 +1,51 @@
 """Rollout with transformers' own forward pass and cache, for any causal LM. Simple and correct, not fast.
 
-Static batches of what is waiting, left-padded; rows that finish leave the cache. Sampling, stop conditions, spans and
-the asynchronous half are those of the native engine.
+torch is imported by `build` only, so that a plan can read the options without it.
 """
 
 from __future__ import annotations
 
-import copy
-import inspect
-from collections.abc import Sequence
-from itertools import islice
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import numpy as np
-import torch
-from torch import Tensor, nn
+from verl.rollout.base import Capabilities, RolloutContext
 
-from verl.rollout.base import Capabilities, DecodeFn, WeightSource
-from verl.rollout.native.core import Admission
-from verl.rollout.native.engine import check_positive
-from verl.rollout.native.front import AsyncEngine
-from verl.rollout.native.request import Request
-from verl.rollout.native.sampler import Draw, sample, score_logits, to_host
-from verl.rollout.native.weights import refuse_mismatch
+if TYPE_CHECKING:
+    from torch import nn
+
+    from verl.rollout.embedded.front import EmbeddedEngine
 
 
-class HfEngine(AsyncEngine):
-    """Weights come by `load_weights`. Give `module` for a model that AutoModelForCausalLM cannot build from
-    `hf_config`; the engine then owns it."""
-
-    def __init__(
-        self,
-        hf_config: Any,
-        *,
-        max_context_tokens: int,
-        eos_token_ids: Sequence[int],
-        decode: DecodeFn | None = None,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-        max_concurrent_sequences: int = 256,
-        max_prefill_tokens: int = 8192,
-        module: nn.Module | None = None,
-    ) -> None:
-        check_positive(
-            max_context_tokens=max_context_tokens,
-            max_concurrent_sequences=max_concurrent_sequences,
-            max_prefill_tokens=max_prefill_tokens,
-        )
-        runner = HfRunner(
-            hf_config,
-            module,
-            max_context_tokens=max_context_tokens,
-            dtype=dtype,
-            device=torch.device(device),
-            max_rows=max_concurrent_sequences,
-            max_prefill_tokens=max_prefill_tokens,
-        )
-        capabilities = Capabilities(
-            logprobs="processed",
-            prefix_cache=False,
-            in_flight_update=True,
-            architectures=tuple(getattr(hf_config, "architectures", None) or (hf_config.model_type,)),
-            max_context_tokens=max_context_tokens,
-        )
-        super().__init__(runner, eos_token_ids=eos_token_ids, decode=decode, capabilities=capabilities)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """None: the hf engine has no keys of its own."""
 
 
-class HfRunner:
-    def __init__(
-        self,
-        config: Any,
-        module: nn.Module | None,
-        *,
-        max_context_tokens: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        max_rows: int,
-        max_prefill_tokens: int,
-    ) -> None:
-        self.max_rows, self.max_context_tokens = max_rows, max_context_tokens
-        text = config.get_text_config()
-        self.vocab_size = text.vocab_size
-        longest = getattr(text, "max_position_embeddings", None)
-        if longest is not None and max_context_tokens > longest:
-            raise ValueError(
-                f"max_context_tokens={max_context_tokens} exceeds the model's max_position_embeddings={longest}: "
-                "shorten prompt or response, or use a model with a longer context"
-            )
-        self._config, self._dtype, self._device = config, dtype, device
-        self._max_prefill_tokens = max_prefill_tokens
-        self._module = module
-        self._loaded = False
-        self._arguments: frozenset[str] = frozenset()  # of the module's forward
-        self._cache: Any = None  # transformers.Cache of the resident rows
-        self._mask = torch.zeros(0, 0, dtype=torch.int64)  # [rows, cached tokens], 0 is left padding
-        self._counts = {"prefill_tokens": 0, "decode_tokens": 0, "reused_tokens": 0}
+def memory(
+    options: Options, *, max_concurrent_sequences: int, max_context_tokens: int, kv_bytes_per_token: int
+) -> dict[str, int]:
+    return {"KV cache": max_concurrent_sequences * max_context_tokens * kv_bytes_per_token}
 
-    @property
-    def ready(self) -> bool:
-        return self._loaded
 
-    def enter_thread(self) -> None: ...
+def build(
+    options: Options,
+    context: RolloutContext,
+    *,
+    module: nn.Module | None = None,
+    max_prefill_tokens: int = 8192,
+    notes: tuple[str, ...] = (),
+) -> EmbeddedEngine:
+    """The engine without weights. `module`: for a model that AutoModelForCausalLM cannot build from the config; the
+    engine then owns it."""
+    from verl.rollout.embedded.front import EmbeddedEngine
+    from verl.rollout.embedded.hf_runner import HfRunner
 
-    def close(self) -> None: ...
-
-    def load(self, source: WeightSource) -> None:
-        module = self._module if self._module is not None else self._build()
-        module.to(self._device).eval()  # dtype: of parameters only, buffers such as RoPE frequencies stay in fp32
-        state = module.state_dict(keep_vars=True)  # tied tensors appear under each of their names
-        fresh: dict[int, Tensor] = {}
-        unexpected, misshapen = [], []
-        for name, tensor in source.tensors():
-            if name not in state or not isinstance(tensor, Tensor):
-                unexpected.append(name)
-                continue
-            live, filled_before = state[name], id(state[name]) in fresh
-            dtype = self._dtype if isinstance(live, nn.Parameter) else live.dtype
-            buffer = fresh.setdefault(id(live), torch.empty(live.shape, dtype=dtype, device=self._device))
-            if tensor.shape != live.shape:
-                misshapen.append(f"{name} {tuple(tensor.shape)}, model {tuple(live.shape)}")
-            elif not filled_before:
-                buffer.copy_(tensor.detach())
-            elif not torch.equal(buffer, tensor.detach().to(buffer)):
-                raise ValueError(f"{name} differs from the tensor it is tied to (tie_word_embeddings), or came twice")
-        refuse_mismatch([name for name, live in state.items() if id(live) not in fresh], unexpected, misshapen)
-        for live in state.values():
-            live.data = fresh[id(live)]
-        self._module, self._loaded = module, True
-        self._arguments = frozenset(inspect.signature(module.forward).parameters)
-
-    def _build(self) -> nn.Module:
-        from transformers import AutoModelForCausalLM
-
-        module: nn.Module = AutoModelForCausalLM.from_config(copy.deepcopy(self._config), dtype=self._dtype)
-        return module
-
-    @torch.inference_mode()
-    def admit(self, waiting: Sequence[Request], resident: int) -> Admission | None:
-        """A new batch once the last one has ended: padded to its longest prompt, within `max_prefill_tokens`."""
-        prompts: list[np.ndarray] = []
-        longest = 0
-        if resident:
-            return None
-        for request in islice(waiting, self.max_rows):
-            longest = max(longest, len(request.context()))
-            if prompts and longest * (len(prompts) + 1) > self._max_prefill_tokens:
-                break
-            prompts.append(request.context())
-        width = max(map(len, prompts))
-        ids = torch.zeros(len(prompts), width, dtype=torch.int64)  # [n, T], left-padded; a masked id has no effect
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(prompts):
-            ids[row, width - len(prompt) :] = torch.from_numpy(prompt)
-            mask[row, width - len(prompt) :] = 1
-        self._cache, self._mask = None, mask.to(self._device)
-        self._counts["prefill_tokens"] += int(mask.sum())
-        logits = self._forward(ids.to(self._device), (self._mask.cumsum(-1) - 1).clamp_(min=0))
-        return Admission([0] * len(prompts), lambda draw: to_host(*sample(logits, draw)))
-
-    @torch.inference_mode()
-    def decode(self, tokens: np.ndarray, positions: np.ndarray, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
-        self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], dim=1)
-        ids, at = (torch.from_numpy(column)[:, None].to(self._device) for column in (tokens, positions))
-        self._counts["decode_tokens"] += len(tokens)
-        return to_host(*sample(self._forward(ids, at), draw))
-
-    def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """ids, positions [n, t] -> logits [n, V] after the last id."""
-        assert self._module is not None
-        options = {"position_ids": positions, "logits_to_keep": 1}
-        out = self._module(
-            input_ids=ids,
-            attention_mask=self._mask,
-            past_key_values=self._cache,
-            use_cache=True,
-            **{name: value for name, value in options.items() if name in self._arguments},
-        )
-        self._cache = out.past_key_values
-        return out.logits[:, -1]
-
-    @torch.inference_mode()
-    def move(self, sources: np.ndarray, holes: np.ndarray, kept: int, tokens: int) -> None:
-        order = np.arange(kept)
-        order[holes] = sources
-        index = torch.from_numpy(order).to(self._device)
-        self._cache.batch_select_indices(index)
-        self._mask = self._mask[index]
-
-    @torch.inference_mode()
-    def score(self, ids: np.ndarray, temperature: float) -> np.ndarray:
-        assert self._module is not None
-        given = torch.from_numpy(ids).to(self._device)
-        logits = self._module(input_ids=given[None, :-1], use_cache=False).logits[0]
-        return score_logits(logits, given[1:], temperature).cpu().numpy()
-
-    def drop_kv(self) -> int:
-        layers = self._cache.layers if self._cache is not None else ()
-        freed = sum(t.nbytes for layer in layers for t in (layer.keys, layer.values) if isinstance(t, Tensor))
-        self._cache, self._mask = None, self._mask[:0]
-        return freed
-
-    def drop_weights(self) -> int:
-        """The module keeps its structure and shapes (one element, expanded) and what no checkpoint holds."""
-        freed = 0
-        if self._module is not None and self._loaded:
-            tensors = {id(t): t for t in self._module.state_dict(keep_vars=True).values()}
-            freed = sum(t.nbytes for t in tensors.values())
-            for tensor in tensors.values():
-                tensor.data = tensor.new_zeros(()).expand(tensor.shape)
-        self._loaded = False
-        return freed
-
-    def stats(self) -> dict[str, int]:
-        return dict(self._counts)
+    runner = HfRunner(context, module, max_prefill_tokens=max_prefill_tokens)
+    capabilities = Capabilities(
+        logprobs="processed",
+        max_context_tokens=context.max_context_tokens,
+        in_flight_update=True,
+        sleep_levels=(1, 2),
+        notes=notes,
+    )
+    return EmbeddedEngine(runner, context, capabilities)

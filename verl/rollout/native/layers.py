@@ -1,4 +1,4 @@
-"""What a decoder layer is made of besides attention: norms and feed-forward blocks, over the compiled kernels or torch."""
+"""What a decoder layer has besides attention: norms and feed-forward blocks, over the compiled kernels or torch."""
 
 from __future__ import annotations
 
@@ -6,40 +6,27 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.nn.functional import gelu, layer_norm, rms_norm, silu
+from torch.nn.functional import gelu, rms_norm, silu
 
-from verl.nn.compiled import Kernels
-from verl.rollout.native.linear import Linear
+from verl.accel.cpu.kernels import Kernels
+from verl.accel.cpu.linear import Linear
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 """What configs call them -> what is computed."""
 
 
-def activate(x: Tensor, activation: str) -> Tensor:
-    return silu(x) if activation == "silu" else gelu(x, approximate="tanh")
-
-
 class Norm:
-    """Rows [T, width] over their root mean square, or with a bias over their standard deviation."""
+    """Rows [T, width] over their root mean square, times a weight that may be kept in more precision."""
 
-    __slots__ = ("bias", "eps", "kernels", "weight")
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, eps: float, kernels: Kernels | None) -> None:
-        self.weight, self.bias, self.eps, self.kernels = weight, bias, eps, kernels
+    def __init__(self, weight: Tensor, eps: float, kernels: Kernels | None) -> None:
+        self.weight, self.eps, self.kernels = weight, eps, kernels
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.bias is not None:
-            return layer_norm(x, self.weight.shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
         if self.kernels is not None:
             return self.kernels.rms_norm(x, self.weight, self.eps)
-        return rms_rows(x, self.weight, self.eps)
-
-
-def rms_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x [..., width] / rms(x) * weight, which may be kept in more precision than x."""
-    if weight.dtype == x.dtype:
-        return rms_norm(x, weight.shape, weight, eps)
-    return rms_norm(x.float(), x.shape[-1:], None, eps).mul_(weight).to(x.dtype)
+        if self.weight.dtype == x.dtype:
+            return rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return rms_norm(x.float(), x.shape[-1:], None, self.eps).mul_(self.weight).to(x.dtype)
 
 
 class Block(Protocol):
@@ -57,12 +44,10 @@ def add_normed(residual: Tensor, block: Block, x: Tensor, norm: Norm | None) -> 
 
 
 class FeedForward:
-    """down(act(gate(x)) * up(x)), or down(act(up(x)))."""
+    """down(act(gate(x)) * up(x)); `up` computes gate and up as one product."""
 
-    __slots__ = ("activation", "down", "gated", "kernels", "up")
-
-    def __init__(self, up: Linear, down: Linear, activation: str, gated: bool, kernels: Kernels | None) -> None:
-        self.up, self.down, self.activation, self.gated, self.kernels = up, down, activation, gated, kernels
+    def __init__(self, up: Linear, down: Linear, activation: str, kernels: Kernels | None) -> None:
+        self.up, self.down, self.activation, self.kernels = up, down, activation, kernels
 
     def __call__(self, x: Tensor) -> Tensor:
         return self.down(self._inner(x))
@@ -71,19 +56,15 @@ class FeedForward:
         return self.down.add_to(residual, self._inner(x))
 
     def _inner(self, x: Tensor) -> Tensor:
-        up = self.up(x)  # [T, 2 ffn] if gated, else [T, ffn]
-        if not self.gated:
-            return activate(up, self.activation)
+        both = self.up(x)  # [T, 2 ffn]
         if self.kernels is not None:
-            return self.kernels.gated(up, self.activation)
-        gate, up = up.chunk(2, dim=-1)
-        return activate(gate, self.activation).mul_(up)
+            return self.kernels.gated(both, self.activation)
+        gate, up = both.chunk(2, dim=-1)
+        return (silu(gate) if self.activation == "silu" else gelu(gate, approximate="tanh")).mul_(up)
 
 
 class Experts:
     """Each row goes through the `chosen` of the experts that the router likes best, weighted by its probabilities."""
-
-    __slots__ = ("chosen", "experts", "normalised", "router")
 
     def __init__(self, router: Linear, experts: tuple[FeedForward, ...], chosen: int, normalised: bool) -> None:
         self.router, self.experts, self.chosen, self.normalised = router, experts, chosen, normalised

@@ -1,7 +1,7 @@
 """Decode on CUDA: KV in pages that siblings share, attention over block tables, a whole step captured as one graph.
 
-A step of a small model is a few hundred kernels of microseconds each; replayed as a graph they are one launch. Everything
-in it has a fixed shape: rows are padded to a bucket, and padding rows write to page 0, which belongs to nobody.
+A step of a small model is a few hundred kernels of microseconds each; replayed as a graph they are one launch.
+Everything in it has a fixed shape: rows are padded to a bucket; padding rows write to page 0, which belongs to nobody.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ from torch import Tensor
 from torch.nn.attention import current_flash_attention_impl
 from torch.nn.functional import scaled_dot_product_attention
 
+from verl.rollout.embedded.core import Sampled
+from verl.rollout.embedded.sampler import SamplingMetadata, sample, sample_captured, to_host
 from verl.rollout.native.architecture import Shape
 from verl.rollout.native.kv import round_up
-from verl.rollout.native.model import RotaryTable, forward, split_heads
-from verl.rollout.native.sampler import Draw, draw_ids, sample, to_host
-from verl.rollout.native.weights import Layer, Weights
+from verl.rollout.native.model import Model
+from verl.rollout.native.weights import Layer
 
 PAGE = 256  # tokens: flash attention asks for multiples of it
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
 PagedKernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float, int], Tensor]
-"""q [n, H, D], keys and values [pages, PAGE, K, D], block table int32 [n, W], tokens seen int32 [n], scale, window -> [n, H, D]."""
+"""q [n, H, D], keys and values [pages, PAGE, K, D], block table int32 [n, W], tokens seen int32 [n], scale, window
+-> [n, H, D]."""
 
 
 def flash_attn_paged(
@@ -35,17 +37,9 @@ def flash_attn_paged(
     """The flash-attn package: a split-KV kernel over a block table."""
     from flash_attn import flash_attn_with_kvcache
 
+    read = {"cache_seqlens": seen, "block_table": table, "softmax_scale": scale, "causal": True}
     span = (window - 1, 0) if window else (-1, -1)
-    out: Tensor = flash_attn_with_kvcache(
-        q[:, None],
-        keys,
-        values,
-        cache_seqlens=seen,
-        block_table=table,
-        softmax_scale=scale,
-        causal=True,
-        window_size=span,
-    )
+    out: Tensor = flash_attn_with_kvcache(q[:, None], keys, values, window_size=span, **read)
     return out[:, 0]
 
 
@@ -56,20 +50,11 @@ def torch_paged(
     from torch.nn.attention.varlen import varlen_attn
 
     one_each = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
-    out = varlen_attn(
-        q,
-        keys,
-        values,
-        one_each,
-        None,
-        1,
-        table.shape[1] * PAGE,
-        scale=scale,
-        window_size=(window - 1 if window else -1, 0),
-        enable_gqa=q.shape[1] != keys.shape[2],
-        seqused_k=seen,
-        block_table=table,
-    )
+    span = (window - 1 if window else -1, 0)
+    grouped = q.shape[1] != keys.shape[2]
+    read: dict[str, Any] = {"scale": scale, "window_size": span, "enable_gqa": grouped}
+    read |= {"seqused_k": seen, "block_table": table}
+    out = varlen_attn(q, keys, values, one_each, None, 1, table.shape[1] * PAGE, **read)
     assert isinstance(out, Tensor)
     return out
 
@@ -77,16 +62,14 @@ def torch_paged(
 def gathered_paged(
     q: Tensor, keys: Tensor, values: Tensor, table: Tensor, seen: Tensor, scale: float, window: int
 ) -> Tensor:
-    """The same by plain operations, which copy the pages: what the kernels are compared with, and the way without one."""
+    """The same by plain operations, which copy the pages: what the kernels are compared with, and the way without."""
     k, v = (pool[table.long()].flatten(1, 2).transpose(1, 2) for pool in (keys, values))  # [n, K, W PAGE, D]
     place = torch.arange(k.shape[2], device=q.device)
     visible = place < seen[:, None]
     if window:
         visible &= place >= seen[:, None] - window
-    mask = visible[:, None, None]
-    return scaled_dot_product_attention(
-        q[:, :, None], k, v, attn_mask=mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-    )[:, :, 0]
+    mask, grouped = visible[:, None, None], q.shape[1] != k.shape[1]
+    return scaled_dot_product_attention(q[:, :, None], k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)[:, :, 0]
 
 
 def paged_kernel(device: torch.device, dtype: torch.dtype) -> PagedKernel:
@@ -157,11 +140,11 @@ class PageCache:
             self._users[page] = hi - lo
         self._stale = True
 
-    def extend(self, slots: np.ndarray, positions: np.ndarray) -> None:
-        """Each of `slots` [m] gets the page of its token at `positions` [m]; the device's table is made current."""
+    def extend(self, positions: np.ndarray) -> None:
+        """Each of slots 0..n-1 gets the page of its token at `positions` [n]; the device's table is made current."""
         needed = positions // PAGE + 1
-        for i in np.flatnonzero(needed > self._held[slots]):
-            self._extend(int(slots[i]), int(needed[i]))
+        for slot in np.flatnonzero(needed > self._held[: len(needed)]).tolist():
+            self._extend(slot, int(needed[slot]))
         if self._stale:
             self.table.copy_(self._host, non_blocking=True)
             self._stale = False
@@ -192,32 +175,25 @@ class PageCache:
 
 
 class PagedDecode:
-    """`step` for up to `max_tokens` tokens at once: by a graph per bucket on CUDA, directly elsewhere."""
+    """`step` for up to `max_rows` rows at once: by a graph per bucket on CUDA, directly elsewhere."""
 
     def __init__(
-        self,
-        shape: Shape,
-        cache: PageCache,
-        table: RotaryTable,
-        dtype: torch.dtype,
-        device: torch.device,
-        max_tokens: int,
-        max_context_tokens: int,
+        self, model: Model, cache: PageCache, dtype: torch.dtype, max_rows: int, max_context_tokens: int
     ) -> None:
-        self._shape, self.cache, self._table, self._device = shape, cache, table, device
+        self._model, self.cache, device = model, cache, model.device
         cuda = device.type == "cuda"
         self._kernel = paged_kernel(device, dtype)
-        self._captures = cuda and not any(shape.experts)  # experts read on the host how many rows each of them got
+        # experts read on the host how many rows each of them got
+        self._captures = cuda and not any(model.shape.experts)
         self._max_context_tokens = max_context_tokens
-        self._sizes = [b for b in BUCKETS if b < max_tokens] + [max_tokens]
-        # one transfer per step: tokens, positions, slots, temperatures, uniforms; float64 holds all of them exactly
-        self._host = torch.zeros(5, max_tokens, dtype=torch.float64, pin_memory=cuda)
-        self._inputs = torch.zeros(5, max_tokens, dtype=torch.float64, device=device)
+        self._sizes = [b for b in BUCKETS if b < max_rows] + [max_rows]
+        # one transfer per step: tokens, positions, temperatures, uniforms; float64 holds all of them exactly
+        self._host = torch.zeros(4, max_rows, dtype=torch.float64, pin_memory=cuda)
+        self._inputs = torch.zeros(4, max_rows, dtype=torch.float64, device=device)
         self._graphs: dict[tuple[int, int], tuple[torch.cuda.CUDAGraph, Tensor]] = {}  # by (rows, pages of the longest)
         self._memory: Any = None  # that the graphs share
-        self._stream = (
-            torch.cuda.Stream(device) if cuda else None
-        )  # of all captures: a library's workspace belongs to a stream
+        # of all captures: a library's workspace belongs to a stream
+        self._stream = torch.cuda.Stream(device) if cuda else None
 
     def forget(self) -> None:
         """Weights, pool or rotary table have moved."""
@@ -225,66 +201,63 @@ class PagedDecode:
         self._memory = None  # dies with the last graph
 
     @torch.inference_mode()
-    def step(
-        self, weights: Weights, slots: np.ndarray, tokens: np.ndarray, positions: np.ndarray, draw: Draw
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """tokens, positions [n] of `slots` [n] -> ids, log-probs [n]."""
+    def step(self, tokens: np.ndarray, positions: np.ndarray, sampling: SamplingMetadata) -> Sampled:
+        """tokens, positions [n] of slots 0..n-1."""
         n = len(tokens)
-        self.cache.extend(slots, positions)
-        self._table.reserve(self._max_context_tokens)
+        self.cache.extend(positions)
+        self._model.rotary.reserve(self._max_context_tokens)
         size = next(b for b in self._sizes if b >= n)
         columns = self._host.numpy()
         columns[:] = 0.0
-        columns[:, :n] = tokens, positions, slots, draw.temperature, draw.uniform
-        columns[2, n:size] = -1  # padding rows
-        columns[3, n:size] = 1.0
+        columns[:, :n] = tokens, positions, sampling.temperature, sampling.uniform
+        columns[1:3, n:size] = [[-1.0], [1.0]]  # padding rows
         self._inputs.copy_(self._host, non_blocking=True)
         width = min(self.cache.table.shape[1], 1 << (int(positions.max()) // PAGE).bit_length())
-        if draw.truncated.any():
-            return to_host(*sample(weights.logits(self._hidden(weights, self._inputs[:, :n], width)), draw))
-        both = (self._replayed if self._captures else self._drawn)(weights, self._inputs[:, :size], width)
+        if sampling.truncated.any():
+            return to_host(*sample(self._model.live.logits(self._hidden(self._inputs[:, :n], width)), sampling))
+        both = (self._replay if self._captures else self._sample)(self._inputs[:, :size], width)
         ids, logprobs = both[:, :n].cpu().numpy()
         return ids.astype(np.int64), logprobs.astype(np.float32)
 
-    def _replayed(self, weights: Weights, inputs: Tensor, width: int) -> Tensor:
+    def _replay(self, inputs: Tensor, width: int) -> Tensor:
         key = inputs.shape[1], width
         if key not in self._graphs:
             assert self._stream is not None
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            self._stream.wait_stream(torch.cuda.current_stream(self._model.device))
             with torch.cuda.stream(self._stream):  # libraries allocate and choose their kernels before the capture
                 for _ in range(2):
-                    self._drawn(weights, inputs, width)
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+                    self._sample(inputs, width)
+            torch.cuda.current_stream(self._model.device).wait_stream(self._stream)
             graph = torch.cuda.CUDAGraph()
             # the trainer's thread may allocate on the same device meanwhile
             with torch.cuda.graph(graph, pool=self._memory, stream=self._stream, capture_error_mode="thread_local"):
-                both = self._drawn(weights, inputs, width)
+                both = self._sample(inputs, width)
             self._memory = graph.pool()
             self._graphs[key] = graph, both
         graph, both = self._graphs[key]
         graph.replay()
         return both
 
-    def _drawn(self, weights: Weights, inputs: Tensor, width: int) -> Tensor:
-        """inputs [5, n] -> float64 [2, n], ids and log-probs. Nothing here may ask the host."""
-        logits = weights.logits(self._hidden(weights, inputs, width))
-        ids, logprobs = draw_ids(logits.float(), inputs[3].float(), inputs[4])
+    def _sample(self, inputs: Tensor, width: int) -> Tensor:
+        """inputs [4, n] -> float64 [2, n], ids and log-probs. Nothing here may ask the host."""
+        logits = self._model.live.logits(self._hidden(inputs, width))
+        ids, logprobs = sample_captured(logits.float(), inputs[2].float(), inputs[3])
         return torch.stack((ids.double(), logprobs.double()))
 
-    def _hidden(self, weights: Weights, inputs: Tensor, width: int) -> Tensor:
-        shape, pool = self._shape, self.cache.pool
+    def _hidden(self, inputs: Tensor, width: int) -> Tensor:
+        model, pool, n = self._model, self.cache.pool, inputs.shape[1]
         assert pool is not None
-        tokens, positions, slots = inputs[:3].long()
-        pages = torch.where(
-            slots[:, None] >= 0, self.cache.table[:, :width].index_select(0, slots.clamp(min=0)), 0
-        )  # [n, W]
+        tokens, positions = inputs[:2].long()
+        pages = torch.where(positions[:, None] >= 0, self.cache.table[:n, :width], 0)  # [n, W]
+        positions = positions.clamp(min=0)
         place = pages.gather(1, (positions // PAGE)[:, None])[:, 0].long() * PAGE + positions % PAGE
-        rotary, seen = self._table.at(positions), (positions + 1).int()
+        rotary, seen = model.rotary.at(positions), (positions + 1).int()
 
         def attention(i: int, layer: Layer, qkv: Tensor) -> Tensor:
-            q, k, v = split_heads(qkv, layer, shape, rotary)
+            q, k, v = model.split_heads(qkv, layer, rotary)
             for lines, new in ((pool[i, 0], k), (pool[i, 1], v)):
                 lines.view(-1, *lines.shape[2:]).index_copy_(0, place, new)
-            return self._kernel(q, pool[i, 0], pool[i, 1], pages, seen, shape.query_scale, layer.window).flatten(1)
+            scale, window = model.shape.query_scale, layer.window
+            return self._kernel(q, pool[i, 0], pool[i, 1], pages, seen, scale, window).flatten(1)
 
-        return forward(weights, tokens, positions, attention)
+        return model.forward(tokens, attention)

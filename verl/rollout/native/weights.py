@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from verl.nn.compiled import ACTIVATIONS, Kernels, LayerPointers, Stack
+from verl.accel.cpu.kernels import ACTIVATIONS, Kernels, LayerPointers, Stack
+from verl.accel.cpu.linear import Layout, Linear, Panels, make_linear
+from verl.rollout.embedded.receive import Destination
 from verl.rollout.native.architecture import Shape
 from verl.rollout.native.layers import Experts, FeedForward, Norm
-from verl.rollout.native.linear import Layout, Linear, Panels, make_linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,6 @@ class Layer:
 class Weights:
     embed: Tensor  # [V, hidden]
     embed_scale: float
-    positions: Tensor | None  # [P, hidden]
     layers: tuple[Layer, ...]
     norm: Norm
     head: Linear
@@ -42,12 +41,10 @@ class Weights:
     nbytes: int
     stack: Stack | None  # all layers, for the kernel that does them in one call; it points into them
 
-    def embedded(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """ids, positions [T] -> [T, hidden]."""
+    def embedded(self, ids: Tensor) -> Tensor:
+        """ids [T] -> [T, hidden]."""
         x = self.embed.index_select(0, ids)
-        if self.embed_scale != 1.0:
-            x *= self.embed_scale
-        return x if self.positions is None else x.add_(self.positions.index_select(0, positions))
+        return x if self.embed_scale == 1.0 else x.mul_(self.embed_scale)
 
     def overwrite(self, fresh: Weights) -> None:
         """Take over the values of another version in the memory of this one."""
@@ -60,42 +57,30 @@ class Weights:
         return logits if not self.logit_cap else logits.div_(self.logit_cap).tanh_().mul_(self.logit_cap)
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Where one HF tensor goes: a view into fused storage, the shape in which it is copied there, what is added."""
-
-    shape: tuple[int, ...]
-    into: Tensor
-    copied_as: tuple[int, ...]
-    plus: float = 0.0
-
-
 @dataclass(slots=True)
 class Storage:
-    """The fused tensors of one version being received, and the HF names that fill them."""
+    """The fused tensors of one version being received, and the HF names that fill them.
+
+    Weights are rounded to `dtype`, kept and multiplied in `compute_dtype`.
+    """
 
     shape: Shape
     dtype: torch.dtype
+    compute_dtype: torch.dtype
     device: torch.device
     tensors: dict[str, Tensor] = field(default_factory=dict)
-    targets: dict[str, Target] = field(default_factory=dict)
+    destinations: dict[str, Destination] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        s, gpt2 = self.shape, self.shape.arch.gpt2
-        root, embed = ("transformer.", "wte") if gpt2 else ("model.", "embed_tokens")
-        self._own("embed", (s.vocab, s.hidden), f"{root}{embed}.weight")
-        self._norm("norm", f"{root}{'ln_f' if gpt2 else 'norm'}")
-        if s.learned_positions:
-            self._own("positions", (s.learned_positions, s.hidden), f"{root}wpe.weight")
+        s = self.shape
+        self._own("embed", (s.vocab, s.hidden), "model.embed_tokens.weight")
+        self._norm("norm", "model.norm")
         if s.tied:  # one tensor under two names, of which one is enough
-            self.targets["lm_head.weight"] = self.targets[f"{root}{embed}.weight"]
+            self.destinations["lm_head.weight"] = self.destinations["model.embed_tokens.weight"]
         else:
             self._own("head", (s.vocab, s.hidden), "lm_head.weight")
         for i in range(s.layers):
-            if gpt2:
-                self._gpt2_layer(f"{i}.", f"{root}h.{i}.")
-            else:
-                self._layer(i, f"{i}.", f"{root}layers.{i}.")
+            self._layer(i, f"{i}.", f"model.layers.{i}.")
 
     def _layer(self, layer: int, key: str, at: str) -> None:
         s, dim = self.shape, self.shape.head_dim
@@ -120,36 +105,14 @@ class Storage:
         if s.arch.qk_norm:
             table = self._new(key + "qk_norm", (s.heads + s.kv_heads, dim), norm=True)
             for name, rows in (("q", table[: s.heads]), ("k", table[s.heads :])):
-                halves = _as_halves(rows.view(-1, dim // 2, 2))  # every head has the same norm
-                self.targets[f"{at}self_attn.{name}_norm.weight"] = Target(
-                    (dim,), halves, (2, dim // 2), self._norm_offset
-                )
-
-    def _gpt2_layer(self, key: str, at: str) -> None:
-        hid, ffn = self.shape.hidden, self.shape.ffn
-        self._norm(key + "norm", at + "ln_1")
-        self._norm(key + "mlp_norm", at + "ln_2")
-        for name, source, inner, outer in (
-            ("qkv", "attn.c_attn", hid, 3 * hid),
-            ("out", "attn.c_proj", hid, hid),
-            ("up", "mlp.c_fc", hid, ffn),
-            ("down", "mlp.c_proj", ffn, hid),
-        ):
-            into = self._new(f"{key}{name}.weight", (outer, inner)).t()
-            self.targets[f"{at}{source}.weight"] = Target((inner, outer), into, (inner, outer))
-            self._own(f"{key}{name}.bias", (outer,), f"{at}{source}.bias")
-
-    @property
-    def _norm_offset(self) -> float:
-        return float(self.shape.arch.gemma)
+                halves, plus = _as_halves(rows.view(-1, dim // 2, 2)), float(s.arch.gemma)  # all heads share one norm
+                at_norm = f"{at}self_attn.{name}_norm.weight"
+                self.destinations[at_norm] = Destination((dim,), halves, (2, dim // 2), self.dtype, plus)
 
     def _norm(self, key: str, name: str) -> None:
-        hid = self.shape.hidden
-        self.targets[f"{name}.weight"] = Target(
-            (hid,), self._new(f"{key}.weight", (hid,), norm=True), (hid,), self._norm_offset
-        )
-        if self.shape.arch.gpt2:
-            self.targets[f"{name}.bias"] = Target((hid,), self._new(f"{key}.bias", (hid,), norm=True), (hid,))
+        size = (self.shape.hidden,)
+        into = self._new(f"{key}.weight", size, norm=True)
+        self.destinations[f"{name}.weight"] = Destination(size, into, size, self.dtype, float(self.shape.arch.gemma))
 
     def _fuse(self, key: str, parts: list[tuple[str, int]], width: int, bias: bool, rotated: int = 0) -> None:
         """Rows of several projections as one matrix; the first `rotated` of them hold RoPE pairs, interleaved."""
@@ -161,16 +124,16 @@ class Storage:
                 if i < rotated:
                     into = _as_halves(into.unflatten(0, (-1, self.shape.head_dim // 2, 2)))
                     copied_as = tuple(into.shape)
-                self.targets[f"{name}.{kind}"] = Target((n, *tail), into, copied_as)
+                self.destinations[f"{name}.{kind}"] = Destination((n, *tail), into, copied_as, self.dtype)
                 start += n
 
     def _own(self, key: str, shape: tuple[int, ...], name: str) -> None:
-        self.targets[name] = Target(shape, self._new(key, shape), shape)
+        self.destinations[name] = Destination(shape, self._new(key, shape), shape, self.dtype)
 
     def _new(self, key: str, shape: tuple[int, ...], norm: bool = False) -> Tensor:
         """Norms stay in float32 where 1 is added to them, and on a CPU, whose kernels compute in it."""
         exact = norm and (self.shape.arch.gemma or self.device.type == "cpu")
-        self.tensors[key] = torch.empty(shape, dtype=torch.float32 if exact else self.dtype, device=self.device)
+        self.tensors[key] = torch.empty(shape, dtype=torch.float32 if exact else self.compute_dtype, device=self.device)
         return self.tensors[key]
 
 
@@ -183,54 +146,8 @@ def _as_halves(pairs: Tensor) -> Tensor:
     return pairs.transpose(1, 2)
 
 
-def receive(
-    tensors: Iterable[tuple[str, object]],
-    shape: Shape,
-    *,
-    dtype: torch.dtype,
-    compute_dtype: torch.dtype,
-    device: torch.device,
-    layout: Layout,
-    kernels: Kernels | None,
-) -> Weights:
-    """Copy a stream of HF-named tensors into fresh fused storage; ValueError lists everything that does not fit.
-
-    `dtype` is what the weights are rounded to, `compute_dtype` what they are kept and multiplied in.
-    """
-    storage = Storage(shape, compute_dtype, device)
-    filled: set[int] = set()
-    unexpected, misshapen = [], []
-    for name, tensor in tensors:
-        target = storage.targets.get(name)
-        if target is None or not isinstance(tensor, Tensor):
-            unexpected.append(name)
-            continue
-        filled_before = id(target) in filled
-        filled.add(id(target))
-        if tuple(tensor.shape) != target.shape:
-            misshapen.append(f"{name} {tuple(tensor.shape)}, model {target.shape}")
-            continue
-        value = tensor.detach().to(dtype).reshape(target.copied_as)
-        if target.plus:
-            value = value.float() + target.plus
-        if not filled_before:
-            target.into.copy_(value)
-        elif not torch.equal(target.into, value.to(target.into)):
-            raise ValueError(f"{name} differs from the tensor it is tied to (tie_word_embeddings), or came twice")
-    missing = sorted(name for name, target in storage.targets.items() if id(target) not in filled)
-    refuse_mismatch(missing, unexpected, misshapen)
-    return _finish(storage, layout, kernels)
-
-
-def refuse_mismatch(missing: list[str], unexpected: list[str], misshapen: list[str]) -> None:
-    if missing or unexpected or misshapen:
-        raise ValueError(
-            f"weights do not fit the model (the old ones stay live): missing {missing}, unexpected {unexpected}, "
-            f"wrong shape {misshapen}"
-        )
-
-
-def _finish(storage: Storage, layout: Layout, kernels: Kernels | None) -> Weights:
+def weights_of(storage: Storage, layout: Layout, kernels: Kernels | None) -> Weights:
+    """What the forward pass reads, of a storage that is filled."""
     t, s = storage.tensors, storage.shape
     linears: list[Linear] = []
 
@@ -242,17 +159,14 @@ def _finish(storage: Storage, layout: Layout, kernels: Kernels | None) -> Weight
         return linear(t[f"{key}.weight"], t.get(f"{key}.bias"))
 
     def norm(key: str) -> Norm:
-        return Norm(t[f"{key}.weight"], t.get(f"{key}.bias"), s.eps, kernels)
+        return Norm(t[f"{key}.weight"], s.eps, kernels)
 
     def mlp(i: int) -> FeedForward | Experts:
-        gated = not s.arch.gpt2
         if not s.experts[i]:
-            return FeedForward(named(f"{i}.up"), named(f"{i}.down"), s.activation, gated, kernels)
-        each = (
-            FeedForward(linear(u), linear(d), s.activation, gated, kernels)
-            for u, d in zip(t[f"{i}.up"], t[f"{i}.down"])
-        )
-        return Experts(linear(t[f"{i}.router"]), tuple(each), s.chosen_experts, s.normalised_experts)
+            return FeedForward(named(f"{i}.up"), named(f"{i}.down"), s.activation, kernels)
+        products = zip(t[f"{i}.up"], t[f"{i}.down"])
+        each = tuple(FeedForward(linear(up), linear(down), s.activation, kernels) for up, down in products)
+        return Experts(linear(t[f"{i}.router"]), each, s.chosen_experts, s.normalised_experts)
 
     layers = tuple(
         Layer(
@@ -271,12 +185,11 @@ def _finish(storage: Storage, layout: Layout, kernels: Kernels | None) -> Weight
     )
     head = linear(t["embed" if s.tied else "head"])
     idle = sum((n - s.chosen_experts) * 3 * s.expert_ffn * s.hidden for n in s.experts if n)
-    kept = sum(tensor.nbytes for key, tensor in t.items() if layout == "plain" or key in ("embed", "positions"))
+    kept = sum(tensor.nbytes for key, tensor in t.items() if layout == "plain" or key == "embed")
     return Weights(
         stack=_stack(layers, s),
         embed=t["embed"],
-        embed_scale=float(torch.tensor(s.embed_scale).to(storage.dtype)),
-        positions=t.get("positions"),
+        embed_scale=float(torch.tensor(s.embed_scale).to(storage.compute_dtype)),
         layers=layers,
         norm=norm("norm"),
         head=head,
@@ -288,47 +201,23 @@ def _finish(storage: Storage, layout: Layout, kernels: Kernels | None) -> Weight
 
 
 def _stack(layers: tuple[Layer, ...], s: Shape) -> Stack | None:
-    """None if a layer has something that the kernel does not know."""
-    pointers = [_pointers(layer) for layer in layers]
-    known = [one for one in pointers if one is not None]
-    if len(known) < len(pointers):
-        return None
-    return Stack(
-        (LayerPointers * len(known))(*known),
-        len(known),
-        s.hidden,
-        s.ffn,
-        s.heads,
-        s.kv_heads,
-        s.head_dim,
-        ACTIVATIONS[s.activation],
-        s.eps,
-        s.query_scale,
-        s.attention_cap,
-    )
-
-
-def _pointers(layer: Layer) -> LayerPointers | None:
-    norms = {
-        "norm": layer.norm,
-        "out_norm": layer.out_norm,
-        "mlp_norm": layer.mlp_norm,
-        "mlp_out_norm": layer.mlp_out_norm,
-    }
-    if (
-        not isinstance(layer.mlp, FeedForward)
-        or not layer.mlp.gated
-        or any(norm and norm.bias is not None for norm in norms.values())
-    ):
-        return None
-    read: dict[str, Tensor | None] = {name: None if norm is None else norm.weight for name, norm in norms.items()} | {
-        "qk_norm": layer.qk_norm
-    }
-    for name, product in (("qkv", layer.qkv), ("out", layer.out), ("up", layer.mlp.up), ("down", layer.mlp.down)):
-        if not isinstance(product, Panels):
+    """None if a layer has something that the kernel does not know: experts, products in another layout."""
+    pointers = []
+    for layer in layers:
+        if not isinstance(layer.mlp, FeedForward):
             return None
-        read |= {name: product.panels, f"{name}_bias": product.bias}
-    assert all(t is None or (t.is_contiguous() and t.dtype == torch.float32) for t in read.values())
-    return LayerPointers(
-        **{name: None if t is None else t.data_ptr() for name, t in read.items()}, window=layer.window, rope=layer.rope
-    )
+        products = {"qkv": layer.qkv, "out": layer.out, "up": layer.mlp.up, "down": layer.mlp.down}
+        read: dict[str, Tensor | None] = {"qk_norm": layer.qk_norm}
+        for name, product in products.items():
+            if not isinstance(product, Panels):
+                return None
+            read |= {name: product.panels, f"{name}_bias": product.bias}
+        for name in ("norm", "out_norm", "mlp_norm", "mlp_out_norm"):
+            norm: Norm | None = getattr(layer, name)
+            read[name] = None if norm is None else norm.weight
+        assert all(t is None or (t.is_contiguous() and t.dtype == torch.float32) for t in read.values())
+        addresses = {name: None if t is None else t.data_ptr() for name, t in read.items()}
+        pointers.append(LayerPointers(**addresses, window=layer.window, rope=layer.rope))
+    array = (LayerPointers * len(pointers))(*pointers)
+    sizes = (s.hidden, s.ffn, s.heads, s.kv_heads, s.head_dim, ACTIVATIONS[s.activation])
+    return Stack(array, len(pointers), *sizes, s.eps, s.query_scale, s.attention_cap)

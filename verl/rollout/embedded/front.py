@@ -1,9 +1,9 @@
 """The asynchronous half of an engine: `RolloutEngine` over an `EngineCore`.
 
-One task drives the core and ends when there is nothing to do. A hop (steps until somebody calls the engine) runs on ONE
-worker thread, so the event loop stays free, and is told what has ended meanwhile; everything else about the core happens
-between hops. Before a hop the task lets the loop settle, so that a burst of generate() calls is admitted as a whole and in
-its order: the same calls give the same bits.
+One task drives the core and ends when there is nothing to do. Steps run on ONE worker thread until somebody calls the
+engine, so the event loop stays free, and is told what has finished meanwhile; everything else about the core happens
+between such runs. Before one the task lets the loop settle, so that a burst of generate() calls is admitted as a whole
+and in its order: the same calls give the same bits.
 """
 
 from __future__ import annotations
@@ -19,38 +19,29 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from verl.rollout.base import Capabilities, Completion, DecodeFn, PauseMode, WeightSource
-from verl.rollout.native.core import Done, EngineCore, Runner, Verifier
-from verl.rollout.native.draft import Drafter
-from verl.rollout.native.request import Request
+from verl.rollout.base import Capabilities, Completion, PauseMode, RolloutContext, WeightReader
+from verl.rollout.embedded.core import EngineCore, Finished, Runner
+from verl.rollout.embedded.requests import Request
 from verl.types import Sampling, as_ids
 
 T = TypeVar("T")
-DELIVER_S = 0.005  # between two deliveries of what has ended: the event loop scores it while the rest is decoded
+DELIVER_S = 0.005  # between two deliveries of what has finished: the event loop scores it while the rest is decoded
 QUIET_TURNS = 2  # turns of the event loop without a new call, after which a burst is over
 
 
 @dataclass(slots=True, eq=False)
 class Control:
-    """A change of state that runs between hops, in its place among the generate() calls."""
+    """A change of state that runs between steps, in its place among the generate() calls."""
 
     run: Callable[[Control], Coroutine[Any, Any, Any]]
     done: asyncio.Future[Any]
 
 
-class AsyncEngine:
-    def __init__(
-        self,
-        runner: Runner,
-        *,
-        eos_token_ids: Sequence[int],
-        decode: DecodeFn | None,
-        capabilities: Capabilities,
-        speculation: tuple[Drafter, Verifier] | None = None,
-    ) -> None:
-        self._core = EngineCore(runner, eos_token_ids, decode, speculation)
+class EmbeddedEngine:
+    def __init__(self, runner: Runner, context: RolloutContext, capabilities: Capabilities) -> None:
+        self._core = EngineCore(runner, context.eos_token_ids, context.decode)
         self._runner = runner
-        self._decodes = decode is not None
+        self._decodes = context.decode is not None
         self._capabilities = capabilities
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout", initializer=runner.enter_thread)
         self._driver: asyncio.Task[None] | None = None
@@ -60,8 +51,8 @@ class AsyncEngine:
         self._aborts: list[tuple[list[Request], asyncio.Future[int] | None]] = []
         self._pending: dict[str, tuple[Request, asyncio.Future[Completion]]] = {}
         self._serving: Control | None = None
-        self._orphans = False  # the core holds requests of an event loop that is gone
-        self._paused = self._frozen = False  # paused: nothing new is admitted; frozen: nothing runs
+        self._orphans = False  # the core holds requests of an event loop that has ended
+        self._paused = False  # nothing is admitted and nothing runs
         self._asleep: set[str] = set()
         self._failure: BaseException | None = None
         self._closed = False
@@ -69,12 +60,21 @@ class AsyncEngine:
     # ---- RolloutEngine ---------------------------------------------------------------------------------------------
 
     async def generate(
-        self, request_id: str, prompt_ids: np.ndarray, sampling: Sampling, *, prefix_key: str | None = None
+        self,
+        request_id: str,
+        prompt_ids: np.ndarray,
+        sampling: Sampling,
+        *,
+        prefix_key: str | None = None,
+        adapter: str | None = None,
+        media: Sequence[str] = (),
     ) -> Completion:
         """`prefix_key` is not needed here: equal prompts are found by their ids."""
         self._check_alive()
+        if adapter is not None or media:
+            self._check_inputs(request_id, adapter, media)
         prompt_ids = self._checked(request_id, prompt_ids, sampling)
-        request = Request(request_id, prompt_ids, sampling)
+        request = Request(request_id, prompt_ids, sampling, adapter, tuple(media))
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._pending[request_id] = (request, future)
         self._inbox.append(request)
@@ -87,7 +87,10 @@ class AsyncEngine:
                 self._aborts.append(([request], None))
                 self._wake_driver()
 
-    async def score(self, ids: np.ndarray, *, temperature: float = 1.0) -> np.ndarray:
+    async def score(
+        self, ids: np.ndarray, *, temperature: float = 1.0, adapter: str | None = None, media: Sequence[str] = ()
+    ) -> np.ndarray:
+        self._check_inputs("score", adapter, media)
         ids = self._checked_ids("score", ids)
         if len(ids) > self._runner.max_context_tokens:
             raise ValueError(f"score: {len(ids)} tokens exceed max_context_tokens={self._runner.max_context_tokens}")
@@ -102,7 +105,7 @@ class AsyncEngine:
 
         return await self._control(run)
 
-    async def load_weights(self, source: WeightSource, *, on_inflight: PauseMode = "wait") -> int:
+    async def load_weights(self, source: WeightReader, *, on_inflight: PauseMode = "wait") -> int:
         async def run(control: Control) -> int:
             await self._settle_inflight(on_inflight, control, "load_weights(on_inflight='wait')")
             return await self._in_thread(partial(self._core.load, source))
@@ -114,13 +117,13 @@ class AsyncEngine:
 
         async def run(control: Control) -> None:
             await self._settle_inflight(mode, control, "pause('wait')")
-            self._paused = self._frozen = True
+            self._paused = True
 
         await self._control(run)
 
     async def resume(self) -> None:
         async def run(control: Control) -> None:
-            self._paused = self._frozen = False
+            self._paused = False
             held, self._held = self._held, []
             for request in held:
                 self._core.add(request)
@@ -137,8 +140,8 @@ class AsyncEngine:
         return await future
 
     async def sleep(self, level: int = 1) -> int:
-        """Free KV (but for a little of it on a CPU) and prefixes (1), the weights too (2) -> bytes. Running requests keep
-        their tokens and go on, from a recomputed KV, after wake."""
+        """Free KV (but for a little of it on a CPU) and prefixes (1), the weights too (2) -> bytes. Running requests
+        keep their tokens and go on, from a recomputed KV, after wake."""
         if level not in (1, 2):
             raise ValueError(f"sleep level={level}: 1 frees the KV, 2 the weights too")
 
@@ -162,7 +165,7 @@ class AsyncEngine:
         return self._capabilities
 
     async def close(self) -> None:
-        """Pending calls fail; a hop that is under way ends in the background."""
+        """Pending calls fail; steps that are under way end in the background."""
         if self._closed:
             return
         self._closed = True
@@ -181,6 +184,13 @@ class AsyncEngine:
         return self._core.stats()
 
     # ---- checks ----------------------------------------------------------------------------------------------------
+
+    def _check_inputs(self, what: str, adapter: str | None, media: Sequence[str]) -> None:
+        able = self._capabilities
+        if adapter is not None and not able.lora:
+            raise ValueError(f"{what}: adapter={adapter!r}, but this rollout engine loads no adapters; leave it out")
+        if media and not able.media:
+            raise ValueError(f"{what}: media={list(media)}, but this rollout engine takes no media; remove them")
 
     def _checked(self, request_id: str, prompt_ids: np.ndarray, sampling: Sampling) -> np.ndarray:
         self._check_weights("generate")
@@ -257,13 +267,13 @@ class AsyncEngine:
             await self._serve_aborts()
             await self._serve_inbox()
             if self._can_step:
-                await self._hop()
+                await self._run_steps()
             elif not self._inbox and not self._aborts:
                 return
 
     @property
     def _can_step(self) -> bool:
-        held_back = self._frozen or self._asleep or self._failure is not None
+        held_back = self._paused or self._asleep or self._failure is not None
         return self._core.busy and self._runner.ready and not held_back
 
     async def _quiet(self) -> None:
@@ -303,10 +313,10 @@ class AsyncEngine:
         else:
             control.done.set_result(task.result())
 
-    async def _hop(self) -> None:
+    async def _run_steps(self) -> None:
         loop = asyncio.get_running_loop()
 
-        def deliver(done: list[Done]) -> None:
+        def deliver(done: list[Finished]) -> None:
             with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
                 loop.call_soon_threadsafe(self._deliver, done)
 
@@ -339,7 +349,7 @@ class AsyncEngine:
                     f"{what}: {len(self._pending)} requests stand still (paused or asleep) and cannot finish; "
                     "resume or wake first, or use 'keep' or 'abort'"
                 )
-            await self._hop()
+            await self._run_steps()
             await asyncio.sleep(0)
             await self._serve_aborts()
 
@@ -352,15 +362,15 @@ class AsyncEngine:
 
     async def _abort(self, requests: Sequence[Request]) -> int:
         """Wherever they wait or run."""
-        gone = set(requests)
-        done = [(item, item.complete("abort")) for item in (*self._held, *self._inbox) if item in gone]
-        self._held = [item for item in self._held if item not in gone]
-        self._inbox = deque(item for item in self._inbox if item not in gone)
+        stopped = set(requests)
+        done = [(item, item.completion("abort")) for item in (*self._held, *self._inbox) if item in stopped]
+        self._held = [item for item in self._held if item not in stopped]
+        self._inbox = deque(item for item in self._inbox if item not in stopped)
         if self._core.busy:
-            done += await self._in_thread(partial(self._core.abort, gone))
+            done += await self._in_thread(partial(self._core.abort, stopped))
         return self._deliver(done)
 
-    def _deliver(self, done: Sequence[Done]) -> int:
+    def _deliver(self, done: Sequence[Finished]) -> int:
         """-> how many had a caller that still waits."""
         futures = [(self._pop_pending(request), completion) for request, completion in done]
         for future, completion in futures:

@@ -34,7 +34,7 @@ def uniforms(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
+class SamplingMetadata:
     """How each of n rows is drawn; numpy, so that the flags cost nothing and the device is read once per step."""
 
     temperature: np.ndarray  # [n] float32, 0 is greedy
@@ -48,36 +48,38 @@ class Draw:
         """[n] bool."""
         return (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
 
-    def rows(self, lo: int, hi: int) -> Draw:
+    def rows(self, lo: int, hi: int) -> SamplingMetadata:
         return self.of(slice(lo, hi))
 
-    def of(self, rows: slice | np.ndarray) -> Draw:
-        return Draw(self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.uniform[rows])
+    def of(self, rows: slice | np.ndarray) -> SamplingMetadata:
+        return SamplingMetadata(
+            self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.uniform[rows]
+        )
 
 
-def sample(logits: Tensor, draw: Draw) -> tuple[Tensor, Tensor]:
-    """logits [n, V] -> ids [n] int64, log-probs [n] float32 under the processed distribution (greedy: temperature 1)."""
+def sample(logits: Tensor, sampling: SamplingMetadata) -> tuple[Tensor, Tensor]:
+    """logits [n, V] -> ids [n] int64, log-probs [n] float32 of the processed distribution (greedy: temperature 1)."""
     logits = logits.float()
-    greedy = draw.temperature == 0
-    if not ((draw.temperature == 1) | greedy).all():
-        scale = torch.from_numpy(np.where(greedy, np.float32(1), draw.temperature)).to(logits.device)
+    greedy = sampling.temperature == 0
+    if not ((sampling.temperature == 1) | greedy).all():
+        scale = torch.from_numpy(np.where(greedy, np.float32(1), sampling.temperature)).to(logits.device)
         logits = logits / scale[:, None]
-    truncated = np.flatnonzero(draw.truncated)
+    truncated = np.flatnonzero(sampling.truncated)
     if truncated.size:
-        logits = _truncate(logits, truncated, draw)
+        logits = _truncate(logits, truncated, sampling)
     probs = torch.softmax(logits, dim=-1)  # [n, V]
     if greedy.all():
         ids = logits.argmax(dim=-1)
     else:
-        ids = _inverse_cdf(probs, torch.from_numpy(draw.uniform).to(logits.device))
+        ids = _inverse_cdf(probs, torch.from_numpy(sampling.uniform).to(logits.device))
         if greedy.any():
             ids = torch.where(torch.from_numpy(greedy).to(logits.device), logits.argmax(dim=-1), ids)
     return ids, probs.gather(1, ids[:, None]).squeeze(1).log_()
 
 
-def draw_ids(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
-    """As `sample` without truncation, of tensors alone, so that it can be captured: logits [n, V] float32, temperature [n]
-    (0 is greedy), uniform [n] float64."""
+def sample_captured(logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """As `sample` without truncation, of tensors alone, so that a graph can hold it: logits [n, V] float32,
+    temperature [n] (0 is greedy), uniform [n] float64."""
     greedy = temperature == 0
     probs = torch.softmax(logits / torch.where(greedy, 1.0, temperature)[:, None], dim=-1)
     ids = torch.where(greedy, logits.argmax(dim=-1), _inverse_cdf(probs, uniform))
@@ -123,16 +125,16 @@ def _first_above(cdf: Tensor, target: Tensor, *, scale: bool) -> tuple[Tensor, T
     return index.clamp_(max=cdf.shape[1] - 1), target  # NaN is above everything; the core refuses it by its log-prob
 
 
-def _truncate(logits: Tensor, rows: np.ndarray, draw: Draw) -> Tensor:
+def _truncate(logits: Tensor, rows: np.ndarray, sampling: SamplingMetadata) -> Tensor:
     """top-k, then top-p of what is left, then min-p, for `rows`; a dropped id gets -inf. Ties fall to the lower id."""
     index = torch.from_numpy(rows).to(logits.device)
     part = logits.index_select(0, index)  # [m, V]
     keep = torch.ones_like(part, dtype=torch.bool)
-    top_k, top_p = draw.top_k[rows], draw.top_p[rows]
+    top_k, top_p = sampling.top_k[rows], sampling.top_p[rows]
     if ((top_k > 0) | (top_p < 1)).any():
         keep = _keep_top(part, np.where(top_k > 0, top_k, part.shape[1]), top_p)
-    if (draw.min_p[rows] > 0).any():
-        floor = torch.from_numpy(draw.min_p[rows]).to(part.device).log()  # log 0 = -inf: off
+    if (sampling.min_p[rows] > 0).any():
+        floor = torch.from_numpy(sampling.min_p[rows]).to(part.device).log()  # log 0 = -inf: off
         keep &= part >= part.amax(dim=-1, keepdim=True) + floor[:, None]
     return logits.index_copy(0, index, part.masked_fill_(~keep, -torch.inf))
 

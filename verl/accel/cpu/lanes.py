@@ -3,6 +3,7 @@ operation: starting a parallel region costs tens of microseconds, as much as a w
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,9 @@ from typing import TypeVar
 import torch
 
 T = TypeVar("T")
+LANE_WORK = 5e6  # multiply-adds per layer that take as long as dispatching the layer, which lanes cannot do at once
+WIDE_OPERATION = 2e7  # multiply-adds of a mean product from which all cores together finish it sooner
+MEMORY_BOUND_ROWS = 20  # below about this many rows a product waits for its weights
 
 
 def compute_alone(others: int) -> None:
@@ -30,8 +34,7 @@ class Lanes:
     """`count` one-thread lanes, of which the calling thread (after `enter`) is the first, and one wide thread."""
 
     def __init__(self, count: int) -> None:
-        self.count = count
-        self._threads = torch.get_num_threads()
+        self.count, self._threads = count, torch.get_num_threads()
         self._helpers = [
             ThreadPoolExecutor(1, f"rollout-lane-{i}", initializer=compute_alone, initargs=(self._threads,))
             for i in range(1, count)
@@ -42,6 +45,13 @@ class Lanes:
     def enter(self) -> None:
         if self.count > 1:
             compute_alone(self._threads)
+
+    def useful(self, layer_work: float) -> int:
+        """How many lanes pay for so many multiply-adds per layer.
+
+        p lanes compute work / p each while p dispatches queue up: best at p = sqrt(work / dispatch).
+        """
+        return max(1, min(self.count, math.isqrt(int(layer_work / LANE_WORK))))
 
     def map(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
         """Run the jobs, dealt to the lanes in turn; results in the order of the jobs."""
@@ -57,6 +67,11 @@ class Lanes:
     def close(self) -> None:
         for pool in (*self._helpers, *((self._wide,) if self._wide else ())):
             pool.shutdown(wait=False)
+
+
+def wide_pays(rows: int, weights_per_product: float) -> bool:
+    """All cores finish a product of so many rows sooner than one."""
+    return max(rows, MEMORY_BOUND_ROWS) * weights_per_product >= WIDE_OPERATION
 
 
 def _run_all(jobs: Sequence[Callable[[], T]]) -> list[T]:

@@ -13,9 +13,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
-from verl.rollout.base import Completion
-from verl.rollout.hf import HfEngine
-from verl.rollout.native import NativeEngine
+from verl.rollout import hf
+from verl.rollout.base import Capabilities, Completion, RolloutContext
+from verl.rollout.native import engine as native
+from verl.rollout.native.options import Options
+from verl.rollout.router import MAX_LEAD, Router
 from verl.types import Sampling
 
 VOCAB = 61
@@ -47,11 +49,12 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         eos_token_id=None,
     ),
 }
-ENGINES = {"native": NativeEngine, "native-torch": functools.partial(NativeEngine, compiled=False), "hf": HfEngine}
+KINDS = ("native", "native-torch", "hf", "router")
 PAIRS = (
-    [("native", m) for m in ("qwen3", "qwen2", "llama")]
+    [("native", m) for m in ("qwen3", "qwen2", "llama", "gpt2")]
     + [("native-torch", "qwen3")]
     + [("hf", m) for m in ("qwen3", "gpt2")]
+    + [("router", "qwen3")]
 )
 
 
@@ -77,19 +80,43 @@ class Source:
         yield from self.module.state_dict().items()
 
 
-def build(kind: str, model: str = "qwen3", **options: Any) -> Any:
-    options = {"max_context_tokens": 512, "eos_token_ids": (), **options}
-    return ENGINES[kind](reference(model).config, **options)
+def build(kind: str, model: str = "qwen3", *, max_prefill_tokens: int = 8192, **given: Any) -> Any:
+    defaults = {"max_context_tokens": 512, "dtype": torch.float32}
+    context = RolloutContext(hf_config=reference(model).config, **{**defaults, **given})
+    if kind == "hf":
+        return hf.build(hf.Options(), context, max_prefill_tokens=max_prefill_tokens)
+    options = Options(max_prefill_tokens=max_prefill_tokens)
+    if kind == "router":
+        return Router([native.build(options, context) for _ in range(2)])
+    return native.build(options, context, compiled=kind == "native")
 
 
-def with_engine(engine: Any, body: Callable[[Any], Awaitable[Any]], *, load: Any = None, limit_s: float = 60.0) -> Any:
+def replicas_of(engine: Any) -> Any:
+    return engine.replicas if isinstance(engine, Router) else (engine,)
+
+
+def stats_of(engine: Any) -> dict[str, int]:
+    every = [one.stats() for one in replicas_of(engine)]
+    return {name: sum(stats[name] for stats in every) for name in every[0]}
+
+
+async def load(engine: Any, source: Any, **options: Any) -> int:
+    """As a checkpoint engine does: into every replica."""
+    versions = await asyncio.gather(*(one.load_weights(source, **options) for one in replicas_of(engine)))
+    assert len(set(versions)) == 1
+    return versions[0]
+
+
+def with_engine(
+    engine: Any, body: Callable[[Any], Awaitable[Any]], *, weights: Any = None, limit_s: float = 60.0
+) -> Any:
     """Run one test body on an engine with weights; whatever it leaves behind, nothing may hang."""
 
     lost: list[dict[str, Any]] = []
 
     async def run() -> Any:
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: lost.append(context))
-        await engine.load_weights(Source(reference()) if load is None else load)
+        await load(engine, Source(reference()) if weights is None else weights)
         try:
             return await asyncio.wait_for(body(engine), limit_s)
         finally:
@@ -137,7 +164,7 @@ def hf_logprobs(prompt: np.ndarray, ids: np.ndarray, temperature: float, model: 
 
 
 async def until_sampled(engine: Any, tokens: int) -> None:
-    while engine.stats()["sampled_tokens"] < tokens:  # noqa: ASYNC110
+    while stats_of(engine)["sampled_tokens"] < tokens:  # noqa: ASYNC110
         await asyncio.sleep(0.0005)
 
 
@@ -147,7 +174,7 @@ async def generate_all(engine: Any, jobs: dict[str, tuple[np.ndarray, Sampling]]
     return {c.request_id: c for c in done}
 
 
-both = pytest.mark.parametrize("kind", ["native", "hf"])
+every_engine = pytest.mark.parametrize("kind", KINDS)
 
 
 # ---- numbers -------------------------------------------------------------------------------------------------------
@@ -166,7 +193,7 @@ def test_greedy_equals_hf_generate(kind: str, model: str) -> None:
             assert c.ids.dtype == np.int64 and c.logprobs.dtype == np.float32
             np.testing.assert_allclose(c.logprobs, hf_logprobs(prompt, c.ids, 1.0, model), atol=1e-5)
 
-    with_engine(build(kind, model), body, load=Source(reference(model)))
+    with_engine(build(kind, model), body, weights=Source(reference(model)))
 
 
 @pytest.mark.parametrize(("kind", "model"), PAIRS)
@@ -183,10 +210,10 @@ def test_logprobs_are_those_of_the_temperature(kind: str, model: str) -> None:
             i, t = name.split()
             np.testing.assert_allclose(c.logprobs, hf_logprobs(ragged[int(i)], c.ids, float(t), model), atol=1e-5)
 
-    with_engine(build(kind, model), body, load=Source(reference(model)))
+    with_engine(build(kind, model), body, weights=Source(reference(model)))
 
 
-@both
+@every_engine
 def test_score_equals_hf(kind: str) -> None:
     ids = prompts((50,))[0]
 
@@ -200,7 +227,7 @@ def test_score_equals_hf(kind: str) -> None:
     with_engine(build(kind, max_prefill_tokens=16), body)
 
 
-@both
+@every_engine
 def test_samples_follow_the_distribution(kind: str) -> None:
     prompt = prompts((6,), seed=3)[0]
     draws = 3000
@@ -234,7 +261,7 @@ def processed(logits: np.ndarray, s: Sampling) -> np.ndarray:
     return out
 
 
-@both
+@every_engine
 def test_truncation_and_its_logprobs(kind: str) -> None:
     prompt = prompts((7,))[0]
     specs = [
@@ -264,7 +291,7 @@ def test_truncation_and_its_logprobs(kind: str) -> None:
     with_engine(build(kind), body)
 
 
-@both
+@every_engine
 def test_a_seed_gives_its_tokens_whatever_the_batch(kind: str) -> None:
     rng = np.random.default_rng(5)
     jobs = {
@@ -285,7 +312,7 @@ def test_a_seed_gives_its_tokens_whatever_the_batch(kind: str) -> None:
     assert all((again[n].logprobs == base[n].logprobs).all() for n in jobs), "the same calls give the same bits"
 
 
-@both
+@every_engine
 def test_samples_of_one_prompt_differ(kind: str) -> None:
     prompt = prompts((6,))[0]
 
@@ -305,7 +332,7 @@ def decode(ids: Any) -> str:
     return "".join(PIECES[i % len(PIECES)] for i in ids)
 
 
-@both
+@every_engine
 def test_eos_stop_ids_and_limits(kind: str) -> None:
     prompt = prompts((9,), seed=2)[0]
     full = hf_greedy(prompt, 30)
@@ -340,7 +367,7 @@ def test_eos_stop_ids_and_limits(kind: str) -> None:
     with_engine(build(kind, eos_token_ids=[eos]), body)
 
 
-@both
+@every_engine
 def test_a_response_of_only_eos(kind: str) -> None:
     prompt = prompts((9,), seed=2)[0]
 
@@ -351,7 +378,7 @@ def test_a_response_of_only_eos(kind: str) -> None:
     with_engine(build(kind, eos_token_ids=hf_greedy(prompt, 1)), body)
 
 
-@both
+@every_engine
 def test_stop_strings_across_token_boundaries(kind: str) -> None:
     prompt = prompts((9,), seed=4)[0]
     full = hf_greedy(prompt, 40)
@@ -370,7 +397,7 @@ def test_stop_strings_across_token_boundaries(kind: str) -> None:
     with_engine(build(kind, decode=decode), body)
 
 
-@both
+@every_engine
 def test_the_context_can_be_filled_to_its_last_token(kind: str) -> None:
     prompt = prompts((20,))[0]
 
@@ -387,7 +414,7 @@ def test_the_context_can_be_filled_to_its_last_token(kind: str) -> None:
 # ---- control -------------------------------------------------------------------------------------------------------
 
 
-@both
+@every_engine
 def test_abort_returns_partial_tokens(kind: str) -> None:
     a, b, c = prompts((5, 6, 7))
 
@@ -407,7 +434,7 @@ def test_abort_returns_partial_tokens(kind: str) -> None:
     with_engine(build(kind, max_concurrent_sequences=2), body)
 
 
-@both
+@every_engine
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_pause(kind: str, mode: str) -> None:
     a, b = prompts((5, 6))
@@ -416,10 +443,10 @@ def test_pause(kind: str, mode: str) -> None:
         running = asyncio.create_task(engine.generate("a", a, greedy(60)))
         await until_sampled(engine, 3)
         await engine.pause(mode)
-        sampled = engine.stats()["sampled_tokens"]
+        sampled = stats_of(engine)["sampled_tokens"]
         late = asyncio.create_task(engine.generate("b", b, greedy(5)))
         await asyncio.sleep(0.02)
-        assert engine.stats()["sampled_tokens"] == sampled and not late.done()
+        assert stats_of(engine)["sampled_tokens"] == sampled and not late.done()
         assert running.done() == (mode != "keep")
         await engine.resume()
         assert (await late).ids.tolist() == hf_greedy(b, 5)
@@ -430,7 +457,7 @@ def test_pause(kind: str, mode: str) -> None:
     with_engine(build(kind), body)
 
 
-@both
+@every_engine
 def test_update_in_flight_has_exact_spans(kind: str) -> None:
     """Tokens up to the switch are the old policy's; those after are the new one's, over the KV of the old."""
     prompt = prompts((9,))[0]
@@ -439,10 +466,10 @@ def test_update_in_flight_has_exact_spans(kind: str) -> None:
     async def body(engine: Any) -> Completion:
         task = asyncio.create_task(engine.generate("r", prompt, greedy(60)))
         await until_sampled(engine, 5)
-        assert await engine.load_weights(Source(new, 1), on_inflight="keep") == engine.version == 1
+        assert await load(engine, Source(new, 1), on_inflight="keep") == engine.version == 1
         return await task
 
-    c = with_engine(build(kind), body, load=Source(old, 0))
+    c = with_engine(build(kind), body, weights=Source(old, 0))
     (_, start, switch), (_, resumed, end) = c.spans
     assert [v for v, _, _ in c.spans] == [0, 1] and (start, end) == (0, 60) and resumed == switch
     assert c.ids[:switch].tolist() == hf_greedy(prompt, 60)[:switch]
@@ -454,45 +481,45 @@ def test_update_in_flight_has_exact_spans(kind: str) -> None:
         assert c.ids[i] == logits.argmax() and abs(c.logprobs[i] - torch.log_softmax(logits, -1).max()) < 1e-5
 
 
-@both
+@every_engine
 @pytest.mark.parametrize("mode", ["wait", "abort"])
 def test_update_that_waits_or_aborts(kind: str, mode: str) -> None:
     prompt = prompts((9,))[0]
 
     async def body(engine: Any) -> None:
-        task = asyncio.create_task(engine.generate("r", prompt, greedy(60)))
+        task = asyncio.create_task(engine.generate("r", prompt, greedy(200)))
         await until_sampled(engine, 5)
-        update = asyncio.create_task(engine.load_weights(Source(reference(seed=1), 4), on_inflight=mode))
+        update = asyncio.create_task(load(engine, Source(reference(seed=1), 4), on_inflight=mode))
         await asyncio.sleep(0)
         late = asyncio.create_task(engine.generate("late", prompt, greedy(9)))
         assert await update == 4
         c = await task
-        assert {v for v, _, _ in c.spans} == {0} and c.ids.tolist() == hf_greedy(prompt, 60)[: len(c.ids)]
+        assert {v for v, _, _ in c.spans} == {0} and c.ids.tolist() == hf_greedy(prompt, 200)[: len(c.ids)]
         assert c.stop_reason == ("length" if mode == "wait" else "abort")
         assert (await late).spans == ((4, 0, 9),) and (await late).ids.tolist() == hf_greedy(prompt, 9, seed=1)
 
     with_engine(build(kind), body)
 
 
-@both
+@every_engine
 def test_no_stale_prefix_after_an_update(kind: str) -> None:
     prompt = prompts((30,))[0]
     job = {str(i): (prompt, Sampling(max_tokens=8, seed=i)) for i in range(4)}
 
     async def body(engine: Any) -> dict[str, Completion]:
         await generate_all(engine, job)
-        await engine.load_weights(Source(reference(seed=1), 1))
+        await load(engine, Source(reference(seed=1), 1))
         return await generate_all(engine, job)
 
     updated = with_engine(build(kind), body)
-    fresh = with_engine(build(kind), lambda e: generate_all(e, job), load=Source(reference(seed=1)))
+    fresh = with_engine(build(kind), lambda e: generate_all(e, job), weights=Source(reference(seed=1)))
     for name, c in updated.items():
         assert (c.ids == fresh[name].ids).all() and (c.logprobs == fresh[name].logprobs).all()
         assert c.spans == ((1, 0, 8),)
     assert updated["0"].cached_tokens == 0
 
 
-@both
+@every_engine
 def test_weights_that_do_not_fit_leave_the_old_ones_live(kind: str) -> None:
     prompt = prompts((9,))[0]
 
@@ -510,14 +537,14 @@ def test_weights_that_do_not_fit_leave_the_old_ones_live(kind: str) -> None:
 
     async def body(engine: Any) -> None:
         with pytest.raises(ValueError, match=r"k_proj.*unexpected.*layers\.7\.extra.*wrong shape.*up_proj"):
-            await engine.load_weights(Broken(reference()))
+            await load(engine, Broken(reference()))
         assert engine.version == 0
         assert (await engine.generate("r", prompt, greedy(9))).ids.tolist() == hf_greedy(prompt, 9)
 
     with_engine(build(kind), body)
 
 
-@both
+@every_engine
 def test_weights_are_a_snapshot(kind: str) -> None:
     """The trainer goes on changing its parameters; the version in use must not change with them."""
     live = AutoModelForCausalLM.from_config(CONFIGS["qwen3"]())
@@ -530,10 +557,10 @@ def test_weights_are_a_snapshot(kind: str) -> None:
                 parameter.mul_(0.5)
         assert (await engine.generate("r", prompt, greedy(9))).ids.tolist() == hf_greedy(prompt, 9)
 
-    with_engine(build(kind), body, load=Source(live))
+    with_engine(build(kind), body, weights=Source(live))
 
 
-@both
+@every_engine
 def test_sleep_and_wake(kind: str) -> None:
     prompt = prompts((9,))[0]
 
@@ -541,10 +568,10 @@ def test_sleep_and_wake(kind: str) -> None:
         task = asyncio.create_task(engine.generate("r", prompt, greedy(60)))
         await until_sampled(engine, 5)
         assert await engine.sleep(1) > 0
-        sampled = engine.stats()["sampled_tokens"]
+        sampled = stats_of(engine)["sampled_tokens"]
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(engine.generate("w", prompt, greedy(5)), 0.02)
-        assert engine.stats()["sampled_tokens"] == sampled
+        assert stats_of(engine)["sampled_tokens"] == sampled
         np.testing.assert_allclose(await engine.score(prompt), hf_logprobs(prompt[:1], prompt[1:], 1.0), atol=1e-5)
         await engine.wake()
         c = await task  # its KV was dropped and recomputed on the way
@@ -557,7 +584,7 @@ def test_sleep_and_wake(kind: str) -> None:
         await engine.wake(("weights",))
         with pytest.raises(ValueError, match="no weights"):
             await engine.score(prompt)
-        await engine.load_weights(Source(reference(seed=1), 1))
+        await load(engine, Source(reference(seed=1), 1))
         late = asyncio.create_task(engine.generate("l", prompt, greedy(5)))
         await asyncio.sleep(0.01)
         assert not late.done()
@@ -567,22 +594,22 @@ def test_sleep_and_wake(kind: str) -> None:
     with_engine(build(kind), body)
 
 
-@both
+@every_engine
 def test_what_cannot_finish_is_not_waited_for(kind: str) -> None:
     async def body(engine: Any) -> None:
         task = asyncio.create_task(engine.generate("r", prompts((5,))[0], greedy(200)))
         await until_sampled(engine, 3)
         await engine.pause("keep")
         with pytest.raises(ValueError, match="stand still"):
-            await engine.load_weights(Source(reference(seed=1), 1), on_inflight="wait")
+            await load(engine, Source(reference(seed=1), 1), on_inflight="wait")
         assert engine.version == 0 and await engine.abort() == 1
         assert (await task).stop_reason == "abort"
-        assert await engine.load_weights(Source(reference(seed=1), 1), on_inflight="wait") == 1
+        assert await load(engine, Source(reference(seed=1), 1), on_inflight="wait") == 1
 
     with_engine(build(kind), body)
 
 
-@both
+@every_engine
 def test_cancelled_callers_free_their_rows(kind: str) -> None:
     a, b = prompts((5, 6))
 
@@ -591,13 +618,14 @@ def test_cancelled_callers_free_their_rows(kind: str) -> None:
             async with asyncio.timeout(0.05):
                 await asyncio.gather(*[engine.generate(str(i), a, greedy(450)) for i in range(4)])
         assert (await engine.generate("0", b, greedy(6))).ids.tolist() == hf_greedy(b, 6)  # the id is free again
-        stats = engine.stats()
-        assert (stats["resident"], stats["waiting"]) == (0, 0)
+        # another replica may need a step more
+        while stats_of(engine)["resident"] or stats_of(engine)["waiting"]:  # noqa: ASYNC110
+            await asyncio.sleep(0.0005)
 
     with_engine(build(kind, max_concurrent_sequences=2), body)
 
 
-@both
+@every_engine
 def test_an_answer_does_not_wait_for_the_longer_ones(kind: str) -> None:
     """Nobody calls the engine meanwhile: it has to hand over what has ended by itself, and goes on."""
     a, b = prompts((5, 6))
@@ -606,29 +634,30 @@ def test_an_answer_does_not_wait_for_the_longer_ones(kind: str) -> None:
         long = asyncio.create_task(engine.generate("long", a, greedy(450)))
         short = asyncio.create_task(engine.generate("short", b, greedy(6)))
         assert (await short).ids.tolist() == hf_greedy(b, 6)
-        assert not long.done() and engine.stats()["resident"] == 1
+        assert not long.done() and stats_of(engine)["resident"] == 1
         assert len((await long).ids) == 450
 
     with_engine(build(kind), body)
 
 
-@both
+@every_engine
 def test_a_closed_engine_stops_at_the_next_step(kind: str) -> None:
     async def run() -> int:
         engine = build(kind)
-        await engine.load_weights(Source(reference()))
+        await load(engine, Source(reference()))
         task = asyncio.create_task(engine.generate("r", prompts((5,))[0], greedy(450)))
         await until_sampled(engine, 3)
         await engine.close()
         with pytest.raises(RuntimeError, match="closed"):
             await task
-        await asyncio.get_running_loop().run_in_executor(None, functools.partial(engine._thread.shutdown, wait=True))
-        return engine.stats()["sampled_tokens"]
+        for one in replicas_of(engine):
+            await asyncio.get_running_loop().run_in_executor(None, functools.partial(one._thread.shutdown, wait=True))
+        return stats_of(engine)["sampled_tokens"]
 
     assert asyncio.run(asyncio.wait_for(run(), 30)) < 400
 
 
-@both
+@every_engine
 def test_a_cancelled_wait_is_given_up(kind: str) -> None:
     prompt = prompts((5,))[0]
 
@@ -638,14 +667,14 @@ def test_a_cancelled_wait_is_given_up(kind: str) -> None:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(engine.pause("wait"), 0.005)
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(engine.load_weights(Source(reference(seed=1), 1)), 0.005)
+            await asyncio.wait_for(load(engine, Source(reference(seed=1), 1)), 0.005)
         assert (await task).spans == ((0, 0, 400),) and engine.version == 0
         assert (await engine.generate("s", prompt, greedy(2))).stop_reason == "length"  # neither paused nor updated
 
     with_engine(build(kind), body)
 
 
-@both
+@every_engine
 def test_a_failure_reaches_every_caller(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def boom(*args: object) -> None:
         raise MemoryError("the cause")
@@ -653,7 +682,8 @@ def test_a_failure_reaches_every_caller(kind: str, monkeypatch: pytest.MonkeyPat
     async def body(engine: Any) -> None:
         tasks = [asyncio.create_task(engine.generate(str(i), prompts((5,))[0], greedy(400))) for i in range(3)]
         await until_sampled(engine, 9)
-        monkeypatch.setattr(engine._runner, "decode", boom)
+        for one in replicas_of(engine):
+            monkeypatch.setattr(one._runner, "decode", boom)
         for task in tasks:
             with pytest.raises(RuntimeError, match="the cause") as caught:
                 await task
@@ -665,7 +695,7 @@ def test_a_failure_reaches_every_caller(kind: str, monkeypatch: pytest.MonkeyPat
     with_engine(build(kind), body)
 
 
-@both
+@every_engine
 def test_a_failure_while_draining_reaches_the_waiter(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def boom(*args: object) -> None:
         raise MemoryError("the cause")
@@ -673,9 +703,10 @@ def test_a_failure_while_draining_reaches_the_waiter(kind: str, monkeypatch: pyt
     async def body(engine: Any) -> None:
         task = asyncio.create_task(engine.generate("r", prompts((5,))[0], greedy(400)))
         await until_sampled(engine, 3)
-        update = asyncio.create_task(engine.load_weights(Source(reference(), 1)))
+        update = asyncio.create_task(load(engine, Source(reference(), 1)))
         await asyncio.sleep(0)
-        monkeypatch.setattr(engine._runner, "decode", boom)
+        for one in replicas_of(engine):
+            monkeypatch.setattr(one._runner, "decode", boom)
         for waiter in (task, update):
             with pytest.raises(RuntimeError, match="the cause"):
                 await waiter
@@ -683,7 +714,7 @@ def test_a_failure_while_draining_reaches_the_waiter(kind: str, monkeypatch: pyt
     with_engine(build(kind), body)
 
 
-@both
+@every_engine
 def test_non_finite_weights_stop_the_engine(kind: str) -> None:
     broken = AutoModelForCausalLM.from_config(CONFIGS["qwen3"]())
     with torch.no_grad():
@@ -693,10 +724,10 @@ def test_non_finite_weights_stop_the_engine(kind: str) -> None:
         with pytest.raises(RuntimeError, match="non-finite logits"):
             await engine.generate("r", prompts((5,))[0], Sampling(max_tokens=3))
 
-    with_engine(build(kind), body, load=Source(broken, 3))
+    with_engine(build(kind), body, weights=Source(broken, 3))
 
 
-@both
+@every_engine
 def test_user_faults(kind: str) -> None:
     prompt = prompts((5,))[0]
 
@@ -715,6 +746,10 @@ def test_user_faults(kind: str) -> None:
             (engine.sleep(3), "level"),
             (engine.wake(("cache",)), "cache"),
             (engine.pause("soon"), "soon"),
+            (engine.generate("m", prompt, greedy(2), media=("ab12",)), "takes no media; remove them"),
+            (engine.generate("l", prompt, greedy(2), adapter="math"), "adapter='math'.*loads no adapters"),
+            (engine.score(prompt, media=("ab12",)), "takes no media"),
+            (engine.score(prompt, adapter="math"), "loads no adapters"),
         ):
             with pytest.raises(ValueError, match=message):
                 await call
@@ -728,14 +763,17 @@ def test_user_faults(kind: str) -> None:
         build(kind, max_concurrent_sequences=0)
 
 
-@both
+@every_engine
 def test_nothing_before_the_first_weights_nor_after_close(kind: str) -> None:
     async def run() -> None:
         engine = build(kind)
         with pytest.raises(ValueError, match="no weights"):
             await engine.generate("r", prompts((5,))[0], greedy(2))
-        await engine.load_weights(Source(reference()))
-        assert (await engine.capabilities()).logprobs == "processed"
+        await load(engine, Source(reference()))
+        able = await engine.capabilities()
+        assert (able.logprobs, able.max_context_tokens, able.sleep_levels) == ("processed", 512, (1, 2))
+        assert able.in_flight_update and not able.lora and not able.media
+        assert able.prefix_cache == (kind != "hf")
         task = asyncio.create_task(engine.generate("r", prompts((5,))[0], greedy(400)))
         await until_sampled(engine, 3)
         await engine.close()
@@ -746,32 +784,32 @@ def test_nothing_before_the_first_weights_nor_after_close(kind: str) -> None:
     asyncio.run(asyncio.wait_for(run(), 30))
 
 
-@both
+@every_engine
 def test_one_engine_over_several_event_loops(kind: str) -> None:
     """A script calls asyncio.run more than once; a loop that ends mid-way leaves nothing behind."""
     engine, prompt = build(kind), prompts((5,))[0]
 
     async def left_behind() -> None:
-        await engine.load_weights(Source(reference()))
+        await load(engine, Source(reference()))
         for i in range(3):
             asyncio.get_running_loop().create_task(engine.generate(f"gone {i}", prompt, greedy(400)))
         await until_sampled(engine, 3)
 
-    async def after() -> Completion:
+    async def after() -> list[Completion]:
         try:
-            return await engine.generate("gone 1", prompt, greedy(7))
+            return await asyncio.gather(*(engine.generate(f"gone {i}", prompt, greedy(7)) for i in range(2)))
         finally:
             await engine.close()
 
     asyncio.run(left_behind())
-    assert asyncio.run(after()).ids.tolist() == hf_greedy(prompt, 7)
-    assert (engine.stats()["resident"], engine.stats()["waiting"]) == (0, 0)
+    assert all(c.ids.tolist() == hf_greedy(prompt, 7) for c in asyncio.run(after()))
+    assert (stats_of(engine)["resident"], stats_of(engine)["waiting"]) == (0, 0)
 
 
 # ---- random schedules ----------------------------------------------------------------------------------------------
 
 
-@both
+@every_engine
 @pytest.mark.parametrize("seed", range(4))
 def test_random_schedules_lose_and_double_nothing(kind: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -816,7 +854,7 @@ def test_random_schedules_lose_and_double_nothing(kind: str, seed: int) -> None:
                 case 2:
                     version += 1
                     mode = ("keep", "wait", "abort")[rng.integers(3)]
-                    assert await engine.load_weights(Source(reference(), version), on_inflight=mode) == version
+                    assert await load(engine, Source(reference(), version), on_inflight=mode) == version
                 case 3:
                     await engine.sleep(1)
                     await engine.wake()
@@ -832,7 +870,74 @@ def test_random_schedules_lose_and_double_nothing(kind: str, seed: int) -> None:
         assert len(outcomes) == 30
         await engine.resume()
         assert (await engine.generate("last", pool[0], greedy(4))).ids.tolist() == hf_greedy(pool[0], 4)
-        stats = engine.stats()
-        assert (stats["resident"], stats["waiting"], engine._pending, engine._held) == (0, 0, {}, [])
+        stats = stats_of(engine)
+        assert (stats["resident"], stats["waiting"]) == (0, 0)
+        assert all((one._pending, one._held) == ({}, []) for one in replicas_of(engine))
 
     with_engine(build(kind, max_concurrent_sequences=6, max_prefill_tokens=40, decode=decode), body)
+
+
+# ---- the router ----------------------------------------------------------------------------------------------------
+
+
+class Replica:
+    """Answers when it is told to; what it was asked stays in `running`."""
+
+    def __init__(self, **able: Any) -> None:
+        self.able = Capabilities(**{"logprobs": "processed", "max_context_tokens": 100, "sleep_levels": (1, 2), **able})
+        self.running: dict[str, asyncio.Future[Completion]] = {}
+
+    async def generate(self, request_id: str, *args: Any, **inputs: Any) -> Completion:
+        self.running[request_id] = asyncio.get_running_loop().create_future()
+        return await self.running[request_id]
+
+    async def abort(self, request_ids: Any = None) -> int:
+        names = list(self.running) if request_ids is None else request_ids
+        for name in names:
+            self.running.pop(name).set_result(Completion(name, np.zeros(0, np.int64), np.zeros(0), (), "abort"))
+        return len(names)
+
+    async def capabilities(self) -> Capabilities:
+        return self.able
+
+
+def test_the_router_spreads_by_load_and_keeps_a_prefix_key_together_within_a_bound() -> None:
+    async def run() -> None:
+        a, b, c = replicas = [Replica() for _ in range(3)]
+        router = Router(replicas)
+
+        async def send(*names: str, key: str | None = None) -> list[int]:
+            for name in names:
+                tasks.append(asyncio.create_task(router.generate(name, np.arange(3), greedy(2), prefix_key=key)))
+                await asyncio.sleep(0)
+            return [len(replica.running) for replica in replicas]
+
+        tasks: list[asyncio.Task[Completion]] = []
+        assert await send("1", "2", "3", "4") == [2, 1, 1]  # no key: the least loaded, the first of equals
+        assert await send(*(f"g{i}" for i in range(MAX_LEAD + 1)), key="g") == [2, 2 + MAX_LEAD, 1]
+        assert await send("over", key="g") == [2, 2 + MAX_LEAD, 2], "its replica is too far ahead: another one"
+        assert await send("there", key="g") == [2, 2 + MAX_LEAD, 3], "which is now the key's"
+        with pytest.raises(ValueError, match="already running"):
+            await router.generate("over", np.arange(3), greedy(2))
+        assert await router.abort(["g3", "1", "unknown"]) == 2 and "g3" not in b.running and "1" not in a.running
+        assert await send("5", "6") == [3, 1 + MAX_LEAD, 3], "what has ended is no load"
+        assert await router.abort() == len(tasks) - 2
+        assert {(await task).stop_reason for task in tasks} == {"abort"}
+        assert router._running == {} and router._load == [0, 0, 0] and c.running == {}
+
+    asyncio.run(asyncio.wait_for(run(), 10))
+
+
+def test_the_router_can_do_what_all_replicas_can() -> None:
+    async def run() -> None:
+        full = Replica(lora=True, media=True, prefix_cache=True, in_flight_update=True, notes=("a", "b"))
+        part = Replica(lora=True, sleep_levels=(1,), max_context_tokens=50, notes=("b", "c"))
+        assert await Router([full, part]).capabilities() == Capabilities(
+            logprobs="processed", max_context_tokens=50, lora=True, sleep_levels=(1,), notes=("a", "b", "c")
+        )
+        with pytest.raises(ValueError, match="replicas return processed and raw log-probs"):
+            await Router([full, Replica(logprobs="raw")]).capabilities()
+        with pytest.raises(ValueError, match="publish to each of its replicas"):
+            await Router([full]).load_weights(Source(reference()))
+
+    asyncio.run(run())

@@ -276,7 +276,7 @@ void swiglu_backward(
  * A call of its own, because between calls the interpreter's lock goes back and forth. The same functions called one by one
  * give the same bits, and are what does the layers that this leaves out: experts, norms with a bias, no gate. */
 
-struct layer { /* as `LayerPointers` in compiled.py; null where a model has none */
+struct layer { /* as `LayerPointers` in kernels.py; null where a model has none */
     const float *norm, *qkv, *qkv_bias, *qk_norm, *out, *out_bias, *out_norm, *mlp_norm, *up, *up_bias, *down, *down_bias, *mlp_out_norm;
     long window, rope;
 };

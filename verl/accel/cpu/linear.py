@@ -1,8 +1,8 @@
-"""Linear layers as the engine stores them: `plain`, oneDNN's `packed`, or `panels` for the compiled kernels.
+"""Linear layers as the rollout stores them: `plain`, oneDNN's `packed`, or `panels` for the compiled kernels.
 
-In float32 on a CPU the panels are the fastest at every number of rows, from 1.1 times BLAS at 128 to 2 and 3 times at 16
-and 1. oneDNN's layout is for bf16 on the hardware, and for float32 without a C compiler on AVX-512, where MKL stays on
-AVX2. The choice is a property of the machine, never a timing, so that a run repeats bitwise.
+In float32 on a CPU the panels are the fastest at every number of rows, from 1.1 times BLAS at 128 to 2 and 3 times at
+16 and 1. oneDNN's layout is for bf16 on the hardware, and for float32 without a C compiler on AVX-512, where MKL stays
+on AVX2. The choice is a property of the machine, never a timing, so that a run repeats bitwise.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from verl.nn.compiled import Kernels
+from verl.accel.cpu.kernels import Kernels
 from verl.nn.precision import native_bf16
 
 Layout = Literal["plain", "packed", "panels"]
@@ -23,12 +23,9 @@ def best_layout(dtype: torch.dtype, device: torch.device, kernels: Kernels | Non
         return "plain"
     if kernels is not None and dtype == torch.float32:
         return "panels"
-    if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
-        return "plain"
     avx512 = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-    return (
-        "packed" if (native_bf16(device) if dtype == torch.bfloat16 else dtype == torch.float32 and avx512) else "plain"
-    )
+    fast = native_bf16(device) if dtype == torch.bfloat16 else dtype == torch.float32 and avx512
+    return "packed" if fast and hasattr(torch.ops.mkldnn, "_reorder_linear_weight") else "plain"
 
 
 class Linear(Protocol):
@@ -51,26 +48,18 @@ def make_linear(weight: Tensor, bias: Tensor | None, layout: Layout, kernels: Ke
 
 
 class Plain:
-    __slots__ = ("bias", "nbytes", "transposed")
-
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self.bias, self.transposed, self.nbytes = bias, weight.t(), 0  # a view
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self.bias is not None:
-            return torch.addmm(self.bias, x, self.transposed)
-        return torch.mm(x, self.transposed)
+        return torch.mm(x, self.transposed) if self.bias is None else torch.addmm(self.bias, x, self.transposed)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        if self.bias is not None:
-            residual = residual.add_(self.bias)
-        return residual.addmm_(x, self.transposed)
+        return (residual if self.bias is None else residual.add_(self.bias)).addmm_(x, self.transposed)
 
 
 class Packed:
     """Private operations of torch: tests compare them with the plain ones."""
-
-    __slots__ = ("bias", "nbytes", "weight")
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         # one packed layout serves every number of rows
@@ -86,11 +75,8 @@ class Packed:
 class Panels:
     """Bitwise the same for a row whatever the other rows are."""
 
-    __slots__ = ("bias", "kernels", "nbytes", "panels", "width")
-
     def __init__(self, weight: Tensor, bias: Tensor | None, kernels: Kernels) -> None:
-        self.width, self.bias, self.kernels = len(weight), bias, kernels
-        self.panels = kernels.panels(weight)
+        self.width, self.bias, self.kernels, self.panels = len(weight), bias, kernels, kernels.panels(weight)
         self.nbytes = self.panels.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:

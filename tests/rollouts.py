@@ -1,0 +1,70 @@
+"""Small rollout engines without an event loop, for tests that watch them step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from verl.rollout.base import Completion, RolloutContext
+from verl.rollout.embedded.core import EngineCore
+from verl.rollout.embedded.requests import Request
+from verl.rollout.native.options import Options
+from verl.rollout.native.runner import NativeRunner
+
+
+def context_of(config: Any, rows: int = 16, **given: Any) -> RolloutContext:
+    known = {"max_context_tokens": 256, "dtype": torch.float32, "max_concurrent_sequences": rows}
+    return RolloutContext(hf_config=config, **{**known, **given})
+
+
+def native_core(
+    config: Any,
+    weights: Any,
+    *,
+    rows: int = 16,
+    max_context_tokens: int = 256,
+    dtype: torch.dtype = torch.float32,
+    deterministic: bool = False,
+    max_prefill_tokens: int = 512,
+    prefix_cache_tokens: int = 4096,
+    max_kv_tokens: int | None = None,
+    lanes: int = 1,
+    **rest: Any,
+) -> EngineCore:
+    """The synchronous native engine with `weights` as version 0; `rest` goes to the runner."""
+    options = Options(
+        max_prefill_tokens=max_prefill_tokens, prefix_cache_tokens=prefix_cache_tokens, max_kv_tokens=max_kv_tokens
+    )
+    context = context_of(config, rows, max_context_tokens=max_context_tokens, dtype=dtype, deterministic=deterministic)
+    core = EngineCore(NativeRunner(options, context, lanes=lanes, **rest), (), None)
+    core.load(weights)
+    return core
+
+
+def source_of(module: Any, version: int = 0) -> Any:
+    return SimpleNamespace(version=version, tensors=lambda: module.state_dict().items())
+
+
+def finish(core: EngineCore, requests: Iterable[Request] = ()) -> dict[str, Completion]:
+    for request in requests:
+        core.add(request)
+    done: dict[str, Completion] = {}
+    while core.busy:
+        done |= {c.request_id: c for _, c in core.step()}
+    return done
+
+
+def check_each(cases: Iterable[Any], check: Callable[[Any], object]) -> None:
+    """Run `check` on every case; all failures together, each with its case, rather than the first alone."""
+    failed = []
+    for case in cases:
+        try:
+            check(case)
+        except Exception as e:
+            e.add_note(f"case: {case}")
+            failed.append(e)
+    if failed:
+        raise ExceptionGroup(f"{len(failed)} cases failed", failed)

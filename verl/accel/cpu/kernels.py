@@ -1,0 +1,248 @@
+"""The functions of kernels.c, compiled once per machine with its C compiler and kept in ~/.cache/verl.
+
+Without a compiler torch's own operations do the same work in more passes; `load_kernels` then returns the reason.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping
+from ctypes import c_float, c_long, c_void_p
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+SOURCE = Path(__file__).with_name("kernels.c")
+TILE, BLOCK = 64, 256  # as in kernels.c
+COMPILE_TIMEOUT_S = 120.0
+FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+NATIVE = ("-march=native", "-mcpu=native")  # x86 compilers know the first, ARM ones the second
+OPENMP = ("-fopenmp", "-fopenmp-simd")  # Apple's clang has no runtime: one thread
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+
+
+class Address:
+    """Argument type for the memory of a tensor or an array; None is a null pointer."""
+
+    @classmethod
+    def from_param(cls, value: Tensor | np.ndarray | None) -> c_void_p | None:
+        if value is None:
+            return None
+        return c_void_p(value.data_ptr() if isinstance(value, Tensor) else value.ctypes.data)
+
+
+class LayerPointers(ctypes.Structure):
+    """What one layer reads: float32 norms [hidden], panels and biases of products, [heads + kv_heads, D] of q, k."""
+
+    TENSORS = (
+        *("norm", "qkv", "qkv_bias", "qk_norm", "out", "out_bias", "out_norm"),
+        *("mlp_norm", "up", "up_bias", "down", "down_bias", "mlp_out_norm"),
+    )
+    _fields_ = (*((name, c_void_p) for name in TENSORS), ("window", c_long), ("rope", c_long))
+
+
+class Stack(ctypes.Structure):
+    """The layers of a model, whose tensors somebody else keeps. `kind` is one of ACTIVATIONS, `cap` 0 for none."""
+
+    _fields_ = (
+        ("layers", ctypes.POINTER(LayerPointers)),
+        *((name, c_long) for name in ("count", "hidden", "ffn", "heads", "kv_heads", "dim", "kind")),
+        *((name, c_float) for name in ("eps", "scale", "cap")),
+    )
+
+
+TYPED = {  # one function per dtype
+    "rms_norm": (Address,) * 3 + (c_long,) * 2 + (c_float, c_long),
+    "gated": (Address,) * 2 + (c_long,) * 4,
+    "attend": (Address,) * 9 + (c_long,) * 6 + (c_float,) * 3,
+    "sample": (Address,) * 6 + (c_long,) * 2,
+}
+FLOAT32 = {
+    "linear": (Address,) * 4 + (c_long,) * 5,
+    "rms_norm_backward": (Address,) * 5 + (c_long,) * 2 + (c_float, c_long),
+    "swiglu": (Address,) * 3 + (c_long,) * 2,
+    "swiglu_backward": (Address,) * 5 + (c_long,) * 2,
+    "layers": (ctypes.POINTER(Stack), *(Address,) * 4, c_long, Address, *(c_long,) * 2, Address, *(c_long,) * 2),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The functions of kernels.c for one dtype. All tensors are contiguous and on the CPU; calls release the GIL.
+
+    Those with a `threads` argument use as many threads as torch has in the calling thread.
+    """
+
+    dtype: torch.dtype
+    panel_width: int
+    functions: Mapping[str, Callable[..., None]]
+
+    def panels(self, weight: Tensor) -> Tensor:
+        """weight [N, K] float32 -> [panels, K, panel width], the rows padded with zeros."""
+        padded = torch.nn.functional.pad(weight, (0, 0, 0, -len(weight) % self.panel_width))
+        return padded.view(-1, self.panel_width, weight.shape[1]).transpose(1, 2).contiguous()
+
+    def linear(self, x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor, *, add: bool) -> Tensor:
+        """x [T, K] W^T + bias into out [T, N], on top of what is there if `add`."""
+        assert x.is_contiguous() and out.is_contiguous() and x.dtype == out.dtype == torch.float32
+        self.functions["linear"](x, panels, bias, out, *x.shape, out.shape[1], add, torch.get_num_threads())
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [n, width], weight float32 [width] -> [n, width]."""
+        assert x.is_contiguous() and weight.dtype == torch.float32
+        out = torch.empty_like(x)
+        self.functions["rms_norm"](x, weight, out, *x.shape, eps, torch.get_num_threads())
+        return out
+
+    def rms_norm_backward(self, x: Tensor, weight: Tensor, dy: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """x, dy [n, width], weight [width], all float32 -> dx [n, width], dweight [width] float64."""
+        threads = torch.get_num_threads()
+        dx, sums = torch.empty_like(x), torch.zeros(threads, len(weight), dtype=torch.float64)
+        self.functions["rms_norm_backward"](x, weight, dy, dx, sums, *x.shape, eps, threads)
+        return dx, sums.sum(0)
+
+    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) * up, float32 of one shape."""
+        out = torch.empty_like(gate)
+        self.functions["swiglu"](gate, up, out, gate.numel(), torch.get_num_threads())
+        return out
+
+    def swiglu_backward(self, gate: Tensor, up: Tensor, dy: Tensor) -> tuple[Tensor, Tensor]:
+        """-> dgate, dup."""
+        dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+        self.functions["swiglu_backward"](gate, up, dy, dgate, dup, gate.numel(), torch.get_num_threads())
+        return dgate, dup
+
+    def gated(self, gate_up: Tensor, activation: str) -> Tensor:
+        """gate_up [n, 2 ffn] -> act(gate) * up [n, ffn]."""
+        n, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty(n, width)
+        self.functions["gated"](gate_up, out, n, width, ACTIVATIONS[activation], torch.get_num_threads())
+        return out
+
+    def attend(
+        self,
+        qkv: Tensor,
+        qk_norm: Tensor | None,
+        turns: Tensor | None,
+        positions: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        *,
+        heads: int,
+        eps: float,
+        scale: float,
+        window: int = 0,
+        cap: float = 0.0,
+    ) -> Tensor:
+        """Attention of n rows, each over its own keys and values -> mixed values [n, H D].
+
+        qkv [n, (H + 2K) D], qk_norm float32 [H + K, D], turns complex64 [positions, D/2]; keys and values
+        [n, K, capacity, D] receive the row's own at `positions` [n].
+        """
+        n, (kv_heads, capacity, dim) = len(qkv), keys.shape[1:]
+        out = qkv.new_empty(n, heads * dim)
+        scratch = torch.empty(_scratch_floats(heads, kv_heads, dim, capacity), dtype=torch.float32)
+        tensors = (qkv, qk_norm, turns, positions, None, keys, values, out, scratch)
+        self.functions["attend"](*tensors, n, heads, kv_heads, dim, capacity, window, eps, scale, cap)
+        return out
+
+    def layers(
+        self,
+        stack: Stack,
+        x: Tensor,
+        positions: Tensor,
+        slots: Tensor | None,
+        turns: Tensor | None,
+        kv: Tensor,
+        lo: int = 0,
+    ) -> Tensor:
+        """x [n, hidden] -> what the layers make of it, in place.
+
+        turns complex64 [kinds, positions, D/2]; kv float32 [layers, 2, slots, K, capacity, D], of which row i takes
+        slot lo + i, or lo + slots[i]. The rest as for `attend`.
+        """
+        assert x.is_contiguous() and kv.is_contiguous() and x.dtype == kv.dtype == torch.float32
+        n, heads, kv_heads, dim, capacity = len(x), stack.heads, stack.kv_heads, stack.dim, kv.shape[4]
+        attending = 2 * (heads + kv_heads) * dim * n + _scratch_floats(heads, kv_heads, dim, capacity)
+        scratch = torch.empty(n * stack.hidden + max(attending, 3 * n * stack.ffn), dtype=torch.float32)
+        kinds_apart = 0 if turns is None else turns.shape[1]
+        cache = (kv[:, :, lo:], kv.shape[2], capacity)
+        rotary = (turns, kinds_apart)
+        self.functions["layers"](stack, x, positions, slots, *rotary, *cache, scratch, n, torch.get_num_threads())
+        return x
+
+    def sample(self, logits: Tensor, temperature: np.ndarray, uniform: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """logits [n, V], temperature [n] float32 (0 is greedy), uniform [n] float64 -> ids [n], log-probs [n]."""
+        n, vocab = logits.shape
+        ids, logprobs, masses = np.empty(n, np.int64), np.empty(n, np.float32), np.empty(-(-vocab // BLOCK), np.float32)
+        drawn = np.ascontiguousarray(temperature), np.ascontiguousarray(uniform)
+        self.functions["sample"](logits, *drawn, ids, logprobs, masses, n, vocab)
+        return ids, logprobs
+
+
+def _scratch_floats(heads: int, kv_heads: int, dim: int, tokens: int) -> int:
+    """Floats that `attend` needs for rows of up to `tokens` tokens: the row, mixed values, a tile, scores."""
+    group = heads // kv_heads
+    return (heads + 2 * kv_heads) * dim + group * dim + TILE * dim + group * tokens
+
+
+@functools.cache
+def load_kernels(dtype: torch.dtype) -> Kernels | str:
+    """The kernels of this machine, or why there are none. Compiles on the first call of the first process."""
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"no compiled kernels for {dtype}"
+    try:
+        library = ctypes.CDLL(str(_library()))
+    except (OSError, subprocess.SubprocessError) as e:
+        return f"kernels.c could not be compiled: {e}"
+    library.panel_width.restype = c_long
+    functions: dict[str, Callable[..., None]] = {}
+    for name, arguments in (FLOAT32 | TYPED).items():
+        symbol = name if name in FLOAT32 else f"{name}_{str(dtype).removeprefix('torch.')}"
+        functions[name] = getattr(library, symbol)
+        functions[name].argtypes, functions[name].restype = arguments, None  # type: ignore[attr-defined]
+    return Kernels(dtype, library.panel_width(), functions)
+
+
+def _library() -> Path:
+    """The shared library for this source, compiler and CPU; processes that start together may both compile it."""
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if not compiler:
+        raise OSError("no C compiler (cc, gcc or clang) on this machine")
+    parts = (SOURCE.read_bytes(), compiler.encode(), repr((FLAGS, NATIVE, OPENMP)).encode(), _cpu().encode())
+    path = Path.home() / ".cache" / "verl" / f"kernels-{hashlib.sha256(bytes(1).join(parts)).hexdigest()[:16]}.so"
+    if path.is_file():
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+        built, failures = Path(folder) / "kernels.so", []
+        for native, openmp in ((n, o) for n in NATIVE for o in OPENMP):
+            command = [*compiler.split(), *FLAGS, native, openmp, "-o", str(built), str(SOURCE), "-lm"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
+            if done.returncode == 0:
+                os.replace(built, path)
+                return path
+            failures.append(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit {done.returncode}")
+    raise OSError("; ".join(failures))
+
+
+def _cpu() -> str:
+    """What -march=native depends on; a home folder may be shared by unlike machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.machine() + platform.processor()
+    told = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
+    return platform.machine() + "".join(told)

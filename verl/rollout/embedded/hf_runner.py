@@ -1,0 +1,144 @@
+"""The mechanism of the hf engine: static batches of what is waiting, left-padded; rows that finish leave the cache."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from verl.rollout.base import RolloutContext, WeightReader, check_positive
+from verl.rollout.embedded.core import Admission, Sampled, check_context
+from verl.rollout.embedded.receive import Destination, receive
+from verl.rollout.embedded.requests import Request
+from verl.rollout.embedded.sampler import SamplingMetadata, sample, score_logits, to_host
+
+
+class HfRunner:
+    def __init__(self, context: RolloutContext, module: nn.Module | None, *, max_prefill_tokens: int) -> None:
+        check_positive(max_prefill_tokens=max_prefill_tokens)
+        self.max_rows, self.max_context_tokens = context.max_concurrent_sequences, context.max_context_tokens
+        text = context.hf_config.get_text_config()
+        self.vocab_size = text.vocab_size
+        check_context(self.max_context_tokens, getattr(text, "max_position_embeddings", None))
+        self._config, self._dtype, self._device = context.hf_config, context.dtype, torch.device(context.device)
+        self._max_prefill_tokens = max_prefill_tokens
+        self._module = module
+        self._loaded = False
+        self._arguments: frozenset[str] = frozenset()  # of the module's forward
+        self._cache: Any = None  # transformers.Cache of the resident rows
+        self._mask = torch.zeros(0, 0, dtype=torch.int64)  # [rows, cached tokens], 0 is left padding
+        self._counts = {"prefill_tokens": 0, "decode_tokens": 0, "reused_tokens": 0}
+
+    @property
+    def ready(self) -> bool:
+        return self._loaded
+
+    def enter_thread(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def load(self, source: WeightReader) -> None:
+        module = self._module if self._module is not None else self._build()
+        module.to(self._device).eval()  # dtype: of parameters only, buffers such as RoPE frequencies stay in fp32
+        state = module.state_dict(keep_vars=True)  # tied tensors appear under each of their names
+        fresh: dict[int, Destination] = {}
+        for live in state.values():
+            dtype, shape = self._dtype if isinstance(live, nn.Parameter) else live.dtype, tuple(live.shape)
+            into = torch.empty(shape, dtype=dtype, device=self._device)
+            fresh.setdefault(id(live), Destination(shape, into, shape, dtype))
+        receive(source.tensors(), {name: fresh[id(live)] for name, live in state.items()})
+        for live in state.values():
+            live.data = fresh[id(live)].into
+        self._module, self._loaded = module, True
+        self._arguments = frozenset(inspect.signature(module.forward).parameters)
+
+    def _build(self) -> nn.Module:
+        from transformers import AutoModelForCausalLM
+
+        module: nn.Module = AutoModelForCausalLM.from_config(copy.deepcopy(self._config), dtype=self._dtype)
+        return module
+
+    @torch.inference_mode()
+    def admit(self, waiting: Sequence[Request], resident: int) -> Admission | None:
+        """A new batch once the last one has ended: padded to its longest prompt, within `max_prefill_tokens`."""
+        prompts: list[np.ndarray] = []
+        longest = 0
+        if resident:
+            return None
+        for request in islice(waiting, self.max_rows):
+            longest = max(longest, len(request.context()))
+            if prompts and longest * (len(prompts) + 1) > self._max_prefill_tokens:
+                break
+            prompts.append(request.context())
+        width = max(map(len, prompts))
+        ids = torch.zeros(len(prompts), width, dtype=torch.int64)  # [n, T], left-padded; a masked id has no effect
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, width - len(prompt) :] = torch.from_numpy(prompt)
+            mask[row, width - len(prompt) :] = 1
+        self._cache, self._mask = None, mask.to(self._device)
+        self._counts["prefill_tokens"] += int(mask.sum())
+        logits = self._forward(ids.to(self._device), (self._mask.cumsum(-1) - 1).clamp_(min=0))
+        return Admission([0] * len(prompts), lambda sampling: to_host(*sample(logits, sampling)))
+
+    @torch.inference_mode()
+    def decode(self, tokens: np.ndarray, positions: np.ndarray, sampling: SamplingMetadata) -> Sampled:
+        self._mask = torch.cat([self._mask, self._mask.new_ones(len(tokens), 1)], dim=1)
+        ids, at = (torch.from_numpy(column)[:, None].to(self._device) for column in (tokens, positions))
+        self._counts["decode_tokens"] += len(tokens)
+        return to_host(*sample(self._forward(ids, at), sampling))
+
+    def _forward(self, ids: Tensor, positions: Tensor) -> Tensor:
+        """ids, positions [n, t] -> logits [n, V] after the last id."""
+        assert self._module is not None
+        options = {"position_ids": positions, "logits_to_keep": 1}
+        out = self._module(
+            input_ids=ids,
+            attention_mask=self._mask,
+            past_key_values=self._cache,
+            use_cache=True,
+            **{name: value for name, value in options.items() if name in self._arguments},
+        )
+        self._cache = out.past_key_values
+        return out.logits[:, -1]
+
+    @torch.inference_mode()
+    def move(self, sources: np.ndarray, holes: np.ndarray, kept: int, tokens: int) -> None:
+        order = np.arange(kept)
+        order[holes] = sources
+        index = torch.from_numpy(order).to(self._device)
+        self._cache.batch_select_indices(index)
+        self._mask = self._mask[index]
+
+    @torch.inference_mode()
+    def score(self, ids: np.ndarray, temperature: float) -> np.ndarray:
+        assert self._module is not None
+        given = torch.from_numpy(ids).to(self._device)
+        logits = self._module(input_ids=given[None, :-1], use_cache=False).logits[0]
+        return score_logits(logits, given[1:], temperature).cpu().numpy()
+
+    def drop_kv(self) -> int:
+        layers = self._cache.layers if self._cache is not None else ()
+        freed = sum(t.nbytes for layer in layers for t in (layer.keys, layer.values) if isinstance(t, Tensor))
+        self._cache, self._mask = None, self._mask[:0]
+        return freed
+
+    def drop_weights(self) -> int:
+        """The module keeps its structure and shapes (one element, expanded) and what no checkpoint holds."""
+        freed = 0
+        if self._module is not None and self._loaded:
+            tensors = {id(t): t for t in self._module.state_dict(keep_vars=True).values()}
+            freed = sum(t.nbytes for t in tensors.values())
+            for tensor in tensors.values():
+                tensor.data = tensor.new_zeros(()).expand(tensor.shape)
+        self._loaded = False
+        return freed
+
+    def stats(self) -> dict[str, int]:
+        return dict(self._counts)

@@ -1,0 +1,52 @@
+"""A stream of HF-named tensors copied into an engine's own memory: all, or an error that lists what did not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Destination:
+    """Where one HF tensor goes: a (view into) storage, the shape in which it is copied there, what is added.
+
+    Tied names have one destination in common.
+    """
+
+    shape: tuple[int, ...]
+    into: Tensor
+    copied_as: tuple[int, ...]
+    dtype: torch.dtype
+    """What values are rounded to before they are copied."""
+    plus: float = 0.0
+
+
+def receive(tensors: Iterable[tuple[str, object]], destinations: Mapping[str, Destination]) -> None:
+    filled: set[Destination] = set()
+    unexpected, misshapen = [], []
+    for name, tensor in tensors:
+        to = destinations.get(name)
+        if to is None or not isinstance(tensor, Tensor):
+            unexpected.append(name)
+            continue
+        filled_before = to in filled
+        filled.add(to)
+        if tuple(tensor.shape) != to.shape:
+            misshapen.append(f"{name} {tuple(tensor.shape)}, model {to.shape}")
+            continue
+        value = tensor.detach().to(to.dtype).reshape(to.copied_as)
+        if to.plus:
+            value = value.float() + to.plus
+        if not filled_before:
+            to.into.copy_(value)
+        elif not torch.equal(to.into, value.to(to.into)):
+            raise ValueError(f"{name} differs from the tensor it is tied to (tie_word_embeddings), or came twice")
+    missing = sorted(name for name, to in destinations.items() if to not in filled)
+    if missing or unexpected or misshapen:
+        raise ValueError(
+            f"weights do not fit the model (the old ones stay live): missing {missing}, unexpected {unexpected}, "
+            f"wrong shape {misshapen}"
+        )

@@ -1,0 +1,192 @@
+"""One generate call inside an engine, and the resident requests of a batch.
+
+Per-token bookkeeping is vectorised over rows; Python objects are touched only for rows that finish or that have stop
+strings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from verl.rollout.base import Completion, DecodeFn
+from verl.rollout.embedded.sampler import SamplingMetadata, stream_of, uniforms
+from verl.types import Sampling, StopReason
+
+RUNNING, EOS, STOP, LENGTH, CONTEXT_FULL = range(5)  # codes of a row; the names are those of types.StopReason
+REASONS: tuple[StopReason | None, ...] = (None, "eos", "stop", "length", "context_full")
+NO_IDS, NO_LOGPROBS = np.zeros(0, np.int64), np.zeros(0, np.float32)  # empty: nobody can write into them
+PromptKey = tuple[str | None, tuple[str, ...], bytes]
+"""(adapter, media hashes, bytes of the ids): what a computed prompt depends on besides the weights."""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A prompt and what was sampled for it before it last lost its row (nothing, unless it was preempted)."""
+
+    request_id: str
+    prompt_ids: np.ndarray  # [P] int64
+    sampling: Sampling
+    adapter: str | None = None
+    media: tuple[str, ...] = ()
+    ids: np.ndarray = field(default_factory=lambda: NO_IDS)
+    logprobs: np.ndarray = field(default_factory=lambda: NO_LOGPROBS)
+    span_starts: list[tuple[int, int]] = field(default_factory=list)  # (version, index of its first token)
+    cached_tokens: int = 0
+    order: int = 0  # of submission; preempted requests go back in this order
+
+    def start_span(self, version: int, start: int) -> None:
+        """Tokens from `start` on are sampled under `version`."""
+        if self.span_starts and self.span_starts[-1][1] == start:
+            self.span_starts.pop()
+        if not self.span_starts or self.span_starts[-1][0] != version:
+            self.span_starts.append((version, start))
+
+    def context(self) -> np.ndarray:
+        """The ids whose KV must be resident before the next token can be sampled."""
+        return np.concatenate([self.prompt_ids, self.ids]) if len(self.ids) else self.prompt_ids
+
+    def key(self) -> PromptKey:
+        return self.adapter, self.media, self.context().tobytes()
+
+    def completion(self, reason: StopReason, stop: str | None = None) -> Completion:
+        ends = [start for _, start in self.span_starts[1:]] + [len(self.ids)]
+        spans = tuple((v, start, end) for (v, start), end in zip(self.span_starts, ends) if end > start)
+        return Completion(self.request_id, self.ids, self.logprobs, spans, reason, stop, self.cached_tokens)
+
+
+def find_stop(ids: np.ndarray, stops: Sequence[str], decode: DecodeFn) -> str | None:
+    """The first stop string that the last token of `ids` completed, looked for in a bounded tail.
+
+    The tail is long enough that a match which ends in the last token lies inside it, whatever the token boundaries.
+    """
+    longest = max(map(len, stops))
+    last = len(decode(ids[-1:].tolist()))
+    tail = min(len(ids), longest + 4)
+    text = decode(ids[-tail:].tolist())
+    # a token may decode to nothing, or only together with its neighbours: widen until the text suffices
+    while len(text) < longest + last + 1 and tail < len(ids):
+        tail = min(len(ids), 2 * tail)
+        text = decode(ids[-tail:].tolist())
+    found = [(at, stop) for stop in stops if (at := text.find(stop)) >= 0]
+    return min(found)[1] if found else None
+
+
+_ROW = np.dtype(
+    [
+        ("prompt_tokens", np.int64),
+        ("count", np.int64),  # tokens of the response so far
+        ("limit", np.int64),
+        ("last", np.int64),  # sampled, its KV not yet computed
+        ("top_k", np.int64),
+        ("stream", np.uint64),  # of random numbers
+        ("temperature", np.float32),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("limit_code", np.int8),  # of a row that reaches its limit
+        ("ignore_eos", np.bool_),
+    ],
+    align=True,
+)
+
+
+class RunningRequests:
+    """The resident requests, one row each; rows 0..n-1 are live."""
+
+    def __init__(self, max_rows: int, eos_token_ids: Sequence[int], decode: DecodeFn | None) -> None:
+        self.n = 0
+        self.requests: list[Request] = []
+        self._eos = np.asarray(sorted(set(eos_token_ids)), np.int64)
+        self._decode = decode
+        self._strings = 0  # rows with stop strings
+        self._rows = np.zeros(max_rows, _ROW)
+        self.count, self.limit, self.last = self._rows["count"], self._rows["limit"], self._rows["last"]  # views
+        self._stop_ids = np.full((max_rows, 1), -1, np.int64)  # [rows, K], -1 is none
+        self._ids = np.zeros((max_rows, 64), np.int64)  # [rows, response capacity]
+        self._logprobs = np.zeros((max_rows, 64), np.float32)
+
+    def add(self, request: Request, max_context_tokens: int) -> None:
+        row, s, tokens = self.n, request.sampling, len(request.ids)
+        prompt = len(request.prompt_ids)
+        room = max_context_tokens - prompt
+        limit, code = min(s.max_tokens, room), LENGTH if s.max_tokens <= room else CONTEXT_FULL
+        drawn = (s.top_k, stream_of(s.seed), s.temperature, s.top_p, s.min_p)
+        self._rows[row] = (prompt, tokens, limit, 0, *drawn, code, s.ignore_eos)
+        if (extra := len(s.stop_token_ids) - self._stop_ids.shape[1]) > 0:
+            self._stop_ids = np.pad(self._stop_ids, ((0, 0), (0, extra)), constant_values=-1)
+        self._stop_ids[row] = -1
+        self._stop_ids[row, : len(s.stop_token_ids)] = s.stop_token_ids
+        self._reserve(tokens + 1)
+        self._ids[row, :tokens] = request.ids
+        self._logprobs[row, :tokens] = request.logprobs
+        self._strings += bool(s.stop)
+        self.requests.append(request)
+        self.n += 1
+
+    def sampling(self, lo: int, hi: int) -> SamplingMetadata:
+        """How the next token of rows lo..hi-1 is drawn."""
+        r = self._rows[lo:hi]
+        uniform = uniforms(r["stream"], r["count"])
+        return SamplingMetadata(r["temperature"], r["top_k"], r["top_p"], r["min_p"], uniform)
+
+    def positions(self) -> np.ndarray:
+        """[n] context position of each row's last token, which is also how many tokens of KV are resident."""
+        return self._rows["prompt_tokens"][: self.n] + self.count[: self.n] - 1
+
+    def append(self, lo: int, hi: int, ids: np.ndarray, logprobs: np.ndarray) -> tuple[np.ndarray, dict[int, str]]:
+        """Add one token to rows lo..hi-1 -> code of each of these rows [hi - lo], the stop string of some rows."""
+        count, rows = self.count[lo:hi], self._rows[lo:hi]
+        self._reserve(int(count.max()) + 1)
+        every = np.arange(lo, hi)
+        self._ids[every, count] = ids
+        self._logprobs[every, count] = logprobs
+        count += 1
+        self.last[lo:hi] = ids
+        code = np.where(count >= self.limit[lo:hi], rows["limit_code"], np.int8(RUNNING))
+        stops: dict[int, str] = {}
+        if self._strings:
+            stops = self._match_strings(lo, hi)
+            code[[row - lo for row in stops]] = STOP
+        code[(self._stop_ids[lo:hi] == ids[:, None]).any(1)] = STOP
+        code[(ids[:, None] == self._eos).any(1) & ~rows["ignore_eos"]] = EOS
+        return code, stops
+
+    def save(self, row: int) -> Request:
+        """The request of a row with everything sampled so far."""
+        request, tokens = self.requests[row], int(self.count[row])
+        request.ids, request.logprobs = self._ids[row, :tokens].copy(), self._logprobs[row, :tokens].copy()
+        return request
+
+    def remove(self, removed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Drop the rows `removed` (sorted) and close the holes with the last rows -> (moved from, moved to)."""
+        kept = self.n - len(removed)
+        holes = removed[removed < kept]
+        stays = np.ones(self.n, bool)
+        stays[removed] = False
+        movers = kept + np.flatnonzero(stays[kept:])
+        self._strings -= sum(bool(self.requests[row].sampling.stop) for row in removed)
+        for source, hole in zip(movers, holes):
+            self.requests[hole] = self.requests[source]
+        del self.requests[kept:]
+        for column in (self._rows, self._stop_ids, self._ids, self._logprobs):
+            column[holes] = column[movers]
+        self.n = kept
+        return movers, holes
+
+    def _match_strings(self, lo: int, hi: int) -> dict[int, str]:
+        assert self._decode is not None, "a request with stop strings was admitted without a decode function"
+        found: dict[int, str] = {}
+        for row in range(lo, hi):
+            if strings := self.requests[row].sampling.stop:
+                match = find_stop(self._ids[row, : self.count[row]], strings, self._decode)
+                if match is not None:
+                    found[row] = match
+        return found
+
+    def _reserve(self, tokens: int) -> None:
+        if tokens > self._ids.shape[1]:
+            extra = max(tokens, 2 * self._ids.shape[1]) - self._ids.shape[1]
+            self._ids = np.pad(self._ids, ((0, 0), (0, extra)))
+            self._logprobs = np.pad(self._logprobs, ((0, 0), (0, extra)))

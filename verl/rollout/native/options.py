@@ -1,0 +1,35 @@
+"""The native engine's own keys and the memory they stand for. No torch is imported here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl.rollout.base import check_positive
+
+KEPT_KV_BYTES = 64 << 20
+"""Of KV on a CPU that sleep does not free: a short step would pay for faulting its pages in again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    prefix_cache_tokens: int = 65536
+    """Prompt tokens whose KV is kept for later requests (0: none)."""
+    max_prefill_tokens: int = 8192
+    """Prompt tokens per prefill pass; decode goes on between passes."""
+    max_kv_tokens: int | None = None
+    """KV slots in tokens; more requests wait. None: max_concurrent_sequences x (prompt + response)."""
+
+    def __post_init__(self) -> None:
+        check_positive(max_prefill_tokens=self.max_prefill_tokens)
+        if self.prefix_cache_tokens < 0:
+            raise ValueError(f"prefix_cache_tokens={self.prefix_cache_tokens}: must be 0 (keep none) or more")
+
+
+def memory(
+    options: Options, *, max_concurrent_sequences: int, max_context_tokens: int, kv_bytes_per_token: int
+) -> dict[str, int]:
+    """Bytes that the engine comes to hold besides weights, once its caches have grown to their full size."""
+    tokens = options.max_kv_tokens
+    if tokens is None:
+        tokens = max_concurrent_sequences * max_context_tokens
+    return {"KV cache": tokens * kv_bytes_per_token, "prefix cache": options.prefix_cache_tokens * kv_bytes_per_token}

@@ -1,0 +1,159 @@
+"""Prompts computed once: which of them are stored, which are being computed, and the passes that compute them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.accel.cpu.lanes import Lanes, wide_pays
+from verl.rollout.embedded.requests import PromptKey, Request
+from verl.rollout.native.kv import Prefix, PrefixStore
+from verl.rollout.native.model import Chunk, Model
+
+SHORT_PROMPT = 256  # tokens up to which reading the KV row by row costs less than blocks of it, with padding and copies
+MIN_WIDTH = 32  # tokens; prompts below it are one batch, whatever they leave empty
+EVEN_SHARES = 1.25  # of a mean share: the most that a lane may have to do, if lanes shall finish before all cores do
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A prompt being computed, perhaps in several passes."""
+
+    key: PromptKey
+    ids: np.ndarray  # [P]
+    kv: Tensor  # [layers, 2, K, P, D], the first `done` tokens computed
+    done: int
+    cached: int  # what the next request that is admitted from this job did not have to compute
+    keep: bool  # in the prefix store
+    entry: Prefix | None = None  # once all is computed
+
+    @property
+    def left(self) -> int:
+        return len(self.ids) - self.done
+
+
+class Prefiller:
+    def __init__(
+        self,
+        model: Model,
+        lanes: Lanes,
+        dtype: torch.dtype,
+        *,
+        max_prefill_tokens: int,
+        prefix_cache_tokens: int,
+        deterministic: bool,
+    ) -> None:
+        self._model, self._lanes, self._dtype = model, lanes, dtype
+        self._max_prefill_tokens, self._deterministic = max_prefill_tokens, deterministic
+        self.store = PrefixStore(prefix_cache_tokens)
+        self._jobs: dict[PromptKey, Job] = {}
+        self.counts = {"prefill_tokens": 0, "reused_tokens": 0}
+
+    def clear(self) -> None:
+        self.store.clear()
+        self._jobs.clear()
+
+    def advance(self, requests: Sequence[Request], keys: Sequence[PromptKey]) -> None:
+        """One pass over the prompts of these requests; prompts that nobody waits for any more are dropped."""
+        jobs: dict[PromptKey, Job] = {}
+        for request, key in zip(requests, keys):
+            if key not in jobs and (job := self._jobs.get(key)):
+                jobs[key] = job
+            elif key not in jobs and self.store.get(key) is None:
+                jobs[key] = self._start(request, key)
+        self._jobs = jobs
+        self._pass()
+
+    def take(self, key: PromptKey) -> tuple[Prefix, int] | None:
+        """The computed prompt and how many of its tokens were not computed for this request; None: not ready."""
+        if job := self._jobs.get(key):
+            if job.entry is None:
+                return None
+            cached, job.cached = job.cached, len(job.ids)
+            return job.entry, cached
+        entry = self.store.get(key)
+        return None if entry is None else (entry, len(entry.ids))
+
+    def hidden_states(self, ids: Tensor) -> Iterator[Tensor]:
+        """ids [t], a sequence -> its final hidden states, `max_prefill_tokens` at a time."""
+        s = self._model.shape
+        kv = torch.empty(s.layers, 2, s.kv_heads, 0, s.head_dim, dtype=self._dtype, device=self._model.device)
+        for chunk in ids.split(self._max_prefill_tokens):
+            new, hidden = self._lanes.wide(partial(self._model.prefill, [Chunk(chunk, kv)]))
+            kv = torch.cat([kv, new], dim=3)
+            yield hidden
+
+    def _start(self, request: Request, key: PromptKey) -> Job:
+        s, ids = self._model.shape, request.context()
+        size = (s.layers, 2, s.kv_heads, len(ids), s.head_dim)
+        kv = torch.empty(size, dtype=self._dtype, device=self._model.device)
+        # continuing a stored prefix rounds differently than computing the whole
+        past = None if self._deterministic else self.store.longest(key, ids)
+        done = past.shape[3] if past is not None else 0
+        if past is not None:
+            kv[:, :, :, :done] = past
+        self.counts["reused_tokens"] += done
+        return Job(key, ids, kv, done, cached=done, keep=not len(request.ids))
+
+    def _pass(self) -> None:
+        """At most `max_prefill_tokens` tokens of unfinished jobs, in order of arrival."""
+        batch: list[tuple[Job, int]] = []
+        budget = self._max_prefill_tokens
+        for job in self._jobs.values():
+            if not job.left:
+                continue
+            # alone and cut at multiples of its own start: its bits then depend on nothing else
+            tokens = min(job.left, self._max_prefill_tokens if self._deterministic else budget)
+            if not budget or tokens > budget:
+                break
+            batch.append((job, tokens))
+            budget -= tokens
+        for part in [[item] for item in batch] if self._deterministic else [batch] if batch else []:
+            self._compute(part)
+
+    def _compute(self, part: list[tuple[Job, int]]) -> None:
+        model = self._model
+        total = sum(n for _, n in part)
+        model.rotary.reserve(max(job.done + n for job, n in part))
+        lanes = min(self._lanes.useful(total * model.live.params / model.shape.layers), len(part))
+        shares = [sorted(part, key=lambda item: -item[1])[lane::lanes] for lane in range(lanes)]
+        if lanes > 1 and max(sum(n for _, n in share) for share in shares) * lanes <= EVEN_SHARES * total:
+            self._lanes.map([partial(self._prefill, share) for share in shares])
+        elif wide_pays(total, model.weights_per_product):
+            self._lanes.wide(partial(self._prefill, part))
+        else:
+            self._prefill(part)
+        for job, _ in part:
+            if job.entry is not None and job.keep:
+                self.store.put(job.entry)
+        self.counts["prefill_tokens"] += total
+
+    @torch.inference_mode()  # a lane has a mode of its own
+    def _prefill(self, part: list[tuple[Job, int]]) -> None:
+        """Short prompts by length, rounded up so that little of their KV is padding; long ones, width 0, apart."""
+        model = self._model
+        kernels = model.kernels if model.live.stack is not None else None
+
+        def width(item: tuple[Job, int]) -> int:
+            end = item[0].done + item[1]
+            return 0 if kernels is None or end > SHORT_PROMPT else max(MIN_WIDTH, 1 << (end - 1).bit_length())
+
+        for short, same in groupby(sorted(part, key=width), key=width):
+            items = list(same)
+            ids = [torch.from_numpy(job.ids[job.done : job.done + n]).to(model.device) for job, n in items]
+            chunks = [Chunk(new, job.kv[:, :, :, : job.done]) for new, (job, _) in zip(ids, items)]
+            compiled = kernels if short else None
+            kv, hidden = model.prefill(chunks) if compiled is None else model.prefill_compiled(compiled, chunks)
+            start = 0
+            for job, tokens in items:
+                job.kv[:, :, :, job.done : job.done + tokens] = kv[:, :, :, start : start + tokens]
+                job.done += tokens
+                start += tokens
+                if not job.left:
+                    job.entry = Prefix(job.key, job.ids, job.kv, hidden[start - 1].clone())

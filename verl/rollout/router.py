@@ -1,0 +1,119 @@
+"""Several replicas as one engine: requests go to the least loaded one, and with one prefix key to one replica."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+from dataclasses import fields
+
+import numpy as np
+
+from verl.rollout.base import Capabilities, Completion, PauseMode, RolloutEngine, WeightReader
+from verl.types import Sampling
+
+KEPT_KEYS = 4096  # prefix keys whose replica is remembered, the latest
+MAX_LEAD = 8  # requests by which the replica of a prefix key may be ahead of the least loaded one
+
+
+class Router:
+    """`load_weights` is refused: the checkpoint engine delivers to each of `replicas`, as its own transaction."""
+
+    def __init__(self, replicas: Sequence[RolloutEngine]) -> None:
+        assert replicas, "a router needs a replica"
+        self.replicas = tuple(replicas)
+        self._load = [0] * len(replicas)  # requests that run or wait
+        self._homes: OrderedDict[str, int] = OrderedDict()  # the replica of a prefix key
+        self._running: dict[str, int] = {}  # the replica of a request id
+        self._serving = frozenset(range(len(replicas)))
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt_ids: np.ndarray,
+        sampling: Sampling,
+        *,
+        prefix_key: str | None = None,
+        adapter: str | None = None,
+        media: Sequence[str] = (),
+    ) -> Completion:
+        if request_id in self._running:
+            raise ValueError(f"request_id={request_id!r} is already running: every call needs its own id")
+        chosen = self._choose(prefix_key)
+        self._running[request_id] = chosen
+        self._load[chosen] += 1
+        try:
+            return await self.replicas[chosen].generate(
+                request_id, prompt_ids, sampling, prefix_key=prefix_key, adapter=adapter, media=media
+            )
+        finally:
+            self._load[chosen] -= 1
+            del self._running[request_id]
+
+    def serve(self, replicas: Collection[int]) -> None:
+        """Only these get new requests: the others do not have the weights that the trainer published last."""
+        assert replicas, "a router needs a replica that serves"
+        self._serving = frozenset(replicas)
+
+    async def score(
+        self, ids: np.ndarray, *, temperature: float = 1.0, adapter: str | None = None, media: Sequence[str] = ()
+    ) -> np.ndarray:
+        return await self.replicas[min(self._serving)].score(ids, temperature=temperature, adapter=adapter, media=media)
+
+    async def load_weights(self, source: WeightReader, *, on_inflight: PauseMode = "wait") -> int:
+        raise ValueError("a router loads no weights: publish to each of its replicas")
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        await asyncio.gather(*(replica.pause(mode) for replica in self.replicas))
+
+    async def resume(self) -> None:
+        await asyncio.gather(*(replica.resume() for replica in self.replicas))
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> int:
+        if request_ids is None:
+            return sum(await asyncio.gather(*(replica.abort() for replica in self.replicas)))
+        names: dict[int, list[str]] = {}
+        for name in request_ids:
+            if name in self._running:
+                names.setdefault(self._running[name], []).append(name)
+        return sum(await asyncio.gather(*(self.replicas[i].abort(of) for i, of in names.items())))
+
+    async def sleep(self, level: int = 1) -> int:
+        return sum(await asyncio.gather(*(replica.sleep(level) for replica in self.replicas)))
+
+    async def wake(self, tags: Sequence[str] = ("weights", "kv")) -> None:
+        await asyncio.gather(*(replica.wake(tags) for replica in self.replicas))
+
+    async def capabilities(self) -> Capabilities:
+        """What all replicas can do. Replicas whose log-probs mean different things are refused."""
+        every = await asyncio.gather(*(replica.capabilities() for replica in self.replicas))
+        if len(kinds := {one.logprobs for one in every}) > 1:
+            raise ValueError(f"replicas return {' and '.join(sorted(kinds))} log-probs: one run needs one kind")
+        flags = {f.name: all(getattr(one, f.name) for one in every) for f in fields(Capabilities) if f.type == "bool"}
+        return Capabilities(
+            logprobs=every[0].logprobs,
+            max_context_tokens=min(one.max_context_tokens for one in every),
+            sleep_levels=tuple(sorted(set.intersection(*(set(one.sleep_levels) for one in every)))),
+            notes=tuple(dict.fromkeys(note for one in every for note in one.notes)),
+            **flags,
+        )
+
+    async def close(self) -> None:
+        await asyncio.gather(*(replica.close() for replica in self.replicas))
+
+    @property
+    def version(self) -> int:
+        """The oldest that is live on a serving replica."""
+        return min(self.replicas[i].version for i in self._serving)
+
+    def _choose(self, prefix_key: str | None) -> int:
+        least = min(sorted(self._serving), key=self._load.__getitem__)
+        if prefix_key is None:
+            return least
+        home = self._homes.pop(prefix_key, least)
+        if home not in self._serving or self._load[home] > self._load[least] + MAX_LEAD:
+            home = least
+        self._homes[prefix_key] = home
+        if len(self._homes) > KEPT_KEYS:
+            self._homes.popitem(last=False)
+        return home
