@@ -16,13 +16,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from verl.report.data import RunReader, series, summary, thin, time_ledger
+from verl.report.live import LiveServer
+from verl.report.page import json_in_script, render_page, write_report
+from verl.report.samples import LIMITS, _column, choose_groups, find_decoder, spread, token_pieces
 from verl.track.events import EventLog
-from verl.track.live import LiveServer
-from verl.track.report import json_in_script, render_page, write_report
-from verl.track.report_data import RunReader, series, summary, thin, time_ledger
-from verl.track.report_samples import LIMITS, _column, choose_groups, find_decoder, spread, token_pieces
+from verl.track.metrics import MetricLine, MetricsLog
 from verl.track.samples import SampleRow, write_samples
-from verl.track.sinks import JsonlSink, MetricLine
 
 HOSTILE = '</script><script>document.title="pwned"</script><img src=x onerror="alert(1)"><!-- {{data}} & \u2028 \ud83d'
 
@@ -50,7 +50,7 @@ def sample(step, group, index, tokens=12, text="it is 4", **changes):
 
 
 def make_run(folder, steps=6, text="it is 4"):
-    sink = JsonlSink(folder, 0, clock=lambda: 1000.0)
+    sink = MetricsLog(folder, 0, clock=lambda: 1000.0)
     for step in range(steps + 1):
         values = {
             "critic/score/mean": 0.1 * step,
@@ -63,7 +63,7 @@ def make_run(folder, steps=6, text="it is 4"):
         if step == 4:
             values["mismatch/k3"] = 0.2
             values["actor/grad_norm"] = float("nan")
-        sink.log(step, values, {})
+        sink.log(step, values)
     sink.close()
     for step in range(1, steps + 1):
         write_samples(folder, step, [sample(step, g, i, text=text) for g in range(3) for i in range(4)])
@@ -133,8 +133,8 @@ def test_the_page_is_bounded_and_says_so(tmp_path):
         name: rng.normal(size=many).astype(np.float32)
         for name in ("rollout_logprobs", "old_logprobs", "advantages", "entropy")
     }
-    sink = JsonlSink(tmp_path, 0)
-    sink.log(2, {"critic/score/mean": 0.5}, {})
+    sink = MetricsLog(tmp_path, 0)
+    sink.log(2, {"critic/score/mean": 0.5})
     sink.close()
     for step in (1, 2):
         rows = [sample(step, g, i, tokens=many, text="x" * 40000, **noise) for g in range(24) for i in range(4)]
@@ -151,8 +151,8 @@ def test_the_page_is_bounded_and_says_so(tmp_path):
 
 
 def test_many_steps_and_samples_of_a_past_attempt(tmp_path):
-    sink = JsonlSink(tmp_path, 0)
-    sink.log(30, {"critic/score/mean": 0.5}, {})
+    sink = MetricsLog(tmp_path, 0)
+    sink.log(30, {"critic/score/mean": 0.5})
     sink.close()
     for step in range(1, 41):
         write_samples(tmp_path, step, [sample(step, 0, 0)])
@@ -270,8 +270,8 @@ def test_the_live_server_serves_and_follows(tmp_path):
         live = json.loads(re.search(r'<script id="live" type="application/json">(.*?)</script>', page)[1])
         assert live["poll_s"] == 0.5 and "connect-src 'self'" in page and data_of(page)["run"]["steps"] == 2
         assert json.loads(get(server.url + "version.json")) == {"version": live["version"]}
-        sink = JsonlSink(tmp_path, 0)
-        sink.log(3, {"critic/score/mean": 0.9}, {})
+        sink = MetricsLog(tmp_path, 0)
+        sink.log(3, {"critic/score/mean": 0.9})
         sink.close()
         assert json.loads(get(server.url + "version.json"))["version"] != live["version"]
         fresh = json.loads(get(server.url + "data.json"))
@@ -294,7 +294,7 @@ def test_the_live_server_serves_and_follows(tmp_path):
 
 def test_ctrl_c_stops_the_live_server(tmp_path):
     make_run(tmp_path, steps=1)
-    code = f"from pathlib import Path; from verl.track.live import serve; serve(Path({str(tmp_path)!r}))"
+    code = f"from pathlib import Path; from verl.report.live import serve; serve(Path({str(tmp_path)!r}))"
     child = subprocess.Popen([sys.executable, "-u", "-c", code], stdout=subprocess.PIPE, text=True)
     try:
         url = child.stdout.readline().split()[0]
@@ -338,10 +338,8 @@ def test_render_page_refuses_numbers_that_json_cannot_hold():
 
 
 def test_assets_are_packaged():
-    room = Path(sys.modules["verl.track.report"].__file__).parent
-    assert {"report.html", "report.css", "report.js", "report_charts.js", "report_samples.js"} <= {
-        p.name for p in room.iterdir()
-    }
+    room = Path(sys.modules["verl.report"].__file__).parent
+    assert {"report.html", "report.css", "report.js", "charts.js", "samples.js"} <= {p.name for p in room.iterdir()}
     for asset in room.iterdir():
         if asset.suffix in (".js", ".css", ".html", ".py"):
             assert len(asset.read_text().splitlines()) < 500, asset.name

@@ -30,9 +30,8 @@ from verl.driver.assemble import (
 from verl.driver.host import StepHost
 from verl.driver.run import Step
 from verl.driver.step import experience_and_update
-from verl.track.metrics import TimeLedger, reduce
+from verl.track.metrics import TimeLedger, read_metrics, reduce
 from verl.track.samples import SampleRow, read_samples, sample_steps
-from verl.track.sinks import read_metrics
 from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Refs, Sample, Segment
 from verl.workers.inproc import InprocGroup

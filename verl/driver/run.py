@@ -20,12 +20,12 @@ from verl.driver import state as train_state
 from verl.driver.evaluate import evaluate
 from verl.driver.measure import batch_metrics
 from verl.driver.play import Player, RunEnded, Trajectories
+from verl.report.page import write_report
 from verl.rollout.base import RolloutEngine
 from verl.track.console import LiveProgress
 from verl.track.events import EventLog
 from verl.track.health import Alarm, check_health
-from verl.track.metrics import TimeLedger, reduce, write_units
-from verl.track.report import write_report
+from verl.track.metrics import TimeLedger, reduce, units_of
 from verl.track.sinks import Sinks
 from verl.types import Metric, Metrics, Refs, Task, merge_metrics
 from verl.weight_sync.base import CheckpointEngine, SyncReport
@@ -300,8 +300,7 @@ class Run:
         values["training/global_step"] = float(step.number)
         if step.number > 0:
             values["training/epoch"] = self.player.cursor.state()["next_draw"] / self.player.cursor.state()["num_tasks"]
-        write_units(self.dir, step.metrics)
-        self.sinks.log(step.number, values)
+        self.sinks.log(step.number, values, units_of(step.metrics))
         self.history.append(values)
         self.last_eval.update({k: v for k, v in values.items() if k.startswith("eval/")})
         if _due(step.number, self.config.track.report_every_steps):

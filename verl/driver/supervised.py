@@ -15,7 +15,7 @@ from verl.data.source import Cursor
 from verl.driver import state as train_state
 from verl.driver.stages import Stage
 from verl.track.console import LiveProgress
-from verl.track.metrics import TimeLedger, reduce, write_units
+from verl.track.metrics import TimeLedger, reduce, units_of
 from verl.track.sinks import Sinks
 from verl.types import Metrics, merge_metrics
 from verl.workers.group import WorkerGroup
@@ -79,8 +79,7 @@ def fit(run: SupervisedRun) -> dict[str, float]:
                 "perf/throughput": tokens / ledger.wall_s,
                 "perf/time_per_step": ledger.wall_s,
             }
-            write_units(run.dir, metrics)
-            run.sinks.log(number, values)
+            run.sinks.log(number, values, units_of(metrics))
             if run.on_step is not None:
                 run.on_step(number, values)
             if run.stop_requested and number < run.total_steps:

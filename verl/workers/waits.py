@@ -33,6 +33,8 @@ class Limit:
     """A deadline for a `with` block; see `Waits.limit`. A class, since a generator costs three times as much."""
 
     __slots__ = ("_already", "_waits", "since_s", "task", "timeout_s", "until_s", "what", "who")
+    since_s: float
+    until_s: float  # infinity once it has expired
 
     def __init__(self, waits: Waits, who: str, what: What, timeout_s: float) -> None:
         self._waits, self.who, self.what, self.timeout_s = waits, who, what, timeout_s

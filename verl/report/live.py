@@ -11,8 +11,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from verl.track.report import json_in_script, render_page
-from verl.track.report_data import RunReader
+from verl.report.data import RunReader
+from verl.report.page import json_in_script, render_page
 
 _HOST = "127.0.0.1"
 _SOCKET_TIMEOUT_S = 30.0

@@ -13,11 +13,10 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from verl.config.schema import HealthConfig
+from verl.report.samples import SamplePicker
 from verl.track.events import read_events
 from verl.track.health import scan
-from verl.track.metrics import PHASES, phase_order, read_units
-from verl.track.report_samples import SamplePicker
-from verl.track.sinks import MetricLine, read_metrics
+from verl.track.metrics import PHASES, MetricLine, phase_order, read_metrics, read_units
 
 CONFIG_FILE = "config.yaml"
 MAX_POINTS = 1200
