@@ -182,6 +182,7 @@ def test_groups_are_spread_over_the_rewards_and_eval_tasks_stay_the_same():
     rows.append({"group_id": "bad", "sample_id": "bad-0", "task_id": "x", "reward": float("nan")})
     assert choose_groups(rows, 2, 16, by_reward=True)[1] == ["bad-0"]
     assert [ids[0] for ids in choose_groups(rows, 3, 1, by_reward=False)] == ["0-1", "1-1", "2-1"]
+    assert choose_groups([], 3, 16, by_reward=True) == choose_groups([], 3, 16, by_reward=False) == []
     assert spread(range(100), 3) == [0, 50, 99] and spread([1, 2], 5) == [1, 2]
 
 

@@ -85,13 +85,9 @@ class SamplePicker:
                 rows = _count(sum(len(group["rows"]) for group in groups), word)
                 steps = _count(of_kind[0]["steps"], "step")
                 parts.append(f"{rows} of {_count(len(groups), 'group')} from {len(of_kind)} of {steps}")
-        return (
-            parts
-            and (
-                f"This page carries {' and '.join(parts)}; long responses show their first {HEAD_TOKENS} and last "
-                f"{TAIL_TOKENS} tokens. Everything is in {self._run_dir / 'samples'} (Parquet)."
-            )
-        ) or ""
+        carries = f"This page carries {' and '.join(parts)}; long responses show their first {HEAD_TOKENS} and last "
+        everything = f"{TAIL_TOKENS} tokens. Everything is in {self._run_dir / 'samples'} (Parquet)."
+        return carries + everything if parts else ""
 
 
 def spread(items: Sequence[T], count: int) -> list[T]:
@@ -121,8 +117,8 @@ def choose_groups(
         return (len(task), task) if task.isdigit() else (1 << 30, task)
 
     if by_reward:
-        *others, best = spread(sorted(groups, key=lambda g: (mean_reward(g), g)), quota)
-        chosen = [best, *others]  # the best, the worst, the rest: what the size limit cuts is the middle
+        chosen = spread(sorted(groups, key=lambda g: (mean_reward(g), g)), quota)
+        chosen = chosen[-1:] + chosen[:-1]  # the best, the worst, the rest: what the size limit cuts is the middle
     else:
         chosen = sorted(groups, key=lambda g: (number_first(g), g))[:quota]
     rank = lambda row: (row["reward"] if math.isfinite(row["reward"]) else -math.inf, row["sample_id"])  # noqa: E731
