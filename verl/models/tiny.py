@@ -31,8 +31,11 @@ def bpe_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Any:
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
-    about = {"special_tokens": list(SPECIAL_TOKENS), "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
-    core.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=vocab_size, show_progress=False, **about))
+    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), list(SPECIAL_TOKENS)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    core.train_from_iterator(texts, trainer)
     return _with_chat(core)
 
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import importlib
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
+from verl.config.schema import Config
 from verl.track.console import LiveProgress
 from verl.track.files import write_atomic
 from verl.track.metrics import MetricsLog
-
-NAMES = ("console", "jsonl", "tensorboard", "wandb")
 
 
 class Sink(Protocol):
@@ -52,7 +52,7 @@ class TensorboardSink:
 class WandbSink:
     """Weights & Biases. Without an account on this machine it writes offline files (`wandb sync` uploads them)."""
 
-    def __init__(self, run_dir: Path, project: str, run_name: str, config: Mapping[str, Any]) -> None:
+    def __init__(self, run_dir: Path, config: Config) -> None:
         try:
             wandb = importlib.import_module("wandb")
         except ModuleNotFoundError as fault:
@@ -64,10 +64,10 @@ class WandbSink:
             write_atomic(identity, os.urandom(4).hex().encode())
         offline = "WANDB_MODE" not in os.environ and not getattr(wandb.api, "api_key", None)
         self._run = wandb.init(
-            project=project,
-            name=run_name,
+            project=config.track.project,
+            name=config.run.name,
             dir=str(run_dir),
-            config=dict(config),
+            config=asdict(config),
             id=identity.read_text(),
             resume=None if offline else "allow",
             mode="offline" if offline else None,
@@ -121,26 +121,13 @@ class Sinks:
                 self._report(f"warning: sink {name} did not close: {fault}")
 
 
-def open_sinks(
-    names: Sequence[str],
-    run_dir: Path,
-    project: str,
-    run_name: str,
-    config: Mapping[str, Any],
-    *,
-    attempt: int,
-    progress: LiveProgress,
-) -> Sinks:
-    """The sinks of `track.sinks` (jsonl is always among them). `progress` is the display that `console` feeds, and
-    that warnings go to."""
-    for name in names:
-        if name not in NAMES:
-            raise ValueError(f"track.sinks has {name!r}; known: {', '.join(NAMES)}")
+def open_sinks(run_dir: Path, config: Config, *, attempt: int, progress: LiveProgress) -> Sinks:
+    """The sinks of `track.sinks`. `progress` is the display that `console` feeds, and that warnings go to."""
     shown: dict[str, Sink] = {}
-    if "console" in names:
+    if "console" in config.track.sinks:
         shown["console"] = ConsoleSink(progress)
-    if "tensorboard" in names:
+    if "tensorboard" in config.track.sinks:
         shown["tensorboard"] = TensorboardSink(run_dir, attempt)
-    if "wandb" in names:
-        shown["wandb"] = WandbSink(run_dir, project, run_name, config)
+    if "wandb" in config.track.sinks:
+        shown["wandb"] = WandbSink(run_dir, config)
     return Sinks(MetricsLog(run_dir, attempt), shown, progress.message)
