@@ -78,13 +78,12 @@ def test_a_coroutine_that_is_too_late_has_ended_when_the_error_comes():
     asyncio.run(main())
 
 
-def test_a_future_that_others_may_hold_is_cancelled_only_on_request():
+def test_a_future_that_others_may_hold_is_not_cancelled():
     async def main():
-        for cancel in (False, True):
-            shared = asyncio.get_running_loop().create_future()
-            with pytest.raises(DeadlineExpired):
-                await Waits().wait(shared, who="a", what="b", timeout_s=0.01, cancel=cancel)
-            assert shared.cancelled() == cancel
+        shared = asyncio.get_running_loop().create_future()
+        with pytest.raises(DeadlineExpired):
+            await Waits().wait(shared, who="a", what="b", timeout_s=0.01)
+        assert not shared.cancelled()
 
     asyncio.run(main())
 

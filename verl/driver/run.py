@@ -127,7 +127,7 @@ class Run:
         """Load the latest checkpoint if there is one, and make its weights live: nothing is sampled before a verified sync."""
         if self._resumed is not None:
             await train_state.restore(self, self._resumed)
-            self.events.resume_at(self.first_index + 1)
+        self.events.resume_at(self.first_index + 1)
         await self._sync(self.version)
         if self._resumed is not None:
             train_state.resume_groups(self, self._resumed)

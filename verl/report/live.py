@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,14 +15,14 @@ from verl.report.page import json_in_script, render_page
 _HOST = "127.0.0.1"
 
 
-def serve(run_dir: Path, port: int = 0, announce: Callable[[str], None] = print) -> None:
-    """Serve the report of `run_dir` on 127.0.0.1 until Ctrl-C. Port 0: any free one; `announce` is told the address."""
+def serve(run_dir: Path, port: int = 0) -> None:
+    """Serve the report of `run_dir` on 127.0.0.1 until Ctrl-C. Port 0: any free one."""
     with LiveServer(run_dir, port) as server:
-        announce(f"{server.url}  (Ctrl-C to stop)")
+        print(f"{server.url}  (Ctrl-C to stop)", flush=True)
         try:
             server.serve_forever()
         except KeyboardInterrupt:
-            announce("stopped")
+            print("stopped")
 
 
 class LiveServer(ThreadingHTTPServer):

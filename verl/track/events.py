@@ -19,9 +19,6 @@ from verl.track.log import Log, cut_torn_line, record_of, redone_from, whole_lin
 from verl.track.metrics import METRICS_FILE
 
 FOLDER = "events"
-FLOW_KINDS = frozenset({"drawn", "dispatched", "turn", "scored", "admitted", "rejected", "dropped", "trained"})
-"""Kinds that exist because a step was worked on: the first step with one of them is where an attempt began."""
-
 _FILE_NAME = re.compile(r"attempt_(\d+)\.log")
 _KIND = re.compile(r"[a-z][a-z_]*")
 
@@ -51,45 +48,25 @@ class EventLog(Log):
         self.put({"kind": kind, "step": step}, {"data": data})
 
     def resume_at(self, step: int) -> None:
-        """This attempt continues with `step`: whatever earlier attempts recorded of it and of later steps is void.
-
-        Without this record the first step with a flow event (drawn ... trained) counts as the place.
-        """
+        """This attempt begins with `step`: whatever earlier attempts recorded of it and of later steps is void."""
         self.append("resumed", step, {})
 
 
 def read_events(run_dir: Path, kinds: Collection[str] | None = None) -> Iterator[Event]:
-    """The records of a run in order of writing, also while the run goes on.
-
-    What a later attempt did again is left out: the records of an attempt at or after the step where a later attempt
-    began, and those of the same kind and step as a record of a later attempt.
-    """
+    """The records of a run in order of writing, also while the run goes on, without those of an attempt at or after the
+    step where a later attempt began."""
     files = _files(run_dir)
-    began, last = _attempts(files) if len(files) > 1 else ({}, {})
+    began = {event.attempt: event.step for _, path in files for event in _events(path, {"resumed"})}
     for attempt, path in files:
         redone = redone_from(began, attempt)
-        for line in whole_lines(path):
-            # The kind is a line's first field: a long log is searched for few records without parsing the others.
-            if kinds is None or line.split(b'"', 4)[3].decode() in kinds:
-                event = Event(**record_of(line))
-                if event.step < redone and last.get((event.kind, event.step), attempt) <= attempt:
-                    yield event
+        yield from (event for event in _events(path, kinds) if event.step < redone)
 
 
-def _attempts(files: list[tuple[int, Path]]) -> tuple[dict[int, int], dict[tuple[str, int], int]]:
-    """The step where each attempt began, and the last attempt of each (kind, step)."""
-    began: dict[int, int] = {}
-    resumed: dict[int, int] = {}
-    last: dict[tuple[str, int], int] = {}
-    for attempt, path in files:
-        for line in whole_lines(path):
-            event = Event(**record_of(line))
-            last[event.kind, event.step] = attempt
-            if event.kind == "resumed":
-                resumed[attempt] = event.step
-            elif event.kind in FLOW_KINDS:
-                began[attempt] = min(event.step, began.get(attempt, event.step))
-    return began | resumed, last
+def _events(path: Path, kinds: Collection[str] | None) -> Iterator[Event]:
+    for line in whole_lines(path):
+        # The kind is a line's first field: a long log is searched for few records without parsing the others.
+        if kinds is None or line.split(b'"', 4)[3].decode() in kinds:
+            yield Event(**record_of(line))
 
 
 def next_attempt(run_dir: Path) -> int:

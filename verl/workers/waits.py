@@ -77,11 +77,11 @@ class Waits:
         self._look_s = math.inf  # when the timer rings
         self._dumped_s = time.monotonic()
 
-    async def wait(self, awaitable: Awaitable[T], *, who: str, what: What, timeout_s: float, cancel: bool = False) -> T:
+    async def wait(self, awaitable: Awaitable[T], *, who: str, what: What, timeout_s: float) -> T:
         """Await with a deadline.
 
         A coroutine belongs to this wait: when the deadline expires it is cancelled, and it has ended before this
-        returns. A future or task may be held by others: it is cancelled on expiry only if `cancel`.
+        returns. A future or task may be held by others, and goes on.
         """
         future = asyncio.ensure_future(awaitable)
         answered = asyncio.get_running_loop().create_future()
@@ -91,7 +91,7 @@ class Waits:
                 await answered
                 return future.result()
         except (DeadlineExpired, asyncio.CancelledError) as error:
-            owned = cancel or future is not awaitable or isinstance(error, asyncio.CancelledError)
+            owned = future is not awaitable or isinstance(error, asyncio.CancelledError)
             if owned and future.cancel():
                 await asyncio.wait({future}, timeout=GRACE_S)
             raise
