@@ -80,6 +80,7 @@ class RunReader:
     def payload(self) -> dict[str, Any]:
         lines = read_metrics(self.run_dir)
         last_step = lines[-1].step if lines else None
+        times = (line.values.get("perf/time_per_step", 0.0) for line in lines)
         run = {
             "name": str(lookup(self._config, "run.name") or self.run_dir.resolve().name),
             "folder": str(self.run_dir),
@@ -87,7 +88,7 @@ class RunReader:
             "steps": last_step or 0,
             "planned": lookup(self._config, "run.total_steps"),
             "attempts": len({line.attempt for line in lines}),
-            "wall_s": number(busy_seconds(lines)),
+            "wall_s": number(sum(seconds for seconds in times if math.isfinite(seconds))),
         }
         found = [(label, key, lookup(self._config, key)) for label, key in HIGHLIGHTS]
         return {
@@ -113,14 +114,6 @@ def lookup(config: Mapping[str, Any], key: str) -> Any:
     for part in key.split("."):
         node = node.get(part) if isinstance(node, Mapping) else None
     return node
-
-
-def busy_seconds(lines: Sequence[MetricLine]) -> float:
-    """Seconds of all steps; without step times, from the first line to the last one."""
-    steps = [line.values["perf/time_per_step"] for line in lines if "perf/time_per_step" in line.values]
-    if steps:
-        return sum(s for s in steps if math.isfinite(s))
-    return lines[-1].time_s - lines[0].time_s if lines else 0.0
 
 
 def series(lines: Sequence[MetricLine], units: Mapping[str, str]) -> dict[str, dict[str, Any]]:

@@ -231,19 +231,9 @@ def _column(values: np.ndarray | None, keep: np.ndarray) -> Any:
     """A column of the page: null if absent, one number if constant, else a list with four significant digits."""
     if values is None or not len(values):
         return None
-    kept = values[keep]
-    short = kept.tolist() if kept.dtype.kind in "iu" else _four_digits(kept)
+    kept = values[keep].tolist()
+    short = [float(f"{v:.4g}") if math.isfinite(v) else None for v in kept] if values.dtype.kind == "f" else kept
     return short[0] if all(v == short[0] for v in short) else short
-
-
-def _four_digits(values: np.ndarray) -> list[float | None]:
-    wide = values.astype(np.float64)
-    finite = np.isfinite(wide)
-    safe = np.where(finite & (wide != 0), wide, 1.0)
-    power = 3 - np.floor(np.log10(np.abs(safe))).astype(int)
-    up, down = 10.0 ** np.maximum(power, 0), 10.0 ** np.maximum(-power, 0)  # whole numbers: the quotient is the decimal
-    short = np.where(wide == 0, 0.0, np.round(safe * up / down) * down / up)
-    return [value if ok else None for value, ok in zip(short.tolist(), finite.tolist())]
 
 
 def _count(number: int, noun: str) -> str:

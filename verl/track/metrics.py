@@ -36,13 +36,7 @@ PHASES = tuple(PHASE_COLORS)
 
 _HEAD = ("step", "attempt", "time_s")
 _PHASE = re.compile(r"[a-z][a-z0-9_]*")
-_UNIT_WORDS = {
-    "mean": "mean per {}",
-    "sum": "sum over {}s",
-    "max": "max over {}s",
-    "min": "min over {}s",
-    "last": "last {}",
-}
+_WORDS = {"mean": "mean per {}", "sum": "sum over {}s", "max": "max over {}s", "min": "min over {}s", "last": "last {}"}
 
 
 def reduce(metrics: Mapping[str, Metric]) -> dict[str, float]:
@@ -52,7 +46,7 @@ def reduce(metrics: Mapping[str, Metric]) -> dict[str, float]:
 
 def units_of(metrics: Mapping[str, Metric]) -> dict[str, str]:
     """What each number is taken over, in words: `mean per token`, `max over sequences`. The report's captions."""
-    return {name: _UNIT_WORDS[metric.kind].format(metric.unit) for name, metric in metrics.items()}
+    return {name: _WORDS[metric.kind].format(metric.unit) for name, metric in metrics.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,17 +122,11 @@ def phase_order(names: Iterable[str]) -> list[str]:
 
 
 class TimeLedger:
-    """Books every second of a step to exactly one phase, so that the phases sum to the wall time.
+    """Books every second of a step to exactly one phase (the inner one, where they are nested; `other` outside all), so
+    that the phases sum to the wall time.
 
-        ledger = TimeLedger()
-        with ledger.phase("experience"):
-            with ledger.phase("ref"):           # booked to ref, not to experience
-                ...
-        ledger.stop()
-        ledger.metrics()                        # timing_s/ref, timing_s/experience, timing_s/other, shares, step time
-
-    Time outside every phase is `other`. It follows one line of control: phases close in the reverse order of opening,
-    also when an exception passes. Work that runs beside the step (a background publish) has its own clock.
+    It follows one line of control: phases close in the reverse order of opening, also when an exception passes. Work
+    that runs beside the step (a background publish) has its own clock.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:

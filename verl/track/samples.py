@@ -10,7 +10,7 @@ import io
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,8 +79,7 @@ class SampleRow:
 
 
 TOKEN_FIELDS: Mapping[str, np.dtype] = {
-    **dict.fromkeys(("rollout_logprobs", "old_logprobs", "ref_logprobs"), np.dtype(np.float32)),
-    **dict.fromkeys(("advantages", "entropy", "values", "returns"), np.dtype(np.float32)),
+    **{f.name: np.dtype(np.float32) for f in fields(SampleRow) if f.default is None},
     "token_versions": np.dtype(np.int32),
 }
 """Per-token arrays of a row that may be None, each as long as the response."""

@@ -81,7 +81,7 @@ class Waits:
         """Await with a deadline.
 
         A coroutine belongs to this wait: when the deadline expires it is cancelled, and it has ended before this
-        returns. A future or task may be held by others, and goes on.
+        returns. A future or task may be held by others: it goes on, unless the waiter itself is cancelled.
         """
         future = asyncio.ensure_future(awaitable)
         answered = asyncio.get_running_loop().create_future()
