@@ -41,8 +41,6 @@ HIGHLIGHTS = (
     ("dtype", "model.dtype"),
     ("seed", "run.seed"),
 )
-
-
 CARDS = (
     ("Reward", "critic/score/mean", "number", "up"),
     ("Loss", "train/loss", "number", "down"),

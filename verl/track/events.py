@@ -20,7 +20,6 @@ from verl.track.metrics import METRICS_FILE
 
 FOLDER = "events"
 _FILE_NAME = re.compile(r"attempt_(\d+)\.log")
-_KIND = re.compile(r"[a-z][a-z_]*")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +43,7 @@ class EventLog(Log):
 
     def append(self, kind: str, step: int, data: Mapping[str, Any]) -> None:
         """Record that `kind` happened in `step`."""
-        assert _KIND.fullmatch(kind), f"a kind is one lower-case word, got {kind!r}"
+        assert kind.islower() and kind.isidentifier(), f"a kind is one lower-case word, got {kind!r}"
         self.put({"kind": kind, "step": step}, {"data": data})
 
     def resume_at(self, step: int) -> None:

@@ -17,12 +17,13 @@ METRICS_FILE = "metrics.jsonl"
 UNITS_FILE = "metrics_units.jsonl"
 PHASE_COLORS: Mapping[str, str] = {
     "rollout": "#3987e5",
-    "reward_wait": "#86b6ef",
-    "experience": "#199e70",
-    "ref": "#6fc6a5",
+    "data": "#199e70",
+    "reward_model": "#86b6ef",
+    "reference": "#6fc6a5",
     "old_logprobs": "#3fb58b",
     "values": "#0e7a55",
     "advantages": "#a5dcc7",
+    "update_critic": "#e8966f",
     "update": "#d95926",
     "publish": "#c98500",
     "evaluate": "#9085e9",
