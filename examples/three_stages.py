@@ -1,9 +1,10 @@
-"""The classic three stages on a task whose true score is known: SFT -> reward model on preference pairs -> PPO against it.
+"""The classic three stages on a task whose true score is known: SFT, a reward model from pairs, PPO against it.
 
     python examples/three_stages.py run.seed=0
 
-The reward model never sees the true score, only pairs (the worked answer with its carries, the one that forgets them); the end
-says how good it is, whether the true accuracy rose with the modelled reward, and where the two part (over-optimisation).
+The reward model never sees the true score, only pairs (the worked answer with its carries, the one that forgets them).
+The end says how good it is, whether the true accuracy rose with the modelled reward, and where the two part
+(over-optimisation).
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def three_stages(overrides: list[str]) -> int:
-    """Own keys: run.seed, run.root_dir, sft_steps, rm_steps, ppo_steps, sft_model=DIR (skips stage one); the rest goes to PPO."""
+    """Own keys: run.seed, run.root_dir, sft_steps, rm_steps, ppo_steps, sft_model=DIR (skips stage one). Other keys are
+    PPO's."""
     from verl.config.load import load_config
     from verl.driver.launch import run_rl, run_sft
 

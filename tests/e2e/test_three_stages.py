@@ -1,4 +1,4 @@
-"""SFT -> reward model -> PPO against it, small: every stage hands its folder on, and the end tells true from modelled reward."""
+"""SFT, reward model, PPO against it, small: each stage hands its folder on, the end tells true from modelled reward."""
 
 import importlib.util
 import json

@@ -115,7 +115,8 @@ def test_nothing_here_imports_torch(tmp_path):
         "import sys, pathlib, verl.report.live, verl.track.console\n"
         "from verl.track.sinks import open_sinks; from verl.report.page import write_report\n"
         f"run = pathlib.Path({str(tmp_path)!r})\n"
-        "from verl.config.load import load_config; config = load_config(['model.path=m', 'track.sinks=[tensorboard]']).config\n"
+        "from verl.config.load import load_config\n"
+        "config = load_config(['model.path=m', 'track.sinks=[tensorboard]']).config\n"
         "s = open_sinks(run, config, attempt=0, progress=verl.track.console.LiveProgress())\n"
         "s.log(1, {'a': 1.0}); s.close(); write_report(run)\n"
         "assert 'torch' not in sys.modules and 'tensorflow' not in sys.modules and 'wandb' not in sys.modules"
@@ -150,8 +151,8 @@ def test_log_files_get_one_line_per_step():
     lines = out.getvalue().splitlines()
     assert lines[0] == "grpo [run] · 100 steps" and lines[1] == "step   0/100 · held-out 0.381"
     assert lines[3] == (
-        "step   2/100 · held-out 0.412 (+0.031) · reward 0.512 · entropy 0.34 · length 212 · mismatch KL 1.2e-04 · "
-        "grad norm 0.81 · lr 1.0e-06 · tok/s 3.42k · 4.0s (rollout 75% update 25%) · eta 6m 32s"
+        "step   2/100 · held-out 0.412 (+0.031) · reward 0.512 · entropy 0.34 · length 212 · "
+        "mismatch KL 1.2e-04 · grad norm 0.81 · lr 1.0e-06 · tok/s 3.42k · 4.0s (rollout 75% update 25%) · eta 6m 32s"
     )
     assert lines[4] == "warning: [bold]entropy[/bold]" and len(lines) == 5
 

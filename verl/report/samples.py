@@ -189,7 +189,7 @@ def token_pieces(ids: Sequence[int], decode: Decode) -> list[str]:
 
 
 def find_decoder(run_dir: Path, folders: Sequence[Path]) -> Decode | None:
-    """The run's tokenizer: tokenizer.json in the run directory, in its latest checkpoint, or where the model came from."""
+    """The run's tokenizer.json: in the run directory, in its latest checkpoint, or where the model came from."""
     saved = [path for path in run_dir.glob("checkpoints/step_*/hf") if path.parent.name[5:].isdigit()]
     saved.sort(key=lambda path: -int(path.parent.name[5:]))
     path = next((p / "tokenizer.json" for p in (run_dir, *saved, *folders) if (p / "tokenizer.json").is_file()), None)

@@ -91,14 +91,14 @@ class ConsoleSink:
 
 
 class Sinks:
-    """All sinks of a run as one. A full disk or lost mount under a sink other than metrics.jsonl is reported once and that
-    sink is left out from then on: a dashboard does not end a run."""
+    """All sinks of a run as one. A full disk or lost mount under a sink other than metrics.jsonl is reported once and
+    that sink is left out from then on: a dashboard does not end a run."""
 
     def __init__(self, record: MetricsLog, shown: Mapping[str, Sink], report: Callable[[str], None]) -> None:
         self._record, self._shown, self._report = record, dict(shown), report
 
     def keep(self, step: int, values: Mapping[str, float]) -> None:
-        """Write what is known of a step to metrics.jsonl now; its later `log` is joined with this (later values win)."""
+        """Write what is known of a step to metrics.jsonl now; its `log` is joined with it later (later values win)."""
         self._record.log(step, values)
 
     def log(self, step: int, values: Mapping[str, float], units: Mapping[str, str] | None = None) -> None:
