@@ -141,13 +141,13 @@ STEP = {
 def test_log_files_get_one_line_per_step():
     progress, out, clock = plain_progress()
     progress.start(100, "grpo [run]")
-    progress.update(0, {"eval/acc/greedy": 0.381})
+    progress.log(0, {"eval/acc/greedy": 0.381})
     for step in (1, 2):
         clock[0] += 4.0
-        progress.update(step, {**STEP, **({"eval/acc/greedy": 0.412} if step == 2 else {})})
+        progress.log(step, {**STEP, **({"eval/acc/greedy": 0.412} if step == 2 else {})})
     progress.message("warning: [bold]entropy[/bold]")
-    progress.stop()
-    progress.stop()
+    progress.close()
+    progress.close()
     lines = out.getvalue().splitlines()
     assert lines[0] == "grpo [run] · 100 steps" and lines[1] == "step   0/100 · held-out 0.381"
     assert lines[3] == (
@@ -165,9 +165,9 @@ def test_the_panel_shows_progress_and_where_the_time_goes():
     for step in range(1, 11):
         clock[0] += 10
         rest = {"eval/math/acc/greedy": 0.3 + step / 100, "timing_s/rollout": 9.0, "timing_s/update": 1.0}
-        progress.update(step, {**STEP, "critic/score/mean": step / 10, **rest})
+        progress.log(step, {**STEP, "critic/score/mean": step / 10, **rest})
     progress.message("note")
-    progress.stop()
+    progress.close()
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
     last = text[text.rindex("╭") :]
     assert "step 10/50" in last and "held-out accuracy  0.400 (+0.010, +0.090 since step 1)" in last
@@ -181,7 +181,7 @@ def test_resumed_runs_estimate_only_what_is_left():
     assert progress.eta_s is None
     for step in (91, 92):
         clock[0] += 5
-        progress.update(step, {})
+        progress.log(step, {})
     assert progress.eta_s == 40.0
 
 

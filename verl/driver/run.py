@@ -340,7 +340,7 @@ class Run:
         finally:
             self.events.close()
             self.sinks.close()
-            self.progress.stop()
+            self.progress.close()
             self.lock.close()
             if threading.current_thread() is threading.main_thread():
                 asyncio.get_running_loop().remove_signal_handler(

@@ -43,7 +43,7 @@ class SupervisedRun:
     def close(self) -> None:
         self.trainer.close()
         self.sinks.close()
-        self.progress.stop()
+        self.progress.close()
         self.lock.close()
 
 

@@ -78,7 +78,7 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 class LiveProgress:
-    """Progress of a run. On a terminal a panel that redraws itself; elsewhere one line per `update`."""
+    """Progress of a run, and the sink `console`. On a terminal a panel that redraws itself; elsewhere one line per `log`."""
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console or Console()
@@ -102,7 +102,7 @@ class LiveProgress:
         else:
             self.message(f"{title} · {total_steps} steps")
 
-    def update(self, step: int, values: Mapping[str, float]) -> None:
+    def log(self, step: int, values: Mapping[str, float]) -> None:
         """Step `step` is done."""
         now = self._clock()
         if step > self._step:
@@ -125,7 +125,7 @@ class LiveProgress:
         """A line that stays, above the panel."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True, emoji=False)
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Leave the last state on the screen. May be called again."""
         if self._live is not None:
             self._live.stop()

@@ -33,18 +33,14 @@ class Alarm:
     metric: str
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
-    """What the condition of an alarm looks at, and its message shows. Every comparison with NaN is false."""
+class Seen(NamedTuple):
+    """What the condition of an alarm looks at. Every comparison with NaN is false."""
 
     history: History
     limits: HealthConfig
-    value: float | None
-    """The metric in the last step."""
-    now: float
-    """The same; NaN where it is missing or not finite."""
-    usual: float
-    """Median of its finite values in the WINDOW steps before; NaN if there are fewer than MIN_PAST."""
+    value: float | None  # of the metric in the last step
+    now: float  # the same; NaN where it is missing or not finite
+    usual: float  # median of its finite values in the WINDOW steps before; NaN if there are fewer than MIN_PAST
 
     def recent(self, metric: str, steps: int = WINDOW) -> list[float]:
         return _finite(self.history[-steps:], metric)
@@ -57,8 +53,7 @@ class Row(NamedTuple):
     metric: str
     wrong: Callable[[Seen], bool | Mapping[str, Any] | None]
     level: Level = "warn"
-    says: str = ""
-    """The key of its message, where that is not the name."""
+    says: str = ""  # the key of its message, where that is not the name
 
 
 def check_health(history: History, config: HealthConfig) -> list[Alarm]:

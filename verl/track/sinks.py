@@ -83,13 +83,6 @@ class WandbSink:
         self._run.finish()
 
 
-class ConsoleSink:
-    """Passes each step to the progress display."""
-
-    def __init__(self, progress: LiveProgress) -> None:
-        self.log, self.close = progress.update, progress.stop
-
-
 class Sinks:
     """All sinks of a run as one. A full disk or lost mount under a sink other than metrics.jsonl is reported once and
     that sink is left out from then on: a dashboard does not end a run."""
@@ -125,7 +118,7 @@ def open_sinks(run_dir: Path, config: Config, *, attempt: int, progress: LivePro
     """The sinks of `track.sinks`. `progress` is the display that `console` feeds, and that warnings go to."""
     shown: dict[str, Sink] = {}
     if "console" in config.track.sinks:
-        shown["console"] = ConsoleSink(progress)
+        shown["console"] = progress
     if "tensorboard" in config.track.sinks:
         shown["tensorboard"] = TensorboardSink(run_dir, attempt)
     if "wandb" in config.track.sinks:
