@@ -36,7 +36,7 @@ def three_stages(overrides: list[str]) -> int:
     """Own keys: run.seed, run.root_dir, sft_steps, rm_steps, ppo_steps, sft_model=DIR (skips stage one). Other keys are
     PPO's."""
     from verl.config.load import load_config
-    from verl.driver.launch import run_rl, run_sft
+    from verl.driver.launch import run_rl, run_supervised
 
     console = Console()
     given = dict(a.partition("=")[::2] for a in overrides if "=" in a)
@@ -58,10 +58,10 @@ def three_stages(overrides: list[str]) -> int:
             *common,
         ]
         args += [f"run.total_steps={given['sft_steps']}"] if "sft_steps" in given else []
-        start = str(last_export(run_sft(load_config(args), title="three stages: SFT").dir))
+        start = str(last_export(run_supervised(load_config(args), "sft", title="three stages: SFT").dir))
 
     console.rule("[bold]2 of 3[/] a reward model from pairs: right work against forgotten carries")
-    trained = run_sft(
+    trained = run_supervised(
         load_config(
             [
                 f"model.path={start}",

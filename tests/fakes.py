@@ -10,7 +10,12 @@ from collections.abc import Callable
 import numpy as np
 
 from verl.rollout.base import Capabilities, Completion
-from verl.types import Invalid, Sampling, Score
+from verl.types import Invalid, Refs, Sampling, Score
+
+
+def put(queue, samples) -> Refs:
+    """Rows into a queue, outside of any event loop."""
+    return asyncio.run(queue.put(samples))
 
 
 class VirtualTime(asyncio.SelectorEventLoop):

@@ -67,10 +67,27 @@ def trained(run_dir: Path) -> dict[int, list[str]]:
     return {e.step: list(e.data["sample_ids"]) for e in read_events(run_dir) if e.kind == "trained"}
 
 
-def state_of(run_dir: Path, step: int) -> dict:
-    from verl.checkpoint.tensors import load_state
+def tensors_of(run_dir: Path, step: int, role: str = "actor") -> dict:
+    """Weights and optimizer moments of a checkpoint by their names."""
+    from safetensors import safe_open
 
-    return load_state(run_dir / "checkpoints" / f"step_{step}" / "state")
+    out = {}
+    for path in sorted((run_dir / "checkpoints" / f"step_{step}" / "state" / role).glob("*.safetensors")):
+        with safe_open(path, "pt") as f:
+            out |= {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118 - not a mapping
+    return out
+
+
+def roles_of(run_dir: Path, step: int) -> list[str]:
+    """The roles whose state a checkpoint holds."""
+    return sorted(p.name for p in (run_dir / "checkpoints" / f"step_{step}" / "state").iterdir() if p.is_dir())
+
+
+def state_of(run_dir: Path, step: int):
+    """What the driver saved."""
+    from verl.driver.state import read_state
+
+    return read_state(run_dir / "checkpoints" / f"step_{step}")
 
 
 def summary(run_dir: Path) -> dict:

@@ -1,4 +1,4 @@
-"""A player with everything real but the model, in virtual time: what the tests of verl/driver/play.py are played on."""
+"""A player with everything real but the model, in virtual time: what the tests of verl/driver/rollouts.py are played on."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from verl.agent_loop.base import AgentLoopBase
 from verl.agent_loop.single_turn import SingleTurnLoop
 from verl.algorithms.table import Algorithm, resolve
 from verl.data.cursor import Cursor
-from verl.driver.play import Player, Trajectories
+from verl.driver.rollouts import RolloutManager
 from verl.driver.scheduler import Scheduler
+from verl.driver.trajectories import TrajectoryRunner
 from verl.track.events import EventLog, read_events
 from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Refs, Sampling, Score, Task, derive_seed
@@ -92,7 +93,7 @@ class Stage:
             on_exhausted=self.algorithm.on_exhausted,
         )
         reward = self.reward if hasattr(self.reward, "score") else FunctionReward(self.reward)
-        self.trajectories = Trajectories(
+        self.trajectories = TrajectoryRunner(
             engine=self.engine,
             loop=self.loop,
             reward=reward,
@@ -102,7 +103,7 @@ class Stage:
             max_attempts=self.max_attempts,
             timeout_s=self.timeout_s,
         )
-        self.player = Player(
+        self.groups = RolloutManager(
             scheduler=self.scheduler,
             cursor=self.cursor,
             tasks=SimpleTasks(self.tasks),
@@ -121,12 +122,12 @@ class Stage:
     async def step(self, *, publish: bool = True) -> Refs:
         """One turn of the driver, without the training."""
         step = self.scheduler.next_step
-        refs = await self.player.take(step)
-        self.player.trained(step, refs)
+        refs = await self.groups.take(step)
+        self.groups.on_trained(step, refs)
         self.queue.drop(refs)
         if publish and self.scheduler.publish_due(step):
             self.engine.version += 1
-            self.player.published(self.engine.version)
+            self.groups.on_published(self.engine.version)
         return refs
 
     def log(self, kind: str) -> list[dict[str, Any]]:

@@ -18,23 +18,26 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from verl.algorithms.table import TABLE, Algorithm, resolve
+from verl.algorithms.table import TABLE, resolve
 from verl.config.load import load_config
 from verl.config.schema import Config
-from verl.driver.assemble import decoder, device_of, rollout_engine
-from verl.driver.host import StepHost
+from verl.driver.assemble import rollout_engine
 from verl.driver.launch import Finished, run_rl
-from verl.driver.run import Step
-from verl.driver.step import experience_and_update
+from verl.driver.models import ModelContext, hf_export, workers_of
+from verl.driver.roles import Controllers, Learner
+from verl.driver.setup import decoder, device_of
+from verl.driver.step import Step, experience_and_update
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.torch_engine import TorchEngine, load_causal_lm
 from verl.rollout.base import Completion, RolloutEngine
-from verl.track.metrics import TimeLedger, reduce
+from verl.track.metrics import reduce
 from verl.transfer_queue.memory import MemoryQueue
-from verl.types import Refs, Sample, Sampling, Segment, as_ids, derive_seed
-from verl.weight_sync.base import take_snapshot
+from verl.types import Sample, Sampling, Segment, as_ids, derive_seed
+from verl.weight_sync.base import CheckedReader
+from verl.workers.compute import Compute
 from verl.workers.inproc import InprocGroup
-from verl.workers.role import Role
+from verl.workers.model_workers import ComputeWorker
+from verl.workers.waits import Waits
 
 
 class AutoModelForCausalLMWithValueHead:
@@ -104,9 +107,7 @@ class VerlTrainer:
             )
         inner = _inner_config(config, model.path)
         device = device_of(inner)
-        queue = MemoryQueue()
-        self._queue = queue
-        critic = _critic(self.algorithm, model, queue, config, device)
+        context = ModelContext(inner, MemoryQueue(), device, updates=1)
         self._engine = TorchEngine(
             model.pretrained_model,
             optim=OptimSpec(lr=config.learning_rate),
@@ -115,13 +116,21 @@ class VerlTrainer:
             gradient_checkpointing=config.gradient_checkpointing,
             source_dir=model.path,
         )
-        self._host = StepHost(
+        models = {"actor": workers_of(context, "actor", self._engine, hf_export=hf_export(inner))}
+        if ref_model is not None and "reference" in self.algorithm.roles:
+            frozen = TorchEngine(ref_model.pretrained_model, dtype=config.dtype, device=device)
+            models["reference"] = workers_of(context, "reference", frozen)
+        if self.algorithm.critic:
+            models["critic"] = workers_of(context, "critic", _critic(model, config, device))
+        kl = self.algorithm.kl_reward
+        self._learner = Learner(
             config=inner,
             algorithm=self.algorithm,
-            actor=InprocGroup("actor", Role("actor", queue, self._engine)),
-            ref=_reference(self.algorithm, ref_model, queue, config, device),
-            compute=InprocGroup("compute", Role("compute", queue)),
-            critic=critic,
+            models=models,
+            compute=ComputeWorker(InprocGroup("compute", [Compute(context.queue)])),
+            queue=context.queue,
+            waits=Waits(),
+            controllers=Controllers(kl.coef if kl else 0.0),
         )
         self._loop = asyncio.new_event_loop()
         self._rollout = _embedded(inner, tokenizer, device)
@@ -174,25 +183,25 @@ class VerlTrainer:
             samples += [
                 self._sample(q, i, query, text, score) for i, (text, score) in enumerate(zip(answers_of, scores_of))
             ]
-        refs: Refs = self._queue.put([s for s in samples if s.loss_tokens])
-        record = Step(self._steps, TimeLedger())
-        self._loop.run_until_complete(experience_and_update(self._host, record, refs))
-        self._queue.drop(refs)
+        record = Step(self._steps)
+        self._loop.run_until_complete(self._learn(record, [s for s in samples if s.loss_tokens]))
         self._steps += 1
         self._sync()
         return {**reduce(record.metrics), "critic/rewards/mean": float(np.mean([s.reward for s in samples]))}
 
     def save_pretrained(self, path: str | Path) -> None:
         """A Hugging Face folder of the policy as it is now."""
-        from verl.checkpoint.hf import export_hf
-
-        assert self._engine.source_dir is not None
-        export_hf(Path(path), tensors=self._engine.weights(), source_dir=self._engine.source_dir)
+        self._learner.models["actor"].export(Path(path)).result()
 
     def close(self) -> None:
         self._loop.run_until_complete(self._rollout.close())
-        self._host.close()
+        self._learner.close()
         self._loop.close()
+
+    async def _learn(self, step: Step, samples: Sequence[Sample]) -> None:
+        refs = await self._learner.queue.put(samples)
+        await experience_and_update(self._learner, step, refs)
+        self._learner.queue.drop(refs)
 
     def _ids(self, query: str) -> np.ndarray:
         return as_ids(self.tokenizer(query)["input_ids"])
@@ -219,8 +228,8 @@ class VerlTrainer:
 
     def _sync(self) -> None:
         self._version += 1
-        source: Any = take_snapshot(self._engine, self._version, (), copy=False)
-        self._loop.run_until_complete(self._rollout.load_weights(source))
+        sent = self._learner.models["actor"].send_weights(self._version, (), copy=False).result()
+        self._loop.run_until_complete(self._rollout.load_weights(CheckedReader(sent.source)))
 
 
 async def _gather(plays: Sequence[Any]) -> list[Completion]:
@@ -268,26 +277,9 @@ def _embedded(config: Config, tokenizer: Any, device: str) -> RolloutEngine:
         return rollout_engine(config, tokenizer, device)
 
 
-def _reference(
-    algorithm: Algorithm,
-    ref_model: AutoModelForCausalLMWithValueHead | None,
-    queue: MemoryQueue,
-    config: VerlConfig,
-    device: str,
-) -> InprocGroup | None:
-    if ref_model is None or "ref_logprobs" not in algorithm.needs(1):
-        return None
-    engine = TorchEngine(ref_model.pretrained_model, dtype=config.dtype, device=device)
-    return InprocGroup("reference", Role("reference", queue, engine))
-
-
-def _critic(
-    algorithm: Algorithm, model: AutoModelForCausalLMWithValueHead, queue: MemoryQueue, config: VerlConfig, device: str
-) -> InprocGroup | None:
+def _critic(model: AutoModelForCausalLMWithValueHead, config: VerlConfig, device: str) -> TorchEngine:
     """The value model: a copy of the policy's body under a value head, with its own optimizer."""
-    if not algorithm.critic:
-        return None
-    engine = TorchEngine(
+    return TorchEngine(
         copy.deepcopy(model.pretrained_model),
         head="value",
         optim=OptimSpec(lr=10 * config.learning_rate),
@@ -296,7 +288,6 @@ def _critic(
         gradient_checkpointing=config.gradient_checkpointing,
         source_dir=model.path,
     )
-    return InprocGroup("critic", Role("critic", queue, engine))
 
 
 class GRPOTrainer:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.types import Sample
+from verl.types import Sample, Segment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +35,7 @@ class Batch:
     targets: Tensor  # [L] int64
     columns: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [L, ...]
     row_columns: Mapping[str, Tensor] = field(default_factory=dict)  # name -> [R, ...]
+    media: tuple[tuple[str, ...], ...] = ()  # [S] references of the inputs that are no text; empty: there are none
 
     @property
     def num_tokens(self) -> int:
@@ -148,62 +149,74 @@ class _Node:
     ids: np.ndarray
     parent: int
     depth: int  # tokens before this node
-    children: dict[bytes, int] = field(default_factory=dict)
+    media: tuple[str, ...] = ()
+    children: dict[_Key, int] = field(default_factory=dict)
+
+
+_Key = tuple[str | None, tuple[str, ...], bytes]
+"""What makes two runs of tokens the same input: the adapter that reads them, their media, their ids. Ids alone do not: two
+images are the same placeholder ids."""
 
 
 def pack(samples: Sequence[Sample], *, share_prefix: bool = True) -> Batch:
-    """Pack samples into one forest. Equal leading segments are one segment when `share_prefix`.
+    """Pack samples into one forest. Leading segments that are the same input are one segment when `share_prefix`.
 
-    Loss tokens are the sampled ones, except a first token of a row (nothing predicts it). The columns
-    `rollout_logprobs` [L] float32 and the row column `temperature` [R] float32 are filled from the samples.
+    Loss tokens are the sampled ones, except a first token of a row (nothing predicts it). Filled from the samples are the
+    columns `rollout_logprobs` [L] float32, `versions` [L] int64 (the weights that drew each token) and `side/NAME`
+    [L, ...], and the row column `temperature` [R] float32.
     """
     nodes: list[_Node] = []
-    roots: dict[bytes, int] = {}
+    roots: dict[_Key, int] = {}
     leaf: list[int] = []
     per_row: list[list[tuple[int, int, int]]] = []  # (node, first sampled offset in node, end) of each row
-    logprobs: list[np.ndarray] = []
+    drawn: list[Segment] = []  # the sampled segments in row order, without a first token that nothing predicts
     for sample in samples:
         at, spans = -1, []
-        for ids, trainable, lp in _runs(sample):
-            key = ids.tobytes()
+        for parts in _runs(sample):
+            ids = np.concatenate([s.ids for s in parts]) if len(parts) > 1 else np.asarray(parts[0].ids)
+            ids = ids.astype(np.int64, copy=False)  # one dtype: equal bytes are equal ids
+            media = tuple(m for s in parts for m in s.media)
+            key = (sample.adapter, media, ids.tobytes())
             siblings = nodes[at].children if at >= 0 else roots
             found = siblings.get(key) if share_prefix else None
             if found is None:
                 depth = nodes[at].depth + len(nodes[at].ids) if at >= 0 else 0
-                nodes.append(_Node(ids, at, depth))
+                nodes.append(_Node(ids, at, depth, media))
                 found = len(nodes) - 1
                 siblings[key] = found
             first = 1 if at < 0 else 0
             at = found
-            if trainable:
+            if parts[0].source == "sampled":
                 spans.append((at, first, len(ids)))
-                logprobs.append(lp[first:])
+                drawn += [_without_first(parts[0]), *parts[1:]] if first else parts
         if at < 0:
             raise ValueError(f"sample {sample.sample_id} has no tokens")
         leaf.append(at)
         per_row.append(spans)
-    return _assemble(samples, nodes, leaf, per_row, logprobs)
+    return _assemble(samples, nodes, leaf, per_row, drawn)
 
 
-def _runs(sample: Sample) -> list[tuple[np.ndarray, bool, np.ndarray]]:
-    """Segments as (ids, trainable, log-probs), empty ones dropped, neighbours of one kind joined.
+def _runs(sample: Sample) -> list[list[Segment]]:
+    """The segments, empty ones dropped, neighbours of one kind together.
 
-    Joining keeps the tree shallow: spans of several weight versions are one run. The first segment stays alone, since
+    Together they keep the tree shallow: spans of several weight versions are one run. The first segment stays alone, since
     it is what a group shares.
     """
-    runs: list[tuple[np.ndarray, bool, np.ndarray]] = []
+    runs: list[list[Segment]] = []
     for i, s in enumerate(sample.segments):
         if len(s.ids) == 0:
             continue
-        trainable = s.source == "sampled"
-        own = np.asarray(s.ids, np.int64)  # one dtype: equal bytes are equal ids
-        lp = s.logprobs if s.logprobs is not None else np.zeros(len(own), np.float32)
-        if i > 1 and runs and runs[-1][1] == trainable:
-            ids, _, before = runs.pop()
-            runs.append((np.concatenate([ids, own]), trainable, np.concatenate([before, lp])))
+        if i > 1 and runs and (runs[-1][0].source == "sampled") == (s.source == "sampled"):
+            runs[-1].append(s)
         else:
-            runs.append((own, trainable, lp))
+            runs.append([s])
     return runs
+
+
+def _without_first(s: Segment) -> Segment:
+    assert s.logprobs is not None
+    side = {name: channel[1:] for name, channel in s.side.items()}
+    return replace(s, ids=s.ids[1:], logprobs=s.logprobs[1:], side=side)
 
 
 def _assemble(
@@ -211,7 +224,7 @@ def _assemble(
     nodes: list[_Node],
     leaf: list[int],
     per_row: list[list[tuple[int, int, int]]],
-    logprobs: list[np.ndarray],
+    drawn: list[Segment],
 ) -> Batch:
     lengths = np.array([len(n.ids) for n in nodes], np.int64)
     seg_start = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
@@ -231,7 +244,6 @@ def _assemble(
     at_all = np.concatenate(where) if where else np.zeros(0, np.int64)
     names: dict[str, int] = {}
     sequence = np.array([names.setdefault(s.trajectory_id, len(names)) for s in samples], np.int64)
-    flat_lp = np.concatenate(logprobs) if logprobs else np.zeros(0, np.float32)
     return Batch(
         ids=torch.from_numpy(ids),
         positions=torch.from_numpy(ranges(depth, lengths)),
@@ -242,9 +254,24 @@ def _assemble(
         sequence=sequence,
         target_from=torch.from_numpy(np.concatenate(came_from) if came_from else np.zeros(0, np.int64)),
         targets=torch.from_numpy(ids[at_all]),
-        columns={"rollout_logprobs": torch.from_numpy(np.ascontiguousarray(flat_lp, dtype=np.float32))},
+        columns=_drawn_columns(drawn),
         row_columns={"temperature": torch.tensor([s.temperature or 1.0 for s in samples], dtype=torch.float32)},
+        media=tuple(n.media for n in nodes) if any(n.media for n in nodes) else (),
     )
+
+
+def _drawn_columns(drawn: Sequence[Segment]) -> dict[str, Tensor]:
+    """What the sampler recorded of each loss token."""
+    logprobs = [s.logprobs for s in drawn if s.logprobs is not None]
+    flat = np.concatenate(logprobs) if logprobs else np.zeros(0)
+    versions = np.repeat(np.array([s.version for s in drawn], np.int64), [len(s.ids) for s in drawn])
+    columns = {"rollout_logprobs": torch.from_numpy(flat.astype(np.float32)), "versions": torch.from_numpy(versions)}
+    for name in sorted({name for s in drawn for name in s.side}):
+        without = sum(name not in s.side for s in drawn)
+        if without:
+            raise ValueError(f"side channel {name!r} is missing in {without} of {len(drawn)} sampled segments")
+        columns[f"side/{name}"] = torch.from_numpy(np.concatenate([s.side[name] for s in drawn]))
+    return columns
 
 
 def ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -290,6 +317,7 @@ def select_rows(batch: Batch, rows: np.ndarray) -> Batch:
         targets=batch.targets[loss],
         columns={name: c[loss] for name, c in batch.columns.items()},
         row_columns={name: c[row_index] for name, c in batch.row_columns.items()},
+        media=tuple(batch.media[s] for s in kept) if batch.media else (),
     )
 
 
@@ -328,6 +356,58 @@ def make_microbatches(batch: Batch, max_tokens: int) -> list[np.ndarray]:
     return [np.array(p, np.int64) for p in parts]
 
 
+def exactly(parts: list[np.ndarray], count: int) -> list[np.ndarray]:
+    """The same rows in `count` parts (0: as they are): empty ones are added where there are fewer, the smallest neighbours
+    joined where there are more (rows that share less than was predicted from their lengths)."""
+    parts = list(parts)
+    while count and len(parts) > count:
+        at = min(range(len(parts) - 1), key=lambda i: len(parts[i]) + len(parts[i + 1]))
+        parts[at : at + 2] = [np.concatenate(parts[at : at + 2])]
+    return parts + [np.zeros(0, np.int64)] * (count - len(parts))
+
+
+def without_weight(batch: Batch) -> Batch:
+    """One row that counts for nothing: a pass in which a rank has no row of its own still calls every collective."""
+    row = select_rows(batch, np.zeros(1, np.int64))
+    columns = {n: torch.zeros_like(c) if n.startswith("w/") else c for n, c in row.columns.items()}
+    rows = {n: torch.zeros_like(c) if n.startswith("w/") else c for n, c in row.row_columns.items()}
+    return replace(row, columns=columns, row_columns=rows)
+
+
+def concat(batches: Sequence[Batch]) -> Batch:
+    """The rows of all, in order; nothing is shared between one batch and the next. They have the same columns."""
+    if len(batches) == 1:
+        return batches[0]
+
+    def moved(arrays: Sequence[np.ndarray], by: Sequence[int]) -> np.ndarray:
+        return np.concatenate([np.where(a >= 0, a + n, a) for a, n in zip(arrays, by)])
+
+    def before(counts: Sequence[int]) -> list[int]:
+        return [0, *np.cumsum(counts)[:-1].tolist()]
+
+    def edges(arrays: Sequence[np.ndarray]) -> np.ndarray:
+        return np.concatenate([[0], np.cumsum(np.concatenate([np.diff(a) for a in arrays]))]).astype(np.int64)
+
+    tokens = before([b.num_tokens for b in batches])
+    segments = before([len(b.parent) for b in batches])
+    return Batch(
+        ids=torch.cat([b.ids for b in batches]),
+        positions=torch.cat([b.positions for b in batches], -1),
+        seg_start=edges([b.seg_start for b in batches]),
+        parent=moved([b.parent for b in batches], segments),
+        leaf=moved([b.leaf for b in batches], segments),
+        row_start=edges([b.row_start for b in batches]),
+        sequence=moved([b.sequence for b in batches], before([b.num_sequences for b in batches])),
+        target_from=torch.cat([b.target_from + n for b, n in zip(batches, tokens)]),
+        targets=torch.cat([b.targets for b in batches]),
+        columns={name: torch.cat([b.columns[name] for b in batches]) for name in batches[0].columns},
+        row_columns={name: torch.cat([b.row_columns[name] for b in batches]) for name in batches[0].row_columns},
+        media=tuple(m for b in batches for m in b.media or ((),) * len(b.parent))
+        if any(b.media for b in batches)
+        else (),
+    )
+
+
 def _paths(parent: np.ndarray, leaves: Sequence[int]) -> set[int]:
     found: set[int] = set()
     for s in leaves:
@@ -359,6 +439,7 @@ def unshare(batch: Batch) -> Batch:
         parent=np.full(len(chains), -1, np.int64),
         leaf=np.arange(len(chains), dtype=np.int64),
         target_from=target_from,
+        media=tuple(tuple(m for s in chain for m in batch.media[s]) for chain in chains) if batch.media else (),
     )
 
 
@@ -370,14 +451,6 @@ def _chain(parent: np.ndarray, leaf: int) -> list[int]:
     return chain[::-1]
 
 
-def chains_of(batch: Batch) -> list[list[int]]:
-    """For every segment, the segments from its root down to itself."""
-    chains: list[list[int]] = []
-    for s, p in enumerate(batch.parent):
-        chains.append([*chains[p], s] if p >= 0 else [s])
-    return chains
-
-
 # -- segment reductions ----------------------------------------------------------------------------------------------
 
 
@@ -385,9 +458,3 @@ def segment_sum(x: Tensor, segment: Tensor, num_segments: int) -> Tensor:
     """Sum x[L, ...] by segment[L] -> [num_segments, ...]. Differentiable; empty segments give 0."""
     out = torch.zeros((num_segments, *x.shape[1:]), dtype=x.dtype, device=x.device)
     return out.index_add(0, segment, x)
-
-
-def segment_mean(x: Tensor, segment: Tensor, num_segments: int) -> Tensor:
-    """Mean by segment; empty segments give 0."""
-    count = segment_sum(torch.ones_like(x), segment, num_segments)
-    return segment_sum(x, segment, num_segments) / count.clamp(min=1)

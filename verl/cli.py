@@ -55,7 +55,7 @@ def guarded(work: Callable[[], int]) -> int:
     except Exception as e:  # the outermost frame: print the traceback, then the first cause last
         import traceback
 
-        from verl.driver.run import PREEMPTED, Stopped
+        from verl.driver.stopping import PREEMPTED, Stopped
 
         if isinstance(e, Stopped):
             return _fail(str(e), PREEMPTED)
@@ -69,7 +69,7 @@ def guarded(work: Callable[[], int]) -> int:
 
 
 def _expected(e: BaseException) -> bool:
-    from verl.driver.play import RunEnded
+    from verl.driver.rollouts import RunEnded
     from verl.weight_sync.base import SyncError
     from verl.workers.waits import DeadlineExpired
 
@@ -140,9 +140,9 @@ def _supervised(
 
     resolved = load_config(args, verl_defaults=verl_defaults)
     print_notes(resolved.notes)
-    from verl.driver.launch import run_sft
+    from verl.driver.launch import run_supervised
 
-    finished = run_sft(resolved, command)
+    finished = run_supervised(resolved, command)
     print_finished(finished.steps, finished.seconds, finished.evals, finished.dir, finished.report)
     return 0
 

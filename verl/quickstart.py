@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
 
 def quickstart(overrides: list[str]) -> int:
     from verl.config.load import load_config
-    from verl.driver.launch import run_rl, run_sft
+    from verl.driver.launch import run_rl, run_supervised
 
     console = Console()
     given = dict(a.partition("=")[::2] for a in overrides if "=" in a)
@@ -53,7 +53,7 @@ def quickstart(overrides: list[str]) -> int:
     common = [f"run.root_dir={root}", f"run.seed={seed}"]
     warm_up = ["recipe=quickstart_warmup", f"model.path={base}", f"data.train_files=[{home}/data/sft.jsonl]", *common]
     warm_up += [f"run.total_steps={given['warmup_steps']}"] if "warmup_steps" in given else []
-    warm = run_sft(load_config(warm_up), title="quickstart: warm-up (SFT)")
+    warm = run_supervised(load_config(warm_up), "sft", title="quickstart: warm-up (SFT)")
     seconds["sft"] = warm.seconds
 
     console.rule("[bold]3 of 3[/] GRPO: the reward is 1 for a right number, 0 otherwise")

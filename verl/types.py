@@ -216,6 +216,7 @@ class Sample:
     truncated: bool = False
     task_id: str = ""
     stop_reason: StopReason = "eos"
+    adapter: str | None = None  # that read the ids; None: the model itself
 
     @property
     def total_tokens(self) -> int:

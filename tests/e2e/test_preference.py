@@ -6,11 +6,11 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from small_runs import metrics_of, small_run, state_of
+from small_runs import metrics_of, small_run, tensors_of
 
 from verl.algorithms.preference import TABLE
 from verl.config.load import load_config
-from verl.driver.launch import run_sft
+from verl.driver.launch import run_supervised
 from verl.track.samples import read_samples
 
 ROWS = 24
@@ -63,12 +63,14 @@ def args(root, model, files, *more):
 
 
 def train(command, root, model, files, *more, on_step=None):
-    return run_sft(load_config(args(root, model, files, *more)), command, on_step=on_step)
+    return run_supervised(load_config(args(root, model, files, *more)), command, on_step=on_step)
 
 
 def same_state(a, b):
-    for name, value in a["policy"]["model"].items():
-        assert torch.equal(value, b["policy"]["model"][name]), name
+    """The trainer's weights and moments of two checkpoints."""
+    assert a.keys() == b.keys() and any(name.startswith("optimizer.") for name in a)
+    for name, value in a.items():
+        assert torch.equal(value, b[name]), name
 
 
 def test_a_reward_model_learns_and_is_a_transformers_classifier(tmp_path, tiny_model, pairs):
@@ -84,11 +86,11 @@ def test_a_reward_model_learns_and_is_a_transformers_classifier(tmp_path, tiny_m
     answer = [*tokenizer("777", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
     with torch.no_grad():
         theirs = float(model(torch.tensor([[*prompt, *answer]])).logits[0, 0])
-    from verl.driver.assemble import reward_role
+    from verl.driver.models import ModelContext, reward_model
     from verl.transfer_queue.memory import MemoryQueue
 
     config = load_config(["model.path=" + str(tiny_model), "model.dtype=float32", f"reward.model={folder}"]).config
-    role = reward_role(config, MemoryQueue(), "cpu")
+    role = reward_model(ModelContext(config, MemoryQueue(), "cpu", updates=1))
     [ours] = role.submit("score_rows", [(np.array(prompt), np.array(answer))], split="first").result(timeout=60)
     assert ours == pytest.approx(theirs, abs=1e-4)
     role.close()
@@ -118,7 +120,7 @@ def test_a_cut_run_equals_a_straight_one_bitwise(command, more, tmp_path, tiny_m
     with pytest.raises(OSError, match="pulled"):
         train(command, tmp_path / "cut", tiny_model, files, *shape, on_step=crash)
     train(command, tmp_path / "cut", tiny_model, files, *shape)
-    same_state(state_of(tmp_path / "straight" / "p", 4), state_of(tmp_path / "cut" / "p", 4))
+    same_state(tensors_of(tmp_path / "straight" / "p", 4, "trainer"), tensors_of(tmp_path / "cut" / "p", 4, "trainer"))
 
 
 def test_reference_logprobs_are_computed_once_and_kept(tmp_path, tiny_model, pairs, capsys):
@@ -128,7 +130,7 @@ def test_reference_logprobs_are_computed_once_and_kept(tmp_path, tiny_model, pai
     assert "computed for" in said and "reference log-probs: from" in said
     first = metrics_of(tmp_path / "a")[1]
     assert first["train/loss"] == pytest.approx(np.log(2), abs=1e-4), "at the start the policy is the reference"
-    same_state(state_of(tmp_path / "a", 2), state_of(tmp_path / "b", 2))
+    same_state(tensors_of(tmp_path / "a", 2, "trainer"), tensors_of(tmp_path / "b", 2, "trainer"))
 
 
 @pytest.mark.parametrize(
@@ -228,12 +230,12 @@ def test_any_one_label_classifier_is_a_reward_model_and_training_goes_on_from_it
     ids = torch.tensor([[3, 4, 5, 6, 7]])
     with torch.no_grad():
         expected = float(theirs(ids, attention_mask=torch.ones_like(ids)).logits[0, 0])
-    from verl.driver.assemble import reward_role
+    from verl.driver.models import ModelContext, reward_model
     from verl.transfer_queue.memory import MemoryQueue
 
     config = load_config([f"model.path={tiny_model}", "model.dtype=float32", f"reward.model={folder}"]).config
-    role = reward_role(config, MemoryQueue(), "cpu")
-    [ours] = role.submit("score_rows", [(np.array([3, 4, 5]), np.array([6, 7]))], split="first").result(timeout=60)
+    role = reward_model(ModelContext(config, MemoryQueue(), "cpu", updates=1))
+    [ours] = role.score_rows([(np.array([3, 4, 5]), np.array([6, 7]))]).result(timeout=60)
     role.close()
     assert ours == pytest.approx(expected, abs=1e-4)
     done = train("rm", tmp_path, folder, pairs, "run.total_steps=2", "optim.lr=1e-12")

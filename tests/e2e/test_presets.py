@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from small_runs import metrics_of, small_run, state_of, trained
+from small_runs import metrics_of, small_run, state_of, tensors_of, trained
 
 from verl.algorithms.table import TABLE
 from verl.track.samples import read_samples
@@ -44,6 +44,29 @@ def test_every_row_trains_through_the_loop(name, tmp_path, tiny_model, arithmeti
     for r in with_advantage:
         assert np.isfinite(r.advantages[r.response_mask.astype(bool)]).all()
     assert sum(r.purpose == "baseline" for r in rows) == 4 * row.baselines
+    run_of(tmp_path / "two", tiny_model, arithmetic_data, name, "run.virtual_ranks=2")
+    same_step_on_two_ranks(tmp_path / "r", tmp_path / "two" / "r")
+
+
+def same_step_on_two_ranks(one: Path, two: Path) -> None:
+    """The whole loop on two virtual ranks: the same rows, rewards and (to rounding) gradients and advantages."""
+    a, b = metrics_of(one)[1], metrics_of(two)[1]
+    assert set(a) == set(b), "no figure is lost or told twice under another name"
+    for metric in a:
+        if metric.endswith(("grad_norm", "_loss", "entropy", "lr", "clipfrac", "skipped_updates", "vf_explained_var")):
+            assert b[metric] == pytest.approx(a[metric], rel=1e-5, abs=1e-6), metric
+    assert b["actor/skipped_updates"] == 0 if "actor/skipped_updates" in b else True
+    rows, others = read_samples(one, 1), read_samples(two, 1)
+    assert [r.sample_id for r in rows] == [r.sample_id for r in others]
+    for x, y in zip(rows, others):
+        assert (x.reward, x.response_ids.tolist()) == (y.reward, y.response_ids.tolist())
+        for column in ("advantages", "old_logprobs"):
+            p, q = (np.asarray([] if v is None else v) for v in (vars_of(x, column), vars_of(y, column)))
+            np.testing.assert_allclose(p, q, rtol=1e-4, atol=1e-5, equal_nan=True, err_msg=f"{column} of {x.sample_id}")
+
+
+def vars_of(row, column: str):
+    return {"advantages": row.advantages, "old_logprobs": row.old_logprobs}[column]
 
 
 def test_remax_subtracts_the_greedy_answers_score(tmp_path, tiny_model, arithmetic_data):
@@ -81,13 +104,14 @@ def test_the_policy_waits_for_the_critic(tmp_path, tiny_model, arithmetic_data):
     )
     found = metrics_of(tmp_path / "r")
     assert "actor/grad_norm" not in found[1] and found[1]["critic/grad_norm"] > 0 and found[2]["actor/grad_norm"] > 0
-    one, two = (state_of(tmp_path / "r", n) for n in (1, 2))
+    one, two = (tensors_of(tmp_path / "r", n) for n in (1, 2))
     from transformers import AutoModelForCausalLM
 
     start = AutoModelForCausalLM.from_pretrained(tiny_model).state_dict()
-    same = [torch.equal(v, start[n]) for n, v in one["policy"]["model"].items() if n in start]
+    weights = {name.removeprefix("model."): v for name, v in one.items() if name.startswith("model.")}
+    same = [torch.equal(v, start[name]) for name, v in weights.items() if name in start]
     assert same and all(same)
-    assert any(not torch.equal(two["policy"]["model"][n], v) for n, v in one["policy"]["model"].items())
+    assert any(not torch.equal(two[f"model.{name}"], v) for name, v in weights.items())
 
 
 def test_a_critic_resumes_bitwise(tmp_path, tiny_model, arithmetic_data):
@@ -114,11 +138,12 @@ def test_a_critic_resumes_bitwise(tmp_path, tiny_model, arithmetic_data):
         "run.save_every_steps=2",
         "run.keep_last_checkpoints=9",
     )
-    one, two = (state_of(tmp_path / x / "r", 4) for x in "ab")
-    for part in ("policy", "critic"):
-        for name, value in one[part]["model"].items():
-            assert torch.equal(value, two[part]["model"][name]), (part, name)
-    assert one["controllers"] == two["controllers"]
+    for role in ("actor", "critic"):
+        one, two = (tensors_of(tmp_path / x / "r", 4, role) for x in "ab")
+        for name, value in one.items():
+            assert torch.equal(value, two[name]), (role, name)
+    controllers = [state_of(tmp_path / x / "r", 4).controllers for x in "ab"]
+    assert controllers[0] == controllers[1]
     assert trained(tmp_path / "a" / "r") == trained(tmp_path / "b" / "r")
 
 

@@ -9,10 +9,9 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from small_runs import dispatched, metrics_of, small_args, small_run, state_of, trained
+from small_runs import dispatched, metrics_of, roles_of, small_args, small_run, state_of, tensors_of, trained
 
 from verl.config.load import load_config
 from verl.driver.launch import run_rl
@@ -21,17 +20,10 @@ EXACT = ("actor/pg_loss", "actor/grad_norm", "actor/entropy", "critic/score/mean
 TESTS = Path(__file__).parents[1]
 
 
-def same_tensors(a: dict, b: dict, path: str = "") -> None:
-    assert set(a) == set(b), path
-    for key, value in a.items():
-        if isinstance(value, dict):
-            same_tensors(value, b[key], f"{path}/{key}")
-        elif isinstance(value, torch.Tensor):
-            assert torch.equal(value, b[key]), f"{path}/{key}"
-        elif isinstance(value, np.ndarray):
-            assert np.array_equal(value, b[key]), f"{path}/{key}"
-        else:
-            assert value == b[key], f"{path}/{key}"
+def same_tensors(a: dict, b: dict) -> None:
+    assert set(a) == set(b)
+    for name, value in a.items():
+        assert torch.equal(value, b[name]), name
 
 
 def assert_equal_runs(one: Path, two: Path, steps: int) -> None:
@@ -40,9 +32,10 @@ def assert_equal_runs(one: Path, two: Path, steps: int) -> None:
         for name in EXACT:
             assert a[step].get(name) == b[step].get(name), (step, name)
     assert trained(one) == trained(two)
+    for role in roles_of(one, steps):
+        same_tensors(tensors_of(one, steps, role), tensors_of(two, steps, role))
     x, y = state_of(one, steps), state_of(two, steps)
-    same_tensors(x["policy"], y["policy"])
-    assert x["cursor"] == y["cursor"] and x["version"] == y["version"]
+    assert (x.cursor, x.version, x.controllers, x.rng) == (y.cursor, y.version, y.controllers, y.rng)
 
 
 # 64 rows / 4 prompts = 16 steps an epoch; with max_rows=12: 3 steps an epoch

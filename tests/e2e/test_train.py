@@ -5,7 +5,7 @@ import signal
 import numpy as np
 import pytest
 import torch
-from small_runs import metrics_of, small_run, state_of, trained
+from small_runs import metrics_of, small_run, tensors_of, trained
 
 from verl.track.samples import read_samples, sample_steps
 
@@ -71,13 +71,13 @@ def test_the_checkpoint_is_a_hugging_face_model_with_equal_logits(tmp_path, tiny
     small_run(tmp_path, tiny_model, arithmetic_data[:1])
     folder = tmp_path / "r" / "checkpoints" / "step_3" / "hf"
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    trained_weights = state_of(tmp_path / "r", 3)["policy"]["model"]
+    trained_weights = tensors_of(tmp_path / "r", 3)
     start = AutoModelForCausalLM.from_pretrained(tiny_model).state_dict()
     assert tokenizer.chat_template
     changed = 0
     for name, value in model.state_dict().items():
-        if name in trained_weights:
-            assert torch.equal(value, trained_weights[name]), name
+        if f"model.{name}" in trained_weights:
+            assert torch.equal(value, trained_weights[f"model.{name}"]), name
             changed += not torch.equal(value, start[name])
     assert changed > 5
 
@@ -123,12 +123,12 @@ def test_two_runs_are_bitwise_equal(tmp_path, tiny_model, arithmetic_data):
     for step in (1, 2, 3):
         for name in ("actor/pg_loss", "actor/grad_norm", "critic/score/mean", "actor/entropy"):
             assert a[step][name] == b[step][name], (step, name)
-    one, two = (state_of(tmp_path / n / "r", 3)["policy"]["model"] for n in ("a", "b"))
+    one, two = (tensors_of(tmp_path / n / "r", 3) for n in ("a", "b"))
     assert all(torch.equal(one[n], two[n]) for n in one)
 
 
 def test_dynamic_sampling_refills_and_stops_with_the_reason(tmp_path, tiny_model, arithmetic_data):
-    from verl.driver.play import RunEnded
+    from verl.driver.rollouts import RunEnded
 
     flat = tmp_path / "flat.py"
     flat.write_text("def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 0.0\n")

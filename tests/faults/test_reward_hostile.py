@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 from verl.reward.base import RewardRequest
-from verl.reward.pool import RewardPool, Target
+from verl.reward.pool import RewardPool, grader_spec
 from verl.types import Invalid, Score
 
 STRICT_S, PATIENT_S = 1.0, 60.0
@@ -214,7 +214,7 @@ class Bench:
         self.patient = self.runner.run(self.open(PATIENT_S))
 
     async def open(self, timeout_s: float) -> RewardPool:
-        target = Target(path=str(self.folder / "hostile.py"))
+        target = grader_spec(path=str(self.folder / "hostile.py"))
         pool = RewardPool(target, num_workers=WORKERS, timeout_s=timeout_s, memory_limit_mb=150)
         await pool.start()
         return pool
@@ -239,8 +239,8 @@ class Bench:
 
     async def healed(self, pool: RewardPool) -> None:
         deadline = time.monotonic() + MARGIN_S
-        while pool.stats().workers < WORKERS or len(_family()) != 4 * WORKERS:  # a guardian and a worker each
-            assert time.monotonic() < deadline, f"{pool.stats().workers} workers, processes: {_family()}"
+        while pool.workers < WORKERS or len(_family()) != 4 * WORKERS:  # a guardian and a worker each
+            assert time.monotonic() < deadline, f"{pool.workers} workers, processes: {_family()}"
             await asyncio.gather(*(pool.score(ordinary(0)) for _ in range(WORKERS)))
 
 
@@ -307,7 +307,7 @@ def test_a_gigabyte_of_prints_is_swallowed(bench: Bench) -> None:
 
 
 def test_a_guardian_that_is_stopped_is_replaced(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verl.reward.process.KILL_WAIT_S", 0.5)
+    monkeypatch.setattr("verl.sandbox.process.KILL_WAIT_S", 0.5)
 
     async def run() -> Score | Invalid:
         guardians = psutil.Process().children()
@@ -339,10 +339,12 @@ def test_many_hostile_graders_at_once(bench: Bench) -> None:
 PARENT = """
     import asyncio, os, sys
     from verl.reward.base import RewardRequest
-    from verl.reward.pool import RewardPool, Target
+    from verl.reward.pool import RewardPool, grader_spec
 
     async def main():
-        async with RewardPool(Target(path=sys.argv[1]), num_workers=2, timeout_s=600, memory_limit_mb=2000) as pool:
+        pool = RewardPool(grader_spec(sys.argv[1]), num_workers=2, timeout_s=600, memory_limit_mb=2000)
+        await pool.start()
+        try:
             await asyncio.gather(*(
                 pool.score(RewardRequest(
                     request_id=case, data_source="hostile", solution_str=case, ground_truth="",
@@ -350,6 +352,8 @@ PARENT = """
                 ))
                 for case in ("fork_escape_and_hang", "fork_and_hang")
             ))
+        finally:
+            await pool.close()
 
     asyncio.run(main())
 """

@@ -698,11 +698,9 @@ def overlong_capped(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def nemo_stop_properly(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    scores = case["in_rewards"].astype(np.float64)
-    got = shaping.stop_properly(
-        scores, case["in_truncated"], coef=hp["stop_properly_penalty_coef"], scale_negative=True
-    )
-    return {"out_rewards": got}
+    """A truncated answer's score times the coefficient, negative scores too; below 0 it is the score itself."""
+    scores, coef = case["in_rewards"].astype(np.float64), hp["stop_properly_penalty_coef"]
+    return {"out_rewards": np.where(case["in_truncated"], coef if coef < 0 else scores * coef, scores)}
 
 
 CORE = "verl.trainer.ppo.core_algos."

@@ -14,7 +14,7 @@ import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from verl.driver.scheduler import Batch, Exhausted, Scheduler
+from verl.driver.scheduler import Exhausted, Scheduler, StepBatch
 
 
 class Violation(Exception):
@@ -131,7 +131,7 @@ class World:
         self.now, self.heap, self.n = 0.0, [], 0
         self.running: set[str] = set()
         self.complete: set[str] = set()
-        self.batch: Batch | None = None
+        self.batch: StepBatch | None = None
         self.publishing = False
         if state is None:
             return
@@ -207,7 +207,7 @@ class World:
             self.expect(not self.running, "gave up although groups still run")
             self.expect(self.spec.on_exhausted == "stop" or not self.complete, "smaller: trains what there is")
             return got.cause
-        if isinstance(got, Batch):
+        if isinstance(got, StepBatch):
             self.check(got)
             self.batch = got
             self.complete -= set(got.group_ids)
@@ -219,7 +219,7 @@ class World:
             self.push(self.spec.train_s, "trained")
         return None
 
-    def check(self, batch: Batch) -> None:
+    def check(self, batch: StepBatch) -> None:
         b, s = self.books, self.spec
         trainer_version = len(b.batches) // s.sync_every  # publishes that were due so far, committed or not
         self.expect(batch.step == len(b.batches), "steps in order")

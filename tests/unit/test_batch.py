@@ -8,17 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.batch import (
-    Batch,
-    Columns,
-    loss_index,
-    make_microbatches,
-    pack,
-    segment_mean,
-    segment_sum,
-    select_rows,
-    unshare,
-)
+from verl.batch import Batch, Columns, loss_index, make_microbatches, pack, segment_sum, select_rows, unshare
 from verl.types import Sample, Segment
 
 VOCAB = 5  # few ids, so that equal segments and duplicated rows are common
@@ -224,6 +214,37 @@ def test_spans_of_several_versions_are_one_run():
     )
 
 
+def test_equal_ids_with_other_media_or_another_adapter_are_not_one_prompt():
+    """Two images are the same placeholder ids: what is shared by ids alone would answer one about the other."""
+
+    def seen(*media: str) -> Segment:
+        return Segment(ids=np.array([7, 7, 1]), source="prompt", media=media)
+
+    given = (("a", "cat", 2), ("same", "cat", 3), ("b", "dog", 2))
+    a, same, b = (sample(name, seen(media), sampled([answer])) for name, media, answer in given)
+    batch = pack([a, same, b])
+    assert batch.num_tokens == 2 * 3 + 3 and batch.media == (("cat",), (), (), ("dog",), ())
+    assert select_rows(batch, np.array([2])).media == (("dog",), ())
+    assert unshare(batch).media == (("cat",), ("cat",), ("dog",))
+    assert pack([a, replace(same, adapter="lora")]).num_tokens == 8 and pack([a, same]).num_tokens == 5
+    assert pack([sample("c", prompt(1), sampled([2]))]).media == ()
+
+
+def test_versions_of_spans_and_side_channels_are_columns_of_the_loss_tokens():
+    def drawn(ids: list[int], version: int) -> Segment:
+        routed = np.arange(len(ids) * 2).reshape(-1, 2) + 100 * version
+        lp = np.zeros(len(ids), np.float32)
+        return Segment(ids=np.array(ids), source="sampled", logprobs=lp, version=version, side={"routed": routed})
+
+    batch = pack([sample("b", drawn([9, 5], 1)), sample("a", prompt(1), drawn([2, 3], 4), drawn([4], 5))])
+    assert batch.columns["versions"].tolist() == [1, 4, 4, 5]
+    assert batch.columns["side/routed"].tolist() == [[102, 103], [400, 401], [402, 403], [500, 501]]
+    part = select_rows(batch, np.array([1]))
+    assert part.columns["versions"].tolist() == [4, 4, 5] and len(part.columns["side/routed"]) == 3
+    with pytest.raises(ValueError, match="'routed' is missing in 1 of 2 sampled segments"):
+        pack([sample("a", prompt(1), drawn([2], 4)), sample("b", prompt(1), sampled([2]))])
+
+
 def test_a_row_without_tokens_is_refused_and_one_without_targets_is_not():
     with pytest.raises(ValueError, match="sample empty has no tokens"):
         pack([sample("empty", prompt())])
@@ -267,4 +288,3 @@ def test_reductions_select_and_do_not_multiply():
 def test_segment_reductions():
     x, of = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]]), torch.tensor([1, 1, 3])
     assert segment_sum(x, of, 4).tolist() == [[0, 0], [4, 6], [0, 0], [5, 6]]
-    assert segment_mean(x, of, 4).tolist() == [[0, 0], [2, 3], [0, 0], [5, 6]]

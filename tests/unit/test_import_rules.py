@@ -9,6 +9,15 @@ import pytest
 
 ROOT = Path(__file__).parents[2] / "verl"
 FILES = sorted(ROOT.rglob("*.py"))
+STARTERS = ("subprocess", "multiprocessing", "concurrent.futures.process", "pty", "asyncio.subprocess")
+START_CALLS = (
+    *("os.fork", "os.forkpty", "os.system", "os.popen", "os.posix_spawn", "os.posix_spawnp"),
+    *("asyncio.create_subprocess_exec", "asyncio.create_subprocess_shell", "concurrent.futures.ProcessPoolExecutor"),
+)
+MAY_START_PROCESSES = {  # outside sandbox/, and why: none of them runs a user's function
+    "nn/compiled.py": "the C compiler, once per machine",
+    "data/parallel.py": "our own job on rows, in fresh interpreters",
+}
 COMPONENTS = ("model_engine", "rollout", "weight_sync", "transfer_queue", "agent_loop", "reward")
 OPTIONAL = ("ray", "vllm", "sglang", "tensorrt_llm", "megatron", "peft", "wandb", "flash_attn", "s3fs")
 
@@ -43,7 +52,7 @@ def room(path: Path) -> str:
 def test_import_rules(path):
     here = room(path)
     every, top = imports(path, top_level=False), imports(path, top_level=True)
-    torch_free = here in ("types", "config", "data", "reward", "chat", "cli", "show", "doctor", "track", "report")
+    torch_free = here in ("types", "config", "data", "reward", "sandbox", "chat", "cli", "show", "doctor", "track", "report")
     if torch_free:
         assert not {m for m in top if m.split(".")[0] in ("torch", "transformers")}, "no torch at module level here"
     if here in ("types", "config"):
@@ -73,6 +82,24 @@ def test_the_controller_has_no_branch_per_engine_or_algorithm():
         text = (ROOT / "driver" / f"{name}.py").read_text()
         for branch in ("if engine ==", "if algorithm ==", ".engine ==", "algorithm.name =="):
             assert branch not in text, f"{name}.py: {branch}"
+
+
+def test_only_the_sandbox_starts_processes_and_it_knows_no_rewards():
+    """User code runs in sandbox/ and nowhere else: killable, limited, gone with its parent."""
+    found, knows = {}, []
+    for path in FILES:
+        here, tree = path.relative_to(ROOT).as_posix(), ast.parse(path.read_text())
+        modules = {m for m in imports(path, top_level=False) if m.startswith(STARTERS)}
+        froms = {f"{n.module}.{a.name}" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
+        calls = froms | {ast.unparse(n) for n in ast.walk(tree) if isinstance(n, ast.Attribute)}
+        starts = {c for c in calls if c.startswith((*START_CALLS, "os.exec", "os.spawn", *STARTERS))}
+        if modules | starts and room(path) != "sandbox":
+            found[here] = sorted(modules | starts)
+        if room(path) == "sandbox":
+            knows += [m for m in imports(path, top_level=False) if m.split(".")[0] == "verl" and "sandbox" not in m]
+    assert not {here: what for here, what in found.items() if here not in MAY_START_PROCESSES}
+    assert found.keys() == MAY_START_PROCESSES.keys(), "an exception that is not needed any more"
+    assert not knows, "sandbox/ knows nothing of what runs in it"
 
 
 @pytest.mark.parametrize("command", [["--help"], ["show", "keys"], ["show", "recipes"]], ids=" ".join)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import FakeEngine, FunctionReward
+from fakes import FakeEngine, FunctionReward, put
 from stage import SAMPLING, by_id, play, task_of
 
 from verl.agent_loop.single_turn import SingleTurnLoop
@@ -19,8 +19,9 @@ from verl.batch import Ragged
 from verl.config.schema import Config
 from verl.driver.evaluate import eval_metrics, eval_sampling, evaluate
 from verl.driver.measure import batch_metrics, spread
-from verl.driver.play import PlayStats, Trajectories
 from verl.driver.record import SampleRecorder
+from verl.driver.rollouts import RolloutStats
+from verl.driver.trajectories import TrajectoryRunner
 from verl.track.metrics import reduce
 from verl.track.samples import read_samples
 from verl.transfer_queue.memory import MemoryQueue
@@ -65,16 +66,16 @@ BATCH = Refs(
 )
 
 
-def stats(**more: Any) -> PlayStats:
+def stats(**more: Any) -> RolloutStats:
     return replace(
-        PlayStats(
+        RolloutStats(
             released=Counter(rejected=2, dropped=1), invalid=Counter(timeout=3, crash=1), played=16, flat=1, groups=4
         ),
         **more,
     )
 
 
-def measured(refs: Refs, s: PlayStats | None = None, version: int = 3) -> dict[str, float]:
+def measured(refs: Refs, s: RolloutStats | None = None, version: int = 3) -> dict[str, float]:
     return reduce(batch_metrics(refs, s or stats(), version))
 
 
@@ -157,7 +158,7 @@ def test_rows_without_a_valid_reward_are_in_no_statistic():
 
 
 def test_an_empty_batch_has_counts_and_no_zeros_in_place_of_means():
-    found = measured(Refs(), PlayStats())
+    found = measured(Refs(), RolloutStats())
     assert "critic/rewards/mean" not in found and "groups/size/mean" not in found
     assert found["reward/invalid_share"] == 0 and found["groups/rejected"] == 0
     assert spread("x", [], "group") == {}
@@ -228,7 +229,7 @@ class Here:
         self.eval_tasks = [replace(task_of(i), data_source="even" if i % 2 == 0 else "odd") for i in range(tasks)]
         self.engine = FakeEngine(delay_s=lambda seed: seed % 5)
         self.engine.version = 2
-        self.trajectories = Trajectories(
+        self.trajectories = TrajectoryRunner(
             engine=self.engine,
             loop=lambda s: SingleTurnLoop(None, s, None),
             reward=reward,
@@ -238,10 +239,10 @@ class Here:
             max_attempts=1,
             timeout_s=60,
         )
-        self.recorder = SampleRecorder(MemoryQueue(), tmp_path, str)
+        self.reporter, self._recorder = self, SampleRecorder(MemoryQueue(), tmp_path, str)
 
-    async def call(self, group: Any, method: str, *args: Any) -> Any:
-        return getattr(group, method)(*args)
+    async def record_eval(self, step: int, found: Any) -> None:
+        self._recorder.record_eval(step, found)
 
 
 def test_an_evaluation_plays_every_task_in_every_mode_and_records_it(tmp_path):
@@ -307,7 +308,7 @@ def test_the_recorder_writes_every_row_with_its_columns_and_drops_it(tmp_path):
         )
         for g in ("g1", "g2")
     ]
-    refs = queue.put(made)
+    refs = put(queue, made)
     import torch
 
     queue.write(
@@ -334,7 +335,8 @@ def test_the_recorder_writes_every_row_with_its_columns_and_drops_it(tmp_path):
 def test_the_recorder_keeps_whole_groups_and_drops_all(tmp_path):
     queue = MemoryQueue()
     segment = Segment(ids=np.array([5]), source="sampled", logprobs=np.zeros(1, np.float32), version=0)
-    refs = queue.put(
+    refs = put(
+        queue,
         [
             Sample(
                 sample_id=f"g{g}/{i}",
@@ -345,7 +347,7 @@ def test_the_recorder_keeps_whole_groups_and_drops_all(tmp_path):
             )
             for i in range(2)
             for g in range(3)
-        ]
+        ],
     )
     SampleRecorder(queue, tmp_path, str, groups_per_step=2).record(1, refs)
     assert Counter(r.group_id for r in read_samples(tmp_path, 1)) == {"g0": 2, "g1": 2} and len(queue) == 0

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from verl.driver.scheduler import Batch, Exhausted, Scheduler, Wait
+from verl.driver.scheduler import Exhausted, Scheduler, StepBatch, Wait
 
 
 def scheduler(prompts: int = 2, **changes) -> Scheduler:
@@ -23,12 +23,12 @@ def admit_all(s: Scheduler, names: str = "") -> list[str]:
     return out
 
 
-def step(s: Scheduler, *, publish: bool = True) -> Batch:
+def step(s: Scheduler, *, publish: bool = True) -> StepBatch:
     """Admit, complete everything, take, train, publish if due."""
     for group_id in admit_all(s):
         s.complete(group_id, 0.0)
     batch = s.take(0.0)
-    assert isinstance(batch, Batch), s.why_waiting(0.0)
+    assert isinstance(batch, StepBatch), s.why_waiting(0.0)
     s.trained(batch.step)
     if publish and s.publish_due(batch.step):
         s.published(s.version + 1)
@@ -65,7 +65,7 @@ def test_a_released_slot_is_free_at_once_a_trained_one_after_the_publish() -> No
     s.complete(b, 0.0)
     s.complete("c", 0.0)
     batch = s.take(0.0)
-    assert isinstance(batch, Batch) and batch.group_ids == (b, "c")
+    assert isinstance(batch, StepBatch) and batch.group_ids == (b, "c")
     assert s.free_slots() == 0, "a group in training holds its slot"
     s.trained(0)
     assert s.free_slots() == 0, "and keeps it until the new weights are live"
@@ -81,12 +81,12 @@ def test_synchronous_batches_are_in_admission_order() -> None:
         assert s.take(0.0) == Wait("running"), "the head of the order is not there yet"
     s.complete("a", 0.0)
     first = s.take(0.0)
-    assert isinstance(first, Batch) and first.group_ids == ("a", "b")
+    assert isinstance(first, StepBatch) and first.group_ids == ("a", "b")
     s.trained(0)
     assert not s.publish_due(0) and s.publish_due(1)
     assert s.free_slots() == 0, "nothing is admitted in the middle of a sync period"
     second = s.take(0.0)
-    assert isinstance(second, Batch) and second.group_ids == ("c", "d") and second.staleness == (0, 0)
+    assert isinstance(second, StepBatch) and second.group_ids == ("c", "d") and second.staleness == (0, 0)
 
 
 def test_take_waits_for_a_group_that_is_due() -> None:
@@ -94,7 +94,7 @@ def test_take_waits_for_a_group_that_is_due() -> None:
     s = scheduler(staleness=1)
     for group_id in admit_all(s, "abcd")[:2]:
         s.complete(group_id, 0.0)
-    assert isinstance(s.take(0.0), Batch)  # a, b
+    assert isinstance(s.take(0.0), StepBatch)  # a, b
     s.trained(0)
     s.published(1)
     for group_id in admit_all(s, "ef"):
@@ -104,7 +104,7 @@ def test_take_waits_for_a_group_that_is_due() -> None:
     assert s.take(8.0) == Wait("deadline"), "c is still due now"
     s.release("c", "failed")
     batch = s.take(9.5)
-    assert isinstance(batch, Batch) and batch.group_ids == ("d", "e") and batch.staleness == (1, 0)
+    assert isinstance(batch, StepBatch) and batch.group_ids == ("d", "e") and batch.staleness == (1, 0)
     assert batch.waited_s == 2.5
 
 
@@ -134,10 +134,10 @@ def test_a_publish_may_commit_while_the_next_step_trains() -> None:
     s = scheduler(staleness=1)
     for group_id in admit_all(s, "abcd"):
         s.complete(group_id, 0.0)
-    assert isinstance(s.take(0.0), Batch)
+    assert isinstance(s.take(0.0), StepBatch)
     s.trained(0)
     assert s.publish_pending
-    assert isinstance(s.take(0.0), Batch)
+    assert isinstance(s.take(0.0), StepBatch)
     assert s.free_slots() == 0
     s.published(1)
     assert s.free_slots() == 2, "the slots of step 0, while step 1 trains"
@@ -155,7 +155,7 @@ def test_oversampling_takes_the_first_complete_and_drops_the_rest() -> None:
     assert s.take(0.0) == Wait("running")
     s.complete("c", 0.0)
     batch = s.take(0.0)
-    assert isinstance(batch, Batch) and batch.group_ids == ("b", "c", "d", "f") and batch.dropped == ("a", "e")
+    assert isinstance(batch, StepBatch) and batch.group_ids == ("b", "c", "d", "f") and batch.dropped == ("a", "e")
     assert not s.holds("a") and s.stats().dropped == 2
 
 
@@ -165,12 +165,12 @@ def test_oversampled_surplus_is_kept_while_its_deadline_allows() -> None:
     for group_id in "ef":
         s.complete(group_id, 0.0)
     first = s.take(0.0)
-    assert isinstance(first, Batch) and first.group_ids == ("e", "f") and first.dropped == ()
+    assert isinstance(first, StepBatch) and first.group_ids == ("e", "f") and first.dropped == ()
     s.trained(0)
     s.complete("c", 0.0)
     s.complete("a", 0.0)
     second = s.take(0.0)
-    assert isinstance(second, Batch) and second.group_ids == ("a", "c") and second.dropped == ("b", "d")
+    assert isinstance(second, StepBatch) and second.group_ids == ("a", "c") and second.dropped == ("b", "d")
 
 
 @pytest.mark.parametrize("policy", ["stop", "smaller"])
@@ -188,7 +188,7 @@ def test_the_draw_budget_ends_a_step_as_declared(policy) -> None:
         assert got == Exhausted(0, "draws", 1, 2, {"invalid": 1, "rejected": 3})
         assert str(got) == "step 0: the draw budget is spent with 1 of 2 groups complete (1 invalid, 3 rejected)"
         return
-    assert isinstance(got, Batch) and got.group_ids == ("good",) and got.short and got.needed == 2
+    assert isinstance(got, StepBatch) and got.group_ids == ("good",) and got.short and got.needed == 2
     s.trained(0)
     s.published(1)
     assert s.free_slots() == 2, "the next step has a budget of its own"
@@ -222,7 +222,7 @@ def test_end_of_data(policy) -> None:
     if policy == "stop":
         assert got == Exhausted(1, "data", 1, 2, {})
     else:
-        assert isinstance(got, Batch) and got.group_ids == ("last",)
+        assert isinstance(got, StepBatch) and got.group_ids == ("last",)
         s.trained(1)
         s.published(2)
         s.no_more_tasks()
@@ -258,7 +258,7 @@ def test_stats_are_histograms() -> None:
         s.complete(group_id, float(i))
     for number in range(2):
         batch = s.take(0.0)
-        assert isinstance(batch, Batch) and batch.staleness == (number, number)
+        assert isinstance(batch, StepBatch) and batch.staleness == (number, number)
         s.trained(number)
         s.published(number + 1)
     s.admit("e", 0.0)
@@ -277,7 +277,7 @@ def in_the_middle() -> Scheduler:
     for group_id in "adh":
         s.complete(group_id, 0.0)
     batch = s.take(0.0)
-    assert isinstance(batch, Batch) and batch.group_ids == ("a", "d")
+    assert isinstance(batch, StepBatch) and batch.group_ids == ("a", "d")
     s.trained(0)
     s.release("b", "rejected")
     return s
@@ -313,7 +313,7 @@ def test_resume_with_a_lower_staleness_drops_what_cannot_train_any_more() -> Non
     assert resumed.running == ("c", "e") and resumed.dropped == ("f", "g", "h"), "latest admitted first"
     for group_id in ("c", "e"):
         strict.complete(group_id, 0.0)
-    assert isinstance(strict.take(0.0), Batch)
+    assert isinstance(strict.take(0.0), StepBatch)
 
 
 def test_resume_between_publishes_keeps_the_shape_of_a_step() -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from scheduler_world import Spec, Violation, World, random_spec, synchronous
 
-from verl.driver.scheduler import Batch, Scheduler
+from verl.driver.scheduler import Scheduler, StepBatch
 
 # ---- the proofs
 
@@ -212,7 +212,7 @@ def test_naive_taking_is_late_without_bound() -> None:
     class Lag(World):
         worst = 0
 
-        def check(self, batch: Batch) -> None:
+        def check(self, batch: StepBatch) -> None:
             now = len(self.books.batches) // self.spec.sync_every
             self.worst = max(self.worst, *(now - self.books.admitted_at[g] for g in batch.group_ids))
 

@@ -70,7 +70,15 @@ class Algorithm:
     max_draws_per_group: float = 10.0
     on_exhausted: Literal["stop", "smaller"] = "stop"
 
-    def needs(self, updates: int) -> tuple[str, ...]:
+    def needs(self, updates: int) -> tuple[tuple[str, str, str], ...]:
+        """(column, role, output) of every pass before the advantages, in order."""
+        return tuple((column, *_SOURCES[column]) for column in self.columns(updates))
+
+    @property
+    def roles(self) -> frozenset[str]:
+        return frozenset(role for _, role, _ in self.needs(1))
+
+    def columns(self, updates: int) -> tuple[str, ...]:
         """Columns to infer before the advantages, in order. One update: the old policy is the current one, no pass."""
         wanted = {name for term in (*self.terms, *self.value_terms) for name in term.inputs} | set(
             self.advantage_inputs
@@ -87,6 +95,14 @@ class Algorithm:
     @property
     def critic(self) -> bool:
         return bool(self.value_terms)
+
+
+_SOURCES = {
+    "ref_logprobs": ("reference", "logprobs"),
+    "old_logprobs": ("actor", "logprobs"),
+    "sum_pi_squared": ("actor", "sum_pi_squared"),
+    "old_values": ("critic", "values"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,6 +41,26 @@ class Exported:
     files: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class HfExport:
+    """What a folder of a run's weights gets besides the weights; see `export_hf`."""
+
+    source_dir: Path
+    tokenizer_dir: Path | None = None
+    chat_template: str | None = None
+    config_overrides: Mapping[str, Any] | None = None
+
+    def write(self, directory: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        export_hf(
+            directory,
+            tensors=tensors,
+            source_dir=self.source_dir,
+            tokenizer_dir=self.tokenizer_dir,
+            chat_template=self.chat_template,
+            config_overrides=self.config_overrides,
+        )
+
+
 def export_hf(
     directory: Path | str,
     *,

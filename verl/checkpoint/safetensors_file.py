@@ -40,21 +40,6 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
     return plain.reshape(-1).view(torch.uint8).numpy().data
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """All of `tensors` into one file. Wide types first: every tensor starts at a multiple of its item size, which
-    readers that map the file rely on."""
-    names = sorted(tensors, key=lambda name: -tensors[name].element_size())  # stable: else in the order given
-    header: dict[str, object] = {"__metadata__": _METADATA}
-    end = 0
-    for name in names:
-        start, end = end, end + tensors[name].numel() * tensors[name].element_size()
-        header[name] = _entry(tensors[name], start, end)
-    with open(path, "wb") as f:
-        f.write(_framed(header))
-        for name in names:
-            f.write(host_bytes(tensors[name]))
-
-
 class Shard:
     """One file that grows tensor by tensor, so that only one is in memory. All tensors have the same item size. Room for
     the header is set aside at the front and filled in by `finish` (the format allows blanks after the JSON)."""
@@ -103,7 +88,7 @@ def _entry_bytes(name: str, tensor: torch.Tensor) -> int:
     return len(json.dumps(name)) + 80 + 22 * (tensor.dim() + 2)
 
 
-def _framed(header: Mapping[str, object], room: int = 0) -> bytes:
+def _framed(header: Mapping[str, object], room: int) -> bytes:
     """Length and JSON, filled with blanks to `room` bytes in all, else to a multiple of 8."""
     text = json.dumps(header, separators=(",", ":")).encode()
     size = max(room - 8, len(text) + -len(text) % 8)

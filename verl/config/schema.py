@@ -34,6 +34,9 @@ class RunConfig:
     eval_after: bool = True
     threads: int | None = None
     """CPU threads for torch. Null: all cores."""
+    virtual_ranks: int = 1
+    """Data-parallel ranks inside this process that take turns at one engine: the dispatch of many processes, for tests and
+    curiosity. The groups of an optimizer step must divide by it."""
     wait_timeout_s: float = 600.0
     """Deadline of one wait inside the loop (worker call, publish, batch). What was waited for is in the error."""
 
@@ -186,6 +189,8 @@ class CriticConfig:
 class RolloutConfig:
     engine: str = "native"
     """native | hf."""
+    replicas: int = 1
+    """Engines side by side; the requests of a group go to one of them."""
     dtype: str = "auto"
     """auto: as the trainer computes · float32 · bfloat16."""
     temperature: float = 1.0

@@ -147,6 +147,8 @@ BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
         "run.keep_every_steps": (0, math.inf),
         "run.eval_every_steps": (0, math.inf),
         "run.threads": (1, math.inf),
+        "run.virtual_ranks": (1, math.inf),
+        "rollout.replicas": (1, math.inf),
         "data.max_prompt_tokens": (1, math.inf),
         "data.max_rows": (1, math.inf),
         "data.max_eval_rows": (1, math.inf),

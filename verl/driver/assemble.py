@@ -3,51 +3,49 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
-import json
-import os
-import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
-import torch
-from transformers import PreTrainedTokenizerFast
-from transformers.utils import logging as transformers_logging
 
 from verl.agent_loop.base import AgentLoopBase, AgentLoopFactory, ServerManager
 from verl.agent_loop.single_turn import SingleTurnLoop
 from verl.algorithms.preference import loss_row, preference_terms, reward_terms
 from verl.algorithms.table import Algorithm, resolve
-from verl.chat import load_tokenizer, require_chat_template
-from verl.checkpoint.hf import export_hf
-from verl.checkpoint.score import classifier_config, classifier_tensors, read_score
-from verl.checkpoint.store import CheckpointStore
-from verl.config.load import Resolved, dump_config
-from verl.config.plan import warmup_steps
+from verl.config.load import Resolved
 from verl.config.schema import AlgorithmConfig, Config
 from verl.data.preference import load_pairs
 from verl.data.source import Cursor, TaskTable, load_conversations, load_tasks
-from verl.driver import state as train_state
-from verl.driver.play import Player, Trajectories
+from verl.driver.checkpointer import Checkpointer
+from verl.driver.models import (
+    ModelContext,
+    checkpoint_bytes,
+    hf_export,
+    models_of,
+    policy_engine,
+    reward_model,
+    workers_of,
+)
+from verl.driver.publisher import Publisher
 from verl.driver.record import SampleRecorder
+from verl.driver.reporter import OnStep, Reporter
+from verl.driver.roles import Controllers, Learner
+from verl.driver.rollouts import RolloutManager
 from verl.driver.run import Run
+from verl.driver.run_dir import RunDir, open_run_dir
 from verl.driver.scheduler import Scheduler
+from verl.driver.setup import decoder, device_of, eos_ids, load_tokenizer_of, pad_id, set_up_process
 from verl.driver.stages import PreferenceStage, RewardStage, SftStage, Stage, reference_logprobs
-from verl.driver.supervised import SupervisedRun
-from verl.driver.supervised import resume as resume_supervised
-from verl.model_engine.optim import OptimSpec
-from verl.model_engine.reward_model import load_reward_model
-from verl.model_engine.torch_engine import DTYPES, TorchEngine, load_causal_lm
-from verl.nn.heads import Head
+from verl.driver.stopping import StopRequest
+from verl.driver.supervised import TRAINER, SupervisedRun
+from verl.driver.trajectories import TrajectoryRunner
+from verl.model_engine.torch_engine import DTYPES
 from verl.reward.base import RewardFn
 from verl.reward.compute import check_data_source
 from verl.reward.model import Later, ModelReward, ScoreRows
-from verl.reward.pool import RewardPool
-from verl.reward.process import Target
+from verl.reward.pool import RewardPool, grader_spec
 from verl.reward.shaping import Shaped
 from verl.rollout.base import RolloutEngine
 from verl.rollout.hf import HfEngine
@@ -56,14 +54,14 @@ from verl.track.console import LiveProgress
 from verl.track.events import EventLog, next_attempt
 from verl.track.sinks import open_sinks
 from verl.transfer_queue.memory import MemoryQueue
-from verl.types import Sampling, Task
+from verl.types import Sample, Sampling, Task
 from verl.weight_sync.local import LocalCheckpointEngine
+from verl.workers.compute import Compute
+from verl.workers.group import WorkerGroup
 from verl.workers.inproc import InprocGroup
+from verl.workers.model_workers import ComputeWorker, ModelWorkers
 from verl.workers.placement import Placement, ResourcePool
-from verl.workers.role import Role
 from verl.workers.waits import Waits
-
-OnStep = Callable[[int, Mapping[str, float]], None]
 
 
 def algorithm_of(config: AlgorithmConfig) -> Algorithm:
@@ -75,115 +73,115 @@ async def assemble(resolved: Resolved, *, progress: LiveProgress | None = None, 
     """Every part of an RL run. What can be wrong with the user's input is found here, cheapest first."""
     config = resolved.config
     set_up_process(config)
-    algorithm = algorithm_of(config.algorithm)
     tokenizer = load_tokenizer_of(config)
-    tasks = load_tasks(
-        config.data.train_files,
-        tokenizer,
-        config.data,
-        template_kwargs=config.model.template_kwargs,
-        max_rows=config.data.max_rows,
-    )
-    eval_tasks = _eval_tasks(config, tokenizer)
-    if config.reward.path is None and config.reward.model is None:
-        for source in {t.data_source for t in (tasks[0], *eval_tasks[:1])}:
-            check_data_source(source)
+    tasks, eval_tasks = _tasks(config, tokenizer)
     claimed = open_run_dir(resolved)
-    run_dir = claimed.path
-    attempt = next_attempt(run_dir)
-    queue, waits = MemoryQueue(), Waits(run_dir / "waits.json")
-    device = device_of(config)
-    scorer = reward_role(config, queue, device)
-    reward = await _reward(config, scorer)
-    total_steps = total_steps_of(config, len(tasks), config.step.prompts_per_step)
-    engine = policy_engine(config, device, run_dir, updates=updates_of_run(config, total_steps))
-    share = config.model.share_prefix
-    engine.check_packing(share_prefix=share)
-    scheduler, cursor = (
-        _scheduler(config, algorithm, total_steps),
-        Cursor(len(tasks), _data_seed(config), config.data.shuffle),
-    )
-    replica = rollout_engine(config, tokenizer, device)
-    decode = decoder(tokenizer)
-    events = EventLog(run_dir, attempt)
     progress = progress or LiveProgress()
     progress.message(f"data: {tasks.report.summary()}")
-    if isinstance(replica, NativeEngine) and replica.without_kernels:
-        progress.message(f"rollout: slower without compiled kernels ({replica.without_kernels})")
-    trajectories = Trajectories(
-        engine=replica,
+    waits, queue, timeout_s = Waits(claimed.path / "waits.json"), MemoryQueue(), config.run.wait_timeout_s
+    total_steps = total_steps_of(config, len(tasks), config.step.prompts_per_step)
+    context = ModelContext(
+        config, queue, device_of(config), updates_of_run(config, total_steps), claimed.path / "crash"
+    )
+    scorer = reward_model(context)
+    reward = await _reward(config, scorer)
+    engine = policy_engine(context)
+    engine.check_packing(share_prefix=config.model.share_prefix)
+    learner = learner_of(context, waits, actor=workers_of(context, "actor", engine, hf_export=hf_export(config)))
+    algorithm = learner.algorithm
+    assert algorithm is not None
+    if scorer is not None:
+        learner.models["reward_model"] = scorer
+    replicas = [rollout_engine(config, tokenizer, context.device) for _ in range(config.rollout.replicas)]
+    decode = decoder(tokenizer)
+    if isinstance(replicas[0], NativeEngine) and replicas[0].without_kernels:
+        progress.message(f"rollout: slower without compiled kernels ({replicas[0].without_kernels})")
+    rollout = replicas[0]
+    recorder = SampleRecorder(queue, claimed.path, decode, groups_per_step=config.track.samples_per_step)
+    reporter = _reporter(
+        claimed, config, progress, waits, recorder=InprocGroup("recorder", [recorder]), on_step=on_step
+    )
+    trajectories = TrajectoryRunner(
+        engine=rollout,
         loop=_loop_factory(config, tokenizer),
         reward=reward,
         decode=decode,
         waits=waits,
         seed=config.run.seed,
         max_attempts=config.pipeline.max_attempts,
-        timeout_s=config.run.wait_timeout_s,
+        timeout_s=timeout_s,
     )
-    player = Player(
-        scheduler=scheduler,
-        cursor=cursor,
+    groups = RolloutManager(
+        scheduler=_scheduler(config, algorithm, total_steps),
+        cursor=Cursor(len(tasks), _data_seed(config), config.data.shuffle),
         tasks=tasks,
         trajectories=trajectories,
         algorithm=algorithm,
         sampling=train_sampling(config),
         samples_per_prompt=config.step.samples_per_prompt,
         queue=queue,
-        events=events,
+        events=reporter.events,
         waits=waits,
-        timeout_s=config.run.wait_timeout_s,
+        timeout_s=timeout_s,
         eager=config.pipeline.staleness > 0,
         max_invalid_share=config.pipeline.max_invalid_share,
     )
-    actor = InprocGroup("actor", Role("actor", queue, engine, share_prefix=share))
-    run = Run(
+    colocated = config.pipeline.staleness == 0
+    checkpointer = Checkpointer(
+        claimed.store, learner, trained_roles(learner), checkpoint_bytes(engine), claimed.resumed
+    )
+    return Run(
         config=config,
-        dir=run_dir,
-        algorithm=algorithm,
+        dir=claimed.path,
         total_steps=total_steps,
-        player=player,
+        learner=learner,
+        groups=groups,
         trajectories=trajectories,
         eval_tasks=eval_tasks,
-        actor=actor,
-        ref=reference_role(config, algorithm, queue, device),
-        compute=InprocGroup("compute", Role("compute", queue)),
-        critic=critic_role(config, algorithm, queue, device, run_dir, updates=updates_of_run(config, total_steps)),
-        reward=scorer,
-        recorder=InprocGroup(
-            "recorder", SampleRecorder(queue, run_dir, decode, groups_per_step=config.track.samples_per_step)
-        ),
-        rollout=replica,
-        replicas=(replica,),
-        checkpoint_engine=LocalCheckpointEngine(
-            probes=_probes(tasks) if config.sync.canary else (),
-            tolerance=canary_tolerance(config),
-            verify_first=config.sync.verify_first,
-        ),
-        placement=Placement(
-            ResourcePool("global"),
-            (replica,),
-            colocated=config.pipeline.staleness == 0,
+        rollout=rollout,
+        placement=Placement(ResourcePool("global"), replicas, colocated=colocated, waits=waits, timeout_s=timeout_s),
+        publisher=Publisher(
+            LocalCheckpointEngine(
+                probes=_probes(tasks) if config.sync.canary else (), tolerance=canary_tolerance(config)
+            ),
+            learner.models["actor"],
+            replicas,
             waits=waits,
-            timeout_s=config.run.wait_timeout_s,
+            timeout_s=timeout_s,
+            exclusive=colocated,
+            partial_rollout=config.pipeline.partial_rollout,
+            note=progress.message,
         ),
-        store=claimed.store,
+        checkpointer=checkpointer,
+        reporter=reporter,
+        stop=StopRequest(progress.message),
         lock=claimed.lock,
-        events=events,
-        waits=waits,
-        progress=progress,
-        close_parts=reward.close,
-        on_step=on_step,
-        sinks=open_sinks(run_dir, config, attempt=attempt, progress=progress),
-        export_hf=exporter(engine, config),
-        checkpoint_bytes=checkpoint_bytes(engine),
-        kl_coef=algorithm.kl_reward.coef if algorithm.kl_reward else 0.0,
+        close_reward=reward.close,
+        first_index=checkpointer.resumed.step if checkpointer.resumed else 0,
     )
-    if claimed.resumed is not None:
-        run.resume_from(train_state.read(claimed.resumed))
-    return run
 
 
-def assemble_supervised(
+def learner_of(context: ModelContext, waits: Waits | None = None, *, actor: ModelWorkers | None = None) -> Learner:
+    """The algorithm of a configuration over the workers of its roles. actor: already made; else from its folder."""
+    algorithm = algorithm_of(context.config.algorithm)
+    actor = actor or workers_of(context, "actor", policy_engine(context))
+    return Learner(
+        config=context.config,
+        algorithm=algorithm,
+        models=models_of(context, algorithm, actor),
+        compute=ComputeWorker(InprocGroup("compute", [Compute(context.queue)])),
+        queue=context.queue,
+        waits=waits or Waits(),
+        controllers=Controllers(algorithm.kl_reward.coef if algorithm.kl_reward else 0.0),
+    )
+
+
+def trained_roles(learner: Learner) -> tuple[str, ...]:
+    """Those with an optimizer, the policy first."""
+    return tuple(role for role in ("actor", "critic", TRAINER) if role in learner.models)
+
+
+async def assemble_supervised(
     resolved: Resolved,
     command: Literal["sft", "rm", "dpo"],
     *,
@@ -195,50 +193,107 @@ def assemble_supervised(
     set_up_process(config)
     tokenizer = load_tokenizer_of(config)
     if command == "rm":
-        classifier_config(Path(config.model.path).expanduser(), None)  # refuses what could not be saved
+        hf_export(config, head="score")  # refuses what could not be saved
     stage, eval_stage, summary = _stages(config, command, tokenizer)
     claimed = open_run_dir(resolved)
-    run_dir = claimed.path
-    total_steps = total_steps_of(config, len(stage), config.supervised.rows_per_step)
-    device, share = device_of(config), command != "sft" and config.model.share_prefix
-    engine = policy_engine(config, device, run_dir, updates=total_steps, head="score" if command == "rm" else "lm")
-    engine.check_packing(share_prefix=share)
     progress = progress or LiveProgress()
     progress.message(f"data: {summary}")
-    trainer = InprocGroup("trainer", Role("trainer", MemoryQueue(), engine, share_prefix=share))
+    total_steps = total_steps_of(config, len(stage), config.supervised.rows_per_step)
+    head: Literal["lm", "score"] = "score" if command == "rm" else "lm"
+    share, queue, waits = (
+        command != "sft" and config.model.share_prefix,
+        MemoryQueue(),
+        Waits(claimed.path / "waits.json"),
+    )
+    context = ModelContext(config, queue, device_of(config), total_steps, claimed.path / "crash")
+    engine = policy_engine(context, head=head)
+    engine.check_packing(share_prefix=share)
+    export = hf_export(config, head=head, pad_token_id=pad_id(tokenizer))
+    trainer = workers_of(context, TRAINER, engine, share_prefix=share, hf_export=export)
+    compute = ComputeWorker(InprocGroup("compute", [Compute(queue)]))
+    learner = Learner(config=config, models={TRAINER: trainer}, compute=compute, queue=queue, waits=waits)
     for one in (stage, eval_stage):
-        if (
-            isinstance(one, PreferenceStage) and "ref_logprobs" in one.terms[0].inputs
-        ):  # the engine still has the start weights
-            one.reference = reference_logprobs(
+        if isinstance(one, PreferenceStage) and "ref_logprobs" in one.terms[0].inputs:
+
+            async def logprobs_of(
+                samples: Sequence[Sample],
+            ) -> list[np.ndarray]:  # the engine still has the start weights
+                return await _logprobs(learner, samples)
+
+            one.reference = await reference_logprobs(
                 one,
-                lambda samples: trainer.submit("logprobs", samples, split="first").result(
-                    timeout=config.run.wait_timeout_s
-                ),
+                logprobs_of,
                 model_dir=Path(config.model.path),
                 dtype=config.model.dtype,
                 cache_dir=config.data.cache_dir,
                 note=progress.message,
             )
-    run = SupervisedRun(
+    checkpointer = Checkpointer(
+        claimed.store, learner, trained_roles(learner), checkpoint_bytes(engine), claimed.resumed
+    )
+    return SupervisedRun(
         config=config,
-        dir=run_dir,
+        dir=claimed.path,
         total_steps=total_steps,
         stage=stage,
         eval_stage=eval_stage,
         cursor=Cursor(len(stage), _data_seed(config), config.data.shuffle),
-        trainer=trainer,
-        store=claimed.store,
+        learner=learner,
+        checkpointer=checkpointer,
+        reporter=_reporter(claimed, config, progress, waits, on_step=on_step),
+        stop=StopRequest(progress.message),
         lock=claimed.lock,
-        sinks=open_sinks(run_dir, config, attempt=next_attempt(run_dir), progress=progress),
+        first_index=checkpointer.resumed.step if checkpointer.resumed else 0,
+    )
+
+
+async def _logprobs(learner: Learner, samples: Sequence[Sample]) -> list[np.ndarray]:
+    """Log-probs of the trainable tokens of each row, float32."""
+    refs = await learner.queue.put(samples)
+    await learner.done(learner.models[TRAINER].infer(refs, {"logprobs": "ref_logprobs"}), "trainer.infer")
+    found = [row.float().numpy() for row in learner.queue.read(refs, ("ref_logprobs",))["ref_logprobs"].rows()]
+    learner.queue.drop(refs)
+    return found
+
+
+def _reporter(
+    claimed: RunDir,
+    config: Config,
+    progress: LiveProgress,
+    waits: Waits,
+    *,
+    recorder: WorkerGroup | None = None,
+    on_step: OnStep | None = None,
+) -> Reporter:
+    attempt = next_attempt(claimed.path)
+    return Reporter(
+        config,
+        claimed.path,
+        sinks=open_sinks(claimed.path, config, attempt=attempt, progress=progress),
+        events=EventLog(claimed.path, attempt),
         progress=progress,
-        export_hf=exporter(engine, config, pad_token_id=pad_id(tokenizer)),
-        checkpoint_bytes=checkpoint_bytes(engine),
+        waits=waits,
+        recorder=recorder,
         on_step=on_step,
     )
-    if claimed.resumed is not None:
-        resume_supervised(run, train_state.read(claimed.resumed))
-    return run
+
+
+def _tasks(config: Config, tokenizer: Any) -> tuple[TaskTable, list[Task]]:
+    """Training rows and evaluation tasks, each with somebody who can score it."""
+    data, kwargs = config.data, config.model.template_kwargs
+    tasks = load_tasks(data.train_files, tokenizer, data, template_kwargs=kwargs, max_rows=data.max_rows)
+    eval_tasks: list[Task] = []
+    if data.eval_files:
+        table = load_tasks(data.eval_files, tokenizer, data, template_kwargs=kwargs, max_rows=data.max_eval_rows)
+        eval_tasks = [table[i] for i in range(len(table))]
+    if config.reward.path is None and config.reward.model is None:
+        for source in {t.data_source for t in (tasks[0], *eval_tasks[:1])}:
+            check_data_source(source)
+    return tasks, eval_tasks
+
+
+def updates_of_run(config: Config, total_steps: int) -> int:
+    return total_steps * config.step.updates_per_step * config.step.epochs_per_step
 
 
 def _stages(config: Config, command: str, tokenizer: Any) -> tuple[Stage, Stage | None, str]:
@@ -274,236 +329,7 @@ def _stages(config: Config, command: str, tokenizer: Any) -> tuple[Stage, Stage 
     return make(pairs[0]), make(pairs[1]) if pairs[1] else None, pairs[0].summary()
 
 
-def pad_id(tokenizer: Any) -> int | None:
-    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-
-
 # -- parts -------------------------------------------------------------------------------------------------------------
-
-
-def set_up_process(config: Config) -> None:
-    """Threads, precision and seeds. Nothing samples from these generators in a step; user code may."""
-    torch.set_num_threads(config.run.threads or os.cpu_count() or 1)
-    transformers_logging.disable_progress_bar()
-    if config.model.dtype == "auto":
-        config.model.dtype = native_dtype(device_of(config))
-    random.seed(config.run.seed)
-    np.random.seed(config.run.seed % 2**32)
-    torch.manual_seed(config.run.seed)
-    if config.run.deterministic:
-        torch.use_deterministic_algorithms(True, warn_only=True)
-
-
-def device_of(config: Config) -> str:
-    if config.model.device != "auto":
-        if config.model.device == "cuda" and not torch.cuda.is_available():
-            raise ValueError(
-                "model.device=cuda, but torch sees no CUDA device; use model.device=cpu or install a CUDA torch"
-            )
-        return config.model.device
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def native_dtype(device: str) -> str:
-    """bfloat16 where the device multiplies it in hardware, else float32."""
-    if device == "cuda":
-        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
-    found = torch.cpu.get_capabilities()
-    return "bfloat16" if found.get("avx512_bf16") or found.get("amx_bf16") or found.get("bf16") else "float32"
-
-
-def load_tokenizer_of(config: Config) -> Any:
-    path = config.model.tokenizer_path or config.model.path
-    tokenizer = load_tokenizer(
-        path, trust_remote_code=config.model.trust_remote_code, chat_template_file=config.model.chat_template
-    )
-    require_chat_template(tokenizer, path)
-    return tokenizer
-
-
-def decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
-    """Ids -> text without special tokens, as reward functions and readers expect it."""
-    own, fast = type(tokenizer), PreTrainedTokenizerFast
-    plain = isinstance(tokenizer, fast) and (own.decode, own._decode) == (fast.decode, fast._decode)
-    if plain and not tokenizer.clean_up_tokenization_spaces:  # whose Python layers only hand on, at four times its cost
-        return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
-    return partial(tokenizer.decode, skip_special_tokens=True)
-
-
-@dataclass(frozen=True, slots=True)
-class RunDir:
-    """A claimed run directory: nobody else writes here while `lock` is open. resumed: checkpoint to continue from."""
-
-    path: Path
-    store: CheckpointStore
-    resumed: Path | None
-    lock: IO[str]
-
-
-def open_run_dir(resolved: Resolved) -> RunDir:
-    """Claim the run directory and find what to resume from. Refuses a directory that another process uses."""
-    config = resolved.config
-    run_dir = Path(config.run.root_dir) / config.run.name
-    run_dir.mkdir(parents=True, exist_ok=True)
-    lock = _claim(run_dir)
-    store = CheckpointStore(
-        run_dir / "checkpoints",
-        keep_last=config.run.keep_last_checkpoints,
-        keep_every_steps=config.run.keep_every_steps,
-        keep_best="metric" if config.run.keep_best else None,
-    )
-    resumed = _resume_path(config, store, run_dir)
-    (run_dir / "config.yaml").write_text(dump_config(resolved))
-    return RunDir(run_dir, store, resumed, lock)
-
-
-def _resume_path(config: Config, store: CheckpointStore, run_dir: Path) -> Path | None:
-    if config.run.resume == "auto":
-        found = store.latest_valid()
-        return found.path if found else None
-    if config.run.resume == "never":
-        if store.latest_valid() is not None or (run_dir / "metrics.jsonl").exists():
-            raise ValueError(
-                f"run.resume=never, but {run_dir} holds an earlier run; choose another run.name or remove it"
-            )
-        return None
-    path = Path(config.run.resume)
-    if not (path / "manifest.json").is_file():
-        raise ValueError(
-            f"run.resume={config.run.resume}: not a checkpoint (no manifest.json); give a checkpoints/step_N folder"
-        )
-    return path
-
-
-def _claim(run_dir: Path) -> IO[str]:
-    """One process per run directory: a lock that dies with its holder."""
-    handle = open(run_dir / ".lock", "a+")  # noqa: SIM115 - held for the life of the run
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as e:
-        handle.seek(0)
-        holder = handle.read().strip() or "unknown"
-        handle.close()
-        raise ValueError(f"{run_dir} is in use by process {holder}; stop it, or choose another run.name") from e
-    handle.truncate(0)
-    handle.write(str(os.getpid()))
-    handle.flush()
-    return handle
-
-
-def policy_engine(config: Config, device: str, run_dir: Path, *, updates: int, head: Head = "lm") -> TorchEngine:
-    """The trained model. updates: optimizer steps of the whole run (schedules, warm-up share)."""
-    o = config.optim
-    spec = OptimSpec(
-        lr=o.lr,
-        weight_decay=o.weight_decay,
-        betas=(o.betas[0], o.betas[1]),
-        eps=o.eps,
-        clip_grad_norm=o.clip_grad_norm,
-        schedule=o.schedule,
-        warmup_steps=warmup_steps(config, updates),
-        total_steps=updates,
-        decay_ratio=o.decay_ratio,
-        min_lr_ratio=o.min_lr_ratio,
-        max_skipped_updates=o.max_skipped_updates,
-    )
-    return _engine(config, device, optim=spec, dump_dir=run_dir / "crash", head=head)
-
-
-def updates_of_run(config: Config, total_steps: int) -> int:
-    return total_steps * config.step.updates_per_step * config.step.epochs_per_step
-
-
-def _engine(
-    config: Config,
-    device: str,
-    *,
-    optim: OptimSpec | None,
-    dump_dir: Path | None = None,
-    head: Head = "lm",
-    path: str | None = None,
-) -> TorchEngine:
-    folder = Path(path or config.model.path).expanduser()
-    trust, checkpointing = config.model.trust_remote_code, config.model.gradient_checkpointing and optim is not None
-    if head == "score":
-        return load_reward_model(
-            folder,
-            fresh_head=optim is not None,
-            optim=optim,
-            dtype=config.model.dtype,
-            device=device,
-            trust_remote_code=trust,
-            max_tokens_per_microbatch=config.step.max_tokens_per_microbatch,
-            attention_mode=config.model.attention,
-            gradient_checkpointing=checkpointing,
-            dump_dir=dump_dir,
-        )
-    engine = TorchEngine(
-        load_causal_lm(folder, trust_remote_code=trust, needs_lm_head=head == "lm"),
-        head=head,
-        optim=optim,
-        dtype=config.model.dtype,
-        device=device,
-        max_tokens_per_microbatch=config.step.max_tokens_per_microbatch,
-        attention_mode=config.model.attention,
-        gradient_checkpointing=checkpointing,
-        source_dir=folder,
-        dump_dir=dump_dir,
-    )
-    score = read_score(folder) if engine.value_head is not None else None
-    if score is not None:
-        assert engine.value_head is not None
-        engine.value_head.weight.data.copy_(score)
-    return engine
-
-
-def reward_role(config: Config, queue: MemoryQueue, device: str) -> InprocGroup | None:
-    """The trained reward model of `reward.model`, frozen. It must read the policy's tokens."""
-    if config.reward.model is None:
-        return None
-    folder = Path(config.reward.model).expanduser()
-    ours, theirs = (
-        load_tokenizer(str(p), trust_remote_code=False)
-        for p in (config.model.tokenizer_path or config.model.path, folder)
-    )
-    if ours.get_vocab() != theirs.get_vocab():
-        raise ValueError(
-            f"reward.model={folder} has another vocabulary than the policy ({config.model.path}): it would read other words; "
-            "train it from a model with the policy's tokenizer"
-        )
-    engine = _engine(config, device, optim=None, head="score", path=str(folder))
-    engine.check_packing(share_prefix=config.model.share_prefix)
-    return InprocGroup("reward_model", Role("reward_model", queue, engine, share_prefix=config.model.share_prefix))
-
-
-def reference_role(config: Config, algorithm: Algorithm, queue: MemoryQueue, device: str) -> InprocGroup | None:
-    """A frozen copy of the start weights, if the algorithm looks at it."""
-    if "ref_logprobs" not in algorithm.needs(1):  # the number of updates does not matter here
-        return None
-    engine = _engine(config, device, optim=None)
-    return InprocGroup("reference", Role("reference", queue, engine, share_prefix=config.model.share_prefix))
-
-
-def critic_role(
-    config: Config, algorithm: Algorithm, queue: MemoryQueue, device: str, run_dir: Path, *, updates: int
-) -> InprocGroup | None:
-    """The value model with its own optimizer, if the algorithm has one: the policy's engine with another head."""
-    if not algorithm.critic:
-        return None
-    o, c = config.optim, config.critic
-    spec = OptimSpec(
-        lr=c.lr,
-        weight_decay=c.weight_decay,
-        betas=(o.betas[0], o.betas[1]),
-        eps=o.eps,
-        clip_grad_norm=c.clip_grad_norm,
-        schedule="constant",
-        warmup_steps=c.warmup_steps,
-        total_steps=updates,
-        max_skipped_updates=o.max_skipped_updates,
-    )
-    engine = _engine(config, device, optim=spec, dump_dir=run_dir / "crash", head="value", path=c.path)
-    return InprocGroup("critic", Role("critic", queue, engine, share_prefix=config.model.share_prefix))
 
 
 def rollout_engine(config: Config, tokenizer: Any, device: str) -> RolloutEngine:
@@ -558,16 +384,6 @@ def max_context_tokens(config: Config, hf_config: Any) -> int:
     return wanted
 
 
-def eos_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:
-    """The tokenizer's end token and those of generation_config.json."""
-    found = [tokenizer.eos_token_id]
-    path = Path(config.model.path) / "generation_config.json"
-    if path.is_file():
-        extra = json.loads(path.read_text()).get("eos_token_id")
-        found += extra if isinstance(extra, list) else [extra]
-    return tuple(dict.fromkeys(int(i) for i in found if i is not None))
-
-
 def train_sampling(config: Config) -> Sampling:
     r = config.rollout
     if r.temperature <= 0:
@@ -611,32 +427,6 @@ def canary_tolerance(config: Config) -> float:
     return 1e-4 if exact else 0.25
 
 
-def checkpoint_bytes(engine: TorchEngine) -> int:
-    """Master, two moments and the exported folder, float32."""
-    return 4 * 4 * sum(p.numel() for p in engine.model.parameters()) + (8 << 20)
-
-
-def exporter(engine: TorchEngine, config: Config, *, pad_token_id: int | None = None) -> Callable[[Path], None]:
-    template = Path(config.model.chat_template).read_text() if config.model.chat_template else None
-    source = Path(config.model.path).expanduser()
-    overrides = classifier_config(source, pad_token_id) if engine.value_head is not None else None
-
-    def export(path: Path) -> None:
-        tensors = engine.weights()
-        if engine.value_head is not None:
-            tensors = classifier_tensors(engine.model.base_model_prefix, tensors, engine.value_head.weight)
-        export_hf(
-            path,
-            tensors=tensors,
-            source_dir=source,
-            tokenizer_dir=config.model.tokenizer_path,
-            chat_template=template,
-            config_overrides=overrides,
-        )
-
-    return export
-
-
 def _scheduler(config: Config, algorithm: Algorithm, total_steps: int) -> Scheduler:
     p = config.pipeline
     return Scheduler(
@@ -654,32 +444,18 @@ def _data_seed(config: Config) -> int:
     return config.run.seed if config.data.seed is None else config.data.seed
 
 
-def _eval_tasks(config: Config, tokenizer: Any) -> list[Task]:
-    if not config.data.eval_files:
-        return []
-    table = load_tasks(
-        config.data.eval_files,
-        tokenizer,
-        config.data,
-        template_kwargs=config.model.template_kwargs,
-        max_rows=config.data.max_eval_rows,
-    )
-    return [table[i] for i in range(len(table))]
-
-
 def _probes(tasks: TaskTable) -> list[np.ndarray]:
     """Two prompts as the canary's fixed sequences."""
     return [ids for i in range(min(2, len(tasks))) if len(ids := tasks[i].prompt_ids[:128]) > 1]
 
 
-async def _reward(config: Config, scorer: InprocGroup | None) -> RewardFn:
+async def _reward(config: Config, scorer: ModelWorkers | None) -> RewardFn:
     """Function, model, or both; shaped. A model of stage=batch is added in the experience stage (driver/step.py)."""
     r = config.reward
     pool: RewardFn | None = None
     if r.path is not None or scorer is None:
-        target = Target(path=r.path, name=r.name, kwargs=r.kwargs) if r.path else Target(kwargs=r.kwargs)
         pool = RewardPool(
-            target,
+            grader_spec(r.path, r.name, r.kwargs) if r.path else grader_spec(kwargs=r.kwargs),
             num_workers=r.num_workers,
             timeout_s=r.timeout_s,
             memory_limit_mb=r.memory_limit_mb,
@@ -699,9 +475,9 @@ async def _reward(config: Config, scorer: InprocGroup | None) -> RewardFn:
     return found
 
 
-def _score_rows(scorer: InprocGroup, timeout_s: float) -> ScoreRows:
+def _score_rows(scorer: ModelWorkers, timeout_s: float) -> ScoreRows:
     async def score(rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> Sequence[float]:
-        return await asyncio.wait_for(asyncio.wrap_future(scorer.submit("score_rows", rows, split="first")), timeout_s)
+        return await asyncio.wait_for(asyncio.wrap_future(scorer.score_rows(rows)), timeout_s)
 
     return score
 

@@ -7,7 +7,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from verl.config.schema import Config
-from verl.driver.play import Seat, together
+from verl.driver.trajectories import TrajectorySpec, together
 from verl.types import Metric, Metrics, Sampling, Score, Trajectory
 
 if TYPE_CHECKING:
@@ -31,21 +31,23 @@ def eval_sampling(config: Config) -> dict[str, Sampling]:
 
 
 async def evaluate(run: Run, number: int) -> Metrics:
-    """Play every evaluation task; accuracy per source and mode, lengths, invalid share. Samples go to samples/."""
+    """Run every evaluation task; accuracy per source and mode, lengths, invalid share. Samples go to samples/."""
     out: Metrics = {}
-    played: list[Trajectory] = []
+    every: list[Trajectory] = []
     for mode, sampling in eval_sampling(run.config).items():
         repeats = run.config.eval.samples_per_prompt if sampling.temperature > 0 else 1
-        plays = [
-            run.trajectories.play(task, Seat(group_id=f"eval{number}/{mode}/{i}", index=k, purpose="eval"), sampling)
+        runs = [
+            run.trajectories.run(
+                task, TrajectorySpec(group_id=f"eval{number}/{mode}/{i}", index=k, purpose="eval"), sampling
+            )
             for i, task in enumerate(run.eval_tasks)
             for k in range(repeats)
         ]
-        found = await together(plays)
+        found = await together(runs)
         sources = [task.data_source or "unknown" for task in run.eval_tasks for _ in range(repeats)]
         out |= eval_metrics(mode, found, sources, repeats)
-        played += found
-    await run.call(run.recorder, "record_eval", number, played)
+        every += found
+    await run.reporter.record_eval(number, every)
     return out
 
 

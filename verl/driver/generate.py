@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import uvloop
 
 from verl.chat import render_prompt
 from verl.config.schema import Config
-from verl.driver.assemble import decoder, device_of, load_tokenizer_of, rollout_engine, set_up_process
+from verl.driver.assemble import rollout_engine
+from verl.driver.setup import decoder, device_of, load_tokenizer_of, set_up_process
 from verl.model_engine.torch_engine import TorchEngine, load_causal_lm
 from verl.rollout.base import Completion, RolloutEngine
 from verl.types import Sampling, derive_seed
-from verl.weight_sync.base import take_snapshot
+from verl.weight_sync.base import CheckedReader
+from verl.weight_sync.local import LocalOutlet
+from verl.weight_sync.sender import WeightSender
 
 
 def generate_once(config: Config, prompt: str, n: int) -> list[tuple[str, str, float]]:
@@ -54,9 +56,10 @@ def generate_once(config: Config, prompt: str, n: int) -> list[tuple[str, str, f
 async def _generate(
     rollout: RolloutEngine, engine: TorchEngine, ids: np.ndarray, sampling: Sequence[Sampling], timeout_s: float
 ) -> list[Completion]:
-    source: Any = take_snapshot(engine, 0, (), copy=False)
+    outlet = LocalOutlet()
+    sent = WeightSender(outlet).send(engine, 0, (), copy=False)
     try:
-        await rollout.load_weights(source)
+        await rollout.load_weights(CheckedReader(sent.source))
         plays = [rollout.generate(f"generate/{i}", ids, s, prefix_key="generate") for i, s in enumerate(sampling)]
         return list(await asyncio.wait_for(asyncio.gather(*plays), timeout_s))
     finally:

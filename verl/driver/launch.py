@@ -16,9 +16,10 @@ import uvloop
 
 from verl.config.load import Resolved, validate
 from verl.config.plan import make_plan, render_plan
-from verl.driver.assemble import OnStep, assemble, assemble_supervised
+from verl.driver.assemble import assemble, assemble_supervised
 from verl.driver.evaluate import evaluate
 from verl.driver.loop import train
+from verl.driver.reporter import OnStep
 from verl.driver.run import Run
 from verl.driver.supervised import fit
 from verl.report.page import write_report
@@ -80,46 +81,57 @@ async def _train(resolved: Resolved, title: str, on_step: OnStep | None, plan: s
 
 
 def _finished(run: Run, started: float) -> Finished:
-    values = run.history[-1] if run.history else {}
+    history = run.reporter.history
+    values = history[-1] if history else {}
     report = write_report(run.dir)
     summary = {
         "steps": run.total_steps,
         "seconds": round(time.monotonic() - started, 2),
         "version": run.version,
-        "eval": run.last_eval,
+        "eval": run.reporter.last_eval,
         "checkpoint": str(run.dir / "checkpoints" / f"step_{run.total_steps}"),
         "report": str(report),
     }
     write_atomic(run.dir / "summary.json", (json.dumps(summary, indent=1) + "\n").encode())
     return Finished(
-        run.dir, run.total_steps - run.first_index, time.monotonic() - started, values, dict(run.last_eval), report
+        run.dir,
+        run.total_steps - run.first_index,
+        time.monotonic() - started,
+        values,
+        dict(run.reporter.last_eval),
+        report,
     )
 
 
-def run_sft(
-    resolved: Resolved, command: Literal["sft", "rm", "dpo"] = "sft", *, title: str = "", on_step: OnStep | None = None
+def run_supervised(
+    resolved: Resolved, command: Literal["sft", "rm", "dpo"], *, title: str = "", on_step: OnStep | None = None
 ) -> Finished:
     """Supervised fine-tuning, reward-model or preference training to the end."""
     validate(resolved.config, command)
-    started = time.monotonic()
-    progress = LiveProgress()
     run_dir = Path(resolved.config.run.root_dir) / resolved.config.run.name
     try:
-        run = assemble_supervised(resolved, command, progress=progress, on_step=on_step)
-        try:
-            if run.first_index:
-                progress.message(f"resuming {run.dir} after step {run.first_index} of {run.total_steps}")
-            progress.start(run.total_steps, title or run.config.run.name)
-            values = fit(run)
-        finally:
-            run.close()
+        return uvloop.run(_fit(resolved, command, title, on_step))
     except BaseException as e:
         _crash_record(run_dir, e)
         raise
+
+
+async def _fit(
+    resolved: Resolved, command: Literal["sft", "rm", "dpo"], title: str, on_step: OnStep | None
+) -> Finished:
+    started = time.monotonic()
+    run = await assemble_supervised(resolved, command, on_step=on_step)
+    try:
+        progress = run.reporter.progress
+        if run.first_index:
+            progress.message(f"resuming {run.dir} after step {run.first_index} of {run.total_steps}")
+        progress.start(run.total_steps, title or run.config.run.name)
+        values = await fit(run)
+    finally:
+        run.close()
     evals = {k: v for k, v in values.items() if k.startswith("val/")}
-    return Finished(
-        run.dir, run.total_steps - run.first_index, time.monotonic() - started, values, evals, write_report(run.dir)
-    )
+    seconds = time.monotonic() - started
+    return Finished(run.dir, run.total_steps - run.first_index, seconds, values, evals, write_report(run.dir))
 
 
 def run_eval(resolved: Resolved) -> Finished:
@@ -138,8 +150,7 @@ async def _eval(resolved: Resolved) -> Finished:
     started = time.monotonic()
     run = await assemble(resolved)
     try:
-        async with run.playing():
-            run.config.run.eval_before = False
+        async with run.groups:
             await run.start()
             values = reduce(await evaluate(run, 0))
     finally:

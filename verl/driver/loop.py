@@ -1,4 +1,4 @@
-"""The RL loop: one, for on-policy, one-step-off and fully asynchronous (DESIGN section 6)."""
+"""The RL loop: one, for on-policy, one-step-off and fully asynchronous."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from verl.driver.step import experience_and_update
 
 async def train(run: Run) -> None:
     """Groups are admitted while slots are free; a batch is taken by deadline; staleness 0 == synchronous."""
-    async with run.playing() as groups:  # play.py: agent loops, rewards streamed, retries; a crash cancels all
+    async with run.groups as groups:  # rollouts.py: agent loops, rewards streamed, retries; a crash cancels all
         await run.start()
+        await run.evaluate_first()
         for step in run.steps():  # continues after the resumed step
             with step.clock("rollout"):
                 refs = await groups.take(step.index)  # complete, scored, selected, admissible groups
                 if run.placement.colocated:
                     await groups.drain()
             async with run.placement.training():  # colocated: rollout releases its KV cache; split: a no-op
-                refs = await experience_and_update(run, step, refs)
-                step.log(await run.publish(step))
+                await experience_and_update(run.learner, step, refs)
+                await run.publish(step)
             await run.finish(step, refs)  # evaluate, checkpoint, samples, metrics
         await run.settle()

@@ -12,7 +12,7 @@ from verl.track.health import COMPONENT_PREFIX
 from verl.types import Metric, Metrics, Ref, Refs, Unit
 
 if TYPE_CHECKING:
-    from verl.driver.play import PlayStats
+    from verl.driver.rollouts import RolloutStats
 
 
 def spread(name: str, values: Iterable[float], unit: Unit) -> Metrics:
@@ -47,7 +47,7 @@ def _joined(rows: list[Ref]) -> Ref:
     )
 
 
-def batch_metrics(refs: Refs, stats: PlayStats, version: int) -> Metrics:
+def batch_metrics(refs: Refs, stats: RolloutStats, version: int) -> Metrics:
     """Scores, lengths, groups, staleness of the trained trajectories; what was released on the way. verl's names where
     they exist."""
     train = _trajectories(refs.of("train"))

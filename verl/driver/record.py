@@ -10,6 +10,7 @@ import numpy as np
 from verl.rollout.base import DecodeFn
 from verl.track.samples import SampleRow, write_samples
 from verl.transfer_queue.base import TransferQueue
+from verl.transfer_queue.rows import read_samples
 from verl.types import Refs, Sample, Trajectory, response_ids_of, samples_of, versions_of
 
 # queue column -> field of a row; the first one that was written wins
@@ -37,9 +38,9 @@ class SampleRecorder:
         write_samples(self._run_dir, step, self._rows(step, Refs(ref for group in groups for ref in group)))
         self._queue.drop(refs)
 
-    def record_eval(self, step: int, played: Sequence[Trajectory]) -> None:
+    def record_eval(self, step: int, found: Sequence[Trajectory]) -> None:
         decode = self._decoder()
-        rows = [self._row(step, s, {}, decode) for t in played for s in samples_of(t)]
+        rows = [self._row(step, s, {}, decode) for t in found for s in samples_of(t)]
         write_samples(self._run_dir, step, rows, "eval")
 
     def _rows(self, step: int, refs: Refs) -> list[SampleRow]:
@@ -55,7 +56,7 @@ class SampleRecorder:
                         found[sample_id][field] = part.numpy()
                     left = Refs(ref for ref in left if field not in found[ref.sample_id])
         decode = self._decoder()
-        return [self._row(step, sample, found[sample.sample_id], decode) for sample in self._queue.samples(refs)]
+        return [self._row(step, sample, found[sample.sample_id], decode) for sample in read_samples(self._queue, refs)]
 
     def _decoder(self) -> Callable[[np.ndarray], str]:
         """Text of ids; that of a prompt is made once for its group."""

@@ -17,25 +17,17 @@ import uvloop
 from verl.checkpoint.store import CheckpointStore
 from verl.config.load import load_config, read_config
 from verl.config.schema import Config
-from verl.driver import state as train_state
-from verl.driver.assemble import (
-    algorithm_of,
-    critic_role,
-    device_of,
-    policy_engine,
-    reference_role,
-    set_up_process,
-    updates_of_run,
-)
-from verl.driver.host import StepHost
-from verl.driver.run import Step
-from verl.driver.step import experience_and_update
-from verl.track.metrics import TimeLedger, read_metrics, reduce
+from verl.driver.assemble import learner_of, trained_roles, updates_of_run
+from verl.driver.checkpointer import load_role
+from verl.driver.models import ModelContext
+from verl.driver.setup import device_of, set_up_process
+from verl.driver.state import read_state
+from verl.driver.step import Step, experience_and_update
+from verl.track.metrics import read_metrics, reduce
 from verl.track.samples import SampleRow, read_samples, sample_steps
+from verl.transfer_queue.base import TransferQueue
 from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Refs, Sample, Segment
-from verl.workers.inproc import InprocGroup
-from verl.workers.role import Role
 
 COMPARED = ("old_logprobs", "ref_logprobs", "advantages")
 COMPARED_METRICS = ("actor/pg_loss", "actor/grad_norm", "actor/entropy")
@@ -79,36 +71,24 @@ async def _replay(config: Config, run_dir: Path, number: int) -> list[str]:
         raise ValueError(
             f"steps {_span(missing)} have no samples, and no checkpoint lies between them and step {number}"
         )
-    algorithm, queue, device = algorithm_of(config.algorithm), MemoryQueue(), device_of(config)
-    engine = policy_engine(config, device, run_dir, updates=updates_of_run(config, _recorded_steps(run_dir)))
-    run = StepHost(
-        config=config,
-        algorithm=algorithm,
-        ref=reference_role(config, algorithm, queue, device),
-        actor=InprocGroup("actor", Role("actor", queue, engine, share_prefix=config.model.share_prefix)),
-        compute=InprocGroup("compute", Role("compute", queue)),
-        critic=critic_role(
-            config, algorithm, queue, device, run_dir, updates=updates_of_run(config, _recorded_steps(run_dir))
-        ),
-    )
-    if base:
-        state = train_state.read(run_dir / "checkpoints" / f"step_{base}")
-        await run.call(run.actor, "load_state", state["policy"])
-        if run.critic is not None:
-            await run.call(run.critic, "load_state", state["critic"])
-        run.kl_coef = float(state["controllers"]["kl_coef"])
-        run.critic_warm = bool(state["controllers"].get("critic_warm", False))
-    for n in range(base + 1, number + 1):
-        rows = read_samples(run_dir, n)
-        refs = queue.put([_sample(row) for row in rows])
-        step = Step(n - 1, TimeLedger())
-        await experience_and_update(run, step, refs)
-        if n == number:
-            found = _differences(rows, refs, queue) + _metric_differences(run_dir, number, reduce(step.metrics))
-            run.close()
-            return found
-        queue.drop(refs)
-    raise AssertionError("unreachable: the last step returns")
+    updates = updates_of_run(config, _recorded_steps(run_dir))
+    learner = learner_of(ModelContext(config, MemoryQueue(), device_of(config), updates, run_dir / "crash"))
+    try:
+        if base:
+            checkpoint = run_dir / "checkpoints" / f"step_{base}"
+            learner.controllers = read_state(checkpoint).controllers or learner.controllers
+            for role in trained_roles(learner):
+                await load_role(learner, role, checkpoint)
+        for n in range(base + 1, number + 1):
+            rows, step = read_samples(run_dir, n), Step(n - 1)
+            refs = await learner.queue.put([_sample(row) for row in rows])
+            await experience_and_update(learner, step, refs)
+            if n == number:
+                break
+            learner.queue.drop(refs)
+        return _differences(rows, refs, learner.queue) + _metric_differences(run_dir, number, reduce(step.metrics))
+    finally:
+        learner.close()
 
 
 def _sample(row: SampleRow) -> Sample:
@@ -145,7 +125,7 @@ def _sample(row: SampleRow) -> Sample:
     )
 
 
-def _differences(rows: Sequence[SampleRow], refs: Refs, queue: MemoryQueue) -> list[str]:
+def _differences(rows: Sequence[SampleRow], refs: Refs, queue: TransferQueue) -> list[str]:
     out = []
     for name in COMPARED:
         column = name if queue.having(refs, name) == refs else {"old_logprobs": "train_logprobs"}.get(name, "")

@@ -44,7 +44,7 @@ class Admission:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class StepBatch:
     """Groups of one step, in admission order. `dropped`: over-sampled surplus that can no longer train; cancel what
     still runs of it and return its tasks to the cursor. staleness[i] = version now - version at admission."""
 
@@ -169,7 +169,7 @@ class Scheduler:
         self._groups: dict[str, _Held] = {}  # running and complete, in admission order
         self._running = 0
         self._unpublished: dict[int, int] = {}  # version trained at -> groups that hold a slot until the next one
-        self._batch: Batch | None = None  # handed out, not trained yet
+        self._batch: StepBatch | None = None  # handed out, not trained yet
         self._budget = _Budget(first_step, Counter())
         self._data_ended = False
         self._admitted = 0
@@ -286,7 +286,7 @@ class Scheduler:
 
     # ---- batches
 
-    def take(self, now_s: float) -> Batch | Wait | Exhausted:
+    def take(self, now_s: float) -> StepBatch | Wait | Exhausted:
         """The batch of the next step, if it can be handed out without breaking any deadline of the rest."""
         assert self._batch is None, f"step {self._next_step - 1} is taken and not trained yet"
         assert not self.done, f"all {self.total_steps} steps are taken"
@@ -340,12 +340,12 @@ class Scheduler:
                 return None
         return overdue
 
-    def _hand_out(self, chosen: list[_Held], overdue: list[_Held], now_s: float) -> Batch:
+    def _hand_out(self, chosen: list[_Held], overdue: list[_Held], now_s: float) -> StepBatch:
         for group in (*chosen, *overdue):
             del self._groups[group.group_id]
             self._running -= not group.complete
         since_s = now_s if self._waiting_since_s is None else self._waiting_since_s
-        self._batch = Batch(
+        self._batch = StepBatch(
             step=self._next_step,
             group_ids=tuple(g.group_id for g in chosen),
             dropped=tuple(g.group_id for g in overdue),

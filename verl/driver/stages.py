@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +21,7 @@ from verl.types import Sample, Segment
 
 SFT_TERMS = (Term(name="loss", fn=nll, aggregate="token-mean"),)
 Columns = dict[str, Tensor]
-LogprobsOf = Callable[[list[Sample]], list[np.ndarray]]
+LogprobsOf = Callable[[list[Sample]], Awaitable[list[np.ndarray]]]
 
 
 class Stage(Protocol):
@@ -123,7 +123,7 @@ class Reference:
         return self.values[int(self.starts[at]) : int(self.starts[at + 1])]
 
 
-def reference_logprobs(
+async def reference_logprobs(
     stage: PreferenceStage,
     logprobs_of: LogprobsOf,
     *,
@@ -142,7 +142,7 @@ def reference_logprobs(
     parts: list[np.ndarray] = []
     for at in range(0, len(stage), rows_at_once):
         rows = [(i, entry) for i in range(at, min(at + rows_at_once, len(stage))) for entry in stage.entries(i)]
-        parts += logprobs_of([sample_of(row, f"{i}/{k}", f"{i}") for k, (i, (_, row)) in enumerate(rows)])
+        parts += await logprobs_of([sample_of(row, f"{i}/{k}", f"{i}") for k, (i, (_, row)) in enumerate(rows)])
     per_row = len(stage.entries(0))
     arrays = {
         "values": np.concatenate(parts).astype(np.float32),

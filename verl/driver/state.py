@@ -1,176 +1,191 @@
-"""TrainState: everything that may influence a step, in one place (DESIGN section 6, resume in three grades).
-
-policy      weights, optimizer, optimizer step        cursor      epoch, permutation, position, given back
-critic      the same, where there is one              groups      in flight, with their ended trajectories
-scheduler   versions, slots, deadlines, budget        rng         Python, numpy, torch
-controllers KL coefficient, whether the critic is warm
-"""
+"""What the driver saves with a checkpoint: small and typed. Models and optimizers are saved by their workers."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import msgspec
 import numpy as np
 
-from verl.checkpoint.store import CheckpointStore
-from verl.checkpoint.tensors import load_state, save_state
 from verl.data.source import Draw
-from verl.types import Group, Invalid, Sampling, Score, Segment, Trajectory
+from verl.driver.roles import Controllers
+from verl.types import Group, Invalid, Outcome, Purpose, Sampling, Score, Segment, StopReason, Task, Trajectory
 
-if TYPE_CHECKING:
-    from verl.driver.run import Run
-
-FORMAT = 1
-
-
-async def capture(run: Run, number: int) -> dict[str, Any]:
-    """The state after `number` steps."""
-    import torch
-
-    return {
-        "format": FORMAT,
-        "step": number,
-        "version": run.version,
-        "policy": await run.call(run.actor, "state"),
-        **({"critic": await run.call(run.critic, "state")} if run.critic is not None else {}),
-        "cursor": run.player.cursor.state(),
-        "scheduler": run.player.scheduler.state(),
-        "controllers": {"kl_coef": run.kl_coef, "critic_warm": run.critic_warm},
-        "groups": [_pack_group(g, draw, complete) for g, draw, complete in run.player.in_flight()],
-        "rng": {
-            "python": random.getstate(),
-            "numpy": np.random.get_state(legacy=False),
-            "torch": torch.get_rng_state(),
-        },
-        "history": run.history[-200:],
-    }
+FORMAT = 2
+FILE = "driver.msgpack"
 
 
-def write(
-    store: CheckpointStore,
-    number: int,
-    state: Mapping[str, Any],
-    export: Callable[[Path], None],
-    needed_bytes: int,
-    best: float | None,
-) -> None:
-    """One transaction: state and a ready Hugging Face folder."""
+class SavedRng(msgspec.Struct):
+    """The generators of this process: Python's, numpy's, torch's. Nothing of verl draws from them; user code may."""
 
-    def fill(path: Path) -> None:
-        save_state(path / "state", dict(state))
-        export(path / "hf")
-
-    store.save(number, fill, needed_bytes=needed_bytes, meta={"metric": best, "version": state["version"]})
+    python: tuple[int, tuple[int, ...], float | None]
+    numpy_key: bytes
+    numpy_pos: int
+    numpy_gauss: tuple[int, float]
+    torch: bytes
 
 
-def read(path: Path) -> dict[str, Any]:
-    state = load_state(path / "state")
-    if state["format"] != FORMAT:
-        raise ValueError(f"{path} was written in format {state['format']}; this version reads format {FORMAT}")
+class SavedTrajectory(msgspec.Struct):
+    trajectory_id: str
+    index: int
+    purpose: Purpose
+    attempt: int
+    sampling: Sampling
+    segments: tuple[Segment, ...]
+    stop_reason: StopReason
+    outcome: Outcome
+    score: Score | None
+    invalid: tuple[str, str] | None
+    turns: int
+    wall_s: float
+    error: str
+
+
+class SavedGroup(msgspec.Struct):
+    group_id: str
+    task_id: str
+    draw: Draw
+    admitted_version: int
+    complete: bool
+    trajectories: tuple[SavedTrajectory, ...]
+
+
+class DriverState(msgspec.Struct):
+    """Everything outside the workers that may influence a step after `step` of them were done."""
+
+    step: int
+    rng: SavedRng
+    cursor: dict[str, Any]
+    history: list[dict[str, float]]
+    version: int = 0
+    controllers: Controllers | None = None
+    scheduler: dict[str, Any] | None = None
+    groups: tuple[SavedGroup, ...] = ()
+    format: int = FORMAT
+
+
+def write_state(path: Path, state: DriverState) -> None:
+    path.mkdir(parents=True, exist_ok=True)
+    (path / FILE).write_bytes(msgspec.msgpack.encode(state, enc_hook=_encode))
+
+
+def read_state(checkpoint: Path) -> DriverState:
+    """Of a checkpoint folder. ValueError for one that this version cannot continue."""
+    path = checkpoint / "state" / FILE
+    if not path.is_file():
+        raise ValueError(
+            f"{checkpoint} was written by an earlier version of verl, whose state this one cannot read; start a new run from "
+            f"its weights: model.path={checkpoint / 'hf'} and another run.name"
+        )
+    try:
+        state = msgspec.msgpack.decode(path.read_bytes(), type=DriverState, dec_hook=_decode)
+    except msgspec.MsgspecError as e:
+        raise ValueError(f"{path} is damaged or of another version of verl ({e}): use another checkpoint") from e
+    if state.format != FORMAT:
+        raise ValueError(f"{path} has format {state.format}, this version reads {FORMAT}: use another checkpoint")
     return state
 
 
-async def restore(run: Run, state: Mapping[str, Any]) -> None:
-    """Weights, optimizer, cursor, scheduler, controllers and RNGs as they were."""
-    import torch
-
-    await run.call(run.actor, "load_state", state["policy"])
-    run.player.cursor.load_state(state["cursor"])  # type: ignore[attr-defined]
-    if run.critic is not None:
-        if "critic" not in state:
-            raise ValueError(
-                "the checkpoint has no critic: it was written by an algorithm without one; start a new run from its hf folder"
-            )
-        await run.call(run.critic, "load_state", state["critic"])
-    run.kl_coef = float(state["controllers"]["kl_coef"])
-    run.critic_warm = bool(state["controllers"].get("critic_warm", False))
-    run.history = list(state["history"])
-    random.setstate(_as_tuple(state["rng"]["python"]))
-    np.random.set_state(state["rng"]["numpy"])
-    torch.set_rng_state(state["rng"]["torch"])
+def save_group(group: Group, draw: Draw, complete: bool) -> SavedGroup:
+    return SavedGroup(
+        group_id=group.group_id,
+        task_id=group.task.task_id,
+        draw=draw,
+        admitted_version=group.admitted_version,
+        complete=complete,
+        trajectories=tuple(_save_trajectory(t) for t in group.trajectories),
+    )
 
 
-def resume_groups(run: Run, state: Mapping[str, Any]) -> None:
-    """Groups in flight: complete ones are there as they were, the others go on under the restored version."""
-    saved = {g["group_id"]: g for g in state["groups"]}
-    found = run.player.scheduler.load_state(state["scheduler"], run.player._clock())
-    for group_id in (*found.complete, *found.running):
-        group, draw = _unpack_group(saved[group_id], run)
-        run.player.resume(group, draw, complete=group_id in found.complete)
-    for group_id in found.dropped:
-        if group_id in saved:
-            run.player.cursor.give_back(Draw(**saved[group_id]["draw"]))
-
-
-def _pack_group(group: Group, draw: Any, complete: bool) -> dict[str, Any]:
-    return {
-        "group_id": group.group_id,
-        "task_id": group.task.task_id,
-        "draw": {"epoch": draw.epoch, "draw": draw.draw, "index": draw.index},
-        "admitted_version": group.admitted_version,
-        "complete": complete,
-        "trajectories": [_pack_trajectory(t) for t in group.trajectories],
-    }
-
-
-def _unpack_group(saved: Mapping[str, Any], run: Run) -> tuple[Group, Draw]:
-    draw = Draw(**saved["draw"])
-    task = run.player._tasks[draw.index]
-    if task.task_id != saved["task_id"]:
+def restore_group(saved: SavedGroup, task: Task) -> Group:
+    if task.task_id != saved.task_id:
         raise ValueError(
-            f"row {draw.index} of the training data is {task.task_id}, but it was {saved['task_id']} when the checkpoint was "
+            f"row {saved.draw.index} of the training data is {task.task_id}, but it was {saved.task_id} when the checkpoint was "
             "written: the data changed; restore it, or start a new run"
         )
-    group = Group(
-        group_id=saved["group_id"],
+    return Group(
+        group_id=saved.group_id,
         task=task,
-        epoch=draw.epoch,
-        draw=draw.draw,
-        admitted_version=saved["admitted_version"],
-        trajectories=tuple(_unpack_trajectory(t) for t in saved["trajectories"]),
+        epoch=saved.draw.epoch,
+        draw=saved.draw.draw,
+        admitted_version=saved.admitted_version,
+        trajectories=tuple(_restore_trajectory(t, saved) for t in saved.trajectories),
     )
-    return group, draw
 
 
-def _pack_trajectory(t: Trajectory) -> dict[str, Any]:
-    reward = t.reward
-    return {
-        "trajectory_id": t.trajectory_id,
-        "group_id": t.group_id,
-        "task_id": t.task_id,
-        "index": t.index,
-        "purpose": t.purpose,
-        "attempt": t.attempt,
-        "stop_reason": t.stop_reason,
-        "outcome": t.outcome,
-        "turns": t.turns,
-        "wall_s": t.wall_s,
-        "error": t.error,
-        "sampling": asdict(t.sampling),
-        "score": [reward.value, dict(reward.components)] if isinstance(reward, Score) else None,
-        "invalid": [reward.reason, reward.detail] if isinstance(reward, Invalid) else None,
-        "segments": [
-            {"ids": s.ids, "source": s.source, "logprobs": s.logprobs, "version": s.version} for s in t.segments
-        ],
-    }
+def _save_trajectory(t: Trajectory) -> SavedTrajectory:
+    return SavedTrajectory(
+        trajectory_id=t.trajectory_id,
+        index=t.index,
+        purpose=t.purpose,
+        attempt=t.attempt,
+        sampling=t.sampling,
+        segments=t.segments,
+        stop_reason=t.stop_reason,
+        outcome=t.outcome,
+        score=t.reward if isinstance(t.reward, Score) else None,
+        invalid=(t.reward.reason, t.reward.detail) if isinstance(t.reward, Invalid) else None,
+        turns=t.turns,
+        wall_s=t.wall_s,
+        error=t.error,
+    )
 
 
-def _unpack_trajectory(saved: Mapping[str, Any]) -> Trajectory:
-    sampling: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in saved["sampling"].items()}
-    reward: Score | Invalid | None = None
-    if saved["score"] is not None:
-        reward = Score(saved["score"][0], saved["score"][1])
-    elif saved["invalid"] is not None:
-        reward = Invalid(*saved["invalid"])
-    plain = {k: v for k, v in saved.items() if k not in ("sampling", "score", "invalid", "segments")}
+def _restore_trajectory(saved: SavedTrajectory, group: SavedGroup) -> Trajectory:
     return Trajectory(
-        **plain, sampling=Sampling(**sampling), reward=reward, segments=tuple(Segment(**s) for s in saved["segments"])
+        trajectory_id=saved.trajectory_id,
+        group_id=group.group_id,
+        task_id=group.task_id,
+        index=saved.index,
+        purpose=saved.purpose,
+        attempt=saved.attempt,
+        sampling=saved.sampling,
+        segments=saved.segments,
+        stop_reason=saved.stop_reason,
+        outcome=saved.outcome,
+        reward=saved.score if saved.invalid is None else Invalid(*saved.invalid),
+        turns=saved.turns,
+        wall_s=saved.wall_s,
+        error=saved.error,
     )
 
 
-def _as_tuple(value: Any) -> Any:
-    return tuple(_as_tuple(v) for v in value) if isinstance(value, list | tuple) else value
+def rng_state() -> SavedRng:
+    import torch
+
+    version, internal, gauss = random.getstate()
+    found: Mapping[str, Any] = np.random.get_state(legacy=False)
+    return SavedRng(
+        python=(version, internal, gauss),
+        numpy_key=found["state"]["key"].tobytes(),
+        numpy_pos=found["state"]["pos"],
+        numpy_gauss=(found["has_gauss"], found["gauss"]),
+        torch=torch.get_rng_state().numpy().tobytes(),
+    )
+
+
+def restore_rng(saved: SavedRng) -> None:
+    import torch
+
+    random.setstate(saved.python)
+    key = np.frombuffer(saved.numpy_key, np.uint32)
+    np.random.set_state(("MT19937", key, saved.numpy_pos, *saved.numpy_gauss))
+    torch.set_rng_state(torch.from_numpy(np.frombuffer(saved.torch, np.uint8).copy()))
+
+
+def _encode(value: Any) -> Any:
+    """Arrays, and numpy's scalars, as msgpack has them."""
+    if isinstance(value, np.ndarray):
+        return [value.dtype.str, value.shape, value.tobytes()]
+    if isinstance(value, np.generic):
+        return value.item()
+    raise NotImplementedError(f"a checkpoint cannot hold a {type(value).__name__}")
+
+
+def _decode(kind: type, value: Any) -> Any:
+    assert kind is np.ndarray, f"{kind} has no decoder"
+    dtype, shape, data = value
+    return np.frombuffer(data, np.dtype(dtype)).reshape(shape)

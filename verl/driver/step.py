@@ -4,115 +4,172 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Any
 
 from verl.algorithms.advantages import token_rewards
 from verl.algorithms.corrections import correct
 from verl.algorithms.kl_reward import adapted_coef, kl_penalty
-from verl.algorithms.table import KLReward
+from verl.algorithms.table import Algorithm, KLReward
+from verl.algorithms.terms import Term
 from verl.algorithms.weights import check_finite
 from verl.batch import Columns
-from verl.driver.host import StepHost
-from verl.driver.run import Run, Step
-from verl.types import Metric, Refs, derive_seed
-from verl.workers.role import Computed, UpdatePlan
+from verl.driver.roles import Learner
+from verl.track.metrics import TimeLedger
+from verl.types import Metric, Metrics, Refs, derive_seed, merge_metrics
+from verl.workers.compute import Computed
+from verl.workers.model_workers import OptimizerStep
+
+RECORDED = ("logprobs", "entropy")  # of the policy in its first pass over a row, beside what the terms name
 
 
-async def experience_and_update(run: Run | StepHost, step: Step, refs: Refs) -> Refs:
-    """reward model -> reference -> old log-probs -> values -> correction -> rewards -> advantages -> optimizer steps.
+@dataclass(slots=True)
+class Step:
+    """One turn of the driver. index counts from 0; number = index + 1 names it in logs and checkpoints. `trained` are the
+    rows that were trained on, with the rewards that were trained on."""
 
-    Returns the refs with the rewards that were trained on."""
-    shape, algorithm = run.config.step, run.algorithm
-    if run.reward is not None and run.config.reward.stage == "batch":
-        with step.clock("reward_model"):
-            refs = await run.call(
-                run.reward, "score", refs, run.config.reward.model_coef, run.config.reward.path is None
-            )
-    chosen = _chosen(run, step, refs)
-    trained = chosen.of("train")  # baselines are compared with, not trained on
-    needs = algorithm.needs(shape.updates_per_step * shape.epochs_per_step)
-    if "ref_logprobs" in needs:
-        assert run.ref is not None, "an algorithm that needs ref_logprobs is assembled with a reference role"
-        with step.clock("reference"):
-            step.log(await run.call(run.ref, "infer", trained, {"logprobs": "ref_logprobs"}))
-    policy = {output: column for output, column in _POLICY_OUTPUTS.items() if column in needs}
-    if policy:
-        with step.clock("old_logprobs"):
-            step.log(await run.call(run.actor, "infer", trained, policy))
-    if "old_values" in needs:
-        assert run.critic is not None, "an algorithm that needs old_values is assembled with a critic role"
-        with step.clock("values"):
-            step.log(await run.call(run.critic, "infer", trained, {"values": "old_values"}))
+    index: int
+    ledger: TimeLedger = field(default_factory=TimeLedger)
+    metrics: Metrics = field(default_factory=dict)
+    trained: Refs = field(default_factory=Refs)
+
+    @property
+    def number(self) -> int:
+        return self.index + 1
+
+    def clock(self, phase: str) -> AbstractContextManager[Any]:
+        return self.ledger.phase(phase)
+
+    def log(self, metrics: Metrics) -> None:
+        self.metrics = merge_metrics([self.metrics, metrics])
+
+
+async def experience_and_update(learner: Learner, step: Step, refs: Refs) -> None:
+    """Reward model, outputs of the other roles, corrections, advantages, weights, optimizer steps."""
+    shape, algorithm = learner.config.step, learner.algorithm
+    assert algorithm is not None
+    step.trained = refs = await _rewarded(learner, step, refs)
+    chosen = _chosen(learner, step, refs)
+    rows = chosen.of("train")  # baselines are compared with, not trained on
+    updates = shape.updates_per_step * shape.epochs_per_step
+    written = await _experience(learner, step, algorithm, rows, updates)
     with step.clock("advantages"):
-        await _advantages(run, step, chosen)
-    updates = tuple(updates_of(trained, shape.updates_per_step, shape.epochs_per_step, run.config.run.seed, step.index))
-    warm = _critic_is_warm(run, step)
-    if run.critic is not None:
+        written += await _advantages(learner, step, algorithm, chosen)
+    steps = optimizer_steps(rows, shape.updates_per_step, shape.epochs_per_step, learner.config.run.seed, step.index)
+    optional = tuple(name for name in ("old_logprobs",) if name in written)
+    if "critic" in learner.models:
+        inputs = inputs_of(algorithm.value_terms, optional)
         with step.clock("update_critic"):
-            step.log(await run.call(run.critic, "update", UpdatePlan(updates, algorithm.value_terms, also=("values",))))
-    if warm:
+            await learner.done(learner.compute.weigh(steps, algorithm.value_terms, inputs), "compute.weigh")
+            update = learner.models["critic"].update(steps, algorithm.value_terms, inputs, prefix="critic/")
+            step.log(await learner.done(update, "critic.update"))
+    if _critic_is_warm(learner, step, algorithm):
+        inputs = inputs_of(algorithm.terms, optional)
         with step.clock("update"):
-            step.log(await run.call(run.actor, "update", UpdatePlan(updates, algorithm.terms)))
-    await run.trained(step, refs)
-    return refs
+            await learner.done(learner.compute.weigh(steps, algorithm.terms, inputs), "compute.weigh")
+            update = learner.models["actor"].update(steps, algorithm.terms, inputs, RECORDED)
+            step.log(await learner.done(update, "actor.update"))
+            if "old_logprobs" not in written:  # the first pass is the trainer's view of the tokens before any update
+                step.log(await learner.done(learner.compute.mismatch(rows, "train_logprobs"), "compute.mismatch"))
 
 
-_POLICY_OUTPUTS = {"logprobs": "old_logprobs", "sum_pi_squared": "sum_pi_squared"}
+def inputs_of(terms: tuple[Term, ...], optional: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """The stored columns that these terms read; the optional ones are those that terms use where they exist."""
+    return tuple(dict.fromkeys([*(name for term in terms for name in term.inputs), *optional]))
 
 
-def _chosen(run: Run | StepHost, step: Step, refs: Refs) -> Refs:
+async def _rewarded(learner: Learner, step: Step, refs: Refs) -> Refs:
+    """The refs with the reward model's part, where it scores in batches; columns hold it too."""
+    reward = learner.config.reward
+    model = learner.models.get("reward_model")
+    if model is None or reward.stage != "batch":
+        return refs
+    with step.clock("reward_model"):
+        found = await learner.done(model.score(refs, reward.model_coef, reward.path is None), "reward_model.score")
+    return Refs(replace(r, reward=value, components=parts) for r, (value, parts) in zip(refs, found, strict=True))
+
+
+def _chosen(learner: Learner, step: Step, refs: Refs) -> Refs:
     """The rows that an algorithm trains on, of each group by its scores (PF-PPO); all of them without a choice."""
-    choose = run.algorithm.choose
+    assert learner.algorithm is not None
+    choose = learner.algorithm.choose
     if choose is None:
         return refs
     kept: set[str] = set()
     for group_id, rows in refs.of("train").groups().items():
-        rng = random.Random(derive_seed(run.config.run.seed, "choose", step.index, group_id))
+        rng = random.Random(derive_seed(learner.config.run.seed, "choose", step.index, group_id))
         kept |= {rows[i].sample_id for i in choose([r.reward for r in rows], rng)}
     return Refs(r for r in refs if r.purpose != "train" or r.sample_id in kept)
 
 
-def _critic_is_warm(run: Run | StepHost, step: Step) -> bool:
-    """Value pretraining (1.2): the policy waits for the critic, by steps or until it explains enough of the returns."""
-    algorithm = run.algorithm
-    if run.critic is None or run.critic_warm:
+async def _experience(learner: Learner, step: Step, algorithm: Algorithm, rows: Refs, updates: int) -> list[str]:
+    """The model outputs that the algorithm needs, one pass per role; the columns that were written."""
+    needs = algorithm.needs(updates)
+    by_role: dict[str, dict[str, str]] = {}
+    for column, role, output in needs:
+        by_role.setdefault(role, {})[output] = column
+    for role, outputs in by_role.items():
+        assert role in learner.models, f"{algorithm.name} needs {sorted(outputs.values())}: assembled with a {role}"
+        with step.clock(_PHASES.get(role, role)):
+            await learner.done(learner.models[role].infer(rows, outputs), f"{role}.infer")
+            if "old_logprobs" in outputs.values():
+                step.log(await learner.done(learner.compute.mismatch(rows, "old_logprobs"), "compute.mismatch"))
+    return [column for column, _, _ in needs]
+
+
+_PHASES = {"actor": "old_logprobs", "critic": "values"}  # their passes here have names that verl's users know
+
+
+def _critic_is_warm(learner: Learner, step: Step, algorithm: Algorithm) -> bool:
+    """Value pretraining: the policy waits for the critic, by steps or until it explains enough of the returns."""
+    controllers = learner.controllers
+    if "critic" not in learner.models or controllers.critic_warm:
         return True
     if algorithm.critic_warmup_until is not None:
-        run.critic_warm = step.metrics["critic/vf_explained_var"].value >= algorithm.critic_warmup_until
-    run.critic_warm = run.critic_warm or step.index >= algorithm.critic_warmup_steps
-    return run.critic_warm
+        explained = step.metrics["critic/vf_explained_var"].value
+        controllers.critic_warm = explained >= algorithm.critic_warmup_until
+    controllers.critic_warm = controllers.critic_warm or step.index >= algorithm.critic_warmup_steps
+    return controllers.critic_warm
 
 
-async def _advantages(run: Run | StepHost, step: Step, refs: Refs) -> None:
-    algorithm, trained = run.algorithm, refs.of("train")
+async def _advantages(learner: Learner, step: Step, algorithm: Algorithm, refs: Refs) -> list[str]:
+    """Corrections, rewards and advantages of the whole step; the columns that replace an output of a model."""
+    rows, compute, controllers = refs.of("train"), learner.compute, learner.controllers
     correction, kl = algorithm.correction, algorithm.kl_reward
     if correction is not None:  # on the mask before rejection; the losses see the one after
         weigh, both = partial(correct, spec=correction), ("old_logprobs", "rollout_logprobs")
-        step.log(await run.call(run.compute, "compute", trained, weigh, both, ("is_weights", "keep")))
+        found = compute.compute(rows, weigh, both, ("is_weights", "keep"))
+        step.log(await learner.done(found, "compute.correct"))
     policies = () if kl is None else ("old_logprobs", "ref_logprobs")
     inputs = tuple(dict.fromkeys((*policies, *algorithm.advantage_inputs)))
     outputs = ("advantages", "returns") if algorithm.critic else ("advantages",)
-    fn = partial(rewards_and_advantages, advantage=algorithm.advantage, kl=kl, kl_coef=run.kl_coef)
-    metrics = await run.call(run.compute, "compute", refs, fn, inputs, outputs)
+    fn = partial(rewards_and_advantages, advantage=algorithm.advantage, kl=kl, kl_coef=controllers.kl_coef)
+    metrics = await learner.done(compute.compute(refs, fn, inputs, outputs), "compute.advantages")
     step.log(metrics)
     if kl is not None:
-        step.log({"actor/reward_kl_penalty_coeff": Metric(run.kl_coef, 1, "step", "last")})
+        step.log({"actor/reward_kl_penalty_coeff": Metric(controllers.kl_coef, 1, "step", "last")})
         if kl.target is not None:
-            run.kl_coef = adapted_coef(
-                run.kl_coef,
+            controllers.kl_coef = adapted_coef(
+                controllers.kl_coef,
                 kl=metrics["actor/reward_kl_penalty"].value,
                 target=kl.target,
                 horizon=kl.horizon,
-                num_sequences=len(trained),
+                num_sequences=len(rows),
             )
     if algorithm.critic:
-        step.log(await run.call(run.compute, "compute", trained, _explained, ("old_values", "returns"), ()))
+        found = compute.compute(rows, explained_variance, ("old_values", "returns"), ())
+        step.log(await learner.done(found, "compute.explained_variance"))
     if correction is not None and correction.mode == "bypass" and correction.level is None:
-        await run.call(run.compute, "compute", trained, _rollout_is_old, ("rollout_logprobs",), ("old_logprobs",))
+        found = compute.compute(rows, rollout_is_old, ("rollout_logprobs",), ("old_logprobs",))
+        await learner.done(found, "compute.bypass")
+        return ["old_logprobs"]
+    return []
 
 
-def _explained(columns: Columns) -> Computed:
-    """Explained variance of the returns by the critic: 1 - Var(returns - values) / Var(returns); 0 where they do not vary."""
+def explained_variance(columns: Columns) -> Computed:
+    """Of the returns by the critic: 1 - Var(returns - values) / Var(returns); 0 where they do not vary."""
     values, returns = (columns[n][columns.mask].double() for n in ("old_values", "returns"))
     if len(returns) < 2 or float(spread := returns.var()) < 1e-12:
         share = 0.0
@@ -121,8 +178,8 @@ def _explained(columns: Columns) -> Computed:
     return {"critic/vf_explained_var": Metric(share, 1, "step")}
 
 
-def _rollout_is_old(columns: Columns) -> Computed:
-    """Bypass mode (section 5): the sampler's own policy is the old one."""
+def rollout_is_old(columns: Columns) -> Computed:
+    """Bypass mode: the sampler's own policy is the old one."""
     return {"old_logprobs": columns["rollout_logprobs"]}
 
 
@@ -141,8 +198,10 @@ def rewards_and_advantages(
     return {**found, **metrics} if isinstance(found, Mapping) else found  # a user's own: `compute` says what is wrong
 
 
-def updates_of(refs: Refs, updates: int, epochs: int, seed: int, index: int) -> list[Refs]:
-    """The rows of each optimizer step: groups whole, shares as equal as they can be, a seeded order per epoch."""
+def optimizer_steps(refs: Refs, updates: int, epochs: int, seed: int, index: int) -> list[OptimizerStep]:
+    """The rows of each optimizer step: groups whole, shares as equal as they can be, a seeded order per epoch.
+
+    A row is in one step of each epoch, with that step's denominators: its weights are columns of that epoch."""
     groups = list(refs.groups().values())
     out = []
     for epoch in range(epochs):
@@ -150,5 +209,8 @@ def updates_of(refs: Refs, updates: int, epochs: int, seed: int, index: int) -> 
         if updates > 1:
             random.Random(derive_seed(seed, "updates", index, epoch)).shuffle(order)
         bounds = [round(i * len(order) / updates) for i in range(updates + 1)]
-        out += [Refs(r for g in order[a:b] for r in g) for a, b in zip(bounds, bounds[1:]) if b > a]
+        suffix = f"/{epoch}" if epoch else ""
+        for a, b in zip(bounds, bounds[1:]):
+            if b > a:
+                out.append(OptimizerStep(Refs(r for g in order[a:b] for r in g), suffix, recorded=epoch == 0))
     return out

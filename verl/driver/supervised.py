@@ -1,24 +1,28 @@
-"""Supervised runs (SFT, reward model, preferences) on the same engine, batch and terms as RL: rows -> weights -> optimizer steps."""
+"""Supervised runs (SFT, reward models, preferences) on the same roles, queue and terms as RL: rows -> weights -> optimizer steps."""
 
 from __future__ import annotations
 
-import json
-import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-from verl.checkpoint.store import CheckpointStore, DiskFull
+import numpy as np
+
+from verl.batch import Ragged
 from verl.config.schema import Config
 from verl.data.source import Cursor
-from verl.driver import state as train_state
+from verl.driver.checkpointer import Checkpointer
+from verl.driver.reporter import Reporter, due
+from verl.driver.roles import Learner
 from verl.driver.stages import Stage
-from verl.track.console import LiveProgress
-from verl.track.metrics import TimeLedger, reduce, units_of
-from verl.track.sinks import Sinks
-from verl.types import Metrics, merge_metrics
-from verl.workers.group import WorkerGroup
+from verl.driver.state import DriverState, restore_rng, rng_state
+from verl.driver.step import Step, inputs_of
+from verl.driver.stopping import StopRequest
+from verl.types import Metrics, Refs, merge_metrics
+from verl.workers.model_workers import OptimizerStep
+
+TRAINER = "trainer"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,121 +33,97 @@ class SupervisedRun:
     stage: Stage
     eval_stage: Stage | None
     cursor: Cursor
-    trainer: WorkerGroup
-    store: CheckpointStore
+    learner: Learner
+    checkpointer: Checkpointer
+    reporter: Reporter
+    stop: StopRequest
     lock: IO[str]
-    sinks: Sinks
-    progress: LiveProgress
-    export_hf: Callable[[Path], None]
-    checkpoint_bytes: int
     first_index: int = 0
-    stop_requested: bool = False
-    on_step: Callable[[int, Mapping[str, float]], None] | None = None
 
     def close(self) -> None:
-        self.trainer.close()
-        self.sinks.close()
-        self.progress.close()
+        self.learner.close()
+        self.reporter.close()
         self.lock.close()
+        self.stop.close()
 
 
-def fit(run: SupervisedRun) -> dict[str, float]:
-    """Train; the values of the last step. Raises whatever stopped it, after a save on SIGTERM."""
-    previous = (
-        signal.signal(signal.SIGTERM, lambda *_: setattr(run, "stop_requested", True)) if _in_main_thread() else None
-    )
+async def fit(run: SupervisedRun) -> dict[str, float]:
+    """Train; the values of the last step."""
+    config = run.config.run
     values: dict[str, float] = {}
-    try:
-        for index in range(run.first_index, run.total_steps):
-            ledger, number = TimeLedger(), index + 1
-            with ledger.phase("data"):
-                draws = _draws(run)
-                samples, columns = run.stage.rows([d.index for d in draws], [f"s{d.draw}" for d in draws])
-            with ledger.phase("update"):
-                metrics = _call(run, "fit", samples, columns, run.stage.terms)
-            if _due(number, run.config.run.eval_every_steps) or (
-                number == run.total_steps and run.config.run.eval_after
-            ):
-                with ledger.phase("evaluate"):
-                    metrics |= evaluate(run)
-            if _due(number, run.config.run.save_every_steps) or number == run.total_steps or run.stop_requested:
-                run.sinks.keep(number, reduce(metrics))  # on disk before the checkpoint that follows from it
-                with ledger.phase("checkpoint"):
-                    save(run, number)
-            ledger.stop()
-            tokens = sum(s.total_tokens for s in samples)
-            values = {
-                **reduce(metrics),
-                **ledger.metrics(),
-                "training/global_step": float(number),
-                "perf/throughput": tokens / ledger.wall_s,
-                "perf/time_per_step": ledger.wall_s,
-            }
-            run.sinks.log(number, values, units_of(metrics))
-            if run.on_step is not None:
-                run.on_step(number, values)
-            if run.stop_requested and number < run.total_steps:
-                raise KeyboardInterrupt(f"SIGTERM: stopped and saved after step {number} of {run.total_steps}")
-    finally:
-        if previous is not None:
-            signal.signal(signal.SIGTERM, previous)
+    await _restore(run)
+    run.stop.listen()
+    for index in range(run.first_index, run.total_steps):
+        run.stop.check(index + 1, run.total_steps)
+        step = Step(index)
+        with step.clock("data"):
+            drawn = [run.cursor.next() for _ in range(run.config.supervised.rows_per_step)]
+            draws = [d for d in drawn if d is not None]
+            refs = await put_rows(run.learner, run.stage, [d.index for d in draws], [f"s{d.draw}" for d in draws])
+        with step.clock("update"):
+            step.log(await _update(run, refs))
+        last = step.number == run.total_steps
+        if due(step.number, config.eval_every_steps) or (last and config.eval_after):
+            with step.clock("evaluate"):
+                step.log(await evaluate(run))
+        if due(step.number, config.save_every_steps) or last or run.stop.requested:
+            run.reporter.keep(step)
+            with step.clock("checkpoint"):
+                await _save(run, step.number)
+        values = run.reporter.log(step, tokens=sum(r.total_tokens for r in refs), more={})
     return values
 
 
-def evaluate(run: SupervisedRun) -> Metrics:
+async def put_rows(learner: Learner, stage: Stage, indices: Sequence[int], names: Sequence[str]) -> Refs:
+    """The samples of these entries as rows of the queue, with the stage's own columns."""
+    samples, columns = stage.rows(indices, names)
+    refs = await learner.queue.put(samples)
+    offsets = np.cumsum([0, *(r.loss_tokens for r in refs)], dtype=np.int64)
+    learner.queue.write(refs, {name: Ragged(column, offsets) for name, column in columns.items()})
+    return refs
+
+
+async def _update(run: SupervisedRun, refs: Refs) -> Metrics:
+    learner, terms = run.learner, run.stage.terms
+    steps, inputs = [OptimizerStep(refs)], inputs_of(terms)
+    await learner.done(learner.compute.weigh(steps, terms, inputs), "compute.weigh")
+    update = learner.models[TRAINER].update(steps, terms, inputs, prefix="train/")
+    metrics = await learner.done(update, "trainer.update")
+    learner.queue.drop(refs)
+    return metrics
+
+
+async def evaluate(run: SupervisedRun) -> Metrics:
     """The stage's own loss and metrics on the evaluation rows, without a step."""
-    if run.eval_stage is None:
+    stage, learner = run.eval_stage, run.learner
+    if stage is None:
         return {}
-    count = min(len(run.eval_stage), run.config.supervised.eval_rows)
-    step = max(1, run.config.supervised.rows_per_step)
+    count = min(len(stage), run.config.supervised.eval_rows)
+    rows_at_once = max(1, run.config.supervised.rows_per_step)
+    inputs = inputs_of(stage.terms)
     parts = []
-    for at in range(0, count, step):
-        indices = range(at, min(count, at + step))
-        samples, columns = run.eval_stage.rows(indices, [f"e{i}" for i in indices])
-        parts.append(_call(run, "measure", samples, columns, run.eval_stage.terms))
+    for at in range(0, count, rows_at_once):
+        indices = range(at, min(count, at + rows_at_once))
+        refs = await put_rows(learner, stage, indices, [f"e{i}" for i in indices])
+        await learner.done(learner.compute.weigh([OptimizerStep(refs)], stage.terms, inputs), "compute.weigh")
+        found = learner.models[TRAINER].measure(OptimizerStep(refs), stage.terms, inputs)
+        parts.append(await learner.done(found, "trainer.measure"))
+        learner.queue.drop(refs)
     return {f"val/{name}": metric for name, metric in merge_metrics(parts).items()}
 
 
-def save(run: SupervisedRun, number: int) -> None:
-    state: dict[str, Any] = {
-        "format": train_state.FORMAT,
-        "step": number,
-        "version": 0,
-        "policy": _call(run, "state"),
-        "cursor": run.cursor.state(),
-    }
+async def _save(run: SupervisedRun, number: int) -> None:
+    state = DriverState(step=number, rng=rng_state(), cursor=run.cursor.state(), history=run.reporter.history[-1:])
     try:
-        train_state.write(run.store, number, state, run.export_hf, run.checkpoint_bytes, None)
-    except (DiskFull, OSError) as e:
-        run.progress.message(f"warning: checkpoint of step {number} was not written: {e}")
+        await run.checkpointer.save(number, state)
+    except OSError as e:
+        run.reporter.progress.message(f"warning: checkpoint of step {number} was not written: {e}")
         if number == run.total_steps:
             raise
 
 
-def resume(run: SupervisedRun, state: Mapping[str, Any]) -> None:
-    _call(run, "load_state", state["policy"])
-    run.cursor.load_state(state["cursor"])
-    run.first_index = int(state["step"])
-
-
-def write_summary(path: Path, values: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(values, indent=1) + "\n")
-
-
-def _draws(run: SupervisedRun) -> list[Any]:
-    found = [run.cursor.next() for _ in range(run.config.supervised.rows_per_step)]
-    return [d for d in found if d is not None]
-
-
-def _call(run: SupervisedRun, method: str, *args: Any) -> Any:
-    return run.trainer.submit(method, *args, split="first").result(timeout=run.config.run.wait_timeout_s)
-
-
-def _due(number: int, every: int) -> bool:
-    return every > 0 and number % every == 0
-
-
-def _in_main_thread() -> bool:
-    import threading
-
-    return threading.current_thread() is threading.main_thread()
+async def _restore(run: SupervisedRun) -> None:
+    state = await run.checkpointer.restore()
+    if state is not None:
+        run.cursor.load_state(state.cursor)
+        restore_rng(state.rng)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from torch import Tensor
 
 from verl.batch import Batch, Columns
 from verl.types import Metrics
+
+T = TypeVar("T")
 
 
 class TermLike(Protocol):
@@ -36,13 +38,51 @@ class StepOutput:
     columns: Mapping[str, Tensor] = field(default_factory=dict)
 
 
+class Ranks(Protocol):
+    """What a rank knows of the others that train the same model."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def all_gather(self, value: T) -> list[T]:
+        """The values of all ranks, in rank order. Every rank must call it the same number of times."""
+        ...
+
+
+class OneRank:
+    """A group of one."""
+
+    rank = 0
+    world_size = 1
+
+    def all_gather(self, value: T) -> list[T]:
+        return [value]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCapabilities:
+    """What an engine can do with the model it holds; asked once at start, and obeyed."""
+
+    shares_prefix: bool
+    max_tokens_per_microbatch: int
+    outputs: tuple[str, ...]
+    one_pass: bool
+    """A step that fits into one micro-batch needs no first pass: its outputs are the same in both."""
+
+
 class ModelEngine(Protocol):
     """One per rank. Policy, critic and reward model differ by head."""
 
-    def forward_backward(self, batch: Batch, terms: Sequence[TermLike], also: Sequence[str] = ()) -> StepOutput:
+    def forward_backward(
+        self, batch: Batch, terms: Sequence[TermLike], num_microbatches: int = 0, extra_outputs: Sequence[str] = ()
+    ) -> StepOutput:
         """Add the gradient of sum over terms of sum(w * value). `batch` is this rank's share of ONE optimizer step.
 
-        The outputs that terms name, and those in `also`, come back in the columns of the result."""
+        num_microbatches: exactly so many passes, the same number on every rank; 0: as the token budget makes them. The
+        outputs that terms name, and the extra ones, come back in the columns of the result."""
         ...
 
     def infer(self, batch: Batch, columns: Sequence[str]) -> dict[str, Tensor]:
@@ -57,11 +97,28 @@ class ModelEngine(Protocol):
         """(HF name, tensor) with bounded memory; tied tensors once."""
         ...
 
-    def state(self) -> dict[str, Any]: ...
-    def load_state(self, state: Mapping[str, Any]) -> None: ...
+    def save(self, path: Path) -> None:
+        """Write weights, optimizer and counters of all ranks into the folder `path`; any number of ranks can load them."""
+        ...
+
+    def load(self, path: Path) -> None:
+        """Continue as `save` left it. ValueError if the folder is of another model."""
+        ...
+
     def to(self, where: str, parts: Sequence[str] = ("weights", "optimizer")) -> None: ...
 
     @property
-    def optimizer_step(self) -> int: ...
+    def tied(self) -> Mapping[str, str]:
+        """{name: the name its tensor is delivered under} of tied tensors."""
+        ...
+
     @property
-    def source_dir(self) -> Path | None: ...
+    def masters(self) -> Mapping[str, Tensor]:
+        """The trained tensors by the engine's own names."""
+        ...
+
+    @property
+    def capabilities(self) -> EngineCapabilities: ...
+
+    @property
+    def optimizer_step(self) -> int: ...

@@ -8,8 +8,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from verl.batch import Batch, Columns
-from verl.model_engine.base import TermLike
+from verl.batch import Batch, Columns, concat
+from verl.model_engine.base import Ranks, TermLike
 from verl.types import Metric, Metrics
 
 
@@ -67,6 +67,29 @@ def evaluate_terms(terms: Sequence[TermLike], batch: Batch, outputs: Mapping[str
             metrics[term.name] = Metric(float(loss.detach()), 1, "update", "sum")
         metrics.update(_term_metrics(value.metrics, present, term.unit))
     return total, metrics
+
+
+def first_pass(
+    batch: Batch, terms: Sequence[TermLike], outputs: Mapping[str, Tensor], ranks: Ranks
+) -> tuple[Batch, list[TermLike], Metrics]:
+    """For terms with statistics over the whole optimizer step under the current policy: evaluate them on the rows of all
+    ranks, and keep dL/doutput as the weights of the second pass. Exact on every layout.
+
+    outputs: those that these terms name, of this rank's rows. Returns the batch with the weights, the terms of the second
+    pass, and the metrics of the whole step (from the first rank alone: they are not a share)."""
+    parts = ranks.all_gather(batch.with_columns({f"out/{n}": v.double() for n, v in outputs.items()}))
+    step = concat(parts)
+    leaves = {n: step.columns[f"out/{n}"].requires_grad_() for n in outputs}
+    loss, metrics = evaluate_terms([t for t in terms if t.two_pass], step, leaves)
+    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    start = sum(p.num_loss_tokens for p in parts[: ranks.rank])
+    surrogates: list[TermLike] = []
+    for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
+        surrogate = Surrogate(f"two_pass/{name}", name)
+        weight = torch.zeros_like(leaf) if grad is None else grad
+        batch = batch.with_columns({f"w/{surrogate.name}": weight[start : start + batch.num_loss_tokens].detach()})
+        surrogates.append(surrogate)
+    return batch, [t for t in terms if not t.two_pass] + surrogates, metrics if ranks.rank == 0 else {}
 
 
 def _sequence_weight(batch: Batch, name: str, device: torch.device) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,8 @@ sequence through the model's own attention, is the oracle and the way out for mo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +19,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from verl.batch import Batch, loss_index, make_microbatches, select_rows, unshare
-from verl.model_engine.base import StepOutput, TermLike
-from verl.model_engine.objective import Surrogate, evaluate_terms
+from verl.batch import Batch, exactly, loss_index, make_microbatches, select_rows, unshare, without_weight
+from verl.checkpoint.score import classifier_tensors
+from verl.checkpoint.shards import load_tensors, save_tensors, tensor_names
+from verl.model_engine.base import EngineCapabilities, StepOutput, TermLike
+from verl.model_engine.objective import evaluate_terms
 from verl.model_engine.optim import OptimSpec, grad_norm, learning_rate, make_adamw
 from verl.nn import attention
 from verl.nn.fused import fuse, unfuse
@@ -33,6 +36,7 @@ from verl.types import Metric, Metrics, merge_metrics
 LM_OUTPUTS = ("logprobs", "entropy", "sum_pi_squared")
 VALUE_OUTPUTS = ("values", "scores")
 TOKEN_OUTPUTS = (*LM_OUTPUTS, "values")
+COUNTERS = "engine.json"
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 
@@ -103,48 +107,31 @@ class TorchEngine:
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
-    def forward_backward(self, batch: Batch, terms: Sequence[TermLike], also: Sequence[str] = ()) -> StepOutput:
+    def forward_backward(
+        self, batch: Batch, terms: Sequence[TermLike], num_microbatches: int = 0, extra_outputs: Sequence[str] = ()
+    ) -> StepOutput:
         assert self.optimizer is not None, "this engine was built without an optimizer"
         self._last = (batch, tuple(t.name for t in terms))
-        wanted = tuple(dict.fromkeys([*(name for t in terms for name in t.outputs), *also]))
+        wanted = tuple(dict.fromkeys([*(name for t in terms for name in t.outputs), *extra_outputs]))
         assert set(wanted) <= set(TOKEN_OUTPUTS), f"{wanted}: a loss is of outputs per token, {TOKEN_OUTPUTS}"
         parts: list[Metrics] = []
-        parts_of = make_microbatches(batch, self.max_tokens_per_microbatch)
-        if any(t.two_pass for t in terms) and (
-            len(parts_of) > 1 or self.device.type != "cpu"
-        ):  # one part is the whole step
-            batch, terms, metrics = self._first_pass(batch, terms, wanted)
-            parts.append(metrics)
         kept = {name: torch.empty(batch.num_loss_tokens, dtype=self.master) for name in wanted}
+        cut = exactly(make_microbatches(batch, self.max_tokens_per_microbatch), num_microbatches)
         with self._compute_weights():
-            for rows in parts_of:
-                part = select_rows(batch, rows)
+            for rows in cut:
+                part = select_rows(batch, rows) if len(rows) else without_weight(batch)
                 outputs = self._outputs(part, wanted)
                 loss, metrics = evaluate_terms(terms, part, outputs)
                 loss.backward()
-                parts.append(metrics)
-                index = loss_index(batch, rows)
-                for name, value in outputs.items():
-                    kept[name][index] = value.detach().to("cpu", self.master)
+                if len(rows):
+                    parts.append(metrics)
+                    index = loss_index(batch, rows)
+                    for name, value in outputs.items():
+                        kept[name][index] = value.detach().to("cpu", self.master)
         return StepOutput(merge_metrics(parts), kept)
 
     def _compute_weights(self) -> AbstractContextManager[None]:
         return rounded(self.model.parameters(), self.dtype) if self._rounded else nullcontext()
-
-    def _first_pass(
-        self, batch: Batch, terms: Sequence[TermLike], wanted: tuple[str, ...]
-    ) -> tuple[Batch, list[TermLike], Metrics]:
-        """Terms with statistics over the whole step: evaluate on all outputs, keep dL/doutput as the second pass's weight."""
-        whole = [t for t in terms if t.two_pass]
-        leaves = {n: v.double().requires_grad_() for n, v in self.infer(batch, wanted).items()}
-        loss, metrics = evaluate_terms(whole, batch, leaves)
-        grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-        surrogates: list[TermLike] = []
-        for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
-            surrogate = Surrogate(f"two_pass/{name}", name)
-            batch = batch.with_columns({f"w/{surrogate.name}": torch.zeros_like(leaf) if grad is None else grad})
-            surrogates.append(surrogate)
-        return batch, [t for t in terms if not t.two_pass] + surrogates, metrics
 
     @torch.no_grad()
     def infer(self, batch: Batch, columns: Sequence[str]) -> dict[str, Tensor]:
@@ -310,6 +297,13 @@ class TorchEngine:
     def weights(self, kind: Literal["full", "adapter", "merged"] = "full") -> Iterator[tuple[str, Tensor]]:
         if kind == "adapter":
             raise ValueError("this model has no adapter; use kind='full'")
+        every = self._model_weights()
+        if self.head == "score":
+            assert self.value_head is not None
+            return classifier_tensors(self.model.base_model_prefix, every, self.value_head.weight)
+        return every
+
+    def _model_weights(self) -> Iterator[tuple[str, Tensor]]:
         seen: set[int] = set()
         for name, p in self.model.named_parameters(remove_duplicate=False):
             if id(p) not in seen:
@@ -319,32 +313,56 @@ class TorchEngine:
             if name in self.model.state_dict():
                 yield name, b
 
-    def state(self) -> dict[str, Any]:
-        """References, not copies: to be written, or loaded elsewhere, before the next update."""
-        out: dict[str, Any] = {"optimizer_step": self._optimizer_step, "skipped": self._skipped}
-        out["model"] = {name: p.detach() for name, p in self._trained().named_parameters()}
-        if self.optimizer is not None:
-            names = {id(p): n for n, p in self._trained().named_parameters()}
-            out["optimizer"] = {names[id(p)]: dict(s) for p, s in self.optimizer.state.items()}
+    @property
+    def tied(self) -> dict[str, str]:
+        first: dict[int, str] = {}
+        every = self.model.named_parameters(remove_duplicate=False)
+        return {name: first[id(p)] for name, p in every if first.setdefault(id(p), name) != name}
+
+    @property
+    def masters(self) -> dict[str, Tensor]:
+        return {name: p.detach() for name, p in self._trained().named_parameters()}
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        outputs = LM_OUTPUTS if self.head == "lm" else VALUE_OUTPUTS
+        return EngineCapabilities(self._packed, self.max_tokens_per_microbatch, outputs, self.device.type == "cpu")
+
+    def _named_state(self) -> dict[str, Tensor]:
+        """Weights and the optimizer's moments, by their places in a checkpoint."""
+        params = dict(self._trained().named_parameters())
+        out = {f"model.{name}": p.detach() for name, p in params.items()}
+        for name, p in params.items():
+            for key, value in (self.optimizer.state.get(p, {}) if self.optimizer else {}).items():
+                out[f"optimizer.{key}.{name}"] = value
         return out
 
+    def save(self, path: Path) -> None:
+        save_tensors(path, self._named_state())
+        counters = {"optimizer_step": self._optimizer_step, "skipped": self._skipped}
+        (path / COUNTERS).write_text(json.dumps(counters))
+
     @torch.no_grad()
-    def load_state(self, state: Mapping[str, Any]) -> None:
+    def load(self, path: Path) -> None:
+        found = tensor_names(path)
         params = dict(self._trained().named_parameters())
-        if set(params) != set(state["model"]):
-            differing = sorted(set(params) ^ set(state["model"]))
+        saved = {name.removeprefix("model.") for name in found if name.startswith("model.")}
+        if set(params) != saved:
+            differing = sorted(set(params) ^ saved)
             raise ValueError(
                 f"the checkpoint is of another model: {len(differing)} parameters differ, e.g. {differing[:3]}"
             )
-        for name, p in params.items():
-            p.copy_(state["model"][name])
-        self._optimizer_step, self._skipped = int(state["optimizer_step"]), int(state["skipped"])
-        if self.optimizer is not None and "optimizer" in state:
+        into: dict[str, Tensor] = {f"model.{name}": p.detach() for name, p in params.items()}
+        if self.optimizer is not None:
             self.optimizer.state.clear()
-            for name, saved in state["optimizer"].items():  # copies: the next step must not change the checkpoint
-                self.optimizer.state[params[name]] = {
-                    k: v.to(params[name].device if k != "step" else v.device, copy=True) for k, v in saved.items()
-                }
+            for full in (name for name in found if name.startswith("optimizer.")):
+                key, name = full.removeprefix("optimizer.").split(".", 1)
+                p = params[name]
+                into[full] = torch.zeros((), device=p.device) if key == "step" else torch.empty_like(p)
+                self.optimizer.state[p][key] = into[full]
+        load_tensors(path, into)
+        counters = json.loads((path / COUNTERS).read_text())
+        self._optimizer_step, self._skipped = int(counters["optimizer_step"]), int(counters["skipped"])
 
     def to(self, where: str, parts: Sequence[str] = ("weights", "optimizer")) -> None:
         if "weights" in parts:
@@ -358,10 +376,6 @@ class TorchEngine:
     @property
     def optimizer_step(self) -> int:
         return self._optimizer_step
-
-    @property
-    def source_dir(self) -> Path | None:
-        return self._source_dir
 
     def _trained(self) -> nn.Module:
         if self.value_head is None:

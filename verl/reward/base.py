@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
-from verl.reward.worker import plain_result
+from verl.reward.result import score_and_components
+from verl.sandbox.messages import BadResult
 from verl.types import Invalid, Score
-
-Reason = Literal["timeout", "memory", "crash", "exception", "bad_result"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +49,7 @@ def parse_result(value: Any) -> Score | Invalid:
     A number, bool, numpy scalar or 0-d tensor; or a dict with such a "score" whose other finite numbers become
     components. NaN, infinity, None, texts and tuples are Invalid.
     """
-    plain = plain_result(value)
-    if "value" in plain:
-        return Score(plain["value"], plain["components"])
-    return Invalid(plain["reason"], plain["detail"])
+    try:
+        return Score(*score_and_components(value))
+    except BadResult as error:
+        return Invalid("bad_result", str(error))

@@ -1,6 +1,6 @@
 """Reward managers of verl: classes with `async run_single(data) -> {"reward_score", "reward_extra_info"}`.
 
-    pool = RewardPool(manager_target("my_manager.py", "MyManager", tokenizer_path="Qwen/Qwen3-0.6B"))
+    pool = RewardPool(manager_spec("my_manager.py", "MyManager", tokenizer_path="Qwen/Qwen3-0.6B"))
 
 The class is built once in each worker, on the event loop that its calls run on, and sees one sample at a time through
 `DataProtoView`, which has DataProto's names with numpy arrays in place of tensors.
@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from verl.reward.compute import compute_score as default_compute_score
-from verl.reward.process import Target
-from verl.reward.worker import Unloadable, load_module
+from verl.reward.pool import grader_spec
+from verl.sandbox.messages import CallableSpec
+from verl.sandbox.worker import Unloadable, load_module
 
 Grader = Callable[..., Awaitable[dict[str, Any]]]
 
@@ -30,16 +31,28 @@ class DataProtoItem:
 
 
 class DataProtoView:
-    """One sample under DataProto's names: `len(data) == 1`, `data[0]`, and `[1, ...]` arrays in `.batch`.
+    """One unpadded sample under DataProto's names: `len(data) == 1`, `data[0]`, and `[1, ...]` arrays in `.batch`.
 
     batch: prompts [P], responses [R], input_ids, attention_mask, position_ids [P + R], response_mask [R].
     non_tensor_batch: data_source, reward_model {"ground_truth"}, extra_info.
     """
 
-    def __init__(self, item: DataProtoItem) -> None:
-        self._item = item
-        self.batch = {name: value[None] for name, value in item.batch.items()}
-        self.non_tensor_batch = {name: _one_object(value) for name, value in item.non_tensor_batch.items()}
+    def __init__(self, prompt_ids: np.ndarray, response_ids: np.ndarray, fields: Mapping[str, Any]) -> None:
+        prompts, responses = np.asarray(prompt_ids, np.int64), np.asarray(response_ids, np.int64)
+        ids = np.concatenate([prompts, responses])
+        batch = {
+            "prompts": prompts,
+            "responses": responses,
+            "input_ids": ids,
+            "attention_mask": np.ones_like(ids),
+            "position_ids": np.arange(len(ids)),
+            "response_mask": np.ones_like(responses),
+        }
+        self._item = DataProtoItem(batch, fields)
+        self.batch = {name: value[None] for name, value in batch.items()}
+        self.non_tensor_batch = {name: np.empty(1, dtype=object) for name in fields}
+        for name, value in fields.items():
+            self.non_tensor_batch[name][0] = value
         self.meta_info: dict[str, Any] = {}
 
     def __len__(self) -> int:
@@ -51,54 +64,21 @@ class DataProtoView:
         return self._item
 
 
-def _one_object(value: Any) -> np.ndarray:
-    out = np.empty(1, dtype=object)
-    out[0] = value
-    return out
-
-
-def view_of(
-    *,
-    data_source: str,
-    ground_truth: Any,
-    extra_info: Mapping[str, Any],
-    prompt_ids: np.ndarray,
-    response_ids: np.ndarray,
-) -> DataProtoView:
-    """The view of one unpadded sample."""
-    prompts, responses = np.asarray(prompt_ids, np.int64), np.asarray(response_ids, np.int64)
-    ids = np.concatenate([prompts, responses])
-    batch = {
-        "prompts": prompts,
-        "responses": responses,
-        "input_ids": ids,
-        "attention_mask": np.ones_like(ids),
-        "position_ids": np.arange(len(ids)),
-        "response_mask": np.ones_like(responses),
-    }
-    fields = {
-        "data_source": data_source,
-        "reward_model": {"ground_truth": ground_truth},
-        "extra_info": dict(extra_info),
-    }
-    return DataProtoView(DataProtoItem(batch, fields))
-
-
-def manager_target(
+def manager_spec(
     path: str, name: str, *, tokenizer_path: str | None = None, reward_kwargs: Mapping[str, Any] | None = None
-) -> Target:
-    """The pool's target for manager class `name` of a file or module.
+) -> CallableSpec:
+    """The pool's spec for manager class `name` of a file or module.
 
     `tokenizer_path`: a folder or hub id for AutoTokenizer, handed to the class as `tokenizer` (None without).
     `reward_kwargs`: what the class finds as `config.reward.reward_kwargs`.
     """
     kwargs = {"path": path, "name": name, "tokenizer_path": tokenizer_path, "reward_kwargs": dict(reward_kwargs or {})}
-    return Target(path="verl.reward.manager", name="make_grader", kwargs=kwargs, factory=True, with_ids=True)
+    return grader_spec("verl.reward.manager", "make_grader", kwargs, factory=True, with_ids=True)
 
 
 async def make_grader(path: str, name: str, tokenizer_path: str | None, reward_kwargs: Mapping[str, Any]) -> Grader:
     """Build the manager and return it as a reward function. A coroutine, so that the class finds a running loop."""
-    module = load_module(path)
+    module = load_module(path, "reward")
     manager_class: Any = getattr(module, name, None)
     if not inspect.isclass(manager_class) or not callable(getattr(manager_class, "run_single", None)):
         raise Unloadable(f"{module.__file__} has no class {name!r} with a method run_single(data)")
@@ -114,14 +94,9 @@ async def make_grader(path: str, name: str, tokenizer_path: str | None, reward_k
     ) -> dict[str, Any]:
         if prompt_ids is None or response_ids is None:
             raise ValueError("a reward manager needs prompt_ids and response_ids in the RewardRequest")
-        data = view_of(
-            data_source=data_source,
-            ground_truth=ground_truth,
-            extra_info=extra_info,
-            prompt_ids=prompt_ids,
-            response_ids=response_ids,
-        )
-        result = await manager.run_single(data)
+        truth = {"ground_truth": ground_truth}
+        fields = {"data_source": data_source, "reward_model": truth, "extra_info": dict(extra_info)}
+        result = await manager.run_single(DataProtoView(prompt_ids, response_ids, fields))
         if not isinstance(result, Mapping) or "reward_score" not in result:
             raise ValueError(f'{name}.run_single returned a {type(result).__name__} without "reward_score"')
         return {**result.get("reward_extra_info", {}), "score": result["reward_score"]}

@@ -157,50 +157,11 @@ _MINERVA_SUBSTITUTIONS = (
     ("\\text{and}", ","),
     ("\\text{m}", "\\text{}"),
 )
-_MINERVA_UNITS = (
-    "square",
-    "ways",
-    "integers",
-    "dollars",
-    "mph",
-    "inches",
-    "hours",
-    "km",
-    "units",
-    "\\ldots",
-    "sue",
-    "points",
-    "feet",
-    "minutes",
-    "digits",
-    "cents",
-    "degrees",
-    "cm",
-    "gm",
-    "pounds",
-    "meters",
-    "meals",
-    "edges",
-    "students",
-    "childrentickets",
-    "multiples",
-)
-_MINERVA_TEX = (
-    "\\text{s}",
-    "\\text{.}",
-    "\\text{\ns}",
-    "\\text{}^2",
-    "\\text{}^3",
-    "\\text{\n}",
-    "\\text{}",
-    "\\mathrm{th}",
-    "^\\circ",
-    "^{\\circ}",
-    "\\;",
-    ",\\!",
-    "{,}",
-    '"',
-    "\\dots",
+# Removed one after the other, in this order; between spaces.
+_MINERVA_REMOVED = (
+    "square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits cents degrees cm gm "
+    "pounds meters meals edges students childrentickets multiples \\text{s} \\text{.} \\text{\ns} \\text{}^2 "
+    '\\text{}^3 \\text{\n} \\text{} \\mathrm{th} ^\\circ ^{\\circ} \\; ,\\! {,} " \\dots'
 )
 
 
@@ -209,7 +170,7 @@ def normalize_minerva(answer: str) -> str:
     out = answer.split("=")[-1]
     for before, after in _MINERVA_SUBSTITUTIONS:
         out = out.replace(before, after)
-    for removed in (*_MINERVA_UNITS, *_MINERVA_TEX):
+    for removed in _MINERVA_REMOVED.split(" "):
         out = out.replace(removed, "")
     out = re.sub(r".*?(\$.*?\$).*", r"\1", out)
     for command in ("text", "textbf", "overline"):

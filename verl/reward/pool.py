@@ -1,369 +1,55 @@
-"""A pool of killable, memory-limited, self-healing workers for user reward functions.
-
-consumes RewardRequests · waits for a free worker, then for the function · unblocked by an answer, a death or the
-deadline · produces exactly one Score or Invalid per request. Whatever a grader does costs its own sample's score and
-nothing else: a call that crashes or runs out of memory in a worker that served others before it is repeated once in a
-fresh one, so that nobody pays for what an earlier sample left behind; calls that were sent behind one that ended the
-worker go back to the front of the queue.
-"""
+"""User reward functions in the sandbox: what is sent to a grader, and its answers as Score or Invalid."""
 
 from __future__ import annotations
 
-import asyncio
-import heapq
-import time
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 from verl.reward.base import RewardRequest
-from verl.reward.process import KILL_WAIT_S, UNFIT, Target, TargetError, Worker, frame_of, start_worker
+from verl.reward.result import score_and_components
+from verl.sandbox.messages import CallableSpec, Failure, Finite
+from verl.sandbox.pool import Pool
 from verl.types import Invalid, Score
 
-__all__ = ["PoolStats", "RewardPool", "SlowCall", "Target", "TargetError"]
-
-SLOWEST = 10
-BATCH_S, MAX_BATCH = (
-    0.005,
-    8,
-)  # quick calls are sent together, as many as take about so long: a message costs as much as they do
-ABANDONED_S = 0.05  # for a call whose caller has gone to end by itself: a fresh worker costs as much
+CALL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
+ID_NAMES = ("prompt_ids", "response_ids")
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class SlowCall:
-    wall_s: float
-    request_id: str
-    data_source: str
-    outcome: str
+def grader_spec(
+    path: str = "verl.reward.compute",
+    name: str = "compute_score",
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    factory: bool = False,
+    with_ids: bool = False,
+) -> CallableSpec:
+    """A reward function of a file or module. `with_ids`: it also takes `prompt_ids` and `response_ids`."""
+    return CallableSpec(
+        path=path,
+        name=name,
+        kwargs=kwargs or {},
+        factory=factory,
+        parameters=CALL_NAMES + (ID_NAMES if with_ids else ()),
+        convert=score_and_components,
+        returns=tuple[Finite, dict[str, Finite]],
+        section="reward",
+        called="grader",
+        given="row",
+    )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolStats:
-    """What the pool has done since its start. `outcomes` counts requests by "ok" and by reason of Invalid."""
-
-    outcomes: Mapping[str, int]
-    examples: Mapping[str, str]  # the latest detail of each reason
-    slowest: tuple[SlowCall, ...]  # slowest first
-    workers: int  # alive now
-    waiting: int  # requests that wait for a worker now
-    longest_wait_s: float
-    restarted: int  # workers replaced because a call ended them
-    recycled: int  # workers replaced after max_calls_per_worker, or because they leaked
-    repeated: int  # calls repeated in a fresh worker
-
-
-@dataclass(slots=True, eq=False)
-class _Call:
-    request: RewardRequest
-    frame: bytes
-    outcome: asyncio.Future[Score | Invalid]
-    queued_s: float
-
-
-@dataclass(slots=True, eq=False)
-class _Slot:
-    """A place for one worker, and what it works on, in order."""
-
-    worker: Worker | None = None
-    error: str = ""
-    calls: deque[_Call] = field(default_factory=deque)
-    repeat: list[_Call] = field(default_factory=list)  # for its fresh worker; at most one
-
-
-class RewardPool:
-    """A RewardFn that runs the user's function in `num_workers` processes, one call after the other in each.
-
-    timeout_s: wall clock of one call, kept by killing the worker and all it started. memory_limit_mb: address space of
-    a worker (and resident memory of it with its children) on top of what it has once the function is loaded, so heavy
-    imports belong at the top of the user's file. Limits on memory need Linux. Belongs to one event loop,
-    and dies with the thread that runs it.
-    """
-
-    def __init__(
-        self,
-        target: Target,
-        *,
-        num_workers: int = 2,
-        timeout_s: float = 30.0,
-        memory_limit_mb: float = 2048,
-        max_calls_per_worker: int = 10_000,
-        start_timeout_s: float = 120.0,
-    ) -> None:
-        sizes = {"num_workers": num_workers, "max_calls_per_worker": max_calls_per_worker}
-        limits = {"timeout_s": timeout_s, "memory_limit_mb": memory_limit_mb, "start_timeout_s": start_timeout_s}
-        for name, value in {**sizes, **limits}.items():
-            if not value > 0:
-                raise ValueError(f"reward.{name}={value}: must be positive; there is no call without a limit")
-        self._target = target
-        self._num_workers, self._max_calls = num_workers, max_calls_per_worker
-        self._timeout_s, self._memory_limit_mb, self._start_timeout_s = timeout_s, memory_limit_mb, start_timeout_s
-        self._slots = [_Slot() for _ in range(num_workers)]
-        self._idle: deque[_Slot] = deque()
-        self._queue: deque[_Call] = deque()  # first come, first served
-        self._serving: set[asyncio.Task[None]] = set()
-        self._dispatching = False
-        self._watch: asyncio.TimerHandle | None = None
-        self._moved_s = 0.0  # when a call was last begun or ended
-        self._call_s = BATCH_S  # of a call, about, as the workers tell
-        self._started = self._closed = False
-        self._longest_wait_s = self._slowest_start_s = 0.0
-        self._outcomes: Counter[str] = Counter()
-        self._examples: dict[str, str] = {}
-        self._slowest: list[SlowCall] = []
-        self._restarted = self._recycled = self._repeated = 0
-
-    async def __aenter__(self) -> RewardPool:
-        await self.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
-
-    async def start(self) -> None:
-        """Load the user's function in every worker. Raises one TargetError (a ValueError), with the fix."""
-        assert not self._started, "a reward pool starts once"
-        self._started = True
-        try:
-            await self._fill(self._slots[0])  # one alone first: a bad file is loaded, and reported, once
-            if self._slots[0].worker is not None:
-                await asyncio.gather(*(self._fill(slot) for slot in self._slots[1:]))
-            for slot in self._slots:
-                if slot.error:
-                    raise TargetError(slot.error)
-        except BaseException:
-            await self.close()
-            raise
-        self._idle.extend(self._slots)
-        if self._queue:
-            self._dispatch_soon()
+class RewardPool(Pool[tuple[float, dict[str, float]]]):
+    """A RewardFn over the workers of a sandbox, each with the user's function (`grader_spec`)."""
 
     async def score(self, request: RewardRequest) -> Score | Invalid:
         """Score one request, waiting for a free worker first (that is the back-pressure). Never raises for a grader."""
-        assert self._started, "await pool.start() comes first"
-        if self._closed:
-            return self._counted(Invalid("crash", "the reward pool was closed"))
-        frame = frame_of(_arguments(request, self._target.with_ids))
-        if isinstance(frame, Invalid):
-            return self._counted(frame)
-        call = _Call(request, frame, asyncio.get_running_loop().create_future(), time.monotonic())
-        self._queue.append(call)
-        self._dispatch_soon()
-        try:
-            return await call.outcome
-        except asyncio.CancelledError:
-            for slot in self._slots:
-                self._give_up_soon(slot)
-            raise
-
-    def stats(self) -> PoolStats:
-        """Counts since the start; a snapshot."""
-        return PoolStats(
-            outcomes=dict(self._outcomes),
-            examples=dict(self._examples),
-            slowest=tuple(sorted(self._slowest, reverse=True)),
-            workers=sum(slot.worker is not None and slot.worker.alive for slot in self._slots),
-            waiting=len(self._queue) + sum(max(0, len(slot.calls) - 1) for slot in self._slots),
-            longest_wait_s=self._longest_wait_s,
-            restarted=self._restarted,
-            recycled=self._recycled,
-            repeated=self._repeated,
-        )
-
-    async def close(self) -> None:
-        """End every worker and all that user code started; requests in flight get Invalid. Idempotent."""
-        self._closed = True
-        if self._watch is not None:
-            self._watch.cancel()
-        for task in self._serving:
-            task.cancel()
-        await asyncio.gather(*self._serving, return_exceptions=True)
-        self._fail_all(self._slots, Invalid("crash", "the reward pool was closed"))
-        await asyncio.gather(*(slot.worker.stop() for slot in self._slots if slot.worker is not None))
-
-    def _dispatch_soon(self) -> None:
-        """At the end of this turn of the event loop: a burst of calls is shared out as a whole."""
-        if not self._dispatching:
-            self._dispatching = True
-            asyncio.get_running_loop().call_soon(self._dispatch)
-
-    def _dispatch(self) -> None:
-        self._dispatching = False
-        if self._closed:
-            return
-        for _ in range(min(len(self._idle), len(self._queue))):
-            slot = self._idle.popleft()
-            task = asyncio.create_task(self._serve(slot))
-            self._serving.add(task)
-            task.add_done_callback(partial(self._served, slot))
-        if self._watch is None and self._queue:
-            self._moved_s = time.monotonic()
-            self._watch = asyncio.get_running_loop().call_later(self._turn_s, self._look)
-
-    async def _serve(self, slot: _Slot) -> None:
-        """Work through the queue for as long as there is one; then the slot is idle, with a worker fit to be called."""
-        while slot.repeat or self._queue:
-            if slot.worker is None or not slot.worker.alive:  # a replacement failed, or it was killed while idle
-                await self._replace(slot)
-            if slot.repeat:
-                calls, slot.repeat = [call for call in slot.repeat if not call.outcome.done()], []
-            else:
-                calls = self._next_calls(slot.worker)
-            if slot.worker is None:
-                self._fail(calls, Invalid("crash", f"no worker could be started: {slot.error}"))
-            elif calls:
-                await self._run(slot, slot.worker, calls)
-                if not (slot.worker.healthy and slot.worker.alive) or self._spent(slot.worker):
-                    await self._replace(slot)
-
-    def _served(self, slot: _Slot, task: asyncio.Task[None]) -> None:
-        self._serving.discard(task)
-        self._idle.append(slot)
-        if not task.cancelled() and (error := task.exception()) is not None:  # ours: say so, and let nobody wait
-            self._fail_all([slot], Invalid("crash", f"the reward pool failed: {error!r}"))
-        elif self._queue:
-            self._dispatch_soon()
-
-    async def _run(self, slot: _Slot, worker: Worker, calls: list[_Call]) -> None:
-        """Settle calls; those that were not begun go back to the queue, one that a fresh worker has to repeat stays."""
-
-        def deliver(outcome: Score | Invalid, wall_s: float) -> None:
-            call = slot.calls.popleft()
-            if (
-                isinstance(outcome, Invalid)
-                and outcome.reason in UNFIT
-                and worker.calls > 1
-                and not call.outcome.done()
-            ):
-                slot.repeat.append(call)
-                self._repeated += 1
-            else:
-                self._settle(call, outcome, wall_s)
-            self._call_s += 0.1 * (min(max(worker.took_s, 1e-5), 1.0) - self._call_s)
-            self._begin(slot)
-
-        slot.calls.extend(calls)
-        self._begin(slot)
-        await worker.call([call.frame for call in calls], self._timeout_s, deliver)
-        if slot.calls:
-            self._queue.extendleft(reversed(slot.calls))
-            slot.calls.clear()
-            self._dispatch_soon()
-
-    def _begin(self, slot: _Slot) -> None:
-        """The front call of a slot, if there is one, runs from now on."""
-        self._moved_s = time.monotonic()
-        if slot.calls:
-            self._longest_wait_s = max(self._longest_wait_s, self._moved_s - slot.calls[0].queued_s)
-            self._give_up_soon(slot)
-
-    def _give_up_soon(self, slot: _Slot) -> None:
-        """If nobody waits for the call that runs in a slot: it gets a moment to end by itself."""
-        if slot.calls and slot.calls[0].outcome.done():
-            asyncio.get_running_loop().call_later(ABANDONED_S, self._give_up, slot, slot.calls[0])
-
-    def _give_up(self, slot: _Slot, call: _Call) -> None:
-        if slot.worker is not None and slot.calls and slot.calls[0] is call:
-            slot.worker.give_up()
-
-    def _spent(self, worker: Worker) -> bool:
-        return worker.calls >= self._max_calls or worker.leaks
-
-    def _next_calls(self, worker: Worker | None) -> list[_Call]:
-        """From the front of the queue: one, or several of quick ones that take about BATCH_S, shared with the others."""
-        share = -(-len(self._queue) // self._num_workers)
-        room = self._max_calls - worker.calls if worker is not None else 1
-        size = max(1, min(int(BATCH_S / self._call_s), share, room, MAX_BATCH))
-        calls: list[_Call] = []
-        while self._queue and len(calls) < size:
-            call = self._queue.popleft()
-            if not call.outcome.done():  # else its caller has gone
-                calls.append(call)
-        return calls
-
-    @property
-    def _turn_s(self) -> float:
-        """Everyone at work takes at most two calls and a restart or two: past that, something of ours is broken."""
-        return 2 * (self._timeout_s + KILL_WAIT_S + self._slowest_start_s) + self._start_timeout_s
-
-    def _look(self) -> None:
-        """No call waits for a worker for ever."""
-        self._watch = None
-        still_s = time.monotonic() - self._moved_s
-        if self._queue and still_s >= self._turn_s:
-            self._fail_all([], Invalid("timeout", f"no free worker within {still_s:.0f} s"))
-        elif self._queue:
-            self._watch = asyncio.get_running_loop().call_later(self._turn_s - still_s, self._look)
-
-    async def _replace(self, slot: _Slot) -> None:
-        """A fresh worker in the slot; the old one is gone before. On failure the slot stays empty, with the error."""
-        if slot.worker is not None:
-            if slot.worker.healthy and self._spent(slot.worker):
-                self._recycled += 1
-            else:
-                self._restarted += 1
-            await slot.worker.stop()
-            slot.worker = None
-        await self._fill(slot)
-
-    async def _fill(self, slot: _Slot) -> None:
-        slot.error = ""
-        try:
-            slot.worker = await start_worker(
-                self._target, memory_limit_mb=self._memory_limit_mb, start_timeout_s=self._start_timeout_s
-            )
-            self._slowest_start_s = max(self._slowest_start_s, slot.worker.ready_s)
-        except (TargetError, OSError) as error:  # OSError: no more processes or descriptors, for now
-            slot.error = str(error)
-        if self._closed and slot.worker is not None:
-            await slot.worker.stop()
-
-    def _note_time(self, wall_s: float, request: RewardRequest, outcome: Score | Invalid) -> None:
-        if len(self._slowest) == SLOWEST and wall_s <= self._slowest[0].wall_s:
-            return
-        name = outcome.reason if isinstance(outcome, Invalid) else "ok"
-        call = SlowCall(wall_s, request.request_id, request.data_source, name)
-        push = heapq.heappush if len(self._slowest) < SLOWEST else heapq.heappushpop
-        push(self._slowest, call)
-
-    def _fail_all(self, slots: Iterable[_Slot], outcome: Invalid) -> None:
-        """Whoever waits in the queue, and in these slots."""
-        for slot in slots:
-            self._fail([*slot.calls, *slot.repeat], outcome)
-            slot.calls.clear()
-            slot.repeat.clear()
-        self._fail(self._queue, outcome)
-        self._queue.clear()
-
-    def _fail(self, calls: Iterable[_Call], outcome: Invalid) -> None:
-        for call in calls:
-            self._settle(call, outcome)
-
-    def _settle(self, call: _Call, outcome: Score | Invalid, wall_s: float | None = None) -> None:
-        if call.outcome.done():  # its caller has gone
-            return
-        call.outcome.set_result(self._counted(outcome))
-        if wall_s is not None:
-            self._note_time(wall_s, call.request, outcome)
-
-    def _counted(self, outcome: Score | Invalid) -> Score | Invalid:
-        if isinstance(outcome, Invalid):
-            self._outcomes[outcome.reason] += 1
-            self._examples[outcome.reason] = outcome.detail
-        else:
-            self._outcomes["ok"] += 1
-        return outcome
-
-
-def _arguments(request: RewardRequest, with_ids: bool) -> dict[str, Any]:
-    arguments = {
-        "data_source": request.data_source,
-        "solution_str": request.solution_str,
-        "ground_truth": request.ground_truth,
-        "extra_info": dict(request.extra_info),
-    }
-    if with_ids:
-        arguments |= {"prompt_ids": request.prompt_ids, "response_ids": request.response_ids}
-    return arguments
+        arguments = {
+            "data_source": request.data_source,
+            "solution_str": request.solution_str,
+            "ground_truth": request.ground_truth,
+            "extra_info": dict(request.extra_info),
+        }
+        if "prompt_ids" in self.spec.parameters:
+            arguments |= {"prompt_ids": request.prompt_ids, "response_ids": request.response_ids}
+        got = await self.call(arguments, (request.request_id, request.data_source))
+        return Invalid(got.reason, got.detail) if isinstance(got, Failure) else Score(*got)

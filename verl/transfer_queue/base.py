@@ -12,16 +12,14 @@ from verl.types import Refs, Sample
 class TransferQueue(Protocol):
     """A row exists from `put` until `drop`. Reading a row or column that is not there is a ValueError that names it.
 
-    Any thread may call. What was read or written is a copy: later changes on either side are not seen on the other. A
-    call that is refused has changed nothing.
+    Everything of a sample is a column (see `rows.py`): what was sampled, its reward, the outputs of models, advantages and
+    the weights of the loss. Whoever made something writes it once; nothing is put a second time. Any thread may call. What
+    was read or written is a copy: later changes on either side are not seen on the other. A call that is refused has
+    changed nothing.
     """
 
-    def put(self, samples: Sequence[Sample]) -> Refs:
-        """Store new rows; an id that is already there is a ValueError (no sample is doubled)."""
-        ...
-
-    def samples(self, refs: Refs) -> list[Sample]:
-        """The token columns of these rows, in this order."""
+    async def put(self, samples: Sequence[Sample]) -> Refs:
+        """Store new rows, where they were made; an id that is already there is a ValueError (no sample is doubled)."""
         ...
 
     def read(self, refs: Refs, columns: Sequence[str]) -> dict[str, Ragged]:
@@ -34,6 +32,10 @@ class TransferQueue(Protocol):
 
     def having(self, refs: Refs, column: str) -> Refs:
         """Those of these rows that have the column, in this order."""
+        ...
+
+    def columns(self, refs: Refs) -> list[str]:
+        """The names of what is stored of these rows: of all, or of some of them."""
         ...
 
     def drop(self, refs: Refs) -> None: ...

@@ -5,53 +5,47 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from verl.batch import Ragged
+from verl.transfer_queue.rows import columns_of
 from verl.types import Refs, Sample, ref_of
 
-
-@dataclass(slots=True)
-class _Row:
-    sample: Sample
-    columns: dict[str, Tensor] = field(default_factory=dict)
+_Columns = dict[str, Tensor]
 
 
 class MemoryQueue:
     """See `TransferQueue`. Safe to use from the threads of in-process worker groups."""
 
     def __init__(self) -> None:
-        self._rows: dict[str, _Row] = {}
+        self._rows: dict[str, _Columns] = {}
         self._lock = threading.Lock()
 
-    def put(self, samples: Sequence[Sample]) -> Refs:
+    async def put(self, samples: Sequence[Sample]) -> Refs:
         refs = Refs(ref_of(s) for s in samples)
         times = Counter(refs.ids)
+        rows = [{name: torch.from_numpy(value) for name, value in columns_of(s).items()} for s in samples]
         with self._lock:
             doubled = [i for i, n in times.items() if n > 1 or i in self._rows]
             if doubled:
                 raise ValueError(f"samples are already in the queue: {doubled[:3]}; every id is put once")
-            self._rows.update((s.sample_id, _Row(s)) for s in samples)
+            self._rows.update(zip(refs.ids, rows))
         return refs
-
-    def samples(self, refs: Refs) -> list[Sample]:
-        return [row.sample for row in self._find(refs)]
 
     def read(self, refs: Refs, columns: Sequence[str]) -> dict[str, Ragged]:
         rows = self._find(refs)
         out = {}
         for name in columns:
-            missing = [r.sample.sample_id for r in rows if name not in r.columns]
+            missing = [ref.sample_id for ref, row in zip(refs, rows) if name not in row]
             if missing:
                 raise ValueError(
                     f"column {name!r} was not written for {len(missing)} of {len(rows)} samples, e.g. {missing[0]}"
                 )
-            parts = [r.columns[name] for r in rows]
-            offsets = np.concatenate([[0], np.cumsum([len(p) for p in parts])]).astype(np.int64)
+            parts = [row[name] for row in rows]
+            offsets = np.cumsum([0, *map(len, parts)], dtype=np.int64)
             out[name] = Ragged(torch.cat(parts) if parts else torch.zeros(0), offsets)
         return out
 
@@ -65,10 +59,13 @@ class MemoryQueue:
         for name, column in columns.items():
             kept = Ragged(column.values.detach().clone(), column.offsets)  # what the writer does next is not seen
             for row, part in zip(rows, kept.rows(), strict=True):
-                row.columns[name] = part
+                row[name] = part
 
     def having(self, refs: Refs, column: str) -> Refs:
-        return Refs(ref for ref, row in zip(refs, self._find(refs)) if column in row.columns)
+        return Refs(ref for ref, row in zip(refs, self._find(refs)) if column in row)
+
+    def columns(self, refs: Refs) -> list[str]:
+        return list(dict.fromkeys(name for row in self._find(refs) for name in row))
 
     def drop(self, refs: Refs) -> None:
         with self._lock:
@@ -79,7 +76,7 @@ class MemoryQueue:
     def __len__(self) -> int:
         return len(self._rows)
 
-    def _find(self, refs: Refs) -> list[_Row]:
+    def _find(self, refs: Refs) -> list[_Columns]:
         with self._lock:
             self._check(refs)
             return [self._rows[r.sample_id] for r in refs]

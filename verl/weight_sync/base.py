@@ -1,22 +1,25 @@
-"""Weights from trainer to rollout as a transaction: begin(version, manifest), tensors, commit, verify (pitfalls 4, 22, 43)."""
+"""Weights from trainer to rollout as a transaction: begin(version, manifest), tensors, commit, verify.
+
+Tensors go from the trainer's workers to the replicas. What passes through the driver is a `WeightSource`: where the tensors
+are and what they must be.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
-import torch
-from torch import Tensor
+from torch import Tensor, uint8
 
-from verl.batch import pack
-from verl.model_engine.base import ModelEngine
 from verl.rollout.base import PauseMode, RolloutEngine
-from verl.types import Sample, Segment
-from verl.workers.group import WorkerGroup
+
+if TYPE_CHECKING:
+    from verl.workers.model_workers import ModelWorkers
 
 
 class SyncError(RuntimeError):
@@ -25,31 +28,45 @@ class SyncError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a manifest."""
+    """One tensor of a manifest. `tied_to`: delivered under that name, not under its own. `checksum`: of the sender's bytes;
+    None where this version does not check them."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype
-    checksum: int
+    dtype: str
+    layout: str = "dense"
+    quantisation: str | None = None
     tied_to: str | None = None
+    adapter: str | None = None
+    checksum: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
-    """The policy of one version: manifest, tensors (live or copied) and the trainer's log-probs of the probes.
+class WeightSource:
+    """The weights of one version: which they are and where to get them. Holds no tensor; can be sent anywhere.
 
-    `masters`: some values of every trained tensor, by the trainer's own names, to tell 'did not move' from 'was not
-    delivered'.
+    transport: "module:function" that opens the address, address -> object with `tensors()` · manifest: by HF name.
     """
 
     version: int
-    manifest: dict[str, Entry]
-    held: dict[str, Tensor]
-    probes: tuple[np.ndarray, ...] = ()
-    probe_logprobs: tuple[np.ndarray, ...] = ()
-    masters: dict[str, Tensor] = field(default_factory=dict)
+    transport: str
+    address: str
+    manifest: Mapping[str, Entry]
 
-    def tensors(self) -> Iterable[tuple[str, Tensor]]:
-        return self.held.items()
+    @property
+    def delivered(self) -> dict[str, Entry]:
+        """Entries that are delivered under their own name."""
+        return {name: entry for name, entry in self.manifest.items() if entry.tied_to is None}
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """The sender's side of a publish. probe_logprobs: the trainer's log-probs of the canary's sequences."""
+
+    source: WeightSource
+    probe_logprobs: tuple[np.ndarray, ...]
+    num_bytes: int
+    changed: bool
+    alarms: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,87 +85,67 @@ class SyncReport:
 class CheckpointEngine(Protocol):
     def publish(
         self,
-        trainer: WorkerGroup,
+        trainer: ModelWorkers,
         replicas: Sequence[RolloutEngine],
         *,
         version: int,
-        fenced: bool,
-        on_inflight: PauseMode,
+        exclusive: bool,
+        on_inflight: Sequence[PauseMode],
         timeout_s: float,
     ) -> asyncio.Future[SyncReport]:
-        """Snapshot the trainer NOW (in its order of work), then deliver, verify and report. fenced: no optimizer step
-        can run before the delivery is done, so nothing need be copied."""
+        """Read the trainer's weights NOW (in its order of work), then deliver, verify and report.
+
+        exclusive: no optimizer step can run before the delivery is done, so nothing need be copied · on_inflight: what
+        happens to running requests, for each replica."""
         ...
+
+
+class TensorStream(Protocol):
+    """What a transport opens."""
+
+    version: int
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]: ...
 
 
 def checksum(tensor: Tensor) -> int:
     """crc32 of the bytes."""
     flat = tensor.detach().cpu().contiguous().view(-1)
-    return zlib.crc32(flat.view(torch.uint8).numpy().data) if flat.numel() else 0
+    return zlib.crc32(flat.view(uint8).numpy().data) if flat.numel() else 0
 
 
-def take_snapshot(engine: ModelEngine, version: int, probes: Sequence[np.ndarray], *, copy: bool) -> Snapshot:
-    """Read the engine's weights into a snapshot, with a checksum per tensor and log-probs of the probe sequences."""
-    manifest, held = {}, {}
-    for name, tensor in engine.weights():
-        kept = tensor.detach().clone() if copy else tensor.detach()
-        held[name] = kept
-        manifest[name] = Entry(tuple(kept.shape), kept.dtype, checksum(kept))
-    logprobs = _probe(engine, probes)
-    masters = {name: _some_values(tensor) for name, tensor in engine.state()["model"].items()}
-    return Snapshot(version, manifest, held, tuple(probes), logprobs, masters)
+def dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
-def _some_values(tensor: Tensor, at_most: int = 256) -> Tensor:
-    """A copy of up to `at_most` values, evenly spread."""
-    flat = tensor.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // at_most)][:at_most].double().cpu().clone()
+class CheckedReader:
+    """What a replica reads: every tensor is compared with the manifest as it is handed over."""
 
-
-def _probe(engine: ModelEngine, probes: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
-    """Trainer's log-probs [t-1] of ids[1:] of each probe at temperature 1, in one pass."""
-    if not probes:
-        return ()
-    samples = []
-    for i, ids in enumerate(probes):
-        segments = (
-            Segment(ids=ids[:1], source="prompt"),
-            Segment(ids=ids[1:], source="sampled", logprobs=np.zeros(len(ids) - 1, np.float32), version=0),
-        )
-        samples.append(
-            Sample(sample_id=str(i), trajectory_id=str(i), group_id=str(i), purpose="eval", segments=segments)
-        )
-    batch = pack(samples, share_prefix=False)
-    found = engine.infer(batch, ("logprobs",))["logprobs"].float().numpy()
-    rows = {
-        int(sample): found[batch.row_start[row] : batch.row_start[row + 1]] for row, sample in enumerate(batch.sequence)
-    }
-    return tuple(rows[i] for i in range(len(probes)))
-
-
-class CheckedSource:
-    """What a replica reads: every tensor is checked against the manifest as it is handed over."""
-
-    def __init__(self, snapshot: Snapshot, names_to_check: set[str]) -> None:
-        self.version = snapshot.version
-        self._snapshot = snapshot
-        self._check = names_to_check
+    def __init__(self, source: WeightSource) -> None:
+        module, _, name = source.transport.partition(":")
+        self._stream: TensorStream = vars(importlib.import_module(module))[name](source.address)
+        self._source = source
+        self.version = source.version
         self.delivered: set[str] = set()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name, tensor in self._snapshot.tensors():
-            entry = self._snapshot.manifest.get(name)
+        at, expected = f"version {self.version}", self._source.delivered
+        if self._stream.version != self.version:
+            raise SyncError(f"{at}: the sender holds version {self._stream.version} by now")
+        for name, tensor in self._stream.tensors():
+            entry = expected.get(name)
             if entry is None:
-                raise SyncError(f"version {self.version}: {name} is not in the manifest")
-            if (tuple(tensor.shape), tensor.dtype) != (entry.shape, entry.dtype):
+                raise SyncError(f"{at}: {name} is not in the manifest")
+            if (tuple(tensor.shape), dtype_name(tensor)) != (entry.shape, entry.dtype):
                 raise SyncError(
-                    f"version {self.version}: {name} is {list(tensor.shape)} {tensor.dtype}, its manifest says "
+                    f"{at}: {name} is {list(tensor.shape)} {dtype_name(tensor)}, its manifest says "
                     f"{list(entry.shape)} {entry.dtype}"
                 )
-            if name in self._check and checksum(tensor) != entry.checksum:
+            if entry.checksum is not None and checksum(tensor) != entry.checksum:
                 raise SyncError(
-                    f"version {self.version}: {name} changed between its manifest and its delivery; an optimizer step "
-                    "overtook the publish"
+                    f"{at}: {name} changed between its manifest and its delivery; an optimizer step overtook the publish"
                 )
             self.delivered.add(name)
             yield name, tensor
+        if missing := sorted(set(expected) - self.delivered):
+            raise SyncError(f"{at}: the sender did not deliver {len(missing)} tensors, e.g. {missing[:3]}")

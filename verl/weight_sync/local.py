@@ -1,106 +1,132 @@
-"""The checkpoint engine inside one process: no copy when rollout is fenced during the update, one copy otherwise."""
+"""The checkpoint engine inside one process: no copy when nothing can step during the delivery, one copy otherwise."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Sequence
+import weakref
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from verl.rollout.base import PauseMode, RolloutEngine
-from verl.weight_sync.base import CheckedSource, Entry, Snapshot, SyncError, SyncReport
-from verl.workers.group import WorkerGroup
+from verl.weight_sync.base import CheckedReader, Sent, SyncError, SyncReport
+
+if TYPE_CHECKING:
+    from verl.workers.model_workers import ModelWorkers
 
 T = TypeVar("T")
 
 
+class LocalOutlet:
+    """See `Outlet`: the tensors stay where they are, and their address is a handle of this process."""
+
+    transport = "verl.weight_sync.local:open_weights"
+
+    def __init__(self) -> None:
+        self.version = -1
+        self._tensors: Mapping[str, Tensor] = {}
+        self._handle = f"local-{id(self)}"
+        _OUTLETS[self._handle] = self
+
+    def stage(self, version: int, tensors: Mapping[str, Tensor]) -> str:
+        self.version, self._tensors = version, tensors
+        return self._handle
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._tensors.items()
+
+    def release(self, version: int) -> None:
+        """All replicas have this version: its copies, if they are copies, are not needed any more."""
+        if self.version == version:
+            self._tensors = {}
+
+
+_OUTLETS: weakref.WeakValueDictionary[str, LocalOutlet] = weakref.WeakValueDictionary()
+"""Handles of this process; an outlet is there as long as the role that owns it."""
+
+
+def open_weights(address: str) -> LocalOutlet:
+    if address not in _OUTLETS:
+        raise SyncError(
+            f"{address} is not in this process: the local transport serves replicas inside the trainer's process"
+        )
+    return _OUTLETS[address]
+
+
 class LocalCheckpointEngine:
-    """See `CheckpointEngine`.
+    """See `CheckpointEngine`. probes: token id arrays for the canary (empty: off) · tolerance: largest |dlogp| of it."""
 
-    probes: token id arrays for the canary (empty: off) · tolerance: largest |dlogp| of the canary · verify_first: all
-    checksums for so many versions, every 16th tensor after.
-    """
-
-    def __init__(self, *, probes: Sequence[np.ndarray], tolerance: float, verify_first: int = 3) -> None:
+    def __init__(self, *, probes: Sequence[np.ndarray], tolerance: float) -> None:
         assert all(len(ids) > 1 for ids in probes), "a probe needs two tokens: the first one has no log-prob"
         self._probes = tuple(probes)
         self._tolerance = tolerance
-        self._verify_first = verify_first
-        self._last: dict[str, Entry] = {}
-        self._moved_from: tuple[int, dict[str, Tensor]] = (-1, {})  # version and masters when a byte last changed
-        self._published = 0
 
     def publish(
         self,
-        trainer: WorkerGroup,
+        trainer: ModelWorkers,
         replicas: Sequence[RolloutEngine],
         *,
         version: int,
-        fenced: bool,
-        on_inflight: PauseMode,
+        exclusive: bool,
+        on_inflight: Sequence[PauseMode],
         timeout_s: float,
     ) -> asyncio.Future[SyncReport]:
         """See `CheckpointEngine`. `timeout_s` is for all of it; a replica that fails or is late does not hold the others."""
         assert replicas, "nobody to publish to"
         deadline_s = asyncio.get_running_loop().time() + timeout_s
-        snapshot = trainer.submit("snapshot", version, self._probes, not fenced, split="first")
-        return asyncio.ensure_future(self._deliver(snapshot, version, replicas, on_inflight, deadline_s))
+        sent = trainer.send_weights(version, self._probes, copy=not exclusive)
+        return asyncio.ensure_future(self._deliver(sent, version, replicas, on_inflight, deadline_s))
 
     async def _deliver(
         self,
-        pending: Future[Snapshot],
+        pending: Future[Sent],
         version: int,
         replicas: Sequence[RolloutEngine],
-        on_inflight: PauseMode,
+        on_inflight: Sequence[PauseMode],
         deadline_s: float,
     ) -> SyncReport:
         started = time.perf_counter()
-        snapshot = await _by(
-            deadline_s, asyncio.wrap_future(pending), f"version {version}: the trainer's weights were not ready"
-        )
+        late = f"version {version}: the trainer's weights were not ready"
+        sent = await _by(deadline_s, asyncio.wrap_future(pending), late)
         gathered = time.perf_counter()
-        names = list(snapshot.manifest)
-        checked = set(names if self._published < self._verify_first else names[self._published % 16 :: 16])
         results = await asyncio.gather(
-            *(self._to_replica(r, snapshot, checked, on_inflight, deadline_s) for r in replicas), return_exceptions=True
+            *(self._to_replica(r, sent, m, deadline_s) for r, m in zip(replicas, on_inflight, strict=True)),
+            return_exceptions=True,
         )
+        open_weights(sent.source.address).release(version)
         errors = {i: e for i, e in enumerate(results) if isinstance(e, BaseException)}
         failed = {i: f"{type(e).__name__}: {e}" for i, e in errors.items()}
         if len(errors) == len(replicas):
             told = "; ".join(f"replica {i}: {text}" for i, text in failed.items())
             raise SyncError(f"version {version} is live nowhere: {told}") from errors[0]
-        changed, alarms = self._compare(snapshot)
-        self._published += 1
+        entries = sent.source.delivered.values()
         return SyncReport(
-            version=snapshot.version,
-            num_tensors=len(names),
-            num_bytes=sum(t.numel() * t.element_size() for t in snapshot.held.values()),
-            verified_tensors=len(checked),
+            version=sent.source.version,
+            num_tensors=len(entries),
+            num_bytes=sent.num_bytes,
+            verified_tensors=sum(e.checksum is not None for e in entries),
             canary_max_abs=max(c for c in results if not isinstance(c, BaseException)),
-            changed=changed,
+            changed=sent.changed,
             failed_replicas=failed,
-            alarms=alarms,
+            alarms=sent.alarms,
             seconds={"gather": gathered - started, "load": time.perf_counter() - gathered},
         )
 
-    async def _to_replica(
-        self, replica: RolloutEngine, snapshot: Snapshot, checked: set[str], on_inflight: PauseMode, deadline_s: float
-    ) -> float:
+    async def _to_replica(self, replica: RolloutEngine, sent: Sent, mode: PauseMode, deadline_s: float) -> float:
         """Deliver to one replica and verify it; the canary's largest |dlogp|."""
-        at = f"version {snapshot.version}"
-        source = CheckedSource(snapshot, checked)
-        live = await _by(deadline_s, replica.load_weights(source, on_inflight=on_inflight), f"{at} was not loaded")
-        if live != snapshot.version:
+        at = f"version {sent.source.version}"
+        reader = CheckedReader(sent.source)
+        live = await _by(deadline_s, replica.load_weights(reader, on_inflight=mode), f"{at} was not loaded")
+        if live != sent.source.version:
             raise SyncError(f"the rollout engine says version {live} is live after {at} was sent")
-        if missing := sorted(set(snapshot.manifest) - source.delivered):
+        if missing := sorted(set(sent.source.delivered) - reader.delivered):
             raise SyncError(f"{at}: {len(missing)} tensors were never read, e.g. {missing[:3]}")
         worst = 0.0
-        for ids, expected in zip(snapshot.probes, snapshot.probe_logprobs, strict=True):
+        for ids, expected in zip(self._probes, sent.probe_logprobs, strict=True):
             got = await _by(deadline_s, replica.score(ids), f"{at} was loaded, but its canary was not scored")
             difference = float(np.abs(got - expected).max())
             if not difference <= self._tolerance:  # NaN, too
@@ -110,29 +136,6 @@ class LocalCheckpointEngine:
                 )
             worst = max(worst, difference)
         return worst
-
-    def _compare(self, snapshot: Snapshot) -> tuple[bool, tuple[str, ...]]:
-        """(some byte changed, alarms). Alarm: masters moved by more than rounding since a byte last changed."""
-        last, self._last = self._last, snapshot.manifest
-        if last.keys() != snapshot.manifest.keys() or any(
-            e.checksum != last[n].checksum for n, e in snapshot.manifest.items()
-        ):
-            self._moved_from = (snapshot.version, snapshot.masters)
-            return True, ()
-        since, before = self._moved_from
-        rounding = max(
-            (torch.finfo(e.dtype).eps for e in snapshot.manifest.values() if e.dtype.is_floating_point), default=0.0
-        )
-        moved = [n for n, now in snapshot.masters.items() if n in before and _moved(before[n], now, rounding)]
-        if not moved:
-            return False, ()
-        return False, (
-            f"weights unchanged since version {since}, though {len(moved)} trained tensors moved, e.g. {moved[0]}",
-        )
-
-
-def _moved(before: Tensor, now: Tensor, rounding: float) -> bool:
-    return before.numel() > 0 and bool((now - before).abs().max() > rounding * before.abs().max())
 
 
 async def _by(deadline_s: float, awaitable: Awaitable[T], late: str) -> T:

@@ -1,38 +1,140 @@
-"""A worker group of one worker in this process: a thread with a queue, so that the event loop goes on."""
+"""Worker groups in this process: one thread per rank, so that the event loop goes on. Ranks that share one engine (virtual
+ranks) take turns at it, each on its own share: the code of the workers is that of ranks in many processes."""
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import contextlib
 import queue
 import threading
+import time
+from asyncio import CancelledError
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
-from verl.workers.group import Split
+from torch import Tensor
+
+from verl.batch import Batch
+from verl.model_engine.base import EngineCapabilities, ModelEngine, StepOutput, TermLike
+from verl.types import Metrics
+from verl.workers.group import Arguments, Broadcast
+
+T = TypeVar("T")
+MEETING_TIMEOUT_S = 3600.0  # for the slowest rank to come to where the others wait
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    future: Future[Any]
-    method: str
-    args: tuple[Any, ...]
-    split: Split
+class Meeting:
+    """Where the ranks of one call wait for each other. One rank that raises ends it for all."""
+
+    def __init__(self, world_size: int) -> None:
+        self._barrier = threading.Barrier(world_size)
+        self._values: list[Any] = [None] * world_size
+
+    def all_gather(self, rank: int, value: Any) -> list[Any]:
+        self._values[rank] = value
+        self._barrier.wait(MEETING_TIMEOUT_S)
+        found = list(self._values)
+        self._barrier.wait(MEETING_TIMEOUT_S)  # nobody writes the next values before all have read these
+        return found
+
+    def abort(self) -> None:
+        self._barrier.abort()
+
+
+class VirtualRank:
+    """See `Ranks`: a thread of this process. `meeting` is that of the call it works on."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
+        self.meeting: Meeting | None = None
+
+    def all_gather(self, value: T) -> list[T]:
+        assert self.meeting is not None, "a rank meets the others inside a call"
+        return self.meeting.all_gather(self.rank, value)
+
+    def in_turn(self, fn: Callable[[], T]) -> T:
+        """Every rank runs its own, one after the other: sums of gradients are the same in every run."""
+        out: list[T] = []
+        for turn in range(self.world_size):
+            if turn == self.rank:
+                out.append(fn())
+            self.all_gather(None)
+        return out[0]
+
+
+class SharedEngine:
+    """One engine of this process in the hands of several virtual ranks (see `ModelEngine`): their gradients add up in it, and
+    the first of them makes the one optimizer step."""
+
+    def __init__(self, engine: ModelEngine, rank: VirtualRank) -> None:
+        self._engine, self._rank = engine, rank
+
+    def forward_backward(
+        self, batch: Batch, terms: Sequence[TermLike], num_microbatches: int = 1, extra_outputs: Sequence[str] = ()
+    ) -> StepOutput:
+        return self._rank.in_turn(lambda: self._engine.forward_backward(batch, terms, num_microbatches, extra_outputs))
+
+    def infer(self, batch: Batch, columns: Sequence[str]) -> dict[str, Tensor]:
+        return self._rank.in_turn(lambda: self._engine.infer(batch, columns))
+
+    def optim_step(self) -> Metrics:
+        return self._first(self._engine.optim_step)
+
+    def weights(self, kind: Literal["full", "adapter", "merged"] = "full") -> Iterator[tuple[str, Tensor]]:
+        return self._engine.weights(kind)
+
+    def save(self, path: Path) -> None:
+        self._first(lambda: self._engine.save(path))
+
+    def load(self, path: Path) -> None:
+        self._first(lambda: self._engine.load(path))
+
+    def to(self, where: str, parts: Sequence[str] = ("weights", "optimizer")) -> None:
+        self._first(lambda: self._engine.to(where, parts))
+
+    @property
+    def tied(self) -> Mapping[str, str]:
+        return self._engine.tied
+
+    @property
+    def masters(self) -> Mapping[str, Tensor]:
+        return self._engine.masters
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        return self._engine.capabilities
+
+    @property
+    def optimizer_step(self) -> int:
+        return self._engine.optimizer_step
+
+    def _first(self, fn: Callable[[], T]) -> T:
+        """The first rank's result, for all."""
+        found = self._rank.all_gather(fn() if self._rank.rank == 0 else None)[0]
+        return found  # type: ignore[return-value]
 
 
 class InprocGroup:
-    """See `WorkerGroup`. `worker` is any object; its methods run one after the other in a thread of their own."""
+    """See `WorkerGroup`. `workers`: one object per rank; each has a thread of its own. `ranks`: theirs, if they meet."""
 
-    def __init__(self, name: str, worker: object) -> None:
+    def __init__(self, name: str, workers: Sequence[object], ranks: Sequence[VirtualRank] = ()) -> None:
+        assert len(ranks) in (0, len(workers)), f"{len(ranks)} ranks for {len(workers)} workers"
         self._name = name
-        self._worker = worker
-        self._queue: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # nothing enters the queue after the word that ends it
+        self._workers, self._ranks = tuple(workers), tuple(ranks)
+        self._lock = (
+            threading.Lock()
+        )  # all ranks see one order of calls; nothing enters a queue after the word that ends it
         self._closed = False
-        self._thread = threading.Thread(target=self._work, name=f"verl-{name}", daemon=True)
-        self._thread.start()
+        self._queues: list[queue.SimpleQueue[_Call | None]] = [queue.SimpleQueue() for _ in workers]
+        # Daemons: a worker that hangs in a kernel does not keep the process from ending with its error.
+        self._threads = [
+            threading.Thread(target=self._work, args=(i,), name=f"verl-{name}-{i}", daemon=True)
+            for i in range(len(workers))
+        ]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def name(self) -> str:
@@ -40,50 +142,89 @@ class InprocGroup:
 
     @property
     def world_size(self) -> int:
-        return 1
+        return len(self._workers)
 
-    def submit(self, method: str, *args: Any, split: Split = "dp") -> Future[Any]:
-        future: Future[Any] = Future()
+    def submit(self, method: Callable[..., T], args: Arguments) -> Future[list[T]]:
+        per_rank = [args.args] * self.world_size if isinstance(args, Broadcast) else list(args)
+        assert len(per_rank) == self.world_size, f"{len(per_rank)} sets of arguments for {self.world_size} ranks"
+        call = _Call(method, per_rank, Meeting(self.world_size) if self._ranks else None)
         with self._lock:
             if self._closed:
-                raise RuntimeError(f"worker group {self._name!r} is closed; {method} was not submitted")
-            self._queue.put(_Call(future, method, args, split))
-        return future
+                raise RuntimeError(f"worker group {self._name!r} is closed; {method.__qualname__} was not submitted")
+            for waiting in self._queues:
+                waiting.put(call)
+        return call.future
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Finish what was submitted, then end the thread. What has not begun after `timeout_s` is cancelled."""
+        """Finish what was submitted, then end the threads. What has not begun after `timeout_s` is cancelled."""
         with self._lock:
             if not self._closed:
                 self._closed = True
-                self._queue.put(None)
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            self._cancel_waiting()
+                for waiting in self._queues:
+                    waiting.put(None)
+        until_s = time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(max(0.0, until_s - time.monotonic()))
+        for waiting in self._queues:  # nobody shall wait for a call that will never begin
+            with contextlib.suppress(queue.Empty):
+                while True:
+                    if (call := waiting.get_nowait()) is not None:
+                        call.future.cancel()
+            waiting.put(None)
 
-    def _cancel_waiting(self) -> None:
-        """Nobody shall wait for a call that will never begin. The one that is running ends in the background."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                if (call := self._queue.get_nowait()) is not None:
-                    call.future.cancel()
-        self._queue.put(None)
+    def _work(self, rank: int) -> None:
+        while (call := self._queues[rank].get()) is not None:
+            if call.begin():
+                if self._ranks:
+                    self._ranks[rank].meeting = call.meeting
+                self._serve(call, rank)
+            del call  # arguments and result are the caller's now
 
-    def _work(self) -> None:
-        while (call := self._queue.get()) is not None:
-            if call.future.set_running_or_notify_cancel():
-                self._serve(call)
-            del call  # arguments and result (a copy of the weights, say) are the caller's now
-
-    def _serve(self, call: _Call) -> None:
+    def _serve(self, call: _Call, rank: int) -> None:
         """The caller's future carries whatever comes of it; this thread serves the next call."""
         try:
-            result = getattr(self._worker, call.method)(*call.args)
-        except (StopIteration, asyncio.CancelledError, concurrent.futures.CancelledError) as e:
+            found = call.method(self._workers[rank], *call.per_rank[rank])
+        except (StopIteration, CancelledError, concurrent.futures.CancelledError) as e:
             # a waiting coroutine would take these for its own end
-            error = RuntimeError(f"{self._name}.{call.method} ended with {type(e).__name__}: {e}")
+            error = RuntimeError(f"{self._name}.{call.method.__name__} ended with {type(e).__name__}: {e}")
             error.__cause__ = e
-            call.future.set_exception(error)
+            call.end(rank, error=error)
         except BaseException as e:
-            call.future.set_exception(e)
+            call.end(rank, error=e)
         else:
-            call.future.set_result([result] if call.split == "all" else result)
+            call.end(rank, value=found)
+
+
+class _Call:
+    """One call of all ranks: the future gets the results in rank order, or the first error."""
+
+    def __init__(self, method: Callable[..., Any], per_rank: list[tuple[Any, ...]], meeting: Meeting | None) -> None:
+        self.future: Future[Any] = Future()
+        self.method, self.per_rank, self.meeting = method, per_rank, meeting
+        self._values: list[Any] = [None] * len(per_rank)
+        self._left = len(per_rank)
+        self._error: BaseException | None = None
+        self._begun: bool | None = None
+        self._lock = threading.Lock()
+
+    def begin(self) -> bool:
+        """False once the caller has cancelled it."""
+        with self._lock:
+            if self._begun is None:
+                self._begun = self.future.set_running_or_notify_cancel()
+            return self._begun
+
+    def end(self, rank: int, value: Any = None, error: BaseException | None = None) -> None:
+        with self._lock:
+            self._values[rank] = value
+            self._left -= 1
+            if error is not None and (self._error is None or isinstance(self._error, threading.BrokenBarrierError)):
+                self._error = error
+            if error is not None and self.meeting is not None:
+                self.meeting.abort()
+            if self._left:
+                return
+        if self._error is not None:
+            self.future.set_exception(self._error)
+        else:
+            self.future.set_result(self._values)

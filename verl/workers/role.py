@@ -1,132 +1,146 @@
-"""A role per rank: engine (or none) + queue + algorithm functions. The only one that turns Refs into Batches and back."""
+"""A model's worker, one per rank: engine and queue. What turns refs into batches and model outputs into columns."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from verl.algorithms.corrections import mismatch_metrics
 from verl.algorithms.terms import Term
-from verl.algorithms.weights import check_finite, term_weights
-from verl.batch import Batch, Columns, Ragged, pack
-from verl.model_engine.base import ModelEngine
-from verl.model_engine.objective import evaluate_terms
+from verl.batch import Batch, Ragged, concat, make_microbatches, pack, without_weight
+from verl.checkpoint.hf import HfExport
+from verl.model_engine.base import ModelEngine, OneRank, Ranks
+from verl.model_engine.objective import evaluate_terms, first_pass
 from verl.transfer_queue.base import TransferQueue
-from verl.types import Metric, Metrics, Refs, Sample, Segment, merge_metrics, ref_of
-from verl.weight_sync.base import Snapshot, take_snapshot
+from verl.transfer_queue.rows import read_samples
+from verl.types import Metric, Metrics, Refs, Sample, Segment, merge_metrics
+from verl.weight_sync.base import Sent
+from verl.weight_sync.sender import WeightSender, attend
 
-Computed = Mapping[str, Tensor | Metric]
-"""What a `compute` function returns: columns [L] by name, and metrics by theirs."""
+
+@dataclass(frozen=True, slots=True)
+class RankStep:
+    """One rank's part of one optimizer step. weights: suffix of the columns `w/TERM` that belong to this step · record:
+    write the outputs of this pass · idle: the one row stands for none (it counts with weight 0)."""
+
+    refs: Refs
+    num_microbatches: int = 0
+    weights: str = ""
+    record: bool = False
+    idle: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class UpdatePlan:
-    """The optimizer steps of one step: rows of each, the terms, stored columns that terms may use if present, and model
-    outputs to record beside those of the terms."""
+    """The optimizer steps of a turn. inputs: stored columns that the terms read · recorded: model outputs that are written
+    as columns `train_NAME` where a step says so · prefix: of the metrics' names."""
 
-    updates: tuple[Refs, ...]
+    steps: tuple[RankStep, ...]
     terms: tuple[Term, ...]
-    optional: tuple[str, ...] = ("old_logprobs", "is_weights", "keep")
-    also: tuple[str, ...] = ("logprobs", "entropy")
+    inputs: tuple[str, ...]
+    recorded: tuple[str, ...] = ()
+    prefix: str = "actor/"
 
 
 class Role:
-    """One model's worker: policy, reference, critic or (engine None) the CPU role of advantages."""
+    """One rank of a policy, reference, critic or reward model. See `ModelWorkers` for its calls as the driver makes them."""
 
     def __init__(
-        self, name: str, queue: TransferQueue, engine: ModelEngine | None = None, *, share_prefix: bool = True
+        self,
+        name: str,
+        queue: TransferQueue,
+        engine: ModelEngine,
+        *,
+        share_prefix: bool = True,
+        ranks: Ranks | None = None,
+        sender: WeightSender | None = None,
+        hf_export: HfExport | None = None,
     ) -> None:
         self.name = name
         self.queue = queue
         self.engine = engine
-        self.share_prefix = share_prefix
+        self.ranks: Ranks = OneRank() if ranks is None else ranks
+        self._share_prefix = share_prefix
+        self._sender = sender
+        self._hf_export = hf_export
 
-    def infer(self, refs: Refs, outputs: Mapping[str, str]) -> Metrics:
+    # -- rows in, columns out ------------------------------------------------------------------------------------------
+
+    def infer(self, step: RankStep, outputs: Mapping[str, str]) -> None:
         """Compute model outputs of the rows and write them: {output: column}, e.g. {"logprobs": "old_logprobs"}."""
-        assert self.engine is not None
-        batch = pack(self.queue.samples(refs), share_prefix=self.share_prefix)
+        batch = self._pack(step.refs)
         found = self.engine.infer(batch, tuple(outputs))
+        if step.idle:
+            return
         per_row = np.arange(batch.num_rows + 1, dtype=np.int64)  # scores [R]; everything else is per loss token
         starts = {name: per_row if name == "scores" else batch.row_start for name in outputs}
-        self.queue.write(refs, {column: Ragged(found[name], starts[name]) for name, column in outputs.items()})
-        if outputs.get("logprobs") == "old_logprobs":
-            return mismatch_metrics(found["logprobs"], batch.columns["rollout_logprobs"], _valid(refs, batch))
-        return {}
-
-    def compute(
-        self, refs: Refs, fn: Callable[[Columns], Computed], inputs: Sequence[str], outputs: Sequence[str]
-    ) -> Metrics:
-        """Run a pure function over the training rows' columns of the whole step and write its outputs.
-
-        Baseline rows among `refs` are seen through the sequence column `baseline` only."""
-        baselines = _baseline_scores(refs)
-        refs = refs.of("train")
-        stored = [n for n in inputs if n != "rollout_logprobs"]
-        token = {n: c.values for n, c in self.queue.read(refs, stored).items()} if stored else {}
-        if "rollout_logprobs" in inputs:
-            token["rollout_logprobs"] = pack(self.queue.samples(refs)).columns["rollout_logprobs"]
-        columns = columns_of(refs, token, baselines)
-        check_finite(columns, tuple(inputs))
-        found = fn(columns)
-        written = {name: _token_column(found, name, len(columns.mask)) for name in outputs}
-        offsets = np.concatenate([[0], np.cumsum([r.loss_tokens for r in refs])]).astype(np.int64)
-        self.queue.write(refs, {name: Ragged(value, offsets) for name, value in written.items()})
-        metrics = {name: value for name, value in found.items() if isinstance(value, Metric)}
-        return {**metrics, **_advantage_metrics(columns, found)}
+        self.queue.write(step.refs, {column: Ragged(found[name], starts[name]) for name, column in outputs.items()})
 
     def update(self, plan: UpdatePlan) -> Metrics:
-        """The optimizer steps of one step. The first pass's log-probs and entropies are written as `train_*` columns."""
-        assert self.engine is not None
-        needed = tuple(dict.fromkeys(n for t in plan.terms for n in t.inputs if n != "rollout_logprobs"))
-        prefix = f"{self.name}/"
+        """The optimizer steps of a turn. What the terms report is this rank's share; what all ranks have in common (norm,
+        rate) is reported by the first."""
         parts: list[Metrics] = []
-        seen: set[str] = set()
-        for refs in plan.updates:
-            samples = self.queue.samples(refs)
-            found = self.queue.read(refs, [*needed, *(n for n in plan.optional if self.queue.having(refs, n) == refs)])
-            batch = self._batch(refs, samples, {n: c.values for n, c in found.items()}, plan.terms)
-            result = self.engine.forward_backward(batch, plan.terms, plan.also)
-            parts += [_prefixed(result.metrics, prefix), _prefixed(self.engine.optim_step(), prefix)]
-            if "logprobs" in plan.also and not seen & set(refs.ids):
-                parts.append(self._record(refs, batch, result.columns, first="old_logprobs" not in found))
-                seen |= set(refs.ids)
+        extra = tuple(dict.fromkeys(plan.recorded))
+        for step in plan.steps:
+            batch, terms, metrics = self._two_passes(self._batch(step, plan.terms, plan.inputs), plan.terms)
+            result = self.engine.forward_backward(batch, terms, step.num_microbatches, extra)
+            parts += [_prefixed(metrics, plan.prefix), _prefixed(result.metrics, plan.prefix)]
+            optim = self.engine.optim_step()
+            if self.ranks.rank == 0:
+                parts.append(_prefixed(optim, plan.prefix))
+            if step.record and not step.idle:
+                kept = {f"train_{n}": Ragged(result.columns[n], batch.row_start) for n in plan.recorded}
+                self.queue.write(step.refs, kept)
+                if "entropy" in plan.recorded:
+                    inside = result.columns["entropy"][batch.columns["mask"]].double()
+                    mean = Metric(float(inside.sum()), float(len(inside)), "token")
+                    parts.append({f"{plan.prefix}entropy": mean})
         return merge_metrics(parts)
 
-    def fit(self, samples: list[Sample], columns: Mapping[str, Tensor], terms: tuple[Term, ...]) -> Metrics:
-        """One supervised optimizer step on these rows with their columns [L]; no queue in between."""
-        assert self.engine is not None
-        batch = self._batch(Refs(ref_of(s) for s in samples), samples, columns, terms)
-        result = self.engine.forward_backward(batch, terms)
-        return {**_prefixed(result.metrics, "train/"), **_prefixed(self.engine.optim_step(), "train/")}
+    def measure(self, step: RankStep, terms: tuple[Term, ...], inputs: tuple[str, ...]) -> Metrics:
+        """Loss and metrics of the terms on these rows of all ranks, without a step; reported by the first rank."""
+        batch = self._batch(step, terms, inputs)
+        wanted = tuple(dict.fromkeys(n for t in terms for n in t.outputs))
+        found = {f"out/{n}": v.double() for n, v in self.engine.infer(batch, wanted).items()}
+        whole = concat(self.ranks.all_gather(batch.with_columns(found)))
+        if self.ranks.rank:
+            return {}
+        with torch.no_grad():
+            _, metrics = evaluate_terms(terms, whole, {n: whole.columns[f"out/{n}"] for n in wanted})
+        tokens = all(t.unit == "token" for t in terms)
+        count = whole.num_loss_tokens if tokens else whole.num_sequences
+        unit = "token" if tokens else "sequence"
+        losses = {t.name: Metric(metrics[t.name].total * count, float(count), unit) for t in terms}  # type: ignore[arg-type]
+        return {**metrics, **losses}
 
-    def score(self, refs: Refs, coef: float, alone: bool) -> Refs:
-        """The refs with the reward model's score: coef x it, added to the reward unless it is `alone` the reward.
-
-        The queue's samples change with them; a sample whose own reward is invalid stays so."""
-        assert self.engine is not None
-        samples = self.queue.samples(refs)
-        found = (
-            self.engine.infer(pack(samples, share_prefix=self.share_prefix), ("scores",))["scores"].double().tolist()
-        )
-        scored = []
-        for sample, value in zip(samples, found, strict=True):
-            parts = (
-                {"reward_model": value}
-                if alone
-                else {"function": sample.reward, **sample.components, "reward_model": value}
+    def score(self, step: RankStep, coef: float, alone: bool) -> list[tuple[float, dict[str, float]]]:
+        """(reward, components) of these rows with the reward model's score: coef x it, added to the reward unless it is
+        `alone` the reward. Both become columns; a sample whose own reward is invalid stays so."""
+        samples = read_samples(self.queue, step.refs)
+        batch = pack(samples, share_prefix=self._share_prefix)
+        values = self.engine.infer(batch, ("scores",))["scores"].double().tolist()
+        out = []
+        for sample, value in zip(samples, values, strict=True):
+            parts = {"reward_model": value}
+            if not alone:
+                parts = {"function": sample.reward, **sample.components, **parts}
+            out.append((coef * value + (0.0 if alone else sample.reward), parts))
+        if not step.idle:
+            columns = {"reward": [reward for reward, _ in out]}
+            columns |= {
+                f"component/{n}": [parts[n] for _, parts in out] for n in ("reward_model", "function") if n in parts
+            }
+            each = np.arange(len(out) + 1, dtype=np.int64)
+            self.queue.write(
+                step.refs, {n: Ragged(torch.tensor(v, dtype=torch.float64), each) for n, v in columns.items()}
             )
-            scored.append(replace(sample, reward=coef * value + (0.0 if alone else sample.reward), components=parts))
-        self.queue.drop(refs)
-        return self.queue.put(scored)
+        return out
 
     def score_rows(self, rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> list[float]:
         """The reward model's score of each (prompt ids, response ids)."""
-        assert self.engine is not None
         samples = [
             Sample(
                 sample_id=str(i),
@@ -137,147 +151,63 @@ class Role:
             )
             for i, (prompt, response) in enumerate(rows)
         ]
-        return self.engine.infer(pack(samples, share_prefix=self.share_prefix), ("scores",))["scores"].double().tolist()
-
-    def measure(self, samples: list[Sample], columns: Mapping[str, Tensor], terms: tuple[Term, ...]) -> Metrics:
-        """Loss and metrics of the terms on these rows, without a step."""
-        assert self.engine is not None
-        batch = self._batch(Refs(ref_of(s) for s in samples), samples, columns, terms)
-        outputs = self.engine.infer(batch, tuple(dict.fromkeys(n for t in terms for n in t.outputs)))
-        with torch.no_grad():
-            _, found = evaluate_terms(terms, batch, {n: v.double() for n, v in outputs.items()})
-        unit, count = (
-            ("token", batch.num_loss_tokens)
-            if all(t.unit == "token" for t in terms)
-            else ("sequence", batch.num_sequences)
+        return (
+            self.engine.infer(pack(samples, share_prefix=self._share_prefix), ("scores",))["scores"].double().tolist()
         )
-        losses = {t.name: Metric(found[t.name].total * count, float(count), unit) for t in terms}  # type: ignore[arg-type]
-        return {**found, **losses}
 
-    def logprobs(self, samples: list[Sample]) -> list[np.ndarray]:
-        """Log-probs of the trainable tokens of each row, float32."""
-        assert self.engine is not None
-        batch = pack(samples, share_prefix=self.share_prefix)
-        found = self.engine.infer(batch, ("logprobs",))["logprobs"].float().numpy()
-        return [found[int(a) : int(b)] for a, b in zip(batch.row_start[:-1], batch.row_start[1:])]
+    # -- weights and state ---------------------------------------------------------------------------------------------
 
-    def snapshot(self, version: int, probes: Sequence[np.ndarray], copy: bool) -> Snapshot:
-        """The weights as of now, with manifest and probe log-probs, for the checkpoint engine."""
-        assert self.engine is not None
-        return take_snapshot(self.engine, version, probes, copy=copy)
+    def send_weights(self, version: int, probes: Sequence[np.ndarray], copy: bool) -> Sent | None:
+        """The weights as of now, for the checkpoint engine; the first rank answers."""
+        assert self._sender is not None, f"{self.name} publishes nothing"
+        if self.ranks.rank:
+            attend(self.engine, probes)
+            return None
+        return self._sender.send(self.engine, version, probes, copy=copy)
 
-    def state(self) -> dict[str, Any]:
-        assert self.engine is not None
-        return self.engine.state()
+    def save(self, path: Path) -> None:
+        self.engine.save(path)
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        assert self.engine is not None
-        self.engine.load_state(state)
+    def load(self, path: Path) -> None:
+        self.engine.load(path)
 
-    def call(self, fn: Callable[[ModelEngine], Any]) -> Any:
-        """Run `fn` on the engine in this worker's order (export, inspection)."""
-        assert self.engine is not None
-        return fn(self.engine)
+    def export(self, path: Path) -> None:
+        """A ready Hugging Face folder of the weights as they are."""
+        assert self._hf_export is not None, f"{self.name} is not exported"
+        if self.ranks.rank == 0:
+            self._hf_export.write(path, self.engine.weights())
+        self.ranks.all_gather(None)
 
-    # -- private -----------------------------------------------------------------------------------------------------
+    # -- private -------------------------------------------------------------------------------------------------------
 
-    def _batch(
-        self, refs: Refs, samples: list[Sample], columns: Mapping[str, Tensor], terms: tuple[Term, ...]
-    ) -> Batch:
-        batch = pack(samples, share_prefix=self.share_prefix).with_columns(columns)
-        layout = columns_of(refs, columns)
-        check_finite(layout, tuple(n for n in columns if columns[n].is_floating_point()))
-        weights = term_weights(layout, terms)
-        token = {f"w/{t.name}": weights[f"w/{t.name}"] for t in terms if t.unit == "token"}
-        first = {int(s): r for r, s in reversed(list(enumerate(batch.sequence)))}
-        rows = {}
-        for term in terms:
-            if term.unit == "sequence":
-                per_row = torch.zeros(batch.num_rows, dtype=torch.float64)
-                per_row[list(first.values())] = weights[f"w/{term.name}"][list(first)]
-                rows[f"w/{term.name}"] = per_row
-        return batch.with_columns({**token, "mask": layout.mask}).with_row_columns(rows)
+    def _pack(self, refs: Refs) -> Batch:
+        return pack(read_samples(self.queue, refs), share_prefix=self._share_prefix)
 
-    def _record(self, refs: Refs, batch: Batch, columns: Mapping[str, Tensor], *, first: bool) -> Metrics:
-        mask = batch.columns["mask"].bool()
-        kept = {f"train_{n}": Ragged(c, batch.row_start) for n, c in columns.items() if n in ("logprobs", "entropy")}
-        self.queue.write(refs, kept)
-        entropy = columns["entropy"][mask].double()
-        out: Metrics = {"actor/entropy": Metric(float(entropy.sum()), float(len(entropy)), "token")}
-        if first:  # no old_logprobs pass: this is the trainer's view of the tokens before any update
-            out |= mismatch_metrics(columns["logprobs"], batch.columns["rollout_logprobs"], mask)
-        return out
+    def _batch(self, step: RankStep, terms: Sequence[Term], inputs: Sequence[str]) -> Batch:
+        batch = self._pack(step.refs)
+        weights = {t.name: f"w/{t.name}{step.weights}" for t in terms}
+        stored = [name for name in inputs if name not in batch.columns]
+        found = self.queue.read(step.refs, [*stored, *weights.values(), "loss_mask"])
+        token = {name: found[name].values for name in stored} | {"mask": found["loss_mask"].values}
+        token |= {f"w/{t.name}": found[weights[t.name]].values for t in terms if t.unit == "token"}
+        rows = {f"w/{t.name}": found[weights[t.name]].values for t in terms if t.unit == "sequence"}
+        batch = batch.with_columns(token).with_row_columns(rows)
+        return without_weight(batch) if step.idle else batch
 
-
-def columns_of(refs: Refs, token: Mapping[str, Tensor], baselines: Mapping[str, float] | None = None) -> Columns:
-    """The layout of these rows; mask = tokens of rows with a valid reward.
-
-    Sequence columns [S]: `score`, `group`, `valid`, `positive` (a valid score above 0), `component/NAME` of dict rewards
-    (NaN where a reward had none), and `baseline` (mean score of the group's baseline trajectories) where given.
-    """
-    sequence_names: dict[str, int] = {}
-    group_names: dict[str, int] = {}
-    sequence = [sequence_names.setdefault(r.trajectory_id, len(sequence_names)) for r in refs]
-    s = len(sequence_names)
-
-    def column(values: Iterable[float | bool], dtype: type) -> Tensor:
-        out: np.ndarray = np.zeros(s, dtype)
-        out[sequence] = list(values)
-        return torch.from_numpy(out)
-
-    valid = column((r.outcome == "ok" and r.reward == r.reward for r in refs), np.bool_)
-    score = torch.where(valid, column((r.reward for r in refs), np.float64), 0.0)
-    group = column((group_names.setdefault(r.group_id, len(group_names)) for r in refs), np.int64)
-    extra = {"positive": valid & (score > 0)}
-    for name in sorted({name for r in refs for name in r.components}):
-        extra[f"component/{name}"] = column((r.components.get(name, float("nan")) for r in refs), np.float64)
-    if baselines:
-        extra["baseline"] = column((baselines[r.group_id] for r in refs), np.float64)
-    counts = np.array([r.loss_tokens for r in refs], np.int64)
-    sequence_of = torch.from_numpy(np.repeat(np.array(sequence, np.int64), counts))
-    return Columns(
-        token=token,
-        sequence={"score": score, "group": group, "valid": valid, **extra},
-        sequence_of=sequence_of,
-        num_sequences=s,
-        mask=valid[sequence_of],
-    )
-
-
-def _baseline_scores(refs: Refs) -> dict[str, float]:
-    """Mean score of each group's baseline trajectories; a group with a broken baseline was never selected (play.py)."""
-    return {g: sum(r.reward for r in rows) / len(rows) for g, rows in refs.of("baseline").groups().items()}
-
-
-def _valid(refs: Refs, batch: Batch) -> Tensor:
-    ok = torch.tensor([r.outcome == "ok" and r.reward == r.reward for r in refs])
-    return ok[batch.row_of]
-
-
-def _token_column(found: object, name: str, num_tokens: int) -> Tensor:
-    """The output of a `compute` function, which may be a user's own: one value per trainable token of the step."""
-    value = found.get(name) if isinstance(found, Mapping) else None
-    if not isinstance(value, Tensor):
-        given = sorted(map(str, found)) if isinstance(found, Mapping) else f"a {type(found).__name__}"
-        raise ValueError(f"the function must return {{{name!r}: tensor [{num_tokens}]}}; it returned {given}")
-    if value.dim() == 0 or len(value) != num_tokens:
-        raise ValueError(
-            f"{name} has shape {list(value.shape)}; it needs one value for each of {num_tokens} trainable tokens"
-        )
-    return value
+    def _two_passes(self, batch: Batch, terms: tuple[Term, ...]) -> tuple[Batch, Sequence[Term], Metrics]:
+        whole = [t for t in terms if t.two_pass]
+        if not whole:
+            return batch, terms, {}
+        can = self.engine.capabilities
+        if (
+            self.ranks.world_size == 1
+            and can.one_pass
+            and len(make_microbatches(batch, can.max_tokens_per_microbatch)) == 1
+        ):
+            return batch, terms, {}
+        outputs = self.engine.infer(batch, tuple(dict.fromkeys(n for t in whole for n in t.outputs)))
+        return first_pass(batch, terms, outputs, self.ranks)  # type: ignore[return-value]
 
 
 def _prefixed(metrics: Metrics, prefix: str) -> Metrics:
     return {prefix + name: metric for name, metric in metrics.items()}
-
-
-def _advantage_metrics(columns: Columns, found: Computed) -> Metrics:
-    out: Metrics = {}
-    for name in ("advantages", "returns"):
-        value = found.get(name)
-        if isinstance(value, Tensor) and len(value) == len(columns.mask) and columns.mask.any():
-            x = value[columns.mask].double()
-            out[f"critic/{name}/mean"] = Metric(float(x.sum()), float(len(x)), "token")
-            out[f"critic/{name}/max"] = Metric(float(x.max()), 1, "token", "max")
-            out[f"critic/{name}/min"] = Metric(float(x.min()), 1, "token", "min")
-    return out

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes import FakeEngine
+from fakes import FakeEngine, put
 from stage import SAMPLING, Stage, by_id, group_id, groups_of, jitter, play, seed_of, task_of
 
 from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput
@@ -24,8 +24,9 @@ from verl.agent_loop.single_turn import SingleTurnLoop
 from verl.algorithms.advantages import grpo, token_rewards
 from verl.algorithms.table import resolve
 from verl.transfer_queue.memory import MemoryQueue
+from verl.transfer_queue.rows import read_samples
 from verl.types import Invalid, Refs, Sample, Score, Segment, Trajectory, derive_seed
-from verl.workers.role import Role
+from verl.workers.compute import Compute
 from verl.workers.waits import DeadlineExpired
 
 # -- order -------------------------------------------------------------------------------------------------------------
@@ -34,14 +35,14 @@ from verl.workers.waits import DeadlineExpired
 def test_at_staleness_0_a_batch_is_in_admission_order_whatever_ends_first(tmp_path):
     async def test():
         stage = Stage(tmp_path, prompts=8, n=3)
-        async with stage.player:
+        async with stage.groups:
             batches = [groups_of(await stage.step()) for _ in range(3)]
         assert batches == [[group_id(8 * s + i) for i in range(8)] for s in range(3)]
         ended = [e["group_id"] for e in stage.log("scored")]
         assert sorted(ended) == [group_id(i) for i in range(24)] and ended != sorted(ended), (
             "they did end in another order"
         )
-        assert len(stage.queue) == 0 and stage.player.groups == {} and stage.player.in_flight() == []
+        assert len(stage.queue) == 0 and stage.groups.groups == {} and stage.groups.save() == ()
 
     play(test)
 
@@ -49,10 +50,10 @@ def test_at_staleness_0_a_batch_is_in_admission_order_whatever_ends_first(tmp_pa
 def test_rows_of_a_group_are_in_order_and_carry_what_was_played(tmp_path):
     async def test():
         stage = Stage(tmp_path, prompts=2, n=4)
-        async with stage.player:
-            refs = await stage.player.take(0)
+        async with stage.groups:
+            refs = await stage.groups.take(0)
             assert [r.sample_id for r in refs] == [f"{group_id(g)}/train{i}.0#0" for g in range(2) for i in range(4)]
-            for ref, sample in zip(refs, stage.queue.samples(refs), strict=True):
+            for ref, sample in zip(refs, read_samples(stage.queue, refs), strict=True):
                 assert ref.reward == by_id(SimpleNamespace(request_id=ref.trajectory_id)).value
                 assert ref.prompt_tokens == 3 and 1 <= ref.loss_tokens <= 5 and ref.outcome == "ok"
                 assert (ref.version_min, ref.version_max) == (0, 0) and sample.temperature == 1.0
@@ -78,7 +79,7 @@ def test_what_a_loop_and_a_reward_are_given(tmp_path):
         stage = Stage(
             tmp_path, prompts=1, n=1, algorithm=resolve("reinforce"), loop=lambda s: Looks(None, s, None), reward=reward
         )
-        async with stage.player:
+        async with stage.groups:
             await stage.step()
 
     play(test)
@@ -98,10 +99,10 @@ def test_what_a_loop_and_a_reward_are_given(tmp_path):
 
 async def one(stage: Stage, index: int = 0) -> Trajectory:
     """Play the first group alone; one of its trajectories."""
-    async with stage.player:
-        stage.player._admit()
-        await stage.player.drain()
-        group = next(iter(stage.player.groups.values()), None)
+    async with stage.groups:
+        stage.groups._admit()
+        await stage.groups.drain()
+        group = next(iter(stage.groups.groups.values()), None)
         assert group is not None, stage.released()
         return group.trajectories[index]
 
@@ -135,7 +136,7 @@ def test_an_invalid_reward_is_tried_again_until_the_last_attempt(tmp_path):
         assert (trajectory.attempt, trajectory.outcome, trajectory.error) == (3, "invalid", "timeout: no result")
         assert trajectory.reward == Invalid("timeout", "no result") and stage.engine.calls == 4 + 2
         assert len({s.seed for _, _, s in stage.engine.requests}) == 6
-        assert stage.player.stats.invalid == {"timeout": 1} and stage.player.stats.played == 3
+        assert stage.groups.stats.invalid == {"timeout": 1} and stage.groups.stats.played == 3
 
     play(test)
 
@@ -214,9 +215,9 @@ def cancels(prompt, out):
 def test_what_a_loop_returns_is_an_outcome_never_a_crash(tmp_path, make, outcome, error):
     async def test():
         stage = Stage(tmp_path, n=2, reward=lambda r: Score(0.0), loop=loop_that(make))
-        async with stage.player:
+        async with stage.groups:
             seat = SimpleNamespace(group_id="g", index=0, purpose="train", epoch=0, draw=0)
-            made = await stage.trajectories.play(task_of(0), seat, SAMPLING)
+            made = await stage.trajectories.run(task_of(0), seat, SAMPLING)
         assert made.outcome == outcome and made.error.startswith(error), made.error
         assert (made.reward == Score(0.75)) == (outcome == "ok")
 
@@ -232,10 +233,10 @@ def test_an_aborted_request_is_cancelled_and_played_again(tmp_path):
     async def test():
         stage = Stage(tmp_path, n=1, max_attempts=2, engine=Gives_up())
         seat = SimpleNamespace(group_id="g", index=0, purpose="train", epoch=0, draw=0)
-        made = await stage.trajectories.play(task_of(0), seat, SAMPLING)
+        made = await stage.trajectories.run(task_of(0), seat, SAMPLING)
         assert (made.outcome, made.attempt) == ("ok", 1)
         stage = Stage(tmp_path / "b", n=1, max_attempts=1, engine=Gives_up())
-        made = await stage.trajectories.play(task_of(0), seat, SAMPLING)
+        made = await stage.trajectories.run(task_of(0), seat, SAMPLING)
         assert (made.outcome, made.stop_reason, made.reward) == ("cancelled", "abort", None)
 
     play(test)
@@ -258,7 +259,7 @@ class SlowReward:
 def test_a_reward_that_never_comes_is_invalid_and_the_step_goes_on(tmp_path):
     async def test():
         stage = Stage(tmp_path, reward=SlowReward(lambda name: "train2" in name), timeout_s=30)
-        async with stage.player:
+        async with stage.groups:
             refs = await stage.step()
         assert len(refs) == 4 * 3 and not [r for r in refs if "train2" in r.trajectory_id]
         assert Counter(e for s in stage.log("scored") for e in s["errors"]) == {"timeout: no reward in 30 s": 4}
@@ -272,7 +273,7 @@ def test_a_trajectory_that_always_hangs_costs_itself_and_not_the_step(tmp_path):
     async def test():
         engine = FakeEngine(hang={seed_of(0, 0, a) for a in range(3)}.__contains__)
         stage = Stage(tmp_path, engine=engine, timeout_s=30, play_timeout_s=1, max_attempts=3)
-        async with stage.player:
+        async with stage.groups:
             refs = await stage.step()
         assert len(refs) == 15 and stage.log("scored")[-1]["errors"] == ["timeout: the agent loop did not end in 30 s"]
 
@@ -291,14 +292,14 @@ def test_an_internal_error_in_a_group_surfaces_in_take_and_stops_its_siblings(tm
 
         engine = FakeEngine(hang=lambda seed: seed in {seed_of(2, 0), seed_of(2, 3)})
         stage = Stage(tmp_path, reward=reward, engine=engine)
-        async with stage.player:
+        async with stage.groups:
             with pytest.raises(ZeroDivisionError, match="ours"):
                 await stage.step()
             assert not {f"{group_id(2)}/train{i}.0" for i in range(4)} & engine.live, (
                 "its siblings do not go on unwatched"
             )
             with pytest.raises(ZeroDivisionError):
-                await stage.player.take(0)
+                await stage.groups.take(0)
 
     play(test)
 
@@ -320,11 +321,11 @@ def test_leaving_cancels_everything_and_stays_until_it_has_ended(tmp_path):
         engine = FakeEngine(delay_s=lambda seed: 1e6)
         stage = Stage(tmp_path, engine=engine, staleness=1.0, loop=lambda s: Careful(None, s, None))
         with pytest.raises(TimeoutError):
-            async with stage.player:
+            async with stage.groups:
                 async with asyncio.timeout(100):
                     await stage.step()
         assert engine.calls == 32 and not engine.live and len(ended) == 32
-        assert not stage.player._running and stage.waits.pending() == []
+        assert not stage.groups._running and stage.waits.pending() == []
 
     play(test)
 
@@ -334,11 +335,11 @@ def test_nothing_is_admitted_any_more_while_leaving(tmp_path):
 
     async def test():
         stage = Stage(tmp_path, staleness=1.0, engine=FakeEngine(delay_s=lambda seed: 3))
-        async with stage.player:
+        async with stage.groups:
             await stage.step()
             calls = stage.engine.calls
-        stage.player._admit()
-        assert stage.engine.calls == calls and not stage.player._running
+        stage.groups._admit()
+        assert stage.engine.calls == calls and not stage.groups._running
 
     play(test)
 
@@ -346,7 +347,7 @@ def test_nothing_is_admitted_any_more_while_leaving(tmp_path):
 def test_a_wait_that_nobody_answers_says_what_it_waits_for(tmp_path):
     async def test():
         stage = Stage(tmp_path, timeout_s=100, play_timeout_s=50)
-        async with stage.player:
+        async with stage.groups:
             await stage.step(publish=False)
             with pytest.raises(
                 DeadlineExpired,
@@ -360,10 +361,10 @@ def test_a_wait_that_nobody_answers_says_what_it_waits_for(tmp_path):
 def test_drain_waits_for_everything_that_is_generated(tmp_path):
     async def test():
         stage = Stage(tmp_path, sync_every=3)
-        async with stage.player:
-            await stage.player.take(0)
-            await stage.player.drain()
-            assert not stage.engine.live and not stage.player._running
+        async with stage.groups:
+            await stage.groups.take(0)
+            await stage.groups.drain()
+            assert not stage.engine.live and not stage.groups._running
             assert len(stage.log("scored")) == 12, "three steps share a version: their groups were all in flight"
 
     play(test)
@@ -373,7 +374,7 @@ def test_drain_waits_for_everything_that_is_generated(tmp_path):
 
 
 def advantages_of(queue: MemoryQueue, refs: Refs) -> dict[str, np.ndarray]:
-    role = Role("compute", queue)
+    role = Compute(queue)
     role.compute(refs, lambda columns: {"rewards": token_rewards(columns)}, (), ("rewards",))
     role.compute(refs, grpo, ("rewards",), ("advantages",))
     column = queue.read(refs, ("advantages",))["advantages"]
@@ -387,9 +388,9 @@ def test_with_a_third_invalid_the_advantages_are_those_of_the_valid_subset(tmp_p
             return Invalid("timeout") if derive_seed(seed, request.request_id) % 10 < 3 else by_id(request)
 
         stage = Stage(tmp_path, prompts=8, n=8, reward=reward)
-        async with stage.player:
-            refs = await stage.player.take(0)
-            groups = list(stage.player.groups.values())
+        async with stage.groups:
+            refs = await stage.groups.take(0)
+            groups = list(stage.groups.groups.values())
         played = [t for g in groups for t in g.trajectories]
         assert len(played) == 64 and 8 < sum(t.outcome == "invalid" for t in played) < 32
         valid = {t.trajectory_id: t for t in played if t.outcome == "ok"}
@@ -418,7 +419,7 @@ def test_with_a_third_invalid_the_advantages_are_those_of_the_valid_subset(tmp_p
         for t in played
     ]
     random.Random(seed).shuffle(everything)  # nor does the order matter
-    found = advantages_of(queue, queue.put(everything))
+    found = advantages_of(queue, put(queue, everything))
     for t in played:
         want = expected.get(t.trajectory_id, np.zeros(t.loss_tokens))
         np.testing.assert_allclose(found[t.trajectory_id], want, rtol=1e-12, atol=0)
@@ -440,10 +441,10 @@ def test_256_trajectories_of_which_some_raise_and_some_hang(tmp_path):
             hang={seed_of(*p) for p in hanging}.__contains__,
         )
         stage = Stage(tmp_path, engine=engine, prompts=32, n=8, timeout_s=60)
-        async with stage.player:
-            refs = await stage.player.take(0)
-            groups = list(stage.player.groups.values())
-            stats = stage.player.stats
+        async with stage.groups:
+            refs = await stage.groups.take(0)
+            groups = list(stage.groups.groups.values())
+            stats = stage.groups.stats
         played = [t for g in groups for t in g.trajectories]
         assert [(t.group_id, t.index) for t in played] == [(group_id(g), i) for g, i in places]
         assert len({t.trajectory_id for t in played}) == 256 == engine.calls
@@ -465,9 +466,9 @@ def test_evaluation_holds_no_slot_and_has_seeds_of_its_own(tmp_path):
     async def test():
         stage = Stage(tmp_path, prompts=1, n=1, algorithm=resolve("reinforce"))
         seat = SimpleNamespace(group_id="eval5/greedy/0", index=0, purpose="eval", epoch=0, draw=0)
-        async with stage.player:
+        async with stage.groups:
             free = stage.scheduler.free_slots()
-            made = await stage.trajectories.play(task_of(0), seat, replace(SAMPLING, temperature=0.0))
+            made = await stage.trajectories.run(task_of(0), seat, replace(SAMPLING, temperature=0.0))
             assert stage.scheduler.free_slots() == free and len(stage.queue) == 0
             await stage.step()
         assert made.trajectory_id == "eval5/greedy/0/eval0.0"
@@ -479,9 +480,9 @@ def test_evaluation_holds_no_slot_and_has_seeds_of_its_own(tmp_path):
 def test_the_prompt_of_a_trajectory_is_the_tasks_own(tmp_path):
     async def test():
         stage = Stage(tmp_path, prompts=3, n=1, algorithm=resolve("reinforce"))
-        async with stage.player:
-            refs = await stage.player.take(0)
-            for i, sample in enumerate(stage.queue.samples(refs)):
+        async with stage.groups:
+            refs = await stage.groups.take(0)
+            for i, sample in enumerate(read_samples(stage.queue, refs)):
                 first = sample.segments[0]
                 assert isinstance(first, Segment) and first.ids.tolist() == task_of(i).prompt_ids.tolist()
                 assert torch.tensor(first.ids).dtype == torch.int64

@@ -19,8 +19,9 @@ from fakes import FakeEngine
 from stage import SAMPLING, Stage, by_id, group_id, groups_of, jitter, play, seed_of
 
 from verl.algorithms.table import Algorithm, GroupSpec, resolve
-from verl.driver.play import InvalidShare, RunEnded
+from verl.driver.rollouts import InvalidShare, RunEnded
 from verl.track.events import read_events
+from verl.transfer_queue.rows import read_samples
 from verl.types import Invalid, Score, Trajectory, derive_seed
 
 # -- groups that do not train ------------------------------------------------------------------------------------------
@@ -40,10 +41,10 @@ def test_a_group_with_too_few_valid_trajectories_is_released_and_replaced(tmp_pa
             engine=engine,
             reward=lambda r: Invalid("crash", "x") if fault == "reward" and r.request_id in bad else by_id(r),
         )
-        async with stage.player:
+        async with stage.groups:
             refs = await stage.step()
             assert groups_of(refs) == [group_id(i) for i in (0, 2, 3, 4)]
-            assert stage.player.stats.released == {reason: 1}
+            assert stage.groups.stats.released == {reason: 1}
             assert len(stage.queue) == 0
         assert stage.log("released") == [{"group_id": group_id(1), "reason": reason}]
 
@@ -56,7 +57,7 @@ def test_a_group_that_keeps_enough_valid_trajectories_trains_on_those(tmp_path):
             tmp_path,
             reward=lambda r: Invalid("crash") if "train0" in r.request_id or "train3" in r.request_id else by_id(r),
         )
-        async with stage.player:
+        async with stage.groups:
             refs = await stage.step()
         assert [r.trajectory_id.split("/")[1] for r in refs] == ["train1.0", "train2.0"] * 4
         assert not stage.released()
@@ -78,9 +79,9 @@ def test_a_baseline_rides_in_its_group_and_its_failure_releases_the_group(tmp_pa
             algorithm=greedy_baseline(),
             engine=FakeEngine(fail={seed_of(1, 0, purpose="baseline")}.__contains__),
         )
-        async with stage.player:
+        async with stage.groups:
             refs = await stage.step()
-            assert groups_of(refs) == [group_id(0), group_id(2)] and stage.player.stats.released == {"failed": 1}
+            assert groups_of(refs) == [group_id(0), group_id(2)] and stage.groups.stats.released == {"failed": 1}
         assert [(r.purpose, r.trajectory_id) for r in refs[:3]] == [
             ("train", f"{group_id(0)}/train0.0"),
             ("train", f"{group_id(0)}/train1.0"),
@@ -99,18 +100,18 @@ def test_dynamic_sampling_rejects_flat_groups_and_refills(tmp_path):
             return Score(1.0 - draw % 3) if draw % 3 < 2 else by_id(request)
 
         stage = Stage(tmp_path, prompts=3, algorithm=resolve("dapo"), reward=reward)
-        async with stage.player:
+        async with stage.groups:
             for s in range(2):
-                refs = await stage.player.take(s)
+                refs = await stage.groups.take(s)
                 assert groups_of(refs) == [group_id(9 * s + 2 + 3 * i) for i in range(3)]
                 assert (
-                    stage.player.stats.flat,
-                    stage.player.stats.groups,
-                    stage.player.stats.released["rejected"],
+                    stage.groups.stats.flat,
+                    stage.groups.stats.groups,
+                    stage.groups.stats.released["rejected"],
                 ) == (6, 9, 6)
-                stage.player.stats = type(stage.player.stats)()
-                stage.player.trained(s, refs)
-                stage.player.published(s + 1)
+                stage.groups.stats = type(stage.groups.stats)()
+                stage.groups.on_trained(s, refs)
+                stage.groups.on_published(s + 1)
 
     play(test)
 
@@ -121,10 +122,10 @@ def test_selection_looks_at_the_named_component_and_says_when_it_is_missing(tmp_
         stage = Stage(
             tmp_path, prompts=1, algorithm=algorithm, reward=lambda r: Score(1.0, {"acc": by_id(r).value, "score": 1.0})
         )
-        async with stage.player:
+        async with stage.groups:
             assert len(await stage.step()) == 4
         stage = Stage(tmp_path / "b", prompts=1, algorithm=algorithm, reward=lambda r: Score(1.0, {"format": 1.0}))
-        async with stage.player:
+        async with stage.groups:
             with pytest.raises(ValueError, match=r"filter_metric='acc' is not a component of the reward \(format\)"):
                 await stage.step()
 
@@ -140,13 +141,13 @@ def test_data_without_signal_ends_as_declared(tmp_path, on_exhausted):
             algorithm=algorithm,
             reward=lambda r: by_id(r) if r.request_id.startswith(group_id(0)) else Score(0.0),
         )
-        async with stage.player:
+        async with stage.groups:
             if on_exhausted == "smaller":
                 assert groups_of(await stage.step()) == [group_id(0)]
             with pytest.raises(RunEnded, match=r"the draw budget is spent .*rejected"):
                 await stage.step()
-            await stage.player.drain()
-        assert not stage.player._running
+            await stage.groups.drain()
+        assert not stage.groups._running
 
     play(test)
 
@@ -154,7 +155,7 @@ def test_data_without_signal_ends_as_declared(tmp_path, on_exhausted):
 def test_used_up_tasks_end_the_run_by_name(tmp_path):
     async def test():
         stage = Stage(tmp_path, prompts=4, tasks=6, epochs=1)
-        async with stage.player:
+        async with stage.groups:
             await stage.step()
             with pytest.raises(RunEnded, match="the tasks are used up with 2 of 4 groups complete"):
                 await stage.step()
@@ -185,12 +186,12 @@ def test_over_sampled_surplus_returns_its_draw_which_is_drawn_again_first(tmp_pa
         engine = HangsAtFirst(*hung)
         stage = Stage(tmp_path, engine=engine, staleness=staleness, oversample=0.5, n=2, tasks=40, epochs=1, steps=8)
         trained: list[str] = []
-        async with stage.player:
+        async with stage.groups:
             for _ in range(8):
                 refs = await stage.step()
                 assert len(groups_of(refs)) == 4 and len(refs) == 8
                 trained += groups_of(refs)
-                held = {int(g[1:]) for g in (*trained, *stage.player.groups)}
+                held = {int(g[1:]) for g in (*trained, *stage.groups.groups)}
                 state = stage.cursor.state()
                 assert held | set(state["returned"]) == set(range(state["next_draw"])), "no draw is lost"
                 assert not held & set(state["returned"]), "and none is in two places"
@@ -200,7 +201,7 @@ def test_over_sampled_surplus_returns_its_draw_which_is_drawn_again_first(tmp_pa
             assert all(dispatched[group_id(d)] == 2 for d in hung) and max(dispatched.values()) == 2
         assert len(set(trained)) == 32, "none is trained twice"
         assert {group_id(d) for d in hung} <= set(trained), "the dropped ones came back"
-        assert not engine.live and len(stage.queue) == sum(len(r) for r in stage.player._refs.values())
+        assert not engine.live and len(stage.queue) == sum(len(r) for r in stage.groups._refs.values())
 
     play(test)
 
@@ -221,7 +222,7 @@ def test_a_share_of_invalid_rewards_above_the_limit_ends_the_run_with_the_reason
             )
 
         stage = Stage(tmp_path, prompts=8, n=8, reward=reward, max_invalid_share=0.2)
-        async with stage.player:
+        async with stage.groups:
             with pytest.raises(RunEnded) as caught:
                 await stage.step()
         text = str(caught.value)
@@ -235,7 +236,7 @@ def test_a_share_of_invalid_rewards_above_the_limit_ends_the_run_with_the_reason
 def test_a_dead_engine_ends_the_run_with_its_cause(tmp_path):
     async def test():
         stage = Stage(tmp_path, engine=FakeEngine(fail=lambda seed: True), max_invalid_share=0.2)
-        async with stage.player:
+        async with stage.groups:
             with pytest.raises(RunEnded, match=r"16 of 16 .*16 x RuntimeError: the engine broke this request"):
                 await stage.step()
 
@@ -255,7 +256,7 @@ def test_small_steps_are_judged_together(tmp_path):
             max_invalid_share=0.2,
             reward=lambda r: Invalid("crash") if "train0" in r.request_id else by_id(r),
         )
-        async with stage.player:
+        async with stage.groups:
             with pytest.raises(RunEnded, match="max_invalid_share"):
                 for _ in range(100):
                     await stage.step()
@@ -334,12 +335,12 @@ def test_versions_are_per_span_and_never_older_than_allowed(tmp_path, staleness,
         engine = Straddles()
         stage = Stage(tmp_path, engine=engine, staleness=staleness, sync_every=sync_every, steps=14, n=3)
         mixed, lags, ids = 0, [], []
-        async with stage.player:
+        async with stage.groups:
             for step in range(14):
-                refs = await stage.player.take(step)
+                refs = await stage.groups.take(step)
                 now = stage.scheduler.version
-                admitted = {g.group_id: g.admitted_version for g in stage.player.groups.values()}
-                for ref, sample in zip(refs, stage.queue.samples(refs), strict=True):
+                admitted = {g.group_id: g.admitted_version for g in stage.groups.groups.values()}
+                for ref, sample in zip(refs, read_samples(stage.queue, refs), strict=True):
                     versions = [s.version for s in sample.segments if s.source == "sampled"]
                     assert versions == sorted(versions) and (ref.version_min, ref.version_max) == (
                         versions[0],
@@ -351,11 +352,11 @@ def test_versions_are_per_span_and_never_older_than_allowed(tmp_path, staleness,
                         assert ref.version_min < ref.version_max, "it went on under new weights"
                         mixed += 1
                 ids += groups_of(refs)
-                stage.player.trained(step, refs)
+                stage.groups.on_trained(step, refs)
                 stage.queue.drop(refs)
                 if stage.scheduler.publish_due(step):
                     await engine.load_weights(SimpleNamespace(version=now + 1, tensors=lambda: ()), on_inflight="keep")
-                    stage.player.published(now + 1)
+                    stage.groups.on_published(now + 1)
         assert max(lags) <= np.ceil(staleness) and max(lags) >= 1
         assert mixed > 5
         assert len(set(ids)) == 14 * 4
@@ -378,15 +379,15 @@ def test_a_resumed_player_goes_on_with_the_same_ids_and_seeds_and_plays_nothing_
 
     async def first():
         stage = make(tmp_path / "a", stuck=True)
-        async with stage.player:
+        async with stage.groups:
             await stage.step()
             await asyncio.sleep(100)  # everything that can end has ended
             assert stage.engine.live == {n for n, _, s in stage.engine.requests if s.seed in slow}
-            return stage, stage.player.in_flight(), stage.scheduler.state(), stage.cursor.state()
+            return stage, stage.groups.save(), stage.scheduler.state(), stage.cursor.state()
 
     before, groups, scheduler, cursor = play(first)
-    complete = [g.group_id for g, _, done in groups if done]
-    running = {g.group_id: [t.index for t in g.trajectories] for g, _, done in groups if not done}
+    complete = [g.group_id for g in groups if g.complete]
+    running = {g.group_id: [t.index for t in g.trajectories] for g in groups if not g.complete}
     assert complete == [group_id(i) for i in (8, 9, 10, 11)]
     assert {g: sorted(v) for g, v in running.items()} == {
         group_id(4): [0, 2],
@@ -399,28 +400,25 @@ def test_a_resumed_player_goes_on_with_the_same_ids_and_seeds_and_plays_nothing_
         stage = make(tmp_path / "b")
         stage.engine.version = before.engine.version
         stage.cursor.load_state(cursor)
-        found = stage.scheduler.load_state(scheduler, 0.0)
-        assert set(found.complete) == set(complete) and set(found.running) == set(running)
-        async with stage.player:
-            for group, draw, done in groups:
-                stage.player.resume(group, draw, complete=done)
-            again = {g.group_id: [t.trajectory_id for t in g.trajectories] for g, _, _ in stage.player.in_flight()}
-            assert again == {g.group_id: [t.trajectory_id for t in g.trajectories] for g, _, _ in groups}, (
+        async with stage.groups:
+            await stage.groups.restore(scheduler, groups)
+            again = {g.group_id: [t.trajectory_id for t in g.trajectories] for g in stage.groups.save()}
+            assert again == {g.group_id: [t.trajectory_id for t in g.trajectories] for g in groups}, (
                 "before it ran a step"
             )
             refs = [await stage.step(), await stage.step()]
         assert [groups_of(r) for r in refs] == [[group_id(i) for i in range(4, 8)], [group_id(i) for i in range(8, 12)]]
         played = {n: s.seed for n, _, s in stage.engine.requests}
-        kept = {t.trajectory_id for g, _, _ in groups for t in g.trajectories}
+        kept = {t.trajectory_id for g in groups for t in g.trajectories}
         assert not kept & set(played), "what had ended is not played again"
         seeds = {n: s.seed for n, _, s in before.engine.requests}
         unfinished = {f"{g}/train{i}.0" for g, ended in running.items() for i in range(4) if i not in ended}
         assert {n: s for n, s in played.items() if n in seeds} == {n: seeds[n] for n in unfinished}
-        rows = {t.trajectory_id: t for g, _, _ in groups for t in g.trajectories}
+        rows = {t.trajectory_id: t for g in groups for t in g.trajectories}
         for ref in (*refs[0], *refs[1]):
             if ref.trajectory_id in rows:
                 kept_row = rows[ref.trajectory_id]
-                assert (ref.reward, ref.version_min) == (kept_row.reward.value, kept_row.versions[0])
+                assert (ref.reward, ref.version_min) == (kept_row.score.value, kept_row.segments[1].version)
             assert ref.reward == by_id(SimpleNamespace(request_id=ref.trajectory_id)).value
 
     play(second)
@@ -431,12 +429,12 @@ def test_what_a_checkpoint_holds_was_recorded_in_its_step_or_before(tmp_path):
 
     async def test():
         stage = Stage(tmp_path, staleness=1.0)
-        async with stage.player:
+        async with stage.groups:
             for number in (1, 2, 3):
                 await stage.step()
                 stage.events.flush()
                 found = {e.data["group_id"]: e.step for e in read_events(tmp_path, {"dispatched"})}
-                assert {g.group_id for g, _, _ in stage.player.in_flight()} <= set(found)
+                assert {g.group_id for g in stage.groups.save()} <= set(found)
                 assert max(found.values()) == number
                 assert max(e.step for e in read_events(tmp_path, {"scored", "released"})) <= number
 
@@ -448,22 +446,18 @@ def test_a_group_of_the_checkpoint_that_no_longer_fits_is_not_started(tmp_path):
 
     async def test():
         stage = Stage(tmp_path, staleness=2.0)
-        async with stage.player:
+        async with stage.groups:
             first = groups_of(await stage.step())
-            groups, scheduler, cursor = stage.player.in_flight(), stage.scheduler.state(), stage.cursor.state()
+            groups, scheduler, cursor = stage.groups.save(), stage.scheduler.state(), stage.cursor.state()
         fresh = Stage(tmp_path / "b", staleness=0.0)
         fresh.engine.version = stage.engine.version
         fresh.cursor.load_state(cursor)
-        found = fresh.scheduler.load_state(scheduler, 0.0)
-        assert found.dropped
-        async with fresh.player:
-            for group, draw, done in groups:
-                if group.group_id in found.dropped:
-                    fresh.cursor.give_back(draw)
-                else:
-                    fresh.player.resume(group, draw, complete=done)
+        async with fresh.groups:
+            await fresh.groups.restore(scheduler, groups)
+            kept = {g.group_id for g in fresh.groups.save()}
+            assert kept < {g.group_id for g in groups}
             trained = [g for _ in range(3) for g in groups_of(await fresh.step())]
-        assert set(trained[:4]) == set(found.complete) | set(found.running), "what was in flight goes first"
+        assert set(trained[:4]) == kept, "what was in flight goes first"
         assert sorted(first + trained) == [group_id(i) for i in range(16)], "none is lost, none is doubled"
 
     play(test)

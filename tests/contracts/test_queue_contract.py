@@ -11,10 +11,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from fakes import put
 
 from verl.batch import Ragged
 from verl.transfer_queue.base import TransferQueue
 from verl.transfer_queue.memory import MemoryQueue
+from verl.transfer_queue.rows import read_samples
 from verl.types import Refs, Sample, Segment
 
 BACKENDS: dict[str, Callable[[], TransferQueue]] = {"memory": MemoryQueue}
@@ -47,21 +49,21 @@ def pick(refs: Refs, *rows: int) -> Refs:
 
 
 def test_put_gives_refs_in_order_and_samples_come_back_in_the_order_asked(queue):
-    put = samples(5)
-    refs = queue.put(put)
+    given = samples(5)
+    refs = put(queue, given)
     assert refs.ids == ["s0", "s1", "s2", "s3", "s4"] and len(queue) == 5
     assert [(r.loss_tokens, r.prompt_tokens, r.version_min, r.reward) for r in refs[:2]] == [
         (1, 2, 4, 0.25),
         (2, 2, 4, 0.25),
     ]
-    back = queue.samples(pick(refs, 3, 0, 3))
+    back = read_samples(queue, pick(refs, 3, 0, 3))
     assert [s.sample_id for s in back] == ["s3", "s0", "s3"]
-    assert np.array_equal(back[1].segments[1].ids, put[0].segments[1].ids)
-    assert queue.put([]) == Refs() and queue.samples(Refs()) == []
+    assert np.array_equal(back[1].segments[1].ids, given[0].segments[1].ids)
+    assert put(queue, []) == Refs() and read_samples(queue, Refs()) == []
 
 
 def test_columns_are_ragged_typed_and_come_in_the_order_asked(queue):
-    refs = queue.put(samples(3))
+    refs = put(queue, samples(3))
     flat = [
         torch.tensor([10.0], dtype=torch.float64),
         torch.tensor([20.0, 21.0], dtype=torch.float64),
@@ -78,14 +80,14 @@ def test_columns_are_ragged_typed_and_come_in_the_order_asked(queue):
 
 
 def test_a_column_written_again_is_replaced_for_these_rows_only(queue):
-    refs = queue.put([sample("a", 2), sample("b", 2)])
+    refs = put(queue, [sample("a", 2), sample("b", 2)])
     queue.write(refs, {"x": ragged([torch.ones(2), torch.ones(2)])})
     queue.write(pick(refs, 1), {"x": ragged([torch.full((2,), 7.0)])})
     assert queue.read(refs, ("x",))["x"].values.tolist() == [1, 1, 7, 7]
 
 
 def test_both_sides_own_what_they_hold(queue):
-    refs = queue.put([sample("a", 2)])
+    refs = put(queue, [sample("a", 2)])
     written = torch.ones(2, requires_grad=True)
     values = written * 1.0
     queue.write(refs, {"x": Ragged(values, np.array([0, 2]))})
@@ -98,17 +100,17 @@ def test_both_sides_own_what_they_hold(queue):
 
 
 def test_a_doubled_id_is_refused_and_nothing_of_that_put_stays(queue):
-    queue.put([sample("a")])
+    put(queue, [sample("a")])
     with pytest.raises(ValueError, match=r"already in the queue: \['a'\]"):
-        queue.put([sample("b"), sample("a")])
+        put(queue, [sample("b"), sample("a")])
     with pytest.raises(ValueError, match=r"\['c'\]"):
-        queue.put([sample("c"), sample("d"), sample("c")])
+        put(queue, [sample("c"), sample("d"), sample("c")])
     assert len(queue) == 1
-    assert queue.put([sample("b"), sample("c")]).ids == ["b", "c"]
+    assert put(queue, [sample("b"), sample("c")]).ids == ["b", "c"]
 
 
 def test_missing_rows_and_columns_are_named(queue):
-    refs = queue.put(samples(3))
+    refs = put(queue, samples(3))
     queue.write(pick(refs, 0), {"x": ragged([torch.ones(1)])})
     with pytest.raises(ValueError, match=r"column 'x' was not written for 2 of 3 samples, e.g. s1"):
         queue.read(refs, ("x",))
@@ -116,7 +118,7 @@ def test_missing_rows_and_columns_are_named(queue):
         queue.read(refs, ("nothing",))
     queue.drop(pick(refs, 1))
     for call in (
-        lambda: queue.samples(refs),
+        lambda: read_samples(queue, refs),
         lambda: queue.read(refs, ("x",)),
         lambda: queue.having(refs, "x"),
         lambda: queue.drop(refs),
@@ -128,7 +130,7 @@ def test_missing_rows_and_columns_are_named(queue):
 
 
 def test_a_write_that_does_not_fit_is_refused_as_a_whole(queue):
-    refs = queue.put(samples(3))
+    refs = put(queue, samples(3))
     good = ragged([torch.ones(n) for n in (1, 2, 3)])
     with pytest.raises(ValueError, match="'bad' has 2 rows for 3 samples"):
         queue.write(refs, {"good": good, "bad": ragged([torch.ones(1), torch.ones(2)])})
@@ -137,8 +139,52 @@ def test_a_write_that_does_not_fit_is_refused_as_a_whole(queue):
     assert not queue.having(refs, "good")
 
 
+def test_everything_of_a_sample_is_a_column_and_comes_back(queue):
+    """Side channels, media, spans of several versions, components, an adapter: a row is what was put, whatever it holds."""
+    drawn = {"logprobs": np.array([-0.5, -0.25], np.float32), "version": 4}
+    routed = np.arange(8, dtype=np.int16).reshape(2, 2, 2)
+    plain = sample("plain")
+    rich = replace(
+        sample("rich"),
+        segments=(
+            Segment(ids=np.array([7, 7, 1]), source="prompt", media=("sha256:cat", "sha256:dog")),
+            Segment(ids=np.array([3, 4]), source="sampled", side={"routed": routed}, **drawn),
+            Segment(ids=np.zeros(0, np.int64), source="env"),
+            Segment(ids=np.array([9]), source="env", media=("sha256:plot",)),
+            Segment(ids=np.array([5, 6]), source="sampled", **{**drawn, "version": 5}),
+        ),
+        components={"acc": 1.0, "format": 0.5},
+        temperature=0.75,
+        truncated=True,
+        task_id="täsk",
+        stop_reason="length",
+        adapter="lora",
+    )
+    first = replace(
+        sample("first"), segments=(Segment(ids=np.array([5, 6]), source="sampled", **drawn),), reward=float("nan")
+    )
+    refs = put(queue, [plain, rich, first])
+    found = queue.read(pick(refs, 1), ("ids", "mask", "rollout_logprobs", "temperature", "reward", "component/acc"))
+    assert found["ids"].values.tolist() == [7, 7, 1, 3, 4, 9, 5, 6]
+    assert found["mask"].values.tolist() == [0, 0, 0, 1, 1, 0, 1, 1]
+    assert len(found["rollout_logprobs"].values) == refs[1].loss_tokens == 4
+    assert [found[n].values.item() for n in ("temperature", "reward", "component/acc")] == [0.75, 0.25, 1.0]
+    assert queue.read(pick(refs, 1), ("side/routed",))["side/routed"].values.dtype == torch.int16
+    assert {"ids", "component/acc", "side/routed"} <= set(queue.columns(refs))
+    for given, back in zip((first, plain, rich), read_samples(queue, pick(refs, 2, 0, 1)), strict=True):
+        assert replace(back, segments=(), reward=0.0) == replace(given, segments=(), reward=0.0)
+        assert back.reward == given.reward or (back.reward != back.reward and given.reward != given.reward)
+        assert len(back.segments) == len(given.segments)
+        for a, b in zip(given.segments, back.segments):
+            assert (a.source, a.version, a.media) == (b.source, b.version, b.media) and np.array_equal(a.ids, b.ids)
+            assert a.side.keys() == b.side.keys() and all(np.array_equal(a.side[n], b.side[n]) for n in a.side)
+            if a.logprobs is not None:
+                skip = given is first  # nothing predicts a row's first token: its log-prob is in no column
+                assert np.array_equal(a.logprobs[skip:], b.logprobs[skip:])
+
+
 def test_has_is_of_every_row(queue):
-    refs = queue.put(samples(2))
+    refs = put(queue, samples(2))
     assert not queue.having(refs, "x")
     queue.write(pick(refs, 0), {"x": ragged([torch.ones(1)])})
     assert queue.having(pick(refs, 0), "x") == pick(refs, 0) and queue.having(refs, "x") == pick(refs, 0)
@@ -147,18 +193,18 @@ def test_has_is_of_every_row(queue):
 
 
 def test_nothing_stays_after_drop(queue):
-    refs = queue.put(samples(4))
+    refs = put(queue, samples(4))
     column = ragged([torch.ones(n) for n in (1, 2, 3, 1)])
     alive = weakref.ref(column.values)
     queue.write(refs, {"x": column})
     del column
-    held = [weakref.ref(s.segments[1].ids) for s in queue.samples(refs)]
+    held = [weakref.ref(s.segments[1].ids) for s in read_samples(queue, refs)]
     queue.drop(pick(refs, 0, 2, 0))
     assert len(queue) == 2
     queue.drop(pick(refs, 1, 3))
     gc.collect()
     assert len(queue) == 0 and alive() is None and [r() for r in held] == [None] * 4
-    assert queue.put(samples(1)).ids == ["s0"], "an id is free again"
+    assert put(queue, samples(1)).ids == ["s0"], "an id is free again"
     assert not queue.having(pick(refs, 0), "x"), "and its columns are gone"
 
 
@@ -176,7 +222,7 @@ class CountedId(str):
 def test_the_work_grows_with_the_rows_not_with_their_square(queue, monkeypatch):
     monkeypatch.setattr(CountedId, "compared", 0)
     many = [replace(s, sample_id=CountedId(s.sample_id)) for s in samples(1000)]
-    refs = queue.put(many)
+    refs = put(queue, many)
     queue.write(refs, {"x": ragged([torch.full((s.loss_tokens,), float(i)) for i, s in enumerate(many)])})
     assert int(queue.read(Refs(reversed(refs)), ("x",))["x"].values[0]) == 999
     queue.drop(refs)
@@ -186,7 +232,7 @@ def test_the_work_grows_with_the_rows_not_with_their_square(queue, monkeypatch):
 
 def test_threads_put_write_read_and_drop_at_the_same_time(queue):
     """Six threads, each with its own rows and all with one shared row set; every read is of what its writer wrote."""
-    shared = queue.put(samples(8, "shared"))
+    shared = put(queue, samples(8, "shared"))
     failures: list[BaseException] = []
     start = threading.Barrier(6)
 
@@ -194,7 +240,7 @@ def test_threads_put_write_read_and_drop_at_the_same_time(queue):
         try:
             start.wait(20)
             for turn in range(40):
-                refs = queue.put(samples(6, f"t{me}/{turn}/"))
+                refs = put(queue, samples(6, f"t{me}/{turn}/"))
                 queue.write(refs, {"x": ragged([torch.full((r.loss_tokens,), float(me)) for r in refs])})
                 queue.write(shared, {f"col{me}": ragged([torch.full((r.loss_tokens,), float(turn)) for r in shared])})
                 assert set(queue.read(refs, ("x",))["x"].values.tolist()) == {float(me)}
@@ -219,7 +265,7 @@ def test_one_of_many_threads_wins_an_id(queue):
     def work(me: int) -> None:
         start.wait(20)
         try:
-            queue.put([sample(f"own{me}"), sample("same")])
+            put(queue, [sample(f"own{me}"), sample("same")])
             won.append(me)
         except ValueError:
             pass

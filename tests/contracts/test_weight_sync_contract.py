@@ -22,12 +22,18 @@ from verl.rollout.hf import HfEngine
 from verl.rollout.native import NativeEngine
 from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Refs, Sample, Sampling, Segment
-from verl.weight_sync.base import CheckpointEngine, SyncError, SyncReport
-from verl.weight_sync.local import LocalCheckpointEngine
+from verl.weight_sync.base import CheckpointEngine, Sent, SyncError, SyncReport
+from verl.weight_sync.local import LocalCheckpointEngine, LocalOutlet
+from verl.weight_sync.sender import Outlet, WeightSender, probed
+from verl.workers.compute import Compute
+from verl.workers.group import Broadcast
 from verl.workers.inproc import InprocGroup
-from verl.workers.role import Role, UpdatePlan
+from verl.workers.model_workers import ComputeWorker, ModelWorkers, OptimizerStep
+from verl.workers.role import Role
 
-BACKENDS: dict[str, Callable[..., CheckpointEngine]] = {"local": LocalCheckpointEngine}
+BACKENDS: dict[str, tuple[Callable[..., CheckpointEngine], Callable[[], Outlet]]] = {
+    "local": (LocalCheckpointEngine, LocalOutlet)
+}
 ROLLOUTS = {"native": NativeEngine, "hf": HfEngine}
 PROBES = (np.array([1, 5, 6, 7, 8, 9, 2], np.int64), np.array([1, 11, 4, 12], np.int64))
 TOLERANCE = 1e-4
@@ -48,14 +54,18 @@ class World:
         engine: TorchEngine,
         backend: str = "local",
         *,
-        role: type[Role] = Role,
+        sender: type[WeightSender] = WeightSender,
         probes=PROBES,
         tolerance=TOLERANCE,
     ):
         self.engine = engine
         self.queue = MemoryQueue()
-        self.actor = InprocGroup("actor", role("actor", self.queue, engine))
-        self.sync = BACKENDS[backend](probes=probes, tolerance=tolerance)
+        checkpoint_engine, make_outlet = BACKENDS[backend]
+        self.outlet: Any = make_outlet()
+        self.group = InprocGroup("actor", [Role("actor", self.queue, engine, sender=sender(self.outlet))])
+        self.actor = ModelWorkers(self.group, engine.capabilities)
+        self.compute = ComputeWorker(InprocGroup("compute", [Compute(self.queue)]))
+        self.sync = checkpoint_engine(probes=probes, tolerance=tolerance)
         self.count = 0
 
     def rollout(self, kind: str = "native", **more: Any) -> Any:
@@ -75,22 +85,35 @@ class World:
         sample = Sample(
             sample_id=name, trajectory_id=name, group_id=name, purpose="train", segments=segments, reward=1.0
         )
-        refs: Refs = self.queue.put([sample])
-        return self.actor.submit("update", UpdatePlan((refs,), TERMS))
+        put = self.queue.put([sample])  # in this process it waits for nothing
+        with pytest.raises(StopIteration) as done:
+            put.send(None)
+        steps = [OptimizerStep(Refs(done.value.value))]
+        self.compute.weigh(steps, TERMS, ()).result(60)
+        return self.actor.update(steps, TERMS, ())
 
     async def update(self) -> None:
         await asyncio.wait_for(asyncio.wrap_future(self.submit_update()), 60)
 
     def publish(
-        self, replicas, version: int, *, fenced: bool = True, on_inflight: Any = "wait", timeout_s: float = 60
+        self, replicas, version: int, *, exclusive: bool = True, on_inflight: Any = "wait", timeout_s: float = 60
     ) -> asyncio.Future[SyncReport]:
         return self.sync.publish(
-            self.actor, replicas, version=version, fenced=fenced, on_inflight=on_inflight, timeout_s=timeout_s
+            self.actor,
+            replicas,
+            version=version,
+            exclusive=exclusive,
+            on_inflight=[on_inflight] * len(replicas),
+            timeout_s=timeout_s,
         )
 
     def logprobs(self) -> list[np.ndarray]:
         """The trainer's own, as of now."""
-        return [p for p in self.actor.submit("snapshot", -1, PROBES, False).result(60).probe_logprobs]
+        return list(self.group.submit(probe, Broadcast()).result(60)[0])
+
+
+def probe(role: Role) -> tuple[np.ndarray, ...]:
+    return probed(role.engine, PROBES)
 
 
 def run(test: Callable[[], Any]) -> Any:
@@ -137,17 +160,17 @@ class Reads:
 
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("kind", ROLLOUTS)
-@pytest.mark.parametrize("fenced", [True, False], ids=["fenced", "copied"])
-def test_after_a_large_step_the_rollout_scores_as_the_trainer_does(backend, kind, tied, fenced):
+@pytest.mark.parametrize("exclusive", [True, False], ids=["exclusive", "copied"])
+def test_after_a_large_step_the_rollout_scores_as_the_trainer_does(backend, kind, tied, exclusive):
     async def test():
         world = World(trainer(tied=tied), backend)
         replica = world.rollout(kind)
-        first = await world.publish([replica], 0, fenced=fenced)
+        first = await world.publish([replica], 0, exclusive=exclusive)
         before = await scores(replica)
         assert distance(before, world.logprobs()) < TOLERANCE
         await world.update()
         assert distance(before, world.logprobs()) > 0.1, "the step was large"
-        report = await world.publish([replica], 1, fenced=fenced)
+        report = await world.publish([replica], 1, exclusive=exclusive)
         assert distance(await scores(replica), world.logprobs()) < TOLERANCE
         assert replica.version == 1
         names = [n for n, _ in world.engine.weights()]
@@ -185,7 +208,7 @@ def test_a_rollout_in_flight_keeps_its_tokens_and_marks_the_version_of_each(back
         await replica.pause("keep")  # or it could be done before the trainer is
         await world.update()
         await replica.resume()
-        await world.publish([replica], 1, fenced=False, on_inflight="keep")
+        await world.publish([replica], 1, exclusive=False, on_inflight="keep")
         done = await asked
         assert [v for v, _, _ in done.spans] == [0, 1] and done.spans[-1][2] == len(done.ids) == 500
         await replica.close()
@@ -196,44 +219,41 @@ def test_a_rollout_in_flight_keeps_its_tokens_and_marks_the_version_of_each(back
 # -- what must not pass ------------------------------------------------------------------------------------------------
 
 
-def tampered(change: Callable[[Any], Any]) -> type[Role]:
-    """A role whose snapshot is changed on the way."""
+def tampered(change: Callable[[dict[str, Any], dict[str, Any]], None]) -> type[WeightSender]:
+    """A sender whose manifest and tensors are changed on the way."""
 
-    class Tampered(Role):
-        def snapshot(self, version, probes, copy):
-            return change(super().snapshot(version, probes, copy))
+    class Tampered(WeightSender):
+        def send(self, engine, version, probes, *, copy) -> Sent:
+            sent = super().send(engine, version, probes, copy=copy)
+            manifest, tensors = dict(sent.source.manifest), dict(self._outlet.tensors())
+            change(manifest, tensors)
+            self._outlet.stage(version, tensors)
+            return replace(sent, source=replace(sent.source, manifest=manifest))
 
     return Tampered
-
-
-def without(mapping: dict[str, Any], name: str) -> dict[str, Any]:
-    return {n: v for n, v in mapping.items() if n != name}
-
-
-def renamed(mapping: dict[str, Any], name: str) -> dict[str, Any]:
-    return {(n + "_v2" if n == name else n): v for n, v in mapping.items()}
 
 
 NORM = "model.layers.1.input_layernorm.weight"
 
 
-def changed_after_the_manifest(snapshot):
-    snapshot.held[NORM] = snapshot.held[NORM] + 1e-3
-    return snapshot
+def drop(mapping: dict[str, Any]) -> None:
+    del mapping[NORM]
 
 
-CHANGES = {
-    "not sent, though in the manifest": lambda s: replace(s, held=without(s.held, NORM)),
-    "neither sent nor in the manifest": lambda s: replace(
-        s, held=without(s.held, NORM), manifest=without(s.manifest, NORM)
-    ),
-    "sent, but not in the manifest": lambda s: replace(s, manifest=without(s.manifest, NORM)),
-    "renamed on both sides": lambda s: replace(s, held=renamed(s.held, NORM), manifest=renamed(s.manifest, NORM)),
-    "renamed in the manifest": lambda s: replace(s, manifest=renamed(s.manifest, NORM)),
-    "one too many": lambda s: replace(s, held={**s.held, "extra.weight": s.held[NORM]}),
-    "of another shape": lambda s: replace(s, held={**s.held, NORM: s.held[NORM][:-1]}),
-    "of another dtype": lambda s: replace(s, held={**s.held, NORM: s.held[NORM].bfloat16()}),
-    "changed after its manifest": changed_after_the_manifest,
+def rename(mapping: dict[str, Any]) -> None:
+    mapping[NORM + "_v2"] = mapping.pop(NORM)
+
+
+CHANGES: dict[str, Callable[[dict[str, Any], dict[str, Any]], None]] = {
+    "not sent, though in the manifest": lambda manifest, tensors: drop(tensors),
+    "neither sent nor in the manifest": lambda manifest, tensors: (drop(tensors), drop(manifest))[0],
+    "sent, but not in the manifest": lambda manifest, tensors: drop(manifest),
+    "renamed on both sides": lambda manifest, tensors: (rename(tensors), rename(manifest))[0],
+    "renamed in the manifest": lambda manifest, tensors: rename(manifest),
+    "one too many": lambda manifest, tensors: tensors.update({"extra.weight": tensors[NORM]}),
+    "of another shape": lambda manifest, tensors: tensors.update({NORM: tensors[NORM][:-1]}),
+    "of another dtype": lambda manifest, tensors: tensors.update({NORM: tensors[NORM].bfloat16()}),
+    "changed after its manifest": lambda manifest, tensors: tensors.update({NORM: tensors[NORM] + 1e-3}),
 }
 
 
@@ -241,7 +261,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_tensor_that_does_not_match_its_manifest_raises(backend, kind, change):
     async def test():
-        world = World(trainer(), backend, role=tampered(CHANGES[change]))
+        world = World(trainer(), backend, sender=tampered(CHANGES[change]))
         replica = world.rollout(kind)
         with pytest.raises(SyncError, match=r"version 3.*input_layernorm|version 3.*extra\.weight"):
             await world.publish([replica], 3)
@@ -451,7 +471,7 @@ def test_a_trainer_that_is_busy_for_too_long_is_named(backend):
 
     async def test():
         world = World(trainer(), backend)
-        held = world.actor.submit("call", lambda engine: gate.wait(60))
+        held = world.group.submit(lambda role: gate.wait(60), Broadcast())
         with pytest.raises(SyncError, match="version 8: the trainer's weights were not ready in time"):
             await world.publish([Fails(None)], 8, timeout_s=0.1)
         gate.set()
@@ -475,12 +495,12 @@ class Late(Replica):
         return await self.inner.load_weights(source, on_inflight=on_inflight)
 
 
-def test_unfenced_an_optimizer_step_after_the_call_does_not_leak_into_the_version(backend):
+def test_unexclusive_an_optimizer_step_after_the_call_does_not_leak_into_the_version(backend):
     async def test():
         world = World(trainer(), backend)
         replica = Late(world.rollout())
         before = world.logprobs()
-        publishing = world.publish([replica], 0, fenced=False)
+        publishing = world.publish([replica], 0, exclusive=False)
         replica.after = world.submit_update()  # right after the call, long before the delivery
         await publishing
         assert distance(await scores(replica), before) < TOLERANCE
@@ -490,27 +510,26 @@ def test_unfenced_an_optimizer_step_after_the_call_does_not_leak_into_the_versio
     run(test)
 
 
-def test_fenced_nothing_is_copied_and_a_step_that_overtakes_is_caught(backend):
-    seen = []
+def test_exclusive_nothing_is_copied_and_a_step_that_overtakes_is_caught(backend):
+    seen: list[dict[str, int]] = []
 
-    def keep(snapshot):
-        seen.append(snapshot)
-        return snapshot
+    def keep(manifest, tensors):
+        seen.append({name: tensor.data_ptr() for name, tensor in tensors.items()})
 
     async def test():
-        world = World(trainer(), backend, role=tampered(keep))
+        world = World(trainer(), backend, sender=tampered(keep))
         replica = Late(world.rollout())
         live = {n: t.data_ptr() for n, t in world.engine.weights()}
-        replica.after = world.actor.submit("call", lambda engine: None)
+        replica.after = world.group.submit(probe, Broadcast())
         await world.publish([replica], 0)
-        assert {n: t.data_ptr() for n, t in seen[0].held.items()} == live
+        assert seen[0] == live
         publishing = world.publish([replica], 1)
-        replica.after = world.submit_update()  # the fence is broken
+        replica.after = world.submit_update()  # it was not exclusive
         with pytest.raises(SyncError, match="changed between its manifest and its delivery"):
             await publishing
-        replica.after = world.actor.submit("call", lambda engine: None)
-        await world.publish([replica], 2, fenced=False)
-        assert not set(live.values()) & {t.data_ptr() for t in seen[2].held.values()}
+        replica.after = world.group.submit(probe, Broadcast())
+        await world.publish([replica], 2, exclusive=False)
+        assert not set(live.values()) & set(seen[2].values())
         await replica.close()
 
     run(test)

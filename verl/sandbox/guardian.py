@@ -1,21 +1,21 @@
-"""The guardian of one grader process: outlives whatever user code does, and leaves nothing behind.
+"""The guardian of one worker: it outlives whatever user code does, and leaves nothing behind.
 
-    trainer (RewardPool) == control socket ==> guardian -- fork --> worker (user code) --> whatever it forks
+    pool == control socket ==> guardian -- fork --> worker (user code) --> whatever it forks
 
 It never runs user code, so it always answers. It forks the worker, drains and keeps the tail of its output, sums the
 memory of the worker and of all its descendants, and kills and reaps every one of them when the worker ends, when the
 sum passes the limit, or when the control socket reaches end of file: closed by the pool, or by the kernel because the
-trainer is gone. It then writes one JSON record (how the worker died) to the control socket and exits.
+pool's process is gone. It then writes one JSON record (how the worker died) to the control socket and exits.
 
 Run as a script, by path and with the standard library only, so that a replacement is up in tens of milliseconds:
-`python -P guardian.py {"channel_fd": 5, "parent_pid": 1, "memory_limit_mb": 2048}`, control socket on 0 and 1.
+`python -P guardian.py {"channel_fd": 5, "parent_pid": 1, "memory_limit_mb": 2048, "sys_path": [...]}`, the control
+socket on 0 and 1.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.util
 import json
 import mmap
 import os
@@ -25,14 +25,15 @@ import socket
 import struct
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 WATCH_S = 0.2  # how often memory is summed
 KILL_S = 5.0  # how long the guardian tries to kill and reap everything
 TAIL_BYTES = 4096
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-LINUX = sys.platform.startswith("linux")
 
 
 def main() -> None:
@@ -49,13 +50,12 @@ def main() -> None:
         signal.set_wakeup_fd(-1)
         for fd in (wake_read, wake_write, output_read):
             os.close(fd)
-        _become_worker(me, spec["channel_fd"], output_write, baseline)
-        return
+        return _become_worker(me, spec, output_write, baseline)
     os.close(spec["channel_fd"])
     os.close(output_write)
     os.set_blocking(output_read, False)
     record = _Guard(pid, wake_read, output_read, baseline, spec["memory_limit_mb"]).run()
-    with contextlib.suppress(OSError):  # the trainer may be gone
+    with contextlib.suppress(OSError):  # the pool's process may be gone
         os.write(1, json.dumps(record).encode())
 
 
@@ -71,7 +71,7 @@ def _listen(*signals: signal.Signals) -> tuple[int, int]:
 
 
 def _prctl(option: int, value: int) -> None:
-    if LINUX:
+    if sys.platform.startswith("linux"):
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
@@ -81,7 +81,7 @@ def _die_with(parent_pid: int, how: signal.Signals) -> None:
         os._exit(1)
 
 
-def _become_worker(guardian_pid: int, channel_fd: int, output_fd: int, baseline: mmap.mmap) -> None:
+def _become_worker(guardian_pid: int, spec: dict[str, Any], output_fd: int, baseline: mmap.mmap) -> None:
     """Own session and group, own output pipe, no way back to the control socket; then serve until told to end."""
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -92,13 +92,13 @@ def _become_worker(guardian_pid: int, channel_fd: int, output_fd: int, baseline:
         os.dup2(fd, onto)
     os.close(nothing)
     os.close(output_fd)
-    # By path: `import verl` costs more than all the rest, and a user's grader may not need it.
-    where = importlib.util.spec_from_file_location("verl.reward.worker", Path(__file__).with_name("worker.py"))
-    assert where is not None and where.loader is not None
-    worker = importlib.util.module_from_spec(where)
-    sys.modules[where.name] = worker
-    where.loader.exec_module(worker)
-    worker.serve(socket.socket(fileno=channel_fd), lambda mb: baseline.__setitem__(slice(0, 8), struct.pack("d", mb)))
+    sys.path[:] = spec["sys_path"]
+    from verl.sandbox.worker import serve
+
+    def note_baseline(mb: float) -> None:
+        baseline[:8] = struct.pack("d", mb)
+
+    serve(socket.socket(fileno=spec["channel_fd"]), spec["memory_limit_mb"], note_baseline)
 
 
 class _Guard:
@@ -108,7 +108,7 @@ class _Guard:
         self._pid, self._wake_fd, self._output_fd = pid, wake_fd, output_fd
         self._baseline, self._limit_mb = baseline, limit_mb
         self._tail = b""
-        self._status: int | None = None
+        self._code: int | None = None  # exit code of the worker, or minus the signal that killed it
         self._memory_mb: float | None = None
 
     def run(self) -> dict[str, object]:
@@ -117,7 +117,7 @@ class _Guard:
         for fd in (0, self._wake_fd, self._output_fd):
             poller.register(fd, select.POLLIN)
         look_at = 0.0
-        while self._status is None and self._memory_mb is None:
+        while self._code is None and self._memory_mb is None:
             ready = {fd for fd, _ in poller.poll(WATCH_S * 1000)}
             if self._output_fd in ready and not self._drain():
                 poller.unregister(self._output_fd)
@@ -130,13 +130,7 @@ class _Guard:
         self._end_all()
         while self._drain(at_end=True):
             pass
-        died = self._status
-        return {
-            "exit": os.WEXITSTATUS(died) if died is not None and os.WIFEXITED(died) else None,
-            "signal": os.WTERMSIG(died) if died is not None and os.WIFSIGNALED(died) else None,
-            "memory_mb": self._memory_mb,
-            "tail": self._tail.decode(errors="replace"),
-        }
+        return {"code": self._code, "memory_mb": self._memory_mb, "tail": self._tail.decode(errors="replace")}
 
     def _drain(self, at_end: bool = False) -> bool:
         """Read some output, keep its tail. False at end of file (or when nothing is left, `at_end`)."""
@@ -157,7 +151,7 @@ class _Guard:
             if pid == 0:
                 return True
             if pid == self._pid:
-                self._status = status
+                self._code = os.waitstatus_to_exitcode(status)
 
     def _over_limit(self) -> float | None:
         """Megabytes in use by the worker and its descendants if that is too much, else None."""
@@ -168,28 +162,34 @@ class _Guard:
         allowed_mb = base_mb + self._limit_mb
         if sum(map(_resident_mb, pids)) <= allowed_mb:
             return None
-        used_mb = sum(map(_proportional_mb, pids))  # dearer, but does not count what forks share more than once
+        used_mb = sum(map(_proportional_mb, pids))  # slower, but does not count what forks share more than once
         return used_mb if used_mb > allowed_mb else None
 
     def _end_all(self) -> None:
         """SIGKILL and reap the worker's group and every other descendant."""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         deadline = time.monotonic() + KILL_S
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._pid, signal.SIGKILL)
+        shoot(os.killpg, self._pid)
         while self._reap() and time.monotonic() < deadline:
-            for pid in {*descendants(os.getpid()), *([self._pid] if self._status is None else [])}:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
+            for pid in {*descendants(os.getpid()), *([self._pid] if self._code is None else [])}:
+                shoot(os.kill, pid)
             time.sleep(0.001)
+
+
+def shoot(kill: Callable[[int, int], None], pid: int) -> None:
+    """SIGKILL by os.kill or os.killpg; it may be gone, or another user's."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        kill(pid, signal.SIGKILL)
 
 
 def descendants(root: int) -> list[int]:
     """Pids of all processes under `root`, without it. Empty where there is no /proc."""
+    listed = os.path.exists(f"/proc/{root}/task/{root}/children")  # not with every kernel (some sandboxes)
+    children_of = _children if listed else _children_by_scan
     found: list[int] = []
     todo = [root]
     while todo:
-        children = _children(todo.pop())
+        children = children_of(todo.pop())
         found += children
         todo += children
     return found
@@ -197,28 +197,19 @@ def descendants(root: int) -> list[int]:
 
 def _children(pid: int) -> list[int]:
     found: list[int] = []
-    try:
+    with contextlib.suppress(OSError):  # it ended while we looked
         for thread in os.listdir(f"/proc/{pid}/task"):
             found += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
-    except FileNotFoundError:
-        if os.path.exists(f"/proc/{pid}/stat") and not os.path.exists(
-            f"/proc/{os.getpid()}/task/{os.getpid()}/children"
-        ):
-            return _children_by_scan(pid)
-    except OSError:  # ended while we looked
-        pass
     return found
 
 
 def _children_by_scan(pid: int) -> list[int]:
-    """For kernels without CONFIG_PROC_CHILDREN (some sandboxes)."""
     found = []
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            with contextlib.suppress(OSError):
-                # The name, in parentheses, may itself hold spaces and parentheses.
-                if int(Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[1]) == pid:
-                    found.append(int(entry))
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            # The name, in parentheses, may itself hold spaces and parentheses.
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
+                found.append(int(stat.parent.name))
     return found
 
 
@@ -231,12 +222,10 @@ def _resident_mb(pid: int) -> float:
 
 def _proportional_mb(pid: int) -> float:
     try:
-        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) / 1024
-    except OSError:
-        pass
-    return _resident_mb(pid)
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+        return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("Pss:"))
+    except (OSError, StopIteration):
+        return _resident_mb(pid)
 
 
 if __name__ == "__main__":

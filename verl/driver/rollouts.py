@@ -11,34 +11,18 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-from verl.agent_loop.base import AgentLoopFactory, AgentLoopOutput, Played, ServerManager, played, sampling_params_of
 from verl.algorithms.table import Algorithm, reject_flat
-from verl.driver.scheduler import Batch, Exhausted, Scheduler
-from verl.reward.base import RewardFn, RewardRequest, parse_result
-from verl.rollout.base import DecodeFn, RolloutEngine
+from verl.driver.scheduler import Exhausted, Scheduler, StepBatch
+from verl.driver.state import SavedGroup, restore_group, save_group
+from verl.driver.trajectories import TrajectoryRunner, TrajectorySpec, together
 from verl.track.events import EventLog
 from verl.transfer_queue.base import TransferQueue
-from verl.types import (
-    Group,
-    Invalid,
-    Outcome,
-    Purpose,
-    Refs,
-    Sampling,
-    Score,
-    Segment,
-    Task,
-    Trajectory,
-    response_ids_of,
-    samples_of,
-)
-from verl.workers.waits import DeadlineExpired, Waits
-
-T = TypeVar("T")
+from verl.types import Group, Purpose, Refs, Sampling, Score, Task, Trajectory, samples_of
+from verl.workers.waits import Waits
 
 
 class RunEnded(RuntimeError):
@@ -51,6 +35,7 @@ class Draws(Protocol):
     def next(self) -> Any: ...
     def give_back(self, draw: Any) -> None: ...
     def state(self) -> dict[str, Any]: ...
+    def load_state(self, state: Mapping[str, Any]) -> None: ...
 
 
 class Tasks(Protocol):
@@ -60,144 +45,8 @@ class Tasks(Protocol):
     def __getitem__(self, index: int) -> Task: ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
-    """Where a trajectory belongs: its ids, purpose and the parts of its seed."""
-
-    group_id: str
-    index: int
-    purpose: Purpose
-    epoch: int = 0
-    draw: int = 0
-
-
-class Trajectories:
-    """Plays single trajectories: agent loop, then reward, then retries. Outcomes are values, never exceptions."""
-
-    def __init__(
-        self,
-        *,
-        engine: RolloutEngine,
-        loop: AgentLoopFactory,
-        reward: RewardFn,
-        decode: DecodeFn,
-        waits: Waits,
-        seed: int,
-        max_attempts: int,
-        timeout_s: float,
-    ) -> None:
-        """timeout_s: for the agent loop of one attempt, and again for its reward."""
-        assert max_attempts >= 1, f"max_attempts={max_attempts}: a trajectory is played at least once"
-        self._engine = engine
-        self._loop = loop
-        self._reward = reward
-        self._decode = decode
-        self._waits = waits
-        self._seed = seed
-        self._max_attempts = max_attempts
-        self._timeout_s = timeout_s
-
-    @property
-    def longest_s(self) -> float:
-        """No trajectory takes longer, whatever user code does."""
-        return 2 * self._max_attempts * self._timeout_s
-
-    async def play(self, task: Task, seat: Seat, sampling: Sampling) -> Trajectory:
-        """The first attempt that ends with a valid reward, or the last one."""
-        for attempt in range(self._max_attempts):
-            trajectory = await self._attempt(task, seat, sampling, attempt)
-            if trajectory.outcome == "ok":
-                break
-        return trajectory
-
-    async def _attempt(self, task: Task, seat: Seat, sampling: Sampling, attempt: int) -> Trajectory:
-        name = f"{seat.group_id}/{seat.purpose}{seat.index}.{attempt}"
-        seed_parts = (self._seed, seat.purpose, seat.epoch, seat.draw, task.task_id, seat.index, attempt)
-        manager = ServerManager(self._engine, sampling, seed_parts=seed_parts, prefix_key=seat.group_id)
-        started = time.monotonic()
-        row = {
-            **task.row,
-            "raw_prompt": list(task.messages),
-            "prompt_ids": task.prompt_ids,
-            "index": task.index,
-            "request_id": name,
-        }
-        outcome: Outcome = "failed"
-        reward: Score | Invalid | None = None
-        error = ""
-        try:
-            loop = self._loop(manager)
-            run, who, what = loop.run(sampling_params_of(sampling), **row), f"trajectory {name}", "its agent loop"
-            if loop.ends_when_cancelled:
-                with self._waits.limit(who=who, what=what, timeout_s=self._timeout_s):
-                    output = await run
-            else:
-                output = await self._waits.wait(run, who=who, what=what, timeout_s=self._timeout_s)
-            made = played(output, manager, sampling.max_tokens)
-        except Exception as e:  # an agent loop is user code: its failure is an outcome, and retried
-            late = f"timeout: the agent loop did not end in {self._timeout_s:g} s"
-            error = late if isinstance(e, DeadlineExpired) else f"{type(e).__name__}: {e}"
-            made, turns = Played((Segment(ids=task.prompt_ids, source="prompt"),), "error"), 1
-        else:
-            turns = max(1, len(manager.record))
-            if made.stop_reason == "abort":
-                outcome, error = "cancelled", "abort: the rollout engine gave the request up"
-            elif not any(s.source == "sampled" for s in made.segments):
-                error = "empty: the agent loop returned no token of the model"
-            else:
-                reward = await self._score(name, task, sampling, made, output, turns)
-                if isinstance(reward, Score):
-                    outcome = "ok"
-                else:
-                    outcome, error = "invalid", f"{reward.reason}: {reward.detail}"
-        return Trajectory(
-            trajectory_id=name,
-            group_id=seat.group_id,
-            task_id=task.task_id,
-            index=seat.index,
-            purpose=seat.purpose,
-            attempt=attempt,
-            sampling=sampling,
-            segments=made.segments,
-            stop_reason=made.stop_reason,
-            outcome=outcome,
-            reward=reward,
-            turns=turns,
-            wall_s=time.monotonic() - started,
-            error=error,
-        )
-
-    async def _score(
-        self, name: str, task: Task, sampling: Sampling, made: Played, output: AgentLoopOutput, turns: int
-    ) -> Score | Invalid:
-        response = response_ids_of(made.segments)
-        try:
-            if output.reward_score is not None:
-                return parse_result(output.reward_score)
-            text = self._decode(response.tolist())
-        except Exception as e:  # what the loop returned: an object of its own, ids that are none
-            return Invalid("exception", f"{type(e).__name__}: {e}")
-        request = RewardRequest(
-            request_id=name,
-            data_source=task.data_source,
-            solution_str=text,
-            ground_truth=task.ground_truth,
-            extra_info={**task.extra_info, "num_turns": output.num_turns or turns},
-            response_tokens=len(response),
-            max_response_tokens=sampling.max_tokens,
-            truncated=made.stop_reason in ("length", "context_full"),
-            prompt_ids=task.prompt_ids,
-            response_ids=response,
-        )
-        try:
-            with self._waits.limit(who=f"trajectory {name}", what="its reward", timeout_s=self._timeout_s):
-                return await self._reward.score(request)
-        except DeadlineExpired:
-            return Invalid("timeout", f"no reward in {self._timeout_s:g} s")
-
-
 @dataclass(slots=True)
-class PlayStats:
+class RolloutStats:
     """Since the last step was trained. `invalid`: trajectories without a valid reward, by reason."""
 
     released: Counter[str] = field(default_factory=Counter)
@@ -243,7 +92,7 @@ class InvalidShare:
             self.examples.clear()
 
 
-class Player:
+class RolloutManager:
     """See the module. Owned by the driver's event loop."""
 
     def __init__(
@@ -252,7 +101,7 @@ class Player:
         scheduler: Scheduler,
         cursor: Draws,
         tasks: Tasks,
-        trajectories: Trajectories,
+        trajectories: TrajectoryRunner,
         algorithm: Algorithm,
         sampling: Sampling,
         samples_per_prompt: int,
@@ -289,9 +138,9 @@ class Player:
         self._number = 1  # of the step that is worked on; a checkpoint of a step holds what its events say
         self._changed = asyncio.Event()
         self._failure: BaseException | None = None
-        self.stats = PlayStats()
+        self.stats = RolloutStats()
 
-    async def __aenter__(self) -> Player:
+    async def __aenter__(self) -> RolloutManager:
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -307,7 +156,7 @@ class Player:
             self._changed.clear()
             self._admit()
             got = self.scheduler.take(self._clock())
-            if isinstance(got, Batch):
+            if isinstance(got, StepBatch):
                 self._taken = got.group_ids
                 await self._drop(got.dropped)
                 return Refs(r for g in got.group_ids for r in self._refs[g])
@@ -320,7 +169,7 @@ class Player:
                 timeout_s=self._timeout_s,
             )
 
-    def trained(self, step: int, refs: Refs) -> None:
+    def on_trained(self, step: int, refs: Refs) -> None:
         self.scheduler.trained(step)
         assert {r.group_id for r in refs} <= set(self._taken), "trained on other groups than were taken"
         for group_id in self._taken:
@@ -328,7 +177,7 @@ class Player:
         self._taken = ()
         self._invalid.step_ended()
 
-    def published(self, version: int) -> None:
+    def on_published(self, version: int) -> None:
         self.scheduler.published(version)
         if self._eager:
             self._admit()
@@ -345,24 +194,37 @@ class Player:
             )
             self._check()
 
-    def resume(self, group: Group, draw: Any, *, complete: bool) -> None:
-        """A group of a checkpoint: complete ones go to the queue as they are, the others are played again."""
+    async def restore(self, scheduler: Mapping[str, Any], saved: Sequence[SavedGroup]) -> None:
+        """Groups in flight at a checkpoint: complete ones are there as they were, the others go on under the restored
+        version with the trajectories that had ended."""
+        by_id = {group.group_id: group for group in saved}
+        found = self.scheduler.load_state(scheduler, self._clock())
         self._number = self.scheduler.next_step + 1
-        self.groups[group.group_id] = group
-        self._draws[group.group_id] = draw
-        if complete:
-            self._store(group)
-        else:
-            self._start(group)
+        for group_id in (*found.complete, *found.running):
+            draw = by_id[group_id].draw
+            group = restore_group(by_id[group_id], self._tasks[draw.index])
+            self.groups[group_id], self._draws[group_id] = group, draw
+            if group_id in found.complete:
+                await self._store(group)
+            else:
+                self._start(group)
+        for group_id in found.dropped:
+            if group_id in by_id:
+                self.cursor.give_back(by_id[group_id].draw)
 
-    def in_flight(self) -> list[tuple[Group, Any, bool]]:
-        """(group with its ended trajectories, draw, complete) of every group that is not trained yet."""
+    def save(self) -> tuple[SavedGroup, ...]:
+        """Every group that is not trained yet, with its ended trajectories."""
         out = []
         for group_id, group in self.groups.items():
             complete = group_id in self._refs
             ended = group.trajectories if complete else tuple(self._done.get(group_id, group.trajectories))
-            out.append((replace(group, trajectories=ended), self._draws[group_id], complete))
-        return out
+            out.append(save_group(replace(group, trajectories=ended), self._draws[group_id], complete))
+        return tuple(out)
+
+    def take_stats(self) -> RolloutStats:
+        """Since the last step was trained; counting begins anew."""
+        found, self.stats = self.stats, RolloutStats()
+        return found
 
     # -- private -----------------------------------------------------------------------------------------------------
 
@@ -397,7 +259,7 @@ class Player:
 
     def _start(self, group: Group) -> None:
         self._done[group.group_id] = list(group.trajectories)  # of a checkpoint: they are not played again
-        task = asyncio.ensure_future(self._play(group))
+        task = asyncio.ensure_future(self._run(group))
         self._running[group.group_id] = task
         task.add_done_callback(lambda t: self._ended(group.group_id, t))
 
@@ -428,25 +290,27 @@ class Player:
             raise self._failure
         self._invalid.check()
 
-    async def _play(self, group: Group) -> None:
+    async def _run(self, group: Group) -> None:
         done = self._done[group.group_id]
         ended = {(t.purpose, t.index) for t in done}
 
-        async def play(purpose: Purpose, index: int, sampling: Sampling) -> None:
+        async def run(purpose: Purpose, index: int, sampling: Sampling) -> None:
             if (purpose, index) not in ended:
-                seat = Seat(group_id=group.group_id, index=index, purpose=purpose, epoch=group.epoch, draw=group.draw)
-                done.append(await self._trajectories.play(group.task, seat, sampling))
+                spec = TrajectorySpec(
+                    group_id=group.group_id, index=index, purpose=purpose, epoch=group.epoch, draw=group.draw
+                )
+                done.append(await self._trajectories.run(group.task, spec, sampling))
 
-        plays = [play("train", i, self._sampling) for i in range(self._n)]
+        runs = [run("train", i, self._sampling) for i in range(self._n)]
         baseline = self._algorithm.group.baseline_sampling
         if baseline is not None:
-            plays += [play("baseline", i, baseline(self._sampling)) for i in range(self._algorithm.group.baselines)]
-        await together(plays)
+            runs += [run("baseline", i, baseline(self._sampling)) for i in range(self._algorithm.group.baselines)]
+        await together(runs)
         group = replace(group, trajectories=tuple(sorted(done, key=lambda t: (t.purpose == "baseline", t.index))))
         if self.scheduler.holds(group.group_id):
-            self._finish(group)
+            await self._finish(group)
 
-    def _finish(self, group: Group) -> None:
+    async def _finish(self, group: Group) -> None:
         """Count, select, and store or release a group whose trajectories have ended."""
         self.stats.played += len(group.trajectories)
         bad = [t for t in group.trajectories if t.outcome != "ok"]
@@ -478,12 +342,15 @@ class Player:
             self._release(group.group_id, "rejected")
         else:
             self.groups[group.group_id] = group
-            self._store(group)
-            self.scheduler.complete(group.group_id, self._clock())
+            await self._store(group)
+            if self.scheduler.holds(group.group_id):
+                self.scheduler.complete(group.group_id, self._clock())
+            else:  # dropped while its rows were stored
+                self._queue.drop(self._refs.pop(group.group_id))
 
-    def _store(self, group: Group) -> None:
+    async def _store(self, group: Group) -> None:
         samples = [s for t in group.trajectories if t.outcome == "ok" for s in samples_of(t) if s.loss_tokens > 0]
-        self._refs[group.group_id] = self._queue.put(samples)
+        self._refs[group.group_id] = await self._queue.put(samples)
 
     def _release(self, group_id: str, reason: Any) -> None:
         self.scheduler.release(group_id, reason)
@@ -512,16 +379,6 @@ class Player:
         if refs:
             self._queue.drop(refs)
         del self.groups[group_id], self._draws[group_id]
-
-
-async def together(plays: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results in order. When one raises, the others are cancelled and have ended before that error comes out."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(play) for play in plays]
-    except BaseExceptionGroup as failed:
-        raise failed.exceptions[0] from None
-    return [task.result() for task in tasks]
 
 
 def reason_of(trajectory: Trajectory) -> str:

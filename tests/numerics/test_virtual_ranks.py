@@ -1,0 +1,108 @@
+"""The gradient of a step does not depend on the number of ranks: the whole path from refs over dispatch, weights as columns and
+two-pass terms to the engine's gradient, for every preset, in float64."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from fakes import put
+
+from verl.algorithms.table import TABLE
+from verl.config.schema import Config
+from verl.driver.assemble import learner_of
+from verl.driver.models import ModelContext
+from verl.driver.roles import Learner
+from verl.driver.step import Step, experience_and_update
+from verl.model_engine.torch_engine import TorchEngine
+from verl.transfer_queue.memory import MemoryQueue
+from verl.types import Sample, Segment
+
+MORE = {"drgrpo": {"horizon_tokens": 12}, "gdpo": {"options": {"reward_components": ["short", "digits"]}}}
+
+
+def samples(baselines: int, seed: int = 0) -> list[Sample]:
+    """4 prompts x 4 answers of unlike lengths, one of which has no valid reward."""
+    rng = np.random.default_rng(seed)
+    out = []
+    for g in range(4):
+        prompt = Segment(ids=rng.integers(4, 19, 3 + g), source="prompt")
+        for i in range(4 + baselines):
+            n, reward = int(rng.integers(1, 12)), float(rng.random())
+            baseline, invalid = i >= 4, (g, i) == (2, 1)
+            name = f"g{g}/{'baseline' if baseline else 'train'}{i}.0"
+            drawn = Segment(
+                ids=rng.integers(4, 19, n),
+                source="sampled",
+                logprobs=(-2 - rng.random(n)).astype(np.float32),
+                version=0,
+            )
+            out.append(
+                Sample(
+                    sample_id=f"{name}#0",
+                    trajectory_id=name,
+                    group_id=f"g{g}",
+                    purpose="baseline" if baseline else "train",
+                    segments=(prompt, drawn),
+                    reward=float("nan") if invalid else reward,
+                    components={} if invalid else {"short": reward, "digits": float(rng.random())},
+                    outcome="invalid" if invalid else "ok",
+                )
+            )
+    return out
+
+
+def config_of(name: str, model: Path, ranks: int, budget: int) -> Config:
+    config = Config()
+    config.model.path, config.model.dtype = str(model), "float64"
+    config.algorithm.name = name
+    for key, value in MORE.get(name, {}).items():
+        setattr(config.algorithm, key, value)
+    config.step.prompts_per_step, config.step.updates_per_step, config.step.epochs_per_step = 4, 2, 2
+    config.step.max_tokens_per_microbatch = budget
+    config.optim.lr, config.run.virtual_ranks = 1e-3, ranks
+    return config
+
+
+def gradients(name: str, model: Path, ranks: int, budget: int = 16384) -> tuple[list[torch.Tensor], dict[str, float]]:
+    """The gradient of every optimizer step of a turn, in order, and the metrics of the turn."""
+    config = config_of(name, model, ranks, budget)
+    context = ModelContext(config, MemoryQueue(), "cpu", updates=4)
+    found: list[torch.Tensor] = []
+
+    class Watched(TorchEngine):
+        def optim_step(self):
+            found.append(torch.cat([p.grad.flatten() for p in self._trained().parameters() if p.grad is not None]))
+            return super().optim_step()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("verl.driver.models.TorchEngine", Watched)
+        learner: Learner = learner_of(context)
+    learner.controllers.critic_warm = True
+    try:
+        refs = put(learner.queue, samples(learner.algorithm.group.baselines))
+        step = Step(0)
+        asyncio.run(experience_and_update(learner, step, refs))
+    finally:
+        learner.close()
+    return found, {n: m.value for n, m in step.metrics.items()}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_the_gradient_of_every_optimizer_step_is_that_of_one_rank(name, tiny_model):
+    torch.manual_seed(0)  # of the critic's head
+    expected, metrics = gradients(name, tiny_model, 1)
+    assert len(expected) >= 4 and sum(float(g.abs().max()) > 0 for g in expected) >= 2
+    for ranks, budget in ((2, 40), *([(3, 16384)] if name in ("grpo", "ppo", "kl_cov") else [])):
+        torch.manual_seed(0)
+        found, theirs = gradients(name, tiny_model, ranks, budget)
+        assert len(found) == len(expected)
+        for i, (a, b) in enumerate(zip(expected, found)):
+            scale = float(a.abs().max())
+            assert float((a - b).abs().max()) <= 1e-10 * max(1.0, scale), (ranks, i)
+        assert set(metrics) == set(theirs)
+        for metric, value in metrics.items():
+            assert theirs[metric] == pytest.approx(value, rel=1e-8, abs=1e-9), (ranks, metric)

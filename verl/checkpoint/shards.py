@@ -1,0 +1,67 @@
+"""Tensors of a checkpoint on torch.distributed.checkpoint: safetensors files that any number of ranks can read, no pickle."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+MAX_FILE_BYTES = 256 << 20  # a file is put together in memory before it is written
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write `tensors` into the new folder `path`, in files of bounded size. OSError as of any write (disk full, I/O)."""
+    path.mkdir(parents=True, exist_ok=True)
+    file_of: dict[str, int] = {}
+    index, held = 1, 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        if held and held + size > MAX_FILE_BYTES:
+            index, held = index + 1, 0
+        file_of[name], held = index, held + size
+    writer = dcp.HuggingFaceStorageWriter(str(path), fqn_to_index_mapping=file_of, thread_count=1)
+    with _own_errors():
+        dcp.save(dict(tensors), storage_writer=writer, no_dist=_alone())
+
+
+def tensor_names(path: Path) -> frozenset[str]:
+    """The names of what `save_tensors` wrote. ValueError if it is no such folder."""
+    if not path.is_dir() or not any(path.glob("*.safetensors")):
+        raise ValueError(f"{path} holds no tensors of a checkpoint: use another checkpoint")
+    with _own_errors():
+        return frozenset(dcp.HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata)
+
+
+def load_tensors(path: Path, into: dict[str, Tensor]) -> None:
+    """Fill the given tensors in place from `path`; all of them are there. ValueError where one has another shape."""
+    with _own_errors():
+        reader = dcp.HuggingFaceStorageReader(str(path))
+        found = reader.read_metadata().state_dict_metadata
+        for name, tensor in into.items():
+            if (size := tuple(found[name].size)) != tuple(tensor.shape):  # type: ignore[union-attr]
+                raise ValueError(
+                    f"{path}: {name} is {list(size)}, but the model has {list(tensor.shape)}: the checkpoint is of another model"
+                )
+        dcp.load(into, storage_reader=reader, no_dist=_alone())
+
+
+def _alone() -> bool:
+    return not (torch.distributed.is_available() and torch.distributed.is_initialized())
+
+
+@contextmanager
+def _own_errors() -> Iterator[None]:
+    """The cause instead of the library's wrapping, and no warning about a process that is alone on purpose."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+        try:
+            yield
+        except CheckpointException as e:
+            cause = next(iter(e.failures.values()))[0]
+            raise cause from None

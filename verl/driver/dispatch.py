@@ -1,0 +1,96 @@
+"""Who computes which rows: from refs to one plan per rank. Pure: scalars in, scalars out.
+
+A group stays on one rank (its answers share a prompt, a preference pair is compared inside a term), so a rank's share is
+whole groups. Shares are balanced by predicted cost, and every rank is told the same number of micro-batches: in a sharded
+engine each of them is a collective, and a rank that has fewer would hold up the others for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from verl.types import Refs
+
+T = TypeVar("T")
+ATTENTION_TOKENS = 8192.0
+"""A row of so many tokens costs twice what its tokens cost alone: attention is quadratic."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One rank's part of an optimizer step or of an inference pass: rows and where they stand among all rows.
+
+    num_microbatches: on every rank the same; 0 where one rank alone cuts as the budget says. idle: there was no row left for this rank; it computes the one row it is given with a weight of 0, since the collectives
+    of a pass want every rank."""
+
+    refs: Refs
+    rows: tuple[int, ...]
+    num_microbatches: int
+    idle: bool = False
+
+
+def shares(refs: Refs, ranks: int, *, max_tokens: int, shares_prefix: bool = True) -> list[Share]:
+    """One share per rank: groups whole, costs as equal as can be (longest group first, to the rank with least so far).
+
+    With one rank the rows stay in their order. `max_tokens` is the token budget of a micro-batch."""
+    if not refs:
+        return [Share(refs, (), 0) for _ in range(ranks)]
+    places: dict[str, list[int]] = {}
+    for i, ref in enumerate(refs):
+        places.setdefault(ref.group_id, []).append(i)
+    costs = {name: _cost(refs, rows, shares_prefix) for name, rows in places.items()}
+    load = [0.0] * ranks
+    held: list[list[int]] = [[] for _ in range(ranks)]
+    for name in sorted(costs, key=lambda name: -costs[name]):  # stable: equal costs go in the order of the groups
+        rank = min(range(ranks), key=lambda r: load[r])
+        load[rank] += costs[name]
+        held[rank] += places[name]
+    mine = [tuple(sorted(rows)) for rows in held]
+    chosen = [Refs(refs[i] for i in rows) for rows in mine]
+    count = 0
+    if ranks > 1:
+        count = max(count_microbatches(rows, max_tokens, shares_prefix=shares_prefix) for rows in chosen)
+    return [
+        Share(rows, at, count) if rows else Share(Refs(refs[:1]), (), count, idle=True)
+        for rows, at in zip(chosen, mine)
+    ]
+
+
+def in_order(parts: Sequence[tuple[Share, Sequence[T]]]) -> list[T]:
+    """The results of the ranks' rows, put back in the order of the rows that were shared out."""
+    found = {at: value for share, values in parts for at, value in zip(share.rows, values)}
+    return [found[at] for at in range(len(found))]
+
+
+def count_microbatches(refs: Refs, max_tokens: int, *, shares_prefix: bool = True) -> int:
+    """How many micro-batches of at most `max_tokens` tokens these rows make: as `batch.make_microbatches` fills them, with
+    a prompt counted once per group and micro-batch."""
+    trajectories: dict[str, dict[str, list[int]]] = {}
+    for i, ref in enumerate(refs):
+        trajectories.setdefault(ref.group_id, {}).setdefault(ref.trajectory_id, []).append(i)
+    count, used, prompt_of = 0, 0, ""
+    for group_id, members in trajectories.items():
+        for rows in members.values():
+            prompt = refs[rows[0]].prompt_tokens
+            own = sum(refs[i].total_tokens - prompt for i in rows)
+            shared = shares_prefix and count > 0 and prompt_of == group_id
+            cost = own + (0 if shared else prompt if shares_prefix else prompt * len(rows))
+            if count and used + cost <= max_tokens:
+                used += cost
+            else:
+                count += 1
+                used = own + (prompt if shares_prefix else prompt * len(rows))
+            prompt_of = group_id
+    return count
+
+
+def _cost(refs: Refs, rows: Sequence[int], shares_prefix: bool) -> float:
+    """Predicted work of a group: its distinct tokens, and attention over each row."""
+    prompt = refs[rows[0]].prompt_tokens
+    total = 0.0
+    for k, i in enumerate(rows):
+        own = refs[i].total_tokens - (prompt if shares_prefix and k else 0)
+        total += own * (1 + refs[i].total_tokens / ATTENTION_TOKENS)
+    return total

@@ -1,0 +1,192 @@
+"""The models of a run: folder and role -> engine -> workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from verl.algorithms.table import Algorithm
+from verl.chat import load_tokenizer
+from verl.checkpoint.hf import HfExport
+from verl.checkpoint.score import classifier_config, read_score
+from verl.config.plan import warmup_steps
+from verl.config.schema import Config
+from verl.model_engine.optim import OptimSpec
+from verl.model_engine.reward_model import load_reward_model
+from verl.model_engine.torch_engine import TorchEngine, load_causal_lm
+from verl.nn.heads import Head
+from verl.transfer_queue.base import TransferQueue
+from verl.weight_sync.local import LocalOutlet
+from verl.weight_sync.sender import WeightSender
+from verl.workers.inproc import InprocGroup, SharedEngine, VirtualRank
+from verl.workers.model_workers import ModelWorkers
+from verl.workers.role import Role
+
+
+@dataclass(frozen=True, slots=True)
+class ModelContext:
+    """What all models of a run have in common. updates: optimizer steps of the whole run (schedules, warm-up share)."""
+
+    config: Config
+    queue: TransferQueue
+    device: str
+    updates: int
+    crash_dir: Path | None = None
+
+
+def workers_of(
+    context: ModelContext,
+    name: str,
+    engine: TorchEngine,
+    *,
+    share_prefix: bool | None = None,
+    hf_export: HfExport | None = None,
+) -> ModelWorkers:
+    """The worker group of one model: one rank, or virtual ranks that share the engine. What is exported is published."""
+    config = context.config
+    share = config.model.share_prefix if share_prefix is None else share_prefix
+    count = config.run.virtual_ranks
+    sender = WeightSender(LocalOutlet(), verify_first=config.sync.verify_first)
+    can = engine.capabilities
+    can = replace(can, shares_prefix=can.shares_prefix and share)
+    if count == 1:
+        role = Role(name, context.queue, engine, share_prefix=share, sender=sender, hf_export=hf_export)
+        return ModelWorkers(InprocGroup(name, [role]), can)
+    ranks = [VirtualRank(i, count) for i in range(count)]
+    roles = [
+        Role(
+            name,
+            context.queue,
+            SharedEngine(engine, rank),
+            share_prefix=share,
+            ranks=rank,
+            sender=sender,
+            hf_export=hf_export,
+        )
+        for rank in ranks
+    ]
+    return ModelWorkers(InprocGroup(name, roles, ranks), can)
+
+
+def policy_engine(context: ModelContext, *, head: Head = "lm") -> TorchEngine:
+    """The trained model."""
+    o = context.config.optim
+    spec = OptimSpec(
+        lr=o.lr,
+        weight_decay=o.weight_decay,
+        betas=(o.betas[0], o.betas[1]),
+        eps=o.eps,
+        clip_grad_norm=o.clip_grad_norm,
+        schedule=o.schedule,
+        warmup_steps=warmup_steps(context.config, context.updates),
+        total_steps=context.updates,
+        decay_ratio=o.decay_ratio,
+        min_lr_ratio=o.min_lr_ratio,
+        max_skipped_updates=o.max_skipped_updates,
+    )
+    return _engine(context, optim=spec, head=head)
+
+
+def reference(context: ModelContext) -> ModelWorkers:
+    """A frozen copy of the start weights."""
+    return workers_of(context, "reference", _engine(context, optim=None))
+
+
+def critic(context: ModelContext) -> ModelWorkers:
+    """The value model with its own optimizer: the policy's engine with another head."""
+    o, c = context.config.optim, context.config.critic
+    spec = OptimSpec(
+        lr=c.lr,
+        weight_decay=c.weight_decay,
+        betas=(o.betas[0], o.betas[1]),
+        eps=o.eps,
+        clip_grad_norm=c.clip_grad_norm,
+        schedule="constant",
+        warmup_steps=c.warmup_steps,
+        total_steps=context.updates,
+        max_skipped_updates=o.max_skipped_updates,
+    )
+    return workers_of(context, "critic", _engine(context, optim=spec, head="value", path=c.path))
+
+
+def reward_model(context: ModelContext) -> ModelWorkers | None:
+    """The trained reward model of `reward.model`, frozen. It must read the policy's tokens."""
+    config = context.config
+    if config.reward.model is None:
+        return None
+    folder = Path(config.reward.model).expanduser()
+    ours, theirs = (
+        load_tokenizer(str(p), trust_remote_code=False)
+        for p in (config.model.tokenizer_path or config.model.path, folder)
+    )
+    if ours.get_vocab() != theirs.get_vocab():
+        raise ValueError(
+            f"reward.model={folder} has another vocabulary than the policy ({config.model.path}): it would read other words; "
+            "train it from a model with the policy's tokenizer"
+        )
+    engine = _engine(context, optim=None, head="score", path=str(folder))
+    engine.check_packing(share_prefix=config.model.share_prefix)
+    return workers_of(context, "reward_model", engine)
+
+
+def models_of(context: ModelContext, algorithm: Algorithm, actor: ModelWorkers) -> dict[str, ModelWorkers]:
+    """The actor and whatever else the algorithm looks at, by role."""
+    out = {"actor": actor}
+    if "reference" in algorithm.roles:
+        out["reference"] = reference(context)
+    if algorithm.critic:
+        out["critic"] = critic(context)
+    return out
+
+
+def hf_export(config: Config, *, head: Head = "lm", pad_token_id: int | None = None) -> HfExport:
+    source = Path(config.model.path).expanduser()
+    return HfExport(
+        source_dir=source,
+        tokenizer_dir=Path(config.model.tokenizer_path) if config.model.tokenizer_path else None,
+        chat_template=Path(config.model.chat_template).read_text() if config.model.chat_template else None,
+        config_overrides=classifier_config(source, pad_token_id) if head == "score" else None,
+    )
+
+
+def checkpoint_bytes(engine: TorchEngine) -> int:
+    """Master, two moments and the exported folder, float32."""
+    return 4 * 4 * sum(p.numel() for p in engine.model.parameters()) + (8 << 20)
+
+
+def _engine(
+    context: ModelContext, *, optim: OptimSpec | None, head: Head = "lm", path: str | None = None
+) -> TorchEngine:
+    config = context.config
+    folder = Path(path or config.model.path).expanduser()
+    trust, checkpointing = config.model.trust_remote_code, config.model.gradient_checkpointing and optim is not None
+    if head == "score":
+        return load_reward_model(
+            folder,
+            fresh_head=optim is not None,
+            optim=optim,
+            dtype=config.model.dtype,
+            device=context.device,
+            trust_remote_code=trust,
+            max_tokens_per_microbatch=config.step.max_tokens_per_microbatch,
+            attention_mode=config.model.attention,
+            gradient_checkpointing=checkpointing,
+            dump_dir=context.crash_dir if optim else None,
+        )
+    engine = TorchEngine(
+        load_causal_lm(folder, trust_remote_code=trust, needs_lm_head=head == "lm"),
+        head=head,
+        optim=optim,
+        dtype=config.model.dtype,
+        device=context.device,
+        max_tokens_per_microbatch=config.step.max_tokens_per_microbatch,
+        attention_mode=config.model.attention,
+        gradient_checkpointing=checkpointing,
+        source_dir=folder,
+        dump_dir=context.crash_dir if optim else None,
+    )
+    score = read_score(folder) if engine.value_head is not None else None
+    if score is not None:
+        assert engine.value_head is not None
+        engine.value_head.weight.data.copy_(score)
+    return engine

@@ -1,0 +1,108 @@
+"""Versions of the policy: published in order, verified, and live before anything is sampled under them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from verl.rollout.base import PauseMode, RolloutEngine
+from verl.types import Metric, Metrics
+from verl.weight_sync.base import CheckpointEngine, SyncReport
+from verl.workers.model_workers import ModelWorkers
+from verl.workers.waits import Waits
+
+
+class Publisher:
+    """Owns the version: the number of publishes so far. exclusive: rollout waits during an update, so a publish can read the
+    trainer's weights in place. partial_rollout: running requests go on under new weights, on replicas that can do that."""
+
+    def __init__(
+        self,
+        engine: CheckpointEngine,
+        trainer: ModelWorkers,
+        replicas: Sequence[RolloutEngine],
+        *,
+        waits: Waits,
+        timeout_s: float,
+        exclusive: bool,
+        partial_rollout: bool,
+        note: Callable[[str], None],
+    ) -> None:
+        self._engine, self._trainer, self._replicas = engine, trainer, replicas
+        self._waits, self._timeout_s = waits, timeout_s
+        self._exclusive, self._partial_rollout = exclusive, partial_rollout
+        self._note = note
+        self._modes: tuple[PauseMode, ...] = ()
+        self._under_way: asyncio.Task[None] | None = None
+        self._metrics: Metrics = {}
+        self.version = 0
+
+    async def start(self, version: int) -> None:
+        """Ask the replicas what they can do, and make the weights of `version` live on them."""
+        can = [await replica.capabilities() for replica in self._replicas]
+        keep = self._partial_rollout
+        self._modes = tuple("keep" if keep and c.in_flight_update else "wait" for c in can)
+        self.version = version
+        self._report(await self._awaited(self._enqueue(version), version))
+
+    def publish(self, committed: Callable[[SyncReport], None], failed: Callable[[BaseException], None]) -> None:
+        """Read the weights as they are at this call as the next version, and deliver them in the background.
+
+        Only one publish is under way at a time: `settle` comes before."""
+        assert self._under_way is None, "a publish is under way"
+        version = self.version + 1
+        self._under_way = asyncio.ensure_future(self._commit(self._enqueue(version), version, committed))
+
+        def note(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and (error := task.exception()) is not None:
+                failed(error)
+
+        self._under_way.add_done_callback(note)
+
+    async def settle(self) -> None:
+        """Wait for the publish under way."""
+        if self._under_way is not None:
+            task, self._under_way = self._under_way, None
+            await self._waits.wait(task, who="driver", what="the publish under way", timeout_s=3 * self._timeout_s)
+
+    async def close(self) -> None:
+        if self._under_way is not None:
+            self._under_way.cancel()
+            await asyncio.gather(self._under_way, return_exceptions=True)
+
+    def take_metrics(self) -> Metrics:
+        """Of the last publish, once."""
+        found, self._metrics = self._metrics, {}
+        return found
+
+    def _enqueue(self, version: int) -> asyncio.Future[SyncReport]:
+        return self._engine.publish(
+            self._trainer,
+            self._replicas,
+            version=version,
+            exclusive=self._exclusive,
+            on_inflight=self._modes,
+            timeout_s=self._timeout_s,
+        )
+
+    async def _awaited(self, pending: asyncio.Future[SyncReport], version: int) -> SyncReport:
+        what = f"the publish of version {version}"
+        return await self._waits.wait(pending, who="driver", what=what, timeout_s=2 * self._timeout_s)
+
+    async def _commit(
+        self, pending: asyncio.Future[SyncReport], version: int, committed: Callable[[SyncReport], None]
+    ) -> None:
+        report = await self._awaited(pending, version)
+        self._report(report)
+        self.version = version
+        committed(report)
+
+    def _report(self, report: SyncReport) -> None:
+        for text in (*report.alarms, *(f"replica {i} failed: {e}" for i, e in report.failed_replicas.items())):
+            self._note(f"warning: weight sync: {text}")
+        self._metrics = {
+            "sync/version": Metric(report.version, 1, "step", "last"),
+            "sync/canary_max_abs": Metric(report.canary_max_abs, 1, "step", "max"),
+            "sync/bytes": Metric(report.num_bytes, 1, "step", "last"),
+            "sync/seconds": Metric(sum(report.seconds.values()), 1, "step", "sum"),
+        }

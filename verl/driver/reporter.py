@@ -1,0 +1,154 @@
+"""What a run says of itself: metrics, events, samples, the report, health. One step is over when its metrics are written."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from verl.config.schema import Config
+from verl.driver.record import SampleRecorder
+from verl.driver.rollouts import RunEnded
+from verl.driver.step import Step
+from verl.report.page import write_report
+from verl.track.console import LiveProgress
+from verl.track.events import EventLog
+from verl.track.health import Alarm, check_health
+from verl.track.metrics import reduce, units_of
+from verl.track.sinks import Sinks
+from verl.types import Refs, Trajectory
+from verl.workers.group import WorkerGroup
+from verl.workers.waits import Waits
+
+RECORD_AFTER_S = (
+    0.1  # samples are written once the next rollout is under way: at its start the event loop has most to do
+)
+OnStep = Callable[[int, Mapping[str, float]], None]
+
+
+class Reporter:
+    """recorder: the worker that writes samples; None where a run has none (supervised)."""
+
+    def __init__(
+        self,
+        config: Config,
+        run_dir: Path,
+        *,
+        sinks: Sinks,
+        events: EventLog,
+        progress: LiveProgress,
+        waits: Waits,
+        recorder: WorkerGroup | None = None,
+        on_step: OnStep | None = None,
+    ) -> None:
+        self.events, self.progress = events, progress
+        self.history: list[dict[str, float]] = []
+        self.last_eval: dict[str, float] = {}
+        self._config, self._dir = config, run_dir
+        self._sinks, self._waits = sinks, waits
+        self._recorder, self._on_step = recorder, on_step
+        self._recording: asyncio.Task[None] | None = None
+        self._record_now = asyncio.Event()
+
+    # -- samples -------------------------------------------------------------------------------------------------------
+
+    async def record(self, step: int, refs: Refs) -> None:
+        """Write the samples of a step, beside the next one, and drop its rows from the queue. One step at a time."""
+        await self.wait_recorded()
+        self._record_now.clear()
+        self._recording = asyncio.ensure_future(self._record(step, refs))
+
+    async def record_eval(self, step: int, found: Sequence[Trajectory]) -> None:
+        assert self._recorder is not None
+        await self._done(self._recorder.submit(SampleRecorder.record_eval, [(step, found)]), "recorder.record_eval")
+
+    async def wait_recorded(self) -> None:
+        """Until the samples that are being written are on disk."""
+        if self._recording is not None:
+            task, self._recording = self._recording, None
+            self._record_now.set()
+            await task
+
+    async def _record(self, step: int, refs: Refs) -> None:
+        assert self._recorder is not None
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._record_now.wait(), RECORD_AFTER_S)
+        await self._waits.wait(
+            asyncio.to_thread(self.events.flush),
+            who="driver",
+            what="the events to be written",
+            timeout_s=self._config.run.wait_timeout_s,
+        )
+        await self._done(self._recorder.submit(SampleRecorder.record, [(step, refs)]), "recorder.record")
+
+    async def _done(self, future: asyncio.Future | object, what: str) -> None:
+        await self._waits.wait(
+            asyncio.wrap_future(future),  # type: ignore[arg-type]
+            who="driver",
+            what=what,
+            timeout_s=self._config.run.wait_timeout_s,
+        )
+
+    # -- metrics -------------------------------------------------------------------------------------------------------
+
+    def keep(self, step: Step) -> None:
+        """What a checkpoint follows from is on disk before it: a kill right after its commit loses no record."""
+        self.events.flush(fsync=True)
+        self._sinks.keep(step.number, reduce(step.metrics))
+
+    def log(self, step: Step, *, tokens: int, more: Mapping[str, float]) -> dict[str, float]:
+        """Close the step's ledger and hand its values to the sinks; RunEnded where a health rule says stop."""
+        step.ledger.stop()
+        wall_s = step.ledger.wall_s
+        values = {**reduce(step.metrics), **step.ledger.metrics(), **more, "training/global_step": float(step.number)}
+        if tokens:
+            values |= {
+                "perf/total_num_tokens": tokens,
+                "perf/time_per_step": wall_s,
+                "perf/throughput": tokens / wall_s if wall_s > 0 else 0.0,
+            }
+        self._sinks.log(step.number, values, units_of(step.metrics))
+        self.history.append(values)
+        self.last_eval.update({k: v for k, v in values.items() if k.startswith("eval/")})
+        if self.report_due(step.number):
+            self.events.flush()
+            write_report(self._dir)
+        if self._on_step is not None:
+            self._on_step(step.number, values)
+        return values
+
+    def report_due(self, number: int) -> bool:
+        return due(number, self._config.track.report_every_steps)
+
+    def check_health(self) -> None:
+        self._mind(check_health(self.history, self._config.health))
+
+    def _mind(self, alarms: Sequence[Alarm]) -> None:
+        for alarm in alarms:
+            self.progress.message(f"{alarm.level}: {alarm.name}: {alarm.message}")
+            self.events.append("alarm", int(self.history[-1]["training/global_step"]), asdict(alarm))
+        stops = [a for a in alarms if a.level == "stop"]
+        if stops:
+            raise RunEnded(f"{stops[0].name}: {stops[0].message}")
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    async def finish_recording(self) -> None:
+        if self._recording is not None:
+            self._record_now.set()
+            await asyncio.gather(self._recording, return_exceptions=True)
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        try:
+            if self._recorder is not None:
+                self._recorder.close(timeout_s)
+        finally:
+            self.events.close()
+            self._sinks.close()
+            self.progress.close()
+
+
+def due(number: int, every: int) -> bool:
+    return every > 0 and number % every == 0

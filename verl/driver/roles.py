@@ -1,0 +1,52 @@
+"""The workers of a run by role, and the one way in which the driver waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import msgspec
+
+from verl.algorithms.table import Algorithm
+from verl.config.schema import Config
+from verl.transfer_queue.base import TransferQueue
+from verl.workers.model_workers import ComputeWorker, ModelWorkers
+from verl.workers.waits import Waits
+
+T = TypeVar("T")
+
+
+class Controllers(msgspec.Struct):
+    """What an algorithm adapts from step to step. Saved with every checkpoint."""
+
+    kl_coef: float = 0.0
+    critic_warm: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Learner:
+    """What learns from samples: an algorithm over the workers of its roles. RL runs, supervised runs, a replayed step, the
+    Python face and a user's own flow differ in where the samples come from.
+
+    models: actor, and where the algorithm has them reference, critic, reward_model; trainer in a supervised run."""
+
+    config: Config
+    models: dict[str, ModelWorkers]
+    compute: ComputeWorker
+    queue: TransferQueue
+    waits: Waits
+    algorithm: Algorithm | None = None
+    controllers: Controllers = field(default_factory=Controllers)
+
+    async def done(self, future: Future[T], what: str) -> T:
+        """The result of a call that was enqueued, within the run's deadline."""
+        return await self.waits.wait(
+            asyncio.wrap_future(future), who="driver", what=what, timeout_s=self.config.run.wait_timeout_s
+        )
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        for workers in self.models.values():
+            workers.close(timeout_s)
+        self.compute.close(timeout_s)

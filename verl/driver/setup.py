@@ -1,0 +1,82 @@
+"""What every verb does first: threads, precision, seeds, the device, the tokenizer."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
+
+from verl.chat import load_tokenizer, require_chat_template
+from verl.config.schema import Config
+
+
+def set_up_process(config: Config) -> None:
+    """Threads, precision and seeds. Nothing samples from these generators in a step; user code may."""
+    torch.set_num_threads(config.run.threads or os.cpu_count() or 1)
+    transformers_logging.disable_progress_bar()
+    if config.model.dtype == "auto":
+        config.model.dtype = native_dtype(device_of(config))
+    random.seed(config.run.seed)
+    np.random.seed(config.run.seed % 2**32)
+    torch.manual_seed(config.run.seed)
+    if config.run.deterministic:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def device_of(config: Config) -> str:
+    if config.model.device != "auto":
+        if config.model.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError(
+                "model.device=cuda, but torch sees no CUDA device; use model.device=cpu or install a CUDA torch"
+            )
+        return config.model.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def native_dtype(device: str) -> str:
+    """bfloat16 where the device multiplies it in hardware, else float32."""
+    if device == "cuda":
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+    found = torch.cpu.get_capabilities()
+    return "bfloat16" if found.get("avx512_bf16") or found.get("amx_bf16") or found.get("bf16") else "float32"
+
+
+def load_tokenizer_of(config: Config) -> Any:
+    path = config.model.tokenizer_path or config.model.path
+    tokenizer = load_tokenizer(
+        path, trust_remote_code=config.model.trust_remote_code, chat_template_file=config.model.chat_template
+    )
+    require_chat_template(tokenizer, path)
+    return tokenizer
+
+
+def decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
+    """Ids -> text without special tokens, as reward functions and readers expect it."""
+    own, fast = type(tokenizer), PreTrainedTokenizerFast
+    plain = isinstance(tokenizer, fast) and (own.decode, own._decode) == (fast.decode, fast._decode)
+    if plain and not tokenizer.clean_up_tokenization_spaces:  # whose Python layers only hand on, at four times its cost
+        return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
+    return partial(tokenizer.decode, skip_special_tokens=True)
+
+
+def pad_id(tokenizer: Any) -> int | None:
+    return tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+
+
+def eos_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:
+    """The tokenizer's end token and those of generation_config.json."""
+    found = [tokenizer.eos_token_id]
+    path = Path(config.model.path) / "generation_config.json"
+    if path.is_file():
+        extra = json.loads(path.read_text()).get("eos_token_id")
+        found += extra if isinstance(extra, list) else [extra]
+    return tuple(dict.fromkeys(int(i) for i in found if i is not None))

@@ -1,0 +1,163 @@
+"""One trajectory: an agent loop, then its reward, then retries. What goes wrong is an outcome of that trajectory."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from verl.agent_loop.base import AgentLoopFactory, AgentLoopOutput, Played, ServerManager, played, sampling_params_of
+from verl.reward.base import RewardFn, RewardRequest, parse_result
+from verl.rollout.base import DecodeFn, RolloutEngine
+from verl.types import Invalid, Outcome, Purpose, Sampling, Score, Segment, Task, Trajectory, response_ids_of
+from verl.workers.waits import DeadlineExpired, Waits
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectorySpec:
+    """Which trajectory it is: its ids, purpose and the parts of its seed."""
+
+    group_id: str
+    index: int
+    purpose: Purpose
+    epoch: int = 0
+    draw: int = 0
+
+
+class TrajectoryRunner:
+    """Runs single trajectories: agent loop, then reward, then retries. Outcomes are values, never exceptions."""
+
+    def __init__(
+        self,
+        *,
+        engine: RolloutEngine,
+        loop: AgentLoopFactory,
+        reward: RewardFn,
+        decode: DecodeFn,
+        waits: Waits,
+        seed: int,
+        max_attempts: int,
+        timeout_s: float,
+    ) -> None:
+        """timeout_s: for the agent loop of one attempt, and again for its reward."""
+        assert max_attempts >= 1, f"max_attempts={max_attempts}: a trajectory is tried at least once"
+        self._engine = engine
+        self._loop = loop
+        self._reward = reward
+        self._decode = decode
+        self._waits = waits
+        self._seed = seed
+        self._max_attempts = max_attempts
+        self._timeout_s = timeout_s
+
+    @property
+    def longest_s(self) -> float:
+        """No trajectory takes longer, whatever user code does."""
+        return 2 * self._max_attempts * self._timeout_s
+
+    async def run(self, task: Task, spec: TrajectorySpec, sampling: Sampling) -> Trajectory:
+        """The first attempt that ends with a valid reward, or the last one."""
+        for attempt in range(self._max_attempts):
+            trajectory = await self._attempt(task, spec, sampling, attempt)
+            if trajectory.outcome == "ok":
+                break
+        return trajectory
+
+    async def _attempt(self, task: Task, spec: TrajectorySpec, sampling: Sampling, attempt: int) -> Trajectory:
+        name = f"{spec.group_id}/{spec.purpose}{spec.index}.{attempt}"
+        seed_parts = (self._seed, spec.purpose, spec.epoch, spec.draw, task.task_id, spec.index, attempt)
+        manager = ServerManager(self._engine, sampling, seed_parts=seed_parts, prefix_key=spec.group_id)
+        started = time.monotonic()
+        row = {
+            **task.row,
+            "raw_prompt": list(task.messages),
+            "prompt_ids": task.prompt_ids,
+            "index": task.index,
+            "request_id": name,
+        }
+        outcome: Outcome = "failed"
+        reward: Score | Invalid | None = None
+        error = ""
+        try:
+            loop = self._loop(manager)
+            run, who, what = loop.run(sampling_params_of(sampling), **row), f"trajectory {name}", "its agent loop"
+            if loop.ends_when_cancelled:
+                with self._waits.limit(who=who, what=what, timeout_s=self._timeout_s):
+                    output = await run
+            else:
+                output = await self._waits.wait(run, who=who, what=what, timeout_s=self._timeout_s)
+            made = played(output, manager, sampling.max_tokens)
+        except Exception as e:  # an agent loop is user code: its failure is an outcome, and retried
+            late = f"timeout: the agent loop did not end in {self._timeout_s:g} s"
+            error = late if isinstance(e, DeadlineExpired) else f"{type(e).__name__}: {e}"
+            made, turns = Played((Segment(ids=task.prompt_ids, source="prompt"),), "error"), 1
+        else:
+            turns = max(1, len(manager.record))
+            if made.stop_reason == "abort":
+                outcome, error = "cancelled", "abort: the rollout engine gave the request up"
+            elif not any(s.source == "sampled" for s in made.segments):
+                error = "empty: the agent loop returned no token of the model"
+            else:
+                reward = await self._score(name, task, sampling, made, output, turns)
+                if isinstance(reward, Score):
+                    outcome = "ok"
+                else:
+                    outcome, error = "invalid", f"{reward.reason}: {reward.detail}"
+        return Trajectory(
+            trajectory_id=name,
+            group_id=spec.group_id,
+            task_id=task.task_id,
+            index=spec.index,
+            purpose=spec.purpose,
+            attempt=attempt,
+            sampling=sampling,
+            segments=made.segments,
+            stop_reason=made.stop_reason,
+            outcome=outcome,
+            reward=reward,
+            turns=turns,
+            wall_s=time.monotonic() - started,
+            error=error,
+        )
+
+    async def _score(
+        self, name: str, task: Task, sampling: Sampling, made: Played, output: AgentLoopOutput, turns: int
+    ) -> Score | Invalid:
+        response = response_ids_of(made.segments)
+        try:
+            if output.reward_score is not None:
+                return parse_result(output.reward_score)
+            text = self._decode(response.tolist())
+        except Exception as e:  # what the loop returned: an object of its own, ids that are none
+            return Invalid("exception", f"{type(e).__name__}: {e}")
+        request = RewardRequest(
+            request_id=name,
+            data_source=task.data_source,
+            solution_str=text,
+            ground_truth=task.ground_truth,
+            extra_info={**task.extra_info, "num_turns": output.num_turns or turns},
+            response_tokens=len(response),
+            max_response_tokens=sampling.max_tokens,
+            truncated=made.stop_reason in ("length", "context_full"),
+            prompt_ids=task.prompt_ids,
+            response_ids=response,
+        )
+        try:
+            with self._waits.limit(who=f"trajectory {name}", what="its reward", timeout_s=self._timeout_s):
+                return await self._reward.score(request)
+        except DeadlineExpired:
+            return Invalid("timeout", f"no reward in {self._timeout_s:g} s")
+
+
+async def together(plays: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results in order. When one raises, the others are cancelled and have ended before that error comes out."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(play) for play in plays]
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks]

@@ -1,0 +1,54 @@
+"""What a reward function may return, as plain numbers. Runs in the grader's process too, so: standard library only."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+from verl.sandbox.messages import BadResult
+
+MAX_COMPONENTS = 1000
+
+
+def score_and_components(value: Any) -> tuple[float, dict[str, float]]:
+    """The score of what a reward function returned, and its components. Raises BadResult: why there is no score.
+
+    A number, a bool, anything with `.item()`, or a mapping with such a "score". Further finite numbers of the mapping
+    become components; its other entries (texts, lists) are not rewards and are left out. Raises nothing else on odd
+    values of the standard kinds; an object whose own methods raise is the caller's to catch.
+    """
+    components: dict[str, float] = {}
+    score = value
+    if isinstance(value, Mapping):
+        if "score" not in value:
+            keys = ", ".join(repr(k) for k in list(value)[:8])
+            raise BadResult(f'the reward function returned a dict without "score" (keys: {keys or "none"})')
+        score = value["score"]
+        for name, item in value.items():
+            number = _number(item)
+            if isinstance(name, str) and name != "score" and number is not None and math.isfinite(number):
+                components[name] = number
+            if len(components) > MAX_COMPONENTS:
+                kept = f"at most {MAX_COMPONENTS} components are kept"
+                raise BadResult(f"the reward function returned {len(value)} values; {kept}")
+    number = _number(score)
+    if number is None:
+        kind = f"the text {score[:60]!r}" if isinstance(score, str) else f"a {type(score).__name__}"
+        said = "None" if score is None else kind
+        raise BadResult(f"the reward function returned {said}; a number or a dict with a number as score is needed")
+    if not math.isfinite(number):
+        raise BadResult(f"the reward function returned {number}; a score must be finite")
+    return number, components
+
+
+def _number(value: Any) -> float | None:
+    try:
+        if not isinstance(value, numbers.Real) and not isinstance(value, type) and hasattr(value, "item"):
+            value = value.item()
+        return float(value) if isinstance(value, numbers.Real) else None
+    except (TypeError, ValueError, RuntimeError):  # numpy and torch on more than one element
+        return None
+    except OverflowError:  # an int beyond 1e308
+        return math.inf

@@ -1,0 +1,1 @@
+"""The one place where user code runs: killable, memory-limited, self-healing worker processes around any callable."""

@@ -1,0 +1,325 @@
+"""A pool of killable, memory-limited, self-healing workers for calls of one user's callable.
+
+consumes calls · waits for a free worker, then for the callable · unblocked by an answer, a death or the deadline ·
+produces exactly one value or Failure per call. Whatever a call does costs its own value and nothing else: one that
+crashes or runs out of memory in a worker that served others before it is repeated once in a fresh one, so that nobody
+pays for what an earlier call left behind; calls that were sent behind one that ended the worker go back to the front
+of the queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Generic
+
+from verl.sandbox.messages import CallableSpec, Failure, T
+from verl.sandbox.process import KILL_WAIT_S, UNFIT, CannotLoad, Worker, start_worker
+
+SLOWEST = 10
+# Quick calls are sent together, as many as take about BATCH_S: a message costs as much as they do.
+BATCH_S, MAX_BATCH = 0.005, 8
+ABANDONED_S = 0.05  # for a call whose caller has gone to end by itself: a fresh worker costs as much
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SlowCall:
+    wall_s: float
+    label: tuple[str, ...]
+    outcome: str
+
+
+@dataclass(slots=True)
+class PoolStats:
+    """What the pool has done since its start. `outcomes` counts calls by "ok" and by reason of Failure."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)  # the latest detail of each reason
+    slowest: list[SlowCall] = field(default_factory=list)  # slowest first
+    longest_wait_s: float = 0.0
+    restarted: int = 0  # workers replaced because a call ended them
+    recycled: int = 0  # workers replaced after max_calls_per_worker, or because they leaked
+    repeated: int = 0  # calls repeated in a fresh worker
+
+
+@dataclass(slots=True, eq=False)
+class _Call(Generic[T]):
+    arguments: bytes
+    label: tuple[str, ...]
+    outcome: asyncio.Future[T | Failure]
+    queued_s: float
+
+
+@dataclass(slots=True, eq=False)
+class _Slot(Generic[T]):
+    """A place for one worker, and what it works on, in order."""
+
+    worker: Worker[T] | None = None
+    error: str = ""
+    calls: deque[_Call[T]] = field(default_factory=deque)
+    repeat: list[_Call[T]] = field(default_factory=list)  # for its fresh worker; at most one
+    wake: asyncio.Future[None] | None = None  # while it is idle
+
+
+class Pool(Generic[T]):
+    """Runs the callable in `num_workers` processes, one call after the other in each.
+
+    timeout_s: wall clock of one call, kept by killing the worker and all it started. memory_limit_mb: address space of
+    a worker (and resident memory of it with its children) on top of what it has once the callable is loaded, so heavy
+    imports belong at the top of the user's file. Limits on memory need Linux. Belongs to one event loop,
+    and dies with the thread that runs it.
+    """
+
+    def __init__(
+        self,
+        spec: CallableSpec,
+        *,
+        num_workers: int = 2,
+        timeout_s: float = 30.0,
+        memory_limit_mb: float = 2048,
+        max_calls_per_worker: int = 10_000,
+        start_timeout_s: float = 120.0,
+    ) -> None:
+        sizes = {"num_workers": num_workers, "max_calls_per_worker": max_calls_per_worker}
+        limits = {"timeout_s": timeout_s, "memory_limit_mb": memory_limit_mb, "start_timeout_s": start_timeout_s}
+        for name, value in {**sizes, **limits}.items():
+            if not value > 0:
+                raise ValueError(f"{spec.section}.{name}={value}: must be positive; there is no call without a limit")
+        self.spec, self.stats = spec, PoolStats()
+        self._timeout_s, self._memory_limit_mb, self._start_timeout_s = timeout_s, memory_limit_mb, start_timeout_s
+        self._max_calls = max_calls_per_worker
+        self._slots: list[_Slot[T]] = [_Slot() for _ in range(num_workers)]
+        self._idle: deque[_Slot[T]] = deque()
+        self._queue: deque[_Call[T]] = deque()  # first come, first served
+        self._serving: set[asyncio.Task[None]] = set()
+        self._watch: asyncio.TimerHandle | None = None
+        self._moved_s = 0.0  # when a call was last begun or ended
+        self._call_s = BATCH_S  # of a call, about, as the workers tell
+        self._slowest_start_s = 0.0
+        self._started = self._closed = False
+        self._closed_early = Failure("crash", f"the {spec.section} pool was closed")
+
+    @property
+    def workers(self) -> int:
+        """Alive now."""
+        return sum(slot.worker is not None and slot.worker.alive for slot in self._slots)
+
+    @property
+    def waiting(self) -> int:
+        """Calls that wait for a worker now."""
+        return len(self._queue) + sum(max(0, len(slot.calls) - 1) for slot in self._slots)
+
+    async def start(self) -> None:
+        """Load the user's callable in every worker. Raises one CannotLoad (a ValueError), with the fix."""
+        assert not self._started, "a pool starts once"
+        self._started = True
+        try:
+            await self._fill(self._slots[0])  # one alone first: a bad file is loaded, and reported, once
+            if self._slots[0].worker is not None:
+                await asyncio.gather(*(self._fill(slot) for slot in self._slots[1:]))
+            for slot in self._slots:
+                if slot.error:
+                    raise CannotLoad(slot.error)
+        except BaseException:
+            await self.close()
+            raise
+        for slot in self._slots:
+            self._employ(slot)
+
+    async def call(self, arguments: Mapping[str, Any], label: tuple[str, ...] = ()) -> T | Failure:
+        """Call once, waiting for a free worker first (that is the back-pressure). Never raises for what a call does.
+
+        label: how `stats` names the call.
+        """
+        assert self._started, "await pool.start() comes first"
+        if self._closed:
+            return self._counted(self._closed_early)
+        try:
+            packed = pickle.dumps(arguments)
+        except Exception as error:  # __reduce__ of the user's objects
+            said = f"the {self.spec.given} cannot be sent to the {self.spec.called}"
+            return self._counted(Failure("exception", f"{said}: {type(error).__name__}: {error}"))
+        loop, now_s = asyncio.get_running_loop(), time.monotonic()
+        call: _Call[T] = _Call(packed, label, loop.create_future(), now_s)
+        self._queue.append(call)
+        self._wake()
+        if self._watch is None:
+            self._moved_s = now_s
+            self._watch = loop.call_later(self._turn_s, self._look)
+        try:
+            return await call.outcome
+        except asyncio.CancelledError:
+            for slot in self._slots:
+                self._give_up_soon(slot)
+            raise
+
+    async def close(self) -> None:
+        """End every worker and all that user code started; calls in flight get a Failure. Idempotent."""
+        self._closed = True
+        if self._watch is not None:
+            self._watch.cancel()
+        for task in self._serving:
+            task.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
+        self._fail_all(self._slots, self._closed_early)
+        await asyncio.gather(*(slot.worker.stop() for slot in self._slots if slot.worker is not None))
+
+    def _employ(self, slot: _Slot[T]) -> None:
+        task = asyncio.create_task(self._serve(slot))
+        self._serving.add(task)
+        task.add_done_callback(partial(self._served, slot))
+
+    def _served(self, slot: _Slot[T], task: asyncio.Task[None]) -> None:
+        self._serving.discard(task)
+        error = None if self._closed or task.cancelled() else task.exception()
+        if error is not None:  # ours: say so, and let nobody wait
+            self._fail_all([slot], Failure("crash", f"the {self.spec.section} pool failed: {error!r}"))
+            self._employ(slot)
+
+    def _wake(self) -> None:
+        """Idle slots for what is in the queue. They begin in the next turn of the loop: a burst is shared out."""
+        for _ in range(min(len(self._idle), len(self._queue))):
+            wake = self._idle.popleft().wake
+            assert wake is not None
+            wake.set_result(None)
+
+    async def _serve(self, slot: _Slot[T]) -> None:
+        """Work through the queue, and wait where it is empty, with a worker that is fit to be called."""
+        while True:
+            if not slot.repeat and not self._queue:
+                slot.wake = asyncio.get_running_loop().create_future()
+                self._idle.append(slot)
+                await slot.wake
+                continue  # another one may have been quicker
+            if slot.worker is None or not slot.worker.alive:  # a replacement failed, or it was killed while idle
+                await self._replace(slot)
+            if slot.repeat:
+                calls, slot.repeat = [call for call in slot.repeat if not call.outcome.done()], []
+            else:
+                calls = self._next_calls(slot.worker)
+            if slot.worker is None:
+                for call in calls:
+                    self._settle(call, Failure("crash", f"no worker could be started: {slot.error}"))
+            elif calls:
+                await self._run(slot, slot.worker, calls)
+                if not (slot.worker.healthy and slot.worker.alive) or self._spent(slot.worker):
+                    await self._replace(slot)
+
+    async def _run(self, slot: _Slot[T], worker: Worker[T], calls: list[_Call[T]]) -> None:
+        """Settle calls; those that were not begun go back to the queue, one that a fresh worker has to repeat stays."""
+
+        def deliver(outcome: T | Failure, wall_s: float) -> None:
+            call = slot.calls.popleft()
+            unfit = isinstance(outcome, Failure) and outcome.reason in UNFIT
+            if unfit and worker.calls > 1 and not call.outcome.done():
+                slot.repeat.append(call)
+                self.stats.repeated += 1
+            else:
+                self._settle(call, outcome, wall_s)
+            self._call_s += 0.1 * (min(max(worker.took_s, 1e-5), 1.0) - self._call_s)
+            self._begin(slot)
+
+        slot.calls.extend(calls)
+        self._begin(slot)
+        await worker.call([call.arguments for call in calls], self._timeout_s, deliver)
+        if slot.calls:
+            self._queue.extendleft(reversed(slot.calls))
+            slot.calls.clear()
+            self._wake()
+
+    def _begin(self, slot: _Slot[T]) -> None:
+        """The front call of a slot, if there is one, runs from now on."""
+        self._moved_s = time.monotonic()
+        if slot.calls:
+            self.stats.longest_wait_s = max(self.stats.longest_wait_s, self._moved_s - slot.calls[0].queued_s)
+            self._give_up_soon(slot)
+
+    def _give_up_soon(self, slot: _Slot[T]) -> None:
+        """If nobody waits for the call that runs in a slot: it gets a moment to end by itself."""
+        if slot.calls and slot.calls[0].outcome.done():
+            asyncio.get_running_loop().call_later(ABANDONED_S, self._give_up, slot, slot.calls[0])
+
+    def _give_up(self, slot: _Slot[T], call: _Call[T]) -> None:
+        if slot.worker is not None and slot.calls and slot.calls[0] is call:
+            slot.worker.give_up()
+
+    def _spent(self, worker: Worker[T]) -> bool:
+        return worker.calls >= self._max_calls or worker.leaks
+
+    def _next_calls(self, worker: Worker[T] | None) -> list[_Call[T]]:
+        """From the front of the queue: one, or several quick ones that take about BATCH_S, shared with the others."""
+        share = -(-len(self._queue) // len(self._slots))
+        room = self._max_calls - worker.calls if worker is not None else 1
+        size = max(1, min(int(BATCH_S / self._call_s), share, room, MAX_BATCH))
+        calls: list[_Call[T]] = []
+        while self._queue and len(calls) < size:
+            call = self._queue.popleft()
+            if not call.outcome.done():  # else its caller has gone
+                calls.append(call)
+        return calls
+
+    @property
+    def _turn_s(self) -> float:
+        """Everyone at work takes at most two calls and a restart or two: past that, something of ours is broken."""
+        return 2 * (self._timeout_s + KILL_WAIT_S + self._slowest_start_s) + self._start_timeout_s
+
+    def _look(self) -> None:
+        """No call waits for a worker for ever."""
+        self._watch = None
+        still_s = time.monotonic() - self._moved_s
+        if self._queue and still_s >= self._turn_s:
+            self._fail_all([], Failure("timeout", f"no free worker within {still_s:.0f} s"))
+        elif self._queue:
+            self._watch = asyncio.get_running_loop().call_later(self._turn_s - still_s, self._look)
+
+    async def _replace(self, slot: _Slot[T]) -> None:
+        """A fresh worker in the slot; the old one is gone before. On failure the slot stays empty, with the error."""
+        if slot.worker is not None:
+            if slot.worker.healthy and self._spent(slot.worker):
+                self.stats.recycled += 1
+            else:
+                self.stats.restarted += 1
+            await slot.worker.stop()
+            slot.worker = None
+        await self._fill(slot)
+
+    async def _fill(self, slot: _Slot[T]) -> None:
+        slot.error = ""
+        try:
+            slot.worker = await start_worker(self.spec, self._memory_limit_mb, self._start_timeout_s)
+            self._slowest_start_s = max(self._slowest_start_s, slot.worker.ready_s)
+        except (CannotLoad, OSError) as error:  # OSError: no more processes or descriptors, for now
+            slot.error = str(error)
+        if self._closed and slot.worker is not None:
+            await slot.worker.stop()
+
+    def _fail_all(self, slots: Iterable[_Slot[T]], failure: Failure) -> None:
+        """Whoever waits in the queue, and in these slots."""
+        for waiting in (self._queue, *(waiting for slot in slots for waiting in (slot.calls, slot.repeat))):
+            for call in waiting:
+                self._settle(call, failure)
+            waiting.clear()
+
+    def _settle(self, call: _Call[T], outcome: T | Failure, wall_s: float | None = None) -> None:
+        """wall_s: None for a call that was not begun."""
+        if call.outcome.done():  # its caller has gone
+            return
+        call.outcome.set_result(self._counted(outcome))
+        slowest = self.stats.slowest
+        if wall_s is not None and (len(slowest) < SLOWEST or wall_s > slowest[-1].wall_s):
+            slowest.append(SlowCall(wall_s, call.label, outcome.reason if isinstance(outcome, Failure) else "ok"))
+            slowest.sort(reverse=True)
+            del slowest[SLOWEST:]
+
+    def _counted(self, outcome: T | Failure) -> T | Failure:
+        if isinstance(outcome, Failure):
+            self.stats.outcomes[outcome.reason] += 1
+            self.stats.examples[outcome.reason] = outcome.detail
+        else:
+            self.stats.outcomes["ok"] += 1
+        return outcome

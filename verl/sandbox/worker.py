@@ -1,0 +1,279 @@
+"""The process that runs a user's callable: one call at a time, in its main thread.
+
+Forked by guardian.py. Requests arrive and answers leave over a socket of their own, so that prints cannot corrupt them.
+Importing this file is cheap: a replacement must be up in tens of milliseconds, and the callable may need little.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import importlib
+import importlib.util
+import inspect
+import os
+import pickle
+import resource
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import msgspec
+
+from verl.sandbox import messages
+from verl.sandbox.messages import LENGTH, MAX_VALUE_BYTES, BadResult, CallableSpec, Failure, framed
+
+DETAIL_CHARS = 2000
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+class Unloadable(Exception):
+    """The user's callable cannot be used; the text says why and what to do."""
+
+
+class Settler:
+    """Awaits results of async functions on one event loop that lives as long as the worker.
+
+    One loop, not one per call: a client session or an object made at load time stays usable.
+    """
+
+    def __init__(self) -> None:
+        self._runner: Any = None  # asyncio.Runner: asyncio is imported only where it is needed
+
+    def settle(self, value: Any) -> Any:
+        if not inspect.isawaitable(value):
+            return value
+        import asyncio
+
+        async def finish() -> Any:
+            try:
+                return await value
+            finally:  # a stray task of this call must not run on during the next one
+                strays = asyncio.all_tasks() - {asyncio.current_task()}
+                for task in strays:
+                    task.cancel()
+                await asyncio.gather(*strays, return_exceptions=True)
+
+        self._runner = self._runner or asyncio.Runner()
+        return self._runner.run(finish())
+
+
+def serve(channel: socket.socket, memory_limit_mb: float, note_baseline_mb: Callable[[float], None]) -> None:
+    """Load the callable that the first request names, then answer calls until the channel closes."""
+    me = os.getpid()
+    os.set_inheritable(channel.fileno(), False)
+    # A child forked by user code must not hold the channel: its end is how the pool learns that we are gone.
+    os.register_at_fork(after_in_child=channel.close)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    faulthandler.enable()
+    with contextlib.suppress(OSError):  # if the machine runs out of memory, the kernel takes the worker, not the pool
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    settler = Settler()
+    requests = open(channel.fileno(), "rb", buffering=1 << 16, closefd=False)  # noqa: SIM115
+    packed = _receive(requests)
+    if packed is None:
+        return
+    spec: CallableSpec = pickle.loads(packed)
+    try:
+        function = load(spec, settler)
+    except BaseException as error:  # user code: its module, or its factory
+        said = str(error) if isinstance(error, Unloadable) else f"loading it raised {_where(error)}"
+        return channel.sendall(framed(messages.Loaded(me, _sendable(said))))
+    if os.getpid() != me:
+        os._exit(0)
+    memory = Memory()
+    start_mb, resident_mb = memory.used_mb()
+    note_baseline_mb(resident_mb)
+    limit = _limit_address_space(start_mb + memory_limit_mb)
+    channel.sendall(framed(messages.Loaded(me)))
+    decoder, tidy = (
+        msgspec.msgpack.Decoder(messages.Call),
+        functools.partial(_tidy, sys.getrecursionlimit(), os.getcwd()),
+    )
+    while (packed := _receive(requests)) is not None:
+        began_s = time.perf_counter()
+        call = decoder.decode(packed)
+        outcome = run_call(function, spec, settler, call.arguments, limit)
+        if os.getpid() != me:  # a child that the callable forked came back with us
+            os._exit(0)
+        tidy()
+        grown_mb, took_s = memory.used_mb()[0] - start_mb, time.perf_counter() - began_s
+        if isinstance(outcome, Failure):
+            channel.sendall(framed(messages.Failed(call.number, grown_mb, took_s, outcome)))
+        else:
+            channel.sendall(framed(messages.Returned(call.number, grown_mb, took_s, outcome)))
+        if grown_mb >= memory_limit_mb / 2 or (isinstance(outcome, Failure) and outcome.reason == "memory"):
+            return  # calls that were sent with this one are for a fresh process
+
+
+def _receive(requests: Any) -> bytes | None:
+    """One message, or None at end of file. Waits while the pool has no work; if it dies, the guardian kills us."""
+    head = requests.read(LENGTH.size)
+    return requests.read(LENGTH.unpack(head)[0]) if len(head) == LENGTH.size else None
+
+
+def _tidy(recursion_limit: int, folder: str) -> None:
+    """What a call leaves behind must not hit the next one, nor pile up."""
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    sys.setrecursionlimit(recursion_limit)
+    for name, fd in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None or getattr(sys, name).closed:
+            setattr(sys, name, os.fdopen(fd, "w", 1, closefd=False))
+    with contextlib.suppress(OSError):
+        os.chdir(folder)
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:  # children that ended, and that nobody waited for
+            pass
+
+
+def run_call(
+    function: Callable[..., Any], spec: CallableSpec, settler: Settler, arguments: bytes, limit: tuple[int, int] | None
+) -> msgspec.Raw | Failure:
+    """One call of the user's callable: its value, encoded, or why there is none."""
+    try:
+        value = settler.settle(function(**pickle.loads(arguments)))
+        return _encoded(value if spec.convert is None else spec.convert(value), spec)
+    except BadResult as error:
+        return Failure("bad_result", _sendable(str(error)[:DETAIL_CHARS]))
+    except MemoryError as error:
+        if limit is not None:
+            resource.setrlimit(resource.RLIMIT_AS, (limit[1], limit[1]))  # room to say what happened
+        return Failure("memory", _trace(error))
+    except TimeoutError as error:
+        return Failure("timeout", _trace(error))
+    except BaseException as error:  # user code; SystemExit and the like end the call, not the worker
+        return Failure("exception", _trace(error))
+
+
+def _encoded(value: Any, spec: CallableSpec) -> msgspec.Raw:
+    try:
+        body = msgspec.msgpack.encode(value)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise BadResult(f"the {spec.called} returned a {type(value).__name__}, which cannot be sent: {error}") from None
+    if len(body) > MAX_VALUE_BYTES:
+        raise BadResult(f"the {spec.called} returned {len(body)} bytes; at most {MAX_VALUE_BYTES} are sent")
+    return msgspec.Raw(body)
+
+
+def load(spec: CallableSpec, settler: Settler) -> Callable[..., Any]:
+    """The callable that the spec names, its kwargs bound. Raises Unloadable: the reason and the fix."""
+    module, kwargs = load_module(spec.path, spec.section), dict(spec.kwargs)
+    found: Any = module
+    for part in spec.name.split("."):
+        if not hasattr(found, part):
+            known = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+            near = get_close_matches(spec.name, known, n=1)
+            defined = f"it defines: {', '.join(known[:8]) or 'no function'}"
+            hint = f"did you mean {spec.section}.name={near[0]}?" if near else defined
+            raise Unloadable(f"{module.__file__} has no {spec.name!r}; {hint}")
+        found = getattr(found, part)
+    if not callable(found):
+        raise Unloadable(f"{spec.name!r} in {module.__file__} is a {type(found).__name__}, not a function")
+    if spec.factory:
+        _check_call(found, spec, (), kwargs)
+        found, kwargs = settler.settle(found(**kwargs)), {}
+    _check_call(found, spec, spec.parameters, kwargs)
+    return functools.partial(found, **kwargs)
+
+
+def load_module(path: str, section: str) -> ModuleType:
+    """Import a `.py` file or an importable module. `section`: of the configuration that names it."""
+    path = path.removeprefix("pkg://")
+    if path.endswith(".py") or os.sep in path or os.path.isfile(path):
+        file = Path(path).expanduser().absolute()
+        if not file.is_file():
+            raise Unloadable(f"no such file: {file}. Fix: {section}.path=/absolute/path/to/your_{section}.py")
+        # At the end: modules beside the file can be imported, and cannot shadow any other.
+        sys.path.append(str(file.parent))
+        where = importlib.util.spec_from_file_location(f"user_{section}_{file.stem}", file)
+        if where is None or where.loader is None:
+            raise Unloadable(f"{file} is not a Python file. Fix: give it the suffix .py")
+        module = importlib.util.module_from_spec(where)
+        sys.modules[where.name] = module
+        where.loader.exec_module(module)
+        return module
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (path == error.name or path.startswith(error.name + ".")):
+            fix = f"{section}.path=/path/to/file.py, or install it"
+            raise Unloadable(f"no module named {error.name!r}. Fix: {fix}") from None
+        raise
+
+
+def _check_call(
+    function: Callable[..., Any], spec: CallableSpec, names: tuple[str, ...], kwargs: Mapping[str, Any]
+) -> None:
+    """Fail at start, not at the first call, when the function cannot take what it will be called with."""
+    taken = sorted(set(names) & set(kwargs))
+    if taken:
+        raise Unloadable(f"{spec.section}.kwargs has {', '.join(taken)}, which every call sets itself. Fix: rename it")
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a builtin
+        return
+    try:
+        signature.bind(**dict.fromkeys(names), **kwargs)
+    except TypeError as error:
+        said, fix = ", ".join([*names, *kwargs]), f"Fix its signature, or {spec.section}.kwargs"
+        raise Unloadable(f"{spec.name}{signature} cannot be called with ({said}): {error}. {fix}") from None
+
+
+def _where(error: BaseException) -> str:
+    """One line: what was raised, and the deepest place of it."""
+    if isinstance(error, SyntaxError):
+        return f"SyntaxError: {error.msg} (at {error.filename}:{error.lineno})"
+    frames = traceback.extract_tb(error.__traceback__)
+    said = traceback.format_exception_only(error)[-1].strip()
+    return f"{said} (at {frames[-1].filename}:{frames[-1].lineno})" if frames else said
+
+
+def _trace(error: BaseException) -> str:
+    """The last frames of the user's traceback, bounded."""
+    here = error.__traceback__
+    said = traceback.format_exception(type(error), error, here and here.tb_next, limit=-8)
+    return _sendable("".join(said)[-DETAIL_CHARS:])
+
+
+def _sendable(text: str) -> str:
+    """Without lone surrogates, which have no place in UTF-8."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _limit_address_space(limit_mb: float) -> tuple[int, int] | None:
+    """Soft limit only: on MemoryError the worker lifts it to be able to answer. Returns (soft, hard) bytes."""
+    if not sys.platform.startswith("linux"):
+        return None
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    soft = int(limit_mb * 2**20) if hard == resource.RLIM_INFINITY else min(int(limit_mb * 2**20), hard)
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+    return soft, hard
+
+
+class Memory:
+    """What this process uses, from a file that stays open: it is asked after every call."""
+
+    def __init__(self) -> None:
+        self._file = -1
+
+    def used_mb(self) -> tuple[float, float]:
+        """Address space and resident memory; zeros where there is no /proc (limits are off there)."""
+        try:
+            return self._read()
+        except (OSError, ValueError):  # the first time, or user code has closed what is not its own
+            with contextlib.suppress(OSError):
+                self._file = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
+                return self._read()
+            return 0.0, 0.0
+
+    def _read(self) -> tuple[float, float]:
+        space, resident, *_ = os.pread(self._file, 128, 0).split()
+        return int(space) * PAGE_BYTES / 2**20, int(resident) * PAGE_BYTES / 2**20

@@ -1,0 +1,150 @@
+"""The role without a model: what is a function of the columns of a whole step. Corrections, advantages, and the weights by which
+every loss is a plain sum, computed here once over all rows of an optimizer step; ranks read them as columns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.algorithms.corrections import mismatch_metrics
+from verl.algorithms.terms import Term
+from verl.algorithms.weights import check_finite, term_weights
+from verl.batch import Columns, Ragged
+from verl.transfer_queue.base import TransferQueue
+from verl.types import Metric, Metrics, Refs
+
+Computed = Mapping[str, Tensor | Metric]
+"""What a `compute` function returns: columns [L] by name, and metrics by theirs."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedStep:
+    """All rows of one optimizer step; its weights are the columns `w/TERM` + suffix."""
+
+    refs: Refs
+    suffix: str = ""
+
+
+class Compute:
+    """Worker. See `ComputeWorker` for its calls as the driver makes them."""
+
+    def __init__(self, queue: TransferQueue) -> None:
+        self.queue = queue
+
+    def compute(
+        self, refs: Refs, fn: Callable[[Columns], Computed], inputs: Sequence[str], outputs: Sequence[str]
+    ) -> Metrics:
+        """Run a pure function over the training rows' columns of the whole step and write its outputs.
+
+        Baseline rows among `refs` are seen through the sequence column `baseline` only."""
+        baselines = _baseline_scores(refs)
+        refs = refs.of("train")
+        token = {n: c.values for n, c in self.queue.read(refs, tuple(inputs)).items()}
+        columns = columns_of(refs, token, baselines)
+        check_finite(columns, tuple(inputs))
+        found = fn(columns)
+        written = {name: _token_column(found, name, len(columns.mask)) for name in outputs}
+        offsets = np.cumsum([0, *(r.loss_tokens for r in refs)], dtype=np.int64)
+        self.queue.write(refs, {name: Ragged(value, offsets) for name, value in written.items()})
+        metrics = {name: value for name, value in found.items() if isinstance(value, Metric)}
+        return {**metrics, **_advantage_metrics(columns, found)}
+
+    def weigh(self, steps: Sequence[WeightedStep], terms: tuple[Term, ...], inputs: Sequence[str]) -> None:
+        """Write `w/TERM` and `loss_mask` of the rows of each optimizer step: all denominators are those of the whole step.
+
+        A NaN or infinity in one of `inputs` is refused here, before the first gradient."""
+        for step in steps:
+            refs = step.refs
+            optional = [n for n in ("is_weights", "keep") if refs and self.queue.having(refs, n) == refs]
+            found = self.queue.read(refs, tuple(dict.fromkeys([*inputs, *optional])))
+            columns = columns_of(refs, {n: c.values for n, c in found.items()})
+            check_finite(columns, tuple(n for n, c in found.items() if c.values.is_floating_point()))
+            weights = term_weights(columns, terms)
+            offsets = np.cumsum([0, *(r.loss_tokens for r in refs)], dtype=np.int64)
+            written = {"loss_mask": Ragged(columns.mask, offsets)}
+            names: dict[str, tuple[int, int]] = {}  # trajectory -> (its number, its first row)
+            placed = [names.setdefault(r.trajectory_id, (len(names), i)) for i, r in enumerate(refs)]
+            sequence = torch.tensor([number for number, _ in placed])
+            first = torch.tensor([row == i for i, (_, row) in enumerate(placed)])
+            for term in terms:
+                weight, at = weights[f"w/{term.name}"], offsets
+                if term.unit == "sequence":  # it stands at the trajectory's first row
+                    weight = torch.where(first, weight[sequence], 0.0)
+                    at = np.arange(len(refs) + 1, dtype=np.int64)
+                written[f"w/{term.name}{step.suffix}"] = Ragged(weight, at)
+            self.queue.write(refs, written)
+
+    def mismatch(self, refs: Refs, column: str) -> Metrics:
+        """What the trainer says of the sampled tokens against what the sampler said, over the rows with a valid reward."""
+        found = self.queue.read(refs, (column, "rollout_logprobs"))
+        columns = columns_of(refs, {n: c.values for n, c in found.items()})
+        return mismatch_metrics(columns[column], columns["rollout_logprobs"], columns.mask)
+
+
+def columns_of(refs: Refs, token: Mapping[str, Tensor], baselines: Mapping[str, float] | None = None) -> Columns:
+    """The layout of these rows; mask = tokens of rows with a valid reward.
+
+    Sequence columns [S]: `score`, `group`, `valid`, `positive` (a valid score above 0), `component/NAME` of dict rewards
+    (NaN where a reward had none), and `baseline` (mean score of the group's baseline trajectories) where given.
+    """
+    sequence_names: dict[str, int] = {}
+    group_names: dict[str, int] = {}
+    sequence = [sequence_names.setdefault(r.trajectory_id, len(sequence_names)) for r in refs]
+    s = len(sequence_names)
+
+    def column(values: Iterable[float | bool], dtype: type) -> Tensor:
+        out: np.ndarray = np.zeros(s, dtype)
+        out[sequence] = list(values)
+        return torch.from_numpy(out)
+
+    valid = column((r.outcome == "ok" and r.reward == r.reward for r in refs), np.bool_)
+    score = torch.where(valid, column((r.reward for r in refs), np.float64), 0.0)
+    group = column((group_names.setdefault(r.group_id, len(group_names)) for r in refs), np.int64)
+    extra = {"positive": valid & (score > 0)}
+    for name in sorted({name for r in refs for name in r.components}):
+        extra[f"component/{name}"] = column((r.components.get(name, float("nan")) for r in refs), np.float64)
+    if baselines:
+        extra["baseline"] = column((baselines[r.group_id] for r in refs), np.float64)
+    counts = np.array([r.loss_tokens for r in refs], np.int64)
+    sequence_of = torch.from_numpy(np.repeat(np.array(sequence, np.int64), counts))
+    return Columns(
+        token=token,
+        sequence={"score": score, "group": group, "valid": valid, **extra},
+        sequence_of=sequence_of,
+        num_sequences=s,
+        mask=valid[sequence_of],
+    )
+
+
+def _baseline_scores(refs: Refs) -> dict[str, float]:
+    """Mean score of each group's baseline trajectories; a group with a broken baseline was never selected (play.py)."""
+    return {g: sum(r.reward for r in rows) / len(rows) for g, rows in refs.of("baseline").groups().items()}
+
+
+def _token_column(found: object, name: str, num_tokens: int) -> Tensor:
+    """The output of a `compute` function, which may be a user's own: one value per trainable token of the step."""
+    value = found.get(name) if isinstance(found, Mapping) else None
+    if not isinstance(value, Tensor):
+        given = sorted(map(str, found)) if isinstance(found, Mapping) else f"a {type(found).__name__}"
+        raise ValueError(f"the function must return {{{name!r}: tensor [{num_tokens}]}}; it returned {given}")
+    if value.dim() == 0 or len(value) != num_tokens:
+        raise ValueError(
+            f"{name} has shape {list(value.shape)}; it needs one value for each of {num_tokens} trainable tokens"
+        )
+    return value
+
+
+def _advantage_metrics(columns: Columns, found: Computed) -> Metrics:
+    out: Metrics = {}
+    for name in ("advantages", "returns"):
+        value = found.get(name)
+        if isinstance(value, Tensor) and len(value) == len(columns.mask) and columns.mask.any():
+            x = value[columns.mask].double()
+            out[f"critic/{name}/mean"] = Metric(float(x.sum()), float(len(x)), "token")
+            out[f"critic/{name}/max"] = Metric(float(x.max()), 1, "token", "max")
+            out[f"critic/{name}/min"] = Metric(float(x.min()), 1, "token", "min")
+    return out

@@ -1,0 +1,158 @@
+"""The driver's typed hand on its workers: one method per thing that a role does. Every call is enqueued at the call, shares its
+rows out over the ranks, and puts their answers together again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+
+from verl.algorithms.terms import Term
+from verl.batch import Columns
+from verl.driver.dispatch import Share, in_order, shares
+from verl.model_engine.base import EngineCapabilities
+from verl.types import Metrics, Refs, merge_metrics
+from verl.weight_sync.base import Sent
+from verl.workers.compute import Compute, Computed, WeightedStep
+from verl.workers.group import Broadcast, WorkerGroup
+from verl.workers.role import RankStep, Role, UpdatePlan
+
+A = TypeVar("A")
+B = TypeVar("B")
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerStep:
+    """The rows of one optimizer step, and the suffix of its weights' columns; recorded: its outputs are written."""
+
+    refs: Refs
+    weights: str = ""
+    recorded: bool = False
+
+
+class ModelWorkers:
+    """The ranks of one model. `capabilities` are the engine's, asked when the workers were made."""
+
+    def __init__(self, group: WorkerGroup, capabilities: EngineCapabilities) -> None:
+        self._group = group
+        self._can = capabilities
+
+    @property
+    def name(self) -> str:
+        return self._group.name
+
+    @property
+    def world_size(self) -> int:
+        return self._group.world_size
+
+    def infer(self, refs: Refs, outputs: Mapping[str, str]) -> Future[None]:
+        """Compute model outputs of the rows and write them: {output: column}."""
+        args = [(_rank_step(share), outputs) for share in self._share(refs)]
+        return _then(self._group.submit(Role.infer, args), lambda _: None)
+
+    def update(
+        self,
+        steps: Sequence[OptimizerStep],
+        terms: tuple[Term, ...],
+        inputs: tuple[str, ...],
+        recorded: tuple[str, ...] = (),
+        prefix: str = "actor/",
+    ) -> Future[Metrics]:
+        """The optimizer steps of a turn, in order."""
+        shared = [(step, self._share(step.refs)) for step in steps]
+        args = []
+        for rank in range(self.world_size):
+            mine = tuple(_rank_step(ranks[rank], step.weights, step.recorded) for step, ranks in shared)
+            args.append((UpdatePlan(mine, terms, inputs, recorded, prefix),))
+        return _then(self._group.submit(Role.update, args), merge_metrics)
+
+    def measure(self, step: OptimizerStep, terms: tuple[Term, ...], inputs: tuple[str, ...]) -> Future[Metrics]:
+        """Loss and metrics of the terms on these rows, without a step."""
+        args = [(_rank_step(share, step.weights), terms, inputs) for share in self._share(step.refs)]
+        return _then(self._group.submit(Role.measure, args), merge_metrics)
+
+    def score(self, refs: Refs, coef: float, alone: bool) -> Future[list[tuple[float, dict[str, float]]]]:
+        """(reward, components) of the rows with the reward model's score, in the order of the refs."""
+        parts = self._share(refs)
+        args = [(_rank_step(share), coef, alone) for share in parts]
+        return _then(self._group.submit(Role.score, args), lambda found: in_order(list(zip(parts, found))))
+
+    def score_rows(self, rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> Future[list[float]]:
+        """The reward model's score of each (prompt ids, response ids); every rank computes all, the first answers."""
+        return _then(self._group.submit(Role.score_rows, Broadcast((rows,))), lambda found: found[0])
+
+    def send_weights(self, version: int, probes: Sequence[np.ndarray], *, copy: bool) -> Future[Sent]:
+        found = self._group.submit(Role.send_weights, Broadcast((version, probes, copy)))
+        return _then(found, lambda sent: next(s for s in sent if s is not None))
+
+    def save(self, path: Path) -> Future[None]:
+        return _then(self._group.submit(Role.save, Broadcast((path,))), lambda _: None)
+
+    def load(self, path: Path) -> Future[None]:
+        return _then(self._group.submit(Role.load, Broadcast((path,))), lambda _: None)
+
+    def export(self, path: Path) -> Future[None]:
+        return _then(self._group.submit(Role.export, Broadcast((path,))), lambda _: None)
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        self._group.close(timeout_s)
+
+    def _share(self, refs: Refs) -> list[Share]:
+        can = self._can
+        return shares(refs, self.world_size, max_tokens=can.max_tokens_per_microbatch, shares_prefix=can.shares_prefix)
+
+
+class ComputeWorker:
+    """The one worker of what needs no model."""
+
+    def __init__(self, group: WorkerGroup) -> None:
+        assert group.world_size == 1, "statistics of a whole step are computed in one place"
+        self._group = group
+
+    def compute(
+        self, refs: Refs, fn: Callable[[Columns], Computed], inputs: Sequence[str], outputs: Sequence[str]
+    ) -> Future[Metrics]:
+        """Run `fn` over the columns of the whole step; it can be pickled."""
+        return _then(self._group.submit(Compute.compute, [(refs, fn, inputs, outputs)]), _only)
+
+    def weigh(self, steps: Sequence[OptimizerStep], terms: tuple[Term, ...], inputs: Sequence[str]) -> Future[None]:
+        """Write the weights of every optimizer step as columns."""
+        args = [([WeightedStep(step.refs, step.weights) for step in steps], terms, inputs)]
+        return _then(self._group.submit(Compute.weigh, args), _only)
+
+    def mismatch(self, refs: Refs, column: str) -> Future[Metrics]:
+        return _then(self._group.submit(Compute.mismatch, [(refs, column)]), _only)
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        self._group.close(timeout_s)
+
+
+def _rank_step(share: Share, weights: str = "", recorded: bool = False) -> RankStep:
+    return RankStep(share.refs, share.num_microbatches, weights, recorded, share.idle)
+
+
+def _only(found: list[A]) -> A:
+    return found[0]
+
+
+def _then(future: Future[A], fn: Callable[[A], B]) -> Future[B]:
+    """A future of `fn(result)`. Cancelled or failed as the first one; cancelling it cancels what has not begun."""
+    out: Future[B] = Future()
+
+    def done(found: Future[A]) -> None:
+        if found.cancelled():
+            out.cancel()
+            out.set_running_or_notify_cancel()
+        elif out.set_running_or_notify_cancel():
+            try:
+                out.set_result(fn(found.result()))
+            except BaseException as e:
+                out.set_exception(e)
+
+    future.add_done_callback(done)
+    out.add_done_callback(lambda f: future.cancel() if f.cancelled() else None)
+    return out
