@@ -30,7 +30,7 @@ from verl.algorithms.cards import recommended
 from verl.algorithms.table import TABLE
 from verl.quickstart import make_inputs
 from verl.recipes.arithmetic import write_rl
-from verl.track.sinks import read_metrics
+from verl.track.metrics import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 EVAL_EVERY = 5

@@ -50,7 +50,7 @@ def small_run(root: Path, model: Path, data: Sequence[Path], *more: str) -> Fini
 
 def metrics_of(run_dir: Path) -> dict[int, dict[str, float]]:
     """Step -> metrics, of the last attempt that wrote it."""
-    from verl.track.sinks import read_metrics
+    from verl.track.metrics import read_metrics
 
     return {line.step: dict(line.values) for line in read_metrics(run_dir)}
 

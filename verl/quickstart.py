@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -39,7 +40,6 @@ def quickstart(overrides: list[str]) -> int:
     home = root / "quickstart"
     if (home / "summary.json").exists() or _other_seed(home, seed):
         shutil.rmtree(home)  # of an earlier quickstart; an unfinished one of this seed goes on
-    seconds: dict[str, float] = {}
     started = time.monotonic()
     console.rule("[bold]1 of 3[/] a model, a tokenizer and data, from nothing")
     base = make_inputs(home, seed)
@@ -47,31 +47,21 @@ def quickstart(overrides: list[str]) -> int:
         f"{home}/base: 1.63M parameters, random. {SFT_ROWS} traces of a teacher that forgets carries; "
         f"{RL_ROWS} problems for RL; {HELD_OUT_ROWS} problems held out of both."
     )
-    seconds["make"] = time.monotonic() - started
+    seconds = {"make": time.monotonic() - started}
 
     console.rule("[bold]2 of 3[/] warm-up: supervised fine-tuning on the forgetful teacher")
     common = [f"run.root_dir={root}", f"run.seed={seed}"]
     warm_up = ["recipe=quickstart_warmup", f"model.path={base}", f"data.train_files=[{home}/data/sft.jsonl]", *common]
     warm_up += [f"run.total_steps={given['warmup_steps']}"] if "warmup_steps" in given else []
     warm = run_supervised(load_config(warm_up), "sft", title="quickstart: warm-up (SFT)")
-    start_model = warm.dir / "checkpoints" / f"step_{_steps(warm.dir)}" / "hf"
     seconds["sft"] = warm.seconds
 
     console.rule("[bold]3 of 3[/] GRPO: the reward is 1 for a right number, 0 otherwise")
     rest = [a for a in overrides if a.partition("=")[0] not in ("run.seed", "run.root_dir", "warmup_steps")]
-    resolved = load_config(
-        [
-            "recipe=quickstart",
-            f"model.path={start_model}",
-            f"data.train_files=[{home}/data/train.jsonl]",
-            f"data.eval_files=[{home}/data/heldout.jsonl]",
-            "reward.path=verl.recipes.arithmetic",
-            *common,
-            *rest,
-        ]
-    )
-    done = run_rl(resolved, title="quickstart: GRPO", quiet=True)
-    seconds["rl"] = done.seconds
+    files = [f"data.train_files=[{home}/data/train.jsonl]", f"data.eval_files=[{home}/data/heldout.jsonl]"]
+    task = [f"model.path={last_export(warm.dir)}", *files, "reward.path=verl.recipes.arithmetic"]
+    resolved = load_config(["recipe=quickstart", *task, *common, *rest])
+    seconds["rl"] = run_rl(resolved, title="quickstart: GRPO", quiet=True).seconds
     _close(console, home, seed, seconds, time.monotonic() - started)
     return 0
 
@@ -96,8 +86,10 @@ def _other_seed(home: Path, seed: int) -> bool:
     return (home / "seed").exists() and (home / "seed").read_text() != str(seed)
 
 
-def _steps(run_dir: Path) -> int:
-    return max(int(p.name.removeprefix("step_")) for p in (run_dir / "checkpoints").glob("step_*"))
+def last_export(run_dir: Path) -> Path:
+    """The Hugging Face folder of the last checkpoint."""
+    steps = max(int(p.name.removeprefix("step_")) for p in (run_dir / "checkpoints").glob("step_*"))
+    return run_dir / "checkpoints" / f"step_{steps}" / "hf"
 
 
 def _close(console: Console, home: Path, seed: int, seconds: dict[str, float], wall_s: float) -> None:
@@ -106,39 +98,25 @@ def _close(console: Console, home: Path, seed: int, seconds: dict[str, float], w
 
     steps = sample_steps(home, "eval")
     before, after = read_samples(home, steps[0], "eval"), read_samples(home, steps[-1], "eval")
-    scores = {name: [_accuracy(rows, name) for rows in (before, after)] for name in ("greedy", "sampled")}
+    summary: dict[str, Any] = {"seed": seed}
     table = Table("held-out accuracy", "before", "after", title="What RL changed", title_justify="left")
-    for name, (a, b) in scores.items():
-        table.add_row(name, f"{a:.3f}", f"{b:.3f}")
+    for mode in ("greedy", "sampled"):
+        rewards = [[r.reward for r in rows if f"/{mode}/" in r.group_id] for rows in (before, after)]
+        scores = [sum(of_step) / max(1, len(of_step)) for of_step in rewards]
+        table.add_row(mode, *(f"{score:.3f}" for score in scores))
+        summary |= {f"{mode}_before": scores[0], f"{mode}_after": scores[1]}
     console.print(table)
-    greedy = [[r for r in rows if "/greedy/" in r.group_id] for rows in (before, after)]
-    changed = [(a, b) for a, b in zip(*greedy) if a.reward < 1 <= b.reward][:3] or list(zip(*greedy))[:3]
-    for a, b in changed:
-        question = a.prompt_text.split("=")[0]
-        console.print(
-            f"[bold]{question}[/]\n  before  {a.response_text}  {_mark(a.reward)}\n  after   {b.response_text}  {_mark(b.reward)}",
-            highlight=False,
-        )
-    summary = {
-        "seed": seed,
-        "greedy_before": scores["greedy"][0],
-        "greedy_after": scores["greedy"][1],
-        "sampled_before": scores["sampled"][0],
-        "sampled_after": scores["sampled"][1],
-        "seconds": {**{k: round(v, 1) for k, v in seconds.items()}, "total": round(wall_s, 1)},
-    }
+    greedy = list(zip(*([r for r in rows if "/greedy/" in r.group_id] for rows in (before, after))))
+    changed = [(a, b) for a, b in greedy if a.reward < 1 <= b.reward] or greedy
+    for pair in changed[:3]:
+        console.print(f"[bold]{pair[0].prompt_text.split('=')[0]}[/]", highlight=False)
+        for word, row in zip(("before", "after "), pair):
+            mark = "[green]right[/]" if row.reward >= 1 else "[red]wrong[/]"
+            console.print(f"  {word}  {row.response_text}  {mark}", highlight=False)
+    summary["seconds"] = {k: round(v, 1) for k, v in {**seconds, "total": wall_s}.items()}
     (home / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     console.print(f"{wall_s:.0f} s in all. summary: {home}/summary.json")
     console.print(f"Open the report: {(home / 'report.html').resolve()}")
-
-
-def _accuracy(rows: Sequence[object], mode: str) -> float:
-    found = [r.reward for r in rows if f"/{mode}/" in r.group_id]  # type: ignore[attr-defined]
-    return sum(found) / max(1, len(found))
-
-
-def _mark(reward: float) -> str:
-    return "[green]right[/]" if reward >= 1 else "[red]wrong[/]"
 
 
 if __name__ == "__main__":

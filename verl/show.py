@@ -42,7 +42,7 @@ def show(args: Sequence[str]) -> int:
 
 
 def _live(args: Sequence[str]) -> int:
-    from verl.track.live import serve
+    from verl.report.live import serve
 
     if not args:
         raise ValueError("verl show --live RUN [port=8000]")
@@ -108,9 +108,9 @@ def _keys() -> int:
 
 
 def _run(path: Path) -> int:
-    from verl.track.report import write_report
-    from verl.track.report_data import is_run_dir
-    from verl.track.sinks import read_metrics
+    from verl.report.data import is_run_dir
+    from verl.report.page import write_report
+    from verl.track.metrics import read_metrics
 
     if not is_run_dir(path):
         raise ValueError(f"{path} is not a run directory (no metrics.jsonl) and not a word that `verl show` knows")

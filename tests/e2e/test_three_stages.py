@@ -1,12 +1,16 @@
-"""SFT -> reward model -> PPO against it, small: every stage hands its folder on, and the end tells true from modelled reward."""
+"""SFT, reward model, PPO against it, small: each stage hands its folder on, the end tells true from modelled reward."""
 
+import importlib.util
 import json
+from pathlib import Path
 
-from verl.three_stages import _true, over_optimised, three_stages
+spec = importlib.util.spec_from_file_location("three_stages", Path(__file__).parents[2] / "examples/three_stages.py")
+example = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(example)
 
 
 def test_the_three_stages_run_end_to_end(tmp_path):
-    code = three_stages(
+    code = example.three_stages(
         [
             f"run.root_dir={tmp_path}",
             "sft_steps=3",
@@ -28,11 +32,15 @@ def test_the_three_stages_run_end_to_end(tmp_path):
 
 
 def test_the_true_score_is_read_from_the_texts():
-    assert _true("12+30=", "junk #42") == 1.0 and _true("50-8=", "#42") == 1.0 and _true("50-8=", "#43") == 0.0
+    assert (
+        example._true("12+30=", "junk #42") == 1.0
+        and example._true("50-8=", "#42") == 1.0
+        and example._true("50-8=", "#43") == 0.0
+    )
 
 
 def test_over_optimisation_is_a_rising_model_over_a_falling_truth():
     point = lambda n, m, t: {"step": n, "modelled": m, "true": t}  # noqa: E731
-    assert over_optimised([point(1, 0.0, 0.2), point(2, 1.0, 0.8), point(3, 2.0, 0.5)]) == 2
-    assert over_optimised([point(1, 0.0, 0.2), point(2, 1.0, 0.8)]) is None
-    assert over_optimised([point(1, 0.0, 0.8), point(2, -1.0, 0.2)]) is None
+    assert example.over_optimised([point(1, 0.0, 0.2), point(2, 1.0, 0.8), point(3, 2.0, 0.5)]) == 2
+    assert example.over_optimised([point(1, 0.0, 0.2), point(2, 1.0, 0.8)]) is None
+    assert example.over_optimised([point(1, 0.0, 0.8), point(2, -1.0, 0.2)]) is None

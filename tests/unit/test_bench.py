@@ -86,15 +86,14 @@ def test_decode_bytes_are_weights_per_tick_and_keys_and_values_attended():
     assert limits.decode_bytes(SHAPE, work(), "bfloat16") == expected / 2
 
 
-@pytest.mark.parametrize(("gbyte_per_s", "bound"), [(1e-3, "memory"), (1e6, "compute")])
-def test_rollout_is_bound_by_the_slower_of_compute_and_memory(gbyte_per_s, bound):
-    machine = limits.Machine(2, 150.0, 100.0, 80.0, gbyte_per_s)
-    found = limits.part_limits(SHAPE, work(), machine, "float32")
-    by_memory = limits.decode_bytes(SHAPE, work(), "float32") / 1e9 / gbyte_per_s
+def test_rollout_is_bound_by_the_slower_of_compute_and_memory():
     by_compute = limits.forward_flops(SHAPE, work()) / 1e9 / 200.0  # both cores at the best rate of one
-    assert found["rollout"].seconds == (by_memory if bound == "memory" else by_compute)
-    assert found["step"].seconds == found["rollout"].seconds + found["update"].seconds
-    assert found["step"].gflop == found["rollout"].gflop + found["update"].gflop
+    for gbyte_per_s, bound in ((1e-3, "memory"), (1e6, "compute")):
+        found = limits.part_limits(SHAPE, work(), limits.Machine(2, 150.0, 100.0, 80.0, gbyte_per_s), "float32")
+        by_memory = limits.decode_bytes(SHAPE, work(), "float32") / 1e9 / gbyte_per_s
+        assert found["rollout"].seconds == (by_memory if bound == "memory" else by_compute), bound
+        assert found["step"].seconds == found["rollout"].seconds + found["update"].seconds
+        assert found["step"].gflop == found["rollout"].gflop + found["update"].gflop
 
 
 def test_the_peak_is_what_all_cores_do_when_they_are_ours():
@@ -122,18 +121,15 @@ def test_shape_of_a_model_folder_counts_an_embedding_only_where_it_is_the_head(t
     assert limits.read_shape(tmp_path) == limits.Shape(80 + 64, 3, 4, 2, 2)
 
 
-@pytest.mark.parametrize(
-    ("capabilities", "native"),
-    [
+def test_bf16_is_measured_only_where_the_cpu_multiplies_it():
+    for capabilities, native in (
         ({"avx2": True, "avx512_bf16": False, "amx_bf16": False}, False),
         ({"avx512_f": True, "avx512_bf16": True}, True),
         ({"amx_bf16": True}, True),
         ({}, False),
-    ],
-)
-def test_bf16_is_measured_only_where_the_cpu_multiplies_it(capabilities, native):
-    assert limits.has_native_bf16(capabilities) is native
-    assert limits.precisions(capabilities) == (("float32", "bfloat16") if native else ("float32",))
+    ):
+        assert limits.has_native_bf16(capabilities) is native, capabilities
+        assert limits.precisions(capabilities) == (("float32", "bfloat16") if native else ("float32",)), capabilities
 
 
 # -- medians and ratios ------------------------------------------------------------------------------------------------
@@ -225,23 +221,15 @@ def test_the_page_holds_facts_verdict_and_tables(arms):
 # -- environments ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("output", "cause"),
-    [
-        (
-            "Collecting trl\nERROR: No matching distribution found for trl==9\n\n[notice] a new pip\n",
-            "ERROR: No matching distribution found for trl==9",
-        ),
-        (
-            "Traceback (most recent call last):\n  File x\ntorch.cuda.OutOfMemoryError: no\n",
-            "torch.cuda.OutOfMemoryError: no",
-        ),
+def test_why_a_program_failed_is_one_line():
+    none = "ERROR: No matching distribution found for trl==9"
+    for output, cause in (
+        (f"Collecting trl\n{none}\n\n[notice] a new pip\n", none),
+        ("Traceback (most recent call last):\n  File x\ntorch.OutOfMemoryError: no\n", "torch.OutOfMemoryError: no"),
         ("one\ntwo\n", "two"),
         ("", "no output"),
-    ],
-)
-def test_why_a_program_failed_is_one_line(output, cause):
-    assert environments.why(output) == cause
+    ):
+        assert environments.why(output) == cause, output
 
 
 def test_a_failed_install_names_the_cause_and_the_log(tmp_path):

@@ -1,13 +1,16 @@
 """Reduction of metrics and the time ledger."""
 
 import math
+import re
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.track.metrics import PHASES, TimeLedger, read_units, reduce, write_units
+from verl.track import metrics
+from verl.track.metrics import PHASES, TimeLedger, reduce
 from verl.types import Metric, merge_metrics
 
 KINDS = ("mean", "sum", "max", "min")
@@ -70,13 +73,6 @@ def test_a_mean_is_weighted_by_its_unit_and_not_by_rows():
     assert math.isnan(reduce({"e": Metric(0.0, 0, "token")})["e"])
 
 
-def test_units_are_kept_beside_the_metrics(tmp_path):
-    assert read_units(tmp_path) == {}
-    write_units(tmp_path, {"actor/entropy": Metric(1, 1, "token")})
-    write_units(tmp_path, {"actor/grad_norm": Metric(1, 1, "update", "max")})
-    assert read_units(tmp_path) == {"actor/entropy": "mean per token", "actor/grad_norm": "max over updates"}
-
-
 @settings(max_examples=40, deadline=None)
 @given(
     st.recursive(
@@ -114,30 +110,30 @@ def test_nested_phases_are_booked_once_and_in_order():
     clock.sleep(1)
     with ledger.phase("update"):
         clock.sleep(4)
-    with ledger.phase("experience"):
+    with ledger.phase("advantages"):
         clock.sleep(2)
-        with ledger.phase("ref"):
+        with ledger.phase("reference"):
             clock.sleep(3)
-            assert ledger.current == "ref" and ledger.seconds()["ref"] == 3
+            assert ledger.seconds()["reference"] == 3
         with ledger.phase("custom"):
             clock.sleep(0.5)
         clock.sleep(1)
     ledger.stop()
     clock.sleep(99)
-    assert ledger.seconds() == {"experience": 3, "ref": 3, "update": 4, "custom": 0.5, "other": 1}
-    assert list(ledger.seconds()) == ["experience", "ref", "update", "custom", "other"]
+    assert ledger.seconds() == {"reference": 3, "advantages": 3, "update": 4, "custom": 0.5, "other": 1}
+    assert list(ledger.seconds()) == ["reference", "advantages", "update", "custom", "other"]
     assert ledger.wall_s == 11.5
 
 
 def test_a_phase_that_raises_is_booked_too():
     clock = Clock()
     ledger = TimeLedger(clock)
-    with pytest.raises(RuntimeError), ledger.phase("rollout"), ledger.phase("reward_wait"):
+    with pytest.raises(RuntimeError), ledger.phase("rollout"), ledger.phase("reward_model"):
         clock.sleep(2)
         raise RuntimeError("boom")
     clock.sleep(1)
     ledger.stop()
-    assert ledger.seconds() == {"rollout": 0, "reward_wait": 2, "other": 1}
+    assert ledger.seconds() == {"rollout": 0, "reward_model": 2, "other": 1}
 
 
 def test_misuse_is_ours():
@@ -157,8 +153,18 @@ def test_misuse_is_ours():
 def test_real_clock_within_one_percent():
     ledger = TimeLedger()
     for _ in range(20):
-        with ledger.phase("rollout"), ledger.phase("reward_wait"):
+        with ledger.phase("rollout"), ledger.phase("reward_model"):
             time.sleep(0.002)
     ledger.stop()
     assert ledger.wall_s > 0.04
     assert sum(ledger.seconds().values()) == pytest.approx(ledger.wall_s, rel=0.01)
+
+
+def test_every_phase_of_the_driver_has_its_place_and_color():
+    room = Path(metrics.__file__).parents[1]
+    used = {n for p in (room / "driver").glob("*.py") for n in re.findall(r'(?:clock|phase)\("(\w+)"\)', p.read_text())}
+    assert used and used <= set(PHASES), used - set(PHASES)
+    colors = re.findall(r"--phase-(\w+):", (room / "report" / "report.css").read_text())
+    assert {name: colors.count(name) for name in PHASES} == dict.fromkeys(PHASES, 3), (
+        "light, dark, as the system has it"
+    )

@@ -1,5 +1,6 @@
 """The report and its live server: self-contained, bounded, and safe whatever the samples hold."""
 
+import contextlib
 import dataclasses
 import json
 import re
@@ -9,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -16,13 +18,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from verl.report.data import RunReader, series, summary, thin, time_ledger
+from verl.report.live import LiveServer
+from verl.report.page import json_in_script, render_page, write_report
+from verl.report.samples import (
+    HEAD_TOKENS,
+    LIMITS,
+    TAIL_TOKENS,
+    _column,
+    choose_groups,
+    find_decoder,
+    spread,
+    token_pieces,
+)
 from verl.track.events import EventLog
-from verl.track.live import LiveServer
-from verl.track.report import json_in_script, render_page, write_report
-from verl.track.report_data import RunReader, series, summary, thin, time_ledger
-from verl.track.report_samples import LIMITS, _column, choose_groups, find_decoder, spread, token_pieces
+from verl.track.metrics import MetricLine, MetricsLog
 from verl.track.samples import SampleRow, write_samples
-from verl.track.sinks import JsonlSink, MetricLine
 
 HOSTILE = '</script><script>document.title="pwned"</script><img src=x onerror="alert(1)"><!-- {{data}} & \u2028 \ud83d'
 
@@ -50,7 +61,7 @@ def sample(step, group, index, tokens=12, text="it is 4", **changes):
 
 
 def make_run(folder, steps=6, text="it is 4"):
-    sink = JsonlSink(folder, 0, clock=lambda: 1000.0)
+    sink = MetricsLog(folder, 0, clock=lambda: 1000.0)
     for step in range(steps + 1):
         values = {
             "critic/score/mean": 0.1 * step,
@@ -63,7 +74,7 @@ def make_run(folder, steps=6, text="it is 4"):
         if step == 4:
             values["mismatch/k3"] = 0.2
             values["actor/grad_norm"] = float("nan")
-        sink.log(step, values, {})
+        sink.log(step, values)
     sink.close()
     for step in range(1, steps + 1):
         write_samples(folder, step, [sample(step, g, i, text=text) for g in range(3) for i in range(4)])
@@ -127,14 +138,14 @@ def test_hostile_strings_stay_text(tmp_path):
 
 
 def test_the_page_is_bounded_and_says_so(tmp_path):
-    many = LIMITS["train"].head_tokens + LIMITS["train"].tail_tokens + 300
+    many = HEAD_TOKENS + TAIL_TOKENS + 300
     rng = np.random.default_rng(0)
     noise = {
         name: rng.normal(size=many).astype(np.float32)
         for name in ("rollout_logprobs", "old_logprobs", "advantages", "entropy")
     }
-    sink = JsonlSink(tmp_path, 0)
-    sink.log(2, {"critic/score/mean": 0.5}, {})
+    sink = MetricsLog(tmp_path, 0)
+    sink.log(2, {"critic/score/mean": 0.5})
     sink.close()
     for step in (1, 2):
         rows = [sample(step, g, i, tokens=many, text="x" * 40000, **noise) for g in range(24) for i in range(4)]
@@ -144,15 +155,15 @@ def test_the_page_is_bounded_and_says_so(tmp_path):
     size = sum(len(json.dumps(f["groups"])) for f in data["samples"]["files"])
     assert 2_000_000 < size <= LIMITS["train"].total_bytes and path.stat().st_size < 8_000_000
     row = data["samples"]["files"][0]["groups"][0]["rows"][0]
-    assert row["cut"] == {"at": LIMITS["train"].head_tokens, "left_out": 300} and len(row["ids"]) == many - 300
+    assert row["cut"] == {"at": HEAD_TOKENS, "left_out": 300} and len(row["ids"]) == many - 300
     assert "characters left out" in row["text"] and len(row["text"]) < 6200
     assert "from 2 of 2 steps" in data["samples"]["note"] and "first 900 and last 300 tokens" in data["samples"]["note"]
     assert {f["step"] for f in data["samples"]["files"]} == {1, 2}
 
 
 def test_many_steps_and_samples_of_a_past_attempt(tmp_path):
-    sink = JsonlSink(tmp_path, 0)
-    sink.log(30, {"critic/score/mean": 0.5}, {})
+    sink = MetricsLog(tmp_path, 0)
+    sink.log(30, {"critic/score/mean": 0.5})
     sink.close()
     for step in range(1, 41):
         write_samples(tmp_path, step, [sample(step, 0, 0)])
@@ -171,6 +182,7 @@ def test_groups_are_spread_over_the_rewards_and_eval_tasks_stay_the_same():
     rows.append({"group_id": "bad", "sample_id": "bad-0", "task_id": "x", "reward": float("nan")})
     assert choose_groups(rows, 2, 16, by_reward=True)[1] == ["bad-0"]
     assert [ids[0] for ids in choose_groups(rows, 3, 1, by_reward=False)] == ["0-1", "1-1", "2-1"]
+    assert choose_groups([], 3, 16, by_reward=True) == choose_groups([], 3, 16, by_reward=False) == []
     assert spread(range(100), 3) == [0, 50, 99] and spread([1, 2], 5) == [1, 2]
 
 
@@ -234,7 +246,6 @@ def test_long_curves_keep_their_spikes_and_the_time_stays_exact():
     assert ledger["totals"] == [sum(1.0 + (i % 7) for i in range(2000))] and len(ledger["bars"]) <= 180
     whole = sum(bar["parts"][0] * (bar["to"] - bar["from"] + 1) for bar in ledger["bars"])
     assert whole == pytest.approx(ledger["totals"][0], rel=1e-4)
-    assert time_ledger(lines_of("timing_s/step", [1.0]))["bars"] == []  # verl's name of the whole is no phase
 
 
 def test_summary_compares_what_can_be_compared():
@@ -252,9 +263,10 @@ def test_an_empty_run_and_a_folder_that_is_none(tmp_path):
         write_report(tmp_path)
     with pytest.raises(ValueError, match="is not a run directory"):
         LiveServer(tmp_path)
-    (tmp_path / "config.yaml").write_text("run: {name: {value: odd, origin: command line}}\n")
+    (tmp_path / "config.yaml").write_text("run:\n  name: odd  # command line\n")
     data = data_of(write_report(tmp_path).read_text())
     assert data["run"]["name"] == "odd" and data["series"] == {} and data["alarms"] == []
+    assert data["config"].endswith("odd  # command line\n"), "with the origins"
 
 
 def get(url, host=None):
@@ -263,15 +275,25 @@ def get(url, host=None):
         return answer.read().decode()
 
 
+@contextlib.contextmanager
+def running(server):
+    thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+    thread.start()
+    with server:
+        yield server
+        server.shutdown()
+    thread.join(timeout=10)
+
+
 def test_the_live_server_serves_and_follows(tmp_path):
     make_run(tmp_path, steps=2)
-    with LiveServer(tmp_path, poll_s=0.5) as server:
+    with running(LiveServer(tmp_path, poll_s=0.5)) as server:
         page = get(server.url)
         live = json.loads(re.search(r'<script id="live" type="application/json">(.*?)</script>', page)[1])
         assert live["poll_s"] == 0.5 and "connect-src 'self'" in page and data_of(page)["run"]["steps"] == 2
         assert json.loads(get(server.url + "version.json")) == {"version": live["version"]}
-        sink = JsonlSink(tmp_path, 0)
-        sink.log(3, {"critic/score/mean": 0.9}, {})
+        sink = MetricsLog(tmp_path, 0)
+        sink.log(3, {"critic/score/mean": 0.9})
         sink.close()
         assert json.loads(get(server.url + "version.json"))["version"] != live["version"]
         fresh = json.loads(get(server.url + "data.json"))
@@ -294,7 +316,7 @@ def test_the_live_server_serves_and_follows(tmp_path):
 
 def test_ctrl_c_stops_the_live_server(tmp_path):
     make_run(tmp_path, steps=1)
-    code = f"from pathlib import Path; from verl.track.live import serve; serve(Path({str(tmp_path)!r}))"
+    code = f"from pathlib import Path; from verl.report.live import serve; serve(Path({str(tmp_path)!r}))"
     child = subprocess.Popen([sys.executable, "-u", "-c", code], stdout=subprocess.PIPE, text=True)
     try:
         url = child.stdout.readline().split()[0]
@@ -338,10 +360,8 @@ def test_render_page_refuses_numbers_that_json_cannot_hold():
 
 
 def test_assets_are_packaged():
-    room = Path(sys.modules["verl.track.report"].__file__).parent
-    assert {"report.html", "report.css", "report.js", "report_charts.js", "report_samples.js"} <= {
-        p.name for p in room.iterdir()
-    }
+    room = Path(sys.modules["verl.report"].__file__).parent
+    assert {"report.html", "report.css", "report.js", "charts.js", "samples.js"} <= {p.name for p in room.iterdir()}
     for asset in room.iterdir():
         if asset.suffix in (".js", ".css", ".html", ".py"):
             assert len(asset.read_text().splitlines()) < 500, asset.name

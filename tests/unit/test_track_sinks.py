@@ -1,7 +1,6 @@
 """Sinks: what goes in comes out, later attempts win, a missing library is one line."""
 
 import io
-import json
 import math
 import re
 import subprocess
@@ -11,16 +10,10 @@ import types
 import pytest
 from rich.console import Console
 
+from verl.config.load import load_config
 from verl.track.console import LiveProgress, compact, duration, sparkline
-from verl.track.metrics import TimeLedger
-from verl.track.sinks import JsonlSink, open_sinks, read_metrics
-
-
-def log_steps(run_dir, attempt, steps, **values):
-    sink = JsonlSink(run_dir, attempt, clock=lambda: 1000.0 + attempt)
-    for step in steps:
-        sink.log(step, {"critic/score/mean": step + attempt / 10, **values}, {})
-    sink.close()
+from verl.track.metrics import read_metrics
+from verl.track.sinks import open_sinks
 
 
 def plain_progress(width=80):
@@ -30,60 +23,16 @@ def plain_progress(width=80):
     return progress, out, clock
 
 
-def test_jsonl_is_exact_and_strict(tmp_path):
-    sink = JsonlSink(tmp_path, 2, clock=lambda: 12.25)
-    values = {"a/b": 0.1 + 0.2, "nan": math.nan, "inf": math.inf, "-inf": -math.inf, "int": 3}
-    sink.log(5, values, {"sample": "x\n</script>"})
-    sink.close()
-
-    def refuse(token):
-        raise AssertionError(token)
-
-    text = (tmp_path / "metrics.jsonl").read_text()
-    record = json.loads(text, parse_constant=refuse)
-    assert (
-        list(record)[:3] == ["step", "attempt", "time_s"] and record["nan"] == "NaN" and record["-inf"] == "-Infinity"
-    )
-    [line] = read_metrics(tmp_path)
-    assert (line.step, line.attempt, line.time_s) == (5, 2, 12.25)
-    assert line.values["a/b"] == 0.1 + 0.2 and math.isnan(line.values["nan"]) and line.values["-inf"] == -math.inf
-    assert line.texts == {"sample": "x\n</script>"}
-
-
-def test_later_attempts_win_and_curves_never_overlap(tmp_path):
-    log_steps(tmp_path, 0, range(1, 8), only_first=1.0)
-    log_steps(tmp_path, 1, [4, 5])
-    lines = read_metrics(tmp_path)
-    assert [(line.step, line.attempt) for line in lines] == [(1, 0), (2, 0), (3, 0), (4, 1), (5, 1)]
-    assert [line.values["critic/score/mean"] for line in lines] == [1, 2, 3, 4.1, 5.1]
-    assert "only_first" in lines[3].values and "only_first" not in lines[4].values
-
-
-def test_what_is_logged_twice_for_a_step_is_joined(tmp_path):
-    sink = JsonlSink(tmp_path, 0)
-    sink.log(3, {"a": 1.0, "b": 1.0}, {})
-    sink.log(3, {"b": 2.0, "eval/acc/greedy": 0.5}, {})
-    sink.close()
-    assert read_metrics(tmp_path)[0].values == {"a": 1.0, "b": 2.0, "eval/acc/greedy": 0.5}
-
-
-def test_a_torn_line_is_tolerated_and_cut_on_resume(tmp_path):
-    assert read_metrics(tmp_path) == []
-    log_steps(tmp_path, 0, [1, 2])
-    path = tmp_path / "metrics.jsonl"
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-9])
-    assert [line.step for line in read_metrics(tmp_path)] == [1]
-    log_steps(tmp_path, 1, [2])
-    assert [(line.step, line.attempt) for line in read_metrics(tmp_path)] == [(1, 0), (2, 1)]
+def sinks_of(run_dir, *names, attempt=0, progress=None):
+    config = load_config(["model.path=m", f"track.sinks=[{','.join(names)}]", "track.project=proj"]).config
+    return open_sinks(run_dir, config, attempt=attempt, progress=progress or plain_progress()[0])
 
 
 def test_tensorboard_files_read_back(tmp_path):
     for attempt, steps in ((0, (1, 2, 3)), (1, (2, 3, 4))):
-        sinks = open_sinks(["tensorboard"], tmp_path, "p", "r", {}, attempt=attempt)
-        assert sinks.names == ("jsonl", "tensorboard")
+        sinks = sinks_of(tmp_path, "tensorboard", attempt=attempt)
         for step in steps:
-            sinks.log(step, {"actor/entropy": step + attempt / 10, "bad": math.nan}, {"samples/best": "<b>4</b>"})
+            sinks.log(step, {"actor/entropy": step + attempt / 10, "bad": math.nan})
         sinks.close()
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -91,16 +40,13 @@ def test_tensorboard_files_read_back(tmp_path):
     reader.Reload()
     scalars = [(e.step, pytest.approx(e.value)) for e in reader.Scalars("actor/entropy")]
     assert scalars == [(1, 1.0), (2, 2.1), (3, 3.1), (4, 4.1)]  # the restart purged what attempt 0 wrote from step 2 on
-    assert reader.Tensors("samples/best")[-1].tensor_proto.string_val[0] == b"<b>4</b>"
     assert [line.step for line in read_metrics(tmp_path)] == [1, 2, 3, 4]
 
 
-def test_unknown_and_missing_sinks_say_what_to_do(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"track.sinks has 'wandbb'; known: console, jsonl, tensorboard, wandb"):
-        open_sinks(["wandbb"], tmp_path, "p", "r", {})
+def test_a_missing_sink_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError) as caught:
-        open_sinks(["wandb"], tmp_path, "p", "r", {})
+        sinks_of(tmp_path, "wandb")
     assert "pip install 'verl[wandb]'" in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -130,45 +76,49 @@ def test_wandb_goes_offline_without_an_account_and_keeps_its_id(tmp_path, monkey
     monkeypatch.setitem(sys.modules, "wandb", fake)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     for attempt in (0, 1):
-        sinks = open_sinks(["wandb"], tmp_path, "proj", "name", {"lr": 1.0}, attempt=attempt)
-        sinks.log(7, {"a": 1.0}, {"note": "t"})
+        sinks = sinks_of(tmp_path, "wandb", attempt=attempt)
+        sinks.log(7, {"a": 1.0}, {"a": "mean per token"})
         sinks.close()
     assert [c["mode"] for c in calls] == ["offline", "offline"] and calls[0]["id"] == calls[1]["id"]
-    assert calls[0]["project"] == "proj" and calls[0]["config"] == {"lr": 1.0}
-    assert runs[0].logged == [{"a": 1.0, "note": "t", "training/global_step": 7}] and runs[0].finished
+    assert calls[0]["project"] == "proj" and calls[0]["config"]["track"]["sinks"] == ["wandb"]
+    assert runs[0].logged == [{"a": 1.0, "training/global_step": 7}] and runs[0].finished
     monkeypatch.setenv("WANDB_MODE", "online")
-    open_sinks(["wandb"], tmp_path, "proj", "name", {}).close()
+    sinks_of(tmp_path, "wandb").close()
     assert calls[2]["mode"] is None and calls[2]["resume"] == "allow"
 
 
 def test_a_broken_dashboard_does_not_end_the_run(tmp_path, monkeypatch):
     progress, out, _ = plain_progress()
-    sinks = open_sinks(["console", "tensorboard"], tmp_path, "p", "r", {}, progress=progress)
+    sinks = sinks_of(tmp_path, "console", "tensorboard", progress=progress)
 
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(sinks._sinks["tensorboard"], "log", full)
+    monkeypatch.setattr(sinks._shown["tensorboard"], "log", full)
     sinks.log(1, {"a": 1.0})
     sinks.log(2, {"a": 1.0})
     assert out.getvalue().count("sink tensorboard is left out from step 1 on") == 1
     assert [line.step for line in read_metrics(tmp_path)] == [1, 2]
     sinks.close()
-    sinks = open_sinks(["tensorboard"], tmp_path, "p", "r", {}, attempt=1)
-    monkeypatch.setattr(sinks._sinks["tensorboard"], "close", full)
+    sinks = sinks_of(tmp_path, "tensorboard", attempt=1, progress=progress)
+    monkeypatch.setattr(sinks._shown["tensorboard"], "close", full)
     sinks.close()
-    sinks = open_sinks([], tmp_path, "p", "r", {}, attempt=2)
-    monkeypatch.setattr(sinks._sinks["jsonl"], "log", full)
+    assert "sink tensorboard did not close: [Errno 28]" in out.getvalue()
+    sinks = sinks_of(tmp_path, attempt=2)
+    monkeypatch.setattr(sinks._record, "log", full)
     with pytest.raises(OSError, match="No space left"):
         sinks.log(3, {"a": 1.0})
 
 
 def test_nothing_here_imports_torch(tmp_path):
     code = (
-        "import sys, pathlib, verl.track.live, verl.track.console\n"
-        "from verl.track.sinks import open_sinks; from verl.track.report import write_report\n"
+        "import sys, pathlib, verl.report.live, verl.track.console\n"
+        "from verl.track.sinks import open_sinks; from verl.report.page import write_report\n"
         f"run = pathlib.Path({str(tmp_path)!r})\n"
-        "s = open_sinks(['tensorboard'], run, 'p', 'r', {}); s.log(1, {'a': 1.0}); s.close(); write_report(run)\n"
+        "from verl.config.load import load_config\n"
+        "config = load_config(['model.path=m', 'track.sinks=[tensorboard]']).config\n"
+        "s = open_sinks(run, config, attempt=0, progress=verl.track.console.LiveProgress())\n"
+        "s.log(1, {'a': 1.0}); s.close(); write_report(run)\n"
         "assert 'torch' not in sys.modules and 'tensorflow' not in sys.modules and 'wandb' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
@@ -191,18 +141,18 @@ STEP = {
 def test_log_files_get_one_line_per_step():
     progress, out, clock = plain_progress()
     progress.start(100, "grpo [run]")
-    progress.update(0, {"eval/acc/greedy": 0.381}, None)
+    progress.log(0, {"eval/acc/greedy": 0.381})
     for step in (1, 2):
         clock[0] += 4.0
-        progress.update(step, {**STEP, **({"eval/acc/greedy": 0.412} if step == 2 else {})}, None)
+        progress.log(step, {**STEP, **({"eval/acc/greedy": 0.412} if step == 2 else {})})
     progress.message("warning: [bold]entropy[/bold]")
-    progress.stop()
-    progress.stop()
+    progress.close()
+    progress.close()
     lines = out.getvalue().splitlines()
     assert lines[0] == "grpo [run] · 100 steps" and lines[1] == "step   0/100 · held-out 0.381"
     assert lines[3] == (
-        "step   2/100 · held-out 0.412 (+0.031) · reward 0.512 · entropy 0.34 · length 212 · mismatch KL 1.2e-04 · "
-        "grad norm 0.81 · lr 1.0e-06 · tok/s 3.42k · 4.0s (rollout 75% update 25%) · eta 6m 32s"
+        "step   2/100 · held-out 0.412 (+0.031) · reward 0.512 · entropy 0.34 · length 212 · "
+        "mismatch KL 1.2e-04 · grad norm 0.81 · lr 1.0e-06 · tok/s 3.42k · 4.0s (rollout 75% update 25%) · eta 6m 32s"
     )
     assert lines[4] == "warning: [bold]entropy[/bold]" and len(lines) == 5
 
@@ -212,20 +162,16 @@ def test_the_panel_shows_progress_and_where_the_time_goes():
     console = Console(file=out, width=100, force_terminal=True, color_system="truecolor", legacy_windows=False)
     progress = LiveProgress(console, clock=lambda: clock[0])
     progress.start(50, "toy")
-    ledger = TimeLedger(lambda: clock[0])
-    with ledger.phase("rollout"):
-        clock[0] += 9
-    clock[0] += 1
     for step in range(1, 11):
-        progress.update(
-            step, {**STEP, "critic/score/mean": step / 10, "eval/math/acc/greedy": 0.3 + step / 100}, ledger
-        )
+        clock[0] += 10
+        rest = {"eval/math/acc/greedy": 0.3 + step / 100, "timing_s/rollout": 9.0, "timing_s/update": 1.0}
+        progress.log(step, {**STEP, "critic/score/mean": step / 10, **rest})
     progress.message("note")
-    progress.stop()
+    progress.close()
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
     last = text[text.rindex("╭") :]
     assert "step 10/50" in last and "held-out accuracy  0.400 (+0.010, +0.090 since step 1)" in last
-    assert "rollout 90%" in last and "other 10%" in last and "▁" in last and "left" in last
+    assert "rollout 90%" in last and "update 10%" in last and "▁" in last and "left" in last
     assert "note" in text
 
 
@@ -235,7 +181,7 @@ def test_resumed_runs_estimate_only_what_is_left():
     assert progress.eta_s is None
     for step in (91, 92):
         clock[0] += 5
-        progress.update(step, {}, None)
+        progress.log(step, {})
     assert progress.eta_s == 40.0
 
 

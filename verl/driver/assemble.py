@@ -268,16 +268,12 @@ def _reporter(
     recorder: WorkerGroup | None = None,
     on_step: OnStep | None = None,
 ) -> Reporter:
-    attempt, track = next_attempt(claimed.path), config.track
-    sinks = open_sinks(
-        track.sinks, claimed.path, track.project, config.run.name, asdict(config), attempt=attempt, progress=progress
-    )
-    events = EventLog(claimed.path, attempt)
+    attempt = next_attempt(claimed.path)
     return Reporter(
         config,
         claimed.path,
-        sinks=sinks,
-        events=events,
+        sinks=open_sinks(claimed.path, config, attempt=attempt, progress=progress),
+        events=EventLog(claimed.path, attempt),
         progress=progress,
         waits=waits,
         recorder=recorder,

@@ -22,10 +22,10 @@ from verl.driver.loop import train
 from verl.driver.reporter import OnStep
 from verl.driver.run import Run
 from verl.driver.supervised import fit
+from verl.report.page import write_report
 from verl.track.console import LiveProgress
 from verl.track.files import write_atomic
 from verl.track.metrics import reduce
-from verl.track.report import write_report
 
 GC_THRESHOLD = 50_000
 """New objects before cycles are looked for. The loop makes hardly any, and at Python's 700 every burst of trajectories

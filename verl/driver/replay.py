@@ -23,9 +23,8 @@ from verl.driver.models import ModelContext
 from verl.driver.setup import device_of, set_up_process
 from verl.driver.state import read_state
 from verl.driver.step import Step, experience_and_update
-from verl.track.metrics import reduce
+from verl.track.metrics import read_metrics, reduce
 from verl.track.samples import SampleRow, read_samples, sample_steps
-from verl.track.sinks import read_metrics
 from verl.transfer_queue.base import TransferQueue
 from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Refs, Sample, Segment

@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from verl.config.schema import Config
 from verl.driver.record import SampleRecorder
 from verl.driver.rollouts import RunEnded
 from verl.driver.step import Step
+from verl.report.page import write_report
 from verl.track.console import LiveProgress
 from verl.track.events import EventLog
 from verl.track.health import Alarm, check_health
-from verl.track.metrics import reduce, write_units
-from verl.track.report import write_report
+from verl.track.metrics import reduce, units_of
 from verl.track.sinks import Sinks
 from verl.types import Refs, Trajectory
 from verl.workers.group import WorkerGroup
@@ -108,8 +109,7 @@ class Reporter:
                 "perf/time_per_step": wall_s,
                 "perf/throughput": tokens / wall_s if wall_s > 0 else 0.0,
             }
-        write_units(self._dir, step.metrics)
-        self._sinks.log(step.number, values)
+        self._sinks.log(step.number, values, units_of(step.metrics))
         self.history.append(values)
         self.last_eval.update({k: v for k, v in values.items() if k.startswith("eval/")})
         if self.report_due(step.number):
@@ -128,8 +128,7 @@ class Reporter:
     def _mind(self, alarms: Sequence[Alarm]) -> None:
         for alarm in alarms:
             self.progress.message(f"{alarm.level}: {alarm.name}: {alarm.message}")
-            said = {"level": alarm.level, "name": alarm.name, "message": alarm.message}
-            self.events.append("alarm", len(self.history), said)
+            self.events.append("alarm", int(self.history[-1]["training/global_step"]), asdict(alarm))
         stops = [a for a in alarms if a.level == "stop"]
         if stops:
             raise RunEnded(f"{stops[0].name}: {stops[0].message}")
@@ -148,7 +147,7 @@ class Reporter:
         finally:
             self.events.close()
             self._sinks.close()
-            self.progress.stop()
+            self.progress.close()
 
 
 def due(number: int, every: int) -> bool:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 CHAT_TEMPLATE = (
-    "{% for m in messages %}{{ '<|user|>' if m['role'] == 'user' else '<|assistant|>' }}{{ m['content'] }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% for m in messages %}{{ '<|user|>' if m['role'] == 'user' else '<|assistant|>' }}{{ m['content'] }}<|end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 SPECIAL_TOKENS = ("<pad>", "<|user|>", "<|assistant|>", "<|end|>")
 
@@ -16,32 +16,32 @@ SPECIAL_TOKENS = ("<pad>", "<|user|>", "<|assistant|>", "<|end|>")
 def character_tokenizer(characters: Sequence[str]) -> Any:
     """One token per character, with chat markers. Returns a PreTrainedTokenizerFast."""
     from tokenizers import Tokenizer, decoders, models
-    from transformers import PreTrainedTokenizerFast
 
     vocab = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *characters])}
     core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     core.add_special_tokens(list(SPECIAL_TOKENS))
     core.decoder = decoders.Fuse()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<|end|>")
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
+    return _with_chat(core)
 
 
 def bpe_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Any:
     """Byte-level BPE trained on `texts`, with chat markers and template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
 
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
+    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), list(SPECIAL_TOKENS)
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=list(SPECIAL_TOKENS),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
+        vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     core.train_from_iterator(texts, trainer)
+    return _with_chat(core)
+
+
+def _with_chat(core: Any) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<|end|>")
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
@@ -64,24 +64,23 @@ def qwen3(
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
+    config = Qwen3Config(
+        vocab_size=vocab_size or -(-len(tokenizer) // 32) * 32,
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=hidden // heads,
+        intermediate_size=ffn,
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=tied,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+    )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        return Qwen3ForCausalLM(
-            Qwen3Config(
-                vocab_size=vocab_size or -(-len(tokenizer) // 32) * 32,
-                hidden_size=hidden,
-                num_hidden_layers=layers,
-                num_attention_heads=heads,
-                num_key_value_heads=kv_heads,
-                head_dim=hidden // heads,
-                intermediate_size=ffn,
-                max_position_embeddings=max_positions,
-                tie_word_embeddings=tied,
-                pad_token_id=tokenizer.pad_token_id,
-                eos_token_id=tokenizer.eos_token_id,
-                bos_token_id=None,
-            )
-        )
+        return Qwen3ForCausalLM(config)
 
 
 def save(model: Any, tokenizer: Any, path: Path) -> Path:

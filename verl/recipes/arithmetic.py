@@ -15,6 +15,7 @@ import json
 import random
 import re
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,6 @@ Problem = tuple[int, int, str]
 def held_out(problem: Problem) -> bool:
     digest = hashlib.blake2b(prompt(problem).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") % HELD_OUT_SHARE == 0
-
-
-def draw_problem(rng: random.Random) -> Problem:
-    n = rng.randint(2, 3)
-    m = rng.randint(2, n) if rng.random() < 0.3 else n
-    a, b = rng.randint(10 ** (n - 1), 10**n - 1), rng.randint(10 ** (m - 1), 10**m - 1)
-    op = rng.choice("+-")
-    return (max(a, b), min(a, b), op) if op == "-" else (a, b, op)
 
 
 def prompt(problem: Problem) -> str:
@@ -73,7 +66,11 @@ def problems(seed: int, *, held: bool, three_digits: bool = False) -> Iterator[P
     rng = random.Random(seed)
     seen: set[Problem] = set()
     while True:
-        problem = draw_problem(rng)
+        n = rng.randint(2, 3)
+        m = rng.randint(2, n) if rng.random() < 0.3 else n
+        a, b = rng.randint(10 ** (n - 1), 10**n - 1), rng.randint(10 ** (m - 1), 10**m - 1)
+        op = rng.choice("+-")
+        problem = (max(a, b), min(a, b), op) if op == "-" else (a, b, op)
         if problem not in seen and held_out(problem) == held and (not three_digits or problem[0] > 99 < problem[1]):
             seen.add(problem)
             yield problem
@@ -81,7 +78,7 @@ def problems(seed: int, *, held: bool, three_digits: bool = False) -> Iterator[P
 
 def write_rl(path: Path, count: int, *, seed: int, held: bool, three_digits: bool = False) -> Path:
     """Rows in verl's format."""
-    source = problems(seed, held=held, three_digits=three_digits)
+    source = islice(problems(seed, held=held, three_digits=three_digits), count)
     rows = [
         {
             "data_source": DATA_SOURCE,
@@ -90,7 +87,7 @@ def write_rl(path: Path, count: int, *, seed: int, held: bool, three_digits: boo
             "reward_model": {"style": "rule", "ground_truth": str(answer(p))},
             "extra_info": {"split": "test" if held else "train", "index": i},
         }
-        for i, p in zip(range(count), source)
+        for i, p in enumerate(source)
     ]
     return _write(path, rows)
 
@@ -99,7 +96,7 @@ def write_sft(path: Path, count: int, *, seed: int, forget_share: float) -> Path
     """Conversations of the imperfect teacher, training side of the split only."""
     rng = random.Random(seed + 1)
     rows = []
-    for p in (q for _, q in zip(range(count), problems(seed, held=False))):
+    for p in islice(problems(seed, held=False), count):
         reply = trace(p, forget_carries=rng.random() < forget_share)
         rows.append({"messages": [{"role": "user", "content": prompt(p)}, {"role": "assistant", "content": reply}]})
     return _write(path, rows)

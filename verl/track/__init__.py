@@ -1,1 +1,1 @@
-"""What a run leaves behind, and its readers: events, metrics, samples, health, sinks, the console and the report."""
+"""What a run leaves behind and shows while it goes on: events, metrics, samples, health alarms, sinks, the console."""

@@ -6,8 +6,8 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median
+from typing import NamedTuple
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -16,33 +16,20 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from verl.track.metrics import TimeLedger
+from verl.track.metrics import PHASE_COLORS
 
-PHASE_COLORS: Mapping[str, str] = {
-    "rollout": "#3987e5",
-    "reward_wait": "#86b6ef",
-    "experience": "#199e70",
-    "ref": "#6fc6a5",
-    "old_logprobs": "#3fb58b",
-    "values": "#0e7a55",
-    "advantages": "#a5dcc7",
-    "update": "#d95926",
-    "publish": "#c98500",
-    "evaluate": "#9085e9",
-    "checkpoint": "#d55181",
-    "log": "#b0afa9",
-    "other": "#6f6e69",
-}
 _SPARKS = "▁▂▃▄▅▆▇█"
 _ACCURACY = ("eval/acc/greedy", "eval/acc/sampled")
 
 
-@dataclass(frozen=True, slots=True)
-class _Field:
+class _Field(NamedTuple):
     label: str
-    metrics: tuple[str, ...]
+    metrics: tuple[str, ...]  # the first one that a step has is shown
     show: Callable[[float], str]
     spark: bool = False
+
+    def of(self, values: Mapping[str, float]) -> float | None:
+        return next((values[name] for name in self.metrics if name in values), None)
 
 
 def compact(value: float) -> str:
@@ -70,8 +57,8 @@ def duration(seconds: float) -> str:
 
 _FIELDS = (
     _Field("reward", ("critic/score/mean", "critic/rewards/mean"), compact, spark=True),
-    _Field("loss", ("train/loss", "loss"), compact, spark=True),
-    _Field("held-out loss", ("eval/loss",), compact),
+    _Field("loss", ("train/loss",), compact, spark=True),
+    _Field("held-out loss", ("val/loss",), compact),
     _Field("entropy", ("actor/entropy",), compact, spark=True),
     _Field("length", ("response_length/mean",), lambda v: f"{v:.0f}", spark=True),
     _Field("mismatch KL", ("mismatch/k3",), compact),
@@ -91,7 +78,7 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 class LiveProgress:
-    """Progress of a run. On a terminal a panel that redraws itself; elsewhere one line per `update`."""
+    """Progress of a run, and the sink `console`. On a terminal a panel that redraws itself; elsewhere one line per `log`."""
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console or Console()
@@ -106,41 +93,39 @@ class LiveProgress:
         self._accuracy_name = ""
         self._shares: dict[str, float] = {}
 
-    def start(self, total_steps: int | None, title: str) -> None:
-        """`total_steps` None: not known, no estimate of the time left."""
-        self._title, self._total = title, total_steps or 0
+    def start(self, total_steps: int, title: str) -> None:
+        self._title, self._total = title, total_steps
         self._started = self._last_update = self._clock()
         if self._console.is_terminal:
             self._live = Live(get_renderable=self._panel, console=self._console, refresh_per_second=4, transient=False)
             self._live.start()
         else:
-            self.message(f"{title} · {self._total or '?'} steps")
+            self.message(f"{title} · {total_steps} steps")
 
-    def update(self, step: int, values: Mapping[str, float], ledger: TimeLedger | None = None) -> None:
-        """Step `step` is done. Without a ledger the times come from the `timing_s/*` among the values."""
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Step `step` is done."""
         now = self._clock()
         if step > self._step:
             elapsed = now - self._last_update
             self._intervals.append(elapsed if self._intervals else values.get("perf/time_per_step", elapsed))
-            self._last_update = now
-        self._step = max(step, self._step)
+            self._step, self._last_update = step, now
         self._values |= values
         self._note_accuracy(step, values)
         for field in _FIELDS:
-            value = _first(values, field.metrics)
+            value = field.of(values)
             if field.spark and value is not None:
                 self._history.setdefault(field.label, deque(maxlen=32)).append(value)
-        self._shares = _shares(values, ledger) or self._shares
+        self._shares = _shares(values) or self._shares
         if self._live is not None:
             self._live.refresh()
         else:
-            self._print(self._line(step, values))
+            self.message(self._line(step, values))
 
     def message(self, text: str) -> None:
         """A line that stays, above the panel."""
-        self._print(text)
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True, emoji=False)
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Leave the last state on the screen. May be called again."""
         if self._live is not None:
             self._live.stop()
@@ -148,9 +133,7 @@ class LiveProgress:
 
     @property
     def eta_s(self) -> float | None:
-        if not self._total or not self._intervals:
-            return None
-        return median(self._intervals) * max(0, self._total - self._step)
+        return median(self._intervals) * max(0, self._total - self._step) if self._intervals else None
 
     def _note_accuracy(self, step: int, values: Mapping[str, float]) -> None:
         per_source = sorted(n for n in values if n.startswith("eval/") and n.endswith("/acc/greedy"))
@@ -159,19 +142,15 @@ class LiveProgress:
             self._accuracy_name = name
             self._accuracy.append((step, values[name]))
 
-    def _print(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True, emoji=False)
-
     def _line(self, step: int, values: Mapping[str, float]) -> str:
-        total = f"/{self._total}" if self._total else ""
-        parts = [f"step {step:>{len(str(self._total))}}{total}"]
+        parts = [f"step {step:>{len(str(self._total))}}/{self._total}"]
         if self._accuracy and self._accuracy[-1][0] == step:
             parts.append(f"held-out {self._accuracy[-1][1]:.3f}{self._accuracy_change()}")
         for field in _FIELDS:
-            value = _first(values, field.metrics)
+            value = field.of(values)
             if value is not None:
                 parts.append(f"{field.label} {field.show(value)}")
-        shares = sorted(_shares(values, None).items(), key=lambda item: -item[1])[:3]
+        shares = sorted(_shares(values).items(), key=lambda item: -item[1])[:3]
         if "perf/time_per_step" in values:
             where = " ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.01)
             parts.append(duration(values["perf/time_per_step"]) + (f" ({where})" if where else ""))
@@ -204,16 +183,15 @@ class LiveProgress:
             grid.add_column(ratio=ratio)
         since = duration(self._clock() - self._started)
         eta = "" if self.eta_s is None else f" · {duration(self.eta_s)} left"
-        count = f"step {self._step}/{self._total}" if self._total else f"step {self._step}"
-        bar = ProgressBar(total=self._total or None, completed=self._step, pulse=not self._total)
-        grid.add_row(Text(count, "bold"), bar, Text(since + eta, "dim"))
+        bar = ProgressBar(total=self._total, completed=self._step)
+        grid.add_row(Text(f"step {self._step}/{self._total}", "bold"), bar, Text(since + eta, "dim"))
         return grid
 
     def _metric_grid(self) -> RenderableType:
         grid = Table.grid(padding=(0, 3))
         cells = []
         for field in _FIELDS:
-            value = _first(self._values, field.metrics)
+            value = field.of(self._values)
             if value is not None:
                 cell = Text.assemble((f"{field.label} ", "dim"), field.show(value))
                 if field.spark and self._console.width >= 90:
@@ -237,15 +215,8 @@ class LiveProgress:
         return Group(bar, legend)
 
 
-def _first(values: Mapping[str, float], names: Sequence[str]) -> float | None:
-    return next((values[name] for name in names if name in values), None)
-
-
-def _shares(values: Mapping[str, float], ledger: TimeLedger | None) -> dict[str, float]:
-    if ledger is not None:
-        seconds = ledger.seconds()
-    else:
-        seconds = {n.removeprefix("timing_s/"): s for n, s in values.items() if n.startswith("timing_s/")}
-        seconds.pop("step", None)
+def _shares(values: Mapping[str, float]) -> dict[str, float]:
+    """What each phase took of the step."""
+    seconds = {n.removeprefix("timing_s/"): s for n, s in values.items() if n.startswith("timing_s/")}
     total = sum(seconds.values())
     return {name: s / total for name, s in seconds.items()} if total > 0 else {}

@@ -1,7 +1,7 @@
-"""Named detectors of the ways in which a run goes wrong: pure functions of the metrics so far, no state of their own.
+"""The ways in which a run goes wrong, as a table of alarms over the metrics so far. No state of its own.
 
-A detector looks at the last record of the history and, where it speaks of a change, at the records before it. Several
-causes share one symptom (entropy falls, reward falls), so each message carries the numbers that tell them apart.
+An alarm looks at the last step of the history and, where it speaks of a change, at the steps before it. Several causes
+share one symptom (entropy falls, reward falls), so each message carries the numbers that tell them apart.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 from verl.config.schema import HealthConfig
 
@@ -21,11 +21,6 @@ WINDOW = 20
 """Steps of the past that a step is compared with."""
 MIN_PAST = 5
 """Fewer steps than this are no past to compare with."""
-MAX_ABS_DLOGP_NATS = 10.0
-ESS_FLOOR = 0.5
-RATIO_P99_LIMIT = 2.0
-INVALID_SHARE_LIMIT = 0.05
-CLIP_FRACTION_LIMIT = 0.5
 COMPONENT_PREFIX = "reward/component/"
 """`reward/component/<name>`: the step's mean of one component of the reward."""
 
@@ -38,12 +33,42 @@ class Alarm:
     metric: str
 
 
+class Seen(NamedTuple):
+    """What the condition of an alarm looks at. Every comparison with NaN is false."""
+
+    history: History
+    limits: HealthConfig
+    value: float | None  # of the metric in the last step
+    now: float  # the same; NaN where it is missing or not finite
+    usual: float  # median of its finite values in the WINDOW steps before; NaN if there are fewer than MIN_PAST
+
+    def recent(self, metric: str, steps: int = WINDOW) -> list[float]:
+        return _finite(self.history[-steps:], metric)
+
+
+class Row(NamedTuple):
+    """`wrong` says whether the alarm is raised; one that does more arithmetic returns what the message shows of it."""
+
+    name: str
+    metric: str
+    wrong: Callable[[Seen], bool | Mapping[str, Any] | None]
+    level: Level = "warn"
+    says: str = ""  # the key of its message, where that is not the name
+
+
 def check_health(history: History, config: HealthConfig) -> list[Alarm]:
     """The alarms of the last step of `history` (one mapping of reduced metrics per step, oldest first)."""
-    if not history:
-        return []
-    found = (detector(history, config) for detector in DETECTORS)
-    return [alarm for alarm in found if alarm is not None]
+    found = []
+    for name, metric, wrong, level, says in TABLE if history else ():
+        value, past = history[-1].get(metric), _finite(history[-WINDOW - 1 : -1], metric)
+        now = value if value is not None and math.isfinite(value) else math.nan
+        usual = median(past) if len(past) >= MIN_PAST else math.nan
+        if shown := wrong(Seen(history, config, value, now, usual)):
+            more: Mapping[str, Any] = shown if isinstance(shown, Mapping) else {}
+            numbers = {"value": value, "now": now, "usual": usual, "times": now / max(usual, 1e-9), "limits": config}
+            message = MESSAGES[says or name].format(**numbers, **more)
+            found.append(Alarm(level, name, message, more.get("metric", metric)))
+    return found
 
 
 def scan(history: History, config: HealthConfig) -> Iterator[tuple[int, Alarm]]:
@@ -53,252 +78,134 @@ def scan(history: History, config: HealthConfig) -> Iterator[tuple[int, Alarm]]:
             yield i, alarm
 
 
-def mismatch(history: History, config: HealthConfig) -> Alarm | None:
-    """k3 KL (rollout || trainer) per token: the rollout policy is not the one that is trained."""
-    k3 = history[-1].get("mismatch/k3")
-    if k3 is None:
-        return None
-    tail = "; same weights, dtype, temperature and chat template in rollout and trainer?"
-    if not math.isfinite(k3) or k3 > config.mismatch_stop:
-        text = (
-            f"rollout/trainer mismatch: k3 KL is {k3:.3g} nats per token, above the stop limit {config.mismatch_stop:g}"
-        )
-        return Alarm("stop", "mismatch_stop", text + tail, "mismatch/k3")
-    if k3 > config.mismatch_warn:
-        text = f"rollout/trainer mismatch: k3 KL is {k3:.3g} nats per token, above {config.mismatch_warn:g}"
-        return Alarm("warn", "mismatch_warn", text + tail, "mismatch/k3")
-    return None
-
-
-def max_abs_dlogp(history: History, config: HealthConfig) -> Alarm | None:
-    """One token's log-prob differs wildly between rollout and trainer."""
-    name = "mismatch/max_abs_dlogp"
-    now, past = _now(history, name), _past(history, name)
-    if now is None:
-        return None
-    if now > MAX_ABS_DLOGP_NATS:
-        text = (
-            f"a token's log-prob differs by {now:.3g} nats between rollout and trainer (limit {MAX_ABS_DLOGP_NATS:g})"
-        )
-        return Alarm("warn", "max_abs_dlogp", text, name)
-    if len(past) >= MIN_PAST and now > max(1.0, 8 * median(past)):
-        text = f"a token's log-prob differs by {now:.3g} nats between rollout and trainer; it was {median(past):.3g} before"
-        return Alarm("warn", "max_abs_dlogp", text, name)
-    return None
-
-
-def ess_drop(history: History, config: HealthConfig) -> Alarm | None:
-    """Effective sample size of the importance weights, as a share of the tokens."""
-    name = "mismatch/ess"
-    now, past = _now(history, name), _past(history, name)
-    if now is None:
-        return None
-    if now < ESS_FLOOR:
-        text = f"effective sample size is {now:.1%} of the tokens (limit {ESS_FLOOR:.0%}): few tokens carry the update"
-        return Alarm("warn", "ess_drop", text, name)
-    if len(past) >= MIN_PAST and now < 0.75 * median(past):
-        text = f"effective sample size fell to {now:.1%} of the tokens from {median(past):.1%}"
-        return Alarm("warn", "ess_drop", text, name)
-    return None
-
-
-def ratio_p99(history: History, config: HealthConfig) -> Alarm | None:
-    name = "mismatch/ratio_p99"
-    now = _now(history, name)
-    if now is None or now <= RATIO_P99_LIMIT:
-        return None
-    text = f"1 token in 100 has an importance ratio above {now:.3g} (limit {RATIO_P99_LIMIT:g}): stale or mismatched rollouts"
-    return Alarm("warn", "ratio_p99", text, name)
-
-
-def entropy_floor(history: History, config: HealthConfig) -> Alarm | None:
-    name = "actor/entropy"
-    now = _now(history, name)
-    if now is None or now >= config.entropy_floor:
-        return None
-    text = (
-        f"entropy is {now:.3g} nats per token, below the floor {config.entropy_floor:g}: the policy no longer explores"
-    )
-    return Alarm("warn", "entropy_floor", text, name)
-
-
-def entropy_collapse(history: History, config: HealthConfig) -> Alarm | None:
+def entropy_collapses(s: Seen) -> Mapping[str, Any] | None:
     """Entropy falls exponentially, so fast that it meets the floor within a window."""
-    name = "actor/entropy"
-    recent = [v for v in _recent(history, name, 10) if v > 0]
-    if len(recent) < MIN_PAST or recent[-1] < config.entropy_floor:
+    recent = [v for v in s.recent("actor/entropy", 10) if v > 0]
+    if len(recent) < MIN_PAST or recent[-1] < s.limits.entropy_floor:
         return None
     slope, fit = _line([math.log(v) for v in recent])
-    fall = slope * (len(recent) - 1)
-    if fit < 0.5 or fall > math.log(0.35):
+    if fit < 0.5 or slope * (len(recent) - 1) > math.log(0.35):
         return None
-    steps_left = math.log(max(config.entropy_floor, 1e-9) / recent[-1]) / slope
-    if steps_left > WINDOW:
+    left = math.log(max(s.limits.entropy_floor, 1e-9) / recent[-1]) / slope
+    if left > WINDOW:
         return None
-    text = (
-        f"entropy collapses: {recent[0]:.3g} -> {recent[-1]:.3g} nats per token in {len(recent) - 1} steps; "
-        f"at this rate it is below {config.entropy_floor:g} in {max(1, math.ceil(steps_left))} steps"
-    )
-    return Alarm("warn", "entropy_collapse", text, name)
+    return {"first": recent[0], "last": recent[-1], "steps": len(recent) - 1, "left": max(1, math.ceil(left))}
 
 
-def entropy_explosion(history: History, config: HealthConfig) -> Alarm | None:
-    name = "actor/entropy"
-    now, past = _now(history, name), _past(history, name)
-    if now is None or len(past) < MIN_PAST or now < max(1.0, 3 * median(past)):
-        return None
-    text = f"entropy explodes: {now:.3g} nats per token, {median(past):.3g} before: the policy turns into noise"
-    return Alarm("warn", "entropy_explosion", text, name)
-
-
-def length_explosion(history: History, config: HealthConfig) -> Alarm | None:
-    name = "response_length/mean"
-    now, past = _now(history, name), _past(history, name)
-    if now is None or len(past) < MIN_PAST:
-        return None
-    usual = median(past)
-    if now > 2 * usual:
-        text = f"responses are {now:.0f} tokens long, {now / max(usual, 1e-9):.1f} times the {usual:.0f} of before"
-        return Alarm("warn", "length_explosion", text, name)
-    if now < 0.4 * usual:
-        text = f"responses shrank to {now:.0f} tokens from {usual:.0f}"
-        return Alarm("warn", "length_collapse", text, name)
-    return None
-
-
-def length_drift(history: History, config: HealthConfig) -> Alarm | None:
+def length_drifts(s: Seen) -> Mapping[str, Any] | None:
     """Responses grow steadily and nothing is gained by it."""
-    name = "response_length/mean"
-    lengths, scores = _recent(history, name, WINDOW), _recent(history, "critic/score/mean", WINDOW)
+    lengths, scores = s.recent("response_length/mean"), s.recent("critic/score/mean")
     if len(lengths) < 10 or len(scores) != len(lengths):
         return None
     slope, fit = _line(lengths)
-    growth = slope * (len(lengths) - 1) / max(fmean(lengths[:3]), 1e-9)
-    early, late = fmean(scores[:3]), fmean(scores[-3:])
+    (first, last), (early, late) = _ends(lengths), _ends(scores)
+    growth = slope * (len(lengths) - 1) / max(first, 1e-9)
     if fit < 0.6 or growth < 0.5 or late > early + 0.01 * max(1.0, abs(early)):
         return None
-    text = (
-        f"responses grew from {fmean(lengths[:3]):.0f} to {fmean(lengths[-3:]):.0f} tokens in {len(lengths) - 1} steps "
-        f"while the score went from {early:.3g} to {late:.3g}"
-    )
-    return Alarm("warn", "length_drift", text, name)
+    return {"ends": (first, last, early, late), "steps": len(lengths) - 1}
 
 
-def truncated_share(history: History, config: HealthConfig) -> Alarm | None:
-    text = "{:.0%} of the responses were cut at the token limit (limit {:.0%}): raise rollout.max_response_tokens or shape lengths"
-    return _share(history, "response_length/clip_ratio", config.truncated_warn, "truncated_share", text)
-
-
-def zero_variance_share(history: History, config: HealthConfig) -> Alarm | None:
-    text = "{:.0%} of the groups have equal rewards and carry no signal (limit {:.0%}): tasks too easy or too hard"
-    return _share(history, "groups/zero_variance_share", config.zero_variance_warn, "zero_variance_share", text)
-
-
-def invalid_share(history: History, config: HealthConfig) -> Alarm | None:
-    text = "{:.1%} of the trajectories got no valid reward (limit {:.0%}): time-outs or faults of the grader"
-    return _share(history, "reward/invalid_share", INVALID_SHARE_LIMIT, "invalid_share", text)
-
-
-def component_dominance(history: History, config: HealthConfig) -> Alarm | None:
+def component_dominates(s: Seen) -> Mapping[str, Any] | None:
     """The score rises on one component while another is given up: the classic picture of a hacked reward."""
-    scores = _recent(history, "critic/score/mean", WINDOW)
-    names = sorted(n for n in history[-1] if n.startswith(COMPONENT_PREFIX))
+    scores = s.recent("critic/score/mean")
+    names = sorted(n for n in s.history[-1] if n.startswith(COMPONENT_PREFIX))
     if len(scores) < 10 or len(names) < 2:
         return None
-    early_score, late_score = fmean(scores[:3]), fmean(scores[-3:])
-    if late_score <= early_score + 0.05 * max(1.0, abs(early_score)):
+    early, late = _ends(scores)
+    if late <= early + 0.05 * max(1.0, abs(early)):
         return None
-    change: dict[str, tuple[float, float]] = {}
-    for name in names:
-        values = _recent(history, name, WINDOW)
-        if len(values) == len(scores):
-            change[name] = fmean(values[:3]), fmean(values[-3:])
+    values = {name: s.recent(name) for name in names}
+    change = {name: _ends(found) for name, found in values.items() if len(found) == len(scores)}
     losers = [n for n, (a, b) in change.items() if a - b > max(0.05, 0.25 * abs(a))]
-    gainers = sorted((n for n, (a, b) in change.items() if b > a), key=lambda n: change[n][0] - change[n][1])
+    gainers = [n for n, (a, b) in change.items() if b > a]
     if not losers or not gainers:
         return None
-    up, down = gainers[0], min(losers, key=lambda n: change[n][1] - change[n][0])
-    text = (
-        f"the score rose from {early_score:.3g} to {late_score:.3g} in {len(scores) - 1} steps on "
-        f"{up.removeprefix(COMPONENT_PREFIX)} ({change[up][0]:.3g} -> {change[up][1]:.3g}) while "
-        f"{down.removeprefix(COMPONENT_PREFIX)} fell ({change[down][0]:.3g} -> {change[down][1]:.3g})"
-    )
-    return Alarm("warn", "component_dominance", text, up)
+    rise = lambda name: change[name][1] - change[name][0]  # noqa: E731
+    up, down = max(gainers, key=rise), min(losers, key=rise)
+    return {
+        "metric": up,
+        "ends": (early, late, *change[up], *change[down]),
+        "names": [name.removeprefix(COMPONENT_PREFIX) for name in (up, down)],
+        "steps": len(scores) - 1,
+    }
 
 
-def gradient_not_finite(history: History, config: HealthConfig) -> Alarm | None:
-    norm, skipped = history[-1].get("actor/grad_norm"), history[-1].get("actor/skipped_updates", 0.0)
-    if (norm is None or math.isfinite(norm)) and not skipped > 0:
+def gradient_not_finite(s: Seen) -> Mapping[str, Any] | None:
+    skipped = s.history[-1].get("actor/skipped_updates", 0.0)
+    if (s.value is None or math.isfinite(s.value)) and not skipped > 0:
         return None
-    shown = "" if norm is None else f" (norm {norm:.3g})"
-    text = f"gradient not finite{shown}: {max(1, int(skipped))} update(s) skipped, weights untouched"
-    return Alarm("warn", "gradient_not_finite", text, "actor/grad_norm")
+    return {"norm": "" if s.value is None else f" (norm {s.value:.3g})", "skipped": max(1, int(skipped))}
 
 
-def gradient_spike(history: History, config: HealthConfig) -> Alarm | None:
-    name = "actor/grad_norm"
-    now, past = _now(history, name), _past(history, name)
-    if now is None or len(past) < MIN_PAST or now <= 10 * median(past) or now < 1.0:
-        return None
-    text = f"gradient norm is {now:.3g}, {now / max(median(past), 1e-9):.0f} times the {median(past):.3g} of before"
-    return Alarm("warn", "gradient_spike", text, name)
-
-
-def clip_fraction(history: History, config: HealthConfig) -> Alarm | None:
-    text = "{:.0%} of the tokens are clipped (limit {:.0%}): the update moves too far for its data"
-    return _share(history, "actor/pg_clipfrac", CLIP_FRACTION_LIMIT, "clip_fraction", text)
-
-
-def kl_explosion(history: History, config: HealthConfig) -> Alarm | None:
-    """The policy leaves the reference in a few steps."""
-    name = "actor/kl_loss"
-    now, past = _now(history, name), _past(history, name)
-    if now is None or len(past) < MIN_PAST or now <= max(0.5, 5 * median(past)):
-        return None
-    text = (
-        f"KL to the reference is {now:.3g} nats per token, {median(past):.3g} before: the policy leaves the reference"
-    )
-    return Alarm("warn", "kl_explosion", text, name)
-
-
-DETECTORS: tuple[Callable[[History, HealthConfig], Alarm | None], ...] = (
-    mismatch,
-    max_abs_dlogp,
-    ess_drop,
-    ratio_p99,
-    entropy_floor,
-    entropy_collapse,
-    entropy_explosion,
-    length_explosion,
-    length_drift,
-    truncated_share,
-    zero_variance_share,
-    invalid_share,
-    component_dominance,
-    gradient_not_finite,
-    gradient_spike,
-    clip_fraction,
-    kl_explosion,
+TABLE = (
+    Row(
+        "mismatch_stop", "mismatch/k3", lambda s: s.value is not None and not s.value <= s.limits.mismatch_stop, "stop"
+    ),
+    Row("mismatch_warn", "mismatch/k3", lambda s: s.limits.mismatch_warn < s.now <= s.limits.mismatch_stop),
+    Row("max_abs_dlogp", "mismatch/max_abs_dlogp", lambda s: s.now > 10),
+    Row(
+        "max_abs_dlogp", "mismatch/max_abs_dlogp", lambda s: 10 >= s.now > 1 and s.now > 8 * s.usual, says="dlogp_rose"
+    ),
+    Row("ess_drop", "mismatch/ess", lambda s: s.now < 0.5),
+    Row("ess_drop", "mismatch/ess", lambda s: 0.5 <= s.now < 0.75 * s.usual, says="ess_fell"),
+    Row("ratio_p99", "mismatch/ratio_p99", lambda s: s.now > 2),
+    Row("entropy_floor", "actor/entropy", lambda s: s.now < s.limits.entropy_floor),
+    Row("entropy_collapse", "actor/entropy", entropy_collapses),
+    Row("entropy_explosion", "actor/entropy", lambda s: s.now >= 1 and s.now >= 3 * s.usual),
+    Row("length_explosion", "response_length/mean", lambda s: s.now > 2 * s.usual),
+    Row("length_collapse", "response_length/mean", lambda s: s.now < 0.4 * s.usual),
+    Row("length_drift", "response_length/mean", length_drifts),
+    Row("truncated_share", "response_length/clip_ratio", lambda s: s.now > s.limits.truncated_warn),
+    Row("zero_variance_share", "groups/zero_variance_share", lambda s: s.now > s.limits.zero_variance_warn),
+    Row("invalid_share", "reward/invalid_share", lambda s: s.now > 0.05),
+    Row("component_dominance", "critic/score/mean", component_dominates),
+    Row("gradient_not_finite", "actor/grad_norm", gradient_not_finite),
+    Row("gradient_spike", "actor/grad_norm", lambda s: s.now >= 1 and s.now > 10 * s.usual),
+    Row("clip_fraction", "actor/pg_clipfrac", lambda s: s.now > 0.5),
+    Row("kl_explosion", "actor/kl_loss", lambda s: s.now > 0.5 and s.now > 5 * s.usual),
 )
+MESSAGES: Mapping[str, str] = {
+    "mismatch_stop": "rollout/trainer mismatch: k3 KL is {value:.3g} nats per token, above the stop limit "
+    "{limits.mismatch_stop:g}; same weights, dtype, temperature and chat template in rollout and trainer?",
+    "mismatch_warn": "rollout/trainer mismatch: k3 KL is {now:.3g} nats per token, above {limits.mismatch_warn:g}; "
+    "same weights, dtype, temperature and chat template in rollout and trainer?",
+    "max_abs_dlogp": "a token's log-prob differs by {now:.3g} nats between rollout and trainer (limit 10)",
+    "dlogp_rose": "a token's log-prob differs by {now:.3g} nats between rollout and trainer; it was {usual:.3g} before",
+    "ess_drop": "effective sample size is {now:.1%} of the tokens (limit 50%): few tokens carry the update",
+    "ess_fell": "effective sample size fell to {now:.1%} of the tokens from {usual:.1%}",
+    "ratio_p99": "1 token in 100 has an importance ratio above {now:.3g} (limit 2): stale or mismatched rollouts",
+    "entropy_floor": "entropy is {now:.3g} nats per token, below the floor {limits.entropy_floor:g}: the policy no "
+    "longer explores",
+    "entropy_collapse": "entropy collapses: {first:.3g} -> {last:.3g} nats per token in {steps} steps; at this rate it "
+    "is below {limits.entropy_floor:g} in {left} steps",
+    "entropy_explosion": "entropy explodes: {now:.3g} nats per token, {usual:.3g} before: the policy turns into noise",
+    "length_explosion": "responses are {now:.0f} tokens long, {times:.1f} times the {usual:.0f} of before",
+    "length_collapse": "responses shrank to {now:.0f} tokens from {usual:.0f}",
+    "length_drift": "responses grew from {ends[0]:.0f} to {ends[1]:.0f} tokens in {steps} steps while the score went "
+    "from {ends[2]:.3g} to {ends[3]:.3g}",
+    "truncated_share": "{now:.0%} of the responses were cut at the token limit (limit {limits.truncated_warn:.0%}): "
+    "raise rollout.max_response_tokens or shape lengths",
+    "zero_variance_share": "{now:.0%} of the groups have equal rewards and carry no signal "
+    "(limit {limits.zero_variance_warn:.0%}): tasks too easy or too hard",
+    "invalid_share": "{now:.1%} of the trajectories got no valid reward (limit 5%): time-outs or faults of the grader",
+    "component_dominance": "the score rose from {ends[0]:.3g} to {ends[1]:.3g} in {steps} steps on {names[0]} "
+    "({ends[2]:.3g} -> {ends[3]:.3g}) while {names[1]} fell ({ends[4]:.3g} -> {ends[5]:.3g})",
+    "gradient_not_finite": "gradient not finite{norm}: {skipped} update(s) skipped, weights untouched",
+    "gradient_spike": "gradient norm is {now:.3g}, {times:.0f} times the {usual:.3g} of before",
+    "clip_fraction": "{now:.0%} of the tokens are clipped (limit 50%): the update moves too far for its data",
+    "kl_explosion": "KL to the reference is {now:.3g} nats per token, {usual:.3g} before: the policy leaves the "
+    "reference",
+}
 
 
-def _share(history: History, metric: str, limit: float, name: str, text: str) -> Alarm | None:
-    now = _now(history, metric)
-    return Alarm("warn", name, text.format(now, limit), metric) if now is not None and now > limit else None
-
-
-def _now(history: History, name: str) -> float | None:
-    value = history[-1].get(name)
-    return value if value is not None and math.isfinite(value) else None
-
-
-def _past(history: History, name: str) -> list[float]:
-    return _recent(history[:-1], name, WINDOW)
-
-
-def _recent(history: History, name: str, steps: int) -> list[float]:
-    values = (record.get(name, math.nan) for record in history[-steps:])
+def _finite(history: History, metric: str) -> list[float]:
+    values = (record.get(metric, math.nan) for record in history)
     return [v for v in values if math.isfinite(v)]
+
+
+def _ends(values: Sequence[float]) -> tuple[float, float]:
+    """Means of the first and of the last three."""
+    return fmean(values[:3]), fmean(values[-3:])
 
 
 def _line(values: Sequence[float]) -> tuple[float, float]:

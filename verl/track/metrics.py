@@ -1,36 +1,43 @@
-"""Metrics of a step: reduced once from (total, count, unit), and the ledger of where the step's time went."""
+"""The numbers of a step: reduced once, kept in `metrics.jsonl`, and the ledger of where the step's time went."""
 
 from __future__ import annotations
 
-import json
+import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from verl.track.files import write_atomic
+from verl.track.log import Log, record_of, redone_from, whole_lines
 from verl.types import Metric
 
-UNITS_FILE = "metrics_units.json"
-PHASES = (
-    "rollout",
-    "reward_wait",
-    "experience",
-    "ref",
-    "old_logprobs",
-    "values",
-    "advantages",
-    "update",
-    "publish",
-    "evaluate",
-    "checkpoint",
-    "log",
-    "other",
-)
-"""The phases of a step in the order in which they are shown. Others may be used; `other` is what no phase covers."""
+METRICS_FILE = "metrics.jsonl"
+UNITS_FILE = "metrics_units.jsonl"
+PHASE_COLORS: Mapping[str, str] = {
+    "rollout": "#3987e5",
+    "data": "#199e70",
+    "reward_model": "#86b6ef",
+    "reference": "#6fc6a5",
+    "old_logprobs": "#3fb58b",
+    "values": "#0e7a55",
+    "advantages": "#a5dcc7",
+    "update_critic": "#e8966f",
+    "update": "#d95926",
+    "publish": "#c98500",
+    "evaluate": "#9085e9",
+    "checkpoint": "#d55181",
+    "log": "#b0afa9",
+    "other": "#6f6e69",
+}
+"""The phases of a step in the order in which they are shown, and their colors on the console. Others may be used;
+`other` is what no phase covers."""
+PHASES = tuple(PHASE_COLORS)
 
+_HEAD = ("step", "attempt", "time_s")
 _PHASE = re.compile(r"[a-z][a-z0-9_]*")
+_WORDS = {"mean": "mean per {}", "sum": "sum over {}s", "max": "max over {}s", "min": "min over {}s", "last": "last {}"}
 
 
 def reduce(metrics: Mapping[str, Metric]) -> dict[str, float]:
@@ -39,28 +46,74 @@ def reduce(metrics: Mapping[str, Metric]) -> dict[str, float]:
 
 
 def units_of(metrics: Mapping[str, Metric]) -> dict[str, str]:
-    """What each number is taken over, in words: `mean per token`, `max over sequences`."""
-    words = {
-        "mean": "mean per {}",
-        "sum": "sum over {}s",
-        "max": "max over {}s",
-        "min": "min over {}s",
-        "last": "last {}",
-    }
-    return {name: words[metric.kind].format(metric.unit) for name, metric in metrics.items()}
+    """What each number is taken over, in words: `mean per token`, `max over sequences`. The report's captions."""
+    return {name: _WORDS[metric.kind].format(metric.unit) for name, metric in metrics.items()}
 
 
-def write_units(run_dir: Path, metrics: Mapping[str, Metric]) -> None:
-    """Keep the units of all metrics seen in `metrics_units.json`, which captions the charts of the report."""
-    known = read_units(run_dir)
-    merged = known | units_of(metrics)
-    if merged != known:
-        write_atomic(run_dir / UNITS_FILE, json.dumps(merged, indent=1, sort_keys=True).encode())
+@dataclass(frozen=True, slots=True)
+class MetricLine:
+    """The metrics of one step as they stand: those of the last attempt that did it."""
+
+    step: int
+    attempt: int
+    time_s: float
+    values: Mapping[str, float]
+
+
+class MetricsLog:
+    """One strict JSON object per call: step, attempt, time_s (epoch), then every metric under its own name.
+
+    Non-finite numbers are the strings "NaN", "Infinity", "-Infinity". Each line is on disk when `log` returns. The unit
+    of a metric is kept beside it, in metrics_units.jsonl, when it is first seen.
+    """
+
+    def __init__(self, run_dir: Path, attempt: int, clock: Callable[[], float] = time.time) -> None:
+        self._values = Log(run_dir / METRICS_FILE, attempt, clock=clock)
+        self._units = Log(run_dir / UNITS_FILE, attempt, clock=clock)
+        self._known: dict[str, str] = {}
+
+    def log(self, step: int, values: Mapping[str, float], units: Mapping[str, str] = {}) -> None:
+        assert not set(values) & set(_HEAD), f"a metric may not be named like one of {_HEAD}"
+        self._values.put({"step": step}, {name: _strict(float(value)) for name, value in values.items()})
+        self._values.flush(fsync=True)
+        new = dict(units.items() - self._known.items())
+        if new:
+            self._known |= new
+            self._units.put({"step": step}, {"units": new})
+            self._units.flush()
+
+    def close(self) -> None:
+        self._values.close()
+        self._units.close()
+
+
+def read_metrics(run_dir: Path) -> list[MetricLine]:
+    """One entry per step, in order. Where a step was logged again, by name the later value counts; what an earlier
+    attempt logged after the step where a later one began is left out, so that curves never overlap."""
+    lines = []
+    for record in map(record_of, whole_lines(run_dir / METRICS_FILE)):
+        step, attempt, time_s = (record.pop(name) for name in _HEAD)
+        lines.append(MetricLine(step, attempt, time_s, {name: float(value) for name, value in record.items()}))
+    began: dict[int, int] = {}
+    for line in lines:
+        began[line.attempt] = min(line.step, began.get(line.attempt, line.step))
+    steps: dict[int, MetricLine] = {}
+    for line in lines:
+        if line.step <= redone_from(began, line.attempt):
+            earlier = steps[line.step].values if line.step in steps else {}
+            steps[line.step] = replace(line, values={**earlier, **line.values})
+    return [steps[step] for step in sorted(steps)]
 
 
 def read_units(run_dir: Path) -> dict[str, str]:
-    path = run_dir / UNITS_FILE
-    return json.loads(path.read_bytes()) if path.exists() else {}
+    records = map(record_of, whole_lines(run_dir / UNITS_FILE))
+    return {name: unit for record in records for name, unit in record["units"].items()}
+
+
+def _strict(value: float) -> float | str:
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def phase_order(names: Iterable[str]) -> list[str]:
@@ -70,17 +123,11 @@ def phase_order(names: Iterable[str]) -> list[str]:
 
 
 class TimeLedger:
-    """Books every second of a step to exactly one phase, so that the phases sum to the wall time.
+    """Books every second of a step to exactly one phase (the inner one, where they are nested; `other` outside all), so
+    that the phases sum to the wall time.
 
-        ledger = TimeLedger()
-        with ledger.phase("experience"):
-            with ledger.phase("ref"):           # booked to ref, not to experience
-                ...
-        ledger.stop()
-        ledger.metrics()                        # timing_s/ref, timing_s/experience, timing_s/other, shares, step time
-
-    Time outside every phase is `other`. It follows one line of control: phases close in the reverse order of opening,
-    also when an exception passes. Work that runs beside the step (a background publish) has its own clock.
+    It follows one line of control: phases close in the reverse order of opening, also when an exception passes. Work
+    that runs beside the step (a background publish) has its own clock.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -113,10 +160,6 @@ class TimeLedger:
     @property
     def wall_s(self) -> float:
         return (self._clock() if self._end is None else self._end) - self._start
-
-    @property
-    def current(self) -> str:
-        return self._open[-1]
 
     def seconds(self) -> dict[str, float]:
         """Seconds by phase so far, in the order of `PHASES`, the phase in progress included."""

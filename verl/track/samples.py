@@ -10,7 +10,7 @@ import io
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -79,13 +79,7 @@ class SampleRow:
 
 
 TOKEN_FIELDS: Mapping[str, np.dtype] = {
-    "rollout_logprobs": np.dtype(np.float32),
-    "old_logprobs": np.dtype(np.float32),
-    "ref_logprobs": np.dtype(np.float32),
-    "advantages": np.dtype(np.float32),
-    "entropy": np.dtype(np.float32),
-    "values": np.dtype(np.float32),
-    "returns": np.dtype(np.float32),
+    **{f.name: np.dtype(np.float32) for f in fields(SampleRow) if f.default is None},
     "token_versions": np.dtype(np.int32),
 }
 """Per-token arrays of a row that may be None, each as long as the response."""
@@ -97,25 +91,19 @@ _ARRAY_FIELDS: Mapping[str, np.dtype] = {
     **TOKEN_FIELDS,
 }
 _COUNTS = ("prompt_tokens", "response_tokens", "loss_tokens")
-
-SCHEMA = pa.schema(
-    [pa.field("step", pa.int64())]
-    + [pa.field(name, pa.string()) for name in _TEXT_FIELDS]
-    + [pa.field(name, pa.list_(pa.from_numpy_dtype(dtype))) for name, dtype in _ARRAY_FIELDS.items()]
-    + [
-        pa.field("reward", pa.float64()),
-        pa.field("components", pa.string()),
-        pa.field("version_min", pa.int64()),
-        pa.field("version_max", pa.int64()),
-        pa.field("stop_reason", pa.string()),
-        pa.field("outcome", pa.string()),
-        pa.field("temperature", pa.float64()),
-    ]
-    + [pa.field(name, pa.int64()) for name in _COUNTS]
-)
-SCALARS = tuple(
-    f.name for f in SCHEMA if f.name not in _ARRAY_FIELDS and f.name not in ("prompt_text", "response_text")
-)
+_TYPES: Mapping[str, pa.DataType] = {
+    "step": pa.int64(),
+    **dict.fromkeys(_TEXT_FIELDS, pa.string()),
+    **{name: pa.list_(pa.from_numpy_dtype(dtype)) for name, dtype in _ARRAY_FIELDS.items()},
+    "reward": pa.float64(),
+    "components": pa.string(),
+    **dict.fromkeys(("version_min", "version_max"), pa.int64()),
+    **dict.fromkeys(("stop_reason", "outcome"), pa.string()),
+    "temperature": pa.float64(),
+    **dict.fromkeys(_COUNTS, pa.int64()),
+}
+SCHEMA = pa.schema(list(_TYPES.items()))
+SCALARS = tuple(name for name in _TYPES if name not in (*_ARRAY_FIELDS, "prompt_text", "response_text"))
 """The columns that are cheap to read whole: everything but texts and arrays."""
 
 
@@ -139,9 +127,8 @@ def write_samples(run_dir: Path, step: int, rows: Sequence[SampleRow], kind: Kin
     columns = [_column(name, rows) for name in SCHEMA.names]
     table = pa.Table.from_arrays(columns, schema=SCHEMA)
     content = io.BytesIO()
-    pq.write_table(
-        table, content, compression="zstd", row_group_size=_ROWS_PER_GROUP, use_dictionary=list(_TEXT_FIELDS)
-    )
+    about = {"compression": "zstd", "row_group_size": _ROWS_PER_GROUP, "use_dictionary": list(_TEXT_FIELDS)}
+    pq.write_table(table, content, **about)
     path = samples_path(run_dir, step, kind)
     write_atomic(path, content.getvalue())
     return path
@@ -154,10 +141,10 @@ def read_samples(
     path = _existing(run_dir, step, kind)
     filters = None if sample_ids is None else [("sample_id", "in", list(sample_ids))]
     table = pq.read_table(path, schema=SCHEMA, filters=filters)
-    columns: dict[str, list[Any]] = {}
+    columns: dict[str, Sequence[Any]] = {}
     for name in SCHEMA.names:
         if name in _ARRAY_FIELDS:
-            columns[name] = _rows_of(table.column(name), _ARRAY_FIELDS[name])
+            columns[name] = table.column(name).to_numpy()
         elif name not in _COUNTS:
             columns[name] = table.column(name).to_pylist()
     columns["components"] = [json.loads(text) for text in columns["components"]]
@@ -166,8 +153,7 @@ def read_samples(
 
 def read_scalars(run_dir: Path, step: int, kind: Kind = "train") -> list[dict[str, Any]]:
     """The scalar columns (`SCALARS`) of one step, without texts and arrays: what selecting and plotting need."""
-    table = pq.read_table(_existing(run_dir, step, kind), columns=list(SCALARS))
-    return table.to_pylist()
+    return pq.read_table(_existing(run_dir, step, kind), columns=list(SCALARS)).to_pylist()
 
 
 def _existing(run_dir: Path, step: int, kind: Kind) -> Path:
@@ -181,12 +167,11 @@ def _existing(run_dir: Path, step: int, kind: Kind) -> Path:
 
 def _check(row: SampleRow, step: int) -> None:
     assert row.step == step, f"row {row.sample_id} belongs to step {row.step}, not {step}"
-    lengths = {name: getattr(row, name) for name in ("response_mask", *TOKEN_FIELDS)}
-    for name, array in lengths.items():
-        if array is not None:
-            assert array.shape == (row.response_tokens,), (
-                f"{name} of {row.sample_id} is {array.shape} for {row.response_tokens} response tokens"
-            )
+    for name in ("response_mask", *TOKEN_FIELDS):
+        array, count = getattr(row, name), row.response_tokens
+        assert array is None or array.shape == (count,), (
+            f"{name} of {row.sample_id} is {array.shape} for {count} response tokens"
+        )
 
 
 def _column(name: str, rows: Sequence[SampleRow]) -> pa.Array:
@@ -213,13 +198,3 @@ def _list_array(name: str, values: Sequence[np.ndarray | None], dtype: np.dtype)
     offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), pa.int32())
     missing = pa.array([array is None for array in values], pa.bool_())
     return pa.ListArray.from_arrays(offsets, pa.array(flat), mask=missing)
-
-
-def _rows_of(column: pa.ChunkedArray, dtype: np.dtype) -> list[np.ndarray | None]:
-    out: list[np.ndarray | None] = []
-    for chunk in column.chunks:
-        flat = chunk.values.to_numpy(zero_copy_only=False).astype(dtype, copy=False)
-        offsets = chunk.offsets.to_numpy()
-        present = chunk.is_valid().to_numpy(zero_copy_only=False)
-        out += [flat[a:b] if ok else None for a, b, ok in zip(offsets[:-1], offsets[1:], present)]
-    return out

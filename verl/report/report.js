@@ -6,7 +6,7 @@ const COLOR = { blue: "var(--c1)", orange: "var(--c2)", green: "var(--c3)", viol
 const CHARTS = [
   { title: "Held-out accuracy", form: "percent", big: true, dots: true, help: "Share of held-out tasks answered correctly", curves: [["greedy", ["eval/acc/greedy"], COLOR.blue], ["sampled", ["eval/acc/sampled"], COLOR.orange]] },
   { title: "Reward", big: true, help: "Mean score of the step's training samples; the band spans its least and greatest sample", curves: [["mean", ["critic/score/mean", "critic/rewards/mean"], COLOR.blue, "critic/score/min", "critic/score/max"]] },
-  { title: "Loss", canLog: true, curves: [["train", ["train/loss"], COLOR.blue], ["held-out", ["eval/loss"], COLOR.orange]] },
+  { title: "Loss", canLog: true, curves: [["train", ["train/loss"], COLOR.blue], ["held-out", ["val/loss"], COLOR.orange]] },
   { title: "Entropy", unit: "nats per token", zero: true, canLog: true, curves: [["entropy", ["actor/entropy"], COLOR.blue]] },
   { title: "Response length", unit: "tokens", form: "tokens", zero: true, curves: [["mean", ["response_length/mean"], COLOR.blue, "response_length/min", "response_length/max"]] },
   { title: "Truncated, no signal, invalid", form: "percent", zero: true, help: "Responses cut at the token limit; groups whose rewards are all equal; rewards that could not be given", curves: [["truncated", ["response_length/clip_ratio"], COLOR.orange], ["no signal", ["groups/zero_variance_share"], COLOR.violet], ["invalid", ["reward/invalid_share"], COLOR.pink]] },

@@ -10,14 +10,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from verl.report.data import RunReader
 from verl.track.files import write_atomic
-from verl.track.report_data import RunReader
 
 REPORT_FILE = "report.html"
-_SCRIPTS = ("report_charts.js", "report_samples.js", "report.js")
+_SCRIPTS = ("charts.js", "samples.js", "report.js")
 _SLOT = re.compile(r"\{\{(\w+)\}\}")
-_UNSAFE = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
-_UNSAFE_PATTERN = re.compile("[<>&\u2028\u2029]")
+_UNSAFE = {ord(char): f"\\u{ord(char):04x}" for char in "<>&\u2028\u2029"}
 
 
 def write_report(run_dir: Path) -> Path:
@@ -30,7 +29,7 @@ def write_report(run_dir: Path) -> Path:
 
 def render_page(payload: Mapping[str, Any], *, live: Mapping[str, Any] | None = None) -> str:
     """The page with its data. `live`: {version, poll_s}, where a server will answer the page's questions."""
-    room = files("verl.track")
+    room = files("verl.report")
     scripts = "\n".join((room / name).read_text("utf-8") for name in _SCRIPTS)
     assert "</script" not in scripts, "the page's own scripts may not close their tag"
     parts = {
@@ -48,4 +47,4 @@ def render_page(payload: Mapping[str, Any], *, live: Mapping[str, Any] | None = 
 def json_in_script(value: Any) -> str:
     """JSON that cannot end the script element it stands in, whatever its strings hold."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return _UNSAFE_PATTERN.sub(lambda match: _UNSAFE[match[0]], text)
+    return text.translate(_UNSAFE)

@@ -1,13 +1,18 @@
-"""Atomic files, logs of lines with torn tails, and the event log's attempts."""
+"""Atomic files, and the log: torn lines, attempts, events, metrics and their units."""
 
+import json
+import math
 import os
 import threading
 
 import numpy as np
 import pytest
 
-from verl.track.events import MOST_WAITING, EventLog, next_attempt, read_events
-from verl.track.files import cut_torn_tail, open_log, whole_lines, write_atomic
+from verl.track.events import EventLog, next_attempt, read_events
+from verl.track.files import write_atomic
+from verl.track.log import MOST_WAITING, Log, whole_lines
+from verl.track.metrics import MetricsLog, read_metrics, read_units, units_of
+from verl.types import Metric
 
 
 def log_of(run_dir, attempt, records, resume=None):
@@ -20,8 +25,15 @@ def log_of(run_dir, attempt, records, resume=None):
     log.close()
 
 
-def seen(run_dir, kinds=None, **options):
-    return [(e.kind, e.step, e.attempt) for e in read_events(run_dir, kinds, **options)]
+def seen(run_dir, kinds=None):
+    return [(e.kind, e.step, e.attempt) for e in read_events(run_dir, kinds)]
+
+
+def log_steps(run_dir, attempt, steps, **values):
+    log = MetricsLog(run_dir, attempt, clock=lambda: 1000.0 + attempt)
+    for step in steps:
+        log.log(step, {"critic/score/mean": step + attempt / 10, **values})
+    log.close()
 
 
 def test_write_atomic_replaces_and_leaves_nothing_behind(tmp_path):
@@ -32,20 +44,19 @@ def test_write_atomic_replaces_and_leaves_nothing_behind(tmp_path):
     assert [p.name for p in path.parent.iterdir()] == ["file.json"]
 
 
-@pytest.mark.parametrize("broken", ["fsync", "replace"])
-def test_write_atomic_keeps_the_old_file_when_the_disk_fails(tmp_path, monkeypatch, broken):
+def test_write_atomic_keeps_the_old_file_when_the_disk_fails(tmp_path, monkeypatch):
     path = tmp_path / "file.json"
     write_atomic(path, b"old")
 
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, broken, full)
-    with pytest.raises(OSError, match="No space left"):
-        write_atomic(path, b"new")
-    monkeypatch.undo()
-    assert path.read_bytes() == b"old"
-    assert [p.name for p in tmp_path.iterdir()] == ["file.json"]
+    for broken in ("fsync", "replace"):
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+            patch.setattr(os, broken, full)
+            write_atomic(path, b"new")
+        assert path.read_bytes() == b"old", broken
+        assert [p.name for p in tmp_path.iterdir()] == ["file.json"], broken
 
 
 def test_a_log_cut_at_any_byte_loses_at_most_its_last_record(tmp_path):
@@ -75,17 +86,21 @@ def test_a_tail_of_garbage_is_cut_and_damage_inside_is_an_error(tmp_path):
         seen(tmp_path)
 
 
-def test_line_logs_say_how_much_was_cut(tmp_path):
+def test_a_log_without_checksums_is_cut_too(tmp_path):
     path = tmp_path / "log"
-    log = open_log(path, lambda line: line.isdigit())
-    log.append(b"12")
-    log.append(b"34")
-    log.close()
-    log.close()
-    path.write_bytes(path.read_bytes() + b"5")
-    assert list(whole_lines(path, bytes.isdigit)) == [b"12", b"34"]
-    assert cut_torn_tail(path, bytes.isdigit) == 1
-    assert cut_torn_tail(path, bytes.isdigit) == 0
+    assert list(whole_lines(path)) == []
+    for attempt in (0, 1):
+        log = Log(path, attempt, clock=lambda: 5.0)
+        log.put({"step": 1}, {"a": "b\nc"})
+        log.close()
+        log.close()
+        line = b'{"step":1,"attempt":%d,"time_s":5.0,"a":"b\\nc"}' % attempt
+        assert list(whole_lines(path))[-1] == line
+        path.write_bytes(path.read_bytes() + b'{"step":2,"attem')
+        assert len(list(whole_lines(path))) == attempt + 1
+    path.write_bytes(path.read_bytes() + b"\n" + line + b"\n")
+    with pytest.raises(ValueError, match=r"log:3: damaged record"):
+        list(whole_lines(path))
 
 
 def test_records_carry_attempt_time_and_exact_data(tmp_path):
@@ -119,11 +134,10 @@ def test_what_waits_for_its_text_is_bounded(tmp_path):
 
 def test_a_later_attempt_replaces_what_it_did_again(tmp_path):
     log_of(tmp_path, 0, [(k, s) for s in (1, 2, 3, 4) for k in ("drawn", "trained", "published")])
-    # a resume after step 2 publishes the restored weights (as of step 2), then does step 3 again
-    log_of(tmp_path, 1, [("published", 2), ("drawn", 3), ("trained", 3)])
+    log_of(tmp_path, 1, [("drawn", 3), ("trained", 3)], resume=3)
     assert seen(tmp_path, {"trained"}) == [("trained", 1, 0), ("trained", 2, 0), ("trained", 3, 1)]
-    assert seen(tmp_path, {"published"}) == [("published", 1, 0), ("published", 2, 1)]
-    assert len(seen(tmp_path, every_attempt=True)) == 15
+    assert seen(tmp_path, {"published"}) == [("published", 1, 0), ("published", 2, 0)]
+    assert sum(len(file.read_bytes().splitlines()) for file in (tmp_path / "events").iterdir()) == 15, "nothing is lost"
 
 
 def test_resume_at_voids_later_steps_even_if_the_attempt_died_at_once(tmp_path):
@@ -140,6 +154,11 @@ def test_attempts_are_numbered_and_an_unused_folder_is_empty(tmp_path):
     log_of(tmp_path, 0, [])
     log_of(tmp_path, 1, [("drawn", 1)])
     assert next_attempt(tmp_path) == 2
+    other = tmp_path / "without events"
+    log_steps(other, 0, [1, 2])
+    assert next_attempt(other) == 1
+    log_steps(other, 1, [2, 3])
+    assert next_attempt(other) == 2
 
 
 def test_reading_while_another_writes_and_threads_append(tmp_path):
@@ -160,3 +179,64 @@ def test_reading_while_another_writes_and_threads_append(tmp_path):
         thread.join(timeout=10)
     log.close()
     assert counts == sorted(counts) and len(seen(tmp_path)) == 800
+
+
+def test_metrics_are_exact_strict_and_on_disk_at_once(tmp_path):
+    log = MetricsLog(tmp_path, 2, clock=lambda: 12.25)
+    log.log(5, {"a/b": 0.1 + 0.2, "nan": math.nan, "inf": math.inf, "-inf": -math.inf, "int": 3})
+
+    def refuse(token):
+        raise AssertionError(token)
+
+    text = (tmp_path / "metrics.jsonl").read_text()
+    record = json.loads(text, parse_constant=refuse)
+    assert (
+        list(record)[:3] == ["step", "attempt", "time_s"] and record["nan"] == "NaN" and record["-inf"] == "-Infinity"
+    )
+    [line] = read_metrics(tmp_path)
+    assert (line.step, line.attempt, line.time_s) == (5, 2, 12.25)
+    assert line.values["a/b"] == 0.1 + 0.2 and math.isnan(line.values["nan"]) and line.values["-inf"] == -math.inf
+    with pytest.raises(AssertionError, match="may not be named"):
+        log.log(6, {"attempt": 1.0})
+
+
+def test_later_attempts_win_and_curves_never_overlap(tmp_path):
+    log_steps(tmp_path, 0, range(1, 8), only_first=1.0)
+    log_steps(tmp_path, 1, [4, 5])
+    lines = read_metrics(tmp_path)
+    assert [(line.step, line.attempt) for line in lines] == [(1, 0), (2, 0), (3, 0), (4, 1), (5, 1)]
+    assert [line.values["critic/score/mean"] for line in lines] == [1, 2, 3, 4.1, 5.1]
+    assert "only_first" in lines[3].values and "only_first" not in lines[4].values
+
+
+def test_what_is_logged_twice_for_a_step_is_joined(tmp_path):
+    log = MetricsLog(tmp_path, 0)
+    log.log(3, {"a": 1.0, "b": 1.0})
+    log.log(3, {"b": 2.0, "eval/acc/greedy": 0.5})
+    log.close()
+    assert read_metrics(tmp_path)[0].values == {"a": 1.0, "b": 2.0, "eval/acc/greedy": 0.5}
+
+
+def test_a_torn_line_is_tolerated_and_cut_on_resume(tmp_path):
+    assert read_metrics(tmp_path) == []
+    log_steps(tmp_path, 0, [1, 2])
+    path = tmp_path / "metrics.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-9])
+    assert [line.step for line in read_metrics(tmp_path)] == [1]
+    log_steps(tmp_path, 1, [2])
+    assert [(line.step, line.attempt) for line in read_metrics(tmp_path)] == [(1, 0), (2, 1)]
+
+
+def test_units_are_kept_beside_the_metrics(tmp_path):
+    assert read_units(tmp_path) == {}
+    entropy = units_of({"actor/entropy": Metric(1, 1, "token")})
+    for attempt in (0, 1):
+        log = MetricsLog(tmp_path, attempt)
+        for step in (1, 2, 3):
+            log.log(
+                step, {}, entropy | (units_of({"actor/grad_norm": Metric(1, 1, "update", "max")}) if step > 1 else {})
+            )
+        log.close()
+    assert read_units(tmp_path) == {"actor/entropy": "mean per token", "actor/grad_norm": "max over updates"}
+    assert len(list(whole_lines(tmp_path / "metrics_units.jsonl"))) == 4, "a unit is written once per attempt"

@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -18,17 +17,17 @@ Decode = Callable[[list[int]], str]
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+HEAD_TOKENS, TAIL_TOKENS = 900, 300  # of a long response
+TEXT_CHARS = 6000  # of a long text
+
+
+class Limits(NamedTuple):
     """What one report may carry of one kind of samples."""
 
     steps: int
     groups: int
     rows_per_group: int
     total_bytes: int
-    head_tokens: int = 900
-    tail_tokens: int = 300
-    text_chars: int = 6000
 
 
 LIMITS: Mapping[Kind, Limits] = {
@@ -44,7 +43,7 @@ class SamplePicker:
         self._run_dir = run_dir
         self._folders = tokenizer_folders
         self._decode: Decode | None = None
-        self._packed: dict[tuple[Kind, int], tuple[object, list[dict[str, Any]], dict[str, int]]] = {}
+        self._packed: dict[tuple[Kind, int], tuple[object, dict[str, Any]]] = {}
 
     def pick(self, last_step: int | None) -> dict[str, Any]:
         """{files: [{kind, step, groups, ...}], note, decoded}. Steps after `last_step` belong to a past attempt."""
@@ -61,45 +60,34 @@ class SamplePicker:
         files = []
         for i, step in enumerate(chosen):
             quota = max(1, (limits.groups + i) // len(chosen))
-            groups, counts = self._pack_step(kind, step, quota, limits)
-            files.append({"kind": kind, "step": step, "groups": groups, **counts, "steps": len(steps)})
+            about = samples_path(self._run_dir, step, kind).stat()
+            stamp = (about.st_mtime_ns, about.st_size, quota)
+            if self._packed.get((kind, step), (None,))[0] != stamp:
+                self._packed[kind, step] = stamp, self._pack(kind, step, quota, limits)
+            files.append({**self._packed[kind, step][1], "steps": len(steps)})
         _fit(files, limits.total_bytes)
         return [file for file in files if file["groups"]]
 
-    def _pack_step(
-        self, kind: Kind, step: int, quota: int, limits: Limits
-    ) -> tuple[list[dict[str, Any]], dict[str, int]]:
-        about = samples_path(self._run_dir, step, kind).stat()
-        stamp = (about.st_mtime_ns, about.st_size, quota)
-        known = self._packed.get((kind, step))
-        if known is not None and known[0] == stamp:
-            return known[1], known[2]
+    def _pack(self, kind: Kind, step: int, quota: int, limits: Limits) -> dict[str, Any]:
         scalars = read_scalars(self._run_dir, step, kind)
         wanted = choose_groups(scalars, quota, limits.rows_per_group, by_reward=kind == "train")
         ids = [sample_id for group in wanted for sample_id in group]
         rows = {row.sample_id: row for row in read_samples(self._run_dir, step, kind, sample_ids=ids)}
-        groups = [pack_group([rows[i] for i in group], limits, self._decode) for group in wanted]
+        groups = [pack_group([rows[i] for i in group], self._decode) for group in wanted]
         counts = {"all_rows": len(scalars), "all_groups": len({row["group_id"] for row in scalars})}
-        self._packed[kind, step] = (stamp, groups, counts)
-        return groups, counts
+        return {"kind": kind, "step": step, "groups": groups, **counts}
 
     def _note(self, files: Sequence[Mapping[str, Any]]) -> str:
-        if not files:
-            return ""
         parts = []
-        for kind in ("train", "eval"):
-            of_kind = [file for file in files if file["kind"] == kind]
-            if of_kind:
-                groups = sum(len(file["groups"]) for file in of_kind)
-                rows = sum(len(group["rows"]) for file in of_kind for group in file["groups"])
-                word = "training" if kind == "train" else "evaluation"
-                steps = f"{len(of_kind)} of {_count(of_kind[0]['steps'], 'step')}"
-                parts.append(f"{_count(rows, word + ' sample')} of {_count(groups, 'group')} from {steps}")
-        limit = LIMITS["train"]
-        return (
-            f"This page carries {' and '.join(parts)}; long responses show their first {limit.head_tokens} and last "
-            f"{limit.tail_tokens} tokens. Everything is in {self._run_dir / 'samples'} (Parquet)."
-        )
+        for kind, word in (("train", "training sample"), ("eval", "evaluation sample")):
+            if of_kind := [file for file in files if file["kind"] == kind]:
+                groups = [group for file in of_kind for group in file["groups"]]
+                rows = _count(sum(len(group["rows"]) for group in groups), word)
+                steps = _count(of_kind[0]["steps"], "step")
+                parts.append(f"{rows} of {_count(len(groups), 'group')} from {len(of_kind)} of {steps}")
+        carries = f"This page carries {' and '.join(parts)}; long responses show their first {HEAD_TOKENS} and last "
+        everything = f"{TAIL_TOKENS} tokens. Everything is in {self._run_dir / 'samples'} (Parquet)."
+        return carries + everything if parts else ""
 
 
 def spread(items: Sequence[T], count: int) -> list[T]:
@@ -124,51 +112,49 @@ def choose_groups(
         rewards = [row["reward"] for row in groups[group_id] if math.isfinite(row["reward"])]
         return fmean(rewards) if rewards else -math.inf
 
+    def number_first(group_id: str) -> tuple[int, str]:  # numbers by value: task 9 before task 10
+        task = groups[group_id][0]["task_id"]
+        return (len(task), task) if task.isdigit() else (1 << 30, task)
+
     if by_reward:
-        order = sorted(groups, key=lambda g: (mean_reward(g), g))
-        chosen = spread(order, quota)
+        chosen = spread(sorted(groups, key=lambda g: (mean_reward(g), g)), quota)
         chosen = chosen[-1:] + chosen[:-1]  # the best, the worst, the rest: what the size limit cuts is the middle
     else:
-        chosen = sorted(groups, key=lambda g: (_natural(groups[g][0]["task_id"]), g))[:quota]
-    out = []
-    for group_id in chosen:
-        rows = sorted(groups[group_id], key=lambda row: (_reward_rank(row["reward"]), row["sample_id"]))
-        out.append([row["sample_id"] for row in spread(rows, rows_per_group)])
-    return out
+        chosen = sorted(groups, key=lambda g: (number_first(g), g))[:quota]
+    rank = lambda row: (row["reward"] if math.isfinite(row["reward"]) else -math.inf, row["sample_id"])  # noqa: E731
+    return [[row["sample_id"] for row in spread(sorted(groups[g], key=rank), rows_per_group)] for g in chosen]
 
 
-def pack_group(rows: Sequence[SampleRow], limits: Limits, decode: Decode | None) -> dict[str, Any]:
-    first = rows[0]
-    prompts = {row.prompt_text for row in rows}
-    packed = []
-    for row in rows:
-        entry = pack_row(row, limits, decode)
-        if len(prompts) > 1:
-            entry["prompt"] = clip(row.prompt_text, limits.text_chars)
-        packed.append(entry)
-    group = {"id": first.group_id, "task": first.task_id, "prompt": clip(first.prompt_text, limits.text_chars)}
-    return {**group, "prompt_tokens": first.prompt_tokens, "rows": packed}
+def pack_group(rows: Sequence[SampleRow], decode: Decode | None) -> dict[str, Any]:
+    first, packed = rows[0], [pack_row(row, decode) for row in rows]
+    if len({row.prompt_text for row in rows}) > 1:
+        for row, entry in zip(rows, packed):
+            entry["prompt"] = clip(row.prompt_text, TEXT_CHARS)
+    about = {"id": first.group_id, "task": first.task_id, "prompt": clip(first.prompt_text, TEXT_CHARS)}
+    return {**about, "prompt_tokens": first.prompt_tokens, "rows": packed}
 
 
-def pack_row(row: SampleRow, limits: Limits, decode: Decode | None) -> dict[str, Any]:
-    keep = kept_tokens(row.response_tokens, limits)
+def pack_row(row: SampleRow, decode: Decode | None) -> dict[str, Any]:
+    count = row.response_tokens
+    cut = count > HEAD_TOKENS + TAIL_TOKENS
+    keep = np.r_[:HEAD_TOKENS, count - TAIL_TOKENS : count] if cut else np.arange(count)
     gap = None
     if row.old_logprobs is not None and row.rollout_logprobs is not None:
         gap = row.old_logprobs - row.rollout_logprobs
+    ids = row.response_ids[keep].tolist()
     out: dict[str, Any] = {
         "id": row.sample_id,
         "trajectory": row.trajectory_id,
         "purpose": row.purpose,
-        "reward": _digits(row.reward, 6),
-        "components": {name: _digits(value, 6) for name, value in row.components.items()},
+        "reward": number(row.reward),
+        "components": {name: number(value) for name, value in row.components.items()},
         "versions": [row.version_min, row.version_max],
         "stop": row.stop_reason,
         "outcome": row.outcome,
         "temperature": row.temperature,
-        "tokens": row.response_tokens,
+        "tokens": count,
         "loss_tokens": row.loss_tokens,
-        "text": clip(row.response_text, limits.text_chars),
-        "ids": [int(t) for t in row.response_ids[keep]],
+        "ids": ids,
         "mask": _column(row.response_mask, keep),
         "lp": _column(row.rollout_logprobs, keep),
         "gap": _column(gap, keep),
@@ -176,14 +162,13 @@ def pack_row(row: SampleRow, limits: Limits, decode: Decode | None) -> dict[str,
         "ent": _column(row.entropy, keep),
         "ref": _column(row.ref_logprobs, keep),
         "ver": _column(row.token_versions, keep),
+        "cut": {"at": HEAD_TOKENS, "left_out": count - len(keep)} if cut else None,
     }
-    if len(keep) < row.response_tokens:
-        out["cut"] = {"at": limits.head_tokens, "left_out": row.response_tokens - len(keep)}
-    if decode is not None:
-        head = [int(t) for t in row.response_ids[: limits.head_tokens]] if "cut" in out else out["ids"]
-        tail = out["ids"][len(head) :]
-        out["pieces"] = token_pieces(head, decode) + token_pieces(tail, decode)
-        del out["text"]
+    if decode is None:
+        out["text"] = clip(row.response_text, TEXT_CHARS)
+    else:
+        head = HEAD_TOKENS if cut else count
+        out["pieces"] = token_pieces(ids[:head], decode) + token_pieces(ids[head:], decode)
         out["snippet"] = clip(row.response_text, 400)
     return {name: value for name, value in out.items() if value is not None}
 
@@ -204,27 +189,21 @@ def token_pieces(ids: Sequence[int], decode: Decode) -> list[str]:
 
 
 def find_decoder(run_dir: Path, folders: Sequence[Path]) -> Decode | None:
-    """The run's tokenizer: tokenizer.json in the run directory, in its latest checkpoint, or where the model came from."""
-    places = [
-        run_dir,
-        run_dir / "tokenizer",
-        *sorted(run_dir.glob("checkpoints/step_*/hf"), key=_step_of, reverse=True),
-    ]
-    path = next((p / "tokenizer.json" for p in (*places, *folders) if (p / "tokenizer.json").is_file()), None)
+    """The run's tokenizer.json: in the run directory, in its latest checkpoint, or where the model came from."""
+    saved = [path for path in run_dir.glob("checkpoints/step_*/hf") if path.parent.name[5:].isdigit()]
+    saved.sort(key=lambda path: -int(path.parent.name[5:]))
+    path = next((p / "tokenizer.json" for p in (run_dir, *saved, *folders) if (p / "tokenizer.json").is_file()), None)
     if path is None:
         return None
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        return None
+    from tokenizers import Tokenizer
+
     tokenizer = Tokenizer.from_file(str(path))
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def kept_tokens(count: int, limits: Limits) -> np.ndarray:
-    if count <= limits.head_tokens + limits.tail_tokens:
-        return np.arange(count)
-    return np.concatenate([np.arange(limits.head_tokens), np.arange(count - limits.tail_tokens, count)])
+def number(value: float) -> float | None:
+    """Six significant digits; null for what JSON cannot hold."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None
 
 
 def clip(text: str, chars: int) -> str:
@@ -252,41 +231,10 @@ def _column(values: np.ndarray | None, keep: np.ndarray) -> Any:
     """A column of the page: null if absent, one number if constant, else a list with four significant digits."""
     if values is None or not len(values):
         return None
-    kept = values[keep]
-    short = kept.tolist() if kept.dtype.kind in "iu" else _four_digits(kept)
+    kept = values[keep].tolist()
+    short = [float(f"{v:.4g}") if math.isfinite(v) else None for v in kept] if values.dtype.kind == "f" else kept
     return short[0] if all(v == short[0] for v in short) else short
-
-
-def _four_digits(values: np.ndarray) -> list[float | None]:
-    wide = values.astype(np.float64)
-    finite = np.isfinite(wide)
-    safe = np.where(finite & (wide != 0), wide, 1.0)
-    power = 3 - np.floor(np.log10(np.abs(safe))).astype(int)
-    up, down = 10.0 ** np.maximum(power, 0), 10.0 ** np.maximum(-power, 0)  # whole numbers: the quotient is the decimal
-    short = np.where(wide == 0, 0.0, np.round(safe * up / down) * down / up)
-    return [value if ok else None for value, ok in zip(short.tolist(), finite.tolist())]
-
-
-def _digits(value: float, digits: int) -> float | int | None:
-    if not math.isfinite(value):
-        return None
-    short = float(f"{value:.{digits}g}")
-    return int(short) if short == int(short) else short
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _reward_rank(reward: float) -> float:
-    return reward if math.isfinite(reward) else -math.inf
-
-
-def _natural(text: str) -> tuple[int, str]:
-    """Numbers by value: task 9 before task 10."""
-    return (len(text), text) if text.isdigit() else (1 << 30, text)
-
-
-def _step_of(path: Path) -> int:
-    number = path.parent.name.removeprefix("step_")
-    return int(number) if number.isdigit() else -1

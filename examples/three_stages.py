@@ -1,9 +1,10 @@
-"""The classic three stages on a task whose true score is known: SFT -> reward model on preference pairs -> PPO against it.
+"""The classic three stages on a task whose true score is known: SFT, a reward model from pairs, PPO against it.
 
-    python -m verl.three_stages run.seed=0
+    python examples/three_stages.py run.seed=0
 
-The reward model never sees the true score, only pairs (the worked answer with its carries, the one that forgets them); the end
-says how good it is, whether the true accuracy rose with the modelled reward, and where the two part (over-optimisation).
+The reward model never sees the true score, only pairs (the worked answer with its carries, the one that forgets them).
+The end says how good it is, whether the true accuracy rose with the modelled reward, and where the two part
+(over-optimisation).
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 from rich.console import Console
 from rich.table import Table
 
-from verl.quickstart import make_inputs
+from verl.quickstart import last_export, make_inputs
 from verl.recipes import arithmetic
 
 TRAIN_PAIRS, EVAL_PAIRS = 8000, 256
@@ -31,7 +33,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def three_stages(overrides: list[str]) -> int:
-    """Own keys: run.seed, run.root_dir, sft_steps, rm_steps, ppo_steps, sft_model=DIR (skips stage one); the rest goes to PPO."""
+    """Own keys: run.seed, run.root_dir, sft_steps, rm_steps, ppo_steps, sft_model=DIR (skips stage one). Other keys are
+    PPO's."""
     from verl.config.load import load_config
     from verl.driver.launch import run_rl, run_supervised
 
@@ -55,7 +58,7 @@ def three_stages(overrides: list[str]) -> int:
             *common,
         ]
         args += [f"run.total_steps={given['sft_steps']}"] if "sft_steps" in given else []
-        start = str(_last(run_supervised(load_config(args), "sft", title="three stages: SFT").dir))
+        start = str(last_export(run_supervised(load_config(args), "sft", title="three stages: SFT").dir))
 
     console.rule("[bold]2 of 3[/] a reward model from pairs: right work against forgotten carries")
     trained = run_supervised(
@@ -92,7 +95,7 @@ def three_stages(overrides: list[str]) -> int:
                 f"model.path={start}",
                 f"data.train_files=[{home}/data/train.jsonl]",
                 f"data.eval_files=[{home}/data/heldout.jsonl]",
-                f"reward.model={_last(trained.dir)}",
+                f"reward.model={last_export(trained.dir)}",
                 "run.name=three_stages/ppo",
                 f"run.total_steps={given.get('ppo_steps', '20')}",
                 "algorithm.name=ppo",
@@ -142,11 +145,6 @@ def one_wrong_digit(text: str, rng: random.Random) -> str:
     )
 
 
-def _last(run_dir: Path) -> Path:
-    steps = max(int(p.name.removeprefix("step_")) for p in (run_dir / "checkpoints").glob("step_*"))
-    return run_dir / "checkpoints" / f"step_{steps}" / "hf"
-
-
 def _close(console: Console, home: Path, ppo: Path, seed: int, rm_accuracy: float, wall_s: float) -> None:
     """True against modelled reward, from the texts of every step."""
     from verl.track.samples import read_samples, sample_steps
@@ -154,15 +152,13 @@ def _close(console: Console, home: Path, ppo: Path, seed: int, rm_accuracy: floa
     curve = []
     for n in sample_steps(ppo):
         rows = [r for r in read_samples(ppo, n) if r.purpose == "train"]
-        modelled, true = (
-            sum(r.reward for r in rows) / len(rows),
-            sum(_true(r.prompt_text, r.response_text) for r in rows) / len(rows),
-        )
+        modelled = fmean(r.reward for r in rows)
+        true = fmean(_true(r.prompt_text, r.response_text) for r in rows)
         curve.append({"step": n, "modelled": round(modelled, 4), "true": round(true, 4)})
     held = {}
     for n in sample_steps(ppo, "eval"):
         rows = [r for r in read_samples(ppo, n, "eval") if "/greedy/" in r.group_id]
-        held[n] = sum(_true(r.prompt_text, r.response_text) for r in rows) / len(rows)
+        held[n] = fmean(_true(r.prompt_text, r.response_text) for r in rows)
     before, after = held[min(held)], held[max(held)]
     table = Table("step", "modelled reward", "true reward", title="Training answers", title_justify="left")
     for point in curve[:: max(1, len(curve) // 8)]:

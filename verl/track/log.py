@@ -1,0 +1,140 @@
+"""The append-only log that a run records into: JSON records, one per line, each with the attempt that wrote it.
+
+`events/attempt_0000.log`, `metrics.jsonl` and `metrics_units.jsonl` are such logs. An attempt is one process that ran
+or resumed the run. A crash can tear only the last line: readers leave it out, the next writer cuts it. In a checksummed
+log each line begins with the CRC-32 of its JSON text and a space (`cut -c10- attempt_*.log | jq` reads it). Non-finite
+numbers are the tokens NaN, Infinity and -Infinity, as Python writes them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from verl.track.files import sync_folder
+
+MOST_WAITING = 256  # records that a killed process may lose
+
+
+class Log:
+    """The writer of one attempt. Safe to use from several threads.
+
+    `put` only keeps the record: its text is made at the next `flush`, beside the loop. `flush(fsync=True)` makes all
+    records durable. Opening makes the folder and cuts the torn line that a crash left.
+    """
+
+    def __init__(
+        self, path: Path, attempt: int, *, checksums: bool = False, clock: Callable[[], float] = time.time
+    ) -> None:
+        assert attempt >= 0, f"attempts count from 0, got {attempt}"
+        self.attempt = attempt
+        self._checksums, self._clock = checksums, clock
+        self._writing = threading.Lock()
+        self._waiting: deque[dict[str, Any]] = deque()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = not path.exists()
+        self._file = path.open("ab", buffering=1 << 16)
+        if fresh:
+            sync_folder(path.parent)
+        else:
+            cut_torn_line(path)
+
+    def put(self, head: Mapping[str, Any], rest: Mapping[str, Any]) -> None:
+        """Record `head`, attempt, time, `rest`, in this order. They hold anything JSON does, numpy values too, and do
+        not change any more."""
+        self._waiting.append({**head, "attempt": self.attempt, "time_s": self._clock(), **rest})
+        if len(self._waiting) >= MOST_WAITING:
+            self.flush()
+
+    def flush(self, fsync: bool = False) -> None:
+        with self._writing:
+            try:
+                self._write()
+            finally:
+                self._file.flush()
+                if fsync:
+                    os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """May be called again."""
+        if not self._file.closed:
+            try:
+                self.flush(fsync=True)
+            finally:
+                self._file.close()
+
+    def _write(self) -> None:
+        """All records that wait; one that is no JSON is an error of ours, raised once the others are written."""
+        wrong: TypeError | None = None
+        while self._waiting:
+            try:
+                text = _ENCODER.encode(self._waiting.popleft()).encode("utf-8", "backslashreplace")
+            except TypeError as e:
+                wrong = wrong or e
+                continue
+            self._file.write(b"%08x %s\n" % (zlib.crc32(text), text) if self._checksums else text + b"\n")
+        if wrong is not None:
+            raise wrong
+
+
+def whole_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a log without their newline, also while it is written; a torn last line is left out. A log that was
+    never begun has none.
+
+    Only the last line can be torn, since a writer cuts before it appends: a broken line elsewhere means that the file
+    was damaged or edited, which is an error and not something to skip.
+    """
+    if not path.exists():
+        return
+    broken = 0
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, 1):
+            if broken:
+                raise ValueError(f"{path}:{broken}: damaged record (it is not the last one; was the file edited?)")
+            line = raw[:-1]
+            if raw.endswith(b"\n") and _is_whole(line):
+                yield line
+            else:
+                broken = number
+
+
+def record_of(line: bytes) -> dict[str, Any]:
+    return json.loads(line[line.index(b"{") :])
+
+
+def cut_torn_line(path: Path) -> None:
+    kept = sum(len(line) + 1 for line in whole_lines(path))
+    if kept < path.stat().st_size:
+        os.truncate(path, kept)
+
+
+def redone_from(began: Mapping[int, int], attempt: int) -> float:
+    """The first step of `attempt` that a later attempt did again; infinity if none did. `began`: attempt -> step."""
+    return min((step for later, step in began.items() if later > attempt), default=math.inf)
+
+
+def _is_whole(line: bytes) -> bool:
+    if line.startswith(b"{"):
+        return line.endswith(b"}")
+    return line[8:9] == b" " and line[:8] == b"%08x" % zlib.crc32(line[9:])
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"a record holds JSON and numpy values, not {type(value).__name__}: {value!r:.80}")
+
+
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=_plain)
