@@ -30,11 +30,11 @@ from bench.ragged import rollouts_of
 from bench.report import assemble
 from bench.results import Table
 from bench.workloads import WORKLOADS, make_inputs
-from verl.algorithms.terms import Term, TermValue
 from verl.batch import pack
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.torch_engine import TorchEngine, load_causal_lm
 from verl.nn.compiled import Kernels
+from verl.objective import Term, TermValue
 from verl.rollout.native import runner, weights
 from verl.rollout.native.engine import NativeEngine
 from verl.types import Sample, Sampling, Segment

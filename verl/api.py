@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from verl.algorithms.table import TABLE, Algorithm, resolve
+from verl.algorithms.presets import PRESETS
+from verl.algorithms.resolve import Algorithm, resolve
 from verl.config.load import load_config
 from verl.config.schema import Config
 from verl.driver.assemble import decoder, device_of, rollout_engine
@@ -76,7 +77,7 @@ class VerlConfig:
     gradient_checkpointing: bool = False
     seed: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the algorithm's row (clip_high, kl_loss_coef, ...)."""
+    """The algorithm's settings (clip_high, kl_loss_coef, ...; `verl show algorithm=NAME`)."""
 
 
 class VerlTrainer:
@@ -93,8 +94,8 @@ class VerlTrainer:
         self.config = config
         self.tokenizer = tokenizer
         name = config.algorithm.lower().replace("-", "_").replace("++", "_plus_plus")
-        if name not in TABLE:
-            raise ValueError(f"algorithm={config.algorithm!r} is not in the table: {', '.join(TABLE)}")
+        if name not in PRESETS:
+            raise ValueError(f"algorithm={config.algorithm!r} is not in the table: {', '.join(PRESETS)}")
         self.algorithm = resolve(name, _facade_settings(name, config, ref_model is not None))
         if config.samples_per_prompt < self.algorithm.group.least:
             warnings.warn(
@@ -232,7 +233,7 @@ def _facade_settings(name: str, config: VerlConfig, has_reference: bool) -> dict
     out = dict(config.settings)
     if not has_reference:
         out = {"kl_loss_coef": 0.0, "kl_reward_coef": 0.0, **out}
-    if TABLE[name].aggregation == "seq-mean-token-sum-norm":
+    if PRESETS[name].loss.aggregation == "seq-mean-token-sum-norm":
         out.setdefault("horizon_tokens", config.max_length)
     return out
 
@@ -275,7 +276,7 @@ def _reference(
     config: VerlConfig,
     device: str,
 ) -> InprocGroup | None:
-    if ref_model is None or "ref_logprobs" not in algorithm.needs(1):
+    if ref_model is None or "ref" not in algorithm.roles():
         return None
     engine = TorchEngine(ref_model.pretrained_model, dtype=config.dtype, device=device)
     return InprocGroup("reference", Role("reference", queue, engine))
@@ -285,7 +286,7 @@ def _critic(
     algorithm: Algorithm, model: AutoModelForCausalLMWithValueHead, queue: MemoryQueue, config: VerlConfig, device: str
 ) -> InprocGroup | None:
     """The value model: a copy of the policy's body under a value head, with its own optimizer."""
-    if not algorithm.critic:
+    if algorithm.critic is None:
         return None
     engine = TorchEngine(
         copy.deepcopy(model.pretrained_model),
@@ -437,7 +438,7 @@ class Trainer:
             prompt = rollout.get("max_prompt_length", rollout["max_length"] // 2)
             out |= {"data.max_prompt_tokens": prompt, "rollout.max_response_tokens": rollout["max_length"] - prompt}
         out["step.samples_per_prompt"] = rollout.get(
-            "samples_per_prompt", 1 if name in TABLE and TABLE[name].least == 1 else 8
+            "samples_per_prompt", 1 if name in PRESETS and PRESETS[name].group.least == 1 else 8
         )
         if "temperature" in rollout:
             out["rollout.temperature"] = rollout["temperature"]

@@ -8,11 +8,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from verl.algorithms.kl_reward import adapted_coef, kl_penalty
+from verl.algorithms.table import TABLE, KLReward, reject_flat, resolve
 
 from verl.algorithms import advantages as adv
 from verl.algorithms import terms as tm
-from verl.algorithms.kl_reward import adapted_coef, kl_penalty
-from verl.algorithms.table import TABLE, KLReward, reject_flat, resolve
 from verl.algorithms.weights import check_finite, term_weights, weight_column
 from verl.batch import Columns
 from verl.driver.step import rewards_and_advantages

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
-
-from verl.algorithms import advantages as adv
 from verl.algorithms.table import TABLE, resolve
 from verl.algorithms.terms import Term, TermValue, log_ratio, old_logprobs
+
+from verl.algorithms import advantages as adv
 from verl.algorithms.weights import AGGREGATIONS, term_weights, weight_column
 from verl.batch import Batch, Columns, loss_index, make_microbatches, pack, segment_sum, select_rows
 from verl.model_engine.objective import Surrogate, evaluate_terms

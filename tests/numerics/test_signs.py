@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
-
 from verl.algorithms.advantages import token_rewards
-from verl.algorithms.corrections import correct
 from verl.algorithms.kl_reward import kl_penalty
 from verl.algorithms.table import TABLE, resolve
+
+from verl.algorithms.corrections import correct
 from verl.algorithms.weights import term_weights
 from verl.batch import Batch, pack
 from verl.model_engine.objective import evaluate_terms

@@ -10,10 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from verl.algorithms.advantages import token_rewards
 from verl.algorithms.table import TABLE, resolve
 from verl.algorithms.terms import Term, TermValue
+
 from verl.algorithms.weights import term_weights
 from verl.batch import Batch, Columns, pack, select_rows, unshare
 from verl.model_engine.objective import Surrogate, evaluate_terms

@@ -49,9 +49,14 @@ def test_import_rules(path):
     if here in ("types", "config"):
         assert not {m for m in every if m.split(".")[0] in ("torch", "transformers")}
     if here == "algorithms":
-        allowed = ("verl.algorithms", "verl.types", "verl.batch")
+        allowed = ("verl.algorithms", "verl.types", "verl.batch", "verl.objective")
         assert all(m.startswith(allowed) for m in every if m.startswith("verl")), every
         assert not any(m.startswith("torch.distributed") for m in every)
+        if path.name in ("specs.py", "presets.py"):
+            assert all(m == "verl.types" or m.startswith("verl.algorithms") for m in every if m.startswith("verl"))
+            assert not {m for m in every if m.split(".")[0] in ("torch", "transformers")}, "configuration reads these"
+    if here == "objective":
+        assert all(m in ("verl.batch", "verl.types") for m in every if m.startswith("verl")), every
     if here in COMPONENTS:
         assert not {m for m in every if m.startswith("verl.driver")}
         others = {
@@ -75,7 +80,11 @@ def test_the_controller_has_no_branch_per_engine_or_algorithm():
             assert branch not in text, f"{name}.py: {branch}"
 
 
-@pytest.mark.parametrize("command", [["--help"], ["show", "keys"], ["show", "recipes"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "command",
+    [["--help"], ["show", "keys"], ["show", "recipes"], ["show", "algorithms"], ["show", "algorithm=vapo"]],
+    ids=" ".join,
+)
 def test_help_and_tables_import_no_torch(command):
     code = f"import sys; from verl.cli import main; main({command!r}); bad = [m for m in ('torch', 'transformers') if m in sys.modules]; sys.exit(9 if bad else 0)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0

@@ -20,8 +20,9 @@ from transformers.utils import logging as transformers_logging
 
 from verl.agent_loop.base import AgentLoopBase, AgentLoopFactory, ServerManager
 from verl.agent_loop.single_turn import SingleTurnLoop
-from verl.algorithms.preference import loss_row, preference_terms, reward_terms
-from verl.algorithms.table import Algorithm, resolve
+from verl.algorithms.preference import preference_terms, reward_terms
+from verl.algorithms.presets import preference
+from verl.algorithms.resolve import Algorithm, resolve
 from verl.chat import load_tokenizer, require_chat_template
 from verl.checkpoint.hf import export_hf
 from verl.checkpoint.score import classifier_config, classifier_tensors, read_score
@@ -67,8 +68,7 @@ OnStep = Callable[[int, Mapping[str, float]], None]
 
 
 def algorithm_of(config: AlgorithmConfig) -> Algorithm:
-    given = asdict(config)
-    return resolve(given.pop("name"), {**given.pop("options"), **given})
+    return resolve(config.name, config.given())
 
 
 async def assemble(resolved: Resolved, *, progress: LiveProgress | None = None, on_step: OnStep | None = None) -> Run:
@@ -273,7 +273,7 @@ def _stages(config: Config, command: str, tokenizer: Any) -> tuple[Stage, Stage 
         if command == "rm"
         else preference_terms(p.loss, beta=p.beta, options=p.options)
     )
-    row = loss_row(p.loss)
+    row = preference(p.loss)
     paired, needs_gap = command == "rm" or row.paired, p.use_margin if command == "rm" else row.needs_gap
     if not paired and config.supervised.rows_per_step < 2:
         raise ValueError(
@@ -494,7 +494,7 @@ def reward_role(config: Config, queue: MemoryQueue, device: str) -> InprocGroup 
 
 def reference_role(config: Config, algorithm: Algorithm, queue: MemoryQueue, device: str) -> InprocGroup | None:
     """A frozen copy of the start weights, if the algorithm looks at it."""
-    if "ref_logprobs" not in algorithm.needs(1):  # the number of updates does not matter here
+    if "ref" not in algorithm.roles():
         return None
     engine = _engine(config, device, optim=None)
     return InprocGroup("reference", Role("reference", queue, engine, share_prefix=config.model.share_prefix))
@@ -504,7 +504,7 @@ def critic_role(
     config: Config, algorithm: Algorithm, queue: MemoryQueue, device: str, run_dir: Path, *, updates: int
 ) -> InprocGroup | None:
     """The value model with its own optimizer, if the algorithm has one: the policy's engine with another head."""
-    if not algorithm.critic:
+    if algorithm.critic is None:
         return None
     o, c = config.optim, config.critic
     spec = OptimSpec(
@@ -661,8 +661,8 @@ def _scheduler(config: Config, algorithm: Algorithm, total_steps: int) -> Schedu
         staleness=p.staleness,
         oversample=p.oversample,
         total_steps=total_steps,
-        max_draws_per_group=algorithm.max_draws_per_group,
-        on_exhausted=algorithm.on_exhausted,
+        max_draws_per_group=algorithm.group_filter.max_draws_per_group,
+        on_exhausted=algorithm.group_filter.on_exhausted,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl.algorithms.table import Algorithm
+from verl.algorithms.resolve import Algorithm
 from verl.config.schema import Config
 from verl.driver.run import Step
 from verl.types import Refs

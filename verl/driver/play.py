@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from verl.agent_loop.base import AgentLoopFactory, AgentLoopOutput, Played, ServerManager, played, sampling_params_of
-from verl.algorithms.table import Algorithm, reject_flat
+from verl.algorithms.resolve import Algorithm
+from verl.algorithms.specs import reject_flat
 from verl.driver.scheduler import Batch, Exhausted, Scheduler
 from verl.reward.base import RewardFn, RewardRequest, parse_result
 from verl.rollout.base import DecodeFn, RolloutEngine
@@ -453,7 +454,7 @@ class Player:
         self.stats.invalid.update(reason_of(t) for t in bad)
         self._invalid.add(group.trajectories)
         scores = [
-            metric_of(t, self._algorithm.filter_metric)
+            metric_of(t, self._algorithm.group_filter.filter_metric)
             for t in group.trajectories
             if t.outcome == "ok" and t.purpose == "train"
         ]
@@ -474,7 +475,7 @@ class Player:
         broken_baseline = any(t.outcome != "ok" and t.purpose == "baseline" for t in group.trajectories)
         if len(scores) < self._algorithm.group.least or broken_baseline:
             self._release(group.group_id, "invalid" if any(t.outcome == "invalid" for t in bad) else "failed")
-        elif self._algorithm.select(scores) == "reject":
+        elif self._algorithm.group_filter.select(scores) == "reject":
             self._release(group.group_id, "rejected")
         else:
             self.groups[group.group_id] = group

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from verl.algorithms.table import Algorithm
+from verl.algorithms.resolve import Algorithm
 from verl.checkpoint.store import CheckpointStore, DiskFull
 from verl.config.schema import Config
 from verl.driver import state as train_state

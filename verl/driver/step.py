@@ -6,10 +6,10 @@ import random
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from verl.algorithms.advantages import token_rewards
 from verl.algorithms.corrections import correct
-from verl.algorithms.kl_reward import adapted_coef, kl_penalty
-from verl.algorithms.table import KLReward
+from verl.algorithms.estimators import token_rewards
+from verl.algorithms.losses import adapted_coef, kl_penalty
+from verl.algorithms.specs import KLReward
 from verl.algorithms.weights import check_finite
 from verl.batch import Columns
 from verl.driver.host import StepHost
@@ -31,18 +31,13 @@ async def experience_and_update(run: Run | StepHost, step: Step, refs: Refs) -> 
     chosen = _chosen(run, step, refs)
     trained = chosen.of("train")  # baselines are compared with, not trained on
     needs = algorithm.needs(shape.updates_per_step * shape.epochs_per_step)
-    if "ref_logprobs" in needs:
-        assert run.ref is not None, "an algorithm that needs ref_logprobs is assembled with a reference role"
-        with step.clock("reference"):
-            step.log(await run.call(run.ref, "infer", trained, {"logprobs": "ref_logprobs"}))
-    policy = {output: column for output, column in _POLICY_OUTPUTS.items() if column in needs}
-    if policy:
-        with step.clock("old_logprobs"):
-            step.log(await run.call(run.actor, "infer", trained, policy))
-    if "old_values" in needs:
-        assert run.critic is not None, "an algorithm that needs old_values is assembled with a critic role"
-        with step.clock("values"):
-            step.log(await run.call(run.critic, "infer", trained, {"values": "old_values"}))
+    for role, clock in _CLOCKS.items():
+        columns = {need.output: need.column for need in needs if need.role == role}
+        if columns:
+            group = {"ref": run.ref, "actor": run.actor, "critic": run.critic}[role]
+            assert group is not None, f"an algorithm that needs {columns} is assembled with this role"
+            with step.clock(clock):
+                step.log(await run.call(group, "infer", trained, columns))
     with step.clock("advantages"):
         await _advantages(run, step, chosen)
     updates = tuple(updates_of(trained, shape.updates_per_step, shape.epochs_per_step, run.config.run.seed, step.index))
@@ -57,29 +52,29 @@ async def experience_and_update(run: Run | StepHost, step: Step, refs: Refs) -> 
     return refs
 
 
-_POLICY_OUTPUTS = {"logprobs": "old_logprobs", "sum_pi_squared": "sum_pi_squared"}
+_CLOCKS = {"ref": "reference", "actor": "old_logprobs", "critic": "values"}
 
 
 def _chosen(run: Run | StepHost, step: Step, refs: Refs) -> Refs:
     """The rows that an algorithm trains on, of each group by its scores (PF-PPO); all of them without a choice."""
-    choose = run.algorithm.choose
-    if choose is None:
+    chosen = run.algorithm.sample_filter
+    if chosen is None:
         return refs
     kept: set[str] = set()
     for group_id, rows in refs.of("train").groups().items():
         rng = random.Random(derive_seed(run.config.run.seed, "choose", step.index, group_id))
-        kept |= {rows[i].sample_id for i in choose([r.reward for r in rows], rng)}
+        kept |= {rows[i].sample_id for i in chosen.choose([r.reward for r in rows], rng)}
     return Refs(r for r in refs if r.purpose != "train" or r.sample_id in kept)
 
 
 def _critic_is_warm(run: Run | StepHost, step: Step) -> bool:
     """Value pretraining (1.2): the policy waits for the critic, by steps or until it explains enough of the returns."""
-    algorithm = run.algorithm
-    if run.critic is None or run.critic_warm:
+    spec = run.algorithm.critic
+    if run.critic is None or spec is None or run.critic_warm:
         return True
-    if algorithm.critic_warmup_until is not None:
-        run.critic_warm = step.metrics["critic/vf_explained_var"].value >= algorithm.critic_warmup_until
-    run.critic_warm = run.critic_warm or step.index >= algorithm.critic_warmup_steps
+    if spec.critic_warmup_until is not None:
+        run.critic_warm = step.metrics["critic/vf_explained_var"].value >= spec.critic_warmup_until
+    run.critic_warm = run.critic_warm or step.index >= spec.critic_warmup_steps
     return run.critic_warm
 
 
@@ -90,7 +85,7 @@ async def _advantages(run: Run | StepHost, step: Step, refs: Refs) -> None:
         weigh, both = partial(correct, spec=correction), ("old_logprobs", "rollout_logprobs")
         step.log(await run.call(run.compute, "compute", trained, weigh, both, ("is_weights", "keep")))
     policies = () if kl is None else ("old_logprobs", "ref_logprobs")
-    inputs = tuple(dict.fromkeys((*policies, *algorithm.advantage_inputs)))
+    inputs = tuple(dict.fromkeys((*policies, *algorithm.estimator.inputs)))
     outputs = ("advantages", "returns") if algorithm.critic else ("advantages",)
     fn = partial(rewards_and_advantages, advantage=algorithm.advantage, kl=kl, kl_coef=run.kl_coef)
     metrics = await run.call(run.compute, "compute", refs, fn, inputs, outputs)
@@ -107,7 +102,7 @@ async def _advantages(run: Run | StepHost, step: Step, refs: Refs) -> None:
             )
     if algorithm.critic:
         step.log(await run.call(run.compute, "compute", trained, _explained, ("old_values", "returns"), ()))
-    if correction is not None and correction.mode == "bypass" and correction.level is None:
+    if correction is not None and correction.bypass and correction.form is None:
         await run.call(run.compute, "compute", trained, _rollout_is_old, ("rollout_logprobs",), ("old_logprobs",))
 
 

@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
-from verl.batch import Batch, Columns
+from verl.batch import Batch
+from verl.objective import Term
 from verl.types import Metrics
-
-
-class TermLike(Protocol):
-    """What an engine needs of a loss term (algorithms/terms.py): its weights stand in the column `w/<name>`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def fn(self) -> Callable[[Columns], Any]: ...
-    @property
-    def unit(self) -> Literal["token", "sequence"]: ...
-    @property
-    def outputs(self) -> tuple[str, ...]: ...
-    @property
-    def two_pass(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +25,8 @@ class StepOutput:
 class ModelEngine(Protocol):
     """One per rank. Policy, critic and reward model differ by head."""
 
-    def forward_backward(self, batch: Batch, terms: Sequence[TermLike], also: Sequence[str] = ()) -> StepOutput:
-        """Add the gradient of sum over terms of sum(w * value). `batch` is this rank's share of ONE optimizer step.
+    def forward_backward(self, batch: Batch, terms: Sequence[Term], also: Sequence[str] = ()) -> StepOutput:
+        """Add the gradient of sum over terms of sum(w * value); w stands in the column `w/<term>`. `batch` is this rank's share of ONE optimizer step.
 
         The outputs that terms name, and those in `also`, come back in the columns of the result."""
         ...

@@ -3,37 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from verl.batch import Batch, Columns
-from verl.model_engine.base import TermLike
+from verl.objective import Term, TermValue
 from verl.types import Metric, Metrics
 
 
-class Surrogate:
-    """The second pass of a two-pass term: sum(dL/doutput * output)."""
-
-    unit: Literal["token", "sequence"] = "token"
-    two_pass = False
-
-    def __init__(self, name: str, output: str) -> None:
-        self.name = name
-        self.outputs = (output,)
-
-    def fn(self, columns: Columns) -> SurrogateValue:
-        return SurrogateValue(columns[self.outputs[0]])
+def surrogate(output: str) -> Term:
+    """The second pass of two-pass terms: sum(dL/doutput * output), whose weight column holds dL/doutput."""
+    return Term(name=f"two_pass/{output}", fn=partial(_output, name=output), outputs=(output,), silent=True)
 
 
-class SurrogateValue:
-    def __init__(self, values: Tensor) -> None:
-        self.values = values
-        self.metrics: Mapping[str, Any] = {}
+def _output(columns: Columns, *, name: str) -> TermValue:
+    return TermValue(columns[name])
 
 
-def evaluate_terms(terms: Sequence[TermLike], batch: Batch, outputs: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
+def evaluate_terms(terms: Sequence[Term], batch: Batch, outputs: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
     """sum over terms of sum(w * value), and the metrics of the terms. The engine's only reduction.
 
     A token with weight 0 in a term is outside that term's mask; its inputs are replaced before any arithmetic.
@@ -63,7 +53,7 @@ def evaluate_terms(terms: Sequence[TermLike], batch: Batch, outputs: Mapping[str
             inside = torch.where(present, value.values, 0.0)
         loss = (weight * inside.to(weight.dtype)).sum()
         total = total + loss
-        if not isinstance(term, Surrogate):  # its term has reported its own value
+        if not term.silent:
             metrics[term.name] = Metric(float(loss.detach()), 1, "update", "sum")
         metrics.update(_term_metrics(value.metrics, present, term.unit))
     return total, metrics

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from verl.batch import Batch, loss_index, make_microbatches, select_rows, unshare
-from verl.model_engine.base import StepOutput, TermLike
-from verl.model_engine.objective import Surrogate, evaluate_terms
+from verl.model_engine.base import StepOutput
+from verl.model_engine.objective import evaluate_terms, surrogate
 from verl.model_engine.optim import OptimSpec, grad_norm, learning_rate, make_adamw
 from verl.nn import attention
 from verl.nn.fused import fuse, unfuse
@@ -28,6 +28,7 @@ from verl.nn.heads import Head, ValueHead
 from verl.nn.linear_logprob import linear_logprob
 from verl.nn.packing import check_packing, probe_sequences
 from verl.nn.precision import native_bf16, rounded
+from verl.objective import Term
 from verl.types import Metric, Metrics, merge_metrics
 
 LM_OUTPUTS = ("logprobs", "entropy", "sum_pi_squared")
@@ -103,7 +104,7 @@ class TorchEngine:
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
-    def forward_backward(self, batch: Batch, terms: Sequence[TermLike], also: Sequence[str] = ()) -> StepOutput:
+    def forward_backward(self, batch: Batch, terms: Sequence[Term], also: Sequence[str] = ()) -> StepOutput:
         assert self.optimizer is not None, "this engine was built without an optimizer"
         self._last = (batch, tuple(t.name for t in terms))
         wanted = tuple(dict.fromkeys([*(name for t in terms for name in t.outputs), *also]))
@@ -132,18 +133,18 @@ class TorchEngine:
         return rounded(self.model.parameters(), self.dtype) if self._rounded else nullcontext()
 
     def _first_pass(
-        self, batch: Batch, terms: Sequence[TermLike], wanted: tuple[str, ...]
-    ) -> tuple[Batch, list[TermLike], Metrics]:
+        self, batch: Batch, terms: Sequence[Term], wanted: tuple[str, ...]
+    ) -> tuple[Batch, list[Term], Metrics]:
         """Terms with statistics over the whole step: evaluate on all outputs, keep dL/doutput as the second pass's weight."""
         whole = [t for t in terms if t.two_pass]
         leaves = {n: v.double().requires_grad_() for n, v in self.infer(batch, wanted).items()}
         loss, metrics = evaluate_terms(whole, batch, leaves)
         grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-        surrogates: list[TermLike] = []
+        surrogates: list[Term] = []
         for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
-            surrogate = Surrogate(f"two_pass/{name}", name)
-            batch = batch.with_columns({f"w/{surrogate.name}": torch.zeros_like(leaf) if grad is None else grad})
-            surrogates.append(surrogate)
+            surrogates.append(surrogate(name))
+            weight = torch.zeros_like(leaf) if grad is None else grad
+            batch = batch.with_columns({f"w/{surrogates[-1].name}": weight})
         return batch, [t for t in terms if not t.two_pass] + surrogates, metrics
 
     @torch.no_grad()

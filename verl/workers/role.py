@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.corrections import mismatch_metrics
-from verl.algorithms.terms import Term
 from verl.algorithms.weights import check_finite, term_weights
 from verl.batch import Batch, Columns, Ragged, pack
 from verl.model_engine.base import ModelEngine
 from verl.model_engine.objective import evaluate_terms
+from verl.objective import Term
 from verl.transfer_queue.base import TransferQueue
 from verl.types import Metric, Metrics, Refs, Sample, Segment, merge_metrics, ref_of
 from verl.weight_sync.base import Snapshot, take_snapshot
