@@ -244,7 +244,7 @@ def bypass_reinforce(columns: Columns, *, correction: Correction) -> TermValue:
     """
     a = columns["advantages"].to(columns["logprobs"].dtype)
     q = columns["logprobs"].detach() - columns["rollout_logprobs"].to(a.dtype)
-    w = bounded(importance_ratio(columns, q, correction.level), correction) if correction.level else torch.ones_like(a)
+    w = bounded(importance_ratio(columns, q, correction.level), correction) if correction.form else torch.ones_like(a)
     metrics: dict[str, tuple[Tensor, Kind]] = {"ppo_kl": (-q, "mean"), "is_weight": (w, "mean")}
     return TermValue(-a * w * columns["logprobs"], metrics)
 

@@ -319,12 +319,11 @@ PREFERENCES: Mapping[str, PreferenceSpec] = {
 }
 """What `preference.loss=NAME` may name."""
 
-KNOBS: Mapping[str, bool] = {
-    key: limits.option
-    for spec in (*(s for p in PRESETS.values() for s in p.parts().values()), *LOSSES.values())
-    for key, (_, limits, _) in spec.knobs().items()
-}
-"""Every setting by its key -> whether it stands under algorithm.options. `loss` and `advantage` name functions."""
+
+def knobs() -> dict[str, bool]:
+    """Every setting by its key -> whether it stands under algorithm.options. `loss` and `advantage` name functions."""
+    every = [*(spec for preset in PRESETS.values() for spec in preset.parts().values()), *LOSSES.values()]
+    return {key: limits.option for spec in every for key, (_, limits, _) in spec.knobs().items()}
 
 
 def changed(preset: Preset) -> dict[str, Any]:
@@ -357,7 +356,7 @@ def find(name: str) -> Preset:
 
 
 def unknown_option(key: str) -> str:
-    options = [k for k, option in KNOBS.items() if option]
+    options = [k for k, option in knobs().items() if option]
     hint = did_you_mean(key, options) or f"; known: {', '.join(options)}"
     return f"algorithm.options.{key}: unknown{hint}"
 
@@ -372,7 +371,8 @@ def settled(name: str, given: Mapping[str, Any] | None = None, *, longest: int |
         k: tuple(v) if isinstance(v, list) else v for k, v in (given or {}).items() if v is not None
     }
     loss, advantage = settings.pop("loss", None), settings.pop("advantage", None)
-    found = [unknown_option(key) for key in settings if key not in KNOBS]
+    known = knobs()
+    found = [unknown_option(key) for key in settings if key not in known]
     if loss is not None:
         if loss not in LOSSES and not re.fullmatch(r"[\w.]+:\w+", loss):
             found.append(

@@ -49,11 +49,11 @@ def _terms(preset: Preset) -> tuple[Term, ...]:
     spec, correction = preset.loss, preset.correction
     fn: Callable[[Columns], TermValue] = _importable(spec.fn, "algorithm.loss")
     inputs = spec.inputs
-    if ":" in short(spec.fn):
+    if spec.arguments():
+        fn = partial(fn, **spec.arguments())
+    if ":" in short(spec.fn):  # a user's own
         _try(fn, spec.fn, preset)
         fn = partial(own_loss, fn=fn)
-    elif spec.arguments():
-        fn = partial(fn, **spec.arguments())
     if spec.off_policy_delta is not None:
         fn = partial(losses.off_policy_sequence_mask, inner=fn, delta=spec.off_policy_delta)
         inputs = (*inputs, "rollout_logprobs")

@@ -287,7 +287,9 @@ class Clipped(LossSpec):
 @dataclass(frozen=True, kw_only=True)
 class PPOClip(Clipped):
     fn: str = "verl.algorithms.losses:ppo_clip"
-    clip_dual: float | None = knob(None, above=1, advice="; dual clip needs a bound above 1 (verl: 3.0), or null for none")
+    clip_dual: float | None = knob(
+        None, above=1, advice="; dual clip needs a bound above 1 (verl: 3.0), or null for none"
+    )
     ratio_max: float | None = knob(None, option=True, above=0)
 
 

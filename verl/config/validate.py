@@ -9,7 +9,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Literal
 
-from verl.algorithms.presets import KNOBS, PREFERENCES, settled, unknown_option
+from verl.algorithms.presets import PREFERENCES, knobs, settled, unknown_option
 from verl.config.model_files import check_tokenizer, find_model_folder, read_model_config, read_weight_headers
 from verl.config.schema import Config
 from verl.config.tree import nearest, values_of
@@ -193,8 +193,8 @@ def _divisors(number: int) -> str:
 
 def _settings(config: Config) -> Iterator[str]:
     """algorithm.*: what the specs of the preset say of it."""
-    a = config.algorithm
-    unknown = [name for name in a.options if not KNOBS.get(name)]
+    a, known = config.algorithm, knobs()
+    unknown = [name for name in a.options if not known.get(name)]
     yield from map(unknown_option, unknown)
     if not unknown:
         try:
