@@ -22,12 +22,12 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rich.console import Console
-from verl.algorithms.presets import PRESETS
 
+from bench.cards import recommended
 from bench.environments import why
 from bench.report import assemble
 from bench.start_checkpoint import Start, ensure_start
-from verl.algorithms.cards import recommended
+from verl.algorithms.presets import PRESETS
 from verl.quickstart import make_inputs
 from verl.recipes.arithmetic import write_rl
 from verl.track.sinks import read_metrics

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from verl.algorithms import cards
+from bench import cards
 from verl.algorithms.corrections import correct
 from verl.algorithms.estimators import token_rewards
 from verl.algorithms.losses import kl_penalty
@@ -40,7 +40,7 @@ def test_the_pages_are_what_the_specs_say():
     made = cards.pages(FOLDER)
     assert sorted(p.name for p in FOLDER.iterdir()) == sorted(made)
     stale = [name for name, text in made.items() if (FOLDER / name).read_text() != text]
-    assert not stale, f"{stale}: run python -m verl.algorithms.cards docs/algorithms"
+    assert not stale, f"{stale}: run python bench/cards.py docs/algorithms"
 
 
 def test_main_renews_what_is_not_true_any_more(tmp_path):

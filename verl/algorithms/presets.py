@@ -19,7 +19,7 @@ from verl.algorithms.specs import Need, PreferenceSpec, Spec, did_you_mean, shor
 
 @dataclass(frozen=True)
 class Preset:
-    """One algorithm. What is None is off. `quickstart`: overrides that suit a run of the quickstart's size."""
+    """One algorithm. What is None is off."""
 
     name: str
     source: str
@@ -32,7 +32,6 @@ class Preset:
     sample_filter: specs.SampleFilter | None = None
     correction: specs.Correction | None = None
     critic: specs.CriticSpec | None = None
-    quickstart: Mapping[str, str] = field(default_factory=dict)
 
     def parts(self) -> dict[str, Spec]:
         """Every spec with settings by its field; the default where one is off. A critic cannot be switched on."""
@@ -161,10 +160,6 @@ _SUMMED = replace(REINFORCE, aggregation="seq-mean-token-sum")
 _ALONE = specs.GroupSpec(least=1)
 _GSPO: Mapping[str, Any] = {"aggregation": "seq-mean-token-mean", "clip_low": 3e-4, "clip_high": 4e-4}
 _KL = specs.KLReward(coef=0.01)
-_REUSED = {"step.updates_per_step": "4"}
-_EXACT = {"algorithm.kl_reward_coef": "0"}
-_CRITIC = {"critic.lr": "5e-4", "algorithm.critic_warmup_steps": "5", **_EXACT}
-_TWO_REWARDS = {"algorithm.options.reward_components": "[right,form]", "reward.path": "bench/two_rewards.py"}
 
 _TABLE = (
     Preset("grpo", "DeepSeekMath, 2402.03300", GRPO, _BY_SEQUENCE, kl_loss=specs.KLLoss(coef=0.04)),
@@ -176,7 +171,6 @@ _TABLE = (
         "Understanding R1-Zero-like training, 2503.20783",
         specs.GRPO(normalize_by_std=False),
         specs.PPOClip(aggregation=specs.BY_HORIZON),
-        quickstart={"algorithm.horizon_tokens": "48"},
     ),
     Preset(
         "dapo",
@@ -185,35 +179,22 @@ _TABLE = (
         specs.PPOClip(clip_high=0.28),
         group_filter=specs.GroupFilter(filter_groups=True),
     ),
-    Preset("gspo", "GSPO, 2507.18071", GRPO, specs.Clipped(_L + "gspo", **_GSPO), quickstart=_REUSED),
-    Preset("gspo_token", "GSPO-token, 2507.18071", GRPO, specs.Clipped(_L + "gspo_token", **_GSPO), quickstart=_REUSED),
-    Preset(
-        "cispo",
-        "CISPO, MiniMax-M1, 2506.13585; the cap of ScaleRL, 2510.13786",
-        GRPO,
-        specs.CISPO(ratio_max=5.0),
-        quickstart=_REUSED,
-    ),
-    Preset("sapo", "SAPO, 2511.20347", GRPO, specs.SAPO(aggregation="seq-mean-token-mean"), quickstart=_REUSED),
+    Preset("gspo", "GSPO, 2507.18071", GRPO, specs.Clipped(_L + "gspo", **_GSPO)),
+    Preset("gspo_token", "GSPO-token, 2507.18071", GRPO, specs.Clipped(_L + "gspo_token", **_GSPO)),
+    Preset("cispo", "CISPO, MiniMax-M1, 2506.13585; the cap of ScaleRL, 2510.13786", GRPO, specs.CISPO(ratio_max=5.0)),
+    Preset("sapo", "SAPO, 2511.20347", GRPO, specs.SAPO(aggregation="seq-mean-token-mean")),
     Preset(
         "gmpo",
         "GMPO, 2507.20673",
         GRPO,
         specs.Clipped(_L + "gmpo", aggregation="seq-mean-token-mean", clip_low=0.4, clip_high=0.4),
-        quickstart=_REUSED,
     ),
-    Preset("kl_cov", "The entropy mechanism, 2505.22617", GRPO, specs.KLCov(), quickstart=_REUSED),
-    Preset("clip_cov", "The entropy mechanism, 2505.22617", GRPO, specs.ClipCov(), quickstart=_REUSED),
-    Preset("gdpo", "GDPO, 2601.05242", specs.GDPO(), _BY_SEQUENCE, quickstart=_TWO_REWARDS),
+    Preset("kl_cov", "The entropy mechanism, 2505.22617", GRPO, specs.KLCov()),
+    Preset("clip_cov", "The entropy mechanism, 2505.22617", GRPO, specs.ClipCov()),
+    Preset("gdpo", "GDPO, 2601.05242", specs.GDPO(), _BY_SEQUENCE),
     Preset("gpg", "GPG, 2504.02546", specs.EstimatorSpec(_A + "gpg"), REINFORCE),
     Preset("opo", "OPO, 2505.23585", specs.EstimatorSpec(_A + "opo"), PPO_CLIP),
-    Preset(
-        "pass_at_k",
-        "Pass@k policy optimisation, 2503.19595",
-        specs.Grouped(_A + "pass_at_k"),
-        PPO_CLIP,
-        quickstart={"step.prompts_per_step": "64", "step.samples_per_prompt": "4"},
-    ),
+    Preset("pass_at_k", "Pass@k policy optimisation, 2503.19595", specs.Grouped(_A + "pass_at_k"), PPO_CLIP),
     Preset(
         "otb",
         "Optimal token baseline",
@@ -226,7 +207,6 @@ _TABLE = (
         specs.EstimatorSpec(_A + "rloo"),
         _SUMMED,
         kl_reward=specs.KLReward(coef=0.05),
-        quickstart=_EXACT,
     ),
     Preset(
         "remax",
@@ -235,7 +215,6 @@ _TABLE = (
         _SUMMED,
         group=specs.GroupSpec(least=1, baselines=1, baseline_sampling=specs.greedy),
         kl_reward=_KL,
-        quickstart=_EXACT,
     ),
     Preset(
         "reinforce_plus_plus",
@@ -243,7 +222,6 @@ _TABLE = (
         specs.Discounted(_A + "reinforce_plus_plus"),
         PPO_CLIP,
         kl_reward=_KL,
-        quickstart=_EXACT,
         group=_ALONE,
     ),
     Preset(
@@ -261,7 +239,6 @@ _TABLE = (
         PPO_CLIP,
         kl_reward=_KL,
         critic=specs.CriticSpec(),
-        quickstart={**_CRITIC, "algorithm.lam": "1.0"},
         group=_ALONE,
     ),
     Preset(
@@ -270,7 +247,6 @@ _TABLE = (
         specs.GAE(lam_critic=1.0, length_adaptive_alpha=0.05),
         specs.PPOClip(clip_high=0.28, positive_nll_coef=0.1),
         critic=specs.CriticSpec(critic_warmup_steps=50),
-        quickstart={**_CRITIC, "algorithm.options.length_adaptive_alpha": "1.0"},
         group=_ALONE,
     ),
     Preset(
@@ -281,7 +257,6 @@ _TABLE = (
         kl_reward=_KL,
         sample_filter=specs.SampleFilter(selection="bw"),
         critic=specs.CriticSpec(),
-        quickstart={**_CRITIC, "algorithm.lam": "1.0"},
     ),
     Preset(
         "decoupled_ppo",
@@ -289,7 +264,6 @@ _TABLE = (
         GRPO,
         PPO_CLIP,
         correction=specs.Correction(form="mask", high=5.0, denominator="before_rejection"),
-        quickstart=_REUSED,
     ),
 )
 """Name, source, estimator, loss; then what else the paper has. Settings that are not said are at their spec's default."""

@@ -107,6 +107,11 @@ def did_you_mean(word: object, known: Sequence[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
+def _type_name(annotation: Any) -> str:
+    """As it is written, whether or not annotations are strings in the module of the spec."""
+    return annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
+
+
 def knob(default: Any, **limits: Any) -> Any:
     return field(default=default, metadata={"knob": Knob(**limits)})
 
@@ -118,7 +123,7 @@ class Spec:
     @classmethod
     def knobs(cls) -> dict[str, tuple[str, Knob, str]]:
         """key -> (field, its limits, its type as text), of every setting of this spec."""
-        found = {f.name: (f.metadata["knob"], str(f.type)) for f in fields(cls) if "knob" in f.metadata}
+        found = {f.name: (f.metadata["knob"], _type_name(f.type)) for f in fields(cls) if "knob" in f.metadata}
         return {k.key or cls.prefix + name: (name, k, kind) for name, (k, kind) in found.items()}
 
     def settings(self) -> dict[str, Any]:
