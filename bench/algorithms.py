@@ -145,7 +145,7 @@ def write(arms: list[Arm], threads: int) -> None:
 
 
 def given(name: str) -> list[str]:
-    """What the algorithm's card recommends (verl/algorithms/cards.py); paths are of this repository."""
+    """What the algorithm's card recommends (bench/cards.py); paths are of this repository."""
     values = {"reward.path": "verl.recipes.arithmetic", **recommended(name)}
     if values["reward.path"].endswith(".py"):
         values["reward.path"] = str(ROOT / values["reward.path"])

@@ -111,7 +111,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def main(argv: Sequence[str]) -> int:
     if len(argv) != 1:
-        print("usage: python -m verl.algorithms.cards FOLDER", file=sys.stderr)
+        print("usage: python bench/cards.py FOLDER", file=sys.stderr)
         return 2
     for name, text in pages(Path(argv[0])).items():
         (Path(argv[0]) / name).write_text(text)

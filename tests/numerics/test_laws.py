@@ -1,9 +1,9 @@
 """What holds for every preset, estimator and loss, without anyone asking. float64.
 
 Presets on a tabular softmax policy: a better reward raises an action's probability, a bandit is solved, KL alone pulls
-to the reference, entropy alone raises the entropy, values move to the returns, equal rewards give exactly no gradient, and
-the first gradient is the policy gradient in closed form. Estimators and losses: nothing outside the mask counts, order and
-names do not matter, and nothing makes a NaN of nothing. A table is checked in one loop that collects its failures.
+to the reference, entropy alone raises the entropy, values move to the returns, equal rewards give exactly no gradient,
+and the first gradient is the policy gradient in closed form. Estimators and losses: nothing outside the mask counts,
+order and names do not matter, and nothing makes a NaN of nothing. A table is checked in one loop that collects its failures.
 """
 
 import functools
@@ -243,7 +243,7 @@ def cosine(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def kl_pulls(name, length, form):
-    """On answers drawn in exact proportion, k3's gradient is that of KL(ref || pi), the others' that of KL(pi || ref)."""
+    """On answers in exact proportion, k3's gradient is that of KL(ref || pi), the others' that of KL(pi || ref)."""
     algo = algorithm(name, **{**OFF, "kl_loss_coef": 0.1, "kl_loss_form": form})
     policy, reference = Policy(DRAWN, length), Policy([0.1, 0.2, 0.3, 0.4], length)
     step = prepared(algo, policy, ON_POLICY, [0.0] * 8, reference=reference)

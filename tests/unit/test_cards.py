@@ -1,4 +1,4 @@
-"""The algorithm cards: generated parts as the specs say, launch lines accepted, and every example solved again by the product."""
+"""The algorithm cards: generated parts as the specs say, launch lines accepted, every example solved by the product."""
 
 import math
 import re

@@ -1,5 +1,5 @@
-"""A new algorithm is one entry and one function in one file; a user's own loss or estimator must be importable; whatever is
-resolved can be pickled."""
+"""A new algorithm is one entry and one function in one file; a user's own loss or estimator must be importable;
+whatever is resolved can be pickled."""
 
 import pickle
 import sys

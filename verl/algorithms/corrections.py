@@ -20,7 +20,7 @@ LOG_RATIO_BOUND = 20.0
 
 
 def correct(columns: Columns, spec: Correction) -> dict[str, Tensor | Metric]:
-    """`is_weights` [L] float64, `keep` [L] bool and `rollout_corr/*` metrics from `old_logprobs` and `rollout_logprobs`.
+    """`is_weights` [L] float64, `keep` [L] bool, `rollout_corr/*` metrics, of `old_logprobs` and `rollout_logprobs`.
 
     On the mask as given: rejection changes no weight. Weights are 0 and `keep` False outside the mask and where the
     log-ratio is not finite. Sequences without a token are in no metric; without any token there are no metrics.
@@ -191,7 +191,7 @@ def policy_gap_metrics(columns: Columns, train: Tensor, rollout: Tensor) -> Metr
 
 
 def mismatch_metrics(trainer: Tensor, rollout: Tensor, mask: Tensor) -> Metrics:
-    """q = trainer - rollout over the mask [L]: k1 and k3 of KL(rollout || trainer), max |q|, ESS share, p99 of exp(|q|)."""
+    """Of q = trainer - rollout in the mask [L]: k1, k3 of KL(rollout || trainer), max |q|, ESS, p99 of exp(|q|)."""
     q = (trainer.double() - rollout.double())[mask]
     if len(q) == 0:
         return {}

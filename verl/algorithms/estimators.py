@@ -1,7 +1,8 @@
 """Advantage estimators: pure functions on the trainable tokens of a whole step in float64.
 
-Each takes `Columns` with the token column `rewards` [L] (see `token_rewards`), the sequence columns `group` [S] int64 and
-`valid` [S] bool (False: no valid reward; in no statistic, advantage 0), and returns {"advantages": [L]} or also "returns".
+Each takes `Columns` with the token column `rewards` [L] (see `token_rewards`), the sequence columns `group` [S] int64
+and `valid` [S] bool (False: no valid reward; in no statistic, advantage 0), and returns {"advantages": [L]}, some also
+"returns".
 """
 
 from __future__ import annotations
@@ -295,7 +296,8 @@ def summed_components(columns: Columns, names: Sequence[str], weights: Sequence[
     have = sorted(n.removeprefix("component/") for n in columns.sequence if n.startswith("component/"))
     if missing := [n for n in names if n not in have]:
         raise ValueError(
-            f"algorithm.options.reward_components: the reward gave no {missing}; its components: {', '.join(have) or 'none'}"
+            f"algorithm.options.reward_components: the reward gave no {missing}; its components: "
+            f"{', '.join(have) or 'none'}"
         )
     group = columns.sequence["group"]
     usable = columns.sequence["valid"] & (columns.counts() > 0)
@@ -311,10 +313,9 @@ def summed_components(columns: Columns, names: Sequence[str], weights: Sequence[
 def otb(columns: Columns) -> Advantage:
     """Optimal token baseline: reward to go minus a per-place baseline of the group.
 
-    w = 1 - 2 pi + sum_v pi_v^2 (the squared norm of the score; times `is_weights`^2 if present), W its running sum, and
-    b_t = sum_j G_jt W_jt / sum_j W_jt over the members that reach place t. Places count trainable tokens, so that holes do
-    not shift them (verl's TIR variant). Where one member alone is left, b = 0. Needs `sum_pi_squared` and `old_logprobs`.
-    Groups of one or without variance give exactly 0.
+    w = 1 - 2 pi + sum_v pi_v^2 (the squared norm of the score; times `is_weights`^2 if present), W its running sum,
+    and b_t = sum_j G_jt W_jt / sum_j W_jt over the members that reach place t. Places count trainable tokens, so that
+    holes do not shift them. Where one member alone is left, b = 0. Groups of one or without variance give exactly 0.
     """
     grid, n = _Grid(columns), len(columns.mask)
     s, group, usable, num_groups = _scores(columns)

@@ -1,7 +1,7 @@
 """Losses: pure functions of columns that give one value per token (or per sequence), and never sum or divide.
 
-The division is done once, by the weight columns of `weights.py`; a loss cannot see how a batch was split. Inputs outside
-the mask are already 0 when a loss is called.
+The division is done once, by the weight columns of `weights.py`; a loss cannot see how a batch was split. Inputs
+outside the mask are already 0 when a loss is called.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def log_ratio(new: Tensor, old: Tensor) -> Tensor:
 
 
 def old_logprobs(columns: Columns) -> Tensor:
-    """The proximal policy. Without the column the policy has not moved since the step began: the current one, detached."""
+    """The proximal policy; without the column the policy has not moved in this step: the current one, detached."""
     return columns["old_logprobs"] if "old_logprobs" in columns else columns["logprobs"].detach()
 
 
@@ -54,8 +54,8 @@ def ppo_clip(
 ) -> TermValue:
     """PPO clip, clip-higher and dual clip (1707.06347, 2503.14476, 1912.09729).
 
-    max(-A r, -A clip(r, 1-low, 1+high)); with dual clip c > 1 and A < 0 at most -c A; `ratio_max` caps r itself for both
-    signs of A (INTELLECT-2; TRL's delta). The metric of clipping is before the dual clip.
+    max(-A r, -A clip(r, 1-low, 1+high)); with dual clip c > 1 and A < 0 at most -c A; `ratio_max` caps r itself for
+    both signs of A (INTELLECT-2; TRL's delta). The metric of clipping is before the dual clip.
     """
     a, d, r = _ratio(columns)
     if ratio_max is not None:
@@ -178,8 +178,8 @@ def clip_cov(
 ) -> TermValue:
     """PPO clip, without the loss of some tokens of high covariance (Clip-Cov, 2505.22617).
 
-    A share `cov_ratio` of all tokens (at least one) is drawn among those with cov_low < cov < cov_high that the clip left alone;
-    the draw is `_lottery`'s. A two-pass term, as `kl_cov`.
+    A share `cov_ratio` of all tokens (at least one) is drawn among those with cov_low < cov < cov_high that the clip
+    left alone; the draw is `_lottery`'s. A two-pass term, as `kl_cov`.
     """
     a, d, r = _ratio(columns)
     loss, where = _clipped(a, r, clip_low, clip_high)
@@ -238,7 +238,7 @@ def off_policy_sequence_mask(columns: Columns, *, inner: Callable[[Columns], Ter
 
 
 def bypass_reinforce(columns: Columns, *, correction: Correction) -> TermValue:
-    """-A w log pi with w from the current policy against the sampler where the old policy is the sampler. Needs `rollout_logprobs`.
+    """-A w log pi, where w is of the current policy against the sampler. Needs `rollout_logprobs`.
 
     Of `correction` the level, the form and the bounds count here; its rejections and its mean are of the whole step.
     """
@@ -286,7 +286,7 @@ def kl_loss(columns: Columns, *, form: str = "k3", ratio_corrected: bool = False
 
 
 def kl_penalty(columns: Columns, *, coef: float, form: str) -> tuple[Tensor, float]:
-    """KL in the reward: (coef k(old, ref) [L], mean KL per token, averaged over the sequences with a trainable token)."""
+    """KL in the reward: (coef k(old, ref) [L], mean KL per token, averaged over sequences with a trainable token)."""
     clean = columns.cleaned()
     kl = kl_estimate(clean["old_logprobs"].double(), clean["ref_logprobs"].double(), form)
     present = int((columns.counts() > 0).sum())

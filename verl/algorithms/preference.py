@@ -1,7 +1,7 @@
 """Preference and reward-model losses: functions of pairs, and the terms that run them.
 
-A pair is two sequences of one step, told apart by token columns (`side`, `pair`); the term is evaluated on the whole step at
-once, so no split into micro-batches can part a pair or change KTO's reference point.
+A pair is two sequences of one step, told apart by token columns (`side`, `pair`); the term is evaluated on the whole
+step at once, so no split into micro-batches can part a pair or change KTO's reference point.
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ def apo_zero(p: Pairs, *, beta: float) -> Tensor:
 
 
 def rpo(p: Pairs, *, beta: float, alpha: float = 1.0, normalization: str = "sequence") -> Tensor:
-    """DPO + alpha NLL of the chosen (Iterative RPO, 2404.19733), divided by its own length | by that of all | not (sum)."""
+    """DPO + alpha NLL of the chosen (Iterative RPO, 2404.19733), by its own length | that of all | not (sum)."""
     return dpo(p, beta=beta) + alpha * _nll(p, normalization)
 
 
 def rpo_gap(p: Pairs, *, beta: float, eta: float = 1.0, distance: str = "sq") -> Tensor:
-    """Reward-aware (Nemotron-4, 2502.00203): distance of D = beta h from S = eta (r_w - r_l); squares or Bernoulli KLs."""
+    """Reward-aware (Nemotron-4, 2502.00203): distance of beta h from eta (r_w - r_l); squares or Bernoulli KLs."""
     if p.gap is None:
         raise ValueError(
             "this loss reads the answers' true rewards: rows need chosen_score and rejected_score (or margin)"
@@ -130,7 +130,7 @@ def kto(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Tensor:
-    """Per answer [n] (2402.01306). z0 = max(0, mean of `kl_log_ratio`), of mismatched prompts and answers, no gradient."""
+    """Per answer [n] (2402.01306). z0 = max(0, mean of `kl_log_ratio`), of mismatched answers, no gradient."""
     z0 = kl_log_ratio.detach().mean().clamp(min=0) if len(kl_log_ratio) else torch.zeros((), dtype=log_ratio.dtype)
     up = desirable_weight * (1 - torch.sigmoid(beta * (log_ratio - z0)))
     down = undesirable_weight * (1 - torch.sigmoid(beta * (z0 - log_ratio)))
@@ -140,7 +140,7 @@ def kto(
 def bradley_terry(
     chosen: Tensor, rejected: Tensor, *, margin: Tensor | None = None, center_coef: float = 0.0
 ) -> Tensor:
-    """-log sigmoid(r_w - r_l - margin) + center (r_w + r_l)^2 per pair [n] (2204.05862, 2307.09288; centring 2312.09244)."""
+    """-log sigmoid(r_w - r_l - margin) + center (r_w + r_l)^2 per pair [n] (2204.05862, 2307.09288, 2312.09244)."""
     gap = chosen - rejected if margin is None else chosen - rejected - margin
     return -F.logsigmoid(gap) + center_coef * (chosen + rejected) ** 2
 
@@ -193,7 +193,7 @@ def preference_terms(
 
 
 def reward_terms(*, center_coef: float = 0.0, margin: bool = False) -> tuple[Term, ...]:
-    """Bradley-Terry on the scores after the last token: the only trainable token of each row carries them as `values`."""
+    """Bradley-Terry on the scores after the last token: each row's only trainable token carries them as `values`."""
     fn = partial(_reward_term, center_coef=center_coef, margin=margin)
     inputs = ("side", "pair", *(("gap",) if margin else ()))
     return (Term(name="loss", fn=fn, outputs=("values",), inputs=inputs, **_WHOLE),)

@@ -1,4 +1,4 @@
-"""Every algorithm as one entry, composed of specs at the paper's values. No torch: configuration, plan and docs read it.
+"""Every algorithm as one entry, composed of specs at the paper's values. No torch: configuration and plan read it.
 
 `settled` puts a user's settings in their place and says what is wrong with them; `resolve.py` makes functions and terms
 of the result.
@@ -73,8 +73,8 @@ class Preset:
                 if column not in written:
                     hint = did_you_mean(column, sorted(written))
                     yield (
-                        f"algorithm.name={self.name}: {spec.fn} reads the column {column!r}, which nobody writes{hint}; "
-                        f"there are: {', '.join(sorted(written))}"
+                        f"algorithm.name={self.name}: {spec.fn} reads the column {column!r}, which nobody writes"
+                        f"{hint}; there are: {', '.join(sorted(written))}"
                     )
         if self.loss.aggregation == specs.BY_HORIZON and self.loss.horizon_tokens is None:
             yield (
@@ -105,18 +105,18 @@ class Preset:
                 f"algorithm.aggregation={specs.BY_HORIZON}"
             )
         if "kl_reward_target" in given and self.kl_reward is None:
-            yield "algorithm.kl_reward_target needs a start for its controller: set algorithm.kl_reward_coef (verl: 0.001)"
+            yield "algorithm.kl_reward_target: its controller needs a start; set algorithm.kl_reward_coef (verl: 0.001)"
         if "kl_reward_horizon" in given and "kl_reward_target" not in given:
             yield (
-                "algorithm.kl_reward_horizon belongs to the adaptive controller: set algorithm.kl_reward_target, or leave "
-                "it out"
+                "algorithm.kl_reward_horizon belongs to the adaptive controller: set algorithm.kl_reward_target, or "
+                "leave it out"
             )
         for key in ("filter_metric", "max_draws_per_group"):
             if key in given and not self.group_filter.filter_groups:
                 yield f"algorithm.{key}={given[key]} does nothing without algorithm.filter_groups=true: leave it out"
         for key in ("critic_warmup_steps", "critic_warmup_until"):
             if given.get(key) and self.critic is None:
-                yield f"algorithm.{key}={given[key]} does nothing: {self.name} has no critic (ppo, vapo and pf_ppo have)"
+                yield f"algorithm.{key}={given[key]} does nothing: {self.name} has no critic (ppo, vapo, pf_ppo have)"
 
 
 SWITCHED: Mapping[str, Spec] = {
@@ -266,7 +266,7 @@ _TABLE = (
         correction=specs.Correction(form="mask", high=5.0, denominator="before_rejection"),
     ),
 )
-"""Name, source, estimator, loss; then what else the paper has. Settings that are not said are at their spec's default."""
+"""Name, source, estimator, loss; then what else the paper has. Other settings are at their spec's defaults."""
 PRESETS: Mapping[str, Preset] = {preset.name: preset for preset in _TABLE}
 
 _P, _NEMOTRON = "verl.algorithms.preference:", "reward-aware RPO, 2502.00203"

@@ -1,4 +1,4 @@
-"""From a preset and a user's settings to what runs: the advantage function and the terms. Everything here can be pickled."""
+"""From a preset and a user's settings to what runs: the advantage function and the terms. All of it can be pickled."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Algorithm(Preset):
 def resolve(name: str, given: Mapping[str, Any] | None = None) -> Algorithm:
     """The algorithm `name` with the given settings in place of the preset's. None means: the preset's value.
 
-    `loss` and `advantage` may be a user's own `module:function` (or such a function itself): fn(Columns) -> TermValue or
-    [L] values, and fn(Columns) -> {"advantages": [L]}. They must be importable, since every worker imports them.
+    `loss` and `advantage` may be a user's own `module:function` (or such a function itself): fn(Columns) -> TermValue
+    or [L] values, and fn(Columns) -> {"advantages": [L]}. They must be importable, since every worker imports them.
     """
     settings = {k: _path(v, f"algorithm.{k}") if callable(v) else v for k, v in (given or {}).items()}
     preset = settled(name, settings)
@@ -142,6 +142,6 @@ def _try(fn: Callable[[Columns], Any], path: str, preset: Preset) -> None:
             hint = did_you_mean(token.missing, names)
             need = " (a KL term has it made: set algorithm.kl_loss_coef)" if token.missing == "ref_logprobs" else ""
             raise ValueError(
-                f"algorithm.loss={path} reads the column {token.missing!r}, which nobody writes{need}{hint}; there are: "
-                f"{', '.join(names)}"
+                f"algorithm.loss={path} reads the column {token.missing!r}, which nobody writes{need}{hint}; "
+                f"there are: {', '.join(names)}"
             ) from None

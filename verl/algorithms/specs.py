@@ -27,7 +27,7 @@ REJECTION_STATS = (
 
 
 class Need(NamedTuple):
-    """A column that is inferred before the advantages: `role` computes `output` of its model and stores it as `column`."""
+    """A column that is inferred before the advantages: `role` computes `output` of its model, stored as `column`."""
 
     column: str
     role: str
@@ -48,9 +48,9 @@ WRITTEN = ("advantages", "rollout_logprobs")
 
 @dataclass(frozen=True, slots=True)
 class Knob:
-    """What a setting may be. `least` and `most` are allowed themselves, `above` and `below` are not. `advice` ends the error.
+    """What a setting may be. `least` and `most` are allowed themselves, `above` and `below` are not.
 
-    option: it is written under algorithm.options, since few algorithms have it."""
+    option: it is written under algorithm.options, since few algorithms have it · advice: ends the error."""
 
     key: str | None = None
     option: bool = False
@@ -145,7 +145,7 @@ class Spec:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSpec:
-    """`least`: a group with fewer valid answers carries no signal. `baselines`: answers that are compared with, not trained."""
+    """`least`: fewer valid answers carry no signal. `baselines`: answers that are compared with, not trained on."""
 
     least: int = 2
     baselines: int = 0
@@ -190,7 +190,7 @@ class SampleFilter(Spec):
     )
 
     def choose(self, scores: Sequence[float], rng: random.Random) -> list[int]:
-        """Indices to keep of one group, ascending. Ties: the first is the best, the last the worst. NaN is never kept."""
+        """Indices to keep of one group, ascending. Ties: the first is best, the last is worst. NaN is never kept."""
         ranked = sorted((i for i, s in enumerate(scores) if not math.isnan(s)), key=lambda i: (-scores[i], i))
         if len(ranked) <= 1 or self.selection == "bon":
             return ranked[:1]
@@ -203,7 +203,7 @@ class SampleFilter(Spec):
 
 @dataclass(frozen=True, kw_only=True)
 class EstimatorSpec(Spec):
-    """`fn`: the estimator. `inputs`: inferred columns it reads. The settings of a subclass are keyword arguments of `fn`."""
+    """`fn`: the estimator. `inputs`: inferred columns it reads. The settings are keyword arguments of `fn`."""
 
     fn: str = field(kw_only=False)
     inputs: tuple[str, ...] = ()
@@ -249,8 +249,8 @@ class GDPO(EstimatorSpec):
         names, weights = self.reward_components, self.reward_weights
         if len(names) < 2:
             yield (
-                "gdpo normalises reward components one by one: set algorithm.options.reward_components=[a,b] to keys of "
-                "the dict that the reward function returns"
+                "gdpo normalises reward components one by one: set algorithm.options.reward_components=[a,b] to keys "
+                "of the dict that the reward function returns"
             )
         if weights is not None and len(weights) != len(names):
             yield (
@@ -266,8 +266,8 @@ class GDPO(EstimatorSpec):
 class LossSpec(Spec):
     """The policy loss `fn`, how its values are aggregated, and the small terms beside it.
 
-    `inputs`: columns it reads. `two_pass`: it has statistics over the whole optimizer step. The settings that a subclass
-    adds are keyword arguments of `fn`."""
+    `inputs`: columns it reads. `two_pass`: it has statistics over the whole optimizer step. The settings that a
+    subclass adds are keyword arguments of `fn`."""
 
     fn: str = field(kw_only=False)
     inputs: tuple[str, ...] = ("advantages",)
@@ -404,8 +404,8 @@ class Rejection(NamedTuple):
 class Correction(Spec):
     """Weights pi_train / pi_rollout on the policy loss, and rejections. Bounds are on that ratio.
 
-    form: truncate min(w, high), TIS · clamp to [low, high] · icepop 0 outside [low, high], the token still counts in the
-    denominators · mask rejected outside [low, high] (AReaL's decoupled PPO, TRL's sequence mask) · None no weights ·
+    form: truncate min(w, high), TIS · clamp to [low, high] · icepop 0 outside [low, high], the token still counts in
+    the denominators · mask rejected outside [low, high] (AReaL's decoupled PPO) · None no weights ·
     level: token | sequence (product over the trajectory) | geometric (its geometric mean) · batch_normalize: weights
     divided by their mean over tokens (level token) or sequences, after the bounds · bypass: the sampler's log-probs are
     the old policy.
@@ -433,7 +433,8 @@ class Correction(Spec):
                 yield str(exc)
         if self.form is not None and self.high is None:
             yield (
-                f"algorithm.correction={self.form}: set algorithm.options.correction_high (truncate 2, icepop 5, mask 3)"
+                f"algorithm.correction={self.form}: set algorithm.options.correction_high "
+                "(truncate 2, icepop 5, mask 3)"
             )
         if self.low is not None and self.high is not None and self.low > self.high:
             yield f"algorithm.options.correction_low={self.low} is above correction_high={self.high}: need low <= high"
@@ -449,8 +450,8 @@ class Correction(Spec):
 
 @dataclass(frozen=True)
 class PreferenceSpec:
-    """What `preference.loss=NAME` trains. `reference`: it needs the frozen start policy's log-probs. `needs_gap`: it reads
-    the answers' true rewards. `options`: the keyword arguments of `fn` that preference.options may set; `fixed`: the others."""
+    """What `preference.loss=NAME` trains. `reference`: it needs the frozen start policy's log-probs. `needs_gap`: it
+    reads the answers' true rewards. `options`: arguments of `fn` that preference.options may set; `fixed`: others."""
 
     source: str
     fn: str

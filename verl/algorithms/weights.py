@@ -81,6 +81,7 @@ def check_finite(columns: Columns, names: tuple[str, ...]) -> None:
         if bad.any():
             at = int(torch.nonzero(bad)[0, 0])
             raise ValueError(
-                f"{name} is {columns[name][at].tolist()} at trainable token {at} of sequence {int(columns.sequence_of[at])} "
-                f"({int(bad.sum())} such tokens): the model or the sampler produced a non-finite number"
+                f"{name} is {columns[name][at].tolist()} at trainable token {at} of sequence "
+                f"{int(columns.sequence_of[at])} ({int(bad.sum())} such tokens): the model or the sampler produced a "
+                "non-finite number"
             )
