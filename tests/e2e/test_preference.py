@@ -152,7 +152,7 @@ def test_a_bad_row_is_one_line_with_its_place(row, message, tmp_path, tiny_model
 
 
 def test_wrong_settings_are_refused_before_a_model_is_loaded(tmp_path, tiny_model, pairs, unpaired):
-    with pytest.raises(ValueError, match="did you mean 'label_smoothing'"):
+    with pytest.raises(ValueError, match="did you mean label_smoothing"):
         train("dpo", tmp_path, tiny_model, pairs, "preference.options.label_smoothin=0.1")
     with pytest.raises(ValueError, match="preference.loss=dpoo"):
         train("dpo", tmp_path, tiny_model, pairs, "preference.loss=dpoo")

@@ -1,4 +1,4 @@
-"""From a golden case (padded [B, T] arrays of a peer's function) to ours (packed columns), by the manifest's function name.
+"""From a golden case (padded [B, T] arrays of a peer) to ours (packed columns), by the name of the peer's function.
 
 Each adapter runs the product on the case's inputs and returns {output name: array} to compare. A case whose function is
 not here is skipped by name in the report.
@@ -248,8 +248,8 @@ def trl_rloo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def batch_weights(scores: Tensor, *, how: str, power: float) -> Tensor:
-    """[S] verl's PF-PPO over the whole batch, which no setting of ours reaches: pow |s|^power | max_min 1 for the extremes;
-    + 1e-8, so that a batch of zeros is uniform. |s| favours very negative scores too (Q2)."""
+    """[S] verl's PF-PPO over the whole batch, which no setting of ours reaches: pow |s|^power | max_min, 1 for
+    the extremes; + 1e-8, so that a batch of zeros is uniform. |s| favours very negative scores too (Q2)."""
     if how == "pow":
         return scores.abs() ** power + 1e-8
     assert how == "max_min"
