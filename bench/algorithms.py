@@ -23,11 +23,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from rich.console import Console
 
+from bench.cards import recommended
 from bench.environments import why
 from bench.report import assemble
 from bench.start_checkpoint import Start, ensure_start
-from verl.algorithms.cards import recommended
-from verl.algorithms.table import TABLE
+from verl.algorithms.presets import PRESETS
 from verl.quickstart import make_inputs
 from verl.recipes.arithmetic import write_rl
 from verl.track.metrics import read_metrics
@@ -55,13 +55,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--steps", type=int, default=25)
-    parser.add_argument("--only", default=",".join(TABLE))
+    parser.add_argument("--only", default=",".join(PRESETS))
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--table", action="store_true", help="only write the table again, from what is there")
     asked = parser.parse_args()
     console, folder = Console(), ROOT / "runs" / "bench"
     seeds, names = [int(s) for s in asked.seeds.split(",")], asked.only.split(",")
-    unknown = [n for n in names if n not in TABLE]
+    unknown = [n for n in names if n not in PRESETS]
     if unknown:
         parser.error(f"--only {','.join(unknown)}: not in the table")
     if asked.table:
@@ -145,7 +145,7 @@ def write(arms: list[Arm], threads: int) -> None:
 
 
 def given(name: str) -> list[str]:
-    """What the algorithm's card recommends (verl/algorithms/cards.py); paths are of this repository."""
+    """What the algorithm's card recommends (bench/cards.py); paths are of this repository."""
     values = {"reward.path": "verl.recipes.arithmetic", **recommended(name)}
     if values["reward.path"].endswith(".py"):
         values["reward.path"] = str(ROOT / values["reward.path"])
@@ -157,7 +157,7 @@ def document(arms: list[Arm], threads: int) -> str:
     points = sorted({n for a in arms for n in a.accuracy})
     steps = max(points, default=0)
     rows, weak = [], []
-    for name in TABLE:
+    for name in PRESETS:
         mine = [a for a in arms if a.name == name and not a.error]
         if not mine:
             failed = [a for a in arms if a.name == name]

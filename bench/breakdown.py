@@ -31,10 +31,10 @@ from bench.report import assemble
 from bench.results import Table
 from bench.workloads import WORKLOADS, make_inputs
 from verl.accel.cpu.kernels import Kernels
-from verl.algorithms.terms import Term, TermValue
 from verl.batch import pack
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.torch_engine import TorchEngine, load_causal_lm
+from verl.objective import Term, TermValue
 from verl.rollout.base import RolloutContext
 from verl.rollout.native import runner, weights
 from verl.rollout.native.engine import build

@@ -12,9 +12,10 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from verl.algorithms.terms import Term, nll
+from verl.algorithms.losses import nll
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.torch_engine import TorchEngine, load_causal_lm
+from verl.objective import Term
 from verl.recipes import arithmetic as task
 from verl.rollout.base import RolloutContext
 from verl.rollout.native.engine import build

@@ -15,7 +15,7 @@ from fakes import FakeEngine, FunctionReward, VirtualTime
 
 from verl.agent_loop.base import AgentLoopBase
 from verl.agent_loop.single_turn import SingleTurnLoop
-from verl.algorithms.table import Algorithm, resolve
+from verl.algorithms.resolve import Algorithm, resolve
 from verl.data.cursor import Cursor
 from verl.driver.rollouts import RolloutManager
 from verl.driver.scheduler import Scheduler
@@ -89,8 +89,8 @@ class Stage:
             staleness=self.staleness,
             oversample=self.oversample,
             sync_every=self.sync_every,
-            max_draws_per_group=self.algorithm.max_draws_per_group,
-            on_exhausted=self.algorithm.on_exhausted,
+            max_draws_per_group=self.algorithm.group_filter.max_draws_per_group,
+            on_exhausted=self.algorithm.group_filter.on_exhausted,
         )
         reward = self.reward if hasattr(self.reward, "score") else FunctionReward(self.reward)
         self.trajectories = TrajectoryRunner(

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from verl.algorithms.table import TABLE, resolve
+from verl.algorithms.presets import PRESETS
+from verl.algorithms.resolve import resolve
 from verl.config.load import load_config
 from verl.config.schema import Config
 from verl.driver.assemble import rollout_engine
@@ -79,7 +80,7 @@ class VerlConfig:
     gradient_checkpointing: bool = False
     seed: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the algorithm's row (clip_high, kl_loss_coef, ...)."""
+    """The algorithm's settings (clip_high, kl_loss_coef, ...; `verl show algorithm=NAME`)."""
 
 
 class VerlTrainer:
@@ -96,8 +97,8 @@ class VerlTrainer:
         self.config = config
         self.tokenizer = tokenizer
         name = config.algorithm.lower().replace("-", "_").replace("++", "_plus_plus")
-        if name not in TABLE:
-            raise ValueError(f"algorithm={config.algorithm!r} is not in the table: {', '.join(TABLE)}")
+        if name not in PRESETS:
+            raise ValueError(f"algorithm={config.algorithm!r} is not in the table: {', '.join(PRESETS)}")
         self.algorithm = resolve(name, _facade_settings(name, config, ref_model is not None))
         if config.samples_per_prompt < self.algorithm.group.least:
             warnings.warn(
@@ -117,9 +118,9 @@ class VerlTrainer:
             source_dir=model.path,
         )
         models = {"actor": workers_of(context, "actor", self._engine, hf_export=hf_export(inner))}
-        if ref_model is not None and "reference" in self.algorithm.roles:
+        if ref_model is not None and "ref" in self.algorithm.roles():
             frozen = TorchEngine(ref_model.pretrained_model, dtype=config.dtype, device=device)
-            models["reference"] = workers_of(context, "reference", frozen)
+            models["ref"] = workers_of(context, "ref", frozen)
         if self.algorithm.critic:
             models["critic"] = workers_of(context, "critic", _critic(model, config, device))
         kl = self.algorithm.kl_reward
@@ -241,7 +242,7 @@ def _facade_settings(name: str, config: VerlConfig, has_reference: bool) -> dict
     out = dict(config.settings)
     if not has_reference:
         out = {"kl_loss_coef": 0.0, "kl_reward_coef": 0.0, **out}
-    if TABLE[name].aggregation == "seq-mean-token-sum-norm":
+    if PRESETS[name].loss.aggregation == "seq-mean-token-sum-norm":
         out.setdefault("horizon_tokens", config.max_length)
     return out
 
@@ -419,7 +420,7 @@ class Trainer:
             prompt = rollout.get("max_prompt_length", rollout["max_length"] // 2)
             out |= {"data.max_prompt_tokens": prompt, "rollout.max_response_tokens": rollout["max_length"] - prompt}
         out["step.samples_per_prompt"] = rollout.get(
-            "samples_per_prompt", 1 if name in TABLE and TABLE[name].least == 1 else 8
+            "samples_per_prompt", 1 if name in PRESETS and PRESETS[name].group.least == 1 else 8
         )
         if "temperature" in rollout:
             out["rollout.temperature"] = rollout["temperature"]

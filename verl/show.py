@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -52,47 +51,39 @@ def _live(args: Sequence[str]) -> int:
 
 
 def _algorithms() -> int:
-    from verl.algorithms.table import TABLE
+    from verl.algorithms.presets import PRESETS
+    from verl.algorithms.specs import short
 
     table = Table("name", "estimator", "loss", "aggregation", "source", box=None)
-    for name, row in TABLE.items():
-        table.add_row(name, row.estimator, row.loss, row.aggregation, row.source)
+    for name, preset in PRESETS.items():
+        loss = preset.loss
+        table.add_row(name, short(preset.estimator.fn), short(loss.fn), loss.aggregation, preset.source)
     Console(width=140).print(table)
     return 0
 
 
 def _algorithm(name: str, overrides: Sequence[str]) -> int:
-    from verl.algorithms.table import TABLE, Row, resolve
+    from verl.algorithms.presets import changed, find, settled
+    from verl.algorithms.specs import BY_HORIZON, GDPO
     from verl.config.load import load_config
 
-    resolved = load_config([f"algorithm.name={name}", *overrides, "model.path=MODEL_FOLDER"])
-    asked = {k: v for k, v in asdict(resolved.config.algorithm).items() if k != "name"}
-    given: dict[str, Any] = {k: v for k, v in {**asked.pop("options"), **asked}.items() if v is not None}
-    row = TABLE.get(name)
+    config = load_config([f"algorithm.name={name}", *overrides, "model.path=MODEL_FOLDER"]).config
+    preset, given = find(name), config.algorithm.given()
     needed: dict[str, Any] = {}  # what a run must give itself; a fitting value is shown
-    if row and given.get("aggregation", row.aggregation) == "seq-mean-token-sum-norm":
-        needed["horizon_tokens"] = resolved.config.rollout.max_response_tokens
-    if row and given.get("estimator", row.estimator) == "gdpo":
+    if given.get("aggregation", preset.loss.aggregation) == BY_HORIZON:
+        needed["horizon_tokens"] = config.rollout.max_response_tokens
+    if isinstance(preset.estimator, GDPO):
         needed["reward_components"] = ["COMPONENT", "COMPONENT"]
-    algorithm = resolve(name, {**needed, **given})
     table = Table("setting", "value", "from", box=None)
-    for key, value in algorithm.settings.items():
-        if key not in ("source", "notes"):
-            default = Row.__dataclass_fields__[key].default
-            where = (
-                "given"
-                if key in given
-                else "needed"
-                if key in needed
-                else "preset"
-                if getattr(row, key) == default
-                else "paper"
-            )
-            table.add_row(key, str(value), where)
-    print(f"{name}: {algorithm.source}")
+    of_paper = {"estimator", "loss", *changed(preset)}
+    for key, value in settled(name, {**needed, **given}).settings().items():
+        where = "given" if key in given else "needed" if key in needed else "paper" if key in of_paper else "preset"
+        table.add_row(key, str(value), where)
+    print(f"{name}: {preset.source}")
     Console().print(table)
     print(
-        "paper: the algorithm's own · preset: as in every algorithm · given: on this command line · needed: a run has to give it"
+        "paper: the algorithm's own · preset: as in every algorithm · given: on this command line · needed: a run has to "
+        "give it"
     )
     return 0
 

@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-from verl.algorithms.terms import Term, nll
+from verl.algorithms.losses import nll
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.torch_engine import TorchEngine
 from verl.models import tiny
+from verl.objective import Term
 from verl.recipes import arithmetic
 from verl.rollout import hf
 from verl.rollout.base import RolloutContext

@@ -8,7 +8,7 @@ import pytest
 import torch
 from small_runs import metrics_of, small_run, tensors_of
 
-from verl.algorithms.preference import TABLE
+from verl.algorithms.presets import PREFERENCES
 from verl.config.load import load_config
 from verl.driver.launch import run_supervised
 from verl.track.samples import read_samples
@@ -96,12 +96,14 @@ def test_a_reward_model_learns_and_is_a_transformers_classifier(tmp_path, tiny_m
     role.close()
 
 
-@pytest.mark.parametrize("loss", TABLE)
+@pytest.mark.parametrize("loss", PREFERENCES)
 def test_every_preference_loss_learns(loss, tmp_path, tiny_model, pairs, unpaired):
-    done = train("dpo", tmp_path, tiny_model, pairs if TABLE[loss].paired else unpaired, f"preference.loss={loss}")
+    done = train(
+        "dpo", tmp_path, tiny_model, pairs if PREFERENCES[loss].paired else unpaired, f"preference.loss={loss}"
+    )
     found = metrics_of(tmp_path / "p")
     assert np.isfinite(done.evals["val/loss"]) and found[1]["train/grad_norm"] > 0
-    if TABLE[loss].paired:
+    if PREFERENCES[loss].paired:
         assert done.evals["val/rewards/accuracies"] == 1.0 and done.evals["val/rewards/margins"] > 0
     else:
         assert done.evals["val/loss"] < found[1]["train/loss"]
@@ -152,7 +154,7 @@ def test_a_bad_row_is_one_line_with_its_place(row, message, tmp_path, tiny_model
 
 
 def test_wrong_settings_are_refused_before_a_model_is_loaded(tmp_path, tiny_model, pairs, unpaired):
-    with pytest.raises(ValueError, match="did you mean 'label_smoothing'"):
+    with pytest.raises(ValueError, match="did you mean label_smoothing"):
         train("dpo", tmp_path, tiny_model, pairs, "preference.options.label_smoothin=0.1")
     with pytest.raises(ValueError, match="preference.loss=dpoo"):
         train("dpo", tmp_path, tiny_model, pairs, "preference.loss=dpoo")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from small_runs import metrics_of, small_run, state_of, tensors_of, trained
 
-from verl.algorithms.table import TABLE
+from verl.algorithms.presets import PRESETS
 from verl.track.samples import read_samples
 
 PARTS = Path(__file__).parents[1] / "reward_parts.py"
@@ -23,27 +23,27 @@ def run_of(root, model, data, name, *more):
     return small_run(root, model, data[:1], "run.total_steps=2", *args)
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", PRESETS)
 def test_every_row_trains_through_the_loop(name, tmp_path, tiny_model, arithmetic_data):
     run_of(tmp_path, tiny_model, arithmetic_data, name)
-    row, found = TABLE[name], metrics_of(tmp_path / "r")
+    preset, found = PRESETS[name], metrics_of(tmp_path / "r")
     for step in (1, 2):
         m = found[step]
         assert m["actor/grad_norm"] > 0 and np.isfinite(m["actor/grad_norm"]), (
             "the default configuration has a gradient"
         )
         assert np.isfinite(m["actor/pg_loss"])
-        if row.estimator == "gae":
+        if preset.critic:
             assert m["critic/grad_norm"] > 0 and m["critic/vf_loss"] > 0 and m["critic/vf_explained_var"] <= 1
-        if row.kl_reward_coef:
-            assert m["actor/reward_kl_penalty_coeff"] == row.kl_reward_coef
+        if preset.kl_reward:
+            assert m["actor/reward_kl_penalty_coeff"] == preset.kl_reward.coef
     rows = read_samples(tmp_path / "r", 1)
     trained_rows = [r for r in rows if r.purpose == "train"]
     with_advantage = [r for r in trained_rows if r.advantages is not None]
     assert len(with_advantage) == (8 if name == "pf_ppo" else 16), "pf_ppo trains the best and the worst of each prompt"
     for r in with_advantage:
         assert np.isfinite(r.advantages[r.response_mask.astype(bool)]).all()
-    assert sum(r.purpose == "baseline" for r in rows) == 4 * row.baselines
+    assert sum(r.purpose == "baseline" for r in rows) == 4 * preset.group.baselines
     run_of(tmp_path / "two", tiny_model, arithmetic_data, name, "run.virtual_ranks=2")
     same_step_on_two_ranks(tmp_path / "r", tmp_path / "two" / "r")
 

@@ -1,4 +1,4 @@
-"""From a golden case (padded [B, T] arrays of a peer's function) to ours (packed columns), by the manifest's function name.
+"""From a golden case (padded [B, T] arrays of a peer) to ours (packed columns), by the name of the peer's function.
 
 Each adapter runs the product on the case's inputs and returns {output name: array} to compare. A case whose function is
 not here is skipped by name in the report.
@@ -16,12 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms import advantages as adv
-from verl.algorithms import kl_reward, selection, terms, weights
-from verl.algorithms.corrections import Correction, Rejection, correct
-from verl.algorithms.table import reject_flat
-from verl.batch import Columns
+from verl.algorithms import estimators as adv
+from verl.algorithms import losses, weights
+from verl.algorithms.corrections import correct
+from verl.algorithms.specs import Correction, reject_flat
+from verl.batch import Columns, segment_sum
 from verl.nn.linear_logprob import linear_logprob
+from verl.objective import Term, TermValue
 from verl.reward import shaping
 
 Case = Mapping[str, Any]
@@ -77,15 +78,32 @@ def _advantage(
     return run
 
 
+def _raw_singletons(columns: Columns, a: Tensor, divided_by: float = 1.0) -> Tensor:
+    """verl gives the answer of a group of one its raw score; ours is 0 there."""
+    alone = _alone(columns)
+    assert not a[alone].any()
+    return torch.where(columns.mask & alone, (columns.sum(columns["rewards"]) / divided_by)[columns.sequence_of], a)
+
+
+def _alone(columns: Columns) -> Tensor:
+    """[L] tokens of groups of one."""
+    group = columns.sequence["group"]
+    return (torch.bincount(group)[group] == 1)[columns.sequence_of]
+
+
 def grpo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    by_std = hp.get("norm_adv_by_std_in_grpo", True)
-    return _advantage(lambda c: adv.grpo(c, normalize_by_std=by_std, eps=hp.get("epsilon", 1e-6), singleton="raw"))(
-        case
-    )
+    by_std, eps = hp.get("norm_adv_by_std_in_grpo", True), hp.get("epsilon", 1e-6)
+    assert eps == adv.EPS
+
+    def run(c: Columns) -> dict[str, Tensor]:
+        a = adv.grpo(c, normalize_by_std=by_std)["advantages"]
+        return {"advantages": _raw_singletons(c, a, 1 + eps if by_std else 1.0)}
+
+    return _advantage(run)(case)
 
 
 def rloo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    return _advantage(lambda c: adv.rloo(c, singleton="raw"))(case)
+    return _advantage(lambda c: {"advantages": _raw_singletons(c, adv.rloo(c)["advantages"])})(case)
 
 
 def rloo_vectorized(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -97,7 +115,15 @@ def rfpp(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def rfpp_baseline(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    return _advantage(lambda c: adv.reinforce_plus_plus_baseline(c, singleton="raw"))(case)
+    """verl whitens the raw scores of groups of one with the others; without such a group ours is the same."""
+
+    def run(c: Columns) -> dict[str, Tensor]:
+        ours, centred = adv.reinforce_plus_plus_baseline(c)["advantages"], adv.grpo(c, normalize_by_std=False)
+        torch.testing.assert_close(ours, adv.whiten(centred["advantages"], c.mask))
+        with_raw = adv.whiten(_raw_singletons(c, centred["advantages"]), c.mask)
+        return {"advantages": with_raw if _alone(c).any() else ours}
+
+    return _advantage(run)(case)
 
 
 def gae(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -123,15 +149,9 @@ def nemo_gae(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
     sequence = {**_no_groups(len(mask)), "score": torch.from_numpy(np.asarray(case["in_rewards"], np.float64))}
     columns = columns_of(mask, {"old_values": case["in_values"]}, sequence)
     columns = columns.with_token({"rewards": adv.token_rewards(columns)})
-    got = adv.gae(
-        columns,
-        gamma=hp["gamma"],
-        lam=hp["lam_policy"] or 1.0,
-        lam_critic=hp["lam_value"],
-        whitened=hp["whiten"],
-        length_adaptive_alpha=hp["length_adaptive_alpha"] or None,
-    )
-    return _inside(case, got, mask)
+    assert not hp["whiten"]
+    alpha = hp["length_adaptive_alpha"] or None
+    return _inside(case, adv.raw_gae(columns, hp["gamma"], hp["lam_policy"] or 1.0, hp["lam_value"], alpha), mask)
 
 
 def _no_groups(n: int) -> dict[str, Tensor]:
@@ -152,34 +172,44 @@ def remax(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def opo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    return _advantage(lambda c: adv.opo(c, singleton="raw"))(case)
+    return _advantage(lambda c: {"advantages": _raw_singletons(c, adv.opo(c)["advantages"])})(case)
 
 
 def gpg(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    return _advantage(lambda c: adv.gpg(c, f_norm=hp["f_norm"], alpha="verl"))(case)
+    """verl scales by B / the number of scores that are not 0, the paper by B / those in groups with variance (Q5)."""
+    assert hp["f_norm"] == 1.0
+
+    def run(c: Columns) -> dict[str, Tensor]:
+        scores, group = c.sum(c["rewards"]), c.sequence["group"]
+        size = torch.bincount(group)
+        away = scores - (segment_sum(scores, group, len(size)) / size)[group]
+        informative = (segment_sum(away**2, group, len(size)) > 1e-12)[group]
+        return {"advantages": adv.gpg(c)["advantages"] * int(informative.sum()) / int((scores != 0).sum())}
+
+    return _advantage(run)(case)
 
 
 def gpg_paper(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    return _advantage(lambda c: adv.gpg(c, f_norm=hp["f_norm"]))(case)
+    assert hp["f_norm"] == 1.0
+    return _advantage(adv.gpg)(case)
 
 
 def pass_at_k(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
     by_std = hp["norm_adv_by_std_in_grpo"]
-    return _advantage(lambda c: adv.pass_at_k(c, normalize_by_std=by_std, eps=hp["epsilon"]))(case)
+    assert hp["epsilon"] == adv.EPS
+    return _advantage(lambda c: adv.pass_at_k(c, normalize_by_std=by_std))(case)
 
 
 def gdpo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
     mask = case["in_response_mask"]
     components = torch.from_numpy(np.asarray(case["in_component_rewards"], np.float64))
-    sequence = {**_no_groups(len(mask)), "group": labels(case["in_index"]), "components": components}
-    got = adv.gdpo(
-        columns_of(mask, {}, sequence),
-        weights=hp["weights"],
-        whiten_over="token",
-        eps=hp["epsilon"],
-        normalize_by_std=hp["norm_adv_by_std_in_grpo"],
-    )
-    return {"out_advantages": got["advantages"].numpy().reshape(mask.shape)}
+    named = {f"component/{k}": components[:, k] for k in range(components.shape[1])}
+    columns = columns_of(mask, {}, {**_no_groups(len(mask)), "group": labels(case["in_index"]), **named})
+    assert hp["epsilon"] == adv.EPS and hp["norm_adv_by_std_in_grpo"]
+    total, _ = adv.summed_components(columns, [n.removeprefix("component/") for n in named], hp["weights"])
+    per_token = torch.where(columns.mask, total[columns.sequence_of], 0.0)
+    white = adv.whiten(per_token, columns.mask)  # verl whitens over tokens: long answers weigh more
+    return {"out_advantages": white.numpy().reshape(mask.shape)}
 
 
 def otb(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -188,15 +218,19 @@ def otb(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
         "old_logprobs": torch.from_numpy(np.asarray(case["in_old_log_probs"], np.float64).reshape(-1)),
         "sum_pi_squared": torch.from_numpy(np.asarray(case["in_sum_pi_squared"], np.float64).reshape(-1)),
     }
-    assert hp["handle_zero_tail"]
-    got = adv.otb(_rewarded(case).with_token(token), singleton="raw", eps=hp["epsilon"])
+    assert hp["handle_zero_tail"] and hp["epsilon"] == 1e-8
+    columns = _rewarded(case).with_token(token)
+    got = adv.otb(columns)
+    alone = _alone(columns) & columns.mask  # a group of one has no baseline in verl: its reward to go
+    got = {**got, "advantages": torch.where(alone, got["returns"], got["advantages"])}
     return _inside(case, got, case["in_response_mask"])
 
 
 def nemo_grpo_loo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
     assert hp["use_leave_one_out_baseline"]
     columns = _outcomes(case["in_rewards"], labels(case["in_index"]))
-    got = adv.grpo(columns, leave_one_out=True, normalize_by_std=hp["normalize_rewards"], eps=hp["epsilon"])
+    assert hp["epsilon"] == adv.EPS
+    got = adv.grpo(columns, leave_one_out=True, normalize_by_std=hp["normalize_rewards"])
     return {"out_advantages": got["advantages"].numpy()}
 
 
@@ -208,14 +242,23 @@ def trl_rloo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
     columns = columns_of(
         mask, {"old_logprobs": case["in_old_log_prob"], "ref_logprobs": case["in_ref_log_prob"]}, sequence
     )
-    penalty, _ = kl_reward.kl_penalty(columns, coef=hp["beta"], form="k1")
+    penalty, _ = losses.kl_penalty(columns, coef=hp["beta"], form="k1")
     columns = columns.with_token({"rewards": adv.token_rewards(columns, penalty)})
     return {"out_advantages": columns.mean(adv.rloo(columns)["advantages"]).numpy()}
 
 
+def batch_weights(scores: Tensor, *, how: str, power: float) -> Tensor:
+    """[S] verl's PF-PPO over the whole batch, which no setting of ours reaches: pow |s|^power | max_min, 1 for
+    the extremes; + 1e-8, so that a batch of zeros is uniform. |s| favours very negative scores too (Q2)."""
+    if how == "pow":
+        return scores.abs() ** power + 1e-8
+    assert how == "max_min"
+    return ((scores == scores.max()) | (scores == scores.min())).double() + 1e-8
+
+
 def pf_ppo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
     scores = torch.from_numpy(np.asarray(case["in_scores"], np.float64))
-    weight = selection.batch_weights(scores, how=hp["reweight_method"], power=hp["weight_pow"])
+    weight = batch_weights(scores, how=hp["reweight_method"], power=hp["weight_pow"])
     return {"out_weights": weight.numpy(), "out_probabilities": (weight / weight.sum()).numpy()}
 
 
@@ -233,12 +276,13 @@ def trl_grpo_advantage(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarra
     score[per_fn.isnan().all(1)] = float("nan")
     group = torch.arange(len(score)) // hp["num_generations"]
     columns = _outcomes(score.nan_to_num().numpy(), group, ~score.isnan())
-    return {"out_advantages": adv.grpo(columns, eps=hp["eps"], scale=hp["scale_rewards"])["advantages"].numpy()}
+    a = adv.grpo(columns, scale_rewards=hp["scale_rewards"])["advantages"]
+    centred = adv.grpo(columns, normalize_by_std=False)["advantages"]
+    std = torch.where(a != 0, centred / a - adv.EPS, 1.0)  # TRL adds another number to the deviation
+    return {"out_advantages": torch.where(a != 0, centred / (std + hp["eps"]), 0.0).numpy()}
 
 
-def _loss(
-    columns: Columns, fn: Callable[[Columns], terms.TermValue], weight: Tensor, leaf: Tensor
-) -> tuple[float, Tensor]:
+def _loss(columns: Columns, fn: Callable[[Columns], TermValue], weight: Tensor, leaf: Tensor) -> tuple[float, Tensor]:
     value = fn(columns.cleaned())
     loss = (weight * torch.where(columns.mask, value.values, 0.0)).sum()
     (grad,) = torch.autograd.grad(loss, leaf)
@@ -272,7 +316,7 @@ METRICS = {"actor/pg_clipfrac": "pg_clipfrac", "actor/pg_clipfrac_lower": "pg_cl
 
 
 def _total(
-    case: Case, columns: Columns, leaf: Tensor, parts: tuple[terms.Term, ...], scale: Tensor | float = 1.0
+    case: Case, columns: Columns, leaf: Tensor, parts: tuple[Term, ...], scale: Tensor | float = 1.0
 ) -> dict[str, Any]:
     """Loss, gradient and metrics of these terms, weighted as a role weighs them."""
     weight = weights.term_weights(columns, parts)
@@ -300,24 +344,24 @@ def _cov(hp: Mapping[str, Any]) -> Mapping[str, float]:
     return hp["policy_loss"]
 
 
-LOSSES: Mapping[str, Callable[[Mapping[str, Any]], Callable[[Columns], terms.TermValue]]] = {
-    "vanilla": lambda hp: partial(terms.ppo_clip, clip_dual=hp["clip_ratio_c"], **_clip(hp)),
-    "gspo": lambda hp: partial(terms.gspo_token, **_clip(hp)),
-    "sapo": lambda hp: partial(terms.sapo, tau_pos=hp["tau_pos"], tau_neg=hp["tau_neg"]),
-    "cispo": lambda hp: partial(terms.cispo, ratio_min=1 - hp["clip_ratio_low"], ratio_max=1 + hp["clip_ratio_high"]),
-    "gpg": lambda hp: terms.reinforce,
-    "geo_mean": lambda hp: partial(terms.gmpo, **_clip(hp)),
-    "kl_cov": lambda hp: partial(terms.kl_cov, k_ratio=_cov(hp)["kl_cov_ratio"], coef=_cov(hp)["ppo_kl_coef"]),
+LOSSES: Mapping[str, Callable[[Mapping[str, Any]], Callable[[Columns], TermValue]]] = {
+    "vanilla": lambda hp: partial(losses.ppo_clip, clip_dual=hp["clip_ratio_c"], **_clip(hp)),
+    "gspo": lambda hp: partial(losses.gspo_token, **_clip(hp)),
+    "sapo": lambda hp: partial(losses.sapo, tau_positive=hp["tau_pos"], tau_negative=hp["tau_neg"]),
+    "cispo": lambda hp: partial(losses.cispo, ratio_min=1 - hp["clip_ratio_low"], ratio_max=1 + hp["clip_ratio_high"]),
+    "gpg": lambda hp: losses.reinforce,
+    "geo_mean": lambda hp: partial(losses.gmpo, **_clip(hp)),
+    "kl_cov": lambda hp: partial(losses.kl_cov, cov_ratio=_cov(hp)["kl_cov_ratio"], cov_coef=_cov(hp)["ppo_kl_coef"]),
     "clip_cov": lambda hp: partial(
-        terms.clip_cov,
-        ratio=_cov(hp)["clip_cov_ratio"],
-        lower=_cov(hp)["clip_cov_lb"],
-        upper=_cov(hp)["clip_cov_ub"],
+        losses.clip_cov,
+        cov_ratio=_cov(hp)["clip_cov_ratio"],
+        cov_low=_cov(hp)["clip_cov_lb"],
+        cov_high=_cov(hp)["clip_cov_ub"],
         **_clip(hp),
     ),
-    "dppo_tv": lambda hp: partial(terms.dppo_tv, ratio_max=hp["clip_ratio_c"], **_clip(hp)),
-    "dppo_kl": lambda hp: partial(terms.dppo_kl, ratio_max=hp["clip_ratio_c"], **_clip(hp)),
-    "dro": lambda hp: partial(terms.dro, beta=hp["policy_loss"]["dro_beta"]),
+    "dppo_tv": lambda hp: partial(losses.dppo_tv, ratio_max=hp["clip_ratio_c"], **_clip(hp)),
+    "dppo_kl": lambda hp: partial(losses.dppo_kl, ratio_max=hp["clip_ratio_c"], **_clip(hp)),
+    "dro": lambda hp: partial(losses.dro, beta=hp["policy_loss"]["dro_beta"]),
 }
 
 
@@ -326,7 +370,7 @@ def policy_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
     columns, leaf = _policy_columns(case)
     info = hp.get("global_batch_info", {})
     aggregate = "seq-mean-token-mean" if hp["loss_mode"] == "geo_mean" else hp["loss_agg_mode"]
-    term = terms.Term(
+    term = Term(
         name="pg",
         aggregate=aggregate,
         horizon_tokens=info.get("loss_scale_factor"),
@@ -345,31 +389,39 @@ def trl_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
     assert hp["importance_sampling_level"] == "token" and hp["vllm_is_cap"] is None
     mode = {"grpo": "seq-mean-token-mean", "dr_grpo": "seq-mean-token-sum-norm"}.get(hp["loss_type"], "token-mean")
     columns, leaf = _policy_columns(case)
-    fn: Callable[[Columns], terms.TermValue]
+    fn: Callable[[Columns], TermValue]
     if hp["loss_type"] == "cispo":
-        fn = partial(terms.cispo, ratio_max=hp["epsilon_high"])
+        fn = partial(losses.cispo, ratio_max=hp["epsilon_high"])
     else:
-        fn = partial(terms.ppo_clip, clip_low=hp["epsilon_low"], clip_high=hp["epsilon_high"], ratio_max=hp["delta"])
+        fn = partial(losses.ppo_clip, clip_low=hp["epsilon_low"], clip_high=hp["epsilon_high"], ratio_max=hp["delta"])
     if hp["off_policy_mask_threshold"] is not None:
-        fn = partial(terms.off_policy_sequence_mask, inner=fn, delta=hp["off_policy_mask_threshold"])
+        fn = partial(losses.off_policy_sequence_mask, inner=fn, delta=hp["off_policy_mask_threshold"])
     common: dict[str, Any] = {"aggregate": mode, "horizon_tokens": hp["max_completion_length"]}
-    parts = [terms.Term(name="pg", fn=fn, **common)]
+    parts = [Term(name="pg", fn=fn, **common)]
     if hp["beta"]:
-        kl_term = partial(terms.kl_loss, form="k3", ratio_corrected=hp["use_bias_correction_kl"])
-        parts.append(terms.Term(name="kl", fn=kl_term, coef=hp["beta"], **common))
+        kl_term = partial(losses.kl_loss, form="k3", ratio_corrected=hp["use_bias_correction_kl"])
+        parts.append(Term(name="kl", fn=kl_term, coef=hp["beta"], **common))
     return _total(case, columns, leaf, tuple(parts))
+
+
+def nemo_kl(columns: Columns, *, behind: str, bound: float | None) -> TermValue:
+    """k3 with its value clamped (Q10), times pi / pi of `behind`: the sampler, or the detached policy itself."""
+    value = losses.kl_estimate(columns["logprobs"], columns["ref_logprobs"], "k3")
+    if bound is not None:
+        value = value.clamp(-bound, bound)
+    return TermValue(value * losses.log_ratio(columns["logprobs"], columns[behind].detach()).exp())
 
 
 def nemo_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
     columns, leaf = _policy_columns(case)
     clip = {"clip_low": hp["ratio_clip_min"], "clip_high": hp["ratio_clip_max"]}
     fn = (
-        partial(terms.gspo, **clip)
+        partial(losses.gspo, **clip)
         if hp["sequence_level_importance_ratios"]
-        else partial(terms.ppo_clip, clip_dual=hp["ratio_clip_c"], **clip)
+        else partial(losses.ppo_clip, clip_dual=hp["ratio_clip_c"], **clip)
     )
     mode = "token-mean" if hp["token_level_loss"] else "seq-mean-token-mean"
-    parts = [terms.Term(name="pg", fn=fn, aggregate=mode, corrected=True)]
+    parts = [Term(name="pg", fn=fn, aggregate=mode, corrected=True)]
     if hp["use_importance_sampling_correction"]:
         assert hp["truncated_importance_sampling_type"] == "icepop"
         spec = Correction(
@@ -380,14 +432,12 @@ def nemo_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
         columns = columns.with_token({"is_weights": correct(columns, spec)["is_weights"]})
     if hp["reference_policy_kl_penalty"]:
         behind = "rollout_logprobs" if hp["use_on_policy_kl_approximation"] else "logprobs"
-        kl_term = partial(
-            terms.kl_loss, form="k3", ratio_corrected=True, ratio_to=behind, value_bound=hp["kl_output_clamp_value"]
-        )
-        parts.append(terms.Term(name="kl", fn=kl_term, coef=hp["reference_policy_kl_penalty"], aggregate=mode))
+        kl_term = partial(nemo_kl, behind=behind, bound=hp["kl_output_clamp_value"])
+        parts.append(Term(name="kl", fn=kl_term, coef=hp["reference_policy_kl_penalty"], aggregate=mode))
     if hp["positive_example_nll_weight"]:
         positive = torch.from_numpy(case["in_rewards"] > 0)
         columns = replace(columns, sequence={**columns.sequence, "positive": positive})
-        parts.append(terms.Term(name="nll", fn=terms.nll, coef=hp["positive_example_nll_weight"], over="positive"))
+        parts.append(Term(name="nll", fn=losses.nll, coef=hp["positive_example_nll_weight"], over="positive"))
     return _total(case, columns, leaf, tuple(parts))
 
 
@@ -399,7 +449,7 @@ def openrlhf_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
     columns = columns.with_token(
         {"is_weights": correct(columns, Correction(form="clamp", low=low, high=high))["is_weights"]}
     )
-    return _total(case, columns, leaf, (terms.Term(name="pg", fn=terms.ppo_clip, corrected=True),))
+    return _total(case, columns, leaf, (Term(name="pg", fn=losses.ppo_clip, corrected=True),))
 
 
 def areal_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
@@ -413,12 +463,22 @@ def areal_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
     )
     columns = columns.with_token({"is_weights": found["is_weights"], "keep": found["keep"]})
     fn = partial(
-        terms.ppo_clip,
+        losses.ppo_clip,
         clip_low=hp["eps_clip"],
         clip_high=hp["eps_clip_higher"] or hp["eps_clip"],
         clip_dual=hp["c_clip"],
     )
-    return _total(case, columns, leaf, (terms.Term(name="pg", fn=fn, corrected=True, denominator="before_rejection"),))
+    return _total(case, columns, leaf, (Term(name="pg", fn=fn, corrected=True, denominator="before_rejection"),))
+
+
+def _share(columns: Columns, hp: Mapping[str, Any]) -> float:
+    """What the case holds of the batch whose counts verl divides by."""
+    mode = hp.get("loss_agg_mode", "token-mean")
+    if mode == "token-mean" and "batch_num_tokens" in hp:
+        return float(columns.mask.sum()) / hp["batch_num_tokens"]
+    if mode.startswith("seq-mean") and "global_batch_size" in hp:
+        return int((columns.counts() > 0).sum()) / hp["global_batch_size"]
+    return 1.0
 
 
 def value_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
@@ -426,8 +486,8 @@ def value_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
     columns = columns_of(mask, {"old_values": case["in_values"], "returns": case["in_returns"]})
     leaf = torch.from_numpy(np.asarray(case["in_vpreds"], np.float64).reshape(-1)).requires_grad_()
     columns = columns.with_token({"values": leaf})
-    weight = weights.weight_column(columns, hp["loss_agg_mode"], num_tokens=hp.get("batch_num_tokens"))
-    fn = partial(terms.value_clip, clip=hp["cliprange_value"])
+    weight = weights.weight_column(columns, hp["loss_agg_mode"]) * _share(columns, hp)
+    fn = partial(losses.value_clip, clip=hp["cliprange_value"])
     loss, grad = _loss(columns, fn, weight * hp.get("dp_size", 1), leaf)
     clipped = fn(columns.cleaned()).metrics["vf_clipfrac"][0][columns.mask].mean()
     return {
@@ -437,16 +497,16 @@ def value_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _rejections(stats: str | None, thresholds: Any) -> tuple[Rejection, ...]:
+def _rejections(stats: str | None, thresholds: Any) -> tuple[str, ...]:
     """verl's k1 bounds are on pi_rollout / pi_train (Q8): inverted they are ours."""
     if not stats:
         return ()
     out = []
     for stat, bound in zip(stats.split(","), str(thresholds).split(","), strict=True):
-        low, high = (None, float(bound)) if "_" not in bound else (float(x) for x in bound.split("_"))
-        if stat.endswith("k1") and low is not None and high is not None:
-            low, high = 1 / high, 1 / low
-        out.append(Rejection(stat, low, high))
+        bounds = [float(x) for x in bound.split("_")]
+        if stat.endswith("k1") and len(bounds) == 2:
+            bounds = [1 / bounds[1], 1 / bounds[0]]
+        out.append(":".join([stat, *(repr(b) for b in bounds)]))
     return tuple(out)
 
 
@@ -456,8 +516,8 @@ def _correction(hp: Mapping[str, Any]) -> Correction:
         (float(x) for x in bound.split("_")) if "_" in bound else (None, None if bound == "None" else float(bound))
     )
     return Correction(
-        level=level,
-        form="icepop" if low is not None else "truncate",
+        level=level or "token",
+        form=None if level is None else "icepop" if low is not None else "truncate",
         low=low,
         high=high,
         batch_normalize=hp.get("rollout_is_batch_normalize", False),
@@ -497,10 +557,17 @@ GAP_METRICS = (
 
 
 def _rollout_metrics(case: Case, found: Mapping[str, Any], spec: Correction) -> dict[str, Any]:
-    names = [*GAP_METRICS, *(TOKEN_METRICS if spec.level == "token" else ()), "rollout_rs_masked_fraction"]
-    names += [f"rollout_rs_{rule.stat}_masked_fraction" for rule in spec.reject]
+    names = [
+        *GAP_METRICS,
+        *(TOKEN_METRICS if spec.form and spec.level == "token" else ()),
+        "rollout_rs_masked_fraction",
+    ]
+    names += [f"rollout_rs_{rule.stat}_masked_fraction" for rule in spec.rejections()]
     if (case["in_response_mask"].sum(1) > 0).all():
-        names += ["rollout_rs_seq_masked_fraction", *(f"rollout_rs_{r.stat}_seq_masked_fraction" for r in spec.reject)]
+        names += [
+            "rollout_rs_seq_masked_fraction",
+            *(f"rollout_rs_{r.stat}_seq_masked_fraction" for r in spec.rejections()),
+        ]
     theirs = case_metrics(case)
     full = {n.removeprefix("rollout_corr/"): n for n in theirs}
     return {f"metric:{full[n]}": found[f"rollout_corr/{n}"].value for n in names if n in full}
@@ -523,7 +590,7 @@ def rollout_correction(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def offpolicy_metrics(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
-    columns, spec = _rollout_columns(case), Correction(level=None)
+    columns, spec = _rollout_columns(case), Correction()
     return _rollout_metrics(case, correct(columns, spec), spec)
 
 
@@ -531,15 +598,15 @@ def bypass(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
     """old := rollout. Weights and rejections are of the current policy, so they are made from its log-probs here."""
     columns, leaf = _policy_columns(case)
     settings = hp["policy_loss"]["rollout_correction"]
-    spec = replace(_correction(settings), mode="bypass")
+    spec = replace(_correction(settings), bypass=True)
     found = correct(columns.with_token({"old_logprobs": leaf.detach()}), spec)
     columns = columns.with_token({"old_logprobs": columns["rollout_logprobs"], "keep": found["keep"]})
     columns = replace(columns, mask=columns.mask & found["keep"])
     if settings["loss_type"] == "reinforce":
-        fn: Callable[[Columns], terms.TermValue] = partial(terms.bypass_reinforce, correction=spec)
+        fn: Callable[[Columns], TermValue] = partial(losses.bypass_reinforce, correction=spec)
     else:
         fn = LOSSES["vanilla"](hp)
-    out = _total(case, columns, leaf, (terms.Term(name="pg", fn=fn, aggregate=hp["loss_agg_mode"]),))
+    out = _total(case, columns, leaf, (Term(name="pg", fn=fn, aggregate=hp["loss_agg_mode"]),))
     return {**out, **_rollout_metrics(case, found, spec)}
 
 
@@ -548,14 +615,8 @@ def agg_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
     horizon = hp.get("loss_scale_factor") or mask.shape[1]
     leaf = torch.from_numpy(np.asarray(case["in_loss_mat"], np.float64).reshape(-1)).requires_grad_()
     columns = columns_of(mask, {}).with_token({"logprobs": leaf})
-    weight = weights.weight_column(
-        columns,
-        hp["loss_agg_mode"],
-        horizon_tokens=horizon,
-        num_tokens=hp.get("batch_num_tokens"),
-        num_sequences=hp.get("global_batch_size"),
-    )
-    loss, grad = _loss(columns, lambda c: terms.TermValue(c["logprobs"]), weight * hp.get("dp_size", 1), leaf)
+    weight = weights.weight_column(columns, hp["loss_agg_mode"], horizon_tokens=horizon) * _share(columns, hp)
+    loss, grad = _loss(columns, lambda c: TermValue(c["logprobs"]), weight * hp.get("dp_size", 1), leaf)
     out = {"out_loss": np.array(loss)}
     if "grad_loss_mat" in case:
         out["grad_loss_mat"] = grad.numpy().reshape(mask.shape)
@@ -567,13 +628,18 @@ def all_masked(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
     return {"out_loss": np.array(losses)}
 
 
+KL_ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
+
+
 def kl(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
     out = {}
     for form in hp["types"]:
         leaf = torch.from_numpy(np.asarray(case["in_log_prob"], np.float64)).requires_grad_()
-        value = terms.kl_estimate(
-            leaf, torch.from_numpy(np.asarray(case["in_ref_log_prob"], np.float64)), form, value_bound=10.0
-        )
+        base, plus = form.removesuffix("+"), "+" if form.endswith("+") else ""
+        ref = torch.from_numpy(np.asarray(case["in_ref_log_prob"], np.float64))
+        value = losses.kl_estimate(leaf, ref, KL_ALIASES.get(base, base) + plus)
+        if KL_ALIASES.get(base, base) == "k3":  # verl clamps the value (Q10); the straight-through gradient stays
+            value = value + (value.clamp(-10, 10) - value).detach() if plus else value.clamp(-10, 10)
         (grad,) = torch.autograd.grad(value.sum(), leaf)
         key = form.replace("+", "p")
         out[f"out_kl_{key}"], out[f"grad_{key}"] = value.detach().numpy(), grad.numpy()
@@ -586,12 +652,13 @@ def kl_in_reward(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
         mask = case[f"in_s{step}_response_mask"]
         token = {"old_logprobs": case[f"in_s{step}_old_log_prob"], "ref_logprobs": case[f"in_s{step}_ref_log_prob"]}
         columns = columns_of(mask, token)
-        penalty, mean = kl_reward.kl_penalty(columns, coef=coef, form=hp["kl_penalty"], count_empty=True)
+        penalty, mean = losses.kl_penalty(columns, coef=coef, form=KL_ALIASES[hp["kl_penalty"]])
+        mean *= int((columns.counts() > 0).sum()) / columns.num_sequences  # verl counts empty answers as 0
         scores = np.asarray(case[f"in_s{step}_token_level_scores"], np.float64)
         penalty = torch.where(columns.mask, penalty, 0.0).numpy().reshape(mask.shape)
         out[f"out_s{step}_token_level_rewards"] = scores - penalty
         if hp["adaptive"]:
-            coef = kl_reward.adapted_coef(
+            coef = losses.adapted_coef(
                 coef,
                 kl=mean,
                 target=hp["adaptive"]["target_kl"],
@@ -603,9 +670,8 @@ def kl_in_reward(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 def masked_whiten(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
     mask = case["in_mask"] > 0
-    got = adv.whiten(
-        torch.from_numpy(np.asarray(case["in_values"], np.float64)), torch.from_numpy(mask), shift_mean=hp["shift_mean"]
-    )
+    assert hp["shift_mean"]
+    got = adv.whiten(torch.from_numpy(np.asarray(case["in_values"], np.float64)), torch.from_numpy(mask))
     return {"out_whitened": np.where(mask, got.numpy(), case["out_whitened"])}
 
 
@@ -648,8 +714,8 @@ def sft(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
         mask, lp = mask[None], lp[None]
     leaf = torch.from_numpy(np.asarray(lp, np.float64).reshape(-1)).requires_grad_()
     columns = columns_of(mask, {}).with_token({"logprobs": leaf})
-    weight = weights.weight_column(columns, "token-mean", num_tokens=hp["batch_num_tokens"]) * hp["dp_size"]
-    loss, grad = _loss(columns, terms.nll, weight, leaf)
+    weight = weights.weight_column(columns, "token-mean") * _share(columns, hp) * hp["dp_size"]
+    loss, grad = _loss(columns, losses.nll, weight, leaf)
     return {"out_loss": np.array(loss), "grad_log_prob": grad.numpy().reshape(case["in_log_prob"].shape)}
 
 

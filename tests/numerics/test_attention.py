@@ -28,12 +28,13 @@ from transformers import (
 )
 
 from verl.accel.cpu import training
-from verl.algorithms.terms import Term, nll
+from verl.algorithms.losses import nll
 from verl.batch import pack, unshare
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.torch_engine import TorchEngine
 from verl.nn import attention, fused
 from verl.nn.packing import probe_batch
+from verl.objective import Term
 from verl.types import Sample, Segment
 
 VOCAB = 40

@@ -8,11 +8,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from verl.algorithms.terms import Term, TermValue, nll, ppo_clip
+from verl.algorithms.losses import nll, ppo_clip
 from verl.batch import Batch, pack
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.torch_engine import TorchEngine
 from verl.nn.fused import fuse
+from verl.objective import Term, TermValue
 from verl.types import Sample, Segment
 
 VOCAB = 40

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from verl.algorithms.terms import Term, nll, ppo_clip
+from verl.algorithms.losses import nll, ppo_clip
 from verl.algorithms.weights import term_weights
 from verl.batch import pack
 from verl.model_engine.optim import OptimSpec, learning_rate
 from verl.model_engine.torch_engine import TorchEngine
 from verl.nn.linear_logprob import linear_logprob
 from verl.nn.packing import probe_batch
+from verl.objective import Term, TermValue
 from verl.types import Refs, Sample, Segment, ref_of
 from verl.workers.role import columns_of
 
@@ -181,15 +182,7 @@ def test_a_value_head_makes_a_critic_of_the_same_engine(model):
     values = e.infer(batch, ("values", "scores"))
     assert values["values"].shape == (batch.num_loss_tokens,) and values["scores"].shape == (batch.num_rows,)
     assert float(values["values"].abs().max()) == 0, "a fresh critic predicts 0"
-    fit = (
-        Term(
-            name="loss",
-            fn=lambda c: __import__("verl.algorithms.terms", fromlist=["TermValue"]).TermValue(
-                (c["values"] - 1.0) ** 2
-            ),
-            outputs=("values",),
-        ),
-    )
+    fit = (Term(name="loss", fn=lambda c: TermValue((c["values"] - 1.0) ** 2), outputs=("values",)),)
     batch = batch.with_columns(term_weights(columns_of(Refs(ref_of(s) for s in rows()), batch.columns), fit))
     losses = []
     for _ in range(6):

@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from verl.algorithms.preference import TABLE, Pairs, bradley_terry, dpo, preference_terms, reward_terms, rpo_gap
+from verl.algorithms.preference import Pairs, bradley_terry, dpo, preference_terms, reward_terms, rpo_gap
+from verl.algorithms.presets import PREFERENCES
 from verl.chat import Rendered
 from verl.data.preference import Pair, PairTable
 from verl.driver.stages import PreferenceStage, Reference, RewardStage
@@ -55,7 +56,7 @@ def table(rows: int = 5) -> PairTable:
 def stage_of(name):
     if name == "rm":
         return RewardStage(table(), reward_terms(center_coef=0.1, margin=True))
-    stage = PreferenceStage(table(), preference_terms(name), TABLE[name].paired)
+    stage = PreferenceStage(table(), preference_terms(name), PREFERENCES[name].paired)
     if "ref_logprobs" in stage.terms[0].inputs:
         counts = [int(r.mask.sum()) for i in range(len(stage)) for _, r in stage.entries(i)]
         values = np.random.default_rng(1).normal(-2, 0.5, sum(counts)).astype(np.float32)
@@ -80,7 +81,7 @@ def gradient(model, stage, indices, *, budget=10_000, share=True, first_pass=Fal
     return {n: p.grad.clone() for n, p in engine.model.named_parameters() if p.grad is not None}, out
 
 
-@pytest.mark.parametrize("name", [*TABLE, "rm"])
+@pytest.mark.parametrize("name", [*PREFERENCES, "rm"])
 def test_no_split_order_or_sharing_changes_the_gradient(name, model):
     stage = stage_of(name)
     expected, whole = gradient(model, stage, range(5), share=False)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from fakes import put
 
-from verl.algorithms.table import TABLE
+from verl.algorithms.presets import PRESETS
 from verl.config.schema import Config
 from verl.driver.assemble import learner_of
 from verl.driver.models import ModelContext
@@ -91,7 +91,7 @@ def gradients(name: str, model: Path, ranks: int, budget: int = 16384) -> tuple[
     return found, {n: m.value for n, m in step.metrics.items()}
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", PRESETS)
 def test_the_gradient_of_every_optimizer_step_is_that_of_one_rank(name, tiny_model):
     torch.manual_seed(0)  # of the critic's head
     expected, metrics = gradients(name, tiny_model, 1)

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from handmade_model import write_model, write_rows
 
-from verl.algorithms.table import LOSSES, TABLE, Row
+from verl.algorithms.presets import LOSSES, PREFERENCES, PRESETS, knobs
 from verl.config.load import load_config, validate
 from verl.config.schema import AlgorithmConfig
 from verl.config.tree import leaves
-from verl.config.validate import ALGORITHM_OPTIONS, ALGORITHMS, BOUNDS, CHOICES, POSITIVE
+from verl.config.validate import BOUNDS, CHOICES, POSITIVE
 
 
 @pytest.fixture(scope="module")
@@ -142,13 +142,6 @@ def test_what_is_allowed(base: list[str]) -> None:
     assert faults(base, "health.mismatch_stop=inf") == []
 
 
-def test_a_group_predicate_may_be_passed_in(base: list[str]) -> None:
-    assert faults(base, "step.samples_per_prompt=1", needs_group=lambda name: False) == []
-    assert (
-        len(faults(base, "algorithm.name=reinforce", "step.samples_per_prompt=1", needs_group=lambda name: True)) == 1
-    )
-
-
 def test_commands_ask_for_what_they_need(base: list[str]) -> None:
     assert "data.eval_files is empty" in faults(base[:1], command="eval")[0]
     assert faults(base[:1], command="generate") == []
@@ -168,23 +161,56 @@ def test_rules_name_keys_of_the_tree() -> None:
     assert named and not named - set(leaves()), "a message names a key that is not there"
 
 
-def test_algorithms_agree_with_the_table() -> None:
-    for name, row in TABLE.items():
-        facts = ALGORITHMS[name]
-        assert facts.needs_group == (row.least > 1), name
-        assert (facts.kl_loss, facts.kl_reward) == (row.kl_loss_coef > 0, row.kl_reward_coef > 0), name
-        assert facts.filters_groups == row.filter_groups, name
-        assert facts.needs_horizon == (row.aggregation == "seq-mean-token-sum-norm" and row.horizon_tokens is None), (
-            name
-        )
-        assert (facts.critic, facts.baselines) == (row.estimator == "gae", row.baselines), name
-    assert set(ALGORITHMS) == set(TABLE)
-    sections = {f.name for f in dataclasses.fields(AlgorithmConfig)}
-    assert set(ALGORITHM_OPTIONS) == set(Row.__dataclass_fields__) - sections - {
-        "source",
-        "estimator",
-        "least",
-        "baselines",
-        "notes",
-    }
+def test_the_keys_of_the_tree_are_the_settings_of_the_specs() -> None:
+    keys = {f.name for f in dataclasses.fields(AlgorithmConfig)} - {"name", "options", "loss", "advantage"}
+    assert keys == {key for key, option in knobs().items() if not option}
     assert "ppo_clip" in LOSSES, "dialect_rules.py names it for verl's rloo"
+    assert set(PREFERENCES) == set(CHOICES["preference.loss"]) and len(PRESETS) == 25
+
+
+ALGORITHM_FAULTS = [
+    (["algorithm.options.clip_low=0.1"], "algorithm.options.clip_low: unknown"),
+    (["algorithm.options.tau_positve=1"], "did you mean tau_positive?"),
+    (["algorithm.name=sapo", "algorithm.options.tau_positive=hot"], "must be a number"),
+    (["algorithm.options.leave_one_out=1"], "must be true or false"),
+    (["algorithm.name=sapo", "algorithm.options.tau_negative=0"], "must be > 0"),
+    (["algorithm.name=cispo", "algorithm.options.ratio_max=-1"], "must be > 0"),
+    (["algorithm.loss=cispo"], "set it to 5.0"),
+    (["algorithm.loss=ppo_clp"], "did you mean ppo_clip?"),
+    (["algorithm.loss=a.b.c"], "module:function"),
+    (["algorithm.name=gdpo"], "algorithm.options.reward_components=[a,b]"),
+    (["algorithm.name=ppo", "algorithm.gamma=1.5"], "must be >= 0 and <= 1"),
+    (["algorithm.name=ppo", "algorithm.critic_warmup_until=2"], "an explained variance"),
+    (["algorithm.name=ppo", "algorithm.value_clip=0"], "must be > 0"),
+    (["algorithm.critic_warmup_steps=5"], "grpo has no critic"),
+    (["algorithm.options.selection=best"], "bon, br, bw"),
+    (["algorithm.correction=truncate"], "set algorithm.options.correction_high"),
+    (["algorithm.correction=tis", "algorithm.options.correction_high=2"], "truncate, clamp, icepop, mask"),
+    (
+        ["algorithm.correction=clamp", "algorithm.options.correction_low=3", "algorithm.options.correction_high=2"],
+        "need low <= high",
+    ),
+    (["algorithm.options.correction_level=turn"], "token, sequence, geometric"),
+    (["algorithm.options.correction_reject=[token_k1]"], "write STAT:HIGH or STAT:LOW:HIGH"),
+    (["algorithm.options.correction_reject=[seq_max_k1:2]"], "statistic 'seq_max_k1' is unknown"),
+    (["algorithm.options.correction_reject=['token_k1:2:1']"], "need 0 <= low <= high"),
+    (["algorithm.options.correction_denominator=all"], "after_rejection, before_rejection"),
+    (["algorithm.bypass=true", "algorithm.loss=sapo"], "set ppo_clip or reinforce"),
+    (["algorithm.bypass=true", "algorithm.loss=reinforce"], "its importance weights"),
+    (
+        ["algorithm.bypass=true", "algorithm.correction=truncate", "algorithm.options.correction_high=2"],
+        "would count it twice",
+    ),
+    (["algorithm.bypass=true", "algorithm.options.correction_batch_normalize=true"], "leave it out"),
+    (["algorithm.name=sapo", "algorithm.options.tau_positive=inf"], "must be finite"),
+    (["preference.loss=dop"], "did you mean"),
+]
+
+
+def test_each_fault_of_an_algorithm_is_one_line_too(base: list[str]) -> None:
+    wrong = []
+    for args, reason in ALGORITHM_FAULTS:
+        found = faults(base, *args)
+        if len(found) != 1 or reason not in found[0] or not re.search(r"(algorithm|preference)\.[a-z_]+", found[0]):
+            wrong.append((args, reason, found))
+    assert not wrong, wrong

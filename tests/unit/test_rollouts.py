@@ -21,8 +21,8 @@ from stage import SAMPLING, Stage, by_id, group_id, groups_of, jitter, play, see
 
 from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput
 from verl.agent_loop.single_turn import SingleTurnLoop
-from verl.algorithms.advantages import grpo, token_rewards
-from verl.algorithms.table import resolve
+from verl.algorithms.estimators import grpo, token_rewards
+from verl.algorithms.resolve import resolve
 from verl.transfer_queue.memory import MemoryQueue
 from verl.transfer_queue.rows import read_samples
 from verl.types import Invalid, Refs, Sample, Score, Segment, Trajectory, derive_seed

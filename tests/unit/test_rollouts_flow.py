@@ -18,7 +18,8 @@ import pytest
 from fakes import FakeEngine
 from stage import SAMPLING, Stage, by_id, group_id, groups_of, jitter, play, seed_of
 
-from verl.algorithms.table import Algorithm, GroupSpec, resolve
+from verl.algorithms.resolve import Algorithm, resolve
+from verl.algorithms.specs import GroupSpec
 from verl.driver.rollouts import InvalidShare, RunEnded
 from verl.track.events import read_events
 from verl.transfer_queue.rows import read_samples

@@ -10,10 +10,11 @@ import pytest
 import torch
 from fakes import FakeEngine, put
 
-from verl.algorithms.terms import Term, nll
+from verl.algorithms.losses import nll
 from verl.batch import Columns
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.torch_engine import TorchEngine, load_causal_lm
+from verl.objective import Term
 from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Metric, Sample, Segment
 from verl.workers.compute import Compute, WeightedStep

@@ -1,86 +1,26 @@
-"""Off-policy corrections: what the sampler said of its tokens against what the trainer says (algorithms.md section 5).
+"""Off-policy corrections: what the sampler said of its tokens against what the trainer says.
 
-`mismatch_metrics` is the monitor, always on (pitfalls 1). `correct` turns the same log-ratio into importance weights
-(TIS, IcePop, clamp) and rejections (MIS), on the mask before rejection; both are plain columns of the loss.
+`mismatch_metrics` is the monitor, always on. `correct` turns the same log-ratio into importance weights (TIS, IcePop,
+clamp) and rejections (MIS), on the mask before rejection; both are plain columns of the loss.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from verl.algorithms.specs import Correction, Rejection
 from verl.batch import Columns
 from verl.types import Metric, Metrics
 
 LOG_RATIO_BOUND = 20.0
-LEVELS = ("token", "sequence", "geometric")
-FORMS = ("truncate", "icepop", "clamp", "mask")
-STATS = (
-    *(f"token_k{k}" for k in (1, 2, 3)),
-    *(f"seq_{how}_k{k}" for how in ("sum", "mean") for k in (1, 2, 3)),
-    "seq_max_k2",
-    "seq_max_k3",
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Rejection:
-    """Reject the tokens (token_*) or whole sequences (seq_*) whose statistic is out of bounds; both bounds are kept.
-
-    k1: `low` <= pi_train / pi_rollout (its product or geometric mean for seq_sum, seq_mean) <= `high`; without `low`,
-    1 / `high`. verl's bounds are on the inverse ratio (quirk Q8): give 1 / high, 1 / low. k2, k3: at most `high`.
-    """
-
-    stat: str
-    low: float | None = None
-    high: float | None = None
-
-    def __post_init__(self) -> None:
-        if self.stat not in STATS:
-            raise ValueError(f"rejection statistic {self.stat!r} is unknown; known: {', '.join(STATS)}")
-        if self.high is None or self.high <= 0 or (self.low is not None and not 0 <= self.low <= self.high):
-            raise ValueError(
-                f"rejection {self.stat}: low={self.low}, high={self.high}; need 0 <= low <= high and high > 0"
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Correction:
-    """Which weights and which rejections. Bounds are on pi_train / pi_rollout.
-
-    level: token | sequence (product over the trajectory) | geometric (its geometric mean) | None (no weights) ·
-    form: truncate min(w, high), TIS · clamp to [low, high] · icepop 0 outside [low, high], the token still counts in the
-    denominators · mask rejected outside [low, high] (AReaL's decoupled PPO, TRL's sequence mask) ·
-    batch_normalize: weights divided by their mean over tokens (level token) or sequences, after the bounds ·
-    mode: decoupled (three policies) | bypass (old := rollout).
-    """
-
-    level: Literal["token", "sequence", "geometric"] | None = "token"
-    form: Literal["truncate", "icepop", "clamp", "mask"] = "truncate"
-    low: float | None = None
-    high: float | None = None
-    batch_normalize: bool = False
-    reject: tuple[Rejection, ...] = ()
-    mode: Literal["decoupled", "bypass"] = "decoupled"
-
-    def __post_init__(self) -> None:
-        if self.level is not None and self.level not in LEVELS:
-            raise ValueError(f"correction level {self.level!r} is unknown; known: {', '.join(LEVELS)}")
-        if self.form not in FORMS:
-            raise ValueError(f"correction form {self.form!r} is unknown; known: {', '.join(FORMS)}")
-        if self.mode not in ("decoupled", "bypass"):
-            raise ValueError(f"correction mode {self.mode!r}: decoupled | bypass")
-        if self.level is not None and (self.high is None or self.high <= 0 or not 0 <= (self.low or 0) <= self.high):
-            raise ValueError(
-                f"correction {self.form}: low={self.low}, high={self.high}; need 0 <= low <= high and high > 0"
-            )
+"""Log-ratios are clamped here before exp; no gradient outside."""
 
 
 def correct(columns: Columns, spec: Correction) -> dict[str, Tensor | Metric]:
-    """`is_weights` [L] float64, `keep` [L] bool and `rollout_corr/*` metrics from `old_logprobs` and `rollout_logprobs`.
+    """`is_weights` [L] float64, `keep` [L] bool, `rollout_corr/*` metrics, of `old_logprobs` and `rollout_logprobs`.
 
     On the mask as given: rejection changes no weight. Weights are 0 and `keep` False outside the mask and where the
     log-ratio is not finite. Sequences without a token are in no metric; without any token there are no metrics.
@@ -95,7 +35,7 @@ def correct(columns: Columns, spec: Correction) -> dict[str, Tensor | Metric]:
     keep = columns.mask & ~broken
     out: dict[str, Tensor | Metric] = {}
     weights = keep.double()
-    if spec.level is not None:
+    if spec.form is not None:
         ratio = importance_ratio(columns, q, spec.level)
         good = keep if spec.level == "token" else keep & ~broken_rows[columns.sequence_of]
         used = torch.where(good, bounded(ratio, spec), zero)
@@ -107,13 +47,14 @@ def correct(columns: Columns, spec: Correction) -> dict[str, Tensor | Metric]:
         keep = good
         if spec.form == "mask":
             keep = keep & within(ratio, spec)
-    for rule in spec.reject:
+    rules = spec.rejections()
+    for rule in rules:
         passed = _passes(columns, q, rule)
         if rule.stat.startswith("seq_"):
             passed = passed & ~broken_rows[columns.sequence_of]
         out |= _rejection_metrics(columns, passed, f"rollout_corr/rollout_rs_{rule.stat}_")
         keep = keep & passed
-    if spec.reject or spec.form == "mask":
+    if rules or spec.form == "mask":
         out |= _rejection_metrics(columns, keep, "rollout_corr/rollout_rs_")
     out |= policy_gap_metrics(columns, train, rollout)
     return {"is_weights": torch.where(keep, weights, zero), "keep": keep, **out}
@@ -165,7 +106,6 @@ def _passes(columns: Columns, q: Tensor, rule: Rejection) -> Tensor:
             x = top[columns.sequence_of]
         else:
             x = (columns.sum(x) if where[1] == "sum" else columns.mean(x))[columns.sequence_of]
-    assert rule.high is not None
     if k != "k1":
         return columns.mask & (x <= rule.high)
     ratio = x.exp()
@@ -251,7 +191,7 @@ def policy_gap_metrics(columns: Columns, train: Tensor, rollout: Tensor) -> Metr
 
 
 def mismatch_metrics(trainer: Tensor, rollout: Tensor, mask: Tensor) -> Metrics:
-    """q = trainer - rollout over the mask [L]: k1 and k3 of KL(rollout || trainer), max |q|, ESS share, p99 of exp(|q|)."""
+    """Of q = trainer - rollout in the mask [L]: k1, k3 of KL(rollout || trainer), max |q|, ESS, p99 of exp(|q|)."""
     q = (trainer.double() - rollout.double())[mask]
     if len(q) == 0:
         return {}

@@ -1,24 +1,24 @@
-"""Preference and reward-model losses (algorithms.md section 4): functions of pairs, and the terms that run them.
+"""Preference and reward-model losses: functions of pairs, and the terms that run them.
 
-A pair is two sequences of one step, told apart by token columns (`side`, `pair`); the term is evaluated on the whole step at
-once, so no split into micro-batches can part a pair or change KTO's reference point.
+A pair is two sequences of one step, told apart by token columns (`side`, `pair`); the term is evaluated on the whole
+step at once, so no split into micro-batches can part a pair or change KTO's reference point.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from verl.algorithms.terms import Term, TermValue
+from verl.algorithms.presets import preference
+from verl.algorithms.specs import did_you_mean, function
 from verl.batch import Columns
+from verl.objective import Term, TermValue
 
 CHOSEN, REJECTED, MISMATCHED = 1.0, -1.0, 0.0
 """Values of the column `side`. Unpaired rows are CHOSEN (desirable) or REJECTED; MISMATCHED rows measure KTO's z0."""
@@ -81,12 +81,12 @@ def apo_zero(p: Pairs, *, beta: float) -> Tensor:
 
 
 def rpo(p: Pairs, *, beta: float, alpha: float = 1.0, normalization: str = "sequence") -> Tensor:
-    """DPO + alpha NLL of the chosen (Iterative RPO, 2404.19733), divided by its own length | by that of all | not (sum)."""
+    """DPO + alpha NLL of the chosen (Iterative RPO, 2404.19733), by its own length | that of all | not (sum)."""
     return dpo(p, beta=beta) + alpha * _nll(p, normalization)
 
 
 def rpo_gap(p: Pairs, *, beta: float, eta: float = 1.0, distance: str = "sq") -> Tensor:
-    """Reward-aware (Nemotron-4, 2502.00203): distance of D = beta h from S = eta (r_w - r_l); squares or Bernoulli KLs."""
+    """Reward-aware (Nemotron-4, 2502.00203): distance of beta h from eta (r_w - r_l); squares or Bernoulli KLs."""
     if p.gap is None:
         raise ValueError(
             "this loss reads the answers' true rewards: rows need chosen_score and rejected_score (or margin)"
@@ -130,7 +130,7 @@ def kto(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> Tensor:
-    """Per answer [n] (2402.01306). z0 = max(0, mean of `kl_log_ratio`), of mismatched prompts and answers, no gradient."""
+    """Per answer [n] (2402.01306). z0 = max(0, mean of `kl_log_ratio`), of mismatched answers, no gradient."""
     z0 = kl_log_ratio.detach().mean().clamp(min=0) if len(kl_log_ratio) else torch.zeros((), dtype=log_ratio.dtype)
     up = desirable_weight * (1 - torch.sigmoid(beta * (log_ratio - z0)))
     down = undesirable_weight * (1 - torch.sigmoid(beta * (z0 - log_ratio)))
@@ -140,7 +140,7 @@ def kto(
 def bradley_terry(
     chosen: Tensor, rejected: Tensor, *, margin: Tensor | None = None, center_coef: float = 0.0
 ) -> Tensor:
-    """-log sigmoid(r_w - r_l - margin) + center (r_w + r_l)^2 per pair [n] (2204.05862, 2307.09288; centring 2312.09244)."""
+    """-log sigmoid(r_w - r_l - margin) + center (r_w + r_l)^2 per pair [n] (2204.05862, 2307.09288, 2312.09244)."""
     gap = chosen - rejected if margin is None else chosen - rejected - margin
     return -F.logsigmoid(gap) + center_coef * (chosen + rejected) ** 2
 
@@ -165,115 +165,38 @@ def _log1mexp(x: Tensor) -> Tensor:
     return torch.log(-torch.expm1(x.clamp(max=-1e-7)))
 
 
-# -- the table -------------------------------------------------------------------------------------------------------
+# -- terms -------------------------------------------------------------------------------------------------------------
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loss:
-    """One row: what `preference.loss=NAME` trains. `reference`: needs the frozen start policy's log-probs."""
-
-    source: str
-    fn: Callable[..., Tensor]
-    beta: float = 0.1
-    reference: bool = True
-    paired: bool = True
-    needs_gap: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict)
-
-
-TABLE: Mapping[str, Loss] = MappingProxyType(
-    {
-        "dpo": Loss(
-            source="DPO, 2305.18290", fn=dpo, options={"label_smoothing": 0.0, "average": False, "ld_alpha": None}
-        ),
-        "cdpo": Loss(source="cDPO, Mitchell 2023", fn=dpo, options={"label_smoothing": 0.1}),
-        "dpo_norm": Loss(
-            source="length-normalised DPO (Tulu 3, 2411.15124)", fn=dpo, beta=5.0, options={"average": True}
-        ),
-        "ld_dpo": Loss(source="LD-DPO, 2409.06411", fn=dpo, options={"ld_alpha": 0.5}),
-        "robust": Loss(source="robust DPO, 2403.00409", fn=robust, options={"label_smoothing": 0.1}),
-        "hinge": Loss(source="SLiC, 2305.10425", fn=hinge),
-        "ipo": Loss(source="IPO, 2310.12036", fn=ipo, options={"average": True}),
-        "apo_zero": Loss(source="APO, 2408.06266", fn=apo_zero),
-        "rpo": Loss(source="Iterative RPO, 2404.19733", fn=rpo, options={"alpha": 1.0, "normalization": "sequence"}),
-        "rpo_sq": Loss(
-            source="reward-aware RPO, 2502.00203",
-            fn=partial(rpo_gap, distance="sq"),
-            needs_gap=True,
-            options={"eta": 1.0},
-        ),
-        "rpo_bwd_kl": Loss(
-            source="reward-aware RPO, 2502.00203",
-            fn=partial(rpo_gap, distance="bwd_kl"),
-            needs_gap=True,
-            options={"eta": 1.0},
-        ),
-        "rpo_fwd_kl": Loss(
-            source="reward-aware RPO, 2502.00203",
-            fn=partial(rpo_gap, distance="fwd_kl"),
-            needs_gap=True,
-            options={"eta": 1.0},
-        ),
-        "orpo": Loss(source="ORPO, 2403.07691", fn=orpo, reference=False),
-        "simpo": Loss(source="SimPO, 2405.14734", fn=simpo, beta=2.0, reference=False, options={"gamma": 1.0}),
-        "cpo": Loss(source="CPO, 2401.08417", fn=cpo, reference=False, options={"alpha": 1.0}),
-        "kto": Loss(
-            source="KTO, 2402.01306", fn=kto, paired=False, options={"desirable_weight": 1.0, "undesirable_weight": 1.0}
-        ),
-    }
-)
+_WHOLE: Mapping[str, Any] = {"unit": "sequence", "aggregate": "seq-mean-token-mean", "two_pass": True}
 
 
 def preference_terms(
     name: str, *, beta: float | None = None, options: Mapping[str, Any] | None = None
 ) -> tuple[Term, ...]:
-    """The term of `preference.loss`; ValueError for a name or an option that the table does not have."""
-    row = loss_row(name)
-    given = dict(options or {})
-    for key in given:
-        if key not in row.options:
-            near = difflib.get_close_matches(key, row.options, 1)
-            raise ValueError(
-                f"preference.options.{key}: {name} has no such option"
-                + (f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(row.options) or 'none'}")
-            )
-    settings = {**row.options, **given}
+    """The term of `preference.loss`; ValueError for a name or an option that there is not."""
+    spec = preference(name)
+    for key in options or {}:
+        if key not in spec.options:
+            hint = did_you_mean(key, list(spec.options)) or f"; it has {', '.join(spec.options) or 'none'}"
+            raise ValueError(f"preference.options.{key}: {name} has no such option{hint}")
+    settings = {**spec.options, **(options or {})}
     ld_alpha = settings.pop("ld_alpha", None)
-    loss = partial(row.fn, beta=row.beta if beta is None else beta, **settings)
+    strength = spec.beta if beta is None else beta
+    loss = partial(function(spec.fn, "preference.loss"), beta=strength, **settings, **spec.fixed)
     fn = (
-        partial(_pair_term, loss=loss, beta=row.beta if beta is None else beta, ld_alpha=ld_alpha)
-        if row.paired
+        partial(_pair_term, loss=loss, beta=strength, ld_alpha=ld_alpha)
+        if spec.paired
         else partial(_kto_term, loss=loss)
     )
-    inputs = ("side", "pair") + (("ref_logprobs",) if row.reference else ()) + (("gap",) if row.needs_gap else ())
-    return (Term(name="loss", fn=fn, unit="sequence", aggregate="seq-mean-token-mean", inputs=inputs, two_pass=True),)
-
-
-def loss_row(name: str) -> Loss:
-    if name not in TABLE:
-        near = difflib.get_close_matches(name, TABLE, 1)
-        raise ValueError(
-            f"preference.loss={name!r} is unknown: {', '.join(TABLE)}"
-            + (f"; did you mean {near[0]!r}?" if near else "")
-        )
-    return TABLE[name]
+    inputs = ("side", "pair", *(("ref_logprobs",) if spec.reference else ()), *(("gap",) if spec.needs_gap else ()))
+    return (Term(name="loss", fn=fn, inputs=inputs, **_WHOLE),)
 
 
 def reward_terms(*, center_coef: float = 0.0, margin: bool = False) -> tuple[Term, ...]:
-    """Bradley-Terry on the scores after the last token: the only trainable token of each row carries them as `values`."""
+    """Bradley-Terry on the scores after the last token: each row's only trainable token carries them as `values`."""
     fn = partial(_reward_term, center_coef=center_coef, margin=margin)
-    inputs = ("side", "pair") + (("gap",) if margin else ())
-    return (
-        Term(
-            name="loss",
-            fn=fn,
-            unit="sequence",
-            aggregate="seq-mean-token-mean",
-            outputs=("values",),
-            inputs=inputs,
-            two_pass=True,
-        ),
-    )
+    inputs = ("side", "pair", *(("gap",) if margin else ()))
+    return (Term(name="loss", fn=fn, outputs=("values",), inputs=inputs, **_WHOLE),)
 
 
 def _of_sequence(columns: Columns, name: str) -> Tensor:

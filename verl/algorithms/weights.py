@@ -1,4 +1,4 @@
-"""One division: masks become weight columns before the first micro-batch of an optimizer step (algorithms.md 0.1).
+"""One division: masks become weight columns before the first micro-batch of an optimizer step.
 
 After this the engine only ever sums weight x value, so micro-batches, packing, order and layout cannot matter.
 """
@@ -10,10 +10,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from verl.algorithms.terms import Term
+from verl.algorithms.specs import AGGREGATIONS
 from verl.batch import Columns, segment_sum
-
-AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+from verl.objective import Term
 
 
 def weight_column(
@@ -23,27 +22,23 @@ def weight_column(
     unit: str = "token",
     horizon_tokens: int | None = None,
     denominator_mask: Tensor | None = None,
-    num_tokens: float | None = None,
-    num_sequences: float | None = None,
 ) -> Tensor:
     """Weights [L] (unit token) or [S] (unit sequence), float64, 0 outside the mask.
 
     N counts valid tokens, S the sequences with at least one, of the same mask as the numerator; `denominator_mask` [L]
-    counts them on another mask (denominator=before_rejection); `num_tokens` and `num_sequences` are the global counts
-    when `columns` is one rank's share. No valid token: all weights 0.
+    counts them on another mask (denominator=before_rejection). No valid token: all weights 0.
     """
     if aggregate not in AGGREGATIONS:
         raise ValueError(f"aggregation {aggregate!r} is unknown; known: {', '.join(AGGREGATIONS)}")
     counted = columns.mask if denominator_mask is None else denominator_mask
     mask = columns.mask.double()
     n = segment_sum(counted.double(), columns.sequence_of, columns.num_sequences)  # [S]
-    sequences = (n > 0).sum().clamp(min=1).double() if num_sequences is None else num_sequences
-    tokens = counted.sum().clamp(min=1).double() if num_tokens is None else num_tokens
+    sequences = (n > 0).sum().clamp(min=1).double()
     if unit == "sequence":
         present = (columns.counts() > 0).double()
         return present / (sequences if aggregate.startswith("seq-mean") or aggregate == "token-mean" else 1)
     if aggregate == "token-mean":
-        return mask / tokens
+        return mask / counted.sum().clamp(min=1).double()
     if aggregate == "token-sum":
         return mask
     if aggregate == "seq-mean-token-sum":
@@ -62,24 +57,17 @@ def term_weights(columns: Columns, terms: tuple[Term, ...]) -> dict[str, Tensor]
     """`w/<term>` for every term, its coefficient included. Unit token: [L]; unit sequence: [S]."""
     out = {}
     kept = columns
-    if "keep" in columns:  # tokens that an off-policy correction rejected are in no loss (section 5)
+    if "keep" in columns:  # tokens that an off-policy correction rejected are in no loss
         kept = replace(columns, mask=columns.mask & columns["keep"].bool())
     for term in terms:
         seen = kept
         if term.over is not None:
-            keep = columns.sequence[term.over].bool()[columns.sequence_of]
-            seen = Columns(
-                token={},
-                sequence={},
-                sequence_of=columns.sequence_of,
-                num_sequences=columns.num_sequences,
-                mask=kept.mask & keep,
-            )
+            seen = replace(kept, mask=kept.mask & columns.sequence[term.over].bool()[columns.sequence_of])
         counted = columns.mask if term.denominator == "before_rejection" and term.over is None else None
         weight = weight_column(
             seen, term.aggregate, unit=term.unit, horizon_tokens=term.horizon_tokens, denominator_mask=counted
         )
-        if term.corrected and "is_weights" in columns:  # importance weights of a rollout correction (section 5)
+        if term.corrected and "is_weights" in columns:  # importance weights of a rollout correction
             assert term.unit == "token"
             weight = weight * torch.where(columns.mask, columns["is_weights"].double(), 0.0)
         out[f"w/{term.name}"] = term.coef * weight
@@ -93,6 +81,7 @@ def check_finite(columns: Columns, names: tuple[str, ...]) -> None:
         if bad.any():
             at = int(torch.nonzero(bad)[0, 0])
             raise ValueError(
-                f"{name} is {columns[name][at].tolist()} at trainable token {at} of sequence {int(columns.sequence_of[at])} "
-                f"({int(bad.sum())} such tokens): the model or the sampler produced a non-finite number"
+                f"{name} is {columns[name][at].tolist()} at trainable token {at} of sequence "
+                f"{int(columns.sequence_of[at])} ({int(bad.sum())} such tokens): the model or the sampler produced a "
+                "non-finite number"
             )

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from verl.algorithms.presets import find
 from verl.config.model_files import ModelFacts
 from verl.config.schema import Config
-from verl.config.validate import ALGORITHMS, RL, SAMPLES, Command
+from verl.config.validate import RL, SAMPLES, Command
 
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"bfloat16": 2, "float32": 4})
 LOGPROB_CHUNK_BYTES = 16 << 20
@@ -131,7 +132,7 @@ def _items(config: Config, model: ModelFacts, reference: bool, tokens: int) -> d
         if compute_dtype(config) == "bfloat16"
         else 0,
         "reference policy": 4 * weights if reference else 0,
-        "critic with its optimizer": 16 * weights if ALGORITHMS[config.algorithm.name].critic else 0,
+        "critic with its optimizer": 16 * weights if find(config.algorithm.name).critic else 0,
         "rollout weights": copy,
         "incoming weights": copy + snapshot,
         "KV cache": kv_tokens(config) * kv,

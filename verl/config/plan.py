@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
+from verl.algorithms.presets import find, settled
 from verl.config.memory import Memory, estimate_memory, kv_bytes_per_token, kv_tokens, rollout_dtype
 from verl.config.model_files import ModelFacts, describe_model
 from verl.config.schema import Config
-from verl.config.validate import ALGORITHMS, RL, SAMPLES, TRAINS, Command
+from verl.config.validate import RL, SAMPLES, TRAINS, Command
 from verl.data.files import expand_files, format_of
 
 
@@ -179,7 +180,7 @@ def rollout_sizes(config: Config, model: ModelFacts, command: Command = "train")
     in_loop = command in RL
     slots = staleness_slots(config) if in_loop else 0
     surplus = math.ceil(Fraction(str(config.pipeline.oversample)) * config.step.prompts_per_step) if in_loop else 0
-    per_group = config.step.samples_per_prompt + ALGORITHMS[config.algorithm.name].baselines
+    per_group = config.step.samples_per_prompt + find(config.algorithm.name).group.baselines
     flying = (slots + surplus) * per_group
     return RolloutSizes(
         engine=r.engine,
@@ -258,11 +259,8 @@ def _disk(config: Config, model: ModelFacts) -> Disk:
 
 
 def needs_reference(config: Config) -> bool:
-    """Whether a KL term needs a frozen copy of the policy: the coefficients, else the preset's."""
-    a, facts = config.algorithm, ALGORITHMS[config.algorithm.name]
-    in_loss = facts.kl_loss if a.kl_loss_coef is None else a.kl_loss_coef > 0
-    in_reward = facts.kl_reward if a.kl_reward_coef is None else a.kl_reward_coef > 0
-    return in_loss or in_reward
+    """Whether a KL term needs a frozen copy of the policy."""
+    return "ref" in settled(config.algorithm.name, config.algorithm.given()).roles()
 
 
 # -- what is allowed but worth a word ----------------------------------------------------------------------------------

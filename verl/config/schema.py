@@ -95,7 +95,7 @@ class DataConfig:
 @dataclass
 class AlgorithmConfig:
     name: str = "grpo"
-    """A row of the table: `verl show algorithms`."""
+    """A preset: `verl show algorithms`. What each key may be stands in algorithms/specs.py."""
     clip_low: float | None = None
     """Null everywhere below: the preset's value."""
     clip_high: float | None = None
@@ -140,6 +140,11 @@ class AlgorithmConfig:
     """The sampler's log-probs are the old policy; no pass of the trainer for them."""
     options: dict[str, Any] = field(default_factory=dict)
     """What few algorithms have, by name (`verl show algorithm=NAME`): options.length_adaptive_alpha=0.05, ..."""
+
+    def given(self) -> dict[str, Any]:
+        """The settings that are given, by key; the preset has the others."""
+        own = {k: v for k, v in vars(self).items() if k not in ("name", "options") and v is not None}
+        return {**self.options, **own}
 
 
 @dataclass

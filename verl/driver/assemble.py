@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,8 +11,9 @@ import numpy as np
 
 from verl.agent_loop.base import AgentLoopBase, AgentLoopFactory, ServerManager
 from verl.agent_loop.single_turn import SingleTurnLoop
-from verl.algorithms.preference import loss_row, preference_terms, reward_terms
-from verl.algorithms.table import Algorithm, resolve
+from verl.algorithms.preference import preference_terms, reward_terms
+from verl.algorithms.presets import preference
+from verl.algorithms.resolve import Algorithm, resolve
 from verl.config.load import Resolved
 from verl.config.schema import AlgorithmConfig, Config
 from verl.data.preference import load_pairs
@@ -67,8 +67,7 @@ from verl.workers.waits import Waits
 
 
 def algorithm_of(config: AlgorithmConfig) -> Algorithm:
-    given = asdict(config)
-    return resolve(given.pop("name"), {**given.pop("options"), **given})
+    return resolve(config.name, config.given())
 
 
 async def assemble(resolved: Resolved, *, progress: LiveProgress | None = None, on_step: OnStep | None = None) -> Run:
@@ -315,7 +314,7 @@ def _stages(config: Config, command: str, tokenizer: Any) -> tuple[Stage, Stage 
         if command == "rm"
         else preference_terms(p.loss, beta=p.beta, options=p.options)
     )
-    row = loss_row(p.loss)
+    row = preference(p.loss)
     paired, needs_gap = command == "rm" or row.paired, p.use_margin if command == "rm" else row.needs_gap
     if not paired and config.supervised.rows_per_step < 2:
         raise ValueError(
@@ -430,8 +429,8 @@ def _scheduler(config: Config, algorithm: Algorithm, total_steps: int) -> Schedu
         staleness=p.staleness,
         oversample=p.oversample,
         total_steps=total_steps,
-        max_draws_per_group=algorithm.max_draws_per_group,
-        on_exhausted=algorithm.on_exhausted,
+        max_draws_per_group=algorithm.group_filter.max_draws_per_group,
+        on_exhausted=algorithm.group_filter.on_exhausted,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from verl.algorithms.table import Algorithm
+from verl.algorithms.resolve import Algorithm
 from verl.chat import load_tokenizer
 from verl.checkpoint.hf import HfExport
 from verl.checkpoint.score import classifier_config, read_score
@@ -89,7 +89,7 @@ def policy_engine(context: ModelContext, *, head: Head = "lm") -> TorchEngine:
 
 def reference(context: ModelContext) -> ModelWorkers:
     """A frozen copy of the start weights."""
-    return workers_of(context, "reference", _engine(context, optim=None))
+    return workers_of(context, "ref", _engine(context, optim=None))
 
 
 def critic(context: ModelContext) -> ModelWorkers:
@@ -132,8 +132,8 @@ def reward_model(context: ModelContext) -> ModelWorkers | None:
 def models_of(context: ModelContext, algorithm: Algorithm, actor: ModelWorkers) -> dict[str, ModelWorkers]:
     """The actor and whatever else the algorithm looks at, by role."""
     out = {"actor": actor}
-    if "reference" in algorithm.roles:
-        out["reference"] = reference(context)
+    if "ref" in algorithm.roles():
+        out["ref"] = reference(context)
     if algorithm.critic:
         out["critic"] = critic(context)
     return out

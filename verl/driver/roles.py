@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
-from verl.algorithms.table import Algorithm
+from verl.algorithms.resolve import Algorithm
 from verl.config.schema import Config
 from verl.transfer_queue.base import TransferQueue
 from verl.workers.model_workers import ComputeWorker, ModelWorkers
@@ -30,7 +30,7 @@ class Learner:
     """What learns from samples: an algorithm over the workers of its roles. RL runs, supervised runs, a replayed step, the
     Python face and a user's own flow differ in where the samples come from.
 
-    models: actor, and where the algorithm has them reference, critic, reward_model; trainer in a supervised run."""
+    models: actor, and where the algorithm has them ref, critic, reward_model; trainer in a supervised run."""
 
     config: Config
     models: dict[str, ModelWorkers]

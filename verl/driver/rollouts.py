@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from verl.algorithms.table import Algorithm, reject_flat
+from verl.algorithms.resolve import Algorithm
+from verl.algorithms.specs import reject_flat
 from verl.driver.scheduler import Exhausted, Scheduler, StepBatch
 from verl.driver.state import SavedGroup, restore_group, save_group
 from verl.driver.trajectories import TrajectoryRunner, TrajectorySpec, together
@@ -317,7 +318,7 @@ class RolloutManager:
         self.stats.invalid.update(reason_of(t) for t in bad)
         self._invalid.add(group.trajectories)
         scores = [
-            metric_of(t, self._algorithm.filter_metric)
+            metric_of(t, self._algorithm.group_filter.filter_metric)
             for t in group.trajectories
             if t.outcome == "ok" and t.purpose == "train"
         ]
@@ -338,7 +339,7 @@ class RolloutManager:
         broken_baseline = any(t.outcome != "ok" and t.purpose == "baseline" for t in group.trajectories)
         if len(scores) < self._algorithm.group.least or broken_baseline:
             self._release(group.group_id, "invalid" if any(t.outcome == "invalid" for t in bad) else "failed")
-        elif self._algorithm.select(scores) == "reject":
+        elif self._algorithm.group_filter.select(scores) == "reject":
             self._release(group.group_id, "rejected")
         else:
             self.groups[group.group_id] = group

@@ -12,11 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from verl.algorithms.losses import nll
 from verl.algorithms.preference import CHOSEN, MISMATCHED, REJECTED
-from verl.algorithms.terms import Term, nll
 from verl.chat import Rendered
 from verl.data.cache import cache_path, load_cached, store_cached
 from verl.data.preference import Pair, PairTable
+from verl.objective import Term
 from verl.types import Sample, Segment
 
 SFT_TERMS = (Term(name="loss", fn=nll, aggregate="token-mean"),)

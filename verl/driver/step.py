@@ -9,14 +9,15 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from verl.algorithms.advantages import token_rewards
 from verl.algorithms.corrections import correct
-from verl.algorithms.kl_reward import adapted_coef, kl_penalty
-from verl.algorithms.table import Algorithm, KLReward
-from verl.algorithms.terms import Term
+from verl.algorithms.estimators import token_rewards
+from verl.algorithms.losses import adapted_coef, kl_penalty
+from verl.algorithms.resolve import Algorithm
+from verl.algorithms.specs import KLReward
 from verl.algorithms.weights import check_finite
 from verl.batch import Columns
 from verl.driver.roles import Learner
+from verl.objective import Term
 from verl.track.metrics import TimeLedger
 from verl.types import Metric, Metrics, Refs, derive_seed, merge_metrics
 from verl.workers.compute import Computed
@@ -94,13 +95,13 @@ async def _rewarded(learner: Learner, step: Step, refs: Refs) -> Refs:
 def _chosen(learner: Learner, step: Step, refs: Refs) -> Refs:
     """The rows that an algorithm trains on, of each group by its scores (PF-PPO); all of them without a choice."""
     assert learner.algorithm is not None
-    choose = learner.algorithm.choose
-    if choose is None:
+    chosen = learner.algorithm.sample_filter
+    if chosen is None:
         return refs
     kept: set[str] = set()
     for group_id, rows in refs.of("train").groups().items():
         rng = random.Random(derive_seed(learner.config.run.seed, "choose", step.index, group_id))
-        kept |= {rows[i].sample_id for i in choose([r.reward for r in rows], rng)}
+        kept |= {rows[i].sample_id for i in chosen.choose([r.reward for r in rows], rng)}
     return Refs(r for r in refs if r.purpose != "train" or r.sample_id in kept)
 
 
@@ -119,18 +120,22 @@ async def _experience(learner: Learner, step: Step, algorithm: Algorithm, rows: 
     return [column for column, _, _ in needs]
 
 
-_PHASES = {"actor": "old_logprobs", "critic": "values"}  # their passes here have names that verl's users know
+_PHASES = {
+    "ref": "reference",
+    "actor": "old_logprobs",
+    "critic": "values",
+}  # their passes here have names that verl's users know
 
 
 def _critic_is_warm(learner: Learner, step: Step, algorithm: Algorithm) -> bool:
     """Value pretraining: the policy waits for the critic, by steps or until it explains enough of the returns."""
-    controllers = learner.controllers
-    if "critic" not in learner.models or controllers.critic_warm:
+    controllers, spec = learner.controllers, algorithm.critic
+    if "critic" not in learner.models or spec is None or controllers.critic_warm:
         return True
-    if algorithm.critic_warmup_until is not None:
+    if spec.critic_warmup_until is not None:
         explained = step.metrics["critic/vf_explained_var"].value
-        controllers.critic_warm = explained >= algorithm.critic_warmup_until
-    controllers.critic_warm = controllers.critic_warm or step.index >= algorithm.critic_warmup_steps
+        controllers.critic_warm = explained >= spec.critic_warmup_until
+    controllers.critic_warm = controllers.critic_warm or step.index >= spec.critic_warmup_steps
     return controllers.critic_warm
 
 
@@ -143,7 +148,7 @@ async def _advantages(learner: Learner, step: Step, algorithm: Algorithm, refs: 
         found = compute.compute(rows, weigh, both, ("is_weights", "keep"))
         step.log(await learner.done(found, "compute.correct"))
     policies = () if kl is None else ("old_logprobs", "ref_logprobs")
-    inputs = tuple(dict.fromkeys((*policies, *algorithm.advantage_inputs)))
+    inputs = tuple(dict.fromkeys((*policies, *algorithm.estimator.inputs)))
     outputs = ("advantages", "returns") if algorithm.critic else ("advantages",)
     fn = partial(rewards_and_advantages, advantage=algorithm.advantage, kl=kl, kl_coef=controllers.kl_coef)
     metrics = await learner.done(compute.compute(refs, fn, inputs, outputs), "compute.advantages")
@@ -161,7 +166,7 @@ async def _advantages(learner: Learner, step: Step, algorithm: Algorithm, refs: 
     if algorithm.critic:
         found = compute.compute(rows, explained_variance, ("old_values", "returns"), ())
         step.log(await learner.done(found, "compute.explained_variance"))
-    if correction is not None and correction.mode == "bypass" and correction.level is None:
+    if correction is not None and correction.bypass and correction.form is None:
         found = compute.compute(rows, rollout_is_old, ("rollout_logprobs",), ("old_logprobs",))
         await learner.done(found, "compute.bypass")
         return ["old_logprobs"]

@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from torch import Tensor
 
-from verl.batch import Batch, Columns
+from verl.batch import Batch
+from verl.objective import Term
 from verl.types import Metrics
 
 T = TypeVar("T")
-
-
-class TermLike(Protocol):
-    """What an engine needs of a loss term (algorithms/terms.py): its weights stand in the column `w/<name>`."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def fn(self) -> Callable[[Columns], Any]: ...
-    @property
-    def unit(self) -> Literal["token", "sequence"]: ...
-    @property
-    def outputs(self) -> tuple[str, ...]: ...
-    @property
-    def two_pass(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +63,7 @@ class ModelEngine(Protocol):
     """One per rank. Policy, critic and reward model differ by head."""
 
     def forward_backward(
-        self, batch: Batch, terms: Sequence[TermLike], num_microbatches: int = 0, extra_outputs: Sequence[str] = ()
+        self, batch: Batch, terms: Sequence[Term], num_microbatches: int = 0, extra_outputs: Sequence[str] = ()
     ) -> StepOutput:
         """Add the gradient of sum over terms of sum(w * value). `batch` is this rank's share of ONE optimizer step.
 

@@ -3,37 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from verl.batch import Batch, Columns, concat
-from verl.model_engine.base import Ranks, TermLike
+from verl.model_engine.base import Ranks
+from verl.objective import Term, TermValue
 from verl.types import Metric, Metrics
 
 
-class Surrogate:
-    """The second pass of a two-pass term: sum(dL/doutput * output)."""
-
-    unit: Literal["token", "sequence"] = "token"
-    two_pass = False
-
-    def __init__(self, name: str, output: str) -> None:
-        self.name = name
-        self.outputs = (output,)
-
-    def fn(self, columns: Columns) -> SurrogateValue:
-        return SurrogateValue(columns[self.outputs[0]])
+def surrogate(output: str) -> Term:
+    """The second pass of two-pass terms: sum(dL/doutput * output), whose weight column holds dL/doutput."""
+    return Term(name=f"two_pass/{output}", fn=partial(_output, name=output), outputs=(output,), silent=True)
 
 
-class SurrogateValue:
-    def __init__(self, values: Tensor) -> None:
-        self.values = values
-        self.metrics: Mapping[str, Any] = {}
+def _output(columns: Columns, *, name: str) -> TermValue:
+    return TermValue(columns[name])
 
 
-def evaluate_terms(terms: Sequence[TermLike], batch: Batch, outputs: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
+def evaluate_terms(terms: Sequence[Term], batch: Batch, outputs: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
     """sum over terms of sum(w * value), and the metrics of the terms. The engine's only reduction.
 
     A token with weight 0 in a term is outside that term's mask; its inputs are replaced before any arithmetic.
@@ -63,15 +54,15 @@ def evaluate_terms(terms: Sequence[TermLike], batch: Batch, outputs: Mapping[str
             inside = torch.where(present, value.values, 0.0)
         loss = (weight * inside.to(weight.dtype)).sum()
         total = total + loss
-        if not isinstance(term, Surrogate):  # its term has reported its own value
+        if not term.silent:
             metrics[term.name] = Metric(float(loss.detach()), 1, "update", "sum")
         metrics.update(_term_metrics(value.metrics, present, term.unit))
     return total, metrics
 
 
 def first_pass(
-    batch: Batch, terms: Sequence[TermLike], outputs: Mapping[str, Tensor], ranks: Ranks
-) -> tuple[Batch, list[TermLike], Metrics]:
+    batch: Batch, terms: Sequence[Term], outputs: Mapping[str, Tensor], ranks: Ranks
+) -> tuple[Batch, list[Term], Metrics]:
     """For terms with statistics over the whole optimizer step under the current policy: evaluate them on the rows of all
     ranks, and keep dL/doutput as the weights of the second pass. Exact on every layout.
 
@@ -83,13 +74,13 @@ def first_pass(
     loss, metrics = evaluate_terms([t for t in terms if t.two_pass], step, leaves)
     grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
     start = sum(p.num_loss_tokens for p in parts[: ranks.rank])
-    surrogates: list[TermLike] = []
+    second: list[Term] = []
     for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
-        surrogate = Surrogate(f"two_pass/{name}", name)
+        term = surrogate(name)
         weight = torch.zeros_like(leaf) if grad is None else grad
-        batch = batch.with_columns({f"w/{surrogate.name}": weight[start : start + batch.num_loss_tokens].detach()})
-        surrogates.append(surrogate)
-    return batch, [t for t in terms if not t.two_pass] + surrogates, metrics if ranks.rank == 0 else {}
+        batch = batch.with_columns({f"w/{term.name}": weight[start : start + batch.num_loss_tokens].detach()})
+        second.append(term)
+    return batch, [t for t in terms if not t.two_pass] + second, metrics if ranks.rank == 0 else {}
 
 
 def _sequence_weight(batch: Batch, name: str, device: torch.device) -> tuple[Tensor, Tensor]:

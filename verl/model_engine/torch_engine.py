@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from verl.batch import Batch, exactly, loss_index, make_microbatches, select_rows, unshare, without_weight
 from verl.checkpoint.score import classifier_tensors
 from verl.checkpoint.shards import load_tensors, save_tensors, tensor_names
-from verl.model_engine.base import EngineCapabilities, StepOutput, TermLike
+from verl.model_engine.base import EngineCapabilities, StepOutput
 from verl.model_engine.objective import evaluate_terms
 from verl.model_engine.optim import OptimSpec, grad_norm, learning_rate, make_adamw
 from verl.nn import attention
@@ -31,6 +31,7 @@ from verl.nn.heads import Head, ValueHead
 from verl.nn.linear_logprob import linear_logprob
 from verl.nn.packing import check_packing, probe_sequences
 from verl.nn.precision import native_bf16, rounded
+from verl.objective import Term
 from verl.types import Metric, Metrics, merge_metrics
 
 LM_OUTPUTS = ("logprobs", "entropy", "sum_pi_squared")
@@ -108,7 +109,7 @@ class TorchEngine:
     # -- forward -----------------------------------------------------------------------------------------------------
 
     def forward_backward(
-        self, batch: Batch, terms: Sequence[TermLike], num_microbatches: int = 0, extra_outputs: Sequence[str] = ()
+        self, batch: Batch, terms: Sequence[Term], num_microbatches: int = 0, extra_outputs: Sequence[str] = ()
     ) -> StepOutput:
         assert self.optimizer is not None, "this engine was built without an optimizer"
         self._last = (batch, tuple(t.name for t in terms))

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.corrections import mismatch_metrics
-from verl.algorithms.terms import Term
 from verl.algorithms.weights import check_finite, term_weights
 from verl.batch import Columns, Ragged
+from verl.objective import Term
 from verl.transfer_queue.base import TransferQueue
 from verl.types import Metric, Metrics, Refs
 

@@ -17,7 +17,8 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor
 
 from verl.batch import Batch
-from verl.model_engine.base import EngineCapabilities, ModelEngine, StepOutput, TermLike
+from verl.model_engine.base import EngineCapabilities, ModelEngine, StepOutput
+from verl.objective import Term
 from verl.types import Metrics
 from verl.workers.group import Arguments, Broadcast
 
@@ -72,7 +73,7 @@ class SharedEngine:
         self._engine, self._rank = engine, rank
 
     def forward_backward(
-        self, batch: Batch, terms: Sequence[TermLike], num_microbatches: int = 1, extra_outputs: Sequence[str] = ()
+        self, batch: Batch, terms: Sequence[Term], num_microbatches: int = 1, extra_outputs: Sequence[str] = ()
     ) -> StepOutput:
         return self._rank.in_turn(lambda: self._engine.forward_backward(batch, terms, num_microbatches, extra_outputs))
 

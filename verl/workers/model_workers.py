@@ -11,10 +11,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from verl.algorithms.terms import Term
 from verl.batch import Columns
 from verl.driver.dispatch import Share, in_order, shares
 from verl.model_engine.base import EngineCapabilities
+from verl.objective import Term
 from verl.types import Metrics, Refs, merge_metrics
 from verl.weight_sync.base import Sent
 from verl.workers.compute import Compute, Computed, WeightedStep

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from verl.algorithms.terms import Term
 from verl.batch import Batch, Ragged, concat, make_microbatches, pack, without_weight
 from verl.checkpoint.hf import HfExport
 from verl.model_engine.base import ModelEngine, OneRank, Ranks
 from verl.model_engine.objective import evaluate_terms, first_pass
+from verl.objective import Term
 from verl.transfer_queue.base import TransferQueue
 from verl.transfer_queue.rows import read_samples
 from verl.types import Metric, Metrics, Refs, Sample, Segment, merge_metrics
@@ -206,7 +206,7 @@ class Role:
         ):
             return batch, terms, {}
         outputs = self.engine.infer(batch, tuple(dict.fromkeys(n for t in whole for n in t.outputs)))
-        return first_pass(batch, terms, outputs, self.ranks)  # type: ignore[return-value]
+        return first_pass(batch, terms, outputs, self.ranks)
 
 
 def _prefixed(metrics: Metrics, prefix: str) -> Metrics:

@@ -1,7 +1,8 @@
-"""Advantage estimators: pure functions on the trainable tokens of a whole step (algorithms.md section 1), in float64.
+"""Advantage estimators: pure functions on the trainable tokens of a whole step in float64.
 
-Each takes `Columns` with the token column `rewards` [L] (see `token_rewards`), the sequence columns `group` [S] int64 and
-`valid` [S] bool (False: no valid reward; in no statistic, advantage 0), and returns {"advantages": [L]} or also "returns".
+Each takes `Columns` with the token column `rewards` [L] (see `token_rewards`), the sequence columns `group` [S] int64
+and `valid` [S] bool (False: no valid reward; in no statistic, advantage 0), and returns {"advantages": [L]}, some also
+"returns".
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from torch import Tensor
 from verl.batch import Columns, segment_sum
 
 Advantage = dict[str, Tensor]
-FLAT = 1e-6  # a spread within this share of the largest value (or of 1) is rounding (Q18)
+EPS = 1e-6  # beside a deviation that divides
+FLAT = 1e-6  # a spread within this share of the largest value (or of 1) is rounding
 
 
 def token_rewards(columns: Columns, penalty: Tensor | None = None) -> Tensor:
     """[L] float64 rewards: each sequence's `score` at its last trainable token, minus the per-token `penalty` [L].
 
-    Built on the mask before rejection, so that a rejected last token cannot swallow the score (quirk Q6).
+    Built on the mask before rejection, so that a rejected last token cannot swallow the score.
     """
     n = len(columns.sequence_of)
     rewards = torch.zeros(n, dtype=torch.float64)
@@ -34,8 +36,8 @@ def token_rewards(columns: Columns, penalty: Tensor | None = None) -> Tensor:
     return rewards
 
 
-def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
-    """(x - mean) / sqrt(var + 1e-8) over the mask, Bessel variance; 0 outside (section 0.2).
+def whiten(x: Tensor, mask: Tensor) -> Tensor:
+    """(x - mean) / sqrt(var + 1e-8) over the mask, Bessel variance; 0 outside.
 
     Values that are equal within rounding give exactly 0: their differences are noise, which 1 / 1e-4 would raise.
     """
@@ -43,13 +45,8 @@ def whiten(x: Tensor, mask: Tensor, *, shift_mean: bool = True) -> Tensor:
     out = torch.zeros_like(x)
     if len(inside) == 0:
         return out
-    mean = inside.mean()
-    high, low = inside.max(), inside.min()
-    if _flat(high, low):
-        scaled = torch.zeros_like(inside)
-    else:
-        scaled = (inside - mean) * torch.rsqrt(inside.var(correction=1) + 1e-8)
-    out[mask] = scaled if shift_mean else scaled + mean
+    if not _flat(inside.max(), inside.min()):
+        out[mask] = (inside - inside.mean()) * torch.rsqrt(inside.var(correction=1) + 1e-8)
     return out
 
 
@@ -68,7 +65,7 @@ def _scores(columns: Columns) -> tuple[Tensor, Tensor, Tensor, int]:
 def _group_stats(s: Tensor, group: Tensor, usable: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
     """(size, mean, spread) of each sequence's own group, over usable members. Spread is max - min.
 
-    A spread within rounding is exactly 0: scores like 0.1 have a non-zero standard deviation in floats (Q18).
+    A spread within rounding is exactly 0: scores like 0.1 have a non-zero standard deviation in floats.
     """
     index = group[usable]
     values = s[usable]
@@ -86,37 +83,24 @@ def _broadcast(columns: Columns, a: Tensor) -> Tensor:
 
 
 def grpo(
-    columns: Columns,
-    *,
-    normalize_by_std: bool = True,
-    eps: float = 1e-6,
-    singleton: str = "zero",
-    leave_one_out: bool = False,
-    scale: str = "group",
+    columns: Columns, *, normalize_by_std: bool = True, leave_one_out: bool = False, scale_rewards: str = "group"
 ) -> Advantage:
-    """(s - mean_g) / (std_g + eps), Bessel (1.3; GRPO 2402.03300). Without the division: Dr.GRPO (1.4; 2503.20783).
+    """(s - mean_g) / (std_g + 1e-6), Bessel (GRPO, 2402.03300). Without the division: Dr.GRPO (2503.20783).
 
-    leave_one_out: mean and deviation of the other members, undivided where that is 0 (NeMo-RL) · scale: group | batch
-    (the deviation of all scores, TRL) | none · singleton: zero (no signal) | raw (verl: the score itself).
-    A group without variance gives exactly 0.
+    leave_one_out: mean and deviation of the other members, undivided where that is 0 (NeMo-RL) · scale_rewards: group |
+    batch (the deviation of all scores, TRL) | none. A group of one or without variance gives exactly 0.
     """
-    assert scale in ("group", "batch", "none"), f"scale={scale!r}: group | batch | none"
     s, group, usable, n = _scores(columns)
-    a = normalized_in_groups(
-        s, group, usable, n, scale=scale if normalize_by_std else "none", eps=eps, leave_one_out=leave_one_out
-    )
-    if singleton == "raw":
-        size = _group_stats(s, group, usable, n)[0]
-        a = torch.where(usable & (size == 1), s / (1 + eps) if normalize_by_std and scale != "none" else s, a)
-    return {"advantages": _broadcast(columns, a)}
+    scale = scale_rewards if normalize_by_std else "none"
+    return {"advantages": _broadcast(columns, _normalized(s, group, usable, n, scale, leave_one_out))}
 
 
-def normalized_in_groups(
-    s: Tensor, group: Tensor, usable: Tensor, n: int, *, scale: str, eps: float, leave_one_out: bool = False
+def _normalized(
+    s: Tensor, group: Tensor, usable: Tensor, n: int, scale: str = "group", leave_one_out: bool = False
 ) -> Tensor:
     """[S] GRPO's centred and scaled scores; 0 for the unusable, for groups of one and for groups without variance."""
     size, mean, spread = _group_stats(s, group, usable, n)
-    centred = torch.where(usable & (spread > 0) & (size > 1), s - mean, torch.zeros_like(s))
+    centred = _where_varied(usable, size, spread, s - mean)
     if leave_one_out:
         centred = centred * size / (size - 1).clamp(min=1)
     if scale == "none":
@@ -125,26 +109,27 @@ def normalized_in_groups(
         inside = s[usable]
         if len(inside) < 2 or _flat(inside.max(), inside.min()):
             return torch.zeros_like(s)
-        return centred / (inside.std(correction=1) + eps)
+        return centred / (inside.std(correction=1) + EPS)
+    around = torch.where(usable, s - mean, torch.zeros_like(s)) if leave_one_out else centred
+    square = segment_sum(around[usable] ** 2, group[usable], n)[group]
     if not leave_one_out:
-        var = segment_sum(centred[usable] ** 2, group[usable], n)[group] / (size - 1).clamp(min=1)
-        return centred / (var.sqrt() + eps)
-    around = torch.where(usable, s - mean, torch.zeros_like(s))
-    rest = segment_sum(around[usable] ** 2, group[usable], n)[group] - around**2 * (size / (size - 1).clamp(min=1))
+        return centred / ((square / (size - 1).clamp(min=1)).sqrt() + EPS)
+    rest = square - around**2 * (size / (size - 1).clamp(min=1))
     std = (rest.clamp(min=0) / (size - 2).clamp(min=1)).sqrt()
     varied = (size > 2) & (std > FLAT * torch.maximum(mean.abs(), spread).clamp(min=1))
-    return torch.where(varied, centred / (std + eps), centred)
+    return torch.where(varied, centred / (std + EPS), centred)
 
 
-def rloo(columns: Columns, *, singleton: str = "zero") -> Advantage:
-    """s - mean of the other members of the group (1.5; 2402.14740). singleton: zero | raw."""
+def _where_varied(usable: Tensor, size: Tensor, spread: Tensor, a: Tensor) -> Tensor:
+    """[S] `a` where a group has a signal, else exactly 0."""
+    return torch.where(usable & (size > 1) & (spread > 0), a, torch.zeros_like(a))
+
+
+def rloo(columns: Columns) -> Advantage:
+    """s - mean of the other members of the group (2402.14740)."""
     s, group, usable, n = _scores(columns)
     size, mean, spread = _group_stats(s, group, usable, n)
-    a = torch.where(
-        usable & (size > 1) & (spread > 0), size / (size - 1).clamp(min=1) * (s - mean), torch.zeros_like(s)
-    )
-    if singleton == "raw":
-        a = torch.where(usable & (size == 1), s, a)
+    a = _where_varied(usable, size, spread, size / (size - 1).clamp(min=1) * (s - mean))
     return {"advantages": _broadcast(columns, a)}
 
 
@@ -183,7 +168,7 @@ def _discounted(padded: Tensor, factor: Tensor | float) -> Tensor:
 
 
 def to_go(columns: Columns, gamma: float) -> Tensor:
-    """[L] discounted sum of the rewards from each trainable token on; holes are skipped without a discount (1.6)."""
+    """[L] discounted sum of the rewards from each trainable token on; holes are skipped without a discount."""
     grid = _Grid(columns)
     return grid.flat(_discounted(grid.pad(columns["rewards"]), gamma), len(columns.mask))
 
@@ -195,13 +180,20 @@ def gae(
     lam: float = 1.0,
     lam_critic: float | None = None,
     length_adaptive_alpha: float | None = None,
-    whitened: bool = True,
 ) -> Advantage:
-    """Generalised advantages from `old_values` [L] (1.1; 1506.02438), decoupled and length-adaptive (1.2; 2504.05118).
+    """Generalised advantages from `old_values` [L] (1506.02438), whitened; decoupled and length-adaptive (2504.05118).
 
     returns: advantages of `lam_critic` (None: `lam`) + values, before whitening. `length_adaptive_alpha`: the policy's
     lambda of a sequence of l tokens is max(0, 1 - 1 / (alpha l)). Holes are skipped; no bootstrap after the last token.
     """
+    found = raw_gae(columns, gamma, lam, lam_critic, length_adaptive_alpha)
+    return {**found, "advantages": whiten(found["advantages"], _usable_tokens(columns))}
+
+
+def raw_gae(
+    columns: Columns, gamma: float, lam: float, lam_critic: float | None, length_adaptive_alpha: float | None
+) -> Advantage:
+    """`gae` before whitening."""
     n, grid = len(columns.mask), _Grid(columns)
     values = grid.pad(columns["old_values"])
     following = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], 1)
@@ -210,78 +202,64 @@ def gae(
     if length_adaptive_alpha is not None:
         lam_policy = (1 - 1 / (length_adaptive_alpha * grid.counts.double().clamp(min=1))).clamp(min=0)
     critic = _discounted(delta, gamma * (lam if lam_critic is None else lam_critic))
-    policy = _discounted(delta, gamma * lam_policy)
-    usable = columns.mask & columns.sequence["valid"][columns.sequence_of]
-    advantages = torch.where(usable, grid.flat(policy, n), 0.0)
-    if whitened:
-        advantages = whiten(advantages, usable)
-    return {"advantages": advantages, "returns": grid.flat(critic + values, n)}
+    advantages = grid.flat(_discounted(delta, gamma * lam_policy), n)
+    return {
+        "advantages": torch.where(_usable_tokens(columns), advantages, 0.0),
+        "returns": grid.flat(critic + values, n),
+    }
+
+
+def _usable_tokens(columns: Columns) -> Tensor:
+    """[L] trainable tokens of sequences with a valid reward."""
+    return columns.mask & columns.sequence["valid"][columns.sequence_of]
 
 
 def reinforce_plus_plus(columns: Columns, *, gamma: float = 1.0) -> Advantage:
-    """Reward to go, whitened over all trainable tokens; returns are unwhitened (1.6; 2501.03262)."""
+    """Reward to go, whitened over all trainable tokens; returns are unwhitened (2501.03262)."""
     returns = to_go(columns, gamma)
-    usable = columns.mask & columns.sequence["valid"][columns.sequence_of]
-    return {"advantages": whiten(returns, usable), "returns": returns}
+    return {"advantages": whiten(returns, _usable_tokens(columns)), "returns": returns}
 
 
-def reinforce_plus_plus_baseline(columns: Columns, *, singleton: str = "zero") -> Advantage:
-    """s - mean_g, broadcast, whitened over tokens (1.6, -baseline). singleton: zero | raw (verl)."""
+def reinforce_plus_plus_baseline(columns: Columns) -> Advantage:
+    """s - mean_g, broadcast, whitened over tokens (2501.03262)."""
     s, group, usable, n = _scores(columns)
-    size, mean, spread = _group_stats(s, group, usable, n)
-    a = torch.where(usable & (size > 1) & (spread > 0), s - mean, torch.zeros_like(s))
-    if singleton == "raw":
-        a = torch.where(usable & (size == 1), s, a)
+    a = _normalized(s, group, usable, n, "none")
     return {"advantages": whiten(_broadcast(columns, a), columns.mask & usable[columns.sequence_of])}
 
 
 def reinforce(columns: Columns, *, gamma: float = 1.0) -> Advantage:
     """Plain reward to go, no baseline. A sequence without a valid reward has none, whatever its KL penalty."""
     returns = to_go(columns, gamma)
-    usable = columns.mask & columns.sequence["valid"][columns.sequence_of]
-    return {"advantages": torch.where(usable, returns, 0.0), "returns": returns}
+    return {"advantages": torch.where(_usable_tokens(columns), returns, 0.0), "returns": returns}
 
 
 def remax(columns: Columns) -> Advantage:
-    """Reward to go minus `baseline` [S], the score of the greedy answer to the same prompt (1.7; 2310.10505)."""
+    """Reward to go minus `baseline` [S], the score of the greedy answer to the same prompt (2310.10505)."""
     returns = to_go(columns, 1.0)
-    usable = columns.mask & columns.sequence["valid"][columns.sequence_of]
     baseline = columns.sequence["baseline"].double()[columns.sequence_of]
-    return {"advantages": torch.where(usable, returns - baseline, 0.0), "returns": returns}
+    return {"advantages": torch.where(_usable_tokens(columns), returns - baseline, 0.0), "returns": returns}
 
 
-def opo(columns: Columns, *, singleton: str = "zero") -> Advantage:
-    """s - the length-weighted mean of the group (1.8; 2505.23585). singleton: zero | raw (verl)."""
+def opo(columns: Columns) -> Advantage:
+    """s - the length-weighted mean of the group (2505.23585)."""
     s, group, usable, n = _scores(columns)
     size, _, spread = _group_stats(s, group, usable, n)
     length = torch.where(usable, columns.counts(), 0.0)
     mean = segment_sum(length * torch.where(usable, s, 0.0), group, n) / segment_sum(length, group, n).clamp(min=1)
-    a = torch.where(usable & (size > 1) & (spread > 0), s - mean[group], torch.zeros_like(s))
-    if singleton == "raw":
-        a = torch.where(usable & (size == 1), s, a)
-    return {"advantages": _broadcast(columns, a)}
+    return {"advantages": _broadcast(columns, _where_varied(usable, size, spread, s - mean[group]))}
 
 
-def gpg(columns: Columns, *, f_norm: float = 1.0, alpha: str = "paper") -> Advantage:
-    """alpha (s - mean_g) / f_norm (1.9; 2504.02546).
-
-    alpha: paper B / (B - M), with M sequences in groups without variance · verl B / the number of scores that are not 0
-    (quirk Q5).
-    """
+def gpg(columns: Columns) -> Advantage:
+    """B / (B - M) (s - mean_g), with M of the B sequences in groups without variance (2504.02546)."""
     s, group, usable, n = _scores(columns)
     size, mean, spread = _group_stats(s, group, usable, n)
     informative = usable & (size > 1) & (spread > 0)
-    if alpha == "paper":
-        factor = float(usable.sum()) / max(1.0, float(informative.sum()))
-    else:
-        assert alpha == "verl", f"alpha={alpha!r}: paper | verl"
-        factor = columns.num_sequences / max(1.0, float((s != 0).sum()))
-    a = torch.where(informative, factor * (s - mean) / f_norm, torch.zeros_like(s))
-    return {"advantages": _broadcast(columns, a)}
+    factor = float(usable.sum()) / max(1.0, float(informative.sum()))
+    return {"advantages": _broadcast(columns, torch.where(informative, factor * (s - mean), torch.zeros_like(s)))}
 
 
-def pass_at_k(columns: Columns, *, normalize_by_std: bool = True, eps: float = 1e-6) -> Advantage:
-    """Only the best answer of a group learns: s_max - s_second, over std + eps if normalised (1.10; 2503.19595).
+def pass_at_k(columns: Columns, *, normalize_by_std: bool = True) -> Advantage:
+    """Only the best answer of a group learns: s_max - s_second, over std + 1e-6 if normalised (2503.19595).
 
     A tie for the best, and a group of one: 0.
     """
@@ -294,66 +272,63 @@ def pass_at_k(columns: Columns, *, normalize_by_std: bool = True, eps: float = 1
     others = torch.where(is_best, torch.full_like(s, -torch.inf), s)
     second = lowest.scatter_reduce(0, index, others[usable], "amax")
     alone = segment_sum(is_best.double(), group, n)[group] == 1
-    wins = is_best & alone & (size > 1) & (spread > 0)
-    a = torch.where(wins, s - second[group], torch.zeros_like(s))
+    a = _where_varied(is_best & alone, size, spread, s - second[group])
     if normalize_by_std:
         around = torch.where(usable, s - mean, torch.zeros_like(s))
         var = segment_sum(around**2, group, n)[group] / (size - 1).clamp(min=1)
-        a = a / (var.sqrt() + eps)
+        a = a / (var.sqrt() + EPS)
     return {"advantages": _broadcast(columns, a)}
 
 
 def gdpo(
-    columns: Columns,
-    *,
-    weights: Sequence[float] | None = None,
-    whiten_over: str = "sequence",
-    normalize_by_std: bool = True,
-    eps: float = 1e-6,
+    columns: Columns, *, reward_components: Sequence[str], reward_weights: Sequence[float] | None = None
 ) -> Advantage:
-    """Each reward component of `components` [S, K] normalised in its group, their weighted sum whitened (1.11; 2601.05242).
+    """Each named reward component normalised in its group, their weighted sum whitened over sequences (2601.05242).
 
-    whiten_over: sequence (NeMo-RL, TRL) | token (verl: long answers weigh more). A NaN component is in no statistic of
-    that component and adds 0. Sequences without any signal get exactly 0 with `sequence`.
+    A NaN component is in no statistic of that component and adds 0. Sequences without any signal get exactly 0.
     """
-    assert whiten_over in ("sequence", "token"), f"whiten_over={whiten_over!r}: sequence | token"
-    components = columns.sequence["components"].double()
+    total, usable = summed_components(columns, reward_components, reward_weights)
+    return {"advantages": _broadcast(columns, torch.where(total == 0, total, whiten(total, usable)))}
+
+
+def summed_components(columns: Columns, names: Sequence[str], weights: Sequence[float] | None) -> tuple[Tensor, Tensor]:
+    """([S] weighted sum of the normalised components, [S] which sequences are usable)."""
+    have = sorted(n.removeprefix("component/") for n in columns.sequence if n.startswith("component/"))
+    if missing := [n for n in names if n not in have]:
+        raise ValueError(
+            f"algorithm.options.reward_components: the reward gave no {missing}; its components: "
+            f"{', '.join(have) or 'none'}"
+        )
     group = columns.sequence["group"]
     usable = columns.sequence["valid"] & (columns.counts() > 0)
     n = int(group.max()) + 1 if len(group) else 0
     total = torch.zeros(columns.num_sequences, dtype=torch.float64)
-    for k, weight in enumerate(weights or [1.0] * components.shape[1]):
-        finite = usable & torch.isfinite(components[:, k])
-        s = torch.where(finite, components[:, k], 0.0)
-        scale = "group" if normalize_by_std else "none"
-        total += weight * normalized_in_groups(s, group, finite, n, scale=scale, eps=eps)
-    if whiten_over == "token":
-        return {"advantages": whiten(_broadcast(columns, total), columns.mask & usable[columns.sequence_of])}
-    return {"advantages": _broadcast(columns, torch.where(total == 0, total, whiten(total, usable)))}
+    for name, weight in zip(names, weights or [1.0] * len(names), strict=True):
+        s = columns.sequence[f"component/{name}"].double()
+        finite = usable & torch.isfinite(s)
+        total += weight * _normalized(torch.where(finite, s, 0.0), group, finite, n)
+    return total, usable
 
 
-def otb(columns: Columns, *, singleton: str = "zero", eps: float = 1e-8) -> Advantage:
-    """Optimal token baseline: reward to go minus a per-place baseline of the group (1.12).
+def otb(columns: Columns) -> Advantage:
+    """Optimal token baseline: reward to go minus a per-place baseline of the group.
 
-    w = 1 - 2 pi + sum_v pi_v^2 (the squared norm of the score; times `is_weights`^2 if present), W its running sum, and
-    b_t = sum_j G_jt W_jt / sum_j W_jt over the members that reach place t. Places count trainable tokens, so that holes do
-    not shift them (verl's TIR variant). Where one member alone is left, b = 0. Needs `sum_pi_squared` and `old_logprobs`
-    (or `logprobs`). Groups without variance give exactly 0; singleton: zero | raw (b = 0).
+    w = 1 - 2 pi + sum_v pi_v^2 (the squared norm of the score; times `is_weights`^2 if present), W its running sum,
+    and b_t = sum_j G_jt W_jt / sum_j W_jt over the members that reach place t. Places count trainable tokens, so that
+    holes do not shift them. Where one member alone is left, b = 0. Groups of one or without variance give exactly 0.
     """
     grid, n = _Grid(columns), len(columns.mask)
     s, group, usable, num_groups = _scores(columns)
     size, _, spread = _group_stats(s, group, usable, num_groups)
-    name = "old_logprobs" if "old_logprobs" in columns else "logprobs"
     returns = _discounted(grid.pad(columns["rewards"]), 1.0)
-    cost = 1 - 2 * grid.pad(columns[name]).exp() + grid.pad(columns["sum_pi_squared"])
+    cost = 1 - 2 * grid.pad(columns["old_logprobs"]).exp() + grid.pad(columns["sum_pi_squared"])
     if "is_weights" in columns:
         cost = cost * grid.pad(columns["is_weights"]) ** 2
     there = (torch.arange(grid.width) < grid.counts[:, None]) & usable[:, None]
     cumulative = torch.where(there, cost, 0.0).cumsum(1)
     w = torch.where(there, cumulative, 0.0)
-    baseline = segment_sum(w * returns, group, num_groups) / (segment_sum(w, group, num_groups) + eps)
+    baseline = segment_sum(w * returns, group, num_groups) / (segment_sum(w, group, num_groups) + 1e-8)
     several = segment_sum(there.double(), group, num_groups) > 1
     a = returns - torch.where(several, baseline, 0.0)[group]
-    signal = usable & ((spread > 0) if singleton == "zero" else (spread > 0) | (size == 1))
-    a = torch.where(signal[:, None], a, 0.0)
+    a = torch.where((usable & (spread > 0))[:, None], a, 0.0)
     return {"advantages": grid.flat(a, n), "returns": grid.flat(returns, n)}

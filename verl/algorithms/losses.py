@@ -1,56 +1,21 @@
-"""Losses as Terms: functions that return per-token (or per-sequence) values and never sum, never scale.
+"""Losses: pure functions of columns that give one value per token (or per sequence), and never sum or divide.
 
-The division is done once, by the weight columns of `weights.py`; a term cannot see how a batch was split
-(algorithms.md sections 2 and 3; pitfalls 3). Inputs outside the mask are already 0 when a term is called.
+The division is done once, by the weight columns of `weights.py`; a loss cannot see how a batch was split. Inputs
+outside the mask are already 0 when a loss is called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from verl.algorithms.corrections import Correction, bounded, importance_ratio
+from verl.algorithms.corrections import LOG_RATIO_BOUND, bounded, importance_ratio
+from verl.algorithms.specs import Correction
 from verl.batch import Columns
+from verl.objective import TermValue
 from verl.types import Kind
-
-LOG_RATIO_BOUND = 20.0  # log-ratios are clamped here before exp; no gradient outside (section 0)
-
-
-@dataclass(frozen=True, slots=True)
-class TermValue:
-    """values [L] (unit token) or [S] (unit sequence); metrics name -> (values of the same unit, kind of reduction)."""
-
-    values: Tensor
-    metrics: Mapping[str, tuple[Tensor, Kind]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Term:
-    """One additive part of a loss: sum over its unit of weight x value.
-
-    outputs: what of the model it needs (logprobs, entropy, values) · inputs: stored columns it needs ·
-    over: a sequence column of bool that restricts it (None: all) · two_pass: its values depend on statistics over the
-    whole optimizer step, so the engine evaluates it on all log-probs first and back-propagates dL/dlogp ·
-    corrected: its weights are multiplied by the column `is_weights` when there is one · denominator: what its
-    aggregation counts where a rejection (column `keep`) has taken tokens out.
-    """
-
-    name: str
-    fn: Callable[[Columns], TermValue]
-    coef: float = 1.0
-    unit: Literal["token", "sequence"] = "token"
-    aggregate: str = "token-mean"
-    horizon_tokens: int | None = None
-    over: str | None = None
-    outputs: tuple[str, ...] = ("logprobs",)
-    inputs: tuple[str, ...] = ()
-    two_pass: bool = False
-    corrected: bool = False
-    denominator: Literal["after_rejection", "before_rejection"] = "after_rejection"
 
 
 def log_ratio(new: Tensor, old: Tensor) -> Tensor:
@@ -59,7 +24,7 @@ def log_ratio(new: Tensor, old: Tensor) -> Tensor:
 
 
 def old_logprobs(columns: Columns) -> Tensor:
-    """The proximal policy. Without the column the policy has not moved since the step began: the current one, detached."""
+    """The proximal policy; without the column the policy has not moved in this step: the current one, detached."""
     return columns["old_logprobs"] if "old_logprobs" in columns else columns["logprobs"].detach()
 
 
@@ -87,10 +52,10 @@ def ppo_clip(
     clip_dual: float | None = None,
     ratio_max: float | None = None,
 ) -> TermValue:
-    """PPO clip, clip-higher and dual clip (2.1; 1707.06347, 2503.14476, 1912.09729).
+    """PPO clip, clip-higher and dual clip (1707.06347, 2503.14476, 1912.09729).
 
-    max(-A r, -A clip(r, 1-low, 1+high)); with dual clip c > 1 and A < 0 at most -c A; `ratio_max` caps r itself for both
-    signs of A (INTELLECT-2; TRL's delta). The metric of clipping is before the dual clip.
+    max(-A r, -A clip(r, 1-low, 1+high)); with dual clip c > 1 and A < 0 at most -c A; `ratio_max` caps r itself for
+    both signs of A (INTELLECT-2; TRL's delta). The metric of clipping is before the dual clip.
     """
     a, d, r = _ratio(columns)
     if ratio_max is not None:
@@ -105,7 +70,7 @@ def ppo_clip(
 
 
 def gspo(columns: Columns, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> TermValue:
-    """PPO clip with one ratio per sequence, the geometric mean of its tokens' ratios (2.4; GSPO, 2507.18071).
+    """PPO clip with one ratio per sequence, the geometric mean of its tokens' ratios (GSPO, 2507.18071).
 
     Values are per token, so seq-mean-token-mean weights give the paper's mean over sequences. A sequence must be whole
     in its micro-batch (make_microbatches keeps it so).
@@ -117,7 +82,7 @@ def gspo(columns: Columns, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -
 
 
 def gspo_token(columns: Columns, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> TermValue:
-    """GSPO-token: the sequence's ratio as the value, each token's own log-prob as the gradient (2.4).
+    """GSPO-token: the sequence's ratio as the value, each token's own log-prob as the gradient.
 
     The same gradient as `gspo` where the advantage is one per sequence. A sequence must be whole in its micro-batch.
     """
@@ -129,7 +94,7 @@ def gspo_token(columns: Columns, *, clip_low: float = 3e-4, clip_high: float = 4
 
 
 def cispo(columns: Columns, *, ratio_max: float = 5.0, ratio_min: float | None = None) -> TermValue:
-    """-sg(clip(r, ratio_min, ratio_max)) A log pi (2.5; CISPO, 2506.13585): a clipped token keeps its gradient.
+    """-sg(clip(r, ratio_min, ratio_max)) A log pi (CISPO, 2506.13585): a clipped token keeps its gradient.
 
     The bounds are on r itself (TRL, ScaleRL); verl's and NeMo-RL's are 1 - low and 1 + high.
     """
@@ -138,15 +103,15 @@ def cispo(columns: Columns, *, ratio_max: float = 5.0, ratio_min: float | None =
     return TermValue(-capped * a * columns["logprobs"], _clip_metrics(d, capped != r))
 
 
-def sapo(columns: Columns, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> TermValue:
-    """-A (4 / tau) sigmoid(tau (r - 1)): a soft gate instead of a clip, slope 1 at r = 1 (2.6; SAPO, 2511.20347)."""
+def sapo(columns: Columns, *, tau_positive: float = 1.0, tau_negative: float = 1.05) -> TermValue:
+    """-A (4 / tau) sigmoid(tau (r - 1)): a soft gate instead of a clip, slope 1 at r = 1 (SAPO, 2511.20347)."""
     a, d, r = _ratio(columns)
-    tau = torch.where(a > 0, tau_pos, tau_neg).to(a.dtype)
+    tau = torch.where(a > 0, tau_positive, tau_negative).to(a.dtype)
     return TermValue(-a * (4 / tau) * torch.sigmoid(tau * (r - 1)), {"ppo_kl": (-d.detach(), "mean")})
 
 
 def gmpo(columns: Columns, *, clip_low: float = 0.4, clip_high: float = 0.4) -> TermValue:
-    """-mean(A) times the geometric mean of ratios, clipped per token in log space (2.7; GMPO, 2507.20673).
+    """-mean(A) times the geometric mean of ratios, clipped per token in log space (GMPO, 2507.20673).
 
     Constant over a sequence's tokens, so seq-mean-token-mean weights give the mean over sequences. A sequence must be
     whole in its micro-batch.
@@ -170,15 +135,15 @@ def _covariance(columns: Columns) -> Tensor:
     return centred[0] * centred[1]
 
 
-def _lottery(columns: Columns, seed: int) -> Tensor:
-    """[L] int64 pseudo-random numbers from the seed and each token's own stored data: independent of order and split.
+def _lottery(columns: Columns) -> Tensor:
+    """[L] int64 pseudo-random numbers from each token's own stored data: independent of order and split.
 
     Hashed are the advantage and the log-prob that the sampler (else the proximal policy) gave the token, which no
     repacking changes. Tokens equal in both are equal here and are told apart by position only.
     """
     name = "rollout_logprobs" if "rollout_logprobs" in columns else "old_logprobs"
     lp = columns[name] if name in columns else columns["logprobs"].detach()
-    h = torch.full_like(columns.sequence_of, seed)
+    h = torch.zeros_like(columns.sequence_of)
     for x in (lp, columns["advantages"]):
         for multiplier in (-0x61C8864680B583EB, -0x40A7B892E31B1A47):
             h = (h ^ x.double().contiguous().view(torch.int64)) * multiplier
@@ -186,49 +151,48 @@ def _lottery(columns: Columns, seed: int) -> Tensor:
     return h
 
 
-def kl_cov(columns: Columns, *, k_ratio: float = 2e-4, coef: float = 1.0, seed: int = 0) -> TermValue:
-    """-A r, plus coef |d| on the share `k_ratio` of tokens with the highest covariance (2.8; KL-Cov, 2505.22617).
+def kl_cov(columns: Columns, *, cov_ratio: float = 2e-4, cov_coef: float = 1.0) -> TermValue:
+    """-A r, plus cov_coef |d| on the share `cov_ratio` of tokens with the highest covariance (KL-Cov, 2505.22617).
 
     Statistics are over all tokens given: a two-pass term, which sees the whole optimizer step. At least one token.
     """
     a, d, r = _ratio(columns)
-    count = max(1, int(k_ratio * int(columns.mask.sum())))
+    count = max(1, int(cov_ratio * int(columns.mask.sum())))
     at = torch.nonzero(columns.mask)[:, 0]
-    at = at[torch.argsort(_lottery(columns, seed)[at], stable=True)]
+    at = at[torch.argsort(_lottery(columns)[at], stable=True)]
     at = at[torch.argsort(_covariance(columns)[at], descending=True, stable=True)][:count]
     chosen = torch.zeros_like(columns.mask)
     chosen[at] = True
-    loss = torch.where(chosen, -a * r + coef * d.abs(), -a * r)
+    loss = torch.where(chosen, -a * r + cov_coef * d.abs(), -a * r)
     return TermValue(loss, {"ppo_kl": (-d.detach(), "mean"), "kl_cov_fraction": (chosen.to(d.dtype), "mean")})
 
 
 def clip_cov(
     columns: Columns,
     *,
-    ratio: float = 2e-4,
-    lower: float = 1.0,
-    upper: float = 5.0,
+    cov_ratio: float = 2e-4,
+    cov_low: float = 1.0,
+    cov_high: float = 5.0,
     clip_low: float = 0.2,
     clip_high: float = 0.2,
-    seed: int = 0,
 ) -> TermValue:
-    """PPO clip, without the loss of some tokens of high covariance (2.8; Clip-Cov, 2505.22617).
+    """PPO clip, without the loss of some tokens of high covariance (Clip-Cov, 2505.22617).
 
-    A share `ratio` of all tokens (at least one) is drawn among those with lower < cov < upper that the clip left alone;
-    the draw is `_lottery`'s. A two-pass term, as `kl_cov`.
+    A share `cov_ratio` of all tokens (at least one) is drawn among those with cov_low < cov < cov_high that the clip
+    left alone; the draw is `_lottery`'s. A two-pass term, as `kl_cov`.
     """
     a, d, r = _ratio(columns)
     loss, where = _clipped(a, r, clip_low, clip_high)
     cov = _covariance(columns)
-    at = torch.nonzero(columns.mask & ~where & (cov > lower) & (cov < upper))[:, 0]
-    at = at[torch.argsort(_lottery(columns, seed)[at], stable=True)][: max(1, int(ratio * int(columns.mask.sum())))]
+    at = torch.nonzero(columns.mask & ~where & (cov > cov_low) & (cov < cov_high))[:, 0]
+    at = at[torch.argsort(_lottery(columns)[at], stable=True)][: max(1, int(cov_ratio * int(columns.mask.sum())))]
     chosen = torch.zeros_like(columns.mask)
     chosen[at] = True
     return TermValue(torch.where(chosen, 0.0, loss), _clip_metrics(d, chosen))
 
 
 def dppo_tv(columns: Columns, *, clip_low: float = 0.15, clip_high: float = 0.15, ratio_max: float = 20.0) -> TermValue:
-    """-A sg(min(r, cap)) log pi where |pi - pi_old| is within bounds, on the side that moves away (2.9; 2602.04879)."""
+    """-A sg(min(r, cap)) log pi where |pi - pi_old| is within bounds, on the side that moves away (2602.04879)."""
     a, d, r = _ratio(columns)
     p, old = _probabilities(columns)
     valid = torch.where(a > 0, p - old <= clip_high, p - old >= -clip_low)
@@ -236,7 +200,7 @@ def dppo_tv(columns: Columns, *, clip_low: float = 0.15, clip_high: float = 0.15
 
 
 def dppo_kl(columns: Columns, *, clip_low: float = 0.05, clip_high: float = 0.05, ratio_max: float = 20.0) -> TermValue:
-    """As `dppo_tv`, by the binary KL of pi_old to pi (token against the rest) (2.9)."""
+    """As `dppo_tv`, by the binary KL of pi_old to pi (token against the rest)."""
     a, d, r = _ratio(columns)
     p, old = _probabilities(columns)
     rest, old_rest = (1 - p).clamp(min=1e-8), (1 - old).clamp(min=1e-8)
@@ -256,14 +220,14 @@ def _gated(columns: Columns, a: Tensor, d: Tensor, r: Tensor, valid: Tensor, rat
 
 
 def dro(columns: Columns, *, beta: float = 0.1) -> TermValue:
-    """-(A log pi - beta / 2 d^2) (2.9; DRO)."""
+    """-(A log pi - beta / 2 d^2) (DRO)."""
     a, d, _ = _ratio(columns)
     return TermValue(-(a * columns["logprobs"] - 0.5 * beta * d * d), {"ppo_kl": (-d.detach(), "mean")})
 
 
 def off_policy_sequence_mask(columns: Columns, *, inner: Callable[[Columns], TermValue], delta: float) -> TermValue:
     """`inner`, and 0 for a sequence with a negative mean advantage whose mean of log(pi_rollout / pi) exceeds `delta`
-    (2.11; DeepSeek-V3.2). Needs `rollout_logprobs`. A sequence must be whole in its micro-batch."""
+    (DeepSeek-V3.2). Needs `rollout_logprobs`. A sequence must be whole in its micro-batch."""
     value = inner(columns)
     lp = columns["logprobs"].detach()
     a = columns.mean(columns["advantages"].to(lp.dtype))
@@ -274,94 +238,79 @@ def off_policy_sequence_mask(columns: Columns, *, inner: Callable[[Columns], Ter
 
 
 def bypass_reinforce(columns: Columns, *, correction: Correction) -> TermValue:
-    """-A w log pi with w from the current policy against the sampler (section 5, bypass). Needs `rollout_logprobs`.
+    """-A w log pi, where w is of the current policy against the sampler. Needs `rollout_logprobs`.
 
     Of `correction` the level, the form and the bounds count here; its rejections and its mean are of the whole step.
     """
     a = columns["advantages"].to(columns["logprobs"].dtype)
     q = columns["logprobs"].detach() - columns["rollout_logprobs"].to(a.dtype)
-    w = bounded(importance_ratio(columns, q, correction.level), correction) if correction.level else torch.ones_like(a)
+    w = bounded(importance_ratio(columns, q, correction.level), correction) if correction.form else torch.ones_like(a)
     metrics: dict[str, tuple[Tensor, Kind]] = {"ppo_kl": (-q, "mean"), "is_weight": (w, "mean")}
     return TermValue(-a * w * columns["logprobs"], metrics)
 
 
 def reinforce(columns: Columns) -> TermValue:
-    """-A log pi (2.9)."""
+    """-A log pi."""
     return TermValue(-columns["advantages"].to(columns["logprobs"].dtype) * columns["logprobs"])
 
 
-KL_FORMS = ("k1", "abs", "k2", "k3")
-KL_ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, form: str) -> Tensor:
+    """Per-token KL(pi || ref) from a sample of pi: k1 x · abs |x| · k2 x^2 / 2 · k3 exp(-x) - 1 + x, x = log(pi / ref).
 
-
-def kl_form(name: str) -> str:
-    """Canonical name of a KL form (verl's names accepted), with its + suffix."""
-    base, plus = name.removesuffix("+"), "+" if name.endswith("+") else ""
-    base = KL_ALIASES.get(base, base)
-    if base not in KL_FORMS:
-        raise ValueError(f"KL form {name!r} is unknown; known: {', '.join(KL_FORMS)} (+ for the k2 gradient)")
-    return base + plus
-
-
-def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, form: str, *, value_bound: float | None = None) -> Tensor:
-    """Per-token KL(pi || ref) from a sample of pi (3.1). `+`: value of the form, gradient of k2 (straight-through).
-
-    The log-ratio of k3 is clamped to +-20. `value_bound`=10 is verl's clamp of the value, which takes the pull away from
-    the tokens that drifted most (quirk Q10); off by default.
+    With a `+` the value is that of the form and the gradient that of k2 (straight-through). The log-ratio of k3 is
+    clamped to +-20; the value is not, which would take the pull away from the tokens that drifted most.
     """
-    form = kl_form(form)
     x = logprobs - ref_logprobs.to(logprobs.dtype)
     base = form.removesuffix("+")
-    if base == "k1":
-        value = x
-    elif base == "abs":
-        value = x.abs()
-    elif base == "k2":
-        value = 0.5 * x * x
-    else:
+    if base == "k3":
         y = (-x).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
         value = y.exp() - y - 1
-        if value_bound is not None:
-            value = value.clamp(-value_bound, value_bound)
+    else:
+        value = x if base == "k1" else x.abs() if base == "abs" else 0.5 * x * x
     if form.endswith("+"):
         gradient = 0.5 * x * x
         return gradient - gradient.detach() + value.detach()
     return value
 
 
-def kl_loss(
-    columns: Columns,
-    *,
-    form: str = "k3",
-    ratio_corrected: bool = False,
-    ratio_to: Literal["old_logprobs", "rollout_logprobs", "logprobs"] = "old_logprobs",
-    value_bound: float | None = None,
-) -> TermValue:
-    """KL to the reference as a loss (3.3). `value_bound`: see `kl_estimate`.
+def kl_loss(columns: Columns, *, form: str = "k3", ratio_corrected: bool = False) -> TermValue:
+    """KL to the reference as a loss.
 
-    ratio_corrected: times pi / pi of `ratio_to`, gradient included, for an unbiased gradient off-policy (DeepSeek-V3.2).
-    NeMo-RL divides by the sampler (`rollout_logprobs`) or by the detached policy itself (`logprobs`: 1 with a gradient).
+    ratio_corrected: times pi / pi_old, gradient included, for an unbiased gradient off-policy (DeepSeek-V3.2).
     """
-    value = kl_estimate(columns["logprobs"], columns["ref_logprobs"], form, value_bound=value_bound)
+    value = kl_estimate(columns["logprobs"], columns["ref_logprobs"], form)
     metrics: dict[str, tuple[Tensor, Kind]] = {"kl_loss": (value.detach(), "mean")}
     if ratio_corrected:
-        behind = old_logprobs(columns) if ratio_to == "old_logprobs" else columns[ratio_to].detach()
-        value = value * log_ratio(columns["logprobs"], behind).exp()
+        value = value * log_ratio(columns["logprobs"], old_logprobs(columns)).exp()
     return TermValue(value, metrics)
 
 
+def kl_penalty(columns: Columns, *, coef: float, form: str) -> tuple[Tensor, float]:
+    """KL in the reward: (coef k(old, ref) [L], mean KL per token, averaged over sequences with a trainable token)."""
+    clean = columns.cleaned()
+    kl = kl_estimate(clean["old_logprobs"].double(), clean["ref_logprobs"].double(), form)
+    present = int((columns.counts() > 0).sum())
+    return coef * kl, float(columns.mean(kl).sum()) / max(1, present)
+
+
+def adapted_coef(coef: float, *, kl: float, target: float, horizon: float, num_sequences: int) -> float:
+    """The coefficient after this step (1909.08593): beta (1 + clip(kl / target - 1, -0.2, 0.2) n / horizon)."""
+    error = min(0.2, max(-0.2, kl / target - 1))
+    return coef * (1 + error * num_sequences / horizon)
+
+
 def entropy_bonus(columns: Columns) -> TermValue:
-    """-H: a positive coefficient raises the entropy (2.12)."""
+    """-H: a positive coefficient raises the entropy."""
     return TermValue(-columns["entropy"])
 
 
 def nll(columns: Columns) -> TermValue:
-    """-log pi: supervised fine-tuning (section 4), and the positive-example term of VAPO with `over`."""
+    """-log pi: supervised fine-tuning and the positive-example term of VAPO with `over`."""
     return TermValue(-columns["logprobs"])
 
 
 def value_clip(columns: Columns, *, clip: float | None = 0.5) -> TermValue:
-    """Half the squared error of the value, at least that of the value clipped to old +- clip (3.4). None: no clip."""
+    """Half the squared error of the value, at least that of the value clipped to old +- clip. None: no clip."""
     v = columns["values"]
     returns = columns["returns"].to(v.dtype)
     error = (v - returns) ** 2

@@ -1,0 +1,369 @@
+"""Every algorithm as one entry, composed of specs at the paper's values. No torch: configuration and plan read it.
+
+`settled` puts a user's settings in their place and says what is wrong with them; `resolve.py` makes functions and terms
+of the result.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from verl.algorithms import specs
+from verl.algorithms.specs import Need, PreferenceSpec, Spec, did_you_mean, short
+
+# -- the whole ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One algorithm. What is None is off."""
+
+    name: str
+    source: str
+    estimator: specs.EstimatorSpec
+    loss: specs.LossSpec
+    group: specs.GroupSpec = field(default_factory=specs.GroupSpec)
+    kl_loss: specs.KLLoss | None = None
+    kl_reward: specs.KLReward | None = None
+    group_filter: specs.GroupFilter = field(default_factory=specs.GroupFilter)
+    sample_filter: specs.SampleFilter | None = None
+    correction: specs.Correction | None = None
+    critic: specs.CriticSpec | None = None
+
+    def parts(self) -> dict[str, Spec]:
+        """Every spec with settings by its field; the default where one is off. A critic cannot be switched on."""
+        every = {name: getattr(self, name) or default for name, default in SWITCHED.items()}
+        critic: dict[str, Spec] = {} if self.critic is None else {"critic": self.critic}
+        return {"estimator": self.estimator, "loss": self.loss, "group_filter": self.group_filter, **every, **critic}
+
+    def settings(self) -> dict[str, Any]:
+        """Every setting of this algorithm by its key, as `verl show algorithm=NAME` prints them."""
+        out = {"estimator": short(self.estimator.fn), "loss": short(self.loss.fn)}
+        return {**out, **{k: v for spec in self.parts().values() for k, v in spec.settings().items()}}
+
+    def needs(self, updates: int) -> tuple[Need, ...]:
+        """What is inferred before the advantages, in order. One update: the old policy is the current one, no pass."""
+        wanted = {*self.estimator.inputs, *self.loss.inputs}
+        if self.kl_loss or self.kl_reward:
+            wanted.add("ref_logprobs")
+        if self.kl_reward or self.correction or updates > 1:
+            wanted.add("old_logprobs")
+        if self.critic:
+            wanted.add("old_values")
+        return tuple(need for need in specs.NEEDS if need.column in wanted)
+
+    def roles(self) -> frozenset[str]:
+        """The models beside the policy that this algorithm infers with: ref, critic, ..."""
+        return frozenset(need.role for need in self.needs(1)) - {"actor"}
+
+    def columns(self) -> tuple[str, ...]:
+        """Columns that a policy loss of this algorithm may read, apart from the model's outputs."""
+        kl = ("ref_logprobs",) if self.kl_loss else ()
+        correction = ("is_weights", "keep") if self.correction else ()
+        return (*specs.WRITTEN, "old_logprobs", *kl, *correction)
+
+    def faults(self, longest: int | str = "rollout.max_response_tokens") -> Iterator[str]:
+        """Why these specs do not go together, a line each. `longest`: the longest response, for the advice."""
+        written = {*specs.WRITTEN, *(n.column for n in specs.NEEDS if n.role != "critic" or self.critic)}
+        for spec in (self.estimator, self.loss):
+            for column in spec.inputs:
+                if column not in written:
+                    hint = did_you_mean(column, sorted(written))
+                    yield (
+                        f"algorithm.name={self.name}: {spec.fn} reads the column {column!r}, which nobody writes"
+                        f"{hint}; there are: {', '.join(sorted(written))}"
+                    )
+        if self.loss.aggregation == specs.BY_HORIZON and self.loss.horizon_tokens is None:
+            yield (
+                f"algorithm.horizon_tokens is missing: {self.loss.aggregation} divides by a constant; set it to the "
+                f"longest response, {longest}"
+            )
+        c, loss = self.correction, short(self.loss.fn)
+        if c is None or not c.bypass:
+            return
+        if loss not in ("ppo_clip", "reinforce"):
+            yield f"algorithm.bypass=true with algorithm.loss={loss}: set ppo_clip or reinforce"
+        elif loss == "ppo_clip" and c.form is not None:
+            yield (
+                "algorithm.bypass=true puts the sampler's log-probs in the ratio already: a correction would count it "
+                "twice; set algorithm.correction=null, or algorithm.loss=reinforce"
+            )
+        elif loss == "reinforce" and c.form is None:
+            yield (
+                "algorithm.bypass=true with algorithm.loss=reinforce: set algorithm.correction and "
+                "algorithm.options.correction_high, its importance weights"
+            )
+
+    def idle(self, given: Mapping[str, Any]) -> Iterator[str]:
+        """Given settings that do nothing in this algorithm although they look as if they did."""
+        if "horizon_tokens" in given and self.loss.aggregation != specs.BY_HORIZON:
+            yield (
+                f"algorithm.horizon_tokens={given['horizon_tokens']} does nothing here: it belongs to "
+                f"algorithm.aggregation={specs.BY_HORIZON}"
+            )
+        if "kl_reward_target" in given and self.kl_reward is None:
+            yield "algorithm.kl_reward_target: its controller needs a start; set algorithm.kl_reward_coef (verl: 0.001)"
+        if "kl_reward_horizon" in given and "kl_reward_target" not in given:
+            yield (
+                "algorithm.kl_reward_horizon belongs to the adaptive controller: set algorithm.kl_reward_target, or "
+                "leave it out"
+            )
+        for key in ("filter_metric", "max_draws_per_group"):
+            if key in given and not self.group_filter.filter_groups:
+                yield f"algorithm.{key}={given[key]} does nothing without algorithm.filter_groups=true: leave it out"
+        for key in ("critic_warmup_steps", "critic_warmup_until"):
+            if given.get(key) and self.critic is None:
+                yield f"algorithm.{key}={given[key]} does nothing: {self.name} has no critic (ppo, vapo, pf_ppo have)"
+
+
+SWITCHED: Mapping[str, Spec] = {
+    "kl_loss": specs.KLLoss(),
+    "kl_reward": specs.KLReward(),
+    "sample_filter": specs.SampleFilter(),
+    "correction": specs.Correction(),
+}
+"""What is off in a preset as None, at its defaults."""
+
+
+def is_on(spec: Spec) -> bool:
+    """Whether a spec of SWITCHED does anything."""
+    if isinstance(spec, specs.KLLoss | specs.KLReward):
+        return bool(spec.coef)
+    if isinstance(spec, specs.SampleFilter):
+        return spec.selection is not None
+    assert isinstance(spec, specs.Correction)
+    return spec.form is not None or bool(spec.reject) or spec.bypass
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+_A, _L = "verl.algorithms.estimators:", "verl.algorithms.losses:"
+GRPO, GAE, PPO_CLIP, REINFORCE = specs.GRPO(), specs.GAE(lam=0.95), specs.PPOClip(), specs.LossSpec(_L + "reinforce")
+LOSSES: Mapping[str, specs.LossSpec] = {
+    "ppo_clip": PPO_CLIP,
+    "gspo": specs.Clipped(_L + "gspo"),
+    "gspo_token": specs.Clipped(_L + "gspo_token"),
+    "gmpo": specs.Clipped(_L + "gmpo"),
+    "cispo": specs.CISPO(),
+    "sapo": specs.SAPO(),
+    "kl_cov": specs.KLCov(),
+    "clip_cov": specs.ClipCov(),
+    "reinforce": REINFORCE,
+}
+"""What `algorithm.loss=NAME` may name, at the usual settings."""
+
+_BY_SEQUENCE = specs.PPOClip(aggregation="seq-mean-token-mean")
+_SUMMED = replace(REINFORCE, aggregation="seq-mean-token-sum")
+_ALONE = specs.GroupSpec(least=1)
+_GSPO: Mapping[str, Any] = {"aggregation": "seq-mean-token-mean", "clip_low": 3e-4, "clip_high": 4e-4}
+_KL = specs.KLReward(coef=0.01)
+
+_TABLE = (
+    Preset("grpo", "DeepSeekMath, 2402.03300", GRPO, _BY_SEQUENCE, kl_loss=specs.KLLoss(coef=0.04)),
+    Preset(
+        "grpo_loo", "NeMo-RL's GRPO: mean and deviation of the other members", specs.GRPO(leave_one_out=True), PPO_CLIP
+    ),
+    Preset(
+        "drgrpo",
+        "Understanding R1-Zero-like training, 2503.20783",
+        specs.GRPO(normalize_by_std=False),
+        specs.PPOClip(aggregation=specs.BY_HORIZON),
+    ),
+    Preset(
+        "dapo",
+        "DAPO, 2503.14476",
+        GRPO,
+        specs.PPOClip(clip_high=0.28),
+        group_filter=specs.GroupFilter(filter_groups=True),
+    ),
+    Preset("gspo", "GSPO, 2507.18071", GRPO, specs.Clipped(_L + "gspo", **_GSPO)),
+    Preset("gspo_token", "GSPO-token, 2507.18071", GRPO, specs.Clipped(_L + "gspo_token", **_GSPO)),
+    Preset("cispo", "CISPO, MiniMax-M1, 2506.13585; the cap of ScaleRL, 2510.13786", GRPO, specs.CISPO(ratio_max=5.0)),
+    Preset("sapo", "SAPO, 2511.20347", GRPO, specs.SAPO(aggregation="seq-mean-token-mean")),
+    Preset(
+        "gmpo",
+        "GMPO, 2507.20673",
+        GRPO,
+        specs.Clipped(_L + "gmpo", aggregation="seq-mean-token-mean", clip_low=0.4, clip_high=0.4),
+    ),
+    Preset("kl_cov", "The entropy mechanism, 2505.22617", GRPO, specs.KLCov()),
+    Preset("clip_cov", "The entropy mechanism, 2505.22617", GRPO, specs.ClipCov()),
+    Preset("gdpo", "GDPO, 2601.05242", specs.GDPO(), _BY_SEQUENCE),
+    Preset("gpg", "GPG, 2504.02546", specs.EstimatorSpec(_A + "gpg"), REINFORCE),
+    Preset("opo", "OPO, 2505.23585", specs.EstimatorSpec(_A + "opo"), PPO_CLIP),
+    Preset("pass_at_k", "Pass@k policy optimisation, 2503.19595", specs.Grouped(_A + "pass_at_k"), PPO_CLIP),
+    Preset(
+        "otb",
+        "Optimal token baseline",
+        specs.EstimatorSpec(_A + "otb", inputs=("old_logprobs", "sum_pi_squared")),
+        PPO_CLIP,
+    ),
+    Preset(
+        "rloo",
+        "Back to basics, 2402.14740",
+        specs.EstimatorSpec(_A + "rloo"),
+        _SUMMED,
+        kl_reward=specs.KLReward(coef=0.05),
+    ),
+    Preset(
+        "remax",
+        "ReMax, 2310.10505",
+        specs.EstimatorSpec(_A + "remax"),
+        _SUMMED,
+        group=specs.GroupSpec(least=1, baselines=1, baseline_sampling=specs.greedy),
+        kl_reward=_KL,
+    ),
+    Preset(
+        "reinforce_plus_plus",
+        "REINFORCE++, 2501.03262",
+        specs.Discounted(_A + "reinforce_plus_plus"),
+        PPO_CLIP,
+        kl_reward=_KL,
+        group=_ALONE,
+    ),
+    Preset(
+        "reinforce_plus_plus_baseline",
+        "REINFORCE++-baseline, 2501.03262",
+        specs.EstimatorSpec(_A + "reinforce_plus_plus_baseline"),
+        PPO_CLIP,
+        kl_loss=specs.KLLoss(coef=0.001, form="k2"),
+    ),
+    Preset("reinforce", "Williams 1992", specs.Discounted(_A + "reinforce"), _SUMMED, group=_ALONE),
+    Preset(
+        "ppo",
+        "PPO, 1707.06347; for language models 1909.08593",
+        GAE,
+        PPO_CLIP,
+        kl_reward=_KL,
+        critic=specs.CriticSpec(),
+        group=_ALONE,
+    ),
+    Preset(
+        "vapo",
+        "VAPO, 2504.05118",
+        specs.GAE(lam_critic=1.0, length_adaptive_alpha=0.05),
+        specs.PPOClip(clip_high=0.28, positive_nll_coef=0.1),
+        critic=specs.CriticSpec(critic_warmup_steps=50),
+        group=_ALONE,
+    ),
+    Preset(
+        "pf_ppo",
+        "PF-PPO, 2409.06957",
+        GAE,
+        PPO_CLIP,
+        kl_reward=_KL,
+        sample_filter=specs.SampleFilter(selection="bw"),
+        critic=specs.CriticSpec(),
+    ),
+    Preset(
+        "decoupled_ppo",
+        "Decoupled PPO, AReaL, 2505.24298",
+        GRPO,
+        PPO_CLIP,
+        correction=specs.Correction(form="mask", high=5.0, denominator="before_rejection"),
+    ),
+)
+"""Name, source, estimator, loss; then what else the paper has. Other settings are at their spec's defaults."""
+PRESETS: Mapping[str, Preset] = {preset.name: preset for preset in _TABLE}
+
+_P, _NEMOTRON = "verl.algorithms.preference:", "reward-aware RPO, 2502.00203"
+_GAP: Mapping[str, Any] = {"needs_gap": True, "options": {"eta": 1.0}}
+_DPO = {"label_smoothing": 0.0, "average": False, "ld_alpha": None}
+_KTO = {"desirable_weight": 1.0, "undesirable_weight": 1.0}
+PREFERENCES: Mapping[str, PreferenceSpec] = {
+    "dpo": PreferenceSpec("DPO, 2305.18290", _P + "dpo", _DPO),
+    "cdpo": PreferenceSpec("cDPO, Mitchell 2023", _P + "dpo", {"label_smoothing": 0.1}),
+    "dpo_norm": PreferenceSpec("length-normalised DPO (Tulu 3, 2411.15124)", _P + "dpo", {"average": True}, beta=5.0),
+    "ld_dpo": PreferenceSpec("LD-DPO, 2409.06411", _P + "dpo", {"ld_alpha": 0.5}),
+    "robust": PreferenceSpec("robust DPO, 2403.00409", _P + "robust", {"label_smoothing": 0.1}),
+    "hinge": PreferenceSpec("SLiC, 2305.10425", _P + "hinge"),
+    "ipo": PreferenceSpec("IPO, 2310.12036", _P + "ipo", {"average": True}),
+    "apo_zero": PreferenceSpec("APO, 2408.06266", _P + "apo_zero"),
+    "rpo": PreferenceSpec("Iterative RPO, 2404.19733", _P + "rpo", {"alpha": 1.0, "normalization": "sequence"}),
+    "rpo_sq": PreferenceSpec(_NEMOTRON, _P + "rpo_gap", fixed={"distance": "sq"}, **_GAP),
+    "rpo_bwd_kl": PreferenceSpec(_NEMOTRON, _P + "rpo_gap", fixed={"distance": "bwd_kl"}, **_GAP),
+    "rpo_fwd_kl": PreferenceSpec(_NEMOTRON, _P + "rpo_gap", fixed={"distance": "fwd_kl"}, **_GAP),
+    "orpo": PreferenceSpec("ORPO, 2403.07691", _P + "orpo", reference=False),
+    "simpo": PreferenceSpec("SimPO, 2405.14734", _P + "simpo", {"gamma": 1.0}, beta=2.0, reference=False),
+    "cpo": PreferenceSpec("CPO, 2401.08417", _P + "cpo", {"alpha": 1.0}, reference=False),
+    "kto": PreferenceSpec("KTO, 2402.01306", _P + "kto", _KTO, paired=False),
+}
+"""What `preference.loss=NAME` may name."""
+
+
+def knobs() -> dict[str, bool]:
+    """Every setting by its key -> whether it stands under algorithm.options. `loss` and `advantage` name functions."""
+    every = [*(spec for preset in PRESETS.values() for spec in preset.parts().values()), *LOSSES.values()]
+    return {key: limits.option for spec in every for key, (_, limits, _) in spec.knobs().items()}
+
+
+def changed(preset: Preset) -> dict[str, Any]:
+    """The settings that the preset has at another value than their default."""
+    out: dict[str, Any] = {}
+    for spec in preset.parts().values():
+        defaults = {f.name: f.default for f in fields(spec)}
+        values = spec.settings()
+        out |= {key: values[key] for key, (name, _, _) in spec.knobs().items() if values[key] != defaults[name]}
+    return out
+
+
+# -- a user's settings -------------------------------------------------------------------------------------------------
+
+
+def preference(name: str) -> PreferenceSpec:
+    """The preference loss; ValueError with the nearest name."""
+    if name not in PREFERENCES:
+        hint = did_you_mean(name, list(PREFERENCES))
+        raise ValueError(f"preference.loss={name}: unknown{hint}; there are: {', '.join(PREFERENCES)}")
+    return PREFERENCES[name]
+
+
+def find(name: str) -> Preset:
+    """The preset; ValueError with the nearest name."""
+    if name not in PRESETS:
+        hint = did_you_mean(name, list(PRESETS))
+        raise ValueError(f"algorithm.name={name}: unknown{hint}; there are: {', '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+def unknown_option(key: str) -> str:
+    options = [k for k, option in knobs().items() if option]
+    hint = did_you_mean(key, options) or f"; known: {', '.join(options)}"
+    return f"algorithm.options.{key}: unknown{hint}"
+
+
+def settled(name: str, given: Mapping[str, Any] | None = None, *, longest: int | None = None) -> Preset:
+    """The preset with the given settings in place of its own (None: the preset's); ValueError with a line per fault.
+
+    Settings that this algorithm does not have are accepted: a recipe may set what only some algorithms read.
+    """
+    preset = find(name)
+    settings: dict[str, Any] = {
+        k: tuple(v) if isinstance(v, list) else v for k, v in (given or {}).items() if v is not None
+    }
+    loss, advantage = settings.pop("loss", None), settings.pop("advantage", None)
+    known = knobs()
+    found = [unknown_option(key) for key in settings if key not in known]
+    if loss is not None:
+        if loss not in LOSSES and not re.fullmatch(r"[\w.]+:\w+", loss):
+            found.append(
+                f"algorithm.loss={loss}: unknown{did_you_mean(loss, list(LOSSES))}; there are: {', '.join(LOSSES)}, or "
+                "your own as module:function"
+            )
+        else:  # what both losses have keeps the preset's value
+            preset = replace(preset, loss=LOSSES.get(loss, specs.LossSpec(loss)).updated(preset.loss.settings()))
+    if advantage is not None:
+        if not re.fullmatch(r"[\w.]+:\w+", advantage):
+            found.append(f"algorithm.advantage={advantage}: write it as module:function")
+        preset = replace(preset, estimator=specs.EstimatorSpec(advantage, inputs=preset.estimator.inputs))
+    parts = {name: spec.updated(settings) for name, spec in preset.parts().items()}
+    found += [line for spec in parts.values() for line in spec.faults()]
+    used: dict[str, Any] = {n: None if n in SWITCHED and not is_on(s) else s for n, s in parts.items()}
+    preset = replace(preset, **used)
+    found += preset.faults() if longest is None else preset.faults(longest)
+    if found:
+        raise ValueError("\n".join(found))
+    return preset

@@ -1,0 +1,147 @@
+"""From a preset and a user's settings to what runs: the advantage function and the terms. All of it can be pickled."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.algorithms import losses
+from verl.algorithms.presets import Preset, settled
+from verl.algorithms.specs import did_you_mean, function, short
+from verl.batch import Columns
+from verl.objective import Term, TermValue
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm(Preset):
+    """A settled preset with its functions. `value_terms`: the critic's."""
+
+    advantage: Callable[[Columns], Mapping[str, Tensor]]
+    terms: tuple[Term, ...]
+    value_terms: tuple[Term, ...]
+
+
+def resolve(name: str, given: Mapping[str, Any] | None = None) -> Algorithm:
+    """The algorithm `name` with the given settings in place of the preset's. None means: the preset's value.
+
+    `loss` and `advantage` may be a user's own `module:function` (or such a function itself): fn(Columns) -> TermValue
+    or [L] values, and fn(Columns) -> {"advantages": [L]}. They must be importable, since every worker imports them.
+    """
+    settings = {k: _path(v, f"algorithm.{k}") if callable(v) else v for k, v in (given or {}).items()}
+    preset = settled(name, settings)
+    estimate = _importable(preset.estimator.fn, "algorithm.advantage")
+    parts = {f.name: getattr(preset, f.name) for f in fields(Preset)}
+    return Algorithm(
+        **parts,
+        advantage=partial(estimate, **arguments) if (arguments := preset.estimator.arguments()) else estimate,
+        terms=_terms(preset),
+        value_terms=_value_terms(preset),
+    )
+
+
+def _terms(preset: Preset) -> tuple[Term, ...]:
+    spec, correction = preset.loss, preset.correction
+    fn: Callable[[Columns], TermValue] = _importable(spec.fn, "algorithm.loss")
+    inputs = spec.inputs
+    if spec.arguments():
+        fn = partial(fn, **spec.arguments())
+    if ":" in short(spec.fn):  # a user's own
+        _try(fn, spec.fn, preset)
+        fn = partial(own_loss, fn=fn)
+    if spec.off_policy_delta is not None:
+        fn = partial(losses.off_policy_sequence_mask, inner=fn, delta=spec.off_policy_delta)
+        inputs = (*inputs, "rollout_logprobs")
+    bypass = correction is not None and correction.bypass
+    if correction is not None and bypass and short(spec.fn) == "reinforce":
+        # the weights are of the current policy, so that they follow it through several updates
+        fn, inputs = partial(losses.bypass_reinforce, correction=correction), (*inputs, "rollout_logprobs")
+    common: dict[str, Any] = {
+        "aggregate": spec.aggregation,
+        "horizon_tokens": spec.horizon_tokens,
+        "denominator": correction.denominator if correction else "after_rejection",
+    }
+    out = [Term(name="pg_loss", fn=fn, inputs=inputs, corrected=not bypass, two_pass=spec.two_pass, **common)]
+    if kl := preset.kl_loss:
+        term = partial(losses.kl_loss, form=kl.form, ratio_corrected=kl.ratio_corrected)
+        out.append(Term(name="kl_loss", fn=term, coef=kl.coef, inputs=("ref_logprobs",), **common))
+    if spec.entropy_coef:
+        entropy = {"coef": spec.entropy_coef, "outputs": ("entropy",), **common}
+        out.append(Term(name="entropy_loss", fn=losses.entropy_bonus, **entropy))
+    if spec.positive_nll_coef:
+        out.append(Term(name="positive_nll", fn=losses.nll, coef=spec.positive_nll_coef, over="positive"))
+    return tuple(out)
+
+
+def _value_terms(preset: Preset) -> tuple[Term, ...]:
+    if preset.critic is None:
+        return ()
+    fn = partial(losses.value_clip, clip=preset.critic.value_clip)
+    return (Term(name="vf_loss", fn=fn, outputs=("values",), inputs=("returns", "old_values")),)
+
+
+# -- a user's own functions --------------------------------------------------------------------------------------------
+
+
+def own_loss(columns: Columns, *, fn: Callable[[Columns], Any]) -> TermValue:
+    """A user's loss, which may return bare values."""
+    found = fn(columns)
+    return found if isinstance(found, TermValue) else TermValue(found)
+
+
+def _path(fn: Callable[..., Any], key: str) -> str:
+    """`module:function` of a function, where it can be imported by that name."""
+    name = f"{getattr(fn, '__module__', None)}:{getattr(fn, '__qualname__', None)}"
+    try:
+        pickle.dumps(fn)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        raise ValueError(
+            f"{key}={name} must be importable: define it with `def` at the top level of a module and give "
+            f"{key}=module:function"
+        ) from None
+    return name
+
+
+def _importable(path: str, key: str) -> Callable[..., Any]:
+    """The function at `module:name`, which every worker will import by its own name."""
+    fn = function(path, key)
+    if not callable(fn):
+        raise ValueError(f"{key}={path} is a {type(fn).__name__}, not a function of columns")
+    _path(fn, key)
+    return fn
+
+
+class _Asked(dict[str, Tensor]):
+    """Columns that notes the first name asked for that is not there."""
+
+    missing: str | None = None
+
+    def __missing__(self, name: str) -> Tensor:
+        self.missing = self.missing or name
+        raise KeyError(name)
+
+
+def _try(fn: Callable[[Columns], Any], path: str, preset: Preset) -> None:
+    """Refuse a loss that reads a column nobody writes, by calling it on two tokens before a model is loaded."""
+    names = ("logprobs", "entropy", *preset.columns())
+    token = _Asked({name: torch.full((2,), -0.5, dtype=torch.float64) for name in names})
+    one = torch.zeros(2, dtype=torch.int64)
+    token["mask"] = one == 0
+    columns = Columns(token=token, sequence={}, sequence_of=one, num_sequences=1, mask=token["mask"])
+    try:
+        fn(columns)
+    except (
+        Exception
+    ):  # the user's code on made-up numbers: only the name of a column that is not there is known to be wrong
+        if token.missing is not None:
+            hint = did_you_mean(token.missing, names)
+            need = " (a KL term has it made: set algorithm.kl_loss_coef)" if token.missing == "ref_logprobs" else ""
+            raise ValueError(
+                f"algorithm.loss={path} reads the column {token.missing!r}, which nobody writes{need}{hint}; "
+                f"there are: {', '.join(names)}"
+            ) from None

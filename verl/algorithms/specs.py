@@ -1,0 +1,484 @@
+"""What an algorithm is composed of: group, estimator, loss, KL, filters, correction and critic. No torch.
+
+Each spec owns its settings with their bounds, and says what is wrong with them; functions are named `module:name` and
+imported when a run is assembled. The field of a spec is the key that a user sets, after the spec's prefix.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar, Literal, NamedTuple, Self
+
+from verl.types import Sampling
+
+AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+BY_HORIZON = "seq-mean-token-sum-norm"
+KL_FORMS = ("k1", "abs", "k2", "k3")
+REJECTION_STATS = (
+    *(f"token_k{k}" for k in (1, 2, 3)),
+    *(f"seq_{how}_k{k}" for how in ("sum", "mean") for k in (1, 2, 3)),
+    "seq_max_k2",
+    "seq_max_k3",
+)
+
+
+class Need(NamedTuple):
+    """A column that is inferred before the advantages: `role` computes `output` of its model, stored as `column`."""
+
+    column: str
+    role: str
+    output: str
+
+
+NEEDS = (
+    Need("ref_logprobs", "ref", "logprobs"),
+    Need("old_logprobs", "actor", "logprobs"),
+    Need("sum_pi_squared", "actor", "sum_pi_squared"),
+    Need("old_values", "critic", "values"),
+)
+"""Every column that may be inferred, in the order of inference. A new role (a teacher) is one more row."""
+
+WRITTEN = ("advantages", "rollout_logprobs")
+"""Columns that every step has without inference."""
+
+
+@dataclass(frozen=True, slots=True)
+class Knob:
+    """What a setting may be. `least` and `most` are allowed themselves, `above` and `below` are not.
+
+    option: it is written under algorithm.options, since few algorithms have it · advice: ends the error."""
+
+    key: str | None = None
+    option: bool = False
+    choices: tuple[str, ...] = ()
+    least: float = -math.inf
+    above: float = -math.inf
+    most: float = math.inf
+    below: float = math.inf
+    advice: str = ""
+
+    def fault(self, key: str, value: Any, kind: str) -> str | None:
+        """One line about a value that cannot be; None where it can."""
+        wanted, types = _KINDS[kind.split(" ")[0].split("[")[0]]
+        said = f"{self.path(key)}={value}: "
+        if value is None:
+            return None if "None" in kind else said + f"must be {wanted}"
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+            return said + f"must be {wanted}"
+        if self.choices and value not in self.choices:
+            return (
+                said + f"unknown{did_you_mean(value, self.choices)}; there are: {', '.join(self.choices)}{self.advice}"
+            )
+        if isinstance(value, int | float):
+            if not math.isfinite(value):
+                return said + "must be finite"
+            if not (self.least <= value <= self.most and self.above < value < self.below):
+                return said + f"must be {self._range()}{self.advice}"
+        return None
+
+    def path(self, key: str) -> str:
+        return f"algorithm.{'options.' if self.option else ''}{key}"
+
+    def _range(self) -> str:
+        low = f">= {self.least:g}" if self.least > -math.inf else f"> {self.above:g}" if self.above > -math.inf else ""
+        high = f"<= {self.most:g}" if self.most < math.inf else f"below {self.below:g}" if self.below < math.inf else ""
+        return " and ".join(x for x in (low, high) if x)
+
+
+_KINDS: Mapping[str, tuple[str, tuple[type, ...]]] = {
+    "float": ("a number", (int, float)),
+    "int": ("a whole number", (int,)),
+    "bool": ("true or false", (bool,)),
+    "str": ("a word", (str,)),
+    "Literal": ("a word", (str,)),
+    "tuple": ("a list", (tuple,)),
+}
+
+
+def did_you_mean(word: object, known: Sequence[str]) -> str:
+    """`; did you mean X?`, or nothing where no word is near."""
+    import difflib
+
+    near = difflib.get_close_matches(str(word), known, 1, cutoff=0.6)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _type_name(annotation: Any) -> str:
+    """As it is written, whether or not annotations are strings in the module of the spec."""
+    return annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
+
+
+def knob(default: Any, **limits: Any) -> Any:
+    return field(default=default, metadata={"knob": Knob(**limits)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    prefix: ClassVar[str] = ""
+
+    @classmethod
+    def knobs(cls) -> dict[str, tuple[str, Knob, str]]:
+        """key -> (field, its limits, its type as text), of every setting of this spec."""
+        found = {f.name: (f.metadata["knob"], _type_name(f.type)) for f in fields(cls) if "knob" in f.metadata}
+        return {k.key or cls.prefix + name: (name, k, kind) for name, (k, kind) in found.items()}
+
+    def settings(self) -> dict[str, Any]:
+        return {key: getattr(self, name) for key, (name, _, _) in self.knobs().items()}
+
+    def updated(self, given: Mapping[str, Any]) -> Self:
+        """With those of the given settings that are this spec's."""
+        return replace(self, **{name: given[key] for key, (name, _, _) in self.knobs().items() if key in given})
+
+    def faults(self) -> Iterator[str]:
+        """A line for each setting that cannot be, with the fix."""
+        for key, (name, limits, kind) in self.knobs().items():
+            if said := limits.fault(key, getattr(self, name), kind):
+                yield said
+
+
+# -- groups ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupSpec:
+    """`least`: fewer valid answers carry no signal. `baselines`: answers that are compared with, not trained on."""
+
+    least: int = 2
+    baselines: int = 0
+    baseline_sampling: Callable[[Sampling], Sampling] | None = None
+
+
+def greedy(sampling: Sampling) -> Sampling:
+    """The same request, decoded greedily: ReMax's baseline."""
+    return replace(sampling, temperature=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupFilter(Spec):
+    """Dynamic sampling (DAPO): groups whose metric does not vary are rejected and drawn again."""
+
+    filter_groups: bool = knob(False)
+    filter_metric: str | None = knob(None)
+    max_draws_per_group: float = knob(10.0, least=1)
+    on_exhausted: Literal["stop", "smaller"] = knob("stop", choices=("stop", "smaller"))
+
+    def select(self, values: Sequence[float]) -> Literal["keep", "reject"]:
+        return reject_flat(values) if self.filter_groups else "keep"
+
+
+def reject_flat(values: Sequence[float]) -> Literal["keep", "reject"]:
+    """Keep a group iff its metric varies beyond rounding, or it is alone."""
+    if len(values) == 1:
+        return "keep"
+    high, low = max(values), min(values)
+    return "reject" if high - low <= 1e-6 * max(1.0, abs(high), abs(low)) else "keep"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleFilter(Spec):
+    """Which answers of a group are trained (PF-PPO, 2409.06957), before any advantage. None: all."""
+
+    selection: str | None = knob(
+        None,
+        option=True,
+        choices=("bon", "br", "bw"),
+        advice=" (best | best and a random one | best and worst of each group)",
+    )
+
+    def choose(self, scores: Sequence[float], rng: random.Random) -> list[int]:
+        """Indices to keep of one group, ascending. Ties: the first is best, the last is worst. NaN is never kept."""
+        ranked = sorted((i for i, s in enumerate(scores) if not math.isnan(s)), key=lambda i: (-scores[i], i))
+        if len(ranked) <= 1 or self.selection == "bon":
+            return ranked[:1]
+        other = rng.choice(ranked[1:]) if self.selection == "br" else ranked[-1]
+        return sorted((ranked[0], other))
+
+
+# -- advantages --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimatorSpec(Spec):
+    """`fn`: the estimator. `inputs`: inferred columns it reads. The settings are keyword arguments of `fn`."""
+
+    fn: str = field(kw_only=False)
+    inputs: tuple[str, ...] = ()
+
+    def arguments(self) -> dict[str, Any]:
+        return self.settings()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grouped(EstimatorSpec):
+    normalize_by_std: bool = knob(True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPO(Grouped):
+    fn: str = "verl.algorithms.estimators:grpo"
+    leave_one_out: bool = knob(False, option=True)
+    scale_rewards: str = knob("group", option=True, choices=("group", "batch", "none"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Discounted(EstimatorSpec):
+    gamma: float = knob(1.0, least=0, most=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GAE(Discounted):
+    fn: str = "verl.algorithms.estimators:gae"
+    inputs: tuple[str, ...] = ("old_values",)
+    lam: float = knob(1.0, least=0, most=1)
+    lam_critic: float | None = knob(None, option=True, least=0, most=1)
+    length_adaptive_alpha: float | None = knob(None, option=True, above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GDPO(EstimatorSpec):
+    fn: str = "verl.algorithms.estimators:gdpo"
+    reward_components: tuple[str, ...] = knob((), option=True)
+    reward_weights: tuple[float, ...] | None = knob(None, option=True)
+
+    def faults(self) -> Iterator[str]:
+        yield from Spec.faults(self)
+        names, weights = self.reward_components, self.reward_weights
+        if len(names) < 2:
+            yield (
+                "gdpo normalises reward components one by one: set algorithm.options.reward_components=[a,b] to keys "
+                "of the dict that the reward function returns"
+            )
+        if weights is not None and len(weights) != len(names):
+            yield (
+                f"algorithm.options.reward_weights has {len(weights)} values for {len(names)} "
+                "algorithm.options.reward_components: give one for each"
+            )
+
+
+# -- losses ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossSpec(Spec):
+    """The policy loss `fn`, how its values are aggregated, and the small terms beside it.
+
+    `inputs`: columns it reads. `two_pass`: it has statistics over the whole optimizer step. The settings that a
+    subclass adds are keyword arguments of `fn`."""
+
+    fn: str = field(kw_only=False)
+    inputs: tuple[str, ...] = ("advantages",)
+    two_pass: bool = False
+    aggregation: str = knob("token-mean", choices=AGGREGATIONS)
+    horizon_tokens: int | None = knob(None, least=1)
+    off_policy_delta: float | None = knob(None, option=True)
+    entropy_coef: float = knob(0.0)
+    positive_nll_coef: float = knob(0.0, option=True)
+
+    def arguments(self) -> dict[str, Any]:
+        own = {f.name for f in fields(self)} - {f.name for f in fields(LossSpec)}
+        return {name: getattr(self, name) for name in sorted(own)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clipped(LossSpec):
+    clip_low: float = knob(0.2, least=0, below=1, advice=" (0.2 is usual)")
+    clip_high: float = knob(0.2, least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOClip(Clipped):
+    fn: str = "verl.algorithms.losses:ppo_clip"
+    clip_dual: float | None = knob(
+        None, above=1, advice="; dual clip needs a bound above 1 (verl: 3.0), or null for none"
+    )
+    ratio_max: float | None = knob(None, option=True, above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CISPO(LossSpec):
+    fn: str = "verl.algorithms.losses:cispo"
+    ratio_max: float | None = knob(None, option=True, above=0)
+    ratio_min: float | None = knob(None, option=True, least=0)
+
+    def faults(self) -> Iterator[str]:
+        yield from Spec.faults(self)
+        if self.ratio_max is None:
+            yield "algorithm.options.ratio_max is missing: cispo caps the ratio; set it to 5.0"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SAPO(LossSpec):
+    fn: str = "verl.algorithms.losses:sapo"
+    tau_positive: float = knob(1.0, option=True, above=0)
+    tau_negative: float = knob(1.05, option=True, above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLCov(LossSpec):
+    fn: str = "verl.algorithms.losses:kl_cov"
+    two_pass: bool = True
+    cov_ratio: float = knob(2e-4, option=True, least=0, most=1)
+    cov_coef: float = knob(1.0, option=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipCov(Clipped):
+    fn: str = "verl.algorithms.losses:clip_cov"
+    two_pass: bool = True
+    cov_ratio: float = knob(2e-4, option=True, least=0, most=1)
+    cov_low: float = knob(1.0, option=True)
+    cov_high: float = knob(5.0, option=True)
+
+
+# -- KL, critic --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLLoss(Spec):
+    """KL to the reference as a term of the loss. `ratio_corrected`: times pi / pi_old, gradient included."""
+
+    prefix: ClassVar[str] = "kl_loss_"
+    coef: float = knob(0.0, least=0)
+    form: str = knob("k3", choices=(*KL_FORMS, *(f"{k}+" for k in KL_FORMS)))
+    ratio_corrected: bool = knob(False, option=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLReward(Spec):
+    """KL to the reference in the reward: R -= coef k(old, ref). `target` set: adaptive controller (1909.08593)."""
+
+    prefix: ClassVar[str] = "kl_reward_"
+    coef: float = knob(0.0, least=0)
+    form: str = knob("k1", choices=KL_FORMS)
+    target: float | None = knob(None, above=0)
+    horizon: float = knob(10000.0, above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticSpec(Spec):
+    """A value model beside the policy; `critic_warmup_*`: it is trained alone so long."""
+
+    value_clip: float | None = knob(0.2, above=0)
+    critic_warmup_steps: int = knob(0, least=0)
+    critic_warmup_until: float | None = knob(None, above=0, most=1, advice=", an explained variance")
+
+
+# -- off-policy corrections --------------------------------------------------------------------------------------------
+
+
+class Rejection(NamedTuple):
+    """Reject the tokens (token_*) or whole sequences (seq_*) whose statistic is out of bounds; both bounds are kept.
+
+    k1: `low` <= pi_train / pi_rollout (its product or geometric mean for seq_sum, seq_mean) <= `high`; without `low`,
+    1 / `high`. k2, k3: at most `high`.
+    """
+
+    stat: str
+    low: float | None
+    high: float
+
+    @classmethod
+    def parse(cls, text: str) -> Rejection:
+        """`token_k1:0.5:2` (bounds on pi_train / pi_rollout), `seq_mean_k3:0.01` (an upper bound)."""
+        stat, *bounds = str(text).split(":")
+        said = f"algorithm.options.correction_reject={text}: "
+        try:
+            values = [float(b) for b in bounds]
+        except ValueError:
+            values = []
+        if not 1 <= len(values) <= 2:
+            raise ValueError(said + "write STAT:HIGH or STAT:LOW:HIGH, e.g. token_k1:0.5:2")
+        if stat not in REJECTION_STATS:
+            raise ValueError(said + f"statistic {stat!r} is unknown; known: {', '.join(REJECTION_STATS)}")
+        rule = cls(stat, values[0] if len(values) == 2 else None, values[-1])
+        if not rule.high > 0 or not 0 <= (rule.low or 0) <= rule.high:
+            raise ValueError(said + "need 0 <= low <= high and high > 0")
+        return rule
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correction(Spec):
+    """Weights pi_train / pi_rollout on the policy loss, and rejections. Bounds are on that ratio.
+
+    form: truncate min(w, high), TIS · clamp to [low, high] · icepop 0 outside [low, high], the token still counts in
+    the denominators · mask rejected outside [low, high] (AReaL's decoupled PPO) · None no weights ·
+    level: token | sequence (product over the trajectory) | geometric (its geometric mean) · batch_normalize: weights
+    divided by their mean over tokens (level token) or sequences, after the bounds · bypass: the sampler's log-probs are
+    the old policy.
+    """
+
+    prefix: ClassVar[str] = "correction_"
+    form: str | None = knob(None, key="correction", choices=("truncate", "clamp", "icepop", "mask"))
+    level: str = knob("token", option=True, choices=("token", "sequence", "geometric"))
+    low: float | None = knob(None, option=True, least=0)
+    high: float | None = knob(None, option=True, above=0)
+    batch_normalize: bool = knob(False, option=True)
+    reject: tuple[str, ...] = knob((), option=True)
+    denominator: str = knob("after_rejection", option=True, choices=("after_rejection", "before_rejection"))
+    bypass: bool = knob(False, key="bypass")
+
+    def rejections(self) -> tuple[Rejection, ...]:
+        return tuple(Rejection.parse(text) for text in self.reject)
+
+    def faults(self) -> Iterator[str]:
+        yield from Spec.faults(self)
+        for text in self.reject:
+            try:
+                Rejection.parse(text)
+            except ValueError as exc:
+                yield str(exc)
+        if self.form is not None and self.high is None:
+            yield (
+                f"algorithm.correction={self.form}: set algorithm.options.correction_high "
+                "(truncate 2, icepop 5, mask 3)"
+            )
+        if self.low is not None and self.high is not None and self.low > self.high:
+            yield f"algorithm.options.correction_low={self.low} is above correction_high={self.high}: need low <= high"
+        if self.bypass and self.batch_normalize:
+            yield (
+                "algorithm.options.correction_batch_normalize with algorithm.bypass: the weights follow the current "
+                "policy, their mean would not; leave it out"
+            )
+
+
+# -- preferences -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PreferenceSpec:
+    """What `preference.loss=NAME` trains. `reference`: it needs the frozen start policy's log-probs. `needs_gap`: it
+    reads the answers' true rewards. `options`: arguments of `fn` that preference.options may set; `fixed`: others."""
+
+    source: str
+    fn: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    beta: float = 0.1
+    reference: bool = True
+    paired: bool = True
+    needs_gap: bool = False
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+
+
+# -- functions by name -------------------------------------------------------------------------------------------------
+
+
+def short(fn: str) -> str:
+    """The name of one of our functions; a user's own stays `module:name`."""
+    return fn.partition(":")[2] if fn.startswith("verl.algorithms.") else fn
+
+
+def function(path: str, key: str) -> Callable[..., Any]:
+    """The function that `module:name` says; ValueError naming the key it was given for."""
+    module_name, _, attribute = path.partition(":")
+    if not attribute:
+        raise ValueError(f"{key}={path}: write it as module:function")
+    try:
+        return getattr(importlib.import_module(module_name), attribute)
+    except ModuleNotFoundError as e:
+        raise ValueError(f"{key}={path}: cannot import {module_name!r} ({e}); is it on PYTHONPATH?") from e
+    except AttributeError as e:
+        raise ValueError(f"{key}={path}: module {module_name!r} has no {attribute!r}") from e
