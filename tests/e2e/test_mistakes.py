@@ -123,7 +123,7 @@ def test_a_disk_that_fills_up_is_a_warning_and_the_old_checkpoint_stays(args, tm
 
 
 def test_a_mismatch_of_sampler_and_trainer_stops_the_run(args, capsys, monkeypatch):
-    from verl.rollout.native import NativeEngine
+    from verl.rollout.native.engine import NativeEngine
 
     real = NativeEngine.generate
 

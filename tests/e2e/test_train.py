@@ -93,7 +93,7 @@ def test_the_checkpoint_is_a_hugging_face_model_with_equal_logits(tmp_path, tiny
         ("algorithm.entropy_coef=0.01",),
         ("rollout.temperature=0.7",),
         ("rollout.engine=hf",),
-        ("model.attention=padded", "model.share_prefix=false"),
+        ("model.engine_options.attention=padded", "model.engine_options.share_prefix=false"),
         ("model.gradient_checkpointing=true",),
         ("pipeline.oversample=0.5",),
         ("pipeline.sync_every=2",),
@@ -149,7 +149,7 @@ def test_dynamic_sampling_refills_and_stops_with_the_reason(tmp_path, tiny_model
 def test_a_publish_that_fails_ends_the_run_at_once_with_its_cause(
     tmp_path, tiny_model, arithmetic_data, staleness, monkeypatch
 ):
-    from verl.rollout.native import NativeEngine
+    from verl.rollout.native.engine import NativeEngine
     from verl.weight_sync.base import SyncError
 
     real = NativeEngine.score

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, LlamaCo
 
 from verl.rollout.base import Completion
 from verl.rollout.hf import HfEngine
-from verl.rollout.native import NativeEngine
+from verl.rollout.native.engine import NativeEngine
 from verl.types import Sampling
 
 VOCAB = 61

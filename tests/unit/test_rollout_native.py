@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig, PhiConfig, Qwen3Config
 
 from verl.rollout.base import Completion
-from verl.rollout.native import NativeEngine
+from verl.rollout.native.engine import NativeEngine
 from verl.rollout.native import kv as kv_module
 from verl.rollout.native import runner as runner_module
 from verl.rollout.native.architecture import shape_of

@@ -19,7 +19,7 @@ from verl.model_engine.torch_engine import TorchEngine
 from verl.models import tiny
 from verl.recipes import arithmetic
 from verl.rollout.hf import HfEngine
-from verl.rollout.native import NativeEngine
+from verl.rollout.native.engine import NativeEngine
 from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Refs, Sample, Sampling, Segment
 from verl.weight_sync.base import CheckpointEngine, SyncError, SyncReport

@@ -1,4 +1,4 @@
-"""Every derived size and an estimate of memory and disk, before anything starts (pitfall 26). No torch, no GPU.
+"""Every derived size and an estimate of memory and disk, before anything starts. No torch, no GPU.
 
     step      64 prompts x 8 = 512 trajectories -> 4 updates of 128 -> about 48 micro-batches
 
@@ -7,18 +7,21 @@ Sizes are exact or upper bounds at the limits of prompt and response; bytes are 
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
-from verl.config.memory import Memory, estimate_memory, kv_bytes_per_token, kv_tokens, rollout_dtype
+import msgspec
+
+from verl.config.algorithm_rules import ALGORITHMS
+from verl.config.backends import options_of, rollout_caches
+from verl.config.memory import Memory, estimate_memory, kv_bytes_per_token, rollout_dtype
 from verl.config.model_files import ModelFacts, describe_model
 from verl.config.schema import Config
-from verl.config.validate import ALGORITHMS, RL, SAMPLES, TRAINS, Command
+from verl.config.validate import RL, SAMPLES, TRAINS, Command
 from verl.data.files import expand_files, format_of
+from verl.driver.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +94,7 @@ class Plan:
 
     def to_json(self) -> str:
         """`plan.json` of the run directory."""
-        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+        return msgspec.json.format(msgspec.json.encode(self), indent=2).decode() + "\n"
 
 
 def make_plan(
@@ -105,7 +108,7 @@ def make_plan(
     model = describe_model(config.model.path, config.model.tokenizer_path)
     step = step_sizes(config, command) if command in TRAINS else None
     rollout = rollout_sizes(config, model, command) if command in SAMPLES else None
-    length = _run_length(config, step, command) if step else None
+    length = _run_length(config, step) if step else None
     held = command == "dpo" or (command in RL and needs_reference(config)) if reference is None else reference
     tokens = step.max_tokens // step.updates if step else None
     memory = estimate_memory(config, model, command, reference=held, update_tokens=tokens)
@@ -122,7 +125,7 @@ def make_plan(
         disk=disk,
         warnings=(),
     )
-    return dataclasses.replace(plan, warnings=tuple(_warnings(config, plan, device_bytes)))
+    return replace(plan, warnings=tuple(_warnings(config, plan, device_bytes)))
 
 
 # -- sizes of a step ---------------------------------------------------------------------------------------------------
@@ -133,7 +136,7 @@ def step_sizes(config: Config, command: Command = "train") -> StepSizes:
     if command in RL:
         prompt, answer = config.data.max_prompt_tokens, config.rollout.max_response_tokens
         prompts, n, updates, epochs = s.prompts_per_step, s.samples_per_prompt, s.updates_per_step, s.epochs_per_step
-        each = _microbatches(prompts // updates, n, prompt, answer, budget, config.model.share_prefix)
+        each = _microbatches(prompts // updates, n, prompt, answer, budget, options_of(config, "model").share_prefix)
         longest, tokens = prompt + answer, prompts * n * (prompt + answer)
     else:
         pair = 2 if command in ("rm", "dpo") else 1
@@ -168,39 +171,45 @@ def _microbatches(groups: int, n: int, prompt: int, answer: int, budget: int, sh
     return count
 
 
-def staleness_slots(config: Config) -> int:
-    """floor((1 + staleness) x prompts_per_step x sync_every), exactly: 0.15 means 15/100, not its float."""
+def scheduler_of(config: Config) -> Scheduler:
+    """The scheduler of the loop, for the sizes that are its own to say."""
     p = config.pipeline
-    return math.floor((1 + Fraction(str(p.staleness))) * config.step.prompts_per_step * p.sync_every)
+    return Scheduler(
+        prompts_per_step=config.step.prompts_per_step,
+        total_steps=1,
+        sync_every=p.sync_every,
+        staleness=p.staleness,
+        oversample=p.oversample,
+    )
 
 
 def rollout_sizes(config: Config, model: ModelFacts, command: Command = "train") -> RolloutSizes:
-    r = config.rollout
-    in_loop = command in RL
-    slots = staleness_slots(config) if in_loop else 0
-    surplus = math.ceil(Fraction(str(config.pipeline.oversample)) * config.step.prompts_per_step) if in_loop else 0
+    in_loop, limit = command in RL, config.rollout.max_concurrent_sequences
+    scheduler = scheduler_of(config)
+    slots, surplus = (scheduler.slots, scheduler.extra) if in_loop else (0, 0)
+    caches = rollout_caches(config, bytes_per_token=1)
     per_group = config.step.samples_per_prompt + ALGORITHMS[config.algorithm.name].baselines
     flying = (slots + surplus) * per_group
     return RolloutSizes(
-        engine=r.engine,
+        engine=config.rollout.engine,
         slots=slots,
         surplus=surplus,
         trajectories_in_flight=flying,
-        concurrent_sequences=min(r.max_concurrent_sequences, flying) if in_loop else r.max_concurrent_sequences,
+        concurrent_sequences=min(limit, flying) if in_loop else limit,
         kv_bytes_per_token=kv_bytes_per_token(model, rollout_dtype(config)),
-        kv_tokens=kv_tokens(config),
-        prefix_cache_tokens=r.prefix_cache_tokens if r.engine == "native" else 0,
+        kv_tokens=caches["KV cache"],
+        prefix_cache_tokens=caches.get("prefix cache", 0),
     )
 
 
 # -- length of the run -------------------------------------------------------------------------------------------------
 
 
-def total_steps(config: Config, rows: int) -> int:
+def total_steps(config: Config, rows: int, rows_per_step: int) -> int:
     """Steps of the loop on `rows` training rows. Epochs follow each other without a gap; the rest below a step is left."""
     if config.run.total_steps is not None:
         return config.run.total_steps
-    return rows * config.run.total_epochs // config.step.prompts_per_step
+    return rows * config.run.total_epochs // rows_per_step
 
 
 def warmup_steps(config: Config, optimizer_steps: int) -> int:
@@ -208,21 +217,20 @@ def warmup_steps(config: Config, optimizer_steps: int) -> int:
     return config.optim.warmup_steps or math.floor(Fraction(str(config.optim.warmup_ratio)) * optimizer_steps)
 
 
-def _run_length(config: Config, step: StepSizes, command: Command) -> RunLength:
-    rows = count_rows(config.data.train_files)
-    rows = rows if rows is None or config.data.max_rows is None else min(rows, config.data.max_rows)
-    eval_rows = count_rows(config.data.eval_files)
-    if eval_rows is not None and config.data.max_eval_rows is not None:
-        eval_rows = min(eval_rows, config.data.max_eval_rows)
-    steps = config.run.total_steps
-    if steps is None and rows is not None:
-        steps = rows * config.run.total_epochs // step.prompts
+def _run_length(config: Config, step: StepSizes) -> RunLength:
+    rows = _at_most(config.data.max_rows, count_rows(config.data.train_files))
+    eval_rows = _at_most(config.data.max_eval_rows, count_rows(config.data.eval_files))
+    steps = config.run.total_steps if rows is None else total_steps(config, rows, step.prompts)
     optimizer_steps = None if steps is None else steps * step.optimizer_steps
     epochs = None if steps is None or not rows else round(steps * step.prompts / rows, 2)
     warmup = config.optim.warmup_steps if optimizer_steps is None else warmup_steps(config, optimizer_steps)
     return RunLength(
         rows=rows, eval_rows=eval_rows, epochs=epochs, steps=steps, optimizer_steps=optimizer_steps, warmup_steps=warmup
     )
+
+
+def _at_most(limit: int | None, rows: int | None) -> int | None:
+    return rows if rows is None or limit is None else min(rows, limit)
 
 
 def count_rows(files: list[str]) -> int | None:
@@ -301,7 +309,7 @@ def _warnings(config: Config, plan: Plan, device_bytes: int | None) -> Iterator[
 
 
 def render_plan(plan: Plan) -> str:
-    """The plan as aligned plain text; its `step` line is the sentence of DESIGN section 8."""
+    """The plan as aligned plain text."""
     lines = [("model", _model_line(plan.model))]
     if plan.step:
         lines += [("step", _step_line(plan)), ("tokens", _tokens_line(plan.step))]

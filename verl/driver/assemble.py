@@ -26,6 +26,7 @@ from verl.chat import load_tokenizer, require_chat_template
 from verl.checkpoint.hf import export_hf
 from verl.checkpoint.score import classifier_config, classifier_tensors, read_score
 from verl.checkpoint.store import CheckpointStore
+from verl.config.backends import options_of
 from verl.config.load import Resolved, dump_config
 from verl.config.plan import warmup_steps
 from verl.config.schema import AlgorithmConfig, Config
@@ -51,7 +52,7 @@ from verl.reward.process import Target
 from verl.reward.shaping import Shaped
 from verl.rollout.base import RolloutEngine
 from verl.rollout.hf import HfEngine
-from verl.rollout.native import NativeEngine
+from verl.rollout.native.engine import NativeEngine
 from verl.track.console import LiveProgress
 from verl.track.events import EventLog, next_attempt
 from verl.track.sinks import open_sinks
@@ -97,7 +98,7 @@ async def assemble(resolved: Resolved, *, progress: LiveProgress | None = None, 
     reward = await _reward(config, scorer)
     total_steps = total_steps_of(config, len(tasks), config.step.prompts_per_step)
     engine = policy_engine(config, device, run_dir, updates=updates_of_run(config, total_steps))
-    share = config.model.share_prefix
+    share = options_of(config, "model").share_prefix
     engine.check_packing(share_prefix=share)
     scheduler, cursor = (
         _scheduler(config, algorithm, total_steps),
@@ -208,7 +209,7 @@ def assemble_supervised(
     claimed = open_run_dir(resolved)
     run_dir = claimed.path
     total_steps = total_steps_of(config, len(stage), config.supervised.rows_per_step)
-    device, share = device_of(config), command != "sft" and config.model.share_prefix
+    device, share = device_of(config), command != "sft" and options_of(config, "model").share_prefix
     engine = policy_engine(config, device, run_dir, updates=total_steps, head="score" if command == "rm" else "lm")
     engine.check_packing(share_prefix=share)
     progress = progress or LiveProgress()
@@ -450,7 +451,7 @@ def _engine(
             device=device,
             trust_remote_code=trust,
             max_tokens_per_microbatch=config.step.max_tokens_per_microbatch,
-            attention_mode=config.model.attention,
+            attention_mode=options_of(config, "model").attention,
             gradient_checkpointing=checkpointing,
             dump_dir=dump_dir,
         )
@@ -461,7 +462,7 @@ def _engine(
         dtype=config.model.dtype,
         device=device,
         max_tokens_per_microbatch=config.step.max_tokens_per_microbatch,
-        attention_mode=config.model.attention,
+        attention_mode=options_of(config, "model").attention,
         gradient_checkpointing=checkpointing,
         source_dir=folder,
         dump_dir=dump_dir,
@@ -488,8 +489,10 @@ def reward_role(config: Config, queue: MemoryQueue, device: str) -> InprocGroup 
             "train it from a model with the policy's tokenizer"
         )
     engine = _engine(config, device, optim=None, head="score", path=str(folder))
-    engine.check_packing(share_prefix=config.model.share_prefix)
-    return InprocGroup("reward_model", Role("reward_model", queue, engine, share_prefix=config.model.share_prefix))
+    engine.check_packing(share_prefix=options_of(config, "model").share_prefix)
+    return InprocGroup(
+        "reward_model", Role("reward_model", queue, engine, share_prefix=options_of(config, "model").share_prefix)
+    )
 
 
 def reference_role(config: Config, algorithm: Algorithm, queue: MemoryQueue, device: str) -> InprocGroup | None:
@@ -497,7 +500,9 @@ def reference_role(config: Config, algorithm: Algorithm, queue: MemoryQueue, dev
     if "ref_logprobs" not in algorithm.needs(1):  # the number of updates does not matter here
         return None
     engine = _engine(config, device, optim=None)
-    return InprocGroup("reference", Role("reference", queue, engine, share_prefix=config.model.share_prefix))
+    return InprocGroup(
+        "reference", Role("reference", queue, engine, share_prefix=options_of(config, "model").share_prefix)
+    )
 
 
 def critic_role(
@@ -519,7 +524,7 @@ def critic_role(
         max_skipped_updates=o.max_skipped_updates,
     )
     engine = _engine(config, device, optim=spec, dump_dir=run_dir / "crash", head="value", path=c.path)
-    return InprocGroup("critic", Role("critic", queue, engine, share_prefix=config.model.share_prefix))
+    return InprocGroup("critic", Role("critic", queue, engine, share_prefix=options_of(config, "model").share_prefix))
 
 
 def rollout_engine(config: Config, tokenizer: Any, device: str) -> RolloutEngine:
@@ -533,6 +538,7 @@ def rollout_engine(config: Config, tokenizer: Any, device: str) -> RolloutEngine
     dtype = config.model.dtype if r.dtype == "auto" else r.dtype
     context = max_context_tokens(config, hf_config)
     ends, decode, torch_dtype = eos_ids(config, tokenizer), decoder(tokenizer), DTYPES[dtype]
+    options = options_of(config, "rollout")
     if r.engine == "native":
         return NativeEngine(
             hf_config,
@@ -542,11 +548,11 @@ def rollout_engine(config: Config, tokenizer: Any, device: str) -> RolloutEngine
             dtype=torch_dtype,
             device=device,
             max_concurrent_sequences=r.max_concurrent_sequences,
-            max_prefill_tokens=r.max_prefill_tokens,
-            prefix_cache_tokens=r.prefix_cache_tokens,
+            max_prefill_tokens=options.max_prefill_tokens,
+            prefix_cache_tokens=options.prefix_cache_tokens,
             deterministic=config.run.deterministic,
-            num_speculative_tokens=r.engine_options.get("num_speculative_tokens", 0),
-            max_kv_tokens=r.max_kv_tokens,
+            num_speculative_tokens=options.num_speculative_tokens,
+            max_kv_tokens=options.max_kv_tokens,
         )
     if r.engine == "hf":
         return HfEngine(

@@ -15,6 +15,7 @@ import numpy as np
 import uvloop
 
 from verl.checkpoint.store import CheckpointStore
+from verl.config.backends import options_of
 from verl.config.load import load_config, read_config
 from verl.config.schema import Config
 from verl.driver import state as train_state
@@ -86,7 +87,7 @@ async def _replay(config: Config, run_dir: Path, number: int) -> list[str]:
         config=config,
         algorithm=algorithm,
         ref=reference_role(config, algorithm, queue, device),
-        actor=InprocGroup("actor", Role("actor", queue, engine, share_prefix=config.model.share_prefix)),
+        actor=InprocGroup("actor", Role("actor", queue, engine, share_prefix=options_of(config, "model").share_prefix)),
         compute=InprocGroup("compute", Role("compute", queue)),
         critic=critic_role(
             config, algorithm, queue, device, run_dir, updates=updates_of_run(config, _recorded_steps(run_dir))

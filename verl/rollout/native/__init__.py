@@ -1,5 +1,1 @@
-"""The native rollout engine."""
-
-from verl.rollout.native.engine import NativeEngine
-
-__all__ = ["NativeEngine"]
+"""The native rollout engine: our own models, KV memory and kernels. Importing the room imports no torch."""

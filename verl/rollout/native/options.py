@@ -1,0 +1,26 @@
+"""The options of the native engine and the KV memory that they ask for. No torch: configuration and plan read this."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    num_speculative_tokens: Annotated[int, Meta(ge=0, le=64)] = 0
+    """Guessed per row and step from texts that repeat, and kept where the row's own draws confirm them. 0: none."""
+    max_kv_tokens: Annotated[int, Meta(ge=1)] | None = None
+    """KV slots in tokens. Null: every concurrent sequence at full length."""
+    prefix_cache_tokens: Annotated[int, Meta(ge=0)] = 65536
+    """KV of prompts that is kept for the next request."""
+    max_prefill_tokens: Annotated[int, Meta(ge=1)] = 8192
+    """Prompt tokens per prefill pass; decode goes on between passes."""
+
+
+def memory(options: Options, *, sequences: int, longest_tokens: int, bytes_per_token: int) -> dict[str, int]:
+    """Bytes of the caches at their full size."""
+    tokens = sequences * longest_tokens if options.max_kv_tokens is None else options.max_kv_tokens
+    return {"KV cache": tokens * bytes_per_token, "prefix cache": options.prefix_cache_tokens * bytes_per_token}
