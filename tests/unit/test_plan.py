@@ -13,13 +13,14 @@ import pytest
 from handmade_model import write_model, write_qwen_half_billion, write_rows
 
 from verl.config.load import load_config
-from verl.config.memory import KEPT_KV_BYTES, LOGPROB_CHUNK_BYTES, kv_tokens
+from verl.config.backends import rollout_caches
+from verl.config.memory import KEPT_KV_BYTES, LOGPROB_CHUNK_BYTES
 from verl.config.plan import (
     count_rows,
     make_plan,
     needs_reference,
     render_plan,
-    staleness_slots,
+    scheduler_of,
     step_sizes,
     total_steps,
     warmup_steps,
@@ -151,7 +152,7 @@ def test_microbatches_hold_a_prompt_once(folder: Path, share: str, budget: int, 
     args = (
         "step.prompts_per_step=8",
         "step.samples_per_prompt=4",
-        f"model.share_prefix={share}",
+        f"model.engine_options.share_prefix={share}",
         f"step.max_tokens_per_microbatch={budget}",
     )
     assert step_sizes(config_of(folder, *args)).microbatches == expected
@@ -185,7 +186,7 @@ def test_microbatches_are_those_of_split_rows(folder: Path, prompts: int, n: int
         args = (
             f"step.prompts_per_step={prompts}",
             f"step.samples_per_prompt={n}",
-            f"model.share_prefix={share}",
+            f"model.engine_options.share_prefix={share}",
             f"step.max_tokens_per_microbatch={budget}",
             f"data.max_prompt_tokens={prompt}",
             f"rollout.max_response_tokens={answer}",
@@ -215,7 +216,7 @@ def test_slots_are_exact(folder: Path, staleness: float, prompts: int, sync_ever
         f"step.prompts_per_step={prompts}",
         f"pipeline.sync_every={sync_every}",
     )
-    assert staleness_slots(c) == slots
+    assert scheduler_of(c).slots == slots
 
 
 def test_slots_are_those_of_the_scheduler(folder: Path) -> None:
@@ -234,9 +235,9 @@ def test_slots_are_those_of_the_scheduler(folder: Path) -> None:
             max_draws_per_group=10,
             on_exhausted="stop",
         )
-        assert made.slots == staleness_slots(c)
         plan = make_plan(c)
-        assert plan.rollout is not None and plan.rollout.surplus == 7
+        assert plan.rollout is not None and (plan.rollout.slots, plan.rollout.surplus) == (made.slots, made.extra)
+        assert made.extra == 7
 
 
 # -- length ------------------------------------------------------------------------------------------------------------
@@ -246,7 +247,7 @@ def test_length_of_the_run(folder: Path) -> None:
     c = config_of(folder, "run.total_epochs=2", "data.max_rows=1000", "data.max_eval_rows=100")
     n = make_plan(c).length
     assert n is not None and (n.rows, n.eval_rows, n.steps, n.optimizer_steps, n.epochs) == (1000, 100, 31, 31, 1.98)
-    assert total_steps(c, 1000) == 31
+    assert total_steps(c, 1000, 64) == 31
     n = make_plan(config_of(folder, "run.total_steps=10", "data.train_files=s3://b/x.parquet")).length
     assert n is not None and (n.rows, n.steps, n.epochs) == (None, 10, None)
     plan = make_plan(config_of(folder, "data.train_files=s3://b/x.parquet"))
@@ -290,7 +291,7 @@ def test_memory_moves_the_right_way(folder: Path) -> None:
         and full.items["rollout weights"] == 2 * plain.items["rollout weights"]
     )
     assert "KV cache" not in plain.phases["update"] and "KV cache" in memory("pipeline.staleness=1").phases["update"]
-    little = memory("rollout.max_kv_tokens=2560", "model.device=cpu")  # 30 MiB or 60
+    little = memory("rollout.engine_options.max_kv_tokens=2560", "model.device=cpu")  # 30 MiB or 60
     assert all("KV cache" in parts for parts in little.phases.values())
     assert [name for name, parts in little.phases.items() if "prefix cache" in parts] == ["rollout"]
     for m in (plain, full):
@@ -299,9 +300,13 @@ def test_memory_moves_the_right_way(folder: Path) -> None:
 
 
 def test_kv_tokens(folder: Path) -> None:
-    assert kv_tokens(config_of(folder)) == 256 * 2048
-    assert kv_tokens(config_of(folder, "rollout.max_kv_tokens=5000")) == 5000
-    assert kv_tokens(config_of(folder, "eval.max_response_tokens=3072")) == 256 * 4096
+    def tokens(*args: str) -> dict[str, int]:
+        return rollout_caches(config_of(folder, *args), bytes_per_token=1)
+
+    assert tokens() == {"KV cache": 256 * 2048, "prefix cache": 65536}
+    assert tokens("rollout.engine_options.max_kv_tokens=5000")["KV cache"] == 5000
+    assert tokens("eval.max_response_tokens=3072")["KV cache"] == 256 * 4096
+    assert tokens("rollout.engine=hf") == {"KV cache": 256 * 2048}, "an engine without a prefix cache"
 
 
 @pytest.mark.parametrize(
