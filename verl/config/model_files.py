@@ -8,28 +8,19 @@ import math
 import os
 import re
 import struct
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-BYTES_OF: Mapping[str, int] = {
-    "F64": 8,
-    "I64": 8,
-    "F32": 4,
-    "I32": 4,
-    "U32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "I16": 2,
-    "U16": 2,
-}
 DTYPE_NAMES: Mapping[str, str] = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|masked_bias)$")
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _CAUSAL_MASK = re.compile(r"(^|\.)attn\.bias$")
+_EMBEDDING = re.compile(r"(embed_tokens|wte|word_embeddings|embed_in)\.weight$")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,13 +106,10 @@ def describe_model(path: str, tokenizer_path: str | None = None) -> ModelFacts:
     declared = full.get("tie_word_embeddings", config.get("tie_word_embeddings"))
     tied = not output if declared is None else bool(declared)
     counted = {n: t for n, t in trained.items() if not (tied and n in output)}
-    embeddings = [
-        t for n, t in counted.items() if re.search(r"(embed_tokens|wte|word_embeddings|embed_in)\.weight$", n)
-    ]
-    dtypes: dict[str, int] = {}
+    dtypes: Counter[str] = Counter()
     for tensor in tensors.values():
-        dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + tensor.numel
-    main_dtype = max(dtypes, key=lambda d: dtypes[d])
+        dtypes[tensor.dtype] += tensor.numel
+    ((main_dtype, _),) = dtypes.most_common(1)
     names = full.get("architectures") or [full.get("model_type", "unknown")]
     return ModelFacts(
         folder=str(folder),
@@ -137,7 +125,7 @@ def describe_model(path: str, tokenizer_path: str | None = None) -> ModelFacts:
         tied=tied,
         has_output_head=tied or bool(output),
         parameters=sum(t.numel for t in counted.values()),
-        embedding_parameters=sum(t.numel for t in embeddings),
+        embedding_parameters=sum(t.numel for n, t in counted.items() if _EMBEDDING.search(n)),
         stored_dtype=DTYPE_NAMES.get(main_dtype, main_dtype.lower()),
         stored_bytes=sum(t.num_bytes for t in tensors.values()),
         has_chat_template=_has_chat_template(Path(tokenizer_path).expanduser() if tokenizer_path else folder),

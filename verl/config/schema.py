@@ -30,18 +30,9 @@ def words(choices: str) -> Meta:
 
 
 FIRST_RUN = (
-    "model.path",
-    "data.train_files",
-    "data.eval_files",
-    "data.max_prompt_tokens",
-    "reward.path",
-    "algorithm.name",
-    "step.prompts_per_step",
-    "step.samples_per_prompt",
-    "rollout.max_response_tokens",
-    "optim.lr",
-    "run.name",
-    "run.total_steps",
+    *("model.path", "data.train_files", "data.eval_files", "data.max_prompt_tokens", "reward.path", "algorithm.name"),
+    *("step.prompts_per_step", "step.samples_per_prompt", "rollout.max_response_tokens", "optim.lr"),
+    *("run.name", "run.total_steps"),
 )
 """All that a first run has to think about; every other key has a default that fits."""
 COMPONENT_SECTIONS = ("algorithm", "critic", "preference", "health")
@@ -51,8 +42,7 @@ health rules. All others are central keys."""
 
 @dataclass
 class RunConfig:
-    name: str = "run"
-    """The run directory is `<root_dir>/<name>`."""
+    name: str = "run"  # The run directory is `<root_dir>/<name>`.
     root_dir: str = "runs"
     seed: int = 0
     total_steps: PositiveInt | None = None
@@ -62,29 +52,24 @@ class RunConfig:
     """auto: continue from the latest valid checkpoint of the run directory · never: refuse a used directory · PATH."""
     deterministic: bool = False
     """Fixed decode shapes, so that a run that was cut is bitwise equal where batch composition is not."""
-    save_every_steps: NonNegativeInt = 0
-    """0: only at the end (and on SIGTERM)."""
+    save_every_steps: NonNegativeInt = 0  # 0: only at the end (and on SIGTERM).
     keep_last_checkpoints: PositiveInt = 2
-    keep_every_steps: NonNegativeInt = 0
-    """Checkpoints of these steps are never pruned. 0: none."""
+    keep_every_steps: NonNegativeInt = 0  # Checkpoints of these steps are never pruned. 0: none.
     keep_best: str | None = None
     """A metric name (`eval/acc/greedy`): the checkpoint with its best value is never pruned."""
     eval_every_steps: NonNegativeInt = 0
     eval_before: bool = True
     eval_after: bool = True
-    threads: PositiveInt | None = None
-    """CPU threads for torch. Null: all cores."""
+    threads: PositiveInt | None = None  # CPU threads for torch. Null: all cores.
     wait_timeout_s: Positive = 600.0
     """Deadline of one wait inside the loop (worker call, publish, batch). What was waited for is in the error."""
 
 
 @dataclass
 class ModelConfig:
-    path: str = "???"
-    """A Hugging Face folder (config.json, safetensors, tokenizer)."""
+    path: str = "???"  # A Hugging Face folder (config.json, safetensors, tokenizer).
     tokenizer_path: str | None = None
-    chat_template: str | None = None
-    """A Jinja file that replaces the tokenizer's template."""
+    chat_template: str | None = None  # A Jinja file that replaces the tokenizer's template.
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Passed to apply_chat_template (enable_thinking: false, ...)."""
     trust_remote_code: bool = False
@@ -104,8 +89,7 @@ class DataConfig:
     """JSONL or Parquet; local paths or any fsspec URL (s3://, gs://, ...)."""
     eval_files: list[str] = field(default_factory=list)
     prompt_key: str = "prompt"
-    messages_key: str = "messages"
-    """SFT rows: the conversation."""
+    messages_key: str = "messages"  # SFT rows: the conversation.
     tools_key: str | None = None
     max_prompt_tokens: PositiveInt = 1024
     filter_overlong_prompts: bool = True
@@ -113,16 +97,12 @@ class DataConfig:
     truncation: Annotated[str, words("error|left|right|middle")] = "error"
     """For prompts over the limit when they are not filtered."""
     shuffle: bool = True
-    seed: int | None = None
-    """Of the shuffle. Null: run.seed."""
+    seed: int | None = None  # Of the shuffle. Null: run.seed.
     max_rows: PositiveInt | None = None
     max_eval_rows: PositiveInt | None = None
-    num_workers: NonNegativeInt = 2
-    """Processes that render, tokenise and filter."""
-    cache_dir: str | None = None
-    """Tokenised rows by content hash. Null: ~/.cache/verl."""
-    system_prompt: str | None = None
-    """Prepended when a row has no system message."""
+    num_workers: NonNegativeInt = 2  # Processes that render, tokenise and filter.
+    cache_dir: str | None = None  # Tokenised rows by content hash. Null: ~/.cache/verl.
+    system_prompt: str | None = None  # Prepended when a row has no system message.
     max_tokens_per_row: Annotated[int, Meta(ge=2)] = 1024
     """SFT: rows longer than this are refused or cut as `truncation` says."""
 
@@ -179,13 +159,10 @@ class AlgorithmConfig:
 
 @dataclass
 class StepConfig:
-    prompts_per_step: PositiveInt = 64
-    """Groups taken per step."""
+    prompts_per_step: PositiveInt = 64  # Groups taken per step.
     samples_per_prompt: PositiveInt = 8
-    updates_per_step: PositiveInt = 1
-    """Optimizer steps per step; each takes an equal share of the groups."""
-    epochs_per_step: PositiveInt = 1
-    """Passes over the step's samples (verl: ppo_epochs)."""
+    updates_per_step: PositiveInt = 1  # Optimizer steps per step; each takes an equal share of the groups.
+    epochs_per_step: PositiveInt = 1  # Passes over the step's samples (verl: ppo_epochs).
     max_tokens_per_microbatch: PositiveInt = 16384
     """Tokens of one forward and backward pass; a sequence is never split."""
 
@@ -200,8 +177,7 @@ class OptimConfig:
     schedule: Annotated[str, words("constant|linear|cosine|wsd")] = "constant"
     """After the warm-up. wsd: stable, then linear over the last `decay_ratio` of the run."""
     decay_ratio: PositiveShare = 0.2
-    warmup_steps: NonNegativeInt = 0
-    """Optimizer steps. The first update uses lr / (warmup_steps + 1), never 0."""
+    warmup_steps: NonNegativeInt = 0  # Optimizer steps. The first update uses lr / (warmup_steps + 1), never 0.
     warmup_ratio: Share = 0.0
     """Share of all optimizer steps that warms up, where `warmup_steps` is 0 (`plan.warmup_steps` resolves it)."""
     min_lr_ratio: Share = 0.0
@@ -216,14 +192,12 @@ class CriticConfig:
     lr: Positive = 1e-5
     weight_decay: NonNegative = 0.01
     clip_grad_norm: Positive = 1.0
-    warmup_steps: NonNegativeInt = 0
-    """Optimizer steps of the learning rate's warm-up."""
+    warmup_steps: NonNegativeInt = 0  # Optimizer steps of the learning rate's warm-up.
 
 
 @dataclass
 class RolloutConfig:
-    engine: str = "native"
-    """native | hf: a name of backends.ROLLOUT."""
+    engine: str = "native"  # native | hf: a name of backends.ROLLOUT.
     dtype: Annotated[str, words("auto|float32|bfloat16")] = "auto"
     """auto: as the trainer computes · float32 · bfloat16."""
     temperature: NonNegative = 1.0
@@ -244,16 +218,12 @@ class RolloutConfig:
 class PipelineConfig:
     staleness: NonNegative = 0.0
     """0: synchronous. Groups may be trained at most ceil(staleness) versions after their admission."""
-    sync_every: PositiveInt = 1
-    """Publish the weights every so many steps."""
-    partial_rollout: bool = False
-    """In-flight generations continue under new weights (versions are per span)."""
+    sync_every: PositiveInt = 1  # Publish the weights every so many steps.
+    partial_rollout: bool = False  # In-flight generations continue under new weights (versions are per span).
     oversample: NonNegative = 0.0
     """Extra groups admitted, as a share of a step; the surplus is kept if its deadline allows."""
-    max_attempts: PositiveInt = 2
-    """Tries of one trajectory whose rollout failed or whose reward is Invalid."""
-    max_invalid_share: Share = 0.2
-    """Stop when more than this share of a step's trajectories had no valid reward."""
+    max_attempts: PositiveInt = 2  # Tries of one trajectory whose rollout failed or whose reward is Invalid.
+    max_invalid_share: Share = 0.2  # Stop when more than this share of a step's trajectories had no valid reward.
 
 
 @dataclass
@@ -272,8 +242,7 @@ class RewardConfig:
     model_coef: float = 1.0
     stage: Annotated[str, words("stream|batch")] = "stream"
     """stream: each answer is scored as it ends, beside the rollout · batch: all at once in the experience stage."""
-    overlong_buffer_tokens: NonNegativeInt = 0
-    """DAPO soft penalty over the last so many tokens of the budget. 0: off."""
+    overlong_buffer_tokens: NonNegativeInt = 0  # DAPO soft penalty over the last so many tokens of the budget. 0: off.
     overlong_penalty: NonNegative = 1.0
 
 
@@ -283,30 +252,23 @@ class EvalConfig:
     temperature: NonNegative = 0.0
     top_p: PositiveShare = 1.0
     top_k: NonNegativeInt = 0
-    max_response_tokens: PositiveInt | None = None
-    """Null: as in the rollout."""
-    also_sampled: bool = False
-    """Evaluate a second time with the rollout's own temperature (`sampled` beside `greedy`)."""
+    max_response_tokens: PositiveInt | None = None  # Null: as in the rollout.
+    also_sampled: bool = False  # Evaluate a second time with the rollout's own temperature (`sampled` beside `greedy`).
 
 
 @dataclass
 class SyncConfig:
     engine: Annotated[str, words("local")] = "local"
-    verify_first: NonNegativeInt = 3
-    """All tensors are checked for the first so many versions, a sample of them after."""
-    canary: bool = True
-    """Log-probs of fixed probe sequences, trainer against rollout, at every publish."""
-    canary_tolerance: Positive | None = None
-    """Null: 1e-4 in float32, 0.25 in bfloat16."""
+    verify_first: NonNegativeInt = 3  # All tensors are checked for the first so many versions, a sample of them after.
+    canary: bool = True  # Log-probs of fixed probe sequences, trainer against rollout, at every publish.
+    canary_tolerance: Positive | None = None  # Null: 1e-4 in float32, 0.25 in bfloat16.
 
 
 @dataclass
 class HealthConfig:
-    mismatch_stop: Limit = 0.5
-    """k3 KL (rollout || trainer) per token above which the run stops."""
+    mismatch_stop: Limit = 0.5  # k3 KL (rollout || trainer) per token above which the run stops.
     mismatch_warn: Limit = 0.05
-    entropy_floor: float = 0.001
-    """Warn below, in nats per token."""
+    entropy_floor: float = 0.001  # Warn below, in nats per token.
     zero_variance_warn: Share = 0.9
     truncated_warn: Share = 0.5
 
@@ -318,10 +280,8 @@ class TrackConfig:
     )
     """jsonl is always written."""
     project: str = "verl"
-    samples_per_step: NonNegativeInt = 0
-    """Trajectories kept per step in samples/. 0: all (replay needs all)."""
-    report_every_steps: NonNegativeInt = 0
-    """0: the report is written at the end."""
+    samples_per_step: NonNegativeInt = 0  # Trajectories kept per step in samples/. 0: all (replay needs all).
+    report_every_steps: NonNegativeInt = 0  # 0: the report is written at the end.
 
 
 @dataclass
@@ -337,8 +297,7 @@ class PreferenceConfig:
         words("dpo|cdpo|dpo_norm|ld_dpo|robust|hinge|ipo|apo_zero|rpo|rpo_sq|rpo_bwd_kl|rpo_fwd_kl|orpo|simpo|cpo|kto"),
     ] = "dpo"
     """Of `verl dpo`."""
-    beta: Positive | None = None
-    """Null: the loss's own (0.1 for most)."""
+    beta: Positive | None = None  # Null: the loss's own (0.1 for most).
     options: dict[str, Any] = field(default_factory=dict)
     """What only some losses have: label_smoothing, alpha, gamma, eta, average, normalization, ..."""
     center_coef: NonNegative = 0.0

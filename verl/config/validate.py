@@ -9,7 +9,7 @@ from typing import Literal
 
 from verl.config.algorithm_rules import algorithm_faults, algorithm_values
 from verl.config.backends import complete_options, longest_sequence, rollout_caches
-from verl.config.model_files import check_tokenizer, find_model_folder, read_model_config, read_weight_headers
+from verl.config.model_files import check_tokenizer, describe_model, find_model_folder
 from verl.config.schema import Config
 from verl.config.tree import convert, did_you_mean, leaves, values_of
 from verl.data.files import expand_files
@@ -174,16 +174,13 @@ def _files(config: Config, command: Command) -> Iterator[str]:
         yield f"model.chat_template={template}: no such file; it is a Jinja file that replaces the tokenizer's template"
     try:
         folder = find_model_folder(config.model.path)
-        model = read_model_config(folder)
-        read_weight_headers(folder)
+        room = describe_model(config.model.path, config.model.tokenizer_path).max_context_tokens
         check_tokenizer(Path(config.model.tokenizer_path).expanduser() if config.model.tokenizer_path else folder)
     except ValueError as exc:
         yield str(exc)
         return
-    text = model.get("text_config")
-    room = (text if isinstance(text, dict) else model).get("max_position_embeddings")
     what, longest = "data.max_tokens_per_row", config.data.max_tokens_per_row
     if command in SAMPLES:
         what, longest = "data.max_prompt_tokens + rollout.max_response_tokens", longest_sequence(config)
-    if isinstance(room, int) and longest > room:
+    if room is not None and longest > room:
         yield f"{what} = {longest} is above the {room} positions of the model ({config.model.path}): lower it"
