@@ -11,8 +11,9 @@ import pytest
 
 from verl.config.compat.rules import JOINT
 from verl.config.compat.table import find_row, key_rows, keys_table
-from verl.config.compat.translate import render_notes, translate
+from verl.config.compat.translate import render_notes, translate, verl_default_values
 from verl.config.load import load_config
+from verl.config.overrides import parse_argument
 from verl.config.tree import leaf_of
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor.", "actor_rollout_ref.rollout."
@@ -120,6 +121,10 @@ def test_every_row_is_well_formed() -> None:
             assert row.text, f"{row.key} is {row.action} without a reason"
             assert not row.rule or (row.action == "refused" and row.rule.startswith("except:")), row.key
         assert not (row.default_rl or row.default_sft) or row.action == "mapped", row.key
+    for kind in ("rl", "sft"):
+        for key, value in verl_default_values(kind).items():
+            text = key_rows()[key].default_rl if kind == "rl" else key_rows()[key].default_sft
+            assert repr(parse_argument(f"{key}={text}").value) == repr(value), "a default reads as on a command line"
 
 
 def test_every_joint_rule_has_rows() -> None:

@@ -7,6 +7,7 @@ does what it says.
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -77,10 +78,18 @@ def translate(
 
 
 @functools.cache
-def _defaults(kind: VerlDefaults) -> Mapping[str, Any]:
+def verl_default_values(kind: VerlDefaults) -> Mapping[str, Any]:
     """verl's own defaults of mapped keys, for its RL or its SFT entry point."""
     texts = {k: row.default_sft if kind == "sft" else row.default_rl for k, row in key_rows().items()}
-    return MappingProxyType({k: parse_argument(f"{k}={text}").value for k, text in texts.items() if text})
+    return MappingProxyType({k: _plain(text) for k, text in texts.items() if text})
+
+
+def _plain(text: str) -> Any:
+    """A default of the table: JSON, or a bare word. (Hydra's grammar takes a millisecond for each.)"""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 class _Work:
@@ -99,7 +108,7 @@ class _Work:
         self.by_default: dict[str, Setting] = {}
         self.notes: list[Note] = []
         self.problems: list[str] = []
-        self.defaults, self.use_defaults = _defaults(kind or "rl"), kind is not None
+        self.defaults, self.use_defaults = verl_default_values(kind or "rl"), kind is not None
         self.values = {key: self._resolved(key, argument.value, foreign) for key, argument in foreign.items()}
 
     def run(self) -> None:
