@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from verl.config.compat.translate import VerlDefaults
     from verl.config.load import Resolved
     from verl.driver.launch import Finished
 
+Supervised = Literal["sft", "rm", "dpo"]
 USAGE = """usage: verl VERB [key=value ...]
 
   train     recipe=NAME model.path=DIR ...     reinforcement learning (--replay STEP: recompute a recorded step)
@@ -25,8 +27,9 @@ USAGE = """usage: verl VERB [key=value ...]
   export    RUN_OR_CHECKPOINT OUT_DIR          the Hugging Face folder of a checkpoint
   doctor    [RUN]                              this machine, what is installed, what a run waits for
 
-The keys of a first run: model.path, data.train_files, data.eval_files, data.max_prompt_tokens, reward.path, algorithm.name,
-step.prompts_per_step, step.samples_per_prompt, rollout.max_response_tokens, optim.lr, run.name, run.total_steps.
+The keys of a first run: model.path, data.train_files, data.eval_files, data.max_prompt_tokens, reward.path,
+algorithm.name, step.prompts_per_step, step.samples_per_prompt, rollout.max_response_tokens, optim.lr, run.name,
+run.total_steps.
 All keys: `verl show config`; verl's own keys (data.train_batch_size=..., actor_rollout_ref....) work as well.
 """
 
@@ -99,25 +102,11 @@ def train(args: list[str], *, verl_defaults: VerlDefaults | None = None) -> int:
     return _report(run_rl(resolved))
 
 
-def sft(args: list[str], *, verl_defaults: VerlDefaults | None = None) -> int:
+def supervised(args: list[str], command: Supervised, *, verl_defaults: VerlDefaults | None = None) -> int:
     resolved = _load(args, verl_defaults)
     from verl.driver.launch import run_sft
 
-    return _report(run_sft(resolved, "sft"))
-
-
-def rm(args: list[str]) -> int:
-    resolved = _load(args)
-    from verl.driver.launch import run_sft
-
-    return _report(run_sft(resolved, "rm"))
-
-
-def dpo(args: list[str]) -> int:
-    resolved = _load(args)
-    from verl.driver.launch import run_sft
-
-    return _report(run_sft(resolved, "dpo"))
+    return _report(run_sft(resolved, command))
 
 
 def _load(args: Sequence[str], verl_defaults: VerlDefaults | None = None) -> Resolved:
@@ -210,8 +199,16 @@ def doctor(args: list[str]) -> int:
 
 
 VERBS: Mapping[str, Callable[[list[str]], int]] = {
-    **{"train": train, "sft": sft, "rm": rm, "dpo": dpo, "eval": evaluate, "generate": generate},
-    **{"plan": plan, "show": show, "export": export, "doctor": doctor},
+    "train": train,
+    "sft": partial(supervised, command="sft"),
+    "rm": partial(supervised, command="rm"),
+    "dpo": partial(supervised, command="dpo"),
+    "eval": evaluate,
+    "generate": generate,
+    "plan": plan,
+    "show": show,
+    "export": export,
+    "doctor": doctor,
 }
 
 if __name__ == "__main__":

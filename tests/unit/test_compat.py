@@ -1,4 +1,4 @@
-"""verl's keys: every published key is handled, values are transformed as verl means them, contradictions are refused."""
+"""verl's keys: every published key is handled, values mean what verl means by them, contradictions are refused."""
 
 from __future__ import annotations
 
@@ -267,10 +267,12 @@ def test_verl_default_estimator_is_ppo_with_verls_own_values() -> None:
 
 
 def test_sft_script() -> None:
-    args = shlex.split("""model.path=/m data.train_files=/d/train.parquet data.messages_key=messages data.train_batch_size=32
+    args = shlex.split("""model.path=/m data.train_files=/d/train.parquet data.messages_key=messages
+    data.train_batch_size=32
     data.micro_batch_size_per_gpu=4 data.max_length=2048 data.max_token_len_per_gpu=8192 data.use_dynamic_bsz=True
-    data.pad_mode=no_padding data.truncation=error optim.lr=2e-5 optim.lr_warmup_steps_ratio=0.1 optim.lr_decay_style=cosine
-    optim.min_lr=2e-6 optim.betas=[0.9,0.95] optim.clip_grad=0.5 engine=fsdp engine.ulysses_sequence_parallel_size=2
+    data.pad_mode=no_padding data.truncation=error optim.lr=2e-5 optim.lr_warmup_steps_ratio=0.1
+    optim.lr_decay_style=cosine optim.min_lr=2e-6
+    optim.betas=[0.9,0.95] optim.clip_grad=0.5 engine=fsdp engine.ulysses_sequence_parallel_size=2
     trainer.total_epochs=2 trainer.logger=console trainer.experiment_name=s trainer.default_local_dir=/ck/s""")
     c = load_config(args, verl_defaults="sft").config
     assert (c.supervised.rows_per_step, c.data.max_tokens_per_row, c.step.max_tokens_per_microbatch) == (32, 2048, 8192)

@@ -386,7 +386,7 @@ def test_options_and_memory_of_every_engine_load_without_torch() -> None:
 
 
 def test_every_key_is_read() -> None:
-    """A key that nothing reads is a promise that nothing keeps: its name is an attribute somewhere, or a spec's field."""
+    """A key that nothing reads is a promise that nothing keeps: its name is read somewhere, or is a spec's field."""
     read: set[str] = set()
     for file in (ROOT / "verl").rglob("*.py"):
         if file.is_relative_to(ROOT / "verl" / "config" / "compat") or file.name == "schema.py":

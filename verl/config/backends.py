@@ -1,8 +1,8 @@
-"""Which engines there are, as data: a name, and where its parts are as `module:name`. Reading this imports none of them.
+"""Which engines there are, as data: a name, and where its parts are as `module:name`. Reading this imports no engine.
 
 A backend is one file and one row here. It brings `Options`, a dataclass of its own keys with their bounds (in a module
-without torch), `build(options, context)`, which makes the engine, and `memory(options, ...)`, what its options cost, which
-the plan asks. `SECTION.engine` chooses the row, `SECTION.engine_options` is checked against the Options of that row.
+without torch), `build(options, context)`, which makes the engine, and `memory(options, ...)`, what its options cost,
+for the plan. `SECTION.engine` chooses the row, `SECTION.engine_options` is checked against the Options of that row.
 """
 
 from __future__ import annotations
@@ -84,11 +84,12 @@ def option_keys() -> Iterator[str]:
     """Every key that some engine brings."""
     for section, table in TABLES.items():
         for backend in table.values():
-            yield from (f"{section}.engine_options.{field.name}" for field in dataclasses.fields(load(backend.options)))
+            fields = dataclasses.fields(load(backend.options))
+            yield from (f"{section}.engine_options.{field.name}" for field in fields)
 
 
 def complete_options(values: dict[str, Any]) -> list[str]:
-    """Fill every `engine_options` of one value per leaf with its engine's defaults -> what is wrong, a line per fault."""
+    """Fill every `engine_options` with its engine's defaults, in place -> what is wrong, a line per fault."""
     faults = []
     for section, table in TABLES.items():
         engine, key = values[f"{section}.engine"], f"{section}.engine_options"

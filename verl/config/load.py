@@ -54,9 +54,9 @@ class Resolved:
 def load_config(overrides: Sequence[str], *, verl_defaults: VerlDefaults | None = None) -> Resolved:
     """Compose a configuration from a command line: `recipe=NAME|FILE.yaml`, our keys, verl's keys.
 
-    `verl_defaults`: keys that are not given have verl's own defaults (for its entry points). Raises one ValueError with a
-    line per fault: unknown or refused keys, values of a wrong type or out of bounds, a missing model.path. What several
-    keys say together is checked by `validate`.
+    `verl_defaults`: keys that are not given have verl's own defaults (for its entry points). Raises one ValueError with
+    a line per fault: unknown or refused keys, values of a wrong type or out of bounds, a missing model.path. What
+    several keys say together is checked by `validate`.
     """
     recipe, args = _split_recipe(overrides)
     settings = list(_recipe_settings(recipe, ())) if recipe else []
@@ -72,8 +72,8 @@ def load_config(overrides: Sequence[str], *, verl_defaults: VerlDefaults | None 
 
 
 def _of_its_algorithm(recipe: list[Setting], given: Sequence[Setting]) -> list[Setting]:
-    """The recipe without its algorithm.* where the command line names another algorithm: they were chosen for the recipe's
-    own, and GSPO with GRPO's aggregation, say, is another objective than the one that was asked for."""
+    """The recipe without its algorithm.* where the command line names another algorithm: they were chosen for the
+    recipe's own, and GSPO with GRPO's aggregation, say, is another objective than the one that was asked for."""
     own = [s.value for s in recipe if s.key == "algorithm.name"]
     asked = [s.value for s in given if s.key == "algorithm.name"]
     if not own or not asked or own[-1] == asked[-1]:
@@ -206,14 +206,17 @@ def _converted(key: str, value: Any, origin: str, text: str | None = None) -> An
 
 
 def _resolved(values: Mapping[str, Any], origins: dict[str, str]) -> dict[str, Any]:
-    """Interpolations replaced by what they refer to, ~ expanded in paths, a hub id by its folder in the local cache, the
-    options of the chosen engines filled in. The expression goes to the origin."""
+    """Interpolations replaced by what they refer to, ~ expanded in paths, a hub id by its folder in the local cache,
+    the options of the chosen engines filled in. The expression goes to the origin."""
     out = dict(values)
     for key, (plain, expression) in _interpolated(values, origins).items():
         origins[key] = f"{origins[key]}: {expression}"
         out[key] = _converted(key, plain, origins[key])
     for key in PATH_KEYS:
-        out[key] = _expanded(out[key])
+        path = out[key]
+        out[key] = (
+            [os.path.expanduser(p) for p in path] if isinstance(path, list) else path and os.path.expanduser(path)
+        )
     cached = cached_model_folder(out["model.path"])
     if cached is not None:
         origins["model.path"] = f"{origins['model.path']}: {out['model.path']}"
@@ -246,26 +249,19 @@ def _interpolated(values: Mapping[str, Any], origins: Mapping[str, str]) -> dict
     return found
 
 
-def _expanded(path: Any) -> Any:
-    if isinstance(path, list):
-        return [os.path.expanduser(p) for p in path]
-    return os.path.expanduser(path) if isinstance(path, str) else path
-
-
-# -- the file in the run directory ---------------------------------------------------------------------------------------
+# -- the file in the run directory -------------------------------------------------------------------------------------
 
 
 def dump_config(resolved: Resolved) -> str:
     """YAML of the whole tree with the origin of each value as a comment: `config.yaml` of the run directory."""
     lines = ["# The resolved configuration. On the right, where each value came from."]
     values = values_of(resolved.config)
-    for section in sections():
-        lines.append(f"{section}:")
-        for key, value in values.items():
-            if key.startswith(f"{section}."):
-                origin = " ".join(resolved.origins[key].split())
-                line = f"  {key.split('.')[1]}: {text_of(value)}"
-                lines.append(f"{line:<{_ORIGIN_COLUMN}}  # {origin}")
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        if f"{section}:" not in lines:
+            lines.append(f"{section}:")
+        origin, line = " ".join(resolved.origins[key].split()), f"  {name}: {text_of(value)}"
+        lines.append(f"{line:<{_ORIGIN_COLUMN}}  # {origin}")
     return "\n".join(lines) + "\n"
 
 

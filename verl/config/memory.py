@@ -17,7 +17,7 @@ DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"bfloat16": 2, "float32": 4})
 LOGPROB_CHUNK_BYTES = 16 << 20
 """Of one chunk of float32 logits, as in nn/linear_logprob.py (a test holds the two together)."""
 KEPT_KV_BYTES = 64 << 20
-"""Of a KV cache that a CPU does not give back for the update, as in rollout/native/kv.py (a test holds the two together)."""
+"""Of a KV cache that a CPU does not give back for the update, as in rollout/native/kv.py (a test compares)."""
 LOGPROB_COPIES = 4
 """Arrays of a chunk's size that its backward pass holds at once: logits, probabilities, gradient, product."""
 

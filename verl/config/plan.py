@@ -26,8 +26,7 @@ from verl.driver.scheduler import Scheduler
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSizes:
-    """One step of the loop. `rows`: trajectories, or rows of a supervised step. Micro-batches: if every row were as long
-    as it may be."""
+    """One step. `rows`: trajectories, or rows of a supervised step. Micro-batches: if every row were at its limit."""
 
     prompts: int
     samples_per_prompt: int
@@ -107,22 +106,19 @@ def make_plan(
     """
     model = describe_model(config.model.path, config.model.tokenizer_path)
     step = step_sizes(config, command) if command in TRAINS else None
-    rollout = rollout_sizes(config, model, command) if command in SAMPLES else None
-    length = _run_length(config, step) if step else None
-    held = command == "dpo" or (command in RL and needs_reference(config)) if reference is None else reference
+    if reference is None:
+        reference = command == "dpo" or (command in RL and needs_reference(config))
     tokens = step.max_tokens // step.updates if step else None
-    memory = estimate_memory(config, model, command, reference=held, update_tokens=tokens)
-    disk = _disk(config, model) if step else None
     plan = Plan(
         command=command,
         run_dir=f"{config.run.root_dir}/{config.run.name}",
         algorithm=config.algorithm.name,
         model=model,
         step=step,
-        length=length,
-        rollout=rollout,
-        memory=memory,
-        disk=disk,
+        length=_run_length(config, step) if step else None,
+        rollout=rollout_sizes(config, model, command) if command in SAMPLES else None,
+        memory=estimate_memory(config, model, command, reference=reference, update_tokens=tokens),
+        disk=_disk(config, model) if step else None,
         warnings=(),
     )
     return replace(plan, warnings=tuple(_warnings(config, plan, device_bytes)))
@@ -206,7 +202,7 @@ def rollout_sizes(config: Config, model: ModelFacts, command: Command = "train")
 
 
 def total_steps(config: Config, rows: int, rows_per_step: int) -> int:
-    """Steps of the loop on `rows` training rows. Epochs follow each other without a gap; the rest below a step is left."""
+    """Of the loop on `rows` training rows. Epochs follow each other without a gap; the rest below a step is left."""
     if config.run.total_steps is not None:
         return config.run.total_steps
     return rows * config.run.total_epochs // rows_per_step
@@ -281,7 +277,7 @@ def _warnings(config: Config, plan: Plan, device_bytes: int | None) -> Iterator[
     if not model.has_chat_template and config.model.chat_template is None:
         yield "the tokenizer has no chat template: prompts that are messages need model.chat_template=FILE.jinja"
     if not model.has_output_head:
-        yield "config.json says that the output layer is not tied, but no lm_head.weight is stored: it would start random"
+        yield "config.json says that the output layer is not tied, but no lm_head.weight is stored: it starts random"
     if config.algorithm.kl_loss_form == "k1" and plan.command in RL:
         yield "algorithm.kl_loss_form=k1: its gradient is zero on average; k3, or k1+ for the exact gradient"
     e = config.eval
@@ -296,12 +292,11 @@ def _warnings(config: Config, plan: Plan, device_bytes: int | None) -> Iterator[
         )
     if plan.disk and config.run.save_every_steps == 0 and length and (length.steps or 0) > 500:
         yield f"run.save_every_steps=0: {length.steps} steps with one checkpoint, at the end"
-    over = [] if device_bytes is None else [n for n, size in memory.peaks.items() if size > device_bytes]
-    if over:
-        assert device_bytes is not None
+    over = [name for name, size in memory.peaks.items() if device_bytes is not None and size > device_bytes]
+    if device_bytes is not None and over:
         yield (
-            f"{' and '.join(over)}: above the {_gib(device_bytes)} of the device; "
-            "lower step.max_tokens_per_microbatch or rollout.max_concurrent_sequences, or set model.gradient_checkpointing=true"
+            f"{' and '.join(over)}: above the {_gib(device_bytes)} of the device; lower step.max_tokens_per_microbatch "
+            "or rollout.max_concurrent_sequences, or set model.gradient_checkpointing=true"
         )
 
 
@@ -312,20 +307,16 @@ def render_plan(plan: Plan) -> str:
     """The plan as aligned plain text."""
     lines = [("model", _model_line(plan.model))]
     if plan.step:
-        lines += [("step", _step_line(plan)), ("tokens", _tokens_line(plan.step))]
+        lines += [("step", _step_line(plan.step, plan.command)), ("tokens", _tokens_line(plan.step))]
     if plan.length:
-        lines.append(("run", _run_line(plan)))
+        lines.append(("run", _run_line(plan.length)))
     if plan.rollout:
         lines.append(("rollout", _rollout_line(plan.rollout, plan.command in RL)))
     if plan.disk:
         d = plan.disk
-        lines.append(
-            (
-                "disk",
-                f"checkpoint {_gib(d.checkpoint_bytes)} (weights {_gib(d.weights_bytes)} + state {_gib(d.state_bytes)}), "
-                f"at most {d.kept} at once: {_gib(d.total_bytes)} in {plan.run_dir}",
-            )
-        )
+        parts = f"weights {_gib(d.weights_bytes)} + state {_gib(d.state_bytes)}"
+        kept = f"at most {d.kept} at once: {_gib(d.total_bytes)} in {plan.run_dir}"
+        lines.append(("disk", f"checkpoint {_gib(d.checkpoint_bytes)} ({parts}), {kept}"))
     text = [f"{name:<9} {said}" for name, said in lines]
     text += ["", *_memory_lines(plan.memory)]
     text += ["", *(f"warning: {w}" for w in plan.warnings)] if plan.warnings else []
@@ -341,17 +332,16 @@ def _model_line(m: ModelFacts) -> str:
     )
 
 
-def _step_line(plan: Plan) -> str:
-    s = plan.step
-    assert s is not None
-    if plan.command in RL:
+def _step_line(s: StepSizes, command: str) -> str:
+    updates = f"{_count(s.updates, 'update')} of {s.rows_per_update}" + (
+        f" x {s.epochs} epochs" if s.epochs > 1 else ""
+    )
+    if command in RL:
         size = f"{_count(s.prompts, 'prompt')} x {s.samples_per_prompt} = {_count(s.rows, 'trajectory')}"
-        updates = f"{_count(s.updates, 'update')} of {s.rows_per_update}" + (
-            f" x {s.epochs} epochs" if s.epochs > 1 else ""
-        )
-        return f"{size} -> {updates} -> about {_count(s.microbatches, 'micro-batch')}"
-    size = _count(s.rows, "row") if s.samples_per_prompt == 1 else f"{_count(s.prompts, 'pair')} = {s.rows} rows"
-    return f"{size} -> 1 update -> about {_count(s.microbatches, 'micro-batch')}"
+    else:
+        one = s.samples_per_prompt == 1
+        size, updates = _count(s.rows, "row") if one else f"{_count(s.prompts, 'pair')} = {s.rows} rows", "1 update"
+    return f"{size} -> {updates} -> about {_count(s.microbatches, 'micro-batch')}"
 
 
 def _tokens_line(s: StepSizes) -> str:
@@ -361,18 +351,15 @@ def _tokens_line(s: StepSizes) -> str:
     )
 
 
-def _run_line(plan: Plan) -> str:
-    n = plan.length
-    assert n is not None
+def _run_line(n: RunLength) -> str:
     if n.steps is None:
         return "length unknown before the data is read (remote or compressed files)"
     rows = "unknown rows" if n.rows is None else _count(n.rows, "row")
     epochs = "" if n.epochs is None else f" = {_count(n.epochs, 'epoch')}"
     warm = f", the first {n.warmup_steps:,} warming up" if n.warmup_steps else ""
     held = "" if n.eval_rows is None else f"; evaluation on {_count(n.eval_rows, 'row')}"
-    return (
-        f"{rows}, {_count(n.steps, 'step')}{epochs} -> {_count(n.optimizer_steps or 0, 'optimizer step')}{warm}{held}"
-    )
+    updates = _count(n.optimizer_steps or 0, "optimizer step")
+    return f"{rows}, {_count(n.steps, 'step')}{epochs} -> {updates}{warm}{held}"
 
 
 def _rollout_line(r: RolloutSizes, in_loop: bool) -> str:
@@ -388,14 +375,12 @@ def _rollout_line(r: RolloutSizes, in_loop: bool) -> str:
 def _memory_lines(memory: Memory) -> list[str]:
     """A table: items down, phases across, their sums below; the peak is marked."""
     width = max(len(name) for name in memory.items) + 2
-    head = "memory (estimate)".ljust(width) + "".join(f"{name:>14}" for name in memory.phases)
-    rows = [head]
+    phases = memory.phases.values()
+    rows = ["memory (estimate)".ljust(width) + "".join(f"{name:>14}" for name in memory.phases)]
     for item, size in memory.items.items():
-        cells = (f"{_gib(size):>14}" if item in parts else f"{'-':>14}" for parts in memory.phases.values())
-        rows.append(item.ljust(width) + "".join(cells))
+        rows.append(item.ljust(width) + "".join(f"{_gib(size) if item in parts else '-':>14}" for parts in phases))
     rows.append("sum".ljust(width) + "".join(f"{_gib(size):>14}" for size in memory.peaks.values()))
-    rows.append(f"peak {_gib(memory.peak_bytes)} in {memory.peak_phase}")
-    return rows
+    return [*rows, f"peak {_gib(memory.peak_bytes)} in {memory.peak_phase}"]
 
 
 def _count(number: int | float, noun: str) -> str:

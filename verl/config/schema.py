@@ -1,7 +1,7 @@
 """One typed configuration tree. Units are in the names; the bounds and choices of a key stand at its field.
 
-No torch here. `load.py` composes the tree (Hydra), `plan.py` derives every size from it, `compat/` maps verl's own keys,
-`backends.py` names the engines, each of which brings the options below its `engine_options`.
+No torch here. `load.py` composes the tree (Hydra), `plan.py` derives every size from it, `compat/` maps verl's own
+keys, `backends.py` names the engines, each of which brings the options below its `engine_options`.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ class ModelConfig:
     """Passed to apply_chat_template (enable_thinking: false, ...)."""
     trust_remote_code: bool = False
     dtype: Annotated[str, words("auto|bfloat16|float32")] = "auto"
-    """Compute precision over float32 masters: bfloat16 | float32 | auto (bfloat16 where the device computes it natively;
-    a CPU without AVX512-BF16 or AMX emulates it, many times slower than float32)."""
+    """Compute precision over float32 masters. auto: bfloat16 where the device computes it natively, else float32 (a CPU
+    without AVX512-BF16 or AMX emulates bfloat16, many times slower)."""
     device: Annotated[str, words("auto|cpu|cuda")] = "auto"
     gradient_checkpointing: bool = False
     engine: str = "torch"
@@ -188,7 +188,7 @@ class OptimConfig:
 @dataclass
 class CriticConfig:
     path: str | None = None
-    """A Hugging Face folder for the value model. Null: model.path. Its value head starts at 0 unless the folder has one."""
+    """A Hugging Face folder for the value model. Null: model.path. A value head that it lacks starts at 0."""
     lr: Positive = 1e-5
     weight_decay: NonNegative = 0.01
     clip_grad_norm: Positive = 1.0
@@ -237,8 +237,8 @@ class RewardConfig:
     num_workers: PositiveInt = 2
     max_calls_per_worker: PositiveInt = 10000
     model: str | None = None
-    """A folder that `verl rm` made (or any one-label sequence classifier over the policy's tokens). With `path` too, the
-    function's score and `model_coef` x the model's are summed; without, the model alone is the reward."""
+    """A folder that `verl rm` made (or any one-label sequence classifier over the policy's tokens). With `path` too,
+    the function's score and `model_coef` x the model's are summed; without, the model alone is the reward."""
     model_coef: float = 1.0
     stage: Annotated[str, words("stream|batch")] = "stream"
     """stream: each answer is scored as it ends, beside the rollout · batch: all at once in the experience stage."""

@@ -104,9 +104,9 @@ def did_you_mean(name: str, names: Iterable[str], count: int = 1) -> str:
 
 
 def convert(value: Any, hint: Any, text: str | None = None) -> Any:
-    """`value` as `hint`, or ValueError with the reason. `text`: as written, for a string that reads as a number (name=007).
+    """`value` as `hint`, or ValueError with the reason. `text`: as written, for a name that reads as a number.
 
-    Nothing is rounded or guessed: 1.5 is no int, 1 no bool, "3" no number; 2.0 is the int 2, a string alone a list of one.
+    Nothing is rounded or guessed: 1.5 is no int, 1 no bool, "3" no number; 2.0 is the int 2, a string alone a list.
     """
     plain = _plain_type(hint)
     kind = typing.get_origin(plain) or plain

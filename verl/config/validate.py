@@ -53,29 +53,24 @@ def _sizes(config: Config, command: Command) -> Iterator[str]:
         prompt, answer = config.data.max_prompt_tokens, config.rollout.max_response_tokens
         if prompt + answer > budget:
             yield (
-                f"step.max_tokens_per_microbatch={budget} is below the longest row, {prompt} prompt + {answer} response "
-                f"tokens: set it to at least {prompt + answer}, or lower rollout.max_response_tokens"
+                f"step.max_tokens_per_microbatch={budget} is below the longest row, {prompt} prompt + {answer} "
+                f"response tokens: set it to at least {prompt + answer}, or lower rollout.max_response_tokens"
             )
         if step.prompts_per_step % step.updates_per_step:
+            divisors = [str(d) for d in range(1, step.prompts_per_step + 1) if step.prompts_per_step % d == 0]
             yield (
                 f"step.prompts_per_step={step.prompts_per_step} is not divisible by step.updates_per_step="
-                f"{step.updates_per_step}: every update takes the same number of groups; use {_divisors(step.prompts_per_step)}"
+                f"{step.updates_per_step}: every update takes the same number of groups; use {', '.join(divisors[:8])}"
             )
     elif command in TRAINS and config.data.max_tokens_per_row > budget:
         yield (
             f"step.max_tokens_per_microbatch={budget} is below the longest row, data.max_tokens_per_row="
             f"{config.data.max_tokens_per_row}: raise the first or lower the second"
         )
-    longest = longest_sequence(config)
-    held = rollout_caches(config, bytes_per_token=1)["KV cache"]
+    longest, held = longest_sequence(config), rollout_caches(config, bytes_per_token=1)["KV cache"]
     if command in SAMPLES and held < longest:
         key = "rollout.engine_options.max_kv_tokens"
         yield f"{key}={held} holds no sequence of {longest} tokens (prompt + response): raise it, or set null"
-
-
-def _divisors(number: int) -> str:
-    found = [d for d in range(1, number + 1) if number % d == 0][:8]
-    return ", ".join(map(str, found))
 
 
 def _pipeline(config: Config) -> Iterator[str]:
@@ -87,95 +82,98 @@ def _pipeline(config: Config) -> Iterator[str]:
         )
     if Fraction(str(p.staleness)) * config.step.prompts_per_step * p.sync_every < 1 and p.staleness > 0:
         yield (
-            f"pipeline.staleness={p.staleness:g} of {config.step.prompts_per_step} prompts is less than one group ahead: "
-            "raise it, or set 0 for synchronous training"
+            f"pipeline.staleness={p.staleness:g} of {config.step.prompts_per_step} prompts is less than one group "
+            "ahead: raise it, or set 0 for synchronous training"
         )
 
 
 def _sampling(config: Config) -> Iterator[str]:
     r = config.rollout
     if r.temperature == 0:
-        yield "rollout.temperature=0: greedy samples of a prompt are all equal, so there is nothing to learn from; use 1.0"
-    for name, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
-        if vars(r)[name] != off:
+        yield "rollout.temperature=0: greedy samples of a prompt are all equal: there is nothing to learn from; use 1.0"
+    for name, value, off in (("top_p", r.top_p, 1), ("top_k", r.top_k, 0), ("min_p", r.min_p, 0)):
+        if value != off:
             yield (
-                f"rollout.{name}={vars(r)[name]} truncates what is sampled, which the trainer cannot reproduce from its "
-                f"logits: set rollout.{name}={off:g} (eval.* may truncate)"
+                f"rollout.{name}={value} truncates what is sampled, which the trainer cannot reproduce from its "
+                f"logits: set rollout.{name}={off} (eval.* may truncate)"
             )
-    if any(not word for word in r.stop):
+    if "" in r.stop:
         yield "rollout.stop holds an empty string, which ends every answer at once: leave it out"
 
 
 def _optimizer(config: Config) -> Iterator[str]:
-    o = config.optim
+    o, h = config.optim, config.health
     if o.warmup_steps and o.warmup_ratio:
-        yield f"optim.warmup_steps={o.warmup_steps} and optim.warmup_ratio={o.warmup_ratio:g} both say it: leave one out"
-    if config.health.mismatch_warn > config.health.mismatch_stop:
+        both = f"optim.warmup_steps={o.warmup_steps} and optim.warmup_ratio={o.warmup_ratio:g}"
+        yield f"{both} both say it: leave one out"
+    if h.mismatch_warn > h.mismatch_stop:
         yield (
-            f"health.mismatch_warn={config.health.mismatch_warn:g} is above health.mismatch_stop="
-            f"{config.health.mismatch_stop:g}: the run would stop before it warns"
+            f"health.mismatch_warn={h.mismatch_warn:g} is above health.mismatch_stop={h.mismatch_stop:g}: "
+            "the run would stop before it warns"
         )
 
 
 def _reward(config: Config) -> Iterator[str]:
-    r = config.reward
-    if r.overlong_buffer_tokens > config.rollout.max_response_tokens:
+    r, answer = config.reward, config.rollout.max_response_tokens
+    if r.overlong_buffer_tokens > answer:
         yield (
-            f"reward.overlong_buffer_tokens={r.overlong_buffer_tokens} is above rollout.max_response_tokens="
-            f"{config.rollout.max_response_tokens}: it is the last part of that budget"
+            f"reward.overlong_buffer_tokens={r.overlong_buffer_tokens} is above rollout.max_response_tokens={answer}: "
+            "it is the last part of that budget"
         )
     if r.path is not None and ("/" in r.path or r.path.endswith(".py")) and not Path(r.path).is_file():
-        yield f"reward.path={r.path}: no such file; a Python file with `def {r.name}(data_source, solution_str, ground_truth, extra_info=None)`"
+        signature = f"def {r.name}(data_source, solution_str, ground_truth, extra_info=None)"
+        yield f"reward.path={r.path}: no such file; a Python file with `{signature}`"
     if r.model is not None and not (Path(r.model).expanduser() / "config.json").is_file():
-        yield f"reward.model={r.model}: no config.json there; give a folder that `verl rm` made (RUN/checkpoints/step_N/hf)"
-    if r.stage == "batch" and r.model is not None and r.path is None and config.data.eval_files:
-        yield "reward.stage=batch has no score for evaluations: reward.stage=stream, or reward.path for what they measure"
-    if r.model is None and r.stage == "batch":
+        made = "give a folder that `verl rm` made (RUN/checkpoints/step_N/hf)"
+        yield f"reward.model={r.model}: no config.json there; {made}"
+    if r.stage == "batch" and r.model is None:
         yield "reward.stage=batch needs reward.model: function rewards are always scored as answers end"
+    elif r.stage == "batch" and r.path is None and config.data.eval_files:
+        yield "reward.stage=batch has no score for evaluations: reward.stage=stream, or reward.path for what they do"
     if not r.name.isidentifier():
         yield f"reward.name={r.name!r}: must be the name of a function in reward.path"
 
 
 def _evaluation(config: Config, command: Command) -> Iterator[str]:
-    run, files = config.run, config.data.eval_files
+    run, best = config.run, f"run.keep_best={config.run.keep_best}"
     if command not in TRAINS:
         return
-    if run.eval_every_steps and not files:
+    if run.eval_every_steps and not config.data.eval_files:
         also = "" if run.keep_best is None else " and run.keep_best=null"
         yield f"run.eval_every_steps={run.eval_every_steps}: data.eval_files is empty; name a file, or set 0{also}"
     elif run.keep_best is not None and not run.eval_every_steps:
-        yield f"run.keep_best={run.keep_best}: nothing is evaluated during the run; set run.eval_every_steps, or keep_best=null"
+        yield f"{best}: nothing is evaluated during the run; set run.eval_every_steps, or keep_best=null"
     elif run.keep_best is not None and not run.save_every_steps:
-        yield f"run.keep_best={run.keep_best}: nothing is saved during the run; set run.save_every_steps"
+        yield f"{best}: nothing is saved during the run; set run.save_every_steps"
 
 
 def _names(config: Config) -> Iterator[str]:
-    name = config.run.name
+    name, resume = config.run.name, config.run.resume
     if not name.strip() or Path(name).is_absolute() or ".." in Path(name).parts:
         yield f"run.name={name!r}: must be a folder name below run.root_dir"
-    resume = config.run.resume
     if resume not in ("auto", "never") and not Path(resume).exists():
-        yield f"run.resume={resume}: no such checkpoint; {did_you_mean(resume, ('auto', 'never'))}It is auto, never or the path of a checkpoint"
+        near = did_you_mean(resume, ("auto", "never"))
+        yield f"run.resume={resume}: no such checkpoint; {near}It is auto, never or the path of a checkpoint"
 
 
 def _files(config: Config, command: Command) -> Iterator[str]:
+    files = {"train_files": config.data.train_files, "eval_files": config.data.eval_files}
     needed = "eval_files" if command == "eval" else "train_files"
-    if command != "generate" and not vars(config.data)[needed]:
+    if command != "generate" and not files[needed]:
         yield f"data.{needed} is empty: data.{needed}=[FILE.jsonl] (JSONL or Parquet, paths or URLs)"
-    for key in ("train_files", "eval_files"):
-        for file in vars(config.data)[key]:
-            if "://" not in file:
-                try:
-                    expand_files([file])
-                except ValueError as exc:
-                    yield f"data.{key}: {exc}"
-    template = config.model.chat_template
-    if template is not None and not Path(template).is_file():
-        yield f"model.chat_template={template}: no such file; it is a Jinja file that replaces the tokenizer's template"
+    for key, names in files.items():
+        for name in (n for n in names if "://" not in n):
+            try:
+                expand_files([name])
+            except ValueError as exc:
+                yield f"data.{key}: {exc}"
+    model = config.model
+    if model.chat_template is not None and not Path(model.chat_template).is_file():
+        what = "it is a Jinja file that replaces the tokenizer's template"
+        yield f"model.chat_template={model.chat_template}: no such file; {what}"
     try:
-        folder = find_model_folder(config.model.path)
-        room = describe_model(config.model.path, config.model.tokenizer_path).max_context_tokens
-        check_tokenizer(Path(config.model.tokenizer_path).expanduser() if config.model.tokenizer_path else folder)
+        room = describe_model(model.path, model.tokenizer_path).max_context_tokens
+        check_tokenizer(find_model_folder(model.path), model.tokenizer_path)
     except ValueError as exc:
         yield str(exc)
         return
@@ -183,4 +181,4 @@ def _files(config: Config, command: Command) -> Iterator[str]:
     if command in SAMPLES:
         what, longest = "data.max_prompt_tokens + rollout.max_response_tokens", longest_sequence(config)
     if room is not None and longest > room:
-        yield f"{what} = {longest} is above the {room} positions of the model ({config.model.path}): lower it"
+        yield f"{what} = {longest} is above the {room} positions of the model ({model.path}): lower it"

@@ -76,21 +76,20 @@ def _batch(given: Given) -> Result:
     prompts = given.own("step.prompts_per_step", given.recipe_prompts if prompts is None else prompts)
     if mini is not None:
         if prompts is None:
-            raise ValueError(
-                f"{mini_key}={mini} counts prompts: give data.train_batch_size beside it, or step.updates_per_step in its place"
-            )
+            beside = "give data.train_batch_size beside it, or step.updates_per_step in its place"
+            raise ValueError(f"{mini_key}={mini} counts prompts: {beside}")
         if mini < 1 or prompts % mini:
             by_default = "" if mini_key in given.values else " (verl's default)"
             raise ValueError(
-                f"{mini_key}={mini}{by_default} does not divide the {prompts} prompts of a step (data.train_batch_size): "
-                "choose a divisor, or give step.updates_per_step in its place"
+                f"{mini_key}={mini}{by_default} does not divide the {prompts} prompts of a step "
+                "(data.train_batch_size): choose a divisor, or give step.updates_per_step in its place"
             )
         out["step.updates_per_step"] = prompts // mini
     publishes = given.said(publishes_key)
     if publishes is not None and out.get("step.updates_per_step", publishes) != publishes:
         raise ValueError(
-            f"{publishes_key}={publishes} is not train_batch_size / ppo_mini_batch_size = {out['step.updates_per_step']}, "
-            "as verl demands: make them agree"
+            f"{publishes_key}={publishes} is not train_batch_size / ppo_mini_batch_size = "
+            f"{out['step.updates_per_step']}, as verl demands: make them agree"
         )
     rollouts = given.said("rollout.total_rollout_steps")
     if rollouts is not None:
