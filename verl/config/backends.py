@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -54,10 +54,10 @@ def load(name: str) -> Any:
 
 
 def full_length_memory(
-    options: NoOptions, *, sequences: int, longest_tokens: int, bytes_per_token: int
+    options: NoOptions, *, max_concurrent_sequences: int, max_context_tokens: int, kv_bytes_per_token: int
 ) -> dict[str, int]:
     """Bytes of an engine that holds every concurrent sequence at full length."""
-    return {"KV cache": sequences * longest_tokens * bytes_per_token}
+    return {"KV cache": max_concurrent_sequences * max_context_tokens * kv_bytes_per_token}
 
 
 def options_of(config: Config, section: str) -> Any:
@@ -73,11 +73,13 @@ def longest_sequence(config: Config) -> int:
 
 def rollout_caches(config: Config, *, bytes_per_token: int) -> dict[str, int]:
     """Bytes of the chosen rollout engine's KV memory, once it has grown to its full size."""
-    r = config.rollout
-    memory = load(ROLLOUT[r.engine].memory)
-    sizes = {"sequences": r.max_concurrent_sequences, "longest_tokens": longest_sequence(config)}
-    found: dict[str, int] = memory(options_of(config, "rollout"), **sizes, bytes_per_token=bytes_per_token)
-    return found
+    memory: Callable[..., dict[str, int]] = load(ROLLOUT[config.rollout.engine].memory)
+    return memory(
+        options_of(config, "rollout"),
+        max_concurrent_sequences=config.rollout.max_concurrent_sequences,
+        max_context_tokens=longest_sequence(config),
+        kv_bytes_per_token=bytes_per_token,
+    )
 
 
 def option_keys() -> Iterator[str]:

@@ -20,7 +20,11 @@ class Options:
     """Prompt tokens per prefill pass; decode goes on between passes."""
 
 
-def memory(options: Options, *, sequences: int, longest_tokens: int, bytes_per_token: int) -> dict[str, int]:
-    """Bytes of the caches at their full size."""
-    tokens = sequences * longest_tokens if options.max_kv_tokens is None else options.max_kv_tokens
-    return {"KV cache": tokens * bytes_per_token, "prefix cache": options.prefix_cache_tokens * bytes_per_token}
+def memory(
+    options: Options, *, max_concurrent_sequences: int, max_context_tokens: int, kv_bytes_per_token: int
+) -> dict[str, int]:
+    """Bytes that the engine comes to hold besides weights, once its caches have grown to their full size."""
+    tokens = options.max_kv_tokens
+    if tokens is None:
+        tokens = max_concurrent_sequences * max_context_tokens
+    return {"KV cache": tokens * kv_bytes_per_token, "prefix cache": options.prefix_cache_tokens * kv_bytes_per_token}
