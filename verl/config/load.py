@@ -33,6 +33,7 @@ from verl.config.validate import validate
 __all__ = ["Resolved", "dump_config", "load_config", "read_config", "recipe_names", "validate"]
 
 MISSING = "???"
+OPTIONS = ".engine_options"
 _ORIGIN_COLUMN = 40
 PATH_KEYS = (
     *("model.path", "model.tokenizer_path", "model.chat_template", "data.train_files", "data.eval_files"),
@@ -43,8 +44,8 @@ PATH_KEYS = (
 
 @dataclass(frozen=True)
 class Resolved:
-    """`origins`: leaf key -> default | recipe NAME | command line | verl key ... | verl's default. `notes`: what became
-    of verl's keys on this command line."""
+    """`origins`: leaf key -> default | recipe NAME | command line | verl key ... | verl's default; also of each engine
+    option that is given. `notes`: what became of verl's keys on this command line."""
 
     config: Config
     origins: dict[str, str]
@@ -177,6 +178,8 @@ def _merge(settings: Sequence[Setting]) -> tuple[dict[str, Any], dict[str, str]]
         before = origins[leaf.key]
         origins[leaf.key] = setting.origin
         if leaf.is_mapping and isinstance(value, Mapping):
+            if leaf.key.endswith(OPTIONS):
+                origins |= {f"{leaf.key}.{name}": setting.origin for name in value}
             value = _merged(values[leaf.key], value)
             if before not in ("default", setting.origin):
                 origins[leaf.key] = f"{before}, {setting.origin}"
@@ -260,9 +263,17 @@ def dump_config(resolved: Resolved) -> str:
         section, _, name = key.partition(".")
         if f"{section}:" not in lines:
             lines.append(f"{section}:")
-        origin, line = " ".join(resolved.origins[key].split()), f"  {name}: {text_of(value)}"
-        lines.append(f"{line:<{_ORIGIN_COLUMN}}  # {origin}")
+        if key.endswith(OPTIONS) and value:
+            origins = {option: resolved.origins.get(f"{key}.{option}", "default") for option in value}
+            lines.append(f"  {name}:")
+            lines += [_line(f"    {option}: {text_of(value[option])}", origin) for option, origin in origins.items()]
+        else:
+            lines.append(_line(f"  {name}: {text_of(value)}", resolved.origins[key]))
     return "\n".join(lines) + "\n"
+
+
+def _line(text: str, origin: str) -> str:
+    return f"{text:<{_ORIGIN_COLUMN}}  # {' '.join(origin.split())}"
 
 
 def read_config(path: str | os.PathLike[str]) -> Config:
