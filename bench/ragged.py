@@ -137,7 +137,7 @@ class Bench:
             name: {
                 **base,
                 "folder": f"{base['folder']}-{name}",
-                "overrides": [*base["overrides"], f"model.share_prefix={str(name == 'shared').lower()}"],
+                "overrides": [*base["overrides"], f"model.engine_options.share_prefix={str(name == 'shared').lower()}"],
             }
             for name in ("shared", "not shared")
         }

@@ -35,6 +35,7 @@ from verl.track.metrics import reduce
 from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Sample, Sampling, Segment, as_ids, derive_seed
 from verl.weight_sync.base import CheckedReader
+from verl.weight_sync.local import LocalOutlet
 from verl.workers.compute import Compute
 from verl.workers.inproc import InprocGroup
 from verl.workers.model_workers import ComputeWorker
@@ -117,7 +118,7 @@ class VerlTrainer:
             gradient_checkpointing=config.gradient_checkpointing,
             source_dir=model.path,
         )
-        models = {"actor": workers_of(context, "actor", self._engine, hf_export=hf_export(inner))}
+        models = {"actor": workers_of(context, "actor", self._engine, hf_export=hf_export(inner), outlet=LocalOutlet())}
         if ref_model is not None and "ref" in self.algorithm.roles():
             frozen = TorchEngine(ref_model.pretrained_model, dtype=config.dtype, device=device)
             models["ref"] = workers_of(context, "ref", frozen)

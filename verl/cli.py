@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from verl.config.dialect import Note, VerlDefaults
+    from verl.config.compat.translate import VerlDefaults
+    from verl.config.load import Resolved
+    from verl.driver.launch import Finished
 
+Supervised = Literal["sft", "rm", "dpo"]
 USAGE = """usage: verl VERB [key=value ...]
 
   train     recipe=NAME model.path=DIR ...     reinforcement learning (--replay STEP: recompute a recorded step)
@@ -23,7 +27,10 @@ USAGE = """usage: verl VERB [key=value ...]
   export    RUN_OR_CHECKPOINT OUT_DIR          the Hugging Face folder of a checkpoint
   doctor    [RUN]                              this machine, what is installed, what a run waits for
 
-Keys are those of `verl show config`; verl's own keys (data.train_batch_size=..., actor_rollout_ref....) work as well.
+The keys of a first run: model.path, data.train_files, data.eval_files, data.max_prompt_tokens, reward.path,
+algorithm.name, step.prompts_per_step, step.samples_per_prompt, rollout.max_response_tokens, optim.lr, run.name,
+run.total_steps.
+All keys: `verl show config`; verl's own keys (data.train_batch_size=..., actor_rollout_ref....) work as well.
 """
 
 
@@ -82,8 +89,6 @@ def _fail(text: str, code: int = 2) -> int:
 
 
 def train(args: list[str], *, verl_defaults: VerlDefaults | None = None) -> int:
-    from verl.config.load import load_config
-
     if "--replay" in args:
         at = args.index("--replay")
         if at + 1 >= len(args) or not args[at + 1].isdigit():
@@ -91,101 +96,83 @@ def train(args: list[str], *, verl_defaults: VerlDefaults | None = None) -> int:
         from verl.driver.replay import replay
 
         return replay([*args[:at], *args[at + 2 :]], int(args[at + 1]))
-    resolved = load_config(args, verl_defaults=verl_defaults)
-    print_notes(resolved.notes)
+    resolved = _load(args, verl_defaults)
     from verl.driver.launch import run_rl
 
-    finished = run_rl(resolved)
-    print_finished(finished.steps, finished.seconds, finished.evals, finished.dir, finished.report)
-    return 0
+    return _report(run_rl(resolved))
 
 
-def print_notes(notes: Sequence[Note]) -> None:
-    """What became of verl's keys."""
-    if notes:
-        from verl.config.dialect import render_notes
+def supervised(args: list[str], command: Supervised, *, verl_defaults: VerlDefaults | None = None) -> int:
+    resolved = _load(args, verl_defaults)
+    from verl.driver.launch import run_supervised
 
-        print(render_notes(notes))
-
-
-def print_finished(steps: int, seconds: float, evals: Mapping[str, float], run_dir: Path, report: Path | None) -> None:
-    if steps == 0:
-        print(f"{run_dir} was complete already: no step was left; ask for more with run.total_steps=")
-    accuracy = ", ".join(
-        f"{k.removeprefix('eval/')} {v:.3f}"
-        for k, v in sorted(evals.items())
-        if k.startswith(("eval/acc", "val/loss", "val/acc", "val/rewards/acc"))
-    )
-    print(f"{steps} steps in {seconds:.0f} s" + (f"; {accuracy}" if accuracy else "") + f"; {run_dir}")
-    if report is not None:
-        print(f"report: {report}")
+    return _report(run_supervised(resolved, command))
 
 
-def sft(args: list[str], *, verl_defaults: VerlDefaults | None = None) -> int:
-    return _supervised(args, "sft", verl_defaults)
-
-
-def rm(args: list[str]) -> int:
-    return _supervised(args, "rm")
-
-
-def dpo(args: list[str]) -> int:
-    return _supervised(args, "dpo")
-
-
-def _supervised(
-    args: list[str], command: Literal["sft", "rm", "dpo"], verl_defaults: VerlDefaults | None = None
-) -> int:
+def _load(args: Sequence[str], verl_defaults: VerlDefaults | None = None) -> Resolved:
+    """The configuration; what became of verl's keys is printed."""
     from verl.config.load import load_config
 
     resolved = load_config(args, verl_defaults=verl_defaults)
-    print_notes(resolved.notes)
-    from verl.driver.launch import run_supervised
+    if resolved.notes:
+        from verl.config.compat.translate import render_notes
 
-    finished = run_supervised(resolved, command)
-    print_finished(finished.steps, finished.seconds, finished.evals, finished.dir, finished.report)
+        print(render_notes(resolved.notes))
+    return resolved
+
+
+def _report(finished: Finished) -> int:
+    if finished.steps == 0:
+        print(f"{finished.dir} was complete already: no step was left; ask for more with run.total_steps=")
+    shown = ("eval/acc", "val/loss", "val/acc", "val/rewards/acc")
+    evals = {k.removeprefix("eval/"): v for k, v in sorted(finished.evals.items()) if k.startswith(shown)}
+    accuracy = ", ".join(f"{name} {value:.3f}" for name, value in evals.items())
+    print(
+        f"{finished.steps} steps in {finished.seconds:.0f} s"
+        + (f"; {accuracy}" if accuracy else "")
+        + f"; {finished.dir}"
+    )
+    if finished.report is not None:
+        print(f"report: {finished.report}")
     return 0
 
 
 def evaluate(args: list[str]) -> int:
-    from verl.config.load import load_config
-
     if not any(a.startswith("run.name=") for a in args):
         args = [*args, "run.name=eval"]
+    from verl.config.load import load_config
+
     resolved = load_config([*args, "run.resume=auto"])
     from verl.driver.launch import run_eval
 
-    finished = run_eval(resolved)
-    for name, value in sorted(finished.values.items()):
+    for name, value in sorted(run_eval(resolved).values.items()):
         if name.startswith("eval/"):
             print(f"{name.removeprefix('eval/'):<40} {value:.4f}")
     return 0
 
 
 def generate(args: list[str]) -> int:
+    given = {key: value for key, _, value in (a.partition("=") for a in args) if key in ("prompt", "n")}
+    if "prompt" not in given:
+        raise ValueError('give a prompt: verl generate model.path=DIR prompt="2+2="')
     from verl.config.load import load_config
 
-    own = {k: v for a in args if (k := a.partition("=")[0]) in ("prompt", "n") for v in [a.partition("=")[2]]}
-    if "prompt" not in own:
-        raise ValueError('give a prompt: verl generate model.path=DIR prompt="2+2="')
-    resolved = load_config([a for a in args if a.partition("=")[0] not in own])
-    if not own.get("n", "1").isdigit() or int(own.get("n", "1")) < 1:
-        raise ValueError(f"n={own['n']}: the number of answers, 1 or more")
+    resolved = load_config([a for a in args if a.partition("=")[0] not in given])
+    count = given.get("n", "1")
+    if not count.isdigit() or int(count) < 1:
+        raise ValueError(f"n={count}: the number of answers, 1 or more")
     from verl.driver.generate import generate_once
 
-    for i, (text, stop, mean_logprob) in enumerate(
-        generate_once(resolved.config, own["prompt"], int(own.get("n", "1")))
-    ):
+    for i, (text, stop, mean_logprob) in enumerate(generate_once(resolved.config, given["prompt"], int(count))):
         print(f"[{i}] ({stop}, mean log-prob {mean_logprob:.3f})\n{text}")
     return 0
 
 
 def plan(args: list[str]) -> int:
-    from verl.config.load import load_config, validate
     from verl.config.plan import make_plan, render_plan
+    from verl.config.validate import validate
 
-    resolved = load_config(args)
-    print_notes(resolved.notes)
+    resolved = _load(args)
     validate(resolved.config)
     print(render_plan(make_plan(resolved.config)))
     return 0
@@ -213,9 +200,9 @@ def doctor(args: list[str]) -> int:
 
 VERBS: Mapping[str, Callable[[list[str]], int]] = {
     "train": train,
-    "sft": sft,
-    "rm": rm,
-    "dpo": dpo,
+    "sft": partial(supervised, command="sft"),
+    "rm": partial(supervised, command="rm"),
+    "dpo": partial(supervised, command="dpo"),
     "eval": evaluate,
     "generate": generate,
     "plan": plan,

@@ -16,13 +16,13 @@ def show(args: Sequence[str]) -> int:
         raise ValueError(
             "verl show RUN | --live RUN | algorithms | algorithm=NAME | keys | recipes | config [key=value ...]"
         )
-    first = args[0]
+    first, rest = args[0], args[1:]
     if first == "--live":
-        return _live(args[1:])
+        return _live(rest)
     if first == "algorithms":
         return _algorithms()
     if first.startswith("algorithm="):
-        return _algorithm(first.partition("=")[2], args[1:])
+        return _algorithm(first.partition("=")[2], rest)
     if first == "keys":
         return _keys()
     if first == "recipes":
@@ -30,14 +30,22 @@ def show(args: Sequence[str]) -> int:
 
         print("\n".join(recipe_names()))
         return 0
-    if first == "config":
-        from verl.config.load import dump_config, load_config
+    return _config(rest) if first == "config" else _run(Path(first))
 
-        rest = list(args[1:])
-        given = any(a.partition("=")[0] in ("model.path", "recipe", "actor_rollout_ref.model.path") for a in rest)
-        print(dump_config(load_config(rest if given else [*rest, "model.path=MODEL_FOLDER"])))
-        return 0
-    return _run(Path(first))
+
+def _config(args: Sequence[str]) -> int:
+    """The keys of a first run, then the whole tree with the origin of each value."""
+    from verl.config.load import dump_config, load_config
+    from verl.config.schema import FIRST_RUN
+    from verl.config.tree import text_of, values_of
+
+    given = any(a.partition("=")[0] in ("model.path", "recipe", "actor_rollout_ref.model.path") for a in args)
+    resolved = load_config(args if given else [*args, "model.path=MODEL_FOLDER"])
+    values = values_of(resolved.config)
+    lines = [f"#   {key}={text_of(values[key])}" for key in FIRST_RUN]
+    print("\n".join(["# The keys of a first run; every other one has a default that fits.", *lines, ""]))
+    print(dump_config(resolved))
+    return 0
 
 
 def _live(args: Sequence[str]) -> int:
@@ -89,7 +97,7 @@ def _algorithm(name: str, overrides: Sequence[str]) -> int:
 
 
 def _keys() -> int:
-    from verl.config.dialect import keys_table
+    from verl.config.compat.table import keys_table
 
     table = Table("verl's key", "action", "what happens", box=None)
     for row in keys_table():
@@ -113,8 +121,8 @@ def _run(path: Path) -> int:
         "actor/entropy",
         "mismatch/k3",
         "actor/grad_norm",
-        "perf/time_per_step",
     ]
+    names.append("perf/time_per_step")
     table = Table("step", *names, title=str(path), title_justify="left", box=None)
     shown = lines if len(lines) <= 40 else [*lines[:: len(lines) // 40], lines[-1]]
     for line in shown:

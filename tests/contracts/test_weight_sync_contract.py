@@ -26,9 +26,9 @@ from verl.rollout.native import engine as native
 from verl.rollout.native.options import Options
 from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Refs, Sample, Sampling, Segment
-from verl.weight_sync.base import CheckpointEngine, Sent, SyncError, SyncReport
+from verl.weight_sync.base import CheckpointEngine, Outlet, Sent, SyncError, SyncReport
 from verl.weight_sync.local import LocalCheckpointEngine, LocalOutlet
-from verl.weight_sync.sender import Outlet, WeightSender, probed
+from verl.weight_sync.sender import WeightSender, probed
 from verl.workers.compute import Compute
 from verl.workers.group import Broadcast
 from verl.workers.inproc import InprocGroup

@@ -138,7 +138,10 @@ def test_a_mismatch_of_sampler_and_trainer_stops_the_run(args, capsys, monkeypat
 
 
 def test_plan_loads_nothing(args, capsys):
-    code = "import sys; from verl.cli import main; c = main(['plan', *sys.argv[1:]]); sys.exit(9 if 'torch' in sys.modules or 'transformers' in sys.modules else c)"
+    code = (
+        "import sys; from verl.cli import main; c = main(['plan', *sys.argv[1:]]);"
+        "sys.exit(9 if 'torch' in sys.modules or 'transformers' in sys.modules else c)"
+    )
     done = subprocess.run([sys.executable, "-c", code, *args()], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "4 prompts x 4 = 16 trajectories" in done.stdout and "peak" in done.stdout

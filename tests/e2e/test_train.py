@@ -93,7 +93,7 @@ def test_the_checkpoint_is_a_hugging_face_model_with_equal_logits(tmp_path, tiny
         ("algorithm.entropy_coef=0.01",),
         ("rollout.temperature=0.7",),
         ("rollout.engine=hf",),
-        ("model.attention=padded", "model.share_prefix=false"),
+        ("model.engine_options.attention=padded", "model.engine_options.share_prefix=false"),
         ("model.gradient_checkpointing=true",),
         ("pipeline.oversample=0.5",),
         ("pipeline.sync_every=2",),

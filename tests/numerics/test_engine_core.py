@@ -216,7 +216,7 @@ def test_packing_is_proven_per_model_and_a_leak_is_refused(model, monkeypatch):
         return real(joined, device, **options)
 
     monkeypatch.setattr(attention, "make_plan", leaking)
-    with pytest.raises(ValueError, match="model.attention=padded"):
+    with pytest.raises(ValueError, match="model.engine_options.attention=padded"):
         e.check_packing(share_prefix=False)
 
 

@@ -10,9 +10,7 @@ refer to other keys (`${run.name}`) and to the environment (`${oc.env:HOME}`).
 from __future__ import annotations
 
 import copy
-import math
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -23,65 +21,49 @@ import yaml
 from omegaconf import Container, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.config.dialect import Note, VerlDefaults, parse_argument, translate, unknown_key
+from verl.config.backends import complete_options
+from verl.config.compat.table import unknown_key
+from verl.config.compat.translate import Note, VerlDefaults, translate
 from verl.config.model_files import cached_model_folder
+from verl.config.overrides import parse_argument
 from verl.config.schema import Config
-from verl.config.tree import build, convert, leaf_of, leaves, nearest, sections, values_of
+from verl.config.tree import Setting, build, convert, did_you_mean, leaf_of, leaves, sections, text_of, values_of
 from verl.config.validate import validate
 
 __all__ = ["Resolved", "dump_config", "load_config", "read_config", "recipe_names", "validate"]
 
 MISSING = "???"
+OPTIONS = ".engine_options"
 _ORIGIN_COLUMN = 40
-_PLAIN = re.compile(r"[\w./-]+", re.ASCII)
 PATH_KEYS = (
-    "model.path",
-    "model.tokenizer_path",
-    "model.chat_template",
-    "data.train_files",
-    "data.eval_files",
-    "data.cache_dir",
-    "run.root_dir",
-    "run.resume",
-    "reward.path",
+    *("model.path", "model.tokenizer_path", "model.chat_template", "data.train_files", "data.eval_files"),
+    *("data.cache_dir", "run.root_dir", "run.resume", "reward.path"),
 )
 """A leading ~ in these stands for the home directory."""
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """`origins`: leaf key -> default | recipe NAME | command line | verl key ... | verl's default. `notes`: what became
-    of verl's keys on this command line."""
+    """`origins`: leaf key -> default | recipe NAME | command line | verl key ... | verl's default; also of each engine
+    option that is given. `notes`: what became of verl's keys on this command line."""
 
     config: Config
     origins: dict[str, str]
     notes: tuple[Note, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class _Setting:
-    """One assignment of one layer. `text`: the value as written on the command line."""
-
-    key: str
-    value: Any
-    origin: str
-    text: str | None = None
-
-
 def load_config(overrides: Sequence[str], *, verl_defaults: VerlDefaults | None = None) -> Resolved:
     """Compose a configuration from a command line: `recipe=NAME|FILE.yaml`, our keys, verl's keys.
 
-    `verl_defaults`: keys that are not given have verl's own defaults (for its entry points). Raises ValueError: unknown
-    or refused keys, wrong types, a missing model.path. Sizes and combinations are checked by `validate`.
+    `verl_defaults`: keys that are not given have verl's own defaults (for its entry points). Raises one ValueError with
+    a line per fault: unknown or refused keys, values of a wrong type or out of bounds, a missing model.path. What
+    several keys say together is checked by `validate`.
     """
     recipe, args = _split_recipe(overrides)
     settings = list(_recipe_settings(recipe, ())) if recipe else []
     prompts = [s.value for s in settings if s.key == "step.prompts_per_step" and isinstance(s.value, int)]
     said = translate(args, prompts_per_step=prompts[-1] if prompts else None, verl_defaults=verl_defaults)
-    base = list(_argument_settings(said.defaults, said.origins))
-    given = list(_argument_settings(said.overrides, said.origins))
-    settings = [*base, *_of_its_algorithm(settings, given), *given]
-    values, origins = _merge(settings)
+    values, origins = _merge([*said.defaults, *_of_its_algorithm(settings, said.settings), *said.settings])
     values = _resolved(values, origins)
     if values["model.path"] == MISSING:
         raise ValueError(
@@ -90,9 +72,9 @@ def load_config(overrides: Sequence[str], *, verl_defaults: VerlDefaults | None 
     return Resolved(build(values), origins, tuple(said.notes))
 
 
-def _of_its_algorithm(recipe: list[_Setting], given: Sequence[_Setting]) -> list[_Setting]:
-    """The recipe without its algorithm.* where the command line names another algorithm: they were chosen for the recipe's
-    own, and GSPO with GRPO's aggregation, say, is another objective than the one that was asked for."""
+def _of_its_algorithm(recipe: list[Setting], given: Sequence[Setting]) -> list[Setting]:
+    """The recipe without its algorithm.* where the command line names another algorithm: they were chosen for the
+    recipe's own, and GSPO with GRPO's aggregation, say, is another objective than the one that was asked for."""
     own = [s.value for s in recipe if s.key == "algorithm.name"]
     asked = [s.value for s in given if s.key == "algorithm.name"]
     if not own or not asked or own[-1] == asked[-1]:
@@ -115,13 +97,6 @@ def _split_recipe(overrides: Sequence[str]) -> tuple[str | None, list[str]]:
     return str(parsed.value), [a for a in overrides if a is not recipes[0]]
 
 
-def _argument_settings(overrides: Sequence[str], origins: Mapping[str, str]) -> Iterator[_Setting]:
-    for argument in overrides:
-        parsed = parse_argument(argument)
-        text = parsed.text.strip("'\"")
-        yield _Setting(parsed.key, parsed.value, origins.get(parsed.key, "command line"), text)
-
-
 def recipe_names() -> dict[str, str]:
     """Packaged recipes by name, with the first comment line of each."""
     found = {}
@@ -132,7 +107,7 @@ def recipe_names() -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def _recipe_settings(recipe: str, chain: tuple[str, ...], folder: Path | None = None) -> Iterator[_Setting]:
+def _recipe_settings(recipe: str, chain: tuple[str, ...], folder: Path | None = None) -> Iterator[Setting]:
     """The recipe's own base first. `folder`: of the file that names it, for relative paths."""
     if recipe.endswith((".yaml", ".yml")):
         path = Path(recipe).expanduser()
@@ -143,8 +118,8 @@ def _recipe_settings(recipe: str, chain: tuple[str, ...], folder: Path | None = 
     else:
         names = recipe_names()
         if recipe not in names:
-            near = nearest(recipe, names) or list(names)
-            raise ValueError(f"recipe={recipe}: no such recipe; did you mean {' or '.join(near)}? A file ends in .yaml")
+            near = did_you_mean(recipe, names, 3) or f"there are {', '.join(names)}. "
+            raise ValueError(f"recipe={recipe}: no such recipe; {near}A file ends in .yaml")
         name, text = recipe, resources.files("verl.recipes").joinpath(f"{recipe}.yaml").read_text(encoding="utf-8")
         here = folder or Path.cwd()
     if name in chain:
@@ -154,7 +129,7 @@ def _recipe_settings(recipe: str, chain: tuple[str, ...], folder: Path | None = 
     if base is not None:
         yield from _recipe_settings(str(base), (*chain, name), here)
     for key, value in _flatten(tree, "", f"recipe {name}"):
-        yield _Setting(key, value, f"recipe {name}")
+        yield Setting(key, value, f"recipe {name}")
 
 
 def _parse_recipe(name: str, text: str) -> dict[str, Any]:
@@ -182,10 +157,11 @@ def _flatten(tree: Mapping[str, Any], prefix: str, origin: str) -> Iterator[tupl
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-def _merge(settings: Sequence[_Setting]) -> tuple[dict[str, Any], dict[str, str]]:
+def _merge(settings: Sequence[Setting]) -> tuple[dict[str, Any], dict[str, str]]:
     """The last setting of a leaf wins; mappings merge."""
     values = {key: copy.deepcopy(leaf.default) for key, leaf in leaves().items()}
     origins = dict.fromkeys(values, "default")
+    faults = []
     for setting in settings:
         found = leaf_of(setting.key)
         if found is None:
@@ -194,14 +170,22 @@ def _merge(settings: Sequence[_Setting]) -> tuple[dict[str, Any], dict[str, str]
         value = setting.value
         for name in reversed(below):
             value = {name: value}
-        value = _converted(leaf.key, value, setting.origin, setting.text)
+        try:
+            value = _converted(leaf.key, value, setting.origin, setting.text)
+        except ValueError as exc:
+            faults.append(str(exc))
+            continue
+        before = origins[leaf.key]
+        origins[leaf.key] = setting.origin
         if leaf.is_mapping and isinstance(value, Mapping):
-            merged = _merged(values[leaf.key], value)
-            before = origins[leaf.key]
-            joined = setting.origin if before in ("default", setting.origin) else f"{before}, {setting.origin}"
-            values[leaf.key], origins[leaf.key] = merged, joined
-        else:
-            values[leaf.key], origins[leaf.key] = value, setting.origin
+            if leaf.key.endswith(OPTIONS):
+                origins |= {f"{leaf.key}.{name}": setting.origin for name in value}
+            value = _merged(values[leaf.key], value)
+            if before not in ("default", setting.origin):
+                origins[leaf.key] = f"{before}, {setting.origin}"
+        values[leaf.key] = value
+    if faults:
+        raise ValueError("\n".join(faults))
     return values, origins
 
 
@@ -219,24 +203,30 @@ def _converted(key: str, value: Any, origin: str, text: str | None = None) -> An
         return value
     try:
         return convert(value, leaves()[key].hint, text)
-    except TypeError as exc:
+    except ValueError as exc:
         shown = "null" if value is None else repr(value) if text is None else text
         raise ValueError(f"{key}={shown} ({origin}): {exc}") from exc
 
 
 def _resolved(values: Mapping[str, Any], origins: dict[str, str]) -> dict[str, Any]:
-    """Interpolations replaced by what they refer to, ~ expanded in paths, a hub id by its folder in the local cache.
-    The expression goes to the origin."""
+    """Interpolations replaced by what they refer to, ~ expanded in paths, a hub id by its folder in the local cache,
+    the options of the chosen engines filled in. The expression goes to the origin."""
     out = dict(values)
     for key, (plain, expression) in _interpolated(values, origins).items():
         origins[key] = f"{origins[key]}: {expression}"
         out[key] = _converted(key, plain, origins[key])
     for key in PATH_KEYS:
-        out[key] = _expanded(out[key])
+        path = out[key]
+        out[key] = (
+            [os.path.expanduser(p) for p in path] if isinstance(path, list) else path and os.path.expanduser(path)
+        )
     cached = cached_model_folder(out["model.path"])
     if cached is not None:
         origins["model.path"] = f"{origins['model.path']}: {out['model.path']}"
         out["model.path"] = str(cached)
+    faults = complete_options(out)
+    if faults:
+        raise ValueError("\n".join(faults))
     return out
 
 
@@ -262,38 +252,28 @@ def _interpolated(values: Mapping[str, Any], origins: Mapping[str, str]) -> dict
     return found
 
 
-def _expanded(path: Any) -> Any:
-    if isinstance(path, list):
-        return [os.path.expanduser(p) for p in path]
-    return os.path.expanduser(path) if isinstance(path, str) else path
-
-
-# -- the file in the run directory ---------------------------------------------------------------------------------------
+# -- the file in the run directory -------------------------------------------------------------------------------------
 
 
 def dump_config(resolved: Resolved) -> str:
     """YAML of the whole tree with the origin of each value as a comment: `config.yaml` of the run directory."""
     lines = ["# The resolved configuration. On the right, where each value came from."]
     values = values_of(resolved.config)
-    for section in sections():
-        lines.append(f"{section}:")
-        for key, value in values.items():
-            if key.startswith(f"{section}."):
-                origin = " ".join(resolved.origins[key].split())
-                line = f"  {key.split('.')[1]}: {_yaml(value)}"
-                lines.append(f"{line:<{_ORIGIN_COLUMN}}  # {origin}")
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        if f"{section}:" not in lines:
+            lines.append(f"{section}:")
+        if key.endswith(OPTIONS) and value:
+            origins = {option: resolved.origins.get(f"{key}.{option}", "default") for option in value}
+            lines.append(f"  {name}:")
+            lines += [_line(f"    {option}: {text_of(value[option])}", origin) for option, origin in origins.items()]
+        else:
+            lines.append(_line(f"  {name}: {text_of(value)}", resolved.origins[key]))
     return "\n".join(lines) + "\n"
 
 
-def _yaml(value: Any) -> str:
-    """Flow style on one line; a string is plain where it reads back as itself."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_yaml(k)}: {_yaml(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_yaml, value)) + "]"
-    plain = not isinstance(value, str) or (_PLAIN.fullmatch(value) and yaml.safe_load(value) == value)
-    text = yaml.safe_dump(value, default_style=None if plain else '"', width=math.inf, allow_unicode=True)
-    return text.removesuffix("\n").removesuffix("\n...")
+def _line(text: str, origin: str) -> str:
+    return f"{text:<{_ORIGIN_COLUMN}}  # {' '.join(origin.split())}"
 
 
 def read_config(path: str | os.PathLike[str]) -> Config:
@@ -307,8 +287,5 @@ def read_config(path: str | os.PathLike[str]) -> Config:
         raise ValueError(f"{path}: must be a mapping of sections ({', '.join(sections())})")
     values = {key: leaf.default for key, leaf in leaves().items()}
     for key, value in _flatten(tree, "", str(path)):
-        try:
-            values[key] = convert(value, leaves()[key].hint)
-        except TypeError as exc:
-            raise ValueError(f"{key}={value!r} ({path}): {exc}") from exc
+        values[key] = _converted(key, value, str(path))
     return build(values)

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from verl.algorithms.presets import find
+from verl.config.backends import rollout_caches
 from verl.config.model_files import ModelFacts
 from verl.config.schema import Config
 from verl.config.validate import RL, SAMPLES, Command
@@ -16,7 +17,7 @@ DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"bfloat16": 2, "float32": 4})
 LOGPROB_CHUNK_BYTES = 16 << 20
 """Of one chunk of float32 logits, as in nn/linear_logprob.py (a test holds the two together)."""
 KEPT_KV_BYTES = 64 << 20
-"""Of a KV cache that a CPU does not give back for the update, as in rollout/native/options.py (a test holds the two together)."""
+"""Of a KV cache that a CPU does not give back for the update, as in rollout/native/kv.py (a test compares)."""
 LOGPROB_COPIES = 4
 """Arrays of a chunk's size that its backward pass holds at once: logits, probabilities, gradient, product."""
 
@@ -47,19 +48,6 @@ def _on_cuda(config: Config) -> bool:
 
 def rollout_dtype(config: Config) -> str:
     return compute_dtype(config) if config.rollout.dtype == "auto" else config.rollout.dtype
-
-
-def kv_tokens(config: Config) -> int:
-    """Token slots of the KV cache, once it has grown to its full size."""
-    r = config.rollout
-    if r.max_kv_tokens is not None:
-        return r.max_kv_tokens
-    return r.max_concurrent_sequences * longest_sequence(config)
-
-
-def longest_sequence(config: Config) -> int:
-    """Prompt and response, in training or evaluation."""
-    return config.data.max_prompt_tokens + max(config.rollout.max_response_tokens, config.eval.max_response_tokens or 0)
 
 
 def kv_bytes_per_token(model: ModelFacts, dtype: str) -> int:
@@ -122,8 +110,6 @@ def _items(config: Config, model: ModelFacts, reference: bool, tokens: int) -> d
     rows = max(16, LOGPROB_CHUNK_BYTES // (4 * model.vocab))
     copy = weights * DTYPE_BYTES[rollout_dtype(config)]
     snapshot = 4 * weights if config.pipeline.staleness > 0 else 0  # the trainer goes on while the weights travel
-    cached = config.rollout.prefix_cache_tokens if config.rollout.engine == "native" else 0
-    kv = kv_bytes_per_token(model, rollout_dtype(config))
     return {
         "master weights": 4 * weights,
         "gradients": 4 * weights,
@@ -135,8 +121,7 @@ def _items(config: Config, model: ModelFacts, reference: bool, tokens: int) -> d
         "critic with its optimizer": 16 * weights if find(config.algorithm.name).critic else 0,
         "rollout weights": copy,
         "incoming weights": copy + snapshot,
-        "KV cache": kv_tokens(config) * kv,
-        "prefix cache": cached * kv,
+        **rollout_caches(config, bytes_per_token=kv_bytes_per_token(model, rollout_dtype(config))),
         "sampling logits": 2 * 4 * config.rollout.max_concurrent_sequences * model.vocab,
         "activations": tokens * (kept + 2 * residual),
         "inference activations": tokens * (layer + 2 * residual),

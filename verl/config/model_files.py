@@ -8,28 +8,20 @@ import math
 import os
 import re
 import struct
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-BYTES_OF: Mapping[str, int] = {
-    "F64": 8,
-    "I64": 8,
-    "F32": 4,
-    "I32": 4,
-    "U32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "I16": 2,
-    "U16": 2,
-}
 DTYPE_NAMES: Mapping[str, str] = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "spiece.model")
+_WANTED = "a Hugging Face folder (config.json, safetensors, tokenizer)"
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|masked_bias)$")
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _CAUSAL_MASK = re.compile(r"(^|\.)attn\.bias$")
+_EMBEDDING = re.compile(r"(embed_tokens|wte|word_embeddings|embed_in)\.weight$")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,9 +71,7 @@ def find_model_folder(path: str) -> Path:
             f"model.path={path}: no such folder, and not in the cache {_hub_cache()}; download it first: "
             f"hf download {path} --local-dir FOLDER, then model.path=FOLDER"
         )
-    raise ValueError(
-        f"model.path={path}: no such folder; give a Hugging Face folder (config.json, safetensors, tokenizer)"
-    )
+    raise ValueError(f"model.path={path}: no such folder; give {_WANTED}")
 
 
 def cached_model_folder(path: str) -> Path | None:
@@ -115,13 +105,10 @@ def describe_model(path: str, tokenizer_path: str | None = None) -> ModelFacts:
     declared = full.get("tie_word_embeddings", config.get("tie_word_embeddings"))
     tied = not output if declared is None else bool(declared)
     counted = {n: t for n, t in trained.items() if not (tied and n in output)}
-    embeddings = [
-        t for n, t in counted.items() if re.search(r"(embed_tokens|wte|word_embeddings|embed_in)\.weight$", n)
-    ]
-    dtypes: dict[str, int] = {}
+    dtypes: Counter[str] = Counter()
     for tensor in tensors.values():
-        dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + tensor.numel
-    main_dtype = max(dtypes, key=lambda d: dtypes[d])
+        dtypes[tensor.dtype] += tensor.numel
+    ((main_dtype, _),) = dtypes.most_common(1)
     names = full.get("architectures") or [full.get("model_type", "unknown")]
     return ModelFacts(
         folder=str(folder),
@@ -137,7 +124,7 @@ def describe_model(path: str, tokenizer_path: str | None = None) -> ModelFacts:
         tied=tied,
         has_output_head=tied or bool(output),
         parameters=sum(t.numel for t in counted.values()),
-        embedding_parameters=sum(t.numel for t in embeddings),
+        embedding_parameters=sum(t.numel for n, t in counted.items() if _EMBEDDING.search(n)),
         stored_dtype=DTYPE_NAMES.get(main_dtype, main_dtype.lower()),
         stored_bytes=sum(t.num_bytes for t in tensors.values()),
         has_chat_template=_has_chat_template(Path(tokenizer_path).expanduser() if tokenizer_path else folder),
@@ -147,17 +134,15 @@ def describe_model(path: str, tokenizer_path: str | None = None) -> ModelFacts:
 def read_model_config(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     if not file.is_file():
-        raise ValueError(
-            f"{folder}: no config.json; model.path must be a Hugging Face folder (config.json, safetensors, tokenizer)"
-        )
+        raise ValueError(f"{folder}: no config.json; model.path must be {_WANTED}")
     return _json_object(file, file.read_bytes())
 
 
-def check_tokenizer(folder: Path) -> None:
-    if not folder.is_dir() or not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        raise ValueError(
-            f"{folder}: no tokenizer ({', '.join(TOKENIZER_FILES)}); copy it there, or set model.tokenizer_path"
-        )
+def check_tokenizer(model_folder: Path, tokenizer_path: str | None = None) -> None:
+    folder = Path(tokenizer_path).expanduser() if tokenizer_path else model_folder
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        names = ", ".join(TOKENIZER_FILES)
+        raise ValueError(f"{folder}: no tokenizer ({names}); copy it there, or set model.tokenizer_path")
 
 
 def read_weight_headers(folder: Path) -> dict[str, TensorHeader]:
@@ -168,9 +153,8 @@ def read_weight_headers(folder: Path) -> dict[str, TensorHeader]:
         files = sorted({folder / str(name) for name in weight_map.values()})
         missing = [f.name for f in files if not f.is_file()]
         if missing:
-            raise ValueError(
-                f"{folder}: {', '.join(missing)} is missing, which {index.name} names; download the model again"
-            )
+            gone = ", ".join(missing)
+            raise ValueError(f"{folder}: {gone} is missing, which {index.name} names; download the model again")
     else:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -192,9 +176,8 @@ def read_safetensors_header(file: Path) -> dict[str, TensorHeader]:
         first = stream.read(8)
         length = struct.unpack("<Q", first)[0] if len(first) == 8 else 0
         if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
-            raise ValueError(
-                f"{file}: not a safetensors file ({size} bytes, header of {length}); is it a Git LFS pointer?"
-            )
+            what = f"{size} bytes, header of {length}"
+            raise ValueError(f"{file}: not a safetensors file ({what}); is it a Git LFS pointer?")
         header = _json_object(file, stream.read(length))
     tensors, end = {}, 0
     for name, entry in header.items():

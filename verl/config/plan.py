@@ -1,4 +1,4 @@
-"""Every derived size and an estimate of memory and disk, before anything starts (pitfall 26). No torch, no GPU.
+"""Every derived size and an estimate of memory and disk, before anything starts. No torch, no GPU.
 
     step      64 prompts x 8 = 512 trajectories -> 4 updates of 128 -> about 48 micro-batches
 
@@ -7,25 +7,26 @@ Sizes are exact or upper bounds at the limits of prompt and response; bytes are 
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
+import msgspec
+
 from verl.algorithms.presets import find, settled
-from verl.config.memory import Memory, estimate_memory, kv_bytes_per_token, kv_tokens, rollout_dtype
+from verl.config.backends import options_of, rollout_caches
+from verl.config.memory import Memory, estimate_memory, kv_bytes_per_token, rollout_dtype
 from verl.config.model_files import ModelFacts, describe_model
 from verl.config.schema import Config
 from verl.config.validate import RL, SAMPLES, TRAINS, Command
 from verl.data.files import expand_files, format_of
+from verl.driver.scheduler import Scheduler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSizes:
-    """One step of the loop. `rows`: trajectories, or rows of a supervised step. Micro-batches: if every row were as long
-    as it may be."""
+    """One step. `rows`: trajectories, or rows of a supervised step. Micro-batches: if every row were at its limit."""
 
     prompts: int
     samples_per_prompt: int
@@ -92,7 +93,7 @@ class Plan:
 
     def to_json(self) -> str:
         """`plan.json` of the run directory."""
-        return json.dumps(dataclasses.asdict(self), indent=2) + "\n"
+        return msgspec.json.format(msgspec.json.encode(self), indent=2).decode() + "\n"
 
 
 def make_plan(
@@ -105,25 +106,22 @@ def make_plan(
     """
     model = describe_model(config.model.path, config.model.tokenizer_path)
     step = step_sizes(config, command) if command in TRAINS else None
-    rollout = rollout_sizes(config, model, command) if command in SAMPLES else None
-    length = _run_length(config, step, command) if step else None
-    held = command == "dpo" or (command in RL and needs_reference(config)) if reference is None else reference
+    if reference is None:
+        reference = command == "dpo" or (command in RL and needs_reference(config))
     tokens = step.max_tokens // step.updates if step else None
-    memory = estimate_memory(config, model, command, reference=held, update_tokens=tokens)
-    disk = _disk(config, model) if step else None
     plan = Plan(
         command=command,
         run_dir=f"{config.run.root_dir}/{config.run.name}",
         algorithm=config.algorithm.name,
         model=model,
         step=step,
-        length=length,
-        rollout=rollout,
-        memory=memory,
-        disk=disk,
+        length=_run_length(config, step) if step else None,
+        rollout=rollout_sizes(config, model, command) if command in SAMPLES else None,
+        memory=estimate_memory(config, model, command, reference=reference, update_tokens=tokens),
+        disk=_disk(config, model) if step else None,
         warnings=(),
     )
-    return dataclasses.replace(plan, warnings=tuple(_warnings(config, plan, device_bytes)))
+    return replace(plan, warnings=tuple(_warnings(config, plan, device_bytes)))
 
 
 # -- sizes of a step ---------------------------------------------------------------------------------------------------
@@ -134,7 +132,7 @@ def step_sizes(config: Config, command: Command = "train") -> StepSizes:
     if command in RL:
         prompt, answer = config.data.max_prompt_tokens, config.rollout.max_response_tokens
         prompts, n, updates, epochs = s.prompts_per_step, s.samples_per_prompt, s.updates_per_step, s.epochs_per_step
-        each = _microbatches(prompts // updates, n, prompt, answer, budget, config.model.share_prefix)
+        each = _microbatches(prompts // updates, n, prompt, answer, budget, options_of(config, "model").share_prefix)
         longest, tokens = prompt + answer, prompts * n * (prompt + answer)
     else:
         pair = 2 if command in ("rm", "dpo") else 1
@@ -169,39 +167,45 @@ def _microbatches(groups: int, n: int, prompt: int, answer: int, budget: int, sh
     return count
 
 
-def staleness_slots(config: Config) -> int:
-    """floor((1 + staleness) x prompts_per_step x sync_every), exactly: 0.15 means 15/100, not its float."""
+def scheduler_of(config: Config) -> Scheduler:
+    """The scheduler of the loop, for the sizes that are its own to say."""
     p = config.pipeline
-    return math.floor((1 + Fraction(str(p.staleness))) * config.step.prompts_per_step * p.sync_every)
+    return Scheduler(
+        prompts_per_step=config.step.prompts_per_step,
+        total_steps=1,
+        sync_every=p.sync_every,
+        staleness=p.staleness,
+        oversample=p.oversample,
+    )
 
 
 def rollout_sizes(config: Config, model: ModelFacts, command: Command = "train") -> RolloutSizes:
-    r = config.rollout
-    in_loop = command in RL
-    slots = staleness_slots(config) if in_loop else 0
-    surplus = math.ceil(Fraction(str(config.pipeline.oversample)) * config.step.prompts_per_step) if in_loop else 0
+    in_loop, limit = command in RL, config.rollout.max_concurrent_sequences
+    scheduler = scheduler_of(config)
+    slots, surplus = (scheduler.slots, scheduler.extra) if in_loop else (0, 0)
+    caches = rollout_caches(config, bytes_per_token=1)
     per_group = config.step.samples_per_prompt + find(config.algorithm.name).group.baselines
     flying = (slots + surplus) * per_group
     return RolloutSizes(
-        engine=r.engine,
+        engine=config.rollout.engine,
         slots=slots,
         surplus=surplus,
         trajectories_in_flight=flying,
-        concurrent_sequences=min(r.max_concurrent_sequences, flying) if in_loop else r.max_concurrent_sequences,
+        concurrent_sequences=min(limit, flying) if in_loop else limit,
         kv_bytes_per_token=kv_bytes_per_token(model, rollout_dtype(config)),
-        kv_tokens=kv_tokens(config),
-        prefix_cache_tokens=r.prefix_cache_tokens if r.engine == "native" else 0,
+        kv_tokens=caches["KV cache"],
+        prefix_cache_tokens=caches.get("prefix cache", 0),
     )
 
 
 # -- length of the run -------------------------------------------------------------------------------------------------
 
 
-def total_steps(config: Config, rows: int) -> int:
-    """Steps of the loop on `rows` training rows. Epochs follow each other without a gap; the rest below a step is left."""
+def total_steps(config: Config, rows: int, rows_per_step: int) -> int:
+    """Of the loop on `rows` training rows. Epochs follow each other without a gap; the rest below a step is left."""
     if config.run.total_steps is not None:
         return config.run.total_steps
-    return rows * config.run.total_epochs // config.step.prompts_per_step
+    return rows * config.run.total_epochs // rows_per_step
 
 
 def warmup_steps(config: Config, optimizer_steps: int) -> int:
@@ -209,21 +213,20 @@ def warmup_steps(config: Config, optimizer_steps: int) -> int:
     return config.optim.warmup_steps or math.floor(Fraction(str(config.optim.warmup_ratio)) * optimizer_steps)
 
 
-def _run_length(config: Config, step: StepSizes, command: Command) -> RunLength:
-    rows = count_rows(config.data.train_files)
-    rows = rows if rows is None or config.data.max_rows is None else min(rows, config.data.max_rows)
-    eval_rows = count_rows(config.data.eval_files)
-    if eval_rows is not None and config.data.max_eval_rows is not None:
-        eval_rows = min(eval_rows, config.data.max_eval_rows)
-    steps = config.run.total_steps
-    if steps is None and rows is not None:
-        steps = rows * config.run.total_epochs // step.prompts
+def _run_length(config: Config, step: StepSizes) -> RunLength:
+    rows = _at_most(config.data.max_rows, count_rows(config.data.train_files))
+    eval_rows = _at_most(config.data.max_eval_rows, count_rows(config.data.eval_files))
+    steps = config.run.total_steps if rows is None else total_steps(config, rows, step.prompts)
     optimizer_steps = None if steps is None else steps * step.optimizer_steps
     epochs = None if steps is None or not rows else round(steps * step.prompts / rows, 2)
     warmup = config.optim.warmup_steps if optimizer_steps is None else warmup_steps(config, optimizer_steps)
     return RunLength(
         rows=rows, eval_rows=eval_rows, epochs=epochs, steps=steps, optimizer_steps=optimizer_steps, warmup_steps=warmup
     )
+
+
+def _at_most(limit: int | None, rows: int | None) -> int | None:
+    return rows if rows is None or limit is None else min(rows, limit)
 
 
 def count_rows(files: list[str]) -> int | None:
@@ -271,7 +274,7 @@ def _warnings(config: Config, plan: Plan, device_bytes: int | None) -> Iterator[
     if not model.has_chat_template and config.model.chat_template is None:
         yield "the tokenizer has no chat template: prompts that are messages need model.chat_template=FILE.jinja"
     if not model.has_output_head:
-        yield "config.json says that the output layer is not tied, but no lm_head.weight is stored: it would start random"
+        yield "config.json says that the output layer is not tied, but no lm_head.weight is stored: it starts random"
     if config.algorithm.kl_loss_form == "k1" and plan.command in RL:
         yield "algorithm.kl_loss_form=k1: its gradient is zero on average; k3, or k1+ for the exact gradient"
     e = config.eval
@@ -286,12 +289,11 @@ def _warnings(config: Config, plan: Plan, device_bytes: int | None) -> Iterator[
         )
     if plan.disk and config.run.save_every_steps == 0 and length and (length.steps or 0) > 500:
         yield f"run.save_every_steps=0: {length.steps} steps with one checkpoint, at the end"
-    over = [] if device_bytes is None else [n for n, size in memory.peaks.items() if size > device_bytes]
-    if over:
-        assert device_bytes is not None
+    over = [name for name, size in memory.peaks.items() if device_bytes is not None and size > device_bytes]
+    if device_bytes is not None and over:
         yield (
-            f"{' and '.join(over)}: above the {_gib(device_bytes)} of the device; "
-            "lower step.max_tokens_per_microbatch or rollout.max_concurrent_sequences, or set model.gradient_checkpointing=true"
+            f"{' and '.join(over)}: above the {_gib(device_bytes)} of the device; lower step.max_tokens_per_microbatch "
+            "or rollout.max_concurrent_sequences, or set model.gradient_checkpointing=true"
         )
 
 
@@ -299,23 +301,19 @@ def _warnings(config: Config, plan: Plan, device_bytes: int | None) -> Iterator[
 
 
 def render_plan(plan: Plan) -> str:
-    """The plan as aligned plain text; its `step` line is the sentence of DESIGN section 8."""
+    """The plan as aligned plain text."""
     lines = [("model", _model_line(plan.model))]
     if plan.step:
-        lines += [("step", _step_line(plan)), ("tokens", _tokens_line(plan.step))]
+        lines += [("step", _step_line(plan.step, plan.command)), ("tokens", _tokens_line(plan.step))]
     if plan.length:
-        lines.append(("run", _run_line(plan)))
+        lines.append(("run", _run_line(plan.length)))
     if plan.rollout:
         lines.append(("rollout", _rollout_line(plan.rollout, plan.command in RL)))
     if plan.disk:
         d = plan.disk
-        lines.append(
-            (
-                "disk",
-                f"checkpoint {_gib(d.checkpoint_bytes)} (weights {_gib(d.weights_bytes)} + state {_gib(d.state_bytes)}), "
-                f"at most {d.kept} at once: {_gib(d.total_bytes)} in {plan.run_dir}",
-            )
-        )
+        parts = f"weights {_gib(d.weights_bytes)} + state {_gib(d.state_bytes)}"
+        kept = f"at most {d.kept} at once: {_gib(d.total_bytes)} in {plan.run_dir}"
+        lines.append(("disk", f"checkpoint {_gib(d.checkpoint_bytes)} ({parts}), {kept}"))
     text = [f"{name:<9} {said}" for name, said in lines]
     text += ["", *_memory_lines(plan.memory)]
     text += ["", *(f"warning: {w}" for w in plan.warnings)] if plan.warnings else []
@@ -331,17 +329,16 @@ def _model_line(m: ModelFacts) -> str:
     )
 
 
-def _step_line(plan: Plan) -> str:
-    s = plan.step
-    assert s is not None
-    if plan.command in RL:
+def _step_line(s: StepSizes, command: str) -> str:
+    updates = f"{_count(s.updates, 'update')} of {s.rows_per_update}" + (
+        f" x {s.epochs} epochs" if s.epochs > 1 else ""
+    )
+    if command in RL:
         size = f"{_count(s.prompts, 'prompt')} x {s.samples_per_prompt} = {_count(s.rows, 'trajectory')}"
-        updates = f"{_count(s.updates, 'update')} of {s.rows_per_update}" + (
-            f" x {s.epochs} epochs" if s.epochs > 1 else ""
-        )
-        return f"{size} -> {updates} -> about {_count(s.microbatches, 'micro-batch')}"
-    size = _count(s.rows, "row") if s.samples_per_prompt == 1 else f"{_count(s.prompts, 'pair')} = {s.rows} rows"
-    return f"{size} -> 1 update -> about {_count(s.microbatches, 'micro-batch')}"
+    else:
+        one = s.samples_per_prompt == 1
+        size, updates = _count(s.rows, "row") if one else f"{_count(s.prompts, 'pair')} = {s.rows} rows", "1 update"
+    return f"{size} -> {updates} -> about {_count(s.microbatches, 'micro-batch')}"
 
 
 def _tokens_line(s: StepSizes) -> str:
@@ -351,18 +348,15 @@ def _tokens_line(s: StepSizes) -> str:
     )
 
 
-def _run_line(plan: Plan) -> str:
-    n = plan.length
-    assert n is not None
+def _run_line(n: RunLength) -> str:
     if n.steps is None:
         return "length unknown before the data is read (remote or compressed files)"
     rows = "unknown rows" if n.rows is None else _count(n.rows, "row")
     epochs = "" if n.epochs is None else f" = {_count(n.epochs, 'epoch')}"
     warm = f", the first {n.warmup_steps:,} warming up" if n.warmup_steps else ""
     held = "" if n.eval_rows is None else f"; evaluation on {_count(n.eval_rows, 'row')}"
-    return (
-        f"{rows}, {_count(n.steps, 'step')}{epochs} -> {_count(n.optimizer_steps or 0, 'optimizer step')}{warm}{held}"
-    )
+    updates = _count(n.optimizer_steps or 0, "optimizer step")
+    return f"{rows}, {_count(n.steps, 'step')}{epochs} -> {updates}{warm}{held}"
 
 
 def _rollout_line(r: RolloutSizes, in_loop: bool) -> str:
@@ -378,14 +372,12 @@ def _rollout_line(r: RolloutSizes, in_loop: bool) -> str:
 def _memory_lines(memory: Memory) -> list[str]:
     """A table: items down, phases across, their sums below; the peak is marked."""
     width = max(len(name) for name in memory.items) + 2
-    head = "memory (estimate)".ljust(width) + "".join(f"{name:>14}" for name in memory.phases)
-    rows = [head]
+    phases = memory.phases.values()
+    rows = ["memory (estimate)".ljust(width) + "".join(f"{name:>14}" for name in memory.phases)]
     for item, size in memory.items.items():
-        cells = (f"{_gib(size):>14}" if item in parts else f"{'-':>14}" for parts in memory.phases.values())
-        rows.append(item.ljust(width) + "".join(cells))
+        rows.append(item.ljust(width) + "".join(f"{_gib(size) if item in parts else '-':>14}" for parts in phases))
     rows.append("sum".ljust(width) + "".join(f"{_gib(size):>14}" for size in memory.peaks.values()))
-    rows.append(f"peak {_gib(memory.peak_bytes)} in {memory.peak_phase}")
-    return rows
+    return [*rows, f"peak {_gib(memory.peak_bytes)} in {memory.peak_phase}"]
 
 
 def _count(number: int | float, noun: str) -> str:

@@ -1,66 +1,89 @@
-"""One typed configuration tree. Units are in the names; every key is documented under its field.
+"""One typed configuration tree. Units are in the names; the bounds and choices of a key stand at its field.
 
-No torch here. `load.py` composes it (Hydra), `plan.py` derives every size from it, `dialect.py` maps verl's own keys.
+No torch here. `load.py` composes the tree (Hydra), `plan.py` derives every size from it, `compat/` maps verl's own
+keys, `backends.py` names the engines, each of which brings the options below its `engine_options`.
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+_FINITE = sys.float_info.max
+PositiveInt = Annotated[int, Meta(ge=1)]
+NonNegativeInt = Annotated[int, Meta(ge=0)]
+Positive = Annotated[float, Meta(gt=0, le=_FINITE)]
+NonNegative = Annotated[float, Meta(ge=0, le=_FINITE)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+PositiveShare = Annotated[float, Meta(gt=0, le=1)]
+Limit = Annotated[float, Meta(ge=0)]
+"""May be inf: never."""
+Betas = Annotated[list[Annotated[float, Meta(ge=0, lt=1)]], Meta(min_length=2, max_length=2)]
+
+
+def words(choices: str) -> Meta:
+    """One of the words between the bars."""
+    return Meta(pattern=f"^({choices})$", extra={"words": tuple(choices.split("|"))})
+
+
+FIRST_RUN = (
+    *("model.path", "data.train_files", "data.eval_files", "data.max_prompt_tokens", "reward.path", "algorithm.name"),
+    *("step.prompts_per_step", "step.samples_per_prompt", "rollout.max_response_tokens", "optim.lr"),
+    *("run.name", "run.total_steps"),
+)
+"""All that a first run has to think about; every other key has a default that fits."""
+COMPONENT_SECTIONS = ("algorithm", "critic", "preference", "health")
+"""Sections whose keys belong to one component: the specs of an algorithm, the critic's role, the preference losses, the
+health rules. All others are central keys."""
 
 
 @dataclass
 class RunConfig:
-    name: str = "run"
-    """The run directory is `<root_dir>/<name>`."""
+    name: str = "run"  # The run directory is `<root_dir>/<name>`.
     root_dir: str = "runs"
     seed: int = 0
-    total_steps: int | None = None
+    total_steps: PositiveInt | None = None
     """Steps of the loop. Null: derived from `total_epochs` and the length of the data."""
-    total_epochs: int = 1
+    total_epochs: PositiveInt = 1
     resume: str = "auto"
     """auto: continue from the latest valid checkpoint of the run directory · never: refuse a used directory · PATH."""
     deterministic: bool = False
-    """Fixed decode shapes, so that a run that was cut is bitwise equal where batch composition is not (DESIGN 6, c)."""
-    save_every_steps: int = 0
-    """0: only at the end (and on SIGTERM)."""
-    keep_last_checkpoints: int = 2
-    keep_every_steps: int = 0
-    """Checkpoints of these steps are never pruned. 0: none."""
+    """Fixed decode shapes, so that a run that was cut is bitwise equal where batch composition is not."""
+    save_every_steps: NonNegativeInt = 0  # 0: only at the end (and on SIGTERM).
+    keep_last_checkpoints: PositiveInt = 2
+    keep_every_steps: NonNegativeInt = 0  # Checkpoints of these steps are never pruned. 0: none.
     keep_best: str | None = None
     """A metric name (`eval/acc/greedy`): the checkpoint with its best value is never pruned."""
-    eval_every_steps: int = 0
+    eval_every_steps: NonNegativeInt = 0
     eval_before: bool = True
     eval_after: bool = True
-    threads: int | None = None
-    """CPU threads for torch. Null: all cores."""
-    virtual_ranks: int = 1
+    threads: PositiveInt | None = None  # CPU threads for torch. Null: all cores.
+    virtual_ranks: PositiveInt = 1
     """Data-parallel ranks inside this process that take turns at one engine: the dispatch of many processes, for tests and
     curiosity. The groups of an optimizer step must divide by it."""
-    wait_timeout_s: float = 600.0
+    wait_timeout_s: Positive = 600.0
     """Deadline of one wait inside the loop (worker call, publish, batch). What was waited for is in the error."""
 
 
 @dataclass
 class ModelConfig:
-    path: str = "???"
-    """A Hugging Face folder (config.json, safetensors, tokenizer)."""
+    path: str = "???"  # A Hugging Face folder (config.json, safetensors, tokenizer).
     tokenizer_path: str | None = None
-    chat_template: str | None = None
-    """A Jinja file that replaces the tokenizer's template."""
+    chat_template: str | None = None  # A Jinja file that replaces the tokenizer's template.
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Passed to apply_chat_template (enable_thinking: false, ...)."""
     trust_remote_code: bool = False
-    dtype: str = "auto"
-    """Compute precision over float32 masters: bfloat16 | float32 | auto (bfloat16 where the device computes it natively;
-    a CPU without AVX512-BF16 or AMX emulates it, many times slower than float32)."""
-    device: str = "auto"
-    """auto | cpu | cuda."""
+    dtype: Annotated[str, words("auto|bfloat16|float32")] = "auto"
+    """Compute precision over float32 masters. auto: bfloat16 where the device computes it natively, else float32 (a CPU
+    without AVX512-BF16 or AMX emulates bfloat16, many times slower)."""
+    device: Annotated[str, words("auto|cpu|cuda")] = "auto"
     gradient_checkpointing: bool = False
-    attention: str = "auto"
-    """auto: the best packed attention here · padded: one row per sequence, the oracle."""
-    share_prefix: bool = True
-    """A prompt is computed once per group and micro-batch in training."""
+    engine: str = "torch"
+    engine_options: dict[str, Any] = field(default_factory=dict)
+    """The training engine's own (model_engine/options.py): attention, share_prefix."""
 
 
 @dataclass
@@ -69,26 +92,21 @@ class DataConfig:
     """JSONL or Parquet; local paths or any fsspec URL (s3://, gs://, ...)."""
     eval_files: list[str] = field(default_factory=list)
     prompt_key: str = "prompt"
-    messages_key: str = "messages"
-    """SFT rows: the conversation."""
+    messages_key: str = "messages"  # SFT rows: the conversation.
     tools_key: str | None = None
-    max_prompt_tokens: int = 1024
+    max_prompt_tokens: PositiveInt = 1024
     filter_overlong_prompts: bool = True
     """False: an over-long prompt is an error unless `truncation` says left or right."""
-    truncation: str = "error"
-    """error | left | right | middle, for prompts over the limit when they are not filtered."""
+    truncation: Annotated[str, words("error|left|right|middle")] = "error"
+    """For prompts over the limit when they are not filtered."""
     shuffle: bool = True
-    seed: int | None = None
-    """Of the shuffle. Null: run.seed."""
-    max_rows: int | None = None
-    max_eval_rows: int | None = None
-    num_workers: int = 2
-    """Processes that render, tokenise and filter."""
-    cache_dir: str | None = None
-    """Tokenised rows by content hash. Null: ~/.cache/verl."""
-    system_prompt: str | None = None
-    """Prepended when a row has no system message."""
-    max_tokens_per_row: int = 1024
+    seed: int | None = None  # Of the shuffle. Null: run.seed.
+    max_rows: PositiveInt | None = None
+    max_eval_rows: PositiveInt | None = None
+    num_workers: NonNegativeInt = 2  # Processes that render, tokenise and filter.
+    cache_dir: str | None = None  # Tokenised rows by content hash. Null: ~/.cache/verl.
+    system_prompt: str | None = None  # Prepended when a row has no system message.
+    max_tokens_per_row: Annotated[int, Meta(ge=2)] = 1024
     """SFT: rows longer than this are refused or cut as `truncation` says."""
 
 
@@ -149,88 +167,72 @@ class AlgorithmConfig:
 
 @dataclass
 class StepConfig:
-    prompts_per_step: int = 64
-    """Groups taken per step."""
-    samples_per_prompt: int = 8
-    updates_per_step: int = 1
-    """Optimizer steps per step; each takes an equal share of the groups."""
-    epochs_per_step: int = 1
-    """Passes over the step's samples (verl: ppo_epochs)."""
-    max_tokens_per_microbatch: int = 16384
+    prompts_per_step: PositiveInt = 64  # Groups taken per step.
+    samples_per_prompt: PositiveInt = 8
+    updates_per_step: PositiveInt = 1  # Optimizer steps per step; each takes an equal share of the groups.
+    epochs_per_step: PositiveInt = 1  # Passes over the step's samples (verl: ppo_epochs).
+    max_tokens_per_microbatch: PositiveInt = 16384
     """Tokens of one forward and backward pass; a sequence is never split."""
 
 
 @dataclass
 class OptimConfig:
-    lr: float = 1e-6
-    weight_decay: float = 0.01
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    eps: float = 1e-8
-    clip_grad_norm: float = 1.0
-    schedule: str = "constant"
-    """constant | linear | cosine | wsd (stable, then linear over the last `decay_ratio` of the run), after the warm-up."""
-    decay_ratio: float = 0.2
-    warmup_steps: int = 0
-    """Optimizer steps. The first update uses lr / (warmup_steps + 1), never 0."""
-    warmup_ratio: float = 0.0
+    lr: Positive = 1e-6
+    weight_decay: NonNegative = 0.01
+    betas: Betas = field(default_factory=lambda: [0.9, 0.999])
+    eps: Positive = 1e-8
+    clip_grad_norm: Positive = 1.0
+    schedule: Annotated[str, words("constant|linear|cosine|wsd")] = "constant"
+    """After the warm-up. wsd: stable, then linear over the last `decay_ratio` of the run."""
+    decay_ratio: PositiveShare = 0.2
+    warmup_steps: NonNegativeInt = 0  # Optimizer steps. The first update uses lr / (warmup_steps + 1), never 0.
+    warmup_ratio: Share = 0.0
     """Share of all optimizer steps that warms up, where `warmup_steps` is 0 (`plan.warmup_steps` resolves it)."""
-    min_lr_ratio: float = 0.0
-    max_skipped_updates: int = 3
+    min_lr_ratio: Share = 0.0
+    max_skipped_updates: NonNegativeInt = 3
     """Non-finite gradients in a row that are skipped (batch dumped) before the run stops."""
 
 
 @dataclass
 class CriticConfig:
     path: str | None = None
-    """A Hugging Face folder for the value model. Null: model.path. Its value head starts at 0 unless the folder has one."""
-    lr: float = 1e-5
-    weight_decay: float = 0.01
-    clip_grad_norm: float = 1.0
-    warmup_steps: int = 0
-    """Optimizer steps of the learning rate's warm-up."""
+    """A Hugging Face folder for the value model. Null: model.path. A value head that it lacks starts at 0."""
+    lr: Positive = 1e-5
+    weight_decay: NonNegative = 0.01
+    clip_grad_norm: Positive = 1.0
+    warmup_steps: NonNegativeInt = 0  # Optimizer steps of the learning rate's warm-up.
 
 
 @dataclass
 class RolloutConfig:
-    engine: str = "native"
-    """native | hf."""
-    replicas: int = 1
-    """Engines side by side; the requests of a group go to one of them."""
-    dtype: str = "auto"
+    engine: str = "native"  # native | hf: a name of backends.ROLLOUT.
+    replicas: PositiveInt = 1  # Engines side by side; the requests of a group go to one of them.
+    dtype: Annotated[str, words("auto|float32|bfloat16")] = "auto"
     """auto: as the trainer computes · float32 · bfloat16."""
-    temperature: float = 1.0
-    top_p: float = 1.0
+    temperature: NonNegative = 1.0
+    top_p: PositiveShare = 1.0
     """Anything that truncates the distribution is refused for training: the trainer cannot reproduce it."""
-    top_k: int = 0
-    min_p: float = 0.0
+    top_k: NonNegativeInt = 0
+    min_p: Share = 0.0
     stop: list[str] = field(default_factory=list)
     stop_token_ids: list[int] = field(default_factory=list)
     ignore_eos: bool = False
-    max_response_tokens: int = 1024
-    max_concurrent_sequences: int = 256
-    max_kv_tokens: int | None = None
-    """KV slots in tokens. Null: max_concurrent_sequences x (prompt + response)."""
-    prefix_cache_tokens: int = 65536
-    max_prefill_tokens: int = 8192
-    """Prompt tokens per prefill pass; decode goes on between passes."""
+    max_response_tokens: PositiveInt = 1024
+    max_concurrent_sequences: PositiveInt = 256
     engine_options: dict[str, Any] = field(default_factory=dict)
-    """Of the engine alone."""
+    """The rollout engine's own. native (rollout/native/options.py): max_kv_tokens, prefix_cache_tokens, ..."""
 
 
 @dataclass
 class PipelineConfig:
-    staleness: float = 0.0
+    staleness: NonNegative = 0.0
     """0: synchronous. Groups may be trained at most ceil(staleness) versions after their admission."""
-    sync_every: int = 1
-    """Publish the weights every so many steps."""
-    partial_rollout: bool = False
-    """In-flight generations continue under new weights (versions are per span)."""
-    oversample: float = 0.0
+    sync_every: PositiveInt = 1  # Publish the weights every so many steps.
+    partial_rollout: bool = False  # In-flight generations continue under new weights (versions are per span).
+    oversample: NonNegative = 0.0
     """Extra groups admitted, as a share of a step; the surplus is kept if its deadline allows."""
-    max_attempts: int = 2
-    """Tries of one trajectory whose rollout failed or whose reward is Invalid."""
-    max_invalid_share: float = 0.2
-    """Stop when more than this share of a step's trajectories had no valid reward."""
+    max_attempts: PositiveInt = 2  # Tries of one trajectory whose rollout failed or whose reward is Invalid.
+    max_invalid_share: Share = 0.2  # Stop when more than this share of a step's trajectories had no valid reward.
 
 
 @dataclass
@@ -239,82 +241,75 @@ class RewardConfig:
     """A Python file or `module` with the reward function. Null: by data_source, as verl.reward.compute_score."""
     name: str = "compute_score"
     kwargs: dict[str, Any] = field(default_factory=dict)
-    timeout_s: float = 30.0
-    memory_limit_mb: int = 2048
-    num_workers: int = 2
-    max_calls_per_worker: int = 10000
+    timeout_s: Positive = 30.0
+    memory_limit_mb: PositiveInt = 2048
+    num_workers: PositiveInt = 2
+    max_calls_per_worker: PositiveInt = 10000
     model: str | None = None
-    """A folder that `verl rm` made (or any one-label sequence classifier over the policy's tokens). With `path` too, the
-    function's score and `model_coef` x the model's are summed; without, the model alone is the reward."""
+    """A folder that `verl rm` made (or any one-label sequence classifier over the policy's tokens). With `path` too,
+    the function's score and `model_coef` x the model's are summed; without, the model alone is the reward."""
     model_coef: float = 1.0
-    stage: str = "stream"
+    stage: Annotated[str, words("stream|batch")] = "stream"
     """stream: each answer is scored as it ends, beside the rollout · batch: all at once in the experience stage."""
-    overlong_buffer_tokens: int = 0
-    """DAPO soft penalty over the last so many tokens of the budget. 0: off."""
-    overlong_penalty: float = 1.0
+    overlong_buffer_tokens: NonNegativeInt = 0  # DAPO soft penalty over the last so many tokens of the budget. 0: off.
+    overlong_penalty: NonNegative = 1.0
 
 
 @dataclass
 class EvalConfig:
-    samples_per_prompt: int = 1
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    max_response_tokens: int | None = None
-    """Null: as in the rollout."""
-    also_sampled: bool = False
-    """Evaluate a second time with the rollout's own temperature (`sampled` beside `greedy`)."""
+    samples_per_prompt: PositiveInt = 1
+    temperature: NonNegative = 0.0
+    top_p: PositiveShare = 1.0
+    top_k: NonNegativeInt = 0
+    max_response_tokens: PositiveInt | None = None  # Null: as in the rollout.
+    also_sampled: bool = False  # Evaluate a second time with the rollout's own temperature (`sampled` beside `greedy`).
 
 
 @dataclass
 class SyncConfig:
-    engine: str = "local"
-    verify_first: int = 3
-    """All tensors are checked for the first so many versions, a sample of them after."""
-    canary: bool = True
-    """Log-probs of fixed probe sequences, trainer against rollout, at every publish."""
-    canary_tolerance: float | None = None
-    """Null: 1e-4 in float32, 0.25 in bfloat16."""
+    engine: Annotated[str, words("local")] = "local"
+    verify_first: NonNegativeInt = 3  # All tensors are checked for the first so many versions, a sample of them after.
+    canary: bool = True  # Log-probs of fixed probe sequences, trainer against rollout, at every publish.
+    canary_tolerance: Positive | None = None  # Null: 1e-4 in float32, 0.25 in bfloat16.
 
 
 @dataclass
 class HealthConfig:
-    mismatch_stop: float = 0.5
-    """k3 KL (rollout || trainer) per token above which the run stops."""
-    mismatch_warn: float = 0.05
-    entropy_floor: float = 0.001
-    """Warn below, in nats per token."""
-    zero_variance_warn: float = 0.9
-    truncated_warn: float = 0.5
+    mismatch_stop: Limit = 0.5  # k3 KL (rollout || trainer) per token above which the run stops.
+    mismatch_warn: Limit = 0.05
+    entropy_floor: float = 0.001  # Warn below, in nats per token.
+    zero_variance_warn: Share = 0.9
+    truncated_warn: Share = 0.5
 
 
 @dataclass
 class TrackConfig:
-    sinks: list[str] = field(default_factory=lambda: ["console", "jsonl"])
-    """console | jsonl | tensorboard | wandb. jsonl is always written."""
+    sinks: list[Annotated[str, words("console|jsonl|tensorboard|wandb")]] = field(
+        default_factory=lambda: ["console", "jsonl"]
+    )
+    """jsonl is always written."""
     project: str = "verl"
-    samples_per_step: int = 0
-    """Trajectories kept per step in samples/. 0: all (replay needs all)."""
-    report_every_steps: int = 0
-    """0: the report is written at the end."""
+    samples_per_step: NonNegativeInt = 0  # Trajectories kept per step in samples/. 0: all (replay needs all).
+    report_every_steps: NonNegativeInt = 0  # 0: the report is written at the end.
 
 
 @dataclass
 class SupervisedConfig:
-    rows_per_step: int = 64
-    eval_rows: int = 256
+    rows_per_step: PositiveInt = 64
+    eval_rows: NonNegativeInt = 256
 
 
 @dataclass
 class PreferenceConfig:
-    loss: str = "dpo"
-    """verl dpo: dpo | cdpo | dpo_norm | ld_dpo | robust | hinge | ipo | apo_zero | rpo | rpo_sq | rpo_bwd_kl | rpo_fwd_kl |
-    orpo | simpo | cpo | kto."""
-    beta: float | None = None
-    """Null: the loss's own (0.1 for most)."""
+    loss: Annotated[
+        str,
+        words("dpo|cdpo|dpo_norm|ld_dpo|robust|hinge|ipo|apo_zero|rpo|rpo_sq|rpo_bwd_kl|rpo_fwd_kl|orpo|simpo|cpo|kto"),
+    ] = "dpo"
+    """Of `verl dpo`."""
+    beta: Positive | None = None  # Null: the loss's own (0.1 for most).
     options: dict[str, Any] = field(default_factory=dict)
     """What only some losses have: label_smoothing, alpha, gamma, eta, average, normalization, ..."""
-    center_coef: float = 0.0
+    center_coef: NonNegative = 0.0
     """verl rm: weight of (r_chosen + r_rejected)^2, which keeps scores around 0 (0.01 is usual)."""
     use_margin: bool = False
     """verl rm: subtract the rows' margin (or the difference of their scores) inside the sigmoid."""

@@ -1,32 +1,36 @@
-"""The typed tree of schema.py as data: its leaf keys with type, default and documentation, and how values enter it."""
+"""The typed tree of schema.py as data: its leaf keys with type and default, and how values enter it (msgspec)."""
 
 from __future__ import annotations
 
-import ast
 import copy
 import dataclasses
 import difflib
 import functools
-import inspect
+import math
+import re
+import sys
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from verl.config import schema
+import msgspec
+import yaml
+
 from verl.config.schema import Config
+
+_PLAIN = re.compile(r"[\w./-]+", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """One key: `section.name`, its type hint, default, and the docstring under its field."""
+    """One key: `section.name`, its type with its bounds, and its default."""
 
     key: str
     hint: Any
     default: Any
-    doc: str
 
     @property
     def is_mapping(self) -> bool:
@@ -38,41 +42,30 @@ class Leaf:
         return type_name(self.hint)
 
 
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One assignment of one layer. `text`: the value as written on the command line."""
+
+    key: str
+    value: Any
+    origin: str
+    text: str | None = None
+
+
 @functools.cache
 def leaves() -> Mapping[str, Leaf]:
     """Every key of the tree, in the order of schema.py."""
     found = {}
-    docs = _field_docs()
     for section, cls in sections().items():
-        hints = typing.get_type_hints(cls)
-        defaults = cls()
-        for field in dataclasses.fields(cls):
-            key = f"{section}.{field.name}"
-            doc = docs.get((cls.__name__, field.name), "")
-            found[key] = Leaf(key, hints[field.name], vars(defaults)[field.name], doc)
+        hints, defaults = typing.get_type_hints(cls, include_extras=True), vars(cls())
+        for name, hint in hints.items():
+            found[f"{section}.{name}"] = Leaf(f"{section}.{name}", hint, defaults[name])
     return MappingProxyType(found)
 
 
 @functools.cache
 def sections() -> Mapping[str, type]:
     return MappingProxyType(typing.get_type_hints(Config))
-
-
-def _field_docs() -> dict[tuple[str, str], str]:
-    """(class, field) -> the string literal under the field."""
-    docs = {}
-    for node in ast.parse(inspect.getsource(schema)).body:
-        if not isinstance(node, ast.ClassDef):
-            continue
-        for field, below in zip(node.body, node.body[1:]):
-            if (
-                isinstance(field, ast.AnnAssign)
-                and isinstance(below, ast.Expr)
-                and isinstance(below.value, ast.Constant)
-            ):
-                assert isinstance(field.target, ast.Name)
-                docs[node.name, field.target.id] = " ".join(str(below.value.value).split())
-    return docs
 
 
 def leaf_of(key: str) -> tuple[Leaf, tuple[str, ...]] | None:
@@ -101,61 +94,103 @@ def nearest(name: str, names: Iterable[str], count: int = 3) -> list[str]:
     return [candidate for _, _, candidate in sorted(scored)[:count]]
 
 
-def type_name(hint: Any) -> str:
-    """`int | None` -> "int or null", `list[str]` -> "list of str"."""
-    if hint is type(None):
-        return "null"
-    if isinstance(hint, types.UnionType):
-        return " or ".join(type_name(arm) for arm in typing.get_args(hint))
-    if typing.get_origin(hint) is list:
-        return f"list of {type_name(typing.get_args(hint)[0])}"
-    if typing.get_origin(hint) is dict:
-        return "mapping"
-    return str(hint.__name__)
+def did_you_mean(name: str, names: Iterable[str], count: int = 1) -> str:
+    """`did you mean X? `, or nothing where no name is near."""
+    near = nearest(name, names, count)
+    return f"did you mean {' or '.join(near)}? " if near else ""
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
 
 
 def convert(value: Any, hint: Any, text: str | None = None) -> Any:
-    """`value` as `hint`, or TypeError. `text`: as the user wrote it, for a string that reads as a number (name=007).
+    """`value` as `hint`, or ValueError with the reason. `text`: as written, for a name that reads as a number.
 
-    Nothing is rounded or guessed: 1.5 is no int, 1 no bool, "3" no number; 2.0 is the int 2, a string alone a list of one.
+    Nothing is rounded or guessed: 1.5 is no int, 1 no bool, "3" no number; 2.0 is the int 2, a string alone a list.
     """
-    if isinstance(hint, types.UnionType):
-        arms = typing.get_args(hint)
-        return None if value is None and type(None) in arms else convert(value, arms[0], text)
-    if typing.get_origin(hint) is list:
-        (item,) = typing.get_args(hint)
-        if item is str and isinstance(value, str):
-            return [value]
-        if isinstance(value, list | tuple):
-            return [convert(v, item) for v in value]
-    elif typing.get_origin(hint) is dict:
-        if isinstance(value, Mapping):
-            return copy.deepcopy(dict(value))
-    elif hint is bool or isinstance(value, bool):
-        if hint is bool and isinstance(value, bool):
-            return value
-    elif hint is int:
-        if isinstance(value, int | float) and value == value // 1:
-            return int(value)
-    elif hint is float:
-        if isinstance(value, int | float) and value == value:
-            return float(value)
-    elif hint is str:
-        if isinstance(value, str):
-            return value
-        if isinstance(value, int | float):
-            return str(value) if text is None else text
+    plain = _plain_type(hint)
+    kind = typing.get_origin(plain) or plain
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is int and isinstance(value, float) and value.is_integer():
+        value = int(value)
+    elif kind is str and is_number:
+        value = str(value) if text is None else text
+    elif kind is list and isinstance(value, str):
+        value = [value]
+    elif kind is dict and isinstance(value, Mapping):
+        value = copy.deepcopy(dict(value))
+    try:
+        if value != value:
+            raise msgspec.ValidationError("Expected a number, got nan")
+        return msgspec.convert(value, hint)
+    except msgspec.ValidationError as exc:
+        if ", got" in str(exc):
+            raise ValueError(f"expected {type_name(hint)}") from None
+        raise ValueError(_out_of_bounds(value, hint)) from None
+
+
+def _out_of_bounds(value: Any, hint: Any) -> str:
+    metas, plain = list(_metas(hint)), _plain_type(hint)
+    literal = typing.get_args(plain) if typing.get_origin(plain) is Literal else ()
+    words = next((m.extra["words"] for m in metas if m.extra), literal)
+    unknown = [v for v in (value if isinstance(value, list) else [value]) if v not in words]
+    if words:
+        return f"{unknown[0]} is unknown; {did_you_mean(unknown[0], words)}There are: {', '.join(words)}"
+    said = []
+    for meta in metas:
+        said += [f"{meta.min_length} values, each"] if meta.min_length is not None else []
+        bounds = ((">=", meta.ge), (">", meta.gt), ("<=", meta.le), ("<", meta.lt))
+        limits = [f"{sign} {bound:g}" for sign, bound in bounds if bound not in (None, sys.float_info.max)]
+        limits += ["finite"] if meta.le == sys.float_info.max else []
+        said += [" and ".join(limits)] if limits else []
+    off = " (0 is off)" if value == -1 and any(m.ge == 0 for m in metas) else ""
+    return f"must be {' '.join(said)}{off}"
+
+
+def _metas(hint: Any) -> Iterator[msgspec.Meta]:
+    if typing.get_origin(hint) is Annotated:
+        yield from hint.__metadata__
+        yield from _metas(hint.__origin__)
     else:
-        raise AssertionError(f"schema.py uses {hint!r}, which tree.convert does not know")
-    raise TypeError(f"expected {type_name(hint)}")
+        for arm in typing.get_args(hint):
+            yield from _metas(arm)
+
+
+def _plain_type(hint: Any) -> Any:
+    """The type of a value that is not null, without its bounds."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        hint = typing.get_args(hint)[0]
+    return hint.__origin__ if typing.get_origin(hint) is Annotated else hint
+
+
+def type_name(hint: Any) -> str:
+    """`int | None` -> "int or null", `list[str]` -> "list of str"."""
+    if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+        return f"{type_name(_plain_type(hint))} or null"
+    plain = _plain_type(hint)
+    if typing.get_origin(plain) is list:
+        return f"list of {type_name(typing.get_args(plain)[0])}"
+    named = {dict: "mapping", Literal: "str"}
+    return named.get(typing.get_origin(plain)) or str(plain.__name__)
+
+
+def text_of(value: Any) -> str:
+    """YAML in flow style on one line; a string is plain where it reads back as itself."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{text_of(k)}: {text_of(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(text_of, value)) + "]"
+    plain = not isinstance(value, str) or (_PLAIN.fullmatch(value) and yaml.safe_load(value) == value)
+    text = yaml.safe_dump(value, default_style=None if plain else '"', width=math.inf, allow_unicode=True)
+    return text.removesuffix("\n").removesuffix("\n...")
 
 
 def build(values: Mapping[str, Any]) -> Config:
     """The tree from one value per leaf, each of its leaf's type. Leaves that are not named keep their default."""
     made = {}
     for section, cls in sections().items():
-        prefix = f"{section}."
-        made[section] = cls(**{k[len(prefix) :]: copy.deepcopy(v) for k, v in values.items() if k.startswith(prefix)})
+        names = [f.name for f in dataclasses.fields(cls) if f"{section}.{f.name}" in values]
+        made[section] = cls(**{name: copy.deepcopy(values[f"{section}.{name}"]) for name in names})
     return Config(**made)
 
 

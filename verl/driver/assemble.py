@@ -14,6 +14,7 @@ from verl.agent_loop.single_turn import SingleTurnLoop
 from verl.algorithms.preference import preference_terms, reward_terms
 from verl.algorithms.presets import preference
 from verl.algorithms.resolve import Algorithm, resolve
+from verl.config.backends import ROLLOUT, SYNC, load, options_of
 from verl.config.load import Resolved
 from verl.config.schema import AlgorithmConfig, Config
 from verl.data.preference import load_pairs
@@ -26,6 +27,7 @@ from verl.driver.models import (
     models_of,
     policy_engine,
     reward_model,
+    shares_prefix,
     workers_of,
 )
 from verl.driver.publisher import Publisher
@@ -36,28 +38,24 @@ from verl.driver.rollouts import RolloutManager
 from verl.driver.run import Run
 from verl.driver.run_dir import RunDir, open_run_dir
 from verl.driver.scheduler import Scheduler
-from verl.driver.setup import decoder, device_of, eos_ids, load_tokenizer_of, pad_id, set_up_process
+from verl.driver.setup import decoder, device_of, eos_ids, load_tokenizer_of, pad_id, set_up_process, torch_dtype
 from verl.driver.stages import PreferenceStage, RewardStage, SftStage, Stage, reference_logprobs
 from verl.driver.stopping import StopRequest
 from verl.driver.supervised import TRAINER, SupervisedRun
 from verl.driver.trajectories import TrajectoryRunner
-from verl.model_engine.torch_engine import DTYPES
 from verl.reward.base import RewardFn
 from verl.reward.compute import check_data_source
 from verl.reward.model import Later, ModelReward, ScoreRows
 from verl.reward.pool import RewardPool, grader_spec
 from verl.reward.shaping import Shaped
-from verl.rollout import hf
 from verl.rollout.base import RolloutContext, RolloutEngine
-from verl.rollout.native import engine as native
-from verl.rollout.native.options import Options as NativeOptions
 from verl.rollout.router import Router
 from verl.track.console import LiveProgress
 from verl.track.events import EventLog, next_attempt
 from verl.track.sinks import open_sinks
 from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Sample, Sampling, Task
-from verl.weight_sync.local import LocalCheckpointEngine
+from verl.weight_sync.base import SyncContext
 from verl.workers.compute import Compute
 from verl.workers.group import WorkerGroup
 from verl.workers.inproc import InprocGroup
@@ -87,8 +85,13 @@ async def assemble(resolved: Resolved, *, progress: LiveProgress | None = None, 
     scorer = reward_model(context)
     reward = await _reward(config, scorer)
     engine = policy_engine(context)
-    engine.check_packing(share_prefix=config.model.share_prefix)
-    learner = learner_of(context, waits, actor=workers_of(context, "actor", engine, hf_export=hf_export(config)))
+    engine.check_packing(share_prefix=shares_prefix(config))
+    probes = _probes(tasks) if config.sync.canary else ()
+    sync = load(SYNC[config.sync.engine].build)(
+        options_of(config, "sync"), SyncContext(probes=probes, tolerance=canary_tolerance(config))
+    )
+    actor = workers_of(context, "actor", engine, hf_export=hf_export(config), outlet=sync.outlet())
+    learner = learner_of(context, waits, actor=actor)
     algorithm = learner.algorithm
     assert algorithm is not None
     if scorer is not None:
@@ -142,9 +145,7 @@ async def assemble(resolved: Resolved, *, progress: LiveProgress | None = None, 
         rollout=rollout,
         placement=Placement(ResourcePool("global"), replicas, colocated=colocated, waits=waits, timeout_s=timeout_s),
         publisher=Publisher(
-            LocalCheckpointEngine(
-                probes=_probes(tasks) if config.sync.canary else (), tolerance=canary_tolerance(config)
-            ),
+            sync,
             learner.models["actor"],
             replicas,
             waits=waits,
@@ -203,7 +204,7 @@ async def assemble_supervised(
     total_steps = total_steps_of(config, len(stage), config.supervised.rows_per_step)
     head: Literal["lm", "score"] = "score" if command == "rm" else "lm"
     share, queue, waits = (
-        command != "sft" and config.model.share_prefix,
+        command != "sft" and shares_prefix(config),
         MemoryQueue(),
         Waits(claimed.path / "waits.json"),
     )
@@ -342,27 +343,17 @@ def rollout_engine(config: Config, tokenizer: Any, device: str) -> RolloutEngine
     hf_config = AutoConfig.from_pretrained(
         config.model.path, trust_remote_code=config.model.trust_remote_code, local_files_only=True
     )
-    dtype = config.model.dtype if r.dtype == "auto" else r.dtype
     context = RolloutContext(
         hf_config=hf_config,
         max_context_tokens=max_context_tokens(config, hf_config),
-        dtype=DTYPES[dtype],
+        dtype=torch_dtype(config.model.dtype if r.dtype == "auto" else r.dtype),
         eos_token_ids=eos_ids(config, tokenizer),
         decode=decoder(tokenizer),
         device=device,
         max_concurrent_sequences=r.max_concurrent_sequences,
         deterministic=config.run.deterministic,
     )
-    if r.engine == "native":
-        options = NativeOptions(
-            prefix_cache_tokens=r.prefix_cache_tokens,
-            max_prefill_tokens=r.max_prefill_tokens,
-            max_kv_tokens=r.max_kv_tokens,
-        )
-        return native.build(options, context)
-    if r.engine == "hf":
-        return hf.build(hf.Options(), context)
-    raise ValueError(f"rollout.engine={r.engine!r} is not in this version; use native or hf")
+    return load(ROLLOUT[r.engine].build)(options_of(config, "rollout"), context)
 
 
 def max_context_tokens(config: Config, hf_config: Any) -> int:

@@ -1,4 +1,4 @@
-"""The models of a run: folder and role -> engine -> workers."""
+"""The models of a run: folder and role -> engine -> workers. Which engine it is stands in a table of the configuration."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from pathlib import Path
 from verl.algorithms.resolve import Algorithm
 from verl.chat import load_tokenizer
 from verl.checkpoint.hf import HfExport
-from verl.checkpoint.score import classifier_config, read_score
+from verl.checkpoint.score import classifier_config
+from verl.config.backends import MODEL, load, options_of
 from verl.config.plan import warmup_steps
 from verl.config.schema import Config
+from verl.model_engine.base import EngineContext, ModelEngine
 from verl.model_engine.optim import OptimSpec
-from verl.model_engine.reward_model import load_reward_model
-from verl.model_engine.torch_engine import TorchEngine, load_causal_lm
 from verl.nn.heads import Head
 from verl.transfer_queue.base import TransferQueue
-from verl.weight_sync.local import LocalOutlet
+from verl.weight_sync.base import Outlet
 from verl.weight_sync.sender import WeightSender
 from verl.workers.inproc import InprocGroup, SharedEngine, VirtualRank
 from verl.workers.model_workers import ModelWorkers
@@ -37,27 +37,23 @@ class ModelContext:
 def workers_of(
     context: ModelContext,
     name: str,
-    engine: TorchEngine,
+    engine: ModelEngine,
     *,
-    share_prefix: bool | None = None,
+    share_prefix: bool = True,
     hf_export: HfExport | None = None,
+    outlet: Outlet | None = None,
 ) -> ModelWorkers:
-    """The worker group of one model: one rank, or virtual ranks that share the engine. What is exported is published."""
-    config = context.config
-    share = config.model.share_prefix if share_prefix is None else share_prefix
-    count = config.run.virtual_ranks
-    sender = WeightSender(LocalOutlet(), verify_first=config.sync.verify_first)
-    can = engine.capabilities
-    can = replace(can, shares_prefix=can.shares_prefix and share)
-    if count == 1:
-        role = Role(name, context.queue, engine, share_prefix=share, sender=sender, hf_export=hf_export)
-        return ModelWorkers(InprocGroup(name, [role]), can)
-    ranks = [VirtualRank(i, count) for i in range(count)]
+    """The worker group of one model: one rank, or virtual ranks that share the engine. outlet: where its weights are
+    published from."""
+    config, can = context.config, engine.capabilities
+    share = share_prefix and shares_prefix(config)
+    sender = WeightSender(outlet, verify_first=config.sync.verify_first) if outlet is not None else None
+    ranks = [VirtualRank(i, config.run.virtual_ranks) for i in range(config.run.virtual_ranks)]
     roles = [
         Role(
             name,
             context.queue,
-            SharedEngine(engine, rank),
+            engine if len(ranks) == 1 else SharedEngine(engine, rank),
             share_prefix=share,
             ranks=rank,
             sender=sender,
@@ -65,10 +61,15 @@ def workers_of(
         )
         for rank in ranks
     ]
+    can = replace(can, shares_prefix=can.shares_prefix and share)
     return ModelWorkers(InprocGroup(name, roles, ranks), can)
 
 
-def policy_engine(context: ModelContext, *, head: Head = "lm") -> TorchEngine:
+def shares_prefix(config: Config) -> bool:
+    return bool(options_of(config, "model").share_prefix)
+
+
+def policy_engine(context: ModelContext, *, head: Head = "lm") -> ModelEngine:
     """The trained model."""
     o = context.config.optim
     spec = OptimSpec(
@@ -125,7 +126,7 @@ def reward_model(context: ModelContext) -> ModelWorkers | None:
             "train it from a model with the policy's tokenizer"
         )
     engine = _engine(context, optim=None, head="score", path=str(folder))
-    engine.check_packing(share_prefix=config.model.share_prefix)
+    engine.check_packing(share_prefix=shares_prefix(config))
     return workers_of(context, "reward_model", engine)
 
 
@@ -149,44 +150,27 @@ def hf_export(config: Config, *, head: Head = "lm", pad_token_id: int | None = N
     )
 
 
-def checkpoint_bytes(engine: TorchEngine) -> int:
+def checkpoint_bytes(engine: ModelEngine) -> int:
     """Master, two moments and the exported folder, float32."""
-    return 4 * 4 * sum(p.numel() for p in engine.model.parameters()) + (8 << 20)
+    return 4 * 4 * sum(p.numel() for p in engine.masters.values()) + (8 << 20)
 
 
 def _engine(
     context: ModelContext, *, optim: OptimSpec | None, head: Head = "lm", path: str | None = None
-) -> TorchEngine:
+) -> ModelEngine:
     config = context.config
-    folder = Path(path or config.model.path).expanduser()
-    trust, checkpointing = config.model.trust_remote_code, config.model.gradient_checkpointing and optim is not None
-    if head == "score":
-        return load_reward_model(
-            folder,
-            fresh_head=optim is not None,
+    build = load(MODEL[config.model.engine].build)
+    return build(
+        options_of(config, "model"),
+        EngineContext(
+            folder=Path(path or config.model.path).expanduser(),
+            head=head,
             optim=optim,
             dtype=config.model.dtype,
             device=context.device,
-            trust_remote_code=trust,
             max_tokens_per_microbatch=config.step.max_tokens_per_microbatch,
-            attention_mode=config.model.attention,
-            gradient_checkpointing=checkpointing,
-            dump_dir=context.crash_dir if optim else None,
-        )
-    engine = TorchEngine(
-        load_causal_lm(folder, trust_remote_code=trust, needs_lm_head=head == "lm"),
-        head=head,
-        optim=optim,
-        dtype=config.model.dtype,
-        device=context.device,
-        max_tokens_per_microbatch=config.step.max_tokens_per_microbatch,
-        attention_mode=config.model.attention,
-        gradient_checkpointing=checkpointing,
-        source_dir=folder,
-        dump_dir=context.crash_dir if optim else None,
+            gradient_checkpointing=config.model.gradient_checkpointing,
+            trust_remote_code=config.model.trust_remote_code,
+            dump_dir=context.crash_dir if optim is not None else None,
+        ),
     )
-    score = read_score(folder) if engine.value_head is not None else None
-    if score is not None:
-        assert engine.value_head is not None
-        engine.value_head.weight.data.copy_(score)
-    return engine

@@ -50,6 +50,10 @@ def native_dtype(device: str) -> str:
     return "bfloat16" if found.get("avx512_bf16") or found.get("amx_bf16") or found.get("bf16") else "float32"
 
 
+def torch_dtype(name: str) -> torch.dtype:
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}[name]
+
+
 def load_tokenizer_of(config: Config) -> Any:
     path = config.model.tokenizer_path or config.model.path
     tokenizer = load_tokenizer(

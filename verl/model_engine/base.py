@@ -10,6 +10,8 @@ from typing import Literal, Protocol, TypeVar
 from torch import Tensor
 
 from verl.batch import Batch
+from verl.model_engine.optim import OptimSpec
+from verl.nn.heads import Head
 from verl.objective import Term
 from verl.types import Metrics
 
@@ -46,6 +48,23 @@ class OneRank:
 
     def all_gather(self, value: T) -> list[T]:
         return [value]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineContext:
+    """What every backend builds an engine from, besides its own options. `folder`: a Hugging Face folder · head: lm (policy,
+    reference), value (critic) or score (reward model) · optim: None for a frozen model · dump_dir: where a batch with a
+    non-finite gradient is written."""
+
+    folder: Path
+    head: Head = "lm"
+    optim: OptimSpec | None = None
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    max_tokens_per_microbatch: int = 16384
+    gradient_checkpointing: bool = False
+    trust_remote_code: bool = False
+    dump_dir: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +108,10 @@ class ModelEngine(Protocol):
 
     def load(self, path: Path) -> None:
         """Continue as `save` left it. ValueError if the folder is of another model."""
+        ...
+
+    def check_packing(self, *, share_prefix: bool) -> float:
+        """Prove at start that packed rows do not leak into each other; ValueError where they do."""
         ...
 
     def to(self, where: str, parts: Sequence[str] = ("weights", "optimizer")) -> None: ...

@@ -20,11 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from verl.batch import Batch, exactly, loss_index, make_microbatches, select_rows, unshare, without_weight
-from verl.checkpoint.score import classifier_tensors
+from verl.checkpoint.score import WEIGHT as SCORE_WEIGHT
+from verl.checkpoint.score import classifier_tensors, read_score
 from verl.checkpoint.shards import load_tensors, save_tensors, tensor_names
-from verl.model_engine.base import EngineCapabilities, StepOutput
+from verl.model_engine.base import EngineCapabilities, EngineContext, StepOutput
 from verl.model_engine.objective import evaluate_terms
 from verl.model_engine.optim import OptimSpec, grad_norm, learning_rate, make_adamw
+from verl.model_engine.options import Options
 from verl.nn import attention
 from verl.nn.fused import fuse, unfuse
 from verl.nn.heads import Head, ValueHead
@@ -407,6 +409,33 @@ def _refuse_altered_logits(model: Any) -> None:
             raise ValueError(
                 f"{type(model).__name__} changes its logits after the head ({name}={found}); not supported"
             )
+
+
+def build(options: Options, context: EngineContext) -> TorchEngine:
+    """The engine of a folder. A reward model or critic starts from the folder's score head where it has one; a frozen reward
+    model must have one, a trained one starts at 0 (every first score is 0, whatever the seed)."""
+    c = context
+    score = read_score(c.folder) if c.head != "lm" else None
+    if c.head == "score" and score is None and c.optim is None:
+        raise ValueError(
+            f"{c.folder}: no {SCORE_WEIGHT} in its weights: a language model, not a reward model; train one with verl rm"
+        )
+    engine = TorchEngine(
+        load_causal_lm(c.folder, trust_remote_code=c.trust_remote_code, needs_lm_head=c.head == "lm"),
+        head=c.head,
+        optim=c.optim,
+        dtype=c.dtype,
+        device=c.device,
+        max_tokens_per_microbatch=c.max_tokens_per_microbatch,
+        attention_mode=options.attention,
+        gradient_checkpointing=c.gradient_checkpointing and c.optim is not None,
+        source_dir=c.folder,
+        dump_dir=c.dump_dir,
+    )
+    if score is not None:
+        assert engine.value_head is not None
+        engine.value_head.weight.data.copy_(score)
+    return engine
 
 
 def load_causal_lm(path: Path, *, trust_remote_code: bool = False, needs_lm_head: bool = True) -> Any:

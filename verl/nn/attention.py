@@ -203,7 +203,7 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """The function transformers calls. query [1, H, T, D], key and value [1, KV, T, D] -> [1, T, H, D]."""
     if s_aux is not None:
-        raise ValueError("this model's attention has sinks; use model.attention=padded")
+        raise ValueError("this model's attention has sinks; use model.engine_options.attention=padded")
     assert verl_plan is not None and attention_mask is None, "packed attention is driven by a plan, never by a mask"
     scale = scaling if scaling is not None else 1 / math.sqrt(query.shape[-1])
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, H, D]

@@ -1,4 +1,4 @@
-"""`python -m verl.trainer.main_ppo key=value ...`: the entry point of existing launch scripts, with verl's own defaults."""
+"""`python -m verl.trainer.main_ppo key=value ...`: for existing launch scripts, with verl's own defaults."""
 
 from __future__ import annotations
 

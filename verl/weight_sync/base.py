@@ -82,7 +82,30 @@ class SyncReport:
     alarms: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncContext:
+    """What every backend is built from. probes: token id arrays for the canary (empty: off) · tolerance: largest |dlogp|."""
+
+    probes: Sequence[np.ndarray]
+    tolerance: float
+
+
+class Outlet(Protocol):
+    """The trainer's end of a transport: where it keeps the tensors of a version for the replicas."""
+
+    @property
+    def transport(self) -> str: ...
+
+    def stage(self, version: int, tensors: Mapping[str, Tensor]) -> str:
+        """Hold these tensors in place of those of the version before; the address by which they are found."""
+        ...
+
+
 class CheckpointEngine(Protocol):
+    def outlet(self) -> Outlet:
+        """A new outlet, for the workers that publish."""
+        ...
+
     def publish(
         self,
         trainer: ModelWorkers,

@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from verl.rollout.base import PauseMode, RolloutEngine
-from verl.weight_sync.base import CheckedReader, Sent, SyncError, SyncReport
+from verl.weight_sync.base import CheckedReader, Sent, SyncContext, SyncError, SyncReport
 
 if TYPE_CHECKING:
     from verl.workers.model_workers import ModelWorkers
@@ -64,6 +64,9 @@ class LocalCheckpointEngine:
         assert all(len(ids) > 1 for ids in probes), "a probe needs two tokens: the first one has no log-prob"
         self._probes = tuple(probes)
         self._tolerance = tolerance
+
+    def outlet(self) -> LocalOutlet:
+        return LocalOutlet()
 
     def publish(
         self,
@@ -136,6 +139,10 @@ class LocalCheckpointEngine:
                 )
             worst = max(worst, difference)
         return worst
+
+
+def build(options: object, context: SyncContext) -> LocalCheckpointEngine:
+    return LocalCheckpointEngine(probes=context.probes, tolerance=context.tolerance)
 
 
 async def _by(deadline_s: float, awaitable: Awaitable[T], late: str) -> T:

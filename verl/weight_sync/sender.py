@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -12,21 +11,10 @@ from torch import Tensor
 from verl.batch import pack
 from verl.model_engine.base import ModelEngine
 from verl.types import Sample, Segment
-from verl.weight_sync.base import Entry, Sent, WeightSource, checksum, dtype_name
+from verl.weight_sync.base import Entry, Outlet, Sent, WeightSource, checksum, dtype_name
 
 CHECKED_SHARE = 16  # after the first versions every 16th tensor is checked, others each time
 SAMPLED_VALUES = 256  # of a tensor, evenly spread: enough to tell "did not move" from "was not delivered"
-
-
-class Outlet(Protocol):
-    """Where a transport keeps the tensors of a version for its replicas."""
-
-    @property
-    def transport(self) -> str: ...
-
-    def stage(self, version: int, tensors: Mapping[str, Tensor]) -> str:
-        """Hold these tensors in place of those of the version before; the address by which they are found."""
-        ...
 
 
 class WeightSender:

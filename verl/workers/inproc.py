@@ -92,6 +92,9 @@ class SharedEngine:
     def load(self, path: Path) -> None:
         self._first(lambda: self._engine.load(path))
 
+    def check_packing(self, *, share_prefix: bool) -> float:
+        return self._engine.check_packing(share_prefix=share_prefix)
+
     def to(self, where: str, parts: Sequence[str] = ("weights", "optimizer")) -> None:
         self._first(lambda: self._engine.to(where, parts))
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
 
 from verl.rollout.base import check_positive
 
@@ -12,11 +15,11 @@ KEPT_KV_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    prefix_cache_tokens: int = 65536
+    prefix_cache_tokens: Annotated[int, Meta(ge=0)] = 65536
     """Prompt tokens whose KV is kept for later requests (0: none)."""
-    max_prefill_tokens: int = 8192
+    max_prefill_tokens: Annotated[int, Meta(ge=1)] = 8192
     """Prompt tokens per prefill pass; decode goes on between passes."""
-    max_kv_tokens: int | None = None
+    max_kv_tokens: Annotated[int, Meta(ge=1)] | None = None
     """KV slots in tokens; more requests wait. None: max_concurrent_sequences x (prompt + response)."""
 
     def __post_init__(self) -> None:

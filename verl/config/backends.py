@@ -1,0 +1,119 @@
+"""Which engines there are, as data: a name, and where its parts are as `module:name`. Reading this imports no engine.
+
+A backend is one file and one row here. It brings `Options`, a dataclass of its own keys with their bounds (in a module
+without torch), `build(options, context)`, which makes the engine, and `memory(options, ...)`, what its options cost,
+for the plan. `SECTION.engine` chooses the row, `SECTION.engine_options` is checked against the Options of that row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from verl.config.schema import Config
+from verl.config.tree import convert, did_you_mean
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NoOptions:
+    """Of a backend without keys of its own."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Backend:
+    build: str
+    options: str = "verl.config.backends:NoOptions"
+    memory: str = "verl.config.backends:full_length_memory"
+
+
+Table = Mapping[str, Backend]
+MODEL: Table = {
+    "torch": Backend(build="verl.model_engine.torch_engine:build", options="verl.model_engine.options:Options")
+}
+ROLLOUT: Table = {
+    "native": Backend(
+        build="verl.rollout.native.engine:build",
+        options="verl.rollout.native.options:Options",
+        memory="verl.rollout.native.options:memory",
+    ),
+    "hf": Backend(build="verl.rollout.hf:build"),
+}
+SYNC: Table = {"local": Backend(build="verl.weight_sync.local:build")}
+TABLES: Mapping[str, Table] = MappingProxyType({"model": MODEL, "rollout": ROLLOUT, "sync": SYNC})
+LATER = ("vllm", "sglang", "trtllm")
+
+
+def load(name: str) -> Any:
+    """The object at `module:name`."""
+    module, _, attribute = name.partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def full_length_memory(
+    options: NoOptions, *, max_concurrent_sequences: int, max_context_tokens: int, kv_bytes_per_token: int
+) -> dict[str, int]:
+    """Bytes of an engine that holds every concurrent sequence at full length."""
+    return {"KV cache": max_concurrent_sequences * max_context_tokens * kv_bytes_per_token}
+
+
+def options_of(config: Config, section: str) -> Any:
+    """The Options of the chosen engine, of its own type. The configuration is validated."""
+    chosen = vars(config)[section]
+    return load(TABLES[section][chosen.engine].options)(**chosen.engine_options)
+
+
+def longest_sequence(config: Config) -> int:
+    """Prompt and response, in training or evaluation."""
+    return config.data.max_prompt_tokens + max(config.rollout.max_response_tokens, config.eval.max_response_tokens or 0)
+
+
+def rollout_caches(config: Config, *, bytes_per_token: int) -> dict[str, int]:
+    """Bytes of the chosen rollout engine's KV memory, once it has grown to its full size."""
+    memory: Callable[..., dict[str, int]] = load(ROLLOUT[config.rollout.engine].memory)
+    return memory(
+        options_of(config, "rollout"),
+        max_concurrent_sequences=config.rollout.max_concurrent_sequences,
+        max_context_tokens=longest_sequence(config),
+        kv_bytes_per_token=bytes_per_token,
+    )
+
+
+def option_keys() -> Iterator[str]:
+    """Every key that some engine brings."""
+    for section, table in TABLES.items():
+        for backend in table.values():
+            fields = dataclasses.fields(load(backend.options))
+            yield from (f"{section}.engine_options.{field.name}" for field in fields)
+
+
+def complete_options(values: dict[str, Any]) -> list[str]:
+    """Fill every `engine_options` with its engine's defaults, in place -> what is wrong, a line per fault."""
+    faults = []
+    for section, table in TABLES.items():
+        engine, key = values[f"{section}.engine"], f"{section}.engine_options"
+        if engine not in table:
+            faults.append(f"{section}.engine={engine}: {_no_engine(engine, section, table)}")
+        elif key in values:
+            cls = load(table[engine].options)
+            hints = typing.get_type_hints(cls, include_extras=True)
+            filled = {field.name: field.default for field in dataclasses.fields(cls)}
+            for name, value in values[key].items():
+                try:
+                    filled[name] = convert(value, hints[name])
+                except KeyError:
+                    known = f"The options of the {engine} engine are {', '.join(hints) or 'none'}"
+                    faults.append(f"{key}.{name}={value}: unknown; {did_you_mean(name, hints)}{known}")
+                except ValueError as exc:
+                    faults.append(f"{key}.{name}={value}: {exc}")
+            values[key] = filled
+    return faults
+
+
+def _no_engine(engine: str, section: str, table: Table) -> str:
+    if engine in LATER:
+        return f"not in this version; set {section}.engine=native (in this process, on CPU or GPU) or hf"
+    return f"unknown; {did_you_mean(engine, table)}There are: {', '.join(table)}"

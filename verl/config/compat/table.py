@@ -1,0 +1,123 @@
+"""The table of verl's keys (`table.tsv`), read."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from importlib import resources
+from types import MappingProxyType
+from typing import Any, Literal, cast, get_args
+
+from verl.config.backends import option_keys
+from verl.config.tree import leaves, nearest
+
+Action = Literal["mapped", "ignored", "refused"]
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRow:
+    """One row of the table. `targets` are our keys; `rule`, `text` and the defaults as the head of table.tsv says."""
+
+    key: str
+    action: Action
+    targets: tuple[str, ...] = ()
+    rule: str = ""
+    default_rl: str = ""
+    default_sft: str = ""
+    text: str = ""
+
+    @property
+    def joint(self) -> str:
+        """The function of rules.py that reads this key."""
+        return self.rule[1:].partition(":")[0] if self.rule.startswith("@") else ""
+
+    def check(self, value: Any) -> Any:
+        """`value` as the rule computes with it: a number, a switch, or what one of verl's words is here."""
+        kind = self.rule.partition(":")[2]
+        if value is None or not kind:
+            return value
+        if kind == "number":
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ValueError(f"{self.key}={value}: expected a number")
+            return value
+        if kind == "switch":
+            if not isinstance(value, bool):
+                raise ValueError(f"{self.key}={value}: expected True or False")
+            return value
+        words = dict(pair.split("=") for pair in kind.split(","))
+        found = [ours for theirs, ours in words.items() if same_value(value, theirs)]
+        if not found:
+            there = "" if self.rule.startswith("map:") else f"not in this version; there are {', '.join(words)}; "
+            raise ValueError(f"{self.key}={value}: {(there + self.text).removesuffix('; ')}")
+        return found[0]
+
+
+@functools.cache
+def key_rows() -> Mapping[str, KeyRow]:
+    """Every key of verl that is known here, in the order of the table."""
+    text = resources.files("verl.config.compat").joinpath("table.tsv").read_text(encoding="utf-8")
+    rows: dict[str, KeyRow] = {}
+    for line in text.splitlines():
+        if not line or line.startswith("#"):
+            continue
+        cells = line.split("\t")
+        assert 2 <= len(cells) <= 7, f"table.tsv: {len(cells)} cells in {line!r}"
+        key, action, to, rule, default_rl, default_sft, why = cells + [""] * (7 - len(cells))
+        assert action in get_args(Action), f"table.tsv: action {action!r} of {key}"
+        assert key not in rows, f"table.tsv: {key} twice"
+        targets = tuple(to.split(",")) if to else ()
+        rows[key] = KeyRow(key, cast(Action, action), targets, rule, default_rl, default_sft, why)
+    return MappingProxyType(rows)
+
+
+def keys_table() -> list[tuple[str, str, str]]:
+    """(verl's key, action, what happens) for `verl show keys`."""
+    return [(r.key, r.action, _becomes(r)) for r in key_rows().values()]
+
+
+def _becomes(row: KeyRow) -> str:
+    if row.action == "mapped":
+        values = f" ({row.rule.removeprefix('map:')})" if row.rule.startswith("map:") else ""
+        return ", ".join(row.targets) + values + (f"; {row.text}" if row.text else "")
+    harmless = f"except at {row.rule.removeprefix('except:')}: " if row.action == "refused" and row.rule else ""
+    return harmless + row.text
+
+
+def find_row(key: str) -> KeyRow | None:
+    """The row of `key`: its own, else the first `prefix.*` above it."""
+    rows = key_rows()
+    if key in rows:
+        return rows[key]
+    for row in rows.values():
+        if row.key.endswith(".*") and key.startswith(row.key[:-1]):
+            tail = key[len(row.key) - 1 :]
+            targets = tuple(t[:-1] + tail if t.endswith(".*") else t for t in row.targets)
+            return replace(row, key=key, targets=targets)
+    return None
+
+
+def same_value(value: Any, text: str) -> bool:
+    """True if a parsed value is what `text` in the table stands for (0 and 0.0, None and null, True and true)."""
+    if value is None or isinstance(value, bool):
+        return text.lower() == {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, int | float):
+        try:
+            return float(text) == value
+        except ValueError:
+            return False
+    return str(value).lower() == text.lower()
+
+
+def unknown_key(key: str, origin: str = "") -> str:
+    """One line: the key is unknown, and which are near it in either vocabulary."""
+    said = f"unknown key {key!r}" + (f" ({origin})" if origin else "")
+    below = [name for name in leaves() if name.startswith(f"{key}.")]
+    if below:
+        return f"{said}: a section; its keys are {', '.join(below)}"
+    rows = key_rows()
+    if key in rows and rows[key].action == "mapped":
+        return f"{said}: verl's name, only on the command line; here it is {' and '.join(rows[key].targets)}"
+    theirs = (k for k in rows if not k.endswith(".*") and k not in leaves())
+    near = nearest(key, [*leaves(), *option_keys(), *theirs])
+    return f"{said}: " + (f"did you mean {' or '.join(near)}?" if near else "see `verl show config` for all keys")

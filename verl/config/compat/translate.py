@@ -1,0 +1,227 @@
+"""A command line in verl's keys or ours, or both, as settings of our tree.
+
+A key of ours always wins over one of verl's that sets the same value, so that `bash run_verl.sh rollout.engine=native`
+does what it says.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+from verl.config.compat.rules import JOINT, Given, critic_without_estimator
+from verl.config.compat.table import Action, KeyRow, find_row, key_rows, same_value, unknown_key
+from verl.config.overrides import Argument, parse_argument
+from verl.config.tree import Setting, leaf_of, text_of
+
+VerlDefaults = Literal["rl", "sft"]
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What happened to one of verl's keys on this command line."""
+
+    key: str
+    value: str
+    action: Action
+    text: str
+
+    def __str__(self) -> str:
+        became = f"-> {self.text}" if self.action == "mapped" else f"{self.action}: {self.text}"
+        return f"{self.key}={self.value} {became}"
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """`settings` of our keys; `defaults`: verl's own, which belong below any recipe."""
+
+    settings: list[Setting]
+    defaults: list[Setting]
+    notes: list[Note]
+
+
+def translate(
+    args: Sequence[str], *, prompts_per_step: int | None = None, verl_defaults: VerlDefaults | None = None
+) -> Translation:
+    """`prompts_per_step`: of the recipe, for a mini batch size given without a batch size. `verl_defaults`: mapped keys
+    that are not given take verl's own default (the entry `python -m verl.trainer.main_ppo` does this).
+    Raises one ValueError with a line for every key that is unknown, unreadable, refused or contradicted.
+    """
+    native: list[Setting] = []
+    foreign: dict[str, Argument] = {}
+    problems: list[str] = []
+    for argument in args:
+        parsed = parse_argument(argument)
+        row = find_row(parsed.key)
+        if leaf_of(parsed.key):
+            native.append(Setting(parsed.key, parsed.value, "command line", parsed.text.strip("'\"")))
+        elif row is None:
+            problems.append(unknown_key(parsed.key))
+            continue
+        else:
+            foreign[parsed.key] = parsed
+        if parsed.error and not (row is not None and row.action == "ignored"):
+            problems.append(parsed.error)
+    if problems:
+        raise ValueError("\n".join(problems))
+    work = _Work(foreign, {s.key: s.value for s in native}, prompts_per_step, verl_defaults)
+    work.run()
+    if work.problems:
+        raise ValueError("\n".join(dict.fromkeys(work.problems)))
+    defaults = [s for key, s in work.by_default.items() if key not in work.found]
+    return Translation([*work.found.values(), *native], defaults, work.notes)
+
+
+@functools.cache
+def verl_default_values(kind: VerlDefaults) -> Mapping[str, Any]:
+    """verl's own defaults of mapped keys, for its RL or its SFT entry point."""
+    texts = {k: row.default_sft if kind == "sft" else row.default_rl for k, row in key_rows().items()}
+    return MappingProxyType({k: _plain(text) for k, text in texts.items() if text})
+
+
+def _plain(text: str) -> Any:
+    """A default of the table: JSON, or a bare word. (Hydra's grammar takes a millisecond for each.)"""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+class _Work:
+    """One translation: the given keys go in; `found`, `by_default`, `notes` and `problems` come out."""
+
+    def __init__(
+        self,
+        foreign: Mapping[str, Argument],
+        native: Mapping[str, Any],
+        prompts_per_step: int | None,
+        kind: VerlDefaults | None,
+    ) -> None:
+        self.texts = {key: argument.text for key, argument in foreign.items()}
+        self.native, self.prompts_per_step = native, prompts_per_step
+        self.found: dict[str, Setting] = {}
+        self.by_default: dict[str, Setting] = {}
+        self.notes: list[Note] = []
+        self.problems: list[str] = []
+        self.defaults, self.use_defaults = verl_default_values(kind or "rl"), kind is not None
+        self.values = {key: self._resolved(key, argument.value, foreign) for key, argument in foreign.items()}
+
+    def run(self) -> None:
+        unsaid = [k for k in self.defaults if self.use_defaults and k not in self.values]
+        for key in [*self.values, *unsaid]:
+            row = find_row(key)
+            assert row is not None, key
+            if row.targets and self._native(row):
+                if key in self.values:
+                    self._note(row, "ignored", f"{' and '.join(row.targets)} is given")
+            elif row.action == "ignored":
+                self._note(row, "ignored", row.text)
+            elif row.action == "refused":
+                self._refused(row)
+            elif not row.joint:
+                self._single(row)
+        if not self.use_defaults:
+            self.problems += critic_without_estimator(self.values, self.native)
+        for rule in JOINT:
+            self._joint(rule)
+
+    def _resolved(self, key: str, value: Any, foreign: Mapping[str, Argument]) -> Any:
+        """`${...}` of one of verl's keys stands for its value here; other interpolations stay for our own tree."""
+        row = find_row(key)
+        if not isinstance(value, str) or "${" not in value or row is None or row.action == "ignored":
+            return value
+        for name in re.findall(r"\$\{([\w.]+)\}", value):
+            if leaf_of(name):
+                continue
+            known = foreign[name].value if name in foreign else self.defaults.get(name)
+            if known is None:
+                self.problems.append(f"{key}={value}: ${{{name}}} is not given on this command line; write its value")
+            elif value == f"${{{name}}}":
+                return known
+            value = value.replace(f"${{{name}}}", str(known))
+        return value
+
+    def _native(self, row: KeyRow) -> bool:
+        """Our own keys say all that this row would."""
+        return all(target in self.native for target in row.targets)
+
+    def _note(self, row: KeyRow, action: Action, text: str) -> None:
+        self.notes.append(Note(row.key, self.texts.get(row.key, ""), action, text))
+
+    def _refused(self, row: KeyRow) -> None:
+        allowed = row.rule.removeprefix("except:").split(",") if row.rule else []
+        if any(same_value(self.values[row.key], text) for text in allowed):
+            self._note(row, "ignored", "has no effect at this value")
+        else:
+            self.problems.append(f"{row.key}={self.texts[row.key]}: {row.text}")
+
+    def _single(self, row: KeyRow) -> None:
+        given = row.key in self.values
+        try:
+            value = row.check(self.values[row.key] if given else self.defaults[row.key])
+        except ValueError as exc:
+            self.problems.append(str(exc))
+            return
+        if row.rule in ("off", "null") and isinstance(value, int | float) and value < 0:
+            value = 0 if row.rule == "off" else None
+        elif row.rule == "unless_null" and value is None:
+            self._note(row, "ignored", "has no effect at null")
+            return
+        for target in row.targets:
+            self._set(target, value, [row.key] if given else [])
+        if given:
+            self._note(row, "mapped", self._said(row.targets))
+
+    def _joint(self, rule: str) -> None:
+        rows = {k: r for k, r in key_rows().items() if r.joint == rule}
+        free = {k for k, r in rows.items() if not self._native(r)}
+        given = [k for k in self.values if k in free]
+        if not given and not (self.use_defaults and any(k in self.defaults for k in free)):
+            return
+        values = {k: v for k, v in self.values.items() if k in free or k not in rows}
+        view = Given(values, self.defaults, self.use_defaults, self.native, self.prompts_per_step)
+        try:
+            results = JOINT[rule](view)
+        except ValueError as exc:
+            self.problems.append(str(exc))
+            return
+        for target, value in results.items():
+            self._set(target, value, [k for k in given if target in rows[k].targets])
+        for key in given:
+            if key in view.ignored:
+                self._note(rows[key], "ignored", view.ignored[key])
+            else:
+                self._note(rows[key], "mapped", self._said(t for t in rows[key].targets if t in results))
+
+    def _said(self, targets: Iterable[str]) -> str:
+        values = {t: self.found[t].value if t in self.found else self.native.get(t) for t in targets}
+        return ", ".join(f"{target}={text_of(value)}" for target, value in values.items())
+
+    def _set(self, target: str, value: Any, keys: Sequence[str]) -> None:
+        """`keys`: verl's keys that say so; none: verl's default."""
+        if target in self.native:
+            return
+        if not keys:
+            self.by_default[target] = Setting(target, value, "verl's default", text_of(value))
+            return
+        origin = "verl key " + ", ".join(f"{k}={self.texts[k]}" for k in keys)
+        before = self.found.get(target)
+        if before is not None and before.value != value:
+            self.problems.append(f"{origin} contradicts {before.origin}: both set {target}; leave one out")
+        self.found[target] = Setting(target, value, origin, text_of(value))
+
+
+def render_notes(notes: Sequence[Note]) -> str:
+    """A few lines for a long launch script: mapped keys one by one, ignored ones gathered by their reason."""
+    lines = [str(n) for n in notes if n.action == "mapped"]
+    reasons: dict[str, list[str]] = {}
+    for note in notes:
+        if note.action == "ignored":
+            reasons.setdefault(note.text, []).append(f"{note.key}={note.value}")
+    lines += [f"ignored ({reason}): {', '.join(keys)}" for reason, keys in reasons.items()]
+    return "\n".join(lines)

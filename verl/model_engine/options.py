@@ -1,0 +1,14 @@
+"""The options of the torch engine. No torch: configuration and plan read this."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    attention: Literal["auto", "padded"] = "auto"
+    """auto: the best packed attention here · padded: one row per sequence, the oracle."""
+    share_prefix: bool = True
+    """A prompt is computed once per group and micro-batch in training."""
