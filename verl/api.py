@@ -22,24 +22,16 @@ from verl.algorithms.presets import PRESETS
 from verl.algorithms.resolve import resolve
 from verl.config.load import load_config
 from verl.config.schema import Config
-from verl.driver.assemble import rollout_engine
+from verl.driver.assemble import checkpoint_engine, context_of, learner_of, rollout_engine
 from verl.driver.launch import Finished, run_rl
-from verl.driver.models import ModelContext, hf_export, workers_of
-from verl.driver.roles import Controllers, Learner
-from verl.driver.setup import decoder, device_of
+from verl.driver.models import hf_export, workers_of
+from verl.driver.setup import decoder
 from verl.driver.step import Step, experience_and_update
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.torch_engine import TorchEngine, load_causal_lm
 from verl.rollout.base import Completion
 from verl.track.metrics import reduce
-from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Sample, Sampling, Segment, as_ids, derive_seed
-from verl.weight_sync.base import CheckedReader
-from verl.weight_sync.local import LocalOutlet
-from verl.workers.compute import Compute
-from verl.workers.inproc import InprocGroup
-from verl.workers.model_workers import ComputeWorker
-from verl.workers.waits import Waits
 
 
 class AutoModelForCausalLMWithValueHead:
@@ -108,34 +100,28 @@ class VerlTrainer:
                 stacklevel=2,
             )
         inner = _inner_config(config, model.path)
-        device = device_of(inner)
-        context = ModelContext(inner, MemoryQueue(), device, updates=1)
+        context, self._checkpoint_engine = context_of(inner), checkpoint_engine(inner)
         self._engine = TorchEngine(
             model.pretrained_model,
             optim=OptimSpec(lr=config.learning_rate),
             dtype=config.dtype,
-            device=device,
+            device=context.device,
             gradient_checkpointing=config.gradient_checkpointing,
             source_dir=model.path,
         )
-        models = {"actor": workers_of(context, "actor", self._engine, hf_export=hf_export(inner), outlet=LocalOutlet())}
+        models = {
+            "actor": workers_of(
+                context, "actor", self._engine, hf_export=hf_export(inner), outlet=self._checkpoint_engine.outlet()
+            )
+        }
         if ref_model is not None and "ref" in self.algorithm.roles():
-            frozen = TorchEngine(ref_model.pretrained_model, dtype=config.dtype, device=device)
+            frozen = TorchEngine(ref_model.pretrained_model, dtype=config.dtype, device=context.device)
             models["ref"] = workers_of(context, "ref", frozen)
         if self.algorithm.critic:
-            models["critic"] = workers_of(context, "critic", _critic(model, config, device))
-        kl = self.algorithm.kl_reward
-        self._learner = Learner(
-            config=inner,
-            algorithm=self.algorithm,
-            models=models,
-            compute=ComputeWorker(InprocGroup("compute", [Compute(context.queue)])),
-            queue=context.queue,
-            waits=Waits(),
-            controllers=Controllers(kl.coef if kl else 0.0),
-        )
+            models["critic"] = workers_of(context, "critic", _critic(model, config, context.device))
+        self._learner = learner_of(context, self.algorithm, models)
         self._loop = asyncio.new_event_loop()
-        self._rollout = rollout_engine(inner, tokenizer, device)
+        self._rollout = rollout_engine(inner, tokenizer, context.device)
         self._decode = decoder(tokenizer)
         self._last: dict[tuple[str, str], list[Completion]] = {}
         self._steps, self._version, self._calls = 0, -1, 0
@@ -200,6 +186,12 @@ class VerlTrainer:
         self._learner.close()
         self._loop.close()
 
+    async def _publish(self) -> None:
+        actor, timeout_s = self._learner.models["actor"], self._learner.config.run.wait_timeout_s
+        await self._checkpoint_engine.publish(
+            actor, [self._rollout], version=self._version, exclusive=True, on_inflight=["wait"], timeout_s=timeout_s
+        )
+
     async def _learn(self, step: Step, samples: Sequence[Sample]) -> None:
         refs = await self._learner.queue.put(samples)
         await experience_and_update(self._learner, step, refs)
@@ -230,8 +222,7 @@ class VerlTrainer:
 
     def _sync(self) -> None:
         self._version += 1
-        sent = self._learner.models["actor"].send_weights(self._version, (), copy=False).result()
-        self._loop.run_until_complete(self._rollout.load_weights(CheckedReader(sent.source)))
+        self._loop.run_until_complete(self._publish())
 
 
 async def _gather(plays: Sequence[Any]) -> list[Completion]:

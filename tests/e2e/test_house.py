@@ -22,15 +22,14 @@ from verl import cli
 from verl.driver import launch
 from verl.driver.run import Run
 from verl.model_engine import torch_engine
-from verl.rollout.hf import HfEngine
-from verl.rollout.native import NativeEngine
+from verl.rollout.embedded.front import EmbeddedEngine
 from verl.transfer_queue.memory import MemoryQueue
 from verl.workers import inproc
 from verl.workers.inproc import InprocGroup
 from verl.workers.model_workers import ModelWorkers
 
 HOUSE = Path(cli.__file__).parent
-ELSEWHERE = (InprocGroup, MemoryQueue, NativeEngine, HfEngine)
+ELSEWHERE = (InprocGroup, MemoryQueue, EmbeddedEngine)
 """What stands for another process: workers, the data plane, replicas."""
 SKIPPED = (types.ModuleType, threading.Thread, type, types.FrameType, types.CodeType)
 

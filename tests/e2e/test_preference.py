@@ -91,7 +91,7 @@ def test_a_reward_model_learns_and_is_a_transformers_classifier(tmp_path, tiny_m
 
     config = load_config(["model.path=" + str(tiny_model), "model.dtype=float32", f"reward.model={folder}"]).config
     role = reward_model(ModelContext(config, MemoryQueue(), "cpu", updates=1))
-    [ours] = role.submit("score_rows", [(np.array(prompt), np.array(answer))], split="first").result(timeout=60)
+    [ours] = role.score_rows([(np.array(prompt), np.array(answer))]).result(timeout=60)
     assert ours == pytest.approx(theirs, abs=1e-4)
     role.close()
 

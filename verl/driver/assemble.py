@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -55,7 +56,7 @@ from verl.track.events import EventLog, next_attempt
 from verl.track.sinks import open_sinks
 from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Sample, Sampling, Task
-from verl.weight_sync.base import SyncContext
+from verl.weight_sync.base import CheckpointEngine, SyncContext
 from verl.workers.compute import Compute
 from verl.workers.group import WorkerGroup
 from verl.workers.inproc import InprocGroup
@@ -77,25 +78,18 @@ async def assemble(resolved: Resolved, *, progress: LiveProgress | None = None, 
     claimed = open_run_dir(resolved)
     progress = progress or LiveProgress()
     progress.message(f"data: {tasks.report.summary()}")
-    waits, queue, timeout_s = Waits(claimed.path / "waits.json"), MemoryQueue(), config.run.wait_timeout_s
+    waits, timeout_s = Waits(claimed.path / "waits.json"), config.run.wait_timeout_s
     total_steps = total_steps_of(config, len(tasks), config.step.prompts_per_step)
-    context = ModelContext(
-        config, queue, device_of(config), updates_of_run(config, total_steps), claimed.path / "crash"
-    )
+    context = context_of(config, updates=updates_of_run(config, total_steps), crash_dir=claimed.path / "crash")
     scorer = reward_model(context)
     reward = await _reward(config, scorer)
     engine = policy_engine(context)
     engine.check_packing(share_prefix=shares_prefix(config))
-    probes = _probes(tasks) if config.sync.canary else ()
-    sync = load(SYNC[config.sync.engine].build)(
-        options_of(config, "sync"), SyncContext(probes=probes, tolerance=canary_tolerance(config))
-    )
+    sync = checkpoint_engine(config, _probes(tasks))
+    algorithm = algorithm_of(config.algorithm)
     actor = workers_of(context, "actor", engine, hf_export=hf_export(config), outlet=sync.outlet())
-    learner = learner_of(context, waits, actor=actor)
-    algorithm = learner.algorithm
-    assert algorithm is not None
-    if scorer is not None:
-        learner.models["reward_model"] = scorer
+    models = models_of(context, algorithm, actor) | ({"reward_model": scorer} if scorer is not None else {})
+    learner, queue = learner_of(context, algorithm, models, waits), context.queue
     replicas = [rollout_engine(config, tokenizer, context.device) for _ in range(config.rollout.replicas)]
     decode = decoder(tokenizer)
     for note in (await replicas[0].capabilities()).notes:
@@ -121,7 +115,7 @@ async def assemble(resolved: Resolved, *, progress: LiveProgress | None = None, 
         tasks=tasks,
         trajectories=trajectories,
         algorithm=algorithm,
-        sampling=train_sampling(config),
+        sampling=sampling_of(config),
         samples_per_prompt=config.step.samples_per_prompt,
         queue=queue,
         events=reporter.events,
@@ -146,7 +140,7 @@ async def assemble(resolved: Resolved, *, progress: LiveProgress | None = None, 
         placement=Placement(ResourcePool("global"), replicas, colocated=colocated, waits=waits, timeout_s=timeout_s),
         publisher=Publisher(
             sync,
-            learner.models["actor"],
+            actor,
             replicas,
             waits=waits,
             timeout_s=timeout_s,
@@ -164,19 +158,36 @@ async def assemble(resolved: Resolved, *, progress: LiveProgress | None = None, 
     )
 
 
-def learner_of(context: ModelContext, waits: Waits | None = None, *, actor: ModelWorkers | None = None) -> Learner:
-    """The algorithm of a configuration over the workers of its roles. actor: already made; else from its folder."""
-    algorithm = algorithm_of(context.config.algorithm)
-    actor = actor or workers_of(context, "actor", policy_engine(context))
+def learner_of(
+    context: ModelContext, algorithm: Algorithm | None, models: dict[str, ModelWorkers], waits: Waits | None = None
+) -> Learner:
+    """An algorithm (none in a supervised run) over the workers of its roles."""
     return Learner(
         config=context.config,
         algorithm=algorithm,
-        models=models_of(context, algorithm, actor),
+        models=models,
         compute=ComputeWorker(InprocGroup("compute", [Compute(context.queue)])),
         queue=context.queue,
         waits=waits or Waits(),
-        controllers=Controllers(algorithm.kl_reward.coef if algorithm.kl_reward else 0.0),
+        controllers=Controllers(algorithm.kl_reward.coef if algorithm and algorithm.kl_reward else 0.0),
     )
+
+
+def offline_learner(config: Config, total_steps: int, crash_dir: Path) -> Learner:
+    """The algorithm and models of a configuration, for samples that come from elsewhere."""
+    context = context_of(config, updates=updates_of_run(config, total_steps), crash_dir=crash_dir)
+    algorithm = algorithm_of(config.algorithm)
+    actor = workers_of(context, "actor", policy_engine(context))
+    return learner_of(context, algorithm, models_of(context, algorithm, actor))
+
+
+def context_of(config: Config, *, updates: int = 1, crash_dir: Path | None = None) -> ModelContext:
+    return ModelContext(config, MemoryQueue(), device_of(config), updates, crash_dir)
+
+
+def checkpoint_engine(config: Config, probes: Sequence[np.ndarray] = ()) -> CheckpointEngine:
+    context = SyncContext(probes=probes if config.sync.canary else (), tolerance=canary_tolerance(config))
+    return load(SYNC[config.sync.engine].build)(options_of(config, "sync"), context)
 
 
 def trained_roles(learner: Learner) -> tuple[str, ...]:
@@ -203,29 +214,18 @@ async def assemble_supervised(
     progress.message(f"data: {summary}")
     total_steps = total_steps_of(config, len(stage), config.supervised.rows_per_step)
     head: Literal["lm", "score"] = "score" if command == "rm" else "lm"
-    share, queue, waits = (
-        command != "sft" and shares_prefix(config),
-        MemoryQueue(),
-        Waits(claimed.path / "waits.json"),
-    )
-    context = ModelContext(config, queue, device_of(config), total_steps, claimed.path / "crash")
+    share, waits = command != "sft" and shares_prefix(config), Waits(claimed.path / "waits.json")
+    context = context_of(config, updates=total_steps, crash_dir=claimed.path / "crash")
     engine = policy_engine(context, head=head)
     engine.check_packing(share_prefix=share)
     export = hf_export(config, head=head, pad_token_id=pad_id(tokenizer))
     trainer = workers_of(context, TRAINER, engine, share_prefix=share, hf_export=export)
-    compute = ComputeWorker(InprocGroup("compute", [Compute(queue)]))
-    learner = Learner(config=config, models={TRAINER: trainer}, compute=compute, queue=queue, waits=waits)
+    learner = learner_of(context, None, {TRAINER: trainer}, waits)
     for one in (stage, eval_stage):
         if isinstance(one, PreferenceStage) and "ref_logprobs" in one.terms[0].inputs:
-
-            async def logprobs_of(
-                samples: Sequence[Sample],
-            ) -> list[np.ndarray]:  # the engine still has the start weights
-                return await _logprobs(learner, samples)
-
-            one.reference = await reference_logprobs(
+            one.reference = await reference_logprobs(  # the engine still has the start weights
                 one,
-                logprobs_of,
+                partial(_logprobs, learner),
                 model_dir=Path(config.model.path),
                 dtype=config.model.dtype,
                 cache_dir=config.data.cache_dir,
@@ -369,13 +369,9 @@ def max_context_tokens(config: Config, hf_config: Any) -> int:
     return wanted
 
 
-def train_sampling(config: Config) -> Sampling:
+def sampling_of(config: Config) -> Sampling:
     r = config.rollout
-    if r.temperature <= 0:
-        raise ValueError(
-            f"rollout.temperature={r.temperature}: training samples from the policy; use a temperature > 0"
-        )
-    sampling = Sampling(
+    return Sampling(
         max_tokens=r.max_response_tokens,
         temperature=r.temperature,
         top_p=r.top_p,
@@ -385,12 +381,6 @@ def train_sampling(config: Config) -> Sampling:
         stop_token_ids=tuple(r.stop_token_ids),
         ignore_eos=r.ignore_eos,
     )
-    if sampling.truncates:
-        raise ValueError(
-            f"rollout.top_p={r.top_p}, top_k={r.top_k}, min_p={r.min_p}: training cannot use a truncated distribution, since "
-            "the trainer would compute other log-probs than the sampler; set top_p=1, top_k=0, min_p=0 (eval may truncate)"
-        )
-    return sampling
 
 
 def total_steps_of(config: Config, num_rows: int, rows_per_step: int) -> int:

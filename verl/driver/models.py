@@ -88,9 +88,9 @@ def policy_engine(context: ModelContext, *, head: Head = "lm") -> ModelEngine:
     return _engine(context, optim=spec, head=head)
 
 
-def reference(context: ModelContext) -> ModelWorkers:
-    """A frozen copy of the start weights."""
-    return workers_of(context, "ref", _engine(context, optim=None))
+def frozen_engine(context: ModelContext) -> ModelEngine:
+    """The start weights, not trained."""
+    return _engine(context, optim=None)
 
 
 def critic(context: ModelContext) -> ModelWorkers:
@@ -134,7 +134,7 @@ def models_of(context: ModelContext, algorithm: Algorithm, actor: ModelWorkers) 
     """The actor and whatever else the algorithm looks at, by role."""
     out = {"actor": actor}
     if "ref" in algorithm.roles():
-        out["ref"] = reference(context)
+        out["ref"] = workers_of(context, "ref", frozen_engine(context))
     if algorithm.critic:
         out["critic"] = critic(context)
     return out

@@ -17,16 +17,14 @@ import uvloop
 from verl.checkpoint.store import CheckpointStore
 from verl.config.load import load_config, read_config
 from verl.config.schema import Config
-from verl.driver.assemble import learner_of, trained_roles, updates_of_run
+from verl.driver.assemble import offline_learner, trained_roles
 from verl.driver.checkpointer import load_role
-from verl.driver.models import ModelContext
-from verl.driver.setup import device_of, set_up_process
+from verl.driver.setup import set_up_process
 from verl.driver.state import read_state
 from verl.driver.step import Step, experience_and_update
 from verl.track.metrics import read_metrics, reduce
 from verl.track.samples import SampleRow, read_samples, sample_steps
 from verl.transfer_queue.base import TransferQueue
-from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Refs, Sample, Segment
 
 COMPARED = ("old_logprobs", "ref_logprobs", "advantages")
@@ -71,8 +69,7 @@ async def _replay(config: Config, run_dir: Path, number: int) -> list[str]:
         raise ValueError(
             f"steps {_span(missing)} have no samples, and no checkpoint lies between them and step {number}"
         )
-    updates = updates_of_run(config, _recorded_steps(run_dir))
-    learner = learner_of(ModelContext(config, MemoryQueue(), device_of(config), updates, run_dir / "crash"))
+    learner = offline_learner(config, _recorded_steps(run_dir), run_dir / "crash")
     try:
         if base:
             checkpoint = run_dir / "checkpoints" / f"step_{base}"
