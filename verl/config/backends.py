@@ -42,8 +42,9 @@ ROLLOUT: Table = {
     ),
     "hf": Backend(build="verl.rollout.hf:build"),
 }
+QUEUE: Table = {"memory": Backend(build="verl.transfer_queue.memory:build")}
 SYNC: Table = {"local": Backend(build="verl.weight_sync.local:build")}
-TABLES: Mapping[str, Table] = MappingProxyType({"model": MODEL, "rollout": ROLLOUT, "sync": SYNC})
+TABLES: Mapping[str, Table] = MappingProxyType({"model": MODEL, "rollout": ROLLOUT, "queue": QUEUE, "sync": SYNC})
 LATER = ("vllm", "sglang", "trtllm")
 
 

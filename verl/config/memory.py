@@ -75,7 +75,7 @@ def estimate_memory(
     budget = config.step.max_tokens_per_microbatch
     items = _items(config, model, reference, budget if update_tokens is None else min(budget, update_tokens))
     flying: tuple[str, ...] = ()
-    if config.pipeline.staleness > 0:
+    if config.pipeline.placement == "split" or config.pipeline.staleness > 0:
         flying = ("KV cache", "prefix cache")
     elif items["KV cache"] <= KEPT_KV_BYTES and not _on_cuda(config):
         flying = ("KV cache",)

@@ -228,6 +228,9 @@ class PipelineConfig:
     staleness: NonNegative = 0.0
     """0: synchronous. Groups may be trained at most ceil(staleness) versions after their admission."""
     sync_every: PositiveInt = 1  # Publish the weights every so many steps.
+    placement: Annotated[str, words("auto|colocated|split")] = "auto"
+    """Whether rollout and training share devices. colocated: rollout sleeps while the models train. auto: colocated where
+    nothing is in flight during an update (staleness 0), else split."""
     partial_rollout: bool = False  # In-flight generations continue under new weights (versions are per span).
     oversample: NonNegative = 0.0
     """Extra groups admitted, as a share of a step; the surplus is kept if its deadline allows."""
@@ -263,6 +266,11 @@ class EvalConfig:
     top_k: NonNegativeInt = 0
     max_response_tokens: PositiveInt | None = None  # Null: as in the rollout.
     also_sampled: bool = False  # Evaluate a second time with the rollout's own temperature (`sampled` beside `greedy`).
+
+
+@dataclass
+class QueueConfig:
+    engine: str = "memory"  # a name of backends.QUEUE.
 
 
 @dataclass
@@ -328,6 +336,7 @@ class Config:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
+    queue: QueueConfig = field(default_factory=QueueConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
     health: HealthConfig = field(default_factory=HealthConfig)
     track: TrackConfig = field(default_factory=TrackConfig)

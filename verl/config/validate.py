@@ -110,6 +110,11 @@ def _pipeline(config: Config) -> Iterator[str]:
             "pipeline.partial_rollout=true at staleness 0: nothing is in flight when the weights are published; "
             "set pipeline.staleness (1 is one step off), or partial_rollout=false"
         )
+    if p.placement == "colocated" and p.staleness > 0:
+        yield (
+            f"pipeline.placement=colocated with staleness={p.staleness:g}: rollout would sleep with requests in flight, and "
+            "no engine here keeps them; set pipeline.placement=split, or staleness=0"
+        )
     if Fraction(str(p.staleness)) * config.step.prompts_per_step * p.sync_every < 1 and p.staleness > 0:
         yield (
             f"pipeline.staleness={p.staleness:g} of {config.step.prompts_per_step} prompts is less than one group "

@@ -15,7 +15,7 @@ from verl.agent_loop.single_turn import SingleTurnLoop
 from verl.algorithms.preference import preference_terms, reward_terms
 from verl.algorithms.presets import preference
 from verl.algorithms.resolve import Algorithm, resolve
-from verl.config.backends import ROLLOUT, SYNC, load, options_of
+from verl.config.backends import QUEUE, ROLLOUT, SYNC, load, options_of
 from verl.config.load import Resolved
 from verl.config.schema import AlgorithmConfig, Config
 from verl.data.preference import load_pairs
@@ -54,7 +54,6 @@ from verl.rollout.router import Router
 from verl.track.console import LiveProgress
 from verl.track.events import EventLog, next_attempt
 from verl.track.sinks import open_sinks
-from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Sample, Sampling, Task
 from verl.weight_sync.base import CheckpointEngine, SyncContext
 from verl.workers.compute import Compute
@@ -109,6 +108,7 @@ async def assemble(resolved: Resolved, *, progress: LiveProgress | None = None, 
         max_attempts=config.pipeline.max_attempts,
         timeout_s=timeout_s,
     )
+    in_step = config.pipeline.staleness == 0  # nothing is in flight, and no optimizer step is made, during a publish
     groups = RolloutManager(
         scheduler=_scheduler(config, algorithm, total_steps),
         cursor=Cursor(len(tasks), _data_seed(config), config.data.shuffle),
@@ -121,10 +121,10 @@ async def assemble(resolved: Resolved, *, progress: LiveProgress | None = None, 
         events=reporter.events,
         waits=waits,
         timeout_s=timeout_s,
-        eager=config.pipeline.staleness > 0,
+        eager=not in_step,
         max_invalid_share=config.pipeline.max_invalid_share,
     )
-    colocated = config.pipeline.staleness == 0
+    colocated = config.pipeline.placement == "colocated" or (config.pipeline.placement == "auto" and in_step)
     checkpointer = Checkpointer(
         claimed.store, learner, trained_roles(learner), checkpoint_bytes(engine), claimed.resumed
     )
@@ -144,7 +144,7 @@ async def assemble(resolved: Resolved, *, progress: LiveProgress | None = None, 
             replicas,
             waits=waits,
             timeout_s=timeout_s,
-            exclusive=colocated,
+            exclusive=in_step,
             partial_rollout=config.pipeline.partial_rollout,
             note=progress.message,
             serve=rollout.serve if isinstance(rollout, Router) else None,
@@ -182,7 +182,8 @@ def offline_learner(config: Config, total_steps: int, crash_dir: Path) -> Learne
 
 
 def context_of(config: Config, *, updates: int = 1, crash_dir: Path | None = None) -> ModelContext:
-    return ModelContext(config, MemoryQueue(), device_of(config), updates, crash_dir)
+    queue = load(QUEUE[config.queue.engine].build)(options_of(config, "queue"))
+    return ModelContext(config, queue, device_of(config), updates, crash_dir)
 
 
 def checkpoint_engine(config: Config, probes: Sequence[np.ndarray] = ()) -> CheckpointEngine:

@@ -21,7 +21,7 @@ from verl.objective import Term
 from verl.types import Sample, Segment
 
 SFT_TERMS = (Term(name="loss", fn=nll, aggregate="token-mean"),)
-Columns = dict[str, Tensor]
+StageColumns = dict[str, Tensor]
 LogprobsOf = Callable[[list[Sample]], Awaitable[list[np.ndarray]]]
 
 
@@ -31,7 +31,7 @@ class Stage(Protocol):
     terms: tuple[Term, ...]
 
     def __len__(self) -> int: ...
-    def rows(self, indices: Sequence[int], names: Sequence[str]) -> tuple[list[Sample], Columns]: ...
+    def rows(self, indices: Sequence[int], names: Sequence[str]) -> tuple[list[Sample], StageColumns]: ...
 
 
 class Table(Protocol):
@@ -49,7 +49,7 @@ class SftStage:
     def __len__(self) -> int:
         return len(self.table)
 
-    def rows(self, indices: Sequence[int], names: Sequence[str]) -> tuple[list[Sample], Columns]:
+    def rows(self, indices: Sequence[int], names: Sequence[str]) -> tuple[list[Sample], StageColumns]:
         return [sample_of(self.table[i], name) for i, name in zip(indices, names, strict=True)], {}
 
 
@@ -63,7 +63,7 @@ class RewardStage:
     def __len__(self) -> int:
         return len(self.table)
 
-    def rows(self, indices: Sequence[int], names: Sequence[str]) -> tuple[list[Sample], Columns]:
+    def rows(self, indices: Sequence[int], names: Sequence[str]) -> tuple[list[Sample], StageColumns]:
         samples: list[Sample] = []
         facts: list[dict[str, float]] = []
         for j, (i, name) in enumerate(zip(indices, names, strict=True)):
@@ -95,7 +95,7 @@ class PreferenceStage:
         other = self.table[(i + 1) % len(self.table)]
         return [(CHOSEN if pair.desirable else REJECTED, pair.chosen), (MISMATCHED, _mismatched(pair, other))]
 
-    def rows(self, indices: Sequence[int], names: Sequence[str]) -> tuple[list[Sample], Columns]:
+    def rows(self, indices: Sequence[int], names: Sequence[str]) -> tuple[list[Sample], StageColumns]:
         samples: list[Sample] = []
         facts: list[dict[str, float]] = []
         ref: list[np.ndarray] = []
@@ -204,7 +204,7 @@ def _mismatched(pair: Pair, other: Pair) -> Rendered:
     )
 
 
-def _constant(samples: Sequence[Sample], facts: Sequence[Mapping[str, Any]]) -> Columns:
+def _constant(samples: Sequence[Sample], facts: Sequence[Mapping[str, Any]]) -> StageColumns:
     counts = torch.tensor([s.loss_tokens for s in samples])
     return (
         {n: torch.tensor([f[n] for f in facts], dtype=torch.float64).repeat_interleave(counts) for n in facts[0]}

@@ -17,6 +17,10 @@ from verl.types import Refs, Sample, ref_of
 _Columns = dict[str, Tensor]
 
 
+def build(options: object) -> MemoryQueue:
+    return MemoryQueue()
+
+
 class MemoryQueue:
     """See `TransferQueue`. Safe to use from the threads of in-process worker groups."""
 
