@@ -1,9 +1,10 @@
-"""This checkout beside another commit of this project, in one run: quickstart steps, ragged rollouts and steps, peak memory.
+"""This checkout beside another commit of this project, in one run: quickstart steps, ragged rollouts and steps, peak
+memory.
 
     python bench/against.py COMMIT [--rounds N] [--parts quickstart rollout step memory]
 
-The other commit is checked out into runs/bench/against. Both arms run in turn, each in a process of its own with its own code
-and its own bench programs, on the same models, rows and lengths. Writes its part of bench/RESULTS.md.
+The other commit is checked out into runs/bench/against. Both arms run in turn, each in a process of its own with its
+own code and its own bench programs, on the same models, rows and lengths. Writes its part of bench/RESULTS.md.
 """
 
 from __future__ import annotations
@@ -141,8 +142,8 @@ MEASURES: Mapping[str, Sequence[tuple[str, Measure]]] = {
 def document(commit: str, found: Mapping[str, Mapping[str, Sequence[Mapping[str, float]]]]) -> str:
     lines = [
         f"## This code against {commit}",
-        f"Command: `python bench/against.py {commit}`, {THREADS} threads, float32; both in turn in one run. Medians over all "
-        "repetitions (their number in brackets); the ratio is that of the medians.",
+        f"Command: `python bench/against.py {commit}`, {THREADS} threads, float32; both in turn in one run. Medians over "
+        "all repetitions (their number in brackets); the ratio is that of the medians.",
     ]
     for part, runs in found.items():
         rows = []

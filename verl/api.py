@@ -57,7 +57,8 @@ def create_reference_model(model: AutoModelForCausalLMWithValueHead) -> AutoMode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerlConfig:
-    """algorithm: a name of the table, in any case · batch_size: queries per step · max_length: prompt and answer, tokens.
+    """algorithm: a name of the table, in any case · batch_size: queries per step · max_length: prompt and answer,
+    tokens.
 
     rollout_backend: not installed -> the embedded engine, with one warning.
     """
@@ -95,7 +96,8 @@ class VerlTrainer:
         self.algorithm = resolve(name, _facade_settings(name, config, ref_model is not None))
         if config.samples_per_prompt < self.algorithm.group.least:
             warnings.warn(
-                f"{config.algorithm} compares the answers to one query, and {config.samples_per_prompt} per query carries no "
+                f"{config.algorithm} compares the answers to one query, and {config.samples_per_prompt} per query "
+                "carries no "
                 f"signal; set VerlConfig(samples_per_prompt={max(4, self.algorithm.group.least)})",
                 stacklevel=2,
             )
@@ -136,7 +138,8 @@ class VerlTrainer:
             room = self.config.max_length - len(ids)
             if room < 1:
                 raise ValueError(
-                    f"query {q} has {len(ids)} tokens and VerlConfig.max_length={self.config.max_length}: no room to answer"
+                    f"query {q} has {len(ids)} tokens and VerlConfig.max_length={self.config.max_length}: no room to "
+                    "answer"
                 )
             for i in range(n):
                 seed = derive_seed(self.config.seed, "facade", self._calls, q, i)
@@ -353,10 +356,11 @@ class Trainer:
         Trainer({"algorithm": "ppo", "actor": Policy(DIR), "reward": RewardModel(DIR), "data": ROWS_OR_FILE,
                  "rollout": {"name": "native", "batch_size": 16, "max_length": 512}}).train(steps=1000)
 
-    algorithm: a row of the table · actor: Policy or a folder · reward: RewardModel, a function (compute_score's signature) or
-    None (by data_source) · data, eval_data: rows in verl's format or a file · rollout: name, batch_size (prompts per step),
-    max_length (prompt and answer, half each unless max_prompt_length is given), samples_per_prompt, temperature ·
-    async_rollout: one step of staleness · gradient_checkpointing · critic: a folder · overrides: {"any.key": value}.
+    algorithm: a row of the table · actor: Policy or a folder · reward: RewardModel, a function (compute_score's
+    signature) or None (by data_source) · data, eval_data: rows in verl's format or a file · rollout: name, batch_size
+    (prompts per step), max_length (prompt and answer, half each unless max_prompt_length is given),
+    samples_per_prompt, temperature · async_rollout: one step of staleness · gradient_checkpointing · critic: a folder
+    · overrides: {"any.key": value}.
     """
 
     _KEYS = (
@@ -385,7 +389,7 @@ class Trainer:
         config = self._config
         if config.get("data") is None:
             raise ValueError(
-                'Trainer has no "data": give rows ({"prompt": [...], "data_source": ..., ...}) or a JSONL or Parquet file'
+                'Trainer has no "data": give rows ({"prompt": [...], "data_source": ...}) or a JSONL or Parquet file'
             )
         actor = config["actor"] if isinstance(config["actor"], Policy) else Policy(config["actor"])
         name = str(config.get("algorithm", "grpo")).lower().replace("-", "_")

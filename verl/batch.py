@@ -2,10 +2,11 @@
 
     tokens   ids[T] positions[T]            segment s owns tokens seg_start[s]:seg_start[s+1] and continues parent[s]
     loss     targets[L] target_from[L]      hidden row target_from[l] predicts targets[l]; rows are contiguous in L
-    rows     leaf[R] row_start[R+1]         row r ends in segment leaf[r]; its loss tokens are row_start[r]:row_start[r+1]
+    rows     leaf[R] row_start[R+1]         row r ends in segment leaf[r]; its loss tokens are
+    row_start[r]:row_start[r+1]
 
-A flat pack is the case without parents. A prompt shared by a group is one segment whose last position predicts the first
-token of every response, which is why targets are never made by shifting ids by one (pitfalls 14).
+A flat pack is the case without parents. A prompt shared by a group is one segment whose last position predicts the
+first token of every response, which is why targets are never made by shifting ids by one (pitfalls 14).
 Columns are [L, ...] per loss token, row columns [R, ...]. `sequence[r]` is the trajectory of row r: the unit of
 "sequence" means.
 """
@@ -154,15 +155,15 @@ class _Node:
 
 
 _Key = tuple[str | None, tuple[str, ...], bytes]
-"""What makes two runs of tokens the same input: the adapter that reads them, their media, their ids. Ids alone do not: two
-images are the same placeholder ids."""
+"""What makes two runs of tokens the same input: the adapter that reads them, their media, their ids. Ids alone do
+not: two images are the same placeholder ids."""
 
 
 def pack(samples: Sequence[Sample], *, share_prefix: bool = True) -> Batch:
     """Pack samples into one forest. Leading segments that are the same input are one segment when `share_prefix`.
 
-    Loss tokens are the sampled ones, except a first token of a row (nothing predicts it). Filled from the samples are the
-    columns `rollout_logprobs` [L] float32, `versions` [L] int64 (the weights that drew each token) and `side/NAME`
+    Loss tokens are the sampled ones, except a first token of a row (nothing predicts it). Filled from the samples are
+    the columns `rollout_logprobs` [L] float32, `versions` [L] int64 (the weights that drew each token) and `side/NAME`
     [L, ...], and the row column `temperature` [R] float32.
     """
     nodes: list[_Node] = []
@@ -199,8 +200,8 @@ def pack(samples: Sequence[Sample], *, share_prefix: bool = True) -> Batch:
 def _runs(sample: Sample) -> list[list[Segment]]:
     """The segments, empty ones dropped, neighbours of one kind together.
 
-    Together they keep the tree shallow: spans of several weight versions are one run. The first segment stays alone, since
-    it is what a group shares.
+    Together they keep the tree shallow: spans of several weight versions are one run. The first segment stays alone,
+    since it is what a group shares.
     """
     runs: list[list[Segment]] = []
     for i, s in enumerate(sample.segments):
@@ -357,8 +358,8 @@ def make_microbatches(batch: Batch, max_tokens: int) -> list[np.ndarray]:
 
 
 def exactly(parts: list[np.ndarray], count: int) -> list[np.ndarray]:
-    """The same rows in `count` parts (0: as they are): empty ones are added where there are fewer, the smallest neighbours
-    joined where there are more (rows that share less than was predicted from their lengths)."""
+    """The same rows in `count` parts (0: as they are): empty ones are added where there are fewer, the smallest
+    neighbours joined where there are more (rows that share less than was predicted from their lengths)."""
     parts = list(parts)
     while count and len(parts) > count:
         at = min(range(len(parts) - 1), key=lambda i: len(parts[i]) + len(parts[i + 1]))

@@ -52,7 +52,8 @@ class Sampling:
             raise ValueError(f"min_p={self.min_p}: must be in [0, 1]")
 
     def of_call(self, max_tokens: int, seed: int) -> Sampling:
-        """The same distribution for one call. Spelled out: `replace` takes twice as long, and this is done per trajectory."""
+        """The same distribution for one call. Spelled out: `replace` takes twice as long, and this is done per
+        trajectory."""
         return Sampling(
             max_tokens=max_tokens,
             temperature=self.temperature,

@@ -140,7 +140,8 @@ def test_a_write_that_does_not_fit_is_refused_as_a_whole(queue):
 
 
 def test_everything_of_a_sample_is_a_column_and_comes_back(queue):
-    """Side channels, media, spans of several versions, components, an adapter: a row is what was put, whatever it holds."""
+    """Side channels, media, spans of several versions, components, an adapter: a row is what was put, whatever it
+    holds."""
     drawn = {"logprobs": np.array([-0.5, -0.25], np.float32), "version": 4}
     routed = np.arange(8, dtype=np.int16).reshape(2, 2, 2)
     plain = sample("plain")

@@ -1,5 +1,5 @@
-"""What the plan of the house promises of a running process: no tensor in the driver, nothing that could not be sent to another
-process, few frames from the command to the loss."""
+"""What the plan of the house promises of a running process: no tensor in the driver, nothing that could not be sent
+to another process, few frames from the command to the loss."""
 
 from __future__ import annotations
 
@@ -132,8 +132,8 @@ def frames_of_verl() -> list[str]:
 
 
 def test_from_the_command_to_the_loss_are_at_most_nine_frames(tmp_path, tiny_model, arithmetic_data, monkeypatch):
-    """What somebody reads who follows `verl train` to the line where the loss is made: the command, the loop, the step, the
-    call to the workers; then the role, the engine, the reduction."""
+    """What somebody reads who follows `verl train` to the line where the loss is made: the command, the loop, the
+    step, the call to the workers; then the role, the engine, the reduction."""
     driver: list[list[str]] = []
     worker: list[list[str]] = []
     update, evaluate = ModelWorkers.update, torch_engine.evaluate_terms

@@ -15,7 +15,7 @@ from verl.nn.linear_logprob import linear_logprob
 from verl.nn.packing import probe_batch
 from verl.objective import Term, TermValue
 from verl.types import Refs, Sample, Segment, ref_of
-from verl.workers.role import columns_of
+from verl.workers.compute import columns_of
 
 NLL = (Term(name="loss", fn=nll, aggregate="token-mean"),)
 

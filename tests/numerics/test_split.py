@@ -26,7 +26,7 @@ from verl.model_engine.optim import OptimSpec
 from verl.model_engine.torch_engine import TorchEngine
 from verl.objective import Term, TermValue
 from verl.types import Metric, Refs, Sample, Segment, merge_metrics, ref_of
-from verl.workers.role import columns_of
+from verl.workers.compute import columns_of
 
 VOCAB = 40
 CRITICS = [f"{name}:critic" for name, preset in PRESETS.items() if preset.critic]

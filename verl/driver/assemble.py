@@ -1,4 +1,5 @@
-"""Config -> parts. The only importer of concrete backends; everything above the protocols is the same code everywhere."""
+"""Config -> parts. The only importer of concrete backends; everything above the protocols is the same code
+everywhere."""
 
 from __future__ import annotations
 
@@ -337,7 +338,8 @@ def _stages(config: Config, command: str, tokenizer: Any) -> tuple[Stage, Stage 
 
 
 def rollout_engine(config: Config, tokenizer: Any, device: str) -> RolloutEngine:
-    """The configured engine, built from the model folder's own config.json (the trainer's has its attention switched)."""
+    """The configured engine, built from the model folder's own config.json (the trainer's has its attention
+    switched)."""
     from transformers import AutoConfig
 
     r = config.rollout
@@ -364,7 +366,8 @@ def max_context_tokens(config: Config, hf_config: Any) -> int:
     limit = hf_config.get_text_config().max_position_embeddings
     if wanted > limit:
         raise ValueError(
-            f"data.max_prompt_tokens + rollout.max_response_tokens = {wanted} tokens, but the model was made for {limit} "
+            f"data.max_prompt_tokens + rollout.max_response_tokens = {wanted} tokens, but the model was made for "
+            f"{limit} "
             "(max_position_embeddings); lower one of them"
         )
     return wanted

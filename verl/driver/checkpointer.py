@@ -33,7 +33,8 @@ class Checkpointer:
         self.resumed = read_state(resumed) if resumed is not None else None
 
     async def save(self, step: int, state: DriverState, best: float | None = None) -> None:
-        """Commit a checkpoint of `step`. OSError (disk full, I/O): nothing of it is left, earlier ones are untouched."""
+        """Commit a checkpoint of `step`. OSError (disk full, I/O): nothing of it is left, earlier ones are
+        untouched."""
         timeout_s = self._learner.config.run.wait_timeout_s
 
         def fill(path: Path) -> None:
@@ -70,7 +71,8 @@ async def load_role(learner: Learner, role: str, checkpoint: Path) -> None:
     path = checkpoint / "state" / role
     if not path.is_dir():
         raise ValueError(
-            f"{checkpoint} has no {role}: it was written by an algorithm without one; start a new run from its hf folder"
+            f"{checkpoint} has no {role}: it was written by an algorithm without one; start a new run from its hf "
+            "folder"
         )
     workers: ModelWorkers = learner.models[role]
     await learner.done(workers.load(path), f"{role}.load")

@@ -1,8 +1,8 @@
 """Who computes which rows: from refs to one plan per rank. Pure: scalars in, scalars out.
 
-A group stays on one rank (its answers share a prompt, a preference pair is compared inside a term), so a rank's share is
-whole groups. Shares are balanced by predicted cost, and every rank is told the same number of micro-batches: in a sharded
-engine each of them is a collective, and a rank that has fewer would hold up the others for ever.
+A group stays on one rank (its answers share a prompt, a preference pair is compared inside a term), so a rank's share
+is whole groups. Shares are balanced by predicted cost, and every rank is told the same number of micro-batches: in a
+sharded engine each of them is a collective, and a rank that has fewer would hold up the others for ever.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ ATTENTION_TOKENS = 8192.0
 class Share:
     """One rank's part of an optimizer step or of an inference pass: rows and where they stand among all rows.
 
-    num_microbatches: on every rank the same; 0 where one rank alone cuts as the budget says. idle: there was no row left for this rank; it computes the one row it is given with a weight of 0, since the collectives
-    of a pass want every rank."""
+    num_microbatches: on every rank the same; 0 where one rank alone cuts as the budget says. idle: there was no row
+    left for this rank; it computes the one row it is given with a weight of 0, since the collectives of a pass want
+    every rank."""
 
     refs: Refs
     rows: tuple[int, ...]
@@ -65,8 +66,8 @@ def in_order(parts: Sequence[tuple[Share, Sequence[T]]]) -> list[T]:
 
 
 def count_microbatches(refs: Refs, max_tokens: int, *, shares_prefix: bool = True) -> int:
-    """How many micro-batches of at most `max_tokens` tokens these rows make: as `batch.make_microbatches` fills them, with
-    a prompt counted once per group and micro-batch."""
+    """How many micro-batches of at most `max_tokens` tokens these rows make: as `batch.make_microbatches` fills them,
+    with a prompt counted once per group and micro-batch."""
     trajectories: dict[str, dict[str, list[int]]] = {}
     for i, ref in enumerate(refs):
         trajectories.setdefault(ref.group_id, {}).setdefault(ref.trajectory_id, []).append(i)

@@ -52,7 +52,8 @@ async def evaluate(run: Run, number: int) -> Metrics:
 
 
 def eval_metrics(mode: str, found: list[Trajectory], sources: list[str], repeats: int) -> Metrics:
-    """Over the trajectories with a valid reward; without any there is an invalid share and no accuracy, never a zero."""
+    """Over the trajectories with a valid reward; without any there is an invalid share and no accuracy, never a
+    zero."""
     by_source: dict[str, list[float]] = defaultdict(list)
     lengths: list[int] = []
     for t, source in zip(found, sources, strict=True):

@@ -1,4 +1,5 @@
-"""The models of a run: folder and role -> engine -> workers. Which engine it is stands in a table of the configuration."""
+"""The models of a run: folder and role -> engine -> workers. Which engine it is stands in a table of the
+configuration."""
 
 from __future__ import annotations
 
@@ -122,7 +123,8 @@ def reward_model(context: ModelContext) -> ModelWorkers | None:
     )
     if ours.get_vocab() != theirs.get_vocab():
         raise ValueError(
-            f"reward.model={folder} has another vocabulary than the policy ({config.model.path}): it would read other words; "
+            f"reward.model={folder} has another vocabulary than the policy ({config.model.path}): it would read "
+            "other words; "
             "train it from a model with the policy's tokenizer"
         )
     engine = _engine(context, optim=None, head="score", path=str(folder))

@@ -13,8 +13,9 @@ from verl.workers.waits import Waits
 
 
 class Publisher:
-    """Owns the version: the number of publishes so far. exclusive: rollout waits during an update, so a publish can read the
-    trainer's weights in place. partial_rollout: running requests go on under new weights, on replicas that can do that."""
+    """Owns the version: the number of publishes so far. exclusive: rollout waits during an update, so a publish can
+    read the trainer's weights in place. partial_rollout: running requests go on under new weights, on replicas that
+    can do that."""
 
     def __init__(
         self,

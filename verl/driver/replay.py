@@ -137,7 +137,8 @@ def _differences(rows: Sequence[SampleRow], refs: Refs, queue: TransferQueue) ->
             if not np.array_equal(was, now):
                 at = int(np.flatnonzero(was != now)[0])
                 out.append(
-                    f"{name} of {row.sample_id} differs first at trainable token {at}: recorded {was[at]:.9g}, now {now[at]:.9g}"
+                    f"{name} of {row.sample_id} differs first at trainable token {at}: recorded {was[at]:.9g}, now "
+                    f"{now[at]:.9g}"
                 )
                 break
     return out

@@ -1,4 +1,5 @@
-"""What a run says of itself: metrics, events, samples, the report, health. One step is over when its metrics are written."""
+"""What a run says of itself: metrics, events, samples, the report, health. One step is over when its metrics are
+written."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ class Controllers(msgspec.Struct):
 
 @dataclass(slots=True, kw_only=True)
 class Learner:
-    """What learns from samples: an algorithm over the workers of its roles. RL runs, supervised runs, a replayed step, the
-    Python face and a user's own flow differ in where the samples come from.
+    """What learns from samples: an algorithm over the workers of its roles. RL runs, supervised runs, a replayed
+    step, the Python face and a user's own flow differ in where the samples come from.
 
     models: actor, and where the algorithm has them ref, critic, reward_model; trainer in a supervised run."""
 

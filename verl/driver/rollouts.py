@@ -82,7 +82,8 @@ class InvalidShare:
         if self.played >= self.least and invalid > self.limit * self.played + chance:
             reasons = "; ".join(f"{n} x {self.examples[r]}" for r, n in self.reasons.most_common(5))
             raise RunEnded(
-                f"{invalid} of {self.played} trajectories had no valid reward (pipeline.max_invalid_share={self.limit}): "
+                f"{invalid} of {self.played} trajectories had no valid reward "
+                f"(pipeline.max_invalid_share={self.limit}): "
                 f"{reasons}"
             )
 
@@ -114,7 +115,8 @@ class RolloutManager:
         max_invalid_share: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """timeout_s: for a wait that no trajectory is the cause of; those have deadlines of their own, which come first."""
+        """timeout_s: for a wait that no trajectory is the cause of; those have deadlines of their own, which come
+        first."""
         self.scheduler = scheduler
         self.cursor = cursor
         self._tasks = tasks
@@ -395,6 +397,7 @@ def metric_of(trajectory: Trajectory, name: str | None) -> float:
         return score.components.get("score", score.value)
     if name not in score.components and name != "score":
         raise ValueError(
-            f"algorithm.filter_metric={name!r} is not a component of the reward ({', '.join(score.components) or 'none'})"
+            f"algorithm.filter_metric={name!r} is not a component of the reward "
+            f"({', '.join(score.components) or 'none'})"
         )
     return score.components.get(name, score.value)

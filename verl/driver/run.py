@@ -146,7 +146,8 @@ class Run:
     # -- private -----------------------------------------------------------------------------------------------------
 
     def _state(self, number: int) -> DriverState:
-        """After `number` steps: the list of all parts that may influence the next one, but for models and optimizers."""
+        """After `number` steps: the list of all parts that may influence the next one, but for models and
+        optimizers."""
         return DriverState(
             step=number,
             version=self.version,

@@ -12,8 +12,8 @@ Invariant, for every step j >= the next one:   groups due by j  <=  prompts_per_
 where `extra` = ceil(oversample x prompts_per_step) is what over-sampling may drop. `admit` keeps it because it counts
 its own group; `release` can only help; `take` hands out a batch only if it still holds for the rest. Hence once nothing
 runs any more, the oldest complete groups are always a legal batch: no group outlives its deadline, and no deadlock.
-Room to admit never runs out either: at a take at most (sync_every - 1) batches are trained but unpublished, which leaves
-at least one batch of slots.
+Room to admit never runs out either: at a take at most (sync_every - 1) batches are trained but unpublished, which
+leaves at least one batch of slots.
 
 At staleness 0 (without over-sampling) the batch is the *head* of the admission order, whatever completes first: what a
 step trains on is then a function of the tasks and their outcomes, not of time, and sync_every steps share one version.
@@ -393,7 +393,8 @@ class Scheduler:
         """One line for an error message: what the next step needs, what is there, and who is in the way."""
         complete = len(self._groups) - self._running
         text = (
-            f"step {self._next_step} needs {self.prompts_per_step} groups: {complete} complete, {self._running} running,"
+            f"step {self._next_step} needs {self.prompts_per_step} groups: {complete} complete, {self._running} "
+            "running,"
             f" {self.free_slots()} slots free"
         )
         oldest = next((g for g in self._groups.values() if not g.complete), None)

@@ -1,4 +1,5 @@
-"""What a supervised run trains on: SFT rows, reward-model pairs, preference pairs. Rows -> samples, token columns and terms."""
+"""What a supervised run trains on: SFT rows, reward-model pairs, preference pairs. Rows -> samples, token columns and
+terms."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ LogprobsOf = Callable[[list[Sample]], Awaitable[list[np.ndarray]]]
 
 
 class Stage(Protocol):
-    """A data set and its objective. `rows(i, names)`: the samples of these entries and their columns [L] in row order."""
+    """A data set and its objective. `rows(i, names)`: the samples of these entries and their columns [L] in row
+    order."""
 
     terms: tuple[Term, ...]
 
@@ -134,7 +136,8 @@ async def reference_logprobs(
     note: Callable[[str], None],
     rows_at_once: int = 64,
 ) -> Reference:
-    """Computed once with the start weights, kept on disk by the content of rows and weights; no reference model after it."""
+    """Computed once with the start weights, kept on disk by the content of rows and weights; no reference model after
+    it."""
     path = cache_path(cache_dir, f"reference_{_key(stage, model_dir, dtype)}")
     found = load_cached(path)
     if found is not None:
@@ -184,7 +187,8 @@ def sample_of(row: Rendered, name: str, group: str | None = None) -> Sample:
 
 
 def scored_sample(row: Rendered, name: str, group: str) -> Sample:
-    """The whole row as context, and one more token: what precedes it is the last of the answer, where the score is read."""
+    """The whole row as context, and one more token: what precedes it is the last of the answer, where the score is
+    read."""
     split = int(np.argmax(row.mask)) or len(row.ids)
     segments = [Segment(ids=row.ids[:split], source="prompt")]
     if split < len(row.ids):

@@ -77,7 +77,8 @@ def read_state(checkpoint: Path) -> DriverState:
     path = checkpoint / "state" / FILE
     if not path.is_file():
         raise ValueError(
-            f"{checkpoint} was written by an earlier version of verl, whose state this one cannot read; start a new run from "
+            f"{checkpoint} was written by an earlier version of verl, whose state this one cannot read; start a new "
+            "run from "
             f"its weights: model.path={checkpoint / 'hf'} and another run.name"
         )
     try:
@@ -103,7 +104,8 @@ def save_group(group: Group, draw: Draw, complete: bool) -> SavedGroup:
 def restore_group(saved: SavedGroup, task: Task) -> Group:
     if task.task_id != saved.task_id:
         raise ValueError(
-            f"row {saved.draw.index} of the training data is {task.task_id}, but it was {saved.task_id} when the checkpoint was "
+            f"row {saved.draw.index} of the training data is {task.task_id}, but it was {saved.task_id} when the "
+            "checkpoint was "
             "written: the data changed; restore it, or start a new run"
         )
     return Group(

@@ -28,8 +28,8 @@ RECORDED = ("logprobs", "entropy")  # of the policy in its first pass over a row
 
 @dataclass(slots=True)
 class Step:
-    """One turn of the driver. index counts from 0; number = index + 1 names it in logs and checkpoints. `trained` are the
-    rows that were trained on, with the rewards that were trained on."""
+    """One turn of the driver. index counts from 0; number = index + 1 names it in logs and checkpoints. `trained` are
+    the rows that were trained on, with the rewards that were trained on."""
 
     index: int
     ledger: TimeLedger = field(default_factory=TimeLedger)

@@ -1,4 +1,5 @@
-"""Supervised runs (SFT, reward models, preferences) on the same roles, queue and terms as RL: rows -> weights -> optimizer steps."""
+"""Supervised runs (SFT, reward models, preferences) on the same roles, queue and terms as RL: rows -> weights ->
+optimizer steps."""
 
 from __future__ import annotations
 

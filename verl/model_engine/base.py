@@ -20,7 +20,8 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Metrics of the terms, and the model outputs of this pass per loss token [L] (detached, on the CPU, batch order)."""
+    """Metrics of the terms, and the model outputs of this pass per loss token [L] (detached, on the CPU, batch
+    order)."""
 
     metrics: Metrics
     columns: Mapping[str, Tensor] = field(default_factory=dict)
@@ -52,9 +53,9 @@ class OneRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineContext:
-    """What every backend builds an engine from, besides its own options. `folder`: a Hugging Face folder · head: lm (policy,
-    reference), value (critic) or score (reward model) · optim: None for a frozen model · dump_dir: where a batch with a
-    non-finite gradient is written."""
+    """What every backend builds an engine from, besides its own options. `folder`: a Hugging Face folder · head: lm
+    (policy, reference), value (critic) or score (reward model) · optim: None for a frozen model · dump_dir: where a
+    batch with a non-finite gradient is written."""
 
     folder: Path
     head: Head = "lm"
@@ -103,7 +104,8 @@ class ModelEngine(Protocol):
         ...
 
     def save(self, path: Path) -> None:
-        """Write weights, optimizer and counters of all ranks into the folder `path`; any number of ranks can load them."""
+        """Write weights, optimizer and counters of all ranks into the folder `path`; any number of ranks can load
+        them."""
         ...
 
     def load(self, path: Path) -> None:

@@ -63,11 +63,11 @@ def evaluate_terms(terms: Sequence[Term], batch: Batch, outputs: Mapping[str, Te
 def first_pass(
     batch: Batch, terms: Sequence[Term], outputs: Mapping[str, Tensor], ranks: Ranks
 ) -> tuple[Batch, list[Term], Metrics]:
-    """For terms with statistics over the whole optimizer step under the current policy: evaluate them on the rows of all
-    ranks, and keep dL/doutput as the weights of the second pass. Exact on every layout.
+    """For terms with statistics over the whole optimizer step under the current policy: evaluate them on the rows of
+    all ranks, and keep dL/doutput as the weights of the second pass. Exact on every layout.
 
-    outputs: those that these terms name, of this rank's rows. Returns the batch with the weights, the terms of the second
-    pass, and the metrics of the whole step (from the first rank alone: they are not a share)."""
+    outputs: those that these terms name, of this rank's rows. Returns the batch with the weights, the terms of the
+    second pass, and the metrics of the whole step (from the first rank alone: they are not a share)."""
     parts = ranks.all_gather(batch.with_columns({f"out/{n}": v.double() for n, v in outputs.items()}))
     step = concat(parts)
     leaves = {n: step.columns[f"out/{n}"].requires_grad_() for n in outputs}
@@ -84,7 +84,8 @@ def first_pass(
 
 
 def _sequence_weight(batch: Batch, name: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(weight [S], mask [L]) of a sequence-unit term; the row column holds the weight at each trajectory's first row."""
+    """(weight [S], mask [L]) of a sequence-unit term; the row column holds the weight at each trajectory's first
+    row."""
     per_row = batch.row_columns[f"w/{name}"].to(device)
     index = torch.from_numpy(batch.sequence).to(device)
     weight = torch.zeros(batch.num_sequences, dtype=per_row.dtype, device=device).index_add(0, index, per_row)

@@ -208,7 +208,8 @@ class TorchEngine:
         return hidden.index_select(0, origin.to(self.device))
 
     def check_packing(self, *, share_prefix: bool) -> float:
-        """Prove packing for this model at start (pitfalls 14); ValueError where it leaks. Returns the largest difference."""
+        """Prove packing for this model at start (pitfalls 14); ValueError where it leaks. Returns the largest
+        difference."""
         if not self._packed:
             return 0.0
         text = self.model.config.get_text_config()
@@ -412,13 +413,14 @@ def _refuse_altered_logits(model: Any) -> None:
 
 
 def build(options: Options, context: EngineContext) -> TorchEngine:
-    """The engine of a folder. A reward model or critic starts from the folder's score head where it has one; a frozen reward
-    model must have one, a trained one starts at 0 (every first score is 0, whatever the seed)."""
+    """The engine of a folder. A reward model or critic starts from the folder's score head where it has one; a frozen
+    reward model must have one, a trained one starts at 0 (every first score is 0, whatever the seed)."""
     c = context
     score = read_score(c.folder) if c.head != "lm" else None
     if c.head == "score" and score is None and c.optim is None:
         raise ValueError(
-            f"{c.folder}: no {SCORE_WEIGHT} in its weights: a language model, not a reward model; train one with verl rm"
+            f"{c.folder}: no {SCORE_WEIGHT} in its weights: a language model, not a reward model; train one with "
+            "verl rm"
         )
     engine = TorchEngine(
         load_causal_lm(c.folder, trust_remote_code=c.trust_remote_code, needs_lm_head=c.head == "lm"),
@@ -465,7 +467,8 @@ def load_causal_lm(path: Path, *, trust_remote_code: bool = False, needs_lm_head
     missing = sorted(n for n in found["missing_keys"] if needs_lm_head or n.startswith(f"{model.base_model_prefix}."))
     if missing:
         raise ValueError(
-            f"model.path={path}: {len(missing)} weights of the model are not there and would start at random, e.g. {missing[:3]}"
+            f"model.path={path}: {len(missing)} weights of the model are not there and would start at random, e.g. "
+            f"{missing[:3]}"
             " (a reward model's folder has no language-model head)"
         )
     return model

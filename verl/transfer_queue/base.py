@@ -12,10 +12,10 @@ from verl.types import Refs, Sample
 class TransferQueue(Protocol):
     """A row exists from `put` until `drop`. Reading a row or column that is not there is a ValueError that names it.
 
-    Everything of a sample is a column (see `rows.py`): what was sampled, its reward, the outputs of models, advantages and
-    the weights of the loss. Whoever made something writes it once; nothing is put a second time. Any thread may call. What
-    was read or written is a copy: later changes on either side are not seen on the other. A call that is refused has
-    changed nothing.
+    Everything of a sample is a column (see `rows.py`): what was sampled, its reward, the outputs of models,
+    advantages and the weights of the loss. Whoever made something writes it once; nothing is put a second time. Any
+    thread may call. What was read or written is a copy: later changes on either side are not seen on the other. A
+    call that is refused has changed nothing.
     """
 
     async def put(self, samples: Sequence[Sample]) -> Refs:

@@ -1,7 +1,7 @@
 """Weights from trainer to rollout as a transaction: begin(version, manifest), tensors, commit, verify.
 
-Tensors go from the trainer's workers to the replicas. What passes through the driver is a `WeightSource`: where the tensors
-are and what they must be.
+Tensors go from the trainer's workers to the replicas. What passes through the driver is a `WeightSource`: where the
+tensors are and what they must be.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class SyncError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor of a manifest. `tied_to`: delivered under that name, not under its own. `checksum`: of the sender's bytes;
-    None where this version does not check them."""
+    """One tensor of a manifest. `tied_to`: delivered under that name, not under its own. `checksum`: of the sender's
+    bytes; None where this version does not check them."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -84,7 +84,8 @@ class SyncReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncContext:
-    """What every backend is built from. probes: token id arrays for the canary (empty: off) · tolerance: largest |dlogp|."""
+    """What every backend is built from. probes: token id arrays for the canary (empty: off) · tolerance: largest
+    |dlogp|."""
 
     probes: Sequence[np.ndarray]
     tolerance: float
@@ -166,7 +167,8 @@ class CheckedReader:
                 )
             if entry.checksum is not None and checksum(tensor) != entry.checksum:
                 raise SyncError(
-                    f"{at}: {name} changed between its manifest and its delivery; an optimizer step overtook the publish"
+                    f"{at}: {name} changed between its manifest and its delivery; an optimizer step overtook the "
+                    "publish"
                 )
             self.delivered.add(name)
             yield name, tensor

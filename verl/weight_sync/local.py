@@ -58,7 +58,8 @@ def open_weights(address: str) -> LocalOutlet:
 
 
 class LocalCheckpointEngine:
-    """See `CheckpointEngine`. probes: token id arrays for the canary (empty: off) · tolerance: largest |dlogp| of it."""
+    """See `CheckpointEngine`. probes: token id arrays for the canary (empty: off) · tolerance: largest |dlogp| of
+    it."""
 
     def __init__(self, *, probes: Sequence[np.ndarray], tolerance: float) -> None:
         assert all(len(ids) > 1 for ids in probes), "a probe needs two tokens: the first one has no log-prob"
@@ -78,7 +79,8 @@ class LocalCheckpointEngine:
         on_inflight: Sequence[PauseMode],
         timeout_s: float,
     ) -> asyncio.Future[SyncReport]:
-        """See `CheckpointEngine`. `timeout_s` is for all of it; a replica that fails or is late does not hold the others."""
+        """See `CheckpointEngine`. `timeout_s` is for all of it; a replica that fails or is late does not hold the
+        others."""
         assert replicas, "nobody to publish to"
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         sent = trainer.send_weights(version, self._probes, copy=not exclusive)
@@ -135,7 +137,8 @@ class LocalCheckpointEngine:
             if not difference <= self._tolerance:  # NaN, too
                 raise SyncError(
                     f"{at}: rollout and trainer log-probs of the canary differ by {difference:.3g} "
-                    f"(sync.canary_tolerance={self._tolerance:g}); the rollout engine does not run the trainer's weights"
+                    f"(sync.canary_tolerance={self._tolerance:g}); the rollout engine does not run the trainer's "
+                    "weights"
                 )
             worst = max(worst, difference)
         return worst

@@ -18,7 +18,8 @@ SAMPLED_VALUES = 256  # of a tensor, evenly spread: enough to tell "did not move
 
 
 class WeightSender:
-    """Held by the role whose weights are published. verify_first: every checksum for so many versions, a sample after."""
+    """Held by the role whose weights are published. verify_first: every checksum for so many versions, a sample
+    after."""
 
     def __init__(self, outlet: Outlet, *, verify_first: int = 3) -> None:
         self._outlet = outlet

@@ -1,5 +1,6 @@
-"""The role without a model: what is a function of the columns of a whole step. Corrections, advantages, and the weights by which
-every loss is a plain sum, computed here once over all rows of an optimizer step; ranks read them as columns."""
+"""The role without a model: what is a function of the columns of a whole step. Corrections, advantages, and the
+weights by which every loss is a plain sum, computed here once over all rows of an optimizer step; ranks read them as
+columns."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ class Compute:
         return {**metrics, **_advantage_metrics(columns, found)}
 
     def weigh(self, steps: Sequence[WeightedStep], terms: tuple[Term, ...], inputs: Sequence[str]) -> None:
-        """Write `w/TERM` and `loss_mask` of the rows of each optimizer step: all denominators are those of the whole step.
+        """Write `w/TERM` and `loss_mask` of the rows of each optimizer step: all denominators are those of the whole
+        step.
 
         A NaN or infinity in one of `inputs` is refused here, before the first gradient."""
         for step in steps:
@@ -79,7 +81,8 @@ class Compute:
             self.queue.write(refs, written)
 
     def mismatch(self, refs: Refs, column: str) -> Metrics:
-        """What the trainer says of the sampled tokens against what the sampler said, over the rows with a valid reward."""
+        """What the trainer says of the sampled tokens against what the sampler said, over the rows with a valid
+        reward."""
         found = self.queue.read(refs, (column, "rollout_logprobs"))
         columns = columns_of(refs, {n: c.values for n, c in found.items()})
         return mismatch_metrics(columns[column], columns["rollout_logprobs"], columns.mask)
@@ -88,8 +91,8 @@ class Compute:
 def columns_of(refs: Refs, token: Mapping[str, Tensor], baselines: Mapping[str, float] | None = None) -> Columns:
     """The layout of these rows; mask = tokens of rows with a valid reward.
 
-    Sequence columns [S]: `score`, `group`, `valid`, `positive` (a valid score above 0), `component/NAME` of dict rewards
-    (NaN where a reward had none), and `baseline` (mean score of the group's baseline trajectories) where given.
+    Sequence columns [S]: `score`, `group`, `valid`, `positive` (a valid score above 0), `component/NAME` of dict
+    rewards (NaN where a reward had none), and `baseline` (mean score of the group's baseline trajectories) where given.
     """
     sequence_names: dict[str, int] = {}
     group_names: dict[str, int] = {}

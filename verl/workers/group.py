@@ -24,9 +24,9 @@ Arguments = Broadcast | Sequence[tuple[Any, ...]]
 class WorkerGroup(Protocol):
     """`submit` enqueues NOW and returns a future; the calls of one worker run in the order of their submission.
 
-    `method` is a function of the worker's class (`Role.infer`), so that a reader and a type checker can follow the call;
-    method and arguments can be pickled. The future holds the results in rank order. When a worker raises, the future has
-    that exception (the first cause, where several raise), and the group serves the next call.
+    `method` is a function of the worker's class (`Role.infer`), so that a reader and a type checker can follow the
+    call; method and arguments can be pickled. The future holds the results in rank order. When a worker raises, the
+    future has that exception (the first cause, where several raise), and the group serves the next call.
     """
 
     @property

@@ -1,5 +1,5 @@
-"""Worker groups in this process: one thread per rank, so that the event loop goes on. Ranks that share one engine (virtual
-ranks) take turns at it, each on its own share: the code of the workers is that of ranks in many processes."""
+"""Worker groups in this process: one thread per rank, so that the event loop goes on. Ranks that share one engine
+(virtual ranks) take turns at it, each on its own share: the code of the workers is that of ranks in many processes."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class VirtualRank:
 
 
 class SharedEngine:
-    """One engine of this process in the hands of several virtual ranks (see `ModelEngine`): their gradients add up in it, and
-    the first of them makes the one optimizer step."""
+    """One engine of this process in the hands of several virtual ranks (see `ModelEngine`): their gradients add up in
+    it, and the first of them makes the one optimizer step."""
 
     def __init__(self, engine: ModelEngine, rank: VirtualRank) -> None:
         self._engine, self._rank = engine, rank
@@ -121,7 +121,8 @@ class SharedEngine:
 
 
 class InprocGroup:
-    """See `WorkerGroup`. `workers`: one object per rank; each has a thread of its own. `ranks`: theirs, if they meet."""
+    """See `WorkerGroup`. `workers`: one object per rank; each has a thread of its own. `ranks`: theirs, if they
+    meet."""
 
     def __init__(self, name: str, workers: Sequence[object], ranks: Sequence[VirtualRank] = ()) -> None:
         assert len(ranks) in (0, len(workers)), f"{len(ranks)} ranks for {len(workers)} workers"

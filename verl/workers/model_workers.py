@@ -1,5 +1,5 @@
-"""The driver's typed hand on its workers: one method per thing that a role does. Every call is enqueued at the call, shares its
-rows out over the ranks, and puts their answers together again."""
+"""The driver's typed hand on its workers: one method per thing that a role does. Every call is enqueued at the call,
+shares its rows out over the ranks, and puts their answers together again."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ class RankStep:
 
 @dataclass(frozen=True, slots=True)
 class UpdatePlan:
-    """The optimizer steps of a turn. inputs: stored columns that the terms read · recorded: model outputs that are written
-    as columns `train_NAME` where a step says so · prefix: of the metrics' names."""
+    """The optimizer steps of a turn. inputs: stored columns that the terms read · recorded: model outputs that are
+    written as columns `train_NAME` where a step says so · prefix: of the metrics' names."""
 
     steps: tuple[RankStep, ...]
     terms: tuple[Term, ...]
@@ -46,7 +46,8 @@ class UpdatePlan:
 
 
 class Role:
-    """One rank of a policy, reference, critic or reward model. See `ModelWorkers` for its calls as the driver makes them."""
+    """One rank of a policy, reference, critic or reward model. See `ModelWorkers` for its calls as the driver makes
+    them."""
 
     def __init__(
         self,
@@ -80,8 +81,8 @@ class Role:
         self.queue.write(step.refs, {column: Ragged(found[name], starts[name]) for name, column in outputs.items()})
 
     def update(self, plan: UpdatePlan) -> Metrics:
-        """The optimizer steps of a turn. What the terms report is this rank's share; what all ranks have in common (norm,
-        rate) is reported by the first."""
+        """The optimizer steps of a turn. What the terms report is this rank's share; what all ranks have in common
+        (norm, rate) is reported by the first."""
         parts: list[Metrics] = []
         extra = tuple(dict.fromkeys(plan.recorded))
         for step in plan.steps:
