@@ -18,7 +18,7 @@ from verl.objective import Term
 from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Metric, Sample, Segment
 from verl.workers.compute import Compute, WeightedStep
-from verl.workers.placement import Placement, ResourcePool
+from verl.workers.placement import Placement
 from verl.workers.role import RankStep, Role
 from verl.workers.waits import DeadlineExpired
 
@@ -28,7 +28,7 @@ from verl.workers.waits import DeadlineExpired
 def test_a_colocated_rollout_sleeps_while_training_and_wakes_whatever_happens():
     async def main():
         replicas = [FakeEngine(), FakeEngine()]
-        placement = Placement(ResourcePool("global"), replicas, colocated=True)
+        placement = Placement(replicas, colocated=True)
         async with placement.training():
             assert [r.asleep for r in replicas] == [True, True]
         assert [r.asleep for r in replicas] == [False, False]
@@ -36,7 +36,7 @@ def test_a_colocated_rollout_sleeps_while_training_and_wakes_whatever_happens():
             async with placement.training():
                 raise KeyError
         assert [r.asleep for r in replicas] == [False, False]
-        async with Placement(ResourcePool("global"), replicas, colocated=False).training():
+        async with Placement(replicas, colocated=False).training():
             assert [r.asleep for r in replicas] == [False, False]
 
     asyncio.run(main())
@@ -50,7 +50,7 @@ def test_a_replica_that_does_not_go_to_sleep_is_named_and_the_others_wake():
     async def main():
         replicas = [FakeEngine(), Insomniac()]
         with pytest.raises(DeadlineExpired, match="replica 1 to sleep"):
-            async with Placement(ResourcePool("global"), replicas, colocated=True, timeout_s=0.02).training():
+            async with Placement(replicas, colocated=True, timeout_s=0.02).training():
                 raise AssertionError("not reached")
         assert not replicas[0].asleep
 

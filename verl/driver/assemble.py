@@ -61,7 +61,7 @@ from verl.workers.compute import Compute
 from verl.workers.group import WorkerGroup
 from verl.workers.inproc import InprocGroup
 from verl.workers.model_workers import ComputeWorker, ModelWorkers
-from verl.workers.placement import Placement, ResourcePool
+from verl.workers.placement import Placement
 from verl.workers.waits import Waits
 
 
@@ -73,6 +73,7 @@ async def assemble(resolved: Resolved, *, progress: LiveProgress | None = None, 
     """Every part of an RL run. What can be wrong with the user's input is found here, cheapest first."""
     config = resolved.config
     set_up_process(config)
+    algorithm = algorithm_of(config.algorithm)
     tokenizer = load_tokenizer_of(config)
     tasks, eval_tasks = _tasks(config, tokenizer)
     claimed = open_run_dir(resolved)
@@ -86,46 +87,22 @@ async def assemble(resolved: Resolved, *, progress: LiveProgress | None = None, 
     engine = policy_engine(context)
     engine.check_packing(share_prefix=shares_prefix(config))
     sync = checkpoint_engine(config, _probes(tasks))
-    algorithm = algorithm_of(config.algorithm)
     actor = workers_of(context, "actor", engine, hf_export=hf_export(config), outlet=sync.outlet())
     models = models_of(context, algorithm, actor) | ({"reward_model": scorer} if scorer is not None else {})
-    learner, queue = learner_of(context, algorithm, models, waits), context.queue
+    learner = learner_of(context, algorithm, models, waits)
     replicas = [rollout_engine(config, tokenizer, context.device) for _ in range(config.rollout.replicas)]
-    decode = decoder(tokenizer)
     for note in (await replicas[0].capabilities()).notes:
         progress.message(note)
     rollout = replicas[0] if len(replicas) == 1 else Router(replicas)
-    recorder = SampleRecorder(queue, claimed.path, decode, groups_per_step=config.track.samples_per_step)
+    recorder = SampleRecorder(
+        context.queue, claimed.path, decoder(tokenizer), groups_per_step=config.track.samples_per_step
+    )
     reporter = _reporter(
         claimed, config, progress, waits, recorder=InprocGroup("recorder", [recorder]), on_step=on_step
     )
-    trajectories = TrajectoryRunner(
-        engine=rollout,
-        loop=_loop_factory(config, tokenizer),
-        reward=reward,
-        decode=decode,
-        waits=waits,
-        seed=config.run.seed,
-        max_attempts=config.pipeline.max_attempts,
-        timeout_s=timeout_s,
-    )
-    in_step = config.pipeline.staleness == 0  # nothing is in flight, and no optimizer step is made, during a publish
-    groups = RolloutManager(
-        scheduler=_scheduler(config, algorithm, total_steps),
-        cursor=Cursor(len(tasks), _data_seed(config), config.data.shuffle),
-        tasks=tasks,
-        trajectories=trajectories,
-        algorithm=algorithm,
-        sampling=sampling_of(config),
-        samples_per_prompt=config.step.samples_per_prompt,
-        queue=queue,
-        events=reporter.events,
-        waits=waits,
-        timeout_s=timeout_s,
-        eager=not in_step,
-        max_invalid_share=config.pipeline.max_invalid_share,
-    )
-    colocated = config.pipeline.placement == "colocated" or (config.pipeline.placement == "auto" and in_step)
+    trajectories = _trajectories(config, tokenizer, rollout, reward, waits)
+    groups = _groups(config, learner, tasks, trajectories, reporter, total_steps)
+    colocated = config.pipeline.placement == "colocated" or (config.pipeline.placement == "auto" and _in_step(config))
     checkpointer = Checkpointer(
         claimed.store, learner, trained_roles(learner), checkpoint_bytes(engine), claimed.resumed
     )
@@ -138,14 +115,14 @@ async def assemble(resolved: Resolved, *, progress: LiveProgress | None = None, 
         trajectories=trajectories,
         eval_tasks=eval_tasks,
         rollout=rollout,
-        placement=Placement(ResourcePool("global"), replicas, colocated=colocated, waits=waits, timeout_s=timeout_s),
+        placement=Placement(replicas, colocated=colocated, waits=waits, timeout_s=timeout_s),
         publisher=Publisher(
             sync,
             actor,
             replicas,
             waits=waits,
             timeout_s=timeout_s,
-            exclusive=in_step,
+            exclusive=_in_step(config),
             partial_rollout=config.pipeline.partial_rollout,
             note=progress.message,
             serve=rollout.serve if isinstance(rollout, Router) else None,
@@ -156,6 +133,52 @@ async def assemble(resolved: Resolved, *, progress: LiveProgress | None = None, 
         lock=claimed.lock,
         close_reward=reward.close,
         first_index=checkpointer.resumed.step if checkpointer.resumed else 0,
+    )
+
+
+def _in_step(config: Config) -> bool:
+    """Nothing is in flight, and no optimizer step is made, while weights are published."""
+    return config.pipeline.staleness == 0
+
+
+def _trajectories(
+    config: Config, tokenizer: Any, rollout: RolloutEngine, reward: RewardFn, waits: Waits
+) -> TrajectoryRunner:
+    return TrajectoryRunner(
+        engine=rollout,
+        loop=_loop_factory(config, tokenizer),
+        reward=reward,
+        decode=decoder(tokenizer),
+        waits=waits,
+        seed=config.run.seed,
+        max_attempts=config.pipeline.max_attempts,
+        timeout_s=config.run.wait_timeout_s,
+    )
+
+
+def _groups(
+    config: Config,
+    learner: Learner,
+    tasks: TaskTable,
+    trajectories: TrajectoryRunner,
+    reporter: Reporter,
+    total_steps: int,
+) -> RolloutManager:
+    assert learner.algorithm is not None
+    return RolloutManager(
+        scheduler=_scheduler(config, learner.algorithm, total_steps),
+        cursor=Cursor(len(tasks), _data_seed(config), config.data.shuffle),
+        tasks=tasks,
+        trajectories=trajectories,
+        algorithm=learner.algorithm,
+        sampling=sampling_of(config),
+        samples_per_prompt=config.step.samples_per_prompt,
+        queue=learner.queue,
+        events=reporter.events,
+        waits=learner.waits,
+        timeout_s=config.run.wait_timeout_s,
+        eager=not _in_step(config),
+        max_invalid_share=config.pipeline.max_invalid_share,
     )
 
 

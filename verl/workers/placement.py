@@ -4,22 +4,9 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 
 from verl.rollout.base import RolloutEngine
 from verl.workers.waits import Waits
-
-
-@dataclass(frozen=True, slots=True)
-class ResourcePool:
-    """Devices that roles share. In one process: one pool, one node."""
-
-    name: str
-    devices_per_node: tuple[int, ...] = (1,)
-
-    @property
-    def num_devices(self) -> int:
-        return sum(self.devices_per_node)
 
 
 class Placement:
@@ -27,14 +14,12 @@ class Placement:
 
     def __init__(
         self,
-        pool: ResourcePool,
         replicas: Sequence[RolloutEngine],
         *,
         colocated: bool,
         waits: Waits | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        self.pool = pool
         self.colocated = colocated
         self._replicas = replicas
         self._waits = waits or Waits()
