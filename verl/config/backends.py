@@ -63,7 +63,7 @@ def full_length_memory(
 def options_of(config: Config, section: str) -> Any:
     """The Options of the chosen engine, of its own type. The configuration is validated."""
     chosen = vars(config)[section]
-    return load(TABLES[section][chosen.engine].options)(**chosen.engine_options)
+    return load(TABLES[section][chosen.engine].options)(**vars(chosen).get("engine_options", {}))
 
 
 def longest_sequence(config: Config) -> int:
