@@ -237,7 +237,7 @@ def _warnings(config: Config, model: ModelFacts, length: RunLength) -> Iterator[
         yield "the tokenizer has no chat template: prompts that are messages need model.chat_template=FILE.jinja"
     if not model.has_output_head:
         yield "config.json says that the output layer is not tied, but no lm_head.weight is stored: it starts random"
-    if config.algorithm.kl_loss_form == "k1":
+    if config.algorithm.given().get("kl_loss_form") == "k1":
         yield "algorithm.kl_loss_form=k1: its gradient is zero on average; k3, or k1+ for the exact gradient"
     e = config.eval
     if e.samples_per_prompt > 1 and e.temperature == 0 and not e.also_sampled:

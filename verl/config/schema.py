@@ -12,6 +12,9 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
+from verl.algorithms.presets import PREFERENCES
+from verl.track.health import Limits
+
 _FINITE = sys.float_info.max
 PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
@@ -19,8 +22,6 @@ Positive = Annotated[float, Meta(gt=0, le=_FINITE)]
 NonNegative = Annotated[float, Meta(ge=0, le=_FINITE)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 PositiveShare = Annotated[float, Meta(gt=0, le=1)]
-Limit = Annotated[float, Meta(ge=0)]
-"""May be inf: never."""
 Betas = Annotated[list[Annotated[float, Meta(ge=0, lt=1)]], Meta(min_length=2, max_length=2)]
 
 
@@ -35,9 +36,6 @@ FIRST_RUN = (
     *("run.name", "run.total_steps"),
 )
 """All that a first run has to think about; every other key has a default that fits."""
-COMPONENT_SECTIONS = ("algorithm", "critic", "preference", "health")
-"""Sections whose keys belong to one component: the specs of an algorithm, the critic's role, the preference losses, the
-health rules. All others are central keys."""
 
 
 @dataclass
@@ -112,57 +110,17 @@ class DataConfig:
 
 @dataclass
 class AlgorithmConfig:
-    name: str = "grpo"
-    """A preset: `verl show algorithms`. What each key may be stands in algorithms/specs.py."""
-    clip_low: float | None = None
-    """Null everywhere below: the preset's value."""
-    clip_high: float | None = None
-    clip_dual: float | None = None
-    aggregation: str | None = None
-    """token-mean | token-sum | seq-mean-token-sum | seq-mean-token-mean | seq-mean-token-sum-norm."""
-    horizon_tokens: int | None = None
-    """Constant C of seq-mean-token-sum-norm."""
-    normalize_by_std: bool | None = None
-    gamma: float | None = None
-    lam: float | None = None
-    value_clip: float | None = None
-    """The critic's values move at most so far from the old ones in its loss."""
-    critic_warmup_steps: int | None = None
-    """Value pretraining: the policy is not updated for so many steps (vapo: 50)."""
-    critic_warmup_until: float | None = None
-    """... or earlier, as soon as the critic explains this share of the returns' variance."""
-    kl_loss_coef: float | None = None
-    kl_loss_form: str | None = None
-    """k1 | abs | k2 | k3, with + for the straight-through k2 gradient."""
-    kl_reward_coef: float | None = None
-    kl_reward_form: str | None = None
-    kl_reward_target: float | None = None
-    """Set: adaptive controller (1909.08593); null: fixed."""
-    kl_reward_horizon: float | None = None
-    entropy_coef: float | None = None
-    loss: str | None = None
-    """`module:function`, a user's own per-token loss in place of the preset's policy term."""
-    advantage: str | None = None
-    """`module:function`, a user's own estimator."""
-    filter_groups: bool | None = None
-    """Dynamic sampling: groups without reward variance are rejected and refilled."""
-    filter_metric: str | None = None
-    """The reward component that dynamic sampling looks at. Null: the score."""
-    max_draws_per_group: float | None = None
-    """Dynamic sampling stops the run when it has drawn this many groups per group needed in a step."""
-    on_exhausted: str | None = None
-    """When that happens: stop | smaller (train on what there is, with the right denominator)."""
-    correction: str | None = None
-    """Weights trainer/sampler on the policy loss: truncate (TIS) | clamp | icepop | mask (drop outside the bounds). Null: the preset's."""
-    bypass: bool | None = None
-    """The sampler's log-probs are the old policy; no pass of the trainer for them."""
+    name: str = "grpo"  # A preset: `verl show algorithms`.
+    loss: str | None = None  # `module:function`, a user's own per-token loss in place of the preset's policy term.
+    advantage: str | None = None  # `module:function`, a user's own estimator.
     options: dict[str, Any] = field(default_factory=dict)
-    """What few algorithms have, by name (`verl show algorithm=NAME`): options.length_adaptive_alpha=0.05, ..."""
+    """The settings of algorithms/specs.py; null: the preset's. Most are keys of the tree (`algorithm.clip_low`, see
+    tree.py); what few algorithms have is set as options.NAME (`verl show algorithm=NAME`)."""
 
     def given(self) -> dict[str, Any]:
         """The settings that are given, by key; the preset has the others."""
-        own = {k: v for k, v in vars(self).items() if k not in ("name", "options") and v is not None}
-        return {**self.options, **own}
+        every = {**self.options, "loss": self.loss, "advantage": self.advantage}
+        return {key: value for key, value in every.items() if value is not None}
 
 
 @dataclass
@@ -274,15 +232,6 @@ class SyncConfig:
 
 
 @dataclass
-class HealthConfig:
-    mismatch_stop: Limit = 0.5  # k3 KL (rollout || trainer) per token above which the run stops.
-    mismatch_warn: Limit = 0.05
-    entropy_floor: float = 0.001  # Warn below, in nats per token.
-    zero_variance_warn: Share = 0.9
-    truncated_warn: Share = 0.5
-
-
-@dataclass
 class TrackConfig:
     sinks: list[Annotated[str, words("console|jsonl|tensorboard|wandb")]] = field(
         default_factory=lambda: ["console", "jsonl"]
@@ -301,11 +250,7 @@ class SupervisedConfig:
 
 @dataclass
 class PreferenceConfig:
-    loss: Annotated[
-        str,
-        words("dpo|cdpo|dpo_norm|ld_dpo|robust|hinge|ipo|apo_zero|rpo|rpo_sq|rpo_bwd_kl|rpo_fwd_kl|orpo|simpo|cpo|kto"),
-    ] = "dpo"
-    """Of `verl dpo`."""
+    loss: Annotated[str, words("|".join(PREFERENCES))] = "dpo"  # Of `verl dpo`.
     beta: Positive | None = None  # Null: the loss's own (0.1 for most).
     options: dict[str, Any] = field(default_factory=dict)
     """What only some losses have: label_smoothing, alpha, gamma, eta, average, normalization, ..."""
@@ -329,7 +274,7 @@ class Config:
     reward: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
-    health: HealthConfig = field(default_factory=HealthConfig)
+    health: Limits = field(default_factory=Limits)
     track: TrackConfig = field(default_factory=TrackConfig)
     supervised: SupervisedConfig = field(default_factory=SupervisedConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)

@@ -83,7 +83,7 @@ def _divisors(number: int) -> str:
 def _settings(config: Config) -> Iterator[str]:
     """algorithm.*: what the specs of the preset say of it."""
     a, known = config.algorithm, knobs()
-    unknown = [name for name in a.options if not known.get(name)]
+    unknown = [name for name in a.options if name not in known]
     yield from map(unknown_option, unknown)
     if not unknown:
         try:
