@@ -246,8 +246,8 @@ def _warnings(config: Config, model: ModelFacts, length: RunLength) -> Iterator[
         yield f"optim.min_lr_ratio={config.optim.min_lr_ratio:g} does nothing with optim.schedule=constant"
     if length.rows is not None and length.steps == 0:
         yield (
-            f"{length.rows} rows x {config.run.total_epochs} epochs are fewer than the {config.step.prompts_per_step} of "
-            "a step: raise run.total_epochs, or lower the batch"
+            f"{length.rows} rows x {config.run.total_epochs} epochs are fewer than the {config.step.prompts_per_step} "
+            "of a step: raise run.total_epochs, or lower the batch"
         )
     if config.run.save_every_steps == 0 and (length.steps or 0) > 500:
         yield f"run.save_every_steps=0: {length.steps} steps with one checkpoint, at the end"

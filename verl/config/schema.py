@@ -30,6 +30,7 @@ def words(choices: str) -> Meta:
     return Meta(pattern=f"^({choices})$", extra={"words": tuple(choices.split("|"))})
 
 
+Sink = Annotated[str, words("console|jsonl|tensorboard|wandb")]
 FIRST_RUN = (
     *("model.path", "data.train_files", "data.eval_files", "data.max_prompt_tokens", "reward.path", "algorithm.name"),
     *("step.prompts_per_step", "step.samples_per_prompt", "rollout.max_response_tokens", "optim.lr"),
@@ -43,27 +44,21 @@ class RunConfig:
     name: str = "run"  # The run directory is `<root_dir>/<name>`.
     root_dir: str = "runs"
     seed: int = 0
-    total_steps: PositiveInt | None = None
-    """Steps of the loop. Null: derived from `total_epochs` and the length of the data."""
+    total_steps: PositiveInt | None = None  # Of the loop. Null: derived from `total_epochs` and the length of the data.
     total_epochs: PositiveInt = 1
-    resume: str = "auto"
-    """auto: continue from the latest valid checkpoint of the run directory · never: refuse a used directory · PATH."""
-    deterministic: bool = False
-    """Fixed decode shapes, so that a run that was cut is bitwise equal where batch composition is not."""
+    resume: str = "auto"  # auto: from the latest valid checkpoint in its folder · never: refuse a used one · PATH
+    deterministic: bool = False  # Fixed decode shapes: a cut run is bitwise equal where batch composition is not.
     save_every_steps: NonNegativeInt = 0  # 0: only at the end (and on SIGTERM).
     keep_last_checkpoints: PositiveInt = 2
     keep_every_steps: NonNegativeInt = 0  # Checkpoints of these steps are never pruned. 0: none.
-    keep_best: str | None = None
-    """A metric name (`eval/acc/greedy`): the checkpoint with its best value is never pruned."""
+    keep_best: str | None = None  # A metric (`eval/acc/greedy`): the checkpoint with its best value is never pruned.
     eval_every_steps: NonNegativeInt = 0
     eval_before: bool = True
     eval_after: bool = True
     threads: PositiveInt | None = None  # CPU threads for torch. Null: all cores.
     virtual_ranks: PositiveInt = 1
-    """Data-parallel ranks inside this process that take turns at one engine: the dispatch of many processes, for tests and
-    curiosity. The groups of an optimizer step must divide by it."""
-    wait_timeout_s: Positive = 600.0
-    """Deadline of one wait inside the loop (worker call, publish, batch). What was waited for is in the error."""
+    """Data-parallel ranks in this process, taking turns at one engine; must divide the groups of an optimizer step."""
+    wait_timeout_s: Positive = 600.0  # Deadline of a wait in the loop (call, publish, batch); the error says for what.
 
 
 @dataclass
@@ -71,8 +66,7 @@ class ModelConfig:
     path: str = "???"  # A Hugging Face folder (config.json, safetensors, tokenizer).
     tokenizer_path: str | None = None
     chat_template: str | None = None  # A Jinja file that replaces the tokenizer's template.
-    template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Passed to apply_chat_template (enable_thinking: false, ...)."""
+    template_kwargs: dict[str, Any] = field(default_factory=dict)  # For apply_chat_template (enable_thinking: false).
     trust_remote_code: bool = False
     dtype: Annotated[str, words("auto|bfloat16|float32")] = "auto"
     """Compute precision over float32 masters. auto: bfloat16 where the device computes it natively, else float32 (a CPU
@@ -80,23 +74,19 @@ class ModelConfig:
     device: Annotated[str, words("auto|cpu|cuda")] = "auto"
     gradient_checkpointing: bool = False
     engine: str = "torch"
-    engine_options: dict[str, Any] = field(default_factory=dict)
-    """The training engine's own (model_engine/options.py): attention, share_prefix."""
+    engine_options: dict[str, Any] = field(default_factory=dict)  # Of model_engine/options.py: attention, ...
 
 
 @dataclass
 class DataConfig:
-    train_files: list[str] = field(default_factory=list)
-    """JSONL or Parquet; local paths or any fsspec URL (s3://, gs://, ...)."""
+    train_files: list[str] = field(default_factory=list)  # JSONL or Parquet; paths or fsspec URLs (s3://, ...).
     eval_files: list[str] = field(default_factory=list)
     prompt_key: str = "prompt"
     messages_key: str = "messages"  # SFT rows: the conversation.
     tools_key: str | None = None
     max_prompt_tokens: PositiveInt = 1024
-    filter_overlong_prompts: bool = True
-    """False: an over-long prompt is an error unless `truncation` says left or right."""
-    truncation: Annotated[str, words("error|left|right|middle")] = "error"
-    """For prompts over the limit when they are not filtered."""
+    filter_overlong_prompts: bool = True  # False: an over-long prompt is an error unless `truncation` is left or right.
+    truncation: Annotated[str, words("error|left|right|middle")] = "error"  # Of over-long prompts not filtered.
     shuffle: bool = True
     seed: int | None = None  # Of the shuffle. Null: run.seed.
     max_rows: PositiveInt | None = None
@@ -104,8 +94,7 @@ class DataConfig:
     num_workers: NonNegativeInt = 2  # Processes that render, tokenise and filter.
     cache_dir: str | None = None  # Tokenised rows by content hash. Null: ~/.cache/verl.
     system_prompt: str | None = None  # Prepended when a row has no system message.
-    max_tokens_per_row: Annotated[int, Meta(ge=2)] = 1024
-    """SFT: rows longer than this are refused or cut as `truncation` says."""
+    max_tokens_per_row: Annotated[int, Meta(ge=2)] = 1024  # SFT: longer rows are refused or cut, by `truncation`.
 
 
 @dataclass
@@ -129,8 +118,7 @@ class StepConfig:
     samples_per_prompt: PositiveInt = 8
     updates_per_step: PositiveInt = 1  # Optimizer steps per step; each takes an equal share of the groups.
     epochs_per_step: PositiveInt = 1  # Passes over the step's samples (verl: ppo_epochs).
-    max_tokens_per_microbatch: PositiveInt = 16384
-    """Tokens of one forward and backward pass; a sequence is never split."""
+    max_tokens_per_microbatch: PositiveInt = 16384  # Of one forward and backward pass; a sequence is never split.
 
 
 @dataclass
@@ -144,11 +132,9 @@ class OptimConfig:
     """After the warm-up. wsd: stable, then linear over the last `decay_ratio` of the run."""
     decay_ratio: PositiveShare = 0.2
     warmup_steps: NonNegativeInt = 0  # Optimizer steps. The first update uses lr / (warmup_steps + 1), never 0.
-    warmup_ratio: Share = 0.0
-    """Share of all optimizer steps that warms up, where `warmup_steps` is 0 (`plan.warmup_steps` resolves it)."""
+    warmup_ratio: Share = 0.0  # Share of all optimizer steps that warms up, where `warmup_steps` is 0.
     min_lr_ratio: Share = 0.0
-    max_skipped_updates: NonNegativeInt = 3
-    """Non-finite gradients in a row that are skipped (batch dumped) before the run stops."""
+    max_skipped_updates: NonNegativeInt = 3  # Non-finite gradients in a row skipped (batch dumped) before a stop.
 
 
 @dataclass
@@ -168,8 +154,7 @@ class RolloutConfig:
     dtype: Annotated[str, words("auto|float32|bfloat16")] = "auto"
     """auto: as the trainer computes · float32 · bfloat16."""
     temperature: NonNegative = 1.0
-    top_p: PositiveShare = 1.0
-    """Anything that truncates the distribution is refused for training: the trainer cannot reproduce it."""
+    top_p: PositiveShare = 1.0  # Truncation is refused for training: the trainer cannot reproduce it.
     top_k: NonNegativeInt = 0
     min_p: Share = 0.0
     stop: list[str] = field(default_factory=list)
@@ -177,18 +162,15 @@ class RolloutConfig:
     ignore_eos: bool = False
     max_response_tokens: PositiveInt = 1024
     max_concurrent_sequences: PositiveInt = 256
-    engine_options: dict[str, Any] = field(default_factory=dict)
-    """The rollout engine's own. native (rollout/native/options.py): max_kv_tokens, prefix_cache_tokens, ..."""
+    engine_options: dict[str, Any] = field(default_factory=dict)  # Of rollout/native/options.py: max_kv_tokens, ...
 
 
 @dataclass
 class PipelineConfig:
-    staleness: NonNegative = 0.0
-    """0: synchronous. Groups may be trained at most ceil(staleness) versions after their admission."""
+    staleness: NonNegative = 0.0  # 0: synchronous. A group is trained at most ceil(staleness) versions after admission.
     sync_every: PositiveInt = 1  # Publish the weights every so many steps.
     partial_rollout: bool = False  # In-flight generations continue under new weights (versions are per span).
-    oversample: NonNegative = 0.0
-    """Extra groups admitted, as a share of a step; the surplus is kept if its deadline allows."""
+    oversample: NonNegative = 0.0  # Extra groups admitted, as a share of a step; kept if their deadline allows.
     max_attempts: PositiveInt = 2  # Tries of one trajectory whose rollout failed or whose reward is Invalid.
     max_invalid_share: Share = 0.2  # Stop when more than this share of a step's trajectories had no valid reward.
 
@@ -233,10 +215,7 @@ class SyncConfig:
 
 @dataclass
 class TrackConfig:
-    sinks: list[Annotated[str, words("console|jsonl|tensorboard|wandb")]] = field(
-        default_factory=lambda: ["console", "jsonl"]
-    )
-    """jsonl is always written."""
+    sinks: list[Sink] = field(default_factory=lambda: ["console", "jsonl"])  # jsonl is always written.
     project: str = "verl"
     samples_per_step: NonNegativeInt = 0  # Trajectories kept per step in samples/. 0: all (replay needs all).
     report_every_steps: NonNegativeInt = 0  # 0: the report is written at the end.
@@ -254,10 +233,8 @@ class PreferenceConfig:
     beta: Positive | None = None  # Null: the loss's own (0.1 for most).
     options: dict[str, Any] = field(default_factory=dict)
     """What only some losses have: label_smoothing, alpha, gamma, eta, average, normalization, ..."""
-    center_coef: NonNegative = 0.0
-    """verl rm: weight of (r_chosen + r_rejected)^2, which keeps scores around 0 (0.01 is usual)."""
-    use_margin: bool = False
-    """verl rm: subtract the rows' margin (or the difference of their scores) inside the sigmoid."""
+    center_coef: NonNegative = 0.0  # verl rm: weight of (r_chosen + r_rejected)^2, to keep scores around 0 (0.01).
+    use_margin: bool = False  # verl rm: subtract the rows' margin (or their scores' difference) inside the sigmoid.
 
 
 @dataclass
