@@ -121,8 +121,10 @@ class _Work:
                     self._note(row, "ignored", f"{' and '.join(row.targets)} is given")
             elif row.action == "ignored":
                 self._note(row, "ignored", row.text)
+            elif row.action == "refused" and any(same_value(self.values[key], text) for text in row.harmless):
+                self._note(row, "ignored", "has no effect at this value")
             elif row.action == "refused":
-                self._refused(row)
+                self.problems.append(f"{key}={self.texts[key]}: {row.text}")
             elif not row.joint:
                 self._single(row)
         if not self.use_defaults:
@@ -153,12 +155,9 @@ class _Work:
     def _note(self, row: KeyRow, action: Action, text: str) -> None:
         self.notes.append(Note(row.key, self.texts.get(row.key, ""), action, text))
 
-    def _refused(self, row: KeyRow) -> None:
-        allowed = row.rule.removeprefix("except:").split(",") if row.rule else []
-        if any(same_value(self.values[row.key], text) for text in allowed):
-            self._note(row, "ignored", "has no effect at this value")
-        else:
-            self.problems.append(f"{row.key}={self.texts[row.key]}: {row.text}")
+    def _mapped(self, row: KeyRow, targets: Iterable[str]) -> None:
+        values = {t: self.found[t].value if t in self.found else self.native.get(t) for t in targets}
+        self._note(row, "mapped", ", ".join(f"{target}={text_of(value)}" for target, value in values.items()))
 
     def _single(self, row: KeyRow) -> None:
         given = row.key in self.values
@@ -175,7 +174,7 @@ class _Work:
         for target in row.targets:
             self._set(target, value, [row.key] if given else [])
         if given:
-            self._note(row, "mapped", self._said(row.targets))
+            self._mapped(row, row.targets)
 
     def _joint(self, rule: str) -> None:
         rows = {k: r for k, r in key_rows().items() if r.joint == rule}
@@ -196,11 +195,7 @@ class _Work:
             if key in view.ignored:
                 self._note(rows[key], "ignored", view.ignored[key])
             else:
-                self._note(rows[key], "mapped", self._said(t for t in rows[key].targets if t in results))
-
-    def _said(self, targets: Iterable[str]) -> str:
-        values = {t: self.found[t].value if t in self.found else self.native.get(t) for t in targets}
-        return ", ".join(f"{target}={text_of(value)}" for target, value in values.items())
+                self._mapped(rows[key], (t for t in rows[key].targets if t in results))
 
     def _set(self, target: str, value: Any, keys: Sequence[str]) -> None:
         """`keys`: verl's keys that say so; none: verl's default."""
