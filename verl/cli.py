@@ -130,8 +130,8 @@ def _report(finished: Finished) -> int:
 
 
 def evaluate(args: list[str]) -> int:
-    name = [] if any(a.startswith("run.name=") for a in args) else ["run.name=eval"]
-    resolved = _load([*args, *name, "run.resume=auto"])
+    run = [] if any(a.startswith("run.name=") for a in args) else ["run.name=eval"]
+    resolved = _load([*args, *run, "run.resume=auto"])
     from verl.driver.launch import run_eval
 
     for name, value in sorted(run_eval(resolved).values.items()):

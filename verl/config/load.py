@@ -45,12 +45,10 @@ PATH_KEYS = (
 
 @dataclass(frozen=True)
 class Resolved:
-    """`origins`: leaf key -> default | recipe NAME | command line | verl key ... | verl's default; also of each engine
-    option that is given. `notes`: what became of verl's keys on this command line."""
-
     config: Config
     origins: dict[str, str]
-    notes: tuple[Note, ...] = ()
+    """Leaf key, or given engine option -> default | recipe NAME | command line | verl key ... | verl's default."""
+    notes: tuple[Note, ...] = ()  # What became of verl's keys on this command line.
 
 
 def load_config(overrides: Sequence[str], *, verl_defaults: VerlDefaults | None = None) -> Resolved:
@@ -92,14 +90,10 @@ def _split_recipe(overrides: Sequence[str]) -> tuple[str | None, list[str]]:
     return str(parsed.value), [a for a in overrides if a is not recipes[0]]
 
 
-def recipe_names() -> dict[str, str]:
-    """Packaged recipes by name, with the first comment line of each."""
-    found = {}
-    for file in resources.files("verl.recipes").iterdir():
-        if file.name.endswith(".yaml"):
-            head = file.read_text(encoding="utf-8").splitlines()[:1]
-            found[file.name.removesuffix(".yaml")] = head[0].lstrip("# ") if head else ""
-    return dict(sorted(found.items()))
+def recipe_names() -> list[str]:
+    """Of the packaged recipes."""
+    names = [file.name for file in resources.files("verl.recipes").iterdir()]
+    return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
 
 
 def _recipe_settings(recipe: str, chain: tuple[str, ...], folder: Path | None = None) -> Iterator[Setting]:

@@ -22,6 +22,9 @@ from verl.config.schema import Config
 from verl.data.files import expand_files, format_of
 from verl.driver.scheduler import Scheduler
 
+STATE_BYTES = 12
+"""Of a checkpoint per parameter, beside the weights as they are stored: float32 masters and two optimizer states."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSizes:
@@ -67,17 +70,6 @@ class RolloutSizes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Disk:
-    """`kept`: checkpoints on disk at once, the one being written included."""
-
-    weights_bytes: int
-    state_bytes: int
-    checkpoint_bytes: int
-    kept: int
-    total_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     run_dir: str
     algorithm: str
@@ -86,7 +78,8 @@ class Plan:
     length: RunLength
     rollout: RolloutSizes
     memory: Memory
-    disk: Disk
+    checkpoint_bytes: int
+    checkpoints_kept: int  # On disk at once, the one being written included.
     warnings: tuple[str, ...]
 
     def to_json(self) -> str:
@@ -98,6 +91,7 @@ def make_plan(config: Config) -> Plan:
     """Derive the sizes of a validated configuration."""
     model, step = describe_model(config.model.path, config.model.tokenizer_path), step_sizes(config)
     length = _run_length(config, step)
+    update_tokens = step.max_tokens // step.updates
     return Plan(
         run_dir=f"{config.run.root_dir}/{config.run.name}",
         algorithm=config.algorithm.name,
@@ -105,8 +99,9 @@ def make_plan(config: Config) -> Plan:
         step=step,
         length=length,
         rollout=_rollout_sizes(config, model),
-        memory=estimate_memory(config, model, needs_reference(config), step.max_tokens // step.updates),
-        disk=_disk(config, model),
+        memory=estimate_memory(config, model, needs_reference(config), update_tokens),
+        checkpoint_bytes=model.stored_bytes + STATE_BYTES * model.parameters,
+        checkpoints_kept=config.run.keep_last_checkpoints + (config.run.keep_best is not None) + 1,
         warnings=tuple(_warnings(config, model, length)),
     )
 
@@ -174,9 +169,8 @@ def _rollout_sizes(config: Config, model: ModelFacts) -> RolloutSizes:
 
 def total_steps(config: Config, rows: int, rows_per_step: int) -> int:
     """Of the loop on `rows` training rows. Epochs follow each other without a gap; the rest below a step is left."""
-    if config.run.total_steps is not None:
-        return config.run.total_steps
-    return rows * config.run.total_epochs // rows_per_step
+    given = config.run.total_steps
+    return rows * config.run.total_epochs // rows_per_step if given is None else given
 
 
 def warmup_steps(config: Config, optimizer_steps: int) -> int:
@@ -216,16 +210,6 @@ def count_rows(files: list[str]) -> int | None:
     return total
 
 
-# -- bytes -------------------------------------------------------------------------------------------------------------
-
-
-def _disk(config: Config, model: ModelFacts) -> Disk:
-    """A checkpoint: a Hugging Face folder in the stored precision, float32 masters and two optimizer states."""
-    weights, state = model.stored_bytes, 12 * model.parameters
-    kept, one = config.run.keep_last_checkpoints + (config.run.keep_best is not None) + 1, weights + state
-    return Disk(weights_bytes=weights, state_bytes=state, checkpoint_bytes=one, kept=kept, total_bytes=kept * one)
-
-
 def needs_reference(config: Config) -> bool:
     """Whether a KL term needs a frozen copy of the policy."""
     return "ref" in settled(config.algorithm.name, config.algorithm.given()).roles()
@@ -253,25 +237,18 @@ def _warnings(config: Config, model: ModelFacts, length: RunLength) -> Iterator[
         yield f"run.save_every_steps=0: {length.steps} steps with one checkpoint, at the end"
 
 
-# -- text --------------------------------------------------------------------------------------------------------------
-
-
 def render_plan(plan: Plan) -> str:
     """The plan as aligned plain text."""
-    step, disk = plan.step, plan.disk
-    tokens = (
-        f"at most {step.max_tokens:,} per step, {step.longest_row_tokens:,} per row, "
-        f"{step.max_tokens_per_microbatch:,} per micro-batch"
-    )
-    parts = f"weights {_gib(disk.weights_bytes)} + state {_gib(disk.state_bytes)}"
-    kept = f"at most {disk.kept} at once: {_gib(disk.total_bytes)} in {plan.run_dir}"
+    step, weights, one, kept = plan.step, plan.model.stored_bytes, plan.checkpoint_bytes, plan.checkpoints_kept
+    tokens = f"at most {step.max_tokens:,} per step, {step.longest_row_tokens:,} per row, "
+    parts = f"weights {_gib(weights)} + state {_gib(one - weights)}"
     lines = {
         "model": _model_line(plan.model),
         "step": _step_line(step),
-        "tokens": tokens,
+        "tokens": f"{tokens}{step.max_tokens_per_microbatch:,} per micro-batch",
         "run": _run_line(plan.length),
         "rollout": _rollout_line(plan.rollout),
-        "disk": f"checkpoint {_gib(disk.checkpoint_bytes)} ({parts}), {kept}",
+        "disk": f"checkpoint {_gib(one)} ({parts}), at most {kept} at once: {_gib(kept * one)} in {plan.run_dir}",
     }
     text = [*(f"{name:<9} {said}" for name, said in lines.items()), "", *_memory_lines(plan.memory)]
     text += ["", *(f"warning: {w}" for w in plan.warnings)] if plan.warnings else []
@@ -306,12 +283,11 @@ def _run_line(n: RunLength) -> str:
 
 
 def _rollout_line(r: RolloutSizes) -> str:
-    slots = f"{_count(r.slots, 'slot')}" + (f" + {r.surplus} surplus" if r.surplus else "")
-    flight = f"{slots} = {r.trajectories_in_flight:,} trajectories in flight"
+    slots = _count(r.slots, "slot") + (f" + {r.surplus} surplus" if r.surplus else "")
     cache = f" + prefix cache {_gib(r.prefix_cache_tokens * r.kv_bytes_per_token)}" if r.prefix_cache_tokens else ""
     return (
-        f"{r.engine}, {flight}, {r.concurrent_sequences} at a time; KV {r.kv_tokens:,} tokens x "
-        f"{r.kv_bytes_per_token:,} B = {_gib(r.kv_tokens * r.kv_bytes_per_token)}{cache}"
+        f"{r.engine}, {slots} = {r.trajectories_in_flight:,} trajectories in flight, {r.concurrent_sequences} at a time"
+        f"; KV {r.kv_tokens:,} tokens x {r.kv_bytes_per_token:,} B = {_gib(r.kv_tokens * r.kv_bytes_per_token)}{cache}"
     )
 
 
