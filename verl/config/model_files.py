@@ -65,10 +65,8 @@ def find_model_folder(path: str) -> Path:
     if found is not None:
         return found
     if _HUB_ID.fullmatch(path):
-        raise ValueError(
-            f"model.path={path}: no such folder, and not in the cache {_hub_cache()}; download it first: "
-            f"hf download {path} --local-dir FOLDER, then model.path=FOLDER"
-        )
+        fix = f"download it first: hf download {path} --local-dir FOLDER, then model.path=FOLDER"
+        raise ValueError(f"model.path={path}: no such folder, and not in the cache {_hub_cache()}; {fix}")
     raise ValueError(f"model.path={path}: no such folder; give {_WANTED}")
 
 

@@ -54,10 +54,8 @@ def _sizes(config: Config, command: Command) -> Iterator[str]:
             )
         prompts, updates, ranks = step.prompts_per_step, step.updates_per_step, config.run.virtual_ranks
         if prompts % updates:
-            yield (
-                f"step.prompts_per_step={prompts} is not divisible by step.updates_per_step={updates}: every update "
-                f"takes the same number of groups; use {_divisors(prompts)}"
-            )
+            fix = f"every update takes the same number of groups; use {_divisors(prompts)}"
+            yield f"step.prompts_per_step={prompts} is not divisible by step.updates_per_step={updates}: {fix}"
         if (groups := prompts // updates) % ranks:
             yield (
                 f"run.virtual_ranks={ranks} does not divide the {groups} groups of an optimizer step "
@@ -134,10 +132,8 @@ def _optimizer(config: Config) -> Iterator[str]:
         both = f"optim.warmup_steps={o.warmup_steps} and optim.warmup_ratio={o.warmup_ratio:g}"
         yield f"{both} both say it: leave one out"
     if h.mismatch_warn > h.mismatch_stop:
-        yield (
-            f"health.mismatch_warn={h.mismatch_warn:g} is above health.mismatch_stop={h.mismatch_stop:g}: "
-            "the run would stop before it warns"
-        )
+        fix = "the run would stop before it warns"
+        yield f"health.mismatch_warn={h.mismatch_warn:g} is above health.mismatch_stop={h.mismatch_stop:g}: {fix}"
 
 
 def _reward(config: Config) -> Iterator[str]:
