@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -36,19 +37,14 @@ All keys: `verl show config`; verl's own keys (data.train_batch_size=..., actor_
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
-    if not args or args[0] in ("-h", "--help", "help"):
+    if not args or args[0] in ("-h", "--help", "help") or args[1:2] in (["-h"], ["--help"]):
         print(USAGE)
         return 0 if args else 2
     verb, rest = args[0], args[1:]
-    if verb not in VERBS:
-        import difflib
-
-        near = difflib.get_close_matches(verb, VERBS, 1)
-        return _fail(f"there is no verb {verb!r}" + (f"; did you mean {near[0]!r}?" if near else "") + " (verl --help)")
-    if rest and rest[0] in ("-h", "--help"):
-        print(USAGE)
-        return 0
-    return guarded(lambda: VERBS[verb](rest))
+    if verb in VERBS:
+        return guarded(lambda: VERBS[verb](rest))
+    near = difflib.get_close_matches(verb, VERBS, 1)
+    return _fail(f"there is no verb {verb!r}" + (f"; did you mean {near[0]!r}?" if near else "") + " (verl --help)")
 
 
 def guarded(work: Callable[[], int]) -> int:
@@ -111,12 +107,11 @@ def supervised(args: list[str], command: Supervised, *, verl_defaults: VerlDefau
 
 def _load(args: Sequence[str], verl_defaults: VerlDefaults | None = None) -> Resolved:
     """The configuration; what became of verl's keys is printed."""
+    from verl.config.compat.translate import render_notes
     from verl.config.load import load_config
 
     resolved = load_config(args, verl_defaults=verl_defaults)
     if resolved.notes:
-        from verl.config.compat.translate import render_notes
-
         print(render_notes(resolved.notes))
     return resolved
 
@@ -127,22 +122,16 @@ def _report(finished: Finished) -> int:
     shown = ("eval/acc", "val/loss", "val/acc", "val/rewards/acc")
     evals = {k.removeprefix("eval/"): v for k, v in sorted(finished.evals.items()) if k.startswith(shown)}
     accuracy = ", ".join(f"{name} {value:.3f}" for name, value in evals.items())
-    print(
-        f"{finished.steps} steps in {finished.seconds:.0f} s"
-        + (f"; {accuracy}" if accuracy else "")
-        + f"; {finished.dir}"
-    )
+    shown_evals = f"; {accuracy}" if accuracy else ""
+    print(f"{finished.steps} steps in {finished.seconds:.0f} s{shown_evals}; {finished.dir}")
     if finished.report is not None:
         print(f"report: {finished.report}")
     return 0
 
 
 def evaluate(args: list[str]) -> int:
-    if not any(a.startswith("run.name=") for a in args):
-        args = [*args, "run.name=eval"]
-    from verl.config.load import load_config
-
-    resolved = load_config([*args, "run.resume=auto"])
+    run = [] if any(a.startswith("run.name=") for a in args) else ["run.name=eval"]
+    resolved = _load([*args, *run, "run.resume=auto"])
     from verl.driver.launch import run_eval
 
     for name, value in sorted(run_eval(resolved).values.items()):
@@ -155,9 +144,7 @@ def generate(args: list[str]) -> int:
     given = {key: value for key, _, value in (a.partition("=") for a in args) if key in ("prompt", "n")}
     if "prompt" not in given:
         raise ValueError('give a prompt: verl generate model.path=DIR prompt="2+2="')
-    from verl.config.load import load_config
-
-    resolved = load_config([a for a in args if a.partition("=")[0] not in given])
+    resolved = _load([a for a in args if a.partition("=")[0] not in given])
     count = given.get("n", "1")
     if not count.isdigit() or int(count) < 1:
         raise ValueError(f"n={count}: the number of answers, 1 or more")
@@ -185,10 +172,10 @@ def show(args: list[str]) -> int:
 
 
 def export(args: list[str]) -> int:
-    if len(args) != 2:
-        raise ValueError("verl export RUN_OR_CHECKPOINT OUT_DIR")
     from verl.show import export as run_export
 
+    if len(args) != 2:
+        raise ValueError("verl export RUN_OR_CHECKPOINT OUT_DIR")
     return run_export(Path(args[0]), Path(args[1]))
 
 

@@ -12,22 +12,20 @@ import json
 import shutil
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from verl.cli import guarded
 from verl.recipes import arithmetic
 
 SFT_ROWS, RL_ROWS, HELD_OUT_ROWS = 32000, 4096, 256
 
 
-def main(argv: Sequence[str]) -> int:
-    from verl.cli import guarded
-
-    return guarded(lambda: quickstart(list(argv)))
+def main(argv: list[str]) -> int:
+    return guarded(lambda: quickstart(argv))
 
 
 def quickstart(overrides: list[str]) -> int:
@@ -38,7 +36,8 @@ def quickstart(overrides: list[str]) -> int:
     given = dict(a.partition("=")[::2] for a in overrides if "=" in a)
     seed, root = int(given.get("run.seed", "0")), Path(given.get("run.root_dir", "runs"))
     home = root / "quickstart"
-    if (home / "summary.json").exists() or _other_seed(home, seed):
+    made = home / "seed"
+    if (home / "summary.json").exists() or (made.exists() and made.read_text() != str(seed)):
         shutil.rmtree(home)  # of an earlier quickstart; an unfinished one of this seed goes on
     started = time.monotonic()
     console.rule("[bold]1 of 3[/] a model, a tokenizer and data, from nothing")
@@ -80,10 +79,6 @@ def make_inputs(home: Path, seed: int) -> Path:
         arithmetic.write_rl(home / "data" / "train.jsonl", RL_ROWS, seed=2000 + seed, held=False)
         arithmetic.write_rl(home / "data" / "heldout.jsonl", HELD_OUT_ROWS, seed=3000, held=True, three_digits=True)
     return base
-
-
-def _other_seed(home: Path, seed: int) -> bool:
-    return (home / "seed").exists() and (home / "seed").read_text() != str(seed)
 
 
 def last_export(run_dir: Path) -> Path:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+COLUMNS = (
+    *("eval/acc/greedy", "eval/acc/sampled", "critic/score/mean", "actor/entropy", "mismatch/k3"),
+    *("actor/grad_norm", "perf/time_per_step"),
+)
+"""What `verl show RUN` prints of each step."""
 
 
 def show(args: Sequence[str]) -> int:
@@ -17,23 +24,22 @@ def show(args: Sequence[str]) -> int:
             "verl show RUN | --live RUN | algorithms | algorithm=NAME | keys | recipes | config [key=value ...]"
         )
     first, rest = args[0], args[1:]
-    if first == "--live":
-        return _live(rest)
-    if first == "algorithms":
-        return _algorithms()
     if first.startswith("algorithm="):
-        return _algorithm(first.partition("=")[2], rest)
-    if first == "keys":
-        return _keys()
-    if first == "recipes":
-        from verl.config.load import recipe_names
-
-        print("\n".join(recipe_names()))
-        return 0
-    return _config(rest) if first == "config" else _run(Path(first))
+        _algorithm(first.partition("=")[2], rest)
+    elif first in WORDS:
+        WORDS[first](rest)
+    else:
+        _run(Path(first))
+    return 0
 
 
-def _config(args: Sequence[str]) -> int:
+def _recipes(args: Sequence[str]) -> None:
+    from verl.config.load import recipe_names
+
+    print("\n".join(recipe_names()))
+
+
+def _config(args: Sequence[str]) -> None:
     """The keys of a first run, then the whole tree with the origin of each value."""
     from verl.config.load import dump_config, load_config
     from verl.config.schema import FIRST_RUN
@@ -45,20 +51,18 @@ def _config(args: Sequence[str]) -> int:
     lines = [f"#   {key}={text_of(values[key])}" for key in FIRST_RUN]
     print("\n".join(["# The keys of a first run; every other one has a default that fits.", *lines, ""]))
     print(dump_config(resolved))
-    return 0
 
 
-def _live(args: Sequence[str]) -> int:
+def _live(args: Sequence[str]) -> None:
     from verl.report.live import serve
 
     if not args:
         raise ValueError("verl show --live RUN [port=8000]")
     port = next((int(a.partition("=")[2]) for a in args[1:] if a.startswith("port=")), 0)
     serve(Path(args[0]), port)
-    return 0
 
 
-def _algorithms() -> int:
+def _algorithms(args: Sequence[str]) -> None:
     from verl.algorithms.presets import PRESETS
     from verl.algorithms.specs import short
 
@@ -67,10 +71,9 @@ def _algorithms() -> int:
         loss = preset.loss
         table.add_row(name, short(preset.estimator.fn), short(loss.fn), loss.aggregation, preset.source)
     Console(width=140).print(table)
-    return 0
 
 
-def _algorithm(name: str, overrides: Sequence[str]) -> int:
+def _algorithm(name: str, overrides: Sequence[str]) -> None:
     from verl.algorithms.presets import changed, find, settled
     from verl.algorithms.specs import BY_HORIZON, GDPO
     from verl.config.load import load_config
@@ -89,24 +92,20 @@ def _algorithm(name: str, overrides: Sequence[str]) -> int:
         table.add_row(key, str(value), where)
     print(f"{name}: {preset.source}")
     Console().print(table)
-    print(
-        "paper: the algorithm's own · preset: as in every algorithm · given: on this command line · needed: a run has to "
-        "give it"
-    )
-    return 0
+    origins = "paper: the algorithm's own · preset: as in every algorithm · given: on this command line"
+    print(f"{origins} · needed: a run has to give it")
 
 
-def _keys() -> int:
+def _keys(args: Sequence[str]) -> None:
     from verl.config.compat.table import keys_table
 
     table = Table("verl's key", "action", "what happens", box=None)
     for row in keys_table():
-        table.add_row(*(str(x) for x in row))
+        table.add_row(*row)
     Console(width=160).print(table)
-    return 0
 
 
-def _run(path: Path) -> int:
+def _run(path: Path) -> None:
     from verl.report.data import is_run_dir
     from verl.report.page import write_report
     from verl.track.metrics import read_metrics
@@ -114,22 +113,16 @@ def _run(path: Path) -> int:
     if not is_run_dir(path):
         raise ValueError(f"{path} is not a run directory (no metrics.jsonl) and not a word that `verl show` knows")
     lines = read_metrics(path)
-    names = [
-        "eval/acc/greedy",
-        "eval/acc/sampled",
-        "critic/score/mean",
-        "actor/entropy",
-        "mismatch/k3",
-        "actor/grad_norm",
-    ]
-    names.append("perf/time_per_step")
-    table = Table("step", *names, title=str(path), title_justify="left", box=None)
-    shown = lines if len(lines) <= 40 else [*lines[:: len(lines) // 40], lines[-1]]
-    for line in shown:
-        table.add_row(str(line.step), *(f"{line.values[n]:.4g}" if n in line.values else "" for n in names))
+    table = Table("step", *COLUMNS, title=str(path), title_justify="left", box=None)
+    for line in lines if len(lines) <= 40 else [*lines[:: len(lines) // 40], lines[-1]]:
+        table.add_row(str(line.step), *(f"{line.values[n]:.4g}" if n in line.values else "" for n in COLUMNS))
     Console().print(table)
     print(f"report: {write_report(path)}")
-    return 0
+
+
+WORDS: Mapping[str, Callable[[Sequence[str]], None]] = MappingProxyType(
+    {"--live": _live, "algorithms": _algorithms, "keys": _keys, "recipes": _recipes, "config": _config}
+)
 
 
 def export(source: Path, out: Path) -> int:

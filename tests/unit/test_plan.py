@@ -59,34 +59,10 @@ sum                            12.0 GiB      8.08 GiB      11.9 GiB      7.36 Gi
 peak 12.0 GiB in rollout
 """
 
-GOLDEN_SFT = """\
-model     Qwen2ForCausalLM: 2 layers, hidden 64, 4 heads (2 kv), vocabulary 1,000; 138,304 parameters, tied embeddings; stored 270 KiB bfloat16
-step      64 rows -> 1 update -> about 4 micro-batches
-tokens    at most 65,536 per step, 1,024 per row, 16,384 per micro-batch
-run       7,473 rows, 116 steps = 0.99 epochs -> 116 optimizer steps, the first 11 warming up; evaluation on 1,319 rows
-disk      checkpoint 1.85 MiB (weights 270 KiB + state 1.58 MiB), at most 3 at once: 5.54 MiB in runs/run
-
-memory (estimate)                update
-master weights                  540 KiB
-gradients                       540 KiB
-optimizer states               1.06 MiB
-compute copy of weights         145 KiB
-activations                     100 MiB
-log-prob chunk                 64.2 MiB
-sum                             166 MiB
-peak 166 MiB in update
-"""
-
 
 def test_golden_plan_of_the_gsm8k_recipe(folder: Path) -> None:
     plan = make_plan(config_of(folder, "recipe=gsm8k_grpo", "step.updates_per_step=4"))
     assert render_plan(plan) == GOLDEN_RL
-
-
-def test_golden_plan_of_sft(folder: Path) -> None:
-    plan = make_plan(config_of(folder, "optim.warmup_ratio=0.1", model="tiny"), "sft")
-    assert render_plan(plan) == GOLDEN_SFT
-    assert plan.rollout is None
 
 
 def test_plan_is_json(folder: Path) -> None:
@@ -97,11 +73,10 @@ def test_plan_is_json(folder: Path) -> None:
     assert found["memory"]["peaks"][found["memory"]["peak_phase"]] == found["memory"]["peak_bytes"]
 
 
-def test_every_command_renders(folder: Path) -> None:
-    for command in ("train", "sft", "rm", "dpo", "eval", "generate"):
-        text = render_plan(make_plan(config_of(folder, model="tiny"), command))  # type: ignore[arg-type]
-        assert all(len(line) < 200 and not line.endswith(" ") for line in text.splitlines()), command
-        assert ("reference policy" in text) == (command in ("train", "dpo")), command
+def test_the_text_is_plain_lines(folder: Path) -> None:
+    text = render_plan(make_plan(config_of(folder, model="tiny")))
+    assert all(len(line) < 200 and not line.endswith(" ") for line in text.splitlines())
+    assert "reference policy" in text
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------------
@@ -263,12 +238,13 @@ def test_rows_are_counted_without_reading_them_all(folder: Path, tmp_path: Path)
 
 
 def test_memory_moves_the_right_way(folder: Path) -> None:
-    def memory(*args: str, reference: bool | None = None):
-        return make_plan(config_of(folder, *args), reference=reference).memory
+    def memory(*args: str):
+        return make_plan(config_of(folder, *args)).memory
 
-    plain = memory(reference=False)
+    plain = memory("algorithm.kl_loss_coef=0")
+    assert "reference policy" not in plain.items
     assert plain.items["master weights"] == 4 * 494_032_768 and plain.items["optimizer states"] == 8 * 494_032_768
-    assert memory(reference=True).items["reference policy"] == 4 * 494_032_768
+    assert memory().items["reference policy"] == 4 * 494_032_768
     assert memory("model.gradient_checkpointing=true").items["activations"] < plain.items["activations"] / 5
     small = memory("step.prompts_per_step=1", "step.samples_per_prompt=2")  # 4,096 tokens fill no micro-batch
     assert small.items["activations"] == plain.items["activations"] / 4
@@ -355,12 +331,3 @@ def test_warnings_about_the_model(folder: Path, tmp_path: Path) -> None:
         "the tokenizer has no chat template",
         "config.json says that the output layer is not tied, but no lm_head.weight is stored",
     ]
-
-
-def test_a_phase_above_the_device_is_said(folder: Path) -> None:
-    plan = make_plan(config_of(folder), device_bytes=8 * 2**30)
-    assert (
-        "update and publish: above the 8.00 GiB of the device; lower step.max_tokens_per_microbatch"
-        in plan.warnings[-1]
-    )
-    assert not make_plan(config_of(folder), device_bytes=10**12).warnings

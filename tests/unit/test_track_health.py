@@ -3,10 +3,9 @@
 import math
 import random
 
-from verl.config.schema import HealthConfig
-from verl.track.health import MESSAGES, TABLE, check_health, scan
+from verl.track.health import MESSAGES, TABLE, Limits, check_health, scan
 
-CONFIG = HealthConfig()
+CONFIG = Limits()
 
 
 def healthy(seed, steps=120):
@@ -109,9 +108,9 @@ def test_limits_come_from_the_config():
             "groups/zero_variance_share": 0.5,
         }
     ]
-    strict = HealthConfig(mismatch_stop=0.1, entropy_floor=0.1, truncated_warn=0.2, zero_variance_warn=0.4)
+    strict = Limits(mismatch_stop=0.1, entropy_floor=0.1, truncated_warn=0.2, zero_variance_warn=0.4)
     assert set(fired(history, strict)) == {"mismatch_stop", "entropy_floor", "truncated_share", "zero_variance_share"}
-    assert set(fired(history, HealthConfig(mismatch_warn=0.3))) == set()
+    assert set(fired(history, Limits(mismatch_warn=0.3))) == set()
 
 
 def test_the_mismatch_guard_trips_within_one_step():

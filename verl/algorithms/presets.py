@@ -294,10 +294,19 @@ PREFERENCES: Mapping[str, PreferenceSpec] = {
 """What `preference.loss=NAME` may name."""
 
 
+def _every_knob() -> list[tuple[str, specs.Knob, str]]:
+    every = [*(spec for preset in PRESETS.values() for spec in preset.parts().values()), *LOSSES.values()]
+    return [(key, limits, kind) for spec in every for key, (_, limits, kind) in spec.knobs().items()]
+
+
 def knobs() -> dict[str, bool]:
     """Every setting by its key -> whether it stands under algorithm.options. `loss` and `advantage` name functions."""
-    every = [*(spec for preset in PRESETS.values() for spec in preset.parts().values()), *LOSSES.values()]
-    return {key: limits.option for spec in every for key, (_, limits, _) in spec.knobs().items()}
+    return {key: limits.option for key, limits, _ in _every_knob()}
+
+
+def setting_types() -> dict[str, str]:
+    """The settings that are keys of their own, `algorithm.KEY` -> the type as text."""
+    return {key: kind for key, limits, kind in _every_knob() if not limits.option}
 
 
 def changed(preset: Preset) -> dict[str, Any]:

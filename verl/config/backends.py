@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from verl.config.schema import Config
-from verl.config.tree import convert, did_you_mean
+from verl.config.tree import convert, did_you_mean, leaves
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,8 @@ def option_keys() -> Iterator[str]:
 
 def complete_options(values: dict[str, Any]) -> list[str]:
     """Fill every `engine_options` with its engine's defaults, in place -> what is wrong, a line per fault."""
-    faults = []
+    own = [name for name in values.get("algorithm.options", ()) if f"algorithm.{name}" in leaves()]
+    faults = [f"algorithm.options.{name}: unknown; did you mean algorithm.{name}?" for name in own]
     for section, table in TABLES.items():
         engine, key = values[f"{section}.engine"], f"{section}.engine_options"
         if engine not in table:

@@ -14,6 +14,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -44,40 +45,32 @@ PATH_KEYS = (
 
 @dataclass(frozen=True)
 class Resolved:
-    """`origins`: leaf key -> default | recipe NAME | command line | verl key ... | verl's default; also of each engine
-    option that is given. `notes`: what became of verl's keys on this command line."""
-
     config: Config
     origins: dict[str, str]
-    notes: tuple[Note, ...] = ()
+    """Leaf key, or given engine option -> default | recipe NAME | command line | verl key ... | verl's default."""
+    notes: tuple[Note, ...] = ()  # What became of verl's keys on this command line.
 
 
 def load_config(overrides: Sequence[str], *, verl_defaults: VerlDefaults | None = None) -> Resolved:
     """Compose a configuration from a command line: `recipe=NAME|FILE.yaml`, our keys, verl's keys.
 
     `verl_defaults`: keys that are not given have verl's own defaults (for its entry points). Raises one ValueError with
-    a line per fault: unknown or refused keys, values of a wrong type or out of bounds, a missing model.path. What
-    several keys say together is checked by `validate`.
+    a line per fault of a single key; what several keys say together is checked by `validate`.
     """
     recipe, args = _split_recipe(overrides)
     settings = list(_recipe_settings(recipe, ())) if recipe else []
     prompts = [s.value for s in settings if s.key == "step.prompts_per_step" and isinstance(s.value, int)]
     said = translate(args, prompts_per_step=prompts[-1] if prompts else None, verl_defaults=verl_defaults)
     values, origins = _merge([*said.defaults, *_of_its_algorithm(settings, said.settings), *said.settings])
-    values = _resolved(values, origins)
-    if values["model.path"] == MISSING:
-        raise ValueError(
-            "model.path is missing: model.path=FOLDER (a Hugging Face folder: config.json, safetensors, tokenizer)"
-        )
+    _resolve(values, origins)
     return Resolved(build(values), origins, tuple(said.notes))
 
 
 def _of_its_algorithm(recipe: list[Setting], given: Sequence[Setting]) -> list[Setting]:
     """The recipe without its algorithm.* where the command line names another algorithm: they were chosen for the
     recipe's own, and GSPO with GRPO's aggregation, say, is another objective than the one that was asked for."""
-    own = [s.value for s in recipe if s.key == "algorithm.name"]
-    asked = [s.value for s in given if s.key == "algorithm.name"]
-    if not own or not asked or own[-1] == asked[-1]:
+    own, asked = ([s.value for s in layer if s.key == "algorithm.name"][-1:] for layer in (recipe, given))
+    if not own or not asked or own == asked:
         return recipe
     return [s for s in recipe if not s.key.startswith("algorithm.")]
 
@@ -97,39 +90,33 @@ def _split_recipe(overrides: Sequence[str]) -> tuple[str | None, list[str]]:
     return str(parsed.value), [a for a in overrides if a is not recipes[0]]
 
 
-def recipe_names() -> dict[str, str]:
-    """Packaged recipes by name, with the first comment line of each."""
-    found = {}
-    for file in resources.files("verl.recipes").iterdir():
-        if file.name.endswith(".yaml"):
-            head = file.read_text(encoding="utf-8").splitlines()[:1]
-            found[file.name.removesuffix(".yaml")] = head[0].lstrip("# ") if head else ""
-    return dict(sorted(found.items()))
+def recipe_names() -> list[str]:
+    """Of the packaged recipes."""
+    names = [file.name for file in resources.files("verl.recipes").iterdir()]
+    return sorted(name.removesuffix(".yaml") for name in names if name.endswith(".yaml"))
 
 
 def _recipe_settings(recipe: str, chain: tuple[str, ...], folder: Path | None = None) -> Iterator[Setting]:
     """The recipe's own base first. `folder`: of the file that names it, for relative paths."""
+    file: Path | Traversable
     if recipe.endswith((".yaml", ".yml")):
-        path = Path(recipe).expanduser()
-        path = path if path.is_absolute() or folder is None else folder / path
-        if not path.is_file():
-            raise ValueError(f"recipe={recipe}: no such file ({path.absolute()})")
-        name, text, here = recipe, path.read_text(encoding="utf-8"), path.absolute().parent
+        file = (folder or Path()) / Path(recipe).expanduser()
+        if not file.is_file():
+            raise ValueError(f"recipe={recipe}: no such file ({file.absolute()})")
+        folder = file.absolute().parent
     else:
-        names = recipe_names()
-        if recipe not in names:
+        file = resources.files("verl.recipes").joinpath(f"{recipe}.yaml")
+        if recipe not in (names := recipe_names()):
             near = did_you_mean(recipe, names, 3) or f"there are {', '.join(names)}. "
             raise ValueError(f"recipe={recipe}: no such recipe; {near}A file ends in .yaml")
-        name, text = recipe, resources.files("verl.recipes").joinpath(f"{recipe}.yaml").read_text(encoding="utf-8")
-        here = folder or Path.cwd()
-    if name in chain:
-        raise ValueError(f"recipe {' -> '.join([*chain, name])}: a recipe cannot be its own base")
-    tree = _parse_recipe(name, text)
+    if recipe in chain:
+        raise ValueError(f"recipe {' -> '.join([*chain, recipe])}: a recipe cannot be its own base")
+    tree = _parse_recipe(recipe, file.read_text(encoding="utf-8"))
     base = tree.pop("recipe", None)
     if base is not None:
-        yield from _recipe_settings(str(base), (*chain, name), here)
-    for key, value in _flatten(tree, "", f"recipe {name}"):
-        yield Setting(key, value, f"recipe {name}")
+        yield from _recipe_settings(str(base), (*chain, recipe), folder)
+    for key, value in _flatten(tree, "", f"recipe {recipe}"):
+        yield Setting(key, value, f"recipe {recipe}")
 
 
 def _parse_recipe(name: str, text: str) -> dict[str, Any]:
@@ -166,23 +153,21 @@ def _merge(settings: Sequence[Setting]) -> tuple[dict[str, Any], dict[str, str]]
         found = leaf_of(setting.key)
         if found is None:
             raise ValueError(unknown_key(setting.key, setting.origin))
-        leaf, below = found
-        value = setting.value
+        (leaf, below), value, origin = found, setting.value, setting.origin
         for name in reversed(below):
             value = {name: value}
         try:
-            value = _converted(leaf.key, value, setting.origin, setting.text)
+            value = _converted(leaf.key, value, origin, setting.text)
         except ValueError as exc:
             faults.append(str(exc))
             continue
-        before = origins[leaf.key]
-        origins[leaf.key] = setting.origin
+        before, origins[leaf.key] = origins[leaf.key], origin
         if leaf.is_mapping and isinstance(value, Mapping):
             if leaf.key.endswith(OPTIONS):
-                origins |= {f"{leaf.key}.{name}": setting.origin for name in value}
+                origins |= {f"{leaf.key}.{name}": origin for name in value}
             value = _merged(values[leaf.key], value)
-            if before not in ("default", setting.origin):
-                origins[leaf.key] = f"{before}, {setting.origin}"
+            if before not in ("default", origin):
+                origins[leaf.key] = f"{before}, {origin}"
         values[leaf.key] = value
     if faults:
         raise ValueError("\n".join(faults))
@@ -208,39 +193,37 @@ def _converted(key: str, value: Any, origin: str, text: str | None = None) -> An
         raise ValueError(f"{key}={shown} ({origin}): {exc}") from exc
 
 
-def _resolved(values: Mapping[str, Any], origins: dict[str, str]) -> dict[str, Any]:
-    """Interpolations replaced by what they refer to, ~ expanded in paths, a hub id by its folder in the local cache,
-    the options of the chosen engines filled in. The expression goes to the origin."""
-    out = dict(values)
+def _resolve(values: dict[str, Any], origins: dict[str, str]) -> None:
+    """In place: interpolations become what they refer to (the expression goes to the origin), ~ in paths is expanded, a
+    hub id becomes its folder in the local cache, the options of the chosen engines are filled in."""
     for key, (plain, expression) in _interpolated(values, origins).items():
         origins[key] = f"{origins[key]}: {expression}"
-        out[key] = _converted(key, plain, origins[key])
-    for key in PATH_KEYS:
-        path = out[key]
-        out[key] = (
-            [os.path.expanduser(p) for p in path] if isinstance(path, list) else path and os.path.expanduser(path)
+        values[key] = _converted(key, plain, origins[key])
+    if values["model.path"] == MISSING:
+        raise ValueError(
+            "model.path is missing: model.path=FOLDER (a Hugging Face folder: config.json, safetensors, tokenizer)"
         )
-    cached = cached_model_folder(out["model.path"])
+    for key in PATH_KEYS:
+        path = values[key]
+        several = isinstance(path, list)
+        values[key] = [os.path.expanduser(p) for p in path] if several else path and os.path.expanduser(path)
+    cached = cached_model_folder(values["model.path"])
     if cached is not None:
-        origins["model.path"] = f"{origins['model.path']}: {out['model.path']}"
-        out["model.path"] = str(cached)
-    faults = complete_options(out)
+        origins["model.path"] = f"{origins['model.path']}: {values['model.path']}"
+        values["model.path"] = str(cached)
+    faults = complete_options(values)
     if faults:
         raise ValueError("\n".join(faults))
-    return out
 
 
 def _interpolated(values: Mapping[str, Any], origins: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
     """key -> (value, expression) of every key whose value refers to another."""
     found: dict[str, tuple[Any, str]] = {}
     expressions = {key: value for key, value in values.items() if "${" in str(value)}
-    if not expressions:
-        return found
-    tree: dict[str, Any] = {name: {} for name in sections()}
-    for key, value in values.items():
+    root = OmegaConf.create()
+    for key, value in values.items() if expressions else ():
         if value != MISSING:
-            tree[key.split(".")[0]][key.split(".")[1]] = value
-    root = OmegaConf.create(tree)
+            OmegaConf.update(root, key, value)
     for key, value in expressions.items():
         try:
             node = OmegaConf.select(root, key, throw_on_missing=True)
@@ -261,8 +244,7 @@ def dump_config(resolved: Resolved) -> str:
     values = values_of(resolved.config)
     for key, value in values.items():
         section, _, name = key.partition(".")
-        if f"{section}:" not in lines:
-            lines.append(f"{section}:")
+        lines += [] if f"{section}:" in lines else [f"{section}:"]
         if key.endswith(OPTIONS) and value:
             origins = {option: resolved.origins.get(f"{key}.{option}", "default") for option in value}
             lines.append(f"  {name}:")
@@ -278,14 +260,10 @@ def _line(text: str, origin: str) -> str:
 
 def read_config(path: str | os.PathLike[str]) -> Config:
     """The tree back from a `config.yaml`. Keys that it does not name have their defaults."""
-    text = Path(path).read_text(encoding="utf-8")
     try:
-        tree = yaml.safe_load(text)
+        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except yaml.YAMLError as exc:
         raise ValueError(f"{path}: not YAML: {' '.join(str(exc).split())}") from exc
     if not isinstance(tree, dict):
         raise ValueError(f"{path}: must be a mapping of sections ({', '.join(sections())})")
-    values = {key: leaf.default for key, leaf in leaves().items()}
-    for key, value in _flatten(tree, "", str(path)):
-        values[key] = _converted(key, value, str(path))
-    return build(values)
+    return build({key: _converted(key, value, str(path)) for key, value in _flatten(tree, "", str(path))})

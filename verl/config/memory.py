@@ -11,7 +11,6 @@ from verl.algorithms.presets import find
 from verl.config.backends import rollout_caches
 from verl.config.model_files import ModelFacts
 from verl.config.schema import Config
-from verl.config.validate import RL, SAMPLES, Command
 
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"bfloat16": 2, "float32": 4})
 LOGPROB_CHUNK_BYTES = 16 << 20
@@ -63,38 +62,22 @@ def layer_bytes_per_token(model: ModelFacts, dtype: str) -> int:
     return DTYPE_BYTES[dtype] * arrays + 4 * 4 * model.hidden
 
 
-def estimate_memory(
-    config: Config,
-    model: ModelFacts,
-    command: Command = "train",
-    *,
-    reference: bool = False,
-    update_tokens: int | None = None,
-) -> Memory:
-    """`update_tokens`: of one optimizer step at most, where that is less than a micro-batch may hold."""
-    budget = config.step.max_tokens_per_microbatch
-    items = _items(config, model, reference, budget if update_tokens is None else min(budget, update_tokens))
+def estimate_memory(config: Config, model: ModelFacts, reference: bool, update_tokens: int) -> Memory:
+    """`reference`: a frozen copy of the policy is held. `update_tokens`: of one optimizer step at most."""
+    items = _items(config, model, reference, min(config.step.max_tokens_per_microbatch, update_tokens))
     flying: tuple[str, ...] = ()
     if config.pipeline.placement == "split" or config.pipeline.staleness > 0:
         flying = ("KV cache", "prefix cache")
     elif items["KV cache"] <= KEPT_KV_BYTES and not _on_cuda(config):
         flying = ("KV cache",)
-    trainer = ("master weights", "optimizer states", "reference policy", "critic with its optimizer")
-    update = (*trainer, "gradients", "compute copy of weights", "activations", "log-prob chunk")
-    generation = ("rollout weights", "KV cache", "prefix cache", "sampling logits")
-    phases: dict[str, tuple[str, ...]]
-    if command in RL:
-        phases = {
-            "rollout": (*trainer, *generation),
-            "experience": (*trainer, "rollout weights", "inference activations", "log-prob chunk", *flying),
-            "update": (*update, "rollout weights", *flying),
-            "publish": (*trainer, "rollout weights", "incoming weights", *flying),
-        }
-    elif command in SAMPLES:
-        phases = {"rollout": generation}
-    else:
-        phases = {"update": update}
-    phases = {name: tuple(i for i in parts if items.get(i)) for name, parts in phases.items()}
+    held = ("master weights", "optimizer states", "reference policy", "critic with its optimizer", "rollout weights")
+    named = {
+        "rollout": (*held, "KV cache", "prefix cache", "sampling logits"),
+        "experience": (*held, "inference activations", "log-prob chunk", *flying),
+        "update": (*held, "gradients", "compute copy of weights", "activations", "log-prob chunk", *flying),
+        "publish": (*held, "incoming weights", *flying),
+    }
+    phases = {name: tuple(i for i in parts if items.get(i)) for name, parts in named.items()}
     used = {i for parts in phases.values() for i in parts}
     peaks = {name: sum(items[i] for i in parts) for name, parts in phases.items()}
     top = max(peaks, key=lambda name: peaks[name])
@@ -103,8 +86,8 @@ def estimate_memory(
 
 
 def _items(config: Config, model: ModelFacts, reference: bool, tokens: int) -> dict[str, int]:
-    weights = model.parameters
-    layer = layer_bytes_per_token(model, compute_dtype(config))
+    weights, dtype = model.parameters, compute_dtype(config)
+    layer = layer_bytes_per_token(model, dtype)
     residual = 4 * model.hidden  # float32: embeddings are not autocast
     kept = model.layers * residual + layer if config.model.gradient_checkpointing else model.layers * layer
     rows = max(16, LOGPROB_CHUNK_BYTES // (4 * model.vocab))
@@ -114,9 +97,7 @@ def _items(config: Config, model: ModelFacts, reference: bool, tokens: int) -> d
         "master weights": 4 * weights,
         "gradients": 4 * weights,
         "optimizer states": 8 * weights,
-        "compute copy of weights": 2 * (weights - model.embedding_parameters)
-        if compute_dtype(config) == "bfloat16"
-        else 0,
+        "compute copy of weights": 2 * (weights - model.embedding_parameters) if dtype == "bfloat16" else 0,
         "reference policy": 4 * weights if reference else 0,
         "critic with its optimizer": 16 * weights if find(config.algorithm.name).critic else 0,
         "rollout weights": copy,

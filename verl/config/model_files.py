@@ -61,16 +61,12 @@ class TensorHeader:
 def find_model_folder(path: str) -> Path:
     """The folder itself, or that of a hub id in the local Hugging Face cache. Nothing is downloaded."""
     folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder
-    cached = cached_model_folder(path)
-    if cached is not None:
-        return cached
+    found = folder if folder.is_dir() else cached_model_folder(path)
+    if found is not None:
+        return found
     if _HUB_ID.fullmatch(path):
-        raise ValueError(
-            f"model.path={path}: no such folder, and not in the cache {_hub_cache()}; download it first: "
-            f"hf download {path} --local-dir FOLDER, then model.path=FOLDER"
-        )
+        fix = f"download it first: hf download {path} --local-dir FOLDER, then model.path=FOLDER"
+        raise ValueError(f"model.path={path}: no such folder, and not in the cache {_hub_cache()}; {fix}")
     raise ValueError(f"model.path={path}: no such folder; give {_WANTED}")
 
 
@@ -80,10 +76,8 @@ def cached_model_folder(path: str) -> Path | None:
         return None
     cache = _hub_cache() / f"models--{path.replace('/', '--')}"
     main = cache / "refs" / "main"
-    if not main.is_file():
-        return None
-    snapshot = cache / "snapshots" / main.read_text(encoding="utf-8").strip()
-    return snapshot if snapshot.is_dir() else None
+    snapshot = cache / "snapshots" / main.read_text(encoding="utf-8").strip() if main.is_file() else None
+    return snapshot if snapshot is not None and snapshot.is_dir() else None
 
 
 def _hub_cache() -> Path:
@@ -108,7 +102,7 @@ def describe_model(path: str, tokenizer_path: str | None = None) -> ModelFacts:
     dtypes: Counter[str] = Counter()
     for tensor in tensors.values():
         dtypes[tensor.dtype] += tensor.numel
-    ((main_dtype, _),) = dtypes.most_common(1)
+    main_dtype = dtypes.most_common(1)[0][0]
     names = full.get("architectures") or [full.get("model_type", "unknown")]
     return ModelFacts(
         folder=str(folder),
@@ -153,23 +147,21 @@ def read_weight_headers(folder: Path) -> dict[str, TensorHeader]:
         files = sorted({folder / str(name) for name in weight_map.values()})
         missing = [f.name for f in files if not f.is_file()]
         if missing:
-            gone = ", ".join(missing)
-            raise ValueError(f"{folder}: {gone} is missing, which {index.name} names; download the model again")
+            gone = f"{', '.join(missing)} is missing, which {index.name} names"
+            raise ValueError(f"{folder}: {gone}; download the model again")
     else:
         files = sorted(folder.glob("*.safetensors"))
     if not files:
         other = sorted(f.name for f in [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.gguf")])
         found = f" (there is {other[0]}: save it again with safe_serialization=True)" if other else ""
         raise ValueError(f"{folder}: no *.safetensors{found}")
-    tensors: dict[str, TensorHeader] = {}
-    for file in files:
-        tensors.update(read_safetensors_header(file))
+    tensors = {name: header for file in files for name, header in _file_headers(file).items()}
     if not tensors:
         raise ValueError(f"{folder}: its safetensors files hold no tensor")
     return tensors
 
 
-def read_safetensors_header(file: Path) -> dict[str, TensorHeader]:
+def _file_headers(file: Path) -> dict[str, TensorHeader]:
     """The header of one file; a file cut short (a broken download) is refused."""
     size = file.stat().st_size
     with file.open("rb") as stream:
@@ -208,7 +200,7 @@ def _size(folder: Path, config: Mapping[str, Any], *names: str) -> int:
 
 
 def _optional_int(config: Mapping[str, Any], *names: str) -> int | None:
-    return next((int(config[n]) for n in names if isinstance(config.get(n), int)), None)
+    return next((config[n] for n in names if isinstance(config.get(n), int)), None)
 
 
 def _intermediate(config: Mapping[str, Any], hidden: int) -> int:

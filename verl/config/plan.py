@@ -1,4 +1,4 @@
-"""Every derived size and an estimate of memory and disk, before anything starts. No torch, no GPU.
+"""Every derived size of an RL run and an estimate of memory and disk, before anything starts. No torch, no GPU.
 
     step      64 prompts x 8 = 512 trajectories -> 4 updates of 128 -> about 48 micro-batches
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 
 import msgspec
@@ -19,14 +19,16 @@ from verl.config.backends import options_of, rollout_caches
 from verl.config.memory import Memory, estimate_memory, kv_bytes_per_token, rollout_dtype
 from verl.config.model_files import ModelFacts, describe_model
 from verl.config.schema import Config
-from verl.config.validate import RL, SAMPLES, TRAINS, Command
 from verl.data.files import expand_files, format_of
 from verl.driver.scheduler import Scheduler
+
+STATE_BYTES = 12
+"""Of a checkpoint per parameter, beside the weights as they are stored: float32 masters and two optimizer states."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSizes:
-    """One step. `rows`: trajectories, or rows of a supervised step. Micro-batches: if every row were at its limit."""
+    """One step. `rows`: trajectories. `microbatches`: if every row were at its limit."""
 
     prompts: int
     samples_per_prompt: int
@@ -68,27 +70,16 @@ class RolloutSizes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Disk:
-    """`kept`: checkpoints on disk at once, the one being written included."""
-
-    weights_bytes: int
-    state_bytes: int
-    checkpoint_bytes: int
-    kept: int
-    total_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    command: str
     run_dir: str
     algorithm: str
     model: ModelFacts
-    step: StepSizes | None
-    length: RunLength | None
-    rollout: RolloutSizes | None
+    step: StepSizes
+    length: RunLength
+    rollout: RolloutSizes
     memory: Memory
-    disk: Disk | None
+    checkpoint_bytes: int
+    checkpoints_kept: int  # On disk at once, the one being written included.
     warnings: tuple[str, ...]
 
     def to_json(self) -> str:
@@ -96,102 +87,77 @@ class Plan:
         return msgspec.json.format(msgspec.json.encode(self), indent=2).decode() + "\n"
 
 
-def make_plan(
-    config: Config, command: Command = "train", *, reference: bool | None = None, device_bytes: int | None = None
-) -> Plan:
-    """Derive the sizes of a validated configuration.
-
-    `reference`: whether a frozen copy of the policy is held for a KL term (default: as algorithm and coefficients say).
-    `device_bytes`: memory of the device, to warn where a phase is above it.
-    """
-    model = describe_model(config.model.path, config.model.tokenizer_path)
-    step = step_sizes(config, command) if command in TRAINS else None
-    if reference is None:
-        reference = command == "dpo" or (command in RL and needs_reference(config))
-    tokens = step.max_tokens // step.updates if step else None
-    plan = Plan(
-        command=command,
+def make_plan(config: Config) -> Plan:
+    """Derive the sizes of a validated configuration."""
+    model, step = describe_model(config.model.path, config.model.tokenizer_path), step_sizes(config)
+    length = _run_length(config, step)
+    update_tokens = step.max_tokens // step.updates
+    return Plan(
         run_dir=f"{config.run.root_dir}/{config.run.name}",
         algorithm=config.algorithm.name,
         model=model,
         step=step,
-        length=_run_length(config, step) if step else None,
-        rollout=rollout_sizes(config, model, command) if command in SAMPLES else None,
-        memory=estimate_memory(config, model, command, reference=reference, update_tokens=tokens),
-        disk=_disk(config, model) if step else None,
-        warnings=(),
+        length=length,
+        rollout=_rollout_sizes(config, model),
+        memory=estimate_memory(config, model, needs_reference(config), update_tokens),
+        checkpoint_bytes=model.stored_bytes + STATE_BYTES * model.parameters,
+        checkpoints_kept=config.run.keep_last_checkpoints + (config.run.keep_best is not None) + 1,
+        warnings=tuple(_warnings(config, model, length)),
     )
-    return replace(plan, warnings=tuple(_warnings(config, plan, device_bytes)))
 
 
 # -- sizes of a step ---------------------------------------------------------------------------------------------------
 
 
-def step_sizes(config: Config, command: Command = "train") -> StepSizes:
-    s, budget = config.step, config.step.max_tokens_per_microbatch
-    if command in RL:
-        prompt, answer = config.data.max_prompt_tokens, config.rollout.max_response_tokens
-        prompts, n, updates, epochs = s.prompts_per_step, s.samples_per_prompt, s.updates_per_step, s.epochs_per_step
-        each = _microbatches(prompts // updates, n, prompt, answer, budget, options_of(config, "model").share_prefix)
-        longest, tokens = prompt + answer, prompts * n * (prompt + answer)
-    else:
-        pair = 2 if command in ("rm", "dpo") else 1
-        prompts, n, updates, epochs = config.supervised.rows_per_step, pair, 1, 1
-        longest = config.data.max_tokens_per_row
-        each, tokens = math.ceil(prompts * n / max(1, budget // longest)), prompts * n * longest
+def step_sizes(config: Config) -> StepSizes:
+    s, longest = config.step, config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    rows, optimizer_steps = s.prompts_per_step * s.samples_per_prompt, s.updates_per_step * s.epochs_per_step
     return StepSizes(
-        prompts=prompts,
-        samples_per_prompt=n,
-        rows=prompts * n,
-        updates=updates,
-        rows_per_update=prompts * n // updates,
-        epochs=epochs,
-        optimizer_steps=updates * epochs,
+        prompts=s.prompts_per_step,
+        samples_per_prompt=s.samples_per_prompt,
+        rows=rows,
+        updates=s.updates_per_step,
+        rows_per_update=rows // s.updates_per_step,
+        epochs=s.epochs_per_step,
+        optimizer_steps=optimizer_steps,
         longest_row_tokens=longest,
-        max_tokens=tokens,
-        max_tokens_per_microbatch=budget,
-        microbatches=each * updates * epochs,
+        max_tokens=rows * longest,
+        max_tokens_per_microbatch=s.max_tokens_per_microbatch,
+        microbatches=_microbatches(config, longest) * optimizer_steps,
     )
 
 
-def _microbatches(groups: int, n: int, prompt: int, answer: int, budget: int, share_prefix: bool) -> int:
+def _microbatches(config: Config, longest: int) -> int:
     """Micro-batches of one update if all rows are as long as they may be. A shared prompt is held once per group."""
-    if not share_prefix:
-        return math.ceil(groups * n / max(1, budget // (prompt + answer)))
+    n, budget, answer = config.step.samples_per_prompt, config.step.max_tokens_per_microbatch, longest
+    if options_of(config, "model").share_prefix:
+        answer = config.rollout.max_response_tokens
     count, used = 1, 0
-    for row in range(groups * n):  # as batch.make_microbatches: in order, a new one where the next row does not fit
-        cost = answer if row % n and used else prompt + answer
-        if used and used + cost > budget:
-            count, used, cost = count + 1, 0, prompt + answer
+    for row in range(config.step.prompts_per_step // config.step.updates_per_step * n):
+        cost = answer if row % n and used else longest
+        if used and used + cost > budget:  # as batch.make_microbatches: in order, a new one where it does not fit
+            count, used, cost = count + 1, 0, longest
         used += cost
     return count
 
 
-def scheduler_of(config: Config) -> Scheduler:
-    """The scheduler of the loop, for the sizes that are its own to say."""
-    p = config.pipeline
-    return Scheduler(
-        prompts_per_step=config.step.prompts_per_step,
+def _rollout_sizes(config: Config, model: ModelFacts) -> RolloutSizes:
+    p, step, caches = config.pipeline, config.step, rollout_caches(config, bytes_per_token=1)
+    scheduler = Scheduler(
+        prompts_per_step=step.prompts_per_step,
         total_steps=1,
         sync_every=p.sync_every,
         staleness=p.staleness,
         oversample=p.oversample,
     )
-
-
-def rollout_sizes(config: Config, model: ModelFacts, command: Command = "train") -> RolloutSizes:
-    in_loop, limit = command in RL, config.rollout.max_concurrent_sequences
-    scheduler = scheduler_of(config)
-    slots, surplus = (scheduler.slots, scheduler.extra) if in_loop else (0, 0)
-    caches = rollout_caches(config, bytes_per_token=1)
-    per_group = config.step.samples_per_prompt + find(config.algorithm.name).group.baselines
-    flying = (slots + surplus) * per_group
+    per_group = step.samples_per_prompt + find(config.algorithm.name).group.baselines
+    flying = (scheduler.slots + scheduler.extra) * per_group
     return RolloutSizes(
         engine=config.rollout.engine,
-        slots=slots,
-        surplus=surplus,
+        slots=scheduler.slots,
+        surplus=scheduler.extra,
         trajectories_in_flight=flying,
-        concurrent_sequences=min(limit, flying) if in_loop else limit,
+        concurrent_sequences=min(config.rollout.max_concurrent_sequences, flying),
         kv_bytes_per_token=kv_bytes_per_token(model, rollout_dtype(config)),
         kv_tokens=caches["KV cache"],
         prefix_cache_tokens=caches.get("prefix cache", 0),
@@ -203,9 +169,8 @@ def rollout_sizes(config: Config, model: ModelFacts, command: Command = "train")
 
 def total_steps(config: Config, rows: int, rows_per_step: int) -> int:
     """Of the loop on `rows` training rows. Epochs follow each other without a gap; the rest below a step is left."""
-    if config.run.total_steps is not None:
-        return config.run.total_steps
-    return rows * config.run.total_epochs // rows_per_step
+    given = config.run.total_steps
+    return rows * config.run.total_epochs // rows_per_step if given is None else given
 
 
 def warmup_steps(config: Config, optimizer_steps: int) -> int:
@@ -214,8 +179,9 @@ def warmup_steps(config: Config, optimizer_steps: int) -> int:
 
 
 def _run_length(config: Config, step: StepSizes) -> RunLength:
-    rows = _at_most(config.data.max_rows, count_rows(config.data.train_files))
-    eval_rows = _at_most(config.data.max_eval_rows, count_rows(config.data.eval_files))
+    d = config.data
+    limits = ((d.max_rows, count_rows(d.train_files)), (d.max_eval_rows, count_rows(d.eval_files)))
+    rows, eval_rows = (found if found is None or limit is None else min(found, limit) for limit, found in limits)
     steps = config.run.total_steps if rows is None else total_steps(config, rows, step.prompts)
     optimizer_steps = None if steps is None else steps * step.optimizer_steps
     epochs = None if steps is None or not rows else round(steps * step.prompts / rows, 2)
@@ -223,10 +189,6 @@ def _run_length(config: Config, step: StepSizes) -> RunLength:
     return RunLength(
         rows=rows, eval_rows=eval_rows, epochs=epochs, steps=steps, optimizer_steps=optimizer_steps, warmup_steps=warmup
     )
-
-
-def _at_most(limit: int | None, rows: int | None) -> int | None:
-    return rows if rows is None or limit is None else min(rows, limit)
 
 
 def count_rows(files: list[str]) -> int | None:
@@ -248,74 +210,47 @@ def count_rows(files: list[str]) -> int | None:
     return total
 
 
-# -- bytes -------------------------------------------------------------------------------------------------------------
-
-
-def _disk(config: Config, model: ModelFacts) -> Disk:
-    """A checkpoint: a Hugging Face folder in the stored precision, float32 masters and two optimizer states."""
-    state = 12 * model.parameters
-    kept = config.run.keep_last_checkpoints + (config.run.keep_best is not None) + 1
-    one = model.stored_bytes + state
-    return Disk(
-        weights_bytes=model.stored_bytes, state_bytes=state, checkpoint_bytes=one, kept=kept, total_bytes=kept * one
-    )
-
-
 def needs_reference(config: Config) -> bool:
     """Whether a KL term needs a frozen copy of the policy."""
     return "ref" in settled(config.algorithm.name, config.algorithm.given()).roles()
 
 
-# -- what is allowed but worth a word ----------------------------------------------------------------------------------
-
-
-def _warnings(config: Config, plan: Plan, device_bytes: int | None) -> Iterator[str]:
-    model, length, memory = plan.model, plan.length, plan.memory
+def _warnings(config: Config, model: ModelFacts, length: RunLength) -> Iterator[str]:
+    """What is allowed but worth a word."""
     if not model.has_chat_template and config.model.chat_template is None:
         yield "the tokenizer has no chat template: prompts that are messages need model.chat_template=FILE.jinja"
     if not model.has_output_head:
         yield "config.json says that the output layer is not tied, but no lm_head.weight is stored: it starts random"
-    if config.algorithm.kl_loss_form == "k1" and plan.command in RL:
+    if config.algorithm.given().get("kl_loss_form") == "k1":
         yield "algorithm.kl_loss_form=k1: its gradient is zero on average; k3, or k1+ for the exact gradient"
     e = config.eval
-    if plan.command in ("train", "eval") and e.samples_per_prompt > 1 and e.temperature == 0 and not e.also_sampled:
+    if e.samples_per_prompt > 1 and e.temperature == 0 and not e.also_sampled:
         yield f"eval.samples_per_prompt={e.samples_per_prompt} at eval.temperature=0: all answers to a prompt are equal"
     if config.optim.schedule == "constant" and config.optim.min_lr_ratio:
         yield f"optim.min_lr_ratio={config.optim.min_lr_ratio:g} does nothing with optim.schedule=constant"
-    if plan.step and length and length.rows is not None and length.steps == 0:
+    if length.rows is not None and length.steps == 0:
         yield (
-            f"{length.rows} rows x {config.run.total_epochs} epochs are fewer than the {plan.step.prompts} of a step: "
-            "raise run.total_epochs, or lower the batch"
+            f"{length.rows} rows x {config.run.total_epochs} epochs are fewer than the {config.step.prompts_per_step} "
+            "of a step: raise run.total_epochs, or lower the batch"
         )
-    if plan.disk and config.run.save_every_steps == 0 and length and (length.steps or 0) > 500:
+    if config.run.save_every_steps == 0 and (length.steps or 0) > 500:
         yield f"run.save_every_steps=0: {length.steps} steps with one checkpoint, at the end"
-    over = [name for name, size in memory.peaks.items() if device_bytes is not None and size > device_bytes]
-    if device_bytes is not None and over:
-        yield (
-            f"{' and '.join(over)}: above the {_gib(device_bytes)} of the device; lower step.max_tokens_per_microbatch "
-            "or rollout.max_concurrent_sequences, or set model.gradient_checkpointing=true"
-        )
-
-
-# -- text --------------------------------------------------------------------------------------------------------------
 
 
 def render_plan(plan: Plan) -> str:
     """The plan as aligned plain text."""
-    lines = [("model", _model_line(plan.model))]
-    if plan.step:
-        lines += [("step", _step_line(plan.step, plan.command)), ("tokens", _tokens_line(plan.step))]
-    if plan.length:
-        lines.append(("run", _run_line(plan.length)))
-    if plan.rollout:
-        lines.append(("rollout", _rollout_line(plan.rollout, plan.command in RL)))
-    if plan.disk:
-        d = plan.disk
-        parts = f"weights {_gib(d.weights_bytes)} + state {_gib(d.state_bytes)}"
-        kept = f"at most {d.kept} at once: {_gib(d.total_bytes)} in {plan.run_dir}"
-        lines.append(("disk", f"checkpoint {_gib(d.checkpoint_bytes)} ({parts}), {kept}"))
-    text = [f"{name:<9} {said}" for name, said in lines]
-    text += ["", *_memory_lines(plan.memory)]
+    step, weights, one, kept = plan.step, plan.model.stored_bytes, plan.checkpoint_bytes, plan.checkpoints_kept
+    tokens = f"at most {step.max_tokens:,} per step, {step.longest_row_tokens:,} per row, "
+    parts = f"weights {_gib(weights)} + state {_gib(one - weights)}"
+    lines = {
+        "model": _model_line(plan.model),
+        "step": _step_line(step),
+        "tokens": f"{tokens}{step.max_tokens_per_microbatch:,} per micro-batch",
+        "run": _run_line(plan.length),
+        "rollout": _rollout_line(plan.rollout),
+        "disk": f"checkpoint {_gib(one)} ({parts}), at most {kept} at once: {_gib(kept * one)} in {plan.run_dir}",
+    }
+    text = [*(f"{name:<9} {said}" for name, said in lines.items()), "", *_memory_lines(plan.memory)]
     text += ["", *(f"warning: {w}" for w in plan.warnings)] if plan.warnings else []
     return "\n".join(text) + "\n"
 
@@ -329,23 +264,11 @@ def _model_line(m: ModelFacts) -> str:
     )
 
 
-def _step_line(s: StepSizes, command: str) -> str:
-    updates = f"{_count(s.updates, 'update')} of {s.rows_per_update}" + (
-        f" x {s.epochs} epochs" if s.epochs > 1 else ""
-    )
-    if command in RL:
-        size = f"{_count(s.prompts, 'prompt')} x {s.samples_per_prompt} = {_count(s.rows, 'trajectory')}"
-    else:
-        one = s.samples_per_prompt == 1
-        size, updates = _count(s.rows, "row") if one else f"{_count(s.prompts, 'pair')} = {s.rows} rows", "1 update"
+def _step_line(s: StepSizes) -> str:
+    updates = f"{_count(s.updates, 'update')} of {s.rows_per_update}"
+    updates += f" x {s.epochs} epochs" if s.epochs > 1 else ""
+    size = f"{_count(s.prompts, 'prompt')} x {s.samples_per_prompt} = {_count(s.rows, 'trajectory')}"
     return f"{size} -> {updates} -> about {_count(s.microbatches, 'micro-batch')}"
-
-
-def _tokens_line(s: StepSizes) -> str:
-    return (
-        f"at most {s.max_tokens:,} per step, {s.longest_row_tokens:,} per row, "
-        f"{s.max_tokens_per_microbatch:,} per micro-batch"
-    )
 
 
 def _run_line(n: RunLength) -> str:
@@ -359,13 +282,12 @@ def _run_line(n: RunLength) -> str:
     return f"{rows}, {_count(n.steps, 'step')}{epochs} -> {updates}{warm}{held}"
 
 
-def _rollout_line(r: RolloutSizes, in_loop: bool) -> str:
-    slots = f"{_count(r.slots, 'slot')}" + (f" + {r.surplus} surplus" if r.surplus else "")
-    flight = f"{slots} = {r.trajectories_in_flight:,} trajectories in flight, " if in_loop else ""
+def _rollout_line(r: RolloutSizes) -> str:
+    slots = _count(r.slots, "slot") + (f" + {r.surplus} surplus" if r.surplus else "")
     cache = f" + prefix cache {_gib(r.prefix_cache_tokens * r.kv_bytes_per_token)}" if r.prefix_cache_tokens else ""
     return (
-        f"{r.engine}, {flight}{r.concurrent_sequences} at a time; KV {r.kv_tokens:,} tokens x "
-        f"{r.kv_bytes_per_token:,} B = {_gib(r.kv_tokens * r.kv_bytes_per_token)}{cache}"
+        f"{r.engine}, {slots} = {r.trajectories_in_flight:,} trajectories in flight, {r.concurrent_sequences} at a time"
+        f"; KV {r.kv_tokens:,} tokens x {r.kv_bytes_per_token:,} B = {_gib(r.kv_tokens * r.kv_bytes_per_token)}{cache}"
     )
 
 

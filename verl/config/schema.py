@@ -12,6 +12,9 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
+from verl.algorithms.presets import PREFERENCES
+from verl.track.health import Limits
+
 _FINITE = sys.float_info.max
 PositiveInt = Annotated[int, Meta(ge=1)]
 NonNegativeInt = Annotated[int, Meta(ge=0)]
@@ -19,8 +22,6 @@ Positive = Annotated[float, Meta(gt=0, le=_FINITE)]
 NonNegative = Annotated[float, Meta(ge=0, le=_FINITE)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 PositiveShare = Annotated[float, Meta(gt=0, le=1)]
-Limit = Annotated[float, Meta(ge=0)]
-"""May be inf: never."""
 Betas = Annotated[list[Annotated[float, Meta(ge=0, lt=1)]], Meta(min_length=2, max_length=2)]
 
 
@@ -29,15 +30,13 @@ def words(choices: str) -> Meta:
     return Meta(pattern=f"^({choices})$", extra={"words": tuple(choices.split("|"))})
 
 
+Sink = Annotated[str, words("console|jsonl|tensorboard|wandb")]
 FIRST_RUN = (
     *("model.path", "data.train_files", "data.eval_files", "data.max_prompt_tokens", "reward.path", "algorithm.name"),
     *("step.prompts_per_step", "step.samples_per_prompt", "rollout.max_response_tokens", "optim.lr"),
     *("run.name", "run.total_steps"),
 )
 """All that a first run has to think about; every other key has a default that fits."""
-COMPONENT_SECTIONS = ("algorithm", "critic", "preference", "health")
-"""Sections whose keys belong to one component: the specs of an algorithm, the critic's role, the preference losses, the
-health rules. All others are central keys."""
 
 
 @dataclass
@@ -45,27 +44,21 @@ class RunConfig:
     name: str = "run"  # The run directory is `<root_dir>/<name>`.
     root_dir: str = "runs"
     seed: int = 0
-    total_steps: PositiveInt | None = None
-    """Steps of the loop. Null: derived from `total_epochs` and the length of the data."""
+    total_steps: PositiveInt | None = None  # Of the loop. Null: derived from `total_epochs` and the length of the data.
     total_epochs: PositiveInt = 1
-    resume: str = "auto"
-    """auto: continue from the latest valid checkpoint of the run directory · never: refuse a used directory · PATH."""
-    deterministic: bool = False
-    """Fixed decode shapes, so that a run that was cut is bitwise equal where batch composition is not."""
+    resume: str = "auto"  # auto: from the latest valid checkpoint in its folder · never: refuse a used one · PATH
+    deterministic: bool = False  # Fixed decode shapes: a cut run is bitwise equal where batch composition is not.
     save_every_steps: NonNegativeInt = 0  # 0: only at the end (and on SIGTERM).
     keep_last_checkpoints: PositiveInt = 2
     keep_every_steps: NonNegativeInt = 0  # Checkpoints of these steps are never pruned. 0: none.
-    keep_best: str | None = None
-    """A metric name (`eval/acc/greedy`): the checkpoint with its best value is never pruned."""
+    keep_best: str | None = None  # A metric (`eval/acc/greedy`): the checkpoint with its best value is never pruned.
     eval_every_steps: NonNegativeInt = 0
     eval_before: bool = True
     eval_after: bool = True
     threads: PositiveInt | None = None  # CPU threads for torch. Null: all cores.
     virtual_ranks: PositiveInt = 1
-    """Data-parallel ranks inside this process that take turns at one engine: the dispatch of many processes, for tests and
-    curiosity. The groups of an optimizer step must divide by it."""
-    wait_timeout_s: Positive = 600.0
-    """Deadline of one wait inside the loop (worker call, publish, batch). What was waited for is in the error."""
+    """Data-parallel ranks in this process, taking turns at one engine; must divide the groups of an optimizer step."""
+    wait_timeout_s: Positive = 600.0  # Deadline of a wait in the loop (call, publish, batch); the error says for what.
 
 
 @dataclass
@@ -73,8 +66,7 @@ class ModelConfig:
     path: str = "???"  # A Hugging Face folder (config.json, safetensors, tokenizer).
     tokenizer_path: str | None = None
     chat_template: str | None = None  # A Jinja file that replaces the tokenizer's template.
-    template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Passed to apply_chat_template (enable_thinking: false, ...)."""
+    template_kwargs: dict[str, Any] = field(default_factory=dict)  # For apply_chat_template (enable_thinking: false).
     trust_remote_code: bool = False
     dtype: Annotated[str, words("auto|bfloat16|float32")] = "auto"
     """Compute precision over float32 masters. auto: bfloat16 where the device computes it natively, else float32 (a CPU
@@ -82,23 +74,19 @@ class ModelConfig:
     device: Annotated[str, words("auto|cpu|cuda")] = "auto"
     gradient_checkpointing: bool = False
     engine: str = "torch"
-    engine_options: dict[str, Any] = field(default_factory=dict)
-    """The training engine's own (model_engine/options.py): attention, share_prefix."""
+    engine_options: dict[str, Any] = field(default_factory=dict)  # Of model_engine/options.py: attention, ...
 
 
 @dataclass
 class DataConfig:
-    train_files: list[str] = field(default_factory=list)
-    """JSONL or Parquet; local paths or any fsspec URL (s3://, gs://, ...)."""
+    train_files: list[str] = field(default_factory=list)  # JSONL or Parquet; paths or fsspec URLs (s3://, ...).
     eval_files: list[str] = field(default_factory=list)
     prompt_key: str = "prompt"
     messages_key: str = "messages"  # SFT rows: the conversation.
     tools_key: str | None = None
     max_prompt_tokens: PositiveInt = 1024
-    filter_overlong_prompts: bool = True
-    """False: an over-long prompt is an error unless `truncation` says left or right."""
-    truncation: Annotated[str, words("error|left|right|middle")] = "error"
-    """For prompts over the limit when they are not filtered."""
+    filter_overlong_prompts: bool = True  # False: an over-long prompt is an error unless `truncation` is left or right.
+    truncation: Annotated[str, words("error|left|right|middle")] = "error"  # Of over-long prompts not filtered.
     shuffle: bool = True
     seed: int | None = None  # Of the shuffle. Null: run.seed.
     max_rows: PositiveInt | None = None
@@ -106,63 +94,22 @@ class DataConfig:
     num_workers: NonNegativeInt = 2  # Processes that render, tokenise and filter.
     cache_dir: str | None = None  # Tokenised rows by content hash. Null: ~/.cache/verl.
     system_prompt: str | None = None  # Prepended when a row has no system message.
-    max_tokens_per_row: Annotated[int, Meta(ge=2)] = 1024
-    """SFT: rows longer than this are refused or cut as `truncation` says."""
+    max_tokens_per_row: Annotated[int, Meta(ge=2)] = 1024  # SFT: longer rows are refused or cut, by `truncation`.
 
 
 @dataclass
 class AlgorithmConfig:
-    name: str = "grpo"
-    """A preset: `verl show algorithms`. What each key may be stands in algorithms/specs.py."""
-    clip_low: float | None = None
-    """Null everywhere below: the preset's value."""
-    clip_high: float | None = None
-    clip_dual: float | None = None
-    aggregation: str | None = None
-    """token-mean | token-sum | seq-mean-token-sum | seq-mean-token-mean | seq-mean-token-sum-norm."""
-    horizon_tokens: int | None = None
-    """Constant C of seq-mean-token-sum-norm."""
-    normalize_by_std: bool | None = None
-    gamma: float | None = None
-    lam: float | None = None
-    value_clip: float | None = None
-    """The critic's values move at most so far from the old ones in its loss."""
-    critic_warmup_steps: int | None = None
-    """Value pretraining: the policy is not updated for so many steps (vapo: 50)."""
-    critic_warmup_until: float | None = None
-    """... or earlier, as soon as the critic explains this share of the returns' variance."""
-    kl_loss_coef: float | None = None
-    kl_loss_form: str | None = None
-    """k1 | abs | k2 | k3, with + for the straight-through k2 gradient."""
-    kl_reward_coef: float | None = None
-    kl_reward_form: str | None = None
-    kl_reward_target: float | None = None
-    """Set: adaptive controller (1909.08593); null: fixed."""
-    kl_reward_horizon: float | None = None
-    entropy_coef: float | None = None
-    loss: str | None = None
-    """`module:function`, a user's own per-token loss in place of the preset's policy term."""
-    advantage: str | None = None
-    """`module:function`, a user's own estimator."""
-    filter_groups: bool | None = None
-    """Dynamic sampling: groups without reward variance are rejected and refilled."""
-    filter_metric: str | None = None
-    """The reward component that dynamic sampling looks at. Null: the score."""
-    max_draws_per_group: float | None = None
-    """Dynamic sampling stops the run when it has drawn this many groups per group needed in a step."""
-    on_exhausted: str | None = None
-    """When that happens: stop | smaller (train on what there is, with the right denominator)."""
-    correction: str | None = None
-    """Weights trainer/sampler on the policy loss: truncate (TIS) | clamp | icepop | mask (drop outside the bounds). Null: the preset's."""
-    bypass: bool | None = None
-    """The sampler's log-probs are the old policy; no pass of the trainer for them."""
+    name: str = "grpo"  # A preset: `verl show algorithms`.
+    loss: str | None = None  # `module:function`, a user's own per-token loss in place of the preset's policy term.
+    advantage: str | None = None  # `module:function`, a user's own estimator.
     options: dict[str, Any] = field(default_factory=dict)
-    """What few algorithms have, by name (`verl show algorithm=NAME`): options.length_adaptive_alpha=0.05, ..."""
+    """The settings of algorithms/specs.py; null: the preset's. Most are keys of the tree (`algorithm.clip_low`, see
+    tree.py); what few algorithms have is set as options.NAME (`verl show algorithm=NAME`)."""
 
     def given(self) -> dict[str, Any]:
         """The settings that are given, by key; the preset has the others."""
-        own = {k: v for k, v in vars(self).items() if k not in ("name", "options") and v is not None}
-        return {**self.options, **own}
+        every = {**self.options, "loss": self.loss, "advantage": self.advantage}
+        return {key: value for key, value in every.items() if value is not None}
 
 
 @dataclass
@@ -171,8 +118,7 @@ class StepConfig:
     samples_per_prompt: PositiveInt = 8
     updates_per_step: PositiveInt = 1  # Optimizer steps per step; each takes an equal share of the groups.
     epochs_per_step: PositiveInt = 1  # Passes over the step's samples (verl: ppo_epochs).
-    max_tokens_per_microbatch: PositiveInt = 16384
-    """Tokens of one forward and backward pass; a sequence is never split."""
+    max_tokens_per_microbatch: PositiveInt = 16384  # Of one forward and backward pass; a sequence is never split.
 
 
 @dataclass
@@ -186,11 +132,9 @@ class OptimConfig:
     """After the warm-up. wsd: stable, then linear over the last `decay_ratio` of the run."""
     decay_ratio: PositiveShare = 0.2
     warmup_steps: NonNegativeInt = 0  # Optimizer steps. The first update uses lr / (warmup_steps + 1), never 0.
-    warmup_ratio: Share = 0.0
-    """Share of all optimizer steps that warms up, where `warmup_steps` is 0 (`plan.warmup_steps` resolves it)."""
+    warmup_ratio: Share = 0.0  # Share of all optimizer steps that warms up, where `warmup_steps` is 0.
     min_lr_ratio: Share = 0.0
-    max_skipped_updates: NonNegativeInt = 3
-    """Non-finite gradients in a row that are skipped (batch dumped) before the run stops."""
+    max_skipped_updates: NonNegativeInt = 3  # Non-finite gradients in a row skipped (batch dumped) before a stop.
 
 
 @dataclass
@@ -210,8 +154,7 @@ class RolloutConfig:
     dtype: Annotated[str, words("auto|float32|bfloat16")] = "auto"
     """auto: as the trainer computes · float32 · bfloat16."""
     temperature: NonNegative = 1.0
-    top_p: PositiveShare = 1.0
-    """Anything that truncates the distribution is refused for training: the trainer cannot reproduce it."""
+    top_p: PositiveShare = 1.0  # Truncation is refused for training: the trainer cannot reproduce it.
     top_k: NonNegativeInt = 0
     min_p: Share = 0.0
     stop: list[str] = field(default_factory=list)
@@ -219,21 +162,18 @@ class RolloutConfig:
     ignore_eos: bool = False
     max_response_tokens: PositiveInt = 1024
     max_concurrent_sequences: PositiveInt = 256
-    engine_options: dict[str, Any] = field(default_factory=dict)
-    """The rollout engine's own. native (rollout/native/options.py): max_kv_tokens, prefix_cache_tokens, ..."""
+    engine_options: dict[str, Any] = field(default_factory=dict)  # Of rollout/native/options.py: max_kv_tokens, ...
 
 
 @dataclass
 class PipelineConfig:
-    staleness: NonNegative = 0.0
-    """0: synchronous. Groups may be trained at most ceil(staleness) versions after their admission."""
+    staleness: NonNegative = 0.0  # 0: synchronous. A group is trained at most ceil(staleness) versions after admission.
     sync_every: PositiveInt = 1  # Publish the weights every so many steps.
     placement: Annotated[str, words("auto|colocated|split")] = "auto"
     """Whether rollout and training share devices. colocated: rollout sleeps while the models train. auto: colocated where
     nothing is in flight during an update (staleness 0), else split."""
     partial_rollout: bool = False  # In-flight generations continue under new weights (versions are per span).
-    oversample: NonNegative = 0.0
-    """Extra groups admitted, as a share of a step; the surplus is kept if its deadline allows."""
+    oversample: NonNegative = 0.0  # Extra groups admitted, as a share of a step; kept if their deadline allows.
     max_attempts: PositiveInt = 2  # Tries of one trajectory whose rollout failed or whose reward is Invalid.
     max_invalid_share: Share = 0.2  # Stop when more than this share of a step's trajectories had no valid reward.
 
@@ -282,20 +222,8 @@ class SyncConfig:
 
 
 @dataclass
-class HealthConfig:
-    mismatch_stop: Limit = 0.5  # k3 KL (rollout || trainer) per token above which the run stops.
-    mismatch_warn: Limit = 0.05
-    entropy_floor: float = 0.001  # Warn below, in nats per token.
-    zero_variance_warn: Share = 0.9
-    truncated_warn: Share = 0.5
-
-
-@dataclass
 class TrackConfig:
-    sinks: list[Annotated[str, words("console|jsonl|tensorboard|wandb")]] = field(
-        default_factory=lambda: ["console", "jsonl"]
-    )
-    """jsonl is always written."""
+    sinks: list[Sink] = field(default_factory=lambda: ["console", "jsonl"])  # jsonl is always written.
     project: str = "verl"
     samples_per_step: NonNegativeInt = 0  # Trajectories kept per step in samples/. 0: all (replay needs all).
     report_every_steps: NonNegativeInt = 0  # 0: the report is written at the end.
@@ -309,18 +237,12 @@ class SupervisedConfig:
 
 @dataclass
 class PreferenceConfig:
-    loss: Annotated[
-        str,
-        words("dpo|cdpo|dpo_norm|ld_dpo|robust|hinge|ipo|apo_zero|rpo|rpo_sq|rpo_bwd_kl|rpo_fwd_kl|orpo|simpo|cpo|kto"),
-    ] = "dpo"
-    """Of `verl dpo`."""
+    loss: Annotated[str, words("|".join(PREFERENCES))] = "dpo"  # Of `verl dpo`.
     beta: Positive | None = None  # Null: the loss's own (0.1 for most).
     options: dict[str, Any] = field(default_factory=dict)
     """What only some losses have: label_smoothing, alpha, gamma, eta, average, normalization, ..."""
-    center_coef: NonNegative = 0.0
-    """verl rm: weight of (r_chosen + r_rejected)^2, which keeps scores around 0 (0.01 is usual)."""
-    use_margin: bool = False
-    """verl rm: subtract the rows' margin (or the difference of their scores) inside the sigmoid."""
+    center_coef: NonNegative = 0.0  # verl rm: weight of (r_chosen + r_rejected)^2, to keep scores around 0 (0.01).
+    use_margin: bool = False  # verl rm: subtract the rows' margin (or their scores' difference) inside the sigmoid.
 
 
 @dataclass
@@ -338,7 +260,7 @@ class Config:
     eval: EvalConfig = field(default_factory=EvalConfig)
     queue: QueueConfig = field(default_factory=QueueConfig)
     sync: SyncConfig = field(default_factory=SyncConfig)
-    health: HealthConfig = field(default_factory=HealthConfig)
+    health: Limits = field(default_factory=Limits)
     track: TrackConfig = field(default_factory=TrackConfig)
     supervised: SupervisedConfig = field(default_factory=SupervisedConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import difflib
 import functools
 import math
@@ -19,6 +18,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import yaml
 
+from verl.algorithms.presets import setting_types
 from verl.config.schema import Config
 
 _PLAIN = re.compile(r"[\w./-]+", re.ASCII)
@@ -55,12 +55,21 @@ class Setting:
 @functools.cache
 def leaves() -> Mapping[str, Leaf]:
     """Every key of the tree, in the order of schema.py."""
-    found = {}
+    found: dict[str, Leaf] = {}
     for section, cls in sections().items():
         hints, defaults = typing.get_type_hints(cls, include_extras=True), vars(cls())
-        for name, hint in hints.items():
-            found[f"{section}.{name}"] = Leaf(f"{section}.{name}", hint, defaults[name])
+        found |= {f"{section}.{name}": Leaf(f"{section}.{name}", hint, defaults[name]) for name, hint in hints.items()}
+        if section == "algorithm":
+            found |= {key: Leaf(key, hint, None) for key, hint in _algorithm_settings().items()}
     return MappingProxyType(found)
+
+
+@functools.cache
+def _algorithm_settings() -> Mapping[str, Any]:
+    """Key and type of every `algorithm.NAME` that a spec brings. Its value stands in AlgorithmConfig.options."""
+    words = {key: kind.split(" ")[0].split("[")[0] for key, kind in setting_types().items()}
+    hints = {"float": float | None, "int": int | None, "bool": bool | None}
+    return MappingProxyType({f"algorithm.{key}": hints.get(word, str | None) for key, word in words.items()})
 
 
 @functools.cache
@@ -187,13 +196,21 @@ def text_of(value: Any) -> str:
 
 def build(values: Mapping[str, Any]) -> Config:
     """The tree from one value per leaf, each of its leaf's type. Leaves that are not named keep their default."""
-    made = {}
-    for section, cls in sections().items():
-        names = [f.name for f in dataclasses.fields(cls) if f"{section}.{f.name}" in values]
-        made[section] = cls(**{name: copy.deepcopy(values[f"{section}.{name}"]) for name in names})
-    return Config(**made)
+    config = Config()
+    settings = {key.partition(".")[2]: values[key] for key in _algorithm_settings() if key in values}
+    for key in values.keys() - _algorithm_settings():
+        section, name = key.split(".")
+        setattr(vars(config)[section], name, copy.deepcopy(values[key]))
+    config.algorithm.options |= {name: value for name, value in settings.items() if value is not None}
+    return config
 
 
 def values_of(config: Config) -> dict[str, Any]:
     """One value per leaf, in the order of the tree."""
-    return {key: vars(vars(config)[key.split(".")[0]])[key.split(".")[1]] for key in leaves()}
+    found, settings = {}, _algorithm_settings()
+    for key in leaves():
+        section, name = key.split(".")
+        own = vars(vars(config)[section])
+        found[key] = own["options"].get(name) if key in settings else own[name]
+    few = config.algorithm.options.items()
+    return found | {"algorithm.options": {name: value for name, value in few if f"algorithm.{name}" not in settings}}

@@ -25,10 +25,9 @@ def validate(config: Config, command: Command = "train") -> None:
     found = [*_values(config), *_settings(config)]
     if not found:
         found += _sizes(config, command)
-        if command in RL:
-            found += [*_algorithm(config), *_pipeline(config), *_sampling(config)]
+        found += [*_algorithm(config), *_pipeline(config), *_sampling(config)] if command in RL else []
         found += [*_optimizer(config), *_reward(config), *_evaluation(config, command), *_names(config)]
-        found += [*_files(config, command)]
+        found += _files(config, command)
     if found:
         raise ValueError("\n".join(found))
 
@@ -53,16 +52,14 @@ def _sizes(config: Config, command: Command) -> Iterator[str]:
                 f"step.max_tokens_per_microbatch={budget} is below the longest row, {prompt} prompt + {answer} "
                 f"response tokens: set it to at least {prompt + answer}, or lower rollout.max_response_tokens"
             )
-        if step.prompts_per_step % step.updates_per_step:
-            yield (
-                f"step.prompts_per_step={step.prompts_per_step} is not divisible by step.updates_per_step="
-                f"{step.updates_per_step}: every update takes the same number of groups; use {_divisors(step.prompts_per_step)}"
-            )
-        groups, ranks = step.prompts_per_step // step.updates_per_step, config.run.virtual_ranks
-        if groups % ranks:
+        prompts, updates, ranks = step.prompts_per_step, step.updates_per_step, config.run.virtual_ranks
+        if prompts % updates:
+            fix = f"every update takes the same number of groups; use {_divisors(prompts)}"
+            yield f"step.prompts_per_step={prompts} is not divisible by step.updates_per_step={updates}: {fix}"
+        if (groups := prompts // updates) % ranks:
             yield (
                 f"run.virtual_ranks={ranks} does not divide the {groups} groups of an optimizer step "
-                f"(step.prompts_per_step / step.updates_per_step): every rank takes as many; use one of {_divisors(groups)}"
+                f"(step.prompts_per_step / step.updates_per_step): every rank takes as many; use {_divisors(groups)}"
             )
     elif command in TRAINS and config.data.max_tokens_per_row > budget:
         yield (
@@ -76,31 +73,29 @@ def _sizes(config: Config, command: Command) -> Iterator[str]:
 
 
 def _divisors(number: int) -> str:
-    found = [d for d in range(1, number + 1) if number % d == 0][:8]
-    return ", ".join(map(str, found))
+    return ", ".join([str(d) for d in range(1, number + 1) if number % d == 0][:8])
 
 
 def _settings(config: Config) -> Iterator[str]:
     """algorithm.*: what the specs of the preset say of it."""
-    a, known = config.algorithm, knobs()
-    unknown = [name for name in a.options if not known.get(name)]
+    unknown = [name for name in config.algorithm.options if name not in knobs()]
+    try:
+        if not unknown:
+            settled(config.algorithm.name, config.algorithm.given(), longest=config.rollout.max_response_tokens)
+    except ValueError as exc:
+        yield from str(exc).splitlines()
     yield from map(unknown_option, unknown)
-    if not unknown:
-        try:
-            settled(a.name, a.given(), longest=config.rollout.max_response_tokens)
-        except ValueError as exc:
-            yield from str(exc).splitlines()
 
 
 def _algorithm(config: Config) -> Iterator[str]:
-    a = config.algorithm
-    preset = settled(a.name, a.given())
-    yield from preset.idle(a.given())
+    a, given = config.algorithm, config.algorithm.given()
+    preset = settled(a.name, given)
+    yield from preset.idle(given)
     if preset.group.least > 1 and a.advantage is None and config.step.samples_per_prompt == 1:
         yield f"step.samples_per_prompt=1: {a.name} compares the answers to one prompt; set at least 2 (8 is usual)"
     selects = preset.group_filter.filter_groups or preset.sample_filter is not None
     if config.reward.stage == "batch" and config.reward.model is not None and selects:
-        yield f"reward.stage=batch scores after groups are selected, but {a.name} selects by the score: reward.stage=stream"
+        yield f"reward.stage=batch scores after groups are selected, but {a.name} selects by score: reward.stage=stream"
 
 
 def _pipeline(config: Config) -> Iterator[str]:
@@ -142,10 +137,8 @@ def _optimizer(config: Config) -> Iterator[str]:
         both = f"optim.warmup_steps={o.warmup_steps} and optim.warmup_ratio={o.warmup_ratio:g}"
         yield f"{both} both say it: leave one out"
     if h.mismatch_warn > h.mismatch_stop:
-        yield (
-            f"health.mismatch_warn={h.mismatch_warn:g} is above health.mismatch_stop={h.mismatch_stop:g}: "
-            "the run would stop before it warns"
-        )
+        fix = "the run would stop before it warns"
+        yield f"health.mismatch_warn={h.mismatch_warn:g} is above health.mismatch_stop={h.mismatch_stop:g}: {fix}"
 
 
 def _reward(config: Config) -> Iterator[str]:

@@ -13,10 +13,9 @@ from typing import Any
 
 import yaml
 
-from verl.config.schema import HealthConfig
 from verl.report.samples import SamplePicker, number
 from verl.track.events import read_events
-from verl.track.health import Alarm, scan
+from verl.track.health import Alarm, Limits, scan
 from verl.track.metrics import METRICS_FILE, PHASES, MetricLine, phase_order, read_metrics, read_units
 
 CONFIG_FILE = "config.yaml"
@@ -201,7 +200,7 @@ def alarms(run_dir: Path, lines: Sequence[MetricLine], config: Mapping[str, Any]
     """Alarms that the run recorded (events of kind `alarm`) and those that its metrics raise, one entry per name and
     unbroken stretch of steps."""
     section = lookup(config, "health") or {}
-    limits = HealthConfig(**{key: section[key] for key in HealthConfig.__dataclass_fields__ if key in section})
+    limits = Limits(**{key: section[key] for key in Limits.__dataclass_fields__ if key in section})
     found = [(lines[i].step, alarm) for i, alarm in scan([line.values for line in lines], limits)]
     seen = {(step, alarm.name) for step, alarm in found}
     recorded = [(event.step, Alarm(**{"metric": "", **event.data})) for event in read_events(run_dir, {"alarm"})]

@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from verl.config.schema import HealthConfig
+from msgspec import Meta
 
 History = Sequence[Mapping[str, float]]
 Level = Literal["warn", "stop"]
@@ -23,6 +23,17 @@ MIN_PAST = 5
 """Fewer steps than this are no past to compare with."""
 COMPONENT_PREFIX = "reward/component/"
 """`reward/component/<name>`: the step's mean of one component of the reward."""
+
+
+@dataclass
+class Limits:
+    """The thresholds of the table: keys health.* of the configuration. inf is never."""
+
+    mismatch_stop: Annotated[float, Meta(ge=0)] = 0.5  # k3 KL (rollout || trainer) per token above which the run stops.
+    mismatch_warn: Annotated[float, Meta(ge=0)] = 0.05
+    entropy_floor: float = 0.001  # Warn below, in nats per token.
+    zero_variance_warn: Annotated[float, Meta(ge=0, le=1)] = 0.9
+    truncated_warn: Annotated[float, Meta(ge=0, le=1)] = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +48,7 @@ class Seen(NamedTuple):
     """What the condition of an alarm looks at. Every comparison with NaN is false."""
 
     history: History
-    limits: HealthConfig
+    limits: Limits
     value: float | None  # of the metric in the last step
     now: float  # the same; NaN where it is missing or not finite
     usual: float  # median of its finite values in the WINDOW steps before; NaN if there are fewer than MIN_PAST
@@ -56,7 +67,7 @@ class Row(NamedTuple):
     says: str = ""  # the key of its message, where that is not the name
 
 
-def check_health(history: History, config: HealthConfig) -> list[Alarm]:
+def check_health(history: History, config: Limits) -> list[Alarm]:
     """The alarms of the last step of `history` (one mapping of reduced metrics per step, oldest first)."""
     found = []
     for name, metric, wrong, level, says in TABLE if history else ():
@@ -71,7 +82,7 @@ def check_health(history: History, config: HealthConfig) -> list[Alarm]:
     return found
 
 
-def scan(history: History, config: HealthConfig) -> Iterator[tuple[int, Alarm]]:
+def scan(history: History, config: Limits) -> Iterator[tuple[int, Alarm]]:
     """(index, alarm) of every step of a finished history, as `check_health` would have raised them on the way."""
     for i in range(len(history)):
         for alarm in check_health(history[max(0, i - 2 * WINDOW) : i + 1], config):

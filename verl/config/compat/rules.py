@@ -33,7 +33,8 @@ class Given:
 
     def said(self, key: str, default: Any = None) -> Any:
         """As given."""
-        return self._checked(key, self.values.get(key, default))
+        row, value = find_row(key), self.values.get(key, default)
+        return value if row is None else row.check(value)
 
     def get(self, key: str) -> Any:
         """As given, else verl's default where those were asked for, else None."""
@@ -55,10 +56,6 @@ class Given:
 
     def ignore(self, reason: str, *keys: str) -> None:
         self.ignored.update({k: reason for k in keys if k in self.values})
-
-    def _checked(self, key: str, value: Any) -> Any:
-        row = find_row(key)
-        return value if row is None else row.check(value)
 
 
 def _batch(given: Given) -> Result:
@@ -87,28 +84,24 @@ def _batch(given: Given) -> Result:
         out["step.updates_per_step"] = prompts // mini
     publishes = given.said(publishes_key)
     if publishes is not None and out.get("step.updates_per_step", publishes) != publishes:
-        raise ValueError(
-            f"{publishes_key}={publishes} is not train_batch_size / ppo_mini_batch_size = "
-            f"{out['step.updates_per_step']}, as verl demands: make them agree"
-        )
+        wanted = f"train_batch_size / ppo_mini_batch_size = {out['step.updates_per_step']}"
+        raise ValueError(f"{publishes_key}={publishes} is not {wanted}, as verl demands: make them agree")
     rollouts = given.said("rollout.total_rollout_steps")
     if rollouts is not None:
         if prompts is None:
-            raise ValueError(
-                f"rollout.total_rollout_steps={rollouts} counts prompts: give run.total_steps in its place"
-            )
+            raise ValueError(f"rollout.total_rollout_steps={rollouts} counts prompts: give run.total_steps instead")
         out["run.total_steps"] = max(1, rollouts // prompts)
     return out
 
 
 def critic_without_estimator(values: Mapping[str, Any], native: Mapping[str, Any]) -> list[str]:
     """Keys of a critic and no estimator are PPO, verl's default; to ignore them would train something else."""
-    named = "algorithm.adv_estimator" in values or "algorithm.name" in native
-    if named or not any(k.startswith("critic.") for k in values):
+    if "algorithm.adv_estimator" in values or "algorithm.name" in native:
         return []
-    return [
+    said = (
         "critic.* without algorithm.adv_estimator is PPO in verl: give algorithm.adv_estimator=gae (or grpo) beside it"
-    ]
+    )
+    return [said] if any(k.startswith("critic.") for k in values) else []
 
 
 def _objective(given: Given) -> Result:
@@ -205,9 +198,8 @@ def _clip(given: Given) -> Result:
     for side in ("low", "high"):
         value = given.said(f"{ACTOR}clip_ratio_{side}", single)
         if value not in (None, single):
-            raise ValueError(
-                f"{ACTOR}clip_ratio={single} and clip_ratio_{side}={value} contradict each other: leave clip_ratio out"
-            )
+            both = f"{ACTOR}clip_ratio={single} and clip_ratio_{side}={value}"
+            raise ValueError(f"{both} contradict each other: leave clip_ratio out")
     return {"algorithm.clip_low": single, "algorithm.clip_high": single}
 
 
@@ -230,13 +222,8 @@ def _kl_reward(given: Given) -> Result:
     if given.need(f"{ctrl}type") == "fixed":
         given.ignore("counts with kl_ctrl.type=adaptive only, as in verl", *adaptive)
         target = horizon = None
-    form = given.need("algorithm.kl_penalty")
-    return {
-        f"{ours}coef": given.need(f"{ctrl}kl_coef"),
-        f"{ours}form": form,
-        f"{ours}target": target,
-        f"{ours}horizon": horizon,
-    }
+    coef, form = given.need(f"{ctrl}kl_coef"), given.need("algorithm.kl_penalty")
+    return {f"{ours}coef": coef, f"{ours}form": form, f"{ours}target": target, f"{ours}horizon": horizon}
 
 
 def _filter(given: Given) -> Result:
@@ -246,13 +233,13 @@ def _filter(given: Given) -> Result:
         given.ignore("only read with filter_groups.enable", f"{name}metric", f"{name}max_num_gen_batches")
         return {"algorithm.filter_groups": False}
     metric = given.said(f"{name}metric")
-    is_score = metric in ("score", "reward", "seq_reward", "seq_final_reward")
+    component = None if metric in ("score", "reward", "seq_reward", "seq_final_reward") else metric
     out: Result = {"algorithm.filter_groups": True, "algorithm.on_exhausted": "stop"}
-    out["algorithm.filter_metric"] = None if is_score else metric
+    out["algorithm.filter_metric"] = component
     batches = given.said(f"{name}max_num_gen_batches")
     if not batches or batches < 0:
-        reason = "0 is without limit in verl; algorithm.max_draws_per_group bounds it here"
-        given.ignore(reason, f"{name}max_num_gen_batches")
+        without = "0 is without limit in verl; algorithm.max_draws_per_group bounds it here"
+        given.ignore(without, f"{name}max_num_gen_batches")
         return out
     train, drawn = given.get("data.train_batch_size"), given.said("data.gen_batch_size")
     return out | {"algorithm.max_draws_per_group": float(batches * (drawn / train if drawn and train else 1))}
@@ -260,14 +247,14 @@ def _filter(given: Given) -> Result:
 
 def _schedule(given: Given) -> Result:
     names = (f"{ACTOR}optim.", "optim.")
+    steps_keys, ratio_keys = ([f"{n}lr_warmup_steps{end}" for n in names] for end in ("", "_ratio"))
     out: Result = {}
     lr = given.own("optim.lr", given.get(f"{ACTOR}optim.lr"))
     if lr is not None and "optim.lr" not in given.native:
         out["optim.lr"] = lr
-    steps = given.first(*(f"{n}lr_warmup_steps" for n in names))
-    ratio = given.first(*(f"{n}lr_warmup_steps_ratio" for n in names))
+    steps, ratio = given.first(*steps_keys), given.first(*ratio_keys)
     if steps is not None and steps > 0:
-        given.ignore("lr_warmup_steps is given", *(f"{n}lr_warmup_steps_ratio" for n in names))
+        given.ignore("lr_warmup_steps is given", *ratio_keys)
         out |= {"optim.warmup_steps": steps, "optim.warmup_ratio": 0.0}
     elif steps is not None or ratio is not None:
         out |= {"optim.warmup_steps": 0, "optim.warmup_ratio": ratio or 0.0}
@@ -287,9 +274,8 @@ def _eval(given: Given) -> Result:
     sampled, temperature = f"{ROLLOUT}val_kwargs.do_sample", f"{ROLLOUT}val_kwargs.temperature"
     if given.said(sampled) is False:
         if given.said(temperature, 0) != 0:
-            raise ValueError(
-                f"{sampled}=False is greedy, {temperature}={given.said(temperature)} is not: leave one of them out"
-            )
+            other = f"{temperature}={given.said(temperature)}"
+            raise ValueError(f"{sampled}=False is greedy, {other} is not: leave one of them out")
         return {"eval.temperature": 0.0}
     if temperature not in given.values:
         given.ignore(f"verl evaluates at temperature 0 unless {temperature} is given", sampled)
@@ -313,9 +299,8 @@ def _overlong(given: Given) -> Result:
         return {"reward.overlong_buffer_tokens": 0}
     tokens, factor, budget = (given.first(*(p + name for p in prefixes)) for name in names)
     if tokens is None:
-        raise ValueError(
-            "overlong_buffer_cfg.enable=True: give overlong_buffer_cfg.len, or reward.overlong_buffer_tokens"
-        )
+        fix = "give overlong_buffer_cfg.len, or reward.overlong_buffer_tokens"
+        raise ValueError(f"overlong_buffer_cfg.enable=True: {fix}")
     limit = _limits(given)[1]
     if budget is not None and limit is not None and budget != limit:
         raise ValueError(f"reward_kwargs.max_resp_len={budget} is not the response limit {limit}: make them agree")
@@ -375,19 +360,15 @@ def _logger(given: Given) -> Result:
 
 def _async(given: Given) -> Result:
     """Legacy keys map one to one; V1 modes generate num_warmup_batches ahead, with partial rollout."""
-    v1, partial_key, bound_key = (
-        "trainer.v1.",
-        "async_training.partial_rollout",
-        "trainer.v1.sampler.max_off_policy_threshold",
-    )
+    v1, partial_key = "trainer.v1.", "async_training.partial_rollout"
+    bound_key = f"{v1}sampler.max_off_policy_threshold"
     staleness, partial = given.said("async_training.staleness_threshold"), given.said(partial_key)
     mode, bound = given.said(f"{v1}trainer_mode"), given.said(bound_key)
     if mode in ("colocate_async", "separate_async"):
         ahead = given.said(f"{v1}{mode}.num_warmup_batches", 1)
         if staleness not in (None, ahead):
-            raise ValueError(
-                f"async_training.staleness_threshold={staleness} and {v1}trainer_mode={mode} contradict each other"
-            )
+            both = f"async_training.staleness_threshold={staleness} and {v1}trainer_mode={mode}"
+            raise ValueError(f"{both} contradict each other")
         staleness, partial = ahead, True
     elif mode == "sync":
         staleness = staleness or 0
@@ -404,13 +385,9 @@ def _async(given: Given) -> Result:
     return out if every is None else out | {"pipeline.sync_every": every}
 
 
-JOINT: Mapping[str, Callable[[Given], Result]] = MappingProxyType(
-    {
-        rule.__name__[1:]: rule
-        for rule in (
-            *(_batch, _objective, _correction, _clip, _kl_loss, _kl_reward, _filter, _schedule),
-            *(_eval, _eval_steps, _overlong, _context, _resume, _directory, _logger, _async),
-        )
-    }
+_RULES = (
+    *(_batch, _objective, _correction, _clip, _kl_loss, _kl_reward, _filter, _schedule),
+    *(_eval, _eval_steps, _overlong, _context, _resume, _directory, _logger, _async),
 )
+JOINT: Mapping[str, Callable[[Given], Result]] = MappingProxyType({rule.__name__[1:]: rule for rule in _RULES})
 """By the name that the table has after its @."""

@@ -28,6 +28,11 @@ class KeyRow:
     text: str = ""
 
     @property
+    def harmless(self) -> list[str]:
+        """Values at which a refused key has no effect."""
+        return self.rule.removeprefix("except:").split(",") if self.rule else []
+
+    @property
     def joint(self) -> str:
         """The function of rules.py that reads this key."""
         return self.rule[1:].partition(":")[0] if self.rule.startswith("@") else ""
@@ -37,13 +42,10 @@ class KeyRow:
         kind = self.rule.partition(":")[2]
         if value is None or not kind:
             return value
-        if kind == "number":
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise ValueError(f"{self.key}={value}: expected a number")
-            return value
-        if kind == "switch":
-            if not isinstance(value, bool):
-                raise ValueError(f"{self.key}={value}: expected True or False")
+        if kind in ("number", "switch"):
+            if isinstance(value, bool) != (kind == "switch") or not isinstance(value, int | float):
+                wanted = "a number" if kind == "number" else "True or False"
+                raise ValueError(f"{self.key}={value}: expected {wanted}")
             return value
         words = dict(pair.split("=") for pair in kind.split(","))
         found = [ours for theirs, ours in words.items() if same_value(value, theirs)]
@@ -59,15 +61,11 @@ def key_rows() -> Mapping[str, KeyRow]:
     text = resources.files("verl.config.compat").joinpath("table.tsv").read_text(encoding="utf-8")
     rows: dict[str, KeyRow] = {}
     for line in text.splitlines():
-        if not line or line.startswith("#"):
-            continue
-        cells = line.split("\t")
-        assert 2 <= len(cells) <= 7, f"table.tsv: {len(cells)} cells in {line!r}"
-        key, action, to, rule, default_rl, default_sft, why = cells + [""] * (7 - len(cells))
-        assert action in get_args(Action), f"table.tsv: action {action!r} of {key}"
-        assert key not in rows, f"table.tsv: {key} twice"
-        targets = tuple(to.split(",")) if to else ()
-        rows[key] = KeyRow(key, cast(Action, action), targets, rule, default_rl, default_sft, why)
+        if line and not line.startswith("#"):
+            cells = line.split("\t")
+            key, action, to, *rest = cells + [""] * (7 - len(cells))
+            assert len(rest) == 4 and action in get_args(Action) and key not in rows, f"table.tsv: {line!r}"
+            rows[key] = KeyRow(key, cast(Action, action), tuple(to.split(",")) if to else (), *rest)
     return MappingProxyType(rows)
 
 
@@ -80,8 +78,7 @@ def _becomes(row: KeyRow) -> str:
     if row.action == "mapped":
         values = f" ({row.rule.removeprefix('map:')})" if row.rule.startswith("map:") else ""
         return ", ".join(row.targets) + values + (f"; {row.text}" if row.text else "")
-    harmless = f"except at {row.rule.removeprefix('except:')}: " if row.action == "refused" and row.rule else ""
-    return harmless + row.text
+    return (f"except at {','.join(row.harmless)}: " if row.action == "refused" and row.rule else "") + row.text
 
 
 def find_row(key: str) -> KeyRow | None:

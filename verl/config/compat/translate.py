@@ -10,7 +10,7 @@ import functools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -92,24 +92,22 @@ def _plain(text: str) -> Any:
         return text
 
 
+@dataclass
 class _Work:
     """One translation: the given keys go in; `found`, `by_default`, `notes` and `problems` come out."""
 
-    def __init__(
-        self,
-        foreign: Mapping[str, Argument],
-        native: Mapping[str, Any],
-        prompts_per_step: int | None,
-        kind: VerlDefaults | None,
-    ) -> None:
-        self.texts = {key: argument.text for key, argument in foreign.items()}
-        self.native, self.prompts_per_step = native, prompts_per_step
-        self.found: dict[str, Setting] = {}
-        self.by_default: dict[str, Setting] = {}
-        self.notes: list[Note] = []
-        self.problems: list[str] = []
-        self.defaults, self.use_defaults = verl_default_values(kind or "rl"), kind is not None
-        self.values = {key: self._resolved(key, argument.value, foreign) for key, argument in foreign.items()}
+    foreign: Mapping[str, Argument]
+    native: Mapping[str, Any]
+    prompts_per_step: int | None
+    kind: VerlDefaults | None
+    found: dict[str, Setting] = field(default_factory=dict)
+    by_default: dict[str, Setting] = field(default_factory=dict)
+    notes: list[Note] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.defaults, self.use_defaults = verl_default_values(self.kind or "rl"), self.kind is not None
+        self.values = {key: self._resolved(key, argument.value) for key, argument in self.foreign.items()}
 
     def run(self) -> None:
         unsaid = [k for k in self.defaults if self.use_defaults and k not in self.values]
@@ -121,8 +119,10 @@ class _Work:
                     self._note(row, "ignored", f"{' and '.join(row.targets)} is given")
             elif row.action == "ignored":
                 self._note(row, "ignored", row.text)
+            elif row.action == "refused" and any(same_value(self.values[key], text) for text in row.harmless):
+                self._note(row, "ignored", "has no effect at this value")
             elif row.action == "refused":
-                self._refused(row)
+                self.problems.append(f"{key}={self.foreign[key].text}: {row.text}")
             elif not row.joint:
                 self._single(row)
         if not self.use_defaults:
@@ -130,7 +130,7 @@ class _Work:
         for rule in JOINT:
             self._joint(rule)
 
-    def _resolved(self, key: str, value: Any, foreign: Mapping[str, Argument]) -> Any:
+    def _resolved(self, key: str, value: Any) -> Any:
         """`${...}` of one of verl's keys stands for its value here; other interpolations stay for our own tree."""
         row = find_row(key)
         if not isinstance(value, str) or "${" not in value or row is None or row.action == "ignored":
@@ -138,7 +138,7 @@ class _Work:
         for name in re.findall(r"\$\{([\w.]+)\}", value):
             if leaf_of(name):
                 continue
-            known = foreign[name].value if name in foreign else self.defaults.get(name)
+            known = self.foreign[name].value if name in self.foreign else self.defaults.get(name)
             if known is None:
                 self.problems.append(f"{key}={value}: ${{{name}}} is not given on this command line; write its value")
             elif value == f"${{{name}}}":
@@ -151,14 +151,11 @@ class _Work:
         return all(target in self.native for target in row.targets)
 
     def _note(self, row: KeyRow, action: Action, text: str) -> None:
-        self.notes.append(Note(row.key, self.texts.get(row.key, ""), action, text))
+        self.notes.append(Note(row.key, self.foreign[row.key].text, action, text))
 
-    def _refused(self, row: KeyRow) -> None:
-        allowed = row.rule.removeprefix("except:").split(",") if row.rule else []
-        if any(same_value(self.values[row.key], text) for text in allowed):
-            self._note(row, "ignored", "has no effect at this value")
-        else:
-            self.problems.append(f"{row.key}={self.texts[row.key]}: {row.text}")
+    def _mapped(self, row: KeyRow, targets: Iterable[str]) -> None:
+        values = {t: self.found[t].value if t in self.found else self.native.get(t) for t in targets}
+        self._note(row, "mapped", ", ".join(f"{target}={text_of(value)}" for target, value in values.items()))
 
     def _single(self, row: KeyRow) -> None:
         given = row.key in self.values
@@ -170,12 +167,13 @@ class _Work:
         if row.rule in ("off", "null") and isinstance(value, int | float) and value < 0:
             value = 0 if row.rule == "off" else None
         elif row.rule == "unless_null" and value is None:
-            self._note(row, "ignored", "has no effect at null")
+            if given:
+                self._note(row, "ignored", "has no effect at null")
             return
         for target in row.targets:
             self._set(target, value, [row.key] if given else [])
         if given:
-            self._note(row, "mapped", self._said(row.targets))
+            self._mapped(row, row.targets)
 
     def _joint(self, rule: str) -> None:
         rows = {k: r for k, r in key_rows().items() if r.joint == rule}
@@ -196,11 +194,7 @@ class _Work:
             if key in view.ignored:
                 self._note(rows[key], "ignored", view.ignored[key])
             else:
-                self._note(rows[key], "mapped", self._said(t for t in rows[key].targets if t in results))
-
-    def _said(self, targets: Iterable[str]) -> str:
-        values = {t: self.found[t].value if t in self.found else self.native.get(t) for t in targets}
-        return ", ".join(f"{target}={text_of(value)}" for target, value in values.items())
+                self._mapped(rows[key], (t for t in rows[key].targets if t in results))
 
     def _set(self, target: str, value: Any, keys: Sequence[str]) -> None:
         """`keys`: verl's keys that say so; none: verl's default."""
@@ -209,7 +203,7 @@ class _Work:
         if not keys:
             self.by_default[target] = Setting(target, value, "verl's default", text_of(value))
             return
-        origin = "verl key " + ", ".join(f"{k}={self.texts[k]}" for k in keys)
+        origin = "verl key " + ", ".join(f"{k}={self.foreign[k].text}" for k in keys)
         before = self.found.get(target)
         if before is not None and before.value != value:
             self.problems.append(f"{origin} contradicts {before.origin}: both set {target}; leave one out")
