@@ -16,8 +16,9 @@ from verl.agent_loop.single_turn import SingleTurnLoop
 from verl.algorithms.preference import preference_terms, reward_terms
 from verl.algorithms.presets import preference
 from verl.algorithms.resolve import Algorithm, resolve
-from verl.config.backends import QUEUE, ROLLOUT, SYNC, load, options_of
+from verl.config.backends import QUEUE, ROLLOUT, SYNC, load, longest_sequence, options_of
 from verl.config.load import Resolved
+from verl.config.plan import total_steps
 from verl.config.schema import AlgorithmConfig, Config
 from verl.data.preference import load_pairs
 from verl.data.source import Cursor, TaskTable, load_conversations, load_tasks
@@ -80,8 +81,8 @@ async def assemble(resolved: Resolved, *, progress: LiveProgress | None = None, 
     progress = progress or LiveProgress()
     progress.message(f"data: {tasks.report.summary()}")
     waits, timeout_s = Waits(claimed.path / "waits.json"), config.run.wait_timeout_s
-    total_steps = total_steps_of(config, len(tasks), config.step.prompts_per_step)
-    context = context_of(config, updates=updates_of_run(config, total_steps), crash_dir=claimed.path / "crash")
+    num_steps = total_steps_of(config, len(tasks), config.step.prompts_per_step)
+    context = context_of(config, updates=updates_of_run(config, num_steps), crash_dir=claimed.path / "crash")
     scorer = reward_model(context)
     reward = await _reward(config, scorer)
     engine = policy_engine(context)
@@ -101,7 +102,7 @@ async def assemble(resolved: Resolved, *, progress: LiveProgress | None = None, 
         claimed, config, progress, waits, recorder=InprocGroup("recorder", [recorder]), on_step=on_step
     )
     trajectories = _trajectories(config, tokenizer, rollout, reward, waits)
-    groups = _groups(config, learner, tasks, trajectories, reporter, total_steps)
+    groups = _groups(config, learner, tasks, trajectories, reporter, num_steps)
     colocated = config.pipeline.placement == "colocated" or (config.pipeline.placement == "auto" and _in_step(config))
     checkpointer = Checkpointer(
         claimed.store, learner, trained_roles(learner), checkpoint_bytes(engine), claimed.resumed
@@ -109,7 +110,7 @@ async def assemble(resolved: Resolved, *, progress: LiveProgress | None = None, 
     return Run(
         config=config,
         dir=claimed.path,
-        total_steps=total_steps,
+        total_steps=num_steps,
         learner=learner,
         groups=groups,
         trajectories=trajectories,
@@ -237,10 +238,10 @@ async def assemble_supervised(
     claimed = open_run_dir(resolved)
     progress = progress or LiveProgress()
     progress.message(f"data: {summary}")
-    total_steps = total_steps_of(config, len(stage), config.supervised.rows_per_step)
+    num_steps = total_steps_of(config, len(stage), config.supervised.rows_per_step)
     head: Literal["lm", "score"] = "score" if command == "rm" else "lm"
     share, waits = command != "sft" and shares_prefix(config), Waits(claimed.path / "waits.json")
-    context = context_of(config, updates=total_steps, crash_dir=claimed.path / "crash")
+    context = context_of(config, updates=num_steps, crash_dir=claimed.path / "crash")
     engine = policy_engine(context, head=head)
     engine.check_packing(share_prefix=share)
     export = hf_export(config, head=head, pad_token_id=pad_id(tokenizer))
@@ -262,7 +263,7 @@ async def assemble_supervised(
     return SupervisedRun(
         config=config,
         dir=claimed.path,
-        total_steps=total_steps,
+        total_steps=num_steps,
         stage=stage,
         eval_stage=eval_stage,
         cursor=Cursor(len(stage), _data_seed(config), config.data.shuffle),
@@ -383,9 +384,7 @@ def rollout_engine(config: Config, tokenizer: Any, device: str) -> RolloutEngine
 
 
 def max_context_tokens(config: Config, hf_config: Any) -> int:
-    wanted = config.data.max_prompt_tokens + max(
-        config.rollout.max_response_tokens, config.eval.max_response_tokens or 0
-    )
+    wanted = longest_sequence(config)
     limit = hf_config.get_text_config().max_position_embeddings
     if wanted > limit:
         raise ValueError(
@@ -411,9 +410,7 @@ def sampling_of(config: Config) -> Sampling:
 
 
 def total_steps_of(config: Config, num_rows: int, rows_per_step: int) -> int:
-    if config.run.total_steps is not None:
-        return config.run.total_steps
-    steps = config.run.total_epochs * num_rows // rows_per_step
+    steps = total_steps(config, num_rows, rows_per_step)
     if steps < 1:
         raise ValueError(
             f"{num_rows} rows x run.total_epochs={config.run.total_epochs} make no full step of {rows_per_step}; "
