@@ -32,7 +32,7 @@ from verl.batch import Batch, Columns, pack
 from verl.model_engine.objective import evaluate_terms
 from verl.objective import Term, TermValue
 from verl.types import Refs, Sample, Segment, ref_of
-from verl.workers.role import columns_of
+from verl.workers.compute import columns_of
 
 NEEDED = {"drgrpo": {"horizon_tokens": 3}, "gdpo": {"reward_components": ["a", "b"]}}
 NO_BASELINE = ("reinforce", "ppo", "vapo", "pf_ppo")  # presets that keep a gradient where all rewards are equal
