@@ -52,9 +52,9 @@ def _flat(high: Tensor, low: Tensor) -> Tensor:
 
 
 class _Groups:
-    """Scores of a step, and of each sequence its group's size, mean, highest score and spread (max - min) over the usable
-    members: those with a valid score and some trainable token. A spread within rounding is exactly 0: scores like 0.1 have
-    a non-zero standard deviation in floats. `varied` [S]: usable and in a group with a spread; `centred`: s - mean there."""
+    """Scores of a step, and of each sequence its group's size, mean, highest score and spread (max - min) over usable
+    members: those with a valid score and some trainable token. A spread within rounding is exactly 0: scores like 0.1
+    have a non-zero standard deviation. `varied` [S]: usable, in a group with a spread; `centred`: s - mean there."""
 
     def __init__(self, columns: Columns, scores: Tensor | None = None) -> None:
         self.index = columns.sequence["group"]

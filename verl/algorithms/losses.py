@@ -1,5 +1,5 @@
-"""Losses: pure functions of columns that give one value per token (or per sequence), and never sum or divide: the weight
-columns of `weights.py` do, so that no loss sees how a batch was split. Inputs outside the mask are 0 when it is called."""
+"""Losses: pure functions of columns that give one value per token (or sequence), and never sum or divide: the columns
+of weights.py do, so that no loss sees how a batch was split. Inputs outside the mask are 0 when it is called."""
 
 from __future__ import annotations
 

@@ -86,7 +86,8 @@ class Preset:
             for column in spec.inputs:
                 if column not in written:
                     hint = f"{did_you_mean(column, sorted(written))}; there are: {', '.join(sorted(written))}"
-                    yield f"algorithm.name={self.name}: {spec.fn} reads the column {column!r}, which nobody writes{hint}"
+                    said = f"{spec.fn} reads the column {column!r}, which nobody writes"
+                    yield f"algorithm.name={self.name}: {said}{hint}"
         if self.loss.aggregation == specs.BY_HORIZON and self.loss.horizon_tokens is None:
             said = f"{self.loss.aggregation} divides by a constant; set it to the longest response, {longest}"
             yield f"algorithm.horizon_tokens is missing: {said}"
@@ -96,8 +97,8 @@ class Preset:
         if loss not in ("ppo_clip", "reinforce"):
             yield f"algorithm.bypass=true with algorithm.loss={loss}: set ppo_clip or reinforce"
         elif loss == "ppo_clip" and c.form is not None:
-            fix = "set algorithm.correction=null, or algorithm.loss=reinforce"
-            yield f"algorithm.bypass=true puts the sampler's log-probs in the ratio: a correction would count it twice; {fix}"
+            fix = "a correction would count it twice; set algorithm.correction=null, or algorithm.loss=reinforce"
+            yield f"algorithm.bypass=true puts the sampler's log-probs in the ratio already: {fix}"
         elif loss == "reinforce" and c.form is None:
             fix = "set algorithm.correction and algorithm.options.correction_high, its importance weights"
             yield f"algorithm.bypass=true with algorithm.loss=reinforce: {fix}"

@@ -116,7 +116,7 @@ def knob(default: Any, **limits: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
-    """Settings of one part of an algorithm. `switches`: the fields of which one must be set for the part to do anything."""
+    """Settings of one part of an algorithm. `switches`: fields of which one must be set for it to do anything."""
 
     prefix: ClassVar[str] = ""
     switches: ClassVar[tuple[str, ...]] = ()
