@@ -1,8 +1,6 @@
-"""Off-policy corrections: what the sampler said of its tokens against what the trainer says.
-
-`mismatch_metrics` is the monitor, always on. `correct` turns the same log-ratio into importance weights (TIS, IcePop,
-clamp) and rejections (MIS), on the mask before rejection; both are plain columns of the loss.
-"""
+"""Off-policy corrections: what the sampler said of its tokens against what the trainer says. `mismatch_metrics` is the
+monitor, always on. `correct` turns the same log-ratio into importance weights (TIS, IcePop, clamp) and rejections
+(MIS), on the mask before rejection; both are plain columns of the loss."""
 
 from __future__ import annotations
 
@@ -20,11 +18,9 @@ LOG_RATIO_BOUND = 20.0
 
 
 def correct(columns: Columns, spec: Correction) -> dict[str, Tensor | Metric]:
-    """`is_weights` [L] float64, `keep` [L] bool, `rollout_corr/*` metrics, of `old_logprobs` and `rollout_logprobs`.
-
-    On the mask as given: rejection changes no weight. Weights are 0 and `keep` False outside the mask and where the
-    log-ratio is not finite. Sequences without a token are in no metric; without any token there are no metrics.
-    """
+    """`is_weights` [L] float64, `keep` [L] bool, `rollout_corr/*` metrics, of `old_logprobs` and `rollout_logprobs`. On
+    the mask as given: rejection changes no weight. Weights are 0 and `keep` False outside the mask and where the
+    log-ratio is not finite. Sequences without a token are in no metric; without any token there are no metrics."""
     train = torch.where(columns.mask, columns["old_logprobs"].double(), 0.0)
     rollout = torch.where(columns.mask, columns["rollout_logprobs"].double(), 0.0)
     q = train - rollout
@@ -137,10 +133,9 @@ def _rejection_metrics(columns: Columns, keep: Tensor, prefix: str) -> Metrics:
     n, present = float(columns.mask.sum()), float((columns.counts() > 0).sum())
     if n == 0:
         return {}
-    return {
-        f"{prefix}masked_fraction": Metric(float(lost.sum()), n, "token"),
-        f"{prefix}seq_masked_fraction": Metric(float((columns.sum(lost.double()) > 0).sum()), present, "sequence"),
-    }
+    tokens, sequences = float(lost.sum()), float((columns.sum(lost.double()) > 0).sum())
+    by_sequence = Metric(sequences, present, "sequence")
+    return {f"{prefix}masked_fraction": Metric(tokens, n, "token"), f"{prefix}seq_masked_fraction": by_sequence}
 
 
 def policy_gap_metrics(columns: Columns, train: Tensor, rollout: Tensor) -> Metrics:

@@ -1,9 +1,6 @@
-"""Advantage estimators: pure functions on the trainable tokens of a whole step in float64.
-
-Each takes `Columns` with the token column `rewards` [L] (see `token_rewards`), the sequence columns `group` [S] int64
-and `valid` [S] bool (False: no valid reward; in no statistic, advantage 0), and returns {"advantages": [L]}, some also
-"returns".
-"""
+"""Advantage estimators: pure functions on the trainable tokens of a whole step in float64. Each takes `Columns` with
+the token column `rewards` [L] (see `token_rewards`), the sequence columns `group` [S] int64 and `valid` [S] bool
+(False: no valid reward; in no statistic, advantage 0), and returns {"advantages": [L]}, some also "returns"."""
 
 from __future__ import annotations
 
@@ -21,9 +18,7 @@ FLAT = 1e-6  # a spread within this share of the largest value (or of 1) is roun
 
 def token_rewards(columns: Columns, penalty: Tensor | None = None) -> Tensor:
     """[L] float64 rewards: each sequence's `score` at its last trainable token, minus the per-token `penalty` [L].
-
-    Built on the mask before rejection, so that a rejected last token cannot swallow the score.
-    """
+    Built on the mask before rejection, so that a rejected last token cannot swallow the score."""
     n = len(columns.sequence_of)
     rewards = torch.zeros(n, dtype=torch.float64)
     last = torch.full((columns.num_sequences,), -1, dtype=torch.int64)
@@ -37,10 +32,8 @@ def token_rewards(columns: Columns, penalty: Tensor | None = None) -> Tensor:
 
 
 def whiten(x: Tensor, mask: Tensor) -> Tensor:
-    """(x - mean) / sqrt(var + 1e-8) over the mask, Bessel variance; 0 outside.
-
-    Values that are equal within rounding give exactly 0: their differences are noise, which 1 / 1e-4 would raise.
-    """
+    """(x - mean) / sqrt(var + 1e-8) over the mask, Bessel variance; 0 outside. Values that are equal within rounding
+    give exactly 0: their differences are noise, which 1 / 1e-4 would raise."""
     inside, out = x[mask], torch.zeros_like(x)
     if len(inside) and not _flat(inside.max(), inside.min()):
         out[mask] = (inside - inside.mean()) * torch.rsqrt(inside.var(correction=1) + 1e-8)
@@ -92,10 +85,8 @@ def grpo(
     columns: Columns, *, normalize_by_std: bool = True, leave_one_out: bool = False, scale_rewards: str = "group"
 ) -> Advantage:
     """(s - mean_g) / (std_g + 1e-6), Bessel (GRPO, 2402.03300). Without the division: Dr.GRPO (2503.20783).
-
     leave_one_out: mean and deviation of the other members, undivided where that is 0 (NeMo-RL) · scale_rewards: group |
-    batch (the deviation of all scores, TRL) | none. A group of one or without variance gives exactly 0.
-    """
+    batch (the deviation of all scores, TRL) | none. A group of one or without variance gives exactly 0."""
     scale = scale_rewards if normalize_by_std else "none"
     return {"advantages": _broadcast(columns, _normalized(_Groups(columns), scale, leave_one_out))}
 
@@ -176,10 +167,9 @@ def gae(
     length_adaptive_alpha: float | None = None,
 ) -> Advantage:
     """Generalised advantages from `old_values` [L] (1506.02438), whitened; decoupled and length-adaptive (2504.05118).
-
     returns: advantages of `lam_critic` (None: `lam`) + values, before whitening. `length_adaptive_alpha`: the policy's
-    lambda of a sequence of l tokens is max(0, 1 - 1 / (alpha l)). Holes are skipped; no bootstrap after the last token.
-    """
+    lambda of a sequence of l tokens is max(0, 1 - 1 / (alpha l)). Holes are skipped; no bootstrap after the last
+    token."""
     found = raw_gae(columns, gamma, lam, lam_critic, length_adaptive_alpha)
     return {**found, "advantages": whiten(found["advantages"], _usable_tokens(columns))}
 
@@ -197,10 +187,8 @@ def raw_gae(
         lam_policy = (1 - 1 / (length_adaptive_alpha * grid.counts.double().clamp(min=1))).clamp(min=0)
     critic = _discounted(delta, gamma * (lam if lam_critic is None else lam_critic))
     advantages = grid.flat(_discounted(delta, gamma * lam_policy), n)
-    return {
-        "advantages": torch.where(_usable_tokens(columns), advantages, 0.0),
-        "returns": grid.flat(critic + values, n),
-    }
+    advantages = torch.where(_usable_tokens(columns), advantages, 0.0)
+    return {"advantages": advantages, "returns": grid.flat(critic + values, n)}
 
 
 def _usable_tokens(columns: Columns) -> Tensor:
@@ -249,10 +237,8 @@ def gpg(columns: Columns) -> Advantage:
 
 
 def pass_at_k(columns: Columns, *, normalize_by_std: bool = True) -> Advantage:
-    """Only the best answer of a group learns: s_max - s_second, over std + 1e-6 if normalised (2503.19595).
-
-    A tie for the best, and a group of one: 0.
-    """
+    """Only the best answer of a group learns: s_max - s_second, over std + 1e-6 if normalised (2503.19595). A tie for
+    the best, and a group of one: 0."""
     g = _Groups(columns)
     is_best = g.usable & (g.s == g.high)
     second = g.highest(torch.where(is_best, -torch.inf, g.s))[g.index]
@@ -266,10 +252,8 @@ def pass_at_k(columns: Columns, *, normalize_by_std: bool = True) -> Advantage:
 def gdpo(
     columns: Columns, *, reward_components: Sequence[str], reward_weights: Sequence[float] | None = None
 ) -> Advantage:
-    """Each named reward component normalised in its group, their weighted sum whitened over sequences (2601.05242).
-
-    A NaN component is in no statistic of that component and adds 0. Sequences without any signal get exactly 0.
-    """
+    """Each named reward component normalised in its group, their weighted sum whitened over sequences (2601.05242). A
+    NaN component is in no statistic of that component and adds 0. Sequences without any signal get exactly 0."""
     total, usable = summed_components(columns, reward_components, reward_weights)
     return {"advantages": _broadcast(columns, torch.where(total == 0, total, whiten(total, usable)))}
 
@@ -287,12 +271,10 @@ def summed_components(columns: Columns, names: Sequence[str], weights: Sequence[
 
 
 def otb(columns: Columns) -> Advantage:
-    """Optimal token baseline: reward to go minus a per-place baseline of the group.
-
-    w = 1 - 2 pi + sum_v pi_v^2 (the squared norm of the score; times `is_weights`^2 if present), W its running sum,
-    and b_t = sum_j G_jt W_jt / sum_j W_jt over the members that reach place t. Places count trainable tokens, so that
-    holes do not shift them. Where one member alone is left, b = 0. Groups of one or without variance give exactly 0.
-    """
+    """Optimal token baseline: reward to go minus a per-place baseline of the group. w = 1 - 2 pi + sum_v pi_v^2 (the
+    squared norm of the score; times `is_weights`^2 if present), W its running sum, and b_t = sum_j G_jt W_jt / sum_j
+    W_jt over the members that reach place t. Places count trainable tokens, so that holes do not shift them. Where one
+    member alone is left, b = 0. Groups of one or without variance give exactly 0."""
     grid, n, g = _Grid(columns), len(columns.mask), _Groups(columns)
     returns = _discounted(grid.pad(columns["rewards"]), 1.0)
     cost = 1 - 2 * grid.pad(columns["old_logprobs"]).exp() + grid.pad(columns["sum_pi_squared"])

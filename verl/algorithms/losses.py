@@ -56,11 +56,9 @@ def ppo_clip(
     clip_dual: float | None = None,
     ratio_max: float | None = None,
 ) -> TermValue:
-    """PPO clip, clip-higher and dual clip (1707.06347, 2503.14476, 1912.09729).
-
-    max(-A r, -A clip(r, 1-low, 1+high)); with dual clip c > 1 and A < 0 at most -c A; `ratio_max` caps r itself for
-    both signs of A (INTELLECT-2; TRL's delta). The metric of clipping is before the dual clip.
-    """
+    """PPO clip, clip-higher and dual clip (1707.06347, 2503.14476, 1912.09729). max(-A r, -A clip(r, 1-low, 1+high));
+    with dual clip c > 1 and A < 0 at most -c A; `ratio_max` caps r itself for both signs of A (INTELLECT-2; TRL's
+    delta). The metric of clipping is before the dual clip."""
     a, d, r = _ratio(columns)
     if ratio_max is not None:
         r = r.clamp(max=ratio_max)
@@ -74,20 +72,16 @@ def ppo_clip(
 
 
 def gspo(columns: Columns, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> TermValue:
-    """PPO clip with one ratio per sequence, the geometric mean of its tokens' ratios (GSPO, 2507.18071).
-
-    Values are per token, so seq-mean-token-mean weights give the paper's mean over sequences. A sequence must be whole
-    in its micro-batch (make_microbatches keeps it so).
-    """
+    """PPO clip with one ratio per sequence, the geometric mean of its tokens' ratios (GSPO, 2507.18071). Values are per
+    token, so seq-mean-token-mean weights give the paper's mean over sequences. A sequence must be whole in its
+    micro-batch (make_microbatches keeps it so)."""
     a, d, _ = _ratio(columns)
     return _clipped_value(a, d, columns.mean(d).exp()[columns.sequence_of], clip_low, clip_high)
 
 
 def gspo_token(columns: Columns, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> TermValue:
-    """GSPO-token: the sequence's ratio as the value, each token's own log-prob as the gradient.
-
-    The same gradient as `gspo` where the advantage is one per sequence. A sequence must be whole in its micro-batch.
-    """
+    """GSPO-token: the sequence's ratio as the value, each token's own log-prob as the gradient. The same gradient as
+    `gspo` where the advantage is one per sequence. A sequence must be whole in its micro-batch."""
     a, d, _ = _ratio(columns)
     lp = columns["logprobs"]
     r = columns.mean(d.detach()).exp()[columns.sequence_of] * (lp - lp.detach()).exp()
@@ -95,10 +89,8 @@ def gspo_token(columns: Columns, *, clip_low: float = 3e-4, clip_high: float = 4
 
 
 def cispo(columns: Columns, *, ratio_max: float = 5.0, ratio_min: float | None = None) -> TermValue:
-    """-sg(clip(r, ratio_min, ratio_max)) A log pi (CISPO, 2506.13585): a clipped token keeps its gradient.
-
-    The bounds are on r itself (TRL, ScaleRL); verl's and NeMo-RL's are 1 - low and 1 + high.
-    """
+    """-sg(clip(r, ratio_min, ratio_max)) A log pi (CISPO, 2506.13585): a clipped token keeps its gradient. The bounds
+    are on r itself (TRL, ScaleRL); verl's and NeMo-RL's are 1 - low and 1 + high."""
     a, d, r = _ratio(columns)
     capped = r.detach().clamp(ratio_min, ratio_max)
     return TermValue(-capped * a * columns["logprobs"], _clip_metrics(d, capped != r))
@@ -112,11 +104,9 @@ def sapo(columns: Columns, *, tau_positive: float = 1.0, tau_negative: float = 1
 
 
 def gmpo(columns: Columns, *, clip_low: float = 0.4, clip_high: float = 0.4) -> TermValue:
-    """-mean(A) times the geometric mean of ratios, clipped per token in log space (GMPO, 2507.20673).
-
-    Constant over a sequence's tokens, so seq-mean-token-mean weights give the mean over sequences. A sequence must be
-    whole in its micro-batch.
-    """
+    """-mean(A) times the geometric mean of ratios, clipped per token in log space (GMPO, 2507.20673). Constant over a
+    sequence's tokens, so seq-mean-token-mean weights give the mean over sequences. A sequence must be whole in its
+    micro-batch."""
     a, d, _ = _ratio(columns)
     sign = torch.sign(a)
     bounded = sign * torch.minimum(sign * d, sign * d.clamp(-clip_low, clip_high))
@@ -137,11 +127,9 @@ def _covariance(columns: Columns) -> Tensor:
 
 
 def _lottery(columns: Columns) -> Tensor:
-    """[L] int64 pseudo-random numbers from each token's own stored data: independent of order and split.
-
-    Hashed are the advantage and the log-prob that the sampler (else the proximal policy) gave the token, which no
-    repacking changes. Tokens equal in both are equal here and are told apart by position only.
-    """
+    """[L] int64 pseudo-random numbers from each token's own stored data: independent of order and split. Hashed are the
+    advantage and the log-prob that the sampler (else the proximal policy) gave the token, which no repacking changes.
+    Tokens equal in both are equal here and are told apart by position only."""
     name = "rollout_logprobs" if "rollout_logprobs" in columns else "old_logprobs"
     lp = columns[name] if name in columns else columns["logprobs"].detach()
     h = torch.zeros_like(columns.sequence_of)
@@ -165,9 +153,7 @@ def _drawn(columns: Columns, among: Tensor, share: float, first: Tensor | None =
 
 def kl_cov(columns: Columns, *, cov_ratio: float = 2e-4, cov_coef: float = 1.0) -> TermValue:
     """-A r, plus cov_coef |d| on the share `cov_ratio` of tokens with the highest covariance (KL-Cov, 2505.22617).
-
-    Statistics are over all tokens given: a two-pass term, which sees the whole optimizer step. At least one token.
-    """
+    Statistics are over all tokens given: a two-pass term, which sees the whole optimizer step. At least one token."""
     a, d, r = _ratio(columns)
     chosen = _drawn(columns, columns.mask, cov_ratio, first=_covariance(columns))
     loss = torch.where(chosen, -a * r + cov_coef * d.abs(), -a * r)
@@ -183,11 +169,9 @@ def clip_cov(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> TermValue:
-    """PPO clip, without the loss of some tokens of high covariance (Clip-Cov, 2505.22617).
-
-    A share `cov_ratio` of all tokens (at least one) is drawn among those with cov_low < cov < cov_high that the clip
-    left alone; the draw is `_lottery`'s. A two-pass term, as `kl_cov`.
-    """
+    """PPO clip, without the loss of some tokens of high covariance (Clip-Cov, 2505.22617). A share `cov_ratio` of all
+    tokens (at least one) is drawn among those with cov_low < cov < cov_high that the clip left alone; the draw is
+    `_lottery`'s. A two-pass term, as `kl_cov`."""
     a, d, r = _ratio(columns)
     loss, where = _clipped(a, r, clip_low, clip_high)
     cov = _covariance(columns)
@@ -241,10 +225,8 @@ def off_policy_sequence_mask(columns: Columns, *, inner: Callable[[Columns], Ter
 
 
 def bypass_reinforce(columns: Columns, *, correction: Correction) -> TermValue:
-    """-A w log pi, where w is of the current policy against the sampler. Needs `rollout_logprobs`.
-
-    Of `correction` the level, the form and the bounds count here; its rejections and its mean are of the whole step.
-    """
+    """-A w log pi, where w is of the current policy against the sampler. Needs `rollout_logprobs`. Of `correction` the
+    level, the form and the bounds count here; its rejections and its mean are of the whole step."""
     a = columns["advantages"].to(columns["logprobs"].dtype)
     q = columns["logprobs"].detach() - columns["rollout_logprobs"].to(a.dtype)
     w = bounded(importance_ratio(columns, q, correction.level), correction) if correction.form else torch.ones_like(a)
@@ -259,10 +241,8 @@ def reinforce(columns: Columns) -> TermValue:
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, form: str) -> Tensor:
     """Per-token KL(pi || ref) from a sample of pi: k1 x · abs |x| · k2 x^2 / 2 · k3 exp(-x) - 1 + x, x = log(pi / ref).
-
     With a `+` the value is that of the form and the gradient that of k2 (straight-through). The log-ratio of k3 is
-    clamped to +-20; the value is not, which would take the pull away from the tokens that drifted most.
-    """
+    clamped to +-20; the value is not, which would take the pull away from the tokens that drifted most."""
     x = logprobs - ref_logprobs.to(logprobs.dtype)
     base = form.removesuffix("+")
     if base == "k3":

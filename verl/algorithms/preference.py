@@ -1,8 +1,6 @@
-"""Preference and reward-model losses: functions of pairs, and the terms that run them.
-
-A pair is two sequences of one step, told apart by token columns (`side`, `pair`); the term is evaluated on the whole
-step at once, so no split into micro-batches can part a pair or change KTO's reference point.
-"""
+"""Preference and reward-model losses: functions of pairs, and the terms that run them. A pair is two sequences of one
+step, told apart by token columns (`side`, `pair`); the term is evaluated on the whole step at once, so no split into
+micro-batches can part a pair or change KTO's reference point."""
 
 from __future__ import annotations
 
@@ -231,12 +229,8 @@ def _pair_term(columns: Columns, *, loss: Callable[[Pairs], Tensor], beta: float
     gap = _of_sequence(columns, "gap")[w].to(policy.dtype) if "gap" in columns else None
     pairs = Pairs(policy[w], policy[l], ref[w], ref[l], counts[w], counts[l], gap)
     chosen, rejected = pairs.log_ratios if against else pairs.mean_log_ratios
-    metrics = {
-        "rewards/chosen": beta * chosen,
-        "rewards/rejected": beta * rejected,
-        "rewards/margins": beta * (chosen - rejected),
-        "rewards/accuracies": (chosen > rejected).double(),
-    }
+    metrics = {"rewards/chosen": beta * chosen, "rewards/rejected": beta * rejected}
+    metrics |= {"rewards/margins": beta * (chosen - rejected), "rewards/accuracies": (chosen > rejected).double()}
     return TermValue(_spread(columns, w, loss(pairs)), _pair_metrics(columns, w, metrics))
 
 
@@ -264,10 +258,6 @@ def _reward_term(columns: Columns, *, center_coef: float, margin: bool) -> TermV
     scores = columns.sum(columns["values"])
     gap = _of_sequence(columns, "gap")[w].to(scores.dtype) if margin else None
     loss = bradley_terry(scores[w], scores[l], margin=gap, center_coef=center_coef)
-    metrics = {
-        "accuracy": (scores[w] > scores[l]).double(),
-        "margin": scores[w] - scores[l],
-        "score/chosen": scores[w],
-        "score/rejected": scores[l],
-    }
+    metrics = {"score/chosen": scores[w], "score/rejected": scores[l], "margin": scores[w] - scores[l]}
+    metrics["accuracy"] = (scores[w] > scores[l]).double()
     return TermValue(_spread(columns, w, loss), _pair_metrics(columns, w, metrics))

@@ -1,8 +1,6 @@
 """Every algorithm as one entry, composed of specs at the paper's values. No torch: configuration and plan read it.
-
 `settled` puts a user's settings in their place and says what is wrong with them; `resolve.py` makes functions and terms
-of the result.
-"""
+of the result."""
 
 from __future__ import annotations
 
@@ -12,21 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
 from verl.algorithms import specs
-from verl.algorithms.specs import (
-    Clipped,
-    CriticSpec,
-    Discounted,
-    EstimatorSpec,
-    GroupSpec,
-    KLLoss,
-    LossSpec,
-    Need,
-    PPOClip,
-    PreferenceSpec,
-    Spec,
-    did_you_mean,
-    short,
-)
+from verl.algorithms.specs import Clipped, EstimatorSpec, KLLoss, PPOClip, PreferenceSpec, Spec, did_you_mean, short
 
 T = TypeVar("T")
 
@@ -58,7 +42,7 @@ class Preset:
         out = {"estimator": short(self.estimator.fn), "loss": short(self.loss.fn)}
         return {**out, **{k: v for spec in self.parts().values() for k, v in spec.settings().items()}}
 
-    def needs(self, updates: int) -> tuple[Need, ...]:
+    def needs(self, updates: int) -> tuple[specs.Need, ...]:
         """What is inferred before the advantages, in order. One update: the old policy is the current one, no pass."""
         wanted = {*self.estimator.inputs, *self.loss.inputs}
         if self.kl_loss or self.kl_reward:
@@ -131,8 +115,8 @@ SWITCHED: Mapping[str, Spec] = {
 
 
 _A, _L = "verl.algorithms.estimators:", "verl.algorithms.losses:"
-GRPO, GAE, PPO_CLIP, REINFORCE = specs.GRPO(), specs.GAE(lam=0.95), PPOClip(), LossSpec(_L + "reinforce")
-LOSSES: Mapping[str, LossSpec] = {
+GRPO, GAE, PPO_CLIP, REINFORCE = specs.GRPO(), specs.GAE(lam=0.95), PPOClip(), specs.LossSpec(_L + "reinforce")
+LOSSES: Mapping[str, specs.LossSpec] = {
     "ppo_clip": PPO_CLIP,
     "gspo": Clipped(_L + "gspo"),
     "gspo_token": Clipped(_L + "gspo_token"),
@@ -148,23 +132,23 @@ LOSSES: Mapping[str, LossSpec] = {
 _BY_SEQUENCE = PPOClip(aggregation="seq-mean-token-mean")
 _BY_CONSTANT = PPOClip(aggregation=specs.BY_HORIZON)
 _SUMMED = replace(REINFORCE, aggregation="seq-mean-token-sum")
-_ALONE = GroupSpec(least=1)
+_ALONE = specs.GroupSpec(least=1)
 _GSPO: Mapping[str, Any] = {"aggregation": "seq-mean-token-mean", "clip_low": 3e-4, "clip_high": 4e-4}
 _KL = specs.KLReward(coef=0.01)
 _DAPO_CLIP = PPOClip(clip_high=0.28)
 _MASKED = specs.Correction(form="mask", high=5.0, denominator="before_rejection")
-_GREEDY_BASELINE = GroupSpec(least=1, baselines=1, baseline_sampling=specs.greedy)
+_GREEDY_BASELINE = specs.GroupSpec(least=1, baselines=1, baseline_sampling=specs.greedy)
 _ENTROPY = "The entropy mechanism, 2505.22617"
-_RFPP, _RFPP_BASELINE = Discounted(_A + "reinforce_plus_plus"), EstimatorSpec(_A + "reinforce_plus_plus_baseline")
+_RFPP, _RFPP_BASELINE = specs.Discounted(_A + "reinforce_plus_plus"), EstimatorSpec(_A + "reinforce_plus_plus_baseline")
 _K2 = KLLoss(coef=0.001, form="k2")
 _RLOO = EstimatorSpec(_A + "rloo")
 _GMPO = Clipped(_L + "gmpo", aggregation="seq-mean-token-mean", clip_low=0.4, clip_high=0.4)
 _OTB = EstimatorSpec(_A + "otb", inputs=("old_logprobs", "sum_pi_squared"))
 _VAPO = PPOClip(clip_high=0.28, positive_nll_coef=0.1)
 _VAPO_GAE = specs.GAE(lam_critic=1.0, length_adaptive_alpha=0.05)
-_PPO: Mapping[str, Any] = {"kl_reward": _KL, "critic": CriticSpec()}
+_PPO: Mapping[str, Any] = {"kl_reward": _KL, "critic": specs.CriticSpec()}
 _BEST_AND_WORST = specs.SampleFilter(selection="bw")
-_WARM = CriticSpec(critic_warmup_steps=50)
+_WARM = specs.CriticSpec(critic_warmup_steps=50)
 
 _TABLE = (
     Preset("grpo", "DeepSeekMath, 2402.03300", GRPO, _BY_SEQUENCE, kl_loss=KLLoss(coef=0.04)),
@@ -191,7 +175,7 @@ _TABLE = (
     Preset("remax", "ReMax, 2310.10505", EstimatorSpec(_A + "remax"), _SUMMED, group=_GREEDY_BASELINE, kl_reward=_KL),
     Preset("reinforce_plus_plus", "REINFORCE++, 2501.03262", _RFPP, PPO_CLIP, kl_reward=_KL, group=_ALONE),
     Preset("reinforce_plus_plus_baseline", "REINFORCE++-baseline, 2501.03262", _RFPP_BASELINE, PPO_CLIP, kl_loss=_K2),
-    Preset("reinforce", "Williams 1992", Discounted(_A + "reinforce"), _SUMMED, group=_ALONE),
+    Preset("reinforce", "Williams 1992", specs.Discounted(_A + "reinforce"), _SUMMED, group=_ALONE),
     Preset("ppo", "PPO, 1707.06347; for language models 1909.08593", GAE, PPO_CLIP, group=_ALONE, **_PPO),
     Preset("vapo", "VAPO, 2504.05118", _VAPO_GAE, _VAPO, critic=_WARM, group=_ALONE),
     Preset("pf_ppo", "PF-PPO, 2409.06957", GAE, PPO_CLIP, sample_filter=_BEST_AND_WORST, **_PPO),
@@ -265,9 +249,7 @@ def unknown_option(key: str) -> str:
 
 def settled(name: str, given: Mapping[str, Any] | None = None, *, longest: int | None = None) -> Preset:
     """The preset with the given settings in place of its own (None: the preset's); ValueError with a line per fault.
-
-    Settings that this algorithm does not have are accepted: a recipe may set what only some algorithms read.
-    """
+    Settings that this algorithm does not have are accepted: a recipe may set what only some algorithms read."""
     preset = find(name)
     stated = {k: v for k, v in (given or {}).items() if v is not None}
     settings: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stated.items()}

@@ -28,11 +28,9 @@ class Algorithm(Preset):
 
 
 def resolve(name: str, given: Mapping[str, Any] | None = None) -> Algorithm:
-    """The algorithm `name` with the given settings in place of the preset's. None means: the preset's value.
-
-    `loss` and `advantage` may be a user's own `module:function` (or such a function itself): fn(Columns) -> TermValue
-    or [L] values, and fn(Columns) -> {"advantages": [L]}. They must be importable, since every worker imports them.
-    """
+    """The algorithm `name` with the given settings in place of the preset's. None means: the preset's value. `loss` and
+    `advantage` may be a user's own `module:function` (or such a function itself): fn(Columns) -> TermValue or [L]
+    values, and fn(Columns) -> {"advantages": [L]}. They must be importable, since every worker imports them."""
     settings = {k: _path(v, f"algorithm.{k}") if callable(v) else v for k, v in (given or {}).items()}
     preset = settled(name, settings)
     estimate = _importable(preset.estimator.fn, "algorithm.advantage")

@@ -1,8 +1,6 @@
-"""What an algorithm is composed of: group, estimator, loss, KL, filters, correction and critic. No torch.
-
-Each spec owns its settings with their bounds, and says what is wrong with them; functions are named `module:name` and
-imported when a run is assembled. The field of a spec is the key that a user sets, after the spec's prefix.
-"""
+"""What an algorithm is composed of: group, estimator, loss, KL, filters, correction and critic. No torch. Each spec
+owns its settings with their bounds, and says what is wrong with them; functions are named `module:name` and imported
+when a run is assembled. The field of a spec is the key that a user sets, after the spec's prefix."""
 
 from __future__ import annotations
 
@@ -48,9 +46,8 @@ WRITTEN = ("advantages", "rollout_logprobs")
 
 @dataclass(frozen=True, slots=True)
 class Knob:
-    """What a setting may be. `least` and `most` are allowed themselves, `above` and `below` are not.
-
-    option: it is written under algorithm.options, since few algorithms have it · advice: ends the error."""
+    """What a setting may be. `least` and `most` are allowed themselves, `above` and `below` are not · option: it
+    is written under algorithm.options, since few algorithms have it · advice: ends the error."""
 
     key: str | None = None
     option: bool = False
@@ -252,10 +249,9 @@ class GDPO(EstimatorSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class LossSpec(Spec):
-    """The policy loss `fn`, how its values are aggregated, and the small terms beside it.
-
-    `inputs`: columns it reads. `two_pass`: it has statistics over the whole optimizer step. The settings that a
-    subclass adds are keyword arguments of `fn`."""
+    """The policy loss `fn`, how its values are aggregated, and the small terms beside it. `inputs`: columns it reads.
+    `two_pass`: it has statistics over the whole optimizer step. The settings that a subclass adds are keyword arguments
+    of `fn`."""
 
     fn: str = field(kw_only=False)
     inputs: tuple[str, ...] = ("advantages",)
@@ -356,10 +352,8 @@ class CriticSpec(Spec):
 
 class Rejection(NamedTuple):
     """Reject the tokens (token_*) or whole sequences (seq_*) whose statistic is out of bounds; both bounds are kept.
-
-    k1: `low` <= pi_train / pi_rollout (its product or geometric mean for seq_sum, seq_mean) <= `high`; without `low`,
-    1 / `high`. k2, k3: at most `high`.
-    """
+    k1: `low` <= pi_train / pi_rollout (its product or geometric mean for seq_sum, seq_mean) <= `high`; without `low`, 1
+    / `high`. k2, k3: at most `high`."""
 
     stat: str
     low: float | None
@@ -389,11 +383,10 @@ class Correction(Spec):
     """Weights pi_train / pi_rollout on the policy loss, and rejections. Bounds are on that ratio.
 
     form: truncate min(w, high), TIS · clamp to [low, high] · icepop 0 outside [low, high], the token still counts in
-    the denominators · mask rejected outside [low, high] (AReaL's decoupled PPO) · None no weights ·
-    level: token | sequence (product over the trajectory) | geometric (its geometric mean) · batch_normalize: weights
-    divided by their mean over tokens (level token) or sequences, after the bounds · bypass: the sampler's log-probs are
-    the old policy.
-    """
+    the denominators · mask rejected outside [low, high] (AReaL's decoupled PPO) · None no weights · level: token |
+    sequence (product over the trajectory) | geometric (its geometric mean) · batch_normalize: weights divided by their
+    mean over tokens (level token) or sequences, after the bounds · bypass: the sampler's log-probs are the old
+    policy."""
 
     prefix: ClassVar[str] = "correction_"
     switches = ("form", "reject", "bypass")

@@ -21,11 +21,9 @@ def weight_column(
     horizon_tokens: int | None = None,
     denominator_mask: Tensor | None = None,
 ) -> Tensor:
-    """Weights [L] (unit token) or [S] (unit sequence), float64, 0 outside the mask.
-
-    N counts valid tokens, S the sequences with at least one, of the same mask as the numerator; `denominator_mask` [L]
-    counts them on another mask (denominator=before_rejection). No valid token: all weights 0.
-    """
+    """Weights [L] (unit token) or [S] (unit sequence), float64, 0 outside the mask. N counts valid tokens, S the
+    sequences with at least one, of the same mask as the numerator; `denominator_mask` [L] counts them on another mask
+    (denominator=before_rejection). No valid token: all weights 0."""
     if aggregate not in AGGREGATIONS:
         raise ValueError(f"aggregation {aggregate!r} is unknown; known: {', '.join(AGGREGATIONS)}")
     counted = columns.mask if denominator_mask is None else denominator_mask
@@ -55,9 +53,8 @@ def term_weights(columns: Columns, terms: tuple[Term, ...]) -> dict[str, Tensor]
     if "keep" in columns:  # tokens that an off-policy correction rejected are in no loss
         kept = replace(columns, mask=columns.mask & columns["keep"].bool())
     for term in terms:
-        seen = kept
-        if term.over is not None:
-            seen = replace(kept, mask=kept.mask & columns.sequence[term.over].bool()[columns.sequence_of])
+        over = None if term.over is None else columns.sequence[term.over].bool()[columns.sequence_of]
+        seen = kept if over is None else replace(kept, mask=kept.mask & over)
         counted = columns.mask if term.denominator == "before_rejection" and term.over is None else None
         weight = weight_column(
             seen, term.aggregate, unit=term.unit, horizon_tokens=term.horizon_tokens, denominator_mask=counted

@@ -38,12 +38,10 @@ def check_data_source(data_source: str) -> None:
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, method: str = "strict"
 ) -> float | dict[str, object]:
-    r"""Score one solution by the rule of its dataset, as verl's default does.
-
-    GSM8K: 1/0 on the number after `####` (`method="flexible"`: on the last number). MATH: 1/0 on the last `\boxed{}`.
-    DAPO and AIME: a dict with score ±1, acc, pred. Numina: 1/0. Geometry3k: 0.9 answer + 0.1 format. Search-R1: exact
-    match. Raises ValueError for a source without a rule; TimeoutError if math-verify gives no verdict.
-    """
+    r"""Score one solution by the rule of its dataset, as verl's default does. GSM8K: 1/0 on the number after `####`
+    (`method="flexible"`: on the last number). MATH: 1/0 on the last `\boxed{}`. DAPO and AIME: a dict with score ±1,
+    acc, pred. Numina: 1/0. Geometry3k: 0.9 answer + 0.1 format. Search-R1: exact match. Raises ValueError for a source
+    without a rule; TimeoutError if math-verify gives no verdict."""
     check_data_source(data_source)
     if data_source in SEARCH_QA:
         truths = ground_truth["target"] if isinstance(ground_truth, Mapping) else ground_truth

@@ -16,9 +16,7 @@ def overlong_penalty(
     response_tokens: Number, *, max_response_tokens: int, buffer_tokens: int, penalty: float = 1.0, cap: bool = True
 ) -> Number:
     """The DAPO penalty to add to a score: 0 up to `max - buffer` tokens, then linear to -`penalty` at `max` tokens.
-
-    `cap`: never below -`penalty` (the paper, OpenRLHF). Without, it goes on beyond `max` tokens (verl, NeMo-RL).
-    """
+    `cap`: never below -`penalty` (the paper, OpenRLHF). Without, it goes on beyond `max` tokens (verl, NeMo-RL)."""
     if not 0 < buffer_tokens <= max_response_tokens:
         said = (
             f"reward.overlong_buffer_tokens={buffer_tokens}: must be in 1..{max_response_tokens} (the response budget)"

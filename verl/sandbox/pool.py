@@ -1,9 +1,7 @@
-"""A pool of killable, memory-limited, self-healing workers for calls of one user's callable.
-
-Every call ends in one value or Failure, and costs no other call anything: one that crashes or runs out of memory
-in a worker that served others before is repeated once in a fresh one; calls that were sent behind one that ended the
-worker go back to the front of the queue.
-"""
+"""A pool of killable, memory-limited, self-healing workers for calls of one user's callable. Every call ends in one
+value or Failure, and costs no other call anything: one that crashes or runs out of memory in a worker that served
+others before is repeated once in a fresh one; calls that were sent behind one that ended the worker go back to the
+front of the queue."""
 
 from __future__ import annotations
 
@@ -53,7 +51,6 @@ class _Slot(Generic[T]):
 
 class Pool(Generic[T]):
     """Runs the callable in `num_workers` processes, one call after the other in each. It belongs to one event loop.
-
     timeout_s: wall clock of one call, kept by killing the worker and all it started. memory_limit_mb: address space of
     a worker (and resident memory of it with its children) on top of what it has once the callable is loaded, so heavy
     imports belong at the top of the user's file. Limits on memory need Linux."""
@@ -237,8 +234,7 @@ class Pool(Generic[T]):
         calls: list[_Call[T]] = []
         while self._queue and len(calls) < size:
             call = self._queue.popleft()
-            if not call.outcome.done():  # else its caller has gone
-                calls.append(call)
+            calls += [] if call.outcome.done() else [call]  # done: its caller has gone
         return calls
 
     @property

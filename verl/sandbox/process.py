@@ -196,11 +196,10 @@ class Worker(Generic[T]):
         self.pid, self.ready_s = answer.pid, time.monotonic() - began_s
 
     async def call(self, arguments: Sequence[bytes], timeout_s: float, deliver: Callable[[T | Failure], None]) -> None:
-        """Calls of the user's callable with pickled arguments, sent together and run one after the other.
-
-        `deliver` gets the outcome of each as it ends, in order. One that takes more than `timeout_s` of wall clock is
-        killed with everything it started. A call that ends the worker, or after which it is not fit, is the last to be
-        delivered: those behind it were not begun."""
+        """Calls of the user's callable with pickled arguments, sent together and run one after the other. `deliver`
+        gets the outcome of each as it ends, in order. One that takes more than `timeout_s` of wall clock is killed with
+        everything it started. A call that ends the worker, or after which it is not fit, is the last to be delivered:
+        those behind it were not begun."""
         first = self.calls = self.calls + 1
         self.healthy = False  # until all have answered; stays so if the caller is cancelled
 
@@ -333,12 +332,6 @@ def _launch(channel_fd: int, control_fd: int, memory_limit_mb: float) -> Popen[b
     # One thread and one arena each: workers are many, and what threads reserve counts as address space.
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "MALLOC_ARENA_MAX")
     threads = {name: os.environ.get(name, "1") for name in names}
-    return Popen(
-        [sys.executable, "-P", guardian.__file__, json.dumps(about)],
-        stdin=control_fd,
-        stdout=control_fd,
-        stderr=control_fd,
-        pass_fds=(channel_fd,),
-        start_new_session=True,
-        env={**os.environ, **threads},
-    )
+    command, env = [sys.executable, "-P", guardian.__file__, json.dumps(about)], {**os.environ, **threads}
+    ends: dict[str, Any] = {"stdin": control_fd, "stdout": control_fd, "stderr": control_fd}
+    return Popen(command, pass_fds=(channel_fd,), start_new_session=True, env=env, **ends)

@@ -1,6 +1,5 @@
-"""The process that runs a user's callable: one call at a time, in its main thread. Forked by guardian.py.
-
-Requests arrive and answers leave over a socket of their own, so that prints cannot corrupt them."""
+"""The process that runs a user's callable: one call at a time, in its main thread. Forked by guardian.py. Requests
+arrive and answers leave over a socket of their own, so that prints cannot corrupt them."""
 
 from __future__ import annotations
 
