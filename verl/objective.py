@@ -1,8 +1,6 @@
-"""What a loss is made of: terms that give one value per token or per sequence, and never sum or divide.
-
-The division happens once, in the weight columns of `algorithms/weights.py`; the engine sums weight x value. Engines and
-algorithms share this file and know nothing else of each other.
-"""
+"""What a loss is made of: terms that give one value per token or per sequence, and never sum or divide. The division
+happens once, in the weight columns of `algorithms/weights.py`; the engine sums weight x value. Engines and algorithms
+share this file and know nothing else of each other."""
 
 from __future__ import annotations
 
@@ -28,12 +26,11 @@ class TermValue:
 class Term:
     """One additive part of a loss: the sum over its unit of weight x value.
 
-    outputs: what of the model it needs (logprobs, entropy, values) · inputs: stored columns it needs ·
-    over: a sequence column of bool that restricts it (None: all) · two_pass: its values depend on statistics over the
-    whole optimizer step, so the engine evaluates it on all log-probs first and back-propagates dL/dlogp ·
-    corrected: its weights are multiplied by the column `is_weights` when there is one · denominator: what its
-    aggregation counts where a rejection (column `keep`) has taken tokens out · silent: its loss is not a metric.
-    """
+    outputs: what of the model it needs (logprobs, entropy, values) · inputs: stored columns it needs · over: a sequence
+    column of bool that restricts it (None: all) · two_pass: its values depend on statistics over the whole optimizer
+    step, so it is evaluated on all log-probs first, and dL/dlogp becomes its weights · corrected: its weights are
+    multiplied by the column `is_weights` when there is one · denominator: what its aggregation counts where a rejection
+    (column `keep`) has taken tokens out · silent: its loss is not a metric."""
 
     name: str
     fn: Callable[[Columns], TermValue]

@@ -7,6 +7,7 @@ not here is skipped by name in the report.
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -19,7 +20,7 @@ from torch import Tensor
 from verl.algorithms import estimators as adv
 from verl.algorithms import losses, weights
 from verl.algorithms.corrections import correct
-from verl.algorithms.specs import Correction, reject_flat
+from verl.algorithms.specs import Correction, SampleFilter, reject_flat
 from verl.batch import Columns, segment_sum
 from verl.nn.linear_logprob import linear_logprob
 from verl.objective import Term, TermValue
@@ -247,19 +248,15 @@ def trl_rloo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
     return {"out_advantages": columns.mean(adv.rloo(columns)["advantages"]).numpy()}
 
 
-def batch_weights(scores: Tensor, *, how: str, power: float) -> Tensor:
-    """[S] verl's PF-PPO over the whole batch, which no setting of ours reaches: pow |s|^power | max_min, 1 for
-    the extremes; + 1e-8, so that a batch of zeros is uniform. |s| favours very negative scores too (Q2)."""
-    if how == "pow":
-        return scores.abs() ** power + 1e-8
-    assert how == "max_min"
-    return ((scores == scores.max()) | (scores == scores.min())).double() + 1e-8
-
-
 def pf_ppo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    scores = torch.from_numpy(np.asarray(case["in_scores"], np.float64))
-    weight = batch_weights(scores, how=hp["reweight_method"], power=hp["weight_pow"])
-    return {"out_weights": weight.numpy(), "out_probabilities": (weight / weight.sum()).numpy()}
+    """max_min, with the batch as one group: what scores as the best or the worst answer weighs 1, anything else 1e-8."""
+    assert hp["reweight_method"] == "max_min", (
+        "verl's other weights are not in this version (test_golden.py names them)"
+    )
+    scores = np.asarray(case["in_scores"], np.float64)
+    chosen = SampleFilter(selection="bw").choose(scores.tolist(), random.Random(0))
+    weight = np.isin(scores, scores[chosen]) + 1e-8
+    return {"out_weights": weight, "out_probabilities": weight / weight.sum()}
 
 
 def _outcomes(rewards: np.ndarray, group: Tensor, valid: Tensor | None = None) -> Columns:

@@ -6,18 +6,21 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from fakes import put
+from passes import forward_backward
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from verl.algorithms.preference import Pairs, bradley_terry, dpo, preference_terms, reward_terms, rpo_gap
 from verl.algorithms.presets import PREFERENCES
+from verl.batch import Ragged
 from verl.chat import Rendered
 from verl.data.preference import Pair, PairTable
 from verl.driver.stages import PreferenceStage, Reference, RewardStage
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.torch_engine import TorchEngine
 from verl.transfer_queue.memory import MemoryQueue
-from verl.types import Refs, ref_of
-from verl.workers.role import Role
+from verl.workers.compute import Compute, WeightedStep
+from verl.workers.role import RankStep, Role
 
 VOCAB = 40
 
@@ -64,7 +67,7 @@ def stage_of(name):
     return stage
 
 
-def gradient(model, stage, indices, *, budget=10_000, share=True, first_pass=False):
+def gradient(model, stage, indices, *, budget=10_000, share=True):
     engine = TorchEngine(
         copy.deepcopy(model),
         head="score" if isinstance(stage, RewardStage) else "lm",
@@ -74,10 +77,15 @@ def gradient(model, stage, indices, *, budget=10_000, share=True, first_pass=Fal
     )
     if engine.value_head is not None:
         torch.nn.init.normal_(engine.value_head.weight, generator=torch.Generator().manual_seed(0))
-    role = Role("trainer", MemoryQueue(), engine, share_prefix=share)
+    queue = MemoryQueue()
+    role = Role("trainer", queue, engine, share_prefix=share)
     samples, columns = stage.rows(indices, [f"s{i}" for i in indices])
-    batch = role._batch(Refs(ref_of(s) for s in samples), samples, columns, stage.terms)
-    out = engine.forward_backward(batch, stage.terms)
+    refs = put(queue, samples)
+    offsets = np.cumsum([0, *(r.loss_tokens for r in refs)])
+    queue.write(refs, {n: Ragged(value, offsets) for n, value in columns.items()})
+    Compute(queue).weigh([WeightedStep(refs)], stage.terms, tuple(columns))
+    batch = role._batch(RankStep(refs), stage.terms, tuple(columns))
+    out = forward_backward(engine, batch, stage.terms)
     return {n: p.grad.clone() for n, p in engine.model.named_parameters() if p.grad is not None}, out
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from passes import forward_backward
 from small_columns import F64
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -327,7 +328,7 @@ def engine_run(model, batch, terms, *, budget=10_000, mode="auto"):
     )
     if engine.value_head is not None:  # zero passes no gradient on
         torch.nn.init.normal_(engine.value_head.weight, generator=torch.Generator().manual_seed(0))
-    out = engine.forward_backward(batch, terms, () if critic else ("logprobs",))
+    out = forward_backward(engine, batch, terms, () if critic else ("logprobs",))
     return out, {n: p.grad for n, p in engine.model.named_parameters() if p.grad is not None}
 
 

@@ -79,7 +79,7 @@ def gradients(name: str, model: Path, ranks: int, budget: int = 16384) -> tuple[
             return super().optim_step()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("verl.driver.models.TorchEngine", Watched)
+        patch.setattr("verl.model_engine.torch_engine.TorchEngine", Watched)
         learner: Learner = learner_of(context)
     learner.controllers.critic_warm = True
     try:

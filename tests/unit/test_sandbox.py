@@ -111,7 +111,7 @@ def with_pool(spec: CallableSpec, use: Callable[[Pool[Any]], Awaitable[Any]], **
 
 
 async def call_all(pool: Pool[Any], *words: str, **extra: Any) -> list[Any]:
-    return await asyncio.gather(*(pool.call({"word": word, **extra}, (word,)) for word in words))
+    return await asyncio.gather(*(pool.call({"word": word, **extra}) for word in words))
 
 
 def calling(*words: str) -> Callable[[Pool[Any]], Awaitable[list[Any]]]:
@@ -211,18 +211,6 @@ def test_workers_run_in_parallel_calls_queue_and_statistics_say_so(tools: str) -
     got, workers, waiting, stats = with_pool(spec_of(tools, more=("sleep_s",)), use, num_workers=2)
     assert sorted(Counter(g["pid"] for g in got).values()) in ([4, 4], [3, 5]), "both workers served"
     assert stats.outcomes == {"ok": 8} and workers == 2 and waiting == 0
-    assert len(stats.slowest) == 8 and stats.slowest[0].wall_s >= 0.2 and stats.longest_wait_s > 0.3
-
-
-def test_slowest_ten(tools: str) -> None:
-    async def use(pool: Pool[Any]) -> Any:
-        calls = (pool.call({"word": str(i), "sleep_s": 0.1 if i == 5 else 0.0}, ("w", str(i))) for i in range(30))
-        await asyncio.gather(*calls)
-        return pool.stats.slowest
-
-    slowest = with_pool(spec_of(tools), use)
-    assert len(slowest) == 10 and slowest[0].label == ("w", "5") and slowest[0].outcome == "ok"
-    assert sorted(slowest, reverse=True) == slowest
 
 
 def test_recycling_by_calls_and_by_leak(tools: str) -> None:
@@ -282,7 +270,6 @@ def test_what_happens_to_one_of_many_calls_is_its_own(tools: str, word: str, rea
             assert isinstance(failure, Failure) and failure.reason == reason and says in failure.detail, (at, failure)
             assert words_of(got) == [str(i) for i in range(12) if i != at]
             assert pool.stats.outcomes[reason] == times and pool.waiting == 0
-            assert pool.stats.examples[reason] == failure.detail
 
     async def warmed(pool: Pool[Any]) -> Any:
         await warm(pool)
@@ -463,11 +450,11 @@ def test_a_start_that_is_cancelled_leaves_nothing(tools: str) -> None:
 def test_a_channel_keeps_nothing_that_nobody_asked_for_and_no_answer_comes_late() -> None:
     heard: list[bytes] = []
 
-    def more(body: bytes, wall_s: float) -> bool:
+    def more(body: bytes) -> bool:
         heard.append(body)
         return True
 
-    def enough(body: bytes, wall_s: float) -> bool:
+    def enough(body: bytes) -> bool:
         heard.append(body)
         return False
 
@@ -531,14 +518,14 @@ def test_an_answer_that_no_worker_gives_is_a_crash(tools: str) -> None:
         for answer, body in zip(answers, frames):
             found: list[Any] = []
 
-            def lie(_: Any, hear: Callable[[bytes, float], bool], __: float, body: bytes = body) -> Any:
+            def lie(_: Any, hear: Callable[[bytes], bool], __: float, body: bytes = body) -> Any:
                 told = asyncio.get_running_loop().create_future()
-                hear(body, 0.1)
+                hear(body)
                 told.set_result("answered")
                 return told
 
             worker._channel.ask, worker.calls = lie, 0  # type: ignore[method-assign,assignment]
-            await worker.call([b"", b""], 5.0, lambda outcome, wall_s, found=found: found.append(outcome))
+            await worker.call([b"", b""], 5.0, lambda outcome, found=found: found.append(outcome))
             expected = Failure("crash", "the tool's process spoke out of turn")
             if found != [expected] or worker.healthy:
                 wrong.append((answer, found))

@@ -1,8 +1,6 @@
-"""Off-policy corrections: what the sampler said of its tokens against what the trainer says.
-
-`mismatch_metrics` is the monitor, always on. `correct` turns the same log-ratio into importance weights (TIS, IcePop,
-clamp) and rejections (MIS), on the mask before rejection; both are plain columns of the loss.
-"""
+"""Off-policy corrections: what the sampler said of its tokens against what the trainer says. `mismatch_metrics` is the
+monitor, always on. `correct` turns the same log-ratio into importance weights (TIS, IcePop, clamp) and rejections
+(MIS), on the mask before rejection; both are plain columns of the loss."""
 
 from __future__ import annotations
 
@@ -20,17 +18,14 @@ LOG_RATIO_BOUND = 20.0
 
 
 def correct(columns: Columns, spec: Correction) -> dict[str, Tensor | Metric]:
-    """`is_weights` [L] float64, `keep` [L] bool, `rollout_corr/*` metrics, of `old_logprobs` and `rollout_logprobs`.
-
-    On the mask as given: rejection changes no weight. Weights are 0 and `keep` False outside the mask and where the
-    log-ratio is not finite. Sequences without a token are in no metric; without any token there are no metrics.
-    """
-    zero = torch.zeros((), dtype=torch.float64)
-    train = torch.where(columns.mask, columns["old_logprobs"].double(), zero)
-    rollout = torch.where(columns.mask, columns["rollout_logprobs"].double(), zero)
+    """`is_weights` [L] float64, `keep` [L] bool, `rollout_corr/*` metrics, of `old_logprobs` and `rollout_logprobs`. On
+    the mask as given: rejection changes no weight. Weights are 0 and `keep` False outside the mask and where the
+    log-ratio is not finite. Sequences without a token are in no metric; without any token there are no metrics."""
+    train = torch.where(columns.mask, columns["old_logprobs"].double(), 0.0)
+    rollout = torch.where(columns.mask, columns["rollout_logprobs"].double(), 0.0)
     q = train - rollout
     broken = ~torch.isfinite(q)
-    q = torch.where(broken, zero, q)
+    q = torch.where(broken, 0.0, q)
     broken_rows = columns.sum(broken.double()) > 0
     keep = columns.mask & ~broken
     out: dict[str, Tensor | Metric] = {}
@@ -38,15 +33,12 @@ def correct(columns: Columns, spec: Correction) -> dict[str, Tensor | Metric]:
     if spec.form is not None:
         ratio = importance_ratio(columns, q, spec.level)
         good = keep if spec.level == "token" else keep & ~broken_rows[columns.sequence_of]
-        used = torch.where(good, bounded(ratio, spec), zero)
-        out |= _weight_metrics(columns, ratio, used, spec)
-        weights = used
+        weights = torch.where(good, bounded(ratio, spec), 0.0)
+        out |= _weight_metrics(columns, ratio, weights, spec)
         if spec.batch_normalize:
-            mean = _weight_mean(columns, used, spec.level)
-            weights = torch.where(good, used / mean.clamp(min=torch.finfo(mean.dtype).tiny), zero)
-        keep = good
-        if spec.form == "mask":
-            keep = keep & within(ratio, spec)
+            mean = _weight_mean(columns, weights, spec.level)
+            weights = torch.where(good, weights / mean.clamp(min=torch.finfo(mean.dtype).tiny), 0.0)
+        keep = good & within(ratio, spec) if spec.form == "mask" else good
     rules = spec.rejections()
     for rule in rules:
         passed = _passes(columns, q, rule)
@@ -57,7 +49,7 @@ def correct(columns: Columns, spec: Correction) -> dict[str, Tensor | Metric]:
     if rules or spec.form == "mask":
         out |= _rejection_metrics(columns, keep, "rollout_corr/rollout_rs_")
     out |= policy_gap_metrics(columns, train, rollout)
-    return {"is_weights": torch.where(keep, weights, zero), "keep": keep, **out}
+    return {"is_weights": torch.where(keep, weights, 0.0), "keep": keep, **out}
 
 
 def importance_ratio(columns: Columns, q: Tensor, level: str) -> Tensor:
@@ -84,10 +76,8 @@ def bounded(ratio: Tensor, spec: Correction) -> Tensor:
 
 
 def _weight_mean(columns: Columns, weights: Tensor, level: str) -> Tensor:
-    if level == "token":
-        return weights[columns.mask].mean() if columns.mask.any() else torch.ones((), dtype=weights.dtype)
-    rows = columns.mean(weights)[columns.counts() > 0]
-    return rows.mean() if len(rows) else torch.ones((), dtype=weights.dtype)
+    each = weights[columns.mask] if level == "token" else columns.mean(weights)[columns.counts() > 0]
+    return each.mean() if len(each) else torch.ones((), dtype=weights.dtype)
 
 
 def _passes(columns: Columns, q: Tensor, rule: Rejection) -> Tensor:
@@ -143,10 +133,9 @@ def _rejection_metrics(columns: Columns, keep: Tensor, prefix: str) -> Metrics:
     n, present = float(columns.mask.sum()), float((columns.counts() > 0).sum())
     if n == 0:
         return {}
-    return {
-        f"{prefix}masked_fraction": Metric(float(lost.sum()), n, "token"),
-        f"{prefix}seq_masked_fraction": Metric(float((columns.sum(lost.double()) > 0).sum()), present, "sequence"),
-    }
+    tokens, sequences = float(lost.sum()), float((columns.sum(lost.double()) > 0).sum())
+    by_sequence = Metric(sequences, present, "sequence")
+    return {f"{prefix}masked_fraction": Metric(tokens, n, "token"), f"{prefix}seq_masked_fraction": by_sequence}
 
 
 def policy_gap_metrics(columns: Columns, train: Tensor, rollout: Tensor) -> Metrics:
@@ -154,9 +143,8 @@ def policy_gap_metrics(columns: Columns, train: Tensor, rollout: Tensor) -> Metr
     sequences with some token."""
     mask, present = columns.mask, columns.counts() > 0
     finite = torch.isfinite(train) & torch.isfinite(rollout)
-    zero = torch.zeros((), dtype=train.dtype)
-    train, rollout = torch.where(finite, train, zero), torch.where(finite, rollout, zero)
-    q = torch.where(mask, train - rollout, zero)
+    train, rollout = torch.where(finite, train, 0.0), torch.where(finite, rollout, 0.0)
+    q = torch.where(mask, train - rollout, 0.0)
     if not mask.any():
         return {}
     tokens, sequences = float(mask.sum()), float(present.sum())

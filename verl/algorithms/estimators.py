@@ -1,9 +1,6 @@
-"""Advantage estimators: pure functions on the trainable tokens of a whole step in float64.
-
-Each takes `Columns` with the token column `rewards` [L] (see `token_rewards`), the sequence columns `group` [S] int64
-and `valid` [S] bool (False: no valid reward; in no statistic, advantage 0), and returns {"advantages": [L]}, some also
-"returns".
-"""
+"""Advantage estimators: pure functions on the trainable tokens of a whole step in float64. Each takes `Columns` with
+the token column `rewards` [L] (see `token_rewards`), the sequence columns `group` [S] int64 and `valid` [S] bool
+(False: no valid reward; in no statistic, advantage 0), and returns {"advantages": [L]}, some also "returns"."""
 
 from __future__ import annotations
 
@@ -21,9 +18,7 @@ FLAT = 1e-6  # a spread within this share of the largest value (or of 1) is roun
 
 def token_rewards(columns: Columns, penalty: Tensor | None = None) -> Tensor:
     """[L] float64 rewards: each sequence's `score` at its last trainable token, minus the per-token `penalty` [L].
-
-    Built on the mask before rejection, so that a rejected last token cannot swallow the score.
-    """
+    Built on the mask before rejection, so that a rejected last token cannot swallow the score."""
     n = len(columns.sequence_of)
     rewards = torch.zeros(n, dtype=torch.float64)
     last = torch.full((columns.num_sequences,), -1, dtype=torch.int64)
@@ -32,20 +27,15 @@ def token_rewards(columns: Columns, penalty: Tensor | None = None) -> Tensor:
     has = (last >= 0) & columns.sequence["valid"]
     rewards[last[has]] = columns.sequence["score"].double()[has]
     if penalty is not None:
-        rewards = rewards - torch.where(columns.mask, penalty.double(), torch.zeros_like(rewards))
+        rewards = rewards - torch.where(columns.mask, penalty.double(), 0.0)
     return rewards
 
 
 def whiten(x: Tensor, mask: Tensor) -> Tensor:
-    """(x - mean) / sqrt(var + 1e-8) over the mask, Bessel variance; 0 outside.
-
-    Values that are equal within rounding give exactly 0: their differences are noise, which 1 / 1e-4 would raise.
-    """
-    inside = x[mask]
-    out = torch.zeros_like(x)
-    if len(inside) == 0:
-        return out
-    if not _flat(inside.max(), inside.min()):
+    """(x - mean) / sqrt(var + 1e-8) over the mask, Bessel variance; 0 outside. Values that are equal within rounding
+    give exactly 0: their differences are noise, which 1 / 1e-4 would raise."""
+    inside, out = x[mask], torch.zeros_like(x)
+    if len(inside) and not _flat(inside.max(), inside.min()):
         out[mask] = (inside - inside.mean()) * torch.rsqrt(inside.var(correction=1) + 1e-8)
     return out
 
@@ -54,83 +44,78 @@ def _flat(high: Tensor, low: Tensor) -> Tensor:
     return high - low <= FLAT * torch.maximum(high.abs(), low.abs()).clamp(min=1)
 
 
-def _scores(columns: Columns) -> tuple[Tensor, Tensor, Tensor, int]:
-    """(s [S] float64, group [S], usable [S] bool, number of groups). Usable: valid reward and some trainable token."""
-    s = columns.sum(columns["rewards"].double())
-    group = columns.sequence["group"]
-    usable = columns.sequence["valid"] & (columns.counts() > 0)
-    return s, group, usable, int(group.max()) + 1 if len(group) else 0
+class _Groups:
+    """Scores of a step, and of each sequence its group's size, mean, highest score and spread (max - min) over usable
+    members: those with a valid score and some trainable token. A spread within rounding is exactly 0: scores like 0.1
+    have a non-zero standard deviation. `varied` [S]: usable, in a group with a spread; `centred`: s - mean there."""
 
+    def __init__(self, columns: Columns, scores: Tensor | None = None) -> None:
+        self.index = columns.sequence["group"]
+        self.num = n = int(self.index.max()) + 1 if len(self.index) else 0
+        self.usable = columns.sequence["valid"] & (columns.counts() > 0)
+        self.s = columns.sum(columns["rewards"].double()) if scores is None else scores
+        if scores is not None:
+            self.usable = self.usable & torch.isfinite(scores)
+            self.s = torch.where(self.usable, scores, 0.0)
+        index, values = self.index[self.usable], self.s[self.usable]
+        size = segment_sum(torch.ones_like(values), index, n)
+        mean = segment_sum(values, index, n) / size.clamp(min=1)
+        high, low = self.highest(self.s), -self.highest(-self.s)
+        spread = torch.where(_flat(high, low) | (size < 1), 0.0, high - low)
+        self.size, self.mean, self.high, self.spread = (x[self.index] for x in (size, mean, high, spread))
+        self.varied = self.usable & (self.size > 1) & (self.spread > 0)
+        self.centred = torch.where(self.varied, self.s - self.mean, 0.0)
 
-def _group_stats(s: Tensor, group: Tensor, usable: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(size, mean, spread) of each sequence's own group, over usable members. Spread is max - min.
+    def highest(self, x: Tensor) -> Tensor:
+        """[groups] of x [S]; -inf in a group without a usable member."""
+        lowest = torch.full((self.num,), -torch.inf, dtype=x.dtype)
+        return lowest.scatter_reduce(0, self.index[self.usable], x[self.usable], "amax")
 
-    A spread within rounding is exactly 0: scores like 0.1 have a non-zero standard deviation in floats.
-    """
-    index = group[usable]
-    values = s[usable]
-    size = segment_sum(torch.ones_like(values), index, n)
-    mean = segment_sum(values, index, n) / size.clamp(min=1)
-    high = torch.full((n,), -torch.inf, dtype=s.dtype).scatter_reduce(0, index, values, "amax")
-    low = torch.full((n,), torch.inf, dtype=s.dtype).scatter_reduce(0, index, values, "amin")
-    spread = torch.where(_flat(high, low) | (size < 1), torch.zeros_like(high), high - low)
-    return size[group], mean[group], spread[group]
+    def total(self, x: Tensor) -> Tensor:
+        """[S] the sum of x [S] over each sequence's group; x is 0 for the unusable."""
+        return segment_sum(x, self.index, self.num)[self.index]
 
 
 def _broadcast(columns: Columns, a: Tensor) -> Tensor:
     """[S] -> [L], exactly 0 outside the mask."""
-    return torch.where(columns.mask, a[columns.sequence_of], torch.zeros((), dtype=a.dtype))
+    return torch.where(columns.mask, a[columns.sequence_of], 0.0)
 
 
 def grpo(
     columns: Columns, *, normalize_by_std: bool = True, leave_one_out: bool = False, scale_rewards: str = "group"
 ) -> Advantage:
     """(s - mean_g) / (std_g + 1e-6), Bessel (GRPO, 2402.03300). Without the division: Dr.GRPO (2503.20783).
-
     leave_one_out: mean and deviation of the other members, undivided where that is 0 (NeMo-RL) · scale_rewards: group |
-    batch (the deviation of all scores, TRL) | none. A group of one or without variance gives exactly 0.
-    """
-    s, group, usable, n = _scores(columns)
+    batch (the deviation of all scores, TRL) | none. A group of one or without variance gives exactly 0."""
     scale = scale_rewards if normalize_by_std else "none"
-    return {"advantages": _broadcast(columns, _normalized(s, group, usable, n, scale, leave_one_out))}
+    return {"advantages": _broadcast(columns, _normalized(_Groups(columns), scale, leave_one_out))}
 
 
-def _normalized(
-    s: Tensor, group: Tensor, usable: Tensor, n: int, scale: str = "group", leave_one_out: bool = False
-) -> Tensor:
+def _normalized(g: _Groups, scale: str = "group", leave_one_out: bool = False) -> Tensor:
     """[S] GRPO's centred and scaled scores; 0 for the unusable, for groups of one and for groups without variance."""
-    size, mean, spread = _group_stats(s, group, usable, n)
-    centred = _where_varied(usable, size, spread, s - mean)
-    if leave_one_out:
-        centred = centred * size / (size - 1).clamp(min=1)
+    others = (g.size - 1).clamp(min=1)
+    centred = g.centred * g.size / others if leave_one_out else g.centred
     if scale == "none":
         return centred
     if scale == "batch":
-        inside = s[usable]
+        inside = g.s[g.usable]
         if len(inside) < 2 or _flat(inside.max(), inside.min()):
-            return torch.zeros_like(s)
+            return torch.zeros_like(g.s)
         return centred / (inside.std(correction=1) + EPS)
-    around = torch.where(usable, s - mean, torch.zeros_like(s)) if leave_one_out else centred
-    square = segment_sum(around[usable] ** 2, group[usable], n)[group]
+    around = torch.where(g.usable, g.s - g.mean, 0.0) if leave_one_out else centred
+    square = g.total(around**2)
     if not leave_one_out:
-        return centred / ((square / (size - 1).clamp(min=1)).sqrt() + EPS)
-    rest = square - around**2 * (size / (size - 1).clamp(min=1))
-    std = (rest.clamp(min=0) / (size - 2).clamp(min=1)).sqrt()
-    varied = (size > 2) & (std > FLAT * torch.maximum(mean.abs(), spread).clamp(min=1))
+        return centred / ((square / others).sqrt() + EPS)
+    rest = square - around**2 * (g.size / others)
+    std = (rest.clamp(min=0) / (g.size - 2).clamp(min=1)).sqrt()
+    varied = (g.size > 2) & (std > FLAT * torch.maximum(g.mean.abs(), g.spread).clamp(min=1))
     return torch.where(varied, centred / (std + EPS), centred)
-
-
-def _where_varied(usable: Tensor, size: Tensor, spread: Tensor, a: Tensor) -> Tensor:
-    """[S] `a` where a group has a signal, else exactly 0."""
-    return torch.where(usable & (size > 1) & (spread > 0), a, torch.zeros_like(a))
 
 
 def rloo(columns: Columns) -> Advantage:
     """s - mean of the other members of the group (2402.14740)."""
-    s, group, usable, n = _scores(columns)
-    size, mean, spread = _group_stats(s, group, usable, n)
-    a = _where_varied(usable, size, spread, size / (size - 1).clamp(min=1) * (s - mean))
-    return {"advantages": _broadcast(columns, a)}
+    g = _Groups(columns)
+    return {"advantages": _broadcast(columns, g.size / (g.size - 1).clamp(min=1) * g.centred)}
 
 
 class _Grid:
@@ -182,10 +167,9 @@ def gae(
     length_adaptive_alpha: float | None = None,
 ) -> Advantage:
     """Generalised advantages from `old_values` [L] (1506.02438), whitened; decoupled and length-adaptive (2504.05118).
-
     returns: advantages of `lam_critic` (None: `lam`) + values, before whitening. `length_adaptive_alpha`: the policy's
-    lambda of a sequence of l tokens is max(0, 1 - 1 / (alpha l)). Holes are skipped; no bootstrap after the last token.
-    """
+    lambda of a sequence of l tokens is max(0, 1 - 1 / (alpha l)). Holes are skipped; no bootstrap after the last
+    token."""
     found = raw_gae(columns, gamma, lam, lam_critic, length_adaptive_alpha)
     return {**found, "advantages": whiten(found["advantages"], _usable_tokens(columns))}
 
@@ -203,10 +187,8 @@ def raw_gae(
         lam_policy = (1 - 1 / (length_adaptive_alpha * grid.counts.double().clamp(min=1))).clamp(min=0)
     critic = _discounted(delta, gamma * (lam if lam_critic is None else lam_critic))
     advantages = grid.flat(_discounted(delta, gamma * lam_policy), n)
-    return {
-        "advantages": torch.where(_usable_tokens(columns), advantages, 0.0),
-        "returns": grid.flat(critic + values, n),
-    }
+    advantages = torch.where(_usable_tokens(columns), advantages, 0.0)
+    return {"advantages": advantages, "returns": grid.flat(critic + values, n)}
 
 
 def _usable_tokens(columns: Columns) -> Tensor:
@@ -222,9 +204,8 @@ def reinforce_plus_plus(columns: Columns, *, gamma: float = 1.0) -> Advantage:
 
 def reinforce_plus_plus_baseline(columns: Columns) -> Advantage:
     """s - mean_g, broadcast, whitened over tokens (2501.03262)."""
-    s, group, usable, n = _scores(columns)
-    a = _normalized(s, group, usable, n, "none")
-    return {"advantages": whiten(_broadcast(columns, a), columns.mask & usable[columns.sequence_of])}
+    g = _Groups(columns)
+    return {"advantages": whiten(_broadcast(columns, g.centred), columns.mask & g.usable[columns.sequence_of])}
 
 
 def reinforce(columns: Columns, *, gamma: float = 1.0) -> Advantage:
@@ -242,51 +223,37 @@ def remax(columns: Columns) -> Advantage:
 
 def opo(columns: Columns) -> Advantage:
     """s - the length-weighted mean of the group (2505.23585)."""
-    s, group, usable, n = _scores(columns)
-    size, _, spread = _group_stats(s, group, usable, n)
-    length = torch.where(usable, columns.counts(), 0.0)
-    mean = segment_sum(length * torch.where(usable, s, 0.0), group, n) / segment_sum(length, group, n).clamp(min=1)
-    return {"advantages": _broadcast(columns, _where_varied(usable, size, spread, s - mean[group]))}
+    g = _Groups(columns)
+    length = torch.where(g.usable, columns.counts(), 0.0)
+    mean = g.total(length * torch.where(g.usable, g.s, 0.0)) / g.total(length).clamp(min=1)
+    return {"advantages": _broadcast(columns, torch.where(g.varied, g.s - mean, 0.0))}
 
 
 def gpg(columns: Columns) -> Advantage:
     """B / (B - M) (s - mean_g), with M of the B sequences in groups without variance (2504.02546)."""
-    s, group, usable, n = _scores(columns)
-    size, mean, spread = _group_stats(s, group, usable, n)
-    informative = usable & (size > 1) & (spread > 0)
-    factor = float(usable.sum()) / max(1.0, float(informative.sum()))
-    return {"advantages": _broadcast(columns, torch.where(informative, factor * (s - mean), torch.zeros_like(s)))}
+    g = _Groups(columns)
+    factor = float(g.usable.sum()) / max(1.0, float(g.varied.sum()))
+    return {"advantages": _broadcast(columns, factor * g.centred)}
 
 
 def pass_at_k(columns: Columns, *, normalize_by_std: bool = True) -> Advantage:
-    """Only the best answer of a group learns: s_max - s_second, over std + 1e-6 if normalised (2503.19595).
-
-    A tie for the best, and a group of one: 0.
-    """
-    s, group, usable, n = _scores(columns)
-    size, mean, spread = _group_stats(s, group, usable, n)
-    index, values = group[usable], s[usable]
-    lowest = torch.full((n,), -torch.inf, dtype=s.dtype)
-    best = lowest.scatter_reduce(0, index, values, "amax")
-    is_best = usable & (s == best[group])
-    others = torch.where(is_best, torch.full_like(s, -torch.inf), s)
-    second = lowest.scatter_reduce(0, index, others[usable], "amax")
-    alone = segment_sum(is_best.double(), group, n)[group] == 1
-    a = _where_varied(is_best & alone, size, spread, s - second[group])
+    """Only the best answer of a group learns: s_max - s_second, over std + 1e-6 if normalised (2503.19595). A tie for
+    the best, and a group of one: 0."""
+    g = _Groups(columns)
+    is_best = g.usable & (g.s == g.high)
+    second = g.highest(torch.where(is_best, -torch.inf, g.s))[g.index]
+    a = torch.where(is_best & g.varied & (g.total(is_best.double()) == 1), g.s - second, 0.0)
     if normalize_by_std:
-        around = torch.where(usable, s - mean, torch.zeros_like(s))
-        var = segment_sum(around**2, group, n)[group] / (size - 1).clamp(min=1)
-        a = a / (var.sqrt() + EPS)
+        around = torch.where(g.usable, g.s - g.mean, 0.0)
+        a = a / ((g.total(around**2) / (g.size - 1).clamp(min=1)).sqrt() + EPS)
     return {"advantages": _broadcast(columns, a)}
 
 
 def gdpo(
     columns: Columns, *, reward_components: Sequence[str], reward_weights: Sequence[float] | None = None
 ) -> Advantage:
-    """Each named reward component normalised in its group, their weighted sum whitened over sequences (2601.05242).
-
-    A NaN component is in no statistic of that component and adds 0. Sequences without any signal get exactly 0.
-    """
+    """Each named reward component normalised in its group, their weighted sum whitened over sequences (2601.05242). A
+    NaN component is in no statistic of that component and adds 0. Sequences without any signal get exactly 0."""
     total, usable = summed_components(columns, reward_components, reward_weights)
     return {"advantages": _broadcast(columns, torch.where(total == 0, total, whiten(total, usable)))}
 
@@ -295,40 +262,27 @@ def summed_components(columns: Columns, names: Sequence[str], weights: Sequence[
     """([S] weighted sum of the normalised components, [S] which sequences are usable)."""
     have = sorted(n.removeprefix("component/") for n in columns.sequence if n.startswith("component/"))
     if missing := [n for n in names if n not in have]:
-        raise ValueError(
-            f"algorithm.options.reward_components: the reward gave no {missing}; its components: "
-            f"{', '.join(have) or 'none'}"
-        )
-    group = columns.sequence["group"]
-    usable = columns.sequence["valid"] & (columns.counts() > 0)
-    n = int(group.max()) + 1 if len(group) else 0
+        said = f"the reward gave no {missing}; its components: {', '.join(have) or 'none'}"
+        raise ValueError(f"algorithm.options.reward_components: {said}")
     total = torch.zeros(columns.num_sequences, dtype=torch.float64)
     for name, weight in zip(names, weights or [1.0] * len(names), strict=True):
-        s = columns.sequence[f"component/{name}"].double()
-        finite = usable & torch.isfinite(s)
-        total += weight * _normalized(torch.where(finite, s, 0.0), group, finite, n)
-    return total, usable
+        total += weight * _normalized(_Groups(columns, columns.sequence[f"component/{name}"].double()))
+    return total, columns.sequence["valid"] & (columns.counts() > 0)
 
 
 def otb(columns: Columns) -> Advantage:
-    """Optimal token baseline: reward to go minus a per-place baseline of the group.
-
-    w = 1 - 2 pi + sum_v pi_v^2 (the squared norm of the score; times `is_weights`^2 if present), W its running sum,
-    and b_t = sum_j G_jt W_jt / sum_j W_jt over the members that reach place t. Places count trainable tokens, so that
-    holes do not shift them. Where one member alone is left, b = 0. Groups of one or without variance give exactly 0.
-    """
-    grid, n = _Grid(columns), len(columns.mask)
-    s, group, usable, num_groups = _scores(columns)
-    size, _, spread = _group_stats(s, group, usable, num_groups)
+    """Optimal token baseline: reward to go minus a per-place baseline of the group. w = 1 - 2 pi + sum_v pi_v^2 (the
+    squared norm of the score; times `is_weights`^2 if present), W its running sum, and b_t = sum_j G_jt W_jt / sum_j
+    W_jt over the members that reach place t. Places count trainable tokens, so that holes do not shift them. Where one
+    member alone is left, b = 0. Groups of one or without variance give exactly 0."""
+    grid, n, g = _Grid(columns), len(columns.mask), _Groups(columns)
     returns = _discounted(grid.pad(columns["rewards"]), 1.0)
     cost = 1 - 2 * grid.pad(columns["old_logprobs"]).exp() + grid.pad(columns["sum_pi_squared"])
     if "is_weights" in columns:
         cost = cost * grid.pad(columns["is_weights"]) ** 2
-    there = (torch.arange(grid.width) < grid.counts[:, None]) & usable[:, None]
-    cumulative = torch.where(there, cost, 0.0).cumsum(1)
-    w = torch.where(there, cumulative, 0.0)
-    baseline = segment_sum(w * returns, group, num_groups) / (segment_sum(w, group, num_groups) + 1e-8)
-    several = segment_sum(there.double(), group, num_groups) > 1
-    a = returns - torch.where(several, baseline, 0.0)[group]
-    a = torch.where((usable & (spread > 0))[:, None], a, 0.0)
+    there = (torch.arange(grid.width) < grid.counts[:, None]) & g.usable[:, None]
+    w = torch.where(there, torch.where(there, cost, 0.0).cumsum(1), 0.0)
+    baseline = g.total(w * returns) / (g.total(w) + 1e-8)
+    a = returns - torch.where(g.total(there.double()) > 1, baseline, 0.0)
+    a = torch.where((g.usable & (g.spread > 0))[:, None], a, 0.0)
     return {"advantages": grid.flat(a, n), "returns": grid.flat(returns, n)}

@@ -1,8 +1,5 @@
-"""Losses: pure functions of columns that give one value per token (or per sequence), and never sum or divide.
-
-The division is done once, by the weight columns of `weights.py`; a loss cannot see how a batch was split. Inputs
-outside the mask are already 0 when a loss is called.
-"""
+"""Losses: pure functions of columns that give one value per token (or sequence), and never sum or divide: the columns
+of weights.py do, so that no loss sees how a batch was split. Inputs outside the mask are 0 when it is called."""
 
 from __future__ import annotations
 
@@ -16,6 +13,8 @@ from verl.algorithms.specs import Correction
 from verl.batch import Columns
 from verl.objective import TermValue
 from verl.types import Kind
+
+Metrics = dict[str, tuple[Tensor, Kind]]
 
 
 def log_ratio(new: Tensor, old: Tensor) -> Tensor:
@@ -40,8 +39,13 @@ def _clipped(a: Tensor, r: Tensor, clip_low: float, clip_high: float) -> tuple[T
     return torch.maximum(plain, clipped), clipped > plain
 
 
-def _clip_metrics(d: Tensor, where: Tensor) -> dict[str, tuple[Tensor, Kind]]:
+def _clip_metrics(d: Tensor, where: Tensor) -> Metrics:
     return {"pg_clipfrac": (where.to(d.dtype), "mean"), "ppo_kl": (-d.detach(), "mean")}
+
+
+def _clipped_value(a: Tensor, d: Tensor, r: Tensor, clip_low: float, clip_high: float) -> TermValue:
+    loss, where = _clipped(a, r, clip_low, clip_high)
+    return TermValue(loss, _clip_metrics(d, where))
 
 
 def ppo_clip(
@@ -52,11 +56,9 @@ def ppo_clip(
     clip_dual: float | None = None,
     ratio_max: float | None = None,
 ) -> TermValue:
-    """PPO clip, clip-higher and dual clip (1707.06347, 2503.14476, 1912.09729).
-
-    max(-A r, -A clip(r, 1-low, 1+high)); with dual clip c > 1 and A < 0 at most -c A; `ratio_max` caps r itself for
-    both signs of A (INTELLECT-2; TRL's delta). The metric of clipping is before the dual clip.
-    """
+    """PPO clip, clip-higher and dual clip (1707.06347, 2503.14476, 1912.09729). max(-A r, -A clip(r, 1-low, 1+high));
+    with dual clip c > 1 and A < 0 at most -c A; `ratio_max` caps r itself for both signs of A (INTELLECT-2; TRL's
+    delta). The metric of clipping is before the dual clip."""
     a, d, r = _ratio(columns)
     if ratio_max is not None:
         r = r.clamp(max=ratio_max)
@@ -70,34 +72,25 @@ def ppo_clip(
 
 
 def gspo(columns: Columns, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> TermValue:
-    """PPO clip with one ratio per sequence, the geometric mean of its tokens' ratios (GSPO, 2507.18071).
-
-    Values are per token, so seq-mean-token-mean weights give the paper's mean over sequences. A sequence must be whole
-    in its micro-batch (make_microbatches keeps it so).
-    """
+    """PPO clip with one ratio per sequence, the geometric mean of its tokens' ratios (GSPO, 2507.18071). Values are per
+    token, so seq-mean-token-mean weights give the paper's mean over sequences. A sequence must be whole in its
+    micro-batch (make_microbatches keeps it so)."""
     a, d, _ = _ratio(columns)
-    r = columns.mean(d).exp()[columns.sequence_of]
-    loss, where = _clipped(a, r, clip_low, clip_high)
-    return TermValue(loss, _clip_metrics(d, where))
+    return _clipped_value(a, d, columns.mean(d).exp()[columns.sequence_of], clip_low, clip_high)
 
 
 def gspo_token(columns: Columns, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> TermValue:
-    """GSPO-token: the sequence's ratio as the value, each token's own log-prob as the gradient.
-
-    The same gradient as `gspo` where the advantage is one per sequence. A sequence must be whole in its micro-batch.
-    """
+    """GSPO-token: the sequence's ratio as the value, each token's own log-prob as the gradient. The same gradient as
+    `gspo` where the advantage is one per sequence. A sequence must be whole in its micro-batch."""
     a, d, _ = _ratio(columns)
     lp = columns["logprobs"]
     r = columns.mean(d.detach()).exp()[columns.sequence_of] * (lp - lp.detach()).exp()
-    loss, where = _clipped(a, r, clip_low, clip_high)
-    return TermValue(loss, _clip_metrics(d, where))
+    return _clipped_value(a, d, r, clip_low, clip_high)
 
 
 def cispo(columns: Columns, *, ratio_max: float = 5.0, ratio_min: float | None = None) -> TermValue:
-    """-sg(clip(r, ratio_min, ratio_max)) A log pi (CISPO, 2506.13585): a clipped token keeps its gradient.
-
-    The bounds are on r itself (TRL, ScaleRL); verl's and NeMo-RL's are 1 - low and 1 + high.
-    """
+    """-sg(clip(r, ratio_min, ratio_max)) A log pi (CISPO, 2506.13585): a clipped token keeps its gradient. The bounds
+    are on r itself (TRL, ScaleRL); verl's and NeMo-RL's are 1 - low and 1 + high."""
     a, d, r = _ratio(columns)
     capped = r.detach().clamp(ratio_min, ratio_max)
     return TermValue(-capped * a * columns["logprobs"], _clip_metrics(d, capped != r))
@@ -111,11 +104,9 @@ def sapo(columns: Columns, *, tau_positive: float = 1.0, tau_negative: float = 1
 
 
 def gmpo(columns: Columns, *, clip_low: float = 0.4, clip_high: float = 0.4) -> TermValue:
-    """-mean(A) times the geometric mean of ratios, clipped per token in log space (GMPO, 2507.20673).
-
-    Constant over a sequence's tokens, so seq-mean-token-mean weights give the mean over sequences. A sequence must be
-    whole in its micro-batch.
-    """
+    """-mean(A) times the geometric mean of ratios, clipped per token in log space (GMPO, 2507.20673). Constant over a
+    sequence's tokens, so seq-mean-token-mean weights give the mean over sequences. A sequence must be whole in its
+    micro-batch."""
     a, d, _ = _ratio(columns)
     sign = torch.sign(a)
     bounded = sign * torch.minimum(sign * d, sign * d.clamp(-clip_low, clip_high))
@@ -136,11 +127,9 @@ def _covariance(columns: Columns) -> Tensor:
 
 
 def _lottery(columns: Columns) -> Tensor:
-    """[L] int64 pseudo-random numbers from each token's own stored data: independent of order and split.
-
-    Hashed are the advantage and the log-prob that the sampler (else the proximal policy) gave the token, which no
-    repacking changes. Tokens equal in both are equal here and are told apart by position only.
-    """
+    """[L] int64 pseudo-random numbers from each token's own stored data: independent of order and split. Hashed are the
+    advantage and the log-prob that the sampler (else the proximal policy) gave the token, which no repacking changes.
+    Tokens equal in both are equal here and are told apart by position only."""
     name = "rollout_logprobs" if "rollout_logprobs" in columns else "old_logprobs"
     lp = columns[name] if name in columns else columns["logprobs"].detach()
     h = torch.zeros_like(columns.sequence_of)
@@ -151,18 +140,22 @@ def _lottery(columns: Columns) -> Tensor:
     return h
 
 
+def _drawn(columns: Columns, among: Tensor, share: float, first: Tensor | None = None) -> Tensor:
+    """[L] bool: that share of all tokens (at least one), of those `among`, the highest `first` before the lottery's."""
+    at = torch.nonzero(among)[:, 0]
+    at = at[torch.argsort(_lottery(columns)[at], stable=True)]
+    if first is not None:
+        at = at[torch.argsort(first[at], descending=True, stable=True)]
+    chosen = torch.zeros_like(among)
+    chosen[at[: max(1, int(share * int(columns.mask.sum())))]] = True
+    return chosen
+
+
 def kl_cov(columns: Columns, *, cov_ratio: float = 2e-4, cov_coef: float = 1.0) -> TermValue:
     """-A r, plus cov_coef |d| on the share `cov_ratio` of tokens with the highest covariance (KL-Cov, 2505.22617).
-
-    Statistics are over all tokens given: a two-pass term, which sees the whole optimizer step. At least one token.
-    """
+    Statistics are over all tokens given: a two-pass term, which sees the whole optimizer step. At least one token."""
     a, d, r = _ratio(columns)
-    count = max(1, int(cov_ratio * int(columns.mask.sum())))
-    at = torch.nonzero(columns.mask)[:, 0]
-    at = at[torch.argsort(_lottery(columns)[at], stable=True)]
-    at = at[torch.argsort(_covariance(columns)[at], descending=True, stable=True)][:count]
-    chosen = torch.zeros_like(columns.mask)
-    chosen[at] = True
+    chosen = _drawn(columns, columns.mask, cov_ratio, first=_covariance(columns))
     loss = torch.where(chosen, -a * r + cov_coef * d.abs(), -a * r)
     return TermValue(loss, {"ppo_kl": (-d.detach(), "mean"), "kl_cov_fraction": (chosen.to(d.dtype), "mean")})
 
@@ -176,37 +169,31 @@ def clip_cov(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> TermValue:
-    """PPO clip, without the loss of some tokens of high covariance (Clip-Cov, 2505.22617).
-
-    A share `cov_ratio` of all tokens (at least one) is drawn among those with cov_low < cov < cov_high that the clip
-    left alone; the draw is `_lottery`'s. A two-pass term, as `kl_cov`.
-    """
+    """PPO clip, without the loss of some tokens of high covariance (Clip-Cov, 2505.22617). A share `cov_ratio` of all
+    tokens (at least one) is drawn among those with cov_low < cov < cov_high that the clip left alone; the draw is
+    `_lottery`'s. A two-pass term, as `kl_cov`."""
     a, d, r = _ratio(columns)
     loss, where = _clipped(a, r, clip_low, clip_high)
     cov = _covariance(columns)
-    at = torch.nonzero(columns.mask & ~where & (cov > cov_low) & (cov < cov_high))[:, 0]
-    at = at[torch.argsort(_lottery(columns)[at], stable=True)][: max(1, int(cov_ratio * int(columns.mask.sum())))]
-    chosen = torch.zeros_like(columns.mask)
-    chosen[at] = True
+    chosen = _drawn(columns, columns.mask & ~where & (cov > cov_low) & (cov < cov_high), cov_ratio)
     return TermValue(torch.where(chosen, 0.0, loss), _clip_metrics(d, chosen))
 
 
 def dppo_tv(columns: Columns, *, clip_low: float = 0.15, clip_high: float = 0.15, ratio_max: float = 20.0) -> TermValue:
     """-A sg(min(r, cap)) log pi where |pi - pi_old| is within bounds, on the side that moves away (2602.04879)."""
-    a, d, r = _ratio(columns)
+    a, d, _ = _ratio(columns)
     p, old = _probabilities(columns)
-    valid = torch.where(a > 0, p - old <= clip_high, p - old >= -clip_low)
-    return _gated(columns, a, d, r, valid, ratio_max)
+    return _gated(columns, a, d, torch.where(a > 0, p - old <= clip_high, p - old >= -clip_low), ratio_max)
 
 
 def dppo_kl(columns: Columns, *, clip_low: float = 0.05, clip_high: float = 0.05, ratio_max: float = 20.0) -> TermValue:
     """As `dppo_tv`, by the binary KL of pi_old to pi (token against the rest)."""
-    a, d, r = _ratio(columns)
+    a, d, _ = _ratio(columns)
     p, old = _probabilities(columns)
     rest, old_rest = (1 - p).clamp(min=1e-8), (1 - old).clamp(min=1e-8)
     kl = -old * d.detach() + old_rest * (old_rest / rest).log()
     valid = torch.where(a > 0, (kl <= clip_high) | (p <= old), (kl <= clip_low) | (p >= old))
-    return _gated(columns, a, d, r, valid, ratio_max)
+    return _gated(columns, a, d, valid, ratio_max)
 
 
 def _probabilities(columns: Columns) -> tuple[Tensor, Tensor]:
@@ -214,8 +201,8 @@ def _probabilities(columns: Columns) -> tuple[Tensor, Tensor]:
     return lp.exp(), old_logprobs(columns).to(lp.dtype).exp()
 
 
-def _gated(columns: Columns, a: Tensor, d: Tensor, r: Tensor, valid: Tensor, ratio_max: float) -> TermValue:
-    loss = torch.where(valid, -a * r.detach().clamp(max=ratio_max) * columns["logprobs"], 0.0)
+def _gated(columns: Columns, a: Tensor, d: Tensor, valid: Tensor, ratio_max: float) -> TermValue:
+    loss = torch.where(valid, -a * d.detach().exp().clamp(max=ratio_max) * columns["logprobs"], 0.0)
     return TermValue(loss, _clip_metrics(d, ~valid))
 
 
@@ -233,19 +220,17 @@ def off_policy_sequence_mask(columns: Columns, *, inner: Callable[[Columns], Ter
     a = columns.mean(columns["advantages"].to(lp.dtype))
     gap = columns.mean(columns["rollout_logprobs"].to(lp.dtype) - lp)
     dropped = ((a < 0) & (gap > delta))[columns.sequence_of]
-    metrics: dict[str, tuple[Tensor, Kind]] = {"off_policy_fraction": (dropped.to(lp.dtype), "mean")}
-    return TermValue(torch.where(dropped, 0.0, value.values), {**value.metrics, **metrics})
+    metrics: Metrics = {**value.metrics, "off_policy_fraction": (dropped.to(lp.dtype), "mean")}
+    return TermValue(torch.where(dropped, 0.0, value.values), metrics)
 
 
 def bypass_reinforce(columns: Columns, *, correction: Correction) -> TermValue:
-    """-A w log pi, where w is of the current policy against the sampler. Needs `rollout_logprobs`.
-
-    Of `correction` the level, the form and the bounds count here; its rejections and its mean are of the whole step.
-    """
+    """-A w log pi, where w is of the current policy against the sampler. Needs `rollout_logprobs`. Of `correction` the
+    level, the form and the bounds count here; its rejections and its mean are of the whole step."""
     a = columns["advantages"].to(columns["logprobs"].dtype)
     q = columns["logprobs"].detach() - columns["rollout_logprobs"].to(a.dtype)
     w = bounded(importance_ratio(columns, q, correction.level), correction) if correction.form else torch.ones_like(a)
-    metrics: dict[str, tuple[Tensor, Kind]] = {"ppo_kl": (-q, "mean"), "is_weight": (w, "mean")}
+    metrics: Metrics = {"ppo_kl": (-q, "mean"), "is_weight": (w, "mean")}
     return TermValue(-a * w * columns["logprobs"], metrics)
 
 
@@ -256,10 +241,8 @@ def reinforce(columns: Columns) -> TermValue:
 
 def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, form: str) -> Tensor:
     """Per-token KL(pi || ref) from a sample of pi: k1 x · abs |x| · k2 x^2 / 2 · k3 exp(-x) - 1 + x, x = log(pi / ref).
-
     With a `+` the value is that of the form and the gradient that of k2 (straight-through). The log-ratio of k3 is
-    clamped to +-20; the value is not, which would take the pull away from the tokens that drifted most.
-    """
+    clamped to +-20; the value is not, which would take the pull away from the tokens that drifted most."""
     x = logprobs - ref_logprobs.to(logprobs.dtype)
     base = form.removesuffix("+")
     if base == "k3":
@@ -274,12 +257,9 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, form: str) -> Tensor:
 
 
 def kl_loss(columns: Columns, *, form: str = "k3", ratio_corrected: bool = False) -> TermValue:
-    """KL to the reference as a loss.
-
-    ratio_corrected: times pi / pi_old, gradient included, for an unbiased gradient off-policy (DeepSeek-V3.2).
-    """
+    """ratio_corrected: times pi / pi_old, gradient included, for an unbiased gradient off-policy (DeepSeek-V3.2)."""
     value = kl_estimate(columns["logprobs"], columns["ref_logprobs"], form)
-    metrics: dict[str, tuple[Tensor, Kind]] = {"kl_loss": (value.detach(), "mean")}
+    metrics: Metrics = {"kl_loss": (value.detach(), "mean")}
     if ratio_corrected:
         value = value * log_ratio(columns["logprobs"], old_logprobs(columns)).exp()
     return TermValue(value, metrics)
@@ -314,7 +294,7 @@ def value_clip(columns: Columns, *, clip: float | None = 0.5) -> TermValue:
     v = columns["values"]
     returns = columns["returns"].to(v.dtype)
     error = (v - returns) ** 2
-    metrics: dict[str, tuple[Tensor, Kind]] = {"vpred_mean": (v.detach(), "mean")}
+    metrics: Metrics = {"vpred_mean": (v.detach(), "mean")}
     if clip is not None:
         old = columns["old_values"].to(v.dtype)
         bounded_error = (torch.maximum(torch.minimum(v, old + clip), old - clip) - returns) ** 2

@@ -1,8 +1,6 @@
-"""Preference and reward-model losses: functions of pairs, and the terms that run them.
-
-A pair is two sequences of one step, told apart by token columns (`side`, `pair`); the term is evaluated on the whole
-step at once, so no split into micro-batches can part a pair or change KTO's reference point.
-"""
+"""Preference and reward-model losses: functions of pairs, and the terms that run them. A pair is two sequences of one
+step, told apart by token columns (`side`, `pair`); the term is evaluated on the whole step at once, so no split into
+micro-batches can part a pair or change KTO's reference point."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ CHOSEN, REJECTED, MISMATCHED = 1.0, -1.0, 0.0
 """Values of the column `side`. Unpaired rows are CHOSEN (desirable) or REJECTED; MISMATCHED rows measure KTO's z0."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Pairs:
     """n pairs. chosen, rejected: log-probs of the answers [n], summed; ref_*: of the reference (0 where none is used);
     *_tokens: lengths [n]; gap: true reward of the chosen minus the rejected [n], where the rows have one."""
@@ -56,9 +54,8 @@ def dpo(p: Pairs, *, beta: float, label_smoothing: float = 0.0, average: bool = 
 def robust(p: Pairs, *, beta: float, label_smoothing: float = 0.1) -> Tensor:
     """Unbiased under labels flipped with probability `label_smoothing` (2403.00409)."""
     if not 0 <= label_smoothing < 0.5:
-        raise ValueError(
-            f"preference.options.label_smoothing={label_smoothing}: robust DPO needs 0 <= label_smoothing < 0.5"
-        )
+        need = "robust DPO needs 0 <= label_smoothing < 0.5"
+        raise ValueError(f"preference.options.label_smoothing={label_smoothing}: {need}")
     h = _difference(p, False)
     wrong = label_smoothing * F.logsigmoid(-beta * h)
     return (-(1 - label_smoothing) * F.logsigmoid(beta * h) + wrong) / (1 - 2 * label_smoothing)
@@ -88,9 +85,8 @@ def rpo(p: Pairs, *, beta: float, alpha: float = 1.0, normalization: str = "sequ
 def rpo_gap(p: Pairs, *, beta: float, eta: float = 1.0, distance: str = "sq") -> Tensor:
     """Reward-aware (Nemotron-4, 2502.00203): distance of beta h from eta (r_w - r_l); squares or Bernoulli KLs."""
     if p.gap is None:
-        raise ValueError(
-            "this loss reads the answers' true rewards: rows need chosen_score and rejected_score (or margin)"
-        )
+        need = "rows need chosen_score and rejected_score (or margin)"
+        raise ValueError(f"this loss reads the answers' true rewards: {need}")
     d, s = beta * _difference(p, False), eta * p.gap
     if distance == "sq":
         return (d - s) ** 2
@@ -165,8 +161,6 @@ def _log1mexp(x: Tensor) -> Tensor:
     return torch.log(-torch.expm1(x.clamp(max=-1e-7)))
 
 
-# -- terms -------------------------------------------------------------------------------------------------------------
-
 _WHOLE: Mapping[str, Any] = {"unit": "sequence", "aggregate": "seq-mean-token-mean", "two_pass": True}
 
 
@@ -183,11 +177,8 @@ def preference_terms(
     ld_alpha = settings.pop("ld_alpha", None)
     strength = spec.beta if beta is None else beta
     loss = partial(function(spec.fn, "preference.loss"), beta=strength, **settings, **spec.fixed)
-    fn = (
-        partial(_pair_term, loss=loss, beta=strength, ld_alpha=ld_alpha)
-        if spec.paired
-        else partial(_kto_term, loss=loss)
-    )
+    paired = partial(_pair_term, loss=loss, beta=strength, ld_alpha=ld_alpha)
+    fn = paired if spec.paired else partial(_kto_term, loss=loss)
     inputs = ("side", "pair", *(("ref_logprobs",) if spec.reference else ()), *(("gap",) if spec.needs_gap else ()))
     return (Term(name="loss", fn=fn, inputs=inputs, **_WHOLE),)
 
@@ -201,8 +192,7 @@ def reward_terms(*, center_coef: float = 0.0, margin: bool = False) -> tuple[Ter
 
 def _of_sequence(columns: Columns, name: str) -> Tensor:
     """[S] of a column that is constant in each sequence; 0 where a sequence has no token."""
-    value = columns[name].double()
-    return columns.sum(value) / columns.counts().clamp(min=1)
+    return columns.mean(columns[name].double())
 
 
 def _places(columns: Columns) -> tuple[Tensor, Tensor]:
@@ -216,10 +206,8 @@ def _places(columns: Columns) -> tuple[Tensor, Tensor]:
 
 def _spread(columns: Columns, at: Tensor, per_item: Tensor) -> Tensor:
     """[S] values whose mean over the present sequences is the mean of `per_item` [n], standing at sequences `at`."""
-    present = (columns.counts() > 0).sum()
-    return torch.zeros(columns.num_sequences, dtype=per_item.dtype).index_put(
-        (at,), per_item * present / max(1, len(at))
-    )
+    values = per_item * (columns.counts() > 0).sum() / max(1, len(at))
+    return torch.zeros(columns.num_sequences, dtype=per_item.dtype).index_put((at,), values)
 
 
 def _pair_metrics(columns: Columns, at: Tensor, found: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Any]]:
@@ -236,26 +224,13 @@ def _pair_term(columns: Columns, *, loss: Callable[[Pairs], Tensor], beta: float
         shared[w] = shared[l] = torch.minimum(counts[w], counts[l])
         logprobs = torch.where(_position(columns) < shared[columns.sequence_of], logprobs, ld_alpha * logprobs)
     policy = columns.sum(logprobs)
-    ref = (
-        columns.sum(columns["ref_logprobs"].to(policy.dtype)) if "ref_logprobs" in columns else torch.zeros_like(policy)
-    )
+    against = "ref_logprobs" in columns
+    ref = columns.sum(columns["ref_logprobs"].to(policy.dtype)) if against else torch.zeros_like(policy)
     gap = _of_sequence(columns, "gap")[w].to(policy.dtype) if "gap" in columns else None
-    pairs = Pairs(
-        chosen=policy[w],
-        rejected=policy[l],
-        ref_chosen=ref[w],
-        ref_rejected=ref[l],
-        chosen_tokens=counts[w],
-        rejected_tokens=counts[l],
-        gap=gap,
-    )
-    chosen, rejected = pairs.log_ratios if "ref_logprobs" in columns else pairs.mean_log_ratios
-    metrics = {
-        "rewards/chosen": beta * chosen,
-        "rewards/rejected": beta * rejected,
-        "rewards/margins": beta * (chosen - rejected),
-        "rewards/accuracies": (chosen > rejected).double(),
-    }
+    pairs = Pairs(policy[w], policy[l], ref[w], ref[l], counts[w], counts[l], gap)
+    chosen, rejected = pairs.log_ratios if against else pairs.mean_log_ratios
+    metrics = {"rewards/chosen": beta * chosen, "rewards/rejected": beta * rejected}
+    metrics |= {"rewards/margins": beta * (chosen - rejected), "rewards/accuracies": (chosen > rejected).double()}
     return TermValue(_spread(columns, w, loss(pairs)), _pair_metrics(columns, w, metrics))
 
 
@@ -271,16 +246,11 @@ def _position(columns: Columns) -> Tensor:
 def _kto_term(columns: Columns, *, loss: Callable[..., Tensor]) -> TermValue:
     side = _of_sequence(columns, "side").round()
     ratio = columns.sum(columns["logprobs"]) - columns.sum(columns["ref_logprobs"].to(columns["logprobs"].dtype))
-    present = columns.counts() > 0
-    own, other = (
-        torch.nonzero(present & (side != MISMATCHED))[:, 0],
-        torch.nonzero(present & (side == MISMATCHED))[:, 0],
-    )
+    present, alone = columns.counts() > 0, side == MISMATCHED
+    own, other = (torch.nonzero(present & of)[:, 0] for of in (~alone, alone))
     values = loss(ratio[own], side[own] == CHOSEN, ratio[other])
-    metrics = {
-        "kl": ratio[other].detach().mean().clamp(min=0).expand(len(own)) if len(other) else torch.zeros(len(own))
-    }
-    return TermValue(_spread(columns, own, values), _pair_metrics(columns, own, metrics))
+    kl = ratio[other].detach().mean().clamp(min=0).expand(len(own)) if len(other) else torch.zeros(len(own))
+    return TermValue(_spread(columns, own, values), _pair_metrics(columns, own, {"kl": kl}))
 
 
 def _reward_term(columns: Columns, *, center_coef: float, margin: bool) -> TermValue:
@@ -288,10 +258,6 @@ def _reward_term(columns: Columns, *, center_coef: float, margin: bool) -> TermV
     scores = columns.sum(columns["values"])
     gap = _of_sequence(columns, "gap")[w].to(scores.dtype) if margin else None
     loss = bradley_terry(scores[w], scores[l], margin=gap, center_coef=center_coef)
-    metrics = {
-        "accuracy": (scores[w] > scores[l]).double(),
-        "margin": scores[w] - scores[l],
-        "score/chosen": scores[w],
-        "score/rejected": scores[l],
-    }
+    metrics = {"score/chosen": scores[w], "score/rejected": scores[l], "margin": scores[w] - scores[l]}
+    metrics["accuracy"] = (scores[w] > scores[l]).double()
     return TermValue(_spread(columns, w, loss), _pair_metrics(columns, w, metrics))

@@ -1,20 +1,18 @@
 """Every algorithm as one entry, composed of specs at the paper's values. No torch: configuration and plan read it.
-
 `settled` puts a user's settings in their place and says what is wrong with them; `resolve.py` makes functions and terms
-of the result.
-"""
+of the result."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from verl.algorithms import specs
-from verl.algorithms.specs import Need, PreferenceSpec, Spec, did_you_mean, short
+from verl.algorithms.specs import Clipped, EstimatorSpec, KLLoss, PPOClip, PreferenceSpec, Spec, did_you_mean, short
 
-# -- the whole ---------------------------------------------------------------------------------------------------------
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,7 @@ class Preset:
         out = {"estimator": short(self.estimator.fn), "loss": short(self.loss.fn)}
         return {**out, **{k: v for spec in self.parts().values() for k, v in spec.settings().items()}}
 
-    def needs(self, updates: int) -> tuple[Need, ...]:
+    def needs(self, updates: int) -> tuple[specs.Need, ...]:
         """What is inferred before the advantages, in order. One update: the old policy is the current one, no pass."""
         wanted = {*self.estimator.inputs, *self.loss.inputs}
         if self.kl_loss or self.kl_reward:
@@ -71,46 +69,34 @@ class Preset:
         for spec in (self.estimator, self.loss):
             for column in spec.inputs:
                 if column not in written:
-                    hint = did_you_mean(column, sorted(written))
-                    yield (
-                        f"algorithm.name={self.name}: {spec.fn} reads the column {column!r}, which nobody writes"
-                        f"{hint}; there are: {', '.join(sorted(written))}"
-                    )
+                    hint = f"{did_you_mean(column, sorted(written))}; there are: {', '.join(sorted(written))}"
+                    said = f"{spec.fn} reads the column {column!r}, which nobody writes"
+                    yield f"algorithm.name={self.name}: {said}{hint}"
         if self.loss.aggregation == specs.BY_HORIZON and self.loss.horizon_tokens is None:
-            yield (
-                f"algorithm.horizon_tokens is missing: {self.loss.aggregation} divides by a constant; set it to the "
-                f"longest response, {longest}"
-            )
+            said = f"{self.loss.aggregation} divides by a constant; set it to the longest response, {longest}"
+            yield f"algorithm.horizon_tokens is missing: {said}"
         c, loss = self.correction, short(self.loss.fn)
         if c is None or not c.bypass:
             return
         if loss not in ("ppo_clip", "reinforce"):
             yield f"algorithm.bypass=true with algorithm.loss={loss}: set ppo_clip or reinforce"
         elif loss == "ppo_clip" and c.form is not None:
-            yield (
-                "algorithm.bypass=true puts the sampler's log-probs in the ratio already: a correction would count it "
-                "twice; set algorithm.correction=null, or algorithm.loss=reinforce"
-            )
+            fix = "a correction would count it twice; set algorithm.correction=null, or algorithm.loss=reinforce"
+            yield f"algorithm.bypass=true puts the sampler's log-probs in the ratio already: {fix}"
         elif loss == "reinforce" and c.form is None:
-            yield (
-                "algorithm.bypass=true with algorithm.loss=reinforce: set algorithm.correction and "
-                "algorithm.options.correction_high, its importance weights"
-            )
+            fix = "set algorithm.correction and algorithm.options.correction_high, its importance weights"
+            yield f"algorithm.bypass=true with algorithm.loss=reinforce: {fix}"
 
     def idle(self, given: Mapping[str, Any]) -> Iterator[str]:
         """Given settings that do nothing in this algorithm although they look as if they did."""
         if "horizon_tokens" in given and self.loss.aggregation != specs.BY_HORIZON:
-            yield (
-                f"algorithm.horizon_tokens={given['horizon_tokens']} does nothing here: it belongs to "
-                f"algorithm.aggregation={specs.BY_HORIZON}"
-            )
+            said = f"algorithm.horizon_tokens={given['horizon_tokens']} does nothing here"
+            yield f"{said}: it belongs to algorithm.aggregation={specs.BY_HORIZON}"
         if "kl_reward_target" in given and self.kl_reward is None:
             yield "algorithm.kl_reward_target: its controller needs a start; set algorithm.kl_reward_coef (verl: 0.001)"
         if "kl_reward_horizon" in given and "kl_reward_target" not in given:
-            yield (
-                "algorithm.kl_reward_horizon belongs to the adaptive controller: set algorithm.kl_reward_target, or "
-                "leave it out"
-            )
+            fix = "set algorithm.kl_reward_target, or leave it out"
+            yield f"algorithm.kl_reward_horizon belongs to the adaptive controller: {fix}"
         for key in ("filter_metric", "max_draws_per_group"):
             if key in given and not self.group_filter.filter_groups:
                 yield f"algorithm.{key}={given[key]} does nothing without algorithm.filter_groups=true: leave it out"
@@ -128,25 +114,13 @@ SWITCHED: Mapping[str, Spec] = {
 """What is off in a preset as None, at its defaults."""
 
 
-def is_on(spec: Spec) -> bool:
-    """Whether a spec of SWITCHED does anything."""
-    if isinstance(spec, specs.KLLoss | specs.KLReward):
-        return bool(spec.coef)
-    if isinstance(spec, specs.SampleFilter):
-        return spec.selection is not None
-    assert isinstance(spec, specs.Correction)
-    return spec.form is not None or bool(spec.reject) or spec.bypass
-
-
-# -- the table ---------------------------------------------------------------------------------------------------------
-
 _A, _L = "verl.algorithms.estimators:", "verl.algorithms.losses:"
-GRPO, GAE, PPO_CLIP, REINFORCE = specs.GRPO(), specs.GAE(lam=0.95), specs.PPOClip(), specs.LossSpec(_L + "reinforce")
+GRPO, GAE, PPO_CLIP, REINFORCE = specs.GRPO(), specs.GAE(lam=0.95), PPOClip(), specs.LossSpec(_L + "reinforce")
 LOSSES: Mapping[str, specs.LossSpec] = {
     "ppo_clip": PPO_CLIP,
-    "gspo": specs.Clipped(_L + "gspo"),
-    "gspo_token": specs.Clipped(_L + "gspo_token"),
-    "gmpo": specs.Clipped(_L + "gmpo"),
+    "gspo": Clipped(_L + "gspo"),
+    "gspo_token": Clipped(_L + "gspo_token"),
+    "gmpo": Clipped(_L + "gmpo"),
     "cispo": specs.CISPO(),
     "sapo": specs.SAPO(),
     "kl_cov": specs.KLCov(),
@@ -155,116 +129,57 @@ LOSSES: Mapping[str, specs.LossSpec] = {
 }
 """What `algorithm.loss=NAME` may name, at the usual settings."""
 
-_BY_SEQUENCE = specs.PPOClip(aggregation="seq-mean-token-mean")
+_BY_SEQUENCE = PPOClip(aggregation="seq-mean-token-mean")
+_BY_CONSTANT = PPOClip(aggregation=specs.BY_HORIZON)
 _SUMMED = replace(REINFORCE, aggregation="seq-mean-token-sum")
 _ALONE = specs.GroupSpec(least=1)
 _GSPO: Mapping[str, Any] = {"aggregation": "seq-mean-token-mean", "clip_low": 3e-4, "clip_high": 4e-4}
 _KL = specs.KLReward(coef=0.01)
+_DAPO_CLIP = PPOClip(clip_high=0.28)
+_MASKED = specs.Correction(form="mask", high=5.0, denominator="before_rejection")
+_GREEDY_BASELINE = specs.GroupSpec(least=1, baselines=1, baseline_sampling=specs.greedy)
+_ENTROPY = "The entropy mechanism, 2505.22617"
+_RFPP, _RFPP_BASELINE = specs.Discounted(_A + "reinforce_plus_plus"), EstimatorSpec(_A + "reinforce_plus_plus_baseline")
+_K2 = KLLoss(coef=0.001, form="k2")
+_RLOO = EstimatorSpec(_A + "rloo")
+_GMPO = Clipped(_L + "gmpo", aggregation="seq-mean-token-mean", clip_low=0.4, clip_high=0.4)
+_OTB = EstimatorSpec(_A + "otb", inputs=("old_logprobs", "sum_pi_squared"))
+_VAPO = PPOClip(clip_high=0.28, positive_nll_coef=0.1)
+_VAPO_GAE = specs.GAE(lam_critic=1.0, length_adaptive_alpha=0.05)
+_PPO: Mapping[str, Any] = {"kl_reward": _KL, "critic": specs.CriticSpec()}
+_BEST_AND_WORST = specs.SampleFilter(selection="bw")
+_WARM = specs.CriticSpec(critic_warmup_steps=50)
 
 _TABLE = (
-    Preset("grpo", "DeepSeekMath, 2402.03300", GRPO, _BY_SEQUENCE, kl_loss=specs.KLLoss(coef=0.04)),
+    Preset("grpo", "DeepSeekMath, 2402.03300", GRPO, _BY_SEQUENCE, kl_loss=KLLoss(coef=0.04)),
     Preset(
         "grpo_loo", "NeMo-RL's GRPO: mean and deviation of the other members", specs.GRPO(leave_one_out=True), PPO_CLIP
     ),
     Preset(
-        "drgrpo",
-        "Understanding R1-Zero-like training, 2503.20783",
-        specs.GRPO(normalize_by_std=False),
-        specs.PPOClip(aggregation=specs.BY_HORIZON),
+        "drgrpo", "Understanding R1-Zero-like training, 2503.20783", specs.GRPO(normalize_by_std=False), _BY_CONSTANT
     ),
-    Preset(
-        "dapo",
-        "DAPO, 2503.14476",
-        GRPO,
-        specs.PPOClip(clip_high=0.28),
-        group_filter=specs.GroupFilter(filter_groups=True),
-    ),
-    Preset("gspo", "GSPO, 2507.18071", GRPO, specs.Clipped(_L + "gspo", **_GSPO)),
-    Preset("gspo_token", "GSPO-token, 2507.18071", GRPO, specs.Clipped(_L + "gspo_token", **_GSPO)),
+    Preset("dapo", "DAPO, 2503.14476", GRPO, _DAPO_CLIP, group_filter=specs.GroupFilter(filter_groups=True)),
+    Preset("gspo", "GSPO, 2507.18071", GRPO, Clipped(_L + "gspo", **_GSPO)),
+    Preset("gspo_token", "GSPO-token, 2507.18071", GRPO, Clipped(_L + "gspo_token", **_GSPO)),
     Preset("cispo", "CISPO, MiniMax-M1, 2506.13585; the cap of ScaleRL, 2510.13786", GRPO, specs.CISPO(ratio_max=5.0)),
     Preset("sapo", "SAPO, 2511.20347", GRPO, specs.SAPO(aggregation="seq-mean-token-mean")),
-    Preset(
-        "gmpo",
-        "GMPO, 2507.20673",
-        GRPO,
-        specs.Clipped(_L + "gmpo", aggregation="seq-mean-token-mean", clip_low=0.4, clip_high=0.4),
-    ),
-    Preset("kl_cov", "The entropy mechanism, 2505.22617", GRPO, specs.KLCov()),
-    Preset("clip_cov", "The entropy mechanism, 2505.22617", GRPO, specs.ClipCov()),
+    Preset("gmpo", "GMPO, 2507.20673", GRPO, _GMPO),
+    Preset("kl_cov", _ENTROPY, GRPO, specs.KLCov()),
+    Preset("clip_cov", _ENTROPY, GRPO, specs.ClipCov()),
     Preset("gdpo", "GDPO, 2601.05242", specs.GDPO(), _BY_SEQUENCE),
-    Preset("gpg", "GPG, 2504.02546", specs.EstimatorSpec(_A + "gpg"), REINFORCE),
-    Preset("opo", "OPO, 2505.23585", specs.EstimatorSpec(_A + "opo"), PPO_CLIP),
+    Preset("gpg", "GPG, 2504.02546", EstimatorSpec(_A + "gpg"), REINFORCE),
+    Preset("opo", "OPO, 2505.23585", EstimatorSpec(_A + "opo"), PPO_CLIP),
     Preset("pass_at_k", "Pass@k policy optimisation, 2503.19595", specs.Grouped(_A + "pass_at_k"), PPO_CLIP),
-    Preset(
-        "otb",
-        "Optimal token baseline",
-        specs.EstimatorSpec(_A + "otb", inputs=("old_logprobs", "sum_pi_squared")),
-        PPO_CLIP,
-    ),
-    Preset(
-        "rloo",
-        "Back to basics, 2402.14740",
-        specs.EstimatorSpec(_A + "rloo"),
-        _SUMMED,
-        kl_reward=specs.KLReward(coef=0.05),
-    ),
-    Preset(
-        "remax",
-        "ReMax, 2310.10505",
-        specs.EstimatorSpec(_A + "remax"),
-        _SUMMED,
-        group=specs.GroupSpec(least=1, baselines=1, baseline_sampling=specs.greedy),
-        kl_reward=_KL,
-    ),
-    Preset(
-        "reinforce_plus_plus",
-        "REINFORCE++, 2501.03262",
-        specs.Discounted(_A + "reinforce_plus_plus"),
-        PPO_CLIP,
-        kl_reward=_KL,
-        group=_ALONE,
-    ),
-    Preset(
-        "reinforce_plus_plus_baseline",
-        "REINFORCE++-baseline, 2501.03262",
-        specs.EstimatorSpec(_A + "reinforce_plus_plus_baseline"),
-        PPO_CLIP,
-        kl_loss=specs.KLLoss(coef=0.001, form="k2"),
-    ),
+    Preset("otb", "Optimal token baseline", _OTB, PPO_CLIP),
+    Preset("rloo", "Back to basics, 2402.14740", _RLOO, _SUMMED, kl_reward=specs.KLReward(coef=0.05)),
+    Preset("remax", "ReMax, 2310.10505", EstimatorSpec(_A + "remax"), _SUMMED, group=_GREEDY_BASELINE, kl_reward=_KL),
+    Preset("reinforce_plus_plus", "REINFORCE++, 2501.03262", _RFPP, PPO_CLIP, kl_reward=_KL, group=_ALONE),
+    Preset("reinforce_plus_plus_baseline", "REINFORCE++-baseline, 2501.03262", _RFPP_BASELINE, PPO_CLIP, kl_loss=_K2),
     Preset("reinforce", "Williams 1992", specs.Discounted(_A + "reinforce"), _SUMMED, group=_ALONE),
-    Preset(
-        "ppo",
-        "PPO, 1707.06347; for language models 1909.08593",
-        GAE,
-        PPO_CLIP,
-        kl_reward=_KL,
-        critic=specs.CriticSpec(),
-        group=_ALONE,
-    ),
-    Preset(
-        "vapo",
-        "VAPO, 2504.05118",
-        specs.GAE(lam_critic=1.0, length_adaptive_alpha=0.05),
-        specs.PPOClip(clip_high=0.28, positive_nll_coef=0.1),
-        critic=specs.CriticSpec(critic_warmup_steps=50),
-        group=_ALONE,
-    ),
-    Preset(
-        "pf_ppo",
-        "PF-PPO, 2409.06957",
-        GAE,
-        PPO_CLIP,
-        kl_reward=_KL,
-        sample_filter=specs.SampleFilter(selection="bw"),
-        critic=specs.CriticSpec(),
-    ),
-    Preset(
-        "decoupled_ppo",
-        "Decoupled PPO, AReaL, 2505.24298",
-        GRPO,
-        PPO_CLIP,
-        correction=specs.Correction(form="mask", high=5.0, denominator="before_rejection"),
-    ),
+    Preset("ppo", "PPO, 1707.06347; for language models 1909.08593", GAE, PPO_CLIP, group=_ALONE, **_PPO),
+    Preset("vapo", "VAPO, 2504.05118", _VAPO_GAE, _VAPO, critic=_WARM, group=_ALONE),
+    Preset("pf_ppo", "PF-PPO, 2409.06957", GAE, PPO_CLIP, sample_filter=_BEST_AND_WORST, **_PPO),
+    Preset("decoupled_ppo", "Decoupled PPO, AReaL, 2505.24298", GRPO, PPO_CLIP, correction=_MASKED),
 )
 """Name, source, estimator, loss; then what else the paper has. Other settings are at their spec's defaults."""
 PRESETS: Mapping[str, Preset] = {preset.name: preset for preset in _TABLE}
@@ -319,23 +234,20 @@ def changed(preset: Preset) -> dict[str, Any]:
     return out
 
 
-# -- a user's settings -------------------------------------------------------------------------------------------------
-
-
 def preference(name: str) -> PreferenceSpec:
     """The preference loss; ValueError with the nearest name."""
-    if name not in PREFERENCES:
-        hint = did_you_mean(name, list(PREFERENCES))
-        raise ValueError(f"preference.loss={name}: unknown{hint}; there are: {', '.join(PREFERENCES)}")
-    return PREFERENCES[name]
+    return _named(PREFERENCES, "preference.loss", name)
 
 
 def find(name: str) -> Preset:
     """The preset; ValueError with the nearest name."""
-    if name not in PRESETS:
-        hint = did_you_mean(name, list(PRESETS))
-        raise ValueError(f"algorithm.name={name}: unknown{hint}; there are: {', '.join(PRESETS)}")
-    return PRESETS[name]
+    return _named(PRESETS, "algorithm.name", name)
+
+
+def _named(table: Mapping[str, T], key: str, name: str) -> T:
+    if name not in table:
+        raise ValueError(f"{key}={name}: unknown{did_you_mean(name, list(table))}; there are: {', '.join(table)}")
+    return table[name]
 
 
 def unknown_option(key: str) -> str:
@@ -346,22 +258,17 @@ def unknown_option(key: str) -> str:
 
 def settled(name: str, given: Mapping[str, Any] | None = None, *, longest: int | None = None) -> Preset:
     """The preset with the given settings in place of its own (None: the preset's); ValueError with a line per fault.
-
-    Settings that this algorithm does not have are accepted: a recipe may set what only some algorithms read.
-    """
+    Settings that this algorithm does not have are accepted: a recipe may set what only some algorithms read."""
     preset = find(name)
-    settings: dict[str, Any] = {
-        k: tuple(v) if isinstance(v, list) else v for k, v in (given or {}).items() if v is not None
-    }
+    stated = {k: v for k, v in (given or {}).items() if v is not None}
+    settings: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in stated.items()}
     loss, advantage = settings.pop("loss", None), settings.pop("advantage", None)
     known = knobs()
     found = [unknown_option(key) for key in settings if key not in known]
     if loss is not None:
         if loss not in LOSSES and not re.fullmatch(r"[\w.]+:\w+", loss):
-            found.append(
-                f"algorithm.loss={loss}: unknown{did_you_mean(loss, list(LOSSES))}; there are: {', '.join(LOSSES)}, or "
-                "your own as module:function"
-            )
+            known_losses = f"{', '.join(LOSSES)}, or your own as module:function"
+            found.append(f"algorithm.loss={loss}: unknown{did_you_mean(loss, list(LOSSES))}; there are: {known_losses}")
         else:  # what both losses have keeps the preset's value
             preset = replace(preset, loss=LOSSES.get(loss, specs.LossSpec(loss)).updated(preset.loss.settings()))
     if advantage is not None:
@@ -370,7 +277,7 @@ def settled(name: str, given: Mapping[str, Any] | None = None, *, longest: int |
         preset = replace(preset, estimator=specs.EstimatorSpec(advantage, inputs=preset.estimator.inputs))
     parts = {name: spec.updated(settings) for name, spec in preset.parts().items()}
     found += [line for spec in parts.values() for line in spec.faults()]
-    used: dict[str, Any] = {n: None if n in SWITCHED and not is_on(s) else s for n, s in parts.items()}
+    used: dict[str, Any] = {n: None if n in SWITCHED and not s.is_on() else s for n, s in parts.items()}
     preset = replace(preset, **used)
     found += preset.faults() if longest is None else preset.faults(longest)
     if found:

@@ -28,18 +28,16 @@ class Algorithm(Preset):
 
 
 def resolve(name: str, given: Mapping[str, Any] | None = None) -> Algorithm:
-    """The algorithm `name` with the given settings in place of the preset's. None means: the preset's value.
-
-    `loss` and `advantage` may be a user's own `module:function` (or such a function itself): fn(Columns) -> TermValue
-    or [L] values, and fn(Columns) -> {"advantages": [L]}. They must be importable, since every worker imports them.
-    """
+    """The algorithm `name` with the given settings in place of the preset's. None means: the preset's value. `loss` and
+    `advantage` may be a user's own `module:function` (or such a function itself): fn(Columns) -> TermValue or [L]
+    values, and fn(Columns) -> {"advantages": [L]}. They must be importable, since every worker imports them."""
     settings = {k: _path(v, f"algorithm.{k}") if callable(v) else v for k, v in (given or {}).items()}
     preset = settled(name, settings)
     estimate = _importable(preset.estimator.fn, "algorithm.advantage")
-    parts = {f.name: getattr(preset, f.name) for f in fields(Preset)}
+    parts, arguments = {f.name: getattr(preset, f.name) for f in fields(Preset)}, preset.estimator.settings()
     return Algorithm(
         **parts,
-        advantage=partial(estimate, **arguments) if (arguments := preset.estimator.arguments()) else estimate,
+        advantage=partial(estimate, **arguments) if arguments else estimate,
         terms=_terms(preset),
         value_terms=_value_terms(preset),
     )
@@ -85,9 +83,6 @@ def _value_terms(preset: Preset) -> tuple[Term, ...]:
     return (Term(name="vf_loss", fn=fn, outputs=("values",), inputs=("returns", "old_values")),)
 
 
-# -- a user's own functions --------------------------------------------------------------------------------------------
-
-
 def own_loss(columns: Columns, *, fn: Callable[[Columns], Any]) -> TermValue:
     """A user's loss, which may return bare values."""
     found = fn(columns)
@@ -100,10 +95,8 @@ def _path(fn: Callable[..., Any], key: str) -> str:
     try:
         pickle.dumps(fn)
     except (pickle.PicklingError, AttributeError, TypeError):
-        raise ValueError(
-            f"{key}={name} must be importable: define it with `def` at the top level of a module and give "
-            f"{key}=module:function"
-        ) from None
+        fix = f"define it with `def` at the top level of a module and give {key}=module:function"
+        raise ValueError(f"{key}={name} must be importable: {fix}") from None
     return name
 
 
@@ -135,13 +128,9 @@ def _try(fn: Callable[[Columns], Any], path: str, preset: Preset) -> None:
     columns = Columns(token=token, sequence={}, sequence_of=one, num_sequences=1, mask=token["mask"])
     try:
         fn(columns)
-    except (
-        Exception
-    ):  # the user's code on made-up numbers: only the name of a column that is not there is known to be wrong
+    except Exception:  # user code on made-up numbers: only the name of a column that is not there is surely wrong
         if token.missing is not None:
             hint = did_you_mean(token.missing, names)
             need = " (a KL term has it made: set algorithm.kl_loss_coef)" if token.missing == "ref_logprobs" else ""
-            raise ValueError(
-                f"algorithm.loss={path} reads the column {token.missing!r}, which nobody writes{need}{hint}; "
-                f"there are: {', '.join(names)}"
-            ) from None
+            said = f"algorithm.loss={path} reads the column {token.missing!r}, which nobody writes"
+            raise ValueError(f"{said}{need}{hint}; there are: {', '.join(names)}") from None

@@ -1,8 +1,6 @@
-"""What an algorithm is composed of: group, estimator, loss, KL, filters, correction and critic. No torch.
-
-Each spec owns its settings with their bounds, and says what is wrong with them; functions are named `module:name` and
-imported when a run is assembled. The field of a spec is the key that a user sets, after the spec's prefix.
-"""
+"""What an algorithm is composed of: group, estimator, loss, KL, filters, correction and critic. No torch. Each spec
+owns its settings with their bounds, and says what is wrong with them; functions are named `module:name` and imported
+when a run is assembled. The field of a spec is the key that a user sets, after the spec's prefix."""
 
 from __future__ import annotations
 
@@ -48,9 +46,8 @@ WRITTEN = ("advantages", "rollout_logprobs")
 
 @dataclass(frozen=True, slots=True)
 class Knob:
-    """What a setting may be. `least` and `most` are allowed themselves, `above` and `below` are not.
-
-    option: it is written under algorithm.options, since few algorithms have it · advice: ends the error."""
+    """What a setting may be. `least` and `most` are allowed themselves, `above` and `below` are not · option: it
+    is written under algorithm.options, since few algorithms have it · advice: ends the error."""
 
     key: str | None = None
     option: bool = False
@@ -70,9 +67,8 @@ class Knob:
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
             return said + f"must be {wanted}"
         if self.choices and value not in self.choices:
-            return (
-                said + f"unknown{did_you_mean(value, self.choices)}; there are: {', '.join(self.choices)}{self.advice}"
-            )
+            known = f"there are: {', '.join(self.choices)}{self.advice}"
+            return said + f"unknown{did_you_mean(value, self.choices)}; {known}"
         if isinstance(value, int | float):
             if not math.isfinite(value):
                 return said + "must be finite"
@@ -99,6 +95,10 @@ _KINDS: Mapping[str, tuple[str, tuple[type, ...]]] = {
 }
 
 
+def _as_written(annotation: Any) -> str:  # they are strings where a spec's module postpones them
+    return annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
+
+
 def did_you_mean(word: object, known: Sequence[str]) -> str:
     """`; did you mean X?`, or nothing where no word is near."""
     import difflib
@@ -107,23 +107,21 @@ def did_you_mean(word: object, known: Sequence[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def _type_name(annotation: Any) -> str:
-    """As it is written, whether or not annotations are strings in the module of the spec."""
-    return annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
-
-
 def knob(default: Any, **limits: Any) -> Any:
     return field(default=default, metadata={"knob": Knob(**limits)})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Spec:
+    """Settings of one part of an algorithm. `switches`: fields of which one must be set for it to do anything."""
+
     prefix: ClassVar[str] = ""
+    switches: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
     def knobs(cls) -> dict[str, tuple[str, Knob, str]]:
         """key -> (field, its limits, its type as text), of every setting of this spec."""
-        found = {f.name: (f.metadata["knob"], _type_name(f.type)) for f in fields(cls) if "knob" in f.metadata}
+        found = {f.name: (f.metadata["knob"], _as_written(f.type)) for f in fields(cls) if "knob" in f.metadata}
         return {k.key or cls.prefix + name: (name, k, kind) for name, (k, kind) in found.items()}
 
     def settings(self) -> dict[str, Any]:
@@ -133,14 +131,15 @@ class Spec:
         """With those of the given settings that are this spec's."""
         return replace(self, **{name: given[key] for key, (name, _, _) in self.knobs().items() if key in given})
 
+    def is_on(self) -> bool:
+        """Whether it does anything, as its settings are."""
+        return not self.switches or any(getattr(self, name) for name in self.switches)
+
     def faults(self) -> Iterator[str]:
         """A line for each setting that cannot be, with the fix."""
         for key, (name, limits, kind) in self.knobs().items():
             if said := limits.fault(key, getattr(self, name), kind):
                 yield said
-
-
-# -- groups ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,16 +177,15 @@ def reject_flat(values: Sequence[float]) -> Literal["keep", "reject"]:
     return "reject" if high - low <= 1e-6 * max(1.0, abs(high), abs(low)) else "keep"
 
 
+_SELECTIONS = " (best | best and a random one | best and worst of each group)"
+
+
 @dataclass(frozen=True, kw_only=True)
 class SampleFilter(Spec):
     """Which answers of a group are trained (PF-PPO, 2409.06957), before any advantage. None: all."""
 
-    selection: str | None = knob(
-        None,
-        option=True,
-        choices=("bon", "br", "bw"),
-        advice=" (best | best and a random one | best and worst of each group)",
-    )
+    switches = ("selection",)
+    selection: str | None = knob(None, option=True, choices=("bon", "br", "bw"), advice=_SELECTIONS)
 
     def choose(self, scores: Sequence[float], rng: random.Random) -> list[int]:
         """Indices to keep of one group, ascending. Ties: the first is best, the last is worst. NaN is never kept."""
@@ -198,18 +196,12 @@ class SampleFilter(Spec):
         return sorted((ranked[0], other))
 
 
-# -- advantages --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class EstimatorSpec(Spec):
     """`fn`: the estimator. `inputs`: inferred columns it reads. The settings are keyword arguments of `fn`."""
 
     fn: str = field(kw_only=False)
     inputs: tuple[str, ...] = ()
-
-    def arguments(self) -> dict[str, Any]:
-        return self.settings()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,26 +240,18 @@ class GDPO(EstimatorSpec):
         yield from Spec.faults(self)
         names, weights = self.reward_components, self.reward_weights
         if len(names) < 2:
-            yield (
-                "gdpo normalises reward components one by one: set algorithm.options.reward_components=[a,b] to keys "
-                "of the dict that the reward function returns"
-            )
+            fix = "set algorithm.options.reward_components=[a,b] to keys of the dict that the reward function returns"
+            yield f"gdpo normalises reward components one by one: {fix}"
         if weights is not None and len(weights) != len(names):
-            yield (
-                f"algorithm.options.reward_weights has {len(weights)} values for {len(names)} "
-                "algorithm.options.reward_components: give one for each"
-            )
-
-
-# -- losses ------------------------------------------------------------------------------------------------------------
+            said = f"algorithm.options.reward_weights has {len(weights)} values for {len(names)}"
+            yield f"{said} algorithm.options.reward_components: give one for each"
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossSpec(Spec):
-    """The policy loss `fn`, how its values are aggregated, and the small terms beside it.
-
-    `inputs`: columns it reads. `two_pass`: it has statistics over the whole optimizer step. The settings that a
-    subclass adds are keyword arguments of `fn`."""
+    """The policy loss `fn`, how its values are aggregated, and the small terms beside it. `inputs`: columns it reads.
+    `two_pass`: it has statistics over the whole optimizer step. The settings that a subclass adds are keyword arguments
+    of `fn`."""
 
     fn: str = field(kw_only=False)
     inputs: tuple[str, ...] = ("advantages",)
@@ -334,14 +318,12 @@ class ClipCov(Clipped):
     cov_high: float = knob(5.0, option=True)
 
 
-# -- KL, critic --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class KLLoss(Spec):
     """KL to the reference as a term of the loss. `ratio_corrected`: times pi / pi_old, gradient included."""
 
     prefix: ClassVar[str] = "kl_loss_"
+    switches = ("coef",)
     coef: float = knob(0.0, least=0)
     form: str = knob("k3", choices=(*KL_FORMS, *(f"{k}+" for k in KL_FORMS)))
     ratio_corrected: bool = knob(False, option=True)
@@ -352,6 +334,7 @@ class KLReward(Spec):
     """KL to the reference in the reward: R -= coef k(old, ref). `target` set: adaptive controller (1909.08593)."""
 
     prefix: ClassVar[str] = "kl_reward_"
+    switches = ("coef",)
     coef: float = knob(0.0, least=0)
     form: str = knob("k1", choices=KL_FORMS)
     target: float | None = knob(None, above=0)
@@ -367,15 +350,10 @@ class CriticSpec(Spec):
     critic_warmup_until: float | None = knob(None, above=0, most=1, advice=", an explained variance")
 
 
-# -- off-policy corrections --------------------------------------------------------------------------------------------
-
-
 class Rejection(NamedTuple):
     """Reject the tokens (token_*) or whole sequences (seq_*) whose statistic is out of bounds; both bounds are kept.
-
-    k1: `low` <= pi_train / pi_rollout (its product or geometric mean for seq_sum, seq_mean) <= `high`; without `low`,
-    1 / `high`. k2, k3: at most `high`.
-    """
+    k1: `low` <= pi_train / pi_rollout (its product or geometric mean for seq_sum, seq_mean) <= `high`; without `low`, 1
+    / `high`. k2, k3: at most `high`."""
 
     stat: str
     low: float | None
@@ -405,13 +383,13 @@ class Correction(Spec):
     """Weights pi_train / pi_rollout on the policy loss, and rejections. Bounds are on that ratio.
 
     form: truncate min(w, high), TIS · clamp to [low, high] · icepop 0 outside [low, high], the token still counts in
-    the denominators · mask rejected outside [low, high] (AReaL's decoupled PPO) · None no weights ·
-    level: token | sequence (product over the trajectory) | geometric (its geometric mean) · batch_normalize: weights
-    divided by their mean over tokens (level token) or sequences, after the bounds · bypass: the sampler's log-probs are
-    the old policy.
-    """
+    the denominators · mask rejected outside [low, high] (AReaL's decoupled PPO) · None no weights · level: token |
+    sequence (product over the trajectory) | geometric (its geometric mean) · batch_normalize: weights divided by their
+    mean over tokens (level token) or sequences, after the bounds · bypass: the sampler's log-probs are the old
+    policy."""
 
     prefix: ClassVar[str] = "correction_"
+    switches = ("form", "reject", "bypass")
     form: str | None = knob(None, key="correction", choices=("truncate", "clamp", "icepop", "mask"))
     level: str = knob("token", option=True, choices=("token", "sequence", "geometric"))
     low: float | None = knob(None, option=True, least=0)
@@ -432,20 +410,13 @@ class Correction(Spec):
             except ValueError as exc:
                 yield str(exc)
         if self.form is not None and self.high is None:
-            yield (
-                f"algorithm.correction={self.form}: set algorithm.options.correction_high "
-                "(truncate 2, icepop 5, mask 3)"
-            )
+            usual = "(truncate 2, icepop 5, mask 3)"
+            yield f"algorithm.correction={self.form}: set algorithm.options.correction_high {usual}"
         if self.low is not None and self.high is not None and self.low > self.high:
             yield f"algorithm.options.correction_low={self.low} is above correction_high={self.high}: need low <= high"
         if self.bypass and self.batch_normalize:
-            yield (
-                "algorithm.options.correction_batch_normalize with algorithm.bypass: the weights follow the current "
-                "policy, their mean would not; leave it out"
-            )
-
-
-# -- preferences -------------------------------------------------------------------------------------------------------
+            why = "the weights follow the current policy, their mean would not; leave it out"
+            yield f"algorithm.options.correction_batch_normalize with algorithm.bypass: {why}"
 
 
 @dataclass(frozen=True)
@@ -461,9 +432,6 @@ class PreferenceSpec:
     paired: bool = True
     needs_gap: bool = False
     fixed: Mapping[str, Any] = field(default_factory=dict)
-
-
-# -- functions by name -------------------------------------------------------------------------------------------------
 
 
 def short(fn: str) -> str:

@@ -1,7 +1,5 @@
-"""One division: masks become weight columns before the first micro-batch of an optimizer step.
-
-After this the engine only ever sums weight x value, so micro-batches, packing, order and layout cannot matter.
-"""
+"""One division: masks become weight columns before the first micro-batch of an optimizer step. After it the engine only
+sums weight x value, so micro-batches, packing, order and layout cannot matter."""
 
 from __future__ import annotations
 
@@ -23,11 +21,9 @@ def weight_column(
     horizon_tokens: int | None = None,
     denominator_mask: Tensor | None = None,
 ) -> Tensor:
-    """Weights [L] (unit token) or [S] (unit sequence), float64, 0 outside the mask.
-
-    N counts valid tokens, S the sequences with at least one, of the same mask as the numerator; `denominator_mask` [L]
-    counts them on another mask (denominator=before_rejection). No valid token: all weights 0.
-    """
+    """Weights [L] (unit token) or [S] (unit sequence), float64, 0 outside the mask. N counts valid tokens, S the
+    sequences with at least one, of the same mask as the numerator; `denominator_mask` [L] counts them on another mask
+    (denominator=before_rejection). No valid token: all weights 0."""
     if aggregate not in AGGREGATIONS:
         raise ValueError(f"aggregation {aggregate!r} is unknown; known: {', '.join(AGGREGATIONS)}")
     counted = columns.mask if denominator_mask is None else denominator_mask
@@ -46,23 +42,19 @@ def weight_column(
     if aggregate == "seq-mean-token-mean":
         return mask / (sequences * n.clamp(min=1)[columns.sequence_of])
     if horizon_tokens is None:
-        raise ValueError(
-            "seq-mean-token-sum-norm needs a constant horizon: set algorithm.horizon_tokens (Dr.GRPO: the "
-            "maximum response length); the padded width of a micro-batch is not a constant"
-        )
+        fix = "set algorithm.horizon_tokens (Dr.GRPO: the maximum response length)"
+        raise ValueError(f"{aggregate} needs a constant horizon, which no micro-batch's padded width is: {fix}")
     return mask / (sequences * horizon_tokens)
 
 
 def term_weights(columns: Columns, terms: tuple[Term, ...]) -> dict[str, Tensor]:
     """`w/<term>` for every term, its coefficient included. Unit token: [L]; unit sequence: [S]."""
-    out = {}
-    kept = columns
+    out, kept = {}, columns
     if "keep" in columns:  # tokens that an off-policy correction rejected are in no loss
         kept = replace(columns, mask=columns.mask & columns["keep"].bool())
     for term in terms:
-        seen = kept
-        if term.over is not None:
-            seen = replace(kept, mask=kept.mask & columns.sequence[term.over].bool()[columns.sequence_of])
+        over = None if term.over is None else columns.sequence[term.over].bool()[columns.sequence_of]
+        seen = kept if over is None else replace(kept, mask=kept.mask & over)
         counted = columns.mask if term.denominator == "before_rejection" and term.over is None else None
         weight = weight_column(
             seen, term.aggregate, unit=term.unit, horizon_tokens=term.horizon_tokens, denominator_mask=counted
@@ -80,8 +72,6 @@ def check_finite(columns: Columns, names: tuple[str, ...]) -> None:
         bad = columns.mask & ~torch.isfinite(columns[name].reshape(len(columns.mask), -1)).all(-1)
         if bad.any():
             at = int(torch.nonzero(bad)[0, 0])
-            raise ValueError(
-                f"{name} is {columns[name][at].tolist()} at trainable token {at} of sequence "
-                f"{int(columns.sequence_of[at])} ({int(bad.sum())} such tokens): the model or the sampler produced a "
-                "non-finite number"
-            )
+            where = f"at trainable token {at} of sequence {int(columns.sequence_of[at])} ({int(bad.sum())} such tokens)"
+            said = "the model or the sampler produced a non-finite number"
+            raise ValueError(f"{name} is {columns[name][at].tolist()} {where}: {said}")

@@ -56,6 +56,7 @@ def check_packing(
     if not worst <= 1e-3:
         raise ValueError(
             f"{what}: packed log-probs differ from those of each sequence alone by {worst:.3g}, so training on packed "
-            "sequences would be wrong for this model. Set model.attention=padded (and model.share_prefix=false)."
+            "sequences would be wrong for this model. Set "
+            "model.engine_options.attention=padded (and model.engine_options.share_prefix=false)."
         )
     return worst

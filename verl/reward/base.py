@@ -15,11 +15,8 @@ from verl.types import Invalid, Score
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardRequest:
-    """One finished trajectory to score.
-
-    `response_tokens` of at most `max_response_tokens` tokens (environment tokens included, as the budget counts them);
-    `truncated`: it ended because the budget did. The ids are needed by reward managers only.
-    """
+    """One finished trajectory to score. `response_tokens` of at most `max_response_tokens`, environment tokens too;
+    `truncated`: it ended because the budget did. The ids are needed by reward managers and reward models only."""
 
     request_id: str
     data_source: str
@@ -44,11 +41,7 @@ class RewardFn(Protocol):
 
 
 def parse_result(value: Any) -> Score | Invalid:
-    """What a user's reward function returned, as a Score, or as Invalid("bad_result") with the reason.
-
-    A number, bool, numpy scalar or 0-d tensor; or a dict with such a "score" whose other finite numbers become
-    components. NaN, infinity, None, texts and tuples are Invalid.
-    """
+    """What a user's reward function returned, as a Score, or as Invalid("bad_result") with the reason."""
     try:
         return Score(*score_and_components(value))
     except BadResult as error:

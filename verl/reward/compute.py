@@ -11,23 +11,10 @@ from verl.reward.math import dapo_score, geometry3k_score, gsm8k_score, marked_m
 GSM8K = ("openai/gsm8k",)
 MATH = ("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500")
 DAPO = ("math_dapo", "math", "math_dapo_reasoning")  # and every source that starts with "aime"
-NUMINA = (
-    "numina_aops_forum",
-    "numina_synthetic_math",
-    "numina_amc_aime",
-    "numina_synthetic_amc",
-    "numina_cn_k12",
-    "numina_olympiads",
-)
-SEARCH_QA = (
-    "searchR1_nq",
-    "searchR1_triviaqa",
-    "searchR1_popqa",
-    "searchR1_hotpotqa",
-    "searchR1_2wikimultihopqa",
-    "searchR1_musique",
-    "searchR1_bamboogle",
-)
+_NUMINA = ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")
+NUMINA = tuple(f"numina_{name}" for name in _NUMINA)
+_SEARCH_QA = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
+SEARCH_QA = tuple(f"searchR1_{name}" for name in _SEARCH_QA)
 GEOMETRY = ("hiyouga/geometry3k",)
 CODE = ("codecontests", "apps", "codeforces", "taco")
 KNOWN = (*GSM8K, *MATH, *DAPO, *NUMINA, *SEARCH_QA, *GEOMETRY)
@@ -36,40 +23,29 @@ KNOWN = (*GSM8K, *MATH, *DAPO, *NUMINA, *SEARCH_QA, *GEOMETRY)
 def check_data_source(data_source: str) -> None:
     """Raise the ValueError that `compute_score` would raise for this source. Cheap: call it for a dataset at start."""
     if data_source in CODE:
-        raise ValueError(
-            f"data_source={data_source!r}: scoring code needs a code sandbox, which this version does not have. "
-            "Fix: reward.path=your_grader.py with your own compute_score (it runs in a killable, limited process)"
-        )
+        fix = "reward.path=your_grader.py with your own compute_score (it runs in a killable, limited process)"
+        said = "scoring code needs a code sandbox, which this version does not have"
+        raise ValueError(f"data_source={data_source!r}: {said}. Fix: {fix}")
     if data_source in KNOWN or data_source.startswith("aime"):
         return
     near = get_close_matches(data_source, KNOWN, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ValueError(
-        f"data_source={data_source!r}: no reward function is known for it{hint} "
-        f"Known: {', '.join(KNOWN)}, aime*. "
-        "Fix: reward.path=your_reward.py with "
-        "`def compute_score(data_source, solution_str, ground_truth, extra_info=None)`"
-    )
+    said = f"data_source={data_source!r}: no reward function is known for it{hint} Known: {', '.join(KNOWN)}, aime*."
+    signature = "def compute_score(data_source, solution_str, ground_truth, extra_info=None)"
+    raise ValueError(f"{said} Fix: reward.path=your_reward.py with `{signature}`")
 
 
 def compute_score(
-    data_source: str,
-    solution_str: str,
-    ground_truth: Any,
-    extra_info: Mapping[str, Any] | None = None,
-    method: str = "strict",
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, method: str = "strict"
 ) -> float | dict[str, object]:
-    r"""Score one solution by the rule of its dataset, as verl's default does.
-
-    GSM8K: 1/0 on the number after `####` (`method="flexible"`: on the last number). MATH: 1/0 on the last `\boxed{}`.
-    DAPO and AIME: a dict with score ±1, acc, pred. Numina: 1/0. Geometry3k: 0.9 answer + 0.1 format. Search-R1: exact
-    match. Raises ValueError for a source without a rule; TimeoutError if math-verify gives no verdict.
-    """
+    r"""Score one solution by the rule of its dataset, as verl's default does. GSM8K: 1/0 on the number after `####`
+    (`method="flexible"`: on the last number). MATH: 1/0 on the last `\boxed{}`. DAPO and AIME: a dict with score ±1,
+    acc, pred. Numina: 1/0. Geometry3k: 0.9 answer + 0.1 format. Search-R1: exact match. Raises ValueError for a source
+    without a rule; TimeoutError if math-verify gives no verdict."""
     check_data_source(data_source)
     if data_source in SEARCH_QA:
-        return search_qa_score(
-            solution_str, ground_truth["target"] if isinstance(ground_truth, Mapping) else ground_truth
-        )
+        truths = ground_truth["target"] if isinstance(ground_truth, Mapping) else ground_truth
+        return search_qa_score(solution_str, truths)
     truth = str(ground_truth)
     if data_source in GSM8K:
         return gsm8k_score(solution_str, truth, method)

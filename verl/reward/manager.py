@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,20 +23,17 @@ from verl.sandbox.worker import Unloadable, load_module
 Grader = Callable[..., Awaitable[dict[str, Any]]]
 
 
+@dataclass
 class DataProtoItem:
     """One row: `.batch[name]` arrays without a batch dimension, `.non_tensor_batch[name]` objects."""
 
-    def __init__(self, batch: Mapping[str, np.ndarray], non_tensor_batch: Mapping[str, Any]) -> None:
-        self.batch, self.non_tensor_batch = dict(batch), dict(non_tensor_batch)
-        self.meta_info: dict[str, Any] = {}
+    batch: dict[str, np.ndarray]
+    non_tensor_batch: dict[str, Any]
+    meta_info: dict[str, Any] = field(default_factory=dict)
 
 
 class DataProtoView:
-    """One unpadded sample under DataProto's names: `len(data) == 1`, `data[0]`, and `[1, ...]` arrays in `.batch`.
-
-    batch: prompts [P], responses [R], input_ids, attention_mask, position_ids [P + R], response_mask [R].
-    non_tensor_batch: data_source, reward_model {"ground_truth"}, extra_info.
-    """
+    """One unpadded sample under DataProto's names: `len(data) == 1`, `data[0]`, and `[1, ...]` arrays in `.batch`."""
 
     def __init__(self, prompt_ids: np.ndarray, response_ids: np.ndarray, fields: Mapping[str, Any]) -> None:
         prompts, responses = np.asarray(prompt_ids, np.int64), np.asarray(response_ids, np.int64)
@@ -48,7 +46,7 @@ class DataProtoView:
             "position_ids": np.arange(len(ids)),
             "response_mask": np.ones_like(responses),
         }
-        self._item = DataProtoItem(batch, fields)
+        self._item = DataProtoItem(batch, dict(fields))
         self.batch = {name: value[None] for name, value in batch.items()}
         self.non_tensor_batch = {name: np.empty(1, dtype=object) for name in fields}
         for name, value in fields.items():
@@ -67,11 +65,8 @@ class DataProtoView:
 def manager_spec(
     path: str, name: str, *, tokenizer_path: str | None = None, reward_kwargs: Mapping[str, Any] | None = None
 ) -> CallableSpec:
-    """The pool's spec for manager class `name` of a file or module.
-
-    `tokenizer_path`: a folder or hub id for AutoTokenizer, handed to the class as `tokenizer` (None without).
-    `reward_kwargs`: what the class finds as `config.reward.reward_kwargs`.
-    """
+    """The pool's spec for manager class `name` of a file or module. `tokenizer_path`: a folder or hub id, handed to the
+    class as `tokenizer` (None without) · `reward_kwargs`: what it finds as `config.reward.reward_kwargs`."""
     kwargs = {"path": path, "name": name, "tokenizer_path": tokenizer_path, "reward_kwargs": dict(reward_kwargs or {})}
     return grader_spec("verl.reward.manager", "make_grader", kwargs, factory=True, with_ids=True)
 
@@ -85,12 +80,7 @@ async def make_grader(path: str, name: str, tokenizer_path: str | None, reward_k
     manager: Any = manager_class(**_constructor_arguments(manager_class, tokenizer_path, reward_kwargs))
 
     async def grade(
-        data_source: str,
-        solution_str: str,
-        ground_truth: Any,
-        extra_info: Mapping[str, Any],
-        prompt_ids: np.ndarray | None,
-        response_ids: np.ndarray | None,
+        data_source: str, solution_str: str, ground_truth: Any, extra_info: Any, prompt_ids: Any, response_ids: Any
     ) -> dict[str, Any]:
         if prompt_ids is None or response_ids is None:
             raise ValueError("a reward manager needs prompt_ids and response_ids in the RewardRequest")

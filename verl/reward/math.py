@@ -1,7 +1,5 @@
-r"""Scoring of mathematical answers: GSM8K, MATH (`\boxed{}`), DAPO (`Answer:`) and search-QA exact match.
-
-Pure functions of texts. Only `math_equal` goes beyond string work: it asks math-verify (sympy), imported on use.
-"""
+r"""Scoring of mathematical answers: GSM8K, MATH (`\boxed{}`), DAPO (`Answer:`) and search-QA exact match. Pure
+functions of texts. Only `math_equal` goes beyond string work: it asks math-verify (sympy), imported on use."""
 
 from __future__ import annotations
 
@@ -90,11 +88,9 @@ def normalize_math(text: str) -> str:
 
 
 def math_equal(answer: str, truth: str) -> bool:
-    """Equal as normalised strings, or as mathematics by math-verify.
-
-    Raises TimeoutError if math-verify takes over 5 s: no verdict is not a wrong answer. Its timeouts are signals, so
-    outside a main thread there is none, and the caller's limit (the pool's) is the only one.
-    """
+    """Equal as normalised strings, or as mathematics by math-verify. Raises TimeoutError if math-verify takes over 5 s:
+    no verdict is not a wrong answer. Its timeouts are signals, so outside a main thread there is none, and the caller's
+    limit (the pool's) is the only one."""
     if normalize_math(answer) == normalize_math(truth):
         return True
     if not answer.strip() or not truth.strip() or len(answer) > MAX_ANSWER_CHARS:
@@ -145,18 +141,8 @@ def _unboxed(truth: str) -> str:
 
 
 # The normalisation of answers that Minerva (arXiv 2206.14858, appendix D) and, after it, DAPO use.
-_MINERVA_SUBSTITUTIONS = (
-    ("an ", ""),
-    ("a ", ""),
-    (".$", "$"),
-    ("\\$", ""),
-    ("\\ ", ""),
-    (" ", ""),
-    ("mbox", "text"),
-    (",\\text{and}", ","),
-    ("\\text{and}", ","),
-    ("\\text{m}", "\\text{}"),
-)
+_MINERVA_SPELLING = (("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text"))
+_MINERVA_WORDS = ((",\\text{and}", ","), ("\\text{and}", ","), ("\\text{m}", "\\text{}"))
 # Removed one after the other, in this order; between spaces.
 _MINERVA_REMOVED = (
     "square ways integers dollars mph inches hours km units \\ldots sue points feet minutes digits cents degrees cm gm "
@@ -168,7 +154,7 @@ _MINERVA_REMOVED = (
 def normalize_minerva(answer: str) -> str:
     """The canonical spelling that DAPO's scorer compares."""
     out = answer.split("=")[-1]
-    for before, after in _MINERVA_SUBSTITUTIONS:
+    for before, after in (*_MINERVA_SPELLING, *_MINERVA_WORDS):
         out = out.replace(before, after)
     for removed in _MINERVA_REMOVED.split(" "):
         out = out.replace(removed, "")
@@ -177,8 +163,7 @@ def normalize_minerva(answer: str) -> str:
         out = re.sub(rf"\\{command}\{{(.*?)\}}", r"\1", out)
     out = re.sub(r"\\boxed\{(.*)\}", r"\1", out)
     out = re.sub(r"frac([^{])(.)", r"frac{\1}{\2}", out)
-    out = re.sub(r"sqrt([^{])", r"sqrt{\1}", out)
-    out = out.replace("$", "")
+    out = re.sub(r"sqrt([^{])", r"sqrt{\1}", out).replace("$", "")
     digits = out.replace(",", "")
     return (digits if digits.isdigit() else out).strip()
 
@@ -194,10 +179,8 @@ def dapo_score(solution_str: str, ground_truth: str) -> dict[str, object]:
 
 
 def search_qa_score(solution_str: str, ground_truth: str | Iterable[str], score: float = 1.0) -> float:
-    """Search-R1: `score` if the last <answer> matches one of the truths exactly, after normalisation; else 0.
-
-    A text with more than ten answer tags gets a quarter: it was fishing.
-    """
+    """Search-R1: `score` if the last <answer> matches one of the truths exactly, after normalisation; else 0. A text
+    with more than ten answer tags gets a quarter: it was fishing."""
     # What precedes each closing tag; no regular expression, which would be quadratic in unclosed tags.
     closed = [part.partition("<answer>") for part in solution_str.split("</answer>")[:-1]]
     found = [inner for _, tag, inner in closed if tag]

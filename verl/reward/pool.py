@@ -43,13 +43,7 @@ class RewardPool(Pool[tuple[float, dict[str, float]]]):
 
     async def score(self, request: RewardRequest) -> Score | Invalid:
         """Score one request, waiting for a free worker first (that is the back-pressure). Never raises for a grader."""
-        arguments = {
-            "data_source": request.data_source,
-            "solution_str": request.solution_str,
-            "ground_truth": request.ground_truth,
-            "extra_info": dict(request.extra_info),
-        }
-        if "prompt_ids" in self.spec.parameters:
-            arguments |= {"prompt_ids": request.prompt_ids, "response_ids": request.response_ids}
-        got = await self.call(arguments, (request.request_id, request.data_source))
+        arguments = {name: getattr(request, name) for name in self.spec.parameters}
+        arguments["extra_info"] = dict(request.extra_info)
+        got = await self.call(arguments)
         return Invalid(got.reason, got.detail) if isinstance(got, Failure) else Score(*got)

@@ -13,12 +13,10 @@ MAX_COMPONENTS = 1000
 
 
 def score_and_components(value: Any) -> tuple[float, dict[str, float]]:
-    """The score of what a reward function returned, and its components. Raises BadResult: why there is no score.
-
-    A number, a bool, anything with `.item()`, or a mapping with such a "score". Further finite numbers of the mapping
-    become components; its other entries (texts, lists) are not rewards and are left out. Raises nothing else on odd
-    values of the standard kinds; an object whose own methods raise is the caller's to catch.
-    """
+    """The score of what a reward function returned, and its components. Raises BadResult: why there is no score. A
+    number, a bool, anything with `.item()`, or a mapping with such a "score", whose further finite numbers become
+    components; other entries (texts, lists) are left out. An object whose own methods raise is the caller's to
+    catch."""
     components: dict[str, float] = {}
     score = value
     if isinstance(value, Mapping):

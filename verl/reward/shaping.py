@@ -16,14 +16,12 @@ def overlong_penalty(
     response_tokens: Number, *, max_response_tokens: int, buffer_tokens: int, penalty: float = 1.0, cap: bool = True
 ) -> Number:
     """The DAPO penalty to add to a score: 0 up to `max - buffer` tokens, then linear to -`penalty` at `max` tokens.
-
-    `cap`: never below -`penalty` (the paper, OpenRLHF). Without, it goes on beyond `max` tokens (verl, NeMo-RL).
-    """
+    `cap`: never below -`penalty` (the paper, OpenRLHF). Without, it goes on beyond `max` tokens (verl, NeMo-RL)."""
     if not 0 < buffer_tokens <= max_response_tokens:
-        raise ValueError(
-            f"reward.overlong_buffer_tokens={buffer_tokens}: must be in 1..{max_response_tokens} (the response "
-            "budget); 0 in the configuration turns the penalty off"
+        said = (
+            f"reward.overlong_buffer_tokens={buffer_tokens}: must be in 1..{max_response_tokens} (the response budget)"
         )
+        raise ValueError(f"{said}; 0 in the configuration turns the penalty off")
     if penalty < 0:
         raise ValueError(f"reward.overlong_penalty={penalty}: must be >= 0; it is subtracted")
     over = (response_tokens - (max_response_tokens - buffer_tokens)) / buffer_tokens
@@ -31,11 +29,8 @@ def overlong_penalty(
 
 
 class Shaped:
-    """A RewardFn that adds the overlong penalty to valid scores.
-
-    The raw score stays in component `score` (dynamic sampling looks at the raw metric); the penalty is component
-    `overlong_penalty`. Evaluation uses the inner function.
-    """
+    """A RewardFn that adds the overlong penalty to valid scores, as component `overlong_penalty`. The raw one stays in
+    component `score`, which dynamic sampling looks at. Evaluation uses the inner function."""
 
     def __init__(self, inner: RewardFn, *, buffer_tokens: int, penalty: float = 1.0) -> None:
         self._inner, self._buffer_tokens, self._penalty = inner, buffer_tokens, penalty
@@ -45,11 +40,9 @@ class Shaped:
         got = await self._inner.score(request)
         if isinstance(got, Invalid):
             return got
+        tokens, most = float(request.response_tokens), request.max_response_tokens
         penalty = overlong_penalty(
-            float(request.response_tokens),
-            max_response_tokens=request.max_response_tokens,
-            buffer_tokens=self._buffer_tokens,
-            penalty=self._penalty,
+            tokens, max_response_tokens=most, buffer_tokens=self._buffer_tokens, penalty=self._penalty
         )
         parts = {"score": got.value, **got.components, "overlong_penalty": float(penalty)}
         return Score(float(got.value + penalty), parts)

@@ -2,14 +2,12 @@
 
     pool == control socket ==> guardian -- fork --> worker (user code) --> whatever it forks
 
-It never runs user code, so it always answers. It forks the worker, drains and keeps the tail of its output, sums the
-memory of the worker and of all its descendants, and kills and reaps every one of them when the worker ends, when the
-sum passes the limit, or when the control socket reaches end of file: closed by the pool, or by the kernel because the
-pool's process is gone. It then writes one JSON record (how the worker died) to the control socket and exits.
+It never runs user code, so it always answers. It forks the worker, keeps the tail of its output, sums the memory of it
+and all its descendants, and kills and reaps them all when the worker ends, when the sum passes the limit, or at the end
+of the control socket (the pool or its process is gone). Then it writes one JSON record there: how the worker died.
 
-Run as a script, by path and with the standard library only, so that a replacement is up in tens of milliseconds:
-`python -P guardian.py {"channel_fd": 5, "parent_pid": 1, "memory_limit_mb": 2048, "sys_path": [...]}`, the control
-socket on 0 and 1.
+Run as a script with the standard library only, so that a replacement is up in tens of ms: `python -P guardian.py
+{"channel_fd": 5, "parent_pid": 1, "memory_limit_mb": 2048, "sys_path": [...]}`, the control socket on 0 and 1.
 """
 
 from __future__ import annotations
@@ -90,8 +88,8 @@ def _become_worker(guardian_pid: int, spec: dict[str, Any], output_fd: int, base
     nothing = os.open(os.devnull, os.O_RDONLY)
     for fd, onto in ((nothing, 0), (output_fd, 1), (output_fd, 2)):
         os.dup2(fd, onto)
-    os.close(nothing)
-    os.close(output_fd)
+    for fd in (nothing, output_fd):
+        os.close(fd)
     sys.path[:] = spec["sys_path"]
     from verl.sandbox.worker import serve
 

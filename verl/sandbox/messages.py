@@ -1,7 +1,5 @@
 """What crosses between a pool and its workers: a pickled `CallableSpec`, then msgpack messages, each behind its length.
-
-Only the pool writes pickles. Answers come from a process that user code shares: they are decoded against a type.
-"""
+Only the pool writes pickles. Answers come from a process that user code shares: they are decoded against a type."""
 
 from __future__ import annotations
 
@@ -25,13 +23,11 @@ class BadResult(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallableSpec:
-    """A user's callable: a `.py` file or an importable module, and a name in it.
-
-    kwargs: passed to every call; or, with `factory`, once, to the named function, which returns the callable.
-    parameters: the names of the arguments that every call passes. convert: an importable function that makes plain data
-    of a returned value, in the worker. returns: the type of that data; an answer of another shape is a crash.
-    section, called, given: how error messages name its configuration, the callable and its arguments.
-    """
+    """A user's callable: a `.py` file or an importable module, and a name in it. kwargs: passed to every call; or, with
+    `factory`, once, to the named function, which returns the callable. parameters: the names of the arguments that
+    every call passes. convert: an importable function that makes plain data of a returned value, in the worker.
+    returns: the type of that data; an answer of another shape is a crash. section, called, given: how error messages
+    name its configuration, the callable and its arguments."""
 
     path: str
     name: str

@@ -1,11 +1,7 @@
-"""A pool of killable, memory-limited, self-healing workers for calls of one user's callable.
-
-consumes calls · waits for a free worker, then for the callable · unblocked by an answer, a death or the deadline ·
-produces exactly one value or Failure per call. Whatever a call does costs its own value and nothing else: one that
-crashes or runs out of memory in a worker that served others before it is repeated once in a fresh one, so that nobody
-pays for what an earlier call left behind; calls that were sent behind one that ended the worker go back to the front
-of the queue.
-"""
+"""A pool of killable, memory-limited, self-healing workers for calls of one user's callable. Every call ends in one
+value or Failure, and costs no other call anything: one that crashes or runs out of memory in a worker that served
+others before is repeated once in a fresh one; calls that were sent behind one that ended the worker go back to the
+front of the queue."""
 
 from __future__ import annotations
 
@@ -21,17 +17,9 @@ from typing import Any, Generic
 from verl.sandbox.messages import CallableSpec, Failure, T
 from verl.sandbox.process import KILL_WAIT_S, UNFIT, CannotLoad, Worker, start_worker
 
-SLOWEST = 10
 # Quick calls are sent together, as many as take about BATCH_S: a message costs as much as they do.
 BATCH_S, MAX_BATCH = 0.005, 8
 ABANDONED_S = 0.05  # for a call whose caller has gone to end by itself: a fresh worker costs as much
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class SlowCall:
-    wall_s: float
-    label: tuple[str, ...]
-    outcome: str
 
 
 @dataclass(slots=True)
@@ -39,9 +27,6 @@ class PoolStats:
     """What the pool has done since its start. `outcomes` counts calls by "ok" and by reason of Failure."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, str] = field(default_factory=dict)  # the latest detail of each reason
-    slowest: list[SlowCall] = field(default_factory=list)  # slowest first
-    longest_wait_s: float = 0.0
     restarted: int = 0  # workers replaced because a call ended them
     recycled: int = 0  # workers replaced after max_calls_per_worker, or because they leaked
     repeated: int = 0  # calls repeated in a fresh worker
@@ -50,9 +35,7 @@ class PoolStats:
 @dataclass(slots=True, eq=False)
 class _Call(Generic[T]):
     arguments: bytes
-    label: tuple[str, ...]
     outcome: asyncio.Future[T | Failure]
-    queued_s: float
 
 
 @dataclass(slots=True, eq=False)
@@ -67,13 +50,10 @@ class _Slot(Generic[T]):
 
 
 class Pool(Generic[T]):
-    """Runs the callable in `num_workers` processes, one call after the other in each.
-
+    """Runs the callable in `num_workers` processes, one call after the other in each. It belongs to one event loop.
     timeout_s: wall clock of one call, kept by killing the worker and all it started. memory_limit_mb: address space of
     a worker (and resident memory of it with its children) on top of what it has once the callable is loaded, so heavy
-    imports belong at the top of the user's file. Limits on memory need Linux. Belongs to one event loop,
-    and dies with the thread that runs it.
-    """
+    imports belong at the top of the user's file. Limits on memory need Linux."""
 
     def __init__(
         self,
@@ -131,11 +111,8 @@ class Pool(Generic[T]):
         for slot in self._slots:
             self._employ(slot)
 
-    async def call(self, arguments: Mapping[str, Any], label: tuple[str, ...] = ()) -> T | Failure:
-        """Call once, waiting for a free worker first (that is the back-pressure). Never raises for what a call does.
-
-        label: how `stats` names the call.
-        """
+    async def call(self, arguments: Mapping[str, Any]) -> T | Failure:
+        """Call once, waiting for a free worker first (that is the back-pressure). Never raises for what a call does."""
         assert self._started, "await pool.start() comes first"
         if self._closed:
             return self._counted(self._closed_early)
@@ -144,12 +121,12 @@ class Pool(Generic[T]):
         except Exception as error:  # __reduce__ of the user's objects
             said = f"the {self.spec.given} cannot be sent to the {self.spec.called}"
             return self._counted(Failure("exception", f"{said}: {type(error).__name__}: {error}"))
-        loop, now_s = asyncio.get_running_loop(), time.monotonic()
-        call: _Call[T] = _Call(packed, label, loop.create_future(), now_s)
+        loop = asyncio.get_running_loop()
+        call: _Call[T] = _Call(packed, loop.create_future())
         self._queue.append(call)
         self._wake()
         if self._watch is None:
-            self._moved_s = now_s
+            self._moved_s = time.monotonic()
             self._watch = loop.call_later(self._turn_s, self._look)
         try:
             return await call.outcome
@@ -213,14 +190,14 @@ class Pool(Generic[T]):
     async def _run(self, slot: _Slot[T], worker: Worker[T], calls: list[_Call[T]]) -> None:
         """Settle calls; those that were not begun go back to the queue, one that a fresh worker has to repeat stays."""
 
-        def deliver(outcome: T | Failure, wall_s: float) -> None:
+        def deliver(outcome: T | Failure) -> None:
             call = slot.calls.popleft()
             unfit = isinstance(outcome, Failure) and outcome.reason in UNFIT
             if unfit and worker.calls > 1 and not call.outcome.done():
                 slot.repeat.append(call)
                 self.stats.repeated += 1
             else:
-                self._settle(call, outcome, wall_s)
+                self._settle(call, outcome)
             self._call_s += 0.1 * (min(max(worker.took_s, 1e-5), 1.0) - self._call_s)
             self._begin(slot)
 
@@ -235,9 +212,7 @@ class Pool(Generic[T]):
     def _begin(self, slot: _Slot[T]) -> None:
         """The front call of a slot, if there is one, runs from now on."""
         self._moved_s = time.monotonic()
-        if slot.calls:
-            self.stats.longest_wait_s = max(self.stats.longest_wait_s, self._moved_s - slot.calls[0].queued_s)
-            self._give_up_soon(slot)
+        self._give_up_soon(slot)
 
     def _give_up_soon(self, slot: _Slot[T]) -> None:
         """If nobody waits for the call that runs in a slot: it gets a moment to end by itself."""
@@ -259,8 +234,7 @@ class Pool(Generic[T]):
         calls: list[_Call[T]] = []
         while self._queue and len(calls) < size:
             call = self._queue.popleft()
-            if not call.outcome.done():  # else its caller has gone
-                calls.append(call)
+            calls += [] if call.outcome.done() else [call]  # done: its caller has gone
         return calls
 
     @property
@@ -305,21 +279,10 @@ class Pool(Generic[T]):
                 self._settle(call, failure)
             waiting.clear()
 
-    def _settle(self, call: _Call[T], outcome: T | Failure, wall_s: float | None = None) -> None:
-        """wall_s: None for a call that was not begun."""
-        if call.outcome.done():  # its caller has gone
-            return
-        call.outcome.set_result(self._counted(outcome))
-        slowest = self.stats.slowest
-        if wall_s is not None and (len(slowest) < SLOWEST or wall_s > slowest[-1].wall_s):
-            slowest.append(SlowCall(wall_s, call.label, outcome.reason if isinstance(outcome, Failure) else "ok"))
-            slowest.sort(reverse=True)
-            del slowest[SLOWEST:]
+    def _settle(self, call: _Call[T], outcome: T | Failure) -> None:
+        if not call.outcome.done():  # else its caller has gone
+            call.outcome.set_result(self._counted(outcome))
 
     def _counted(self, outcome: T | Failure) -> T | Failure:
-        if isinstance(outcome, Failure):
-            self.stats.outcomes[outcome.reason] += 1
-            self.stats.examples[outcome.reason] = outcome.detail
-        else:
-            self.stats.outcomes["ok"] += 1
+        self.stats.outcomes[outcome.reason if isinstance(outcome, Failure) else "ok"] += 1
         return outcome

@@ -58,8 +58,8 @@ class Death(msgspec.Struct, frozen=True):
         return Failure("crash", f"the {spec.called} {how}{self.output}")
 
 
-Hear = Callable[[bytes, float], bool]
-"""Gets an answer and the seconds since the question or the answer before it; False: that was the last one."""
+Hear = Callable[[bytes], bool]
+"""Gets an answer; False: that was the last one."""
 
 
 class Channel(asyncio.Protocol):
@@ -76,9 +76,8 @@ class Channel(asyncio.Protocol):
         self._since_s = self._timeout_s = 0.0
 
     def ask(self, frames: Sequence[bytes], hear: Hear, timeout_s: float) -> asyncio.Future[End]:
-        """The future ends as "answered"; as "gone" if the other side is, or sends what no worker of ours does; as
-        "late" if one answer takes more than `timeout_s`, or if `end` says so.
-        """
+        """The future ends as "answered"; as "gone" if the other side is, or sends what no worker does; as "late" if one
+        answer takes more than `timeout_s`, or if `end` says so."""
         self._told = self._loop.create_future()
         self._hear, self._expected = hear, len(frames)
         self._received.clear()
@@ -131,9 +130,8 @@ class Channel(asyncio.Protocol):
             if len(body) < size:
                 break
             start += LENGTH.size + size
-            wall_s = self.waited_s
-            self._since_s += wall_s
-            self._expected = self._expected - 1 if self._hear(body, wall_s) else 0
+            self._since_s = self._loop.time()
+            self._expected = self._expected - 1 if self._hear(body) else 0
             if not self._expected:
                 self.end("answered")
         if self._told.done():
@@ -178,14 +176,14 @@ class Worker(Generic[T]):
         began_s = time.monotonic()
         heard: list[bytes] = []
 
-        def hear(body: bytes, wall_s: float) -> bool:
+        def hear(body: bytes) -> bool:
             heard.append(body)
             return False
 
         end = await self._channel.ask([frame], hear, timeout_s)
         if end == "late" and self.alive:
-            fix = "Fix: keep slow work out of its top level"
-            raise CannotLoad(f"{self._spec}: did not load within {timeout_s:g} s. {fix}")
+            said = f"did not load within {timeout_s:g} s. Fix: keep slow work out of its top level"
+            raise CannotLoad(f"{self._spec}: {said}")
         if end != "answered":
             said = (await self._died()).failure(self._spec, 0).detail
             raise CannotLoad(f"{self._spec}: {said}, while loading. Fix: import it by itself to see why")
@@ -197,24 +195,20 @@ class Worker(Generic[T]):
             raise CannotLoad(f"{self._spec}: {answer.error}")
         self.pid, self.ready_s = answer.pid, time.monotonic() - began_s
 
-    async def call(
-        self, arguments: Sequence[bytes], timeout_s: float, deliver: Callable[[T | Failure, float], None]
-    ) -> None:
-        """Calls of the user's callable with pickled arguments, sent together and run one after the other.
-
-        `deliver` gets the outcome and the wall-clock seconds of each as it ends, in order. One that takes more than
-        `timeout_s` of wall clock is killed with everything it started. A call that ends the worker, or after which it
-        is not fit to be called, is the last to be delivered: those behind it were not begun.
-        """
+    async def call(self, arguments: Sequence[bytes], timeout_s: float, deliver: Callable[[T | Failure], None]) -> None:
+        """Calls of the user's callable with pickled arguments, sent together and run one after the other. `deliver`
+        gets the outcome of each as it ends, in order. One that takes more than `timeout_s` of wall clock is killed with
+        everything it started. A call that ends the worker, or after which it is not fit, is the last to be delivered:
+        those behind it were not begun."""
         first = self.calls = self.calls + 1
         self.healthy = False  # until all have answered; stays so if the caller is cancelled
 
-        def hear(body: bytes, wall_s: float) -> bool:
+        def hear(body: bytes) -> bool:
             outcome = self._outcome(body)
             fit = not (isinstance(outcome, Failure) and outcome.reason in UNFIT)
             more = fit and not self.leaks and self.calls < first + len(arguments) - 1
             self.healthy = fit and not more
-            deliver(outcome, wall_s)
+            deliver(outcome)
             self.calls += more  # the next one is begun
             return more
 
@@ -228,7 +222,7 @@ class Worker(Generic[T]):
             limit = f"{self._spec.section}.timeout_s={timeout_s:g}"
             outcome = Failure("timeout", f"no result within {limit}{death.output}")
         self.took_s = self._channel.waited_s
-        deliver(outcome, self.took_s)
+        deliver(outcome)
 
     def give_up(self) -> None:
         """End the call that runs now as one that is too late."""
@@ -338,12 +332,6 @@ def _launch(channel_fd: int, control_fd: int, memory_limit_mb: float) -> Popen[b
     # One thread and one arena each: workers are many, and what threads reserve counts as address space.
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "MALLOC_ARENA_MAX")
     threads = {name: os.environ.get(name, "1") for name in names}
-    return Popen(
-        [sys.executable, "-P", guardian.__file__, json.dumps(about)],
-        stdin=control_fd,
-        stdout=control_fd,
-        stderr=control_fd,
-        pass_fds=(channel_fd,),
-        start_new_session=True,
-        env={**os.environ, **threads},
-    )
+    command, env = [sys.executable, "-P", guardian.__file__, json.dumps(about)], {**os.environ, **threads}
+    ends: dict[str, Any] = {"stdin": control_fd, "stdout": control_fd, "stderr": control_fd}
+    return Popen(command, pass_fds=(channel_fd,), start_new_session=True, env=env, **ends)

@@ -1,8 +1,5 @@
-"""The process that runs a user's callable: one call at a time, in its main thread.
-
-Forked by guardian.py. Requests arrive and answers leave over a socket of their own, so that prints cannot corrupt them.
-Importing this file is cheap: a replacement must be up in tens of milliseconds, and the callable may need little.
-"""
+"""The process that runs a user's callable: one call at a time, in its main thread. Forked by guardian.py. Requests
+arrive and answers leave over a socket of their own, so that prints cannot corrupt them."""
 
 from __future__ import annotations
 
@@ -40,10 +37,8 @@ class Unloadable(Exception):
 
 
 class Settler:
-    """Awaits results of async functions on one event loop that lives as long as the worker.
-
-    One loop, not one per call: a client session or an object made at load time stays usable.
-    """
+    """Awaits results of async functions on one event loop that lives as long as the worker: a client session
+    or an object made at load time stays usable."""
 
     def __init__(self) -> None:
         self._runner: Any = None  # asyncio.Runner: asyncio is imported only where it is needed
@@ -94,10 +89,8 @@ def serve(channel: socket.socket, memory_limit_mb: float, note_baseline_mb: Call
     note_baseline_mb(resident_mb)
     limit = _limit_address_space(start_mb + memory_limit_mb)
     channel.sendall(framed(messages.Loaded(me)))
-    decoder, tidy = (
-        msgspec.msgpack.Decoder(messages.Call),
-        functools.partial(_tidy, sys.getrecursionlimit(), os.getcwd()),
-    )
+    decoder = msgspec.msgpack.Decoder(messages.Call)
+    tidy = functools.partial(_tidy, sys.getrecursionlimit(), os.getcwd())
     while (packed := _receive(requests)) is not None:
         began_s = time.perf_counter()
         call = decoder.decode(packed)
@@ -106,10 +99,8 @@ def serve(channel: socket.socket, memory_limit_mb: float, note_baseline_mb: Call
             os._exit(0)
         tidy()
         grown_mb, took_s = memory.used_mb()[0] - start_mb, time.perf_counter() - began_s
-        if isinstance(outcome, Failure):
-            channel.sendall(framed(messages.Failed(call.number, grown_mb, took_s, outcome)))
-        else:
-            channel.sendall(framed(messages.Returned(call.number, grown_mb, took_s, outcome)))
+        answer: Any = messages.Failed if isinstance(outcome, Failure) else messages.Returned
+        channel.sendall(framed(answer(call.number, grown_mb, took_s, outcome)))
         if grown_mb >= memory_limit_mb / 2 or (isinstance(outcome, Failure) and outcome.reason == "memory"):
             return  # calls that were sent with this one are for a fresh process
 
@@ -213,8 +204,7 @@ def _check_call(
     function: Callable[..., Any], spec: CallableSpec, names: tuple[str, ...], kwargs: Mapping[str, Any]
 ) -> None:
     """Fail at start, not at the first call, when the function cannot take what it will be called with."""
-    taken = sorted(set(names) & set(kwargs))
-    if taken:
+    if taken := sorted(set(names) & set(kwargs)):
         raise Unloadable(f"{spec.section}.kwargs has {', '.join(taken)}, which every call sets itself. Fix: rename it")
     try:
         signature = inspect.signature(function)
