@@ -1,7 +1,7 @@
 """Chunked linear log-prob and entropy: the only way from hidden states to log-probs in training.
 
 Never holds [tokens, vocab]: a chunk of logits is made, reduced and dropped in the forward pass and made again in the
-backward pass (pitfalls 32; algorithms.md 2.12).
+backward pass.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ _CHUNK_ROWS = 64  # at least: each chunk reads and writes the whole gradient of 
 
 
 class _LinearLogprob(torch.autograd.Function):
-    """See `linear_logprob`."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -56,9 +54,7 @@ class _LinearLogprob(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, d_logprob: Tensor | None, d_entropy: Tensor | None, _: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_logprob: Tensor | None, d_entropy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, temperature, lse, entropy = ctx.saved_tensors
         d_logprob = torch.zeros_like(lse) if d_logprob is None else d_logprob
         # Rows that nothing depends on are left out: groups without signal cost nothing, and a NaN in them reaches nothing.
@@ -91,16 +87,7 @@ class _LinearLogprob(torch.autograd.Function):
                 d_weight.addmm_(dz.T, h)
             else:
                 d_weight += dz.T @ h
-        return (
-            d_hidden,
-            d_weight.to(weight.dtype),
-            None if d_bias is None else d_bias.to(bias.dtype),
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        return d_hidden, d_weight.to(weight.dtype), None if d_bias is None else d_bias.to(bias.dtype), *[None] * 5
 
 
 def _chunks(n: int, vocab_size: int) -> list[slice]:

@@ -69,9 +69,8 @@ class RolloutContext:
     deterministic: bool = False
 
     def __post_init__(self) -> None:
-        check_positive(
-            max_context_tokens=self.max_context_tokens, max_concurrent_sequences=self.max_concurrent_sequences
-        )
+        check_positive(max_context_tokens=self.max_context_tokens)
+        check_positive(max_concurrent_sequences=self.max_concurrent_sequences)
 
 
 def check_positive(**sizes: int) -> None:
