@@ -191,7 +191,7 @@ real_plan = attention.make_plan
 def test_a_planted_leak_is_caught_at_start(name, leak, monkeypatch):
     engine = TorchEngine(make(name), dtype="float32")
     monkeypatch.setattr(attention, "make_plan", leak)
-    with pytest.raises(ValueError, match=r"packed log-probs differ .* Set model\.attention=padded"):
+    with pytest.raises(ValueError, match=r"packed log-probs differ .* Set model\.engine_options\.attention=padded"):
         engine.check_packing(share_prefix=True)
 
 
@@ -224,7 +224,7 @@ def test_models_that_scale_or_sink_are_refused_in_words():
             **options,
         )
 
-    with pytest.raises(ValueError, match=r"has sinks; use model\.attention=padded"):
+    with pytest.raises(ValueError, match=r"has sinks; use model\.engine_options\.attention=padded"):
         gpt_oss().infer(pack(rows()), ("logprobs",))
     padded = gpt_oss(attention_mode="padded")
     assert padded.infer(pack(rows()), ("logprobs",))["logprobs"].isfinite().all(), "the way out that the message names"
@@ -336,7 +336,7 @@ def test_the_flash_kernels_take_the_arguments_we_give(monkeypatch):
         assert kernel(q, k, k, lengths, 0.5, 3) is q
     assert calls["torch"]["window_size"] == calls["flash_attn"]["window_size"] == (2, 0)
     assert calls["flash_attn"]["causal"] and calls["torch"]["enable_gqa"]
-    assert calls["torch"]["cu_seq_k"] is calls["flash_attn"]["cu_seqlens_k"] is lengths.cu_k
+    assert calls["torch"]["cu_seq_k"] is calls["flash_attn"]["cu_seqlens_k"] is lengths.bounds[1]
     assert (calls["torch"]["scale"], calls["flash_attn"]["softmax_scale"]) == (0.5, 0.5)
 
 

@@ -2,7 +2,7 @@
 
 A plan of index tensors is made once per micro-batch and used by every layer. Segments of like shape are computed as one
 padded block, so nothing is quadratic in the pack and a shared prompt is never projected twice.
-On CUDA in half precision one variable-length flash kernel computes the whole forest instead: `flash_attn`, or torch's own.
+On CUDA in half precision one variable-length flash kernel computes the whole forest: `flash_attn`'s, or torch's own.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Where q [T, H, D], k and v [T, KV, D], seen as rows of D, stand in the slots of all blocks, one after the other."""
+    """Where q [T, H, D], k and v [T, KV, D], seen as rows of D, stand in the slots of all blocks in order."""
 
     q: Tensor  # [sum b * H * Q] the heads of a group are neighbours: more query rows over the same keys
     k: Tensor  # [sum b * KV * K]
@@ -141,7 +141,7 @@ def _depths(parent: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def _group_segments(lengths: np.ndarray, keys: np.ndarray, max_waste: float) -> list[np.ndarray]:
-    """Segments of each block: runs of like numbers of queries, then of keys, cut where the padding outgrows its bound."""
+    """Segments of each block: runs of like numbers of queries, then of keys, cut where padding outgrows its bound."""
     likeness = np.round(np.log(lengths) / np.log(1.5))
     order = np.lexsort((-lengths, -keys, -likeness))
     blocks, first = [], 0
@@ -204,17 +204,15 @@ def attend(
         return attend_varlen(plan.varlen, q, k, v, scale, window, varlen_kernel())
     heads, kv_heads, blocks = q.shape[1], k.shape[1], plan.blocks
     rows = plan.rows(heads, kv_heads)
-    q_slots = _Gather.apply(q.flatten(0, 1), rows.q, rows.inverse, None).split(
-        [b.q_index.numel() * heads for b in blocks]
-    )
-    sizes = [b.k_index.numel() * kv_heads for b in blocks]
-    k_slots, v_slots = (x.reshape(-1, x.shape[-1]).index_select(0, rows.k).split(sizes) for x in (k, v))
+    q_slots = _Gather.apply(q.reshape(-1, q.shape[-1]), rows.q, rows.inverse, None)
+    k_slots, v_slots = (x.reshape(-1, x.shape[-1]).index_select(0, rows.k) for x in (k, v))
+    q_sizes, k_sizes = ([b.q_index.numel() * heads for b in blocks], [b.k_index.numel() * kv_heads for b in blocks])
+    split = zip(blocks, q_slots.split(q_sizes), k_slots.split(k_sizes), v_slots.split(k_sizes), strict=True)
     parts = []
-    for block, q_b, k_b, v_b in zip(blocks, q_slots, k_slots, v_slots, strict=True):
-        k_b, v_b = (x.view(len(block.offset), kv_heads, -1, x.shape[-1]) for x in (k_b, v_b))
-        parts.append(
-            _attend_block(block, q_b.view(len(block.offset), heads, -1, q.shape[-1]), k_b, v_b, scale, window, cap)
-        )
+    for block, *of_block in split:
+        counts = (heads, kv_heads, kv_heads)
+        q_b, k_b, v_b = (x.view(len(block.offset), n, -1, x.shape[-1]) for x, n in zip(of_block, counts))
+        parts.append(_attend_block(block, q_b, k_b, v_b, scale, window, cap))
     out = _Gather.apply(parts[0] if len(parts) == 1 else torch.cat(parts), rows.inverse, rows.q, rows.pad)
     return out.view(-1, heads, v.shape[-1])
 
@@ -265,10 +263,8 @@ def _attend_block(
     if depth <= _SMALL_KEYS and q.device.type == "cpu":
         exact = torch.float64 if q.dtype == torch.float64 else torch.float32
         bias = block.mask(window, exact).expand(b, heads, width, depth).clone(memory_format=torch.contiguous_format)
-        bias = bias.view(b * kv_heads, -1, depth)
-        return _BatchedAttention.apply(grouped.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), bias, scale).flatten(
-            0, 1
-        )
+        q, k, v = (x.flatten(0, 1) for x in (grouped, k, v))
+        return _BatchedAttention.apply(q, k, v, bias.view(b * kv_heads, -1, depth), scale).flatten(0, 1)
     if block.rooted and window is None:  # padding comes last, where causal attention does not see it
         k, v = k[:, :, :width], v[:, :, :width]
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=heads != kv_heads)
@@ -279,10 +275,8 @@ def _attend_block(
 
 
 class _BatchedAttention(torch.autograd.Function):
-    """q [B, Q, D], k [B, K, D], v [B, K, D] with what is added to the scores [B, Q, K], consumed -> [B, Q, D].
-
-    In float32 (float64 stays) whatever the inputs are: the scores are few, and in bf16 they would be off by percents.
-    """
+    """q [B, Q, D], k, v [B, K, D], what is added to the scores [B, Q, K], consumed -> [B, Q, D]. In float32 (float64
+    stays) whatever the inputs are: the scores are few, and in bf16 they would be off by percents."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
@@ -323,7 +317,7 @@ class _Gather(torch.autograd.Function):
 
 
 def register() -> None:
-    """Make the packed attention known to transformers; idempotent."""
+    """Make the packed attention known to transformers."""
     AttentionInterface.register(PACKED, packed_attention)
     AttentionMaskInterface.register(PACKED, _no_mask)
 

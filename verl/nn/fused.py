@@ -1,8 +1,7 @@
 """Norms, gates and rotary attention of Llama-like models in few passes over memory, for the CPU.
 
 Transformers spells them in a dozen elementwise operations, which on a CPU cost as much as the matmuls of a small model.
-Same mathematics, never less precision; the start-up check of the engine compares the whole model with its own
-forward pass.
+Same mathematics, never less precision; the engine's start-up check compares the whole model with its own forward pass.
 """
 
 from __future__ import annotations

@@ -51,6 +51,6 @@ def check_packing(
     if not worst <= 1e-3:
         raise ValueError(
             f"{what}: packed log-probs differ from those of each sequence alone by {worst:.3g}, so training on packed "
-            "sequences would be wrong for this model. Set model.attention=padded (and model.share_prefix=false)."
+            "sequences would be wrong for it. Set model.engine_options.attention=padded (and share_prefix=false there)."
         )
     return worst

@@ -63,8 +63,6 @@ class EmbeddedEngine:
         self._failure: BaseException | None = None
         self._closed = False
 
-    # ---- RolloutEngine ---------------------------------------------------------------------------------------------
-
     async def generate(
         self,
         request_id: str,
@@ -187,8 +185,6 @@ class EmbeddedEngine:
         """Counters since construction, and what is resident now."""
         return self._core.stats()
 
-    # ---- checks ----------------------------------------------------------------------------------------------------
-
     def _check_inputs(self, what: str, adapter: str | None, media: Sequence[str]) -> None:
         able = self._capabilities
         if adapter is not None and not able.lora:
@@ -202,10 +198,8 @@ class EmbeddedEngine:
             raise ValueError(f"request_id={request_id!r} is already running: every call needs its own id")
         ids = self._checked_ids(request_id, prompt_ids)
         if not 0 < len(ids) < self._runner.max_context_tokens:
-            raise ValueError(
-                f"{request_id}: a prompt of {len(ids)} tokens leaves no room to sample in max_context_tokens="
-                f"{self._runner.max_context_tokens}; shorten it or raise the limit"
-            )
+            room = f"max_context_tokens={self._runner.max_context_tokens}; shorten it or raise the limit"
+            raise ValueError(f"{request_id}: a prompt of {len(ids)} tokens leaves no room to sample in {room}")
         if sampling.stop and not self._decodes:
             raise ValueError(f"stop={sampling.stop} needs text: give the engine decode=, or use stop_token_ids")
         return ids
@@ -224,7 +218,7 @@ class EmbeddedEngine:
     def _check_weights(self, what: str) -> None:
         if not self._runner.ready:
             raise ValueError(
-                f"{what}: no weights in the engine (never loaded, or freed by sleep(2)); load_weights first"
+                f"{what}: the engine has no weights (never loaded or freed by sleep(2)): load_weights first"
             )
 
     def _check_alive(self) -> None:
@@ -242,8 +236,6 @@ class EmbeddedEngine:
             raise RuntimeError("the rollout engine is in use on another event loop: it serves one loop at a time")
         self._driver = None
         self._abandon(asyncio.CancelledError())
-
-    # ---- the driver ------------------------------------------------------------------------------------------------
 
     async def _control(self, run: Callable[[Control], Coroutine[Any, Any, T]]) -> T:
         self._check_alive()
@@ -344,10 +336,8 @@ class EmbeddedEngine:
             if control.done.done():
                 raise asyncio.CancelledError  # the caller gave up waiting
             if not self._can_step:
-                raise ValueError(
-                    f"{what}: {len(self._pending)} requests stand still (paused or asleep) and cannot finish; "
-                    "resume or wake first, or use 'keep' or 'abort'"
-                )
+                still = f"{len(self._pending)} requests stand still (paused or asleep) and cannot finish"
+                raise ValueError(f"{what}: {still}; resume or wake first, or use 'keep' or 'abort'")
             await self._run_steps()
             await asyncio.sleep(0)
             await self._serve_aborts()
@@ -384,8 +374,6 @@ class EmbeddedEngine:
             return None
         del self._pending[request.request_id]
         return future
-
-    # ---- the end of the driver -------------------------------------------------------------------------------------
 
     def _driver_ended(self, driver: asyncio.Task[None]) -> None:
         if driver.cancelled():  # its event loop is shutting down
