@@ -200,9 +200,8 @@ class PrefillAttention:
     def __init__(self, chunks: Sequence[Chunk], shape: Shape, device: torch.device) -> None:
         self._scale, self._cap = shape.query_scale, shape.attention_cap
         self._alone: list[tuple[int, int, Tensor]] = []  # start, end, past
-        self._batches: list[
-            tuple[Tensor, Tensor]
-        ] = []  # packed index [B, t] of padded places, [2, tokens] of real ones
+        # packed index [B, t] of padded places, [2, tokens] of real ones
+        self._batches: list[tuple[Tensor, Tensor]] = []
         whole, start = [], 0
         for chunk in chunks:
             end = start + len(chunk.ids)
