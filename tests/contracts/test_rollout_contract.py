@@ -440,7 +440,7 @@ def test_pause(kind: str, mode: str) -> None:
     a, b = prompts((5, 6))
 
     async def body(engine: Any) -> None:
-        running = asyncio.create_task(engine.generate("a", a, greedy(60)))
+        running = asyncio.create_task(engine.generate("a", a, greedy(300)))  # long, also where the loop is kept waiting
         await until_sampled(engine, 3)
         await engine.pause(mode)
         sampled = stats_of(engine)["sampled_tokens"]
@@ -451,7 +451,7 @@ def test_pause(kind: str, mode: str) -> None:
         await engine.resume()
         assert (await late).ids.tolist() == hf_greedy(b, 5)
         c = await running
-        assert c.ids.tolist() == hf_greedy(a, 60)[: len(c.ids)]
+        assert c.ids.tolist() == hf_greedy(a, 300)[: len(c.ids)]
         assert c.stop_reason == ("abort" if mode == "abort" else "length")
 
     with_engine(build(kind), body)
@@ -932,9 +932,14 @@ def test_the_router_can_do_what_all_replicas_can() -> None:
     async def run() -> None:
         full = Replica(lora=True, media=True, prefix_cache=True, in_flight_update=True, notes=("a", "b"))
         part = Replica(lora=True, sleep_levels=(1,), max_context_tokens=50, notes=("b", "c"))
-        assert await Router([full, part]).capabilities() == Capabilities(
-            logprobs="processed", max_context_tokens=50, lora=True, sleep_levels=(1,), notes=("a", "b", "c")
+        differ = (
+            "rollout: replicas differ, what all of them can do is used: max_context_tokens (100, 50); prefix_cache "
+            "(True, False); in_flight_update (True, False); media (True, False); sleep_levels ((1, 2), (1,))"
         )
+        assert await Router([full, part]).capabilities() == Capabilities(
+            logprobs="processed", max_context_tokens=50, lora=True, sleep_levels=(1,), notes=(differ, "a", "b", "c")
+        )
+        assert (await Router([full, full]).capabilities()).notes == ("a", "b")
         with pytest.raises(ValueError, match="replicas return processed and raw log-probs"):
             await Router([full, Replica(logprobs="raw")]).capabilities()
         with pytest.raises(ValueError, match="publish to each of its replicas"):

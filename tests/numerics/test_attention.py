@@ -258,15 +258,16 @@ def test_every_token_is_a_query_once_and_sees_its_ancestors(free_padding, monkey
 def plain_varlen(q, k, v, lengths, scale, window):
     """What flash kernels document: bottom-right aligned causal attention per sequence, query heads grouped over keys."""
     out = torch.empty_like(q)
-    for i in range(len(lengths.cu_q) - 1):
-        mine, seen = slice(*lengths.cu_q[i : i + 2].tolist()), slice(*lengths.cu_k[i : i + 2].tolist())
+    cu_q, cu_k, max_q, max_k = lengths.bounds
+    for i in range(len(cu_q) - 1):
+        mine, seen = slice(*cu_q[i : i + 2].tolist()), slice(*cu_k[i : i + 2].tolist())
         k_i, v_i = (x[seen].repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q[mine], k_i) * scale
         num_q, num_k = scores.shape[1:]
         at = torch.arange(num_q)[:, None] + num_k - num_q
         hidden = (torch.arange(num_k) > at) | (torch.arange(num_k) <= at - (window or num_k + 1))
         out[mine] = torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v_i)
-    assert lengths.max_q == int(lengths.cu_q.diff().max()) and lengths.max_k == int(lengths.cu_k.diff().max())
+    assert max_q == int(cu_q.diff().max()) and max_k == int(cu_k.diff().max())
     return out
 
 
@@ -335,7 +336,7 @@ def test_the_flash_kernels_take_the_arguments_we_give(monkeypatch):
         assert kernel(q, k, k, lengths, 0.5, 3) is q
     assert calls["torch"]["window_size"] == calls["flash_attn"]["window_size"] == (2, 0)
     assert calls["flash_attn"]["causal"] and calls["torch"]["enable_gqa"]
-    assert calls["torch"]["cu_seq_k"] is calls["flash_attn"]["cu_seqlens_k"] is lengths.cu_k
+    assert calls["torch"]["cu_seq_k"] is calls["flash_attn"]["cu_seqlens_k"] is lengths.bounds[1]
     assert (calls["torch"]["scale"], calls["flash_attn"]["softmax_scale"]) == (0.5, 0.5)
 
 

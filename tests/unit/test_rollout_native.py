@@ -379,7 +379,7 @@ def test_rows_are_drawn_each_in_its_own_way() -> None:
     )
     ids, logprobs = sample(logits, draw)
     for row in range(6):
-        alone_id, alone_logprob = sample(logits[row : row + 1], draw.rows(row, row + 1))
+        alone_id, alone_logprob = sample(logits[row : row + 1], draw.of(slice(row, row + 1)))
         assert ids[row] == alone_id and logprobs[row] == alone_logprob
     assert ids[0] == logits[0].argmax() and ids[5] == logits[5].argmax()
     torch.testing.assert_close(

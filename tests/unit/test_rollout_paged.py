@@ -167,7 +167,7 @@ def test_attention_over_pages_is_attention(window: int) -> None:
         torch.tensor([11, 16, 3], dtype=torch.int32),
     )
     pool[:, 2, 3:] = 1e4  # beyond what is seen
-    ours = gathered_paged(q, *pool, table, seen, 0.3, window)
+    ours = gathered_paged(q, *pool, (table, seen), 0.3, window)
     for row in range(3):
         lo = max(0, int(seen[row]) - window) if window else 0
         k, v = (p[table[row].long()].flatten(0, 1)[lo : seen[row]].transpose(0, 1)[None] for p in pool)

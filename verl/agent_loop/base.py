@@ -7,9 +7,9 @@ and side channels are the recorded ones.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -19,10 +19,8 @@ from verl.types import Sampling, Segment, StopReason, as_ids, derive_seed
 
 @dataclass(slots=True)
 class AgentLoopMetrics:
-    generate_sequences: float = 0.0
-    """Seconds in generation."""
-    tool_calls: float = 0.0
-    """Seconds in tools."""
+    generate_sequences: float = 0.0  # seconds
+    tool_calls: float = 0.0  # seconds
 
 
 @dataclass(slots=True)
@@ -58,16 +56,12 @@ class Call:
     token_ids: list[int]  # what the loop was given of it
 
 
-NEUTRAL: Mapping[str, float] = {"repetition_penalty": 1, "n": 1}
-"""Parameters of verl's loops that change nothing at these values."""
+NEUTRAL: Mapping[str, float] = {"repetition_penalty": 1, "n": 1}  # these values change nothing
 
 
 class ServerManager:
-    """What a loop generates with. Keeps every completion; one per trajectory.
-
-    `max_tokens` of the sampling is the budget of the whole trajectory, environment tokens included: no call goes beyond
-    it, and a call without room samples nothing and says `context_full`. `media`: content hashes of the task's prompt.
-    """
+    """What a loop generates with, one per trajectory. Keeps every completion. The `max_tokens` of the sampling are the
+    budget of the whole trajectory, environment tokens included: a call without room samples nothing: `context_full`."""
 
     def __init__(
         self,
@@ -80,10 +74,9 @@ class ServerManager:
         media: tuple[str, ...] = (),
     ) -> None:
         self._engine, self._sampling, self._seed_parts = engine, sampling, tuple(seed_parts)
-        self._prefix_key, self._adapter = prefix_key, adapter
+        self._prefix_key, self._adapter, self.media = prefix_key, adapter, media
         self._calls = 0
         self._limit = 0  # context tokens, from the first prompt on
-        self.media = media
         self.record: list[Call] = []
         self.full = False  # the last call had no room
 
@@ -122,9 +115,7 @@ class ServerManager:
         length = int(given.pop("max_tokens", given.pop("max_new_tokens", run.max_tokens)))
         if length < 1:
             raise ValueError(f"max_tokens={length}: at least one token must be sampled")
-        stop = given.pop("stop", run.stop)
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        stop_ids = tuple(given.pop("stop_token_ids", run.stop_token_ids))
+        stop, stop_ids = given.pop("stop", run.stop), tuple(given.pop("stop_token_ids", run.stop_token_ids))
         fixed = {name: getattr(run, name) for name in ("temperature", "top_p", "top_k", "min_p", "ignore_eos")}
         if given.get("top_k") == -1:  # verl's way to say off
             given["top_k"] = 0
@@ -132,25 +123,19 @@ class ServerManager:
             if name in NEUTRAL and value != NEUTRAL[name]:
                 raise ValueError(f"{name}={value} is not supported; leave it at {NEUTRAL[name]}")
             if name in fixed and value != fixed[name]:
-                raise ValueError(
-                    f"an agent loop cannot change {name} of a sample ({fixed[name]} -> {value}); set rollout.{name}"
-                )
+                change = f"{fixed[name]} -> {value}"
+                raise ValueError(f"an agent loop cannot change {name} of a sample ({change}); set rollout.{name}")
         if unknown := sorted(given.keys() - fixed.keys() - NEUTRAL.keys()):
             known = sorted({"max_tokens", "max_new_tokens", "stop", "stop_token_ids", *fixed, *NEUTRAL})
             raise ValueError(f"sampling_params {unknown} are unknown; known: {known}")
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
         return replace(run, max_tokens=min(length, run.max_tokens), stop=stops, stop_token_ids=stop_ids)
 
 
 def sampling_params_of(sampling: Sampling) -> dict[str, Any]:
     """What a loop is given as `sampling_params`: verl's names."""
-    return {
-        "max_tokens": sampling.max_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k or -1,
-        "repetition_penalty": 1.0,
-        "logprobs": True,
-    }
+    drawn = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k or -1}
+    return {"max_tokens": sampling.max_tokens, **drawn, "repetition_penalty": 1.0, "logprobs": True}
 
 
 class AgentLoopBase:
@@ -171,19 +156,14 @@ class AgentLoopBase:
         dataset_cls: Any = None,
         data_config: Any = None,
     ) -> None:
-        self.config = trainer_config
-        self.server_manager = server_manager
-        self.tokenizer = tokenizer
-        self.processor = processor
+        self.config, self.server_manager = trainer_config, server_manager
+        self.tokenizer, self.processor = tokenizer, processor
 
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
         raise AssertionError(f"{type(self).__name__} does not define run()")
 
 
-class AgentLoopFactory(Protocol):
-    """Makes the loop of one trajectory around its server manager."""
-
-    def __call__(self, server_manager: ServerManager) -> AgentLoopBase: ...
+AgentLoopFactory = Callable[[ServerManager], AgentLoopBase]
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,10 +175,8 @@ class CheckedOutput:
 
 
 def check_output(output: AgentLoopOutput, manager: ServerManager, max_tokens: int) -> CheckedOutput:
-    """The trajectory of a loop's output, cut at `max_tokens` response tokens.
-
-    Raises ValueError if a mask=1 token was not sampled by the server manager after exactly what precedes it.
-    """
+    """The trajectory of a loop's output, cut at `max_tokens` response tokens. Raises ValueError if a mask=1 token was
+    not sampled by the server manager after exactly what precedes it."""
     if len(manager.record) == 1 and _is_untouched(output, manager.record[0], max_tokens):
         call = manager.record[0]
         prompt = Segment(ids=call.prompt_ids, source="prompt", media=manager.media)
@@ -214,8 +192,8 @@ def check_output(output: AgentLoopOutput, manager: ServerManager, max_tokens: in
     if len(invented := np.flatnonzero(mask & (owner < 0))):
         raise ValueError(
             f"{len(invented)} tokens with mask 1, the first at response position {invented[0]}, were not sampled by "
-            "the model after the tokens that precede them there: the loop changed or invented them, or it rewrote what "
-            "came before; give them mask 0"
+            "the model after what precedes them: the loop changed or invented them, or it rewrote what came before; "
+            "give them mask 0"
         )
     segments = [Segment(ids=prompt_ids, source="prompt", media=manager.media)]
     reason = "error"
@@ -233,23 +211,16 @@ def check_output(output: AgentLoopOutput, manager: ServerManager, max_tokens: in
 
 def _is_untouched(output: AgentLoopOutput, call: Call, max_tokens: int) -> bool:
     """The loop returned one call as it came: nothing to look for."""
-    ids, mask = output.response_ids, output.response_mask
-    return (
-        isinstance(ids, list)
-        and isinstance(mask, list)
-        and len(ids) == len(mask) <= max_tokens
-        and all(mask)
-        and ids == call.token_ids
-        and (output.prompt_ids is call.prompt_ids or np.array_equal(output.prompt_ids, call.prompt_ids))
-    )
+    ids, mask, prompt_ids = output.response_ids, output.response_mask, output.prompt_ids
+    if not (isinstance(ids, list) and isinstance(mask, list) and len(ids) == len(mask) <= max_tokens and all(mask)):
+        return False
+    same_prompt = prompt_ids is call.prompt_ids or np.array_equal(prompt_ids, call.prompt_ids)
+    return ids == call.token_ids and same_prompt
 
 
 def _owners(prompt: np.ndarray, ids: np.ndarray, record: Sequence[Call]) -> np.ndarray:
-    """[R] the call that sampled each response token, or -1.
-
-    A call's tokens stand where its prompt ends, if that prompt is what precedes them in the output. The loop may have
-    cut them, or dropped the whole call; of two calls at one place, the one that agrees for longer was kept.
-    """
+    """[R] the call that sampled each response token, or -1. A call's tokens stand where its prompt ends, if that is
+    what precedes them. The loop may have cut or dropped them; of two calls at one place, the longer match was kept."""
     whole = np.concatenate([prompt, ids])
     owner = np.full(len(ids), -1, np.int64)
     agreed: dict[int, int] = {}

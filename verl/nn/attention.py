@@ -1,8 +1,8 @@
 """Attention over a packed forest of segments: each query sees its ancestors' tokens and its own, up to itself.
 
 A plan of index tensors is made once per micro-batch and used by every layer. Segments of like shape are computed as one
-padded block, so nothing is quadratic in the pack and a shared prompt is never projected twice (engines.md, parts 1 and 5).
-On CUDA in half precision one variable-length flash kernel computes the whole forest instead: `flash_attn`, or torch's own.
+padded block, so nothing is quadratic in the pack and a shared prompt is never projected twice.
+On CUDA in half precision one variable-length flash kernel computes the whole forest: `flash_attn`'s, or torch's own.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Where q [T, H, D], k and v [T, KV, D], seen as rows of D, stand in the slots of all blocks, one after the other."""
+    """Where q [T, H, D], k and v [T, KV, D], seen as rows of D, stand in the slots of all blocks in order."""
 
     q: Tensor  # [sum b * H * Q] the heads of a group are neighbours: more query rows over the same keys
     k: Tensor  # [sum b * KV * K]
@@ -70,11 +70,8 @@ class Varlen:
     """The forest as variable-length sequences: segment i has queries cu_q[i]:cu_q[i+1] of the pack, and as keys its
     ancestors' tokens and its own. Bottom-right causal alignment is then exactly the forest's attention."""
 
-    cu_q: Tensor  # [S + 1] int32
-    cu_k: Tensor  # [S + 1] int32
+    bounds: tuple[Tensor, Tensor, int, int]  # cu_q, cu_k [S + 1] int32, and the most queries and keys of a segment
     k_index: Tensor | None  # [sum keys] rows of k and v; None: the pack itself, no segment has ancestors
-    max_q: int
-    max_k: int
 
 
 VarlenKernel = Callable[[Tensor, Tensor, Tensor, Varlen, float, int | None], Tensor]
@@ -99,9 +96,6 @@ class AttentionPlan:
             inverse[q[slots]] = slots
             self.by_heads[heads, kv_heads] = Rows(q, k, (~real).nonzero()[:, 0], inverse)
         return self.by_heads[heads, kv_heads]
-
-
-# -- plan ------------------------------------------------------------------------------------------------------------
 
 
 def make_plan(batch: Batch, device: torch.device, *, max_waste: float = 0.2) -> AttentionPlan:
@@ -133,7 +127,7 @@ def make_varlen(batch: Batch, device: torch.device) -> Varlen:
             row, at = row[at >= 0], at[at >= 0]
     cu_q, cu_keys = (torch.from_numpy(x.astype(np.int32)).to(device) for x in (batch.seg_start, cu_k))
     k_index = None if index is None else torch.from_numpy(index).to(device)
-    return Varlen(cu_q, cu_keys, k_index, int(lengths.max()), int(keys.max()))
+    return Varlen((cu_q, cu_keys, int(lengths.max()), int(keys.max())), k_index)
 
 
 def _depths(parent: np.ndarray, lengths: np.ndarray) -> np.ndarray:
@@ -147,7 +141,7 @@ def _depths(parent: np.ndarray, lengths: np.ndarray) -> np.ndarray:
 
 
 def _group_segments(lengths: np.ndarray, keys: np.ndarray, max_waste: float) -> list[np.ndarray]:
-    """Segments of each block: runs of like numbers of queries, then of keys, cut where the padding outgrows its bound."""
+    """Segments of each block: runs of like numbers of queries, then of keys, cut where padding outgrows its bound."""
     likeness = np.round(np.log(lengths) / np.log(1.5))
     order = np.lexsort((-lengths, -keys, -likeness))
     blocks, first = [], 0
@@ -167,24 +161,16 @@ def _block_index(
     batch: Batch, members: np.ndarray, lengths: np.ndarray, depths: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """q_index [b, Q] and k_index [b, K]: each member's own tokens, and those of its ancestors before them."""
-    width, depth = int(lengths[members].max()), int((depths + lengths)[members].max())
-    q_index = np.zeros((len(members), width), np.int64)
-    k_index = np.zeros(
-        (len(members), depth if depth <= 8 else -(-depth // 8) * 8), np.int64
-    )  # GEMMs like multiples of 8
-    row = np.arange(len(members))
-    q_index[np.repeat(row, lengths[members]), ranges(0 * row, lengths[members])] = ranges(
-        batch.seg_start[members], lengths[members]
-    )
-    at = members
+    own, depth = lengths[members], int((depths + lengths)[members].max())
+    q_index = np.zeros((len(members), int(own.max())), np.int64)
+    k_index = np.zeros((len(members), depth if depth <= 8 else -(-depth // 8) * 8), np.int64)  # GEMMs like it
+    row, at = np.arange(len(members)), members
+    q_index[np.repeat(row, own), ranges(0 * row, own)] = ranges(batch.seg_start[members], own)
     while len(at):
         k_index[np.repeat(row, lengths[at]), ranges(depths[at], lengths[at])] = ranges(batch.seg_start[at], lengths[at])
         at = batch.parent[at]
         row, at = row[at >= 0], at[at >= 0]
     return q_index, k_index
-
-
-# -- attention -------------------------------------------------------------------------------------------------------
 
 
 def packed_attention(
@@ -194,7 +180,6 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    dropout: float = 0.0,
     verl_plan: AttentionPlan | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -214,23 +199,21 @@ def attend(
     plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None, cap: float = 0.0
 ) -> Tensor:
     """q [T, H, D], k and v [T, KV, D] -> [T, H, D]. cap > 0: scores are cap tanh(score / cap)."""
-    if (
-        plan.varlen is not None
-        and not cap
-        and q.dtype in (torch.float16, torch.bfloat16)
-        and q.shape[-1] == v.shape[-1] <= 256
-    ):
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    if plan.varlen is not None and not cap and half and q.shape[-1] == v.shape[-1] <= 256:
         return attend_varlen(plan.varlen, q, k, v, scale, window, varlen_kernel())
-    heads, kv_heads = q.shape[1], k.shape[1]
+    heads, kv_heads, blocks = q.shape[1], k.shape[1], plan.blocks
     rows = plan.rows(heads, kv_heads)
-    q_slots = _ToSlots.apply(q.reshape(-1, q.shape[-1]), rows).split([b.q_index.numel() * heads for b in plan.blocks])
-    sizes = [b.k_index.numel() * kv_heads for b in plan.blocks]
-    k_slots, v_slots = (x.reshape(-1, x.shape[-1]).index_select(0, rows.k).split(sizes) for x in (k, v))
-    parts = [
-        _attend_block(block, q_b, k_b, v_b, heads, kv_heads, scale, window, cap)
-        for block, q_b, k_b, v_b in zip(plan.blocks, q_slots, k_slots, v_slots, strict=True)
-    ]
-    out = _FromSlots.apply(parts[0] if len(parts) == 1 else torch.cat(parts), rows)
+    q_slots = _Gather.apply(q.reshape(-1, q.shape[-1]), rows.q, rows.inverse, None)
+    k_slots, v_slots = (x.reshape(-1, x.shape[-1]).index_select(0, rows.k) for x in (k, v))
+    q_sizes, k_sizes = ([b.q_index.numel() * heads for b in blocks], [b.k_index.numel() * kv_heads for b in blocks])
+    split = zip(blocks, q_slots.split(q_sizes), k_slots.split(k_sizes), v_slots.split(k_sizes), strict=True)
+    parts = []
+    for block, *of_block in split:
+        counts = (heads, kv_heads, kv_heads)
+        q_b, k_b, v_b = (x.view(len(block.offset), n, -1, x.shape[-1]) for x, n in zip(of_block, counts))
+        parts.append(_attend_block(block, q_b, k_b, v_b, scale, window, cap))
+    out = _Gather.apply(parts[0] if len(parts) == 1 else torch.cat(parts), rows.inverse, rows.q, rows.pad)
     return out.view(-1, heads, v.shape[-1])
 
 
@@ -252,84 +235,48 @@ def varlen_kernel() -> VarlenKernel:
 def _flash_attn(q: Tensor, k: Tensor, v: Tensor, lengths: Varlen, scale: float, window: int | None) -> Tensor:
     from flash_attn import flash_attn_varlen_func
 
-    left = -1 if window is None else window - 1
-    return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        lengths.cu_q,
-        lengths.cu_k,
-        lengths.max_q,
-        lengths.max_k,
-        softmax_scale=scale,
-        causal=True,
-        window_size=(left, 0),
-    )
+    span = (-1 if window is None else window - 1, 0)
+    return flash_attn_varlen_func(q, k, v, *lengths.bounds, softmax_scale=scale, causal=True, window_size=span)
 
 
 def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, lengths: Varlen, scale: float, window: int | None) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    left = -1 if window is None else window - 1
-    out = varlen_attn(
-        q,
-        k,
-        v,
-        lengths.cu_q,
-        lengths.cu_k,
-        lengths.max_q,
-        lengths.max_k,
-        scale=scale,
-        window_size=(left, 0),
-        enable_gqa=q.shape[1] != k.shape[1],
-    )
+    span, grouped = (-1 if window is None else window - 1, 0), q.shape[1] != k.shape[1]
+    out = varlen_attn(q, k, v, *lengths.bounds, scale=scale, window_size=span, enable_gqa=grouped)
     assert isinstance(out, Tensor)
     return out
 
 
 def _attend_block(
-    block: Block,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    heads: int,
-    kv_heads: int,
-    scale: float,
-    window: int | None,
-    cap: float,
+    block: Block, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, cap: float
 ) -> Tensor:
-    """q [b*H*Q, D], k and v [b*KV*K, D] -> [b*H*Q, D]."""
-    b, width = block.q_index.shape
-    depth = block.k_index.shape[1]
-    k, v = (x.view(b, kv_heads, depth, -1) for x in (k, v))
+    """q [b, H, Q, D], k and v [b, KV, K, D] -> [b*H*Q, D]."""
+    b, heads, width, _ = q.shape
+    kv_heads, depth = k.shape[1:3]
+    grouped = q.view(b, kv_heads, -1, q.shape[-1])  # [b, KV, G * Q, D]
     if cap:
-        scores = (q.view(b, kv_heads, -1, q.shape[-1]) @ k.transpose(2, 3)).to(
-            torch.promote_types(q.dtype, torch.float32)
-        )
-        scores = torch.tanh(scores * (scale / cap)).mul(cap).view(b, heads, width, depth) + block.mask(
-            window, scores.dtype
-        )
-        shares = torch.softmax(scores, -1).to(v.dtype).view(b, kv_heads, -1, depth)
-        return (shares @ v).reshape(-1, v.shape[-1])
+        scores = (grouped @ k.transpose(2, 3)).to(torch.promote_types(q.dtype, torch.float32))
+        scores = torch.tanh(scores * (scale / cap)).mul(cap).view(b, heads, width, depth)
+        shares = torch.softmax(scores + block.mask(window, scores.dtype), -1).to(v.dtype)
+        return (shares.view(b, kv_heads, -1, depth) @ v).reshape(-1, v.shape[-1])
     if depth <= _SMALL_KEYS and q.device.type == "cpu":
         exact = torch.float64 if q.dtype == torch.float64 else torch.float32
         bias = block.mask(window, exact).expand(b, heads, width, depth).clone(memory_format=torch.contiguous_format)
-        q, k, v = q.view(b * kv_heads, -1, q.shape[-1]), k.flatten(0, 1), v.flatten(0, 1)
+        q, k, v = (x.flatten(0, 1) for x in (grouped, k, v))
         return _BatchedAttention.apply(q, k, v, bias.view(b * kv_heads, -1, depth), scale).flatten(0, 1)
     if block.rooted and window is None:  # padding comes last, where causal attention does not see it
-        q, k, v = q.view(b, heads, width, -1), k[:, :, :width], v[:, :, :width]
+        k, v = k[:, :, :width], v[:, :, :width]
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=heads != kv_heads)
     else:
         allowed = block.mask(window, torch.bool).repeat(1, 1, heads // kv_heads, 1)  # [b, 1, G * Q, K]
-        out = F.scaled_dot_product_attention(q.view(b, kv_heads, -1, q.shape[-1]), k, v, attn_mask=allowed, scale=scale)
+        out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=allowed, scale=scale)
     return out.reshape(-1, v.shape[-1])
 
 
 class _BatchedAttention(torch.autograd.Function):
-    """q [B, Q, D], k [B, K, D], v [B, K, D] with what is added to the scores [B, Q, K], consumed -> [B, Q, D].
-
-    In float32 (float64 stays) whatever the inputs are: the scores are few, and in bf16 they would be off by percents.
-    """
+    """q [B, Q, D], k, v [B, K, D], what is added to the scores [B, Q, K], consumed -> [B, Q, D]. In float32 (float64
+    stays) whatever the inputs are: the scores are few, and in bf16 they would be off by percents."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
@@ -348,43 +295,29 @@ class _BatchedAttention(torch.autograd.Function):
         d_out = d_out.to(p.dtype)
         d_v = torch.bmm(p.transpose(1, 2), d_out)
         d_s = torch._softmax_backward_data(torch.bmm(d_out, v.transpose(1, 2)), p, -1, p.dtype)
-        d_q, d_k = (
-            torch.baddbmm(p.new_empty(()), a, b, beta=0, alpha=ctx.scale)
-            for a, b in ((d_s, k), (d_s.transpose(1, 2), q))
-        )
+        sides = ((d_s, k), (d_s.transpose(1, 2), q))
+        d_q, d_k = (torch.baddbmm(p.new_empty(()), a, b, beta=0, alpha=ctx.scale) for a, b in sides)
         return *(d.to(dtype) for d, dtype in zip((d_q, d_k, d_v), ctx.dtypes, strict=True)), None, None
 
 
-class _ToSlots(torch.autograd.Function):
-    """Rows of q into their slots. Each is in exactly one besides padding, so that the gradient is a gather, not a sum."""
+class _Gather(torch.autograd.Function):
+    """Rows `index` of x. Each row of x is in exactly one slot besides padding, so that the gradient is a gather by
+    `inverse`, whose rows `pad` are 0, and not a sum."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: Rows) -> Tensor:
-        ctx.rows = rows
-        return x.index_select(0, rows.q)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_slots: Tensor) -> tuple[Tensor, None]:
-        return d_slots.index_select(0, ctx.rows.inverse), None
-
-
-class _FromSlots(torch.autograd.Function):
-    """Back from the slots: the inverse of `_ToSlots`."""
-
-    @staticmethod
-    def forward(ctx: Any, slots: Tensor, rows: Rows) -> Tensor:
-        ctx.rows = rows
-        return slots.index_select(0, rows.inverse)
+    def forward(ctx: Any, x: Tensor, index: Tensor, inverse: Tensor, pad: Tensor | None) -> Tensor:
+        ctx.inverse, ctx.pad = inverse, pad
+        return x.index_select(0, index)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_x: Tensor) -> tuple[Tensor, None]:
-        return d_x.index_select(0, ctx.rows.q).index_fill_(0, ctx.rows.pad, 0), None
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor | None, ...]:
+        d_x = d_out.index_select(0, ctx.inverse)
+        return d_x if ctx.pad is None else d_x.index_fill_(0, ctx.pad, 0), None, None, None
 
 
 def register() -> None:
-    """Make the packed attention known to transformers; idempotent."""
+    """Make the packed attention known to transformers."""
     AttentionInterface.register(PACKED, packed_attention)
     AttentionMaskInterface.register(PACKED, _no_mask)
 

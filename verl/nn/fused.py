@@ -1,8 +1,7 @@
 """Norms, gates and rotary attention of Llama-like models in few passes over memory, for the CPU.
 
 Transformers spells them in a dozen elementwise operations, which on a CPU cost as much as the matmuls of a small model.
-Same mathematics, never less precision; the start-up check of the engine compares the whole model with its own
-forward pass.
+Same mathematics, never less precision; the engine's start-up check compares the whole model with its own forward pass.
 """
 
 from __future__ import annotations
@@ -57,21 +56,13 @@ def _mlp_forward(self: Any, x: Tensor) -> Tensor:
 
 
 def _attention_forward(
-    self: Any,
-    hidden_states: Tensor,
-    position_embeddings: tuple[Tensor, Tensor],
-    attention_mask: Tensor | None = None,
-    **kwargs: Any,
+    self: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], attention_mask: None, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """hidden_states [1, T, hidden], cos and sin [1, T, D] -> [1, T, hidden]."""
-    assert attention_mask is None and kwargs.get("past_key_values") is None, (
-        "packed attention is driven by a plan alone"
-    )
-    window = _WINDOW[self.config.model_type](self)
-    q, k, v = (
-        p(hidden_states).view(hidden_states.shape[1], -1, self.head_dim)
-        for p in (self.q_proj, self.k_proj, self.v_proj)
-    )
+    driven = attention_mask is None and kwargs.get("past_key_values") is None
+    assert driven, "packed attention is driven by a plan alone"
+    window, rows = _WINDOW[self.config.model_type](self), (hidden_states.shape[1], -1, self.head_dim)
+    q, k, v = (project(hidden_states).view(rows) for project in (self.q_proj, self.k_proj, self.v_proj))
     if hasattr(self, "q_norm"):
         q, k = self.q_norm(q), self.k_norm(k)
     cos, sin = (x[0, :, None] for x in position_embeddings)  # [T, 1, D]

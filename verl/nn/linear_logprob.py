@@ -1,8 +1,5 @@
-"""Chunked linear log-prob and entropy: the only way from hidden states to log-probs in training.
-
-Never holds [tokens, vocab]: a chunk of logits is made, reduced and dropped in the forward pass and made again in the
-backward pass (pitfalls 32; algorithms.md 2.12).
-"""
+"""Linear log-prob and entropy, the only way from hidden states to log-probs in training, without [tokens, vocab]: a
+chunk of logits is made, reduced and dropped in the forward pass and made again in the backward pass."""
 
 from __future__ import annotations
 
@@ -17,8 +14,6 @@ _CHUNK_ROWS = 64  # at least: each chunk reads and writes the whole gradient of 
 
 
 class _LinearLogprob(torch.autograd.Function):
-    """See `linear_logprob`."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -56,12 +51,10 @@ class _LinearLogprob(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(
-        ctx: Any, d_logprob: Tensor | None, d_entropy: Tensor | None, _: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, d_logprob: Tensor | None, d_entropy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, temperature, lse, entropy = ctx.saved_tensors
         d_logprob = torch.zeros_like(lse) if d_logprob is None else d_logprob
-        # Rows that nothing depends on are left out: groups without signal cost nothing, and a NaN in them reaches nothing.
+        # rows that nothing depends on are left out: groups without signal cost nothing, a NaN in them reaches nothing
         needed = d_logprob != 0 if d_entropy is None else (d_logprob != 0) | (d_entropy != 0)
         rows = needed.nonzero()[:, 0]
         cast = weight.to(hidden.dtype)
@@ -91,16 +84,7 @@ class _LinearLogprob(torch.autograd.Function):
                 d_weight.addmm_(dz.T, h)
             else:
                 d_weight += dz.T @ h
-        return (
-            d_hidden,
-            d_weight.to(weight.dtype),
-            None if d_bias is None else d_bias.to(bias.dtype),
-            None,
-            None,
-            None,
-            None,
-            None,
-        )
+        return d_hidden, d_weight.to(weight.dtype), None if d_bias is None else d_bias.to(bias.dtype), *[None] * 5
 
 
 def _chunks(n: int, vocab_size: int) -> list[slice]:
@@ -135,9 +119,7 @@ def linear_logprob(
     entropy: bool = False,
     sum_pi_squared: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Log-prob [n] of `targets` [n] under softmax(hidden [n, H] @ weight [V, H]^T / temperature [n]), float32.
-
-    cap > 0: of cap tanh(logits / cap) instead, before the temperature (Gemma 2).
-    Also the entropy [n] in nats (differentiable) and sum_v pi_v^2 [n] (not differentiable) when asked for.
-    """
+    """Log-prob [n] of `targets` [n] under softmax(hidden [n, H] @ weight [V, H]^T / temperature [n]), float32; cap > 0:
+    of cap tanh(logits / cap) instead, before the temperature (Gemma 2). If asked for, the entropy [n] in nats
+    (differentiable) and sum_v pi_v^2 [n] (not)."""
     return _LinearLogprob.apply(hidden, weight, bias, targets, temperature, cap, entropy, sum_pi_squared)

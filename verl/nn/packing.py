@@ -1,4 +1,4 @@
-"""Packing is a capability proven per model and attention backend, not assumed (pitfalls 14)."""
+"""Packing is a capability proven per model and attention backend, not assumed."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ def probe_batch(vocab_size: int, *, share_prefix: bool) -> Batch:
     prompt, tails = ids[:6], (ids[6:11], ids[11:18])
 
     def sample(i: int, head: np.ndarray, tail: np.ndarray) -> Sample:
-        segments = (
-            Segment(ids=head, source="prompt"),
-            Segment(ids=tail, source="sampled", logprobs=np.zeros(len(tail), np.float32), version=0),
-        )
+        response = Segment(ids=tail, source="sampled", logprobs=np.zeros(len(tail), np.float32), version=0)
+        segments = (Segment(ids=head, source="prompt"), response)
         return Sample(sample_id=str(i), trajectory_id=str(i), group_id="probe", purpose="train", segments=segments)
 
     samples = [sample(0, prompt, tails[0]), sample(1, prompt, tails[1]), sample(2, ids[18:20], ids[20:24])]
@@ -34,18 +32,15 @@ def probe_sequences(vocab_size: int) -> list[Tensor]:
 
 
 def check_packing(
-    packed: Callable[[Batch], Tensor],
-    alone: Callable[[Tensor], Tensor],
+    packed: Callable[[Batch], Tensor],  # -> log-probs [L]
+    alone: Callable[[Tensor], Tensor],  # ids [t] -> log-probs [t-1] by the model's own forward pass and full logits
     vocab_size: int,
     *,
     share_prefix: bool,
     what: str,
 ) -> float:
-    """Compare log-probs of a packed probe with each sequence run alone; return the largest difference.
-
-    packed: Batch -> log-probs [L] · alone: ids [t] -> log-probs [t-1] by the model's own forward pass and full logits.
-    Raises ValueError when they differ: packing leaks, or this model changes its logits.
-    """
+    """The largest difference of a packed probe's log-probs from those of each sequence run alone. Raises ValueError
+    when they differ: packing leaks, or this model changes its logits."""
     batch = probe_batch(vocab_size, share_prefix=share_prefix)
     got = packed(batch)
     worst = 0.0

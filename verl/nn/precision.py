@@ -17,10 +17,7 @@ def native_bf16(device: torch.device) -> bool:
 @contextmanager
 def rounded(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> Iterator[None]:
     """Inside, the parameters hold their values rounded to `dtype`, in their own dtype; gradients go to the masters.
-
-    What bf16 weights compute, in float32 arithmetic: the way to train bf16 on a CPU that only emulates it, and to agree
-    with a rollout engine that does the same.
-    """
+    It trains bf16 on a CPU that only emulates it, and agrees with a rollout engine that does the same."""
     kept = [(p, p.data) for p in parameters]
     for p, master in kept:
         p.data = master.to(dtype).to(master.dtype)

@@ -37,41 +37,34 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """What an engine can do; asked at start.
+    """What an engine can do; asked at start."""
 
-    `logprobs`: processed (temperature and truncation applied) or raw. `notes`: lines that the user is told at start.
-    """
-
-    logprobs: Literal["processed", "raw"]
+    logprobs: Literal["processed", "raw"]  # processed: temperature and truncation applied
     max_context_tokens: int
     prefix_cache: bool = False
     in_flight_update: bool = False
     lora: bool = False
     media: bool = False
     sleep_levels: tuple[int, ...] = ()
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # lines that the user is told at start
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutContext:
-    """What every backend is built from, besides its own options. `decode` is needed for stop strings only.
-
-    `deterministic`: a sequence's tokens and log-probs are bitwise independent of what else is in the batch.
-    """
+    """What every backend is built from, besides its own options."""
 
     hf_config: Any
     max_context_tokens: int
     dtype: torch.dtype
     eos_token_ids: Sequence[int] = ()
-    decode: DecodeFn | None = None
+    decode: DecodeFn | None = None  # for stop strings
     device: torch.device | str = "cpu"
     max_concurrent_sequences: int = 256
-    deterministic: bool = False
+    deterministic: bool = False  # what a sequence gets is bitwise independent of what else is in the batch
 
     def __post_init__(self) -> None:
-        check_positive(
-            max_context_tokens=self.max_context_tokens, max_concurrent_sequences=self.max_concurrent_sequences
-        )
+        check_positive(max_context_tokens=self.max_context_tokens)
+        check_positive(max_concurrent_sequences=self.max_concurrent_sequences)
 
 
 def check_positive(**sizes: int) -> None:

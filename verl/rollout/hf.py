@@ -1,14 +1,11 @@
-"""Rollout with transformers' own forward pass and cache, for any causal LM. Simple and correct, not fast.
-
-torch is imported by `build` only, so that a plan can read the options without it.
-"""
+"""Rollout with transformers' own forward pass and cache, for any causal LM. Simple and correct, not fast."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from verl.rollout.base import Capabilities, RolloutContext
+from verl.rollout.base import RolloutContext
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,15 +34,8 @@ def build(
 ) -> EmbeddedEngine:
     """The engine without weights. `module`: for a model that AutoModelForCausalLM cannot build from the config; the
     engine then owns it."""
-    from verl.rollout.embedded.front import EmbeddedEngine
+    from verl.rollout.embedded.front import EmbeddedEngine  # not above: a plan reads the options without torch
     from verl.rollout.embedded.hf_runner import HfRunner
 
     runner = HfRunner(context, module, max_prefill_tokens=max_prefill_tokens)
-    capabilities = Capabilities(
-        logprobs="processed",
-        max_context_tokens=context.max_context_tokens,
-        in_flight_update=True,
-        sleep_levels=(1, 2),
-        notes=notes,
-    )
-    return EmbeddedEngine(runner, context, capabilities)
+    return EmbeddedEngine(runner, context, prefix_cache=False, notes=notes)

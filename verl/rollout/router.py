@@ -72,11 +72,8 @@ class Router:
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
         if request_ids is None:
             return sum(await asyncio.gather(*(replica.abort() for replica in self.replicas)))
-        names: dict[int, list[str]] = {}
-        for name in request_ids:
-            if name in self._running:
-                names.setdefault(self._running[name], []).append(name)
-        return sum(await asyncio.gather(*(self.replicas[i].abort(of) for i, of in names.items())))
+        names = {i: [name for name in request_ids if self._running.get(name) == i] for i in range(len(self.replicas))}
+        return sum(await asyncio.gather(*(self.replicas[i].abort(of) for i, of in names.items() if of)))
 
     async def sleep(self, level: int = 1) -> int:
         return sum(await asyncio.gather(*(replica.sleep(level) for replica in self.replicas)))
@@ -89,13 +86,15 @@ class Router:
         every = await asyncio.gather(*(replica.capabilities() for replica in self.replicas))
         if len(kinds := {one.logprobs for one in every}) > 1:
             raise ValueError(f"replicas return {' and '.join(sorted(kinds))} log-probs: one run needs one kind")
-        flags = {f.name: all(getattr(one, f.name) for one in every) for f in fields(Capabilities) if f.type == "bool"}
+        able = {f.name: [getattr(one, f.name) for one in every] for f in fields(Capabilities) if f.name != "notes"}
+        unlike = [f"{name} ({', '.join(map(str, of))})" for name, of in able.items() if any(x != of[0] for x in of)]
+        note = [f"rollout: replicas differ, what all of them can do is used: {'; '.join(unlike)}"] if unlike else []
         return Capabilities(
             logprobs=every[0].logprobs,
-            max_context_tokens=min(one.max_context_tokens for one in every),
-            sleep_levels=tuple(sorted(set.intersection(*(set(one.sleep_levels) for one in every)))),
-            notes=tuple(dict.fromkeys(note for one in every for note in one.notes)),
-            **flags,
+            max_context_tokens=min(able.pop("max_context_tokens")),
+            sleep_levels=tuple(sorted(set.intersection(*map(set, able.pop("sleep_levels"))))),
+            notes=tuple(dict.fromkeys([*note, *(told for one in every for told in one.notes)])),
+            **{name: all(values) for name, values in able.items() if name != "logprobs"},
         )
 
     async def close(self) -> None:

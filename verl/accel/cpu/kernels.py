@@ -1,7 +1,4 @@
-"""The functions of kernels.c, compiled once per machine with its C compiler and kept in ~/.cache/verl.
-
-Without a compiler torch's own operations do the same work in more passes; `load_kernels` then returns the reason.
-"""
+"""The functions of kernels.c, compiled once per machine with its C compiler and kept in ~/.cache/verl."""
 
 from __future__ import annotations
 
@@ -78,10 +75,8 @@ FLOAT32 = {
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The functions of kernels.c for one dtype. All tensors are contiguous and on the CPU; calls release the GIL.
-
-    Those with a `threads` argument use as many threads as torch has in the calling thread.
-    """
+    """The functions of kernels.c for one dtype, on contiguous tensors, with as many threads as torch has in the calling
+    thread; calls release the GIL."""
 
     dtype: torch.dtype
     panel_width: int
@@ -146,10 +141,8 @@ class Kernels:
         window: int = 0,
         cap: float = 0.0,
     ) -> Tensor:
-        """Attention of n rows, each over its own keys and values -> mixed values [n, H D].
-
-        qkv [n, (H + 2K) D], qk_norm float32 [H + K, D], turns complex64 [positions, D/2]; keys and values
-        [n, K, capacity, D] receive the row's own at `positions` [n].
+        """Attention of n rows, each over its own keys and values, [n, K, capacity, D], which receive its own at
+        `positions` [n] -> [n, H D]. qkv [n, (H + 2K) D], qk_norm float32 [H + K, D], turns complex64 [positions, D/2].
         """
         n, (kv_heads, capacity, dim) = len(qkv), keys.shape[1:]
         out = qkv.new_empty(n, heads * dim)
@@ -159,28 +152,17 @@ class Kernels:
         return out
 
     def layers(
-        self,
-        stack: Stack,
-        x: Tensor,
-        positions: Tensor,
-        slots: Tensor | None,
-        turns: Tensor | None,
-        kv: Tensor,
-        lo: int = 0,
+        self, stack: Stack, x: Tensor, positions: Tensor, slots: Tensor | None, turns: Tensor, kv: Tensor, lo: int = 0
     ) -> Tensor:
-        """x [n, hidden] -> what the layers make of it, in place.
-
-        turns complex64 [kinds, positions, D/2]; kv float32 [layers, 2, slots, K, capacity, D], of which row i takes
-        slot lo + i, or lo + slots[i]. The rest as for `attend`.
+        """x [n, hidden] -> what the layers make of it, in place. turns complex64 [kinds, positions, D/2]; kv float32
+        [layers, 2, slots, K, capacity, D], of which row i takes slot lo + i, or lo + slots[i]. The rest as in `attend`.
         """
         assert x.is_contiguous() and kv.is_contiguous() and x.dtype == kv.dtype == torch.float32
         n, heads, kv_heads, dim, capacity = len(x), stack.heads, stack.kv_heads, stack.dim, kv.shape[4]
         attending = 2 * (heads + kv_heads) * dim * n + _scratch_floats(heads, kv_heads, dim, capacity)
         scratch = torch.empty(n * stack.hidden + max(attending, 3 * n * stack.ffn), dtype=torch.float32)
-        kinds_apart = 0 if turns is None else turns.shape[1]
-        cache = (kv[:, :, lo:], kv.shape[2], capacity)
-        rotary = (turns, kinds_apart)
-        self.functions["layers"](stack, x, positions, slots, *rotary, *cache, scratch, n, torch.get_num_threads())
+        cache = (turns, turns.shape[1], kv[:, :, lo:], kv.shape[2], capacity)
+        self.functions["layers"](stack, x, positions, slots, *cache, scratch, n, torch.get_num_threads())
         return x
 
     def sample(self, logits: Tensor, temperature: np.ndarray, uniform: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

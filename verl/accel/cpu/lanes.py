@@ -47,10 +47,8 @@ class Lanes:
             compute_alone(self._threads)
 
     def useful(self, layer_work: float) -> int:
-        """How many lanes pay for so many multiply-adds per layer.
-
-        p lanes compute work / p each while p dispatches queue up: best at p = sqrt(work / dispatch).
-        """
+        """How many lanes pay for so many multiply-adds per layer: p lanes compute work / p each while p dispatches
+        queue up, best at p = sqrt(work / dispatch)."""
         return max(1, min(self.count, math.isqrt(int(layer_work / LANE_WORK))))
 
     def map(self, jobs: Sequence[Callable[[], T]]) -> list[T]:

@@ -1,13 +1,12 @@
 """Linear layers as the rollout stores them: `plain`, oneDNN's `packed`, or `panels` for the compiled kernels.
 
-In float32 on a CPU the panels are the fastest at every number of rows, from 1.1 times BLAS at 128 to 2 and 3 times at
-16 and 1. oneDNN's layout is for bf16 on the hardware, and for float32 without a C compiler on AVX-512, where MKL stays
-on AVX2. The choice is a property of the machine, never a timing, so that a run repeats bitwise.
+In float32 on a CPU the panels are the fastest at every number of rows. oneDNN's layout is for bf16 on the hardware, and
+for float32 without a C compiler on AVX-512. The machine decides, never a timing, so that a run repeats bitwise.
 """
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -26,25 +25,6 @@ def best_layout(dtype: torch.dtype, device: torch.device, kernels: Kernels | Non
     avx512 = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
     fast = native_bf16(device) if dtype == torch.bfloat16 else dtype == torch.float32 and avx512
     return "packed" if fast and hasattr(torch.ops.mkldnn, "_reorder_linear_weight") else "plain"
-
-
-class Linear(Protocol):
-    """y = x W^T + b for x [T, K], W [N, K]."""
-
-    nbytes: int
-    """Beyond the tensors it was made from."""
-
-    def __call__(self, x: Tensor) -> Tensor: ...
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual + self(x), in place where the kernel allows. residual [T, N] must have no other reader."""
-        ...
-
-
-def make_linear(weight: Tensor, bias: Tensor | None, layout: Layout, kernels: Kernels | None) -> Linear:
-    if layout == "panels":
-        assert kernels is not None, "panels are what the compiled kernels read"
-        return Panels(weight, bias, kernels)
-    return Packed(weight, bias) if layout == "packed" else Plain(weight, bias)
 
 
 class Plain:
@@ -84,3 +64,15 @@ class Panels:
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         return self.kernels.linear(x, self.panels, self.bias, residual, add=True)
+
+
+Linear = Plain | Packed | Panels
+"""y = x W^T + b for x [T, K], W [N, K]; `nbytes`: beyond the tensors it was made from. `add_to(residual, x)`: added to
+residual [T, N], which must have no other reader, in place where the kernel allows."""
+
+
+def make_linear(weight: Tensor, bias: Tensor | None, layout: Layout, kernels: Kernels | None) -> Linear:
+    if layout == "panels":
+        assert kernels is not None, "panels are what the compiled kernels read"
+        return Panels(weight, bias, kernels)
+    return Packed(weight, bias) if layout == "packed" else Plain(weight, bias)

@@ -1,7 +1,5 @@
-"""What the training engine uses of the kernels: differentiable norms and gates in one pass over memory each way.
-
-Same mathematics as transformers' own, never less precise. Without kernels torch's operations do it.
-"""
+"""What the training engine uses of the kernels: differentiable norms and gates in one pass over memory each way. Same
+mathematics as transformers' own, never less precise. Without kernels torch's operations do it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
-"""The synchronous half of an engine: who waits, who is resident, what one step does. Knows no asyncio and no model.
-
-A `Runner` is the mechanism underneath (weights, KV, forward pass); the native and the HF engine differ in that alone.
-"""
+"""The synchronous half of an engine: who waits, who is resident, what one step does. Knows no asyncio and no model: the
+native and the HF engine differ in the `Runner` underneath (weights, KV, forward pass) alone."""
 
 from __future__ import annotations
 
@@ -18,8 +16,7 @@ from verl.rollout.embedded.requests import REASONS, Request, RunningRequests
 from verl.rollout.embedded.sampler import SamplingMetadata
 
 Finished = tuple[Request, Completion]
-Sampled = tuple[np.ndarray, np.ndarray]
-"""ids [n] int64, log-probs [n] float32."""
+Sampled = tuple[np.ndarray, np.ndarray]  # ids [n] int64, log-probs [n] float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +77,8 @@ class EngineCore:
     def run(
         self, deliver: Callable[[list[Finished]], object], every_s: float, interrupted: Callable[[], bool]
     ) -> list[Finished]:
-        """Steps until work ends or somebody wants the engine, at least one -> what finished and was not delivered.
-
-        `deliver` is given what has finished, about `every_s`. Where a run is interrupted changes no result.
-        """
+        """Steps until work ends or somebody wants the engine, at least one; `deliver` is given what has finished, about
+        `every_s`, and the rest is returned. Where a run is interrupted changes no result."""
         done: list[Finished] = []
         since = time.perf_counter()
         while True:

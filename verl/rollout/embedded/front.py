@@ -38,11 +38,17 @@ class Control:
 
 
 class EmbeddedEngine:
-    def __init__(self, runner: Runner, context: RolloutContext, capabilities: Capabilities) -> None:
+    def __init__(self, runner: Runner, context: RolloutContext, *, prefix_cache: bool, notes: tuple[str, ...]) -> None:
         self._core = EngineCore(runner, context.eos_token_ids, context.decode)
-        self._runner = runner
-        self._decodes = context.decode is not None
-        self._capabilities = capabilities
+        self._runner, self._decodes = runner, context.decode is not None
+        self._capabilities = Capabilities(
+            logprobs="processed",
+            max_context_tokens=context.max_context_tokens,
+            prefix_cache=prefix_cache,
+            in_flight_update=True,
+            sleep_levels=(1, 2),
+            notes=notes,
+        )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollout", initializer=runner.enter_thread)
         self._driver: asyncio.Task[None] | None = None
         self._inbox: deque[Request | Control] = deque()  # in the order of the calls
@@ -57,8 +63,6 @@ class EmbeddedEngine:
         self._failure: BaseException | None = None
         self._closed = False
 
-    # ---- RolloutEngine ---------------------------------------------------------------------------------------------
-
     async def generate(
         self,
         request_id: str,
@@ -71,10 +75,8 @@ class EmbeddedEngine:
     ) -> Completion:
         """`prefix_key` is not needed here: equal prompts are found by their ids."""
         self._check_alive()
-        if adapter is not None or media:
-            self._check_inputs(request_id, adapter, media)
-        prompt_ids = self._checked(request_id, prompt_ids, sampling)
-        request = Request(request_id, prompt_ids, sampling, adapter, tuple(media))
+        self._check_inputs(request_id, adapter, media)
+        request = Request(request_id, self._checked(request_id, prompt_ids, sampling), sampling, adapter, tuple(media))
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._pending[request_id] = (request, future)
         self._inbox.append(request)
@@ -180,10 +182,8 @@ class EmbeddedEngine:
         return self._core.version
 
     def stats(self) -> dict[str, int]:
-        """Counters since construction (tokens prefilled, decoded, reused, sampled) and what is resident now."""
+        """Counters since construction, and what is resident now."""
         return self._core.stats()
-
-    # ---- checks ----------------------------------------------------------------------------------------------------
 
     def _check_inputs(self, what: str, adapter: str | None, media: Sequence[str]) -> None:
         able = self._capabilities
@@ -198,14 +198,10 @@ class EmbeddedEngine:
             raise ValueError(f"request_id={request_id!r} is already running: every call needs its own id")
         ids = self._checked_ids(request_id, prompt_ids)
         if not 0 < len(ids) < self._runner.max_context_tokens:
-            raise ValueError(
-                f"{request_id}: a prompt of {len(ids)} tokens leaves no room to sample in max_context_tokens="
-                f"{self._runner.max_context_tokens}; shorten it or raise the limit"
-            )
+            room = f"max_context_tokens={self._runner.max_context_tokens}; shorten it or raise the limit"
+            raise ValueError(f"{request_id}: a prompt of {len(ids)} tokens leaves no room to sample in {room}")
         if sampling.stop and not self._decodes:
-            raise ValueError(
-                f"stop={sampling.stop} needs text: construct the engine with decode=, or use stop_token_ids"
-            )
+            raise ValueError(f"stop={sampling.stop} needs text: give the engine decode=, or use stop_token_ids")
         return ids
 
     def _checked_ids(self, what: str, ids: np.ndarray) -> np.ndarray:
@@ -213,17 +209,16 @@ class EmbeddedEngine:
         if ids.ndim != 1:
             raise ValueError(f"{what}: ids must be one sequence [t], got shape {ids.shape}")
         if (content := ids.tobytes()) != self._in_vocabulary:  # the siblings of a group come one after the other
-            if len(ids) and not (ids.min() >= 0 and ids.max() < self._runner.vocab_size):
-                raise ValueError(
-                    f"{what}: ids in [{ids.min()}, {ids.max()}], vocabulary is [0, {self._runner.vocab_size})"
-                )
+            vocab = self._runner.vocab_size
+            if len(ids) and not (ids.min() >= 0 and ids.max() < vocab):
+                raise ValueError(f"{what}: ids in [{ids.min()}, {ids.max()}], vocabulary is [0, {vocab})")
             self._in_vocabulary = content
         return ids
 
     def _check_weights(self, what: str) -> None:
         if not self._runner.ready:
             raise ValueError(
-                f"{what}: the engine has no weights (never loaded, or freed by sleep(2)); load_weights first"
+                f"{what}: the engine has no weights (never loaded or freed by sleep(2)): load_weights first"
             )
 
     def _check_alive(self) -> None:
@@ -238,13 +233,9 @@ class EmbeddedEngine:
         if self._driver is None or (last := self._driver.get_loop()) is asyncio.get_running_loop():
             return
         if not last.is_closed() and (self._pending or not self._driver.done()):
-            raise RuntimeError(
-                "the rollout engine is in use on another event loop: one engine serves one loop at a time"
-            )
+            raise RuntimeError("the rollout engine is in use on another event loop: it serves one loop at a time")
         self._driver = None
         self._abandon(asyncio.CancelledError())
-
-    # ---- the driver ------------------------------------------------------------------------------------------------
 
     async def _control(self, run: Callable[[Control], Coroutine[Any, Any, T]]) -> T:
         self._check_alive()
@@ -252,6 +243,9 @@ class EmbeddedEngine:
         self._inbox.append(control)
         self._wake_driver()
         return await control.done
+
+    async def _in_thread(self, run: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, run)
 
     def _wake_driver(self) -> None:
         if (self._driver is None or self._driver.done()) and not self._closed:
@@ -303,12 +297,12 @@ class EmbeddedEngine:
         finally:
             task.cancel()  # nothing if it has ended; else the driver itself was cancelled
         self._serving = None
+        error = None if task.cancelled() else task.exception()
         if control.done.done():  # the caller gave up, or the engine failed
-            if not task.cancelled():
-                task.exception()
-        elif task.cancelled():
+            return
+        if task.cancelled():
             control.done.cancel()
-        elif error := task.exception():
+        elif error is not None:
             control.done.set_exception(error)
         else:
             control.done.set_result(task.result())
@@ -333,9 +327,6 @@ class EmbeddedEngine:
         gave_up = serving is not None and serving.done.done()
         return bool(self._inbox or self._aborts or self._closed or self._orphans or gave_up)
 
-    async def _in_thread(self, run: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, run)
-
     async def _settle_inflight(self, mode: PauseMode, control: Control, what: str) -> None:
         if mode not in ("keep", "wait", "abort"):
             raise ValueError(f"{mode!r}: what happens to running requests is one of 'keep', 'wait', 'abort'")
@@ -345,10 +336,8 @@ class EmbeddedEngine:
             if control.done.done():
                 raise asyncio.CancelledError  # the caller gave up waiting
             if not self._can_step:
-                raise ValueError(
-                    f"{what}: {len(self._pending)} requests stand still (paused or asleep) and cannot finish; "
-                    "resume or wake first, or use 'keep' or 'abort'"
-                )
+                still = f"{len(self._pending)} requests stand still (paused or asleep) and cannot finish"
+                raise ValueError(f"{what}: {still}; resume or wake first, or use 'keep' or 'abort'")
             await self._run_steps()
             await asyncio.sleep(0)
             await self._serve_aborts()
@@ -385,8 +374,6 @@ class EmbeddedEngine:
             return None
         del self._pending[request.request_id]
         return future
-
-    # ---- the end of the driver -------------------------------------------------------------------------------------
 
     def _driver_ended(self, driver: asyncio.Task[None]) -> None:
         if driver.cancelled():  # its event loop is shutting down

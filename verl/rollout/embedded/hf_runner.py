@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
 
 from verl.rollout.base import RolloutContext, WeightReader, check_positive
 from verl.rollout.embedded.core import Admission, Sampled, check_context
@@ -27,9 +28,7 @@ class HfRunner:
         self.vocab_size = text.vocab_size
         check_context(self.max_context_tokens, getattr(text, "max_position_embeddings", None))
         self._config, self._dtype, self._device = context.hf_config, context.dtype, torch.device(context.device)
-        self._max_prefill_tokens = max_prefill_tokens
-        self._module = module
-        self._loaded = False
+        self._max_prefill_tokens, self._module, self._loaded = max_prefill_tokens, module, False
         self._arguments: frozenset[str] = frozenset()  # of the module's forward
         self._cache: Any = None  # transformers.Cache of the resident rows
         self._mask = torch.zeros(0, 0, dtype=torch.int64)  # [rows, cached tokens], 0 is left padding
@@ -44,25 +43,21 @@ class HfRunner:
     def close(self) -> None: ...
 
     def load(self, source: WeightReader) -> None:
-        module = self._module if self._module is not None else self._build()
+        module = self._module
+        if module is None:
+            module = AutoModelForCausalLM.from_config(copy.deepcopy(self._config), dtype=self._dtype)
         module.to(self._device).eval()  # dtype: of parameters only, buffers such as RoPE frequencies stay in fp32
         state = module.state_dict(keep_vars=True)  # tied tensors appear under each of their names
         fresh: dict[int, Destination] = {}
         for live in state.values():
-            dtype, shape = self._dtype if isinstance(live, nn.Parameter) else live.dtype, tuple(live.shape)
-            into = torch.empty(shape, dtype=dtype, device=self._device)
-            fresh.setdefault(id(live), Destination(shape, into, shape, dtype))
+            dtype = self._dtype if isinstance(live, nn.Parameter) else live.dtype
+            into = torch.empty(live.shape, dtype=dtype, device=self._device)
+            fresh.setdefault(id(live), Destination(into.shape, into, into.shape, dtype))
         receive(source.tensors(), {name: fresh[id(live)] for name, live in state.items()})
         for live in state.values():
             live.data = fresh[id(live)].into
         self._module, self._loaded = module, True
         self._arguments = frozenset(inspect.signature(module.forward).parameters)
-
-    def _build(self) -> nn.Module:
-        from transformers import AutoModelForCausalLM
-
-        module: nn.Module = AutoModelForCausalLM.from_config(copy.deepcopy(self._config), dtype=self._dtype)
-        return module
 
     @torch.inference_mode()
     def admit(self, waiting: Sequence[Request], resident: int) -> Admission | None:
@@ -98,13 +93,9 @@ class HfRunner:
         """ids, positions [n, t] -> logits [n, V] after the last id."""
         assert self._module is not None
         options = {"position_ids": positions, "logits_to_keep": 1}
-        out = self._module(
-            input_ids=ids,
-            attention_mask=self._mask,
-            past_key_values=self._cache,
-            use_cache=True,
-            **{name: value for name, value in options.items() if name in self._arguments},
-        )
+        known = {name: value for name, value in options.items() if name in self._arguments}
+        cache = {"past_key_values": self._cache, "use_cache": True}
+        out = self._module(input_ids=ids, attention_mask=self._mask, **cache, **known)
         self._cache = out.past_key_values
         return out.logits[:, -1]
 

@@ -11,17 +11,13 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Destination:
-    """Where one HF tensor goes: a (view into) storage, the shape in which it is copied there, what is added.
-
-    Tied names have one destination in common.
-    """
+    """Where one HF tensor goes. Tied names have one destination in common."""
 
     shape: tuple[int, ...]
-    into: Tensor
-    copied_as: tuple[int, ...]
-    dtype: torch.dtype
-    """What values are rounded to before they are copied."""
-    plus: float = 0.0
+    into: Tensor  # a view into storage
+    copied_as: tuple[int, ...]  # the shape in which it is copied there
+    dtype: torch.dtype  # what values are rounded to before
+    plus: float = 0.0  # what is added
 
 
 def receive(tensors: Iterable[tuple[str, object]], destinations: Mapping[str, Destination]) -> None:

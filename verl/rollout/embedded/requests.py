@@ -1,8 +1,5 @@
-"""One generate call inside an engine, and the resident requests of a batch.
-
-Per-token bookkeeping is vectorised over rows; Python objects are touched only for rows that finish or that have stop
-strings.
-"""
+"""One generate call inside an engine, and the resident requests of a batch: Python objects are touched only for rows
+that finish or that have stop strings."""
 
 from __future__ import annotations
 
@@ -18,8 +15,7 @@ from verl.types import Sampling, StopReason
 RUNNING, EOS, STOP, LENGTH, CONTEXT_FULL = range(5)  # codes of a row; the names are those of types.StopReason
 REASONS: tuple[StopReason | None, ...] = (None, "eos", "stop", "length", "context_full")
 NO_IDS, NO_LOGPROBS = np.zeros(0, np.int64), np.zeros(0, np.float32)  # empty: nobody can write into them
-PromptKey = tuple[str | None, tuple[str, ...], bytes]
-"""(adapter, media hashes, bytes of the ids): what a computed prompt depends on besides the weights."""
+PromptKey = tuple[str | None, tuple[str, ...], bytes]  # adapter, media hashes, bytes of the ids
 
 
 @dataclass(slots=True, eq=False)
@@ -58,12 +54,9 @@ class Request:
 
 
 def find_stop(ids: np.ndarray, stops: Sequence[str], decode: DecodeFn) -> str | None:
-    """The first stop string that the last token of `ids` completed, looked for in a bounded tail.
-
-    The tail is long enough that a match which ends in the last token lies inside it, whatever the token boundaries.
-    """
-    longest = max(map(len, stops))
-    last = len(decode(ids[-1:].tolist()))
+    """The first stop string that the last token of `ids` completed, looked for in a tail that is long enough for any
+    match which ends in the last token, whatever the token boundaries."""
+    longest, last = max(map(len, stops)), len(decode(ids[-1:].tolist()))
     tail = min(len(ids), longest + 4)
     text = decode(ids[-tail:].tolist())
     # a token may decode to nothing, or only together with its neighbours: widen until the text suffices
@@ -74,20 +67,12 @@ def find_stop(ids: np.ndarray, stops: Sequence[str], decode: DecodeFn) -> str | 
     return min(found)[1] if found else None
 
 
+# count: tokens of the response so far · last: sampled, its KV not yet computed · stream: of random numbers ·
+# limit_code: of a row that reaches its limit
 _ROW = np.dtype(
-    [
-        ("prompt_tokens", np.int64),
-        ("count", np.int64),  # tokens of the response so far
-        ("limit", np.int64),
-        ("last", np.int64),  # sampled, its KV not yet computed
-        ("top_k", np.int64),
-        ("stream", np.uint64),  # of random numbers
-        ("temperature", np.float32),
-        ("top_p", np.float32),
-        ("min_p", np.float32),
-        ("limit_code", np.int8),  # of a row that reaches its limit
-        ("ignore_eos", np.bool_),
-    ],
+    [(name, np.int64) for name in ("prompt_tokens", "count", "limit", "last", "top_k")]
+    + [("stream", np.uint64), *((name, np.float32) for name in ("temperature", "top_p", "min_p"))]
+    + [("limit_code", np.int8), ("ignore_eos", np.bool_)],
     align=True,
 )
 
@@ -179,10 +164,9 @@ class RunningRequests:
         assert self._decode is not None, "a request with stop strings was admitted without a decode function"
         found: dict[int, str] = {}
         for row in range(lo, hi):
-            if strings := self.requests[row].sampling.stop:
-                match = find_stop(self._ids[row, : self.count[row]], strings, self._decode)
-                if match is not None:
-                    found[row] = match
+            strings = self.requests[row].sampling.stop
+            if strings and (match := find_stop(self._ids[row, : self.count[row]], strings, self._decode)) is not None:
+                found[row] = match
         return found
 
     def _reserve(self, tokens: int) -> None:

@@ -1,7 +1,6 @@
 """Drawing tokens: one counter-based uniform per row, inverse CDF, log-probs of the distribution that was drawn from.
 
-A draw is a pure function of (request seed, token position, logits): it does not depend on the batch, the slot, the
-order of arrival or a restart. No vocabulary-wide noise is ever made.
+A draw is a pure function of (request seed, token position, logits): no batch, slot, order or restart changes it.
 """
 
 from __future__ import annotations
@@ -17,20 +16,21 @@ GAMMA, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 BLOCK = 256  # tokens per block of the two-level inverse CDF: cumsum is scalar on CPU, a block sum is vectorised
 
 
+def _mixed(z: np.ndarray) -> np.ndarray:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(MIX_1)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(MIX_2)
+    return z ^ (z >> np.uint64(31))
+
+
 def stream_of(seed: int) -> np.uint64:
     """A request's stream: its seed, mixed, so that neighbouring seeds share nothing."""
-    z = seed & MASK
-    z = (z ^ (z >> 30)) * MIX_1 & MASK
-    z = (z ^ (z >> 27)) * MIX_2 & MASK
-    return np.uint64(z ^ (z >> 31))
+    return np.uint64(_mixed(np.array([seed & MASK], np.uint64))[0])
 
 
 def uniforms(streams: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """streams uint64 [n], positions of the drawn token in its response [n] -> float64 [n] in [0, 1)."""
-    z = streams + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(GAMMA)
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(MIX_1)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(MIX_2)
-    return ((z ^ (z >> np.uint64(31))) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    z = _mixed(streams + (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(GAMMA))
+    return (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,16 +45,11 @@ class SamplingMetadata:
 
     @property
     def truncated(self) -> np.ndarray:
-        """[n] bool."""
         return (self.temperature > 0) & ((self.top_k > 0) | (self.top_p < 1) | (self.min_p > 0))
 
-    def rows(self, lo: int, hi: int) -> SamplingMetadata:
-        return self.of(slice(lo, hi))
-
     def of(self, rows: slice | np.ndarray) -> SamplingMetadata:
-        return SamplingMetadata(
-            self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.uniform[rows]
-        )
+        columns = (self.temperature, self.top_k, self.top_p, self.min_p, self.uniform)
+        return SamplingMetadata(*(column[rows] for column in columns))
 
 
 def sample(logits: Tensor, sampling: SamplingMetadata) -> tuple[Tensor, Tensor]:
@@ -98,11 +93,8 @@ def to_host(ids: Tensor, logprobs: Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
-    """probs [n, V] float32, uniform [n] float64 -> the first id whose cumulative probability exceeds the uniform.
-
-    Only an id with positive probability can be the first to exceed, and targets stay strictly below the total, so
-    rounding can pick neither an impossible id nor one past the end.
-    """
+    """probs [n, V] float32, uniform [n] float64 -> the first id whose cumulative probability exceeds the uniform: one
+    of positive probability, and as targets stay strictly below the total, never one past the end."""
     n, vocab = probs.shape
     if vocab <= 2 * BLOCK:
         return _first_above(probs.cumsum(-1, dtype=torch.float64), uniform, scale=True)[0]

@@ -75,18 +75,15 @@ def shape_of(config: Any, max_context_tokens: int) -> Shape:
     """HF config -> Shape, or UnsupportedModel for whatever the native forward pass does not compute."""
     arch = ARCHITECTURES.get(config.model_type)
     if arch is None:
-        raise UnsupportedModel(
-            f"model_type={config.model_type!r}: the native rollout engine computes {sorted(ARCHITECTURES)}"
-        )
+        known = sorted(ARCHITECTURES)
+        raise UnsupportedModel(f"model_type={config.model_type!r}: the native rollout engine computes {known}")
     name = "hidden_activation" if arch.gemma else "hidden_act"
     activation = ACTIVATIONS.get(getattr(config, name))
     if activation is None:
         raise UnsupportedModel(f"{name}={getattr(config, name)!r}: native computes {', '.join(ACTIVATIONS)}")
     for switch in ("use_bidirectional_attention", "add_cross_attention"):
-        if getattr(config, switch, None):
-            raise UnsupportedModel(
-                f"{switch}={getattr(config, switch)} of {config.model_type}: native does not compute it"
-            )
+        if value := getattr(config, switch, None):
+            raise UnsupportedModel(f"{switch}={value} of {config.model_type}: native does not compute it")
     check_context(max_context_tokens, config.max_position_embeddings)
 
     def flag(value: str | bool) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from verl.rollout import hf
-from verl.rollout.base import Capabilities, RolloutContext
+from verl.rollout.base import RolloutContext
 from verl.rollout.embedded.front import EmbeddedEngine
 from verl.rollout.native.architecture import UnsupportedModel
 from verl.rollout.native.options import Options
@@ -15,11 +15,8 @@ from verl.rollout.native.runner import NativeRunner
 def build(
     options: Options, context: RolloutContext, *, lanes: int | None = None, compiled: bool = True
 ) -> EmbeddedEngine:
-    """The engine without weights; a model that native does not compute gets the hf engine.
-
-    `lanes`: CPU threads that each decode a share of the rows (None: all of torch's). `compiled`: use the kernels of
-    accel/cpu where there are any.
-    """
+    """The engine without weights; a model that native does not compute gets the hf engine. `lanes`: CPU threads that
+    each decode a share of the rows (None: all of torch's). `compiled`: use accel/cpu's kernels where there are any."""
     if context.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"dtype={context.dtype}: native computes float32 or bfloat16")
     try:
@@ -27,12 +24,5 @@ def build(
     except UnsupportedModel as e:
         return hf.build(hf.Options(), context, notes=(f"rollout: the hf engine is used, since {e}",))
     missing = runner.without_kernels
-    capabilities = Capabilities(
-        logprobs="processed",
-        max_context_tokens=context.max_context_tokens,
-        prefix_cache=options.prefix_cache_tokens > 0,
-        in_flight_update=True,
-        sleep_levels=(1, 2),
-        notes=() if missing is None else (f"rollout: slower without compiled kernels ({missing})",),
-    )
-    return EmbeddedEngine(runner, context, capabilities)
+    notes = () if missing is None else (f"rollout: slower without compiled kernels ({missing})",)
+    return EmbeddedEngine(runner, context, prefix_cache=options.prefix_cache_tokens > 0, notes=notes)

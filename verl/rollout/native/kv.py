@@ -30,9 +30,8 @@ def round_up(tokens: Count, step: int) -> Count:
 class SlotCache:
     """[layers, 2, slots, K, capacity, D]. Live sequences hold slots 0..n-1, so every read is one strided view.
 
-    Slots and capacity grow as the work needs them, up to the maxima given at construction; when one grows, the other
-    falls back to the need if it is far above it, so that a few long sequences do not cost what many would.
-    `exact_reads`: nothing beyond a row's end is ever read, so memory is left untouched until it is written.
+    Slots and capacity grow as needed, up to the given maxima; when one grows, the other falls back to the need if it is
+    far above it. `exact_reads`: nothing beyond a row's end is read, so memory stays untouched until it is written.
     """
 
     def __init__(
@@ -132,8 +131,8 @@ class Prefix:
 
 
 class PrefixStore:
-    """Prompts by adapter, media and ids, least recently used out first; all of one weight version (cleared at every
-    change). Lookups hash every prefix of a prompt at once, and compare the ids before they trust a hash."""
+    """Prompts by adapter, media and ids, of one weight version, the least recently used out first. Lookups hash every
+    prefix of a prompt at once, and compare the ids before they trust a hash."""
 
     def __init__(self, max_tokens: int) -> None:
         self._max_tokens = max_tokens
@@ -152,10 +151,7 @@ class PrefixStore:
         return entry
 
     def longest(self, key: PromptKey, ids: np.ndarray) -> Tensor | None:
-        """KV [layers, 2, K, P, D] of the longest stored proper prefix of `ids` that is worth continuing.
-
-        Heads are shared among prompts of one adapter and the same media only.
-        """
+        """KV [layers, 2, K, P, D] of the longest stored proper prefix of `ids` that is worth continuing."""
         lengths = sorted((n for n in self._lengths if n < len(ids)), reverse=True)
         hashes = _prefix_hashes(ids) if lengths else ids
         for length in lengths:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu, rms_norm, silu
@@ -27,20 +25,6 @@ class Norm:
         if self.weight.dtype == x.dtype:
             return rms_norm(x, self.weight.shape, self.weight, self.eps)
         return rms_norm(x.float(), x.shape[-1:], None, self.eps).mul_(self.weight).to(x.dtype)
-
-
-class Block(Protocol):
-    """A map of rows [T, hidden] that can also add to the residual stream."""
-
-    def __call__(self, x: Tensor) -> Tensor: ...
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual + self(x), in place where possible. residual [T, hidden] must have no other reader."""
-        ...
-
-
-def add_normed(residual: Tensor, block: Block, x: Tensor, norm: Norm | None) -> Tensor:
-    """residual + norm(block(x))."""
-    return block.add_to(residual, x) if norm is None else residual.add_(norm(block(x)))
 
 
 class FeedForward:
@@ -86,3 +70,8 @@ class Experts:
                 mixed.index_add_(0, rows, self.experts[i](x.index_select(0, rows)).mul_(share[start : start + n]))
                 start += n
         return residual.add_(mixed)
+
+
+def add_normed(residual: Tensor, block: Linear | FeedForward | Experts, x: Tensor, norm: Norm | None) -> Tensor:
+    """residual + norm(block(x))."""
+    return block.add_to(residual, x) if norm is None else residual.add_(norm(block(x)))

@@ -52,6 +52,11 @@ class Chunk:
     ids: Tensor  # [t]
     past: Tensor
 
+    @property
+    def span(self) -> tuple[int, int]:
+        """Of positions."""
+        return self.past.shape[3], self.past.shape[3] + len(self.ids)
+
 
 class Model:
     """A decoder whose weights change: the passes over them, by the compiled kernels where there are any."""
@@ -91,18 +96,13 @@ class Model:
         qk = torch.view_as_real(pairs * rotary[layer.rope]).view(tokens, -1, s.head_dim).to(qkv.dtype)
         return qk[:, : s.heads], qk[:, s.heads :], v
 
-    # ---- decode: one token for each of n rows ----------------------------------------------------------------------
-
     def decode(
         self, cache: SlotCache, tokens: Tensor, positions: Tensor, lo: int, blocks: Sequence[tuple[int, int, int]]
     ) -> Tensor:
         """tokens, positions [n] of slots lo..lo+n-1 -> final hidden states [n, hidden]; writes their KV at `positions`.
-
-        blocks = (first row, end row, KV width that is read), which cover the rows in order; positions are below it.
-        """
-        s, n = self.shape, len(tokens)
+        blocks = (first row, end row, KV width that is read, above its positions), which cover the rows in order."""
+        s, n, dtype = self.shape, len(tokens), self.live.embed.dtype
         heads, width = s.kv_heads, max(w for _, _, w in blocks)
-        dtype = self.live.embed.dtype
         biases = {window: _decode_bias(positions, width, window, heads, dtype) for window in set(s.windows)}
         rotary, places = self.rotary.at(positions), cache.places(lo, positions)
 
@@ -134,13 +134,11 @@ class Model:
 
         return self.forward(tokens, attention)
 
-    # ---- prefill: T packed tokens of several prompts ---------------------------------------------------------------
-
     @torch.inference_mode()
     def prefill(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
         """-> KV [layers, 2, K, T, D] and final hidden states [T, hidden] of the packed tokens, in order of chunks."""
         s = self.shape
-        spans = [(c.past.shape[3], c.past.shape[3] + len(c.ids)) for c in chunks]
+        spans = [chunk.span for chunk in chunks]
         self.rotary.reserve(max(end for _, end in spans))
         positions = torch.cat([torch.arange(*span) for span in spans]).to(self.device)
         rotary, plan = self.rotary.at(positions), PrefillAttention(chunks, s, self.device)
@@ -156,11 +154,11 @@ class Model:
 
     @torch.inference_mode()
     def prefill_compiled(self, kernels: Kernels, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor]:
-        """As `prefill`, in one call for all layers: every token is a row that reads the KV of those before it, so that
-        neither the other prompts nor the passes that a prompt is cut into change its bits. For short prompts."""
+        """As `prefill`, in one call for all layers, for short prompts: every token is a row that reads the KV of those
+        before it, so that neither other prompts nor the passes that a prompt is cut into change its bits."""
         weights, s = self.live, self.shape
         assert weights.stack is not None
-        spans = [(c.past.shape[3], c.past.shape[3] + len(c.ids)) for c in chunks]
+        spans = [chunk.span for chunk in chunks]
         longest = max(end for _, end in spans)
         self.rotary.reserve(longest)
         kv = weights.embed.new_empty(s.layers, 2, len(chunks), s.kv_heads, longest, s.head_dim)
@@ -202,9 +200,8 @@ class PrefillAttention:
     def __init__(self, chunks: Sequence[Chunk], shape: Shape, device: torch.device) -> None:
         self._scale, self._cap = shape.query_scale, shape.attention_cap
         self._alone: list[tuple[int, int, Tensor]] = []  # start, end, past
-        self._batches: list[
-            tuple[Tensor, Tensor]
-        ] = []  # packed index [B, t] of padded places, [2, tokens] of real ones
+        # packed index [B, t] of padded places, [2, tokens] of real ones
+        self._batches: list[tuple[Tensor, Tensor]] = []
         whole, start = [], 0
         for chunk in chunks:
             end = start + len(chunk.ids)

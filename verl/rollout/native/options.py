@@ -32,7 +32,5 @@ def memory(
     options: Options, *, max_concurrent_sequences: int, max_context_tokens: int, kv_bytes_per_token: int
 ) -> dict[str, int]:
     """Bytes that the engine comes to hold besides weights, once its caches have grown to their full size."""
-    tokens = options.max_kv_tokens
-    if tokens is None:
-        tokens = max_concurrent_sequences * max_context_tokens
+    tokens = options.max_kv_tokens or max_concurrent_sequences * max_context_tokens
     return {"KV cache": tokens * kv_bytes_per_token, "prefix cache": options.prefix_cache_tokens * kv_bytes_per_token}

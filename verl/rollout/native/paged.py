@@ -26,43 +26,37 @@ from verl.rollout.native.weights import Layer
 PAGE = 256  # tokens: flash attention asks for multiples of it
 BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 
-PagedKernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, float, int], Tensor]
-"""q [n, H, D], keys and values [pages, PAGE, K, D], block table int32 [n, W], tokens seen int32 [n], scale, window
--> [n, H, D]."""
+Pages = tuple[Tensor, Tensor]  # block table int32 [n, W], tokens seen int32 [n]
+PagedKernel = Callable[[Tensor, Tensor, Tensor, Pages, float, int], Tensor]
+"""q [n, H, D], keys and values [pages, PAGE, K, D], which of them, scale, window -> [n, H, D]."""
 
 
-def flash_attn_paged(
-    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, seen: Tensor, scale: float, window: int
-) -> Tensor:
+def flash_attn_paged(q: Tensor, keys: Tensor, values: Tensor, pages: Pages, scale: float, window: int) -> Tensor:
     """The flash-attn package: a split-KV kernel over a block table."""
     from flash_attn import flash_attn_with_kvcache
 
-    read = {"cache_seqlens": seen, "block_table": table, "softmax_scale": scale, "causal": True}
+    read = {"block_table": pages[0], "cache_seqlens": pages[1], "softmax_scale": scale, "causal": True}
     span = (window - 1, 0) if window else (-1, -1)
     out: Tensor = flash_attn_with_kvcache(q[:, None], keys, values, window_size=span, **read)
     return out[:, 0]
 
 
-def torch_paged(
-    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, seen: Tensor, scale: float, window: int
-) -> Tensor:
+def torch_paged(q: Tensor, keys: Tensor, values: Tensor, pages: Pages, scale: float, window: int) -> Tensor:
     """torch.nn.attention.varlen, which takes a block table where FlashAttention-3 is its implementation."""
     from torch.nn.attention.varlen import varlen_attn
 
     one_each = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
-    span = (window - 1 if window else -1, 0)
-    grouped = q.shape[1] != keys.shape[2]
-    read: dict[str, Any] = {"scale": scale, "window_size": span, "enable_gqa": grouped}
-    read |= {"seqused_k": seen, "block_table": table}
+    (table, seen), span = pages, (window - 1 if window else -1, 0)
+    read: dict[str, Any] = {"scale": scale, "window_size": span, "seqused_k": seen, "block_table": table}
+    read["enable_gqa"] = q.shape[1] != keys.shape[2]
     out = varlen_attn(q, keys, values, one_each, None, 1, table.shape[1] * PAGE, **read)
     assert isinstance(out, Tensor)
     return out
 
 
-def gathered_paged(
-    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, seen: Tensor, scale: float, window: int
-) -> Tensor:
+def gathered_paged(q: Tensor, keys: Tensor, values: Tensor, pages: Pages, scale: float, window: int) -> Tensor:
     """The same by plain operations, which copy the pages: what the kernels are compared with, and the way without."""
+    table, seen = pages
     k, v = (pool[table.long()].flatten(1, 2).transpose(1, 2) for pool in (keys, values))  # [n, K, W PAGE, D]
     place = torch.arange(k.shape[2], device=q.device)
     visible = place < seen[:, None]
@@ -87,11 +81,8 @@ def whole_pages(tokens: int) -> int:
 
 
 class PageCache:
-    """[layers, 2, pages, PAGE, K, D] and which pages hold the tokens of slots 0..n-1, in order.
-
-    The full pages of a prompt are held by every slot that continues it, and counted; only its rest is copied. Page 0 is
-    where padding writes.
-    """
+    """[layers, 2, pages, PAGE, K, D] and which pages hold the tokens of slots 0..n-1, in order. A prompt's full pages
+    are held by every slot that continues it, and counted; only its rest is copied. Page 0 is where padding writes."""
 
     def __init__(
         self, shape: Shape, dtype: torch.dtype, device: torch.device, max_slots: int, max_tokens: int, pool_tokens: int
@@ -258,6 +249,6 @@ class PagedDecode:
             for lines, new in ((pool[i, 0], k), (pool[i, 1], v)):
                 lines.view(-1, *lines.shape[2:]).index_copy_(0, place, new)
             scale, window = model.shape.query_scale, layer.window
-            return self._kernel(q, pool[i, 0], pool[i, 1], pages, seen, scale, window).flatten(1)
+            return self._kernel(q, pool[i, 0], pool[i, 1], (pages, seen), scale, window).flatten(1)
 
         return model.forward(tokens, attention)

@@ -15,6 +15,7 @@ from verl.accel.cpu.lanes import Lanes, wide_pays
 from verl.rollout.embedded.requests import PromptKey, Request
 from verl.rollout.native.kv import Prefix, PrefixStore
 from verl.rollout.native.model import Chunk, Model
+from verl.rollout.native.options import Options
 
 SHORT_PROMPT = 256  # tokens up to which reading the KV row by row costs less than blocks of it, with padding and copies
 MIN_WIDTH = 32  # tokens; prompts below it are one batch, whatever they leave empty
@@ -33,25 +34,12 @@ class Job:
     keep: bool  # in the prefix store
     entry: Prefix | None = None  # once all is computed
 
-    @property
-    def left(self) -> int:
-        return len(self.ids) - self.done
-
 
 class Prefiller:
-    def __init__(
-        self,
-        model: Model,
-        lanes: Lanes,
-        dtype: torch.dtype,
-        *,
-        max_prefill_tokens: int,
-        prefix_cache_tokens: int,
-        deterministic: bool,
-    ) -> None:
+    def __init__(self, model: Model, lanes: Lanes, dtype: torch.dtype, options: Options, deterministic: bool) -> None:
         self._model, self._lanes, self._dtype = model, lanes, dtype
-        self._max_prefill_tokens, self._deterministic = max_prefill_tokens, deterministic
-        self.store = PrefixStore(prefix_cache_tokens)
+        self._max_prefill_tokens, self._deterministic = options.max_prefill_tokens, deterministic
+        self.store = PrefixStore(options.prefix_cache_tokens)
         self._jobs: dict[PromptKey, Job] = {}
         self.counts = {"prefill_tokens": 0, "reused_tokens": 0}
 
@@ -82,21 +70,24 @@ class Prefiller:
 
     def hidden_states(self, ids: Tensor) -> Iterator[Tensor]:
         """ids [t], a sequence -> its final hidden states, `max_prefill_tokens` at a time."""
-        s = self._model.shape
-        kv = torch.empty(s.layers, 2, s.kv_heads, 0, s.head_dim, dtype=self._dtype, device=self._model.device)
+        kv = self._empty(0)
         for chunk in ids.split(self._max_prefill_tokens):
             new, hidden = self._lanes.wide(partial(self._model.prefill, [Chunk(chunk, kv)]))
             kv = torch.cat([kv, new], dim=3)
             yield hidden
 
+    def _empty(self, tokens: int) -> Tensor:
+        s = self._model.shape
+        return torch.empty(s.layers, 2, s.kv_heads, tokens, s.head_dim, dtype=self._dtype, device=self._model.device)
+
     def _start(self, request: Request, key: PromptKey) -> Job:
-        s, ids = self._model.shape, request.context()
-        size = (s.layers, 2, s.kv_heads, len(ids), s.head_dim)
-        kv = torch.empty(size, dtype=self._dtype, device=self._model.device)
+        ids = request.context()
+        kv = self._empty(len(ids))
         # continuing a stored prefix rounds differently than computing the whole
         past = None if self._deterministic else self.store.longest(key, ids)
-        done = past.shape[3] if past is not None else 0
+        done = 0
         if past is not None:
+            done = past.shape[3]
             kv[:, :, :, :done] = past
         self.counts["reused_tokens"] += done
         return Job(key, ids, kv, done, cached=done, keep=not len(request.ids))
@@ -106,10 +97,10 @@ class Prefiller:
         batch: list[tuple[Job, int]] = []
         budget = self._max_prefill_tokens
         for job in self._jobs.values():
-            if not job.left:
+            if job.entry is not None:
                 continue
             # alone and cut at multiples of its own start: its bits then depend on nothing else
-            tokens = min(job.left, self._max_prefill_tokens if self._deterministic else budget)
+            tokens = min(len(job.ids) - job.done, self._max_prefill_tokens if self._deterministic else budget)
             if not budget or tokens > budget:
                 break
             batch.append((job, tokens))
@@ -155,5 +146,5 @@ class Prefiller:
                 job.kv[:, :, :, job.done : job.done + tokens] = kv[:, :, :, start : start + tokens]
                 job.done += tokens
                 start += tokens
-                if not job.left:
+                if job.done == len(job.ids):
                     job.entry = Prefix(job.key, job.ids, job.kv, hidden[start - 1].clone())

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from itertools import groupby, islice, pairwise
+from itertools import groupby, islice
 
 import numpy as np
 import torch
@@ -61,21 +61,11 @@ class NativeRunner:
         self._fixed_rows = self._deterministic and self._layout != "panels"  # panels do not depend on the other rows
         self.model = Model(context.hf_config, self.max_context_tokens, device, self._kernels)
         self.vocab_size = self.model.shape.vocab
-        if lanes is None:
-            lanes = torch.get_num_threads()
-        self._lanes = Lanes(lanes if device.type == "cpu" else 1)
-        self._prompts = Prefiller(
-            self.model,
-            self._lanes,
-            self.compute_dtype,
-            max_prefill_tokens=options.max_prefill_tokens,
-            prefix_cache_tokens=options.prefix_cache_tokens,
-            deterministic=self._deterministic,
-        )
+        self._lanes = Lanes((lanes or torch.get_num_threads()) if device.type == "cpu" else 1)
+        self._prompts = Prefiller(self.model, self._lanes, self.compute_dtype, options, self._deterministic)
         self._make_cache(options.max_kv_tokens, device.type == "cuda" if paged is None else paged)
         self._needs = np.zeros(self.max_rows, np.int64)  # tokens of KV that each resident row can come to hold
-        self._longest = 0  # tokens of KV of the longest resident row, at least
-        self._ahead = 0  # of the row that can become longest
+        self._longest = self._ahead = 0  # of the longest resident row now, at least, and of the one that can become it
         self._decoded = 0
 
     def _make_cache(self, max_kv_tokens: int | None, paged: bool) -> None:
@@ -88,10 +78,8 @@ class NativeRunner:
         whole = whole_pages(longest) if in_pages else longest
         self._max_kv_tokens = rows * whole if max_kv_tokens is None else max_kv_tokens
         if self._max_kv_tokens < whole:
-            raise ValueError(
-                f"max_kv_tokens={max_kv_tokens} holds no sequence of max_context_tokens={longest}"
-                f"{' in whole pages' if in_pages else ''}: give at least {whole}"
-            )
+            need = f"max_context_tokens={longest}{' in whole pages' if in_pages else ''}: give at least {whole}"
+            raise ValueError(f"max_kv_tokens={max_kv_tokens} holds no sequence of {need}")
         self._paged: PagedDecode | None = None
         if in_pages:
             pages = PageCache(*kind, rows, longest, self._max_kv_tokens)
@@ -137,8 +125,6 @@ class NativeRunner:
         if self._paged is not None:
             self._paged.forget()
         return freed
-
-    # ---- admission -------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def admit(self, waiting: Sequence[Request], resident: int) -> Admission | None:
@@ -199,8 +185,6 @@ class NativeRunner:
             logits = logits.index_select(0, self._on_device(owner))
         return self._sample(logits, sampling)
 
-    # ---- decode ----------------------------------------------------------------------------------------------------
-
     def decode(self, tokens: np.ndarray, positions: np.ndarray, sampling: SamplingMetadata) -> Sampled:
         n = len(tokens)
         self._decoded += n
@@ -210,20 +194,20 @@ class NativeRunner:
             self._longest = int(positions.max()) + 1
             self._reserve(n, live=n)
             self.model.rotary.reserve(self._longest)
-        jobs: list[Callable[[], Sampled]] = [
-            partial(self._decode_rows, lo, tokens[lo:hi], positions[lo:hi], sampling.rows(lo, hi))
-            for lo, hi in self._split(n)
+        jobs = [
+            partial(self._decode_rows, part.start, tokens[part], positions[part], sampling.of(part))
+            for part in self._split(n)
         ]
         wide = len(jobs) == 1 and not self._fixed_rows and wide_pays(n, self.model.weights_per_product)
         return _joined([self._lanes.wide(jobs[0])] if wide else self._lanes.map(jobs))
 
-    def _split(self, n: int) -> list[tuple[int, int]]:
+    def _split(self, n: int) -> list[slice]:
         """Row ranges of one step, one per lane that pays; of fixed size where bits depend on it."""
         if self._fixed_rows:
-            return [(lo, min(n, lo + FIXED_ROWS)) for lo in range(0, n, FIXED_ROWS)]
+            return [slice(lo, min(n, lo + FIXED_ROWS)) for lo in range(0, n, FIXED_ROWS)]
         useful = self._lanes.useful(n * self.model.live.params / self.model.shape.layers)
         parts = max(1, min(useful, n // MIN_LANE_ROWS))
-        return list(pairwise([n * i // parts for i in range(parts + 1)]))
+        return [slice(n * i // parts, n * (i + 1) // parts) for i in range(parts)]
 
     @torch.inference_mode()
     def _decode_rows(self, lo: int, tokens: np.ndarray, positions: np.ndarray, sampling: SamplingMetadata) -> Sampled:
@@ -240,9 +224,8 @@ class NativeRunner:
         block = max(MIN_LANE_ROWS, MAX_LOGITS // self.vocab_size)  # never all logits of a large vocabulary at once
         drawn = []
         for lo in range(0, n, block):
-            hi = min(n, lo + block)
-            logits = self.model.live.logits(hidden[lo : lo + block])[: hi - lo]
-            drawn.append(self._sample(logits, sampling.rows(lo, hi)))
+            logits = self.model.live.logits(hidden[lo : lo + block])[: n - lo]
+            drawn.append(self._sample(logits, sampling.of(slice(lo, lo + block))))
         return _joined(drawn)
 
     def _sample(self, logits: Tensor, sampling: SamplingMetadata) -> Sampled:
@@ -268,8 +251,6 @@ class NativeRunner:
         else:
             self._cache.reserve(rows, self._longest, live, self._ahead)
 
-    # ---- shared ----------------------------------------------------------------------------------------------------
-
     @torch.inference_mode()
     def score(self, ids: np.ndarray, temperature: float) -> np.ndarray:
         given, logprobs, at = self._on_device(ids), [], 0
@@ -291,10 +272,8 @@ def _joined(parts: Sequence[Sampled]) -> Sampled:
 def read_blocks(positions: np.ndarray) -> list[tuple[int, int, int]]:
     """(first row, end row, KV width) per attention call: one for all rows, unless a few long ones would make most of
     them read far beyond their own end."""
-    n = len(positions)
-    widths = round_up(positions + 1, READ_STEP)
-    starts = range(0, n, BLOCK_ROWS)
-    blocks = [(lo, min(n, lo + BLOCK_ROWS), int(widths[lo : lo + BLOCK_ROWS].max())) for lo in starts]
+    n, widths = len(positions), round_up(positions + 1, READ_STEP)
+    blocks = [(lo, min(n, lo + BLOCK_ROWS), int(widths[lo : lo + BLOCK_ROWS].max())) for lo in range(0, n, BLOCK_ROWS)]
     longest = max(width for _, _, width in blocks)
     if sum((hi - lo) * width for lo, hi, width in blocks) > BLOCKS_PAY * n * longest:
         return [(0, n, longest)]

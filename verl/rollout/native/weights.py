@@ -59,14 +59,11 @@ class Weights:
 
 @dataclass(slots=True)
 class Storage:
-    """The fused tensors of one version being received, and the HF names that fill them.
-
-    Weights are rounded to `dtype`, kept and multiplied in `compute_dtype`.
-    """
+    """The fused tensors of one version being received, and the HF names that fill them."""
 
     shape: Shape
-    dtype: torch.dtype
-    compute_dtype: torch.dtype
+    dtype: torch.dtype  # that weights are rounded to
+    compute_dtype: torch.dtype  # that they are kept and multiplied in
     device: torch.device
     tensors: dict[str, Tensor] = field(default_factory=dict)
     destinations: dict[str, Destination] = field(default_factory=dict)
@@ -138,11 +135,8 @@ class Storage:
 
 
 def _as_halves(pairs: Tensor) -> Tensor:
-    """[heads, D/2, 2, ...] -> the view [heads, 2, D/2, ...] in which HF stores a head.
-
-    HF rotates (i, i + D/2); stored as neighbours the pair is one complex number. Query and key are permuted alike, so
-    every dot product is unchanged.
-    """
+    """[heads, D/2, 2, ...] -> the view [heads, 2, D/2, ...] in which HF, which rotates (i, i + D/2), stores a head. As
+    neighbours the pair is one complex number; query and key are permuted alike, so dot products are unchanged."""
     return pairs.transpose(1, 2)
 
 
