@@ -10,18 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from verl.chat.conversation import Rendered, render_conversation
-from verl.chat.template import (
-    RenderError,
-    RowRefused,
-    TemplateAudit,
-    Tool,
-    audit_template,
-    refuse_unsupported,
-    render_prompt,
-)
+from verl.chat.template import RenderError, RowRefused, TemplateAudit, audit_template, refuse_unsupported, render_prompt
 from verl.config.schema import DataConfig
 from verl.data.files import RawRow
-from verl.data.formats import Messages, TaskRow, content_hash, conversation_row, refuse_media, task_row
+from verl.data.formats import TaskRow, content_hash, conversation_row, refuse_media, task_row
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
