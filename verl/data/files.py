@@ -9,6 +9,7 @@ import datetime
 import decimal
 import glob
 import hashlib
+import io
 import json
 import re
 import sys
@@ -25,8 +26,8 @@ COMPRESSION = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 BLOCK_BYTES = 1 << 23
 PARQUET_BATCH_ROWS = 1024
 # The extra of ours, or the package, that brings a protocol which fsspec knows but cannot import.
-S3, GCS, AZURE = "verl[s3]", "verl[gcs]", "adlfs"
-PACKAGE_OF = {"s3": S3, "s3a": S3, "gs": GCS, "gcs": GCS, "abfs": AZURE, "az": AZURE}
+PACKAGE_OF = dict.fromkeys(("s3", "s3a"), "verl[s3]") | dict.fromkeys(("gs", "gcs"), "verl[gcs]")
+PACKAGE_OF |= dict.fromkeys(("abfs", "az"), "adlfs")
 # Errors of storage clients that are no OSError. Looked up only where the client was imported anyway.
 CLIENT_ERRORS = (
     ("botocore.exceptions", "BotoCoreError"),
@@ -109,10 +110,7 @@ def fingerprint(file: DataFile) -> str:
         if tag is not None:
             return f"{info.get('size')}:{tag}"
         with file.fs.open(file.path, "rb") as stream:
-            digest = hashlib.blake2b(digest_size=16)
-            while block := stream.read(BLOCK_BYTES):
-                digest.update(block)
-    return digest.hexdigest()
+            return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def read_rows(file: DataFile) -> Iterator[RawRow]:
@@ -141,36 +139,23 @@ def _decompressed(stream: BinaryIO, compression: str | None) -> Any:
 
 
 def _json_rows(url: str, stream: Any) -> Iterator[RawRow]:
-    lines = enumerate(_lines(stream), start=1)
+    lines = enumerate(io.BufferedReader(stream, BLOCK_BYTES), start=1)  # splits at \n only, not at U+2028
     for number, raw in lines:
         if number == 1:
             raw = raw.removeprefix(b"\xef\xbb\xbf")  # byte order mark of Windows editors
         if not raw.strip():
             continue
         if number == 1 and raw.lstrip().startswith(b"["):
-            items = _parsed(b"\n".join([raw, *(rest for _, rest in lines)]), url)
+            items = _parsed(b"".join([raw, *(rest for _, rest in lines)]), url)
             for k, item in enumerate(items, start=1):
                 yield _raw_row(item, f"{url}: item {k}")
         else:
             yield _raw_row(_parsed(raw, f"{url}:{number}"), f"{url}:{number}")
 
 
-def _lines(stream: Any) -> Iterator[bytes]:
-    """Split at \\n only: str.splitlines would also cut at U+2028 inside a JSON string."""
-    pieces: list[bytes] = []
-    while block := stream.read(BLOCK_BYTES):
-        first, *others = block.split(b"\n")
-        pieces.append(first)
-        for following in others:
-            yield b"".join(pieces)
-            pieces = [following]
-    if any(pieces):
-        yield b"".join(pieces)
-
-
 def _parsed(raw: bytes, where: str) -> Any:
     try:
-        return json.loads(raw.decode("utf-8"))
+        return json.loads(raw.removesuffix(b"\n").decode("utf-8"))
     except UnicodeDecodeError as exc:
         raise ValueError(f"{where}: not UTF-8 at byte {exc.start + 1} of the line ({exc.reason})") from exc
     except json.JSONDecodeError as exc:

@@ -42,7 +42,6 @@ class EventLog(Log):
         super().__init__(run_dir / FOLDER / f"attempt_{attempt:04d}.log", attempt, checksums=True, clock=clock)
 
     def append(self, kind: str, step: int, data: Mapping[str, Any]) -> None:
-        """Record that `kind` happened in `step`."""
         assert kind.islower() and kind.isidentifier(), f"a kind is one lower-case word, got {kind!r}"
         self.put({"kind": kind, "step": step}, {"data": data})
 
@@ -77,6 +76,5 @@ def next_attempt(run_dir: Path) -> int:
 
 def _files(run_dir: Path) -> list[tuple[int, Path]]:
     """(attempt, file), in order of attempts."""
-    folder = run_dir / FOLDER
-    found = [(_FILE_NAME.fullmatch(path.name), path) for path in (folder.iterdir() if folder.is_dir() else ())]
+    found = [(_FILE_NAME.fullmatch(path.name), path) for path in (run_dir / FOLDER).glob("*")]
     return sorted((int(match[1]), path) for match, path in found if match)
