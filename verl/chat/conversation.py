@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from verl.chat.template import (
     RenderError,
     RowRefused,
     TemplateAudit,
+    Tokenizer,
     Tool,
     as_ids,
     is_prefix,
@@ -30,9 +31,6 @@ from verl.chat.template import (
     refuse_unsupported,
     shared,
 )
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +45,7 @@ class Rendered:
 
 
 def render_conversation(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     messages: Sequence[Message],
     audit: TemplateAudit,
     template_kwargs: Mapping[str, Any],

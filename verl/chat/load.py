@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from verl.chat.template import one_line
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from verl.chat.template import Tokenizer, one_line
 
 
 def load_tokenizer(
     path: str | Path, *, trust_remote_code: bool = False, chat_template_file: str | None = None
-) -> PreTrainedTokenizerBase:
+) -> Tokenizer:
     """The tokenizer of a local model folder; `chat_template_file` replaces its template."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
@@ -40,7 +36,7 @@ def load_tokenizer(
     return tokenizer
 
 
-def require_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
+def require_chat_template(tokenizer: Tokenizer, path: str | Path) -> None:
     if not tokenizer.chat_template:
         raise ValueError(
             f"the tokenizer of {str(path)!r} has no chat template, so messages cannot become a prompt."

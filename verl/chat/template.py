@@ -14,7 +14,9 @@ import jinja2
 import numpy as np
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+else:
+    Tokenizer = Any
 
 Message = Mapping[str, Any]
 Tool = Mapping[str, Any]
@@ -55,7 +57,7 @@ class TemplateAudit:
 class Renderer:
     """One tokenizer with its template arguments: messages -> text (to look at) or ids (tokenised once)."""
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     tools: Sequence[Tool] | None = None
 
@@ -99,7 +101,7 @@ class Renderer:
 
 
 def render_prompt(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     messages: Sequence[Message],
     template_kwargs: Mapping[str, Any],
     tools: Sequence[Tool] | None = None,
@@ -122,8 +124,6 @@ def one_line(exc: BaseException) -> str:
     return " ".join(str(exc).split())[:300]
 
 
-# ---- audit -----------------------------------------------------------------------------------------------------------
-
 _USER = {"role": "user", "content": "What is six times seven?"}
 _AGAIN = {"role": "user", "content": "And minus two?"}
 _PLAIN = {"role": "assistant", "content": "It is 42."}
@@ -137,9 +137,7 @@ _PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer", "descri
 _TOOL = {"type": "function", "function": {"name": "quokka_sum", "description": "Adds.", "parameters": _PARAMETERS}}
 
 
-def audit_template(
-    tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None
-) -> TemplateAudit:
+def audit_template(tokenizer: Tokenizer, template_kwargs: Mapping[str, Any] | None = None) -> TemplateAudit:
     """Measure the tokenizer's chat template with a few small conversations. Costs some milliseconds."""
     plain = Renderer(tokenizer, template_kwargs or {})
     with_tools = Renderer(tokenizer, template_kwargs or {}, (_TOOL,))
@@ -167,7 +165,7 @@ def audit_template(
 
 
 def _turn_ending(r: Renderer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(end of turn, trailing): what follows assistant content, cut after its first special token; nothing without one."""
+    """(end of turn, trailing): what follows assistant content, cut after its first special token."""
     # Three contents that share no last token: what their renderings have in common at the end is the template's.
     answers = ({"role": "assistant", "content": c} for c in ("Kea", "It is 7", "why?"))
     turns = [r.ids([_USER, answer], prompt=False).tolist() for answer in answers]
@@ -210,9 +208,6 @@ def _appends(r: Renderer, messages: list[dict[str, Any]], trailing: int) -> bool
         is_prefix(turn[: len(turn) - trailing], full) and is_prefix(prompt, turn) and keeps_text(message, full_text)
         for message, prompt, turn in turns
     )
-
-
-# ---- comparing renderings --------------------------------------------------------------------------------------------
 
 
 def keeps_text(message: Message, rendered: str) -> bool:

@@ -22,7 +22,14 @@ from safetensors import safe_open
 from verl.checkpoint.safetensors_file import DTYPES, Shard, host_bytes
 
 _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "LICENSE*")  # beside the weights
-_TOKENIZER: tuple[str, ...] = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "*.model")
+_TOKENIZER: tuple[str, ...] = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.*",
+    "merges.txt",
+    "*.model",
+)
 _TOKENIZER += ("*.tiktoken", "chat_template*")
 _OURS = ("config.json", "*.index.json", "adapter_config.json", "trainer_state.json", "training_args*")
 
@@ -39,8 +46,7 @@ class HfExport:
     config_overrides: Mapping[str, Any] = field(default_factory=dict)
 
     def write(self, directory: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """`tensors`: HF names, in any order. An export that does not cover the model, has foreign names, or breaks a tie
-        is a ValueError."""
+        """`tensors`: HF names, in any order. A ValueError if they do not cover the model, are foreign, or break a tie."""
         config = _config_of(self.source_dir, self.config_overrides)
         directory.mkdir(parents=True, exist_ok=True)
         if stale := sorted(p.name for p in directory.glob("*.safetensors*")):
@@ -55,9 +61,6 @@ class HfExport:
         stored = max(bytes_of, key=bytes_of.__getitem__)
         _write_json(directory / "config.json", _with_dtype(config, str(stored).removeprefix("torch.")))
         _name_shards(directory, shards)
-
-
-# ---- weights
 
 
 def _write_shards(
@@ -129,9 +132,6 @@ def _name_shards(directory: Path, shards: list[Shard]) -> None:
     _write_json(directory / "model.safetensors.index.json", index)
 
 
-# ---- what the model says about itself
-
-
 def _skeleton(directory: Path) -> torch.nn.Module | None:
     """The model of config.json without storage, or None if its class is not part of transformers (no foreign code is
     run for an export)."""
@@ -149,8 +149,8 @@ def _ties_of(model: torch.nn.Module | None, config: Mapping[str, Any]) -> Mappin
     if model is None:
         if config.get("tie_word_embeddings"):
             raise ValueError(
-                f"{config.get('architectures')} is not a class of transformers and its embeddings are tied, so their names"
-                " are not known: a model of transformers, or one without tie_word_embeddings, can be exported"
+                f"{config.get('architectures')} is not a class of transformers and its embeddings are tied, so their"
+                " names are not known: a model of transformers, or one without tie_word_embeddings, can be exported"
             )
         return {}
     return dict(model.all_tied_weights_keys)  # type: ignore[arg-type]
@@ -177,9 +177,6 @@ def _weight_names(folder: Path) -> set[str]:
         with safe_open(path, "pt") as f:
             names |= set(f.keys())
     return names
-
-
-# ---- everything that is not weights
 
 
 def _config_of(source_dir: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:

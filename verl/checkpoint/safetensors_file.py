@@ -1,8 +1,8 @@
 """Write safetensors files one tensor at a time.
 
 The library's `save_file` wants every tensor of the file on the CPU at once, holds the GIL for the whole write, hides a
-full disk in an error of its own type and creates files that only their owner can read. The format is an 8-byte length, a
-JSON header and the bytes; readers are the library's.
+full disk in an error of its own type and creates files that only their owner can read. The format is an 8-byte length,
+a JSON header and the bytes; readers are the library's.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 class Shard:
-    """One file that grows tensor by tensor, so that only one is in memory. All tensors have the same item size. Room for
-    the header is set aside at the front and filled in by `finish` (the format allows blanks after the JSON)."""
+    """One file that grows tensor by tensor, so that only one is in memory. All tensors have the same item size. The room
+    for the header at the front is filled in by `finish` (the format allows blanks after the JSON)."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

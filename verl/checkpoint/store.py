@@ -29,6 +29,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
+
 from verl.track.files import sync_folder
 
 MANIFEST = "manifest.json"
@@ -70,7 +72,7 @@ class CheckpointStore:
         read_only: bool = False,
     ) -> None:
         """keep_last: newest checkpoints kept · keep_every_steps: multiples of it are kept for ever (0: none) ·
-        keep_best: a key of `meta`; the checkpoint with its greatest value (numbers only) is kept until a better one is."""
+        keep_best: a key of `meta`; the checkpoint with its greatest value is kept until a better one is."""
         if keep_last < 1:
             raise ValueError(f"keep_last={keep_last}: at least the newest checkpoint is kept")
         if keep_every_steps < 0:
@@ -81,8 +83,6 @@ class CheckpointStore:
         if not read_only:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._remove_leftovers()
-
-    # ---- save
 
     def save(
         self, step: int, write: Callable[[Path], None], *, needed_bytes: int, meta: Mapping[str, Any] | None = None
@@ -154,8 +154,6 @@ class CheckpointStore:
         os.rename(path, aside)
         return aside
 
-    # ---- find
-
     def steps(self) -> list[int]:
         """Steps with a committed checkpoint, damaged or not, ascending."""
         if not self.directory.is_dir():
@@ -189,8 +187,6 @@ class CheckpointStore:
         found = (_read_manifest(self._path(step)) for step in self.steps())
         return sorted((m for m in found if isinstance(m, _Manifest)), key=lambda m: m.serial)
 
-    # ---- prune
-
     def _prune(self, just_saved: int) -> None:
         """Remove what retention does not keep. Never the one just saved, the best, the kept steps, or one whose
         manifest cannot be read (somebody should look at it)."""
@@ -205,8 +201,6 @@ class CheckpointStore:
                 shutil.rmtree(self._aside(self._path(step), "trash"))
             except OSError as e:
                 logger.warning("%s could not be removed: %s", self._path(step), e)
-
-    # ---- leftovers of processes that died
 
     def _remove_leftovers(self) -> None:
         for path in sorted(self.directory.iterdir()):
@@ -283,20 +277,10 @@ def _sha256(path: Path) -> str:
 
 def _abandoned(path: Path, host: str, pid: int) -> bool:
     """No process works on it any more: its writer is gone from this host, or nothing was written for an hour."""
-    if host == socket.gethostname() and (pid == os.getpid() or not _alive(pid)):
+    if host == socket.gethostname() and (pid == os.getpid() or not psutil.pid_exists(pid)):
         return True
     newest_s = max((p.lstat().st_mtime for p in (path, *path.rglob("*"))), default=0.0)
     return time.time() - newest_s > _ABANDONED_S
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # it lives, under another user
-        return True
-    return True
 
 
 @contextmanager

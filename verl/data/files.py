@@ -127,9 +127,6 @@ def read_rows(file: DataFile) -> Iterator[RawRow]:
             yield from _json_rows(file.url, _decompressed(stream, compression))
 
 
-# ---- JSON ------------------------------------------------------------------------------------------------------------
-
-
 def _decompressed(stream: BinaryIO, compression: str | None) -> Any:
     if compression is None:
         return stream
@@ -170,9 +167,6 @@ def _raw_row(value: Any, where: str) -> RawRow:
         names = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
         raise ValueError(f"{where}: a row must be a JSON object, this is {names.get(type(value), 'a number')}")
     return RawRow(where, value)
-
-
-# ---- Parquet ---------------------------------------------------------------------------------------------------------
 
 
 def _parquet_rows(url: str, stream: BinaryIO) -> Iterator[RawRow]:
@@ -216,9 +210,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, decimal.Decimal):
         return str(value)
     return _plain(value.item()) if hasattr(value, "item") else str(value)
-
-
-# ---- errors ----------------------------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -110,9 +110,6 @@ def with_system(messages: Messages, cfg: DataConfig) -> Messages:
     return ({"role": "system", "content": cfg.system_prompt}, *messages)
 
 
-# ---- parts of a row --------------------------------------------------------------------------------------------------
-
-
 def read_messages(value: Any, where: str, column: str, *, role: str = "user") -> Messages:
     """A list of {role, content}, or a string: one message of `role`."""
     if isinstance(value, str):

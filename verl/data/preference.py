@@ -11,20 +11,17 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from verl.chat.conversation import Rendered, render_conversation
-from verl.chat.template import RowRefused, shared
+from verl.chat.template import RowRefused, Tokenizer, shared
 from verl.config.schema import DataConfig
 from verl.data.files import RawRow
 from verl.data.formats import Messages, kind_of, names_of, read_messages, refuse_media, with_system
 from verl.data.render import Counts, Entry, RenderJob
-from verl.data.source import ConversationTable, load_arrays, refuse_empty
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from verl.data.source import ConversationTable, LoadReport, load_arrays, refuse_empty
 
 HH_TURN = re.compile(r"\n\n(Human|Assistant): ?")
 GAP_KEYS = (
@@ -56,11 +53,11 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class PairTable:
+    """`key` changes with the tokens: it names what is computed from them once (reference log-probs)."""
+
     pairs: Sequence[Pair]
-    rows_read: int
-    dropped: Mapping[str, int]
+    report: LoadReport
     key: str
-    """Changes with the tokens: names what is computed from them once (reference log-probs)."""
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -69,14 +66,14 @@ class PairTable:
         return self.pairs[index]
 
     def summary(self) -> str:
-        longest = max(len(r.ids) for p in self.pairs for r in (p.chosen, p.rejected) if r is not None)
-        dropped = "".join(f", {n} dropped ({reason})" for reason, n in self.dropped.items())
-        return f"{len(self.pairs)} of {self.rows_read} rows; longest {longest} tokens{dropped}"
+        dropped = "".join(f", {n} dropped ({reason})" for reason, n in self.report.refused.items())
+        longest = f"longest {self.report.longest_tokens} tokens"
+        return f"{len(self.pairs)} of {self.report.rows_read} rows; {longest}{dropped}"
 
 
 def load_pairs(
     files: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     cfg: DataConfig,
     *,
     paired: bool = True,
@@ -97,7 +94,7 @@ def load_pairs(
     digest = hashlib.blake2b(digest_size=16)
     for name in ("ids_lengths", "ids", "mask"):
         digest.update(arrays[name].tobytes())
-    return PairTable(pairs, report.rows_read, report.refused, digest.hexdigest())
+    return PairTable(pairs, report, digest.hexdigest())
 
 
 @dataclass(kw_only=True)
@@ -134,9 +131,6 @@ class PairJob(RenderJob):
             raise RowRefused("too long")
         facts = {"desirable": row.desirable, "gap": math.nan if row.gap is None else row.gap}
         return [{"ids": r.ids, "mask": r.mask, **facts} for r in rendered]
-
-
-# ---- rows ------------------------------------------------------------------------------------------------------------
 
 
 def pair_row(raw: RawRow, cfg: DataConfig) -> PreferenceRow:

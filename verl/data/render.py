@@ -5,18 +5,23 @@ from __future__ import annotations
 import marshal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from verl.chat.conversation import Rendered, render_conversation
-from verl.chat.template import RenderError, RowRefused, TemplateAudit, audit_template, refuse_unsupported, render_prompt
+from verl.chat.template import (
+    RenderError,
+    RowRefused,
+    TemplateAudit,
+    Tokenizer,
+    audit_template,
+    refuse_unsupported,
+    render_prompt,
+)
 from verl.config.schema import DataConfig
 from verl.data.files import RawRow
 from verl.data.formats import TaskRow, content_hash, conversation_row, refuse_media, task_row
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 ID_BYTES = 6
 # Settings that pick or order the rows and the work on them, so that the same files and rows give the same table.
@@ -65,7 +70,7 @@ def merge(chunks: Iterable[Chunk]) -> Chunk:
 class RenderJob:
     """Rows -> entries of a table. A row gives one entry, several or none; RowRefused drops it, counted by reason."""
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     cfg: DataConfig
     template_kwargs: Mapping[str, Any]
     audit: TemplateAudit = field(init=False)

@@ -19,11 +19,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from verl.chat.conversation import Rendered
+from verl.chat.template import Tokenizer
 from verl.config.schema import DataConfig
 from verl.data.cache import cache_path, load_cached, store_cached
 from verl.data.cursor import Cursor, Draw
@@ -32,9 +33,6 @@ from verl.data.formats import TaskRow
 from verl.data.parallel import run_chunks
 from verl.data.render import ID_BYTES, Chunk, ConversationJob, Counts, PromptJob, RenderJob, merge
 from verl.types import Task
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["ConversationTable", "Cursor", "Draw", "LoadReport", "TaskTable", "load_conversations", "load_tasks"]
 
@@ -111,7 +109,7 @@ class ConversationTable(_Table):
 
 def load_tasks(
     files: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     cfg: DataConfig,
     *,
     template_kwargs: Mapping[str, Any] | None = None,
@@ -131,7 +129,7 @@ def load_tasks(
 
 def load_conversations(
     files: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     cfg: DataConfig,
     *,
     template_kwargs: Mapping[str, Any] | None = None,
@@ -154,9 +152,6 @@ def refuse_empty(report: LoadReport) -> None:
         raise ValueError(
             f"no rows left of {report.rows_read} in {', '.join(report.files)}: {counts}. First: {report.example}"
         )
-
-
-# ---- loading ---------------------------------------------------------------------------------------------------------
 
 
 def load_arrays(
@@ -202,9 +197,6 @@ def _render(files: list[DataFile], job: RenderJob, max_rows: int | None) -> Chun
     return merge(run_chunks(job, chunks, num_workers=job.cfg.num_workers, timeout_s=WORKER_TIMEOUT_S))
 
 
-# ---- cache key -------------------------------------------------------------------------------------------------------
-
-
 def _table_key(marks: list[str], job: RenderJob, max_rows: int | None) -> str:
     """Hash of all that the table depends on: files, tokenizer, template, options, and the code that renders."""
     template = str(job.tokenizer.chat_template)
@@ -224,7 +216,7 @@ def _table_key(marks: list[str], job: RenderJob, max_rows: int | None) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
     """Of what turns text into ids; the chat template is not part of it."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     core = backend.to_str().encode() if backend is not None else pickle.dumps(tokenizer)

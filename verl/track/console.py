@@ -78,7 +78,7 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 class LiveProgress:
-    """Progress of a run, and the sink `console`. On a terminal a panel that redraws itself; elsewhere one line per `log`."""
+    """Progress of a run, and the sink `console`: a panel that redraws itself; one line per `log` off a terminal."""
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._console, self._clock = console or Console(), clock

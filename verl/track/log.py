@@ -27,8 +27,8 @@ MOST_WAITING = 256  # records that a killed process may lose
 
 
 class Log:
-    """The writer of one attempt, for several threads. `put` only keeps the record: its text is made at the next `flush`,
-    beside the loop; `flush(fsync=True)` makes all records durable. Opening cuts the torn line that a crash left."""
+    """The writer of one attempt, for several threads. `put` only keeps the record: its text is made at the next `flush`;
+    `flush(fsync=True)` makes all records durable. Opening cuts the torn line that a crash left."""
 
     def __init__(
         self, path: Path, attempt: int, *, checksums: bool = False, clock: Callable[[], float] = time.time
@@ -84,8 +84,8 @@ class Log:
 
 
 def whole_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a log without their newline, also while it is written; a torn last line is left out. Only the last can
-    be torn, since a writer cuts before it appends: a broken line elsewhere means that the file was damaged or edited."""
+    """The lines of a log without their newline, also while it is written; a torn last line is left out. Writers cut
+    before they append, so a broken line elsewhere means that the file was damaged or edited."""
     if not path.exists():
         return
     broken = 0

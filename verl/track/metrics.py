@@ -62,7 +62,7 @@ class MetricLine:
 
 class MetricsLog:
     """One strict JSON object per call: step, attempt, time_s (epoch), then every metric under its own name; non-finite
-    ones are "NaN", "Infinity", "-Infinity". It is on disk when `log` returns. A metric's unit is kept when first seen."""
+    ones are "NaN", "Infinity", "-Infinity". It is on disk when `log` returns. Units are kept when first seen."""
 
     def __init__(self, run_dir: Path, attempt: int, clock: Callable[[], float] = time.time) -> None:
         self._values = Log(run_dir / METRICS_FILE, attempt, clock=clock)
@@ -119,7 +119,7 @@ def phase_order(names: Iterable[str]) -> list[str]:
 
 class TimeLedger:
     """Books every second of a step to exactly one phase (the inner one, where they are nested; `other` outside all), so
-    that the phases sum to the wall time. Phases close in the reverse order of opening, also when an exception passes."""
+    that the phases sum to the wall time. Phases close in the reverse order of opening."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock

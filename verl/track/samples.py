@@ -30,8 +30,8 @@ _TEXT_FIELDS = ("sample_id", "trajectory_id", "group_id", "task_id", "purpose", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRow:
-    """One sample as it was trained on (or evaluated): P prompt tokens (the first segment), R response tokens (everything
-    after it, environment tokens included). A per-token array is None where it was not computed."""
+    """One sample as it was trained on (or evaluated): P prompt tokens (the first segment), R response tokens (all that
+    follows, environment tokens included). A per-token array is None where it was not computed."""
 
     step: int
     sample_id: str
@@ -74,7 +74,7 @@ class SampleRow:
 
 
 # Per-token arrays of a row that may be None, each as long as the response.
-TOKEN_FIELDS = {f.name: np.dtype(np.float32) for f in fields(SampleRow) if f.default is None}
+TOKEN_FIELDS: dict[str, np.dtype] = {f.name: np.dtype(np.float32) for f in fields(SampleRow) if f.default is None}
 TOKEN_FIELDS["token_versions"] = np.dtype(np.int32)
 
 _ARRAY_FIELDS: Mapping[str, np.dtype] = {
