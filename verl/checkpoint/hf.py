@@ -46,7 +46,7 @@ class HfExport:
     config_overrides: Mapping[str, Any] = field(default_factory=dict)
 
     def write(self, directory: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """`tensors`: HF names, in any order. A ValueError if they do not cover the model, are foreign, or break a tie."""
+        """`tensors`: HF names, in any order. ValueError if they do not cover the model or break a tie."""
         config = _config_of(self.source_dir, self.config_overrides)
         directory.mkdir(parents=True, exist_ok=True)
         if stale := sorted(p.name for p in directory.glob("*.safetensors*")):

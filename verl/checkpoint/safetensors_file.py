@@ -34,8 +34,8 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 class Shard:
-    """One file that grows tensor by tensor, so that only one is in memory. All tensors have the same item size. The room
-    for the header at the front is filled in by `finish` (the format allows blanks after the JSON)."""
+    """One file that grows tensor by tensor, so that only one is in memory. All tensors have one item size. The room for
+    the header at the front is filled in by `finish` (the format allows blanks after the JSON)."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -37,8 +37,8 @@ def classifier_config(folder: Path, pad_token_id: int | None) -> dict[str, Any]:
         names = [n.replace(kind, "ForSequenceClassification") for n in names]
     if not names or not names[0].endswith("ForSequenceClassification") or not hasattr(transformers, names[0]):
         raise ValueError(
-            f"model.path={folder}: transformers has no sequence classifier for {config.get('architectures')}, so a reward"
-            " model of it could not be saved. Fix: a causal language model whose family has a"
+            f"model.path={folder}: transformers has no sequence classifier for {config.get('architectures')}, so a"
+            " reward model of it could not be saved. Fix: a causal language model whose family has a"
             " ...ForSequenceClassification class"
         )
     pad = config.get("pad_token_id")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -37,7 +38,6 @@ class Cursor:
         self.num_tasks, self.seed, self.shuffle = num_tasks, seed, shuffle
         self._next = 0
         self._returned: list[int] = []  # a heap: the oldest draw goes out first
-        self._orders: dict[int, np.ndarray] = {}
 
     def next(self) -> Draw:
         if self._returned:
@@ -80,17 +80,11 @@ class Cursor:
 
     def _draw(self, number: int) -> Draw:
         epoch, position = divmod(number, self.num_tasks)
-        index = int(self._order(epoch)[position]) if self.shuffle else position
-        return Draw(epoch, number, index)
-
-    def _order(self, epoch: int) -> np.ndarray:
-        if epoch not in self._orders:
-            if len(self._orders) > 1:  # draws given back are of this epoch or the last
-                del self._orders[min(self._orders)]
-            self._orders[epoch] = epoch_order(self.num_tasks, self.seed, epoch)
-        return self._orders[epoch]
+        order = epoch_order(self.num_tasks, self.seed, epoch) if self.shuffle else range(self.num_tasks)
+        return Draw(epoch, number, int(order[position]))
 
 
+@lru_cache(maxsize=2)  # draws given back are of this epoch or the last
 def epoch_order(num_tasks: int, seed: int, epoch: int) -> np.ndarray:
     """[num_tasks] int64, a permutation. Sorted Philox words: numpy keeps these streams, not those of `permutation`."""
     key = np.array([seed % 2**64, epoch], dtype=np.uint64)

@@ -222,11 +222,9 @@ def _tools(value: Any, where: str, column: str) -> tuple[dict[str, Any], ...]:
 
 
 def _object(value: Any, where: str, column: str) -> dict[str, Any]:
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
+    if not isinstance(value, Mapping | None):
         raise ValueError(f"{where}: {column!r} must be an object, got {kind_of(value)}")
-    return dict(value)
+    return dict(value or {})
 
 
 def names_of(row: Mapping[str, Any]) -> str:

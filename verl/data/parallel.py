@@ -87,7 +87,7 @@ def run_chunks(
             yield oldest()
     finally:
         for worker in workers:
-            worker.kill()  # it holds nothing that could be lost; the thread that listens to it gets an end of file
+            worker.process.kill()  # it holds nothing that could be lost; its thread gets an end of file
         threads.shutdown(cancel_futures=True)
         for worker in workers:
             worker.close()
@@ -103,7 +103,7 @@ class _Worker:
         self._log = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  (closed by stop)
         self._state = "while starting its interpreter"
         paths = os.pathsep.join(p or os.getcwd() for p in sys.path)
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "verl.data.parallel", str(theirs.fileno()), str(folder)],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
@@ -136,13 +136,13 @@ class _Worker:
         except (EOFError, OSError):
             raise WorkerDied(self._obituary()) from None
         raise WorkerDied(
-            f"data worker {self._process.pid} made no progress for {self._timeout_s:g} s ({self._state})."
+            f"data worker {self.process.pid} made no progress for {self._timeout_s:g} s ({self._state})."
             " Fix: look at that row; on a very slow machine, data.num_workers=0"
         )
 
     def _obituary(self) -> str:
         try:
-            code = self._process.wait(timeout=REAP_S)
+            code = self.process.wait(timeout=REAP_S)
         except subprocess.TimeoutExpired:
             how = "closed its pipe but lives on"
         else:
@@ -151,18 +151,15 @@ class _Worker:
         last = self._log.read().decode(errors="replace").strip()
         hint = " (the kernel kills so when memory is short: try fewer data.num_workers)" if "SIGKILL" in how else ""
         output = f". Its last output:\n{last}" if last else ""
-        return f"data worker {self._process.pid} {how}{hint} ({self._state}){output}"
-
-    def kill(self) -> None:
-        self._process.kill()
+        return f"data worker {self.process.pid} {how}{hint} ({self._state}){output}"
 
     def close(self) -> None:
         self._conn.close()
         self._log.close()
         try:
-            self._process.wait(timeout=REAP_S)
+            self.process.wait(timeout=REAP_S)
         except subprocess.TimeoutExpired:  # stuck in the kernel; must not hide the error that stops us
-            logger.warning("data worker %d does not die", self._process.pid)
+            logger.warning("data worker %d does not die", self.process.pid)
 
 
 def serve(conn: Connection, folder: Path) -> None:

@@ -24,7 +24,8 @@ from verl.data.render import Counts, Entry, RenderJob
 from verl.data.source import ConversationTable, LoadReport, load_arrays, refuse_empty
 
 HH_TURN = re.compile(r"\n\n(Human|Assistant): ?")
-GAP_KEYS = (
+GAP_KEYS: tuple[tuple[str, ...], ...] = (
+    ("margin",),
     ("chosen_score", "rejected_score"),
     ("score_chosen", "score_rejected"),
     ("chosen_rating", "rejected_rating"),
@@ -157,10 +158,8 @@ def pair_row(raw: RawRow, cfg: DataConfig) -> PreferenceRow:
     if chosen == rejected or not chosen or not rejected:
         raise ValueError(f"{where}: 'chosen' and 'rejected' are the same: such a pair says nothing. Fix: drop the row")
     for name, messages in (("chosen", chosen), ("rejected", rejected)):
-        if messages[-1]["role"] != "assistant":
-            raise ValueError(
-                f"{where}: {name!r} ends with a message of {messages[-1]['role']!r}; it must be the assistant's"
-            )
+        if (role := messages[-1]["role"]) != "assistant":
+            raise ValueError(f"{where}: {name!r} ends with a message of {role!r}; it must be the assistant's")
         if not str(messages[-1]["content"]).strip():
             raise ValueError(f"{where}: {name!r} is an empty answer")
     return PreferenceRow(with_system(prompt, cfg), chosen, rejected, gap=_gap(row, where))
@@ -168,16 +167,12 @@ def pair_row(raw: RawRow, cfg: DataConfig) -> PreferenceRow:
 
 def unpaired_row(raw: RawRow, cfg: DataConfig) -> PreferenceRow:
     row, where, prompt_key = raw.row, raw.where, cfg.prompt_key
-    label = row.get("label")
+    label, columns = row.get("label"), f"(columns: {names_of(row)})"
     if not isinstance(label, bool):
-        raise ValueError(
-            f"{where}: 'label' must be true (desirable) or false, got {kind_of(label)} (columns: {names_of(row)})"
-        )
+        raise ValueError(f"{where}: 'label' must be true (desirable) or false, got {kind_of(label)} {columns}")
     for key in (prompt_key, "completion"):
         if row.get(key) is None:
-            raise ValueError(
-                f"{where}: no {key!r}: an unpaired row has prompt, completion and label (columns: {names_of(row)})"
-            )
+            raise ValueError(f"{where}: no {key!r}: an unpaired row has prompt, completion and label {columns}")
     prompt = read_messages(row[prompt_key], where, prompt_key)
     answer = read_messages(row["completion"], where, "completion", role="assistant")
     return PreferenceRow(with_system(prompt, cfg), answer, None, desirable=label)
@@ -195,12 +190,9 @@ def _answer(value: Any, where: str, column: str) -> Messages:
 
 def _gap(row: Mapping[str, Any], where: str) -> float | None:
     """True reward of the chosen minus the rejected: `margin`, or two score columns."""
-    names: tuple[str, ...] = ("margin",)
-    if row.get("margin") is None:
-        names = next((pair for pair in GAP_KEYS if all(row.get(k) is not None for k in pair)), ())
+    names = next((names for names in GAP_KEYS if all(row.get(k) is not None for k in names)), ())
     for name in names:
         if isinstance(row[name], bool) or not isinstance(row[name], int | float):
             raise ValueError(f"{where}: {name!r} must be a number, got {kind_of(row[name])}")
-    if not names:
-        return None
-    return float(row["margin"]) if names == ("margin",) else float(row[names[0]]) - float(row[names[1]])
+    values = [float(row[name]) for name in names]
+    return values[0] - sum(values[1:]) if values else None

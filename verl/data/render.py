@@ -43,10 +43,8 @@ class Counts:
     example: str = ""
 
     def add(self, other: Counts) -> None:
-        self.rows_read += other.rows_read
-        self.rows_kept += other.rows_kept
-        self.rows_filtered += other.rows_filtered
-        self.rows_truncated += other.rows_truncated
+        for name in ("rows_read", "rows_kept", "rows_filtered", "rows_truncated"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
         shortest = (self.shortest_filtered_tokens, other.shortest_filtered_tokens)
         self.shortest_filtered_tokens = min(filter(None, shortest), default=0)
         for reason, count in other.refused.items():

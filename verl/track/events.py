@@ -34,7 +34,8 @@ class Event:
 
 
 class EventLog(Log):
-    """The writer of one attempt; `flush(fsync=True)` before what follows from the events is written elsewhere."""
+    """The writer of one attempt; `flush(fsync=True)` before what follows from the events is written elsewhere. With the
+    event `resumed` at a step, whatever earlier attempts recorded of it and of later steps is void."""
 
     def __init__(self, run_dir: Path, attempt: int, clock: Callable[[], float] = time.time) -> None:
         for _, path in _files(run_dir):
@@ -44,10 +45,6 @@ class EventLog(Log):
     def append(self, kind: str, step: int, data: Mapping[str, Any]) -> None:
         assert kind.islower() and kind.isidentifier(), f"a kind is one lower-case word, got {kind!r}"
         self.put({"kind": kind, "step": step}, {"data": data})
-
-    def resume_at(self, step: int) -> None:
-        """This attempt begins with `step`: whatever earlier attempts recorded of it and of later steps is void."""
-        self.append("resumed", step, {})
 
 
 def read_events(run_dir: Path, kinds: Collection[str] | None = None) -> Iterator[Event]:

@@ -12,8 +12,8 @@ from typing import BinaryIO
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file that takes the name `path` when the block is done: a reader, or a crash at any moment, sees the old file or
-    the new one and never a part. Temporary file, fsync, rename, fsync of the folder; a fault removes it."""
+    """A file that takes the name `path` when the block is done: a reader, or a crash at any moment, sees the old or
+    the new file and never a part. Temporary file, fsync, rename, fsync of the folder; a fault removes it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:

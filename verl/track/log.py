@@ -27,8 +27,8 @@ MOST_WAITING = 256  # records that a killed process may lose
 
 
 class Log:
-    """The writer of one attempt, for several threads. `put` only keeps the record: its text is made at the next `flush`;
-    `flush(fsync=True)` makes all records durable. Opening cuts the torn line that a crash left."""
+    """The writer of one attempt, for several threads. `put` only keeps the record: its text is made at the next
+    `flush`; `flush(fsync=True)` makes all records durable. Opening cuts the torn line that a crash left."""
 
     def __init__(
         self, path: Path, attempt: int, *, checksums: bool = False, clock: Callable[[], float] = time.time
