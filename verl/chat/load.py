@@ -10,7 +10,6 @@ from verl.chat.template import Tokenizer, one_line
 def load_tokenizer(
     path: str | Path, *, trust_remote_code: bool = False, chat_template_file: str | None = None
 ) -> Tokenizer:
-    """The tokenizer of a local model folder; `chat_template_file` replaces its template."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise ValueError(

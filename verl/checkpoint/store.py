@@ -118,14 +118,9 @@ class CheckpointStore:
         paths = sorted(_files(tmp))
         with ThreadPoolExecutor(_HASH_THREADS) as pool:
             entries = dict(zip((p.relative_to(tmp).as_posix() for p in paths), pool.map(_synced_entry, paths)))
-        content: dict[str, Any] = {
-            "format": FORMAT,
-            "step": step,
-            "serial": max((m.serial for m in self._manifests()), default=0) + 1,
-            "saved_at_s": time.time(),
-            "meta": meta,
-            "files": entries,
-        }
+        serial = max((m.serial for m in self._manifests()), default=0) + 1
+        content: dict[str, Any] = {"format": FORMAT, "step": step, "serial": serial, "saved_at_s": time.time()}
+        content |= {"meta": meta, "files": entries}
         content["digest"] = _digest(content)
         with open(tmp / MANIFEST, "w") as f:
             json.dump(content, f, indent=1)
@@ -257,9 +252,7 @@ def _digest(content: Mapping[str, Any]) -> str:
 def _files(directory: Path) -> Iterator[Path]:
     for path in directory.rglob("*"):
         if path.is_symlink() or not (path.is_dir() or path.is_file()):
-            raise ValueError(
-                f"{path}: a checkpoint holds plain files only, since links and pipes do not survive a copy"
-            )
+            raise ValueError(f"{path}: a checkpoint holds plain files only; links and pipes do not survive a copy")
         if path.is_file():
             yield path
 

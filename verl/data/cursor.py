@@ -54,14 +54,8 @@ class Cursor:
 
     def state(self) -> dict[str, Any]:
         """Plain JSON types."""
-        return {
-            "state_version": STATE_VERSION,
-            "num_tasks": self.num_tasks,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "next_draw": self._next,
-            "returned": sorted(self._returned),
-        }
+        same = {"state_version": STATE_VERSION, "num_tasks": self.num_tasks, "seed": self.seed, "shuffle": self.shuffle}
+        return {**same, "next_draw": self._next, "returned": sorted(self._returned)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken. The data and the order must be the same."""

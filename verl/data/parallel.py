@@ -188,10 +188,9 @@ def _work(conn: Connection, function: OnChunk, folder: Path, number: int) -> Non
     try:
         result = function(chunk, progress)
     except ValueError as exc:
-        conn.send(("refused", str(exc)[:MESSAGE_BYTES]))
-    else:
-        (folder / f"{number}.out").write_bytes(pickle.dumps(result))
-        conn.send(("done", None))
+        return conn.send(("refused", str(exc)[:MESSAGE_BYTES]))
+    (folder / f"{number}.out").write_bytes(pickle.dumps(result))
+    conn.send(("done", None))
 
 
 if __name__ == "__main__":

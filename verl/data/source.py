@@ -1,9 +1,4 @@
-"""Files -> tokenised tables (cached by content hash) and the cursor that draws from them.
-
-table = load_tasks(files, tokenizer, cfg.data, template_kwargs=cfg.model.template_kwargs)
-cursor = Cursor(len(table), seed)
-task = table[cursor.next().index]
-"""
+"""Files -> tokenised tables, cached by content hash; a cursor (data/cursor.py) draws from them."""
 
 from __future__ import annotations
 
@@ -72,20 +67,17 @@ class _Table:
 
     def __init__(self, arrays: Mapping[str, np.ndarray], report: LoadReport, key: str) -> None:
         self.report, self.key, self._arrays = report, key, arrays
-        lengths = {name: array for name, array in arrays.items() if name.endswith("_lengths")}
-        self._starts = {
-            name.removesuffix("_lengths"): np.concatenate([[0], np.cumsum(array, dtype=np.int64)])
-            for name, array in lengths.items()
-        }
+        names = [name for name in arrays if f"{name}_lengths" in arrays]
+        self._ends = {name: np.cumsum(arrays[f"{name}_lengths"], dtype=np.int64) for name in names}
 
     def __len__(self) -> int:
-        return len(self._arrays["ids_lengths"])
+        return len(self._ends["ids"])
 
     def _part(self, name: str, index: int) -> np.ndarray:
         if not 0 <= index < len(self):
             raise IndexError(f"index {index} of a table with {len(self)} entries")
-        starts = self._starts[name]
-        return self._arrays[name][starts[index] : starts[index + 1]]
+        ends = self._ends[name]
+        return self._arrays[name][ends[index - 1] if index else 0 : ends[index]]
 
 
 class TaskTable(_Table):
@@ -212,8 +204,7 @@ def _table_key(marks: list[str], job: RenderJob, max_rows: int | None) -> str:
         # Templates that print today's date render differently tomorrow.
         "date": time.strftime("%Y-%m-%d") if "strftime_now" in template else None,
     }
-    text = json.dumps(parts, sort_keys=True, default=str)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
 
 def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:

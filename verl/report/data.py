@@ -149,8 +149,7 @@ def time_ledger(lines: Sequence[MetricLine]) -> dict[str, Any]:
         if seconds:
             timed.append((line.step, {name: s for name, s in seconds.items() if math.isfinite(s) and s > 0}))
     phases = phase_order({name for _, seconds in timed for name in seconds})
-    bars = []
-    stride = max(1, math.ceil(len(timed) / MAX_BARS))
+    bars, stride = [], max(1, math.ceil(len(timed) / MAX_BARS))
     for i in range(0, len(timed), stride):
         stretch = timed[i : i + stride]
         parts = [number(sum(seconds.get(name, 0.0) for _, seconds in stretch) / len(stretch)) for name in phases]

@@ -36,11 +36,10 @@ def compact(value: float) -> str:
     """Three significant digits with a magnitude letter: 0.413, 1.2e-06, 3.42k, 12.8M."""
     if not math.isfinite(value):
         return str(value)
-    size = abs(value)
     for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if size >= limit:
+        if abs(value) >= limit:
             return f"{value / limit:.3g}{letter}"
-    return f"{value:.3g}" if size >= 1e-3 or size == 0 else f"{value:.1e}"
+    return f"{value:.3g}" if abs(value) >= 1e-3 or value == 0 else f"{value:.1e}"
 
 
 def duration(seconds: float) -> str:
@@ -114,9 +113,8 @@ class LiveProgress:
                 self._history.setdefault(field.label, deque(maxlen=32)).append(value)
         self._shares = _shares(values) or self._shares
         if self._live is not None:
-            self._live.refresh()
-        else:
-            self.message(self._line(step, values))
+            return self._live.refresh()
+        self.message(self._line(step, values))
 
     def message(self, text: str) -> None:
         """A line that stays, above the panel."""
