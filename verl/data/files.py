@@ -15,8 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import fsspec
 
@@ -39,15 +38,13 @@ CLIENT_ERRORS = (
 EXACT = re.compile(r"null|bool|u?int\d+|float|double|(large_)?(string|binary)(_view)?|fixed_size_binary\[\d+\]")
 
 
-@dataclass(frozen=True, slots=True)
-class DataFile:
+class DataFile(NamedTuple):
     url: str
     fs: fsspec.AbstractFileSystem
     path: str
 
 
-@dataclass(frozen=True, slots=True)
-class RawRow:
+class RawRow(NamedTuple):
     """One row as read. `where` names it in messages: file and 1-based line, row or item."""
 
     where: str
@@ -123,16 +120,12 @@ def read_rows(file: DataFile) -> Iterator[RawRow]:
     with naming(file.url), file.fs.open(file.path, "rb") as stream:
         if kind == "parquet":
             yield from _parquet_rows(file.url, stream)
+        elif compression is None:
+            yield from _json_rows(file.url, stream)
         else:
-            yield from _json_rows(file.url, _decompressed(stream, compression))
+            import pyarrow
 
-
-def _decompressed(stream: BinaryIO, compression: str | None) -> Any:
-    if compression is None:
-        return stream
-    import pyarrow
-
-    return pyarrow.CompressedInputStream(stream, compression)
+            yield from _json_rows(file.url, pyarrow.CompressedInputStream(stream, compression))
 
 
 def _json_rows(url: str, stream: Any) -> Iterator[RawRow]:
