@@ -44,7 +44,7 @@ def test_given_back_draws_come_first_and_keep_their_number() -> None:
     assert cursor.next().draw == 7
 
 
-# n: next · b: give back one in flight · t: one is trained · s: save and restore · l: all in flight come back, then restore
+# n: next · b: give back one in flight · t: one is trained · s: save and restore · l: all in flight come back, restore
 ACTIONS = st.lists(st.tuples(st.sampled_from("nnnbtsl"), st.integers(0, 30)), max_size=80)
 
 
