@@ -137,7 +137,7 @@ def export(source: Path, out: Path) -> int:
         found = CheckpointStore(source / "checkpoints", read_only=True).latest_valid()
         if found is None:
             raise ValueError(f"{source} has no valid checkpoint")
-        folder = found.path / "hf"
+        folder = found / "hf"
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty; choose another folder")
     shutil.copytree(folder, out, dirs_exist_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import json
 import os
 import random
 import resource
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from verl.checkpoint.store import CheckpointStore, DiskFull, SaveFailed
+from verl.checkpoint.store import CheckpointStore, DiskFull, SaveFailed, damage
 
 KEEP = {"keep_last": 2, "keep_every_steps": 4, "keep_best": "metric"}
 
@@ -44,7 +45,8 @@ def check_all(directory: Path) -> list[int]:
     """Every committed checkpoint is complete and equal to what was saved under its step."""
     store = CheckpointStore(directory, **KEEP)
     found = store.latest_valid()
-    assert found is None or (found.skipped == () and found.meta["step"] == found.step)
+    assert found is None or json.loads((found / "manifest.json").read_text())["meta"]["step"] == int(found.name[5:])
+    assert not any(damage(directory / f"step_{step}") for step in store.steps())
     for step in store.steps():
         have = {
             p.relative_to(directory / f"step_{step}").as_posix(): p.read_bytes()
@@ -53,7 +55,7 @@ def check_all(directory: Path) -> list[int]:
         }
         assert have == expected(step), f"step {step} is not what was saved"
     assert {p.name for p in directory.iterdir()} == {f"step_{s}" for s in store.steps()}, "leftovers are cleaned"
-    assert found is None or found.step == store.steps()[-1]
+    assert found is None or found.name == f"step_{store.steps()[-1]}"
     return store.steps()
 
 
@@ -229,9 +231,9 @@ def test_a_file_size_limit_while_tensors_are_written(tmp_path: Path) -> None:
 
     assert wait(fork(limited)) == 7
     found = CheckpointStore(tmp_path).latest_valid()
-    assert found is not None and found.step == 1
+    assert found is not None and found.name == "step_1"
     back = {"x": torch.zeros(10, dtype=torch.int64)}
-    load_tensors(found.path / "state", back)
+    load_tensors(found / "state", back)
     assert back["x"].equal(small["x"])
 
 

@@ -201,30 +201,21 @@ def trained(name: str, rows: list[Any]) -> list[str]:
     return out
 
 
-# name: (prefix_stable, append_only, generation prompt, end of turn, trailing, system, tools, tool calls)
+# name: (append_only, end of turn, trailing, system, tools, tool calls)
 GOLDEN = {
-    "chatml": (True, True, "<|im_start|>assistant\n", "<|im_end|>", "\n", True, False, False),
-    "qwen3": (False, False, "<|im_start|>assistant\n", "<|im_end|>", "\n", True, True, True),
-    "llama3": (True, True, "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>", "", True, False, False),
-    "llama2": (True, True, "", " </s>", "", True, False, False),
-    "gemma": (True, True, "<start_of_turn>model\n", "<end_of_turn>", "\n", False, False, False),
-    "mistral": (False, False, "", "</s>", "", True, False, False),
-    "phi": (True, True, "<|assistant|>\n", "<|end|>", "\n<|endoftext|>", True, False, False),
-    "r1": (True, False, "<|Assistant|><think>\n", "<|end_of_sentence|>", "", True, False, False),
-    "zephyr": (True, True, "<|assistant|>\n", "</s>", "\n", True, False, False),
-    "command_r": (
-        True,
-        True,
-        "<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>",
-        "<|END_OF_TURN_TOKEN|>",
-        "",
-        True,
-        False,
-        False,
-    ),
-    "quickstart": (True, True, "<|assistant|>", "<|end|>", "", False, False, False),
-    "stripping": (False, False, "<|im_start|>assistant\n", "<|im_end|>", "\n", True, False, False),
-    "plain_text": (True, False, "assistant: ", "", "", True, False, False),
+    "chatml": (True, "<|im_end|>", "\n", True, False, False),
+    "qwen3": (False, "<|im_end|>", "\n", True, True, True),
+    "llama3": (True, "<|eot_id|>", "", True, False, False),
+    "llama2": (True, " </s>", "", True, False, False),
+    "gemma": (True, "<end_of_turn>", "\n", False, False, False),
+    "mistral": (False, "</s>", "", True, False, False),
+    "phi": (True, "<|end|>", "\n<|endoftext|>", True, False, False),
+    "r1": (False, "<|end_of_sentence|>", "", True, False, False),
+    "zephyr": (True, "</s>", "\n", True, False, False),
+    "command_r": (True, "<|END_OF_TURN_TOKEN|>", "", True, False, False),
+    "quickstart": (True, "<|end|>", "", False, False, False),
+    "stripping": (False, "<|im_end|>", "\n", True, False, False),
+    "plain_text": (False, "", "", True, False, False),
 }
 
 
@@ -232,32 +223,11 @@ def test_the_audits_match_the_golden_table() -> None:
     failed = {}
     for name, golden in GOLDEN.items():
         audit, decode = audit_of(name), tokenizer_of(name).decode
-        found = (
-            audit.prefix_stable,
-            audit.append_only,
-            decode(audit.generation_prompt_ids),
-            decode(audit.ends_turn_with),
-            decode(audit.trailing_ids),
-            audit.supports_system,
-            audit.supports_tools,
-            audit.supports_tool_calls,
-        )
-        if found != golden:
-            failed[name] = (found, golden, audit.reasons)
-        if not audit.append_only and not any(r.startswith("with ") for r in audit.reasons):
-            failed[name] = ("a flag that is off has its reason", audit.reasons)
+        ending, trailing = decode(audit.ends_turn_with), decode(audit.trailing_ids)
+        supports = (audit.supports_system, audit.supports_tools, audit.supports_tool_calls)
+        if (found := (audit.append_only, ending, trailing, *supports)) != golden:
+            failed[name] = (found, golden)
     assert not failed and GOLDEN.keys() == TEMPLATES.keys()
-
-
-def test_every_row_of_the_table_is_explained() -> None:
-    reasons = {name: " | ".join(audit_of(name).reasons) for name in TEMPLATES}
-    assert "with <think> blocks, history is rewritten" in reasons["stripping"]
-    assert "with a system message, history is rewritten" in reasons["mistral"]
-    assert "the generation prompt is not kept" in reasons["r1"]
-    assert "System role not supported" in reasons["gemma"]
-    assert "rendered as if the assistant had said it" in reasons["quickstart"]
-    assert "not with the tokenizer's eos_token '<|endoftext|>'" in reasons["phi"]
-    assert "no special token ends an assistant turn" in reasons["plain_text"]
 
 
 # name: text of each trained span of user "Hi", assistant "A one", user "More", assistant "B two"
@@ -281,13 +251,13 @@ def test_masks_of_two_turns() -> None:
     for name, golden in GOLDEN_SPANS.items():
         tokenizer, audit = tokenizer_of(name), audit_of(name)
         rows = render_conversation(tokenizer, messages, audit, template_kwargs={})
-        last = render_conversation(tokenizer, messages, audit, template_kwargs={}, train_on="last_assistant")
+        last = render_conversation(tokenizer, messages, audit, template_kwargs={}, last_only=True)
         later = render_conversation(tokenizer, messages, audit, template_kwargs={}, train_from=3)
         prompts = [render_prompt(tokenizer, messages[:upto], template_kwargs={}) for upto in (3, 1)]
         checks = {
             "one row if append-only, else one per turn": len(rows) == (1 if audit.append_only else 2),
             "both turns": trained(name, rows) == golden,
-            "last_assistant": len(last) == 1 and trained(name, last) == golden[1:],
+            "last_only": len(last) == 1 and trained(name, last) == golden[1:],
             "train_from": trained(name, later) == golden[1:],
             "a row begins with exactly what the engine would see": all(
                 np.array_equal(row.ids[: len(p)], p) for row, p in zip(reversed(rows), prompts)
@@ -349,7 +319,7 @@ def test_only_a_whole_tag_counts_as_already_in_the_prompt() -> None:
 def test_one_row_for_all_turns_refuses_a_history_stripping_template_by_itself() -> None:
     messages = conversation("Hi", THINK, "More", THINK)
     for name in ("stripping", "qwen3"):
-        lied_to = dataclasses.replace(audit_of(name), prefix_stable=True, append_only=True)
+        lied_to = dataclasses.replace(audit_of(name), append_only=True)
         with pytest.raises(RowRefused, match="history is rewritten"):
             render_conversation(tokenizer_of(name), messages, lied_to, template_kwargs={})
 
@@ -372,9 +342,7 @@ def test_tool_calls_are_trained_and_tool_results_are_not() -> None:
         {"role": "tool", "content": "secret 7"},
         {"role": "assistant", "content": "It is 7."},
     ]
-    rows = render_conversation(
-        tokenizer_of("qwen3"), messages, audit_of("qwen3"), template_kwargs={}, tools=[tool], train_on="all_assistant"
-    )
+    rows = render_conversation(tokenizer_of("qwen3"), messages, audit_of("qwen3"), template_kwargs={}, tools=[tool])
     texts = trained("qwen3", rows)
     assert '<tool_call>\n{"name": "add"' in texts[0] and texts[1].endswith("It is 7.<|im_end|>")
     assert not any("secret" in t for t in texts)
@@ -401,7 +369,7 @@ def test_rows_that_cannot_be_rendered_are_refused_with_the_reason() -> None:
             render_conversation(tokenizer_of("gemma"), messages, audit_of("gemma"), template_kwargs={})
 
 
-APPENDING = [n for n, g in GOLDEN.items() if g[1]]
+APPENDING = [n for n, g in GOLDEN.items() if g[0]]
 # Words, digits, quotes, newlines inside; no leading or trailing white space, which some templates trim.
 TEXT = st.text(st.sampled_from("aIt 7.?\n'é日#<"), min_size=1, max_size=12).map(str.strip).filter(bool)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -21,7 +22,8 @@ from transformers import (
     Qwen3ForSequenceClassification,
 )
 
-from verl.checkpoint.hf import export_hf
+from verl.checkpoint import safetensors_file
+from verl.checkpoint.hf import HfExport
 from verl.models.tiny import CHAT_TEMPLATE, character_tokenizer
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48, "vocab_size": 64}
@@ -67,26 +69,40 @@ def loaded(path: Path, kind=AutoModelForCausalLM, **options):
     return model
 
 
+def export_hf(directory: Path, *, tensors, source_dir: Path, **more) -> list[str]:
+    """Names of the files with weights."""
+    HfExport(source_dir, **more).write(directory, tensors)
+    return sorted(p.name for p in directory.glob("*.safetensors"))
+
+
+def in_bfloat16(model):
+    return ((name, tensor.bfloat16()) for name, tensor in model.state_dict().items())
+
+
+def stored(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in directory.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
 @pytest.mark.parametrize("make", [qwen3, llama, gpt2], ids=["qwen3-tied", "llama-untied", "gpt2"])
 def test_plain_transformers_loads_it_with_equal_logits(tmp_path: Path, make) -> None:
     model = make()
     src = source(tmp_path / "src", model)
     before = {p.name: p.read_bytes() for p in src.iterdir()}
     exported = export_hf(tmp_path / "out", tensors=model.state_dict().items(), source_dir=src)
-    assert exported.files == ("model.safetensors",)
+    assert exported == ["model.safetensors"]
     again = loaded(tmp_path / "out")
     assert type(again) is type(model) and again.dtype == torch.float32
     assert logits(again).equal(logits(model))
     assert not logits(again).equal(logits(loaded(src))), "these are the trained weights, not the source's"
     assert {p.name: p.read_bytes() for p in src.iterdir()} == before, "the source is only read"
     tied = model.config.tie_word_embeddings
-    assert exported.tensors == len(model.state_dict()) - tied, "tied weights are stored once"
+    assert len(stored(tmp_path / "out")) == len(model.state_dict()) - tied, "tied weights are stored once"
 
 
 def test_export_in_bfloat16(tmp_path: Path) -> None:
     model = qwen3()
     src = source(tmp_path / "src", model)
-    export_hf(tmp_path / "out", tensors=model.state_dict().items(), source_dir=src, dtype=torch.bfloat16)
+    export_hf(tmp_path / "out", tensors=in_bfloat16(model), source_dir=src)
     again = loaded(tmp_path / "out")
     assert (
         again.dtype == torch.bfloat16 and json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
@@ -101,21 +117,22 @@ def test_dtype_in_nested_and_older_configs(tmp_path: Path) -> None:
     config = json.loads((src / "config.json").read_text())
     config |= {"torch_dtype": "float16", "vision_config": {"torch_dtype": "float16", "x": 1}, "note": "mine"}
     (src / "config.json").write_text(json.dumps(config))
-    export_hf(tmp_path / "out", tensors=model.state_dict().items(), source_dir=src, dtype=torch.bfloat16)
+    export_hf(tmp_path / "out", tensors=in_bfloat16(model), source_dir=src)
     found = json.loads((tmp_path / "out/config.json").read_text())
     assert (found["dtype"], found["torch_dtype"], found["note"]) == ("bfloat16", "bfloat16", "mine")
     assert found["vision_config"] == {"torch_dtype": "bfloat16", "x": 1}
 
 
-def test_shards_with_an_index(tmp_path: Path) -> None:
+def test_shards_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(safetensors_file, "MAX_SHARD_BYTES", 20_000)
     model = qwen3()
     src = source(tmp_path / "src", model)
-    exported = export_hf(tmp_path / "out", tensors=model.state_dict().items(), source_dir=src, max_shard_bytes=20_000)
-    n = len(exported.files)
-    assert n > 2 and exported.files[0] == f"model-00001-of-{n:05d}.safetensors"
+    exported = export_hf(tmp_path / "out", tensors=model.state_dict().items(), source_dir=src)
+    n = len(exported)
+    assert n > 2 and exported[0] == f"model-00001-of-{n:05d}.safetensors"
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
-    assert index["metadata"]["total_size"] == exported.bytes == sum(p.numel() * 4 for p in model.parameters())
-    assert set(index["weight_map"].values()) == set(exported.files) and not list((tmp_path / "out").glob("*.part"))
+    assert index["metadata"]["total_size"] == sum(p.numel() * 4 for p in model.parameters())
+    assert set(index["weight_map"].values()) == set(exported) and not list((tmp_path / "out").glob("*.part"))
     assert logits(loaded(tmp_path / "out")).equal(logits(model))
 
 
@@ -125,7 +142,7 @@ def test_weights_of_two_dtypes(tmp_path: Path) -> None:
     src = source(tmp_path / "src", model)
     weights = {k: v if "norm" in k else v.bfloat16() for k, v in model.state_dict().items()}
     exported = export_hf(tmp_path / "out", tensors=weights.items(), source_dir=src)
-    assert len(exported.files) == 2
+    assert len(exported) == 2
     again = loaded(tmp_path / "out", dtype=torch.float32)
     assert all(v.equal(weights[k].float()) for k, v in again.state_dict().items())
     assert json.loads((tmp_path / "out/config.json").read_text())["dtype"] == "bfloat16"
@@ -149,8 +166,9 @@ def test_memory_holds_a_tensor_or_two_not_the_model(tmp_path: Path) -> None:
         return torch.from_numpy(array)
 
     stream = ((name, copy(p)) for name, p in model.state_dict().items())
-    exported = export_hf(tmp_path / "out", tensors=stream, source_dir=src)
-    assert most_bytes <= 2 * max(p.nbytes for p in model.parameters()) < exported.bytes / 8
+    export_hf(tmp_path / "out", tensors=stream, source_dir=src)
+    sizes = [p.nbytes for p in model.parameters()]
+    assert most_bytes <= 2 * max(sizes) < sum(sizes) / 8
 
 
 def test_tokenizer_template_and_generation_config_come_along(tmp_path: Path) -> None:
@@ -252,11 +270,8 @@ def test_a_class_that_transformers_does_not_have(tmp_path: Path) -> None:
     src = source(tmp_path / "src", model)
     config = json.loads((src / "config.json").read_text()) | {"architectures": ["MyOwnForCausalLM"]}
     (src / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="pass tied="):
+    with pytest.raises(ValueError, match="is not a class of transformers and its embeddings are tied"):
         export_hf(tmp_path / "bad", tensors=model.state_dict().items(), source_dir=src)
-    tied = {"lm_head.weight": "model.embed_tokens.weight"}
-    exported = export_hf(tmp_path / "out", tensors=model.state_dict().items(), source_dir=src, tied=tied)
-    assert exported.tensors == len(model.state_dict()) - 1
 
 
 # ---- what would load as something else
@@ -290,7 +305,7 @@ def test_names_of_the_files_may_differ_from_those_of_the_modules(tmp_path: Path)
     from safetensors.torch import save_file
 
     save_file(hub, src / "model.safetensors", metadata={"format": "pt"})
-    export_hf(tmp_path / "out", tensors=hub.items(), source_dir=src, tied={})
+    export_hf(tmp_path / "out", tensors=hub.items(), source_dir=src)
     assert logits(loaded(tmp_path / "out")).equal(logits(model))
 
 

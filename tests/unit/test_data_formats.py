@@ -16,8 +16,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from verl.config.schema import DataConfig
 from verl.data.files import RawRow, expand_files, fingerprint, read_rows
-from verl.data.formats import GSM8K_INSTRUCTION, RowFormat
+from verl.data.formats import GSM8K_INSTRUCTION, conversation_row, task_row
 from verl.data.preference import pair_row, unpaired_row
 
 GSM8K = Path(__file__).parents[1] / "data" / "gsm8k_train.jsonl"
@@ -126,7 +127,7 @@ USER = ({"role": "user", "content": "2+2?"},)
 
 
 def task(row: dict[str, Any], **options: Any) -> Any:
-    return RowFormat(**options).task(RawRow("f.jsonl:7", row))
+    return task_row(RawRow("f.jsonl:7", row), DataConfig(**options))
 
 
 def refused(read: Any, table: Sequence[tuple[dict[str, Any], str]]) -> list[tuple[dict[str, Any], str]]:
@@ -234,7 +235,7 @@ PAIR = (*USER, {"role": "assistant", "content": "4"})
 
 
 def conversation(row: dict[str, Any], **options: Any) -> Any:
-    return RowFormat(**options).conversation(RawRow("f.jsonl:7", row))
+    return conversation_row(RawRow("f.jsonl:7", row), DataConfig(**options))
 
 
 def test_sft_rows() -> None:
@@ -280,11 +281,11 @@ GOOD, BAD = [{"role": "assistant", "content": "4"}], [{"role": "assistant", "con
 
 
 def pair(row: dict[str, Any], **options: Any) -> Any:
-    return pair_row(RawRow("f.jsonl:7", row), RowFormat(**options))
+    return pair_row(RawRow("f.jsonl:7", row), DataConfig(**options))
 
 
 def unpaired(row: dict[str, Any]) -> Any:
-    return unpaired_row(RawRow("f.jsonl:7", row), RowFormat())
+    return unpaired_row(RawRow("f.jsonl:7", row), DataConfig())
 
 
 def test_preference_rows_in_every_shape_are_the_same() -> None:

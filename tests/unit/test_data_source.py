@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from verl.chat.template import audit_template, render_prompt
+from verl.chat.template import render_prompt
 from verl.config.schema import DataConfig
 from verl.data import render, source
 from verl.data.files import RawRow
-from verl.data.formats import RowFormat, content_hash
+from verl.data.formats import content_hash
 from verl.data.parallel import run_chunks
 from verl.data.render import ConversationJob, kept_positions
 from verl.data.source import load_conversations, load_tasks
@@ -118,9 +118,9 @@ def test_options_of_a_load(tokenizer: Any, config: Any, tmp_path: Path) -> None:
     assert tokenizer.decode(task.prompt_ids) == "<|system|>S<|end|><|user|>ab<|end|><|assistant|>"
     other = write(tmp_path / "b.jsonl", [{"q": "zz", "prompt": "no"}])
     assert load_tasks([other], tokenizer, config(prompt_key="q"))[0].messages[0]["content"] == "zz"
-    tool = {"type": "function", "function": {"name": "f"}}
-    with pytest.raises(ValueError, match=r"a\.jsonl:1: the prompt has tools, which this chat template does not show"):
-        load_tasks([file], tokenizer, config(), tools=[tool])
+    tools = write(tmp_path / "c.jsonl", [{"prompt": "ab", "tools": [{"type": "function", "function": {"name": "f"}}]}])
+    with pytest.raises(ValueError, match=r"c\.jsonl:1: the prompt has tools, which this chat template does not show"):
+        load_tasks([tools], tokenizer, config(tools_key="tools"))
 
 
 def test_template_errors_name_the_row(tokenizer: Any, config: Any, tmp_path: Path) -> None:
@@ -252,15 +252,7 @@ class Slow:
 def test_the_sft_job_travels_too(tokenizer: Any) -> None:
     import pickle
 
-    job = ConversationJob(
-        tokenizer=tokenizer,
-        audit=audit_template(tokenizer),
-        template_kwargs={},
-        format=RowFormat(),
-        max_tokens=99,
-        truncation="error",
-        train_on="all_assistant",
-    )
+    job = ConversationJob(tokenizer, DataConfig(max_tokens_per_row=99), {})
     rows = [RawRow("f:1", {"prompt": "a", "completion": "b"})]
     (_, here), (_, there) = (j(rows, lambda done: None) for j in (job, pickle.loads(pickle.dumps(job))))
     assert here["mask"].sum() == 2 and all(np.array_equal(here[k], there[k]) for k in here)
@@ -292,8 +284,6 @@ def test_conversations_with_masks(tokenizer: Any, config: Any, tmp_path: Path) -
     assert table.report.total_tokens == sum(len(table[k].ids) for k in range(2)) and table.report.rows_kept == 2
     assert table.report.refused == {"no assistant turn after a prompt": 1}
     assert table.report.example.startswith(f"{file}:2: no assistant turn")
-    last = load_conversations([file], tokenizer, config(), train_on="last_assistant")
-    assert tokenizer.decode(last[0].ids[last[0].mask]) == "d<|end|>"
     cached = load_conversations([file], tokenizer, config())
     assert (
         cached.report.from_cache and np.array_equal(cached[0].mask, table[0].mask) and cached[0].mask.dtype == np.bool_

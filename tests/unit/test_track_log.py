@@ -18,7 +18,7 @@ from verl.types import Metric
 def log_of(run_dir, attempt, records, resume=None):
     log = EventLog(run_dir, attempt, clock=lambda: 1000.0 + attempt)
     if resume is not None:
-        log.resume_at(resume)
+        log.append("resumed", resume, {})
     for kind, step in records:
         log.append(kind, step, {"by": attempt})
     log.flush(fsync=True)

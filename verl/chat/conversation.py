@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from verl.chat.template import (
     RenderError,
     RowRefused,
     TemplateAudit,
+    Tokenizer,
     Tool,
     as_ids,
     is_prefix,
@@ -30,11 +31,6 @@ from verl.chat.template import (
     refuse_unsupported,
     shared,
 )
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-TrainOn = Literal["all_assistant", "last_assistant"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,26 +45,24 @@ class Rendered:
 
 
 def render_conversation(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     messages: Sequence[Message],
     audit: TemplateAudit,
-    *,
     template_kwargs: Mapping[str, Any],
+    *,
     tools: Sequence[Tool] | None = None,
-    train_on: TrainOn = "all_assistant",
     train_from: int = 0,
+    last_only: bool = False,
 ) -> list[Rendered]:
     """Training rows of a conversation: one for an append-only template, else one per assistant turn, as at inference.
 
-    Assistant turns before message `train_from`, or without any prompt, are context. RowRefused if no exact row exists.
+    Assistant turns before message `train_from`, or without any prompt, are context; with `last_only` all but the last
+    are. RowRefused if no exact row exists.
     """
-    if train_on not in ("all_assistant", "last_assistant"):
-        raise ValueError(f"train_on={train_on!r}: must be all_assistant or last_assistant")
     turns = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i >= max(train_from, 1)]
     if not turns:
         raise RowRefused("no assistant turn after a prompt", f"{len(messages)} messages")
-    if train_on == "last_assistant":
-        turns = turns[-1:]
+    turns = turns[-1:] if last_only else turns
     refuse_unsupported(messages, audit, tools)
     r = Renderer(tokenizer, template_kwargs, tools)
     try:
@@ -91,9 +85,8 @@ def _whole_row(r: Renderer, messages: Sequence[Message], turns: Sequence[int], a
             raise RowRefused("history is rewritten or its tokens merge across a turn boundary", f"message {i + 1}")
         if not is_prefix(prompt, turn[:end]):
             raise RowRefused("the prompt's tokens merge with the first of the answer", f"message {i + 1}")
-        if messages[i].get("reasoning_content") and not keeps_text(
-            messages[i], r.text(messages[: i + 1], prompt=False)
-        ):
+        reasons = messages[i].get("reasoning_content")
+        if reasons and not keeps_text(messages[i], r.text(messages[: i + 1], prompt=False)):
             raise RowRefused("reasoning_content, which this chat template does not render", f"message {i + 1}")
         mask[len(prompt) : end] = True
     return Rendered(ids, mask)

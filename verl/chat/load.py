@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from verl.chat.template import Tokenizer, one_line
 
 
 def load_tokenizer(
     path: str | Path, *, trust_remote_code: bool = False, chat_template_file: str | None = None
-) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local model folder; `chat_template_file` replaces its template."""
+) -> Tokenizer:
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise ValueError(
@@ -22,31 +19,25 @@ def load_tokenizer(
     from transformers import AutoTokenizer  # takes seconds and pulls torch in
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(folder), trust_remote_code=trust_remote_code, local_files_only=True
-        )
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError, KeyError) as exc:
         found = ", ".join(sorted(p.name for p in folder.iterdir() if "token" in p.name or "vocab" in p.name))
         raise ValueError(
             f"model.path={str(path)!r} has no tokenizer that can be loaded (tokenizer files there: {found or 'none'};"
-            f" {type(exc).__name__}: {_one_line(exc)}). Fix: copy tokenizer.json and tokenizer_config.json of the model"
+            f" {type(exc).__name__}: {one_line(exc)}). Fix: copy tokenizer.json and tokenizer_config.json of the model"
             " into the folder, or set model.tokenizer_path"
         ) from exc
     if chat_template_file is not None:
         try:
             tokenizer.chat_template = Path(chat_template_file).expanduser().read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as exc:
-            raise ValueError(f"model.chat_template={chat_template_file!r} cannot be read: {_one_line(exc)}") from exc
+            raise ValueError(f"model.chat_template={chat_template_file!r} cannot be read: {one_line(exc)}") from exc
     return tokenizer
 
 
-def require_chat_template(tokenizer: PreTrainedTokenizerBase, path: str | Path) -> None:
+def require_chat_template(tokenizer: Tokenizer, path: str | Path) -> None:
     if not tokenizer.chat_template:
         raise ValueError(
             f"the tokenizer of {str(path)!r} has no chat template, so messages cannot become a prompt."
             " Fix: model.chat_template=FILE (a Jinja file), or use an instruction-tuned model"
         )
-
-
-def _one_line(exc: BaseException) -> str:
-    return " ".join(str(exc).split())[:300]

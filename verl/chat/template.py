@@ -14,7 +14,9 @@ import jinja2
 import numpy as np
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+else:
+    Tokenizer = Any
 
 Message = Mapping[str, Any]
 Tool = Mapping[str, Any]
@@ -41,24 +43,21 @@ class RowRefused(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateAudit:
-    """What a chat template was measured to do. `reasons` explains every flag that is not what one hopes for."""
+    """What a chat template was measured to do."""
 
-    prefix_stable: bool  # rendering more messages never changes the tokens of the earlier ones
-    append_only: bool  # and a prompt with its answer appended is what is rendered: one row per conversation
-    generation_prompt_ids: tuple[int, ...]  # what add_generation_prompt adds
+    append_only: bool  # a prompt with its answer appended is what every later turn renders: one row per conversation
     ends_turn_with: tuple[int, ...]  # trained: the ids after assistant content up to its special end-of-turn token
     trailing_ids: tuple[int, ...]  # not trained: what the template puts after that (a newline, a final eos)
     supports_system: bool
     supports_tools: bool
     supports_tool_calls: bool
-    reasons: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Renderer:
     """One tokenizer with its template arguments: messages -> text (to look at) or ids (tokenised once)."""
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: Tokenizer
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     tools: Sequence[Tool] | None = None
 
@@ -79,7 +78,7 @@ class Renderer:
         """The ids of assistant turn i's prompt, and those of everything up to and including it."""
         return self.ids(messages[:i], prompt=True), self.ids(messages[: i + 1], prompt=False)
 
-    def added_text(self, messages: Sequence[Message], i: int, *, prompt: bool) -> str:
+    def added_text(self, messages: Sequence[Message], i: int, *, prompt: bool = False) -> str:
         """What message i adds to the text of those before it, which end with the generation prompt if `prompt`."""
         before, after = self.text(messages[:i], prompt=prompt), self.text(messages[: i + 1], prompt=False)
         return after[shared(before, after) :]
@@ -97,16 +96,13 @@ class Renderer:
                 **self.template_kwargs,
             )
         except (jinja2.TemplateError, TypeError) as exc:  # TypeError: "..." + None inside a template
-            roles, cause = ", ".join(str(m.get("role")) for m in messages), " ".join(str(exc).split())[:300]
-            raise RenderError(
-                f"the chat template refuses messages with roles [{roles}]: {type(exc).__name__}: {cause}"
-            ) from exc
+            roles, why = ", ".join(str(m.get("role")) for m in messages), f"{type(exc).__name__}: {one_line(exc)}"
+            raise RenderError(f"the chat template refuses messages with roles [{roles}]: {why}") from exc
 
 
 def render_prompt(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     messages: Sequence[Message],
-    *,
     template_kwargs: Mapping[str, Any],
     tools: Sequence[Tool] | None = None,
 ) -> np.ndarray:
@@ -124,7 +120,9 @@ def refuse_unsupported(messages: Sequence[Message], audit: TemplateAudit, tools:
         raise RowRefused("tool calls or tool results, which this chat template does not render")
 
 
-# ---- audit -----------------------------------------------------------------------------------------------------------
+def one_line(exc: BaseException) -> str:
+    return " ".join(str(exc).split())[:300]
+
 
 _USER = {"role": "user", "content": "What is six times seven?"}
 _AGAIN = {"role": "user", "content": "And minus two?"}
@@ -139,51 +137,25 @@ _PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer", "descri
 _TOOL = {"type": "function", "function": {"name": "quokka_sum", "description": "Adds.", "parameters": _PARAMETERS}}
 
 
-def audit_template(
-    tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None
-) -> TemplateAudit:
+def audit_template(tokenizer: Tokenizer, template_kwargs: Mapping[str, Any] | None = None) -> TemplateAudit:
     """Measure the tokenizer's chat template with a few small conversations. Costs some milliseconds."""
     plain = Renderer(tokenizer, template_kwargs or {})
     with_tools = Renderer(tokenizer, template_kwargs or {}, (_TOOL,))
-    reasons: list[str] = []
-
-    def supports(what: str, problem_of: Callable[[], str | None]) -> bool:
-        try:
-            problem = problem_of()
-        except RenderError as exc:
-            problem = str(exc)
-        if problem:
-            reasons.append(f"no {what}: {problem}")
-        return not problem
-
-    asked, prompt = (plain.ids([_USER], prompt=p).tolist() for p in (False, True))
-    generation_prompt = prompt[shared(asked, prompt) :]
-    if not generation_prompt:
-        reasons.append("there is no generation prompt: a prompt looks the same with and without it")
-    ending, trailing = _turn_ending(plain, reasons)
-    system = supports("system role", lambda: _role_problem(plain, [_SYSTEM, _USER], "system"))
-    tools = supports("tool definitions", lambda: _tool_problem(with_tools.text([_USER], prompt=True)))
+    plain.ids([_USER], prompt=True)  # a template that cannot render one question is an error
+    ending, trailing = _turn_ending(plain)
+    system = _shows_role(plain, [_SYSTEM, _USER], "system")
+    tools = _shows_tool(lambda: with_tools.text([_USER], prompt=True))
     r = with_tools if tools else plain
     called: list[dict[str, Any]] = [_USER, _CALL]
-    calls = supports("tool calls", lambda: _tool_problem(r.added_text(called, 1, prompt=False))) and supports(
-        "tool role", lambda: _role_problem(r, [*called, _ANSWER], "tool")
-    )
+    calls = _shows_tool(lambda: r.added_text(called, 1)) and _shows_role(r, [*called, _ANSWER], "tool")
     turns = [_USER, _PLAIN, _AGAIN, _PLAIN]
-    history = [
-        _audit_history(plain, turns, len(trailing), "plain turns", reasons),
-        _audit_history(plain, [_USER, _THINK, _AGAIN, _THINK], len(trailing), "<think> blocks", reasons),
-    ]
+    probes = [(plain, turns), (plain, [_USER, _THINK, _AGAIN, _THINK])]
     if system:
-        history.append(_audit_history(plain, [_SYSTEM, *turns], len(trailing), "a system message", reasons))
+        probes.append((plain, [_SYSTEM, *turns]))
     if calls:
-        answered = [*called, _ANSWER, _PLAIN, _AGAIN, _THINK]
-        history.append(_audit_history(r, answered, len(trailing), "tool calls", reasons))
-    stable = all(probe_stable for probe_stable, _ in history)
+        probes.append((r, [*called, _ANSWER, _PLAIN, _AGAIN, _THINK]))
     return TemplateAudit(
-        prefix_stable=stable,
-        append_only=stable and all(appends for _, appends in history),
-        reasons=tuple(reasons),
-        generation_prompt_ids=tuple(generation_prompt),
+        append_only=all(_appends(renderer, messages, len(trailing)) for renderer, messages in probes),
         ends_turn_with=ending,
         trailing_ids=trailing,
         supports_system=system,
@@ -192,7 +164,7 @@ def audit_template(
     )
 
 
-def _turn_ending(r: Renderer, reasons: list[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _turn_ending(r: Renderer) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(end of turn, trailing): what follows assistant content, cut after its first special token."""
     # Three contents that share no last token: what their renderings have in common at the end is the template's.
     answers = ({"role": "assistant", "content": c} for c in ("Kea", "It is 7", "why?"))
@@ -201,64 +173,41 @@ def _turn_ending(r: Renderer, reasons: list[str]) -> tuple[tuple[int, ...], tupl
     added = r.tokenizer.added_tokens_decoder
     special = {*r.tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
     ends = [k for wanted in (special, added) for k, i in enumerate(suffix, start=1) if i in wanted]
-    if not ends:
-        reasons.append(
-            "no special token ends an assistant turn: everything the template puts after it is trained, and a model"
-            " trained so stops only at a stop string"
-        )
-        return (), ()
-    last = suffix[ends[0] - 1]
-    if last != r.tokenizer.eos_token_id:
-        reasons.append(
-            f"assistant turns end with {r.tokenizer.convert_ids_to_tokens(last)!r} (id {last}),"
-            f" not with the tokenizer's eos_token {r.tokenizer.eos_token!r}: generation must stop at both"
-        )
-    return tuple(suffix[: ends[0]]), tuple(suffix[ends[0] :])
+    return (tuple(suffix[: ends[0]]), tuple(suffix[ends[0] :])) if ends else ((), ())
 
 
-def _tool_problem(text: str) -> str | None:
-    return None if "quokka_sum" in text else "the template ignores them"
-
-
-def _role_problem(r: Renderer, messages: list[dict[str, Any]], role: str) -> str | None:
-    """None if the one message with this role is rendered, and not as if the assistant had said it."""
-    text = r.text(messages, prompt=True)
-    if next(m["content"] for m in messages if m["role"] == role) not in text:
-        return "its text is not in the rendering"
+def _shows_tool(render: Callable[[], str]) -> bool:
     try:
-        as_assistant = r.text([{**m, "role": "assistant"} if m["role"] == role else m for m in messages], prompt=True)
+        return "quokka_sum" in render()
     except RenderError:
-        return None
-    return "it is rendered as if the assistant had said it" if text == as_assistant else None
+        return False
 
 
-def _audit_history(
-    r: Renderer, messages: list[dict[str, Any]], trailing: int, name: str, reasons: list[str]
-) -> tuple[bool, bool]:
-    """(prefix_stable, append_only) for one conversation; the trailing tokens of a turn may differ."""
+def _shows_role(r: Renderer, messages: list[dict[str, Any]], role: str) -> bool:
+    """Whether the one message with this role is rendered, and not as if the assistant had said it."""
+    try:
+        text = r.text(messages, prompt=True)
+    except RenderError:
+        return False
+    if next(m["content"] for m in messages if m["role"] == role) not in text:
+        return False
+    try:
+        return text != r.text([{**m, "role": "assistant"} if m["role"] == role else m for m in messages], prompt=True)
+    except RenderError:
+        return True
+
+
+def _appends(r: Renderer, messages: list[dict[str, Any]], trailing: int) -> bool:
+    """Whether no turn of this conversation changes what came before it; the trailing tokens of a turn may differ."""
     try:
         full, full_text = r.ids(messages, prompt=False), r.text(messages, prompt=False)
-        turns = [(i, *r.turn(messages, i)) for i, m in enumerate(messages) if m["role"] == "assistant"]
-    except RenderError as exc:
-        reasons.append(f"with {name}, not rendered at all, so never one row per conversation: {exc}")
-        return True, False
-    for i, prompt, turn in turns:
-        if not is_prefix(turn[: len(turn) - trailing], full):
-            reasons.append(
-                f"with {name}, history is rewritten: the tokens of the first {i + 1} messages are not a prefix of"
-                f" the tokens of all {len(messages)}"
-            )
-            return False, False
-        if not is_prefix(prompt, turn):
-            reasons.append(f"with {name}, an answer does not follow its prompt: the generation prompt is not kept")
-            return True, False
-        if not keeps_text(messages[i], full_text):
-            reasons.append(f"with {name}, part of the assistant's own text is dropped from its turn")
-            return True, False
-    return True, True
-
-
-# ---- comparing renderings --------------------------------------------------------------------------------------------
+        turns = [(m, *r.turn(messages, i)) for i, m in enumerate(messages) if m["role"] == "assistant"]
+    except RenderError:
+        return False
+    return all(
+        is_prefix(turn[: len(turn) - trailing], full) and is_prefix(prompt, turn) and keeps_text(message, full_text)
+        for message, prompt, turn in turns
+    )
 
 
 def keeps_text(message: Message, rendered: str) -> bool:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,121 +22,75 @@ from safetensors import safe_open
 from verl.checkpoint.safetensors_file import DTYPES, Shard, host_bytes
 
 _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py", "LICENSE*")  # beside the weights
-_TOKENIZER = (
+_TOKENIZER: tuple[str, ...] = (
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.*",
     "merges.txt",
     "*.model",
-    "*.tiktoken",
-    "chat_template*",
 )
+_TOKENIZER += ("*.tiktoken", "chat_template*")
 _OURS = ("config.json", "*.index.json", "adapter_config.json", "trainer_state.json", "training_args*")
 
 
 @dataclass(frozen=True, slots=True)
-class Exported:
-    tensors: int
-    bytes: int
-    files: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
 class HfExport:
-    """What a folder of a run's weights gets besides the weights; see `export_hf`."""
+    """What a folder of a run's weights gets besides the weights: everything of `source_dir` that is not weights.
+
+    tokenizer_dir, chat_template: where they differ from the source."""
 
     source_dir: Path
     tokenizer_dir: Path | None = None
     chat_template: str | None = None
-    config_overrides: Mapping[str, Any] | None = None
+    config_overrides: Mapping[str, Any] = field(default_factory=dict)
 
     def write(self, directory: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        export_hf(
-            directory,
-            tensors=tensors,
-            source_dir=self.source_dir,
-            tokenizer_dir=self.tokenizer_dir,
-            chat_template=self.chat_template,
-            config_overrides=self.config_overrides,
-        )
-
-
-def export_hf(
-    directory: Path | str,
-    *,
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    source_dir: Path | str,
-    dtype: torch.dtype | None = None,
-    config_overrides: Mapping[str, Any] | None = None,
-    tied: Mapping[str, str] | None = None,
-    tokenizer_dir: Path | str | None = None,
-    chat_template: str | None = None,
-    max_shard_bytes: int = 5_000_000_000,
-) -> Exported:
-    """Write `tensors` (HF names, any order) and everything of `source_dir` that is not weights.
-
-    dtype: of the floating-point weights; None: as they come. tied: {alias: name it is stored under}; None: as the
-    model class says. tokenizer_dir, chat_template: where they differ from the source. An export that does not cover the
-    model, has foreign names, or breaks a tie is a ValueError."""
-    directory, source_dir = Path(directory), Path(source_dir)
-    config = _config_of(source_dir, config_overrides or {})
-    directory.mkdir(parents=True, exist_ok=True)
-    if stale := sorted(p.name for p in directory.glob("*.safetensors*")):
-        raise ValueError(f"{directory} already holds weights ({stale[0]}, ...): export into a new folder")
-    _copy_companions(source_dir, directory, tokenizer_dir, chat_template)
-    _write_json(directory / "config.json", config)
-    model = _skeleton(directory)
-    if tied is None:
+        """`tensors`: HF names, in any order. ValueError if they do not cover the model or break a tie."""
+        config = _config_of(self.source_dir, self.config_overrides)
+        directory.mkdir(parents=True, exist_ok=True)
+        if stale := sorted(p.name for p in directory.glob("*.safetensors*")):
+            raise ValueError(f"{directory} already holds weights ({stale[0]}, ...): export into a new folder")
+        _copy_companions(self.source_dir, directory, self.tokenizer_dir, self.chat_template)
+        _write_json(directory / "config.json", config)
+        model = _skeleton(directory)
         tied = _ties_of(model, config)
-    with ExitStack() as open_files:
-        writer = _Writer(directory, max_shard_bytes, open_files)
-        for name, tensor in _checked(tensors, tied, dtype):
-            writer.add(name, tensor)
-        shards = writer.finish()
-    names = {name for shard in shards for name in shard.names}
-    _check_names(names, tied, model, source_dir)
-    stored = max(writer.bytes_by_dtype, key=writer.bytes_by_dtype.__getitem__)
-    _write_json(directory / "config.json", _with_dtype(config, str(stored).removeprefix("torch.")))
-    return Exported(len(names), sum(s.data_bytes for s in shards), _name_shards(directory, shards))
+        with ExitStack() as open_files:
+            shards, bytes_of = _write_shards(directory, _checked(tensors, tied), open_files)
+        _check_names({name for shard in shards for name in shard.names}, tied, model, self.source_dir)
+        stored = max(bytes_of, key=bytes_of.__getitem__)
+        _write_json(directory / "config.json", _with_dtype(config, str(stored).removeprefix("torch.")))
+        _name_shards(directory, shards)
 
 
-# ---- weights
-
-
-class _Writer:
+def _write_shards(
+    directory: Path, tensors: Iterable[tuple[str, torch.Tensor]], open_files: ExitStack
+) -> tuple[list[Shard], Counter[torch.dtype]]:
     """Shards side by side, one per dtype: within a file every tensor starts at a multiple of its item size."""
-
-    def __init__(self, directory: Path, max_shard_bytes: int, open_files: ExitStack) -> None:
-        self._directory, self._max_shard_bytes, self._open_files = directory, max_shard_bytes, open_files
-        self._open: dict[torch.dtype, Shard] = {}
-        self._shards: list[Shard] = []
-        self.bytes_by_dtype: dict[torch.dtype, int] = {}
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        shard = self._open.get(tensor.dtype)
-        if shard is None or not shard.fits(name, tensor, self._max_shard_bytes):
+    filling: dict[torch.dtype, Shard] = {}
+    shards: list[Shard] = []
+    bytes_of: Counter[torch.dtype] = Counter()
+    for name, tensor in tensors:
+        shard = filling.get(tensor.dtype)
+        if shard is None or not shard.add(name, tensor):
             if shard is not None:
                 shard.finish()
-            shard = Shard(self._directory / f"shard-{len(self._shards)}.part")
-            self._open_files.callback(shard.close)
-            self._open[tensor.dtype] = shard
-            self._shards.append(shard)
-        shard.add(name, tensor)
-        self.bytes_by_dtype[tensor.dtype] = self.bytes_by_dtype.get(tensor.dtype, 0) + tensor.nbytes
-
-    def finish(self) -> list[Shard]:
-        for shard in self._open.values():
-            shard.finish()
-        if not self._shards:
-            raise ValueError("there are no tensors to export")
-        return self._shards
+            shard = filling[tensor.dtype] = Shard(directory / f"shard-{len(shards)}.part")
+            open_files.callback(shard.close)
+            shards.append(shard)
+            shard.add(name, tensor)
+        bytes_of[tensor.dtype] += tensor.nbytes
+    for shard in filling.values():
+        shard.finish()
+    if not shards:
+        raise ValueError("there are no tensors to export")
+    return shards, bytes_of
 
 
 def _checked(
-    tensors: Iterable[tuple[str, torch.Tensor]], tied: Mapping[str, str], dtype: torch.dtype | None
+    tensors: Iterable[tuple[str, torch.Tensor]], tied: Mapping[str, str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Cast; refuse duplicates; store tied weights once, under their owner's name."""
+    """Refuse duplicates; store tied weights once, under their owner's name."""
     seen: set[str] = set()
     digests: dict[str, bytes] = {}
     waiting: dict[str, torch.Tensor] = {}  # owner -> what came under an alias before it
@@ -144,8 +99,6 @@ def _checked(
         if name in seen:
             raise ValueError(f"weight {name} comes twice")
         seen.add(name)
-        if dtype is not None and tensor.is_floating_point():
-            tensor = tensor.detach().to(dtype)
         if tensor.dtype not in DTYPES or tensor.layout != torch.strided:
             raise ValueError(
                 f"weight {name} is a tensor of {tensor.dtype}, {tensor.layout}: safetensors has no such type"
@@ -165,24 +118,18 @@ def _checked(
             )
 
 
-def _name_shards(directory: Path, shards: list[Shard]) -> tuple[str, ...]:
+def _name_shards(directory: Path, shards: list[Shard]) -> None:
     """One file is model.safetensors; more are numbered, with an index."""
     if len(shards) == 1:
         shards[0].path.rename(directory / "model.safetensors")
-        return ("model.safetensors",)
+        return
     files = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
     for shard, file in zip(shards, files):
         shard.path.rename(directory / file)
     weight_map = {name: file for shard, file in zip(shards, files) for name in shard.names}
-    index = {
-        "metadata": {"total_size": sum(s.data_bytes for s in shards)},
-        "weight_map": dict(sorted(weight_map.items())),
-    }
+    about = {"total_size": sum(s.data_bytes for s in shards)}
+    index = {"metadata": about, "weight_map": dict(sorted(weight_map.items()))}
     _write_json(directory / "model.safetensors.index.json", index)
-    return tuple(files)
-
-
-# ---- what the model says about itself
 
 
 def _skeleton(directory: Path) -> torch.nn.Module | None:
@@ -202,8 +149,8 @@ def _ties_of(model: torch.nn.Module | None, config: Mapping[str, Any]) -> Mappin
     if model is None:
         if config.get("tie_word_embeddings"):
             raise ValueError(
-                f"{config.get('architectures')} is not a class of transformers and its embeddings are tied:"
-                ' pass tied={"lm_head.weight": <name of the embedding>}'
+                f"{config.get('architectures')} is not a class of transformers and its embeddings are tied, so their"
+                " names are not known: a model of transformers, or one without tie_word_embeddings, can be exported"
             )
         return {}
     return dict(model.all_tied_weights_keys)  # type: ignore[arg-type]
@@ -232,16 +179,13 @@ def _weight_names(folder: Path) -> set[str]:
     return names
 
 
-# ---- everything that is not weights
-
-
 def _config_of(source_dir: Path, overrides: Mapping[str, Any]) -> dict[str, Any]:
     path = source_dir / "config.json"
     if not path.is_file():
         raise ValueError(f"{source_dir} has no config.json: source_dir is the Hugging Face folder of the model")
     config = json.loads(path.read_text())
     config.pop("_name_or_path", None)
-    return config | dict(overrides)
+    return {**config, **overrides}
 
 
 def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
@@ -253,12 +197,12 @@ def _with_dtype(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
     return out
 
 
-def _copy_companions(source_dir: Path, directory: Path, tokenizer_dir: Path | str | None, template: str | None) -> None:
+def _copy_companions(source_dir: Path, directory: Path, tokenizer_dir: Path | None, template: str | None) -> None:
     _copy(source_dir, directory, _COMPANIONS)
-    if tokenizer_dir is not None and Path(tokenizer_dir) != source_dir:
+    if tokenizer_dir is not None and tokenizer_dir != source_dir:
         for path in _matching(directory, _TOKENIZER):
             path.unlink()
-        _copy(Path(tokenizer_dir), directory, _TOKENIZER)
+        _copy(tokenizer_dir, directory, _TOKENIZER)
     if template is not None:
         (directory / "chat_template.jinja").write_text(template)
         settings = directory / "tokenizer_config.json"

@@ -1,37 +1,30 @@
 """Write safetensors files one tensor at a time.
 
 The library's `save_file` wants every tensor of the file on the CPU at once, holds the GIL for the whole write, hides a
-full disk in an error of its own type and creates files that only their owner can read. The format is an 8-byte length, a
-JSON header and the bytes; readers are the library's.
+full disk in an error of its own type and creates files that only their owner can read. The format is an 8-byte length,
+a JSON header and the bytes; readers are the library's.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
-DTYPES: Mapping[torch.dtype, str] = {
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64)
+_FLOATS = (torch.float16, torch.float32, torch.float64)
+DTYPES = {
     torch.bool: "BOOL",
-    torch.uint8: "U8",
-    torch.int8: "I8",
-    torch.int16: "I16",
-    torch.uint16: "U16",
-    torch.int32: "I32",
-    torch.uint32: "U32",
-    torch.int64: "I64",
-    torch.uint64: "U64",
-    torch.float16: "F16",
     torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.float64: "F64",
     torch.complex64: "C64",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    **{dtype: f"{'I' if dtype.is_signed else 'U'}{8 * dtype.itemsize}" for dtype in _INTEGERS},
+    **{dtype: f"F{8 * dtype.itemsize}" for dtype in _FLOATS},
 }
-_METADATA = {"format": "pt"}  # transformers refuses files without it
+MAX_SHARD_BYTES = 5_000_000_000
+_HEADER_BYTES = 1 << 18
 
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:
@@ -41,55 +34,39 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 class Shard:
-    """One file that grows tensor by tensor, so that only one is in memory. All tensors have the same item size. Room for
-    the header is set aside at the front and filled in by `finish` (the format allows blanks after the JSON)."""
+    """One file that grows tensor by tensor, so that only one is in memory. All tensors have one item size. The room for
+    the header at the front is filled in by `finish` (the format allows blanks after the JSON)."""
 
-    def __init__(self, path: Path, header_bytes: int = 1 << 18) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         self.names: list[str] = []
         self.data_bytes = 0
-        self._header: dict[str, object] = {"__metadata__": _METADATA}
-        self._header_room, self._header_used = header_bytes, 64
+        self._header: dict[str, object] = {"__metadata__": {"format": "pt"}}  # transformers refuses files without it
+        self._header_left = _HEADER_BYTES - 64
         self._file = open(path, "wb")  # noqa: SIM115 - closed by `finish` or `close`
-        self._file.write(b" " * header_bytes)
+        self._file.write(b" " * _HEADER_BYTES)
 
-    def fits(self, name: str, tensor: torch.Tensor, max_bytes: int) -> bool:
-        """Whether one more may go in here; the first always may, however large."""
-        size_bytes = self.data_bytes + tensor.numel() * tensor.element_size()
-        return not self.names or (
-            size_bytes <= max_bytes and self._header_used + _entry_bytes(name, tensor) <= self._header_room
-        )
-
-    def add(self, name: str, tensor: torch.Tensor) -> None:
-        data = host_bytes(tensor)
-        self._file.write(data)
-        self._header[name] = _entry(tensor, self.data_bytes, self.data_bytes + data.nbytes)
-        self._header_used += _entry_bytes(name, tensor)
-        self.data_bytes += data.nbytes
+    def add(self, name: str, tensor: torch.Tensor) -> bool:
+        """Append; False if the file is full. The first always fits, however large."""
+        # An upper bound of what the tensor adds to the header: escaped name, 20 digits for each number.
+        entry_bytes = len(json.dumps(name)) + 80 + 22 * (tensor.dim() + 2)
+        end = self.data_bytes + tensor.nbytes
+        if self.names and (end > MAX_SHARD_BYTES or entry_bytes > self._header_left):
+            return False
+        self._file.write(host_bytes(tensor))
+        offsets = [self.data_bytes, end]
+        self._header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": offsets}
+        self._header_left -= entry_bytes
+        self.data_bytes = end
         self.names.append(name)
+        return True
 
     def finish(self) -> None:
-        framed = _framed(self._header, self._header_room)
-        assert len(framed) == self._header_room, f"a header of {len(framed)} bytes in a room of {self._header_room}"
+        text, room = json.dumps(self._header, separators=(",", ":")).encode(), _HEADER_BYTES - 8
+        assert len(text) <= room, f"a header of {len(text)} bytes in a room of {room}"
         self._file.seek(0)
-        self._file.write(framed)
+        self._file.write(room.to_bytes(8, "little") + text.ljust(room))
         self.close()
 
     def close(self) -> None:
         self._file.close()
-
-
-def _entry(tensor: torch.Tensor, start: int, end: int) -> dict[str, object]:
-    return {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-
-
-def _entry_bytes(name: str, tensor: torch.Tensor) -> int:
-    """An upper bound of what the tensor adds to the header: escaped name, 20 digits for each number."""
-    return len(json.dumps(name)) + 80 + 22 * (tensor.dim() + 2)
-
-
-def _framed(header: Mapping[str, object], room: int) -> bytes:
-    """Length and JSON, filled with blanks to `room` bytes in all, else to a multiple of 8."""
-    text = json.dumps(header, separators=(",", ":")).encode()
-    size = max(room - 8, len(text) + -len(text) % 8)
-    return size.to_bytes(8, "little") + text.ljust(size)

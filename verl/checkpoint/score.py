@@ -1,4 +1,4 @@
-"""Reward models as folders: transformers' one-label sequence classifiers, the body under its own names and `score.weight`."""
+"""Reward models as folders: one-label sequence classifiers of transformers, the body under its own names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def read_score(folder: Path) -> Tensor | None:
 
 
 def classifier_config(folder: Path, pad_token_id: int | None) -> dict[str, Any]:
-    """What config.json says where the model of `folder` is a classifier. ValueError if transformers has no such class."""
+    """What config.json says where the model of `folder` is a classifier; ValueError if transformers has no such."""
     import transformers
 
     config = json.loads((folder / "config.json").read_text())
@@ -37,8 +37,9 @@ def classifier_config(folder: Path, pad_token_id: int | None) -> dict[str, Any]:
         names = [n.replace(kind, "ForSequenceClassification") for n in names]
     if not names or not names[0].endswith("ForSequenceClassification") or not hasattr(transformers, names[0]):
         raise ValueError(
-            f"model.path={folder}: transformers has no sequence classifier for {config.get('architectures')}, so a reward model"
-            " of it could not be saved. Fix: a causal language model whose family has a ...ForSequenceClassification class"
+            f"model.path={folder}: transformers has no sequence classifier for {config.get('architectures')}, so a"
+            " reward model of it could not be saved. Fix: a causal language model whose family has a"
+            " ...ForSequenceClassification class"
         )
     pad = config.get("pad_token_id")
     return {
@@ -50,7 +51,7 @@ def classifier_config(folder: Path, pad_token_id: int | None) -> dict[str, Any]:
 
 
 def classifier_tensors(body: str, tensors: Iterable[tuple[str, Tensor]], head: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The weights below `body` (the model's base_model_prefix), without the language model's head, and the scalar head."""
+    """The weights below `body` (the model's base_model_prefix), without the language head, and the scalar head."""
     for name, tensor in tensors:
         if name.startswith(f"{body}."):
             yield name, tensor

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint on torch.distributed.checkpoint: safetensors files that any number of ranks can read, no pickle."""
+"""Tensors of a checkpoint on torch.distributed.checkpoint: safetensors files that any number of ranks can read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_FILE_BYTES = 256 << 20  # a file is put together in memory before it is writ
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write `tensors` into the new folder `path`, in files of bounded size. OSError as of any write (disk full, I/O)."""
+    """Write `tensors` into the new folder `path`, in files of bounded size. OSError as of any write."""
     path.mkdir(parents=True, exist_ok=True)
     file_of: dict[str, int] = {}
     index, held = 1, 0
@@ -45,9 +45,8 @@ def load_tensors(path: Path, into: dict[str, Tensor]) -> None:
         found = reader.read_metadata().state_dict_metadata
         for name, tensor in into.items():
             if (size := tuple(found[name].size)) != tuple(tensor.shape):  # type: ignore[union-attr]
-                raise ValueError(
-                    f"{path}: {name} is {list(size)}, but the model has {list(tensor.shape)}: the checkpoint is of another model"
-                )
+                sizes = f"is {list(size)}, but the model has {list(tensor.shape)}"
+                raise ValueError(f"{path}: {name} {sizes}: the checkpoint is of another model")
         dcp.load(into, storage_reader=reader, no_dist=_alone())
 
 

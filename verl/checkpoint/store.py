@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import logging
 import math
 import os
 import re
@@ -28,6 +29,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
+
+from verl.track.files import sync_folder
+
 MANIFEST = "manifest.json"
 FORMAT = 1
 _STEP = re.compile(r"step_(\d+)")
@@ -35,6 +40,7 @@ _LEFTOVER = re.compile(r"(step_\d+)\.(tmp|old|trash)-(.+)-(\d+)")
 _HASH_THREADS = 4
 _SLACK_BYTES = 16 << 20  # directories, manifest, other writers on the same disk
 _ABANDONED_S = 3600.0  # nobody writes for so long: the writer is dead, also on another host
+logger = logging.getLogger(__name__)
 
 
 class SaveFailed(OSError):
@@ -43,24 +49,6 @@ class SaveFailed(OSError):
 
 class DiskFull(SaveFailed):
     """As SaveFailed: no space, foreseen before the first byte or met while writing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    path: Path
-    bytes: int
-    pruned: tuple[int, ...]
-    warnings: tuple[str, ...]
-    """What went wrong after the checkpoint was safe: old ones that could not be removed."""
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    step: int
-    path: Path
-    meta: Mapping[str, Any]
-    skipped: tuple[str, ...]
-    """Newer checkpoints that are damaged, and how."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,33 +69,29 @@ class CheckpointStore:
         keep_last: int = 2,
         keep_every_steps: int = 0,
         keep_best: str | None = None,
-        best: Literal["max", "min"] = "max",
         read_only: bool = False,
     ) -> None:
         """keep_last: newest checkpoints kept · keep_every_steps: multiples of it are kept for ever (0: none) ·
-        keep_best: a key of `meta`; the checkpoint with its best value (numbers only) is kept until a better one is."""
+        keep_best: a key of `meta`; the checkpoint with its greatest value is kept until a better one is."""
         if keep_last < 1:
             raise ValueError(f"keep_last={keep_last}: at least the newest checkpoint is kept")
         if keep_every_steps < 0:
             raise ValueError(f"keep_every_steps={keep_every_steps}: must be >= 0 (0 is off)")
         self.directory = Path(directory)
-        self.keep_last, self.keep_every_steps = keep_last, keep_every_steps
-        self.keep_best, self.best = keep_best, best
+        self.keep_last, self.keep_every_steps, self.keep_best = keep_last, keep_every_steps, keep_best
         self._owner = f"{socket.gethostname()}-{os.getpid()}"
         if not read_only:
             self.directory.mkdir(parents=True, exist_ok=True)
             self._remove_leftovers()
 
-    # ---- save
-
     def save(
         self, step: int, write: Callable[[Path], None], *, needed_bytes: int, meta: Mapping[str, Any] | None = None
-    ) -> Saved:
+    ) -> None:
         """`write` fills an empty directory; when it returns, the checkpoint is committed and old ones are pruned.
         An OSError (disk full, quota, I/O) leaves what was there and is raised as SaveFailed or DiskFull."""
         meta = dict(meta or {})
         json.dumps(meta)  # a meta that JSON cannot hold fails here, before anything is written
-        final = self.directory / f"step_{step}"
+        final = self._path(step)
         tmp = self.directory / f"step_{step}.tmp-{self._owner}"
         with _reported_for(final):
             self._check_space(needed_bytes)
@@ -116,57 +100,46 @@ class CheckpointStore:
             try:
                 write(tmp)
                 assert not (tmp / MANIFEST).exists(), f"{MANIFEST} is the store's own file"
-                size_bytes = self._seal(tmp, step, meta)
+                self._seal(tmp, step, meta)
                 self._commit(tmp, final)
             finally:
                 shutil.rmtree(tmp, ignore_errors=True)  # after a commit it is not there any more
-        pruned, warnings = self._prune(step)
-        return Saved(final, size_bytes, pruned, warnings)
+        self._prune(step)
 
     def _check_space(self, needed_bytes: int) -> None:
         free = shutil.disk_usage(self.directory).free
         if free < needed_bytes + _SLACK_BYTES:
-            raise DiskFull(
-                errno.ENOSPC,
-                f"a checkpoint needs about {_gb(needed_bytes)}, {_gb(free)} are free"
-                " (free some, or lower run.keep_last_checkpoints)",
-                str(self.directory),
-            )
+            what = f"a checkpoint needs about {needed_bytes / 1e9:.2f} GB, {free / 1e9:.2f} GB are free"
+            fix = "(free some, or lower run.keep_last_checkpoints)"
+            raise DiskFull(errno.ENOSPC, f"{what} {fix}", str(self.directory))
 
-    def _seal(self, tmp: Path, step: int, meta: Mapping[str, Any]) -> int:
+    def _seal(self, tmp: Path, step: int, meta: Mapping[str, Any]) -> None:
         """Sync every file, then write the manifest: whoever sees a manifest sees what it lists."""
         paths = sorted(_files(tmp))
         with ThreadPoolExecutor(_HASH_THREADS) as pool:
             entries = dict(zip((p.relative_to(tmp).as_posix() for p in paths), pool.map(_synced_entry, paths)))
-        serials = [m.serial for s in self.steps() if isinstance(m := _read_manifest(self._path(s)), _Manifest)]
-        content: dict[str, Any] = {
-            "format": FORMAT,
-            "step": step,
-            "serial": max(serials, default=0) + 1,
-            "saved_at_s": time.time(),
-            "meta": meta,
-            "files": entries,
-        }
+        serial = max((m.serial for m in self._manifests()), default=0) + 1
+        content: dict[str, Any] = {"format": FORMAT, "step": step, "serial": serial, "saved_at_s": time.time()}
+        content |= {"meta": meta, "files": entries}
         content["digest"] = _digest(content)
         with open(tmp / MANIFEST, "w") as f:
             json.dump(content, f, indent=1)
             f.flush()
             os.fsync(f.fileno())
         for directory in (*(p for p in tmp.rglob("*") if p.is_dir()), tmp):
-            _sync_directory(directory)
-        return sum(e["bytes"] for e in entries.values())
+            sync_folder(directory)
 
     def _commit(self, tmp: Path, final: Path) -> None:
         if not final.exists():
             os.rename(tmp, final)
-            return _sync_directory(self.directory)
+            return sync_folder(self.directory)
         old = self._aside(final, "old")  # saved again, after a rewind: a rename cannot replace a directory
         try:
             os.rename(tmp, final)
         except OSError:
             os.rename(old, final)
             raise
-        _sync_directory(self.directory)
+        sync_folder(self.directory)
         shutil.rmtree(old, ignore_errors=True)
 
     def _aside(self, path: Path, why: Literal["old", "trash"]) -> Path:
@@ -176,30 +149,24 @@ class CheckpointStore:
         os.rename(path, aside)
         return aside
 
-    # ---- find
-
     def steps(self) -> list[int]:
         """Steps with a committed checkpoint, damaged or not, ascending."""
         if not self.directory.is_dir():
             return []
         return sorted(int(m[1]) for p in self.directory.iterdir() if (m := _STEP.fullmatch(p.name)) and p.is_dir())
 
-    def latest_valid(self, *, quick: bool = False) -> Found | None:
+    def latest_valid(self) -> Path | None:
         """The newest checkpoint (the one saved last) that is whole; None if there is none at all. If there are some
-        and all are damaged that is an error, because starting over must be the user's decision. quick: sizes only."""
-        newest: list[tuple[int, int]] = []
+        and all are damaged that is an error, because starting over must be the user's decision."""
+        readable = self._manifests()
+        unreadable = [self._path(step) for step in self.steps() if step not in {m.step for m in readable}]
         skipped: list[str] = []
-        for step in self.steps():
-            manifest = _read_manifest(self._path(step))
-            if isinstance(manifest, _Manifest):
-                newest.append((manifest.serial, step))
-            else:
-                skipped.append(f"step_{step}: {manifest}")
-        for _, step in sorted(newest, reverse=True):
-            found = verify(self._path(step), quick=quick)
-            if isinstance(found, Mapping):
-                return Found(step, self._path(step), found, tuple(skipped))
-            skipped.append(f"step_{step}: {found}")
+        for path in (*unreadable, *(self._path(m.step) for m in reversed(readable))):
+            problem = damage(path)
+            if problem is None:
+                return path
+            logger.warning("%s is damaged and left out: %s", path, problem)
+            skipped.append(f"{path.name}: {problem}")
         if skipped:
             raise ValueError(
                 f"no checkpoint in {self.directory} is usable: {'; '.join(skipped)}."
@@ -210,38 +177,25 @@ class CheckpointStore:
     def _path(self, step: int) -> Path:
         return self.directory / f"step_{step}"
 
-    # ---- prune
+    def _manifests(self) -> list[_Manifest]:
+        """Those that can be read, in the order of saving."""
+        found = (_read_manifest(self._path(step)) for step in self.steps())
+        return sorted((m for m in found if isinstance(m, _Manifest)), key=lambda m: m.serial)
 
-    def _prune(self, just_saved: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    def _prune(self, just_saved: int) -> None:
         """Remove what retention does not keep. Never the one just saved, the best, the kept steps, or one whose
         manifest cannot be read (somebody should look at it)."""
-        manifests = [m for s in self.steps() if isinstance(m := _read_manifest(self._path(s)), _Manifest)]
-        manifests.sort(key=lambda m: m.serial)
+        manifests = self._manifests()
         keep = {just_saved, *(m.step for m in manifests[-self.keep_last :])}
         keep |= {m.step for m in manifests if self.keep_every_steps and m.step % self.keep_every_steps == 0}
-        keep |= {m.step for m in self._best_of(manifests)}
-        pruned, warnings = [], []
-        for manifest in manifests:
-            if manifest.step in keep:
-                continue
+        if self.keep_best is not None:
+            values = {m.step: v for m in manifests if (v := _number(m.meta.get(self.keep_best))) is not None}
+            keep |= {max(values, key=values.__getitem__)} if values else set()  # the first of equal ones
+        for step in (m.step for m in manifests if m.step not in keep):
             try:
-                shutil.rmtree(self._aside(self._path(manifest.step), "trash"))
-                pruned.append(manifest.step)
+                shutil.rmtree(self._aside(self._path(step), "trash"))
             except OSError as e:
-                warnings.append(f"step_{manifest.step} could not be removed: {e}")
-        return tuple(pruned), tuple(warnings)
-
-    def _best_of(self, manifests: list[_Manifest]) -> list[_Manifest]:
-        """The first checkpoint with the best value, if any has one."""
-        if self.keep_best is None:
-            return []
-        values = {m.step: v for m in manifests if (v := _number(m.meta.get(self.keep_best))) is not None}
-        if not values:
-            return []
-        best = max(values.values()) if self.best == "max" else min(values.values())
-        return [next(m for m in manifests if values.get(m.step) == best)]
-
-    # ---- leftovers of processes that died
+                logger.warning("%s could not be removed: %s", self._path(step), e)
 
     def _remove_leftovers(self) -> None:
         for path in sorted(self.directory.iterdir()):
@@ -249,16 +203,15 @@ class CheckpointStore:
             if match is None or not _abandoned(path, match[3], int(match[4])):
                 continue
             original = self.directory / match[1]
-            whole = match[2] == "old" and not original.exists() and isinstance(verify(path, quick=True), Mapping)
-            if whole:  # died before the new one had the name
-                os.rename(path, original)
-                _sync_directory(self.directory)
+            if match[2] == "old" and not original.exists() and damage(path, quick=True) is None:
+                os.rename(path, original)  # it died before the new one had the name
+                sync_folder(self.directory)
             else:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def verify(path: Path, *, quick: bool = False) -> Mapping[str, Any] | str:
-    """`meta` of the checkpoint if it is whole, else what is wrong with it. quick: sizes only, no hashes."""
+def damage(path: Path, *, quick: bool = False) -> str | None:
+    """What is wrong with the checkpoint; None if it is whole. quick: sizes only, no hashes."""
     manifest = _read_manifest(path)
     if isinstance(manifest, str):
         return manifest
@@ -274,7 +227,7 @@ def verify(path: Path, *, quick: bool = False) -> Mapping[str, Any] | str:
         for (name, entry), found in zip(manifest.files.items(), hashes):
             if found != entry["sha256"]:
                 return f"{name} has another content than was written (sha256 {found[:12]}, not {entry['sha256'][:12]})"
-    return manifest.meta
+    return None
 
 
 def _read_manifest(path: Path) -> _Manifest | str:
@@ -299,9 +252,7 @@ def _digest(content: Mapping[str, Any]) -> str:
 def _files(directory: Path) -> Iterator[Path]:
     for path in directory.rglob("*"):
         if path.is_symlink() or not (path.is_dir() or path.is_file()):
-            raise ValueError(
-                f"{path}: a checkpoint holds plain files only, since links and pipes do not survive a copy"
-            )
+            raise ValueError(f"{path}: a checkpoint holds plain files only; links and pipes do not survive a copy")
         if path.is_file():
             yield path
 
@@ -317,30 +268,12 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
-def _sync_directory(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _abandoned(path: Path, host: str, pid: int) -> bool:
     """No process works on it any more: its writer is gone from this host, or nothing was written for an hour."""
-    if host == socket.gethostname() and (pid == os.getpid() or not _alive(pid)):
+    if host == socket.gethostname() and (pid == os.getpid() or not psutil.pid_exists(pid)):
         return True
     newest_s = max((p.lstat().st_mtime for p in (path, *path.rglob("*"))), default=0.0)
     return time.time() - newest_s > _ABANDONED_S
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # it lives, under another user
-        return True
-    return True
 
 
 @contextmanager
@@ -360,7 +293,3 @@ def _number(value: Any) -> float | None:
     """None for what cannot be ranked: no metric at this step, NaN."""
     plain = isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
     return value if plain else None
-
-
-def _gb(size_bytes: int) -> str:
-    return f"{size_bytes / 1e9:.2f} GB"

@@ -12,7 +12,6 @@ import json
 import logging
 import math
 import os
-import tempfile
 import time
 import zlib
 from collections.abc import Mapping
@@ -20,6 +19,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
+
+from verl.track.files import replacing
 
 MAGIC = b"verl-table-2\n".ljust(48, b"\0")
 PREFIX_BYTES = len(MAGIC) + 16
@@ -51,21 +52,13 @@ def load_cached(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]] | No
 
 
 def store_cached(path: Path, numbers: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> bool:
-    """Write atomically (temp, fsync, rename). A cache that cannot be written is a warning: the run goes on without."""
-    temp: str | None = None
+    """Write atomically. A cache that cannot be written is a warning: the run goes on without."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _prune(path.parent)
-        handle, temp = tempfile.mkstemp(prefix=f"{path.name}.", suffix=".tmp", dir=path.parent)
-        with os.fdopen(handle, "wb") as out:
+        with replacing(path) as out:
+            _prune(path.parent)
             _write(out, numbers, arrays)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(temp, path)
     except OSError as exc:
         logger.warning("%s: the tokenised rows are not cached (%s)", path, exc)
-        if temp is not None:
-            _remove(Path(temp))
         return False
     return True
 

@@ -7,8 +7,9 @@ handed back): no iterator, nothing that depends on how the run was interleaved o
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -26,30 +27,21 @@ class Draw:
 
 
 class Cursor:
-    """Draws every task once per epoch, in an order that is a pure function of (seed, epoch).
+    """Draws every task once per epoch, without end, in an order that is a pure function of (seed, epoch).
 
-    consumes: nothing · produces: draws · a draw given back is the next one to be handed out, with the same number.
+    A draw that was given back is the next one to be handed out, with the same number.
     """
 
-    def __init__(self, num_tasks: int, seed: int, shuffle: bool = True, *, num_epochs: int | None = None) -> None:
+    def __init__(self, num_tasks: int, seed: int, shuffle: bool = True) -> None:
         if num_tasks < 1:
             raise ValueError(f"num_tasks={num_tasks}: there is nothing to draw from")
-        if num_epochs is not None and num_epochs < 1:
-            raise ValueError(f"num_epochs={num_epochs}: must be at least 1, or null for no end")
-        self.num_tasks = num_tasks
-        self.seed = seed
-        self.shuffle = shuffle
-        self.num_epochs = num_epochs
+        self.num_tasks, self.seed, self.shuffle = num_tasks, seed, shuffle
         self._next = 0
         self._returned: list[int] = []  # a heap: the oldest draw goes out first
-        self._orders: dict[int, np.ndarray] = {}
 
-    def next(self) -> Draw | None:
-        """The next draw; None when `num_epochs` are over and nothing was given back."""
+    def next(self) -> Draw:
         if self._returned:
             return self._draw(heapq.heappop(self._returned))
-        if self.num_epochs is not None and self._next >= self.num_epochs * self.num_tasks:
-            return None
         self._next += 1
         return self._draw(self._next - 1)
 
@@ -60,32 +52,17 @@ class Cursor:
         assert draw == self._draw(draw.draw), f"{draw} is not of this cursor"
         heapq.heappush(self._returned, draw.draw)
 
-    @property
-    def remaining(self) -> int | None:
-        """Draws left; None without end."""
-        if self.num_epochs is None:
-            return None
-        return max(0, self.num_epochs * self.num_tasks - self._next) + len(self._returned)
-
-    def state(self, undone: Iterable[Draw] = ()) -> dict[str, Any]:
-        """Plain JSON types. `undone`: draws in flight that a restored run has to draw again."""
-        returned = {*self._returned, *(d.draw for d in undone)}
-        return {
-            "state_version": STATE_VERSION,
-            "num_tasks": self.num_tasks,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "next_draw": self._next,
-            "returned": sorted(returned),
-        }
+    def state(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        same = {"state_version": STATE_VERSION, "num_tasks": self.num_tasks, "seed": self.seed, "shuffle": self.shuffle}
+        return {**same, "next_draw": self._next, "returned": sorted(self._returned)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue where `state` was taken. The data and the order must be the same; `num_epochs` may be another."""
+        """Continue where `state` was taken. The data and the order must be the same."""
         if state.get("state_version") != STATE_VERSION:
             raise ValueError(f"cursor state version {state.get('state_version')!r}: this verl reads {STATE_VERSION}")
-        ours = {"num_tasks": self.num_tasks, "seed": self.seed, "shuffle": self.shuffle}
-        for name, value in ours.items():
-            if state[name] != value:
+        for name in ("num_tasks", "seed", "shuffle"):
+            if state[name] != (value := getattr(self, name)):
                 raise ValueError(
                     f"the data cursor was saved with {name}={state[name]} and this run has {value}: its draws would be"
                     " other tasks. Fix: resume with the same data and seed, or start a new run"
@@ -97,17 +74,11 @@ class Cursor:
 
     def _draw(self, number: int) -> Draw:
         epoch, position = divmod(number, self.num_tasks)
-        index = int(self._order(epoch)[position]) if self.shuffle else position
-        return Draw(epoch, number, index)
-
-    def _order(self, epoch: int) -> np.ndarray:
-        if epoch not in self._orders:
-            if len(self._orders) > 1:  # draws given back are of this epoch or the last
-                del self._orders[min(self._orders)]
-            self._orders[epoch] = epoch_order(self.num_tasks, self.seed, epoch)
-        return self._orders[epoch]
+        order = epoch_order(self.num_tasks, self.seed, epoch) if self.shuffle else range(self.num_tasks)
+        return Draw(epoch, number, int(order[position]))
 
 
+@lru_cache(maxsize=2)  # draws given back are of this epoch or the last
 def epoch_order(num_tasks: int, seed: int, epoch: int) -> np.ndarray:
     """[num_tasks] int64, a permutation. Sorted Philox words: numpy keeps these streams, not those of `permutation`."""
     key = np.array([seed % 2**64, epoch], dtype=np.uint64)

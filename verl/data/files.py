@@ -9,13 +9,13 @@ import datetime
 import decimal
 import glob
 import hashlib
+import io
 import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import fsspec
 
@@ -25,8 +25,8 @@ COMPRESSION = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 BLOCK_BYTES = 1 << 23
 PARQUET_BATCH_ROWS = 1024
 # The extra of ours, or the package, that brings a protocol which fsspec knows but cannot import.
-S3, GCS, AZURE = "verl[s3]", "verl[gcs]", "adlfs"
-PACKAGE_OF = {"s3": S3, "s3a": S3, "gs": GCS, "gcs": GCS, "abfs": AZURE, "az": AZURE}
+PACKAGE_OF = dict.fromkeys(("s3", "s3a"), "verl[s3]") | dict.fromkeys(("gs", "gcs"), "verl[gcs]")
+PACKAGE_OF |= dict.fromkeys(("abfs", "az"), "adlfs")
 # Errors of storage clients that are no OSError. Looked up only where the client was imported anyway.
 CLIENT_ERRORS = (
     ("botocore.exceptions", "BotoCoreError"),
@@ -38,15 +38,13 @@ CLIENT_ERRORS = (
 EXACT = re.compile(r"null|bool|u?int\d+|float|double|(large_)?(string|binary)(_view)?|fixed_size_binary\[\d+\]")
 
 
-@dataclass(frozen=True, slots=True)
-class DataFile:
+class DataFile(NamedTuple):
     url: str
     fs: fsspec.AbstractFileSystem
     path: str
 
 
-@dataclass(frozen=True, slots=True)
-class RawRow:
+class RawRow(NamedTuple):
     """One row as read. `where` names it in messages: file and 1-based line, row or item."""
 
     where: str
@@ -109,10 +107,7 @@ def fingerprint(file: DataFile) -> str:
         if tag is not None:
             return f"{info.get('size')}:{tag}"
         with file.fs.open(file.path, "rb") as stream:
-            digest = hashlib.blake2b(digest_size=16)
-            while block := stream.read(BLOCK_BYTES):
-                digest.update(block)
-    return digest.hexdigest()
+            return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def read_rows(file: DataFile) -> Iterator[RawRow]:
@@ -125,52 +120,32 @@ def read_rows(file: DataFile) -> Iterator[RawRow]:
     with naming(file.url), file.fs.open(file.path, "rb") as stream:
         if kind == "parquet":
             yield from _parquet_rows(file.url, stream)
+        elif compression is None:
+            yield from _json_rows(file.url, stream)
         else:
-            yield from _json_rows(file.url, _decompressed(stream, compression))
+            import pyarrow
 
-
-# ---- JSON ------------------------------------------------------------------------------------------------------------
-
-
-def _decompressed(stream: BinaryIO, compression: str | None) -> Any:
-    if compression is None:
-        return stream
-    import pyarrow
-
-    return pyarrow.CompressedInputStream(stream, compression)
+            yield from _json_rows(file.url, pyarrow.CompressedInputStream(stream, compression))
 
 
 def _json_rows(url: str, stream: Any) -> Iterator[RawRow]:
-    lines = enumerate(_lines(stream), start=1)
+    lines = enumerate(io.BufferedReader(stream, BLOCK_BYTES), start=1)  # splits at \n only, not at U+2028
     for number, raw in lines:
         if number == 1:
             raw = raw.removeprefix(b"\xef\xbb\xbf")  # byte order mark of Windows editors
         if not raw.strip():
             continue
         if number == 1 and raw.lstrip().startswith(b"["):
-            items = _parsed(b"\n".join([raw, *(rest for _, rest in lines)]), url)
+            items = _parsed(b"".join([raw, *(rest for _, rest in lines)]), url)
             for k, item in enumerate(items, start=1):
                 yield _raw_row(item, f"{url}: item {k}")
         else:
             yield _raw_row(_parsed(raw, f"{url}:{number}"), f"{url}:{number}")
 
 
-def _lines(stream: Any) -> Iterator[bytes]:
-    """Split at \\n only: str.splitlines would also cut at U+2028 inside a JSON string."""
-    pieces: list[bytes] = []
-    while block := stream.read(BLOCK_BYTES):
-        first, *others = block.split(b"\n")
-        pieces.append(first)
-        for following in others:
-            yield b"".join(pieces)
-            pieces = [following]
-    if any(pieces):
-        yield b"".join(pieces)
-
-
 def _parsed(raw: bytes, where: str) -> Any:
     try:
-        return json.loads(raw.decode("utf-8"))
+        return json.loads(raw.removesuffix(b"\n").decode("utf-8"))
     except UnicodeDecodeError as exc:
         raise ValueError(f"{where}: not UTF-8 at byte {exc.start + 1} of the line ({exc.reason})") from exc
     except json.JSONDecodeError as exc:
@@ -185,9 +160,6 @@ def _raw_row(value: Any, where: str) -> RawRow:
         names = {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}
         raise ValueError(f"{where}: a row must be a JSON object, this is {names.get(type(value), 'a number')}")
     return RawRow(where, value)
-
-
-# ---- Parquet ---------------------------------------------------------------------------------------------------------
 
 
 def _parquet_rows(url: str, stream: BinaryIO) -> Iterator[RawRow]:
@@ -231,9 +203,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, decimal.Decimal):
         return str(value)
     return _plain(value.item()) if hasattr(value, "item") else str(value)
-
-
-# ---- errors ----------------------------------------------------------------------------------------------------------
 
 
 @contextmanager

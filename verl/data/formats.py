@@ -15,7 +15,6 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from verl.config.schema import DataConfig
@@ -50,84 +49,65 @@ class ConversationRow(NamedTuple):
     enable_thinking: bool | None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowFormat:
-    """In which columns the parts of a row are, and the system prompt of rows that have none."""
-
-    prompt_key: str = "prompt"
-    messages_key: str = "messages"
-    tools_key: str | None = None
-    system_prompt: str | None = None
-
-    @classmethod
-    def of(cls, cfg: DataConfig) -> RowFormat:
-        return cls(
-            prompt_key=cfg.prompt_key,
-            messages_key=cfg.messages_key,
-            tools_key=cfg.tools_key,
-            system_prompt=cfg.system_prompt,
+def task_row(raw: RawRow, cfg: DataConfig) -> TaskRow:
+    """One row of an RL data set."""
+    row, where = raw.row, raw.where
+    tools = _tools(row.get(cfg.tools_key), where, cfg.tools_key) if cfg.tools_key else ()
+    extra_info = _object(row.get("extra_info"), where, "extra_info")
+    source = row.get("data_source")
+    if source is not None and not isinstance(source, str):
+        raise ValueError(f"{where}: 'data_source' must be a string, got {kind_of(source)}")
+    if row.get(cfg.prompt_key) is not None:
+        messages = read_messages(row[cfg.prompt_key], where, cfg.prompt_key)
+        truth = _ground_truth(row, where, cfg.prompt_key)
+    elif "question" in row and "answer" in row:
+        question, answer = _gsm8k(row, where)
+        messages = ({"role": "user", "content": f"{question} {GSM8K_INSTRUCTION}"},)
+        truth, source = _gsm8k_number(answer, where), source or GSM8K_SOURCE
+        extra_info = {"question": question, "answer": answer, **extra_info}
+    else:
+        raise ValueError(
+            f"{where}: no prompt: column {cfg.prompt_key!r} is missing or null (columns: {names_of(row)})."
+            " Fix: data.prompt_key=COLUMN"
         )
-
-    def task(self, raw: RawRow) -> TaskRow:
-        """One row of an RL data set."""
-        row, where = raw.row, raw.where
-        tools = _tools(row.get(self.tools_key), where, self.tools_key) if self.tools_key else ()
-        extra_info = _object(row.get("extra_info"), where, "extra_info")
-        source = row.get("data_source")
-        if source is not None and not isinstance(source, str):
-            raise ValueError(f"{where}: 'data_source' must be a string, got {kind_of(source)}")
-        if row.get(self.prompt_key) is not None:
-            messages = read_messages(row[self.prompt_key], where, self.prompt_key)
-            truth = _ground_truth(row, where, self.prompt_key)
-        elif "question" in row and "answer" in row:
-            question, answer = _gsm8k(row, where)
-            messages = ({"role": "user", "content": f"{question} {GSM8K_INSTRUCTION}"},)
-            truth, source = _gsm8k_number(answer, where), source or GSM8K_SOURCE
-            extra_info = {"question": question, "answer": answer, **extra_info}
-        else:
-            raise ValueError(
-                f"{where}: no prompt: column {self.prompt_key!r} is missing or null (columns: {names_of(row)})."
-                " Fix: data.prompt_key=COLUMN"
-            )
-        media = tuple(reference for reference, _ in media_in(row, messages))
-        return TaskRow(self.with_system(messages), source or "", truth, extra_info, tools, media)
-
-    def conversation(self, raw: RawRow) -> ConversationRow:
-        """One row of an SFT data set."""
-        row, where, prompt = raw.row, raw.where, Messages()
-        tools_key = self.tools_key or "tools"
-        tools = _tools(row.get(tools_key), where, tools_key)
-        completion_key = next((k for k in COMPLETION_KEYS if row.get(k) is not None), None)
-        if row.get(self.messages_key) is not None:
-            answer = read_messages(row[self.messages_key], where, self.messages_key)
-        elif row.get(self.prompt_key) is not None and completion_key:
-            prompt = read_messages(row[self.prompt_key], where, self.prompt_key)
-            answer = read_messages(row[completion_key], where, completion_key, role="assistant")
-        elif "question" in row and "answer" in row:
-            question, text = _gsm8k(row, where)
-            # The prompt that RL on the same file sees.
-            suffix = f" {GSM8K_INSTRUCTION}" if GSM8K_ANSWER.search(text) else ""
-            answer = ({"role": "user", "content": question + suffix}, {"role": "assistant", "content": text})
-        else:
-            raise ValueError(
-                f"{where}: no conversation: needs {self.messages_key!r}, or {self.prompt_key!r} with one of"
-                f" {list(COMPLETION_KEYS)}, or 'question' with 'answer' (columns: {names_of(row)})."
-                " Fix: data.messages_key=COLUMN"
-            )
-        refuse_media(row, prompt + answer, where)
-        messages = self.with_system(prompt + answer)
-        thinking = row.get("enable_thinking")
-        if thinking is not None and not isinstance(thinking, bool):
-            raise ValueError(f"{where}: 'enable_thinking' must be true or false, got {kind_of(thinking)}")
-        return ConversationRow(messages, tools, len(messages) - len(answer) if prompt else 0, thinking)
-
-    def with_system(self, messages: Messages) -> Messages:
-        if self.system_prompt is None or any(m["role"] == "system" for m in messages):
-            return messages
-        return ({"role": "system", "content": self.system_prompt}, *messages)
+    media = tuple(reference for reference, _ in media_in(row, messages))
+    return TaskRow(with_system(messages, cfg), source or "", truth, extra_info, tools, media)
 
 
-# ---- parts of a row --------------------------------------------------------------------------------------------------
+def conversation_row(raw: RawRow, cfg: DataConfig) -> ConversationRow:
+    """One row of an SFT data set."""
+    row, where, prompt = raw.row, raw.where, Messages()
+    tools_key = cfg.tools_key or "tools"
+    tools = _tools(row.get(tools_key), where, tools_key)
+    completion_key = next((k for k in COMPLETION_KEYS if row.get(k) is not None), None)
+    if row.get(cfg.messages_key) is not None:
+        answer = read_messages(row[cfg.messages_key], where, cfg.messages_key)
+    elif row.get(cfg.prompt_key) is not None and completion_key:
+        prompt = read_messages(row[cfg.prompt_key], where, cfg.prompt_key)
+        answer = read_messages(row[completion_key], where, completion_key, role="assistant")
+    elif "question" in row and "answer" in row:
+        question, text = _gsm8k(row, where)
+        # The prompt that RL on the same file sees.
+        suffix = f" {GSM8K_INSTRUCTION}" if GSM8K_ANSWER.search(text) else ""
+        answer = ({"role": "user", "content": question + suffix}, {"role": "assistant", "content": text})
+    else:
+        raise ValueError(
+            f"{where}: no conversation: needs {cfg.messages_key!r}, or {cfg.prompt_key!r} with one of"
+            f" {list(COMPLETION_KEYS)}, or 'question' with 'answer' (columns: {names_of(row)})."
+            " Fix: data.messages_key=COLUMN"
+        )
+    refuse_media(row, prompt + answer, where)
+    messages = with_system(prompt + answer, cfg)
+    thinking = row.get("enable_thinking")
+    if thinking is not None and not isinstance(thinking, bool):
+        raise ValueError(f"{where}: 'enable_thinking' must be true or false, got {kind_of(thinking)}")
+    return ConversationRow(messages, tools, len(messages) - len(answer) if prompt else 0, thinking)
+
+
+def with_system(messages: Messages, cfg: DataConfig) -> Messages:
+    if cfg.system_prompt is None or any(m["role"] == "system" for m in messages):
+        return messages
+    return ({"role": "system", "content": cfg.system_prompt}, *messages)
 
 
 def read_messages(value: Any, where: str, column: str, *, role: str = "user") -> Messages:
@@ -242,11 +222,9 @@ def _tools(value: Any, where: str, column: str) -> tuple[dict[str, Any], ...]:
 
 
 def _object(value: Any, where: str, column: str) -> dict[str, Any]:
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
+    if not isinstance(value, Mapping | None):
         raise ValueError(f"{where}: {column!r} must be an object, got {kind_of(value)}")
-    return dict(value)
+    return dict(value or {})
 
 
 def names_of(row: Mapping[str, Any]) -> str:

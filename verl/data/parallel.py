@@ -4,7 +4,7 @@ Workers are fresh interpreters (`python -P -m verl.data.parallel FD DIR`), so no
 main guard. One thread of the parent drives each worker. The function, chunks and results travel as files in a temporary
 folder; the pipe carries only messages of a few bytes, so neither side can block on a write to the other.
 
-    worker -> up · ready · progress ROWS (at most one per second) · done · refused TEXT (a ValueError of the function)
+    worker -> up · progress ROWS (at once, then at most one per second) · done · refused TEXT (a ValueError)
     parent -> NUMBER of a chunk · (end of file: stop)
 
 Any other exception ends the worker; its traceback is then part of the parent's error.
@@ -87,7 +87,7 @@ def run_chunks(
             yield oldest()
     finally:
         for worker in workers:
-            worker.kill()  # it holds nothing that could be lost; the thread that listens to it gets an end of file
+            worker.process.kill()  # it holds nothing that could be lost; its thread gets an end of file
         threads.shutdown(cancel_futures=True)
         for worker in workers:
             worker.close()
@@ -101,10 +101,9 @@ class _Worker:
         self._folder, self._timeout_s = folder, timeout_s
         self._conn, theirs = Pipe(duplex=True)
         self._log = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  (closed by stop)
-        self._ready = False
         self._state = "while starting its interpreter"
         paths = os.pathsep.join(p or os.getcwd() for p in sys.path)
-        self._process = subprocess.Popen(
+        self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "verl.data.parallel", str(theirs.fileno()), str(folder)],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
@@ -116,20 +115,15 @@ class _Worker:
 
     def run(self, number: int, rows: range) -> Path:
         """The file with the result of a chunk."""
-        if not self._ready:
-            self._receive()  # "up"
-            self._state = "while loading the tokenizer"
-            self._receive()  # "ready"
-            self._ready = True
-        self._state = _rows(rows)
         try:
             self._conn.send(number)
         except OSError:
             raise WorkerDied(self._obituary()) from None
-        kind, value = self._receive()
-        while kind == "progress":
-            self._state = _rows(rows[value:])
-            kind, value = self._receive()
+        while (message := self._receive())[0] in ("up", "progress"):
+            left = rows[message[1] :]
+            loading = message[0] == "up"
+            self._state = "while loading the tokenizer" if loading else f"in rows {left.start + 1} to {left.stop}"
+        kind, value = message
         if kind == "refused":
             raise ValueError(value)
         assert kind == "done", f"unknown message {kind!r} of a data worker"
@@ -142,13 +136,13 @@ class _Worker:
         except (EOFError, OSError):
             raise WorkerDied(self._obituary()) from None
         raise WorkerDied(
-            f"data worker {self._process.pid} made no progress for {self._timeout_s:g} s ({self._state})."
+            f"data worker {self.process.pid} made no progress for {self._timeout_s:g} s ({self._state})."
             " Fix: look at that row; on a very slow machine, data.num_workers=0"
         )
 
     def _obituary(self) -> str:
         try:
-            code = self._process.wait(timeout=REAP_S)
+            code = self.process.wait(timeout=REAP_S)
         except subprocess.TimeoutExpired:
             how = "closed its pipe but lives on"
         else:
@@ -157,33 +151,22 @@ class _Worker:
         last = self._log.read().decode(errors="replace").strip()
         hint = " (the kernel kills so when memory is short: try fewer data.num_workers)" if "SIGKILL" in how else ""
         output = f". Its last output:\n{last}" if last else ""
-        return f"data worker {self._process.pid} {how}{hint} ({self._state}){output}"
-
-    def kill(self) -> None:
-        self._process.kill()
+        return f"data worker {self.process.pid} {how}{hint} ({self._state}){output}"
 
     def close(self) -> None:
         self._conn.close()
         self._log.close()
         try:
-            self._process.wait(timeout=REAP_S)
+            self.process.wait(timeout=REAP_S)
         except subprocess.TimeoutExpired:  # stuck in the kernel; must not hide the error that stops us
-            logger.warning("data worker %d does not die", self._process.pid)
-
-
-def _rows(rows: range) -> str:
-    return f"in rows {rows.start + 1} to {rows.stop}"
-
-
-# ---- in the worker ---------------------------------------------------------------------------------------------------
+            logger.warning("data worker %d does not die", self.process.pid)
 
 
 def serve(conn: Connection, folder: Path) -> None:
     """The worker's loop. The parent's end of file is the order to stop."""
     try:
-        conn.send(("up", None))
+        conn.send(("up", 0))
         function: OnChunk = pickle.loads((folder / "function").read_bytes())
-        conn.send(("ready", None))
         while True:
             _work(conn, function, folder, conn.recv())
     except (EOFError, BrokenPipeError, ConnectionResetError):
@@ -191,6 +174,7 @@ def serve(conn: Connection, folder: Path) -> None:
 
 
 def _work(conn: Connection, function: OnChunk, folder: Path, number: int) -> None:
+    conn.send(("progress", 0))
     source, last = folder / f"{number}.in", time.monotonic()
     chunk = pickle.loads(source.read_bytes())
     source.unlink()
@@ -204,10 +188,9 @@ def _work(conn: Connection, function: OnChunk, folder: Path, number: int) -> Non
     try:
         result = function(chunk, progress)
     except ValueError as exc:
-        conn.send(("refused", str(exc)[:MESSAGE_BYTES]))
-    else:
-        (folder / f"{number}.out").write_bytes(pickle.dumps(result))
-        conn.send(("done", None))
+        return conn.send(("refused", str(exc)[:MESSAGE_BYTES]))
+    (folder / f"{number}.out").write_bytes(pickle.dumps(result))
+    conn.send(("done", None))
 
 
 if __name__ == "__main__":

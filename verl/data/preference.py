@@ -11,23 +11,21 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from verl.chat.conversation import Rendered, render_conversation
-from verl.chat.template import RowRefused, audit_template
+from verl.chat.template import RowRefused, Tokenizer, shared
 from verl.config.schema import DataConfig
 from verl.data.files import RawRow
-from verl.data.formats import Messages, RowFormat, kind_of, names_of, read_messages, refuse_media
+from verl.data.formats import Messages, kind_of, names_of, read_messages, refuse_media, with_system
 from verl.data.render import Counts, Entry, RenderJob
-from verl.data.source import ConversationTable, load_arrays, refuse_empty
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from verl.data.source import ConversationTable, LoadReport, load_arrays, refuse_empty
 
 HH_TURN = re.compile(r"\n\n(Human|Assistant): ?")
-GAP_KEYS = (
+GAP_KEYS: tuple[tuple[str, ...], ...] = (
+    ("margin",),
     ("chosen_score", "rejected_score"),
     ("score_chosen", "score_rejected"),
     ("chosen_rating", "rejected_rating"),
@@ -56,11 +54,11 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class PairTable:
+    """`key` changes with the tokens: it names what is computed from them once (reference log-probs)."""
+
     pairs: Sequence[Pair]
-    rows_read: int
-    dropped: Mapping[str, int]
+    report: LoadReport
     key: str
-    """Changes with the tokens: names what is computed from them once (reference log-probs)."""
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -69,14 +67,14 @@ class PairTable:
         return self.pairs[index]
 
     def summary(self) -> str:
-        longest = max(len(r.ids) for p in self.pairs for r in (p.chosen, p.rejected) if r is not None)
-        dropped = "".join(f", {n} dropped ({reason})" for reason, n in self.dropped.items())
-        return f"{len(self.pairs)} of {self.rows_read} rows; longest {longest} tokens{dropped}"
+        dropped = "".join(f", {n} dropped ({reason})" for reason, n in self.report.refused.items())
+        longest = f"longest {self.report.longest_tokens} tokens"
+        return f"{len(self.pairs)} of {self.report.rows_read} rows; {longest}{dropped}"
 
 
 def load_pairs(
     files: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     cfg: DataConfig,
     *,
     paired: bool = True,
@@ -86,18 +84,8 @@ def load_pairs(
 ) -> PairTable:
     """Read, render and check every row. Rows longer than data.max_tokens_per_row are an error, or dropped with
     truncation left or right (a cut answer is not the one that was judged)."""
-    kwargs = dict(template_kwargs or {})
-    job = PairJob(
-        tokenizer=tokenizer,
-        audit=audit_template(tokenizer, kwargs),
-        template_kwargs=kwargs,
-        format=RowFormat.of(cfg),
-        max_tokens=cfg.max_tokens_per_row,
-        truncation=cfg.truncation,
-        paired=paired,
-        needs_gap=needs_gap,
-    )
-    arrays, report, key = load_arrays(files, job, cfg, max_rows)
+    job = PairJob(tokenizer, cfg, template_kwargs or {}, paired=paired, needs_gap=needs_gap)
+    arrays, report, key = load_arrays(files, job, max_rows)
     refuse_empty(report)
     answers, pairs = ConversationTable(arrays, report, key), list[Pair]()
     for k in range(0, len(answers), 2 if paired else 1):
@@ -107,10 +95,10 @@ def load_pairs(
     digest = hashlib.blake2b(digest_size=16)
     for name in ("ids_lengths", "ids", "mask"):
         digest.update(arrays[name].tobytes())
-    return PairTable(pairs, report.rows_read, report.refused, digest.hexdigest())
+    return PairTable(pairs, report, digest.hexdigest())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class PairJob(RenderJob):
     """Preference rows -> ids and loss masks of the answers: two entries per pair, chosen first, or one."""
 
@@ -121,30 +109,24 @@ class PairJob(RenderJob):
     scalar: ClassVar = {"desirable": np.bool_, "gap": np.float64}
 
     def entries(self, raw: RawRow, counts: Counts) -> list[Entry]:
-        row = (pair_row if self.paired else unpaired_row)(raw, self.format)
+        row = (pair_row if self.paired else unpaired_row)(raw, self.cfg)
         if self.needs_gap and row.gap is None:
             raise ValueError(
                 f"{raw.where}: no true rewards: this loss needs chosen_score and rejected_score, or margin"
                 f" (columns: {names_of(raw.row)})"
             )
         refuse_media({}, row.prompt + row.chosen + (row.rejected or ()), raw.where)
+        conversations = [row.prompt + answer for answer in (row.chosen, row.rejected) if answer is not None]
+        kwargs, start = self.template_kwargs, len(row.prompt)
         rendered = [
-            render_conversation(
-                self.tokenizer,
-                row.prompt + answer,
-                self.audit,
-                template_kwargs=self.template_kwargs,
-                train_on="last_assistant",
-                train_from=len(row.prompt),
-            )[-1]
-            for answer in (row.chosen, row.rejected)
-            if answer is not None
+            render_conversation(self.tokenizer, messages, self.audit, kwargs, train_from=start, last_only=True)[-1]
+            for messages in conversations
         ]
         longest = max(len(r.ids) for r in rendered)
-        if longest > self.max_tokens:
-            if self.truncation == "error":
+        if longest > self.cfg.max_tokens_per_row:
+            if self.cfg.truncation == "error":
                 raise ValueError(
-                    f"{raw.where}: {longest} tokens, data.max_tokens_per_row is {self.max_tokens}."
+                    f"{raw.where}: {longest} tokens, data.max_tokens_per_row is {self.cfg.max_tokens_per_row}."
                     " Fix: a higher limit, or data.truncation=right to drop such rows"
                 )
             raise RowRefused("too long")
@@ -152,11 +134,8 @@ class PairJob(RenderJob):
         return [{"ids": r.ids, "mask": r.mask, **facts} for r in rendered]
 
 
-# ---- rows ------------------------------------------------------------------------------------------------------------
-
-
-def pair_row(raw: RawRow, format: RowFormat) -> PreferenceRow:
-    row, where, prompt_key = raw.row, raw.where, format.prompt_key
+def pair_row(raw: RawRow, cfg: DataConfig) -> PreferenceRow:
+    row, where, prompt_key = raw.row, raw.where, cfg.prompt_key
     for key, other in (("chosen", "rejected"), ("rejected", "chosen")):
         if row.get(key) is None:
             raise ValueError(
@@ -166,11 +145,10 @@ def pair_row(raw: RawRow, format: RowFormat) -> PreferenceRow:
     chosen, rejected = _answer(row["chosen"], where, "chosen"), _answer(row["rejected"], where, "rejected")
     if row.get(prompt_key) is not None:
         prompt = read_messages(row[prompt_key], where, prompt_key)
-        chosen, rejected = (_without(prompt, a) for a in (chosen, rejected))
+        # The answer alone, where it was given with its prompt.
+        chosen, rejected = (a[len(prompt) :] if a[: len(prompt)] == prompt else a for a in (chosen, rejected))
     else:
-        common = 0
-        while common < min(len(chosen), len(rejected)) and chosen[common] == rejected[common]:
-            common += 1
+        common = shared(chosen, rejected)
         if not common:
             raise ValueError(
                 f"{where}: no {prompt_key!r}, and 'chosen' and 'rejected' do not begin with the same messages."
@@ -180,57 +158,41 @@ def pair_row(raw: RawRow, format: RowFormat) -> PreferenceRow:
     if chosen == rejected or not chosen or not rejected:
         raise ValueError(f"{where}: 'chosen' and 'rejected' are the same: such a pair says nothing. Fix: drop the row")
     for name, messages in (("chosen", chosen), ("rejected", rejected)):
-        if messages[-1]["role"] != "assistant":
-            raise ValueError(
-                f"{where}: {name!r} ends with a message of {messages[-1]['role']!r}; it must be the assistant's"
-            )
+        if (role := messages[-1]["role"]) != "assistant":
+            raise ValueError(f"{where}: {name!r} ends with a message of {role!r}; it must be the assistant's")
         if not str(messages[-1]["content"]).strip():
             raise ValueError(f"{where}: {name!r} is an empty answer")
-    return PreferenceRow(format.with_system(prompt), chosen, rejected, gap=_gap(row, where))
+    return PreferenceRow(with_system(prompt, cfg), chosen, rejected, gap=_gap(row, where))
 
 
-def unpaired_row(raw: RawRow, format: RowFormat) -> PreferenceRow:
-    row, where, prompt_key = raw.row, raw.where, format.prompt_key
-    label = row.get("label")
+def unpaired_row(raw: RawRow, cfg: DataConfig) -> PreferenceRow:
+    row, where, prompt_key = raw.row, raw.where, cfg.prompt_key
+    label, columns = row.get("label"), f"(columns: {names_of(row)})"
     if not isinstance(label, bool):
-        raise ValueError(
-            f"{where}: 'label' must be true (desirable) or false, got {kind_of(label)} (columns: {names_of(row)})"
-        )
+        raise ValueError(f"{where}: 'label' must be true (desirable) or false, got {kind_of(label)} {columns}")
     for key in (prompt_key, "completion"):
         if row.get(key) is None:
-            raise ValueError(
-                f"{where}: no {key!r}: an unpaired row has prompt, completion and label (columns: {names_of(row)})"
-            )
+            raise ValueError(f"{where}: no {key!r}: an unpaired row has prompt, completion and label {columns}")
     prompt = read_messages(row[prompt_key], where, prompt_key)
     answer = read_messages(row["completion"], where, "completion", role="assistant")
-    return PreferenceRow(format.with_system(prompt), answer, None, desirable=label)
+    return PreferenceRow(with_system(prompt, cfg), answer, None, desirable=label)
 
 
-def _answer(value: Any, where: str, column: str) -> tuple[dict[str, Any], ...]:
+def _answer(value: Any, where: str, column: str) -> Messages:
     """A conversation, an HH-style transcript, or a text: one message of the assistant."""
     if isinstance(value, str) and HH_TURN.match(value):
         parts = HH_TURN.split(value)[1:]
-        turns = [
-            {"role": "user" if who == "Human" else "assistant", "content": text.strip()}
-            for who, text in zip(parts[::2], parts[1::2])
-        ]
+        roles = {"Human": "user", "Assistant": "assistant"}
+        turns = [{"role": roles[who], "content": text.strip()} for who, text in zip(parts[::2], parts[1::2])]
         return read_messages(turns, where, column)
     return read_messages(value, where, column, role="assistant")
 
 
-def _without(prompt: tuple[dict[str, Any], ...], answer: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
-    """The answer alone, where it was given with its prompt."""
-    return answer[len(prompt) :] if answer[: len(prompt)] == prompt else answer
-
-
 def _gap(row: Mapping[str, Any], where: str) -> float | None:
     """True reward of the chosen minus the rejected: `margin`, or two score columns."""
-    names: tuple[str, ...] = ("margin",)
-    if row.get("margin") is None:
-        names = next((pair for pair in GAP_KEYS if all(row.get(k) is not None for k in pair)), ())
+    names = next((names for names in GAP_KEYS if all(row.get(k) is not None for k in names)), ())
     for name in names:
         if isinstance(row[name], bool) or not isinstance(row[name], int | float):
             raise ValueError(f"{where}: {name!r} must be a number, got {kind_of(row[name])}")
-    if not names:
-        return None
-    return float(row["margin"]) if names == ("margin",) else float(row[names[0]]) - float(row[names[1]])
+    values = [float(row[name]) for name in names]
+    return values[0] - sum(values[1:]) if values else None

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import marshal
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, ClassVar
 
 import numpy as np
 
-from verl.chat.conversation import Rendered, TrainOn, render_conversation
-from verl.chat.template import RenderError, RowRefused, TemplateAudit, Tool, refuse_unsupported, render_prompt
+from verl.chat.conversation import Rendered, render_conversation
+from verl.chat.template import (
+    RenderError,
+    RowRefused,
+    TemplateAudit,
+    Tokenizer,
+    audit_template,
+    refuse_unsupported,
+    render_prompt,
+)
+from verl.config.schema import DataConfig
 from verl.data.files import RawRow
-from verl.data.formats import RowFormat, content_hash, refuse_media
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from verl.data.formats import TaskRow, content_hash, conversation_row, refuse_media, task_row
 
 ID_BYTES = 6
+# Settings that pick or order the rows and the work on them, so that the same files and rows give the same table.
+SAME_TABLE = ("train_files", "eval_files", "shuffle", "seed", "max_rows", "max_eval_rows", "num_workers", "cache_dir")
 CUT_AWAY = "no assistant token is left after truncation"
 Entry = dict[str, Any]
 
@@ -35,10 +43,8 @@ class Counts:
     example: str = ""
 
     def add(self, other: Counts) -> None:
-        self.rows_read += other.rows_read
-        self.rows_kept += other.rows_kept
-        self.rows_filtered += other.rows_filtered
-        self.rows_truncated += other.rows_truncated
+        for name in ("rows_read", "rows_kept", "rows_filtered", "rows_truncated"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
         shortest = (self.shortest_filtered_tokens, other.shortest_filtered_tokens)
         self.shortest_filtered_tokens = min(filter(None, shortest), default=0)
         for reason, count in other.refused.items():
@@ -58,27 +64,29 @@ def merge(chunks: Iterable[Chunk]) -> Chunk:
     return total, {name: np.concatenate([c[name] for c in columns]) for name in (columns[0] if columns else ())}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass
 class RenderJob:
     """Rows -> entries of a table. A row gives one entry, several or none; RowRefused drops it, counted by reason."""
 
-    tokenizer: PreTrainedTokenizerBase
-    audit: TemplateAudit
+    tokenizer: Tokenizer
+    cfg: DataConfig
     template_kwargs: Mapping[str, Any]
-    format: RowFormat
-    max_tokens: int
-    truncation: str
+    audit: TemplateAudit = field(init=False)
 
     flat: ClassVar[Mapping[str, type[np.generic]]]  # columns with many values per entry, and "<name>_lengths"
     scalar: ClassVar[Mapping[str, type[np.generic]]] = {}  # columns with one value per entry
+
+    def __post_init__(self) -> None:
+        self.audit = audit_template(self.tokenizer, self.template_kwargs)
 
     def entries(self, raw: RawRow, counts: Counts) -> list[Entry]:
         raise NotImplementedError
 
     def options(self) -> dict[str, Any]:
-        """Everything but the tokenizer that the result depends on."""
-        names = [f.name for f in fields(self) if f.name not in ("tokenizer", "audit")]
-        return {"job": type(self).__name__, **{name: getattr(self, name) for name in names}}
+        """Everything but the tokenizer and the files that the result depends on."""
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("tokenizer", "cfg", "audit")}
+        data = {name: value for name, value in asdict(self.cfg).items() if name not in SAME_TABLE}
+        return {"job": type(self).__name__, **own, **data}
 
     def __call__(self, rows: Sequence[RawRow], progress: Callable[[int], None]) -> Chunk:
         counts, kept, numbers = Counts(rows_read=len(rows)), list[Entry](), list[int]()
@@ -103,46 +111,41 @@ class RenderJob:
         return counts, arrays
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PromptJob(RenderJob):
     """RL rows -> prompt ids, and what `types.Task` holds of the row, so that it is parsed here and never again.
 
     marshal keeps JSON types and bytes exactly, stores a text that row and messages share once, and runs nothing.
     """
 
-    tools: Sequence[Tool] | None
-    filter_overlong_prompts: bool
-
     flat: ClassVar = {"ids": np.int32, "rows": np.uint8}
     scalar: ClassVar = {"hashes": np.uint64}
 
     def entries(self, raw: RawRow, counts: Counts) -> list[Entry]:
-        task = self.format.task(raw)
+        task, limit = task_row(raw, self.cfg), self.cfg.max_prompt_tokens
         refuse_media(raw.row, task.messages, raw.where)
-        ids = self._render(task.messages, task.tools or self.tools, raw.where)
-        if len(ids) > self.max_tokens:
-            if self.filter_overlong_prompts:
+        ids = self._prompt(task, raw.where)
+        if len(ids) > limit:
+            if self.cfg.filter_overlong_prompts:
                 counts.rows_filtered += 1
                 counts.shortest_filtered_tokens = min(counts.shortest_filtered_tokens or len(ids), len(ids))
                 return []
-            if self.truncation == "error":
+            if self.cfg.truncation == "error":
                 raise ValueError(
-                    f"{raw.where}: the prompt has {len(ids)} tokens, data.max_prompt_tokens is {self.max_tokens}."
+                    f"{raw.where}: the prompt has {len(ids)} tokens, data.max_prompt_tokens is {limit}."
                     " Fix: data.filter_overlong_prompts=true, data.truncation=left|right|middle, or a higher limit"
                 )
             counts.rows_truncated += 1
-            ids = ids[kept_positions(len(ids), self.max_tokens, self.truncation)]
+            ids = ids[kept_positions(len(ids), limit, self.cfg.truncation)]
         blob = np.frombuffer(marshal.dumps((raw.row, tuple(task))), np.uint8)
         return [{"ids": ids, "rows": blob, "hashes": int(content_hash(raw.row, ID_BYTES), 16)}]
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Tool] | None, where: str) -> np.ndarray:
+    def _prompt(self, task: TaskRow, where: str) -> np.ndarray:
         try:
-            refuse_unsupported(messages, self.audit, tools)
-            ids = render_prompt(self.tokenizer, messages, template_kwargs=self.template_kwargs, tools=tools)
+            refuse_unsupported(task.messages, self.audit, task.tools)
+            ids = render_prompt(self.tokenizer, task.messages, self.template_kwargs, task.tools)
         except RowRefused as exc:
-            raise ValueError(
-                f"{where}: the prompt has {exc}. Fix: another model.chat_template, or no such part"
-            ) from exc
+            fix = "Fix: another model.chat_template, or no such part"
+            raise ValueError(f"{where}: the prompt has {exc}. {fix}") from exc
         except RenderError as exc:
             raise ValueError(f"{where}: {exc}") from exc
         if not len(ids):
@@ -150,41 +153,35 @@ class PromptJob(RenderJob):
         return ids
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ConversationJob(RenderJob):
     """SFT rows -> ids and loss masks. One row may give several entries (see render_conversation)."""
-
-    train_on: TrainOn
 
     flat: ClassVar = {"ids": np.int32, "mask": np.bool_}
 
     def entries(self, raw: RawRow, counts: Counts) -> list[Entry]:
-        row = self.format.conversation(raw)
-        thinking = {} if row.enable_thinking is None else {"enable_thinking": row.enable_thinking}
+        row = conversation_row(raw, self.cfg)
+        kwargs = dict(self.template_kwargs)
+        if row.enable_thinking is not None:
+            kwargs["enable_thinking"] = row.enable_thinking
         rendered = render_conversation(
-            self.tokenizer,
-            row.messages,
-            self.audit,
-            template_kwargs={**self.template_kwargs, **thinking},
-            tools=row.tools,
-            train_on=self.train_on,
-            train_from=row.train_from,
+            self.tokenizer, row.messages, self.audit, kwargs, tools=row.tools, train_from=row.train_from
         )
         return [{"ids": r.ids, "mask": r.mask} for r in [self._fit(r, raw.where, counts) for r in rendered]]
 
     def _fit(self, row: Rendered, where: str, counts: Counts) -> Rendered:
-        if len(row.ids) <= self.max_tokens:
+        length, limit = len(row.ids), self.cfg.max_tokens_per_row
+        if length <= limit:
             return row
-        if self.truncation == "error":
+        if self.cfg.truncation == "error":
             raise ValueError(
-                f"{where}: the conversation has {len(row.ids)} tokens, data.max_tokens_per_row is {self.max_tokens}."
+                f"{where}: the conversation has {length} tokens, data.max_tokens_per_row is {limit}."
                 " Fix: data.truncation=left|right, or a higher limit"
             )
-        keep = kept_positions(len(row.ids), self.max_tokens, self.truncation)
+        keep = kept_positions(length, limit, self.cfg.truncation)
         ids, mask = row.ids[keep], row.mask[keep].copy()
         mask[0] = False  # nothing predicts the first token
         if not mask.any():
-            raise RowRefused(CUT_AWAY, f"{len(row.ids)} tokens, data.max_tokens_per_row={self.max_tokens}")
+            raise RowRefused(CUT_AWAY, f"{length} tokens, data.max_tokens_per_row={limit}")
         counts.rows_truncated += 1
         return Rendered(ids, mask)
 

@@ -1,9 +1,4 @@
-"""Files -> tokenised tables (cached by content hash) and the cursor that draws from them.
-
-table = load_tasks(files, tokenizer, cfg.data, template_kwargs=cfg.model.template_kwargs)
-cursor = Cursor(len(table), seed)
-task = table[cursor.next().index]
-"""
+"""Files -> tokenised tables, cached by content hash; a cursor (data/cursor.py) draws from them."""
 
 from __future__ import annotations
 
@@ -16,26 +11,23 @@ import marshal
 import pickle
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from verl.chat.conversation import Rendered, TrainOn
-from verl.chat.template import Tool, audit_template
+from verl.chat.conversation import Rendered
+from verl.chat.template import Tokenizer
 from verl.config.schema import DataConfig
 from verl.data.cache import cache_path, load_cached, store_cached
 from verl.data.cursor import Cursor, Draw
-from verl.data.files import DataFile, RawRow, expand_files, fingerprint, read_rows
-from verl.data.formats import RowFormat, TaskRow
+from verl.data.files import DataFile, expand_files, fingerprint, read_rows
+from verl.data.formats import TaskRow
 from verl.data.parallel import run_chunks
 from verl.data.render import ID_BYTES, Chunk, ConversationJob, Counts, PromptJob, RenderJob, merge
 from verl.types import Task
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 __all__ = ["ConversationTable", "Cursor", "Draw", "LoadReport", "TaskTable", "load_conversations", "load_tasks"]
 
@@ -69,81 +61,54 @@ class LoadReport(Counts):
         return f"{', '.join(parts)}; {self.total_tokens} tokens, longest {self.longest_tokens} ({where})"
 
 
-class _Column:
-    """Values of different lengths in one flat array: item i is a view of its part."""
-
-    def __init__(self, arrays: Mapping[str, np.ndarray], name: str) -> None:
-        self._flat = arrays[name]
-        self._starts = np.concatenate([[0], np.cumsum(arrays[f"{name}_lengths"], dtype=np.int64)])
-
-    def __len__(self) -> int:
-        return len(self._starts) - 1
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        if not 0 <= index < len(self):
-            raise IndexError(f"index {index} of a table with {len(self)} entries")
-        return self._flat[self._starts[index] : self._starts[index + 1]]
-
-
-class TaskTable:
-    """RL prompts. A row was parsed when the table was made; it is unpacked when asked for."""
+class _Table:
+    """Entries of different lengths in flat arrays. `key`: content hash of data, tokenizer and options; equal keys hold
+    equal tables."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray], report: LoadReport, key: str) -> None:
-        self.report = report
-        self.key = key
-        """Content hash of data, tokenizer and options: equal keys hold equal tables."""
-        self._ids, self._rows = _Column(arrays, "ids"), _Column(arrays, "rows")
-        self._numbers, self._hashes = arrays["numbers"], arrays["hashes"]
+        self.report, self.key, self._arrays = report, key, arrays
+        names = [name for name in arrays if f"{name}_lengths" in arrays]
+        self._ends = {name: np.cumsum(arrays[f"{name}_lengths"], dtype=np.int64) for name in names}
 
     def __len__(self) -> int:
-        return len(self._ids)
+        return len(self._ends["ids"])
+
+    def _part(self, name: str, index: int) -> np.ndarray:
+        if not 0 <= index < len(self):
+            raise IndexError(f"index {index} of a table with {len(self)} entries")
+        ends = self._ends[name]
+        return self._arrays[name][ends[index - 1] if index else 0 : ends[index]]
+
+
+class TaskTable(_Table):
+    """RL prompts. A row was parsed when the table was made; it is unpacked when asked for."""
 
     def __getitem__(self, index: int) -> Task:
         index = int(index)
-        ids = self._ids[index].astype(np.int64)
-        row, parsed = marshal.loads(self._rows[index].data)
+        ids = self._part("ids", index).astype(np.int64)
+        row, parsed = marshal.loads(self._part("rows", index).data)
         # The hash of the row's content, and its number in the files: stable under filters, distinct for duplicates.
-        task_id = f"{int(self._hashes[index]):0{2 * ID_BYTES}x}-{int(self._numbers[index])}"
+        task_id = f"{int(self._arrays['hashes'][index]):0{2 * ID_BYTES}x}-{int(self._arrays['numbers'][index])}"
         return Task(task_id=task_id, index=index, prompt_ids=ids, row=row, **TaskRow(*parsed)._asdict())
 
 
-class ConversationTable:
-    """SFT rows: ids and loss masks, flat. Several entries may come from one row of the data."""
-
-    def __init__(self, arrays: Mapping[str, np.ndarray], report: LoadReport, key: str) -> None:
-        self.report = report
-        self.key = key
-        self._ids, self._mask = _Column(arrays, "ids"), _Column(arrays, "mask")
-
-    def __len__(self) -> int:
-        return len(self._ids)
+class ConversationTable(_Table):
+    """SFT rows: ids and loss masks. Several entries may come from one row of the data."""
 
     def __getitem__(self, index: int) -> Rendered:
-        return Rendered(self._ids[index].astype(np.int64), self._mask[index].astype(np.bool_))
+        return Rendered(self._part("ids", index).astype(np.int64), self._part("mask", index).astype(np.bool_))
 
 
 def load_tasks(
     files: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     cfg: DataConfig,
     *,
     template_kwargs: Mapping[str, Any] | None = None,
-    tools: Sequence[Tool] | None = None,
     max_rows: int | None = None,
 ) -> TaskTable:
-    """Render, tokenise and filter RL prompts. `tools` are shown in every prompt whose row brings none of its own."""
-    kwargs = dict(template_kwargs or {})
-    job = PromptJob(
-        tokenizer=tokenizer,
-        audit=audit_template(tokenizer, kwargs),
-        template_kwargs=kwargs,
-        format=RowFormat.of(cfg),
-        max_tokens=cfg.max_prompt_tokens,
-        truncation=cfg.truncation,
-        tools=[dict(t) for t in tools] if tools else None,
-        filter_overlong_prompts=cfg.filter_overlong_prompts,
-    )
-    arrays, report, key = load_arrays(files, job, cfg, max_rows)
+    """Render, tokenise and filter RL prompts."""
+    arrays, report, key = load_arrays(files, PromptJob(tokenizer, cfg, template_kwargs or {}), max_rows)
     if not report.entries:
         shortest = report.shortest_filtered_tokens
         raise ValueError(
@@ -156,11 +121,10 @@ def load_tasks(
 
 def load_conversations(
     files: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     cfg: DataConfig,
     *,
     template_kwargs: Mapping[str, Any] | None = None,
-    train_on: TrainOn = "all_assistant",
     max_rows: int | None = None,
 ) -> ConversationTable:
     """Render and tokenise SFT conversations with exact loss masks. Rows without one are dropped and counted."""
@@ -169,17 +133,7 @@ def load_conversations(
             "data.truncation=middle: a conversation cut in its middle joins words that nobody wrote."
             " Fix: error, left or right"
         )
-    kwargs = dict(template_kwargs or {})
-    job = ConversationJob(
-        tokenizer=tokenizer,
-        audit=audit_template(tokenizer, kwargs),
-        template_kwargs=kwargs,
-        format=RowFormat.of(cfg),
-        max_tokens=cfg.max_tokens_per_row,
-        truncation=cfg.truncation,
-        train_on=train_on,
-    )
-    arrays, report, key = load_arrays(files, job, cfg, max_rows)
+    arrays, report, key = load_arrays(files, ConversationJob(tokenizer, cfg, template_kwargs or {}), max_rows)
     refuse_empty(report)
     return ConversationTable(arrays, report, key)
 
@@ -192,23 +146,20 @@ def refuse_empty(report: LoadReport) -> None:
         )
 
 
-# ---- loading ---------------------------------------------------------------------------------------------------------
-
-
 def load_arrays(
-    files: Sequence[str], job: RenderJob, cfg: DataConfig, max_rows: int | None
+    files: Sequence[str], job: RenderJob, max_rows: int | None
 ) -> tuple[dict[str, np.ndarray], LoadReport, str]:
     """(arrays, report, key): from the cache if these bytes were rendered so before, else from the files."""
     start = time.monotonic()
     found = expand_files(files)
     marks = [fingerprint(f) for f in found]
     key = _table_key(marks, job, max_rows)
-    path = cache_path(cfg.cache_dir, key)
+    path = cache_path(job.cfg.cache_dir, key)
     cached = load_cached(path)
     if cached is not None:
         counts, arrays = Counts(**cached[0]), cached[1]
     else:
-        counts, arrays = _render(found, job, cfg.num_workers, max_rows)
+        counts, arrays = _render(found, job, max_rows)
         if not counts.rows_read:
             raise ValueError(f"no rows in {', '.join(f.url for f in found)}")
         for file, mark in zip(found, marks, strict=True):
@@ -228,22 +179,14 @@ def load_arrays(
     return arrays, report, key
 
 
-def _render(files: list[DataFile], job: RenderJob, num_workers: int, max_rows: int | None) -> Chunk:
+def _render(files: list[DataFile], job: RenderJob, max_rows: int | None) -> Chunk:
     rows = itertools.islice(itertools.chain.from_iterable(map(read_rows, files)), max_rows)
     head = list(itertools.islice(rows, IN_PROCESS_ROWS + 1))
-    chunks = _chunks(itertools.chain(head, rows))
-    if len(head) <= IN_PROCESS_ROWS or num_workers < 2:
+    every = itertools.chain(head, rows)
+    chunks = iter(lambda: list(itertools.islice(every, CHUNK_ROWS)), [])
+    if len(head) <= IN_PROCESS_ROWS or job.cfg.num_workers < 2:
         return merge(job(chunk, lambda rows_done: None) for chunk in chunks)
-    return merge(run_chunks(job, chunks, num_workers=num_workers, timeout_s=WORKER_TIMEOUT_S))
-
-
-def _chunks(rows: Iterable[RawRow]) -> Iterator[list[RawRow]]:
-    iterator = iter(rows)
-    while chunk := list(itertools.islice(iterator, CHUNK_ROWS)):
-        yield chunk
-
-
-# ---- cache key -------------------------------------------------------------------------------------------------------
+    return merge(run_chunks(job, chunks, num_workers=job.cfg.num_workers, timeout_s=WORKER_TIMEOUT_S))
 
 
 def _table_key(marks: list[str], job: RenderJob, max_rows: int | None) -> str:
@@ -261,11 +204,10 @@ def _table_key(marks: list[str], job: RenderJob, max_rows: int | None) -> str:
         # Templates that print today's date render differently tomorrow.
         "date": time.strftime("%Y-%m-%d") if "strftime_now" in template else None,
     }
-    text = json.dumps(parts, sort_keys=True, default=str)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
 
-def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+def tokenizer_fingerprint(tokenizer: Tokenizer) -> str:
     """Of what turns text into ids; the chat template is not part of it."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     core = backend.to_str().encode() if backend is not None else pickle.dumps(tokenizer)

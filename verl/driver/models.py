@@ -148,7 +148,7 @@ def hf_export(config: Config, *, head: Head = "lm", pad_token_id: int | None = N
         source_dir=source,
         tokenizer_dir=Path(config.model.tokenizer_path) if config.model.tokenizer_path else None,
         chat_template=Path(config.model.chat_template).read_text() if config.model.chat_template else None,
-        config_overrides=classifier_config(source, pad_token_id) if head == "score" else None,
+        config_overrides=classifier_config(source, pad_token_id) if head == "score" else {},
     )
 
 

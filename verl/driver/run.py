@@ -61,7 +61,7 @@ class Run:
             self.groups.cursor.load_state(state.cursor)
             self.reporter.history = state.history
             restore_rng(state.rng)
-        self.reporter.events.resume_at(self.first_index + 1)
+        self.reporter.events.append("resumed", self.first_index + 1, {})
         await self.publisher.start(state.version if state else 0)
         if state is not None and state.scheduler is not None:
             await self.groups.restore(state.scheduler, state.groups)

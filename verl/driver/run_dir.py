@@ -42,8 +42,7 @@ def open_run_dir(resolved: Resolved) -> RunDir:
 
 def _resume_path(config: Config, store: CheckpointStore, run_dir: Path) -> Path | None:
     if config.run.resume == "auto":
-        found = store.latest_valid()
-        return found.path if found else None
+        return store.latest_valid()
     if config.run.resume == "never":
         if store.latest_valid() is not None or (run_dir / "metrics.jsonl").exists():
             raise ValueError(

@@ -58,8 +58,7 @@ async def fit(run: SupervisedRun) -> dict[str, float]:
         run.stop.check(index + 1, run.total_steps)
         step = Step(index)
         with step.clock("data"):
-            drawn = [run.cursor.next() for _ in range(run.config.supervised.rows_per_step)]
-            draws = [d for d in drawn if d is not None]
+            draws = [run.cursor.next() for _ in range(run.config.supervised.rows_per_step)]
             refs = await put_rows(run.learner, run.stage, [d.index for d in draws], [f"s{d.draw}" for d in draws])
         with step.clock("update"):
             step.log(await _update(run, refs))

@@ -19,12 +19,9 @@ from verl.track.health import Alarm, Limits, scan
 from verl.track.metrics import METRICS_FILE, PHASES, MetricLine, phase_order, read_metrics, read_units
 
 CONFIG_FILE = "config.yaml"
-MAX_POINTS = 1200
-"""Points of one curve on the page; beyond it the least and the greatest of each stretch are kept."""
-MAX_BARS = 180
-"""Bars of the time chart; beyond it each bar is the mean of a stretch of steps."""
+MAX_POINTS = 1200  # of one curve; beyond it the least and the greatest of each stretch are kept
+MAX_BARS = 180  # of the time chart; beyond it each bar is the mean of a stretch of steps
 MAX_ALARMS = 300
-
 HIGHLIGHTS = (
     ("model", "model.path"),
     ("algorithm", "algorithm.name"),
@@ -54,9 +51,8 @@ class RunReader:
 
     def __init__(self, run_dir: Path) -> None:
         if not is_run_dir(run_dir):
-            raise ValueError(
-                f"{run_dir} is not a run directory: it has neither {METRICS_FILE}, {CONFIG_FILE} nor events/"
-            )
+            known = f"{METRICS_FILE}, {CONFIG_FILE} nor events/"
+            raise ValueError(f"{run_dir} is not a run directory: it has neither {known}")
         self.run_dir = run_dir
         path = run_dir / CONFIG_FILE
         self._config_text = path.read_text("utf-8") if path.exists() else ""
@@ -68,7 +64,7 @@ class RunReader:
         """Changes whenever something that the page shows was written."""
         stamps = []
         for folder in (self.run_dir, self.run_dir / "samples", self.run_dir / "events"):
-            for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+            for path in sorted(folder.glob("*")):
                 if path.is_file() and not path.name.startswith(".") and path.suffix != ".html":
                     about = path.stat()
                     stamps.append((path.name, about.st_size, about.st_mtime_ns))
@@ -152,8 +148,7 @@ def time_ledger(lines: Sequence[MetricLine]) -> dict[str, Any]:
         if seconds:
             timed.append((line.step, {name: s for name, s in seconds.items() if math.isfinite(s) and s > 0}))
     phases = phase_order({name for _, seconds in timed for name in seconds})
-    bars = []
-    stride = max(1, math.ceil(len(timed) / MAX_BARS))
+    bars, stride = [], max(1, math.ceil(len(timed) / MAX_BARS))
     for i in range(0, len(timed), stride):
         stretch = timed[i : i + stride]
         parts = [number(sum(seconds.get(name, 0.0) for _, seconds in stretch) / len(stretch)) for name in phases]

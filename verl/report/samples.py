@@ -15,8 +15,6 @@ from verl.track.samples import Kind, SampleRow, read_samples, read_scalars, samp
 
 Decode = Callable[[list[int]], str]
 T = TypeVar("T")
-
-
 HEAD_TOKENS, TAIL_TOKENS = 900, 300  # of a long response
 TEXT_CHARS = 6000  # of a long text
 
@@ -40,8 +38,7 @@ class SamplePicker:
     """Chooses and packs the samples of a run; what it packed is kept for as long as the file does not change."""
 
     def __init__(self, run_dir: Path, tokenizer_folders: Sequence[Path]) -> None:
-        self._run_dir = run_dir
-        self._folders = tokenizer_folders
+        self._run_dir, self._folders = run_dir, tokenizer_folders
         self._decode: Decode | None = None
         self._packed: dict[tuple[Kind, int], tuple[object, dict[str, Any]]] = {}
 
@@ -138,9 +135,8 @@ def pack_row(row: SampleRow, decode: Decode | None) -> dict[str, Any]:
     count = row.response_tokens
     cut = count > HEAD_TOKENS + TAIL_TOKENS
     keep = np.r_[:HEAD_TOKENS, count - TAIL_TOKENS : count] if cut else np.arange(count)
-    gap = None
-    if row.old_logprobs is not None and row.rollout_logprobs is not None:
-        gap = row.old_logprobs - row.rollout_logprobs
+    both = row.old_logprobs is not None and row.rollout_logprobs is not None
+    gap = row.old_logprobs - row.rollout_logprobs if both else None  # type: ignore[operator]
     ids = row.response_ids[keep].tolist()
     out: dict[str, Any] = {
         "id": row.sample_id,
@@ -201,9 +197,9 @@ def find_decoder(run_dir: Path, folders: Sequence[Path]) -> Decode | None:
     return lambda ids: tokenizer.decode(ids, skip_special_tokens=False)
 
 
-def number(value: float) -> float | None:
-    """Six significant digits; null for what JSON cannot hold."""
-    return float(f"{value:.6g}") if math.isfinite(value) else None
+def number(value: float, digits: int = 6) -> float | None:
+    """So many significant digits; null for what JSON cannot hold."""
+    return float(f"{value:.{digits}g}") if math.isfinite(value) else None
 
 
 def clip(text: str, chars: int) -> str:
@@ -232,7 +228,7 @@ def _column(values: np.ndarray | None, keep: np.ndarray) -> Any:
     if values is None or not len(values):
         return None
     kept = values[keep].tolist()
-    short = [float(f"{v:.4g}") if math.isfinite(v) else None for v in kept] if values.dtype.kind == "f" else kept
+    short = [number(v, 4) for v in kept] if values.dtype.kind == "f" else kept
     return short[0] if all(v == short[0] for v in short) else short
 
 

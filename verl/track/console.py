@@ -36,11 +36,10 @@ def compact(value: float) -> str:
     """Three significant digits with a magnitude letter: 0.413, 1.2e-06, 3.42k, 12.8M."""
     if not math.isfinite(value):
         return str(value)
-    size = abs(value)
     for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if size >= limit:
+        if abs(value) >= limit:
             return f"{value / limit:.3g}{letter}"
-    return f"{value:.3g}" if size >= 1e-3 or size == 0 else f"{value:.1e}"
+    return f"{value:.3g}" if abs(value) >= 1e-3 or value == 0 else f"{value:.1e}"
 
 
 def duration(seconds: float) -> str:
@@ -74,24 +73,23 @@ def sparkline(values: Sequence[float]) -> str:
     if len(finite) < 2:
         return ""
     low, span = min(finite), (max(finite) - min(finite)) or 1.0
-    return "".join(_SPARKS[int((v - low) / span * (len(_SPARKS) - 1) + 0.5)] for v in finite)
+    return "".join(_SPARKS[int((v - low) / span * 7 + 0.5)] for v in finite)
 
 
 class LiveProgress:
-    """Progress of a run, and the sink `console`. On a terminal a panel that redraws itself; elsewhere one line per `log`."""
+    """Progress of a run, and the sink `console`: a panel that redraws itself; one line per `log` off a terminal."""
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console = console or Console()
-        self._clock = clock
+        self._console, self._clock = console or Console(), clock
         self._live: Live | None = None
         self._title, self._total, self._step = "", 0, 0
         self._started = self._last_update = clock()
         self._intervals: deque[float] = deque(maxlen=15)
         self._values: dict[str, float] = {}
+        self._shares: dict[str, float] = {}
         self._history: dict[str, deque[float]] = {}
         self._accuracy: list[tuple[int, float]] = []
         self._accuracy_name = ""
-        self._shares: dict[str, float] = {}
 
     def start(self, total_steps: int, title: str) -> None:
         self._title, self._total = title, total_steps
@@ -103,7 +101,6 @@ class LiveProgress:
             self.message(f"{title} · {total_steps} steps")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Step `step` is done."""
         now = self._clock()
         if step > self._step:
             elapsed = now - self._last_update
@@ -112,14 +109,12 @@ class LiveProgress:
         self._values |= values
         self._note_accuracy(step, values)
         for field in _FIELDS:
-            value = field.of(values)
-            if field.spark and value is not None:
+            if field.spark and (value := field.of(values)) is not None:
                 self._history.setdefault(field.label, deque(maxlen=32)).append(value)
         self._shares = _shares(values) or self._shares
         if self._live is not None:
-            self._live.refresh()
-        else:
-            self.message(self._line(step, values))
+            return self._live.refresh()
+        self.message(self._line(step, values))
 
     def message(self, text: str) -> None:
         """A line that stays, above the panel."""
@@ -146,10 +141,7 @@ class LiveProgress:
         parts = [f"step {step:>{len(str(self._total))}}/{self._total}"]
         if self._accuracy and self._accuracy[-1][0] == step:
             parts.append(f"held-out {self._accuracy[-1][1]:.3f}{self._accuracy_change()}")
-        for field in _FIELDS:
-            value = field.of(values)
-            if value is not None:
-                parts.append(f"{field.label} {field.show(value)}")
+        parts += [f"{f.label} {f.show(value)}" for f in _FIELDS if (value := f.of(values)) is not None]
         shares = sorted(_shares(values).items(), key=lambda item: -item[1])[:3]
         if "perf/time_per_step" in values:
             where = " ".join(f"{name} {share:.0%}" for name, share in shares if share >= 0.01)
@@ -191,8 +183,7 @@ class LiveProgress:
         grid = Table.grid(padding=(0, 3))
         cells = []
         for field in _FIELDS:
-            value = field.of(self._values)
-            if value is not None:
+            if (value := field.of(self._values)) is not None:
                 cell = Text.assemble((f"{field.label} ", "dim"), field.show(value))
                 if field.spark and self._console.width >= 90:
                     cell.append("  " + sparkline(list(self._history.get(field.label, ()))[-16:]), "blue")

@@ -34,7 +34,8 @@ class Event:
 
 
 class EventLog(Log):
-    """The writer of one attempt; `flush(fsync=True)` before what follows from the events is written elsewhere."""
+    """The writer of one attempt; `flush(fsync=True)` before what follows from the events is written elsewhere. With the
+    event `resumed` at a step, whatever earlier attempts recorded of it and of later steps is void."""
 
     def __init__(self, run_dir: Path, attempt: int, clock: Callable[[], float] = time.time) -> None:
         for _, path in _files(run_dir):
@@ -42,13 +43,8 @@ class EventLog(Log):
         super().__init__(run_dir / FOLDER / f"attempt_{attempt:04d}.log", attempt, checksums=True, clock=clock)
 
     def append(self, kind: str, step: int, data: Mapping[str, Any]) -> None:
-        """Record that `kind` happened in `step`."""
         assert kind.islower() and kind.isidentifier(), f"a kind is one lower-case word, got {kind!r}"
         self.put({"kind": kind, "step": step}, {"data": data})
-
-    def resume_at(self, step: int) -> None:
-        """This attempt begins with `step`: whatever earlier attempts recorded of it and of later steps is void."""
-        self.append("resumed", step, {})
 
 
 def read_events(run_dir: Path, kinds: Collection[str] | None = None) -> Iterator[Event]:
@@ -77,6 +73,5 @@ def next_attempt(run_dir: Path) -> int:
 
 def _files(run_dir: Path) -> list[tuple[int, Path]]:
     """(attempt, file), in order of attempts."""
-    folder = run_dir / FOLDER
-    found = [(_FILE_NAME.fullmatch(path.name), path) for path in (folder.iterdir() if folder.is_dir() else ())]
+    found = [(_FILE_NAME.fullmatch(path.name), path) for path in (run_dir / FOLDER).glob("*")]
     return sorted((int(match[1]), path) for match, path in found if match)

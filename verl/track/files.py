@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 
-def write_atomic(path: Path, content: bytes) -> None:
-    """Write `content` so that a reader, or a crash at any moment, sees the old file or the new one and never a part.
-
-    Temporary file in the same folder, fsync, rename, fsync of the folder. The temporary file does not survive a fault.
-    """
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the name `path` when the block is done: a reader, or a crash at any moment, sees the old or
+    the new file and never a part. Temporary file, fsync, rename, fsync of the folder; a fault removes it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
     try:
         with temporary.open("xb") as file:
-            file.write(content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -24,6 +26,11 @@ def write_atomic(path: Path, content: bytes) -> None:
         temporary.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def write_atomic(path: Path, content: bytes) -> None:
+    with replacing(path) as file:
+        file.write(content)
 
 
 def sync_folder(folder: Path) -> None:

@@ -17,12 +17,9 @@ from msgspec import Meta
 History = Sequence[Mapping[str, float]]
 Level = Literal["warn", "stop"]
 
-WINDOW = 20
-"""Steps of the past that a step is compared with."""
-MIN_PAST = 5
-"""Fewer steps than this are no past to compare with."""
-COMPONENT_PREFIX = "reward/component/"
-"""`reward/component/<name>`: the step's mean of one component of the reward."""
+WINDOW = 20  # steps of the past that a step is compared with
+MIN_PAST = 5  # fewer steps than this are no past to compare with
+COMPONENT_PREFIX = "reward/component/"  # and the name of a component of the reward: its mean in the step
 
 
 @dataclass
@@ -148,14 +145,16 @@ def gradient_not_finite(s: Seen) -> Mapping[str, Any] | None:
     return {"norm": "" if s.value is None else f" (norm {s.value:.3g})", "skipped": max(1, int(skipped))}
 
 
+def mismatch_stops(s: Seen) -> bool:
+    return s.value is not None and not s.value <= s.limits.mismatch_stop
+
+
 TABLE = (
-    Row(
-        "mismatch_stop", "mismatch/k3", lambda s: s.value is not None and not s.value <= s.limits.mismatch_stop, "stop"
-    ),
+    Row("mismatch_stop", "mismatch/k3", mismatch_stops, "stop"),
     Row("mismatch_warn", "mismatch/k3", lambda s: s.limits.mismatch_warn < s.now <= s.limits.mismatch_stop),
     Row("max_abs_dlogp", "mismatch/max_abs_dlogp", lambda s: s.now > 10),
     Row(
-        "max_abs_dlogp", "mismatch/max_abs_dlogp", lambda s: 10 >= s.now > 1 and s.now > 8 * s.usual, says="dlogp_rose"
+        "max_abs_dlogp", "mismatch/max_abs_dlogp", lambda s: 8 * s.usual < s.now <= 10 and s.now > 1, says="dlogp_rose"
     ),
     Row("ess_drop", "mismatch/ess", lambda s: s.now < 0.5),
     Row("ess_drop", "mismatch/ess", lambda s: 0.5 <= s.now < 0.75 * s.usual, says="ess_fell"),

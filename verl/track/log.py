@@ -27,19 +27,15 @@ MOST_WAITING = 256  # records that a killed process may lose
 
 
 class Log:
-    """The writer of one attempt. Safe to use from several threads.
-
-    `put` only keeps the record: its text is made at the next `flush`, beside the loop. `flush(fsync=True)` makes all
-    records durable. Opening makes the folder and cuts the torn line that a crash left.
-    """
+    """The writer of one attempt, for several threads. `put` only keeps the record: its text is made at the next
+    `flush`; `flush(fsync=True)` makes all records durable. Opening cuts the torn line that a crash left."""
 
     def __init__(
         self, path: Path, attempt: int, *, checksums: bool = False, clock: Callable[[], float] = time.time
     ) -> None:
         assert attempt >= 0, f"attempts count from 0, got {attempt}"
         self.attempt = attempt
-        self._checksums, self._clock = checksums, clock
-        self._writing = threading.Lock()
+        self._checksums, self._clock, self._writing = checksums, clock, threading.Lock()
         self._waiting: deque[dict[str, Any]] = deque()
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh = not path.exists()
@@ -88,12 +84,8 @@ class Log:
 
 
 def whole_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a log without their newline, also while it is written; a torn last line is left out. A log that was
-    never begun has none.
-
-    Only the last line can be torn, since a writer cuts before it appends: a broken line elsewhere means that the file
-    was damaged or edited, which is an error and not something to skip.
-    """
+    """The lines of a log without their newline, also while it is written; a torn last line is left out. Writers cut
+    before they append, so a broken line elsewhere means that the file was damaged or edited."""
     if not path.exists():
         return
     broken = 0

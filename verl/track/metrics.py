@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import time
@@ -31,8 +32,7 @@ PHASE_COLORS: Mapping[str, str] = {
     "log": "#b0afa9",
     "other": "#6f6e69",
 }
-"""The phases of a step in the order in which they are shown, and their colors on the console. Others may be used;
-`other` is what no phase covers."""
+"""The phases of a step in the order in which they are shown; others may be used, `other` is what no phase covers."""
 PHASES = tuple(PHASE_COLORS)
 
 _HEAD = ("step", "attempt", "time_s")
@@ -61,11 +61,8 @@ class MetricLine:
 
 
 class MetricsLog:
-    """One strict JSON object per call: step, attempt, time_s (epoch), then every metric under its own name.
-
-    Non-finite numbers are the strings "NaN", "Infinity", "-Infinity". Each line is on disk when `log` returns. The unit
-    of a metric is kept beside it, in metrics_units.jsonl, when it is first seen.
-    """
+    """One strict JSON object per call: step, attempt, time_s (epoch), then every metric under its own name; non-finite
+    ones are "NaN", "Infinity", "-Infinity". It is on disk when `log` returns. Units are kept when first seen."""
 
     def __init__(self, run_dir: Path, attempt: int, clock: Callable[[], float] = time.time) -> None:
         self._values = Log(run_dir / METRICS_FILE, attempt, clock=clock)
@@ -111,9 +108,7 @@ def read_units(run_dir: Path) -> dict[str, str]:
 
 
 def _strict(value: float) -> float | str:
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value if math.isfinite(value) else json.dumps(value)
 
 
 def phase_order(names: Iterable[str]) -> list[str]:
@@ -124,11 +119,7 @@ def phase_order(names: Iterable[str]) -> list[str]:
 
 class TimeLedger:
     """Books every second of a step to exactly one phase (the inner one, where they are nested; `other` outside all), so
-    that the phases sum to the wall time.
-
-    It follows one line of control: phases close in the reverse order of opening, also when an exception passes. Work
-    that runs beside the step (a background publish) has its own clock.
-    """
+    that the phases sum to the wall time. Phases close in the reverse order of opening."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -174,9 +165,7 @@ class TimeLedger:
         return out | {"perf/time_per_step": wall_s}
 
     def _book(self) -> None:
-        if self._end is not None:
-            return
-        now = self._clock()
-        name = self._open[-1]
-        self._seconds[name] = self._seconds.get(name, 0.0) + (now - self._mark)
-        self._mark = now
+        if self._end is None:
+            now, name = self._clock(), self._open[-1]
+            self._seconds[name] = self._seconds.get(name, 0.0) + (now - self._mark)
+            self._mark = now

@@ -6,7 +6,6 @@ texts are a view. Any Parquet reader opens the files (pandas, DuckDB, `pyarrow.p
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -18,13 +17,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from verl.track.files import write_atomic
+from verl.track.files import replacing
 from verl.types import Outcome, Purpose, StopReason
 
 FOLDER = "samples"
 Kind = Literal["train", "eval"]
 
-_PREFIX: Mapping[Kind, str] = {"train": "step_", "eval": "eval_step_"}
 _FILE_NAME = re.compile(r"(eval_)?step_(\d+)\.parquet")
 _ROWS_PER_GROUP = 256
 _TEXT_FIELDS = ("sample_id", "trajectory_id", "group_id", "task_id", "purpose", "prompt_text", "response_text")
@@ -32,11 +30,8 @@ _TEXT_FIELDS = ("sample_id", "trajectory_id", "group_id", "task_id", "purpose", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRow:
-    """One sample as it was trained on (or evaluated).
-
-    P prompt tokens (the first segment), R response tokens (everything after it, environment tokens included).
-    `response_mask` is 1 where the policy sampled the token. A per-token array is None where it was not computed.
-    """
+    """One sample as it was trained on (or evaluated): P prompt tokens (the first segment), R response tokens (all that
+    follows, environment tokens included). A per-token array is None where it was not computed."""
 
     step: int
     sample_id: str
@@ -48,7 +43,7 @@ class SampleRow:
     response_text: str
     prompt_ids: np.ndarray  # [P] int64
     response_ids: np.ndarray  # [R] int64
-    response_mask: np.ndarray  # [R] uint8
+    response_mask: np.ndarray  # [R] uint8, 1 where the policy sampled the token
     rollout_logprobs: np.ndarray | None = None  # [R] float32, NaN where masked
     old_logprobs: np.ndarray | None = None  # [R] float32
     ref_logprobs: np.ndarray | None = None  # [R] float32
@@ -78,11 +73,9 @@ class SampleRow:
         return int(np.count_nonzero(self.response_mask))
 
 
-TOKEN_FIELDS: Mapping[str, np.dtype] = {
-    **{f.name: np.dtype(np.float32) for f in fields(SampleRow) if f.default is None},
-    "token_versions": np.dtype(np.int32),
-}
-"""Per-token arrays of a row that may be None, each as long as the response."""
+# Per-token arrays of a row that may be None, each as long as the response.
+TOKEN_FIELDS: dict[str, np.dtype] = {f.name: np.dtype(np.float32) for f in fields(SampleRow) if f.default is None}
+TOKEN_FIELDS["token_versions"] = np.dtype(np.int32)
 
 _ARRAY_FIELDS: Mapping[str, np.dtype] = {
     "prompt_ids": np.dtype(np.int64),
@@ -103,20 +96,17 @@ _TYPES: Mapping[str, pa.DataType] = {
     **dict.fromkeys(_COUNTS, pa.int64()),
 }
 SCHEMA = pa.schema(list(_TYPES.items()))
-SCALARS = tuple(name for name in _TYPES if name not in (*_ARRAY_FIELDS, "prompt_text", "response_text"))
-"""The columns that are cheap to read whole: everything but texts and arrays."""
+# The columns that are cheap to read whole: everything but texts and arrays.
+SCALARS = [name for name in _TYPES if name not in (*_ARRAY_FIELDS, "prompt_text", "response_text")]
 
 
 def samples_path(run_dir: Path, step: int, kind: Kind = "train") -> Path:
-    return run_dir / FOLDER / f"{_PREFIX[kind]}{step:06d}.parquet"
+    return run_dir / FOLDER / f"{'eval_' if kind == 'eval' else ''}step_{step:06d}.parquet"
 
 
 def sample_steps(run_dir: Path, kind: Kind = "train") -> list[int]:
     """The steps that have samples, in order."""
-    folder = run_dir / FOLDER
-    if not folder.is_dir():
-        return []
-    found = [_FILE_NAME.fullmatch(path.name) for path in folder.iterdir()]
+    found = [_FILE_NAME.fullmatch(path.name) for path in (run_dir / FOLDER).glob("*")]
     return sorted(int(match[2]) for match in found if match and bool(match[1]) == (kind == "eval"))
 
 
@@ -124,13 +114,11 @@ def write_samples(run_dir: Path, step: int, rows: Sequence[SampleRow], kind: Kin
     """Write the rows of one step, replacing what an earlier attempt wrote of it."""
     for row in rows:
         _check(row, step)
-    columns = [_column(name, rows) for name in SCHEMA.names]
-    table = pa.Table.from_arrays(columns, schema=SCHEMA)
-    content = io.BytesIO()
-    about = {"compression": "zstd", "row_group_size": _ROWS_PER_GROUP, "use_dictionary": list(_TEXT_FIELDS)}
-    pq.write_table(table, content, **about)
+    table = pa.Table.from_arrays([_column(name, rows) for name in SCHEMA.names], schema=SCHEMA)
     path = samples_path(run_dir, step, kind)
-    write_atomic(path, content.getvalue())
+    about = {"compression": "zstd", "row_group_size": _ROWS_PER_GROUP, "use_dictionary": list(_TEXT_FIELDS)}
+    with replacing(path) as file:
+        pq.write_table(table, file, **about)
     return path
 
 
@@ -153,7 +141,7 @@ def read_samples(
 
 def read_scalars(run_dir: Path, step: int, kind: Kind = "train") -> list[dict[str, Any]]:
     """The scalar columns (`SCALARS`) of one step, without texts and arrays: what selecting and plotting need."""
-    return pq.read_table(_existing(run_dir, step, kind), columns=list(SCALARS)).to_pylist()
+    return pq.read_table(_existing(run_dir, step, kind), columns=SCALARS).to_pylist()
 
 
 def _existing(run_dir: Path, step: int, kind: Kind) -> Path:
@@ -177,24 +165,16 @@ def _check(row: SampleRow, step: int) -> None:
 def _column(name: str, rows: Sequence[SampleRow]) -> pa.Array:
     values = [getattr(row, name) for row in rows]
     if name in _ARRAY_FIELDS:
-        return _list_array(name, values, _ARRAY_FIELDS[name])
-    if name == "components":
+        values = [None if array is None else _exact(name, array, _ARRAY_FIELDS[name]) for array in values]
+    elif name == "components":
         values = [json.dumps({k: float(v) for k, v in components.items()}) for components in values]
     elif name in ("prompt_text", "response_text"):
         values = [text.encode("utf-8", "replace").decode() for text in values]
     return pa.array(values, SCHEMA.field(name).type)
 
 
-def _list_array(name: str, values: Sequence[np.ndarray | None], dtype: np.dtype) -> pa.Array:
-    parts = []
-    for array in values:
-        if array is not None:
-            stored = array.astype(dtype, copy=False)
-            exact = array.dtype == dtype or (array.dtype.kind in "bui" and np.array_equal(stored, array))
-            assert exact, f"{name} must be {dtype} (a replay reads it back bit for bit), got {array.dtype}"
-            parts.append(stored)
-    flat = np.concatenate(parts) if parts else np.zeros(0, dtype)
-    lengths = [0 if array is None else len(array) for array in values]
-    offsets = pa.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32), pa.int32())
-    missing = pa.array([array is None for array in values], pa.bool_())
-    return pa.ListArray.from_arrays(offsets, pa.array(flat), mask=missing)
+def _exact(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    stored = array.astype(dtype, copy=False)
+    exact = array.dtype == dtype or (array.dtype.kind in "bui" and np.array_equal(stored, array))
+    assert exact, f"{name} must be {dtype} (a replay reads it back bit for bit), got {array.dtype}"
+    return stored

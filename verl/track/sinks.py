@@ -40,9 +40,8 @@ class TensorboardSink:
             start = self._events.SessionLog(status=self._events.SessionLog.START)
             self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, session_log=start))
             self._resuming = False
-        items = [self._summary.Value(tag=name, simple_value=float(v)) for name, v in values.items()]
-        event = self._events.Event(wall_time=time.time(), step=step, summary=self._summary(value=items))
-        self._writer.add_event(event)
+        summary = self._summary(value=[self._summary.Value(tag=n, simple_value=float(v)) for n, v in values.items()])
+        self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, summary=summary))
         self._writer.flush()
 
     def close(self) -> None:
@@ -95,7 +94,6 @@ class Sinks:
         self._record.log(step, values)
 
     def log(self, step: int, values: Mapping[str, float], units: Mapping[str, str] | None = None) -> None:
-        """`units`: what the values are taken over, as `units_of` says it."""
         self._record.log(step, values, units or {})
         for name, sink in list(self._shown.items()):
             try:
@@ -105,7 +103,6 @@ class Sinks:
                 self._report(f"warning: sink {name} is left out from step {step} on: {fault}")
 
     def close(self) -> None:
-        """Close all, the record of the run first."""
         self._record.close()
         for name, sink in self._shown.items():
             try:
@@ -116,11 +113,10 @@ class Sinks:
 
 def open_sinks(run_dir: Path, config: Config, *, attempt: int, progress: LiveProgress) -> Sinks:
     """The sinks of `track.sinks`. `progress` is the display that `console` feeds, and that warnings go to."""
-    shown: dict[str, Sink] = {}
-    if "console" in config.track.sinks:
-        shown["console"] = progress
-    if "tensorboard" in config.track.sinks:
-        shown["tensorboard"] = TensorboardSink(run_dir, attempt)
-    if "wandb" in config.track.sinks:
-        shown["wandb"] = WandbSink(run_dir, config)
+    build: dict[str, Callable[[], Sink]] = {
+        "console": lambda: progress,
+        "tensorboard": lambda: TensorboardSink(run_dir, attempt),
+        "wandb": lambda: WandbSink(run_dir, config),
+    }
+    shown = {name: make() for name, make in build.items() if name in config.track.sinks}
     return Sinks(MetricsLog(run_dir, attempt), shown, progress.message)
