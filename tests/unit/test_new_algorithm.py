@@ -23,7 +23,7 @@ from verl.config.plan import make_plan, needs_reference
 from verl.model_engine.objective import evaluate_terms
 from verl.show import show
 from verl.types import Refs, Sample, Segment, ref_of
-from verl.workers.role import columns_of
+from verl.workers.compute import columns_of
 
 NEEDED = {"drgrpo": {"horizon_tokens": 3}, "gdpo": {"reward_components": ["a", "b"]}}
 
