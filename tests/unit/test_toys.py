@@ -153,7 +153,9 @@ def test_a_rollout_engine_is_one_file_and_one_row(
     found = metrics_of(tmp_path / "toy")
     assert all(found[s]["mismatch/max_abs_dlogp"] < 1e-4 and found[s]["actor/grad_norm"] > 0 for s in (1, 2))
     ours, native = ({r.sample_id: r for r in read_samples(run, 1)} for run in (tmp_path / "toy", plain))
-    assert ours.keys() == native.keys() and all(np.array_equal(ours[i].ids, native[i].ids) for i in ours)
+    assert ours.keys() == native.keys() and all(
+        np.array_equal(ours[i].response_ids, native[i].response_ids) for i in ours
+    )
 
 
 # -- a model engine ----------------------------------------------------------------------------------------------------
