@@ -40,7 +40,7 @@ def by_id(request: Any) -> Score:
 
 
 def seed_of(draw: int, index: int, attempt: int = 0, purpose: str = "train", epoch: int = 0) -> int:
-    """As DESIGN section 6 says: hash(run seed, purpose, epoch, draw, task, index, attempt, turn)."""
+    """hash(run seed, purpose, epoch, draw, task, index, attempt, turn)."""
     return derive_seed(SEED, purpose, epoch, draw, f"task{draw}", index, attempt, 0)
 
 

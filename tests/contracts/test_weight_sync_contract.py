@@ -1,4 +1,4 @@
-"""The contract of a checkpoint engine, with the real trainer and the real embedded rollout engines (pitfalls 4, 22)."""
+"""The contract of a checkpoint engine, with the real trainer and the real embedded rollout engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Every snippet of README and docs is executed: bash and python blocks in order, per file, in a folder with a model and rows."""
+"""Every snippet of README and docs is executed: bash and python blocks in order, per file, in a folder with a model and rows.
+
+The code that runs is that of this checkout, as a user has it: installed, and called from another folder. Where another
+checkout is the installed one, or none is, this one goes first on PYTHONPATH.
+"""
 
 import json
 import os
@@ -37,9 +41,15 @@ def folder(tmp_path_factory):
     return made
 
 
-def environment(folder: Path) -> dict[str, str]:
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return {**os.environ, "PATH": path, "PYTHONPATH": str(folder), "OMP_WAIT_POLICY": "passive"}
+@pytest.fixture(scope="module")
+def environment(folder) -> dict[str, str]:
+    made = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_WAIT_POLICY": "passive"}
+    made.pop("PYTHONPATH", None)
+    code = "import verl; print(verl.__file__)"
+    found = subprocess.run([sys.executable, "-c", code], cwd=folder, env=made, capture_output=True, text=True)
+    if found.stdout.strip() != str(ROOT / "verl" / "__init__.py"):
+        made["PYTHONPATH"] = str(ROOT)
+    return made
 
 
 SMALL = (
@@ -50,7 +60,7 @@ SMALL = (
 
 def smaller(line: str) -> str:
     """The command with small sizes for what it does not say itself."""
-    if not line.startswith(("verl train", "verl sft")) or "--replay" in line:
+    if not re.search(r"\bverl (train|sft)", line) or "--replay" in line:
         return line
     given = set(re.findall(r"([\w.]+)=", line))
     return line + "".join(f" {s}" for s in SMALL.split() if s.partition("=")[0] not in given)
@@ -58,7 +68,7 @@ def smaller(line: str) -> str:
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_snippets(page, folder, tmp_path):
+def test_snippets(page, folder, environment, tmp_path):
     here = tmp_path / "work"
     shutil.copytree(folder, here)
     for language, text in BLOCK.findall(page.read_text()):
@@ -75,7 +85,7 @@ def test_snippets(page, folder, tmp_path):
                 done = subprocess.run(
                     ["bash", "-c", smaller(line)],
                     cwd=here,
-                    env=environment(here),
+                    env=environment,
                     capture_output=True,
                     text=True,
                     timeout=200,
@@ -83,12 +93,7 @@ def test_snippets(page, folder, tmp_path):
                 assert done.returncode == 0, f"{line}\n{done.stdout[-1500:]}\n{done.stderr[-1500:]}"
         elif language == "python":
             done = subprocess.run(
-                [sys.executable, "-c", text],
-                cwd=here,
-                env=environment(here),
-                capture_output=True,
-                text=True,
-                timeout=200,
+                [sys.executable, "-c", text], cwd=here, env=environment, capture_output=True, text=True, timeout=200
             )
             assert done.returncode == 0, f"{text}\n{done.stderr[-2500:]}"
         else:
@@ -99,3 +104,18 @@ def test_links_lead_somewhere():
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name}: {target}"
+
+
+def test_named_files_and_tests_exist():
+    """`verl/FILE` and `tests/FILE` on every page, and in the table of failures each rule's tests by file and function."""
+    missing = []
+    for page in PAGES:
+        text = page.read_text()
+        named = re.findall(r"`((?:verl|tests|bench|examples)/[\w./]+)`", text)
+        if page.name == "failures.md":
+            for file, _, test in re.findall(r"`((?:unit|numerics|contracts|faults|e2e)/\w+\.py)(::(\w+))?`", text):
+                named.append(f"tests/{file}")
+                if test and f"def {test}(" not in (ROOT / "tests" / file).read_text():
+                    missing.append(f"{page.name}: {file}::{test}")
+        missing += [f"{page.name}: {name}" for name in named if not (ROOT / name).exists()]
+    assert not missing, missing

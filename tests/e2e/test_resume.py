@@ -1,4 +1,4 @@
-"""Resume: a run that was cut equals one that was not (DESIGN section 6). Grade b is bitwise."""
+"""Resume: a run that was cut equals one that was not. Grade b is bitwise."""
 
 import os
 import random

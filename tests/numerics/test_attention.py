@@ -1,4 +1,4 @@
-"""Packed, shared-prefix attention against each sequence alone, by model family (pitfalls 14, 40)."""
+"""Packed, shared-prefix attention against each sequence alone, by model family."""
 
 import copy
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Rollout corrections (algorithms.md section 5): weights, rejections and metrics by hand, and their edges. float64."""
+"""Rollout corrections: weights, rejections and metrics by hand, and their edges. float64."""
 
 import math
 from dataclasses import replace
@@ -121,7 +121,7 @@ def test_rejection_changes_no_weight_and_takes_the_token_out_of_the_loss():
 
 
 def test_metrics_by_hand():
-    """Ratios (2, 1 / 2) and (1): perplexities from the log-probs; a sequence without a token is in none (Q17)."""
+    """Ratios (2, 1 / 2) and (1): perplexities from the log-probs; a sequence without a token is in none."""
     c = columns([0.0] * 3, tokens=[2, 1, 1], mask=[True, True, True, False])
     ln = math.log
     c = c.with_token(

@@ -1,4 +1,4 @@
-"""The FSDP engine at world size 1: precision, optimizer, state, heads (pitfalls 20, 21, 27, 32, 38)."""
+"""The torch engine: precision, optimizer, state, heads."""
 
 import copy
 from dataclasses import replace

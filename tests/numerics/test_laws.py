@@ -452,7 +452,7 @@ def group_sums(name, data):
         assert sum(per_sequence) == pytest.approx(0, abs=1e-9)
         values = [scores[i] for i in usable]
         if len(usable) < 2 or max(values) - min(values) <= 1e-6:
-            assert per_sequence == [0.0] * len(usable), "exactly 0, also for scores like 0.1 (Q18)"
+            assert per_sequence == [0.0] * len(usable), "exactly 0, also for scores like 0.1"
         elif name == "grpo":
             expected = (np.array(values) - np.mean(values)) / (np.std(values, ddof=1) + 1e-6)
             assert per_sequence == pytest.approx(expected.tolist())

@@ -1,4 +1,4 @@
-"""The chunked head against dense logits, and what it keeps in memory (pitfalls 21, 32)."""
+"""The chunked head against dense logits, and what it keeps in memory."""
 
 import pytest
 import torch

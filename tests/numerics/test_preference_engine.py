@@ -1,4 +1,4 @@
-"""Preference and reward-model terms in the engine, float64: no split, order or sharing changes loss or gradient (pitfalls 3)."""
+"""Preference and reward-model terms in the engine, float64: no split, order or sharing changes loss or gradient."""
 
 import copy
 from dataclasses import replace

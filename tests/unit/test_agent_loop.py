@@ -1,4 +1,4 @@
-"""Agent loops: what is trained on is what was sampled, whatever the loop returns (pitfalls 11, 13, 31, 33)."""
+"""Agent loops: what is trained on is what was sampled, whatever the loop returns."""
 
 from __future__ import annotations
 

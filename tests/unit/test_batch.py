@@ -1,4 +1,4 @@
-"""The packed batch against a reference that looks at one row at a time (pitfalls 13, 14, 18)."""
+"""The packed batch against a reference that looks at one row at a time."""
 
 from dataclasses import replace
 

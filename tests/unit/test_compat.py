@@ -639,7 +639,7 @@ def test_rollout_correction_becomes_ours_with_the_bounds_turned_over() -> None:
         True,
     )
     assert o["correction_reject"] == ["token_k1:0.25:2", "seq_max_k2:2.5"], (
-        "verl bounds sampler/trainer in k1, we trainer/sampler (Q8)"
+        "verl bounds sampler/trainer in k1, we trainer/sampler"
     )
     a = load_config([*args[:3], f"{key}rollout_is_threshold=0.5_5.0"]).config.algorithm
     assert (a.options["correction"], a.options["correction_low"], a.options["correction_high"]) == ("icepop", 0.5, 5.0)

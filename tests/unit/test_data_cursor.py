@@ -1,4 +1,4 @@
-"""The cursor: every task once per epoch, whatever the order of draws, returns and restores (pitfall 2)."""
+"""The cursor: every task once per epoch, whatever the order of draws, returns and restores."""
 
 from __future__ import annotations
 

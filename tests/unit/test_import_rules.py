@@ -1,4 +1,4 @@
-"""DESIGN section 4, by reading the source: who may import whom."""
+"""Who may import whom, by reading the source."""
 
 import ast
 import subprocess

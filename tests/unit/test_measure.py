@@ -1,4 +1,4 @@
-"""Metrics of a batch and of an evaluation: closed-form values, in the units of trajectories, groups and steps (pitfalls 35)."""
+"""Metrics of a batch and of an evaluation: closed-form values, in the units of trajectories, groups and steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learning-rate schedules, parameter groups, clipping (pitfalls 27)."""
+"""Learning-rate schedules, parameter groups, clipping."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Groups in flight on a fake engine: order, retries, outcomes, faults, the end (pitfalls 16, 17).
+"""Groups in flight on a fake engine: order, retries, outcomes, faults, the end.
 
 Durations are virtual: they are functions of the request's seed, and nothing depends on the machine.
 """

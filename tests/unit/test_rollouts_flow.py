@@ -1,4 +1,4 @@
-"""What becomes of groups: release, selection, over-sampling, staleness, resume (pitfalls 2, 16, 19, 30, 31).
+"""What becomes of groups: release, selection, over-sampling, staleness, resume.
 
 Durations are virtual: they are functions of the request's seed, and nothing depends on the machine.
 """

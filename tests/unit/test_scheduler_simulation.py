@@ -207,7 +207,7 @@ def test_the_order_test_catches_completion_order_at_staleness_0() -> None:
 
 
 def test_naive_taking_is_late_without_bound() -> None:
-    """DESIGN section 6: completion-order taking lags far beyond the bound; earliest-deadline-first never does."""
+    """Completion-order taking lags far beyond the bound; earliest-deadline-first never does."""
 
     class Lag(World):
         worst = 0

@@ -215,7 +215,7 @@ class QueueConfig:
 
 @dataclass
 class SyncConfig:
-    engine: Annotated[str, words("local")] = "local"
+    engine: str = "local"  # a name of backends.SYNC.
     verify_first: NonNegativeInt = 3  # All tensors are checked for the first so many versions, a sample of them after.
     canary: bool = True  # Log-probs of fixed probe sequences, trainer against rollout, at every publish.
     canary_tolerance: Positive | None = None  # Null: 1e-4 in float32, 0.25 in bfloat16.
