@@ -142,7 +142,8 @@ MEASURES: Mapping[str, Sequence[tuple[str, Measure]]] = {
 def document(commit: str, found: Mapping[str, Mapping[str, Sequence[Mapping[str, float]]]]) -> str:
     lines = [
         f"## This code against {commit}",
-        f"Command: `python bench/against.py {commit}`, {THREADS} threads, float32; both in turn in one run. Medians over "
+        f"Command: `python bench/against.py {commit}`, {THREADS} threads, float32; both in turn in one run. Medians "
+        "over "
         "all repetitions (their number in brackets); the ratio is that of the medians.",
     ]
     for part, runs in found.items():

@@ -1,9 +1,11 @@
-"""Every preset of the table on the quickstart's task, from one start checkpoint: does it learn, how fast, in how much memory.
+"""Every preset of the table on the quickstart's task, from one start checkpoint: does it learn, how fast, in how much
+memory.
 
     python bench/algorithms.py [--seeds 0,1,2] [--steps 25] [--only grpo,ppo] [--threads 2]
 
-Each arm is `verl train recipe=quickstart algorithm.name=NAME` with what the algorithm's card recommends, in a process of
-its own. Writes its part of bench/RESULTS.md and runs/bench/algorithms.json; arms that are already there are not run again.
+Each arm is `verl train recipe=quickstart algorithm.name=NAME` with what the algorithm's card recommends, in a process
+of its own. Writes its part of bench/RESULTS.md and runs/bench/algorithms.json; arms that are already there are not
+run again.
 """
 
 from __future__ import annotations
@@ -191,16 +193,20 @@ def document(arms: list[Arm], threads: int) -> str:
             "## Every preset on the quickstart's task",
             "",
             "Command: `python bench/algorithms.py`. Held-out greedy accuracy (256 problems, medians over the",
-            f"seeds), {threads} CPU threads, float32 or bfloat16 as the machine has it, 32 prompts x 8 answers per step, one start",
-            "checkpoint for all. Hyper-parameters: recipe=quickstart plus what the card recommends. Peak: of the whole process.",
+            f"seeds), {threads} CPU threads, float32 or bfloat16 as the machine has it, 32 prompts x 8 answers per "
+            "step, one start",
+            "checkpoint for all. Hyper-parameters: recipe=quickstart plus what the card recommends. Peak: of the "
+            "whole process.",
             "",
             head,
             rule,
             *rows,
             "",
             learned,
-            "ppo, vapo and pf_ppo train only their critic for the first steps, so their policy starts late. gspo, cispo, sapo, gmpo, kl_cov,",
-            "clip_cov and decoupled_ppo make 4 updates per step, without which their ratio is 1 and they are GRPO; dapo refills its batch.",
+            "ppo, vapo and pf_ppo train only their critic for the first steps, so their policy starts late. gspo, "
+            "cispo, sapo, gmpo, kl_cov,",
+            "clip_cov and decoupled_ppo make 4 updates per step, without which their ratio is 1 and they are GRPO; "
+            "dapo refills its batch.",
             "",
         ]
     )

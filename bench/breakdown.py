@@ -90,8 +90,8 @@ class Seconds:
 
 
 def rollout(model: Any, prompts: list[list[int]], lengths: list[int], gflops: float, compiled: bool) -> list[Row]:
-    """64 sequences, lengths forced; one lane, so that seconds are core-seconds. Compiled, its parts are seen in a second run
-    with a call for every one of them, where it has one for all layers."""
+    """64 sequences, lengths forced; one lane, so that seconds are core-seconds. Compiled, its parts are seen in a
+    second run with a call for every one of them, where it has one for all layers."""
     seconds = Seconds()
     load, stack = runner.load_kernels, weights._stack
 
@@ -228,8 +228,10 @@ def main(argv: Sequence[str]) -> int:
         "\n\n".join(
             [
                 "## Inside the rollout and the update",
-                f"Command: `python bench/breakdown.py --size {asked.size}`. One thread, float32, 64 ragged answers, 8 x 8 "
-                f"in the update; 1-minute load {load:.1f}. Limit: the products' FLOPs at {gflops:.0f} GFLOP/s, the best large product here.",
+                f"Command: `python bench/breakdown.py --size {asked.size}`. One thread, float32, 64 ragged answers, "
+                "8 x 8 "
+                f"in the update; 1-minute load {load:.1f}. Limit: the products' FLOPs at {gflops:.0f} GFLOP/s, the "
+                "best large product here.",
                 *(t.markdown() for t in tables),
             ]
         )

@@ -2,7 +2,8 @@
 
     python bench/laptop.py [--quick] [--rounds N] [--steps N] [--threads N]
 
-The arms run in turn, round by round, on the same prompts and from the same checkpoint. Writes its part of bench/RESULTS.md (with
+The arms run in turn, round by round, on the same prompts and from the same checkpoint. Writes its part of
+bench/RESULTS.md (with
 --quick runs/bench/RESULTS_quick.md) and runs/bench/results.json.
 """
 
@@ -63,7 +64,8 @@ def main(argv: Sequence[str]) -> int:
     began_s = time.monotonic()
     env = arm_env(settings.threads)
     console.print(
-        f"verl, TRL and a naive loop in turn: {settings.rounds} rounds of {settings.steps} measured steps, {settings.threads} threads"
+        f"verl, TRL and a naive loop in turn: {settings.rounds} rounds of {settings.steps} measured steps, "
+        f"{settings.threads} threads"
     )
     try:
         start = ensure_start(settings.folder, env, settings.threads)

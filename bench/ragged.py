@@ -1,4 +1,5 @@
-"""verl beside vLLM (rollout), TRL (whole step) and itself without a shared prompt, on answers of unlike lengths and on long prompts.
+"""verl beside vLLM (rollout), TRL (whole step) and itself without a shared prompt, on answers of unlike lengths and
+on long prompts.
 
     python bench/ragged.py [--only rollout,step,memory,long] [--sizes 10M,100M] [--rounds N] [--threads N] [--add]
 
@@ -314,7 +315,8 @@ def memory_table(size: str, arms: Mapping[str, list[dict[str, float]]], reasons:
         ("", "verl", "TRL 1.16.0", "verl vs TRL"),
         (row,),
         (
-            "Counted by a dispatch hook (bench/peers/peak_bytes.py): every storage made in the pass, gradients included.",
+            "Counted by a dispatch hook (bench/peers/peak_bytes.py): every storage made in the pass, gradients "
+            "included.",
             *_notes(reasons),
         ),
     )

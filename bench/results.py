@@ -175,7 +175,8 @@ def multiples(arms: Mapping[str, Arm], limits: Mapping[str, Limit], machine: Mac
         ("part", "GFLOP", "GB", "limit", *ARMS),
         tuple(rows),
         (
-            f"Measured here: {machine.gflop_per_core_s:.0f} GFLOP/s per core ({machine.gflop_per_core_s_model_shapes:.0f} with the "
+            f"Measured here: {machine.gflop_per_core_s:.0f} GFLOP/s per core "
+            f"({machine.gflop_per_core_s_model_shapes:.0f} with the "
             f"model's own matrix shapes), {machine.gflop_per_s:.0f} with {machine.threads} threads as loaded, "
             f"{machine.gbyte_per_s:.0f} GB/s from memory; the limit uses {machine.peak_gflop_per_s:.0f} GFLOP/s.",
         ),

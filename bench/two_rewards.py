@@ -1,4 +1,5 @@
-"""The quickstart's reward in two components, for GDPO: the number is right, and the answer has the form of the worked sum."""
+"""The quickstart's reward in two components, for GDPO: the number is right, and the answer has the form of the worked
+sum."""
 
 from __future__ import annotations
 

@@ -46,8 +46,8 @@ def step_of(index: int) -> Step:
 
 
 COMPUTES = ("reward_model", "reference", "old_logprobs", "values", "advantages", "update_critic", "update", "publish")
-"""Phases in which a model or the algorithm's arithmetic works. What is left without them and the engine is the driver, the
-queue, reward dispatch and logging."""
+"""Phases in which a model or the algorithm's arithmetic works. What is left without them and the engine is the
+driver, the queue, reward dispatch and logging."""
 
 
 def main(spec: dict[str, Any], result: Path) -> None:

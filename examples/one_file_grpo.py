@@ -22,7 +22,8 @@ MAX_NEW = 40  # the longest right answer has 36 tokens
 BF16 = bool(torch.cpu.get_capabilities().get("avx512_bf16"))  # else emulated, and slower than float32
 
 
-# -- the task: columns from the right, "digit op digit op carry = result, new carry;", then # and the number -------------
+# -- the task: columns from the right, "digit op digit op carry = result, new carry;", then # and the number
+# -------------
 
 
 def draw(rng, held_out):
@@ -58,7 +59,8 @@ def prompt_ids(a, b, op):
     return [ID["<|user|>"], *encode(f"{a}{op}{b}="), END, ID["<|assistant|>"]]
 
 
-# -- rollout: sample the answers of a batch of prompts, keys and values cached -------------------------------------------
+# -- rollout: sample the answers of a batch of prompts, keys and values cached
+# -------------------------------------------
 
 
 @torch.no_grad()
@@ -101,7 +103,8 @@ def logprobs(model, ids, responses):
     return logits.log_softmax(-1).gather(-1, ids[:, -responses:, None])[..., 0]
 
 
-# -- training ----------------------------------------------------------------------------------------------------------------
+# -- training
+# ----------------------------------------------------------------------------------------------------------------
 
 
 def warm_up(model, rng, steps):
@@ -129,7 +132,8 @@ def warm_up(model, rng, steps):
 
 
 def grpo(model, rng, steps, prompts=32, n=8):
-    """n answers per prompt; an answer's advantage is its reward against its own group; one on-policy update per step."""
+    """n answers per prompt; an answer's advantage is its reward against its own group; one on-policy update per
+    step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.0)
     for step in range(steps):
         start = time.time()

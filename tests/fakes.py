@@ -1,4 +1,5 @@
-"""Stand-ins that implement the real protocols: a rollout engine without a model, a reward that is a function, a clock."""
+"""Stand-ins that implement the real protocols: a rollout engine without a model, a reward that is a function, a
+clock."""
 
 from __future__ import annotations
 

@@ -15,7 +15,8 @@ from verl.workers.role import Role
 def forward_backward(
     engine: ModelEngine, batch: Batch, terms: Sequence[Term], extra_outputs: Sequence[str] = ()
 ) -> StepOutput:
-    """The gradient of a step: two-pass terms first, where the step is cut; metrics of both passes, and the model outputs."""
+    """The gradient of a step: two-pass terms first, where the step is cut; metrics of both passes, and the model
+    outputs."""
     batch, now, first = Role("trainer", MemoryQueue(), engine)._two_passes(batch, tuple(terms))
     out = engine.forward_backward(batch, now, 0, extra_outputs)
     return StepOutput(merge_metrics([first, out.metrics]), out.columns)

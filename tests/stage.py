@@ -1,4 +1,5 @@
-"""A player with everything real but the model, in virtual time: what the tests of verl/driver/rollouts.py are played on."""
+"""A player with everything real but the model, in virtual time: what the tests of verl/driver/rollouts.py are played
+on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What every arm measures about a step, and how it says so. Imports psutil alone: it runs in the peers' environments too."""
+"""What every arm measures about a step, and how it says so. Imports psutil alone: it runs in the peers' environments
+too."""
 
 from __future__ import annotations
 

@@ -36,7 +36,8 @@ def test_custom_flow_runs(tiny_model):
 
 @pytest.mark.timeout(240)
 def test_quickstart_tells_its_story(tmp_path):
-    """The whole quickstart with four warm-up steps and two of RL: stages, files, summary. It learns in `make quickstart`."""
+    """The whole quickstart with four warm-up steps and two of RL: stages, files, summary. It learns in `make
+    quickstart`."""
     command = [
         sys.executable,
         "-c",

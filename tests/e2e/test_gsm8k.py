@@ -1,4 +1,5 @@
-"""Real GSM8K rows, JSONL as published and verl's Parquet format, with a small model whose BPE tokenizer is trained on them."""
+"""Real GSM8K rows, JSONL as published and verl's Parquet format, with a small model whose BPE tokenizer is trained on
+them."""
 
 import json
 from pathlib import Path

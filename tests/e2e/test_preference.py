@@ -1,4 +1,5 @@
-"""`verl rm` and `verl dpo` through the command line's own path: they learn, resume bitwise, export, refuse; RL against the model."""
+"""`verl rm` and `verl dpo` through the command line's own path: they learn, resume bitwise, export, refuse; RL
+against the model."""
 
 import json
 import shutil

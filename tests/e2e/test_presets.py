@@ -1,4 +1,5 @@
-"""Every row of the table runs as a whole recipe through the real loop: its columns, roles, baselines and corrections."""
+"""Every row of the table runs as a whole recipe through the real loop: its columns, roles, baselines and
+corrections."""
 
 from pathlib import Path
 

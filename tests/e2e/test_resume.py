@@ -127,7 +127,8 @@ def wait_for(predicate, timeout_s: float, what: str) -> None:
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize("staleness", [0, 1], ids=["sync", "async"])
 def test_kill_nine_at_random_moments_loses_and_doubles_nothing(tmp_path, tiny_model, arithmetic_data, staleness):
-    """Killed three times, inside saves too: it ends, and every group is trained exactly once (sync: bitwise as if never cut)."""
+    """Killed three times, inside saves too: it ends, and every group is trained exactly once (sync: bitwise as if
+    never cut)."""
     shape = [
         "run.total_steps=8",
         "run.save_every_steps=1",

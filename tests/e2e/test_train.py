@@ -120,7 +120,8 @@ def test_variants_run(tmp_path, tiny_model, arithmetic_data, more):
 
 
 def test_two_replicas_sample_what_one_does_and_both_serve(tmp_path, tiny_model, arithmetic_data, monkeypatch):
-    """Requests are spread by load, groups stay together, and every replica has every version: draws are those of one engine."""
+    """Requests are spread by load, groups stay together, and every replica has every version: draws are those of one
+    engine."""
     from verl.rollout.embedded.front import EmbeddedEngine
 
     served: dict[int, set[str]] = {}

@@ -249,7 +249,8 @@ def trl_rloo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def pf_ppo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """max_min, with the batch as one group: what scores as the best or the worst answer weighs 1, anything else 1e-8."""
+    """max_min, with the batch as one group: what scores as the best or the worst answer weighs 1, anything else
+    1e-8."""
     assert hp["reweight_method"] == "max_min", (
         "verl's other weights are not in this version (test_golden.py names them)"
     )

@@ -42,7 +42,8 @@ def test_the_algorithms_of_this_version_are_covered():
 
 
 def test_pf_ppos_weights_by_the_power_of_the_score_are_refused():
-    """What pfppo_pow.npz holds: verl draws answers of the whole batch by |score|^power; ours are chosen in each group."""
+    """What pfppo_pow.npz holds: verl draws answers of the whole batch by |score|^power; ours are chosen in each
+    group."""
     (said,) = SampleFilter(selection="pow").faults()
     assert "algorithm.options.selection=pow: unknown; there are: bon, br, bw" in said
     with pytest.raises(ValueError, match="algorithm.options.weight_pow: unknown"):

@@ -3,7 +3,8 @@
 Presets on a tabular softmax policy: a better reward raises an action's probability, a bandit is solved, KL alone pulls
 to the reference, entropy alone raises the entropy, values move to the returns, equal rewards give exactly no gradient,
 and the first gradient is the policy gradient in closed form. Estimators and losses: nothing outside the mask counts,
-order and names do not matter, and nothing makes a NaN of nothing. A table is checked in one loop that collects failures.
+order and names do not matter, and nothing makes a NaN of nothing. A table is checked in one loop that collects
+failures.
 """
 
 import functools

@@ -1,5 +1,5 @@
-"""The gradient of a step does not depend on the number of ranks: the whole path from refs over dispatch, weights as columns and
-two-pass terms to the engine's gradient, for every preset, in float64."""
+"""The gradient of a step does not depend on the number of ranks: the whole path from refs over dispatch, weights as
+columns and two-pass terms to the engine's gradient, for every preset, in float64."""
 
 from __future__ import annotations
 

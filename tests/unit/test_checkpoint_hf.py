@@ -137,7 +137,8 @@ def test_shards_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_weights_of_two_dtypes(tmp_path: Path) -> None:
-    """Norms kept in float32 beside bfloat16 matrices: one file for each item size, and the config names the larger part."""
+    """Norms kept in float32 beside bfloat16 matrices: one file for each item size, and the config names the larger
+    part."""
     model = qwen3()
     src = source(tmp_path / "src", model)
     weights = {k: v if "norm" in k else v.bfloat16() for k, v in model.state_dict().items()}

@@ -131,7 +131,8 @@ def test_help_and_tables_import_no_torch(command):
 
 
 def test_no_module_has_mutable_globals():
-    """Module-level lists, dicts and sets are read-only tables (annotated Mapping/Sequence/tuple, or never assigned into)."""
+    """Module-level lists, dicts and sets are read-only tables (annotated Mapping/Sequence/tuple, or never assigned
+    into)."""
     for path in FILES:
         tree = ast.parse(path.read_text())
         names = {

@@ -139,7 +139,8 @@ def test_the_order_of_the_rows_does_not_matter(seed):
 
 
 def test_a_trajectory_of_several_rows_counts_once():
-    """A rewritten history gives two rows: reward 1.0 is one reward (0.5 on average, not 2/3), of one member of its group."""
+    """A rewritten history gives two rows: reward 1.0 is one reward (0.5 on average, not 2/3), of one member of its
+    group."""
     one = measured(Refs([ref("a", "g", 1.0, response=9, version=1), ref("b", "g", 0.0)]))
     rows = [
         ref("a", "g", 1.0, response=4, row=0, version=2),

@@ -180,8 +180,8 @@ class HangsAtFirst(FakeEngine):
 
 @pytest.mark.parametrize(("staleness", "hung"), [(0.0, (1, 3)), (1.0, (7, 9))])
 def test_over_sampled_surplus_returns_its_draw_which_is_drawn_again_first(tmp_path, staleness, hung):
-    """Drawn again under the same ids: the dropped one must have ended before (the fake engine, like the real ones, refuses
-    an id that is running). And it must train soon: a draw that is dropped at every step would never."""
+    """Drawn again under the same ids: the dropped one must have ended before (the fake engine, like the real ones,
+    refuses an id that is running). And it must train soon: a draw that is dropped at every step would never."""
 
     async def test():
         engine = HangsAtFirst(*hung)
@@ -300,7 +300,8 @@ def stops_at(share: float, limit: float, *, seed: int, per_step: int = 32, steps
 
 
 def test_chance_alone_ends_no_run_and_a_bad_share_ends_every_one():
-    """Half the limit never stops 200 steps; twice the limit stops within 10; a limit of 1 and of 0 are what they say."""
+    """Half the limit never stops 200 steps; twice the limit stops within 10; a limit of 1 and of 0 are what they
+    say."""
     assert [stops_at(0.1, 0.2, seed=s) for s in range(10)] == [None] * 10
     assert all((found := stops_at(0.4, 0.2, seed=s)) is not None and found < 10 for s in range(10))
     assert stops_at(1.0, 1.0, seed=0) is None

@@ -1,4 +1,5 @@
-"""Admission, deadlines and batches, one rule per test. The proofs over random schedules: test_scheduler_simulation.py."""
+"""Admission, deadlines and batches, one rule per test. The proofs over random schedules:
+test_scheduler_simulation.py."""
 
 from __future__ import annotations
 
