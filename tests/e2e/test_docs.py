@@ -1,5 +1,4 @@
-"""Every snippet of README and docs is executed: bash and python blocks in order, per file, in a folder with a model
-and rows.
+"""Every snippet of README and docs is executed: bash and python blocks in order, page by page, beside a model and rows.
 
 The code that runs is that of this checkout, as a user has it: installed, and called from another folder. Where another
 checkout is the installed one, or none is, this one goes first on PYTHONPATH.
@@ -37,8 +36,8 @@ def folder(tmp_path_factory):
     (made / "gsm8k.jsonl").write_text("".join(json.dumps(r) + "\n" for r in short))
     (made / "gsm8k_test.jsonl").write_text("".join(json.dumps(r) + "\n" for r in short[:4]))
     (made / "my_reward.py").write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return "
-        "float(len(solution_str) % 3)\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return float(len(solution_str) % 3)\n"
     )
     return made
 
@@ -109,8 +108,7 @@ def test_links_lead_somewhere():
 
 
 def test_named_files_and_tests_exist():
-    """`verl/FILE` and `tests/FILE` on every page, and in the table of failures each rule's tests by file and
-    function."""
+    """Files of the repository on every page, and in the table of failures each rule's tests by file and function."""
     missing = []
     for page in PAGES:
         text = page.read_text()

@@ -82,7 +82,7 @@ def plain(tmp_path_factory, tiny_model, arithmetic_data) -> Path:
     return root / "toy"
 
 
-def failures_of(module: Any, monkeypatch: pytest.MonkeyPatch, given: dict[str, Callable[[], Any]]) -> list[str]:
+def failures_of(module: Any, given: dict[str, Callable[[], Any]]) -> list[str]:
     """Run every contract test that asks for one of `given`, in each of its other parameters; what failed."""
     failed = []
     count = 0
@@ -131,7 +131,7 @@ def test_a_rollout_engine_passes_the_contract(toy, monkeypatch):
     monkeypatch.setattr(test_rollout_contract, "build", build)
     for name in NEEDS_KV:
         monkeypatch.delattr(test_rollout_contract, name)
-    assert not failures_of(test_rollout_contract, monkeypatch, {"kind": lambda: "hf"})
+    assert not failures_of(test_rollout_contract, {"kind": lambda: "hf"})
 
 
 def test_a_rollout_engine_is_one_file_and_one_row(
@@ -194,7 +194,7 @@ def test_a_sync_backend_passes_the_contract(toy, monkeypatch):
     monkeypatch.setitem(test_weight_sync_contract.BACKENDS, "toy", made)
     for name in IN_ONE_PROCESS:
         monkeypatch.delattr(test_weight_sync_contract, name)
-    assert not failures_of(test_weight_sync_contract, monkeypatch, {"backend": lambda: "toy"})
+    assert not failures_of(test_weight_sync_contract, {"backend": lambda: "toy"})
 
 
 def test_a_sync_backend_is_one_file_and_one_row(
@@ -211,9 +211,9 @@ def test_a_sync_backend_is_one_file_and_one_row(
 # -- a queue -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_queue_passes_the_contract(toy, monkeypatch):
+def test_a_queue_passes_the_contract(toy):
     module = toy("add_a_queue.md", "toy_queue")
-    assert not failures_of(test_queue_contract, monkeypatch, {"queue": module.SqliteQueue})
+    assert not failures_of(test_queue_contract, {"queue": module.SqliteQueue})
 
 
 def test_a_queue_is_one_file_and_one_row(toy, touched, monkeypatch, tmp_path, tiny_model, arithmetic_data, plain):
