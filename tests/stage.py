@@ -83,7 +83,7 @@ class Stage:
         self.engine.version = max(self.engine.version, 0)
         self.queue, self.waits = MemoryQueue(), Waits()
         self.events = EventLog(self.tmp_path, 0)
-        self.cursor = Cursor(self.tasks, 0, shuffle=False, num_epochs=self.epochs)
+        self.cursor = EndingCursor(self.tasks, 0, shuffle=False, epochs=self.epochs)
         self.scheduler = Scheduler(
             prompts_per_step=self.prompts,
             total_steps=self.steps,
@@ -137,6 +137,18 @@ class Stage:
 
     def released(self) -> Counter[str]:
         return Counter(e["reason"] for e in self.log("released"))
+
+
+class EndingCursor(Cursor):
+    """A cursor that comes to an end, as the protocol of the driver allows; None: never."""
+
+    def __init__(self, num_tasks: int, seed: int, *, shuffle: bool, epochs: int | None) -> None:
+        super().__init__(num_tasks, seed, shuffle)
+        self.epochs = epochs
+
+    def next(self) -> Any:
+        ended = self.epochs is not None and self.state()["next_draw"] >= self.epochs * self.num_tasks
+        return None if ended and not self.state()["returned"] else super().next()
 
 
 class SimpleTasks:

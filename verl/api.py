@@ -109,7 +109,6 @@ class VerlTrainer:
             dtype=config.dtype,
             device=context.device,
             gradient_checkpointing=config.gradient_checkpointing,
-            source_dir=model.path,
         )
         models = {
             "actor": workers_of(
@@ -273,7 +272,6 @@ def _critic(model: AutoModelForCausalLMWithValueHead, config: VerlConfig, device
         dtype=config.dtype,
         device=device,
         gradient_checkpointing=config.gradient_checkpointing,
-        source_dir=model.path,
     )
 
 

@@ -13,15 +13,13 @@ from fakes import put
 
 from verl.algorithms.presets import PRESETS
 from verl.config.schema import Config
-from verl.driver.assemble import learner_of
-from verl.driver.models import ModelContext
+from verl.driver.assemble import offline_learner
 from verl.driver.roles import Learner
 from verl.driver.step import Step, experience_and_update
 from verl.model_engine.torch_engine import TorchEngine
-from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Sample, Segment
 
-MORE = {"drgrpo": {"horizon_tokens": 12}, "gdpo": {"options": {"reward_components": ["short", "digits"]}}}
+MORE = {"drgrpo": {"horizon_tokens": 12}, "gdpo": {"reward_components": ["short", "digits"]}}
 
 
 def samples(baselines: int, seed: int = 0) -> list[Sample]:
@@ -60,7 +58,7 @@ def config_of(name: str, model: Path, ranks: int, budget: int) -> Config:
     config.model.path, config.model.dtype = str(model), "float64"
     config.algorithm.name = name
     for key, value in MORE.get(name, {}).items():
-        setattr(config.algorithm, key, value)
+        config.algorithm.options[key] = value
     config.step.prompts_per_step, config.step.updates_per_step, config.step.epochs_per_step = 4, 2, 2
     config.step.max_tokens_per_microbatch = budget
     config.optim.lr, config.run.virtual_ranks = 1e-3, ranks
@@ -69,8 +67,7 @@ def config_of(name: str, model: Path, ranks: int, budget: int) -> Config:
 
 def gradients(name: str, model: Path, ranks: int, budget: int = 16384) -> tuple[list[torch.Tensor], dict[str, float]]:
     """The gradient of every optimizer step of a turn, in order, and the metrics of the turn."""
-    config = config_of(name, model, ranks, budget)
-    context = ModelContext(config, MemoryQueue(), "cpu", updates=4)
+    config, tmp = config_of(name, model, ranks, budget), Path("/nonexistent")
     found: list[torch.Tensor] = []
 
     class Watched(TorchEngine):
@@ -80,7 +77,7 @@ def gradients(name: str, model: Path, ranks: int, budget: int = 16384) -> tuple[
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("verl.model_engine.torch_engine.TorchEngine", Watched)
-        learner: Learner = learner_of(context)
+        learner: Learner = offline_learner(config, 1, tmp)
     learner.controllers.critic_warm = True
     try:
         refs = put(learner.queue, samples(learner.algorithm.group.baselines))

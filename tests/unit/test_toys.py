@@ -26,7 +26,7 @@ from verl.config import backends
 from verl.config.backends import Backend, NoOptions
 from verl.config.load import load_config, validate
 from verl.config.plan import make_plan
-from verl.driver import assemble
+from verl.driver import models
 from verl.track.samples import read_samples
 from verl.weight_sync.base import SyncContext
 
@@ -61,7 +61,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[s
 def touched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     """What a test says that it changes; at its end, exactly that differs of all modules and tables of verl."""
     tables: dict[str, Mapping[str, Any]] = {f"backends.{n}": t for n, t in backends.TABLES.items()}
-    tables["presets.PRESETS"] = presets.PRESETS
+    tables |= {"presets.PRESETS": presets.PRESETS, "models.ROLES": models.ROLES}
     before = {name: dict(vars(module)) for name, module in sys.modules.items() if name.split(".")[0] == "verl"}
     rows = {name: dict(table) for name, table in tables.items()}
     allowed: set[str] = set()
@@ -254,18 +254,10 @@ def test_a_role_is_a_row_of_needs_and_an_entry_of_models(
     tokenizer = tiny.character_tokenizer(arithmetic.CHARACTERS)
     other = tiny.qwen3(tokenizer, hidden=32, layers=2, heads=2, kv_heads=1, ffn=64, seed=5)
     folder = tiny.save(other, tokenizer, tmp_path / "teacher_model")
-    built = assemble.models_of
-
-    def models_of(context: Any, algorithm: Any, actor: Any) -> Any:
-        out = built(context, algorithm, actor)
-        if "teacher" in algorithm.roles():
-            out["teacher"] = module.teacher(context, algorithm)
-        return out
-
     monkeypatch.setattr(specs, "NEEDS", (*specs.NEEDS, module.NEED))
-    monkeypatch.setattr(assemble, "models_of", models_of)
+    monkeypatch.setitem(models.ROLES, "teacher", module.teacher)
     monkeypatch.setitem(presets.PRESETS, "toy", module.PRESET)
-    touched |= {"verl.algorithms.specs.NEEDS", "verl.driver.assemble.models_of", "presets.PRESETS[toy]"}
+    touched |= {"verl.algorithms.specs.NEEDS", "models.ROLES[teacher]", "presets.PRESETS[toy]"}
     chosen = ("algorithm.name=toy", f"algorithm.options.teacher={folder}", "run.total_steps=12", "run.name=toy")
     assert small_run(tmp_path, tiny_model, arithmetic_data[:1], *chosen).steps == 12
     found = metrics_of(tmp_path / "toy")

@@ -134,7 +134,6 @@ class OptimConfig:
     warmup_steps: NonNegativeInt = 0  # Optimizer steps. The first update uses lr / (warmup_steps + 1), never 0.
     warmup_ratio: Share = 0.0  # Share of all optimizer steps that warms up, where `warmup_steps` is 0.
     min_lr_ratio: Share = 0.0
-    max_skipped_updates: NonNegativeInt = 3  # Non-finite gradients in a row skipped (batch dumped) before a stop.
 
 
 @dataclass
@@ -170,8 +169,8 @@ class PipelineConfig:
     staleness: NonNegative = 0.0  # 0: synchronous. A group is trained at most ceil(staleness) versions after admission.
     sync_every: PositiveInt = 1  # Publish the weights every so many steps.
     placement: Annotated[str, words("auto|colocated|split")] = "auto"
-    """Whether rollout and training share devices. colocated: rollout sleeps while the models train. auto: colocated where
-    nothing is in flight during an update (staleness 0), else split."""
+    """colocated: rollout and training share devices, and rollout sleeps while models train · split: they do not · auto:
+    colocated where nothing is in flight during an update (staleness 0)."""
     partial_rollout: bool = False  # In-flight generations continue under new weights (versions are per span).
     oversample: NonNegative = 0.0  # Extra groups admitted, as a share of a step; kept if their deadline allows.
     max_attempts: PositiveInt = 2  # Tries of one trajectory whose rollout failed or whose reward is Invalid.
@@ -216,7 +215,6 @@ class QueueConfig:
 @dataclass
 class SyncConfig:
     engine: str = "local"  # a name of backends.SYNC.
-    verify_first: NonNegativeInt = 3  # All tensors are checked for the first so many versions, a sample of them after.
     canary: bool = True  # Log-probs of fixed probe sequences, trainer against rollout, at every publish.
     canary_tolerance: Positive | None = None  # Null: 1e-4 in float32, 0.25 in bfloat16.
 

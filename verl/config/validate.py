@@ -107,8 +107,8 @@ def _pipeline(config: Config) -> Iterator[str]:
         )
     if p.placement == "colocated" and p.staleness > 0:
         yield (
-            f"pipeline.placement=colocated with staleness={p.staleness:g}: rollout would sleep with requests in flight, and "
-            "no engine here keeps them; set pipeline.placement=split, or staleness=0"
+            f"pipeline.placement=colocated with staleness={p.staleness:g}: rollout would sleep with requests in "
+            "flight, and no engine here keeps them; set pipeline.placement=split, or staleness=0"
         )
     if Fraction(str(p.staleness)) * config.step.prompts_per_step * p.sync_every < 1 and p.staleness > 0:
         yield (

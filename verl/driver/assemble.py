@@ -30,7 +30,6 @@ from verl.driver.models import (
     models_of,
     policy_engine,
     reward_model,
-    shares_prefix,
     workers_of,
 )
 from verl.driver.publisher import Publisher
@@ -86,7 +85,7 @@ async def assemble(resolved: Resolved, *, progress: LiveProgress | None = None, 
     scorer = reward_model(context)
     reward = await _reward(config, scorer)
     engine = policy_engine(context)
-    engine.check_packing(share_prefix=shares_prefix(config))
+    engine.check_packing(share_prefix=engine.capabilities.shares_prefix)
     sync = checkpoint_engine(config, _probes(tasks))
     actor = workers_of(context, "actor", engine, hf_export=hf_export(config), outlet=sync.outlet())
     models = models_of(context, algorithm, actor) | ({"reward_model": scorer} if scorer is not None else {})
@@ -218,7 +217,7 @@ def checkpoint_engine(config: Config, probes: Sequence[np.ndarray] = ()) -> Chec
 
 def trained_roles(learner: Learner) -> tuple[str, ...]:
     """Those with an optimizer, the policy first."""
-    return tuple(role for role in ("actor", "critic", TRAINER) if role in learner.models)
+    return tuple(role for role, workers in learner.models.items() if workers.trains)
 
 
 async def assemble_supervised(
@@ -240,10 +239,10 @@ async def assemble_supervised(
     progress.message(f"data: {summary}")
     num_steps = total_steps_of(config, len(stage), config.supervised.rows_per_step)
     head: Literal["lm", "score"] = "score" if command == "rm" else "lm"
-    share, waits = command != "sft" and shares_prefix(config), Waits(claimed.path / "waits.json")
+    share, waits = command != "sft", Waits(claimed.path / "waits.json")
     context = context_of(config, updates=num_steps, crash_dir=claimed.path / "crash")
     engine = policy_engine(context, head=head)
-    engine.check_packing(share_prefix=share)
+    engine.check_packing(share_prefix=share and engine.capabilities.shares_prefix)
     export = hf_export(config, head=head, pad_token_id=pad_id(tokenizer))
     trainer = workers_of(context, TRAINER, engine, share_prefix=share, hf_export=export)
     learner = learner_of(context, None, {TRAINER: trainer}, waits)

@@ -3,6 +3,7 @@ configuration."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -47,8 +48,8 @@ def workers_of(
     """The worker group of one model: one rank, or virtual ranks that share the engine. outlet: where its weights are
     published from."""
     config, can = context.config, engine.capabilities
-    share = share_prefix and shares_prefix(config)
-    sender = WeightSender(outlet, verify_first=config.sync.verify_first) if outlet is not None else None
+    share = share_prefix and can.shares_prefix
+    sender = WeightSender(outlet) if outlet is not None else None
     ranks = [VirtualRank(i, config.run.virtual_ranks) for i in range(config.run.virtual_ranks)]
     roles = [
         Role(
@@ -62,12 +63,7 @@ def workers_of(
         )
         for rank in ranks
     ]
-    can = replace(can, shares_prefix=can.shares_prefix and share)
-    return ModelWorkers(InprocGroup(name, roles, ranks), can)
-
-
-def shares_prefix(config: Config) -> bool:
-    return bool(options_of(config, "model").share_prefix)
+    return ModelWorkers(InprocGroup(name, roles, ranks), replace(can, shares_prefix=share))
 
 
 def policy_engine(context: ModelContext, *, head: Head = "lm") -> ModelEngine:
@@ -84,7 +80,7 @@ def policy_engine(context: ModelContext, *, head: Head = "lm") -> ModelEngine:
         total_steps=context.updates,
         decay_ratio=o.decay_ratio,
         min_lr_ratio=o.min_lr_ratio,
-        max_skipped_updates=o.max_skipped_updates,
+        max_skipped_updates=options_of(context.config, "model").max_skipped_updates,
     )
     return _engine(context, optim=spec, head=head)
 
@@ -94,7 +90,7 @@ def frozen_engine(context: ModelContext) -> ModelEngine:
     return _engine(context, optim=None)
 
 
-def critic(context: ModelContext) -> ModelWorkers:
+def critic(context: ModelContext, algorithm: Algorithm) -> ModelWorkers:
     """The value model with its own optimizer: the policy's engine with another head."""
     o, c = context.config.optim, context.config.critic
     spec = OptimSpec(
@@ -106,9 +102,17 @@ def critic(context: ModelContext) -> ModelWorkers:
         schedule="constant",
         warmup_steps=c.warmup_steps,
         total_steps=context.updates,
-        max_skipped_updates=o.max_skipped_updates,
+        max_skipped_updates=options_of(context.config, "model").max_skipped_updates,
     )
     return workers_of(context, "critic", _engine(context, optim=spec, head="value", path=c.path))
+
+
+def reference(context: ModelContext, algorithm: Algorithm) -> ModelWorkers:
+    return workers_of(context, "ref", frozen_engine(context))
+
+
+ROLES: Mapping[str, Callable[[ModelContext, Algorithm], ModelWorkers]] = {"ref": reference, "critic": critic}
+"""How the workers of a role are made; which columns a role computes stands in algorithms/specs.py."""
 
 
 def reward_model(context: ModelContext) -> ModelWorkers | None:
@@ -128,18 +132,13 @@ def reward_model(context: ModelContext) -> ModelWorkers | None:
             "train it from a model with the policy's tokenizer"
         )
     engine = _engine(context, optim=None, head="score", path=str(folder))
-    engine.check_packing(share_prefix=shares_prefix(config))
+    engine.check_packing(share_prefix=engine.capabilities.shares_prefix)
     return workers_of(context, "reward_model", engine)
 
 
 def models_of(context: ModelContext, algorithm: Algorithm, actor: ModelWorkers) -> dict[str, ModelWorkers]:
-    """The actor and whatever else the algorithm looks at, by role."""
-    out = {"actor": actor}
-    if "ref" in algorithm.roles():
-        out["ref"] = workers_of(context, "ref", frozen_engine(context))
-    if algorithm.critic:
-        out["critic"] = critic(context)
-    return out
+    """The actor, and whatever else the algorithm has a column computed by."""
+    return {"actor": actor, **{role: ROLES[role](context, algorithm) for role in sorted(algorithm.roles())}}
 
 
 def hf_export(config: Config, *, head: Head = "lm", pad_token_id: int | None = None) -> HfExport:

@@ -68,13 +68,14 @@ class EngineContext:
     dump_dir: Path | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineCapabilities:
     """What an engine can do with the model it holds; asked once at start, and obeyed."""
 
     shares_prefix: bool
     max_tokens_per_microbatch: int
     outputs: tuple[str, ...]
+    trains: bool
     one_pass: bool
     """A step that fits into one micro-batch needs no first pass: its outputs are the same in both."""
 

@@ -62,7 +62,7 @@ class TorchEngine:
         max_tokens_per_microbatch: int = 16384,
         attention_mode: str = "auto",
         gradient_checkpointing: bool = False,
-        source_dir: Path | None = None,
+        share_prefix: bool = True,
         dump_dir: Path | None = None,
         emulate_bf16: bool | None = None,
     ) -> None:
@@ -73,7 +73,7 @@ class TorchEngine:
         self.head: Head = head
         self.max_tokens_per_microbatch = max_tokens_per_microbatch
         self._packed = attention_mode != "padded"
-        self._source_dir = source_dir
+        self._shares_prefix = share_prefix and self._packed
         self._dump_dir = dump_dir
         self.master = torch.float64 if self.dtype == torch.float64 else torch.float32
         emulate = not native_bf16(self.device) if emulate_bf16 is None else emulate_bf16
@@ -292,8 +292,9 @@ class TorchEngine:
         if self._skipped > self.spec.max_skipped_updates:
             self.optimizer.zero_grad(set_to_none=True)  # type: ignore[union-attr]
             raise FloatingPointError(
-                f"gradient norm is {norm} for the {self._skipped}th update in a row (limit optim.max_skipped_updates="
-                f"{self.spec.max_skipped_updates}); the weights are unchanged, the last batch is in {where}"
+                f"gradient norm is {norm} for the {self._skipped}th update in a row "
+                f"(limit model.engine_options.max_skipped_updates={self.spec.max_skipped_updates}); "
+                f"the weights are unchanged, the last batch is in {where}"
             )
 
     # -- weights and state -------------------------------------------------------------------------------------------
@@ -330,7 +331,13 @@ class TorchEngine:
     @property
     def capabilities(self) -> EngineCapabilities:
         outputs = LM_OUTPUTS if self.head == "lm" else VALUE_OUTPUTS
-        return EngineCapabilities(self._packed, self.max_tokens_per_microbatch, outputs, self.device.type == "cpu")
+        return EngineCapabilities(
+            shares_prefix=self._shares_prefix,
+            max_tokens_per_microbatch=self.max_tokens_per_microbatch,
+            outputs=outputs,
+            trains=self.optimizer is not None,
+            one_pass=self.device.type == "cpu",
+        )
 
     def _named_state(self) -> dict[str, Tensor]:
         """Weights and the optimizer's moments, by their places in a checkpoint."""
@@ -431,7 +438,7 @@ def build(options: Options, context: EngineContext) -> TorchEngine:
         max_tokens_per_microbatch=c.max_tokens_per_microbatch,
         attention_mode=options.attention,
         gradient_checkpointing=c.gradient_checkpointing and c.optim is not None,
-        source_dir=c.folder,
+        share_prefix=options.share_prefix,
         dump_dir=c.dump_dir,
     )
     if score is not None:

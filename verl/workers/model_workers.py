@@ -49,6 +49,11 @@ class ModelWorkers:
     def world_size(self) -> int:
         return self._group.world_size
 
+    @property
+    def trains(self) -> bool:
+        """It has an optimizer, and a state to save."""
+        return self._can.trains
+
     def infer(self, refs: Refs, outputs: Mapping[str, str]) -> Future[None]:
         """Compute model outputs of the rows and write them: {output: column}."""
         args = [(_rank_step(share), outputs) for share in self._share(refs)]

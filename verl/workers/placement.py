@@ -10,7 +10,7 @@ from verl.workers.waits import Waits
 
 
 class Placement:
-    """Colocated (staleness 0): the rollout engine releases its KV cache while training. Split: a no-op."""
+    """Colocated: the rollout engine releases its KV cache while training. Split: a no-op."""
 
     def __init__(
         self,
