@@ -80,7 +80,6 @@ def policy_engine(context: ModelContext, *, head: Head = "lm") -> ModelEngine:
         total_steps=context.updates,
         decay_ratio=o.decay_ratio,
         min_lr_ratio=o.min_lr_ratio,
-        max_skipped_updates=options_of(context.config, "model").max_skipped_updates,
     )
     return _engine(context, optim=spec, head=head)
 
@@ -102,7 +101,6 @@ def critic(context: ModelContext, algorithm: Algorithm) -> ModelWorkers:
         schedule="constant",
         warmup_steps=c.warmup_steps,
         total_steps=context.updates,
-        max_skipped_updates=options_of(context.config, "model").max_skipped_updates,
     )
     return workers_of(context, "critic", _engine(context, optim=spec, head="value", path=c.path))
 

@@ -432,7 +432,7 @@ def build(options: Options, context: EngineContext) -> TorchEngine:
     engine = TorchEngine(
         load_causal_lm(c.folder, trust_remote_code=c.trust_remote_code, needs_lm_head=c.head == "lm"),
         head=c.head,
-        optim=c.optim,
+        optim=c.optim and replace(c.optim, max_skipped_updates=options.max_skipped_updates),
         dtype=c.dtype,
         device=c.device,
         max_tokens_per_microbatch=c.max_tokens_per_microbatch,
