@@ -112,7 +112,8 @@ def play(
     if name == "old":
         for new, old in OLD_KEYS.items():
             overrides = [o.replace(new, old) for o in overrides]
-    given.write_text(json.dumps({**spec, "folder": str(place), **({"overrides": overrides} if overrides else {})}))
+    older = {"draft_tokens": 0} if name == "old" else {}
+    given.write_text(json.dumps({**spec, **older, "folder": str(place), "overrides": overrides}))
     env = {**arm_env(THREADS), "PYTHONPATH": str(tree)}
     command = [sys.executable, str(tree / "bench" / program), str(given), str(result)]
     run_logged(command, folder / "logs" / f"against-{part}.log", timeout_s=900.0, env=env)

@@ -21,7 +21,7 @@ async def run(spec: dict[str, Any]) -> dict[str, Any]:
     from transformers import AutoConfig
 
     import verl
-    from verl.driver.assemble import DTYPES
+    from verl.model_engine.torch_engine import DTYPES
     from verl.model_engine.torch_engine import load_causal_lm
     from verl.rollout.base import RolloutContext
     from verl.rollout.native.engine import build
