@@ -6,7 +6,7 @@
     row_start[r]:row_start[r+1]
 
 A flat pack is the case without parents. A prompt shared by a group is one segment whose last position predicts the
-first token of every response, which is why targets are never made by shifting ids by one (pitfalls 14).
+first token of every response, which is why targets are never made by shifting ids by one.
 Columns are [L, ...] per loss token, row columns [R, ...]. `sequence[r]` is the trajectory of row r: the unit of
 "sequence" means.
 """
@@ -112,7 +112,7 @@ class Columns:
         return self.sum(x) / self.counts().clamp(min=1).to(x.dtype)
 
     def cleaned(self) -> Columns:
-        """Inputs outside the mask replaced by 0, so that NaN there reaches neither value nor gradient (section 0)."""
+        """Inputs outside the mask replaced by 0, so that NaN there reaches neither value nor gradient."""
         zeroed = {n: _where(self.mask, c) if c.is_floating_point() else c for n, c in self.token.items()}
         return replace(self, token=zeroed)
 

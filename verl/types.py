@@ -1,4 +1,4 @@
-"""The words of DESIGN section 2 as frozen dataclasses. Standard library and numpy only; no torch.
+"""The words of the project (docs/design) as frozen dataclasses. Standard library and numpy only; no torch.
 
 Text is a view: sampled ids are never re-tokenised, and the loss mask of a sample is derived from each segment's
 `source` alone.
@@ -316,7 +316,7 @@ def samples_of(trajectory: Trajectory) -> tuple[Sample, ...]:
 def derive_seed(*parts: object) -> int:
     """Counter-based seed: a 63-bit hash of the parts, independent of batch, worker, restart and order.
 
-    seed(sample) = derive_seed(run seed, purpose, epoch, draw, task, index, turn, attempt)   (DESIGN section 6)
+    seed(sample) = derive_seed(run seed, purpose, epoch, draw, task, index, turn, attempt)
     """
     digest = hashlib.blake2b("\x1f".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") & (2**63 - 1)

@@ -177,7 +177,7 @@ def opo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def gpg(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """verl scales by B / the number of scores that are not 0, the paper by B / those in groups with variance (Q5)."""
+    """verl scales by B / the number of scores that are not 0, the paper by B / those in groups with variance."""
     assert hp["f_norm"] == 1.0
 
     def run(c: Columns) -> dict[str, Tensor]:
@@ -403,7 +403,7 @@ def trl_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def nemo_kl(columns: Columns, *, behind: str, bound: float | None) -> TermValue:
-    """k3 with its value clamped (Q10), times pi / pi of `behind`: the sampler, or the detached policy itself."""
+    """k3 with its value clamped, times pi / pi of `behind`: the sampler, or the detached policy itself."""
     value = losses.kl_estimate(columns["logprobs"], columns["ref_logprobs"], "k3")
     if bound is not None:
         value = value.clamp(-bound, bound)
@@ -496,7 +496,7 @@ def value_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rejections(stats: str | None, thresholds: Any) -> tuple[str, ...]:
-    """verl's k1 bounds are on pi_rollout / pi_train (Q8): inverted they are ours."""
+    """verl's k1 bounds are on pi_rollout / pi_train: inverted they are ours."""
     if not stats:
         return ()
     out = []
@@ -532,7 +532,7 @@ def _rollout_columns(case: Case) -> Columns:
     )
 
 
-# rollout_is_*: at sequence level verl reports the weights before truncation, and rows without a token as ratio 1 (Q17);
+# rollout_is_*: at sequence level verl reports the weights before truncation, and rows without a token as ratio 1;
 # its std and ESS are of weights raised to 1 / threshold first
 TOKEN_METRICS = tuple(
     f"rollout_is_{n}" for n in ("mean", "max", "min", "ratio_fraction_high", "ratio_fraction_low", "oob_ratio")
@@ -636,7 +636,7 @@ def kl(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
         base, plus = form.removesuffix("+"), "+" if form.endswith("+") else ""
         ref = torch.from_numpy(np.asarray(case["in_ref_log_prob"], np.float64))
         value = losses.kl_estimate(leaf, ref, KL_ALIASES.get(base, base) + plus)
-        if KL_ALIASES.get(base, base) == "k3":  # verl clamps the value (Q10); the straight-through gradient stays
+        if KL_ALIASES.get(base, base) == "k3":  # verl clamps the value; the straight-through gradient stays
             value = value + (value.clamp(-10, 10) - value).detach() if plus else value.clamp(-10, 10)
         (grad,) = torch.autograd.grad(value.sum(), leaf)
         key = form.replace("+", "p")

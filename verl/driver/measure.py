@@ -1,4 +1,4 @@
-"""What a batch says of itself: metrics of refs, in the units of trajectories, groups and steps (pitfalls 35)."""
+"""What a batch says of itself: metrics of refs, in the units of trajectories, groups and steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every trajectory is written to samples/, from step 0 (pitfalls 46). Runs beside the loop, in a worker of its own."""
+"""Every trajectory is written to samples/, from step 0. Runs beside the loop, in a worker of its own."""
 
 from __future__ import annotations
 

@@ -6,8 +6,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from verl.config.schema import Config
 from verl.driver.record import SampleRecorder
@@ -84,12 +86,9 @@ class Reporter:
         )
         await self._done(self._recorder.submit(SampleRecorder.record, [(step, refs)]), "recorder.record")
 
-    async def _done(self, future: asyncio.Future | object, what: str) -> None:
+    async def _done(self, future: Future[Any], what: str) -> None:
         await self._waits.wait(
-            asyncio.wrap_future(future),  # type: ignore[arg-type]
-            who="driver",
-            what=what,
-            timeout_s=self._config.run.wait_timeout_s,
+            asyncio.wrap_future(future), who="driver", what=what, timeout_s=self._config.run.wait_timeout_s
         )
 
     # -- metrics -------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Admission, deadlines and batches of groups (DESIGN section 6). Pure logic: no asyncio, no I/O, no clock of its own.
+"""Admission, deadlines and batches of groups. Pure logic: no asyncio, no I/O, no clock of its own.
 
     admit -> running -> complete -> taken -> trained -> (publish) slot free
                 \\-> released (rejected | invalid | cancelled | failed): slot free at once

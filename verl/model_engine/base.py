@@ -1,4 +1,4 @@
-"""Model engines: parallel training of one model. They know parallelism and numerics, not RL (DESIGN section 5)."""
+"""Model engines: parallel training of one model. They know parallelism and numerics, not RL."""
 
 from __future__ import annotations
 

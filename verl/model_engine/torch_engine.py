@@ -208,7 +208,7 @@ class TorchEngine:
         return hidden.index_select(0, origin.to(self.device))
 
     def check_packing(self, *, share_prefix: bool) -> float:
-        """Prove packing for this model at start (pitfalls 14); ValueError where it leaks. Returns the largest
+        """Prove packing for this model at start; ValueError where it leaks. Returns the largest
         difference."""
         if not self._packed:
             return 0.0
