@@ -371,6 +371,21 @@ def test_frozen_weights_pushed_twice_are_unchanged_and_no_alarm(backend):
     run(test)
 
 
+def test_one_value_that_moved_is_a_change_while_all_checksums_are_made(backend):
+    async def test():
+        world = World(trainer(), backend)
+        replica = world.rollout()
+        assert (await world.publish([replica], 0)).changed
+        largest = max(world.engine.model.parameters(), key=lambda p: p.numel())
+        assert largest.numel() > 600, "so that not every value is among those that are compared one by one"
+        largest.data.view(-1)[1] += 1e-3
+        assert (await world.publish([replica], 1)).changed
+        assert not (await world.publish([replica], 2)).changed
+        await replica.close()
+
+    run(test)
+
+
 class SendsTheBase(TorchEngine):
     """Trains one set of tensors and sends another: adapters that were never merged."""
 

@@ -12,6 +12,7 @@ from fakes import FakeEngine, put
 
 from verl.algorithms.losses import nll
 from verl.batch import Columns
+from verl.driver.step import optimizer_steps
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.torch_engine import TorchEngine, load_causal_lm
 from verl.objective import Term
@@ -172,3 +173,15 @@ def test_weighing_refuses_a_non_finite_input_before_any_gradient(filled):
     compute.compute(refs, lambda c: {"x": torch.tensor([0.0, 0.0, float("nan"), 0.0, 0.0, 0.0])}, (), ("x",))
     with pytest.raises(ValueError, match=r"x is nan at trainable token 2 of sequence 1"):
         compute.weigh([WeightedStep(refs)], (Term(name="pg", fn=nll, inputs=("x",)),), ("x",))
+
+
+def test_every_optimizer_step_of_every_epoch_has_the_weights_of_its_own_rows():
+    """A row is in one step of each epoch, with other rows beside it: its weights there are columns of that epoch."""
+    queue = MemoryQueue()
+    refs = put(queue, rows(*((f"{g}/{i}", f"g{g}", 1 + (3 * g + i) % 5, 1.0) for g in range(6) for i in range(2))))
+    steps = optimizer_steps(refs, updates=3, epochs=3, seed=1, index=0)
+    assert len(steps) == 9 and [s.recorded for s in steps] == [True] * 3 + [False] * 6
+    Compute(queue).weigh([WeightedStep(s.refs, s.weights) for s in steps], (Term(name="pg", fn=nll),), ())
+    for step in steps:
+        name = f"w/pg{step.weights}"
+        assert float(queue.read(step.refs, (name,))[name].values.sum()) == pytest.approx(1.0)
