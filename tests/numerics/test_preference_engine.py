@@ -19,7 +19,7 @@ from verl.driver.stages import PreferenceStage, Reference, RewardStage
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.torch_engine import TorchEngine
 from verl.transfer_queue.memory import MemoryQueue
-from verl.workers.compute import Compute, WeightedStep
+from verl.workers.compute import Compute, OptimizerStep
 from verl.workers.role import RankStep, Role
 
 VOCAB = 40
@@ -83,7 +83,7 @@ def gradient(model, stage, indices, *, budget=10_000, share=True):
     refs = put(queue, samples)
     offsets = np.cumsum([0, *(r.loss_tokens for r in refs)])
     queue.write(refs, {n: Ragged(value, offsets) for n, value in columns.items()})
-    Compute(queue).weigh([WeightedStep(refs)], stage.terms, tuple(columns))
+    Compute(queue).weigh([OptimizerStep(refs)], stage.terms, tuple(columns))
     batch = role._batch(RankStep(refs), stage.terms, tuple(columns))
     out = forward_backward(engine, batch, stage.terms)
     return {n: p.grad.clone() for n, p in engine.model.named_parameters() if p.grad is not None}, out

@@ -18,7 +18,7 @@ from verl.model_engine.torch_engine import TorchEngine, load_causal_lm
 from verl.objective import Term
 from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Metric, Sample, Segment
-from verl.workers.compute import Compute, WeightedStep
+from verl.workers.compute import Compute, OptimizerStep
 from verl.workers.placement import Placement
 from verl.workers.role import RankStep, Role
 from verl.workers.waits import DeadlineExpired
@@ -155,7 +155,7 @@ def test_weights_are_of_the_whole_step_and_an_epoch_has_its_own(filled):
     terms = (Term(name="pg", fn=nll), Term(name="seq", fn=nll, unit="sequence", aggregate="seq-mean-token-mean"))
     a, b, c = (type(refs)([r]) for r in refs)
     compute = Compute(queue)
-    compute.weigh([WeightedStep(refs), WeightedStep(a, "/1"), WeightedStep(type(refs)([*b, *c]), "/1")], terms, ())
+    compute.weigh([OptimizerStep(refs), OptimizerStep(a, "/1"), OptimizerStep(type(refs)([*b, *c]), "/1")], terms, ())
     assert queue.read(refs, ("w/pg",))["w/pg"].values.tolist() == [1 / 5] * 5 + [0], "c has no valid reward"
     assert queue.read(refs, ("w/pg/1",))["w/pg/1"].values.tolist() == [1 / 2] * 2 + [1 / 3] * 3 + [0]
     assert queue.read(refs, ("w/seq",))["w/seq"].values.tolist() == [1 / 2, 1 / 2, 0]
@@ -163,7 +163,7 @@ def test_weights_are_of_the_whole_step_and_an_epoch_has_its_own(filled):
     assert queue.read(refs, ("loss_mask",))["loss_mask"].values.tolist() == [1, 1, 1, 1, 1, 0]
     rows_of_one = [replace(s, trajectory_id="t") for s in rows(("x", "g", 1, 1.0), ("y", "g", 2, 1.0))]
     both = put(queue, rows_of_one)
-    compute.weigh([WeightedStep(both)], terms, ())
+    compute.weigh([OptimizerStep(both)], terms, ())
     assert queue.read(both, ("w/seq",))["w/seq"].values.tolist() == [1, 0], "a trajectory counts once"
 
 
@@ -172,7 +172,7 @@ def test_weighing_refuses_a_non_finite_input_before_any_gradient(filled):
     compute = Compute(queue)
     compute.compute(refs, lambda c: {"x": torch.tensor([0.0, 0.0, float("nan"), 0.0, 0.0, 0.0])}, (), ("x",))
     with pytest.raises(ValueError, match=r"x is nan at trainable token 2 of sequence 1"):
-        compute.weigh([WeightedStep(refs)], (Term(name="pg", fn=nll, inputs=("x",)),), ("x",))
+        compute.weigh([OptimizerStep(refs)], (Term(name="pg", fn=nll, inputs=("x",)),), ("x",))
 
 
 def test_every_optimizer_step_of_every_epoch_has_the_weights_of_its_own_rows():
@@ -181,7 +181,7 @@ def test_every_optimizer_step_of_every_epoch_has_the_weights_of_its_own_rows():
     refs = put(queue, rows(*((f"{g}/{i}", f"g{g}", 1 + (3 * g + i) % 5, 1.0) for g in range(6) for i in range(2))))
     steps = optimizer_steps(refs, updates=3, epochs=3, seed=1, index=0)
     assert len(steps) == 9 and [s.recorded for s in steps] == [True] * 3 + [False] * 6
-    Compute(queue).weigh([WeightedStep(s.refs, s.weights) for s in steps], (Term(name="pg", fn=nll),), ())
+    Compute(queue).weigh(steps, (Term(name="pg", fn=nll),), ())
     for step in steps:
         name = f"w/pg{step.weights}"
         assert float(queue.read(step.refs, (name,))[name].values.sum()) == pytest.approx(1.0)

@@ -25,7 +25,7 @@ class WeightSender:
         self._outlet = outlet
         self._verify_first = verify_first
         self._sent = 0
-        self._last: dict[str, tuple[Entry, int | None, Tensor]] = {}  # entry, last known checksum, some values
+        self._last: dict[str, tuple[int | None, Tensor]] = {}  # last known checksum, some values
         self._moved_from: tuple[int, dict[str, Tensor]] = (-1, {})  # version and masters when a byte last changed
 
     def send(self, engine: ModelEngine, version: int, probes: Sequence[np.ndarray], *, copy: bool) -> Sent:
@@ -56,14 +56,13 @@ class WeightSender:
         last, self._last = self._last, {}
         changed = last.keys() != held.keys()
         for name, tensor in held.items():
-            entry, values = manifest[name], _some_values(tensor)
-            known = entry.checksum
+            known, values = manifest[name].checksum, _some_values(tensor)
             if name in last:
-                _, before, seen = last[name]
+                before, seen = last[name]
                 changed |= known is not None and before is not None and known != before
                 changed |= not torch.equal(values, seen)
                 known = before if known is None else known
-            self._last[name] = (entry, known, values)
+            self._last[name] = (known, values)
         moving = {name: _some_values(tensor) for name, tensor in masters.items()}
         if changed:
             self._moved_from = (version, moving)

@@ -23,11 +23,13 @@ Computed = Mapping[str, Tensor | Metric]
 
 
 @dataclass(frozen=True, slots=True)
-class WeightedStep:
-    """All rows of one optimizer step; its weights are the columns `w/TERM` + suffix."""
+class OptimizerStep:
+    """All rows of one optimizer step. weights: suffix of the columns `w/TERM` that hold its weights · recorded: its
+    outputs are written."""
 
     refs: Refs
-    suffix: str = ""
+    weights: str = ""
+    recorded: bool = False
 
 
 class Compute:
@@ -54,7 +56,7 @@ class Compute:
         metrics = {name: value for name, value in found.items() if isinstance(value, Metric)}
         return {**metrics, **_advantage_metrics(columns, found)}
 
-    def weigh(self, steps: Sequence[WeightedStep], terms: tuple[Term, ...], inputs: Sequence[str]) -> None:
+    def weigh(self, steps: Sequence[OptimizerStep], terms: tuple[Term, ...], inputs: Sequence[str]) -> None:
         """Write `w/TERM` and `loss_mask` of the rows of each optimizer step: all denominators are those of the whole
         step.
 
@@ -77,7 +79,7 @@ class Compute:
                 if term.unit == "sequence":  # it stands at the trajectory's first row
                     weight = torch.where(first, weight[sequence], 0.0)
                     at = np.arange(len(refs) + 1, dtype=np.int64)
-                written[f"w/{term.name}{step.suffix}"] = Ragged(weight, at)
+                written[f"w/{term.name}{step.weights}"] = Ragged(weight, at)
             self.queue.write(refs, written)
 
     def mismatch(self, refs: Refs, column: str) -> Metrics:

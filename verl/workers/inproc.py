@@ -73,7 +73,7 @@ class SharedEngine:
         self._engine, self._rank = engine, rank
 
     def forward_backward(
-        self, batch: Batch, terms: Sequence[Term], num_microbatches: int = 1, extra_outputs: Sequence[str] = ()
+        self, batch: Batch, terms: Sequence[Term], num_microbatches: int = 0, extra_outputs: Sequence[str] = ()
     ) -> StepOutput:
         return self._rank.in_turn(lambda: self._engine.forward_backward(batch, terms, num_microbatches, extra_outputs))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -17,21 +16,12 @@ from verl.model_engine.base import EngineCapabilities
 from verl.objective import Term
 from verl.types import Metrics, Refs, merge_metrics
 from verl.weight_sync.base import Sent
-from verl.workers.compute import Compute, Computed, WeightedStep
+from verl.workers.compute import Compute, Computed, OptimizerStep
 from verl.workers.group import Broadcast, WorkerGroup
 from verl.workers.role import RankStep, Role, UpdatePlan
 
 A = TypeVar("A")
 B = TypeVar("B")
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerStep:
-    """The rows of one optimizer step, and the suffix of its weights' columns; recorded: its outputs are written."""
-
-    refs: Refs
-    weights: str = ""
-    recorded: bool = False
 
 
 class ModelWorkers:
@@ -126,7 +116,7 @@ class ComputeWorker:
 
     def weigh(self, steps: Sequence[OptimizerStep], terms: tuple[Term, ...], inputs: Sequence[str]) -> Future[None]:
         """Write the weights of every optimizer step as columns."""
-        args = [([WeightedStep(step.refs, step.weights) for step in steps], terms, inputs)]
+        args = [(list(steps), terms, inputs)]
         return _then(self._group.submit(Compute.weigh, args), _only)
 
     def mismatch(self, refs: Refs, column: str) -> Future[Metrics]:

@@ -84,10 +84,9 @@ class Role:
         """The optimizer steps of a turn. What the terms report is this rank's share; what all ranks have in common
         (norm, rate) is reported by the first."""
         parts: list[Metrics] = []
-        extra = tuple(dict.fromkeys(plan.recorded))
         for step in plan.steps:
             batch, terms, metrics = self._two_passes(self._batch(step, plan.terms, plan.inputs), plan.terms)
-            result = self.engine.forward_backward(batch, terms, step.num_microbatches, extra)
+            result = self.engine.forward_backward(batch, terms, step.num_microbatches, plan.recorded)
             parts += [_prefixed(metrics, plan.prefix), _prefixed(result.metrics, plan.prefix)]
             optim = self.engine.optim_step()
             if self.ranks.rank == 0:
