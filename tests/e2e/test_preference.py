@@ -274,3 +274,14 @@ def test_a_policy_with_missing_weights_does_not_start_at_random(tmp_path, tiny_m
 def test_a_language_model_is_no_reward_model(tmp_path, tiny_model, arithmetic_data):
     with pytest.raises(ValueError, match="verl rm"):
         small_run(tmp_path, tiny_model, arithmetic_data[:1], f"reward.model={tiny_model}", "reward.path=null")
+
+
+def test_two_ranks_measure_and_train_what_one_does(tmp_path, tiny_model, pairs):
+    """Also where the last evaluation rows are fewer than the ranks: an idle rank counts for nothing."""
+    shape = ("run.total_steps=2", "supervised.rows_per_step=3", "supervised.eval_rows=4")
+    one = train("dpo", tmp_path / "one", tiny_model, pairs, *shape)
+    two = train("dpo", tmp_path / "two", tiny_model, pairs, *shape, "run.virtual_ranks=2")
+    assert one.evals.keys() == two.evals.keys() and len(one.evals) > 3
+    for name, value in one.evals.items():
+        assert two.evals[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+    assert two.values["train/grad_norm"] == pytest.approx(one.values["train/grad_norm"], rel=1e-4)

@@ -105,9 +105,10 @@ class Role:
         batch = self._batch(step, terms, inputs)
         wanted = tuple(dict.fromkeys(n for t in terms for n in t.outputs))
         found = {f"out/{n}": v.double() for n, v in self.engine.infer(batch, wanted).items()}
-        whole = concat(self.ranks.all_gather(batch.with_columns(found)))
+        parts = self.ranks.all_gather(None if step.idle else batch.with_columns(found))
         if self.ranks.rank:
             return {}
+        whole = concat([part for part in parts if part is not None])
         with torch.no_grad():
             _, metrics = evaluate_terms(terms, whole, {n: whole.columns[f"out/{n}"] for n in wanted})
         tokens = all(t.unit == "token" for t in terms)
