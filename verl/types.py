@@ -252,6 +252,7 @@ class Ref:
     components: Mapping[str, float] = field(default_factory=dict)
     outcome: Outcome = "ok"
     truncated: bool = False
+    copies: int = 1  # a row that was drawn k times (PF-PPO) is k rows of its optimizer step
 
 
 class Refs(tuple[Ref, ...]):

@@ -92,6 +92,20 @@ def test_pf_ppo_trains_the_best_and_the_worst_of_each_prompt(tmp_path, tiny_mode
         assert (max(kept), min(kept)) == (max(r.reward for r in rows), min(r.reward for r in rows)) and len(kept) == 2
 
 
+def test_pf_ppo_draws_from_the_whole_step_as_verl_does(tmp_path, tiny_model, arithmetic_data):
+    """Answers are drawn after the advantages, which all have; only drawn ones have the update's own log-probs. Two
+    ranks draw the same."""
+    more = ("algorithm.options.selection=max_min", "step.updates_per_step=1")
+    run_of(tmp_path, tiny_model, arithmetic_data, "pf_ppo", *more)
+    rows = read_samples(tmp_path / "r", 1)
+    rewards = [r.reward for r in rows]
+    assert all(r.advantages is not None for r in rows)
+    drawn = [r.reward for r in rows if r.entropy is not None]
+    assert 0 < len(drawn) <= len(rows) and set(drawn) == {max(rewards), min(rewards)} != set(rewards)
+    run_of(tmp_path / "two", tiny_model, arithmetic_data, "pf_ppo", *more, "run.virtual_ranks=2")
+    same_step_on_two_ranks(tmp_path / "r", tmp_path / "two" / "r")
+
+
 def test_the_policy_waits_for_the_critic(tmp_path, tiny_model, arithmetic_data):
     """Value pretraining: the critic learns, the policy does not move; then both do."""
     run_of(

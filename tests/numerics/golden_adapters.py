@@ -7,7 +7,6 @@ not here is skipped by name in the report.
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -249,14 +248,8 @@ def trl_rloo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def pf_ppo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """max_min, with the batch as one group: what scores as the best or the worst answer weighs 1, anything else
-    1e-8."""
-    assert hp["reweight_method"] == "max_min", (
-        "verl's other weights are not in this version (test_golden.py names them)"
-    )
-    scores = np.asarray(case["in_scores"], np.float64)
-    chosen = SampleFilter(selection="bw").choose(scores.tolist(), random.Random(0))
-    weight = np.isin(scores, scores[chosen]) + 1e-8
+    drawn = SampleFilter(selection=hp["reweight_method"], weight_pow=hp["weight_pow"])
+    weight = np.array(drawn.batch_weights(np.asarray(case["in_scores"], np.float64).tolist()))
     return {"out_weights": weight, "out_probabilities": weight / weight.sum()}
 
 

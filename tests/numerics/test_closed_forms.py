@@ -13,7 +13,7 @@ from small_columns import F64, columns, f64
 
 from verl.algorithms import estimators as adv
 from verl.algorithms import losses
-from verl.algorithms.specs import Correction, KLReward, SampleFilter, reject_flat
+from verl.algorithms.specs import AGGREGATIONS, Correction, KLReward, SampleFilter, reject_flat
 from verl.algorithms.weights import check_finite, term_weights, weight_column
 from verl.driver.step import rewards_and_advantages
 from verl.objective import Term
@@ -250,6 +250,33 @@ def test_per_prompt_filtration_by_hand():
     assert SampleFilter(selection="bw").choose([0.5] * 3, rng) == [0, 2], "two rows, also of a flat group"
     assert SampleFilter(selection="bw").choose([float("nan"), 1.0], rng) == [1]
     assert SampleFilter(selection="bw").choose([], rng) == []
+
+
+def test_draws_from_the_whole_step_follow_their_weights():
+    """verl's PF-PPO (1.13): as many draws with replacement as answers; what has no reward is never drawn."""
+    scores = [1.0, 2.0, float("nan"), 0.0]
+    chosen = SampleFilter(selection="pow", weight_pow=2.0)
+    assert chosen.draws and not SampleFilter(selection="bw").draws and not list(chosen.faults())
+    rounds = [chosen.draw(scores, random.Random(seed)) for seed in range(2000)]
+    assert all(sum(drawn) == 4 and drawn[2] == 0 for drawn in rounds)
+    share = [sum(drawn[i] for drawn in rounds) / 8000 for i in range(4)]
+    assert share == pytest.approx([0.2, 0.8, 0.0, 0.0], abs=0.02)
+    assert rounds[7] == chosen.draw(scores, random.Random(7))
+    assert SampleFilter(selection="max_random").batch_weights(scores) == pytest.approx([0.1, 0.4, 0, 0.1])
+    assert chosen.draw([float("nan")] * 2, random.Random(0)) == [0, 0]
+
+
+@pytest.mark.parametrize("aggregate", AGGREGATIONS)
+@pytest.mark.parametrize("unit", ["token", "sequence"])
+def test_a_row_drawn_twice_weighs_what_two_such_rows_weigh(aggregate, unit):
+    drawn = columns([1.0, 0.0, 3.0], tokens=[2, 3, 1], mask=[True, True, True, False, True, True])
+    drawn = replace(drawn, sequence={**drawn.sequence, "copies": f64(2, 1, 3)})
+    rows = columns([1.0, 1.0, 0.0, 3.0, 3.0, 3.0], tokens=[2, 2, 3, 1, 1, 1], mask=[True] * 5 + [False] + [True] * 4)
+    once, each = (weight_column(c, aggregate, unit=unit, horizon_tokens=16) for c in (drawn, rows))
+    if unit == "sequence":
+        torch.testing.assert_close(once, f64(each[0] + each[1], each[2], each[3:].sum()))
+    else:
+        torch.testing.assert_close(once, torch.cat([each[:2] + each[2:4], each[4:7], each[7:].sum().reshape(1)]))
 
 
 @settings(max_examples=50, deadline=None)

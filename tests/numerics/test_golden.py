@@ -13,14 +13,10 @@ from golden_adapters import ADAPTERS as POLICY
 from golden_adapters import case_metrics
 from golden_preference import ADAPTERS as PREFERENCE
 
-from verl.algorithms.resolve import resolve
-from verl.algorithms.specs import SampleFilter
-
 GOLDEN = Path(os.environ.get("VERL_GOLDEN_DIR", Path(__file__).parent / "golden"))
 ADAPTERS = {**POLICY, **PREFERENCE}
 MANIFEST = json.loads((GOLDEN / "manifest.json").read_text())
-NOT_IN_THIS_VERSION = ("pfppo_pow.npz",)
-CASES = [c for c in MANIFEST["cases"] if c["file"] not in NOT_IN_THIS_VERSION]
+CASES = MANIFEST["cases"]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c["file"].removesuffix(".npz"))
@@ -39,12 +35,3 @@ def test_golden(case):
 
 def test_the_algorithms_of_this_version_are_covered():
     assert all(c["function"] in ADAPTERS for c in CASES) or "VERL_GOLDEN_DIR" in os.environ
-
-
-def test_pf_ppos_weights_by_the_power_of_the_score_are_refused():
-    """What pfppo_pow.npz holds: verl draws answers of the whole batch by |score|^power; ours are chosen in each
-    group."""
-    (said,) = SampleFilter(selection="pow").faults()
-    assert "algorithm.options.selection=pow: unknown; there are: bon, br, bw" in said
-    with pytest.raises(ValueError, match="algorithm.options.weight_pow: unknown"):
-        resolve("pf_ppo", {"weight_pow": 2.0})

@@ -13,6 +13,35 @@ def test_the_lines_of_the_house():
     assert lines <= 20_000, lines
 
 
+FORMS = {"Completion", "Trajectory", "Sample", "Batch", "SampleRow"}
+"""An answer: as sampled, as played, as a row of columns (`Sample` is that row with names), packed, recorded."""
+NO_FORM_OF_ITS_OWN = {
+    "Segment": "what a trajectory and a row are made of",
+    "SavedTrajectory": "a trajectory in a checkpoint",
+    "AgentLoopOutput": "what a user's loop returns, in verl's words",
+    "TokenOutput": "what a user's loop is given, in verl's words",
+    "CheckedOutput": "the segments of that output and why it ended: two of the trajectory's fields",
+    "Request": "inside an engine: a completion that grows",
+}
+
+
+def test_one_answer_has_at_most_five_forms():
+    """Every class that holds sampled tokens with their log-probs, or segments of them."""
+    found = {"Batch"}  # its columns are by name
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                names = {
+                    n.target.id for n in node.body if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
+                }
+                tokens = names & {"ids", "token_ids", "response_ids"}
+                probs = any(name.replace("_", "").endswith("logprobs") for name in names)
+                if (tokens and probs) or "segments" in names:
+                    found.add(node.name)
+    assert found - NO_FORM_OF_ITS_OWN.keys() == FORMS and len(FORMS) <= 5
+    assert NO_FORM_OF_ITS_OWN.keys() <= found
+
+
 def test_a_file_holds_one_idea_and_a_function_fits_a_screen():
     long_files = {p.name: n for p in FILES if (n := len(p.read_text().splitlines())) > 500}
     assert not long_files, long_files

@@ -109,7 +109,7 @@ def test_one_entry_and_one_function_resolve_validate_plan_show_and_train(toy, tm
 
     algo = pickle.loads(pickle.dumps(resolve("toy", {"leak": 0.5, "clip_high": 0.3})))
     assert [t.name for t in algo.terms] == ["pg_loss", "kl_loss"] and algo.settings()["leak"] == 0.5
-    assert [tuple(n) for n in algo.needs(1)] == [("ref_logprobs", "ref", "logprobs")]
+    assert [n[:3] for n in algo.needs(1)] == [("ref_logprobs", "ref", "logprobs")]
     batch = step_of(algo)
     logprobs = torch.full((6,), -1.0, dtype=torch.float64, requires_grad=True)
     loss, metrics = evaluate_terms(algo.terms, batch, {"logprobs": logprobs})

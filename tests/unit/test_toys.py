@@ -26,7 +26,6 @@ from verl.config import backends
 from verl.config.backends import Backend, NoOptions
 from verl.config.load import load_config, validate
 from verl.config.plan import make_plan
-from verl.driver import models
 from verl.track.samples import read_samples
 from verl.weight_sync.base import SyncContext
 
@@ -61,7 +60,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[s
 def touched(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     """What a test says that it changes; at its end, exactly that differs of all modules and tables of verl."""
     tables: dict[str, Mapping[str, Any]] = {f"backends.{n}": t for n, t in backends.TABLES.items()}
-    tables |= {"presets.PRESETS": presets.PRESETS, "models.ROLES": models.ROLES}
+    tables |= {"presets.PRESETS": presets.PRESETS}
     before = {name: dict(vars(module)) for name, module in sys.modules.items() if name.split(".")[0] == "verl"}
     rows = {name: dict(table) for name, table in tables.items()}
     allowed: set[str] = set()
@@ -243,9 +242,7 @@ def test_an_algorithm_is_one_file_and_one_entry(toy, touched, monkeypatch, tmp_p
 # -- a role ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_role_is_a_row_of_needs_and_an_entry_of_models(
-    toy, touched, monkeypatch, tmp_path, tiny_model, arithmetic_data
-):
+def test_a_role_is_one_row_of_needs(toy, touched, monkeypatch, tmp_path, tiny_model, arithmetic_data):
     """The teacher is the start model's shape with other weights; the policy comes nearer to it."""
     from verl.models import tiny
     from verl.recipes import arithmetic
@@ -255,9 +252,8 @@ def test_a_role_is_a_row_of_needs_and_an_entry_of_models(
     other = tiny.qwen3(tokenizer, hidden=32, layers=2, heads=2, kv_heads=1, ffn=64, seed=5)
     folder = tiny.save(other, tokenizer, tmp_path / "teacher_model")
     monkeypatch.setattr(specs, "NEEDS", (*specs.NEEDS, module.NEED))
-    monkeypatch.setitem(models.ROLES, "teacher", module.teacher)
     monkeypatch.setitem(presets.PRESETS, "toy", module.PRESET)
-    touched |= {"verl.algorithms.specs.NEEDS", "models.ROLES[teacher]", "presets.PRESETS[toy]"}
+    touched |= {"verl.algorithms.specs.NEEDS", "presets.PRESETS[toy]"}
     chosen = ("algorithm.name=toy", f"algorithm.options.teacher={folder}", "run.total_steps=12", "run.name=toy")
     assert small_run(tmp_path, tiny_model, arithmetic_data[:1], *chosen).steps == 12
     found = metrics_of(tmp_path / "toy")

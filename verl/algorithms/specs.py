@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple, Self
@@ -25,18 +26,22 @@ REJECTION_STATS = (
 
 
 class Need(NamedTuple):
-    """A column that is inferred before the advantages: `role` computes `output` of its model, stored as `column`."""
+    """A column that is inferred before the advantages: `role` computes `output` of its model, stored as `column`.
+
+    build: `module:function` that makes the role's workers, (ModelContext, Algorithm) -> ModelWorkers; the actor's are
+    there already."""
 
     column: str
     role: str
     output: str
+    build: str = ""
 
 
 NEEDS = (
-    Need("ref_logprobs", "ref", "logprobs"),
+    Need("ref_logprobs", "ref", "logprobs", "verl.driver.models:reference"),
     Need("old_logprobs", "actor", "logprobs"),
     Need("sum_pi_squared", "actor", "sum_pi_squared"),
-    Need("old_values", "critic", "values"),
+    Need("old_values", "critic", "values", "verl.driver.models:critic"),
 )
 """Every column that may be inferred, in the order of inference. A new role (a teacher) is one more row."""
 
@@ -177,15 +182,47 @@ def reject_flat(values: Sequence[float]) -> Literal["keep", "reject"]:
     return "reject" if high - low <= 1e-6 * max(1.0, abs(high), abs(low)) else "keep"
 
 
-_SELECTIONS = " (best | best and a random one | best and worst of each group)"
+_OF_GROUP, _OF_BATCH = ("bon", "br", "bw"), ("pow", "max_min", "max_random")
+_SELECTIONS = (
+    " (best | best and a random one | best and worst of each group; or draws from the whole step, as verl has it: by "
+    "|score|^weight_pow | the highest and the lowest score | the highest 0.4, others 0.1)"
+)
+_LEAST_WEIGHT = 1e-8
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleFilter(Spec):
-    """Which answers of a group are trained (PF-PPO, 2409.06957), before any advantage. None: all."""
+    """Which answers are trained (PF-PPO, 2409.06957; algorithms 1.13). None: all.
+
+    Of each group, before any advantage, as in the paper; or verl's: after the advantages, as many draws with
+    replacement as the step has answers."""
 
     switches = ("selection",)
-    selection: str | None = knob(None, option=True, choices=("bon", "br", "bw"), advice=_SELECTIONS)
+    selection: str | None = knob(None, option=True, choices=(*_OF_GROUP, *_OF_BATCH), advice=_SELECTIONS)
+    weight_pow: float = knob(2.0, option=True, above=0)
+
+    @property
+    def draws(self) -> bool:
+        return self.selection in _OF_BATCH
+
+    def batch_weights(self, scores: Sequence[float]) -> list[float]:
+        """What each answer's chance of a draw is in proportion to. NaN: none."""
+        known = [s for s in scores if not math.isnan(s)]
+        high, low = max(known, default=0.0), min(known, default=0.0)
+        weigh: dict[str, Callable[[float], float]] = {
+            "pow": lambda s: abs(s) ** self.weight_pow,
+            "max_min": lambda s: float(s in (high, low)),
+            "max_random": lambda s: 0.4 if s == high else 0.1,
+        }
+        assert self.selection is not None
+        weight = weigh[self.selection]
+        return [0.0 if math.isnan(s) else weight(s) + _LEAST_WEIGHT for s in scores]
+
+    def draw(self, scores: Sequence[float], rng: random.Random) -> list[int]:
+        """How often each answer is drawn."""
+        weights = self.batch_weights(scores)
+        drawn = Counter(rng.choices(range(len(scores)), weights, k=len(scores)) if any(weights) else ())
+        return [drawn[i] for i in range(len(scores))]
 
     def choose(self, scores: Sequence[float], rng: random.Random) -> list[int]:
         """Indices to keep of one group, ascending. Ties: the first is best, the last is worst. NaN is never kept."""

@@ -23,18 +23,19 @@ def weight_column(
 ) -> Tensor:
     """Weights [L] (unit token) or [S] (unit sequence), float64, 0 outside the mask. N counts valid tokens, S the
     sequences with at least one, of the same mask as the numerator; `denominator_mask` [L] counts them on another mask
-    (denominator=before_rejection). No valid token: all weights 0."""
+    (denominator=before_rejection). No valid token: all weights 0. A sequence with k `copies` counts as k sequences."""
     if aggregate not in AGGREGATIONS:
         raise ValueError(f"aggregation {aggregate!r} is unknown; known: {', '.join(AGGREGATIONS)}")
     counted = columns.mask if denominator_mask is None else denominator_mask
-    mask = columns.mask.double()
-    n = segment_sum(counted.double(), columns.sequence_of, columns.num_sequences)  # [S]
-    sequences = (n > 0).sum().clamp(min=1).double()
+    copies = columns.sequence.get("copies", torch.ones(columns.num_sequences, dtype=torch.float64))  # [S]
+    mask = columns.mask * copies[columns.sequence_of]
+    n = segment_sum(counted.double(), columns.sequence_of, columns.num_sequences)  # [S], of one copy
+    sequences = (copies * (n > 0)).sum().clamp(min=1)
     if unit == "sequence":
-        present = (columns.counts() > 0).double()
+        present = (columns.counts() > 0) * copies
         return present / (sequences if aggregate.startswith("seq-mean") or aggregate == "token-mean" else 1)
     if aggregate == "token-mean":
-        return mask / counted.sum().clamp(min=1).double()
+        return mask / (copies * n).sum().clamp(min=1)
     if aggregate == "token-sum":
         return mask
     if aggregate == "seq-mean-token-sum":

@@ -6,29 +6,14 @@ keys, `backends.py` names the engines, each of which brings the options below it
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from msgspec import Meta
 
-from verl.algorithms.presets import PREFERENCES
+from verl.algorithms.sections import CriticConfig, PreferenceConfig
+from verl.bounds import Betas, NonNegative, NonNegativeInt, Positive, PositiveInt, PositiveShare, Share, words
 from verl.track.health import Limits
-
-_FINITE = sys.float_info.max
-PositiveInt = Annotated[int, Meta(ge=1)]
-NonNegativeInt = Annotated[int, Meta(ge=0)]
-Positive = Annotated[float, Meta(gt=0, le=_FINITE)]
-NonNegative = Annotated[float, Meta(ge=0, le=_FINITE)]
-Share = Annotated[float, Meta(ge=0, le=1)]
-PositiveShare = Annotated[float, Meta(gt=0, le=1)]
-Betas = Annotated[list[Annotated[float, Meta(ge=0, lt=1)]], Meta(min_length=2, max_length=2)]
-
-
-def words(choices: str) -> Meta:
-    """One of the words between the bars."""
-    return Meta(pattern=f"^({choices})$", extra={"words": tuple(choices.split("|"))})
-
 
 Sink = Annotated[str, words("console|jsonl|tensorboard|wandb")]
 FIRST_RUN = (
@@ -137,16 +122,6 @@ class OptimConfig:
 
 
 @dataclass
-class CriticConfig:
-    path: str | None = None
-    """A Hugging Face folder for the value model. Null: model.path. A value head that it lacks starts at 0."""
-    lr: Positive = 1e-5
-    weight_decay: NonNegative = 0.01
-    clip_grad_norm: Positive = 1.0
-    warmup_steps: NonNegativeInt = 0  # Optimizer steps of the learning rate's warm-up.
-
-
-@dataclass
 class RolloutConfig:
     engine: str = "native"  # native | hf: a name of backends.ROLLOUT.
     replicas: PositiveInt = 1  # Engines side by side; the requests of a group go to one of them.
@@ -231,16 +206,6 @@ class TrackConfig:
 class SupervisedConfig:
     rows_per_step: PositiveInt = 64
     eval_rows: NonNegativeInt = 256
-
-
-@dataclass
-class PreferenceConfig:
-    loss: Annotated[str, words("|".join(PREFERENCES))] = "dpo"  # Of `verl dpo`.
-    beta: Positive | None = None  # Null: the loss's own (0.1 for most).
-    options: dict[str, Any] = field(default_factory=dict)
-    """What only some losses have: label_smoothing, alpha, gamma, eta, average, normalization, ..."""
-    center_coef: NonNegative = 0.0  # verl rm: weight of (r_chosen + r_rejected)^2, to keep scores around 0 (0.01).
-    use_margin: bool = False  # verl rm: subtract the rows' margin (or their scores' difference) inside the sigmoid.
 
 
 @dataclass

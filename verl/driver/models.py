@@ -3,7 +3,6 @@ configuration."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -109,10 +108,6 @@ def reference(context: ModelContext, algorithm: Algorithm) -> ModelWorkers:
     return workers_of(context, "ref", frozen_engine(context))
 
 
-ROLES: Mapping[str, Callable[[ModelContext, Algorithm], ModelWorkers]] = {"ref": reference, "critic": critic}
-"""How the workers of a role are made; which columns a role computes stands in algorithms/specs.py."""
-
-
 def reward_model(context: ModelContext) -> ModelWorkers | None:
     """The trained reward model of `reward.model`, frozen. It must read the policy's tokens."""
     config = context.config
@@ -136,7 +131,8 @@ def reward_model(context: ModelContext) -> ModelWorkers | None:
 
 def models_of(context: ModelContext, algorithm: Algorithm, actor: ModelWorkers) -> dict[str, ModelWorkers]:
     """The actor, and whatever else the algorithm has a column computed by."""
-    return {"actor": actor, **{role: ROLES[role](context, algorithm) for role in sorted(algorithm.roles())}}
+    builds = {need.role: need.build for need in algorithm.needs(1) if need.build}
+    return {"actor": actor, **{role: load(builds[role])(context, algorithm) for role in sorted(builds)}}
 
 
 def hf_export(config: Config, *, head: Head = "lm", pad_token_id: int | None = None) -> HfExport:

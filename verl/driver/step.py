@@ -58,6 +58,7 @@ async def experience_and_update(learner: Learner, step: Step, refs: Refs) -> Non
     written = await _experience(learner, step, algorithm, rows, updates)
     with step.clock("advantages"):
         written += await _advantages(learner, step, algorithm, chosen)
+    rows = _drawn(learner, step, rows)
     steps = optimizer_steps(rows, shape.updates_per_step, shape.epochs_per_step, learner.config.run.seed, step.index)
     optional = tuple(name for name in ("old_logprobs",) if name in written)
     if "critic" in learner.models:
@@ -96,7 +97,7 @@ def _chosen(learner: Learner, step: Step, refs: Refs) -> Refs:
     """The rows that an algorithm trains on, of each group by its scores (PF-PPO); all of them without a choice."""
     assert learner.algorithm is not None
     chosen = learner.algorithm.sample_filter
-    if chosen is None:
+    if chosen is None or chosen.draws:
         return refs
     kept: set[str] = set()
     for group_id, rows in refs.of("train").groups().items():
@@ -105,19 +106,31 @@ def _chosen(learner: Learner, step: Step, refs: Refs) -> Refs:
     return Refs(r for r in refs if r.purpose != "train" or r.sample_id in kept)
 
 
+def _drawn(learner: Learner, step: Step, rows: Refs) -> Refs:
+    """As many draws with replacement as there are answers (verl's PF-PPO), all that a row holds moving with it."""
+    assert learner.algorithm is not None
+    chosen = learner.algorithm.sample_filter
+    if chosen is None or not chosen.draws:
+        return rows
+    scores = {r.trajectory_id: r.reward for r in rows}
+    rng = random.Random(derive_seed(learner.config.run.seed, "draw", step.index))
+    drawn = dict(zip(scores, chosen.draw(list(scores.values()), rng)))
+    return Refs(replace(r, copies=drawn[r.trajectory_id]) for r in rows if drawn[r.trajectory_id])
+
+
 async def _experience(learner: Learner, step: Step, algorithm: Algorithm, rows: Refs, updates: int) -> list[str]:
     """The model outputs that the algorithm needs, one pass per role; the columns that were written."""
     needs = algorithm.needs(updates)
     by_role: dict[str, dict[str, str]] = {}
-    for column, role, output in needs:
-        by_role.setdefault(role, {})[output] = column
+    for need in needs:
+        by_role.setdefault(need.role, {})[need.output] = need.column
     for role, outputs in by_role.items():
         assert role in learner.models, f"{algorithm.name} needs {sorted(outputs.values())}: assembled with a {role}"
         with step.clock(_PHASES.get(role, role)):
             await learner.done(learner.models[role].infer(rows, outputs), f"{role}.infer")
             if "old_logprobs" in outputs.values():
                 step.log(await learner.done(learner.compute.mismatch(rows, "old_logprobs"), "compute.mismatch"))
-    return [column for column, _, _ in needs]
+    return [need.column for need in needs]
 
 
 _PHASES = {

@@ -94,7 +94,8 @@ def columns_of(refs: Refs, token: Mapping[str, Tensor], baselines: Mapping[str, 
     """The layout of these rows; mask = tokens of rows with a valid reward.
 
     Sequence columns [S]: `score`, `group`, `valid`, `positive` (a valid score above 0), `component/NAME` of dict
-    rewards (NaN where a reward had none), and `baseline` (mean score of the group's baseline trajectories) where given.
+    rewards (NaN where a reward had none), `copies` where a row stands for several, and `baseline` (mean score of the
+    group's baseline trajectories) where given.
     """
     sequence_names: dict[str, int] = {}
     group_names: dict[str, int] = {}
@@ -112,6 +113,8 @@ def columns_of(refs: Refs, token: Mapping[str, Tensor], baselines: Mapping[str, 
     extra = {"positive": valid & (score > 0)}
     for name in sorted({name for r in refs for name in r.components}):
         extra[f"component/{name}"] = column((r.components.get(name, float("nan")) for r in refs), np.float64)
+    if any(r.copies != 1 for r in refs):
+        extra["copies"] = column((r.copies for r in refs), np.float64)
     if baselines:
         extra["baseline"] = column((baselines[r.group_id] for r in refs), np.float64)
     counts = np.array([r.loss_tokens for r in refs], np.int64)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -29,53 +28,13 @@ class Abandoned(RuntimeError):
     """What was waited for was cancelled by somebody else; the waiter itself was not."""
 
 
-class Limit:
-    """A deadline for a `with` block; see `Waits.limit`. A class, since a generator costs three times as much."""
-
-    __slots__ = ("_already", "_waits", "since_s", "task", "timeout_s", "until_s", "what", "who")
-    since_s: float
-    until_s: float  # infinity once it has expired
-
-    def __init__(self, waits: Waits, who: str, what: What, timeout_s: float) -> None:
-        self._waits, self.who, self.what, self.timeout_s = waits, who, what, timeout_s
-
-    @property
-    def text(self) -> str:
-        return self.what if isinstance(self.what, str) else self.what()
-
-    def __enter__(self) -> None:
-        task = asyncio.current_task()
-        assert task is not None, "a limit is for a task of the event loop"
-        self.task, self._already = task, task.cancelling()
-        self._waits._begin(self)
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        expired = self.until_s == math.inf
-        try:
-            if isinstance(error, asyncio.CancelledError):
-                if expired and self.task.uncancel() <= self._already:
-                    raise self._waits._late(self) from None
-                if self.task.cancelling() <= self._already:
-                    raise Abandoned(f"{self.who} waited for {self.text}, which was cancelled") from None
-            elif expired:  # the block ended otherwise: nobody asks it to end any more
-                self.task.uncancel()
-        finally:
-            self._waits._pending.pop(self, None)
-
-
 class Waits:
-    """The waits that are pending now; `verl doctor` reads what `dump` wrote.
-
-    A run has thousands of them in a step, and hardly any expires: one timer looks after all of them.
-    """
+    """The waits that are pending now; `verl doctor` reads what `dump` wrote."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._path = path
-        self._pending: dict[Limit, None] = {}  # in order
-        self._loop: asyncio.AbstractEventLoop | None = None  # of the timer
-        self._timer: asyncio.TimerHandle | None = None
-        self._look_s = math.inf  # when the timer rings
         self._dumped_s = time.monotonic()
+        self.waiting: dict[Limit, None] = {}  # in order
 
     async def wait(self, awaitable: Awaitable[T], *, who: str, what: What, timeout_s: float) -> T:
         """Await with a deadline.
@@ -102,55 +61,69 @@ class Waits:
         return Limit(self, who, what, timeout_s)
 
     def pending(self) -> list[dict[str, object]]:
-        now_s = self._loop.time() if self._loop else 0.0
+        now_s = time.monotonic()
         return [
             {"who": w.who, "what": w.text, "waiting_s": round(now_s - w.since_s, 1), "timeout_s": w.timeout_s}
-            for w in self._pending
+            for w in self.waiting
         ]
 
-    def dump(self) -> None:
+    def dump(self, *, older_than_s: float = 0.0) -> None:
         """Best effort: a full disk must not hide why somebody waits."""
+        if self._path is None or time.monotonic() - self._dumped_s < older_than_s:
+            return
         self._dumped_s = time.monotonic()
-        if self._path is not None:
-            with contextlib.suppress(OSError):
-                found = {"at_unix_s": time.time(), "pending": self.pending()}
-                write_atomic(self._path, json.dumps(found, indent=1).encode())
+        with contextlib.suppress(OSError):
+            found = {"at_unix_s": time.time(), "pending": self.pending()}
+            write_atomic(self._path, json.dumps(found, indent=1).encode())
 
-    def _begin(self, limit: Limit) -> None:
-        loop = asyncio.get_running_loop()
-        if loop is not self._loop:  # an earlier loop is gone, and with it what still waited there
-            self._loop, self._timer, self._look_s = loop, None, math.inf
-            self._pending.clear()
-        limit.since_s = loop.time()
-        limit.until_s = limit.since_s + limit.timeout_s
-        self._pending[limit] = None
-        if limit.until_s < self._look_s:
-            self._look_by(loop, limit.until_s)
 
-    def _look_by(self, loop: asyncio.AbstractEventLoop, until_s: float) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._look_s = min(until_s, loop.time() + NOTICE_S)
-        self._timer = loop.call_at(self._look_s, self._look, loop)
+class Limit:
+    """A deadline for a `with` block; see `Waits.limit`. A class, since a generator costs three times as much."""
 
-    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Rings at the first expiry and now and then in between; ends once nothing is pending."""
-        self._timer, self._look_s, now_s = None, math.inf, loop.time()
-        for limit in self._pending:
-            if limit.until_s <= now_s:
-                limit.until_s = math.inf
-                limit.task.cancel()
-        if self._pending:
-            self._look_by(loop, min(limit.until_s for limit in self._pending))
-            if time.monotonic() - self._dumped_s >= NOTICE_S:
-                self.dump()
+    __slots__ = ("_already", "_expired", "_task", "_timer", "_waits", "since_s", "timeout_s", "what", "who")
 
-    def _late(self, limit: Limit) -> DeadlineExpired:
-        self.dump()
-        others = [f"{w.who}: {w.text}" for w in self._pending if w is not limit]
+    def __init__(self, waits: Waits, who: str, what: What, timeout_s: float) -> None:
+        self._waits, self.who, self.what, self.timeout_s = waits, who, what, timeout_s
+
+    @property
+    def text(self) -> str:
+        return self.what if isinstance(self.what, str) else self.what()
+
+    def __enter__(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "a limit is for a task of the event loop"
+        self._task, self._already, self._expired, self.since_s = task, task.cancelling(), False, time.monotonic()
+        self._waits.waiting[self] = None
+        self._timer = task.get_loop().call_later(min(self.timeout_s, NOTICE_S), self._look)
+
+    def _look(self) -> None:
+        left_s = self.since_s + self.timeout_s - time.monotonic()
+        self._expired = left_s <= 0
+        if self._expired:
+            self._task.cancel()
+        else:
+            self._waits.dump(older_than_s=NOTICE_S)
+            self._timer = self._task.get_loop().call_later(min(left_s, NOTICE_S), self._look)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._timer.cancel()
+        try:
+            if isinstance(error, asyncio.CancelledError):
+                if self._expired and self._task.uncancel() <= self._already:
+                    raise self._late() from None
+                if self._task.cancelling() <= self._already:
+                    raise Abandoned(f"{self.who} waited for {self.text}, which was cancelled") from None
+            elif self._expired:  # the block ended otherwise: nobody asks it to end any more
+                self._task.uncancel()
+        finally:
+            del self._waits.waiting[self]
+
+    def _late(self) -> DeadlineExpired:
+        self._waits.dump()
+        others = [f"{w.who}: {w.text}" for w in self._waits.waiting if w is not self]
         more = f" and {len(others) - NAMED} more" if len(others) > NAMED else ""
         also = f"; also pending: {'; '.join(others[:NAMED])}{more}" if others else ""
-        return DeadlineExpired(f"{limit.who} waited {limit.timeout_s:g} s for {limit.text}{also}")
+        return DeadlineExpired(f"{self.who} waited {self.timeout_s:g} s for {self.text}{also}")
 
 
 def _wake(answered: asyncio.Future[None], future: asyncio.Future[Any]) -> None:
