@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 export OMP_WAIT_POLICY ?= passive
 SEED ?= 0
 
-.PHONY: setup test quickstart bench lint clean
+.PHONY: setup test test-mutants quickstart bench lint clean
 
 setup: $(VENV)/.stamp
 
@@ -15,6 +15,9 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 
 test: setup lint
 	$(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist worksteal
+
+test-mutants: setup  # does the suite notice a wrong line? Half an hour on two cores
+	$(BIN)/python tests/mutants.py
 
 lint: setup
 	$(BIN)/ruff format --check verl tests examples bench

@@ -100,6 +100,19 @@ class Preset:
         for key in ("filter_metric", "max_draws_per_group"):
             if key in given and not self.group_filter.filter_groups:
                 yield f"algorithm.{key}={given[key]} does nothing without algorithm.filter_groups=true: leave it out"
+        if given.get("kl_reward_coef") and isinstance(self.estimator, specs.GDPO):
+            fix = "it is made of the reward's components; set algorithm.kl_loss_coef instead"
+            yield f"algorithm.kl_reward_coef={given['kl_reward_coef']} does not reach {self.name}'s advantage: {fix}"
+        if "lam" in given and isinstance(self.estimator, specs.GAE) and self.estimator.length_adaptive_alpha:
+            fix = "the policy's lambda follows from algorithm.options.length_adaptive_alpha; leave it out"
+            yield f"algorithm.lam={given['lam']} does nothing here: {fix}"
+        if (
+            "scale_rewards" in given
+            and isinstance(self.estimator, specs.Grouped)
+            and not self.estimator.normalize_by_std
+        ):
+            fix = "nothing is scaled with algorithm.normalize_by_std=false; leave it out"
+            yield f"algorithm.options.scale_rewards={given['scale_rewards']} does nothing here: {fix}"
         for key in ("critic_warmup_steps", "critic_warmup_until"):
             if given.get(key) and self.critic is None:
                 yield f"algorithm.{key}={given[key]} does nothing: {self.name} has no critic (ppo, vapo, pf_ppo have)"

@@ -1,0 +1,458 @@
+"""Does the suite notice a wrong line? Each mutant is one; the tests that should fail are run with it in place.
+
+    make test-mutants                        every mutant, two at a time
+    python tests/mutants.py --only estimators  those of files with this in their name
+
+A mutant is killed when a test fails. The checkout is not touched: mutants are planted in copies. At least 97% must be
+killed; those that may live are named with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+TIMEOUT_S = 600
+MUST_DIE = 0.97
+
+
+class Mutant(NamedTuple):
+    """`old` stands once in verl/`file` and is replaced by `new`. lives: why no test can tell, where none can."""
+
+    file: str
+    old: str
+    new: str
+    tests: str
+    lives: str = ""
+
+
+FORMS = "tests/numerics/test_closed_forms.py tests/numerics/test_laws.py tests/numerics/test_golden.py"
+CORR = "tests/numerics/test_corrections.py tests/numerics/test_closed_forms.py tests/numerics/test_golden.py"
+SPLIT = "tests/numerics/test_split.py tests/numerics/test_virtual_ranks.py"
+ENGINE = "tests/numerics/test_engine.py tests/numerics/test_engine_core.py tests/numerics/test_split.py"
+OPTIM = "tests/unit/test_optim.py tests/numerics/test_engine.py"
+STEP = "tests/e2e/test_presets.py tests/numerics/test_virtual_ranks.py tests/numerics/test_closed_forms.py"
+PREF = "tests/numerics/test_closed_forms.py tests/numerics/test_preference_engine.py tests/numerics/test_golden.py"
+LEARNED = f"{PREF} tests/e2e/test_preference.py"
+SCHED = "tests/unit/test_scheduler.py tests/unit/test_scheduler_simulation.py"
+FLOW = "tests/unit/test_rollouts.py tests/unit/test_rollouts_flow.py"
+RUN = "tests/e2e/test_train.py tests/e2e/test_resume.py tests/e2e/test_presets.py"
+PACK = "tests/unit/test_batch.py tests/numerics/test_split.py"
+DISPATCH = "tests/unit/test_dispatch.py tests/unit/test_workers.py tests/contracts/test_worker_group_contract.py"
+
+A, W = "algorithms/", "workers/"
+MUTANTS = (
+    # -- estimators
+    Mutant(A + "estimators.py", 'at, "amax")\n    has', 'at, "amin")\n    has', FORMS),
+    Mutant(A + "estimators.py", "rewards = rewards - torch.where", "rewards = rewards + torch.where", FORMS),
+    Mutant(A + "estimators.py", "inside.var(correction=1) + 1e-8", "inside.var(correction=0) + 1e-8", FORMS),
+    Mutant(A + "estimators.py", "(inside - inside.mean()) *", "inside *", FORMS),
+    Mutant(A + "estimators.py", "self.varied = self.usable & (self.size > 1)", "self.varied = (self.size > 1)", FORMS),
+    Mutant(
+        A + "estimators.py",
+        "return centred / ((square / others).sqrt()",
+        "return centred / ((square / g.size).sqrt()",
+        FORMS,
+    ),
+    Mutant(A + "estimators.py", "inside.std(correction=1) + EPS", "inside.std(correction=0) + EPS", FORMS),
+    Mutant(A + "estimators.py", "g.size / (g.size - 1).clamp(min=1) * g.centred", "g.centred", FORMS),
+    Mutant(A + "estimators.py", "out[t] += factor * out[t + 1]", "out[t] += out[t + 1]", FORMS),
+    Mutant(A + "estimators.py", "found = raw_gae(columns, gamma, lam,", "found = raw_gae(columns, 1.0, lam,", FORMS),
+    Mutant(A + "estimators.py", "factor = float(g.usable.sum())", "factor = float(g.varied.sum())", FORMS),
+    Mutant(
+        A + "estimators.py",
+        "length = torch.where(g.usable, columns.counts(), 0.0)",
+        "length = torch.where(g.usable, columns.counts() * 0 + 1, 0.0)",
+        FORMS,
+    ),
+    Mutant(A + "estimators.py", 'returns - baseline, 0.0), "returns"', 'returns, 0.0), "returns"', FORMS),
+    Mutant(A + "estimators.py", "total += weight * _normalized", "total += _normalized", FORMS),
+    Mutant(A + "estimators.py", "cost = 1 - 2 * grid.pad", "cost = 1 + 2 * grid.pad", FORMS),
+    Mutant(A + "estimators.py", "torch.where(there, cost, 0.0).cumsum(1)", "torch.where(there, cost, 0.0)", FORMS),
+    Mutant(A + "estimators.py", "a = torch.where(is_best & g.varied &", "a = torch.where(g.varied &", FORMS),
+    # -- losses
+    Mutant(A + "losses.py", "r.clamp(1 - clip_low, 1 + clip_high)", "r.clamp(1 - clip_high, 1 + clip_low)", FORMS),
+    Mutant(
+        A + "losses.py",
+        "return torch.maximum(plain, clipped), clipped > plain",
+        "return torch.minimum(plain, clipped), clipped > plain",
+        FORMS,
+    ),
+    Mutant(A + "losses.py", "bound = -clip_dual * a", "bound = clip_dual * a", FORMS),
+    Mutant(
+        A + "losses.py",
+        "loss = torch.where(a < 0, torch.minimum(loss, bound), loss)",
+        "loss = torch.minimum(loss, bound)",
+        FORMS,
+    ),
+    Mutant(A + "losses.py", "r = r.clamp(max=ratio_max)\n", "pass\n", FORMS),
+    Mutant(
+        A + "losses.py",
+        "_clipped_value(a, d, columns.mean(d).exp()",
+        "_clipped_value(a, d, columns.sum(d).exp()",
+        FORMS,
+    ),
+    Mutant(
+        A + "losses.py",
+        "capped = r.detach().clamp(ratio_min, ratio_max)",
+        "capped = r.clamp(ratio_min, ratio_max)",
+        FORMS,
+    ),
+    Mutant(
+        A + "losses.py",
+        "tau = torch.where(a > 0, tau_positive, tau_negative)",
+        "tau = torch.where(a > 0, tau_negative, tau_positive)",
+        FORMS,
+    ),
+    Mutant(A + "losses.py", "sign * d.clamp(-clip_low, clip_high)", "sign * d.clamp(-clip_high, clip_low)", FORMS),
+    Mutant(A + "losses.py", "a > 0, (kl <= clip_high)", "a > 0, (kl <= clip_low)", FORMS),
+    Mutant(A + "losses.py", "0.5 * beta * d * d", "beta * d * d", FORMS),
+    Mutant(A + "losses.py", "dropped = ((a < 0) & (gap > delta))", "dropped = ((a > 0) & (gap > delta))", FORMS),
+    Mutant(A + "losses.py", "value = y.exp() - y - 1", "value = y.exp() - 1", FORMS),
+    Mutant(A + "losses.py", "else 0.5 * x * x\n", "else x * x\n", FORMS),
+    Mutant(A + "losses.py", "gradient - gradient.detach() + value.detach()", "value", FORMS),
+    Mutant(A + "losses.py", "value = value * log_ratio(", "value = value.detach() * log_ratio(", FORMS),
+    Mutant(A + "losses.py", "return coef * (1 + error *", "return coef * (1 - error *", FORMS),
+    Mutant(A + "losses.py", "error = min(0.2, max(-0.2,", "error = min(9.0, max(-9.0,", FORMS),
+    Mutant(A + "losses.py", 'TermValue(-columns["entropy"])', 'TermValue(columns["entropy"])', FORMS),
+    Mutant(
+        A + "losses.py",
+        "torch.minimum(v, old + clip), old - clip)",
+        "torch.minimum(v, old + 2 * clip), old - 2 * clip)",
+        FORMS,
+    ),
+    # -- the one division
+    Mutant(
+        A + "weights.py",
+        "return mask / (copies * n).sum().clamp(min=1)",
+        "return mask / (copies * n).sum().clamp(min=1) * 2",
+        FORMS,
+    ),
+    Mutant(A + "weights.py", "return mask / (sequences * n.clamp(min=1)", "return mask / (n.clamp(min=1)", FORMS),
+    Mutant(A + "weights.py", "return mask / (sequences * horizon_tokens)", "return mask / horizon_tokens", FORMS),
+    Mutant(
+        A + "weights.py", "counted = columns.mask if denominator_mask is None", "counted = columns.mask if True", FORMS
+    ),
+    Mutant(A + "weights.py", 'columns.mask & columns["keep"].bool()', "columns.mask", f"{FORMS} {STEP}"),
+    Mutant(A + "weights.py", 'if term.corrected and "is_weights" in columns:', "if False:", f"{FORMS} {STEP}"),
+    Mutant(A + "weights.py", "over = None if term.over is None", "over = None if True", FORMS),
+    # -- corrections
+    Mutant(A + "corrections.py", "q = train - rollout\n", "q = rollout - train\n", CORR),
+    Mutant(A + "corrections.py", "ratio.clamp(max=spec.high)", "ratio.clamp(max=1.0)", CORR),
+    Mutant(
+        A + "corrections.py",
+        'if level == "sequence" else columns.mean(q)',
+        'if level != "sequence" else columns.mean(q)',
+        CORR,
+    ),
+    Mutant(A + "corrections.py", "keep = keep & passed", "keep = keep | passed", CORR),
+    Mutant(A + "corrections.py", "weights / mean.clamp(", "weights * mean.clamp(", CORR),
+    Mutant(A + "corrections.py", "(1 / rule.high if rule.low is None", "(rule.high if rule.low is None", CORR),
+    # -- what an algorithm is made of
+    Mutant(A + "resolve.py", "corrected=not bypass,", "corrected=True,", f"{CORR} {STEP}"),
+    Mutant(A + "resolve.py", "clip=preset.critic.value_clip", "clip=0.5", f"{STEP} tests/unit/test_new_algorithm.py"),
+    Mutant(
+        A + "resolve.py",
+        'coef=kl.coef, inputs=("ref_logprobs",)',
+        'coef=1.0, inputs=("ref_logprobs",)',
+        f"{FORMS} {STEP} tests/unit/test_new_algorithm.py",
+    ),
+    Mutant(
+        A + "resolve.py", "two_pass=spec.two_pass, **common", "**common", f"{SPLIT} tests/unit/test_new_algorithm.py"
+    ),
+    Mutant(A + "specs.py", "high - low <= 1e-6 * max(1.0, abs(high), abs(low))", "high == low", FORMS),
+    Mutant(A + "specs.py", "key=lambda i: (-scores[i], i))", "key=lambda i: (scores[i], i))", FORMS),
+    # -- preference and reward models
+    Mutant(
+        A + "preference.py",
+        "-(1 - label_smoothing) * F.logsigmoid(beta * h) - label_smoothing * F.logsigmoid(-beta * h)",
+        "-(1 - label_smoothing) * F.logsigmoid(-beta * h) - label_smoothing * F.logsigmoid(beta * h)",
+        LEARNED,
+    ),
+    Mutant(
+        A + "preference.py",
+        "return torch.relu(1 - beta * _difference(p, False))",
+        "return torch.relu(1 + beta * _difference(p, False))",
+        LEARNED,
+    ),
+    Mutant(A + "preference.py", "_difference(p, average) - 1 / (2 * beta)", "_difference(p, average) - 1 / beta", PREF),
+    Mutant(
+        A + "preference.py",
+        "1 - torch.sigmoid(beta * chosen) + torch.sigmoid(beta * rejected)",
+        "1 - torch.sigmoid(beta * rejected) + torch.sigmoid(beta * chosen)",
+        LEARNED,
+    ),
+    Mutant(
+        A + "preference.py",
+        "own, other = (torch.nonzero(present & of)[:, 0] for of in (~alone, alone))",
+        "other, own = (torch.nonzero(present & of)[:, 0] for of in (~alone, alone))",
+        LEARNED,
+    ),
+    Mutant(
+        A + "preference.py",
+        "z0 = kl_log_ratio.detach().mean().clamp(min=0)",
+        "z0 = 0 * kl_log_ratio.detach().mean().clamp(min=0)",
+        LEARNED,
+    ),
+    Mutant(A + "preference.py", "chosen - rejected - margin\n", "chosen - rejected + margin\n", LEARNED),
+    Mutant(
+        A + "preference.py",
+        "return torch.where(desirable, up, down)",
+        "return torch.where(desirable, down, up)",
+        LEARNED,
+    ),
+    Mutant(
+        "driver/stages.py",
+        "for side, row in ((CHOSEN, pair.chosen), (REJECTED, pair.rejected)):",
+        "for side, row in ((REJECTED, pair.chosen), (CHOSEN, pair.rejected)):",
+        LEARNED,
+    ),
+    Mutant(
+        "driver/stages.py",
+        "return [(CHOSEN, pair.chosen), (REJECTED, pair.rejected)]",
+        "return [(REJECTED, pair.chosen), (CHOSEN, pair.rejected)]",
+        LEARNED,
+    ),
+    Mutant("driver/stages.py", "other = self.table[(i + 1) % len(self.table)]", "other = pair", LEARNED),
+    Mutant(
+        "driver/stages.py",
+        "pair.chosen.ids[:a], other.chosen.ids[b:]",
+        "other.chosen.ids[:b], pair.chosen.ids[a:]",
+        LEARNED,
+    ),
+    # -- the engine
+    Mutant("model_engine/objective.py", "total = total + loss", "total = loss", ENGINE),
+    Mutant(
+        "model_engine/objective.py",
+        "value = term.fn(columns.cleaned())",
+        "value = term.fn(columns)",
+        f"{ENGINE} {FORMS}",
+    ),
+    Mutant(
+        "model_engine/objective.py",
+        "weight[start : start + batch.num_loss_tokens]",
+        "weight[: batch.num_loss_tokens]",
+        SPLIT,
+    ),
+    Mutant(
+        "model_engine/torch_engine.py",
+        'batch.row_columns["temperature"][batch.row_of]',
+        '(batch.row_columns["temperature"][batch.row_of] * 0 + 1)',
+        ENGINE,
+    ),
+    Mutant(
+        "model_engine/torch_engine.py",
+        "clip_grads_with_norm_(params, self.spec.clip_grad_norm, norm)",
+        "clip_grads_with_norm_(params, 1.0, norm)",
+        OPTIM,
+    ),
+    Mutant(
+        "model_engine/torch_engine.py", "self.optimizer.zero_grad(set_to_none=True)\n        return", "return", OPTIM
+    ),
+    Mutant("model_engine/torch_engine.py", 'group["lr"] = lr', 'group["lr"] = self.spec.lr', OPTIM),
+    Mutant("model_engine/torch_engine.py", "self._optimizer_step += 1", "pass", f"{OPTIM} tests/e2e/test_resume.py"),
+    Mutant("model_engine/optim.py", "betas=spec.betas, eps", "eps", OPTIM),
+    Mutant("model_engine/optim.py", 'weight_decay": 0.0}', 'weight_decay": spec.weight_decay}', OPTIM),
+    Mutant(
+        "model_engine/optim.py",
+        "return spec.lr * (step + 1) / (spec.warmup_steps + 1)",
+        "return spec.lr * step / (spec.warmup_steps + 1)",
+        OPTIM,
+    ),
+    # -- the step
+    Mutant("driver/step.py", "num_sequences=len(rows),", "num_sequences=0,", STEP),
+    Mutant("driver/step.py", "if kl.target is not None:", "if False:", STEP),
+    Mutant("driver/step.py", "share = float(1 - (returns - values).var() / spread)", "share = 0.0", STEP),
+    Mutant("driver/step.py", "for epoch in range(epochs):", "for epoch in range(1):", STEP),
+    Mutant("driver/step.py", 'suffix = f"/{epoch}" if epoch else ""', 'suffix = ""', STEP),
+    Mutant("driver/step.py", 'return ["old_logprobs"]\n    return []', "return []\n    return []", f"{CORR} {STEP}"),
+    Mutant(
+        "driver/step.py",
+        'return {"old_logprobs": columns["rollout_logprobs"]}',
+        'return {"old_logprobs": columns["old_logprobs"]}',
+        f"{CORR} {STEP}",
+    ),
+    Mutant("driver/step.py", "explained >= spec.critic_warmup_until", "explained <= spec.critic_warmup_until", STEP),
+    Mutant(
+        "driver/step.py",
+        "controllers.critic_warm or step.index >= spec.critic_warmup_steps",
+        "step.index > spec.critic_warmup_steps",
+        STEP,
+    ),
+    Mutant(
+        "driver/assemble.py",
+        "total_steps * config.step.updates_per_step * config.step.epochs_per_step",
+        "total_steps * config.step.updates_per_step",
+        f"{RUN} tests/unit/test_optim.py",
+    ),
+    # -- workers
+    Mutant(W + "compute.py", '("is_weights", "keep") if refs', '("is_weights",) if refs', STEP),
+    Mutant(W + "compute.py", '("is_weights", "keep") if refs', '("keep",) if refs', STEP),
+    Mutant(
+        W + "compute.py",
+        "weight = torch.where(first, weight[sequence], 0.0)",
+        "weight = weight[sequence]",
+        f"{SPLIT} {STEP}",
+    ),
+    Mutant(
+        W + "compute.py",
+        'valid = column((r.outcome == "ok" and r.reward == r.reward',
+        'valid = column((r.outcome == "ok" or r.reward == r.reward',
+        f"{DISPATCH} {STEP}",
+    ),
+    Mutant(
+        W + "role.py",
+        "out.append((coef * value + (0.0 if alone else sample.reward), parts))",
+        "out.append((value + (0.0 if alone else sample.reward), parts))",
+        "tests/e2e/test_preference.py",
+    ),
+    Mutant(
+        W + "role.py",
+        "losses = {t.name: Metric(metrics[t.name].total * count,",
+        "losses = {t.name: Metric(metrics[t.name].total,",
+        "tests/e2e/test_preference.py",
+    ),
+    Mutant(
+        "reward/model.py",
+        "Score(function.value + coef * model, parts)",
+        "Score(function.value + model, parts)",
+        "tests/e2e/test_preference.py",
+    ),
+    # -- dispatch, packing
+    Mutant(
+        "driver/dispatch.py", "return [found[at] for at in range(len(found))]", "return list(found.values())", DISPATCH
+    ),
+    Mutant("driver/dispatch.py", "load[rank] += costs[name]", "load[rank] += 1", DISPATCH),
+    Mutant(
+        "batch.py", "key = (sample.adapter, media, ids.tobytes())", "key = (sample.adapter, (), ids.tobytes())", PACK
+    ),
+    Mutant("batch.py", "before[0] = seg_start[parent[node] + 1] - 1", "before[0] = seg_start[parent[node]]", PACK),
+    # -- the scheduler and the groups
+    Mutant("driver/scheduler.py", "self.max_lag = math.ceil(staleness)", "self.max_lag = math.floor(staleness)", SCHED),
+    Mutant("driver/scheduler.py", "if len(overdue) > self.extra or", "if", SCHED),
+    Mutant("driver/scheduler.py", "return head if all(g.complete for g in head) else None", "return head", SCHED),
+    Mutant("driver/scheduler.py", "self._budget.lost[reason] += 1", "pass", f"{SCHED} {FLOW}"),
+    Mutant(
+        "driver/rollouts.py",
+        'return score.components.get("score", score.value)',
+        "return score.value",
+        f"{FLOW} tests/unit/test_reward_shaping.py",
+    ),
+    Mutant("driver/rollouts.py", "self.cursor.give_back(self._draws[group_id])", "pass", FLOW),
+    Mutant(
+        "driver/trajectories.py",
+        'truncated=made.stop_reason in ("length", "context_full")',
+        'truncated=made.stop_reason == "length"',
+        f"{FLOW} tests/unit/test_agent_loop.py",
+    ),
+    Mutant(
+        "types.py",
+        'truncated=trajectory.stop_reason in ("length", "context_full")',
+        'truncated=trajectory.stop_reason == "length"',
+        f"{FLOW} tests/unit/test_agent_loop.py tests/unit/test_batch.py",
+    ),
+    # -- records and resume
+    Mutant(
+        "driver/record.py",
+        '"advantages": ("advantages",)',
+        '"advantages": ("returns",)',
+        f"tests/e2e/test_presets.py {RUN}",
+    ),
+    Mutant(
+        "driver/checkpointer.py",
+        "self._learner.controllers = self.resumed.controllers",
+        "pass",
+        f"{RUN} tests/unit/test_driver_state.py",
+    ),
+    Mutant(
+        "driver/checkpointer.py",
+        "for role in self._trained:\n            await",
+        "for role in self._trained[:1]:\n            await",
+        RUN,
+    ),
+    Mutant("driver/run.py", "self.groups.cursor.load_state(state.cursor)", "pass", RUN),
+    # -- rewards
+    Mutant(
+        "reward/shaping.py",
+        "return -penalty * np.clip(over",
+        "return penalty * np.clip(over",
+        "tests/unit/test_reward_shaping.py",
+    ),
+    Mutant(
+        "reward/shaping.py",
+        'parts = {"score": got.value, **got.components',
+        "parts = {**got.components",
+        f"tests/unit/test_reward_shaping.py {FLOW}",
+    ),
+)
+
+
+def planted_in(tree: Path, mutant: Mutant) -> str:
+    """Plants it; the text of the file before."""
+    path = tree / "verl" / mutant.file
+    before = path.read_text()
+    assert before.count(mutant.old) == 1, f"{mutant.file}: {mutant.old!r} stands there {before.count(mutant.old)} times"
+    path.write_text(before.replace(mutant.old, mutant.new))
+    return before
+
+
+def killed_by(tree: Path, mutant: Mutant) -> str:
+    """The first failing test, or an empty string."""
+    before = planted_in(tree, mutant)
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", "--tb=line"]
+    env = {"PATH": "/usr/bin:/bin", "HOME": str(Path.home()), "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    try:
+        found = subprocess.run(
+            [*command, *mutant.tests.split()], cwd=tree, env=env, capture_output=True, text=True, timeout=TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        return "a timeout"
+    finally:
+        (tree / "verl" / mutant.file).write_text(before)
+    assert found.returncode in (0, 1), f"{mutant.file}: {mutant.new!r}\n{found.stdout[-2000:]}{found.stderr[-2000:]}"
+    failed = [line for line in found.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return failed[0].split(" - ")[0].removeprefix("FAILED ") if found.returncode else ""
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="a part of the file's name")
+    parser.add_argument("--jobs", type=int, default=2)
+    given = parser.parse_args(argv)
+    chosen = [m for m in MUTANTS if given.only in m.file]
+    home, trees, local = Path(tempfile.mkdtemp(prefix="mutants")), [], threading.local()
+
+    def one(mutant: Mutant) -> str:
+        if not hasattr(local, "tree"):
+            local.tree = home / str(threading.get_ident())
+            for name in ("verl", "tests", "bench", "examples", "docs"):
+                shutil.copytree(ROOT / name, local.tree / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copy(ROOT / "pyproject.toml", local.tree)
+            trees.append(local.tree)
+        by = killed_by(local.tree, mutant)
+        print(f"{'killed by ' + by if by else 'LIVES':60s} {mutant.file}: {mutant.new.strip()[:70]}", flush=True)
+        return by
+
+    try:
+        with ThreadPoolExecutor(given.jobs) as pool:
+            found = list(pool.map(one, chosen))
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+    alive = [m for m, by in zip(chosen, found, strict=True) if not by]
+    for mutant in alive:
+        print(f"\nlives: {mutant.file}\n  {mutant.old}\n  {mutant.new}\n  {mutant.lives or 'a test is missing'}")
+    share = 1 - len(alive) / max(1, len(chosen))
+    print(f"\n{len(chosen) - len(alive)} of {len(chosen)} killed ({share:.1%}; at least {MUST_DIE:.0%})")
+    return 0 if share >= MUST_DIE and all(m.lives for m in alive) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,188 @@
+"""Every setting of every algorithm reaches what is computed: another value is another advantage, weight, loss or
+gradient."""
+
+import random
+from functools import partial
+from types import MappingProxyType
+
+import pytest
+import torch
+from small_columns import F64
+
+from verl.algorithms import losses
+from verl.algorithms.corrections import correct
+from verl.algorithms.presets import PRESETS, settled
+from verl.algorithms.resolve import resolve
+from verl.algorithms.specs import SampleFilter
+from verl.algorithms.weights import term_weights
+from verl.batch import Columns
+from verl.driver.step import rewards_and_advantages
+
+_MASK = {"correction": "mask", "correction_low": 0.8, "correction_high": 1.3}
+BASE = {  # settings without which another one does nothing
+    "horizon_tokens": {"aggregation": "seq-mean-token-sum-norm", "horizon_tokens": 12},
+    "lam_critic": {"lam_critic": 0.9},
+    "kl_loss_form": {"kl_loss_coef": 0.1},
+    "kl_loss_ratio_corrected": {"kl_loss_coef": 0.1},
+    "kl_reward_form": {"kl_reward_coef": 0.1},
+    "reward_weights": {"reward_weights": [1.0, 1.0]},
+    **{f"correction_{key}": _MASK for key in ("level", "low", "high", "batch_normalize", "denominator")},
+    "correction": {"correction": "truncate", "correction_low": 0.8, "correction_high": 1.3},
+    **dict.fromkeys(("cov_low", "cov_high"), MappingProxyType({"cov_ratio": 0.5, "cov_low": 0.1})),
+    "scale_rewards": {"normalize_by_std": True},
+    "lam": {"length_adaptive_alpha": None},
+}
+REFUSED = {"gdpo": ("kl_reward_coef", "kl_reward_form"), "vapo": ("lam",)}
+"""Settings that cannot reach what is computed; giving one is refused."""
+NO_LOSERS = {"pass_at_k": ("off_policy_delta", "clip_low", "clip_dual")}
+"""Settings of negative advantages, where there are none."""
+OTHER = {
+    "normalize_by_std": lambda now: not now,
+    "leave_one_out": lambda now: not now,
+    "scale_rewards": lambda now: "none",
+    "aggregation": lambda now: "token-sum" if now != "token-sum" else "token-mean",
+    "horizon_tokens": lambda now: 24,
+    "off_policy_delta": lambda now: 0.01,
+    "entropy_coef": lambda now: now + 0.5,
+    "positive_nll_coef": lambda now: now + 0.5,
+    "clip_low": lambda now: now / 2,
+    "clip_high": lambda now: now / 2,
+    "clip_dual": lambda now: 1.01,
+    "ratio_max": lambda now: 1.1,
+    "ratio_min": lambda now: 0.9,
+    "kl_loss_coef": lambda now: (now or 0) + 0.1,
+    "kl_loss_form": lambda now: "k1" if now != "k1" else "k3",
+    "kl_loss_ratio_corrected": lambda now: not now,
+    "kl_reward_coef": lambda now: (now or 0) + 0.1,
+    "kl_reward_form": lambda now: "k2" if now != "k2" else "k3",
+    "correction": lambda now: "clamp",
+    "correction_level": lambda now: "sequence" if now != "sequence" else "token",
+    "correction_low": lambda now: 0.9,
+    "correction_high": lambda now: 1.1,
+    "correction_batch_normalize": lambda now: not now,
+    "correction_reject": lambda now: ["token_k1:1.05"],
+    "correction_denominator": lambda now: "before_rejection" if now != "before_rejection" else "after_rejection",
+    "tau_positive": lambda now: now * 2,
+    "tau_negative": lambda now: now * 2,
+    "cov_ratio": lambda now: 0.5,
+    "cov_coef": lambda now: now * 3,
+    "cov_low": lambda now: 0.5,
+    "cov_high": lambda now: 0.4,
+    "reward_components": lambda now: ["b", "c"],
+    "reward_weights": lambda now: [0.2, 5.0],
+    "gamma": lambda now: 0.7,
+    "lam": lambda now: now * 0.6,
+    "lam_critic": lambda now: 0.3,
+    "length_adaptive_alpha": lambda now: 0.4,
+    "value_clip": lambda now: now / 5,
+}
+NOT_HERE = {  # who reads them, and where that is tested
+    **dict.fromkeys(
+        ("filter_groups", "filter_metric", "max_draws_per_group", "on_exhausted"), "unit/test_rollouts_flow"
+    ),
+    **dict.fromkeys(("kl_reward_target", "kl_reward_horizon"), "the driver: test_the_adaptive_coefficient below"),
+    **dict.fromkeys(("selection", "weight_pow"), "test_closed_forms, e2e/test_presets"),
+    **dict.fromkeys(("critic_warmup_steps", "critic_warmup_until"), "the driver: e2e/test_presets"),
+    "bypass": "test_corrections",
+}
+
+
+def step_columns(seed: int = 0) -> Columns:
+    """Four groups of four answers of one to six tokens; ratios well away from 1."""
+    rng = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, 7, (16,), generator=rng)
+    of = torch.arange(16).repeat_interleave(lengths)
+    n = len(of)
+
+    def normal(scale: float) -> torch.Tensor:
+        return scale * torch.randn(n, generator=rng, dtype=F64)
+
+    lp = -1.5 + normal(0.7)
+    token = {"logprobs": lp, "old_logprobs": lp + normal(0.5), "entropy": normal(1).abs(), "values": normal(1)}
+    token |= {"rollout_logprobs": token["old_logprobs"] + normal(0.4), "ref_logprobs": lp + normal(0.5)}
+    token |= {"old_values": token["values"] + normal(0.6), "sum_pi_squared": normal(1).abs().clamp(max=1)}
+    score = torch.randint(-2, 3, (16,), generator=rng).double()
+    sequence = {"score": score, "group": torch.arange(16) // 4, "valid": torch.ones(16, dtype=torch.bool)}
+    sequence |= {"positive": score > 0, "baseline": torch.arange(4, dtype=F64).repeat_interleave(4)}
+    for i, name in enumerate("abc"):
+        sequence[f"component/{name}"] = (score * (i + 1)) % 3 + 0.1 * torch.arange(16)
+    return Columns(
+        token=token, sequence=sequence, sequence_of=of, num_sequences=16, mask=torch.ones(n, dtype=torch.bool)
+    )
+
+
+def computed(name: str, settings: dict, columns: Columns) -> dict[str, torch.Tensor]:
+    """What a step makes of these columns: weighted loss of every term, and its gradient."""
+    algorithm = resolve(name, settings)
+    kl = algorithm.kl_reward
+    if algorithm.correction is not None:
+        found = correct(columns, algorithm.correction)
+        columns = columns.with_token({k: found[k] for k in ("is_weights", "keep")})
+    made = rewards_and_advantages(columns, advantage=algorithm.advantage, kl=kl, kl_coef=kl.coef if kl else 0.0)
+    columns = columns.with_token({k: v for k, v in made.items() if isinstance(v, torch.Tensor)})
+    out: dict[str, torch.Tensor] = {}
+    for terms in (algorithm.terms, algorithm.value_terms):
+        weights = term_weights(columns, terms)
+        leaves = {k: columns[k].clone().requires_grad_() for k in ("logprobs", "entropy", "values")}
+        live = columns.with_token(leaves)
+        for term in terms:
+            loss = (weights[f"w/{term.name}"] * term.fn(live).values).sum()
+            out[term.name] = loss.detach()
+            for leaf, grad in zip(leaves, torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)):
+                if grad is not None:
+                    out[f"{term.name}/{leaf}"] = grad
+    return out
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.allclose(a[k], b[k], rtol=1e-9, atol=1e-12) for k in a)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_setting_changes_what_is_computed(name):
+    columns, ignored, unknown = step_columns(), [], []
+    required = {"gdpo": {"reward_components": ["a", "b"]}, "drgrpo": {"horizon_tokens": 12}}.get(name, {})
+    for spec in PRESETS[name].parts().values():
+        for key in spec.knobs():
+            if key in NOT_HERE or key in (*NO_LOSERS.get(name, ()), *REFUSED.get(name, ())):
+                continue
+            if key not in OTHER:
+                unknown.append(key)
+                continue
+            base = {**required, **BASE.get(key, {})}
+            now = base.get(key, spec.settings()[key])
+            before = computed(name, base, columns)
+            after = computed(name, {**base, key: OTHER[key](now)}, columns)
+            if same(before, after):
+                ignored.append(f"{key}: {now} -> {OTHER[key](now)}")
+    assert not unknown, f"give another value of {unknown} in OTHER"
+    assert not ignored, f"{name} computes the same whatever these are: {ignored}"
+
+
+def test_a_setting_that_reaches_nothing_is_refused():
+    for name, given in (
+        ("gdpo", {"kl_reward_coef": 0.1, "reward_components": ["a", "b"]}),
+        ("vapo", {"lam": 0.9}),
+        ("drgrpo", {"scale_rewards": "batch", "horizon_tokens": 12}),
+    ):
+        (said,) = settled(name, given).idle(given)
+        assert next(iter(given)) in said and ("does nothing" in said or "does not reach" in said), said
+        rest = dict(list(given.items())[1:])
+        assert not list(settled(name, rest).idle(rest))
+
+
+def test_the_filters_settings_change_who_is_drawn():
+    scores = [random.Random(i).random() * 3 for i in range(8)]
+    drawn = {p: SampleFilter(selection="pow", weight_pow=p).batch_weights(scores) for p in (1.0, 2.0)}
+    assert drawn[1.0] != drawn[2.0]
+
+
+def test_gmpos_sides_are_told_apart():
+    """Each side by hand, with unlike bounds: log-ratios above and below, of both signs of the advantage."""
+    bound = partial(losses.gmpo, clip_low=0.1, clip_high=0.3)
+    for d, a, expected in ((0.5, 1.0, 0.3), (-0.5, 1.0, -0.5), (0.5, -1.0, 0.5), (-0.5, -1.0, -0.1)):
+        one = torch.zeros(1, dtype=torch.int64)
+        token = {"logprobs": torch.tensor([d], dtype=F64), "old_logprobs": torch.zeros(1, dtype=F64)}
+        token["advantages"] = torch.tensor([a], dtype=F64)
+        c = Columns(token=token, sequence={}, sequence_of=one, num_sequences=1, mask=one == 0)
+        torch.testing.assert_close(bound(c).values, -a * torch.tensor([expected], dtype=F64).exp())
