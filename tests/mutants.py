@@ -34,13 +34,13 @@ class Mutant(NamedTuple):
     lives: str = ""
 
 
-FORMS = "tests/numerics/test_closed_forms.py tests/numerics/test_laws.py tests/numerics/test_golden.py"
+FORMS = "tests/numerics/test_closed_forms.py tests/numerics/test_settings.py tests/numerics/test_laws.py tests/numerics/test_golden.py"
 CORR = "tests/numerics/test_corrections.py tests/numerics/test_closed_forms.py tests/numerics/test_golden.py"
 SPLIT = "tests/numerics/test_split.py tests/numerics/test_virtual_ranks.py"
 ENGINE = "tests/numerics/test_engine.py tests/numerics/test_engine_core.py tests/numerics/test_split.py"
 OPTIM = "tests/unit/test_optim.py tests/numerics/test_engine.py"
-STEP = "tests/e2e/test_presets.py tests/numerics/test_virtual_ranks.py tests/numerics/test_closed_forms.py"
-PREF = "tests/numerics/test_closed_forms.py tests/numerics/test_preference_engine.py tests/numerics/test_golden.py"
+STEP = "tests/unit/test_compute.py tests/numerics/test_settings.py tests/e2e/test_presets.py tests/numerics/test_virtual_ranks.py tests/numerics/test_closed_forms.py"
+PREF = "tests/numerics/test_kto.py tests/numerics/test_closed_forms.py tests/numerics/test_preference_engine.py tests/numerics/test_golden.py"
 LEARNED = f"{PREF} tests/e2e/test_preference.py"
 SCHED = "tests/unit/test_scheduler.py tests/unit/test_scheduler_simulation.py"
 FLOW = "tests/unit/test_rollouts.py tests/unit/test_rollouts_flow.py"

@@ -97,17 +97,46 @@ def test_a_reward_model_learns_and_is_a_transformers_classifier(tmp_path, tiny_m
     role.close()
 
 
+def answer_logprobs(folder, rows):
+    """[rows] of what a folder's model gives each answer in full, end of turn included; transformers alone."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    out = []
+    for prompt, answer in rows:
+        messages = [{"role": "user", "content": prompt}]
+        start = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        rest = [*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        with torch.no_grad():
+            logits = model(torch.tensor([[*start, *rest]])).logits[0]
+        logprobs = torch.log_softmax(logits[len(start) - 1 : -1], -1)
+        out.append(float(logprobs.gather(1, torch.tensor(rest)[:, None]).sum()))
+    return np.array(out)
+
+
 @pytest.mark.parametrize("loss", PREFERENCES)
 def test_every_preference_loss_learns(loss, tmp_path, tiny_model, pairs, unpaired):
+    """By what the exported model says: chosen answers gain on rejected ones, each to the same prompt."""
     done = train(
         "dpo", tmp_path, tiny_model, pairs if PREFERENCES[loss].paired else unpaired, f"preference.loss={loss}"
     )
     found = metrics_of(tmp_path / "p")
     assert np.isfinite(done.evals["val/loss"]) and found[1]["train/grad_norm"] > 0
+    rows = [json.loads(line) for line in pairs.read_text().splitlines()]
+    folder = tmp_path / "p" / "checkpoints" / "step_6" / "hf"
+    gained = {
+        side: answer_logprobs(folder, [(r["prompt"], r[side]) for r in rows])
+        - answer_logprobs(tiny_model, [(r["prompt"], r[side]) for r in rows])
+        for side in ("chosen", "rejected")
+    }
+    margin = gained["chosen"] - gained["rejected"]
+    assert (margin > 0).all() and margin.mean() > 1, margin
     if PREFERENCES[loss].paired:
         assert done.evals["val/rewards/accuracies"] == 1.0 and done.evals["val/rewards/margins"] > 0
     else:
         assert done.evals["val/loss"] < found[1]["train/loss"]
+        assert gained["chosen"].mean() > 0 > gained["rejected"].mean(), "each by itself: KTO has no pairs"
 
 
 @pytest.mark.parametrize("command,more", [("rm", ()), ("dpo", ()), ("dpo", ("preference.loss=kto",))])

@@ -171,6 +171,19 @@ def test_a_setting_that_reaches_nothing_is_refused():
         assert not list(settled(name, rest).idle(rest))
 
 
+def test_bypass_weighs_a_token_once():
+    """REINFORCE in bypass mode: -A min(pi / pi_rollout, high) log pi, divided as without a correction."""
+    columns = step_columns()
+    found = computed("reinforce", {"bypass": True, "correction": "truncate", "correction_high": 1.2}, columns)
+    a = computed_advantages("reinforce", columns)
+    w = (columns["logprobs"] - columns["rollout_logprobs"]).exp().clamp(max=1.2)
+    torch.testing.assert_close(found["pg_loss/logprobs"], -a * w / columns.num_sequences)
+
+
+def computed_advantages(name: str, columns: Columns) -> torch.Tensor:
+    return rewards_and_advantages(columns, advantage=resolve(name).advantage, kl=None, kl_coef=0.0)["advantages"]
+
+
 def test_the_filters_settings_change_who_is_drawn():
     scores = [random.Random(i).random() * 3 for i in range(8)]
     drawn = {p: SampleFilter(selection="pow", weight_pow=p).batch_weights(scores) for p in (1.0, 2.0)}
