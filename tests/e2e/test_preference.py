@@ -82,6 +82,16 @@ def test_a_reward_model_learns_and_is_a_transformers_classifier(tmp_path, tiny_m
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    for row in map(json.loads, pairs.read_text().splitlines()):  # by transformers alone: which answer is the better one
+        scores = []
+        for side in ("chosen", "rejected"):
+            start = tokenizer.apply_chat_template(
+                [{"role": "user", "content": row["prompt"]}], add_generation_prompt=True, return_dict=False
+            )
+            rest = [*tokenizer(row[side], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+            with torch.no_grad():
+                scores.append(float(model(torch.tensor([[*start, *rest]])).logits[0, 0]))
+        assert scores[0] > scores[1], row
     messages = [{"role": "user", "content": "11+22="}, {"role": "assistant", "content": "777"}]
     prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, return_dict=False)
     answer = [*tokenizer("777", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
