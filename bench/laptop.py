@@ -31,6 +31,8 @@ from bench import limits, results
 from bench.environments import Environment, Unavailable, ensure, run_logged
 from bench.report import as_rich, assemble, document
 from bench.start_checkpoint import Start, ensure_start
+from bench.sweep import Tried, best, sweep
+from bench.sweep import table as sweep_table
 
 ROOT = Path(__file__).resolve().parents[1]
 GROUPS, SAMPLES_PER_PROMPT, MAX_RESPONSE_TOKENS = 32, 8, 48
@@ -55,6 +57,8 @@ class Found:
 
     arms: dict[str, dict[str, results.Arm]] = field(default_factory=dict)
     machines: dict[str, list[limits.Machine]] = field(default_factory=dict)
+    tried: dict[str, list[Tried]] = field(default_factory=dict)
+    """The peers' settings, by peer and precision: each is measured at its best."""
     loads: list[float] = field(default_factory=list)
 
 
@@ -72,12 +76,16 @@ def main(argv: Sequence[str]) -> int:
     except Unavailable as e:
         console.print(f"error: the start checkpoint could not be made: {e}", style="red", highlight=False)
         return 1
-    found = measure(settings, start, env, console)
+    found = measure(settings, start, console)
     shape = limits.read_shape(start.model)
     tables, lines = [], []
     for dtype, arms in found.arms.items():
         tables += tables_of(arms, shape, limits.best(found.machines[dtype]), dtype)
         lines.append(results.verdict(arms, dtype))
+    if found.tried:
+        tables.append(
+            sweep_table("The peers' settings, tried in short runs: each is measured at its best", found.tried)
+        )
     for table in tables:
         console.print(as_rich(table), *table.notes, sep="\n", highlight=False)
     for line in lines:
@@ -91,20 +99,30 @@ def main(argv: Sequence[str]) -> int:
     return 0 if all(arms[results.OURS].rounds for arms in found.arms.values()) else 1
 
 
-def measure(settings: Settings, start: Start, env: dict[str, str], console: Console) -> Found:
+def measure(settings: Settings, start: Start, console: Console) -> Found:
     """All rounds, in turn: machine, verl, TRL, naive, machine, verl, ..."""
     programs, reasons = find_programs(settings, console)
     found = Found()
     for dtype in limits.precisions(torch.cpu.get_capabilities()):
         arms = found.arms[dtype] = {name: results.Arm(name, reason=reasons.get(name)) for name in results.ARMS}
         machines = found.machines[dtype] = []
+        specs = {name: spec_of(settings, start, name, dtype) for name in arms}
+        for name in results.PEERS:
+            if arms[name].reason is None:
+                tried = found.tried[f"{name}, {dtype}"] = try_settings(programs[name], specs[name], settings, name)
+                chosen = best(tried)
+                console.print(f"{dtype} {name} at its best: {chosen}", highlight=False)
+                if chosen is None:
+                    arms[name].reason = tried[0].reason
+                else:
+                    specs[name] |= asdict(chosen)
         for number in range(1, settings.rounds + 1):
             machines.append(measure_machine(start, dtype, settings.threads))
             for name, arm in arms.items():
                 if arm.reason is None:
                     load = os.getloadavg()[0]
                     found.loads.append(load)
-                    play(arm, programs[name], spec_of(settings, start, name, dtype), env, settings)
+                    play(arm, programs[name], specs[name], settings)
                     console.print(
                         f"{dtype} round {number} {name}: {said(arm)}; load before {load:.1f}", highlight=False
                     )
@@ -163,6 +181,7 @@ def spec_of(settings: Settings, start: Start, arm: str, dtype: str) -> dict[str,
         "model": str(start.model),
         "rows": str(start.rows),
         "threads": settings.threads,
+        "compiled": False,
         "lr": LR,
         "dtype": dtype,
         "prompts_per_step": GROUPS,
@@ -173,17 +192,27 @@ def spec_of(settings: Settings, start: Start, arm: str, dtype: str) -> dict[str,
     }
 
 
-def play(arm: results.Arm, program: list[str], spec: dict[str, Any], env: dict[str, str], settings: Settings) -> None:
-    """One round of one arm in a process of its own. A failure ends the arm, with its reason."""
+def try_settings(program: list[str], spec: dict[str, Any], settings: Settings, name: str) -> list[Tried]:
+    """A peer's short runs, of two measured steps each."""
+    return sweep(settings.threads, {**spec, "steps": 3}, lambda one: run_arm(program, one, settings, name)["steps"])
+
+
+def run_arm(program: list[str], spec: dict[str, Any], settings: Settings, name: str) -> dict[str, Any]:
+    """One process of an arm: what it wrote."""
     folder = Path(spec["folder"])
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     given, result = folder / "spec.json", folder / "result.json"
     given.write_text(json.dumps(spec, indent=1))
+    log, env = settings.folder / "logs" / f"{name}.log", arm_env(spec["threads"])
+    run_logged([*program, str(given), str(result)], log, timeout_s=ARM_TIMEOUT_S, env=env)
+    return json.loads(result.read_text())
+
+
+def play(arm: results.Arm, program: list[str], spec: dict[str, Any], settings: Settings) -> None:
+    """One round of one arm in a process of its own. A failure ends the arm, with its reason."""
     try:
-        log = settings.folder / "logs" / f"{arm.name}.log"
-        run_logged([*program, str(given), str(result)], log, timeout_s=ARM_TIMEOUT_S, env=env)
-        arm.rounds.append(json.loads(result.read_text()))
+        arm.rounds.append(run_arm(program, spec, settings, arm.name))
     except Unavailable as e:
         arm.reason = str(e)
 
@@ -252,7 +281,7 @@ def about_run(settings: Settings, found: Found, seconds: float) -> dict[str, str
         if loads
         else "nothing was run",
         "workload": f"{GROUPS} prompts x {SAMPLES_PER_PROMPT} answers, at most {MAX_RESPONSE_TOKENS} new tokens, temperature 1, one update, lr {LR:g}; "
-        f"{settings.rounds} rounds x {settings.steps} measured steps per arm, {settings.threads} threads",
+        f"{settings.rounds} rounds x {settings.steps} measured steps per arm, {settings.threads} threads (the peers: as their sweep found best)",
         "python": platform.python_version(),
         **versions,
     }

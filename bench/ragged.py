@@ -15,7 +15,8 @@ import os
 import shutil
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,8 @@ from bench.environments import Unavailable, ensure, ensure_vllm, run_logged
 from bench.laptop import TRL, arm_env
 from bench.report import assemble
 from bench.results import NOT_RUN, Table
+from bench.sweep import Setting, Tried, best, sweep
+from bench.sweep import table as sweep_table
 from bench.workloads import WORKLOADS, make_inputs
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,6 +40,11 @@ MEMORY_GROUPS = {
 }  # of 8 answers: TRL's pass over 8 x 8 answers of a 100M model does not fit into 24 GiB
 ARM_TIMEOUT_S = 1800.0
 LOAD = "1-minute load average before an arm"
+SHORT: Mapping[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "rollouts": lambda spec: {"rollouts": spec["rollouts"][:2]},
+    "steps": lambda spec: {"steps": 2},
+}
+"""Of a sweep: one repetition, after one that is dropped."""
 MEASURED = 2  # repetitions per process, after one that is dropped
 
 
@@ -72,7 +80,7 @@ class Bench:
     ) -> None:
         self.measured, self.add = measured, add
         self.rounds, self.threads, self.console = rounds, threads, console
-        self.folder, self.env = ROOT / "runs" / "bench", arm_env(threads)
+        self.folder = ROOT / "runs" / "bench"
         self.page = self.folder / "ragged.json"
         self.found: dict[str, Any] = json.loads(self.page.read_text()) if self.page.exists() else {}
 
@@ -84,6 +92,7 @@ class Bench:
         spec = {
             "model": str(inputs.model),
             "threads": self.threads,
+            "compiled": False,
             "dtype": "float32",
             "max_context_tokens": 512,
             "temperature": 1.0,
@@ -96,15 +105,16 @@ class Bench:
             programs["vllm"] = [str(python), str(ROOT / "bench" / "peers" / "vllm_rollout.py")]
         except Unavailable as e:
             reasons["vllm"] = str(e)
-        results = self._play(f"rollout-{size}", programs, {name: spec for name in programs}, reasons)
+        specs = self._at_best(f"rollout-{size}", programs, {name: spec for name in programs}, reasons, "rollouts")
+        results = self._play(f"rollout-{size}", programs, specs, reasons)
         self._keep(f"rollout-{size}", results, reasons, "rollouts")
 
     def step(self, size: str) -> None:
         """A whole GRPO step, 8 prompts x 8 answers."""
         programs, reasons = self._step_programs()
-        results = self._play(
-            f"step-{size}", programs, {name: self._spec(f"ragged-{size}", name) for name in programs}, reasons
-        )
+        specs = {name: self._spec(f"ragged-{size}", name) for name in programs}
+        specs = self._at_best(f"step-{size}", programs, specs, reasons, "steps")
+        results = self._play(f"step-{size}", programs, specs, reasons)
         self._keep(f"step-{size}", results, reasons, "steps")
 
     def memory(self, size: str) -> None:
@@ -167,6 +177,7 @@ class Bench:
             "rows": str(inputs.rows),
             "lengths": str(inputs.lengths),
             "threads": self.threads,
+            "compiled": False,
             "lr": 1e-6,
             "dtype": "float32",
             "prompts_per_step": work.prompts_per_step,
@@ -178,6 +189,47 @@ class Bench:
             "micro_batches": 4,
             "overrides": [f"data.max_prompt_tokens={work.prompt_tokens[1]}", "step.max_tokens_per_microbatch=65536"],
         }
+
+    def _at_best(
+        self,
+        part: str,
+        programs: Mapping[str, list[str]],
+        specs: Mapping[str, dict[str, Any]],
+        reasons: dict[str, str],
+        kind: str,
+    ) -> dict[str, dict[str, Any]]:
+        """The specs, the peers' with the setting at which a short run of them is fastest; ours is our default."""
+        out = dict(specs)
+        tried: dict[str, list[Tried]] = {}
+        for name, program in programs.items():
+            if name == "verl" or name in reasons:
+                continue
+            folder = self.folder / "arms" / f"{part}-{name}"
+
+            def run(
+                spec: dict[str, Any], program: list[str] = program, folder: Path = folder
+            ) -> list[dict[str, float]]:
+                return self._run(f"sweep-{part}", program, spec, folder)[kind]
+
+            tried[name] = sweep(self.threads, {**specs[name], **SHORT[kind](specs[name])}, run)
+            chosen = best(tried[name])
+            self.console.print(f"{part} {name} at its best: {chosen}", highlight=False)
+            if chosen is None:
+                reasons[name] = tried[name][0].reason
+            else:
+                out[name] = {**specs[name], **asdict(chosen)}
+        self.found.setdefault("sweep", {})[part] = {name: [asdict(t) for t in every] for name, every in tried.items()}
+        return out
+
+    def _run(self, log: str, program: list[str], spec: dict[str, Any], folder: Path) -> dict[str, Any]:
+        """One process of an arm: what it wrote."""
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        given, result = folder / "spec.json", folder / "result.json"
+        given.write_text(json.dumps({**spec, "folder": str(folder)}))
+        command, env = [*program, str(given), str(result)], arm_env(spec["threads"])
+        run_logged(command, self.folder / "logs" / f"{log}.log", timeout_s=ARM_TIMEOUT_S, env=env)
+        return json.loads(result.read_text())
 
     def _play(
         self,
@@ -196,20 +248,10 @@ class Bench:
                 if name in reasons:
                     continue
                 folder = self.folder / "arms" / f"{part}-{name.replace(' ', '_')}"
-                shutil.rmtree(folder, ignore_errors=True)
-                folder.mkdir(parents=True)
-                spec, result = folder / "spec.json", folder / "result.json"
-                spec.write_text(json.dumps({**specs[name], "folder": str(folder)}))
                 load = os.getloadavg()[0]
                 loads.append(round(load, 1))
                 try:
-                    run_logged(
-                        [*program, str(spec), str(result)],
-                        self.folder / "logs" / f"{part}.log",
-                        timeout_s=ARM_TIMEOUT_S,
-                        env=self.env,
-                    )
-                    found[name].append(json.loads(result.read_text()))
+                    found[name].append(self._run(part, program, specs[name], folder))
                     steps = found[name][-1].get("rollouts") or found[name][-1]["steps"]
                     said = " ".join(f"{s['wall_s']:.2f}" for s in steps) + " s"
                 except Unavailable as e:
@@ -263,10 +305,18 @@ def rollouts_of(workload: str, count: int) -> list[tuple[list[list[int]], list[i
 
 
 def tables(found: Mapping[str, Any]) -> list[Table]:
-    """One table per part and size."""
-    parts = [(key, one) for key, one in found.items() if key != "load"]
+    """The sweep of the peers, and one table per part and size."""
+    parts = [(key, one) for key, one in found.items() if key not in ("load", "sweep")]
+    tried = {
+        f"{name}, {part}": [Tried(Setting(**one["setting"]), one["wall_s"], one["reason"]) for one in every]
+        for part, peers in found.get("sweep", {}).items()
+        for name, every in peers.items()
+    }
     makers = {"rollout": rollout_table, "step": step_table, "memory": memory_table, "long": long_table}
-    return [
+    swept = (
+        [sweep_table("The peers' settings, tried in short runs: each is measured at its best", tried)] if tried else []
+    )
+    return swept + [
         makers[key.partition("-")[0]](key.partition("-")[2], one["arms"], {**one["reasons"], **_load_of(found, key)})
         for key, one in parts
     ]

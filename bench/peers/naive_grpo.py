@@ -24,6 +24,8 @@ def main(spec: dict[str, Any], result: Path) -> None:
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(spec["model"], padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=torch.float32)
+    if spec["compiled"]:
+        model.forward = torch.compile(model.forward, dynamic=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=spec["lr"], weight_decay=0.0)
     n, prompts = spec["samples_per_prompt"], spec["prompts_per_step"]
     rows = read_rows(spec["rows"], prompts * spec["steps"])

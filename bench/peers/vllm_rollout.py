@@ -34,7 +34,7 @@ def main(spec: dict[str, Any], result: Path) -> None:
         spec["model"],
         skip_tokenizer_init=True,
         dtype=spec["dtype"],
-        enforce_eager=True,
+        enforce_eager=not spec["compiled"],
         max_model_len=spec["max_context_tokens"],
         max_num_seqs=256,
         distributed_executor_backend="uni",

@@ -297,6 +297,27 @@ def test_every_arm_is_given_the_same_work():
     assert laptop.work_of(steps(1.0)).response_tokens == pytest.approx(1000.0)
 
 
+def test_a_peer_is_measured_at_the_best_of_its_settings():
+    from bench.sweep import Setting, best, settings, sweep, table
+
+    assert settings(2) == [Setting(1, False), Setting(1, True), Setting(2, False), Setting(2, True)]
+    assert len(settings(1)) == 2
+    walls = {(1, False): [3.0], (1, True): None, (2, False): [5.0, 1.0, 2.0], (2, True): [2.5]}
+
+    def run(spec):
+        found = walls[spec["threads"], spec["compiled"]]
+        if found is None:
+            raise RuntimeError("no compiler")
+        assert spec["model"] == "m"
+        return [{"wall_s": wall} for wall in found]
+
+    tried = sweep(2, {"model": "m", "threads": 9}, run)
+    assert [t.wall_s for t in tried] == [3.0, None, 2.0, 2.5] and best(tried) == Setting(2, False)
+    shown = table("t", {"peer": tried}).markdown()
+    assert shown.count("chosen") == 1 and "2 threads, eager | 2.00 | chosen" in shown and "no compiler" in shown
+    assert best([t for t in tried if t.wall_s is None]) is None
+
+
 def test_the_keys_of_verls_arm_exist(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     from verl_arm import overrides
