@@ -106,6 +106,28 @@ def test_pf_ppo_draws_from_the_whole_step_as_verl_does(tmp_path, tiny_model, ari
     same_step_on_two_ranks(tmp_path / "r", tmp_path / "two" / "r")
 
 
+def test_the_adaptive_kl_coefficient_is_what_the_next_step_pays(tmp_path, tiny_model, arithmetic_data):
+    """Step 1: the policy is the reference, the KL is 0 and the coefficient falls by 0.2 x 16 answers / 32. Step 2 pays
+    it: the last token's advantage is the score minus coefficient x log-ratio."""
+    kl = ("kl_reward_coef=0.5", "kl_reward_target=1e-9", "kl_reward_horizon=32")
+    run_of(tmp_path, tiny_model, arithmetic_data, "reinforce", *(f"algorithm.{k}" for k in kl), "optim.lr=1e-2")
+    paid = 0
+    for step, coef in ((1, 0.5), (2, 0.5 * (1 - 0.2 * 16 / 32))):
+        for r in read_samples(tmp_path / "r", step):
+            log_ratio = float(r.old_logprobs[-1] - r.ref_logprobs[-1])
+            paid += step == 2 and abs(log_ratio) > 1e-3
+            assert r.advantages[-1] == pytest.approx(r.reward - coef * log_ratio, abs=2e-6)
+    assert paid > 8, "the policy moved, so that the coefficient can be read"
+
+
+def test_the_schedule_is_as_long_as_the_updates_of_the_run(tmp_path, tiny_model, arithmetic_data):
+    """Two steps of two updates in two epochs: eight, and the eighth has an eighth of the rate left."""
+    shape = ("step.updates_per_step=2", "step.epochs_per_step=2", "optim.schedule=linear", "optim.lr=1e-3")
+    run_of(tmp_path, tiny_model, arithmetic_data, "dapo", *shape)
+    found = metrics_of(tmp_path / "r")
+    assert [found[step]["actor/lr"] for step in (1, 2)] == pytest.approx([1e-3 * 5 / 8, 1e-3 / 8])
+
+
 def test_the_policy_waits_for_the_critic(tmp_path, tiny_model, arithmetic_data):
     """Value pretraining: the critic learns, the policy does not move; then both do."""
     run_of(

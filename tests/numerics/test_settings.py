@@ -16,7 +16,7 @@ from verl.algorithms.resolve import resolve
 from verl.algorithms.specs import SampleFilter
 from verl.algorithms.weights import term_weights
 from verl.batch import Columns
-from verl.driver.step import rewards_and_advantages
+from verl.driver.step import explained_variance, rewards_and_advantages
 
 _MASK = {"correction": "mask", "correction_low": 0.8, "correction_high": 1.3}
 BASE = {  # settings without which another one does nothing
@@ -182,6 +182,16 @@ def test_bypass_weighs_a_token_once():
 
 def computed_advantages(name: str, columns: Columns) -> torch.Tensor:
     return rewards_and_advantages(columns, advantage=resolve(name).advantage, kl=None, kl_coef=0.0)["advantages"]
+
+
+def test_explained_variance_by_hand():
+    c = step_columns()
+    noisy = c.with_token({"returns": c["values"], "old_values": c["values"] * 0.5})
+    left = float((0.5 * c["values"]).var() / c["values"].var())
+    for columns, expected in ((noisy, 1 - left), (noisy.with_token({"old_values": c["values"]}), 1.0)):
+        assert explained_variance(columns)["critic/vf_explained_var"].value == pytest.approx(expected)
+    flat = c.with_token({"returns": torch.ones_like(c["values"])})
+    assert explained_variance(flat)["critic/vf_explained_var"].value == 0.0, "returns that do not vary"
 
 
 def test_the_filters_settings_change_who_is_drawn():

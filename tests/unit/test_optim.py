@@ -58,3 +58,19 @@ def test_the_norm_is_over_all_gradients():
     assert float(grad_norm([none])) == 0.0
     b.grad[0] = float("nan")
     assert torch.isnan(grad_norm([a, b]))
+
+
+def test_every_setting_of_adamw_reaches_the_weights():
+    """Two steps by hand, with settings that are nobody's defaults (1711.05101)."""
+    model = torch.nn.Linear(1, 1).double()
+    with torch.no_grad():
+        model.weight.fill_(2.0)
+    spec = OptimSpec(lr=0.1, weight_decay=0.5, betas=(0.6, 0.7), eps=0.3)
+    optimizer = make_adamw(model, spec)
+    w, m, v = 2.0, 0.0, 0.0
+    for t, g in ((1, 4.0), (2, -1.0)):
+        model.weight.grad = torch.full((1, 1), g, dtype=torch.float64)
+        optimizer.step()
+        m, v = 0.6 * m + 0.4 * g, 0.7 * v + 0.3 * g * g
+        w = w * (1 - 0.1 * 0.5) - 0.1 * (m / (1 - 0.6**t)) / ((v / (1 - 0.7**t)) ** 0.5 + 0.3)
+        assert float(model.weight.detach()) == pytest.approx(w, rel=1e-9)

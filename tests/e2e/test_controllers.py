@@ -1,0 +1,34 @@
+"""What an algorithm adapts from step to step goes on after a cut: the KL coefficient, the warm critic."""
+
+import asyncio
+
+from small_runs import small_args, small_run
+
+from verl.config.load import load_config
+from verl.driver.assemble import assemble
+
+PPO = (
+    *("algorithm.name=ppo", "algorithm.kl_loss_coef=null", "algorithm.critic_warmup_until=-1e9"),
+    *("algorithm.kl_reward_coef=0.5", "algorithm.kl_reward_target=0.1", "algorithm.kl_reward_horizon=32"),
+    *("algorithm.critic_warmup_steps=99", "run.save_every_steps=1"),
+)
+
+
+async def restored(args):
+    run = await assemble(load_config(args))
+    try:
+        before = run.learner.controllers
+        await run.checkpointer.restore()
+        return before, run.learner.controllers
+    finally:
+        await run.close()
+
+
+def test_a_resumed_run_has_the_adapted_coefficient_and_the_warm_critic(tmp_path, tiny_model, arithmetic_data):
+    small_run(tmp_path, tiny_model, arithmetic_data[:1], *PPO, "run.total_steps=1")
+    args = small_args(tmp_path, tiny_model, arithmetic_data[:1], *PPO, "run.total_steps=2")
+    before, after = asyncio.run(restored(args))
+    assert (before.kl_coef, before.critic_warm) == (0.5, False), "those of a new run"
+    assert (round(after.kl_coef, 9), after.critic_warm) == (0.45, True), (
+        "16 answers, no KL yet: 0.5 x (1 - 0.2 x 16/32)"
+    )
