@@ -8,9 +8,9 @@ from verl.config.load import load_config
 from verl.driver.assemble import assemble
 
 PPO = (
-    *("algorithm.name=ppo", "algorithm.kl_loss_coef=null", "algorithm.critic_warmup_until=-1e9"),
+    *("algorithm.name=ppo", "algorithm.kl_loss_coef=null"),
     *("algorithm.kl_reward_coef=0.5", "algorithm.kl_reward_target=0.1", "algorithm.kl_reward_horizon=32"),
-    *("algorithm.critic_warmup_steps=99", "run.save_every_steps=1"),
+    "run.save_every_steps=1",
 )
 
 
