@@ -39,12 +39,21 @@ CORR = "tests/numerics/test_corrections.py tests/numerics/test_closed_forms.py t
 SPLIT = "tests/numerics/test_split.py tests/numerics/test_virtual_ranks.py"
 ENGINE = "tests/numerics/test_engine.py tests/numerics/test_engine_core.py tests/numerics/test_split.py"
 OPTIM = "tests/unit/test_optim.py tests/numerics/test_engine.py"
-STEP = "tests/unit/test_compute.py tests/numerics/test_settings.py tests/e2e/test_presets.py tests/numerics/test_virtual_ranks.py tests/numerics/test_closed_forms.py"
+STEP = "tests/unit/test_compute.py tests/unit/test_step.py tests/numerics/test_settings.py"
+E2E = "tests/e2e/test_presets.py::"
+KL, WAITS = (
+    E2E + "test_the_adaptive_kl_coefficient_is_what_the_next_step_pays",
+    E2E + "test_the_policy_waits_for_the_critic",
+)
+SCHEDULE, GREEDY = (
+    E2E + "test_the_schedule_is_as_long_as_the_updates_of_the_run",
+    E2E + "test_remax_subtracts_the_greedy_answers_score",
+)
 PREF = "tests/numerics/test_kto.py tests/numerics/test_closed_forms.py tests/numerics/test_preference_engine.py tests/numerics/test_golden.py"
 LEARNED = f"{PREF} tests/e2e/test_preference.py"
 SCHED = "tests/unit/test_scheduler.py tests/unit/test_scheduler_simulation.py"
 FLOW = "tests/unit/test_rollouts.py tests/unit/test_rollouts_flow.py"
-RUN = "tests/e2e/test_train.py tests/e2e/test_resume.py tests/e2e/test_presets.py"
+RUN = "tests/e2e/test_controllers.py tests/e2e/test_train.py tests/e2e/test_resume.py"
 PACK = "tests/unit/test_batch.py tests/numerics/test_split.py"
 DISPATCH = "tests/unit/test_dispatch.py tests/unit/test_workers.py tests/contracts/test_worker_group_contract.py"
 
@@ -268,11 +277,11 @@ MUTANTS = (
         OPTIM,
     ),
     # -- the step
-    Mutant("driver/step.py", "num_sequences=len(rows),", "num_sequences=0,", STEP),
-    Mutant("driver/step.py", "if kl.target is not None:", "if False:", STEP),
+    Mutant("driver/step.py", "num_sequences=len(rows),", "num_sequences=0,", KL),
+    Mutant("driver/step.py", "if kl.target is not None:", "if False:", KL),
     Mutant("driver/step.py", "share = float(1 - (returns - values).var() / spread)", "share = 0.0", STEP),
-    Mutant("driver/step.py", "for epoch in range(epochs):", "for epoch in range(1):", STEP),
-    Mutant("driver/step.py", 'suffix = f"/{epoch}" if epoch else ""', 'suffix = ""', STEP),
+    Mutant("driver/step.py", "for epoch in range(epochs):", "for epoch in range(1):", f"{SPLIT} {SCHEDULE}"),
+    Mutant("driver/step.py", 'suffix = f"/{epoch}" if epoch else ""', 'suffix = ""', SPLIT),
     Mutant("driver/step.py", 'return ["old_logprobs"]\n    return []', "return []\n    return []", f"{CORR} {STEP}"),
     Mutant(
         "driver/step.py",
@@ -280,18 +289,23 @@ MUTANTS = (
         'return {"old_logprobs": columns["old_logprobs"]}',
         f"{CORR} {STEP}",
     ),
-    Mutant("driver/step.py", "explained >= spec.critic_warmup_until", "explained <= spec.critic_warmup_until", STEP),
+    Mutant(
+        "driver/step.py",
+        "explained >= spec.critic_warmup_until",
+        "explained <= spec.critic_warmup_until",
+        f"{STEP} {WAITS}",
+    ),
     Mutant(
         "driver/step.py",
         "controllers.critic_warm or step.index >= spec.critic_warmup_steps",
         "step.index > spec.critic_warmup_steps",
-        STEP,
+        WAITS,
     ),
     Mutant(
         "driver/assemble.py",
         "total_steps * config.step.updates_per_step * config.step.epochs_per_step",
         "total_steps * config.step.updates_per_step",
-        f"{RUN} tests/unit/test_optim.py",
+        SCHEDULE,
     ),
     # -- workers
     Mutant(W + "compute.py", '("is_weights", "keep") if refs', '("is_weights",) if refs', STEP),
@@ -360,12 +374,7 @@ MUTANTS = (
         f"{FLOW} tests/unit/test_agent_loop.py tests/unit/test_batch.py",
     ),
     # -- records and resume
-    Mutant(
-        "driver/record.py",
-        '"advantages": ("advantages",)',
-        '"advantages": ("returns",)',
-        f"tests/e2e/test_presets.py {RUN}",
-    ),
+    Mutant("driver/record.py", '"advantages": ("advantages",)', '"advantages": ("returns",)', GREEDY),
     Mutant(
         "driver/checkpointer.py",
         "self._learner.controllers = self.resumed.controllers",
