@@ -332,7 +332,7 @@ MUTANTS = (
         W + "role.py",
         "losses = {t.name: Metric(metrics[t.name].total * count,",
         "losses = {t.name: Metric(metrics[t.name].total,",
-        "tests/e2e/test_preference.py",
+        "tests/e2e/test_supervised.py",
     ),
     Mutant(
         "reward/model.py",
@@ -434,9 +434,10 @@ def killed_by(tree: Path, mutant: Mutant) -> str:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="a part of the file's name")
+    parser.add_argument("--from", dest="first", type=int, default=0, help="the number of the first mutant")
     parser.add_argument("--jobs", type=int, default=2)
     given = parser.parse_args(argv)
-    chosen = [m for m in MUTANTS if given.only in m.file]
+    chosen = [m for m in MUTANTS[given.first :] if given.only in m.file]
     home, trees, local = Path(tempfile.mkdtemp(prefix="mutants")), [], threading.local()
 
     def one(mutant: Mutant) -> str:

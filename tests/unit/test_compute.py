@@ -8,7 +8,7 @@ import torch
 
 from verl.algorithms.resolve import resolve
 from verl.batch import Ragged
-from verl.driver.step import inputs_of
+from verl.driver.step import inputs_of, optimizer_steps
 from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Refs, Sample, Segment
 from verl.workers.compute import Compute, OptimizerStep
@@ -72,3 +72,20 @@ def test_rows_without_a_valid_reward_are_in_no_statistic():
     Compute(queue).weigh([OptimizerStep(broken)], terms, inputs_of(terms))
     weights = queue.read(broken, ("w/pg_loss",))["w/pg_loss"].values
     torch.testing.assert_close(weights, torch.tensor([1 / 5] * 2 + [0.0] * 3 + [1 / 5] * 3, dtype=torch.float64))
+
+
+def test_an_epochs_steps_have_weights_of_their_own():
+    """Groups are dealt anew in every epoch: each step's weights sum to one over its own rows, also of the first."""
+    queue, refs = stored()
+    queue.write(refs, {"advantages": column(torch.ones(sum(LENGTHS)))})
+    singles = Refs(replace(r, group_id=r.sample_id) for r in refs)  # four groups, dealt to two updates
+    terms = resolve("dapo").terms
+    dealt = set()
+    for seed in range(6):
+        steps = optimizer_steps(singles, updates=2, epochs=2, seed=seed, index=0)
+        dealt.add(len({frozenset(s.refs.ids) for s in steps}))
+        Compute(queue).weigh(steps, terms, inputs_of(terms))
+        for step in steps:
+            weights = queue.read(step.refs, (f"w/pg_loss{step.weights}",))[f"w/pg_loss{step.weights}"].values
+            torch.testing.assert_close(weights.sum(), torch.ones((), dtype=torch.float64))
+    assert max(dealt) > 2, "two epochs were dealt alike in every draw"

@@ -9,9 +9,9 @@ from verl.algorithms.resolve import resolve
 from verl.batch import Ragged
 from verl.config.load import load_config
 from verl.driver.roles import Learner
-from verl.driver.step import Step, _advantages
+from verl.driver.step import Step, _advantages, _critic_is_warm
 from verl.transfer_queue.memory import MemoryQueue
-from verl.types import Sample, Segment
+from verl.types import Metric, Sample, Segment
 from verl.workers.compute import Compute
 from verl.workers.inproc import InprocGroup
 from verl.workers.model_workers import ComputeWorker
@@ -64,3 +64,20 @@ def test_a_correction_leaves_the_old_policy_and_weighs_against_the_sampler():
     ratios = np.exp(np.array([-0.5, -0.5, 1.5, -1.0])).clip(max=2.0)
     np.testing.assert_allclose(columns["is_weights"], ratios, rtol=1e-6)
     assert columns["keep"] == [True] * 4 and columns["advantages"][0] < 0 < columns["advantages"][2]
+
+
+def test_the_critic_is_warm_once_it_explains_enough_and_stays_so():
+    algorithm = resolve("ppo", {"critic_warmup_until": 0.6, "critic_warmup_steps": 50})
+    config = load_config(["model.path=/models/m"]).config
+    learner = Learner(config=config, models={"critic": None}, compute=None, queue=None, waits=Waits())
+    found = []
+    for index, explained in enumerate((0.1, 0.59, 0.6, -3.0)):
+        step = Step(index)
+        step.metrics = {"critic/vf_explained_var": Metric(explained, 1, "step")}
+        found.append(_critic_is_warm(learner, step, algorithm))
+    assert found == [False, False, True, True]
+    learner.controllers.critic_warm = False
+    assert not _critic_is_warm(learner, step, algorithm)
+    late = Step(50)
+    late.metrics = step.metrics
+    assert _critic_is_warm(learner, late, algorithm), "after the warm-up's steps it trains whatever it explains"
