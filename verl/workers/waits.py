@@ -61,9 +61,8 @@ class Waits:
         return Limit(self, who, what, timeout_s)
 
     def pending(self) -> list[dict[str, object]]:
-        now_s = time.monotonic()
         return [
-            {"who": w.who, "what": w.text, "waiting_s": round(now_s - w.since_s, 1), "timeout_s": w.timeout_s}
+            {"who": w.who, "what": w.text, "waiting_s": round(w.waited_s, 1), "timeout_s": w.timeout_s}
             for w in self.waiting
         ]
 
@@ -80,7 +79,7 @@ class Waits:
 class Limit:
     """A deadline for a `with` block; see `Waits.limit`. A class, since a generator costs three times as much."""
 
-    __slots__ = ("_already", "_expired", "_task", "_timer", "_waits", "since_s", "timeout_s", "what", "who")
+    __slots__ = ("_already", "_expired", "_loop", "_task", "_timer", "_waits", "since_s", "timeout_s", "what", "who")
 
     def __init__(self, waits: Waits, who: str, what: What, timeout_s: float) -> None:
         self._waits, self.who, self.what, self.timeout_s = waits, who, what, timeout_s
@@ -89,21 +88,26 @@ class Limit:
     def text(self) -> str:
         return self.what if isinstance(self.what, str) else self.what()
 
+    @property
+    def waited_s(self) -> float:
+        return self._loop.time() - self.since_s
+
     def __enter__(self) -> None:
         task = asyncio.current_task()
         assert task is not None, "a limit is for a task of the event loop"
-        self._task, self._already, self._expired, self.since_s = task, task.cancelling(), False, time.monotonic()
+        self._task, self._already, self._expired, self._loop = task, task.cancelling(), False, task.get_loop()
+        self.since_s = self._loop.time()
         self._waits.waiting[self] = None
-        self._timer = task.get_loop().call_later(min(self.timeout_s, NOTICE_S), self._look)
+        self._timer = self._loop.call_at(self.since_s + min(self.timeout_s, NOTICE_S), self._look)
 
     def _look(self) -> None:
-        left_s = self.since_s + self.timeout_s - time.monotonic()
+        left_s = self.timeout_s - self.waited_s
         self._expired = left_s <= 0
         if self._expired:
             self._task.cancel()
         else:
             self._waits.dump(older_than_s=NOTICE_S)
-            self._timer = self._task.get_loop().call_later(min(left_s, NOTICE_S), self._look)
+            self._timer = self._loop.call_later(min(left_s, NOTICE_S), self._look)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self._timer.cancel()
