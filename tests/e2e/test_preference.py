@@ -324,3 +324,45 @@ def test_two_ranks_measure_and_train_what_one_does(tmp_path, tiny_model, pairs):
     for name, value in one.evals.items():
         assert two.evals[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
     assert two.values["train/grad_norm"] == pytest.approx(one.values["train/grad_norm"], rel=1e-4)
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m['content'] }}"
+    "{% if m['role'] == 'assistant' %}{{ eos_token }}{{ ';#' }}{% endif %}{% endfor %}"
+)
+
+
+def test_a_score_is_read_where_the_template_ends_a_turn_in_training_in_rl_and_elsewhere(tmp_path, tiny_model, pairs):
+    """A template that puts two tokens behind the end of turn: `verl rm`, RL and transformers read the same number."""
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    from verl.driver.models import ModelContext, reward_model
+    from verl.transfer_queue.memory import MemoryQueue
+
+    template = tmp_path / "template.jinja"
+    template.write_text(TEMPLATE)
+    one = tmp_path / "one.jsonl"
+    one.write_text(json.dumps({"prompt": "11+22=", "chosen": "777", "rejected": "99"}) + "\n")
+    more = ("run.total_steps=2", f"data.eval_files=[{one}]", f"model.chat_template={template}")
+    evals = train("rm", tmp_path, tiny_model, pairs, *more).evals
+    folder = tmp_path / "p" / "checkpoints" / "step_2" / "hf"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    theirs = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    config = load_config(["model.path=" + str(tiny_model), "model.dtype=float32", f"reward.model={folder}"]).config
+    role = reward_model(ModelContext(config, MemoryQueue(), "cpu", updates=1))
+    prompt = tokenizer("11+22=", add_special_tokens=False)["input_ids"]
+    for side, text in (("chosen", "777"), ("rejected", "99")):
+        answer = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        [ours] = role.score_rows([(np.array(prompt), np.array(answer))]).result(timeout=60)
+        messages = [{"role": "user", "content": "11+22="}, {"role": "assistant", "content": text}]
+        rendered = tokenizer.apply_chat_template(messages, return_dict=False)
+        assert rendered == [*prompt, *answer, *tokenizer(";#", add_special_tokens=False)["input_ids"]]
+        with torch.no_grad():
+            outside = float(theirs(torch.tensor([rendered])).logits[0, 0])
+        assert ours == pytest.approx(outside, abs=1e-4), side
+        assert ours == pytest.approx(evals[f"val/score/{side}"], abs=1e-4), side
+        [cut] = role.score_rows([(np.array(prompt), np.array(answer[:-1]))]).result(timeout=60)
+        with torch.no_grad():
+            alone = float(theirs(torch.tensor([[*prompt, *answer[:-1]]])).logits[0, 0])
+        assert cut == pytest.approx(alone, abs=1e-4), "behind an answer that was cut stands nothing"
+    role.close()

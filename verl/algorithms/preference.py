@@ -218,14 +218,14 @@ def _pair_metrics(columns: Columns, at: Tensor, found: Mapping[str, Tensor]) -> 
 def _pair_term(columns: Columns, *, loss: Callable[[Pairs], Tensor], beta: float, ld_alpha: float | None) -> TermValue:
     w, l = _places(columns)  # noqa: E741
     counts = columns.counts().double()
-    logprobs = columns["logprobs"]
-    if ld_alpha is not None:  # beyond the length of the other answer tokens count less (LD-DPO)
+    shares = torch.ones_like(columns["logprobs"])
+    if ld_alpha is not None:  # beyond the length of the other answer tokens count less, in both models (LD-DPO)
         shared = torch.zeros(columns.num_sequences, dtype=torch.float64)
         shared[w] = shared[l] = torch.minimum(counts[w], counts[l])
-        logprobs = torch.where(_position(columns) < shared[columns.sequence_of], logprobs, ld_alpha * logprobs)
-    policy = columns.sum(logprobs)
+        shares = torch.where(_position(columns) < shared[columns.sequence_of], shares, ld_alpha)
+    policy = columns.sum(shares * columns["logprobs"])
     against = "ref_logprobs" in columns
-    ref = columns.sum(columns["ref_logprobs"].to(policy.dtype)) if against else torch.zeros_like(policy)
+    ref = columns.sum(shares * columns["ref_logprobs"].to(policy.dtype)) if against else torch.zeros_like(policy)
     gap = _of_sequence(columns, "gap")[w].to(policy.dtype) if "gap" in columns else None
     pairs = Pairs(policy[w], policy[l], ref[w], ref[l], counts[w], counts[l], gap)
     chosen, rejected = pairs.log_ratios if against else pairs.mean_log_ratios

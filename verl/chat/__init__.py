@@ -1,7 +1,7 @@
 """Chat templates: tokenizers, prompts, the audit of a template, conversations with loss masks. No torch at import."""
 
-from verl.chat.conversation import Rendered
+from verl.chat.conversation import NO_TURN_END, Rendered, TurnEnd, turn_end
 from verl.chat.load import load_tokenizer, require_chat_template
 from verl.chat.template import render_prompt
 
-__all__ = ["Rendered", "load_tokenizer", "render_prompt", "require_chat_template"]
+__all__ = ["NO_TURN_END", "Rendered", "TurnEnd", "load_tokenizer", "render_prompt", "require_chat_template", "turn_end"]

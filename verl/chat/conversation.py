@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,11 +26,13 @@ from verl.chat.template import (
     Tokenizer,
     Tool,
     as_ids,
+    audit_template,
     is_prefix,
     keeps_text,
     refuse_unsupported,
     shared,
 )
+from verl.types import Sample, Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,3 +154,32 @@ def _end_of_turn(turn: np.ndarray, audit: TemplateAudit, i: int) -> int:
     if tuple(turn[len(turn) - len(suffix) :].tolist()) != suffix:
         raise RowRefused("an assistant turn does not end as the template's turns do", f"message {i + 1}")
     return len(turn) - len(audit.trailing_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class TurnEnd:
+    """A template's end-of-turn token, and what it puts behind (a newline, a final eos): where a finished turn ends."""
+
+    token: int | None = None
+    trailing: tuple[int, ...] = ()
+
+    def closed(self, sample: Sample) -> Sample:
+        """The row as the template renders it: after an answer that ended by itself stands what the template puts there.
+
+        A reward model is read at the last token of this, in `verl rm`, in RL and where others have trained it."""
+        last = next((int(s.ids[-1]) for s in reversed(sample.segments) if len(s.ids)), None)
+        if last is None or last != self.token or not self.trailing:
+            return sample
+        behind = Segment(ids=np.array(self.trailing, np.int64), source="env")
+        return replace(sample, segments=(*sample.segments, behind))
+
+
+NO_TURN_END = TurnEnd()
+
+
+def turn_end(tokenizer: Tokenizer, template_kwargs: Mapping[str, Any]) -> TurnEnd:
+    """Of the tokenizer's own template; nothing where it has none."""
+    if not tokenizer.chat_template:
+        return NO_TURN_END
+    audit = audit_template(tokenizer, template_kwargs)
+    return TurnEnd(audit.ends_turn_with[-1] if audit.ends_turn_with else None, audit.trailing_ids)

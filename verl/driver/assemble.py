@@ -16,6 +16,7 @@ from verl.agent_loop.single_turn import SingleTurnLoop
 from verl.algorithms.preference import preference_terms, reward_terms
 from verl.algorithms.presets import preference
 from verl.algorithms.resolve import Algorithm, resolve
+from verl.chat import turn_end
 from verl.config.backends import QUEUE, ROLLOUT, SYNC, load, longest_sequence, options_of
 from verl.config.load import Resolved
 from verl.config.plan import total_steps
@@ -353,7 +354,8 @@ def _stages(config: Config, command: str, tokenizer: Any) -> tuple[Stage, Stage 
         for f, n in files
     ]
     assert pairs[0] is not None, "validated"
-    make = (lambda t: RewardStage(t, terms)) if command == "rm" else (lambda t: PreferenceStage(t, terms, paired))
+    end = turn_end(tokenizer, kwargs)
+    make = (lambda t: RewardStage(t, terms, end)) if command == "rm" else (lambda t: PreferenceStage(t, terms, paired))
     return make(pairs[0]), make(pairs[1]) if pairs[1] else None, pairs[0].summary()
 
 

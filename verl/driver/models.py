@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from verl.algorithms.resolve import Algorithm
-from verl.chat import load_tokenizer
+from verl.chat import NO_TURN_END, TurnEnd, load_tokenizer, turn_end
 from verl.checkpoint.hf import HfExport
 from verl.checkpoint.score import classifier_config
 from verl.config.backends import MODEL, load, options_of
@@ -43,9 +43,10 @@ def workers_of(
     share_prefix: bool = True,
     hf_export: HfExport | None = None,
     outlet: Outlet | None = None,
+    turn_end: TurnEnd = NO_TURN_END,
 ) -> ModelWorkers:
     """The worker group of one model: one rank, or virtual ranks that share the engine. outlet: where its weights are
-    published from."""
+    published from · turn_end: of a reward model's template."""
     config, can = context.config, engine.capabilities
     share = share_prefix and can.shares_prefix
     sender = WeightSender(outlet) if outlet is not None else None
@@ -59,6 +60,7 @@ def workers_of(
             ranks=rank,
             sender=sender,
             hf_export=hf_export,
+            turn_end=turn_end,
         )
         for rank in ranks
     ]
@@ -126,7 +128,7 @@ def reward_model(context: ModelContext) -> ModelWorkers | None:
         )
     engine = _engine(context, optim=None, head="score", path=str(folder))
     engine.check_packing(share_prefix=engine.capabilities.shares_prefix)
-    return workers_of(context, "reward_model", engine)
+    return workers_of(context, "reward_model", engine, turn_end=turn_end(theirs, config.model.template_kwargs))
 
 
 def models_of(context: ModelContext, algorithm: Algorithm, actor: ModelWorkers) -> dict[str, ModelWorkers]:

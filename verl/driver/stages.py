@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from verl.algorithms.losses import nll
 from verl.algorithms.preference import CHOSEN, MISMATCHED, REJECTED
-from verl.chat import Rendered
+from verl.chat import NO_TURN_END, Rendered, TurnEnd
 from verl.data.cache import cache_path, load_cached, store_cached
 from verl.data.preference import Pair, PairTable
 from verl.objective import Term
@@ -61,6 +61,7 @@ class RewardStage:
 
     table: PairTable
     terms: tuple[Term, ...]
+    end: TurnEnd = NO_TURN_END
 
     def __len__(self) -> int:
         return len(self.table)
@@ -72,7 +73,7 @@ class RewardStage:
             pair = self.table[i]
             assert pair.rejected is not None
             for side, row in ((CHOSEN, pair.chosen), (REJECTED, pair.rejected)):
-                samples.append(scored_sample(row, f"{name}{'c' if side == CHOSEN else 'r'}", name))
+                samples.append(scored_sample(row, f"{name}{'c' if side == CHOSEN else 'r'}", name, self.end))
                 facts.append({"side": side, "pair": float(j), "gap": pair.gap or 0.0})
         return samples, _constant(samples, facts)
 
@@ -186,17 +187,20 @@ def sample_of(row: Rendered, name: str, group: str | None = None) -> Sample:
     )
 
 
-def scored_sample(row: Rendered, name: str, group: str) -> Sample:
-    """The whole row as context, and one more token: what precedes it is the last of the answer, where the score is
-    read."""
-    split = int(np.argmax(row.mask)) or len(row.ids)
-    segments = [Segment(ids=row.ids[:split], source="prompt")]
-    if split < len(row.ids):
-        segments.append(Segment(ids=row.ids[split:], source="env"))
-    segments.append(Segment(ids=row.ids[-1:], source="sampled", logprobs=np.zeros(1, np.float32), version=0))
-    return Sample(
-        sample_id=name, trajectory_id=name, group_id=group, purpose="train", segments=tuple(segments), reward=0.0
+def scored_sample(row: Rendered, name: str, group: str, end: TurnEnd) -> Sample:
+    """The row as context, up to where a reward model is read in RL too, and one more token that stands for the score:
+    a value is read at what precedes its token."""
+    first, behind = int(np.argmax(row.mask)), int(np.flatnonzero(row.mask)[-1]) + 1
+    context = Sample(
+        sample_id=name,
+        trajectory_id=name,
+        group_id=group,
+        purpose="train",
+        segments=(Segment(ids=row.ids[:first], source="prompt"), Segment(ids=row.ids[first:behind], source="env")),
+        reward=0.0,
     )
+    probe = Segment(ids=row.ids[-1:], source="sampled", logprobs=np.zeros(1, np.float32), version=0)
+    return replace(context, segments=(*end.closed(context).segments, probe))
 
 
 def _mismatched(pair: Pair, other: Pair) -> Rendered:

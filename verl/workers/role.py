@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from verl.batch import Batch, Ragged, concat, make_microbatches, pack, without_weight
+from verl.chat import NO_TURN_END, TurnEnd
 from verl.checkpoint.hf import HfExport
 from verl.model_engine.base import ModelEngine, OneRank, Ranks
 from verl.model_engine.objective import evaluate_terms, first_pass
@@ -59,6 +60,7 @@ class Role:
         ranks: Ranks | None = None,
         sender: WeightSender | None = None,
         hf_export: HfExport | None = None,
+        turn_end: TurnEnd = NO_TURN_END,
     ) -> None:
         self.name = name
         self.queue = queue
@@ -67,6 +69,7 @@ class Role:
         self._share_prefix = share_prefix
         self._sender = sender
         self._hf_export = hf_export
+        self._turn_end = turn_end  # of a reward model's template: behind it is the score
 
     # -- rows in, columns out ------------------------------------------------------------------------------------------
 
@@ -121,8 +124,7 @@ class Role:
         """(reward, components) of these rows with the reward model's score: coef x it, added to the reward unless it is
         `alone` the reward. Both become columns; a sample whose own reward is invalid stays so."""
         samples = read_samples(self.queue, step.refs)
-        batch = pack(samples, share_prefix=self._share_prefix)
-        values = self.engine.infer(batch, ("scores",))["scores"].double().tolist()
+        values = self._scores(samples)
         out = []
         for sample, value in zip(samples, values, strict=True):
             parts = {"reward_model": value}
@@ -152,9 +154,7 @@ class Role:
             )
             for i, (prompt, response) in enumerate(rows)
         ]
-        return (
-            self.engine.infer(pack(samples, share_prefix=self._share_prefix), ("scores",))["scores"].double().tolist()
-        )
+        return self._scores(samples)
 
     # -- weights and state ---------------------------------------------------------------------------------------------
 
@@ -180,6 +180,11 @@ class Role:
         self.ranks.all_gather(None)
 
     # -- private -------------------------------------------------------------------------------------------------------
+
+    def _scores(self, samples: Sequence[Sample]) -> list[float]:
+        """What the reward model says of each row, read where its template ends a turn."""
+        batch = pack([self._turn_end.closed(s) for s in samples], share_prefix=self._share_prefix)
+        return self.engine.infer(batch, ("scores",))["scores"].double().tolist()
 
     def _pack(self, refs: Refs) -> Batch:
         return pack(read_samples(self.queue, refs), share_prefix=self._share_prefix)
