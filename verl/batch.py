@@ -370,7 +370,7 @@ def exactly(parts: list[np.ndarray], count: int) -> list[np.ndarray]:
 def without_weight(batch: Batch) -> Batch:
     """One row that counts for nothing: a pass in which a rank has no row of its own still calls every collective."""
     row = select_rows(batch, np.zeros(1, np.int64))
-    columns = {n: torch.zeros_like(c) if n.startswith("w/") else c for n, c in row.columns.items()}
+    columns = {n: torch.zeros_like(c) if n.startswith(("w/", "m/")) else c for n, c in row.columns.items()}
     rows = {n: torch.zeros_like(c) if n.startswith("w/") else c for n, c in row.row_columns.items()}
     return replace(row, columns=columns, row_columns=rows)
 

@@ -365,7 +365,7 @@ def policy_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
         name="pg",
         aggregate=aggregate,
         horizon_tokens=info.get("loss_scale_factor"),
-        corrected=True,
+        corrected="token",
         fn=LOSSES[hp["loss_mode"]](hp),
     )
     scale = info.get("dp_size", 1)
@@ -412,7 +412,7 @@ def nemo_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
         else partial(losses.ppo_clip, clip_dual=hp["ratio_clip_c"], **clip)
     )
     mode = "token-mean" if hp["token_level_loss"] else "seq-mean-token-mean"
-    parts = [Term(name="pg", fn=fn, aggregate=mode, corrected=True)]
+    parts = [Term(name="pg", fn=fn, aggregate=mode, corrected="token")]
     if hp["use_importance_sampling_correction"]:
         assert hp["truncated_importance_sampling_type"] == "icepop"
         spec = Correction(
@@ -440,7 +440,7 @@ def openrlhf_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
     columns = columns.with_token(
         {"is_weights": correct(columns, Correction(form="clamp", low=low, high=high))["is_weights"]}
     )
-    return _total(case, columns, leaf, (Term(name="pg", fn=losses.ppo_clip, corrected=True),))
+    return _total(case, columns, leaf, (Term(name="pg", fn=losses.ppo_clip, corrected="token"),))
 
 
 def areal_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
@@ -459,7 +459,7 @@ def areal_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
         clip_high=hp["eps_clip_higher"] or hp["eps_clip"],
         clip_dual=hp["c_clip"],
     )
-    return _total(case, columns, leaf, (Term(name="pg", fn=fn, corrected=True, denominator="before_rejection"),))
+    return _total(case, columns, leaf, (Term(name="pg", fn=fn, corrected="token", denominator="before_rejection"),))
 
 
 def _share(columns: Columns, hp: Mapping[str, Any]) -> float:

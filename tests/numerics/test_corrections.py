@@ -111,7 +111,7 @@ def test_rejection_changes_no_weight_and_takes_the_token_out_of_the_loss():
     plain = weighed(high=2.0, batch_normalize=True)
     got = correct(c, replace(plain, reject=(rule("token_k1", None, 3.0),)))
     torch.testing.assert_close(got["is_weights"], correct(c, plain)["is_weights"] * f64(0, 1, 1))
-    term = Term(name="pg", fn=losses.reinforce, corrected=True)
+    term = Term(name="pg", fn=losses.reinforce, corrected="token")
     seen = c.with_token({"is_weights": got["is_weights"], "keep": got["keep"]})
     torch.testing.assert_close(term_weights(seen, (term,))["w/pg"], got["is_weights"] / 2)
     before = term_weights(seen, (replace(term, denominator="before_rejection"),))["w/pg"]

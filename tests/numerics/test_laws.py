@@ -665,7 +665,7 @@ def weights_are_the_definition(aggregate):
         aggregate=aggregate,
         horizon_tokens=10,
         coef=-0.5,
-        corrected=True,
+        corrected="token",
     )
     corrected = term_weights(columns.with_token({"is_weights": torch.full((7,), 2.0)}), (term,))["w/x"]
     torch.testing.assert_close(corrected, -w)

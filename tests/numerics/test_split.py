@@ -397,6 +397,7 @@ def test_a_masked_infinite_log_prob_changes_no_gradient(tiny):
         rejected[::4] = True
         batch = replace(batch, targets=torch.where(rejected, banned, batch.targets))
         nothing = {c: torch.where(rejected, 0.0, batch.columns[c]) for c in batch.columns if c.startswith("w/")}
+        nothing |= {c: batch.columns[c] & ~rejected for c in batch.columns if c.startswith("m/")}
         nan = {
             c: torch.where(rejected, torch.nan, batch.columns[c])
             for c in ("advantages", "old_logprobs", "ref_logprobs")

@@ -133,7 +133,7 @@ LOSSES: Mapping[str, specs.LossSpec] = {
     "ppo_clip": PPO_CLIP,
     "gspo": Clipped(_L + "gspo"),
     "gspo_token": Clipped(_L + "gspo_token"),
-    "gmpo": Clipped(_L + "gmpo"),
+    "gmpo": Clipped(_L + "gmpo", corrected="geometric"),
     "cispo": specs.CISPO(),
     "sapo": specs.SAPO(),
     "kl_cov": specs.KLCov(),
@@ -155,7 +155,8 @@ _ENTROPY = "The entropy mechanism, 2505.22617"
 _RFPP, _RFPP_BASELINE = specs.Discounted(_A + "reinforce_plus_plus"), EstimatorSpec(_A + "reinforce_plus_plus_baseline")
 _K2 = KLLoss(coef=0.001, form="k2")
 _RLOO = EstimatorSpec(_A + "rloo")
-_GMPO = Clipped(_L + "gmpo", aggregation="seq-mean-token-mean", clip_low=0.4, clip_high=0.4)
+_GMPO_CLIP: Mapping[str, Any] = {"clip_low": 0.4, "clip_high": 0.4}
+_GMPO = Clipped(_L + "gmpo", corrected="geometric", aggregation="seq-mean-token-mean", **_GMPO_CLIP)
 _OTB = EstimatorSpec(_A + "otb", inputs=("old_logprobs", "sum_pi_squared"))
 _VAPO = PPOClip(clip_high=0.28, positive_nll_coef=0.1)
 _VAPO_GAE = specs.GAE(lam_critic=1.0, length_adaptive_alpha=0.05)

@@ -55,16 +55,18 @@ def _terms(preset: Preset) -> tuple[Term, ...]:
     if spec.off_policy_delta is not None:
         fn = partial(losses.off_policy_sequence_mask, inner=fn, delta=spec.off_policy_delta)
         inputs = (*inputs, "rollout_logprobs")
-    bypass = correction is not None and correction.bypass
-    if correction is not None and bypass and short(spec.fn) == "reinforce":
-        # the weights are of the current policy, so that they follow it through several updates
-        fn, inputs = partial(losses.bypass_reinforce, correction=correction), (*inputs, "rollout_logprobs")
+    own: dict[str, Any] = {"two_pass": spec.two_pass, "corrected": spec.corrected}
+    if correction is not None and correction.bypass:
+        own["corrected"] = "no"
+        if short(spec.fn) == "reinforce":  # weights of the current policy, on the mask before rejection
+            fn, inputs = partial(losses.bypass_reinforce, correction=correction), (*inputs, "rollout_logprobs")
+            own["sees_rejected"] = True
     common: dict[str, Any] = {
         "aggregate": spec.aggregation,
         "horizon_tokens": spec.horizon_tokens,
         "denominator": correction.denominator if correction else "after_rejection",
     }
-    out = [Term(name="pg_loss", fn=fn, inputs=inputs, corrected=not bypass, two_pass=spec.two_pass, **common)]
+    out = [Term(name="pg_loss", fn=fn, inputs=inputs, **own, **common)]
     if kl := preset.kl_loss:
         term = partial(losses.kl_loss, form=kl.form, ratio_corrected=kl.ratio_corrected)
         out.append(Term(name="kl_loss", fn=term, coef=kl.coef, inputs=("ref_logprobs",), **common))

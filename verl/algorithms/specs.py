@@ -287,12 +287,13 @@ class GDPO(EstimatorSpec):
 @dataclass(frozen=True, kw_only=True)
 class LossSpec(Spec):
     """The policy loss `fn`, how its values are aggregated, and the small terms beside it. `inputs`: columns it reads.
-    `two_pass`: it has statistics over the whole optimizer step. The settings that a subclass adds are keyword arguments
+    `two_pass`: it has statistics over the whole optimizer step. `corrected`: how importance weights enter. The settings that a subclass adds are keyword arguments
     of `fn`."""
 
     fn: str = field(kw_only=False)
     inputs: tuple[str, ...] = ("advantages",)
     two_pass: bool = False
+    corrected: Literal["token", "geometric"] = "token"
     aggregation: str = knob("token-mean", choices=AGGREGATIONS)
     horizon_tokens: int | None = knob(None, least=1)
     off_policy_delta: float | None = knob(None, option=True)

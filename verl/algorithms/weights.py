@@ -49,7 +49,8 @@ def weight_column(
 
 
 def term_weights(columns: Columns, terms: tuple[Term, ...]) -> dict[str, Tensor]:
-    """`w/<term>` for every term, its coefficient included. Unit token: [L]; unit sequence: [S]."""
+    """`w/TERM` of every term, its coefficient included: [L] for unit token, [S] for unit sequence. And `m/TERM`, the
+    mask that a term of unit token sees [L]: a token that weighs 0 (IcePop) is still part of its sequence's ratio."""
     out, kept = {}, columns
     if "keep" in columns:  # tokens that an off-policy correction rejected are in no loss
         kept = replace(columns, mask=columns.mask & columns["keep"].bool())
@@ -60,11 +61,22 @@ def term_weights(columns: Columns, terms: tuple[Term, ...]) -> dict[str, Tensor]
         weight = weight_column(
             seen, term.aggregate, unit=term.unit, horizon_tokens=term.horizon_tokens, denominator_mask=counted
         )
-        if term.corrected and "is_weights" in columns:  # importance weights of a rollout correction
+        if term.corrected != "no" and "is_weights" in columns:  # importance weights of a rollout correction
             assert term.unit == "token"
-            weight = weight * torch.where(columns.mask, columns["is_weights"].double(), 0.0)
+            weight = weight * _importance(seen, geometric=term.corrected == "geometric")
         out[f"w/{term.name}"] = term.coef * weight
+        if term.unit == "token":
+            out[f"m/{term.name}"] = columns.mask if term.sees_rejected else seen.mask
     return out
+
+
+def _importance(columns: Columns, *, geometric: bool) -> Tensor:
+    """[L] the column `is_weights` in the mask; geometric: the geometric mean of its sequence, 0 where some weight is."""
+    weight = torch.where(columns.mask, columns["is_weights"].double(), 0.0)
+    if not geometric:
+        return weight
+    logs = columns.mean(torch.where(columns.mask, weight, 1.0).log())
+    return torch.where(columns.mask, logs.exp()[columns.sequence_of], 0.0)
 
 
 def check_finite(columns: Columns, names: tuple[str, ...]) -> None:

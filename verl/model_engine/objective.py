@@ -27,7 +27,8 @@ def _output(columns: Columns, *, name: str) -> TermValue:
 def evaluate_terms(terms: Sequence[Term], batch: Batch, outputs: Mapping[str, Tensor]) -> tuple[Tensor, Metrics]:
     """sum over terms of sum(w * value), and the metrics of the terms. The engine's only reduction.
 
-    A token with weight 0 in a term is outside that term's mask; its inputs are replaced before any arithmetic.
+    The mask of a term is its column `m/TERM` (none: where its weight is not 0); outside of it, inputs are replaced
+    before any arithmetic.
     """
     device = next(iter(outputs.values())).device
     sequence_of = batch.sequence_of.to(device)
@@ -36,7 +37,8 @@ def evaluate_terms(terms: Sequence[Term], batch: Batch, outputs: Mapping[str, Te
     for term in terms:
         if term.unit == "token":
             weight = batch.columns[f"w/{term.name}"].to(device)
-            mask = weight != 0
+            seen = batch.columns.get(f"m/{term.name}")
+            mask = weight != 0 if seen is None else seen.to(device).bool()
         else:
             weight, mask = _sequence_weight(batch, term.name, device)
         columns = Columns(

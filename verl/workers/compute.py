@@ -57,7 +57,7 @@ class Compute:
         return {**metrics, **_advantage_metrics(columns, found)}
 
     def weigh(self, steps: Sequence[OptimizerStep], terms: tuple[Term, ...], inputs: Sequence[str]) -> None:
-        """Write `w/TERM` and `loss_mask` of the rows of each optimizer step: all denominators are those of the whole
+        """Write `w/TERM`, `m/TERM` (term_weights) and `loss_mask` of the rows of each optimizer step: all denominators are those of the whole
         step.
 
         A NaN or infinity in one of `inputs` is refused here, before the first gradient."""
@@ -79,6 +79,8 @@ class Compute:
                 if term.unit == "sequence":  # it stands at the trajectory's first row
                     weight = torch.where(first, weight[sequence], 0.0)
                     at = np.arange(len(refs) + 1, dtype=np.int64)
+                else:
+                    written[f"m/{term.name}"] = Ragged(weights[f"m/{term.name}"], offsets)
                 written[f"w/{term.name}{step.weights}"] = Ragged(weight, at)
             self.queue.write(refs, written)
 

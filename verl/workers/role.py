@@ -193,9 +193,11 @@ class Role:
         batch = self._pack(step.refs)
         weights = {t.name: f"w/{t.name}{step.weights}" for t in terms}
         stored = [name for name in inputs if name not in batch.columns]
-        found = self.queue.read(step.refs, [*stored, *weights.values(), "loss_mask"])
+        masks = [f"m/{t.name}" for t in terms if t.unit == "token"]
+        found = self.queue.read(step.refs, [*stored, *weights.values(), *masks, "loss_mask"])
         token = {name: found[name].values for name in stored} | {"mask": found["loss_mask"].values}
         token |= {f"w/{t.name}": found[weights[t.name]].values for t in terms if t.unit == "token"}
+        token |= {name: found[name].values for name in masks}
         rows = {f"w/{t.name}": found[weights[t.name]].values for t in terms if t.unit == "sequence"}
         batch = batch.with_columns(token).with_row_columns(rows)
         return without_weight(batch) if step.idle else batch
