@@ -1,0 +1,97 @@
+"""What a policy term sees of a step that a correction has weighed and rejected: gradients against closed forms, through
+the workers that train."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from fakes import put
+
+from verl.algorithms.resolve import resolve
+from verl.batch import Ragged
+from verl.model_engine.objective import evaluate_terms
+from verl.objective import Term
+from verl.transfer_queue.memory import MemoryQueue
+from verl.types import Sample, Segment
+from verl.workers.compute import Compute, OptimizerStep
+from verl.workers.role import RankStep, Role
+
+F64 = torch.float64
+OLD = [-1.0, -2.0, -0.5, -1.5]  # one answer of three tokens, one of one
+
+
+def gradient(terms: tuple[Term, ...], new, *, advantages=(1.0, 1.0, 1.0, -1.0), **stored) -> list[float]:
+    """dL/dlog-probs of the terms on two answers, as Compute weighs them and a Role packs them for its engine."""
+    queue = MemoryQueue()
+    refs = put(queue, [_sample("a", 3), _sample("b", 1)])
+    columns = {"old_logprobs": OLD, "advantages": advantages, "rollout_logprobs": OLD, **stored}
+    offsets = np.array([0, 3, 4])
+    for name, values in columns.items():
+        value = torch.tensor(values, dtype=torch.bool if name == "keep" else F64)
+        queue.write(refs, {name: Ragged(value, offsets)})
+    inputs = tuple(dict.fromkeys([*(n for t in terms for n in t.inputs), "old_logprobs"]))
+    Compute(queue).weigh([OptimizerStep(refs)], terms, inputs)
+    batch = Role("actor", queue, None)._batch(RankStep(refs), terms, inputs)  # type: ignore[arg-type]
+    leaf = torch.tensor(new, dtype=F64, requires_grad=True)
+    loss, _ = evaluate_terms(terms, batch, {"logprobs": leaf})
+    return torch.autograd.grad(loss, leaf)[0].tolist()
+
+
+def _sample(name: str, tokens: int) -> Sample:
+    answer = Segment(
+        ids=np.arange(1, tokens + 1), source="sampled", logprobs=np.zeros(tokens, np.float32), version=0
+    )
+    return Sample(
+        sample_id=name,
+        trajectory_id=name,
+        group_id="g",
+        purpose="train",
+        segments=(Segment(ids=np.array([7]), source="prompt"), answer),
+        reward=1.0,
+    )
+
+
+WIDE = {"clip_low": 0.9, "clip_high": 9.0}
+NEW = [-0.9, -2.2, -0.2, -1.5]
+MEAN = (0.1 - 0.2 + 0.3) / 3  # of the log-ratios of the first answer, all of its tokens
+
+
+def corrected(name, **more):
+    given = {"correction": "icepop", "correction_high": 2.0, **WIDE, **more}
+    return resolve(name, given).terms
+
+
+def test_a_token_that_icepop_zeroed_stays_in_the_ratio_of_its_sequence():
+    """s = exp(mean of all log-ratios), the loss of a token with weight 0 is gone: -w_t s A / (S n), d s / d lp = s / n."""
+    s, w = math.exp(MEAN), (0.0, 1.5, 1.0)
+    each = -s * sum(w) / 3 / (2 * 3)  # every token pulls on s, also the one without weight
+    got = gradient(corrected("gspo"), NEW, is_weights=[*w, 1.0], keep=[True] * 4)
+    assert got == pytest.approx([each] * 3 + [0.5], rel=1e-9)
+
+
+def test_a_rejected_token_leaves_the_ratio_of_its_sequence():
+    s = math.exp((-0.2 + 0.3) / 2)
+    got = gradient(corrected("gspo"), NEW, is_weights=[0.0, 1.0, 1.0, 1.0], keep=[False, True, True, True])
+    assert got == pytest.approx([0.0, -s / 4, -s / 4, 0.5], rel=1e-9)
+
+
+def test_gmpo_takes_the_geometric_mean_of_the_importance_weights():
+    """-A rho (w_1 w_2 w_3)^(1/3) per answer."""
+    w = (0.5, 1.5, 1.2)
+    geometric = (0.5 * 1.5 * 1.2) ** (1 / 3)
+    got = gradient(corrected("gmpo"), NEW, is_weights=[*w, 2.0], keep=[True] * 4)
+    assert got == pytest.approx([-math.exp(MEAN) * geometric / 6] * 3 + [1.0], rel=1e-9)
+    gone = gradient(corrected("gmpo"), NEW, is_weights=[0.0, 1.5, 1.2, 2.0], keep=[True] * 4)
+    assert gone == pytest.approx([0.0] * 3 + [1.0]), "the geometric mean of weights with a 0 is 0"
+
+
+def test_sequence_weights_of_a_bypassed_step_count_the_rejected_tokens_too():
+    """w = exp(sum of log pi / rollout) of the whole answer; only the kept tokens are trained."""
+    level = {"correction_level": "sequence", "correction": "truncate", "bypass": True, "correction_high": 9.0}
+    terms = resolve("reinforce", {**level, "aggregation": "token-mean", "correction_reject": ["token_k1:0.1:1.2"]}).terms
+    w = math.exp(0.1 - 0.2 + 0.3)
+    got = gradient(terms, NEW, keep=[True, True, False, True], is_weights=[1.0, 1.0, 0.0, 1.0])
+    assert got == pytest.approx([-w / 3, -w / 3, 0.0, 1 / 3], rel=1e-9)
