@@ -29,8 +29,9 @@ class Term:
     outputs: what of the model it needs (logprobs, entropy, values) · inputs: stored columns it needs · over: a sequence
     column of bool that restricts it (None: all) · two_pass: its values depend on statistics over the whole optimizer
     step, so it is evaluated on all log-probs first, and dL/dlogp becomes its weights · corrected: its weights are
-    multiplied by the column `is_weights` when there is one, token by token or by its geometric mean over the sequence · denominator: what its aggregation counts where a rejection
-    (column `keep`) has taken tokens out · sees_rejected: those are in its mask, with weight 0 · silent: its loss is not a metric."""
+    multiplied by the column `is_weights` when there is one, token by token or by its geometric mean over the sequence ·
+    denominator: what its aggregation counts where a rejection (column `keep`) has taken tokens out · sees_rejected:
+    those are in its mask, with weight 0 · silent: its loss is not a metric."""
 
     name: str
     fn: Callable[[Columns], TermValue]

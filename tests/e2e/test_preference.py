@@ -231,9 +231,17 @@ def test_hh_transcripts_and_whole_conversations_load(tmp_path, tiny_model):
 
 
 @pytest.mark.parametrize(
-    "more", [(), ("reward.stage=batch",), ("reward.model_coef=0.5", "with_function")], ids=["stream", "batch", "summed"]
+    "more",
+    [
+        (),
+        ("reward.stage=batch",),
+        ("reward.model_coef=0.5", "with_function"),
+        ("reward.stage=batch", "reward.overlong_buffer_tokens=12", "reward.overlong_penalty=3"),
+        ("reward.stage=batch", "reward.model_coef=0.5", "reward.overlong_buffer_tokens=12", "with_function"),
+    ],
+    ids=["stream", "batch", "summed", "shaped batch", "shaped and summed batch"],
 )
-def test_rl_against_a_trained_reward_model(more, tmp_path, tiny_model, pairs, arithmetic_data):
+def test_rl_against_a_trained_reward_model(more, request, tmp_path, tiny_model, pairs, arithmetic_data):
     train("rm", tmp_path, tiny_model, pairs)
     folder = tmp_path / "p" / "checkpoints" / "step_6" / "hf"
     function = () if "with_function" in more else ("reward.path=null",)
@@ -254,9 +262,15 @@ def test_rl_against_a_trained_reward_model(more, tmp_path, tiny_model, pairs, ar
         expected = r.components["reward_model"] * (0.5 if function == () else 1.0) + (
             r.components["function"] if function == () else 0.0
         )
+        if "shaped" in request.node.callspec.id:
+            tokens = len(r.response_ids)
+            most = 3.0 if function else 1.0
+            assert r.components["overlong_penalty"] == pytest.approx(-most * tokens / 12, abs=1e-6)
+            expected -= most * tokens / 12
+            assert r.components["score"] == pytest.approx(r.reward + most * tokens / 12, abs=1e-5)
         assert r.reward == pytest.approx(expected, abs=1e-5)
     assert metrics_of(tmp_path / "r")[2]["critic/score/mean"] == pytest.approx(
-        np.mean([r.reward for r in rows]), abs=1e-4
+        np.mean([r.components.get("score", r.reward) for r in rows]), abs=1e-4
     )
 
 

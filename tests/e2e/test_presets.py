@@ -151,6 +151,13 @@ def test_the_policy_waits_for_the_critic(tmp_path, tiny_model, arithmetic_data):
     assert any(not torch.equal(two[f"model.{name}"], v) for name, v in weights.items())
 
 
+def test_a_threshold_alone_holds_the_policy_until_the_critic_explains_so_much(tmp_path, tiny_model, arithmetic_data):
+    run_of(tmp_path, tiny_model, arithmetic_data, "ppo", "algorithm.critic_warmup_until=1.0")
+    found = metrics_of(tmp_path / "r")
+    assert len(found) > 1 and all(m["critic/vf_explained_var"] < 1 for m in found.values())
+    assert all("actor/grad_norm" not in m and m["critic/grad_norm"] > 0 for m in found.values())
+
+
 def test_a_critic_resumes_bitwise(tmp_path, tiny_model, arithmetic_data):
     args = ("algorithm.name=ppo", "algorithm.kl_loss_coef=null", "algorithm.kl_reward_target=0.1")
     small_run(tmp_path / "a", tiny_model, arithmetic_data[:1], *args, "run.total_steps=4")

@@ -19,7 +19,7 @@ from torch import Tensor
 from verl.algorithms import estimators as adv
 from verl.algorithms import losses, weights
 from verl.algorithms.corrections import correct
-from verl.algorithms.specs import Correction, SampleFilter, reject_flat
+from verl.algorithms.filters import Correction, SampleFilter, reject_flat
 from verl.batch import Columns, segment_sum
 from verl.nn.linear_logprob import linear_logprob
 from verl.objective import Term, TermValue

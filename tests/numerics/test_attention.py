@@ -25,6 +25,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
 )
 
 from verl.accel.cpu import training
@@ -193,6 +195,26 @@ def test_a_planted_leak_is_caught_at_start(name, leak, monkeypatch):
     monkeypatch.setattr(attention, "make_plan", leak)
     with pytest.raises(ValueError, match=r"packed log-probs differ .* Set model\.engine_options\.attention=padded"):
         engine.check_packing(share_prefix=True)
+
+
+def recurrent_gemma():
+    """Its logits are capped under another name than Gemma 2's, and half of its layers are recurrent."""
+    torch.manual_seed(0)
+    model = RecurrentGemmaForCausalLM(
+        RecurrentGemmaConfig(**SIZES, attention_window_size=8, lru_width=16, logits_soft_cap=2.0)
+    )
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p) * 0.3)
+    return model
+
+
+def test_a_padded_pass_is_proven_at_start_too():
+    engine = TorchEngine(make("gpt2"), dtype="float32", attention_mode="padded")
+    assert engine.check_packing(share_prefix=False) < 1e-4
+    engine = TorchEngine(recurrent_gemma(), dtype="float32", attention_mode="padded")
+    with pytest.raises(ValueError, match=r"RecurrentGemmaForCausalLM: padded log-probs differ .* no way to train"):
+        engine.check_packing(share_prefix=False)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma3", "gpt2"])

@@ -13,7 +13,8 @@ from small_columns import F64, columns, f64
 
 from verl.algorithms import estimators as adv
 from verl.algorithms import losses
-from verl.algorithms.specs import AGGREGATIONS, Correction, KLReward, SampleFilter, reject_flat
+from verl.algorithms.filters import Correction, SampleFilter, reject_flat
+from verl.algorithms.specs import AGGREGATIONS, KLReward
 from verl.algorithms.weights import check_finite, term_weights, weight_column
 from verl.driver.step import rewards_and_advantages
 from verl.objective import Term

@@ -11,7 +11,7 @@ from small_columns import columns, f64
 
 from verl.algorithms import losses
 from verl.algorithms.corrections import correct
-from verl.algorithms.specs import REJECTION_STATS, Correction
+from verl.algorithms.filters import REJECTION_STATS, Correction
 from verl.algorithms.weights import term_weights
 from verl.objective import Term
 from verl.types import Metric

@@ -24,10 +24,11 @@ from small_columns import F64, columns, f64
 from verl.algorithms import estimators as adv
 from verl.algorithms import losses
 from verl.algorithms.corrections import correct
+from verl.algorithms.filters import Correction
 from verl.algorithms.losses import kl_penalty
 from verl.algorithms.presets import PRESETS
 from verl.algorithms.resolve import resolve
-from verl.algorithms.specs import AGGREGATIONS, Correction
+from verl.algorithms.specs import AGGREGATIONS
 from verl.algorithms.weights import term_weights, weight_column
 from verl.batch import Batch, Columns, pack
 from verl.model_engine.objective import evaluate_terms

@@ -4,6 +4,7 @@ the workers that train."""
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -41,9 +42,7 @@ def gradient(terms: tuple[Term, ...], new, *, advantages=(1.0, 1.0, 1.0, -1.0), 
 
 
 def _sample(name: str, tokens: int) -> Sample:
-    answer = Segment(
-        ids=np.arange(1, tokens + 1), source="sampled", logprobs=np.zeros(tokens, np.float32), version=0
-    )
+    answer = Segment(ids=np.arange(1, tokens + 1), source="sampled", logprobs=np.zeros(tokens, np.float32), version=0)
     return Sample(
         sample_id=name,
         trajectory_id=name,
@@ -65,7 +64,7 @@ def corrected(name, **more):
 
 
 def test_a_token_that_icepop_zeroed_stays_in_the_ratio_of_its_sequence():
-    """s = exp(mean of all log-ratios), the loss of a token with weight 0 is gone: -w_t s A / (S n), d s / d lp = s / n."""
+    """s = exp(mean of all log-ratios), the loss of a token is -w_t s A / (S n), and ds / dlp = s / n."""
     s, w = math.exp(MEAN), (0.0, 1.5, 1.0)
     each = -s * sum(w) / 3 / (2 * 3)  # every token pulls on s, also the one without weight
     got = gradient(corrected("gspo"), NEW, is_weights=[*w, 1.0], keep=[True] * 4)
@@ -91,7 +90,22 @@ def test_gmpo_takes_the_geometric_mean_of_the_importance_weights():
 def test_sequence_weights_of_a_bypassed_step_count_the_rejected_tokens_too():
     """w = exp(sum of log pi / rollout) of the whole answer; only the kept tokens are trained."""
     level = {"correction_level": "sequence", "correction": "truncate", "bypass": True, "correction_high": 9.0}
-    terms = resolve("reinforce", {**level, "aggregation": "token-mean", "correction_reject": ["token_k1:0.1:1.2"]}).terms
+    terms = resolve(
+        "reinforce", {**level, "aggregation": "token-mean", "correction_reject": ["token_k1:0.1:1.2"]}
+    ).terms
     w = math.exp(0.1 - 0.2 + 0.3)
     got = gradient(terms, NEW, keep=[True, True, False, True], is_weights=[1.0, 1.0, 0.0, 1.0])
     assert got == pytest.approx([-w / 3, -w / 3, 0.0, 1 / 3], rel=1e-9)
+
+
+def test_answers_that_the_budget_cut_are_in_no_loss_and_in_no_denominator():
+    from verl.driver.step import without_truncated
+    from verl.workers.compute import columns_of
+
+    refs = put(MemoryQueue(), [replace(_sample("a", 3), truncated=True), _sample("b", 1)])
+    columns = columns_of(refs, {"keep": torch.tensor([True, True, True, False])})
+    assert without_truncated(columns)["keep"].tolist() == [False] * 4, "what a correction rejected stays rejected"
+    keep = without_truncated(columns_of(refs, {}))["keep"]
+    assert keep.tolist() == [False, False, False, True]
+    got = gradient(resolve("dapo", {"mask_truncated": True}).terms, OLD, keep=keep.tolist())
+    assert got == pytest.approx([0.0, 0.0, 0.0, 1.0])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from verl.reward.base import RewardRequest
-from verl.reward.shaping import Shaped, overlong_penalty
+from verl.reward.shaping import Shaped, overlong_penalty, stop_properly
 from verl.types import Invalid, Score
 
 
@@ -63,3 +64,19 @@ def test_shaped_keeps_the_raw_score() -> None:
 def test_shaped_leaves_invalid_alone() -> None:
     invalid = Invalid("timeout", "x")
     assert asyncio.run(Shaped(_Inner(invalid), buffer_tokens=8).score(_request(20))) is invalid
+
+
+def test_a_cut_answer_loses_what_it_had_won_and_never_gains() -> None:
+    for score, truncated, coef, expected in (
+        (2.0, True, 0.25, 0.5),
+        (2.0, False, 0.25, 2.0),
+        (-2.0, True, 0.25, -2.0),
+        (2.0, True, 0.0, 0.0),
+        (2.0, True, -1.0, -1.0),
+        (-2.0, False, -1.0, -2.0),
+    ):
+        assert stop_properly(score, truncated, coef=coef) == expected, (score, truncated, coef)
+    shaped = Shaped(_Inner(Score(2.0, {})), buffer_tokens=4, penalty=1.0, stop_coef=0.25)
+    got = asyncio.run(shaped.score(replace(_request(20), truncated=True)))
+    assert isinstance(got, Score) and got.value == 0.5 - 1.0
+    assert got.components == {"score": 2.0, "stop_properly": -1.5, "overlong_penalty": -1.0}

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from verl.algorithms.specs import Correction, Rejection
+from verl.algorithms.filters import Correction, Rejection
 from verl.batch import Columns
 from verl.types import Metric, Metrics
 

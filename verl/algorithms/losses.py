@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.corrections import LOG_RATIO_BOUND, bounded, importance_ratio
-from verl.algorithms.specs import Correction
+from verl.algorithms.filters import Correction
 from verl.batch import Columns
 from verl.objective import TermValue
 from verl.types import Kind

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
-from verl.algorithms import specs
+from verl.algorithms import filters, specs
 from verl.algorithms.specs import Clipped, EstimatorSpec, KLLoss, PPOClip, PreferenceSpec, Spec, did_you_mean, short
 
 T = TypeVar("T")
@@ -26,9 +26,10 @@ class Preset:
     group: specs.GroupSpec = field(default_factory=specs.GroupSpec)
     kl_loss: specs.KLLoss | None = None
     kl_reward: specs.KLReward | None = None
-    group_filter: specs.GroupFilter = field(default_factory=specs.GroupFilter)
-    sample_filter: specs.SampleFilter | None = None
-    correction: specs.Correction | None = None
+    group_filter: filters.GroupFilter = field(default_factory=filters.GroupFilter)
+    sample_filter: filters.SampleFilter | None = None
+    truncation: filters.Truncation | None = None
+    correction: filters.Correction | None = None
     critic: specs.CriticSpec | None = None
 
     def parts(self) -> dict[str, Spec]:
@@ -47,7 +48,7 @@ class Preset:
         wanted = {*self.estimator.inputs, *self.loss.inputs}
         if self.kl_loss or self.kl_reward:
             wanted.add("ref_logprobs")
-        if self.kl_reward or self.correction or updates > 1:
+        if self.kl_reward or (self.correction.of_step if self.correction else updates > 1):
             wanted.add("old_logprobs")
         if self.critic:
             wanted.add("old_values")
@@ -121,8 +122,9 @@ class Preset:
 SWITCHED: Mapping[str, Spec] = {
     "kl_loss": specs.KLLoss(),
     "kl_reward": specs.KLReward(),
-    "sample_filter": specs.SampleFilter(),
-    "correction": specs.Correction(),
+    "sample_filter": filters.SampleFilter(),
+    "truncation": filters.Truncation(),
+    "correction": filters.Correction(),
 }
 """What is off in a preset as None, at its defaults."""
 
@@ -149,7 +151,7 @@ _ALONE = specs.GroupSpec(least=1)
 _GSPO: Mapping[str, Any] = {"aggregation": "seq-mean-token-mean", "clip_low": 3e-4, "clip_high": 4e-4}
 _KL = specs.KLReward(coef=0.01)
 _DAPO_CLIP = PPOClip(clip_high=0.28)
-_MASKED = specs.Correction(form="mask", high=5.0, denominator="before_rejection")
+_MASKED = filters.Correction(form="mask", high=5.0, denominator="before_rejection")
 _GREEDY_BASELINE = specs.GroupSpec(least=1, baselines=1, baseline_sampling=specs.greedy)
 _ENTROPY = "The entropy mechanism, 2505.22617"
 _RFPP, _RFPP_BASELINE = specs.Discounted(_A + "reinforce_plus_plus"), EstimatorSpec(_A + "reinforce_plus_plus_baseline")
@@ -157,11 +159,11 @@ _K2 = KLLoss(coef=0.001, form="k2")
 _RLOO = EstimatorSpec(_A + "rloo")
 _GMPO_CLIP: Mapping[str, Any] = {"clip_low": 0.4, "clip_high": 0.4}
 _GMPO = Clipped(_L + "gmpo", corrected="geometric", aggregation="seq-mean-token-mean", **_GMPO_CLIP)
-_OTB = EstimatorSpec(_A + "otb", inputs=("old_logprobs", "sum_pi_squared"))
+_OTB = EstimatorSpec(_A + "otb", inputs=("old_logprobs", "sum_pi_squared"), optional=("is_weights",))
 _VAPO = PPOClip(clip_high=0.28, positive_nll_coef=0.1)
 _VAPO_GAE = specs.GAE(lam_critic=1.0, length_adaptive_alpha=0.05)
 _PPO: Mapping[str, Any] = {"kl_reward": _KL, "critic": specs.CriticSpec()}
-_BEST_AND_WORST = specs.SampleFilter(selection="bw")
+_BEST_AND_WORST = filters.SampleFilter(selection="bw")
 _WARM = specs.CriticSpec(critic_warmup_steps=50)
 
 _TABLE = (
@@ -172,7 +174,7 @@ _TABLE = (
     Preset(
         "drgrpo", "Understanding R1-Zero-like training, 2503.20783", specs.GRPO(normalize_by_std=False), _BY_CONSTANT
     ),
-    Preset("dapo", "DAPO, 2503.14476", GRPO, _DAPO_CLIP, group_filter=specs.GroupFilter(filter_groups=True)),
+    Preset("dapo", "DAPO, 2503.14476", GRPO, _DAPO_CLIP, group_filter=filters.GroupFilter(filter_groups=True)),
     Preset("gspo", "GSPO, 2507.18071", GRPO, Clipped(_L + "gspo", **_GSPO)),
     Preset("gspo_token", "GSPO-token, 2507.18071", GRPO, Clipped(_L + "gspo_token", **_GSPO)),
     Preset("cispo", "CISPO, MiniMax-M1, 2506.13585; the cap of ScaleRL, 2510.13786", GRPO, specs.CISPO(ratio_max=5.0)),

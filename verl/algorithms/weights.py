@@ -71,7 +71,7 @@ def term_weights(columns: Columns, terms: tuple[Term, ...]) -> dict[str, Tensor]
 
 
 def _importance(columns: Columns, *, geometric: bool) -> Tensor:
-    """[L] the column `is_weights` in the mask; geometric: the geometric mean of its sequence, 0 where some weight is."""
+    """[L] the column `is_weights` in the mask; geometric: their geometric mean in the sequence (0 with a 0)."""
     weight = torch.where(columns.mask, columns["is_weights"].double(), 0.0)
     if not geometric:
         return weight

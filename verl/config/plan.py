@@ -173,6 +173,13 @@ def total_steps(config: Config, rows: int, rows_per_step: int) -> int:
     return rows * config.run.total_epochs // rows_per_step if given is None else given
 
 
+def policy_updates(config: Config, steps: int) -> int:
+    """Optimizer steps of the policy: it waits while a critic warms up alone."""
+    critic, s = settled(config.algorithm.name, config.algorithm.given()).critic, config.step
+    waits = critic.critic_warmup_steps if critic and critic.critic_warmup_until is None else 0
+    return max(0, steps - waits) * s.updates_per_step * s.epochs_per_step
+
+
 def warmup_steps(config: Config, optimizer_steps: int) -> int:
     """Optimizer steps of the warm-up: `optim.warmup_steps`, else the share `optim.warmup_ratio` of all."""
     return config.optim.warmup_steps or math.floor(Fraction(str(config.optim.warmup_ratio)) * optimizer_steps)
@@ -185,7 +192,7 @@ def _run_length(config: Config, step: StepSizes) -> RunLength:
     steps = config.run.total_steps if rows is None else total_steps(config, rows, step.prompts)
     optimizer_steps = None if steps is None else steps * step.optimizer_steps
     epochs = None if steps is None or not rows else round(steps * step.prompts / rows, 2)
-    warmup = config.optim.warmup_steps if optimizer_steps is None else warmup_steps(config, optimizer_steps)
+    warmup = config.optim.warmup_steps if steps is None else warmup_steps(config, policy_updates(config, steps))
     return RunLength(
         rows=rows, eval_rows=eval_rows, epochs=epochs, steps=steps, optimizer_steps=optimizer_steps, warmup_steps=warmup
     )
@@ -221,8 +228,7 @@ def _warnings(config: Config, model: ModelFacts, length: RunLength) -> Iterator[
         yield "the tokenizer has no chat template: prompts that are messages need model.chat_template=FILE.jinja"
     if not model.has_output_head:
         yield "config.json says that the output layer is not tied, but no lm_head.weight is stored: it starts random"
-    if config.algorithm.given().get("kl_loss_form") == "k1":
-        yield "algorithm.kl_loss_form=k1: its gradient is zero on average; k3, or k1+ for the exact gradient"
+    yield from algorithm_warnings(config)
     e = config.eval
     if e.samples_per_prompt > 1 and e.temperature == 0 and not e.also_sampled:
         yield f"eval.samples_per_prompt={e.samples_per_prompt} at eval.temperature=0: all answers to a prompt are equal"
@@ -235,6 +241,23 @@ def _warnings(config: Config, model: ModelFacts, length: RunLength) -> Iterator[
         )
     if config.run.save_every_steps == 0 and (length.steps or 0) > 500:
         yield f"run.save_every_steps=0: {length.steps} steps with one checkpoint, at the end"
+
+
+def algorithm_warnings(config: Config) -> Iterator[str]:
+    """Of the objective; `verl train` says them at its start too."""
+    given, p = config.algorithm.given(), config.pipeline
+    preset = settled(config.algorithm.name, given)
+    if given.get("kl_loss_form") == "k1":
+        yield "algorithm.kl_loss_form=k1: its gradient is zero on average; k3, or k1+ for the exact gradient"
+    if preset.critic and preset.critic.critic_warmup_until and not preset.critic.critic_warmup_steps:
+        yield "algorithm.critic_warmup_until without critic_warmup_steps: the policy waits for it, however long that is"
+    if (p.staleness > 0 or p.sync_every > 1) and preset.correction is None and preset.loss.off_policy_delta is None:
+        ahead = f"pipeline.staleness={p.staleness:g}" if p.staleness else f"pipeline.sync_every={p.sync_every}"
+        yield (
+            f"{ahead} without a correction: answers of older weights are trained as if they were of the current ones "
+            "(their ratio starts at 1). Set algorithm.correction=truncate algorithm.options.correction_high=2, or "
+            "algorithm.bypass=true"
+        )
 
 
 def render_plan(plan: Plan) -> str:

@@ -93,6 +93,10 @@ def _algorithm(config: Config) -> Iterator[str]:
     yield from preset.idle(given)
     if preset.group.least > 1 and a.advantage is None and config.step.samples_per_prompt == 1:
         yield f"step.samples_per_prompt=1: {a.name} compares the answers to one prompt; set at least 2 (8 is usual)"
+    shapes = preset.truncation is not None and preset.truncation.shapes
+    if config.reward.stage == "batch" and config.reward.model is not None and shapes:
+        why = "it scales a score that the reward model has not given yet: reward.stage=stream"
+        yield f"algorithm.options.stop_properly_coef with reward.stage=batch: {why}"
     selects = preset.group_filter.filter_groups or preset.sample_filter is not None
     if config.reward.stage == "batch" and config.reward.model is not None and selects:
         yield f"reward.stage=batch scores after groups are selected, but {a.name} selects by score: reward.stage=stream"

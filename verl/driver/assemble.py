@@ -13,13 +13,14 @@ import numpy as np
 
 from verl.agent_loop.base import AgentLoopBase, AgentLoopFactory, ServerManager
 from verl.agent_loop.single_turn import SingleTurnLoop
+from verl.algorithms.filters import Truncation
 from verl.algorithms.preference import preference_terms, reward_terms
 from verl.algorithms.presets import preference
 from verl.algorithms.resolve import Algorithm, resolve
 from verl.chat import turn_end
 from verl.config.backends import QUEUE, ROLLOUT, SYNC, load, longest_sequence, options_of
 from verl.config.load import Resolved
-from verl.config.plan import total_steps
+from verl.config.plan import algorithm_warnings, policy_updates, total_steps
 from verl.config.schema import AlgorithmConfig, Config
 from verl.data.preference import load_pairs
 from verl.data.source import Cursor, TaskTable, load_conversations, load_tasks
@@ -79,14 +80,14 @@ async def assemble(resolved: Resolved, *, progress: LiveProgress | None = None, 
     tasks, eval_tasks = _tasks(config, tokenizer)
     claimed = open_run_dir(resolved)
     progress = progress or LiveProgress()
-    progress.message(f"data: {tasks.report.summary()}")
+    warned = (f"warning: {said}" for said in algorithm_warnings(config))
+    progress.message("\n".join([f"data: {tasks.report.summary()}", *warned]))
     waits, timeout_s = Waits(claimed.path / "waits.json"), config.run.wait_timeout_s
     num_steps = total_steps_of(config, len(tasks), config.step.prompts_per_step)
     context = context_of(config, updates=updates_of_run(config, num_steps), crash_dir=claimed.path / "crash")
     scorer = reward_model(context)
-    reward = await _reward(config, scorer)
-    engine = policy_engine(context)
-    engine.check_packing(share_prefix=engine.capabilities.shares_prefix)
+    reward = await _reward(config, scorer, algorithm.truncation)
+    engine = policy_engine(context, updates=policy_updates(config, num_steps))
     sync = checkpoint_engine(config, _probes(tasks))
     actor = workers_of(context, "actor", engine, hf_export=hf_export(config), outlet=sync.outlet())
     models = models_of(context, algorithm, actor) | ({"reward_model": scorer} if scorer is not None else {})
@@ -202,7 +203,7 @@ def offline_learner(config: Config, total_steps: int, crash_dir: Path) -> Learne
     """The algorithm and models of a configuration, for samples that come from elsewhere."""
     context = context_of(config, updates=updates_of_run(config, total_steps), crash_dir=crash_dir)
     algorithm = algorithm_of(config.algorithm)
-    actor = workers_of(context, "actor", policy_engine(context))
+    actor = workers_of(context, "actor", policy_engine(context, updates=policy_updates(config, total_steps)))
     return learner_of(context, algorithm, models_of(context, algorithm, actor))
 
 
@@ -242,8 +243,7 @@ async def assemble_supervised(
     head: Literal["lm", "score"] = "score" if command == "rm" else "lm"
     share, waits = command != "sft", Waits(claimed.path / "waits.json")
     context = context_of(config, updates=num_steps, crash_dir=claimed.path / "crash")
-    engine = policy_engine(context, head=head)
-    engine.check_packing(share_prefix=share and engine.capabilities.shares_prefix)
+    engine = policy_engine(context, head=head, share_prefix=share)
     export = hf_export(config, head=head, pad_token_id=pad_id(tokenizer))
     trainer = workers_of(context, TRAINER, engine, share_prefix=share, hf_export=export)
     learner = learner_of(context, None, {TRAINER: trainer}, waits)
@@ -449,7 +449,7 @@ def _probes(tasks: TaskTable) -> list[np.ndarray]:
     return [ids for i in range(min(2, len(tasks))) if len(ids := tasks[i].prompt_ids[:128]) > 1]
 
 
-async def _reward(config: Config, scorer: ModelWorkers | None) -> RewardFn:
+async def _reward(config: Config, scorer: ModelWorkers | None, truncation: Truncation | None) -> RewardFn:
     """Function, model, or both; shaped. A model of stage=batch is added in the experience stage (driver/step.py)."""
     r = config.reward
     pool: RewardFn | None = None
@@ -470,9 +470,10 @@ async def _reward(config: Config, scorer: ModelWorkers | None) -> RewardFn:
         found = pool or Later()
     else:
         found = ModelReward(_score_rows(scorer, config.run.wait_timeout_s), coef=r.model_coef, function=pool)
-    if r.overlong_buffer_tokens > 0:
-        return Shaped(found, buffer_tokens=r.overlong_buffer_tokens, penalty=r.overlong_penalty)
-    return found
+    coef = truncation.stop_properly_coef if truncation else None
+    if r.overlong_buffer_tokens == 0 and coef is None:
+        return found
+    return Shaped(found, buffer_tokens=r.overlong_buffer_tokens, penalty=r.overlong_penalty, stop_coef=coef)
 
 
 def _score_rows(scorer: ModelWorkers, timeout_s: float) -> ScoreRows:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from verl.algorithms.resolve import Algorithm
 from verl.chat import NO_TURN_END, TurnEnd, load_tokenizer, turn_end
+from verl.chat.template import Tokenizer
 from verl.checkpoint.hf import HfExport
 from verl.checkpoint.score import classifier_config
 from verl.config.backends import MODEL, load, options_of
@@ -67,9 +68,12 @@ def workers_of(
     return ModelWorkers(InprocGroup(name, roles, ranks), replace(can, shares_prefix=share))
 
 
-def policy_engine(context: ModelContext, *, head: Head = "lm") -> ModelEngine:
-    """The trained model."""
-    o = context.config.optim
+def policy_engine(
+    context: ModelContext, *, head: Head = "lm", share_prefix: bool = True, updates: int | None = None
+) -> ModelEngine:
+    """The trained model, its forward pass proven. share_prefix: prompts will be shared · updates: its optimizer steps,
+    where they are fewer than the run's (a critic's warm-up)."""
+    o, updates = context.config.optim, context.updates if updates is None else updates
     spec = OptimSpec(
         lr=o.lr,
         weight_decay=o.weight_decay,
@@ -77,12 +81,12 @@ def policy_engine(context: ModelContext, *, head: Head = "lm") -> ModelEngine:
         eps=o.eps,
         clip_grad_norm=o.clip_grad_norm,
         schedule=o.schedule,
-        warmup_steps=warmup_steps(context.config, context.updates),
-        total_steps=context.updates,
+        warmup_steps=warmup_steps(context.config, updates),
+        total_steps=updates,
         decay_ratio=o.decay_ratio,
         min_lr_ratio=o.min_lr_ratio,
     )
-    return _engine(context, optim=spec, head=head)
+    return _proven(_engine(context, optim=spec, head=head), share_prefix)
 
 
 def frozen_engine(context: ModelContext) -> ModelEngine:
@@ -103,7 +107,9 @@ def critic(context: ModelContext, algorithm: Algorithm) -> ModelWorkers:
         warmup_steps=c.warmup_steps,
         total_steps=context.updates,
     )
-    return workers_of(context, "critic", _engine(context, optim=spec, head="value", path=c.path))
+    if c.path is not None:
+        _tokenizer_of(context.config, "critic.path", Path(c.path).expanduser())
+    return workers_of(context, "critic", _proven(_engine(context, optim=spec, head="value", path=c.path)))
 
 
 def reference(context: ModelContext, algorithm: Algorithm) -> ModelWorkers:
@@ -116,19 +122,27 @@ def reward_model(context: ModelContext) -> ModelWorkers | None:
     if config.reward.model is None:
         return None
     folder = Path(config.reward.model).expanduser()
-    ours, theirs = (
-        load_tokenizer(str(p), trust_remote_code=False)
-        for p in (config.model.tokenizer_path or config.model.path, folder)
-    )
+    theirs = _tokenizer_of(config, "reward.model", folder)
+    engine = _proven(_engine(context, optim=None, head="score", path=str(folder)))
+    return workers_of(context, "reward_model", engine, turn_end=turn_end(theirs, config.model.template_kwargs))
+
+
+def _tokenizer_of(config: Config, key: str, folder: Path) -> Tokenizer:
+    """The tokenizer of a model beside the policy; ValueError where the policy's ids are other words to it."""
+    ours = load_tokenizer(config.model.tokenizer_path or config.model.path, trust_remote_code=False)
+    theirs = load_tokenizer(folder, trust_remote_code=False)
     if ours.get_vocab() != theirs.get_vocab():
         raise ValueError(
-            f"reward.model={folder} has another vocabulary than the policy ({config.model.path}): it would read "
-            "other words; "
+            f"{key}={folder} has another vocabulary than the policy ({config.model.path}): it would read other words; "
             "train it from a model with the policy's tokenizer"
         )
-    engine = _engine(context, optim=None, head="score", path=str(folder))
-    engine.check_packing(share_prefix=engine.capabilities.shares_prefix)
-    return workers_of(context, "reward_model", engine, turn_end=turn_end(theirs, config.model.template_kwargs))
+    return theirs
+
+
+def _proven(engine: ModelEngine, share_prefix: bool = True) -> ModelEngine:
+    """The engine, if its forward pass gives the log-probs of the model's own; ValueError if not."""
+    engine.check_packing(share_prefix=share_prefix and engine.capabilities.shares_prefix)
+    return engine
 
 
 def models_of(context: ModelContext, algorithm: Algorithm, actor: ModelWorkers) -> dict[str, ModelWorkers]:

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from verl.algorithms.filters import reject_flat
 from verl.algorithms.resolve import Algorithm
-from verl.algorithms.specs import reject_flat
 from verl.driver.scheduler import Exhausted, Scheduler, StepBatch
 from verl.driver.state import SavedGroup, restore_group, save_group
 from verl.driver.trajectories import TrajectoryRunner, TrajectorySpec, together

@@ -11,6 +11,7 @@ from typing import Any
 
 from verl.algorithms.corrections import correct
 from verl.algorithms.estimators import token_rewards
+from verl.algorithms.filters import Correction
 from verl.algorithms.losses import adapted_coef, kl_penalty
 from verl.algorithms.resolve import Algorithm
 from verl.algorithms.specs import KLReward
@@ -55,9 +56,9 @@ async def experience_and_update(learner: Learner, step: Step, refs: Refs) -> Non
     chosen = _chosen(learner, step, refs)
     rows = chosen.of("train")  # baselines are compared with, not trained on
     updates = shape.updates_per_step * shape.epochs_per_step
-    written = await _experience(learner, step, algorithm, rows, updates)
+    inferred = await _experience(learner, step, algorithm, rows, updates)
     with step.clock("advantages"):
-        written += await _advantages(learner, step, algorithm, chosen)
+        written = inferred + await _advantages(learner, step, algorithm, chosen)
     rows = _drawn(learner, step, rows)
     steps = optimizer_steps(rows, shape.updates_per_step, shape.epochs_per_step, learner.config.run.seed, step.index)
     optional = tuple(name for name in ("old_logprobs",) if name in written)
@@ -73,8 +74,11 @@ async def experience_and_update(learner: Learner, step: Step, refs: Refs) -> Non
             await learner.done(learner.compute.weigh(steps, algorithm.terms, inputs), "compute.weigh")
             update = learner.models["actor"].update(steps, algorithm.terms, inputs, RECORDED)
             step.log(await learner.done(update, "actor.update"))
-            if "old_logprobs" not in written:  # the first pass is the trainer's view of the tokens before any update
+            if "old_logprobs" not in inferred:  # the first pass is the trainer's view of the tokens before any update
                 step.log(await learner.done(learner.compute.mismatch(rows, "train_logprobs"), "compute.mismatch"))
+                if algorithm.correction is not None:
+                    measure, both = partial(measured, spec=algorithm.correction), ("train_logprobs", "rollout_logprobs")
+                    step.log(await learner.done(learner.compute.compute(rows, measure, both, ()), "compute.measured"))
 
 
 def inputs_of(terms: tuple[Term, ...], optional: tuple[str, ...] = ()) -> tuple[str, ...]:
@@ -148,7 +152,8 @@ def _critic_is_warm(learner: Learner, step: Step, algorithm: Algorithm) -> bool:
     if spec.critic_warmup_until is not None:
         explained = step.metrics["critic/vf_explained_var"].value
         controllers.critic_warm = explained >= spec.critic_warmup_until
-    controllers.critic_warm = controllers.critic_warm or step.index >= spec.critic_warmup_steps
+    if spec.critic_warmup_steps or spec.critic_warmup_until is None:  # without steps the threshold alone decides
+        controllers.critic_warm = controllers.critic_warm or step.index >= spec.critic_warmup_steps
     return controllers.critic_warm
 
 
@@ -156,12 +161,14 @@ async def _advantages(learner: Learner, step: Step, algorithm: Algorithm, refs: 
     """Corrections, rewards and advantages of the whole step; the columns that replace an output of a model."""
     rows, compute, controllers = refs.of("train"), learner.compute, learner.controllers
     correction, kl = algorithm.correction, algorithm.kl_reward
-    if correction is not None:  # on the mask before rejection; the losses see the one after
+    corrects = correction is not None and correction.of_step
+    if correction is not None and corrects:  # on the mask before rejection; the losses see the one after
         weigh, both = partial(correct, spec=correction), ("old_logprobs", "rollout_logprobs")
         found = compute.compute(rows, weigh, both, ("is_weights", "keep"))
         step.log(await learner.done(found, "compute.correct"))
     policies = () if kl is None else ("old_logprobs", "ref_logprobs")
-    inputs = tuple(dict.fromkeys((*policies, *algorithm.estimator.inputs)))
+    optional = algorithm.estimator.optional if corrects else ()
+    inputs = tuple(dict.fromkeys((*policies, *algorithm.estimator.inputs, *optional)))
     outputs = ("advantages", "returns") if algorithm.critic else ("advantages",)
     fn = partial(rewards_and_advantages, advantage=algorithm.advantage, kl=kl, kl_coef=controllers.kl_coef)
     metrics = await learner.done(compute.compute(refs, fn, inputs, outputs), "compute.advantages")
@@ -179,7 +186,10 @@ async def _advantages(learner: Learner, step: Step, algorithm: Algorithm, refs: 
     if algorithm.critic:
         found = compute.compute(rows, explained_variance, ("old_values", "returns"), ())
         step.log(await learner.done(found, "compute.explained_variance"))
-    if correction is not None and correction.bypass and correction.form is None:
+    if algorithm.truncation is not None and algorithm.truncation.mask_truncated:
+        found = compute.compute(rows, without_truncated, ("keep",) if corrects else (), ("keep",))
+        step.log(await learner.done(found, "compute.without_truncated"))
+    if correction is not None and correction.bypass:
         found = compute.compute(rows, rollout_is_old, ("rollout_logprobs",), ("old_logprobs",))
         await learner.done(found, "compute.bypass")
         return ["old_logprobs"]
@@ -194,6 +204,20 @@ def explained_variance(columns: Columns) -> Computed:
     else:
         share = float(1 - (returns - values).var() / spread)
     return {"critic/vf_explained_var": Metric(share, 1, "step")}
+
+
+def without_truncated(columns: Columns) -> Computed:
+    """`keep` without the tokens of answers that the budget cut (DAPO's overlong filtering)."""
+    cut = columns.sequence["truncated"]
+    keep = columns.mask & ~cut[columns.sequence_of]
+    share = Metric(float(cut.sum()), float(len(cut)), "sequence")
+    return {"keep": keep & columns["keep"] if "keep" in columns else keep, "actor/truncated_masked": share}
+
+
+def measured(columns: Columns, *, spec: Correction) -> Computed:
+    """The metrics of a correction whose weights are made inside the loss (bypass), of the first pass of the update."""
+    found = correct(columns.with_token({"old_logprobs": columns["train_logprobs"]}), spec)
+    return {name: value for name, value in found.items() if isinstance(value, Metric)}
 
 
 def rollout_is_old(columns: Columns) -> Computed:

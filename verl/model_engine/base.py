@@ -114,7 +114,8 @@ class ModelEngine(Protocol):
         ...
 
     def check_packing(self, *, share_prefix: bool) -> float:
-        """Prove at start that packed rows do not leak into each other; ValueError where they do."""
+        """Prove at start that packed rows do not leak into each other, and that a padded or packed pass gives what the
+        model's own does; ValueError where it does not."""
         ...
 
     def to(self, where: str, parts: Sequence[str] = ("weights", "optimizer")) -> None: ...

@@ -208,18 +208,17 @@ class TorchEngine:
         return hidden.index_select(0, origin.to(self.device))
 
     def check_packing(self, *, share_prefix: bool) -> float:
-        """Prove packing for this model at start; ValueError where it leaks. Returns the largest
-        difference."""
-        if not self._packed:
-            return 0.0
+        """Prove this engine's forward pass for this model at start; ValueError where packing leaks or the head is not
+        all. Returns the largest difference."""
+        hidden = self._hidden_packed if self._packed else self._hidden_padded
         text = self.model.config.get_text_config()
 
         def alone(ids: Tensor) -> Tensor:
             z = self.model(input_ids=ids[None].to(self.device), use_cache=False).logits[0].to(self.master)
             return torch.log_softmax(z, -1)[:-1].gather(-1, ids[1:, None].to(self.device))[:, 0].cpu()
 
-        def packed(batch: Batch) -> Tensor:
-            return self._lm_outputs(batch, self._hidden_packed(batch), ("logprobs",))["logprobs"].to("cpu", self.master)
+        def ours(batch: Batch) -> Tensor:
+            return self._lm_outputs(batch, hidden(batch), ("logprobs",))["logprobs"].to("cpu", self.master)
 
         compute, trained = self._compute, self.model.training
         self._compute = self.master
@@ -231,11 +230,12 @@ class TorchEngine:
                 expected = {ids.numpy().tobytes(): alone(ids) for ids in probe_sequences(text.vocab_size)}
                 self._own_forward()
                 return check_packing(
-                    packed,
+                    ours,
                     lambda ids: expected[ids.numpy().tobytes()],
                     text.vocab_size,
                     share_prefix=share_prefix,
                     what=type(self.model).__name__,
+                    padded=not self._packed,
                 )
         finally:
             self._compute = compute

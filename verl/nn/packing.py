@@ -32,26 +32,30 @@ def probe_sequences(vocab_size: int) -> list[Tensor]:
 
 
 def check_packing(
-    packed: Callable[[Batch], Tensor],  # -> log-probs [L]
+    ours: Callable[[Batch], Tensor],  # -> log-probs [L]
     alone: Callable[[Tensor], Tensor],  # ids [t] -> log-probs [t-1] by the model's own forward pass and full logits
     vocab_size: int,
     *,
     share_prefix: bool,
     what: str,
+    padded: bool = False,
 ) -> float:
-    """The largest difference of a packed probe's log-probs from those of each sequence run alone. Raises ValueError
-    when they differ: packing leaks, or this model changes its logits."""
+    """The largest difference of a probe's log-probs, `padded` or packed, from those of each sequence run alone. Raises
+    ValueError when they differ: packing leaks, or this model changes its logits."""
     batch = probe_batch(vocab_size, share_prefix=share_prefix)
-    got = packed(batch)
+    got = ours(batch)
     worst = 0.0
     for row, ids in enumerate(probe_sequences(vocab_size)):
         span = slice(int(batch.row_start[row]), int(batch.row_start[row + 1]))
         expected = alone(ids)[-(span.stop - span.start) :]
         worst = max(worst, float((got[span] - expected).abs().max()))
     if not worst <= 1e-3:
+        how = "padded" if padded else "packed"
+        fix = "Set model.engine_options.attention=padded (and model.engine_options.share_prefix=false)."
+        if padded:
+            fix = "It does more to its logits than an output layer does: there is no way to train it here."
         raise ValueError(
-            f"{what}: packed log-probs differ from those of each sequence alone by {worst:.3g}, so training on packed "
-            "sequences would be wrong for this model. Set "
-            "model.engine_options.attention=padded (and model.engine_options.share_prefix=false)."
+            f"{what}: {how} log-probs differ from those of each sequence alone by {worst:.3g}, so training on {how} "
+            f"sequences would be wrong for this model. {fix}"
         )
     return worst

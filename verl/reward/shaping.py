@@ -1,4 +1,4 @@
-"""The penalty on overlong answers: a pure function of floats or numpy arrays, and a RewardFn wrapper."""
+"""What an answer loses by its length or its end: pure functions of floats or numpy arrays, and a RewardFn wrapper."""
 
 from __future__ import annotations
 
@@ -28,24 +28,38 @@ def overlong_penalty(
     return -penalty * np.clip(over, 0.0, 1.0 if cap else None) + 0.0  # no -0.0
 
 
-class Shaped:
-    """A RewardFn that adds the overlong penalty to valid scores, as component `overlong_penalty`. The raw one stays in
-    component `score`, which dynamic sampling looks at. Evaluation uses the inner function."""
+def stop_properly(score: Number, truncated: bool | np.ndarray, *, coef: float, positive_only: bool = True) -> Number:
+    """The score of an answer that the budget cut: times `coef` (ProRL, 2505.24864; NeMo-RL), or `coef` itself where it
+    is below 0 (OpenRLHF). positive_only: a negative score stays, which the factor would raise; the peers raise it."""
+    scaled = np.where((np.asarray(score) < 0) & positive_only, score, np.asarray(score) * coef)
+    found = np.where(truncated, coef if coef < 0 else scaled, score)
+    return found if isinstance(score, np.ndarray) else float(found)
 
-    def __init__(self, inner: RewardFn, *, buffer_tokens: int, penalty: float = 1.0) -> None:
+
+class Shaped:
+    """A RewardFn that shapes valid scores by how an answer ended: what `stop_properly` takes away and the overlong
+    penalty, as components of these names (buffer_tokens 0 and stop_coef None: off). The raw one stays in component
+    `score`, which dynamic sampling looks at. Evaluation uses the inner function."""
+
+    def __init__(
+        self, inner: RewardFn, *, buffer_tokens: int = 0, penalty: float = 1.0, stop_coef: float | None = None
+    ) -> None:
         self._inner, self._buffer_tokens, self._penalty = inner, buffer_tokens, penalty
+        self._stop_coef = stop_coef
 
     async def score(self, request: RewardRequest) -> Score | Invalid:
-        """The inner score plus the penalty of its length. Raises ValueError if the buffer exceeds the budget."""
+        """The inner score, shaped. Raises ValueError if the buffer exceeds the budget."""
         got = await self._inner.score(request)
         if isinstance(got, Invalid):
             return got
-        tokens, most = float(request.response_tokens), request.max_response_tokens
-        penalty = overlong_penalty(
-            tokens, max_response_tokens=most, buffer_tokens=self._buffer_tokens, penalty=self._penalty
-        )
-        parts = {"score": got.value, **got.components, "overlong_penalty": float(penalty)}
-        return Score(float(got.value + penalty), parts)
+        added: dict[str, float] = {}
+        if self._stop_coef is not None:
+            added["stop_properly"] = stop_properly(got.value, request.truncated, coef=self._stop_coef) - got.value
+        if self._buffer_tokens:
+            tokens, most, buffer = float(request.response_tokens), request.max_response_tokens, self._buffer_tokens
+            penalty = overlong_penalty(tokens, max_response_tokens=most, buffer_tokens=buffer, penalty=self._penalty)
+            added["overlong_penalty"] = float(penalty)
+        return Score(float(got.value + sum(added.values())), {"score": got.value, **got.components, **added})
 
     async def close(self) -> None:
         await self._inner.close()

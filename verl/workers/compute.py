@@ -57,8 +57,8 @@ class Compute:
         return {**metrics, **_advantage_metrics(columns, found)}
 
     def weigh(self, steps: Sequence[OptimizerStep], terms: tuple[Term, ...], inputs: Sequence[str]) -> None:
-        """Write `w/TERM`, `m/TERM` (term_weights) and `loss_mask` of the rows of each optimizer step: all denominators are those of the whole
-        step.
+        """Write `w/TERM`, `m/TERM` (see term_weights) and `loss_mask` of the rows of each optimizer step: all
+        denominators are those of the whole step.
 
         A NaN or infinity in one of `inputs` is refused here, before the first gradient."""
         for step in steps:
@@ -95,9 +95,9 @@ class Compute:
 def columns_of(refs: Refs, token: Mapping[str, Tensor], baselines: Mapping[str, float] | None = None) -> Columns:
     """The layout of these rows; mask = tokens of rows with a valid reward.
 
-    Sequence columns [S]: `score`, `group`, `valid`, `positive` (a valid score above 0), `component/NAME` of dict
-    rewards (NaN where a reward had none), `copies` where a row stands for several, and `baseline` (mean score of the
-    group's baseline trajectories) where given.
+    Sequence columns [S]: `score`, `group`, `valid`, `positive` (a valid score above 0), `truncated` (by the budget),
+    `component/NAME` of dict rewards (NaN where a reward had none), `copies` where a row stands for several, and
+    `baseline` (mean score of the group's baseline trajectories) where given.
     """
     sequence_names: dict[str, int] = {}
     group_names: dict[str, int] = {}
@@ -112,7 +112,7 @@ def columns_of(refs: Refs, token: Mapping[str, Tensor], baselines: Mapping[str, 
     valid = column((r.outcome == "ok" and r.reward == r.reward for r in refs), np.bool_)
     score = torch.where(valid, column((r.reward for r in refs), np.float64), 0.0)
     group = column((group_names.setdefault(r.group_id, len(group_names)) for r in refs), np.int64)
-    extra = {"positive": valid & (score > 0)}
+    extra = {"positive": valid & (score > 0), "truncated": column((r.truncated for r in refs), np.bool_)}
     for name in sorted({name for r in refs for name in r.components}):
         extra[f"component/{name}"] = column((r.components.get(name, float("nan")) for r in refs), np.float64)
     if any(r.copies != 1 for r in refs):

@@ -121,21 +121,22 @@ class Role:
         return {**metrics, **losses}
 
     def score(self, step: RankStep, coef: float, alone: bool) -> list[tuple[float, dict[str, float]]]:
-        """(reward, components) of these rows with the reward model's score: coef x it, added to the reward unless it is
-        `alone` the reward. Both become columns; a sample whose own reward is invalid stays so."""
+        """(reward, components) of these rows with the reward model's score: coef x it, added to the reward that they
+        have: a function's, or `alone` the shaping of 0. Both become columns; an invalid reward stays so."""
         samples = read_samples(self.queue, step.refs)
         values = self._scores(samples)
         out = []
         for sample, value in zip(samples, values, strict=True):
-            parts = {"reward_model": value}
+            parts = {**sample.components, "reward_model": value}
+            if "score" in parts:  # before the shaping, which stays in the reward
+                parts["score"] += coef * value
             if not alone:
-                parts = {"function": sample.reward, **sample.components, **parts}
-            out.append((coef * value + (0.0 if alone else sample.reward), parts))
+                parts = {"function": sample.components.get("score", sample.reward), **parts}
+            out.append((coef * value + sample.reward, parts))
         if not step.idle:
             columns = {"reward": [reward for reward, _ in out]}
-            columns |= {
-                f"component/{n}": [parts[n] for _, parts in out] for n in ("reward_model", "function") if n in parts
-            }
+            for name in sorted({name for _, parts in out for name in parts}):
+                columns[f"component/{name}"] = [parts.get(name, float("nan")) for _, parts in out]
             each = np.arange(len(out) + 1, dtype=np.int64)
             self.queue.write(
                 step.refs, {n: Ragged(torch.tensor(v, dtype=torch.float64), each) for n, v in columns.items()}
