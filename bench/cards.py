@@ -28,6 +28,7 @@ QUICKSTART: Mapping[str, Mapping[str, str]] = {
     "pass_at_k": {"step.prompts_per_step": "64", "step.samples_per_prompt": "4"},
     **dict.fromkeys(("rloo", "remax", "reinforce_plus_plus"), _EXACT),
     **dict.fromkeys(("gspo", "gspo_token", "cispo", "sapo", "gmpo", "kl_cov", "clip_cov", "decoupled_ppo"), _REUSED),
+    **dict.fromkeys(("dppo_tv", "dppo_kl", "dro"), _REUSED),
 }
 """Overrides that suit a run of the quickstart's size (arithmetic, about 35 tokens an answer); its card says why."""
 

@@ -352,7 +352,7 @@ LOSSES: Mapping[str, Callable[[Mapping[str, Any]], Callable[[Columns], TermValue
     ),
     "dppo_tv": lambda hp: partial(losses.dppo_tv, ratio_max=hp["clip_ratio_c"], **_clip(hp)),
     "dppo_kl": lambda hp: partial(losses.dppo_kl, ratio_max=hp["clip_ratio_c"], **_clip(hp)),
-    "dro": lambda hp: partial(losses.dro, beta=hp["policy_loss"]["dro_beta"]),
+    "dro": lambda hp: partial(losses.dro, dro_beta=hp["policy_loss"]["dro_beta"]),
 }
 
 

@@ -14,6 +14,7 @@ from small_columns import F64, columns, f64
 from verl.algorithms import estimators as adv
 from verl.algorithms import losses
 from verl.algorithms.filters import Correction, SampleFilter, reject_flat
+from verl.algorithms.presets import settled
 from verl.algorithms.specs import AGGREGATIONS, KLReward
 from verl.algorithms.weights import check_finite, term_weights, weight_column
 from verl.driver.step import rewards_and_advantages
@@ -475,7 +476,7 @@ def test_dppo_drops_a_token_that_moves_away_too_far_and_keeps_the_way_back():
 
 
 def test_dro_is_quadratic_in_the_log_ratio():
-    values, grad, _ = run(partial(losses.dro, beta=0.5), (math.exp(0.2), 1.0), (1.0, -2.0), logprobs=(-1.0, -3.0))
+    values, grad, _ = run(partial(losses.dro, dro_beta=0.5), (math.exp(0.2), 1.0), (1.0, -2.0), logprobs=(-1.0, -3.0))
     close(values, 1 + 0.25 * 0.04, -6)
     close(grad, -1 + 0.5 * 0.2, 2)
 
@@ -608,3 +609,28 @@ def test_a_non_finite_number_inside_the_mask_names_its_sequence():
     with pytest.raises(ValueError, match=r"old_logprobs is inf at trainable token 3 of sequence 1 \(1 such tokens\)"):
         check_finite(c, ("old_logprobs",))
     check_finite(replace(c, mask=torch.tensor([False, True, True, False])), ("old_logprobs",))
+
+
+def test_rloo_clips_scores_before_the_kl_and_normalises_over_sequences():
+    scores, groups = [9.0, 1.0, -7.0, 0.0], ["a", "a", "b", "b"]
+    penalty = f64(0.5, 0.0, 0.0, 0.0)
+    c = columns(scores, groups, penalty=penalty)
+    plain, clipped = adv.rloo(c)["advantages"], adv.rloo(c, reward_clip=(-2.0, 2.0))["advantages"]
+    close(plain, 7.5, -7.5, -7, 7)
+    close(clipped, 0.5, -0.5, -2, 2)
+    white = adv.rloo(c, reward_clip=(-2.0, 2.0), normalize_advantages=True)["advantages"]
+    close(white, *(x / math.sqrt((2 * 0.25 + 2 * 4) / 3) for x in (0.5, -0.5, -2, 2)))
+    with pytest.raises(ValueError, match=r"reward_clip=\[2\]: write \[low,high\]"):
+        settled("rloo", {"reward_clip": [2]})
+
+
+def test_the_epsilon_of_gdpo_stands_beside_each_deviation():
+    c = columns([1.0, 0.0], ["a", "a"])
+    parts = {"component/a": f64(1.0, 0.0), "component/b": f64(0.01, 0.0)}
+    c = replace(c, sequence={**c.sequence, **parts})
+    names = {"reward_components": ("a", "b"), "reward_weights": (1.0, -1.0)}
+    small, large = (adv.gdpo(c, **names, epsilon=e)["advantages"] for e in (1e-12, 0.1))
+    close(small, 0, 0)
+    unit = 0.5 / (0.5**0.5 + 0.1) - 0.005 / (0.01 * 0.5**0.5 + 0.1)
+    close(large, *(x / math.sqrt(2 * unit**2 + 1e-8) for x in (unit, -unit)))
+    assert settled("gdpo", {**{k: list(v) for k, v in names.items()}, "epsilon": 1e-4}).estimator.settings()["epsilon"]

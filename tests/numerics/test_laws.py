@@ -303,7 +303,8 @@ def first_gradient(name):
         **dict.fromkeys(
             ("grpo", "dapo", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "kl_cov", "clip_cov", "decoupled_ppo"), grpo
         ),
-        **dict.fromkeys(("drgrpo", "gpg", "opo"), centred),
+        **dict.fromkeys(("dppo_tv", "dppo_kl"), grpo),
+        **dict.fromkeys(("drgrpo", "gpg", "opo", "dro"), centred),
         **dict.fromkeys(("ppo", "vapo", "pf_ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"), white),
         "grpo_loo": torch.stack([(x - o.mean()) / (o.std() + 1e-6) for x, o in zip(s, others)]),
         "rloo": (n * s - s.sum()) / (n - 1),

@@ -1,11 +1,13 @@
 """Preference terms as they are trained, on columns by hand: from token log-probs to loss and gradient."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from verl.algorithms.preference import CHOSEN, REJECTED, preference_terms
+from verl.algorithms.presets import PREFERENCES
 from verl.batch import Columns
 
 F64 = torch.float64
@@ -30,7 +32,8 @@ def pair(chosen=CHOSEN_LP, rejected=REJECTED_LP, ref=None, mask=None) -> Columns
 def trained(name, columns, **options) -> tuple[float, list[float]]:
     """(loss of the pair, its gradient by the log-probs) as the term gives them."""
     [term] = preference_terms(name, beta=options.pop("beta", 0.5), options=options)
-    values = term.fn(columns).values
+    own = {n: c for n, c in columns.token.items() if n != "ref_logprobs" or n in term.inputs}
+    values = term.fn(replace(columns, token=own)).values
     loss = values.sum() / 2  # the mean over the two sequences
     (grad,) = torch.autograd.grad(loss, columns["logprobs"])
     return float(loss.detach()), grad.tolist()
@@ -48,3 +51,81 @@ def test_ld_dpo_counts_the_tokens_beyond_the_other_answer_less_in_both_models():
     assert loss == pytest.approx(math.log(1 + math.exp(-0.5 * h)), rel=1e-12)
     pull = 0.5 / (1 + math.exp(0.5 * h))
     assert grad == pytest.approx([-pull, -pull, -0.25 * pull, -0.25 * pull, pull, pull], rel=1e-12)
+
+
+# -- every loss and option by hand -------------------------------------------------------------------------------------
+
+REF = [-0.75, -0.5, -0.5, -1.0, -1.0, -1.0]
+W, L = (-0.5 + 0.75) + (-1.0 + 0.5) + (-0.25 + 0.5) + (-2.0 + 1.0), (-1.5 + 1.0) + (-0.75 + 1.0)  # log-ratios
+NLL = 3.75  # of the chosen answer's four tokens
+
+
+def log_sigmoid(x):
+    return -math.log(1 + math.exp(-x))
+
+
+def smoothed(x, e):
+    return -(1 - e) * log_sigmoid(x) - e * log_sigmoid(-x)
+
+
+H, AVERAGED = 0.5 * (W - L), 0.5 * (W / 4 - L / 2)
+RAW, RAW_AVERAGED = 0.5 * (-3.75 + 2.25), 0.5 * (-3.75 / 4 + 2.25 / 2)  # without a reference
+BY_HAND = [
+    ("dpo", {}, smoothed(H, 0)),
+    ("dpo", {"average": True, "label_smoothing": 0.2}, smoothed(AVERAGED, 0.2)),
+    (
+        "robust",
+        {"label_smoothing": 0.2, "average": True},
+        (smoothed(AVERAGED, 0.2) + 0.4 * log_sigmoid(-AVERAGED)) / 0.6,
+    ),
+    ("hinge", {"average": True}, 1 - AVERAGED),
+    ("sppo", {}, (W - 1) ** 2 + (L + 1) ** 2),
+    ("nca", {}, -log_sigmoid(0.5 * W) - 0.5 * log_sigmoid(-0.5 * W) - 0.5 * log_sigmoid(-0.5 * L)),
+    ("rpo", {"average": True, "alpha": 2.0}, smoothed(AVERAGED, 0) + 2 * NLL / 4),
+    ("rpo", {"normalization": "sum", "label_smoothing": 0.1}, smoothed(H, 0.1) + NLL),
+    ("rpo_sq", {"average": True, "eta": 2.0}, (AVERAGED - 2.0) ** 2),
+    ("simpo", {"gamma": 0.3, "label_smoothing": 0.1}, smoothed(RAW_AVERAGED - 0.3, 0.1)),
+    ("cpo", {"normalization": "sum", "label_smoothing": 0.1, "alpha": 0.5}, smoothed(RAW, 0.1) + 0.5 * NLL),
+]
+
+
+def test_losses_and_options_by_hand_and_their_gradients_by_differences():
+    wrong = {}
+    for name, options, expected in BY_HAND:
+        loss, grad = trained(name, pair(ref=REF), **options)
+        step, lp = 1e-6, [*CHOSEN_LP, *REJECTED_LP]
+        for i, g in enumerate(grad):
+            up, down = ([x + s * step * (k == i) for k, x in enumerate(lp)] for s in (1, -1))
+            high, low = (trained(name, pair(x[:4], x[4:], ref=REF), **options)[0] for x in (up, down))
+            if g != pytest.approx((high - low) / (2 * step), abs=1e-7):
+                wrong[name, i] = (g, (high - low) / (2 * step))
+        if loss != pytest.approx(expected, rel=1e-12) or not sum(map(abs, grad)):
+            wrong[name, str(options)] = (loss, expected)
+    assert not wrong
+
+
+def test_every_pair_loss_raises_the_chosen_and_lowers_the_rejected():
+    """By what a step does to the answers' own log-probs; NLL and NCA pull on the chosen alone where they must."""
+    wrong = []
+    for name, spec in PREFERENCES.items():
+        if spec.paired:
+            columns = pair(ref=[*CHOSEN_LP, *REJECTED_LP])
+            _, grad = trained(name, columns.with_token({"sum_pi_squared": torch.full((6,), 0.5, dtype=F64)}))
+            if not sum(grad[:4]) < 0 < sum(grad[4:]):
+                wrong.append((name, grad))
+    assert not wrong
+
+
+def test_wpo_weighs_a_pair_by_how_likely_the_policy_writes_it_also_with_ld():
+    """min(1, exp(mean of log pi - log sum pi^2, of both answers)), without a gradient of its own."""
+    pi2 = [0.9, 0.8, 0.9, 0.7, 0.6, 0.9]
+    each = [lp - math.log(s) for lp, s in zip([*CHOSEN_LP, *REJECTED_LP], pi2)]
+    weight = math.exp(sum(each[:4]) / 4 + sum(each[4:]) / 2)
+    assert weight < 1
+    for options in ({}, {"ld_alpha": 0.25}):
+        columns = pair(ref=REF).with_token({"sum_pi_squared": torch.tensor(pi2, dtype=F64)})
+        loss, grad = trained("wpo", columns, **options)
+        plain, pull = trained("dpo", pair(ref=REF), **options)
+        assert loss == pytest.approx(weight * plain) and grad == pytest.approx([weight * g for g in pull])
+    sure = pair(ref=REF).with_token({"sum_pi_squared": torch.full((6,), 1e-3, dtype=F64)})
+    assert trained("wpo", sure)[0] == pytest.approx(trained("dpo", pair(ref=REF))[0]), "never above 1"

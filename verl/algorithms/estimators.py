@@ -91,7 +91,7 @@ def grpo(
     return {"advantages": _broadcast(columns, _normalized(_Groups(columns), scale, leave_one_out))}
 
 
-def _normalized(g: _Groups, scale: str = "group", leave_one_out: bool = False) -> Tensor:
+def _normalized(g: _Groups, scale: str = "group", leave_one_out: bool = False, eps: float = EPS) -> Tensor:
     """[S] GRPO's centred and scaled scores; 0 for the unusable, for groups of one and for groups without variance."""
     others = (g.size - 1).clamp(min=1)
     centred = g.centred * g.size / others if leave_one_out else g.centred
@@ -105,17 +105,23 @@ def _normalized(g: _Groups, scale: str = "group", leave_one_out: bool = False) -
     around = torch.where(g.usable, g.s - g.mean, 0.0) if leave_one_out else centred
     square = g.total(around**2)
     if not leave_one_out:
-        return centred / ((square / others).sqrt() + EPS)
+        return centred / ((square / others).sqrt() + eps)
     rest = square - around**2 * (g.size / others)
     std = (rest.clamp(min=0) / (g.size - 2).clamp(min=1)).sqrt()
     varied = (g.size > 2) & (std > FLAT * torch.maximum(g.mean.abs(), g.spread).clamp(min=1))
     return torch.where(varied, centred / (std + EPS), centred)
 
 
-def rloo(columns: Columns) -> Advantage:
-    """s - mean of the other members of the group (2402.14740)."""
-    g = _Groups(columns)
-    return {"advantages": _broadcast(columns, g.size / (g.size - 1).clamp(min=1) * g.centred)}
+def rloo(columns: Columns, *, reward_clip: Sequence[float] = (), normalize_advantages: bool = False) -> Advantage:
+    """s - mean of the other members of the group (2402.14740). reward_clip: (low, high) of the score, before any KL in
+    the reward · normalize_advantages: whitened over sequences (both as in TRL)."""
+    s = columns.sum(columns["rewards"].double())
+    if reward_clip:
+        score = columns.sequence["score"].double()
+        s = s + score.clamp(reward_clip[0], reward_clip[1]) - score
+    g = _Groups(columns, s)
+    a = g.size / (g.size - 1).clamp(min=1) * g.centred
+    return {"advantages": _broadcast(columns, whiten(a, g.usable) if normalize_advantages else a)}
 
 
 class _Grid:
@@ -250,15 +256,22 @@ def pass_at_k(columns: Columns, *, normalize_by_std: bool = True) -> Advantage:
 
 
 def gdpo(
-    columns: Columns, *, reward_components: Sequence[str], reward_weights: Sequence[float] | None = None
+    columns: Columns,
+    *,
+    reward_components: Sequence[str],
+    reward_weights: Sequence[float] | None = None,
+    epsilon: float = EPS,
 ) -> Advantage:
-    """Each named reward component normalised in its group, their weighted sum whitened over sequences (2601.05242). A
-    NaN component is in no statistic of that component and adds 0. Sequences without any signal get exactly 0."""
-    total, usable = summed_components(columns, reward_components, reward_weights)
+    """Each named reward component normalised in its group (`epsilon` beside its deviation), their weighted sum whitened
+    over sequences (2601.05242). A NaN component is in no statistic of that component and adds 0. Sequences without any
+    signal get exactly 0."""
+    total, usable = summed_components(columns, reward_components, reward_weights, epsilon)
     return {"advantages": _broadcast(columns, torch.where(total == 0, total, whiten(total, usable)))}
 
 
-def summed_components(columns: Columns, names: Sequence[str], weights: Sequence[float] | None) -> tuple[Tensor, Tensor]:
+def summed_components(
+    columns: Columns, names: Sequence[str], weights: Sequence[float] | None, epsilon: float = EPS
+) -> tuple[Tensor, Tensor]:
     """([S] weighted sum of the normalised components, [S] which sequences are usable)."""
     have = sorted(n.removeprefix("component/") for n in columns.sequence if n.startswith("component/"))
     if missing := [n for n in names if n not in have]:
@@ -266,7 +279,8 @@ def summed_components(columns: Columns, names: Sequence[str], weights: Sequence[
         raise ValueError(f"algorithm.options.reward_components: {said}")
     total = torch.zeros(columns.num_sequences, dtype=torch.float64)
     for name, weight in zip(names, weights or [1.0] * len(names), strict=True):
-        total += weight * _normalized(_Groups(columns, columns.sequence[f"component/{name}"].double()))
+        one = _Groups(columns, columns.sequence[f"component/{name}"].double())
+        total += weight * _normalized(one, eps=epsilon)
     return total, columns.sequence["valid"] & (columns.counts() > 0)
 
 

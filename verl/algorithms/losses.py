@@ -179,14 +179,18 @@ def clip_cov(
     return TermValue(torch.where(chosen, 0.0, loss), _clip_metrics(d, chosen))
 
 
-def dppo_tv(columns: Columns, *, clip_low: float = 0.15, clip_high: float = 0.15, ratio_max: float = 20.0) -> TermValue:
+def dppo_tv(
+    columns: Columns, *, clip_low: float = 0.15, clip_high: float = 0.15, ratio_max: float | None = 20.0
+) -> TermValue:
     """-A sg(min(r, cap)) log pi where |pi - pi_old| is within bounds, on the side that moves away (2602.04879)."""
     a, d, _ = _ratio(columns)
     p, old = _probabilities(columns)
     return _gated(columns, a, d, torch.where(a > 0, p - old <= clip_high, p - old >= -clip_low), ratio_max)
 
 
-def dppo_kl(columns: Columns, *, clip_low: float = 0.05, clip_high: float = 0.05, ratio_max: float = 20.0) -> TermValue:
+def dppo_kl(
+    columns: Columns, *, clip_low: float = 0.05, clip_high: float = 0.05, ratio_max: float | None = 20.0
+) -> TermValue:
     """As `dppo_tv`, by the binary KL of pi_old to pi (token against the rest)."""
     a, d, _ = _ratio(columns)
     p, old = _probabilities(columns)
@@ -201,15 +205,17 @@ def _probabilities(columns: Columns) -> tuple[Tensor, Tensor]:
     return lp.exp(), old_logprobs(columns).to(lp.dtype).exp()
 
 
-def _gated(columns: Columns, a: Tensor, d: Tensor, valid: Tensor, ratio_max: float) -> TermValue:
-    loss = torch.where(valid, -a * d.detach().exp().clamp(max=ratio_max) * columns["logprobs"], 0.0)
+def _gated(columns: Columns, a: Tensor, d: Tensor, valid: Tensor, ratio_max: float | None) -> TermValue:
+    ratio = d.detach().exp()
+    capped = ratio if ratio_max is None else ratio.clamp(max=ratio_max)
+    loss = torch.where(valid, -a * capped * columns["logprobs"], 0.0)
     return TermValue(loss, _clip_metrics(d, ~valid))
 
 
-def dro(columns: Columns, *, beta: float = 0.1) -> TermValue:
-    """-(A log pi - beta / 2 d^2) (DRO)."""
+def dro(columns: Columns, *, dro_beta: float = 0.1) -> TermValue:
+    """-(A log pi - dro_beta / 2 d^2) (DRO, 2405.19107)."""
     a, d, _ = _ratio(columns)
-    return TermValue(-(a * columns["logprobs"] - 0.5 * beta * d * d), {"ppo_kl": (-d.detach(), "mean")})
+    return TermValue(-(a * columns["logprobs"] - 0.5 * dro_beta * d * d), {"ppo_kl": (-d.detach(), "mean")})
 
 
 def off_policy_sequence_mask(columns: Columns, *, inner: Callable[[Columns], TermValue], delta: float) -> TermValue:

@@ -47,23 +47,22 @@ class Pairs:
 
 def dpo(p: Pairs, *, beta: float, label_smoothing: float = 0.0, average: bool = False) -> Tensor:
     """-log sigmoid(beta h) (2305.18290); label_smoothing: cDPO; average: h of log-ratios per token."""
-    h = _difference(p, average)
-    return -(1 - label_smoothing) * F.logsigmoid(beta * h) - label_smoothing * F.logsigmoid(-beta * h)
+    return _smoothed(beta * _difference(p, average), label_smoothing)
 
 
-def robust(p: Pairs, *, beta: float, label_smoothing: float = 0.1) -> Tensor:
+def robust(p: Pairs, *, beta: float, label_smoothing: float = 0.1, average: bool = False) -> Tensor:
     """Unbiased under labels flipped with probability `label_smoothing` (2403.00409)."""
     if not 0 <= label_smoothing < 0.5:
         need = "robust DPO needs 0 <= label_smoothing < 0.5"
         raise ValueError(f"preference.options.label_smoothing={label_smoothing}: {need}")
-    h = _difference(p, False)
+    h = _difference(p, average)
     wrong = label_smoothing * F.logsigmoid(-beta * h)
     return (-(1 - label_smoothing) * F.logsigmoid(beta * h) + wrong) / (1 - 2 * label_smoothing)
 
 
-def hinge(p: Pairs, *, beta: float) -> Tensor:
+def hinge(p: Pairs, *, beta: float, average: bool = False) -> Tensor:
     """relu(1 - beta h) (SLiC, 2305.10425)."""
-    return torch.relu(1 - beta * _difference(p, False))
+    return torch.relu(1 - beta * _difference(p, average))
 
 
 def ipo(p: Pairs, *, beta: float, average: bool = True) -> Tensor:
@@ -77,17 +76,37 @@ def apo_zero(p: Pairs, *, beta: float) -> Tensor:
     return 1 - torch.sigmoid(beta * chosen) + torch.sigmoid(beta * rejected)
 
 
-def rpo(p: Pairs, *, beta: float, alpha: float = 1.0, normalization: str = "sequence") -> Tensor:
+def sppo(p: Pairs, *, beta: float) -> Tensor:
+    """(log-ratio_w - 1 / 2 beta)^2 + (log-ratio_l + 1 / 2 beta)^2 (SPPO with sure preferences, 2405.00675)."""
+    chosen, rejected = p.log_ratios
+    return (chosen - 0.5 / beta) ** 2 + (rejected + 0.5 / beta) ** 2
+
+
+def nca(p: Pairs, *, beta: float) -> Tensor:
+    """-log sigmoid(r_w) - (log sigmoid(-r_w) + log sigmoid(-r_l)) / 2, r = beta log-ratio (NCA, 2402.05369)."""
+    chosen, rejected = (beta * x for x in p.log_ratios)
+    return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
+
+
+def rpo(
+    p: Pairs,
+    *,
+    beta: float,
+    alpha: float = 1.0,
+    normalization: str = "sequence",
+    label_smoothing: float = 0.0,
+    average: bool = False,
+) -> Tensor:
     """DPO + alpha NLL of the chosen (Iterative RPO, 2404.19733), by its own length | that of all | not (sum)."""
-    return dpo(p, beta=beta) + alpha * _nll(p, normalization)
+    return dpo(p, beta=beta, label_smoothing=label_smoothing, average=average) + alpha * _nll(p, normalization)
 
 
-def rpo_gap(p: Pairs, *, beta: float, eta: float = 1.0, distance: str = "sq") -> Tensor:
+def rpo_gap(p: Pairs, *, beta: float, eta: float = 1.0, distance: str = "sq", average: bool = False) -> Tensor:
     """Reward-aware (Nemotron-4, 2502.00203): distance of beta h from eta (r_w - r_l); squares or Bernoulli KLs."""
     if p.gap is None:
         need = "rows need chosen_score and rejected_score (or margin)"
         raise ValueError(f"this loss reads the answers' true rewards: {need}")
-    d, s = beta * _difference(p, False), eta * p.gap
+    d, s = beta * _difference(p, average), eta * p.gap
     if distance == "sq":
         return (d - s) ** 2
     first, second = (s, d) if distance == "bwd_kl" else (d, s)
@@ -107,14 +126,16 @@ def orpo(p: Pairs, *, beta: float) -> Tensor:
     return -chosen + odds_ratio(chosen, rejected, beta=beta)
 
 
-def simpo(p: Pairs, *, beta: float, gamma: float = 1.0) -> Tensor:
-    """-log sigmoid(beta (P_w/|w| - P_l/|l|) - gamma) (2405.14734); no reference."""
-    return -F.logsigmoid(beta * _difference(p, True) - gamma)
+def simpo(p: Pairs, *, beta: float, gamma: float = 1.0, label_smoothing: float = 0.0) -> Tensor:
+    """-log sigmoid(beta (P_w/|w| - P_l/|l|) - gamma) (2405.14734); no reference; label_smoothing: as in cDPO."""
+    return _smoothed(beta * _difference(p, True) - gamma, label_smoothing)
 
 
-def cpo(p: Pairs, *, beta: float, alpha: float = 1.0) -> Tensor:
+def cpo(
+    p: Pairs, *, beta: float, alpha: float = 1.0, normalization: str = "sequence", label_smoothing: float = 0.0
+) -> Tensor:
     """-log sigmoid(beta (P_w - P_l)) + alpha NLL of the chosen (2401.08417); no reference."""
-    return -F.logsigmoid(beta * (p.chosen - p.rejected)) + alpha * _nll(p, "sequence")
+    return _smoothed(beta * (p.chosen - p.rejected), label_smoothing) + alpha * _nll(p, normalization)
 
 
 def kto(
@@ -139,6 +160,10 @@ def bradley_terry(
     """-log sigmoid(r_w - r_l - margin) + center (r_w + r_l)^2 per pair [n] (2204.05862, 2307.09288, 2312.09244)."""
     gap = chosen - rejected if margin is None else chosen - rejected - margin
     return -F.logsigmoid(gap) + center_coef * (chosen + rejected) ** 2
+
+
+def _smoothed(x: Tensor, label_smoothing: float) -> Tensor:
+    return -(1 - label_smoothing) * F.logsigmoid(x) - label_smoothing * F.logsigmoid(-x)
 
 
 def _difference(p: Pairs, average: bool) -> Tensor:
@@ -174,13 +199,14 @@ def preference_terms(
             hint = did_you_mean(key, list(spec.options)) or f"; it has {', '.join(spec.options) or 'none'}"
             raise ValueError(f"preference.options.{key}: {name} has no such option{hint}")
     settings = {**spec.options, **(options or {})}
-    ld_alpha = settings.pop("ld_alpha", None)
+    ld_alpha, wpo = settings.pop("ld_alpha", None), bool(settings.pop("wpo", False))
     strength = spec.beta if beta is None else beta
     loss = partial(function(spec.fn, "preference.loss"), beta=strength, **settings, **spec.fixed)
-    paired = partial(_pair_term, loss=loss, beta=strength, ld_alpha=ld_alpha)
+    paired = partial(_pair_term, loss=loss, beta=strength, ld_alpha=ld_alpha, wpo=wpo)
     fn = paired if spec.paired else partial(_kto_term, loss=loss)
     inputs = ("side", "pair", *(("ref_logprobs",) if spec.reference else ()), *(("gap",) if spec.needs_gap else ()))
-    return (Term(name="loss", fn=fn, inputs=inputs, **_WHOLE),)
+    outputs = ("logprobs", "sum_pi_squared") if wpo else ("logprobs",)
+    return (Term(name="loss", fn=fn, outputs=outputs, inputs=inputs, **_WHOLE),)
 
 
 def reward_terms(*, center_coef: float = 0.0, margin: bool = False) -> tuple[Term, ...]:
@@ -215,7 +241,9 @@ def _pair_metrics(columns: Columns, at: Tensor, found: Mapping[str, Tensor]) -> 
     return {n: (_spread(columns, at, v.detach().to(torch.float64)), "mean") for n, v in found.items()}
 
 
-def _pair_term(columns: Columns, *, loss: Callable[[Pairs], Tensor], beta: float, ld_alpha: float | None) -> TermValue:
+def _pair_term(
+    columns: Columns, *, loss: Callable[[Pairs], Tensor], beta: float, ld_alpha: float | None, wpo: bool = False
+) -> TermValue:
     w, l = _places(columns)  # noqa: E741
     counts = columns.counts().double()
     shares = torch.ones_like(columns["logprobs"])
@@ -231,7 +259,12 @@ def _pair_term(columns: Columns, *, loss: Callable[[Pairs], Tensor], beta: float
     chosen, rejected = pairs.log_ratios if against else pairs.mean_log_ratios
     metrics = {"rewards/chosen": beta * chosen, "rewards/rejected": beta * rejected}
     metrics |= {"rewards/margins": beta * (chosen - rejected), "rewards/accuracies": (chosen > rejected).double()}
-    return TermValue(_spread(columns, w, loss(pairs)), _pair_metrics(columns, w, metrics))
+    values = loss(pairs)
+    if wpo:  # how likely the policy is to write such answers itself (WPO, 2406.11827, equation 2)
+        likely = columns.mean(columns["logprobs"].detach() - columns["sum_pi_squared"].detach().log())
+        metrics["wpo_weight"] = (likely[w] + likely[l]).exp().clamp(max=1)
+        values = values * metrics["wpo_weight"]
+    return TermValue(_spread(columns, w, values), _pair_metrics(columns, w, metrics))
 
 
 def _position(columns: Columns) -> Tensor:

@@ -131,6 +131,7 @@ SWITCHED: Mapping[str, Spec] = {
 
 _A, _L = "verl.algorithms.estimators:", "verl.algorithms.losses:"
 GRPO, GAE, PPO_CLIP, REINFORCE = specs.GRPO(), specs.GAE(lam=0.95), PPOClip(), specs.LossSpec(_L + "reinforce")
+_DPPO_KL = specs.DPPO(fn=_L + "dppo_kl", clip_low=0.05, clip_high=0.05)
 LOSSES: Mapping[str, specs.LossSpec] = {
     "ppo_clip": PPO_CLIP,
     "gspo": Clipped(_L + "gspo"),
@@ -140,6 +141,9 @@ LOSSES: Mapping[str, specs.LossSpec] = {
     "sapo": specs.SAPO(),
     "kl_cov": specs.KLCov(),
     "clip_cov": specs.ClipCov(),
+    "dppo_tv": specs.DPPO(),
+    "dppo_kl": _DPPO_KL,
+    "dro": specs.DRO(),
     "reinforce": REINFORCE,
 }
 """What `algorithm.loss=NAME` may name, at the usual settings."""
@@ -156,7 +160,7 @@ _GREEDY_BASELINE = specs.GroupSpec(least=1, baselines=1, baseline_sampling=specs
 _ENTROPY = "The entropy mechanism, 2505.22617"
 _RFPP, _RFPP_BASELINE = specs.Discounted(_A + "reinforce_plus_plus"), EstimatorSpec(_A + "reinforce_plus_plus_baseline")
 _K2 = KLLoss(coef=0.001, form="k2")
-_RLOO = EstimatorSpec(_A + "rloo")
+_RLOO = specs.RLOO()
 _GMPO_CLIP: Mapping[str, Any] = {"clip_low": 0.4, "clip_high": 0.4}
 _GMPO = Clipped(_L + "gmpo", corrected="geometric", aggregation="seq-mean-token-mean", **_GMPO_CLIP)
 _OTB = EstimatorSpec(_A + "otb", inputs=("old_logprobs", "sum_pi_squared"), optional=("is_weights",))
@@ -182,6 +186,9 @@ _TABLE = (
     Preset("gmpo", "GMPO, 2507.20673", GRPO, _GMPO),
     Preset("kl_cov", _ENTROPY, GRPO, specs.KLCov()),
     Preset("clip_cov", _ENTROPY, GRPO, specs.ClipCov()),
+    Preset("dppo_tv", "DPPO, total variation, 2602.04879", GRPO, specs.DPPO()),
+    Preset("dppo_kl", "DPPO, binary KL, 2602.04879", GRPO, _DPPO_KL),
+    Preset("dro", "DRO, 2405.19107, the group's mean as its value", specs.GRPO(normalize_by_std=False), specs.DRO()),
     Preset("gdpo", "GDPO, 2601.05242", specs.GDPO(), _BY_SEQUENCE),
     Preset("gpg", "GPG, 2504.02546", EstimatorSpec(_A + "gpg"), REINFORCE),
     Preset("opo", "OPO, 2505.23585", EstimatorSpec(_A + "opo"), PPO_CLIP),
@@ -201,25 +208,34 @@ _TABLE = (
 PRESETS: Mapping[str, Preset] = {preset.name: preset for preset in _TABLE}
 
 _P, _NEMOTRON = "verl.algorithms.preference:", "reward-aware RPO, 2502.00203"
-_GAP: Mapping[str, Any] = {"needs_gap": True, "options": {"eta": 1.0}}
-_DPO = {"label_smoothing": 0.0, "average": False, "ld_alpha": None}
+_AVERAGE, _PAIRS = {"average": False}, {"ld_alpha": None, "wpo": False}
+_GAP: Mapping[str, Any] = {"needs_gap": True, "options": {"eta": 1.0, **_AVERAGE, **_PAIRS}}
+_DPO = {"label_smoothing": 0.0, **_AVERAGE, **_PAIRS}
+_NLL = {"alpha": 1.0, "normalization": "sequence", "label_smoothing": 0.0}
 _KTO = {"desirable_weight": 1.0, "undesirable_weight": 1.0}
 PREFERENCES: Mapping[str, PreferenceSpec] = {
     "dpo": PreferenceSpec("DPO, 2305.18290", _P + "dpo", _DPO),
-    "cdpo": PreferenceSpec("cDPO, Mitchell 2023", _P + "dpo", {"label_smoothing": 0.1}),
-    "dpo_norm": PreferenceSpec("length-normalised DPO (Tulu 3, 2411.15124)", _P + "dpo", {"average": True}, beta=5.0),
-    "ld_dpo": PreferenceSpec("LD-DPO, 2409.06411", _P + "dpo", {"ld_alpha": 0.5}),
-    "robust": PreferenceSpec("robust DPO, 2403.00409", _P + "robust", {"label_smoothing": 0.1}),
-    "hinge": PreferenceSpec("SLiC, 2305.10425", _P + "hinge"),
-    "ipo": PreferenceSpec("IPO, 2310.12036", _P + "ipo", {"average": True}),
-    "apo_zero": PreferenceSpec("APO, 2408.06266", _P + "apo_zero"),
-    "rpo": PreferenceSpec("Iterative RPO, 2404.19733", _P + "rpo", {"alpha": 1.0, "normalization": "sequence"}),
+    "cdpo": PreferenceSpec("cDPO, Mitchell 2023", _P + "dpo", {**_DPO, "label_smoothing": 0.1}),
+    "dpo_norm": PreferenceSpec(
+        "length-normalised DPO (Tulu 3, 2411.15124)", _P + "dpo", {**_DPO, "average": True}, beta=5.0
+    ),
+    "ld_dpo": PreferenceSpec("LD-DPO, 2409.06411", _P + "dpo", {**_DPO, "ld_alpha": 0.5}),
+    "wpo": PreferenceSpec("WPO, 2406.11827", _P + "dpo", {**_DPO, "wpo": True}),
+    "robust": PreferenceSpec("robust DPO, 2403.00409", _P + "robust", {**_DPO, "label_smoothing": 0.1}),
+    "hinge": PreferenceSpec("SLiC, 2305.10425", _P + "hinge", {**_AVERAGE, **_PAIRS}),
+    "ipo": PreferenceSpec("IPO, 2310.12036", _P + "ipo", {"average": True, **_PAIRS}),
+    "apo_zero": PreferenceSpec("APO, 2408.06266", _P + "apo_zero", _PAIRS),
+    "sppo": PreferenceSpec("SPPO, 2405.00675", _P + "sppo", _PAIRS),
+    "nca": PreferenceSpec("NCA, 2402.05369", _P + "nca", _PAIRS),
+    "rpo": PreferenceSpec("Iterative RPO, 2404.19733", _P + "rpo", {**_NLL, **_AVERAGE, **_PAIRS}),
     "rpo_sq": PreferenceSpec(_NEMOTRON, _P + "rpo_gap", fixed={"distance": "sq"}, **_GAP),
     "rpo_bwd_kl": PreferenceSpec(_NEMOTRON, _P + "rpo_gap", fixed={"distance": "bwd_kl"}, **_GAP),
     "rpo_fwd_kl": PreferenceSpec(_NEMOTRON, _P + "rpo_gap", fixed={"distance": "fwd_kl"}, **_GAP),
     "orpo": PreferenceSpec("ORPO, 2403.07691", _P + "orpo", reference=False),
-    "simpo": PreferenceSpec("SimPO, 2405.14734", _P + "simpo", {"gamma": 1.0}, beta=2.0, reference=False),
-    "cpo": PreferenceSpec("CPO, 2401.08417", _P + "cpo", {"alpha": 1.0}, reference=False),
+    "simpo": PreferenceSpec(
+        "SimPO, 2405.14734", _P + "simpo", {"gamma": 1.0, "label_smoothing": 0.0}, beta=2.0, reference=False
+    ),
+    "cpo": PreferenceSpec("CPO, 2401.08417", _P + "cpo", _NLL, reference=False),
     "kto": PreferenceSpec("KTO, 2402.01306", _P + "kto", _KTO, paired=False),
 }
 """What `preference.loss=NAME` may name."""

@@ -177,6 +177,18 @@ class GRPO(Grouped):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RLOO(EstimatorSpec):
+    fn: str = "verl.algorithms.estimators:rloo"
+    reward_clip: tuple[float, ...] = knob((), option=True)
+    normalize_advantages: bool = knob(False, option=True)
+
+    def faults(self) -> Iterator[str]:
+        yield from Spec.faults(self)
+        if self.reward_clip and (len(self.reward_clip) != 2 or self.reward_clip[0] >= self.reward_clip[-1]):
+            yield f"algorithm.options.reward_clip={list(self.reward_clip)}: write [low,high], e.g. [-10,10]"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Discounted(EstimatorSpec):
     gamma: float = knob(1.0, least=0, most=1)
 
@@ -195,6 +207,7 @@ class GDPO(EstimatorSpec):
     fn: str = "verl.algorithms.estimators:gdpo"
     reward_components: tuple[str, ...] = knob((), option=True)
     reward_weights: tuple[float, ...] | None = knob(None, option=True)
+    epsilon: float = knob(1e-6, option=True, above=0)
 
     def faults(self) -> Iterator[str]:
         yield from Spec.faults(self)
@@ -241,6 +254,20 @@ class PPOClip(Clipped):
         None, above=1, advice="; dual clip needs a bound above 1 (verl: 3.0), or null for none"
     )
     ratio_max: float | None = knob(None, option=True, above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPPO(Clipped):
+    fn: str = "verl.algorithms.losses:dppo_tv"
+    clip_low: float = knob(0.15, least=0)
+    clip_high: float = knob(0.15, least=0)
+    ratio_max: float | None = knob(20.0, option=True, above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DRO(LossSpec):
+    fn: str = "verl.algorithms.losses:dro"
+    dro_beta: float = knob(0.1, option=True, least=0)
 
 
 @dataclass(frozen=True, kw_only=True)
