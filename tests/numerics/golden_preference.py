@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ import torch
 from torch import Tensor
 
 from verl.algorithms import preference as pref
-from verl.algorithms.preference import Pairs
+from verl.batch import Columns
+from verl.objective import Term
 
 Case = Mapping[str, Any]
 
@@ -29,123 +31,119 @@ def _token_logprobs(logits: Tensor, ids: np.ndarray) -> Tensor:
     return lp.gather(-1, fixed(ids).long()[:, 1:, None])[..., 0]
 
 
-def _trl_pairs(case: Case, logits: Tensor, ld_alpha: float | None) -> Pairs:
-    mask = fixed(case["in_completion_mask"])[:, 1:] > 0
-    lp, ref = (
-        _token_logprobs(logits, case["in_input_ids"]),
-        _token_logprobs(fixed(case["in_ref_logits"]), case["in_input_ids"]),
-    )
-    n = len(mask) // 2
-    counts = mask.sum(1).double()
+def _columns(mask: np.ndarray, side: np.ndarray, pair: np.ndarray, **token: Any) -> Columns:
+    """All places of [rows, T] arrays as tokens of one sequence per row; side and pair are one number per row."""
+    rows, width = mask.shape
+    spread = {"side": np.repeat(side, width), "pair": np.repeat(pair, width)}
+    flat = {n: x.reshape(-1) if isinstance(x, Tensor) else fixed(x).reshape(-1) for n, x in {**token, **spread}.items()}
+    row = torch.arange(rows).repeat_interleave(width)
+    keep = torch.from_numpy(np.asarray(mask).reshape(-1) > 0)
+    return Columns(token=flat, sequence={}, sequence_of=row, num_sequences=rows, mask=keep)
 
-    def total(x: Tensor) -> Tensor:
-        if ld_alpha is None:
-            return torch.where(mask, x, 0.0).sum(1)
-        shared = torch.minimum(counts[:n], counts[n:]).repeat(2)
-        front = torch.cumsum(mask.double(), 1) <= shared[:, None]
-        return torch.where(mask, torch.where(front, x, ld_alpha * x), 0.0).sum(1)
 
-    policy, reference = total(lp), total(ref)
-    return Pairs(
-        chosen=policy[:n],
-        rejected=policy[n:],
-        ref_chosen=reference[:n],
-        ref_rejected=reference[n:],
-        chosen_tokens=counts[:n],
-        rejected_tokens=counts[n:],
-    )
+def _loss(columns: Columns, name: str, beta: float, **options: Any) -> Tensor:
+    """What the product trains for `preference.loss=name`: the mean over the present sequences of the term's values."""
+    [term] = pref.preference_terms(name, beta=beta, options=options)
+    assert {*term.inputs, *term.outputs} <= set(columns.token), (name, term.inputs)
+    needed = {n: c for n, c in columns.token.items() if n in (*term.inputs, *term.outputs)}
+    return _mean(replace(columns, token=needed), term)
+
+
+def _mean(columns: Columns, term: Term) -> Tensor:
+    return term.fn(columns.cleaned()).values.sum() / (columns.counts() > 0).sum()
+
+
+def _sides(rows: int, *, alternate: bool) -> tuple[np.ndarray, np.ndarray]:
+    """(side, pair) of rows that alternate chosen, rejected, or come as two halves."""
+    at, n = np.arange(rows), rows // 2
+    first, pair = (at % 2 == 0, at // 2) if alternate else (at < n, at % n)
+    return np.where(first, pref.CHOSEN, pref.REJECTED), pair
+
+
+TRL = {
+    "sigmoid": ("dpo", {}),
+    "sigmoid_norm": ("dpo", {"average": True}),
+    "ipo": ("ipo", {}),
+    "hinge": ("hinge", {}),
+    "robust": ("robust", {}),
+    "apo_zero": ("apo_zero", {}),
+    "sppo_hard": ("sppo", {}),
+    "nca_pair": ("nca", {}),
+}
 
 
 def trl_dpo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    logits = leaf(case["in_logits"])
-    pairs = _trl_pairs(case, logits, hp["ld_alpha"])
-    beta, smoothing = hp["beta"], hp["label_smoothing"]
-    forms = {
-        "sigmoid": lambda: pref.dpo(pairs, beta=beta, label_smoothing=smoothing),
-        "sigmoid_norm": lambda: pref.dpo(pairs, beta=beta, average=True),
-        "ipo": lambda: pref.ipo(pairs, beta=beta),
-        "hinge": lambda: pref.hinge(pairs, beta=beta),
-        "robust": lambda: pref.robust(pairs, beta=beta, label_smoothing=smoothing),
-        "apo_zero": lambda: pref.apo_zero(pairs, beta=beta),
-        "sft": lambda: pref.rpo(pairs, beta=beta, alpha=1.0, normalization="token") - pref.dpo(pairs, beta=beta),
-    }
-    loss = sum(w * forms[t]().mean() for t, w in zip(hp["loss_types"], hp["loss_weights"], strict=True))
+    logits, ids, beta = leaf(case["in_logits"]), case["in_input_ids"], hp["beta"]
+    mask = case["in_completion_mask"][:, 1:]
+    columns = _columns(
+        mask,
+        *_sides(len(mask), alternate=False),
+        logprobs=_token_logprobs(logits, ids),
+        ref_logprobs=_token_logprobs(fixed(case["in_ref_logits"]), ids),
+        sum_pi_squared=(torch.softmax(logits.detach()[:, :-1], -1) ** 2).sum(-1),
+    )
+    shared = {"ld_alpha": hp["ld_alpha"], "wpo": hp["use_weighting"]}
+    assert hp["f_divergence_type"] == "reverse_kl"
+
+    def one(kind: str) -> Tensor:
+        if kind == "sft":  # the NLL alone: RPO without its DPO
+            both = _loss(columns, "rpo", beta, alpha=1.0, normalization="token", **shared)
+            return both - _loss(columns, "dpo", beta, **shared)
+        name, options = TRL[kind]
+        smoothed = {"label_smoothing": hp["label_smoothing"]} if kind in ("sigmoid", "robust") else {}
+        return _loss(columns, name, beta, **options, **smoothed, **shared)
+
+    loss = sum(w * one(kind) for kind, w in zip(hp["loss_types"], hp["loss_weights"], strict=True))
     assert isinstance(loss, Tensor)
     (grad,) = torch.autograd.grad(loss, logits)
     return {"out_loss": loss.detach().numpy(), "grad_logits": grad.numpy()}
 
 
-def _sums(case: Case, gap: bool = False, keep: np.ndarray | None = None) -> tuple[Pairs, Tensor, Tensor]:
-    """Rows alternate chosen, rejected."""
-    lp, mask = leaf(case["in_log_prob"]), fixed(case["in_mask"]) > 0
-    total = lambda x: torch.where(mask, x, 0.0).sum(1)  # noqa: E731
-    p, q, n = total(lp), total(fixed(case["in_ref_log_prob"])), mask.sum(1).double()
-    w, l = (slice(0, None, 2), slice(1, None, 2)) if gap is False else _halves(len(p))  # noqa: E741
-    r = fixed(case["in_gt_rewards"]) if gap else None
-    return (
-        Pairs(
-            chosen=p[w],
-            rejected=p[l],
-            ref_chosen=q[w],
-            ref_rejected=q[l],
-            chosen_tokens=n[w],
-            rejected_tokens=n[l],
-            gap=None if r is None else r[w] - r[l],
-        ),
-        lp,
-        mask,
-    )
-
-
-def _halves(rows: int) -> tuple[slice, slice]:
-    return slice(0, rows // 2), slice(rows // 2, rows)
-
-
 def aligner(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    pairs, lp, _ = _sums(case, gap=True)
-    loss = pref.rpo_gap(
-        pairs, beta=hp["beta"], eta=hp["gt_reward_scale"], distance=hp["preference_loss"].removeprefix("rpo_")
-    ).mean()
+    lp, mask, r = leaf(case["in_log_prob"]), case["in_mask"], case["in_gt_rewards"]
+    side, pair = _sides(len(mask), alternate=False)
+    gap = np.tile(r[side > 0] - r[side < 0], 2)[:, None] + 0 * mask
+    columns = _columns(mask, side, pair, logprobs=lp, ref_logprobs=case["in_ref_log_prob"], gap=gap)
+    options = {"eta": hp["gt_reward_scale"], "average": hp["average_log_probs"]}
+    loss = _loss(columns, hp["preference_loss"], hp["beta"], **options)
     (grad,) = torch.autograd.grad(loss, lp)
     return {"out_loss": loss.detach().numpy(), "grad_log_prob": grad.numpy()}
 
 
 def nemo_dpo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    pairs, lp, _ = _sums(case)
-    beta = hp["reference_policy_kl_penalty"]
-    losses = hp["preference_loss_weight"] * pref.dpo(pairs, beta=beta)
-    losses = losses + hp["sft_loss_weight"] * (-pairs.chosen / pairs.chosen_tokens)
-    keep = fixed(case["in_sample_mask"])[::2]
-    loss = (losses * keep).sum() / keep.sum()
+    lp, mask = leaf(case["in_log_prob"]), case["in_mask"] * case["in_sample_mask"][:, None]
+    columns = _columns(mask, *_sides(len(mask), alternate=True), logprobs=lp, ref_logprobs=case["in_ref_log_prob"])
+    weight = hp["preference_loss_weight"]
+    options = {
+        "alpha": hp["sft_loss_weight"] / weight,
+        "normalization": "sequence" if hp["sft_average_log_probs"] else "sum",
+        "average": hp["preference_average_log_probs"],
+    }
+    loss = weight * _loss(columns, "rpo", hp["reference_policy_kl_penalty"], **options)
     (grad,) = torch.autograd.grad(loss, lp)
     return {"out_loss": loss.detach().numpy(), "grad_log_prob": grad.numpy()}
 
 
+def _of_sums(w: Tensor, l: Tensor, **token: Any) -> Columns:  # noqa: E741
+    """Answers of one token each, which carries the sum; chosen before rejected."""
+    rows = 2 * len(w)
+    return _columns(np.ones((rows, 1)), *_sides(rows, alternate=False), logprobs=torch.cat([w, l]), **token)
+
+
 def openrlhf_dpo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
     w, l = leaf(case["in_chosen_logps"]), leaf(case["in_rejected_logps"])  # noqa: E741
-    one = torch.ones_like(w)
-    pairs = Pairs(
-        chosen=w,
-        rejected=l,
-        ref_chosen=fixed(case["in_ref_chosen_logps"]),
-        ref_rejected=fixed(case["in_ref_rejected_logps"]),
-        chosen_tokens=one,
-        rejected_tokens=one,
-    )
-    form = (
-        pref.ipo(pairs, beta=hp["beta"], average=False)
-        if hp["ipo"]
-        else pref.dpo(pairs, beta=hp["beta"], label_smoothing=hp["label_smoothing"])
-    )
-    loss = form.mean()
+    ref = [fixed(case[f"in_ref_{side}_logps"]) for side in ("chosen", "rejected")]
+    columns = _of_sums(w, l, ref_logprobs=torch.cat(ref))
+    assert not (hp["ipo"] and hp["label_smoothing"])
+    options = {"average": False} if hp["ipo"] else {"label_smoothing": hp["label_smoothing"]}
+    loss = _loss(columns, "ipo" if hp["ipo"] else "dpo", hp["beta"], **options)
     gw, gl = torch.autograd.grad(loss, (w, l))
-    chosen, rejected = (hp["beta"] * x.detach().numpy() for x in pairs.log_ratios)
     return {
         "out_loss": loss.detach().numpy(),
         "grad_chosen_logps": gw.numpy(),
         "grad_rejected_logps": gl.numpy(),
-        "out_chosen_rewards": chosen,
-        "out_rejected_rewards": rejected,
+        "out_chosen_rewards": (hp["beta"] * (w - ref[0])).detach().numpy(),
+        "out_rejected_rewards": (hp["beta"] * (l - ref[1])).detach().numpy(),
     }
 
 
@@ -158,42 +156,46 @@ def orpo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 def cpo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
     w, l = leaf(case["in_chosen_logps"]), leaf(case["in_rejected_logps"])  # noqa: E741
-    zero, one = torch.zeros_like(w), torch.ones_like(w)
-    pairs = Pairs(chosen=w, rejected=l, ref_chosen=zero, ref_rejected=zero, chosen_tokens=one, rejected_tokens=one)
-    losses = (
-        pref.simpo(pairs, beta=hp["beta"], gamma=hp["simpo_gamma"])
-        if hp["loss_type"] == "simpo"
-        else pref.cpo(pairs, beta=hp["beta"], alpha=hp["alpha"])
-    )
-    gw, gl = torch.autograd.grad(losses.mean(), (w, l))
+    options = {"label_smoothing": hp["label_smoothing"]}
+    name = {"simpo": "simpo", "sigmoid": "cpo"}[hp["loss_type"]]
+    assert not hp["alpha"], "TRL adds its NLL outside of this function"
+    more = {"gamma": hp["simpo_gamma"]} if name == "simpo" else {"alpha": 0.0}
+    loss = _loss(_of_sums(w, l), name, hp["beta"], **options, **more)
+    each = [_loss(_of_sums(x[None], y[None]), name, hp["beta"], **options, **more) for x, y in zip(w, l)]
+    gw, gl = torch.autograd.grad(loss, (w, l))
     return {
-        "out_loss": losses.mean().detach().numpy(),
-        "out_losses": losses.detach().numpy(),
+        "out_loss": loss.detach().numpy(),
+        "out_losses": torch.stack(each).detach().numpy(),
         "grad_chosen": gw.numpy(),
         "grad_rejected": gl.numpy(),
     }
 
 
 def kto(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    logits = leaf(case["in_logits"])
-    mask = fixed(case["in_completion_mask"])[:, 1:] > 0
-    policy = torch.where(mask, _token_logprobs(logits, case["in_input_ids"]), 0.0).sum(1)
-    losses = pref.kto(
-        policy - fixed(case["in_ref_logps"]),
-        torch.from_numpy(np.asarray(case["in_label"]).astype(bool)),
-        fixed(case["in_kl_logps"]) - fixed(case["in_ref_kl_logps"]),
-        beta=hp["beta"],
-        desirable_weight=hp["desirable_weight"],
-        undesirable_weight=hp["undesirable_weight"],
-    )
-    (grad,) = torch.autograd.grad(losses.mean(), logits)
-    return {"out_loss": losses.mean().detach().numpy(), "grad_logits": grad.numpy()}
+    """Its rows, then one of one token for each mismatched answer, whose sums are given; so are the reference's."""
+    logits, mask = leaf(case["in_logits"]), case["in_completion_mask"][:, 1:]
+    rows, width = mask.shape
+    first = np.arange(width) == 0
+    mask = np.concatenate([mask, np.repeat(first[None], rows, 0)])
+    at = np.argmax(mask, 1)[:, None] == np.arange(width)  # where a row's sum stands
+    ref = np.concatenate([case["in_ref_logps"], case["in_ref_kl_logps"]])[:, None] * at
+    lp = torch.cat([_token_logprobs(logits, case["in_input_ids"]), fixed(case["in_kl_logps"][:, None] * at[rows:])])
+    label = np.where(np.asarray(case["in_label"]).astype(bool), pref.CHOSEN, pref.REJECTED)
+    side = np.concatenate([label, np.full(rows, pref.MISMATCHED)])
+    columns = _columns(mask, side, np.tile(np.arange(rows), 2), logprobs=lp, ref_logprobs=ref)
+    options = {n: hp[n] for n in ("desirable_weight", "undesirable_weight")}
+    loss = _loss(columns, "kto", hp["beta"], **options)
+    (grad,) = torch.autograd.grad(loss, logits)
+    return {"out_loss": loss.detach().numpy(), "grad_logits": grad.numpy()}
 
 
 def reward_model(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
     w, l = leaf(case["in_chosen_reward"]), leaf(case["in_rejected_reward"])  # noqa: E741
-    margin = fixed(case["in_margin"]) if hp["margin"] else None
-    loss = pref.bradley_terry(w, l, margin=margin, center_coef=hp.get("center_rewards_coefficient") or 0.0).mean()
+    margin = fixed(case["in_margin"]) if hp["margin"] else torch.zeros_like(w)
+    [term] = pref.reward_terms(center_coef=hp.get("center_rewards_coefficient") or 0.0, margin=hp["margin"])
+    rows = 2 * len(w)
+    values = {"values": torch.cat([w, l]), "gap": margin.repeat(2)}
+    loss = _mean(_columns(np.ones((rows, 1)), *_sides(rows, alternate=False), **values), term)
     gw, gl = torch.autograd.grad(loss, (w, l))
     return {"out_loss": loss.detach().numpy(), "grad_chosen": gw.numpy(), "grad_rejected": gl.numpy()}
 

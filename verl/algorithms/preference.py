@@ -25,7 +25,8 @@ CHOSEN, REJECTED, MISMATCHED = 1.0, -1.0, 0.0
 @dataclass(frozen=True, slots=True)
 class Pairs:
     """n pairs. chosen, rejected: log-probs of the answers [n], summed; ref_*: of the reference (0 where none is used);
-    *_tokens: lengths [n]; gap: true reward of the chosen minus the rejected [n], where the rows have one."""
+    *_tokens: lengths [n]; gap: true reward of the chosen minus the rejected [n], where the rows have one; whole: what
+    `chosen` is before LD-DPO shortens it, for an NLL."""
 
     chosen: Tensor
     rejected: Tensor
@@ -34,6 +35,7 @@ class Pairs:
     chosen_tokens: Tensor
     rejected_tokens: Tensor
     gap: Tensor | None = None
+    whole: Tensor | None = None
 
     @property
     def log_ratios(self) -> tuple[Tensor, Tensor]:
@@ -172,12 +174,13 @@ def _difference(p: Pairs, average: bool) -> Tensor:
 
 
 def _nll(p: Pairs, normalization: str) -> Tensor:
+    chosen = p.chosen if p.whole is None else p.whole
     if normalization == "sequence":
-        return -p.chosen / p.chosen_tokens.clamp(min=1)
+        return -chosen / p.chosen_tokens.clamp(min=1)
     if normalization == "token":  # the mean over pairs makes it the mean over all chosen tokens
-        return -p.chosen * len(p.chosen) / p.chosen_tokens.sum().clamp(min=1)
+        return -chosen * len(chosen) / p.chosen_tokens.sum().clamp(min=1)
     if normalization == "sum":
-        return -p.chosen
+        return -chosen
     raise ValueError(f"preference.options.normalization={normalization!r}: sequence | token | sum")
 
 
@@ -255,7 +258,7 @@ def _pair_term(
     against = "ref_logprobs" in columns
     ref = columns.sum(shares * columns["ref_logprobs"].to(policy.dtype)) if against else torch.zeros_like(policy)
     gap = _of_sequence(columns, "gap")[w].to(policy.dtype) if "gap" in columns else None
-    pairs = Pairs(policy[w], policy[l], ref[w], ref[l], counts[w], counts[l], gap)
+    pairs = Pairs(policy[w], policy[l], ref[w], ref[l], counts[w], counts[l], gap, columns.sum(columns["logprobs"])[w])
     chosen, rejected = pairs.log_ratios if against else pairs.mean_log_ratios
     metrics = {"rewards/chosen": beta * chosen, "rewards/rejected": beta * rejected}
     metrics |= {"rewards/margins": beta * (chosen - rejected), "rewards/accuracies": (chosen > rejected).double()}
