@@ -20,10 +20,13 @@ from verl.algorithms import estimators as adv
 from verl.algorithms import losses, weights
 from verl.algorithms.corrections import correct
 from verl.algorithms.filters import Correction, SampleFilter, reject_flat
-from verl.batch import Columns, segment_sum
+from verl.batch import Batch, Columns, pack, segment_sum
+from verl.driver.stages import SFT_TERMS
+from verl.model_engine.objective import evaluate_terms
 from verl.nn.linear_logprob import linear_logprob
 from verl.objective import Term, TermValue
 from verl.reward import shaping
+from verl.types import Sample, Segment
 
 Case = Mapping[str, Any]
 Adapter = Callable[[Case, Mapping[str, Any]], dict[str, Any]]
@@ -273,11 +276,36 @@ def trl_grpo_advantage(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarra
     return {"out_advantages": torch.where(a != 0, centred / (std + hp["eps"]), 0.0).numpy()}
 
 
-def _loss(columns: Columns, fn: Callable[[Columns], TermValue], weight: Tensor, leaf: Tensor) -> tuple[float, Tensor]:
-    value = fn(columns.cleaned())
-    loss = (weight * torch.where(columns.mask, value.values, 0.0)).sum()
+def _batch(columns: Columns) -> Batch:
+    """The same tokens as an engine's batch: one row per sequence."""
+    counts = torch.bincount(columns.sequence_of, minlength=columns.num_sequences).tolist()
+    rows = [
+        Sample(
+            sample_id=str(i),
+            trajectory_id=str(i),
+            group_id=str(i),
+            purpose="train",
+            segments=(
+                Segment(ids=np.zeros(1, np.int64), source="prompt"),
+                Segment(ids=np.arange(n), source="sampled", logprobs=np.zeros(n, np.float32), version=0),
+            ),
+        )
+        for i, n in enumerate(counts)
+    ]
+    return pack(rows, share_prefix=False).with_columns(columns.token)
+
+
+def _evaluated(
+    columns: Columns, terms: tuple[Term, ...], leaf: Tensor, scale: Tensor | float = 1.0, output: str = "logprobs"
+) -> tuple[float, Tensor, Mapping[str, float]]:
+    """(loss, gradient, metrics) of these terms by the engine's own reduction: its masks, its sum of weight x value."""
+    made = weights.term_weights(columns, terms)
+    scaled = {n: w * scale if n.startswith("w/") else w for n, w in made.items()}
+    stored = {n: c for n, c in columns.token.items() if n != output}
+    batch = _batch(replace(columns, token={**stored, **scaled}))
+    loss, found = evaluate_terms(terms, batch, {output: leaf})
     (grad,) = torch.autograd.grad(loss, leaf)
-    return float(loss.detach()), grad
+    return float(loss.detach()), grad, {n: m.value for n, m in found.items()}
 
 
 INPUTS = {
@@ -310,13 +338,7 @@ def _total(
     case: Case, columns: Columns, leaf: Tensor, parts: tuple[Term, ...], scale: Tensor | float = 1.0
 ) -> dict[str, Any]:
     """Loss, gradient and metrics of these terms, weighted as a role weighs them."""
-    weight = weights.term_weights(columns, parts)
-    loss, grad, measured = 0.0, torch.zeros_like(leaf), {}
-    for term in parts:
-        value, g = _loss(columns, term.fn, weight[f"w/{term.name}"] * scale, leaf)
-        loss, grad = loss + value, grad + g
-        for name, (values, _) in term.fn(columns.cleaned()).metrics.items():
-            measured[name] = float(values[columns.mask].mean())
+    loss, grad, measured = _evaluated(columns, parts, leaf, scale)
     out = {"out_loss": np.array(loss), "grad_log_prob": grad.numpy().reshape(case["in_log_prob"].shape)}
     theirs = case_metrics(case)
     out |= {f"metric:{name}": measured[ours] for name, ours in METRICS.items() if name in theirs and ours in measured}
@@ -476,15 +498,14 @@ def value_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
     mask = case["in_response_mask"]
     columns = columns_of(mask, {"old_values": case["in_values"], "returns": case["in_returns"]})
     leaf = torch.from_numpy(np.asarray(case["in_vpreds"], np.float64).reshape(-1)).requires_grad_()
-    columns = columns.with_token({"values": leaf})
-    weight = weights.weight_column(columns, hp["loss_agg_mode"]) * _share(columns, hp)
     fn = partial(losses.value_clip, clip=hp["cliprange_value"])
-    loss, grad = _loss(columns, fn, weight * hp.get("dp_size", 1), leaf)
-    clipped = fn(columns.cleaned()).metrics["vf_clipfrac"][0][columns.mask].mean()
+    term = Term(name="vf", fn=fn, outputs=("values",), aggregate=hp["loss_agg_mode"])
+    scale = _share(columns, hp) * hp.get("dp_size", 1)
+    loss, grad, found = _evaluated(columns, (term,), leaf, scale, "values")
     return {
         "out_loss": np.array(loss),
         "grad_vpreds": grad.numpy().reshape(mask.shape),
-        "metric:vf_clipfrac": float(clipped),
+        "metric:vf_clipfrac": found["vf_clipfrac"],
     }
 
 
@@ -592,12 +613,11 @@ def bypass(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
     spec = replace(_correction(settings), bypass=True)
     found = correct(columns.with_token({"old_logprobs": leaf.detach()}), spec)
     columns = columns.with_token({"old_logprobs": columns["rollout_logprobs"], "keep": found["keep"]})
-    columns = replace(columns, mask=columns.mask & found["keep"])
-    if settings["loss_type"] == "reinforce":
-        fn: Callable[[Columns], TermValue] = partial(losses.bypass_reinforce, correction=spec)
-    else:
-        fn = LOSSES["vanilla"](hp)
-    out = _total(case, columns, leaf, (Term(name="pg", fn=fn, aggregate=hp["loss_agg_mode"]),))
+    reinforce = settings["loss_type"] == "reinforce"
+    fn: Callable[[Columns], TermValue] = partial(losses.bypass_reinforce, correction=spec)
+    fn = fn if reinforce else LOSSES["vanilla"](hp)
+    term = Term(name="pg", fn=fn, aggregate=hp["loss_agg_mode"], sees_rejected=reinforce)
+    out = _total(case, columns, leaf, (term,))
     return {**out, **_rollout_metrics(case, found, spec)}
 
 
@@ -605,9 +625,10 @@ def agg_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
     mask = case["in_mask"]
     horizon = hp.get("loss_scale_factor") or mask.shape[1]
     leaf = torch.from_numpy(np.asarray(case["in_loss_mat"], np.float64).reshape(-1)).requires_grad_()
-    columns = columns_of(mask, {}).with_token({"logprobs": leaf})
-    weight = weights.weight_column(columns, hp["loss_agg_mode"], horizon_tokens=horizon) * _share(columns, hp)
-    loss, grad = _loss(columns, lambda c: TermValue(c["logprobs"]), weight * hp.get("dp_size", 1), leaf)
+    columns = columns_of(mask, {})
+    fn = lambda c: TermValue(c["logprobs"])  # noqa: E731
+    term = Term(name="x", fn=fn, aggregate=hp["loss_agg_mode"], horizon_tokens=horizon)
+    loss, grad, _ = _evaluated(columns, (term,), leaf, _share(columns, hp) * hp.get("dp_size", 1))
     out = {"out_loss": np.array(loss)}
     if "grad_loss_mat" in case:
         out["grad_loss_mat"] = grad.numpy().reshape(mask.shape)
@@ -704,9 +725,8 @@ def sft(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
             at += length
         mask, lp = mask[None], lp[None]
     leaf = torch.from_numpy(np.asarray(lp, np.float64).reshape(-1)).requires_grad_()
-    columns = columns_of(mask, {}).with_token({"logprobs": leaf})
-    weight = weights.weight_column(columns, "token-mean") * _share(columns, hp) * hp["dp_size"]
-    loss, grad = _loss(columns, losses.nll, weight, leaf)
+    columns = columns_of(mask, {})
+    loss, grad, _ = _evaluated(columns, SFT_TERMS, leaf, _share(columns, hp) * hp["dp_size"])
     return {"out_loss": np.array(loss), "grad_log_prob": grad.numpy().reshape(case["in_log_prob"].shape)}
 
 
@@ -755,9 +775,10 @@ def overlong_capped(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def nemo_stop_properly(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """A truncated answer's score times the coefficient, negative scores too; below 0 it is the score itself."""
+    """NeMo scales negative scores too, which raises them."""
     scores, coef = case["in_rewards"].astype(np.float64), hp["stop_properly_penalty_coef"]
-    return {"out_rewards": np.where(case["in_truncated"], coef if coef < 0 else scores * coef, scores)}
+    got = shaping.stop_properly(scores, case["in_truncated"].astype(bool), coef=coef, positive_only=False)
+    return {"out_rewards": got}
 
 
 CORE = "verl.trainer.ppo.core_algos."
