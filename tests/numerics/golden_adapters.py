@@ -208,8 +208,9 @@ def gdpo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
     components = torch.from_numpy(np.asarray(case["in_component_rewards"], np.float64))
     named = {f"component/{k}": components[:, k] for k in range(components.shape[1])}
     columns = columns_of(mask, {}, {**_no_groups(len(mask)), "group": labels(case["in_index"]), **named})
-    assert hp["epsilon"] == adv.EPS and hp["norm_adv_by_std_in_grpo"]
-    total, _ = adv.summed_components(columns, [n.removeprefix("component/") for n in named], hp["weights"])
+    assert hp["norm_adv_by_std_in_grpo"]
+    names = [n.removeprefix("component/") for n in named]
+    total, _ = adv.summed_components(columns, names, hp["weights"], hp["epsilon"])
     per_token = torch.where(columns.mask, total[columns.sequence_of], 0.0)
     white = adv.whiten(per_token, columns.mask)  # verl whitens over tokens: long answers weigh more
     return {"out_advantages": white.numpy().reshape(mask.shape)}
@@ -238,7 +239,6 @@ def nemo_grpo_loo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 
 def trl_rloo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    assert not hp["normalize_advantages"] and hp["reward_clip_range"] is None
     mask = case["in_response_mask"]
     score = torch.from_numpy(np.asarray(case["in_rewards"], np.float64))
     sequence = {**_no_groups(len(mask)), "group": torch.arange(len(mask)) // hp["num_generations"], "score": score}
@@ -247,7 +247,12 @@ def trl_rloo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
     )
     penalty, _ = losses.kl_penalty(columns, coef=hp["beta"], form="k1")
     columns = columns.with_token({"rewards": adv.token_rewards(columns, penalty)})
-    return {"out_advantages": columns.mean(adv.rloo(columns)["advantages"]).numpy()}
+    a = columns.mean(adv.rloo(columns, reward_clip=hp["reward_clip_range"] or ())["advantages"])
+    if hp["normalize_advantages"]:  # TRL adds another number to the deviation
+        options = {"reward_clip": hp["reward_clip_range"] or (), "normalize_advantages": True}
+        white = columns.mean(adv.rloo(columns, **options)["advantages"])
+        a = white * (a.var() + 1e-8).sqrt() / (a.std() + 1e-4)
+    return {"out_advantages": a.numpy()}
 
 
 def pf_ppo(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
@@ -387,7 +392,7 @@ def policy_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
         name="pg",
         aggregate=aggregate,
         horizon_tokens=info.get("loss_scale_factor"),
-        corrected="token",
+        corrected="geometric" if hp["loss_mode"] == "geo_mean" else "token",
         fn=LOSSES[hp["loss_mode"]](hp),
     )
     scale = info.get("dp_size", 1)
@@ -398,19 +403,37 @@ def policy_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
     return {n: x for n, x in out.items() if not (n.startswith("metric:") and hp["loss_mode"] in ("geo_mean", "kl_cov"))}
 
 
+TRL_AGGREGATIONS = {
+    "grpo": "seq-mean-token-mean",
+    "sapo": "seq-mean-token-mean",
+    "dr_grpo": "seq-mean-token-sum-norm",
+    "dapo": "token-mean",
+}
+
+
 def trl_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
-    assert hp["importance_sampling_level"] == "token" and hp["vllm_is_cap"] is None
-    mode = {"grpo": "seq-mean-token-mean", "dr_grpo": "seq-mean-token-sum-norm"}.get(hp["loss_type"], "token-mean")
+    mode = TRL_AGGREGATIONS.get(hp["loss_type"], "token-mean")
     columns, leaf = _policy_columns(case)
+    if hp["vllm_is_cap"] is not None:
+        capped = Correction(form="truncate", high=hp["vllm_is_cap"])
+        columns = columns.with_token({"is_weights": correct(columns, capped)["is_weights"]})
+    clip = {"clip_low": hp["epsilon_low"], "clip_high": hp["epsilon_high"]}
+    tau = dict(zip(("tau_positive", "tau_negative"), hp["sapo_tau"], strict=True))
     fn: Callable[[Columns], TermValue]
     if hp["loss_type"] == "cispo":
         fn = partial(losses.cispo, ratio_max=hp["epsilon_high"])
+    elif hp["loss_type"] == "sapo":
+        fn = partial(losses.sapo, **tau)
+    elif hp["importance_sampling_level"] == "sequence":
+        assert hp["delta"] is None
+        fn = partial(losses.gspo, **clip)
     else:
-        fn = partial(losses.ppo_clip, clip_low=hp["epsilon_low"], clip_high=hp["epsilon_high"], ratio_max=hp["delta"])
+        assert (hp["importance_sampling_level"], hp["loss_type"] in TRL_AGGREGATIONS) == ("token", True)
+        fn = partial(losses.ppo_clip, ratio_max=hp["delta"], **clip)
     if hp["off_policy_mask_threshold"] is not None:
         fn = partial(losses.off_policy_sequence_mask, inner=fn, delta=hp["off_policy_mask_threshold"])
     common: dict[str, Any] = {"aggregate": mode, "horizon_tokens": hp["max_completion_length"]}
-    parts = [Term(name="pg", fn=fn, **common)]
+    parts = [Term(name="pg", fn=fn, corrected="token", **common)]
     if hp["beta"]:
         kl_term = partial(losses.kl_loss, form="k3", ratio_corrected=hp["use_bias_correction_kl"])
         parts.append(Term(name="kl", fn=kl_term, coef=hp["beta"], **common))
@@ -436,9 +459,8 @@ def nemo_loss(case: Case, hp: Mapping[str, Any]) -> dict[str, Any]:
     mode = "token-mean" if hp["token_level_loss"] else "seq-mean-token-mean"
     parts = [Term(name="pg", fn=fn, aggregate=mode, corrected="token")]
     if hp["use_importance_sampling_correction"]:
-        assert hp["truncated_importance_sampling_type"] == "icepop"
         spec = Correction(
-            form="icepop",
+            form={"icepop": "icepop", "tis": "truncate"}[hp["truncated_importance_sampling_type"]],
             low=hp["truncated_importance_sampling_ratio_min"],
             high=hp["truncated_importance_sampling_ratio"],
         )
