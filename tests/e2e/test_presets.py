@@ -230,3 +230,15 @@ def test_corrections_are_one_where_sampler_and_trainer_agree(more, tmp_path, tin
     assert corrected[1]["actor/grad_norm"] == pytest.approx(plain[1]["actor/grad_norm"], rel=1e-3)
     if any("correction" in m for m in more):
         assert any(k.startswith("rollout_corr/") for k in corrected[1])
+
+
+def test_answers_that_the_budget_cut_train_nothing(tmp_path, tiny_model, arithmetic_data):
+    """Their rewards stay in the group's statistics: with every answer cut there is no gradient at all."""
+    more = ("algorithm.options.mask_truncated=true", "algorithm.options.stop_properly_coef=0.5")
+    run_of(tmp_path / "all", tiny_model, arithmetic_data, "grpo", *more, "rollout.ignore_eos=true")
+    found = metrics_of(tmp_path / "all" / "r")[1]
+    assert found["actor/truncated_masked"] == 1.0 and found["actor/grad_norm"] == 0.0
+    rows = read_samples(tmp_path / "all" / "r", 1)
+    assert all(r.reward == pytest.approx(0.5 * r.components["score"]) for r in rows if r.components["score"] > 0)
+    run_of(tmp_path / "some", tiny_model, arithmetic_data, "grpo", *more)
+    assert metrics_of(tmp_path / "some" / "r")[1]["actor/grad_norm"] > 0
