@@ -123,7 +123,7 @@ MUTANTS = (
     ),
     Mutant(A + "losses.py", "sign * d.clamp(-clip_low, clip_high)", "sign * d.clamp(-clip_high, clip_low)", FORMS),
     Mutant(A + "losses.py", "a > 0, (kl <= clip_high)", "a > 0, (kl <= clip_low)", FORMS),
-    Mutant(A + "losses.py", "0.5 * beta * d * d", "beta * d * d", FORMS),
+    Mutant(A + "losses.py", "0.5 * dro_beta * d * d", "dro_beta * d * d", FORMS),
     Mutant(A + "losses.py", "dropped = ((a < 0) & (gap > delta))", "dropped = ((a > 0) & (gap > delta))", FORMS),
     Mutant(A + "losses.py", "value = y.exp() - y - 1", "value = y.exp() - 1", FORMS),
     Mutant(A + "losses.py", "else 0.5 * x * x\n", "else x * x\n", FORMS),
@@ -151,7 +151,7 @@ MUTANTS = (
         A + "weights.py", "counted = columns.mask if denominator_mask is None", "counted = columns.mask if True", FORMS
     ),
     Mutant(A + "weights.py", 'columns.mask & columns["keep"].bool()', "columns.mask", f"{FORMS} {STEP}"),
-    Mutant(A + "weights.py", 'if term.corrected and "is_weights" in columns:', "if False:", f"{FORMS} {STEP}"),
+    Mutant(A + "weights.py", 'if term.corrected != "no" and "is_weights" in columns:', "if False:", f"{FORMS} {STEP}"),
     Mutant(A + "weights.py", "over = None if term.over is None", "over = None if True", FORMS),
     # -- corrections
     Mutant(A + "corrections.py", "q = train - rollout\n", "q = rollout - train\n", CORR),
@@ -166,7 +166,7 @@ MUTANTS = (
     Mutant(A + "corrections.py", "weights / mean.clamp(", "weights * mean.clamp(", CORR),
     Mutant(A + "corrections.py", "(1 / rule.high if rule.low is None", "(rule.high if rule.low is None", CORR),
     # -- what an algorithm is made of
-    Mutant(A + "resolve.py", "corrected=not bypass,", "corrected=True,", f"{CORR} {STEP}"),
+    Mutant(A + "resolve.py", 'own["corrected"] = "no"', 'own["corrected"] = "yes"', f"{CORR} {STEP}"),
     Mutant(A + "resolve.py", "clip=preset.critic.value_clip", "clip=0.5", f"{STEP} tests/unit/test_new_algorithm.py"),
     Mutant(
         A + "resolve.py",
@@ -175,21 +175,24 @@ MUTANTS = (
         f"{FORMS} {STEP} tests/unit/test_new_algorithm.py",
     ),
     Mutant(
-        A + "resolve.py", "two_pass=spec.two_pass, **common", "**common", f"{SPLIT} tests/unit/test_new_algorithm.py"
+        A + "resolve.py",
+        '{"two_pass": spec.two_pass, "corrected"',
+        '{"corrected"',
+        f"{SPLIT} tests/unit/test_new_algorithm.py",
     ),
-    Mutant(A + "specs.py", "high - low <= 1e-6 * max(1.0, abs(high), abs(low))", "high == low", FORMS),
-    Mutant(A + "specs.py", "key=lambda i: (-scores[i], i))", "key=lambda i: (scores[i], i))", FORMS),
+    Mutant(A + "filters.py", "high - low <= 1e-6 * max(1.0, abs(high), abs(low))", "high == low", FORMS),
+    Mutant(A + "filters.py", "key=lambda i: (-scores[i], i))", "key=lambda i: (scores[i], i))", FORMS),
     # -- preference and reward models
     Mutant(
         A + "preference.py",
-        "-(1 - label_smoothing) * F.logsigmoid(beta * h) - label_smoothing * F.logsigmoid(-beta * h)",
-        "-(1 - label_smoothing) * F.logsigmoid(-beta * h) - label_smoothing * F.logsigmoid(beta * h)",
+        "-(1 - label_smoothing) * F.logsigmoid(x) - label_smoothing * F.logsigmoid(-x)",
+        "-(1 - label_smoothing) * F.logsigmoid(-x) - label_smoothing * F.logsigmoid(x)",
         LEARNED,
     ),
     Mutant(
         A + "preference.py",
-        "return torch.relu(1 - beta * _difference(p, False))",
-        "return torch.relu(1 + beta * _difference(p, False))",
+        "return torch.relu(1 - beta * _difference(p, average))",
+        "return torch.relu(1 + beta * _difference(p, average))",
         LEARNED,
     ),
     Mutant(A + "preference.py", "_difference(p, average) - 1 / (2 * beta)", "_difference(p, average) - 1 / beta", PREF),
@@ -324,8 +327,8 @@ MUTANTS = (
     ),
     Mutant(
         W + "role.py",
-        "out.append((coef * value + (0.0 if alone else sample.reward), parts))",
-        "out.append((value + (0.0 if alone else sample.reward), parts))",
+        "out.append((coef * value + sample.reward, parts))",
+        "out.append((value + sample.reward, parts))",
         "tests/e2e/test_preference.py",
     ),
     Mutant(
@@ -397,8 +400,8 @@ MUTANTS = (
     ),
     Mutant(
         "reward/shaping.py",
-        'parts = {"score": got.value, **got.components',
-        "parts = {**got.components",
+        '{"score": got.value, **got.components, **added}',
+        "{**got.components, **added}",
         f"tests/unit/test_reward_shaping.py {FLOW}",
     ),
 )

@@ -11,9 +11,9 @@ from small_columns import F64
 
 from verl.algorithms import losses
 from verl.algorithms.corrections import correct
+from verl.algorithms.filters import SampleFilter
 from verl.algorithms.presets import PRESETS, settled
 from verl.algorithms.resolve import resolve
-from verl.algorithms.specs import SampleFilter
 from verl.algorithms.weights import term_weights
 from verl.batch import Columns
 from verl.driver.step import explained_variance, rewards_and_advantages
@@ -45,8 +45,8 @@ OTHER = {
     "off_policy_delta": lambda now: 0.01,
     "entropy_coef": lambda now: now + 0.5,
     "positive_nll_coef": lambda now: now + 0.5,
-    "clip_low": lambda now: now / 2,
-    "clip_high": lambda now: now / 2,
+    "clip_low": lambda now: now / 50,
+    "clip_high": lambda now: now / 50,
     "clip_dual": lambda now: 1.01,
     "ratio_max": lambda now: 1.1,
     "ratio_min": lambda now: 0.9,
@@ -75,6 +75,10 @@ OTHER = {
     "lam_critic": lambda now: 0.3,
     "length_adaptive_alpha": lambda now: 0.4,
     "value_clip": lambda now: now / 5,
+    "dro_beta": lambda now: now * 5,
+    "epsilon": lambda now: 0.5,
+    "reward_clip": lambda now: [-0.5, 0.5],
+    "normalize_advantages": lambda now: not now,
 }
 NOT_HERE = {  # who reads them, and where that is tested
     **dict.fromkeys(
@@ -83,7 +87,8 @@ NOT_HERE = {  # who reads them, and where that is tested
     **dict.fromkeys(("kl_reward_target", "kl_reward_horizon"), "the driver: test_the_adaptive_coefficient below"),
     **dict.fromkeys(("selection", "weight_pow"), "test_closed_forms, e2e/test_presets"),
     **dict.fromkeys(("critic_warmup_steps", "critic_warmup_until"), "the driver: e2e/test_presets"),
-    "bypass": "test_corrections",
+    **dict.fromkeys(("mask_truncated", "stop_properly_coef"), "unit/test_step_settings, unit/test_reward_shaping"),
+    "bypass": "below, and unit/test_step",
 }
 
 
