@@ -130,13 +130,19 @@ def export(source: Path, out: Path) -> int:
     if (source / "hf").is_dir():
         folder = source / "hf"
     else:
-        from verl.checkpoint.store import CheckpointStore
+        from verl.checkpoint.latest import beyond, find_latest
+        from verl.track.events import read_events
 
         if not (source / "checkpoints").is_dir():
             raise ValueError(f"{source} is neither a run directory nor a checkpoint (no checkpoints/, no hf/)")
-        found = CheckpointStore(source / "checkpoints", read_only=True).latest_valid()
+        found, notes = find_latest(source)
         if found is None:
-            raise ValueError(f"{source} has no valid checkpoint")
+            raise ValueError("\n".join([*notes, f"{source} has no valid checkpoint"]))
+        asked = [e.data["total_steps"] for e in read_events(source, {"resumed"})][-1:]
+        step = int(found.name.removeprefix("step_"))
+        for total in asked:
+            notes += beyond(source, step, total) or ([f"step {step} of {total}: not its end"] if step < total else [])
+        print("\n".join(notes), end="\n" if notes else "")
         folder = found / "hf"
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty; choose another folder")

@@ -105,8 +105,11 @@ def test_a_finished_run_says_so_and_a_longer_one_goes_on(tmp_path, tiny_model, a
 
 def test_changed_data_is_refused_at_resume(tmp_path, tiny_model, arithmetic_data):
     small_run(tmp_path, tiny_model, arithmetic_data[:1], "run.total_steps=1")
-    with pytest.raises(ValueError, match="other tasks"):
+    with pytest.raises(ValueError, match=r"data\.max_rows: null -> 32"):
         small_run(tmp_path, tiny_model, arithmetic_data[:1], "run.total_steps=2", "data.max_rows=32")
+    fork = ("run.name=fork", f"run.resume={tmp_path}/r/checkpoints/step_1")
+    with pytest.raises(ValueError, match="other tasks"):
+        small_run(tmp_path, tiny_model, arithmetic_data[:1], "run.total_steps=2", "data.max_rows=32", *fork)
 
 
 def launch(args: list[str], log: Path) -> subprocess.Popen:

@@ -12,6 +12,7 @@ from verl.data.cursor import Draw
 from verl.driver.roles import Controllers
 from verl.driver.state import (
     FILE,
+    FORMAT,
     DriverState,
     read_state,
     restore_group,
@@ -129,7 +130,7 @@ def test_a_state_of_the_earlier_layout_or_a_damaged_one_is_refused(tmp_path: Pat
         with pytest.raises(ValueError, match="is damaged or of another version"):
             read_state(tmp_path)
     newer = state()
-    newer.format = 3
+    newer.format = FORMAT + 1
     write_state(tmp_path / "state", newer)
-    with pytest.raises(ValueError, match="has format 3, this version reads 2"):
+    with pytest.raises(ValueError, match=f"has format {FORMAT + 1}, this version reads {FORMAT}"):
         read_state(tmp_path)

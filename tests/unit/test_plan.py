@@ -308,7 +308,7 @@ WARNINGS = [
     (["eval.samples_per_prompt=4"], "all answers to a prompt are equal"),
     (["optim.min_lr_ratio=0.1"], "does nothing with optim.schedule=constant"),
     (["step.prompts_per_step=8000"], "fewer than the 8000 of a step"),
-    (["run.total_steps=5000"], "one checkpoint, at the end"),
+    (["run.total_steps=5000", "run.save_every_steps=0"], "one checkpoint, at the end"),
 ]
 
 

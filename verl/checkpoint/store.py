@@ -155,9 +155,10 @@ class CheckpointStore:
             return []
         return sorted(int(m[1]) for p in self.directory.iterdir() if (m := _STEP.fullmatch(p.name)) and p.is_dir())
 
-    def latest_valid(self) -> Path | None:
+    def latest_valid(self, note: Callable[[str], None] = logger.warning) -> Path | None:
         """The newest checkpoint (the one saved last) that is whole; None if there is none at all. If there are some
-        and all are damaged that is an error, because starting over must be the user's decision."""
+        and all are damaged that is an error, because starting over must be the user's decision. note: is told of each
+        that is passed over."""
         readable = self._manifests()
         unreadable = [self._path(step) for step in self.steps() if step not in {m.step for m in readable}]
         skipped: list[str] = []
@@ -165,7 +166,7 @@ class CheckpointStore:
             problem = damage(path)
             if problem is None:
                 return path
-            logger.warning("%s is damaged and left out: %s", path, problem)
+            note(f"{path} is damaged and left out: {problem}")
             skipped.append(f"{path.name}: {problem}")
         if skipped:
             raise ValueError(

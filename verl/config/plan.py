@@ -22,6 +22,8 @@ from verl.config.schema import Config
 from verl.data.files import expand_files, format_of
 from verl.driver.scheduler import Scheduler
 
+SAVE_EVERY_S, SAVE_SHARE = 1800.0, 0.05
+"""By default a checkpoint is made at least so often, and takes at most this share of the time."""
 STATE_BYTES = 12
 """Of a checkpoint per parameter, beside the weights as they are stored: float32 masters and two optimizer states."""
 
@@ -240,7 +242,7 @@ def _warnings(config: Config, model: ModelFacts, length: RunLength) -> Iterator[
             "of a step: raise run.total_epochs, or lower the batch"
         )
     if config.run.save_every_steps == 0 and (length.steps or 0) > 500:
-        yield f"run.save_every_steps=0: {length.steps} steps with one checkpoint, at the end"
+        yield f"run.save_every_steps=0: {length.steps} steps with one checkpoint, at the end; null saves by time"
 
 
 def algorithm_warnings(config: Config) -> Iterator[str]:

@@ -33,7 +33,7 @@ class RunConfig:
     total_epochs: PositiveInt = 1
     resume: str = "auto"  # auto: from the latest valid checkpoint in its folder · never: refuse a used one · PATH
     deterministic: bool = False  # Fixed decode shapes: a cut run is bitwise equal where batch composition is not.
-    save_every_steps: NonNegativeInt = 0  # 0: only at the end (and on SIGTERM).
+    save_every_steps: NonNegativeInt | None = None  # Null: by time. 0: only at the end, and when it is stopped.
     keep_last_checkpoints: PositiveInt = 2
     keep_every_steps: NonNegativeInt = 0  # Checkpoints of these steps are never pruned. 0: none.
     keep_best: str | None = None  # A metric (`eval/acc/greedy`): the checkpoint with its best value is never pruned.
@@ -161,7 +161,6 @@ class RewardConfig:
     timeout_s: Positive = 30.0
     memory_limit_mb: PositiveInt = 2048
     num_workers: PositiveInt = 2
-    max_calls_per_worker: PositiveInt = 10000
     model: str | None = None
     """A folder that `verl rm` made (or any one-label sequence classifier over the policy's tokens). With `path` too,
     the function's score and `model_coef` x the model's are summed; without, the model alone is the reward."""

@@ -18,6 +18,7 @@ from verl.algorithms.preference import preference_terms, reward_terms
 from verl.algorithms.presets import preference
 from verl.algorithms.resolve import Algorithm, resolve
 from verl.chat import turn_end
+from verl.checkpoint.latest import beyond
 from verl.config.backends import QUEUE, ROLLOUT, SYNC, load, longest_sequence, options_of
 from verl.config.load import Resolved
 from verl.config.plan import algorithm_warnings, policy_updates, total_steps
@@ -40,7 +41,7 @@ from verl.driver.reporter import OnStep, Reporter
 from verl.driver.roles import Controllers, Learner
 from verl.driver.rollouts import RolloutManager
 from verl.driver.run import Run
-from verl.driver.run_dir import RunDir, open_run_dir
+from verl.driver.run_dir import RunDir, open_run_dir, write_config
 from verl.driver.scheduler import Scheduler
 from verl.driver.setup import decoder, device_of, eos_ids, load_tokenizer_of, pad_id, set_up_process, torch_dtype
 from verl.driver.stages import PreferenceStage, RewardStage, SftStage, Stage, reference_logprobs
@@ -55,7 +56,7 @@ from verl.reward.shaping import Shaped
 from verl.rollout.base import RolloutContext, RolloutEngine
 from verl.rollout.router import Router
 from verl.track.console import LiveProgress
-from verl.track.events import EventLog, next_attempt
+from verl.track.events import EventLog
 from verl.track.sinks import open_sinks
 from verl.types import Sample, Sampling, Task
 from verl.weight_sync.base import CheckpointEngine, SyncContext
@@ -71,14 +72,20 @@ def algorithm_of(config: AlgorithmConfig) -> Algorithm:
     return resolve(config.name, config.given())
 
 
-async def assemble(resolved: Resolved, *, progress: LiveProgress | None = None, on_step: OnStep | None = None) -> Run:
+async def assemble(
+    resolved: Resolved,
+    command: Literal["train", "eval"] = "train",
+    *,
+    progress: LiveProgress | None = None,
+    on_step: OnStep | None = None,
+) -> Run:
     """Every part of an RL run. What can be wrong with the user's input is found here, cheapest first."""
     config = resolved.config
     set_up_process(config)
     algorithm = algorithm_of(config.algorithm)
     tokenizer = load_tokenizer_of(config)
     tasks, eval_tasks = _tasks(config, tokenizer)
-    claimed = open_run_dir(resolved)
+    claimed = open_run_dir(resolved, command)
     progress = progress or LiveProgress()
     warned = (f"warning: {said}" for said in algorithm_warnings(config))
     progress.message("\n".join([f"data: {tasks.report.summary()}", *warned]))
@@ -96,17 +103,22 @@ async def assemble(resolved: Resolved, *, progress: LiveProgress | None = None, 
     for note in (await replicas[0].capabilities()).notes:
         progress.message(note)
     rollout = replicas[0] if len(replicas) == 1 else Router(replicas)
-    recorder = SampleRecorder(
-        context.queue, claimed.path, decoder(tokenizer), groups_per_step=config.track.samples_per_step
-    )
-    reporter = _reporter(
-        claimed, config, progress, waits, recorder=InprocGroup("recorder", [recorder]), on_step=on_step
-    )
+    kept, decode = config.track.samples_per_step, decoder(tokenizer)
+    recorder = InprocGroup("recorder", [SampleRecorder(context.queue, claimed.path, decode, groups_per_step=kept)])
+    reporter = _reporter(claimed, resolved, progress, waits, num_steps, recorder=recorder, on_step=on_step)
     trajectories = _trajectories(config, tokenizer, rollout, reward, waits)
     groups = _groups(config, learner, tasks, trajectories, reporter, num_steps)
     colocated = config.pipeline.placement == "colocated" or (config.pipeline.placement == "auto" and _in_step(config))
-    checkpointer = Checkpointer(
-        claimed.store, learner, trained_roles(learner), checkpoint_bytes(engine), claimed.resumed
+    publisher = Publisher(
+        sync,
+        actor,
+        replicas,
+        waits=waits,
+        timeout_s=timeout_s,
+        exclusive=_in_step(config),
+        partial_rollout=config.pipeline.partial_rollout,
+        note=progress.message,
+        serve=rollout.serve if isinstance(rollout, Router) else None,
     )
     return Run(
         config=config,
@@ -118,23 +130,13 @@ async def assemble(resolved: Resolved, *, progress: LiveProgress | None = None, 
         eval_tasks=eval_tasks,
         rollout=rollout,
         placement=Placement(replicas, colocated=colocated, waits=waits, timeout_s=timeout_s),
-        publisher=Publisher(
-            sync,
-            actor,
-            replicas,
-            waits=waits,
-            timeout_s=timeout_s,
-            exclusive=_in_step(config),
-            partial_rollout=config.pipeline.partial_rollout,
-            note=progress.message,
-            serve=rollout.serve if isinstance(rollout, Router) else None,
-        ),
-        checkpointer=checkpointer,
+        publisher=publisher,
+        checkpointer=Checkpointer(claimed, learner, trained_roles(learner), checkpoint_bytes(engine), reporter),
         reporter=reporter,
         stop=StopRequest(progress.message),
         lock=claimed.lock,
         close_reward=reward.close,
-        first_index=checkpointer.resumed.step if checkpointer.resumed else 0,
+        first_index=claimed.state.step if claimed.state else 0,
     )
 
 
@@ -236,7 +238,7 @@ async def assemble_supervised(
     if command == "rm":
         hf_export(config, head="score")  # refuses what could not be saved
     stage, eval_stage, summary = _stages(config, command, tokenizer)
-    claimed = open_run_dir(resolved)
+    claimed = open_run_dir(resolved, command)
     progress = progress or LiveProgress()
     progress.message(f"data: {summary}")
     num_steps = total_steps_of(config, len(stage), config.supervised.rows_per_step)
@@ -257,9 +259,8 @@ async def assemble_supervised(
                 cache_dir=config.data.cache_dir,
                 note=progress.message,
             )
-    checkpointer = Checkpointer(
-        claimed.store, learner, trained_roles(learner), checkpoint_bytes(engine), claimed.resumed
-    )
+    reporter = _reporter(claimed, resolved, progress, waits, num_steps, on_step=on_step)
+    checkpointer = Checkpointer(claimed, learner, trained_roles(learner), checkpoint_bytes(engine), reporter)
     return SupervisedRun(
         config=config,
         dir=claimed.path,
@@ -269,10 +270,10 @@ async def assemble_supervised(
         cursor=Cursor(len(stage), _data_seed(config), config.data.shuffle),
         learner=learner,
         checkpointer=checkpointer,
-        reporter=_reporter(claimed, config, progress, waits, on_step=on_step),
+        reporter=reporter,
         stop=StopRequest(progress.message),
         lock=claimed.lock,
-        first_index=checkpointer.resumed.step if checkpointer.resumed else 0,
+        first_index=claimed.state.step if claimed.state else 0,
     )
 
 
@@ -287,19 +288,26 @@ async def _logprobs(learner: Learner, samples: Sequence[Sample]) -> list[np.ndar
 
 def _reporter(
     claimed: RunDir,
-    config: Config,
+    resolved: Resolved,
     progress: LiveProgress,
     waits: Waits,
+    total_steps: int,
     *,
     recorder: WorkerGroup | None = None,
     on_step: OnStep | None = None,
 ) -> Reporter:
-    attempt = next_attempt(claimed.path)
+    """The first that writes in the run directory: whatever refuses a start has done so."""
+    config, attempt, done = resolved.config, claimed.attempt, claimed.state.step if claimed.state else 0
+    for note in (*claimed.notes, *beyond(claimed.path, done, total_steps)):
+        progress.message(note)
+    write_config(claimed, resolved)
+    events = EventLog(claimed.path, attempt)
+    events.append("resumed", done + 1, claimed.begun(total_steps))
     return Reporter(
         config,
         claimed.path,
         sinks=open_sinks(claimed.path, config, attempt=attempt, progress=progress),
-        events=EventLog(claimed.path, attempt),
+        events=events,
         progress=progress,
         waits=waits,
         recorder=recorder,
@@ -459,7 +467,6 @@ async def _reward(config: Config, scorer: ModelWorkers | None, truncation: Trunc
             num_workers=r.num_workers,
             timeout_s=r.timeout_s,
             memory_limit_mb=r.memory_limit_mb,
-            max_calls_per_worker=r.max_calls_per_worker,
         )
         await pool.start()
     found: RewardFn

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: who saves what, in one transaction, and how a run goes on from one.
+"""Checkpoints of a run: when, who saves what, in one transaction, and how a run goes on from one.
 
 state/<role>/        weights, optimizer and counters, written by the role's workers
 state/driver.msgpack everything else that may influence a step
@@ -8,33 +8,80 @@ hf/                  a ready Hugging Face folder
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from verl.checkpoint.store import CheckpointStore
+import msgspec
+
+from verl.config.plan import SAVE_EVERY_S, SAVE_SHARE
+from verl.driver.reporter import Reporter, due
 from verl.driver.roles import Learner
-from verl.driver.state import DriverState, read_state, write_state
+from verl.driver.run_dir import RunDir
+from verl.driver.state import DriverState, write_state
 from verl.workers.model_workers import ModelWorkers
+
+BYTES_PER_S = 500e6  # of a save, before one was measured
+
+
+@dataclass(slots=True)
+class Cadence:
+    """When a step is to be saved: every so many steps, or by time (None), so that no more than SAVE_EVERY_S of work can
+    be lost and saving takes at most SAVE_SHARE of the time. save_s: what the last save took, or an estimate."""
+
+    every_steps: int | None
+    save_s: float
+    clock: Callable[[], float] = time.monotonic
+    _worked_from_s: float = field(init=False)
+    _asked_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._worked_from_s = self._asked_s = self.clock()
+
+    def due(self, number: int) -> bool:
+        """After step `number`. By time: whether the next step, as long as this one, would be too late."""
+        now_s = self.clock()
+        step_s, worked_s, self._asked_s = now_s - self._asked_s, now_s - self._worked_from_s, now_s
+        if self.every_steps is not None:
+            return due(number, self.every_steps)
+        return worked_s + step_s > SAVE_EVERY_S and self.save_s <= SAVE_SHARE * (worked_s + self.save_s)
+
+    def saved(self, took_s: float) -> None:
+        self.save_s, self._worked_from_s = took_s, self.clock()
+        self._asked_s = self._worked_from_s
 
 
 class Checkpointer:
     """trained: the roles that have an optimizer, the exported one first · needed_bytes: of one checkpoint, about."""
 
     def __init__(
-        self,
-        store: CheckpointStore,
-        learner: Learner,
-        trained: tuple[str, ...],
-        needed_bytes: int,
-        resumed: Path | None,
+        self, claimed: RunDir, learner: Learner, trained: tuple[str, ...], needed_bytes: int, reporter: Reporter
     ) -> None:
-        self._store, self._learner, self._trained = store, learner, trained
-        self._needed_bytes = needed_bytes
-        self._from = resumed
-        self.resumed = read_state(resumed) if resumed is not None else None
+        self._claimed, self._learner, self._trained = claimed, learner, trained
+        self._needed_bytes, self._reporter = needed_bytes, reporter
+        self.cadence = Cadence(learner.config.run.save_every_steps, needed_bytes / BYTES_PER_S)
 
-    async def save(self, step: int, state: DriverState, best: float | None = None) -> None:
-        """Commit a checkpoint of `step`. OSError (disk full, I/O): nothing of it is left, earlier ones are
-        untouched."""
+    async def save(self, state: DriverState, *, last: bool = False, best: float | None = None) -> bool:
+        """Commit a checkpoint after `state.step` steps. One that cannot be written (disk full, I/O) is a warning:
+        nothing of it is left, earlier ones are untouched, and the run goes on; with `last` the OSError is raised."""
+        state = msgspec.structs.replace(state, identity=self._claimed.identity, parent=self._claimed.parent)
+        events, began_s = self._reporter.events, time.monotonic()
+        try:
+            await self._write(state, best)
+        except OSError as e:
+            self._reporter.progress.message(f"warning: checkpoint of step {state.step} was not written: {e}")
+            events.append("save_failed", state.step, {"error": str(e)})
+            if last:
+                raise
+            return False
+        finally:
+            self.cadence.saved(time.monotonic() - began_s)
+        events.append("saved", state.step, {"version": state.version, "seconds": self.cadence.save_s})
+        events.flush(fsync=True)
+        return True
+
+    async def _write(self, state: DriverState, best: float | None) -> None:
         timeout_s = self._learner.config.run.wait_timeout_s
 
         def fill(path: Path) -> None:
@@ -45,25 +92,25 @@ class Checkpointer:
             write_state(path / "state", state)
 
         write = asyncio.to_thread(
-            self._store.save,
-            step,
+            self._claimed.store.save,
+            state.step,
             fill,
             needed_bytes=self._needed_bytes,
             meta={"metric": best, "version": state.version},
         )
-        await self._learner.waits.wait(
-            write, who="driver", what=f"the checkpoint of step {step}", timeout_s=(len(self._trained) + 2) * timeout_s
-        )
+        what, longest_s = f"the checkpoint of step {state.step}", (len(self._trained) + 2) * timeout_s
+        await self._learner.waits.wait(write, who="driver", what=what, timeout_s=longest_s)
 
     async def restore(self) -> DriverState | None:
         """Weights, optimizers and generators as they were; the rest of the state is the caller's to hand out."""
-        if self.resumed is None or self._from is None:
+        state, checkpoint = self._claimed.state, self._claimed.resumed
+        if state is None or checkpoint is None:
             return None
         for role in self._trained:
-            await load_role(self._learner, role, self._from)
-        if self.resumed.controllers is not None:
-            self._learner.controllers = self.resumed.controllers
-        return self.resumed
+            await load_role(self._learner, role, checkpoint)
+        if state.controllers is not None:
+            self._learner.controllers = state.controllers
+        return state
 
 
 async def load_role(learner: Learner, role: str, checkpoint: Path) -> None:

@@ -7,7 +7,8 @@ import gc
 import json
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,6 +17,7 @@ import uvloop
 
 from verl.config.load import Resolved, validate
 from verl.config.plan import make_plan, render_plan
+from verl.config.schema import Config
 from verl.driver.assemble import assemble, assemble_supervised
 from verl.driver.evaluate import evaluate
 from verl.driver.loop import train
@@ -50,24 +52,25 @@ def run_rl(resolved: Resolved, *, title: str = "", on_step: OnStep | None = None
     plan = make_plan(resolved.config)
     if not quiet:
         print(render_plan(plan), flush=True)
-    run_dir = Path(resolved.config.run.root_dir) / resolved.config.run.name
-    try:
-        finished = uvloop.run(_train(resolved, title, on_step, plan.to_json()))
-    except BaseException as e:
-        _crash_record(run_dir, e)
-        raise
-    return finished
+    return uvloop.run(_train(resolved, title, on_step, plan.to_json()))
 
 
 async def _train(resolved: Resolved, title: str, on_step: OnStep | None, plan: str) -> Finished:
-    started, thresholds = time.monotonic(), gc.get_threshold()
-    progress = LiveProgress()
-    run = await assemble(resolved, progress=progress, on_step=on_step)
+    started, progress = time.monotonic(), LiveProgress()
+    with _crash_recorded(resolved.config, refused=ValueError):
+        run = await assemble(resolved, progress=progress, on_step=on_step)
+    with _crash_recorded(resolved.config):
+        await _trained(run, title or run.config.run.name, plan)
+        return _finished(run, started)
+
+
+async def _trained(run: Run, title: str, plan: str) -> None:
+    thresholds, progress = gc.get_threshold(), run.reporter.progress
     try:
         write_atomic(run.dir / "plan.json", plan.encode())
         if run.first_index:
             progress.message(f"resuming {run.dir} after step {run.first_index} of {run.total_steps}")
-        progress.start(run.total_steps, title or run.config.run.name)
+        progress.start(run.total_steps, title)
         gc.collect()
         gc.freeze()  # what lives as long as the run: else every full collection walks all of it, a tenth of a second
         if thresholds[0]:  # 0: the user has switched it off
@@ -77,7 +80,6 @@ async def _train(resolved: Resolved, title: str, on_step: OnStep | None, plan: s
         gc.unfreeze()
         gc.set_threshold(*thresholds)
         await asyncio.shield(run.close())
-    return _finished(run, started)
 
 
 def _finished(run: Run, started: float) -> Finished:
@@ -85,17 +87,17 @@ def _finished(run: Run, started: float) -> Finished:
     values = history[-1] if history else {}
     report = write_report(run.dir)
     summary = {
-        "steps": run.total_steps,
+        "steps": max(run.total_steps, run.first_index),
         "seconds": round(time.monotonic() - started, 2),
         "version": run.version,
         "eval": run.reporter.last_eval,
-        "checkpoint": str(run.dir / "checkpoints" / f"step_{run.total_steps}"),
+        "checkpoint": str(run.dir / "checkpoints" / f"step_{max(run.total_steps, run.first_index)}"),
         "report": str(report),
     }
     write_atomic(run.dir / "summary.json", (json.dumps(summary, indent=1) + "\n").encode())
     return Finished(
         run.dir,
-        run.total_steps - run.first_index,
+        max(0, run.total_steps - run.first_index),
         time.monotonic() - started,
         values,
         dict(run.reporter.last_eval),
@@ -108,30 +110,27 @@ def run_supervised(
 ) -> Finished:
     """Supervised fine-tuning, reward-model or preference training to the end."""
     validate(resolved.config, command)
-    run_dir = Path(resolved.config.run.root_dir) / resolved.config.run.name
-    try:
-        return uvloop.run(_fit(resolved, command, title, on_step))
-    except BaseException as e:
-        _crash_record(run_dir, e)
-        raise
+    return uvloop.run(_fit(resolved, command, title, on_step))
 
 
 async def _fit(
     resolved: Resolved, command: Literal["sft", "rm", "dpo"], title: str, on_step: OnStep | None
 ) -> Finished:
     started = time.monotonic()
-    run = await assemble_supervised(resolved, command, on_step=on_step)
-    try:
-        progress = run.reporter.progress
-        if run.first_index:
-            progress.message(f"resuming {run.dir} after step {run.first_index} of {run.total_steps}")
-        progress.start(run.total_steps, title or run.config.run.name)
-        values = await fit(run)
-    finally:
-        run.close()
+    with _crash_recorded(resolved.config, refused=ValueError):
+        run = await assemble_supervised(resolved, command, on_step=on_step)
+    with _crash_recorded(resolved.config):
+        try:
+            progress = run.reporter.progress
+            if run.first_index:
+                progress.message(f"resuming {run.dir} after step {run.first_index} of {run.total_steps}")
+            progress.start(run.total_steps, title or run.config.run.name)
+            values = await fit(run)
+        finally:
+            run.close()
     evals = {k: v for k, v in values.items() if k.startswith("val/")}
-    seconds = time.monotonic() - started
-    return Finished(run.dir, run.total_steps - run.first_index, seconds, values, evals, write_report(run.dir))
+    steps, seconds = max(0, run.total_steps - run.first_index), time.monotonic() - started
+    return Finished(run.dir, steps, seconds, values, evals, write_report(run.dir))
 
 
 def run_eval(resolved: Resolved) -> Finished:
@@ -148,7 +147,7 @@ def run_eval(resolved: Resolved) -> Finished:
 
 async def _eval(resolved: Resolved) -> Finished:
     started = time.monotonic()
-    run = await assemble(resolved)
+    run = await assemble(resolved, "eval")
     try:
         async with run.groups:
             await run.start()
@@ -156,6 +155,18 @@ async def _eval(resolved: Resolved) -> Finished:
     finally:
         await asyncio.shield(run.close())
     return Finished(run.dir, 0, time.monotonic() - started, values, values, None)
+
+
+@contextmanager
+def _crash_recorded(config: Config, refused: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+    """A record of what ends the block, but not of a start that is refused: that leaves a run directory as it was."""
+    try:
+        yield
+    except refused:
+        raise
+    except BaseException as e:
+        _crash_record(Path(config.run.root_dir) / config.run.name, e)
+        raise
 
 
 def _crash_record(run_dir: Path, error: BaseException) -> None:

@@ -6,7 +6,6 @@ samples; the step's own log-probs, advantages and gradient norm are compared wit
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,9 +18,11 @@ from verl.config.load import load_config, read_config
 from verl.config.schema import Config
 from verl.driver.assemble import offline_learner, trained_roles
 from verl.driver.checkpointer import load_role
+from verl.driver.run_dir import config_path
 from verl.driver.setup import set_up_process
 from verl.driver.state import read_state
 from verl.driver.step import Step, experience_and_update
+from verl.track.events import read_events
 from verl.track.metrics import read_metrics, reduce
 from verl.track.samples import SampleRow, read_samples, sample_steps
 from verl.transfer_queue.base import TransferQueue
@@ -33,11 +34,11 @@ COMPARED_METRICS = ("actor/pg_loss", "actor/grad_norm", "actor/entropy")
 
 def replay(args: Sequence[str], number: int) -> int:
     """0: equal. 1: something differs (printed). ValueError: the step cannot be replayed, and why."""
-    config, run_dir = _recorded(args)
+    run_dir = _recorded(args)
     recorded = sample_steps(run_dir)
     if number not in recorded:
         raise ValueError(f"{run_dir} has no samples of step {number}; recorded: {_span(recorded)}")
-    differences = uvloop.run(_replay(config, run_dir, number))
+    differences = uvloop.run(_replay(run_dir, number))
     if not differences:
         print(f"step {number}: equal ({', '.join((*COMPARED, *COMPARED_METRICS))})")
         return 0
@@ -47,8 +48,8 @@ def replay(args: Sequence[str], number: int) -> int:
     return 1
 
 
-def _recorded(args: Sequence[str]) -> tuple[Config, Path]:
-    """The run named on the command line, with the configuration that it recorded."""
+def _recorded(args: Sequence[str]) -> Path:
+    """The run named on the command line."""
     if any(a.partition("=")[0] in ("recipe", "model.path") for a in args):
         asked = load_config(args).config
         run_dir = Path(asked.run.root_dir) / asked.run.name
@@ -57,11 +58,23 @@ def _recorded(args: Sequence[str]) -> tuple[Config, Path]:
         run_dir = Path(given.get("run.root_dir", "runs")) / given.get("run.name", "run")
     if not (run_dir / "config.yaml").is_file():
         raise ValueError(f"{run_dir} has no config.yaml: not a run; name it with run.name= and run.root_dir=")
-    return read_config(run_dir / "config.yaml"), run_dir
+    return run_dir
 
 
-async def _replay(config: Config, run_dir: Path, number: int) -> list[str]:
-    set_up_process(config)
+def _config_of(run_dir: Path, first: int, last: int) -> tuple[Config, int]:
+    """The configuration of the attempt that trained these steps, and its number of steps: the schedule follows it."""
+    total_steps = {e.attempt: e.data["total_steps"] for e in read_events(run_dir, {"resumed"})}
+    attempts = sorted({line.attempt for line in read_metrics(run_dir) if first <= line.step <= last})
+    made = [(read_config(config_path(run_dir, attempt)), total_steps[attempt]) for attempt in attempts]
+    if any((c.optim, c.critic, n) != (made[-1][0].optim, made[-1][0].critic, made[-1][1]) for c, n in made):
+        raise ValueError(
+            f"steps {first}..{last} were trained with more than one learning rate, schedule or number of steps, and no "
+            "checkpoint is left where that changed: they cannot be replayed together"
+        )
+    return made[-1]
+
+
+async def _replay(run_dir: Path, number: int) -> list[str]:
     store = CheckpointStore(run_dir / "checkpoints", read_only=True)
     base = max((s for s in store.steps() if s < number), default=0)
     missing = sorted(set(range(base + 1, number + 1)) - set(sample_steps(run_dir)))
@@ -69,7 +82,9 @@ async def _replay(config: Config, run_dir: Path, number: int) -> list[str]:
         raise ValueError(
             f"steps {_span(missing)} have no samples, and no checkpoint lies between them and step {number}"
         )
-    learner = offline_learner(config, _recorded_steps(run_dir), run_dir / "crash")
+    config, total_steps = _config_of(run_dir, base + 1, number)
+    set_up_process(config)
+    learner = offline_learner(config, total_steps, run_dir / "crash")
     try:
         if base:
             checkpoint = run_dir / "checkpoints" / f"step_{base}"
@@ -155,15 +170,6 @@ def _metric_differences(run_dir: Path, number: int, now: dict[str, float]) -> li
         for name in COMPARED_METRICS
         if name in was and name in now and not math.isclose(was[name], now[name], rel_tol=1e-12)
     ]
-
-
-def _recorded_steps(run_dir: Path) -> int:
-    """The number of steps the run was made for; its schedule depends on it."""
-    return (
-        int(json.loads((run_dir / "summary.json").read_text())["steps"])
-        if (run_dir / "summary.json").is_file()
-        else max(sample_steps(run_dir))
-    )
 
 
 def _span(steps: Sequence[int]) -> str:

@@ -61,7 +61,6 @@ class Run:
             self.groups.cursor.load_state(state.cursor)
             self.reporter.history = state.history
             restore_rng(state.rng)
-        self.reporter.events.append("resumed", self.first_index + 1, {})
         await self.publisher.start(state.version if state else 0)
         if state is not None and state.scheduler is not None:
             await self.groups.restore(state.scheduler, state.groups)
@@ -121,27 +120,13 @@ class Run:
             await self.reporter.record(step.number, refs)  # written while the next step rolls out
             if last or self.reporter.report_due(step.number):
                 await self.reporter.wait_recorded()
-        if due(step.number, config.save_every_steps) or last or self.stop.requested:
+        if self.checkpointer.cadence.due(step.number) or last or self.stop.requested:
             self.reporter.keep(step)
             with step.clock("checkpoint"):
-                await self.save(step)
+                await self.settle()
+                best = reduce(step.metrics).get(config.keep_best) if config.keep_best else None
+                await self.checkpointer.save(self._state(step.number), last=last, best=best)
         self._log(step, tokens=sum(r.total_tokens for r in refs))
-
-    async def save(self, step: Step) -> None:
-        """A checkpoint of everything. A full disk is a warning: what is there stays, the run goes on."""
-        await self.settle()
-        events = self.reporter.events
-        best = reduce(step.metrics).get(self.config.run.keep_best) if self.config.run.keep_best else None
-        try:
-            await self.checkpointer.save(step.number, self._state(step.number), best)
-        except OSError as e:
-            self.reporter.progress.message(f"warning: checkpoint of step {step.number} was not written: {e}")
-            events.append("save_failed", step.number, {"error": str(e)})
-            if step.number == self.total_steps:
-                raise
-            return
-        events.append("saved", step.number, {"version": self.version})
-        events.flush(fsync=True)
 
     # -- private -----------------------------------------------------------------------------------------------------
 

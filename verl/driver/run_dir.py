@@ -1,63 +1,148 @@
-"""The run directory: claimed by one process at a time, and what to continue from."""
+"""The run directory: claimed by one process at a time, what to continue from, and whether that is this run."""
 
 from __future__ import annotations
 
 import fcntl
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
+from verl.checkpoint.latest import find_latest
 from verl.checkpoint.store import CheckpointStore
 from verl.config.load import Resolved, dump_config
 from verl.config.schema import Config
+from verl.driver.identity import Identity, compare, identity_of
+from verl.driver.state import DriverState, read_state
+from verl.track.events import next_attempt
+from verl.track.files import write_atomic
 
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """A claimed run directory: nobody else writes here while `lock` is open. resumed: checkpoint to continue from."""
+    """A claimed run directory: nobody else writes here while `lock` is open. resumed: checkpoint to continue from, and
+    `state`, what the driver saved in it · parent: the checkpoint that a fork began from · changed: key -> [old, new]
+    since then · notes: what a person should know of all this, a line each."""
 
     path: Path
     store: CheckpointStore
-    resumed: Path | None
     lock: IO[str]
+    attempt: int
+    identity: Identity
+    resumed: Path | None = None
+    state: DriverState | None = None
+    parent: str = ""
+    changed: Mapping[str, list[str]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def begun(self, total_steps: int) -> dict[str, Any]:
+        """The data of this attempt's first event."""
+        return {
+            "checkpoint": str(self.resumed or ""),
+            "parent": self.parent,
+            "changed": dict(self.changed),
+            "notes": list(self.notes),
+            "total_steps": total_steps,
+        }
 
 
-def open_run_dir(resolved: Resolved) -> RunDir:
-    """Claim the run directory and find what to resume from. Refuses a directory that another process uses."""
-    config = resolved.config
+def open_run_dir(resolved: Resolved, command: str) -> RunDir:
+    """Claim the run directory and find what to resume from. A start that is refused leaves an earlier run as it was."""
+    config, identity = resolved.config, identity_of(resolved, command)
     run_dir = Path(config.run.root_dir) / config.run.name
     run_dir.mkdir(parents=True, exist_ok=True)
-    lock = _claim(run_dir)
+    lock = _lock(run_dir)
+    try:
+        checkpoint, notes = _resume_path(config, run_dir)
+        state = read_state(checkpoint) if checkpoint is not None else None
+        parent = ""
+        changed: dict[str, list[str]] = {}
+        if checkpoint is not None and state is not None:
+            parent, changed = _as_itself(config, run_dir, checkpoint, state, identity)
+            notes += _said(run_dir, state, parent, changed)
+    except BaseException:
+        lock.close()
+        raise
+    lock.truncate(0)
+    lock.write(str(os.getpid()))
+    lock.flush()
     store = CheckpointStore(
         run_dir / "checkpoints",
         keep_last=config.run.keep_last_checkpoints,
         keep_every_steps=config.run.keep_every_steps,
         keep_best="metric" if config.run.keep_best else None,
     )
-    resumed = _resume_path(config, store, run_dir)
-    (run_dir / "config.yaml").write_text(dump_config(resolved))
-    return RunDir(run_dir, store, resumed, lock)
+    attempt = next_attempt(run_dir)
+    return RunDir(run_dir, store, lock, attempt, identity, checkpoint, state, parent, changed, tuple(notes))
 
 
-def _resume_path(config: Config, store: CheckpointStore, run_dir: Path) -> Path | None:
-    if config.run.resume == "auto":
-        return store.latest_valid()
-    if config.run.resume == "never":
-        if store.latest_valid() is not None or (run_dir / "metrics.jsonl").exists():
+def write_config(claimed: RunDir, resolved: Resolved) -> None:
+    """Of this attempt, under its number, and as `config.yaml`, the configuration of the newest one."""
+    text = dump_config(resolved).encode()
+    write_atomic(config_path(claimed.path, claimed.attempt), text)
+    write_atomic(claimed.path / "config.yaml", text)
+
+
+def config_path(run_dir: Path, attempt: int) -> Path:
+    return run_dir / "configs" / f"attempt_{attempt:04d}.yaml"
+
+
+def _resume_path(config: Config, run_dir: Path) -> tuple[Path | None, list[str]]:
+    asked = config.run.resume
+    if asked == "never":
+        if CheckpointStore(run_dir / "checkpoints", read_only=True).steps() or (run_dir / "metrics.jsonl").exists():
             raise ValueError(
                 f"run.resume=never, but {run_dir} holds an earlier run; choose another run.name or remove it"
             )
-        return None
-    path = Path(config.run.resume)
+        return None, []
+    if asked == "auto":
+        return find_latest(run_dir)
+    path = Path(asked)
     if not (path / "manifest.json").is_file():
+        raise ValueError(f"run.resume={asked}: not a checkpoint (no manifest.json); give a checkpoints/step_N folder")
+    own, notes = find_latest(run_dir)
+    if own is None or own.resolve() == path.resolve():
+        return path, notes
+    if read_state(own).parent == str(path.resolve()):  # the fork itself was cut: it goes on
+        return own, notes
+    if path.resolve().parent != (run_dir / "checkpoints").resolve():
+        raise ValueError(f"run.resume={asked}: {run_dir} holds a run of its own; a fork needs another run.name")
+    return path, notes
+
+
+def _as_itself(
+    config: Config, run_dir: Path, checkpoint: Path, state: DriverState, now: Identity
+) -> tuple[str, dict[str, list[str]]]:
+    """(parent, what changed). ValueError where `auto` would continue another run."""
+    others, changed = compare(state.identity, now)
+    asked = Path(config.run.resume)
+    if config.run.resume != "auto" and checkpoint.resolve() == asked.resolve():
+        for line in others:
+            key, _, values = line.partition(": ")
+            changed[key] = values.split(" -> ", 1)
+        return str(checkpoint.resolve()), changed
+    if others:
+        ways = f"run.name=NEW for a run of its own, or run.name=NEW run.resume={checkpoint} for a fork of this one"
+        lines = "\n".join(f"  {line}" for line in others)
         raise ValueError(
-            f"run.resume={config.run.resume}: not a checkpoint (no manifest.json); give a checkpoints/step_N folder"
+            f"{run_dir} holds another run, which was left as it is. What differs (old -> new):\n{lines}\n"
+            f"Fix: the old values to go on, {ways}"
         )
-    return path
+    return state.parent, changed
 
 
-def _claim(run_dir: Path) -> IO[str]:
+def _said(run_dir: Path, state: DriverState, parent: str, changed: Mapping[str, list[str]]) -> list[str]:
+    notes = []
+    if parent and parent != state.parent:
+        notes.append(f"{run_dir} is a fork of {parent}")
+    if changed:
+        what = ", ".join(f"{key} {old} -> {new}" for key, (old, new) in changed.items())
+        notes.append(f"changed since step {state.step}: {what}")
+    return notes
+
+
+def _lock(run_dir: Path) -> IO[str]:
     """One process per run directory: a lock that dies with its holder."""
     handle = open(run_dir / ".lock", "a+")  # noqa: SIM115 - held for the life of the run
     try:
@@ -67,7 +152,4 @@ def _claim(run_dir: Path) -> IO[str]:
         holder = handle.read().strip() or "unknown"
         handle.close()
         raise ValueError(f"{run_dir} is in use by process {holder}; stop it, or choose another run.name") from e
-    handle.truncate(0)
-    handle.write(str(os.getpid()))
-    handle.flush()
     return handle

@@ -11,10 +11,11 @@ import msgspec
 import numpy as np
 
 from verl.data.source import Draw
+from verl.driver.identity import Identity
 from verl.driver.roles import Controllers
 from verl.types import Group, Invalid, Outcome, Purpose, Sampling, Score, Segment, StopReason, Task, Trajectory
 
-FORMAT = 2
+FORMAT = 3
 FILE = "driver.msgpack"
 
 
@@ -64,6 +65,8 @@ class DriverState(msgspec.Struct):
     controllers: Controllers | None = None
     scheduler: dict[str, Any] | None = None
     groups: tuple[SavedGroup, ...] = ()
+    identity: Identity = msgspec.field(default_factory=Identity)
+    parent: str = ""  # the checkpoint of another run that this one began from
     format: int = FORMAT
 
 

@@ -66,10 +66,10 @@ async def fit(run: SupervisedRun) -> dict[str, float]:
         if due(step.number, config.eval_every_steps) or (last and config.eval_after):
             with step.clock("evaluate"):
                 step.log(await evaluate(run))
-        if due(step.number, config.save_every_steps) or last or run.stop.requested:
+        if run.checkpointer.cadence.due(step.number) or last or run.stop.requested:
             run.reporter.keep(step)
             with step.clock("checkpoint"):
-                await _save(run, step.number)
+                await run.checkpointer.save(_state(run, step.number), last=last)
         values = run.reporter.log(step, tokens=sum(r.total_tokens for r in refs), more={})
     return values
 
@@ -112,14 +112,8 @@ async def evaluate(run: SupervisedRun) -> Metrics:
     return {f"val/{name}": metric for name, metric in merge_metrics(parts).items()}
 
 
-async def _save(run: SupervisedRun, number: int) -> None:
-    state = DriverState(step=number, rng=rng_state(), cursor=run.cursor.state(), history=run.reporter.history[-1:])
-    try:
-        await run.checkpointer.save(number, state)
-    except OSError as e:
-        run.reporter.progress.message(f"warning: checkpoint of step {number} was not written: {e}")
-        if number == run.total_steps:
-            raise
+def _state(run: SupervisedRun, number: int) -> DriverState:
+    return DriverState(step=number, rng=rng_state(), cursor=run.cursor.state(), history=run.reporter.history[-1:])
 
 
 async def _restore(run: SupervisedRun) -> None:

@@ -1,0 +1,103 @@
+"""What defines a run and what may change: every key in exactly one class, contents compared wherever they lie."""
+
+import shutil
+
+import pytest
+from handmade_model import write_model, write_rows
+
+from verl.config.load import load_config
+from verl.config.tree import leaves
+from verl.driver.identity import CONTENT, MAY_CHANGE, compare, identity_of, may_change
+
+
+@pytest.fixture
+def made(tmp_path):
+    write_model(tmp_path / "model")
+    write_rows(tmp_path / "rows.jsonl", 4)
+    (tmp_path / "grade.py").write_text("def compute_score(*a, **k):\n    return 1.0\n")
+
+    def identity(*more: str, command: str = "train"):
+        own = [f"model.path={tmp_path}/model", f"data.train_files=[{tmp_path}/rows.jsonl]"]
+        return identity_of(load_config([*own, f"reward.path={tmp_path}/grade.py", *more]), command)
+
+    return identity
+
+
+def test_every_key_is_in_exactly_one_class():
+    listed = [f"{section}.{name}" for section, names in MAY_CHANGE.items() for name in names]
+    assert len(listed) == len(set(listed)), "a key is named twice"
+    assert set(listed) <= set(leaves()) and set(CONTENT) <= set(leaves()), "a key that does not exist"
+    assert not set(listed) & set(CONTENT)
+    assert set(listed) == {key for key in leaves() if may_change(key)}
+    defines = set(leaves()) - set(listed) - set(CONTENT)
+    assert all(key in defines for key in leaves() if key.startswith(("algorithm.", "preference."))
+               and key not in CONTENT)  # fmt: skip
+    for key in ("run.seed", "model.dtype", "rollout.temperature", "step.prompts_per_step", "pipeline.staleness"):
+        assert key in defines, key
+
+
+def test_what_differs_is_said_by_key(made):
+    start = made()
+    cases = [
+        # more settings, keys that make it another run, keys that may change
+        ((), [], []),
+        (("algorithm.name=rloo",), ["algorithm.name"], []),
+        (("rollout.temperature=0.7", "optim.lr=1e-3"), ["rollout.temperature"], ["optim.lr"]),
+        (("step.prompts_per_step=8",), ["step.prompts_per_step"], []),
+        (("algorithm.clip_high=0.4",), ["algorithm.clip_high"], []),
+        (("algorithm.clip_high=0.2",), [], []),  # the preset's own
+        (("run.total_steps=9", "run.threads=1", "model.device=cpu", "track.sinks=[jsonl]"), [],
+         ["run.total_steps", "run.threads", "model.device", "track.sinks"]),
+        (("reward.kwargs.x=1",), ["reward.kwargs"], []),
+        (("model.dtype=float32",), ["model.dtype"], []),
+    ]  # fmt: skip
+    wrong = []
+    for more, others, changed in cases:
+        found, allowed = compare(start, made(*more))
+        # a preset may bring several settings of its own
+        named = {line.partition(":")[0] for line in found}
+        if not set(others) <= named or (not others and named) or set(allowed) != set(changed):
+            wrong.append((more, found, allowed))
+    assert not wrong, wrong
+    assert compare(start, made(command="eval"))[0][0].startswith("verb: ")
+
+
+def test_contents_count_and_their_places_do_not(made, tmp_path):
+    start = made()
+    shutil.copytree(tmp_path / "model", tmp_path / "moved")
+    shutil.copy(tmp_path / "rows.jsonl", tmp_path / "other_name.jsonl")
+    shutil.copy(tmp_path / "grade.py", tmp_path / "grade2.py")
+    moved = (f"model.path={tmp_path}/moved", f"data.train_files=[{tmp_path}/other_name.jsonl]")
+    assert compare(start, made(*moved, f"reward.path={tmp_path}/grade2.py")) == ([], {})
+    missed = []
+    for path, key in (
+        (tmp_path / "rows.jsonl", "data.train_files"),
+        (tmp_path / "grade.py", "reward.path"),
+        (tmp_path / "model" / "config.json", "model.path"),
+        (next((tmp_path / "model").glob("*.safetensors")), "model.path"),
+        (tmp_path / "model" / "tokenizer_config.json", "model.tokenizer_path"),
+    ):
+        before = path.read_bytes()
+        path.write_bytes(before[:-1] + bytes([before[-1] ^ 1]) if path.suffix == ".safetensors" else before + b"\n")
+        others, changed = compare(start, made())
+        if [line.partition(":")[0] for line in others] != [key] or "another content" not in others[0] or changed:
+            missed.append((path.name, others, changed))
+        path.write_bytes(before)
+    assert not missed, missed
+
+
+def test_a_secret_of_the_environment_is_kept_as_a_hash(made, monkeypatch):
+    monkeypatch.setenv("GRADER_KEY", "sesame")
+    with_key = made("reward.kwargs.key=${oc.env:GRADER_KEY}")
+    assert "sesame" not in str(with_key)
+    assert compare(with_key, made("reward.kwargs.key=${oc.env:GRADER_KEY}")) == ([], {})
+
+
+def test_a_module_is_hashed_without_being_imported(made, tmp_path, monkeypatch):
+    (tmp_path / "my_package").mkdir()
+    (tmp_path / "my_package" / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    (tmp_path / "my_package" / "losses.py").write_text("x = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    start = made("reward.path=my_package.losses")
+    (tmp_path / "my_package" / "losses.py").write_text("x = 2\n")
+    assert "reward.path" in compare(start, made("reward.path=my_package.losses"))[0][0]

@@ -1,0 +1,165 @@
+"""What a run is, recorded with every checkpoint: a run goes on only as itself.
+
+A key defines the run unless it is named in MAY_CHANGE: how fast, how long, where and how often, not what is learned
+from what. A key that names files (CONTENT) is compared by what is in them, wherever they lie now.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import MappingProxyType
+
+import msgspec
+
+from verl.algorithms.presets import settled
+from verl.config.load import Resolved
+from verl.config.model_files import find_model_folder
+from verl.config.schema import Config
+from verl.config.tree import values_of
+from verl.data.files import expand_files, fingerprint
+
+MAY_CHANGE: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "run": (
+            *("name", "root_dir", "resume", "total_steps", "total_epochs", "threads", "virtual_ranks", "deterministic"),
+            *("save_every_steps", "keep_last_checkpoints", "keep_every_steps", "keep_best", "wait_timeout_s"),
+            *("eval_every_steps", "eval_before", "eval_after"),
+        ),
+        "model": ("device", "gradient_checkpointing", "engine", "engine_options"),
+        "data": ("num_workers", "cache_dir"),
+        "step": ("max_tokens_per_microbatch",),
+        "optim": ("lr", "schedule", "decay_ratio", "warmup_steps", "warmup_ratio", "min_lr_ratio"),
+        "critic": ("lr", "warmup_steps"),
+        "rollout": ("engine", "engine_options", "replicas", "max_concurrent_sequences"),
+        "pipeline": ("placement", "max_attempts", "max_invalid_share"),
+        "reward": ("timeout_s", "memory_limit_mb", "num_workers"),
+        "queue": ("engine",),
+        "sync": ("engine", "canary", "canary_tolerance"),
+        "health": ("mismatch_stop", "mismatch_warn", "entropy_floor", "zero_variance_warn", "truncated_warn"),
+        "track": ("sinks", "project", "samples_per_step", "report_every_steps"),
+    }
+)
+"""Section -> the keys of it with which a run may go on when they are other than before."""
+
+_WEIGHTS = (".safetensors", ".py")
+_WEIGHT_FILES = ("config.json", "generation_config.json")
+_TOKENIZER = (".json", ".jinja", ".model", ".txt")
+
+
+def _model(path: str | None) -> str | None:
+    """Weights and what says how they are used; the tokenizer has a key of its own."""
+    if path is None:
+        return None
+    files = sorted(p for p in find_model_folder(path).iterdir() if p.is_file())
+    return _digest(p for p in files if p.suffix in _WEIGHTS or p.name in _WEIGHT_FILES)
+
+
+def _tokenizer(path: str) -> str:
+    files = sorted(p for p in find_model_folder(path).iterdir() if p.is_file() and p.suffix in _TOKENIZER)
+    return _digest(p for p in files if p.name not in _WEIGHT_FILES and not p.name.endswith(".safetensors.index.json"))
+
+
+def _rows(files: list[str]) -> str | None:
+    return _text_digest("\n".join(fingerprint(f) for f in expand_files(files))) if files else None
+
+
+def _source(name: str | None) -> str | None:
+    """Of a Python file, or of a module (`a.b`, `a.b:function`), which is found without being imported."""
+    if name is None:
+        return None
+    if Path(name).expanduser().is_file():
+        return _digest([Path(name).expanduser()])
+    module, _, function = name.partition(":")
+    spec, searched, done = None, sys.path, ""
+    for part in module.split("."):
+        done = f"{done}.{part}" if done else part
+        spec = PathFinder.find_spec(done, searched)
+        searched = list(spec.submodule_search_locations or []) if spec else []
+    found = Path(spec.origin) if spec and spec.origin else None
+    return f"{function} {_digest([found])}" if found and found.is_file() else _text_digest(name)
+
+
+CONTENT: Mapping[str, Callable[[Config], str | None]] = MappingProxyType(
+    {
+        "model.path": lambda c: _model(c.model.path),
+        "model.tokenizer_path": lambda c: _tokenizer(c.model.tokenizer_path or c.model.path),
+        "model.chat_template": lambda c: _source(c.model.chat_template),
+        "data.train_files": lambda c: _rows(c.data.train_files),
+        "data.eval_files": lambda c: _rows(c.data.eval_files),
+        "algorithm.loss": lambda c: _source(c.algorithm.loss),
+        "algorithm.advantage": lambda c: _source(c.algorithm.advantage),
+        "critic.path": lambda c: _model(c.critic.path),
+        "reward.path": lambda c: _source(c.reward.path),
+        "reward.model": lambda c: _model(c.reward.model),
+    }
+)
+
+
+class Identity(msgspec.Struct):
+    """values: every key as JSON; a secret of the environment as its hash · contents: of CONTENT's keys, a hash."""
+
+    values: dict[str, str] = {}
+    contents: dict[str, str] = {}
+
+
+def identity_of(resolved: Resolved, command: str) -> Identity:
+    config = resolved.config
+    values = values_of(config)
+    if command == "train":  # what the preset has is as good as given
+        longest = config.rollout.max_response_tokens
+        preset = settled(config.algorithm.name, config.algorithm.given(), longest=longest)
+        values = {k: v for k, v in values.items() if k in CONTENT or not k.startswith("algorithm.")}
+        values |= {"algorithm.name": config.algorithm.name}
+        values |= {f"algorithm.{k}": v for k, v in preset.settings().items() if f"algorithm.{k}" not in CONTENT}
+    texts = {key: json.dumps(value, sort_keys=True, default=str) for key, value in values.items()}
+    for key, text in texts.items():
+        if "oc.env:" in resolved.origins.get(key, ""):
+            texts[key] = f"(environment) {_text_digest(text)[:12]}"
+    contents = {key: made for key, of in CONTENT.items() if (made := of(config)) is not None}
+    return Identity({"verb": command} | texts, contents)
+
+
+def compare(was: Identity, now: Identity) -> tuple[list[str], dict[str, list[str]]]:
+    """(what makes it another run, a line per key; what may change and did, key -> [old, new])."""
+    others: list[str] = []
+    changed: dict[str, list[str]] = {}
+    for key in dict.fromkeys([*was.values, *now.values]):
+        old, new = was.values.get(key, "null"), now.values.get(key, "null")
+        if key in CONTENT:
+            if was.contents.get(key) != now.contents.get(key):
+                same = " (the same name, another content)" if old == new else ""
+                others.append(f"{key}: {old} -> {new}{same}")
+        elif old != new and may_change(key):
+            changed[key] = [old, new]
+        elif old != new:
+            others.append(f"{key}: {old} -> {new}")
+    return others, changed
+
+
+def may_change(key: str) -> bool:
+    section, _, name = key.partition(".")
+    return name in MAY_CHANGE.get(section, ())
+
+
+def _digest(files: Iterable[Path]) -> str:
+    """sha256 over names and contents."""
+
+    def one(path: Path) -> str:
+        with open(path, "rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+
+    every = list(files)
+    with ThreadPoolExecutor(4) as pool:
+        hashes = list(pool.map(one, every))
+    names = [path.name for path in every] if len(every) > 1 else [""]  # a file by itself may be called otherwise
+    return _text_digest(json.dumps(list(zip(names, hashes))))
+
+
+def _text_digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
