@@ -58,10 +58,10 @@ def guarded(work: Callable[[], int]) -> int:
     except Exception as e:  # the outermost frame: print the traceback, then the first cause last
         import traceback
 
-        from verl.driver.stopping import PREEMPTED, Stopped
+        from verl.driver.stopping import Stopped
 
         if isinstance(e, Stopped):
-            return _fail(str(e), PREEMPTED)
+            return _fail(str(e), e.code)
         if not _expected(e):
             traceback.print_exc()
         cause = e

@@ -45,7 +45,6 @@ from verl.driver.run_dir import RunDir, open_run_dir, write_config
 from verl.driver.scheduler import Scheduler
 from verl.driver.setup import decoder, device_of, eos_ids, load_tokenizer_of, pad_id, set_up_process, torch_dtype
 from verl.driver.stages import PreferenceStage, RewardStage, SftStage, Stage, reference_logprobs
-from verl.driver.stopping import StopRequest
 from verl.driver.supervised import TRAINER, SupervisedRun
 from verl.driver.trajectories import TrajectoryRunner
 from verl.reward.base import RewardFn
@@ -108,7 +107,7 @@ async def assemble(
     reporter = _reporter(claimed, resolved, progress, waits, num_steps, recorder=recorder, on_step=on_step)
     trajectories = _trajectories(config, tokenizer, rollout, reward, waits)
     groups = _groups(config, learner, tasks, trajectories, reporter, num_steps)
-    colocated = config.pipeline.placement == "colocated" or (config.pipeline.placement == "auto" and _in_step(config))
+    checkpointer = Checkpointer(claimed, learner, trained_roles(learner), checkpoint_bytes(engine), reporter)
     publisher = Publisher(
         sync,
         actor,
@@ -129,15 +128,19 @@ async def assemble(
         trajectories=trajectories,
         eval_tasks=eval_tasks,
         rollout=rollout,
-        placement=Placement(replicas, colocated=colocated, waits=waits, timeout_s=timeout_s),
+        placement=Placement(replicas, colocated=_colocated(config), waits=waits, timeout_s=timeout_s),
         publisher=publisher,
-        checkpointer=Checkpointer(claimed, learner, trained_roles(learner), checkpoint_bytes(engine), reporter),
+        checkpointer=checkpointer,
         reporter=reporter,
-        stop=StopRequest(progress.message),
+        stop=checkpointer.stop,
         lock=claimed.lock,
         close_reward=reward.close,
         first_index=claimed.state.step if claimed.state else 0,
     )
+
+
+def _colocated(config: Config) -> bool:
+    return config.pipeline.placement == "colocated" or (config.pipeline.placement == "auto" and _in_step(config))
 
 
 def _in_step(config: Config) -> bool:
@@ -271,7 +274,7 @@ async def assemble_supervised(
         learner=learner,
         checkpointer=checkpointer,
         reporter=reporter,
-        stop=StopRequest(progress.message),
+        stop=checkpointer.stop,
         lock=claimed.lock,
         first_index=claimed.state.step if claimed.state else 0,
     )

@@ -20,6 +20,7 @@ from verl.driver.reporter import Reporter, due
 from verl.driver.roles import Learner
 from verl.driver.run_dir import RunDir
 from verl.driver.state import DriverState, write_state
+from verl.driver.stopping import Stopped, StopRequest
 from verl.workers.model_workers import ModelWorkers
 
 BYTES_PER_S = 500e6  # of a save, before one was measured
@@ -61,8 +62,10 @@ class Checkpointer:
         self._claimed, self._learner, self._trained = claimed, learner, trained
         self._needed_bytes, self._reporter = needed_bytes, reporter
         self.cadence = Cadence(learner.config.run.save_every_steps, needed_bytes / BYTES_PER_S)
+        self.stop = StopRequest(reporter.progress, learner.config.run.grace_s, lambda: self.cadence.save_s)
+        self.newest = claimed.state.step if claimed.state else 0  # the step after which the newest checkpoint was made
 
-    async def save(self, state: DriverState, *, last: bool = False, best: float | None = None) -> bool:
+    async def save(self, state: DriverState, *, last: bool = False, best: float | None = None) -> None:
         """Commit a checkpoint after `state.step` steps. One that cannot be written (disk full, I/O) is a warning:
         nothing of it is left, earlier ones are untouched, and the run goes on; with `last` the OSError is raised."""
         state = msgspec.structs.replace(state, identity=self._claimed.identity, parent=self._claimed.parent)
@@ -74,12 +77,20 @@ class Checkpointer:
             events.append("save_failed", state.step, {"error": str(e)})
             if last:
                 raise
-            return False
+            return
         finally:
             self.cadence.saved(time.monotonic() - began_s)
+        self.newest = state.step
         events.append("saved", state.step, {"version": state.version, "seconds": self.cadence.save_s})
         events.flush(fsync=True)
-        return True
+
+    async def stopped(self, beginning: DriverState | None, total_steps: int) -> Stopped:
+        """After a stop: the state at the beginning of the step that was not done is saved, where it is not already."""
+        done = beginning.step if beginning else 0
+        if beginning is not None and self.newest < done:
+            self._reporter.events.flush(fsync=True)
+            await self.save(beginning)
+        return self.stop.stopped(done + 1, total_steps, self.newest)
 
     async def _write(self, state: DriverState, best: float | None) -> None:
         timeout_s = self._learner.config.run.wait_timeout_s

@@ -28,8 +28,8 @@ MAY_CHANGE: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "run": (
             *("name", "root_dir", "resume", "total_steps", "total_epochs", "threads", "virtual_ranks", "deterministic"),
-            *("save_every_steps", "keep_last_checkpoints", "keep_every_steps", "keep_best", "wait_timeout_s"),
-            *("eval_every_steps", "eval_before", "eval_after"),
+            *("save_every_steps", "keep_last_checkpoints", "keep_every_steps", "keep_best", "grace_s"),
+            *("eval_every_steps", "eval_before", "eval_after", "wait_timeout_s"),
         ),
         "model": ("device", "gradient_checkpointing", "engine", "engine_options"),
         "data": ("num_workers", "cache_dir"),

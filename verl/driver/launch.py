@@ -23,6 +23,7 @@ from verl.driver.evaluate import evaluate
 from verl.driver.loop import train
 from verl.driver.reporter import OnStep
 from verl.driver.run import Run
+from verl.driver.stopping import Stopped
 from verl.driver.supervised import fit
 from verl.report.page import write_report
 from verl.track.console import LiveProgress
@@ -50,14 +51,15 @@ def run_rl(resolved: Resolved, *, title: str = "", on_step: OnStep | None = None
     """Train to the end. Raises the first cause of a failure, after a crash record and with every child gone."""
     validate(resolved.config)
     plan = make_plan(resolved.config)
+    progress = LiveProgress()
     if not quiet:
-        print(render_plan(plan), flush=True)
-    return uvloop.run(_train(resolved, title, on_step, plan.to_json()))
+        progress.message(render_plan(plan))
+    return uvloop.run(_train(resolved, title, on_step, plan.to_json(), progress))
 
 
-async def _train(resolved: Resolved, title: str, on_step: OnStep | None, plan: str) -> Finished:
-    started, progress = time.monotonic(), LiveProgress()
-    with _crash_recorded(resolved.config, refused=ValueError):
+async def _train(resolved: Resolved, title: str, on_step: OnStep | None, plan: str, progress: LiveProgress) -> Finished:
+    started = time.monotonic()
+    with _crash_recorded(resolved.config, refused=(ValueError,)):
         run = await assemble(resolved, progress=progress, on_step=on_step)
     with _crash_recorded(resolved.config):
         await _trained(run, title or run.config.run.name, plan)
@@ -75,7 +77,7 @@ async def _trained(run: Run, title: str, plan: str) -> None:
         gc.freeze()  # what lives as long as the run: else every full collection walks all of it, a tenth of a second
         if thresholds[0]:  # 0: the user has switched it off
             gc.set_threshold(max(GC_THRESHOLD, thresholds[0]), *thresholds[1:])
-        await train(run)
+        await run.until_stopped(train(run))
     finally:
         gc.unfreeze()
         gc.set_threshold(*thresholds)
@@ -117,7 +119,7 @@ async def _fit(
     resolved: Resolved, command: Literal["sft", "rm", "dpo"], title: str, on_step: OnStep | None
 ) -> Finished:
     started = time.monotonic()
-    with _crash_recorded(resolved.config, refused=ValueError):
+    with _crash_recorded(resolved.config, refused=(ValueError,)):
         run = await assemble_supervised(resolved, command, on_step=on_step)
     with _crash_recorded(resolved.config):
         try:
@@ -158,10 +160,12 @@ async def _eval(resolved: Resolved) -> Finished:
 
 
 @contextmanager
-def _crash_recorded(config: Config, refused: type[Exception] | tuple[()] = ()) -> Iterator[None]:
+def _crash_recorded(config: Config, refused: tuple[type[Exception], ...] = ()) -> Iterator[None]:
     """A record of what ends the block, but not of a start that is refused: that leaves a run directory as it was."""
     try:
         yield
+    except Stopped:
+        raise
     except refused:
         raise
     except BaseException as e:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from verl.config.schema import Config
 from verl.driver.checkpointer import Checkpointer
@@ -47,6 +49,8 @@ class Run:
     lock: IO[str]
     close_reward: Callable[[], Awaitable[None]]
     first_index: int = 0
+    _step: Step | None = None
+    _beginning: DriverState | None = None  # of that step
 
     @property
     def version(self) -> int:
@@ -64,7 +68,8 @@ class Run:
         await self.publisher.start(state.version if state else 0)
         if state is not None and state.scheduler is not None:
             await self.groups.restore(state.scheduler, state.groups)
-        self.stop.listen()
+            if state.version > self.groups.scheduler.version:  # published while the state's own step had begun
+                self.groups.on_published(state.version)
 
     async def evaluate_first(self) -> None:
         """Before the first step of a new run."""
@@ -77,8 +82,10 @@ class Run:
     def steps(self) -> Iterator[Step]:
         """Steps after the resumed one, each with a fresh ledger."""
         for index in range(self.first_index, self.total_steps):
-            self.stop.check(index + 1, self.total_steps)
-            yield Step(index)
+            self._beginning, self._step = self._state(index), Step(index)
+            if self.stop.requested:
+                raise asyncio.CancelledError("stopped between two steps")
+            yield self._step
 
     async def publish(self, step: Step) -> None:
         """The optimizer steps are done: free the groups, and deliver the weights when due. Exclusive: before rollout
@@ -115,7 +122,7 @@ class Run:
         if self.eval_tasks and (due(step.number, config.eval_every_steps) or (last and config.eval_after)):
             await self.settle()
             with step.clock("evaluate"):
-                step.log(await evaluate(self, step.number))
+                await self.stop.unless_given_up(self._evaluate(step))
         with step.clock("log"):
             await self.reporter.record(step.number, refs)  # written while the next step rolls out
             if last or self.reporter.report_due(step.number):
@@ -128,6 +135,22 @@ class Run:
                 await self.checkpointer.save(self._state(step.number), last=last, best=best)
         self._log(step, tokens=sum(r.total_tokens for r in refs))
 
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    async def until_stopped(self, training: Coroutine[Any, Any, None]) -> None:
+        """Await the loop; Stopped, once the state is saved, where a signal ended it."""
+        self.stop.listen()
+        try:
+            if await self.stop.unless_given_up(training, lambda: self._step is None or not self._step.updating):
+                return
+        except asyncio.CancelledError:
+            if not self.stop.requested:
+                raise
+        await self.settle()
+        if self._beginning is not None:  # a publish that was under way then has been delivered since
+            self._beginning.version = self.version
+        raise await self.checkpointer.stopped(self._beginning, self.total_steps)
+
     # -- private -----------------------------------------------------------------------------------------------------
 
     def _state(self, number: int) -> DriverState:
@@ -139,10 +162,13 @@ class Run:
             rng=rng_state(),
             cursor=self.groups.cursor.state(),
             scheduler=self.groups.scheduler.state(),
-            controllers=self.learner.controllers,
+            controllers=copy(self.learner.controllers),
             groups=self.groups.save(),
             history=self.reporter.history[-HISTORY:],
         )
+
+    async def _evaluate(self, step: Step) -> None:
+        step.log(await evaluate(self, step.number))
 
     def _log(self, step: Step, tokens: int = 0) -> None:
         more: dict[str, float] = {}

@@ -36,6 +36,7 @@ class Step:
     ledger: TimeLedger = field(default_factory=TimeLedger)
     metrics: Metrics = field(default_factory=dict)
     trained: Refs = field(default_factory=Refs)
+    updating: bool = False  # optimizer steps were enqueued: the models are those of its beginning no more
 
     @property
     def number(self) -> int:
@@ -62,6 +63,7 @@ async def experience_and_update(learner: Learner, step: Step, refs: Refs) -> Non
     rows = _drawn(learner, step, rows)
     steps = optimizer_steps(rows, shape.updates_per_step, shape.epochs_per_step, learner.config.run.seed, step.index)
     optional = tuple(name for name in ("old_logprobs",) if name in written)
+    step.updating = True
     if "critic" in learner.models:
         inputs = inputs_of(algorithm.value_terms, optional)
         with step.clock("update_critic"):

@@ -1,42 +1,97 @@
-"""SIGTERM, the same for every verb: the step that is under way is finished and saved, then the run stops."""
+"""SIGTERM, Ctrl-C and a lost terminal, the same for every verb.
+
+The first SIGTERM or Ctrl-C: the step under way is finished and saved if it ends within `run.grace_s`; else it is given
+up, and the state at its beginning is saved. A Ctrl-C after that: out now. SIGHUP: the console is let go.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
-PREEMPTED = 75  # exit code after a save on SIGTERM (EX_TEMPFAIL)
+from verl.track.console import LiveProgress
+
+PREEMPTED, INTERRUPTED = 75, 130  # exit codes after SIGTERM (EX_TEMPFAIL) and after Ctrl-C
+RESERVE_S = 2.0  # of the grace, for what a save does not measure
 
 
 class Stopped(RuntimeError):
-    """SIGTERM came: the step was finished and saved."""
+    """A signal came, and what was done is saved."""
+
+    code = PREEMPTED
 
 
 class StopRequest:
-    """Set by SIGTERM from `listen` until `close`. Signals come to the main thread; elsewhere nothing is heard."""
+    """Set by a signal between `listen` and `close`; they come to the main thread, elsewhere nothing is heard. save_s:
+    what a save takes."""
 
-    def __init__(self, note: Callable[[str], None]) -> None:
-        self.requested = False
-        self._note = note
-        self._loop: asyncio.AbstractEventLoop | None = None
+    def __init__(self, progress: LiveProgress, grace_s: float, save_s: Callable[[], float]) -> None:
+        self.requested = ""  # the name of the signal
+        self._progress, self._grace_s, self._save_s = progress, grace_s, save_s
+        self._given_up = False
+        self._heard: list[signal.Signals] = []
+        self._works: list[tuple[asyncio.Task[None], Callable[[], bool]]] = []  # innermost last
 
     def listen(self) -> None:
+        """To the signals that are not ignored (as under nohup, or in a shell's background)."""
         if threading.current_thread() is threading.main_thread():
-            self._loop = asyncio.get_running_loop()
-            self._loop.add_signal_handler(signal.SIGTERM, self._hear)
+            for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                if signal.getsignal(one) is not signal.SIG_IGN:
+                    asyncio.get_running_loop().add_signal_handler(one, self._hear, one)
+                    self._heard.append(one)
 
     def close(self) -> None:
-        if self._loop is not None:
-            self._loop.remove_signal_handler(signal.SIGTERM)  # uvloop would leave it there, for no loop
-            self._loop = None
+        while self._heard:  # uvloop would leave it there, for no loop
+            asyncio.get_running_loop().remove_signal_handler(self._heard.pop())
 
-    def check(self, number: int, total: int) -> None:
-        """Before step `number`: Stopped if somebody asked."""
+    async def unless_given_up(
+        self, work: Coroutine[Any, Any, None], may_give_up: Callable[[], bool] = lambda: True
+    ) -> bool:
+        """Await work that is cancelled when the grace ends, if it may be left undone then. False: it was."""
+        task = asyncio.ensure_future(work)
+        self._works.append((task, may_give_up))
+        if self._given_up:
+            self._give_up()
+        try:
+            await task
+        except asyncio.CancelledError:
+            current = asyncio.current_task()
+            if not self._given_up or (current is not None and current.cancelling()):
+                raise
+            return False
+        finally:
+            self._works.pop()
+        return True
+
+    def stopped(self, number: int, total: int, saved: int) -> Stopped:
+        """Before step `number`, with the state after step `saved` as the newest on disk."""
+        where = "the run resumes there" if saved == number - 1 else f"only step {saved} is saved, the run resumes there"
+        error = Stopped(f"{self.requested}: stopped before step {number} of {total}; {where}")
+        error.code = INTERRUPTED if self.requested == "SIGINT" else PREEMPTED
+        return error
+
+    def _hear(self, which: signal.Signals) -> None:
+        if which == signal.SIGHUP:
+            return self._progress.let_go(which.name, hung_up=True)
         if self.requested:
-            raise Stopped(f"SIGTERM: stopped before step {number} of {total}; the run resumes there")
+            if which == signal.SIGINT:
+                self._progress.message("Ctrl-C again: out now, nothing more is saved")
+                self._progress.close()
+                os._exit(INTERRUPTED)  # the workers die with this process
+            return None
+        self.requested = which.name
+        left_s = max(0.0, self._grace_s - self._save_s() - RESERVE_S)
+        self._progress.message(
+            f"{which.name}: finishing this step, then saving; if it takes longer than {left_s:.0f} s "
+            f"(run.grace_s={self._grace_s:g} less a save) the state at its beginning is saved. Ctrl-C: out now"
+        )
+        asyncio.get_running_loop().call_later(left_s, self._give_up)
 
-    def _hear(self) -> None:
-        self.requested = True
-        self._note("SIGTERM: finishing this step, then saving")
+    def _give_up(self) -> None:
+        self._given_up = True
+        if self._works and self._works[-1][1]():
+            self._works[-1][0].cancel()

@@ -55,7 +55,8 @@ async def fit(run: SupervisedRun) -> dict[str, float]:
     await _restore(run)
     run.stop.listen()
     for index in range(run.first_index, run.total_steps):
-        run.stop.check(index + 1, run.total_steps)
+        if run.stop.requested:
+            raise await run.checkpointer.stopped(_state(run, index), run.total_steps)
         step = Step(index)
         with step.clock("data"):
             draws = [run.cursor.next() for _ in range(run.config.supervised.rows_per_step)]
@@ -65,13 +66,17 @@ async def fit(run: SupervisedRun) -> dict[str, float]:
         last = step.number == run.total_steps
         if due(step.number, config.eval_every_steps) or (last and config.eval_after):
             with step.clock("evaluate"):
-                step.log(await evaluate(run))
+                await run.stop.unless_given_up(_evaluate(run, step))
         if run.checkpointer.cadence.due(step.number) or last or run.stop.requested:
             run.reporter.keep(step)
             with step.clock("checkpoint"):
                 await run.checkpointer.save(_state(run, step.number), last=last)
         values = run.reporter.log(step, tokens=sum(r.total_tokens for r in refs), more={})
     return values
+
+
+async def _evaluate(run: SupervisedRun, step: Step) -> None:
+    step.log(await evaluate(run))
 
 
 async def put_rows(learner: Learner, stage: Stage, indices: Sequence[int], names: Sequence[str]) -> Refs:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import math
+import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from statistics import median
-from typing import NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -76,11 +79,40 @@ def sparkline(values: Sequence[float]) -> str:
     return "".join(_SPARKS[int((v - low) / span * 7 + 0.5)] for v in finite)
 
 
+class _Output(io.TextIOBase):
+    """Standard output as it is at each call. One that cannot be written is let go, and ends nothing."""
+
+    def __init__(self, let_go: Callable[[str], None]) -> None:
+        self._let_go = let_go
+
+    def write(self, text: str) -> int:
+        return self._try(lambda stream: stream.write(text))
+
+    def flush(self) -> None:
+        self._try(lambda stream: stream.flush())
+
+    def isatty(self) -> bool:
+        return sys.stdout.isatty()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return sys.stdout.encoding
+
+    def _try(self, act: Callable[[Any], Any]) -> Any:
+        try:
+            return act(getattr(sys.stdout, "rich_proxied_file", sys.stdout))  # a live panel stands in for it
+        except OSError as e:
+            self._let_go(str(e))
+            return 0
+
+
 class LiveProgress:
     """Progress of a run, and the sink `console`: a panel that redraws itself; one line per `log` off a terminal."""
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console, self._clock = console or Console(), clock
+        self._console, self._clock = console or Console(file=cast(IO[str], _Output(self.let_go))), clock
+        self._terminals = [number for number in (1, 2) if os.isatty(number)]
+        self.lost = ""  # why nobody sees it any more
         self._live: Live | None = None
         self._title, self._total, self._step = "", 0, 0
         self._started = self._last_update = clock()
@@ -119,6 +151,14 @@ class LiveProgress:
     def message(self, text: str) -> None:
         """A line that stays, above the panel."""
         self._console.print(text, markup=False, highlight=False, soft_wrap=True, emoji=False)
+
+    def let_go(self, why: str, *, hung_up: bool = False) -> None:
+        """Nobody reads standard output any more (a closed pipe, a full disk), or the terminal: it is dropped."""
+        self.lost = self.lost or why
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for number in self._terminals if hung_up else {1, *self._terminals}:
+            os.dup2(nowhere, number)
+        os.close(nowhere)
 
     def close(self) -> None:
         """Leave the last state on the screen. May be called again."""

@@ -1,0 +1,43 @@
+"""When a checkpoint is made: by steps, or by time, so that little work is lost and little time goes into saving."""
+
+from verl.driver.checkpointer import Cadence
+
+
+def saves(step_s: float, save_s: float, steps: int, every: int | None = None, guess_s: float = 0.0) -> list[float]:
+    """The seconds of work before each save, of a run with steps and saves of this length."""
+    now = [0.0]
+    cadence, out, since_s = Cadence(every, guess_s, clock=lambda: now[0]), [], 0.0
+    for number in range(1, steps + 1):
+        now[0] += step_s
+        since_s += step_s
+        if cadence.due(number):
+            now[0] += save_s
+            cadence.saved(save_s)
+            out.append(since_s)
+            since_s = 0.0
+    return out
+
+
+def test_by_time_at_most_half_an_hour_of_work_and_five_percent():
+    wrong = []
+    for step_s in (1.0, 7.0, 100.0, 700.0, 1700.0, 4000.0):
+        for save_s in (0.1, 20.0, 90.0, 400.0):
+            found = saves(step_s, save_s, steps=int(40_000 / step_s), guess_s=save_s)
+            share = [save_s / (save_s + work_s) for work_s in found]
+            longest_s = max(1800.0, step_s, 19 * save_s + step_s)
+            if not found or max(found) > longest_s or max(share) > 0.05 + 1e-9:
+                wrong.append((step_s, save_s, max(found, default=0), max(share, default=0)))
+            if 19 * save_s + step_s <= 1800 and max(found, default=9e9) > 1800:
+                wrong.append((step_s, save_s, "more than half an hour is lost"))
+            if step_s <= 100 and save_s <= 20 and min(found, default=0) < 1500:
+                wrong.append((step_s, save_s, "far too often"))
+    assert not wrong, wrong
+
+
+def test_what_a_save_took_decides_about_the_next():
+    found = saves(100.0, 400.0, 400, guess_s=0.0)  # the estimate was far too low
+    assert found[0] <= 1800 and all(400 / (400 + work_s) <= 0.05 for work_s in found[1:]) and len(found) > 2
+
+
+def test_by_steps():
+    assert saves(1.0, 50.0, 9, every=3) == [3.0, 3.0, 3.0] and saves(9999.0, 1.0, 9, every=0) == []
