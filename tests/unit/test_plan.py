@@ -41,6 +41,7 @@ tokens    at most 786,432 per step, 1,536 per row, 16,384 per micro-batch
 run       7,473 rows, 350 steps = 3 epochs -> 1,400 optimizer steps, the first 10 warming up; evaluation on 1,319 rows
 rollout   native, 64 slots = 512 trajectories in flight, 256 at a time; KV 393,216 tokens x 12,288 B = 4.50 GiB + prefix cache 768 MiB
 disk      checkpoint 6.44 GiB (weights 942 MiB + state 5.52 GiB), at most 4 at once: 25.8 GiB in runs/gsm8k_grpo
+saved     every 20 steps, at the end and at a stop
 
 memory (estimate)               rollout    experience        update       publish
 master weights                 1.84 GiB      1.84 GiB      1.84 GiB      1.84 GiB
@@ -331,3 +332,35 @@ def test_warnings_about_the_model(folder: Path, tmp_path: Path) -> None:
         "the tokenizer has no chat template",
         "config.json says that the output layer is not tied, but no lm_head.weight is stored",
     ]
+
+
+def test_checkpoints_of_a_run_and_the_disk_that_holds_them(folder: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+    import shutil
+    from collections import namedtuple
+
+    from verl.cli import main
+
+    cases = [  # settings, at most so many at once, when they are made
+        ((), 3, "every 30 minutes of work (but for at most 5% of the time), at the end and at a stop"),
+        (("run.save_every_steps=0",), 1, "at the end and at a stop"),
+        (("run.save_every_steps=10", "run.total_steps=10"), 2, "every 10 steps, at the end and at a stop"),
+        (("run.total_steps=100", "run.keep_every_steps=20"), 8, "every 30 minutes"),
+    ]
+    plans = [make_plan(config_of(folder, *more)) for more, _, _ in cases]
+    assert [p.checkpoints_kept for p in plans] == [kept for _, kept, _ in cases]
+    assert all(f"saved     {made}" in render_plan(p) for p, (_, _, made) in zip(plans, cases, strict=True))
+
+    one = make_plan(config_of(folder, model="tiny")).checkpoint_bytes
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(0, 0, int(2.5 * one)))
+    place = (f"run.root_dir={tmp_path}", "run.name=small", "step.max_tokens_per_microbatch=99999")
+    assert any("the disk has" in w for w in make_plan(config_of(folder, *place, model="tiny")).warnings)
+    args = [f"model.path={folder}/tiny", f"data.train_files={folder}/train.jsonl", *place, "data.max_prompt_tokens=9"]
+    args += ["rollout.max_response_tokens=9", "data.max_tokens_per_row=9"]
+    for verb in ("train", "sft"):
+        assert main([verb, *args]) == 2 and not (tmp_path / "small").exists(), verb
+        assert "the disk has" in capsys.readouterr().err, verb
+    earlier = tmp_path / "small" / "checkpoints" / "step_1"  # what is pruned makes room
+    earlier.mkdir(parents=True)
+    (earlier / "x").write_bytes(b"0" * one)
+    assert not any("the disk has" in w for w in make_plan(config_of(folder, *place, model="tiny")).warnings)

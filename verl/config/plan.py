@@ -8,9 +8,11 @@ Sizes are exact or upper bounds at the limits of prompt and response; bytes are 
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 
 import msgspec
 
@@ -82,6 +84,7 @@ class Plan:
     memory: Memory
     checkpoint_bytes: int
     checkpoints_kept: int  # On disk at once, the one being written included.
+    checkpoints_made: str  # When.
     warnings: tuple[str, ...]
 
     def to_json(self) -> str:
@@ -94,6 +97,7 @@ def make_plan(config: Config) -> Plan:
     model, step = describe_model(config.model.path, config.model.tokenizer_path), step_sizes(config)
     length = _run_length(config, step)
     update_tokens = step.max_tokens // step.updates
+    one, kept = model.stored_bytes + STATE_BYTES * model.parameters, checkpoints_kept(config, length.steps)
     return Plan(
         run_dir=f"{config.run.root_dir}/{config.run.name}",
         algorithm=config.algorithm.name,
@@ -102,10 +106,47 @@ def make_plan(config: Config) -> Plan:
         length=length,
         rollout=_rollout_sizes(config, model),
         memory=estimate_memory(config, model, needs_reference(config), update_tokens),
-        checkpoint_bytes=model.stored_bytes + STATE_BYTES * model.parameters,
-        checkpoints_kept=config.run.keep_last_checkpoints + (config.run.keep_best is not None) + 1,
-        warnings=tuple(_warnings(config, model, length)),
+        checkpoint_bytes=one,
+        checkpoints_kept=kept,
+        checkpoints_made=_made(config.run.save_every_steps),
+        warnings=(*_warnings(config, model, length), *small_disk(config, one * kept)),
     )
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def checkpoints_kept(config: Config, steps: int | None) -> int:
+    """At once, the one being written included."""
+    run = config.run
+    kept = run.keep_last_checkpoints + (run.keep_best is not None) + 1
+    if steps is not None and run.keep_every_steps:
+        kept += steps // run.keep_every_steps
+    if run.save_every_steps is None or steps is None:
+        return kept
+    return min(kept, 1 + (steps // run.save_every_steps if run.save_every_steps else 0))
+
+
+def _made(every_steps: int | None) -> str:
+    if every_steps is None:
+        share = f"{SAVE_SHARE:.0%} of the time"
+        return f"every {SAVE_EVERY_S / 60:.0f} minutes of work (but for at most {share}), at the end and at a stop"
+    return (
+        f"every {_count(every_steps, 'step')}, at the end and at a stop" if every_steps else "at the end and at a stop"
+    )
+
+
+def small_disk(config: Config, needed_bytes: int) -> Iterator[str]:
+    """A line where the disk does not hold the checkpoints beside what is on it; those of the run itself make room."""
+    run_dir = Path(config.run.root_dir) / config.run.name
+    there = sum(p.stat().st_size for p in (run_dir / "checkpoints").rglob("*") if p.is_file())
+    place = next(p for p in (run_dir.absolute(), *run_dir.absolute().parents) if p.is_dir())
+    free = shutil.disk_usage(place).free
+    if there + free < needed_bytes:
+        yield (
+            f"{run_dir}: the checkpoints need {_gib(needed_bytes)}, but the disk has {_gib(free)} free: free some, "
+            "lower run.keep_last_checkpoints, or set another run.root_dir"
+        )
 
 
 # -- sizes of a step ---------------------------------------------------------------------------------------------------
@@ -274,6 +315,7 @@ def render_plan(plan: Plan) -> str:
         "run": _run_line(plan.length),
         "rollout": _rollout_line(plan.rollout),
         "disk": f"checkpoint {_gib(one)} ({parts}), at most {kept} at once: {_gib(kept * one)} in {plan.run_dir}",
+        "saved": plan.checkpoints_made,
     }
     text = [*(f"{name:<9} {said}" for name, said in lines.items()), "", *_memory_lines(plan.memory)]
     text += ["", *(f"warning: {w}" for w in plan.warnings)] if plan.warnings else []

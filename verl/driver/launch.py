@@ -16,7 +16,8 @@ from typing import Literal
 import uvloop
 
 from verl.config.load import Resolved, validate
-from verl.config.plan import make_plan, render_plan
+from verl.config.model_files import describe_model
+from verl.config.plan import STATE_BYTES, checkpoints_kept, make_plan, render_plan, small_disk
 from verl.config.schema import Config
 from verl.driver.assemble import assemble, assemble_supervised
 from verl.driver.evaluate import evaluate
@@ -51,6 +52,7 @@ def run_rl(resolved: Resolved, *, title: str = "", on_step: OnStep | None = None
     """Train to the end. Raises the first cause of a failure, after a crash record and with every child gone."""
     validate(resolved.config)
     plan = make_plan(resolved.config)
+    _refuse_small_disk(resolved.config, plan.checkpoint_bytes * plan.checkpoints_kept)
     progress = LiveProgress()
     if not quiet:
         progress.message(render_plan(plan))
@@ -112,6 +114,8 @@ def run_supervised(
 ) -> Finished:
     """Supervised fine-tuning, reward-model or preference training to the end."""
     validate(resolved.config, command)
+    model, kept = describe_model(resolved.config.model.path), checkpoints_kept(resolved.config, None)
+    _refuse_small_disk(resolved.config, kept * (model.stored_bytes + STATE_BYTES * model.parameters))
     return uvloop.run(_fit(resolved, command, title, on_step))
 
 
@@ -157,6 +161,11 @@ async def _eval(resolved: Resolved) -> Finished:
     finally:
         await asyncio.shield(run.close())
     return Finished(run.dir, 0, time.monotonic() - started, values, values, None)
+
+
+def _refuse_small_disk(config: Config, needed_bytes: int) -> None:
+    for line in small_disk(config, needed_bytes):
+        raise ValueError(line)
 
 
 @contextmanager
