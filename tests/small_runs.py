@@ -48,6 +48,14 @@ def small_run(root: Path, model: Path, data: Sequence[Path], *more: str) -> Fini
     return run_rl(load_config(small_args(root, model, data, *more)), quiet=True)
 
 
+def same_tensors(a: dict, b: dict) -> None:
+    import torch
+
+    assert set(a) == set(b)
+    for name, value in a.items():
+        assert torch.equal(value, b[name]), name
+
+
 def metrics_of(run_dir: Path) -> dict[int, dict[str, float]]:
     """Step -> metrics, of the last attempt that wrote it."""
     from verl.track.metrics import read_metrics

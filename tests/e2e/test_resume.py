@@ -10,20 +10,23 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-import torch
-from small_runs import dispatched, metrics_of, roles_of, small_args, small_run, state_of, tensors_of, trained
+from small_runs import (
+    dispatched,
+    metrics_of,
+    roles_of,
+    same_tensors,
+    small_args,
+    small_run,
+    state_of,
+    tensors_of,
+    trained,
+)
 
 from verl.config.load import load_config
 from verl.driver.launch import run_rl
 
 EXACT = ("actor/pg_loss", "actor/grad_norm", "actor/entropy", "critic/score/mean", "response_length/mean", "actor/lr")
 TESTS = Path(__file__).parents[1]
-
-
-def same_tensors(a: dict, b: dict) -> None:
-    assert set(a) == set(b)
-    for name, value in a.items():
-        assert torch.equal(value, b[name]), name
 
 
 def assert_equal_runs(one: Path, two: Path, steps: int) -> None:

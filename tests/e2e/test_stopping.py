@@ -7,8 +7,8 @@ import subprocess
 import sys
 
 import pytest
-from small_runs import metrics_of, small_args, small_run, tensors_of
-from test_resume import TESTS, assert_equal_runs, same_tensors, wait_for
+from small_runs import metrics_of, same_tensors, small_args, small_run, tensors_of
+from test_resume import TESTS, assert_equal_runs, wait_for
 
 from verl.track.events import read_events
 

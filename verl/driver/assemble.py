@@ -102,8 +102,10 @@ async def assemble(
     for note in (await replicas[0].capabilities()).notes:
         progress.message(note)
     rollout = replicas[0] if len(replicas) == 1 else Router(replicas)
-    kept, decode = config.track.samples_per_step, decoder(tokenizer)
-    recorder = InprocGroup("recorder", [SampleRecorder(context.queue, claimed.path, decode, groups_per_step=kept)])
+    writer = SampleRecorder(
+        context.queue, claimed.path, decoder(tokenizer), progress.message, config.track.samples_per_step
+    )
+    recorder = InprocGroup("recorder", [writer])
     reporter = _reporter(claimed, resolved, progress, waits, num_steps, recorder=recorder, on_step=on_step)
     trajectories = _trajectories(config, tokenizer, rollout, reward, waits)
     groups = _groups(config, learner, tasks, trajectories, reporter, num_steps)
@@ -304,7 +306,7 @@ def _reporter(
     for note in (*claimed.notes, *beyond(claimed.path, done, total_steps)):
         progress.message(note)
     write_config(claimed, resolved)
-    events = EventLog(claimed.path, attempt)
+    events = EventLog(claimed.path, attempt, report=progress.message)
     events.append("resumed", done + 1, claimed.begun(total_steps))
     return Reporter(
         config,

@@ -26,7 +26,6 @@ from verl.driver.reporter import OnStep
 from verl.driver.run import Run
 from verl.driver.stopping import Stopped
 from verl.driver.supervised import fit
-from verl.report.page import write_report
 from verl.track.console import LiveProgress
 from verl.track.files import write_atomic
 from verl.track.metrics import reduce
@@ -89,16 +88,19 @@ async def _trained(run: Run, title: str, plan: str) -> None:
 def _finished(run: Run, started: float) -> Finished:
     history = run.reporter.history
     values = history[-1] if history else {}
-    report = write_report(run.dir)
+    report = run.reporter.write_report()
     summary = {
         "steps": max(run.total_steps, run.first_index),
         "seconds": round(time.monotonic() - started, 2),
         "version": run.version,
         "eval": run.reporter.last_eval,
         "checkpoint": str(run.dir / "checkpoints" / f"step_{max(run.total_steps, run.first_index)}"),
-        "report": str(report),
+        "report": str(report or ""),
     }
-    write_atomic(run.dir / "summary.json", (json.dumps(summary, indent=1) + "\n").encode())
+    try:
+        write_atomic(run.dir / "summary.json", (json.dumps(summary, indent=1) + "\n").encode())
+    except OSError as e:
+        run.reporter.progress.message(f"warning: {run.dir}/summary.json was not written: {e}")
     return Finished(
         run.dir,
         max(0, run.total_steps - run.first_index),
@@ -136,7 +138,7 @@ async def _fit(
             run.close()
     evals = {k: v for k, v in values.items() if k.startswith("val/")}
     steps, seconds = max(0, run.total_steps - run.first_index), time.monotonic() - started
-    return Finished(run.dir, steps, seconds, values, evals, write_report(run.dir))
+    return Finished(run.dir, steps, seconds, values, evals, run.reporter.write_report())
 
 
 def run_eval(resolved: Resolved) -> Finished:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from verl.rollout.base import DecodeFn
-from verl.track.samples import SampleRow, write_samples
+from verl.track.samples import FOLDER, Kind, SampleRow, samples_path, write_samples
 from verl.transfer_queue.base import TransferQueue
 from verl.transfer_queue.rows import read_samples
 from verl.types import Refs, Sample, Trajectory, response_ids_of, samples_of, versions_of
@@ -24,24 +24,54 @@ _COLUMNS = {
 }
 
 
-class SampleRecorder:
-    """Worker: writes the rows of a step, then drops them from the queue."""
+MOST_WAITING = 8_000_000  # response tokens; a row holds about 40 bytes of each
 
-    def __init__(self, queue: TransferQueue, run_dir: Path, decode: DecodeFn, *, groups_per_step: int = 0) -> None:
+
+class SampleRecorder:
+    """Worker: writes the rows of a step, then drops them from the queue. While the disk is full or faulty they wait, of
+    the newest steps as many as MOST_WAITING tokens allow; `report` hears of it once, and of what is lost."""
+
+    def __init__(
+        self,
+        queue: TransferQueue,
+        run_dir: Path,
+        decode: DecodeFn,
+        report: Callable[[str], None],
+        groups_per_step: int = 0,
+    ) -> None:
         self._queue = queue
         self._run_dir = run_dir
         self._decode = decode
         self._groups_per_step = groups_per_step
+        self._report = report
+        self._waiting: list[tuple[int, list[SampleRow], Kind]] = []
 
     def record(self, step: int, refs: Refs) -> None:
         groups = list(refs.groups().values())[: self._groups_per_step or None]
-        write_samples(self._run_dir, step, self._rows(step, Refs(ref for group in groups for ref in group)))
+        self._write(step, self._rows(step, Refs(ref for group in groups for ref in group)), "train")
         self._queue.drop(refs)
 
     def record_eval(self, step: int, found: Sequence[Trajectory]) -> None:
         decode = self._decoder()
         rows = [self._row(step, s, {}, decode) for t in found for s in samples_of(t)]
-        write_samples(self._run_dir, step, rows, "eval")
+        self._write(step, rows, "eval")
+
+    def _write(self, step: int, rows: list[SampleRow], kind: Kind) -> None:
+        stuck = bool(self._waiting)
+        self._waiting.append((step, rows, kind))
+        try:
+            while self._waiting:
+                write_samples(self._run_dir, *self._waiting[0])
+                del self._waiting[0]
+        except OSError as e:
+            if not stuck:
+                path = samples_path(self._run_dir, self._waiting[0][0], self._waiting[0][2])
+                self._report(f"warning: {path} cannot be written ({e.strerror or e}): samples wait for room")
+            while sum(r.response_tokens for _, waiting, _ in self._waiting for r in waiting) > MOST_WAITING:
+                self._report(f"warning: the samples of step {self._waiting.pop(0)[0]} are lost: the disk is full")
+        else:
+            if stuck:
+                self._report(f"{self._run_dir / FOLDER} is written again")
 
     def _rows(self, step: int, refs: Refs) -> list[SampleRow]:
         found: dict[str, dict[str, np.ndarray]] = {

@@ -118,10 +118,18 @@ class Reporter:
         self.last_eval.update({k: v for k, v in values.items() if k.startswith("eval/")})
         if self.report_due(step.number):
             self.events.flush()
-            write_report(self._dir)
+            self.write_report()
         if self._on_step is not None:
             self._on_step(step.number, values)
         return values
+
+    def write_report(self) -> Path | None:
+        """None: there is no room for it."""
+        try:
+            return write_report(self._dir)
+        except OSError as e:
+            self.progress.message(f"warning: the report in {self._dir} was not written: {e}")
+            return None
 
     def report_due(self, number: int) -> bool:
         return due(number, self._config.track.report_every_steps)

@@ -273,22 +273,16 @@ class TorchEngine:
         self._skipped += 1
         where = "nowhere (no dump directory)"
         if self._dump_dir is not None and self._last is not None:
-            self._dump_dir.mkdir(parents=True, exist_ok=True)
             path = self._dump_dir / f"nonfinite_update_{self._optimizer_step}_{self._skipped}.pt"
             batch, names = self._last
-            torch.save(
-                {
-                    "terms": names,
-                    "ids": batch.ids,
-                    "targets": batch.targets,
-                    "seg_start": batch.seg_start,
-                    "row_start": batch.row_start,
-                    "columns": dict(batch.columns),
-                    "grad_norm": norm,
-                },
-                path,
-            )
-            where = str(path)
+            seen = {"ids": batch.ids, "targets": batch.targets}
+            seen |= {"seg_start": batch.seg_start, "row_start": batch.row_start}
+            try:
+                self._dump_dir.mkdir(parents=True, exist_ok=True)
+                torch.save({"terms": names, **seen, "columns": dict(batch.columns), "grad_norm": norm}, path)
+                where = str(path)
+            except (OSError, RuntimeError) as e:  # of torch's writer, where the disk is full
+                where = f"nowhere ({e})"
         if self._skipped > self.spec.max_skipped_updates:
             self.optimizer.zero_grad(set_to_none=True)  # type: ignore[union-attr]
             raise FloatingPointError(

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.track.log import Log, cut_torn_line, record_of, redone_from, whole_lines
+from verl.track.log import Log, cut_torn_line, logger, record_of, redone_from, whole_lines
 from verl.track.metrics import METRICS_FILE
 
 FOLDER = "events"
@@ -37,10 +37,17 @@ class EventLog(Log):
     """The writer of one attempt; `flush(fsync=True)` before what follows from the events is written elsewhere. With the
     event `resumed` at a step, whatever earlier attempts recorded of it and of later steps is void."""
 
-    def __init__(self, run_dir: Path, attempt: int, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        attempt: int,
+        clock: Callable[[], float] = time.time,
+        report: Callable[[str], None] = logger.warning,
+    ) -> None:
         for _, path in _files(run_dir):
             cut_torn_line(path)
-        super().__init__(run_dir / FOLDER / f"attempt_{attempt:04d}.log", attempt, checksums=True, clock=clock)
+        path = run_dir / FOLDER / f"attempt_{attempt:04d}.log"
+        super().__init__(path, attempt, checksums=True, clock=clock, report=report)
 
     def append(self, kind: str, step: int, data: Mapping[str, Any]) -> None:
         assert kind.islower() and kind.isidentifier(), f"a kind is one lower-case word, got {kind!r}"

@@ -22,8 +22,10 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except BaseException as e:
         temporary.unlink(missing_ok=True)
+        if isinstance(e, OSError) and e.filename in (None, str(temporary)):
+            e.filename = str(path)
         raise
     sync_folder(path.parent)
 

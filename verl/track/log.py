@@ -9,6 +9,7 @@ numbers are the tokens NaN, Infinity and -Infinity, as Python writes them.
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import threading
@@ -23,23 +24,33 @@ import numpy as np
 
 from verl.track.files import sync_folder
 
+logger = logging.getLogger(__name__)
 MOST_WAITING = 256  # records that a killed process may lose
+MOST_BYTES = 64 << 20  # of text that waits for room on the disk; what comes then is lost, and counted
 
 
 class Log:
     """The writer of one attempt, for several threads. `put` only keeps the record: its text is made at the next
-    `flush`; `flush(fsync=True)` makes all records durable. Opening cuts the torn line that a crash left."""
+    `flush`; `flush(fsync=True)` makes all records durable. Opening cuts the torn line that a crash left. While the disk
+    is full or faulty the text waits, in order, for the next flush; `report` hears of it once, and when it is over."""
 
     def __init__(
-        self, path: Path, attempt: int, *, checksums: bool = False, clock: Callable[[], float] = time.time
+        self,
+        path: Path,
+        attempt: int,
+        *,
+        checksums: bool = False,
+        clock: Callable[[], float] = time.time,
+        report: Callable[[str], None] = logger.warning,
     ) -> None:
         assert attempt >= 0, f"attempts count from 0, got {attempt}"
-        self.attempt = attempt
+        self.attempt, self._path, self._report = attempt, path, report
+        self._text, self._stuck, self._lost = bytearray(), False, 0
         self._checksums, self._clock, self._writing = checksums, clock, threading.Lock()
         self._waiting: deque[dict[str, Any]] = deque()
         path.parent.mkdir(parents=True, exist_ok=True)
         fresh = not path.exists()
-        self._file = path.open("ab", buffering=1 << 16)
+        self._file = path.open("ab", buffering=0)
         if fresh:
             sync_folder(path.parent)
         else:
@@ -55,11 +66,9 @@ class Log:
     def flush(self, fsync: bool = False) -> None:
         with self._writing:
             try:
-                self._write()
+                self._encode()
             finally:
-                self._file.flush()
-                if fsync:
-                    os.fsync(self._file.fileno())
+                self._write(fsync)
 
     def close(self) -> None:
         """May be called again."""
@@ -68,9 +77,27 @@ class Log:
                 self.flush(fsync=True)
             finally:
                 self._file.close()
+                if self._text or self._lost:
+                    self._report(f"warning: {self._path}: {self._lost} records and {len(self._text)} bytes were lost")
 
-    def _write(self) -> None:
-        """All records that wait; one that is no JSON is an error of ours, raised once the others are written."""
+    def _write(self, fsync: bool) -> None:
+        """What is written leaves the text; a line that was written in part goes on where it stopped."""
+        try:
+            while self._text:
+                del self._text[: self._file.write(self._text)]
+            if fsync:
+                os.fsync(self._file.fileno())
+        except OSError as e:
+            if not self._stuck:
+                self._report(f"warning: {self._path} cannot be written ({e.strerror}): what is recorded waits for room")
+            self._stuck = True
+        else:
+            if self._stuck:
+                self._report(f"{self._path} is written again; {self._lost} records were lost")
+            self._stuck, self._lost = False, 0
+
+    def _encode(self) -> None:
+        """All records that wait; one that is no JSON is an error of ours, raised once the others are text."""
         wrong: TypeError | None = None
         while self._waiting:
             try:
@@ -78,7 +105,10 @@ class Log:
             except TypeError as e:
                 wrong = wrong or e
                 continue
-            self._file.write(b"%08x %s\n" % (zlib.crc32(text), text) if self._checksums else text + b"\n")
+            if len(self._text) > MOST_BYTES:
+                self._lost += 1
+            else:
+                self._text += b"%08x %s\n" % (zlib.crc32(text), text) if self._checksums else text + b"\n"
         if wrong is not None:
             raise wrong
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from verl.track.log import Log, record_of, redone_from, whole_lines
+from verl.track.log import Log, logger, record_of, redone_from, whole_lines
 from verl.types import Metric
 
 METRICS_FILE = "metrics.jsonl"
@@ -64,9 +64,15 @@ class MetricsLog:
     """One strict JSON object per call: step, attempt, time_s (epoch), then every metric under its own name; non-finite
     ones are "NaN", "Infinity", "-Infinity". It is on disk when `log` returns. Units are kept when first seen."""
 
-    def __init__(self, run_dir: Path, attempt: int, clock: Callable[[], float] = time.time) -> None:
-        self._values = Log(run_dir / METRICS_FILE, attempt, clock=clock)
-        self._units = Log(run_dir / UNITS_FILE, attempt, clock=clock)
+    def __init__(
+        self,
+        run_dir: Path,
+        attempt: int,
+        clock: Callable[[], float] = time.time,
+        report: Callable[[str], None] = logger.warning,
+    ) -> None:
+        self._values = Log(run_dir / METRICS_FILE, attempt, clock=clock, report=report)
+        self._units = Log(run_dir / UNITS_FILE, attempt, clock=clock, report=report)
         self._known: dict[str, str] = {}
 
     def log(self, step: int, values: Mapping[str, float], units: Mapping[str, str] = {}) -> None:

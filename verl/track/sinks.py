@@ -119,4 +119,4 @@ def open_sinks(run_dir: Path, config: Config, *, attempt: int, progress: LivePro
         "wandb": lambda: WandbSink(run_dir, config),
     }
     shown = {name: make() for name, make in build.items() if name in config.track.sinks}
-    return Sinks(MetricsLog(run_dir, attempt), shown, progress.message)
+    return Sinks(MetricsLog(run_dir, attempt, report=progress.message), shown, progress.message)
