@@ -60,7 +60,6 @@ from verl.track.sinks import open_sinks
 from verl.types import Sample, Sampling, Task
 from verl.weight_sync.base import CheckpointEngine, SyncContext
 from verl.workers.compute import Compute
-from verl.workers.group import WorkerGroup
 from verl.workers.inproc import InprocGroup
 from verl.workers.model_workers import ComputeWorker, ModelWorkers
 from verl.workers.placement import Placement
@@ -72,11 +71,7 @@ def algorithm_of(config: AlgorithmConfig) -> Algorithm:
 
 
 async def assemble(
-    resolved: Resolved,
-    command: Literal["train", "eval"] = "train",
-    *,
-    progress: LiveProgress | None = None,
-    on_step: OnStep | None = None,
+    resolved: Resolved, command: str = "train", *, progress: LiveProgress | None = None, on_step: OnStep | None = None
 ) -> Run:
     """Every part of an RL run. What can be wrong with the user's input is found here, cheapest first."""
     config = resolved.config
@@ -102,10 +97,8 @@ async def assemble(
     for note in (await replicas[0].capabilities()).notes:
         progress.message(note)
     rollout = replicas[0] if len(replicas) == 1 else Router(replicas)
-    writer = SampleRecorder(
-        context.queue, claimed.path, decoder(tokenizer), progress.message, config.track.samples_per_step
-    )
-    recorder = InprocGroup("recorder", [writer])
+    kept = config.track.samples_per_step
+    recorder = SampleRecorder(context.queue, claimed.path, decoder(tokenizer), progress.message, kept)
     reporter = _reporter(claimed, resolved, progress, waits, num_steps, recorder=recorder, on_step=on_step)
     trajectories = _trajectories(config, tokenizer, rollout, reward, waits)
     groups = _groups(config, learner, tasks, trajectories, reporter, num_steps)
@@ -298,7 +291,7 @@ def _reporter(
     waits: Waits,
     total_steps: int,
     *,
-    recorder: WorkerGroup | None = None,
+    recorder: SampleRecorder | None = None,
     on_step: OnStep | None = None,
 ) -> Reporter:
     """The first that writes in the run directory: whatever refuses a start has done so."""
@@ -315,7 +308,7 @@ def _reporter(
         events=events,
         progress=progress,
         waits=waits,
-        recorder=recorder,
+        recorder=InprocGroup("recorder", [recorder]) if recorder else None,
         on_step=on_step,
     )
 

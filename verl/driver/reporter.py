@@ -54,7 +54,6 @@ class Reporter:
         self._recorder, self._on_step = recorder, on_step
         self._recording: asyncio.Task[None] | None = None
         self._record_now = asyncio.Event()
-        self._alone = False  # nobody reads the console
 
     # -- samples -------------------------------------------------------------------------------------------------------
 
@@ -111,9 +110,9 @@ class Reporter:
                 "perf/throughput": tokens / wall_s if wall_s > 0 else 0.0,
             }
         self._sinks.log(step.number, values, units_of(step.metrics))
-        if self.progress.lost and not self._alone:
-            self._alone = True
+        if self.progress.lost:
             self.events.append("console_lost", step.number, {"why": self.progress.lost})
+            self.progress.lost = ""
         self.history.append(values)
         self.last_eval.update({k: v for k, v in values.items() if k.startswith("eval/")})
         if self.report_due(step.number):

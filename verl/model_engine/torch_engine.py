@@ -275,7 +275,7 @@ class TorchEngine:
         if self._dump_dir is not None and self._last is not None:
             path = self._dump_dir / f"nonfinite_update_{self._optimizer_step}_{self._skipped}.pt"
             batch, names = self._last
-            seen = {"ids": batch.ids, "targets": batch.targets}
+            seen: dict[str, Any] = {"ids": batch.ids, "targets": batch.targets}
             seen |= {"seg_start": batch.seg_start, "row_start": batch.row_start}
             try:
                 self._dump_dir.mkdir(parents=True, exist_ok=True)

@@ -112,7 +112,7 @@ class LiveProgress:
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._console, self._clock = console or Console(file=cast(IO[str], _Output(self.let_go))), clock
         self._terminals = [number for number in (1, 2) if os.isatty(number)]
-        self.lost = ""  # why nobody sees it any more
+        self.lost = ""  # why nobody sees it any more, until somebody has noted it
         self._live: Live | None = None
         self._title, self._total, self._step = "", 0, 0
         self._started = self._last_update = clock()
