@@ -58,6 +58,8 @@ def open_run_dir(resolved: Resolved, command: str) -> RunDir:
         state = read_state(checkpoint) if checkpoint is not None else None
         parent = ""
         changed: dict[str, list[str]] = {}
+        if checkpoint is None and command != "eval" and (run_dir / "metrics.jsonl").exists():
+            notes += [f"{run_dir}: an earlier attempt left no checkpoint; this one starts at the beginning"]
         if checkpoint is not None and state is not None:
             parent, changed = _as_itself(config, run_dir, checkpoint, state, identity)
             notes += _said(run_dir, state, parent, changed)

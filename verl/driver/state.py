@@ -89,7 +89,8 @@ def read_state(checkpoint: Path) -> DriverState:
     except msgspec.MsgspecError as e:
         raise ValueError(f"{path} is damaged or of another version of verl ({e}): use another checkpoint") from e
     if state.format != FORMAT:
-        raise ValueError(f"{path} has format {state.format}, this version reads {FORMAT}: use another checkpoint")
+        fix = f"start a new run from its weights: model.path={checkpoint / 'hf'} and another run.name"
+        raise ValueError(f"{path} has format {state.format}, this version reads {FORMAT}; {fix}")
     return state
 
 
