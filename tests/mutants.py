@@ -380,7 +380,7 @@ MUTANTS = (
     Mutant("driver/record.py", '"advantages": ("advantages",)', '"advantages": ("returns",)', GREEDY),
     Mutant(
         "driver/checkpointer.py",
-        "self._learner.controllers = self.resumed.controllers",
+        "self._learner.controllers = state.controllers",
         "pass",
         f"{RUN} tests/unit/test_driver_state.py",
     ),

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from verl.algorithms.preference import preference_terms
 from verl.algorithms.resolve import resolve
 from verl.batch import Ragged
 from verl.driver.step import inputs_of, optimizer_steps
@@ -89,3 +90,14 @@ def test_an_epochs_steps_have_weights_of_their_own():
             weights = queue.read(step.refs, (f"w/pg_loss{step.weights}",))[f"w/pg_loss{step.weights}"].values
             torch.testing.assert_close(weights.sum(), torch.ones((), dtype=torch.float64))
     assert max(dealt) > 2, "two epochs were dealt alike in every draw"
+
+
+def test_a_trajectory_of_two_rows_weighs_once():
+    """A term per sequence: its weight stands at the first row of a trajectory, and nowhere else."""
+    queue, refs = stored()
+    queue.write(refs, {n: column(torch.ones(sum(LENGTHS))) for n in ("side", "pair", "ref_logprobs")})
+    joined = Refs(replace(r, trajectory_id="t") if i < 2 else r for i, r in enumerate(refs))
+    terms = preference_terms("dpo")
+    Compute(queue).weigh([OptimizerStep(joined)], terms, inputs_of(terms))
+    weights = queue.read(joined, ("w/loss",))["w/loss"].values
+    torch.testing.assert_close(weights, torch.tensor([1 / 3, 0, 1 / 3, 1 / 3], dtype=torch.float64))
