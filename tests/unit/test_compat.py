@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from verl.config.compat import rules
 from verl.config.compat.rules import JOINT
 from verl.config.compat.table import find_row, key_rows, keys_table
 from verl.config.compat.translate import render_notes, translate, verl_default_values
@@ -104,7 +105,7 @@ def refusal(*args: str) -> str:
 
 def test_counts_of_the_published_keys() -> None:
     counts = collections.Counter(key_rows()[key].action for key in PUBLISHED)
-    assert counts == {"mapped": 97, "ignored": 164, "refused": 13}
+    assert counts == {"mapped": 99, "ignored": 164, "refused": 11}
 
 
 def test_every_row_is_well_formed() -> None:
@@ -167,14 +168,66 @@ def test_every_published_key_is_handled() -> None:
 
 def test_refusals_name_the_fix() -> None:
     rows = [row for row in key_rows().values() if row.action == "refused"]
-    said = {row.key: refusal(f"{row.key.replace('.*', '.x')}=something_else") for row in rows}
+    beside = {"critic": BESIDE["critic"]}
+    said = {
+        row.key: refusal(f"{row.key.replace('.*', '.x')}=something_else", *beside.get(row.key.split(".")[0], []))
+        for row in rows
+    }
     assert rows and not [row.key for row in rows if row.text not in said[row.key] or "\n" in said[row.key]]
+
+
+OBJECTIVE = re.compile(
+    r"loss|clip|coef|(^|[._])(lr|kl|eps|tau)([._]|$)|epoch|reward|adv|weight|mini_batch|temperature|top_|filter|ratio|beta|seed"
+    r"|mask|norm|replay|quant|dtype|freeze|lora|sampl|correction|gamma|lam|distill|optim|warmup|decay|enable|mode"
+)
+HARMLESS = {
+    "layout": r"(param|optimizer|grad)_offload|offload_fraction|layout: one process here|where the \w+ live",
+    "switched by another key": r"only read (with|by|beside)",
+    "always on here": r"always|never|whenever",
+    "chosen here": r"kernels are chosen here|attention is chosen|one seed|set model.gradient_checkpointing",
+    "said elsewhere": r"read from rollout.n|micro-batches|in the order they were taken|when the algorithm needs it",
+    "memory and speed": r"KV cache|scheduling|decided by pipeline|first come|weights wake first|go over inside",
+    "its warm-up": r"the first update uses lr / \(warmup_steps \+ 1\)|constant after its warm-up|ends with the run",
+    "of the critic": r"as the actor is|with the actor|packed by a token budget|in the same checkpoints",
+    "files and records": r"from the Hugging Face folder|kept in samples|read in place|no Ray|run directory|checkpoint",
+    "not this model's": r"text only in this version|not trained|no NCCL|which is not in this version|which is refused",
+    "evaluation": r"evaluation (runs|streams|scores)",
+    "async": r"groups|staleness|one process|one loop|any number of turns",
+    "precision": r"float32|computes? (in model.dtype|as the model's own code says)|of the distribution drawn from",
+    "other": r"one reward path here|stay in this process|continues its schedule|engines take tokens|the device serves",
+}
+"""Why a key whose name sounds like the objective may be ignored: what its reason in the table has to say."""
+
+
+def test_no_ignored_key_can_change_what_is_trained() -> None:
+    """Every ignored row whose name sounds like the objective says why it is not; no row ignores whole sections that
+    hold such keys without them having rows of their own above it."""
+    reasons = re.compile("|".join(HARMLESS.values()))
+    rows = [row for row in key_rows().values() if row.action == "ignored"]
+    assert not [(r.key, r.text) for r in rows if OBJECTIVE.search(r.key) and not reasons.search(r.text)]
+    owners = [f"actor_rollout_ref.{role}.{engine}" for role in ("actor", "ref") for engine in ("megatron", "veomni")]
+    owners += ["critic.megatron", "critic.fsdp", "engine"]
+    changing = {
+        *(f"{owner}.{name}" for owner in owners for name in ("router_replay.mode", "qat.enable")),
+        *(f"{ACTOR}policy_loss.{k}" for k in ("clip_cov_ratio", "kl_cov_ratio", "ppo_kl_coef", "dro_beta", "new")),
+        *(f"critic.{k}" for k in ("ppo_epochs", "ppo_mini_batch_size", "loss_agg_mode", "enable", "cliprange", "new")),
+        *(f"critic.optim.{k}" for k in ("lr", "betas", "weight_decay", "lr_scheduler_type", "clip_grad", "new")),
+        *("critic.model.lora_rank", "critic.model.override_config.dropout", f"{ROLLOUT}quantization"),
+        *(f"{ROLLOUT}engine_kwargs.vllm.{k}" for k in ("quantization", "hf_overrides", "kv_cache_dtype")),
+        *(f"{ROLLOUT}multi_turn.{k}" for k in ("enable", "tool_config_path", "interaction_config_path")),
+        *("algorithm.use_pf_ppo", "algorithm.pf_ppo.weight_pow", "reward.reward_model.enable", "distillation.enabled"),
+        *("actor_rollout_ref.model.lora_rank", "actor_rollout_ref.model.mtp.enable_train", f"{ACTOR}tau_pos"),
+        f"{ACTOR}megatron.override_transformer_config.moe_aux_loss_coeff",
+    }
+    ignored = [key for key in sorted(changing) if (row := find_row(key)) is None or row.action == "ignored"]
+    assert not ignored
 
 
 # -- a published command line ------------------------------------------------------------------------------------------
 
 
-def test_published_grpo_script_becomes_our_configuration() -> None:
+def test_published_grpo_script_becomes_our_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "find_spec", lambda name: True)  # as if wandb were installed
     resolved = load_config([*GRPO_SCRIPT, "rollout.engine=native"], verl_defaults="rl")
     c = resolved.config
     assert (c.step.prompts_per_step, c.step.samples_per_prompt, c.step.updates_per_step, c.step.epochs_per_step) == (
@@ -432,6 +485,80 @@ TRANSFORMS = [
             "algorithm.max_draws_per_group": 12.0,
         },
     ),
+    (
+        ["algorithm.adv_estimator=gae", "algorithm.use_pf_ppo=True", "algorithm.pf_ppo.reweight_method=max_min"],
+        {"algorithm.name": "ppo", "algorithm.options.selection": "max_min", "algorithm.options.weight_pow": 2.0},
+    ),
+    (["algorithm.use_pf_ppo=False", "algorithm.pf_ppo.weight_pow=3.0"], {}),
+    (
+        [
+            "algorithm.adv_estimator=grpo",
+            f"{ACTOR}policy_loss.loss_mode=kl_cov",
+            f"{ACTOR}policy_loss.kl_cov_ratio=0.02",
+            f"{ACTOR}policy_loss.clip_cov_ub=9.0",
+        ],
+        {"algorithm.name": "kl_cov", "algorithm.options.cov_ratio": 0.02, "algorithm.options.cov_coef": 0.1},
+    ),
+    (
+        [
+            "algorithm.adv_estimator=grpo",
+            f"{ACTOR}policy_loss.loss_mode=clip_cov",
+            f"{ACTOR}policy_loss.clip_cov_lb=2.0",
+        ],
+        {
+            "algorithm.name": "clip_cov",
+            "algorithm.options.cov_ratio": 0.0002,
+            "algorithm.options.cov_low": 2.0,
+            "algorithm.options.cov_high": 5.0,
+        },
+    ),
+    (
+        [f"{ACTOR}tau_pos=0.9", f"{ACTOR}tau_neg=1.1"],
+        {"algorithm.options.tau_positive": 0.9, "algorithm.options.tau_negative": 1.1},
+    ),
+    ([f"{ACTOR}use_rollout_log_probs=True"], {"algorithm.bypass": True}),
+    ([f"{ACTOR}use_rollout_log_probs=False"], {}),
+    (
+        [
+            "algorithm.adv_estimator=rloo",
+            "algorithm.rollout_correction.bypass_mode=True",
+            "algorithm.rollout_correction.loss_type=reinforce",
+            "algorithm.rollout_correction.rollout_is=token",
+        ],
+        {
+            "algorithm.name": "rloo",
+            "algorithm.loss": "reinforce",
+            "algorithm.bypass": True,
+            "algorithm.correction": "truncate",
+            "algorithm.options.correction_level": "token",
+            "algorithm.options.correction_high": 2.0,
+            "algorithm.options.correction_batch_normalize": False,
+        },
+    ),
+    (
+        [f"{ACTOR}optim.lr_scheduler_type=wsd", f"{ACTOR}optim.lr_wsd_stable_steps_ratio=0.75"],
+        {"optim.schedule": "wsd", "optim.decay_ratio": 0.25},
+    ),
+    (["reward.reward_manager.name=gdpo"], {}),
+    (["reward.reward_model.enable=True", "reward.reward_model.model_path=rm"], {"reward.model": "rm"}),
+    (["reward_model.enable=True", "reward_model.model.path=rm"], {"reward.model": "rm"}),
+    (["reward_model.enable=False", "reward_model.model.path=rm"], {}),
+    (
+        [
+            *("algorithm.adv_estimator=gae", "critic.optim.lr_warmup_steps=7", "critic.ppo_epochs=1"),
+            *("data.train_batch_size=64", f"{ACTOR}ppo_mini_batch_size=16", "critic.ppo_mini_batch_size=16"),
+            *("critic.enable=True", "critic.strategy=megatron", "critic.fsdp.param_offload=True"),
+        ],
+        {
+            "algorithm.name": "ppo",
+            "critic.warmup_steps": 7,
+            "step.prompts_per_step": 64,
+            "supervised.rows_per_step": 64,
+            "step.updates_per_step": 4,
+            "model.engine": "torch",
+        },
+    ),
+    (["trainer.device=npu"], {"model.device": "auto"}),
     ([f"{ACTOR}fsdp_config.model_dtype=bf16"], {}),  # of the masters, which stay float32 here
     ([f"{ACTOR}fsdp_config.dtype=float32"], {"model.dtype": "float32"}),
 ]
@@ -443,7 +570,9 @@ def test_values_mean_what_they_mean_in_verl() -> None:
 
 
 REFUSALS = [
-    ([f"{ROLLOUT}name=vllm"], "rollout.engine=native"),
+    ([f"{ROLLOUT}name=vllm", "rollout.strict=True"], "refuses the native engine"),
+    ([f"{ROLLOUT}name=mine"], "there are hf, native, vllm, sglang, trtllm"),
+    (["model_engine=mine"], "there is no such model engine"),
     ([f"{ACTOR}clip_ratio=0.3", f"{ACTOR}clip_ratio_low=0.2"], "contradict"),
     ([f"{ACTOR}clip_ratio=0.3", f"{ACTOR}clip_ratio_high=0.28"], "contradict"),
     (["data.train_batch_size=100", f"{ACTOR}ppo_mini_batch_size=64"], "does not divide the 100 prompts"),
@@ -477,7 +606,7 @@ REFUSALS = [
     ([f"{ACTOR}use_kl_loss=True", f"{ACTOR}kl_loss_type=full"], "not in this version"),
     (["algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.type=pid"], "there are fixed, adaptive"),
     (["optim.min_lr=1e-7"], "give optim.lr"),
-    ([f"{ACTOR}optim.lr_scheduler_type=wsd"], "there are constant, linear, cosine"),
+    ([f"{ACTOR}optim.lr_scheduler_type=step"], "there are constant, linear, cosine, wsd"),
     (["trainer.resume_mode=resume_path"], "resume_from_path"),
     (["trainer.resume_mode=never"], "there are auto, disable, resume_path"),
     (
@@ -501,7 +630,37 @@ REFUSALS = [
     ([f"{ACTOR}megatron.dtype=float16"], "bfloat16 or float32"),
     ([f"{ACTOR}use_kl_loss=1"], "True or False"),
     (["data.train_batch_size=many"], "expected a number"),
-    (["trainer.device=npu"], "cpu and cuda"),
+    (["trainer.device=tpu"], "cpu and cuda"),
+    ([f"{ACTOR}megatron.router_replay.mode=R2"], "router replay"),
+    ([f"{ACTOR}veomni.router_replay.mode=R3"], "router replay"),
+    (["engine.qat.enable=True"], "quantisation-aware"),
+    ([f"{ROLLOUT}quantization=fp8"], "quantised"),
+    ([f"{ROLLOUT}engine_kwargs.vllm.quantization=fp8"], "quantised"),
+    ([f"{ROLLOUT}multi_turn.tool_config_path=tools.yaml"], "tools"),
+    ([f"{ACTOR}policy_loss.dro_beta=0.1"], "not in this version"),
+    (["algorithm.adv_estimator=grpo", f"{ACTOR}policy_loss.loss_mode=nothing"], "not in this version"),
+    (["algorithm.adv_estimator=gae", "critic.ppo_epochs=4"], "follows the actor here (ppo_epochs=1)"),
+    (
+        [
+            *("algorithm.adv_estimator=gae", "critic.ppo_mini_batch_size=64"),
+            *("data.train_batch_size=256", f"{ACTOR}ppo_mini_batch_size=256"),
+        ],
+        "ppo_mini_batch_size=256",
+    ),
+    (["algorithm.adv_estimator=gae", "critic.loss_agg_mode=seq-mean-token-mean"], "mean over tokens"),
+    (["algorithm.adv_estimator=gae", f"{ACTOR}loss_agg_mode=seq-mean-token-mean"], "mean over tokens"),
+    (["algorithm.adv_estimator=gae", "critic.enable=False"], "reads its values"),
+    (["algorithm.adv_estimator=gae", "critic.optim.lr_scheduler_type=cosine"], "constant after its warm-up"),
+    (["algorithm.adv_estimator=gae", "critic.optim.betas=[0.5,0.6]"], "optim.betas"),
+    (["algorithm.adv_estimator=gae", "critic.anything=1"], "follows the actor here"),
+    (["reward.reward_model.enable=True"], "reward.model=FOLDER"),
+    (
+        [
+            *("reward.reward_model.enable=True", "reward.reward_model.model_path=rm"),
+            "reward.custom_reward_function.path=f.py",
+        ],
+        "at an address",
+    ),
     (["trainer.default_local_dir=${data.custom}/x"], "not given on this command line"),
 ]
 
@@ -517,8 +676,19 @@ def test_an_interpolation_may_name_a_key_that_has_verls_default() -> None:
 
 def test_all_faults_of_a_command_line_are_said_at_once() -> None:
     with pytest.raises(ValueError) as caught:
-        translate([f"{ROLLOUT}name=sglang", "actor_rollout_ref.model.lora_rank=32", "distillation.enabled=True"])
-    assert len(str(caught.value).splitlines()) == 3
+        load_config(
+            [
+                *("run@x.seed=1", "run.seed", "nothing.like.it=3", "run.total_steps=many", f"{ROLLOUT}n=two"),
+                *("actor_rollout_ref.model.lora_rank=32", "distillation.enabled=True", "model.path=/no/where"),
+                *("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.top_p=0.9", "data.train_files=none.jsonl"),
+            ],
+            verl_defaults="rl",
+        )
+    said = str(caught.value)
+    wanted = ("run@x.seed", "'run.seed' is not", "nothing.like.it", "run.total_steps=many", f"{ROLLOUT}n=two", "LoRA")
+    wanted += ("distillation", "/no/where", "top_p", "none.jsonl")
+    assert not [word for word in wanted if word not in said], said
+    assert len(set(said.splitlines())) == len(said.splitlines())
 
 
 # -- both vocabularies -------------------------------------------------------------------------------------------------
@@ -576,16 +746,74 @@ def test_values_of_ignored_keys_need_not_be_readable() -> None:
 
 NOT_TAKEN = [
     ("~run.seed", "cannot be deleted"),
-    ("--config-name=x", "recipe=FILE"),
+    ("--config-name=x", "no such file"),
+    ("--multirun", "--config-name are taken"),
     ("run.seed", "not key=value"),
     ("run.seed=1,2", r"run.seed=\[1,2\]"),
     ("run.name=~/x", "quote the value"),
-    ("run@x.seed=1", "only key=value"),
+    ("run@x.seed=1", "unknown key"),
+    ("actor@actor_rollout_ref.actor=my_actor", "write its keys"),
 ]
 
 
 def test_hydra_forms_that_are_not_taken() -> None:
     assert not [(a, refusal(a)) for a, reason in NOT_TAKEN if not re.search(reason, refusal(a))]
+
+
+def test_hydras_own_ways_of_saying_keys(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [ppo_megatron_trainer, _self_]\nhydra: {searchpath: [x]}\n"
+        "data: {train_batch_size: 64}\nactor_rollout_ref: {rollout: {n: 4, name: sglang}, "
+        "actor: {ppo_mini_batch_size: 8}}\n"
+        "reward: {custom_reward_function: {reward_kwargs: {scale: 2}}}\n"
+    )
+    args = [f"--config-path={tmp_path}", "--config-name", "mine", "data.train_batch_size=32"]
+    found = overrides_of(*args, "algorithm.rollout_correction={rollout_is:token,rollout_is_threshold:3.0}")
+    assert (found["step.prompts_per_step"], found["step.updates_per_step"], found["step.samples_per_prompt"]) == (
+        32,
+        4,
+        4,
+    )
+    assert (found["model.engine"], found["rollout.engine"], found["reward.kwargs.scale"]) == ("torch", "native", 2)
+    assert found["algorithm.options.correction_high"] == 3.0
+    groups = ["model=hf_model", "optim=megatron", "engine=megatron", "actor@actor_rollout_ref.actor=megatron_actor"]
+    assert overrides_of("--config-path=config", "--config-name=ppo_trainer.yaml", *groups) == {"model.engine": "torch"}
+
+
+def test_an_engine_that_is_not_here_is_one_line() -> None:
+    args = [
+        f"{ROLLOUT}name=vllm",
+        "model_engine=megatron",
+        f"{ACTOR}strategy=megatron",
+        "actor_rollout_ref.ref.strategy=veomni",
+    ]
+    said = translate([*args, "critic.strategy=fsdp", "algorithm.adv_estimator=grpo"])
+    assert {s.key: s.value for s in said.settings if s.key.endswith("engine")} == {
+        "rollout.engine": "native",
+        "model.engine": "torch",
+    }
+    (line,) = [line for line in render_notes(said.notes).splitlines() if "vllm" in line]
+    assert "native" in line and "rollout.strict=True refuses" in line
+
+
+def test_a_schedule_that_is_not_given_is_that_of_verls_optimizer_group() -> None:
+    schedules = {"fsdp": "constant", "megatron": "constant", "veomni": "cosine", "torchtitan": "linear"}
+    for engine, schedule in schedules.items():
+        beside = ["model.path=m", "data.train_batch_size=256", "algorithm.adv_estimator=grpo"]
+        assert load_config([*beside, f"model_engine={engine}"], verl_defaults="rl").config.optim.schedule == schedule
+        given = [*beside, f"model_engine={engine}", f"{ACTOR}optim.lr_scheduler_type=linear"]
+        assert load_config(given, verl_defaults="rl").config.optim.schedule == "linear"
+    with pytest.raises(ValueError, match="critic.optim.lr_scheduler_type=constant"):
+        load_config(["model.path=m", "model_engine=veomni"], verl_defaults="rl")
+    sft = ["model.path=m", "engine=veomni", "optim=veomni"]
+    assert load_config(sft, verl_defaults="sft").config.optim.schedule == "cosine"
+
+
+def test_a_logger_that_is_not_installed_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "find_spec", lambda name: None)
+    said = translate(["trainer.logger=[console,wandb,mlflow]"])
+    assert {s.key: s.value for s in said.settings} == {"track.sinks": ["console"]}
+    assert "wandb is not installed, mlflow is not in this version" in render_notes(said.notes)
 
 
 PRESETS = [

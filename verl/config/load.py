@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from omegaconf import Container, OmegaConf
@@ -24,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl.config.backends import complete_options
 from verl.config.compat.table import unknown_key
-from verl.config.compat.translate import Note, VerlDefaults, translate
+from verl.config.compat.translate import Note, VerlDefaults, translated
 from verl.config.model_files import cached_model_folder
 from verl.config.overrides import parse_argument
 from verl.config.schema import Config
@@ -60,10 +60,26 @@ def load_config(overrides: Sequence[str], *, verl_defaults: VerlDefaults | None 
     recipe, args = _split_recipe(overrides)
     settings = list(_recipe_settings(recipe, ())) if recipe else []
     prompts = [s.value for s in settings if s.key == "step.prompts_per_step" and isinstance(s.value, int)]
-    said = translate(args, prompts_per_step=prompts[-1] if prompts else None, verl_defaults=verl_defaults)
-    values, origins = _merge([*said.defaults, *_of_its_algorithm(settings, said.settings), *said.settings])
-    _resolve(values, origins)
+    said, faults = translated(args, prompts_per_step=prompts[-1] if prompts else None, verl_defaults=verl_defaults)
+    values, origins, wrong = _merge([*said.defaults, *_of_its_algorithm(settings, said.settings), *said.settings])
+    faults += wrong
+    try:
+        _resolve(values, origins)
+    except ValueError as exc:
+        faults += str(exc).splitlines()
+    if faults:
+        more = _also_wrong(values, "sft" if verl_defaults == "sft" else "train") if verl_defaults else []
+        raise ValueError("\n".join(dict.fromkeys([*faults, *more])))
     return Resolved(build(values), origins, tuple(said.notes))
+
+
+def _also_wrong(values: dict[str, Any], command: Literal["train", "sft"]) -> list[str]:
+    """What `validate` will say of the keys that were taken, so that a launch script is mended in one go."""
+    try:
+        validate(build(values), command)
+    except ValueError as exc:
+        return str(exc).splitlines()
+    return []
 
 
 def _of_its_algorithm(recipe: list[Setting], given: Sequence[Setting]) -> list[Setting]:
@@ -144,8 +160,8 @@ def _flatten(tree: Mapping[str, Any], prefix: str, origin: str) -> Iterator[tupl
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
-def _merge(settings: Sequence[Setting]) -> tuple[dict[str, Any], dict[str, str]]:
-    """The last setting of a leaf wins; mappings merge."""
+def _merge(settings: Sequence[Setting]) -> tuple[dict[str, Any], dict[str, str], list[str]]:
+    """The last setting of a leaf wins; mappings merge -> values, origins, what could not be read."""
     values = {key: copy.deepcopy(leaf.default) for key, leaf in leaves().items()}
     origins = dict.fromkeys(values, "default")
     faults = []
@@ -169,9 +185,7 @@ def _merge(settings: Sequence[Setting]) -> tuple[dict[str, Any], dict[str, str]]
             if before not in ("default", origin):
                 origins[leaf.key] = f"{before}, {origin}"
         values[leaf.key] = value
-    if faults:
-        raise ValueError("\n".join(faults))
-    return values, origins
+    return values, origins, faults
 
 
 def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

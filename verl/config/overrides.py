@@ -22,13 +22,13 @@ class Argument:
 
 
 def parse_argument(argument: str) -> Argument:
-    """`+key=` and `++key=` are read as `key=`; deletions, packages and sweeps are refused."""
+    """`+key=` and `++key=` are read as `key=`, a group as `group@package=`; deletions and sweeps are refused."""
     name, equals, text = argument.partition("=")
     if name.startswith("~"):
         raise ValueError(f"{argument!r}: a typed key cannot be deleted; leave it out, or set {name[1:]}=null")
-    if name.startswith("--"):
+    if name.startswith("-"):
         raise ValueError(
-            f"{argument!r}: Hydra's own options are not taken; put the values in a file and give recipe=FILE.yaml"
+            f"{argument!r}: of Hydra's own options --config-path and --config-name are taken; leave it out"
         )
     if not equals:
         raise ValueError(f"argument {argument!r} is not key=value")
@@ -42,7 +42,7 @@ def parse_argument(argument: str) -> Argument:
     if override.is_sweep_override():
         return Argument(key, None, text, f"{argument!r} is a sweep over values; a list is written {key}=[{text}]")
     taken = (OverrideType.CHANGE, OverrideType.ADD, OverrideType.FORCE_ADD)
-    if override.package is not None or override.type not in taken:
+    if override.type not in taken:
         raise ValueError(f"{argument!r}: only key=value is taken")
     return Argument(key, value, text)
 

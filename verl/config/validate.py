@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from fractions import Fraction
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -181,6 +182,9 @@ def _evaluation(config: Config, command: Command) -> Iterator[str]:
 
 def _names(config: Config) -> Iterator[str]:
     name, resume = config.run.name, config.run.resume
+    for sink in ("wandb", "tensorboard"):
+        if sink in config.track.sinks and find_spec(sink) is None:
+            yield f"track.sinks has {sink}, which is not installed: pip install 'verl[{sink}]', or leave it out"
     if not name.strip() or Path(name).is_absolute() or ".." in Path(name).parts:
         yield f"run.name={name!r}: must be a folder name below run.root_dir"
     if resume not in ("auto", "never") and not Path(resume).exists():

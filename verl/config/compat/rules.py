@@ -7,55 +7,25 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from importlib.util import find_spec
 from types import MappingProxyType
-from typing import Any
 
-from verl.config.compat.table import find_row
-
-ACTOR = "actor_rollout_ref.actor."
-ROLLOUT = "actor_rollout_ref.rollout."
-Result = dict[str, Any]
+from verl.config.backends import ROLLOUT as ROLLOUT_ENGINES
+from verl.config.compat import objective
+from verl.config.compat.given import ACTOR, ROLLOUT, Given, Result
 
 
-@dataclass(frozen=True)
-class Given:
-    """What one command line says. `values`: verl's keys; `native`: ours; `recipe_prompts`: the recipe's batch size.
-    Null stands for a key that is not given; a value that no rule could compute with is refused when it is read."""
-
-    values: Mapping[str, Any]
-    defaults: Mapping[str, Any]
-    use_defaults: bool
-    native: Mapping[str, Any]
-    recipe_prompts: int | None
-    ignored: dict[str, str] = field(default_factory=dict)
-    """Keys that turned out to have no effect, with the reason."""
-
-    def said(self, key: str, default: Any = None) -> Any:
-        """As given."""
-        row, value = find_row(key), self.values.get(key, default)
-        return value if row is None else row.check(value)
-
-    def get(self, key: str) -> Any:
-        """As given, else verl's default where those were asked for, else None."""
-        return self.said(key, self.defaults.get(key) if self.use_defaults else None)
-
-    def need(self, key: str) -> Any:
-        """As given, else verl's default in any case: what the key means beside the given ones."""
-        return self.said(key, self.defaults.get(key))
-
-    def first(self, *keys: str) -> Any:
-        """The first of several spellings that is given (or has a default that was asked for)."""
-        found = [k for k in keys if k in self.values] or [k for k in keys if self.get(k) is not None]
-        return self.get(found[0]) if found else None
-
-    def own(self, key: str, default: Any = None) -> Any:
-        """The number that one of our keys is given, else `default`."""
-        value = self.native.get(key)
-        return value if isinstance(value, int | float) else default
-
-    def ignore(self, reason: str, *keys: str) -> None:
-        self.ignored.update({k: reason for k in keys if k in self.values})
+def _rollout_engine(given: Given) -> Result:
+    """Another engine computes the same samples of the same policy: where it is not here, ours runs in its place."""
+    key, strict = f"{ROLLOUT}name", "rollout.strict"
+    name = given.said(key)
+    if name is None or name in ROLLOUT_ENGINES:
+        given.ignore("only read beside a rollout.name that is not here", strict)
+        return {} if name is None else {"rollout.engine": name}
+    if given.said(strict):
+        raise ValueError(f"{key}={name}: not in this version, and rollout.strict=True refuses the native engine for it")
+    given.remarks[key] = f"{name} is not here: the native engine runs in its place; rollout.strict=True refuses that"
+    return {"rollout.engine": "native"}
 
 
 def _batch(given: Given) -> Result:
@@ -94,157 +64,6 @@ def _batch(given: Given) -> Result:
     return out
 
 
-def critic_without_estimator(values: Mapping[str, Any], native: Mapping[str, Any]) -> list[str]:
-    """Keys of a critic and no estimator are PPO, verl's default; to ignore them would train something else."""
-    if "algorithm.adv_estimator" in values or "algorithm.name" in native:
-        return []
-    said = (
-        "critic.* without algorithm.adv_estimator is PPO in verl: give algorithm.adv_estimator=gae (or grpo) beside it"
-    )
-    return [said] if any(k.startswith("critic.") for k in values) else []
-
-
-def _objective(given: Given) -> Result:
-    """adv_estimator and loss_mode are one choice here: the preset, or the preset with another loss."""
-    loss_key, by_std_key = f"{ACTOR}policy_loss.loss_mode", "algorithm.norm_adv_by_std_in_grpo"
-    preset, loss = given.get("algorithm.adv_estimator"), given.get(loss_key) or "vanilla"
-    if preset is None and loss != "vanilla" and "algorithm.name" not in given.native:
-        raise ValueError(f"{loss_key}={loss}: give algorithm.adv_estimator=grpo beside it, or algorithm.name={loss}")
-    out: Result = {}
-    if preset is not None:
-        out["algorithm.name"] = preset
-        if loss == "vanilla":
-            if preset in ("rloo", "remax", "gpg"):  # the presets are the papers' REINFORCE; verl clips
-                out["algorithm.loss"] = "ppo_clip"
-        elif preset == "grpo" and loss != "reinforce":
-            out["algorithm.name"] = loss
-        else:
-            out["algorithm.loss"] = loss
-        if loss == "cispo":  # verl's cap is 1 + clip_ratio_high, its floor 1 - clip_ratio_low
-            single = given.said(f"{ACTOR}clip_ratio")
-            sides = (given.need(f"{ACTOR}clip_ratio_{side}") if single is None else single for side in ("low", "high"))
-            low, high = (0.2 if side is None else side for side in sides)
-            out |= {"algorithm.options.ratio_max": 1 + high, "algorithm.options.ratio_min": max(0.0, 1 - low)}
-    elif loss == "vanilla":
-        given.ignore("the preset's own loss", loss_key)
-    by_std = given.get(by_std_key)
-    if by_std is not None and (preset or "grpo") in ("grpo", "pass_at_k"):
-        out["algorithm.normalize_by_std"] = by_std
-    else:
-        given.ignore("only GRPO reads it", by_std_key)
-    return out
-
-
-def _correction(given: Given) -> Result:
-    """algorithm.rollout_correction. verl bounds its k1 statistics on sampler/trainer, ours are on trainer/sampler."""
-    key, option = "algorithm.rollout_correction.", "algorithm.options.correction_"
-    level, normalize = given.said(f"{key}rollout_is"), f"{key}rollout_is_batch_normalize"
-    out: Result = {}
-    if level is not None:
-        bounds = _bounds(f"{key}rollout_is_threshold", given.said(f"{key}rollout_is_threshold", 2.0))
-        out = {
-            "algorithm.correction": "icepop" if len(bounds) == 2 else "truncate",
-            f"{option}level": level,
-            f"{option}high": bounds[-1],
-            f"{option}batch_normalize": bool(given.said(normalize, False)),
-        }
-        if len(bounds) == 2:
-            out[f"{option}low"] = bounds[0]
-    else:
-        given.ignore("only read with rollout_correction.rollout_is", f"{key}rollout_is_threshold", normalize)
-    stats, limits = given.said(f"{key}rollout_rs"), given.said(f"{key}rollout_rs_threshold")
-    if stats is not None:
-        names, texts = str(stats).split(","), str(limits).split(",")
-        if limits is None or len(texts) not in (1, len(names)):
-            raise ValueError(f"{key}rollout_rs={stats}: give rollout_rs_threshold, one value or one for each")
-        pairs = zip(names, texts * len(names) if len(texts) == 1 else texts)
-        out[f"{option}reject"] = [_rejected(f"{key}rollout_rs_threshold", n.strip(), t) for n, t in pairs]
-    else:
-        given.ignore("only read with rollout_correction.rollout_rs", f"{key}rollout_rs_threshold")
-    if given.said(f"{key}bypass_mode"):
-        loss = given.said(f"{key}loss_type", "ppo_clip")
-        out |= {"algorithm.bypass": True, "algorithm.loss": loss}
-        if loss == "ppo_clip":  # as verl: the ratio holds the sampler's log-probs already, no weights beside it
-            out = {k: v for k, v in out.items() if "correction" not in k or k.endswith("correction_reject")}
-    else:
-        given.ignore("only read with rollout_correction.bypass_mode", f"{key}loss_type")
-    return out
-
-
-def _bounds(key: str, value: Any) -> list[float]:
-    try:
-        found = [float(v) for v in str(value).split("_")]
-    except ValueError:
-        raise ValueError(f"{key}={value}: expected a number, or LOW_HIGH") from None
-    if len(found) > 2 or min(found) <= 0:
-        raise ValueError(f"{key}={value}: expected a positive number, or LOW_HIGH")
-    return found
-
-
-def _rejected(key: str, stat: str, text: str) -> str:
-    found = _bounds(key, text.strip())
-    if not stat.endswith("k1"):
-        return f"{stat}:{found[-1]:g}"
-    low, high = found if len(found) == 2 else (1 / found[0], found[0])
-    return f"{stat}:{1 / high:.12g}:{1 / low:.12g}"
-
-
-def _clip(given: Given) -> Result:
-    """clip_ratio sets both sides; verl itself reads clip_ratio_low and _high only."""
-    single = given.said(f"{ACTOR}clip_ratio")
-    if single is None:
-        sides = {side: given.get(f"{ACTOR}clip_ratio_{side}") for side in ("low", "high")}
-        return {f"algorithm.clip_{side}": value for side, value in sides.items() if value is not None}
-    for side in ("low", "high"):
-        value = given.said(f"{ACTOR}clip_ratio_{side}", single)
-        if value not in (None, single):
-            both = f"{ACTOR}clip_ratio={single} and clip_ratio_{side}={value}"
-            raise ValueError(f"{both} contradict each other: leave clip_ratio out")
-    return {"algorithm.clip_low": single, "algorithm.clip_high": single}
-
-
-def _kl_loss(given: Given) -> Result:
-    coef, form = f"{ACTOR}kl_loss_coef", f"{ACTOR}kl_loss_type"
-    if not given.need(f"{ACTOR}use_kl_loss"):
-        given.ignore("counts with use_kl_loss=True only, as in verl", coef, form)
-        return {"algorithm.kl_loss_coef": 0.0}
-    return {"algorithm.kl_loss_coef": given.need(coef), "algorithm.kl_loss_form": given.need(form)}
-
-
-def _kl_reward(given: Given) -> Result:
-    ctrl, ours = "algorithm.kl_ctrl.", "algorithm.kl_reward_"
-    adaptive = (f"{ctrl}target_kl", f"{ctrl}horizon")
-    if not given.need("algorithm.use_kl_in_reward"):
-        keys = ("algorithm.kl_penalty", f"{ctrl}type", f"{ctrl}kl_coef", *adaptive)
-        given.ignore("counts with use_kl_in_reward=True only, as in verl", *keys)
-        return {f"{ours}coef": 0.0}
-    target, horizon = (given.need(key) for key in adaptive)
-    if given.need(f"{ctrl}type") == "fixed":
-        given.ignore("counts with kl_ctrl.type=adaptive only, as in verl", *adaptive)
-        target = horizon = None
-    coef, form = given.need(f"{ctrl}kl_coef"), given.need("algorithm.kl_penalty")
-    return {f"{ours}coef": coef, f"{ours}form": form, f"{ours}target": target, f"{ours}horizon": horizon}
-
-
-def _filter(given: Given) -> Result:
-    """DAPO's dynamic sampling. verl: max_num_gen_batches batches of gen_batch_size per step, 0 without limit."""
-    name = "algorithm.filter_groups."
-    if not given.need(f"{name}enable"):
-        given.ignore("only read with filter_groups.enable", f"{name}metric", f"{name}max_num_gen_batches")
-        return {"algorithm.filter_groups": False}
-    metric = given.said(f"{name}metric")
-    component = None if metric in ("score", "reward", "seq_reward", "seq_final_reward") else metric
-    out: Result = {"algorithm.filter_groups": True, "algorithm.on_exhausted": "stop"}
-    out["algorithm.filter_metric"] = component
-    batches = given.said(f"{name}max_num_gen_batches")
-    if not batches or batches < 0:
-        without = "0 is without limit in verl; algorithm.max_draws_per_group bounds it here"
-        given.ignore(without, f"{name}max_num_gen_batches")
-        return out
-    train, drawn = given.get("data.train_batch_size"), given.said("data.gen_batch_size")
-    return out | {"algorithm.max_draws_per_group": float(batches * (drawn / train if drawn and train else 1))}
-
-
 def _schedule(given: Given) -> Result:
     names = (f"{ACTOR}optim.", "optim.")
     steps_keys, ratio_keys = ([f"{n}lr_warmup_steps{end}" for n in names] for end in ("", "_ratio"))
@@ -258,11 +77,22 @@ def _schedule(given: Given) -> Result:
         out |= {"optim.warmup_steps": steps, "optim.warmup_ratio": 0.0}
     elif steps is not None or ratio is not None:
         out |= {"optim.warmup_steps": 0, "optim.warmup_ratio": ratio or 0.0}
-    styles = ("lr_decay_style", "lr_scheduler_type", "lr_scheduler", "warmup_style")
-    style = given.first(*(n + s for s in styles for n in names))
+    styles = ("lr_decay_style", "lr_scheduler_type", "lr_scheduler", "warmup_style", "decay_type")
+    style_keys = [n + s for s in styles for n in names]
+    style = given.first(*(k for k in style_keys if given.said(k) is not None)) or (
+        (given.schedule or given.first(*style_keys)) if given.use_defaults else None
+    )
     if style is not None:
         out["optim.schedule"] = style
-    floor, ratio_floor = given.first(*(f"{n}min_lr" for n in names)), given.first(f"{ACTOR}optim.min_lr_ratio")
+    if style == "wsd":
+        stable = given.first(*(f"{n}lr_wsd_stable_steps_ratio" for n in names))
+        out["optim.decay_ratio"] = 1 - (0.9 if stable is None else stable)
+        for key in style_keys:
+            given.remarks[key] = "the last part falls linearly here, whatever its shape in verl"
+    else:
+        given.ignore("only read with wsd", *(f"{n}lr_wsd_stable_steps_ratio" for n in names))
+    floor = given.first(*(f"{n}{s}" for n in names for s in ("min_lr", "lr_min")))
+    ratio_floor = given.first(*(f"{n}{s}" for n in names for s in ("min_lr_ratio", "min_lr_factor")))
     if floor is not None and not lr:
         raise ValueError(f"optim.min_lr={floor}: give optim.lr beside it, or optim.min_lr_ratio in its place")
     if floor is not None or ratio_floor is not None:
@@ -351,11 +181,30 @@ def _logger(given: Given) -> Result:
     sinks = {"console": "console", "wandb": "wandb", "tensorboard": "tensorboard", "file": "jsonl"}
     said = given.said("trainer.logger")
     names = [str(n) for n in said] if isinstance(said, list) else [str(said)]
-    missing = ", ".join(n for n in names if n not in sinks)
-    kept = [sinks[n] for n in names if n in sinks] or ["jsonl"]
-    if missing:
-        given.ignore(f"{missing} not in this version; metrics go to {', '.join(kept)}", "trainer.logger")
+    absent = {n: "is not installed" for n in names if n in ("wandb", "tensorboard") and find_spec(n) is None}
+    absent |= {n: "is not in this version" for n in names if n not in sinks}
+    kept = [sinks[n] for n in names if n not in absent] or ["jsonl"]
+    if absent:
+        said = ", ".join(f"{name} {why}" for name, why in absent.items())
+        given.remarks["trainer.logger"] = f"{said}: metrics go to {', '.join(kept)}"
     return {"track.sinks": kept}
+
+
+def _reward_model(given: Given) -> Result:
+    """A reward model alone is the reward. verl hands it to a custom function as an address, which is not here."""
+    forms = {"reward.reward_model.": "model_path", "reward_model.": "model.path"}
+    on = [(prefix + "enable", prefix + path) for prefix, path in forms.items() if given.said(prefix + "enable")]
+    if not on:
+        given.ignore("only read with reward_model.enable", *(prefix + path for prefix, path in forms.items()))
+        return {}
+    switch, path = on[0]
+    if given.said(path) is None:
+        raise ValueError(f"{switch}=True: give {path}, or reward.model=FOLDER")
+    functions = [f"{p}custom_reward_function.path" for p in ("reward.", "")]
+    if given.first(*functions) is not None:
+        said = "verl's function calls the model at an address, and there is none here"
+        raise ValueError(f"{switch}=True with custom_reward_function.path: {said}; leave one of them out")
+    return {"reward.model": given.said(path)}
 
 
 def _async(given: Given) -> Result:
@@ -386,8 +235,9 @@ def _async(given: Given) -> Result:
 
 
 _RULES = (
-    *(_batch, _objective, _correction, _clip, _kl_loss, _kl_reward, _filter, _schedule),
-    *(_eval, _eval_steps, _overlong, _context, _resume, _directory, _logger, _async),
+    *(_rollout_engine, _batch, _schedule, _eval, _eval_steps, _overlong, _context, _resume, _directory, _logger),
+    *(_async, _reward_model, objective.objective, objective.correction, objective.clip, objective.kl_loss),
+    *(objective.kl_reward, objective.filter, objective.critic, objective.pf_ppo),
 )
-JOINT: Mapping[str, Callable[[Given], Result]] = MappingProxyType({rule.__name__[1:]: rule for rule in _RULES})
+JOINT: Mapping[str, Callable[[Given], Result]] = MappingProxyType({rule.__name__.lstrip("_"): rule for rule in _RULES})
 """By the name that the table has after its @."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+import itertools
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
 from types import MappingProxyType
@@ -64,9 +66,17 @@ def key_rows() -> Mapping[str, KeyRow]:
         if line and not line.startswith("#"):
             cells = line.split("\t")
             key, action, to, *rest = cells + [""] * (7 - len(cells))
-            assert len(rest) == 4 and action in get_args(Action) and key not in rows, f"table.tsv: {line!r}"
-            rows[key] = KeyRow(key, cast(Action, action), tuple(to.split(",")) if to else (), *rest)
+            assert len(rest) == 4 and action in get_args(Action), f"table.tsv: {line!r}"
+            for name in _spelled_out(key):
+                assert name not in rows, f"table.tsv: {name} twice"
+                rows[name] = KeyRow(name, cast(Action, action), tuple(to.split(",")) if to else (), *rest)
     return MappingProxyType(rows)
+
+
+def _spelled_out(key: str) -> Iterator[str]:
+    """a.{b,c}.d -> a.b.d, a.c.d"""
+    parts = re.split(r"\{([^}]*)\}", key)
+    yield from map("".join, itertools.product(*(p.split(",") if i % 2 else [p] for i, p in enumerate(parts))))
 
 
 def keys_table() -> list[tuple[str, str, str]]:

@@ -14,9 +14,12 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal
 
-from verl.config.compat.rules import JOINT, Given, critic_without_estimator
+from verl.config.compat.given import Given
+from verl.config.compat.hydra_args import parse_arguments
+from verl.config.compat.objective import critic_without_estimator
+from verl.config.compat.rules import JOINT
 from verl.config.compat.table import Action, KeyRow, find_row, key_rows, same_value, unknown_key
-from verl.config.overrides import Argument, parse_argument
+from verl.config.overrides import Argument
 from verl.config.tree import Setting, leaf_of, text_of
 
 VerlDefaults = Literal["rl", "sft"]
@@ -52,29 +55,37 @@ def translate(
     that are not given take verl's own default (the entry `python -m verl.trainer.main_ppo` does this).
     Raises one ValueError with a line for every key that is unknown, unreadable, refused or contradicted.
     """
+    said, problems = translated(args, prompts_per_step=prompts_per_step, verl_defaults=verl_defaults)
+    if problems:
+        raise ValueError("\n".join(problems))
+    return said
+
+
+def translated(
+    args: Sequence[str], *, prompts_per_step: int | None = None, verl_defaults: VerlDefaults | None = None
+) -> tuple[Translation, list[str]]:
+    """What `translate` returns of the keys that are taken, and a line for each that is not."""
     native: list[Setting] = []
     foreign: dict[str, Argument] = {}
     problems: list[str] = []
-    for argument in args:
-        parsed = parse_argument(argument)
+    for parsed in parse_arguments(args, problems):
         row = find_row(parsed.key)
         if leaf_of(parsed.key):
             native.append(Setting(parsed.key, parsed.value, "command line", parsed.text.strip("'\"")))
         elif row is None:
             problems.append(unknown_key(parsed.key))
-            continue
+        elif parsed.error and row.action != "ignored":
+            problems.append(parsed.error)
         else:
             foreign[parsed.key] = parsed
-        if parsed.error and not (row is not None and row.action == "ignored"):
+        if parsed.error and leaf_of(parsed.key):
             problems.append(parsed.error)
-    if problems:
-        raise ValueError("\n".join(problems))
+            native.pop()
     work = _Work(foreign, {s.key: s.value for s in native}, prompts_per_step, verl_defaults)
     work.run()
-    if work.problems:
-        raise ValueError("\n".join(dict.fromkeys(work.problems)))
     defaults = [s for key, s in work.by_default.items() if key not in work.found]
-    return Translation([*work.found.values(), *native], defaults, work.notes)
+    said = Translation([*work.found.values(), *native], defaults, work.notes)
+    return said, list(dict.fromkeys((*problems, *work.problems)))
 
 
 @functools.cache
@@ -153,9 +164,10 @@ class _Work:
     def _note(self, row: KeyRow, action: Action, text: str) -> None:
         self.notes.append(Note(row.key, self.foreign[row.key].text, action, text))
 
-    def _mapped(self, row: KeyRow, targets: Iterable[str]) -> None:
+    def _mapped(self, row: KeyRow, targets: Iterable[str], remark: str = "") -> None:
         values = {t: self.found[t].value if t in self.found else self.native.get(t) for t in targets}
-        self._note(row, "mapped", ", ".join(f"{target}={text_of(value)}" for target, value in values.items()))
+        became = ", ".join(f"{target}={text_of(value)}" for target, value in values.items())
+        self._note(row, "mapped", f"{became} ({remark})" if remark else became)
 
     def _single(self, row: KeyRow) -> None:
         given = row.key in self.values
@@ -194,7 +206,7 @@ class _Work:
             if key in view.ignored:
                 self._note(rows[key], "ignored", view.ignored[key])
             else:
-                self._mapped(rows[key], (t for t in rows[key].targets if t in results))
+                self._mapped(rows[key], (t for t in rows[key].targets if t in results), view.remarks.get(key, ""))
 
     def _set(self, target: str, value: Any, keys: Sequence[str]) -> None:
         """`keys`: verl's keys that say so; none: verl's default."""

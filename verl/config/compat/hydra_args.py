@@ -1,0 +1,97 @@
+"""A command line of verl's as single keys: Hydra's own options, groups (`a@b=c`), whole mappings and a user's file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from verl.config.compat.table import find_row
+from verl.config.overrides import Argument, parse_argument
+from verl.config.tree import leaf_of
+
+_OPTIONS = {f"--config-{what}": f"--config-{what}" for what in ("path", "name", "dir")}
+_OPTIONS |= {"-cp": "--config-path", "-cn": "--config-name", "-cd": "--config-dir"}
+_OF_VERL = re.compile(r"(?:[a-z]+_)*?(?:ppo|sft)_(?:(megatron|veomni|torchtitan|automodel)_)?trainer(?:_engine)?")
+"""verl's own files, and the model engine that they stand for."""
+
+
+def parse_arguments(args: Sequence[str], problems: list[str]) -> list[Argument]:
+    """In the order in which they count: a file's keys, then those of the command line. What cannot be read goes to
+    `problems`, a line each."""
+    options, rest = _options(args)
+    found: list[Argument] = []
+    for word in (None, *rest):
+        try:
+            found += _of_options(options) if word is None else [parse_argument(word)]
+        except ValueError as exc:
+            problems.append(str(exc))
+    return [single for argument in found for single in _singles(argument)]
+
+
+def _options(args: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """`--config-name=x` and `--config-name x`, and what is left."""
+    options, rest, words = {}, [], iter(args)
+    for word in words:
+        name, equals, text = word.partition("=")
+        if name in _OPTIONS:
+            options[_OPTIONS[name]] = text if equals else next(words, "")
+        else:
+            rest.append(word)
+    return options, rest
+
+
+def _of_options(options: Mapping[str, str]) -> list[Argument]:
+    said = [Argument(name, text, text) for name, text in options.items()]
+    folder = options.get("--config-path", options.get("--config-dir", "."))
+    name = options.get("--config-name")
+    return said if name is None else [*said, *_of_file(Path(folder.removeprefix("file://")).expanduser(), name, ())]
+
+
+def _of_file(folder: Path, name: str, chain: tuple[str, ...]) -> Iterator[Argument]:
+    """The keys of folder/name.yaml, those of the files that it builds on first; of verl's own files, the engine."""
+    name = name.removesuffix(".yaml")
+    path, packaged = folder / f"{name}.yaml", _OF_VERL.fullmatch(name)
+    if name in chain:
+        raise ValueError(f"--config-name={' -> '.join([*chain, name])}: a file cannot be its own base")
+    if path.is_file():
+        try:
+            tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except yaml.YAMLError as exc:
+            raise ValueError(f"{path}: not YAML: {' '.join(str(exc).split())}") from exc
+        if not isinstance(tree, dict):
+            raise ValueError(f"{path}: must be a mapping of keys")
+        for base in tree.pop("defaults", ()):
+            if isinstance(base, str) and base != "_self_":
+                yield from _of_file(folder, base, (*chain, name))
+            elif isinstance(base, Mapping):
+                yield from (parse_argument(f"{str(k).removeprefix('override ')}={v}") for k, v in base.items())
+        tree.pop("hydra", None)
+        yield from (_argument(str(key), value) for key, value in tree.items())
+    elif packaged is None:
+        said = "no such file; give the folder of yours as an absolute --config-path"
+        raise ValueError(f"--config-name={name}: {path.absolute()}: {said}")
+    elif packaged[1]:
+        yield Argument("model_engine", packaged[1], packaged[1])
+
+
+def _singles(argument: Argument) -> Iterable[Argument]:
+    """A mapping of keys as those keys; one that is a value stays whole."""
+    key, value = argument.key, argument.value
+    own = leaf_of(key) is not None or ((row := find_row(key)) is not None and row.key == key and not _below(key))
+    if not isinstance(value, Mapping) or own:
+        return [argument]
+    parts = (_argument(f"{key}.{name}", below) for name, below in value.items() if name != "_target_")
+    return [single for part in parts for single in _singles(part)]
+
+
+def _below(key: str) -> bool:
+    """Whether the table has keys below this one."""
+    return find_row(f"{key}.x") is not None
+
+
+def _argument(key: str, value: Any) -> Argument:
+    return Argument(key, value, "null" if value is None else str(value))

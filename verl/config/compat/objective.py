@@ -1,0 +1,227 @@
+"""Rules of what is trained: estimator and loss, corrections, clipping, KL, filters, the critic. See rules.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from verl.algorithms.presets import LOSSES, PRESETS
+from verl.config.compat.given import ACTOR, Given, Result
+
+_COVARIANCE = {
+    "clip_cov": {"clip_cov_ratio": "cov_ratio", "clip_cov_lb": "cov_low", "clip_cov_ub": "cov_high"},
+    "kl_cov": {"kl_cov_ratio": "cov_ratio", "ppo_kl_coef": "cov_coef"},
+}
+
+
+def objective(given: Given) -> Result:
+    """adv_estimator and loss_mode are one choice here: the preset, or the preset with another loss."""
+    loss_key, by_std_key = f"{ACTOR}policy_loss.loss_mode", "algorithm.norm_adv_by_std_in_grpo"
+    preset, loss = given.get("algorithm.adv_estimator"), given.get(loss_key) or "vanilla"
+    if loss not in ("vanilla", *PRESETS, *LOSSES):
+        raise ValueError(
+            f"{loss_key}={loss}: this loss is not in this version; algorithm.loss=module:function is yours"
+        )
+    bypass = given.said("algorithm.rollout_correction.bypass_mode")
+    if bypass and preset is not None:  # as in verl: rollout_correction.loss_type is the loss then
+        given.ignore("rollout_correction.loss_type is the loss with bypass_mode, as in verl", loss_key)
+        loss = "vanilla"
+    if preset is None and loss != "vanilla" and "algorithm.name" not in given.native:
+        raise ValueError(f"{loss_key}={loss}: give algorithm.adv_estimator=grpo beside it, or algorithm.name={loss}")
+    if preset == "ppo":
+        _critic_is_like_ours(given)
+    out: Result = {}
+    if preset is not None:
+        out["algorithm.name"] = preset
+        if loss == "vanilla":
+            if preset in ("rloo", "remax", "gpg") and not bypass:  # the presets are the papers' REINFORCE; verl clips
+                out["algorithm.loss"] = "ppo_clip"
+        elif preset == "grpo" and loss in PRESETS and loss != "reinforce":
+            out["algorithm.name"] = loss
+        else:
+            out["algorithm.loss"] = loss
+        if loss in ("kl_cov", "clip_cov"):
+            keys = {f"{ACTOR}policy_loss.{k}": option for k, option in _COVARIANCE[loss].items()}
+            values = {option: given.need(key) for key, option in keys.items()}
+            out |= {f"algorithm.options.{option}": value for option, value in values.items() if value is not None}
+        if loss == "cispo":  # verl's cap is 1 + clip_ratio_high, its floor 1 - clip_ratio_low
+            single = given.said(f"{ACTOR}clip_ratio")
+            sides = (given.need(f"{ACTOR}clip_ratio_{side}") if single is None else single for side in ("low", "high"))
+            low, high = (0.2 if side is None else side for side in sides)
+            out |= {"algorithm.options.ratio_max": 1 + high, "algorithm.options.ratio_min": max(0.0, 1 - low)}
+    elif loss == "vanilla":
+        given.ignore("the preset's own loss", loss_key)
+    unread = (k for name, keys in _COVARIANCE.items() for k in keys if name != loss)
+    given.ignore("only read by loss_mode=clip_cov and kl_cov", *(f"{ACTOR}policy_loss.{k}" for k in unread))
+    by_std = given.get(by_std_key)
+    if by_std is not None and (preset or "grpo") in ("grpo", "pass_at_k"):
+        out["algorithm.normalize_by_std"] = by_std
+    else:
+        given.ignore("only GRPO reads it", by_std_key)
+    return out
+
+
+def _critic_is_like_ours(given: Given) -> None:
+    """By verl's defaults the critic's loss is aggregated as the actor's, and its rate follows its optimizer group."""
+    mode, style = "critic.loss_agg_mode", "critic.optim.lr_scheduler_type"
+    how = given.said(mode, given.need(f"{ACTOR}loss_agg_mode"))
+    if how != "token-mean":
+        raise ValueError(f"{mode}={how}: the critic's loss is a mean over tokens here; give {mode}=token-mean")
+    if given.use_defaults and given.schedule and style not in given.values:
+        said = f"{style}={given.schedule} is the default of this model engine"
+        raise ValueError(f"{said}: the critic's rate is constant after its warm-up here; give {style}=constant")
+
+
+def correction(given: Given) -> Result:
+    """algorithm.rollout_correction. verl bounds its k1 statistics on sampler/trainer, ours are on trainer/sampler."""
+    key, option = "algorithm.rollout_correction.", "algorithm.options.correction_"
+    level, normalize = given.said(f"{key}rollout_is"), f"{key}rollout_is_batch_normalize"
+    out: Result = {}
+    if level is not None:
+        bounds = _bounds(f"{key}rollout_is_threshold", given.said(f"{key}rollout_is_threshold", 2.0))
+        out = {
+            "algorithm.correction": "icepop" if len(bounds) == 2 else "truncate",
+            f"{option}level": level,
+            f"{option}high": bounds[-1],
+            f"{option}batch_normalize": bool(given.said(normalize, False)),
+        }
+        if len(bounds) == 2:
+            out[f"{option}low"] = bounds[0]
+    else:
+        given.ignore("only read with rollout_correction.rollout_is", f"{key}rollout_is_threshold", normalize)
+    stats, limits = given.said(f"{key}rollout_rs"), given.said(f"{key}rollout_rs_threshold")
+    if stats is not None:
+        names, texts = str(stats).split(","), str(limits).split(",")
+        if limits is None or len(texts) not in (1, len(names)):
+            raise ValueError(f"{key}rollout_rs={stats}: give rollout_rs_threshold, one value or one for each")
+        pairs = zip(names, texts * len(names) if len(texts) == 1 else texts)
+        out[f"{option}reject"] = [_rejected(f"{key}rollout_rs_threshold", n.strip(), t) for n, t in pairs]
+    else:
+        given.ignore("only read with rollout_correction.rollout_rs", f"{key}rollout_rs_threshold")
+    if given.said(f"{key}bypass_mode"):
+        loss = given.said(f"{key}loss_type", "ppo_clip")
+        out |= {"algorithm.bypass": True, "algorithm.loss": loss}
+        if loss == "ppo_clip":  # as verl: the ratio holds the sampler's log-probs already, no weights beside it
+            out = {k: v for k, v in out.items() if "correction" not in k or k.endswith("correction_reject")}
+    else:
+        given.ignore("only read with rollout_correction.bypass_mode", f"{key}loss_type")
+        if given.said(f"{ACTOR}use_rollout_log_probs"):  # the sampler's log-probs are the old ones, the loss stays
+            out["algorithm.bypass"] = True
+    return out
+
+
+def _bounds(key: str, value: Any) -> list[float]:
+    try:
+        found = [float(v) for v in str(value).split("_")]
+    except ValueError:
+        raise ValueError(f"{key}={value}: expected a number, or LOW_HIGH") from None
+    if len(found) > 2 or min(found) <= 0:
+        raise ValueError(f"{key}={value}: expected a positive number, or LOW_HIGH")
+    return found
+
+
+def _rejected(key: str, stat: str, text: str) -> str:
+    found = _bounds(key, text.strip())
+    if not stat.endswith("k1"):
+        return f"{stat}:{found[-1]:g}"
+    low, high = found if len(found) == 2 else (1 / found[0], found[0])
+    return f"{stat}:{1 / high:.12g}:{1 / low:.12g}"
+
+
+def clip(given: Given) -> Result:
+    """clip_ratio sets both sides; verl itself reads clip_ratio_low and _high only."""
+    single = given.said(f"{ACTOR}clip_ratio")
+    if single is None:
+        sides = {side: given.get(f"{ACTOR}clip_ratio_{side}") for side in ("low", "high")}
+        return {f"algorithm.clip_{side}": value for side, value in sides.items() if value is not None}
+    for side in ("low", "high"):
+        value = given.said(f"{ACTOR}clip_ratio_{side}", single)
+        if value not in (None, single):
+            both = f"{ACTOR}clip_ratio={single} and clip_ratio_{side}={value}"
+            raise ValueError(f"{both} contradict each other: leave clip_ratio out")
+    return {"algorithm.clip_low": single, "algorithm.clip_high": single}
+
+
+def kl_loss(given: Given) -> Result:
+    coef, form = f"{ACTOR}kl_loss_coef", f"{ACTOR}kl_loss_type"
+    if not given.need(f"{ACTOR}use_kl_loss"):
+        given.ignore("counts with use_kl_loss=True only, as in verl", coef, form)
+        return {"algorithm.kl_loss_coef": 0.0}
+    return {"algorithm.kl_loss_coef": given.need(coef), "algorithm.kl_loss_form": given.need(form)}
+
+
+def kl_reward(given: Given) -> Result:
+    ctrl, ours = "algorithm.kl_ctrl.", "algorithm.kl_reward_"
+    adaptive = (f"{ctrl}target_kl", f"{ctrl}horizon")
+    if not given.need("algorithm.use_kl_in_reward"):
+        keys = ("algorithm.kl_penalty", f"{ctrl}type", f"{ctrl}kl_coef", *adaptive)
+        given.ignore("counts with use_kl_in_reward=True only, as in verl", *keys)
+        return {f"{ours}coef": 0.0}
+    target, horizon = (given.need(key) for key in adaptive)
+    if given.need(f"{ctrl}type") == "fixed":
+        given.ignore("counts with kl_ctrl.type=adaptive only, as in verl", *adaptive)
+        target = horizon = None
+    coef, form = given.need(f"{ctrl}kl_coef"), given.need("algorithm.kl_penalty")
+    return {f"{ours}coef": coef, f"{ours}form": form, f"{ours}target": target, f"{ours}horizon": horizon}
+
+
+def filter(given: Given) -> Result:
+    """DAPO's dynamic sampling. verl: max_num_gen_batches batches of gen_batch_size per step, 0 without limit."""
+    name = "algorithm.filter_groups."
+    if not given.need(f"{name}enable"):
+        given.ignore("only read with filter_groups.enable", f"{name}metric", f"{name}max_num_gen_batches")
+        return {"algorithm.filter_groups": False}
+    metric = given.said(f"{name}metric")
+    component = None if metric in ("score", "reward", "seq_reward", "seq_final_reward") else metric
+    out: Result = {"algorithm.filter_groups": True, "algorithm.on_exhausted": "stop"}
+    out["algorithm.filter_metric"] = component
+    batches = given.said(f"{name}max_num_gen_batches")
+    if not batches or batches < 0:
+        without = "0 is without limit in verl; algorithm.max_draws_per_group bounds it here"
+        given.ignore(without, f"{name}max_num_gen_batches")
+        return out
+    train, drawn = given.get("data.train_batch_size"), given.said("data.gen_batch_size")
+    return out | {"algorithm.max_draws_per_group": float(batches * (drawn / train if drawn and train else 1))}
+
+
+def critic(given: Given) -> Result:
+    """The critic is updated with the policy: what verl may set apart for it must say the same."""
+    trains = given.said("critic.enable")
+    estimator = given.get("algorithm.adv_estimator") or given.native.get("algorithm.name")
+    own, mode = ("ppo_epochs", "ppo_mini_batch_size", "optim.betas", "optim.eps"), "critic.loss_agg_mode"
+    keys = [f"critic.{name}" for name in own]
+    if estimator not in ("ppo", "vapo", "pf_ppo"):
+        given.ignore("no critic in this estimator", "critic.enable", *keys, mode, "critic.optim.lr_warmup_steps")
+        return {}
+    if trains is False:
+        raise ValueError("critic.enable=False with adv_estimator=gae, which reads its values: leave it out")
+    for key, name in zip(keys, own):
+        actors = given.need(f"{ACTOR}{name}")
+        if given.said(key) not in (None, actors):
+            said = f"the critic follows the actor here ({name}={actors})"
+            raise ValueError(f"{key}={given.said(key)}: {said}; leave it out")
+    given.ignore("the critic is updated with the actor", "critic.enable", *keys, mode)
+    steps = given.said("critic.optim.lr_warmup_steps")
+    return {} if steps is None else {"critic.warmup_steps": max(0, steps)}
+
+
+def pf_ppo(given: Given) -> Result:
+    """verl's: after the advantages, draws from the whole step with these weights."""
+    how, power = (f"algorithm.pf_ppo.{name}" for name in ("reweight_method", "weight_pow"))
+    if not given.said("algorithm.use_pf_ppo"):
+        given.ignore("only read with algorithm.use_pf_ppo", how, power)
+        return {}
+    return {
+        "algorithm.options.selection": given.said(how) or "pow",
+        "algorithm.options.weight_pow": 2.0 if given.said(power) is None else given.said(power),
+    }
+
+
+def critic_without_estimator(values: Mapping[str, Any], native: Mapping[str, Any]) -> list[str]:
+    """Keys of a critic and no estimator are PPO, verl's default; to ignore them would train something else."""
+    if "algorithm.adv_estimator" in values or "algorithm.name" in native:
+        return []
+    said = (
+        "critic.* without algorithm.adv_estimator is PPO in verl: give algorithm.adv_estimator=gae (or grpo) beside it"
+    )
+    return [said] if any(k.startswith("critic.") for k in values) else []
