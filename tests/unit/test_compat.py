@@ -188,7 +188,7 @@ HARMLESS = {
     "said elsewhere": r"read from rollout.n|micro-batches|in the order they were taken|when the algorithm needs it",
     "memory and speed": r"KV cache|scheduling|decided by pipeline|first come|weights wake first|go over inside",
     "its warm-up": r"the first update uses lr / \(warmup_steps \+ 1\)|constant after its warm-up|ends with the run",
-    "of the critic": r"as the actor is|with the actor|packed by a token budget|in the same checkpoints",
+    "of the critic": r"as the actor is|with the actor|one division|one pass per answer|packed by a token budget|in the same checkpoints",
     "files and records": r"from the Hugging Face folder|kept in samples|read in place|no Ray|run directory|checkpoint",
     "not this model's": r"text only in this version|not trained|no NCCL|which is not in this version|which is refused",
     "evaluation": r"evaluation (runs|streams|scores)",
@@ -314,7 +314,8 @@ def test_sft_script() -> None:
     optim.betas=[0.9,0.95] optim.clip_grad=0.5 engine=fsdp engine.ulysses_sequence_parallel_size=2
     trainer.total_epochs=2 trainer.logger=console trainer.experiment_name=s trainer.default_local_dir=/ck/s""")
     c = load_config(args, verl_defaults="sft").config
-    assert (c.supervised.rows_per_step, c.data.max_tokens_per_row, c.step.max_tokens_per_microbatch) == (32, 2048, 8192)
+    assert (c.supervised.rows_per_step, c.data.max_tokens_per_row) == (32, 2048)
+    assert c.step.max_tokens_per_microbatch == 16384, "8192 for each of two devices that share a sequence"
     assert (c.optim.lr, c.optim.warmup_ratio, c.optim.schedule, c.optim.clip_grad_norm) == (2e-5, 0.1, "cosine", 0.5)
     assert c.optim.min_lr_ratio == pytest.approx(0.1) and c.optim.betas == [0.9, 0.95]
     assert (c.run.root_dir, c.run.name, c.run.total_epochs, c.run.seed) == ("/ck", "s", 2, 1)
@@ -559,6 +560,14 @@ TRANSFORMS = [
         },
     ),
     (["trainer.device=npu"], {"model.device": "auto"}),
+    (
+        [f"{ACTOR}ppo_max_token_len_per_gpu=4096", f"{ACTOR}fsdp_config.ulysses_sequence_parallel_size=4"],
+        {"step.max_tokens_per_microbatch": 16384},
+    ),
+    (
+        ["data.max_prompt_length=2048", "data.max_response_length=8192", f"{ACTOR}ppo_max_token_len_per_gpu=4096"],
+        {"data.max_prompt_tokens": 2048, "rollout.max_response_tokens": 8192, "step.max_tokens_per_microbatch": 10240},
+    ),
     ([f"{ACTOR}fsdp_config.model_dtype=bf16"], {}),  # of the masters, which stay float32 here
     ([f"{ACTOR}fsdp_config.dtype=float32"], {"model.dtype": "float32"}),
 ]

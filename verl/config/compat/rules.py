@@ -15,6 +15,14 @@ from verl.config.compat import objective
 from verl.config.compat.given import ACTOR, ROLLOUT, Given, Result
 
 
+_SEQUENCE_PARALLEL = (
+    *(f"{ACTOR}{key}" for key in ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size")),
+    *(f"{ACTOR}{key}" for key in ("veomni.ulysses_parallel_size", "megatron.context_parallel_size")),
+    *("engine.ulysses_sequence_parallel_size", "engine.ulysses_parallel_size", "engine.context_parallel_size"),
+)
+"""The devices that share a sequence in verl."""
+
+
 def _rollout_engine(given: Given) -> Result:
     """Another engine computes the same samples of the same policy: where it is not here, ours runs in its place."""
     key, strict = f"{ROLLOUT}name", "rollout.strict"
@@ -98,6 +106,22 @@ def _schedule(given: Given) -> Result:
     if floor is not None or ratio_floor is not None:
         out["optim.min_lr_ratio"] = ratio_floor if floor is None else floor / lr
     return out
+
+
+def _tokens(given: Given) -> Result:
+    """verl counts a micro-batch per device and splits sequences over its sequence parallel group; ours never are."""
+    keys = (f"{ACTOR}ppo_max_token_len_per_gpu", "data.max_token_len_per_gpu")
+    budget = given.first(*keys)
+    groups = [n for key in _SEQUENCE_PARALLEL if isinstance(n := given.values.get(key), int) and n > 1]
+    if budget is None:
+        return {}
+    prompt, answer = _limits(given)
+    rows = (0 if prompt is None or answer is None else prompt + answer, given.own("data.max_tokens_per_row", 0))
+    longest = max(*rows, given.said("data.max_length") or 0)
+    total = int(budget * max(groups, default=1))
+    for key in keys if longest > total else ():
+        given.remarks[key] = "the longest row: a sequence is never split here"
+    return {"step.max_tokens_per_microbatch": max(total, longest)}
 
 
 def _eval(given: Given) -> Result:
@@ -235,7 +259,19 @@ def _async(given: Given) -> Result:
 
 
 _RULES = (
-    *(_rollout_engine, _batch, _schedule, _eval, _eval_steps, _overlong, _context, _resume, _directory, _logger),
+    *(
+        _rollout_engine,
+        _tokens,
+        _batch,
+        _schedule,
+        _eval,
+        _eval_steps,
+        _overlong,
+        _context,
+        _resume,
+        _directory,
+        _logger,
+    ),
     *(_async, _reward_model, objective.objective, objective.correction, objective.clip, objective.kl_loss),
     *(objective.kl_reward, objective.filter, objective.critic, objective.pf_ppo),
 )
