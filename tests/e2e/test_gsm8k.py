@@ -89,6 +89,25 @@ def test_the_recipe_trains_on_real_rows(tmp_path, model, parquet, format, capsys
     assert found[2]["mismatch/max_abs_dlogp"] < 1e-3
 
 
+VERLS_SPREADS = ("critic/score", "critic/rewards", "critic/advantages", "response_length", "prompt_length")
+VERLS_NAMES = (
+    *(
+        f"timing_s/{n}"
+        for n in ("gen", "reward", "old_log_prob", "ref", "adv", "update_actor", "update_weights", "step")
+    ),
+    *(f"timing_s/{n}" for n in ("testing", "save_checkpoint")),
+    *(f"timing_per_token_ms/{n}" for n in ("gen", "ref", "adv", "update_actor")),
+    *(f"global_seqlen/{n}" for n in ("min", "max", "mean", "minmax_diff", "balanced_min", "balanced_max")),
+    *(
+        f"actor/{n}"
+        for n in ("entropy", "pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "kl_loss", "grad_norm")
+    ),
+    *("actor/lr", "perf/throughput", "perf/time_per_step", "perf/total_num_tokens", "response_length/clip_ratio"),
+    *("training/global_step", "training/epoch", "val-core/openai/gsm8k/reward/mean@1"),
+)
+"""What verl writes for a step of this script."""
+
+
 def test_a_published_grpo_launch_script_runs_unchanged(tmp_path, model, parquet, capsys):
     """Keys and values as the public example scripts write them; only paths and sizes are small."""
     from verl.trainer.main_ppo import main as main_ppo
@@ -102,10 +121,10 @@ def test_a_published_grpo_launch_script_runs_unchanged(tmp_path, model, parquet,
         actor_rollout_ref.actor.kl_loss_type=low_var_kl actor_rollout_ref.actor.entropy_coeff=0
         actor_rollout_ref.model.enable_gradient_checkpointing=True actor_rollout_ref.actor.fsdp_config.param_offload=False
         actor_rollout_ref.actor.fsdp_config.optimizer_offload=False actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=4
-        actor_rollout_ref.rollout.tensor_model_parallel_size=1 actor_rollout_ref.rollout.name=hf
+        actor_rollout_ref.rollout.tensor_model_parallel_size=1 actor_rollout_ref.rollout.name=vllm
         actor_rollout_ref.rollout.gpu_memory_utilization=0.6 actor_rollout_ref.rollout.n=4
         actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4 actor_rollout_ref.ref.fsdp_config.param_offload=True
-        algorithm.use_kl_in_reward=False trainer.critic_warmup=0 trainer.logger=["console"] trainer.project_name=verl_grpo_example_gsm8k
+        algorithm.use_kl_in_reward=False trainer.critic_warmup=0 trainer.logger=["console","mlflow"] trainer.project_name=verl_grpo_gsm8k
         trainer.experiment_name=tiny trainer.n_gpus_per_node=1 trainer.nnodes=1 trainer.save_freq=-1 trainer.test_freq=5
         trainer.total_epochs=1 trainer.total_training_steps=2 trainer.val_before_train=False
     """
@@ -123,6 +142,10 @@ def test_a_published_grpo_launch_script_runs_unchanged(tmp_path, model, parquet,
     assert "8 prompts x 4 = 32 trajectories -> 2 updates of 16" in out.out
     found = metrics_of(tmp_path / "tiny")
     assert set(found) >= {1, 2} and "actor/kl_loss" in found[2]
+    assert "the native engine runs in its place" in out.out and "mlflow is not in this version" in out.out
+    spread = [f"{name}/{how}" for name in VERLS_SPREADS for how in ("mean", "max", "min")]
+    assert not [name for name in (*spread, *VERLS_NAMES) if name not in found[2]]
+    assert found[2]["timing_s/gen"] < found[2]["timing_s/step"] and found[2]["training/global_step"] == 2
 
 
 def test_eval_generate_export_show(tmp_path, model, capsys):

@@ -17,7 +17,7 @@ from stage import SAMPLING, by_id, play, task_of
 from verl.agent_loop.single_turn import SingleTurnLoop
 from verl.batch import Ragged
 from verl.config.schema import Config
-from verl.driver.evaluate import eval_metrics, eval_sampling, evaluate
+from verl.driver.evaluate import eval_metrics, eval_sampling, evaluate, verl_validation
 from verl.driver.measure import batch_metrics, spread
 from verl.driver.record import SampleRecorder
 from verl.driver.rollouts import RolloutStats
@@ -215,6 +215,26 @@ def test_eval_metrics_are_per_source_and_leave_the_invalid_out():
     assert sampled["val-core/gsm8k/acc/mean@4/sampled"] == 0.5
 
 
+def test_validation_under_verls_names_in_closed_form():
+    """Two prompts of 4 answers: 1 of 4 and all right; a source whose reward has no acc; invalid answers left out."""
+    acc = [Score(2 * a, {"acc": a}) for a in (1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0, 1.0)]
+    other = [Score(3.0), Score(1.0), Invalid("timeout"), Invalid("crash")]
+    found = reduce(verl_validation([played(r) for r in [*acc, *other]], ["a"] * 8 + ["b"] * 4, 4))
+    wanted = {
+        "val-core/a/acc/mean@4": (0.25 + 1) / 2,
+        "val-core/a/acc/best@4/mean": (1 - 0.75**4 + 1) / 2,
+        "val-aux/a/acc/best@2/mean": (1 - 0.75**2 + 1) / 2,
+        "val-aux/a/acc/worst@4/mean": (0.25**4 + 1) / 2,
+        "val-aux/a/acc/std@4": (0.25 * 0.75) ** 0.5 / 2,
+        "val-aux/a/reward/mean@4": 1.25,
+        "val-aux/b/reward/mean@2": 2.0,
+        "val-aux/b/reward/best@2/mean": 2.5,
+    }
+    assert {name: found.get(name) for name in wanted} == {n: pytest.approx(v) for n, v in wanted.items()}
+    (one,) = verl_validation([played(Score(0.5))], ["a"], 1)
+    assert one == "val-core/a/reward/mean@1"
+
+
 def test_an_evaluation_without_a_valid_reward_has_no_accuracy():
     """0.0 would read like a model that knows nothing, and be kept as the best of a negative scale."""
     assert reduce(eval_metrics("greedy", [played(Invalid("crash"))] * 3, ["a", "a", "b"], 1)) == {
@@ -241,6 +261,7 @@ class Here:
             timeout_s=60,
         )
         self.reporter, self._recorder = self, SampleRecorder(MemoryQueue(), tmp_path, str)
+        self.verl_names = False
 
     async def record_eval(self, step: int, found: Any) -> None:
         self._recorder.record_eval(step, found)

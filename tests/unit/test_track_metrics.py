@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from verl.track import metrics
 from verl.track.metrics import PHASES, TimeLedger, reduce
+from verl.track.verl_names import SAME, verl_names
 from verl.types import Metric, merge_metrics
 
 KINDS = ("mean", "sum", "max", "min")
@@ -168,3 +169,18 @@ def test_every_phase_of_the_driver_has_its_place_and_color():
     assert {name: colors.count(name) for name in PHASES} == dict.fromkeys(PHASES, 3), (
         "light, dark, as the system has it"
     )
+
+
+def test_verls_names_are_the_same_numbers():
+    ours = {"timing_s/rollout": 3.0, "timing_s/update": 2.0, "perf/time_per_step": 6.0, "perf/total_num_tokens": 400.0}
+    assert verl_names(ours, answer_tokens=100) == {
+        "timing_s/gen": 3.0,
+        "timing_s/reward": 0.0,
+        "timing_s/update_actor": 2.0,
+        "timing_s/step": 6.0,
+        "timing_per_token_ms/gen": 30.0,
+        "timing_per_token_ms/update_actor": 5.0,
+        **dict.fromkeys((f"global_seqlen/{n}" for n in ("min", "max", "mean", "balanced_min", "balanced_max")), 400.0),
+        "global_seqlen/minmax_diff": 0.0,
+    }
+    assert set(SAME.values()) <= {f"timing_s/{phase}" for phase in PHASES} | set(ours)

@@ -49,6 +49,7 @@ class Resolved:
     origins: dict[str, str]
     """Leaf key, or given engine option -> default | recipe NAME | command line | verl key ... | verl's default."""
     notes: tuple[Note, ...] = ()  # What became of verl's keys on this command line.
+    verl_names: bool = False  # By an entry point of verl's: metrics also stand under its names.
 
 
 def load_config(overrides: Sequence[str], *, verl_defaults: VerlDefaults | None = None) -> Resolved:
@@ -70,7 +71,7 @@ def load_config(overrides: Sequence[str], *, verl_defaults: VerlDefaults | None 
     if faults:
         more = _also_wrong(values, "sft" if verl_defaults == "sft" else "train") if verl_defaults else []
         raise ValueError("\n".join(dict.fromkeys([*faults, *more])))
-    return Resolved(build(values), origins, tuple(said.notes))
+    return Resolved(build(values), origins, tuple(said.notes), verl_names=verl_defaults is not None)
 
 
 def _also_wrong(values: dict[str, Any], command: Literal["train", "sft"]) -> list[str]:

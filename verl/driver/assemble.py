@@ -310,6 +310,7 @@ def _reporter(
         waits=waits,
         recorder=InprocGroup("recorder", [recorder]) if recorder else None,
         on_step=on_step,
+        verl_names=resolved.verl_names,
     )
 
 

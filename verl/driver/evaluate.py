@@ -46,6 +46,8 @@ async def evaluate(run: Run, number: int) -> Metrics:
         found = await together(runs)
         sources = [task.data_source or "unknown" for task in run.eval_tasks for _ in range(repeats)]
         out |= eval_metrics(mode, found, sources, repeats)
+        if run.reporter.verl_names and not every:  # of the first mode: verl has one
+            out |= verl_validation(found, sources, repeats)
         every += found
     await run.reporter.record_eval(number, every)
     return out
@@ -71,4 +73,41 @@ def eval_metrics(mode: str, found: list[Trajectory], sources: list[str], repeats
         accuracy = Metric(math.fsum(values), len(values), "sequence")
         out[f"eval/{source}/acc/{mode}"] = accuracy
         out[f"val-core/{source}/acc/mean@{repeats}" + ("" if mode == "greedy" else f"/{mode}")] = accuracy
+    return out
+
+
+def verl_validation(found: list[Trajectory], sources: list[str], repeats: int) -> Metrics:
+    """verl's val-core and val-aux: each component of the reward by its number of answers to one prompt (`repeats` in a
+    row of `found`), the mean over prompts. best@n and worst@n are the expectation over n draws with replacement, which
+    verl estimates. Core is acc where the reward has it, else the reward."""
+    values: dict[str, dict[str, list[list[float]]]] = defaultdict(lambda: defaultdict(list))
+    for first in range(0, len(found), repeats):
+        rewards = [t.reward for t in found[first : first + repeats] if isinstance(t.reward, Score)]
+        for name in ("reward", *{name: None for r in rewards for name in r.components}):
+            answers = [r.value if name == "reward" else r.components.get(name, math.nan) for r in rewards]
+            if answers and not any(map(math.isnan, answers)):
+                values[sources[first]][name].append(answers)
+    out: Metrics = {}
+    for source, by_name in values.items():
+        core = "acc" if "acc" in by_name else "reward"
+        for name, prompts in by_name.items():
+            for figure in {f: None for answers in prompts for f in _of_prompt(answers)}:
+                each = [own[figure] for answers in prompts if figure in (own := _of_prompt(answers))]
+                at_all = f"@{repeats}" in figure and not figure.startswith(("std", "worst"))
+                section = "val-core" if name == core and at_all else "val-aux"
+                out[f"{section}/{source}/{name}/{figure}"] = Metric(math.fsum(each), len(each), "group")
+    return out
+
+
+def _of_prompt(answers: list[float]) -> dict[str, float]:
+    """The figures of one prompt's answers, by verl's names."""
+    n, mean = len(answers), math.fsum(answers) / len(answers)
+    out = {f"mean@{n}": mean}
+    if n > 1:
+        out[f"std@{n}"] = math.sqrt(math.fsum((a - mean) ** 2 for a in answers) / n)
+        ranked = sorted(answers)
+        for k in sorted({*(2**i for i in range(1, n.bit_length()) if 2**i < n), n}):
+            best = [((i + 1) / n) ** k - (i / n) ** k for i in range(n)]
+            out[f"best@{k}/mean"] = math.fsum(p * a for p, a in zip(best, ranked))
+            out[f"worst@{k}/mean"] = math.fsum(p * a for p, a in zip(reversed(best), ranked))
     return out

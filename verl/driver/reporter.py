@@ -21,6 +21,7 @@ from verl.track.events import EventLog
 from verl.track.health import Alarm, check_health
 from verl.track.metrics import reduce, units_of
 from verl.track.sinks import Sinks
+from verl.track.verl_names import verl_names
 from verl.types import Refs, Trajectory
 from verl.workers.group import WorkerGroup
 from verl.workers.waits import Waits
@@ -32,7 +33,8 @@ OnStep = Callable[[int, Mapping[str, float]], None]
 
 
 class Reporter:
-    """recorder: the worker that writes samples; None where a run has none (supervised)."""
+    """recorder: the worker that writes samples; None where a run has none (supervised). verl_names: metrics also stand
+    under the names that verl gives them."""
 
     def __init__(
         self,
@@ -45,8 +47,9 @@ class Reporter:
         waits: Waits,
         recorder: WorkerGroup | None = None,
         on_step: OnStep | None = None,
+        verl_names: bool = False,
     ) -> None:
-        self.events, self.progress = events, progress
+        self.events, self.progress, self.verl_names = events, progress, verl_names
         self.history: list[dict[str, float]] = []
         self.last_eval: dict[str, float] = {}
         self._config, self._dir = config, run_dir
@@ -109,6 +112,9 @@ class Reporter:
                 "perf/time_per_step": wall_s,
                 "perf/throughput": tokens / wall_s if wall_s > 0 else 0.0,
             }
+        if self.verl_names:
+            answers = step.metrics.get("response_length/mean")
+            values |= verl_names(values, answers.total if answers is not None else 0.0)
         self._sinks.log(step.number, values, units_of(step.metrics))
         if self.progress.lost:
             self.events.append("console_lost", step.number, {"why": self.progress.lost})

@@ -150,8 +150,8 @@ def _token_column(found: object, name: str, num_tokens: int) -> Tensor:
 
 def _advantage_metrics(columns: Columns, found: Computed) -> Metrics:
     out: Metrics = {}
-    for name in ("advantages", "returns"):
-        value = found.get(name)
+    for name in ("advantages", "returns", "values"):
+        value = columns.token.get("old_values") if name == "values" else found.get(name)
         if isinstance(value, Tensor) and len(value) == len(columns.mask) and columns.mask.any():
             x = value[columns.mask].double()
             out[f"critic/{name}/mean"] = Metric(float(x.sum()), float(len(x)), "token")

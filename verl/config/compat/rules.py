@@ -14,7 +14,6 @@ from verl.config.backends import ROLLOUT as ROLLOUT_ENGINES
 from verl.config.compat import objective
 from verl.config.compat.given import ACTOR, ROLLOUT, Given, Result
 
-
 _SEQUENCE_PARALLEL = (
     *(f"{ACTOR}{key}" for key in ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size")),
     *(f"{ACTOR}{key}" for key in ("veomni.ulysses_parallel_size", "megatron.context_parallel_size")),

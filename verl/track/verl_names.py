@@ -1,0 +1,38 @@
+"""The numbers of a step under the names that verl writes, for dashboards made for it. On with verl's entry points."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+SAME: Mapping[str, str] = {
+    "timing_s/gen": "timing_s/rollout",
+    "timing_s/reward": "timing_s/reward_model",
+    "timing_s/old_log_prob": "timing_s/old_logprobs",
+    "timing_s/ref": "timing_s/reference",
+    "timing_s/adv": "timing_s/advantages",
+    "timing_s/update_actor": "timing_s/update",
+    "timing_s/update_weights": "timing_s/publish",
+    "timing_s/testing": "timing_s/evaluate",
+    "timing_s/save_checkpoint": "timing_s/checkpoint",
+    "timing_s/step": "perf/time_per_step",
+    **{f"global_seqlen/{how}": "perf/total_num_tokens" for how in ("min", "max", "mean")},
+    **{f"global_seqlen/balanced_{how}": "perf/total_num_tokens" for how in ("min", "max")},
+}
+"""verl's name -> ours. global_seqlen: tokens per data-parallel rank, of which there is one."""
+PER_TOKEN = ("gen", "ref", "values", "adv", "update_critic", "update_actor")
+"""Phases that verl also gives in ms per token: of the answers for gen, of all for the others."""
+
+
+def verl_names(values: Mapping[str, float], answer_tokens: float) -> dict[str, float]:
+    """What verl would write beside `values`, the metrics of one step."""
+    out = {theirs: values[ours] for theirs, ours in SAME.items() if ours in values}
+    if "global_seqlen/min" in out:
+        out["global_seqlen/minmax_diff"] = out["global_seqlen/max"] - out["global_seqlen/min"]
+    if "timing_s/gen" in out:
+        out.setdefault("timing_s/reward", 0.0)  # functions score beside the rollout, within its time
+    every = {**values, **out}
+    for phase in PER_TOKEN:
+        tokens = answer_tokens if phase == "gen" else values.get("perf/total_num_tokens", 0.0)
+        if f"timing_s/{phase}" in every and tokens:
+            out[f"timing_per_token_ms/{phase}"] = 1000 * every[f"timing_s/{phase}"] / tokens
+    return out
