@@ -228,3 +228,41 @@ def test_what_crosses_to_a_grader_pickles() -> None:
         request_id="r", data_source="s", solution_str="", ground_truth={"target": np.array(["a"], dtype=object)}
     )
     assert pickle.loads(pickle.dumps(sample)).ground_truth["target"].tolist() == ["a"]
+
+
+def test_the_list_form_of_verls_batch_manager(tmp_path: Path) -> None:
+    file = tmp_path / "batch.py"
+    file.write_text(
+        "def compute_score(data_sources, solution_strs, ground_truths, extra_infos, scale=1.0):\n"
+        "    assert all(isinstance(x, list) for x in (data_sources, solution_strs, ground_truths, extra_infos))\n"
+        "    rows = zip(solution_strs, ground_truths, extra_infos)\n"
+        "    return [{'score': scale * (s == t), 'n': e['n']} for s, t, e in rows]\n"
+        "async def later(data_sources, solution_strs, ground_truths, extra_infos):\n"
+        "    return [float(s == t) for s, t in zip(solution_strs, ground_truths)]\n"
+        "def one(data_sources, solution_strs, ground_truths, extra_infos):\n"
+        "    return 1.0\n"
+    )
+    got = with_pool(grader_spec(str(file), kwargs={"scale": 2.0}), score_all(request(n=3), request("8", n=4)))
+    assert got == [Score(2.0, {"n": 3.0}), Score(0.0, {"n": 4.0})]
+    assert with_pool(grader_spec(str(file), "later"), score_all(request())) == [Score(1.0)]
+    [wrong] = with_pool(grader_spec(str(file), "one"), score_all(request()))
+    assert isinstance(wrong, Invalid) and "give a list of 1" in wrong.detail
+
+
+def test_graders_and_data_proto_under_verls_names(tmp_path: Path) -> None:
+    from verl.protocol import DataProto
+    from verl.utils.reward_score import default_compute_score, gsm8k, math_dapo, math_reward
+
+    assert default_compute_score("openai/gsm8k", "so #### 7", "7", None, sandbox_fusion_url=None) == 1.0
+    assert gsm8k.compute_score("so #### 7", "7", method="strict") == 1.0 and gsm8k.extract_solution("#### 7") == "7"
+    assert math_reward.compute_score(r"\boxed{7}", "7") == 1.0 and math_dapo.compute_score("Answer: 7", "7")["acc"]
+    view = DataProto(np.array([1]), np.array([2, 3]), {"data_source": "s"})
+    assert view[-1:] is view and view[0].non_tensor_batch["data_source"] == "s"
+    file = tmp_path / "reward.py"
+    file.write_text(
+        "from verl.utils.reward_score import default_compute_score, gsm8k\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    wrong = default_compute_score(data_source, solution_str, '8')\n"
+        "    return gsm8k.compute_score(solution_str, ground_truth) + wrong\n"
+    )
+    assert with_pool(grader_spec(str(file)), score_all(request("#### 7"))) == [Score(1.0)]

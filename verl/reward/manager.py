@@ -56,7 +56,9 @@ class DataProtoView:
     def __len__(self) -> int:
         return 1
 
-    def __getitem__(self, index: int) -> DataProtoItem:
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice) and len(range(1)[index]) == 1:
+            return self
         if index not in (0, -1):
             raise IndexError(f"index {index}: this view holds one sample")
         return self._item

@@ -12,6 +12,8 @@ from verl.sandbox.pool import Pool
 from verl.types import Invalid, Score
 
 CALL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
+LIST_NAMES = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+"""Of the form that verl's batch manager calls."""
 ID_NAMES = ("prompt_ids", "response_ids")
 
 
@@ -30,6 +32,7 @@ def grader_spec(
         kwargs=kwargs or {},
         factory=factory,
         parameters=CALL_NAMES + (ID_NAMES if with_ids else ()),
+        plural=() if with_ids else LIST_NAMES,
         convert=score_and_components,
         returns=tuple[Finite, dict[str, Finite]],
         section="reward",

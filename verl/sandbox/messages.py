@@ -25,15 +25,17 @@ class BadResult(ValueError):
 class CallableSpec:
     """A user's callable: a `.py` file or an importable module, and a name in it. kwargs: passed to every call; or, with
     `factory`, once, to the named function, which returns the callable. parameters: the names of the arguments that
-    every call passes. convert: an importable function that makes plain data of a returned value, in the worker.
-    returns: the type of that data; an answer of another shape is a crash. section, called, given: how error messages
-    name its configuration, the callable and its arguments."""
+    every call passes. plural: those of a callable that takes lists instead; its lists have one item. convert: an
+    importable function that makes plain data of a returned value, in the worker. returns: the type of that data; an
+    answer of another shape is a crash. section, called, given: how error messages name its configuration, the callable
+    and its arguments."""
 
     path: str
     name: str
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     factory: bool = False
     parameters: tuple[str, ...] = ()
+    plural: tuple[str, ...] = ()
     convert: Callable[[Any], Any] | None = None
     returns: Any = Any
     section: str

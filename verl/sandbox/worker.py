@@ -17,7 +17,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
@@ -171,8 +171,30 @@ def load(spec: CallableSpec, settler: Settler) -> Callable[..., Any]:
     if spec.factory:
         _check_call(found, spec, (), kwargs)
         found, kwargs = settler.settle(found(**kwargs)), {}
+    if spec.plural and set(spec.plural) <= set(_parameters(found)):
+        return functools.partial(_of_lists, found, spec, settler, kwargs)
     _check_call(found, spec, spec.parameters, kwargs)
     return functools.partial(found, **kwargs)
+
+
+def _parameters(function: Callable[..., Any]) -> Iterable[str]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a builtin
+        return ()
+
+
+def _of_lists(
+    function: Callable[..., Any], spec: CallableSpec, settler: Settler, kwargs: Mapping[str, Any], **given: Any
+) -> Any:
+    """A function of lists, called with one of each."""
+    lists = {many: [given[one]] for one, many in zip(spec.parameters, spec.plural)}
+    found = settler.settle(function(**lists, **kwargs))
+    if not hasattr(found, "__len__") or isinstance(found, str | Mapping) or len(found) != 1:
+        raise BadResult(
+            f"the {spec.called} was given lists of 1 and returned a {type(found).__name__}: give a list of 1"
+        )
+    return found[0]
 
 
 def load_module(path: str, section: str) -> ModuleType:

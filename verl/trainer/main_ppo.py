@@ -3,10 +3,11 @@
 import sys
 
 from verl.cli import guarded, train
+from verl.trainer import is_spare_rank
 
 
 def main(args: list[str]) -> int:
-    return guarded(lambda: train(args, verl_defaults="rl"))
+    return 0 if is_spare_rank() else guarded(lambda: train(args, verl_defaults="rl"))
 
 
 if __name__ == "__main__":

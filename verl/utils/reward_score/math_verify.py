@@ -1,0 +1,3 @@
+from verl.reward.math import math_score as compute_score
+
+__all__ = ["compute_score"]
