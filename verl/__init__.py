@@ -21,6 +21,10 @@ _FACE = {
     "Trainer": "verl.api",
     "Policy": "verl.api",
     "RewardModel": "verl.api",
+    "SingleController": "verl.api",
+    "MultiController": "verl.api",
+    "AgentLoopBase": "verl.agent_loop.base",
+    "DataProto": "verl.protocol",
 }
 __all__ = ["__version__", *_FACE]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import copy
 import difflib
@@ -21,6 +22,7 @@ from torch import nn
 from verl.algorithms.presets import PRESETS
 from verl.algorithms.resolve import resolve
 from verl.config.load import load_config
+from verl.config.model_files import cached_model_folder
 from verl.config.schema import Config
 from verl.driver.assemble import checkpoint_engine, context_of, learner_of, rollout_engine
 from verl.driver.launch import Finished, run_rl
@@ -31,7 +33,7 @@ from verl.model_engine.optim import OptimSpec
 from verl.model_engine.torch_engine import TorchEngine, load_causal_lm
 from verl.rollout.base import Completion
 from verl.track.metrics import reduce
-from verl.types import Sample, Sampling, Segment, as_ids, derive_seed
+from verl.types import Purpose, Sample, Sampling, Segment, as_ids, derive_seed
 
 
 class AutoModelForCausalLMWithValueHead:
@@ -43,8 +45,9 @@ class AutoModelForCausalLMWithValueHead:
 
     @classmethod
     def from_pretrained(cls, path: str | Path) -> AutoModelForCausalLMWithValueHead:
-        """Raises ValueError if `path` is not a model folder (no hub is asked)."""
-        return cls(load_causal_lm(Path(path)), Path(path))
+        """A folder, or a hub id that is in the local cache; ValueError else (no hub is asked)."""
+        folder = cached_model_folder(str(path)) or Path(path)
+        return cls(load_causal_lm(folder), folder)
 
 
 def create_reference_model(model: AutoModelForCausalLMWithValueHead) -> AutoModelForCausalLMWithValueHead:
@@ -78,7 +81,8 @@ class VerlConfig:
 
 
 class VerlTrainer:
-    """generate_rollout -> your reward -> step, as often as you like. Weights are synced after every step."""
+    """generate_rollout -> your reward -> step, as often as you like. Weights are synced after every step. Where the
+    algorithm compares with an answer (ReMax: the greedy one), that is the last of each query's list."""
 
     def __init__(
         self,
@@ -129,8 +133,9 @@ class VerlTrainer:
         self._sync()
 
     def generate_rollout(self, queries: Sequence[str]) -> list[str] | list[list[str]]:
-        """One answer per query, or a list of `samples_per_prompt` per query when that is more than 1."""
-        n = self.config.samples_per_prompt
+        """One answer per query, or a list per query: `samples_per_prompt`, then those that they are compared with."""
+        group, wanted = self.algorithm.group, self.config.samples_per_prompt
+        n = wanted + group.baselines
         plays, self._last = [], {}
         for q, query in enumerate(queries):
             ids = self._ids(query)
@@ -143,6 +148,8 @@ class VerlTrainer:
             for i in range(n):
                 seed = derive_seed(self.config.seed, "facade", self._calls, q, i)
                 sampling = Sampling(max_tokens=room, temperature=self.config.temperature, seed=seed)
+                if i >= wanted and group.baseline_sampling is not None:
+                    sampling = group.baseline_sampling(sampling)
                 plays.append(
                     self._rollout.generate(f"{self._calls}/{q}/{i}", ids, sampling, prefix_key=f"{self._calls}/{q}")
                 )
@@ -170,14 +177,22 @@ class VerlTrainer:
             scores_of = [float(x) for x in np.atleast_1d(np.asarray(scores, float))]
             if len(answers_of) != len(scores_of):
                 raise ValueError(f"query {q} has {len(answers_of)} responses and {len(scores_of)} rewards")
+            trained = len(answers_of) - self.algorithm.group.baselines
+            if trained < 1:
+                said = "the answer that the others are compared with comes last, and has a reward"
+                raise ValueError(f"query {q} has {len(answers_of)} responses: with {self.config.algorithm}, {said}")
             samples += [
-                self._sample(q, i, query, text, score) for i, (text, score) in enumerate(zip(answers_of, scores_of))
+                self._sample(q, i, query, text, score, "train" if i < trained else "baseline")
+                for i, (text, score) in enumerate(zip(answers_of, scores_of))
             ]
         record = Step(self._steps)
         self._loop.run_until_complete(self._learn(record, [s for s in samples if s.loss_tokens]))
         self._steps += 1
         self._sync()
-        return {**reduce(record.metrics), "critic/rewards/mean": float(np.mean([s.reward for s in samples]))}
+        return {
+            **reduce(record.metrics),
+            "critic/rewards/mean": float(np.mean([s.reward for s in samples if s.purpose == "train"])),
+        }
 
     def save_pretrained(self, path: str | Path) -> None:
         """A Hugging Face folder of the policy as it is now."""
@@ -202,7 +217,7 @@ class VerlTrainer:
     def _ids(self, query: str) -> np.ndarray:
         return as_ids(self.tokenizer(query)["input_ids"])
 
-    def _sample(self, q: int, i: int, query: str, text: str, reward: float) -> Sample:
+    def _sample(self, q: int, i: int, query: str, text: str, reward: float, purpose: Purpose) -> Sample:
         """The sampled ids where the answer is one of ours; a text of the user's own is tokenised."""
         known = self._last.get((query, text))
         name = f"s{self._steps}/{q}/{i}"
@@ -216,7 +231,7 @@ class VerlTrainer:
             sample_id=name,
             trajectory_id=name,
             group_id=f"s{self._steps}/{q}",
-            purpose="train",
+            purpose=purpose,
             segments=(Segment(ids=self._ids(query), source="prompt"), sampled),
             temperature=self.config.temperature,
             reward=reward,
@@ -244,7 +259,7 @@ def _facade_settings(name: str, config: VerlConfig, has_reference: bool) -> dict
 def _inner_config(config: VerlConfig, path: Path) -> Config:
     inner = Config()
     inner.model.path, inner.model.dtype = str(path), config.dtype
-    inner.data.max_prompt_tokens = config.max_length
+    inner.data.max_prompt_tokens = config.max_length - 1
     inner.rollout.max_response_tokens = 1  # max_length counts prompt and answer together
     inner.rollout.engine = _backend(config.rollout_backend)
     inner.step.prompts_per_step, inner.step.samples_per_prompt = config.batch_size, config.samples_per_prompt
@@ -429,6 +444,17 @@ class Trainer:
         return [f"{k}={v}" for k, v in {**out, **config.get("overrides", {})}.items()]
 
 
+class SingleController(Trainer):
+    """A Trainer whose rollout and update take turns."""
+
+
+class MultiController(Trainer):
+    """A Trainer whose rollout runs ahead of the update, by one step of staleness."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__({"async_rollout": True, **config})
+
+
 def _known(given: Mapping[str, Any], keys: Sequence[str], where: str) -> None:
     for key in given:
         if key not in keys:
@@ -447,4 +473,13 @@ def _importable(fn: Callable[..., Any]) -> tuple[str, str]:
             f"reward={fn.__qualname__}: rewards run in killable worker processes, which must be able to import them; "
             "define the function at the top level of a file"
         )
+    if fn.__module__ == "__main__" and not any(map(_is_guard, ast.parse(Path(source).read_text()).body)):
+        raise ValueError(
+            f"reward={fn.__qualname__}: its workers import {source}, which would start this run again in each of them; "
+            'put what starts it below `if __name__ == "__main__":`, or the function in a file of its own'
+        )
     return source, fn.__qualname__
+
+
+def _is_guard(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and {"__name__", "'__main__'"} <= set(ast.unparse(node.test).split())

@@ -179,3 +179,69 @@ def test_ppo_trainer_and_the_step_form_have_a_critic(tmp_path, tiny_model, arith
         assert found["critic/grad_norm"] > 0 and found["actor/grad_norm"] > 0
     finally:
         trainer.close()
+
+
+def facade(model: str, **config: object) -> VerlTrainer:
+    from transformers import AutoTokenizer
+
+    loaded = AutoModelForCausalLMWithValueHead.from_pretrained(model)
+    return VerlTrainer(
+        config=VerlConfig(**config),  # type: ignore[arg-type]
+        model=loaded,
+        tokenizer=AutoTokenizer.from_pretrained(loaded.path),
+    )
+
+
+def test_remax_compares_with_the_last_answer_and_learns_from_the_others(gpt2):
+    trainer = facade(gpt2, algorithm="ReMax", max_length=24, samples_per_prompt=2, learning_rate=1e-3)
+    [answers] = trainer.generate_rollout(["Hello"])
+    assert len(answers) == 3 and answers[2] == trainer.generate_rollout(["Hello"])[0][2], "the last is greedy"
+    flat = trainer.step(["Hello"], [answers], [[1.0, 1.0, 1.0]])
+    assert flat["actor/grad_norm"] == 0 and flat["critic/advantages/max"] == 0, "as good as the greedy one"
+    [answers] = trainer.generate_rollout(["Hello"])
+    better = trainer.step(["Hello"], [answers], [[1.0, 0.5, 0.0]])
+    assert better["actor/grad_norm"] > 0 and better["critic/rewards/mean"] == 0.75
+    with pytest.raises(ValueError, match="comes last, and has a reward"):
+        trainer.step(["Hello"], [answers[:1]], [[1.0]])
+    trainer.close()
+
+
+def test_max_length_may_be_all_positions_and_a_hub_id_is_found_in_the_cache(gpt2, tmp_path, monkeypatch):
+    import shutil
+
+    hub = tmp_path / "hub" / "models--some--gpt2"
+    shutil.copytree(gpt2, hub / "snapshots" / "abc")
+    (hub / "refs").mkdir()
+    (hub / "refs" / "main").write_text("abc")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    trainer = facade("some/gpt2", algorithm="reinforce", max_length=128)
+    [answer] = trainer.generate_rollout(["Hello, how are you?"])
+    assert isinstance(answer, str)
+    trainer.close()
+
+
+def test_the_names_of_introductions_are_there():
+    import verl
+
+    for name in verl.__all__:
+        assert getattr(verl, name) is not None
+    assert verl.MultiController({"actor": "m"})._config["async_rollout"] is True
+    assert "async_rollout" not in verl.SingleController({"actor": "m"})._config
+
+
+def test_a_reward_of_an_unguarded_script_is_refused_with_the_line(tmp_path):
+    import subprocess
+    import sys
+
+    script = (
+        "import verl\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n{}"
+        "trainer = verl.GRPOTrainer('m', train_data='rows.jsonl', reward=compute_score)\nprint(trainer.args)\n"
+    )
+    said = []
+    for name, guard in (("bare", ""), ("guarded", "if __name__ == '__main__':\n    ")):
+        (tmp_path / f"{name}.py").write_text(script.format(guard).replace("\nprint", ";print"))
+        done = subprocess.run([sys.executable, tmp_path / f"{name}.py"], capture_output=True, text=True, timeout=120)
+        said.append((done.returncode, done.stdout + done.stderr))
+    assert said[0][0] == 1 and 'below `if __name__ == "__main__":`' in said[0][1]
+    assert said[1][0] == 0 and "reward.name=compute_score" in said[1][1]

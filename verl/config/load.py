@@ -222,10 +222,10 @@ def _resolve(values: dict[str, Any], origins: dict[str, str]) -> None:
         path = values[key]
         several = isinstance(path, list)
         values[key] = [os.path.expanduser(p) for p in path] if several else path and os.path.expanduser(path)
-    cached = cached_model_folder(values["model.path"])
-    if cached is not None:
-        origins["model.path"] = f"{origins['model.path']}: {values['model.path']}"
-        values["model.path"] = str(cached)
+    for key in ("model.path", "critic.path", "reward.model"):
+        cached = cached_model_folder(values[key] or "")
+        if cached is not None:
+            origins[key], values[key] = f"{origins[key]}: {values[key]}", str(cached)
     faults = complete_options(values)
     if faults:
         raise ValueError("\n".join(faults))
