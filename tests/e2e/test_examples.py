@@ -87,3 +87,9 @@ def test_traces_follow_their_own_columns(forget):
         right = arithmetic.compute_score("", trace, str(arithmetic.answer(p)))
         carries = any(part.endswith(",1") for part in arithmetic.trace(p, forget_carries=False).split(";"))
         assert right == (0.0 if forget and carries else 1.0), (p, trace)
+
+
+def test_custom_flow_without_a_model_says_how_it_is_called():
+    args = [sys.executable, ROOT / "examples" / "custom_flow.py"]
+    done = subprocess.run(args, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and done.stderr.strip().startswith("usage:") and "MODEL_FOLDER" in done.stderr

@@ -23,6 +23,7 @@ PUBLISHED = [
     for line in (Path(__file__).parents[1] / "data" / "verl_keys.tsv").read_text().splitlines()
     if not line.startswith("#")
 ]
+PAGE = Path(__file__).parents[2] / "docs" / "from_verl.md"
 GRPO_SCRIPT = shlex.split(r"""
 algorithm.adv_estimator=grpo algorithm.use_kl_in_reward=False
 data.train_files=/data/gsm8k/train.parquet "data.val_files=['/data/gsm8k/test.parquet']"
@@ -222,6 +223,29 @@ def test_no_ignored_key_can_change_what_is_trained() -> None:
     }
     ignored = [key for key in sorted(changing) if (row := find_row(key)) is None or row.action == "ignored"]
     assert not ignored
+
+
+def published_table() -> str:
+    """What becomes of every published key, as docs/from_verl.md shows it; this file, run, writes it."""
+    rows = [key_rows()[key] for key in PUBLISHED]
+    ignored: dict[str, list[str]] = {}
+    for row in rows:
+        if row.action == "ignored":
+            ignored.setdefault(row.text, []).append(f"`{row.key}`")
+    becomes = {key: said.replace("|", "\\|") for key, _, said in keys_table()}
+    lines = ["| mapped | here |", "|---|---|"]
+    lines += [f"| `{r.key}` | {becomes[r.key]} |" for r in rows if r.action == "mapped"]
+    lines += ["", "| ignored, because | keys |", "|---|---|"]
+    lines += [f"| {text} | {' '.join(keys)} |" for text, keys in ignored.items()]
+    lines += ["", "| refused | what to do |", "|---|---|"]
+    lines += [f"| `{r.key}` | {becomes[r.key]} |" for r in rows if r.action == "refused"]
+    return "\n".join(lines)
+
+
+def test_the_page_holds_the_table_of_the_published_keys() -> None:
+    before, after = "<!-- keys -->\n\n", "\n\n<!-- end of keys -->"
+    found = PAGE.read_text().partition(before)[2].partition(after)[0]
+    assert found == published_table(), "write it anew: python tests/unit/test_compat.py"
 
 
 # -- a published command line ------------------------------------------------------------------------------------------
@@ -883,3 +907,9 @@ def test_rollout_correction_becomes_ours_with_the_bounds_turned_over() -> None:
     assert (a.options["correction"], a.options["correction_low"], a.options["correction_high"]) == ("icepop", 0.5, 5.0)
     a = load_config([*args[:3], f"{key}bypass_mode=True"]).config.algorithm
     assert (a.options["bypass"], a.loss, a.options.get("correction")) == (True, "ppo_clip", None)
+
+
+if __name__ == "__main__":
+    head, _, rest = PAGE.read_text().partition("<!-- keys -->")
+    tail = rest.partition("<!-- end of keys -->")[2]
+    PAGE.write_text(f"{head}<!-- keys -->\n\n{published_table()}\n\n<!-- end of keys -->{tail}")
