@@ -586,6 +586,19 @@ TRANSFORMS = [
     ),
     (["trainer.device=npu"], {"model.device": "auto"}),
     (
+        [f"{ACTOR}loss_agg_mode=seq-mean-token-sum-norm", "data.max_response_length=2048"],
+        {
+            "algorithm.aggregation": "seq-mean-token-sum-norm",
+            "algorithm.horizon_tokens": 2048,
+            "rollout.max_response_tokens": 2048,
+        },
+    ),
+    (
+        [f"{ACTOR}loss_agg_mode=seq-mean-token-sum-norm", f"{ACTOR}loss_scale_factor=100"],
+        {"algorithm.aggregation": "seq-mean-token-sum-norm", "algorithm.horizon_tokens": 100},
+    ),
+    (["engine.override_transformer_config.attention_backend=auto"], {}),
+    (
         [f"{ACTOR}ppo_max_token_len_per_gpu=4096", f"{ACTOR}fsdp_config.ulysses_sequence_parallel_size=4"],
         {"step.max_tokens_per_microbatch": 16384},
     ),

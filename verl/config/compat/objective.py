@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl.algorithms.presets import LOSSES, PRESETS
+from verl.algorithms.specs import BY_HORIZON
 from verl.config.compat.given import ACTOR, Given, Result
 
 _COVARIANCE = {
@@ -126,6 +127,19 @@ def _rejected(key: str, stat: str, text: str) -> str:
         return f"{stat}:{found[-1]:g}"
     low, high = found if len(found) == 2 else (1 / found[0], found[0])
     return f"{stat}:{1 / high:.12g}:{1 / low:.12g}"
+
+
+def aggregation(given: Given) -> Result:
+    """By a constant: verl's is the width of the responses, the limit, where none is given."""
+    mode, factor = given.get(f"{ACTOR}loss_agg_mode"), f"{ACTOR}loss_scale_factor"
+    out: Result = {} if mode is None else {"algorithm.aggregation": mode}
+    horizon = given.said(factor)
+    if horizon is None and mode == BY_HORIZON:
+        horizon = given.first("data.max_response_length", "actor_rollout_ref.rollout.response_length")
+    if horizon is None or mode != BY_HORIZON:
+        given.ignore(f"only read with loss_agg_mode={BY_HORIZON}", factor)
+        return out
+    return out | {"algorithm.horizon_tokens": horizon}
 
 
 def clip(given: Given) -> Result:

@@ -271,7 +271,15 @@ _RULES = (
         _directory,
         _logger,
     ),
-    *(_async, _reward_model, objective.objective, objective.correction, objective.clip, objective.kl_loss),
+    *(
+        _async,
+        _reward_model,
+        objective.objective,
+        objective.aggregation,
+        objective.correction,
+        objective.clip,
+        objective.kl_loss,
+    ),
     *(objective.kl_reward, objective.filter, objective.critic, objective.pf_ppo),
 )
 JOINT: Mapping[str, Callable[[Given], Result]] = MappingProxyType({rule.__name__.lstrip("_"): rule for rule in _RULES})
