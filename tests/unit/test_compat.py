@@ -585,6 +585,7 @@ TRANSFORMS = [
         },
     ),
     (["trainer.device=npu"], {"model.device": "auto"}),
+    (["trainer.device=gpu", f"{ACTOR}model_engine=megatron"], {"model.device": "auto", "model.engine": "torch"}),
     (
         [f"{ACTOR}loss_agg_mode=seq-mean-token-sum-norm", "data.max_response_length=2048"],
         {
@@ -678,6 +679,13 @@ REFUSALS = [
     ([f"{ACTOR}use_kl_loss=1"], "True or False"),
     (["data.train_batch_size=many"], "expected a number"),
     (["trainer.device=tpu"], "cpu and cuda"),
+    (
+        [
+            *("algorithm.adv_estimator=grpo", "algorithm.rollout_correction.bypass_mode=True"),
+            f"{ACTOR}policy_loss.loss_mode=gspo",
+        ],
+        "leave one of them out",
+    ),
     ([f"{ACTOR}megatron.router_replay.mode=R2"], "router replay"),
     ([f"{ACTOR}veomni.router_replay.mode=R3"], "router replay"),
     (["engine.qat.enable=True"], "quantisation-aware"),

@@ -24,9 +24,9 @@ def objective(given: Given) -> Result:
             f"{loss_key}={loss}: this loss is not in this version; algorithm.loss=module:function is yours"
         )
     bypass = given.said("algorithm.rollout_correction.bypass_mode")
-    if bypass and preset is not None:  # as in verl: rollout_correction.loss_type is the loss then
-        given.ignore("rollout_correction.loss_type is the loss with bypass_mode, as in verl", loss_key)
-        loss = "vanilla"
+    if bypass and loss != "vanilla":
+        said = "some of verl's trainers then take rollout_correction.loss_type for the loss, others the loss_mode"
+        raise ValueError(f"{loss_key}={loss} with rollout_correction.bypass_mode: {said}; leave one of them out")
     if preset is None and loss != "vanilla" and "algorithm.name" not in given.native:
         raise ValueError(f"{loss_key}={loss}: give algorithm.adv_estimator=grpo beside it, or algorithm.name={loss}")
     if preset == "ppo":
