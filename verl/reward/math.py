@@ -7,6 +7,7 @@ import re
 import string
 import threading
 from collections.abc import Iterable
+from decimal import Decimal, InvalidOperation
 
 CLIP_CHARS = 300  # verl looks for the answer in the last 300 characters only
 MAX_ANSWER_CHARS = 1000  # longer than any true answer; sympy would only burn its time limit on it
@@ -36,7 +37,15 @@ def gsm8k_score(
     answer = gsm8k_answer(solution_str, method)
     if answer is None:
         return 0.0
-    return score if answer == _plain_number(str(ground_truth)).strip() else format_score
+    truth = _plain_number(str(ground_truth)).strip()
+    return score if answer == truth or (method == "flexible" and _equal_number(answer, truth)) else format_score
+
+
+def _equal_number(answer: str, truth: str) -> bool:
+    try:
+        return Decimal(answer) == Decimal(truth)
+    except InvalidOperation:  # 1.2.3
+        return False
 
 
 def _plain_number(text: str) -> str:
@@ -87,22 +96,138 @@ def normalize_math(text: str) -> str:
     return re.sub(r"^(-?)(\d+)/(\d+)$", r"\1\\frac{\2}{\3}", out)
 
 
-def math_equal(answer: str, truth: str) -> bool:
-    """Equal as normalised strings, or as mathematics by math-verify. Raises TimeoutError if math-verify takes over 5 s:
-    no verdict is not a wrong answer. Its timeouts are signals, so outside a main thread there is none, and the caller's
-    limit (the pool's) is the only one."""
-    if normalize_math(answer) == normalize_math(truth):
-        return True
-    if not answer.strip() or not truth.strip() or len(answer) > MAX_ANSWER_CHARS:
+_SYMBOLS = {"−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "π": r"\pi ", "∞": r"\infty ", "∅": r"\emptyset "}
+_SYMBOLS |= {"≤": r"\le ", "≥": r"\ge ", "°": r"^\circ ", r"\varnothing": r"\emptyset ", r"\left": "", r"\right": ""}
+_SYMBOL = re.compile("|".join(rf"{re.escape(sign)}(?![a-zA-Z])" if "\\" in sign else sign for sign in _SYMBOLS))
+_OR = re.compile(r"\\(?:lor|vee)(?![a-zA-Z])|\\text\{\s*(?:or|and)\s*\}|(?<=\s)(?:or|and)(?=\s)")
+_REPEATING = re.compile(r"(\d*)\.(\d*)\\(?:overline|bar|dot)\{(\d+)\}")
+_SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?[eE][+-]?\d{1,2})(?![\w.])")
+_MIXED = re.compile(r"(?<![\d.])(\d+)(?:\s+(\d+)/(\d+)|(?:\s|\\[,; ])*\\[dt]?frac\s*(?:\{(\d+)\}\{(\d+)\}|(\d)(\d)))")
+_DECIMAL = re.compile(r"(?<![\d.])(\d*)\.(\d+)(?![\d.])")
+_PERCENT = re.compile(r"\s*(?:\\?%|\bpercent)\s*\.?$")
+_KNOWN_UNIT = r"(?:[cmk]?m|[mk]?g|[mk]?l|s|h|hr|ft|in)(?![a-zA-Z])"
+_UNIT = re.compile(
+    r"\s*\\(?:text|mbox|mathrm)\{\s*(?P<text>[A-Za-z][A-Za-z/ .]*)\}(?P<text_power>\^\{?[23]\}?)?\.?$"
+    rf"|(?<=[\d}})$])\s+(?P<plain>{_KNOWN_UNIT}|[a-z]{{3,}}(?:[/ ][a-z]+)*)(?P<plain_power>\^\{{?[23]\}}?)?\.?$"
+    r"|\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)\s*(?P<degrees>)$"
+)
+_UNIT_NAMES = {"centimet": "cm", "millimet": "mm", "kilomet": "km", "met": "m"}
+_NAME = re.compile(r"^\s*([A-Za-z]{1,2})\s*=(?!=)")
+_EQUALS = re.compile(r"(?<![<>!=\\])=(?!=)")
+
+
+def _canonical(text: str) -> str:
+    """One spelling for what math-verify misreads: signs beyond ASCII, "or", repeating decimals, 3e5, 1 1/2."""
+    out = _OR.sub(" , ", _SYMBOL.sub(lambda found: _SYMBOLS[found[0]], text))
+    out = re.sub(r"√\s*(\d+|[A-Za-z])", r"\\sqrt{\1}", out.strip().strip("$").strip())
+    out = re.sub(r"^\\\{\s*\\\}$", r"\\emptyset", out).replace(r"\emptyset ", r"\emptyset")
+    out = re.sub(r"\\text\{\s*(-?[\d.,/]+)\s+([A-Za-z][A-Za-z/ ]*)\}", r"\1\\text{ \2}", out)
+    out = _REPEATING.sub(_repeating, out)
+    out = _SCIENTIFIC.sub(lambda found: format(Decimal(found[1]), "f"), out)
+    return _MIXED.sub(_mixed, out)
+
+
+def _repeating(found: re.Match[str]) -> str:
+    whole, once, period = found.groups()
+    bottom = (10 ** len(period) - 1) * 10 ** len(once)
+    top = int(whole + once + period) - int(whole + once or "0")
+    return rf"\frac{{{top}}}{{{bottom}}}"
+
+
+def _mixed(found: re.Match[str]) -> str:
+    whole, top, bottom = (int(part) for part in found.groups() if part is not None)
+    return rf"\frac{{{whole * bottom + top}}}{{{bottom}}}" if top < bottom else found[0]
+
+
+def _unit(text: str) -> tuple[str, str]:
+    """(value, unit) of a quantity, unit "" without one."""
+    if text.startswith(("\\$", "$")):
+        return text.lstrip("\\$"), "dollar"
+    found = _UNIT.search(text)
+    if found is None or found.start() == 0:
+        return text, ""
+    name = (found["text"] or found["plain"] or "degree").strip(" .").lower()
+    power = "".join(c for c in found["text_power"] or found["plain_power"] or "" if c.isdigit())
+    for word, times in (("square ", "2"), ("cubic ", "3")):
+        if name.startswith(word):
+            name, power = name.removeprefix(word), times
+    name = re.sub(r"^(\w*met)(?:er|re)s?$", lambda long: _UNIT_NAMES.get(long[1], long[0]), name)
+    return text[: found.start()], (name.removesuffix("s") if len(name) > 3 else name) + power
+
+
+def _word(text: str) -> bool:
+    r"""A name or a word, no product of its letters: in `\text`, in capitals, or of four letters and more."""
+    bare = _MATH_WRAPPER.sub(r"\1", text).strip("(). ")
+    return bare.isalpha() and (bare != text or len(bare) > 3 or (bare.isupper() and len(bare) > 1))
+
+
+def _brackets(text: str) -> str:
+    """ "{" for a written set, "(" for what stands in round or square brackets, "" for neither."""
+    if text.startswith(r"\{") and text.endswith(r"\}"):
+        return "{"
+    return "(" if text[:1] in ("(", "[") and text[-1:] in (")", "]") and "," in text else ""
+
+
+def _rounds_to(answer: str, truth: str) -> bool:
+    """Two plain decimals, the answer with more digits than a truth of six and more, to which it rounds."""
+    plain = re.compile(r"-?\d*\.\d+")
+    if not plain.fullmatch(answer) or not plain.fullmatch(truth) or len(truth.replace(".", "").lstrip("-0")) < 6:
         return False
+    return round(Decimal(answer), len(truth.partition(".")[2])) == Decimal(truth)
+
+
+def math_equal(answer: str, truth: str) -> bool:
+    r"""Equal as normalised strings, or as mathematics by math-verify. Exact: a decimal is the fraction that it spells
+    and 1.41421356 is not \sqrt{2}. `50\%` is 50 and 0.5. Units count where both have one. A set is no tuple, a word no
+    product of its letters; of `5=6` both sides have to be right. Raises TimeoutError if math-verify takes over 5 s: no
+    verdict is not a wrong answer. Its timeouts are signals, so outside a main thread there is none, and the caller's
+    limit (the pool's) is the only one."""
+    if len(answer) > MAX_ANSWER_CHARS:
+        return normalize_math(answer) == normalize_math(truth)
+    given, true = _canonical(answer), _canonical(truth)
+    spelled = [_MATH_WRAPPER.sub(r"\1", text).strip("(). ") for text in (given, true)]
+    if (_word(given) or _word(true)) and all(text.isalpha() for text in spelled):
+        return spelled[0].casefold() == spelled[1].casefold()
+    (given_value, given_unit), (true_value, true_unit) = _unit(given), _unit(true)
+    if given_unit and true_unit and given_unit != true_unit:
+        return False
+    names = _NAME.match(given), _NAME.match(true)
+    if names[0] and names[1] and names[0][1] != names[1][1]:
+        return False
+    if {_brackets(given), _brackets(true)} == {"{", "("}:
+        return False
+    parts = _EQUALS.split(given_value)
+    if len(parts) > 1 and not _EQUALS.search(true) and not re.search(r"[,;<>&]", given):
+        numbers = [part for part in parts if not re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", part))]
+        return len(parts) <= 5 and all(math_equal(part, true) for part in dict.fromkeys([*numbers, parts[-1]]))
+    per_cent = bool(_PERCENT.search(given_value)), bool(_PERCENT.search(true_value))
+    given_value, true_value = _PERCENT.sub("", given_value), _PERCENT.sub("", true_value)
+    if _same(given_value, true_value):
+        return True
+    if per_cent[0] != per_cent[1]:
+        given_value, true_value = (
+            rf"\frac{{{value}}}{{100}}" if of_hundred else value
+            for value, of_hundred in zip((given_value, true_value), per_cent)
+        )
+        return _same(given_value, true_value)
+    return False
+
+
+def _same(answer: str, truth: str) -> bool:
+    """As strings, or by math-verify with each decimal as a fraction."""
+    if not answer.strip() or not truth.strip():
+        return not answer.strip() and not truth.strip()
+    if normalize_math(answer) == normalize_math(truth) or _rounds_to(answer, truth):
+        return True
     from math_verify import parse, verify
     from math_verify.errors import TimeoutException
 
     limit_s = VERIFY_TIMEOUT_S if threading.current_thread() is threading.main_thread() else 0
+    exact = [_DECIMAL.sub(_fraction, text) for text in (truth, answer)]
     try:
-        gold = parse(f"${truth}$", parsing_timeout=limit_s, raise_on_error=True)
-        given = parse(f"${answer}$", parsing_timeout=limit_s, raise_on_error=True)
-        return bool(verify(gold, given, timeout_seconds=limit_s, raise_on_error=True))
+        gold, given = (parse(f"${text}$", parsing_timeout=limit_s, raise_on_error=True) for text in exact)
+        options = {"allow_set_relation_comp": True, "raise_on_error": True}
+        return bool(verify(gold, given, timeout_seconds=limit_s, **options))
     except TimeoutException:
         raise TimeoutError(f"math-verify gave no verdict on {answer[:80]!r} within {VERIFY_TIMEOUT_S} s") from None
     except MemoryError:
@@ -110,6 +235,11 @@ def math_equal(answer: str, truth: str) -> bool:
     except Exception:
         # The text comes from the model, and sympy raises anything at all on what is not mathematics: not equal.
         return False
+
+
+def _fraction(found: re.Match[str]) -> str:
+    whole, decimals = found.groups()
+    return rf"\frac{{{int(whole + decimals)}}}{{{10 ** len(decimals)}}}"
 
 
 def math_score(solution_str: str, ground_truth: str) -> float:
