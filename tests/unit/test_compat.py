@@ -805,7 +805,7 @@ NOT_TAKEN = [
     ("--multirun", "--config-name are taken"),
     ("run.seed", "not key=value"),
     ("run.seed=1,2", r"run.seed=\[1,2\]"),
-    ("run.name=~/x", "quote the value"),
+    ("run.name='x", "quote the value"),
     ("run@x.seed=1", "unknown key"),
     ("actor@actor_rollout_ref.actor=my_actor", "write its keys"),
 ]

@@ -160,6 +160,45 @@ def test_values_enter_as_their_type() -> None:
     assert not wrong
 
 
+AS_WRITTEN = [
+    ("run.name=täst_日本", "run.name", "täst_日本"),
+    ("data.system_prompt=a=b, c", "data.system_prompt", "a=b, c"),
+    ("data.system_prompt=Hello, it's {you}", "data.system_prompt", "Hello, it's {you}"),
+    (r"data.system_prompt=Put it in \boxed{} (x<3)", "data.system_prompt", r"Put it in \boxed{} (x<3)"),
+    ("data.system_prompt={a: 1}", "data.system_prompt", "{a: 1}"),
+    ("data.system_prompt={x", "data.system_prompt", "{x"),
+    ("data.train_files=[tä.jsonl,a=b.jsonl]", "data.train_files", ["tä.jsonl", "a=b.jsonl"]),
+    ("data.train_files=ä=b.jsonl", "data.train_files", ["ä=b.jsonl"]),
+    ("rollout.stop=[</s>, ü]", "rollout.stop", ["</s>", "ü"]),
+    ("reward.kwargs={k: a=ü}", "reward.kwargs", {"k": "a=ü"}),
+    ("reward.kwargs.key=sk-abc==", "reward.kwargs", {"key": "sk-abc=="}),
+    ("data.system_prompt=@prompt.txt", "data.system_prompt", "Zwei Zeilen,\n{a} = b"),
+    ("reward.kwargs=@kwargs.yaml", "reward.kwargs", {"k": {"x": [1, "ü"]}}),
+    ("run.seed=@seed.txt", "run.seed", 7),
+    ("data.system_prompt='\"@prompt.txt\"'", "data.system_prompt", '"@prompt.txt"'),
+]
+NOT_AS_WRITTEN = [
+    ("reward.kwargs={k:ü}", "cannot be read"),
+    ("data.train_files=[ü", "cannot be read"),
+    ("run.name='ü", "cannot be read"),
+    ("optim.lr=1, 2", "sweep"),
+    ("run.seed=ü", "expected int"),
+    ("data.system_prompt=@none.txt", "none.txt cannot be read .No such file"),
+    ("data.system_prompt=@latin.txt", "can't decode"),
+]
+
+
+def test_values_need_no_second_quotes_and_come_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("prompt.txt").write_text("Zwei Zeilen,\n{a} = b\n", encoding="utf-8")
+    Path("kwargs.yaml").write_text("k:\n  x: [1, ü]\n", encoding="utf-8")
+    Path("seed.txt").write_text("7\n")
+    Path("latin.txt").write_bytes("ü".encode("latin-1"))
+    wrong = [(a, got) for a, key, v in AS_WRITTEN if (got := values_of(load_config([a, MODEL]).config)[key]) != v]
+    assert not wrong
+    assert not [(a, fault(a)) for a, reason in NOT_AS_WRITTEN if not re.search(reason, fault(a))]
+
+
 WRONG_VALUES = [
     ("run.seed=1.5", "expected int"),
     ("run.seed=abc", "expected int"),

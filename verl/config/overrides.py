@@ -1,14 +1,22 @@
-"""One `key=value` of a command line in Hydra's grammar."""
+"""One `key=value` of a command line in Hydra's grammar, and what that grammar cannot read as it stands."""
 
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+import yaml
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import OverrideType
 from hydra.errors import HydraException
+
+from verl.config.tree import leaf_of
+
+_NO_SPACE = re.compile(r"[{,]\s*[\w.-]+:[^\s]")  # {a:1} is Hydra's mapping; YAML reads one name
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +41,55 @@ def parse_argument(argument: str) -> Argument:
     if not equals:
         raise ValueError(f"argument {argument!r} is not key=value")
     key = name.lstrip("+")
+    if text.startswith("@"):
+        return Argument(key, *_from_file(key, text))
     try:
         override = _parser().parse_override(argument)
         value = override.value()
     except HydraException as exc:
+        value = _as_written(key, text)
+        if value is not None:
+            return Argument(key, value, text)
         reason = str(exc).splitlines()[0]
         return Argument(key, None, text, f"{argument!r} cannot be read: {reason}; quote the value: {name}='\"{text}\"'")
+    if override.is_sweep_override() and ", " in text and _is_text(key):
+        return Argument(key, text, text)  # prose; `a,b` is what Hydra's users sweep over
     if override.is_sweep_override():
         return Argument(key, None, text, f"{argument!r} is a sweep over values; a list is written {key}=[{text}]")
     taken = (OverrideType.CHANGE, OverrideType.ADD, OverrideType.FORCE_ADD)
     if override.type not in taken:
         raise ValueError(f"{argument!r}: only key=value is taken")
     return Argument(key, value, text)
+
+
+def _is_text(key: str) -> bool:
+    found = leaf_of(key)
+    return found is not None and not found[1] and found[0].type_name.startswith("str")
+
+
+def _as_written(key: str, text: str) -> Any:
+    """The value of what Hydra's grammar cannot read (letters beyond ASCII, `=`, braces inside): a list or a mapping in
+    YAML's flow style, else the text itself. None: neither, or a quote or an interpolation that is not closed."""
+    if text[:1] in ("'", '"') or "${" in text:
+        return None
+    if text[:1] not in ("[", "{") or _is_text(key):
+        return text
+    try:
+        return None if _NO_SPACE.search(text) else yaml.safe_load(text)
+    except yaml.YAMLError:
+        return None
+
+
+def _from_file(key: str, text: str) -> tuple[Any, str]:
+    """(value, text) of `key=@FILE`: the file's text for a key that is text, else its YAML."""
+    file, fix = Path(text[1:]).expanduser(), f"a text that begins with @ is quoted: {key}='\"{text}\"'"
+    try:
+        content = file.read_text(encoding="utf-8").removesuffix("\n")
+        return (content if _is_text(key) else yaml.safe_load(content)), content
+    except OSError as exc:
+        raise ValueError(f"{key}={text}: {file} cannot be read ({exc.strerror}); {fix}") from None
+    except (UnicodeDecodeError, yaml.YAMLError) as exc:
+        raise ValueError(f"{key}={text}: {file}: {' '.join(str(exc).split())}; {fix}") from None
 
 
 @functools.cache

@@ -124,6 +124,8 @@ def convert(value: Any, hint: Any, text: str | None = None) -> Any:
         value = int(value)
     elif kind is str and is_number:
         value = str(value) if text is None else text
+    elif kind is str and isinstance(value, dict) and text is not None:
+        value = text  # `{name: x}` of a prompt
     elif kind is list and isinstance(value, str):
         value = [value]
     elif kind is dict and isinstance(value, Mapping):
