@@ -24,9 +24,12 @@ USAGE = """usage: verl VERB [key=value ...]
   eval      model.path=DIR data.eval_files=[F] accuracy of a model, nothing trained
   generate  model.path=DIR prompt=TEXT [n=1]   answers to one prompt
   plan      (as train)                         every derived size and the memory, without loading anything
-  show      RUN | --live RUN | algorithms | algorithm=NAME | keys | recipes | config [key=value ...]
+  show      RUN | --live RUN | algorithms | algorithm=NAME | keys | recipes | config [SECTION|KEY ...] [key=value ...]
   export    RUN_OR_CHECKPOINT OUT_DIR          the Hugging Face folder of a checkpoint
   doctor    [RUN]                              this machine, what is installed, what a run waits for
+  completion bash | zsh | fish                 source <(verl completion bash)
+
+verl VERB --help: the keys of the verb. A value is taken as it stands (a list: [a,b]); key=@FILE reads it from a file.
 
 The keys of a first run: model.path, data.train_files, data.eval_files, data.max_prompt_tokens, reward.path,
 algorithm.name, step.prompts_per_step, step.samples_per_prompt, rollout.max_response_tokens, optim.lr, run.name,
@@ -37,14 +40,27 @@ All keys: `verl show config`; verl's own keys (data.train_batch_size=..., actor_
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if argv is None else argv)
-    if not args or args[0] in ("-h", "--help", "help") or args[1:2] in (["-h"], ["--help"]):
+    if not args or args[0] in ("-h", "--help", "help"):
         print(USAGE)
         return 0 if args else 2
     verb, rest = args[0], args[1:]
+    if verb in VERBS and ("-h" in rest or "--help" in rest):
+        return guarded(lambda: _help(verb))
     if verb in VERBS:
         return guarded(lambda: VERBS[verb](rest))
     near = difflib.get_close_matches(verb, VERBS, 1)
     return _fail(f"there is no verb {verb!r}" + (f"; did you mean {near[0]!r}?" if near else "") + " (verl --help)")
+
+
+def _help(verb: str) -> int:
+    """The verb's own lines of the usage, then its keys."""
+    from verl.config.help import keys_of, render_keys
+
+    print("\n".join(line.strip() for line in USAGE.splitlines() if line.startswith(f"  {verb} ")))
+    if keys := keys_of(verb):
+        print("\nKeys with their defaults (what a recipe and this command line make of them: verl show config)\n")
+        print(render_keys(keys))
+    return 0
 
 
 def guarded(work: Callable[[], int]) -> int:
@@ -108,11 +124,15 @@ def supervised(args: list[str], command: Supervised, *, verl_defaults: VerlDefau
 def _load(args: Sequence[str], verl_defaults: VerlDefaults | None = None) -> Resolved:
     """The configuration; what became of verl's keys is printed."""
     from verl.config.compat.translate import render_notes
-    from verl.config.load import load_config
+    from verl.config.load import FITTED, load_config
+    from verl.config.tree import values_of
 
     resolved = load_config(args, verl_defaults=verl_defaults)
     if resolved.notes:
         print(render_notes(resolved.notes))
+    if cut := [key for key, origin in resolved.origins.items() if origin.startswith(FITTED)]:
+        values = values_of(resolved.config)
+        print(f"{', '.join(f'{key}={values[key]}' for key in cut)}: {resolved.origins[cut[0]]}")
     return resolved
 
 
@@ -148,9 +168,12 @@ def generate(args: list[str]) -> int:
     count = given.get("n", "1")
     if not count.isdigit() or int(count) < 1:
         raise ValueError(f"n={count}: the number of answers, 1 or more")
+    from verl.config.overrides import parse_argument
     from verl.driver.generate import generate_once
 
-    for i, (text, stop, mean_logprob) in enumerate(generate_once(resolved.config, given["prompt"], int(count))):
+    from_file = given["prompt"].startswith("@")
+    prompt = parse_argument(f"prompt={given['prompt']}").text if from_file else given["prompt"]
+    for i, (text, stop, mean_logprob) in enumerate(generate_once(resolved.config, prompt, int(count))):
         print(f"[{i}] ({stop}, mean log-prob {mean_logprob:.3f})\n{text}")
     return 0
 
@@ -185,6 +208,13 @@ def doctor(args: list[str]) -> int:
     return run_doctor(Path(args[0]) if args else None)
 
 
+def completion(args: list[str]) -> int:
+    from verl.config.help import completion as script
+
+    print(script(args[0] if args else "", VERBS))
+    return 0
+
+
 VERBS: Mapping[str, Callable[[list[str]], int]] = {
     "train": train,
     "sft": partial(supervised, command="sft"),
@@ -196,6 +226,7 @@ VERBS: Mapping[str, Callable[[list[str]], int]] = {
     "show": show,
     "export": export,
     "doctor": doctor,
+    "completion": completion,
 }
 
 if __name__ == "__main__":

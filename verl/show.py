@@ -20,9 +20,8 @@ COLUMNS = (
 
 def show(args: Sequence[str]) -> int:
     if not args:
-        raise ValueError(
-            "verl show RUN | --live RUN | algorithms | algorithm=NAME | keys | recipes | config [key=value ...]"
-        )
+        words = "algorithms | algorithm=NAME | keys | recipes | config [SECTION|KEY ...] [key=value ...]"
+        raise ValueError(f"verl show RUN | --live RUN | {words}")
     first, rest = args[0], args[1:]
     if first.startswith("algorithm="):
         _algorithm(first.partition("=")[2], rest)
@@ -40,14 +39,22 @@ def _recipes(args: Sequence[str]) -> None:
 
 
 def _config(args: Sequence[str]) -> None:
-    """The keys of a first run, then the whole tree with the origin of each value."""
+    """The keys of a first run, then the whole tree with the origin of each value; or of the named sections and keys
+    what they mean."""
+    from verl.config.help import named_keys, render_keys
     from verl.config.load import dump_config, load_config
     from verl.config.schema import FIRST_RUN
     from verl.config.tree import text_of, values_of
 
+    words = [a for a in args if "=" not in a]
+    args = [a for a in args if a not in words]
+    keys = named_keys(words)
     given = any(a.partition("=")[0] in ("model.path", "recipe", "actor_rollout_ref.model.path") for a in args)
     resolved = load_config(args if given else [*args, "model.path=MODEL_FOLDER"])
     values = values_of(resolved.config)
+    if keys:
+        print(render_keys(keys, values, resolved.origins))
+        return
     lines = [f"#   {key}={text_of(values[key])}" for key in FIRST_RUN]
     print("\n".join(["# The keys of a first run; every other one has a default that fits.", *lines, ""]))
     print(dump_config(resolved))

@@ -256,6 +256,11 @@ def setting_types() -> dict[str, str]:
     return {key: kind for key, limits, kind in _every_knob() if not limits.option}
 
 
+def setting_texts() -> dict[str, str]:
+    """The same -> what it may be, as text. (Every algorithm has its own defaults: `verl show algorithm=NAME`.)"""
+    return {key: limits.wanted(kind) for key, limits, kind in _every_knob() if not limits.option}
+
+
 def changed(preset: Preset) -> dict[str, Any]:
     """The settings that the preset has at another value than their default."""
     out: dict[str, Any] = {}

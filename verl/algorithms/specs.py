@@ -77,6 +77,11 @@ class Knob:
     def path(self, key: str) -> str:
         return f"algorithm.{'options.' if self.option else ''}{key}"
 
+    def wanted(self, kind: str) -> str:
+        """What it may be, in words."""
+        what = f"one of {', '.join(self.choices)}" if self.choices else _KINDS[kind.split(" ")[0].split("[")[0]][0]
+        return " ".join(part for part in (what, self._range()) if part) + self.advice
+
     def _range(self) -> str:
         low = f">= {self.least:g}" if self.least > -math.inf else f"> {self.above:g}" if self.above > -math.inf else ""
         high = f"<= {self.most:g}" if self.most < math.inf else f"below {self.below:g}" if self.below < math.inf else ""

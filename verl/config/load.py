@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from verl.config.backends import complete_options
 from verl.config.compat.table import unknown_key
 from verl.config.compat.translate import Note, VerlDefaults, translated
-from verl.config.model_files import cached_model_folder
+from verl.config.model_files import cached_model_folder, context_tokens
 from verl.config.overrides import parse_argument
 from verl.config.schema import Config
 from verl.config.tree import Setting, build, convert, did_you_mean, leaf_of, leaves, sections, text_of, values_of
@@ -35,6 +35,7 @@ __all__ = ["Resolved", "dump_config", "load_config", "read_config", "recipe_name
 
 MISSING = "???"
 OPTIONS = ".engine_options"
+FITTED = "default, cut to what the model has:"
 _ORIGIN_COLUMN = 40
 PATH_KEYS = (
     *("model.path", "model.tokenizer_path", "model.chat_template", "data.train_files", "data.eval_files"),
@@ -226,9 +227,28 @@ def _resolve(values: dict[str, Any], origins: dict[str, str]) -> None:
         cached = cached_model_folder(values[key] or "")
         if cached is not None:
             origins[key], values[key] = f"{origins[key]}: {values[key]}", str(cached)
+    _fit_lengths(values, origins)
     faults = complete_options(values)
     if faults:
         raise ValueError("\n".join(faults))
+
+
+def _fit_lengths(values: dict[str, Any], origins: dict[str, str]) -> None:
+    """In place: lengths that nobody gave are what the model has room for, where that is less than their default."""
+    room = context_tokens(values["model.path"])
+    if room is None:
+        return
+    both, row = ("data.max_prompt_tokens", "rollout.max_response_tokens"), "data.max_tokens_per_row"
+    free = [key for key in both if origins[key] == "default"]
+    fitted = {}
+    if sum(values[key] for key in both) > room:
+        share = (room - sum(values[key] for key in both if key not in free)) // max(1, len(free))
+        fitted = {key: max(1, min(values[key], share)) for key in free}
+    if origins[row] == "default":
+        fitted[row] = min(values[row], room)
+    for key, value in fitted.items():
+        if value != values[key]:
+            values[key], origins[key] = value, f"{FITTED} {room} positions"
 
 
 def _interpolated(values: Mapping[str, Any], origins: Mapping[str, str]) -> dict[str, tuple[Any, str]]:

@@ -114,7 +114,7 @@ def describe_model(path: str, tokenizer_path: str | None = None) -> ModelFacts:
         kv_heads=int(config.get("num_key_value_heads") or heads),
         head_dim=int(config.get("head_dim") or hidden // heads),
         vocab=_size(folder, config, "vocab_size"),
-        max_context_tokens=_optional_int(config, "max_position_embeddings", "n_positions"),
+        max_context_tokens=_context_tokens(config),
         tied=tied,
         has_output_head=tied or bool(output),
         parameters=sum(t.numel for t in counted.values()),
@@ -123,6 +123,20 @@ def describe_model(path: str, tokenizer_path: str | None = None) -> ModelFacts:
         stored_bytes=sum(t.num_bytes for t in tensors.values()),
         has_chat_template=_has_chat_template(Path(tokenizer_path).expanduser() if tokenizer_path else folder),
     )
+
+
+def context_tokens(path: str) -> int | None:
+    """The positions that the model of a folder has, if it says so; None too where no model can be read."""
+    try:
+        config = read_model_config(find_model_folder(path))
+        text = config.get("text_config")
+        return _context_tokens(text if isinstance(text, dict) else config)
+    except (ValueError, OSError):
+        return None
+
+
+def _context_tokens(config: Mapping[str, Any]) -> int | None:
+    return _optional_int(config, "max_position_embeddings", "n_positions")
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:

@@ -41,6 +41,11 @@ class Leaf:
     def type_name(self) -> str:
         return type_name(self.hint)
 
+    @property
+    def words(self) -> tuple[str, ...]:
+        """What it may be, if it is one of a few words."""
+        return next((tuple(meta.extra["words"]) for meta in _metas(self.hint) if meta.extra), ())
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:
