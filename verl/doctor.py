@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.metadata
 import json
 import os
@@ -53,15 +54,36 @@ def _devices() -> str:
     return f"devices: {', '.join(names)}"
 
 
+def _holder(lock: Path) -> tuple[str, bool]:
+    """The process that claimed a run directory last, and whether it still does (its number may be another's now)."""
+    if not lock.is_file():
+        return "", False
+    with lock.open() as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return handle.read().strip(), True
+        return handle.read().strip(), False
+
+
 def _run(run_dir: Path) -> None:
     if not run_dir.is_dir():
         raise ValueError(f"{run_dir} is not a folder")
-    lock = run_dir / ".lock"
-    holder = lock.read_text().strip() if lock.is_file() else ""
-    if holder:
-        print(f"run: process {holder} is {'alive' if Path(f'/proc/{holder}').exists() else 'gone'}")
+    from verl.track.events import FINISHED, read_events
+    from verl.track.metrics import read_metrics
+
+    holder, alive = _holder(run_dir / ".lock")
+    steps = [line.step for line in read_metrics(run_dir)]
+    ended = [event for event in read_events(run_dir, {"resumed", FINISHED})][-1:]
+    done = f"after step {steps[-1]}" if steps else "before its first step"
+    if alive:
+        print(f"run: process {holder} is alive, {done}")
+    elif ended and ended[0].kind == FINISHED:
+        print(f"run: finished, {ended[0].step} steps")
+    elif holder:
+        print(f"run: dead (process {holder} is gone) {done}; the same command goes on from the last checkpoint")
     waits = run_dir / "waits.json"
-    if waits.is_file():
+    if alive and waits.is_file():
         found = json.loads(waits.read_text())
         print(f"waits as of {time.time() - found['at_unix_s']:.0f} s ago:")
         for wait in found["pending"]:

@@ -226,6 +226,8 @@ def test_a_second_process_on_the_same_run_is_refused(tmp_path, tiny_model, arith
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(ValueError, match="in use by process 4711"):
             small_run(tmp_path, tiny_model, arithmetic_data[:1])
+        assert [path.name for path in (tmp_path / "r").rglob("*")] == [".lock"], "nothing is left in the live run"
+        assert (tmp_path / "r" / ".lock").read_text() == "4711"
 
 
 def test_replay_of_a_recorded_step_is_equal_and_a_changed_sample_is_found(

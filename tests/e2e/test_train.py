@@ -1,16 +1,20 @@
 """The real loop on a tiny model: every part that a real run has."""
 
+import json
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from small_runs import metrics_of, small_run, tensors_of, trained
 
+from verl.cli import main
 from verl.track.samples import read_samples, sample_steps
 
 
-def test_a_run_leaves_everything_behind(tmp_path, tiny_model, arithmetic_data):
+def test_a_run_leaves_everything_behind(tmp_path, tiny_model, arithmetic_data, capsys):
+    data = arithmetic_data
     before = signal.getsignal(signal.SIGTERM)
     done = small_run(tmp_path, tiny_model, arithmetic_data, "track.sinks=[jsonl,tensorboard]")
     assert signal.getsignal(signal.SIGTERM) == before, "what comes after the run can be ended again"
@@ -51,7 +55,20 @@ def test_a_run_leaves_everything_behind(tmp_path, tiny_model, arithmetic_data):
         phases = sum(v for k, v in m.items() if k.startswith("timing_s/") and k != "timing_s/step")
         assert phases == pytest.approx(m["perf/time_per_step"], rel=0.01)
     assert sample_steps(run_dir) == [1, 2, 3]
+    written = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert written == [0, 1, 2, 3], "one line per step, the saved one too"
     rows = read_samples(run_dir, 2)
+    given = [json.loads(line) for line in Path(data[0]).read_text().splitlines()]
+    asked = {row["prompt"][0]["content"]: row["reward_model"]["ground_truth"] for row in given}
+    for row in (*rows, *read_samples(run_dir, 3, "eval")):
+        question = row.prompt_text.removeprefix("<|user|>").removesuffix("<|end|><|assistant|>")
+        assert len(question) < len(row.prompt_text) and row.ground_truth and "<|" not in row.response_text
+        assert asked.get(question, row.ground_truth) == row.ground_truth
+    assert {row.prompt_text[8:].split("<")[0] for row in rows} <= set(asked)
+    page = (run_dir / "report.html").read_text()
+    assert f'"truth":{json.dumps(rows[0].ground_truth)}' in page and "\\u003c|user|\\u003e" in page
+    assert main(["doctor", str(run_dir)]) == 0
+    assert "run: finished, 3 steps" in capsys.readouterr().out
     assert all(r.task_id and r.task_id != r.group_id for r in rows) and {r.stop_reason for r in rows} <= {
         "eos",
         "length",

@@ -217,6 +217,22 @@ def test_what_is_logged_twice_for_a_step_is_joined(tmp_path):
     assert read_metrics(tmp_path)[0].values == {"a": 1.0, "b": 2.0, "eval/acc/greedy": 0.5}
 
 
+def test_a_step_that_is_saved_has_one_line_whatever_happens_between(tmp_path):
+    text = lambda: (tmp_path / "metrics.jsonl").read_text()  # noqa: E731
+    log = MetricsLog(tmp_path, 0)
+    log.keep(1, {"a": 1.0})
+    log.log(1, {"a": 1.0, "b": math.nan})
+    assert text().count("\n") == 1 and not (tmp_path / "metrics_kept.jsonl").exists()
+    log.keep(2, {"a": 2.0, "nan": math.nan})  # killed here: the checkpoint was committed, the step not logged
+    assert [line.step for line in read_metrics(tmp_path)] == [1, 2]
+    later = MetricsLog(tmp_path, 1)
+    later.keep(3, {"a": 3.0})
+    later.log(3, {"a": 3.0})
+    lines = read_metrics(tmp_path)
+    assert [(line.step, line.attempt, line.values["a"]) for line in lines] == [(1, 0, 1.0), (2, 0, 2.0), (3, 1, 3.0)]
+    assert math.isnan(lines[1].values["nan"]) and text().count("\n") == 3
+
+
 def test_a_torn_line_is_tolerated_and_cut_on_resume(tmp_path):
     assert read_metrics(tmp_path) == []
     log_steps(tmp_path, 0, [1, 2])

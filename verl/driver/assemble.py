@@ -4,7 +4,7 @@ everywhere."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -97,8 +97,15 @@ async def assemble(
     for note in (await replicas[0].capabilities()).notes:
         progress.message(note)
     rollout = replicas[0] if len(replicas) == 1 else Router(replicas)
-    kept = config.track.samples_per_step
-    recorder = SampleRecorder(context.queue, claimed.path, decoder(tokenizer), progress.message, kept)
+    recorder = SampleRecorder(
+        context.queue,
+        claimed.path,
+        decoder(tokenizer),
+        progress.message,
+        decode_prompt=decoder(tokenizer, special_tokens=True),
+        truth_of=_truths(tasks, eval_tasks),
+        groups_per_step=config.track.samples_per_step,
+    )
     reporter = _reporter(claimed, resolved, progress, waits, num_steps, recorder=recorder, on_step=on_step)
     trajectories = _trajectories(config, tokenizer, rollout, reward, waits)
     groups = _groups(config, learner, tasks, trajectories, reporter, num_steps)
@@ -326,6 +333,12 @@ def _tasks(config: Config, tokenizer: Any) -> tuple[TaskTable, list[Task]]:
         for source in {t.data_source for t in (tasks[0], *eval_tasks[:1])}:
             check_data_source(source)
     return tasks, eval_tasks
+
+
+def _truths(tasks: TaskTable, eval_tasks: Sequence[Task]) -> Callable[[str], Any]:
+    """The ground truth of a training or evaluation task, by its id."""
+    held_out = {task.task_id: task.ground_truth for task in eval_tasks}
+    return lambda task_id: held_out[task_id] if task_id in held_out else tasks.truth_of(task_id)
 
 
 def updates_of_run(config: Config, total_steps: int) -> int:

@@ -24,9 +24,11 @@ from verl.driver.evaluate import evaluate
 from verl.driver.loop import train
 from verl.driver.reporter import OnStep
 from verl.driver.run import Run
+from verl.driver.run_dir import is_mine
 from verl.driver.stopping import Stopped
 from verl.driver.supervised import fit
 from verl.track.console import LiveProgress
+from verl.track.events import FINISHED
 from verl.track.files import write_atomic
 from verl.track.metrics import reduce
 
@@ -79,6 +81,7 @@ async def _trained(run: Run, title: str, plan: str) -> None:
         if thresholds[0]:  # 0: the user has switched it off
             gc.set_threshold(max(GC_THRESHOLD, thresholds[0]), *thresholds[1:])
         await run.until_stopped(train(run))
+        run.reporter.events.append(FINISHED, run.total_steps, {})
     finally:
         gc.unfreeze()
         gc.set_threshold(*thresholds)
@@ -134,6 +137,7 @@ async def _fit(
                 progress.message(f"resuming {run.dir} after step {run.first_index} of {run.total_steps}")
             progress.start(run.total_steps, title or run.config.run.name)
             values = await fit(run)
+            run.reporter.events.append(FINISHED, run.total_steps, {})
         finally:
             run.close()
     evals = {k: v for k, v in values.items() if k.startswith("val/")}
@@ -186,8 +190,8 @@ def _crash_recorded(config: Config, refused: tuple[type[Exception], ...] = ()) -
 
 def _crash_record(run_dir: Path, error: BaseException) -> None:
     """One record per death, with the first cause; best effort, it must not hide that cause."""
-    if not run_dir.is_dir() or isinstance(error, KeyboardInterrupt | SystemExit):
-        return
+    if not is_mine(run_dir) or isinstance(error, KeyboardInterrupt | SystemExit):
+        return  # a run directory of another process is not written to
     record = {
         "at_unix_s": time.time(),
         "error": f"{type(error).__name__}: {error}",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -37,11 +39,15 @@ class SampleRecorder:
         run_dir: Path,
         decode: DecodeFn,
         report: Callable[[str], None],
+        *,
+        decode_prompt: DecodeFn | None = None,
+        truth_of: Callable[[str], Any] = lambda task_id: None,
         groups_per_step: int = 0,
     ) -> None:
+        """decode_prompt: of prompts, with their special tokens · truth_of: the ground truth of a task, by its id."""
         self._queue = queue
         self._run_dir = run_dir
-        self._decode = decode
+        self._decode, self._decode_prompt, self._truth_of = decode, decode_prompt or decode, truth_of
         self._groups_per_step = groups_per_step
         self._report = report
         self._waiting: list[tuple[int, list[SampleRow], Kind]] = []
@@ -52,9 +58,8 @@ class SampleRecorder:
         self._queue.drop(refs)
 
     def record_eval(self, step: int, found: Sequence[Trajectory]) -> None:
-        decode = self._decoder()
-        rows = [self._row(step, s, {}, decode) for t in found for s in samples_of(t)]
-        self._write(step, rows, "eval")
+        prompts: dict[bytes, str] = {}
+        self._write(step, [self._row(step, s, {}, prompts) for t in found for s in samples_of(t)], "eval")
 
     def _write(self, step: int, rows: list[SampleRow], kind: Kind) -> None:
         stuck = bool(self._waiting)
@@ -85,24 +90,11 @@ class SampleRecorder:
                     for sample_id, part in zip(have.ids, self._queue.read(have, (column,))[column].rows(), strict=True):
                         found[sample_id][field] = part.numpy()
                     left = Refs(ref for ref in left if field not in found[ref.sample_id])
-        decode = self._decoder()
-        return [self._row(step, sample, found[sample.sample_id], decode) for sample in read_samples(self._queue, refs)]
+        prompts: dict[bytes, str] = {}
+        return [self._row(step, sample, found[sample.sample_id], prompts) for sample in read_samples(self._queue, refs)]
 
-    def _decoder(self) -> Callable[[np.ndarray], str]:
-        """Text of ids; that of a prompt is made once for its group."""
-        texts: dict[bytes, str] = {}
-
-        def decode(ids: np.ndarray) -> str:
-            key = ids.tobytes()
-            if key not in texts:
-                texts[key] = self._decode(ids.tolist())
-            return texts[key]
-
-        return decode
-
-    def _row(
-        self, step: int, sample: Sample, columns: dict[str, np.ndarray], decode: Callable[[np.ndarray], str]
-    ) -> SampleRow:
+    def _row(self, step: int, sample: Sample, columns: dict[str, np.ndarray], prompts: dict[bytes, str]) -> SampleRow:
+        """`prompts`: the texts of prompts so far, each made once for its group."""
         prompt, rest = sample.segments[0], sample.segments[1:]
         lengths = [len(s.ids) for s in rest]
         ids = response_ids_of(sample.segments)
@@ -112,6 +104,9 @@ class SampleRecorder:
         logprobs = (
             np.concatenate([s.logprobs for s in rest if s.logprobs is not None]) if len(at) else np.zeros(0, np.float32)
         )
+        if (key := prompt.ids.tobytes()) not in prompts:
+            prompts[key] = self._decode_prompt(prompt.ids.tolist())
+        truth = self._truth_of(sample.task_id)
         oldest, newest = versions_of(sample.segments)
         return SampleRow(
             step=step,
@@ -120,8 +115,8 @@ class SampleRecorder:
             group_id=sample.group_id,
             task_id=sample.task_id,
             purpose=sample.purpose,
-            prompt_text=decode(prompt.ids),
-            response_text=decode(ids),
+            prompt_text=prompts[key],
+            response_text=self._decode(ids.tolist()),
             prompt_ids=prompt.ids,
             response_ids=ids,
             response_mask=mask,
@@ -134,6 +129,7 @@ class SampleRecorder:
             outcome=sample.outcome,
             stop_reason=sample.stop_reason,
             temperature=sample.temperature,
+            ground_truth="" if truth is None else truth if isinstance(truth, str) else json.dumps(truth, default=str),
             **{field: _spread(column, at, len(ids)) for field, column in columns.items()},
         )
 

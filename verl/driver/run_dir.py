@@ -90,6 +90,12 @@ def config_path(run_dir: Path, attempt: int) -> Path:
     return run_dir / "configs" / f"attempt_{attempt:04d}.yaml"
 
 
+def is_mine(run_dir: Path) -> bool:
+    """Whether this process was the last to claim it."""
+    lock = run_dir / ".lock"
+    return lock.is_file() and lock.read_text() == str(os.getpid())
+
+
 def _resume_path(config: Config, run_dir: Path) -> tuple[Path | None, list[str]]:
     asked = config.run.resume
     if asked == "never":

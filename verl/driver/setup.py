@@ -63,13 +63,13 @@ def load_tokenizer_of(config: Config) -> Any:
     return tokenizer
 
 
-def decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
-    """Ids -> text without special tokens, as reward functions and readers expect it."""
+def decoder(tokenizer: Any, *, special_tokens: bool = False) -> Callable[[Sequence[int]], str]:
+    """Ids -> text; without special tokens, as reward functions expect it."""
     own, fast = type(tokenizer), PreTrainedTokenizerFast
     plain = isinstance(tokenizer, fast) and (own.decode, own._decode) == (fast.decode, fast._decode)
     if plain and not tokenizer.clean_up_tokenization_spaces:  # whose Python layers only hand on, at four times its cost
-        return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=True)
-    return partial(tokenizer.decode, skip_special_tokens=True)
+        return partial(tokenizer.backend_tokenizer.decode, skip_special_tokens=not special_tokens)
+    return partial(tokenizer.decode, skip_special_tokens=not special_tokens)
 
 
 def pad_id(tokenizer: Any) -> int | None:

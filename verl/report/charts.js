@@ -58,6 +58,16 @@ function niceTicks(low, high, wanted) {
   return ticks;
 }
 
+function tickLabels(values, form) {
+  // As few digits as keep neighbours apart: 0.1234 and 0.1235 are not both "0.123".
+  const show = form === "percent" ? (v) => Number((v * 100).toFixed(1)) + "%" : FORMS[form || "number"], labels = values.map(show);
+  if (new Set(labels).size === values.length) return labels;
+  const scale = form === "percent" ? 100 : 1, unit = { percent: "%", seconds: " s" }[form] || "";
+  const gap = Math.min(...values.slice(1).map((v, i) => Math.abs(v - values[i]))) * scale;
+  const digits = Math.min(20, Math.max(0, Math.ceil(-Math.log10(gap) - 1e-6)));
+  return values.map((v) => (v * scale).toFixed(digits) + unit);
+}
+
 function logTicks(low, high) {
   // Positions are exponents; below two decades 2 and 5 (or every whole number) join the powers of ten.
   const stride = Math.max(1, Math.ceil((high - low) / 5)), ticks = [];
@@ -152,8 +162,8 @@ function yScale(curves, wish) {
   let ceiling = high + pad;
   if (options.form === "percent" && high <= 1) ceiling = Math.min(ceiling, Math.max(1.02, high));
   const positions = options.log ? logTicks(floor, ceiling) : niceTicks(floor, ceiling, options.big ? 6 : 4);
-  const show = options.form === "percent" ? (v) => Number((v * 100).toFixed(1)) + "%" : FORMS[options.form || "number"];
-  return { transform, low: floor, high: ceiling, ticks: positions.map((p) => [p, show(options.log ? Math.pow(10, p) : p)]) };
+  const labels = tickLabels(positions.map((p) => (options.log ? Math.pow(10, p) : p)), options.form);
+  return { transform, low: floor, high: ceiling, ticks: positions.map((p, i) => [p, labels[i]]) };
 }
 
 function pathOf(points) {
@@ -274,7 +284,7 @@ function stackChart(node, spec) {
   const bins = spec.bars.map((bar) => ({ ...bar, middle: (bar.from + bar.to) / 2, total: bar.parts.reduce((a, b) => a + b, 0) }));
   const width = Math.max(220, node.clientWidth), room = width - MARGIN.left - MARGIN.right;
   const high = spec.share ? 1 : Math.max(...bins.map((bin) => bin.total), 1e-9) * 1.05;
-  const ticks = niceTicks(0, high, 4).map((t) => [t, spec.share ? (t * 100).toFixed(0) + "%" : showSeconds(t)]);
+  const levels = niceTicks(0, high, 4), labels = tickLabels(levels, spec.share ? "percent" : "seconds"), ticks = levels.map((t, i) => [t, labels[i]]);
   const first = bins[0].middle, last = bins[bins.length - 1].middle, half = bins.length > 1 ? (last - first) / (bins.length - 1) / 2 : 0.5;
   const frame = plotFrame(width, spec.height, [first - half, last + half, 0, high], ticks);
   const slot = room / bins.length, bar = Math.max(1.5, Math.min(46, slot - (slot > 6 ? 2 : 0.5)));

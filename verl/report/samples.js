@@ -197,7 +197,7 @@ const browser = {
   },
 
   facts(row, group) {
-    const pairs = [["sample", row.id], ["task", group.task], ["purpose", row.purpose], ["stop", row.stop], ["version", row.versions[0] === row.versions[1] ? row.versions[0] : row.versions.join("–")], ["temperature", row.temperature]];
+    const pairs = [["sample", row.id], ["ground truth", group.truth], ["task", group.task], ["purpose", row.purpose], ["stop", row.stop], ["version", row.versions[0] === row.versions[1] ? row.versions[0] : row.versions.join("–")], ["temperature", row.temperature]];
     if (row.outcome !== "ok") pairs.push(["outcome", row.outcome]);
     if (row.loss_tokens !== row.tokens) pairs.push(["trained on", `${row.loss_tokens} of ${row.tokens} tokens`]);
     if (typeof row.adv === "number") pairs.push(["advantage", showNumber(row.adv)]);

@@ -128,6 +128,7 @@ def pack_group(rows: Sequence[SampleRow], decode: Decode | None) -> dict[str, An
         for row, entry in zip(rows, packed):
             entry["prompt"] = clip(row.prompt_text, TEXT_CHARS)
     about = {"id": first.group_id, "task": first.task_id, "prompt": clip(first.prompt_text, TEXT_CHARS)}
+    about |= {"truth": clip(first.ground_truth, 400)} if first.ground_truth else {}
     return {**about, "prompt_tokens": first.prompt_tokens, "rows": packed}
 
 

@@ -19,6 +19,7 @@ from verl.track.log import Log, cut_torn_line, logger, record_of, redone_from, w
 from verl.track.metrics import METRICS_FILE
 
 FOLDER = "events"
+FINISHED = "finished"  # the kind of the event that ends a run
 _FILE_NAME = re.compile(r"attempt_(\d+)\.log")
 
 

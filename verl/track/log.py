@@ -63,6 +63,10 @@ class Log:
         if len(self._waiting) >= MOST_WAITING:
             self.flush()
 
+    def restore(self, record: Mapping[str, Any]) -> None:
+        """A record of an earlier attempt, as it was."""
+        self._waiting.append(dict(record))
+
     def flush(self, fsync: bool = False) -> None:
         with self._writing:
             try:

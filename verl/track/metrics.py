@@ -7,14 +7,16 @@ import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from verl.track.files import write_atomic
 from verl.track.log import Log, logger, record_of, redone_from, whole_lines
 from verl.types import Metric
 
 METRICS_FILE = "metrics.jsonl"
+KEPT_FILE = "metrics_kept.jsonl"  # one line: of a step that is being saved
 UNITS_FILE = "metrics_units.jsonl"
 PHASE_COLORS: Mapping[str, str] = {
     "rollout": "#3987e5",
@@ -72,13 +74,25 @@ class MetricsLog:
         report: Callable[[str], None] = logger.warning,
     ) -> None:
         self._values = Log(run_dir / METRICS_FILE, attempt, clock=clock, report=report)
+        self._kept, self._clock = run_dir / KEPT_FILE, clock
+        for record in map(record_of, whole_lines(self._kept)):  # of an attempt that ended before it logged the step
+            self._values.restore(record)
+        self._values.flush(fsync=True)
+        self._kept.unlink(missing_ok=True)
         self._units = Log(run_dir / UNITS_FILE, attempt, clock=clock, report=report)
         self._known: dict[str, str] = {}
 
+    def keep(self, step: int, values: Mapping[str, float]) -> None:
+        """What is known of a step, on disk until `log` has the whole of it."""
+        head = {"step": step, "attempt": self._values.attempt, "time_s": self._clock()}
+        with suppress(OSError):  # a full disk: `log` has the whole of it, and says so
+            write_atomic(self._kept, json.dumps({**head, **_strict_values(values)}).encode() + b"\n")
+
     def log(self, step: int, values: Mapping[str, float], units: Mapping[str, str] = {}) -> None:
         assert not set(values) & set(_HEAD), f"a metric may not be named like one of {_HEAD}"
-        self._values.put({"step": step}, {name: _strict(float(value)) for name, value in values.items()})
+        self._values.put({"step": step}, _strict_values(values))
         self._values.flush(fsync=True)
+        self._kept.unlink(missing_ok=True)
         new = dict(units.items() - self._known.items())
         if new:
             self._known |= new
@@ -94,7 +108,7 @@ def read_metrics(run_dir: Path) -> list[MetricLine]:
     """One entry per step, in order. Where a step was logged again, by name the later value counts; what an earlier
     attempt logged after the step where a later one began is left out, so that curves never overlap."""
     lines = []
-    for record in map(record_of, whole_lines(run_dir / METRICS_FILE)):
+    for record in map(record_of, (*whole_lines(run_dir / METRICS_FILE), *whole_lines(run_dir / KEPT_FILE))):
         step, attempt, time_s = (record.pop(name) for name in _HEAD)
         lines.append(MetricLine(step, attempt, time_s, {name: float(value) for name, value in record.items()}))
     began: dict[int, int] = {}
@@ -113,8 +127,8 @@ def read_units(run_dir: Path) -> dict[str, str]:
     return {name: unit for record in records for name, unit in record["units"].items()}
 
 
-def _strict(value: float) -> float | str:
-    return value if math.isfinite(value) else json.dumps(value)
+def _strict_values(values: Mapping[str, float]) -> dict[str, float | str]:
+    return {n: float(v) if math.isfinite(v) else json.dumps(float(v)) for n, v in values.items()}
 
 
 def phase_order(names: Iterable[str]) -> list[str]:

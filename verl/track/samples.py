@@ -25,6 +25,7 @@ Kind = Literal["train", "eval"]
 
 _FILE_NAME = re.compile(r"(eval_)?step_(\d+)\.parquet")
 _ROWS_PER_GROUP = 256
+_TEXTS = ("prompt_text", "response_text", "ground_truth")
 _TEXT_FIELDS = ("sample_id", "trajectory_id", "group_id", "task_id", "purpose", "prompt_text", "response_text")
 
 
@@ -59,6 +60,7 @@ class SampleRow:
     stop_reason: StopReason = "eos"
     outcome: Outcome = "ok"
     temperature: float = 1.0
+    ground_truth: str = ""  # of the task; JSON where it is no text
 
     @property
     def prompt_tokens(self) -> int:
@@ -93,11 +95,12 @@ _TYPES: Mapping[str, pa.DataType] = {
     **dict.fromkeys(("version_min", "version_max"), pa.int64()),
     **dict.fromkeys(("stop_reason", "outcome"), pa.string()),
     "temperature": pa.float64(),
+    "ground_truth": pa.string(),
     **dict.fromkeys(_COUNTS, pa.int64()),
 }
 SCHEMA = pa.schema(list(_TYPES.items()))
 # The columns that are cheap to read whole: everything but texts and arrays.
-SCALARS = [name for name in _TYPES if name not in (*_ARRAY_FIELDS, "prompt_text", "response_text")]
+SCALARS = [name for name in _TYPES if name not in (*_ARRAY_FIELDS, *_TEXTS)]
 
 
 def samples_path(run_dir: Path, step: int, kind: Kind = "train") -> Path:
@@ -135,6 +138,7 @@ def read_samples(
             columns[name] = table.column(name).to_numpy()
         elif name not in _COUNTS:
             columns[name] = table.column(name).to_pylist()
+    columns["ground_truth"] = [text or "" for text in columns["ground_truth"]]  # absent in older files
     columns["components"] = [json.loads(text) for text in columns["components"]]
     return [SampleRow(**dict(zip(columns, values))) for values in zip(*columns.values())]
 
@@ -168,7 +172,7 @@ def _column(name: str, rows: Sequence[SampleRow]) -> pa.Array:
         values = [None if array is None else _exact(name, array, _ARRAY_FIELDS[name]) for array in values]
     elif name == "components":
         values = [json.dumps({k: float(v) for k, v in components.items()}) for components in values]
-    elif name in ("prompt_text", "response_text"):
+    elif name in _TEXTS:
         values = [text.encode("utf-8", "replace").decode() for text in values]
     return pa.array(values, SCHEMA.field(name).type)
 

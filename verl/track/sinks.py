@@ -90,8 +90,8 @@ class Sinks:
         self._record, self._shown, self._report = record, dict(shown), report
 
     def keep(self, step: int, values: Mapping[str, float]) -> None:
-        """Write what is known of a step to metrics.jsonl now; its `log` is joined with it later (later values win)."""
-        self._record.log(step, values)
+        """Have what is known of a step on disk now; its `log` takes the place of it."""
+        self._record.keep(step, values)
 
     def log(self, step: int, values: Mapping[str, float], units: Mapping[str, str] | None = None) -> None:
         self._record.log(step, values, units or {})
