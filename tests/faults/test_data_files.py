@@ -67,10 +67,10 @@ def test_missing_and_unreadable_files(tmp_path: Path) -> None:
     for name, message in (
         ("none.jsonl", r"none\.jsonl: no such file"),
         ("*.jsonl", r"\*\.jsonl: no JSONL or Parquet file matches"),
-        ("a.csv", r"a\.csv: unknown format. Fix: a name that ends in one of \.jsonl"),
+        ("a.xlsx", r"a\.xlsx: unknown format. Fix: a name that ends in one of \.jsonl"),
         ("folder", r"folder: a folder without JSONL or Parquet files"),
     ):
-        (tmp_path / "a.csv").write_text("x")
+        (tmp_path / "a.xlsx").write_text("x")
         (tmp_path / "folder").mkdir(exist_ok=True)
         with pytest.raises(ValueError, match=message):
             read(tmp_path / name)

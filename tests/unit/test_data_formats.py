@@ -55,6 +55,25 @@ def test_jsonl_in_every_packing_reads_the_same(tmp_path: Path) -> None:
     assert wheres_of(tmp_path / "c.json")[1] == f"{tmp_path}/c.json: item 2"
 
 
+def test_csv_and_tsv(tmp_path: Path) -> None:
+    rows = [{"prompt": 'say "hi",\nthen ü', "answer": "7"}, {"prompt": "no answer"}]
+    text = 'prompt,answer\r\n"say ""hi"",\nthen ü",7\r\n\r\nno answer,\r\n'
+    (tmp_path / "a.csv").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    (tmp_path / "b.csv.gz").write_bytes(gzip.compress(text.encode()))
+    (tmp_path / "c.tsv").write_text('prompt\tanswer\n"say ""hi"",\nthen ü"\t7\nno answer\t\n', encoding="utf-8")
+    for name in ("a.csv", "b.csv.gz", "c.tsv"):
+        assert rows_of(tmp_path / name) == rows, name
+    assert wheres_of(tmp_path / "a.csv") == [f"{tmp_path}/a.csv:3", f"{tmp_path}/a.csv:5"]
+    assert rows_of(tmp_path / "a.csv", tmp_path / "c.tsv") == rows * 2 and len(expand_files([str(tmp_path)])) == 3
+    wrong = []
+    for text, says in (("a,b\n1,2,3\n", ":2: 3 fields"), ('a\n"x', ":2: not readable"), ("a\n\xff", "not readable")):
+        (tmp_path / "w.csv").write_bytes(text.encode("latin-1"))
+        with pytest.raises(ValueError) as error:
+            rows_of(tmp_path / "w.csv")
+        wrong += [] if says in str(error.value) and "w.csv" in str(error.value) else [(text, str(error.value))]
+    assert not wrong
+
+
 def test_globs_folders_urls_and_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("b-1.jsonl", "b-0.jsonl", "c[1].jsonl"):
         (tmp_path / name).write_text(json.dumps({"prompt": name}))
@@ -269,6 +288,39 @@ WRONG_SFT_ROWS = [
     ({"messages": list(PAIR), "enable_thinking": "yes"}, "'enable_thinking' must be true or false, got text"),
     ({"messages": list(PAIR), "images": [{}]}, r"'images' holds 1 item\(s\), and prompts are rendered as text only"),
 ]
+
+
+SHAREGPT = {
+    "system": "S",
+    "conversations": [
+        {"from": "human", "value": "Q"},
+        {"from": "gpt", "value": "A"},
+        {"from": "human", "value": "R"},
+        {"from": "gpt", "value": "7"},
+    ],
+}
+ALPACA = {"instruction": "R", "input": "", "output": "7", "system": "S", "history": [["Q", "A"]]}
+TALK = [("system", "S"), ("user", "Q"), ("assistant", "A"), ("user", "R"), ("assistant", "7")]
+
+
+def test_sharegpt_and_alpaca() -> None:
+    said = lambda messages: [(m["role"], m["content"]) for m in messages]  # noqa: E731
+    for row, train_from in ((SHAREGPT, 0), (ALPACA, 4)):
+        made = conversation_row(RawRow("f:1", row), DataConfig())
+        assert said(made.messages) == TALK and made.train_from == train_from
+        task = task_row(RawRow("f:1", row), DataConfig())
+        assert said(task.messages) == TALK[:-1] and task.ground_truth == "7"
+    plain = task_row(RawRow("f:1", {"instruction": "Add.", "input": "3+4", "output": "7"}), DataConfig())
+    assert said(plain.messages) == [("user", "Add.\n\n3+4")] and plain.ground_truth == "7"
+    wrong = [
+        ({"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt"}]}, "no text"),
+        ({"conversations": [{"from": "human", "value": "Q"}, {"value": "A"}]}, "no 'role'"),
+        ({"instruction": "Q", "output": "A", "history": ["Q"]}, "pairs"),
+        ({"instruction": "Q", "output": None}, "no conversation"),
+    ]
+    for row, says in wrong:
+        with pytest.raises(ValueError, match=says):
+            conversation_row(RawRow("f:1", row), DataConfig())
 
 
 def test_wrong_sft_rows() -> None:

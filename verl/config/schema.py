@@ -65,7 +65,7 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    train_files: list[str] = field(default_factory=list)  # JSONL or Parquet; paths or fsspec URLs (s3://, ...).
+    train_files: list[str] = field(default_factory=list)  # JSONL, Parquet or CSV; paths or fsspec URLs (s3://...).
     eval_files: list[str] = field(default_factory=list)
     prompt_key: str = "prompt"
     messages_key: str = "messages"  # SFT rows: the conversation.

@@ -1,10 +1,11 @@
-"""Files of rows, wherever they lie: expand, fingerprint and read JSONL, JSON and Parquet through fsspec.
+"""Files of rows, wherever they lie: expand, fingerprint and read JSONL, JSON, Parquet and CSV through fsspec.
 
 Every failure is one ValueError that names the file (and line or row), what is wrong and what to do.
 """
 
 from __future__ import annotations
 
+import csv
 import datetime
 import decimal
 import glob
@@ -19,6 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import fsspec
 
+TABLES = {".csv": ",", ".tsv": "\t"}
 JSON_LINES = (".jsonl", ".ndjson", ".json")
 PARQUET = (".parquet", ".pq")
 COMPRESSION = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
@@ -89,13 +91,15 @@ def _expand(url: str) -> list[DataFile]:
 
 
 def format_of(path: str) -> tuple[str, str | None] | None:
-    """("json" | "parquet", compression) by the file's name."""
+    """("json" | "parquet" | what separates the columns of a table, compression) by the file's name."""
     name = path.lower()
     compression = next((codec for ending, codec in COMPRESSION.items() if name.endswith(ending)), None)
     if compression is not None:
         name = name.rpartition(".")[0]
     if name.endswith(JSON_LINES):
         return "json", compression
+    if separator := TABLES.get(name[-4:]):
+        return separator, compression
     return ("parquet", None) if name.endswith(PARQUET) and compression is None else None
 
 
@@ -114,18 +118,18 @@ def read_rows(file: DataFile) -> Iterator[RawRow]:
     """The rows of one file, streamed. JSON types only, and bytes (Parquet)."""
     known = format_of(file.path)
     if known is None:
-        endings = " ".join((*JSON_LINES, *(e + c for e in JSON_LINES[:1] for c in COMPRESSION), *PARQUET))
+        endings = " ".join((*JSON_LINES, *(e + c for e in JSON_LINES[:1] for c in COMPRESSION), *PARQUET, *TABLES))
         raise ValueError(f"{file.url}: unknown format. Fix: a name that ends in one of {endings}")
     kind, compression = known
     with naming(file.url), file.fs.open(file.path, "rb") as stream:
         if kind == "parquet":
             yield from _parquet_rows(file.url, stream)
-        elif compression is None:
-            yield from _json_rows(file.url, stream)
-        else:
+            return
+        if compression is not None:
             import pyarrow
 
-            yield from _json_rows(file.url, pyarrow.CompressedInputStream(stream, compression))
+            stream = pyarrow.CompressedInputStream(stream, compression)
+        yield from _json_rows(file.url, stream) if kind == "json" else _table_rows(file.url, stream, kind)
 
 
 def _json_rows(url: str, stream: Any) -> Iterator[RawRow]:
@@ -141,6 +145,22 @@ def _json_rows(url: str, stream: Any) -> Iterator[RawRow]:
                 yield _raw_row(item, f"{url}: item {k}")
         else:
             yield _raw_row(_parsed(raw, f"{url}:{number}"), f"{url}:{number}")
+
+
+def _table_rows(url: str, stream: Any, separator: str) -> Iterator[RawRow]:
+    """A line of names, then rows of text; an empty field is no value."""
+    csv.field_size_limit(BLOCK_BYTES)
+    text = io.TextIOWrapper(io.BufferedReader(stream, BLOCK_BYTES), encoding="utf-8-sig", newline="")
+    rows = csv.reader(text, delimiter=separator, strict=True)
+    try:
+        names = next(rows, [])
+        for fields in rows:
+            if fields and len(fields) != len(names):
+                raise ValueError(f"{url}:{rows.line_num}: {len(fields)} fields, but the first line names {len(names)}")
+            if fields:
+                yield RawRow(f"{url}:{rows.line_num}", {n: f for n, f in zip(names, fields) if f})
+    except (csv.Error, UnicodeDecodeError) as exc:
+        raise ValueError(f"{url}:{rows.line_num}: not readable as CSV in UTF-8: {_one_line(exc)}") from exc
 
 
 def _parsed(raw: bytes, where: str) -> Any:

@@ -4,6 +4,8 @@
          {prompt, completion?, ground_truth | answer | solution}                                TRL
          {question, answer: "... #### 72"}                                                       GSM8K as published
     SFT  {messages, tools?} · {prompt, completion | response} · {question, answer}
+    both {conversations: [{from, value}, ...], system?}                                         ShareGPT
+         {instruction, input?, output, system?, history?}                                       Alpaca
 
 Preference rows are in data/preference.py. A wrong row is a ValueError that starts with where the row lies.
 """
@@ -25,6 +27,7 @@ GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after
 GSM8K_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
 GROUND_TRUTH_KEYS = ("ground_truth", "answer", "solution")
 COMPLETION_KEYS = ("completion", "response")
+SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 MEDIA_KEYS = ("images", "videos", "audios")
 Messages = tuple[dict[str, Any], ...]
 
@@ -51,7 +54,11 @@ class ConversationRow(NamedTuple):
 
 def task_row(raw: RawRow, cfg: DataConfig) -> TaskRow:
     """One row of an RL data set."""
-    row, where = raw.row, raw.where
+    row, where = _named(raw, cfg), raw.where
+    if cfg.prompt_key not in row and isinstance(turns := row.get("conversations"), list) and len(turns) > 1:
+        *asked, last = read_messages(turns, where, "conversations")
+        if last["role"] == "assistant":  # what it says is the truth
+            row = {**row, cfg.prompt_key: asked, "solution": last["content"]}
     tools = _tools(row.get(cfg.tools_key), where, cfg.tools_key) if cfg.tools_key else ()
     extra_info = _object(row.get("extra_info"), where, "extra_info")
     source = row.get("data_source")
@@ -76,7 +83,9 @@ def task_row(raw: RawRow, cfg: DataConfig) -> TaskRow:
 
 def conversation_row(raw: RawRow, cfg: DataConfig) -> ConversationRow:
     """One row of an SFT data set."""
-    row, where, prompt = raw.row, raw.where, Messages()
+    row, where, prompt = _named(raw, cfg), raw.where, Messages()
+    if row.get(cfg.messages_key) is None and row.get("conversations") is not None:
+        row = {**row, cfg.messages_key: row["conversations"]}
     tools_key = cfg.tools_key or "tools"
     tools = _tools(row.get(tools_key), where, tools_key)
     completion_key = next((k for k in COMPLETION_KEYS if row.get(k) is not None), None)
@@ -104,6 +113,23 @@ def conversation_row(raw: RawRow, cfg: DataConfig) -> ConversationRow:
     return ConversationRow(messages, tools, len(messages) - len(answer) if prompt else 0, thinking)
 
 
+def _named(raw: RawRow, cfg: DataConfig) -> dict[str, Any]:
+    """The row with what ShareGPT's and Alpaca's columns say under the names that are read here."""
+    row, system = raw.row, raw.row.get("system")
+    first = [{"role": "system", "content": system}] if isinstance(system, str) and system else []
+    if isinstance(turns := row.get("conversations"), list) and first:
+        return {**row, "conversations": [*first, *turns]}
+    if row.get(cfg.prompt_key) is not None or not isinstance(row.get("instruction"), str):
+        return row
+    history = row.get("history") or ()
+    if not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
+        raise ValueError(f"{raw.where}: 'history' must be a list of [question, answer] pairs")
+    turns = [{"role": role, "content": text} for turn in history for role, text in zip(("user", "assistant"), turn)]
+    asked = "\n\n".join(str(text) for text in (row["instruction"], row.get("input")) if text)
+    prompt = [*first, *turns, {"role": "user", "content": asked}]
+    return {**row, cfg.prompt_key: prompt, "completion": row.get("output"), "solution": row.get("output")}
+
+
 def with_system(messages: Messages, cfg: DataConfig) -> Messages:
     if cfg.system_prompt is None or any(m["role"] == "system" for m in messages):
         return messages
@@ -126,6 +152,8 @@ def _message(value: Any, where: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ValueError(f"{where} must be an object with role and content, got {kind_of(value)}")
     message = {k: v for k, v in value.items() if v is not None}  # Arrow fills absent keys with null
+    if "role" not in message and isinstance(said := message.get("from"), str):  # ShareGPT
+        message = {"role": SHAREGPT_ROLES.get(said, said), "content": message.get("value")}
     if not isinstance(message.get("role"), str):
         raise ValueError(f"{where} has no 'role' (keys: {names_of(message)})")
     content = message.get("content")
