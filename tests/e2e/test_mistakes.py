@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from small_runs import metrics_of, small_args
+from small_runs import metrics_of, small_args, small_run
 
 from verl.cli import main
 
@@ -158,3 +158,20 @@ def test_the_first_cause_is_the_last_line_and_is_recorded(args, tmp_path, capsys
     assert capsys.readouterr().err.strip().splitlines()[-1] == "error: RuntimeError: the optimizer broke"
     (record,) = (tmp_path / "r" / "crash").glob("*.json")
     assert json.loads(record.read_text())["first_cause"] == "the optimizer broke"
+
+
+def test_a_key_from_the_environment_is_in_no_file_of_a_run_that_failed(
+    tmp_path, tiny_model, arithmetic_data, monkeypatch
+):
+    (tmp_path / "judge.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None, key=None):\n"
+        "    raise PermissionError(f'401 for {key}')\n"
+    )
+    monkeypatch.setenv("JUDGE_KEY", "sk-very-secret-0123")
+    judge = (f"reward.path={tmp_path}/judge.py", 'reward.kwargs={key: "${oc.env:JUDGE_KEY}"}')
+    with pytest.raises(Exception, match="sk-very-secret"):  # the call had it
+        small_run(tmp_path, tiny_model, arithmetic_data[:1], *judge, "pipeline.max_attempts=1")
+    files = [path for path in (tmp_path / "r").rglob("*") if path.is_file()]
+    assert any(path.parent.name == "crash" for path in files) and "config.yaml" in [path.name for path in files]
+    assert [path for path in files if b"sk-very-secret" in path.read_bytes()] == []
+    assert "${oc.env:JUDGE_KEY}" in (tmp_path / "r" / "config.yaml").read_text()

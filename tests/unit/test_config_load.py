@@ -280,6 +280,35 @@ def test_interpolation(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolved.origins["data.seed"] == "command line: ${run.seed}"
 
 
+def test_what_came_from_the_environment_is_used_and_not_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "sk-very-secret")
+    monkeypatch.setenv("SEED_HERE", "17")
+    args = [
+        'reward.kwargs={key: "${oc.env:JUDGE_KEY}", url: "http://x"}',
+        "data.system_prompt='Bearer ${oc.env:JUDGE_KEY}'",
+        "run.keep_best=${data.system_prompt}",  # by way of another key
+        'run.seed="${oc.decode:${oc.env:SEED_HERE}}"',
+        "run.name=plain",
+    ]
+    resolved = load_config([MODEL, *args])
+    c = resolved.config
+    assert c.reward.kwargs == {"key": "sk-very-secret", "url": "http://x"} and c.run.seed == 17
+    assert c.data.system_prompt == c.run.keep_best == "Bearer sk-very-secret"
+    text = dump_config(resolved)
+    assert "sk-very-secret" not in text and "${oc.env:JUDGE_KEY}" in text and "seed: 17" in text
+    assert "sk-very" not in resolved.hide("401 for sk-very-secret, seed 17") and "seed 17" in resolved.hide("seed 17")
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    assert read_config(file) == c
+    monkeypatch.setenv("JUDGE_KEY", "sk-renewed")
+    assert read_config(file).reward.kwargs["key"] == "sk-renewed"
+    monkeypatch.delenv("JUDGE_KEY")
+    with pytest.raises(ValueError, match="JUDGE_KEY"):
+        read_config(file)
+
+
 FAULTY_INTERPOLATIONS = [
     ("run.name=${run.name}", "refers to itself"),
     ("run.name=${run.nmae}", "not found"),

@@ -29,6 +29,10 @@ GRADER = """
         time.sleep(extra_info.get("sleep_s", 0))
         return {"score": (solution_str == ground_truth) + bonus, "pid": os.getpid(), "source": data_source}
 
+    def environment(data_source, solution_str, ground_truth, extra_info=None, key=None):
+        found = {name: float(name in os.environ) for name in ("MY_API_KEY", "HF_TOKEN", "PATH", "HOME", "LC_ALL")}
+        return {"score": float(key == "from kwargs"), **found}
+
     async def later(data_source, solution_str, ground_truth, extra_info=None):
         return float(solution_str == ground_truth)
 
@@ -122,6 +126,15 @@ def test_functions_kwargs_and_components(grader: str) -> None:
     assert [g.value for g in got] == [1.5, 0.5]
     assert got[0].components.keys() == {"pid"}
     assert with_pool(grader_spec(grader, "later"), score_all(request(), request("8"))) == [Score(1.0), Score(0.0)]
+
+
+def test_a_worker_sees_an_allowed_environment_and_its_kwargs(grader: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("MY_API_KEY", "HF_TOKEN", "LC_ALL"):
+        monkeypatch.setenv(name, "C")
+    spec = grader_spec(grader, "environment", kwargs={"key": "from kwargs"})
+    [got] = with_pool(spec, score_all(request()))
+    assert got.value == 1.0
+    assert got.components == {"MY_API_KEY": 0.0, "HF_TOKEN": 0.0, "PATH": 1.0, "HOME": 1.0, "LC_ALL": 1.0}
 
 
 def test_worker_is_light(grader: str) -> None:

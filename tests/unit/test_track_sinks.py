@@ -83,7 +83,9 @@ def test_wandb_goes_offline_without_an_account_and_keeps_its_id(tmp_path, monkey
     assert calls[0]["project"] == "proj" and calls[0]["config"]["track"]["sinks"] == ["wandb"]
     assert runs[0].logged == [{"a": 1.0, "training/global_step": 7}] and runs[0].finished
     monkeypatch.setenv("WANDB_MODE", "online")
+    (tmp_path / "config.yaml").write_text('reward: {kwargs: {key: "${oc.env:KEY}"}}')
     sinks_of(tmp_path, "wandb").close()
+    assert calls[2]["config"] == {"reward": {"kwargs": {"key": "${oc.env:KEY}"}}}, "as recorded, without secrets"
     assert calls[2]["mode"] is None and calls[2]["resume"] == "allow"
 
 

@@ -10,9 +10,11 @@ refer to other keys (`${run.name}`) and to the environment (`${oc.env:HOME}`).
 from __future__ import annotations
 
 import copy
+import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -36,6 +38,7 @@ __all__ = ["Resolved", "dump_config", "load_config", "read_config", "recipe_name
 MISSING = "???"
 OPTIONS = ".engine_options"
 FITTED = "default, cut to what the model has:"
+_ENVIRONMENT = re.compile(r"oc\.env:\s*(\w+)")
 _ORIGIN_COLUMN = 40
 PATH_KEYS = (
     *("model.path", "model.tokenizer_path", "model.chat_template", "data.train_files", "data.eval_files"),
@@ -50,7 +53,16 @@ class Resolved:
     origins: dict[str, str]
     """Leaf key, or given engine option -> default | recipe NAME | command line | verl key ... | verl's default."""
     notes: tuple[Note, ...] = ()  # What became of verl's keys on this command line.
+    masked: Mapping[str, Any] = field(default_factory=dict)
+    """Values that came from the environment, as they were written (`${oc.env:KEY}`), which is all that is recorded."""
     verl_names: bool = False  # By an entry point of verl's: metrics also stand under its names.
+
+    def hide(self, text: str) -> str:
+        """`text` without the environment's values, of six characters and more (shorter ones may stand anywhere)."""
+        for name in set(_ENVIRONMENT.findall(str(self.masked))):
+            if len(value := os.environ.get(name, "")) >= 6:
+                text = text.replace(value, shown := f"${{oc.env:{name}}}").replace(json.dumps(value)[1:-1], shown)
+        return text
 
 
 def load_config(overrides: Sequence[str], *, verl_defaults: VerlDefaults | None = None) -> Resolved:
@@ -65,14 +77,15 @@ def load_config(overrides: Sequence[str], *, verl_defaults: VerlDefaults | None 
     said, faults = translated(args, prompts_per_step=prompts[-1] if prompts else None, verl_defaults=verl_defaults)
     values, origins, wrong = _merge([*said.defaults, *_of_its_algorithm(settings, said.settings), *said.settings])
     faults += wrong
+    masked: dict[str, Any] = {}
     try:
-        _resolve(values, origins)
+        masked = _resolve(values, origins)
     except ValueError as exc:
         faults += str(exc).splitlines()
     if faults:
         more = _also_wrong(values, "sft" if verl_defaults == "sft" else "train") if verl_defaults else []
         raise ValueError("\n".join(dict.fromkeys([*faults, *more])))
-    return Resolved(build(values), origins, tuple(said.notes), verl_names=verl_defaults is not None)
+    return Resolved(build(values), origins, tuple(said.notes), masked, verl_names=verl_defaults is not None)
 
 
 def _also_wrong(values: dict[str, Any], command: Literal["train", "sft"]) -> list[str]:
@@ -209,9 +222,11 @@ def _converted(key: str, value: Any, origin: str, text: str | None = None) -> An
         raise ValueError(f"{key}={shown} ({origin}): {exc}") from exc
 
 
-def _resolve(values: dict[str, Any], origins: dict[str, str]) -> None:
+def _resolve(values: dict[str, Any], origins: dict[str, str]) -> dict[str, Any]:
     """In place: interpolations become what they refer to (the expression goes to the origin), ~ in paths is expanded, a
-    hub id becomes its folder in the local cache, the options of the chosen engines are filled in."""
+    hub id becomes its folder in the local cache, the options of the chosen engines are filled in. Returns the values
+    that came from the environment as they were written."""
+    written = {key: values[key] for key in _from_environment(values)}
     for key, (plain, expression) in _interpolated(values, origins).items():
         origins[key] = f"{origins[key]}: {expression}"
         values[key] = _converted(key, plain, origins[key])
@@ -231,6 +246,19 @@ def _resolve(values: dict[str, Any], origins: dict[str, str]) -> None:
     faults = complete_options(values)
     if faults:
         raise ValueError("\n".join(faults))
+    return {key: value for key, value in written.items() if isinstance(values[key], str | list | dict)}
+
+
+def _from_environment(values: Mapping[str, Any]) -> set[str]:
+    """The keys whose values hold something of the environment, directly or by another key."""
+    found, texts = set[str](), {key: str(value) for key, value in values.items() if "${" in str(value)}
+    while more := {
+        key
+        for key, text in texts.items()
+        if key not in found and ("oc.env" in text or any(f"${{{name}}}" in text for name in found))
+    }:
+        found |= more
+    return found
 
 
 def _fit_lengths(values: dict[str, Any], origins: dict[str, str]) -> None:
@@ -276,11 +304,11 @@ def _interpolated(values: Mapping[str, Any], origins: Mapping[str, str]) -> dict
 def dump_config(resolved: Resolved) -> str:
     """YAML of the whole tree with the origin of each value as a comment: `config.yaml` of the run directory."""
     lines = ["# The resolved configuration. On the right, where each value came from."]
-    values = values_of(resolved.config)
+    values = values_of(resolved.config) | dict(resolved.masked)
     for key, value in values.items():
         section, _, name = key.partition(".")
         lines += [] if f"{section}:" in lines else [f"{section}:"]
-        if key.endswith(OPTIONS) and value:
+        if key.endswith(OPTIONS) and value and key not in resolved.masked:
             origins = {option: resolved.origins.get(f"{key}.{option}", "default") for option in value}
             lines.append(f"  {name}:")
             lines += [_line(f"    {option}: {text_of(value[option])}", origin) for option, origin in origins.items()]
@@ -294,11 +322,14 @@ def _line(text: str, origin: str) -> str:
 
 
 def read_config(path: str | os.PathLike[str]) -> Config:
-    """The tree back from a `config.yaml`. Keys that it does not name have their defaults."""
+    """The tree back from a `config.yaml`, with today's environment. Keys that it does not name have their defaults."""
     try:
         tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except yaml.YAMLError as exc:
         raise ValueError(f"{path}: not YAML: {' '.join(str(exc).split())}") from exc
     if not isinstance(tree, dict):
         raise ValueError(f"{path}: must be a mapping of sections ({', '.join(sections())})")
-    return build({key: _converted(key, value, str(path)) for key, value in _flatten(tree, "", str(path))})
+    values = {key: _converted(key, value, str(path)) for key, value in _flatten(tree, "", str(path))}
+    for key, (plain, _) in _interpolated(values, dict.fromkeys(values, str(path))).items():
+        values[key] = _converted(key, plain, str(path))
+    return build(values)

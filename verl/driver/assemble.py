@@ -306,7 +306,7 @@ def _reporter(
     for note in (*claimed.notes, *beyond(claimed.path, done, total_steps)):
         progress.message(note)
     write_config(claimed, resolved)
-    events = EventLog(claimed.path, attempt, report=progress.message)
+    events = EventLog(claimed.path, attempt, report=progress.message, hide=resolved.hide)
     events.append("resumed", done + 1, claimed.begun(total_steps))
     return Reporter(
         config,

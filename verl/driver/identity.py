@@ -119,7 +119,7 @@ def identity_of(resolved: Resolved, command: str) -> Identity:
         values |= {f"algorithm.{k}": v for k, v in preset.settings().items() if f"algorithm.{k}" not in CONTENT}
     texts = {key: json.dumps(value, sort_keys=True, default=str) for key, value in values.items()}
     for key, text in texts.items():
-        if "oc.env:" in resolved.origins.get(key, ""):
+        if key in resolved.masked:
             texts[key] = f"(environment) {_text_digest(text)[:12]}"
     contents = {key: made for key, of in CONTENT.items() if (made := of(config)) is not None}
     return Identity({"verb": command} | texts, contents)

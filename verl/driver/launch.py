@@ -62,9 +62,9 @@ def run_rl(resolved: Resolved, *, title: str = "", on_step: OnStep | None = None
 
 async def _train(resolved: Resolved, title: str, on_step: OnStep | None, plan: str, progress: LiveProgress) -> Finished:
     started = time.monotonic()
-    with _crash_recorded(resolved.config, refused=(ValueError,)):
+    with _crash_recorded(resolved, refused=(ValueError,)):
         run = await assemble(resolved, progress=progress, on_step=on_step)
-    with _crash_recorded(resolved.config):
+    with _crash_recorded(resolved):
         await _trained(run, title or run.config.run.name, plan)
         return _finished(run, started)
 
@@ -128,9 +128,9 @@ async def _fit(
     resolved: Resolved, command: Literal["sft", "rm", "dpo"], title: str, on_step: OnStep | None
 ) -> Finished:
     started = time.monotonic()
-    with _crash_recorded(resolved.config, refused=(ValueError,)):
+    with _crash_recorded(resolved, refused=(ValueError,)):
         run = await assemble_supervised(resolved, command, on_step=on_step)
-    with _crash_recorded(resolved.config):
+    with _crash_recorded(resolved):
         try:
             progress = run.reporter.progress
             if run.first_index:
@@ -175,7 +175,7 @@ def _refuse_small_disk(config: Config, needed_bytes: int) -> None:
 
 
 @contextmanager
-def _crash_recorded(config: Config, refused: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+def _crash_recorded(resolved: Resolved, refused: tuple[type[Exception], ...] = ()) -> Iterator[None]:
     """A record of what ends the block, but not of a start that is refused: that leaves a run directory as it was."""
     try:
         yield
@@ -184,19 +184,20 @@ def _crash_recorded(config: Config, refused: tuple[type[Exception], ...] = ()) -
     except refused:
         raise
     except BaseException as e:
-        _crash_record(Path(config.run.root_dir) / config.run.name, e)
+        _crash_record(resolved, e)
         raise
 
 
-def _crash_record(run_dir: Path, error: BaseException) -> None:
+def _crash_record(resolved: Resolved, error: BaseException) -> None:
     """One record per death, with the first cause; best effort, it must not hide that cause."""
+    run_dir = Path(resolved.config.run.root_dir) / resolved.config.run.name
     if not is_mine(run_dir) or isinstance(error, KeyboardInterrupt | SystemExit):
         return  # a run directory of another process is not written to
     record = {
         "at_unix_s": time.time(),
-        "error": f"{type(error).__name__}: {error}",
-        "first_cause": str(first_cause(error)),
-        "traceback": traceback.format_exception(error),
+        "error": resolved.hide(f"{type(error).__name__}: {error}"),
+        "first_cause": resolved.hide(str(first_cause(error))),
+        "traceback": [resolved.hide(part) for part in traceback.format_exception(error)],
     }
     try:
         (run_dir / "crash").mkdir(exist_ok=True)

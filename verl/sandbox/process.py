@@ -26,6 +26,14 @@ GRACE_S = 1.0  # for an idle worker to end by itself
 REPORT_WAIT_S = 0.5  # for a death to be reported after the channel broke
 UNFIT = ("crash", "memory")  # a worker that says so is not called again: a heap that hit the limit is not reused
 MAX_ANSWER_BYTES = messages.MAX_VALUE_BYTES + (64 << 10)
+ENVIRONMENT = (
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR", "TEMP", "TMP", "VIRTUAL_ENV"),
+    *("LD_LIBRARY_PATH", "LD_PRELOAD", "CUDA_HOME", "CUDA_VISIBLE_DEVICES", "XDG_CACHE_HOME", "NLTK_DATA"),
+    *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE"),
+    *("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "TOKENIZERS_PARALLELISM"),
+)
+PREFIXES = ("LC_", "PYTHON", "OMP_", "OPENBLAS_", "MKL_")
+"""What a worker sees of our environment. Keys and tokens are not among it: what a callable needs is in its kwargs."""
 End = Literal["answered", "gone", "late"]
 
 
@@ -331,7 +339,8 @@ def _launch(channel_fd: int, control_fd: int, memory_limit_mb: float) -> Popen[b
     about = {"channel_fd": channel_fd, "parent_pid": os.getpid(), "memory_limit_mb": memory_limit_mb, "sys_path": paths}
     # One thread and one arena each: workers are many, and what threads reserve counts as address space.
     names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "MALLOC_ARENA_MAX")
-    threads = {name: os.environ.get(name, "1") for name in names}
-    command, env = [sys.executable, "-P", guardian.__file__, json.dumps(about)], {**os.environ, **threads}
+    env = {name: value for name, value in os.environ.items() if name in ENVIRONMENT or name.startswith(PREFIXES)}
+    env |= {name: os.environ.get(name, "1") for name in names}
+    command = [sys.executable, "-P", guardian.__file__, json.dumps(about)]
     ends: dict[str, Any] = {"stdin": control_fd, "stdout": control_fd, "stderr": control_fd}
     return Popen(command, pass_fds=(channel_fd,), start_new_session=True, env=env, **ends)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.track.log import Log, cut_torn_line, logger, record_of, redone_from, whole_lines
+from verl.track.log import Hide, Log, cut_torn_line, logger, record_of, redone_from, whole_lines
 from verl.track.metrics import METRICS_FILE
 
 FOLDER = "events"
@@ -44,11 +44,12 @@ class EventLog(Log):
         attempt: int,
         clock: Callable[[], float] = time.time,
         report: Callable[[str], None] = logger.warning,
+        hide: Hide = str,
     ) -> None:
         for _, path in _files(run_dir):
             cut_torn_line(path)
         path = run_dir / FOLDER / f"attempt_{attempt:04d}.log"
-        super().__init__(path, attempt, checksums=True, clock=clock, report=report)
+        super().__init__(path, attempt, checksums=True, clock=clock, report=report, hide=hide)
 
     def append(self, kind: str, step: int, data: Mapping[str, Any]) -> None:
         assert kind.islower() and kind.isidentifier(), f"a kind is one lower-case word, got {kind!r}"

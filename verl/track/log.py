@@ -29,6 +29,9 @@ MOST_WAITING = 256  # records that a killed process may lose
 MOST_BYTES = 64 << 20  # of text that waits for room on the disk; what comes then is lost, and counted
 
 
+Hide = Callable[[str], str]
+
+
 class Log:
     """The writer of one attempt, for several threads. `put` only keeps the record: its text is made at the next
     `flush`; `flush(fsync=True)` makes all records durable. Opening cuts the torn line that a crash left. While the disk
@@ -42,9 +45,11 @@ class Log:
         checksums: bool = False,
         clock: Callable[[], float] = time.time,
         report: Callable[[str], None] = logger.warning,
+        hide: Hide = str,
     ) -> None:
+        """hide: makes of a record's text what may be written."""
         assert attempt >= 0, f"attempts count from 0, got {attempt}"
-        self.attempt, self._path, self._report = attempt, path, report
+        self.attempt, self._path, self._report, self._hide = attempt, path, report, hide
         self._text, self._stuck, self._lost = bytearray(), False, 0
         self._checksums, self._clock, self._writing = checksums, clock, threading.Lock()
         self._waiting: deque[dict[str, Any]] = deque()
@@ -105,7 +110,7 @@ class Log:
         wrong: TypeError | None = None
         while self._waiting:
             try:
-                text = _ENCODER.encode(self._waiting.popleft()).encode("utf-8", "backslashreplace")
+                text = self._hide(_ENCODER.encode(self._waiting.popleft())).encode("utf-8", "backslashreplace")
             except TypeError as e:
                 wrong = wrong or e
                 continue

@@ -10,6 +10,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Protocol
 
+import yaml
+
 from verl.config.schema import Config
 from verl.track.console import LiveProgress
 from verl.track.files import write_atomic
@@ -61,12 +63,13 @@ class WandbSink:
         identity = run_dir / "wandb_id"  # one per run directory: a resumed run goes on in the same chart
         if not identity.exists():
             write_atomic(identity, os.urandom(4).hex().encode())
+        recorded = run_dir / "config.yaml"  # which holds nothing of the environment
         offline = "WANDB_MODE" not in os.environ and not getattr(wandb.api, "api_key", None)
         self._run = wandb.init(
             project=config.track.project,
             name=config.run.name,
             dir=str(run_dir),
-            config=asdict(config),
+            config=yaml.safe_load(recorded.read_text("utf-8")) if recorded.is_file() else asdict(config),
             id=identity.read_text(),
             resume=None if offline else "allow",
             mode="offline" if offline else None,
