@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 export OMP_WAIT_POLICY ?= passive
 SEED ?= 0
 
-.PHONY: setup test test-mutants quickstart bench lint clean
+.PHONY: setup browser test test-mutants quickstart bench lint clean
 
 setup: $(VENV)/.stamp
 
@@ -13,7 +13,15 @@ $(VENV)/.stamp: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-test: setup lint
+# A Chromium for the tests of the report's page: Debian's, where there is none and apt may install it.
+browser:
+	@for name in chromium-headless-shell chromium chromium-browser google-chrome; do \
+		command -v $$name >/dev/null && exit 0; \
+	done; \
+	{ apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium-headless-shell; } >/dev/null 2>&1 || \
+	echo "no Chromium, and none could be installed: the report's page is not opened in the tests"
+
+test: setup browser lint
 	$(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist worksteal
 
 test-mutants: setup  # does the suite notice a wrong line? Half an hour on two cores

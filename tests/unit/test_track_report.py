@@ -3,13 +3,13 @@
 import contextlib
 import dataclasses
 import json
+import os
 import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import urllib.error
 import urllib.request
@@ -60,7 +60,7 @@ def sample(step, group, index, tokens=12, text="it is 4", **changes):
     return dataclasses.replace(row, **changes)
 
 
-def make_run(folder, steps=6, text="it is 4"):
+def make_run(folder, steps=6, text="it is 4", **changes):
     sink = MetricsLog(folder, 0, clock=lambda: 1000.0)
     for step in range(steps + 1):
         values = {
@@ -77,7 +77,7 @@ def make_run(folder, steps=6, text="it is 4"):
         sink.log(step, values)
     sink.close()
     for step in range(1, steps + 1):
-        write_samples(folder, step, [sample(step, g, i, text=text) for g in range(3) for i in range(4)])
+        write_samples(folder, step, [sample(step, g, i, text=text, **changes) for g in range(3) for i in range(4)])
     for step in (0, steps):
         write_samples(folder, step, [sample(step, g, 0, purpose="eval", text=text) for g in range(5)], "eval")
     (folder / "config.yaml").write_text(f"run:\n  name: {json.dumps(text)}\nalgorithm:\n  name: grpo\n")
@@ -328,30 +328,73 @@ def test_ctrl_c_stops_the_live_server(tmp_path):
         child.wait(timeout=10)
 
 
-def test_a_browser_draws_the_page(tmp_path):
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("no chromium here: the page's script is not run")
-    path = write_report(make_run(tmp_path, text=HOSTILE))
-    with tempfile.TemporaryDirectory() as profile:
-        command = [
-            browser,
-            "--headless",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--disable-quic",
-            "--no-first-run",
-            "--disable-sync",
-            "--disable-background-networking",
-            "--disable-component-update",
-            f"--user-data-dir={profile}",
-            "--virtual-time-budget=2000",
-            "--dump-dom",
-            path.as_uri(),
-        ]
-        page = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    assert page.count("<svg") >= 4 and "sample-line chosen" in page and 'class="tk"' in page
-    assert "<title>&lt;/script&gt;" in page and "<img" not in page.split('<script id="data"')[0]
+@pytest.fixture(scope="module")
+def browser():
+    """Any Chromium of the system; `make browser` installs one where it can."""
+    from playwright.sync_api import sync_playwright
+
+    names = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
+    path = next(filter(None, map(shutil.which, names)), None)
+    if path is None:
+        said = "no Chromium here (make browser installs one): the page's script is not run"
+        pytest.fail(said) if os.environ.get("CI") else pytest.skip(said)
+    with sync_playwright() as playwright:
+        yield playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+
+
+@pytest.fixture
+def opened(browser, tmp_path):
+    """Opens a report in a page; every error of its script fails the test."""
+    faults, page = [], browser.new_page()
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on("console", lambda said: faults.append(said.text) if said.type == "error" else None)
+
+    def open_report(**changes):
+        page.goto(write_report(make_run(tmp_path, **changes)).as_uri())
+        return page
+
+    yield open_report
+    page.close()
+    assert not faults
+
+
+def test_a_browser_draws_the_page_and_its_script_answers(opened):
+    page = opened(text=HOSTILE, ground_truth="4", prompt_text="<|user|>2+2=<|end|>")
+    assert page.locator("svg").count() >= 4 and page.locator(".tk").count() > 5
+    assert page.title().startswith("</script>") and page.locator("body img").count() == 0
+    lines = page.locator("[data-id]:not(.tk)")
+    assert lines.count() > 3 and page.locator(".sample-line.chosen").count() == 1
+    facts = page.locator(".sample-facts").inner_text()
+    assert "ground truth 4" in facts and "<|user|>2+2=<|end|>" in page.locator("details.prompt pre").inner_text()
+    page.locator(".sample-list").focus()
+    page.keyboard.press("j")
+    assert page.locator(".sample-facts").inner_text() != facts, "the next sample is shown"
+    page.get_by_label("Filter by text").fill("nothing has this text")
+    assert "No sample matches" in page.locator(".sample-list").inner_text()
+
+
+def test_neighbouring_ticks_of_an_axis_read_differently(opened):
+    page = opened()
+    wrong = []
+    for curve, form in (
+        ([0.12341, 0.12349], "number"),
+        ([1000.1, 1000.9], "number"),
+        ([1.0e-5, 1.2e-5], "number"),
+        ([20100, 20140], "number"),
+        ([0.5, 0.5004], "percent"),
+        ([61.0, 61.4], "seconds"),
+        ([3, 3.4], "tokens"),
+        ([0, 1], "percent"),
+    ):
+        ticks = page.evaluate("([y, form]) => yScale([{y}], {form}).ticks", [curve, form])
+        labels = [label for _, label in ticks]
+        wrong += [] if len(labels) > 1 and len(set(labels)) == len(labels) else [(curve, labels)]
+        worth = [float(re.sub(r"[^-0-9.e]", "", label)) for label in labels]
+        scale = 100 if form == "percent" else 1
+        exact = all(w == pytest.approx(v * scale, rel=1e-9, abs=1e-9) for w, (v, _) in zip(worth, ticks))
+        wrong += [] if exact else [(curve, labels)]
+    assert not wrong
+    assert page.evaluate("yScale([{y: [0, 1]}], {form: 'percent'}).ticks.at(-1)[1]") == "100%"
 
 
 def test_render_page_refuses_numbers_that_json_cannot_hold():

@@ -52,20 +52,21 @@ const FORMS = { number: showNumber, percent: showPercent, seconds: showSeconds, 
 function niceTicks(low, high, wanted) {
   const raw = (high - low) / Math.max(1, wanted) || 1;
   const power = Math.pow(10, Math.floor(Math.log10(raw)));
-  const step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= raw * 0.999);
+  const step = [1, 2, 2.5, 5, 10].map((m) => m * power).find((s) => s >= raw * 0.999);
   const ticks = [];
   for (let tick = Math.ceil(low / step - 1e-9) * step; tick <= high + step * 1e-9; tick += step) ticks.push(Math.abs(tick) < step * 1e-9 ? 0 : tick);
   return ticks;
 }
 
 function tickLabels(values, form) {
-  // As few digits as keep neighbours apart: 0.1234 and 0.1235 are not both "0.123".
+  // Three digits where they say what the neighbours' distance asks for, else as many as that needs.
   const show = form === "percent" ? (v) => Number((v * 100).toFixed(1)) + "%" : FORMS[form || "number"], labels = values.map(show);
-  if (new Set(labels).size === values.length) return labels;
+  const gap = Math.min(...values.slice(1).map((v, i) => Math.abs(v - values[i])));
+  const enough = Math.max(...values.map(Math.abs)) * 0.005 <= gap / 2 && new Set(labels).size === values.length;
+  if (enough || values.length < 2) return labels;
   const scale = form === "percent" ? 100 : 1, unit = { percent: "%", seconds: " s" }[form] || "";
-  const gap = Math.min(...values.slice(1).map((v, i) => Math.abs(v - values[i]))) * scale;
-  const digits = Math.min(20, Math.max(0, Math.ceil(-Math.log10(gap) - 1e-6)));
-  return values.map((v) => (v * scale).toFixed(digits) + unit);
+  const least = String(Number((gap * scale).toPrecision(2))), decimals = (least.split("e-")[0].split(".")[1] || "").length + Number(least.split("e-")[1] || 0);
+  return values.map((v) => (v * scale).toFixed(Math.min(20, decimals)) + unit);
 }
 
 function logTicks(low, high) {
