@@ -4,7 +4,7 @@ everywhere."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -97,15 +97,7 @@ async def assemble(
     for note in (await replicas[0].capabilities()).notes:
         progress.message(note)
     rollout = replicas[0] if len(replicas) == 1 else Router(replicas)
-    recorder = SampleRecorder(
-        context.queue,
-        claimed.path,
-        decoder(tokenizer),
-        progress.message,
-        decode_prompt=decoder(tokenizer, special_tokens=True),
-        truth_of=_truths(tasks, eval_tasks),
-        groups_per_step=config.track.samples_per_step,
-    )
+    recorder = _recorder(context, claimed, tokenizer, tasks, eval_tasks, progress)
     reporter = _reporter(claimed, resolved, progress, waits, num_steps, recorder=recorder, on_step=on_step)
     trajectories = _trajectories(config, tokenizer, rollout, reward, waits)
     groups = _groups(config, learner, tasks, trajectories, reporter, num_steps)
@@ -335,10 +327,25 @@ def _tasks(config: Config, tokenizer: Any) -> tuple[TaskTable, list[Task]]:
     return tasks, eval_tasks
 
 
-def _truths(tasks: TaskTable, eval_tasks: Sequence[Task]) -> Callable[[str], Any]:
-    """The ground truth of a training or evaluation task, by its id."""
+def _recorder(
+    context: ModelContext,
+    claimed: RunDir,
+    tokenizer: Any,
+    tasks: TaskTable,
+    eval_tasks: Sequence[Task],
+    progress: LiveProgress,
+) -> SampleRecorder:
+    """Writes samples with their prompts as the model sees them, and the ground truth of their tasks."""
     held_out = {task.task_id: task.ground_truth for task in eval_tasks}
-    return lambda task_id: held_out[task_id] if task_id in held_out else tasks.truth_of(task_id)
+    return SampleRecorder(
+        context.queue,
+        claimed.path,
+        decoder(tokenizer),
+        progress.message,
+        decode_prompt=decoder(tokenizer, special_tokens=True),
+        truth_of=lambda task_id: held_out[task_id] if task_id in held_out else tasks.truth_of(task_id),
+        groups_per_step=context.config.track.samples_per_step,
+    )
 
 
 def updates_of_run(config: Config, total_steps: int) -> int:
