@@ -21,7 +21,8 @@ async def run(spec: dict[str, Any]) -> dict[str, Any]:
     from transformers import AutoConfig
 
     import verl
-    from verl.model_engine.torch_engine import DTYPES, load_causal_lm
+    from verl.model_engine.hf_model import load_causal_lm
+    from verl.model_engine.torch_engine import DTYPES
     from verl.rollout.base import RolloutContext
     from verl.rollout.native.engine import build
     from verl.rollout.native.options import Options

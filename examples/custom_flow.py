@@ -14,7 +14,8 @@ from transformers import AutoTokenizer
 
 from verl.algorithms.losses import nll
 from verl.model_engine.optim import OptimSpec
-from verl.model_engine.torch_engine import TorchEngine, load_causal_lm
+from verl.model_engine.hf_model import load_causal_lm
+from verl.model_engine.torch_engine import TorchEngine
 from verl.objective import Term
 from verl.recipes import arithmetic as task
 from verl.rollout.base import RolloutContext

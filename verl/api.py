@@ -29,8 +29,9 @@ from verl.driver.launch import Finished, run_rl
 from verl.driver.models import hf_export, workers_of
 from verl.driver.setup import decoder
 from verl.driver.step import Step, experience_and_update
+from verl.model_engine.hf_model import load_causal_lm
 from verl.model_engine.optim import OptimSpec
-from verl.model_engine.torch_engine import TorchEngine, load_causal_lm
+from verl.model_engine.torch_engine import TorchEngine
 from verl.rollout.base import Completion
 from verl.track.metrics import reduce
 from verl.types import Purpose, Sample, Sampling, Segment, as_ids, derive_seed

@@ -313,7 +313,7 @@ def test_a_family_without_a_classifier_is_refused_before_the_rows_are_read(tmp_p
 def test_a_policy_with_missing_weights_does_not_start_at_random(tmp_path, tiny_model):
     from safetensors.torch import load_file, save_file
 
-    from verl.model_engine.torch_engine import load_causal_lm
+    from verl.model_engine.hf_model import load_causal_lm
 
     folder = tmp_path / "holes"
     shutil.copytree(tiny_model, folder)

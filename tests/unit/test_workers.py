@@ -13,8 +13,9 @@ from fakes import FakeEngine, put
 from verl.algorithms.losses import nll
 from verl.batch import Columns
 from verl.driver.step import optimizer_steps
+from verl.model_engine.hf_model import load_causal_lm
 from verl.model_engine.optim import OptimSpec
-from verl.model_engine.torch_engine import TorchEngine, load_causal_lm
+from verl.model_engine.torch_engine import TorchEngine
 from verl.objective import Term
 from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Metric, Sample, Segment

@@ -191,7 +191,7 @@ class QueueConfig:
 class SyncConfig:
     engine: str = "local"  # a name of backends.SYNC.
     canary: bool = True  # Log-probs of fixed probe sequences, trainer against rollout, at every publish.
-    canary_tolerance: Positive | None = None  # Null: 1e-4 in float32, 0.25 in bfloat16.
+    canary_tolerance: Positive | None = None  # Mean |dlogp| of likely tokens. Null: what rounding explains.
 
 
 @dataclass

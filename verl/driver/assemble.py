@@ -212,7 +212,7 @@ def context_of(config: Config, *, updates: int = 1, crash_dir: Path | None = Non
 
 
 def checkpoint_engine(config: Config, probes: Sequence[np.ndarray] = ()) -> CheckpointEngine:
-    context = SyncContext(probes=probes if config.sync.canary else (), tolerance=canary_tolerance(config))
+    context = SyncContext(probes=probes if config.sync.canary else (), tolerance=config.sync.canary_tolerance)
     return load(SYNC[config.sync.engine].build)(options_of(config, "sync"), context)
 
 
@@ -447,13 +447,6 @@ def total_steps_of(config: Config, num_rows: int, rows_per_step: int) -> int:
     return steps
 
 
-def canary_tolerance(config: Config) -> float:
-    if config.sync.canary_tolerance is not None:
-        return config.sync.canary_tolerance
-    exact = config.model.dtype == "float32" and config.rollout.dtype in ("auto", "float32")
-    return 1e-4 if exact else 0.25
-
-
 def _scheduler(config: Config, algorithm: Algorithm, total_steps: int) -> Scheduler:
     p = config.pipeline
     return Scheduler(
@@ -472,8 +465,12 @@ def _data_seed(config: Config) -> int:
 
 
 def _probes(tasks: TaskTable) -> list[np.ndarray]:
-    """Two prompts as the canary's fixed sequences."""
-    return [ids for i in range(min(2, len(tasks))) if len(ids := tasks[i].prompt_ids[:128]) > 1]
+    """The canary's fixed sequences: the beginnings of the first prompts that differ, enough tokens for a verdict."""
+    found: dict[bytes, np.ndarray] = {}
+    for i in range(min(64, len(tasks))):
+        if len(ids := tasks[i].prompt_ids[:128]) > 1 and len(found) < 16 and sum(map(len, found.values())) < 1024:
+            found[ids.tobytes()] = ids
+    return list(found.values())
 
 
 async def _reward(config: Config, scorer: ModelWorkers | None, truncation: Truncation | None) -> RewardFn:

@@ -50,7 +50,8 @@ def workers_of(
     published from · turn_end: of a reward model's template."""
     config, can = context.config, engine.capabilities
     share = share_prefix and can.shares_prefix
-    sender = WeightSender(outlet) if outlet is not None else None
+    dtype = config.model.dtype if config.rollout.dtype == "auto" else config.rollout.dtype
+    sender = WeightSender(outlet, dtype=dtype) if outlet is not None else None
     ranks = [VirtualRank(i, config.run.virtual_ranks) for i in range(config.run.virtual_ranks)]
     roles = [
         Role(

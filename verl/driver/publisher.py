@@ -107,7 +107,7 @@ class Publisher:
             self._note(f"warning: weight sync: {text}")
         self._metrics = {
             "sync/version": Metric(report.version, 1, "step", "last"),
-            "sync/canary_max_abs": Metric(report.canary_max_abs, 1, "step", "max"),
+            "sync/canary_mean_abs": Metric(report.canary_mean_abs, 1, "step", "max"),
             "sync/bytes": Metric(report.num_bytes, 1, "step", "last"),
             "sync/seconds": Metric(sum(report.seconds.values()), 1, "step", "sum"),
         }

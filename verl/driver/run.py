@@ -102,7 +102,7 @@ class Run:
 
             def committed(report: SyncReport) -> None:
                 self.groups.on_published(self.version)
-                found = {"version": report.version, "changed": report.changed, "canary": report.canary_max_abs}
+                found = {"version": report.version, "changed": report.changed, "canary": report.canary_mean_abs}
                 self.reporter.events.append("published", step.number, found)
 
             self.publisher.publish(committed, self.groups.fail)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar
 
+import numpy as np
 from torch import Tensor
 
 from verl.batch import Batch
@@ -114,8 +115,13 @@ class ModelEngine(Protocol):
         ...
 
     def check_packing(self, *, share_prefix: bool) -> float:
-        """Prove at start that packed rows do not leak into each other, and that a padded or packed pass gives what the
-        model's own does; ValueError where it does not."""
+        """Prove at start that a pass draws no random numbers, that packed rows do not leak into each other, and that a
+        padded or packed pass gives what the model's own does; ValueError where it does not."""
+        ...
+
+    def own_logprobs(self, probes: Sequence[np.ndarray], dtype: str) -> list[np.ndarray]:
+        """Log-probs [t-1] of ids[1:] of each probe [t] by the model's own forward pass with its weights in
+        `dtype`, as a rollout engine computes them: what they differ by from `infer` is rounding."""
         ...
 
     def to(self, where: str, parts: Sequence[str] = ("weights", "optimizer")) -> None: ...

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -24,6 +25,7 @@ from verl.checkpoint.score import WEIGHT as SCORE_WEIGHT
 from verl.checkpoint.score import classifier_tensors, read_score
 from verl.checkpoint.shards import load_tensors, save_tensors, tensor_names
 from verl.model_engine.base import EngineCapabilities, EngineContext, StepOutput
+from verl.model_engine.hf_model import load_causal_lm, refuse_altered_logits, switch_dropout_off
 from verl.model_engine.objective import evaluate_terms
 from verl.model_engine.optim import OptimSpec, grad_norm, learning_rate, make_adamw
 from verl.model_engine.options import Options
@@ -31,7 +33,7 @@ from verl.nn import attention
 from verl.nn.fused import fuse, unfuse
 from verl.nn.heads import Head, ValueHead
 from verl.nn.linear_logprob import linear_logprob
-from verl.nn.packing import check_packing, probe_sequences
+from verl.nn.packing import check_packing, probe_batch, probe_sequences
 from verl.nn.precision import native_bf16, rounded
 from verl.objective import Term
 from verl.types import Metric, Metrics, merge_metrics
@@ -80,7 +82,7 @@ class TorchEngine:
         self._rounded = self.dtype == torch.bfloat16 and emulate
         self._compute = self.master if self._rounded else self.dtype
         self.model = model.to(self.master).to(self.device)
-        _refuse_altered_logits(self.model)
+        refuse_altered_logits(self.model)
         self._logit_cap = float(vars(self.model.config.get_text_config()).get("final_logit_softcapping") or 0.0)
         self._models_attention = self.model.config._attn_implementation or "eager"
         self._own_forward()
@@ -95,7 +97,7 @@ class TorchEngine:
         for p in self._trained().parameters():
             p.requires_grad_(optim is not None)
         self.model.train(optim is not None)
-        _switch_dropout_off(self.model)
+        switch_dropout_off(self.model)
         self._optimizer_step = 0
         self._skipped = 0
         self._last: tuple[Batch, tuple[str, ...]] | None = None
@@ -208,27 +210,21 @@ class TorchEngine:
         return hidden.index_select(0, origin.to(self.device))
 
     def check_packing(self, *, share_prefix: bool) -> float:
-        """Prove this engine's forward pass for this model at start; ValueError where packing leaks or the head is not
-        all. Returns the largest difference."""
+        """Prove at start that a pass computes the model and nothing else: no noise, no leak between packed rows, all of
+        the head. ValueError where it does not. Returns the largest difference."""
+        self._refuse_noise()
         hidden = self._hidden_packed if self._packed else self._hidden_padded
         text = self.model.config.get_text_config()
-
-        def alone(ids: Tensor) -> Tensor:
-            z = self.model(input_ids=ids[None].to(self.device), use_cache=False).logits[0].to(self.master)
-            return torch.log_softmax(z, -1)[:-1].gather(-1, ids[1:, None].to(self.device))[:, 0].cpu()
 
         def ours(batch: Batch) -> Tensor:
             return self._lm_outputs(batch, hidden(batch), ("logprobs",))["logprobs"].to("cpu", self.master)
 
-        compute, trained = self._compute, self.model.training
+        compute = self._compute
         self._compute = self.master
-        self.model.eval()
         try:
             with torch.no_grad():
-                self.model.set_attn_implementation(self._models_attention)
-                unfuse(self.model)
-                expected = {ids.numpy().tobytes(): alone(ids) for ids in probe_sequences(text.vocab_size)}
-                self._own_forward()
+                with self._models_own(self.master):
+                    expected = {ids.numpy().tobytes(): self._alone(ids) for ids in probe_sequences(text.vocab_size)}
                 return check_packing(
                     ours,
                     lambda ids: expected[ids.numpy().tobytes()],
@@ -239,8 +235,43 @@ class TorchEngine:
                 )
         finally:
             self._compute = compute
+
+    def own_logprobs(self, probes: Sequence[np.ndarray], dtype: str) -> list[np.ndarray]:
+        with torch.no_grad(), self._models_own(DTYPES[dtype]):
+            return [self._alone(torch.from_numpy(ids)).float().numpy() for ids in probes]
+
+    @contextmanager
+    def _models_own(self, dtype: torch.dtype) -> Iterator[None]:
+        """Inside, the model is as transformers made it, with its parameters in `dtype`."""
+        trained, kept = self.model.training, [(p, p.data) for p in self.model.parameters()]
+        self.model.eval()
+        self.model.set_attn_implementation(self._models_attention)
+        unfuse(self.model)
+        try:
+            for p, master in kept:
+                p.data = master.to(dtype)
+            yield
+        finally:
+            for p, master in kept:
+                p.data = master
             self.model.train(trained)
             self._own_forward()
+
+    def _alone(self, ids: Tensor) -> Tensor:
+        """[t] -> log-probs [t-1] by the model's own forward pass."""
+        z = self.model(input_ids=ids[None].to(self.device), use_cache=False).logits[0].to(self.master)
+        return torch.log_softmax(z, -1)[:-1].gather(-1, ids[1:, None].to(self.device))[:, 0].cpu()
+
+    def _refuse_noise(self) -> None:
+        output = "logprobs" if self.head == "lm" else "values"
+        batch = probe_batch(self.model.config.get_text_config().vocab_size, share_prefix=False)
+        first, second = (self.infer(batch, (output,))[output] for _ in range(2))
+        if not torch.allclose(first, second, rtol=1e-3, atol=1e-3, equal_nan=True):
+            raise ValueError(
+                f"{type(self.model).__name__}: two passes over the same tokens differ by "
+                f"{float((first - second).abs().max()):.3g}: the model draws random numbers (a dropout that its "
+                "config.json does not switch off?), so its log-probs are not those of one policy"
+            )
 
     # -- optimizer ---------------------------------------------------------------------------------------------------
 
@@ -393,26 +424,6 @@ def _flat_origin(batch: Batch) -> Tensor:
     return unshare(replace(batch, ids=torch.arange(batch.num_tokens))).ids
 
 
-def _switch_dropout_off(model: nn.Module) -> None:
-    """RL and equal log-probs want no noise in the forward pass; the modules stay in training mode for checkpointing."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if isinstance(vars(module).get("attention_dropout"), float):
-            module.attention_dropout = 0.0  # type: ignore[assignment]
-
-
-def _refuse_altered_logits(model: Any) -> None:
-    """Logits that are scaled after the head would be missed by the chunked log-prob."""
-    config = model.config.get_text_config()
-    for name, neutral in (("logit_scale", 1.0), ("logits_scaling", 1.0)):
-        found = vars(config).get(name, neutral)
-        if found not in (neutral, None):
-            raise ValueError(
-                f"{type(model).__name__} changes its logits after the head ({name}={found}); not supported"
-            )
-
-
 def build(options: Options, context: EngineContext) -> TorchEngine:
     """The engine of a folder. A reward model or critic starts from the folder's score head where it has one; a frozen
     reward model must have one, a trained one starts at 0 (every first score is 0, whatever the seed)."""
@@ -439,37 +450,3 @@ def build(options: Options, context: EngineContext) -> TorchEngine:
         assert engine.value_head is not None
         engine.value_head.weight.data.copy_(score)
     return engine
-
-
-def load_causal_lm(path: Path, *, trust_remote_code: bool = False, needs_lm_head: bool = True) -> Any:
-    """A causal LM from a Hugging Face folder, float32. Raises ValueError when the folder is not one, or lacks weights.
-
-    needs_lm_head: False under another head; a reward model's folder has no language-model head."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    if not (path / "config.json").is_file():
-        raise ValueError(f"model.path={path}: no config.json there; give a Hugging Face model folder")
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # its report of missing weights is a warning; below they are an error
-    try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path,
-            dtype=torch.float32,
-            local_files_only=True,
-            trust_remote_code=trust_remote_code,
-            output_loading_info=True,
-        )
-    except (OSError, ValueError, KeyError) as e:
-        raise ValueError(f"model.path={path}: cannot be loaded as a causal language model: {e}") from e
-    finally:
-        logging.set_verbosity(verbosity)
-    model, found = loaded
-    missing = sorted(n for n in found["missing_keys"] if needs_lm_head or n.startswith(f"{model.base_model_prefix}."))
-    if missing:
-        raise ValueError(
-            f"model.path={path}: {len(missing)} weights of the model are not there and would start at random, e.g. "
-            f"{missing[:3]}"
-            " (a reward model's folder has no language-model head)"
-        )
-    return model

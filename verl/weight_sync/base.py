@@ -17,6 +17,7 @@ import numpy as np
 from torch import Tensor, uint8
 
 from verl.rollout.base import PauseMode, RolloutEngine
+from verl.weight_sync.canary import Probed, difference, fault
 
 if TYPE_CHECKING:
     from verl.workers.model_workers import ModelWorkers
@@ -60,10 +61,10 @@ class WeightSource:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """The sender's side of a publish. probe_logprobs: the trainer's log-probs of the canary's sequences."""
+    """The sender's side of a publish. probed: the trainer's side of the canary, None without one."""
 
     source: WeightSource
-    probe_logprobs: tuple[np.ndarray, ...]
+    probed: Probed | None
     num_bytes: int
     changed: bool
     alarms: tuple[str, ...] = ()
@@ -75,7 +76,7 @@ class SyncReport:
     num_tensors: int
     num_bytes: int
     verified_tensors: int
-    canary_max_abs: float
+    canary_mean_abs: float
     changed: bool
     seconds: dict[str, float] = field(default_factory=dict)
     failed_replicas: dict[int, str] = field(default_factory=dict)
@@ -84,11 +85,11 @@ class SyncReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncContext:
-    """What every backend is built from. probes: token id arrays for the canary (empty: off) · tolerance: largest
-    |dlogp|."""
+    """What every backend is built from. probes: token id arrays for the canary (empty: off) · tolerance: of the
+    mean |dlogp| over likely tokens; None: what the precision explains."""
 
     probes: Sequence[np.ndarray]
-    tolerance: float
+    tolerance: float | None = None
 
 
 class Outlet(Protocol):
@@ -140,6 +141,19 @@ def checksum(tensor: Tensor) -> int:
 
 def dtype_name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
+
+
+async def check_canary(
+    at: str, replica: RolloutEngine, probes: Sequence[np.ndarray], probed: Probed | None, tolerance: float | None
+) -> float:
+    """Ask a replica for the log-probs of the probes. Mean |dlogp| over likely tokens; SyncError if it does not compute
+    with the trainer's weights. No probes: 0."""
+    if probed is None:
+        return 0.0
+    got = np.concatenate([await replica.score(ids) for ids in probes])
+    if why := fault(probed, got, tolerance):
+        raise SyncError(f"{at}: {why}; the rollout engine does not run the trainer's weights")
+    return difference(probed, got)
 
 
 class CheckedReader:

@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from verl.rollout.base import PauseMode, RolloutEngine
-from verl.weight_sync.base import CheckedReader, Sent, SyncContext, SyncError, SyncReport
+from verl.weight_sync.base import CheckedReader, Sent, SyncContext, SyncError, SyncReport, check_canary
 
 if TYPE_CHECKING:
     from verl.workers.model_workers import ModelWorkers
@@ -58,10 +58,9 @@ def open_weights(address: str) -> LocalOutlet:
 
 
 class LocalCheckpointEngine:
-    """See `CheckpointEngine`. probes: token id arrays for the canary (empty: off) · tolerance: largest |dlogp| of
-    it."""
+    """See `CheckpointEngine`, and `SyncContext` for probes and tolerance."""
 
-    def __init__(self, *, probes: Sequence[np.ndarray], tolerance: float) -> None:
+    def __init__(self, *, probes: Sequence[np.ndarray], tolerance: float | None = None) -> None:
         assert all(len(ids) > 1 for ids in probes), "a probe needs two tokens: the first one has no log-prob"
         self._probes = tuple(probes)
         self._tolerance = tolerance
@@ -114,7 +113,7 @@ class LocalCheckpointEngine:
             num_tensors=len(entries),
             num_bytes=sent.num_bytes,
             verified_tensors=sum(e.checksum is not None for e in entries),
-            canary_max_abs=max(c for c in results if not isinstance(c, BaseException)),
+            canary_mean_abs=max(c for c in results if not isinstance(c, BaseException)),
             changed=sent.changed,
             failed_replicas=failed,
             alarms=sent.alarms,
@@ -122,7 +121,7 @@ class LocalCheckpointEngine:
         )
 
     async def _to_replica(self, replica: RolloutEngine, sent: Sent, mode: PauseMode, deadline_s: float) -> float:
-        """Deliver to one replica and verify it; the canary's largest |dlogp|."""
+        """Deliver to one replica and verify it; the canary's mean |dlogp|."""
         at = f"version {sent.source.version}"
         reader = CheckedReader(sent.source)
         live = await _by(deadline_s, replica.load_weights(reader, on_inflight=mode), f"{at} was not loaded")
@@ -130,18 +129,8 @@ class LocalCheckpointEngine:
             raise SyncError(f"the rollout engine says version {live} is live after {at} was sent")
         if missing := sorted(set(sent.source.delivered) - reader.delivered):
             raise SyncError(f"{at}: {len(missing)} tensors were never read, e.g. {missing[:3]}")
-        worst = 0.0
-        for ids, expected in zip(self._probes, sent.probe_logprobs, strict=True):
-            got = await _by(deadline_s, replica.score(ids), f"{at} was loaded, but its canary was not scored")
-            difference = float(np.abs(got - expected).max())
-            if not difference <= self._tolerance:  # NaN, too
-                raise SyncError(
-                    f"{at}: rollout and trainer log-probs of the canary differ by {difference:.3g} "
-                    f"(sync.canary_tolerance={self._tolerance:g}); the rollout engine does not run the trainer's "
-                    "weights"
-                )
-            worst = max(worst, difference)
-        return worst
+        late = f"{at} was loaded, but its canary was not scored"
+        return await _by(deadline_s, check_canary(at, replica, self._probes, sent.probed, self._tolerance), late)
 
 
 def build(options: object, context: SyncContext) -> LocalCheckpointEngine:

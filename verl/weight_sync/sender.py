@@ -12,6 +12,7 @@ from verl.batch import pack
 from verl.model_engine.base import ModelEngine
 from verl.types import Sample, Segment
 from verl.weight_sync.base import Entry, Outlet, Sent, WeightSource, checksum, dtype_name
+from verl.weight_sync.canary import Probed, no_model
 
 CHECKED_SHARE = 16  # after the first versions every 16th tensor is checked, others each time
 SAMPLED_VALUES = 256  # of a tensor, evenly spread: enough to tell "did not move" from "was not delivered"
@@ -19,17 +20,18 @@ SAMPLED_VALUES = 256  # of a tensor, evenly spread: enough to tell "did not move
 
 class WeightSender:
     """Held by the role whose weights are published. verify_first: every checksum for so many versions, a sample
-    after."""
+    after · dtype: what the rollout computes in."""
 
-    def __init__(self, outlet: Outlet, *, verify_first: int = 3) -> None:
-        self._outlet = outlet
+    def __init__(self, outlet: Outlet, *, verify_first: int = 3, dtype: str = "float32") -> None:
+        self._outlet, self._dtype = outlet, dtype
         self._verify_first = verify_first
         self._sent = 0
         self._last: dict[str, tuple[int | None, Tensor]] = {}  # last known checksum, some values
         self._moved_from: tuple[int, dict[str, Tensor]] = (-1, {})  # version and masters when a byte last changed
 
     def send(self, engine: ModelEngine, version: int, probes: Sequence[np.ndarray], *, copy: bool) -> Sent:
-        """Read the engine's weights as they are now. copy: they may change before all replicas have them."""
+        """Read the engine's weights as they are now. copy: they may change before all replicas have them. Raises
+        FloatingPointError for weights that are no model any more: that is no fault of the delivery."""
         held: dict[str, Tensor] = {}
         manifest: dict[str, Entry] = {}
         every = self._sent < self._verify_first
@@ -41,13 +43,30 @@ class WeightSender:
             manifest[name] = Entry(tuple(kept.shape), dtype_name(kept), checksum=found)
         for name, owner in engine.tied.items():
             manifest[name] = Entry(manifest[owner].shape, manifest[owner].dtype, tied_to=owner)
-        probe_logprobs = probed(engine, probes)
+        probe = probed(engine, probes, self._dtype)
+        self._refuse_diverged(version, held, probe)
         address = self._outlet.stage(version, held)
         changed, alarms = self._compare(version, manifest, held, engine.masters)
         self._sent += 1
         num_bytes = sum(t.numel() * t.element_size() for t in held.values())
         source = WeightSource(version, self._outlet.transport, address, manifest)
-        return Sent(source, probe_logprobs, num_bytes, changed, alarms)
+        return Sent(source, probe, num_bytes, changed, alarms)
+
+    def attend(self, engine: ModelEngine, probes: Sequence[np.ndarray]) -> None:
+        """What the other ranks do meanwhile: gathering weights and a forward pass are the work of all."""
+        for _ in engine.weights():
+            pass
+        probed(engine, probes, self._dtype)
+
+    def _refuse_diverged(self, version: int, held: Mapping[str, Tensor], probe: Probed | None) -> None:
+        bad = [n for n, t in held.items() if t.is_floating_point() and not bool(torch.isfinite(t.sum()))]
+        why = f"{len(bad)} of {len(held)} weight tensors hold NaN or infinity, e.g. {bad[0]}" if bad else ""
+        if not why and probe is not None and (why := no_model(probe)):
+            why += f" (largest weight {max(float(t.abs().max()) for t in held.values() if t.numel()):.3g})"
+        if why:
+            known = "they came so from the folder or checkpoint that was loaded"
+            fix = "training diverged: go on from an earlier checkpoint with a lower optim.lr" if self._sent else known
+            raise FloatingPointError(f"version {version}: the trainer's weights are no working model: {why}; {fix}")
 
     def _compare(
         self, version: int, manifest: Mapping[str, Entry], held: Mapping[str, Tensor], masters: Mapping[str, Tensor]
@@ -78,13 +97,6 @@ class WeightSender:
         )
 
 
-def attend(engine: ModelEngine, probes: Sequence[np.ndarray]) -> None:
-    """What the other ranks do meanwhile: gathering weights and a forward pass are the work of all."""
-    for _ in engine.weights():
-        pass
-    probed(engine, probes)
-
-
 def _some_values(tensor: Tensor) -> Tensor:
     """A copy of up to `SAMPLED_VALUES` values."""
     flat = tensor.detach().reshape(-1)
@@ -95,10 +107,11 @@ def _moved(before: Tensor, now: Tensor, rounding: float) -> bool:
     return before.numel() > 0 and bool((now - before).abs().max() > rounding * before.abs().max())
 
 
-def probed(engine: ModelEngine, probes: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
-    """Trainer's log-probs [t-1] of ids[1:] of each probe at temperature 1, in one pass."""
+def probed(engine: ModelEngine, probes: Sequence[np.ndarray], dtype: str) -> Probed | None:
+    """The trainer's side of the canary: ids[1:] of each probe, at temperature 1. dtype: what the rollout computes
+    in."""
     if not probes:
-        return ()
+        return None
     samples = []
     for i, ids in enumerate(probes):
         segments = (
@@ -109,6 +122,11 @@ def probed(engine: ModelEngine, probes: Sequence[np.ndarray]) -> tuple[np.ndarra
             Sample(sample_id=str(i), trajectory_id=str(i), group_id=str(i), purpose="eval", segments=segments)
         )
     batch = pack(samples, share_prefix=False)
-    found = engine.infer(batch, ("logprobs",))["logprobs"].float().numpy()
-    rows = {int(s): found[batch.row_start[row] : batch.row_start[row + 1]] for row, s in enumerate(batch.sequence)}
-    return tuple(rows[i] for i in range(len(probes)))
+    found = engine.infer(batch, ("logprobs", "entropy"))
+    rows = {int(s): slice(*batch.row_start[row : row + 2]) for row, s in enumerate(batch.sequence)}
+    logprobs, entropy = (
+        np.concatenate([found[name].float().numpy()[rows[i]] for i in range(len(probes))])
+        for name in ("logprobs", "entropy")
+    )
+    ids, own = np.concatenate([ids[1:] for ids in probes]), np.concatenate(engine.own_logprobs(probes, dtype))
+    return Probed(ids, logprobs, entropy, own, torch.finfo(getattr(torch, dtype)).eps)

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+import numpy as np
 from torch import Tensor
 
 from verl.batch import Batch
@@ -94,6 +95,9 @@ class SharedEngine:
 
     def check_packing(self, *, share_prefix: bool) -> float:
         return self._engine.check_packing(share_prefix=share_prefix)
+
+    def own_logprobs(self, probes: Sequence[np.ndarray], dtype: str) -> list[np.ndarray]:
+        return self._first(lambda: self._engine.own_logprobs(probes, dtype))
 
     def to(self, where: str, parts: Sequence[str] = ("weights", "optimizer")) -> None:
         self._first(lambda: self._engine.to(where, parts))

@@ -19,7 +19,7 @@ from verl.transfer_queue.base import TransferQueue
 from verl.transfer_queue.rows import read_samples
 from verl.types import Metric, Metrics, Refs, Sample, Segment, merge_metrics
 from verl.weight_sync.base import Sent
-from verl.weight_sync.sender import WeightSender, attend
+from verl.weight_sync.sender import WeightSender
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class Role:
         """The weights as of now, for the checkpoint engine; the first rank answers."""
         assert self._sender is not None, f"{self.name} publishes nothing"
         if self.ranks.rank:
-            attend(self.engine, probes)
+            self._sender.attend(self.engine, probes)
             return None
         return self._sender.send(self.engine, version, probes, copy=copy)
 

@@ -1,0 +1,266 @@
+"""The canary by itself: faults are planted in what the replica has loaded, where no checksum looks any more."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    SeedOssConfig,
+)
+
+from verl.model_engine.optim import OptimSpec
+from verl.model_engine.torch_engine import TorchEngine
+from verl.rollout import hf
+from verl.rollout.base import RolloutContext
+from verl.rollout.native import engine as native
+from verl.rollout.native.options import Options
+from verl.weight_sync.canary import Probed, fault
+from verl.weight_sync.local import LocalOutlet
+from verl.weight_sync.sender import WeightSender, probed
+
+VOCAB = 384
+FAMILIES = {
+    "qwen3": Qwen3Config,
+    "qwen2": Qwen2Config,
+    "llama": LlamaConfig,
+    "mistral": MistralConfig,
+    "gemma3": Gemma3TextConfig,
+}
+ROLLOUTS: dict[str, Callable[[RolloutContext], Any]] = {
+    "native": partial(native.build, Options()),
+    "hf": partial(hf.build, hf.Options()),
+}
+Weights = dict[str, torch.Tensor]
+
+
+def sizes(*, spread: float = 0.1, tied: bool = True, layers: int = 3) -> dict[str, Any]:
+    return dict(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=96,
+        max_position_embeddings=256,
+        initializer_range=spread,
+        tie_word_embeddings=tied,
+        pad_token_id=0,
+    )
+
+
+def engine_of(config: Any, dtype: str = "float32", seed: int = 0) -> TorchEngine:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    return TorchEngine(model, optim=OptimSpec(lr=1e-3, weight_decay=0.0), dtype=dtype)
+
+
+def conversation(rng: np.random.Generator, turns: int) -> np.ndarray:
+    """Words of a small dictionary between the same few markers."""
+    words = [np.concatenate([[3, 4 + i % 2], rng.integers(20, 60, 9), [6]]) for i in range(turns)]
+    return np.concatenate(words).astype(np.int64)
+
+
+def probe_sets() -> dict[str, list[np.ndarray]]:
+    rng = np.random.default_rng(0)
+    return {
+        "short": [rng.integers(10, 40, 8).astype(np.int64) for _ in range(16)],
+        "long": [rng.integers(3, VOCAB, 100).astype(np.int64) for _ in range(4)],
+        "digits": [rng.integers(10, 20, 50).astype(np.int64) for _ in range(8)],
+        "multi-turn": [conversation(rng, 8) for _ in range(5)],
+        "one word": [np.full(20, 7, np.int64), np.full(30, 8, np.int64), np.arange(5, 60, dtype=np.int64)],
+    }
+
+
+class Delivered:
+    def __init__(self, weights: Weights) -> None:
+        self.version, self._weights = 1, weights
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._weights.items()
+
+
+def served(config: Any, kind: str, dtype: str) -> Any:
+    # what a configuration in training has switched is not the rollout's
+    precision = torch.bfloat16 if dtype == "bfloat16" else torch.float32
+    return ROLLOUTS[kind](RolloutContext(hf_config=copy.deepcopy(config), max_context_tokens=200, dtype=precision))
+
+
+async def scored(replica: Any, weights: Weights, probes: list[np.ndarray]) -> np.ndarray:
+    await replica.load_weights(Delivered(weights), on_inflight="wait")
+    return np.concatenate([await replica.score(ids) for ids in probes])
+
+
+def weights_of(engine: TorchEngine) -> Weights:
+    return {name: tensor.clone() for name, tensor in engine.weights()}
+
+
+def test_a_hundred_clean_models_and_prompts_raise_no_alarm():
+    """Families, sizes of the logits, precisions, rollout engines, lengths; also against an engine of another
+    precision."""
+    alarms, judged = [], 0
+
+    async def judge(family: str, spread: float, dtype: str, rollout_dtype: str, kind: str) -> None:
+        nonlocal judged
+        config = FAMILIES[family](**sizes(spread=spread))
+        engine, replica = engine_of(config, dtype), served(config, kind, rollout_dtype)
+        for name, probes in probe_sets().items():
+            probe = probed(engine, probes, rollout_dtype)
+            why = fault(probe, await scored(replica, weights_of(engine), probes), None)
+            judged += 1
+            if why:
+                alarms.append((family, spread, dtype, rollout_dtype, kind, name, why))
+        await replica.close()
+
+    for family in FAMILIES:
+        for spread in (0.02, 0.3):
+            asyncio.run(judge(family, spread, "bfloat16", "bfloat16", "native"))
+        asyncio.run(judge(family, 0.1, "float32", "float32", "hf" if family == "qwen2" else "native"))
+    for spread in (0.02, 0.1, 0.3):
+        asyncio.run(judge("qwen3", spread, "bfloat16", "bfloat16", "hf"))
+        asyncio.run(judge("llama", spread, "float32", "bfloat16", "native"))
+    assert judged >= 100 and not alarms, (judged, alarms)
+
+
+def stale(old: Weights, new: Weights) -> Weights:
+    name = next(n for n in new if "layers.1" in n and "down_proj" in n)
+    return {**new, name: old[name]}
+
+
+def swapped(old: Weights, new: Weights) -> Weights:
+    one, two = (next(n for n in new if f"layers.{i}." in n and "o_proj" in n) for i in (0, 2))
+    return {**new, one: new[two], two: new[one]}
+
+
+def scaled(old: Weights, new: Weights) -> Weights:
+    """The head, tied or not. A tensor inside the model that is 1.01 times itself changes no log-prob by more than
+    bfloat16 rounds it (measured: 0.9 to 1.3 times the rounding), so of those nothing can be said in bfloat16."""
+    name = "lm_head.weight" if "lm_head.weight" in new else "model.embed_tokens.weight"
+    return {**new, name: new[name] * 1.01}
+
+
+def half_loaded(old: Weights, new: Weights) -> Weights:
+    names = list(new)
+    return {n: new[n] if i < len(names) // 2 else old[n] for i, n in enumerate(names)}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_twenty_planted_faults_are_caught(dtype):
+    """The new weights are a fifth of their spread away from the old ones, as after some large steps."""
+    missed = []
+
+    async def plant(family: str, number: int) -> None:
+        config = FAMILIES[family](**sizes(spread=0.05, tied=number % 2 == 0))
+        engine = engine_of(config, dtype, seed=number)
+        probes, old = list(probe_sets().values())[number], weights_of(engine)
+        with torch.no_grad():
+            for p in engine.model.parameters():
+                p += 0.2 * p.std() * torch.randn(p.shape, generator=torch.Generator().manual_seed(number))
+        new, replica = weights_of(engine), served(config, "native", dtype)
+        probe = probed(engine, probes, dtype)
+        assert fault(probe, await scored(replica, new, probes), None) == ""
+        for broken in (stale, swapped, scaled, half_loaded):
+            if not fault(probe, await scored(replica, broken(old, new), probes), None):
+                missed.append((family, broken.__name__))
+        await replica.close()
+
+    for number, family in enumerate(FAMILIES):
+        asyncio.run(plant(family, number))
+    assert not missed
+
+
+def made_up(n: int = 60) -> tuple[Probed, np.ndarray]:
+    """A trainer's side with bfloat16's noise, and a clean rollout's."""
+    rng = np.random.default_rng(1)
+    logprobs = -rng.exponential(2.0, n).astype(np.float32)
+    noise = rng.normal(0.0, 0.01, (2, n)).astype(np.float32)
+    ids, entropy = np.arange(n) % 30, np.full(n, 1.5, np.float32)
+    return Probed(ids, logprobs, entropy, logprobs + noise[0], 2.0**-7), logprobs + noise[1]
+
+
+def test_one_improbable_token_is_no_alarm_and_many_likely_ones_are():
+    probe, got = made_up()
+    probe.logprobs[7] = probe.own[7] = -20.0
+    got[7] = -19.5  # as bfloat16 does it
+    assert fault(probe, got, None) == ""
+    got[7] = -15.0
+    assert fault(probe, got, None) == ""
+    likely = np.flatnonzero(probe.likely)
+    got[likely] += 0.06
+    assert "differ by 0.0" in fault(probe, got, None)
+    assert fault(probe, got, 0.1) == "", "a tolerance of the user's is the whole verdict"
+    got[likely[0]] = np.nan
+    assert "differ by nan" in fault(probe, got, 0.1)
+
+
+def test_logits_of_another_scale_are_named():
+    probe, got = made_up(400)
+    assert fault(probe, got, None) == ""
+    got += 0.02 * (probe.logprobs + probe.entropy)
+    assert "1.02" in fault(probe, got, None) and "times the trainer's" in fault(probe, got, None)
+
+
+PROBES = [np.array([5, 6, 7, 8, 9], np.int64), np.array([11, 12, 13, 14], np.int64)]
+
+
+def send(engine: TorchEngine, sender: WeightSender, version: int = 1) -> None:
+    sender.send(engine, version, PROBES, copy=False)
+
+
+def test_weights_that_are_no_model_are_named_before_anybody_is_blamed():
+    for value in (float("nan"), float("inf")):
+        engine = engine_of(Qwen3Config(**sizes()))
+        list(engine.model.parameters())[3].data.view(-1)[5] = value
+        with pytest.raises(FloatingPointError, match=r"version 0: .* 1 of \d+ weight tensors hold .*layers.*loaded"):
+            send(engine, WeightSender(LocalOutlet()), 0)
+    for dtype in ("float32", "bfloat16"):
+        engine, sender = engine_of(Qwen3Config(**sizes()), dtype), WeightSender(LocalOutlet(), dtype=dtype)
+        send(engine, sender)
+        for p in engine.model.parameters():  # Adam's first step at a learning rate of 100
+            p.data += 100.0 * torch.randn(p.shape, generator=torch.Generator().manual_seed(0)).sign()
+        with pytest.raises(FloatingPointError, match=r"version 2: .* likely tokens.*diverged.*lower optim\.lr"):
+            send(engine, sender, 2)
+
+
+def test_dropout_that_a_model_applies_by_function_is_off():
+    config = SeedOssConfig(**sizes(), residual_dropout=0.5, attention_dropout=0.5)
+    engine = engine_of(config)
+    assert engine.model.training, "gradient checkpointing wants it"
+    engine.check_packing(share_prefix=False)
+    twice = [probed(engine, PROBES, "float32") for _ in range(2)]
+    assert np.array_equal(twice[0].logprobs, twice[1].logprobs)
+    assert np.abs(twice[0].logprobs - twice[0].own).max() < 1e-4
+
+
+class Noisy(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(self.inner(x), p=0.1, training=self.training)
+
+
+def test_a_model_that_draws_random_numbers_is_refused_at_start():
+    for mode in ("auto", "padded"):
+        with torch.random.fork_rng():
+            model = AutoModelForCausalLM.from_config(Qwen3Config(**sizes()))
+        model.model.layers[0].mlp = Noisy(model.model.layers[0].mlp)
+        engine = TorchEngine(model, optim=OptimSpec(lr=1e-3), dtype="float32", attention_mode=mode)
+        with pytest.raises(ValueError, match="Qwen3ForCausalLM: two passes .* draws random numbers"):
+            engine.check_packing(share_prefix=False)

@@ -1,0 +1,66 @@
+"""A causal language model from a Hugging Face folder, as an engine wants it: whole, and without noise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def load_causal_lm(path: Path, *, trust_remote_code: bool = False, needs_lm_head: bool = True) -> Any:
+    """A causal LM from a Hugging Face folder, float32. Raises ValueError when the folder is not one, or lacks weights.
+
+    needs_lm_head: False under another head; a reward model's folder has no language-model head."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    if not (path / "config.json").is_file():
+        raise ValueError(f"model.path={path}: no config.json there; give a Hugging Face model folder")
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # its report of missing weights is a warning; below they are an error
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=torch.float32,
+            local_files_only=True,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, KeyError) as e:
+        raise ValueError(f"model.path={path}: cannot be loaded as a causal language model: {e}") from e
+    finally:
+        logging.set_verbosity(verbosity)
+    model, found = loaded
+    missing = sorted(n for n in found["missing_keys"] if needs_lm_head or n.startswith(f"{model.base_model_prefix}."))
+    if missing:
+        raise ValueError(
+            f"model.path={path}: {len(missing)} weights of the model are not there and would start at random, e.g. "
+            f"{missing[:3]}"
+            " (a reward model's folder has no language-model head)"
+        )
+    return model
+
+
+def switch_dropout_off(model: Any) -> None:
+    """RL and equal log-probs want no noise in the forward pass; the modules stay in training mode for checkpointing.
+    Some models call `functional.dropout` with a rate of the module or of the configuration."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    for holder in (*model.modules(), model.config, model.config.get_text_config()):
+        for name, value in vars(holder).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(holder, name, 0.0)
+
+
+def refuse_altered_logits(model: Any) -> None:
+    """Logits that are scaled after the head would be missed by the chunked log-prob."""
+    config = model.config.get_text_config()
+    for name, neutral in (("logit_scale", 1.0), ("logits_scaling", 1.0)):
+        found = vars(config).get(name, neutral)
+        if found not in (neutral, None):
+            raise ValueError(
+                f"{type(model).__name__} changes its logits after the head ({name}={found}); not supported"
+            )

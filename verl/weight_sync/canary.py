@@ -1,0 +1,95 @@
+"""Whether a rollout engine computes with the trainer's weights: its log-probs of fixed sequences, judged by what the
+precision explains.
+
+What it explains is measured with the weights of that very publish: the trainer's packed pass against the model's own
+forward pass in the rollout's precision. Two statistics, neither of which one improbable token can move:
+
+- the mean |dlogp| over the likelier half of the tokens, for weights that are other weights;
+- the scale of the logits, for what hides below the rounding of single tokens. Logits that are larger by a factor of
+  1 + a change the log-prob of a token by a (logp + entropy), so a is a regression over all tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+WITHIN = 3.0  # times what the precision explains; clean runs are at 0.4 to 2
+FLOOR = 1e-5  # nats; what kernels may differ by where the precision explains nearly nothing
+LEAST_SCALE = 2.0**-8  # a weight in bfloat16 is rounded by up to so much
+SURE = 5.0  # standard errors of the scale
+LEAST_WORDS = 8  # different tokens for a verdict on the scale: errors of the same token are alike
+DIVERGED = 1.0  # nats between two passes over the same weights: such a model computes nothing
+LOST = -100.0  # nats of a likely token; a uniform guess among a million has -14
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """The trainer's side, per token of all probes [n]: ids, log-probs and entropies of the trainer's pass, and the
+    log-probs of the model's own pass in the rollout's precision. eps: of that precision, between 1 and the next
+    number."""
+
+    ids: np.ndarray
+    logprobs: np.ndarray
+    entropy: np.ndarray
+    own: np.ndarray
+    eps: float
+
+    @property
+    def likely(self) -> np.ndarray:
+        """[n] bool: the half of the tokens that the trainer finds likelier."""
+        found: np.ndarray = self.logprobs >= np.median(self.logprobs)
+        return found
+
+    @property
+    def explained(self) -> float:
+        """Mean |dlogp| of the trainer's two passes over the likely tokens; at least what rounding the logits alone
+        makes, as few different tokens can agree by luck."""
+        rounding = self.eps / 4 * np.abs(self.logprobs + self.entropy)
+        return float(np.maximum(np.abs(self.own - self.logprobs), rounding)[self.likely].mean())
+
+
+def no_model(probe: Probed) -> str:
+    """Why these log-probs are not those of a model that can be trained; "" if they are."""
+    if not np.isfinite(probe.logprobs).all():
+        return "its own log-probs are not finite"
+    if not probe.explained <= DIVERGED:
+        return f"its own two passes over the same weights differ by {probe.explained:.3g} nats on likely tokens"
+    if not (mean := float(probe.logprobs[probe.likely].mean())) >= LOST:
+        return f"its mean log-prob of likely tokens is {mean:.3g}"
+    return ""
+
+
+def difference(probe: Probed, got: np.ndarray) -> float:
+    """Mean |dlogp| of the rollout's log-probs [n] over the likely tokens."""
+    return float(np.abs(got - probe.logprobs)[probe.likely].mean())
+
+
+def fault(probe: Probed, got: np.ndarray, tolerance: float | None) -> str:
+    """What is wrong with the rollout's log-probs [n]; "" if nothing is. tolerance: of the mean |dlogp|; None: what the
+    precision explains."""
+    found, allowed = difference(probe, got), tolerance or WITHIN * probe.explained + FLOOR
+    if not found <= allowed:  # NaN, too
+        return (
+            f"rollout and trainer log-probs of the canary differ by {found:.3g} on likely tokens, where {allowed:.3g} "
+            f"is allowed (the trainer's own two passes differ by {probe.explained:.3g}; sync.canary_tolerance sets it)"
+        )
+    (scale, error), (rounded, unsure) = _scale(probe, got), _scale(probe, probe.own)
+    if tolerance is None and abs(scale - rounded) > max(LEAST_SCALE, SURE * float(np.hypot(error, unsure))):
+        return f"the logits of the rollout are {1 + scale:.4f} times the trainer's on the canary"
+    return ""
+
+
+def _scale(probe: Probed, got: np.ndarray) -> tuple[float, float]:
+    """(a, its standard error) of the factor 1 + a between the logits. The leverage of improbable tokens is bounded."""
+    along, d = probe.logprobs + probe.entropy, got - probe.logprobs
+    bound = 2.0 * float(np.median(np.abs(along)))
+    weight = np.clip(along, -bound, bound)
+    total = float((weight * along).sum())
+    words, word = np.unique(probe.ids, return_inverse=True)
+    if total <= 0.0 or len(words) < LEAST_WORDS:
+        return 0.0, 0.0
+    scale = float((weight * d).sum()) / total
+    off = np.bincount(word, weights=(d - scale * along) * weight)
+    return scale, float(np.sqrt((off**2).sum())) / total
