@@ -26,11 +26,11 @@ LOST = -100.0  # nats of a likely token; a uniform guess among a million has -14
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """The trainer's side, per token of all probes [n]: ids, log-probs and entropies of the trainer's pass, and the
+    """The trainer's side, per token of all probes [n]: its id, log-probs and entropies of the trainer's pass, and the
     log-probs of the model's own pass in the rollout's precision. eps: of that precision, between 1 and the next
     number."""
 
-    ids: np.ndarray
+    targets: np.ndarray
     logprobs: np.ndarray
     entropy: np.ndarray
     own: np.ndarray
@@ -38,16 +38,22 @@ class Probed:
 
     @property
     def likely(self) -> np.ndarray:
-        """[n] bool: the half of the tokens that the trainer finds likelier."""
-        found: np.ndarray = self.logprobs >= np.median(self.logprobs)
-        return found
+        """[n] weights that sum to 1: of the likelier half of the tokens, 0 of the others. Every word counts once,
+        however often it stands there: its errors are alike."""
+        _, word, count = np.unique(self.targets, return_inverse=True, return_counts=True)
+        weight = 1.0 / count[word]
+        order = np.argsort(-self.logprobs, kind="stable")
+        before = np.cumsum(weight[order]) - weight[order]
+        found = np.zeros(len(weight))
+        found[order] = np.where(before < weight.sum() / 2, weight[order], 0.0)
+        return found / found.sum()
 
     @property
     def explained(self) -> float:
         """Mean |dlogp| of the trainer's two passes over the likely tokens; at least what rounding the logits alone
         makes, as few different tokens can agree by luck."""
         rounding = self.eps / 4 * np.abs(self.logprobs + self.entropy)
-        return float(np.maximum(np.abs(self.own - self.logprobs), rounding)[self.likely].mean())
+        return float((np.maximum(np.abs(self.own - self.logprobs), rounding) * self.likely).sum())
 
 
 def no_model(probe: Probed) -> str:
@@ -56,14 +62,14 @@ def no_model(probe: Probed) -> str:
         return "its own log-probs are not finite"
     if not probe.explained <= DIVERGED:
         return f"its own two passes over the same weights differ by {probe.explained:.3g} nats on likely tokens"
-    if not (mean := float(probe.logprobs[probe.likely].mean())) >= LOST:
+    if not (mean := float((probe.logprobs * probe.likely).sum())) >= LOST:
         return f"its mean log-prob of likely tokens is {mean:.3g}"
     return ""
 
 
 def difference(probe: Probed, got: np.ndarray) -> float:
     """Mean |dlogp| of the rollout's log-probs [n] over the likely tokens."""
-    return float(np.abs(got - probe.logprobs)[probe.likely].mean())
+    return float((np.abs(got - probe.logprobs) * probe.likely).sum())
 
 
 def fault(probe: Probed, got: np.ndarray, tolerance: float | None) -> str:
@@ -87,7 +93,7 @@ def _scale(probe: Probed, got: np.ndarray) -> tuple[float, float]:
     bound = 2.0 * float(np.median(np.abs(along)))
     weight = np.clip(along, -bound, bound)
     total = float((weight * along).sum())
-    words, word = np.unique(probe.ids, return_inverse=True)
+    words, word = np.unique(probe.targets, return_inverse=True)
     if total <= 0.0 or len(words) < LEAST_WORDS:
         return 0.0, 0.0
     scale = float((weight * d).sum()) / total
