@@ -167,7 +167,7 @@ def test_twenty_planted_faults_are_caught(dtype):
     async def plant(family: str, number: int) -> None:
         config = FAMILIES[family](**sizes(spread=0.05, tied=number % 2 == 0))
         engine = engine_of(config, dtype, seed=number)
-        probes, old = list(probe_sets().values())[number % 4], weights_of(engine)
+        probes, old = list(probe_sets().values())[1 + number % 3], weights_of(engine)
         with torch.no_grad():
             for p in engine.model.parameters():
                 p += 0.2 * p.std() * torch.randn(p.shape, generator=torch.Generator().manual_seed(number))
