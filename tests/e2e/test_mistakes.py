@@ -77,10 +77,19 @@ def test_a_reward_file_that_does_not_load(capsys, args, tmp_path, text, words):
     refused(capsys, args(f"reward.path={path}"), *words)
 
 
-def test_a_grader_that_always_fails_stops_with_the_reasons(capsys, args, tmp_path):
+def test_a_grader_that_always_fails_is_refused_before_a_model_is_loaded(capsys, args, tmp_path, monkeypatch):
+    monkeypatch.setattr("verl.driver.assemble.policy_engine", lambda context: pytest.fail("a model was loaded"))
+    for body, words in (("raise KeyError('gold')", ("KeyError", "for its own ground truth")), ("pass", ("None",))):
+        path = tmp_path / "reward.py"
+        path.write_text(f"def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    {body}\n")
+        refused(capsys, args(f"reward.path={path}"), "reward.path", "row 0", *words)
+
+
+def test_a_grader_that_fails_on_what_is_sampled_stops_with_the_reasons(capsys, args, tmp_path):
     path = tmp_path / "reward.py"
     path.write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    raise KeyError('gold')\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    if solution_str not in ('', ground_truth):\n        raise KeyError('gold')\n    return 0.0\n"
     )
     refused(capsys, args(f"reward.path={path}"), "had no valid reward", "KeyError", code=1)
 

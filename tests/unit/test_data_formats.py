@@ -168,12 +168,14 @@ def test_verl_rows() -> None:
         "ability": "math",
         "reward_model": {"style": "rule", "ground_truth": "4"},
         "extra_info": {"index": 0},
-        "agent_name": "tool_agent",
+        "agent_name": "single_turn_agent",
         "answer": "not this one",
     }
     got = task(row)
     assert got.messages == USER and got.data_source == "openai/gsm8k" and got.ground_truth == "4"
     assert got.extra_info == {"index": 0} and got.tools == got.media == ()
+    empty = {"tools_kwargs": {"search": None}, "interaction_kwargs": {}}  # as Arrow fills what other rows have
+    assert task({**row, **empty, "extra_info": {**empty, "need_tools_kwargs": False}}).messages == USER
     assert task({"prompt": "2+2?"}).messages == USER
     assert task({"q": "2+2?", "answer": "4"}, prompt_key="q").ground_truth == "4"
 
@@ -235,6 +237,13 @@ WRONG_TASK_ROWS = [
     ({"prompt": "x", "extra_info": []}, "'extra_info' must be an object, got a list"),
     ({"question": "q", "answer": "42"}, r"no '#### NUMBER'.*data\.prompt_key=question"),
     ({"question": "q", "answer": 42}, "'answer' must be a string"),
+    ({"prompt": [*USER, {"role": "assistant", "content": "It is"}]}, "ends with an assistant turn, 'It is'.*Fix"),
+    ({"prompt": "x", "chosen": "a", "rejected": "b"}, "a preference row.*`verl dpo`"),
+    ({"prompt": "x", "agent_name": "tool_agent"}, "agent_name='tool_agent'.*single_turn_agent"),
+    ({"prompt": "x", "tools_kwargs": {"search": {"k": 1}}}, "'tools_kwargs' names search"),
+    ({"prompt": "x", "extra_info": {"tools_kwargs": {"calc": {"a": 1}}}}, "'tools_kwargs' names calc"),
+    ({"prompt": "x", "extra_info": {"interaction_kwargs": {"name": "gsm8k"}}}, "'interaction_kwargs' names name"),
+    ({"prompt": "x", "reward_model": {"style": "model", "ground_truth": "4"}}, "style=model.*reward.model=FOLDER"),
 ]
 
 

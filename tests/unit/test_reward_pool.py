@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import re
 import textwrap
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,9 @@ from verl.reward.manager import manager_spec
 from verl.reward.pool import RewardPool, grader_spec
 from verl.reward.shaping import Shaped
 from verl.sandbox.messages import CallableSpec
+from verl.sandbox.pool import PoolLoad
 from verl.sandbox.process import CannotLoad
-from verl.types import Invalid, Score
+from verl.types import Invalid, Score, Task
 
 GRADER = """
     import os, sys, time
@@ -279,3 +282,53 @@ def test_graders_and_data_proto_under_verls_names(tmp_path: Path) -> None:
         "    return gsm8k.compute_score(solution_str, ground_truth) + wrong\n"
     )
     assert with_pool(grader_spec(str(file)), score_all(request("#### 7"))) == [Score(1.0)]
+
+
+def test_the_load_of_a_pool_says_how_many_workers_would_do(grader):
+    """64 calls of 4 s that come within 60 s keep 2 workers busy for 128 s; 4 are done 8 s after the last came."""
+    slow = PoolLoad(workers=2, calls=64, queued_s=64 * 40.0, busy_s=256.0, first_s=100.0, last_s=160.0)
+    cases = {
+        "slow": (slow, 4),
+        "enough": (replace(slow, workers=4), 0),
+        "quick": (replace(slow, queued_s=64 * 0.9, busy_s=0.1), 0),
+        "idle": (PoolLoad(workers=2), 0),
+    }
+    assert {name: load.workers_that_would_do for name, (load, _) in cases.items()} == {
+        name: wanted for name, (_, wanted) in cases.items()
+    }
+
+    async def measured(pool: RewardPool) -> PoolLoad:
+        await asyncio.gather(*(pool.score(request(sleep_s=0.1)) for _ in range(4)))
+        return pool.take_load()
+
+    load = with_pool(grader_spec(grader), measured)
+    assert load.calls == 4 and load.busy_s >= 0.4 and load.queued_s >= 0.1 + 0.2 + 0.3
+    assert 0.3 <= load.longest_queued_s <= load.queued_s and load.first_s <= load.last_s
+
+
+def test_a_rehearsal_refuses_what_never_scores_and_leaves_no_trace(tmp_path):
+    task = Task(
+        task_id="t", index=3, messages=(), prompt_ids=np.array([1, 2]), data_source="x", ground_truth="7", extra_info={}
+    )
+    bodies = {
+        "return 0.0": "",
+        "return float(len(solution_str))": "",
+        "return float(solution_str == ground_truth) if solution_str else 1 / 0": "",
+        "return 1 / 0 if solution_str else 0.0": "",
+        "raise KeyError('gold')": "row 3.*'7'.*KeyError",
+        "return 'well done'": "well done.*a number",
+    }
+
+    async def rehearse(pool: RewardPool) -> str:
+        try:
+            await pool.rehearse(task)
+        except ValueError as error:
+            return str(error)
+        assert not pool.stats.outcomes and not pool.take_load().calls
+        return ""
+
+    for body, pattern in bodies.items():
+        path = tmp_path / "mine.py"
+        path.write_text(f"def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    {body}\n")
+        said = with_pool(grader_spec(str(path)), rehearse)
+        assert bool(said) == bool(pattern) and re.search(pattern, said, re.S), (body, said)

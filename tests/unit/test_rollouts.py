@@ -267,6 +267,33 @@ def test_a_reward_that_never_comes_is_invalid_and_the_step_goes_on(tmp_path):
     play(test)
 
 
+class OneGrader:
+    """Scores one answer after the other, 4 s each."""
+
+    def __init__(self) -> None:
+        self.free = asyncio.Lock()
+
+    async def score(self, request):
+        async with self.free:
+            await asyncio.sleep(4.0)
+        return by_id(request)
+
+    async def close(self): ...
+
+
+def test_the_time_in_the_queue_of_slow_graders_costs_no_answer(tmp_path):
+    """16 answers wait up to 64 s for a grader, which is far above the deadline of one; and two steps in a row do."""
+
+    async def test():
+        stage = Stage(tmp_path, reward=OneGrader(), timeout_s=10, play_timeout_s=10)
+        async with stage.groups:
+            for _ in range(2):
+                assert len(await stage.step()) == 16
+        assert not [e for s in stage.log("scored") for e in s["errors"]]
+
+    play(test)
+
+
 def test_a_trajectory_that_always_hangs_costs_itself_and_not_the_step(tmp_path):
     """Its three attempts take longer than the player's own patience, which must not end the run."""
 

@@ -61,6 +61,7 @@ def task_row(raw: RawRow, cfg: DataConfig) -> TaskRow:
             row = {**row, cfg.prompt_key: asked, "solution": last["content"]}
     tools = _tools(row.get(cfg.tools_key), where, cfg.tools_key) if cfg.tools_key else ()
     extra_info = _object(row.get("extra_info"), where, "extra_info")
+    _refuse_what_nobody_plays(row, extra_info, where)
     source = row.get("data_source")
     if source is not None and not isinstance(source, str):
         raise ValueError(f"{where}: 'data_source' must be a string, got {kind_of(source)}")
@@ -77,8 +78,45 @@ def task_row(raw: RawRow, cfg: DataConfig) -> TaskRow:
             f"{where}: no prompt: column {cfg.prompt_key!r} is missing or null (columns: {names_of(row)})."
             " Fix: data.prompt_key=COLUMN"
         )
+    if messages[-1]["role"] == "assistant":
+        raise ValueError(
+            f"{where}: {cfg.prompt_key!r} ends with an assistant turn, {messages[-1]['content'][:60]!r}: the model "
+            "would answer a conversation that has its answer, and answers are not begun by the prompt here. "
+            "Fix: end prompts with the user's turn (to learn an answer: `verl sft`)"
+        )
     media = tuple(reference for reference, _ in media_in(row, messages))
     return TaskRow(with_system(messages, cfg), source or "", truth, extra_info, tools, media)
+
+
+def _refuse_what_nobody_plays(row: Mapping[str, Any], extra_info: Mapping[str, Any], where: str) -> None:
+    """A row that asks for more than one answer to its prompt would be trained as another task than it is."""
+    if row.get("chosen") is not None and row.get("rejected") is not None:
+        raise ValueError(
+            f"{where}: a preference row ('chosen' and 'rejected'). Fix: `verl dpo` or `verl rm` read these"
+        )
+    agent = row.get("agent_name")
+    if agent not in (None, "", "single_turn_agent"):
+        raise ValueError(
+            f"{where}: agent_name={agent!r}: only single_turn_agent is played here, one answer to the prompt. "
+            "Fix: drop the column to train on single answers"
+        )
+    for key in ("tools_kwargs", "interaction_kwargs"):
+        if asked := _asked(row.get(key)) or _asked(extra_info.get(key)):
+            raise ValueError(
+                f"{where}: {key!r} names {', '.join(asked)}, and no tool or interaction is played here: the answer "
+                f"would be trained as if there were none. Fix: drop {key!r} to train on single answers"
+            )
+    model = _object(row.get("reward_model"), where, "reward_model")
+    if model.get("style") == "model":
+        raise ValueError(
+            f"{where}: reward_model.style=model asks for a judge that reads the answer; rows are scored by rule here. "
+            "Fix: reward.model=FOLDER scores every row with a trained reward model; set the rows' style to rule then"
+        )
+
+
+def _asked(value: Any) -> list[str]:
+    """The names with something behind them: Arrow fills what a row does not have with null."""
+    return sorted(str(k) for k, v in value.items() if v not in (None, {}, [], "")) if isinstance(value, Mapping) else []
 
 
 def conversation_row(raw: RawRow, cfg: DataConfig) -> ConversationRow:

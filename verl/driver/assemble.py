@@ -87,7 +87,7 @@ async def assemble(
     num_steps = total_steps_of(config, len(tasks), config.step.prompts_per_step)
     context = context_of(config, updates=updates_of_run(config, num_steps), crash_dir=claimed.path / "crash")
     scorer = reward_model(context)
-    reward = await _reward(config, scorer, algorithm.truncation)
+    reward, pool = await _reward(config, scorer, algorithm.truncation, tasks[0])
     engine = policy_engine(context, updates=policy_updates(config, num_steps))
     sync = checkpoint_engine(config, _probes(tasks))
     actor = workers_of(context, "actor", engine, hf_export=hf_export(config), outlet=sync.outlet())
@@ -129,6 +129,7 @@ async def assemble(
         stop=checkpointer.stop,
         lock=claimed.lock,
         close_reward=reward.close,
+        reward_pool=pool,
         first_index=claimed.state.step if claimed.state else 0,
     )
 
@@ -154,6 +155,8 @@ def _trajectories(
         seed=config.run.seed,
         max_attempts=config.pipeline.max_attempts,
         timeout_s=config.run.wait_timeout_s,
+        # the pool keeps reward.timeout_s for each call, from its start; this is for a pool that is stuck
+        reward_timeout_s=config.run.wait_timeout_s + 2 * config.reward.timeout_s,
     )
 
 
@@ -473,10 +476,13 @@ def _probes(tasks: TaskTable) -> list[np.ndarray]:
     return list(found.values())
 
 
-async def _reward(config: Config, scorer: ModelWorkers | None, truncation: Truncation | None) -> RewardFn:
-    """Function, model, or both; shaped. A model of stage=batch is added in the experience stage (driver/step.py)."""
+async def _reward(
+    config: Config, scorer: ModelWorkers | None, truncation: Truncation | None, task: Task
+) -> tuple[RewardFn, RewardPool | None]:
+    """Function, model, or both; shaped; and the function's pool. A model of stage=batch is added in the experience
+    stage (driver/step.py). task: for one call of the function, so that one that always raises is found here."""
     r = config.reward
-    pool: RewardFn | None = None
+    pool: RewardPool | None = None
     if r.path is not None or scorer is None:
         pool = RewardPool(
             grader_spec(r.path, r.name, r.kwargs) if r.path else grader_spec(kwargs=r.kwargs),
@@ -485,6 +491,11 @@ async def _reward(config: Config, scorer: ModelWorkers | None, truncation: Trunc
             memory_limit_mb=r.memory_limit_mb,
         )
         await pool.start()
+        try:
+            await pool.rehearse(task)
+        except BaseException:
+            await pool.close()
+            raise
     found: RewardFn
     if scorer is None:
         assert pool is not None
@@ -494,9 +505,9 @@ async def _reward(config: Config, scorer: ModelWorkers | None, truncation: Trunc
     else:
         found = ModelReward(_score_rows(scorer, config.run.wait_timeout_s), coef=r.model_coef, function=pool)
     coef = truncation.stop_properly_coef if truncation else None
-    if r.overlong_buffer_tokens == 0 and coef is None:
-        return found
-    return Shaped(found, buffer_tokens=r.overlong_buffer_tokens, penalty=r.overlong_penalty, stop_coef=coef)
+    if r.overlong_buffer_tokens > 0 or coef is not None:
+        found = Shaped(found, buffer_tokens=r.overlong_buffer_tokens, penalty=r.overlong_penalty, stop_coef=coef)
+    return found, pool
 
 
 def _score_rows(scorer: ModelWorkers, timeout_s: float) -> ScoreRows:

@@ -13,6 +13,7 @@ from verl.types import Metric, Metrics, Ref, Refs, Unit
 
 if TYPE_CHECKING:
     from verl.driver.rollouts import RolloutStats
+    from verl.sandbox.pool import PoolLoad
 
 
 def spread(name: str, values: Iterable[float], unit: Unit) -> Metrics:
@@ -69,3 +70,14 @@ def batch_metrics(refs: Refs, stats: RolloutStats, version: int) -> Metrics:
         out[f"groups/{reason}"] = Metric(stats.released[reason], 1, "group", "sum")
     out |= spread("groups/size", Counter(t.group_id for t in train).values(), "group")
     return out
+
+
+def pool_metrics(load: PoolLoad) -> Metrics:
+    """How long answers waited for a grader, and how long the graders took."""
+    if not load.calls:
+        return {}
+    return {
+        "reward/queue_s/mean": Metric(load.queued_s, load.calls, "sequence"),
+        "reward/queue_s/max": Metric(load.longest_queued_s, load.calls, "sequence", "max"),
+        "reward/call_s/mean": Metric(load.busy_s, load.calls, "sequence"),
+    }

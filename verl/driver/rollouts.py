@@ -170,6 +170,7 @@ class RolloutManager:
                 who=f"step {step + 1}",
                 what=lambda: self.scheduler.why_waiting(self._clock()),
                 timeout_s=self._timeout_s,
+                moved_s=lambda: self._trajectories.moved_s,
             )
 
     def on_trained(self, step: int, refs: Refs) -> None:
@@ -194,6 +195,7 @@ class RolloutManager:
                 who="driver",
                 what=lambda: f"{len(self._running)} groups to end before training",
                 timeout_s=self._timeout_s,
+                moved_s=lambda: self._trajectories.moved_s,
             )
             self._check()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
@@ -49,8 +50,10 @@ class TrajectoryRunner:
         seed: int,
         max_attempts: int,
         timeout_s: float,
+        reward_timeout_s: float | None = None,
     ) -> None:
-        """timeout_s: for the agent loop of one attempt, and again for its reward."""
+        """timeout_s: for the agent loop of one attempt · reward_timeout_s: for its reward (None: the same), counted
+        from the last reward that came: many answers wait for few graders, and that is no fault of an answer."""
         assert max_attempts >= 1, f"max_attempts={max_attempts}: a trajectory is tried at least once"
         self._engine = engine
         self._loop = loop
@@ -60,11 +63,13 @@ class TrajectoryRunner:
         self._seed = seed
         self._max_attempts = max_attempts
         self._timeout_s = timeout_s
+        self._reward_timeout_s = timeout_s if reward_timeout_s is None else reward_timeout_s
+        self.moved_s = -math.inf  # when a reward came last
 
     @property
     def longest_s(self) -> float:
-        """No trajectory takes longer, whatever user code does."""
-        return 2 * self._max_attempts * self._timeout_s
+        """No trajectory takes longer without a reward for any other, whatever user code does."""
+        return self._max_attempts * (self._timeout_s + self._reward_timeout_s)
 
     async def run(self, task: Task, spec: TrajectorySpec, sampling: Sampling) -> Trajectory:
         """The first attempt that ends with a valid reward, or the last one."""
@@ -154,10 +159,14 @@ class TrajectoryRunner:
             response_ids=response,
         )
         try:
-            with self._waits.limit(who=f"trajectory {name}", what="its reward", timeout_s=self._timeout_s):
-                return await self._reward.score(request)
+            limit_s = self._reward_timeout_s
+            who, what = f"trajectory {name}", "its reward"
+            with self._waits.limit(who=who, what=what, timeout_s=limit_s, moved_s=lambda: self.moved_s):
+                found = await self._reward.score(request)
         except DeadlineExpired:
-            return Invalid("timeout", f"no reward in {self._timeout_s:g} s")
+            return Invalid("timeout", f"no reward in {limit_s:g} s")
+        self.moved_s = asyncio.get_running_loop().time()
+        return found
 
 
 async def together(plays: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

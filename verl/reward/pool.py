@@ -8,8 +8,8 @@ from typing import Any
 from verl.reward.base import RewardRequest
 from verl.reward.result import score_and_components
 from verl.sandbox.messages import CallableSpec, Failure, Finite
-from verl.sandbox.pool import Pool
-from verl.types import Invalid, Score
+from verl.sandbox.pool import Pool, PoolStats
+from verl.types import Invalid, Score, Task
 
 CALL_NAMES = ("data_source", "solution_str", "ground_truth", "extra_info")
 LIST_NAMES = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
@@ -50,3 +50,29 @@ class RewardPool(Pool[tuple[float, dict[str, float]]]):
         arguments["extra_info"] = dict(request.extra_info)
         got = await self.call(arguments)
         return Invalid(got.reason, got.detail) if isinstance(got, Failure) else Score(*got)
+
+    async def rehearse(self, task: Task) -> None:
+        """One call before anything expensive starts, with the ground truth as answer and else with none. ValueError if
+        the function raises on both, or returns no score. Its value is nobody's."""
+        said = ""
+        for answer in dict.fromkeys((task.ground_truth if isinstance(task.ground_truth, str) else "", "")):
+            request = RewardRequest(
+                request_id="rehearsal",
+                data_source=task.data_source,
+                solution_str=answer,
+                ground_truth=task.ground_truth,
+                extra_info={**task.extra_info, "num_turns": 1},
+                prompt_ids=task.prompt_ids,
+                response_ids=task.prompt_ids[:0],
+            )
+            found = await self.score(request)
+            if isinstance(found, Score) or found.reason not in ("exception", "bad_result"):
+                break
+            said = said or f"{answer[:60]!r} gave: {' '.join(found.detail.split())[-400:]}"
+        else:
+            raise ValueError(
+                f"{self.spec}: no score for row {task.index}, neither for its own ground truth nor an empty answer: "
+                f"{said}. Fix: return a number for any answer, 0.0 for one that cannot be read"
+            )
+        self.stats = PoolStats()
+        self.take_load()

@@ -6,6 +6,7 @@ front of the queue."""
 from __future__ import annotations
 
 import asyncio
+import math
 import pickle
 import time
 from collections import Counter, deque
@@ -32,10 +33,33 @@ class PoolStats:
     repeated: int = 0  # calls repeated in a fresh worker
 
 
+@dataclass(slots=True)
+class PoolLoad:
+    """What the calls of some time asked of the workers. queued_s: their waits for a worker; busy_s: their own time."""
+
+    workers: int
+    calls: int = 0
+    queued_s: float = 0.0
+    longest_queued_s: float = 0.0
+    busy_s: float = 0.0
+    first_s: float = 0.0  # when the first and the last of them came (`time.monotonic`)
+    last_s: float = 0.0
+
+    @property
+    def workers_that_would_do(self) -> int:
+        """So that the work is done about when the last call has come, two calls later at most. 0: these will do."""
+        if not self.calls or self.queued_s / self.calls <= max(1.0, 2 * self.busy_s / self.calls):
+            return 0
+        needed = math.ceil(self.busy_s / (self.last_s - self.first_s + 2 * self.busy_s / self.calls))
+        return needed if needed > self.workers else 0
+
+
 @dataclass(slots=True, eq=False)
 class _Call(Generic[T]):
     arguments: bytes
     outcome: asyncio.Future[T | Failure]
+    since_s: float = field(default_factory=time.monotonic)
+    begun: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -73,6 +97,7 @@ class Pool(Generic[T]):
         self.spec, self.stats = spec, PoolStats()
         self._timeout_s, self._memory_limit_mb, self._start_timeout_s = timeout_s, memory_limit_mb, start_timeout_s
         self._max_calls = max_calls_per_worker
+        self._load = PoolLoad(num_workers)
         self._slots: list[_Slot[T]] = [_Slot() for _ in range(num_workers)]
         self._idle: deque[_Slot[T]] = deque()
         self._queue: deque[_Call[T]] = deque()  # first come, first served
@@ -93,6 +118,11 @@ class Pool(Generic[T]):
     def waiting(self) -> int:
         """Calls that wait for a worker now."""
         return len(self._queue) + sum(max(0, len(slot.calls) - 1) for slot in self._slots)
+
+    def take_load(self) -> PoolLoad:
+        """Since it was asked last."""
+        found, self._load = self._load, PoolLoad(len(self._slots))
+        return found
 
     async def start(self) -> None:
         """Load the user's callable in every worker. Raises one CannotLoad (a ValueError), with the fix."""
@@ -198,6 +228,7 @@ class Pool(Generic[T]):
                 self.stats.repeated += 1
             else:
                 self._settle(call, outcome)
+            self._load.busy_s += worker.took_s
             self._call_s += 0.1 * (min(max(worker.took_s, 1e-5), 1.0) - self._call_s)
             self._begin(slot)
 
@@ -212,6 +243,14 @@ class Pool(Generic[T]):
     def _begin(self, slot: _Slot[T]) -> None:
         """The front call of a slot, if there is one, runs from now on."""
         self._moved_s = time.monotonic()
+        if slot.calls and not slot.calls[0].begun:
+            call, load = slot.calls[0], self._load
+            call.begun, queued_s = True, self._moved_s - call.since_s
+            load.first_s = min(load.first_s, call.since_s) if load.calls else call.since_s
+            load.last_s = max(load.last_s, call.since_s)
+            load.calls += 1
+            load.queued_s += queued_s
+            load.longest_queued_s = max(load.longest_queued_s, queued_s)
         self._give_up_soon(slot)
 
     def _give_up_soon(self, slot: _Slot[T]) -> None:

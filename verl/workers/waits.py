@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -14,10 +15,16 @@ from typing import Any, TypeVar
 from verl.track.files import write_atomic
 
 T = TypeVar("T")
+Moved = Callable[[], float]
 What = str | Callable[[], str]  # a function is asked only when somebody wants to know
 NOTICE_S = 30.0  # a wait that takes longer is written down for `verl doctor`, at most once in this time
 GRACE_S = 5.0  # for a cancelled coroutine to end
 NAMED = 6  # other waits that an error message names
+
+
+def _never() -> float:
+    """Nothing moves a deadline."""
+    return -math.inf
 
 
 class DeadlineExpired(TimeoutError):
@@ -36,8 +43,10 @@ class Waits:
         self._dumped_s = time.monotonic()
         self.waiting: dict[Limit, None] = {}  # in order
 
-    async def wait(self, awaitable: Awaitable[T], *, who: str, what: What, timeout_s: float) -> T:
-        """Await with a deadline.
+    async def wait(
+        self, awaitable: Awaitable[T], *, who: str, what: What, timeout_s: float, moved_s: Moved = _never
+    ) -> T:
+        """Await with a deadline. moved_s: when there was progress last by the loop's clock: the deadline begins anew.
 
         A coroutine belongs to this wait: when the deadline expires it is cancelled, and it has ended before this
         returns. A future or task may be held by others: it goes on, unless the waiter itself is cancelled.
@@ -46,7 +55,7 @@ class Waits:
         answered = asyncio.get_running_loop().create_future()
         future.add_done_callback(partial(_wake, answered))
         try:
-            with Limit(self, who, what, timeout_s):
+            with Limit(self, who, what, timeout_s, moved_s):
                 await answered
                 return future.result()
         except (DeadlineExpired, asyncio.CancelledError) as error:
@@ -55,10 +64,10 @@ class Waits:
                 await asyncio.wait({future}, timeout=GRACE_S)
             raise
 
-    def limit(self, *, who: str, what: str, timeout_s: float) -> Limit:
+    def limit(self, *, who: str, what: str, timeout_s: float, moved_s: Moved = _never) -> Limit:
         """A deadline for a `with` block, which is cancelled when it expires. Cheaper than `wait`, and only for our own
         code: the block must end when it is cancelled."""
-        return Limit(self, who, what, timeout_s)
+        return Limit(self, who, what, timeout_s, moved_s)
 
     def pending(self) -> list[dict[str, object]]:
         return [
@@ -79,10 +88,11 @@ class Waits:
 class Limit:
     """A deadline for a `with` block; see `Waits.limit`. A class, since a generator costs three times as much."""
 
-    __slots__ = ("_already", "_expired", "_loop", "_task", "_timer", "_waits", "since_s", "timeout_s", "what", "who")
+    __slots__ = ("_already", "_expired", "_loop", "_moved_s", "_task", "_timer", "_waits", "since_s", "timeout_s")
+    __slots__ += ("what", "who")
 
-    def __init__(self, waits: Waits, who: str, what: What, timeout_s: float) -> None:
-        self._waits, self.who, self.what, self.timeout_s = waits, who, what, timeout_s
+    def __init__(self, waits: Waits, who: str, what: What, timeout_s: float, moved_s: Moved) -> None:
+        self._waits, self.who, self.what, self.timeout_s, self._moved_s = waits, who, what, timeout_s, moved_s
 
     @property
     def text(self) -> str:
@@ -101,7 +111,7 @@ class Limit:
         self._timer = self._loop.call_at(self.since_s + min(self.timeout_s, NOTICE_S), self._look)
 
     def _look(self) -> None:
-        left_s = self.timeout_s - self.waited_s
+        left_s = max(self.since_s, self._moved_s()) + self.timeout_s - self._loop.time()
         self._expired = left_s <= 0
         if self._expired:
             self._task.cancel()
