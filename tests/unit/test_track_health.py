@@ -84,6 +84,7 @@ SINGLE = [
     ("gradient_spike", {"actor/grad_norm": 40.0}, "gradient norm is 40"),
     ("clip_fraction", {"actor/pg_clipfrac": 0.7}, "70% of the tokens are clipped"),
     ("kl_explosion", {"actor/kl_loss": 2.5}, "KL to the reference is 2.5"),
+    ("slow_rewards", {"reward/workers_needed": 6.0}, "reward.num_workers=6 would do"),
 ]
 
 
@@ -157,7 +158,7 @@ def test_a_hacked_component():
 
 
 def test_what_is_a_change_needs_a_past():
-    usual, changes = list(healthy(0, 60)), SINGLE[5:6] + SINGLE[7:8] + SINGLE[10:13] + SINGLE[18:19] + SINGLE[20:]
+    usual, changes = list(healthy(0, 60)), SINGLE[5:6] + SINGLE[7:8] + SINGLE[10:13] + SINGLE[18:19] + SINGLE[20:21]
     for past, alarms in ((usual[-5:-1], 0), (usual[-6:-1], 1)):
         raised = {name: check_health([*past, usual[-1] | change], CONFIG) for name, change, _ in changes}
         assert len(raised) == 7 and all(len(found) == alarms for found in raised.values()), raised

@@ -80,9 +80,8 @@ def task_row(raw: RawRow, cfg: DataConfig) -> TaskRow:
         )
     if messages[-1]["role"] == "assistant":
         raise ValueError(
-            f"{where}: {cfg.prompt_key!r} ends with an assistant turn, {messages[-1]['content'][:60]!r}: the model "
-            "would answer a conversation that has its answer, and answers are not begun by the prompt here. "
-            "Fix: end prompts with the user's turn (to learn an answer: `verl sft`)"
+            f"{where}: {cfg.prompt_key!r} ends with an assistant turn, {messages[-1]['content'][:60]!r}, and answers "
+            "are not begun by the prompt here. Fix: end prompts with the user's turn (to learn an answer: `verl sft`)"
         )
     media = tuple(reference for reference, _ in media_in(row, messages))
     return TaskRow(with_system(messages, cfg), source or "", truth, extra_info, tools, media)
@@ -94,29 +93,16 @@ def _refuse_what_nobody_plays(row: Mapping[str, Any], extra_info: Mapping[str, A
         raise ValueError(
             f"{where}: a preference row ('chosen' and 'rejected'). Fix: `verl dpo` or `verl rm` read these"
         )
-    agent = row.get("agent_name")
-    if agent not in (None, "", "single_turn_agent"):
-        raise ValueError(
-            f"{where}: agent_name={agent!r}: only single_turn_agent is played here, one answer to the prompt. "
-            "Fix: drop the column to train on single answers"
-        )
+    fix = "the row would be trained as a plain question. Fix: drop the column if that is wanted"
+    if (agent := row.get("agent_name")) not in (None, "", "single_turn_agent"):
+        raise ValueError(f"{where}: agent_name={agent!r}, and only single_turn_agent is played here: {fix}")
     for key in ("tools_kwargs", "interaction_kwargs"):
-        if asked := _asked(row.get(key)) or _asked(extra_info.get(key)):
-            raise ValueError(
-                f"{where}: {key!r} names {', '.join(asked)}, and no tool or interaction is played here: the answer "
-                f"would be trained as if there were none. Fix: drop {key!r} to train on single answers"
-            )
-    model = _object(row.get("reward_model"), where, "reward_model")
-    if model.get("style") == "model":
-        raise ValueError(
-            f"{where}: reward_model.style=model asks for a judge that reads the answer; rows are scored by rule here. "
-            "Fix: reward.model=FOLDER scores every row with a trained reward model; set the rows' style to rule then"
-        )
-
-
-def _asked(value: Any) -> list[str]:
-    """The names with something behind them: Arrow fills what a row does not have with null."""
-    return sorted(str(k) for k, v in value.items() if v not in (None, {}, [], "")) if isinstance(value, Mapping) else []
+        found = {**(row.get(key) or {}), **(extra_info.get(key) or {})}
+        if asked := sorted(k for k, v in found.items() if v):  # Arrow fills with null what other rows have
+            raise ValueError(f"{where}: {key!r} names {', '.join(asked)}, which nothing plays here: {fix}")
+    if _object(row.get("reward_model"), where, "reward_model").get("style") == "model":
+        fix = "Fix: reward.model=FOLDER scores every row, whatever it asks for; set style to rule then"
+        raise ValueError(f"{where}: reward_model.style=model asks for a judge, and rows are scored by rule here. {fix}")
 
 
 def conversation_row(raw: RawRow, cfg: DataConfig) -> ConversationRow:

@@ -491,11 +491,7 @@ async def _reward(
             memory_limit_mb=r.memory_limit_mb,
         )
         await pool.start()
-        try:
-            await pool.rehearse(task)
-        except BaseException:
-            await pool.close()
-            raise
+        await pool.rehearse(task)
     found: RewardFn
     if scorer is None:
         assert pool is not None

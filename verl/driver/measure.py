@@ -73,11 +73,11 @@ def batch_metrics(refs: Refs, stats: RolloutStats, version: int) -> Metrics:
 
 
 def pool_metrics(load: PoolLoad) -> Metrics:
-    """How long answers waited for a grader, and how long the graders took."""
-    if not load.calls:
-        return {}
+    """How long answers waited for a grader, how long graders took, and how many would do where these do not."""
+    n = max(1, load.calls)
     return {
-        "reward/queue_s/mean": Metric(load.queued_s, load.calls, "sequence"),
-        "reward/queue_s/max": Metric(load.longest_queued_s, load.calls, "sequence", "max"),
-        "reward/call_s/mean": Metric(load.busy_s, load.calls, "sequence"),
+        "reward/queue_s/mean": Metric(load.queued_s, n, "sequence"),
+        "reward/queue_s/max": Metric(load.longest_queued_s, 1, "sequence", "max"),
+        "reward/call_s/mean": Metric(load.busy_s, n, "sequence"),
+        "reward/workers_needed": Metric(load.workers_that_would_do, 1, "step", "last"),
     }

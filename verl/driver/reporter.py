@@ -16,7 +16,6 @@ from verl.driver.record import SampleRecorder
 from verl.driver.rollouts import RunEnded
 from verl.driver.step import Step
 from verl.report.page import write_report
-from verl.sandbox.pool import PoolLoad
 from verl.track.console import LiveProgress
 from verl.track.events import EventLog
 from verl.track.health import Alarm, check_health
@@ -58,7 +57,6 @@ class Reporter:
         self._recorder, self._on_step = recorder, on_step
         self._recording: asyncio.Task[None] | None = None
         self._record_now = asyncio.Event()
-        self._slow_rewards_said = False
 
     # -- samples -------------------------------------------------------------------------------------------------------
 
@@ -143,19 +141,6 @@ class Reporter:
 
     def check_health(self) -> None:
         self._mind(check_health(self.history, self._config.health))
-
-    def warn_slow_rewards(self, load: PoolLoad, step: int) -> None:
-        """Once, with the number of workers that would do; the metrics go on to say it."""
-        if self._slow_rewards_said or not (enough := load.workers_that_would_do):
-            return
-        self._slow_rewards_said = True
-        text = (
-            f"answers waited {load.queued_s / load.calls:.1f} s for one of {load.workers} graders, which take "
-            f"{load.busy_s / load.calls:.1f} s each: reward.num_workers={enough} would do"
-        )
-        self.progress.message(f"warning: slow_rewards: {text}")
-        alarm = Alarm("warn", "slow_rewards", text, "reward/queue_s/mean")
-        self.events.append("alarm", step, asdict(alarm))
 
     def _mind(self, alarms: Sequence[Alarm]) -> None:
         for alarm in alarms:

@@ -95,9 +95,7 @@ class Run:
         stats = self.groups.take_stats()
         step.log(batch_metrics(step.trained, stats, self.groups.scheduler.version))
         if self.reward_pool is not None:
-            load = self.reward_pool.take_load()
-            step.log(pool_metrics(load))
-            self.reporter.warn_slow_rewards(load, step.number)
+            step.log(pool_metrics(self.reward_pool.take_load()))
         trained = {"sample_ids": step.trained.ids, "version": self.version}
         self.reporter.events.append("trained", step.number, trained)
         self.groups.on_trained(step.index, step.trained)

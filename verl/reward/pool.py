@@ -53,7 +53,7 @@ class RewardPool(Pool[tuple[float, dict[str, float]]]):
 
     async def rehearse(self, task: Task) -> None:
         """One call before anything expensive starts, with the ground truth as answer and else with none. ValueError if
-        the function raises on both, or returns no score. Its value is nobody's."""
+        the function raises on both, or returns no score; the pool is closed then. Its value is nobody's."""
         said = ""
         for answer in dict.fromkeys((task.ground_truth if isinstance(task.ground_truth, str) else "", "")):
             request = RewardRequest(
@@ -62,17 +62,15 @@ class RewardPool(Pool[tuple[float, dict[str, float]]]):
                 solution_str=answer,
                 ground_truth=task.ground_truth,
                 extra_info={**task.extra_info, "num_turns": 1},
-                prompt_ids=task.prompt_ids,
-                response_ids=task.prompt_ids[:0],
             )
             found = await self.score(request)
             if isinstance(found, Score) or found.reason not in ("exception", "bad_result"):
-                break
+                self.stats = PoolStats()
+                self.take_load()
+                return
             said = said or f"{answer[:60]!r} gave: {' '.join(found.detail.split())[-400:]}"
-        else:
-            raise ValueError(
-                f"{self.spec}: no score for row {task.index}, neither for its own ground truth nor an empty answer: "
-                f"{said}. Fix: return a number for any answer, 0.0 for one that cannot be read"
-            )
-        self.stats = PoolStats()
-        self.take_load()
+        await self.close()
+        raise ValueError(
+            f"{self.spec}: no score for row {task.index}, neither for its own ground truth nor an empty answer: "
+            f"{said}. Fix: return a number for any answer, 0.0 for one that cannot be read"
+        )

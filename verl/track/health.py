@@ -173,6 +173,7 @@ TABLE = (
     Row("gradient_spike", "actor/grad_norm", lambda s: s.now >= 1 and s.now > 10 * s.usual),
     Row("clip_fraction", "actor/pg_clipfrac", lambda s: s.now > 0.5),
     Row("kl_explosion", "actor/kl_loss", lambda s: s.now > 0.5 and s.now > 5 * s.usual),
+    Row("slow_rewards", "reward/workers_needed", lambda s: s.now > 0),
 )
 MESSAGES: Mapping[str, str] = {
     "mismatch_stop": "rollout/trainer mismatch: k3 KL is {value:.3g} nats per token, above the stop limit "
@@ -205,6 +206,7 @@ MESSAGES: Mapping[str, str] = {
     "clip_fraction": "{now:.0%} of the tokens are clipped (limit 50%): the update moves too far for its data",
     "kl_explosion": "KL to the reference is {now:.3g} nats per token, {usual:.3g} before: the policy leaves the "
     "reference",
+    "slow_rewards": "answers wait long for a grader (reward/queue_s/mean): reward.num_workers={now:.0f} would do",
 }
 
 

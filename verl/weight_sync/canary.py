@@ -1,13 +1,8 @@
-"""Whether a rollout engine computes with the trainer's weights: its log-probs of fixed sequences, judged by what the
-precision explains.
-
-What it explains is measured with the weights of that very publish: the trainer's packed pass against the model's own
-forward pass in the rollout's precision. Two statistics, neither of which one improbable token can move:
-
-- the mean |dlogp| over the likelier half of the tokens, for weights that are other weights;
-- the scale of the logits, for what hides below the rounding of single tokens. Logits that are larger by a factor of
-  1 + a change the log-prob of a token by a (logp + entropy), so a is a regression over all tokens.
-"""
+"""Whether a rollout engine computes with the trainer's weights: its log-probs of fixed sequences, judged by what
+rounding explains, which is measured with the weights of that very publish (the trainer's pass against the model's own
+pass in the rollout's precision). One improbable token moves neither statistic: the mean |dlogp| over likely tokens, for
+other weights; and the scale of the logits, for what hides below the rounding of single tokens. Logits that are 1 + a
+times as large change a log-prob by a (logp + entropy), so a is a regression over all tokens."""
 
 from __future__ import annotations
 
@@ -26,9 +21,8 @@ LOST = -100.0  # nats of a likely token; a uniform guess among a million has -14
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """The trainer's side, per token of all probes [n]: its id, log-probs and entropies of the trainer's pass, and the
-    log-probs of the model's own pass in the rollout's precision. eps: of that precision, between 1 and the next
-    number."""
+    """The trainer's side, per token of all probes [n]: its id; log-prob and entropy of the trainer's pass; log-prob of
+    the model's own pass in the rollout's precision, of which eps is the resolution at 1."""
 
     targets: np.ndarray
     logprobs: np.ndarray

@@ -22,11 +22,6 @@ GRACE_S = 5.0  # for a cancelled coroutine to end
 NAMED = 6  # other waits that an error message names
 
 
-def _never() -> float:
-    """Nothing moves a deadline."""
-    return -math.inf
-
-
 class DeadlineExpired(TimeoutError):
     """A wait was not answered in time. The message says what was waited for and what else was pending."""
 
@@ -44,7 +39,7 @@ class Waits:
         self.waiting: dict[Limit, None] = {}  # in order
 
     async def wait(
-        self, awaitable: Awaitable[T], *, who: str, what: What, timeout_s: float, moved_s: Moved = _never
+        self, awaitable: Awaitable[T], *, who: str, what: What, timeout_s: float, moved_s: Moved = lambda: -math.inf
     ) -> T:
         """Await with a deadline. moved_s: when there was progress last by the loop's clock: the deadline begins anew.
 
@@ -64,7 +59,7 @@ class Waits:
                 await asyncio.wait({future}, timeout=GRACE_S)
             raise
 
-    def limit(self, *, who: str, what: str, timeout_s: float, moved_s: Moved = _never) -> Limit:
+    def limit(self, *, who: str, what: str, timeout_s: float, moved_s: Moved = lambda: -math.inf) -> Limit:
         """A deadline for a `with` block, which is cancelled when it expires. Cheaper than `wait`, and only for our own
         code: the block must end when it is cancelled."""
         return Limit(self, who, what, timeout_s, moved_s)
