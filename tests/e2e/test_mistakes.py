@@ -82,7 +82,7 @@ def test_a_grader_that_always_fails_is_refused_before_a_model_is_loaded(capsys, 
     for body, words in (("raise KeyError('gold')", ("KeyError", "for its own ground truth")), ("pass", ("None",))):
         path = tmp_path / "reward.py"
         path.write_text(f"def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    {body}\n")
-        refused(capsys, args(f"reward.path={path}"), "reward.path", "row 0", *words)
+        refused(capsys, args(f"reward.path={path}", f"run.name={words[0]}"), "reward.path", "row 0", *words)
 
 
 def test_a_grader_that_fails_on_what_is_sampled_stops_with_the_reasons(capsys, args, tmp_path):
