@@ -26,6 +26,7 @@ from verl.config.schema import AlgorithmConfig, Config
 from verl.data.preference import load_pairs
 from verl.data.source import Cursor, TaskTable, load_conversations, load_tasks
 from verl.driver.checkpointer import Checkpointer
+from verl.driver.measure import pool_metrics
 from verl.driver.models import (
     ModelContext,
     checkpoint_bytes,
@@ -129,7 +130,7 @@ async def assemble(
         stop=checkpointer.stop,
         lock=claimed.lock,
         close_reward=reward.close,
-        reward_pool=pool,
+        reward_metrics=lambda: pool_metrics(pool.take_load()) if pool else {},
         first_index=claimed.state.step if claimed.state else 0,
     )
 

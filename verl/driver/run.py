@@ -13,7 +13,7 @@ from typing import IO, Any
 from verl.config.schema import Config
 from verl.driver.checkpointer import Checkpointer
 from verl.driver.evaluate import evaluate
-from verl.driver.measure import batch_metrics, pool_metrics
+from verl.driver.measure import batch_metrics
 from verl.driver.publisher import Publisher
 from verl.driver.reporter import Reporter, due
 from verl.driver.roles import Learner
@@ -22,10 +22,9 @@ from verl.driver.state import DriverState, restore_rng, rng_state
 from verl.driver.step import Step
 from verl.driver.stopping import StopRequest
 from verl.driver.trajectories import TrajectoryRunner
-from verl.reward.pool import RewardPool
 from verl.rollout.base import RolloutEngine
 from verl.track.metrics import reduce
-from verl.types import Refs, Task
+from verl.types import Metrics, Refs, Task
 from verl.weight_sync.base import SyncReport
 from verl.workers.placement import Placement
 
@@ -49,7 +48,7 @@ class Run:
     stop: StopRequest
     lock: IO[str]
     close_reward: Callable[[], Awaitable[None]]
-    reward_pool: RewardPool | None = None
+    reward_metrics: Callable[[], Metrics]
     first_index: int = 0
     _step: Step | None = None
     _beginning: DriverState | None = None  # of that step
@@ -94,8 +93,7 @@ class Run:
         wakes. Else in the background, in order."""
         stats = self.groups.take_stats()
         step.log(batch_metrics(step.trained, stats, self.groups.scheduler.version))
-        if self.reward_pool is not None:
-            step.log(pool_metrics(self.reward_pool.take_load()))
+        step.log(self.reward_metrics())
         trained = {"sample_ids": step.trained.ids, "version": self.version}
         self.reporter.events.append("trained", step.number, trained)
         self.groups.on_trained(step.index, step.trained)
