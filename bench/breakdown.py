@@ -32,8 +32,8 @@ from bench.results import Table
 from bench.workloads import WORKLOADS, make_inputs
 from verl.accel.cpu.kernels import Kernels
 from verl.batch import pack
-from verl.model_engine.optim import OptimSpec
 from verl.model_engine.hf_model import load_causal_lm
+from verl.model_engine.optim import OptimSpec
 from verl.model_engine.torch_engine import TorchEngine
 from verl.objective import Term, TermValue
 from verl.rollout.base import RolloutContext

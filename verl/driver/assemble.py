@@ -5,26 +5,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from verl.agent_loop.base import AgentLoopBase, AgentLoopFactory, ServerManager
 from verl.agent_loop.single_turn import SingleTurnLoop
 from verl.algorithms.filters import Truncation
-from verl.algorithms.preference import preference_terms, reward_terms
-from verl.algorithms.presets import preference
 from verl.algorithms.resolve import Algorithm, resolve
-from verl.chat import turn_end
 from verl.checkpoint.latest import beyond
 from verl.config.backends import QUEUE, ROLLOUT, SYNC, load, longest_sequence, options_of
 from verl.config.load import Resolved
 from verl.config.plan import algorithm_warnings, policy_updates, total_steps
 from verl.config.schema import AlgorithmConfig, Config
-from verl.data.preference import load_pairs
-from verl.data.source import Cursor, TaskTable, load_conversations, load_tasks
+from verl.data.source import Cursor, TaskTable, load_tasks
 from verl.driver.checkpointer import Checkpointer
 from verl.driver.measure import pool_metrics
 from verl.driver.models import (
@@ -44,9 +39,7 @@ from verl.driver.rollouts import RolloutManager
 from verl.driver.run import Run
 from verl.driver.run_dir import RunDir, open_run_dir, write_config
 from verl.driver.scheduler import Scheduler
-from verl.driver.setup import decoder, device_of, eos_ids, load_tokenizer_of, pad_id, set_up_process, torch_dtype
-from verl.driver.stages import PreferenceStage, RewardStage, SftStage, Stage, reference_logprobs
-from verl.driver.supervised import TRAINER, SupervisedRun
+from verl.driver.setup import decoder, device_of, eos_ids, load_tokenizer_of, set_up_process, torch_dtype
 from verl.driver.trajectories import TrajectoryRunner
 from verl.reward.base import RewardFn
 from verl.reward.compute import check_data_source
@@ -58,7 +51,7 @@ from verl.rollout.router import Router
 from verl.track.console import LiveProgress
 from verl.track.events import EventLog
 from verl.track.sinks import open_sinks
-from verl.types import Sample, Sampling, Task
+from verl.types import Sampling, Task
 from verl.weight_sync.base import CheckpointEngine, SyncContext
 from verl.workers.compute import Compute
 from verl.workers.inproc import InprocGroup
@@ -77,11 +70,27 @@ async def assemble(
     """Every part of an RL run. What can be wrong with the user's input is found here, cheapest first."""
     config = resolved.config
     set_up_process(config)
-    algorithm = algorithm_of(config.algorithm)
+    algorithm_of(config.algorithm)
     tokenizer = load_tokenizer_of(config)
     tasks, eval_tasks = _tasks(config, tokenizer)
     claimed = open_run_dir(resolved, command)
-    progress = progress or LiveProgress()
+    try:
+        return await _run_of(resolved, claimed, tokenizer, tasks, eval_tasks, progress or LiveProgress(), on_step)
+    except BaseException:
+        claimed.lock.close()  # whoever refused the start may be asked again in this process
+        raise
+
+
+async def _run_of(
+    resolved: Resolved,
+    claimed: RunDir,
+    tokenizer: Any,
+    tasks: TaskTable,
+    eval_tasks: Sequence[Task],
+    progress: LiveProgress,
+    on_step: OnStep | None,
+) -> Run:
+    config, algorithm = resolved.config, algorithm_of(resolved.config.algorithm)
     warned = (f"warning: {said}" for said in algorithm_warnings(config))
     progress.message("\n".join([f"data: {tasks.report.summary()}", *warned]))
     waits, timeout_s = Waits(claimed.path / "waits.json"), config.run.wait_timeout_s
@@ -99,7 +108,7 @@ async def assemble(
         progress.message(note)
     rollout = replicas[0] if len(replicas) == 1 else Router(replicas)
     recorder = _recorder(context, claimed, tokenizer, tasks, eval_tasks, progress)
-    reporter = _reporter(claimed, resolved, progress, waits, num_steps, recorder=recorder, on_step=on_step)
+    reporter = reporter_of(claimed, resolved, progress, waits, num_steps, recorder=recorder, on_step=on_step)
     trajectories = _trajectories(config, tokenizer, rollout, reward, waits)
     groups = _groups(config, learner, tasks, trajectories, reporter, num_steps)
     checkpointer = Checkpointer(claimed, learner, trained_roles(learner), checkpoint_bytes(engine), reporter)
@@ -172,7 +181,7 @@ def _groups(
     assert learner.algorithm is not None
     return RolloutManager(
         scheduler=_scheduler(config, learner.algorithm, total_steps),
-        cursor=Cursor(len(tasks), _data_seed(config), config.data.shuffle),
+        cursor=Cursor(len(tasks), data_seed(config), config.data.shuffle),
         tasks=tasks,
         trajectories=trajectories,
         algorithm=learner.algorithm,
@@ -225,69 +234,7 @@ def trained_roles(learner: Learner) -> tuple[str, ...]:
     return tuple(role for role, workers in learner.models.items() if workers.trains)
 
 
-async def assemble_supervised(
-    resolved: Resolved,
-    command: Literal["sft", "rm", "dpo"],
-    *,
-    progress: LiveProgress | None = None,
-    on_step: OnStep | None = None,
-) -> SupervisedRun:
-    """Every part of an SFT, reward-model or preference run. The rows are read and checked before a model is loaded."""
-    config = resolved.config
-    set_up_process(config)
-    tokenizer = load_tokenizer_of(config)
-    if command == "rm":
-        hf_export(config, head="score")  # refuses what could not be saved
-    stage, eval_stage, summary = _stages(config, command, tokenizer)
-    claimed = open_run_dir(resolved, command)
-    progress = progress or LiveProgress()
-    progress.message(f"data: {summary}")
-    num_steps = total_steps_of(config, len(stage), config.supervised.rows_per_step)
-    head: Literal["lm", "score"] = "score" if command == "rm" else "lm"
-    share, waits = command != "sft", Waits(claimed.path / "waits.json")
-    context = context_of(config, updates=num_steps, crash_dir=claimed.path / "crash")
-    engine = policy_engine(context, head=head, share_prefix=share)
-    export = hf_export(config, head=head, pad_token_id=pad_id(tokenizer))
-    trainer = workers_of(context, TRAINER, engine, share_prefix=share, hf_export=export)
-    learner = learner_of(context, None, {TRAINER: trainer}, waits)
-    for one in (stage, eval_stage):
-        if isinstance(one, PreferenceStage) and "ref_logprobs" in one.terms[0].inputs:
-            one.reference = await reference_logprobs(  # the engine still has the start weights
-                one,
-                partial(_logprobs, learner),
-                model_dir=Path(config.model.path),
-                dtype=config.model.dtype,
-                cache_dir=config.data.cache_dir,
-                note=progress.message,
-            )
-    reporter = _reporter(claimed, resolved, progress, waits, num_steps, on_step=on_step)
-    checkpointer = Checkpointer(claimed, learner, trained_roles(learner), checkpoint_bytes(engine), reporter)
-    return SupervisedRun(
-        config=config,
-        dir=claimed.path,
-        total_steps=num_steps,
-        stage=stage,
-        eval_stage=eval_stage,
-        cursor=Cursor(len(stage), _data_seed(config), config.data.shuffle),
-        learner=learner,
-        checkpointer=checkpointer,
-        reporter=reporter,
-        stop=checkpointer.stop,
-        lock=claimed.lock,
-        first_index=claimed.state.step if claimed.state else 0,
-    )
-
-
-async def _logprobs(learner: Learner, samples: Sequence[Sample]) -> list[np.ndarray]:
-    """Log-probs of the trainable tokens of each row, float32."""
-    refs = await learner.queue.put(samples)
-    await learner.done(learner.models[TRAINER].infer(refs, {"logprobs": "ref_logprobs"}), "trainer.infer")
-    found = [row.float().numpy() for row in learner.queue.read(refs, ("ref_logprobs",))["ref_logprobs"].rows()]
-    learner.queue.drop(refs)
-    return found
-
-
-def _reporter(
+def reporter_of(
     claimed: RunDir,
     resolved: Resolved,
     progress: LiveProgress,
@@ -354,40 +301,6 @@ def _recorder(
 
 def updates_of_run(config: Config, total_steps: int) -> int:
     return total_steps * config.step.updates_per_step * config.step.epochs_per_step
-
-
-def _stages(config: Config, command: str, tokenizer: Any) -> tuple[Stage, Stage | None, str]:
-    """The training stage, the evaluation stage if there are such files, and a line about the rows."""
-    kwargs, p = config.model.template_kwargs, config.preference
-    files = ((config.data.train_files, config.data.max_rows), (config.data.eval_files, config.data.max_eval_rows))
-    if command == "sft":
-        tables = [
-            load_conversations(f, tokenizer, config.data, template_kwargs=kwargs, max_rows=n) if f else None
-            for f, n in files
-        ]
-        assert tables[0] is not None, "validated"
-        return SftStage(tables[0]), SftStage(tables[1]) if tables[1] else None, tables[0].report.summary()
-    terms = (
-        reward_terms(center_coef=p.center_coef, margin=p.use_margin)
-        if command == "rm"
-        else preference_terms(p.loss, beta=p.beta, options=p.options)
-    )
-    row = preference(p.loss)
-    paired, needs_gap = command == "rm" or row.paired, p.use_margin if command == "rm" else row.needs_gap
-    if not paired and config.supervised.rows_per_step < 2:
-        raise ValueError(
-            "supervised.rows_per_step=1: kto compares rows with the other rows of a step; set at least 2 (64 is usual)"
-        )
-    pairs = [
-        load_pairs(f, tokenizer, config.data, paired=paired, needs_gap=needs_gap, template_kwargs=kwargs, max_rows=n)
-        if f
-        else None
-        for f, n in files
-    ]
-    assert pairs[0] is not None, "validated"
-    end = turn_end(tokenizer, kwargs)
-    make = (lambda t: RewardStage(t, terms, end)) if command == "rm" else (lambda t: PreferenceStage(t, terms, paired))
-    return make(pairs[0]), make(pairs[1]) if pairs[1] else None, pairs[0].summary()
 
 
 # -- parts -------------------------------------------------------------------------------------------------------------
@@ -464,7 +377,7 @@ def _scheduler(config: Config, algorithm: Algorithm, total_steps: int) -> Schedu
     )
 
 
-def _data_seed(config: Config) -> int:
+def data_seed(config: Config) -> int:
     return config.run.seed if config.data.seed is None else config.data.seed
 
 

@@ -19,7 +19,8 @@ from verl.config.load import Resolved, validate
 from verl.config.model_files import describe_model
 from verl.config.plan import STATE_BYTES, checkpoints_kept, make_plan, render_plan, small_disk
 from verl.config.schema import Config
-from verl.driver.assemble import assemble, assemble_supervised
+from verl.driver.assemble import assemble
+from verl.driver.assemble_supervised import assemble_supervised
 from verl.driver.evaluate import evaluate
 from verl.driver.loop import train
 from verl.driver.reporter import OnStep

@@ -83,8 +83,10 @@ class Waits:
 class Limit:
     """A deadline for a `with` block; see `Waits.limit`. A class, since a generator costs three times as much."""
 
-    __slots__ = ("_already", "_expired", "_loop", "_moved_s", "_task", "_timer", "_waits", "since_s", "timeout_s")
-    __slots__ += ("what", "who")
+    __slots__ = (
+        *("_already", "_expired", "_loop", "_moved_s", "_task", "_timer", "_waits"),
+        *("since_s", "timeout_s", "what", "who"),
+    )
 
     def __init__(self, waits: Waits, who: str, what: What, timeout_s: float, moved_s: Moved) -> None:
         self._waits, self.who, self.what, self.timeout_s, self._moved_s = waits, who, what, timeout_s, moved_s

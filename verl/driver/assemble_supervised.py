@@ -1,0 +1,142 @@
+"""Config -> the parts of a supervised run: SFT, reward models, preferences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from verl.algorithms.preference import preference_terms, reward_terms
+from verl.algorithms.presets import preference
+from verl.chat import turn_end
+from verl.config.load import Resolved
+from verl.config.schema import Config
+from verl.data.preference import load_pairs
+from verl.data.source import Cursor, load_conversations
+from verl.driver.assemble import context_of, data_seed, learner_of, reporter_of, total_steps_of, trained_roles
+from verl.driver.checkpointer import Checkpointer
+from verl.driver.models import checkpoint_bytes, hf_export, policy_engine, workers_of
+from verl.driver.reporter import OnStep
+from verl.driver.roles import Learner
+from verl.driver.run_dir import RunDir, open_run_dir
+from verl.driver.setup import load_tokenizer_of, pad_id, set_up_process
+from verl.driver.stages import PreferenceStage, RewardStage, SftStage, Stage, reference_logprobs
+from verl.driver.supervised import TRAINER, SupervisedRun
+from verl.track.console import LiveProgress
+from verl.types import Sample
+from verl.workers.waits import Waits
+
+
+async def assemble_supervised(
+    resolved: Resolved,
+    command: Literal["sft", "rm", "dpo"],
+    *,
+    progress: LiveProgress | None = None,
+    on_step: OnStep | None = None,
+) -> SupervisedRun:
+    """Every part of an SFT, reward-model or preference run. The rows are read and checked before a model is loaded."""
+    config = resolved.config
+    set_up_process(config)
+    tokenizer = load_tokenizer_of(config)
+    if command == "rm":
+        hf_export(config, head="score")  # refuses what could not be saved
+    stages = _stages(config, command, tokenizer)
+    claimed = open_run_dir(resolved, command)
+    try:
+        return await _run_of(resolved, command, claimed, tokenizer, stages, progress or LiveProgress(), on_step)
+    except BaseException:
+        claimed.lock.close()  # whoever refused the start may be asked again in this process
+        raise
+
+
+async def _run_of(
+    resolved: Resolved,
+    command: Literal["sft", "rm", "dpo"],
+    claimed: RunDir,
+    tokenizer: Any,
+    stages: tuple[Stage, Stage | None, str],
+    progress: LiveProgress,
+    on_step: OnStep | None,
+) -> SupervisedRun:
+    config, (stage, eval_stage, summary) = resolved.config, stages
+    progress.message(f"data: {summary}")
+    num_steps = total_steps_of(config, len(stage), config.supervised.rows_per_step)
+    head: Literal["lm", "score"] = "score" if command == "rm" else "lm"
+    share, waits = command != "sft", Waits(claimed.path / "waits.json")
+    context = context_of(config, updates=num_steps, crash_dir=claimed.path / "crash")
+    engine = policy_engine(context, head=head, share_prefix=share)
+    export = hf_export(config, head=head, pad_token_id=pad_id(tokenizer))
+    trainer = workers_of(context, TRAINER, engine, share_prefix=share, hf_export=export)
+    learner = learner_of(context, None, {TRAINER: trainer}, waits)
+    for one in (stage, eval_stage):
+        if isinstance(one, PreferenceStage) and "ref_logprobs" in one.terms[0].inputs:
+            one.reference = await reference_logprobs(  # the engine still has the start weights
+                one,
+                partial(_logprobs, learner),
+                model_dir=Path(config.model.path),
+                dtype=config.model.dtype,
+                cache_dir=config.data.cache_dir,
+                note=progress.message,
+            )
+    reporter = reporter_of(claimed, resolved, progress, waits, num_steps, on_step=on_step)
+    checkpointer = Checkpointer(claimed, learner, trained_roles(learner), checkpoint_bytes(engine), reporter)
+    return SupervisedRun(
+        config=config,
+        dir=claimed.path,
+        total_steps=num_steps,
+        stage=stage,
+        eval_stage=eval_stage,
+        cursor=Cursor(len(stage), data_seed(config), config.data.shuffle),
+        learner=learner,
+        checkpointer=checkpointer,
+        reporter=reporter,
+        stop=checkpointer.stop,
+        lock=claimed.lock,
+        first_index=claimed.state.step if claimed.state else 0,
+    )
+
+
+async def _logprobs(learner: Learner, samples: Sequence[Sample]) -> list[np.ndarray]:
+    """Log-probs of the trainable tokens of each row, float32."""
+    refs = await learner.queue.put(samples)
+    await learner.done(learner.models[TRAINER].infer(refs, {"logprobs": "ref_logprobs"}), "trainer.infer")
+    found = [row.float().numpy() for row in learner.queue.read(refs, ("ref_logprobs",))["ref_logprobs"].rows()]
+    learner.queue.drop(refs)
+    return found
+
+
+def _stages(config: Config, command: str, tokenizer: Any) -> tuple[Stage, Stage | None, str]:
+    """The training stage, the evaluation stage if there are such files, and a line about the rows."""
+    kwargs, p = config.model.template_kwargs, config.preference
+    files = ((config.data.train_files, config.data.max_rows), (config.data.eval_files, config.data.max_eval_rows))
+    if command == "sft":
+        tables = [
+            load_conversations(f, tokenizer, config.data, template_kwargs=kwargs, max_rows=n) if f else None
+            for f, n in files
+        ]
+        assert tables[0] is not None, "validated"
+        return SftStage(tables[0]), SftStage(tables[1]) if tables[1] else None, tables[0].report.summary()
+    terms = (
+        reward_terms(center_coef=p.center_coef, margin=p.use_margin)
+        if command == "rm"
+        else preference_terms(p.loss, beta=p.beta, options=p.options)
+    )
+    row = preference(p.loss)
+    paired, needs_gap = command == "rm" or row.paired, p.use_margin if command == "rm" else row.needs_gap
+    if not paired and config.supervised.rows_per_step < 2:
+        raise ValueError(
+            "supervised.rows_per_step=1: kto compares rows with the other rows of a step; set at least 2 (64 is usual)"
+        )
+    pairs = [
+        load_pairs(f, tokenizer, config.data, paired=paired, needs_gap=needs_gap, template_kwargs=kwargs, max_rows=n)
+        if f
+        else None
+        for f, n in files
+    ]
+    assert pairs[0] is not None, "validated"
+    end = turn_end(tokenizer, kwargs)
+    make = (lambda t: RewardStage(t, terms, end)) if command == "rm" else (lambda t: PreferenceStage(t, terms, paired))
+    return make(pairs[0]), make(pairs[1]) if pairs[1] else None, pairs[0].summary()
