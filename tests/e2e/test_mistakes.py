@@ -174,6 +174,7 @@ def test_a_key_from_the_environment_is_in_no_file_of_a_run_that_failed(
 ):
     (tmp_path / "judge.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None, key=None):\n"
+        "    if solution_str in ('', ground_truth):  # the call before the run\n        return 0.0\n"
         "    raise PermissionError(f'401 for {key}')\n"
     )
     monkeypatch.setenv("JUDGE_KEY", "sk-very-secret-0123")

@@ -87,8 +87,10 @@ def test_ctrl_c_saves_and_a_second_one_is_out_now(tmp_path, tiny_model, arithmet
         process.send_signal(signal.SIGINT)
         assert process.wait(40) == 130
         assert saved(run_dir) == [max(metrics_of(run_dir))]
-        (tmp_path / "hang").touch()
+        done = steps_done(run_dir)
         process = start(args, stdout=log, stderr=log)
+        wait_for(lambda: steps_done(run_dir) > done, 120, "another step")
+        (tmp_path / "hang").touch()
         wait_for((tmp_path / "hangs").exists, 60, "a reward that hangs")
         process.send_signal(signal.SIGINT)
         wait_for(lambda: (tmp_path / "log").read_text().count("SIGINT: finishing") == 2, 10, "the first to be heard")

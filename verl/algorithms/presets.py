@@ -258,7 +258,7 @@ def setting_types() -> dict[str, str]:
 
 def setting_texts() -> dict[str, str]:
     """The same -> what it may be, as text. (Every algorithm has its own defaults: `verl show algorithm=NAME`.)"""
-    return {key: limits.wanted(kind) for key, limits, kind in _every_knob() if not limits.option}
+    return {key: limits.wanted(kind) for key, limits, kind in reversed(_every_knob()) if not limits.option}
 
 
 def changed(preset: Preset) -> dict[str, Any]:

@@ -70,6 +70,7 @@ class Checkpointer:
         nothing of it is left, earlier ones are untouched, and the run goes on; with `last` the OSError is raised."""
         state = msgspec.structs.replace(state, identity=self._claimed.identity, parent=self._claimed.parent)
         events, began_s = self._reporter.events, time.monotonic()
+        events.flush(fsync=True)  # of the groups that the state holds: they are taken up without a new event
         try:
             await self._write(state, best)
         except OSError as e:
@@ -88,7 +89,6 @@ class Checkpointer:
         """After a stop: the state at the beginning of the step that was not done is saved, where it is not already."""
         done = beginning.step if beginning else 0
         if beginning is not None and self.newest < done:
-            self._reporter.events.flush(fsync=True)
             await self.save(beginning)
         return self.stop.stopped(done + 1, total_steps, self.newest)
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from verl.rollout.base import DecodeFn
+from verl.track.log import logger
 from verl.track.samples import FOLDER, Kind, SampleRow, samples_path, write_samples
 from verl.transfer_queue.base import TransferQueue
 from verl.transfer_queue.rows import read_samples
@@ -38,7 +39,7 @@ class SampleRecorder:
         queue: TransferQueue,
         run_dir: Path,
         decode: DecodeFn,
-        report: Callable[[str], None],
+        report: Callable[[str], None] = logger.warning,
         *,
         decode_prompt: DecodeFn | None = None,
         truth_of: Callable[[str], Any] = lambda task_id: None,

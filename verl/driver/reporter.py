@@ -98,8 +98,8 @@ class Reporter:
 
     def keep(self, step: Step) -> None:
         """What a checkpoint follows from is on disk before it: a kill right after its commit loses no record."""
-        self.events.flush(fsync=True)
         self._sinks.keep(step.number, reduce(step.metrics))
+        self.events.flush(fsync=True)
 
     def log(self, step: Step, *, tokens: int, more: Mapping[str, float]) -> dict[str, float]:
         """Close the step's ledger and hand its values to the sinks; RunEnded where a health rule says stop."""
