@@ -13,8 +13,8 @@ import torch
 from transformers import AutoTokenizer
 
 from verl.algorithms.losses import nll
-from verl.model_engine.optim import OptimSpec
 from verl.model_engine.hf_model import load_causal_lm
+from verl.model_engine.optim import OptimSpec
 from verl.model_engine.torch_engine import TorchEngine
 from verl.objective import Term
 from verl.recipes import arithmetic as task
