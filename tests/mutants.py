@@ -57,6 +57,11 @@ RUN = "tests/e2e/test_controllers.py tests/e2e/test_train.py tests/e2e/test_resu
 PACK = "tests/unit/test_batch.py tests/numerics/test_split.py"
 DISPATCH = "tests/unit/test_dispatch.py tests/unit/test_workers.py tests/contracts/test_worker_group_contract.py"
 
+MASKS = "tests/numerics/test_term_masks.py"
+TERMS = "tests/numerics/test_preference_terms.py"
+IDENTITY = "tests/unit/test_identity.py tests/e2e/test_run_identity.py"
+CANARY = "tests/contracts/test_canary.py"
+
 A, W = "algorithms/", "workers/"
 MUTANTS = (
     # -- estimators
@@ -375,6 +380,64 @@ MUTANTS = (
         'truncated=trajectory.stop_reason in ("length", "context_full")',
         'truncated=trajectory.stop_reason == "length"',
         f"{FLOW} tests/unit/test_agent_loop.py tests/unit/test_batch.py",
+    ),
+    # -- what a term sees, what is cut off, who is asked
+    Mutant(A + "weights.py", "columns.mask if term.sees_rejected else seen.mask", "(weight != 0) & seen.mask", MASKS),
+    Mutant(
+        A + "weights.py",
+        "return torch.where(columns.mask, logs.exp()[columns.sequence_of], 0.0)",
+        "return weight",
+        MASKS,
+    ),
+    Mutant(A + "resolve.py", 'own["sees_rejected"] = True', "pass", MASKS),
+    Mutant(
+        A + "preference.py",
+        "shared[w] = shared[l] = torch.minimum(counts[w], counts[l])",
+        "shared[w] = shared[l] = torch.maximum(counts[w], counts[l])",
+        TERMS,
+    ),
+    Mutant(A + "preference.py", "shares, ld_alpha)", "ld_alpha, shares)", TERMS),
+    Mutant(
+        A + "preference.py",
+        'ref = columns.sum(shares * columns["ref_logprobs"]',
+        'ref = columns.sum(columns["ref_logprobs"]',
+        TERMS,
+    ),
+    Mutant(
+        "driver/step.py",
+        "keep = columns.mask & ~cut[columns.sequence_of]",
+        "keep = columns.mask & cut[columns.sequence_of]",
+        f"{MASKS} tests/unit/test_step_settings.py",
+    ),
+    Mutant(
+        "model_engine/objective.py",
+        "inside, present = torch.where(mask, value.values, 0.0), mask",
+        "inside, present = value.values, mask",
+        f"{MASKS} {ENGINE} {SPLIT}",
+    ),
+    # -- verdicts: the run itself, the weights that arrived, the answer that is right
+    Mutant("driver/identity.py", "elif old != new and may_change(key):", "elif old != new:", IDENTITY),
+    Mutant("driver/identity.py", "if was.contents.get(key) != now.contents.get(key):", "if old != new:", IDENTITY),
+    Mutant("driver/identity.py", "if key in resolved.masked:", "if False:", IDENTITY),
+    Mutant("weight_sync/canary.py", "if not found <= allowed:", "if not found <= 1e9:", CANARY),
+    Mutant(
+        "weight_sync/canary.py",
+        "weight = 1.0 / count[word]",
+        "weight = 1.0 * count[word]",
+        CANARY,
+        "one word that stands often weighs more: seen only in sweeps of one-word prompts, by hand",
+    ),
+    Mutant(
+        "weight_sync/canary.py",
+        "order = np.argsort(-self.logprobs, kind",
+        "order = np.argsort(self.logprobs, kind",
+        CANARY,
+    ),
+    Mutant(
+        "reward/shaping.py",
+        "found = np.where(truncated, coef if coef < 0 else scaled, score)",
+        "found = np.where(truncated, scaled, score)",
+        "tests/unit/test_reward_shaping.py",
     ),
     # -- records and resume
     Mutant("driver/record.py", '"advantages": ("advantages",)', '"advantages": ("returns",)', GREEDY),

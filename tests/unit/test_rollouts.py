@@ -19,13 +19,13 @@ import torch
 from fakes import FakeEngine, put
 from stage import SAMPLING, Stage, by_id, group_id, groups_of, jitter, play, seed_of, task_of
 
-from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput
+from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput, CheckedOutput
 from verl.agent_loop.single_turn import SingleTurnLoop
 from verl.algorithms.estimators import grpo, token_rewards
 from verl.algorithms.resolve import resolve
 from verl.transfer_queue.memory import MemoryQueue
 from verl.transfer_queue.rows import read_samples
-from verl.types import Invalid, Refs, Sample, Score, Segment, Trajectory, derive_seed
+from verl.types import Invalid, Refs, Sample, Score, Segment, Trajectory, derive_seed, samples_of
 from verl.workers.compute import Compute
 from verl.workers.waits import DeadlineExpired
 
@@ -515,3 +515,35 @@ def test_the_prompt_of_a_trajectory_is_the_tasks_own(tmp_path):
                 assert torch.tensor(first.ids).dtype == torch.int64
 
     play(test)
+
+
+def test_an_answer_that_ran_out_of_room_is_truncated_for_the_reward_and_in_its_row(tmp_path):
+    """By its own budget or by the context's: both are cut answers (reward shaping, truncated masks)."""
+    seen, rows = {}, {}
+
+    async def test():
+        stage = Stage(
+            tmp_path, reward=lambda request: seen.update({request.request_id: request.truncated}) or Score(1.0)
+        )
+        prompt, answer = Segment(ids=np.array([1, 2]), source="prompt"), np.array([5, 6])
+        sampled = Segment(ids=answer, source="sampled", logprobs=np.zeros(2, np.float32), version=0)
+        for name in ("eos", "stop", "length", "context_full"):
+            made = CheckedOutput((prompt, sampled), name)
+            output = AgentLoopOutput([1, 2], answer.tolist(), [1, 1])
+            reward = await stage.trajectories._score(name, task_of(0), SAMPLING, made, output, 1)
+            trajectory = Trajectory(
+                trajectory_id=name,
+                group_id="g",
+                task_id="t",
+                index=0,
+                purpose="train",
+                attempt=0,
+                sampling=SAMPLING,
+                segments=made.segments,
+                stop_reason=made.stop_reason,
+                reward=reward,
+            )
+            rows[name] = samples_of(trajectory)[0].truncated
+
+    play(test)
+    assert seen == rows == {"eos": False, "stop": False, "length": True, "context_full": True}
