@@ -403,6 +403,10 @@ TRANSFORMS = [
     ([f"{ACTOR}clip_ratio=0.2", f"{ACTOR}clip_ratio_low=0.2"], {"algorithm.clip_low": 0.2, "algorithm.clip_high": 0.2}),
     (["algorithm.adv_estimator=grpo", f"{ACTOR}policy_loss.loss_mode=gspo"], {"algorithm.name": "gspo"}),
     (
+        ["algorithm.adv_estimator=grpo", f"{ACTOR}policy_loss.loss_mode=gspo", f"{ACTOR}loss_agg_mode=token-mean"],
+        {"algorithm.name": "gspo", "algorithm.aggregation": "token-mean"},
+    ),
+    (
         ["algorithm.adv_estimator=grpo", "algorithm.norm_adv_by_std_in_grpo=False"],
         {"algorithm.name": "grpo", "algorithm.normalize_by_std": False},
     ),
@@ -792,6 +796,14 @@ def test_unknown_keys_name_the_nearest_of_both_vocabularies() -> None:
     said = {typo: refusal(f"{typo}=1") for typo, _ in TYPOS}
     right = {typo: f"unknown key '{typo}': did you mean .*{re.escape(meant)}" for typo, meant in TYPOS}
     assert not [text for typo, text in said.items() if not re.search(right[typo], text)]
+
+
+def test_a_sequence_ratio_keeps_its_mean_over_answers_where_none_is_said() -> None:
+    """verl's newer trainers fix it for these losses; by the older ones' default a script ran something else."""
+    for mode, expected in (("gspo", None), ("geo_mean", None), ("sapo", None), ("cispo", "token-mean")):
+        args = ["model.path=/m", "algorithm.adv_estimator=grpo", f"{ACTOR}policy_loss.loss_mode={mode}"]
+        found = load_config(args, verl_defaults="rl").config.algorithm.options
+        assert found.get("aggregation") == expected, mode
 
 
 def test_values_of_ignored_keys_need_not_be_readable() -> None:

@@ -14,6 +14,8 @@ _COVARIANCE = {
     "kl_cov": {"kl_cov_ratio": "cov_ratio", "ppo_kl_coef": "cov_coef"},
 }
 
+_BY_SEQUENCE = ("gspo", "gspo_token", "geo_mean", "gmpo", "sapo")
+
 
 def objective(given: Given) -> Result:
     """adv_estimator and loss_mode are one choice here: the preset, or the preset with another loss."""
@@ -132,6 +134,8 @@ def _rejected(key: str, stat: str, text: str) -> str:
 def aggregation(given: Given) -> Result:
     """By a constant: verl's is the width of the responses, the limit, where none is given."""
     mode, factor = given.get(f"{ACTOR}loss_agg_mode"), f"{ACTOR}loss_scale_factor"
+    if f"{ACTOR}loss_agg_mode" not in given.values and given.said(f"{ACTOR}policy_loss.loss_mode") in _BY_SEQUENCE:
+        mode = None  # the preset's: its ratio is of a sequence, and verl's newer trainers fix the mode too
     out: Result = {} if mode is None else {"algorithm.aggregation": mode}
     horizon = given.said(factor)
     if horizon is None and mode == BY_HORIZON:
