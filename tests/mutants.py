@@ -289,7 +289,9 @@ MUTANTS = (
     Mutant("driver/step.py", "if kl.target is not None:", "if False:", KL),
     Mutant("driver/step.py", "share = float(1 - (returns - values).var() / spread)", "share = 0.0", STEP),
     Mutant("driver/step.py", "for epoch in range(epochs):", "for epoch in range(1):", f"{SPLIT} {SCHEDULE}"),
-    Mutant("driver/step.py", 'suffix = f"/{epoch}" if epoch else ""', 'suffix = ""', SPLIT),
+    Mutant(
+        "driver/step.py", 'suffix = f"/{epoch}" if epoch else ""', 'suffix = ""', f"{SPLIT} tests/unit/test_compute.py"
+    ),
     Mutant("driver/step.py", 'return ["old_logprobs"]\n    return []', "return []\n    return []", f"{CORR} {STEP}"),
     Mutant(
         "driver/step.py",
@@ -310,9 +312,9 @@ MUTANTS = (
         WAITS,
     ),
     Mutant(
-        "driver/assemble.py",
-        "total_steps * config.step.updates_per_step * config.step.epochs_per_step",
-        "total_steps * config.step.updates_per_step",
+        "config/plan.py",
+        "max(0, steps - waits) * s.updates_per_step * s.epochs_per_step",
+        "max(0, steps - waits) * s.updates_per_step",
         SCHEDULE,
     ),
     # -- workers

@@ -463,3 +463,22 @@ def test_a_group_of_the_checkpoint_that_no_longer_fits_is_not_started(tmp_path):
         assert sorted(first + trained) == [group_id(i) for i in range(16)], "none is lost, none is doubled"
 
     play(test)
+
+
+def test_dynamic_sampling_looks_at_the_score_before_its_shaping(tmp_path):
+    """Four right answers of unlike lengths: the overlong penalty tells them apart, what they are worth does not."""
+
+    async def test():
+        shaped = {name: 1.0 - 0.1 * i for i, name in enumerate(("train0", "train1", "train2", "train3"))}
+
+        def reward(request):
+            value = next(v for name, v in shaped.items() if name in request.request_id)
+            right = 1.0 if request.request_id.startswith(group_id(0)) else value
+            return Score(value, {"score": right, "overlong_penalty": value - right})
+
+        stage = Stage(tmp_path, reward=reward, algorithm=resolve("dapo"), prompts=2)
+        async with stage.groups:
+            refs = await stage.step()
+        assert group_id(0) not in {r.group_id for r in refs} and len(refs) == 8
+
+    play(test)
