@@ -20,6 +20,7 @@ _WANTED = "a Hugging Face folder (config.json, safetensors, tokenizer)"
 _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|masked_bias)$")
 _CAUSAL_MASK = re.compile(r"(^|\.)attn\.bias$")
+_INTEGER_TABLES = ("_ids", "bias", "mask")  # positions and causal masks that some checkpoints store
 _EMBEDDING = re.compile(r"(embed_tokens|wte|word_embeddings|embed_in)\.weight$")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -92,6 +93,7 @@ def describe_model(path: str, tokenizer_path: str | None = None) -> ModelFacts:
     config = full.get("text_config") if isinstance(full.get("text_config"), dict) else full
     assert isinstance(config, dict)
     tensors = read_weight_headers(folder)
+    refuse_quantised(folder, full, tensors)
     hidden = _size(folder, config, "hidden_size", "n_embd", "d_model")
     heads = _size(folder, config, "num_attention_heads", "n_head")
     trained = {n: t for n, t in tensors.items() if not _is_buffer(n, t)}
@@ -144,6 +146,20 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ValueError(f"{folder}: no config.json; model.path must be {_WANTED}")
     return _json_object(file, file.read_bytes())
+
+
+def refuse_quantised(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorHeader]) -> None:
+    """ValueError for weights that stand for other numbers than they hold: there is nothing to train in them."""
+    fix = "take the model's weights in bfloat16, float16 or float32 (the folder that this one was quantised from)"
+    quantised = config.get("quantization_config")
+    if isinstance(quantised, dict):
+        method = quantised.get("quant_method") or "an unnamed method"
+        raise ValueError(f"model.path={folder}: quantised with {method} (quantization_config in config.json); {fix}")
+    for name, tensor in tensors.items():
+        table = len(tensor.shape) < 2 or _is_buffer(name, tensor) or name.endswith(_INTEGER_TABLES)
+        if tensor.dtype not in DTYPE_NAMES and not table:
+            why = f"{name} is stored as {tensor.dtype}, and config.json has no quantization_config that says its scale"
+            raise ValueError(f"model.path={folder}: {why}; {fix}")
 
 
 def check_tokenizer(model_folder: Path, tokenizer_path: str | None = None) -> None:

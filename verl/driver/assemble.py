@@ -39,7 +39,15 @@ from verl.driver.rollouts import RolloutManager
 from verl.driver.run import Run
 from verl.driver.run_dir import RunDir, open_run_dir, write_config
 from verl.driver.scheduler import Scheduler
-from verl.driver.setup import decoder, device_of, eos_ids, load_tokenizer_of, set_up_process, torch_dtype
+from verl.driver.setup import (
+    decoder,
+    device_of,
+    eos_ids,
+    load_tokenizer_of,
+    require_an_end,
+    set_up_process,
+    torch_dtype,
+)
 from verl.driver.trajectories import TrajectoryRunner
 from verl.reward.base import RewardFn
 from verl.reward.compute import check_data_source
@@ -72,6 +80,7 @@ async def assemble(
     set_up_process(config)
     algorithm_of(config.algorithm)
     tokenizer = load_tokenizer_of(config)
+    require_an_end(config, tokenizer)
     tasks, eval_tasks = _tasks(config, tokenizer)
     claimed = open_run_dir(resolved, command)
     try:

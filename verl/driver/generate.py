@@ -13,7 +13,7 @@ from verl.chat import render_prompt
 from verl.config.schema import Config
 from verl.driver.assemble import checkpoint_engine, context_of, rollout_engine, sampling_of
 from verl.driver.models import frozen_engine, workers_of
-from verl.driver.setup import decoder, load_tokenizer_of, set_up_process
+from verl.driver.setup import decoder, load_tokenizer_of, require_an_end, set_up_process
 from verl.rollout.base import Completion
 from verl.types import derive_seed
 
@@ -22,6 +22,7 @@ def generate_once(config: Config, prompt: str, n: int) -> list[tuple[str, str, f
     """[(text, stop reason, mean log-prob per token)] of n answers; greedy if rollout.temperature=0."""
     set_up_process(config)
     tokenizer = load_tokenizer_of(config)
+    require_an_end(config, tokenizer)
     messages = [{"role": "user", "content": prompt}]
     ids = render_prompt(tokenizer, messages, template_kwargs=config.model.template_kwargs)
     if len(ids) > config.data.max_prompt_tokens:

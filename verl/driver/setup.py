@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
 from verl.chat import load_tokenizer, require_chat_template
+from verl.checkpoint.loadable import check_loadable
 from verl.config.schema import Config
 
 
@@ -60,7 +61,24 @@ def load_tokenizer_of(config: Config) -> Any:
         path, trust_remote_code=config.model.trust_remote_code, chat_template_file=config.model.chat_template
     )
     require_chat_template(tokenizer, path)
+    folder = Path(config.model.path)
+    hf_config = check_loadable(folder, trust_remote_code=config.model.trust_remote_code)
+    _refuse_other_vocabulary(tokenizer, hf_config.get_text_config().vocab_size, folder)
     return tokenizer
+
+
+def _refuse_other_vocabulary(tokenizer: Any, rows: int, folder: Path) -> None:
+    """ValueError for a token that the embedding has no row for. Special tokens of other members of a family (an image's
+    placeholder) are let through where the chat template does not write them."""
+    template, added = str(tokenizer.chat_template), tokenizer.added_tokens_decoder
+    unused = {i for i, token in added.items() if token.special and token.content not in template}
+    beyond = sorted((i, text) for text, i in tokenizer.get_vocab().items() if i >= rows and i not in unused)
+    if beyond:
+        last, text = beyond[-1]
+        raise ValueError(
+            f"model.path={folder}: the tokenizer has {len(beyond)} tokens that the model has no embedding for ({rows} "
+            f"rows; the last is {text!r}, id {last}); take both from the same model, or set model.tokenizer_path"
+        )
 
 
 def decoder(tokenizer: Any, *, special_tokens: bool = False) -> Callable[[Sequence[int]], str]:
@@ -77,10 +95,23 @@ def pad_id(tokenizer: Any) -> int | None:
 
 
 def eos_ids(config: Config, tokenizer: Any) -> tuple[int, ...]:
-    """The tokenizer's end token and those of generation_config.json."""
+    """The tokenizer's end token and those of generation_config.json, or of config.json where that names none."""
     found = [tokenizer.eos_token_id]
-    path = Path(config.model.path) / "generation_config.json"
-    if path.is_file():
-        extra = json.loads(path.read_text()).get("eos_token_id")
-        found += extra if isinstance(extra, list) else [extra]
+    for name in ("generation_config.json", "config.json"):
+        path = Path(config.model.path) / name
+        extra = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        if extra is not None:
+            found += extra if isinstance(extra, list) else [extra]
+            break
     return tuple(dict.fromkeys(int(i) for i in found if i is not None))
+
+
+def require_an_end(config: Config, tokenizer: Any) -> None:
+    """ValueError where nothing ends an answer but its limit."""
+    r = config.rollout
+    if not (eos_ids(config, tokenizer) or r.stop or r.stop_token_ids or r.ignore_eos):
+        raise ValueError(
+            f"model.path={config.model.path}: no end-of-sequence token in the tokenizer, generation_config.json or "
+            "config.json: every answer would run to rollout.max_response_tokens. Set eos_token in tokenizer_config.json"
+            ", or rollout.stop=[TEXT] or rollout.stop_token_ids=[ID]; rollout.ignore_eos=true if that is meant"
+        )

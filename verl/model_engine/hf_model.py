@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from verl.checkpoint.loadable import BUILD_ERRORS, cannot_load, check_loadable
+
 
 def load_causal_lm(path: Path, *, trust_remote_code: bool = False, needs_lm_head: bool = True) -> Any:
-    """A causal LM from a Hugging Face folder, float32. Raises ValueError when the folder is not one, or lacks weights.
+    """A causal LM from a Hugging Face folder, float32. Raises ValueError when the folder is not one, is quantised, or
+    its weights are not those that config.json describes.
 
     needs_lm_head: False under another head; a reward model's folder has no language-model head."""
     from transformers import AutoModelForCausalLM
@@ -18,6 +21,7 @@ def load_causal_lm(path: Path, *, trust_remote_code: bool = False, needs_lm_head
 
     if not (path / "config.json").is_file():
         raise ValueError(f"model.path={path}: no config.json there; give a Hugging Face model folder")
+    check_loadable(path, trust_remote_code=trust_remote_code)
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # its report of missing weights is a warning; below they are an error
     try:
@@ -28,8 +32,8 @@ def load_causal_lm(path: Path, *, trust_remote_code: bool = False, needs_lm_head
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError) as e:
-        raise ValueError(f"model.path={path}: cannot be loaded as a causal language model: {e}") from e
+    except BUILD_ERRORS as e:
+        raise cannot_load(path, e) from e
     finally:
         logging.set_verbosity(verbosity)
     model, found = loaded

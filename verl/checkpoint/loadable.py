@@ -1,0 +1,50 @@
+"""Whether a Hugging Face folder is a causal language model that can be trained: said in a line, before it is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl.config.model_files import read_model_config, read_weight_headers, refuse_quantised
+
+# What transformers and a model's own code raise for a config.json that they cannot build.
+BUILD_ERRORS = (OSError, ValueError, KeyError, TypeError, AttributeError, ImportError, RuntimeError, ArithmeticError)
+
+
+def cannot_load(folder: Path, exc: BaseException) -> ValueError:
+    """The one line for what transformers raised."""
+    said, model_type = " ".join(str(exc).split())[:300], read_model_config(folder).get("model_type")
+    return ValueError(
+        f"model.path={folder}: model_type {model_type!r} cannot be loaded as a causal language model "
+        f"({type(exc).__name__}: {said}); give a decoder language model that this transformers knows, or a newer "
+        "transformers, or model.trust_remote_code=true where the folder brings its code"
+    )
+
+
+def check_loadable(folder: Path, *, trust_remote_code: bool = False) -> Any:
+    """The model's configuration. ValueError for quantised weights, an architecture that is no causal language model
+    here, and weights of other shapes than config.json says. No weight is read: the model is built without storage."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    tensors = read_weight_headers(folder) if any(folder.glob("*.safetensors")) else {}
+    refuse_quantised(folder, read_model_config(folder), tensors)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except BUILD_ERRORS as exc:
+        raise cannot_load(folder, exc) from exc
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    wrong = [
+        f"{name} is {list(tensor.shape)} in the weights and {list(wanted)} by config.json"
+        for name, tensor in tensors.items()
+        if (wanted := shapes.get(name, shapes.get(f"{model.base_model_prefix}.{name}"))) not in (None, tensor.shape)
+    ]
+    if wrong:
+        raise ValueError(
+            f"model.path={folder}: {len(wrong)} weights have other shapes than config.json says, e.g. {wrong[0]}; "
+            "take both from the same model"
+        )
+    return config
