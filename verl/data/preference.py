@@ -115,7 +115,9 @@ class PairJob(RenderJob):
                 f"{raw.where}: no true rewards: this loss needs chosen_score and rejected_score, or margin"
                 f" (columns: {names_of(raw.row)})"
             )
-        refuse_media({}, row.prompt + row.chosen + (row.rejected or ()), raw.where)
+        every = row.prompt + row.chosen + (row.rejected or ())
+        refuse_media({}, every, raw.where)
+        self.count_lost(every, raw.where, counts)
         conversations = [row.prompt + answer for answer in (row.chosen, row.rejected) if answer is not None]
         kwargs, start = self.template_kwargs, len(row.prompt)
         rendered = [

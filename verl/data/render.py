@@ -11,6 +11,7 @@ import numpy as np
 
 from verl.chat.conversation import Rendered, render_conversation
 from verl.chat.template import (
+    Message,
     RenderError,
     RowRefused,
     TemplateAudit,
@@ -22,6 +23,7 @@ from verl.chat.template import (
 from verl.config.schema import DataConfig
 from verl.data.files import RawRow
 from verl.data.formats import TaskRow, content_hash, conversation_row, refuse_media, task_row
+from verl.data.lost import Coverage, texts_of
 
 ID_BYTES = 6
 # Settings that pick or order the rows and the work on them, so that the same files and rows give the same table.
@@ -32,7 +34,8 @@ Entry = dict[str, Any]
 
 @dataclass(slots=True, kw_only=True)
 class Counts:
-    """What became of rows. refused: those without an exact rendering, by reason; example: the first, with its place."""
+    """What became of rows. refused: those without an exact rendering, by reason; example: the first, with its place.
+    characters: by file, [of the messages, of those the ones without a token]; lost: by file, the first of them."""
 
     rows_read: int = 0
     rows_kept: int = 0
@@ -41,6 +44,8 @@ class Counts:
     rows_truncated: int = 0
     refused: dict[str, int] = field(default_factory=dict)
     example: str = ""
+    characters: dict[str, list[int]] = field(default_factory=dict)
+    lost: dict[str, str] = field(default_factory=dict)
 
     def add(self, other: Counts) -> None:
         for name in ("rows_read", "rows_kept", "rows_filtered", "rows_truncated"):
@@ -50,6 +55,9 @@ class Counts:
         for reason, count in other.refused.items():
             self.refused[reason] = self.refused.get(reason, 0) + count
         self.example = self.example or other.example
+        for file, found in other.characters.items():
+            self.characters[file] = [a + b for a, b in zip(self.characters.get(file, (0, 0)), found, strict=True)]
+        self.lost = other.lost | self.lost
 
 
 Chunk = tuple[Counts, dict[str, np.ndarray]]  # the entries of rows in a row, as arrays by name
@@ -72,19 +80,33 @@ class RenderJob:
     cfg: DataConfig
     template_kwargs: Mapping[str, Any]
     audit: TemplateAudit = field(init=False)
+    coverage: Coverage = field(init=False)
 
     flat: ClassVar[Mapping[str, type[np.generic]]]  # columns with many values per entry, and "<name>_lengths"
     scalar: ClassVar[Mapping[str, type[np.generic]]] = {}  # columns with one value per entry
 
     def __post_init__(self) -> None:
         self.audit = audit_template(self.tokenizer, self.template_kwargs)
+        self.coverage = Coverage(self.tokenizer)
 
     def entries(self, raw: RawRow, counts: Counts) -> list[Entry]:
         raise NotImplementedError
 
+    def count_lost(self, messages: Iterable[Message], where: str, counts: Counts) -> None:
+        """Of the text of a row, what has no ids."""
+        file = where.rpartition(":")[0]
+        found = counts.characters.setdefault(file, [0, 0])
+        for text in texts_of(messages):
+            lost = self.coverage.lost(text)
+            found[0] += len(text)
+            found[1] += len(lost)
+            if lost and file not in counts.lost:
+                counts.lost[file] = f"{lost[:20]!r} of {text[:60]!r} ({where})"
+
     def options(self) -> dict[str, Any]:
         """Everything but the tokenizer and the files that the result depends on."""
-        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in ("tokenizer", "cfg", "audit")}
+        made = ("tokenizer", "cfg", "audit", "coverage")
+        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in made}
         data = {name: value for name, value in asdict(self.cfg).items() if name not in SAME_TABLE}
         return {"job": type(self).__name__, **own, **data}
 
@@ -123,6 +145,7 @@ class PromptJob(RenderJob):
     def entries(self, raw: RawRow, counts: Counts) -> list[Entry]:
         task, limit = task_row(raw, self.cfg), self.cfg.max_prompt_tokens
         refuse_media(raw.row, task.messages, raw.where)
+        self.count_lost(task.messages, raw.where, counts)
         ids = self._prompt(task, raw.where)
         if len(ids) > limit:
             if self.cfg.filter_overlong_prompts:
@@ -160,6 +183,7 @@ class ConversationJob(RenderJob):
 
     def entries(self, raw: RawRow, counts: Counts) -> list[Entry]:
         row = conversation_row(raw, self.cfg)
+        self.count_lost(row.messages, raw.where, counts)
         kwargs = dict(self.template_kwargs)
         if row.enable_thinking is not None:
             kwargs["enable_thinking"] = row.enable_thinking

@@ -25,6 +25,7 @@ from verl.data.cache import cache_path, load_cached, store_cached
 from verl.data.cursor import Cursor, Draw
 from verl.data.files import DataFile, expand_files, fingerprint, read_rows
 from verl.data.formats import TaskRow
+from verl.data.lost import lost_lines
 from verl.data.parallel import run_chunks
 from verl.data.render import ID_BYTES, Chunk, ConversationJob, Counts, PromptJob, RenderJob, merge
 from verl.types import Task
@@ -183,6 +184,8 @@ def load_arrays(
         wall_s=time.monotonic() - start,
     )
     logger.info("data: %s", report.summary())
+    for line in lost_lines(counts.characters, counts.lost):
+        logger.warning("data: %s", line)
     return arrays, report, key
 
 
