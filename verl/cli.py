@@ -140,13 +140,22 @@ def _report(finished: Finished) -> int:
     if finished.steps == 0:
         print(f"{finished.dir} was complete already: no step was left; ask for more with run.total_steps=")
     shown = ("eval/acc", "val/loss", "val/acc", "val/rewards/acc")
-    evals = {k.removeprefix("eval/"): v for k, v in sorted(finished.evals.items()) if k.startswith(shown)}
-    accuracy = ", ".join(f"{name} {value:.3f}" for name, value in evals.items())
-    shown_evals = f"; {accuracy}" if accuracy else ""
+    evals = _for_people({k: v for k, v in finished.evals.items() if k.startswith((*shown, "eval/graded"))})
+    held_out = ", ".join(f"{name} {value:.3f}" for name, value in evals.items())
+    shown_evals = f"; {held_out}" if held_out else ""
     print(f"{finished.steps} steps in {finished.seconds:.0f} s{shown_evals}; {finished.dir}")
     if finished.report is not None:
         print(f"report: {finished.report}")
     return 0
+
+
+def _for_people(evals: Mapping[str, float]) -> dict[str, float]:
+    """Means of held-out rewards under the word for what they are."""
+    from verl.track.metrics import held_out_word
+
+    word = "/score/" if held_out_word([evals]) == "score" else "/acc/"
+    shown = [name for name in sorted(evals) if not name.startswith("eval/graded_share/")]
+    return {name.replace("/acc/", word).removeprefix("eval/"): evals[name] for name in shown}
 
 
 def evaluate(args: list[str]) -> int:
@@ -154,9 +163,9 @@ def evaluate(args: list[str]) -> int:
     resolved = _load([*args, *run, "run.resume=auto"])
     from verl.driver.launch import run_eval
 
-    for name, value in sorted(run_eval(resolved).values.items()):
-        if name.startswith("eval/"):
-            print(f"{name.removeprefix('eval/'):<40} {value:.4f}")
+    found = {name: value for name, value in run_eval(resolved).values.items() if name.startswith("eval/")}
+    for name, value in _for_people(found).items():
+        print(f"{name:<40} {value:.4f}")
     return 0
 
 

@@ -88,13 +88,20 @@ def last_export(run_dir: Path) -> Path:
 
 
 def _close(console: Console, home: Path, seed: int, seconds: dict[str, float], wall_s: float) -> None:
-    """Accuracy before and after, the same three problems before and after, the summary file, the report's path."""
+    """Held-out rewards and the same three problems before and after, the summary file, the report's path."""
     from verl.track.samples import read_samples, sample_steps
 
     steps = sample_steps(home, "eval")
     before, after = read_samples(home, steps[0], "eval"), read_samples(home, steps[-1], "eval")
     summary: dict[str, Any] = {"seed": seed}
-    table = Table("held-out accuracy", "before", "after", title="What RL changed", title_justify="left")
+    binary = all(row.reward in (0, 1) for row in (*before, *after))
+    table = Table(
+        f"held-out {'accuracy' if binary else 'score'}",
+        "before",
+        "after",
+        title="What RL changed",
+        title_justify="left",
+    )
     for mode in ("greedy", "sampled"):
         rewards = [[r.reward for r in rows if f"/{mode}/" in r.group_id] for rows in (before, after)]
         scores = [sum(of_step) / max(1, len(of_step)) for of_step in rewards]

@@ -7,10 +7,25 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from small_runs import metrics_of, small_run, tensors_of, trained
+from small_runs import metrics_of, small_args, small_run, tensors_of, trained
 
 from verl.cli import main
 from verl.track.samples import read_samples, sample_steps
+
+
+def test_the_mean_of_graded_rewards_is_called_a_score(tmp_path, tiny_model, arithmetic_data, capsys):
+    args = small_args(tmp_path, tiny_model, arithmetic_data, "run.total_steps=1")
+    for value, word, other in (("1.188", "score", "acc"), ("1.0", "acc", "score")):
+        reward = tmp_path / f"{word}.py"
+        named = "compute_score(data_source, solution_str, ground_truth, extra_info=None)"
+        reward.write_text(f"def {named}:\n    return {value}\n")
+        more = [f"reward.path={reward}", f"run.name={word}"]
+        assert main(["train", *args, *more]) == 0
+        last = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("1 steps in"))
+        assert f"{word}/greedy " in last and f"{other}/greedy" not in last and "share" not in last
+        assert main(["eval", *args, *more, f"run.name=e{word}"]) == 0
+        said = capsys.readouterr().out
+        assert f"\n{word}/greedy " in said and f"{other}/greedy" not in said
 
 
 def test_a_run_leaves_everything_behind(tmp_path, tiny_model, arithmetic_data, capsys):

@@ -213,6 +213,8 @@ def test_eval_metrics_are_per_source_and_leave_the_invalid_out():
     }
     sampled = reduce(eval_metrics("sampled", found[:2], ["gsm8k", "gsm8k"], 4))
     assert sampled["val-core/gsm8k/acc/mean@4/sampled"] == 0.5
+    graded = [played(Score(v)) for v in (0.0, 1.0, 1.188, -1.0)] + [played(Score(0.5, {"acc": 1.0}))]
+    assert reduce(eval_metrics("greedy", graded, ["a"] * 5, 1))["eval/graded_share/greedy"] == 2 / 5
 
 
 def test_validation_under_verls_names_in_closed_form():

@@ -258,6 +258,26 @@ def test_summary_compares_what_can_be_compared():
     assert card["label"] == "Held-out accuracy, openai/gsm8k greedy" and card["note"].endswith("best 50.0% at step 0")
 
 
+def test_a_mean_of_other_rewards_than_0_and_1_is_a_score_and_no_percentage(tmp_path):
+    mean = "eval/acc/greedy"
+    for records in (
+        [{mean: 0.5}, {mean: 1.188}],  # as old records have it
+        [{mean: 0.5, "eval/graded_share/greedy": 0.1}, {mean: 0.75}],  # once is enough
+        [{mean: -1.0}, {mean: 0.5}],
+    ):
+        lines = [MetricLine(step, 1, 0.0, values) for step, values in enumerate(records)]
+        [card, *_] = summary(lines)
+        assert card["label"] == "Held-out score, greedy" and card["form"] == "number", card
+        assert "%" not in card["note"] and f"best {max(r[mean] for r in records):.4g} at step 1" in card["note"]
+    [card] = summary(lines_of(mean, [0.0, 1.0]))
+    assert card["label"] == "Held-out accuracy, greedy" and card["form"] == "percent"
+    folder = make_run(tmp_path)
+    assert data_of(write_report(folder).read_text())["held_out"] == "accuracy"
+    with (folder / "metrics.jsonl").open("a") as out:
+        out.write(json.dumps({"step": 7, "attempt": 1, "time_s": 0.0, mean: 1.188}) + "\n")
+    assert data_of(write_report(folder).read_text())["held_out"] == "score"
+
+
 def test_an_empty_run_and_a_folder_that_is_none(tmp_path):
     with pytest.raises(ValueError, match="is not a run directory"):
         write_report(tmp_path)
@@ -395,6 +415,17 @@ def test_neighbouring_ticks_of_an_axis_read_differently(opened):
         wrong += [] if exact else [(curve, labels)]
     assert not wrong
     assert page.evaluate("yScale([{y: [0, 1]}], {form: 'percent'}).ticks.at(-1)[1]") == "100%"
+
+
+def test_the_page_names_the_mean_of_graded_rewards_a_score(opened, tmp_path):
+    page = opened()
+    text = page.locator("body").inner_text().lower()
+    assert "held-out accuracy" in text and "held-out score" not in text
+    with (tmp_path / "metrics.jsonl").open("a") as out:
+        out.write(json.dumps({"step": 7, "attempt": 1, "time_s": 0.0, "eval/acc/greedy": 1.188}) + "\n")
+    page.goto(write_report(tmp_path).as_uri())
+    text = page.locator("body").inner_text().lower()
+    assert "held-out accuracy" not in text and "held-out score" in text and "118" not in text and "1.188" in text
 
 
 def test_render_page_refuses_numbers_that_json_cannot_hold():

@@ -177,6 +177,23 @@ def test_the_panel_shows_progress_and_where_the_time_goes():
     assert "note" in text
 
 
+def test_the_panel_says_score_where_rewards_are_graded():
+    for rest, word in (
+        ({}, "accuracy"),
+        ({"eval/graded_share/greedy": 0.2}, "score"),
+        ({"eval/acc/sampled": -1}, "score"),
+    ):
+        out = io.StringIO()
+        console = Console(file=out, width=100, force_terminal=True, legacy_windows=False)
+        progress = LiveProgress(console)
+        progress.start(2, "toy")
+        progress.log(1, {**STEP, "eval/acc/greedy": 0.5, **rest})
+        progress.log(2, {**STEP, "eval/acc/greedy": 0.75})
+        progress.close()
+        text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out.getvalue())
+        assert f"held-out {word}  0.750" in text[text.rindex("╭") :], (rest, text)
+
+
 def test_resumed_runs_estimate_only_what_is_left():
     progress, _, clock = plain_progress()
     progress.start(100, "r")

@@ -31,7 +31,7 @@ def eval_sampling(config: Config) -> dict[str, Sampling]:
 
 
 async def evaluate(run: Run, number: int) -> Metrics:
-    """Run every evaluation task; accuracy per source and mode, lengths, invalid share. Samples go to samples/."""
+    """Run every evaluation task; the score per source and mode, lengths, invalid share. Samples go to samples/."""
     out: Metrics = {}
     every: list[Trajectory] = []
     for mode, sampling in eval_sampling(run.config).items():
@@ -55,7 +55,7 @@ async def evaluate(run: Run, number: int) -> Metrics:
 
 def eval_metrics(mode: str, found: list[Trajectory], sources: list[str], repeats: int) -> Metrics:
     """Over the trajectories with a valid reward; without any there is an invalid share and no accuracy, never a
-    zero."""
+    zero. graded_share: of scores that are neither 0 nor 1, where there are any: their mean is no accuracy."""
     by_source: dict[str, list[float]] = defaultdict(list)
     lengths: list[int] = []
     for t, source in zip(found, sources, strict=True):
@@ -68,6 +68,8 @@ def eval_metrics(mode: str, found: list[Trajectory], sources: list[str], repeats
     if lengths:
         scores = [a for values in by_source.values() for a in values]
         out[f"eval/acc/{mode}"] = Metric(math.fsum(scores), len(scores), "sequence")
+        if graded := sum(score not in (0, 1) for score in scores):
+            out[f"eval/graded_share/{mode}"] = Metric(graded, len(scores), "sequence")
         out[f"eval/response_length/{mode}"] = Metric(sum(lengths), len(lengths), "sequence")
     for source, values in by_source.items():
         accuracy = Metric(math.fsum(values), len(values), "sequence")

@@ -16,7 +16,7 @@ import yaml
 from verl.report.samples import SamplePicker, number
 from verl.track.events import read_events
 from verl.track.health import Alarm, Limits, scan
-from verl.track.metrics import METRICS_FILE, PHASES, MetricLine, phase_order, read_metrics, read_units
+from verl.track.metrics import METRICS_FILE, PHASES, MetricLine, held_out_word, phase_order, read_metrics, read_units
 
 CONFIG_FILE = "config.yaml"
 MAX_POINTS = 1200  # of one curve; beyond it the least and the greatest of each stretch are kept
@@ -89,6 +89,7 @@ class RunReader:
             "highlights": [{"label": label, "key": key, "value": str(v)} for label, key, v in found if v is not None],
             "config": self._config_text,
             "summary": summary(lines),
+            "held_out": held_out_word(line.values for line in lines),
             "series": series(lines, read_units(self.run_dir)),
             "time": time_ledger(lines),
             "alarms": alarms(self.run_dir, lines, self._config),
@@ -161,13 +162,15 @@ def summary(lines: Sequence[MetricLine]) -> list[dict[str, Any]]:
     """Before -> after, one card each. Measurements at single steps compare the first with the last; noisy per-step
     numbers compare the mean of the first steps with that of the last ones."""
     cards = []
+    word = held_out_word(line.values for line in lines)
+    form, show = ("percent", "{:.1%}") if word == "accuracy" else ("number", "{:.4g}")
     for label, name in _accuracies(lines):
         (first_step, first), *rest = points = _points(lines, name)
         best_step, best = max(points, key=lambda point: point[1])
         last_step, last = points[-1]
-        span = f"step {first_step} → {last_step} · best {best:.1%} at step {best_step}"
+        span = f"step {first_step} → {last_step} · best {show.format(best)} at step {best_step}"
         note = span if rest else f"at step {first_step}"
-        cards.append(_card(label, first if rest else None, last, "percent", note, "up"))
+        cards.append(_card(f"Held-out {word}, {label}", first if rest else None, last, form, note, "up"))
     for label, name, form, better in CARDS:
         if values := [value for _, value in _points(lines, name)]:
             k = max(1, min(5, len(values) // 2))
@@ -182,13 +185,13 @@ def summary(lines: Sequence[MetricLine]) -> list[dict[str, Any]]:
 
 
 def _accuracies(lines: Sequence[MetricLine]) -> list[tuple[str, str]]:
-    """(label, metric) of the held-out accuracies: the overall ones, or else those of the first few data sources."""
+    """(label, metric) of the held-out means: the overall ones, or else those of the first few data sources."""
     names = {name for line in lines for name, value in line.values.items() if math.isfinite(value)}
     overall = [n for n in ("eval/acc/greedy", "eval/acc/sampled") if n in names]
     sources = sorted(n for n in names if n.startswith("eval/") and n.endswith(("/acc/greedy", "/acc/sampled")))
     found = overall or sources[:4]
     label = lambda name: " ".join(name.removeprefix("eval/").replace("acc/", "").rsplit("/", 1))  # noqa: E731
-    return [(f"Held-out accuracy, {label(name)}", name) for name in found]
+    return [(label(name), name) for name in found]
 
 
 def alarms(run_dir: Path, lines: Sequence[MetricLine], config: Mapping[str, Any]) -> list[dict[str, Any]]:

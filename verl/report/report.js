@@ -23,6 +23,9 @@ const CHARTS = [
   { title: "Tokens per second", form: "count", zero: true, curves: [["throughput", ["perf/throughput"], COLOR.blue]] },
 ];
 
+// Of held-out rewards that are not all 0 or 1.
+const SCORE = { title: "Held-out score", form: "number", help: "Mean reward of the held-out tasks" };
+
 const page = { data: null, live: null, weight: 0, timeMode: "seconds", logs: {}, undo: [], undoMetrics: [] };
 
 function byId(id) { return document.getElementById(id); }
@@ -68,7 +71,8 @@ function drawCharts() {
   for (const undo of page.undo.splice(0)) undo();
   const data = page.data, steps = stepsOf(data), room = byId("charts"), domain = [steps[0] || 0, steps[steps.length - 1] || 1];
   const drawn = [];
-  for (const definition of CHARTS) {
+  for (const known of CHARTS) {
+    const definition = known.dots && data.held_out === "score" ? { ...known, ...SCORE } : known;
     const curves = curvesOf(data, definition);
     if (!curves.length) continue;
     const node = el("div", { class: definition.big ? "chart wide" : "chart" });

@@ -19,7 +19,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from verl.track.metrics import PHASE_COLORS
+from verl.track.metrics import PHASE_COLORS, held_out_word
 
 _SPARKS = "▁▂▃▄▅▆▇█"
 _ACCURACY = ("eval/acc/greedy", "eval/acc/sampled")
@@ -122,6 +122,7 @@ class LiveProgress:
         self._history: dict[str, deque[float]] = {}
         self._accuracy: list[tuple[int, float]] = []
         self._accuracy_name = ""
+        self._held_out = "accuracy"
 
     def start(self, total_steps: int, title: str) -> None:
         self._title, self._total = title, total_steps
@@ -173,6 +174,8 @@ class LiveProgress:
     def _note_accuracy(self, step: int, values: Mapping[str, float]) -> None:
         per_source = sorted(n for n in values if n.startswith("eval/") and n.endswith("/acc/greedy"))
         name = next((n for n in (self._accuracy_name, *_ACCURACY, *per_source) if n in values), "")
+        if self._held_out == "accuracy":
+            self._held_out = held_out_word([values])
         if name and (not self._accuracy_name or name == self._accuracy_name):
             self._accuracy_name = name
             self._accuracy.append((step, values[name]))
@@ -201,7 +204,9 @@ class LiveProgress:
         rows: list[RenderableType] = [self._progress_row()]
         if self._accuracy:
             step, value = self._accuracy[-1]
-            line = Text.assemble(("held-out accuracy  ", "dim"), (f"{value:.3f}", "bold"), self._accuracy_change())
+            line = Text.assemble(
+                (f"held-out {self._held_out}  ", "dim"), (f"{value:.3f}", "bold"), self._accuracy_change()
+            )
             line.append(f"  at step {step}  ", "dim").append(sparkline([v for _, v in self._accuracy[-32:]]), "green")
             rows.append(line)
         rows.append(self._metric_grid())

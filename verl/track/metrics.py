@@ -52,6 +52,17 @@ def units_of(metrics: Mapping[str, Metric]) -> dict[str, str]:
     return {name: _WORDS[metric.kind].format(metric.unit) for name, metric in metrics.items()}
 
 
+def held_out_word(steps: Iterable[Mapping[str, float]]) -> str:
+    """What the mean of a run's held-out rewards is to people: `accuracy` where all of them are 0 or 1, else `score`.
+    Records from before graded_share tell by their means alone."""
+    for values in steps:
+        for name, value in values.items():
+            mean = name.startswith("eval/") and "/acc/" in name
+            if name.startswith("eval/graded_share/") or (mean and (value < 0 or value > 1)):
+                return "score"
+    return "accuracy"
+
+
 @dataclass(frozen=True, slots=True)
 class MetricLine:
     """The metrics of one step as they stand: those of the last attempt that did it."""
