@@ -33,6 +33,10 @@ class RenderError(ValueError):
     """The template refused these messages (no system role, roles must alternate, a field is missing ...)."""
 
 
+class TemplateTooLarge(ValueError):
+    """No fault of the row: rendering it would take the machine's memory."""
+
+
 class RowRefused(ValueError):
     """This conversation has no exact training row. `reason` is the same for all of a kind, to be counted."""
 
@@ -95,6 +99,9 @@ class Renderer:
                 return_dict=tokenize,
                 **self.template_kwargs,
             )
+        except MemoryError as exc:
+            fix = "see what it repeats, and set another with model.chat_template=FILE"
+            raise TemplateTooLarge(f"the chat template takes more memory than rendering may: {fix}") from exc
         except (jinja2.TemplateError, TypeError) as exc:  # TypeError: "..." + None inside a template
             roles, why = ", ".join(str(m.get("role")) for m in messages), f"{type(exc).__name__}: {one_line(exc)}"
             raise RenderError(f"the chat template refuses messages with roles [{roles}]: {why}") from exc

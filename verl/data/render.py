@@ -15,6 +15,7 @@ from verl.chat.template import (
     RenderError,
     RowRefused,
     TemplateAudit,
+    TemplateTooLarge,
     Tokenizer,
     audit_template,
     refuse_unsupported,
@@ -24,6 +25,7 @@ from verl.config.schema import DataConfig
 from verl.data.files import RawRow
 from verl.data.formats import TaskRow, content_hash, conversation_row, refuse_media, task_row
 from verl.data.lost import Coverage, texts_of
+from verl.data.memory import bounded_memory
 
 ID_BYTES = 6
 # Settings that pick or order the rows and the work on them, so that the same files and rows give the same table.
@@ -86,7 +88,8 @@ class RenderJob:
     scalar: ClassVar[Mapping[str, type[np.generic]]] = {}  # columns with one value per entry
 
     def __post_init__(self) -> None:
-        self.audit = audit_template(self.tokenizer, self.template_kwargs)
+        with bounded_memory():
+            self.audit = audit_template(self.tokenizer, self.template_kwargs)
         self.coverage = Coverage(self.tokenizer)
 
     def entries(self, raw: RawRow, counts: Counts) -> list[Entry]:
@@ -114,10 +117,13 @@ class RenderJob:
         counts, kept, numbers = Counts(rows_read=len(rows)), list[Entry](), list[int]()
         for number, raw in enumerate(rows):
             try:
-                found = self.entries(raw, counts)
+                with bounded_memory():
+                    found = self.entries(raw, counts)
             except RowRefused as exc:
                 counts.refused[exc.reason] = counts.refused.get(exc.reason, 0) + 1
                 counts.example = counts.example or f"{raw.where}: {exc}"
+            except TemplateTooLarge as exc:
+                raise ValueError(f"{raw.where}: {exc}") from exc
             else:
                 kept += found
                 numbers += [number] * len(found)
