@@ -12,7 +12,7 @@ def test_the_lines_of_the_house():
     was rebuilt with; then came what a run is compared with, stops, secrets, verl's scripts and names, more losses.
     Workers, servers, agents, adapters, vision and Megatron may bring it to 35,000."""
     lines = sum(bool(line.strip()) for path in FILES for line in path.read_text().splitlines())
-    assert lines <= 22_000, lines
+    assert lines <= 22_500, lines
 
 
 FORMS = {"Completion", "Trajectory", "Sample", "Batch", "SampleRow"}
