@@ -445,7 +445,7 @@ MUTANTS = (
     Mutant("driver/record.py", '"advantages": ("advantages",)', '"advantages": ("returns",)', GREEDY),
     Mutant(
         "driver/checkpointer.py",
-        "self._learner.controllers = state.controllers",
+        "now.kl_coef = state.controllers.kl_coef",
         "pass",
         f"{RUN} tests/unit/test_driver_state.py",
     ),

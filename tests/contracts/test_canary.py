@@ -264,3 +264,30 @@ def test_a_model_that_draws_random_numbers_is_refused_at_start():
         engine = TorchEngine(model, optim=OptimSpec(lr=1e-3), dtype="float32", attention_mode=mode)
         with pytest.raises(ValueError, match="Qwen3ForCausalLM: two passes .* draws random numbers"):
             engine.check_packing(share_prefix=False)
+
+
+def test_the_models_own_pass_is_made_at_first_now_and_then_and_where_the_model_moved(tmp_path):
+    """It costs more than the rest of a publish. Twenty-four versions, the weights of the 9th far from the others."""
+
+    class Counted:
+        """An engine whose log-probs are as told; its own pass is off by a rounding."""
+
+        own = 0
+        level = -1.0
+
+        def infer(self, batch, columns):
+            n = batch.num_loss_tokens
+            return {"logprobs": torch.full((n,), self.level), "entropy": torch.ones(n)}
+
+        def own_logprobs(self, probes, dtype):
+            self.own += 1
+            return [np.full(len(ids) - 1, self.level + 1e-6, np.float32) for ids in probes]
+
+    engine, sender, made = Counted(), WeightSender(LocalOutlet()), []
+    for version in range(24):
+        engine.level = -2.0 if version == 8 else -1.0
+        before = engine.own
+        probe = sender._probed(engine, PROBES)
+        made += [version] * (engine.own - before)
+        assert np.allclose(probe.own - probe.logprobs, 1e-6, atol=1e-7)
+    assert made == [0, 1, 2, 8, 9, 16]

@@ -1,7 +1,9 @@
 """What an algorithm adapts from step to step goes on after a cut: the KL coefficient, the warm critic."""
 
 import asyncio
+from copy import copy
 
+import pytest
 from small_runs import small_args, small_run
 
 from verl.config.load import load_config
@@ -17,7 +19,7 @@ PPO = (
 async def restored(args):
     run = await assemble(load_config(args))
     try:
-        before = run.learner.controllers
+        before = copy(run.learner.controllers)
         await run.checkpointer.restore()
         return before, run.learner.controllers
     finally:
@@ -32,3 +34,14 @@ def test_a_resumed_run_has_the_adapted_coefficient_and_the_warm_critic(tmp_path,
     assert (round(after.kl_coef, 9), after.critic_warm) == (0.45, True), (
         "16 answers, no KL yet: 0.5 x (1 - 0.2 x 16/32)"
     )
+    fork = f"run.resume={tmp_path / 'r' / 'checkpoints' / 'step_1'}"
+    asked = small_args(tmp_path, tiny_model, arithmetic_data[:1], *PPO, "run.total_steps=2", "run.name=b", fork)
+    asked = [a.replace("kl_reward_coef=0.5", "kl_reward_coef=0.2") for a in asked]
+    _, after = asyncio.run(restored(asked))
+    assert (after.kl_coef, after.critic_warm) == (0.2, True), "a fork pays what it was asked to pay"
+
+
+def test_a_critic_that_warms_up_for_the_whole_run_is_refused(tmp_path, tiny_model, arithmetic_data):
+    more = ("algorithm.critic_warmup_steps=2", "run.total_steps=2", "algorithm.name=ppo", "algorithm.kl_loss_coef=null")
+    with pytest.raises(ValueError, match="critic_warmup_steps=2: the policy would wait for all 2 steps"):
+        small_run(tmp_path, tiny_model, arithmetic_data[:1], *more)

@@ -806,6 +806,12 @@ def test_a_sequence_ratio_keeps_its_mean_over_answers_where_none_is_said() -> No
         assert found.get("aggregation") == expected, mode
 
 
+def test_dppos_cap_is_verls_clip_ratio_c() -> None:
+    for more, cap in (([], 3.0), ([f"{ACTOR}clip_ratio_c=10"], 10.0)):
+        args = ["model.path=/m", "algorithm.adv_estimator=grpo", f"{ACTOR}policy_loss.loss_mode=dppo_tv", *more]
+        assert load_config(args, verl_defaults="rl").config.algorithm.options["ratio_max"] == cap
+
+
 def test_values_of_ignored_keys_need_not_be_readable() -> None:
     (note,) = translate(["ray_kwargs.ray_init.runtime_env.py_executable=uv run --with 'x[y]>1' (z"]).notes
     assert note.action == "ignored"

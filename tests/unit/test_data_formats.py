@@ -394,3 +394,13 @@ def test_wrong_preference_rows() -> None:
             ({"completion": "4", "label": True}, "no 'prompt': an unpaired row has prompt, completion and label"),
         ],
     )
+
+
+def test_an_alpaca_rows_own_columns_stay() -> None:
+    """`instruction` may stand beside other names of the answer, or of the question."""
+    assert task({"instruction": "2+2?", "solution": "4"}).ground_truth == "4"
+    assert task({"instruction": "2+2?", "output": "5"}).ground_truth == "5"
+    asked = task({"instruction": "Think.", "question": "2+2?", "answer": "so #### 4"})
+    assert "2+2?" in asked.messages[-1]["content"] and asked.ground_truth == "4"
+    with pytest.raises(ValueError, match="'tools_kwargs' must be an object, got"):
+        task({"prompt": "2+2?", "tools_kwargs": "{}"})

@@ -14,6 +14,9 @@ from verl.driver.state import (
     FILE,
     FORMAT,
     DriverState,
+    SavedGroup,
+    SavedTrajectory,
+    hidden,
     read_state,
     restore_group,
     restore_rng,
@@ -134,3 +137,17 @@ def test_a_state_of_the_earlier_layout_or_a_damaged_one_is_refused(tmp_path: Pat
     write_state(tmp_path / "state", newer)
     with pytest.raises(ValueError, match=f"has format {FORMAT + 1}, this version reads {FORMAT}"):
         read_state(tmp_path)
+
+
+def test_what_a_grader_said_is_saved_as_it_may_be_recorded():
+    group = SavedGroup("g", "t", Draw(0, 0, 0), 0, False, (replace_error("401 for sesame"),))
+    shown = hidden(group, lambda text: text.replace("sesame", "${oc.env:KEY}"))
+    assert "sesame" not in str(shown) and "oc.env:KEY" in shown.trajectories[0].error
+    assert shown.trajectories[0].invalid == ("exception", "401 for ${oc.env:KEY}")
+
+
+def replace_error(text):
+    trajectory = SavedTrajectory(
+        "i", 0, "train", 0, Sampling(max_tokens=1), (), "eos", "invalid", None, None, 1, 0.0, ""
+    )
+    return msgspec.structs.replace(trajectory, error=text, invalid=("exception", text))

@@ -101,3 +101,9 @@ def test_a_module_is_hashed_without_being_imported(made, tmp_path, monkeypatch):
     start = made("reward.path=my_package.losses")
     (tmp_path / "my_package" / "losses.py").write_text("x = 2\n")
     assert "reward.path" in compare(start, made("reward.path=my_package.losses"))[0][0]
+
+
+def test_a_value_that_is_written_otherwise_is_the_same(made):
+    low, high = (made("algorithm.correction=truncate", f"algorithm.options.correction_high={x}") for x in ("2", "2.0"))
+    assert compare(low, high) == ([], {})
+    assert compare(low, made("algorithm.correction=truncate", "algorithm.options.correction_high=3"))[0]

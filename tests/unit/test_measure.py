@@ -397,3 +397,21 @@ def test_scores_of_a_trajectory_are_a_function_of_its_place():
         != by_id(SimpleNamespace(request_id="b"))
     )
     assert asyncio.iscoroutinefunction(evaluate)
+
+
+def test_samples_that_found_no_room_until_the_end_are_said(tmp_path, monkeypatch):
+    from verl.driver import record
+
+    said = []
+    recorder = SampleRecorder(MemoryQueue(), tmp_path, str, said.append)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(record, "write_samples", full)
+        recorder.record_eval(3, [played(Score(1.0))])
+        recorder.finish()
+    assert len(said) == 2 and "wait for room" in said[0] and "samples of step 3 are lost" in said[1]
+    recorder.finish()
+    assert (tmp_path / "samples" / "eval_step_000003.parquet").exists(), "there is room again"

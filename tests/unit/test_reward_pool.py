@@ -315,6 +315,7 @@ def test_a_rehearsal_refuses_what_never_scores_and_leaves_no_trace(tmp_path):
         "return float(len(solution_str))": "",
         "return float(solution_str == ground_truth) if solution_str else 1 / 0": "",
         "return 1 / 0 if solution_str else 0.0": "",
+        "return float(ground_truth) / len(solution_str.strip('7'))": "",
         "raise KeyError('gold')": "row 3.*'7'.*KeyError",
         "return 'well done'": "well done.*a number",
     }

@@ -119,12 +119,14 @@ def make_plan(config: Config) -> Plan:
 def checkpoints_kept(config: Config, steps: int | None) -> int:
     """At once, the one being written included."""
     run = config.run
+    if run.save_every_steps == 0:
+        return 1
     kept = run.keep_last_checkpoints + (run.keep_best is not None) + 1
     if steps is not None and run.keep_every_steps:
         kept += steps // run.keep_every_steps
     if run.save_every_steps is None or steps is None:
         return kept
-    return min(kept, 1 + (steps // run.save_every_steps if run.save_every_steps else 0))
+    return min(kept, 1 + steps // run.save_every_steps)
 
 
 def _made(every_steps: int | None) -> str:

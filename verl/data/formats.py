@@ -97,7 +97,7 @@ def _refuse_what_nobody_plays(row: Mapping[str, Any], extra_info: Mapping[str, A
     if (agent := row.get("agent_name")) not in (None, "", "single_turn_agent"):
         raise ValueError(f"{where}: agent_name={agent!r}, and only single_turn_agent is played here: {fix}")
     for key in ("tools_kwargs", "interaction_kwargs"):
-        found = {**(row.get(key) or {}), **(extra_info.get(key) or {})}
+        found = {**_object(row.get(key), where, key), **_object(extra_info.get(key), where, f"extra_info.{key}")}
         if asked := sorted(k for k, v in found.items() if v):  # Arrow fills with null what other rows have
             raise ValueError(f"{where}: {key!r} names {', '.join(asked)}, which nothing plays here: {fix}")
     if _object(row.get("reward_model"), where, "reward_model").get("style") == "model":
@@ -143,7 +143,7 @@ def _named(raw: RawRow, cfg: DataConfig) -> dict[str, Any]:
     first = [{"role": "system", "content": system}] if isinstance(system, str) and system else []
     if isinstance(turns := row.get("conversations"), list) and first:
         return {**row, "conversations": [*first, *turns]}
-    if row.get(cfg.prompt_key) is not None or not isinstance(row.get("instruction"), str):
+    if any(row.get(k) is not None for k in (cfg.prompt_key, "question")) or not isinstance(row.get("instruction"), str):
         return row
     history = row.get("history") or ()
     if not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
@@ -151,7 +151,8 @@ def _named(raw: RawRow, cfg: DataConfig) -> dict[str, Any]:
     turns = [{"role": role, "content": text} for turn in history for role, text in zip(("user", "assistant"), turn)]
     asked = "\n\n".join(str(text) for text in (row["instruction"], row.get("input")) if text)
     prompt = [*first, *turns, {"role": "user", "content": asked}]
-    return {**row, cfg.prompt_key: prompt, "completion": row.get("output"), "solution": row.get("output")}
+    output = {"completion": row["output"], "solution": row["output"]} if row.get("output") is not None else {}
+    return {**row, cfg.prompt_key: prompt, **output}
 
 
 def with_system(messages: Messages, cfg: DataConfig) -> Messages:

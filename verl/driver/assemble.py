@@ -104,6 +104,9 @@ async def _run_of(
     progress.message("\n".join([f"data: {tasks.report.summary()}", *warned]))
     waits, timeout_s = Waits(claimed.path / "waits.json"), config.run.wait_timeout_s
     num_steps = total_steps_of(config, len(tasks), config.step.prompts_per_step)
+    if algorithm.critic is not None and policy_updates(config, num_steps) == 0:
+        warm = f"algorithm.critic_warmup_steps={algorithm.critic.critic_warmup_steps}"
+        raise ValueError(f"{warm}: the policy would wait for all {num_steps} steps; lower it or raise run.total_steps")
     context = context_of(config, updates=updates_of_run(config, num_steps), crash_dir=claimed.path / "crash")
     scorer = reward_model(context)
     reward, pool = await _reward(config, scorer, algorithm.truncation, tasks[0])

@@ -19,7 +19,7 @@ from verl.config.plan import SAVE_EVERY_S, SAVE_SHARE
 from verl.driver.reporter import Reporter, due
 from verl.driver.roles import Learner
 from verl.driver.run_dir import RunDir
-from verl.driver.state import DriverState, write_state
+from verl.driver.state import DriverState, hidden, write_state
 from verl.driver.stopping import Stopped, StopRequest
 from verl.workers.model_workers import ModelWorkers
 
@@ -68,7 +68,8 @@ class Checkpointer:
     async def save(self, state: DriverState, *, last: bool = False, best: float | None = None) -> None:
         """Commit a checkpoint after `state.step` steps. One that cannot be written (disk full, I/O) is a warning:
         nothing of it is left, earlier ones are untouched, and the run goes on; with `last` the OSError is raised."""
-        state = msgspec.structs.replace(state, identity=self._claimed.identity, parent=self._claimed.parent)
+        claimed, groups = self._claimed, tuple(hidden(group, self._claimed.hide) for group in state.groups)
+        state = msgspec.structs.replace(state, identity=claimed.identity, parent=claimed.parent, groups=groups)
         events, began_s = self._reporter.events, time.monotonic()
         events.flush(fsync=True)  # of the groups that the state holds: they are taken up without a new event
         try:
@@ -76,11 +77,11 @@ class Checkpointer:
         except OSError as e:
             self._reporter.progress.message(f"warning: checkpoint of step {state.step} was not written: {e}")
             events.append("save_failed", state.step, {"error": str(e)})
+            self.cadence.saved(self.cadence.save_s)  # how long one takes is not known from this
             if last:
                 raise
             return
-        finally:
-            self.cadence.saved(time.monotonic() - began_s)
+        self.cadence.saved(time.monotonic() - began_s)
         self.newest = state.step
         events.append("saved", state.step, {"version": state.version, "seconds": self.cadence.save_s})
         events.flush(fsync=True)
@@ -119,8 +120,12 @@ class Checkpointer:
             return None
         for role in self._trained:
             await load_role(self._learner, role, checkpoint)
-        if state.controllers is not None:
-            self._learner.controllers = state.controllers
+        if state.controllers is not None:  # what a fork was given anew begins as it was given
+            changed, now = self._claimed.changed, self._learner.controllers
+            if not any(key.startswith("algorithm.kl_reward") for key in changed):
+                now.kl_coef = state.controllers.kl_coef
+            if not any(key.startswith("algorithm.critic_warmup") for key in changed):
+                now.critic_warm = state.controllers.critic_warm
         return state
 
 

@@ -131,6 +131,8 @@ def compare(was: Identity, now: Identity) -> tuple[list[str], dict[str, list[str
     changed: dict[str, list[str]] = {}
     for key in dict.fromkeys([*was.values, *now.values]):
         old, new = was.values.get(key, "null"), now.values.get(key, "null")
+        if _read(old) == _read(new):  # 2 and 2.0 are one value
+            new = old
         if key in CONTENT:
             if was.contents.get(key) != now.contents.get(key):
                 same = " (the same name, another content)" if old == new else ""
@@ -140,6 +142,13 @@ def compare(was: Identity, now: Identity) -> tuple[list[str], dict[str, list[str
         elif old != new:
             others.append(f"{key}: {old} -> {new}")
     return others, changed
+
+
+def _read(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError:  # the hash of a secret
+        return text
 
 
 def may_change(key: str) -> bool:

@@ -62,9 +62,20 @@ class SampleRecorder:
         prompts: dict[bytes, str] = {}
         self._write(step, [self._row(step, s, {}, prompts) for t in found for s in samples_of(t)], "eval")
 
+    def finish(self) -> None:
+        """The last attempt to write what waits; what is lost is said."""
+        if self._waiting:
+            self._drain(stuck=True)
+        if self._waiting:
+            lost = ", ".join(str(step) for step, _, _ in self._waiting)
+            self._report(f"warning: the samples of step {lost} are lost: the disk had no room until the end")
+
     def _write(self, step: int, rows: list[SampleRow], kind: Kind) -> None:
         stuck = bool(self._waiting)
         self._waiting.append((step, rows, kind))
+        self._drain(stuck)
+
+    def _drain(self, stuck: bool) -> None:
         try:
             while self._waiting:
                 write_samples(self._run_dir, *self._waiting[0])

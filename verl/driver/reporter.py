@@ -156,6 +156,8 @@ class Reporter:
         if self._recording is not None:
             self._record_now.set()
             await asyncio.gather(self._recording, return_exceptions=True)
+        if self._recorder is not None:
+            await asyncio.wait({asyncio.wrap_future(self._recorder.submit(SampleRecorder.finish, [()]))}, timeout=10)
 
     def close(self, timeout_s: float = 10.0) -> None:
         try:

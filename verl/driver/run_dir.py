@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -35,6 +35,7 @@ class RunDir:
     parent: str = ""
     changed: Mapping[str, list[str]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    hide: Callable[[str], str] = str  # what may not be recorded
 
     def begun(self, total_steps: int) -> dict[str, Any]:
         """The data of this attempt's first event."""
@@ -76,7 +77,8 @@ def open_run_dir(resolved: Resolved, command: str) -> RunDir:
         keep_best="metric" if config.run.keep_best else None,
     )
     attempt = next_attempt(run_dir)
-    return RunDir(run_dir, store, lock, attempt, identity, checkpoint, state, parent, changed, tuple(notes))
+    found = (checkpoint, state, parent, changed, tuple(notes), resolved.hide)
+    return RunDir(run_dir, store, lock, attempt, identity, *found)
 
 
 def write_config(claimed: RunDir, resolved: Resolved) -> None:

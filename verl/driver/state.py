@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +103,16 @@ def save_group(group: Group, draw: Draw, complete: bool) -> SavedGroup:
         complete=complete,
         trajectories=tuple(_save_trajectory(t) for t in group.trajectories),
     )
+
+
+def hidden(group: SavedGroup, hide: Callable[[str], str]) -> SavedGroup:
+    """With what users' code said of its trajectories as it may be recorded."""
+
+    def one(t: SavedTrajectory) -> SavedTrajectory:
+        invalid = None if t.invalid is None else (t.invalid[0], hide(t.invalid[1]))
+        return msgspec.structs.replace(t, error=hide(t.error), invalid=invalid)
+
+    return msgspec.structs.replace(group, trajectories=tuple(one(t) for t in group.trajectories))
 
 
 def restore_group(saved: SavedGroup, task: Task) -> Group:

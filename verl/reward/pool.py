@@ -52,10 +52,11 @@ class RewardPool(Pool[tuple[float, dict[str, float]]]):
         return Invalid(got.reason, got.detail) if isinstance(got, Failure) else Score(*got)
 
     async def rehearse(self, task: Task) -> None:
-        """One call before anything expensive starts, with the ground truth as answer and else with none. ValueError if
-        the function raises on both, or returns no score; the pool is closed then. Its value is nobody's."""
+        """One call before anything expensive starts: with the ground truth as answer, else with none, else with a word.
+        ValueError if the function raises on all, or returns no score; the pool is closed then. Its value is nobody's.
+        """
         said = ""
-        for answer in dict.fromkeys((task.ground_truth if isinstance(task.ground_truth, str) else "", "")):
+        for answer in dict.fromkeys((task.ground_truth if isinstance(task.ground_truth, str) else "", "", "answer")):
             request = RewardRequest(
                 request_id="rehearsal",
                 data_source=task.data_source,

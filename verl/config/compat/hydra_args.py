@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from omegaconf import OmegaConf
 
 from verl.config.compat.table import find_row
 from verl.config.overrides import Argument, parse_argument
@@ -59,7 +60,7 @@ def _of_file(folder: Path, name: str, chain: tuple[str, ...]) -> Iterator[Argume
         raise ValueError(f"--config-name={' -> '.join([*chain, name])}: a file cannot be its own base")
     if path.is_file():
         try:
-            tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+            tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)  # 1e-6 is a number there, as in verl
         except yaml.YAMLError as exc:
             raise ValueError(f"{path}: not YAML: {' '.join(str(exc).split())}") from exc
         if not isinstance(tree, dict):
@@ -68,7 +69,8 @@ def _of_file(folder: Path, name: str, chain: tuple[str, ...]) -> Iterator[Argume
             if isinstance(base, str) and base != "_self_":
                 yield from _of_file(folder, base, (*chain, name))
             elif isinstance(base, Mapping):
-                yield from (parse_argument(f"{str(k).removeprefix('override ')}={v}") for k, v in base.items())
+                groups = {str(k).removeprefix("override ").lstrip("/"): v for k, v in base.items()}
+                yield from (parse_argument(f"{group}={choice}") for group, choice in groups.items())
         tree.pop("hydra", None)
         yield from (_argument(str(key), value) for key, value in tree.items())
     elif packaged is None:

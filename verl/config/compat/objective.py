@@ -47,6 +47,8 @@ def objective(given: Given) -> Result:
             keys = {f"{ACTOR}policy_loss.{k}": option for k, option in _COVARIANCE[loss].items()}
             values = {option: given.need(key) for key, option in keys.items()}
             out |= {f"algorithm.options.{option}": value for option, value in values.items() if value is not None}
+        if loss in ("dppo_tv", "dppo_kl"):  # verl's cap on the ratio of these
+            out["algorithm.options.ratio_max"] = given.need(f"{ACTOR}clip_ratio_c")
         if loss == "cispo":  # verl's cap is 1 + clip_ratio_high, its floor 1 - clip_ratio_low
             single = given.said(f"{ACTOR}clip_ratio")
             sides = (given.need(f"{ACTOR}clip_ratio_{side}") if single is None else single for side in ("low", "high"))
