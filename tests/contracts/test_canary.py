@@ -287,7 +287,7 @@ def test_the_models_own_pass_is_made_at_first_now_and_then_and_where_the_model_m
     for version in range(24):
         engine.level = -2.0 if version == 8 else -1.0
         before = engine.own
-        probe = sender._probed(engine, PROBES)
+        probe = sender._probed(engine, 7 + version, PROBES)
         made += [version] * (engine.own - before)
         assert np.allclose(probe.own - probe.logprobs, 1e-6, atol=1e-7)
     assert made == [0, 1, 2, 8, 9, 16]

@@ -106,11 +106,11 @@ async def _run_of(
     num_steps = total_steps_of(config, len(tasks), config.step.prompts_per_step)
     if algorithm.critic is not None and policy_updates(config, num_steps) == 0:
         warm = f"algorithm.critic_warmup_steps={algorithm.critic.critic_warmup_steps}"
-        raise ValueError(f"{warm}: the policy would wait for all {num_steps} steps; lower it or raise run.total_steps")
+        progress.message(f"warning: {warm}: in {num_steps} steps the critic learns alone and the policy stays as it is")
     context = context_of(config, updates=updates_of_run(config, num_steps), crash_dir=claimed.path / "crash")
     scorer = reward_model(context)
     reward, pool = await _reward(config, scorer, algorithm.truncation, tasks[0])
-    engine = policy_engine(context, updates=policy_updates(config, num_steps))
+    engine = policy_engine(context, updates=max(1, policy_updates(config, num_steps)))
     sync = checkpoint_engine(config, _probes(tasks))
     actor = workers_of(context, "actor", engine, hf_export=hf_export(config), outlet=sync.outlet())
     models = models_of(context, algorithm, actor) | ({"reward_model": scorer} if scorer is not None else {})

@@ -30,7 +30,7 @@ class WeightSender:
         self._sent = 0
         self._last: dict[str, tuple[int | None, Tensor]] = {}  # last known checksum, some values
         self._moved_from: tuple[int, dict[str, Tensor]] = (-1, {})  # version and masters when a byte last changed
-        self._probes = 0
+        self._first: int | None = None  # version
         self._measured: tuple[np.ndarray, np.ndarray] | None = None  # log-probs, and what the own pass was off by
 
     def send(self, engine: ModelEngine, version: int, probes: Sequence[np.ndarray], *, copy: bool) -> Sent:
@@ -47,7 +47,7 @@ class WeightSender:
             manifest[name] = Entry(tuple(kept.shape), dtype_name(kept), checksum=found)
         for name, owner in engine.tied.items():
             manifest[name] = Entry(manifest[owner].shape, manifest[owner].dtype, tied_to=owner)
-        probe = self._probed(engine, probes)
+        probe = self._probed(engine, version, probes)
         self._refuse_diverged(version, held, probe)
         address = self._outlet.stage(version, held)
         changed, alarms = self._compare(version, manifest, held, engine.masters)
@@ -56,18 +56,20 @@ class WeightSender:
         source = WeightSource(version, self._outlet.transport, address, manifest)
         return Sent(source, probe, num_bytes, changed, alarms)
 
-    def attend(self, engine: ModelEngine, probes: Sequence[np.ndarray]) -> None:
+    def attend(self, engine: ModelEngine, version: int, probes: Sequence[np.ndarray]) -> None:
         """What the other ranks do meanwhile: gathering weights and a forward pass are the work of all."""
         for _ in engine.weights():
             pass
-        self._probed(engine, probes)
+        self._probed(engine, version, probes)
 
-    def _probed(self, engine: ModelEngine, probes: Sequence[np.ndarray]) -> Probed | None:
+    def _probed(self, engine: ModelEngine, version: int, probes: Sequence[np.ndarray]) -> Probed | None:
         """The canary's side of the trainer. The model's own pass costs most of it, and what rounding explains changes
-        slowly: it is made for the first versions, now and then, and where the model moved. All ranks decide alike."""
-        number, self._probes = self._probes, self._probes + 1
-        if self._measured is not None and number >= self._verify_first and number % MEASURED_SHARE:
-            logprobs, off_by = self._measured
+        slowly: it is made for the first versions, now and then, and where the model moved. All ranks decide alike, by
+        the version and by what was measured before it; virtual ranks share this object."""
+        self._first = version if self._first is None else self._first
+        number, measured = version - self._first, self._measured
+        if measured is not None and number >= self._verify_first and number % MEASURED_SHARE:
+            logprobs, off_by = measured
             probe = probed(engine, probes, self._dtype, off_by)
             assert probe is not None
             if float((np.abs(probe.logprobs - logprobs) * probe.likely).sum()) <= MOVED:

@@ -163,7 +163,7 @@ class Role:
         """The weights as of now, for the checkpoint engine; the first rank answers."""
         assert self._sender is not None, f"{self.name} publishes nothing"
         if self.ranks.rank:
-            self._sender.attend(self.engine, probes)
+            self._sender.attend(self.engine, version, probes)
             return None
         return self._sender.send(self.engine, version, probes, copy=copy)
 
