@@ -78,13 +78,14 @@ async def assemble(
     """Every part of an RL run. What can be wrong with the user's input is found here, cheapest first."""
     config = resolved.config
     set_up_process(config)
-    algorithm_of(config.algorithm)
+    algorithm = algorithm_of(config.algorithm)
     tokenizer = load_tokenizer_of(config)
     require_an_end(config, tokenizer)
     tasks, eval_tasks = _tasks(config, tokenizer)
     claimed = open_run_dir(resolved, command)
     try:
-        return await _run_of(resolved, claimed, tokenizer, tasks, eval_tasks, progress or LiveProgress(), on_step)
+        data, progress = (tokenizer, tasks, eval_tasks), progress or LiveProgress()
+        return await _run_of(resolved, claimed, algorithm, data, progress, on_step)
     except BaseException:
         claimed.lock.close()  # whoever refused the start may be asked again in this process
         raise
@@ -93,24 +94,25 @@ async def assemble(
 async def _run_of(
     resolved: Resolved,
     claimed: RunDir,
-    tokenizer: Any,
-    tasks: TaskTable,
-    eval_tasks: Sequence[Task],
+    algorithm: Algorithm,
+    data: tuple[Any, TaskTable, list[Task]],
     progress: LiveProgress,
     on_step: OnStep | None,
 ) -> Run:
-    config, algorithm = resolved.config, algorithm_of(resolved.config.algorithm)
+    """What is left once the run directory is claimed. data: tokenizer, training rows, evaluation tasks."""
+    config, (tokenizer, tasks, eval_tasks) = resolved.config, data
     warned = (f"warning: {said}" for said in algorithm_warnings(config))
     progress.message("\n".join([f"data: {tasks.report.summary()}", *warned]))
     waits, timeout_s = Waits(claimed.path / "waits.json"), config.run.wait_timeout_s
     num_steps = total_steps_of(config, len(tasks), config.step.prompts_per_step)
-    if algorithm.critic is not None and policy_updates(config, num_steps) == 0:
+    updates = policy_updates(config, num_steps)
+    if algorithm.critic is not None and updates == 0:
         warm = f"algorithm.critic_warmup_steps={algorithm.critic.critic_warmup_steps}"
         progress.message(f"warning: {warm}: in {num_steps} steps the critic learns alone and the policy stays as it is")
     context = context_of(config, updates=updates_of_run(config, num_steps), crash_dir=claimed.path / "crash")
     scorer = reward_model(context)
     reward, pool = await _reward(config, scorer, algorithm.truncation, tasks[0])
-    engine = policy_engine(context, updates=max(1, policy_updates(config, num_steps)))
+    engine = policy_engine(context, updates=updates)
     sync = checkpoint_engine(config, _probes(tasks))
     actor = workers_of(context, "actor", engine, hf_export=hf_export(config), outlet=sync.outlet())
     models = models_of(context, algorithm, actor) | ({"reward_model": scorer} if scorer is not None else {})

@@ -83,7 +83,7 @@ def policy_engine(
         clip_grad_norm=o.clip_grad_norm,
         schedule=o.schedule,
         warmup_steps=warmup_steps(context.config, updates),
-        total_steps=updates,
+        total_steps=max(1, updates),  # 0: a critic that warms up for the whole run; a schedule wants a length
         decay_ratio=o.decay_ratio,
         min_lr_ratio=o.min_lr_ratio,
     )

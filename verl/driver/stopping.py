@@ -1,7 +1,8 @@
 """SIGTERM, Ctrl-C and a lost terminal, the same for every verb.
 
 The first SIGTERM or Ctrl-C: the step under way is finished and saved if it ends within `run.grace_s`; else it is given
-up, and the state at its beginning is saved. A Ctrl-C after that: out now. SIGHUP: the console is let go.
+up, and the state at its beginning is saved; but once its update has begun it is finished, however long that takes. A
+Ctrl-C after that: out now. SIGHUP: the console is let go.
 """
 
 from __future__ import annotations
@@ -87,7 +88,8 @@ class StopRequest:
         left_s = max(0.0, self._grace_s - self._save_s() - RESERVE_S)
         self._progress.message(
             f"{which.name}: finishing this step, then saving; if it takes longer than {left_s:.0f} s "
-            f"(run.grace_s={self._grace_s:g} less a save) the state at its beginning is saved. Ctrl-C: out now"
+            f"(run.grace_s={self._grace_s:g} less a save) and its update has not begun, the state at its beginning is "
+            "saved. Ctrl-C: out now"
         )
         asyncio.get_running_loop().call_later(left_s, self._give_up)
 
