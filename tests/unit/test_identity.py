@@ -1,6 +1,9 @@
 """What defines a run and what may change: every key in exactly one class, contents compared wherever they lie."""
 
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from handmade_model import write_model, write_rows
@@ -101,6 +104,17 @@ def test_a_module_is_hashed_without_being_imported(made, tmp_path, monkeypatch):
     start = made("reward.path=my_package.losses")
     (tmp_path / "my_package" / "losses.py").write_text("x = 2\n")
     assert "reward.path" in compare(start, made("reward.path=my_package.losses"))[0][0]
+
+
+def test_a_module_is_the_same_however_the_command_was_started(tmp_path):
+    """`python -m verl` finds verl in the working directory, the script `verl` where it is installed."""
+    said = []
+    for folder in (Path(__file__).parents[2], tmp_path):
+        code = "from verl.driver.identity import CONTENT; from verl.config.load import load_config;"
+        code += "c = load_config(['model.path=/m', 'reward.path=verl.recipes.arithmetic']).config;"
+        code += "print(CONTENT['reward.path'](c))"
+        said.append(subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True).stdout)
+    assert said[0] == said[1] and len(said[0].split()[-1]) == 64, said
 
 
 def test_a_value_that_is_written_otherwise_is_the_same(made):

@@ -11,7 +11,6 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from importlib.machinery import PathFinder
 from pathlib import Path
 from types import MappingProxyType
 
@@ -76,10 +75,11 @@ def _source(name: str | None) -> str | None:
     if Path(name).expanduser().is_file():
         return _digest([Path(name).expanduser()])
     module, _, function = name.partition(":")
-    spec, searched, done = None, sys.path, ""
+    spec, searched, done = None, None, ""
     for part in module.split("."):
         done = f"{done}.{part}" if done else part
-        spec = PathFinder.find_spec(done, searched)
+        every = (finder.find_spec(done, searched) for finder in sys.meta_path)  # also those of editable installs
+        spec = next((found for found in every if found is not None), None)
         searched = list(spec.submodule_search_locations or []) if spec else []
     found = Path(spec.origin) if spec and spec.origin else None
     return f"{function} {_digest([found])}" if found and found.is_file() else _text_digest(name)
