@@ -1,0 +1,72 @@
+"""How the ranks that hold one model are arranged. Scalars; no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank stands. data: whose rows it computes · sequence, tensor, pipeline: which part of that work is its."""
+
+    data: int
+    sequence: int
+    tensor: int
+    pipeline: int
+
+    @property
+    def primary(self) -> bool:
+        """Of the ranks that compute the same rows, the one that reports and writes what came of them."""
+        return self.sequence == self.tensor == self.pipeline == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """world_size ranks = pipeline x data x sequence x tensor; tensor varies fastest (neighbours talk most).
+
+    data: ranks with rows of their own · sequence: ranks that share the tokens of a row (Ulysses) · tensor: ranks that
+    share every matrix · pipeline: ranks that share the layers · expert: of the data and sequence ranks, so many share
+    the experts · replicate: copies of the sharded model (HSDP); parameters are sharded over the data and sequence
+    ranks of one copy.
+    """
+
+    world_size: int = 1
+    replicate: int = 1
+    sequence: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+
+    def __post_init__(self) -> None:
+        within = self.sequence * self.tensor * self.pipeline
+        if self.world_size % within:
+            raise ValueError(
+                f"{self.world_size} ranks cannot be divided into parallel.tensor={self.tensor} x "
+                f"parallel.sequence={self.sequence} x parallel.pipeline={self.pipeline} = {within}: use a multiple of {within}"
+            )
+        for name in ("replicate", "expert"):
+            size = getattr(self, name)
+            if (self.data * self.sequence) % size:
+                raise ValueError(
+                    f"parallel.{name}={size} does not divide the {self.data * self.sequence} ranks that shard the model"
+                )
+
+    @property
+    def data(self) -> int:
+        return self.world_size // (self.sequence * self.tensor * self.pipeline)
+
+    @property
+    def shard(self) -> int:
+        """Ranks over which one copy's parameters are spread (besides tensor and pipeline)."""
+        return self.data * self.sequence // self.replicate
+
+    def place(self, rank: int) -> Place:
+        rest, tensor = divmod(rank, self.tensor)
+        rest, sequence = divmod(rest, self.sequence)
+        pipeline, data = divmod(rest, self.data)
+        return Place(data, sequence, tensor, pipeline)
+
+    @property
+    def primaries(self) -> tuple[int, ...]:
+        """The ranks that answer, in the order of their rows."""
+        return tuple(rank for rank in range(self.world_size) if self.place(rank).primary)
