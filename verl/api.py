@@ -12,7 +12,7 @@ import json
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from verl.config.model_files import cached_model_folder
 from verl.config.schema import Config
 from verl.driver.assemble import checkpoint_engine, context_of, learner_of, rollout_engine
 from verl.driver.launch import Finished, run_rl
-from verl.driver.models import hf_export, workers_of
+from verl.driver.models import hf_export, role_spec, workers_around
 from verl.driver.setup import decoder
 from verl.driver.step import Step, experience_and_update
 from verl.model_engine.hf_model import load_causal_lm
@@ -115,16 +115,16 @@ class VerlTrainer:
             device=context.device,
             gradient_checkpointing=config.gradient_checkpointing,
         )
-        models = {
-            "actor": workers_of(
-                context, "actor", self._engine, hf_export=hf_export(inner), outlet=self._checkpoint_engine.outlet()
-            )
-        }
+        policy = replace(
+            role_spec(context, "actor"), hf_export=hf_export(inner), outlet=self._checkpoint_engine.outlet()
+        )
+        models = {"actor": workers_around(context, self._engine, policy)}
         if ref_model is not None and "ref" in self.algorithm.roles():
             frozen = TorchEngine(ref_model.pretrained_model, dtype=config.dtype, device=context.device)
-            models["ref"] = workers_of(context, "ref", frozen)
+            models["ref"] = workers_around(context, frozen, role_spec(context, "ref"))
         if self.algorithm.critic:
-            models["critic"] = workers_of(context, "critic", _critic(model, config, context.device))
+            critic = _critic(model, config, context.device)
+            models["critic"] = workers_around(context, critic, role_spec(context, "critic"))
         self._learner = learner_of(context, self.algorithm, models)
         self._loop = asyncio.new_event_loop()
         self._rollout = rollout_engine(inner, tokenizer, context.device)

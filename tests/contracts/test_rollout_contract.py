@@ -634,7 +634,9 @@ def test_an_answer_does_not_wait_for_the_longer_ones(kind: str) -> None:
         long = asyncio.create_task(engine.generate("long", a, greedy(450)))
         short = asyncio.create_task(engine.generate("short", b, greedy(6)))
         assert (await short).ids.tolist() == hf_greedy(b, 6)
-        assert not long.done() and stats_of(engine)["resident"] == 1
+        assert not long.done()
+        # with two replicas it runs on the other one, which may not have begun
+        assert kind == "router" or stats_of(engine)["resident"] == 1
         assert len((await long).ids) == 450
 
     with_engine(build(kind), body)

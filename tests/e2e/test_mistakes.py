@@ -78,7 +78,7 @@ def test_a_reward_file_that_does_not_load(capsys, args, tmp_path, text, words):
 
 
 def test_a_grader_that_always_fails_is_refused_before_a_model_is_loaded(capsys, args, tmp_path, monkeypatch):
-    monkeypatch.setattr("verl.driver.assemble.policy_engine", lambda context: pytest.fail("a model was loaded"))
+    monkeypatch.setattr("verl.driver.assemble.workers_of", lambda *args: pytest.fail("a model was loaded"))
     for body, words in (("raise KeyError('gold')", ("KeyError", "for its own ground truth")), ("pass", ("None",))):
         path = tmp_path / "reward.py"
         path.write_text(f"def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    {body}\n")

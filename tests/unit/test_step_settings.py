@@ -9,7 +9,7 @@ from verl.algorithms.presets import settled
 from verl.algorithms.resolve import resolve
 from verl.config.load import load_config
 from verl.config.plan import algorithm_warnings, policy_updates
-from verl.driver.models import ModelContext, policy_engine
+from verl.driver.models import ModelContext, trained
 from verl.driver.roles import Controllers
 from verl.driver.step import Step, _advantages
 from verl.transfer_queue.memory import MemoryQueue
@@ -78,7 +78,7 @@ def test_the_policys_schedule_begins_when_the_critic_is_warm(tiny_model):
     config = config_of(tiny_model, *given, "optim.schedule=linear", "optim.warmup_ratio=0.1")
     assert policy_updates(config, 20) == 20 and policy_updates(config_of(tiny_model), 20) == 20
     context = ModelContext(config, MemoryQueue(), "cpu", updates=40)
-    spec = policy_engine(context, updates=policy_updates(config, 20)).spec
+    spec = trained(context, "actor", updates=policy_updates(config, 20)).context.optim
     assert (spec.total_steps, spec.warmup_steps) == (20, 2)
 
 

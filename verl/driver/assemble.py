@@ -22,15 +22,7 @@ from verl.config.schema import AlgorithmConfig, Config
 from verl.data.source import Cursor, TaskTable, load_tasks
 from verl.driver.checkpointer import Checkpointer
 from verl.driver.measure import pool_metrics
-from verl.driver.models import (
-    ModelContext,
-    checkpoint_bytes,
-    hf_export,
-    models_of,
-    policy_engine,
-    reward_model,
-    workers_of,
-)
+from verl.driver.models import ModelContext, checkpoint_bytes, hf_export, models_of, reward_model, trained, workers_of
 from verl.driver.publisher import Publisher
 from verl.driver.record import SampleRecorder
 from verl.driver.reporter import OnStep, Reporter
@@ -61,7 +53,7 @@ from verl.track.events import EventLog
 from verl.track.sinks import open_sinks
 from verl.types import Sampling, Task
 from verl.weight_sync.base import CheckpointEngine, SyncContext
-from verl.workers.compute import Compute
+from verl.workers.compute import build_compute
 from verl.workers.inproc import InprocGroup
 from verl.workers.model_workers import ComputeWorker, ModelWorkers
 from verl.workers.placement import Placement
@@ -112,12 +104,12 @@ async def _run_of(
     context = context_of(config, updates=updates_of_run(config, num_steps), crash_dir=claimed.path / "crash")
     scorer = reward_model(context)
     reward, pool = await _reward(config, scorer, algorithm.truncation, tasks[0])
-    engine = policy_engine(context, updates=updates)
     sync = checkpoint_engine(config, _probes(tasks))
-    actor = workers_of(context, "actor", engine, hf_export=hf_export(config), outlet=sync.outlet())
+    policy = trained(context, "actor", updates=updates, hf_export=hf_export(config), outlet=sync.outlet())
+    actor = workers_of(context, policy)
     models = models_of(context, algorithm, actor) | ({"reward_model": scorer} if scorer is not None else {})
     learner = learner_of(context, algorithm, models, waits)
-    replicas = [rollout_engine(config, tokenizer, context.device) for _ in range(config.rollout.replicas)]
+    replicas = context.cluster.replicas(rollout_engine, (config, tokenizer, context.device), config.rollout.replicas)
     for note in (await replicas[0].capabilities()).notes:
         progress.message(note)
     rollout = replicas[0] if len(replicas) == 1 else Router(replicas)
@@ -125,7 +117,9 @@ async def _run_of(
     reporter = reporter_of(claimed, resolved, progress, waits, num_steps, recorder=recorder, on_step=on_step)
     trajectories = _trajectories(config, tokenizer, rollout, reward, waits)
     groups = _groups(config, learner, tasks, trajectories, reporter, num_steps)
-    checkpointer = Checkpointer(claimed, learner, trained_roles(learner), checkpoint_bytes(engine), reporter)
+    checkpointer = Checkpointer(
+        claimed, learner, trained_roles(learner), checkpoint_bytes(learner.models.values()), reporter
+    )
     publisher = Publisher(
         sync,
         actor,
@@ -218,7 +212,7 @@ def learner_of(
         config=context.config,
         algorithm=algorithm,
         models=models,
-        compute=ComputeWorker(InprocGroup("compute", [Compute(context.queue)])),
+        compute=ComputeWorker(context.cluster.start("compute", build_compute, (context.queue,))),
         queue=context.queue,
         waits=waits or Waits(),
         controllers=Controllers(algorithm.kl_reward.coef if algorithm and algorithm.kl_reward else 0.0),
@@ -229,7 +223,7 @@ def offline_learner(config: Config, total_steps: int, crash_dir: Path) -> Learne
     """The algorithm and models of a configuration, for samples that come from elsewhere."""
     context = context_of(config, updates=updates_of_run(config, total_steps), crash_dir=crash_dir)
     algorithm = algorithm_of(config.algorithm)
-    actor = workers_of(context, "actor", policy_engine(context, updates=policy_updates(config, total_steps)))
+    actor = workers_of(context, trained(context, "actor", updates=policy_updates(config, total_steps)))
     return learner_of(context, algorithm, models_of(context, algorithm, actor))
 
 

@@ -18,7 +18,7 @@ from verl.data.preference import load_pairs
 from verl.data.source import Cursor, load_conversations
 from verl.driver.assemble import context_of, data_seed, learner_of, reporter_of, total_steps_of, trained_roles
 from verl.driver.checkpointer import Checkpointer
-from verl.driver.models import checkpoint_bytes, hf_export, policy_engine, workers_of
+from verl.driver.models import checkpoint_bytes, hf_export, trained, workers_of
 from verl.driver.reporter import OnStep
 from verl.driver.roles import Learner
 from verl.driver.run_dir import RunDir, open_run_dir
@@ -67,9 +67,8 @@ async def _run_of(
     head: Literal["lm", "score"] = "score" if command == "rm" else "lm"
     share, waits = command != "sft", Waits(claimed.path / "waits.json")
     context = context_of(config, updates=num_steps, crash_dir=claimed.path / "crash")
-    engine = policy_engine(context, head=head, share_prefix=share)
     export = hf_export(config, head=head, pad_token_id=pad_id(tokenizer))
-    trainer = workers_of(context, TRAINER, engine, share_prefix=share, hf_export=export)
+    trainer = workers_of(context, trained(context, TRAINER, head=head, share_prefix=share, hf_export=export))
     learner = learner_of(context, None, {TRAINER: trainer}, waits)
     for one in (stage, eval_stage):
         if isinstance(one, PreferenceStage) and "ref_logprobs" in one.terms[0].inputs:
@@ -82,7 +81,9 @@ async def _run_of(
                 note=progress.message,
             )
     reporter = reporter_of(claimed, resolved, progress, waits, num_steps, on_step=on_step)
-    checkpointer = Checkpointer(claimed, learner, trained_roles(learner), checkpoint_bytes(engine), reporter)
+    checkpointer = Checkpointer(
+        claimed, learner, trained_roles(learner), checkpoint_bytes(learner.models.values()), reporter
+    )
     return SupervisedRun(
         config=config,
         dir=claimed.path,

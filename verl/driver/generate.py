@@ -12,7 +12,7 @@ import uvloop
 from verl.chat import render_prompt
 from verl.config.schema import Config
 from verl.driver.assemble import checkpoint_engine, context_of, rollout_engine, sampling_of
-from verl.driver.models import frozen_engine, workers_of
+from verl.driver.models import role_spec, workers_of
 from verl.driver.setup import decoder, load_tokenizer_of, require_an_end, set_up_process
 from verl.rollout.base import Completion
 from verl.types import derive_seed
@@ -36,7 +36,7 @@ def generate_once(config: Config, prompt: str, n: int) -> list[tuple[str, str, f
 
 async def _generate(config: Config, tokenizer: Any, ids: np.ndarray, n: int) -> list[Completion]:
     context, sync, timeout_s = context_of(config), checkpoint_engine(config), config.run.wait_timeout_s
-    model = workers_of(context, "actor", frozen_engine(context), outlet=sync.outlet())
+    model = workers_of(context, replace(role_spec(context, "actor"), outlet=sync.outlet()))
     rollout = rollout_engine(config, tokenizer, context.device)
     try:
         await sync.publish(model, [rollout], version=0, exclusive=True, on_inflight=["wait"], timeout_s=timeout_s)

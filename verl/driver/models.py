@@ -3,11 +3,13 @@ configuration."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from verl.algorithms.resolve import Algorithm
-from verl.chat import NO_TURN_END, TurnEnd, load_tokenizer, turn_end
+from verl.chat import load_tokenizer, turn_end
 from verl.chat.template import Tokenizer
 from verl.checkpoint.hf import HfExport
 from verl.checkpoint.score import classifier_config
@@ -19,10 +21,10 @@ from verl.model_engine.optim import OptimSpec
 from verl.nn.heads import Head
 from verl.transfer_queue.base import TransferQueue
 from verl.weight_sync.base import Outlet
-from verl.weight_sync.sender import WeightSender
-from verl.workers.inproc import InprocGroup, SharedEngine, VirtualRank
+from verl.workers.group import Cluster
+from verl.workers.inproc import InprocCluster
 from verl.workers.model_workers import ModelWorkers
-from verl.workers.role import Role
+from verl.workers.role import RoleSpec, build_roles, roles_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,48 +36,34 @@ class ModelContext:
     device: str
     updates: int
     crash_dir: Path | None = None
+    cluster: Cluster = field(default_factory=InprocCluster)
 
 
-def workers_of(
+def workers_of(context: ModelContext, spec: RoleSpec) -> ModelWorkers:
+    """The worker group of one model."""
+    group = context.cluster.start(spec.name, build_roles, (spec,), world_size=context.config.run.virtual_ranks)
+    return ModelWorkers(group)
+
+
+def workers_around(context: ModelContext, engine: ModelEngine, spec: RoleSpec) -> ModelWorkers:
+    """The same around an engine of this process."""
+    return ModelWorkers(context.cluster.start(spec.name, partial(roles_of, engine), (spec,)))
+
+
+def trained(
     context: ModelContext,
     name: str,
-    engine: ModelEngine,
     *,
+    head: Head = "lm",
     share_prefix: bool = True,
+    updates: int | None = None,
     hf_export: HfExport | None = None,
     outlet: Outlet | None = None,
-    turn_end: TurnEnd = NO_TURN_END,
-) -> ModelWorkers:
-    """The worker group of one model: one rank, or virtual ranks that share the engine. outlet: where its weights are
-    published from · turn_end: of a reward model's template."""
-    config, can = context.config, engine.capabilities
-    share = share_prefix and can.shares_prefix
-    dtype = config.model.dtype if config.rollout.dtype == "auto" else config.rollout.dtype
-    sender = WeightSender(outlet, dtype=dtype) if outlet is not None else None
-    ranks = [VirtualRank(i, config.run.virtual_ranks) for i in range(config.run.virtual_ranks)]
-    roles = [
-        Role(
-            name,
-            context.queue,
-            engine if len(ranks) == 1 else SharedEngine(engine, rank),
-            share_prefix=share,
-            ranks=rank,
-            sender=sender,
-            hf_export=hf_export,
-            turn_end=turn_end,
-        )
-        for rank in ranks
-    ]
-    return ModelWorkers(InprocGroup(name, roles, ranks), replace(can, shares_prefix=share))
-
-
-def policy_engine(
-    context: ModelContext, *, head: Head = "lm", share_prefix: bool = True, updates: int | None = None
-) -> ModelEngine:
-    """The trained model, its forward pass proven. share_prefix: prompts will be shared · updates: its optimizer steps,
-    where they are fewer than the run's (a critic's warm-up)."""
+) -> RoleSpec:
+    """The trained model. share_prefix: prompts will be shared · updates: its optimizer steps, where they are fewer than
+    the run's (a critic's warm-up) · outlet: where its weights are published from."""
     o, updates = context.config.optim, context.updates if updates is None else updates
-    spec = OptimSpec(
+    optim = OptimSpec(
         lr=o.lr,
         weight_decay=o.weight_decay,
         betas=(o.betas[0], o.betas[1]),
@@ -87,18 +75,14 @@ def policy_engine(
         decay_ratio=o.decay_ratio,
         min_lr_ratio=o.min_lr_ratio,
     )
-    return _proven(_engine(context, optim=spec, head=head), share_prefix)
-
-
-def frozen_engine(context: ModelContext) -> ModelEngine:
-    """The start weights, not trained."""
-    return _engine(context, optim=None)
+    spec = role_spec(context, name, optim=optim, head=head)
+    return replace(spec, proven=True, share_prefix=share_prefix, hf_export=hf_export, outlet=outlet)
 
 
 def critic(context: ModelContext, algorithm: Algorithm) -> ModelWorkers:
     """The value model with its own optimizer: the policy's engine with another head."""
     o, c = context.config.optim, context.config.critic
-    spec = OptimSpec(
+    optim = OptimSpec(
         lr=c.lr,
         weight_decay=c.weight_decay,
         betas=(o.betas[0], o.betas[1]),
@@ -110,11 +94,13 @@ def critic(context: ModelContext, algorithm: Algorithm) -> ModelWorkers:
     )
     if c.path is not None:
         _tokenizer_of(context.config, "critic.path", Path(c.path).expanduser())
-    return workers_of(context, "critic", _proven(_engine(context, optim=spec, head="value", path=c.path)))
+    spec = role_spec(context, "critic", optim=optim, head="value", path=c.path)
+    return workers_of(context, replace(spec, proven=True))
 
 
 def reference(context: ModelContext, algorithm: Algorithm) -> ModelWorkers:
-    return workers_of(context, "ref", frozen_engine(context))
+    """The start weights, not trained."""
+    return workers_of(context, role_spec(context, "ref"))
 
 
 def reward_model(context: ModelContext) -> ModelWorkers | None:
@@ -124,8 +110,9 @@ def reward_model(context: ModelContext) -> ModelWorkers | None:
         return None
     folder = Path(config.reward.model).expanduser()
     theirs = _tokenizer_of(config, "reward.model", folder)
-    engine = _proven(_engine(context, optim=None, head="score", path=str(folder)))
-    return workers_of(context, "reward_model", engine, turn_end=turn_end(theirs, config.model.template_kwargs))
+    spec = role_spec(context, "reward_model", head="score", path=str(folder))
+    end = turn_end(theirs, config.model.template_kwargs)
+    return workers_of(context, replace(spec, proven=True, turn_end=end))
 
 
 def _tokenizer_of(config: Config, key: str, folder: Path) -> Tokenizer:
@@ -138,12 +125,6 @@ def _tokenizer_of(config: Config, key: str, folder: Path) -> Tokenizer:
             "train it from a model with the policy's tokenizer"
         )
     return theirs
-
-
-def _proven(engine: ModelEngine, share_prefix: bool = True) -> ModelEngine:
-    """The engine, if its forward pass gives the log-probs of the model's own; ValueError if not."""
-    engine.check_packing(share_prefix=share_prefix and engine.capabilities.shares_prefix)
-    return engine
 
 
 def models_of(context: ModelContext, algorithm: Algorithm, actor: ModelWorkers) -> dict[str, ModelWorkers]:
@@ -162,19 +143,18 @@ def hf_export(config: Config, *, head: Head = "lm", pad_token_id: int | None = N
     )
 
 
-def checkpoint_bytes(engine: ModelEngine) -> int:
-    """Master, two moments and the exported folder, float32."""
-    return 4 * 4 * sum(p.numel() for p in engine.masters.values()) + (8 << 20)
-
-
-def _engine(
-    context: ModelContext, *, optim: OptimSpec | None, head: Head = "lm", path: str | None = None
-) -> ModelEngine:
+def role_spec(
+    context: ModelContext, name: str, *, optim: OptimSpec | None = None, head: Head = "lm", path: str | None = None
+) -> RoleSpec:
+    """What the workers of a model are built from; frozen without `optim`, of model.path without `path`."""
     config = context.config
-    build = load(MODEL[config.model.engine].build)
-    return build(
-        options_of(config, "model"),
-        EngineContext(
+    return RoleSpec(
+        name=name,
+        queue=context.queue,
+        engine=MODEL[config.model.engine].build,
+        options=options_of(config, "model"),
+        sync_dtype=config.model.dtype if config.rollout.dtype == "auto" else config.rollout.dtype,
+        context=EngineContext(
             folder=Path(path or config.model.path).expanduser(),
             head=head,
             optim=optim,
@@ -186,3 +166,9 @@ def _engine(
             dump_dir=context.crash_dir if optim is not None else None,
         ),
     )
+
+
+def checkpoint_bytes(models: Iterable[ModelWorkers]) -> int:
+    """Of one checkpoint, about: master and two moments of every trained model and the exported folder, in float32."""
+    trained = [workers.capabilities.parameters for workers in models if workers.trains]
+    return 4 * (3 * sum(trained) + trained[0]) + (8 << 20)

@@ -29,7 +29,11 @@ class StepOutput:
 
 
 class Ranks(Protocol):
-    """What a rank knows of the others that train the same model."""
+    """What a rank knows of the others that train the same model: `rank` of `world_size` that have rows of their own.
+    primary: of the ranks that compute the same rows, this one writes and reports what came of them."""
+
+    @property
+    def primary(self) -> bool: ...
 
     @property
     def rank(self) -> int: ...
@@ -47,6 +51,7 @@ class OneRank:
 
     rank = 0
     world_size = 1
+    primary = True
 
     def all_gather(self, value: T) -> list[T]:
         return [value]
@@ -77,6 +82,8 @@ class EngineCapabilities:
     max_tokens_per_microbatch: int
     outputs: tuple[str, ...]
     trains: bool
+    parameters: int
+    """Of the whole model, whichever ranks hold them."""
     one_pass: bool
     """A step that fits into one micro-batch needs no first pass: its outputs are the same in both."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a rank stands. data: whose rows it computes · sequence, tensor, pipeline: which part of that work is its."""
+    """Where a rank stands. data: whose rows it computes · sequence, tensor, pipeline: which part of that work."""
 
     data: int
     sequence: int
@@ -41,11 +41,10 @@ class Layout:
         within = self.sequence * self.tensor * self.pipeline
         if self.world_size % within:
             raise ValueError(
-                f"{self.world_size} ranks cannot be divided into parallel.tensor={self.tensor} x "
-                f"parallel.sequence={self.sequence} x parallel.pipeline={self.pipeline} = {within}: use a multiple of {within}"
+                f"{self.world_size} ranks cannot be divided into parallel.tensor={self.tensor} x parallel.sequence="
+                f"{self.sequence} x parallel.pipeline={self.pipeline} = {within}: use a multiple of {within}"
             )
-        for name in ("replicate", "expert"):
-            size = getattr(self, name)
+        for name, size in (("replicate", self.replicate), ("expert", self.expert)):
             if (self.data * self.sequence) % size:
                 raise ValueError(
                     f"parallel.{name}={size} does not divide the {self.data * self.sequence} ranks that shard the model"

@@ -14,6 +14,7 @@ from torch import Tensor
 from verl.algorithms.corrections import mismatch_metrics
 from verl.algorithms.weights import check_finite, term_weights
 from verl.batch import Columns, Ragged
+from verl.model_engine.base import Ranks
 from verl.objective import Term
 from verl.transfer_queue.base import TransferQueue
 from verl.types import Metric, Metrics, Refs
@@ -90,6 +91,10 @@ class Compute:
         found = self.queue.read(refs, (column, "rollout_logprobs"))
         columns = columns_of(refs, {n: c.values for n, c in found.items()})
         return mismatch_metrics(columns[column], columns["rollout_logprobs"], columns.mask)
+
+
+def build_compute(queue: TransferQueue, *, ranks: Sequence[Ranks]) -> list[Compute]:
+    return [Compute(queue) for _ in ranks]
 
 
 def columns_of(refs: Refs, token: Mapping[str, Tensor], baselines: Mapping[str, float] | None = None) -> Columns:

@@ -1,11 +1,14 @@
-"""Worker groups: the single controller's hand on SPMD workers (HybridFlow)."""
+"""Worker groups: the single controller's hand on SPMD workers (HybridFlow), and the cluster that starts them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from verl.rollout.base import RolloutEngine
 
 T = TypeVar("T")
 
@@ -40,3 +43,22 @@ class WorkerGroup(Protocol):
     def close(self, timeout_s: float = 10.0) -> None:
         """Finish what was submitted; what has not begun after `timeout_s` is cancelled. A later submit is refused."""
         ...
+
+
+Build = Callable[..., Sequence[object]]
+"""A function of a module, called where the workers live as `build(*args, ranks=...)`: the workers of the given ranks,
+in this process of all of them, elsewhere of one."""
+
+
+class Cluster(Protocol):
+    """Where workers and rollout replicas live. What they are built from can be pickled, unless all is one process."""
+
+    def start(self, name: str, build: Build, args: tuple[Any, ...], *, world_size: int = 1) -> WorkerGroup:
+        """The workers of a name. Elsewhere they are built meanwhile: a failure comes with the first call."""
+        ...
+
+    def replicas(self, build: Callable[..., RolloutEngine], args: tuple[Any, ...], count: int) -> list[RolloutEngine]:
+        """`count` rollout engines, each `build(*args)`."""
+        ...
+
+    def close(self) -> None: ...

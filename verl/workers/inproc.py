@@ -20,8 +20,9 @@ from torch import Tensor
 from verl.batch import Batch
 from verl.model_engine.base import EngineCapabilities, ModelEngine, StepOutput
 from verl.objective import Term
+from verl.rollout.base import RolloutEngine
 from verl.types import Metrics
-from verl.workers.group import Arguments, Broadcast
+from verl.workers.group import Arguments, Broadcast, Build
 
 T = TypeVar("T")
 MEETING_TIMEOUT_S = 3600.0  # for the slowest rank to come to where the others wait
@@ -47,6 +48,8 @@ class Meeting:
 
 class VirtualRank:
     """See `Ranks`: a thread of this process. `meeting` is that of the call it works on."""
+
+    primary = True
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
@@ -202,6 +205,20 @@ class InprocGroup:
             call.end(rank, error=e)
         else:
             call.end(rank, value=found)
+
+
+class InprocCluster:
+    """See `Cluster`: everything lives in this process."""
+
+    def start(self, name: str, build: Build, args: tuple[Any, ...], *, world_size: int = 1) -> InprocGroup:
+        ranks = [VirtualRank(i, world_size) for i in range(world_size)]
+        return InprocGroup(name, build(*args, ranks=ranks), ranks)
+
+    def replicas(self, build: Callable[..., RolloutEngine], args: tuple[Any, ...], count: int) -> list[RolloutEngine]:
+        return [build(*args) for _ in range(count)]
+
+    def close(self) -> None:
+        """Nothing is left when the groups are closed."""
 
 
 class _Call:

@@ -6,13 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
 from verl.batch import Columns
 from verl.driver.dispatch import Share, in_order, shares
 from verl.model_engine.base import EngineCapabilities
+from verl.model_engine.layout import Layout
 from verl.objective import Term
 from verl.types import Metrics, Refs, merge_metrics
 from verl.weight_sync.base import Sent
@@ -22,13 +23,19 @@ from verl.workers.role import RankStep, Role, UpdatePlan
 
 A = TypeVar("A")
 B = TypeVar("B")
+START_TIMEOUT_S = 600.0  # to load a model and prove its forward pass
 
 
 class ModelWorkers:
-    """The ranks of one model. `capabilities` are the engine's, asked when the workers were made."""
+    """The ranks of one model, as `layout` arranges them: each data rank has rows of its own, and of the ranks that
+    compute the same rows one answers. `capabilities` are the engine's; None: they are asked for."""
 
-    def __init__(self, group: WorkerGroup, capabilities: EngineCapabilities) -> None:
+    def __init__(
+        self, group: WorkerGroup, capabilities: EngineCapabilities | None = None, layout: Layout | None = None
+    ) -> None:
         self._group = group
+        self._layout = layout or Layout(world_size=group.world_size)
+        self._asked = None if capabilities else group.submit(Role.capabilities, Broadcast())
         self._can = capabilities
 
     @property
@@ -40,14 +47,22 @@ class ModelWorkers:
         return self._group.world_size
 
     @property
+    def capabilities(self) -> EngineCapabilities:
+        """Waits for workers that are being built; their failure is raised here."""
+        if self._can is None:
+            assert self._asked is not None
+            self._can = self._asked.result(START_TIMEOUT_S)[0]
+        return self._can
+
+    @property
     def trains(self) -> bool:
         """It has an optimizer, and a state to save."""
-        return self._can.trains
+        return self.capabilities.trains
 
     def infer(self, refs: Refs, outputs: Mapping[str, str]) -> Future[None]:
         """Compute model outputs of the rows and write them: {output: column}."""
         args = [(_rank_step(share), outputs) for share in self._share(refs)]
-        return _then(self._group.submit(Role.infer, args), lambda _: None)
+        return _then(self._submit(Role.infer, args), lambda _: None)
 
     def update(
         self,
@@ -60,21 +75,21 @@ class ModelWorkers:
         """The optimizer steps of a turn, in order."""
         shared = [(step, self._share(step.refs)) for step in steps]
         args = []
-        for rank in range(self.world_size):
+        for rank in range(self._layout.data):
             mine = tuple(_rank_step(ranks[rank], step.weights, step.recorded) for step, ranks in shared)
             args.append((UpdatePlan(mine, terms, inputs, recorded, prefix),))
-        return _then(self._group.submit(Role.update, args), merge_metrics)
+        return _then(self._submit(Role.update, args), merge_metrics)
 
     def measure(self, step: OptimizerStep, terms: tuple[Term, ...], inputs: tuple[str, ...]) -> Future[Metrics]:
         """Loss and metrics of the terms on these rows, without a step."""
         args = [(_rank_step(share, step.weights), terms, inputs) for share in self._share(step.refs)]
-        return _then(self._group.submit(Role.measure, args), merge_metrics)
+        return _then(self._submit(Role.measure, args), merge_metrics)
 
     def score(self, refs: Refs, coef: float, alone: bool) -> Future[list[tuple[float, dict[str, float]]]]:
         """(reward, components) of the rows with the reward model's score, in the order of the refs."""
         parts = self._share(refs)
         args = [(_rank_step(share), coef, alone) for share in parts]
-        return _then(self._group.submit(Role.score, args), lambda found: in_order(list(zip(parts, found))))
+        return _then(self._submit(Role.score, args), lambda found: in_order(list(zip(parts, found))))
 
     def score_rows(self, rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> Future[list[float]]:
         """The reward model's score of each (prompt ids, response ids); every rank computes all, the first answers."""
@@ -97,8 +112,15 @@ class ModelWorkers:
         self._group.close(timeout_s)
 
     def _share(self, refs: Refs) -> list[Share]:
-        can = self._can
-        return shares(refs, self.world_size, max_tokens=can.max_tokens_per_microbatch, shares_prefix=can.shares_prefix)
+        can, ranks = self.capabilities, self._layout.data
+        return shares(refs, ranks, max_tokens=can.max_tokens_per_microbatch, shares_prefix=can.shares_prefix)
+
+    def _submit(self, method: Callable[..., A], args: Sequence[tuple[Any, ...]]) -> Future[list[A]]:
+        """One set of arguments per data rank, given to all ranks that compute its rows; the answers of the primary
+        ones."""
+        layout = self._layout
+        every = [args[layout.place(rank).data] for rank in range(layout.world_size)]
+        return _then(self._group.submit(method, every), lambda found: [found[rank] for rank in layout.primaries])
 
 
 class ComputeWorker:

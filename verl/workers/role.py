@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,14 +13,16 @@ import torch
 from verl.batch import Batch, Ragged, concat, make_microbatches, pack, without_weight
 from verl.chat import NO_TURN_END, TurnEnd
 from verl.checkpoint.hf import HfExport
-from verl.model_engine.base import ModelEngine, OneRank, Ranks
+from verl.config.backends import load
+from verl.model_engine.base import EngineCapabilities, EngineContext, ModelEngine, OneRank, Ranks
 from verl.model_engine.objective import evaluate_terms, first_pass
 from verl.objective import Term
 from verl.transfer_queue.base import TransferQueue
 from verl.transfer_queue.rows import read_samples
 from verl.types import Metric, Metrics, Refs, Sample, Segment, merge_metrics
-from verl.weight_sync.base import Sent
+from verl.weight_sync.base import Outlet, Sent
 from verl.weight_sync.sender import WeightSender
+from verl.workers.inproc import SharedEngine, VirtualRank
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,54 @@ class UpdatePlan:
     inputs: tuple[str, ...]
     recorded: tuple[str, ...] = ()
     prefix: str = "actor/"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleSpec:
+    """What the workers of a model are built from, where they live. engine: "module:build" of its backend, called with
+    (options, context) · proven: its forward pass is compared with the model's own at start · share_prefix: prompts are
+    computed once per group, where the engine can · outlet: where its weights are published from, in `sync_dtype` ·
+    turn_end: of a reward model's template."""
+
+    name: str
+    queue: TransferQueue
+    engine: str
+    options: Any
+    context: EngineContext
+    proven: bool = False
+    share_prefix: bool = True
+    outlet: Outlet | None = None
+    sync_dtype: str = "float32"
+    hf_export: HfExport | None = None
+    turn_end: TurnEnd = NO_TURN_END
+
+
+def build_roles(spec: RoleSpec, *, ranks: Sequence[Ranks]) -> list[Role]:
+    """The workers of these ranks; ValueError for a folder that the engine cannot compute as its model does."""
+    engine = load(spec.engine)(spec.options, spec.context)
+    if spec.proven:
+        engine.check_packing(share_prefix=spec.share_prefix and engine.capabilities.shares_prefix)
+    return roles_of(engine, spec, ranks=ranks)
+
+
+def roles_of(engine: ModelEngine, spec: RoleSpec, *, ranks: Sequence[Ranks]) -> list[Role]:
+    """Workers around an engine; virtual ranks share it."""
+    sender = WeightSender(spec.outlet, dtype=spec.sync_dtype) if spec.outlet is not None else None
+
+    def role(rank: Ranks) -> Role:
+        shared = isinstance(rank, VirtualRank) and rank.world_size > 1
+        return Role(
+            spec.name,
+            spec.queue,
+            SharedEngine(engine, rank) if shared else engine,  # type: ignore[arg-type]
+            share_prefix=spec.share_prefix and engine.capabilities.shares_prefix,
+            ranks=rank,
+            sender=sender,
+            hf_export=spec.hf_export,
+            turn_end=spec.turn_end,
+        )
+
+    return [role(rank) for rank in ranks]
 
 
 class Role:
@@ -77,7 +128,7 @@ class Role:
         """Compute model outputs of the rows and write them: {output: column}, e.g. {"logprobs": "old_logprobs"}."""
         batch = self._pack(step.refs)
         found = self.engine.infer(batch, tuple(outputs))
-        if step.idle:
+        if step.idle or not self.ranks.primary:
             return
         per_row = np.arange(batch.num_rows + 1, dtype=np.int64)  # scores [R]; everything else is per loss token
         starts = {name: per_row if name == "scores" else batch.row_start for name in outputs}
@@ -96,7 +147,8 @@ class Role:
                 parts.append(_prefixed(optim, plan.prefix))
             if step.record and not step.idle:
                 kept = {f"train_{n}": Ragged(result.columns[n], batch.row_start) for n in plan.recorded}
-                self.queue.write(step.refs, kept)
+                if self.ranks.primary:
+                    self.queue.write(step.refs, kept)
                 if "entropy" in plan.recorded:
                     inside = result.columns["entropy"][batch.columns["mask"]].double()
                     mean = Metric(float(inside.sum()), float(len(inside)), "token")
@@ -133,7 +185,7 @@ class Role:
             if not alone:
                 parts = {"function": sample.components.get("score", sample.reward), **parts}
             out.append((coef * value + sample.reward, parts))
-        if not step.idle:
+        if not step.idle and self.ranks.primary:
             columns = {"reward": [reward for reward, _ in out]}
             for name in sorted({name for _, parts in out for name in parts}):
                 columns[f"component/{name}"] = [parts.get(name, float("nan")) for _, parts in out]
@@ -157,12 +209,17 @@ class Role:
         ]
         return self._scores(samples)
 
+    def capabilities(self) -> EngineCapabilities:
+        """The engine's, as this role uses it."""
+        can = self.engine.capabilities
+        return replace(can, shares_prefix=can.shares_prefix and self._share_prefix)
+
     # -- weights and state ---------------------------------------------------------------------------------------------
 
     def send_weights(self, version: int, probes: Sequence[np.ndarray], copy: bool) -> Sent | None:
         """The weights as of now, for the checkpoint engine; the first rank answers."""
         assert self._sender is not None, f"{self.name} publishes nothing"
-        if self.ranks.rank:
+        if not self._first:
             self._sender.attend(self.engine, version, probes)
             return None
         return self._sender.send(self.engine, version, probes, copy=copy)
@@ -176,11 +233,20 @@ class Role:
     def export(self, path: Path) -> None:
         """A ready Hugging Face folder of the weights as they are."""
         assert self._hf_export is not None, f"{self.name} is not exported"
-        if self.ranks.rank == 0:
-            self._hf_export.write(path, self.engine.weights())
+        weights = self.engine.weights()
+        try:
+            if self._first:
+                self._hf_export.write(path, weights)
+        finally:
+            for _ in weights:  # gathering them is the work of all, also where the first cannot write
+                pass
         self.ranks.all_gather(None)
 
     # -- private -------------------------------------------------------------------------------------------------------
+
+    @property
+    def _first(self) -> bool:
+        return self.ranks.rank == 0 and self.ranks.primary
 
     def _scores(self, samples: Sequence[Sample]) -> list[float]:
         """What the reward model says of each row, read where its template ends a turn."""
