@@ -160,17 +160,17 @@ class CheckedReader:
     """What a replica reads: every tensor is compared with the manifest as it is handed over."""
 
     def __init__(self, source: WeightSource) -> None:
-        module, _, name = source.transport.partition(":")
-        self._stream: TensorStream = vars(importlib.import_module(module))[name](source.address)
-        self._source = source
+        self.source = source
         self.version = source.version
         self.delivered: set[str] = set()
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        at, expected = f"version {self.version}", self._source.delivered
-        if self._stream.version != self.version:
-            raise SyncError(f"{at}: the sender holds version {self._stream.version} by now")
-        for name, tensor in self._stream.tensors():
+        at, expected = f"version {self.version}", self.source.delivered
+        module, _, opens = self.source.transport.partition(":")
+        stream: TensorStream = vars(importlib.import_module(module))[opens](self.source.address)
+        if stream.version != self.version:
+            raise SyncError(f"{at}: the sender holds version {stream.version} by now")
+        for name, tensor in stream.tensors():
             entry = expected.get(name)
             if entry is None:
                 raise SyncError(f"{at}: {name} is not in the manifest")

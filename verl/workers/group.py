@@ -13,6 +13,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+class WorkerDied(RuntimeError):
+    """A process that holds a worker or a replica is gone: killed, out of memory, crashed, or its node is lost."""
+
+
 @dataclass(frozen=True, slots=True)
 class Broadcast:
     """The same arguments for every rank."""
@@ -59,6 +63,10 @@ class Cluster(Protocol):
 
     def replicas(self, build: Callable[..., RolloutEngine], args: tuple[Any, ...], count: int) -> list[RolloutEngine]:
         """`count` rollout engines, each `build(*args)`."""
+        ...
+
+    def watch(self, on_failure: Callable[[BaseException], None]) -> None:
+        """`on_failure` hears, in any thread, of a worker or replica that died, also between two calls."""
         ...
 
     def close(self) -> None: ...

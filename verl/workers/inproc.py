@@ -217,6 +217,9 @@ class InprocCluster:
     def replicas(self, build: Callable[..., RolloutEngine], args: tuple[Any, ...], count: int) -> list[RolloutEngine]:
         return [build(*args) for _ in range(count)]
 
+    def watch(self, on_failure: Callable[[BaseException], None]) -> None:
+        """Nothing dies here without everything."""
+
     def close(self) -> None:
         """Nothing is left when the groups are closed."""
 

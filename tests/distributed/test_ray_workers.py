@@ -1,0 +1,99 @@
+"""The contract of a worker group on Ray, and what only processes do: they die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from tests.worker_contract import *  # noqa: F403
+from tests.worker_contract import WAIT_S, Bench, Worker, build, note, until
+from verl.model_engine.layout import Layout
+from verl.workers.group import Broadcast, WorkerDied
+from verl.workers.pools import Pool
+from verl.workers.ray.cluster import RayCluster
+
+
+def nothing():
+    """Set nothing up."""
+
+
+@pytest.fixture(scope="module")
+def cluster(ray_session):
+    made = RayCluster(
+        {"main": Pool(ranks_per_node=2, cpus_per_rank=4.0)},
+        {"actor": "main", "other": "main"},
+        layout=Layout(world_size=2),
+        set_up=nothing,
+    )
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=[1, 2])
+def made(request, cluster, tmp_path):
+    group = cluster.start("actor", build, (tmp_path,), world_size=request.param)
+    bench = Bench(tmp_path, request.param)
+    yield group, bench
+    bench.release()
+    group.close()
+
+
+def test_a_dead_rank_ends_the_group_and_everybody_hears_why(cluster, tmp_path):
+    heard: list[BaseException] = []
+    cluster.watch(heard.append)
+    group = cluster.start("actor", build, (tmp_path,), world_size=2)
+    processes = [process for process, _ in group.submit(Worker.thread, Broadcast()).result(WAIT_S)]
+    meeting = group.submit(Worker.fail, [(ValueError("never"), 9)] * 2)
+    assert meeting.result(WAIT_S) == [["waits for the one that failed"] * 2] * 2
+    held, behind = group.submit(Worker.hold, Broadcast()), note(group, "behind")
+    until(lambda: Bench(tmp_path, 2).entered)
+    began_s = time.monotonic()
+    os.kill(processes[1], signal.SIGKILL)
+    for call in (held, behind):
+        with pytest.raises(WorkerDied, match=rf"rank 1 of actor \(process {processes[1]}"):
+            call.result(WAIT_S)
+    assert time.monotonic() - began_s < 30 and [str(e) for e in heard] == [str(held.exception())]
+    with pytest.raises(WorkerDied, match="rank 1"):
+        note(group, "later").result(WAIT_S)
+    until(lambda: not alive(processes[0]))
+    group.close()
+
+
+def test_a_rank_that_dies_between_two_calls_is_heard_of(cluster, tmp_path):
+    heard: list[BaseException] = []
+    cluster.watch(heard.append)
+    group = cluster.start("actor", build, (tmp_path,))
+    ((process, _),) = group.submit(Worker.thread, Broadcast()).result(WAIT_S)
+    os.kill(process, signal.SIGKILL)
+    until(lambda: heard)
+    assert "rank 0 of actor" in str(heard[0])
+    group.close()
+
+
+def test_what_cannot_be_built_is_the_answer_to_every_call(cluster, tmp_path):
+    group = cluster.start("actor", refuses, ("no such folder",))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no such folder"):
+            note(group, 1).result(WAIT_S)
+    group.close()
+
+
+def test_what_cannot_be_pickled_is_refused_at_the_call(made):
+    group, _ = made
+    with pytest.raises(ValueError, match=r"Worker.note goes to another process.*define functions"):
+        note(group, lambda: 1)
+
+
+def refuses(what, *, ranks):
+    raise ValueError(what)
+
+
+def alive(process: int) -> bool:
+    try:
+        with open(f"/proc/{process}/stat") as f:
+            return f.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,150 @@
+"""A Ray cluster: pools are placed, workers and replicas started in them, and their deaths heard of."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from verl.model_engine.layout import Layout
+from verl.rollout.base import RolloutEngine
+from verl.workers.group import Build
+from verl.workers.pools import Pool, Shortage, fit
+from verl.workers.ray.group import RayGroup, Worker, pickled
+from verl.workers.ray.replica import RayReplica, Replica
+
+FAST_HEALTH = {  # of a cluster that is started here: the death of a node is noticed after a second, not a minute
+    "health_check_initial_delay_ms": 1000,
+    "health_check_period_ms": 500,
+    "health_check_timeout_ms": 1000,
+    "health_check_failure_threshold": 3,
+}
+
+
+class RayCluster:
+    """See `Cluster`. set_up: run in every worker before it is built · layout: of the models' ranks."""
+
+    def __init__(
+        self,
+        pools: Mapping[str, Pool],
+        roles: Mapping[str, str],
+        *,
+        layout: Layout,
+        set_up: Callable[[], None],
+        address: str | None = None,
+        backend: str = "gloo",
+        start_timeout_s: float = 60.0,
+    ) -> None:
+        import ray
+
+        self._pools, self._roles, self._layout = dict(pools), dict(roles), layout
+        self._set_up, self._backend = set_up, backend
+        self._deaths: list[BaseException] = []
+        self._on_failure: Callable[[BaseException], None] = self._deaths.append
+        self._started = not ray.is_initialized()
+        if self._started:
+            _connect(address, pools)
+        self._placed: dict[str, Any] = {}
+        try:
+            for name, pool in pools.items():
+                self._placed[name] = _place(name, pool, start_timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    def watch(self, on_failure: Callable[[BaseException], None]) -> None:
+        """Hear of every death from now on, in any thread, and of those before."""
+        self._on_failure = on_failure
+        for death in self._deaths:
+            on_failure(death)
+
+    def start(self, name: str, build: Build, args: tuple[Any, ...], *, world_size: int = 1) -> RayGroup:
+        layout = self._layout if world_size == self._layout.world_size else Layout(world_size=world_size)
+        made = pickled(build, args)
+        actors = [
+            self._actor(Worker, name, rank, {"concurrency_groups": {"calls": 1, "watch": 1}})
+            for rank in range(world_size)
+        ]
+        address = actors[0].serve.remote() if world_size > 1 else ""
+        built = [
+            a.build.options(concurrency_group="calls").remote(address, i, layout, self._backend, self._set_up, made)
+            for i, a in enumerate(actors)
+        ]
+        return RayGroup(name, actors, built, lambda died: self._on_failure(died))
+
+    def replicas(self, build: Callable[..., RolloutEngine], args: tuple[Any, ...], count: int) -> list[RolloutEngine]:
+        made = pickled(build, args)
+        out: list[RolloutEngine] = []
+        for i in range(count):
+            actor = self._actor(Replica, "rollout", i, {"max_concurrency": 100_000})
+            built = actor.build.remote(self._set_up, made)
+            out.append(RayReplica(f"rollout replica {i}", actor, built, lambda died: self._on_failure(died)))
+        return out
+
+    def close(self) -> None:
+        import ray
+
+        for placed in self._placed.values():
+            with contextlib.suppress(Exception):  # the cluster may be gone already
+                ray.util.remove_placement_group(placed)
+        self._placed.clear()
+        if self._started:
+            ray.shutdown()
+
+    def _actor(self, cls: type[Any], role: str, rank: int, kind: Mapping[str, Any]) -> Any:
+        """A process of `role` in bundle `rank` of its pool; roles of one pool share its devices."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        name = self._roles.get(role, next(iter(self._pools)))
+        pool, sharing = self._pools[name], max(1, sum(of == name for of in self._roles.values()))
+        made: Any = ray.remote(**kind)(cls)
+        return made.options(
+            num_cpus=pool.cpus_per_rank / sharing,
+            num_gpus=pool.gpus_per_rank / sharing,
+            resources={pool.resource: pool.resource_per_rank / sharing} if pool.resource else None,
+            max_restarts=0,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(
+                self._placed[name], placement_group_bundle_index=rank % pool.ranks
+            ),
+        ).remote(dict(pool.env))
+
+
+def _connect(address: str | None, pools: Mapping[str, Pool]) -> None:
+    """A cluster of this machine, or the one at `address`; ValueError where it is not there or is another Ray."""
+    import ray
+
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if address is not None:
+        try:
+            ray.init(address=address, **quiet)
+        except (ConnectionError, RuntimeError) as e:
+            raise ValueError(
+                f"cluster.address={address}: {str(e).splitlines()[0]}; is `ray start --head` running there, with Ray "
+                f"{ray.__version__}?"
+            ) from e
+        return
+    wanted = sum(pool.ranks * pool.cpus_per_rank for pool in pools.values())  # processes here share the cores
+    ray.init(
+        num_cpus=max(os.cpu_count() or 1, int(wanted + 1)), include_dashboard=False, _system_config=FAST_HEALTH, **quiet
+    )
+
+
+def _place(name: str, pool: Pool, timeout_s: float) -> Any:
+    """The bundles of a pool; ValueError with what each node lacks, where no nodes hold them."""
+    import ray
+    from ray.util.placement_group import placement_group
+
+    nodes = {n["NodeManagerAddress"] + "/" + n["NodeID"][:6]: n["Resources"] for n in ray.nodes() if n["Alive"]}
+    if (short := fit(name, pool, nodes)) is not None:
+        raise Shortage(short)
+    made = placement_group([pool.bundle] * pool.ranks, strategy="PACK", name=f"verl-{name}")
+    if not made.wait(timeout_s):
+        ray.util.remove_placement_group(made)
+        raise Shortage(
+            f"cluster.pools.{name}: {pool.ranks} x {pool.bundle} were not free within cluster.start_timeout_s="
+            f"{timeout_s:g}; other jobs hold them: {ray.available_resources()}"
+        )
+    return made

@@ -1,0 +1,285 @@
+"""Worker groups of Ray actors: the same calls in the same order, in processes of this or other machines.
+
+A group is fenced by its first death: the ranks that are left would wait for the dead one in a collective, so all are
+killed, and every call that is pending or comes later says what happened first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pickle
+import queue
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from verl.model_engine.layout import Layout
+from verl.workers.group import Arguments, Broadcast, WorkerDied
+
+T = TypeVar("T")
+LOOK_S = 0.5  # between two looks for a call's failed ranks
+FENCE_S = 5.0  # for the other ranks of a call in which one has raised
+JOIN_TIMEOUT_S = 300.0  # for all ranks of a group to come together
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a worker answers: a value, or an error with its traceback there."""
+
+    value: Any = None
+    error: BaseException | None = None
+    trace: str = ""
+
+
+class Worker:
+    """The actor of one rank. It is built by its first call, and serves one call after the other in one thread."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        os.environ.update(env)
+        self._ranks: Any = None
+        self._worker: object = None
+        self._store: Any = None
+        self._broken: Told | None = None
+
+    def serve(self) -> str:
+        """Where the ranks of this group find each other."""
+        import ray
+
+        from verl.workers.dist import serve
+
+        self._store, address = serve(ray.util.get_node_ip_address())
+        return address
+
+    def build(
+        self, address: str, number: int, layout: Layout, backend: str, set_up: Callable[[], None], made: bytes
+    ) -> tuple[str, int]:
+        """Where this rank lives: (node, process). What fails here is the answer to every later call."""
+        import ray
+
+        where = (ray.util.get_node_ip_address(), os.getpid())
+        try:
+            build, args = pickle.loads(made)
+            set_up()
+            if layout.world_size > 1:
+                from verl.workers.dist import join
+
+                self._ranks = join(address, layout, number, backend=backend, timeout_s=JOIN_TIMEOUT_S)
+                (self._worker,) = build(*args, ranks=[self._ranks])
+            else:
+                from verl.model_engine.base import OneRank
+
+                (self._worker,) = build(*args, ranks=[OneRank()])
+        except BaseException as e:
+            self._broken = told_of(e)
+        return where
+
+    def call(self, number: int, payload: bytes) -> Told:
+        if self._broken is not None:
+            return self._broken
+        if self._ranks is not None:
+            self._ranks.begin(number)
+        try:
+            method, args = pickle.loads(payload)
+            return Told(method(self._worker, *args))
+        except BaseException as e:
+            if self._ranks is not None:
+                self._ranks.abort(f"{type(e).__name__}: {e}")
+            return told_of(e)
+
+    def watch(self) -> None:
+        """Never answered: its failure is the death of this process."""
+        threading.Event().wait()
+
+
+def told_of(error: BaseException) -> Told:
+    text = "".join(traceback.format_exception(error))
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    error.__traceback__ = error.__cause__ = error.__context__ = None
+    return Told(error=error, trace=text)
+
+
+class RayGroup:
+    """See `WorkerGroup`. One thread gives out the calls, one after the other; arguments are pickled at the call."""
+
+    def __init__(self, name: str, actors: Sequence[Any], built: Sequence[Any], on_death: Callable[[WorkerDied], None]):
+        self._name, self._actors, self._on_death = name, tuple(actors), on_death
+        self._lock = threading.Lock()
+        self._closed = False
+        self._dead: WorkerDied | None = None
+        self._fenced = threading.Event()
+        self._places: list[Any] = [None] * len(actors)
+        self._queue: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._number = 0
+        for rank, (actor, place) in enumerate(zip(actors, built, strict=True)):
+            place.future().add_done_callback(partial(self._built, rank))
+            watched = actor.watch.options(concurrency_group="watch").remote()
+            watched.future().add_done_callback(partial(self._died, rank))
+        self._builds = list(built)
+        self._thread = threading.Thread(target=self._work, name=f"verl-{name}", daemon=True)
+        self._thread.start()
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def world_size(self) -> int:
+        return len(self._actors)
+
+    def submit(self, method: Callable[..., T], args: Arguments) -> Future[list[T]]:
+        count = self.world_size
+        if isinstance(args, Broadcast):
+            payloads = [pickled(method, args.args)] * count
+        else:
+            assert len(args) == count, f"{len(args)} sets of arguments for {count} ranks"
+            payloads = [pickled(method, one) for one in args]
+        call = _Call(method.__qualname__, payloads)
+        with self._lock:
+            if self._closed:
+                raise RuntimeError(f"worker group {self._name!r} is closed; {method.__qualname__} was not submitted")
+            self._queue.put(call)
+        return call.future
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Finish what was submitted, then end the processes. What has not begun after `timeout_s` is cancelled."""
+        import ray
+
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._queue.put(None)
+        self._thread.join(timeout_s)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if (call := self._queue.get_nowait()) is not None:
+                    call.future.cancel()
+        self._queue.put(None)
+        for actor in self._actors:
+            ray.kill(actor, no_restart=True)
+
+    # -- private: the thread that gives out the calls ------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while (call := self._queue.get()) is not None:
+            if call.future.set_running_or_notify_cancel():
+                try:
+                    call.future.set_result(self._answered(call))
+                except BaseException as e:
+                    call.future.set_exception(e)
+            del call  # arguments and result are the caller's now
+
+    def _answered(self, call: _Call) -> list[Any]:
+        import ray
+
+        while self._builds and self._dead is None:  # a worker is given nothing before it is there
+            _, self._builds = ray.wait(self._builds, num_returns=len(self._builds), timeout=LOOK_S)
+        if self._dead is not None:
+            raise self._dead
+        self._number += 1
+        refs = [
+            actor.call.options(concurrency_group="calls").remote(self._number, payload)
+            for actor, payload in zip(self._actors, call.payloads, strict=True)
+        ]
+        left, error, until_s = list(refs), None, float("inf")
+        found: dict[Any, Told] = {}
+        while left and self._dead is None and time.monotonic() < until_s:
+            done, left = ray.wait(left, num_returns=len(left), timeout=LOOK_S)
+            for ref in done:
+                try:
+                    found[ref] = ray.get(ref)
+                except ray.exceptions.RayActorError:
+                    self._fenced.wait(FENCE_S)  # the watch says who and why
+            if error is None and (error := _first_cause([found[r] for r in refs if r in found])) is not None:
+                until_s = time.monotonic() + FENCE_S
+        if left and error is not None:  # they wait in a collective for the one that raised
+            what = (
+                f"{self._name}: {len(left)} of {len(refs)} ranks did not come out of {call.name} after: {error.error}"
+            )
+            self._fence(WorkerDied(what), tell=False)
+        if error is not None:
+            raise raised(error)
+        if self._dead is not None:
+            raise self._dead
+        if len(found) < len(refs):
+            raise WorkerDied(f"worker group {self._name!r} was closed in the middle of {call.name}")
+        return [found[ref].value for ref in refs]
+
+    # -- private: deaths -----------------------------------------------------------------------------------------------
+
+    def _built(self, rank: int, found: Future[Any]) -> None:
+        if (error := found.exception()) is None:
+            self._places[rank] = found.result()
+        elif type(error).__name__ not in ("ActorDiedError", "ActorUnavailableError"):  # of these the watch hears
+            self._fence(WorkerDied(f"rank {rank} of {self._name} was not built: {error}"), tell=True)
+
+    def _died(self, rank: int, found: Future[Any]) -> None:
+        if self._closed or self._dead is not None:
+            return
+        node, process = self._places[rank] or ("?", "?")
+        why = str(found.exception()).strip().replace("\n", " ")
+        self._fence(
+            WorkerDied(f"rank {rank} of {self._name} (process {process} on {node}) died: {reason(why)}"), tell=True
+        )
+
+    def _fence(self, error: WorkerDied, *, tell: bool) -> None:
+        import ray
+
+        with self._lock:
+            if self._dead is not None:
+                return
+            self._dead = error
+        self._fenced.set()
+        for actor in self._actors:
+            ray.kill(actor, no_restart=True)
+        if tell:
+            self._on_death(error)
+
+
+class _Call:
+    def __init__(self, name: str, payloads: list[bytes]) -> None:
+        self.future: Future[Any] = Future()
+        self.name, self.payloads = name, payloads
+
+
+def pickled(method: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    try:
+        return pickle.dumps((method, args), protocol=5)
+    except (pickle.PicklingError, AttributeError, TypeError) as e:
+        raise ValueError(
+            f"{method.__qualname__} goes to another process, and its arguments cannot: {e}; define functions and "
+            "classes in a module, not inside a function or in a notebook"
+        ) from e
+
+
+def _first_cause(found: Sequence[Told]) -> Told | None:
+    """The error that is not about another rank's."""
+    errors = [told for told in found if told.error is not None]
+    own = [told for told in errors if type(told.error).__name__ != "MeetingEnded"]
+    return next(iter(own or errors), None)
+
+
+def raised(told: Told) -> BaseException:
+    """The worker's error, as it can be raised here; its own traceback is its note."""
+    assert told.error is not None
+    error = told.error
+    if isinstance(error, StopIteration | asyncio.CancelledError) or type(error).__name__ == "CancelledError":
+        error = RuntimeError(f"a worker's call ended with {type(error).__name__}: {error}")
+    error.add_note(f"in a worker:\n{told.trace}")
+    return error
+
+
+def reason(text: str) -> str:
+    """Ray's account of a death, without its advice."""
+    for mark in ("The actor died unexpectedly before finishing this task.", "The actor is dead because"):
+        text = text.replace(mark, "")
+    return text[:400]

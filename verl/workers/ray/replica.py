@@ -1,0 +1,174 @@
+"""Rollout engines in processes of their own: one actor each, many calls at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from verl.rollout.base import Capabilities, Completion, PauseMode
+from verl.types import Sampling
+from verl.workers.group import WorkerDied
+from verl.workers.ray.group import Told, raised, reason, told_of
+
+
+class Replica:
+    """The actor of one rollout engine; many calls at a time, in its event loop."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        os.environ.update(env)
+        self._engine: Any = None
+        self._broken: Told | None = None
+
+    async def build(self, set_up: Callable[[], None], made: bytes) -> tuple[str, int]:
+        import ray
+
+        try:
+            build, args = pickle.loads(made)
+            set_up()
+            self._engine = build(*args)
+        except BaseException as e:
+            self._broken = told_of(e)
+        return ray.util.get_node_ip_address(), os.getpid()
+
+    async def ask(self, method: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> Told:
+        if self._broken is not None:
+            return self._broken
+        try:
+            return Told(await vars(type(self))[method](self, *args, **named))
+        except (asyncio.CancelledError, Exception) as e:
+            return told_of(e)
+
+    async def watch(self) -> None:
+        await asyncio.Event().wait()
+
+    async def generate(self, *args: Any, **named: Any) -> Completion:
+        return await self._engine.generate(*args, **named)
+
+    async def score(self, *args: Any, **named: Any) -> np.ndarray:
+        return await self._engine.score(*args, **named)
+
+    async def load_weights(self, source: Any, on_inflight: PauseMode) -> tuple[int, set[str]]:
+        from verl.weight_sync.base import CheckedReader
+
+        reader = CheckedReader(source)
+        return await self._engine.load_weights(reader, on_inflight=on_inflight), reader.delivered
+
+    async def pause(self, mode: PauseMode) -> None:
+        await self._engine.pause(mode)
+
+    async def resume(self) -> None:
+        await self._engine.resume()
+
+    async def abort(self, request_ids: Sequence[str] | None) -> int:
+        return await self._engine.abort(request_ids)
+
+    async def sleep(self, level: int) -> int:
+        return await self._engine.sleep(level)
+
+    async def wake(self, tags: Sequence[str]) -> None:
+        await self._engine.wake(tags)
+
+    async def capabilities(self) -> Capabilities:
+        return await self._engine.capabilities()
+
+    async def close(self) -> None:
+        await self._engine.close()
+
+
+class RayReplica:
+    """See `RolloutEngine`: an engine in another process."""
+
+    def __init__(self, name: str, actor: Any, built: Any, on_death: Callable[[WorkerDied], None]) -> None:
+        self._name, self._actor, self._version, self._closed = name, actor, -1, False
+        self._place: Any = None
+        self._dead: WorkerDied | None = None
+        self._on_death = on_death
+        built.future().add_done_callback(self._built)
+        actor.watch.remote().future().add_done_callback(self._died)
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt_ids: np.ndarray,
+        sampling: Sampling,
+        *,
+        prefix_key: str | None = None,
+        adapter: str | None = None,
+        media: Sequence[str] = (),
+    ) -> Completion:
+        named = {"prefix_key": prefix_key, "adapter": adapter, "media": tuple(media)}
+        try:
+            return await self._ask("generate", request_id, prompt_ids, sampling, **named)
+        except asyncio.CancelledError:
+            self._actor.ask.remote("abort", ([request_id],), {})  # the caller gave up: give its row back
+            raise
+
+    async def score(
+        self, ids: np.ndarray, *, temperature: float = 1.0, adapter: str | None = None, media: Sequence[str] = ()
+    ) -> np.ndarray:
+        return await self._ask("score", ids, temperature=temperature, adapter=adapter, media=tuple(media))
+
+    async def load_weights(self, source: Any, *, on_inflight: PauseMode = "wait") -> int:
+        """`source` is a CheckedReader: what it would read here is read and compared there."""
+        self._version, delivered = await self._ask("load_weights", source.source, on_inflight)
+        source.delivered |= delivered
+        return self._version
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        await self._ask("pause", mode)
+
+    async def resume(self) -> None:
+        await self._ask("resume")
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> int:
+        return await self._ask("abort", request_ids if request_ids is None else list(request_ids))
+
+    async def sleep(self, level: int = 1) -> int:
+        return await self._ask("sleep", level)
+
+    async def wake(self, tags: Sequence[str] = ("weights", "kv")) -> None:
+        await self._ask("wake", tuple(tags))
+
+    async def capabilities(self) -> Capabilities:
+        return await self._ask("capabilities")
+
+    async def close(self) -> None:
+        import ray
+
+        self._closed = True
+        ray.kill(self._actor, no_restart=True)
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def _ask(self, method: str, *args: Any, **named: Any) -> Any:
+        import ray
+
+        if self._dead is not None:
+            raise self._dead
+        try:
+            told = await self._actor.ask.remote(method, args, named)
+        except ray.exceptions.RayActorError as e:
+            raise self._dead or WorkerDied(f"{self._name} died: {reason(str(e))}") from None
+        if told.error is not None:
+            raise raised(told)
+        return told.value
+
+    def _built(self, found: Future[Any]) -> None:
+        if found.exception() is None:
+            self._place = found.result()
+
+    def _died(self, found: Future[Any]) -> None:
+        if self._closed:
+            return
+        node, process = self._place or ("?", "?")
+        why = reason(str(found.exception()).strip().replace("\n", " "))
+        self._dead = WorkerDied(f"{self._name} (process {process} on {node}) died: {why}")
+        self._on_death(self._dead)
