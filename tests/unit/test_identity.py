@@ -121,3 +121,43 @@ def test_a_value_that_is_written_otherwise_is_the_same(made):
     low, high = (made("algorithm.correction=truncate", f"algorithm.options.correction_high={x}") for x in ("2", "2.0"))
     assert compare(low, high) == ([], {})
     assert compare(low, made("algorithm.correction=truncate", "algorithm.options.correction_high=3"))[0]
+
+
+def test_what_is_left_out_is_the_same_as_its_default_given(made, tmp_path):
+    ppo = ("algorithm.name=ppo",)
+    cases = [  # verb, what both give, what one of them leaves out, what would be another run
+        ("train", (), "algorithm.loss=ppo_clip", "algorithm.loss=gspo"),
+        ("train", ("algorithm.name=dppo_kl",), "algorithm.loss=dppo_kl", "algorithm.loss=ppo_clip"),
+        ("train", ("run.seed=3",), "data.seed=3", "data.seed=4"),
+        ("train", ("model.dtype=float32",), "rollout.dtype=float32", "rollout.dtype=bfloat16"),
+        ("train", (), "eval.max_response_tokens=1024", "eval.max_response_tokens=9"),
+        ("train", ppo, f"critic.path={tmp_path}/model", f"critic.path={tmp_path}/other"),
+        ("dpo", (), "preference.beta=0.1", "preference.beta=0.2"),
+        ("dpo", ("preference.loss=simpo",), "preference.beta=2", "preference.beta=2.5"),
+        ("dpo", (), "preference.options.label_smoothing=0", "preference.options.label_smoothing=0.1"),
+        ("dpo", ("preference.loss=ipo",), "preference.options={average: true, wpo: false}",
+         "preference.options.average=false"),
+    ]  # fmt: skip
+    write_model(tmp_path / "other")
+    (tmp_path / "other" / "config.json").write_text((tmp_path / "other" / "config.json").read_text() + "\n")
+    wrong = []
+    for verb, both, left_out, other in cases:
+        start, given, another = made(*both, command=verb), made(*both, left_out, command=verb), made(
+            *both, other, command=verb)  # fmt: skip
+        key = other.partition("=")[0]
+        for a, b in ((start, given), (given, start)):
+            if compare(a, b) != ([], {}):
+                wrong.append((left_out, compare(a, b)))
+        if not any(key.startswith(line.partition(":")[0]) for line in compare(start, another)[0]):
+            wrong.append((other, compare(start, another)))
+    assert not wrong, wrong
+
+
+def test_a_loss_of_the_users_own_is_its_source(made, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "ppo_clip.py").write_text("x = 1\n")  # a module called as a loss of verl's is no loss
+    start, own = made(), made("algorithm.loss=ppo_clip:pull")
+    assert "algorithm.loss" in [line.partition(":")[0] for line in compare(start, own)[0]]
+    (tmp_path / "ppo_clip.py").write_text("x = 2\n")
+    assert compare(start, made("algorithm.loss=ppo_clip")) == ([], {})
+    assert "another content" in compare(own, made("algorithm.loss=ppo_clip:pull"))[0][0]

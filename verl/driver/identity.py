@@ -16,7 +16,8 @@ from types import MappingProxyType
 
 import msgspec
 
-from verl.algorithms.presets import settled
+from verl.algorithms.presets import preference, settled
+from verl.algorithms.specs import short
 from verl.config.load import Resolved
 from verl.config.model_files import find_model_folder
 from verl.config.schema import Config
@@ -109,20 +110,37 @@ class Identity(msgspec.Struct):
 
 
 def identity_of(resolved: Resolved, command: str) -> Identity:
-    config = resolved.config
-    values = values_of(config)
+    config, contents = resolved.config, {key: made for key, of in CONTENT.items() if (made := of(resolved.config))}
+    values = values_of(config) | _defaults(config)
     if command == "train":  # what the preset has is as good as given
         longest = config.rollout.max_response_tokens
         preset = settled(config.algorithm.name, config.algorithm.given(), longest=longest)
-        values = {k: v for k, v in values.items() if k in CONTENT or not k.startswith("algorithm.")}
-        values |= {"algorithm.name": config.algorithm.name}
-        values |= {f"algorithm.{k}": v for k, v in preset.settings().items() if f"algorithm.{k}" not in CONTENT}
+        functions = {"algorithm.loss": preset.loss.fn, "algorithm.advantage": preset.estimator.fn}
+        values = {k: v for k, v in values.items() if not k.startswith("algorithm.")}
+        values |= {f"algorithm.{k}": v for k, v in preset.settings().items() if k != "estimator"}  # it is the advantage
+        values |= {"algorithm.name": config.algorithm.name, **{k: short(fn) for k, fn in functions.items()}}
+        for key, fn in functions.items():
+            contents[key] = _source(fn) or "" if fn == short(fn) else _text_digest(short(fn))
+    if contents.get("critic.path") == contents["model.path"]:  # where it begins when nothing is given
+        del contents["critic.path"]
     texts = {key: json.dumps(value, sort_keys=True, default=str) for key, value in values.items()}
     for key, text in texts.items():
         if key in resolved.masked:
             texts[key] = f"(environment) {_text_digest(text)[:12]}"
-    contents = {key: made for key, of in CONTENT.items() if (made := of(config)) is not None}
     return Identity({"verb": command} | texts, contents)
+
+
+def _defaults(config: Config) -> dict[str, object]:
+    """What is left out and follows from another key, as if it had been given."""
+    loss, rollout, seed = preference(config.preference.loss), config.rollout, config.data.seed
+    longest, beta = config.eval.max_response_tokens, config.preference.beta
+    return {
+        "data.seed": config.run.seed if seed is None else seed,
+        "rollout.dtype": config.model.dtype if rollout.dtype == "auto" else rollout.dtype,
+        "eval.max_response_tokens": rollout.max_response_tokens if longest is None else longest,
+        "preference.beta": loss.beta if beta is None else beta,
+        "preference.options": {**loss.options, **config.preference.options},
+    }
 
 
 def compare(was: Identity, now: Identity) -> tuple[list[str], dict[str, list[str]]]:
