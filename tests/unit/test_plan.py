@@ -40,7 +40,7 @@ step      64 prompts x 8 = 512 trajectories -> 4 updates of 128 -> about 36 micr
 tokens    at most 786,432 per step, 1,536 per row, 16,384 per micro-batch
 run       7,473 rows, 350 steps = 3 epochs -> 1,400 optimizer steps, the first 10 warming up; evaluation on 1,319 rows
 rollout   native, 64 slots = 512 trajectories in flight, 256 at a time; KV 393,216 tokens x 12,288 B = 4.50 GiB + prefix cache 768 MiB
-disk      checkpoint 6.44 GiB (weights 942 MiB + state 5.52 GiB), at most 4 at once: 25.8 GiB in runs/gsm8k_grpo
+disk      checkpoint 7.36 GiB (weights 1.84 GiB + state 5.52 GiB), at most 4 at once: 29.4 GiB in runs/gsm8k_grpo
 saved     every 20 steps, at the end and at a stop
 
 memory (estimate)               rollout    experience        update       publish

@@ -27,7 +27,8 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """`parameters`: trained numbers, tied ones once. `intermediate`: width that one token passes (active experts)."""
+    """`parameters`: trained numbers, tied ones once; `body_parameters`: without a language-model head of its own, as
+    critics and reward models are. `intermediate`: width that one token passes (active experts)."""
 
     folder: str
     architecture: str
@@ -42,6 +43,7 @@ class ModelFacts:
     tied: bool
     has_output_head: bool
     parameters: int
+    body_parameters: int
     embedding_parameters: int
     stored_dtype: str
     stored_bytes: int
@@ -120,6 +122,7 @@ def describe_model(path: str, tokenizer_path: str | None = None) -> ModelFacts:
         tied=tied,
         has_output_head=tied or bool(output),
         parameters=sum(t.numel for t in counted.values()),
+        body_parameters=sum(t.numel for n, t in counted.items() if n not in output),
         embedding_parameters=sum(t.numel for n, t in counted.items() if _EMBEDDING.search(n)),
         stored_dtype=DTYPE_NAMES.get(main_dtype, main_dtype.lower()),
         stored_bytes=sum(t.num_bytes for t in tensors.values()),

@@ -19,15 +19,16 @@ import msgspec
 from verl.algorithms.presets import find, settled
 from verl.config.backends import options_of, rollout_caches
 from verl.config.memory import Memory, estimate_memory, kv_bytes_per_token, rollout_dtype
-from verl.config.model_files import ModelFacts, describe_model
+from verl.config.model_files import ModelFacts, describe_model, find_model_folder
 from verl.config.schema import Config
 from verl.data.files import expand_files, format_of
 from verl.driver.scheduler import Scheduler
 
 SAVE_EVERY_S, SAVE_SHARE = 1800.0, 0.05
 """By default a checkpoint is made at least so often, and takes at most this share of the time."""
-STATE_BYTES = 12
-"""Of a checkpoint per parameter, beside the weights as they are stored: float32 masters and two optimizer states."""
+STATE_BYTES, EXPORT_BYTES = 12, 4
+"""Of a checkpoint per parameter: float32 masters and two optimizer states of every trained role, and the hf folder."""
+_COMPANIONS = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py")  # of a model folder, beside the weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +84,7 @@ class Plan:
     rollout: RolloutSizes
     memory: Memory
     checkpoint_bytes: int
+    checkpoint_parts: dict[str, int]
     checkpoints_kept: int  # On disk at once, the one being written included.
     checkpoints_made: str  # When.
     warnings: tuple[str, ...]
@@ -97,7 +99,7 @@ def make_plan(config: Config) -> Plan:
     model, step = describe_model(config.model.path, config.model.tokenizer_path), step_sizes(config)
     length = _run_length(config, step)
     update_tokens = step.max_tokens // step.updates
-    one, kept = model.stored_bytes + STATE_BYTES * model.parameters, checkpoints_kept(config, length.steps)
+    one, kept = checkpoint_bytes(config), checkpoints_kept(config, length.steps)
     return Plan(
         run_dir=f"{config.run.root_dir}/{config.run.name}",
         algorithm=config.algorithm.name,
@@ -107,6 +109,7 @@ def make_plan(config: Config) -> Plan:
         rollout=_rollout_sizes(config, model),
         memory=estimate_memory(config, model, needs_reference(config), update_tokens),
         checkpoint_bytes=one,
+        checkpoint_parts=checkpoint_parts(config),
         checkpoints_kept=kept,
         checkpoints_made=_made(config.run.save_every_steps),
         warnings=(*_warnings(config, model, length), *small_disk(config, one * kept)),
@@ -127,6 +130,23 @@ def checkpoints_kept(config: Config, steps: int | None) -> int:
     if run.save_every_steps is None or steps is None:
         return kept
     return min(kept, 1 + steps // run.save_every_steps)
+
+
+def checkpoint_parts(config: Config, command: str = "train") -> dict[str, int]:
+    """Bytes of one checkpoint of a verb, by what they are for."""
+    model = describe_model(config.model.path, config.model.tokenizer_path)
+    own = model.body_parameters if command == "rm" else model.parameters
+    folders = {find_model_folder(path) for path in (model.folder, config.model.tokenizer_path or model.folder)}
+    beside = [p for folder in folders for p in folder.iterdir() if p.suffix in _COMPANIONS]
+    parts = {"weights": EXPORT_BYTES * own + sum(p.stat().st_size for p in beside), "state": STATE_BYTES * own}
+    if command == "train" and settled(config.algorithm.name, config.algorithm.given()).critic:
+        critic = model if config.critic.path is None else describe_model(config.critic.path)
+        parts["critic"] = STATE_BYTES * critic.body_parameters
+    return parts
+
+
+def checkpoint_bytes(config: Config, command: str = "train") -> int:
+    return sum(checkpoint_parts(config, command).values())
 
 
 def _made(every_steps: int | None) -> str:
@@ -307,9 +327,9 @@ def algorithm_warnings(config: Config) -> Iterator[str]:
 
 def render_plan(plan: Plan) -> str:
     """The plan as aligned plain text."""
-    step, weights, one, kept = plan.step, plan.model.stored_bytes, plan.checkpoint_bytes, plan.checkpoints_kept
+    step, one, kept = plan.step, plan.checkpoint_bytes, plan.checkpoints_kept
     tokens = f"at most {step.max_tokens:,} per step, {step.longest_row_tokens:,} per row, "
-    parts = f"weights {_gib(weights)} + state {_gib(one - weights)}"
+    parts = " + ".join(f"{name} {_gib(size)}" for name, size in plan.checkpoint_parts.items())
     lines = {
         "model": _model_line(plan.model),
         "step": _step_line(step),

@@ -17,12 +17,12 @@ from verl.algorithms.resolve import Algorithm, resolve
 from verl.checkpoint.latest import beyond
 from verl.config.backends import QUEUE, ROLLOUT, SYNC, load, longest_sequence, options_of
 from verl.config.load import Resolved
-from verl.config.plan import algorithm_warnings, policy_updates, total_steps
+from verl.config.plan import algorithm_warnings, checkpoint_bytes, policy_updates, total_steps
 from verl.config.schema import AlgorithmConfig, Config
 from verl.data.source import Cursor, TaskTable, load_tasks
 from verl.driver.checkpointer import Checkpointer
 from verl.driver.measure import pool_metrics
-from verl.driver.models import ModelContext, checkpoint_bytes, hf_export, models_of, reward_model, trained, workers_of
+from verl.driver.models import ModelContext, hf_export, models_of, reward_model, trained, workers_of
 from verl.driver.publisher import Publisher
 from verl.driver.record import SampleRecorder
 from verl.driver.reporter import OnStep, Reporter
@@ -117,9 +117,7 @@ async def _run_of(
     reporter = reporter_of(claimed, resolved, progress, waits, num_steps, recorder=recorder, on_step=on_step)
     trajectories = _trajectories(config, tokenizer, rollout, reward, waits)
     groups = _groups(config, learner, tasks, trajectories, reporter, num_steps)
-    checkpointer = Checkpointer(
-        claimed, learner, trained_roles(learner), checkpoint_bytes(learner.models.values()), reporter
-    )
+    checkpointer = Checkpointer(claimed, learner, trained_roles(learner), checkpoint_bytes(config), reporter)
     publisher = Publisher(
         sync,
         actor,

@@ -13,12 +13,13 @@ from verl.algorithms.preference import preference_terms, reward_terms
 from verl.algorithms.presets import preference
 from verl.chat import turn_end
 from verl.config.load import Resolved
+from verl.config.plan import checkpoint_bytes
 from verl.config.schema import Config
 from verl.data.preference import load_pairs
 from verl.data.source import Cursor, load_conversations
 from verl.driver.assemble import context_of, data_seed, learner_of, reporter_of, total_steps_of, trained_roles
 from verl.driver.checkpointer import Checkpointer
-from verl.driver.models import checkpoint_bytes, hf_export, trained, workers_of
+from verl.driver.models import hf_export, trained, workers_of
 from verl.driver.reporter import OnStep
 from verl.driver.roles import Learner
 from verl.driver.run_dir import RunDir, open_run_dir
@@ -81,9 +82,8 @@ async def _run_of(
                 note=progress.message,
             )
     reporter = reporter_of(claimed, resolved, progress, waits, num_steps, on_step=on_step)
-    checkpointer = Checkpointer(
-        claimed, learner, trained_roles(learner), checkpoint_bytes(learner.models.values()), reporter
-    )
+    needed_bytes, roles = checkpoint_bytes(config, command), trained_roles(learner)
+    checkpointer = Checkpointer(claimed, learner, roles, needed_bytes, reporter)
     return SupervisedRun(
         config=config,
         dir=claimed.path,

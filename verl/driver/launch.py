@@ -16,8 +16,7 @@ from typing import Literal
 import uvloop
 
 from verl.config.load import Resolved, validate
-from verl.config.model_files import describe_model
-from verl.config.plan import STATE_BYTES, checkpoints_kept, make_plan, render_plan, small_disk
+from verl.config.plan import checkpoint_bytes, checkpoints_kept, make_plan, render_plan, small_disk
 from verl.config.schema import Config
 from verl.driver.assemble import assemble
 from verl.driver.assemble_supervised import assemble_supervised
@@ -120,8 +119,8 @@ def run_supervised(
 ) -> Finished:
     """Supervised fine-tuning, reward-model or preference training to the end."""
     validate(resolved.config, command)
-    model, kept = describe_model(resolved.config.model.path), checkpoints_kept(resolved.config, None)
-    _refuse_small_disk(resolved.config, kept * (model.stored_bytes + STATE_BYTES * model.parameters))
+    one, kept = checkpoint_bytes(resolved.config, command), checkpoints_kept(resolved.config, None)
+    _refuse_small_disk(resolved.config, kept * one)
     return uvloop.run(_fit(resolved, command, title, on_step))
 
 

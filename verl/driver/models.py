@@ -3,7 +3,6 @@ configuration."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -166,9 +165,3 @@ def role_spec(
             dump_dir=context.crash_dir if optim is not None else None,
         ),
     )
-
-
-def checkpoint_bytes(models: Iterable[ModelWorkers]) -> int:
-    """Of one checkpoint, about: master and two moments of every trained model and the exported folder, in float32."""
-    trained = [workers.capabilities.parameters for workers in models if workers.trains]
-    return 4 * (3 * sum(trained) + trained[0]) + (8 << 20)

@@ -82,8 +82,6 @@ class EngineCapabilities:
     max_tokens_per_microbatch: int
     outputs: tuple[str, ...]
     trains: bool
-    parameters: int
-    """Of the whole model, whichever ranks hold them."""
     one_pass: bool
     """A step that fits into one micro-batch needs no first pass: its outputs are the same in both."""
 

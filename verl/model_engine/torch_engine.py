@@ -361,7 +361,6 @@ class TorchEngine:
             max_tokens_per_microbatch=self.max_tokens_per_microbatch,
             outputs=outputs,
             trains=self.optimizer is not None,
-            parameters=sum(p.numel() for p in self._trained().parameters()),
             one_pass=self.device.type == "cpu",
         )
 
