@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from verl.config.compat.translate import VerlDefaults
     from verl.config.load import Resolved
     from verl.driver.launch import Finished
+    from verl.track.console import LiveProgress
 
 Supervised = Literal["sft", "rm", "dpo"]
 USAGE = """usage: verl VERB [key=value ...]
@@ -108,20 +109,31 @@ def train(args: list[str], *, verl_defaults: VerlDefaults | None = None) -> int:
         from verl.driver.replay import replay
 
         return replay([*args[:at], *args[at + 2 :]], int(args[at + 1]))
-    resolved = _load(args, verl_defaults)
+    progress = _progress()
+    resolved = _load(args, verl_defaults, progress.message)
     from verl.driver.launch import run_rl
 
-    return _report(run_rl(resolved))
+    return _report(run_rl(resolved, progress=progress), progress.message)
 
 
 def supervised(args: list[str], command: Supervised, *, verl_defaults: VerlDefaults | None = None) -> int:
-    resolved = _load(args, verl_defaults)
+    progress = _progress()
+    resolved = _load(args, verl_defaults, progress.message)
     from verl.driver.launch import run_supervised
 
-    return _report(run_supervised(resolved, command))
+    return _report(run_supervised(resolved, command, progress=progress), progress.message)
 
 
-def _load(args: Sequence[str], verl_defaults: VerlDefaults | None = None) -> Resolved:
+def _progress() -> LiveProgress:
+    """What the lines of a run go through: a standard output that is full or closed ends nothing."""
+    from verl.track.console import LiveProgress
+
+    return LiveProgress()
+
+
+def _load(
+    args: Sequence[str], verl_defaults: VerlDefaults | None = None, say: Callable[[str], None] = print
+) -> Resolved:
     """The configuration; what became of verl's keys is printed."""
     from verl.config.compat.translate import render_notes
     from verl.config.load import FITTED, load_config
@@ -129,23 +141,23 @@ def _load(args: Sequence[str], verl_defaults: VerlDefaults | None = None) -> Res
 
     resolved = load_config(args, verl_defaults=verl_defaults)
     if resolved.notes:
-        print(render_notes(resolved.notes))
+        say(render_notes(resolved.notes))
     if cut := [key for key, origin in resolved.origins.items() if origin.startswith(FITTED)]:
         values = values_of(resolved.config)
-        print(f"{', '.join(f'{key}={values[key]}' for key in cut)}: {resolved.origins[cut[0]]}")
+        say(f"{', '.join(f'{key}={values[key]}' for key in cut)}: {resolved.origins[cut[0]]}")
     return resolved
 
 
-def _report(finished: Finished) -> int:
+def _report(finished: Finished, say: Callable[[str], None]) -> int:
     if finished.steps == 0:
-        print(f"{finished.dir} was complete already: no step was left; ask for more with run.total_steps=")
+        say(f"{finished.dir} was complete already: no step was left; ask for more with run.total_steps=")
     shown = ("eval/acc", "val/loss", "val/acc", "val/rewards/acc")
     evals = _for_people({k: v for k, v in finished.evals.items() if k.startswith((*shown, "eval/graded"))})
     held_out = ", ".join(f"{name} {value:.3f}" for name, value in evals.items())
     shown_evals = f"; {held_out}" if held_out else ""
-    print(f"{finished.steps} steps in {finished.seconds:.0f} s{shown_evals}; {finished.dir}")
+    say(f"{finished.steps} steps in {finished.seconds:.0f} s{shown_evals}; {finished.dir}")
     if finished.report is not None:
-        print(f"report: {finished.report}")
+        say(f"report: {finished.report}")
     return 0
 
 
@@ -160,12 +172,16 @@ def _for_people(evals: Mapping[str, float]) -> dict[str, float]:
 
 def evaluate(args: list[str]) -> int:
     run = [] if any(a.startswith("run.name=") for a in args) else ["run.name=eval"]
-    resolved = _load([*args, *run, "run.resume=auto"])
+    progress = _progress()
+    resolved = _load([*args, *run, "run.resume=auto"], say=progress.message)
     from verl.driver.launch import run_eval
 
-    found = {name: value for name, value in run_eval(resolved).values.items() if name.startswith("eval/")}
-    for name, value in _for_people(found).items():
-        print(f"{name:<40} {value:.4f}")
+    values = run_eval(resolved, progress=progress).values
+    found = _for_people({name: value for name, value in values.items() if name.startswith("eval/")})
+    progress.message("\n".join(f"{name:<40} {value:.4f}" for name, value in found.items()))
+    if progress.lost:  # what was asked for was not seen
+        told = ", ".join(f"{name} {value:.4f}" for name, value in found.items())
+        return _fail(f"standard output cannot be written ({progress.lost}); what was found: {told}", 1)
     return 0
 
 

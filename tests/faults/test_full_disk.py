@@ -4,6 +4,7 @@ The kernel's own refusals: files may not grow beyond a limit (EFBIG), which is l
 """
 
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from small_runs import metrics_of, same_tensors, small_run, tensors_of, trained
+from small_runs import metrics_of, same_tensors, small_args, small_run, tensors_of, trained
 
 import verl.track.log as log_module
 from verl.track.events import EventLog, read_events
@@ -107,3 +108,27 @@ def test_a_run_goes_through_a_full_disk(tmp_path, tiny_model, arithmetic_data):
         assert said.count(f"{name} cannot be written") == 1, (name, said)
     assert said.count("checkpoint of step 3 was not written") == 1 and "the report in" in said
     assert json.loads((run_dir / "summary.json").read_text())["steps"] == 6
+
+
+@pytest.mark.timeout(200)
+def test_a_full_standard_output_is_let_go_and_the_run_goes_on(tmp_path, tiny_model, arithmetic_data):
+    """From the first line that is printed: /dev/full refuses every byte. What `verl eval` found is not lost with it."""
+    own = tmp_path / "own" / "r"
+    more = ("actor_rollout_ref.rollout.n=4", "run.total_steps=2")  # a key of verl's own: what became of it is printed
+    env = {**os.environ, "PYTHONUNBUFFERED": "1"}
+
+    def started(verb: str, data: list[Path], *given: str) -> subprocess.CompletedProcess:
+        args = small_args(tmp_path, tiny_model, data, *given, f"run.name={verb}")
+        with open("/dev/full", "w") as full:
+            command = [sys.executable, "-m", "verl", verb, *(a for a in args if "samples_per_prompt" not in a)]
+            return subprocess.run(command, cwd=TESTS.parent, stdout=full, stderr=subprocess.PIPE, text=True, env=env)
+
+    done = started("train", arithmetic_data[:1], *more)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-3000:]
+    [lost] = read_events(tmp_path / "train", {"console_lost"})
+    assert "No space left" in lost.data["why"] and lost.step == 1
+    assert [e.step for e in read_events(tmp_path / "train", {"finished"})] == [2]
+    small_run(own.parent, tiny_model, arithmetic_data[:1], "run.total_steps=2")
+    same_tensors(tensors_of(own, 2), tensors_of(tmp_path / "train", 2))
+    done = started("eval", arithmetic_data, "run.total_steps=1")
+    assert done.returncode == 1 and "No space left" in done.stderr and "acc" in done.stderr, done.stderr[-3000:]

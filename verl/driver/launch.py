@@ -49,12 +49,19 @@ class Finished:
     report: Path | None
 
 
-def run_rl(resolved: Resolved, *, title: str = "", on_step: OnStep | None = None, quiet: bool = False) -> Finished:
+def run_rl(
+    resolved: Resolved,
+    *,
+    title: str = "",
+    on_step: OnStep | None = None,
+    quiet: bool = False,
+    progress: LiveProgress | None = None,
+) -> Finished:
     """Train to the end. Raises the first cause of a failure, after a crash record and with every child gone."""
     validate(resolved.config)
     plan = make_plan(resolved.config)
     _refuse_small_disk(resolved.config, plan.checkpoint_bytes * plan.checkpoints_kept)
-    progress = LiveProgress()
+    progress = progress or LiveProgress()
     if not quiet:
         progress.message(render_plan(plan))
     return uvloop.run(_train(resolved, title, on_step, plan.to_json(), progress))
@@ -115,24 +122,28 @@ def _finished(run: Run, started: float) -> Finished:
 
 
 def run_supervised(
-    resolved: Resolved, command: Literal["sft", "rm", "dpo"], *, title: str = "", on_step: OnStep | None = None
+    resolved: Resolved,
+    command: Literal["sft", "rm", "dpo"],
+    *,
+    title: str = "",
+    on_step: OnStep | None = None,
+    progress: LiveProgress | None = None,
 ) -> Finished:
     """Supervised fine-tuning, reward-model or preference training to the end."""
     validate(resolved.config, command)
     one, kept = checkpoint_bytes(resolved.config, command), checkpoints_kept(resolved.config, None)
     _refuse_small_disk(resolved.config, kept * one)
-    return uvloop.run(_fit(resolved, command, title, on_step))
+    return uvloop.run(_fit(resolved, command, title, on_step, progress or LiveProgress()))
 
 
 async def _fit(
-    resolved: Resolved, command: Literal["sft", "rm", "dpo"], title: str, on_step: OnStep | None
+    resolved: Resolved, command: Literal["sft", "rm", "dpo"], title: str, on_step: OnStep | None, progress: LiveProgress
 ) -> Finished:
     started = time.monotonic()
     with _crash_recorded(resolved, refused=(ValueError,)):
-        run = await assemble_supervised(resolved, command, on_step=on_step)
+        run = await assemble_supervised(resolved, command, progress=progress, on_step=on_step)
     with _crash_recorded(resolved):
         try:
-            progress = run.reporter.progress
             if run.first_index:
                 progress.message(f"resuming {run.dir} after step {run.first_index} of {run.total_steps}")
             progress.start(run.total_steps, title or run.config.run.name)
@@ -145,7 +156,7 @@ async def _fit(
     return Finished(run.dir, steps, seconds, values, evals, run.reporter.write_report())
 
 
-def run_eval(resolved: Resolved) -> Finished:
+def run_eval(resolved: Resolved, progress: LiveProgress | None = None) -> Finished:
     """Evaluate model.path on data.eval_files; nothing is trained."""
     config = resolved.config
     if not config.data.eval_files:
@@ -154,12 +165,12 @@ def run_eval(resolved: Resolved) -> Finished:
     config.data.train_files = list(config.data.eval_files)
     config.run.total_steps = 1
     config.step.prompts_per_step, config.step.updates_per_step = 1, 1
-    return uvloop.run(_eval(resolved))
+    return uvloop.run(_eval(resolved, progress))
 
 
-async def _eval(resolved: Resolved) -> Finished:
+async def _eval(resolved: Resolved, progress: LiveProgress | None) -> Finished:
     started = time.monotonic()
-    run = await assemble(resolved, "eval")
+    run = await assemble(resolved, "eval", progress=progress)
     try:
         async with run.groups:
             await run.start()
