@@ -371,6 +371,55 @@ def test_preference_rows_in_every_shape_are_the_same() -> None:
     assert (got.prompt, got.chosen, got.rejected, got.desirable) == (USER, tuple(GOOD), None, False)
 
 
+def test_preference_rows_of_sharegpt_and_alpaca() -> None:
+    turn = lambda who, text: {"from": who, "value": text}  # noqa: E731
+    said = lambda messages: [(m["role"], m["content"]) for m in messages]  # noqa: E731
+    *asked, _ = SHAREGPT["conversations"]
+    share = {"system": "S", "conversations": asked}
+    alpaca = {"instruction": "R", "input": "", "system": "S", "history": [["Q", "A"]]}
+    gpt = {"chosen": turn("gpt", "7"), "rejected": turn("gpt", "8")}
+    lists = {"chosen": [turn("gpt", "7")], "rejected": [turn("gpt", "8")]}
+    whole = {"chosen": [*asked, turn("gpt", "7")], "rejected": [*asked, turn("gpt", "8")]}
+    texts = {"chosen": "7", "rejected": "8"}
+    every = [({**shape, **answers}, TALK[:-1]) for shape in (share, alpaca) for answers in (gpt, lists, texts)]
+    every += [({**alpaca, "output": ["7", "8"]}, TALK[:-1]), ({"conversations": asked, **whole}, TALK[1:-1])]
+    every += [({**share, "output": None, "instruction": None, **gpt}, TALK[:-1])]  # Arrow's nulls
+    every += [({"system": "S", "question": "R", **texts}, [("system", "S"), ("user", "R")])]
+    every += [({"prompt": "R", "conversations": SHAREGPT["conversations"], **gpt}, [("user", "R")])]
+    every += [({"instruction": "Add.", "input": "3+4", **texts}, [("user", "Add.\n\n3+4")])]
+    for row, prompt in every:
+        got = pair(row)
+        found = (said(got.prompt), said(got.chosen), said(got.rejected))
+        assert found == (prompt, [("assistant", "7")], [("assistant", "8")]), (row, found)
+    for row in ({**SHAREGPT, "kto_tag": True}, {**ALPACA, "kto_tag": True}, {**ALPACA, "label": True}):
+        got = unpaired(row)
+        assert (said(got.prompt), said(got.chosen), got.desirable) == (TALK[:-1], TALK[-1:], True), row
+
+
+def test_preference_rows_that_cannot_be_told_apart_are_refused() -> None:
+    texts, asked = {"chosen": "7", "rejected": "8"}, SHAREGPT["conversations"][:1]
+    said = {"role": "assistant", "content": "A"}
+    assert not refused(
+        pair,
+        [
+            ({"conversations": asked, "instruction": "R", **texts}, "'conversations' and 'instruction' both hold a"),
+            ({"instruction": "R", "output": ["7", "8"], **texts}, "'output' holds a pair, and so do 'chosen' and"),
+            ({"instruction": "R", "output": ["7", "8", "9"]}, r"'output' has 3 answers.*\[better, worse\]"),
+            ({"instruction": "R", "output": ["7", "7"]}, "are the same"),
+            ({"instruction": "R", "output": "7"}, "no 'chosen' beside 'rejected'"),
+            ({**SHAREGPT, **texts}, "'conversations' ends with an assistant turn, and so does the answer begin"),
+            ({"prompt": [*USER, said], **texts}, "'prompt' ends with an assistant turn, and so does the answer begin"),
+            ({"conversations": asked, **texts, "rejected": {"from": "human", "value": "8"}}, "a message of 'user'"),
+        ],
+    )
+    preference = "a preference row.*`verl dpo` or `verl rm`"
+    assert not refused(task, [({"instruction": "R", "output": ["7", "8"]}, preference)])
+    earlier = SHAREGPT["conversations"][:3]  # its first answer would be learned and the one that was judged not
+    rows = [({"instruction": "R", "output": ["7", "8"]}, preference), ({"conversations": earlier, **texts}, preference)]
+    assert not refused(conversation, rows)
+    assert conversation({**SHAREGPT, **texts}).messages[-1]["content"] == "7", "a whole conversation beside a pair"
+
+
 def test_wrong_preference_rows() -> None:
     whole = {"prompt": "x", "chosen": "4", "rejected": "5"}
     assert not refused(

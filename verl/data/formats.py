@@ -26,6 +26,7 @@ GSM8K_SOURCE = "openai/gsm8k"
 GSM8K_INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 GSM8K_ANSWER = re.compile(r"#### (-?[0-9.,]+)")
 GROUND_TRUTH_KEYS = ("ground_truth", "answer", "solution")
+PREFERENCE = "`verl dpo` or `verl rm` read these"
 COMPLETION_KEYS = ("completion", "response")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 MEDIA_KEYS = ("images", "videos", "audios")
@@ -54,7 +55,7 @@ class ConversationRow(NamedTuple):
 
 def task_row(raw: RawRow, cfg: DataConfig) -> TaskRow:
     """One row of an RL data set."""
-    row, where = _named(raw, cfg), raw.where
+    row, where = named_row(raw, cfg), raw.where
     if cfg.prompt_key not in row and isinstance(turns := row.get("conversations"), list) and len(turns) > 1:
         *asked, last = read_messages(turns, where, "conversations")
         if last["role"] == "assistant":  # what it says is the truth
@@ -90,9 +91,7 @@ def task_row(raw: RawRow, cfg: DataConfig) -> TaskRow:
 def _refuse_what_nobody_plays(row: Mapping[str, Any], extra_info: Mapping[str, Any], where: str) -> None:
     """A row that asks for more than one answer to its prompt would be trained as another task than it is."""
     if row.get("chosen") is not None and row.get("rejected") is not None:
-        raise ValueError(
-            f"{where}: a preference row ('chosen' and 'rejected'). Fix: `verl dpo` or `verl rm` read these"
-        )
+        raise ValueError(f"{where}: a preference row ('chosen' and 'rejected'). Fix: {PREFERENCE}")
     fix = "the row would be trained as a plain question. Fix: drop the column if that is wanted"
     if (agent := row.get("agent_name")) not in (None, "", "single_turn_agent"):
         raise ValueError(f"{where}: agent_name={agent!r}, and only single_turn_agent is played here: {fix}")
@@ -107,7 +106,7 @@ def _refuse_what_nobody_plays(row: Mapping[str, Any], extra_info: Mapping[str, A
 
 def conversation_row(raw: RawRow, cfg: DataConfig) -> ConversationRow:
     """One row of an SFT data set."""
-    row, where, prompt = _named(raw, cfg), raw.where, Messages()
+    row, where, prompt = named_row(raw, cfg), raw.where, Messages()
     if row.get(cfg.messages_key) is None and row.get("conversations") is not None:
         row = {**row, cfg.messages_key: row["conversations"]}
     tools_key = cfg.tools_key or "tools"
@@ -129,6 +128,8 @@ def conversation_row(raw: RawRow, cfg: DataConfig) -> ConversationRow:
             f" {list(COMPLETION_KEYS)}, or 'question' with 'answer' (columns: {names_of(row)})."
             " Fix: data.messages_key=COLUMN"
         )
+    if answer[-1]["role"] != "assistant" and row.get("chosen") is not None and row.get("rejected") is not None:
+        raise ValueError(f"{where}: a preference row: its answers are in 'chosen' and 'rejected'. Fix: {PREFERENCE}")
     refuse_media(row, prompt + answer, where)
     messages = with_system(prompt + answer, cfg)
     thinking = row.get("enable_thinking")
@@ -137,7 +138,7 @@ def conversation_row(raw: RawRow, cfg: DataConfig) -> ConversationRow:
     return ConversationRow(messages, tools, len(messages) - len(answer) if prompt else 0, thinking)
 
 
-def _named(raw: RawRow, cfg: DataConfig) -> dict[str, Any]:
+def named_row(raw: RawRow, cfg: DataConfig) -> dict[str, Any]:
     """The row with what ShareGPT's and Alpaca's columns say under the names that are read here."""
     row, system = raw.row, raw.row.get("system")
     first = [{"role": "system", "content": system}] if isinstance(system, str) and system else []
@@ -149,6 +150,8 @@ def _named(raw: RawRow, cfg: DataConfig) -> dict[str, Any]:
     if not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
         raise ValueError(f"{raw.where}: 'history' must be a list of [question, answer] pairs")
     turns = [{"role": role, "content": text} for turn in history for role, text in zip(("user", "assistant"), turn)]
+    if isinstance(row.get("output"), list):
+        raise ValueError(f"{raw.where}: a preference row ('output' is a list of answers). Fix: {PREFERENCE}")
     asked = "\n\n".join(str(text) for text in (row["instruction"], row.get("input")) if text)
     prompt = [*first, *turns, {"role": "user", "content": asked}]
     output = {"completion": row["output"], "solution": row["output"]} if row.get("output") is not None else {}

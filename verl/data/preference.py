@@ -2,6 +2,8 @@
 
 {prompt, chosen, rejected} · {chosen, rejected}: whole conversations, whose common beginning is the prompt
 HH-style transcripts: "\\n\\nHuman: ... \\n\\nAssistant: ..." · {prompt, completion, label}: true is desirable
+ShareGPT {conversations, chosen, rejected} · Alpaca {instruction, input?, chosen, rejected | output: [better, worse]} ·
+{system?, question, chosen, rejected} · of ShareGPT and Alpaca also an answer with kto_tag
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from verl.chat.conversation import Rendered, render_conversation
 from verl.chat.template import RowRefused, Tokenizer, shared
 from verl.config.schema import DataConfig
 from verl.data.files import RawRow
-from verl.data.formats import Messages, kind_of, names_of, read_messages, refuse_media, with_system
+from verl.data.formats import Messages, kind_of, named_row, names_of, read_messages, refuse_media, with_system
 from verl.data.render import Counts, Entry, RenderJob
 from verl.data.source import ConversationTable, LoadReport, load_arrays, refuse_empty
 
@@ -137,7 +139,7 @@ class PairJob(RenderJob):
 
 
 def pair_row(raw: RawRow, cfg: DataConfig) -> PreferenceRow:
-    row, where, prompt_key = raw.row, raw.where, cfg.prompt_key
+    (row, prompt_key), where = _named_pair(raw, cfg), raw.where
     for key, other in (("chosen", "rejected"), ("rejected", "chosen")):
         if row.get(key) is None:
             raise ValueError(
@@ -149,6 +151,9 @@ def pair_row(raw: RawRow, cfg: DataConfig) -> PreferenceRow:
         prompt = read_messages(row[prompt_key], where, prompt_key)
         # The answer alone, where it was given with its prompt.
         chosen, rejected = (a[len(prompt) :] if a[: len(prompt)] == prompt else a for a in (chosen, rejected))
+        if prompt[-1]["role"] == "assistant" and any(a and a[0]["role"] == "assistant" for a in (chosen, rejected)):
+            said = f"{prompt_key!r} ends with an assistant turn, and so does the answer begin: which of them was judged"
+            raise ValueError(f"{where}: {said} cannot be told. Fix: end the prompt with the user's turn")
     else:
         common = shared(chosen, rejected)
         if not common:
@@ -167,9 +172,37 @@ def pair_row(raw: RawRow, cfg: DataConfig) -> PreferenceRow:
     return PreferenceRow(with_system(prompt, cfg), chosen, rejected, gap=_gap(row, where))
 
 
+def _named_pair(raw: RawRow, cfg: DataConfig) -> tuple[dict[str, Any], str]:
+    """(the row, the column of its prompt), with what other formats call chosen, rejected and prompt under these names.
+    ValueError where two columns could be meant."""
+    row, where, system = raw.row, raw.where, raw.row.get("system")
+    if row.get(cfg.prompt_key) is not None:
+        return row, cfg.prompt_key
+    if row.get("conversations") is not None and row.get("instruction") is not None:
+        fix = "Fix: drop one, or name the prompt: data.prompt_key=COLUMN"
+        raise ValueError(f"{where}: 'conversations' and 'instruction' both hold a prompt. {fix}")
+    if isinstance(answers := row.get("output"), list):
+        if row.get("chosen") is not None or row.get("rejected") is not None:
+            raise ValueError(
+                f"{where}: 'output' holds a pair, and so do 'chosen' and 'rejected'. Fix: drop one of them"
+            )
+        if len(answers) != 2:
+            raise ValueError(f"{where}: 'output' has {len(answers)} answers; a pair is [better, worse]")
+        row = {**row, "chosen": answers[0], "rejected": answers[1], "output": None}
+    row = named_row(RawRow(where, row), cfg)
+    if row.get("conversations") is not None:
+        return row, "conversations"
+    if row.get(cfg.prompt_key) is None and isinstance(row.get("question"), str):
+        first = [{"role": "system", "content": system}] if isinstance(system, str) and system else []
+        row = {**row, cfg.prompt_key: [*first, {"role": "user", "content": row["question"]}]}
+    return row, cfg.prompt_key
+
+
 def unpaired_row(raw: RawRow, cfg: DataConfig) -> PreferenceRow:
-    row, where, prompt_key = raw.row, raw.where, cfg.prompt_key
-    label, columns = row.get("label"), f"(columns: {names_of(row)})"
+    row, where, prompt_key = named_row(raw, cfg), raw.where, cfg.prompt_key
+    if row.get(prompt_key) is None and isinstance(turns := row.get("conversations"), list) and len(turns) > 1:
+        row = {**row, prompt_key: turns[:-1], "completion": turns[-1:]}
+    label, columns = row.get("label", row.get("kto_tag")), f"(columns: {names_of(row)})"
     if not isinstance(label, bool):
         raise ValueError(f"{where}: 'label' must be true (desirable) or false, got {kind_of(label)} {columns}")
     for key in (prompt_key, "completion"):
@@ -187,7 +220,7 @@ def _answer(value: Any, where: str, column: str) -> Messages:
         roles = {"Human": "user", "Assistant": "assistant"}
         turns = [{"role": roles[who], "content": text.strip()} for who, text in zip(parts[::2], parts[1::2])]
         return read_messages(turns, where, column)
-    return read_messages(value, where, column, role="assistant")
+    return read_messages([value] if isinstance(value, Mapping) else value, where, column, role="assistant")
 
 
 def _gap(row: Mapping[str, Any], where: str) -> float | None:
