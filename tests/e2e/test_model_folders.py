@@ -110,3 +110,31 @@ def test_a_special_token_that_nothing_writes_needs_no_embedding(tmp_path, tiny_m
     tokenizer.save_pretrained(folder)
     with pytest.raises(ValueError, match="'<image39>'"):
         load_tokenizer_of(config)
+
+
+def test_a_row_that_spells_out_a_token_without_embedding_is_refused(tmp_path, tiny_model, monkeypatch, capsys):
+    """Before a weight is loaded, with the row; where no row does, the token harms nobody."""
+    folder, rows = tmp_path / "m", tmp_path / "rows.jsonl"
+    shutil.copytree(tiny_model, folder)
+    tokenizer = load_tokenizer_of(load_config([f"model.path={folder}"]).config)
+    tokenizer.add_tokens([f"<image{k}>" for k in range(40)], special_tokens=True)
+    tokenizer.save_pretrained(folder)
+    own = {"chosen": "2", "rejected": "3", "answer": "2"}
+    prompts = ["1+1=", "1+<image1>=", "1+<image39>=", "2+<image39>="]
+    rows.write_text("".join(json.dumps({"prompt": p, "completion": "2", **own}) + "\n" for p in prompts))
+    for module in ("assemble", "assemble_supervised"):
+        monkeypatch.setattr(f"verl.driver.{module}.policy_engine", lambda *a, **k: pytest.fail("a model was loaded"))
+    found = []
+    for verb in ("sft", "dpo"):
+        code = main([verb, *small_args(tmp_path, folder, [rows], "data.max_tokens_per_row=64")])
+        last = capsys.readouterr().err.strip().splitlines()[-1]
+        wanted = ("'<image39>'", "no embedding", f"2 of {rows}, first {rows}:3", "Fix: ")
+        if code != 2 or not all(w in last for w in wanted):
+            found.append(f"{verb}: {code}: {last[-500:]}")
+    rows.write_text("".join(json.dumps({"prompt": p, "answer": "2"}) + "\n" for p in prompts))
+    code = main(["train", *small_args(tmp_path, folder, [rows])])
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert code == 2 and "2 of" in last and not found, (code, last, found)
+    monkeypatch.undo()
+    rows.write_text('{"prompt": "1+1=", "answer": "2"}\n' * 4)
+    small_run(tmp_path, folder, [rows], "run.total_steps=1")

@@ -119,7 +119,7 @@ class PairJob(RenderJob):
             )
         every = row.prompt + row.chosen + (row.rejected or ())
         refuse_media({}, every, raw.where)
-        self.count_lost(every, raw.where, counts)
+        self.count_text(every, raw.where, counts)
         conversations = [row.prompt + answer for answer in (row.chosen, row.rejected) if answer is not None]
         kwargs, start = self.template_kwargs, len(row.prompt)
         rendered = [

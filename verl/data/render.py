@@ -26,6 +26,7 @@ from verl.data.files import RawRow
 from verl.data.formats import TaskRow, content_hash, conversation_row, refuse_media, task_row
 from verl.data.lost import Coverage, texts_of
 from verl.data.memory import bounded_memory
+from verl.data.special import Found, SpecialTokens, add_found
 
 ID_BYTES = 6
 # Settings that pick or order the rows and the work on them, so that the same files and rows give the same table.
@@ -37,7 +38,8 @@ Entry = dict[str, Any]
 @dataclass(slots=True, kw_only=True)
 class Counts:
     """What became of rows. refused: those without an exact rendering, by reason; example: the first, with its place.
-    characters: by file, [of the messages, of those the ones without a token]; lost: by file, the first of them."""
+    characters: by file, [of the messages, of those the ones without a token]; lost: by file, the first of them;
+    special: special tokens in the messages' text."""
 
     rows_read: int = 0
     rows_kept: int = 0
@@ -48,6 +50,7 @@ class Counts:
     example: str = ""
     characters: dict[str, list[int]] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
+    special: Found = field(default_factory=dict)
 
     def add(self, other: Counts) -> None:
         for name in ("rows_read", "rows_kept", "rows_filtered", "rows_truncated"):
@@ -60,6 +63,7 @@ class Counts:
         for file, found in other.characters.items():
             self.characters[file] = [a + b for a, b in zip(self.characters.get(file, (0, 0)), found, strict=True)]
         self.lost = other.lost | self.lost
+        add_found(self.special, other.special)
 
 
 Chunk = tuple[Counts, dict[str, np.ndarray]]  # the entries of rows in a row, as arrays by name
@@ -83,6 +87,7 @@ class RenderJob:
     template_kwargs: Mapping[str, Any]
     audit: TemplateAudit = field(init=False)
     coverage: Coverage = field(init=False)
+    special: SpecialTokens = field(init=False)
 
     flat: ClassVar[Mapping[str, type[np.generic]]]  # columns with many values per entry, and "<name>_lengths"
     scalar: ClassVar[Mapping[str, type[np.generic]]] = {}  # columns with one value per entry
@@ -90,16 +95,18 @@ class RenderJob:
     def __post_init__(self) -> None:
         with bounded_memory():
             self.audit = audit_template(self.tokenizer, self.template_kwargs)
-        self.coverage = Coverage(self.tokenizer)
+        self.coverage, self.special = Coverage(self.tokenizer), SpecialTokens(self.tokenizer)
 
     def entries(self, raw: RawRow, counts: Counts) -> list[Entry]:
         raise NotImplementedError
 
-    def count_lost(self, messages: Iterable[Message], where: str, counts: Counts) -> None:
-        """Of the text of a row, what has no ids."""
-        file = where.rpartition(":")[0]
+    def count_text(self, messages: Iterable[Message], where: str, counts: Counts) -> None:
+        """Of the text of a row, what has no ids, and what is read as control tokens."""
+        file, texts = where.rpartition(":")[0], texts_of(messages)
         found = counts.characters.setdefault(file, [0, 0])
-        for text in texts_of(messages):
+        if held := set().union(*map(self.special.held, texts)):
+            add_found(counts.special, {file: {token: [1, where] for token in held}})
+        for text in texts:
             lost = self.coverage.lost(text)
             found[0] += len(text)
             found[1] += len(lost)
@@ -108,7 +115,7 @@ class RenderJob:
 
     def options(self) -> dict[str, Any]:
         """Everything but the tokenizer and the files that the result depends on."""
-        made = ("tokenizer", "cfg", "audit", "coverage")
+        made = ("tokenizer", "cfg", "audit", "coverage", "special")
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in made}
         data = {name: value for name, value in asdict(self.cfg).items() if name not in SAME_TABLE}
         return {"job": type(self).__name__, **own, **data}
@@ -151,7 +158,7 @@ class PromptJob(RenderJob):
     def entries(self, raw: RawRow, counts: Counts) -> list[Entry]:
         task, limit = task_row(raw, self.cfg), self.cfg.max_prompt_tokens
         refuse_media(raw.row, task.messages, raw.where)
-        self.count_lost(task.messages, raw.where, counts)
+        self.count_text(task.messages, raw.where, counts)
         ids = self._prompt(task, raw.where)
         if len(ids) > limit:
             if self.cfg.filter_overlong_prompts:
@@ -189,7 +196,7 @@ class ConversationJob(RenderJob):
 
     def entries(self, raw: RawRow, counts: Counts) -> list[Entry]:
         row = conversation_row(raw, self.cfg)
-        self.count_lost(row.messages, raw.where, counts)
+        self.count_text(row.messages, raw.where, counts)
         kwargs = dict(self.template_kwargs)
         if row.enable_thinking is not None:
             kwargs["enable_thinking"] = row.enable_thinking

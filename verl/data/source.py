@@ -28,6 +28,7 @@ from verl.data.formats import TaskRow
 from verl.data.lost import lost_lines
 from verl.data.parallel import run_chunks
 from verl.data.render import ID_BYTES, Chunk, ConversationJob, Counts, PromptJob, RenderJob, merge
+from verl.data.special import special_lines
 from verl.types import Task
 
 __all__ = ["ConversationTable", "Cursor", "Draw", "LoadReport", "TaskTable", "load_conversations", "load_tasks"]
@@ -46,6 +47,7 @@ class LoadReport(Counts):
     entries: int
     total_tokens: int
     longest_tokens: int
+    largest_id: int
     from_cache: bool
     wall_s: float
 
@@ -180,11 +182,13 @@ def load_arrays(
         entries=len(arrays["ids_lengths"]),
         total_tokens=len(arrays["ids"]),
         longest_tokens=int(arrays["ids_lengths"].max(initial=0)),
+        largest_id=int(arrays["ids"].max(initial=0)),
         from_cache=cached is not None,
         wall_s=time.monotonic() - start,
     )
     logger.info("data: %s", report.summary())
-    for line in lost_lines(counts.characters, counts.lost):
+    special = special_lines(counts.special, job.tokenizer.special_tokens_map)
+    for line in [*lost_lines(counts.characters, counts.lost), *special]:
         logger.warning("data: %s", line)
     return arrays, report, key
 

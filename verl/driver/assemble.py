@@ -36,6 +36,7 @@ from verl.driver.setup import (
     device_of,
     eos_ids,
     load_tokenizer_of,
+    refuse_unembedded,
     require_an_end,
     set_up_process,
     torch_dtype,
@@ -274,9 +275,11 @@ def _tasks(config: Config, tokenizer: Any) -> tuple[TaskTable, list[Task]]:
     """Training rows and evaluation tasks, each with somebody who can score it."""
     data, kwargs = config.data, config.model.template_kwargs
     tasks = load_tasks(data.train_files, tokenizer, data, template_kwargs=kwargs, max_rows=data.max_rows)
+    refuse_unembedded(config, tokenizer, tasks.report)
     eval_tasks: list[Task] = []
     if data.eval_files:
         table = load_tasks(data.eval_files, tokenizer, data, template_kwargs=kwargs, max_rows=data.max_eval_rows)
+        refuse_unembedded(config, tokenizer, table.report)
         eval_tasks = [table[i] for i in range(len(table))]
     if config.reward.path is None and config.reward.model is None:
         for source in {t.data_source for t in (tasks[0], *eval_tasks[:1])}:

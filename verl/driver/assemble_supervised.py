@@ -23,7 +23,7 @@ from verl.driver.models import hf_export, trained, workers_of
 from verl.driver.reporter import OnStep
 from verl.driver.roles import Learner
 from verl.driver.run_dir import RunDir, open_run_dir
-from verl.driver.setup import load_tokenizer_of, pad_id, set_up_process
+from verl.driver.setup import load_tokenizer_of, pad_id, refuse_unembedded, set_up_process
 from verl.driver.stages import PreferenceStage, RewardStage, SftStage, Stage, reference_logprobs
 from verl.driver.supervised import TRAINER, SupervisedRun
 from verl.track.console import LiveProgress
@@ -119,6 +119,7 @@ def _stages(config: Config, command: str, tokenizer: Any) -> tuple[Stage, Stage 
             for f, n in files
         ]
         assert tables[0] is not None, "validated"
+        refuse_unembedded(config, tokenizer, *(table.report for table in tables if table))
         return SftStage(tables[0]), SftStage(tables[1]) if tables[1] else None, tables[0].report.summary()
     terms = (
         reward_terms(center_coef=p.center_coef, margin=p.use_margin)
@@ -138,6 +139,7 @@ def _stages(config: Config, command: str, tokenizer: Any) -> tuple[Stage, Stage 
         for f, n in files
     ]
     assert pairs[0] is not None, "validated"
+    refuse_unembedded(config, tokenizer, *(table.report for table in pairs if table))
     end = turn_end(tokenizer, kwargs)
     make = (lambda t: RewardStage(t, terms, end)) if command == "rm" else (lambda t: PreferenceStage(t, terms, paired))
     return make(pairs[0]), make(pairs[1]) if pairs[1] else None, pairs[0].summary()

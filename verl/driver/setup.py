@@ -17,7 +17,9 @@ from transformers.utils import logging as transformers_logging
 
 from verl.chat import load_tokenizer, require_chat_template
 from verl.checkpoint.loadable import check_loadable
+from verl.config.model_files import describe_model
 from verl.config.schema import Config
+from verl.data.source import LoadReport
 
 
 def set_up_process(config: Config) -> None:
@@ -79,6 +81,22 @@ def _refuse_other_vocabulary(tokenizer: Any, rows: int, folder: Path) -> None:
             f"model.path={folder}: the tokenizer has {len(beyond)} tokens that the model has no embedding for ({rows} "
             f"rows; the last is {text!r}, id {last}); take both from the same model, or set model.tokenizer_path"
         )
+
+
+def refuse_unembedded(config: Config, tokenizer: Any, *reports: LoadReport) -> None:
+    """ValueError for rows with an id that the embedding has no row for: a special token of `_refuse_other_vocabulary`
+    that their own text spells out."""
+    vocab = describe_model(config.model.path).vocab
+    for report in reports:
+        if report.largest_id >= vocab:
+            text = tokenizer.convert_ids_to_tokens(report.largest_id)
+            found = [tokens[text] for tokens in report.special.values() if text in tokens]
+            places = [f"{rows} of {where.rpartition(':')[0]}, first {where}" for rows, where in found]
+            raise ValueError(
+                f"model.path={config.model.path}: the rows hold the special token {text!r} (id {report.largest_id}), "
+                f"which the model has no embedding for ({vocab} rows): {'; '.join(places) or ', '.join(report.files)}. "
+                "Fix: take it out of the rows"
+            )
 
 
 def decoder(tokenizer: Any, *, special_tokens: bool = False) -> Callable[[Sequence[int]], str]:
