@@ -124,7 +124,7 @@ class Run:
         if self.eval_tasks and (due(step.number, config.eval_every_steps) or (last and config.eval_after)):
             await self.settle()
             with step.clock("evaluate"):
-                await self.stop.unless_given_up(self._evaluate(step))
+                await self.stop.unless_given_up(self._evaluate(step), ", its evaluation is left out")
         with step.clock("log"):
             await self.reporter.record(step.number, refs)  # written while the next step rolls out
             if last or self.reporter.report_due(step.number):
@@ -143,7 +143,8 @@ class Run:
         """Await the loop; Stopped, once the state is saved, where a signal ended it."""
         self.stop.listen()
         try:
-            if await self.stop.unless_given_up(training, lambda: self._step is None or not self._step.updating):
+            then = " and its update has not begun, the state at its beginning is saved"
+            if await self.stop.unless_given_up(training, then, lambda: self._step is None or not self._step.updating):
                 return
         except asyncio.CancelledError:
             if not self.stop.requested:

@@ -1,8 +1,9 @@
 """SIGTERM, Ctrl-C and a lost terminal, the same for every verb.
 
 The first SIGTERM or Ctrl-C: the step under way is finished and saved if it ends within `run.grace_s`; else it is given
-up, and the state at its beginning is saved; but once its update has begun it is finished, however long that takes. A
-Ctrl-C after that: out now. SIGHUP: the console is let go.
+up, and the state at its beginning is saved; but once its update has begun it is finished, however long that takes: only
+a second copy of weights and moments could bring the beginning back. Of supervised verbs a step is its update. A Ctrl-C
+after that: out now. SIGHUP: the console is let go.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class StopRequest:
         self._progress, self._grace_s, self._save_s = progress, grace_s, save_s
         self._given_up = False
         self._heard: list[signal.Signals] = []
-        self._works: list[tuple[asyncio.Task[None], Callable[[], bool]]] = []  # innermost last
+        self._works: list[tuple[asyncio.Task[None], str, Callable[[], bool]]] = []  # innermost last
 
     def listen(self) -> None:
         """To the signals that are not ignored (as under nohup, or in a shell's background)."""
@@ -50,11 +51,12 @@ class StopRequest:
             asyncio.get_running_loop().remove_signal_handler(self._heard.pop())
 
     async def unless_given_up(
-        self, work: Coroutine[Any, Any, None], may_give_up: Callable[[], bool] = lambda: True
+        self, work: Coroutine[Any, Any, None], then: str, may_give_up: Callable[[], bool] = lambda: True
     ) -> bool:
-        """Await work that is cancelled when the grace ends, if it may be left undone then. False: it was."""
+        """Await work that is cancelled when the grace ends, if it may be left undone then. False: it was. then: what
+        becomes of it, the end of a sentence."""
         task = asyncio.ensure_future(work)
-        self._works.append((task, may_give_up))
+        self._works.append((task, then, may_give_up))
         if self._given_up:
             self._give_up()
         try:
@@ -86,14 +88,17 @@ class StopRequest:
             return None
         self.requested = which.name
         left_s = max(0.0, self._grace_s - self._save_s() - RESERVE_S)
-        self._progress.message(
-            f"{which.name}: finishing this step, then saving; if it takes longer than {left_s:.0f} s "
-            f"(run.grace_s={self._grace_s:g} less a save) and its update has not begun, the state at its beginning is "
-            "saved. Ctrl-C: out now"
-        )
+        how = f"however long it takes (run.grace_s={self._grace_s:g} cuts no update that has begun), then saving"
+        if self._works and self._works[-1][2]():
+            grace = f"{left_s:.0f} s (run.grace_s={self._grace_s:g} less a save)"
+            how = f"then saving; if it takes longer than {grace}{self._works[-1][1]}"
+        self._progress.message(f"{which.name}: finishing this step, {how}. Ctrl-C: out now")
         asyncio.get_running_loop().call_later(left_s, self._give_up)
 
     def _give_up(self) -> None:
         self._given_up = True
-        if self._works and self._works[-1][1]():
+        if self._works and self._works[-1][2]():
             self._works[-1][0].cancel()
+        else:
+            over = f"run.grace_s={self._grace_s:g} is over"
+            self._progress.message(f"{over}: a step whose update has begun is finished and saved first")

@@ -66,7 +66,7 @@ async def fit(run: SupervisedRun) -> dict[str, float]:
         last = step.number == run.total_steps
         if due(step.number, config.eval_every_steps) or (last and config.eval_after):
             with step.clock("evaluate"):
-                await run.stop.unless_given_up(_evaluate(run, step))
+                await run.stop.unless_given_up(_evaluate(run, step), ", its evaluation is left out")
         if run.checkpointer.cadence.due(step.number) or last or run.stop.requested:
             run.reporter.keep(step)
             with step.clock("checkpoint"):

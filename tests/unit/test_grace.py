@@ -1,0 +1,51 @@
+"""What a stop says and does: what may be left is left when the grace ends, an update that has begun is finished."""
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from verl.driver.stopping import RESERVE_S, StopRequest
+
+
+class Said:
+    def __init__(self):
+        self.lines = []
+
+    def message(self, text):
+        self.lines.append(text)
+
+
+async def stopped(work_s, *, may_give_up, inside=True):
+    """(whether the work was done, what was said); SIGTERM comes while it is under way, the grace is over soon after."""
+    said, done = Said(), []
+    stop = StopRequest(said, RESERVE_S + 0.05, lambda: 0.0)
+
+    async def work():
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(work_s)
+        done.append(True)
+
+    stop.listen()
+    try:
+        if inside:
+            assert await stop.unless_given_up(work(), ", it is left", may_give_up) == bool(done)
+        else:
+            await work()  # as the update of a supervised step
+    finally:
+        stop.close()
+    assert stop.requested == "SIGTERM"
+    return bool(done), said.lines
+
+
+@pytest.mark.timeout(60)
+def test_what_is_said_is_what_is_done():
+    kept, lines = asyncio.run(stopped(60.0, may_give_up=lambda: True))
+    assert not kept and len(lines) == 1 and "if it takes longer than 0 s" in lines[0] and ", it is left" in lines[0]
+    for inside in (True, False):
+        kept, lines = asyncio.run(stopped(0.3, may_give_up=lambda: False, inside=inside))
+        assert kept and "finishing this step, however long it takes" in lines[0] and "it is left" not in lines[0], (
+            inside
+        )
+        assert len(lines) == 2 and lines[1].startswith("run.grace_s=2.05 is over: "), inside
