@@ -384,6 +384,7 @@ def test_preference_rows_of_sharegpt_and_alpaca() -> None:
     every = [({**shape, **answers}, TALK[:-1]) for shape in (share, alpaca) for answers in (gpt, lists, texts)]
     every += [({**alpaca, "output": ["7", "8"]}, TALK[:-1]), ({"conversations": asked, **whole}, TALK[1:-1])]
     every += [({**share, "output": None, "instruction": None, **gpt}, TALK[:-1])]  # Arrow's nulls
+    every += [({"prompt": "R", "output": ["7", "8"]}, [("user", "R")])]
     every += [({"system": "S", "question": "R", **texts}, [("system", "S"), ("user", "R")])]
     every += [({"prompt": "R", "conversations": SHAREGPT["conversations"], **gpt}, [("user", "R")])]
     every += [({"instruction": "Add.", "input": "3+4", **texts}, [("user", "Add.\n\n3+4")])]
@@ -391,7 +392,7 @@ def test_preference_rows_of_sharegpt_and_alpaca() -> None:
         got = pair(row)
         found = (said(got.prompt), said(got.chosen), said(got.rejected))
         assert found == (prompt, [("assistant", "7")], [("assistant", "8")]), (row, found)
-    for row in ({**SHAREGPT, "kto_tag": True}, {**ALPACA, "kto_tag": True}, {**ALPACA, "label": True}):
+    for row in ({**SHAREGPT, "kto_tag": True}, {**ALPACA, "kto_tag": True, "label": None}, {**ALPACA, "label": True}):
         got = unpaired(row)
         assert (said(got.prompt), said(got.chosen), got.desirable) == (TALK[:-1], TALK[-1:], True), row
 

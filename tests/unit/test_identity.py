@@ -132,6 +132,7 @@ def test_what_is_left_out_is_the_same_as_its_default_given(made, tmp_path):
         ("train", ("model.dtype=float32",), "rollout.dtype=float32", "rollout.dtype=bfloat16"),
         ("train", (), "eval.max_response_tokens=1024", "eval.max_response_tokens=9"),
         ("train", ppo, f"critic.path={tmp_path}/model", f"critic.path={tmp_path}/other"),
+        ("dpo", (), "algorithm.loss=ppo_clip", "algorithm.loss=gspo"),
         ("dpo", (), "preference.beta=0.1", "preference.beta=0.2"),
         ("dpo", ("preference.loss=simpo",), "preference.beta=2", "preference.beta=2.5"),
         ("dpo", (), "preference.options.label_smoothing=0", "preference.options.label_smoothing=0.1"),

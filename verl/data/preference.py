@@ -176,19 +176,18 @@ def _named_pair(raw: RawRow, cfg: DataConfig) -> tuple[dict[str, Any], str]:
     """(the row, the column of its prompt), with what other formats call chosen, rejected and prompt under these names.
     ValueError where two columns could be meant."""
     row, where, system = raw.row, raw.where, raw.row.get("system")
-    if row.get(cfg.prompt_key) is not None:
-        return row, cfg.prompt_key
-    if row.get("conversations") is not None and row.get("instruction") is not None:
-        fix = "Fix: drop one, or name the prompt: data.prompt_key=COLUMN"
-        raise ValueError(f"{where}: 'conversations' and 'instruction' both hold a prompt. {fix}")
-    if isinstance(answers := row.get("output"), list):
-        if row.get("chosen") is not None or row.get("rejected") is not None:
-            raise ValueError(
-                f"{where}: 'output' holds a pair, and so do 'chosen' and 'rejected'. Fix: drop one of them"
-            )
+    asked, judged = (any(row.get(k) is not None for k in keys) for keys in ((cfg.prompt_key,), ("chosen", "rejected")))
+    if isinstance(answers := row.get("output"), list) and not judged:
         if len(answers) != 2:
             raise ValueError(f"{where}: 'output' has {len(answers)} answers; a pair is [better, worse]")
         row = {**row, "chosen": answers[0], "rejected": answers[1], "output": None}
+    if asked:
+        return row, cfg.prompt_key
+    if isinstance(answers, list) and judged:
+        raise ValueError(f"{where}: 'output' holds a pair, and so do 'chosen' and 'rejected'. Fix: drop one of them")
+    if row.get("conversations") is not None and row.get("instruction") is not None:
+        fix = "Fix: drop one, or name the prompt: data.prompt_key=COLUMN"
+        raise ValueError(f"{where}: 'conversations' and 'instruction' both hold a prompt. {fix}")
     row = named_row(RawRow(where, row), cfg)
     if row.get("conversations") is not None:
         return row, "conversations"
@@ -202,7 +201,8 @@ def unpaired_row(raw: RawRow, cfg: DataConfig) -> PreferenceRow:
     row, where, prompt_key = named_row(raw, cfg), raw.where, cfg.prompt_key
     if row.get(prompt_key) is None and isinstance(turns := row.get("conversations"), list) and len(turns) > 1:
         row = {**row, prompt_key: turns[:-1], "completion": turns[-1:]}
-    label, columns = row.get("label", row.get("kto_tag")), f"(columns: {names_of(row)})"
+    label = row.get("label") if row.get("label") is not None else row.get("kto_tag")
+    columns = f"(columns: {names_of(row)})"
     if not isinstance(label, bool):
         raise ValueError(f"{where}: 'label' must be true (desirable) or false, got {kind_of(label)} {columns}")
     for key in (prompt_key, "completion"):

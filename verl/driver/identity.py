@@ -111,16 +111,14 @@ class Identity(msgspec.Struct):
 
 def identity_of(resolved: Resolved, command: str) -> Identity:
     config, contents = resolved.config, {key: made for key, of in CONTENT.items() if (made := of(resolved.config))}
-    values = values_of(config) | _defaults(config)
-    if command == "train":  # what the preset has is as good as given
-        longest = config.rollout.max_response_tokens
-        preset = settled(config.algorithm.name, config.algorithm.given(), longest=longest)
-        functions = {"algorithm.loss": preset.loss.fn, "algorithm.advantage": preset.estimator.fn}
-        values = {k: v for k, v in values.items() if not k.startswith("algorithm.")}
-        values |= {f"algorithm.{k}": v for k, v in preset.settings().items() if k != "estimator"}  # it is the advantage
-        values |= {"algorithm.name": config.algorithm.name, **{k: short(fn) for k, fn in functions.items()}}
-        for key, fn in functions.items():
-            contents[key] = _source(fn) or "" if fn == short(fn) else _text_digest(short(fn))
+    longest = config.rollout.max_response_tokens  # what the preset has is as good as given
+    preset = settled(config.algorithm.name, config.algorithm.given(), longest=longest)
+    functions = {"algorithm.loss": preset.loss.fn, "algorithm.advantage": preset.estimator.fn}
+    values = {k: v for k, v in values_of(config).items() if not k.startswith("algorithm.")} | _defaults(config)
+    values |= {f"algorithm.{k}": v for k, v in preset.settings().items() if k != "estimator"}  # it is the advantage
+    values |= {"algorithm.name": config.algorithm.name, **{k: short(fn) for k, fn in functions.items()}}
+    for key, fn in functions.items():
+        contents[key] = _source(fn) or "" if fn == short(fn) else _text_digest(short(fn))
     if contents.get("critic.path") == contents["model.path"]:  # where it begins when nothing is given
         del contents["critic.path"]
     texts = {key: json.dumps(value, sort_keys=True, default=str) for key, value in values.items()}
