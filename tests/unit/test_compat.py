@@ -348,6 +348,16 @@ def test_sft_script() -> None:
 
 # -- values ------------------------------------------------------------------------------------------------------------
 
+HARMLESS_OF_ENGINES = [
+    *("mindspeed.tensor_model_parallel_size=4", "mindspeed.grad_offload=True", "mindspeed.use_mbridge=True"),
+    *("mindspeed.llm_kwargs.spec=[a.b,c]", "mindspeed.llm_kwargs.recompute_method=block"),
+    *("automodel_config.ep_size=8", "automodel_config.backend_config.attn=te", "automodel_config.model_dtype=bf16"),
+    *("megatron.override_transformer_config.normalization=RMSNorm",),
+    *("megatron.override_transformer_config.position_embedding_type=rope",),
+    *("megatron.override_transformer_config.use_fused_rmsnorm=True",),
+    *("megatron.override_transformer_config.mtp_num_layers=null",),
+]
+"""Keys of other model engines at values that change nothing of what is trained."""
 TRANSFORMS = [
     ([f"{ROLLOUT}top_k=-1"], {"rollout.top_k": 0}),
     ([f"{ROLLOUT}val_kwargs.top_k=20"], {"eval.top_k": 20}),
@@ -613,6 +623,11 @@ TRANSFORMS = [
     ),
     ([f"{ACTOR}fsdp_config.model_dtype=bf16"], {}),  # of the masters, which stay float32 here
     ([f"{ACTOR}fsdp_config.dtype=float32"], {"model.dtype": "float32"}),
+    ([f"{ACTOR}policy_loss.tau_neg=1.2"], {"algorithm.options.tau_negative": 1.2}),
+    (["trainer.test_freq=after_each_epoch"], {"run.eval_every_steps": 0, "run.eval_after": True}),
+    (["rollout.total_epochs=3"], {"run.total_epochs": 3}),
+    ([f"{ACTOR}optim.lr_decay_style=constant", f"{ACTOR}optim.lr_decay_steps=99"], {"optim.schedule": "constant"}),
+    ([f"{ACTOR}{key}" for key in HARMLESS_OF_ENGINES], {}),
 ]
 
 
@@ -721,12 +736,38 @@ REFUSALS = [
         "at an address",
     ),
     (["trainer.default_local_dir=${data.custom}/x"], "not given on this command line"),
+    (["trainer.test_freq=often"], "expected a number, or after_each_epoch"),
+    (["optim.lr_decay_style=cosine", "optim.lr_decay_steps=99"], "the schedule ends with the run"),
+    ([f"{ACTOR}mindspeed.llm_kwargs.hidden_dropout=0.1"], "MindSpeed-LLM"),
+    (["model.mtp.enable=True"], "multi-token prediction"),
+    (["data.continuous_token.enable=True"], "later version"),
+    (["data.custom_cls.path=a.py"], "dataset class"),
+    *(
+        ([f"engine.override_transformer_config.{key}"], reason)
+        for key, reason in (
+            ("normalization=LayerNorm", "the model's own code"),
+            ("position_embedding_type=mrope", "the model's own code"),
+            ("mtp_num_layers=2", "multi-token prediction"),
+            ("dsa_indexer_loss_coeff=0.1", "indexer's loss"),
+            ("moe_router_bias_update_rate=0.001", "router's bias"),
+        )
+    ),
 ]
 
 
 def test_contradictions_and_refusals_say_the_fix() -> None:
     said = [(args, refusal(*args), reason) for args, reason in REFUSALS]
     assert not [(args, got) for args, got, reason in said if reason not in got or "\n" in got]
+
+
+def test_the_positions_of_a_model_are_what_its_folder_says(tmp_path: Path) -> None:
+    """The scripts that override them ask for a config.json which was edited so; another number is another model."""
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 32768}')
+    args = [f"actor_rollout_ref.model.path={tmp_path}", "data.max_prompt_length=8"]
+    for key in ("max_position_embeddings", "model_config.max_position_embeddings"):
+        key = f"actor_rollout_ref.model.override_config.{key}"
+        assert refusal(*args, f"{key}=32768") == ""
+        assert f"{key}=4096: {tmp_path} has 32768; edit config.json" in refusal(*args, f"{key}=4096")
 
 
 def test_an_interpolation_may_name_a_key_that_has_verls_default() -> None:

@@ -13,6 +13,7 @@ from types import MappingProxyType
 from verl.config.backends import ROLLOUT as ROLLOUT_ENGINES
 from verl.config.compat import objective
 from verl.config.compat.given import ACTOR, ROLLOUT, Given, Result
+from verl.config.model_files import context_tokens
 
 _SEQUENCE_PARALLEL = (
     *(f"{ACTOR}{key}" for key in ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size")),
@@ -91,6 +92,10 @@ def _schedule(given: Given) -> Result:
     )
     if style is not None:
         out["optim.schedule"] = style
+    for key in (f"{n}lr_decay_steps" for n in names):
+        if given.said(key) is not None and style != "constant":
+            raise ValueError(f"{key}={given.said(key)}: the schedule ends with the run; leave it out")
+        given.ignore("has no effect on a constant rate" if given.said(key) else "has no effect at null", key)
     if style == "wsd":
         stable = given.first(*(f"{n}lr_wsd_stable_steps_ratio" for n in names))
         out["optim.decay_ratio"] = 1 - (0.9 if stable is None else stable)
@@ -136,10 +141,16 @@ def _eval(given: Given) -> Result:
 
 
 def _eval_steps(given: Given) -> Result:
-    every, publishes = given.get("trainer.test_freq"), given.said("rollout.test_freq")
+    key, publishes = "trainer.test_freq", given.said("rollout.test_freq")
+    every = given.get(key)
     if publishes is not None:
-        given.ignore("rollout.test_freq is given", "trainer.test_freq")
+        given.ignore("rollout.test_freq is given", key)
         every = publishes * (given.said("async_training.trigger_parameter_sync_step") or 1)
+    elif every == "after_each_epoch":
+        given.remarks[key] = "at the end of the run only: run.eval_every_steps=N for more"
+        return {"run.eval_every_steps": 0, "run.eval_after": True}
+    elif isinstance(every, bool | str):
+        raise ValueError(f"{key}={every}: expected a number, or after_each_epoch")
     on = every is not None and every > 0
     return {"run.eval_every_steps": every if on else 0, "run.eval_after": on}
 
@@ -176,6 +187,19 @@ def _context(given: Given) -> Result:
             "lower data.max_response_length"
         )
     given.ignore("the limits of prompt and response say it", f"{ROLLOUT}max_model_len")
+    return {}
+
+
+def _positions(given: Given) -> Result:
+    """The scripts that override this also ask for a config.json which says so; the model is what its folder says."""
+    prefix = "actor_rollout_ref.model.override_config."
+    path = given.native.get("model.path", given.get("actor_rollout_ref.model.path"))
+    has = context_tokens(str(path))
+    for key in (f"{prefix}max_position_embeddings", f"{prefix}model_config.max_position_embeddings"):
+        wanted = given.said(key)
+        if wanted is not None and has not in (None, wanted):
+            raise ValueError(f"{key}={wanted}: {path} has {has}; edit config.json in a copy of the model folder")
+        given.ignore("config.json of the model says it", key)
     return {}
 
 
@@ -267,6 +291,7 @@ _RULES = (
         _eval_steps,
         _overlong,
         _context,
+        _positions,
         _resume,
         _directory,
         _logger,
