@@ -894,6 +894,22 @@ def test_hydras_own_ways_of_saying_keys(tmp_path: Path) -> None:
     assert overrides_of("--config-path=config", "--config-name=ppo_trainer.yaml", *groups) == {"model.engine": "torch"}
 
 
+def test_a_config_path_alone_reads_the_file_that_the_entry_point_names(tmp_path: Path) -> None:
+    (tmp_path / "ppo_trainer.yaml").write_text("data: {train_batch_size: 64}\nactor_rollout_ref: {rollout: {n: 4}}\n")
+    (tmp_path / "sft_trainer_engine.yaml").write_text("data: {train_batch_size: 32}\n")
+    alone = [f"--config-path={tmp_path}", "model.path=m", "algorithm.adv_estimator=grpo"]
+    step = load_config([*alone, f"{ACTOR}ppo_mini_batch_size=8"], verl_defaults="rl").config.step
+    assert (step.prompts_per_step, step.samples_per_prompt) == (64, 4)
+    assert (
+        load_config(["-cp", str(tmp_path), "model.path=m"], verl_defaults="sft").config.supervised.rows_per_step == 32
+    )
+    assert load_config(["--config-path=config", *alone[1:], f"{ACTOR}ppo_mini_batch_size=8"], verl_defaults="rl")
+    (tmp_path / "ppo_trainer.yaml").unlink()
+    with pytest.raises(ValueError, match=f"--config-path={tmp_path}: no ppo_trainer.yaml there; give --config-name"):
+        load_config(alone, verl_defaults="rl")
+    assert "give --config-name=FILE" in refusal(alone[0])
+
+
 def test_an_engine_that_is_not_here_is_one_line() -> None:
     args = [
         f"{ROLLOUT}name=vllm",

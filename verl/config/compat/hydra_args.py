@@ -20,14 +20,14 @@ _OF_VERL = re.compile(r"(?:[a-z]+_)*?(?:ppo|sft)_(?:(megatron|veomni|torchtitan|
 """verl's own files, and the model engine that they stand for."""
 
 
-def parse_arguments(args: Sequence[str], problems: list[str]) -> list[Argument]:
+def parse_arguments(args: Sequence[str], problems: list[str], main: str | None = None) -> list[Argument]:
     """In the order in which they count: a file's keys, then those of the command line. What cannot be read goes to
-    `problems`, a line each."""
+    `problems`, a line each. `main`: the file of a --config-path that stands alone, as Hydra's entry points name it."""
     options, rest = _options(args)
     found: list[Argument] = []
     for word in (None, *rest):
         try:
-            found += _of_options(options) if word is None else [parse_argument(word)]
+            found += _of_options(options, main) if word is None else [parse_argument(word)]
         except ValueError as exc:
             problems.append(str(exc))
     return [single for argument in found for single in _singles(argument)]
@@ -45,11 +45,17 @@ def _options(args: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     return options, rest
 
 
-def _of_options(options: Mapping[str, str]) -> list[Argument]:
+def _of_options(options: Mapping[str, str], main: str | None) -> list[Argument]:
     said = [Argument(name, text, text) for name, text in options.items()]
-    folder = options.get("--config-path", options.get("--config-dir", "."))
-    name = options.get("--config-name")
-    return said if name is None else [*said, *_of_file(Path(folder.removeprefix("file://")).expanduser(), name, ())]
+    path, name = options.get("--config-path"), options.get("--config-name")
+    folder = Path((path or options.get("--config-dir", ".")).removeprefix("file://")).expanduser()
+    if name is None and path is not None:
+        if main is None:
+            raise ValueError(f"--config-path={path}: give --config-name=FILE beside it")
+        if folder.is_absolute() and not (folder / f"{main}.yaml").is_file():
+            raise ValueError(f"--config-path={path}: no {main}.yaml there; give --config-name=FILE beside it")
+        name = main
+    return said if name is None else [*said, *_of_file(folder, name, ())]
 
 
 def _of_file(folder: Path, name: str, chain: tuple[str, ...]) -> Iterator[Argument]:

@@ -68,7 +68,8 @@ def translated(
     native: list[Setting] = []
     foreign: dict[str, Argument] = {}
     problems: list[str] = []
-    for parsed in parse_arguments(args, problems):
+    main = {"rl": "ppo_trainer", "sft": "sft_trainer_engine", None: None}[verl_defaults]
+    for parsed in parse_arguments(args, problems, main):
         row = find_row(parsed.key)
         if leaf_of(parsed.key):
             native.append(Setting(parsed.key, parsed.value, "command line", parsed.text.strip("'\"")))
