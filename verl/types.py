@@ -117,10 +117,11 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A reward: one value and its named components (extra keys of a dict reward)."""
+    """A reward: one value, its named components (extra keys of a dict reward), and the answer it read (`pred`)."""
 
     value: float
     components: Mapping[str, float] = field(default_factory=dict)
+    pred: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -237,6 +237,34 @@ def test_validation_under_verls_names_in_closed_form():
     assert one == "val-core/a/reward/mean@1"
 
 
+def majority(values: list[float], preds: list[str], n: int) -> tuple[float, float]:
+    """Mean and deviation of votes among n draws, drawn and counted in the plain way."""
+    rng, won = np.random.RandomState(42), []
+    for drawn in rng.choice(len(values), size=(1000, n)):
+        votes = Counter(preds[i] for i in drawn)  # in the order of their first appearance
+        elected = max(votes, key=lambda pred: votes[pred])
+        won.append(values[next(i for i in drawn if preds[i] == elected)])
+    return float(np.mean(won)), float(np.std(won))
+
+
+def test_majorities_vote_by_what_the_reward_read():
+    """Five answers of which three agree on a wrong one; two that disagree, whose values differ among equal preds."""
+    acc, preds = [1.0, 0.0, 0.0, 1.0, 0.0], ["4", "5", "5", "4", "5"]
+    other = [Score(v, pred=p) for v, p in ((1.0, "a"), (3.0, "a"), (0.0, "b"), (0.5, "c"), (0.25, "b"))]
+    rows = [Score(2 * a, {"acc": a}, pred) for a, pred in zip(acc, preds)]
+    found = reduce(verl_validation([played(r) for r in [*rows, *other]], ["a"] * 5 + ["b"] * 5, 5))
+    for n in (2, 4, 5):
+        section = "val-core" if n == 5 else "val-aux"
+        mean, std = majority(acc, preds, n)
+        assert found[f"{section}/a/acc/maj@{n}/mean"] == pytest.approx(mean)
+        assert found[f"{section}/a/acc/maj@{n}/std"] == pytest.approx(std)
+        mean, std = majority([s.value for s in other], [s.pred for s in other], n)
+        assert found[f"{section}/b/reward/maj@{n}/mean"] == pytest.approx(mean)
+    assert found["val-core/a/acc/maj@5/mean"] < found["val-core/a/acc/mean@5"], "the wrong answer wins"
+    without = [*rows[:-1], Score(0.0, {"acc": 0.0})]  # one says nothing that it could vote by
+    assert not [n for n in verl_validation([played(r) for r in without], ["a"] * 5, 5) if "maj@" in n]
+
+
 def test_an_evaluation_without_a_valid_reward_has_no_accuracy():
     """0.0 would read like a model that knows nothing, and be kept as the best of a negative scale."""
     assert reduce(eval_metrics("greedy", [played(Invalid("crash"))] * 3, ["a", "a", "b"], 1)) == {

@@ -263,7 +263,10 @@ def test_parse_result_valid() -> None:
         (np.bool_(True), Score(1.0)),
         (_Scalar(0.75), Score(0.75)),
         (Fraction(1, 4), Score(0.25)),
-        ({"score": 1, "acc": True, "pred": "x", "n": np.int64(3), "list": [1]}, Score(1.0, {"acc": 1.0, "n": 3.0})),
+        ({"score": 1, "acc": True, "n": np.int64(3), "list": [1]}, Score(1.0, {"acc": 1.0, "n": 3.0})),
+        ({"score": 1, "pred": "x" * 2000, "other": "y"}, Score(1.0, {}, "x" * 1000)),
+        ({"score": 1, "pred": None}, Score(1.0)),
+        ({"score": 1, "pred": 42}, Score(1.0, {"pred": 42.0})),
         ({"score": np.float64(0.5), "bad": float("nan"), 7: 1.0}, Score(0.5, {})),
     ]
     assert not [(value, score) for value, score in table if parse_result(value) != score]

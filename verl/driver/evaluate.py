@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from verl.config.schema import Config
 from verl.driver.trajectories import TrajectorySpec, together
@@ -81,35 +84,61 @@ def eval_metrics(mode: str, found: list[Trajectory], sources: list[str], repeats
 def verl_validation(found: list[Trajectory], sources: list[str], repeats: int) -> Metrics:
     """verl's val-core and val-aux: each component of the reward by its number of answers to one prompt (`repeats` in a
     row of `found`), the mean over prompts. best@n and worst@n are the expectation over n draws with replacement, which
-    verl estimates. Core is acc where the reward has it, else the reward."""
-    values: dict[str, dict[str, list[list[float]]]] = defaultdict(lambda: defaultdict(list))
+    verl estimates; maj@n is its estimate, where every answer has a `pred`. Core is acc where the reward has it, else
+    the reward."""
+    values: dict[str, dict[str, list[dict[str, float]]]] = defaultdict(lambda: defaultdict(list))
     for first in range(0, len(found), repeats):
         rewards = [t.reward for t in found[first : first + repeats] if isinstance(t.reward, Score)]
+        elected = _elected([r.pred for r in rewards])
         for name in ("reward", *{name: None for r in rewards for name in r.components}):
             answers = [r.value if name == "reward" else r.components.get(name, math.nan) for r in rewards]
             if answers and not any(map(math.isnan, answers)):
-                values[sources[first]][name].append(answers)
+                values[sources[first]][name].append(_of_prompt(answers, elected))
     out: Metrics = {}
     for source, by_name in values.items():
         core = "acc" if "acc" in by_name else "reward"
         for name, prompts in by_name.items():
-            for figure in {f: None for answers in prompts for f in _of_prompt(answers)}:
-                each = [own[figure] for answers in prompts if figure in (own := _of_prompt(answers))]
+            for figure in {figure: None for own in prompts for figure in own}:
+                each = [own[figure] for own in prompts if figure in own]
                 at_all = f"@{repeats}" in figure and not figure.startswith(("std", "worst"))
                 section = "val-core" if name == core and at_all else "val-aux"
                 out[f"{section}/{source}/{name}/{figure}"] = Metric(math.fsum(each), len(each), "group")
     return out
 
 
-def _of_prompt(answers: list[float]) -> dict[str, float]:
+def _sizes(n: int) -> list[int]:
+    """The numbers of draws that verl takes of n answers: powers of two below n, and n."""
+    return sorted({*(2**i for i in range(1, n.bit_length()) if 2**i < n), n})
+
+
+def _elected(preds: Sequence[str | None]) -> dict[int, np.ndarray]:
+    """{k: [1000] the answer that k draws with replacement elect}: the first drawn of those whose `pred` most of the
+    draws have. verl's generator and seed, so that the draws are its own. Empty unless each of several answers votes."""
+    if len(preds) < 2 or None in preds:
+        return {}
+    numbers, out, rows = {pred: i for i, pred in enumerate(preds)}, {}, np.arange(1000)[:, None]
+    votes = np.array([numbers[pred] for pred in preds])
+    for k in _sizes(len(preds)):
+        drawn = np.random.RandomState(42).choice(len(preds), size=(len(rows), k))
+        counts = np.zeros((len(rows), len(preds)), np.int64)
+        np.add.at(counts, (rows, votes[drawn]), 1)
+        first = np.take_along_axis(counts, votes[drawn], 1).argmax(1)
+        out[k] = drawn[rows[:, 0], first]
+    return out
+
+
+def _of_prompt(answers: list[float], elected: Mapping[int, np.ndarray]) -> dict[str, float]:
     """The figures of one prompt's answers, by verl's names."""
     n, mean = len(answers), math.fsum(answers) / len(answers)
     out = {f"mean@{n}": mean}
     if n > 1:
         out[f"std@{n}"] = math.sqrt(math.fsum((a - mean) ** 2 for a in answers) / n)
         ranked = sorted(answers)
-        for k in sorted({*(2**i for i in range(1, n.bit_length()) if 2**i < n), n}):
+        for k in _sizes(n):
             best = [((i + 1) / n) ** k - (i / n) ** k for i in range(n)]
             out[f"best@{k}/mean"] = math.fsum(p * a for p, a in zip(best, ranked))
             out[f"worst@{k}/mean"] = math.fsum(p * a for p, a in zip(reversed(best), ranked))
+    for k, winners in elected.items():
+        won = np.array(answers)[winners]
+        out |= {f"maj@{k}/mean": float(won.mean()), f"maj@{k}/std": float(won.std())}
     return out

@@ -34,14 +34,14 @@ def grader_spec(
         parameters=CALL_NAMES + (ID_NAMES if with_ids else ()),
         plural=() if with_ids else LIST_NAMES,
         convert=score_and_components,
-        returns=tuple[Finite, dict[str, Finite]],
+        returns=tuple[Finite, dict[str, Finite], str | None],
         section="reward",
         called="grader",
         given="row",
     )
 
 
-class RewardPool(Pool[tuple[float, dict[str, float]]]):
+class RewardPool(Pool[tuple[float, dict[str, float], str | None]]):
     """A RewardFn over the workers of a sandbox, each with the user's function (`grader_spec`)."""
 
     async def score(self, request: RewardRequest) -> Score | Invalid:

@@ -10,20 +10,22 @@ from typing import Any
 from verl.sandbox.messages import BadResult
 
 MAX_COMPONENTS = 1000
+MAX_PRED_CHARS = 1000
 
 
-def score_and_components(value: Any) -> tuple[float, dict[str, float]]:
-    """The score of what a reward function returned, and its components. Raises BadResult: why there is no score. A
-    number, a bool, anything with `.item()`, or a mapping with such a "score", whose further finite numbers become
-    components; other entries (texts, lists) are left out. An object whose own methods raise is the caller's to
-    catch."""
+def score_and_components(value: Any) -> tuple[float, dict[str, float], str | None]:
+    """The score of what a reward function returned, its components, and its "pred" where that is a text: what answers
+    to one prompt vote by. Raises BadResult: why there is no score. A number, a bool, anything with `.item()`, or a
+    mapping with such a "score", whose further finite numbers become components; other entries (texts, lists) are left
+    out. An object whose own methods raise is the caller's to catch."""
     components: dict[str, float] = {}
-    score = value
+    score, pred = value, None
     if isinstance(value, Mapping):
         if "score" not in value:
             keys = ", ".join(repr(k) for k in list(value)[:8])
             raise BadResult(f'the reward function returned a dict without "score" (keys: {keys or "none"})')
-        score = value["score"]
+        score, said = value["score"], value.get("pred")
+        pred = said[:MAX_PRED_CHARS] if isinstance(said, str) else None
         for name, item in value.items():
             number = _number(item)
             if isinstance(name, str) and name != "score" and number is not None and math.isfinite(number):
@@ -38,7 +40,7 @@ def score_and_components(value: Any) -> tuple[float, dict[str, float]]:
         raise BadResult(f"the reward function returned {said}; a number or a dict with a number as score is needed")
     if not math.isfinite(number):
         raise BadResult(f"the reward function returned {number}; a score must be finite")
-    return number, components
+    return number, components, pred
 
 
 def _number(value: Any) -> float | None:

@@ -59,7 +59,8 @@ class Shaped:
             tokens, most, buffer = float(request.response_tokens), request.max_response_tokens, self._buffer_tokens
             penalty = overlong_penalty(tokens, max_response_tokens=most, buffer_tokens=buffer, penalty=self._penalty)
             added["overlong_penalty"] = float(penalty)
-        return Score(float(got.value + sum(added.values())), {"score": got.value, **got.components, **added})
+        value, parts = float(got.value + sum(added.values())), {"score": got.value, **got.components, **added}
+        return Score(value, parts, got.pred)
 
     async def close(self) -> None:
         await self._inner.close()
