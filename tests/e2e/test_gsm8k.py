@@ -89,7 +89,7 @@ def test_the_recipe_trains_on_real_rows(tmp_path, model, parquet, format, capsys
     assert found[2]["mismatch/max_abs_dlogp"] < 1e-3
 
 
-VERLS_SPREADS = ("critic/score", "critic/rewards", "critic/advantages", "response_length", "prompt_length")
+VERLS_SPREADS = ("critic/score", "critic/rewards", "critic/advantages", "response_length", "prompt_length", "num_turns")
 VERLS_NAMES = (
     *(
         f"timing_s/{n}"
@@ -103,6 +103,7 @@ VERLS_NAMES = (
         for n in ("entropy", "pg_loss", "pg_clipfrac", "pg_clipfrac_lower", "ppo_kl", "kl_loss", "grad_norm")
     ),
     *("actor/lr", "perf/throughput", "perf/time_per_step", "perf/total_num_tokens", "response_length/clip_ratio"),
+    *("prompt_length/clip_ratio", "response/aborted_ratio", "rollout_corr/kl", "rollout_corr/k3_kl"),
     *("training/global_step", "training/epoch", "val-core/openai/gsm8k/reward/mean@1"),
 )
 """What verl writes for a step of this script."""
@@ -146,6 +147,7 @@ def test_a_published_grpo_launch_script_runs_unchanged(tmp_path, model, parquet,
     spread = [f"{name}/{how}" for name in VERLS_SPREADS for how in ("mean", "max", "min")]
     assert not [name for name in (*spread, *VERLS_NAMES) if name not in found[2]]
     assert found[2]["timing_s/gen"] < found[2]["timing_s/step"] and found[2]["training/global_step"] == 2
+    assert found[2]["num_turns/mean"] == found[2]["num_turns/max"] == 2, "a question and an answer"
 
 
 def test_eval_generate_export_show(tmp_path, model, capsys):

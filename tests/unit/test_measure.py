@@ -69,14 +69,19 @@ BATCH = Refs(
 def stats(**more: Any) -> RolloutStats:
     return replace(
         RolloutStats(
-            released=Counter(rejected=2, dropped=1), invalid=Counter(timeout=3, crash=1), played=16, flat=1, groups=4
+            released=Counter(rejected=2, dropped=1),
+            invalid=Counter(timeout=3, crash=1),
+            turns=Counter({2: 3, 6: 1}),
+            played=16,
+            flat=1,
+            groups=4,
         ),
         **more,
     )
 
 
 def measured(refs: Refs, s: RolloutStats | None = None, version: int = 3) -> dict[str, float]:
-    return reduce(batch_metrics(refs, s or stats(), version))
+    return reduce(batch_metrics(refs, s or stats(), version, max_prompt_tokens=20))
 
 
 def test_every_metric_of_a_handmade_batch_has_its_closed_form():
@@ -94,6 +99,10 @@ def test_every_metric_of_a_handmade_batch_has_its_closed_form():
         "prompt_length/mean": 40 / 3,
         "prompt_length/max": 20.0,
         "prompt_length/min": 10.0,
+        "prompt_length/clip_ratio": 1 / 3,
+        "num_turns/mean": 3.0,
+        "num_turns/max": 6.0,
+        "num_turns/min": 2.0,
         "reward/component/format": 0.75,
         "reward/invalid_share": 0.25,
         "pipeline/staleness_mean": 1.0,
@@ -110,7 +119,7 @@ def test_every_metric_of_a_handmade_batch_has_its_closed_form():
 
 
 def test_units_say_what_was_counted():
-    found = batch_metrics(BATCH, stats(), 3)
+    found = batch_metrics(BATCH, stats(), 3, max_prompt_tokens=20)
     assert {
         found[n].unit
         for n in ("critic/rewards/mean", "response_length/clip_ratio", "reward/invalid_share", "pipeline/staleness_max")

@@ -266,7 +266,7 @@ def test_parse_result_valid() -> None:
         ({"score": 1, "acc": True, "n": np.int64(3), "list": [1]}, Score(1.0, {"acc": 1.0, "n": 3.0})),
         ({"score": 1, "pred": "x" * 2000, "other": "y"}, Score(1.0, {}, "x" * 1000)),
         ({"score": 1, "pred": None}, Score(1.0)),
-        ({"score": 1, "pred": 42}, Score(1.0, {"pred": 42.0})),
+        ({"score": 1, "pred": 42}, Score(1.0, {"pred": 42.0}, "42.0")),
         ({"score": np.float64(0.5), "bad": float("nan"), 7: 1.0}, Score(0.5, {})),
     ]
     assert not [(value, score) for value, score in table if parse_result(value) != score]

@@ -6,9 +6,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verl.algorithms.corrections import mismatch_metrics
 from verl.track import metrics
 from verl.track.metrics import PHASES, TimeLedger, reduce
 from verl.track.verl_names import SAME, verl_names
@@ -183,4 +185,14 @@ def test_verls_names_are_the_same_numbers():
         **dict.fromkeys((f"global_seqlen/{n}" for n in ("min", "max", "mean", "balanced_min", "balanced_max")), 400.0),
         "global_seqlen/minmax_diff": 0.0,
     }
-    assert set(SAME.values()) <= {f"timing_s/{phase}" for phase in PHASES} | set(ours)
+    lengths = {f"response_length/{how}": float(i) for i, how in enumerate(("mean", "max", "min", "clip_ratio"))}
+    more = verl_names({**lengths, "mismatch/k1": 0.25, "mismatch/k3": 0.5}, answer_tokens=0)
+    assert more == {
+        **{name.replace("length", "length_non_aborted"): value for name, value in lengths.items()},
+        **{"response/aborted_ratio": 0.0, "rollout_corr/kl": 0.25, "rollout_corr/k3_kl": 0.5},
+    }
+    said = verl_names({"mismatch/k1": 0.25, "rollout_corr/kl": 0.3}, answer_tokens=0)
+    assert "rollout_corr/kl" not in said, "a correction wrote its own"
+    assert set(SAME.values()) <= {f"timing_s/{phase}" for phase in PHASES} | set(ours) | set(lengths) | set(
+        mismatch_metrics(torch.zeros(2), torch.zeros(2), torch.ones(2, dtype=torch.bool))
+    )

@@ -48,15 +48,19 @@ def _joined(rows: list[Ref]) -> Ref:
     )
 
 
-def batch_metrics(refs: Refs, stats: RolloutStats, version: int) -> Metrics:
-    """Scores, lengths, groups, staleness of the trained trajectories; what was released on the way. verl's names where
-    they exist."""
+def batch_metrics(refs: Refs, stats: RolloutStats, version: int, *, max_prompt_tokens: int) -> Metrics:
+    """Scores, lengths, groups, staleness of the trained trajectories; turns of those played; what was released
+    on the way. verl's names where they exist."""
     train = _trajectories(refs.of("train"))
     out: Metrics = {
         **spread("critic/rewards", (t.reward for t in train), "sequence"),
         **spread("critic/score", (t.components.get("score", t.reward) for t in train), "sequence"),
         **spread("response_length", (t.total_tokens - t.prompt_tokens for t in train), "sequence"),
         **spread("prompt_length", (t.prompt_tokens for t in train), "sequence"),
+        **spread("num_turns", stats.turns.elements(), "sequence"),
+        "prompt_length/clip_ratio": Metric(
+            sum(t.prompt_tokens >= max_prompt_tokens for t in train), len(train), "sequence"
+        ),
         "response_length/clip_ratio": Metric(sum(t.truncated for t in train), len(train), "sequence"),
     }
     for name in sorted({name for t in train for name in t.components} - {"score"}):

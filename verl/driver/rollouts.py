@@ -48,10 +48,12 @@ class Tasks(Protocol):
 
 @dataclass(slots=True)
 class RolloutStats:
-    """Since the last step was trained. `invalid`: trajectories without a valid reward, by reason."""
+    """Since the last step was trained. `invalid`: trajectories without a valid reward, by reason; `turns`: of those
+    with one, how many had so many."""
 
     released: Counter[str] = field(default_factory=Counter)
     invalid: Counter[str] = field(default_factory=Counter)
+    turns: Counter[int] = field(default_factory=Counter)
     played: int = 0
     flat: int = 0
     groups: int = 0
@@ -320,6 +322,7 @@ class RolloutManager:
         self.stats.played += len(group.trajectories)
         bad = [t for t in group.trajectories if t.outcome != "ok"]
         self.stats.invalid.update(reason_of(t) for t in bad)
+        self.stats.turns.update(t.turns for t in group.trajectories if t.outcome == "ok" and t.purpose == "train")
         self._invalid.add(group.trajectories)
         scores = [
             metric_of(t, self._algorithm.group_filter.filter_metric)

@@ -92,7 +92,11 @@ class Run:
         """The optimizer steps are done: free the groups, and deliver the weights when due. Exclusive: before rollout
         wakes. Else in the background, in order."""
         stats = self.groups.take_stats()
-        step.log(batch_metrics(step.trained, stats, self.groups.scheduler.version))
+        step.log(
+            batch_metrics(
+                step.trained, stats, self.groups.scheduler.version, max_prompt_tokens=self.config.data.max_prompt_tokens
+            )
+        )
         step.log(self.reward_metrics())
         trained = {"sample_ids": step.trained.ids, "version": self.version}
         self.reporter.events.append("trained", step.number, trained)

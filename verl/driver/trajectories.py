@@ -103,12 +103,12 @@ class TrajectoryRunner:
             else:
                 output = await self._waits.wait(run, who=who, what=what, timeout_s=self._timeout_s)
             made = check_output(output, manager, sampling.max_tokens)
+            turns = int(output.num_turns) or max(1, len(manager.record))
         except Exception as e:  # an agent loop is user code: its failure is an outcome, and retried
             late = f"timeout: the agent loop did not end in {self._timeout_s:g} s"
             error = late if isinstance(e, DeadlineExpired) else f"{type(e).__name__}: {e}"
             made, turns = CheckedOutput((Segment(ids=task.prompt_ids, source="prompt"),), "error"), 1
         else:
-            turns = max(1, len(manager.record))
             if made.stop_reason == "abort":
                 outcome, error = "cancelled", "abort: the rollout engine gave the request up"
             elif not any(s.source == "sampled" for s in made.segments):
@@ -151,7 +151,7 @@ class TrajectoryRunner:
             data_source=task.data_source,
             solution_str=text,
             ground_truth=task.ground_truth,
-            extra_info={**task.extra_info, "num_turns": output.num_turns or turns},
+            extra_info={**task.extra_info, "num_turns": turns},
             response_tokens=len(response),
             max_response_tokens=sampling.max_tokens,
             truncated=made.stop_reason in ("length", "context_full"),

@@ -14,8 +14,8 @@ MAX_PRED_CHARS = 1000
 
 
 def score_and_components(value: Any) -> tuple[float, dict[str, float], str | None]:
-    """The score of what a reward function returned, its components, and its "pred" where that is a text: what answers
-    to one prompt vote by. Raises BadResult: why there is no score. A number, a bool, anything with `.item()`, or a
+    """The score of what a reward function returned, its components, and its "pred", a text or a number: what answers to
+    one prompt vote by. Raises BadResult: why there is no score. A number, a bool, anything with `.item()`, or a
     mapping with such a "score", whose further finite numbers become components; other entries (texts, lists) are left
     out. An object whose own methods raise is the caller's to catch."""
     components: dict[str, float] = {}
@@ -25,7 +25,8 @@ def score_and_components(value: Any) -> tuple[float, dict[str, float], str | Non
             keys = ", ".join(repr(k) for k in list(value)[:8])
             raise BadResult(f'the reward function returned a dict without "score" (keys: {keys or "none"})')
         score, said = value["score"], value.get("pred")
-        pred = said[:MAX_PRED_CHARS] if isinstance(said, str) else None
+        vote = said if isinstance(said, str) else _number(said)
+        pred = None if vote is None else str(vote)[:MAX_PRED_CHARS]
         for name, item in value.items():
             number = _number(item)
             if isinstance(name, str) and name != "score" and number is not None and math.isfinite(number):

@@ -15,21 +15,27 @@ SAME: Mapping[str, str] = {
     "timing_s/testing": "timing_s/evaluate",
     "timing_s/save_checkpoint": "timing_s/checkpoint",
     "timing_s/step": "perf/time_per_step",
+    "rollout_corr/kl": "mismatch/k1",
+    "rollout_corr/k3_kl": "mismatch/k3",
+    **{f"response_length_non_aborted/{how}": f"response_length/{how}" for how in ("mean", "max", "min", "clip_ratio")},
     **{f"global_seqlen/{how}": "perf/total_num_tokens" for how in ("min", "max", "mean")},
     **{f"global_seqlen/balanced_{how}": "perf/total_num_tokens" for how in ("min", "max")},
 }
-"""verl's name -> ours. global_seqlen: tokens per data-parallel rank, of which there is one."""
+"""verl's name -> ours. global_seqlen: tokens per data-parallel rank, of which there is one. An answer without a token
+is invalid here and never trained, so that every trained one counts as not aborted."""
 PER_TOKEN = ("gen", "ref", "values", "adv", "update_critic", "update_actor")
 """Phases that verl also gives in ms per token: of the answers for gen, of all for the others."""
 
 
 def verl_names(values: Mapping[str, float], answer_tokens: float) -> dict[str, float]:
     """What verl would write beside `values`, the metrics of one step."""
-    out = {theirs: values[ours] for theirs, ours in SAME.items() if ours in values}
+    out = {theirs: values[ours] for theirs, ours in SAME.items() if ours in values and theirs not in values}
     if "global_seqlen/min" in out:
         out["global_seqlen/minmax_diff"] = out["global_seqlen/max"] - out["global_seqlen/min"]
     if "timing_s/gen" in out:
         out.setdefault("timing_s/reward", 0.0)  # functions score beside the rollout, within its time
+    if "response_length/mean" in values:
+        out["response/aborted_ratio"] = 0.0
     every = {**values, **out}
     for phase in PER_TOKEN:
         tokens = answer_tokens if phase == "gen" else values.get("perf/total_num_tokens", 0.0)
