@@ -9,6 +9,9 @@ import pytest
 from small_runs import metrics_of, small_args, small_run
 
 from verl.cli import main
+from verl.config.load import load_config
+from verl.driver.assemble import tasks_of
+from verl.driver.setup import load_tokenizer_of
 
 
 def refused(capsys, args, *words, code=2):
@@ -92,6 +95,21 @@ def test_a_grader_that_fails_on_what_is_sampled_stops_with_the_reasons(capsys, a
         "    if solution_str not in ('', ground_truth):\n        raise KeyError('gold')\n    return 0.0\n"
     )
     refused(capsys, args(f"reward.path={path}"), "had no valid reward", "KeyError", code=1)
+
+
+def test_rows_that_ask_for_a_judge_need_one(args, capsys, tmp_path, arithmetic_data):
+    rows = [json.loads(line) for line in arithmetic_data[0].read_text().splitlines()]
+    rows[3]["reward_model"] = {**rows[3].get("reward_model", {}), "style": "model", "ground_truth": "4"}
+    judged = tmp_path / "judged.jsonl"
+    judged.write_text("\n".join(map(json.dumps, rows)))
+    for files in ("train", "eval"):
+        asked = args(f"data.{files}_files=[{judged}]", "reward.path=null")
+        assert "reward.model=FOLDER" in refused(capsys, asked, "judged.jsonl:4", "style=model", "reward.path=FILE")
+    config = load_config(args(f"data.train_files=[{judged}]", "reward.path=null")).config
+    config.reward.model = "a folder"
+    assert len(tasks_of(config, load_tokenizer_of(config))[0]) == len(rows)
+    assert main(["train", *args(f"data.train_files=[{judged}]", "run.total_steps=1")]) == 0
+    assert set(metrics_of(tmp_path / "r")) == {1}
 
 
 def test_a_killed_grader_costs_one_sample(args, tmp_path):

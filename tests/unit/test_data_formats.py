@@ -243,7 +243,6 @@ WRONG_TASK_ROWS = [
     ({"prompt": "x", "tools_kwargs": {"search": {"k": 1}}}, "'tools_kwargs' names search"),
     ({"prompt": "x", "extra_info": {"tools_kwargs": {"calc": {"a": 1}}}}, "'tools_kwargs' names calc"),
     ({"prompt": "x", "extra_info": {"interaction_kwargs": {"name": "gsm8k"}}}, "'interaction_kwargs' names name"),
-    ({"prompt": "x", "reward_model": {"style": "model", "ground_truth": "4"}}, "style=model.*reward.model=FOLDER"),
 ]
 
 

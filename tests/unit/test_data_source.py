@@ -181,6 +181,19 @@ def test_tools_and_media_of_a_row_come_with_its_task(
     assert [task.media for task in built] == [task.media for task in cached]
 
 
+def test_the_first_row_that_asks_for_a_judge_is_known_also_from_the_cache(
+    tokenizer: Any, config: Any, tmp_path: Path
+) -> None:
+    styles = ["rule", "model", "rule", "model"]
+    rows = [{"prompt": "x" * (1 + n), "reward_model": {"style": style}} for n, style in enumerate(styles)]
+    judged = write(tmp_path / "judged.jsonl", rows)
+    ruled = write(tmp_path / "ruled.jsonl", rows[:1])
+    for again in (False, True):
+        table = load_tasks([ruled, judged], tokenizer, config())
+        assert table.report.judged == f"{judged}:2" and table.report.from_cache == again
+        assert load_tasks([ruled], tokenizer, config()).report.judged == ""
+
+
 # ---- cache -----------------------------------------------------------------------------------------------------------
 
 

@@ -99,9 +99,11 @@ def _refuse_what_nobody_plays(row: Mapping[str, Any], extra_info: Mapping[str, A
         found = {**_object(row.get(key), where, key), **_object(extra_info.get(key), where, f"extra_info.{key}")}
         if asked := sorted(k for k, v in found.items() if v):  # Arrow fills with null what other rows have
             raise ValueError(f"{where}: {key!r} names {', '.join(asked)}, which nothing plays here: {fix}")
-    if _object(row.get("reward_model"), where, "reward_model").get("style") == "model":
-        fix = "Fix: reward.model=FOLDER scores every row, whatever it asks for; set style to rule then"
-        raise ValueError(f"{where}: reward_model.style=model asks for a judge, and rows are scored by rule here. {fix}")
+
+
+def asks_for_a_judge(raw: RawRow) -> bool:
+    """reward_model.style=model: the rule that a `data_source` names is not what is to score this row."""
+    return _object(raw.row.get("reward_model"), raw.where, "reward_model").get("style") == "model"
 
 
 def conversation_row(raw: RawRow, cfg: DataConfig) -> ConversationRow:

@@ -23,7 +23,7 @@ from verl.chat.template import (
 )
 from verl.config.schema import DataConfig
 from verl.data.files import RawRow
-from verl.data.formats import TaskRow, content_hash, conversation_row, refuse_media, task_row
+from verl.data.formats import TaskRow, asks_for_a_judge, content_hash, conversation_row, refuse_media, task_row
 from verl.data.lost import Coverage, texts_of
 from verl.data.memory import bounded_memory
 from verl.data.special import Found, SpecialTokens, add_found
@@ -39,7 +39,7 @@ Entry = dict[str, Any]
 class Counts:
     """What became of rows. refused: those without an exact rendering, by reason; example: the first, with its place.
     characters: by file, [of the messages, of those the ones without a token]; lost: by file, the first of them;
-    special: special tokens in the messages' text."""
+    special: special tokens in the messages' text; judged: the place of the first row that asks for a judge."""
 
     rows_read: int = 0
     rows_kept: int = 0
@@ -51,6 +51,7 @@ class Counts:
     characters: dict[str, list[int]] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
     special: Found = field(default_factory=dict)
+    judged: str = ""
 
     def add(self, other: Counts) -> None:
         for name in ("rows_read", "rows_kept", "rows_filtered", "rows_truncated"):
@@ -59,7 +60,7 @@ class Counts:
         self.shortest_filtered_tokens = min(filter(None, shortest), default=0)
         for reason, count in other.refused.items():
             self.refused[reason] = self.refused.get(reason, 0) + count
-        self.example = self.example or other.example
+        self.example, self.judged = self.example or other.example, self.judged or other.judged
         for file, found in other.characters.items():
             self.characters[file] = [a + b for a, b in zip(self.characters.get(file, (0, 0)), found, strict=True)]
         self.lost = other.lost | self.lost
@@ -172,6 +173,7 @@ class PromptJob(RenderJob):
                 )
             counts.rows_truncated += 1
             ids = ids[kept_positions(len(ids), limit, self.cfg.truncation)]
+        counts.judged = counts.judged or (raw.where if asks_for_a_judge(raw) else "")
         blob = np.frombuffer(marshal.dumps((raw.row, tuple(task))), np.uint8)
         return [{"ids": ids, "rows": blob, "hashes": int(content_hash(raw.row, ID_BYTES), 16)}]
 

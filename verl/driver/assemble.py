@@ -74,7 +74,7 @@ async def assemble(
     algorithm = algorithm_of(config.algorithm)
     tokenizer = load_tokenizer_of(config)
     require_an_end(config, tokenizer)
-    tasks, eval_tasks = _tasks(config, tokenizer)
+    tasks, eval_tasks = tasks_of(config, tokenizer)
     claimed = open_run_dir(resolved, command)
     try:
         data, progress = (tokenizer, tasks, eval_tasks), progress or LiveProgress()
@@ -271,17 +271,21 @@ def reporter_of(
     )
 
 
-def _tasks(config: Config, tokenizer: Any) -> tuple[TaskTable, list[Task]]:
-    """Training rows and evaluation tasks, each with somebody who can score it."""
+def tasks_of(config: Config, tokenizer: Any) -> tuple[TaskTable, list[Task]]:
+    """Training rows and evaluation tasks, each with somebody who can score it, or a ValueError."""
     data, kwargs = config.data, config.model.template_kwargs
     tasks = load_tasks(data.train_files, tokenizer, data, template_kwargs=kwargs, max_rows=data.max_rows)
     refuse_unembedded(config, tokenizer, tasks.report)
     eval_tasks: list[Task] = []
+    judged = tasks.report.judged
     if data.eval_files:
         table = load_tasks(data.eval_files, tokenizer, data, template_kwargs=kwargs, max_rows=data.max_eval_rows)
         refuse_unembedded(config, tokenizer, table.report)
-        eval_tasks = [table[i] for i in range(len(table))]
+        eval_tasks, judged = [table[i] for i in range(len(table))], judged or table.report.judged
     if config.reward.path is None and config.reward.model is None:
+        if judged:
+            fix = "Fix: reward.path=FILE.py or reward.model=FOLDER as the judge of every row; or set style to rule"
+            raise ValueError(f"{judged}: reward_model.style=model asks for a judge, and none is given. {fix}")
         for source in {t.data_source for t in (tasks[0], *eval_tasks[:1])}:
             check_data_source(source)
     return tasks, eval_tasks
