@@ -628,6 +628,7 @@ TRANSFORMS = [
     (["rollout.total_epochs=3"], {"run.total_epochs": 3}),
     ([f"{ACTOR}optim.lr_decay_style=constant", f"{ACTOR}optim.lr_decay_steps=99"], {"optim.schedule": "constant"}),
     ([f"{ACTOR}{key}" for key in HARMLESS_OF_ENGINES], {}),
+    (["actor_rollout_ref.model.override_config.resid_pdrop=0.", "reward_model.overlong_buffer.enable=False"], {}),
 ]
 
 
@@ -742,6 +743,11 @@ REFUSALS = [
     (["model.mtp.enable=True"], "multi-token prediction"),
     (["data.continuous_token.enable=True"], "later version"),
     (["data.custom_cls.path=a.py"], "dataset class"),
+    (["remote_backend=other"], "another service"),
+    (["actor_rollout_ref.model.override_config.attention_dropout=0.1"], "nothing is dropped"),
+    (["algorithm.rollout_correction.use_policy_gradient=true"], "loss_type=reinforce"),
+    (["algorithm.rollout_correction.rollout_token_veto_threshold=1e-4"], "older verl"),
+    (["reward_model.overlong_buffer.enable=True"], "overlong_buffer_cfg"),
     *(
         ([f"engine.override_transformer_config.{key}"], reason)
         for key, reason in (
