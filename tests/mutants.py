@@ -346,8 +346,8 @@ MUTANTS = (
     ),
     Mutant(
         "reward/model.py",
-        "Score(function.value + coef * model, parts)",
-        "Score(function.value + model, parts)",
+        "Score(function.value + coef * model, parts, function.pred)",
+        "Score(function.value + model, parts, function.pred)",
         "tests/e2e/test_preference.py",
     ),
     # -- dispatch, packing

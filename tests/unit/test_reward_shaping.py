@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from verl.reward.base import RewardRequest
+from verl.reward.model import combined
 from verl.reward.shaping import Shaped, overlong_penalty, stop_properly
 from verl.types import Invalid, Score
 
@@ -59,6 +60,14 @@ def test_shaped_keeps_the_raw_score() -> None:
     assert isinstance(twice, Score) and twice.components["score"] == 1.0
     asyncio.run(shaped.close())
     assert inner.closed
+
+
+def test_what_an_answer_said_outlives_shaping_and_a_reward_model() -> None:
+    """Answers vote by it at the end, whatever was added to their score on the way."""
+    shaped = asyncio.run(Shaped(_Inner(Score(1.0, {}, "42")), buffer_tokens=8).score(_request(16)))
+    assert isinstance(shaped, Score) and shaped.pred == "42"
+    both = combined(shaped, 0.5, 2.0)
+    assert isinstance(both, Score) and both.pred == "42"
 
 
 def test_shaped_leaves_invalid_alone() -> None:
