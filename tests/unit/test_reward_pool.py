@@ -75,7 +75,7 @@ MANAGER = """
             truth = item.non_tensor_batch["reward_model"]["ground_truth"]
             assert data.non_tensor_batch["reward_model"][0]["ground_truth"] == truth
             score = self.compute_score(item.non_tensor_batch["data_source"], text, truth)
-            extra = {"acc": score, "n": len(item.batch["prompts"])}
+            extra = {"acc": score, "n": len(item.batch["prompts"]), "pred": text}
             return {"reward_score": score * self.factor, "reward_extra_info": extra}
 
     class NoManager:
@@ -233,7 +233,7 @@ def test_reward_manager(grader: str) -> None:
     )
     spec = manager_spec(manager, "MyManager", reward_kwargs={"factor": 0.5})
     got = with_pool(spec, score_all(sample, sample, request()))
-    assert got[:2] == [Score(0.5, {"acc": 1.0, "n": 3.0})] * 2
+    assert got[:2] == [Score(0.5, {"acc": 1.0, "n": 3.0}, "#### 72")] * 2
     assert got[2].reason == "exception" and "prompt_ids" in got[2].detail
     with pytest.raises(CannotLoad, match=r"no class 'NoManager' with a method run_single"):
         with_pool(manager_spec(manager, "NoManager"), score_all())
