@@ -58,6 +58,14 @@ def build(folder, *, ranks):
     return [Worker(folder, rank) for rank in ranks]
 
 
+def nothing():
+    """Set nothing up."""
+
+
+def refuses(what, *, ranks):
+    raise ValueError(what)
+
+
 @dataclass
 class Bench:
     folder: Path
@@ -258,7 +266,7 @@ def test_the_event_loop_goes_on_while_a_long_call_runs(made):
         turns = 0
         while not bench.entered or turns < 100:
             assert not call.done()
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)
             turns += 1
         bench.release()
         await asyncio.wait_for(call, WAIT_S)

@@ -9,15 +9,11 @@ import time
 import pytest
 
 from tests.worker_contract import *  # noqa: F403
-from tests.worker_contract import WAIT_S, Bench, Worker, build, note, until
+from tests.worker_contract import WAIT_S, Bench, Worker, build, note, nothing, refuses, until
 from verl.model_engine.layout import Layout
 from verl.workers.group import Broadcast, WorkerDied
 from verl.workers.pools import Pool
 from verl.workers.ray.cluster import RayCluster
-
-
-def nothing():
-    """Set nothing up."""
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +81,6 @@ def test_what_cannot_be_pickled_is_refused_at_the_call(made):
     group, _ = made
     with pytest.raises(ValueError, match=r"Worker.note goes to another process.*define functions"):
         note(group, lambda: 1)
-
-
-def refuses(what, *, ranks):
-    raise ValueError(what)
 
 
 def alive(process: int) -> bool:

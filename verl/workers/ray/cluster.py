@@ -62,24 +62,24 @@ class RayCluster:
 
     def start(self, name: str, build: Build, args: tuple[Any, ...], *, world_size: int = 1) -> RayGroup:
         layout = self._layout if world_size == self._layout.world_size else Layout(world_size=world_size)
-        made = pickled(build, args)
+        made = pickled(build, (self._set_up, args))
         actors = [
             self._actor(Worker, name, rank, {"concurrency_groups": {"calls": 1, "watch": 1}})
             for rank in range(world_size)
         ]
         address = actors[0].serve.remote() if world_size > 1 else ""
         built = [
-            a.build.options(concurrency_group="calls").remote(address, i, layout, self._backend, self._set_up, made)
+            a.build.options(concurrency_group="calls").remote(address, i, layout, self._backend, made)
             for i, a in enumerate(actors)
         ]
         return RayGroup(name, actors, built, lambda died: self._on_failure(died))
 
     def replicas(self, build: Callable[..., RolloutEngine], args: tuple[Any, ...], count: int) -> list[RolloutEngine]:
-        made = pickled(build, args)
+        made = pickled(build, (self._set_up, args))
         out: list[RolloutEngine] = []
         for i in range(count):
             actor = self._actor(Replica, "rollout", i, {"max_concurrency": 100_000})
-            built = actor.build.remote(self._set_up, made)
+            built = actor.build.remote(made)
             out.append(RayReplica(f"rollout replica {i}", actor, built, lambda died: self._on_failure(died)))
         return out
 

@@ -57,15 +57,13 @@ class Worker:
         self._store, address = serve(ray.util.get_node_ip_address())
         return address
 
-    def build(
-        self, address: str, number: int, layout: Layout, backend: str, set_up: Callable[[], None], made: bytes
-    ) -> tuple[str, int]:
+    def build(self, address: str, number: int, layout: Layout, backend: str, made: bytes) -> tuple[str, int]:
         """Where this rank lives: (node, process). What fails here is the answer to every later call."""
         import ray
 
         where = (ray.util.get_node_ip_address(), os.getpid())
         try:
-            build, args = pickle.loads(made)
+            build, (set_up, args) = pickle.loads(made)
             set_up()
             if layout.world_size > 1:
                 from verl.workers.dist import join
@@ -152,8 +150,6 @@ class RayGroup:
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Finish what was submitted, then end the processes. What has not begun after `timeout_s` is cancelled."""
-        import ray
-
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -164,8 +160,7 @@ class RayGroup:
                 if (call := self._queue.get_nowait()) is not None:
                     call.future.cancel()
         self._queue.put(None)
-        for actor in self._actors:
-            ray.kill(actor, no_restart=True)
+        self._kill()
 
     # -- private: the thread that gives out the calls ------------------------------------------------------------------
 
@@ -207,7 +202,7 @@ class RayGroup:
             )
             self._fence(WorkerDied(what), tell=False)
         if error is not None:
-            raise raised(error)
+            raise raised(error, f"{self._name}.{call.name.rpartition('.')[2]}")
         if self._dead is not None:
             raise self._dead
         if len(found) < len(refs):
@@ -232,17 +227,22 @@ class RayGroup:
         )
 
     def _fence(self, error: WorkerDied, *, tell: bool) -> None:
-        import ray
-
         with self._lock:
             if self._dead is not None:
                 return
             self._dead = error
         self._fenced.set()
-        for actor in self._actors:
-            ray.kill(actor, no_restart=True)
+        threading.Thread(
+            target=self._kill, daemon=True
+        ).start()  # Ray's own threads, which tell of deaths, must not ask
         if tell:
             self._on_death(error)
+
+    def _kill(self) -> None:
+        import ray
+
+        for actor in self._actors:
+            ray.kill(actor, no_restart=True)
 
 
 class _Call:
@@ -268,12 +268,12 @@ def _first_cause(found: Sequence[Told]) -> Told | None:
     return next(iter(own or errors), None)
 
 
-def raised(told: Told) -> BaseException:
+def raised(told: Told, what: str) -> BaseException:
     """The worker's error, as it can be raised here; its own traceback is its note."""
     assert told.error is not None
     error = told.error
     if isinstance(error, StopIteration | asyncio.CancelledError) or type(error).__name__ == "CancelledError":
-        error = RuntimeError(f"a worker's call ended with {type(error).__name__}: {error}")
+        error = RuntimeError(f"{what} ended with {type(error).__name__}: {error}")
     error.add_note(f"in a worker:\n{told.trace}")
     return error
 

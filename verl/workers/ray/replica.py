@@ -25,11 +25,11 @@ class Replica:
         self._engine: Any = None
         self._broken: Told | None = None
 
-    async def build(self, set_up: Callable[[], None], made: bytes) -> tuple[str, int]:
+    async def build(self, made: bytes) -> tuple[str, int]:
         import ray
 
         try:
-            build, args = pickle.loads(made)
+            build, (set_up, args) = pickle.loads(made)
             set_up()
             self._engine = build(*args)
         except BaseException as e:
@@ -158,7 +158,7 @@ class RayReplica:
         except ray.exceptions.RayActorError as e:
             raise self._dead or WorkerDied(f"{self._name} died: {reason(str(e))}") from None
         if told.error is not None:
-            raise raised(told)
+            raise raised(told, f"{self._name}: {method}")
         return told.value
 
     def _built(self, found: Future[Any]) -> None:
