@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import gc
+import pickle
+import subprocess
+import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from subprocess import PIPE
 
 import numpy as np
 import pytest
@@ -16,14 +20,49 @@ from fakes import put
 from verl.batch import Ragged
 from verl.transfer_queue.base import TransferQueue
 from verl.transfer_queue.memory import MemoryQueue
+from verl.transfer_queue.options import Shared
 from verl.transfer_queue.rows import read_samples
+from verl.transfer_queue.shared import build as build_shared
 from verl.types import Refs, Sample, Segment
 
-BACKENDS: dict[str, Callable[[], TransferQueue]] = {"memory": MemoryQueue}
+SMALL = 64 << 20  # bytes of shared memory
 
 
-@pytest.fixture(params=BACKENDS)
+def shared() -> TransferQueue:
+    return build_shared(Shared(max_bytes=SMALL, timeout_s=20))
+
+
+BACKENDS: dict[str, Callable[[], TransferQueue]] = {"memory": MemoryQueue, "shared": shared}
+OTHER_PROCESS = "shared, from another process"  # of which this one is
+MAKER = f"""
+import pickle, sys
+from verl.transfer_queue import shared
+from verl.transfer_queue.options import Shared
+for line in sys.stdin:
+    queue = shared.build(Shared(max_bytes={SMALL}, timeout_s=20))
+    print(pickle.dumps(queue).hex(), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def of_another_process() -> Iterator[Callable[[], TransferQueue]]:
+    with subprocess.Popen([sys.executable, "-c", MAKER], stdin=PIPE, stdout=PIPE, text=True) as maker:
+        stdin, stdout = maker.stdin, maker.stdout
+        assert stdin and stdout
+
+        def make() -> TransferQueue:
+            stdin.write("another\n")
+            stdin.flush()
+            return pickle.loads(bytes.fromhex(stdout.readline()))
+
+        yield make
+        stdin.close()
+
+
+@pytest.fixture(params=[*BACKENDS, OTHER_PROCESS])
 def queue(request) -> TransferQueue:
+    if request.param == OTHER_PROCESS:
+        return request.getfixturevalue("of_another_process")()
     return BACKENDS[request.param]()
 
 
@@ -95,8 +134,14 @@ def test_both_sides_own_what_they_hold(queue):
         values.mul_(5)
     read = queue.read(refs, ("x",))["x"].values
     assert read.tolist() == [1, 1] and not read.requires_grad
-    read.mul_(9)
-    assert queue.read(refs, ("x",))["x"].values.tolist() == [1, 1]
+    queue.write(refs, {"x": Ragged(torch.full((2,), 3.0), np.array([0, 2]))})
+    assert read.tolist() == [1, 1] and queue.read(refs, ("x",))["x"].values.tolist() == [3, 3]
+    queue.drop(refs)
+    for i in range(50):  # what was freed may be used again, but not under a reader
+        again = put(queue, [sample(f"b{i}", 2)])
+        queue.write(again, {"x": Ragged(torch.full((2,), -1.0), np.array([0, 2]))})
+        queue.drop(again)
+    assert read.tolist() == [1, 1]
 
 
 def test_a_doubled_id_is_refused_and_nothing_of_that_put_stays(queue):

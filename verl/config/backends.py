@@ -42,7 +42,10 @@ ROLLOUT: Table = {
     ),
     "hf": Backend(build="verl.rollout.hf:build"),
 }
-QUEUE: Table = {"memory": Backend(build="verl.transfer_queue.memory:build")}
+QUEUE: Table = {
+    "memory": Backend(build="verl.transfer_queue.memory:build"),
+    "shared": Backend(build="verl.transfer_queue.shared:build", options="verl.transfer_queue.options:Shared"),
+}
 SYNC: Table = {"local": Backend(build="verl.weight_sync.local:build")}
 TABLES: Mapping[str, Table] = MappingProxyType({"model": MODEL, "rollout": ROLLOUT, "queue": QUEUE, "sync": SYNC})
 LATER = ("vllm", "sglang", "trtllm")

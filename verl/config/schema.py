@@ -185,6 +185,7 @@ class EvalConfig:
 @dataclass
 class QueueConfig:
     engine: str = "memory"  # a name of backends.QUEUE.
+    engine_options: dict[str, Any] = field(default_factory=dict)  # Of transfer_queue/options.py: max_bytes, ...
 
 
 @dataclass

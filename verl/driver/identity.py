@@ -39,7 +39,7 @@ MAY_CHANGE: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "rollout": ("engine", "engine_options", "replicas", "max_concurrent_sequences"),
         "pipeline": ("placement", "max_attempts", "max_invalid_share"),
         "reward": ("timeout_s", "memory_limit_mb", "num_workers"),
-        "queue": ("engine",),
+        "queue": ("engine", "engine_options"),
         "sync": ("engine", "canary", "canary_tolerance"),
         "health": ("mismatch_stop", "mismatch_warn", "entropy_floor", "zero_variance_warn", "truncated_warn"),
         "track": ("sinks", "project", "samples_per_step", "report_every_steps"),

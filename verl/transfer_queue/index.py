@@ -1,0 +1,219 @@
+"""Where every column of every row lies: the index of a queue whose bytes are held elsewhere. No torch, no bytes.
+
+A *block* is a run of bytes that somebody holds (a shared-memory segment, an object of a store) under a number. A *cell*
+is one column of one row: (block, first byte, values, kind), kind = its type and trailing dimensions. Rows are numbered
+and a column is an array over the numbers, so that a call of a thousand rows is a handful of array operations; what is
+asked and answered are messages of scalars and packed numbers, whoever carries them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from verl.types import Refs
+
+BLOCK, AT, COUNT, KIND = range(4)
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
+
+
+class Kind(msgspec.Struct, array_like=True, frozen=True):
+    """What a value is. dtype: a name of torch · tail: trailing dimensions · width: its bytes."""
+
+    dtype: str
+    tail: tuple[int, ...]
+    width: int
+
+
+class Packed(msgspec.Struct, array_like=True, frozen=True):
+    """One column of a put or write, its rows one after the other. at: its first byte · counts: [n] int64, values per
+    row · rows: [n] int64, their places among the ids, None for all of them."""
+
+    name: str
+    kind: Kind
+    at: int
+    counts: bytes
+    rows: bytes | None = None
+
+
+class Commit(msgspec.Struct, array_like=True, tag=True):
+    """Make what lies in a block from byte `base` exist: `new` rows, or columns of rows that are there."""
+
+    ids: list[str]
+    block: int
+    base: int
+    columns: list[Packed]
+    new: bool
+
+
+class Find(msgspec.Struct, array_like=True, tag=True):
+    ids: list[str]
+    columns: list[str]
+
+
+class Having(msgspec.Struct, array_like=True, tag=True):
+    ids: list[str]
+    column: str
+
+
+class Names(msgspec.Struct, array_like=True, tag=True):
+    ids: list[str]
+
+
+class Drop(msgspec.Struct, array_like=True, tag=True):
+    ids: list[str]
+
+
+class Size(msgspec.Struct, array_like=True, tag=True):
+    pass
+
+
+class Place(msgspec.Struct, array_like=True):
+    """Where the rows of a column lie, in the order asked. counts: [n] int64 · runs: [k, 4] int64 (block, first byte,
+    values, kind), rows that follow each other in a block joined."""
+
+    counts: bytes
+    runs: bytes
+
+
+class Found(msgspec.Struct, tag=True):
+    """blocks: number -> its generation, where blocks are used again."""
+
+    columns: dict[str, Place]
+    kinds: dict[int, Kind]
+    blocks: dict[int, int]
+
+
+class Index:
+    """Rows -> columns -> cells. The methods that take cells away return the blocks that have none any more. Its owner
+    calls it from one thread at a time."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+        self._unused: list[int] = []
+        self._capacity = 0
+        self._cells: dict[str, Numbers] = {}  # column -> [4, capacity]; block -1: the row does not have it
+        self._kinds: list[Kind] = []
+        self._kind_numbers: dict[Kind, int] = {}
+        self._held: Counter[int] = Counter()  # cells per block
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def holds(self, block: int) -> bool:
+        return block in self._held
+
+    def commit(self, asked: Commit) -> list[int]:
+        numbers = self._add(asked.ids) if asked.new else self._find(asked.ids)
+        freed: list[int] = []
+        for packed in asked.columns:
+            rows = numbers if packed.rows is None else numbers[np.frombuffer(packed.rows, np.int64)]
+            counts = np.frombuffer(packed.counts, np.int64)
+            cells = self._cells.get(packed.name)
+            if cells is None:
+                cells = self._cells[packed.name] = np.full((4, self._capacity), -1, np.int64)
+            elif not asked.new:
+                freed += self._forget(cells[BLOCK, np.unique(rows)])
+            starts = np.cumsum(counts) - counts
+            cells[BLOCK, rows], cells[KIND, rows] = asked.block, self._kind(packed.kind)
+            cells[AT, rows] = asked.base + packed.at + starts * packed.kind.width
+            cells[COUNT, rows] = counts
+            self._held[asked.block] += len(np.unique(rows))
+        return [block for block in freed if not self.holds(block)]
+
+    def find(self, asked: Find) -> Found:
+        numbers = self._find(asked.ids)
+        places, kinds, blocks = {}, set(), set()
+        for name in asked.columns:
+            cells = self._cells.get(name)
+            found = np.full((4, len(numbers)), -1, np.int64) if cells is None else cells[:, numbers]
+            missing = found[BLOCK] < 0
+            if missing.any():
+                what = f"{int(missing.sum())} of {len(numbers)} samples, e.g. {asked.ids[int(missing.argmax())]}"
+                raise ValueError(f"column {name!r} was not written for {what}")
+            runs = self._runs(found)
+            blocks.update(runs[:, BLOCK].tolist())
+            kinds.update(runs[:, KIND].tolist())
+            places[name] = Place(found[COUNT].tobytes(), runs.tobytes())
+        return Found(places, {k: self._kinds[k] for k in kinds}, dict.fromkeys(blocks, 0))
+
+    def having(self, asked: Having) -> bytes:
+        """[n] bool."""
+        numbers, cells = self._find(asked.ids), self._cells.get(asked.column)
+        return (np.zeros(len(numbers), np.bool_) if cells is None else cells[BLOCK, numbers] >= 0).tobytes()
+
+    def names(self, asked: Names) -> list[str]:
+        numbers = self._find(asked.ids)
+        return [name for name, cells in self._cells.items() if (cells[BLOCK, numbers] >= 0).any()]
+
+    def drop(self, asked: Drop) -> list[int]:
+        numbers = np.unique(self._find(asked.ids))
+        freed: list[int] = []
+        for name, cells in list(self._cells.items()):
+            freed += self._forget(cells[BLOCK, numbers])
+            cells[BLOCK, numbers] = -1
+            if not (cells[BLOCK] >= 0).any():
+                del self._cells[name]
+        for sample_id in set(asked.ids):
+            del self._numbers[sample_id]
+        self._unused += numbers.tolist()
+        return freed
+
+    def _add(self, ids: list[str]) -> Numbers:
+        times = Counter(ids)
+        doubled = [i for i in times if times[i] > 1 or i in self._numbers]
+        if doubled:
+            raise ValueError(f"samples are already in the queue: {doubled[:3]}; every id is put once")
+        if len(ids) > len(self._unused):
+            grown = max(2 * self._capacity, len(self._numbers) + len(ids), 1024)
+            self._unused += range(self._capacity, grown)
+            more = np.full((4, grown - self._capacity), -1, np.int64)
+            self._cells = {name: np.concatenate([cells, more], axis=1) for name, cells in self._cells.items()}
+            self._capacity = grown
+        at = len(self._unused) - len(ids)
+        numbers, self._unused = self._unused[at:], self._unused[:at]
+        self._numbers.update(zip(ids, numbers))
+        return np.array(numbers, np.int64)
+
+    def _find(self, ids: Sequence[str]) -> Numbers:
+        found = list(map(self._numbers.get, ids))
+        if None in found:
+            missing = [i for i, n in zip(ids, found) if n is None]
+            raise ValueError(f"{len(missing)} samples are not in the queue (never put, or dropped), e.g. {missing[0]}")
+        return np.array(found, np.int64)
+
+    def _kind(self, kind: Kind) -> int:
+        if kind not in self._kind_numbers:
+            self._kind_numbers[kind] = len(self._kinds)
+            self._kinds.append(kind)
+        return self._kind_numbers[kind]
+
+    def _runs(self, cells: Numbers) -> Numbers:
+        """[4, n] -> [k, 4]."""
+        if not cells.shape[1]:
+            return np.zeros((0, 4), np.int64)
+        block, at, count, kind = cells
+        widths = np.array([k.width for k in self._kinds], np.int64)
+        ends = at + count * widths[kind]
+        follows = (block[1:] == block[:-1]) & (kind[1:] == kind[:-1]) & (at[1:] == ends[:-1])
+        first = np.concatenate([[0], np.flatnonzero(~follows) + 1])
+        return np.stack([block[first], at[first], np.add.reduceat(count, first), kind[first]], axis=1)
+
+    def _forget(self, blocks: Numbers) -> list[int]:
+        """Cells of these blocks are gone -> those that hold none any more."""
+        freed = []
+        for block, cells in zip(*(x.tolist() for x in np.unique(blocks[blocks >= 0], return_counts=True))):
+            self._held[block] -= cells
+            if not self._held[block]:
+                del self._held[block]
+                freed.append(block)
+        return freed
+
+
+def pick(refs: Refs, having: bytes) -> Refs:
+    """Those of these rows for which `having` is true."""
+    return Refs(ref for ref, has in zip(refs, having, strict=True) if has)

@@ -1,0 +1,23 @@
+"""The queues' own keys. No torch is imported here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from msgspec import Meta
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    max_bytes: Annotated[int, Meta(ge=1 << 20)] | None = None
+    """Of shared memory. New rows wait once half of it is in use; the rest is for columns of the rows that are there.
+    None: half of what is free at start."""
+    timeout_s: Annotated[float, Meta(gt=0)] = 600.0
+    """For room for new rows, and for an answer of the process that holds the queue."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remote:
+    timeout_s: Annotated[float, Meta(gt=0)] = 600.0
+    """For an answer of the store."""

@@ -1,0 +1,99 @@
+"""Columns as one run of bytes and back: what a queue whose bytes are shared writes, and makes of what it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.batch import Ragged
+from verl.transfer_queue.index import AT, BLOCK, COUNT, KIND, Found, Kind, Numbers, Packed
+from verl.transfer_queue.rows import columns_of
+from verl.types import Sample
+
+ALIGNED = 64  # bytes: where a column begins
+
+
+@dataclass(slots=True)
+class Parcel:
+    """Columns that are about to be packed: where each will lie in `nbytes` bytes, and what will lie there."""
+
+    nbytes: int = 0
+    columns: list[Packed] = field(default_factory=list)
+    values: list[Tensor | list[np.ndarray]] = field(default_factory=list)
+
+    def add(
+        self, name: str, kind: Kind, counts: Numbers, values: Tensor | list[np.ndarray], rows: bytes | None = None
+    ) -> None:
+        self.columns.append(Packed(name, kind, self.nbytes, counts.tobytes(), rows))
+        self.values.append(values)
+        self.nbytes += -(-int(counts.sum()) * kind.width // ALIGNED) * ALIGNED
+
+    def fill(self, target: np.ndarray) -> None:
+        """Into [nbytes] uint8: one copy."""
+        for column, values in zip(self.columns, self.values):
+            if isinstance(values, Tensor):
+                nbytes = values.numel() * values.element_size()
+                place = torch.from_numpy(target[column.at : column.at + nbytes])
+                place.view(values.dtype).view(values.shape).copy_(values)
+            else:
+                nbytes = sum(part.nbytes for part in values)
+                shaped = target[column.at : column.at + nbytes].view(values[0].dtype)
+                np.concatenate(values, out=shaped.reshape(-1, *values[0].shape[1:]))
+
+
+def parcel_of_samples(samples: Sequence[Sample]) -> Parcel:
+    found: dict[tuple[str, np.dtype, tuple[int, ...]], tuple[list[int], list[np.ndarray]]] = {}
+    for i, sample in enumerate(samples):
+        for name, value in columns_of(sample).items():
+            rows, values = found.setdefault((name, value.dtype, value.shape[1:]), ([], []))
+            rows.append(i)
+            values.append(value)
+    parcel = Parcel()
+    for (name, dtype, tail), (rows, values) in found.items():
+        kind = Kind(dtype.name, tail, dtype.itemsize * int(np.prod(tail, dtype=np.int64)))
+        places = None if len(rows) == len(samples) else np.array(rows, np.int64).tobytes()
+        parcel.add(name, kind, np.array([len(v) for v in values], np.int64), values, places)
+    return parcel
+
+
+def parcel_of_columns(count: int, columns: Mapping[str, Ragged]) -> Parcel:
+    """Of `count` rows; ValueError for a column that does not fit to them."""
+    parcel = Parcel()
+    for name, column in columns.items():
+        if len(column) != count:
+            raise ValueError(f"column {name!r} has {len(column)} rows for {count} samples")
+        if int(column.offsets[-1]) != len(column.values):
+            raise ValueError(f"column {name!r} has {len(column.values)} values, its rows {int(column.offsets[-1])}")
+        values = column.values.detach()
+        tail = tuple(values.shape[1:])
+        width = values.element_size() * int(np.prod(tail, dtype=np.int64))
+        kind = Kind(str(values.dtype).removeprefix("torch."), tail, width)
+        parcel.add(name, kind, np.diff(column.offsets).astype(np.int64, copy=False), values)
+    return parcel
+
+
+def unpack(columns: Sequence[str], found: Found, blocks: Mapping[int, np.ndarray]) -> dict[str, Ragged]:
+    """blocks: number -> its bytes, [n] uint8. A column that lies there in one run is a view of them, else a copy."""
+    out = {}
+    for name in columns:
+        place = found.columns[name]
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.frombuffer(place.counts, np.int64))])
+        runs = np.frombuffer(place.runs, np.int64).reshape(-1, 4)
+        alike = np.split(runs, np.flatnonzero(np.diff(runs[:, KIND])) + 1)  # of one kind: mostly all of them
+        parts = [_joined(part, found.kinds[int(part[0, KIND])], blocks) for part in alike if len(part)]
+        values = parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.zeros(0)
+        out[name] = Ragged(values, offsets)
+    return out
+
+
+def _joined(runs: Numbers, kind: Kind, blocks: Mapping[int, np.ndarray]) -> Tensor:
+    starts, counts = runs[:, AT], runs[:, COUNT]
+    ends = starts + counts * kind.width
+    pieces = [blocks[b][a:e] for b, a, e in zip(runs[:, BLOCK].tolist(), starts.tolist(), ends.tolist())]
+    data = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+    dtype: torch.dtype = vars(torch)[kind.dtype]
+    return torch.from_numpy(data).view(dtype).view(int(counts.sum()), *kind.tail)
