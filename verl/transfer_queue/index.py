@@ -96,7 +96,7 @@ class Index:
         self._numbers: dict[str, int] = {}
         self._unused: list[int] = []
         self._capacity = 0
-        self._cells: dict[str, Numbers] = {}  # column -> [4, capacity]; block -1: the row does not have it
+        self._cells: dict[str, Numbers] = {}  # column -> [capacity, 4]; block -1: the row does not have it
         self._kinds: list[Kind] = []
         self._kind_numbers: dict[Kind, int] = {}
         self._held: Counter[int] = Counter()  # cells per block
@@ -109,20 +109,21 @@ class Index:
 
     def commit(self, asked: Commit) -> list[int]:
         numbers = self._add(asked.ids) if asked.new else self._find(asked.ids)
+        distinct = numbers if asked.new else np.unique(numbers)
         freed: list[int] = []
         for packed in asked.columns:
             rows = numbers if packed.rows is None else numbers[np.frombuffer(packed.rows, np.int64)]
             counts = np.frombuffer(packed.counts, np.int64)
             cells = self._cells.get(packed.name)
             if cells is None:
-                cells = self._cells[packed.name] = np.full((4, self._capacity), -1, np.int64)
+                cells = self._cells[packed.name] = np.full((self._capacity, 4), -1, np.int64)
             elif not asked.new:
-                freed += self._forget(cells[BLOCK, np.unique(rows)])
-            starts = np.cumsum(counts) - counts
-            cells[BLOCK, rows], cells[KIND, rows] = asked.block, self._kind(packed.kind)
-            cells[AT, rows] = asked.base + packed.at + starts * packed.kind.width
-            cells[COUNT, rows] = counts
-            self._held[asked.block] += len(np.unique(rows))
+                freed += self._forget(cells[_at(distinct), BLOCK])
+            made = np.empty((len(rows), 4), np.int64)
+            made[:, BLOCK], made[:, COUNT], made[:, KIND] = asked.block, counts, self._kind(packed.kind)
+            made[:, AT] = (np.cumsum(counts) - counts) * packed.kind.width + (asked.base + packed.at)
+            cells[_at(rows)] = made
+            self._held[asked.block] += len(rows if asked.new else distinct)
         return [block for block in freed if not self.holds(block)]
 
     def find(self, asked: Find) -> Found:
@@ -130,33 +131,33 @@ class Index:
         places, kinds, blocks = {}, set(), set()
         for name in asked.columns:
             cells = self._cells.get(name)
-            found = np.full((4, len(numbers)), -1, np.int64) if cells is None else cells[:, numbers]
-            missing = found[BLOCK] < 0
+            found = np.full((len(numbers), 4), -1, np.int64) if cells is None else cells[_at(numbers)]
+            missing = found[:, BLOCK] < 0
             if missing.any():
                 what = f"{int(missing.sum())} of {len(numbers)} samples, e.g. {asked.ids[int(missing.argmax())]}"
                 raise ValueError(f"column {name!r} was not written for {what}")
             runs = self._runs(found)
             blocks.update(runs[:, BLOCK].tolist())
             kinds.update(runs[:, KIND].tolist())
-            places[name] = Place(found[COUNT].tobytes(), runs.tobytes())
+            places[name] = Place(found[:, COUNT].tobytes(), runs.tobytes())
         return Found(places, {k: self._kinds[k] for k in kinds}, dict.fromkeys(blocks, 0))
 
     def having(self, asked: Having) -> bytes:
         """[n] bool."""
         numbers, cells = self._find(asked.ids), self._cells.get(asked.column)
-        return (np.zeros(len(numbers), np.bool_) if cells is None else cells[BLOCK, numbers] >= 0).tobytes()
+        return (np.zeros(len(numbers), np.bool_) if cells is None else cells[_at(numbers), BLOCK] >= 0).tobytes()
 
     def names(self, asked: Names) -> list[str]:
         numbers = self._find(asked.ids)
-        return [name for name, cells in self._cells.items() if (cells[BLOCK, numbers] >= 0).any()]
+        return [name for name, cells in self._cells.items() if (cells[_at(numbers), BLOCK] >= 0).any()]
 
     def drop(self, asked: Drop) -> list[int]:
         numbers = np.unique(self._find(asked.ids))
         freed: list[int] = []
         for name, cells in list(self._cells.items()):
-            freed += self._forget(cells[BLOCK, numbers])
-            cells[BLOCK, numbers] = -1
-            if not (cells[BLOCK] >= 0).any():
+            freed += self._forget(cells[_at(numbers), BLOCK])
+            cells[_at(numbers), BLOCK] = -1
+            if not (cells[:, BLOCK] >= 0).any():
                 del self._cells[name]
         for sample_id in set(asked.ids):
             del self._numbers[sample_id]
@@ -171,8 +172,8 @@ class Index:
         if len(ids) > len(self._unused):
             grown = max(2 * self._capacity, len(self._numbers) + len(ids), 1024)
             self._unused += range(self._capacity, grown)
-            more = np.full((4, grown - self._capacity), -1, np.int64)
-            self._cells = {name: np.concatenate([cells, more], axis=1) for name, cells in self._cells.items()}
+            more = np.full((grown - self._capacity, 4), -1, np.int64)
+            self._cells = {name: np.concatenate([cells, more]) for name, cells in self._cells.items()}
             self._capacity = grown
         at = len(self._unused) - len(ids)
         numbers, self._unused = self._unused[at:], self._unused[:at]
@@ -193,25 +194,39 @@ class Index:
         return self._kind_numbers[kind]
 
     def _runs(self, cells: Numbers) -> Numbers:
-        """[4, n] -> [k, 4]."""
-        if not cells.shape[1]:
-            return np.zeros((0, 4), np.int64)
-        block, at, count, kind = cells
+        """[n, 4] -> [k, 4]."""
+        if not len(cells):
+            return cells
         widths = np.array([k.width for k in self._kinds], np.int64)
-        ends = at + count * widths[kind]
-        follows = (block[1:] == block[:-1]) & (kind[1:] == kind[:-1]) & (at[1:] == ends[:-1])
-        first = np.concatenate([[0], np.flatnonzero(~follows) + 1])
-        return np.stack([block[first], at[first], np.add.reduceat(count, first), kind[first]], axis=1)
+        ends = cells[:, AT] + cells[:, COUNT] * widths[cells[:, KIND]]
+        follows = (cells[1:, BLOCK] == cells[:-1, BLOCK]) & (cells[1:, KIND] == cells[:-1, KIND])
+        follows &= cells[1:, AT] == ends[:-1]
+        first = np.concatenate([np.zeros(1, np.int64), np.flatnonzero(~follows) + 1])
+        runs = cells[first]
+        runs[:, COUNT] = np.add.reduceat(cells[:, COUNT], first)
+        return runs
 
     def _forget(self, blocks: Numbers) -> list[int]:
         """Cells of these blocks are gone -> those that hold none any more."""
         freed = []
-        for block, cells in zip(*(x.tolist() for x in np.unique(blocks[blocks >= 0], return_counts=True))):
+        alike = len(blocks) and (blocks == blocks[0]).all()  # mostly, and much sooner than a sort
+        found = (blocks[:1], np.array([len(blocks)])) if alike else np.unique(blocks, return_counts=True)
+        for block, cells in zip(*(x.tolist() for x in found)):
+            if block < 0:
+                continue
             self._held[block] -= cells
             if not self._held[block]:
                 del self._held[block]
                 freed.append(block)
         return freed
+
+
+def _at(numbers: Numbers) -> Numbers | slice:
+    """An index of these rows, which is much faster where they follow each other."""
+    n = len(numbers)
+    if n and numbers[-1] - numbers[0] == n - 1 and (np.diff(numbers) == 1).all():
+        return slice(int(numbers[0]), int(numbers[0]) + n)
+    return numbers
 
 
 def pick(refs: Refs, having: bytes) -> Refs:

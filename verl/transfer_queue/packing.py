@@ -36,9 +36,8 @@ class Parcel:
         """Into [nbytes] uint8: one copy."""
         for column, values in zip(self.columns, self.values):
             if isinstance(values, Tensor):
-                nbytes = values.numel() * values.element_size()
-                place = torch.from_numpy(target[column.at : column.at + nbytes])
-                place.view(values.dtype).view(values.shape).copy_(values)
+                data = values.cpu().contiguous().view(-1).view(torch.uint8).numpy()
+                np.copyto(target[column.at : column.at + len(data)], data)  # torch would wake its threads for it
             else:
                 nbytes = sum(part.nbytes for part in values)
                 shaped = target[column.at : column.at + nbytes].view(values[0].dtype)
