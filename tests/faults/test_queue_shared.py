@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +26,10 @@ from fakes import put
 
 from verl.batch import Ragged
 from verl.transfer_queue import packing, segments, shared
+from verl.transfer_queue.index import Find, Found
 from verl.transfer_queue.options import Shared
 from verl.transfer_queue.rows import read_samples
-from verl.types import Ref, Refs
+from verl.types import Ref, Refs, ref_of
 
 MB = 1 << 20
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -108,15 +110,19 @@ def _asks(queue: shared.SharedQueue, refs: Refs, said: Any) -> None:
 
 
 MAKER = """
-import pickle, sys, time
+import os, pickle, sys, time
 sys.path[:0] = {path!r}
 from contracts.test_queue_contract import samples
 from fakes import put
 from verl.transfer_queue import shared
 from verl.transfer_queue.options import Shared
-queue = shared.build(Shared(max_bytes=1 << 24))
+queue = shared.build(Shared(max_bytes=1 << 24, timeout_s=20))
 refs = put(queue, samples(3))
-print(pickle.dumps((queue, refs)).hex(), flush=True)
+early = pickle.loads(pickle.dumps(queue))
+assert len(early) == 3  # a connection that the fork inherits
+child = os.fork()
+if child:
+    print(pickle.dumps((queue, refs, child)).hex(), flush=True)
 time.sleep(600)
 """
 
@@ -126,7 +132,7 @@ def test_a_killed_maker_is_one_line_to_its_clients_and_its_leftovers_go_at_the_n
     code = MAKER.format(path=[str(Path(__file__).parents[1])])
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as maker:
         assert maker.stdout
-        queue, refs = pickle.loads(bytes.fromhex(maker.stdout.readline()))
+        queue, refs, child = pickle.loads(bytes.fromhex(maker.stdout.readline()))
         view = queue.read(refs, ("ids",))["ids"].values
         expected = view.clone()
         heard, said = PROCESSES.Pipe(duplex=False)
@@ -140,7 +146,9 @@ def test_a_killed_maker_is_one_line_to_its_clients_and_its_leftovers_go_at_the_n
         queue.read(refs, ("ids",))
     left = folders() - before
     assert len(left) == 1, "nobody could clean up after a kill"
+    os.kill(child, 0)  # a fork of the maker lives: it is no maker
     alive = queue_of()
+    os.kill(child, signal.SIGKILL)
     assert not left & folders() and len(folders() - before) == 1, "the next start does, and spares who lives"
     assert torch.equal(view, expected), "a view outlives all of it"
     del alive
@@ -254,6 +262,51 @@ def test_a_reader_keeps_its_view_and_its_segment_is_used_again_when_it_lets_go(e
     if elsewhere:
         ours.send(True)
         assert ended(reader) == 0
+
+
+def test_a_segment_that_was_given_out_again_between_question_and_lock_is_asked_for_again(monkeypatch):
+    queue = queue_of()
+    refs = put(queue, samples(4))
+    queue.write(refs, wide(refs, 1.0, 4 * MB))
+    lease, held = shared._Process.lease, []
+
+    def late(self: Any, blocks: Any) -> Any:
+        if not held:
+            held.append(blocks)
+            queue.write(refs, wide(refs, 4.0, 4 * MB))
+            others = put(queue, samples(4, "other"))
+            queue.write(others, wide(others, 9.0, 4 * MB))
+            asked = queue._process._keeper.answer(segments.HERE, Find(others.ids, ["x"]))  # type: ignore[union-attr]
+            assert isinstance(asked, Found) and asked.blocks.keys() == blocks.keys(), "where the first column was"
+        return lease(self, blocks)
+
+    monkeypatch.setattr(shared._Process, "lease", late)
+    assert set(queue.read(refs, ("x",))["x"].values.tolist()) == {4.0} and held
+
+
+def test_a_segment_is_nobody_elses_while_somebody_fills_it():
+    """Neither the one that takes several writes, when its rows are gone, nor one that is full, while a thread fills
+    what it had reserved there."""
+    queue = queue_of(16 * MB)
+    other = pickle.loads(pickle.dumps(queue))
+    queue.drop(put(queue, samples(4)))
+    theirs, ours = put(other, [sample("b", 1500)]), put(queue, [sample("a", 1500)])
+    parcel, row = packing.parcel_of_samples([sample("late", 900)]), sample("late", 900)
+    earlier, region = (queue._here.reserve(parcel.nbytes, put=True) for _ in range(2))
+    assert isinstance(earlier, shared._Region) and isinstance(region, shared._Region)
+    assert earlier.segment is region.segment
+    for handle, refs, tokens in ((other, theirs, 1500), (queue, ours, 1500)):
+        assert np.array_equal(read_samples(handle, refs)[0].segments[1].ids, np.arange(tokens))
+    queue.drop(theirs)
+    queue.drop(ours)
+    while queue._here._filled is region.segment:
+        queue.drop(put(queue, [sample("filler", 900)]))
+    queue._here.store(earlier, parcel, ["late"], new=True)
+    queue.drop(Refs([ref_of(row)]))
+    more = [put(other, [replace(sample(f"more{i}", 900), temperature=0.5)]) for i in range(40)]
+    queue._here.store(region, parcel, ["late"], new=True)
+    assert np.array_equal(read_samples(queue, Refs([ref_of(row)]))[0].segments[1].ids, np.arange(900))
+    assert all(read_samples(queue, refs)[0].temperature == 0.5 for refs in more)
 
 
 # -- room --------------------------------------------------------------------------------------------------------------
