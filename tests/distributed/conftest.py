@@ -1,23 +1,28 @@
-"""One Ray for all tests of a session."""
+"""One Ray for all tests of this folder, which `make test` leaves out: it takes some ten seconds to start."""
 
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 
 @pytest.fixture(scope="session")
-def ray_session():
+def ray() -> Iterator[Any]:
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray = pytest.importorskip("ray", reason="pip install 'verl[ray]'")
     from verl.workers.ray.cluster import FAST_HEALTH
 
     ray.init(
         num_cpus=16,
         include_dashboard=False,
-        object_store_memory=200 << 20,
+        object_store_memory=512 << 20,
         log_to_driver=False,
         logging_level=logging.ERROR,
+        namespace="verl",
         _system_config=FAST_HEALTH,
     )
     yield ray

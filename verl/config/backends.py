@@ -45,6 +45,7 @@ ROLLOUT: Table = {
 QUEUE: Table = {
     "memory": Backend(build="verl.transfer_queue.memory:build"),
     "shared": Backend(build="verl.transfer_queue.shared:build", options="verl.transfer_queue.options:Shared"),
+    "ray": Backend(build="verl.transfer_queue.ray:build", options="verl.transfer_queue.options:Remote"),
 }
 SYNC: Table = {"local": Backend(build="verl.weight_sync.local:build")}
 TABLES: Mapping[str, Table] = MappingProxyType({"model": MODEL, "rollout": ROLLOUT, "queue": QUEUE, "sync": SYNC})

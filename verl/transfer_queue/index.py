@@ -9,7 +9,7 @@ asked and answered are messages of scalars and packed numbers, whoever carries t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -72,6 +72,9 @@ class Size(msgspec.Struct, array_like=True, tag=True):
     pass
 
 
+Asked = Commit | Find | Having | Names | Drop | Size
+
+
 class Place(msgspec.Struct, array_like=True):
     """Where the rows of a column lie, in the order asked. counts: [n] int64 · runs: [k, 4] int64 (block, first byte,
     values, kind), rows that follow each other in a block joined."""
@@ -88,11 +91,21 @@ class Found(msgspec.Struct, tag=True):
     blocks: dict[int, int]
 
 
-class Index:
-    """Rows -> columns -> cells. The methods that take cells away return the blocks that have none any more. Its owner
-    calls it from one thread at a time."""
+class Refused(msgspec.Struct, tag=True):
+    """What the asker raises as a ValueError. Nothing has changed."""
 
-    def __init__(self) -> None:
+    reason: str
+
+
+Answer = Found | Refused | bytes | list[str] | int | None
+
+
+class Index:
+    """Rows -> columns -> cells. free: called with each block that has no cell any more. Its owner calls it from one
+    thread at a time."""
+
+    def __init__(self, free: Callable[[int], object] = lambda block: None) -> None:
+        self._free = free
         self._numbers: dict[str, int] = {}
         self._unused: list[int] = []
         self._capacity = 0
@@ -107,10 +120,28 @@ class Index:
     def holds(self, block: int) -> bool:
         return block in self._held
 
-    def commit(self, asked: Commit) -> list[int]:
+    def answer(self, asked: Asked) -> Answer:
+        try:
+            match asked:
+                case Commit():
+                    self.commit(asked)
+                case Find():
+                    return self.find(asked)
+                case Having():
+                    return self.having(asked)
+                case Names():
+                    return self.names(asked)
+                case Drop():
+                    self.drop(asked)
+                case Size():
+                    return len(self)
+            return None
+        except ValueError as exc:
+            return Refused(str(exc))
+
+    def commit(self, asked: Commit) -> None:
         numbers = self._add(asked.ids) if asked.new else self._find(asked.ids)
         distinct = numbers if asked.new else np.unique(numbers)
-        freed: list[int] = []
         for packed in asked.columns:
             rows = numbers if packed.rows is None else numbers[np.frombuffer(packed.rows, np.int64)]
             counts = np.frombuffer(packed.counts, np.int64)
@@ -118,13 +149,12 @@ class Index:
             if cells is None:
                 cells = self._cells[packed.name] = np.full((self._capacity, 4), -1, np.int64)
             elif not asked.new:
-                freed += self._forget(cells[_at(distinct), BLOCK])
+                self._forget(cells[_at(distinct), BLOCK])
             made = np.empty((len(rows), 4), np.int64)
             made[:, BLOCK], made[:, COUNT], made[:, KIND] = asked.block, counts, self._kind(packed.kind)
             made[:, AT] = (np.cumsum(counts) - counts) * packed.kind.width + (asked.base + packed.at)
             cells[_at(rows)] = made
             self._held[asked.block] += len(rows if asked.new else distinct)
-        return [block for block in freed if not self.holds(block)]
 
     def find(self, asked: Find) -> Found:
         numbers = self._find(asked.ids)
@@ -151,18 +181,16 @@ class Index:
         numbers = self._find(asked.ids)
         return [name for name, cells in self._cells.items() if (cells[_at(numbers), BLOCK] >= 0).any()]
 
-    def drop(self, asked: Drop) -> list[int]:
+    def drop(self, asked: Drop) -> None:
         numbers = np.unique(self._find(asked.ids))
-        freed: list[int] = []
         for name, cells in list(self._cells.items()):
-            freed += self._forget(cells[_at(numbers), BLOCK])
+            self._forget(cells[_at(numbers), BLOCK])
             cells[_at(numbers), BLOCK] = -1
             if not (cells[:, BLOCK] >= 0).any():
                 del self._cells[name]
         for sample_id in set(asked.ids):
             del self._numbers[sample_id]
         self._unused += numbers.tolist()
-        return freed
 
     def _add(self, ids: list[str]) -> Numbers:
         times = Counter(ids)
@@ -206,19 +234,16 @@ class Index:
         runs[:, COUNT] = np.add.reduceat(cells[:, COUNT], first)
         return runs
 
-    def _forget(self, blocks: Numbers) -> list[int]:
-        """Cells of these blocks are gone -> those that hold none any more."""
-        freed = []
+    def _forget(self, blocks: Numbers) -> None:
+        """Cells of these blocks are gone."""
         alike = len(blocks) and (blocks == blocks[0]).all()  # mostly, and much sooner than a sort
         found = (blocks[:1], np.array([len(blocks)])) if alike else np.unique(blocks, return_counts=True)
         for block, cells in zip(*(x.tolist() for x in found)):
-            if block < 0:
-                continue
-            self._held[block] -= cells
-            if not self._held[block]:
-                del self._held[block]
-                freed.append(block)
-        return freed
+            if block >= 0:
+                self._held[block] -= cells
+                if not self._held[block]:
+                    del self._held[block]
+                    self._free(block)
 
 
 def _at(numbers: Numbers) -> Numbers | slice:
@@ -227,6 +252,17 @@ def _at(numbers: Numbers) -> Numbers | slice:
     if n and numbers[-1] - numbers[0] == n - 1 and (np.diff(numbers) == 1).all():
         return slice(int(numbers[0]), int(numbers[0]) + n)
     return numbers
+
+
+def encoded(message: object) -> bytes:
+    return msgspec.msgpack.encode(message, enc_hook=_plain)
+
+
+def _plain(name: object) -> str:
+    """Of a name that is no plain string, such as numpy's."""
+    if not isinstance(name, str):
+        raise NotImplementedError(f"{type(name).__name__} in a message of the queue")
+    return str(name)
 
 
 def pick(refs: Refs, having: bytes) -> Refs:

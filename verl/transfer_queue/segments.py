@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from verl.transfer_queue.index import Commit, Drop, Find, Found, Having, Index, Names, Size
+from verl.transfer_queue.index import Answer, Asked, Commit, Found, Index, Refused
 
 ROOT, PREFIX = Path("/dev/shm"), "verl-queue-"
 PAGE = 4096
@@ -62,12 +62,8 @@ class Full(msgspec.Struct, tag=True):
     limit: int
 
 
-class Refused(msgspec.Struct, tag=True):
-    reason: str
-
-
-Request = Reserve | Store | Find | Having | Names | Drop | Size
-Reply = Found | Space | Full | Refused | bytes | list[str] | int | None
+Request = Reserve | Store | Asked
+Reply = Space | Full | Answer
 
 
 @dataclass(slots=True)
@@ -92,28 +88,18 @@ class Keeper:
 
     def answer(self, client: int, request: Request) -> Reply:
         with self._lock:
-            try:
-                match request:
-                    case Reserve():
-                        return self._reserve(client, request)
-                    case Store():
-                        self._store(request)
-                        return None
-                    case Find():
-                        found = self._index.find(request)
-                        found.blocks = {b: self._segments[b].generation for b in found.blocks}
-                        return found
-                    case Having():
-                        return self._index.having(request)
-                    case Names():
-                        return self._index.names(request)
-                    case Drop():
-                        self._index.drop(request)
-                        return None
-                    case Size():
-                        return len(self._index)
-            except ValueError as exc:
-                return Refused(str(exc))
+            match request:
+                case Reserve():
+                    return self._reserve(client, request)
+                case Store():
+                    reply = None if request.commit is None else self._index.answer(request.commit)
+                    if request.seal:
+                        self._segments[request.block].owner = None
+                    return reply
+            reply = self._index.answer(request)
+            if isinstance(reply, Found):
+                reply.blocks = {b: self._segments[b].generation for b in reply.blocks}
+            return reply
 
     def leave(self, client: int) -> None:
         """A process is gone: what it wrote and told of stays, the rest is free."""
@@ -122,21 +108,12 @@ class Keeper:
                 if segment.owner == client:
                     segment.owner = None
 
-    def _store(self, asked: Store) -> None:
-        segment = self._segments[asked.block]
-        try:
-            if asked.commit is not None:
-                self._index.commit(asked.commit)
-        finally:
-            if asked.seal:
-                segment.owner = None
-
-    def _reserve(self, client: int, asked: Reserve) -> Space | Full:
+    def _reserve(self, client: int, asked: Reserve) -> Space | Full | Refused:
         several = asked.nbytes <= self.segment_bytes // 4
         size = self.segment_bytes if several else _size_class(asked.nbytes)
         limit = self.max_bytes // 2 if asked.put else self.max_bytes
         if size > limit:
-            raise ValueError(
+            return Refused(
                 f"{asked.nbytes:,} bytes never fit into the queue: {'new rows' if asked.put else 'columns'} may take "
                 f"{limit:,} (queue.engine_options.max_bytes={self.max_bytes:,})"
             )

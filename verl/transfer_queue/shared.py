@@ -29,7 +29,7 @@ import numpy as np
 import psutil
 
 from verl.batch import Ragged
-from verl.transfer_queue.index import Commit, Drop, Find, Having, Names, Size, pick
+from verl.transfer_queue.index import Commit, Drop, Find, Having, Names, Refused, Size, encoded, pick
 from verl.transfer_queue.options import Shared
 from verl.transfer_queue.packing import Parcel, parcel_of_columns, parcel_of_samples, unpack
 from verl.transfer_queue.segments import (
@@ -39,7 +39,6 @@ from verl.transfer_queue.segments import (
     ROOT,
     Full,
     Keeper,
-    Refused,
     Reply,
     Request,
     Reserve,
@@ -160,13 +159,6 @@ def _full(found: Full, parcel: Parcel) -> str:
     )
 
 
-def _plain(name: object) -> str:
-    """Of a name that is no plain string, such as numpy's."""
-    if not isinstance(name, str):
-        raise NotImplementedError(f"{type(name).__name__} in a message of the queue")
-    return str(name)
-
-
 # -- one process's side ------------------------------------------------------------------------------------------------
 
 
@@ -260,7 +252,7 @@ class _Process:
                 self._socket.settimeout(self._timeout_s)
                 self._socket.connect(str(self._folder / "index"))
             broken.callback(self._socket.close)  # an answer that was not waited for is no answer to the next call
-            send(self._socket, msgspec.msgpack.encode(request, enc_hook=_plain))
+            send(self._socket, encoded(request))
             reply = self._decode(receive(self._socket))
             broken.pop_all()
             return reply
