@@ -10,9 +10,10 @@ sequence through the model's own attention, is the oracle and the way out for mo
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,7 +33,7 @@ from verl.model_engine.options import Options
 from verl.nn import attention
 from verl.nn.fused import fuse, unfuse
 from verl.nn.heads import Head, ValueHead
-from verl.nn.linear_logprob import linear_logprob
+from verl.nn.linear_logprob import Vocabulary, linear_logprob
 from verl.nn.packing import check_packing, probe_batch, probe_sequences
 from verl.nn.precision import native_bf16, rounded
 from verl.objective import Term
@@ -42,6 +43,8 @@ LM_OUTPUTS = ("logprobs", "entropy", "sum_pi_squared")
 VALUE_OUTPUTS = ("values", "scores")
 TOKEN_OUTPUTS = (*LM_OUTPUTS, "values")
 COUNTERS = "engine.json"
+Which = Tensor | slice
+Reader = Callable[[Tensor, Which], dict[str, Tensor]]
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 
@@ -50,8 +53,11 @@ class TorchEngine:
 
     model: an instantiated causal LM · head: lm (policy, reference) or value (critic, reward model) · optim: None for a
     frozen model · attention_mode: auto | padded · dump_dir: where a batch with a non-finite gradient is written ·
-    emulate_bf16: None asks the hardware.
+    emulate_bf16: None asks the hardware · score: the weight [1, H] that a value or score head starts with.
     """
+
+    _vocabulary: Vocabulary | None = None
+    _suffix = ""  # of the files that this process writes beside those of others
 
     def __init__(
         self,
@@ -67,6 +73,7 @@ class TorchEngine:
         share_prefix: bool = True,
         dump_dir: Path | None = None,
         emulate_bf16: bool | None = None,
+        score: Tensor | None = None,
     ) -> None:
         if dtype not in DTYPES:
             raise ValueError(f"model.dtype={dtype!r}: one of {', '.join(DTYPES)}")
@@ -81,26 +88,34 @@ class TorchEngine:
         emulate = not native_bf16(self.device) if emulate_bf16 is None else emulate_bf16
         self._rounded = self.dtype == torch.bfloat16 and emulate
         self._compute = self.master if self._rounded else self.dtype
-        self.model = model.to(self.master).to(self.device)
+        self.model = model.to(self.master)
         refuse_altered_logits(self.model)
         self._logit_cap = float(vars(self.model.config.get_text_config()).get("final_logit_softcapping") or 0.0)
         self._models_attention = self.model.config._attn_implementation or "eager"
-        self._own_forward()
         hidden_size = self.model.config.get_text_config().hidden_size
-        self.value_head = (
-            None if head == "lm" else ValueHead(hidden_size, bias=head == "value").to(self.device, self.master)
-        )
+        self.value_head = None if head == "lm" else ValueHead(hidden_size, bias=head == "value").to(self.master)
+        if score is not None:
+            assert self.value_head is not None, "a language model has no scores"
+            self.value_head.weight.data.copy_(score)
         if gradient_checkpointing:
             self.model.activation_checkpointing_enable({"use_reentrant": False})
-        self.spec = optim
-        self.optimizer = make_adamw(self._trained(), optim) if optim else None
         for p in self._trained().parameters():
             p.requires_grad_(optim is not None)
+        self._place()
+        self._own_forward()
+        self.spec = optim
+        self.optimizer = make_adamw(self._trained(), optim) if optim else None
         self.model.train(optim is not None)
         switch_dropout_off(self.model)
         self._optimizer_step = 0
         self._skipped = 0
         self._last: tuple[Batch, tuple[str, ...]] | None = None
+
+    def _place(self) -> None:
+        """Bring the model, which was loaded on the host, to where it computes."""
+        for module in (self.model, self.value_head):
+            if module is not None:
+                module.to(self.device)
 
     def _own_forward(self) -> None:
         """Packed attention, and on a CPU the fused norms, in place of the model's own."""
@@ -121,9 +136,8 @@ class TorchEngine:
         assert set(wanted) <= set(TOKEN_OUTPUTS), f"{wanted}: a loss is of outputs per token, {TOKEN_OUTPUTS}"
         parts: list[Metrics] = []
         kept = {name: torch.empty(batch.num_loss_tokens, dtype=self.master) for name in wanted}
-        cut = exactly(make_microbatches(batch, self.max_tokens_per_microbatch), num_microbatches)
         with self._compute_weights():
-            for rows in cut:
+            for rows in self._cut(batch, num_microbatches):
                 part = select_rows(batch, rows) if len(rows) else without_weight(batch)
                 outputs = self._outputs(part, wanted)
                 loss, metrics = evaluate_terms(terms, part, outputs)
@@ -135,6 +149,10 @@ class TorchEngine:
                         kept[name][index] = value.detach().to("cpu", self.master)
         return StepOutput(merge_metrics(parts), kept)
 
+    def _cut(self, batch: Batch, count: int = 0) -> list[np.ndarray]:
+        """The rows of each pass: so many passes, or as the token budget makes them; one may have no row."""
+        return exactly(make_microbatches(batch, self.max_tokens_per_microbatch), count)
+
     def _compute_weights(self) -> AbstractContextManager[None]:
         return rounded(self.model.parameters(), self.dtype) if self._rounded else nullcontext()
 
@@ -143,41 +161,65 @@ class TorchEngine:
         sizes = {name: batch.num_rows if name == "scores" else batch.num_loss_tokens for name in columns}
         out = {name: torch.empty(size, dtype=self.master) for name, size in sizes.items()}
         with self._compute_weights():
-            for rows in make_microbatches(batch, self.max_tokens_per_microbatch):
+            for rows in self._cut(batch):
+                part = select_rows(batch, rows) if len(rows) else without_weight(batch)
                 index = loss_index(batch, rows)
-                for name, value in self._outputs(select_rows(batch, rows), columns).items():
-                    out[name][torch.from_numpy(rows) if name == "scores" else index] = value.to("cpu", self.master)
+                for name, value in self._outputs(part, columns).items():
+                    if len(rows):
+                        out[name][torch.from_numpy(rows) if name == "scores" else index] = value.to("cpu", self.master)
         return out
 
     def _outputs(self, batch: Batch, wanted: Sequence[str]) -> dict[str, Tensor]:
         """The asked outputs of one micro-batch, on the engine's device, with gradient where enabled."""
         possible = LM_OUTPUTS if self.head == "lm" else VALUE_OUTPUTS
         assert set(wanted) <= set(possible), f"a model with head={self.head!r} gives {possible}, not {tuple(wanted)}"
-        hidden = self._hidden_packed(batch) if self._packed else self._hidden_padded(batch)
         if self.value_head is None:
-            return self._lm_outputs(batch, hidden, wanted)
+            return self._lm_outputs(batch, wanted)
+        hidden = self._hidden(batch)
+        last = torch.from_numpy(batch.seg_start[batch.leaf + 1] - 1)
         out: dict[str, Tensor] = {}
-        if "values" in wanted:
-            out["values"] = self.value_head(hidden.index_select(0, batch.target_from.to(self.device)))
-        if "scores" in wanted:
-            last = torch.from_numpy(batch.seg_start[batch.leaf + 1] - 1).to(self.device)
-            out["scores"] = self.value_head(hidden.index_select(0, last))
+        for name, index in (("values", batch.target_from), ("scores", last)):
+            if name in wanted:
+                out |= self._read(hidden, index, partial(self._value_outputs, name))
         return out
 
-    def _lm_outputs(self, batch: Batch, hidden: Tensor, wanted: Sequence[str]) -> dict[str, Tensor]:
-        lm_head = self.model.get_output_embeddings()
-        logprobs, entropy, sum_pi2 = linear_logprob(
-            hidden.index_select(0, batch.target_from.to(self.device)).to(self._compute),
-            lm_head.weight,
-            batch.targets.to(self.device),
-            batch.row_columns["temperature"][batch.row_of].to(self.device),
-            bias=lm_head.bias if isinstance(lm_head, nn.Linear) else None,
-            cap=self._logit_cap,
-            entropy="entropy" in wanted,
-            sum_pi_squared="sum_pi_squared" in wanted,
-        )
-        computed = {"logprobs": logprobs, "entropy": entropy, "sum_pi_squared": sum_pi2}
-        return {name: value for name, value in computed.items() if name in wanted and value is not None}
+    def _value_outputs(self, name: str, rows: Tensor, which: Which) -> dict[str, Tensor]:
+        assert self.value_head is not None
+        return {name: self.value_head(rows)}
+
+    def _lm_outputs(self, batch: Batch, wanted: Sequence[str]) -> dict[str, Tensor]:
+        temperature = batch.row_columns["temperature"][batch.row_of]
+
+        def read(rows: Tensor, which: Which) -> dict[str, Tensor]:
+            lm_head = self.model.get_output_embeddings()
+            bias = lm_head.bias if isinstance(lm_head, nn.Linear) else None
+            logprobs, entropy, sum_pi2 = linear_logprob(
+                rows.to(self._compute),
+                self._local(lm_head.weight),
+                batch.targets[which].to(self.device),
+                temperature[which].to(self.device),
+                bias=None if bias is None else self._local(bias),
+                cap=self._logit_cap,
+                entropy="entropy" in wanted,
+                sum_pi_squared="sum_pi_squared" in wanted,
+                vocabulary=self._vocabulary,
+            )
+            computed = {"logprobs": logprobs, "entropy": entropy, "sum_pi_squared": sum_pi2}
+            return {name: value for name, value in computed.items() if name in wanted and value is not None}
+
+        return self._read(self._hidden(batch), batch.target_from, read)
+
+    def _read(self, hidden: Tensor, index: Tensor, fn: Reader) -> dict[str, Tensor]:
+        """fn(the hidden states [n, H] at `index`, which of `index` they are) -> outputs [n] by name."""
+        return fn(hidden.index_select(0, index.to(self.device)), slice(None))
+
+    def _local(self, weight: Tensor) -> Tensor:
+        """What this process computes with of a parameter."""
+        return weight
+
+    def _hidden(self, batch: Batch) -> Tensor:
+        """[T, H] hidden states after the final norm."""
+        return self._hidden_packed(batch) if self._packed else self._hidden_padded(batch)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._compute == self.master else torch.autocast(self.device.type, dtype=self._compute)
@@ -213,18 +255,18 @@ class TorchEngine:
         """Prove at start that a pass computes the model and nothing else: no noise, no leak between packed rows, all of
         the head. ValueError where it does not. Returns the largest difference."""
         self._refuse_noise()
-        hidden = self._hidden_packed if self._packed else self._hidden_padded
         text = self.model.config.get_text_config()
 
         def ours(batch: Batch) -> Tensor:
-            return self._lm_outputs(batch, hidden(batch), ("logprobs",))["logprobs"].to("cpu", self.master)
+            return self._policy_outputs(batch)["logprobs"].to("cpu", self.master)
 
         compute = self._compute
         self._compute = self.master
         try:
             with torch.no_grad():
-                with self._models_own(self.master):
-                    expected = {ids.numpy().tobytes(): self._alone(ids) for ids in probe_sequences(text.vocab_size)}
+                probes = probe_sequences(text.vocab_size)
+                found = zip(probes, self._models_own(probes, self.master), strict=True)
+                expected = {ids.numpy().tobytes(): logprobs for ids, logprobs in found}
                 return check_packing(
                     ours,
                     lambda ids: expected[ids.numpy().tobytes()],
@@ -237,12 +279,16 @@ class TorchEngine:
             self._compute = compute
 
     def own_logprobs(self, probes: Sequence[np.ndarray], dtype: str) -> list[np.ndarray]:
-        with torch.no_grad(), self._models_own(DTYPES[dtype]):
-            return [self._alone(torch.from_numpy(ids)).float().numpy() for ids in probes]
+        with torch.no_grad():
+            found = self._models_own([torch.from_numpy(ids) for ids in probes], DTYPES[dtype])
+        return [logprobs.float().numpy() for logprobs in found]
 
-    @contextmanager
-    def _models_own(self, dtype: torch.dtype) -> Iterator[None]:
-        """Inside, the model is as transformers made it, with its parameters in `dtype`."""
+    def _policy_outputs(self, batch: Batch) -> dict[str, Tensor]:
+        """Log-probs under the language-model head, whatever the head that is trained."""
+        return self._lm_outputs(batch, ("logprobs",))
+
+    def _models_own(self, probes: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """[t] -> log-probs [t-1] of each by the model as transformers made it, with its parameters in `dtype`."""
         trained, kept = self.model.training, [(p, p.data) for p in self.model.parameters()]
         self.model.eval()
         self.model.set_attn_implementation(self._models_attention)
@@ -250,16 +296,16 @@ class TorchEngine:
         try:
             for p, master in kept:
                 p.data = master.to(dtype)
-            yield
+            return [self._alone(self.model, ids) for ids in probes]
         finally:
             for p, master in kept:
                 p.data = master
             self.model.train(trained)
             self._own_forward()
 
-    def _alone(self, ids: Tensor) -> Tensor:
+    def _alone(self, model: Any, ids: Tensor) -> Tensor:
         """[t] -> log-probs [t-1] by the model's own forward pass."""
-        z = self.model(input_ids=ids[None].to(self.device), use_cache=False).logits[0].to(self.master)
+        z = model(input_ids=ids[None].to(self.device), use_cache=False).logits[0].to(self.master)
         return torch.log_softmax(z, -1)[:-1].gather(-1, ids[1:, None].to(self.device))[:, 0].cpu()
 
     def _refuse_noise(self) -> None:
@@ -277,8 +323,8 @@ class TorchEngine:
 
     def optim_step(self) -> Metrics:
         assert self.optimizer is not None and self.spec is not None
-        params = [p for p in self._trained().parameters() if p.requires_grad]
-        norm = grad_norm(params)
+        params = self._params()
+        norm = self._grad_norm(params)
         lr = learning_rate(self.spec, self._optimizer_step)
         finite = bool(torch.isfinite(norm))
         if finite:
@@ -298,13 +344,20 @@ class TorchEngine:
             "skipped_updates": Metric(0.0 if finite else 1.0, 1, "update", "sum"),
         }
 
+    def _params(self) -> list[nn.Parameter]:
+        """The trained tensors, or what this process holds of them, with their gradients."""
+        return [p for p in self._trained().parameters() if p.requires_grad]
+
+    def _grad_norm(self, params: Sequence[nn.Parameter]) -> Tensor:
+        return grad_norm(params)
+
     def _refuse(self, norm: float) -> None:
         """A non-finite gradient: weights stay as they are, the batch is dumped, and too many in a row stop the run."""
         assert self.spec is not None
         self._skipped += 1
         where = "nowhere (no dump directory)"
         if self._dump_dir is not None and self._last is not None:
-            path = self._dump_dir / f"nonfinite_update_{self._optimizer_step}_{self._skipped}.pt"
+            path = self._dump_dir / f"nonfinite_update_{self._optimizer_step}_{self._skipped}{self._suffix}.pt"
             batch, names = self._last
             seen: dict[str, Any] = {"ids": batch.ids, "targets": batch.targets}
             seen |= {"seg_start": batch.seg_start, "row_start": batch.row_start}
@@ -330,7 +383,7 @@ class TorchEngine:
         every = self._model_weights()
         if self.head == "score":
             assert self.value_head is not None
-            return classifier_tensors(self.model.base_model_prefix, every, self.value_head.weight)
+            return classifier_tensors(self.model.base_model_prefix, every, self._whole(self.value_head.weight))
         return every
 
     def _model_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -338,10 +391,14 @@ class TorchEngine:
         for name, p in self.model.named_parameters(remove_duplicate=False):
             if id(p) not in seen:
                 seen.add(id(p))
-                yield name, p.detach()
+                yield name, self._whole(p)
         for name, b in self.model.named_buffers():
             if name in self.model.state_dict():
                 yield name, b
+
+    def _whole(self, p: Tensor) -> Tensor:
+        """All of a parameter, of which a process may hold a part."""
+        return p.detach()
 
     @property
     def tied(self) -> dict[str, str]:
@@ -424,7 +481,7 @@ def _flat_origin(batch: Batch) -> Tensor:
     return unshare(replace(batch, ids=torch.arange(batch.num_tokens))).ids
 
 
-def build(options: Options, context: EngineContext) -> TorchEngine:
+def build(options: Options, context: EngineContext, engine: Callable[..., TorchEngine] = TorchEngine) -> TorchEngine:
     """The engine of a folder. A reward model or critic starts from the folder's score head where it has one; a frozen
     reward model must have one, a trained one starts at 0 (every first score is 0, whatever the seed)."""
     c = context
@@ -434,7 +491,7 @@ def build(options: Options, context: EngineContext) -> TorchEngine:
             f"{c.folder}: no {SCORE_WEIGHT} in its weights: a language model, not a reward model; train one with "
             "verl rm"
         )
-    engine = TorchEngine(
+    return engine(
         load_causal_lm(c.folder, trust_remote_code=c.trust_remote_code, needs_lm_head=c.head == "lm"),
         head=c.head,
         optim=c.optim and replace(c.optim, max_skipped_updates=options.max_skipped_updates),
@@ -445,8 +502,5 @@ def build(options: Options, context: EngineContext) -> TorchEngine:
         gradient_checkpointing=c.gradient_checkpointing and c.optim is not None,
         share_prefix=options.share_prefix,
         dump_dir=c.dump_dir,
+        score=score,
     )
-    if score is not None:
-        assert engine.value_head is not None
-        engine.value_head.weight.data.copy_(score)
-    return engine

@@ -3,6 +3,8 @@ chunk of logits is made, reduced and dropped in the forward pass and made again 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,6 +13,16 @@ from torch.autograd.function import once_differentiable
 
 _CHUNK_BYTES = 16 << 20  # of one chunk of float32 logits: small enough for the caches, large enough for the GEMM
 _CHUNK_ROWS = 64  # at least: each chunk reads and writes the whole gradient of the head
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """A vocabulary of which every rank of a group has a slice of the head. start: the first id of this rank's · enter:
+    the identity, whose gradient is summed over the group · gather: [...] -> [ranks, ...] of the whole group."""
+
+    start: int
+    enter: Callable[[Tensor], Tensor]
+    gather: Callable[[Tensor], Tensor]
 
 
 class _LinearLogprob(torch.autograd.Function):
@@ -25,7 +37,13 @@ class _LinearLogprob(torch.autograd.Function):
         cap: float,
         want_entropy: bool,
         want_sum_pi_squared: bool,
+        vocabulary: Vocabulary | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        here = None  # [n] targets in this rank's slice of the vocabulary
+        if vocabulary is not None:
+            targets = targets - vocabulary.start
+            here = (targets >= 0) & (targets < len(weight))
+            targets = targets.clamp(0, len(weight) - 1)
         n = hidden.shape[0]
         exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         logprobs = torch.empty(n, dtype=exact, device=hidden.device)
@@ -36,13 +54,16 @@ class _LinearLogprob(torch.autograd.Function):
         for at in _chunks(n, weight.shape[0]):
             z = _logits(hidden[at], cast, bias, temperature[at], cap)
             lse[at] = torch.logsumexp(z, -1)
-            logprobs[at] = z.gather(-1, targets[at, None])[:, 0] - lse[at]
+            logprobs[at] = z.gather(-1, targets[at, None])[:, 0]
             if sum_pi2 is not None:
                 sum_pi2[at] = torch.exp(torch.logsumexp(2 * z, -1) - 2 * lse[at])
             if entropy is not None:
                 logp = _centred(z, lse[at])
                 entropy[at] = -(logp.exp().mul_(logp)).sum(-1)
-        ctx.save_for_backward(hidden, weight, bias, targets, temperature, lse, entropy)
+        if vocabulary is not None and here is not None:
+            logprobs, lse, entropy, sum_pi2 = _over_slices(vocabulary, logprobs * here, lse, entropy, sum_pi2)
+        logprobs -= lse
+        ctx.save_for_backward(hidden, weight, bias, targets, temperature, lse, entropy, here)
         ctx.cap = cap
         ctx.set_materialize_grads(False)  # an output that no loss uses costs nothing
         if sum_pi2 is not None:
@@ -52,7 +73,7 @@ class _LinearLogprob(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_logprob: Tensor | None, d_entropy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, temperature, lse, entropy = ctx.saved_tensors
+        hidden, weight, bias, targets, temperature, lse, entropy, here = ctx.saved_tensors
         d_logprob = torch.zeros_like(lse) if d_logprob is None else d_logprob
         # rows that nothing depends on are left out: groups without signal cost nothing, a NaN in them reaches nothing
         needed = d_logprob != 0 if d_entropy is None else (d_logprob != 0) | (d_entropy != 0)
@@ -72,7 +93,7 @@ class _LinearLogprob(torch.autograd.Function):
             else:  # dH/dz = -p (log p + H)
                 p = logp.exp()
                 dz = logp.add_(entropy[at, None]).mul_(-d_entropy[at, None]).sub_(d).mul_(p)
-            dz.scatter_add_(-1, targets[at, None], d)
+            dz.scatter_add_(-1, targets[at, None], d if here is None else d * here[at, None])
             dz /= temperature[at, None]
             if slope is not None:
                 dz *= slope
@@ -84,7 +105,23 @@ class _LinearLogprob(torch.autograd.Function):
                 d_weight.addmm_(dz.T, h)
             else:
                 d_weight += dz.T @ h
-        return d_hidden, d_weight.to(weight.dtype), None if d_bias is None else d_bias.to(bias.dtype), *[None] * 5
+        return d_hidden, d_weight.to(weight.dtype), None if d_bias is None else d_bias.to(bias.dtype), *[None] * 6
+
+
+def _over_slices(
+    vocabulary: Vocabulary, z: Tensor, lse: Tensor, entropy: Tensor | None, sum_pi2: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The target's logit (0 where it is in another slice), log-sum-exp, entropy and sum of squares, each [n] of this
+    rank's slice -> of the whole vocabulary, whose distribution is a mixture of the slices'."""
+    known = [x for x in (z, lse, entropy, sum_pi2) if x is not None]
+    of_ranks = iter(vocabulary.gather(torch.stack(known)).unbind(1))  # each [ranks, n]
+    z, parts = next(of_ranks).sum(0), next(of_ranks)
+    lse = torch.logsumexp(parts, 0)
+    log_share = (parts - lse).clamp_(min=-1e30)
+    share = log_share.exp()
+    entropy = None if entropy is None else (share * (next(of_ranks) - log_share)).sum(0)
+    sum_pi2 = None if sum_pi2 is None else (share.square() * next(of_ranks)).sum(0)
+    return z, lse, entropy, sum_pi2
 
 
 def _chunks(n: int, vocab_size: int) -> list[slice]:
@@ -118,8 +155,12 @@ def linear_logprob(
     cap: float = 0.0,
     entropy: bool = False,
     sum_pi_squared: bool = False,
+    vocabulary: Vocabulary | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Log-prob [n] of `targets` [n] under softmax(hidden [n, H] @ weight [V, H]^T / temperature [n]), float32; cap > 0:
     of cap tanh(logits / cap) instead, before the temperature (Gemma 2). If asked for, the entropy [n] in nats
-    (differentiable) and sum_v pi_v^2 [n] (not)."""
-    return _LinearLogprob.apply(hidden, weight, bias, targets, temperature, cap, entropy, sum_pi_squared)
+    (differentiable) and sum_v pi_v^2 [n] (not).
+
+    vocabulary: `weight` and `bias` are one rank's slice; `targets` are ids of the whole, results are of the whole."""
+    hidden = hidden if vocabulary is None else vocabulary.enter(hidden)
+    return _LinearLogprob.apply(hidden, weight, bias, targets, temperature, cap, entropy, sum_pi_squared, vocabulary)
