@@ -1,13 +1,18 @@
-"""One Ray for all tests of this folder, which `make test` leaves out: it takes some ten seconds to start."""
+"""One Ray for all tests of this folder, which `make test` leaves out: it takes some ten seconds to start.
+FULL_GRID=1 makes every combination of the gate."""
 
 from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "numerics")]
 
 
 @pytest.fixture(scope="session")

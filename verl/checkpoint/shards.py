@@ -16,7 +16,8 @@ MAX_FILE_BYTES = 256 << 20  # a file is put together in memory before it is writ
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write `tensors` into the new folder `path`, in files of bounded size. OSError as of any write."""
+    """Write `tensors` into the new folder `path`, in files of bounded size: where there are many ranks, each what it
+    holds, and all of them call this. OSError as of any write."""
     path.mkdir(parents=True, exist_ok=True)
     file_of: dict[str, int] = {}
     index, held = 1, 0
@@ -25,7 +26,9 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         if held and held + size > MAX_FILE_BYTES:
             index, held = index + 1, 0
         file_of[name], held = index, held + size
-    writer = dcp.HuggingFaceStorageWriter(str(path), fqn_to_index_mapping=file_of, thread_count=1)
+    writer = dcp.HuggingFaceStorageWriter(
+        str(path), fqn_to_index_mapping=file_of, thread_count=1, save_distributed=not _alone()
+    )
     with _own_errors():
         dcp.save(dict(tensors), storage_writer=writer, no_dist=_alone())
 

@@ -32,7 +32,8 @@ class Backend:
 
 Table = Mapping[str, Backend]
 MODEL: Table = {
-    "torch": Backend(build="verl.model_engine.torch_engine:build", options="verl.model_engine.options:Options")
+    "torch": Backend(build="verl.model_engine.torch_engine:build", options="verl.model_engine.options:Options"),
+    "sharded": Backend(build="verl.model_engine.sharded:build", options="verl.model_engine.options:Options"),
 }
 ROLLOUT: Table = {
     "native": Backend(

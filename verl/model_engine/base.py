@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from verl.batch import Batch
+from verl.model_engine.layout import Layout
 from verl.model_engine.optim import OptimSpec
 from verl.nn.heads import Head
 from verl.objective import Term
@@ -61,7 +62,7 @@ class OneRank:
 class EngineContext:
     """What every backend builds an engine from, besides its own options. `folder`: a Hugging Face folder · head: lm
     (policy, reference), value (critic) or score (reward model) · optim: None for a frozen model · dump_dir: where a
-    batch with a non-finite gradient is written."""
+    batch with a non-finite gradient is written · layout: of the ranks that hold the model together."""
 
     folder: Path
     head: Head = "lm"
@@ -72,6 +73,7 @@ class EngineContext:
     gradient_checkpointing: bool = False
     trust_remote_code: bool = False
     dump_dir: Path | None = None
+    layout: Layout = field(default_factory=Layout)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +140,7 @@ class ModelEngine(Protocol):
 
     @property
     def masters(self) -> Mapping[str, Tensor]:
-        """The trained tensors by the engine's own names."""
+        """The trained tensors by the engine's own names; of a sharded engine what this rank holds of them."""
         ...
 
     @property

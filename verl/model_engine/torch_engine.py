@@ -34,7 +34,7 @@ from verl.nn import attention
 from verl.nn.fused import fuse, unfuse
 from verl.nn.heads import Head, ValueHead
 from verl.nn.linear_logprob import Vocabulary, linear_logprob
-from verl.nn.packing import check_packing, probe_batch, probe_sequences
+from verl.nn.packing import check_packing, probe_sequences, refuse_noise
 from verl.nn.precision import native_bf16, rounded
 from verl.objective import Term
 from verl.types import Metric, Metrics, merge_metrics
@@ -254,8 +254,11 @@ class TorchEngine:
     def check_packing(self, *, share_prefix: bool) -> float:
         """Prove at start that a pass computes the model and nothing else: no noise, no leak between packed rows, all of
         the head. ValueError where it does not. Returns the largest difference."""
-        self._refuse_noise()
         text = self.model.config.get_text_config()
+        output = "logprobs" if self.head == "lm" else "values"
+        refuse_noise(
+            lambda batch: self.infer(batch, (output,))[output], text.vocab_size, what=type(self.model).__name__
+        )
 
         def ours(batch: Batch) -> Tensor:
             return self._policy_outputs(batch)["logprobs"].to("cpu", self.master)
@@ -307,17 +310,6 @@ class TorchEngine:
         """[t] -> log-probs [t-1] by the model's own forward pass."""
         z = model(input_ids=ids[None].to(self.device), use_cache=False).logits[0].to(self.master)
         return torch.log_softmax(z, -1)[:-1].gather(-1, ids[1:, None].to(self.device))[:, 0].cpu()
-
-    def _refuse_noise(self) -> None:
-        output = "logprobs" if self.head == "lm" else "values"
-        batch = probe_batch(self.model.config.get_text_config().vocab_size, share_prefix=False)
-        first, second = (self.infer(batch, (output,))[output] for _ in range(2))
-        if not torch.allclose(first, second, rtol=1e-3, atol=1e-3, equal_nan=True):
-            raise ValueError(
-                f"{type(self.model).__name__}: two passes over the same tokens differ by "
-                f"{float((first - second).abs().max()):.3g}: the model draws random numbers (a dropout that its "
-                "config.json does not switch off?), so its log-probs are not those of one policy"
-            )
 
     # -- optimizer ---------------------------------------------------------------------------------------------------
 
@@ -432,6 +424,9 @@ class TorchEngine:
 
     def save(self, path: Path) -> None:
         save_tensors(path, self._named_state())
+        self._save_counters(path)
+
+    def _save_counters(self, path: Path) -> None:
         counters = {"optimizer_step": self._optimizer_step, "skipped": self._skipped}
         (path / COUNTERS).write_text(json.dumps(counters))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from verl.batch import Batch, pack, unshare
@@ -29,6 +30,18 @@ def probe_sequences(vocab_size: int) -> list[Tensor]:
     """The probe's sequences, each whole."""
     batch = unshare(probe_batch(vocab_size, share_prefix=False))
     return [batch.ids[a:b] for a, b in zip(batch.seg_start[:-1], batch.seg_start[1:])]
+
+
+def refuse_noise(infer: Callable[[Batch], Tensor], vocab_size: int, *, what: str) -> None:
+    """ValueError where two passes over a probe differ."""
+    batch = probe_batch(vocab_size, share_prefix=False)
+    first, second = infer(batch), infer(batch)
+    if not torch.allclose(first, second, rtol=1e-3, atol=1e-3, equal_nan=True):
+        raise ValueError(
+            f"{what}: two passes over the same tokens differ by {float((first - second).abs().max()):.3g}: the model "
+            "draws random numbers (a dropout that its config.json does not switch off?), so its log-probs are not "
+            "those of one policy"
+        )
 
 
 def check_packing(

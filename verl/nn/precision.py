@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 
 def native_bf16(device: torch.device) -> bool:
@@ -26,3 +26,16 @@ def rounded(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> Iterator[
     finally:
         for p, master in kept:
             p.data = master
+
+
+@contextmanager
+def rounded_in_place(tensors: Iterable[Tensor], dtype: torch.dtype) -> Iterator[None]:
+    """The same for shards, from whose storage others gather: inside, they hold their values rounded to `dtype`."""
+    kept = [(t, t.clone()) for t in tensors]
+    for t, _ in kept:
+        t.copy_(t.to(dtype))
+    try:
+        yield
+    finally:
+        for t, master in kept:
+            t.copy_(master)

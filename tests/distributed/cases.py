@@ -1,0 +1,155 @@
+"""One optimizer step, in one process and over the ranks of a layout: what both find."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from test_split import VOCAB, prepared, samples
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from verl.batch import Batch, select_rows, unshare, without_weight
+from verl.driver.dispatch import shares
+from verl.model_engine.layout import Layout
+from verl.model_engine.optim import OptimSpec
+from verl.model_engine.sharded import ShardedEngine
+from verl.model_engine.torch_engine import TorchEngine
+from verl.types import Refs, merge_metrics, ref_of
+
+SIZES: dict[str, Any] = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    intermediate_size=48,
+    max_position_embeddings=256,
+    initializer_range=0.3,
+    head_dim=8,
+)
+MODELS: dict[str, Callable[[], Any]] = {
+    "qwen3, tied": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, tie_word_embeddings=True)),
+    "llama, biases": lambda: LlamaForCausalLM(
+        LlamaConfig(**SIZES, tie_word_embeddings=False, attention_bias=True, mlp_bias=True)
+    ),
+}
+HEADS = {"actor": "lm", "reference": "lm", "critic": "value", "reward_model": "score"}
+OUTPUTS = {"reference": ("logprobs", "entropy", "sum_pi_squared"), "reward_model": ("scores",)}
+BUDGET = 60  # tokens of a pass: several passes on every rank
+
+
+@cache
+def model(name: str) -> Any:
+    torch.manual_seed(0)
+    return MODELS[name]()
+
+
+def engine(name: str, role: str, layout: Layout | None, **given: Any) -> TorchEngine:
+    """The model on this rank; without a layout in one process."""
+    trained = role in ("actor", "critic")
+    generator = torch.Generator().manual_seed(1)
+    settings: dict[str, Any] = dict(
+        head=HEADS[role],
+        optim=OptimSpec(lr=1e-2) if trained else None,
+        dtype="float32",
+        max_tokens_per_microbatch=BUDGET,
+        score=None if HEADS[role] == "lm" else torch.randn(1, SIZES["hidden_size"], generator=generator),
+    )
+    own = copy.deepcopy(model(name))
+    if layout is None:
+        return TorchEngine(own, **settings | given)
+    return ShardedEngine(own, layout=layout, **settings | given)
+
+
+@dataclass(frozen=True)
+class Case:
+    layout: Layout
+    role: str = "actor"
+    shared: bool = True
+    idle: bool = False  # so few groups that a rank has no row
+    model: str = "qwen3, tied"
+
+    def batch(self) -> tuple[Refs, Batch, tuple[Any, ...]]:
+        rows = [s for s in samples(11) if not self.idle or s.group_id == "001"]
+        batch, terms = prepared(rows, "ppo:critic" if self.role == "critic" else "grpo")
+        return Refs(ref_of(s) for s in rows), batch if self.shared else unshare(batch), terms
+
+
+def share(case: Case, rank: int) -> tuple[np.ndarray, Batch, int]:
+    """The rows of a rank, their batch and the number of passes, as the driver gives them out."""
+    refs, batch, _ = case.batch()
+    found = shares(refs, case.layout.data, max_tokens=BUDGET, shares_prefix=case.shared)
+    mine = found[case.layout.place(rank).data]
+    rows = np.array(mine.rows or (0,), np.int64)
+    part = select_rows(batch, rows)
+    return np.array(mine.rows, np.int64), without_weight(part) if mine.idle else part, mine.num_microbatches
+
+
+def gradients(e: TorchEngine) -> dict[str, Tensor]:
+    every = {n: p.grad for n, p in e._trained().named_parameters() if p.grad is not None}
+    return {n: e._whole(g).clone() for n, g in every.items()}
+
+
+def one_process(case: Case, **given: Any) -> dict[str, Tensor]:
+    _, batch, terms = case.batch()
+    e = engine(case.model, case.role, None, **given)
+    if case.role in OUTPUTS:
+        return e.infer(batch, OUTPUTS[case.role])
+    out = e.forward_backward(batch, terms)
+    return {"loss": torch.tensor(sum(out.metrics[t.name].total for t in terms)), **out.columns, **gradients(e)}
+
+
+def on_rank(case: Case, rank: int, **given: Any) -> dict[str, Any]:
+    """What one rank has to say: its rows of the outputs, its share of the loss, and whole gradients."""
+    rows, batch, count = share(case, rank)
+    e = engine(case.model, case.role, case.layout, **given)
+    if case.role in OUTPUTS:
+        return {"rows": rows, "columns": e.infer(batch, OUTPUTS[case.role]), "whole": {}, "metrics": {}}
+    out = e.forward_backward(batch, case.batch()[2], count)
+    return {"rows": rows, "columns": dict(out.columns), "whole": gradients(e), "metrics": out.metrics}
+
+
+def together(case: Case, found: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """The ranks' answers as one process would have given them; peers that compute the same rows must agree."""
+    refs, batch, terms = case.batch()
+    out: dict[str, Tensor] = dict(found[0]["whole"])
+    for rank, theirs in enumerate(found):
+        data = case.layout.place(rank).data
+        primary = found[case.layout.primaries[data]]
+        assert theirs["metrics"] == primary["metrics"]
+        assert all(torch.equal(theirs["columns"][n], c) for n, c in primary["columns"].items())
+        assert all(torch.allclose(theirs["whole"][n], g, rtol=1e-6) for n, g in found[0]["whole"].items())
+    for primary in case.layout.primaries:
+        rows = found[primary]["rows"]
+        if len(rows) == 0:
+            continue
+        for name, values in found[primary]["columns"].items():
+            per_row = name == "scores"
+            whole = out.setdefault(name, torch.full((batch.num_rows if per_row else batch.num_loss_tokens,), torch.nan))
+            at = torch.from_numpy(rows)
+            if not per_row:
+                spans = [torch.arange(int(batch.row_start[r]), int(batch.row_start[r + 1])) for r in rows]
+                at = torch.cat(spans)
+            whole[at] = values
+    if case.role not in OUTPUTS:
+        metrics = merge_metrics([found[r]["metrics"] for r in case.layout.primaries])
+        out["loss"] = torch.tensor(sum(metrics[t.name].total for t in terms))
+    return out
+
+
+def differences(found: dict[str, Tensor], expected: dict[str, Tensor], rtol: float = 1e-5) -> list[str]:
+    """Tensors that differ by more than rtol of their largest value."""
+    assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
+    wrong = []
+    for name, e in expected.items():
+        scale = float(e.abs().max())
+        off = float((found[name] - e).abs().max())
+        if not off <= rtol * max(scale, 1e-3):
+            wrong.append(f"{name}: {off / max(scale, 1e-12):.2g} of its largest")
+    return wrong

@@ -1,0 +1,70 @@
+"""Ranks for tests: forked from a process that has imported everything, so that a case costs a fraction of a second."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import pickle
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers.models.llama.modeling_llama
+import transformers.models.qwen3.modeling_qwen3  # noqa: F401
+
+TIMEOUT_S = 60.0
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+torch.set_num_threads(1)  # before anything is computed: a fork does not carry the threads of its parent
+
+
+def run(world_size: int, fn: Callable[[int], Any], *, timeout_s: float = TIMEOUT_S) -> list[Any]:
+    """What fn(rank) returned on each of `world_size` ranks of one gloo group. The first that fails ends all of them,
+    and its traceback is the error."""
+    with tempfile.TemporaryDirectory() as folder:
+        pids = [_start(rank, world_size, fn, Path(folder), timeout_s) for rank in range(world_size)]
+        waiting, failed, end = set(pids), None, time.monotonic() + timeout_s
+        try:
+            while waiting and failed is None:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid in waiting:
+                    waiting.remove(pid)
+                    failed = pids.index(pid) if status else None
+                elif time.monotonic() > end:
+                    raise TimeoutError(f"ranks {sorted(pids.index(p) for p in waiting)} are not done in {timeout_s} s")
+                else:
+                    time.sleep(0.005)
+        finally:
+            for pid in waiting:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        if failed is not None:
+            errors = [p.read_text() for p in sorted(Path(folder).glob("*.error"), key=lambda p: p.stat().st_mtime_ns)]
+            raise RuntimeError(errors[0] if errors else f"rank {failed} died")
+        return [pickle.loads((Path(folder) / f"{rank}.result").read_bytes()) for rank in range(world_size)]
+
+
+def _start(rank: int, world_size: int, fn: Callable[[int], Any], folder: Path, timeout_s: float) -> int:
+    if pid := os.fork():
+        return pid
+    code = 1
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/rendezvous",
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=timeout_s),
+        )
+        (folder / f"{rank}.result").write_bytes(pickle.dumps(fn(rank)))
+        dist.barrier()
+        code = 0
+    except BaseException:
+        (folder / f"{rank}.error").write_text(f"rank {rank}: {traceback.format_exc()}")
+    finally:
+        os._exit(code)

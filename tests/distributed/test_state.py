@@ -1,0 +1,259 @@
+"""Weights, optimizer, precision and proofs of an engine over several ranks, against the engine of one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cases import Case, differences, engine, on_rank, one_process, share, together
+from forked import run
+
+from verl.checkpoint.shards import tensor_names
+from verl.model_engine.layout import Layout
+from verl.model_engine.optim import OptimSpec
+from verl.nn import precision
+from verl.weight_sync.sender import WeightSender
+
+ONE, TWO, FOUR = Layout(world_size=1), Layout(world_size=2), Layout(world_size=4, replicate=2)
+LAYOUTS = {
+    "one": ONE,
+    "two": TWO,
+    "three": Layout(world_size=3),
+    "copies": Layout(world_size=2, replicate=2),
+    "four": FOUR,
+}
+EXACT = {"dtype": "float64"}  # Adam makes steps of the noise in a gradient that is 0
+
+
+def steps(case: Case, rank: int | None, number: int, e: Any) -> Any:
+    """So many optimizer steps on the same rows, with a gradient that is clipped."""
+    for _ in range(number):
+        if rank is None:
+            _, batch, terms = case.batch()
+            e.forward_backward(batch, terms)
+        else:
+            _, batch, count = share(case, rank)
+            e.forward_backward(batch, case.batch()[2], count)
+        e.optim_step()
+    return e
+
+
+def weights(e: Any) -> dict[str, torch.Tensor]:
+    return {name: t.clone() for name, t in e.weights()}
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_updates_agree_for_every_number_of_ranks(role):
+    for name, layout in LAYOUTS.items():
+        case = Case(layout, role, model="llama, biases" if name == "two" else "qwen3, tied")
+        expected = weights(steps(case, None, 2, engine(case.model, role, None, **EXACT)))
+        start = weights(engine(case.model, role, None, **EXACT))
+        assert max(float((expected[n] - w).abs().max()) for n, w in start.items()) > 1e-3, "nothing was learned"
+        found = run(
+            layout.world_size, lambda rank: weights(steps(case, rank, 2, engine(case.model, role, layout, **EXACT)))
+        )
+        for theirs in found:
+            assert not differences(theirs, expected, rtol=1e-9), name
+
+
+def test_emulated_bfloat16_rounds_what_is_gathered():
+    """The switch changes the numbers, exactly as in one process, and the masters stay as they are."""
+    for layout in (ONE, TWO, FOUR):
+        case = Case(layout)
+        given = {"dtype": "bfloat16", "emulate_bf16": True}
+
+        def both(rank: int) -> Any:
+            found = on_rank(case, rank, **given)
+            e = engine(case.model, "actor", layout, **given)
+            before = weights(e)
+            e.infer(share(case, rank)[1], ("logprobs",))
+            return found, before, weights(e)
+
+        found = run(layout.world_size, both)
+        got, exact = together(case, [f[0] for f in found]), one_process(case)
+        assert not differences(got, one_process(case, **given), rtol=1e-5)
+        assert max(float((got[n] - exact[n]).abs().max() / exact[n].abs().max()) for n in exact) > 1e-3
+        for _, before, after in found:
+            assert all(torch.equal(before[n], after[n]) for n in before)
+
+
+def test_a_precision_that_does_nothing_is_seen(monkeypatch):
+    monkeypatch.setattr(
+        "verl.model_engine.sharded.rounded_in_place", lambda shards, dtype: precision.rounded([], dtype)
+    )
+    case, given = Case(TWO), {"dtype": "bfloat16", "emulate_bf16": True}
+    found = run(2, lambda rank: on_rank(case, rank, **given))
+    assert differences(together(case, found), one_process(case, **given), rtol=1e-3)
+
+
+def test_a_checkpoint_of_any_world_continues_on_any_other(tmp_path):
+    """Two steps, saved, two more: the weights of four steps in one process, whoever wrote and whoever reads."""
+    for role in ("actor", "critic"):
+        case = Case(ONE, role)
+        expected = weights(steps(case, None, 4, engine(case.model, role, None, **EXACT)))
+        for name, layout in (("none", None), *LAYOUTS.items()):
+            written = tmp_path / role / name
+
+            def write(rank: int, layout: Layout | None = layout, written: Path = written) -> None:
+                mine = Case(layout or ONE, role)
+                steps(mine, None if layout is None else rank, 2, engine(case.model, role, layout, **EXACT)).save(
+                    written
+                )
+
+            run(layout.world_size, write) if layout else write(0)
+            files = sorted(p.name for p in written.glob("*.safetensors"))
+            assert len(files) == (layout.world_size if layout else 1), "every rank writes"
+        names = {tensor_names(tmp_path / role / name) for name in ("none", *LAYOUTS)}
+        assert len(names) == 1
+        readers = {
+            "none": ("two", "four"),
+            "one": ("none",),
+            "two": ("none", "four"),
+            "four": ("two", "none"),
+            "three": ("four",),
+        }
+        for name, others in readers.items():
+            for other in others:
+                layout = LAYOUTS.get(other)
+
+                def read(rank: int, layout: Layout | None = layout, written: Path = tmp_path / role / name) -> Any:
+                    e = engine(case.model, role, layout, **EXACT)
+                    e.load(written)
+                    assert e.optimizer_step == 2
+                    return weights(steps(Case(layout or ONE, role), None if layout is None else rank, 2, e))
+
+                found = run(layout.world_size, read) if layout else [read(0)]
+                assert not differences(found[-1], expected, rtol=1e-9), (role, name, other)
+        assert json.loads((tmp_path / role / "four" / "engine.json").read_text())["optimizer_step"] == 2
+
+
+def test_a_checkpoint_of_another_model_is_refused_on_every_rank(tmp_path):
+    case = Case(TWO)
+    run(2, lambda rank: engine(case.model, "actor", TWO).save(tmp_path / "c"))
+
+    def refused(rank: int) -> str:
+        with pytest.raises(ValueError) as e:
+            engine("llama, biases", "actor", TWO).load(tmp_path / "c")
+        return str(e.value)
+
+    assert all("the checkpoint is of another model" in message for message in run(2, refused))
+
+
+@pytest.mark.parametrize("role", ["actor", "critic", "reward_model"])
+def test_the_proof_at_start_and_the_models_own_pass_are_those_of_one_process(role):
+    probes = [np.arange(2, 12), np.arange(5, 9)]
+    for layout in (ONE, TWO):
+        for model in ("qwen3, tied", "llama, biases"):
+            alone = engine(model, role, None)
+
+            def prove(rank: int, model: str = model, layout: Layout = layout) -> Any:
+                e = engine(model, role, layout)
+                worst = e.check_packing(share_prefix=True)
+                own = {dtype: e.own_logprobs(probes, dtype) for dtype in ("float32", "bfloat16")}
+                again = e.infer(share(Case(layout, "reference", model=model), rank)[1], alone.capabilities.outputs[:1])
+                return worst, own, weights(e), again
+
+            for worst, own, held, _ in run(layout.world_size, prove):
+                assert 0 < worst < 1e-4
+                for dtype, found in own.items():
+                    for mine, theirs in zip(found, alone.own_logprobs(probes, dtype), strict=True):
+                        assert np.allclose(mine, theirs, atol=1e-5)
+                assert all(torch.equal(held[n], t) for n, t in alone.weights())
+
+
+def test_weights_leave_whole_under_their_own_names_and_ties_are_kept():
+    """What a publish sends from two ranks is what it sends from one; the rank that does not send keeps step."""
+    probes = [np.arange(2, 12)]
+
+    def publish(e: Any, rank: int) -> Any:
+        sender = WeightSender(_Outlet(), verify_first=1)
+        if rank:
+            return sender.attend(e, 0, probes)
+        sent = sender.send(e, 0, probes, copy=True)
+        return sent.source.manifest, sent.num_bytes, sent.probed.logprobs
+
+    expected = publish(engine("qwen3, tied", "actor", None), 0)
+    found = run(2, lambda rank: publish(engine("qwen3, tied", "actor", TWO), rank))[0]
+    assert found[:2] == expected[:2] and np.allclose(found[2], expected[2], atol=1e-5)
+    assert found[0]["lm_head.weight"].tied_to == "model.embed_tokens.weight"
+
+
+class _Outlet:
+    transport = "nowhere:open"
+
+    def stage(self, version: int, tensors: Any) -> str:
+        return "nowhere"
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_is_refused_by_all(tmp_path):
+    case = Case(TWO)
+
+    def spoiled(rank: int) -> Any:
+        e = engine(case.model, "actor", TWO, dump_dir=tmp_path, optim=OptimSpec(lr=1e-2, max_skipped_updates=1))
+        before = weights(e)
+        _, batch, count = share(case, rank)
+        steps(case, rank, 1, e)
+        moved = weights(e)
+        for attempt in range(2):
+            e.forward_backward(batch, case.batch()[2], count)
+            if rank == 1:
+                e._params()[0].grad.fill_(float("nan"))
+            if attempt:
+                with pytest.raises(FloatingPointError):
+                    e.optim_step()
+            else:
+                assert e.optim_step()["skipped_updates"].value == 1
+        assert not any(p.grad is not None for p in e._trained().parameters())
+        return (
+            e.optimizer_step,
+            all(torch.equal(moved[n], w) for n, w in e.weights()),
+            torch.equal(before["model.norm.weight"], moved["model.norm.weight"]),
+        )
+
+    assert run(2, spoiled) == [(1, True, False)] * 2
+    assert {p.name for p in tmp_path.iterdir()} >= {"nonfinite_update_1_1_rank0.pt", "nonfinite_update_1_1_rank1.pt"}
+
+
+def test_it_works_on_after_it_was_moved_away_and_back():
+    case = Case(TWO)
+
+    def moved(rank: int) -> Any:
+        e = steps(case, rank, 1, engine(case.model, "actor", TWO, **EXACT))
+        e.to("cpu", ("optimizer",))
+        e._root._apply(lambda t: t.clone())  # new storage, as a device's is
+        e.to("cpu")
+        return weights(steps(case, rank, 1, e))
+
+    expected = weights(steps(case, None, 2, engine(case.model, "actor", None, **EXACT)))
+    assert not differences(run(2, moved)[0], expected, rtol=1e-9)
+
+
+def test_every_rank_makes_the_passes_of_the_one_that_needs_most():
+    """Without a number from the driver too: as in `infer`, or else one rank would wait for the other for ever."""
+    case = Case(TWO, "reference")
+
+    def uneven(rank: int) -> Any:
+        _, batch, _ = share(case, 0)
+        e = engine(case.model, "reference", TWO, max_tokens_per_microbatch=20 if rank else 10_000)
+        return e.infer(batch, ("logprobs",))["logprobs"]
+
+    first, second = run(2, uneven)
+    assert torch.allclose(first, second, atol=1e-5)
+
+
+def test_layouts_that_it_cannot_do_are_refused():
+    def refused(rank: int) -> list[str]:
+        out = []
+        for given in ({"pipeline": 2}, {"expert": 2}):
+            with pytest.raises(ValueError) as e:
+                engine("qwen3, tied", "actor", Layout(world_size=2, **given))
+            out.append(str(e.value))
+        return out
+
+    for pipeline, expert in run(2, refused):
+        assert pipeline.startswith("parallel.pipeline=2: this engine cannot do it yet")
+        assert expert.startswith("parallel.expert=2: this engine cannot do it yet")

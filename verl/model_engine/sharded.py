@@ -1,0 +1,219 @@
+"""The model engine of one rank among many: FSDP2 over torch.distributed, the rest as in one process.
+
+Every parameter is a DTensor of which a rank holds a part; a layer's are gathered when a pass reaches it. What a rank
+computes with is what `TorchEngine` computes with, so nothing here knows a loss. All ranks of a layout call the same
+methods in the same order. Gradients are summed, never averaged: the weights of a step already hold its one division.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, Shard
+
+from verl.batch import Batch, exactly
+from verl.model_engine.base import EngineContext
+from verl.model_engine.layout import Layout
+from verl.model_engine.options import Options
+from verl.model_engine.torch_engine import TorchEngine, Which
+from verl.model_engine.torch_engine import build as build_torch
+from verl.nn.precision import rounded_in_place
+
+
+class _Root(nn.Module):
+    """What is wrapped as a whole. A pass of the engine runs as a method of it: only then are the weights that belong
+    to no layer (embeddings, last norm, heads) gathered before it."""
+
+    def __init__(self, model: nn.Module, value_head: nn.Module | None) -> None:
+        super().__init__()
+        self.model, self.value_head = model, value_head
+
+    def run(self, fn: Any, *args: Any) -> Any:
+        return fn(*args)
+
+
+class ShardedEngine(TorchEngine):
+    """See `ModelEngine` and `TorchEngine`. layout: how the ranks of the default process group are arranged; that group
+    exists, with a deadline of its own."""
+
+    def __init__(self, model: Any, *, layout: Layout, **settings: Any) -> None:
+        assert layout.world_size == dist.get_world_size(), (layout, dist.get_world_size())
+        for name in ("pipeline", "expert"):
+            if (size := getattr(layout, name)) > 1:
+                raise ValueError(f"parallel.{name}={size}: this engine cannot do it yet; use parallel.{name}=1")
+        self.layout = layout
+        self.place = layout.place(dist.get_rank())
+        self._suffix = f"_rank{dist.get_rank()}"
+        super().__init__(model, **settings)
+
+    def _place(self) -> None:
+        names, sizes = ("replicate", "shard", "tensor"), (self.layout.replicate, self.layout.shard, self.layout.tensor)
+        self._mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
+        over = self._mesh["replicate", "shard"] if self.layout.replicate > 1 else self._mesh["shard"]
+        for p in {*self.model.parameters()} - {*self._trained().parameters()}:
+            p.requires_grad_(False)  # of a head that is not trained
+        self._root: Any = _Root(self.model, self.value_head)
+        lm_head = self.model.get_output_embeddings()
+        alone = [lm_head] if self.value_head is not None and not self.model.config.tie_word_embeddings else []
+        for module in (*self._layers(self.model), *alone):
+            fully_shard(module, mesh=over)
+        fully_shard(self._root, mesh=over)
+        for module in self._root.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        register_fsdp_forward_method(self._root, "run")
+
+    def _layers(self, model: nn.Module) -> list[nn.Module]:
+        """The parts whose weights are gathered and dropped together."""
+        kinds: Any = model._no_split_modules or ()
+        return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in kinds]
+
+    # -- passes --------------------------------------------------------------------------------------------------------
+
+    def _outputs(self, batch: Batch, wanted: Sequence[str]) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = self._root.run(super()._outputs, batch, wanted)
+        return found
+
+    def _value_outputs(self, name: str, rows: Tensor, which: Which) -> dict[str, Tensor]:
+        return {n: x.clone() for n, x in super()._value_outputs(name, rows, which).items()}  # FSDP wants no view
+
+    def _cut(self, batch: Batch, count: int = 0) -> list[np.ndarray]:
+        """On every rank as many passes as on the one that needs most: each pass is a collective."""
+        parts = super()._cut(batch, count)
+        most = torch.tensor(len(parts), device=self.device)
+        dist.all_reduce(most, dist.ReduceOp.MAX)
+        return exactly(parts, int(most))
+
+    @contextmanager
+    def _compute_weights(self) -> Iterator[None]:
+        """What is gathered is rounded where it is kept: FSDP does not look at `p.data` of what it once gathered."""
+        shards = [_part(p) for p in self.model.parameters()]
+        with rounded_in_place(shards, self.dtype) if self._rounded else nullcontext():
+            try:
+                yield
+            finally:
+                self._root.reshard()  # else the next pass would see these weights again, whatever became of them
+
+    def _policy_outputs(self, batch: Batch) -> dict[str, Tensor]:
+        lm_head = self.model.get_output_embeddings()
+        if isinstance(lm_head, FSDPModule):
+            lm_head.unshard()
+        try:
+            found: dict[str, Tensor] = self._root.run(super()._policy_outputs, batch)
+        finally:
+            for module in (self._root, lm_head):
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+        return found
+
+    def _models_own(self, probes: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """Through a second model without storage, as transformers makes it: a layer's weights are gathered when it is
+        reached and dropped behind it, so that no rank ever holds the whole model."""
+        with torch.device("meta"):
+            own: Any = type(self.model)(copy.deepcopy(self.model.config)).eval().requires_grad_(False)
+        own.set_attn_implementation(self._models_attention)
+        sharded = dict(self.model.named_parameters(remove_duplicate=False))
+        layers = {id(module) for module in self._layers(own)}
+        inside = set()
+        for prefix, module in list(own.named_modules()):
+            if id(module) in layers:
+                names = [f"{prefix}.{name}" for name, _ in module.named_parameters()]
+                inside |= {*names}
+                module.register_forward_pre_hook(lambda *_, names=names: self._fill(own, sharded, names, dtype))
+                module.register_forward_hook(lambda *_, names=names: _drop(own, names))
+        self._fill(own, sharded, [name for name in sharded if name not in inside], dtype)
+        for name, buffer in self.model.named_buffers():
+            _owner(own, name)._buffers[name.rpartition(".")[2]] = buffer
+        return [self._alone(own, ids) for ids in probes]
+
+    def _fill(self, own: nn.Module, sharded: dict[str, nn.Parameter], names: Sequence[str], dtype: torch.dtype) -> None:
+        for name in names:
+            whole = nn.Parameter(self._whole(sharded[name]).to(dtype), requires_grad=False)
+            _owner(own, name)._parameters[name.rpartition(".")[2]] = whole
+
+    # -- optimizer and state -------------------------------------------------------------------------------------------
+
+    def _params(self) -> list[nn.Parameter]:
+        found = []
+        for p in super()._params():
+            if p.grad is not None:
+                part = nn.Parameter(_part(p))
+                part.grad = _part(p.grad)
+                found.append(part)
+        return found
+
+    def _grad_norm(self, params: Sequence[nn.Parameter]) -> Tensor:
+        """Of the whole gradient, on every rank the same: what one rank refuses, all refuse."""
+        squares = torch.zeros(2, dtype=torch.float64, device=self.device)
+        for p in super()._params():
+            if p.grad is not None:
+                split = _split(p, "tensor")
+                norm = torch.linalg.vector_norm(_part(p.grad), dtype=torch.float64)
+                squares[int(split)] += norm.square()
+        dist.all_reduce(squares, group=self._mesh.get_group("shard"))
+        if self.layout.tensor > 1:
+            dist.all_reduce(squares[1], group=self._mesh.get_group("tensor"))
+        return squares.sum().sqrt().to(self.master)
+
+    def _whole(self, p: Tensor) -> Tensor:
+        p = p.detach()
+        return p.full_tensor() if isinstance(p, DTensor) else p
+
+    @property
+    def masters(self) -> dict[str, Tensor]:
+        """This rank's parts."""
+        return {name: _part(p) for name, p in super().masters.items()}
+
+    def _save_counters(self, path: Path) -> None:
+        if dist.get_rank() == 0:
+            super()._save_counters(path)
+
+    def to(self, where: str, parts: Sequence[str] = ("weights", "optimizer")) -> None:
+        if "weights" in parts:
+            self._root.to(where)
+        super().to(where, [part for part in parts if part != "weights"])
+
+
+def _part(p: Any) -> Tensor:
+    """What this rank holds of a parameter or gradient."""
+    part: Tensor = p.detach().to_local()
+    return part
+
+
+def _split(p: Any, axis: str) -> bool:
+    """Whether the ranks along that axis hold different parts."""
+    names = p.device_mesh.mesh_dim_names
+    return axis in names and isinstance(p.placements[names.index(axis)], Shard)
+
+
+def _owner(model: nn.Module, name: str) -> nn.Module:
+    return model.get_submodule(name.rpartition(".")[0])
+
+
+def _drop(own: nn.Module, names: Sequence[str]) -> None:
+    for name in names:
+        shape = own.get_parameter(name).shape
+        empty = nn.Parameter(torch.empty(shape, device="meta"), requires_grad=False)
+        _owner(own, name)._parameters[name.rpartition(".")[2]] = empty
+
+
+def build(options: Options, context: EngineContext) -> TorchEngine:
+    """This rank's engine of a folder. Every rank reads the folder and keeps its part: while it does, host memory holds
+    the float32 model once per rank."""
+    if not dist.is_initialized():
+        raise ValueError(
+            "model.engine=sharded wants one process per rank, and this process has no others: use model.engine=torch"
+        )
+    return build_torch(options, context, partial(ShardedEngine, layout=context.layout))
