@@ -94,8 +94,7 @@ class TorchEngine:
         self._models_attention = self.model.config._attn_implementation or "eager"
         hidden_size = self.model.config.get_text_config().hidden_size
         self.value_head = None if head == "lm" else ValueHead(hidden_size, bias=head == "value").to(self.master)
-        if score is not None:
-            assert self.value_head is not None, "a language model has no scores"
+        if score is not None and self.value_head is not None:
             self.value_head.weight.data.copy_(score)
         if gradient_checkpointing:
             self.model.activation_checkpointing_enable({"use_reentrant": False})
@@ -113,9 +112,9 @@ class TorchEngine:
 
     def _place(self) -> None:
         """Bring the model, which was loaded on the host, to where it computes."""
-        for module in (self.model, self.value_head):
-            if module is not None:
-                module.to(self.device)
+        self.model.to(self.device)
+        if self.value_head is not None:
+            self.value_head.to(self.device)
 
     def _own_forward(self) -> None:
         """Packed attention, and on a CPU the fused norms, in place of the model's own."""
