@@ -18,7 +18,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 
@@ -26,6 +25,7 @@ from verl.batch import Batch, exactly
 from verl.model_engine.base import EngineContext
 from verl.model_engine.layout import Layout
 from verl.model_engine.options import Options
+from verl.model_engine.ranks import mesh
 from verl.model_engine.torch_engine import TorchEngine, Which
 from verl.model_engine.torch_engine import build as build_torch
 from verl.nn.precision import rounded_in_place
@@ -58,9 +58,9 @@ class ShardedEngine(TorchEngine):
         super().__init__(model, **settings)
 
     def _place(self) -> None:
-        names, sizes = ("replicate", "shard", "tensor"), (self.layout.replicate, self.layout.shard, self.layout.tensor)
-        self._mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
-        over = self._mesh["replicate", "shard"] if self.layout.replicate > 1 else self._mesh["shard"]
+        layout = self.layout
+        self._mesh = mesh(self.device.type, replicate=layout.replicate, shard=layout.shard, tensor=layout.tensor)
+        over = self._mesh["replicate", "shard"] if layout.replicate > 1 else self._mesh["shard"]
         for p in {*self.model.parameters()} - {*self._trained().parameters()}:
             p.requires_grad_(False)  # of a head that is not trained
         self._root: Any = _Root(self.model, self.value_head)

@@ -1,0 +1,64 @@
+"""The gate: every layout equals the single process in loss, outputs and all gradients, to 1e-5 of a tensor's largest.
+
+Each pair of (layout, packing), (layout, role), (packing, role) and (layout, a rank without rows) stands in some case;
+FULL_GRID=1 runs every combination."""
+
+from __future__ import annotations
+
+import itertools
+import os
+
+import pytest
+from cases import HEADS, MODELS, Case, differences, on_rank, one_process, together
+from forked import run
+
+from verl.model_engine import sharded
+from verl.model_engine.layout import Layout
+
+LAYOUTS = {
+    "DP": Layout(world_size=2, replicate=2),
+    "FSDP": Layout(world_size=2),
+    "FSDP, three": Layout(world_size=3),
+    "FSDP, four": Layout(world_size=4),
+    "HSDP": Layout(world_size=4, replicate=2),
+}
+FACTORS = (tuple(LAYOUTS), (True, False), tuple(HEADS), (False, True))
+
+
+def pairwise() -> list[tuple]:
+    """A small set of combinations in which each two values of different factors meet: greedy, the same every time."""
+    every = list(itertools.product(*FACTORS))
+
+    def pairs(row: tuple) -> set[tuple]:
+        return {(i, row[i], j, row[j]) for i, j in itertools.combinations(range(len(row)), 2)}
+
+    missing, chosen = set().union(*map(pairs, every)), []
+    while missing:
+        best = max(every, key=lambda row: len(pairs(row) & missing))
+        chosen.append(best)
+        missing -= pairs(best)
+    return chosen
+
+
+GRID = list(itertools.product(*FACTORS)) if os.environ.get("FULL_GRID") else pairwise()
+
+
+@pytest.mark.parametrize("layout, shared, role, idle", GRID)
+def test_every_layout_gives_what_one_process_gives(layout, shared, role, idle):
+    at = LAYOUTS[layout]
+    models = (
+        tuple(MODELS) if os.environ.get("FULL_GRID") else (tuple(MODELS)[(len(role) + shared + idle) % len(MODELS)],)
+    )
+    for name in models:
+        case = Case(at, role, shared, idle and at.data > 1, name)
+        expected = one_process(case)
+        assert all(t.abs().max() > 0 for t in expected.values()), "a test of zeros proves nothing"
+        found = together(case, run(at.world_size, lambda rank: on_rank(case, rank)))
+        wrong = differences(found, expected)
+        assert not wrong, (name, wrong)
+
+
+def test_a_mean_in_place_of_the_sum_is_seen(monkeypatch):
+    monkeypatch.setattr(sharded.FSDPModule, "set_gradient_divide_factor", lambda module, factor: None)
+    case = Case(LAYOUTS["FSDP"])
+    assert differences(together(case, run(2, lambda rank: on_rank(case, rank))), one_process(case), rtol=1e-2)
