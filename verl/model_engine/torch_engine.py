@@ -475,7 +475,7 @@ def _flat_origin(batch: Batch) -> Tensor:
     return unshare(replace(batch, ids=torch.arange(batch.num_tokens))).ids
 
 
-def build(options: Options, context: EngineContext, engine: Callable[..., TorchEngine] = TorchEngine) -> TorchEngine:
+def build(options: Options, context: EngineContext, kind: Callable[..., TorchEngine] | None = None) -> TorchEngine:
     """The engine of a folder. A reward model or critic starts from the folder's score head where it has one; a frozen
     reward model must have one, a trained one starts at 0 (every first score is 0, whatever the seed)."""
     c = context
@@ -485,7 +485,7 @@ def build(options: Options, context: EngineContext, engine: Callable[..., TorchE
             f"{c.folder}: no {SCORE_WEIGHT} in its weights: a language model, not a reward model; train one with "
             "verl rm"
         )
-    return engine(
+    return (kind or TorchEngine)(
         load_causal_lm(c.folder, trust_remote_code=c.trust_remote_code, needs_lm_head=c.head == "lm"),
         head=c.head,
         optim=c.optim and replace(c.optim, max_skipped_updates=options.max_skipped_updates),

@@ -1,0 +1,131 @@
+"""A whole turn of the driver over real ranks: shares, columns, weights of the step, two passes, engines, updates. Every
+rank runs the driver's code; a call reaches the role of this rank, and its answers and rows are exchanged."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import test_virtual_ranks as virtual
+import torch
+from fakes import put
+from forked import run
+
+from verl.driver import assemble, models
+from verl.driver.step import Step, experience_and_update
+from verl.model_engine import sharded
+from verl.model_engine.layout import Layout
+from verl.model_engine.ranks import GroupRanks
+from verl.transfer_queue.memory import MemoryQueue
+from verl.workers.group import Broadcast
+from verl.workers.model_workers import ModelWorkers
+from verl.workers.role import Role
+
+LAYOUTS = {"FSDP": Layout(world_size=2), "HSDP": Layout(world_size=4, replicate=2)}
+REJECTED = {"correction": "mask", "correction_high": 1.5, "correction_denominator": "before_rejection"}
+CASES = {
+    "grpo": ("grpo", {}),
+    "a critic": ("ppo", {}),
+    "two passes": ("kl_cov", {}),
+    "ratios of whole sequences": ("gspo", {}),
+    "rejected tokens count": ("grpo", REJECTED),
+}
+
+
+class LoggedQueue(MemoryQueue):
+    """Every rank has the rows; what one has written, the others get when a call ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: list[Any] = []
+
+    def write(self, refs, columns) -> None:
+        super().write(refs, columns)
+        self.log.append((refs, columns))
+
+    def exchange(self, ranks: GroupRanks) -> None:
+        logs, self.log = ranks.all_gather(self.log), []
+        for rank, log in enumerate(logs):
+            for refs, columns in log if rank != ranks.rank else ():
+                super().write(refs, columns)
+
+
+class RealRanks:
+    """See `WorkerGroup`."""
+
+    def __init__(self, name: str, role: Role, ranks: GroupRanks, queue: LoggedQueue) -> None:
+        self.name, self.world_size = name, ranks.world_size
+        self._role, self._ranks, self._queue = role, ranks, queue
+
+    def submit(self, method, args) -> Future:
+        mine = args.args if isinstance(args, Broadcast) else args[self._ranks.rank]
+        self._queue.log = []  # what the driver's other workers write, they write on every rank
+        answer: Any = method(self._role, *mine)
+        self._queue.exchange(self._ranks)
+        future: Future = Future()
+        future.set_result(self._ranks.all_gather(answer))
+        return future
+
+    def close(self, timeout_s: float = 10.0) -> None: ...
+
+
+def turn(rank: int, layout: Layout, name: str, options: dict[str, Any], model: Path) -> tuple[list[torch.Tensor], Any]:
+    """The gradient of every optimizer step of a turn, in order, and the metrics of the turn."""
+    config = virtual.config_of(name, model, 1, 40)
+    config.model.engine = "sharded"
+    config.algorithm.options.update(options)
+    found: list[torch.Tensor] = []
+
+    class Watched(sharded.ShardedEngine):
+        def optim_step(self):
+            grads = [p.grad for p in self._trained().parameters() if p.grad is not None]
+            found.append(torch.cat([self._whole(g).flatten() for g in grads]))
+            return super().optim_step()
+
+    def workers_of(context, name, engine, **given):
+        ranks, can = GroupRanks(layout, rank), engine.capabilities
+        role = Role(name, context.queue, engine, share_prefix=can.shares_prefix, ranks=ranks)
+        return ModelWorkers(RealRanks(name, role, ranks, context.queue), can)
+
+    build = sharded.build
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded, "ShardedEngine", Watched)
+        patch.setattr(sharded, "build", lambda options, context: build(options, replace(context, layout=layout)))
+        patch.setattr(models, "workers_of", workers_of)
+        patch.setattr(assemble, "workers_of", workers_of)
+        patch.setattr("verl.transfer_queue.memory.MemoryQueue", LoggedQueue)
+        torch.manual_seed(0)
+        learner = assemble.offline_learner(config, 1, Path("/nonexistent"))
+    learner.controllers.critic_warm = True
+    step, rows = Step(0), virtual.samples(learner.algorithm.group.baselines)
+    asyncio.run(experience_and_update(learner, step, put(learner.queue, rows)))
+    learner.close()
+    return found, {n: m.value for n, m in step.metrics.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_turn_over_real_ranks_is_that_of_one_rank(case, tiny_model, monkeypatch):
+    name, options = CASES[case]
+    config_of = virtual.config_of
+
+    def with_options(*given):
+        config = config_of(*given)
+        config.algorithm.options.update(options)
+        return config
+
+    monkeypatch.setattr(virtual, "config_of", with_options)
+    torch.manual_seed(0)
+    expected, metrics = virtual.gradients(name, tiny_model, 1)
+    assert sum(float(g.abs().max()) > 0 for g in expected) >= 2
+    for layout in LAYOUTS.values():
+        for found, theirs in run(layout.world_size, lambda rank: turn(rank, layout, name, options, tiny_model)):
+            assert len(found) == len(expected)
+            for i, (a, b) in enumerate(zip(expected, found)):
+                assert float((a - b).abs().max()) <= 1e-10 * max(1.0, float(a.abs().max())), (layout, i)
+            assert set(metrics) == set(theirs)
+            for metric, value in metrics.items():
+                assert theirs[metric] == pytest.approx(value, rel=1e-8, abs=1e-9), (layout, metric)
