@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import forked  # noqa: F401 - which knows where the next one is
 import numpy as np
 import torch
 from test_split import VOCAB, prepared, samples

@@ -5,14 +5,10 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "numerics")]
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ import datetime
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -18,9 +19,33 @@ import torch.distributed as dist
 import transformers.models.llama.modeling_llama
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
+from verl.model_engine.layout import Layout
+
 TIMEOUT_S = 60.0
+sys.path.append(str(Path(__file__).parents[1] / "numerics"))  # cases of tests there
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 torch.set_num_threads(1)  # before anything is computed: a fork does not carry the threads of its parent
+
+
+class GroupRanks:
+    """See `Ranks`: the ranks that have rows of their own, seen from one of them."""
+
+    def __init__(self, layout: Layout, rank: int) -> None:
+        place = layout.place(rank)
+        self.rank, self.world_size, self.primary = place.data, layout.data, place.primary
+        peers: dict[tuple[int, ...], list[int]] = {}
+        for other in range(layout.world_size):
+            at = layout.place(other)
+            peers.setdefault((at.sequence, at.tensor, at.pipeline), []).append(other)
+        for members in peers.values():  # every rank makes every group, in one order
+            group = dist.new_group(members, backend="gloo")
+            if rank in members:
+                self._group = group
+
+    def all_gather(self, value: Any) -> list[Any]:
+        found: list[Any] = [value] * self.world_size
+        dist.all_gather_object(found, value, group=self._group)
+        return found
 
 
 def run(world_size: int, fn: Callable[[int], Any], *, timeout_s: float = TIMEOUT_S) -> list[Any]:

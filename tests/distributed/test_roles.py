@@ -9,21 +9,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import test_virtual_ranks as virtual
 import torch
+import torch.distributed as dist
 from fakes import put
-from forked import run
+from forked import GroupRanks
 
 from verl.driver import assemble, models
 from verl.driver.step import Step, experience_and_update
 from verl.model_engine import sharded
 from verl.model_engine.layout import Layout
-from verl.model_engine.ranks import GroupRanks
 from verl.transfer_queue.memory import MemoryQueue
 from verl.workers.group import Broadcast
+from verl.workers.inproc import InprocCluster
 from verl.workers.model_workers import ModelWorkers
-from verl.workers.role import Role
+from verl.workers.role import Role, build_roles
 
 LAYOUTS = {"FSDP": Layout(world_size=2), "HSDP": Layout(world_size=4, replicate=2)}
 REJECTED = {"correction": "mask", "correction_high": 1.5, "correction_denominator": "before_rejection"}
@@ -47,27 +49,43 @@ class LoggedQueue(MemoryQueue):
         super().write(refs, columns)
         self.log.append((refs, columns))
 
-    def exchange(self, ranks: GroupRanks) -> None:
-        logs, self.log = ranks.all_gather(self.log), []
-        for rank, log in enumerate(logs):
-            for refs, columns in log if rank != ranks.rank else ():
+    def exchange(self, rank: int) -> None:
+        logs: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(logs, self.log)
+        for other, log in enumerate(logs):
+            for refs, columns in log if other != rank else ():
                 super().write(refs, columns)
+
+
+class RealCluster(InprocCluster):
+    """See `Cluster`: this process is one rank of every model."""
+
+    def __init__(self, layout: Layout, rank: int) -> None:
+        self._layout, self._rank = layout, rank
+
+    def start(self, name, build, args, *, world_size=1):
+        if name == "compute":
+            return super().start(name, build, args)
+        spec = replace(args[0], context=replace(args[0].context, layout=self._layout))
+        ranks = GroupRanks(self._layout, self._rank)
+        return RealRanks(name, build(spec, ranks=[ranks])[0], self._rank, ranks, self._layout.world_size)
 
 
 class RealRanks:
     """See `WorkerGroup`."""
 
-    def __init__(self, name: str, role: Role, ranks: GroupRanks, queue: LoggedQueue) -> None:
-        self.name, self.world_size = name, ranks.world_size
-        self._role, self._ranks, self._queue = role, ranks, queue
+    def __init__(self, name: str, role: Role, rank: int, ranks: GroupRanks, world_size: int) -> None:
+        self.name, self.world_size = name, world_size
+        self._role, self._rank, self._ranks = role, rank, ranks
 
     def submit(self, method, args) -> Future:
-        mine = args.args if isinstance(args, Broadcast) else args[self._ranks.rank]
-        self._queue.log = []  # what the driver's other workers write, they write on every rank
-        answer: Any = method(self._role, *mine)
-        self._queue.exchange(self._ranks)
+        self._role.queue.log = []  # what the driver's other worker writes, it writes on every rank
         future: Future = Future()
-        future.set_result(self._ranks.all_gather(answer))
+        found: list[Any] = [None] * self.world_size
+        mine = args.args if isinstance(args, Broadcast) else args[self._rank]
+        dist.all_gather_object(found, method(self._role, *mine))
+        self._role.queue.exchange(self._rank)
+        future.set_result(found)
         return future
 
     def close(self, timeout_s: float = 10.0) -> None: ...
@@ -86,15 +104,12 @@ def turn(rank: int, layout: Layout, name: str, options: dict[str, Any], model: P
             found.append(torch.cat([self._whole(g).flatten() for g in grads]))
             return super().optim_step()
 
-    def workers_of(context, name, engine, **given):
-        ranks, can = GroupRanks(layout, rank), engine.capabilities
-        role = Role(name, context.queue, engine, share_prefix=can.shares_prefix, ranks=ranks)
-        return ModelWorkers(RealRanks(name, role, ranks, context.queue), can)
+    def workers_of(context, spec):
+        group = RealCluster(layout, rank).start(spec.name, build_roles, (spec,))
+        return ModelWorkers(group, layout=layout)
 
-    build = sharded.build
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sharded, "ShardedEngine", Watched)
-        patch.setattr(sharded, "build", lambda options, context: build(options, replace(context, layout=layout)))
         patch.setattr(models, "workers_of", workers_of)
         patch.setattr(assemble, "workers_of", workers_of)
         patch.setattr("verl.transfer_queue.memory.MemoryQueue", LoggedQueue)
@@ -122,7 +137,7 @@ def test_a_turn_over_real_ranks_is_that_of_one_rank(case, tiny_model, monkeypatc
     expected, metrics = virtual.gradients(name, tiny_model, 1)
     assert sum(float(g.abs().max()) > 0 for g in expected) >= 2
     for layout in LAYOUTS.values():
-        for found, theirs in run(layout.world_size, lambda rank: turn(rank, layout, name, options, tiny_model)):
+        for found, theirs in forked.run(layout.world_size, lambda rank: turn(rank, layout, name, options, tiny_model)):
             assert len(found) == len(expected)
             for i, (a, b) in enumerate(zip(expected, found)):
                 assert float((a - b).abs().max()) <= 1e-10 * max(1.0, float(a.abs().max())), (layout, i)

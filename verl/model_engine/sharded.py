@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard
 
@@ -25,7 +26,6 @@ from verl.batch import Batch, exactly
 from verl.model_engine.base import EngineContext
 from verl.model_engine.layout import Layout
 from verl.model_engine.options import Options
-from verl.model_engine.ranks import mesh
 from verl.model_engine.torch_engine import TorchEngine, Which
 from verl.model_engine.torch_engine import build as build_torch
 from verl.nn.precision import rounded_in_place
@@ -59,7 +59,7 @@ class ShardedEngine(TorchEngine):
 
     def _place(self) -> None:
         layout = self.layout
-        self._mesh = mesh(self.device.type, replicate=layout.replicate, shard=layout.shard, tensor=layout.tensor)
+        self._mesh = _mesh(self.device.type, replicate=layout.replicate, shard=layout.shard, tensor=layout.tensor)
         over = self._mesh["replicate", "shard"] if layout.replicate > 1 else self._mesh["shard"]
         for p in {*self.model.parameters()} - {*self._trained().parameters()}:
             p.requires_grad_(False)  # of a head that is not trained
@@ -184,6 +184,17 @@ class ShardedEngine(TorchEngine):
         if "weights" in parts:
             self._root.to(where)
         super().to(where, [part for part in parts if part != "weights"])
+
+
+def _mesh(device_type: str, **sizes: int) -> DeviceMesh:
+    """All ranks in these dimensions, the last varies fastest. Its groups get the deadline of the default group: torch
+    gives them half an hour, whatever that one was told."""
+    made = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    assert dist.group.WORLD is not None
+    whole = dist.group.WORLD._get_backend(torch.device(device_type))
+    for group in made.get_all_groups():
+        dist.distributed_c10d._set_pg_timeout(whole.options._timeout, group)
+    return made
 
 
 def _part(p: Any) -> Tensor:

@@ -213,7 +213,6 @@ class TorchEngine:
         return fn(hidden.index_select(0, index.to(self.device)), slice(None))
 
     def _local(self, weight: Tensor) -> Tensor:
-        """What this process computes with of a parameter."""
         return weight
 
     def _hidden(self, batch: Batch) -> Tensor:
