@@ -11,9 +11,11 @@ import os
 import pytest
 from cases import HEADS, MODELS, Case, differences, on_rank, one_process, together
 from forked import run
+from test_split import VOCAB
 
 from verl.model_engine import sharded
 from verl.model_engine.layout import Layout
+from verl.nn import linear_logprob, tensor_parallel
 
 LAYOUTS = {
     "DP": Layout(world_size=2, replicate=2),
@@ -21,6 +23,10 @@ LAYOUTS = {
     "FSDP, three": Layout(world_size=3),
     "FSDP, four": Layout(world_size=4),
     "HSDP": Layout(world_size=4, replicate=2),
+    "TP": Layout(world_size=2, tensor=2),
+    "TP, four": Layout(world_size=4, tensor=4),
+    "FSDP x TP": Layout(world_size=4, tensor=2),
+    "DP x TP": Layout(world_size=4, replicate=2, tensor=2),
 }
 FACTORS = (tuple(LAYOUTS), (True, False), tuple(HEADS), (False, True))
 
@@ -62,3 +68,30 @@ def test_a_mean_in_place_of_the_sum_is_seen(monkeypatch):
     monkeypatch.setattr(sharded.FSDPModule, "set_gradient_divide_factor", lambda module, factor: None)
     case = Case(LAYOUTS["FSDP"])
     assert differences(together(case, run(2, lambda rank: on_rank(case, rank))), one_process(case), rtol=1e-2)
+
+
+def test_norms_of_heads_that_saw_their_own_rank_alone_are_seen(monkeypatch):
+    monkeypatch.setattr(tensor_parallel, "Partial", tensor_parallel.Replicate)
+    case = Case(LAYOUTS["TP"])
+    found = run(2, lambda rank: on_rank(case, rank)["whole"])
+    expected = one_process(case)
+    wrong = differences(found[0], {n: expected[n] for n in found[0]}, rtol=1e-2)
+    assert wrong and all("_norm.weight" in line for line in wrong), wrong
+
+
+def test_no_rank_holds_a_row_of_logits(monkeypatch):
+    case, made = Case(LAYOUTS["TP, four"]), linear_logprob._logits
+
+    def widths(rank: int) -> set[int]:
+        seen = set()
+
+        def noted(*args):
+            z = made(*args)
+            seen.add(z.shape[1])
+            return z
+
+        monkeypatch.setattr(linear_logprob, "_logits", noted)
+        on_rank(case, rank)
+        return seen
+
+    assert run(4, widths) == [{VOCAB // 4}] * 4

@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import Case, differences, engine, on_rank, one_process, share, together
+from cases import SIZES, Case, differences, engine, on_rank, one_process, share, together
 from forked import run
+from transformers import GPT2Config, GPT2LMHeadModel, Phi3Config, Phi3ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from verl.checkpoint.shards import tensor_names
 from verl.model_engine.layout import Layout
 from verl.model_engine.optim import OptimSpec
+from verl.model_engine.sharded import ShardedEngine
 from verl.nn import precision
 from verl.weight_sync.sender import WeightSender
 
@@ -25,6 +27,7 @@ LAYOUTS = {
     "three": Layout(world_size=3),
     "copies": Layout(world_size=2, replicate=2),
     "four": FOUR,
+    "slices": Layout(world_size=6, tensor=2),  # of sizes that three ranks cannot share equally
 }
 EXACT = {"dtype": "float64"}  # Adam makes steps of the noise in a gradient that is 0
 
@@ -62,7 +65,7 @@ def test_updates_agree_for_every_number_of_ranks(role):
 
 def test_emulated_bfloat16_rounds_what_is_gathered():
     """The switch changes the numbers, exactly as in one process, and the masters stay as they are."""
-    for layout in (ONE, TWO, FOUR):
+    for layout in (ONE, TWO, FOUR, Layout(world_size=4, tensor=2)):
         case = Case(layout)
         given = {"dtype": "bfloat16", "emulate_bf16": True}
 
@@ -114,7 +117,8 @@ def test_a_checkpoint_of_any_world_continues_on_any_other(tmp_path):
             "one": ("none",),
             "two": ("none", "four"),
             "four": ("two", "none"),
-            "three": ("four",),
+            "three": ("slices",),
+            "slices": ("none", "two"),
         }
         for name, others in readers.items():
             for other in others:
@@ -146,7 +150,7 @@ def test_a_checkpoint_of_another_model_is_refused_on_every_rank(tmp_path):
 @pytest.mark.parametrize("role", ["actor", "critic", "reward_model"])
 def test_the_proof_at_start_and_the_models_own_pass_are_those_of_one_process(role):
     probes = [np.arange(2, 12), np.arange(5, 9)]
-    for layout in (ONE, TWO):
+    for layout in (ONE, TWO, Layout(world_size=2, tensor=2)):
         for model in ("qwen3, tied", "llama, biases"):
             alone = engine(model, role, None)
 
@@ -243,6 +247,35 @@ def test_every_rank_makes_the_passes_of_the_one_that_needs_most():
 
     first, second = run(2, uneven)
     assert torch.allclose(first, second, atol=1e-5)
+
+
+def test_checkpointed_activations_change_nothing():
+    for layout in (FOUR, Layout(world_size=4, tensor=2)):
+        case = Case(layout)
+        found = run(4, lambda rank: on_rank(case, rank, gradient_checkpointing=True))
+        assert not differences(together(case, found), one_process(case))
+
+
+def test_models_that_cannot_be_cut_are_refused_by_name():
+    def refused(make: Any, size: int) -> str:
+        def on(rank: int) -> str:
+            layout = Layout(world_size=size, tensor=size)
+            with pytest.raises(ValueError) as e:
+                ShardedEngine(make(), layout=layout, dtype="float32")
+            return str(e.value)
+
+        return run(size, on)[0]
+
+    said = refused(lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES | {"num_key_value_heads": 1})), 2)
+    assert said.startswith("parallel.tensor=2: Qwen3ForCausalLM has 1 key-value heads, which 2 ranks cannot share")
+    said = refused(lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES | {"vocab_size": 41})), 2)
+    assert "has 41 entries of the vocabulary" in said
+    said = refused(lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES | {"intermediate_size": 50})), 4)
+    assert "has a matrix of 50, which 4 ranks cannot share equally" in said
+    said = refused(lambda: GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=40)), 2)
+    assert "GPT2LMHeadModel cannot be cut over ranks here: transformers has no plan for it" in said
+    said = refused(lambda: Phi3ForCausalLM(Phi3Config(**SIZES, pad_token_id=0)), 2)
+    assert "Phi3ForCausalLM cannot be cut over ranks here: its plan wants ('layers.*.self_attn.qkv_proj'" in said
 
 
 def test_layouts_that_it_cannot_do_are_refused():

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from verl.batch import Batch, exactly
 from verl.model_engine.base import EngineContext
@@ -29,6 +29,7 @@ from verl.model_engine.options import Options
 from verl.model_engine.torch_engine import TorchEngine, Which
 from verl.model_engine.torch_engine import build as build_torch
 from verl.nn.precision import rounded_in_place
+from verl.nn.tensor_parallel import TensorParallel
 
 
 class _Root(nn.Module):
@@ -66,9 +67,12 @@ class ShardedEngine(TorchEngine):
         self._root: Any = _Root(self.model, self.value_head)
         lm_head = self.model.get_output_embeddings()
         alone = [lm_head] if self.value_head is not None and not self.model.config.tie_word_embeddings else []
-        for module in (*self._layers(self.model), *alone):
+        tensor = TensorParallel(self.model, self._mesh["tensor"]) if layout.tensor > 1 else None
+        for module in (*self._layers(self.model), *alone, self._root):
+            if tensor is not None:
+                tensor.split(module)
             fully_shard(module, mesh=over)
-        fully_shard(self._root, mesh=over)
+        self._vocabulary = tensor.vocabulary if tensor else None
         for module in self._root.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
@@ -88,6 +92,9 @@ class ShardedEngine(TorchEngine):
 
     def _value_outputs(self, name: str, rows: Tensor, which: Which) -> dict[str, Tensor]:
         return {n: x.clone() for n, x in super()._value_outputs(name, rows, which).items()}  # FSDP wants no view
+
+    def _local(self, weight: Tensor) -> Tensor:
+        return weight.to_local() if isinstance(weight, DTensor) else weight
 
     def _cut(self, batch: Batch, count: int = 0) -> list[np.ndarray]:
         """On every rank as many passes as on the one that needs most: each pass is a collective."""
@@ -169,7 +176,11 @@ class ShardedEngine(TorchEngine):
 
     def _whole(self, p: Tensor) -> Tensor:
         p = p.detach()
-        return p.full_tensor() if isinstance(p, DTensor) else p
+        if not isinstance(p, DTensor):
+            return p
+        if self.layout.tensor > 1:  # first over the ranks of a slice, then over the slices
+            p = p.redistribute(placements=[*[Replicate()] * (p.device_mesh.ndim - 1), p.placements[-1]])
+        return p.full_tensor()
 
     @property
     def masters(self) -> dict[str, Tensor]:

@@ -1,0 +1,173 @@
+"""Tensor parallelism: every rank of a group holds a slice of each matrix and computes with it.
+
+A module runs as it is written, on slices: hooks show it local weights, sum what is partial, and make the gradient of
+what all ranks share the sum of what each has seen. Which matrix is cut which way stands in the plan that transformers
+has for an architecture; the vocabulary is cut too, and no rank ever holds a row of logits.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from verl.nn.linear_logprob import Vocabulary
+
+_COLUMNS, _ROWS, _HEADS = "colwise", "rowwise", "replicated_with_grad_allreduce"
+_ONE_INPUT = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
+"""Neighbours that read the same input: its gradient is summed once."""
+
+
+class _Enter(torch.autograd.Function):
+    """The identity; ranks have used it for different slices, so gradients are summed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None]:
+        d_x = d_out.contiguous().clone()
+        dist.all_reduce(d_x, group=ctx.group)
+        return d_x, None
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over ranks; each then goes on with all of it, so the gradient is that of each."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        out = x.contiguous().clone()
+        dist.all_reduce(out, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None]:
+        return d_out, None
+
+
+class TensorParallel:
+    """Cuts a causal LM over the one dimension of `mesh`. ValueError for a model that cannot be cut so."""
+
+    def __init__(self, model: Any, mesh: DeviceMesh) -> None:
+        self._mesh, self._group, self._size = mesh, mesh.get_group(), mesh.size()
+        self._done: dict[int, nn.Parameter] = {}  # by the parameter before: tied ones stay tied
+        self._styles = _styles(model, self._size)
+        embeddings, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
+        self._slice = embeddings.num_embeddings // self._size
+        for module in model.modules():
+            if module is lm_head or module is embeddings:
+                self._styles[module] = "vocabulary"
+            children = {n for n, child in module.named_children() if self._styles.get(child) == _COLUMNS}
+            if children in _ONE_INPUT:
+                module.register_forward_pre_hook(self._enter, with_kwargs=True)
+            else:
+                for child in children:
+                    module.get_submodule(child).register_forward_pre_hook(self._enter, with_kwargs=True)
+        embeddings.register_forward_pre_hook(self._enter_embedding)
+        embeddings.register_forward_hook(self._leave_embedding)
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return Vocabulary(
+            self._mesh.get_local_rank() * self._slice, lambda x: _Enter.apply(x, self._group), self._gather
+        )
+
+    def split(self, module: nn.Module) -> None:
+        """Cut the parameters below `module` that are not cut yet, and let their modules run on what is left."""
+        for part in module.modules():
+            held = {n: p for n, p in part._parameters.items() if p is not None and not isinstance(p, DTensor)}
+            for name, p in held.items():
+                if id(p) not in self._done:
+                    self._done[id(p)] = self._cut(p, self._styles.get(part), name)
+                part._parameters[name] = self._done[id(p)]
+            if held:
+                part.register_forward_pre_hook(self._show)
+                part.register_forward_hook(self._hide, always_call=True)
+
+    def _cut(self, p: nn.Parameter, style: str | None, name: str) -> nn.Parameter:
+        whole = {_COLUMNS: 0, "vocabulary": 0, _ROWS: None if name == "bias" else 1}.get(style or "")
+        placement = Replicate() if whole is None else Shard(whole)
+        mine = p.detach()
+        if whole is not None:
+            mine = mine.chunk(self._size, whole)[self._mesh.get_local_rank()].clone()
+        cut = DTensor.from_local(mine.contiguous(), self._mesh, [placement], run_check=False)
+        return nn.Parameter(cut, requires_grad=p.requires_grad)
+
+    # -- hooks ---------------------------------------------------------------------------------------------------------
+
+    def _show(self, module: nn.Module, args: Any) -> None:
+        """For the time of a pass, the module's weights are what this rank holds. Norms of single heads have seen this
+        rank's heads only: their gradient is a part of the sum."""
+        partial = [Partial()] if self._styles.get(module) == _HEADS else None
+        for name, p in module._parameters.items():
+            if isinstance(p, DTensor):
+                module.__dict__[name] = p.to_local(grad_placements=partial)
+        if self._styles.get(module) == _ROWS and "bias" in module.__dict__:
+            module.__dict__["_bias"], module.__dict__["bias"] = module.__dict__["bias"], None  # added once, to the sum
+
+    def _hide(self, module: nn.Module, args: Any, out: Any) -> Any:
+        bias = module.__dict__.pop("_bias", None)
+        for name in module._parameters:
+            module.__dict__.pop(name, None)
+        if self._styles.get(module) != _ROWS or not isinstance(out, Tensor):
+            return None
+        out = _Sum.apply(out, self._group)
+        return out if bias is None else out + bias
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (_Enter.apply(args[0], self._group), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": _Enter.apply(kwargs["hidden_states"], self._group)}
+
+    def _enter_embedding(self, module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        local = args[0] - self.vocabulary.start
+        module.__dict__["_here"] = (local >= 0) & (local < self._slice)
+        return (local.clamp(0, self._slice - 1), *args[1:])
+
+    def _leave_embedding(self, module: Any, args: Any, out: Tensor) -> Tensor:
+        return _Sum.apply(out * module.__dict__.pop("_here")[..., None], self._group)
+
+    def _gather(self, x: Tensor) -> Tensor:
+        out = x.new_empty(self._size * len(x), *x.shape[1:])
+        dist.all_gather_single(out, x.contiguous(), group=self._group)
+        return out.view(self._size, *x.shape)
+
+
+def _styles(model: Any, size: int) -> dict[nn.Module, str]:
+    """How each module is cut; ValueError where the plan has ways that are not known here, or nothing to say."""
+    config, what = model.config.get_text_config(), f"parallel.tensor={size}: {type(model).__name__}"
+    plan: dict[str, str] = getattr(type(config), "base_model_tp_plan", None) or {}
+    foreign = {name: style for name, style in plan.items() if style not in (_COLUMNS, _ROWS, _HEADS)}
+    if not plan or foreign:
+        found = f"its plan wants {next(iter(foreign.items()))}" if foreign else "transformers has no plan for it"
+        raise ValueError(f"{what} cannot be cut over ranks here: {found}; use parallel.tensor=1")
+    heads = {"attention heads": config.num_attention_heads, "key-value heads": config.num_key_value_heads}
+    for name, number in {**heads, "entries of the vocabulary": model.get_input_embeddings().num_embeddings}.items():
+        if number % size:
+            raise ValueError(
+                f"{what} has {number} {name}, which {size} ranks cannot share equally; use a divisor of it"
+            )
+    styles: dict[nn.Module, str] = {}
+    cut = set()
+    for name, module in model.base_model.named_modules():
+        for pattern, style in plan.items():
+            if re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name):
+                styles[module] = style
+                cut.add(name.rpartition(".")[0])
+    for name, module in model.base_model.named_modules():
+        if name.rpartition(".")[0] in cut and module not in styles and any(True for _ in module.parameters()):
+            raise ValueError(
+                f"{what} cannot be cut over ranks here: its plan does not name {name}; use parallel.tensor=1"
+            )
+    for module, style in styles.items():
+        wide = module.weight.shape[1 if style == _ROWS else 0] if style != _HEADS else 0  # type: ignore[index]
+        if wide % size:
+            raise ValueError(f"{what} has a matrix of {wide}, which {size} ranks cannot share equally")
+    return styles
