@@ -16,6 +16,7 @@ from typing import Any
 
 from verl.config.schema import Config
 from verl.config.tree import convert, did_you_mean, leaves
+from verl.model_engine.layout import Layout
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,14 +26,19 @@ class NoOptions:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
+    """spread: the row that does the same for workers in processes of their own."""
+
     build: str
     options: str = "verl.config.backends:NoOptions"
     memory: str = "verl.config.backends:full_length_memory"
+    spread: str = ""
 
 
 Table = Mapping[str, Backend]
 MODEL: Table = {
-    "torch": Backend(build="verl.model_engine.torch_engine:build", options="verl.model_engine.options:Options"),
+    "torch": Backend(
+        build="verl.model_engine.torch_engine:build", options="verl.model_engine.options:Options", spread="sharded"
+    ),
     "sharded": Backend(build="verl.model_engine.sharded:build", options="verl.model_engine.options:Options"),
 }
 ROLLOUT: Table = {
@@ -44,11 +50,18 @@ ROLLOUT: Table = {
     "hf": Backend(build="verl.rollout.hf:build"),
 }
 QUEUE: Table = {
-    "memory": Backend(build="verl.transfer_queue.memory:build"),
+    "memory": Backend(build="verl.transfer_queue.memory:build", spread="shared"),
     "shared": Backend(build="verl.transfer_queue.shared:build", options="verl.transfer_queue.options:Shared"),
     "ray": Backend(build="verl.transfer_queue.ray:build", options="verl.transfer_queue.options:Remote"),
 }
-SYNC: Table = {"local": Backend(build="verl.weight_sync.local:build")}
+SYNC: Table = {
+    "local": Backend(build="verl.weight_sync.local:build", spread="shm"),
+    "shm": Backend(build="verl.weight_sync.shm:build"),
+}
+CLUSTER: Table = {
+    "inproc": Backend(build="verl.workers.inproc:build_cluster"),
+    "ray": Backend(build="verl.workers.ray.cluster:build"),
+}
 TABLES: Mapping[str, Table] = MappingProxyType({"model": MODEL, "rollout": ROLLOUT, "queue": QUEUE, "sync": SYNC})
 LATER = ("vllm", "sglang", "trtllm")
 
@@ -66,10 +79,33 @@ def full_length_memory(
     return {"KV cache": max_concurrent_sequences * max_context_tokens * kv_bytes_per_token}
 
 
+def layout_of(config: Config) -> Layout:
+    """How the ranks of a model are arranged; ValueError where they cannot be."""
+    c, p = config.cluster, config.parallel
+    return Layout(
+        world_size=c.nodes * c.ranks_per_node if c.backend != "inproc" else config.run.virtual_ranks,
+        replicate=p.replicate,
+        sequence=p.sequence,
+        tensor=p.tensor,
+        pipeline=p.pipeline,
+        expert=p.expert,
+    )
+
+
+def backend_of(config: Config, section: str) -> Backend:
+    """The row of the chosen engine: where workers live in processes of their own, the one that does the same there."""
+    c = config.cluster
+    return TABLES[section][_row(section, vars(config)[section].engine, c.backend, c.nodes * c.ranks_per_node)]
+
+
+def _row(section: str, engine: str, cluster: str, ranks: int) -> str:
+    apart = cluster != "inproc" and (section != "model" or ranks > 1)
+    return (apart and TABLES[section][engine].spread) or engine
+
+
 def options_of(config: Config, section: str) -> Any:
     """The Options of the chosen engine, of its own type. The configuration is validated."""
-    chosen = vars(config)[section]
-    return load(TABLES[section][chosen.engine].options)(**vars(chosen).get("engine_options", {}))
+    return load(backend_of(config, section).options)(**vars(vars(config)[section]).get("engine_options", {}))
 
 
 def longest_sequence(config: Config) -> int:
@@ -105,7 +141,8 @@ def complete_options(values: dict[str, Any]) -> list[str]:
         if engine not in table:
             faults.append(f"{section}.engine={engine}: {_no_engine(engine, section, table)}")
         elif key in values:
-            cls = load(table[engine].options)
+            ranks = values["cluster.nodes"] * values["cluster.ranks_per_node"]
+            cls = load(table[_row(section, engine, values["cluster.backend"], ranks)].options)
             hints = typing.get_type_hints(cls, include_extras=True)
             filled = {field.name: field.default for field in dataclasses.fields(cls)}
             for name, value in values[key].items():

@@ -14,6 +14,7 @@ from msgspec import Meta
 from verl.algorithms.sections import CriticConfig, PreferenceConfig
 from verl.bounds import Betas, NonNegative, NonNegativeInt, Positive, PositiveInt, PositiveShare, Share, words
 from verl.track.health import Limits
+from verl.workers.sections import ClusterConfig, ParallelConfig
 
 Sink = Annotated[str, words("console|jsonl|tensorboard|wandb")]
 FIRST_RUN = (
@@ -228,3 +229,5 @@ class Config:
     track: TrackConfig = field(default_factory=TrackConfig)
     supervised: SupervisedConfig = field(default_factory=SupervisedConfig)
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)

@@ -4,7 +4,9 @@ everywhere."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from verl.agent_loop.single_turn import SingleTurnLoop
 from verl.algorithms.filters import Truncation
 from verl.algorithms.resolve import Algorithm, resolve
 from verl.checkpoint.latest import beyond
-from verl.config.backends import QUEUE, ROLLOUT, SYNC, load, longest_sequence, options_of
+from verl.config.backends import CLUSTER, ROLLOUT, backend_of, layout_of, load, longest_sequence, options_of
 from verl.config.load import Resolved
 from verl.config.plan import algorithm_warnings, checkpoint_bytes, policy_updates, total_steps
 from verl.config.schema import AlgorithmConfig, Config
@@ -39,6 +41,7 @@ from verl.driver.setup import (
     refuse_unembedded,
     require_an_end,
     set_up_process,
+    set_up_worker,
     torch_dtype,
 )
 from verl.driver.trajectories import TrajectoryRunner
@@ -55,6 +58,7 @@ from verl.track.sinks import open_sinks
 from verl.types import Sampling, Task
 from verl.weight_sync.base import CheckpointEngine, SyncContext
 from verl.workers.compute import build_compute
+from verl.workers.group import ClusterContext
 from verl.workers.inproc import InprocGroup
 from verl.workers.model_workers import ComputeWorker, ModelWorkers
 from verl.workers.placement import Placement
@@ -76,12 +80,12 @@ async def assemble(
     require_an_end(config, tokenizer)
     tasks, eval_tasks = tasks_of(config, tokenizer)
     claimed = open_run_dir(resolved, command)
-    try:
+    with contextlib.ExitStack() as refused:  # whoever refused the start may be asked again in this process
+        refused.callback(claimed.lock.close)
         data, progress = (tokenizer, tasks, eval_tasks), progress or LiveProgress()
-        return await _run_of(resolved, claimed, algorithm, data, progress, on_step)
-    except BaseException:
-        claimed.lock.close()  # whoever refused the start may be asked again in this process
-        raise
+        run = await _run_of(resolved, claimed, algorithm, data, progress, on_step, refused)
+        refused.pop_all()  # the run closes them
+        return run
 
 
 async def _run_of(
@@ -91,8 +95,10 @@ async def _run_of(
     data: tuple[Any, TaskTable, list[Task]],
     progress: LiveProgress,
     on_step: OnStep | None,
+    refused: contextlib.ExitStack,
 ) -> Run:
-    """What is left once the run directory is claimed. data: tokenizer, training rows, evaluation tasks."""
+    """What is left once the run directory is claimed. data: tokenizer, training rows, evaluation tasks · refused: what
+    is to be closed if the start is."""
     config, (tokenizer, tasks, eval_tasks) = resolved.config, data
     warned = (f"warning: {said}" for said in algorithm_warnings(config))
     progress.message("\n".join([f"data: {tasks.report.summary()}", *warned]))
@@ -102,7 +108,9 @@ async def _run_of(
     if algorithm.critic is not None and updates == 0:
         warm = f"algorithm.critic_warmup_steps={algorithm.critic.critic_warmup_steps}"
         progress.message(f"warning: {warm}: in {num_steps} steps the critic learns alone and the policy stays as it is")
-    context = context_of(config, updates=updates_of_run(config, num_steps), crash_dir=claimed.path / "crash")
+    total, crash_dir = updates_of_run(config, num_steps), claimed.path / "crash"
+    context = context_of(config, _roles(config, algorithm), updates=total, crash_dir=crash_dir)
+    refused.callback(context.cluster.close)
     scorer = reward_model(context)
     reward, pool = await _reward(config, scorer, algorithm.truncation, tasks[0])
     sync = checkpoint_engine(config, _probes(tasks))
@@ -111,7 +119,9 @@ async def _run_of(
     models = models_of(context, algorithm, actor) | ({"reward_model": scorer} if scorer is not None else {})
     learner = learner_of(context, algorithm, models, waits)
     replicas = context.cluster.replicas(rollout_engine, (config, tokenizer, context.device), config.rollout.replicas)
-    for note in (await replicas[0].capabilities()).notes:
+    asked = replicas[0].capabilities()
+    able = await waits.wait(asked, who="driver", what="the rollout engines to start", timeout_s=timeout_s)
+    for note in able.notes:
         progress.message(note)
     rollout = replicas[0] if len(replicas) == 1 else Router(replicas)
     recorder = _recorder(context, claimed, tokenizer, tasks, eval_tasks, progress)
@@ -119,17 +129,8 @@ async def _run_of(
     trajectories = _trajectories(config, tokenizer, rollout, reward, waits)
     groups = _groups(config, learner, tasks, trajectories, reporter, num_steps)
     checkpointer = Checkpointer(claimed, learner, trained_roles(learner), checkpoint_bytes(config), reporter)
-    publisher = Publisher(
-        sync,
-        actor,
-        replicas,
-        waits=waits,
-        timeout_s=timeout_s,
-        exclusive=_in_step(config),
-        partial_rollout=config.pipeline.partial_rollout,
-        note=progress.message,
-        serve=rollout.serve if isinstance(rollout, Router) else None,
-    )
+    publisher = _publisher(config, sync, actor, replicas, rollout, waits, progress)
+    context.cluster.watch(from_threads(groups.fail))
     return Run(
         config=config,
         dir=claimed.path,
@@ -149,6 +150,45 @@ async def _run_of(
         reward_metrics=lambda: pool_metrics(pool.take_load()) if pool else {},
         first_index=claimed.state.step if claimed.state else 0,
     )
+
+
+def _publisher(
+    config: Config,
+    sync: CheckpointEngine,
+    actor: ModelWorkers,
+    replicas: Sequence[RolloutEngine],
+    rollout: RolloutEngine,
+    waits: Waits,
+    progress: LiveProgress,
+) -> Publisher:
+    return Publisher(
+        sync,
+        actor,
+        replicas,
+        waits=waits,
+        timeout_s=config.run.wait_timeout_s,
+        exclusive=_in_step(config),
+        partial_rollout=config.pipeline.partial_rollout,
+        note=progress.message,
+        serve=rollout.serve if isinstance(rollout, Router) else None,
+    )
+
+
+def from_threads(heard: Callable[[BaseException], None]) -> Callable[[BaseException], None]:
+    """`heard` in the event loop of this call, whichever thread tells."""
+    loop = asyncio.get_running_loop()
+
+    def tell(error: BaseException) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(heard, error)
+
+    return tell
+
+
+def _roles(config: Config, algorithm: Algorithm) -> tuple[str, ...]:
+    """Those with workers of their own."""
+    models = ("actor", *sorted({need.role for need in algorithm.needs(1) if need.build}))
+    return (*models, *(("reward_model",) if config.reward.model is not None else ()), "compute")
 
 
 def _colocated(config: Config) -> bool:
@@ -209,6 +249,7 @@ def learner_of(
     """An algorithm (none in a supervised run) over the workers of its roles."""
     return Learner(
         config=context.config,
+        cluster=context.cluster,
         algorithm=algorithm,
         models=models,
         compute=ComputeWorker(context.cluster.start("compute", build_compute, (context.queue,))),
@@ -226,14 +267,26 @@ def offline_learner(config: Config, total_steps: int, crash_dir: Path) -> Learne
     return learner_of(context, algorithm, models_of(context, algorithm, actor))
 
 
-def context_of(config: Config, *, updates: int = 1, crash_dir: Path | None = None) -> ModelContext:
-    queue = load(QUEUE[config.queue.engine].build)(options_of(config, "queue"))
-    return ModelContext(config, queue, device_of(config), updates, crash_dir)
+def context_of(
+    config: Config, roles: Sequence[str] = ("actor",), *, updates: int = 1, crash_dir: Path | None = None
+) -> ModelContext:
+    """What the models of these roles have in common, and where they live."""
+    device, layout = device_of(config), layout_of(config)
+    made = ClusterContext(
+        layout=layout,
+        roles=tuple(roles),
+        replicas=config.rollout.replicas,
+        set_up=partial(set_up_worker, config, max(layout.world_size, config.rollout.replicas)),
+        device=device,
+    )
+    cluster = load(CLUSTER[config.cluster.backend].build)(config.cluster, made)
+    queue = load(backend_of(config, "queue").build)(options_of(config, "queue"))
+    return ModelContext(config, queue, device, updates, crash_dir, cluster)
 
 
 def checkpoint_engine(config: Config, probes: Sequence[np.ndarray] = ()) -> CheckpointEngine:
     context = SyncContext(probes=probes if config.sync.canary else (), tolerance=config.sync.canary_tolerance)
-    return load(SYNC[config.sync.engine].build)(options_of(config, "sync"), context)
+    return load(backend_of(config, "sync").build)(options_of(config, "sync"), context)
 
 
 def trained_roles(learner: Learner) -> tuple[str, ...]:

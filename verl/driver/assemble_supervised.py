@@ -67,7 +67,7 @@ async def _run_of(
     num_steps = total_steps_of(config, len(stage), config.supervised.rows_per_step)
     head: Literal["lm", "score"] = "score" if command == "rm" else "lm"
     share, waits = command != "sft", Waits(claimed.path / "waits.json")
-    context = context_of(config, updates=num_steps, crash_dir=claimed.path / "crash")
+    context = context_of(config, (TRAINER, "compute"), updates=num_steps, crash_dir=claimed.path / "crash")
     export = hf_export(config, head=head, pad_token_id=pad_id(tokenizer))
     trainer = workers_of(context, trained(context, TRAINER, head=head, share_prefix=share, hf_export=export))
     learner = learner_of(context, None, {TRAINER: trainer}, waits)

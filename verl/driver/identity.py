@@ -41,6 +41,11 @@ MAY_CHANGE: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "reward": ("timeout_s", "memory_limit_mb", "num_workers"),
         "queue": ("engine", "engine_options"),
         "sync": ("engine", "canary", "canary_tolerance"),
+        "cluster": (
+            *("backend", "address", "nodes", "ranks_per_node", "cpus_per_rank", "gpus_per_rank", "resource", "env"),
+            *("pools", "roles", "start_timeout_s", "max_restarts"),
+        ),
+        "parallel": ("replicate", "sequence", "tensor", "pipeline", "expert"),
         "health": ("mismatch_stop", "mismatch_warn", "entropy_floor", "zero_variance_warn", "truncated_warn"),
         "track": ("sinks", "project", "samples_per_step", "report_every_steps"),
     }

@@ -12,7 +12,7 @@ from verl.chat import load_tokenizer, turn_end
 from verl.chat.template import Tokenizer
 from verl.checkpoint.hf import HfExport
 from verl.checkpoint.score import classifier_config
-from verl.config.backends import MODEL, load, options_of
+from verl.config.backends import backend_of, load, options_of
 from verl.config.plan import warmup_steps
 from verl.config.schema import Config
 from verl.model_engine.base import EngineContext, ModelEngine
@@ -40,8 +40,9 @@ class ModelContext:
 
 def workers_of(context: ModelContext, spec: RoleSpec) -> ModelWorkers:
     """The worker group of one model."""
-    group = context.cluster.start(spec.name, build_roles, (spec,), world_size=context.config.run.virtual_ranks)
-    return ModelWorkers(group)
+    layout = context.cluster.layout
+    group = context.cluster.start(spec.name, build_roles, (spec,), world_size=layout.world_size)
+    return ModelWorkers(group, layout=layout)
 
 
 def workers_around(context: ModelContext, engine: ModelEngine, spec: RoleSpec) -> ModelWorkers:
@@ -150,7 +151,7 @@ def role_spec(
     return RoleSpec(
         name=name,
         queue=context.queue,
-        engine=MODEL[config.model.engine].build,
+        engine=backend_of(config, "model").build,
         options=options_of(config, "model"),
         sync_dtype=config.model.dtype if config.rollout.dtype == "auto" else config.rollout.dtype,
         context=EngineContext(
@@ -163,5 +164,6 @@ def role_spec(
             gradient_checkpointing=config.model.gradient_checkpointing,
             trust_remote_code=config.model.trust_remote_code,
             dump_dir=context.crash_dir if optim is not None else None,
+            layout=context.cluster.layout,
         ),
     )

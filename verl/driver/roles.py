@@ -12,6 +12,8 @@ import msgspec
 from verl.algorithms.resolve import Algorithm
 from verl.config.schema import Config
 from verl.transfer_queue.base import TransferQueue
+from verl.workers.group import Cluster
+from verl.workers.inproc import InprocCluster
 from verl.workers.model_workers import ComputeWorker, ModelWorkers
 from verl.workers.waits import Waits
 
@@ -38,6 +40,7 @@ class Learner:
     queue: TransferQueue
     waits: Waits
     algorithm: Algorithm | None = None
+    cluster: Cluster = field(default_factory=InprocCluster)
     controllers: Controllers = field(default_factory=Controllers)
 
     async def done(self, future: Future[T], what: str) -> T:
@@ -50,3 +53,4 @@ class Learner:
         for workers in self.models.values():
             workers.close(timeout_s)
         self.compute.close(timeout_s)
+        self.cluster.close()

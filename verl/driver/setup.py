@@ -6,6 +6,7 @@ import json
 import os
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,12 @@ def set_up_process(config: Config) -> None:
     torch.manual_seed(config.run.seed)
     if config.run.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def set_up_worker(config: Config, processes: int) -> None:
+    """The same in a process beside `processes` - 1 others that work at the same time."""
+    threads = config.run.threads or max(1, (os.cpu_count() or 1) // processes)
+    set_up_process(replace(config, run=replace(config.run, threads=threads)))
 
 
 def device_of(config: Config) -> str:

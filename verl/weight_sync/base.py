@@ -128,9 +128,20 @@ class CheckpointEngine(Protocol):
 class TensorStream(Protocol):
     """What a transport opens."""
 
-    version: int
+    @property
+    def version(self) -> int: ...
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]: ...
+
+    def release(self, version: int) -> None:
+        """All replicas have this version."""
+        ...
+
+
+def opened(source: WeightSource) -> TensorStream:
+    module, _, name = source.transport.partition(":")
+    stream: TensorStream = vars(importlib.import_module(module))[name](source.address)
+    return stream
 
 
 def checksum(tensor: Tensor) -> int:
@@ -166,8 +177,7 @@ class CheckedReader:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         at, expected = f"version {self.version}", self.source.delivered
-        module, _, opens = self.source.transport.partition(":")
-        stream: TensorStream = vars(importlib.import_module(module))[opens](self.source.address)
+        stream = opened(self.source)
         if stream.version != self.version:
             raise SyncError(f"{at}: the sender holds version {stream.version} by now")
         for name, tensor in stream.tensors():

@@ -1,4 +1,5 @@
-"""The checkpoint engine inside one process: no copy when nothing can step during the delivery, one copy otherwise."""
+"""Weights to replicas that this process can ask, each as its own transaction. Inside one process nothing is copied when
+no optimizer step can run during the delivery, and once otherwise."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import numpy as np
 from torch import Tensor
 
 from verl.rollout.base import PauseMode, RolloutEngine
-from verl.weight_sync.base import CheckedReader, Sent, SyncContext, SyncError, SyncReport, check_canary
+from verl.weight_sync.base import CheckedReader, Outlet, Sent, SyncContext, SyncError, SyncReport, check_canary, opened
 
 if TYPE_CHECKING:
     from verl.workers.model_workers import ModelWorkers
@@ -58,15 +59,24 @@ def open_weights(address: str) -> LocalOutlet:
 
 
 class LocalCheckpointEngine:
-    """See `CheckpointEngine`, and `SyncContext` for probes and tolerance."""
+    """See `CheckpointEngine`, and `SyncContext` for probes and tolerance. outlet: another transport's; None: one of
+    this process · copies: it copies what it stages."""
 
-    def __init__(self, *, probes: Sequence[np.ndarray], tolerance: float | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        probes: Sequence[np.ndarray],
+        tolerance: float | None = None,
+        outlet: Outlet | None = None,
+        copies: bool = False,
+    ) -> None:
         assert all(len(ids) > 1 for ids in probes), "a probe needs two tokens: the first one has no log-prob"
         self._probes = tuple(probes)
         self._tolerance = tolerance
+        self._outlet, self._copies = outlet, copies
 
-    def outlet(self) -> LocalOutlet:
-        return LocalOutlet()
+    def outlet(self) -> Outlet:
+        return self._outlet or LocalOutlet()
 
     def publish(
         self,
@@ -82,7 +92,7 @@ class LocalCheckpointEngine:
         others."""
         assert replicas, "nobody to publish to"
         deadline_s = asyncio.get_running_loop().time() + timeout_s
-        sent = trainer.send_weights(version, self._probes, copy=not exclusive)
+        sent = trainer.send_weights(version, self._probes, copy=not exclusive and not self._copies)
         return asyncio.ensure_future(self._deliver(sent, version, replicas, on_inflight, deadline_s))
 
     async def _deliver(
@@ -101,7 +111,7 @@ class LocalCheckpointEngine:
             *(self._to_replica(r, sent, m, deadline_s) for r, m in zip(replicas, on_inflight, strict=True)),
             return_exceptions=True,
         )
-        open_weights(sent.source.address).release(version)
+        opened(sent.source).release(version)
         errors = {i: e for i, e in enumerate(results) if isinstance(e, BaseException)}
         failed = {i: f"{type(e).__name__}: {e}" for i, e in errors.items()}
         if len(errors) == len(replicas):

@@ -7,6 +7,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from verl.model_engine.layout import Layout
+
 if TYPE_CHECKING:
     from verl.rollout.base import RolloutEngine
 
@@ -54,8 +56,25 @@ Build = Callable[..., Sequence[object]]
 in this process of all of them, elsewhere of one."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterContext:
+    """What every cluster is made from, besides its section. layout: of the ranks of a model · roles: that will be
+    started · replicas: rollout engines · set_up: run once in every other process · device: of the models."""
+
+    layout: Layout
+    roles: tuple[str, ...]
+    replicas: int
+    set_up: Callable[[], None]
+    device: str
+
+
 class Cluster(Protocol):
     """Where workers and rollout replicas live. What they are built from can be pickled, unless all is one process."""
+
+    @property
+    def layout(self) -> Layout:
+        """Of the ranks of a model."""
+        ...
 
     def start(self, name: str, build: Build, args: tuple[Any, ...], *, world_size: int = 1) -> WorkerGroup:
         """The workers of a name. Elsewhere they are built meanwhile: a failure comes with the first call."""

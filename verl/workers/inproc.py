@@ -19,10 +19,11 @@ from torch import Tensor
 
 from verl.batch import Batch
 from verl.model_engine.base import EngineCapabilities, ModelEngine, StepOutput
+from verl.model_engine.layout import Layout
 from verl.objective import Term
 from verl.rollout.base import RolloutEngine
 from verl.types import Metrics
-from verl.workers.group import Arguments, Broadcast, Build
+from verl.workers.group import Arguments, Broadcast, Build, ClusterContext
 
 T = TypeVar("T")
 MEETING_TIMEOUT_S = 3600.0  # for the slowest rank to come to where the others wait
@@ -208,7 +209,10 @@ class InprocGroup:
 
 
 class InprocCluster:
-    """See `Cluster`: everything lives in this process."""
+    """See `Cluster`: everything lives in this process, the ranks of a model are virtual."""
+
+    def __init__(self, virtual_ranks: int = 1) -> None:
+        self.layout = Layout(world_size=virtual_ranks)
 
     def start(self, name: str, build: Build, args: tuple[Any, ...], *, world_size: int = 1) -> InprocGroup:
         ranks = [VirtualRank(i, world_size) for i in range(world_size)]
@@ -222,6 +226,10 @@ class InprocCluster:
 
     def close(self) -> None:
         """Nothing is left when the groups are closed."""
+
+
+def build_cluster(section: object, context: ClusterContext) -> InprocCluster:
+    return InprocCluster(context.layout.world_size)
 
 
 class _Call:

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from verl.bounds import NonNegative, PositiveInt
+from verl.workers.group import ClusterContext
+from verl.workers.sections import ClusterConfig
+
+MAIN = "main"
 
 
 class Shortage(ValueError):
@@ -56,3 +62,32 @@ def fit(name: str, pool: Pool, nodes: Mapping[str, Mapping[str, float]]) -> str 
 
 def _ranks_on(pool: Pool, has: Mapping[str, float]) -> int:
     return min((int(has.get(what, 0.0) / amount + 1e-9) for what, amount in pool.bundle.items()), default=pool.ranks)
+
+
+def pools_of(section: ClusterConfig, context: ClusterContext) -> tuple[dict[str, Pool], dict[str, str]]:
+    """({name: pool}, {role: name}) as the section says; ValueError for what it cannot mean."""
+    gpus = (1.0 if context.device == "cuda" else 0.0) if section.gpus_per_rank is None else section.gpus_per_rank
+    pools = {
+        MAIN: Pool(
+            nodes=section.nodes,
+            ranks_per_node=section.ranks_per_node,
+            cpus_per_rank=section.cpus_per_rank,
+            gpus_per_rank=gpus,
+            resource=section.resource,
+            env=section.env,
+        )
+    }
+    for name, given in section.pools.items():
+        try:
+            pools[name] = msgspec.convert(given, Pool)
+        except msgspec.ValidationError as e:
+            raise ValueError(f"cluster.pools.{name}={given}: {e}") from None
+    roles = {role: section.roles.get(role, MAIN) for role in (*context.roles, "rollout")}
+    for role, name in section.roles.items():
+        if role not in roles:
+            raise ValueError(f"cluster.roles.{role}: no such role in this run; there are {', '.join(sorted(roles))}")
+        if name not in pools:
+            raise ValueError(f"cluster.roles.{role}={name}: no such pool; there are {', '.join(pools)}")
+    if unused := sorted(pools.keys() - set(roles.values())):
+        raise ValueError(f"cluster.pools.{unused[0]}: no role lives there; name one in cluster.roles, or leave it out")
+    return pools, roles

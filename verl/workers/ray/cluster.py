@@ -10,10 +10,11 @@ from typing import Any
 
 from verl.model_engine.layout import Layout
 from verl.rollout.base import RolloutEngine
-from verl.workers.group import Build
-from verl.workers.pools import Pool, Shortage, fit
+from verl.workers.group import Build, ClusterContext
+from verl.workers.pools import Pool, Shortage, fit, pools_of
 from verl.workers.ray.group import RayGroup, Worker, pickled
 from verl.workers.ray.replica import RayReplica, Replica
+from verl.workers.sections import ClusterConfig
 
 FAST_HEALTH = {  # of a cluster that is started here: the death of a node is noticed after a second, not a minute
     "health_check_initial_delay_ms": 1000,
@@ -39,7 +40,7 @@ class RayCluster:
     ) -> None:
         import ray
 
-        self._pools, self._roles, self._layout = dict(pools), dict(roles), layout
+        self._pools, self._roles, self.layout = dict(pools), dict(roles), layout
         self._set_up, self._backend = set_up, backend
         self._deaths: list[BaseException] = []
         self._on_failure: Callable[[BaseException], None] = self._deaths.append
@@ -61,7 +62,7 @@ class RayCluster:
             on_failure(death)
 
     def start(self, name: str, build: Build, args: tuple[Any, ...], *, world_size: int = 1) -> RayGroup:
-        layout = self._layout if world_size == self._layout.world_size else Layout(world_size=world_size)
+        layout = self.layout if world_size == self.layout.world_size else Layout(world_size=world_size)
         made = pickled(build, (self._set_up, args))
         actors = [
             self._actor(Worker, name, rank, {"concurrency_groups": {"calls": 1, "watch": 1}})
@@ -110,6 +111,19 @@ class RayCluster:
                 self._placed[name], placement_group_bundle_index=rank % pool.ranks
             ),
         ).remote(dict(pool.env))
+
+
+def build(section: ClusterConfig, context: ClusterContext) -> RayCluster:
+    pools, roles = pools_of(section, context)
+    return RayCluster(
+        pools,
+        roles,
+        layout=context.layout,
+        set_up=context.set_up,
+        address=section.address,
+        backend="gloo" if context.device == "cpu" else "cpu:gloo,cuda:nccl",
+        start_timeout_s=section.start_timeout_s,
+    )
 
 
 def _connect(address: str | None, pools: Mapping[str, Pool]) -> None:

@@ -1,0 +1,143 @@
+"""Weights through the shared memory of one host: the trainer writes a version, every replica maps and reads it.
+
+Two files take turns, so that a version is written while a late replica may still read the one before. A file says
+which version it holds; a reader asks before its first tensor and after its last.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import uuid
+import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from verl.weight_sync.base import SyncContext, SyncError, dtype_name
+from verl.weight_sync.local import LocalCheckpointEngine
+
+SHM = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
+PREFIX = "verl-weights"
+HEAD_BYTES = 16  # version and length of the index, little endian
+ALIGN_BYTES = 64
+WRITING = -1
+
+
+class Part(msgspec.Struct, array_like=True):
+    """Where a tensor lies."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    num_bytes: int
+
+
+class ShmOutlet:
+    """See `Outlet`; it can be pickled, and is used by one process."""
+
+    transport = "verl.weight_sync.shm:open_weights"
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def stage(self, version: int, tensors: Mapping[str, Tensor]) -> str:
+        parts, at = [], 0
+        for name, tensor in tensors.items():
+            num_bytes = tensor.numel() * tensor.element_size()
+            parts.append(Part(name, dtype_name(tensor), tuple(tensor.shape), at, num_bytes))
+            at += -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        index = msgspec.msgpack.encode(parts)
+        first = -(-(HEAD_BYTES + len(index)) // ALIGN_BYTES) * ALIGN_BYTES
+        path = SHM / f"{self._name}-{version % 2}"
+        with _mapped(path, max(first + at, 1)) as found:
+            found[:8] = WRITING.to_bytes(8, "little", signed=True)
+            found[8:16] = len(index).to_bytes(8, "little")
+            found[16 : 16 + len(index)] = index
+            whole = torch.frombuffer(found, dtype=torch.uint8)
+            for part, tensor in zip(parts, tensors.values(), strict=True):
+                if part.num_bytes:
+                    start = first + part.start
+                    into = whole[start : start + part.num_bytes].view(tensor.dtype).view(part.shape)
+                    into.copy_(tensor.detach())
+                    del into
+            del whole
+            found[:8] = version.to_bytes(8, "little", signed=True)
+        return str(path)
+
+
+class ShmStream:
+    """See `TensorStream`."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            with path.open("r+b") as file:
+                self._found = mmap.mmap(file.fileno(), 0)
+        except FileNotFoundError:
+            raise SyncError(
+                f"{path} is not on this host: sync.engine=shm serves replicas of the trainer's host"
+            ) from None
+
+    @property
+    def version(self) -> int:
+        return int.from_bytes(self._found[:8], "little", signed=True)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        version, size = self.version, int.from_bytes(self._found[8:16], "little")
+        parts = msgspec.msgpack.decode(self._found[16 : 16 + size], type=list[Part])
+        first = -(-(HEAD_BYTES + size) // ALIGN_BYTES) * ALIGN_BYTES
+        for part in parts:
+            dtype = vars(torch)[part.dtype]
+            if not part.num_bytes:
+                yield part.name, torch.empty(part.shape, dtype=dtype)
+                continue
+            count = part.num_bytes // dtype.itemsize
+            flat = torch.frombuffer(self._found, dtype=dtype, count=count, offset=first + part.start)
+            yield part.name, flat.view(part.shape).clone()  # the next version but one is written over it
+        if self.version != version:
+            raise SyncError(f"version {version} was written over by {self.version} while it was read")
+
+    def release(self, version: int) -> None:
+        """The file is used again; it is removed with the engine."""
+
+
+def open_weights(address: str) -> ShmStream:
+    return ShmStream(Path(address))
+
+
+def _mapped(path: Path, num_bytes: int) -> mmap.mmap:
+    """The file at its new size, whose memory is there: a full /dev/shm is an OSError here, not a crash later."""
+    with path.open("a+b") as file:
+        os.ftruncate(file.fileno(), num_bytes)
+        try:
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+        except OSError as e:
+            raise OSError(e.errno, f"{num_bytes / 1e6:.0f} MB of weights do not fit into {path.parent}") from e
+        return mmap.mmap(file.fileno(), num_bytes)
+
+
+def _remove(prefix: str) -> None:
+    for path in SHM.glob(f"{prefix}-*"):
+        path.unlink(missing_ok=True)
+
+
+def _remove_of_the_dead() -> None:
+    """What processes left that were killed."""
+    for path in SHM.glob(f"{PREFIX}-*"):
+        if not Path(f"/proc/{path.name.removeprefix(PREFIX + '-').partition('-')[0]}").exists():
+            path.unlink(missing_ok=True)
+
+
+def build(options: object, context: SyncContext) -> LocalCheckpointEngine:
+    _remove_of_the_dead()
+    name = f"{PREFIX}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+    engine = LocalCheckpointEngine(
+        probes=context.probes, tolerance=context.tolerance, outlet=ShmOutlet(name), copies=True
+    )
+    weakref.finalize(engine, _remove, name)
+    return engine

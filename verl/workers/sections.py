@@ -1,0 +1,38 @@
+"""The sections of the configuration that many processes bring: where they live, and how they share a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+from verl.bounds import NonNegative, NonNegativeInt, Positive, PositiveInt, words
+
+
+@dataclass
+class ClusterConfig:
+    backend: Annotated[str, words("inproc|ray")] = "inproc"
+    """inproc: everything in this process · ray: workers and rollout replicas in processes of their own."""
+    address: str | None = None  # Of a Ray that runs (`auto`, or HOST:PORT). Null: one of this machine, for this run.
+    nodes: PositiveInt = 1
+    ranks_per_node: PositiveInt = 1  # Of every model; `nodes` x this many train together.
+    cpus_per_rank: NonNegative = 1.0
+    gpus_per_rank: NonNegative | None = None  # Null: 1 where the model's device is cuda.
+    resource: str = ""  # Another accelerator by the name that Ray knows it under, one for each rank.
+    env: dict[str, str] = field(default_factory=dict)  # Variables of the workers' processes.
+    pools: dict[str, Any] = field(default_factory=dict)
+    """More pools: {NAME: {nodes, ranks_per_node, cpus_per_rank, gpus_per_rank, resource, env}}; the keys above are the
+    pool `main`."""
+    roles: dict[str, str] = field(default_factory=dict)  # {ROLE: POOL}; `rollout` is a role; the rest lives in `main`.
+    start_timeout_s: Positive = 60.0  # For the pools to be there.
+    max_restarts: NonNegativeInt = 3  # From the last checkpoint, when a process died.
+
+
+@dataclass
+class ParallelConfig:
+    """How the ranks of a model share it; the data-parallel ranks are what is left. See model_engine/layout.py."""
+
+    replicate: PositiveInt = 1  # Copies of the sharded model (HSDP).
+    sequence: PositiveInt = 1  # Ranks that share the tokens of a row (Ulysses).
+    tensor: PositiveInt = 1  # Ranks that share every matrix.
+    pipeline: PositiveInt = 1
+    expert: PositiveInt = 1
