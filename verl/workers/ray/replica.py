@@ -24,6 +24,7 @@ class Replica:
         os.environ.update(env)
         self._engine: Any = None
         self._broken: Told | None = None
+        self._built = asyncio.Event()
 
     async def build(self, made: bytes) -> tuple[str, int]:
         import ray
@@ -34,9 +35,11 @@ class Replica:
             self._engine = build(*args)
         except BaseException as e:
             self._broken = told_of(e)
+        self._built.set()
         return ray.util.get_node_ip_address(), os.getpid()
 
     async def ask(self, method: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> Told:
+        await self._built.wait()
         if self._broken is not None:
             return self._broken
         try:
