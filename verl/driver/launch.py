@@ -7,7 +7,7 @@ import gc
 import json
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from verl.track.console import LiveProgress
 from verl.track.events import FINISHED
 from verl.track.files import write_atomic
 from verl.track.metrics import reduce
+from verl.workers.group import WorkerDied
 
 GC_THRESHOLD = 50_000
 """New objects before cycles are looked for. The loop makes hardly any, and at Python's 700 every burst of trajectories
@@ -64,7 +65,24 @@ def run_rl(
     progress = progress or LiveProgress()
     if not quiet:
         progress.message(render_plan(plan))
-    return uvloop.run(_train(resolved, title, on_step, plan.to_json(), progress))
+    return _restarted(
+        resolved, progress, lambda: uvloop.run(_train(resolved, title, on_step, plan.to_json(), progress))
+    )
+
+
+def _restarted(resolved: Resolved, progress: LiveProgress, start: Callable[[], Finished]) -> Finished:
+    """A run whose process died is started again from its last checkpoint, up to cluster.max_restarts times."""
+    run, most = resolved.config.run, resolved.config.cluster.max_restarts
+    for restart in range(most):
+        try:
+            return start()
+        except Exception as e:
+            if not isinstance(cause := first_cause(e), WorkerDied):
+                raise
+            progress.message(f"{cause}\nstarting again from the last checkpoint ({restart + 1} of {most} times)")
+            if any((Path(run.root_dir) / run.name / "checkpoints").glob("step_*")):
+                run.resume = "auto"  # also of a fork, which has a checkpoint of its own now
+    return start()
 
 
 async def _train(resolved: Resolved, title: str, on_step: OnStep | None, plan: str, progress: LiveProgress) -> Finished:

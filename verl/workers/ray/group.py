@@ -221,7 +221,7 @@ class RayGroup:
         if self._closed or self._dead is not None:
             return
         node, process = self._places[rank] or ("?", "?")
-        why = str(found.exception()).strip().replace("\n", " ")
+        why = str(found.exception())
         self._fence(
             WorkerDied(f"rank {rank} of {self._name} (process {process} on {node}) died: {reason(why)}"), tell=True
         )
@@ -279,7 +279,7 @@ def raised(told: Told, what: str) -> BaseException:
 
 
 def reason(text: str) -> str:
-    """Ray's account of a death, without its advice."""
-    for mark in ("The actor died unexpectedly before finishing this task.", "The actor is dead because"):
-        text = text.replace(mark, "")
-    return text[:400]
+    """What Ray knows of a death, without its advice."""
+    flat = " ".join(text.split())
+    _, found, detail = flat.partition("Worker exit detail:")
+    return (detail.partition("Some common causes")[0] if found else flat[:300]).strip()

@@ -172,6 +172,6 @@ class RayReplica:
         if self._closed:
             return
         node, process = self._place or ("?", "?")
-        why = reason(str(found.exception()).strip().replace("\n", " "))
+        why = reason(str(found.exception()))
         self._dead = WorkerDied(f"{self._name} (process {process} on {node}) died: {why}")
         self._on_death(self._dead)
