@@ -9,13 +9,14 @@ import itertools
 import os
 
 import pytest
+import torch.distributed as dist
 from cases import HEADS, MODELS, Case, differences, on_rank, one_process, together
 from forked import run
 from test_split import VOCAB
 
 from verl.model_engine import sharded
 from verl.model_engine.layout import Layout
-from verl.nn import linear_logprob, tensor_parallel
+from verl.nn import linear_logprob, sequence_parallel, tensor_parallel
 
 LAYOUTS = {
     "DP": Layout(world_size=2, replicate=2),
@@ -27,7 +28,14 @@ LAYOUTS = {
     "TP, four": Layout(world_size=4, tensor=4),
     "FSDP x TP": Layout(world_size=4, tensor=2),
     "DP x TP": Layout(world_size=4, replicate=2, tensor=2),
+    "SP": Layout(world_size=2, sequence=2),
+    "SP, four": Layout(world_size=4, sequence=4),
+    "FSDP x SP": Layout(world_size=4, sequence=2),
+    "HSDP x SP": Layout(world_size=4, sequence=2, replicate=2),
+    "SP x TP": Layout(world_size=4, sequence=2, tensor=2),
 }
+if os.environ.get("FULL_GRID"):
+    LAYOUTS["HSDP x SP x TP"] = Layout(world_size=8, sequence=2, tensor=2, replicate=2)
 FACTORS = (tuple(LAYOUTS), (True, False), tuple(HEADS), (False, True))
 
 
@@ -77,6 +85,23 @@ def test_norms_of_heads_that_saw_their_own_rank_alone_are_seen(monkeypatch):
     expected = one_process(case)
     wrong = differences(found[0], {n: expected[n] for n in found[0]}, rtol=1e-2)
     assert wrong and all("_norm.weight" in line for line in wrong), wrong
+
+
+def test_gradients_that_every_peer_counts_are_seen(monkeypatch):
+    def summed(ctx, d_out):
+        d_out = d_out.clone()
+        dist.all_reduce(d_out, group=ctx.group)
+        return d_out[ctx.saved_tensors[0]], None, None, None
+
+    def forward(ctx, values, which, size, group):
+        ctx.group = group
+        return once(ctx, values, which, size, group)
+
+    once = sequence_parallel._Together.forward
+    monkeypatch.setattr(sequence_parallel._Together, "forward", staticmethod(forward))
+    monkeypatch.setattr(sequence_parallel._Together, "backward", staticmethod(summed))
+    case = Case(LAYOUTS["SP"])
+    assert differences(together(case, run(2, lambda rank: on_rank(case, rank))), one_process(case), rtol=1e-2)
 
 
 def test_no_rank_holds_a_row_of_logits(monkeypatch):

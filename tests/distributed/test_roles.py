@@ -21,13 +21,15 @@ from verl.driver import assemble, models
 from verl.driver.step import Step, experience_and_update
 from verl.model_engine import sharded
 from verl.model_engine.layout import Layout
+from verl.models import tiny
+from verl.recipes import arithmetic
 from verl.transfer_queue.memory import MemoryQueue
 from verl.workers.group import Broadcast
 from verl.workers.inproc import InprocCluster
 from verl.workers.model_workers import ModelWorkers
 from verl.workers.role import Role, build_roles
 
-LAYOUTS = {"FSDP": Layout(world_size=2), "HSDP": Layout(world_size=4, replicate=2)}
+LAYOUTS = {"FSDP x SP": Layout(world_size=4, sequence=2), "FSDP x TP": Layout(world_size=4, tensor=2)}
 REJECTED = {"correction": "mask", "correction_high": 1.5, "correction_denominator": "before_rejection"}
 CASES = {
     "grpo": ("grpo", {}),
@@ -36,6 +38,14 @@ CASES = {
     "ratios of whole sequences": ("gspo", {}),
     "rejected tokens count": ("grpo", REJECTED),
 }
+
+
+@pytest.fixture(scope="module")
+def four_heads(tmp_path_factory):
+    """The tests' small model with heads and a vocabulary that four ranks can share."""
+    tokenizer = tiny.character_tokenizer(arithmetic.CHARACTERS)
+    model = tiny.qwen3(tokenizer, hidden=32, layers=2, heads=4, kv_heads=4, ffn=64, seed=1)
+    return tiny.save(model, tokenizer, tmp_path_factory.mktemp("tiny"))
 
 
 class LoggedQueue(MemoryQueue):
@@ -123,7 +133,7 @@ def turn(rank: int, layout: Layout, name: str, options: dict[str, Any], model: P
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_turn_over_real_ranks_is_that_of_one_rank(case, tiny_model, monkeypatch):
+def test_a_turn_over_real_ranks_is_that_of_one_rank(case, four_heads, monkeypatch):
     name, options = CASES[case]
     config_of = virtual.config_of
 
@@ -134,10 +144,10 @@ def test_a_turn_over_real_ranks_is_that_of_one_rank(case, tiny_model, monkeypatc
 
     monkeypatch.setattr(virtual, "config_of", with_options)
     torch.manual_seed(0)
-    expected, metrics = virtual.gradients(name, tiny_model, 1)
+    expected, metrics = virtual.gradients(name, four_heads, 1)
     assert sum(float(g.abs().max()) > 0 for g in expected) >= 2
     for layout in LAYOUTS.values():
-        for found, theirs in forked.run(layout.world_size, lambda rank: turn(rank, layout, name, options, tiny_model)):
+        for found, theirs in forked.run(layout.world_size, lambda rank: turn(rank, layout, name, options, four_heads)):
             assert len(found) == len(expected)
             for i, (a, b) in enumerate(zip(expected, found)):
                 assert float((a - b).abs().max()) <= 1e-10 * max(1.0, float(a.abs().max())), (layout, i)

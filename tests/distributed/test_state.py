@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -93,46 +91,38 @@ def test_a_precision_that_does_nothing_is_seen(monkeypatch):
     assert differences(together(case, found), one_process(case, **given), rtol=1e-3)
 
 
-def test_a_checkpoint_of_any_world_continues_on_any_other(tmp_path):
+CONTINUED = {
+    "actor": {"none": ("two", "four"), "two": ("none", "four"), "four": ("two",), "slices": ("none",)},
+    "critic": {"none": ("two",), "two": ("none",)},  # a head of one row, of which a rank has nothing
+}
+"""By role: who wrote, and who goes on."""
+
+
+@pytest.mark.parametrize("role", CONTINUED)
+def test_a_checkpoint_of_any_world_continues_on_any_other(role, tmp_path):
     """Two steps, saved, two more: the weights of four steps in one process, whoever wrote and whoever reads."""
-    for role in ("actor", "critic"):
-        case = Case(ONE, role)
-        expected = weights(steps(case, None, 4, engine(case.model, role, None, **EXACT)))
-        for name, layout in (("none", None), *LAYOUTS.items()):
-            written = tmp_path / role / name
+    name = "qwen3, tied"
+    expected = weights(steps(Case(ONE, role), None, 4, engine(name, role, None, **EXACT)))
+    for writer, readers in CONTINUED[role].items():
+        written, layout = tmp_path / writer, LAYOUTS.get(writer)
 
-            def write(rank: int, layout: Layout | None = layout, written: Path = written) -> None:
-                mine = Case(layout or ONE, role)
-                steps(mine, None if layout is None else rank, 2, engine(case.model, role, layout, **EXACT)).save(
-                    written
-                )
+        def write(rank: int | None) -> None:
+            steps(Case(layout or ONE, role), rank, 2, engine(name, role, layout, **EXACT)).save(written)
 
-            run(layout.world_size, write) if layout else write(0)
-            files = sorted(p.name for p in written.glob("*.safetensors"))
-            assert len(files) == (layout.world_size if layout else 1), "every rank writes"
-        names = {tensor_names(tmp_path / role / name) for name in ("none", *LAYOUTS)}
-        assert len(names) == 1
-        readers = {
-            "none": ("two", "four"),
-            "one": ("none",),
-            "two": ("none", "four"),
-            "four": ("two", "none"),
-            "three": ("slices",),
-            "slices": ("none", "two"),
-        }
-        for name, others in readers.items():
-            for other in others:
-                layout = LAYOUTS.get(other)
+        run(layout.world_size, write) if layout else write(None)
+        assert len([*written.glob("*.safetensors")]) == (layout.world_size if layout else 1), "every rank writes"
+        assert tensor_names(written) == tensor_names(tmp_path / "none")
+        for reader in readers:
+            theirs = LAYOUTS.get(reader)
 
-                def read(rank: int, layout: Layout | None = layout, written: Path = tmp_path / role / name) -> Any:
-                    e = engine(case.model, role, layout, **EXACT)
-                    e.load(written)
-                    assert e.optimizer_step == 2
-                    return weights(steps(Case(layout or ONE, role), None if layout is None else rank, 2, e))
+            def read(rank: int | None) -> Any:
+                e = engine(name, role, theirs, **EXACT)
+                e.load(written)
+                assert e.optimizer_step == 2
+                return weights(steps(Case(theirs or ONE, role), rank, 2, e))
 
-                found = run(layout.world_size, read) if layout else [read(0)]
-                assert not differences(found[-1], expected, rtol=1e-9), (role, name, other)
-        assert json.loads((tmp_path / role / "four" / "engine.json").read_text())["optimizer_step"] == 2
+            found = run(theirs.world_size, read)[-1] if theirs else read(None)
+            assert not differences(found, expected, rtol=1e-9), (writer, reader)
 
 
 def test_a_checkpoint_of_another_model_is_refused_on_every_rank(tmp_path):
@@ -150,7 +140,7 @@ def test_a_checkpoint_of_another_model_is_refused_on_every_rank(tmp_path):
 @pytest.mark.parametrize("role", ["actor", "critic", "reward_model"])
 def test_the_proof_at_start_and_the_models_own_pass_are_those_of_one_process(role):
     probes = [np.arange(2, 12), np.arange(5, 9)]
-    for layout in (ONE, TWO, Layout(world_size=2, tensor=2)):
+    for layout in (TWO, Layout(world_size=2, tensor=2), Layout(world_size=2, sequence=2)):
         for model in ("qwen3, tied", "llama, biases"):
             alone = engine(model, role, None)
 
@@ -250,7 +240,7 @@ def test_every_rank_makes_the_passes_of_the_one_that_needs_most():
 
 
 def test_checkpointed_activations_change_nothing():
-    for layout in (FOUR, Layout(world_size=4, tensor=2)):
+    for layout in (Layout(world_size=4, tensor=2), Layout(world_size=4, sequence=2)):
         case = Case(layout)
         found = run(4, lambda rank: on_rank(case, rank, gradient_checkpointing=True))
         assert not differences(together(case, found), one_process(case))
@@ -274,19 +264,31 @@ def test_models_that_cannot_be_cut_are_refused_by_name():
     assert "has a matrix of 50, which 4 ranks cannot share equally" in said
     said = refused(lambda: GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=40)), 2)
     assert "GPT2LMHeadModel cannot be cut over ranks here: transformers has no plan for it" in said
-    said = refused(lambda: Phi3ForCausalLM(Phi3Config(**SIZES, pad_token_id=0)), 2)
+    said = refused(lambda: Phi3ForCausalLM(Phi3Config(**SIZES)), 2)
     assert "Phi3ForCausalLM cannot be cut over ranks here: its plan wants ('layers.*.self_attn.qkv_proj'" in said
 
 
 def test_layouts_that_it_cannot_do_are_refused():
+    few_heads = SIZES | {"num_attention_heads": 3, "num_key_value_heads": 3}
+    cases = {
+        "parallel.pipeline=2: this engine cannot do it yet": ({"pipeline": 2}, {}, SIZES),
+        "parallel.expert=2: this engine cannot do it yet": ({"expert": 2}, {}, SIZES),
+        "parallel.sequence=2 wants model.engine_options.attention=auto": (
+            {"sequence": 2},
+            {"attention_mode": "padded"},
+            SIZES,
+        ),
+        "parallel.sequence=2 with parallel.tensor=1: the model has 3 attention heads": ({"sequence": 2}, {}, few_heads),
+    }
+
     def refused(rank: int) -> list[str]:
         out = []
-        for given in ({"pipeline": 2}, {"expert": 2}):
+        for layout, settings, sizes in cases.values():
             with pytest.raises(ValueError) as e:
-                engine("qwen3, tied", "actor", Layout(world_size=2, **given))
+                model = Qwen3ForCausalLM(Qwen3Config(**sizes))
+                ShardedEngine(model, layout=Layout(world_size=2, **layout), dtype="float32", **settings)
             out.append(str(e.value))
         return out
 
-    for pipeline, expert in run(2, refused):
-        assert pipeline.startswith("parallel.pipeline=2: this engine cannot do it yet")
-        assert expert.startswith("parallel.expert=2: this engine cannot do it yet")
+    for said in run(2, refused):
+        assert all(message.startswith(start) for message, start in zip(said, cases, strict=True)), said

@@ -26,9 +26,11 @@ from verl.batch import Batch, exactly
 from verl.model_engine.base import EngineContext
 from verl.model_engine.layout import Layout
 from verl.model_engine.options import Options
-from verl.model_engine.torch_engine import TorchEngine, Which
+from verl.model_engine.torch_engine import Reader, TorchEngine, Which
 from verl.model_engine.torch_engine import build as build_torch
+from verl.nn.attention import make_plan
 from verl.nn.precision import rounded_in_place
+from verl.nn.sequence_parallel import Exchange, check_heads
 from verl.nn.tensor_parallel import TensorParallel
 
 
@@ -64,6 +66,12 @@ class ShardedEngine(TorchEngine):
         over = self._mesh["replicate", "shard"] if layout.replicate > 1 else self._mesh["shard"]
         for p in {*self.model.parameters()} - {*self._trained().parameters()}:
             p.requires_grad_(False)  # of a head that is not trained
+        if layout.sequence > 1:
+            if not self._packed:
+                raise ValueError(f"parallel.sequence={layout.sequence} wants model.engine_options.attention=auto")
+            check_heads(self.model.config.get_text_config(), layout.sequence, layout.tensor)
+        peers = _mesh(self.device.type, data=layout.data, sequence=layout.sequence, tensor=layout.tensor)
+        self._sequence = peers.get_group("sequence")
         self._root: Any = _Root(self.model, self.value_head)
         lm_head = self.model.get_output_embeddings()
         alone = [lm_head] if self.value_head is not None and not self.model.config.tie_word_embeddings else []
@@ -95,6 +103,26 @@ class ShardedEngine(TorchEngine):
 
     def _local(self, weight: Tensor) -> Tensor:
         return weight.to_local() if isinstance(weight, DTensor) else weight
+
+    def _hidden_packed(self, batch: Batch) -> Tensor:
+        """With ranks that share the tokens: the states of this rank's run."""
+        if self.layout.sequence == 1:
+            return super()._hidden_packed(batch)
+        over, plan = self._exchange(batch), make_plan(batch, self.device)
+        plan.exchange = over
+        return self._states(over.mine(batch.ids), over.mine(batch.positions), plan)
+
+    def _read(self, batch: Batch, hidden: Tensor, index: Tensor, fn: Reader) -> dict[str, Tensor]:
+        """Every rank reads the states that it has, and all get what was found."""
+        if self.layout.sequence == 1:
+            return super()._read(batch, hidden, index, fn)
+        over = self._exchange(batch)
+        which = over.rows_of_mine(index)
+        found = fn(hidden.index_select(0, (index[which] % over.run).to(self.device)), which)
+        return {name: over.together(values, which, len(index)) for name, values in found.items()}
+
+    def _exchange(self, batch: Batch) -> Exchange:
+        return Exchange(self._sequence, batch.num_tokens)
 
     def _cut(self, batch: Batch, count: int = 0) -> list[np.ndarray]:
         """On every rank as many passes as on the one that needs most: each pass is a collective."""

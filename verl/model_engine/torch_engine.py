@@ -179,7 +179,7 @@ class TorchEngine:
         out: dict[str, Tensor] = {}
         for name, index in (("values", batch.target_from), ("scores", last)):
             if name in wanted:
-                out |= self._read(hidden, index, partial(self._value_outputs, name))
+                out |= self._read(batch, hidden, index, partial(self._value_outputs, name))
         return out
 
     def _value_outputs(self, name: str, rows: Tensor, which: Which) -> dict[str, Tensor]:
@@ -206,9 +206,9 @@ class TorchEngine:
             computed = {"logprobs": logprobs, "entropy": entropy, "sum_pi_squared": sum_pi2}
             return {name: value for name, value in computed.items() if name in wanted and value is not None}
 
-        return self._read(self._hidden(batch), batch.target_from, read)
+        return self._read(batch, self._hidden(batch), batch.target_from, read)
 
-    def _read(self, hidden: Tensor, index: Tensor, fn: Reader) -> dict[str, Tensor]:
+    def _read(self, batch: Batch, hidden: Tensor, index: Tensor, fn: Reader) -> dict[str, Tensor]:
         """fn(the hidden states [n, H] at `index`, which of `index` they are) -> outputs [n] by name."""
         return fn(hidden.index_select(0, index.to(self.device)), slice(None))
 
@@ -223,12 +223,13 @@ class TorchEngine:
         return nullcontext() if self._compute == self.master else torch.autocast(self.device.type, dtype=self._compute)
 
     def _hidden_packed(self, batch: Batch) -> Tensor:
-        """[T, H] hidden states after the final norm."""
-        plan = attention.make_plan(batch, self.device)
+        return self._states(batch.ids, batch.positions, attention.make_plan(batch, self.device))
+
+    def _states(self, ids: Tensor, positions: Tensor, plan: attention.AttentionPlan) -> Tensor:
         with self._autocast():
             out = self.model.base_model(
-                input_ids=batch.ids[None].to(self.device),
-                position_ids=batch.positions[..., None, :].to(self.device),
+                input_ids=ids[None].to(self.device),
+                position_ids=positions[..., None, :].to(self.device),
                 use_cache=False,
                 verl_plan=plan,
             )
@@ -246,7 +247,8 @@ class TorchEngine:
             out = self.model.base_model(input_ids=ids.to(self.device), use_cache=False).last_hidden_state
         hidden = out[place.to(self.device)]  # [T of flat, H]
         origin = torch.empty(batch.num_tokens, dtype=torch.int64)
-        origin[_flat_origin(batch)] = torch.arange(len(flat.ids))
+        token_of = unshare(replace(batch, ids=torch.arange(batch.num_tokens))).ids  # [T of flat]
+        origin[token_of] = torch.arange(len(flat.ids))
         return hidden.index_select(0, origin.to(self.device))
 
     def check_packing(self, *, share_prefix: bool) -> float:
@@ -467,11 +469,6 @@ class TorchEngine:
         if self.value_head is None:
             return self.model
         return nn.ModuleDict({"model": self.model.base_model, "value_head": self.value_head})
-
-
-def _flat_origin(batch: Batch) -> Tensor:
-    """[T of unshare(batch)] which token of `batch` each flat token is."""
-    return unshare(replace(batch, ids=torch.arange(batch.num_tokens))).ids
 
 
 def build(options: Options, context: EngineContext, kind: Callable[..., TorchEngine] | None = None) -> TorchEngine:

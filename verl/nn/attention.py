@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -78,10 +78,21 @@ VarlenKernel = Callable[[Tensor, Tensor, Tensor, Varlen, float, int | None], Ten
 """q [T, H, D], k and v [K, KV, D], lengths, scale, sliding window -> [T, H, D], causal."""
 
 
+class Exchange(Protocol):
+    """Ranks that share the tokens of a pack share the heads instead while they attend."""
+
+    def to_heads(self, x: Tensor) -> Tensor:
+        """[a rank's tokens, H, D] -> [T, H / ranks, D]."""
+        ...
+
+    def to_tokens(self, x: Tensor) -> Tensor: ...
+
+
 @dataclass(slots=True)
 class AttentionPlan:
     blocks: list[Block]
     varlen: Varlen | None = None
+    exchange: Exchange | None = None
     by_heads: dict[tuple[int, int], Rows] = field(default_factory=dict)
 
     def rows(self, heads: int, kv_heads: int) -> Rows:
@@ -199,6 +210,15 @@ def attend(
     plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None, cap: float = 0.0
 ) -> Tensor:
     """q [T, H, D], k and v [T, KV, D] -> [T, H, D]. cap > 0: scores are cap tanh(score / cap)."""
+    if plan.exchange is None:
+        return _attend(plan, q, k, v, scale, window, cap)
+    q, k, v = (plan.exchange.to_heads(x) for x in (q, k, v))
+    return plan.exchange.to_tokens(_attend(plan, q, k, v, scale, window, cap))
+
+
+def _attend(
+    plan: AttentionPlan, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, cap: float
+) -> Tensor:
     half = q.dtype in (torch.float16, torch.bfloat16)
     if plan.varlen is not None and not cap and half and q.shape[-1] == v.shape[-1] <= 256:
         return attend_varlen(plan.varlen, q, k, v, scale, window, varlen_kernel())

@@ -70,6 +70,9 @@ class TensorParallel:
             else:
                 for child in children:
                     module.get_submodule(child).register_forward_pre_hook(self._enter, with_kwargs=True)
+        if embeddings.padding_idx is not None:  # the row without a gradient, if it is in this slice
+            local = embeddings.padding_idx - self.vocabulary.start
+            embeddings.padding_idx = local if 0 <= local < self._slice else None
         embeddings.register_forward_pre_hook(self._enter_embedding)
         embeddings.register_forward_hook(self._leave_embedding)
 

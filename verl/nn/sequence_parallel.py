@@ -1,0 +1,92 @@
+"""Sequence parallelism (DeepSpeed Ulysses, 2309.14509) over the packed forest: every rank of a group has a run of its
+tokens, and for the time of attention all tokens of some heads. A shared prompt is still computed once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """`num_tokens` of a batch over the ranks of `group`, padded to equal runs of `run`."""
+
+    group: dist.ProcessGroup
+    num_tokens: int
+
+    @property
+    def run(self) -> int:
+        return -(-self.num_tokens // self.group.size())
+
+    def mine(self, x: Tensor) -> Tensor:
+        """[..., T] -> [..., run] of this rank."""
+        padded = F.pad(x, (0, self.run * self.group.size() - self.num_tokens))
+        return padded[..., self.run * self.group.rank() :][..., : self.run]
+
+    def to_heads(self, x: Tensor) -> Tensor:
+        """[run, H, D] -> [T, H / ranks, D]."""
+        parts = x.reshape(self.run, self.group.size(), -1, x.shape[-1]).transpose(0, 1)
+        return _AllToAll.apply(parts, self.group).flatten(0, 1)[: self.num_tokens]
+
+    def to_tokens(self, x: Tensor) -> Tensor:
+        """[T, H / ranks, D] -> [run, H, D]."""
+        padded = F.pad(x, (0, 0, 0, 0, 0, self.run * self.group.size() - self.num_tokens))
+        parts = padded.view(self.group.size(), self.run, *x.shape[1:])
+        return _AllToAll.apply(parts, self.group).transpose(0, 1).flatten(1, 2)
+
+    def rows_of_mine(self, index: Tensor) -> Tensor:
+        """[n] tokens of the batch -> which of them are in this rank's run."""
+        return (index // self.run == self.group.rank()).nonzero()[:, 0]
+
+    def together(self, values: Tensor, which: Tensor, size: int) -> Tensor:
+        """[size] on every rank, of which this one has `which`. All go on with the same values to the same loss; the
+        gradient of a value goes to the rank that computed it, once."""
+        out: Tensor = _Together.apply(values, which.to(values.device), size, self.group)
+        return out
+
+
+class _AllToAll(torch.autograd.Function):
+    """[ranks, ...] -> [ranks, ...]: row i goes to rank i, and what comes from rank i is row i. Its own transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        dist.all_to_all_single(out, x, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None]:
+        return _AllToAll.apply(d_out, ctx.group), None
+
+
+class _Together(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, which: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.save_for_backward(which)
+        out = values.new_zeros(size)
+        out[which] = values
+        dist.all_reduce(out, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None, None, None]:
+        (which,) = ctx.saved_tensors
+        return d_out[which], None, None, None
+
+
+def check_heads(config: Any, sequence: int, tensor: int) -> None:
+    """ValueError where the heads that a rank has cannot be shared over `sequence` ranks."""
+    heads = {"attention heads": config.num_attention_heads, "key-value heads": config.num_key_value_heads}
+    for name, number in heads.items():
+        if number % (sequence * tensor):
+            raise ValueError(
+                f"parallel.sequence={sequence} with parallel.tensor={tensor}: the model has {number} {name}, which "
+                f"{sequence * tensor} ranks cannot share equally; use a divisor of it"
+            )
