@@ -61,6 +61,7 @@ MASKS = "tests/numerics/test_term_masks.py"
 TERMS = "tests/numerics/test_preference_terms.py"
 IDENTITY = "tests/unit/test_identity.py tests/e2e/test_run_identity.py"
 CANARY = "tests/contracts/test_canary.py"
+RANKS = "tests/distributed/test_gate.py tests/distributed/test_state.py"
 
 A, W = "algorithms/", "workers/"
 MUTANTS = (
@@ -284,6 +285,18 @@ MUTANTS = (
         "return spec.lr * step / (spec.warmup_steps + 1)",
         OPTIM,
     ),
+    # -- the engine over many ranks
+    Mutant("model_engine/sharded.py", "module.set_gradient_divide_factor(1.0)", "pass", RANKS),
+    Mutant("model_engine/sharded.py", "self._root.reshard()  # else", "pass  # else", RANKS),
+    Mutant("model_engine/sharded.py", "squares[int(split)] += norm", "squares[0] += norm", RANKS),
+    Mutant("model_engine/sharded.py", 'dist.all_reduce(squares, group=self._mesh.get_group("shard"))', "pass", RANKS),
+    Mutant("nn/tensor_parallel.py", "else out + bias", "else out + 2 * bias", RANKS),
+    Mutant("nn/tensor_parallel.py", "if 0 <= local < self._slice else None", "", RANKS),
+    Mutant("nn/tensor_parallel.py", "[Partial()] if", "[Replicate()] if", RANKS),
+    Mutant("nn/linear_logprob.py", "(share * (next(of_ranks) - log_share))", "(share * next(of_ranks))", RANKS),
+    Mutant("nn/linear_logprob.py", "d if here is None else d * here[at, None]", "d", RANKS),
+    Mutant("nn/sequence_parallel.py", "return d_out[which], None", "return d_out[which] * 2, None", RANKS),
+    Mutant("nn/sequence_parallel.py", "[: self.num_tokens]", "[-self.num_tokens :]", RANKS),
     # -- the step
     Mutant("driver/step.py", "num_sequences=len(rows),", "num_sequences=0,", KL),
     Mutant("driver/step.py", "if kl.target is not None:", "if False:", KL),

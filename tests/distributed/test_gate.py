@@ -10,9 +10,19 @@ import os
 
 import pytest
 import torch.distributed as dist
-from cases import HEADS, MODELS, Case, differences, on_rank, one_process, together
+from cases import HEADS, MODELS, SIZES, Case, differences, engine, on_rank, one_process, together
 from forked import run
 from test_split import VOCAB
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from verl.model_engine import sharded
 from verl.model_engine.layout import Layout
@@ -70,6 +80,47 @@ def test_every_layout_gives_what_one_process_gives(layout, shared, role, idle):
         found = together(case, run(at.world_size, lambda rank: on_rank(case, rank)))
         wrong = differences(found, expected)
         assert not wrong, (name, wrong)
+
+
+FAMILIES = {
+    "qwen2": (("TP", "SP"), lambda: Qwen2ForCausalLM(Qwen2Config(**PLAIN, tie_word_embeddings=True))),
+    "gemma3": (
+        ("TP", "SP"),
+        lambda: Gemma3ForCausalLM(
+            Gemma3TextConfig(
+                **SIZES,
+                sliding_window=9,
+                query_pre_attn_scalar=8,
+                layer_types=["sliding_attention", "full_attention"],
+                final_logit_softcapping=20.0,
+            )
+        ),
+    ),
+    "qwen3, experts": (
+        ("FSDP",),
+        lambda: Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+        ),
+    ),
+    "gpt2": (("SP",), lambda: GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=4, n_embd=32, vocab_size=VOCAB))),
+}
+PLAIN = {name: value for name, value in SIZES.items() if name != "head_dim"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_of_models_packed_and_padded(family, monkeypatch):
+    layouts, make = FAMILIES[family]
+    monkeypatch.setitem(MODELS, family, make)
+    for name in layouts:
+        for mode in ("auto", "padded") if name != "SP" else ("auto",):
+            case = Case(LAYOUTS[name], model=family)
+
+            def proven(rank: int) -> dict:
+                engine(family, "actor", case.layout, attention_mode=mode).check_packing(share_prefix=mode == "auto")
+                return on_rank(case, rank, attention_mode=mode)
+
+            wrong = differences(together(case, run(2, proven)), one_process(case, attention_mode=mode))
+            assert not wrong, (name, mode, wrong)
 
 
 def test_a_mean_in_place_of_the_sum_is_seen(monkeypatch):

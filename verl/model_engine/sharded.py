@@ -74,7 +74,8 @@ class ShardedEngine(TorchEngine):
         self._sequence = peers.get_group("sequence")
         self._root: Any = _Root(self.model, self.value_head)
         lm_head = self.model.get_output_embeddings()
-        alone = [lm_head] if self.value_head is not None and not self.model.config.tie_word_embeddings else []
+        tied = lm_head.weight is self.model.get_input_embeddings().weight
+        alone = [lm_head] if self.value_head is not None and not tied else []
         tensor = TensorParallel(self.model, self._mesh["tensor"]) if layout.tensor > 1 else None
         for module in (*self._layers(self.model), *alone, self._root):
             if tensor is not None:

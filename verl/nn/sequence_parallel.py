@@ -83,8 +83,9 @@ class _Together(torch.autograd.Function):
 
 def check_heads(config: Any, sequence: int, tensor: int) -> None:
     """ValueError where the heads that a rank has cannot be shared over `sequence` ranks."""
-    heads = {"attention heads": config.num_attention_heads, "key-value heads": config.num_key_value_heads}
-    for name, number in heads.items():
+    heads = config.num_attention_heads  # where nothing is said, each has keys of its own
+    key_heads = config.to_dict().get("num_key_value_heads") or heads
+    for name, number in {"attention heads": heads, "key-value heads": key_heads}.items():
         if number % (sequence * tensor):
             raise ValueError(
                 f"parallel.sequence={sequence} with parallel.tensor={tensor}: the model has {number} {name}, which "
