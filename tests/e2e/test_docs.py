@@ -114,7 +114,9 @@ def test_named_files_and_tests_exist():
         text = page.read_text()
         named = re.findall(r"`((?:verl|tests|bench|examples)/[\w./]+)`", text)
         if page.name == "failures.md":
-            for file, _, test in re.findall(r"`((?:unit|numerics|contracts|faults|e2e|distributed)/\w+\.py)(::(\w+))?`", text):
+            for file, _, test in re.findall(
+                r"`((?:unit|numerics|contracts|faults|e2e|distributed)/\w+\.py)(::(\w+))?`", text
+            ):
                 named.append(f"tests/{file}")
                 if test and f"def {test}(" not in (ROOT / "tests" / file).read_text():
                     missing.append(f"{page.name}: {file}::{test}")
