@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -123,6 +124,31 @@ def test_a_checkpoint_of_any_world_continues_on_any_other(role, tmp_path):
 
             found = run(theirs.world_size, read)[-1] if theirs else read(None)
             assert not differences(found, expected, rtol=1e-9), (writer, reader)
+
+
+@pytest.mark.parametrize("name", ["none", "two", "slices of two"])
+def test_a_snapshot_is_written_while_training_goes_on(name, tmp_path):
+    """The state at its moment, in a checkpoint and under Hugging Face names; collectives of both do not mix."""
+    layout = {"none": None, "two": TWO, "slices of two": Layout(world_size=4, tensor=2)}[name]
+    case, built = Case(layout or ONE), ("qwen3, tied", "actor")
+
+    def train(rank: int | None) -> Any:
+        e = steps(case, rank, 2, engine(*built, layout, **EXACT))
+        for number in range(2):  # groups are made once
+            kept, then = e.snapshot(), weights(e)
+            with ThreadPoolExecutor(1) as pool:
+                written = pool.submit(lambda: (kept.save(tmp_path / str(number)), dict(kept.weights()))[1])
+                steps(case, rank, 2, e)
+                found = written.result(60)
+        return then, found, weights(e)
+
+    for then, found, now in run(layout.world_size, train) if layout else [train(None)]:
+        assert then.keys() == found.keys() and all(torch.equal(found[n], w) for n, w in then.items())
+        assert not torch.equal(now["model.norm.weight"], then["model.norm.weight"])
+    again = engine(*built, None, **EXACT)
+    again.load(tmp_path / "1")
+    assert again.optimizer_step == 4 and not differences(weights(again), then, rtol=1e-12)
+    assert not differences(weights(steps(case, None, 2, again)), now, rtol=1e-9)
 
 
 def test_a_checkpoint_of_another_model_is_refused_on_every_rank(tmp_path):

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -15,9 +16,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 MAX_FILE_BYTES = 256 << 20  # a file is put together in memory before it is written
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], group: Any = None) -> None:
     """Write `tensors` into the new folder `path`, in files of bounded size: where there are many ranks, each what it
-    holds, and all of them call this. OSError as of any write."""
+    holds, and all of `group` (None: the default one) call this. OSError as of any write."""
     path.mkdir(parents=True, exist_ok=True)
     file_of: dict[str, int] = {}
     index, held = 1, 0
@@ -30,7 +31,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
         str(path), fqn_to_index_mapping=file_of, thread_count=1, save_distributed=not _alone()
     )
     with _own_errors():
-        dcp.save(dict(tensors), storage_writer=writer, no_dist=_alone())
+        dcp.save(dict(tensors), storage_writer=writer, process_group=group, no_dist=_alone())
 
 
 def tensor_names(path: Path) -> frozenset[str]:

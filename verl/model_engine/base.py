@@ -13,6 +13,7 @@ from torch import Tensor
 from verl.batch import Batch
 from verl.model_engine.layout import Layout
 from verl.model_engine.optim import OptimSpec
+from verl.model_engine.snapshot import Snapshot
 from verl.nn.heads import Head
 from verl.objective import Term
 from verl.types import Metrics
@@ -115,6 +116,11 @@ class ModelEngine(Protocol):
     def save(self, path: Path) -> None:
         """Write weights, optimizer and counters of all ranks into the folder `path`; any number of ranks can load
         them."""
+        ...
+
+    def snapshot(self) -> Snapshot:
+        """A copy of the state as it is now, on the host: another thread can save it, and export its weights, while
+        training goes on. One at a time."""
         ...
 
     def load(self, path: Path) -> None:

@@ -8,10 +8,11 @@ methods in the same order. Gradients are summed, never averaged: the weights of 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from verl.batch import Batch, exactly
 from verl.model_engine.base import EngineContext
 from verl.model_engine.layout import Layout
 from verl.model_engine.options import Options
+from verl.model_engine.snapshot import Snapshot
 from verl.model_engine.torch_engine import Reader, TorchEngine, Which
 from verl.model_engine.torch_engine import build as build_torch
 from verl.nn.attention import make_plan
@@ -58,6 +60,7 @@ class ShardedEngine(TorchEngine):
         self.layout = layout
         self.place = layout.place(dist.get_rank())
         self._suffix = f"_rank{dist.get_rank()}"
+        self._host: tuple[DeviceMesh, dist.ProcessGroup] | None = None  # where snapshots live
         super().__init__(model, **settings)
 
     def _place(self) -> None:
@@ -216,9 +219,24 @@ class ShardedEngine(TorchEngine):
         """This rank's parts."""
         return {name: _part(p) for name, p in super().masters.items()}
 
-    def _save_counters(self, path: Path) -> None:
-        if dist.get_rank() == 0:
-            super()._save_counters(path)
+    def _now(self) -> Snapshot:
+        now = super()._now()
+        return now if dist.get_rank() == 0 else replace(now, counters=None)
+
+    def snapshot(self) -> Snapshot:
+        """Its ranks meet in groups of their own, or what they exchange would mix with what training exchanges."""
+        if self._host is None:
+            layout = self.layout
+            sizes = {"replicate": layout.replicate, "shard": layout.shard, "tensor": layout.tensor}
+            self._host = _mesh("cpu", dict.fromkeys(sizes, "gloo"), **sizes), dist.new_group(backend="gloo")
+        return replace(super().snapshot(), group=self._host[1])
+
+    def _host_copy(self, t: Tensor) -> Tensor:
+        if not isinstance(t, DTensor):
+            return super()._host_copy(t)
+        assert self._host is not None and t.device_mesh.mesh_dim_names is not None
+        mesh = self._host[0][t.device_mesh.mesh_dim_names]
+        return DTensor(t.to_local().to("cpu", copy=True), replace(t._spec, mesh=mesh), requires_grad=False)
 
     def to(self, where: str, parts: Sequence[str] = ("weights", "optimizer")) -> None:
         if "weights" in parts:
@@ -226,10 +244,11 @@ class ShardedEngine(TorchEngine):
         super().to(where, [part for part in parts if part != "weights"])
 
 
-def _mesh(device_type: str, **sizes: int) -> DeviceMesh:
+def _mesh(device_type: str, backends: Mapping[str, str] = MappingProxyType({}), **sizes: int) -> DeviceMesh:
     """All ranks in these dimensions, the last varies fastest. Its groups get the deadline of the default group: torch
     gives them half an hour, whatever that one was told."""
-    made = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    given: Any = dict(backends) or None
+    made = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes), backend_override=given)
     assert dist.group.WORLD is not None
     whole = dist.group.WORLD._get_backend(torch.device(device_type))
     for group in made.get_all_groups():

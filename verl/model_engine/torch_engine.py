@@ -24,12 +24,13 @@ from torch import Tensor, nn
 from verl.batch import Batch, exactly, loss_index, make_microbatches, select_rows, unshare, without_weight
 from verl.checkpoint.score import WEIGHT as SCORE_WEIGHT
 from verl.checkpoint.score import classifier_tensors, read_score
-from verl.checkpoint.shards import load_tensors, save_tensors, tensor_names
+from verl.checkpoint.shards import load_tensors, tensor_names
 from verl.model_engine.base import EngineCapabilities, EngineContext, StepOutput
 from verl.model_engine.hf_model import load_causal_lm, refuse_altered_logits, switch_dropout_off
 from verl.model_engine.objective import evaluate_terms
 from verl.model_engine.optim import OptimSpec, grad_norm, learning_rate, make_adamw
 from verl.model_engine.options import Options
+from verl.model_engine.snapshot import COUNTERS, Snapshot
 from verl.nn import attention
 from verl.nn.fused import fuse, unfuse
 from verl.nn.heads import Head, ValueHead
@@ -42,7 +43,6 @@ from verl.types import Metric, Metrics, merge_metrics
 LM_OUTPUTS = ("logprobs", "entropy", "sum_pi_squared")
 VALUE_OUTPUTS = ("values", "scores")
 TOKEN_OUTPUTS = (*LM_OUTPUTS, "values")
-COUNTERS = "engine.json"
 Which = Tensor | slice
 Reader = Callable[[Tensor, Which], dict[str, Tensor]]
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
@@ -372,21 +372,19 @@ class TorchEngine:
     def weights(self, kind: Literal["full", "adapter", "merged"] = "full") -> Iterator[tuple[str, Tensor]]:
         if kind == "adapter":
             raise ValueError("this model has no adapter; use kind='full'")
+        return self._now().weights()
+
+    def _named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """By their Hugging Face names; of a tied tensor the first."""
         every = self._model_weights()
         if self.head == "score":
             assert self.value_head is not None
-            return classifier_tensors(self.model.base_model_prefix, every, self._whole(self.value_head.weight))
+            return classifier_tensors(self.model.base_model_prefix, every, self.value_head.weight)
         return every
 
     def _model_weights(self) -> Iterator[tuple[str, Tensor]]:
-        seen: set[int] = set()
-        for name, p in self.model.named_parameters(remove_duplicate=False):
-            if id(p) not in seen:
-                seen.add(id(p))
-                yield name, self._whole(p)
-        for name, b in self.model.named_buffers():
-            if name in self.model.state_dict():
-                yield name, b
+        yield from self.model.named_parameters()
+        yield from ((name, b) for name, b in self.model.named_buffers() if name in self.model.state_dict())
 
     def _whole(self, p: Tensor) -> Tensor:
         """All of a parameter, of which a process may hold a part."""
@@ -413,22 +411,23 @@ class TorchEngine:
             one_pass=self.device.type == "cpu",
         )
 
-    def _named_state(self) -> dict[str, Tensor]:
-        """Weights and the optimizer's moments, by their places in a checkpoint."""
+    def _now(self) -> Snapshot:
         params = dict(self._trained().named_parameters())
-        out = {f"model.{name}": p.detach() for name, p in params.items()}
+        state: dict[str, Tensor] = {f"model.{name}": p for name, p in params.items()}
         for name, p in params.items():
             for key, value in (self.optimizer.state.get(p, {}) if self.optimizer else {}).items():
-                out[f"optimizer.{key}.{name}"] = value
-        return out
+                state[f"optimizer.{key}.{name}"] = value
+        counters = {"optimizer_step": self._optimizer_step, "skipped": self._skipped}
+        return Snapshot(state, tuple(self._named_weights()), self._whole, counters)
+
+    def snapshot(self) -> Snapshot:
+        return self._now().copied(self._host_copy)
+
+    def _host_copy(self, t: Tensor) -> Tensor:
+        return t.to("cpu", copy=True)
 
     def save(self, path: Path) -> None:
-        save_tensors(path, self._named_state())
-        self._save_counters(path)
-
-    def _save_counters(self, path: Path) -> None:
-        counters = {"optimizer_step": self._optimizer_step, "skipped": self._skipped}
-        (path / COUNTERS).write_text(json.dumps(counters))
+        self._now().save(path)
 
     @torch.no_grad()
     def load(self, path: Path) -> None:

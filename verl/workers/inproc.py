@@ -20,6 +20,7 @@ from torch import Tensor
 from verl.batch import Batch
 from verl.model_engine.base import EngineCapabilities, ModelEngine, StepOutput
 from verl.model_engine.layout import Layout
+from verl.model_engine.snapshot import Snapshot
 from verl.objective import Term
 from verl.rollout.base import RolloutEngine
 from verl.types import Metrics
@@ -93,6 +94,9 @@ class SharedEngine:
 
     def save(self, path: Path) -> None:
         self._first(lambda: self._engine.save(path))
+
+    def snapshot(self) -> Snapshot:
+        return self._first(self._engine.snapshot)
 
     def load(self, path: Path) -> None:
         self._first(lambda: self._engine.load(path))

@@ -1,0 +1,49 @@
+"""The state of an engine: as it is, or as it was at one moment and written while training goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from verl.checkpoint.shards import save_tensors
+
+COUNTERS = "engine.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """state: weights and moments by their places in a checkpoint · named: weights by their Hugging Face names, each
+    made whole by `whole` · counters: None where another rank writes them · group: of the ranks that write this
+    together, None for the default one. All ranks call the same methods in the same order."""
+
+    state: Mapping[str, Tensor]
+    named: Sequence[tuple[str, Tensor]]
+    whole: Callable[[Tensor], Tensor]
+    counters: Mapping[str, int] | None
+    group: Any = None
+
+    def copied(self, copy: Callable[[Tensor], Tensor]) -> Snapshot:
+        """Every tensor once, though a weight stands in both."""
+        copies: dict[int, Tensor] = {}
+
+        def of(t: Tensor) -> Tensor:
+            if id(t) not in copies:
+                copies[id(t)] = copy(t.detach())
+            return copies[id(t)]
+
+        state = {name: of(t) for name, t in self.state.items()}
+        return replace(self, state=state, named=[(name, of(t)) for name, t in self.named])
+
+    def save(self, path: Path) -> None:
+        save_tensors(path, {name: t.detach() for name, t in self.state.items()}, self.group)
+        if self.counters is not None:
+            (path / COUNTERS).write_text(json.dumps(self.counters))
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """As the engine's, one whole tensor at a time."""
+        return ((name, self.whole(tensor)) for name, tensor in self.named)
