@@ -11,6 +11,7 @@ import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -84,7 +85,8 @@ class ShardedEngine(TorchEngine):
             if tensor is not None:
                 tensor.split(module)
             fully_shard(module, mesh=over)
-        self._vocabulary = tensor.vocabulary if tensor else None
+        if tensor is not None:
+            self._vocabulary = tensor.finish()
         for module in self._root.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
@@ -228,7 +230,10 @@ class ShardedEngine(TorchEngine):
         if self._host is None:
             layout = self.layout
             sizes = {"replicate": layout.replicate, "shard": layout.shard, "tensor": layout.tensor}
-            self._host = _mesh("cpu", dict.fromkeys(sizes, "gloo"), **sizes), dist.new_group(backend="gloo")
+            self._host = (
+                _mesh("cpu", dict.fromkeys(sizes, "gloo"), **sizes),
+                dist.new_group(backend="gloo", timeout=_patience()),
+            )
         return replace(super().snapshot(), group=self._host[1])
 
     def _host_copy(self, t: Tensor) -> Tensor:
@@ -249,11 +254,15 @@ def _mesh(device_type: str, backends: Mapping[str, str] = MappingProxyType({}), 
     gives them half an hour, whatever that one was told."""
     given: Any = dict(backends) or None
     made = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes), backend_override=given)
-    assert dist.group.WORLD is not None
-    whole = dist.group.WORLD._get_backend(torch.device(device_type))
     for group in made.get_all_groups():
-        dist.distributed_c10d._set_pg_timeout(whole.options._timeout, group)
+        dist.distributed_c10d._set_pg_timeout(_patience(), group)
     return made
+
+
+def _patience() -> timedelta:
+    whole: Any = dist.group.WORLD
+    found: timedelta = whole._get_backend(whole._device_types[0]).options._timeout
+    return found
 
 
 def _part(p: Any) -> Tensor:

@@ -61,6 +61,7 @@ class TensorParallel:
         self._styles = _styles(model, self._size)
         embeddings, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
         self._slice = embeddings.num_embeddings // self._size
+        self._first = mesh.get_local_rank() * self._slice
         for module in model.modules():
             if module is lm_head or module is embeddings:
                 self._styles[module] = "vocabulary"
@@ -71,16 +72,15 @@ class TensorParallel:
                 for child in children:
                     module.get_submodule(child).register_forward_pre_hook(self._enter, with_kwargs=True)
         if embeddings.padding_idx is not None:  # the row without a gradient, if it is in this slice
-            local = embeddings.padding_idx - self.vocabulary.start
+            local = embeddings.padding_idx - self._first
             embeddings.padding_idx = local if 0 <= local < self._slice else None
         embeddings.register_forward_pre_hook(self._enter_embedding)
         embeddings.register_forward_hook(self._leave_embedding)
 
-    @property
-    def vocabulary(self) -> Vocabulary:
-        return Vocabulary(
-            self._mesh.get_local_rank() * self._slice, lambda x: _Enter.apply(x, self._group), self._gather
-        )
+    def finish(self) -> Vocabulary:
+        """When all is cut: what a rank holds of the vocabulary."""
+        self._done.clear()  # they may be sharded further; these would keep them whole
+        return Vocabulary(self._first, lambda x: _Enter.apply(x, self._group), self._gather)
 
     def split(self, module: nn.Module) -> None:
         """Cut the parameters below `module` that are not cut yet, and let their modules run on what is left."""
@@ -130,7 +130,7 @@ class TensorParallel:
         return args, kwargs | {"hidden_states": _Enter.apply(kwargs["hidden_states"], self._group)}
 
     def _enter_embedding(self, module: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        local = args[0] - self.vocabulary.start
+        local = args[0] - self._first
         module.__dict__["_here"] = (local >= 0) & (local < self._slice)
         return (local.clamp(0, self._slice - 1), *args[1:])
 
