@@ -12,12 +12,13 @@ import pytest
 
 
 @pytest.fixture(scope="session")
-def ray() -> Iterator[Any]:
+def ray_session() -> Iterator[Any]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray = pytest.importorskip("ray", reason="pip install 'verl[ray]'")
     from verl.workers.ray.cluster import FAST_HEALTH
 
     ray.init(
+        address="local",  # and not to a cluster that somebody else has here
         num_cpus=16,
         include_dashboard=False,
         object_store_memory=512 << 20,

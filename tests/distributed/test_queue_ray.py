@@ -19,7 +19,7 @@ from verl.types import Refs
 
 
 @pytest.fixture
-def queue(ray) -> TransferQueue:
+def queue(ray_session) -> TransferQueue:
     from verl.transfer_queue.ray import build
 
     return build(Remote(timeout_s=60))
@@ -50,7 +50,8 @@ class Worker:
         return self.queue.read(refs, ("x",))["x"].values.tolist()
 
 
-def test_workers_share_rows_and_what_one_wrote_goes_with_it(ray, queue):
+def test_workers_share_rows_and_what_one_wrote_goes_with_it(ray_session, queue):
+    ray = ray_session
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     ray.cloudpickle.register_pickle_by_value(contract)
     worker, reader = (ray.remote(num_cpus=0)(Worker).remote(queue) for _ in range(2))
@@ -69,21 +70,23 @@ def test_workers_share_rows_and_what_one_wrote_goes_with_it(ray, queue):
     assert len(queue) == 3
 
 
-def test_dropped_rows_leave_no_object(ray, queue):
+def test_dropped_rows_leave_no_object(ray_session, queue):
+    ray = ray_session
     refs = put(queue, samples(3))
     queue.write(refs, {"x": ragged([torch.ones(n) for n in (1, 2, 3)])})
-    held = ray.get(queue._keeper.__ray_call__.remote(lambda self: len(self._objects)), timeout=60)
+    held = ray.get(queue._actor.__ray_call__.remote(lambda self: len(self._held)), timeout=60)
     queue.write(refs, {"x": ragged([torch.zeros(n) for n in (1, 2, 3)])})
     with pytest.raises(ValueError):
         put(queue, samples(3))
-    assert held == ray.get(queue._keeper.__ray_call__.remote(lambda self: len(self._objects)), timeout=60) == 2
+    assert held == ray.get(queue._actor.__ray_call__.remote(lambda self: len(self._held)), timeout=60) == 2
     queue.drop(refs)
-    assert not ray.get(queue._keeper.__ray_call__.remote(lambda self: len(self._objects)), timeout=60)
+    assert not ray.get(queue._actor.__ray_call__.remote(lambda self: len(self._held)), timeout=60)
 
 
-def test_a_keeper_that_is_gone_is_one_line(ray, queue):
+def test_a_keeper_that_is_gone_is_one_line(ray_session, queue):
+    ray = ray_session
     refs = put(queue, samples(2))
-    ray.kill(queue._keeper)
+    ray.kill(queue._actor)
     for call in (lambda: queue.read(refs, ("ids",)), lambda: queue.drop(refs), lambda: put(queue, samples(1, "n"))):
         with pytest.raises(ConnectionError, match="^the process that holds the queue is gone$"):
             call()

@@ -17,7 +17,7 @@ from verl.workers.ray.cluster import RayCluster
 
 
 @pytest.fixture(scope="module")
-def cluster(ray):
+def cluster(ray_session):
     made = RayCluster(
         {"main": Pool(ranks_per_node=2, cpus_per_rank=4.0)},
         {"actor": "main", "other": "main"},

@@ -24,12 +24,13 @@ import torch
 from contracts.test_queue_contract import ragged, sample, samples
 from fakes import put
 
-from verl.batch import Ragged
+from verl.batch import Columns, Ragged
 from verl.transfer_queue import packing, segments, shared
 from verl.transfer_queue.index import Find, Found
 from verl.transfer_queue.options import Shared
 from verl.transfer_queue.rows import read_samples
 from verl.types import Ref, Refs, ref_of
+from verl.workers.compute import Compute
 
 MB = 1 << 20
 PROCESSES = multiprocessing.get_context("forkserver")
@@ -207,6 +208,23 @@ def test_a_reader_cannot_write_into_what_others_read():
     queue.write(refs, wide(refs, 1.0, MB))
     assert ended(started(_writes_in_place, queue, refs)) == -signal.SIGSEGV
     assert set(queue.read(refs, ("x",))["x"].values.tolist()) == {1.0}
+
+
+def _halves(columns: Columns) -> dict[str, torch.Tensor]:
+    return {"half": columns["x"].mul_(0.5)}
+
+
+def _computes(queue: shared.SharedQueue, refs: Refs) -> None:
+    Compute(queue).compute(refs, _halves, ("x",), ("half",))
+
+
+def test_a_users_function_may_write_into_what_it_is_given():
+    queue = queue_of()
+    refs = put(queue, samples(4))
+    queue.write(refs, {"x": ragged([torch.ones(r.loss_tokens) for r in refs])})
+    assert ended(started(_computes, queue, refs)) == 0
+    found = queue.read(refs, ("x", "half"))
+    assert set(found["x"].values.tolist()) == {1.0} and set(found["half"].values.tolist()) == {0.5}
 
 
 def _holds(queue: shared.SharedQueue, refs: Refs, line: Any) -> None:

@@ -53,6 +53,7 @@ QUEUE: Table = {
     "memory": Backend(build="verl.transfer_queue.memory:build", spread="shared"),
     "shared": Backend(build="verl.transfer_queue.shared:build", options="verl.transfer_queue.options:Shared"),
     "ray": Backend(build="verl.transfer_queue.ray:build", options="verl.transfer_queue.options:Remote"),
+    "package": Backend(build="verl.transfer_queue.package:build", options="verl.transfer_queue.options:Package"),
 }
 SYNC: Table = {
     "local": Backend(build="verl.weight_sync.local:build", spread="shm"),

@@ -14,8 +14,9 @@ class TransferQueue(Protocol):
 
     Everything of a sample is a column (see `rows.py`): what was sampled, its reward, the outputs of models,
     advantages and the weights of the loss. Whoever made something writes it once; nothing is put a second time. Any
-    thread may call. What was read or written is a copy: later changes on either side are not seen on the other. A
-    call that is refused has changed nothing.
+    thread may call. What was written is a copy. What was read stays as it was until the reader lets go of it, whatever
+    is written or dropped meanwhile; it may be a view, and nobody writes into it. A call that is refused has changed
+    nothing.
     """
 
     async def put(self, samples: Sequence[Sample]) -> Refs:

@@ -246,6 +246,33 @@ class Index:
                     self._free(block)
 
 
+class Registry:
+    """An index with what its blocks are held by (an object's reference, a key). It is an actor, so it is here, where
+    importing it imports little."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, Any] = {}
+        self._freed: list[Any] = []
+        self._index = Index(free=self._free)
+        self._made = 0
+
+    def answer(self, message: bytes, held: list[Any]) -> tuple[Answer, list[Any], list[Any]]:
+        """held: of the block that is committed; in a list, since an object by itself would be fetched to here. -> the
+        answer, what the blocks that it names are held by, and what held blocks that are no more."""
+        asked = msgspec.msgpack.decode(message, type=Asked)
+        if isinstance(asked, Commit):
+            self._made += 1
+            asked.block, self._held[self._made] = self._made, held[0]
+        answer = self._index.answer(asked)
+        if isinstance(asked, Commit) and not self._index.holds(asked.block):  # refused, or without a row
+            self._free(asked.block)
+        freed, self._freed = self._freed, []
+        return answer, [self._held[b] for b in answer.blocks] if isinstance(answer, Found) else [], freed
+
+    def _free(self, block: int) -> None:
+        self._freed.append(self._held.pop(block))
+
+
 def _at(numbers: Numbers) -> Numbers | slice:
     """An index of these rows, which is much faster where they follow each other."""
     n = len(numbers)

@@ -21,3 +21,9 @@ class Shared:
 class Remote:
     timeout_s: Annotated[float, Meta(gt=0)] = 600.0
     """For an answer of the store."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Package(Remote):
+    config: str | None = None
+    """A YAML file of the TransferQueue package's own configuration. None: as it comes (SimpleStorage, ZeroMQ)."""

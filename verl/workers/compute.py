@@ -47,7 +47,7 @@ class Compute:
         Baseline rows among `refs` are seen through the sequence column `baseline` only."""
         baselines = _baseline_scores(refs)
         refs = refs.of("train")
-        token = {n: c.values for n, c in self.queue.read(refs, tuple(inputs)).items()}
+        token = {n: c.values.clone() for n, c in self.queue.read(refs, tuple(inputs)).items()}  # `fn` may be a user's
         columns = columns_of(refs, token, baselines)
         check_finite(columns, tuple(inputs))
         found = fn(columns)
