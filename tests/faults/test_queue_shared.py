@@ -12,8 +12,10 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,15 @@ from verl.workers.compute import Compute
 MB = 1 << 20
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["torch", "verl.transfer_queue.shared", "contracts.test_queue_contract"])
+
+
+@pytest.fixture(autouse=True)
+def root(monkeypatch) -> Iterator[Path]:
+    """A folder of this test's own in /dev/shm: queues of other processes come and go beside it."""
+    with tempfile.TemporaryDirectory(dir=segments.ROOT) as made:
+        monkeypatch.setattr(segments, "ROOT", Path(made))
+        yield Path(made)
+        gc.collect()
 
 
 def queue_of(max_bytes: int = 64 * MB, timeout_s: float = 20) -> shared.SharedQueue:
@@ -102,7 +113,7 @@ def test_a_writer_killed_in_the_middle_leaves_nothing(what):
 
 def _asks(queue: shared.SharedQueue, refs: Refs, said: Any) -> None:
     said.send(len(queue))
-    time.sleep(0.2)
+    said.recv()
     for call in (lambda: queue.read(refs, ("ids",)), lambda: len(queue), lambda: put(queue, samples(1, "new"))):
         try:
             call()
@@ -112,10 +123,12 @@ def _asks(queue: shared.SharedQueue, refs: Refs, said: Any) -> None:
 
 MAKER = """
 import os, pickle, sys, time
+from pathlib import Path
 sys.path[:0] = {path!r}
 from contracts.test_queue_contract import samples
 from fakes import put
-from verl.transfer_queue import shared
+from verl.transfer_queue import segments, shared
+segments.ROOT = Path({root!r})
 from verl.transfer_queue.options import Shared
 queue = shared.build(Shared(max_bytes=1 << 24, timeout_s=20))
 refs = put(queue, samples(3))
@@ -128,19 +141,20 @@ time.sleep(600)
 """
 
 
-def test_a_killed_maker_is_one_line_to_its_clients_and_its_leftovers_go_at_the_next_start():
+def test_a_killed_maker_is_one_line_to_its_clients_and_its_leftovers_go_at_the_next_start(root):
     before = folders()
-    code = MAKER.format(path=[str(Path(__file__).parents[1])])
+    code = MAKER.format(path=[str(Path(__file__).parents[1])], root=str(root))
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as maker:
         assert maker.stdout
         queue, refs, child = pickle.loads(bytes.fromhex(maker.stdout.readline()))
         view = queue.read(refs, ("ids",))["ids"].values
         expected = view.clone()
-        heard, said = PROCESSES.Pipe(duplex=False)
+        heard, said = PROCESSES.Pipe()
         client = started(_asks, queue, refs, said)
         assert heard.poll(60) and heard.recv() == 3
         maker.kill()
         assert maker.wait(20) == -signal.SIGKILL
+        heard.send(True)
     assert [heard.recv() for _ in range(3)] == ["the process that holds the queue is gone"] * 3
     assert ended(client) == 0
     with pytest.raises(ConnectionError, match="^the process that holds the queue is gone$"):
@@ -157,7 +171,7 @@ def test_a_killed_maker_is_one_line_to_its_clients_and_its_leftovers_go_at_the_n
     assert folders() == before
 
 
-def test_nothing_is_left_of_a_queue_that_ended():
+def test_nothing_is_left_of_a_queue_that_ended(root):
     before = folders()
     queue = queue_of()
     refs = put(queue, samples(4))
@@ -167,7 +181,11 @@ def test_nothing_is_left_of_a_queue_that_ended():
     del queue
     gc.collect()
     assert folders() == before and torch.equal(view, expected)
-    code = "from verl.transfer_queue.shared import build, Shared; queue = build(Shared(max_bytes=1 << 24))"
+    code = (
+        "from pathlib import Path; from verl.transfer_queue import segments, shared\n"
+        f"segments.ROOT = Path({str(root)!r}); queue = shared.build(shared.Shared(max_bytes=1 << 24))\n"
+        "assert list(segments.ROOT.iterdir())"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
     assert folders() == before, "nor of a process that ended with one"
 

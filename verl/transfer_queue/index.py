@@ -141,27 +141,32 @@ class Index:
 
     def commit(self, asked: Commit) -> None:
         numbers = self._add(asked.ids) if asked.new else self._find(asked.ids)
-        distinct = numbers if asked.new else np.unique(numbers)
+        every = _at(numbers)
+        distinct = numbers if asked.new or isinstance(every, slice) else np.unique(numbers)
+        starts: dict[bytes, Numbers] = {}  # columns of one layout are many
         for packed in asked.columns:
-            rows = numbers if packed.rows is None else numbers[np.frombuffer(packed.rows, np.int64)]
+            rows = every if packed.rows is None else numbers[np.frombuffer(packed.rows, np.int64)]
             counts = np.frombuffer(packed.counts, np.int64)
+            if packed.counts not in starts:
+                starts[packed.counts] = np.cumsum(counts) - counts
             cells = self._cells.get(packed.name)
             if cells is None:
                 cells = self._cells[packed.name] = np.full((self._capacity, 4), -1, np.int64)
             elif not asked.new:
-                self._forget(cells[_at(distinct), BLOCK])
-            made = np.empty((len(rows), 4), np.int64)
+                self._forget(cells[every if distinct is numbers else distinct, BLOCK])
+            made = np.empty((len(counts), 4), np.int64)
             made[:, BLOCK], made[:, COUNT], made[:, KIND] = asked.block, counts, self._kind(packed.kind)
-            made[:, AT] = (np.cumsum(counts) - counts) * packed.kind.width + (asked.base + packed.at)
-            cells[_at(rows)] = made
-            self._held[asked.block] += len(rows if asked.new else distinct)
+            made[:, AT] = starts[packed.counts] * packed.kind.width + (asked.base + packed.at)
+            cells[rows] = made
+            self._held[asked.block] += len(counts) if asked.new else len(distinct)
 
     def find(self, asked: Find) -> Found:
         numbers = self._find(asked.ids)
+        every = _at(numbers)
         places, kinds, blocks = {}, set(), set()
         for name in asked.columns:
             cells = self._cells.get(name)
-            found = np.full((len(numbers), 4), -1, np.int64) if cells is None else cells[_at(numbers)]
+            found = np.full((len(numbers), 4), -1, np.int64) if cells is None else cells[every]
             missing = found[:, BLOCK] < 0
             if missing.any():
                 what = f"{int(missing.sum())} of {len(numbers)} samples, e.g. {asked.ids[int(missing.argmax())]}"
@@ -183,9 +188,10 @@ class Index:
 
     def drop(self, asked: Drop) -> None:
         numbers = np.unique(self._find(asked.ids))
+        every = _at(numbers)
         for name, cells in list(self._cells.items()):
-            self._forget(cells[_at(numbers), BLOCK])
-            cells[_at(numbers), BLOCK] = -1
+            self._forget(cells[every, BLOCK])
+            cells[every, BLOCK] = -1
             if not (cells[:, BLOCK] >= 0).any():
                 del self._cells[name]
         for sample_id in set(asked.ids):
