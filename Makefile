@@ -4,13 +4,13 @@ BIN := $(VENV)/bin
 export OMP_WAIT_POLICY ?= passive
 SEED ?= 0
 
-.PHONY: setup browser test test-mutants quickstart bench lint clean
+.PHONY: setup browser test test-distributed test-all test-mutants quickstart bench lint clean
 
 setup: $(VENV)/.stamp
 
 $(VENV)/.stamp: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,ray]'
 	@touch $@
 
 # A Chromium for the tests of the report's page: Debian's, where there is none and apt may install it.
@@ -23,6 +23,12 @@ browser:
 
 test: setup browser lint
 	$(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist worksteal
+
+test-distributed: setup  # many ranks, Ray, kills: ten minutes on two cores
+	GLOO_SOCKET_IFNAME=lo $(BIN)/python -m pytest -q tests/distributed
+
+test-all: test  # and every combination of layout, packing and role
+	GLOO_SOCKET_IFNAME=lo FULL_GRID=1 $(BIN)/python -m pytest -q tests/distributed
 
 test-mutants: setup  # does the suite notice a wrong line? Half an hour on two cores
 	$(BIN)/python tests/mutants.py
