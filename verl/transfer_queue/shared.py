@@ -311,8 +311,8 @@ class _Process:
             return
         fd = os.open(self._folder / str(space.number), os.O_RDWR | os.O_CREAT, 0o600)
         try:
+            os.ftruncate(fd, space.size)
             if end > space.backed:
-                os.ftruncate(fd, space.size)
                 end = min(space.size, max(end, space.backed + STRIDE))
                 os.posix_fallocate(fd, space.backed, end - space.backed)
                 os.pwrite(fd, GENERATION.pack(space.generation), 0)
