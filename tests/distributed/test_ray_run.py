@@ -1,0 +1,115 @@
+"""Whole runs over processes: what they learn is what one process learns, and a death costs no more than a restart."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_runs import dispatched, metrics_of, small_args, small_run, trained
+
+pytest.importorskip("ray", reason="pip install 'verl[ray]'")
+RAY = ("cluster.backend=ray", "run.save_every_steps=1", "track.sinks=[jsonl]")
+TWO = ("cluster.ranks_per_node=2", "rollout.replicas=2")
+TESTS = Path(__file__).parents[1]
+
+
+def exported(root: Path, step: int) -> dict[str, torch.Tensor]:
+    return load_file(root / "r" / "checkpoints" / f"step_{step}" / "hf" / "model.safetensors")
+
+
+def start(args: list[str]) -> subprocess.Popen[str]:
+    """The run in a process of its own, as the command line starts it."""
+    command = [sys.executable, "-m", "verl.cli", "train", *args]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=TESTS.parent)
+
+
+def until_step(root: Path, number: int, run: subprocess.Popen[str]) -> None:
+    end_s = time.monotonic() + 180
+    while not (root / "r" / "checkpoints" / f"step_{number}").is_dir():
+        assert run.poll() is None, run.stdout.read()
+        assert time.monotonic() < end_s, "waited too long"
+        time.sleep(0.1)
+
+
+def below(run: subprocess.Popen[str], name: str) -> list[psutil.Process]:
+    """Processes of this run's cluster by what they are called."""
+    return [p for p in psutil.Process(run.pid).children(recursive=True) if name in " ".join(p.cmdline())]
+
+
+def test_one_worker_on_ray_trains_bitwise_what_this_process_trains(tmp_path, tiny_model, arithmetic_data):
+    more = ("run.total_steps=2", "run.deterministic=true", "algorithm.name=ppo")
+    small_run(tmp_path / "here", tiny_model, arithmetic_data, *more, "run.save_every_steps=1")
+    small_run(tmp_path / "ray", tiny_model, arithmetic_data, *more, *RAY)
+    here, there = (exported(tmp_path / where, 2) for where in ("here", "ray"))
+    assert here.keys() == there.keys() and all(torch.equal(here[name], there[name]) for name in here)
+    assert trained(tmp_path / "here" / "r") == trained(tmp_path / "ray" / "r")
+    mine, theirs = metrics_of(tmp_path / "here" / "r"), metrics_of(tmp_path / "ray" / "r")
+    for name in ("actor/pg_loss", "critic/vf_loss", "critic/score/mean", "eval/acc/greedy"):
+        assert [m.get(name) for m in mine.values()] == [m.get(name) for m in theirs.values()], name
+
+
+def test_two_ranks_and_two_replicas_learn_what_one_process_learns(tmp_path, tiny_model, arithmetic_data):
+    """The first step samples from equal weights, so its update is that of one process but for the order of sums."""
+    small_run(tmp_path / "here", tiny_model, arithmetic_data[:1], "run.total_steps=1", "run.save_every_steps=1")
+    small_run(tmp_path / "ray", tiny_model, arithmetic_data[:1], "run.total_steps=1", *RAY, *TWO)
+    here, there = (exported(tmp_path / where, 1) for where in ("here", "ray"))
+    start_weights = load_file(tiny_model / "model.safetensors")
+    for name, value in here.items():
+        moved = (value - start_weights[name]).abs().max()
+        assert (there[name] - value).abs().max() <= 1e-3 * moved + 1e-7, name
+    mine, theirs = (metrics_of(tmp_path / where / "r")[1] for where in ("here", "ray"))
+    assert mine["critic/score/mean"] == theirs["critic/score/mean"]
+    assert mine["actor/grad_norm"] == pytest.approx(theirs["actor/grad_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize("who", ["ray::Worker", "ray::Replica"])
+def test_a_killed_process_costs_a_restart_and_nothing_else(tmp_path, tiny_model, arithmetic_data, who):
+    shape = ("run.total_steps=4", "data.max_rows=16", "run.deterministic=true")
+    straight = start(small_args(tmp_path / "straight", tiny_model, arithmetic_data[:1], *shape, *RAY, *TWO))
+    run = start(small_args(tmp_path / "cut", tiny_model, arithmetic_data[:1], *shape, *RAY, *TWO))
+    until_step(tmp_path / "cut", 2, run)
+    os.kill(below(run, who)[0].pid, signal.SIGKILL)
+    text, other = run.communicate(timeout=240)[0], straight.communicate(timeout=240)[0]
+    assert run.returncode == straight.returncode == 0, text + other
+    assert "starting again from the last checkpoint (1 of 3 times)" in text and "died" in text
+    one, two = exported(tmp_path / "straight", 4), exported(tmp_path / "cut", 4)
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert trained(tmp_path / "straight" / "r") == trained(tmp_path / "cut" / "r")
+    seen = Counter(i for ids in trained(tmp_path / "cut" / "r").values() for i in ids)
+    assert set(seen.values()) == {1} and set(seen) <= set(dispatched(tmp_path / "cut" / "r"))
+
+
+def test_a_killed_driver_leaves_nobody_and_the_run_goes_on(tmp_path, tiny_model, arithmetic_data):
+    args = small_args(tmp_path, tiny_model, arithmetic_data[:1], "run.total_steps=3", *RAY, *TWO)
+    run = start(args)
+    until_step(tmp_path, 1, run)
+    children = psutil.Process(run.pid).children(recursive=True)
+    assert len(children) > 6
+    run.kill()
+    run.communicate(timeout=60)
+    _, alive = psutil.wait_procs(children, timeout=60)
+    assert not alive, [p.cmdline()[:3] for p in alive]
+    again = start(args)
+    text = again.communicate(timeout=240)[0]
+    assert again.returncode == 0 and "resuming" in text, text
+    assert set(metrics_of(tmp_path / "r")) >= {1, 2, 3}
+
+
+def test_without_restarts_the_first_cause_is_the_last_line(tmp_path, tiny_model, arithmetic_data):
+    more = ("run.total_steps=50", "cluster.max_restarts=0", *RAY)
+    run = start(small_args(tmp_path, tiny_model, arithmetic_data[:1], *more))
+    until_step(tmp_path, 1, run)
+    children = psutil.Process(run.pid).children(recursive=True)
+    os.kill(below(run, "ray::Worker")[0].pid, signal.SIGKILL)
+    text = run.communicate(timeout=120)[0]
+    assert run.returncode == 1 and text.splitlines()[-1].startswith("error: WorkerDied: rank 0 of "), text
+    assert not psutil.wait_procs(children, timeout=30)[1]
