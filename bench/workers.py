@@ -1,11 +1,12 @@
 """What lies between the processes of a run, on one host.
 
-    python bench/workers.py [--only queue] [--rounds N]
+    python bench/workers.py [--only queue|calls|driver|sharded] [--rounds N]
 
 queue: a ragged batch of 1,024 rows and 4 columns, written, read whole and read by one column, through each queue;
 beside them the TransferQueue package by its own calls (a key per row), and a plain copy of the same bytes. Arms whose
-package is not installed are left out and named. One thread per process. Writes its part of bench/RESULTS.md
-(bench/sections/workers.md).
+package is not installed are left out and named. calls: one call of the driver, there and back · driver: its own time
+for a step, over simulated workers · sharded: core-seconds of a step over worlds. One thread per process. Writes its
+part of bench/RESULTS.md (bench/sections/workers.md); `--only` prints without writing.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 import torch
 
+from bench import worker_calls
 from bench.report import assemble
 from bench.results import Spread, Table
 from verl.batch import Ragged
@@ -216,10 +218,19 @@ def spread(times: Sequence[Times], call: str) -> Spread:
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--only", default="queue", choices=("queue",))
+    parser.add_argument("--only", choices=("queue", "calls", "driver", "sharded"))
     parser.add_argument("--rounds", type=int, default=15)
     given = parser.parse_args(argv)
     torch.set_num_threads(1)
+    parts = {
+        "sharded": worker_calls.sharded,  # first: its ranks are forked from a process that has computed nothing
+        "driver": partial(worker_calls.driver, given.rounds),
+        "calls": partial(worker_calls.calls, given.rounds),
+    }
+    if given.only in parts:
+        print(parts[given.only]().markdown())
+        return 0
+    others = [] if given.only else [make() for make in parts.values()]
     table, missing = queue(given.rounds)
     versions = [f"{n} {importlib.metadata.version(n)}" for n in ("torch", "numpy")]
     for name in ("ray", "TransferQueue"):
@@ -233,10 +244,12 @@ def main(argv: Sequence[str]) -> int:
         "rows that are there, and the index told of them (the package by its own calls: new rows, a key each, cleared "
         "after every round). A read of `shared` and `ray` is a view: the third figure adds a copy of it."
     )
-    section = ROOT / "bench" / "sections" / "workers.md"
-    parts = ["## Between processes", about, table.markdown(), *([missing] if missing else [])]
-    section.write_text("\n\n".join(parts) + "\n")
     print(table.markdown())
+    if given.only:
+        return 0
+    section = ROOT / "bench" / "sections" / "workers.md"
+    texts = [table.markdown(), *([missing] if missing else []), *(other.markdown() for other in others)]
+    section.write_text("\n\n".join(["## Between processes", about, *texts]) + "\n")
     assemble(ROOT / "bench")
     return 0
 
