@@ -168,6 +168,7 @@ async def _fit(
             values = await fit(run)
             run.reporter.events.append(FINISHED, run.total_steps, {})
         finally:
+            await run.checkpointer.close()
             run.close()
     evals = {k: v for k, v in values.items() if k.startswith("val/")}
     steps, seconds = max(0, run.total_steps - run.first_index), time.monotonic() - started

@@ -189,6 +189,7 @@ class Run:
         """Release everything, whatever happened."""
         until_s = time.monotonic() + 10.0
         try:
+            await self.checkpointer.close()
             await self.reporter.finish_recording()
             await self.publisher.close()
             await self.rollout.close()

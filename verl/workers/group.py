@@ -76,6 +76,11 @@ class Cluster(Protocol):
         """Of the ranks of a model."""
         ...
 
+    @property
+    def apart(self) -> bool:
+        """Workers have processes of their own: what one of them does beside its calls does not hold up the others."""
+        ...
+
     def start(self, name: str, build: Build, args: tuple[Any, ...], *, world_size: int = 1) -> WorkerGroup:
         """The workers of a name. Elsewhere they are built meanwhile: a failure comes with the first call."""
         ...

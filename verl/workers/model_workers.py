@@ -102,6 +102,18 @@ class ModelWorkers:
     def save(self, path: Path) -> Future[None]:
         return _then(self._group.submit(Role.save, Broadcast((path,))), lambda _: None)
 
+    def snapshot(self) -> Future[None]:
+        """Keep the state as of now, for `write`."""
+        return _then(self._group.submit(Role.snapshot, Broadcast()), lambda _: None)
+
+    def write(self, path: Path, hf_path: Path | None) -> Future[None]:
+        """Begin to write the snapshot; the calls that come are not held up."""
+        return _then(self._group.submit(Role.write, Broadcast((path, hf_path))), lambda _: None)
+
+    def written(self) -> Future[bool]:
+        """Whether all ranks have written theirs."""
+        return _then(self._group.submit(Role.written, Broadcast()), all)
+
     def load(self, path: Path) -> Future[None]:
         return _then(self._group.submit(Role.load, Broadcast((path,))), lambda _: None)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from verl.batch import Batch, Ragged, concat, make_microbatches, pack, without_weight
 from verl.chat import NO_TURN_END, TurnEnd
@@ -16,6 +19,7 @@ from verl.checkpoint.hf import HfExport
 from verl.config.backends import load
 from verl.model_engine.base import EngineCapabilities, EngineContext, ModelEngine, OneRank, Ranks
 from verl.model_engine.objective import evaluate_terms, first_pass
+from verl.model_engine.snapshot import Snapshot
 from verl.objective import Term
 from verl.transfer_queue.base import TransferQueue
 from verl.transfer_queue.rows import read_samples
@@ -120,6 +124,8 @@ class Role:
         self._share_prefix = share_prefix
         self._sender = sender
         self._hf_export = hf_export
+        self._snapshot: Snapshot | None = None
+        self._writing: Future[None] | None = None
         self._turn_end = turn_end  # of a reward model's template: behind it is the score
 
     # -- rows in, columns out ------------------------------------------------------------------------------------------
@@ -227,20 +233,51 @@ class Role:
     def save(self, path: Path) -> None:
         self.engine.save(path)
 
+    def snapshot(self) -> None:
+        """Keep the state as it is now in host memory, for `write`."""
+        assert self._writing is None or self._writing.done(), "one snapshot at a time"
+        self._snapshot = self.engine.snapshot()
+
+    def write(self, path: Path, hf_path: Path | None) -> None:
+        """Begin to write the snapshot, beside the calls that come: the state to `path`, the weights to `hf_path`."""
+        assert self._snapshot is not None, "nothing was kept to be written"
+        snapshot, self._snapshot = self._snapshot, None
+        self._writing = Future()
+        thread = threading.Thread(target=self._write, args=(self._writing, snapshot, path, hf_path), daemon=True)
+        thread.start()
+
+    def written(self) -> bool:
+        """Whether it is on disk; raises what kept it from being."""
+        assert self._writing is not None
+        if self._writing.done():
+            self._writing.result()
+        return self._writing.done()
+
+    def _write(self, done: Future[None], snapshot: Snapshot, path: Path, hf_path: Path | None) -> None:
+        try:
+            snapshot.save(path)
+            if hf_path is not None:
+                self._export(hf_path, snapshot.weights())
+            done.set_result(None)
+        except BaseException as e:
+            done.set_exception(e)
+
     def load(self, path: Path) -> None:
         self.engine.load(path)
 
     def export(self, path: Path) -> None:
         """A ready Hugging Face folder of the weights as they are."""
+        self._export(path, self.engine.weights())
+        self.ranks.all_gather(None)
+
+    def _export(self, path: Path, weights: Iterator[tuple[str, Tensor]]) -> None:
         assert self._hf_export is not None, f"{self.name} is not exported"
-        weights = self.engine.weights()
         try:
             if self._first:
                 self._hf_export.write(path, weights)
         finally:
             for _ in weights:  # gathering them is the work of all, also where the first cannot write
                 pass
-        self.ranks.all_gather(None)
 
     # -- private -------------------------------------------------------------------------------------------------------
 

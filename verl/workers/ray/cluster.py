@@ -27,6 +27,8 @@ FAST_HEALTH = {  # of a cluster that is started here: the death of a node is not
 class RayCluster:
     """See `Cluster`. set_up: run in every worker before it is built · layout: of the models' ranks."""
 
+    apart = True
+
     def __init__(
         self,
         pools: Mapping[str, Pool],
