@@ -43,12 +43,12 @@ def test_no_torch_no_transformers() -> None:
 
 
 def test_the_tree_stays_small() -> None:
-    """The central keys stand in schema.py; those that an algorithm's specs and roles, the health table, the engines and
-    many processes bring stand with their owners."""
+    """The central keys stand in schema.py; those that an algorithm's specs and roles, the health table and the engines
+    bring stand with their owners; where many processes live (cluster.*, parallel.*) is apart, for who needs it."""
     owned = {cls: section for section, cls in sections().items() if cls.__module__ == "verl.config.schema"}
     fields = [f"{section}.{field.name}" for cls, section in owned.items() for field in dataclasses.fields(cls)]
-    spread = sum(key.startswith(("cluster.", "parallel.")) for key in leaves())
-    assert len(fields) <= 111 and len(leaves()) - spread <= 150 and spread <= 20
+    apart = [key for key in leaves() if key.startswith(("cluster.", "parallel."))]
+    assert len(fields) <= 111 and len(leaves()) - len(apart) <= 150 and len(apart) <= 17
     assert len(set(FIRST_RUN)) == 12 and set(FIRST_RUN) <= set(leaves())
     said = " ".join(USAGE.split())
     assert f"The keys of a first run: {', '.join(FIRST_RUN)}." in said, "verl --help names them in this order"

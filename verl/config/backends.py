@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import os
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
@@ -26,12 +27,15 @@ class NoOptions:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
-    """spread: the row that does the same for workers in processes of their own."""
+    """spread: the row that does the same for workers in processes of their own · far: for those of several machines ·
+    one_host: it serves the processes of one machine."""
 
     build: str
     options: str = "verl.config.backends:NoOptions"
     memory: str = "verl.config.backends:full_length_memory"
     spread: str = ""
+    far: str = ""
+    one_host: bool = False
 
 
 Table = Mapping[str, Backend]
@@ -50,8 +54,10 @@ ROLLOUT: Table = {
     "hf": Backend(build="verl.rollout.hf:build"),
 }
 QUEUE: Table = {
-    "memory": Backend(build="verl.transfer_queue.memory:build", spread="shared"),
-    "shared": Backend(build="verl.transfer_queue.shared:build", options="verl.transfer_queue.options:Shared"),
+    "memory": Backend(build="verl.transfer_queue.memory:build", spread="shared", far="ray"),
+    "shared": Backend(
+        build="verl.transfer_queue.shared:build", options="verl.transfer_queue.options:Shared", one_host=True
+    ),
     "ray": Backend(build="verl.transfer_queue.ray:build", options="verl.transfer_queue.options:Remote"),
     "package": Backend(build="verl.transfer_queue.package:build", options="verl.transfer_queue.options:Package"),
 }
@@ -95,13 +101,26 @@ def layout_of(config: Config) -> Layout:
 
 def backend_of(config: Config, section: str) -> Backend:
     """The row of the chosen engine: where workers live in processes of their own, the one that does the same there."""
+    return TABLES[section][engine_of(config, section)]
+
+
+def engine_of(config: Config, section: str) -> str:
+    """Its name."""
     c = config.cluster
-    return TABLES[section][_row(section, vars(config)[section].engine, c.backend, c.nodes * c.ranks_per_node)]
+    return _row(section, vars(config)[section].engine, c.backend, c.nodes * c.ranks_per_node, address_of(c.address))
 
 
-def _row(section: str, engine: str, cluster: str, ranks: int) -> str:
-    apart = cluster != "inproc" and (section != "model" or ranks > 1)
-    return (apart and TABLES[section][engine].spread) or engine
+def address_of(given: str | None) -> str | None:
+    """Of a Ray that runs already, on one machine or many; None: one is started here."""
+    return given or os.environ.get("RAY_ADDRESS") or None
+
+
+def _row(section: str, engine: str, cluster: str, ranks: int, address: str | None) -> str:
+    apart, row = (
+        cluster != "inproc" and (section != "model" or ranks > 1),
+        TABLES[section].get(engine, Backend(build="")),
+    )
+    return (apart and ((address and row.far) or row.spread)) or engine
 
 
 def options_of(config: Config, section: str) -> Any:
@@ -143,7 +162,8 @@ def complete_options(values: dict[str, Any]) -> list[str]:
             faults.append(f"{section}.engine={engine}: {_no_engine(engine, section, table)}")
         elif key in values:
             ranks = values["cluster.nodes"] * values["cluster.ranks_per_node"]
-            cls = load(table[_row(section, engine, values["cluster.backend"], ranks)].options)
+            address = address_of(values["cluster.address"])
+            cls = load(table[_row(section, engine, values["cluster.backend"], ranks, address)].options)
             hints = typing.get_type_hints(cls, include_extras=True)
             filled = {field.name: field.default for field in dataclasses.fields(cls)}
             for name, value in values[key].items():

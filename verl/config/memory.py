@@ -38,10 +38,10 @@ def compute_dtype(config: Config) -> str:
         return config.model.dtype
     cpuinfo = Path("/proc/cpuinfo")
     flags = cpuinfo.read_text() if cpuinfo.is_file() else ""
-    return "bfloat16" if _on_cuda(config) or "avx512_bf16" in flags or "amx_bf16" in flags else "float32"
+    return "bfloat16" if on_cuda(config) or "avx512_bf16" in flags or "amx_bf16" in flags else "float32"
 
 
-def _on_cuda(config: Config) -> bool:
+def on_cuda(config: Config) -> bool:
     return config.model.device != "cpu" and Path("/dev/nvidia0").exists()
 
 
@@ -68,7 +68,7 @@ def estimate_memory(config: Config, model: ModelFacts, reference: bool, update_t
     flying: tuple[str, ...] = ()
     if config.pipeline.placement == "split" or config.pipeline.staleness > 0:
         flying = ("KV cache", "prefix cache")
-    elif items["KV cache"] <= KEPT_KV_BYTES and not _on_cuda(config):
+    elif items["KV cache"] <= KEPT_KV_BYTES and not on_cuda(config):
         flying = ("KV cache",)
     held = ("master weights", "optimizer states", "reference policy", "critic with its optimizer", "rollout weights")
     named = {

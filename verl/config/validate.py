@@ -10,6 +10,7 @@ from typing import Literal
 
 from verl.algorithms.presets import knobs, settled, unknown_option
 from verl.config.backends import complete_options, longest_sequence, rollout_caches
+from verl.config.cluster import cluster_faults
 from verl.config.model_files import check_tokenizer, describe_model, find_model_folder
 from verl.config.schema import Config
 from verl.config.tree import convert, did_you_mean, leaves, values_of
@@ -28,7 +29,7 @@ def validate(config: Config, command: Command = "train") -> None:
         found += _sizes(config, command)
         found += [*_algorithm(config), *_pipeline(config), *_sampling(config)] if command in RL else []
         found += [*_optimizer(config), *_reward(config), *_evaluation(config, command), *_names(config)]
-        found += _files(config, command)
+        found += [*_files(config, command), *cluster_faults(config, command)]
     if found:
         raise ValueError("\n".join(found))
 

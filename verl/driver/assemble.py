@@ -18,6 +18,7 @@ from verl.algorithms.filters import Truncation
 from verl.algorithms.resolve import Algorithm, resolve
 from verl.checkpoint.latest import beyond
 from verl.config.backends import CLUSTER, ROLLOUT, backend_of, layout_of, load, longest_sequence, options_of
+from verl.config.cluster import roles_of
 from verl.config.load import Resolved
 from verl.config.plan import algorithm_warnings, checkpoint_bytes, policy_updates, total_steps
 from verl.config.schema import AlgorithmConfig, Config
@@ -109,7 +110,7 @@ async def _run_of(
         warm = f"algorithm.critic_warmup_steps={algorithm.critic.critic_warmup_steps}"
         progress.message(f"warning: {warm}: in {num_steps} steps the critic learns alone and the policy stays as it is")
     total, crash_dir = updates_of_run(config, num_steps), claimed.path / "crash"
-    context = context_of(config, _roles(config, algorithm), updates=total, crash_dir=crash_dir)
+    context = context_of(config, roles_of(config), updates=total, crash_dir=crash_dir)
     refused.callback(context.cluster.close)
     scorer = reward_model(context)
     reward, pool = await _reward(config, scorer, algorithm.truncation, tasks[0])
@@ -183,12 +184,6 @@ def from_threads(heard: Callable[[BaseException], None]) -> Callable[[BaseExcept
             loop.call_soon_threadsafe(heard, error)
 
     return tell
-
-
-def _roles(config: Config, algorithm: Algorithm) -> tuple[str, ...]:
-    """Those with workers of their own."""
-    models = ("actor", *sorted({need.role for need in algorithm.needs(1) if need.build}))
-    return (*models, *(("reward_model",) if config.reward.model is not None else ()), "compute")
 
 
 def _colocated(config: Config) -> bool:

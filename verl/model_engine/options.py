@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from typing import Annotated, Literal
 
 from msgspec import Meta
+
+from verl.model_engine.layout import Layout
+
+SHARES = ("replicate", "sequence", "tensor")
+"""Of `parallel.*`, what the sharded engine can do."""
+TENSOR_PLANS = (
+    *("arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text"),
+    *("gemma4_unified_text", "gpt_neox", "granite", "helium", "hrm_text", "hyperclovax", "internlm3", "iquestcoder"),
+    *("jais2", "llama", "ministral", "ministral3", "mistral", "nanochat", "nemotron", "olmo", "phi", "qwen2", "qwen3"),
+    *("seed_oss", "smollm3", "starcoder2", "vaultgemma", "youtu"),
+)
+"""The model_type of models that parallel.tensor can cut: transformers has a plan, and nn/tensor_parallel.py knows all
+its ways (a test compares)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,3 +30,11 @@ class Options:
     """Non-finite gradients in a row that are skipped, each with its batch written down, before the run stops."""
     share_prefix: bool = True
     """A prompt is computed once per group and micro-batch in training."""
+
+
+def cannot(layout: Layout) -> Iterator[str]:
+    """What of a layout the sharded engine cannot do, a line each."""
+    for name, size in asdict(layout).items():
+        if size > 1 and name not in (*SHARES, "world_size"):
+            can = ", ".join(f"parallel.{share}" for share in SHARES)
+            yield f"parallel.{name}={size}: this engine cannot do it yet; use parallel.{name}=1 (it can do {can})"

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from verl.batch import Batch, exactly
 from verl.model_engine.base import EngineContext
 from verl.model_engine.layout import Layout
-from verl.model_engine.options import Options
+from verl.model_engine.options import Options, cannot
 from verl.model_engine.snapshot import Snapshot
 from verl.model_engine.torch_engine import Reader, TorchEngine, Which
 from verl.model_engine.torch_engine import build as build_torch
@@ -55,9 +55,8 @@ class ShardedEngine(TorchEngine):
 
     def __init__(self, model: Any, *, layout: Layout, **settings: Any) -> None:
         assert layout.world_size == dist.get_world_size(), (layout, dist.get_world_size())
-        for name in ("pipeline", "expert"):
-            if (size := getattr(layout, name)) > 1:
-                raise ValueError(f"parallel.{name}={size}: this engine cannot do it yet; use parallel.{name}=1")
+        for line in cannot(layout):
+            raise ValueError(line)
         self.layout = layout
         self.place = layout.place(dist.get_rank())
         self._suffix = f"_rank{dist.get_rank()}"

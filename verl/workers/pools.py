@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 
 import msgspec
 
 from verl.bounds import NonNegative, PositiveInt
-from verl.workers.group import ClusterContext
+from verl.config.tree import did_you_mean
 from verl.workers.sections import ClusterConfig
 
 MAIN = "main"
@@ -29,7 +29,7 @@ class Pool:
     gpus_per_rank: NonNegative = 0.0
     resource: str = ""
     resource_per_rank: NonNegative = 1.0
-    env: dict[str, str] = field(default_factory=dict)
+    env: dict[str, str | int | float] = field(default_factory=dict)
 
     @property
     def ranks(self) -> int:
@@ -45,9 +45,10 @@ class Pool:
 
 
 def fit(name: str, pool: Pool, nodes: Mapping[str, Mapping[str, float]]) -> str | None:
-    """None if these nodes ({address: {resource: amount}}) can hold the pool, else what each of them lacks."""
+    """None if these nodes ({address: {resource: amount}}) can hold the pool, else what each of them lacks. The
+    `ranks_per_node` of a node stay together."""
     room = {node: _ranks_on(pool, has) for node, has in nodes.items()}
-    if sum(min(ranks, pool.ranks) for ranks in room.values()) >= pool.ranks:
+    if sum(min(ranks // pool.ranks_per_node, pool.nodes) for ranks in room.values()) >= pool.nodes:
         return None
     lacks = []
     for node, has in nodes.items():
@@ -55,8 +56,8 @@ def fit(name: str, pool: Pool, nodes: Mapping[str, Mapping[str, float]]) -> str 
         lacks.append(f"{node} has {of}: room for {room[node]}")
     wanted = " and ".join(f"{amount:g} {what}" for what, amount in pool.bundle.items())
     return (
-        f"cluster.pools.{name} asks for {pool.ranks} ranks with {wanted} each, and no nodes hold that: "
-        f"{'; '.join(lacks)}; lower cluster.nodes or cluster.ranks_per_node, or add nodes"
+        f"cluster.pools.{name} asks for {pool.nodes} nodes with {pool.ranks_per_node} ranks of {wanted} each, and no "
+        f"nodes hold that: {'; '.join(lacks)}; lower cluster.nodes or cluster.ranks_per_node, or add nodes"
     )
 
 
@@ -64,9 +65,10 @@ def _ranks_on(pool: Pool, has: Mapping[str, float]) -> int:
     return min((int(has.get(what, 0.0) / amount + 1e-9) for what, amount in pool.bundle.items()), default=pool.ranks)
 
 
-def pools_of(section: ClusterConfig, context: ClusterContext) -> tuple[dict[str, Pool], dict[str, str]]:
-    """({name: pool}, {role: name}) as the section says; ValueError for what it cannot mean."""
-    gpus = (1.0 if context.device == "cuda" else 0.0) if section.gpus_per_rank is None else section.gpus_per_rank
+def pools_of(section: ClusterConfig, roles: Sequence[str], *, device: str) -> tuple[dict[str, Pool], dict[str, str]]:
+    """({name: pool}, {role: name}) as the section says, for these roles and `rollout`; ValueError with a line for each
+    thing that it cannot mean."""
+    gpus = (1.0 if device == "cuda" else 0.0) if section.gpus_per_rank is None else section.gpus_per_rank
     pools = {
         MAIN: Pool(
             nodes=section.nodes,
@@ -77,17 +79,35 @@ def pools_of(section: ClusterConfig, context: ClusterContext) -> tuple[dict[str,
             env=section.env,
         )
     }
+    faults = []
+    keys = [field.name for field in fields(Pool)]
     for name, given in section.pools.items():
+        at = f"cluster.pools.{name}"
+        unknown = [key for key in given if key not in keys] if isinstance(given, Mapping) else []
+        faults += [f"{at}.{key}: unknown; {did_you_mean(key, keys)}There are: {', '.join(keys)}" for key in unknown]
         try:
             pools[name] = msgspec.convert(given, Pool)
         except msgspec.ValidationError as e:
-            raise ValueError(f"cluster.pools.{name}={given}: {e}") from None
-    roles = {role: section.roles.get(role, MAIN) for role in (*context.roles, "rollout")}
+            faults.append(f"{at}={given}: {e}")
+            pools[name] = Pool()
+        if name == MAIN:
+            faults.append(f"{at}: the pool `main` is cluster.nodes, cluster.ranks_per_node, ...; give it another name")
+    faults += [
+        f"cluster.pools.{name}: its ranks hold nothing; give cpus_per_rank, gpus_per_rank or resource"
+        for name, pool in pools.items()
+        if not pool.bundle
+    ]
+    lives = {role: section.roles.get(role, MAIN) for role in (*roles, "rollout")}
     for role, name in section.roles.items():
-        if role not in roles:
-            raise ValueError(f"cluster.roles.{role}: no such role in this run; there are {', '.join(sorted(roles))}")
+        at = f"cluster.roles.{role}"
+        if role not in lives:
+            faults.append(f"{at}: no such role in this run; {did_you_mean(role, lives)}There are: {', '.join(lives)}")
         if name not in pools:
-            raise ValueError(f"cluster.roles.{role}={name}: no such pool; there are {', '.join(pools)}")
-    if unused := sorted(pools.keys() - set(roles.values())):
-        raise ValueError(f"cluster.pools.{unused[0]}: no role lives there; name one in cluster.roles, or leave it out")
-    return pools, roles
+            faults.append(f"{at}={name}: no such pool; {did_you_mean(name, pools)}There are: {', '.join(pools)}")
+    unused = [name for name in pools if name not in section.roles.values() and name not in lives.values()]
+    faults += [
+        f"cluster.pools.{name}: no role lives there; name one in cluster.roles, or leave it out" for name in unused
+    ]
+    if faults:
+        raise ValueError("\n".join(faults))
+    return pools, lives

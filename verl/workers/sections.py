@@ -18,7 +18,7 @@ class ClusterConfig:
     cpus_per_rank: NonNegative = 1.0
     gpus_per_rank: NonNegative | None = None  # Null: 1 where the model's device is cuda.
     resource: str = ""  # Another accelerator by the name that Ray knows it under, one for each rank.
-    env: dict[str, str] = field(default_factory=dict)  # Variables of the workers' processes.
+    env: dict[str, str | int | float] = field(default_factory=dict)  # Variables of the workers' processes.
     pools: dict[str, Any] = field(default_factory=dict)
     """More pools: {NAME: {nodes, ranks_per_node, cpus_per_rank, gpus_per_rank, resource, env}}; the keys above are the
     pool `main`."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from verl.config.backends import address_of
 from verl.model_engine.layout import Layout
 from verl.rollout.base import RolloutEngine
 from verl.workers.group import Build, ClusterContext
@@ -49,7 +52,7 @@ class RayCluster:
         self._started = not ray.is_initialized()
         if self._started:
             _connect(address, pools)
-        self._placed: dict[str, Any] = {}
+        self._placed: dict[str, list[Any]] = {}
         try:
             for name, pool in pools.items():
                 self._placed[name] = _place(name, pool, start_timeout_s)
@@ -89,7 +92,7 @@ class RayCluster:
     def close(self) -> None:
         import ray
 
-        for placed in self._placed.values():
+        for placed in itertools.chain(*self._placed.values()):
             with contextlib.suppress(Exception):  # the cluster may be gone already
                 ray.util.remove_placement_group(placed)
         self._placed.clear()
@@ -97,12 +100,14 @@ class RayCluster:
             ray.shutdown()
 
     def _actor(self, cls: type[Any], role: str, rank: int, kind: Mapping[str, Any]) -> Any:
-        """A process of `role` in bundle `rank` of its pool; roles of one pool share its devices."""
+        """A process of `role` in bundle `rank` of its pool; roles of one pool share its devices. Neighbours are on one
+        node."""
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         name = self._roles.get(role, next(iter(self._pools)))
         pool, sharing = self._pools[name], max(1, sum(of == name for of in self._roles.values()))
+        node, place = divmod(rank % pool.ranks, pool.ranks_per_node)
         made: Any = ray.remote(**kind)(cls)
         return made.options(
             num_cpus=pool.cpus_per_rank / sharing,
@@ -110,19 +115,19 @@ class RayCluster:
             resources={pool.resource: pool.resource_per_rank / sharing} if pool.resource else None,
             max_restarts=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
-                self._placed[name], placement_group_bundle_index=rank % pool.ranks
+                self._placed[name][node], placement_group_bundle_index=place
             ),
-        ).remote(dict(pool.env))
+        ).remote({name: str(value) for name, value in pool.env.items()})
 
 
 def build(section: ClusterConfig, context: ClusterContext) -> RayCluster:
-    pools, roles = pools_of(section, context)
+    pools, roles = pools_of(section, context.roles, device=context.device)
     return RayCluster(
         pools,
         roles,
         layout=context.layout,
         set_up=context.set_up,
-        address=section.address,
+        address=address_of(section.address),
         backend="gloo" if context.device == "cpu" else "cpu:gloo,cuda:nccl",
         start_timeout_s=section.start_timeout_s,
     )
@@ -138,7 +143,7 @@ def _connect(address: str | None, pools: Mapping[str, Pool]) -> None:
             ray.init(address=address, **quiet)
         except (ConnectionError, RuntimeError) as e:
             raise ValueError(
-                f"cluster.address={address}: {str(e).splitlines()[0]}; is `ray start --head` running there, with Ray "
+                f"cluster.address={address}: {' '.join(str(e).split())}; is `ray start --head` running there, with Ray "
                 f"{ray.__version__}?"
             ) from e
         return
@@ -148,19 +153,24 @@ def _connect(address: str | None, pools: Mapping[str, Pool]) -> None:
     )
 
 
-def _place(name: str, pool: Pool, timeout_s: float) -> Any:
-    """The bundles of a pool; ValueError with what each node lacks, where no nodes hold them."""
+def _place(name: str, pool: Pool, timeout_s: float) -> list[Any]:
+    """The bundles of a pool, a group for each node; ValueError with what each node lacks, where no nodes hold them."""
     import ray
     from ray.util.placement_group import placement_group
 
     nodes = {n["NodeManagerAddress"] + "/" + n["NodeID"][:6]: n["Resources"] for n in ray.nodes() if n["Alive"]}
     if (short := fit(name, pool, nodes)) is not None:
         raise Shortage(short)
-    made = placement_group([pool.bundle] * pool.ranks, strategy="PACK", name=f"verl-{name}")
-    if not made.wait(timeout_s):
-        ray.util.remove_placement_group(made)
+    until_s = time.monotonic() + timeout_s
+    made = [
+        placement_group([pool.bundle] * pool.ranks_per_node, strategy="STRICT_PACK", name=f"verl-{name}-{node}")
+        for node in range(pool.nodes)
+    ]
+    if not all([group.wait(max(0.0, until_s - time.monotonic())) for group in made]):
+        for group in made:
+            ray.util.remove_placement_group(group)
         raise Shortage(
-            f"cluster.pools.{name}: {pool.ranks} x {pool.bundle} were not free within cluster.start_timeout_s="
-            f"{timeout_s:g}; other jobs hold them: {ray.available_resources()}"
+            f"cluster.pools.{name}: {pool.nodes} x {pool.ranks_per_node} x {pool.bundle} were not free within "
+            f"cluster.start_timeout_s={timeout_s:g}; other jobs hold them: {ray.available_resources()}"
         )
     return made

@@ -1,0 +1,163 @@
+"""What is wrong with pools, roles and layouts is said before Ray is started and before a model is loaded."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from handmade_model import write_model, write_rows
+
+from verl.config import cluster
+from verl.config.backends import backend_of, option_keys
+from verl.config.load import load_config, validate
+from verl.config.tree import leaves
+from verl.workers.pools import Pool, fit
+
+RAY = ("cluster.backend=ray",)
+FOUR = (*RAY, "cluster.ranks_per_node=4")
+AWAY = (*RAY, "cluster.address=10.0.0.1:6379")
+POOL = "cluster.pools={big: {ranks_per_node: 4}}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("cluster")
+    write_rows(where / "rows.jsonl", 200)
+    write_model(where / "model")  # 4 heads, 2 of keys and values, vocabulary 1000
+    write_model(where / "moe", config={"model_type": "qwen3_moe"})
+    write_model(where / "odd", heads=4, kv_heads=4, vocab=1001)
+    write_model(where / "own", config={"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}})
+    return where
+
+
+@pytest.fixture(autouse=True)
+def with_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "find_spec", lambda name: name)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+def faults(folder: Path, *args: str, command: str = "train", model: str = "model") -> list[str]:
+    files = (f"data.train_files={folder}/rows.jsonl", f"data.eval_files={folder}/rows.jsonl")
+    try:
+        validate(load_config([f"model.path={folder}/{model}", "model.device=cpu", *files, *args]).config, command)
+    except ValueError as e:
+        return str(e).splitlines()
+    return []
+
+
+FAULTS = [
+    # a layout
+    ((*FOUR, "parallel.tensor=3"), "use a multiple of 3"),
+    ((*FOUR, "parallel.replicate=3"), "parallel.replicate=3 does not divide the 4 ranks"),
+    ((*FOUR, "parallel.tensor=4"), "parallel.tensor=4: model.path", "2 key-value heads", "use 2"),
+    ((*FOUR, "parallel.sequence=2", "parallel.tensor=2"), "parallel.tensor=2 x", "2 key-value heads"),
+    ((*FOUR, "parallel.pipeline=2"), "parallel.pipeline=2", "parallel.tensor"),
+    ((*FOUR, "parallel.expert=2"), "parallel.expert=2", "parallel.tensor"),
+    ((*FOUR, "parallel.tesnor=2"), "did you mean parallel.tensor"),
+    ((*FOUR, "parallel.sequence=2", "model.engine_options.attention=padded"), "parallel.sequence=2", "attention=auto"),
+    ((*FOUR, "step.prompts_per_step=6", "step.updates_per_step=3"), "4 data ranks", "2 groups", "parallel.tensor"),
+    # one process
+    (("cluster.nodes=2",), "cluster.nodes=2 with cluster.backend=inproc", "cluster.backend=ray"),
+    (("cluster.ranks_per_node=8",), "cluster.ranks_per_node=8", "run.virtual_ranks"),
+    (("parallel.tensor=2",), "parallel.tensor=2 with cluster.backend=inproc"),
+    (("cluster.address=auto",), "cluster.address=auto with cluster.backend=inproc"),
+    (("cluster.roles={ref: main}",), "cluster.roles={ref: main} with cluster.backend=inproc"),
+    (("model.engine=sharded",), "model.engine=sharded", "model.engine=torch"),
+    ((*RAY, "run.virtual_ranks=2"), "run.virtual_ranks=2", "cluster.ranks_per_node=2"),
+    (("cluster.backend=rya",), "did you mean ray"),
+    # pools and roles
+    ((*FOUR, POOL), "cluster.pools.big: no role lives there"),
+    ((*FOUR, POOL, "cluster.roles={rollouts: big, rollout: big}"), "did you mean rollout"),
+    ((*FOUR, POOL, "cluster.roles={rollout: bgi, ref: big}"), "cluster.roles.rollout=bgi", "did you mean big"),
+    ((*FOUR, POOL, "cluster.roles={critic: big, rollout: big}"), "cluster.roles.critic: no such role"),
+    ((*FOUR, "cluster.pools={big: {rank_per_node: 4}}", "cluster.roles={rollout: big}"), "mean ranks_per_node"),
+    ((*FOUR, "cluster.pools={big: {nodes: many}}", "cluster.roles={rollout: big}"), "cluster.pools.big", "many"),
+    ((*FOUR, "cluster.pools={big: 4}", "cluster.roles={rollout: big}"), "cluster.pools.big=4"),
+    ((*FOUR, "cluster.pools={main: {nodes: 1}}"), "cluster.pools.main", "another name"),
+    ((*FOUR, "cluster.cpus_per_rank=0"), "cluster.pools.main: its ranks hold nothing"),
+    ((*FOUR, "cluster.pools={few: {ranks_per_node: 2}}", "cluster.roles={ref: few}"), "few has 2 ranks", "pool 4"),
+    ((*FOUR, "rollout.replicas=5"), "rollout.replicas=5", "4 ranks of the pool main"),
+    # transports
+    ((*RAY, "cluster.nodes=2"), "cluster.nodes=2", "cluster.address=auto"),
+    ((*AWAY, "queue.engine=shared"), "queue.engine=shared", "queue.engine=ray"),
+    ((*AWAY, "cluster.nodes=2", "cluster.ranks_per_node=2", "rollout.replicas=3"), "rollout.replicas=3", "first node"),
+    ((*AWAY, "cluster.pools={gen: {ranks_per_node: 1}}", "cluster.roles={rollout: gen}"), "cluster.roles.rollout=gen"),
+]  # fmt: skip
+
+
+def test_each_fault_is_one_line_with_value_reason_and_fix(folder: Path) -> None:
+    wrong = []
+    for args, *words in FAULTS:
+        found = faults(folder, *args)
+        if len(found) != 1 or not all(word in found[0] for word in words):
+            wrong.append((args, words, found))
+    assert not wrong
+
+
+def test_what_is_allowed(folder: Path) -> None:
+    gen = ("cluster.pools={gen: {ranks_per_node: 2}}", "cluster.roles={rollout: gen}", "rollout.replicas=2")
+    for args in (
+        RAY,
+        (*FOUR, "parallel.tensor=2", "parallel.replicate=2"),
+        (*FOUR, "parallel.sequence=2"),
+        (*FOUR, *gen),
+        (*FOUR, POOL, "cluster.roles={ref: big}"),
+        (*FOUR, "step.prompts_per_step=6"),
+        (*AWAY, "cluster.nodes=2", "cluster.ranks_per_node=2", "rollout.replicas=2"),
+        ("cluster.max_restarts=0",),
+    ):
+        assert faults(folder, *args) == [], args
+    for command in ("sft", "rm", "dpo", "eval"):
+        assert faults(folder, *FOUR, command=command) == []
+    assert "64 data ranks" not in str(faults(folder, *RAY, "cluster.ranks_per_node=64", command="eval"))
+
+
+def test_ranks_beyond_the_rows_of_a_supervised_step(folder: Path) -> None:
+    (line,) = faults(folder, *FOUR, "supervised.rows_per_step=3", command="sft")
+    assert "4 data ranks" in line and "supervised.rows_per_step=3" in line
+
+
+def test_architectures(folder: Path) -> None:
+    (line,) = faults(folder, *FOUR, "parallel.tensor=2", model="moe")
+    assert "qwen3_moe" in line and "parallel.tensor=1" in line
+    (line,) = faults(folder, *FOUR, "parallel.tensor=2", model="odd")
+    assert "vocabulary of 1001" in line
+    assert faults(folder, *FOUR, model="moe") == faults(folder, *FOUR, "parallel.sequence=2", model="odd") == []
+    assert faults(folder, *FOUR, "parallel.tensor=2", model="own") == [], "its own code says it, when it is loaded"
+    (line,) = faults(folder, *FOUR, "parallel.tensor=2", "algorithm.name=ppo", f"critic.path={folder}/moe")
+    assert "critic.path" in line and "qwen3_moe" in line
+
+
+def test_without_ray_there_is_the_pip_line(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster, "find_spec", lambda name: None)
+    for args in (RAY, ("queue.engine=ray",)):
+        (line,) = faults(folder, *args)
+        assert line.startswith(args[0]) and "pip install 'verl[ray]'" in line
+    assert faults(folder) == []
+
+
+def test_which_queue_serves_where(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(*args: str) -> str:
+        config = load_config([f"model.path={folder}/model", *args]).config
+        return backend_of(config, "queue").build.split(":")[0].rpartition(".")[2]
+
+    assert [build(), build(*RAY), build(*AWAY), build(*RAY, "queue.engine=ray")] == ["memory", "shared", "ray", "ray"]
+    assert build(*AWAY, "queue.engine_options.timeout_s=5") == "ray"
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    assert build(*RAY) == "ray"
+
+
+def test_a_node_of_a_pool_is_on_one_node() -> None:
+    nodes = {"a": {"CPU": 6.0}, "b": {"CPU": 3.0}}
+    assert fit("x", Pool(ranks_per_node=6), nodes) is None
+    assert fit("x", Pool(nodes=3, ranks_per_node=3), nodes) is None
+    assert "a has 6 CPU: room for 6; b has 3 CPU: room for 3" in str(fit("x", Pool(ranks_per_node=7), nodes))
+    assert fit("x", Pool(nodes=2, ranks_per_node=4), nodes) is not None
+    assert fit("x", Pool(nodes=2, gpus_per_rank=1), nodes) is not None
+
+
+def test_messages_name_keys_of_the_tree() -> None:
+    source = Path(cluster.__file__).read_text()
+    found = set(re.findall(r"(?<![\w./])(?:cluster|parallel|queue|sync|rollout|run|model|step)\.[a-z_]+", source))
+    assert found and found <= {*leaves(), *option_keys(), "model.engine_options"}

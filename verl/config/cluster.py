@@ -1,0 +1,171 @@
+"""What is wrong with where a run lives: pools, roles and layout, told without Ray and without a model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+from verl.algorithms.presets import settled
+from verl.config.backends import address_of, backend_of, layout_of, options_of
+from verl.config.memory import on_cuda
+from verl.config.model_files import describe_model, read_model_config
+from verl.config.schema import Config
+from verl.config.tree import leaves, text_of, values_of
+from verl.model_engine.layout import Layout
+from verl.model_engine.options import TENSOR_PLANS, cannot
+from verl.workers.pools import MAIN, Pool, pools_of
+
+PIP = "not installed: pip install 'verl[ray]'"
+ANYWHERE = ("cluster.backend", "cluster.max_restarts", "cluster.start_timeout_s")
+
+
+def roles_of(config: Config) -> tuple[str, ...]:
+    """Those of an RL run with workers of their own."""
+    needs = settled(config.algorithm.name, config.algorithm.given()).needs(1)
+    models = ("actor", *sorted({need.role for need in needs if need.build}))
+    return (*models, *(("reward_model",) if config.reward.model is not None else ()), "compute")
+
+
+def places_of(config: Config, command: str = "train") -> tuple[dict[str, Pool], dict[str, str]]:
+    """Pools by their names, and the pool of each role; ValueError for what the section cannot mean."""
+    roles = roles_of(config) if command in ("train", "eval") else ("actor", "compute")
+    return pools_of(config.cluster, roles, device="cuda" if on_cuda(config) else "cpu")
+
+
+def cluster_faults(config: Config, command: str) -> Iterator[str]:
+    """A line per fault. Each of the other keys is right by itself."""
+    needs_ray = [
+        key
+        for key, name in (("cluster.backend", config.cluster.backend), ("queue.engine", config.queue.engine))
+        if name == "ray"
+    ]
+    if needs_ray and find_spec("ray") is None:
+        yield f"{needs_ray[0]}=ray: Ray is {PIP}"
+    if config.cluster.backend == "inproc":
+        yield from _in_one_process(config)
+        return
+    c, ranks = config.cluster, config.cluster.nodes * config.cluster.ranks_per_node
+    if (virtual := config.run.virtual_ranks) > 1:
+        fix = f"with cluster.backend={c.backend} set cluster.ranks_per_node={virtual} in its place"
+        yield f"run.virtual_ranks={virtual} are ranks of one process: {fix}"
+    if config.model.engine == "sharded" and ranks == 1:
+        yield "model.engine=sharded wants several ranks: set cluster.ranks_per_node, or model.engine=torch"
+    try:
+        layout = layout_of(config)
+        yield from _layout(config, layout, command)
+    except ValueError as e:
+        yield from str(e).splitlines()
+        return
+    try:
+        pools, roles = places_of(config, command)
+    except ValueError as e:
+        yield from str(e).splitlines()
+        return
+    yield from _pools(config, layout, pools, roles)
+    yield from _transports(config, pools, roles)
+
+
+def _in_one_process(config: Config) -> Iterator[str]:
+    values, fix = values_of(config), "everything runs in this process: set cluster.backend=ray, or leave it out"
+    for key, leaf in leaves().items():
+        if key.startswith(("cluster.", "parallel.")) and key not in ANYWHERE and values[key] != leaf.default:
+            more = " (run.virtual_ranks plays many ranks in one process)" if key == "cluster.ranks_per_node" else ""
+            yield f"{key}={text_of(values[key])} with cluster.backend=inproc: {fix}{more}"
+    if config.model.engine == "sharded":
+        yield "model.engine=sharded with cluster.backend=inproc: this process has no others; set model.engine=torch"
+
+
+def _layout(config: Config, layout: Layout, command: str) -> Iterator[str]:
+    yield from cannot(layout)
+    s = config.step
+    groups, said = (
+        s.prompts_per_step // s.updates_per_step,
+        "groups of an optimizer step (step.prompts_per_step / step.updates_per_step)",
+    )
+    if command in ("sft", "rm", "dpo"):
+        groups, said = (
+            config.supervised.rows_per_step,
+            f"rows of a step (supervised.rows_per_step={config.supervised.rows_per_step})",
+        )
+    if layout.data > groups and command in ("train", "sft", "rm", "dpo"):
+        fix = "some would be idle: raise it, lower cluster.ranks_per_node, or share the model with parallel.tensor"
+        yield f"{layout.world_size} ranks are {layout.data} data ranks, but there are {groups} {said}; {fix}"
+    if layout.sequence > 1 and options_of(config, "model").attention == "padded":
+        yield f"parallel.sequence={layout.sequence} shares packed rows: set model.engine_options.attention=auto"
+    if layout.sequence * layout.tensor > 1:
+        critic = config.critic.path if "critic" in roles_of(config) else None
+        folders = {"model.path": config.model.path, "critic.path": critic, "reward.model": config.reward.model}
+        for key, path in folders.items():
+            if path is not None:
+                yield from _shared(f"{key}={path}", path, layout)
+
+
+def _shared(what: str, path: str, layout: Layout) -> Iterator[str]:
+    """Why the ranks cannot share this model, from its config.json."""
+    try:
+        facts = describe_model(path)
+    except ValueError:
+        return  # it is said elsewhere
+    config = read_model_config(Path(facts.folder))
+    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
+    assert isinstance(text, dict)
+    sizes = {"tensor": layout.tensor, "sequence": layout.sequence}
+    asked = " x ".join(f"parallel.{name}={size}" for name, size in sizes.items() if size > 1)
+    kind, both = str(text.get("model_type")), layout.tensor * layout.sequence
+    if layout.tensor > 1 and kind not in TENSOR_PLANS and "auto_map" not in config:
+        fix = "use parallel.tensor=1 (parameters are sharded over the data ranks then)"
+        yield f"{asked}: {what} is a {kind}, which cannot be cut over ranks here; {fix}"
+        return
+    counts = {"attention heads": (facts.heads, both), "key-value heads": (facts.kv_heads, both)}
+    for name, (number, ranks) in counts.items():
+        if number % ranks:
+            fits = math.gcd(number, ranks)
+            yield f"{asked}: {what} has {number} {name}, which {ranks} ranks cannot share equally; use {fits} in all"
+            return
+    for name, number in (("a vocabulary", facts.vocab), ("an MLP", text.get("intermediate_size") or 0)):
+        if number % layout.tensor:
+            fix = "which its ranks cannot share equally; use a divisor of it"
+            yield f"parallel.tensor={layout.tensor}: {what} has {name} of {number}, {fix}"
+
+
+def _pools(config: Config, layout: Layout, pools: dict[str, Pool], roles: dict[str, str]) -> Iterator[str]:
+    """A model has one process for each of its ranks, and a replica one: a pool holds them side by side."""
+    for name, pool in pools.items():
+        models = [role for role, at in roles.items() if at == name and role not in ("rollout", "compute")]
+        if models and pool.ranks != layout.world_size:
+            yield (
+                f"cluster.pools.{name} has {pool.ranks} ranks, but {models[0]} has {layout.world_size}, as every model "
+                f"(cluster.nodes x cluster.ranks_per_node): give the pool {layout.world_size}"
+            )
+    at, replicas = roles["rollout"], config.rollout.replicas
+    if replicas > (room := pools[at].ranks):
+        fix = "lower it, or give rollout a pool of its own (cluster.roles)"
+        yield f"rollout.replicas={replicas} is above the {room} ranks of the pool {at}: {fix}"
+
+
+def _transports(config: Config, pools: dict[str, Pool], roles: dict[str, str]) -> Iterator[str]:
+    """Whether rows and weights reach everybody."""
+    replicas, far = config.rollout.replicas, address_of(config.cluster.address)
+    several = [name for name, pool in pools.items() if pool.nodes > 1]
+    if far is None:
+        for name in several:
+            key = "cluster.nodes" if name == MAIN else f"cluster.pools.{name}.nodes"
+            fix = "start Ray on every node (docs/cluster.md) and set cluster.address=auto"
+            yield f"{key}={pools[name].nodes}: a Ray that is started here has one node; {fix}"
+        return
+    if backend_of(config, "queue").one_host:
+        why = f"is the memory of one machine, and cluster.address={far} may have several"
+        yield f"queue.engine={config.queue.engine} {why}: set queue.engine=ray"
+    at, home = roles["rollout"], roles["actor"]
+    if at != home:
+        yield (
+            f"cluster.roles.rollout={at}: weights go through the memory of one machine (sync.engine=shm), and with "
+            f"cluster.address={far} that pool may be on another; let rollout live with the actor, in {home}"
+        )
+    elif replicas > (held := pools[home].ranks_per_node):
+        yield (
+            f"rollout.replicas={replicas}: weights go through the memory of one machine (sync.engine=shm), and the "
+            f"first node of the pool {home} has {held} ranks: set at most {held}"
+        )
