@@ -16,6 +16,7 @@ START_CALLS = (
 )
 MAY_START_PROCESSES = {  # outside sandbox/, and why: none of them runs a user's function
     "accel/cpu/kernels.py": "the C compiler, once per machine",
+    "workers/ray/reaper.py": "what ends a Ray whose driver was killed; it runs nothing else",
     "data/parallel.py": "our own job on rows, in fresh interpreters",
 }
 COMPONENTS = ("model_engine", "rollout", "weight_sync", "transfer_queue", "agent_loop", "reward")

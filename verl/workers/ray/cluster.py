@@ -10,12 +10,15 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import psutil
+
 from verl.config.backends import address_of
 from verl.model_engine.layout import Layout
 from verl.rollout.base import RolloutEngine
 from verl.workers.group import Build, ClusterContext
 from verl.workers.pools import Pool, Shortage, fit, pools_of
 from verl.workers.ray.group import RayGroup, Worker, pickled
+from verl.workers.ray.reaper import Reaper
 from verl.workers.ray.replica import RayReplica, Replica
 from verl.workers.sections import ClusterConfig
 
@@ -50,8 +53,7 @@ class RayCluster:
         self._deaths: list[BaseException] = []
         self._on_failure: Callable[[BaseException], None] = self._deaths.append
         self._started = not ray.is_initialized()
-        if self._started:
-            _connect(address, pools)
+        self._reaper = _connect(address, pools) if self._started else None
         self._placed: dict[str, list[Any]] = {}
         try:
             for name, pool in pools.items():
@@ -98,6 +100,8 @@ class RayCluster:
         self._placed.clear()
         if self._started:
             ray.shutdown()
+        if self._reaper is not None:
+            self._reaper.close()
 
     def _actor(self, cls: type[Any], role: str, rank: int, kind: Mapping[str, Any]) -> Any:
         """A process of `role` in bundle `rank` of its pool; roles of one pool share its devices. Neighbours are on one
@@ -133,8 +137,9 @@ def build(section: ClusterConfig, context: ClusterContext) -> RayCluster:
     )
 
 
-def _connect(address: str | None, pools: Mapping[str, Pool]) -> None:
-    """A cluster of this machine, or the one at `address`; ValueError where it is not there or is another Ray."""
+def _connect(address: str | None, pools: Mapping[str, Pool]) -> Reaper | None:
+    """A cluster of this machine, and what ends it with this process; or the one at `address`: ValueError where it is
+    not there or is another Ray."""
     import ray
 
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
@@ -146,11 +151,15 @@ def _connect(address: str | None, pools: Mapping[str, Pool]) -> None:
                 f"cluster.address={address}: {' '.join(str(e).split())}; is `ray start --head` running there, with Ray "
                 f"{ray.__version__}?"
             ) from e
-        return
+        return None
     wanted = sum(pool.ranks * pool.cpus_per_rank for pool in pools.values())  # processes here share the cores
-    ray.init(
-        num_cpus=max(os.cpu_count() or 1, int(wanted + 1)), include_dashboard=False, _system_config=FAST_HEALTH, **quiet
-    )
+    reaper, cpus = Reaper(), max(os.cpu_count() or 1, int(wanted + 1))
+    others = set(psutil.Process().children(recursive=True))
+    try:
+        ray.init(address="local", num_cpus=cpus, include_dashboard=False, _system_config=FAST_HEALTH, **quiet)
+    finally:
+        reaper.watch([child.pid for child in psutil.Process().children(recursive=True) if child not in others])
+    return reaper
 
 
 def _place(name: str, pool: Pool, timeout_s: float) -> list[Any]:
