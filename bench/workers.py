@@ -1,11 +1,12 @@
 """What lies between the processes of a run, on one host.
 
-    python bench/workers.py [--only queue|calls|driver|sharded] [--rounds N]
+    python bench/workers.py [--only queue|calls|driver|saves|sharded] [--rounds N]
 
 queue: a ragged batch of 1,024 rows and 4 columns, written, read whole and read by one column, through each queue;
 beside them the TransferQueue package by its own calls (a key per row), and a plain copy of the same bytes. Arms whose
 package is not installed are left out and named. calls: one call of the driver, there and back · driver: its own time
-for a step, over simulated workers · sharded: core-seconds of a step over worlds. One thread per process. Writes its
+for a step, over simulated workers · saves: how long a checkpoint
+holds up a worker · sharded: core-seconds of a step over worlds. One thread per process. Writes its
 part of bench/RESULTS.md (bench/sections/workers.md); `--only` prints without writing.
 """
 
@@ -218,12 +219,13 @@ def spread(times: Sequence[Times], call: str) -> Spread:
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--only", choices=("queue", "calls", "driver", "sharded"))
+    parser.add_argument("--only", choices=("queue", "calls", "driver", "sharded", "saves"))
     parser.add_argument("--rounds", type=int, default=15)
     given = parser.parse_args(argv)
     torch.set_num_threads(1)
     parts = {
         "sharded": worker_calls.sharded,  # first: its ranks are forked from a process that has computed nothing
+        "saves": partial(worker_calls.saves, given.rounds),
         "driver": partial(worker_calls.driver, given.rounds),
         "calls": partial(worker_calls.calls, given.rounds),
     }
