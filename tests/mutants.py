@@ -295,6 +295,9 @@ MUTANTS = (
     Mutant("nn/tensor_parallel.py", "[Partial()] if", "[Replicate()] if", RANKS),
     Mutant("nn/linear_logprob.py", "(share * (next(of_ranks) - log_share))", "(share * next(of_ranks))", RANKS),
     Mutant("nn/linear_logprob.py", "d if here is None else d * here[at, None]", "d", RANKS),
+    Mutant("nn/expert_parallel.py", "if len(x) == 0:", "if False:", RANKS),
+    Mutant("nn/expert_parallel.py", "found * weights[:, None]", "found", RANKS),
+    Mutant("model_engine/sharded.py", "over_experts if module in experts else over", "over", RANKS),
     Mutant("nn/sequence_parallel.py", "return d_out[which], None", "return d_out[which] * 2, None", RANKS),
     Mutant("nn/sequence_parallel.py", "[: self.num_tokens]", "[-self.num_tokens :]", RANKS),
     # -- the step

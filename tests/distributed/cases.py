@@ -13,7 +13,14 @@ import numpy as np
 import torch
 from test_split import VOCAB, prepared, samples
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 from verl.batch import Batch, select_rows, unshare, without_weight
 from verl.driver.dispatch import shares
@@ -41,6 +48,10 @@ MODELS: dict[str, Callable[[], Any]] = {
         LlamaConfig(**SIZES, tie_word_embeddings=False, attention_bias=True, mlp_bias=True)
     ),
 }
+EXPERTS = "qwen3, experts"  # MODELS of every layout, and this for those that spread experts
+MODELS[EXPERTS] = lambda: Qwen3MoeForCausalLM(
+    Qwen3MoeConfig(**SIZES, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=24)
+)
 HEADS = {"actor": "lm", "reference": "lm", "critic": "value", "reward_model": "score"}
 OUTPUTS = {"reference": ("logprobs", "entropy", "sum_pi_squared"), "reward_model": ("scores",)}
 BUDGET = 60  # tokens of a pass: several passes on every rank

@@ -9,20 +9,12 @@ import itertools
 import os
 
 import pytest
+import torch
 import torch.distributed as dist
-from cases import HEADS, MODELS, SIZES, Case, differences, engine, on_rank, one_process, together
+from cases import EXPERTS, HEADS, MODELS, SIZES, Case, differences, engine, on_rank, one_process, together
 from forked import run
 from test_split import VOCAB
-from transformers import (
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
 from verl.model_engine import sharded
 from verl.model_engine.layout import Layout
@@ -43,6 +35,10 @@ LAYOUTS = {
     "FSDP x SP": Layout(world_size=4, sequence=2),
     "HSDP x SP": Layout(world_size=4, sequence=2, replicate=2),
     "SP x TP": Layout(world_size=4, sequence=2, tensor=2),
+    "EP": Layout(world_size=2, expert=2),
+    "FSDP x EP": Layout(world_size=4, expert=2),
+    "HSDP x EP": Layout(world_size=4, replicate=2, expert=2),
+    "SP x EP": Layout(world_size=4, sequence=2, expert=4),
 }
 if os.environ.get("FULL_GRID"):
     LAYOUTS["HSDP x SP x TP"] = Layout(world_size=8, sequence=2, tensor=2, replicate=2)
@@ -69,11 +65,9 @@ GRID = list(itertools.product(*FACTORS)) if os.environ.get("FULL_GRID") else pai
 
 @pytest.mark.parametrize("layout, shared, role, idle", GRID)
 def test_every_layout_gives_what_one_process_gives(layout, shared, role, idle):
-    at = LAYOUTS[layout]
-    models = (
-        tuple(MODELS) if os.environ.get("FULL_GRID") else (tuple(MODELS)[(len(role) + shared + idle) % len(MODELS)],)
-    )
-    for name in models:
+    at, dense = LAYOUTS[layout], [name for name in MODELS if name != EXPERTS]
+    models = dense if os.environ.get("FULL_GRID") else dense[(len(role) + shared + idle) % 2 :][:1]
+    for name in (EXPERTS,) if at.expert > 1 else models:
         case = Case(at, role, shared, idle and at.data > 1, name)
         expected = one_process(case)
         assert all(t.abs().max() > 0 for t in expected.values()), "a test of zeros proves nothing"
@@ -96,12 +90,6 @@ FAMILIES = {
             )
         ),
     ),
-    "qwen3, experts": (
-        ("FSDP",),
-        lambda: Qwen3MoeForCausalLM(
-            Qwen3MoeConfig(**SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
-        ),
-    ),
     "gpt2": (("SP",), lambda: GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=4, n_embd=32, vocab_size=VOCAB))),
 }
 PLAIN = {name: value for name, value in SIZES.items() if name != "head_dim"}
@@ -121,6 +109,26 @@ def test_families_of_models_packed_and_padded(family, monkeypatch):
 
             wrong = differences(together(case, run(2, proven)), one_process(case, attention_mode=mode))
             assert not wrong, (name, mode, wrong)
+
+
+def test_experts_that_no_token_came_to_keep_step(monkeypatch):
+    """A router that sends every token to the first rank: the other has nothing to compute, and is waited for."""
+    made = MODELS[EXPERTS]
+
+    def biased():
+        model = made()
+        for layer in model.model.layers:
+            with torch.no_grad():
+                layer.mlp.gate.weight.copy_(torch.ones_like(layer.mlp.gate.weight))  # a tie: the first experts win
+        return model
+
+    monkeypatch.setitem(MODELS, "one side", biased)
+    for layout in ("EP", "SP x EP"):
+        case = Case(LAYOUTS[layout], model="one side")
+        for checkpointed in (False, True):
+            given = {"gradient_checkpointing": checkpointed}
+            found = run(case.layout.world_size, lambda rank: on_rank(case, rank, **given))
+            assert not differences(together(case, found), one_process(case, **given))
 
 
 def test_a_mean_in_place_of_the_sum_is_seen(monkeypatch):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cases import SIZES, Case, differences, engine, on_rank, one_process, share, together
+from cases import EXPERTS, SIZES, Case, differences, engine, on_rank, one_process, share, together
 from forked import run
 from torch.distributed.tensor import DTensor
 from transformers import GPT2Config, GPT2LMHeadModel, Phi3Config, Phi3ForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -128,14 +128,18 @@ def test_a_checkpoint_of_any_world_continues_on_any_other(role, tmp_path):
             assert not differences(found, expected, rtol=1e-9), (writer, reader)
 
 
-@pytest.mark.parametrize("name", ["none", "two", "slices of two"])
+@pytest.mark.parametrize("name", ["none", "two", "slices of two", "experts"])
 def test_a_snapshot_is_written_while_training_goes_on(name, tmp_path):
     """The state at its moment, in a checkpoint and under Hugging Face names; collectives of both do not mix."""
-    layout = {"none": None, "two": TWO, "slices of two": Layout(world_size=4, tensor=2)}[name]
-    case, built = Case(layout or ONE), ("qwen3, tied", "actor")
+    layouts = {"two": TWO, "slices of two": Layout(world_size=4, tensor=2), "experts": Layout(world_size=4, expert=2)}
+    layout = layouts.get(name)
+    built, given = ("qwen3, tied", "actor"), EXACT
+    if name == "experts":
+        built, given = (EXPERTS, "actor"), {}  # in float64 transformers cannot compute them
+    case = Case(layout or ONE, model=built[0])
 
     def train(rank: int | None) -> Any:
-        e = steps(case, rank, 2, engine(*built, layout, **EXACT))
+        e = steps(case, rank, 2, engine(*built, layout, **given))
         for number in range(2):  # groups are made once
             kept, then = e.snapshot(), weights(e)
             with ThreadPoolExecutor(1) as pool:
@@ -147,10 +151,10 @@ def test_a_snapshot_is_written_while_training_goes_on(name, tmp_path):
     for then, found, now in run(layout.world_size, train) if layout else [train(None)]:
         assert then.keys() == found.keys() and all(torch.equal(found[n], w) for n, w in then.items())
         assert not torch.equal(now["model.norm.weight"], then["model.norm.weight"])
-    again = engine(*built, None, **EXACT)
+    again = engine(*built, None, **given)
     again.load(tmp_path / "1")
     assert again.optimizer_step == 4 and not differences(weights(again), then, rtol=1e-12)
-    assert not differences(weights(steps(case, None, 2, again)), now, rtol=1e-9)
+    assert not differences(weights(steps(case, None, 2, again)), now, rtol=1e-9 if given else 1e-3)
 
 
 def test_a_checkpoint_of_another_model_is_refused_on_every_rank(tmp_path):
@@ -328,7 +332,12 @@ def test_layouts_that_it_cannot_do_are_refused():
     few_heads = SIZES | {"num_attention_heads": 3, "num_key_value_heads": 3}
     cases = {
         "parallel.pipeline=2: this engine cannot do it yet": ({"pipeline": 2}, {}, SIZES),
-        "parallel.expert=2: this engine cannot do it yet": ({"expert": 2}, {}, SIZES),
+        "parallel.expert=2: Qwen3ForCausalLM cannot give its experts to ranks here: transformers has no plan": (
+            {"expert": 2},
+            {},
+            SIZES,
+        ),
+        "parallel.expert=2 does not divide the 1 ranks that hold one copy": ({"expert": 2, "replicate": 2}, {}, SIZES),
         "parallel.sequence=2 wants model.engine_options.attention=auto": (
             {"sequence": 2},
             {"attention_mode": "padded"},

@@ -13,7 +13,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -32,6 +31,7 @@ from verl.model_engine.snapshot import Snapshot
 from verl.model_engine.torch_engine import Reader, TorchEngine, Which
 from verl.model_engine.torch_engine import build as build_torch
 from verl.nn.attention import make_plan
+from verl.nn.expert_parallel import ExpertParallel
 from verl.nn.precision import rounded_in_place
 from verl.nn.sequence_parallel import Exchange, check_heads
 from verl.nn.tensor_parallel import TensorParallel
@@ -60,30 +60,38 @@ class ShardedEngine(TorchEngine):
         self.layout = layout
         self.place = layout.place(dist.get_rank())
         self._suffix = f"_rank{dist.get_rank()}"
-        self._host: tuple[DeviceMesh, dist.ProcessGroup] | None = None  # where snapshots live
+        self._host: tuple[list[DeviceMesh], dist.ProcessGroup] | None = None  # where snapshots live
         super().__init__(model, **settings)
+        if self.optimizer is not None and layout.expert > 1:  # one step of torch's is of tensors on one mesh
+            self.optimizer.param_groups = [
+                {**group, "params": params}
+                for group in self.optimizer.param_groups
+                for apart in (False, True)
+                if (params := [p for p in group["params"] if ("expert" in p.device_mesh.mesh_dim_names) == apart])
+            ]
 
     def _place(self) -> None:
         layout = self.layout
-        self._mesh = _mesh(self.device.type, replicate=layout.replicate, shard=layout.shard, tensor=layout.tensor)
+        self._mesh = _mesh(self.device.type, _sizes(layout))
         over = self._mesh["replicate", "shard"] if layout.replicate > 1 else self._mesh["shard"]
+        experts, over_experts = self._spread_experts()
         for p in {*self.model.parameters()} - {*self._trained().parameters()}:
             p.requires_grad_(False)  # of a head that is not trained
         if layout.sequence > 1:
             if not self._packed:
                 raise ValueError(f"parallel.sequence={layout.sequence} wants model.engine_options.attention=auto")
             check_heads(self.model.config.get_text_config(), layout.sequence, layout.tensor)
-        peers = _mesh(self.device.type, data=layout.data, sequence=layout.sequence, tensor=layout.tensor)
-        self._sequence = peers.get_group("sequence")
+        sizes = {"data": layout.data, "sequence": layout.sequence, "tensor": layout.tensor}
+        self._sequence = _mesh(self.device.type, sizes).get_group("sequence")
         self._root: Any = _Root(self.model, self.value_head)
         lm_head = self.model.get_output_embeddings()
         tied = lm_head.weight is self.model.get_input_embeddings().weight
         alone = [lm_head] if self.value_head is not None and not tied else []
         tensor = TensorParallel(self.model, self._mesh["tensor"]) if layout.tensor > 1 else None
-        for module in (*self._layers(self.model), *alone, self._root):
+        for module in (*experts, *self._layers(self.model), *alone, self._root):
             if tensor is not None:
                 tensor.split(module)
-            fully_shard(module, mesh=over)
+            fully_shard(module, mesh=over_experts if module in experts else over)
         if tensor is not None:
             self._vocabulary = tensor.finish()
         for module in self._root.modules():
@@ -91,6 +99,16 @@ class ShardedEngine(TorchEngine):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         register_fsdp_forward_method(self._root, "run")
+
+    def _spread_experts(self) -> tuple[list[nn.Module], DeviceMesh | None]:
+        """The modules whose parameters are spread over fewer ranks, since others have other experts, and which these
+        are."""
+        layout = self.layout
+        if layout.expert == 1:
+            return [], None
+        mesh = _mesh(self.device.type, _expert_sizes(layout))
+        spread = ExpertParallel(self.model, mesh["expert"])
+        return spread.modules, mesh["replicate", "part"] if layout.replicate > 1 else mesh["part"]
 
     def _layers(self, model: nn.Module) -> list[nn.Module]:
         """The parts whose weights are gathered and dropped together."""
@@ -211,7 +229,7 @@ class ShardedEngine(TorchEngine):
         p = p.detach()
         if not isinstance(p, DTensor):
             return p
-        if self.layout.tensor > 1:  # first over the ranks of a slice, then over the slices
+        if p.device_mesh.ndim > 1:  # first over the ranks of a slice, then over the slices
             p = p.redistribute(placements=[*[Replicate()] * (p.device_mesh.ndim - 1), p.placements[-1]])
         return p.full_tensor()
 
@@ -227,19 +245,16 @@ class ShardedEngine(TorchEngine):
     def snapshot(self) -> Snapshot:
         """Its ranks meet in groups of their own, or what they exchange would mix with what training exchanges."""
         if self._host is None:
-            layout = self.layout
-            sizes = {"replicate": layout.replicate, "shard": layout.shard, "tensor": layout.tensor}
-            self._host = (
-                _mesh("cpu", dict.fromkeys(sizes, "gloo"), **sizes),
-                dist.new_group(backend="gloo", timeout=_patience()),
-            )
+            every = (_sizes(self.layout), _expert_sizes(self.layout))
+            meshes = [_mesh("cpu", sizes, dict.fromkeys(sizes, "gloo")) for sizes in every]
+            self._host = meshes, dist.new_group(backend="gloo", timeout=_patience())
         return replace(super().snapshot(), group=self._host[1])
 
     def _host_copy(self, t: Tensor) -> Tensor:
         if not isinstance(t, DTensor):
             return super()._host_copy(t)
         assert self._host is not None and t.device_mesh.mesh_dim_names is not None
-        mesh = self._host[0][t.device_mesh.mesh_dim_names]
+        mesh = self._host[0]["expert" in t.device_mesh.mesh_dim_names][t.device_mesh.mesh_dim_names]
         return DTensor(t.to_local().to("cpu", copy=True), replace(t._spec, mesh=mesh), requires_grad=False)
 
     def to(self, where: str, parts: Sequence[str] = ("weights", "optimizer")) -> None:
@@ -248,14 +263,23 @@ class ShardedEngine(TorchEngine):
         super().to(where, [part for part in parts if part != "weights"])
 
 
-def _mesh(device_type: str, backends: Mapping[str, str] = MappingProxyType({}), **sizes: int) -> DeviceMesh:
+def _mesh(device_type: str, sizes: Mapping[str, int], backends: Any = None) -> DeviceMesh:
     """All ranks in these dimensions, the last varies fastest. Its groups get the deadline of the default group: torch
     gives them half an hour, whatever that one was told."""
-    given: Any = dict(backends) or None
-    made = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes), backend_override=given)
+    names = tuple(sizes)
+    made = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=names, backend_override=backends)
     for group in made.get_all_groups():
         dist.distributed_c10d._set_pg_timeout(_patience(), group)
     return made
+
+
+def _sizes(layout: Layout) -> dict[str, int]:
+    return {"replicate": layout.replicate, "shard": layout.shard, "tensor": layout.tensor}
+
+
+def _expert_sizes(layout: Layout) -> dict[str, int]:
+    part = layout.shard // layout.expert
+    return {"replicate": layout.replicate, "part": part, "expert": layout.expert, "tensor": layout.tensor}
 
 
 def _patience() -> timedelta:

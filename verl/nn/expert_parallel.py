@@ -1,0 +1,97 @@
+"""Expert parallelism: every rank of a group holds some of a layer's experts, and tokens go to the ranks of theirs.
+
+The module of the experts runs as it is written, on the tokens that came: a hook before it sends them, one behind
+it brings their outputs back and adds them up with the router's weights.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+_EXPERTS, _WEIGHTS = "ep_dispatch_experts", "grouped_gemm"
+
+
+class ExpertParallel:
+    """Gives the experts of a causal LM to the ranks of the one dimension of `mesh`. ValueError for a model that has
+    none, or others than transformers' fused ones."""
+
+    def __init__(self, model: Any, mesh: DeviceMesh) -> None:
+        self._mesh, self._group, self._size = mesh, mesh.get_group(), mesh.size()
+        self.modules = _experts(model, self._size)
+        for module in self.modules:
+            module.num_experts //= self._size
+            for name, p in module._parameters.items():
+                assert p is not None
+                mine = p.detach().chunk(self._size)[mesh.get_local_rank()].clone()
+                cut = DTensor.from_local(mine, mesh, [Shard(0)], run_check=False)
+                module._parameters[name] = nn.Parameter(cut, requires_grad=p.requires_grad)
+            module.register_forward_pre_hook(self._send)
+            module.register_forward_hook(self._bring_back, always_call=True)
+
+    def _send(self, module: Any, args: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """hidden [t, H], experts [t, k] and weights [t, k] of this rank's tokens -> of the tokens that came here, each
+        with one expert and weight 1."""
+        hidden, experts, weights = args
+        flat = experts.flatten()
+        order = torch.argsort(flat, stable=True)  # by expert, and so by rank
+        sent = torch.bincount(flat // module.num_experts, minlength=self._size)
+        came = torch.empty_like(sent)
+        dist.all_to_all_single(came, sent, group=self._group)
+        counts = sent.tolist(), came.tolist()
+        ids = flat.new_empty(sum(counts[1]))
+        dist.all_to_all_single(ids, flat[order] % module.num_experts, counts[1], counts[0], group=self._group)
+        token = order // experts.shape[1]
+        x = _Exchange.apply(hidden[token], *counts, self._group)
+        module.__dict__["_way_back"] = (token, weights.flatten()[order], counts, len(hidden), x)
+        for name, p in module._parameters.items():
+            module.__dict__[name] = p.to_local()
+        return x, ids[:, None], weights.new_ones(len(ids), 1)
+
+    def _bring_back(self, module: Any, args: Any, out: Any) -> Any:
+        local = [module.__dict__.pop(name, None) for name in module._parameters]
+        way_back = module.__dict__.pop("_way_back", None)
+        if way_back is None or not isinstance(out, Tensor):
+            return None
+        token, weights, (sent, came), size, x = way_back
+        if len(x) == 0:  # no token came: this rank's part in the backward pass is still that of the others
+            out = out + x.sum() + sum(p[:0].sum() for p in local)
+        found = _Exchange.apply(out, came, sent, self._group)
+        return found.new_zeros(size, found.shape[1]).index_add(0, token, found * weights[:, None])
+
+
+class _Exchange(torch.autograd.Function):
+    """[sum sent, H] -> [sum came, H]: runs of rows to each rank of the group, and what they send here."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: list[int], came: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.how = came, sent, group
+        out = x.new_empty(sum(came), x.shape[1])
+        dist.all_to_all_single(out, x.contiguous(), came, sent, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None, None, None]:
+        return _Exchange.apply(d_out, *ctx.how), None, None, None
+
+
+def _experts(model: Any, size: int) -> list[Any]:
+    config, what = model.config.get_text_config(), f"parallel.expert={size}: {type(model).__name__}"
+    plan: dict[str, str] = getattr(type(config), "base_model_ep_plan", None) or {}
+    foreign = {name: style for name, style in plan.items() if style not in (_EXPERTS, _WEIGHTS)}
+    if not plan or foreign:
+        why = f"its plan wants {next(iter(foreign.items()))}" if foreign else "transformers has no plan for it"
+        raise ValueError(f"{what} cannot give its experts to ranks here: {why}; use parallel.expert=1")
+    patterns = [re.escape(name).replace(r"\*", r"\d+") for name, style in plan.items() if style == _EXPERTS]
+    every = model.base_model.named_modules()
+    found = [module for name, module in every if any(re.fullmatch(pattern, name) for pattern in patterns)]
+    for module in found:
+        if module.num_experts % size:
+            raise ValueError(f"{what} has {module.num_experts} experts, which {size} ranks cannot share equally")
+    return found
