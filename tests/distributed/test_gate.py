@@ -11,7 +11,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from cases import EXPERTS, HEADS, MODELS, SIZES, Case, differences, engine, on_rank, one_process, together
+from cases import EXPERTS, HEADS, MODELS, SIZES, Case, differences, engine, on_rank, one_process, share, together
 from forked import run
 from test_split import VOCAB
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
@@ -129,6 +129,29 @@ def test_experts_that_no_token_came_to_keep_step(monkeypatch):
             given = {"gradient_checkpointing": checkpointed}
             found = run(case.layout.world_size, lambda rank: on_rank(case, rank, **given))
             assert not differences(together(case, found), one_process(case, **given))
+
+
+def test_copies_of_the_model_meet_once_a_step():
+    """However many passes: gradients of a copy are kept until the last."""
+    case = Case(LAYOUTS["HSDP"])
+
+    def meetings(rank: int) -> tuple[int, int]:
+        e = engine(case.model, "actor", case.layout)
+        _, batch, _ = share(case, rank)
+        found = []
+        for budget in (10_000, 30):
+            e.max_tokens_per_microbatch, seen = budget, []
+            reduce = sharded.FSDPModule.set_requires_all_reduce
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(
+                    sharded.FSDPModule, "set_requires_all_reduce", lambda m, on: (seen.append(on), reduce(m, on))
+                )
+                e.forward_backward(batch, case.batch()[2])
+            found.append((len(seen), sum(seen)))
+        return found
+
+    for (passes, met), (more, still) in run(4, meetings):
+        assert passes == met == still == 1 and more > 2
 
 
 def test_a_mean_in_place_of_the_sum_is_seen(monkeypatch):

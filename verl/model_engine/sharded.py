@@ -147,12 +147,16 @@ class ShardedEngine(TorchEngine):
     def _exchange(self, batch: Batch) -> Exchange:
         return Exchange(self._sequence, batch.num_tokens)
 
-    def _cut(self, batch: Batch, count: int = 0) -> list[np.ndarray]:
-        """On every rank as many passes as on the one that needs most: each pass is a collective."""
-        parts = super()._cut(batch, count)
+    def _cut(self, batch: Batch, count: int = 0) -> Iterator[np.ndarray]:
+        """On every rank as many passes as on the one that needs most: each pass is a collective. What copies of the
+        model have found is summed over them after the last."""
+        parts = list(super()._cut(batch, count))
         most = torch.tensor(len(parts), device=self.device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
-        return exactly(parts, int(most))
+        for i, rows in enumerate(parts := exactly(parts, int(most))):
+            if self.layout.replicate > 1:
+                self._root.set_requires_all_reduce(i == len(parts) - 1)
+            yield rows
 
     @contextmanager
     def _compute_weights(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ sequence through the model's own attention, is the oracle and the way out for mo
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -148,7 +148,7 @@ class TorchEngine:
                         kept[name][index] = value.detach().to("cpu", self.master)
         return StepOutput(merge_metrics(parts), kept)
 
-    def _cut(self, batch: Batch, count: int = 0) -> list[np.ndarray]:
+    def _cut(self, batch: Batch, count: int = 0) -> Iterable[np.ndarray]:
         """The rows of each pass: so many passes, or as the token budget makes them; one may have no row."""
         return exactly(make_microbatches(batch, self.max_tokens_per_microbatch), count)
 
