@@ -14,7 +14,20 @@ import torch.distributed as dist
 from cases import EXPERTS, HEADS, MODELS, SIZES, Case, differences, engine, on_rank, one_process, share, together
 from forked import run
 from test_split import VOCAB
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig, GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+)
 
 from verl.model_engine import sharded
 from verl.model_engine.layout import Layout
@@ -90,8 +103,12 @@ FAMILIES = {
             )
         ),
     ),
+    "mixtral": (("EP",), lambda: MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4))),
+    "olmoe": (("EP",), lambda: OlmoeForCausalLM(OlmoeConfig(**PLAIN, num_experts=4, num_experts_per_tok=2))),
+    "qwen2, experts": (("EP",), lambda: Qwen2MoeForCausalLM(Qwen2MoeConfig(**PLAIN, **FEW_EXPERTS))),
     "gpt2": (("SP",), lambda: GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=4, n_embd=32, vocab_size=VOCAB))),
 }
+FEW_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=24)
 PLAIN = {name: value for name, value in SIZES.items() if name != "head_dim"}
 
 

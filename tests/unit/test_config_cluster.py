@@ -53,7 +53,7 @@ FAULTS = [
     ((*FOUR, "parallel.tensor=4"), "parallel.tensor=4: model.path", "2 key-value heads", "use 2"),
     ((*FOUR, "parallel.sequence=2", "parallel.tensor=2"), "parallel.tensor=2 x", "2 key-value heads"),
     ((*FOUR, "parallel.pipeline=2"), "parallel.pipeline=2", "parallel.tensor"),
-    ((*FOUR, "parallel.expert=2"), "parallel.expert=2", "parallel.tensor"),
+    ((*FOUR, "parallel.expert=2"), "parallel.expert=2", "use parallel.expert=1"),
     ((*FOUR, "parallel.tesnor=2"), "did you mean parallel.tensor"),
     ((*FOUR, "parallel.sequence=2", "model.engine_options.attention=padded"), "parallel.sequence=2", "attention=auto"),
     ((*FOUR, "step.prompts_per_step=6", "step.updates_per_step=3"), "4 data ranks", "2 groups", "parallel.tensor"),

@@ -10,7 +10,7 @@ from msgspec import Meta
 
 from verl.model_engine.layout import Layout
 
-SHARES = ("replicate", "sequence", "tensor")
+SHARES = ("replicate", "sequence", "tensor", "expert")
 """Of `parallel.*`, what the sharded engine can do."""
 TENSOR_PLANS = (
     *("arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text"),
@@ -20,6 +20,9 @@ TENSOR_PLANS = (
 )
 """The model_type of models that parallel.tensor can cut: transformers has a plan, and nn/tensor_parallel.py knows all
 its ways (a test compares)."""
+
+EXPERT_PLANS = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
+"""Those whose experts parallel.expert can give to ranks: transformers' fused ones, each compared with one process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,3 +41,5 @@ def cannot(layout: Layout) -> Iterator[str]:
         if size > 1 and name not in (*SHARES, "world_size"):
             can = ", ".join(f"parallel.{share}" for share in SHARES)
             yield f"parallel.{name}={size}: this engine cannot do it yet; use parallel.{name}=1 (it can do {can})"
+    if layout.shard % layout.expert:
+        yield f"parallel.expert={layout.expert} does not divide the {layout.shard} ranks that hold one copy"

@@ -91,6 +91,8 @@ def _experts(model: Any, size: int) -> list[Any]:
     patterns = [re.escape(name).replace(r"\*", r"\d+") for name, style in plan.items() if style == _EXPERTS]
     every = model.base_model.named_modules()
     found = [module for name, module in every if any(re.fullmatch(pattern, name) for pattern in patterns)]
+    if not found:
+        raise ValueError(f"{what} has no experts; use parallel.expert=1")
     for module in found:
         if module.num_experts % size:
             raise ValueError(f"{what} has {module.num_experts} experts, which {size} ranks cannot share equally")
