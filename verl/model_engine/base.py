@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -13,10 +13,12 @@ from torch import Tensor
 from verl.batch import Batch
 from verl.model_engine.layout import Layout
 from verl.model_engine.optim import OptimSpec
-from verl.model_engine.snapshot import Snapshot
 from verl.nn.heads import Head
 from verl.objective import Term
 from verl.types import Metrics
+
+if TYPE_CHECKING:
+    from verl.model_engine.snapshot import Snapshot
 
 T = TypeVar("T")
 

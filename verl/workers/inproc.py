@@ -12,7 +12,7 @@ from asyncio import CancelledError
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -20,11 +20,13 @@ from torch import Tensor
 from verl.batch import Batch
 from verl.model_engine.base import EngineCapabilities, ModelEngine, StepOutput
 from verl.model_engine.layout import Layout
-from verl.model_engine.snapshot import Snapshot
 from verl.objective import Term
 from verl.rollout.base import RolloutEngine
 from verl.types import Metrics
 from verl.workers.group import Arguments, Broadcast, Build, ClusterContext
+
+if TYPE_CHECKING:
+    from verl.model_engine.snapshot import Snapshot
 
 T = TypeVar("T")
 MEETING_TIMEOUT_S = 3600.0  # for the slowest rank to come to where the others wait
