@@ -34,13 +34,13 @@ ELSEWHERE = (InprocGroup, MemoryQueue, EmbeddedEngine)
 SKIPPED = (types.ModuleType, threading.Thread, type, types.FrameType, types.CodeType)
 
 
-def held_by(root: object) -> Iterator[tuple[object, str]]:
+def held_by(root: object, elsewhere: tuple[type, ...] = ELSEWHERE) -> Iterator[tuple[object, str]]:
     """Everything reachable from `root` in the driver, with a path to it."""
     seen: set[int] = set()
     todo: list[tuple[object, str]] = [(root, type(root).__name__)]
     while todo:
         at, path = todo.pop()
-        if id(at) in seen or isinstance(at, (*SKIPPED, *ELSEWHERE)):
+        if id(at) in seen or isinstance(at, (*SKIPPED, *elsewhere)):
             continue
         seen.add(id(at))
         yield at, path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import random
 from collections import Counter
 from dataclasses import replace
@@ -19,9 +20,10 @@ from verl.batch import Ragged
 from verl.config.schema import Config
 from verl.driver.evaluate import eval_metrics, eval_sampling, evaluate, verl_validation
 from verl.driver.measure import batch_metrics, spread
-from verl.driver.record import SampleRecorder
+from verl.driver.record import RecorderSpec, SampleRecorder, build_recorder
 from verl.driver.rollouts import RolloutStats
 from verl.driver.trajectories import TrajectoryRunner
+from verl.model_engine.base import OneRank
 from verl.track.metrics import reduce
 from verl.track.samples import read_samples
 from verl.transfer_queue.memory import MemoryQueue
@@ -302,8 +304,8 @@ class Here:
         self.reporter, self._recorder = self, SampleRecorder(MemoryQueue(), tmp_path, str)
         self.verl_names = False
 
-    async def record_eval(self, step: int, found: Any) -> None:
-        self._recorder.record_eval(step, found)
+    async def record_eval(self, step: int, found: Any, truths: Any) -> None:
+        self._recorder.record_eval(step, found, truths)
 
 
 def test_an_evaluation_plays_every_task_in_every_mode_and_records_it(tmp_path):
@@ -379,7 +381,7 @@ def test_the_recorder_writes_every_row_with_its_columns_and_drops_it(tmp_path):
             "train_logprobs": Ragged(-torch.arange(6.0), np.array([0, 3, 6])),
         },
     )
-    SampleRecorder(queue, tmp_path, lambda ids: " ".join(map(str, ids))).record(2, refs)
+    SampleRecorder(queue, tmp_path, lambda ids: " ".join(map(str, ids))).record(2, refs, {})
     assert len(queue) == 0
     rows = read_samples(tmp_path, 2)
     assert [r.sample_id for r in rows] == refs.ids
@@ -410,13 +412,31 @@ def test_the_recorder_keeps_whole_groups_and_drops_all(tmp_path):
             for g in range(3)
         ],
     )
-    SampleRecorder(queue, tmp_path, str, groups_per_step=2).record(1, refs)
+    SampleRecorder(queue, tmp_path, str, groups_per_step=2).record(1, refs, {})
     assert Counter(r.group_id for r in read_samples(tmp_path, 1)) == {"g0": 2, "g1": 2} and len(queue) == 0
+
+
+def test_a_recorder_can_be_built_in_another_process(tmp_path):
+    """From a description that was pickled it writes the same texts, special tokens of prompts included."""
+    from verl.models import tiny
+
+    tokenizer = tiny.character_tokenizer("0123456789+=")
+    spec = RecorderSpec(queue=MemoryQueue(), run_dir=tmp_path, tokenizer=tokenizer)
+    prompt, answer = np.array([tokenizer.eos_token_id, *tokenizer("1+2=").input_ids]), tokenizer("3").input_ids
+    sampled = Segment(
+        ids=np.array([*answer, tokenizer.eos_token_id]), source="sampled", logprobs=np.zeros(2, np.float32), version=0
+    )
+    told = replace(played(Score(1.0)), segments=(Segment(ids=prompt, source="prompt"), sampled))
+    for one in (spec, pickle.loads(pickle.dumps(replace(spec, queue=None)))):
+        (recorder,) = build_recorder(one, ranks=[OneRank()])
+        assert recorder.record_eval(1, [told], {"task7": "3"}) == []
+        (row,) = read_samples(tmp_path, 1, "eval")
+        assert (row.prompt_text, row.response_text, row.ground_truth) == (f"{tokenizer.eos_token}1+2=", "3", "3")
 
 
 def test_an_evaluation_row_says_why_it_has_no_reward(tmp_path):
     SampleRecorder(MemoryQueue(), tmp_path, str).record_eval(
-        3, [played(Invalid("timeout")), played(Score(1.0), name="u")]
+        3, [played(Invalid("timeout")), played(Score(1.0), name="u")], {"task7": {"a": 1}}
     )
     rows = read_samples(tmp_path, 3, "eval")
     assert [(r.outcome, r.stop_reason, r.task_id, r.version_min) for r in rows] == [
@@ -424,6 +444,7 @@ def test_an_evaluation_row_says_why_it_has_no_reward(tmp_path):
         ("ok", "stop", "task7", 4),
     ]
     assert np.isnan(rows[0].reward) and rows[1].reward == 1.0
+    assert [r.ground_truth for r in rows] == ['{"a": 1}'] * 2
 
 
 def test_scores_of_a_trajectory_are_a_function_of_its_place():
@@ -439,16 +460,14 @@ def test_scores_of_a_trajectory_are_a_function_of_its_place():
 def test_samples_that_found_no_room_until_the_end_are_said(tmp_path, monkeypatch):
     from verl.driver import record
 
-    said = []
-    recorder = SampleRecorder(MemoryQueue(), tmp_path, str, said.append)
+    recorder = SampleRecorder(MemoryQueue(), tmp_path, str)
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
         patched.setattr(record, "write_samples", full)
-        recorder.record_eval(3, [played(Score(1.0))])
-        recorder.finish()
+        said = [*recorder.record_eval(3, [played(Score(1.0))], {}), *recorder.finish()]
     assert len(said) == 2 and "wait for room" in said[0] and "samples of step 3 are lost" in said[1]
     recorder.finish()
     assert (tmp_path / "samples" / "eval_step_000003.parquet").exists(), "there is room again"

@@ -94,13 +94,6 @@ class TaskTable(_Table):
         task_id = f"{int(self._arrays['hashes'][index]):0{2 * ID_BYTES}x}-{int(self._arrays['numbers'][index])}"
         return Task(task_id=task_id, index=index, prompt_ids=ids, row=row, **TaskRow(*parsed)._asdict())
 
-    def truth_of(self, task_id: str) -> Any:
-        """The ground truth of a task by its id, None for one that is not here."""
-        number = task_id.rpartition("-")[2]
-        at = int(np.searchsorted(self._arrays["numbers"], int(number))) if number.isdecimal() else len(self)
-        task = self[at] if at < len(self) else None
-        return task.ground_truth if task is not None and task.task_id == task_id else None
-
 
 class ConversationTable(_Table):
     """SFT rows: ids and loss masks. Several entries may come from one row of the data."""

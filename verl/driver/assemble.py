@@ -27,7 +27,7 @@ from verl.driver.checkpointer import Checkpointer
 from verl.driver.measure import pool_metrics
 from verl.driver.models import ModelContext, hf_export, models_of, reward_model, trained, workers_of
 from verl.driver.publisher import Publisher
-from verl.driver.record import SampleRecorder
+from verl.driver.record import RecorderSpec, build_recorder
 from verl.driver.reporter import OnStep, Reporter
 from verl.driver.roles import Controllers, Learner
 from verl.driver.rollouts import RolloutManager
@@ -59,8 +59,7 @@ from verl.track.sinks import open_sinks
 from verl.types import Sampling, Task
 from verl.weight_sync.base import CheckpointEngine, SyncContext
 from verl.workers.compute import build_compute
-from verl.workers.group import ClusterContext
-from verl.workers.inproc import InprocGroup
+from verl.workers.group import ClusterContext, WorkerGroup
 from verl.workers.model_workers import ComputeWorker, ModelWorkers
 from verl.workers.placement import Placement
 from verl.workers.waits import Waits
@@ -125,7 +124,10 @@ async def _run_of(
     for note in able.notes:
         progress.message(note)
     rollout = replicas[0] if len(replicas) == 1 else Router(replicas)
-    recorder = _recorder(context, claimed, tokenizer, tasks, eval_tasks, progress)
+    told = RecorderSpec(
+        queue=context.queue, run_dir=claimed.path, tokenizer=tokenizer, groups_per_step=config.track.samples_per_step
+    )
+    recorder = context.cluster.start("recorder", build_recorder, (told,))
     reporter = reporter_of(claimed, resolved, progress, waits, num_steps, recorder=recorder, on_step=on_step)
     trajectories = _trajectories(config, tokenizer, rollout, reward, waits)
     groups = _groups(config, learner, tasks, trajectories, reporter, num_steps)
@@ -296,7 +298,7 @@ def reporter_of(
     waits: Waits,
     total_steps: int,
     *,
-    recorder: SampleRecorder | None = None,
+    recorder: WorkerGroup | None = None,
     on_step: OnStep | None = None,
 ) -> Reporter:
     """The first that writes in the run directory: whatever refuses a start has done so."""
@@ -313,7 +315,7 @@ def reporter_of(
         events=events,
         progress=progress,
         waits=waits,
-        recorder=InprocGroup("recorder", [recorder]) if recorder else None,
+        recorder=recorder,
         on_step=on_step,
         verl_names=resolved.verl_names,
     )
@@ -337,27 +339,6 @@ def tasks_of(config: Config, tokenizer: Any) -> tuple[TaskTable, list[Task]]:
         for source in {t.data_source for t in (tasks[0], *eval_tasks[:1])}:
             check_data_source(source)
     return tasks, eval_tasks
-
-
-def _recorder(
-    context: ModelContext,
-    claimed: RunDir,
-    tokenizer: Any,
-    tasks: TaskTable,
-    eval_tasks: Sequence[Task],
-    progress: LiveProgress,
-) -> SampleRecorder:
-    """Writes samples with their prompts as the model sees them, and the ground truth of their tasks."""
-    held_out = {task.task_id: task.ground_truth for task in eval_tasks}
-    return SampleRecorder(
-        context.queue,
-        claimed.path,
-        decoder(tokenizer),
-        progress.message,
-        decode_prompt=decoder(tokenizer, special_tokens=True),
-        truth_of=lambda task_id: held_out[task_id] if task_id in held_out else tasks.truth_of(task_id),
-        groups_per_step=context.config.track.samples_per_step,
-    )
 
 
 def updates_of_run(config: Config, total_steps: int) -> int:

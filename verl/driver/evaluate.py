@@ -52,7 +52,8 @@ async def evaluate(run: Run, number: int) -> Metrics:
         if run.reporter.verl_names and not every:  # of the first mode: verl has one
             out |= verl_validation(found, sources, repeats)
         every += found
-    await run.reporter.record_eval(number, every)
+    truths = {task.task_id: task.ground_truth for task in run.eval_tasks}
+    await run.reporter.record_eval(number, every, truths)
     return out
 
 

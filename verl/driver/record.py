@@ -1,16 +1,19 @@
-"""Every trajectory is written to samples/, from step 0. Runs beside the loop, in a worker of its own."""
+"""Every trajectory is written to samples/, from step 0. Runs beside the loop, in a worker of its own: the driver hands
+it refs, and reads no column."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from verl.driver.setup import decoder
+from verl.model_engine.base import Ranks
 from verl.rollout.base import DecodeFn
-from verl.track.log import logger
 from verl.track.samples import FOLDER, Kind, SampleRow, samples_path, write_samples
 from verl.transfer_queue.base import TransferQueue
 from verl.transfer_queue.rows import read_samples
@@ -30,52 +33,72 @@ _COLUMNS = {
 MOST_WAITING = 8_000_000  # response tokens; a row holds about 40 bytes of each
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecorderSpec:
+    """What the recorder is built from, where it lives. tokenizer: for the texts · groups_per_step: so many are written,
+    0: all."""
+
+    queue: TransferQueue
+    run_dir: Path
+    tokenizer: Any
+    groups_per_step: int = 0
+
+
+def build_recorder(spec: RecorderSpec, *, ranks: Sequence[Ranks]) -> list[SampleRecorder]:
+    """Writes samples with their prompts as the model sees them."""
+    decode, decode_prompt = decoder(spec.tokenizer), decoder(spec.tokenizer, special_tokens=True)
+    found = (spec.queue, spec.run_dir, decode)
+    return [SampleRecorder(*found, decode_prompt=decode_prompt, groups_per_step=spec.groups_per_step) for _ in ranks]
+
+
 class SampleRecorder:
     """Worker: writes the rows of a step, then drops them from the queue. While the disk is full or faulty they wait, of
-    the newest steps as many as MOST_WAITING tokens allow; `report` hears of it once, and of what is lost."""
+    the newest steps as many as MOST_WAITING tokens allow. Each call returns the lines that a person should read: once
+    that samples wait, and what is lost. truths: task id -> ground truth, of the tasks of the call."""
 
     def __init__(
         self,
         queue: TransferQueue,
         run_dir: Path,
         decode: DecodeFn,
-        report: Callable[[str], None] = logger.warning,
         *,
         decode_prompt: DecodeFn | None = None,
-        truth_of: Callable[[str], Any] = lambda task_id: None,
         groups_per_step: int = 0,
     ) -> None:
-        """decode_prompt: of prompts, with their special tokens · truth_of: the ground truth of a task, by its id."""
+        """decode_prompt: of prompts, with their special tokens."""
         self._queue = queue
         self._run_dir = run_dir
-        self._decode, self._decode_prompt, self._truth_of = decode, decode_prompt or decode, truth_of
+        self._decode, self._decode_prompt = decode, decode_prompt or decode
         self._groups_per_step = groups_per_step
-        self._report = report
         self._waiting: list[tuple[int, list[SampleRow], Kind]] = []
 
-    def record(self, step: int, refs: Refs) -> None:
+    def record(self, step: int, refs: Refs, truths: Mapping[str, Any]) -> list[str]:
         groups = list(refs.groups().values())[: self._groups_per_step or None]
-        self._write(step, self._rows(step, Refs(ref for group in groups for ref in group)), "train")
+        rows = self._rows(step, Refs(ref for group in groups for ref in group), truths)
+        said = self._write(step, rows, "train")
         self._queue.drop(refs)
+        return said
 
-    def record_eval(self, step: int, found: Sequence[Trajectory]) -> None:
+    def record_eval(self, step: int, found: Sequence[Trajectory], truths: Mapping[str, Any]) -> list[str]:
         prompts: dict[bytes, str] = {}
-        self._write(step, [self._row(step, s, {}, prompts) for t in found for s in samples_of(t)], "eval")
+        samples = [s for t in found for s in samples_of(t)]
+        return self._write(step, [self._row(step, s, {}, prompts, truths) for s in samples], "eval")
 
-    def finish(self) -> None:
-        """The last attempt to write what waits; what is lost is said."""
-        if self._waiting:
-            self._drain(stuck=True)
+    def finish(self) -> list[str]:
+        """The last attempt to write what waits."""
+        said = self._drain(stuck=True) if self._waiting else []
         if self._waiting:
             lost = ", ".join(str(step) for step, _, _ in self._waiting)
-            self._report(f"warning: the samples of step {lost} are lost: the disk had no room until the end")
+            said.append(f"warning: the samples of step {lost} are lost: the disk had no room until the end")
+        return said
 
-    def _write(self, step: int, rows: list[SampleRow], kind: Kind) -> None:
+    def _write(self, step: int, rows: list[SampleRow], kind: Kind) -> list[str]:
         stuck = bool(self._waiting)
         self._waiting.append((step, rows, kind))
-        self._drain(stuck)
+        return self._drain(stuck)
 
-    def _drain(self, stuck: bool) -> None:
+    def _drain(self, stuck: bool) -> list[str]:
+        said = []
         try:
             while self._waiting:
                 write_samples(self._run_dir, *self._waiting[0])
@@ -83,14 +106,15 @@ class SampleRecorder:
         except OSError as e:
             if not stuck:
                 path = samples_path(self._run_dir, self._waiting[0][0], self._waiting[0][2])
-                self._report(f"warning: {path} cannot be written ({e.strerror or e}): samples wait for room")
+                said.append(f"warning: {path} cannot be written ({e.strerror or e}): samples wait for room")
             while sum(r.response_tokens for _, waiting, _ in self._waiting for r in waiting) > MOST_WAITING:
-                self._report(f"warning: the samples of step {self._waiting.pop(0)[0]} are lost: the disk is full")
+                said.append(f"warning: the samples of step {self._waiting.pop(0)[0]} are lost: the disk is full")
         else:
             if stuck:
-                self._report(f"{self._run_dir / FOLDER} is written again")
+                said.append(f"{self._run_dir / FOLDER} is written again")
+        return said
 
-    def _rows(self, step: int, refs: Refs) -> list[SampleRow]:
+    def _rows(self, step: int, refs: Refs, truths: Mapping[str, Any]) -> list[SampleRow]:
         found: dict[str, dict[str, np.ndarray]] = {
             i: {} for i in refs.ids
         }  # a baseline or an unchosen row has fewer columns
@@ -103,9 +127,17 @@ class SampleRecorder:
                         found[sample_id][field] = part.numpy()
                     left = Refs(ref for ref in left if field not in found[ref.sample_id])
         prompts: dict[bytes, str] = {}
-        return [self._row(step, sample, found[sample.sample_id], prompts) for sample in read_samples(self._queue, refs)]
+        samples = read_samples(self._queue, refs)
+        return [self._row(step, sample, found[sample.sample_id], prompts, truths) for sample in samples]
 
-    def _row(self, step: int, sample: Sample, columns: dict[str, np.ndarray], prompts: dict[bytes, str]) -> SampleRow:
+    def _row(
+        self,
+        step: int,
+        sample: Sample,
+        columns: dict[str, np.ndarray],
+        prompts: dict[bytes, str],
+        truths: Mapping[str, Any],
+    ) -> SampleRow:
         """`prompts`: the texts of prompts so far, each made once for its group."""
         prompt, rest = sample.segments[0], sample.segments[1:]
         lengths = [len(s.ids) for s in rest]
@@ -118,7 +150,7 @@ class SampleRecorder:
         )
         if (key := prompt.ids.tobytes()) not in prompts:
             prompts[key] = self._decode_prompt(prompt.ids.tolist())
-        truth = self._truth_of(sample.task_id)
+        truth = truths.get(sample.task_id)
         oldest, newest = versions_of(sample.segments)
         return SampleRow(
             step=step,

@@ -60,15 +60,17 @@ class Reporter:
 
     # -- samples -------------------------------------------------------------------------------------------------------
 
-    async def record(self, step: int, refs: Refs) -> None:
-        """Write the samples of a step, beside the next one, and drop its rows from the queue. One step at a time."""
+    async def record(self, step: int, refs: Refs, truths: Mapping[str, Any]) -> None:
+        """Write the samples of a step, beside the next one, and drop its rows from the queue. One step at a time.
+        truths: ground truth by task id."""
         await self.wait_recorded()
         self._record_now.clear()
-        self._recording = asyncio.ensure_future(self._record(step, refs))
+        self._recording = asyncio.ensure_future(self._record(step, refs, truths))
 
-    async def record_eval(self, step: int, found: Sequence[Trajectory]) -> None:
+    async def record_eval(self, step: int, found: Sequence[Trajectory], truths: Mapping[str, Any]) -> None:
         assert self._recorder is not None
-        await self._done(self._recorder.submit(SampleRecorder.record_eval, [(step, found)]), "recorder.record_eval")
+        written = self._recorder.submit(SampleRecorder.record_eval, [(step, found, truths)])
+        await self._done(written, "recorder.record_eval")
 
     async def wait_recorded(self) -> None:
         """Until the samples that are being written are on disk."""
@@ -77,7 +79,7 @@ class Reporter:
             self._record_now.set()
             await task
 
-    async def _record(self, step: int, refs: Refs) -> None:
+    async def _record(self, step: int, refs: Refs, truths: Mapping[str, Any]) -> None:
         assert self._recorder is not None
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._record_now.wait(), RECORD_AFTER_S)
@@ -87,12 +89,19 @@ class Reporter:
             what="the events to be written",
             timeout_s=self._config.run.wait_timeout_s,
         )
-        await self._done(self._recorder.submit(SampleRecorder.record, [(step, refs)]), "recorder.record")
+        await self._done(self._recorder.submit(SampleRecorder.record, [(step, refs, truths)]), "recorder.record")
 
-    async def _done(self, future: Future[Any], what: str) -> None:
-        await self._waits.wait(
+    async def _done(self, future: Future[list[list[str]]], what: str) -> None:
+        """The recorder's call is over; what it says is printed."""
+        said = await self._waits.wait(
             asyncio.wrap_future(future), who="driver", what=what, timeout_s=self._config.run.wait_timeout_s
         )
+        self._say(said)
+
+    def _say(self, said: Sequence[Sequence[str]]) -> None:
+        for lines in said:
+            for line in lines:
+                self.progress.message(line)
 
     # -- metrics -------------------------------------------------------------------------------------------------------
 
@@ -153,20 +162,21 @@ class Reporter:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     async def finish_recording(self) -> None:
+        """Write what waits, and end the recorder: before the cluster that it lives in."""
         if self._recording is not None:
             self._record_now.set()
             await asyncio.gather(self._recording, return_exceptions=True)
         if self._recorder is not None:
-            await asyncio.wait({asyncio.wrap_future(self._recorder.submit(SampleRecorder.finish, [()]))}, timeout=10)
+            last = asyncio.wrap_future(self._recorder.submit(SampleRecorder.finish, [()]))
+            done, _ = await asyncio.wait({last}, timeout=10)
+            if done and not last.cancelled() and last.exception() is None:
+                self._say(last.result())
+            self._recorder.close(1.0)
 
-    def close(self, timeout_s: float = 10.0) -> None:
-        try:
-            if self._recorder is not None:
-                self._recorder.close(timeout_s)
-        finally:
-            self.events.close()
-            self._sinks.close()
-            self.progress.close()
+    def close(self) -> None:
+        self.events.close()
+        self._sinks.close()
+        self.progress.close()
 
 
 def due(number: int, every: int) -> bool:

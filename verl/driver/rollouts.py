@@ -175,13 +175,16 @@ class RolloutManager:
                 moved_s=lambda: self._trajectories.moved_s,
             )
 
-    def on_trained(self, step: int, refs: Refs) -> None:
+    def on_trained(self, step: int, refs: Refs) -> dict[str, Any]:
+        """Free the groups of a step -> the ground truths of their tasks by id."""
         self.scheduler.trained(step)
         assert {r.group_id for r in refs} <= set(self._taken), "trained on other groups than were taken"
+        tasks = [self.groups[group_id].task for group_id in self._taken]
         for group_id in self._taken:
             del self.groups[group_id], self._refs[group_id], self._draws[group_id]
         self._taken = ()
         self._invalid.step_ended()
+        return {task.task_id: task.ground_truth for task in tasks}
 
     def on_published(self, version: int) -> None:
         self.scheduler.published(version)

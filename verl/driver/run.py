@@ -100,7 +100,7 @@ class Run:
         step.log(self.reward_metrics())
         trained = {"sample_ids": step.trained.ids, "version": self.version}
         self.reporter.events.append("trained", step.number, trained)
-        self.groups.on_trained(step.index, step.trained)
+        step.truths = self.groups.on_trained(step.index, step.trained)
         if not self.groups.scheduler.publish_due(step.index):
             return
         with step.clock("publish"):
@@ -130,7 +130,7 @@ class Run:
             with step.clock("evaluate"):
                 await self.stop.unless_given_up(self._evaluate(step), ", its evaluation is left out")
         with step.clock("log"):
-            await self.reporter.record(step.number, refs)  # written while the next step rolls out
+            await self.reporter.record(step.number, refs, step.truths)  # written while the next step rolls out
             if last or self.reporter.report_due(step.number):
                 await self.reporter.wait_recorded()
         if self.checkpointer.cadence.due(step.number) or last or self.stop.requested:
@@ -196,6 +196,6 @@ class Run:
             await self.close_reward()
             self.learner.close(max(1.0, until_s - time.monotonic()))
         finally:
-            self.reporter.close(max(1.0, until_s - time.monotonic()))
+            self.reporter.close()
             self.lock.close()
             self.stop.close()

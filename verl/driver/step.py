@@ -36,6 +36,7 @@ class Step:
     ledger: TimeLedger = field(default_factory=TimeLedger)
     metrics: Metrics = field(default_factory=dict)
     trained: Refs = field(default_factory=Refs)
+    truths: Mapping[str, Any] = field(default_factory=dict)  # task id -> ground truth, of its groups
     updating: bool = False  # optimizer steps were enqueued: the models are those of its beginning no more
 
     @property
