@@ -127,8 +127,9 @@ def supervised(args: list[str], command: Supervised, *, verl_defaults: VerlDefau
 def _progress() -> LiveProgress:
     """What the lines of a run go through: a standard output that is full or closed ends nothing."""
     from verl.track.console import LiveProgress
+    from verl.workers.torchrun import is_spare
 
-    return LiveProgress()
+    return LiveProgress(silent=is_spare())
 
 
 def _load(

@@ -8,7 +8,7 @@ import pytest
 
 from verl.model_merger.__main__ import main as merge
 from verl.trainer import is_spare_rank
-from verl.trainer.sft_trainer import main as sft
+from verl.trainer.main_ppo import main as ppo
 
 
 def test_a_checkpoint_is_merged_by_copying_its_folder(tmp_path: Path) -> None:
@@ -18,14 +18,14 @@ def test_a_checkpoint_is_merged_by_copying_its_folder(tmp_path: Path) -> None:
     assert merge(args) == 0 and (tmp_path / "out" / "config.json").read_text() == "{}"
 
 
-def test_of_torchruns_processes_the_first_is_the_run(
+def test_of_torchruns_processes_the_first_is_the_run_in_rl(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert not is_spare_rank()
     for name, value in {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2", "RANK": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert sft(["model.path=/no/where"]) == 0, "the second has nothing to do"
+    assert ppo(["actor_rollout_ref.model.path=/no/where"]) == 0, "the second has nothing to do"
     monkeypatch.setenv("RANK", "0")
-    assert sft(["model.path=/no/where"]) == 2
+    assert ppo(["actor_rollout_ref.model.path=/no/where"]) == 2
     said = capsys.readouterr()
     assert "trains alone" in said.out and "/no/where" in said.err

@@ -68,6 +68,7 @@ SYNC: Table = {
 CLUSTER: Table = {
     "inproc": Backend(build="verl.workers.inproc:build_cluster"),
     "ray": Backend(build="verl.workers.ray.cluster:build"),
+    "torchrun": Backend(build="verl.workers.spmd:build"),
 }
 TABLES: Mapping[str, Table] = MappingProxyType({"model": MODEL, "rollout": ROLLOUT, "queue": QUEUE, "sync": SYNC})
 LATER = ("vllm", "sglang", "trtllm")
@@ -116,10 +117,8 @@ def address_of(given: str | None) -> str | None:
 
 
 def _row(section: str, engine: str, cluster: str, ranks: int, address: str | None) -> str:
-    apart, row = (
-        cluster != "inproc" and (section != "model" or ranks > 1),
-        TABLES[section].get(engine, Backend(build="")),
-    )
+    apart = cluster != "inproc" and (ranks > 1 if section == "model" else cluster == "ray")
+    row = TABLES[section].get(engine, Backend(build=""))
     return (apart and ((address and row.far) or row.spread)) or engine
 
 

@@ -59,7 +59,7 @@ from verl.track.sinks import open_sinks
 from verl.types import Sampling, Task
 from verl.weight_sync.base import CheckpointEngine, SyncContext
 from verl.workers.compute import build_compute
-from verl.workers.group import ClusterContext, WorkerGroup
+from verl.workers.group import ClusterContext, Drivers, WorkerGroup
 from verl.workers.model_workers import ComputeWorker, ModelWorkers
 from verl.workers.placement import Placement
 from verl.workers.waits import Waits
@@ -265,7 +265,12 @@ def offline_learner(config: Config, total_steps: int, crash_dir: Path) -> Learne
 
 
 def context_of(
-    config: Config, roles: Sequence[str] = ("actor",), *, updates: int = 1, crash_dir: Path | None = None
+    config: Config,
+    roles: Sequence[str] = ("actor",),
+    *,
+    updates: int = 1,
+    crash_dir: Path | None = None,
+    drivers: Drivers | None = None,
 ) -> ModelContext:
     """What the models of these roles have in common, and where they live."""
     device, layout = device_of(config), layout_of(config)
@@ -275,6 +280,7 @@ def context_of(
         replicas=config.rollout.replicas,
         set_up=partial(set_up_worker, config, max(layout.world_size, config.rollout.replicas)),
         device=device,
+        drivers=drivers,
     )
     cluster = load(CLUSTER[config.cluster.backend].build)(config.cluster, made)
     queue = load(backend_of(config, "queue").build)(options_of(config, "queue"))
@@ -305,13 +311,14 @@ def reporter_of(
     config, attempt, done = resolved.config, claimed.attempt, claimed.state.step if claimed.state else 0
     for note in (*claimed.notes, *beyond(claimed.path, done, total_steps)):
         progress.message(note)
-    write_config(claimed, resolved)
-    events = EventLog(claimed.path, attempt, report=progress.message, hide=resolved.hide)
+    records = claimed.records or claimed.path
+    write_config(records, attempt, resolved)
+    events = EventLog(records, attempt, report=progress.message, hide=resolved.hide)
     events.append("resumed", done + 1, claimed.begun(total_steps))
     return Reporter(
         config,
-        claimed.path,
-        sinks=open_sinks(claimed.path, config, attempt=attempt, progress=progress),
+        records,
+        sinks=open_sinks(records, config, attempt=attempt, progress=progress),
         events=events,
         progress=progress,
         waits=waits,

@@ -12,6 +12,7 @@ import numpy as np
 from verl.algorithms.preference import preference_terms, reward_terms
 from verl.algorithms.presets import preference
 from verl.chat import turn_end
+from verl.config.backends import layout_of
 from verl.config.load import Resolved
 from verl.config.plan import checkpoint_bytes
 from verl.config.schema import Config
@@ -23,11 +24,15 @@ from verl.driver.models import hf_export, trained, workers_of
 from verl.driver.reporter import OnStep
 from verl.driver.roles import Learner
 from verl.driver.run_dir import RunDir, open_run_dir
-from verl.driver.setup import load_tokenizer_of, pad_id, refuse_unembedded, set_up_process
+from verl.driver.setup import device_of, load_tokenizer_of, pad_id, refuse_unembedded, set_up_worker
 from verl.driver.stages import PreferenceStage, RewardStage, SftStage, Stage, reference_logprobs
 from verl.driver.supervised import TRAINER, SupervisedRun
+from verl.driver.together import open_together
 from verl.track.console import LiveProgress
 from verl.types import Sample
+from verl.workers.group import Drivers
+from verl.workers.spmd import join
+from verl.workers.torchrun import launched
 from verl.workers.waits import Waits
 
 
@@ -40,14 +45,18 @@ async def assemble_supervised(
 ) -> SupervisedRun:
     """Every part of an SFT, reward-model or preference run. The rows are read and checked before a model is loaded."""
     config = resolved.config
-    set_up_process(config)
+    launch = launched()
+    set_up_worker(config, launch.local_world_size if launch else 1)
     tokenizer = load_tokenizer_of(config)
     if command == "rm":
         hf_export(config, head="score")  # refuses what could not be saved
     stages = _stages(config, command, tokenizer)
-    claimed = open_run_dir(resolved, command)
+    drivers = _drivers(config, stages) if launch else None
+    claimed = open_together(resolved, command, drivers) if drivers else open_run_dir(resolved, command)
     try:
-        return await _run_of(resolved, command, claimed, tokenizer, stages, progress or LiveProgress(), on_step)
+        return await _run_of(
+            resolved, command, claimed, tokenizer, stages, progress or LiveProgress(), on_step, drivers
+        )
     except BaseException:
         claimed.lock.close()  # whoever refused the start may be asked again in this process
         raise
@@ -61,13 +70,15 @@ async def _run_of(
     stages: tuple[Stage, Stage | None, str],
     progress: LiveProgress,
     on_step: OnStep | None,
+    drivers: Drivers | None,
 ) -> SupervisedRun:
     config, (stage, eval_stage, summary) = resolved.config, stages
     progress.message(f"data: {summary}")
     num_steps = total_steps_of(config, len(stage), config.supervised.rows_per_step)
     head: Literal["lm", "score"] = "score" if command == "rm" else "lm"
-    share, waits = command != "sft", Waits(claimed.path / "waits.json")
-    context = context_of(config, (TRAINER, "compute"), updates=num_steps, crash_dir=claimed.path / "crash")
+    share, waits = command != "sft", Waits((claimed.records or claimed.path) / "waits.json")
+    crash_dir, roles = claimed.path / "crash", (TRAINER, "compute")
+    context = context_of(config, roles, updates=num_steps, crash_dir=crash_dir, drivers=drivers)
     export = hf_export(config, head=head, pad_token_id=pad_id(tokenizer))
     trainer = workers_of(context, trained(context, TRAINER, head=head, share_prefix=share, hf_export=export))
     learner = learner_of(context, None, {TRAINER: trainer}, waits)
@@ -80,10 +91,11 @@ async def _run_of(
                 dtype=config.model.dtype,
                 cache_dir=config.data.cache_dir,
                 note=progress.message,
+                drivers=drivers,
             )
     reporter = reporter_of(claimed, resolved, progress, waits, num_steps, on_step=on_step)
-    needed_bytes, roles = checkpoint_bytes(config, command), trained_roles(learner)
-    checkpointer = Checkpointer(claimed, learner, roles, needed_bytes, reporter)
+    needed_bytes = checkpoint_bytes(config, command)
+    checkpointer = Checkpointer(claimed, learner, trained_roles(learner), needed_bytes, reporter)
     return SupervisedRun(
         config=config,
         dir=claimed.path,
@@ -103,10 +115,22 @@ async def _run_of(
 async def _logprobs(learner: Learner, samples: Sequence[Sample]) -> list[np.ndarray]:
     """Log-probs of the trainable tokens of each row, float32."""
     refs = await learner.queue.put(samples)
-    await learner.done(learner.models[TRAINER].infer(refs, {"logprobs": "ref_logprobs"}), "trainer.infer")
-    found = [row.float().numpy() for row in learner.queue.read(refs, ("ref_logprobs",))["ref_logprobs"].rows()]
+    found = await learner.done(learner.models[TRAINER].logprobs(refs), "trainer.logprobs")
     learner.queue.drop(refs)
     return found
+
+
+def _drivers(config: Config, stages: tuple[Stage, Stage | None, str]) -> Drivers:
+    """The processes that torchrun started, once it is clear that all have read the same rows."""
+    drivers = join(layout_of(config), device_of(config), config.run.wait_timeout_s)
+    keys = drivers.gather([stage.table.key for stage in stages[:2] if stage]).result()
+    for number, key in enumerate(keys):
+        if key != keys[0]:
+            raise ValueError(
+                f"rank {number} has read other rows than rank 0: data.train_files and data.eval_files must be the same "
+                "files on every node"
+            )
+    return drivers
 
 
 def _stages(config: Config, command: str, tokenizer: Any) -> tuple[Stage, Stage | None, str]:

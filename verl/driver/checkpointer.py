@@ -126,6 +126,7 @@ class Checkpointer:
         done = beginning.step if beginning else 0
         if beginning is not None and self.newest < done:
             await self.save(beginning)
+            await self.settle()
         return self.stop.stopped(done + 1, total_steps, self.newest)
 
     async def _write(self, state: DriverState, best: float | None) -> None:
@@ -156,9 +157,9 @@ class Checkpointer:
 
     async def _stored(self, state: DriverState, best: float | None, fill: Callable[[Path], None]) -> None:
         def everything(path: Path) -> None:
-            (path / "state").mkdir()
             fill(path)
-            write_state(path / "state", state)
+            if self._claimed.records is None:
+                write_state(path / "state", state)
 
         write = asyncio.to_thread(
             self._claimed.store.save,

@@ -32,6 +32,7 @@ from verl.track.events import FINISHED
 from verl.track.files import write_atomic
 from verl.track.metrics import reduce
 from verl.workers.group import WorkerDied
+from verl.workers.torchrun import is_spare, take_part
 
 GC_THRESHOLD = 50_000
 """New objects before cycles are looked for. The loop makes hardly any, and at Python's 700 every burst of trajectories
@@ -148,10 +149,11 @@ def run_supervised(
     progress: LiveProgress | None = None,
 ) -> Finished:
     """Supervised fine-tuning, reward-model or preference training to the end."""
+    take_part(resolved.config.cluster)
     validate(resolved.config, command)
     one, kept = checkpoint_bytes(resolved.config, command), checkpoints_kept(resolved.config, None)
     _refuse_small_disk(resolved.config, kept * one)
-    return uvloop.run(_fit(resolved, command, title, on_step, progress or LiveProgress()))
+    return uvloop.run(_fit(resolved, command, title, on_step, progress or LiveProgress(silent=is_spare())))
 
 
 async def _fit(
@@ -167,6 +169,7 @@ async def _fit(
             progress.start(run.total_steps, title or run.config.run.name)
             values = await fit(run)
             run.reporter.events.append(FINISHED, run.total_steps, {})
+            await run.learner.finish()
         finally:
             await run.checkpointer.close()
             run.close()

@@ -49,6 +49,20 @@ class Learner:
             asyncio.wrap_future(future), who="driver", what=what, timeout_s=self.config.run.wait_timeout_s
         )
 
+    def alone(self) -> bool:
+        """This process may leave undone what it likes; others would go on with it."""
+        return self.cluster.drivers is None
+
+    async def agreed(self, value: T) -> T:
+        """The first driver's value, where many processes run this one."""
+        drivers = self.cluster.drivers
+        return value if drivers is None else (await self.done(drivers.gather(value), "the other ranks"))[0]
+
+    async def finish(self) -> None:
+        """All drivers are done; none waits for another any more."""
+        if (drivers := self.cluster.drivers) is not None:
+            await self.done(drivers.finish(), "the other ranks to finish")
+
     def close(self, timeout_s: float = 10.0) -> None:
         for workers in self.models.values():
             workers.close(timeout_s)

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Protocol
 
 from verl.checkpoint.latest import find_latest
 from verl.checkpoint.store import CheckpointStore
@@ -19,6 +19,14 @@ from verl.track.events import next_attempt
 from verl.track.files import write_atomic
 
 
+class Store(Protocol):
+    """What a checkpoint is saved with: see `CheckpointStore`."""
+
+    def save(
+        self, step: int, write: Callable[[Path], None], *, needed_bytes: int, meta: Mapping[str, Any] | None = None
+    ) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class RunDir:
     """A claimed run directory: nobody else writes here while `lock` is open. resumed: checkpoint to continue from, and
@@ -26,7 +34,7 @@ class RunDir:
     since then · notes: what a person should know of all this, a line each."""
 
     path: Path
-    store: CheckpointStore
+    store: Store
     lock: IO[str]
     attempt: int
     identity: Identity
@@ -36,6 +44,7 @@ class RunDir:
     changed: Mapping[str, list[str]] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     hide: Callable[[str], str] = str  # what may not be recorded
+    records: Path | None = None  # where a driver beside the first writes what it says of the run
 
     def begun(self, total_steps: int) -> dict[str, Any]:
         """The data of this attempt's first event."""
@@ -81,11 +90,11 @@ def open_run_dir(resolved: Resolved, command: str) -> RunDir:
     return RunDir(run_dir, store, lock, attempt, identity, *found)
 
 
-def write_config(claimed: RunDir, resolved: Resolved) -> None:
+def write_config(run_dir: Path, attempt: int, resolved: Resolved) -> None:
     """Of this attempt, under its number, and as `config.yaml`, the configuration of the newest one."""
     text = dump_config(resolved).encode()
-    write_atomic(config_path(claimed.path, claimed.attempt), text)
-    write_atomic(claimed.path / "config.yaml", text)
+    write_atomic(config_path(run_dir, attempt), text)
+    write_atomic(run_dir / "config.yaml", text)
 
 
 def config_path(run_dir: Path, attempt: int) -> Path:

@@ -20,6 +20,7 @@ from verl.data.cache import cache_path, load_cached, store_cached
 from verl.data.preference import Pair, PairTable
 from verl.objective import Term
 from verl.types import Sample, Segment
+from verl.workers.group import Drivers
 
 SFT_TERMS = (Term(name="loss", fn=nll, aggregate="token-mean"),)
 StageColumns = dict[str, Tensor]
@@ -32,11 +33,21 @@ class Stage(Protocol):
 
     terms: tuple[Term, ...]
 
+    @property
+    def table(self) -> Keyed: ...
+
     def __len__(self) -> int: ...
     def rows(self, indices: Sequence[int], names: Sequence[str]) -> tuple[list[Sample], StageColumns]: ...
 
 
-class Table(Protocol):
+class Keyed(Protocol):
+    """Rows of data; equal keys stand for equal rows."""
+
+    @property
+    def key(self) -> str: ...
+
+
+class Table(Keyed, Protocol):
     """Rendered rows by index (data/source.py)."""
 
     def __len__(self) -> int: ...
@@ -135,13 +146,15 @@ async def reference_logprobs(
     dtype: str,
     cache_dir: str | None,
     note: Callable[[str], None],
+    drivers: Drivers | None = None,
     rows_at_once: int = 64,
 ) -> Reference:
     """Computed once with the start weights, kept on disk by the content of rows and weights; no reference model after
-    it."""
+    it. drivers: those that compute it together, where not all have it."""
     path = cache_path(cache_dir, f"reference_{_key(stage, model_dir, dtype)}")
     found = load_cached(path)
-    if found is not None:
+    everywhere = drivers.gather(found is not None).result() if drivers else ()
+    if found is not None and all(everywhere):
         note(f"reference log-probs: from {path}")
         return Reference(found[1]["values"], found[1]["starts"], int(found[0]["per_row"]))
     parts: list[np.ndarray] = []

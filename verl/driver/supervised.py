@@ -55,6 +55,7 @@ async def fit(run: SupervisedRun) -> dict[str, float]:
     await _restore(run)
     run.stop.listen()
     for index in range(run.first_index, run.total_steps):
+        run.stop.requested = await run.learner.agreed(run.stop.requested)
         if run.stop.requested:
             raise await run.checkpointer.stopped(_state(run, index), run.total_steps)
         step = Step(index)
@@ -66,8 +67,8 @@ async def fit(run: SupervisedRun) -> dict[str, float]:
         last = step.number == run.total_steps
         if due(step.number, config.eval_every_steps) or (last and config.eval_after):
             with step.clock("evaluate"):
-                await run.stop.unless_given_up(_evaluate(run, step), ", its evaluation is left out")
-        if run.checkpointer.cadence.due(step.number) or last or run.stop.requested:
+                await run.stop.unless_given_up(_evaluate(run, step), ", its evaluation is left out", run.learner.alone)
+        if await run.learner.agreed(run.checkpointer.cadence.due(step.number) or last or bool(run.stop.requested)):
             run.reporter.keep(step)
             with step.clock("checkpoint"):
                 await run.checkpointer.save(_state(run, step.number), last=last)

@@ -109,8 +109,12 @@ class _Output(io.TextIOBase):
 class LiveProgress:
     """Progress of a run, and the sink `console`: a panel that redraws itself; one line per `log` off a terminal."""
 
-    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._console, self._clock = console or Console(file=cast(IO[str], _Output(self.let_go))), clock
+    def __init__(
+        self, console: Console | None = None, clock: Callable[[], float] = time.monotonic, *, silent: bool = False
+    ) -> None:
+        """silent: another process says the same."""
+        file = io.StringIO() if silent else cast(IO[str], _Output(self.let_go))
+        self._console, self._clock = console or Console(file=file, quiet=silent), clock
         self._terminals = [number for number in (1, 2) if os.isatty(number)]
         self.lost = ""  # why nobody sees it any more, until somebody has noted it
         self._live: Live | None = None

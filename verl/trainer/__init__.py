@@ -1,14 +1,15 @@
 """Entry points under verl's own names, for launch scripts that exist."""
 
-import os
+from verl.workers.torchrun import launched
 
 
 def is_spare_rank() -> bool:
-    """Whether torchrun started this process beside the one that trains. One process does all here, with the batch sizes
-    of the whole, so that the first rank is the run and the others have nothing to do."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("WORLD_SIZE", "1") == "1":
+    """Whether torchrun started this process beside the one that drives reinforcement learning, with the batch sizes of
+    the whole: the first rank is the run, the others have nothing to do."""
+    launch = launched()
+    if launch is None:
         return False
-    rank, ranks = os.environ.get("RANK", "0"), os.environ["WORLD_SIZE"]
-    if rank == "0":
-        print(f"torchrun started {ranks} processes: this one trains alone, with the batch sizes of all; the others end")
-    return rank != "0"
+    if launch.rank == 0:
+        alone = "this one trains alone, with the batch sizes of all; the others end"
+        print(f"torchrun started {launch.world_size} processes: {alone}")
+    return launch.rank != 0

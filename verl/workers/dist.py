@@ -49,10 +49,10 @@ class ProcessRanks:
         """This rank will not come any more in this call."""
         self._store.set(f"abort/{self._call}", f"rank {self._number}: {why}")
 
-    def all_gather(self, value: T) -> list[T]:
+    def all_gather(self, value: T, timeout_s: float | None = None) -> list[T]:
         self._met += 1
         key = f"meet/{self._column}/{self._call}/{self._met}"
-        self._meet(key)
+        self._meet(key, timeout_s or self._timeout_s)
         if self.rank == 0 and self._last:  # everybody has come from there
             self._store.delete_key(self._last)
         self._last = key
@@ -60,14 +60,14 @@ class ProcessRanks:
         dist.all_gather_object(found, value, group=self._peers)
         return found
 
-    def _meet(self, key: str) -> None:
-        come, pause_s, until_s = self._store.add(key, 1), POLL_S, time.monotonic() + self._timeout_s
+    def _meet(self, key: str, timeout_s: float) -> None:
+        come, pause_s, until_s = self._store.add(key, 1), POLL_S, time.monotonic() + timeout_s
         while come < self.world_size:
             if self._store.check([f"abort/{self._call}"]):
                 raise MeetingEnded(self._store.get(f"abort/{self._call}").decode())
             if time.monotonic() > until_s:
                 raise TimeoutError(
-                    f"rank {self._number} waited {self._timeout_s:g} s for {self.world_size - come} of "
+                    f"rank {self._number} waited {timeout_s:g} s for {self.world_size - come} of "
                     f"{self.world_size} ranks"
                 )
             time.sleep(pause_s)
@@ -84,9 +84,14 @@ def serve(host: str) -> tuple[dist.TCPStore, str]:
 def join(address: str, layout: Layout, number: int, *, backend: str, timeout_s: float) -> ProcessRanks:
     """Become rank `number` of those who find each other at `address`; TimeoutError where not all come."""
     host, _, port = address.rpartition(":")
+    store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
+    become(store, layout, number, backend=backend, timeout_s=timeout_s)
+    return ProcessRanks(dist.PrefixStore("calls", store), layout, number, timeout_s)
+
+
+def become(store: dist.Store, layout: Layout, number: int, *, backend: str, timeout_s: float) -> None:
+    """Rank `number` of this process's default group."""
     wait = timedelta(seconds=timeout_s)
-    store = dist.TCPStore(host, int(port), is_master=False, timeout=wait)
     dist.init_process_group(
         backend, store=dist.PrefixStore("group", store), rank=number, world_size=layout.world_size, timeout=wait
     )
-    return ProcessRanks(dist.PrefixStore("calls", store), layout, number, timeout_s)

@@ -56,16 +56,32 @@ Build = Callable[..., Sequence[object]]
 in this process of all of them, elsewhere of one."""
 
 
+class Drivers(Protocol):
+    """Processes that all run this driver, without a controller: what one of them decides, all must decide."""
+
+    number: int
+
+    def gather(self, value: T) -> Future[list[T]]:
+        """The values of all of them, by rank; each calls it at the same place."""
+        ...
+
+    def finish(self) -> Future[list[None]]:
+        """The last call: from now on the others may end."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterContext:
     """What every cluster is made from, besides its section. layout: of the ranks of a model · roles: that will be
-    started · replicas: rollout engines · set_up: run once in every other process · device: of the models."""
+    started · replicas: rollout engines · set_up: run once in every other process · device: of the models · drivers:
+    those of a run without a controller."""
 
     layout: Layout
     roles: tuple[str, ...]
     replicas: int
     set_up: Callable[[], None]
     device: str
+    drivers: Drivers | None = None
 
 
 class Cluster(Protocol):
@@ -79,6 +95,11 @@ class Cluster(Protocol):
     @property
     def apart(self) -> bool:
         """Workers have processes of their own: what one of them does beside its calls does not hold up the others."""
+        ...
+
+    @property
+    def drivers(self) -> Drivers | None:
+        """None: this process alone drives the run."""
         ...
 
     def start(self, name: str, build: Build, args: tuple[Any, ...], *, world_size: int = 1) -> WorkerGroup:

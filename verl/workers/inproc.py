@@ -218,6 +218,7 @@ class InprocCluster:
     """See `Cluster`: everything lives in this process, the ranks of a model are virtual."""
 
     apart = False
+    drivers = None
 
     def __init__(self, virtual_ranks: int = 1) -> None:
         self.layout = Layout(world_size=virtual_ranks)

@@ -64,6 +64,12 @@ class ModelWorkers:
         args = [(_rank_step(share), outputs) for share in self._share(refs)]
         return _then(self._submit(Role.infer, args), lambda _: None)
 
+    def logprobs(self, refs: Refs) -> Future[list[np.ndarray]]:
+        """Log-probs of the trainable tokens of each row, float32, for whoever has no column for them."""
+        parts = self._share(refs)
+        args = [(_rank_step(share),) for share in parts]
+        return _then(self._submit(Role.logprobs, args), lambda found: in_order(list(zip(parts, found))))
+
     def update(
         self,
         steps: Sequence[OptimizerStep],

@@ -140,6 +140,12 @@ class Role:
         starts = {name: per_row if name == "scores" else batch.row_start for name in outputs}
         self.queue.write(step.refs, {column: Ragged(found[name], starts[name]) for name, column in outputs.items()})
 
+    def logprobs(self, step: RankStep) -> list[np.ndarray]:
+        """Log-probs of the trainable tokens of each row, float32."""
+        batch = self._pack(step.refs)
+        found = self.engine.infer(batch, ("logprobs",))["logprobs"]
+        return [row.float().numpy() for row in Ragged(found, batch.row_start).rows()]
+
     def update(self, plan: UpdatePlan) -> Metrics:
         """The optimizer steps of a turn. What the terms report is this rank's share; what all ranks have in common
         (norm, rate) is reported by the first."""

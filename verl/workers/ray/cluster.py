@@ -34,6 +34,7 @@ class RayCluster:
     """See `Cluster`. set_up: run in every worker before it is built · layout: of the models' ranks."""
 
     apart = True
+    drivers = None
 
     def __init__(
         self,

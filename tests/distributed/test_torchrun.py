@@ -1,0 +1,121 @@
+"""SFT, RM and DPO in the processes that torchrun starts: the run of one process, and its end whatever ends it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_runs import metrics_of
+
+from verl.cli import main
+
+WAIT_S = 120.0
+ENV = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TMPDIR": ""}
+
+
+def conversations(path: Path) -> Path:
+    """Rows of unlike lengths, more on one rank than on the other."""
+    rng = np.random.default_rng(0)
+    say = lambda who, text: {"role": who, "content": text}  # noqa: E731
+    rows = [(f"{rng.integers(1, 99)}+1=", "7" * int(rng.integers(1, 12))) for _ in range(23)]
+    path.write_text("".join(json.dumps({"messages": [say("user", p), say("assistant", a)]}) + "\n" for p, a in rows))
+    return path
+
+
+def pairs(path: Path) -> Path:
+    rng = np.random.default_rng(0)
+    rows = [
+        {"prompt": f"{rng.integers(1, 99)}+1=", "chosen": "7" * int(rng.integers(1, 9)), "rejected": "8"}
+        for _ in range(11)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def command(verb: str, root: Path, model: Path, rows: Path, *more: str) -> list[str]:
+    base = {
+        "run.root_dir": root,
+        "run.total_steps": 3,
+        "run.threads": 1,
+        "run.wait_timeout_s": 60,
+        "model.path": model,
+        "model.dtype": "float32",
+        "data.train_files": f"[{rows}]",
+        "data.eval_files": f"[{rows}]",
+        "data.max_tokens_per_row": 64,
+        "supervised.rows_per_step": 5,
+        "optim.lr": 1e-3,
+    }
+    given = {a.partition("=")[0] for a in more}
+    return [verb, *(f"{k}={v}" for k, v in base.items() if k not in given), *more]
+
+
+def start(args: list[str], tmp: Path, door: str = "verl.cli", ranks: int = 2) -> subprocess.Popen[str]:
+    (tmp / "tmp").mkdir(exist_ok=True)
+    launcher = ["torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", "-m", door]
+    return subprocess.Popen(
+        [sys.executable, "-m", *launcher, *args],
+        env={**os.environ, **ENV, "TMPDIR": str(tmp / "tmp")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    try:
+        return process.communicate(timeout=WAIT_S)[0]
+    finally:
+        process.kill()
+
+
+def same_run(one: Path, two: Path, step: int) -> list[str]:
+    """What differs in losses and weights."""
+    wrong = []
+    first, second = metrics_of(one), metrics_of(two)
+    for number in first:
+        for name in ("train/loss", "train/grad_norm", "val/loss", "val/acc"):
+            a, b = first[number].get(name), second[number].get(name)
+            if (a is None) != (b is None) or (a is not None and a != pytest.approx(b, rel=1e-4)):
+                wrong.append(f"{name} of step {number}: {a} and {b}")
+    a, b = (load_file(run / f"checkpoints/step_{step}/hf/model.safetensors") for run in (one, two))
+    assert a.keys() == b.keys()
+    wrong += [name for name in a if not torch.allclose(a[name], b[name], rtol=1e-4, atol=1e-6)]
+    return wrong
+
+
+def test_two_ranks_make_the_run_of_one_process_and_one_process_goes_on_with_it(tmp_path, tiny_model, capfd):
+    rows, paired = conversations(tmp_path / "rows.jsonl"), pairs(tmp_path / "pairs.jsonl")
+    cases = {"sft": (rows, "verl.cli"), "rm": (paired, "verl.cli"), "dpo": (paired, "verl.cli")}
+    failed = []
+    for verb, (data, door) in cases.items():
+        for name in ("one", "two"):
+            cache = f"data.cache_dir={tmp_path / f'cache_{name}'}"
+            args = command(verb, tmp_path / verb, tiny_model, data, f"run.name={name}", cache)
+            if name == "one":
+                assert main(args) == 0
+            else:
+                process = start(args, tmp_path, door)
+                said = ended(process)
+                assert process.returncode == 0, said
+                assert said.count("3 steps in") == 1 and said.count("step 1/3") == 1, said
+        one, two = tmp_path / verb / "one", tmp_path / verb / "two"
+        failed += [f"{verb}: {what}" for what in same_run(one, two, 3)]
+        shards = sorted(p.name for p in (two / "checkpoints/step_3/state/trainer").glob("*.safetensors"))
+        assert len(shards) == 2, shards
+        files = [{p.relative_to(run) for p in run.rglob("*") if ".safetensors" not in p.name} for run in (one, two)]
+        assert files[0] == files[1], "only the first rank owns the run directory"
+    assert not failed, failed
+    assert not list((tmp_path / "tmp").glob("verl-rank-*")), "what the others wrote is gone with them"
+    again = command("sft", tmp_path / "sft", tiny_model, rows, "run.total_steps=5")
+    for name in ("one", "two"):  # both by one process
+        assert main([*again, f"run.name={name}", f"data.cache_dir={tmp_path / 'cache_one'}"]) == 0
+    assert not same_run(tmp_path / "sft/one", tmp_path / "sft/two", 5)
+    assert "resuming" in capfd.readouterr().out

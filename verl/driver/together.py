@@ -1,0 +1,93 @@
+"""One run directory for many drivers (torchrun): the first owns it, all write their shards into its checkpoints."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import shutil
+import socket
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from verl.config.load import Resolved
+from verl.driver.identity import compare, identity_of
+from verl.driver.run_dir import RunDir, Store, open_run_dir
+from verl.driver.state import read_state
+from verl.workers.group import Drivers
+
+
+def open_together(resolved: Resolved, command: str, drivers: Drivers) -> RunDir:
+    """As `open_run_dir`, which the first driver calls; the others go on from what it found, and keep their records in a
+    folder of their own that goes with them. ValueError where they do not run the same."""
+    claimed: RunDir | None = None
+    error: Exception | None = None
+    if drivers.number == 0:
+        try:
+            claimed = open_run_dir(resolved, command)
+        except (ValueError, OSError) as e:
+            error = e
+    found = (claimed.path, claimed.attempt, claimed.identity, claimed.resumed, claimed.parent) if claimed else None
+    first, failed = drivers.gather((found, error)).result()[0]
+    if failed is not None:
+        raise failed
+    if claimed is not None:
+        return replace(claimed, store=SharedStore(claimed.store, drivers))
+    assert first is not None
+    path, attempt, identity, resumed, parent = first
+    if others := compare(identity, identity_of(resolved, command))[0]:
+        raise ValueError(f"rank {drivers.number} runs something else than rank 0:\n" + "\n".join(others))
+    if not (path / ".lock").is_file():
+        raise ValueError(
+            f"run.root_dir={resolved.config.run.root_dir}: {socket.gethostname()} does not see {path} of rank 0; give "
+            "a folder that all nodes share"
+        )
+    records = Path(tempfile.mkdtemp(prefix="verl-rank-"))
+    atexit.register(shutil.rmtree, records, ignore_errors=True)
+    return RunDir(
+        path,
+        SharedStore(None, drivers),
+        open(records / ".lock", "a+"),
+        attempt,
+        identity,
+        resumed,
+        read_state(resumed) if resumed is not None else None,
+        parent,
+        hide=resolved.hide,
+        records=records,
+    )
+
+
+class SharedStore:
+    """A store that the first driver holds: all write into one checkpoint, and all hear what became of it."""
+
+    def __init__(self, store: Store | None, drivers: Drivers) -> None:
+        self._store, self._drivers = store, drivers
+
+    def save(
+        self, step: int, write: Callable[[Path], None], *, needed_bytes: int, meta: Mapping[str, Any] | None = None
+    ) -> None:
+        """See `CheckpointStore`. What one rank cannot write is the OSError of all."""
+        error, begun = None, False
+
+        def fill(path: Path) -> None:
+            nonlocal begun
+            begun = True
+            self._drivers.gather(path).result()
+            write(path)
+
+        if self._store is None:
+            if (path := self._drivers.gather(None).result()[0]) is not None:
+                with contextlib.suppress(OSError):  # the first has it too, and says what it means
+                    write(path)
+        else:
+            try:
+                self._store.save(step, fill, needed_bytes=needed_bytes, meta=meta)
+            except OSError as e:
+                error = e
+            if not begun:
+                self._drivers.gather(None).result()
+        if (found := self._drivers.gather(error).result()[0]) is not None:
+            raise found

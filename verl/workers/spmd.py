@@ -1,0 +1,222 @@
+"""Many processes with the same driver and no controller (torchrun): each makes the same calls in the same order and
+computes its own share; every answer is that of all ranks, so that all decide the same."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import queue
+import select
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from verl.model_engine.base import OneRank
+from verl.model_engine.layout import Layout
+from verl.rollout.base import RolloutEngine
+from verl.workers.dist import ProcessRanks, become
+from verl.workers.group import Arguments, Broadcast, Build, ClusterContext, WorkerDied, WorkerGroup
+from verl.workers.inproc import InprocGroup
+from verl.workers.ray.group import FENCE_S, Told, raised, told_of
+from verl.workers.sections import ClusterConfig
+from verl.workers.torchrun import launched
+
+T = TypeVar("T")
+EXIT_S = 10.0  # for a process that has heard of a death to end by itself
+
+
+class Drivers:
+    """See `group.Drivers`. One thread makes the calls; another hears when a process of this machine ends before its
+    time, and fails what waits for it."""
+
+    def __init__(self, store: dist.Store, layout: Layout, number: int, timeout_s: float, device: int | None) -> None:
+        self.number = number
+        self.ranks = ProcessRanks(dist.PrefixStore("calls", store), layout, number, timeout_s)
+        flat = Layout(world_size=layout.world_size)
+        self._everyone = ProcessRanks(dist.PrefixStore("drivers", store), flat, number, timeout_s)
+        self._store, self._device, self._called = dist.PrefixStore("ends", store), device, 0
+        self._lock = threading.Lock()
+        self._pending: set[Future[Any]] = set()
+        self._gone: WorkerDied | None = None
+        self._calls: queue.SimpleQueue[tuple[Future[Any], str, Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._everyone.begin(0)
+        places = self._everyone.all_gather((socket.gethostname(), os.getpid()))
+        here = {n: pid for n, (host, pid) in enumerate(places) if host == places[number][0] and n != number}
+        threading.Thread(target=self._work, name="verl-ranks", daemon=True).start()
+        if hasattr(os, "pidfd_open"):
+            threading.Thread(target=self._watch, args=(here,), name="verl-watch", daemon=True).start()
+
+    def gather(self, value: T) -> Future[list[T]]:
+        return self.together("gather", lambda: value)
+
+    def finish(self) -> Future[list[None]]:
+        return self.together("finish", lambda: None)
+
+    def together(self, name: str, fn: Callable[[], T]) -> Future[list[T]]:
+        """Enqueue a call that every process makes: what it returned in each of them, by rank. The first cause, where
+        it raised in any of them."""
+        future: Future[list[T]] = Future()
+        with self._lock:
+            self._pending.add(future)
+            gone = self._gone
+        future.add_done_callback(self._pending.discard)
+        if gone is not None:
+            future.set_exception(gone)
+        else:
+            self._calls.put((future, name, fn))
+        return future
+
+    def close(self) -> None:
+        """A call that hangs in a collective does not keep this process."""
+        self._calls.put(None)
+        if self._pending:
+            _exit_soon()
+
+    # -- private -------------------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        if self._device is not None:
+            torch.cuda.set_device(self._device)  # of this thread
+        while (call := self._calls.get()) is not None:
+            future, name, fn = call
+            future.set_running_or_notify_cancel()  # it is made although nobody waits: the others make it
+            with contextlib.suppress(InvalidStateError):
+                try:
+                    future.set_result(self._exchanged(name, fn))
+                except BaseException as e:
+                    future.set_exception(e)
+
+    def _exchanged(self, name: str, fn: Callable[[], Any]) -> list[Any]:
+        self._called += 1
+        self.ranks.begin(self._called)
+        self._everyone.begin(self._called)
+        try:
+            told = Told(fn())
+        except BaseException as e:
+            told = told_of(e)
+            self.ranks.abort(f"{type(e).__name__}: {e}")
+        try:
+            found = self._everyone.all_gather((name, told), FENCE_S if told.error else None)
+        except Exception:
+            if told.error is None:
+                raise
+            self._store.set(f"why/{self.number}", f"{type(told.error).__name__}: {told.error}")
+            raise raised(told, name) from None  # the others hang in a collective, and hear of it when this process ends
+        errors = [one for _, one in found if one.error is not None]
+        own = [one for one in errors if type(one.error).__name__ != "MeetingEnded"]
+        for error in own or errors:
+            raise raised(error, name)
+        assert len({other for other, _ in found}) == 1, f"the processes are at different calls: {found}"
+        if name == "finish":
+            self._store.set(f"finished/{self.number}", "")
+        return [one.value for _, one in found]
+
+    def _watch(self, here: dict[int, int]) -> None:
+        poll, watched = select.poll(), {}
+        for number, process in here.items():
+            try:
+                fd = os.pidfd_open(process)
+            except ProcessLookupError:
+                self._lost(number, process)
+            else:
+                watched[fd] = (number, process)
+                poll.register(fd, select.POLLIN)
+        while watched:
+            for fd, _ in poll.poll():
+                poll.unregister(fd)
+                os.close(fd)
+                self._lost(*watched.pop(fd))
+
+    def _lost(self, number: int, process: int) -> None:
+        why = "torchrun says how it ended"
+        with contextlib.suppress(RuntimeError):  # nobody holds the store any more
+            if self._store.check([f"finished/{number}"]):
+                return
+            if self._store.check([f"why/{number}"]):
+                why = self._store.get(f"why/{number}").decode()
+        with self._lock:
+            if self._gone is not None:
+                return
+            self._gone = WorkerDied(f"rank {number} (process {process}) is gone: {why}")
+            pending = list(self._pending)
+        for future in pending:
+            with contextlib.suppress(InvalidStateError):
+                future.set_exception(self._gone)
+        _exit_soon()
+
+
+def _exit_soon() -> None:
+    """What hangs in a collective cannot be ended but with the process, and Python may hang too when it is ended."""
+    faulthandler.dump_traceback_later(EXIT_S, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115 - until the end
+
+
+def join(layout: Layout, device: str, timeout_s: float) -> Drivers:
+    """Find the processes that torchrun started beside this one."""
+    launch = launched()
+    assert launch is not None and launch.world_size == layout.world_size
+    store, number, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
+    become(store, layout, number, backend="gloo" if device == "cpu" else "cpu:gloo,cuda:nccl", timeout_s=timeout_s)
+    local = None if device == "cpu" else launch.local_rank
+    if local is not None:
+        torch.cuda.set_device(local)
+    return Drivers(store, layout, number, timeout_s, local)
+
+
+class SpmdGroup:
+    """See `WorkerGroup`: of its ranks this process has one, and the other processes make the same calls."""
+
+    def __init__(self, name: str, worker: object, drivers: Drivers, world_size: int) -> None:
+        self._name, self._worker, self._drivers, self._world_size = name, worker, drivers, world_size
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def world_size(self) -> int:
+        return self._world_size
+
+    def submit(self, method: Callable[..., T], args: Arguments) -> Future[list[T]]:
+        mine = args.args if isinstance(args, Broadcast) else args[self._drivers.number]
+        return self._drivers.together(f"{self._name}.{method.__name__}", partial(method, self._worker, *mine))
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Its thread is that of all calls, and ends with the cluster."""
+
+
+class SpmdCluster:
+    """See `Cluster`: of every model this process holds one rank; what needs no model each process does for itself."""
+
+    apart = False
+
+    def __init__(self, layout: Layout, drivers: Drivers) -> None:
+        self.layout, self.drivers = layout, drivers
+
+    def start(self, name: str, build: Build, args: tuple[Any, ...], *, world_size: int = 1) -> WorkerGroup:
+        if world_size == 1:
+            return InprocGroup(name, build(*args, ranks=[OneRank()]))
+        (worker,) = build(*args, ranks=[self.drivers.ranks])
+        return SpmdGroup(name, worker, self.drivers, world_size)
+
+    def replicas(self, build: Callable[..., RolloutEngine], args: tuple[Any, ...], count: int) -> list[RolloutEngine]:
+        raise ValueError("cluster.backend=torchrun has no controller that could sample: use cluster.backend=ray")
+
+    def watch(self, on_failure: Callable[[BaseException], None]) -> None:
+        """A death fails the calls that wait for it."""
+
+    def close(self) -> None:
+        self.drivers.close()
+
+
+def build(section: ClusterConfig, context: ClusterContext) -> SpmdCluster:
+    assert isinstance(context.drivers, Drivers), "joined before the run directory was opened"
+    return SpmdCluster(context.layout, context.drivers)

@@ -1,0 +1,52 @@
+"""What torchrun says of the processes that it started. No torch."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from verl.workers.sections import ClusterConfig
+
+BACKEND = "torchrun"
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One of `world_size` processes, `local_world_size` of them on this node."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+
+def launched() -> Launch | None:
+    """Of this process; None where torchrun started no other beside it."""
+    env = os.environ
+    if "TORCHELASTIC_RUN_ID" not in env or env.get("WORLD_SIZE", "1") == "1":
+        return None
+    rank, world = env.get("RANK", "0"), env["WORLD_SIZE"]
+    return Launch(int(rank), int(world), int(env.get("LOCAL_RANK", rank)), int(env.get("LOCAL_WORLD_SIZE", world)))
+
+
+def is_spare() -> bool:
+    """Whether another process speaks for all."""
+    launch = launched()
+    return launch is not None and launch.rank > 0
+
+
+def take_part(section: ClusterConfig) -> None:
+    """Every process that torchrun started becomes a rank; ValueError where the section says otherwise."""
+    launch = launched()
+    if launch is None:
+        if section.backend == BACKEND:
+            fix = "torchrun --nproc_per_node=N -m verl.cli sft ..., or leave cluster.backend out"
+            raise ValueError(f"cluster.backend=torchrun, but torchrun did not start several processes: {fix}")
+        return
+    if section.backend == "ray":
+        raise ValueError(
+            f"cluster.backend=ray, but torchrun started {launch.world_size} processes: start one without torchrun, or "
+            "leave cluster.backend out"
+        )
+    section.backend, section.ranks_per_node = BACKEND, launch.local_world_size
+    section.nodes = launch.world_size // launch.local_world_size
