@@ -25,12 +25,12 @@ def roles_of(config: Config) -> tuple[str, ...]:
     """Those of an RL run with workers of their own."""
     needs = settled(config.algorithm.name, config.algorithm.given()).needs(1)
     models = ("actor", *sorted({need.role for need in needs if need.build}))
-    return (*models, *(("reward_model",) if config.reward.model is not None else ()), "compute")
+    return (*models, *(("reward_model",) if config.reward.model is not None else ()), "compute", "recorder")
 
 
 def places_of(config: Config, command: str = "train") -> tuple[dict[str, Pool], dict[str, str]]:
     """Pools by their names, and the pool of each role; ValueError for what the section cannot mean."""
-    roles = roles_of(config) if command in ("train", "eval") else ("actor", "compute")
+    roles = roles_of(config) if command in ("train", "eval") else ("trainer", "compute")
     return pools_of(config.cluster, roles, device="cuda" if on_cuda(config) else "cpu")
 
 

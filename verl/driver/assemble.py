@@ -24,6 +24,7 @@ from verl.config.plan import algorithm_warnings, checkpoint_bytes, policy_update
 from verl.config.schema import AlgorithmConfig, Config
 from verl.data.source import Cursor, TaskTable, load_tasks
 from verl.driver.checkpointer import Checkpointer
+from verl.driver.home import home_of
 from verl.driver.measure import pool_metrics
 from verl.driver.models import ModelContext, hf_export, models_of, reward_model, trained, workers_of
 from verl.driver.publisher import Publisher
@@ -274,14 +275,11 @@ def context_of(
 ) -> ModelContext:
     """What the models of these roles have in common, and where they live."""
     device, layout = device_of(config), layout_of(config)
-    made = ClusterContext(
-        layout=layout,
-        roles=tuple(roles),
-        replicas=config.rollout.replicas,
-        set_up=partial(set_up_worker, config, max(layout.world_size, config.rollout.replicas)),
-        device=device,
-        drivers=drivers,
-    )
+    set_up: Callable[[], None] = partial(set_up_process, config)
+    if config.cluster.backend != "inproc":
+        home = home_of(crash_dir.parent if crash_dir else None)
+        set_up = partial(set_up_worker, config, max(layout.world_size, config.rollout.replicas), home)
+    made = ClusterContext(layout=layout)
     cluster = load(CLUSTER[config.cluster.backend].build)(config.cluster, made)
     queue = load(backend_of(config, "queue").build)(options_of(config, "queue"))
     return ModelContext(config, queue, device, updates, crash_dir, cluster)

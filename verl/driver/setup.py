@@ -21,6 +21,7 @@ from verl.checkpoint.loadable import check_loadable
 from verl.config.model_files import describe_model
 from verl.config.schema import Config
 from verl.data.source import LoadReport
+from verl.driver.home import Home
 
 
 def set_up_process(config: Config) -> None:
@@ -36,8 +37,11 @@ def set_up_process(config: Config) -> None:
         torch.use_deterministic_algorithms(True, warn_only=True)
 
 
-def set_up_worker(config: Config, processes: int) -> None:
-    """The same in a process beside `processes` - 1 others that work at the same time."""
+def set_up_worker(config: Config, processes: int, home: Home | None = None) -> None:
+    """The same in a process beside `processes` - 1 others that work at the same time. ValueError on a node that cannot
+    work with the driver of `home`."""
+    if home is not None:
+        home.enter()
     threads = config.run.threads or max(1, (os.cpu_count() or 1) // processes)
     set_up_process(replace(config, run=replace(config.run, threads=threads)))
 

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -28,6 +29,7 @@ FAST_HEALTH = {  # of a cluster that is started here: the death of a node is not
     "health_check_timeout_ms": 1000,
     "health_check_failure_threshold": 3,
 }
+ANSWER_S = 10.0  # for the address of a Ray
 
 
 class RayCluster:
@@ -46,11 +48,13 @@ class RayCluster:
         address: str | None = None,
         backend: str = "gloo",
         start_timeout_s: float = 60.0,
+        replicas: int = 1,
     ) -> None:
         import ray
 
         self._pools, self._roles, self.layout = dict(pools), dict(roles), layout
         self._set_up, self._backend = set_up, backend
+        self._replicas = replicas
         self._deaths: list[BaseException] = []
         self._on_failure: Callable[[BaseException], None] = self._deaths.append
         self._started = not ray.is_initialized()
@@ -111,7 +115,9 @@ class RayCluster:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         name = self._roles.get(role, next(iter(self._pools)))
-        pool, sharing = self._pools[name], max(1, sum(of == name for of in self._roles.values()))
+        pool, here = self._pools[name], [of for of, at in self._roles.items() if at == name]
+        most = -(-self._replicas // pool.ranks)  # replicas in one bundle
+        sharing = max(1, sum(most if of == "rollout" else 1 for of in here))
         node, place = divmod(rank % pool.ranks, pool.ranks_per_node)
         made: Any = ray.remote(**kind)(cls)
         return made.options(
@@ -135,6 +141,7 @@ def build(section: ClusterConfig, context: ClusterContext) -> RayCluster:
         address=address_of(section.address),
         backend="gloo" if context.device == "cpu" else "cpu:gloo,cuda:nccl",
         start_timeout_s=section.start_timeout_s,
+        replicas=context.replicas,
     )
 
 
@@ -146,11 +153,14 @@ def _connect(address: str | None, pools: Mapping[str, Pool]) -> Reaper | None:
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if address is not None:
         try:
+            host, _, port = address.rpartition(":")
+            if port.isdigit():  # Ray itself would ask for minutes
+                socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
             ray.init(address=address, **quiet)
-        except (ConnectionError, RuntimeError) as e:
+        except (OSError, RuntimeError) as e:
             raise ValueError(
                 f"cluster.address={address}: {' '.join(str(e).split())}; is `ray start --head` running there, with Ray "
-                f"{ray.__version__}?"
+                f"{ray.__version__} and the RAY_AUTH_MODE that is set here?"
             ) from e
         return None
     wanted = sum(pool.ranks * pool.cpus_per_rank for pool in pools.values())  # processes here share the cores
