@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -53,12 +53,12 @@ def kv_bytes_per_token(model: ModelFacts, dtype: str) -> int:
     return 2 * model.layers * model.kv_heads * model.head_dim * DTYPE_BYTES[dtype]
 
 
-def layer_bytes_per_token(model: ModelFacts, dtype: str) -> int:
+def layer_bytes_per_token(model: ModelFacts, dtype: str, tensor: int = 1) -> int:
     """What one decoder layer keeps for its backward pass: two float32 norms with their inputs, the inputs of the
     projections, q, k, v before and after rotation, the attention's output, four MLP arrays. Within 15% of Qwen2 and
-    Llama under autocast."""
+    Llama under autocast. tensor: ranks that share what is within a layer."""
     q, kv = model.heads * model.head_dim, 2 * model.kv_heads * model.head_dim
-    arrays = 2 * model.hidden + 2 * (q + kv) + q + 4 * model.intermediate
+    arrays = 2 * model.hidden + (2 * (q + kv) + q + 4 * model.intermediate) // tensor
     return DTYPE_BYTES[dtype] * arrays + 4 * 4 * model.hidden
 
 
@@ -77,6 +77,11 @@ def estimate_memory(config: Config, model: ModelFacts, reference: bool, update_t
         "update": (*held, "gradients", "compute copy of weights", "activations", "log-prob chunk", *flying),
         "publish": (*held, "incoming weights", *flying),
     }
+    return summed(items, named)
+
+
+def summed(items: Mapping[str, int], named: Mapping[str, Sequence[str]]) -> Memory:
+    """The sums of phases that name items; those that are not there, or 0, are left out."""
     phases = {name: tuple(i for i in parts if items.get(i)) for name, parts in named.items()}
     used = {i for parts in phases.values() for i in parts}
     peaks = {name: sum(items[i] for i in parts) for name, parts in phases.items()}
@@ -91,7 +96,7 @@ def _items(config: Config, model: ModelFacts, reference: bool, tokens: int) -> d
     residual = 4 * model.hidden  # float32: embeddings are not autocast
     kept = model.layers * residual + layer if config.model.gradient_checkpointing else model.layers * layer
     rows = max(16, LOGPROB_CHUNK_BYTES // (4 * model.vocab))
-    copy = weights * DTYPE_BYTES[rollout_dtype(config)]
+    rollout = rollout_items(config, model)
     snapshot = 4 * weights if config.pipeline.staleness > 0 else 0  # the trainer goes on while the weights travel
     return {
         "master weights": 4 * weights,
@@ -100,11 +105,20 @@ def _items(config: Config, model: ModelFacts, reference: bool, tokens: int) -> d
         "compute copy of weights": 2 * (weights - model.embedding_parameters) if dtype == "bfloat16" else 0,
         "reference policy": 4 * weights if reference else 0,
         "critic with its optimizer": 16 * weights if find(config.algorithm.name).critic else 0,
-        "rollout weights": copy,
-        "incoming weights": copy + snapshot,
-        **rollout_caches(config, bytes_per_token=kv_bytes_per_token(model, rollout_dtype(config))),
-        "sampling logits": 2 * 4 * config.rollout.max_concurrent_sequences * model.vocab,
+        **rollout,
+        "incoming weights": rollout["incoming weights"] + snapshot,
         "activations": tokens * (kept + 2 * residual),
         "inference activations": tokens * (layer + 2 * residual),
         "log-prob chunk": LOGPROB_COPIES * rows * model.vocab * 4 + 4 * model.vocab * model.hidden,
+    }
+
+
+def rollout_items(config: Config, model: ModelFacts) -> dict[str, int]:
+    """Of one rollout engine."""
+    copy = model.parameters * DTYPE_BYTES[rollout_dtype(config)]
+    return {
+        "rollout weights": copy,
+        "incoming weights": copy,
+        **rollout_caches(config, bytes_per_token=kv_bytes_per_token(model, rollout_dtype(config))),
+        "sampling logits": 2 * 4 * config.rollout.max_concurrent_sequences * model.vocab,
     }

@@ -21,6 +21,7 @@ from verl.config.backends import options_of, rollout_caches
 from verl.config.memory import Memory, estimate_memory, kv_bytes_per_token, rollout_dtype
 from verl.config.model_files import ModelFacts, describe_model, find_model_folder
 from verl.config.schema import Config
+from verl.config.spread import Spread, spread_of
 from verl.data.files import expand_files, format_of
 from verl.driver.scheduler import Scheduler
 
@@ -88,6 +89,7 @@ class Plan:
     checkpoints_kept: int  # On disk at once, the one being written included.
     checkpoints_made: str  # When.
     warnings: tuple[str, ...]
+    cluster: Spread | None = None  # And `memory` is that of the fullest rank.
 
     def to_json(self) -> str:
         """`plan.json` of the run directory."""
@@ -100,6 +102,7 @@ def make_plan(config: Config) -> Plan:
     length = _run_length(config, step)
     update_tokens = step.max_tokens // step.updates
     one, kept = checkpoint_bytes(config), checkpoints_kept(config, length.steps)
+    spread = spread_of(config, update_tokens)
     return Plan(
         run_dir=f"{config.run.root_dir}/{config.run.name}",
         algorithm=config.algorithm.name,
@@ -107,12 +110,13 @@ def make_plan(config: Config) -> Plan:
         step=step,
         length=length,
         rollout=_rollout_sizes(config, model),
-        memory=estimate_memory(config, model, needs_reference(config), update_tokens),
+        memory=spread.fullest if spread else estimate_memory(config, model, needs_reference(config), update_tokens),
         checkpoint_bytes=one,
         checkpoint_parts=checkpoint_parts(config),
         checkpoints_kept=kept,
         checkpoints_made=_made(config.run.save_every_steps),
         warnings=(*_warnings(config, model, length), *small_disk(config, one * kept)),
+        cluster=spread,
     )
 
 
@@ -339,7 +343,12 @@ def render_plan(plan: Plan) -> str:
         "disk": f"checkpoint {_gib(one)} ({parts}), at most {kept} at once: {_gib(kept * one)} in {plan.run_dir}",
         "saved": plan.checkpoints_made,
     }
-    text = [*(f"{name:<9} {said}" for name, said in lines.items()), "", *_memory_lines(plan.memory)]
+    lines |= _cluster_lines(plan.cluster) if plan.cluster else {}
+    text = [f"{name:<9} {said}" for name, said in lines.items()]
+    if plan.cluster is None:
+        text += ["", *_memory_lines(plan.memory)]
+    for name, pool in (plan.cluster.pools if plan.cluster else {}).items():
+        text += ["", *_memory_lines(pool.memory, f"a rank of {name} (estimate)")]
     text += ["", *(f"warning: {w}" for w in plan.warnings)] if plan.warnings else []
     return "\n".join(text) + "\n"
 
@@ -380,11 +389,25 @@ def _rollout_line(r: RolloutSizes) -> str:
     )
 
 
-def _memory_lines(memory: Memory) -> list[str]:
+def _cluster_lines(s: Spread) -> dict[str, str]:
+    """Who lives where."""
+    where = f"at {s.address}" if s.address else "started for this run on this machine"
+    shared = f"2 x {_gib(s.shared_bytes // 2)} of shared memory"
+    lines = {"cluster": f"{s.backend}, {where}; rows through queue {s.queue}, weights through sync {s.sync} ({shared})"}
+    lines["layout"] = s.layout
+    for name, pool in s.pools.items():
+        each = ", ".join(f"{amount:g} {what}" for what, amount in pool.each.items())
+        lives = [*pool.roles, *([_count(pool.replicas, "rollout replica")] if pool.replicas else [])]
+        size = f"{_count(pool.nodes, 'node')} x {_count(pool.ranks_per_node, 'rank')}"
+        lines[f"pool {name}"] = f"{size}, each {each}: {', '.join(lives)}"
+    return lines
+
+
+def _memory_lines(memory: Memory, title: str = "memory (estimate)") -> list[str]:
     """A table: items down, phases across, their sums below; the peak is marked."""
-    width = max(len(name) for name in memory.items) + 2
+    width = max(len(name) for name in (*memory.items, title)) + 2
     phases = memory.phases.values()
-    rows = ["memory (estimate)".ljust(width) + "".join(f"{name:>14}" for name in memory.phases)]
+    rows = [title.ljust(width) + "".join(f"{name:>14}" for name in memory.phases)]
     for item, size in memory.items.items():
         rows.append(item.ljust(width) + "".join(f"{_gib(size) if item in parts else '-':>14}" for parts in phases))
     rows.append("sum".ljust(width) + "".join(f"{_gib(size):>14}" for size in memory.peaks.values()))

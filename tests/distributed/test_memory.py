@@ -1,0 +1,59 @@
+"""What the plan says that a rank holds, against the tensors that it holds."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+from cases import MODELS, SIZES, Case, engine, model, share
+from forked import run
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from verl.config.schema import Config
+from verl.config.spread import role_items
+from verl.model_engine.layout import Layout
+
+WIDE = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "head_dim": 32, "vocab_size": 4000}
+if os.environ.get("FULL_GRID"):  # 100 million parameters
+    WIDE = {"hidden_size": 640, "intermediate_size": 2560, "num_hidden_layers": 14, "head_dim": 80, "vocab_size": 16000}
+LAYOUTS = {
+    "FSDP": Layout(world_size=2),
+    "HSDP": Layout(world_size=4, replicate=2),
+    "TP": Layout(world_size=2, tensor=2),
+    "FSDP x TP": Layout(world_size=4, tensor=2),
+}
+
+
+def num_bytes(tensors: Any) -> int:
+    local = [t.to_local() if hasattr(t, "to_local") else t for t in tensors if isinstance(t, Tensor) and t.ndim]
+    return sum(t.numel() * t.element_size() for t in local)
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_a_rank_holds_what_the_plan_says(role, tmp_path, monkeypatch):
+    monkeypatch.setitem(MODELS, "wide", lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES | WIDE, tie_word_embeddings=True)))
+    model("wide").save_pretrained(tmp_path)
+    config = Config()
+    config.model.path = config.critic.path = str(tmp_path)
+    wrong = {}
+    for name, layout in LAYOUTS.items():
+
+        def held(rank: int) -> dict[str, int]:
+            case = Case(layout, role, model="wide")
+            _, batch, count = share(case, rank)
+            e = engine("wide", role, layout, score=None)
+            e.forward_backward(batch, case.batch()[2], count)
+            trained = [p for p in e._trained().parameters() if p.grad is not None]
+            gradients = num_bytes(p.grad for p in trained)
+            e.optim_step()
+            states = num_bytes(t for state in e.optimizer.state.values() for t in state.values())
+            return {"weights": num_bytes(trained), "gradients": gradients, "optimizer states": states}
+
+        planned = role_items(config, role, layout, tokens=1)
+        for rank, measured in enumerate(run(layout.world_size, held)):
+            for what, size in measured.items():
+                if abs(planned[what] / size - 1) > 0.1:
+                    wrong[name, rank, what] = (planned[what], size)
+    assert not wrong

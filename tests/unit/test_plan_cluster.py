@@ -1,0 +1,152 @@
+"""The plan of a run over processes: who lives where, and what a rank holds; nothing is started for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from handmade_model import write_model, write_qwen_half_billion, write_rows
+
+from verl.config.load import load_config
+from verl.config.plan import Plan, make_plan, render_plan
+from verl.config.spread import Spread, words_of
+from verl.model_engine.layout import Layout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("spread")
+    write_qwen_half_billion(where / "qwen")
+    write_model(where / "judge", layers=4, hidden=512, ffn=1024, vocab=151936)
+    write_rows(where / "rows.jsonl", 7473)
+    return where
+
+
+def plan_of(folder: Path, *args: str) -> Plan:
+    base = (
+        "recipe=gsm8k_grpo",
+        "model.dtype=bfloat16",
+        "cluster.backend=ray",
+        f"data.eval_files=[{folder}/rows.jsonl]",
+    )
+    return make_plan(
+        load_config([f"model.path={folder}/qwen", f"data.train_files=[{folder}/rows.jsonl]", *base, *args]).config
+    )
+
+
+def spread_of(folder: Path, *args: str) -> Spread:
+    spread = plan_of(folder, *args).cluster
+    assert spread is not None
+    return spread
+
+
+GOLDEN = """\
+cluster   ray, at auto; rows through queue ray, weights through sync shm (2 x 1.84 GiB of shared memory)
+layout    8 ranks = 4 data x 2 tensor, in 2 copies of the model: a rank holds 1/4 of a model
+pool main 2 nodes x 4 ranks, each 1 CPU, 1 GPU: actor, critic, compute, 4 rollout replicas
+pool wide 1 node x 8 ranks, each 2 CPU, 1 npu: ref
+
+a rank of main (estimate)              rollout   infer actor  infer critic  update actor update critic       publish
+actor weights                          471 MiB       471 MiB       471 MiB       471 MiB       471 MiB       471 MiB
+actor gathered weights                       -       317 MiB             -       317 MiB             -       317 MiB
+actor inference activations                  -       746 MiB             -             -             -             -
+actor log-prob chunk                         -       323 MiB             -       323 MiB             -             -
+actor whole weights                          -             -             -             -             -      1.84 GiB
+actor optimizer states                 942 MiB       942 MiB       942 MiB       942 MiB       942 MiB       942 MiB
+actor gradients                              -             -             -       471 MiB             -             -
+actor gathered gradients                     -             -             -       288 MiB             -             -
+actor compute copy of weights                -             -             -       341 MiB             -             -
+actor activations                            -             -             -      2.04 GiB             -             -
+critic weights                         471 MiB       471 MiB       471 MiB       471 MiB       471 MiB       471 MiB
+critic gathered weights                      -             -       317 MiB             -       317 MiB             -
+critic inference activations                 -             -       746 MiB             -             -             -
+critic optimizer states                942 MiB       942 MiB       942 MiB       942 MiB       942 MiB       942 MiB
+critic gradients                             -             -             -             -       471 MiB             -
+critic gathered gradients                    -             -             -             -       288 MiB             -
+critic compute copy of weights               -             -             -             -       341 MiB             -
+critic activations                           -             -             -             -      2.04 GiB             -
+rollout weights                        942 MiB       942 MiB       942 MiB       942 MiB       942 MiB       942 MiB
+incoming weights                             -             -             -             -             -       942 MiB
+KV cache                              4.50 GiB             -             -             -             -             -
+prefix cache                           768 MiB             -             -             -             -             -
+sampling logits                        297 MiB             -             -             -             -             -
+"""
+
+
+def test_golden_lines_of_a_cluster(folder: Path) -> None:
+    text = render_plan(
+        plan_of(
+            folder,
+            *("algorithm.name=ppo", "algorithm.kl_loss_coef=0.1", "step.updates_per_step=2", "rollout.replicas=4"),
+            *("cluster.address=auto", "cluster.nodes=2", "cluster.ranks_per_node=4", "cluster.gpus_per_rank=1"),
+            *(
+                "cluster.pools={wide: {ranks_per_node: 8, cpus_per_rank: 2, resource: npu}}",
+                "cluster.roles={ref: wide}",
+            ),
+            *("parallel.tensor=2", "parallel.replicate=2"),
+        )
+    )
+    at, end = text.index("cluster  "), text.index("sum  ")
+    assert text[at:end] == GOLDEN
+    assert "a rank of wide (estimate)" in text and "memory (estimate)" not in text
+
+
+def test_the_file_says_the_same(folder: Path) -> None:
+    plan = plan_of(folder, "cluster.ranks_per_node=4", "parallel.sequence=2")
+    found = json.loads(plan.to_json())
+    assert found["cluster"]["layout"] == "4 ranks = 2 data x 2 sequence: a rank holds 1/4 of a model"
+    assert found["cluster"]["pools"]["main"]["roles"] == ["actor", "compute"]
+    assert found["memory"] == found["cluster"]["pools"]["main"]["memory"] and found["memory"]["peak_bytes"] > 0
+    alone = json.loads(plan_of(folder, "cluster.backend=inproc").to_json())
+    assert alone["cluster"] is None and "master weights" in alone["memory"]["items"]
+
+
+def test_words_of_a_layout() -> None:
+    said = {
+        "1 rank = 1 data: a rank holds 1/1 of a model": Layout(),
+        "4 ranks = 2 data x 2 tensor: a rank holds 1/4 of a model": Layout(world_size=4, tensor=2),
+        "4 ranks = 4 data, in 2 copies of the model: a rank holds 1/2 of a model": Layout(world_size=4, replicate=2),
+        "8 ranks = 2 data x 2 sequence x 2 tensor: a rank holds 1/8 of a model": Layout(
+            world_size=8, sequence=2, tensor=2
+        ),
+    }
+    assert {words_of(layout) for layout in said.values()} == set(said)
+
+
+def test_what_divides_what(folder: Path) -> None:
+    def items(*args: str) -> dict[str, int]:
+        return (
+            spread_of(folder, "cluster.ranks_per_node=4", "step.updates_per_step=2", *args).pools["main"].memory.items
+        )
+
+    data, copies, tensor, sequence = (
+        items(f"parallel.{name}") for name in ("replicate=1", "replicate=2", "tensor=2", "sequence=2")
+    )
+    for name in ("actor weights", "actor gradients", "actor optimizer states"):
+        assert data[name] == tensor[name] == sequence[name] and 2 * data[name] == copies[name]
+    for name in ("actor gathered weights", "actor compute copy of weights"):
+        assert data[name] == copies[name] == sequence[name] and data[name] == 2 * tensor[name]
+    for name in ("actor activations", "actor inference activations"):
+        assert data[name] == copies[name] == 2 * sequence[name] and sequence[name] < tensor[name] < data[name]
+    assert tensor["actor log-prob chunk"] < data["actor log-prob chunk"]
+    one = spread_of(folder).pools["main"].memory.items
+    assert "actor gathered weights" not in one and one["actor weights"] == 4 * data["actor weights"]
+
+
+def test_a_pool_holds_what_lives_in_it(folder: Path) -> None:
+    spread = spread_of(
+        folder,
+        *("cluster.ranks_per_node=2", f"reward.model={folder}/judge", "rollout.replicas=3"),
+        "cluster.pools={judge: {ranks_per_node: 2}, gen: {ranks_per_node: 4}}",
+        "cluster.roles={reward_model: judge, rollout: gen, compute: judge}",
+    )
+    found = {name: (pool.roles, pool.replicas) for name, pool in spread.pools.items()}
+    assert found == {"main": (("actor",), 0), "judge": (("reward_model", "compute"), 0), "gen": ((), 3)}
+    judge, gen, main = (spread.pools[name].memory for name in ("judge", "gen", "main"))
+    assert judge.items["reward_model weights"] < main.items["actor weights"] / 4, "of the judge's own folder"
+    assert set(judge.phases["infer reward_model"]) >= {"reward_model weights", "reward_model inference activations"}
+    assert set(gen.items) == {"rollout weights", "incoming weights", "KV cache", "prefix cache", "sampling logits"}
+    assert "rollout weights" not in main.items and spread.fullest == max(judge, gen, main, key=lambda m: m.peak_bytes)
+    crowded = spread_of(folder, "cluster.ranks_per_node=2", "rollout.replicas=2").pools["main"].memory
+    assert crowded.items["rollout weights"] == gen.items["rollout weights"], "one replica a rank"

@@ -1,0 +1,153 @@
+"""Who lives where in a run over processes, and what a rank of each pool holds, by role and phase. Estimates, as in
+memory.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from verl.algorithms.presets import settled
+from verl.config.backends import address_of, engine_of, layout_of
+from verl.config.cluster import places_of
+from verl.config.memory import (
+    DTYPE_BYTES,
+    LOGPROB_CHUNK_BYTES,
+    LOGPROB_COPIES,
+    Memory,
+    compute_dtype,
+    layer_bytes_per_token,
+    rollout_items,
+    summed,
+)
+from verl.config.model_files import describe_model
+from verl.config.schema import Config
+from verl.model_engine.layout import Layout
+
+HELD = ("weights", "optimizer states")
+PASS = ("gathered weights", "log-prob chunk")
+UPDATE = ("gradients", "gathered gradients", "compute copy of weights", "activations")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolPlan:
+    """each: what one rank of it holds, by Ray's names · replicas: rollout engines · memory: of its fullest rank."""
+
+    nodes: int
+    ranks_per_node: int
+    each: dict[str, float]
+    roles: tuple[str, ...]
+    replicas: int
+    memory: Memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """backend, address: of the cluster; no address: started for this run · layout: in words · queue, sync: the engines
+    that serve it · shared_bytes: of a host's memory, for two versions of the weights on their way."""
+
+    backend: str
+    address: str | None
+    layout: str
+    queue: str
+    sync: str
+    shared_bytes: int
+    pools: dict[str, PoolPlan]
+
+    @property
+    def fullest(self) -> Memory:
+        return max((pool.memory for pool in self.pools.values()), key=lambda memory: memory.peak_bytes)
+
+
+def spread_of(config: Config, update_tokens: int) -> Spread | None:
+    """None: everything is in this process. update_tokens: of one optimizer step at most."""
+    c, layout = config.cluster, layout_of(config)
+    if c.backend == "inproc":
+        return None
+    pools, lives = places_of(config)
+    planned = {}
+    for name, pool in pools.items():
+        roles = tuple(role for role, at in lives.items() if at == name and role != "rollout")
+        replicas = config.rollout.replicas if lives["rollout"] == name else 0
+        planned[name] = PoolPlan(
+            nodes=pool.nodes,
+            ranks_per_node=pool.ranks_per_node,
+            each=pool.bundle,
+            roles=roles,
+            replicas=replicas,
+            memory=_memory(config, layout, roles, -(-replicas // pool.ranks), update_tokens),
+        )
+    return Spread(
+        backend=c.backend,
+        address=address_of(c.address),
+        layout=words_of(layout),
+        queue=engine_of(config, "queue"),
+        sync=engine_of(config, "sync"),
+        shared_bytes=2 * 4 * describe_model(config.model.path).parameters,
+        pools=planned,
+    )
+
+
+def words_of(layout: Layout) -> str:
+    """4 ranks = 2 data x 2 tensor: a rank holds 1/4 of a model."""
+    parts = {"pipeline": layout.pipeline, "data": layout.data, "sequence": layout.sequence, "tensor": layout.tensor}
+    product = " x ".join(f"{size} {name}" for name, size in parts.items() if size > 1) or "1 data"
+    copies = f", in {layout.replicate} copies of the model" if layout.replicate > 1 else ""
+    ranks = "1 rank" if layout.world_size == 1 else f"{layout.world_size} ranks"
+    return f"{ranks} = {product}{copies}: a rank holds 1/{layout.shard * layout.tensor} of a model"
+
+
+def _memory(config: Config, layout: Layout, roles: Sequence[str], replicas: int, update_tokens: int) -> Memory:
+    """Of a pool's fullest rank: the first of every role, with a replica where there are any."""
+    tokens = -(-min(config.step.max_tokens_per_microbatch, update_tokens) // layout.sequence)
+    items = {
+        f"{role} {name}": size for role in roles for name, size in role_items(config, role, layout, tokens).items()
+    }
+    rollout = rollout_items(config, describe_model(config.model.path)) if replicas else {}
+    items |= {name: replicas * size for name, size in rollout.items()}
+    held = [f"{role} {name}" for role in roles for name in HELD] + ["rollout weights"]
+    kept = ["KV cache", "prefix cache"] if config.pipeline.placement == "split" or config.pipeline.staleness else []
+    needs = settled(config.algorithm.name, config.algorithm.given()).needs(config.step.updates_per_step)
+    infer = dict.fromkeys([*(need.role for need in needs), "reward_model"])
+    phases = {"rollout": [*held, "KV cache", "prefix cache", "sampling logits"]} if replicas else {}
+    for role in (role for role in infer if role in roles):
+        phases[f"infer {role}"] = [*held, *(f"{role} {name}" for name in (*PASS, "inference activations")), *kept]
+    for role in (role for role in ("actor", "critic") if role in roles):
+        phases[f"update {role}"] = [*held, *(f"{role} {name}" for name in (*PASS, *UPDATE)), *kept]
+    phases["publish"] = [*held, "actor whole weights", "actor gathered weights", "incoming weights", *kept]
+    return summed(items, phases)
+
+
+def role_items(config: Config, role: str, layout: Layout, tokens: int) -> dict[str, int]:
+    """Bytes of one rank of a role. tokens: of a micro-batch, on this rank."""
+    if role == "compute":
+        return {}
+    own = {"critic": config.critic.path, "reward_model": config.reward.model}.get(role)
+    model, trains = describe_model(own or config.model.path), role in ("actor", "critic")
+    count = model.parameters if role in ("actor", "ref") else model.body_parameters
+    part, tensor, dtype = layout.shard * layout.tensor, layout.tensor, compute_dtype(config)
+    layer = (model.body_parameters - model.embedding_parameters) // model.layers
+    root = count - layer * model.layers  # embeddings, last norm, head: gathered for a whole pass
+    apart = int(layout.world_size > 1)
+    bytes_kept, residual = layer_bytes_per_token(model, dtype, tensor), 4 * model.hidden  # of a token
+    through = model.layers * residual + bytes_kept if config.model.gradient_checkpointing else model.layers * bytes_kept
+    vocab = -(-model.vocab // tensor)
+    rows = max(16, LOGPROB_CHUNK_BYTES // (4 * vocab))
+    items = {
+        "weights": 4 * count // part,
+        "gathered weights": apart * 4 * (root + 2 * layer) // tensor,  # a layer, and the next one on its way
+        "inference activations": tokens * (bytes_kept + 2 * residual),
+    }
+    if role in ("actor", "ref"):
+        items["log-prob chunk"] = LOGPROB_COPIES * rows * vocab * 4 + 4 * vocab * model.hidden
+    if role == "actor":
+        items["whole weights"] = 4 * count  # the first rank hands them over
+    if not trains:
+        return items
+    half = dtype == "bfloat16"
+    return items | {
+        "optimizer states": 8 * count // part,
+        "gradients": 4 * count // part,
+        "gathered gradients": apart * 4 * (root + layer) // tensor,
+        "compute copy of weights": DTYPE_BYTES[dtype] * (count - model.embedding_parameters) // tensor if half else 0,
+        "activations": tokens * (through + 2 * residual),
+    }
