@@ -279,7 +279,14 @@ def context_of(
     if config.cluster.backend != "inproc":
         home = home_of(crash_dir.parent if crash_dir else None)
         set_up = partial(set_up_worker, config, max(layout.world_size, config.rollout.replicas), home)
-    made = ClusterContext(layout=layout)
+    made = ClusterContext(
+        layout=layout,
+        roles=tuple(roles),
+        replicas=config.rollout.replicas,
+        set_up=set_up,
+        device=device,
+        drivers=drivers,
+    )
     cluster = load(CLUSTER[config.cluster.backend].build)(config.cluster, made)
     queue = load(backend_of(config, "queue").build)(options_of(config, "queue"))
     return ModelContext(config, queue, device, updates, crash_dir, cluster)
