@@ -7,7 +7,7 @@ import gc
 import json
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,24 +66,23 @@ def run_rl(
     progress = progress or LiveProgress()
     if not quiet:
         progress.message(render_plan(plan))
-    return _restarted(
-        resolved, progress, lambda: uvloop.run(_train(resolved, title, on_step, plan.to_json(), progress))
-    )
-
-
-def _restarted(resolved: Resolved, progress: LiveProgress, start: Callable[[], Finished]) -> Finished:
-    """A run whose process died is started again from its last checkpoint, up to cluster.max_restarts times."""
-    run, most = resolved.config.run, resolved.config.cluster.max_restarts
-    for restart in range(most):
+    text, most = plan.to_json(), resolved.config.cluster.max_restarts
+    for restart in range(1, most + 1):
         try:
-            return start()
-        except Exception as e:
-            if not isinstance(cause := first_cause(e), WorkerDied):
+            return uvloop.run(_train(resolved, title, on_step, text, progress))
+        except Exception as error:
+            if not isinstance(cause := first_cause(error), WorkerDied):
                 raise
-            progress.message(f"{cause}\nstarting again from the last checkpoint ({restart + 1} of {most} times)")
-            if any((Path(run.root_dir) / run.name / "checkpoints").glob("step_*")):
-                run.resume = "auto"  # also of a fork, which has a checkpoint of its own now
-    return start()
+            progress.message(f"{cause}\nstarting again from the last checkpoint ({restart} of {most} times)")
+        _go_on(resolved)
+    return uvloop.run(_train(resolved, title, on_step, text, progress))
+
+
+def _go_on(resolved: Resolved) -> None:
+    """With what this run has saved, also if it began as a fork."""
+    run = resolved.config.run
+    if any((Path(run.root_dir) / run.name / "checkpoints").glob("step_*")):
+        run.resume = "auto"
 
 
 async def _train(resolved: Resolved, title: str, on_step: OnStep | None, plan: str, progress: LiveProgress) -> Finished:
