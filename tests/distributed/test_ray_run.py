@@ -114,3 +114,14 @@ def test_without_restarts_the_first_cause_is_the_last_line(tmp_path, tiny_model,
     text = run.communicate(timeout=120)[0]
     assert run.returncode == 1 and text.splitlines()[-1].startswith("error: WorkerDied: rank 0 of "), text
     assert not psutil.wait_procs(children, timeout=30)[1]
+
+
+def test_a_stopped_process_is_given_up_at_its_deadline(tmp_path, tiny_model, arithmetic_data):
+    more = ("run.total_steps=50", "run.wait_timeout_s=40", *RAY)
+    run = start(small_args(tmp_path, tiny_model, arithmetic_data[:1], *more))
+    until_step(tmp_path, 1, run)
+    children = psutil.Process(run.pid).children(recursive=True)
+    os.kill(below(run, "ray::Worker")[0].pid, signal.SIGSTOP)
+    text = run.communicate(timeout=180)[0]
+    assert run.returncode == 1 and "waited 40 s for" in text.splitlines()[-1], text
+    assert not psutil.wait_procs(children, timeout=30)[1]

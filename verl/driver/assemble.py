@@ -61,7 +61,7 @@ from verl.types import Sampling, Task
 from verl.weight_sync.base import CheckpointEngine, SyncContext
 from verl.workers.compute import build_compute
 from verl.workers.group import ClusterContext, Drivers, WorkerGroup
-from verl.workers.model_workers import ComputeWorker, ModelWorkers
+from verl.workers.model_workers import START_TIMEOUT_S, ComputeWorker, ModelWorkers
 from verl.workers.placement import Placement
 from verl.workers.waits import Waits
 
@@ -121,7 +121,7 @@ async def _run_of(
     learner = learner_of(context, algorithm, models, waits)
     replicas = context.cluster.replicas(rollout_engine, (config, tokenizer, context.device), config.rollout.replicas)
     asked = replicas[0].capabilities()
-    able = await waits.wait(asked, who="driver", what="the rollout engines to start", timeout_s=timeout_s)
+    able = await waits.wait(asked, who="driver", what="the rollout engines to start", timeout_s=START_TIMEOUT_S)
     for note in able.notes:
         progress.message(note)
     rollout = replicas[0] if len(replicas) == 1 else Router(replicas)

@@ -85,7 +85,7 @@ class RayCluster:
             a.build.options(concurrency_group="calls").remote(address, i, layout, self._backend, made)
             for i, a in enumerate(actors)
         ]
-        return RayGroup(name, actors, built, lambda died: self._on_failure(died))
+        return RayGroup(name, actors, built, self._died, self._lives)
 
     def replicas(self, build: Callable[..., RolloutEngine], args: tuple[Any, ...], count: int) -> list[RolloutEngine]:
         made = pickled(build, (self._set_up, args))
@@ -93,8 +93,16 @@ class RayCluster:
         for i in range(count):
             actor = self._actor(Replica, "rollout", i, {"max_concurrency": 100_000})
             built = actor.build.remote(made)
-            out.append(RayReplica(f"rollout replica {i}", actor, built, lambda died: self._on_failure(died)))
+            out.append(RayReplica(f"rollout replica {i}", actor, built, self._died, self._lives))
         return out
+
+    def _died(self, error: BaseException) -> None:
+        self._on_failure(error)
+
+    def _lives(self, process: int) -> None:
+        """A stopped process hears of nobody's end: it is ended with the rest."""
+        if self._reaper is not None:
+            self._reaper.watch([process])
 
     def close(self) -> None:
         import ray

@@ -109,8 +109,16 @@ def told_of(error: BaseException) -> Told:
 class RayGroup:
     """See `WorkerGroup`. One thread gives out the calls, one after the other; arguments are pickled at the call."""
 
-    def __init__(self, name: str, actors: Sequence[Any], built: Sequence[Any], on_death: Callable[[WorkerDied], None]):
-        self._name, self._actors, self._on_death = name, tuple(actors), on_death
+    def __init__(
+        self,
+        name: str,
+        actors: Sequence[Any],
+        built: Sequence[Any],
+        on_death: Callable[[WorkerDied], None],
+        lives: Callable[[int], None],
+    ) -> None:
+        """built: of each actor, where it lives · lives: told of each process."""
+        self._name, self._actors, self._on_death, self._lives = name, tuple(actors), on_death, lives
         self._lock = threading.Lock()
         self._closed = False
         self._dead: WorkerDied | None = None
@@ -214,6 +222,7 @@ class RayGroup:
     def _built(self, rank: int, found: Future[Any]) -> None:
         if (error := found.exception()) is None:
             self._places[rank] = found.result()
+            self._lives(found.result()[1])
         elif type(error).__name__ not in ("ActorDiedError", "ActorUnavailableError"):  # of these the watch hears
             self._fence(WorkerDied(f"rank {rank} of {self._name} was not built: {error}"), tell=True)
 

@@ -87,11 +87,13 @@ class Replica:
 class RayReplica:
     """See `RolloutEngine`: an engine in another process."""
 
-    def __init__(self, name: str, actor: Any, built: Any, on_death: Callable[[WorkerDied], None]) -> None:
+    def __init__(
+        self, name: str, actor: Any, built: Any, on_death: Callable[[WorkerDied], None], lives: Callable[[int], None]
+    ) -> None:
         self._name, self._actor, self._version, self._closed = name, actor, -1, False
         self._place: Any = None
         self._dead: WorkerDied | None = None
-        self._on_death = on_death
+        self._on_death, self._lives = on_death, lives
         built.future().add_done_callback(self._built)
         actor.watch.remote().future().add_done_callback(self._died)
 
@@ -167,6 +169,7 @@ class RayReplica:
     def _built(self, found: Future[Any]) -> None:
         if found.exception() is None:
             self._place = found.result()
+            self._lives(self._place[1])
 
     def _died(self, found: Future[Any]) -> None:
         if self._closed:
