@@ -13,14 +13,8 @@ from types import MappingProxyType
 from verl.config.backends import ROLLOUT as ROLLOUT_ENGINES
 from verl.config.compat import objective
 from verl.config.compat.given import ACTOR, ROLLOUT, Given, Result
+from verl.config.compat.layout import SEQUENCE, layout
 from verl.config.model_files import context_tokens
-
-_SEQUENCE_PARALLEL = (
-    *(f"{ACTOR}{key}" for key in ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size")),
-    *(f"{ACTOR}{key}" for key in ("veomni.ulysses_parallel_size", "megatron.context_parallel_size")),
-    *("engine.ulysses_sequence_parallel_size", "engine.ulysses_parallel_size", "engine.context_parallel_size"),
-)
-"""The devices that share a sequence in verl."""
 
 
 def _rollout_engine(given: Given) -> Result:
@@ -116,7 +110,7 @@ def _tokens(given: Given) -> Result:
     """verl counts a micro-batch per device and splits sequences over its sequence parallel group; ours never are."""
     keys = (f"{ACTOR}ppo_max_token_len_per_gpu", "data.max_token_len_per_gpu")
     budget = given.first(*keys)
-    groups = [n for key in _SEQUENCE_PARALLEL if isinstance(n := given.values.get(key), int) and n > 1]
+    groups = [n for key in SEQUENCE if isinstance(n := given.values.get(key), int) and n > 1]
     if budget is None:
         return {}
     prompt, answer = _limits(given)
@@ -305,7 +299,7 @@ _RULES = (
         objective.clip,
         objective.kl_loss,
     ),
-    *(objective.kl_reward, objective.filter, objective.critic, objective.pf_ppo),
+    *(objective.kl_reward, objective.filter, objective.critic, objective.pf_ppo, layout),
 )
 JOINT: Mapping[str, Callable[[Given], Result]] = MappingProxyType({rule.__name__.lstrip("_"): rule for rule in _RULES})
 """By the name that the table has after its @."""

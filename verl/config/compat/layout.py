@@ -1,0 +1,81 @@
+"""Rules of where a run lives: verl's nodes, devices and parallel sizes. They never change what is trained, so a script
+that wants eight devices runs in one process where these are not there, and says so."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+from verl.config.backends import address_of
+from verl.config.compat.given import ACTOR, Given, Result
+
+ONE_PROCESS = (
+    "layout: one process here, many with cluster.backend=ray (the actor's layout is that of all); the maths does not "
+    "depend on it"
+)
+NODES, DEVICES, SHARDS = "trainer.nnodes", "trainer.n_gpus_per_node", f"{ACTOR}fsdp_config.fsdp_size"
+TENSOR = (f"{ACTOR}megatron.tensor_model_parallel_size", "engine.tensor_model_parallel_size")
+SEQUENCE = (
+    *(f"{ACTOR}{key}" for key in ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size")),
+    *(f"{ACTOR}{key}" for key in ("veomni.ulysses_parallel_size", "megatron.context_parallel_size")),
+    *("engine.ulysses_sequence_parallel_size", "engine.ulysses_parallel_size", "engine.context_parallel_size"),
+)
+"""The devices that share a sequence in verl."""
+
+
+def layout(given: Given) -> Result:
+    """cluster.* and parallel.* where cluster.backend=ray is given, or where the devices are there: on this machine, or
+    in the cluster that cluster.address or RAY_ADDRESS names."""
+    asked = given.native.get("cluster.backend")
+    if asked == "inproc" or (asked is None and not _there(given)):
+        given.ignore(ONE_PROCESS, NODES, DEVICES, SHARDS, *TENSOR, *SEQUENCE)
+        return {}
+    nodes, ranks = int(given.own("cluster.nodes", _size(given, NODES))), _size(given, DEVICES)
+    ranks = int(given.own("cluster.ranks_per_node", ranks))
+    tensor, sequence = (max(_size(given, key) for key in keys) for keys in (TENSOR, SEQUENCE))
+    out: Result = {"cluster.backend": asked or "ray"}
+    if NODES in given.values:
+        out["cluster.nodes"] = nodes
+    if DEVICES in given.values:
+        out |= {"cluster.ranks_per_node": ranks, "rollout.replicas": ranks}
+        given.remarks[DEVICES] = "a rollout engine on every device of the first node"
+    out |= {key: size for key, size in (("parallel.tensor", tensor), ("parallel.sequence", sequence)) if size > 1}
+    shards, over = _size(given, SHARDS), nodes * ranks // int(given.own("parallel.tensor", tensor))
+    if over % shards:
+        raise ValueError(f"{SHARDS}={shards} does not divide the {over} ranks that shard the model: use a divisor")
+    if shards > 1:
+        out["parallel.replicate"] = over // shards
+    given.ignore(
+        "has no effect at this value", *(key for key in (*TENSOR, *SEQUENCE, SHARDS) if _size(given, key) == 1)
+    )
+    return out
+
+
+def _there(given: Given) -> bool:
+    """Whether what the script asks for can be had without asking for more."""
+    sizes = [given.values.get(key, 1) for key in (NODES, DEVICES)]
+    if not all(isinstance(size, int) for size in sizes) or find_spec("ray") is None:
+        return False
+    nodes, ranks = sizes
+    if given.native.get("model.device", "auto") == "cpu" or nodes * ranks <= 1:
+        return False
+    named = address_of(given.native.get("cluster.address"))
+    return named is not None or (nodes == 1 and ranks <= local_gpus())
+
+
+def local_gpus() -> int:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    return len([*Path("/dev").glob("nvidia[0-9]*")])
+
+
+def _size(given: Given, key: str) -> int:
+    """1 where it is not given, or not on."""
+    size = given.values.get(key)
+    if size is None or size == -1:
+        return 1
+    if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+        raise ValueError(f"{key}={size}: expected a number")
+    return max(1, size)
