@@ -1,0 +1,62 @@
+"""The recipes that people start from on GPUs: each is a configuration that can run, and what its comment says of memory
+is what the plan says."""
+
+from __future__ import annotations
+
+import re
+from importlib import resources
+from pathlib import Path
+
+import pytest
+from handmade_model import write_model, write_rows
+
+from verl.config.load import load_config, recipe_names, validate
+from verl.config.plan import make_plan, render_plan
+
+SHAPES = {  # of Qwen2.5, and the layout that the plan shows
+    "one_gpu_0.5b": (dict(layers=24, hidden=896, ffn=4864, heads=14, kv_heads=2, vocab=151936), None),
+    "eight_gpus_7b_fsdp2": (
+        dict(layers=28, hidden=3584, ffn=18944, heads=28, kv_heads=4, vocab=152064, tied=False),
+        "8 ranks = 8 data: a rank holds 1/8 of a model",
+    ),
+    "two_nodes_32b_fsdp2_tp": (
+        dict(layers=64, hidden=5120, ffn=27648, heads=40, kv_heads=8, vocab=152064, tied=False),
+        "16 ranks = 4 data x 4 tensor: a rank holds 1/16 of a model",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_recipe_can_be_planned_and_says_what_it_holds(name: str, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("verl.config.cluster.find_spec", lambda name: name)
+    monkeypatch.setattr("verl.config.memory.on_cuda", lambda config: config.model.device != "cpu")
+    shape, layout = SHAPES[name]
+    rows, model = write_rows(tmp_path / "rows.jsonl", 7473), write_model(tmp_path / "model", **shape)
+    given = (f"model.path={model}", f"data.train_files=[{rows}]", f"data.eval_files=[{rows}]")
+    config = load_config([f"recipe={name}", *given, f"run.root_dir={tmp_path}"]).config
+    validate(config)
+    plan = make_plan(config)
+    assert (plan.cluster.layout if plan.cluster else None) == layout
+    text = resources.files("verl.recipes").joinpath(f"{name}.yaml").read_text()
+    comment = " ".join(re.findall(r"^# ?(.*)$", text, re.MULTILINE))
+    (peak,) = re.findall(r"^peak (\S+ GiB) in", re.sub(r"(?s).*\n(peak .*)", r"\1", render_plan(plan)), re.MULTILINE)
+    assert name in recipe_names() and "was not run on such" in comment
+    assert f"holds at most {peak}" in comment
+
+
+def test_what_fits_where(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("verl.config.cluster.find_spec", lambda name: name)
+    monkeypatch.setattr("verl.config.memory.on_cuda", lambda config: True)
+    for name, gigabytes in (("one_gpu_0.5b", 24), ("eight_gpus_7b_fsdp2", 80)):
+        model = write_model(tmp_path / name, **SHAPES[name][0])
+        plan = make_plan(
+            load_config(
+                [
+                    f"recipe={name}",
+                    f"model.path={model}",
+                    "data.train_files=[s3://x.parquet]",
+                    "data.eval_files=[s3://y.parquet]",
+                ]
+            ).config
+        )
+        assert plan.memory.peak_bytes < gigabytes * 10**9
