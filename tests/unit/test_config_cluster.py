@@ -161,3 +161,11 @@ def test_messages_name_keys_of_the_tree() -> None:
     source = Path(cluster.__file__).read_text()
     found = set(re.findall(r"(?<![\w./])(?:cluster|parallel|queue|sync|rollout|run|model|step)\.[a-z_]+", source))
     assert found and found <= {*leaves(), *option_keys(), "model.engine_options"}
+
+
+def test_the_page_has_every_key() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+    keys = [key for key in leaves() if key.startswith(("cluster.", "parallel."))]
+    assert keys and [key for key in keys if f"`{key}`" not in page] == []
+    named = set(re.findall(r"`((?:cluster|parallel)\.[a-z_]+)`", page))
+    assert named == set(keys)
