@@ -91,9 +91,10 @@ def guarded(work: Callable[[], int]) -> int:
 def _expected(e: BaseException) -> bool:
     from verl.driver.rollouts import RunEnded
     from verl.weight_sync.base import SyncError
+    from verl.workers.group import WorkerDied
     from verl.workers.waits import DeadlineExpired
 
-    return isinstance(e, RunEnded | SyncError | DeadlineExpired | FloatingPointError | OSError)
+    return isinstance(e, RunEnded | SyncError | DeadlineExpired | WorkerDied | FloatingPointError | OSError)
 
 
 def _fail(text: str, code: int = 2) -> int:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 from small_runs import metrics_of
 
+from verl.checkpoint.store import CheckpointStore
 from verl.cli import main
 
 WAIT_S = 120.0
@@ -119,3 +122,66 @@ def test_two_ranks_make_the_run_of_one_process_and_one_process_goes_on_with_it(t
         assert main([*again, f"run.name={name}", f"data.cache_dir={tmp_path / 'cache_one'}"]) == 0
     assert not same_run(tmp_path / "sft/one", tmp_path / "sft/two", 5)
     assert "resuming" in capfd.readouterr().out
+
+
+def at_step(process: subprocess.Popen[str], number: int) -> dict[int, psutil.Process]:
+    """The ranks, once the first has told of that step."""
+    assert process.stdout is not None
+    said = []
+    for line in process.stdout:
+        said.append(line)
+        if f"step {number:>4}/" in line:
+            found = psutil.Process(process.pid).children(recursive=True)
+            return {int(one.environ()["RANK"]): one for one in found if "RANK" in one.environ()}
+    raise AssertionError("".join(said))
+
+
+def test_a_rank_that_is_killed_or_stopped_ends_all_with_the_first_cause(tmp_path, tiny_model):
+    rows, failed = conversations(tmp_path / "rows.jsonl"), []
+    more = ("run.total_steps=3000", "run.save_every_steps=2", f"data.cache_dir={tmp_path}/cache")
+    for rank, how in ((1, signal.SIGKILL), (0, signal.SIGKILL), (1, signal.SIGSTOP)):
+        name, wait_s = f"{rank}{how.name}", 5 if how == signal.SIGSTOP else 60
+        given = (*more, f"run.name={name}", f"run.wait_timeout_s={wait_s}")
+        process = start(command("sft", tmp_path, tiny_model, rows, *given), tmp_path)
+        ranks = at_step(process, 5)
+        ranks[rank].send_signal(how)
+        said = ended(process)
+        lost, late = f"error: rank {rank} (process {ranks[rank].pid}) is gone", "error: driver waited 5 s for "
+        if process.returncode == 0 or (late if how == signal.SIGSTOP else lost) not in said:
+            failed.append(f"{name}: {said}")
+        failed += [f"{name}: rank {n} lives" for n, one in ranks.items() if one.is_running()]
+        if how == signal.SIGKILL and "Signal 9 (SIGKILL) received" not in said:
+            failed.append(f"{name}: torchrun does not name the first cause")
+        if rank == 1 and not list((tmp_path / name / "crash").glob("*.json")):
+            failed.append(f"{name}: no crash record")
+        newest = CheckpointStore(tmp_path / name / "checkpoints", read_only=True).latest_valid()
+        if newest is None or int(newest.name.removeprefix("step_")) < 4:
+            failed.append(f"{name}: no checkpoint is left: {newest}")
+    assert not failed, "\n".join(failed)
+
+
+def test_sigterm_saves_the_step_that_all_are_at(tmp_path, tiny_model, capfd):
+    """And one process goes on from there."""
+    rows = conversations(tmp_path / "rows.jsonl")
+    args = command("sft", tmp_path, tiny_model, rows, "run.name=r", "run.save_every_steps=0")
+    process = start([*args, "run.total_steps=3000", f"data.cache_dir={tmp_path}/cache"], tmp_path)
+    at_step(process, 5)
+    process.terminate()
+    said = ended(process)
+    assert "SIGTERM: stopped before step" in said, said
+    (step,) = CheckpointStore(tmp_path / "r" / "checkpoints", read_only=True).steps()
+    assert step >= 5 and sorted(metrics_of(tmp_path / "r")) == list(range(1, step + 1))
+    assert main([*args, f"run.total_steps={step + 1}", f"data.cache_dir={tmp_path}/cache"]) == 0
+    assert f"after step {step} of {step + 1}" in capfd.readouterr().out
+
+
+def test_what_is_refused_is_said_and_ends_all(tmp_path, tiny_model):
+    """Found by the first rank alone, in the run directory, the others end with it; verl's own door."""
+    rows = conversations(tmp_path / "rows.jsonl")
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "metrics.jsonl").write_text("")
+    args = command("sft", tmp_path, tiny_model, rows, "run.name=r", "run.resume=never")[1:]
+    process = start([*args, f"data.cache_dir={tmp_path}/cache"], tmp_path, "verl.trainer.sft_trainer")
+    said = ended(process)
+    assert process.returncode and "error: run.resume=never, but" in said and "Traceback" not in said.partition("E1")[0]
+    assert sorted(p.name for p in (tmp_path / "r").iterdir()) == [".lock", "metrics.jsonl"]

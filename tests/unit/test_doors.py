@@ -9,6 +9,8 @@ import pytest
 from verl.model_merger.__main__ import main as merge
 from verl.trainer import is_spare_rank
 from verl.trainer.main_ppo import main as ppo
+from verl.workers.sections import ClusterConfig
+from verl.workers.torchrun import is_spare, take_part
 
 
 def test_a_checkpoint_is_merged_by_copying_its_folder(tmp_path: Path) -> None:
@@ -29,3 +31,20 @@ def test_of_torchruns_processes_the_first_is_the_run_in_rl(
     assert ppo(["actor_rollout_ref.model.path=/no/where"]) == 2
     said = capsys.readouterr()
     assert "trains alone" in said.out and "/no/where" in said.err
+
+
+def test_what_torchrun_started_and_what_is_asked_for_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("TORCHELASTIC_RUN_ID", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    section = ClusterConfig()
+    take_part(section)
+    assert section == ClusterConfig() and not is_spare()
+    with pytest.raises(ValueError, match="cluster.backend=torchrun, but torchrun did not start several processes"):
+        take_part(ClusterConfig(backend="torchrun"))
+    given = {"TORCHELASTIC_RUN_ID": "x", "WORLD_SIZE": "6", "RANK": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "3"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    take_part(section)
+    assert (section.backend, section.nodes, section.ranks_per_node) == ("torchrun", 2, 3) and is_spare()
+    with pytest.raises(ValueError, match="cluster.backend=ray, but torchrun started 6 processes"):
+        take_part(ClusterConfig(backend="ray"))

@@ -68,6 +68,9 @@ def _sizes(config: Config, command: Command) -> Iterator[str]:
             f"step.max_tokens_per_microbatch={budget} is below the longest row, data.max_tokens_per_row="
             f"{config.data.max_tokens_per_row}: raise the first or lower the second"
         )
+    if config.cluster.backend == "torchrun" and command in SAMPLES:
+        why = "nothing that samples runs without a controller"
+        yield f"cluster.backend=torchrun: {why}; use ray (processes) or inproc for `verl {command}`"
     longest, held = longest_sequence(config), rollout_caches(config, bytes_per_token=1)["KV cache"]
     if command in SAMPLES and held < longest:
         key = "rollout.engine_options.max_kv_tokens"

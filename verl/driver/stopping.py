@@ -46,9 +46,12 @@ class StopRequest:
                     asyncio.get_running_loop().add_signal_handler(one, self._hear, one)
                     self._heard.append(one)
 
-    def close(self) -> None:
+    def close(self, *, deaf: bool = False) -> None:
+        """deaf: a signal does not end this process either, which has to say why it ends."""
         while self._heard:  # uvloop would leave it there, for no loop
-            asyncio.get_running_loop().remove_signal_handler(self._heard.pop())
+            asyncio.get_running_loop().remove_signal_handler(one := self._heard.pop())
+            if deaf:
+                signal.signal(one, signal.SIG_IGN)
 
     async def unless_given_up(
         self, work: Coroutine[Any, Any, None], then: str, may_give_up: Callable[[], bool] = lambda: True

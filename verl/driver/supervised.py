@@ -45,7 +45,8 @@ class SupervisedRun:
         self.learner.close()
         self.reporter.close()
         self.lock.close()
-        self.stop.close()
+        drivers = self.learner.cluster.drivers
+        self.stop.close(deaf=drivers is not None and drivers.broken)
 
 
 async def fit(run: SupervisedRun) -> dict[str, float]:
@@ -55,9 +56,11 @@ async def fit(run: SupervisedRun) -> dict[str, float]:
     await _restore(run)
     run.stop.listen()
     for index in range(run.first_index, run.total_steps):
-        run.stop.requested = await run.learner.agreed(run.stop.requested)
-        if run.stop.requested:
-            raise await run.checkpointer.stopped(_state(run, index), run.total_steps)
+        if stopping := await run.learner.agreed(run.stop.requested):
+            run.stop.requested = stopping  # by a signal that the first driver heard: the others come here with it
+            stopped = await run.checkpointer.stopped(_state(run, index), run.total_steps)
+            await run.learner.finish()
+            raise stopped
         step = Step(index)
         with step.clock("data"):
             draws = [run.cursor.next() for _ in range(run.config.supervised.rows_per_step)]

@@ -61,6 +61,11 @@ class Drivers(Protocol):
 
     number: int
 
+    @property
+    def broken(self) -> bool:
+        """One of them has ended before its time, or does not come: all end, and torchrun sees to it."""
+        ...
+
     def gather(self, value: T) -> Future[list[T]]:
         """The values of all of them, by rank; each calls it at the same place."""
         ...

@@ -3,12 +3,15 @@ computes its own share; every answer is that of all ranks, so that all decide th
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import os
 import queue
 import select
+import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
@@ -47,13 +50,20 @@ class Drivers:
         self._lock = threading.Lock()
         self._pending: set[Future[Any]] = set()
         self._gone: WorkerDied | None = None
+        self._heard, self._failed = threading.Event(), False
+        self._watched: dict[int, tuple[int, int]] = {}  # a descriptor of a process -> its rank and number
         self._calls: queue.SimpleQueue[tuple[Future[Any], str, Callable[[], Any]] | None] = queue.SimpleQueue()
         self._everyone.begin(0)
         places = self._everyone.all_gather((socket.gethostname(), os.getpid()))
         here = {n: pid for n, (host, pid) in enumerate(places) if host == places[number][0] and n != number}
+        atexit.register(self._leave)
         threading.Thread(target=self._work, name="verl-ranks", daemon=True).start()
         if hasattr(os, "pidfd_open"):
             threading.Thread(target=self._watch, args=(here,), name="verl-watch", daemon=True).start()
+
+    @property
+    def broken(self) -> bool:
+        return self._failed or bool(self._pending) or self._gone is not None
 
     def gather(self, value: T) -> Future[list[T]]:
         return self.together("gather", lambda: value)
@@ -76,12 +86,22 @@ class Drivers:
         return future
 
     def close(self) -> None:
-        """A call that hangs in a collective does not keep this process."""
         self._calls.put(None)
-        if self._pending:
+        if self.broken:
             _exit_soon()
 
     # -- private -------------------------------------------------------------------------------------------------------
+
+    def _leave(self) -> None:
+        """At the end of this process: Python would wait for what hangs in a collective, or be aborted by it."""
+        if self.broken:
+            if self.number == 0 and self._gone is None:  # who is stopped does not hear torchrun
+                for fd in list(self._watched):
+                    with contextlib.suppress(OSError):
+                        signal.pidfd_send_signal(fd, signal.SIGKILL)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
 
     def _work(self) -> None:
         if self._device is not None:
@@ -106,7 +126,11 @@ class Drivers:
             self.ranks.abort(f"{type(e).__name__}: {e}")
         try:
             found = self._everyone.all_gather((name, told), FENCE_S if told.error else None)
-        except Exception:
+        except Exception as e:
+            self._failed = True
+            if not isinstance(e, TimeoutError) and self._heard.wait(FENCE_S):  # a broken connection: somebody is gone
+                assert self._gone is not None
+                raise self._gone from None
             if told.error is None:
                 raise
             self._store.set(f"why/{self.number}", f"{type(told.error).__name__}: {told.error}")
@@ -121,7 +145,7 @@ class Drivers:
         return [one.value for _, one in found]
 
     def _watch(self, here: dict[int, int]) -> None:
-        poll, watched = select.poll(), {}
+        poll, watched = select.poll(), self._watched
         for number, process in here.items():
             try:
                 fd = os.pidfd_open(process)
@@ -133,7 +157,6 @@ class Drivers:
         while watched:
             for fd, _ in poll.poll():
                 poll.unregister(fd)
-                os.close(fd)
                 self._lost(*watched.pop(fd))
 
     def _lost(self, number: int, process: int) -> None:
@@ -148,6 +171,7 @@ class Drivers:
                 return
             self._gone = WorkerDied(f"rank {number} (process {process}) is gone: {why}")
             pending = list(self._pending)
+        self._heard.set()
         for future in pending:
             with contextlib.suppress(InvalidStateError):
                 future.set_exception(self._gone)
@@ -155,7 +179,7 @@ class Drivers:
 
 
 def _exit_soon() -> None:
-    """What hangs in a collective cannot be ended but with the process, and Python may hang too when it is ended."""
+    """Whatever else this process still does: what hangs in a collective cannot be ended but with it."""
     faulthandler.dump_traceback_later(EXIT_S, exit=True, file=open(os.devnull, "w"))  # noqa: SIM115 - until the end
 
 
@@ -163,6 +187,8 @@ def join(layout: Layout, device: str, timeout_s: float) -> Drivers:
     """Find the processes that torchrun started beside this one."""
     launch = launched()
     assert launch is not None and launch.world_size == layout.world_size
+    if dist.is_initialized():
+        raise ValueError("a process that torchrun started makes one run; start torchrun again for the next one")
     store, number, _ = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
     become(store, layout, number, backend="gloo" if device == "cpu" else "cpu:gloo,cuda:nccl", timeout_s=timeout_s)
     local = None if device == "cpu" else launch.local_rank
