@@ -31,7 +31,6 @@ from verl.driver.together import open_together
 from verl.track.console import LiveProgress
 from verl.types import Sample
 from verl.workers.group import Drivers
-from verl.workers.spmd import join
 from verl.workers.torchrun import launched
 from verl.workers.waits import Waits
 
@@ -122,6 +121,8 @@ async def _logprobs(learner: Learner, samples: Sequence[Sample]) -> list[np.ndar
 
 def _drivers(config: Config, stages: tuple[Stage, Stage | None, str]) -> Drivers:
     """The processes that torchrun started, once it is clear that all have read the same rows."""
+    from verl.workers.spmd import join  # torch.distributed is nothing that one process needs
+
     drivers = join(layout_of(config), device_of(config), config.run.wait_timeout_s)
     keys = drivers.gather([stage.table.key for stage in stages[:2] if stage]).result()
     for number, key in enumerate(keys):
