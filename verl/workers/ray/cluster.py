@@ -24,6 +24,7 @@ from verl.workers.ray.replica import RayReplica, Replica
 from verl.workers.sections import ClusterConfig
 
 FAST_HEALTH = {  # of a cluster that is started here: the death of a node is noticed after a second, not a minute
+    "worker_niceness": 0,  # what the workers do is what the machine is there for
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 500,
     "health_check_timeout_ms": 1000,
