@@ -51,7 +51,7 @@ def held_by(root: object, elsewhere: tuple[type, ...] = ELSEWHERE) -> Iterator[t
         todo += [(x, f"{path} > {type(x).__name__}") for x in inside]
 
 
-@pytest.mark.parametrize("more", [(), ("algorithm.name=ppo", "run.virtual_ranks=2"), ("pipeline.staleness=1",)])
+@pytest.mark.parametrize("more", [(), ("algorithm.name=ppo", "cluster.virtual_ranks=2"), ("pipeline.staleness=1",)])
 def test_nothing_reachable_from_the_driver_is_a_tensor(more, tmp_path, tiny_model, arithmetic_data, monkeypatch):
     runs: list[Run] = []
     looked: list[int] = []
@@ -89,7 +89,8 @@ def in_another_process(value: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    "more", [(), ("algorithm.name=vapo", "run.virtual_ranks=2"), ("algorithm.name=kl_cov", "step.updates_per_step=2")]
+    "more",
+    [(), ("algorithm.name=vapo", "cluster.virtual_ranks=2"), ("algorithm.name=kl_cov", "step.updates_per_step=2")],
 )
 def test_everything_that_crosses_submit_can_be_pickled(more, tmp_path, tiny_model, arithmetic_data, monkeypatch):
     """Calls, arguments and results go through pickle, and the run is the same."""

@@ -333,7 +333,7 @@ def test_two_ranks_measure_and_train_what_one_does(tmp_path, tiny_model, pairs):
     """Also where the last evaluation rows are fewer than the ranks: an idle rank counts for nothing."""
     shape = ("run.total_steps=2", "supervised.rows_per_step=3", "supervised.eval_rows=4")
     one = train("dpo", tmp_path / "one", tiny_model, pairs, *shape)
-    two = train("dpo", tmp_path / "two", tiny_model, pairs, *shape, "run.virtual_ranks=2")
+    two = train("dpo", tmp_path / "two", tiny_model, pairs, *shape, "cluster.virtual_ranks=2")
     assert one.evals.keys() == two.evals.keys() and len(one.evals) > 3
     for name, value in one.evals.items():
         assert two.evals[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name

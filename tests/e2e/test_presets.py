@@ -45,7 +45,7 @@ def test_every_row_trains_through_the_loop(name, tmp_path, tiny_model, arithmeti
     for r in with_advantage:
         assert np.isfinite(r.advantages[r.response_mask.astype(bool)]).all()
     assert sum(r.purpose == "baseline" for r in rows) == 4 * preset.group.baselines
-    run_of(tmp_path / "two", tiny_model, arithmetic_data, name, "run.virtual_ranks=2")
+    run_of(tmp_path / "two", tiny_model, arithmetic_data, name, "cluster.virtual_ranks=2")
     same_step_on_two_ranks(tmp_path / "r", tmp_path / "two" / "r")
 
 
@@ -102,7 +102,7 @@ def test_pf_ppo_draws_from_the_whole_step_as_verl_does(tmp_path, tiny_model, ari
     assert all(r.advantages is not None for r in rows)
     drawn = [r.reward for r in rows if r.entropy is not None]
     assert 0 < len(drawn) <= len(rows) and set(drawn) == {max(rewards), min(rewards)} != set(rewards)
-    run_of(tmp_path / "two", tiny_model, arithmetic_data, "pf_ppo", *more, "run.virtual_ranks=2")
+    run_of(tmp_path / "two", tiny_model, arithmetic_data, "pf_ppo", *more, "cluster.virtual_ranks=2")
     same_step_on_two_ranks(tmp_path / "r", tmp_path / "two" / "r")
 
 

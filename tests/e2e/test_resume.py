@@ -63,7 +63,7 @@ SYNC_2 = ("pipeline.sync_every=2", "step.updates_per_step=2")
         (SYNC_2, 2),
         (SYNC_2, 3),
         (("algorithm.name=rloo",), 3),
-        (("run.virtual_ranks=2", "algorithm.name=kl_cov"), 3),
+        (("cluster.virtual_ranks=2", "algorithm.name=kl_cov"), 3),
         (("rollout.replicas=2",), 3),
         (("algorithm.name=ppo",), 3),
         (REFILL, 3),

@@ -132,7 +132,7 @@ def test_the_checkpoint_is_a_hugging_face_model_with_equal_logits(tmp_path, tiny
         ("pipeline.staleness=1",),
         ("pipeline.staleness=0.5", "pipeline.partial_rollout=true"),
         ("reward.overlong_buffer_tokens=4",),
-        ("run.virtual_ranks=2", "step.updates_per_step=2"),
+        ("cluster.virtual_ranks=2", "step.updates_per_step=2"),
         ("rollout.replicas=2", "pipeline.staleness=1"),
         ("pipeline.placement=split",),
     ],

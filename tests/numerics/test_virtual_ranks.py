@@ -61,7 +61,7 @@ def config_of(name: str, model: Path, ranks: int, budget: int) -> Config:
         config.algorithm.options[key] = value
     config.step.prompts_per_step, config.step.updates_per_step, config.step.epochs_per_step = 4, 2, 2
     config.step.max_tokens_per_microbatch = budget
-    config.optim.lr, config.run.virtual_ranks = 1e-3, ranks
+    config.optim.lr, config.cluster.virtual_ranks = 1e-3, ranks
     return config
 
 

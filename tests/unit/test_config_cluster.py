@@ -59,12 +59,12 @@ FAULTS = [
     ((*FOUR, "step.prompts_per_step=6", "step.updates_per_step=3"), "4 data ranks", "2 groups", "parallel.tensor"),
     # one process
     (("cluster.nodes=2",), "cluster.nodes=2 with cluster.backend=inproc", "cluster.backend=ray"),
-    (("cluster.ranks_per_node=8",), "cluster.ranks_per_node=8", "run.virtual_ranks"),
+    (("cluster.ranks_per_node=8",), "cluster.ranks_per_node=8", "cluster.virtual_ranks"),
     (("parallel.tensor=2",), "parallel.tensor=2 with cluster.backend=inproc"),
     (("cluster.address=auto",), "cluster.address=auto with cluster.backend=inproc"),
     (("cluster.roles={ref: main}",), "cluster.roles={ref: main} with cluster.backend=inproc"),
     (("model.engine=sharded",), "model.engine=sharded", "model.engine=torch"),
-    ((*RAY, "run.virtual_ranks=2"), "run.virtual_ranks=2", "cluster.ranks_per_node=2"),
+    ((*RAY, "cluster.virtual_ranks=2"), "cluster.virtual_ranks=2", "cluster.ranks_per_node=2"),
     (("cluster.backend=rya",), "did you mean ray"),
     # pools and roles
     ((*FOUR, POOL), "cluster.pools.big: no role lives there"),

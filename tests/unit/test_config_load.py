@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from verl.algorithms.presets import knobs
@@ -48,7 +48,7 @@ def test_the_tree_stays_small() -> None:
     owned = {cls: section for section, cls in sections().items() if cls.__module__ == "verl.config.schema"}
     fields = [f"{section}.{field.name}" for cls, section in owned.items() for field in dataclasses.fields(cls)]
     apart = [key for key in leaves() if key.startswith(("cluster.", "parallel."))]
-    assert len(fields) <= 111 and len(leaves()) - len(apart) <= 150 and len(apart) <= 17
+    assert len(fields) <= 110 and len(leaves()) - len(apart) <= 150 and len(apart) <= 18
     assert len(set(FIRST_RUN)) == 12 and set(FIRST_RUN) <= set(leaves())
     said = " ".join(USAGE.split())
     assert f"The keys of a first run: {', '.join(FIRST_RUN)}." in said, "verl --help names them in this order"
@@ -358,6 +358,7 @@ SCALARS = st.one_of(
 
 
 @settings(max_examples=40, deadline=None)
+@example(text="...", kwargs={"a": "---"})
 @given(
     st.text(st.characters(exclude_categories=("Cs",)), max_size=30),
     st.dictionaries(st.text("ab-_. ", max_size=4), SCALARS, max_size=3),

@@ -91,7 +91,7 @@ def layout_of(config: Config) -> Layout:
     """How the ranks of a model are arranged; ValueError where they cannot be."""
     c, p = config.cluster, config.parallel
     return Layout(
-        world_size=c.nodes * c.ranks_per_node if c.backend != "inproc" else config.run.virtual_ranks,
+        world_size=c.nodes * c.ranks_per_node if c.backend != "inproc" else config.cluster.virtual_ranks,
         replicate=p.replicate,
         sequence=p.sequence,
         tensor=p.tensor,

@@ -18,7 +18,7 @@ from verl.model_engine.options import EXPERT_PLANS, TENSOR_PLANS, cannot
 from verl.workers.pools import MAIN, Pool, pools_of
 
 PIP = "not installed: pip install 'verl[ray]'"
-ANYWHERE = ("cluster.backend", "cluster.max_restarts", "cluster.start_timeout_s")
+ANYWHERE = ("cluster.backend", "cluster.virtual_ranks", "cluster.max_restarts", "cluster.start_timeout_s")
 
 
 def roles_of(config: Config) -> tuple[str, ...]:
@@ -47,9 +47,9 @@ def cluster_faults(config: Config, command: str) -> Iterator[str]:
         yield from _in_one_process(config)
         return
     c, ranks = config.cluster, config.cluster.nodes * config.cluster.ranks_per_node
-    if (virtual := config.run.virtual_ranks) > 1:
+    if (virtual := config.cluster.virtual_ranks) > 1:
         fix = f"with cluster.backend={c.backend} set cluster.ranks_per_node={virtual} in its place"
-        yield f"run.virtual_ranks={virtual} are ranks of one process: {fix}"
+        yield f"cluster.virtual_ranks={virtual} are ranks of one process: {fix}"
     if config.model.engine == "sharded" and ranks == 1:
         yield "model.engine=sharded wants several ranks: set cluster.ranks_per_node, or model.engine=torch"
     try:
@@ -71,7 +71,7 @@ def _in_one_process(config: Config) -> Iterator[str]:
     values, fix = values_of(config), "everything runs in this process: set cluster.backend=ray, or leave it out"
     for key, leaf in leaves().items():
         if key.startswith(("cluster.", "parallel.")) and key not in ANYWHERE and values[key] != leaf.default:
-            more = " (run.virtual_ranks plays many ranks in one process)" if key == "cluster.ranks_per_node" else ""
+            more = " (cluster.virtual_ranks plays many ranks in one process)" if key == "cluster.ranks_per_node" else ""
             yield f"{key}={text_of(values[key])} with cluster.backend=inproc: {fix}{more}"
     if config.model.engine == "sharded":
         yield "model.engine=sharded with cluster.backend=inproc: this process has no others; set model.engine=torch"

@@ -42,8 +42,6 @@ class RunConfig:
     eval_before: bool = True
     eval_after: bool = True
     threads: PositiveInt | None = None  # CPU threads for torch. Null: all cores.
-    virtual_ranks: PositiveInt = 1
-    """Data-parallel ranks in this process, taking turns at one engine; must divide the groups of an optimizer step."""
     grace_s: NonNegative = 25.0  # From SIGTERM or Ctrl-C to a saved state; a longer step is given up before its update.
     wait_timeout_s: Positive = 600.0  # Deadline of a wait in the loop (call, publish, batch); the error says for what.
 

@@ -196,7 +196,10 @@ def text_of(value: Any) -> str:
         return "{" + ", ".join(f"{text_of(k)}: {text_of(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(text_of, value)) + "]"
-    plain = not isinstance(value, str) or (_PLAIN.fullmatch(value) and yaml.safe_load(value) == value)
+    marks = ("...", "---")  # between documents, where they stand alone
+    plain = not isinstance(value, str) or (
+        _PLAIN.fullmatch(value) and value not in marks and yaml.safe_load(value) == value
+    )
     text = yaml.safe_dump(value, default_style=None if plain else '"', width=math.inf, allow_unicode=True)
     return text.removesuffix("\n").removesuffix("\n...")
 

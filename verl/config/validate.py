@@ -54,13 +54,13 @@ def _sizes(config: Config, command: Command) -> Iterator[str]:
                 f"step.max_tokens_per_microbatch={budget} is below the longest row, {prompt} prompt + {answer} "
                 f"response tokens: set it to at least {prompt + answer}, or lower rollout.max_response_tokens"
             )
-        prompts, updates, ranks = step.prompts_per_step, step.updates_per_step, config.run.virtual_ranks
+        prompts, updates, ranks = step.prompts_per_step, step.updates_per_step, config.cluster.virtual_ranks
         if prompts % updates:
             fix = f"every update takes the same number of groups; use {_divisors(prompts)}"
             yield f"step.prompts_per_step={prompts} is not divisible by step.updates_per_step={updates}: {fix}"
         if (groups := prompts // updates) % ranks:
             yield (
-                f"run.virtual_ranks={ranks} does not divide the {groups} groups of an optimizer step "
+                f"cluster.virtual_ranks={ranks} does not divide the {groups} groups of an optimizer step "
                 f"(step.prompts_per_step / step.updates_per_step): every rank takes as many; use {_divisors(groups)}"
             )
     elif command in TRAINS and config.data.max_tokens_per_row > budget:

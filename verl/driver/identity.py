@@ -27,7 +27,7 @@ from verl.data.files import expand_files, fingerprint
 MAY_CHANGE: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "run": (
-            *("name", "root_dir", "resume", "total_steps", "total_epochs", "threads", "virtual_ranks", "deterministic"),
+            *("name", "root_dir", "resume", "total_steps", "total_epochs", "threads", "deterministic"),
             *("save_every_steps", "keep_last_checkpoints", "keep_every_steps", "keep_best", "grace_s"),
             *("eval_every_steps", "eval_before", "eval_after", "wait_timeout_s"),
         ),
@@ -42,7 +42,17 @@ MAY_CHANGE: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "queue": ("engine", "engine_options"),
         "sync": ("engine", "canary", "canary_tolerance"),
         "cluster": (
-            *("backend", "address", "nodes", "ranks_per_node", "cpus_per_rank", "gpus_per_rank", "resource", "env"),
+            *(
+                "backend",
+                "virtual_ranks",
+                "address",
+                "nodes",
+                "ranks_per_node",
+                "cpus_per_rank",
+                "gpus_per_rank",
+                "resource",
+                "env",
+            ),
             *("pools", "roles", "start_timeout_s", "max_restarts"),
         ),
         "parallel": ("replicate", "sequence", "tensor", "pipeline", "expert"),

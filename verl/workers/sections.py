@@ -13,6 +13,8 @@ class ClusterConfig:
     backend: Annotated[str, words("inproc|ray|torchrun")] = "inproc"
     """inproc: everything in this process · ray: workers and rollout replicas in processes of their own · torchrun: SFT,
     RM and DPO in the processes that torchrun started, which need not say so."""
+    virtual_ranks: PositiveInt = 1
+    """inproc: data-parallel ranks that take turns at one engine; must divide the groups of an optimizer step."""
     address: str | None = None  # Of a Ray that runs (`auto`, or HOST:PORT). Null: one of this machine, for this run.
     nodes: PositiveInt = 1
     ranks_per_node: PositiveInt = 1  # Of every model; `nodes` x this many train together.
