@@ -12,7 +12,8 @@ from verl.config import cluster
 from verl.config.backends import backend_of, option_keys
 from verl.config.load import load_config, validate
 from verl.config.tree import leaves
-from verl.workers.pools import Pool, fit
+from verl.workers.pools import Pool, fit, pools_of
+from verl.workers.sections import ClusterConfig
 
 RAY = ("cluster.backend=ray",)
 FOUR = (*RAY, "cluster.ranks_per_node=4")
@@ -67,7 +68,7 @@ FAULTS = [
     ((*RAY, "cluster.virtual_ranks=2"), "cluster.virtual_ranks=2", "cluster.ranks_per_node=2"),
     (("cluster.backend=rya",), "did you mean ray"),
     # pools and roles
-    ((*FOUR, POOL), "cluster.pools.big: no role lives there"),
+    ((*FOUR, "cluster.pools={few: {ranks_per_node: 2}}"), "cluster.pools.few: no role lives there"),
     ((*FOUR, POOL, "cluster.roles={rollouts: big, rollout: big}"), "did you mean rollout"),
     ((*FOUR, POOL, "cluster.roles={rollout: bgi, ref: big}"), "cluster.roles.rollout=bgi", "did you mean big"),
     ((*FOUR, POOL, "cluster.roles={critic: big, rollout: big}"), "cluster.roles.critic: no such role"),
@@ -169,3 +170,19 @@ def test_the_page_has_every_key() -> None:
     assert keys and [key for key in keys if f"`{key}`" not in page] == []
     named = set(re.findall(r"`((?:cluster|parallel)\.[a-z_]+)`", page))
     assert named == set(keys)
+
+
+def test_frozen_models_go_to_the_least_loaded_pool() -> None:
+    def lives(pools: dict[str, object], **roles: str) -> dict[str, str]:
+        section = ClusterConfig(ranks_per_node=2, gpus_per_rank=1.0, pools=pools, roles=roles)
+        found = pools_of(section, ("actor", "critic", "ref", "reward_model", "compute"), device="cuda")[1]
+        return {role: found[role] for role in ("actor", "critic", "ref", "reward_model")}
+
+    here = dict.fromkeys(("actor", "critic", "ref", "reward_model"), "main")
+    same, cpu, few = {"ranks_per_node": 2, "gpus_per_rank": 1}, {"ranks_per_node": 2}, {"gpus_per_rank": 1}
+    assert lives({}) == here
+    assert lives({"a": cpu, "b": few}, compute="a", rollout="b") == here, "they cannot hold a model as main does"
+    assert lives({"a": same}) == here | {"ref": "a", "reward_model": "a"}
+    assert lives({"a": same}, ref="main") == here | {"reward_model": "a"}
+    assert lives({"a": same, "b": same}) == here | {"ref": "a", "reward_model": "b"}
+    assert lives({"a": same, "b": same}, rollout="a") == here | {"ref": "b", "reward_model": "b"}

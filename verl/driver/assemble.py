@@ -259,7 +259,7 @@ def learner_of(
 
 def offline_learner(config: Config, total_steps: int, crash_dir: Path) -> Learner:
     """The algorithm and models of a configuration, for samples that come from elsewhere."""
-    context = context_of(config, updates=updates_of_run(config, total_steps), crash_dir=crash_dir)
+    context = context_of(config, roles_of(config), updates=updates_of_run(config, total_steps), crash_dir=crash_dir)
     algorithm = algorithm_of(config.algorithm)
     actor = workers_of(context, trained(context, "actor", updates=policy_updates(config, total_steps)))
     return learner_of(context, algorithm, models_of(context, algorithm, actor))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from types import MappingProxyType
 
 import msgspec
 
@@ -12,6 +13,9 @@ from verl.config.tree import did_you_mean
 from verl.workers.sections import ClusterConfig
 
 MAIN = "main"
+FROZEN = ("ref", "reward_model")
+LOAD: Mapping[str, int] = MappingProxyType({"actor": 4, "critic": 4, "trainer": 4, "rollout": 2, "compute": 0})
+"""Of a role on its pool: arrays of a model's size that it keeps there; 1 of the others."""
 
 
 class Shortage(ValueError):
@@ -98,6 +102,9 @@ def pools_of(section: ClusterConfig, roles: Sequence[str], *, device: str) -> tu
         if not pool.bundle
     ]
     lives = {role: section.roles.get(role, MAIN) for role in (*roles, "rollout")}
+    for role in FROZEN:
+        if role in roles and role not in section.roles:
+            lives[role] = _least_loaded(pools, {other: at for other, at in lives.items() if other != role})
     for role, name in section.roles.items():
         at = f"cluster.roles.{role}"
         if role not in lives:
@@ -111,3 +118,11 @@ def pools_of(section: ClusterConfig, roles: Sequence[str], *, device: str) -> tu
     if faults:
         raise ValueError("\n".join(faults))
     return pools, lives
+
+
+def _least_loaded(pools: Mapping[str, Pool], lives: Mapping[str, str]) -> str:
+    """Of the pools that can hold a model as `main` does, the one whose roles keep least; `main` among equals."""
+    main = pools[MAIN]
+    asked = (main.ranks, main.gpus_per_rank, main.resource)
+    able = [name for name, pool in pools.items() if (pool.ranks, pool.gpus_per_rank, pool.resource) == asked]
+    return min(able, key=lambda name: sum(LOAD.get(role, 1) for role, at in lives.items() if at == name))
