@@ -14,7 +14,8 @@ from verl.recipes import arithmetic
 
 ROOT = Path(__file__).parents[2]
 SMALL = (
-    "run.name=page run.total_steps=1 run.eval_before=false run.eval_after=false run.eval_every_steps=0 run.keep_best=null "
+    "run.name=page run.total_steps=1 run.eval_before=false run.eval_after=false run.eval_every_steps=0 "
+    "run.keep_best=null "
     "data.train_files=[train.jsonl] data.eval_files=[] data.max_prompt_tokens=16 rollout.max_response_tokens=12 "
     f"step.prompts_per_step=4 step.samples_per_prompt=4 reward.path={ROOT}/tests/reward_length.py reward.num_workers=1 "
     "model.dtype=float32 model.device=cpu run.wait_timeout_s=120"
