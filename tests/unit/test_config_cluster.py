@@ -104,6 +104,7 @@ def test_what_is_allowed(folder: Path) -> None:
         (*FOUR, "parallel.sequence=2"),
         (*FOUR, *gen),
         (*FOUR, POOL, "cluster.roles={ref: big}"),
+        (*FOUR, "cluster.pools={few: {ranks_per_node: 1}}", "cluster.roles={recorder: few, compute: few}"),
         (*FOUR, "step.prompts_per_step=6"),
         (*AWAY, "cluster.nodes=2", "cluster.ranks_per_node=2", "rollout.replicas=2"),
         ("cluster.max_restarts=0",),

@@ -44,7 +44,7 @@ def spread_of(folder: Path, *args: str) -> Spread:
 GOLDEN = """\
 cluster   ray, at auto; rows through queue ray, weights through sync shm (2 x 1.84 GiB of shared memory)
 layout    8 ranks = 4 data x 2 tensor, in 2 copies of the model: a rank holds 1/4 of a model
-pool main 2 nodes x 4 ranks, each 1 CPU, 1 GPU: actor, critic, compute, 4 rollout replicas
+pool main 2 nodes x 4 ranks, each 1 CPU, 1 GPU: actor, critic, compute, recorder, 4 rollout replicas
 pool wide 1 node x 8 ranks, each 2 CPU, 1 npu: ref
 
 a rank of main (estimate)              rollout   infer actor  infer critic  update actor update critic       publish
@@ -96,7 +96,7 @@ def test_the_file_says_the_same(folder: Path) -> None:
     plan = plan_of(folder, "cluster.ranks_per_node=4", "parallel.sequence=2")
     found = json.loads(plan.to_json())
     assert found["cluster"]["layout"] == "4 ranks = 2 data x 2 sequence: a rank holds 1/4 of a model"
-    assert found["cluster"]["pools"]["main"]["roles"] == ["actor", "compute"]
+    assert found["cluster"]["pools"]["main"]["roles"] == ["actor", "compute", "recorder"]
     assert found["memory"] == found["cluster"]["pools"]["main"]["memory"] and found["memory"]["peak_bytes"] > 0
     alone = json.loads(plan_of(folder, "cluster.backend=inproc").to_json())
     assert alone["cluster"] is None and "master weights" in alone["memory"]["items"]
@@ -142,7 +142,7 @@ def test_a_pool_holds_what_lives_in_it(folder: Path) -> None:
         "cluster.roles={reward_model: judge, rollout: gen, compute: judge}",
     )
     found = {name: (pool.roles, pool.replicas) for name, pool in spread.pools.items()}
-    assert found == {"main": (("actor",), 0), "judge": (("reward_model", "compute"), 0), "gen": ((), 3)}
+    assert found == {"main": (("actor", "recorder"), 0), "judge": (("reward_model", "compute"), 0), "gen": ((), 3)}
     judge, gen, main = (spread.pools[name].memory for name in ("judge", "gen", "main"))
     assert judge.items["reward_model weights"] < main.items["actor weights"] / 4, "of the judge's own folder"
     assert set(judge.phases["infer reward_model"]) >= {"reward_model weights", "reward_model inference activations"}

@@ -17,6 +17,8 @@ from verl.model_engine.layout import Layout
 from verl.model_engine.options import EXPERT_PLANS, TENSOR_PLANS, cannot
 from verl.workers.pools import MAIN, Pool, pools_of
 
+NO_MODEL = ("rollout", "compute", "recorder")
+"""Roles without ranks of a model."""
 PIP = "not installed: pip install 'verl[ray]'"
 ANYWHERE = ("cluster.backend", "cluster.virtual_ranks", "cluster.max_restarts", "cluster.start_timeout_s")
 
@@ -137,7 +139,7 @@ def _shared(what: str, path: str, layout: Layout) -> Iterator[str]:
 def _pools(config: Config, layout: Layout, pools: dict[str, Pool], roles: dict[str, str]) -> Iterator[str]:
     """A model has one process for each of its ranks, and a replica one: a pool holds them side by side."""
     for name, pool in pools.items():
-        models = [role for role, at in roles.items() if at == name and role not in ("rollout", "compute")]
+        models = [role for role, at in roles.items() if at == name and role not in NO_MODEL]
         if models and pool.ranks != layout.world_size:
             yield (
                 f"cluster.pools.{name} has {pool.ranks} ranks, but {models[0]} has {layout.world_size}, as every model "

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from verl.algorithms.presets import settled
 from verl.config.backends import address_of, engine_of, layout_of
-from verl.config.cluster import places_of
+from verl.config.cluster import NO_MODEL, places_of
 from verl.config.memory import (
     DTYPE_BYTES,
     LOGPROB_CHUNK_BYTES,
@@ -119,7 +119,7 @@ def _memory(config: Config, layout: Layout, roles: Sequence[str], replicas: int,
 
 def role_items(config: Config, role: str, layout: Layout, tokens: int) -> dict[str, int]:
     """Bytes of one rank of a role. tokens: of a micro-batch, on this rank."""
-    if role == "compute":
+    if role in NO_MODEL:
         return {}
     own = {"critic": config.critic.path, "reward_model": config.reward.model}.get(role)
     model, trains = describe_model(own or config.model.path), role in ("actor", "critic")

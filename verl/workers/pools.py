@@ -14,7 +14,9 @@ from verl.workers.sections import ClusterConfig
 
 MAIN = "main"
 FROZEN = ("ref", "reward_model")
-LOAD: Mapping[str, int] = MappingProxyType({"actor": 4, "critic": 4, "trainer": 4, "rollout": 2, "compute": 0})
+LOAD: Mapping[str, int] = MappingProxyType(
+    {"actor": 4, "critic": 4, "trainer": 4, "rollout": 2, "compute": 0, "recorder": 0}
+)
 """Of a role on its pool: arrays of a model's size that it keeps there; 1 of the others."""
 
 
