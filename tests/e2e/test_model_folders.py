@@ -123,7 +123,7 @@ def test_a_row_that_spells_out_a_token_without_embedding_is_refused(tmp_path, ti
     prompts = ["1+1=", "1+<image1>=", "1+<image39>=", "2+<image39>="]
     rows.write_text("".join(json.dumps({"prompt": p, "completion": "2", **own}) + "\n" for p in prompts))
     for module in ("assemble", "assemble_supervised"):
-        monkeypatch.setattr(f"verl.driver.{module}.policy_engine", lambda *a, **k: pytest.fail("a model was loaded"))
+        monkeypatch.setattr(f"verl.driver.{module}.workers_of", lambda *a, **k: pytest.fail("a model was loaded"))
     found = []
     for verb in ("sft", "dpo"):
         code = main([verb, *small_args(tmp_path, folder, [rows], "data.max_tokens_per_row=64")])

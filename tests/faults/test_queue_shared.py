@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,16 @@ from verl.workers.compute import Compute
 
 MB = 1 << 20
 PROCESSES = multiprocessing.get_context("forkserver")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_helper_stays():
+    """What multiprocessing keeps for the next process: tests of other files count theirs."""
+    yield
+    forkserver._forkserver._stop()
+    resource_tracker._resource_tracker._stop()
+
+
 PROCESSES.set_forkserver_preload(["torch", "verl.transfer_queue.shared", "contracts.test_queue_contract"])
 
 

@@ -208,6 +208,7 @@ class Bench:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.others = _children()  # of other tests of this process: multiprocessing keeps helpers
         (folder / "hostile.py").write_text(GRADERS)
         self.runner = asyncio.Runner()
         self.strict = self.runner.run(self.open(STRICT_S))
@@ -239,17 +240,20 @@ class Bench:
 
     async def healed(self, pool: RewardPool) -> None:
         deadline = time.monotonic() + MARGIN_S
-        while pool.workers < WORKERS or len(_family()) != 4 * WORKERS:  # a guardian and a worker each
-            assert time.monotonic() < deadline, f"{pool.workers} workers, processes: {_family()}"
+        while pool.workers < WORKERS or len(self.family()) != 4 * WORKERS:  # a guardian and a worker each
+            assert time.monotonic() < deadline, f"{pool.workers} workers, processes: {self.family()}"
             await asyncio.gather(*(pool.score(ordinary(0)) for _ in range(WORKERS)))
+
+    def family(self) -> set[psutil.Process]:
+        return _children() - self.others
 
 
 def ordinary(i: int) -> RewardRequest:
     return RewardRequest(request_id=str(i), data_source="fine", solution_str=str(i % 2), ground_truth="1")
 
 
-def _family() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
+def _children() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
 
 
 def _gone(pids: list[int], within_s: float) -> bool:
@@ -275,7 +279,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     bench.runner.run(bench.strict.close())
     bench.runner.run(bench.patient.close())
     bench.runner.close()
-    assert not _family()
+    assert not bench.family()
 
 
 @pytest.mark.parametrize("case", EXPECTED)
