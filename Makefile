@@ -25,7 +25,7 @@ test: setup browser lint
 	$(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist worksteal
 
 test-distributed: setup  # many ranks, Ray, kills: ten minutes on two cores
-	GLOO_SOCKET_IFNAME=lo $(BIN)/python -m pytest -q -n 2 --dist loadfile tests/distributed
+	GLOO_SOCKET_IFNAME=lo $(BIN)/python -m pytest -q tests/distributed
 
 test-all: test  # and every combination of layout, packing and role
 	GLOO_SOCKET_IFNAME=lo FULL_GRID=1 $(BIN)/python -m pytest -q tests/distributed

@@ -21,7 +21,7 @@ import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
 from verl.model_engine.layout import Layout
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 180.0
 sys.path.append(str(Path(__file__).parents[1] / "numerics"))  # cases of tests there
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 torch.set_num_threads(1)  # before anything is computed: a fork does not carry the threads of its parent

@@ -276,7 +276,7 @@ def context_of(
     """What the models of these roles have in common, and where they live."""
     device, layout = device_of(config), layout_of(config)
     set_up: Callable[[], None] = partial(set_up_process, config)
-    if config.cluster.backend != "inproc":
+    if config.cluster.backend != "inproc" and drivers is None:
         home = home_of(crash_dir.parent if crash_dir else None)
         set_up = partial(set_up_worker, config, max(layout.world_size, config.rollout.replicas), home)
     made = ClusterContext(
