@@ -123,5 +123,6 @@ def test_a_stopped_process_is_given_up_at_its_deadline(tmp_path, tiny_model, ari
     children = psutil.Process(run.pid).children(recursive=True)
     os.kill(below(run, "ray::Worker")[0].pid, signal.SIGSTOP)
     text = run.communicate(timeout=180)[0]
-    assert run.returncode == 1 and "waited 40 s for" in text.splitlines()[-1], text
+    said = ("waited 40 s for", "were not ready in time")  # by whoever waits for it first
+    assert run.returncode == 1 and any(words in text.splitlines()[-1] for words in said), text
     assert not psutil.wait_procs(children, timeout=30)[1]

@@ -152,7 +152,7 @@ async def _by(deadline_s: float, awaitable: Awaitable[T], late: str) -> T:
     try:
         async with asyncio.timeout_at(deadline_s) as scope:
             return await awaitable
-    except TimeoutError as e:
+    except TimeoutError:
         if not scope.expired():
             raise
-        raise SyncError(f"{late} in time") from e
+        raise SyncError(f"{late} in time") from None  # the deadline is the first cause
