@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import itertools
 import os
 import pickle
 import signal
@@ -20,6 +20,7 @@ import transformers.models.llama.modeling_llama
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
 from verl.model_engine.layout import Layout
+from verl.workers.dist import ProcessRanks, become
 
 TIMEOUT_S = 180.0
 sys.path.append(str(Path(__file__).parents[1] / "numerics"))  # cases of tests there
@@ -27,25 +28,13 @@ os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 torch.set_num_threads(1)  # before anything is computed: a fork does not carry the threads of its parent
 
 
-class GroupRanks:
-    """See `Ranks`: the ranks that have rows of their own, seen from one of them."""
+STORE: list[dist.Store] = []  # of a forked rank: where all of its case find each other
+MADE = itertools.count()  # ranks of one process, in the same order on all
 
-    def __init__(self, layout: Layout, rank: int) -> None:
-        place = layout.place(rank)
-        self.rank, self.world_size, self.primary = place.data, layout.data, place.primary
-        peers: dict[tuple[int, ...], list[int]] = {}
-        for other in range(layout.world_size):
-            at = layout.place(other)
-            peers.setdefault((at.sequence, at.tensor, at.pipeline), []).append(other)
-        for members in peers.values():  # every rank makes every group, in one order
-            group = dist.new_group(members, backend="gloo")
-            if rank in members:
-                self._group = group
 
-    def all_gather(self, value: Any) -> list[Any]:
-        found: list[Any] = [value] * self.world_size
-        dist.all_gather_object(found, value, group=self._group)
-        return found
+def ranks_of(layout: Layout, rank: int) -> ProcessRanks:
+    """This rank among those that have rows of their own."""
+    return ProcessRanks(dist.PrefixStore(f"ranks/{next(MADE)}", STORE[0]), layout, rank, TIMEOUT_S)
 
 
 def run(world_size: int, fn: Callable[[int], Any], *, timeout_s: float = TIMEOUT_S) -> list[Any]:
@@ -79,13 +68,8 @@ def _start(rank: int, world_size: int, fn: Callable[[int], Any], folder: Path, t
         return pid
     code = 1
     try:
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{folder}/rendezvous",
-            rank=rank,
-            world_size=world_size,
-            timeout=datetime.timedelta(seconds=timeout_s),
-        )
+        STORE.append(dist.FileStore(str(folder / "rendezvous"), world_size))
+        become(STORE[0], Layout(world_size=world_size), rank, backend="gloo", timeout_s=timeout_s)
         (folder / f"{rank}.result").write_bytes(pickle.dumps(fn(rank)))
         dist.barrier()
         code = 0

@@ -21,13 +21,13 @@ except ValueError as e:
 """
 
 
-def test_nobody_at_the_address(ray, free_port):
+def test_nobody_at_the_address(ray_session, free_port):
     with pytest.raises(ValueError, match=rf"cluster.address=127.0.0.1:{free_port}: .*refused; is `ray start --head`"):
         _connect(f"127.0.0.1:{free_port}", {})
 
 
-def test_a_ray_of_another_version(ray):
-    address = ray.get_runtime_context().gcs_address
+def test_a_ray_of_another_version(ray_session):
+    address = ray_session.get_runtime_context().gcs_address
     command = [sys.executable, "-c", OTHER, address]
     env = os.environ | {"RAY_AUTH_MODE": os.environ.get("RAY_AUTH_MODE", "token")}
     out = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env).stdout

@@ -15,7 +15,7 @@ import test_virtual_ranks as virtual
 import torch
 import torch.distributed as dist
 from fakes import put
-from forked import GroupRanks
+from forked import ranks_of
 
 from verl.driver import assemble, models
 from verl.driver.step import Step, experience_and_update
@@ -24,6 +24,7 @@ from verl.model_engine.layout import Layout
 from verl.models import tiny
 from verl.recipes import arithmetic
 from verl.transfer_queue.memory import MemoryQueue
+from verl.workers.dist import ProcessRanks
 from verl.workers.group import Broadcast
 from verl.workers.inproc import InprocCluster
 from verl.workers.model_workers import ModelWorkers
@@ -77,14 +78,14 @@ class RealCluster(InprocCluster):
         if name == "compute":
             return super().start(name, build, args)
         spec = replace(args[0], context=replace(args[0].context, layout=self._layout))
-        ranks = GroupRanks(self._layout, self._rank)
+        ranks = ranks_of(self._layout, self._rank)
         return RealRanks(name, build(spec, ranks=[ranks])[0], self._rank, ranks, self._layout.world_size)
 
 
 class RealRanks:
     """See `WorkerGroup`."""
 
-    def __init__(self, name: str, role: Role, rank: int, ranks: GroupRanks, world_size: int) -> None:
+    def __init__(self, name: str, role: Role, rank: int, ranks: ProcessRanks, world_size: int) -> None:
         self.name, self.world_size = name, world_size
         self._role, self._rank, self._ranks = role, rank, ranks
 

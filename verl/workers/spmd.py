@@ -26,10 +26,10 @@ from torch.distributed.rendezvous import rendezvous
 from verl.model_engine.base import OneRank
 from verl.model_engine.layout import Layout
 from verl.rollout.base import RolloutEngine
+from verl.workers.answers import FENCE_S, Told, first_cause, raised, told_of
 from verl.workers.dist import ProcessRanks, become
 from verl.workers.group import Arguments, Broadcast, Build, ClusterContext, WorkerDied, WorkerGroup
 from verl.workers.inproc import InprocGroup
-from verl.workers.ray.group import FENCE_S, Told, raised, told_of
 from verl.workers.sections import ClusterConfig
 from verl.workers.torchrun import launched
 
@@ -135,9 +135,7 @@ class Drivers:
                 raise
             self._store.set(f"why/{self.number}", f"{type(told.error).__name__}: {told.error}")
             raise raised(told, name) from None  # the others hang in a collective, and hear of it when this process ends
-        errors = [one for _, one in found if one.error is not None]
-        own = [one for one in errors if type(one.error).__name__ != "MeetingEnded"]
-        for error in own or errors:
+        if (error := first_cause([one for _, one in found])) is not None:
             raise raised(error, name)
         assert len({other for other, _ in found}) == 1, f"the processes are at different calls: {found}"
         if name == "finish":

@@ -6,36 +6,24 @@ killed, and every call that is pending or comes later says what happened first.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import pickle
 import queue
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from verl.model_engine.layout import Layout
+from verl.workers.answers import FENCE_S, Told, first_cause, raised, told_of
 from verl.workers.group import Arguments, Broadcast, WorkerDied
 
 T = TypeVar("T")
 LOOK_S = 0.5  # between two looks for a call's failed ranks
-FENCE_S = 5.0  # for the other ranks of a call in which one has raised
 JOIN_TIMEOUT_S = 300.0  # for all ranks of a group to come together
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """What a worker answers: a value, or an error with its traceback there."""
-
-    value: Any = None
-    error: BaseException | None = None
-    trace: str = ""
 
 
 class Worker:
@@ -94,16 +82,6 @@ class Worker:
     def watch(self) -> None:
         """Never answered: its failure is the death of this process."""
         threading.Event().wait()
-
-
-def told_of(error: BaseException) -> Told:
-    text = "".join(traceback.format_exception(error))
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        error = RuntimeError(f"{type(error).__name__}: {error}")
-    error.__traceback__ = error.__cause__ = error.__context__ = None
-    return Told(error=error, trace=text)
 
 
 class RayGroup:
@@ -202,7 +180,7 @@ class RayGroup:
                     found[ref] = ray.get(ref)
                 except ray.exceptions.RayActorError:
                     self._fenced.wait(FENCE_S)  # the watch says who and why
-            if error is None and (error := _first_cause([found[r] for r in refs if r in found])) is not None:
+            if error is None and (error := first_cause([found[r] for r in refs if r in found])) is not None:
                 until_s = time.monotonic() + FENCE_S
         if left and error is not None:  # they wait in a collective for the one that raised
             what = (
@@ -241,9 +219,8 @@ class RayGroup:
                 return
             self._dead = error
         self._fenced.set()
-        threading.Thread(
-            target=self._kill, daemon=True
-        ).start()  # Ray's own threads, which tell of deaths, must not ask
+        # In a thread of its own: Ray's, which tells of deaths, must not ask Ray for anything.
+        threading.Thread(target=self._kill, daemon=True).start()
         if tell:
             self._on_death(error)
 
@@ -268,23 +245,6 @@ def pickled(method: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
             f"{method.__qualname__} goes to another process, and its arguments cannot: {e}; define functions and "
             "classes in a module, not inside a function or in a notebook"
         ) from e
-
-
-def _first_cause(found: Sequence[Told]) -> Told | None:
-    """The error that is not about another rank's."""
-    errors = [told for told in found if told.error is not None]
-    own = [told for told in errors if type(told.error).__name__ != "MeetingEnded"]
-    return next(iter(own or errors), None)
-
-
-def raised(told: Told, what: str) -> BaseException:
-    """The worker's error, as it can be raised here; its own traceback is its note."""
-    assert told.error is not None
-    error = told.error
-    if isinstance(error, StopIteration | asyncio.CancelledError) or type(error).__name__ == "CancelledError":
-        error = RuntimeError(f"{what} ended with {type(error).__name__}: {error}")
-    error.add_note(f"in a worker:\n{told.trace}")
-    return error
 
 
 def reason(text: str) -> str:

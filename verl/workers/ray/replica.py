@@ -13,8 +13,9 @@ import numpy as np
 
 from verl.rollout.base import Capabilities, Completion, PauseMode
 from verl.types import Sampling
+from verl.workers.answers import Told, raised, told_of
 from verl.workers.group import WorkerDied
-from verl.workers.ray.group import Told, raised, reason, told_of
+from verl.workers.ray.group import reason
 
 
 class Replica:

@@ -1,0 +1,48 @@
+"""What a worker in another process answers: a value, or an error that can be raised elsewhere. No torch, no Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+FENCE_S = 5.0  # for the other ranks of a call in which one has raised
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a worker answers: a value, or an error with its traceback there."""
+
+    value: Any = None
+    error: BaseException | None = None
+    trace: str = ""
+
+
+def told_of(error: BaseException) -> Told:
+    text = "".join(traceback.format_exception(error))
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        error = RuntimeError(f"{type(error).__name__}: {error}")
+    error.__traceback__ = error.__cause__ = error.__context__ = None
+    return Told(error=error, trace=text)
+
+
+def first_cause(found: Sequence[Told]) -> Told | None:
+    """The error that is not about another rank's."""
+    errors = [told for told in found if told.error is not None]
+    own = [told for told in errors if type(told.error).__name__ != "MeetingEnded"]
+    return next(iter(own or errors), None)
+
+
+def raised(told: Told, what: str) -> BaseException:
+    """The worker's error, as it can be raised here; its own traceback is its note."""
+    assert told.error is not None
+    error = told.error
+    if isinstance(error, StopIteration | asyncio.CancelledError) or type(error).__name__ == "CancelledError":
+        error = RuntimeError(f"{what} ended with {type(error).__name__}: {error}")
+    error.add_note(f"in a worker:\n{told.trace}")
+    return error
