@@ -106,7 +106,7 @@ def test_a_killed_driver_leaves_nobody_and_the_run_goes_on(tmp_path, tiny_model,
 
 
 def last_line(root: Path, args: list[str], sign: signal.Signals) -> str:
-    """Of a run one of whose workers gets a signal after the first checkpoint; it ends with an error and leaves nobody."""
+    """Of a run one of whose workers gets a signal after the first checkpoint: it ends with an error, nobody stays."""
     run = start(args)
     until_step(root, 1, run)
     children = psutil.Process(run.pid).children(recursive=True)
