@@ -11,6 +11,11 @@ from typing import Any
 import pytest
 
 
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    """Tests that fork come before Ray is here: its threads do not survive a fork, and `ray.shutdown` waits for them."""
+    items.sort(key=lambda item: "ray_session" in item.fixturenames)  # stable
+
+
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[Any]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

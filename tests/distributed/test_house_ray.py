@@ -20,7 +20,7 @@ from verl.transfer_queue.shared import SharedQueue
 
 
 def test_the_driver_of_a_run_over_processes_holds_and_reads_no_column(
-    ray, tmp_path, tiny_model, arithmetic_data, monkeypatch
+    ray_session, tmp_path, tiny_model, arithmetic_data, monkeypatch
 ):
     runs: list[Run] = []
     looked: list[int] = []

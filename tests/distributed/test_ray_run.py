@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from small_runs import dispatched, metrics_of, small_args, small_run, trained
 
 pytest.importorskip("ray", reason="pip install 'verl[ray]'")
+pytestmark = pytest.mark.usefixtures("ray_session")  # runs in this process use it, others start their own
 RAY = ("cluster.backend=ray", "run.save_every_steps=1", "track.sinks=[jsonl]")
 TWO = ("cluster.ranks_per_node=2", "rollout.replicas=2")
 TESTS = Path(__file__).parents[1]
