@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import copy
+import os
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -26,17 +29,28 @@ from verl.rollout.native import engine as native
 from verl.rollout.native.options import Options
 from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Refs, Sample, Sampling, Segment
-from verl.weight_sync.base import CheckpointEngine, Outlet, Sent, SyncError, SyncReport
+from verl.weight_sync import shm, tcp
+from verl.weight_sync.base import CheckpointEngine, Outlet, Sent, SyncError, SyncReport, opened
 from verl.weight_sync.local import LocalCheckpointEngine, LocalOutlet
-from verl.weight_sync.sender import WeightSender, probed
+from verl.weight_sync.sender import WeightSender, entry_of, probed
 from verl.workers.compute import Compute
 from verl.workers.group import Broadcast
 from verl.workers.inproc import InprocGroup
 from verl.workers.model_workers import ComputeWorker, ModelWorkers, OptimizerStep
 from verl.workers.role import Role
 
+
+def shm_outlet() -> shm.ShmOutlet:
+    outlet = shm.ShmOutlet(f"{shm.PREFIX}-{os.getpid()}-{uuid.uuid4().hex[:12]}")
+    atexit.register(shm.remove, outlet.name)
+    return outlet
+
+
 BACKENDS: dict[str, tuple[Callable[..., CheckpointEngine], Callable[[], Outlet]]] = {
-    "local": (LocalCheckpointEngine, LocalOutlet)
+    "local": (LocalCheckpointEngine, LocalOutlet),
+    "shm": (partial(LocalCheckpointEngine, copies=True), shm_outlet),
+    "tcp": (partial(LocalCheckpointEngine, copies=True), partial(tcp.TcpOutlet, host="127.0.0.1")),
+    "tcp, delta": (partial(LocalCheckpointEngine, copies=True), partial(tcp.TcpOutlet, host="127.0.0.1", delta=True)),
 }
 ROLLOUTS = {"native": partial(native.build, Options()), "hf": partial(hf.build, hf.Options())}
 PROBES = (np.array([1, 5, 6, 7, 8, 9, 2], np.int64), np.array([1, 11, 4, 12], np.int64))
@@ -207,9 +221,9 @@ def test_later_versions_verify_a_sample_that_covers_everything_in_sixteen(backen
 def test_a_rollout_in_flight_keeps_its_tokens_and_marks_the_version_of_each(backend):
     async def test():
         world = World(trainer(), backend)
-        replica = world.rollout(max_context_tokens=512)
+        replica = world.rollout(max_context_tokens=2048)
         await world.publish([replica], 0)
-        asked = asyncio.ensure_future(replica.generate("r", PROBES[0], Sampling(max_tokens=500, seed=3)))
+        asked = asyncio.ensure_future(replica.generate("r", PROBES[0], Sampling(max_tokens=2000, seed=3)))
         while not replica.stats()["sampled_tokens"]:  # noqa: ASYNC110 - the engine has no event for it
             await asyncio.sleep(0)
         await replica.pause("keep")  # or it could be done before the trainer is
@@ -217,7 +231,7 @@ def test_a_rollout_in_flight_keeps_its_tokens_and_marks_the_version_of_each(back
         await replica.resume()
         await world.publish([replica], 1, exclusive=False, on_inflight="keep")
         done = await asked
-        assert [v for v, _, _ in done.spans] == [0, 1] and done.spans[-1][2] == len(done.ids) == 500
+        assert [v for v, _, _ in done.spans] == [0, 1] and done.spans[-1][2] == len(done.ids) == 2000
         await replica.close()
 
     run(test)
@@ -232,9 +246,9 @@ def tampered(change: Callable[[dict[str, Any], dict[str, Any]], None]) -> type[W
     class Tampered(WeightSender):
         def send(self, engine, version, probes, *, copy) -> Sent:
             sent = super().send(engine, version, probes, copy=copy)
-            manifest, tensors = dict(sent.source.manifest), dict(self._outlet.tensors())
+            manifest, tensors = dict(sent.source.manifest), dict(opened(sent.source).tensors())
             change(manifest, tensors)
-            self._outlet.stage(version, tensors)
+            self._outlet.stage(version, {n: entry_of(t) for n, t in tensors.items()}, tensors.items())
             return replace(sent, source=replace(sent.source, manifest=manifest))
 
     return Tampered
@@ -532,14 +546,14 @@ def test_unexclusive_an_optimizer_step_after_the_call_does_not_leak_into_the_ver
     run(test)
 
 
-def test_exclusive_nothing_is_copied_and_a_step_that_overtakes_is_caught(backend):
+def test_exclusive_nothing_is_copied_and_a_step_that_overtakes_is_caught():
     seen: list[dict[str, int]] = []
 
     def keep(manifest, tensors):
         seen.append({name: tensor.data_ptr() for name, tensor in tensors.items()})
 
     async def test():
-        world = World(trainer(), backend, sender=tampered(keep))
+        world = World(trainer(), "local", sender=tampered(keep))
         replica = Late(world.rollout())
         live = {n: t.data_ptr() for n, t in world.engine.weights()}
         replica.after = world.group.submit(probe, Broadcast())

@@ -211,7 +211,8 @@ def test_weights_leave_whole_under_their_own_names_and_ties_are_kept():
 class _Outlet:
     transport = "nowhere:open"
 
-    def stage(self, version: int, tensors: Any) -> str:
+    def stage(self, version: int, shapes: Any, tensors: Any) -> str:
+        assert [name for name, _ in tensors] == list(shapes)
         return "nowhere"
 
 

@@ -82,8 +82,16 @@ FAULTS = [
     # transports
     ((*RAY, "cluster.nodes=2"), "cluster.nodes=2", "cluster.address=auto"),
     ((*AWAY, "queue.engine=shared"), "queue.engine=shared", "queue.engine=ray"),
-    ((*AWAY, "cluster.nodes=2", "cluster.ranks_per_node=2", "rollout.replicas=3"), "rollout.replicas=3", "first node"),
-    ((*AWAY, "cluster.pools={gen: {ranks_per_node: 1}}", "cluster.roles={rollout: gen}"), "cluster.roles.rollout=gen"),
+    (
+        (*AWAY, "sync.engine=shm", "cluster.nodes=2", "cluster.ranks_per_node=2", "rollout.replicas=3"),
+        "rollout.replicas=3",
+        "sync.engine=tcp",
+    ),
+    (
+        (*AWAY, "sync.engine=shm", "cluster.pools={gen: {ranks_per_node: 1}}", "cluster.roles={rollout: gen}"),
+        "cluster.roles.rollout=gen",
+        "sync.engine=tcp",
+    ),
 ]  # fmt: skip
 
 
@@ -106,7 +114,9 @@ def test_what_is_allowed(folder: Path) -> None:
         (*FOUR, POOL, "cluster.roles={ref: big}"),
         (*FOUR, "cluster.pools={few: {ranks_per_node: 1}}", "cluster.roles={recorder: few, compute: few}"),
         (*FOUR, "step.prompts_per_step=6"),
-        (*AWAY, "cluster.nodes=2", "cluster.ranks_per_node=2", "rollout.replicas=2"),
+        (*AWAY, "cluster.nodes=2", "cluster.ranks_per_node=2", "rollout.replicas=3"),
+        (*AWAY, "cluster.pools={gen: {ranks_per_node: 1}}", "cluster.roles={rollout: gen}"),
+        (*AWAY, "sync.engine=shm", "cluster.nodes=2", "cluster.ranks_per_node=2", "rollout.replicas=2"),
         ("cluster.max_restarts=0",),
     ):
         assert faults(folder, *args) == [], args

@@ -62,8 +62,9 @@ QUEUE: Table = {
     "package": Backend(build="verl.transfer_queue.package:build", options="verl.transfer_queue.options:Package"),
 }
 SYNC: Table = {
-    "local": Backend(build="verl.weight_sync.local:build", spread="shm"),
-    "shm": Backend(build="verl.weight_sync.shm:build"),
+    "local": Backend(build="verl.weight_sync.local:build", spread="shm", far="tcp"),
+    "shm": Backend(build="verl.weight_sync.shm:build", one_host=True),
+    "tcp": Backend(build="verl.weight_sync.tcp:build", options="verl.weight_sync.options:Tcp"),
 }
 CLUSTER: Table = {
     "inproc": Backend(build="verl.workers.inproc:build_cluster"),

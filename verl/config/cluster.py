@@ -164,14 +164,16 @@ def _transports(config: Config, pools: dict[str, Pool], roles: dict[str, str]) -
     if backend_of(config, "queue").one_host:
         why = f"is the memory of one machine, and cluster.address={far} may have several"
         yield f"queue.engine={config.queue.engine} {why}: set queue.engine=ray"
-    at, home = roles["rollout"], roles["actor"]
+    if not backend_of(config, "sync").one_host:
+        return
+    at, home, why = roles["rollout"], roles["actor"], "goes through the memory of one machine"
     if at != home:
         yield (
-            f"cluster.roles.rollout={at}: weights go through the memory of one machine (sync.engine=shm), and with "
-            f"cluster.address={far} that pool may be on another; let rollout live with the actor, in {home}"
+            f"cluster.roles.rollout={at}: sync.engine={config.sync.engine} {why}, and with cluster.address={far} that "
+            f"pool may be on another; set sync.engine=tcp, or let rollout live with the actor, in {home}"
         )
     elif replicas > (held := pools[home].ranks_per_node):
         yield (
-            f"rollout.replicas={replicas}: weights go through the memory of one machine (sync.engine=shm), and the "
-            f"first node of the pool {home} has {held} ranks: set at most {held}"
+            f"rollout.replicas={replicas}: sync.engine={config.sync.engine} {why}, and the first node of the pool "
+            f"{home} has {held} ranks: set sync.engine=tcp, or at most {held}"
         )

@@ -190,6 +190,7 @@ class QueueConfig:
 @dataclass
 class SyncConfig:
     engine: str = "local"  # a name of backends.SYNC.
+    engine_options: dict[str, Any] = field(default_factory=dict)  # Of weight_sync/options.py: host, delta.
     canary: bool = True  # Log-probs of fixed probe sequences, trainer against rollout, at every publish.
     canary_tolerance: Positive | None = None  # Mean |dlogp| of likely tokens. Null: what rounding explains.
 

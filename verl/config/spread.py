@@ -113,7 +113,7 @@ def _memory(config: Config, layout: Layout, roles: Sequence[str], replicas: int,
         phases[f"infer {role}"] = [*held, *(f"{role} {name}" for name in (*PASS, "inference activations")), *kept]
     for role in (role for role in ("actor", "critic") if role in roles):
         phases[f"update {role}"] = [*held, *(f"{role} {name}" for name in (*PASS, *UPDATE)), *kept]
-    phases["publish"] = [*held, "actor whole weights", "actor gathered weights", "incoming weights", *kept]
+    phases["publish"] = [*held, "actor largest whole weight", "actor gathered weights", "incoming weights", *kept]
     return summed(items, phases)
 
 
@@ -140,7 +140,7 @@ def role_items(config: Config, role: str, layout: Layout, tokens: int) -> dict[s
     if role in ("actor", "ref"):
         items["log-prob chunk"] = LOGPROB_COPIES * rows * vocab * 4 + 4 * vocab * model.hidden
     if role == "actor":
-        items["whole weights"] = 4 * count  # the first rank hands them over
+        items["largest whole weight"] = 4 * max(model.vocab * model.hidden, layer)  # they are handed over one by one
     if not trains:
         return items
     half = dtype == "bfloat16"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -98,8 +98,9 @@ class Outlet(Protocol):
     @property
     def transport(self) -> str: ...
 
-    def stage(self, version: int, tensors: Mapping[str, Tensor]) -> str:
-        """Hold these tensors in place of those of the version before; the address by which they are found."""
+    def stage(self, version: int, shapes: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) -> str:
+        """Hold these tensors in place of those of the version before; the address by which they are found. They come
+        one at a time, in the order of `shapes`, and are the next one's room once the next one comes."""
         ...
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 import weakref
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar
 
@@ -14,7 +14,17 @@ import numpy as np
 from torch import Tensor
 
 from verl.rollout.base import PauseMode, RolloutEngine
-from verl.weight_sync.base import CheckedReader, Outlet, Sent, SyncContext, SyncError, SyncReport, check_canary, opened
+from verl.weight_sync.base import (
+    CheckedReader,
+    Entry,
+    Outlet,
+    Sent,
+    SyncContext,
+    SyncError,
+    SyncReport,
+    check_canary,
+    opened,
+)
 
 if TYPE_CHECKING:
     from verl.workers.model_workers import ModelWorkers
@@ -33,8 +43,9 @@ class LocalOutlet:
         self._handle = f"local-{id(self)}"
         _OUTLETS[self._handle] = self
 
-    def stage(self, version: int, tensors: Mapping[str, Tensor]) -> str:
-        self.version, self._tensors = version, tensors
+    def stage(self, version: int, shapes: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) -> str:
+        self._tensors = {}  # before the next ones come
+        self.version, self._tensors = version, dict(tensors)
         return self._handle
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -32,35 +34,40 @@ class WeightSender:
         self._moved_from: tuple[int, dict[str, Tensor]] = (-1, {})  # version and masters when a byte last changed
         self._first: int | None = None  # version
         self._measured: tuple[np.ndarray, np.ndarray] | None = None  # log-probs, and what the own pass was off by
+        self._shapes: dict[str, Entry] | None = None  # of what the engine delivers, known before it does
 
     def send(self, engine: ModelEngine, version: int, probes: Sequence[np.ndarray], *, copy: bool) -> Sent:
-        """Read the engine's weights as they are now. copy: they may change before all replicas have them. Raises
-        FloatingPointError for weights that are no model any more: that is no fault of the delivery."""
-        held: dict[str, Tensor] = {}
-        manifest: dict[str, Entry] = {}
-        every = self._sent < self._verify_first
-        for i, (name, tensor) in enumerate(engine.weights()):
-            kept = tensor.detach().clone() if copy else tensor.detach()
-            held[name] = kept
-            check = every or i % CHECKED_SHARE == self._sent % CHECKED_SHARE
-            found = checksum(kept) if check else None
-            manifest[name] = Entry(tuple(kept.shape), dtype_name(kept), checksum=found)
+        """Read the engine's weights as they are now, one tensor at a time. copy: they may change before all replicas
+        have them. Raises FloatingPointError for weights that are no model any more: that is no fault of the delivery.
+        """
+        shapes = self._shapes_of(engine)
+        passing = _Passing(self._sent % CHECKED_SHARE if self._sent >= self._verify_first else None, copy)
+        address = self._outlet.stage(version, shapes, passing.tensors(engine))
+        manifest = passing.manifest
+        assert {n: replace(e, checksum=None) for n, e in manifest.items()} == shapes, (
+            "the engine delivers other tensors"
+        )
         for name, owner in engine.tied.items():
-            manifest[name] = Entry(manifest[owner].shape, manifest[owner].dtype, tied_to=owner)
+            manifest[name] = replace(manifest[owner], checksum=None, tied_to=owner)
         probe = self._probed(engine, version, probes)
-        self._refuse_diverged(version, held, probe)
-        address = self._outlet.stage(version, held)
-        changed, alarms = self._compare(version, manifest, held, engine.masters)
+        self._refuse_diverged(version, passing, probe)
+        changed, alarms = self._compare(version, passing, engine.masters)
         self._sent += 1
-        num_bytes = sum(t.numel() * t.element_size() for t in held.values())
         source = WeightSource(version, self._outlet.transport, address, manifest)
-        return Sent(source, probe, num_bytes, changed, alarms)
+        return Sent(source, probe, passing.num_bytes, changed, alarms)
 
     def attend(self, engine: ModelEngine, version: int, probes: Sequence[np.ndarray]) -> None:
         """What the other ranks do meanwhile: gathering weights and a forward pass are the work of all."""
+        self._shapes_of(engine)
         for _ in engine.weights():
             pass
         self._probed(engine, version, probes)
+
+    def _shapes_of(self, engine: ModelEngine) -> dict[str, Entry]:
+        """Found once, by a pass that keeps nothing: who stages a version wants to know how large it will be."""
+        if self._shapes is None:
+            self._shapes = {name: entry_of(tensor) for name, tensor in engine.weights()}
+        return self._shapes
 
     def _probed(self, engine: ModelEngine, version: int, probes: Sequence[np.ndarray]) -> Probed | None:
         """The canary's side of the trainer. The model's own pass costs most of it, and what rounding explains changes
@@ -78,24 +85,22 @@ class WeightSender:
             self._measured = (probe.logprobs, probe.own - probe.logprobs)
         return probe
 
-    def _refuse_diverged(self, version: int, held: Mapping[str, Tensor], probe: Probed | None) -> None:
-        bad = [n for n, t in held.items() if t.is_floating_point() and not bool(torch.isfinite(t.sum()))]
-        why = f"{len(bad)} of {len(held)} weight tensors hold NaN or infinity, e.g. {bad[0]}" if bad else ""
+    def _refuse_diverged(self, version: int, passed: _Passing, probe: Probed | None) -> None:
+        bad = passed.not_finite
+        why = f"{len(bad)} of {len(passed.values)} weight tensors hold NaN or infinity, e.g. {bad[0]}" if bad else ""
         if not why and probe is not None and (why := no_model(probe)):
-            why += f" (largest weight {max(float(t.abs().max()) for t in held.values() if t.numel()):.3g})"
+            why += f" (largest weight {passed.largest:.3g})"
         if why:
             known = "they came so from the folder or checkpoint that was loaded"
             fix = "training diverged: go on from an earlier checkpoint with a lower optim.lr" if self._sent else known
             raise FloatingPointError(f"version {version}: the trainer's weights are no working model: {why}; {fix}")
 
-    def _compare(
-        self, version: int, manifest: Mapping[str, Entry], held: Mapping[str, Tensor], masters: Mapping[str, Tensor]
-    ) -> tuple[bool, tuple[str, ...]]:
+    def _compare(self, version: int, passed: _Passing, masters: Mapping[str, Tensor]) -> tuple[bool, tuple[str, ...]]:
         """(some byte changed, alarms). Alarm: masters moved by more than rounding since a byte last changed."""
         last, self._last = self._last, {}
-        changed = last.keys() != held.keys()
-        for name, tensor in held.items():
-            known, values = manifest[name].checksum, _some_values(tensor)
+        changed = last.keys() != passed.values.keys()
+        for name, values in passed.values.items():
+            known = passed.manifest[name].checksum
             if name in last:
                 before, seen = last[name]
                 changed |= known is not None and before is not None and known != before
@@ -107,14 +112,47 @@ class WeightSender:
             self._moved_from = (version, moving)
             return True, ()
         since, before_moving = self._moved_from
-        floats = [t.dtype for t in held.values() if t.dtype.is_floating_point]
-        rounding = max((torch.finfo(dtype).eps for dtype in set(floats)), default=0.0)
+        rounding = max((torch.finfo(dtype).eps for dtype in passed.floats), default=0.0)
         moved = [n for n, now in moving.items() if n in before_moving and _moved(before_moving[n], now, rounding)]
         if not moved:
             return False, ()
         return False, (
             f"weights unchanged since version {since}, though {len(moved)} trained tensors moved, e.g. {moved[0]}",
         )
+
+
+class _Passing:
+    """The weights of one version on their way to where they are staged, and what is noted of each; none is kept.
+
+    checked: every tensor has a checksum (None), or each `CHECKED_SHARE`-th, from this one on."""
+
+    def __init__(self, checked: int | None, copy: bool) -> None:
+        self._checked, self._copy = checked, copy
+        self.manifest: dict[str, Entry] = {}
+        self.values: dict[str, Tensor] = {}  # some of each
+        self.floats: set[torch.dtype] = set()
+        self.not_finite: list[str] = []
+        self.largest = 0.0
+        self.num_bytes = 0
+
+    def tensors(self, engine: ModelEngine) -> Iterator[tuple[str, Tensor]]:
+        for i, (name, tensor) in enumerate(engine.weights()):
+            kept = tensor.detach().clone() if self._copy else tensor.detach()
+            check = self._checked is None or i % CHECKED_SHARE == self._checked
+            self.manifest[name] = replace(entry_of(kept), checksum=checksum(kept) if check else None)
+            self.values[name] = _some_values(kept)
+            self.num_bytes += kept.numel() * kept.element_size()
+            if kept.is_floating_point() and kept.numel():
+                self.floats.add(kept.dtype)
+                low, high = (float(end) for end in kept.aminmax())  # NaN if there is one
+                self.largest = max(self.largest, -low, high)
+                if not (math.isfinite(low) and math.isfinite(high)):
+                    self.not_finite.append(name)
+            yield name, kept
+
+
+def entry_of(tensor: Tensor) -> Entry:
+    return Entry(tuple(tensor.shape), dtype_name(tensor))
 
 
 def _some_values(tensor: Tensor) -> Tensor:

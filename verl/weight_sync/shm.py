@@ -6,19 +6,20 @@ which version it holds; a reader asks before its first tensor and after its last
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import tempfile
 import uuid
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
 import torch
 from torch import Tensor
 
-from verl.weight_sync.base import SyncContext, SyncError, dtype_name
+from verl.weight_sync.base import Entry, SyncContext, SyncError
 from verl.weight_sync.local import LocalCheckpointEngine
 
 SHM = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
@@ -44,23 +45,24 @@ class ShmOutlet:
     transport = "verl.weight_sync.shm:open_weights"
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self.name = name
 
-    def stage(self, version: int, tensors: Mapping[str, Tensor]) -> str:
+    def stage(self, version: int, shapes: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) -> str:
         parts, at = [], 0
-        for name, tensor in tensors.items():
-            num_bytes = tensor.numel() * tensor.element_size()
-            parts.append(Part(name, dtype_name(tensor), tuple(tensor.shape), at, num_bytes))
+        for name, entry in shapes.items():
+            num_bytes = math.prod(entry.shape) * vars(torch)[entry.dtype].itemsize
+            parts.append(Part(name, entry.dtype, entry.shape, at, num_bytes))
             at += -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
         index = msgspec.msgpack.encode(parts)
         first = -(-(HEAD_BYTES + len(index)) // ALIGN_BYTES) * ALIGN_BYTES
-        path = SHM / f"{self._name}-{version % 2}"
+        path = SHM / f"{self.name}-{version % 2}"
         with _mapped(path, max(first + at, 1)) as found:
             found[:8] = WRITING.to_bytes(8, "little", signed=True)
             found[8:16] = len(index).to_bytes(8, "little")
             found[16 : 16 + len(index)] = index
             whole = torch.frombuffer(found, dtype=torch.uint8)
-            for part, tensor in zip(parts, tensors.values(), strict=True):
+            for part, (name, tensor) in zip(parts, tensors, strict=True):
+                assert name == part.name, f"{name} comes where {part.name} was told of"
                 if part.num_bytes:
                     start = first + part.start
                     into = whole[start : start + part.num_bytes].view(tensor.dtype).view(part.shape)
@@ -121,7 +123,7 @@ def _mapped(path: Path, num_bytes: int) -> mmap.mmap:
         return mmap.mmap(file.fileno(), num_bytes)
 
 
-def _remove(prefix: str) -> None:
+def remove(prefix: str) -> None:
     for path in SHM.glob(f"{prefix}-*"):
         path.unlink(missing_ok=True)
 
@@ -139,5 +141,5 @@ def build(options: object, context: SyncContext) -> LocalCheckpointEngine:
     engine = LocalCheckpointEngine(
         probes=context.probes, tolerance=context.tolerance, outlet=ShmOutlet(name), copies=True
     )
-    weakref.finalize(engine, _remove, name)
+    weakref.finalize(engine, remove, name)
     return engine

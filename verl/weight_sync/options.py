@@ -1,0 +1,14 @@
+"""The sync engines' own keys. No torch is imported here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tcp:
+    host: str | None = None
+    """The address by which replicas reach the trainer's first rank. None: that of its machine's way out."""
+    delta: bool = False
+    """Send what changed since the version before, to those who have it: for slow links. Trainer and replicas keep a
+    copy of the weights in host memory for it."""
