@@ -194,7 +194,7 @@ HARMLESS = {
     "files and records": r"from the Hugging Face folder|kept in samples|read in place|no Ray|run directory|checkpoint",
     "not this model's": r"text only in this version|not trained|no NCCL|which is not in this version|which is refused",
     "evaluation": r"evaluation (runs|streams|scores)",
-    "async": r"groups|staleness|one process|one loop|any number of turns",
+    "async": r"groups|staleness|one process|one loop|any number of turns|weights go by sync",
     "precision": r"float32|computes? (in model.dtype|as the model's own code says)|of the distribution drawn from",
     "other": r"one reward path here|stay in this process|continues its schedule|engines take tokens|the device serves",
 }
