@@ -90,11 +90,14 @@ def guarded(work: Callable[[], int]) -> int:
 
 def _expected(e: BaseException) -> bool:
     from verl.driver.rollouts import RunEnded
+    from verl.rollout.base import ReplicaLost
     from verl.weight_sync.base import SyncError
     from verl.workers.group import WorkerDied
     from verl.workers.waits import DeadlineExpired
 
-    return isinstance(e, RunEnded | SyncError | DeadlineExpired | WorkerDied | FloatingPointError | OSError)
+    return isinstance(
+        e, RunEnded | SyncError | DeadlineExpired | WorkerDied | ReplicaLost | FloatingPointError | OSError
+    )
 
 
 def _fail(text: str, code: int = 2) -> int:

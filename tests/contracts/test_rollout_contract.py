@@ -87,12 +87,12 @@ def build(kind: str, model: str = "qwen3", *, max_prefill_tokens: int = 8192, **
         return hf.build(hf.Options(), context, max_prefill_tokens=max_prefill_tokens)
     options = Options(max_prefill_tokens=max_prefill_tokens)
     if kind == "router":
-        return Router([native.build(options, context) for _ in range(2)])
+        return Router([lambda died: native.build(options, context)] * 2)
     return native.build(options, context, compiled=kind == "native")
 
 
 def replicas_of(engine: Any) -> Any:
-    return engine.replicas if isinstance(engine, Router) else (engine,)
+    return [one.engine for one in engine.replicas] if isinstance(engine, Router) else (engine,)
 
 
 def stats_of(engine: Any) -> dict[str, int]:
@@ -903,10 +903,15 @@ class Replica:
         return self.able
 
 
+def over(*engines: Any, restarts: int = 0, note: Any = print) -> Router:
+    """A router before these, of which each new start is the same one."""
+    return Router([lambda died, engine=engine: engine for engine in engines], restarts=restarts, note=note)
+
+
 def test_the_router_spreads_by_load_and_keeps_a_prefix_key_together_within_a_bound() -> None:
     async def run() -> None:
         a, b, c = replicas = [Replica() for _ in range(3)]
-        router = Router(replicas)
+        router = over(*replicas)
 
         async def send(*names: str, key: str | None = None) -> list[int]:
             for name in names:
@@ -938,13 +943,13 @@ def test_the_router_can_do_what_all_replicas_can() -> None:
             "rollout: replicas differ, what all of them can do is used: max_context_tokens (100, 50); prefix_cache "
             "(True, False); in_flight_update (True, False); media (True, False); sleep_levels ((1, 2), (1,))"
         )
-        assert await Router([full, part]).capabilities() == Capabilities(
+        assert await over(full, part).capabilities() == Capabilities(
             logprobs="processed", max_context_tokens=50, lora=True, sleep_levels=(1,), notes=(differ, "a", "b", "c")
         )
-        assert (await Router([full, full]).capabilities()).notes == ("a", "b")
+        assert (await over(full, full).capabilities()).notes == ("a", "b")
         with pytest.raises(ValueError, match="replicas return processed and raw log-probs"):
-            await Router([full, Replica(logprobs="raw")]).capabilities()
+            await over(full, Replica(logprobs="raw")).capabilities()
         with pytest.raises(ValueError, match="publish to each of its replicas"):
-            await Router([full]).load_weights(Source(reference()))
+            await over(full).load_weights(Source(reference()))
 
     asyncio.run(run())

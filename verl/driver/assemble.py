@@ -119,12 +119,12 @@ async def _run_of(
     actor = workers_of(context, policy)
     models = models_of(context, algorithm, actor) | ({"reward_model": scorer} if scorer is not None else {})
     learner = learner_of(context, algorithm, models, waits)
-    replicas = context.cluster.replicas(rollout_engine, (config, tokenizer, context.device), config.rollout.replicas)
+    rollout = _rollout(config, tokenizer, context, progress)
+    replicas = rollout.replicas if isinstance(rollout, Router) else (rollout,)
     asked = replicas[0].capabilities()
     able = await waits.wait(asked, who="driver", what="the rollout engines to start", timeout_s=START_TIMEOUT_S)
     for note in able.notes:
         progress.message(note)
-    rollout = replicas[0] if len(replicas) == 1 else Router(replicas)
     told = RecorderSpec(
         queue=context.queue, run_dir=claimed.path, tokenizer=tokenizer, groups_per_step=config.track.samples_per_step
     )
@@ -135,6 +135,8 @@ async def _run_of(
     checkpointer = Checkpointer(claimed, learner, trained_roles(learner), checkpoint_bytes(config), reporter)
     publisher = _publisher(config, sync, actor, replicas, rollout, waits, progress)
     context.cluster.watch(from_threads(groups.fail))
+    if isinstance(rollout, Router):
+        rollout.watch(groups.fail)
     return Run(
         config=config,
         dir=claimed.path,
@@ -156,6 +158,15 @@ async def _run_of(
     )
 
 
+def _rollout(config: Config, tokenizer: Any, context: ModelContext, progress: LiveProgress) -> RolloutEngine:
+    """The engine that all requests go to: one, or a router before several."""
+    cluster, parts = context.cluster, (config, tokenizer, context.device)
+    if config.rollout.replicas == 1:
+        return cluster.replica(0, rollout_engine, parts)
+    starts = [partial(cluster.replica, number, rollout_engine, parts) for number in range(config.rollout.replicas)]
+    return Router(starts, restarts=config.cluster.max_restarts, note=progress.message)
+
+
 def _publisher(
     config: Config,
     sync: CheckpointEngine,
@@ -174,7 +185,7 @@ def _publisher(
         exclusive=_in_step(config),
         partial_rollout=config.pipeline.partial_rollout,
         note=progress.message,
-        serve=rollout.serve if isinstance(rollout, Router) else None,
+        published=rollout.published if isinstance(rollout, Router) else None,
     )
 
 

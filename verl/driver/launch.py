@@ -27,6 +27,7 @@ from verl.driver.run import Run
 from verl.driver.run_dir import is_mine
 from verl.driver.stopping import Stopped
 from verl.driver.supervised import fit
+from verl.rollout.base import ReplicaLost
 from verl.track.console import LiveProgress
 from verl.track.events import FINISHED
 from verl.track.files import write_atomic
@@ -71,7 +72,7 @@ def run_rl(
         try:
             return uvloop.run(_train(resolved, title, on_step, text, progress))
         except Exception as error:
-            if not isinstance(cause := first_cause(error), WorkerDied):
+            if not isinstance(cause := first_cause(error), WorkerDied | ReplicaLost):
                 raise
             progress.message(f"{cause}\nstarting again from the last checkpoint ({restart} of {most} times)")
         _go_on(resolved)

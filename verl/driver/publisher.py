@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from verl.rollout.base import PauseMode, RolloutEngine
 from verl.types import Metric, Metrics
@@ -28,13 +28,13 @@ class Publisher:
         exclusive: bool,
         partial_rollout: bool,
         note: Callable[[str], None],
-        serve: Callable[[Collection[int]], None] | None = None,
+        published: Callable[[Mapping[int, str]], None] | None = None,
     ) -> None:
-        """serve: told after every publish which replicas have it; the others get no requests until they have one."""
+        """published: told after every publish which replicas do not have it, and why."""
         self._engine, self._trainer, self._replicas = engine, trainer, replicas
         self._waits, self._timeout_s = waits, timeout_s
         self._exclusive, self._partial_rollout = exclusive, partial_rollout
-        self._note, self._serve = note, serve
+        self._note, self._published = note, published
         self._modes: tuple[PauseMode, ...] = ()
         self._under_way: asyncio.Task[None] | None = None
         self._metrics: Metrics = {}
@@ -101,9 +101,9 @@ class Publisher:
         committed(report)
 
     def _report(self, report: SyncReport) -> None:
-        if self._serve is not None:
-            self._serve(set(range(len(self._replicas))) - set(report.failed_replicas))
-        for text in (*report.alarms, *(f"replica {i} failed: {e}" for i, e in report.failed_replicas.items())):
+        if self._published is not None:
+            self._published(report.failed_replicas)
+        for text in report.alarms:
             self._note(f"warning: weight sync: {text}")
         self._metrics = {
             "sync/version": Metric(report.version, 1, "step", "last"),

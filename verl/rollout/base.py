@@ -17,6 +17,10 @@ PauseMode = Literal["keep", "wait", "abort"]
 DecodeFn = Callable[[Sequence[int]], str]
 
 
+class ReplicaLost(RuntimeError):
+    """An engine is gone, or must not speak any more: what was asked of it may be asked of another one."""
+
+
 @dataclass(frozen=True, slots=True)
 class Completion:
     """ids [t] int64 and logprobs [t] float32, the stop token included; spans = ((version, start, end), ...) cover ids.

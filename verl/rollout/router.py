@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 
 import numpy as np
 
-from verl.rollout.base import Capabilities, Completion, PauseMode, RolloutEngine, WeightReader
+from verl.rollout.base import Capabilities, Completion, PauseMode, ReplicaLost, WeightReader
+from verl.rollout.replica import Replica, Start
 from verl.types import Sampling
 
 KEPT_KEYS = 4096  # prefix keys whose replica is remembered, the latest
@@ -17,15 +18,22 @@ MAX_LEAD = 8  # requests by which the replica of a prefix key may be ahead of th
 
 
 class Router:
-    """`load_weights` is refused: the checkpoint engine delivers to each of `replicas`, as its own transaction."""
+    """`load_weights` is refused: the checkpoint engine delivers to each of `replicas`, as its own transaction. One that
+    is lost, or that did not take the weights which the trainer published last, gets no requests; its own go on at the
+    others, from their beginning. Without one that serves the run cannot go on, and whoever watches hears why.
 
-    def __init__(self, replicas: Sequence[RolloutEngine]) -> None:
-        assert replicas, "a router needs a replica"
-        self.replicas = tuple(replicas)
-        self._load = [0] * len(replicas)  # requests that run or wait
+    restarts: of each replica · note: told what a person should know."""
+
+    def __init__(self, starts: Sequence[Start], *, restarts: int = 0, note: Callable[[str], None] = print) -> None:
+        assert starts, "a router needs a replica"
+        self._note = note
+        self._on_failure: Callable[[BaseException], None] | None = None
+        self._failure: BaseException | None = None
+        self._load = [0] * len(starts)  # requests that run or wait
         self._homes: OrderedDict[str, int] = OrderedDict()  # the replica of a prefix key
         self._running: dict[str, int] = {}  # the replica of a request id
-        self._serving = frozenset(range(len(replicas)))
+        self._serving = frozenset(range(len(starts)))
+        self.replicas = tuple(Replica(i, start, lost=self._lost, starts=restarts) for i, start in enumerate(starts))
 
     async def generate(
         self,
@@ -39,26 +47,49 @@ class Router:
     ) -> Completion:
         if request_id in self._running:
             raise ValueError(f"request_id={request_id!r} is already running: every call needs its own id")
-        chosen = self._choose(prefix_key)
-        self._running[request_id] = chosen
-        self._load[chosen] += 1
-        try:
-            return await self.replicas[chosen].generate(
-                request_id, prompt_ids, sampling, prefix_key=prefix_key, adapter=adapter, media=media
-            )
-        finally:
-            self._load[chosen] -= 1
-            del self._running[request_id]
+        while True:
+            chosen = self._choose(prefix_key)
+            self._running[request_id] = chosen
+            self._load[chosen] += 1
+            try:
+                return await self.replicas[chosen].generate(
+                    request_id, prompt_ids, sampling, prefix_key=prefix_key, adapter=adapter, media=media
+                )
+            except ReplicaLost:
+                continue  # the same draws at another one: a seed belongs to the request
+            finally:
+                self._load[chosen] -= 1
+                del self._running[request_id]
 
-    def serve(self, replicas: Collection[int]) -> None:
-        """Only these get new requests: the others do not have the weights that the trainer published last."""
-        assert replicas, "a router needs a replica that serves"
-        self._serving = frozenset(replicas)
+    def published(self, failed: Mapping[int, str]) -> None:
+        """What came of a publish: who did not take it is given up, who took it serves from now on."""
+        for i, why in failed.items():
+            self.replicas[i].lose(ReplicaLost(why))
+        self._serve(frozenset(one.number for one in self.replicas if one.ready and one.number not in failed))
+
+    def watch(self, on_failure: Callable[[BaseException], None]) -> None:
+        """Hear, once, that no replica is left."""
+        self._on_failure = on_failure
+        if self._failure is not None:
+            on_failure(self._failure)
+
+    def _lost(self, number: int, why: BaseException) -> None:
+        left = self._serving - {number}
+        after = "its requests go on elsewhere, and it is started again" if left else "no other one serves"
+        self._note(f"warning: rollout replica {number} is lost: {why}; {after}")
+        self._serve(left, why)
+
+    def _serve(self, replicas: frozenset[int], why: BaseException | None = None) -> None:
+        self._serving = replicas
+        if not replicas and self._failure is None:
+            self._failure = why or ReplicaLost("no rollout replica took the weights")
+            if self._on_failure is not None:
+                self._on_failure(self._failure)
 
     async def score(
         self, ids: np.ndarray, *, temperature: float = 1.0, adapter: str | None = None, media: Sequence[str] = ()
     ) -> np.ndarray:
-        return await self.replicas[min(self._serving)].score(ids, temperature=temperature, adapter=adapter, media=media)
+        return await self.replicas[self._choose(None)].score(ids, temperature=temperature, adapter=adapter, media=media)
 
     async def load_weights(self, source: WeightReader, *, on_inflight: PauseMode = "wait") -> int:
         raise ValueError("a router loads no weights: publish to each of its replicas")
@@ -102,10 +133,12 @@ class Router:
 
     @property
     def version(self) -> int:
-        """The oldest that is live on a serving replica."""
-        return min(self.replicas[i].version for i in self._serving)
+        """The oldest that is live on a serving replica; -1 without one."""
+        return min((self.replicas[i].version for i in self._serving), default=-1)
 
     def _choose(self, prefix_key: str | None) -> int:
+        if not self._serving:
+            raise ReplicaLost("no rollout replica serves") from self._failure
         least = min(sorted(self._serving), key=self._load.__getitem__)
         if prefix_key is None:
             return least

@@ -16,7 +16,10 @@ T = TypeVar("T")
 
 
 class WorkerDied(RuntimeError):
-    """A process that holds a worker or a replica is gone: killed, out of memory, crashed, or its node is lost."""
+    """A process that holds a worker is gone: killed, out of memory, crashed, or its node is lost."""
+
+
+Died = Callable[[BaseException], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +114,14 @@ class Cluster(Protocol):
         """The workers of a name. Elsewhere they are built meanwhile: a failure comes with the first call."""
         ...
 
-    def replicas(self, build: Callable[..., RolloutEngine], args: tuple[Any, ...], count: int) -> list[RolloutEngine]:
-        """`count` rollout engines, each `build(*args)`."""
+    def replica(
+        self, number: int, build: Callable[..., RolloutEngine], args: tuple[Any, ...], died: Died | None = None
+    ) -> RolloutEngine:
+        """A rollout engine, `build(*args)`. died: hears, in any thread, of its end (None: those who watch do)."""
         ...
 
     def watch(self, on_failure: Callable[[BaseException], None]) -> None:
-        """`on_failure` hears, in any thread, of a worker or replica that died, also between two calls."""
+        """`on_failure` hears, in any thread, of a worker that died, also between two calls."""
         ...
 
     def close(self) -> None: ...

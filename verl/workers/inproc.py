@@ -23,7 +23,7 @@ from verl.model_engine.layout import Layout
 from verl.objective import Term
 from verl.rollout.base import RolloutEngine
 from verl.types import Metrics
-from verl.workers.group import Arguments, Broadcast, Build, ClusterContext
+from verl.workers.group import Arguments, Broadcast, Build, ClusterContext, Died
 
 if TYPE_CHECKING:
     from verl.model_engine.snapshot import Snapshot
@@ -227,8 +227,10 @@ class InprocCluster:
         ranks = [VirtualRank(i, world_size) for i in range(world_size)]
         return InprocGroup(name, build(*args, ranks=ranks), ranks)
 
-    def replicas(self, build: Callable[..., RolloutEngine], args: tuple[Any, ...], count: int) -> list[RolloutEngine]:
-        return [build(*args) for _ in range(count)]
+    def replica(
+        self, number: int, build: Callable[..., RolloutEngine], args: tuple[Any, ...], died: Died | None = None
+    ) -> RolloutEngine:
+        return build(*args)
 
     def watch(self, on_failure: Callable[[BaseException], None]) -> None:
         """Nothing dies here without everything."""

@@ -28,7 +28,7 @@ from verl.model_engine.layout import Layout
 from verl.rollout.base import RolloutEngine
 from verl.workers.answers import FENCE_S, Told, first_cause, raised, told_of
 from verl.workers.dist import ProcessRanks, become
-from verl.workers.group import Arguments, Broadcast, Build, ClusterContext, WorkerDied, WorkerGroup
+from verl.workers.group import Arguments, Broadcast, Build, ClusterContext, Died, WorkerDied, WorkerGroup
 from verl.workers.inproc import InprocGroup
 from verl.workers.sections import ClusterConfig
 from verl.workers.torchrun import launched
@@ -231,7 +231,9 @@ class SpmdCluster:
         (worker,) = build(*args, ranks=[self.drivers.ranks])
         return SpmdGroup(name, worker, self.drivers, world_size)
 
-    def replicas(self, build: Callable[..., RolloutEngine], args: tuple[Any, ...], count: int) -> list[RolloutEngine]:
+    def replica(
+        self, number: int, build: Callable[..., RolloutEngine], args: tuple[Any, ...], died: Died | None = None
+    ) -> RolloutEngine:
         raise ValueError("cluster.backend=torchrun has no controller that could sample: use cluster.backend=ray")
 
     def watch(self, on_failure: Callable[[BaseException], None]) -> None:

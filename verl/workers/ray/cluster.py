@@ -16,7 +16,7 @@ import psutil
 from verl.config.backends import address_of
 from verl.model_engine.layout import Layout
 from verl.rollout.base import RolloutEngine
-from verl.workers.group import Build, ClusterContext
+from verl.workers.group import Build, ClusterContext, Died
 from verl.workers.pools import Pool, Shortage, fit, pools_of
 from verl.workers.ray.group import RayGroup, Worker, pickled
 from verl.workers.ray.reaper import Reaper
@@ -88,14 +88,12 @@ class RayCluster:
         ]
         return RayGroup(name, actors, built, self._died, self._lives)
 
-    def replicas(self, build: Callable[..., RolloutEngine], args: tuple[Any, ...], count: int) -> list[RolloutEngine]:
-        made = pickled(build, (self._set_up, args))
-        out: list[RolloutEngine] = []
-        for i in range(count):
-            actor = self._actor(Replica, "rollout", i, {"max_concurrency": 100_000})
-            built = actor.build.remote(made)
-            out.append(RayReplica(f"rollout replica {i}", actor, built, self._died, self._lives))
-        return out
+    def replica(
+        self, number: int, build: Callable[..., RolloutEngine], args: tuple[Any, ...], died: Died | None = None
+    ) -> RolloutEngine:
+        actor = self._actor(Replica, "rollout", number, {"max_concurrency": 100_000})
+        built = actor.build.remote(pickled(build, (self._set_up, args)))
+        return RayReplica(f"rollout replica {number}", actor, built, died or self._died, self._lives)
 
     def _died(self, error: BaseException) -> None:
         self._on_failure(error)

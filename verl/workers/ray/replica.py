@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from verl.rollout.base import Capabilities, Completion, PauseMode
+from verl.rollout.base import Capabilities, Completion, PauseMode, ReplicaLost
 from verl.types import Sampling
 from verl.workers.answers import Told, raised, told_of
-from verl.workers.group import WorkerDied
+from verl.workers.group import Died
 from verl.workers.ray.group import reason
 
 
@@ -88,12 +88,10 @@ class Replica:
 class RayReplica:
     """See `RolloutEngine`: an engine in another process."""
 
-    def __init__(
-        self, name: str, actor: Any, built: Any, on_death: Callable[[WorkerDied], None], lives: Callable[[int], None]
-    ) -> None:
+    def __init__(self, name: str, actor: Any, built: Any, on_death: Died, lives: Callable[[int], None]) -> None:
         self._name, self._actor, self._version, self._closed = name, actor, -1, False
         self._place: Any = None
-        self._dead: WorkerDied | None = None
+        self._dead: ReplicaLost | None = None
         self._on_death, self._lives = on_death, lives
         built.future().add_done_callback(self._built)
         actor.watch.remote().future().add_done_callback(self._died)
@@ -162,7 +160,7 @@ class RayReplica:
         try:
             told = await self._actor.ask.remote(method, args, named)
         except ray.exceptions.RayActorError as e:
-            raise self._dead or WorkerDied(f"{self._name} died: {reason(str(e))}") from None
+            raise self._dead or ReplicaLost(f"{self._name} died: {reason(str(e))}") from None
         if told.error is not None:
             raise raised(told, f"{self._name}: {method}")
         return told.value
@@ -177,5 +175,5 @@ class RayReplica:
             return
         node, process = self._place or ("?", "?")
         why = reason(str(found.exception()))
-        self._dead = WorkerDied(f"{self._name} (process {process} on {node}) died: {why}")
+        self._dead = ReplicaLost(f"{self._name} (process {process} on {node}) died: {why}")
         self._on_death(self._dead)

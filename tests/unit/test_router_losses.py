@@ -1,0 +1,286 @@
+"""Replicas that die or miss a publish: their requests go on elsewhere, and they serve again only with weights."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from verl.rollout.base import Capabilities, Completion, ReplicaLost
+from verl.rollout.router import Router
+from verl.types import Sampling
+
+SAMPLING = Sampling(max_tokens=4, seed=7)
+
+
+class Engine:
+    """Answers when it is told to, or of itself after `turns` of the event loop."""
+
+    def __init__(self, world: World, number: int, died: Callable[[BaseException], None]) -> None:
+        self.world, self.number, self.died = world, number, died
+        self.running: dict[str, asyncio.Future[Completion]] = {}
+        self.calls: list[str] = []
+        self.dead: BaseException | None = None
+        self.version = -1
+
+    async def generate(self, request_id: str, prompt_ids: np.ndarray, sampling: Sampling, **_: Any) -> Completion:
+        if self.dead is not None:
+            raise ReplicaLost("dead")
+        assert self.version >= 0, "asked before it had weights"
+        self.world.asked.append((request_id, sampling.seed))
+        self.running[request_id] = asyncio.get_running_loop().create_future()
+        try:
+            return await self.running[request_id]
+        finally:
+            del self.running[request_id]
+
+    def answer(self, request_id: str) -> None:
+        ids = np.arange(self.number, self.number + 2)
+        self.running[request_id].set_result(
+            Completion(request_id, ids, np.zeros(2, np.float32), ((self.version, 0, 2),), "length")
+        )
+
+    def die(self, why: str = "killed") -> None:
+        self.dead = ReplicaLost(why)
+        self.fail(self.dead)
+        self.died(self.dead)
+
+    async def capabilities(self) -> Capabilities:
+        if self.world.broken > 0:
+            self.world.broken -= 1
+            raise RuntimeError("does not start")
+        return Capabilities(logprobs="processed", max_context_tokens=100)
+
+    async def sleep(self, level: int = 1) -> int:
+        self.calls.append("sleep")
+        return 5
+
+    async def wake(self, tags: Any = ()) -> None:
+        self.calls.append("wake")
+
+    async def close(self) -> None:
+        self.calls.append("close")
+        self.fail(RuntimeError("the rollout engine was closed"))
+
+    def fail(self, why: BaseException) -> None:
+        for one in self.running.values():
+            if not one.done():
+                one.set_exception(why)
+
+    async def load_weights(self, source: Any, *, on_inflight: str = "wait") -> int:
+        self.version = source
+        return source
+
+
+class World:
+    def __init__(self, count: int, restarts: int = 3) -> None:
+        self.made: list[list[Engine]] = [[] for _ in range(count)]
+        self.asked: list[tuple[str, int | None]] = []
+        self.said: list[str] = []
+        self.broken = 0  # engines to come that do not start
+        self.failures: list[BaseException] = []
+        self.router = Router([self.start(i) for i in range(count)], restarts=restarts, note=self.said.append)
+        self.router.watch(self.failures.append)
+
+    def start(self, number: int) -> Callable[[Callable[[BaseException], None]], Any]:
+        def start(died: Callable[[BaseException], None]) -> Any:
+            self.made[number].append(Engine(self, number, died))
+            return self.made[number][-1]
+
+        return start
+
+    async def begin(self) -> None:
+        await self.router.capabilities()
+        await self.publish(0)
+
+    async def publish(self, version: Any, failed: dict[int, str] | None = None) -> None:
+        failed = dict(failed or {})
+        for i, replica in enumerate(self.router.replicas):
+            if i not in failed:
+                try:
+                    await replica.load_weights(version)
+                except ReplicaLost as e:
+                    failed[i] = str(e)
+        self.router.published(failed)
+
+    def ask(self, name: str) -> asyncio.Task[Completion]:
+        return asyncio.create_task(self.router.generate(name, np.arange(3), SAMPLING))
+
+
+async def turns(count: int = 20) -> None:
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def run(test: Callable[[], Any]) -> None:
+    asyncio.run(asyncio.wait_for(test(), 30))
+
+
+def test_the_requests_of_a_dead_replica_are_asked_again_elsewhere() -> None:
+    async def test() -> None:
+        world = World(2)
+        await world.begin()
+        tasks = [world.ask(f"r{i}") for i in range(4)]
+        await turns()
+        (first,), (second,) = world.made
+        assert sorted(first.running) == ["r0", "r2"] and sorted(second.running) == ["r1", "r3"]
+        first.die("killed by signal 9")
+        await turns()
+        assert sorted(second.running) == ["r0", "r1", "r2", "r3"], "with the same seed: the same draws"
+        assert {seed for _, seed in world.asked} == {7} and world.failures == []
+        assert len(world.said) == 1 and "rollout replica 0 is lost: killed by signal 9; its requests" in world.said[0]
+        for name in list(second.running):
+            second.answer(name)
+        assert [(await t).request_id for t in tasks] == ["r0", "r1", "r2", "r3"]
+        assert len(world.made[0]) == 2 and "close" in first.calls, "it was started again"
+        await turns()
+        task = world.ask("r4")
+        await turns()
+        assert list(second.running) == ["r4"], "and has no weights yet"
+        await world.publish(1)
+        more = [world.ask("r5"), world.ask("r6")]
+        await turns()
+        assert world.made[0][1].running.keys() | second.running.keys() == {"r4", "r5", "r6"}
+        assert world.made[0][1].running, "now it serves"
+        for engine in (world.made[0][1], second):
+            for name in list(engine.running):
+                engine.answer(name)
+        await asyncio.gather(task, *more)
+
+    run(test)
+
+
+def test_one_that_dies_between_two_calls_is_heard_of_from_any_thread() -> None:
+    async def test() -> None:
+        world = World(2)
+        await world.begin()
+        thread = threading.Thread(target=world.made[1][0].die)
+        thread.start()
+        thread.join()
+        await turns()
+        assert len(world.made[1]) == 2 and world.router._serving == {0}
+        assert await world.router.sleep() == 10 and world.made[1][0].calls == ["close"]
+
+    run(test)
+
+
+def test_one_that_did_not_take_a_publish_must_not_speak() -> None:
+    async def test() -> None:
+        world = World(2)
+        await world.begin()
+        tasks = [world.ask("a"), world.ask("b")]
+        await turns()
+        await world.publish(1, failed={1: "SyncError: a tensor is missing"})
+        old = world.made[1][0]
+        await turns()
+        assert "close" in old.calls and not old.running and sorted(world.made[0][0].running) == ["a", "b"]
+        assert "a tensor is missing" in world.said[0]
+        for name in ("a", "b"):
+            world.made[0][0].answer(name)
+        assert {(await t).spans for t in tasks} == {((1, 0, 2),)}, "nothing was drawn under the old weights"
+        await world.publish(2)
+        assert world.router._serving == {0, 1}
+
+    run(test)
+
+
+def test_one_that_dies_between_its_load_and_the_end_of_the_publish_does_not_serve() -> None:
+    async def test() -> None:
+        world = World(2)
+        await world.begin()
+        for replica in world.router.replicas:
+            await replica.load_weights(1)  # type: ignore[arg-type]
+        world.made[1][0].die()
+        await turns()
+        assert len(world.made[1]) == 2, "and there is another engine already"
+        world.router.published({})
+        assert world.router._serving == {0}
+
+    run(test)
+
+
+def test_an_answer_of_one_that_was_given_up_meanwhile_does_not_count() -> None:
+    async def test() -> None:
+        world = World(2)
+        await world.begin()
+        task = world.ask("a")
+        await turns()
+        world.made[0][0].answer("a")  # the answer is on its way
+        world.router.replicas[0].lose(ReplicaLost("half-loaded"))
+        await turns()
+        assert not task.done()
+        world.made[1][0].answer("a")
+        assert (await task).ids[0] == 1
+
+    run(test)
+
+
+def test_what_is_asked_of_a_lost_one_says_why_and_what_keeps_step_is_nothing_to_it() -> None:
+    async def test() -> None:
+        world = World(2, restarts=0)
+        await world.begin()
+        world.made[0][0].die("out of memory")
+        await turns()
+        lost = world.router.replicas[0]
+        for asked in (lost.score(np.arange(3)), lost.load_weights(None), lost.capabilities()):  # type: ignore[arg-type]
+            with pytest.raises(ReplicaLost, match="replica 0 has no engine: out of memory"):
+                await asked
+        assert (await lost.sleep(), await lost.abort()) == (0, 0)
+        await lost.wake()
+        assert world.made[0][0].calls == ["close"] and len(world.made[0]) == 1
+
+    run(test)
+
+
+def test_without_one_that_serves_the_run_hears_the_first_cause() -> None:
+    async def test() -> None:
+        world = World(2)
+        await world.begin()
+        world.broken = 100
+        task = world.ask("a")
+        await turns()
+        world.made[0][0].die("the first")
+        await turns()
+        world.made[1][0].die("the second")
+        with pytest.raises(ReplicaLost, match="no rollout replica serves"):
+            await task
+        assert [str(e) for e in world.failures] == ["the second"] and world.router.version == -1
+        await turns(100)
+        assert [len(engines) for engines in world.made] == [4, 4], "three more each, none of which started"
+
+    run(test)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_request_is_lost_or_doubled_whatever_dies(seed: int) -> None:
+    async def test() -> None:
+        draw, world = random.Random(seed), World(4, restarts=1000)
+        await world.begin()
+        tasks = [world.ask(f"r{i}") for i in range(200)]
+        version = 0
+        while not all(task.done() for task in tasks):
+            await turns(draw.randrange(4))
+            live = [engines[-1] for i, engines in enumerate(world.made) if i in world.router._serving]
+            for engine in live:
+                for name in list(engine.running):
+                    if draw.random() < 0.2 and not engine.running[name].done():
+                        engine.answer(name)
+            if len(live) > 1 and draw.random() < 0.3:
+                if draw.random() < 0.5:
+                    draw.choice(live).die()
+                else:
+                    version += 1
+                    await world.publish(version, failed={draw.choice(live).number: "broken off"})
+            elif draw.random() < 0.3:
+                version += 1
+                await world.publish(version)
+        done = [await task for task in tasks]
+        assert [c.request_id for c in done] == [f"r{i}" for i in range(200)] and not world.failures
+        assert world.router._running == {} and world.router._load == [0] * 4
+
+    run(test)

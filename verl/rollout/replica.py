@@ -1,0 +1,168 @@
+"""One of the rollout engines behind a router, and what becomes of it when it dies or must not speak any more."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from verl.rollout.base import Capabilities, Completion, PauseMode, ReplicaLost, RolloutEngine, WeightReader
+from verl.types import Sampling
+
+T = TypeVar("T")
+
+CLOSE_S = 20.0  # for an engine that is given up
+START_S = 600.0  # for a new one: its process, its libraries, its model
+
+Start = Callable[[Callable[[BaseException], None]], RolloutEngine]
+"""A new engine. What it is given hears, in any thread, of an engine that died on its own."""
+
+
+class Replica:
+    """See `RolloutEngine`. A lost engine's requests end with `ReplicaLost`, also those that run; what keeps it in step
+    with the others (sleep, wake, pause, resume, abort) is nothing to it. There is no way from lost to serving but a new
+    engine and a publish that it took.
+
+    lost: told why, once for each engine · starts: new engines that it may have, in all."""
+
+    def __init__(self, number: int, start: Start, *, lost: Callable[[int, BaseException], None], starts: int) -> None:
+        self.number, self._start, self._tell, self._starts = number, start, lost, starts
+        self._loop: asyncio.AbstractEventLoop | None = None  # of the calls
+        self._deaths: deque[tuple[RolloutEngine, BaseException]] = deque()  # that were told of
+        self._why: BaseException | None = None
+        self._restart: asyncio.Task[None] | None = None
+        self.engine = self._new()
+        self._loaded: RolloutEngine | None = None
+
+    @property
+    def ready(self) -> bool:
+        """There is an engine, and it has taken weights."""
+        return self._why is None and self._loaded is self.engine
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt_ids: np.ndarray,
+        sampling: Sampling,
+        *,
+        prefix_key: str | None = None,
+        adapter: str | None = None,
+        media: Sequence[str] = (),
+    ) -> Completion:
+        engine = self._live()
+        try:
+            found = await engine.generate(
+                request_id, prompt_ids, sampling, prefix_key=prefix_key, adapter=adapter, media=media
+            )
+        except ReplicaLost as e:
+            self._lose(engine, e)
+            raise
+        except Exception as e:
+            self._check(engine, e)  # whose requests fail because it was closed
+            raise
+        self._check(engine)  # whatever it still said
+        return found
+
+    async def score(
+        self, ids: np.ndarray, *, temperature: float = 1.0, adapter: str | None = None, media: Sequence[str] = ()
+    ) -> np.ndarray:
+        return await self._live().score(ids, temperature=temperature, adapter=adapter, media=media)
+
+    async def load_weights(self, source: WeightReader, *, on_inflight: PauseMode = "wait") -> int:
+        engine = self._live()
+        version = await engine.load_weights(source, on_inflight=on_inflight)
+        self._loaded = engine
+        return version
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        await self._along(lambda engine: engine.pause(mode))
+
+    async def resume(self) -> None:
+        await self._along(lambda engine: engine.resume())
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> int:
+        return await self._along(lambda engine: engine.abort(request_ids)) or 0
+
+    async def sleep(self, level: int = 1) -> int:
+        return await self._along(lambda engine: engine.sleep(level)) or 0
+
+    async def wake(self, tags: Sequence[str] = ("weights", "kv")) -> None:
+        await self._along(lambda engine: engine.wake(tags))
+
+    async def capabilities(self) -> Capabilities:
+        return await self._live().capabilities()
+
+    async def close(self) -> None:
+        if self._restart is not None:
+            self._restart.cancel()
+        await self.engine.close()
+
+    @property
+    def version(self) -> int:
+        return self.engine.version
+
+    def lose(self, why: BaseException) -> None:
+        """Give the engine up: its process ends, its requests go on elsewhere."""
+        self._lose(self.engine, why)
+
+    def _check(self, engine: RolloutEngine, cause: BaseException | None = None) -> None:
+        if engine is not self.engine or self._why is not None:
+            raise ReplicaLost(f"rollout replica {self.number} was given up") from cause
+
+    def _live(self) -> RolloutEngine:
+        self._loop = asyncio.get_running_loop()
+        self._hear()
+        if self._why is not None:
+            raise ReplicaLost(f"rollout replica {self.number} has no engine: {self._why}")
+        return self.engine
+
+    async def _along(self, call: Callable[[RolloutEngine], Coroutine[Any, Any, T]]) -> T | None:
+        engine = self.engine
+        if self._why is None:
+            try:
+                return await call(engine)
+            except ReplicaLost as e:
+                self._lose(engine, e)
+        return None
+
+    def _new(self) -> RolloutEngine:
+        def died(why: BaseException) -> None:
+            self._deaths.append((made, why))
+            if self._loop is not None:
+                with contextlib.suppress(RuntimeError):  # it has ended
+                    self._loop.call_soon_threadsafe(self._hear)
+
+        made = self._start(died)
+        return made
+
+    def _hear(self) -> None:
+        while self._deaths:
+            self._lose(*self._deaths.popleft())
+
+    def _lose(self, engine: RolloutEngine, why: BaseException) -> None:
+        if engine is not self.engine or self._why is not None:
+            return
+        self._why = why
+        self._tell(self.number, why)
+        self._restart = asyncio.create_task(self._again(engine), name=f"restart replica {self.number}")
+
+    async def _again(self, lost: RolloutEngine) -> None:
+        with contextlib.suppress(Exception):  # it may be gone: nothing of it counts any more
+            async with asyncio.timeout(CLOSE_S):
+                await lost.close()
+        while self._starts > 0:
+            self._starts -= 1
+            made = self._new()
+            self.engine = made
+            try:
+                async with asyncio.timeout(START_S):
+                    await made.capabilities()
+            except Exception as e:
+                self._tell(self.number, e)
+                continue
+            self._why = None
+            return
