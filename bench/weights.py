@@ -4,7 +4,8 @@
 
 stage: the trainer's end, from its tensors to where they can be fetched · read: the other process, tensor by tensor,
 each its own afterwards. Checksums are apart: the manifest's are of all bytes for the first versions, of a sixteenth
-after. All are shares of a warm copy of the same bytes. delta: bfloat16, of which a share of the values has changed;
+after. For tcp the other process plays another host: what it fetches goes over a socket into shared memory of its own,
+and from there. All are shares of a warm copy of the same bytes. delta: bfloat16, of which a share of the values has changed;
 over a link of 1 Gb/s the bytes are counted at 125 MB/s beside the time measured here. One thread per process. Writes
 its part of bench/RESULTS.md (bench/sections/weights.md).
 """
@@ -15,7 +16,9 @@ import argparse
 import contextlib
 import multiprocessing
 import os
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -56,6 +59,8 @@ def reader(line: Any) -> None:
 
     tcp._receive = counted
     opens = {"shm": shm.open_weights, "tcp": tcp.open_weights}
+    away = Path(tempfile.mkdtemp(dir=shm.SHM))  # the shared memory of another host
+    shm.SHM = tcp.SHM = away
     while (told := line.recv()) is not None:
         transport, address = told
         came[0], start, kept = 0, time.perf_counter(), []
@@ -63,6 +68,7 @@ def reader(line: Any) -> None:
             kept.append(tensor)
         line.send((time.perf_counter() - start, came[0]))
         del kept
+    shutil.rmtree(away)
 
 
 @contextlib.contextmanager
@@ -111,6 +117,7 @@ def transports(size_gb: float, rounds: int) -> list[tuple[str, ...]]:
                 if number >= DROPPED:
                     found.setdefault(what, []).append(value)
     shm.remove(name)
+    shm.remove(f"{shm.PREFIX}-*-{outlets['tcp'].tag}")
     copy = Spread.of(found["copy"]).median
     rows = []
     for what, values in found.items():
@@ -139,6 +146,7 @@ def deltas(size_gb: float, rounds: int) -> list[tuple[str, ...]]:
                 if number >= DROPPED:
                     spent.append(staged + read)
                     sent.append(came)
+            shm.remove(f"{shm.PREFIX}-*-{outlet.tag}")
             here, num_bytes = Spread.of(spent), Spread.of(sent).median
             over = here.median + num_bytes / LINK
             if share is None:

@@ -46,11 +46,17 @@ def shm_outlet() -> shm.ShmOutlet:
     return outlet
 
 
+def tcp_outlet(delta: bool) -> tcp.TcpOutlet:
+    outlet = tcp.TcpOutlet(host="127.0.0.1", delta=delta)
+    atexit.register(shm.remove, f"{shm.PREFIX}-*-{outlet.tag}")
+    return outlet
+
+
 BACKENDS: dict[str, tuple[Callable[..., CheckpointEngine], Callable[[], Outlet]]] = {
     "local": (LocalCheckpointEngine, LocalOutlet),
     "shm": (partial(LocalCheckpointEngine, copies=True), shm_outlet),
-    "tcp": (partial(LocalCheckpointEngine, copies=True), partial(tcp.TcpOutlet, host="127.0.0.1")),
-    "tcp, delta": (partial(LocalCheckpointEngine, copies=True), partial(tcp.TcpOutlet, host="127.0.0.1", delta=True)),
+    "tcp": (partial(LocalCheckpointEngine, copies=True), partial(tcp_outlet, False)),
+    "tcp, delta": (partial(LocalCheckpointEngine, copies=True), partial(tcp_outlet, True)),
 }
 ROLLOUTS = {"native": partial(native.build, Options()), "hf": partial(hf.build, hf.Options())}
 PROBES = (np.array([1, 5, 6, 7, 8, 9, 2], np.int64), np.array([1, 11, 4, 12], np.int64))
@@ -221,17 +227,17 @@ def test_later_versions_verify_a_sample_that_covers_everything_in_sixteen(backen
 def test_a_rollout_in_flight_keeps_its_tokens_and_marks_the_version_of_each(backend):
     async def test():
         world = World(trainer(), backend)
-        replica = world.rollout(max_context_tokens=2048)
+        replica = world.rollout(max_context_tokens=512)
         await world.publish([replica], 0)
-        asked = asyncio.ensure_future(replica.generate("r", PROBES[0], Sampling(max_tokens=2000, seed=3)))
+        asked = asyncio.ensure_future(replica.generate("r", PROBES[0], Sampling(max_tokens=500, seed=3)))
         while not replica.stats()["sampled_tokens"]:  # noqa: ASYNC110 - the engine has no event for it
             await asyncio.sleep(0)
         await replica.pause("keep")  # or it could be done before the trainer is
         await world.update()
-        await replica.resume()
         await world.publish([replica], 1, exclusive=False, on_inflight="keep")
+        await replica.resume()
         done = await asked
-        assert [v for v, _, _ in done.spans] == [0, 1] and done.spans[-1][2] == len(done.ids) == 2000
+        assert [v for v, _, _ in done.spans] == [0, 1] and done.spans[-1][2] == len(done.ids) == 500
         await replica.close()
 
     run(test)

@@ -42,7 +42,7 @@ def spread_of(folder: Path, *args: str) -> Spread:
 
 
 GOLDEN = """\
-cluster   ray, at auto; rows through queue ray, weights through sync tcp (2 x 1.84 GiB of host memory)
+cluster   ray, at auto; rows through queue ray, weights through sync tcp (2 x 1.84 GiB of shared memory of each host)
 layout    8 ranks = 4 data x 2 tensor, in 2 copies of the model: a rank holds 1/4 of a model
 pool main 2 nodes x 4 ranks, each 1 CPU, 1 GPU: actor, critic, compute, recorder, 4 rollout replicas
 pool wide 1 node x 8 ranks, each 2 CPU, 1 npu: ref

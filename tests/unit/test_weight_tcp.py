@@ -5,14 +5,15 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 
-from verl.weight_sync import tcp
-from verl.weight_sync.base import SyncError
+from verl.weight_sync import shm, tcp
+from verl.weight_sync.base import SyncError, checksum
 from verl.weight_sync.sender import entry_of
 
 
@@ -45,8 +46,35 @@ def came(monkeypatch) -> list[int]:
     return found
 
 
-def weights(seed: int = 0) -> dict[str, torch.Tensor]:
-    torch.manual_seed(seed)
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch) -> Callable[..., dict[str, torch.Tensor]]:
+    """Reads as a process of another host does, whose shared memory is another folder."""
+
+    def read(address: str, host: str = "b") -> dict[str, torch.Tensor]:
+        (tmp_path / host).mkdir(exist_ok=True)
+        with monkeypatch.context() as there:
+            for module in (shm, tcp):
+                there.setattr(module, "SHM", tmp_path / host)
+            return dict(tcp.open_weights(address).tensors())
+
+    return read
+
+
+@pytest.fixture
+def outlet_of() -> Iterator[Callable[..., tcp.TcpOutlet]]:
+    made: list[tcp.TcpOutlet] = []
+
+    def make(**options: Any) -> tcp.TcpOutlet:
+        made.append(tcp.TcpOutlet(host="127.0.0.1", **options))
+        return made[-1]
+
+    yield make
+    for outlet in made:
+        shm.remove(f"{shm.PREFIX}-*-{outlet.tag}")
+
+
+def weights() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
     return {
         "a": torch.randn(300, 100),
         "b": torch.randn(20_000).bfloat16(),
@@ -73,97 +101,118 @@ def nudged(tensors: dict[str, torch.Tensor], every: int = 50) -> dict[str, torch
     return out
 
 
-def test_whole_versions_come_as_they_were_staged(came):
-    outlet, now = tcp.TcpOutlet(host="127.0.0.1"), weights()
+def test_whole_versions_come_as_they_were_staged_once_to_each_host(came, elsewhere, outlet_of):
+    outlet, now = outlet_of(), weights()
     for version in range(3):
         now = nudged(now)
-        assert same(dict(tcp.open_weights(stage(outlet, version, now)).tensors()), now)
-        assert sum(came) > sum(t.numel() * t.element_size() for t in now.values())
+        address = stage(outlet, version, now)
+        whole = sum(t.numel() * t.element_size() for t in now.values())
+        for host in ("b", "c"):
+            assert same(elsewhere(address, host), now) and sum(came) > whole
+            came.clear()
+            assert same(elsewhere(address, host), now) and sum(came) < 500, "it is there already"
+            came.clear()
+        assert same(dict(tcp.open_weights(address).tensors()), now) and sum(came) < 500, "and here it always is"
         came.clear()
 
 
-def test_changes_are_exact_small_and_only_for_those_who_have_the_version_before(came):
-    outlet, now = tcp.TcpOutlet(host="127.0.0.1", delta=True), weights()
+def test_changes_are_exact_small_and_only_for_those_who_have_the_version_before(came, elsewhere, outlet_of):
+    outlet, now = outlet_of(delta=True), weights()
     address = stage(outlet, 0, now)
-    assert same(dict(tcp.open_weights(address).tensors()), now)
+    assert same(elsewhere(address), now)
     whole = sum(came)
     for version in range(1, 4):
         now = nudged(now)
         now["b"].view(-1)[3] = float("nan")  # bits are compared, and NaN is not equal to itself
         stage(outlet, version, now)
         came.clear()
-        found = dict(tcp.open_weights(address).tensors())
+        found = elsewhere(address)
         assert list(found) == list(now)
         assert all(torch.equal(found[n].nan_to_num(), now[n].nan_to_num()) for n in now)
         assert sum(came) < whole / 10
         came.clear()
-        tcp._kept_of.cache_clear()  # a replica that joins late
-        assert dict(tcp.open_weights(address).tensors()).keys() == now.keys() and sum(came) >= whole - 100
+        assert elsewhere(address, f"late {version}").keys() == now.keys() and sum(came) >= whole - 100
     stage(outlet, 5, nudged(now))  # 4 was never staged: there is nothing that the changes could be of
     came.clear()
-    dict(tcp.open_weights(address).tensors())
+    elsewhere(address)
     assert sum(came) >= whole - 100
 
 
-def test_many_changes_go_as_the_whole_tensor_and_minus_zero_is_a_change(came):
-    outlet, now = tcp.TcpOutlet(host="127.0.0.1", delta=True), {"z": torch.zeros(1000), "r": torch.randn(1000)}
-    dict(tcp.open_weights(stage(outlet, 0, now)).tensors())
+def test_many_changes_go_as_the_whole_tensor_and_minus_zero_is_a_change(elsewhere, outlet_of):
+    outlet, now = outlet_of(delta=True), {"z": torch.zeros(1000), "r": torch.randn(1000)}
+    elsewhere(stage(outlet, 0, now))
     now = {"z": now["z"].clone(), "r": torch.randn(1000)}
     now["z"][7] = -0.0
-    found = dict(tcp.open_weights(stage(outlet, 1, now)).tensors())
+    found = elsewhere(stage(outlet, 1, now))
     assert torch.equal(found["r"], now["r"]) and torch.signbit(found["z"]).nonzero().tolist() == [[7]]
 
 
-def test_a_reading_that_was_broken_off_is_no_base_for_changes():
-    outlet, now = tcp.TcpOutlet(host="127.0.0.1", delta=True), weights()
+def test_a_fetch_that_was_broken_off_is_no_base_for_changes(elsewhere, outlet_of, monkeypatch):
+    outlet, now = outlet_of(delta=True), weights()
     address = stage(outlet, 0, now)
-    dict(tcp.open_weights(address).tensors())
+    elsewhere(address)
     now = nudged(now)
     stage(outlet, 1, now)
-    half = tcp.open_weights(address).tensors()
-    next(half)
-    half.close()
+    read, calls = tcp._read, []
+
+    def broken(*args: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 3:
+            raise ConnectionError("reset by peer")
+        return read(*args)
+
+    monkeypatch.setattr(tcp, "_read", broken)
+    with pytest.raises(SyncError, match="version 1: the trainer's weights ended on the way: reset by peer"):
+        elsewhere(address)
+    assert same(elsewhere(address), now), "the same version, asked again"
     now = nudged(now)
     stage(outlet, 2, now)
-    assert same(dict(tcp.open_weights(address).tensors()), now)
+    assert same(elsewhere(address), now)
 
 
-def test_a_version_that_is_written_over_while_it_is_read_is_refused():
-    outlet, now = tcp.TcpOutlet(host="127.0.0.1"), {f"w{i}": torch.randn(1 << 20) for i in range(16)}  # above buffers
+def test_a_version_that_is_written_over_while_it_is_fetched_is_refused(outlet_of):
+    outlet, now = outlet_of(), {f"w{i}": torch.randn(1 << 20) for i in range(16)}  # above a connection's buffers
     address = stage(outlet, 0, now)
-    slow = tcp.open_weights(address).tensors()
+    slow = tcp.TcpStream(address).tensors()
     next(slow)
     stage(outlet, 1, now)
-    stage(outlet, 2, {n: t + 1 for n, t in now.items()})
+    stage(outlet, 2, now)
     with pytest.raises(SyncError, match="version 0 was written over by 2 while it was read"):
         dict(slow)
 
 
-def test_nobody_without_the_key_gets_weights():
-    outlet = tcp.TcpOutlet(host="127.0.0.1")
-    place = stage(outlet, 0, weights()).rpartition("/")[0]
+def test_nobody_without_the_key_gets_weights(elsewhere, outlet_of):
+    place = stage(outlet_of(), 0, weights()).rpartition("/")[0]
     with pytest.raises(SyncError, match=r"cannot be fetched from 127\.0\.0\.1:\d+: the other end closed"):
-        dict(tcp.open_weights(f"{place}/{'0' * 32}").tensors())
+        elsewhere(f"{place}/{'0' * 32}")
 
 
-def test_a_sender_that_is_gone_is_one_line():
+def test_a_sender_that_is_gone_is_one_line(elsewhere):
     with socket.create_server(("127.0.0.1", 0)) as server:
-        free_port = server.getsockname()[1]
+        port = server.getsockname()[1]
     with pytest.raises(
         SyncError, match=r"cannot be fetched .*refused; is that address reachable .*engine_options.host"
     ):
-        _ = tcp.open_weights(f"127.0.0.1:{free_port}/{'0' * 32}").version
+        elsewhere(f"127.0.0.1:{port}/{'0' * 32}")
 
 
-def test_another_process_reads_what_this_one_staged():
+def test_processes_of_a_host_fetch_once_and_what_the_dead_left_goes(tmp_path, outlet_of):
     now = weights()
-    address = stage(tcp_outlet := tcp.TcpOutlet(host="127.0.0.1"), 7, now)
+    address = stage(outlet_of(), 7, now)
     read = (
-        "import sys; from verl.weight_sync.tcp import open_weights; from verl.weight_sync.base import checksum\n"
-        "s = open_weights(sys.argv[1]); print(s.version, sum(checksum(t) for _, t in s.tensors()))"
+        "import os, sys; from pathlib import Path; from verl.weight_sync import shm, tcp\n"
+        "from verl.weight_sync.base import checksum\n"
+        "shm.SHM = tcp.SHM = Path(sys.argv[2]); read, calls = tcp._read, []\n"
+        "tcp._read = lambda *a: (calls.append(1), read(*a))[1]\n"
+        "s = tcp.open_weights(sys.argv[1]); print(s.version, sum(checksum(t) for _, t in s.tensors()), len(calls))"
     )
-    out = subprocess.run([sys.executable, "-c", read, address], capture_output=True, text=True, timeout=120)
-    from verl.weight_sync.base import checksum
-
-    assert out.stdout.split() == ["7", str(sum(checksum(t) for t in now.values()))], out.stderr
-    assert tcp_outlet is not None
+    command = [sys.executable, "-c", read, address, str(tmp_path)]
+    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    told = [run.communicate(timeout=120)[0].split() for run in runs]
+    expected = str(sum(checksum(t) for t in now.values()))
+    assert [t[:2] for t in told] == [["7", expected]] * 2
+    left = [path.name for path in tmp_path.glob(f"{shm.PREFIX}-*")]
+    assert len(left) == 1
+    again = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert again.stdout.split() == ["7", expected, "5"], "whose maker is gone is fetched again"
+    assert len(list(tmp_path.glob(f"{shm.PREFIX}-*"))) == 1

@@ -10,5 +10,4 @@ class Tcp:
     host: str | None = None
     """The address by which replicas reach the trainer's first rank. None: that of its machine's way out."""
     delta: bool = False
-    """Send what changed since the version before, to those who have it: for slow links. Trainer and replicas keep a
-    copy of the weights in host memory for it."""
+    """Send what changed since the version before to hosts that have it: for slow links."""

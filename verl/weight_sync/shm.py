@@ -90,7 +90,15 @@ class ShmStream:
         return int.from_bytes(self._found[:8], "little", signed=True)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        version, size = self.version, int.from_bytes(self._found[8:16], "little")
+        version = self.version
+        for name, tensor in self.views():
+            yield name, tensor.clone()  # the next version but one is written over it
+        if self.version != version:
+            raise SyncError(f"version {version} was written over by {self.version} while it was read")
+
+    def views(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors where they lie."""
+        size = int.from_bytes(self._found[8:16], "little")
         parts = msgspec.msgpack.decode(self._found[16 : 16 + size], type=list[Part])
         first = -(-(HEAD_BYTES + size) // ALIGN_BYTES) * ALIGN_BYTES
         for part in parts:
@@ -100,9 +108,7 @@ class ShmStream:
                 continue
             count = part.num_bytes // dtype.itemsize
             flat = torch.frombuffer(self._found, dtype=dtype, count=count, offset=first + part.start)
-            yield part.name, flat.view(part.shape).clone()  # the next version but one is written over it
-        if self.version != version:
-            raise SyncError(f"version {version} was written over by {self.version} while it was read")
+            yield part.name, flat.view(part.shape)
 
     def release(self, version: int) -> None:
         """The file is used again; it is removed with the engine."""
@@ -128,7 +134,7 @@ def remove(prefix: str) -> None:
         path.unlink(missing_ok=True)
 
 
-def _remove_of_the_dead() -> None:
+def remove_of_the_dead() -> None:
     """What processes left that were killed."""
     for path in SHM.glob(f"{PREFIX}-*"):
         if not Path(f"/proc/{path.name.removeprefix(PREFIX + '-').partition('-')[0]}").exists():
@@ -136,7 +142,7 @@ def _remove_of_the_dead() -> None:
 
 
 def build(options: object, context: SyncContext) -> LocalCheckpointEngine:
-    _remove_of_the_dead()
+    remove_of_the_dead()
     name = f"{PREFIX}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
     engine = LocalCheckpointEngine(
         probes=context.probes, tolerance=context.tolerance, outlet=ShmOutlet(name), copies=True

@@ -1,20 +1,27 @@
-"""Weights over the network: the trainer keeps a version in its memory, and replicas of any host fetch it.
+"""Weights over the network: the trainer's host serves a version to every other host, once.
 
-Two sets of buffers take turns, so that a version is written while a late replica may still read the one before; after
-the last tensor the sender says which version the buffers hold by now. With `delta`, a replica that has the version
-before gets what changed since, bit for bit: positions and values of each tensor, or the tensor where that is shorter.
+A version lies in shared memory (shm.py), on the trainer's host and on each that has replicas: the first of them to ask
+fetches it, the others find it there. With `delta`, a host that has the version before gets what changed since, bit for
+bit: positions and values of each tensor, or the tensor where that is shorter. Two files take turns, so that a version
+is written while a late reader may still have the one before; after the last tensor the sender says which it holds.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import fcntl
+import hashlib
 import hmac
 import math
+import os
 import secrets
 import socket
 import struct
 import threading
+import time
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Literal
 
 import msgspec
@@ -24,15 +31,20 @@ from torch import Tensor
 from verl.weight_sync.base import Entry, SyncContext, SyncError
 from verl.weight_sync.local import LocalCheckpointEngine
 from verl.weight_sync.options import Tcp
+from verl.weight_sync.shm import PREFIX, SHM, ShmOutlet, ShmStream, remove, remove_of_the_dead
 
 NOTHING = -1  # a version
 QUIET_S = 60.0  # to connect, and of a peer for a piece
 PIECE_BYTES = 16 << 20
+FETCH_S, LOOK_S = 600.0, 0.01  # to wait for another process that fetches; between two looks
 ASK = struct.Struct("<32sq")  # the key, and the version that the replica has
-ANSWER = struct.Struct("<qq?")  # the version, the bytes of the index, and whether changes will be told of
+ANSWER = struct.Struct("<qq")  # the version, and the bytes of the index
 VERSION = struct.Struct("<q")
 POSITION = torch.int32
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+Changes = dict[str, "tuple[Tensor, Tensor] | None"]  # name -> positions and values, None: too many
 
 
 class Part(msgspec.Struct, array_like=True):
@@ -53,39 +65,30 @@ class TcpOutlet:
 
     def __init__(self, *, host: str | None = None, delta: bool = False) -> None:
         self._host, self._delta = host, delta
-        self._sets: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
-        self._holds = [NOTHING, NOTHING]
-        self._changes: dict[str, tuple[Tensor, Tensor] | None] = {}  # since the version before; None: too many
-        self._based_on = NOTHING  # the version that the changes are since
-        self._key, self._address = b"", ""
+        self._key, self._address, self._name = secrets.token_hex(16), "", ""
+        self._held: tuple[ShmStream, Changes] | None = None  # a version, and what changed since the one before
+
+    @property
+    def tag(self) -> str:
+        """In the names of the files that a host has of this sender."""
+        return _tag(self._key)
 
     def stage(self, version: int, shapes: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) -> str:
         if not self._address:
-            self._address = self._serve()
-        at = version % 2
-        before = self._sets[1 - at] if self._delta and self._holds[1 - at] == version - 1 else {}
-        self._holds[at], self._based_on, self._changes = NOTHING, NOTHING, {}
-        kept = self._sets[at]
-        for name in kept.keys() - shapes.keys():
-            del kept[name]
-        for name, tensor in tensors:
-            into = kept.get(name)
-            if into is None or into.shape != tensor.shape or into.dtype != tensor.dtype:
-                into = kept[name] = torch.empty(tensor.shape, dtype=tensor.dtype)
-            into.copy_(tensor.detach())
-            if name in before:
-                self._changes[name] = _changes(before[name], into)
-        if before:
-            self._based_on = version - 1
-        self._holds[at] = version
+            self._serve()
+        now, changes = ShmStream(Path(ShmOutlet(self._name).stage(version, shapes, tensors))), Changes({})
+        if self._delta and self._held is not None and self._held[0].version == version - 1:
+            old = dict(self._held[0].views())
+            changes = {name: _changes(old[name], new) for name, new in now.views() if name in old}
+        self._held = (now, changes)
         return self._address
 
-    def _serve(self) -> str:
+    def _serve(self) -> None:
         host = self._host or _way_out()
         listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-        self._key = secrets.token_hex(16).encode()
+        self._address = f"{host}:{listener.getsockname()[1]}/{self._key}"
+        self._name = f"{PREFIX}-{os.getpid()}-{self.tag}"
         threading.Thread(target=self._accept, args=(listener,), name="weights", daemon=True).start()
-        return f"{host}:{listener.getsockname()[1]}/{self._key.decode()}"
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -93,55 +96,25 @@ class TcpOutlet:
             threading.Thread(target=self._answer, args=(peer,), name="weights", daemon=True).start()
 
     def _answer(self, peer: socket.socket) -> None:
-        """One version for one replica. A peer that goes away or has no key is nobody's fault here."""
+        """One version for one host. A peer that goes away or has no key is nobody's fault here."""
         with peer:
             peer.settimeout(QUIET_S)
             try:
                 key, has = ASK.unpack(_received(peer, ASK.size))
-                if hmac.compare_digest(key, self._key):
-                    self._send(peer, has)
+                if hmac.compare_digest(key, self._key.encode()) and (held := self._held) is not None:
+                    _send(peer, held[0], held[1] if has == held[0].version - 1 else {})
             except OSError:
                 return
 
-    def _send(self, peer: socket.socket, has: int) -> None:
-        at = self._holds.index(max(self._holds))
-        version, kept = self._holds[at], self._sets[at]
-        changes = self._changes if has == self._based_on != NOTHING else {}
-        parts, payload = [], []
-        for name, tensor in list(kept.items()):
-            found = changes.get(name)
-            how: Literal["whole", "changes", "same"] = "whole"
-            if found is not None:
-                how = "changes" if len(found[0]) else "same"
-            count = len(found[0]) if found is not None else tensor.numel()
-            parts.append(Part(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), how, count))
-            payload += [tensor] if found is None else [*found] if len(found[0]) else []
-        index = msgspec.msgpack.encode(parts)
-        peer.sendall(ANSWER.pack(version, len(index), self._delta) + index)
-        for tensor in payload:
-            content = _bytes(tensor) if tensor.numel() else memoryview(b"")
-            for start in range(0, len(content), PIECE_BYTES):
-                peer.sendall(content[start : start + PIECE_BYTES])
-        peer.sendall(VERSION.pack(self._holds[at]))
-
-
-class _Kept:
-    """What this process read last from a sender that tells of changes."""
-
-    def __init__(self) -> None:
-        self.version = NOTHING
-        self.tensors: dict[str, Tensor] = {}
-
 
 class TcpStream:
-    """See `TensorStream`: one reading of one version."""
+    """See `TensorStream`: one reading of one version. before: the tensors of the version that the reader has."""
 
-    def __init__(self, address: str, kept: _Kept) -> None:
-        self._address, self._kept = address, kept
-        self._before = kept.tensors
+    def __init__(self, address: str, has: int = NOTHING, before: Mapping[str, Tensor] | None = None) -> None:
+        self._address, self._has, self._before = address, has, before or {}
         self._peer: socket.socket | None = None  # that has answered, and will send
         self._parts: list[Part] = []
-        self._coming, self._keeps = NOTHING, False
+        self._coming = NOTHING
 
     @property
     def version(self) -> int:
@@ -149,13 +122,18 @@ class TcpStream:
             self._ask()
         return self._coming
 
+    @property
+    def shapes(self) -> dict[str, Entry]:
+        """Of what comes."""
+        return {part.name: Entry(part.shape, part.dtype) for part in self._parts}
+
     def _ask(self) -> None:
         place, _, key = self._address.rpartition("/")
         host, _, port = place.rpartition(":")
         try:
             self._peer = socket.create_connection((host, int(port)), timeout=QUIET_S)
-            self._peer.sendall(ASK.pack(key.encode(), self._kept.version))
-            self._coming, size, self._keeps = ANSWER.unpack(_received(self._peer, ANSWER.size))
+            self._peer.sendall(ASK.pack(key.encode(), self._has))
+            self._coming, size = ANSWER.unpack(_received(self._peer, ANSWER.size))
             self._parts = msgspec.msgpack.decode(_received(self._peer, size), type=list[Part])
         except OSError as e:
             raise SyncError(
@@ -164,34 +142,104 @@ class TcpStream:
             ) from e
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        version, kept = self.version, dict[str, Tensor]()
+        version = self.version
         assert self._peer is not None
         with self._peer as peer:
             try:
                 for part in self._parts:
-                    tensor = _read(peer, part, self._before.get(part.name))
-                    if self._keeps:
-                        kept[part.name] = tensor
-                    yield part.name, tensor
+                    yield part.name, _read(peer, part, self._before.get(part.name))
                 (holds,) = VERSION.unpack(_received(peer, VERSION.size))
             except OSError as e:
                 raise SyncError(f"version {version}: the trainer's weights ended on the way: {e}") from e
         if holds != version:
             raise SyncError(f"version {version} was written over by {holds} while it was read")
-        if self._keeps:
-            self._kept.version, self._kept.tensors = version, kept
+
+    def close(self) -> None:
+        """Not read, or not to the end."""
+        if self._peer is not None:
+            self._peer.close()
+
+
+class HostStream:
+    """See `TensorStream`: what this host has of a sender, fetched where it is not there yet."""
+
+    def __init__(self, address: str) -> None:
+        self._address, self._tag = address, _tag(address.rpartition("/")[2])
+        self._found: ShmStream | None = None
+
+    @property
+    def version(self) -> int:
+        if self._found is None:
+            with _one_at_a_time():
+                remove_of_the_dead()
+                self._found = self._fetched()
+        return self._found.version
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        assert self.version > NOTHING and self._found is not None
+        yield from self._found.tensors()
 
     def release(self, version: int) -> None:
-        """The buffers are used again."""
+        """The files are used again; they go with the process that made them."""
+
+    def _fetched(self) -> ShmStream:
+        paths = {path.name[-1]: path for path in SHM.glob(f"{PREFIX}-*-{self._tag}-?")}
+        here = max((ShmStream(path) for path in paths.values()), default=None, key=lambda found: found.version)
+        has, before = (NOTHING, None) if here is None else (here.version, dict(here.views()))
+        stream = TcpStream(self._address, has, before)
+        try:
+            if here is not None and stream.version == has:
+                return here
+            turn = str(stream.version % 2)
+            own = f"{PREFIX}-{os.getpid()}-{self._tag}"
+            outlet = ShmOutlet(paths[turn].name.removesuffix(f"-{turn}") if turn in paths else own)
+            return ShmStream(Path(outlet.stage(stream.version, stream.shapes, stream.tensors())))
+        finally:
+            stream.close()
 
 
-@functools.cache
-def _kept_of(address: str) -> _Kept:
-    return _Kept()
+def open_weights(address: str) -> HostStream:
+    return HostStream(address)
 
 
-def open_weights(address: str) -> TcpStream:
-    return TcpStream(address, _kept_of(address))
+@contextlib.contextmanager
+def _one_at_a_time() -> Iterator[None]:
+    """Of this user's processes on this host: one fetches, the others wait and find it."""
+    until_s = time.monotonic() + FETCH_S
+    with (SHM / f"verl-fetch.{os.getuid()}.lock").open("a") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until_s:
+                    raise SyncError(f"another process of this host was fetching weights for {FETCH_S:g} s") from None
+                time.sleep(LOOK_S)
+        yield
+
+
+def _tag(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()[:16]  # names of files are for everybody to see
+
+
+def _send(peer: socket.socket, now: ShmStream, changes: Changes) -> None:
+    """A version, to who has what the changes are of (none: has nothing)."""
+    version, parts, payload = now.version, [], []
+    for name, tensor in now.views():
+        found = changes.get(name)
+        how: Literal["whole", "changes", "same"] = "whole"
+        if found is not None:
+            how = "changes" if len(found[0]) else "same"
+        count = len(found[0]) if found is not None else tensor.numel()
+        parts.append(Part(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), how, count))
+        payload += [tensor] if found is None else [*found] if len(found[0]) else []
+    index = msgspec.msgpack.encode(parts)
+    peer.sendall(ANSWER.pack(version, len(index)) + index)
+    for tensor in payload:
+        content = _bytes(tensor) if tensor.numel() else memoryview(b"")
+        for start in range(0, len(content), PIECE_BYTES):
+            peer.sendall(content[start : start + PIECE_BYTES])
+    peer.sendall(VERSION.pack(now.version))
 
 
 def _changes(before: Tensor, now: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -214,7 +262,7 @@ def _read(peer: socket.socket, part: Part, before: Tensor | None) -> Tensor:
     if part.how == "same":
         return before
     positions, values = _fetched(peer, (part.count,), POSITION), _fetched(peer, (part.count,), dtype)
-    now = before.clone()  # the engine may hold the one before
+    now = before.clone()  # its reader may still be at it
     now.view(-1)[positions.long()] = values
     return now
 
@@ -256,4 +304,6 @@ def _way_out() -> str:
 
 def build(options: Tcp, context: SyncContext) -> LocalCheckpointEngine:
     outlet = TcpOutlet(host=options.host, delta=options.delta)
-    return LocalCheckpointEngine(probes=context.probes, tolerance=context.tolerance, outlet=outlet, copies=True)
+    engine = LocalCheckpointEngine(probes=context.probes, tolerance=context.tolerance, outlet=outlet, copies=True)
+    weakref.finalize(engine, remove, f"{PREFIX}-*-{outlet.tag}")  # of this host
+    return engine
