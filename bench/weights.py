@@ -4,8 +4,8 @@
 
 stage: the trainer's end, from its tensors to where they can be fetched · read: the other process, tensor by tensor,
 each its own afterwards. Checksums are apart: the manifest's are of all bytes for the first versions, of a sixteenth
-after. For tcp the other process plays another host: what it fetches goes over a socket into shared memory of its own,
-and from there. All are shares of a warm copy of the same bytes. delta: bfloat16, of which a share of the values has changed;
+after. For tcp the other process plays another host: what it fetches goes over a socket into shared memory of its own.
+All are shares of a warm copy of the same bytes. delta: bfloat16, of which a share of the values has changed;
 over a link of 1 Gb/s the bytes are counted at 125 MB/s beside the time measured here. One thread per process. Writes
 its part of bench/RESULTS.md (bench/sections/weights.md).
 """
