@@ -375,6 +375,11 @@ def without_weight(batch: Batch) -> Batch:
     return replace(row, columns=columns, row_columns=rows)
 
 
+def part_of(batch: Batch, rows: np.ndarray) -> Batch:
+    """What a pass over these rows computes; of no row, one that counts for nothing."""
+    return select_rows(batch, rows) if len(rows) else without_weight(batch)
+
+
 def concat(batches: Sequence[Batch]) -> Batch:
     """The rows of all, in order; nothing is shared between one batch and the next. They have the same columns."""
     if len(batches) == 1:
@@ -442,6 +447,20 @@ def unshare(batch: Batch) -> Batch:
         target_from=target_from,
         media=tuple(tuple(m for s in chain for m in batch.media[s]) for chain in chains) if batch.media else (),
     )
+
+
+def padded_rows(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+    """One padded row per sequence: ids [R, W], where its tokens are [R, W] bool, and which of these [sum of lengths]
+    each token [T] of the batch is; a shared one is that of its last row."""
+    flat = unshare(batch)
+    lengths = torch.from_numpy(np.diff(flat.seg_start))
+    place = torch.arange(int(lengths.max()))[None] < lengths[:, None]
+    ids = torch.zeros(place.shape, dtype=torch.int64)
+    ids[place] = flat.ids
+    origin = torch.empty(batch.num_tokens, dtype=torch.int64)
+    token_of = unshare(replace(batch, ids=torch.arange(batch.num_tokens))).ids
+    origin[token_of] = torch.arange(len(flat.ids))
+    return ids, place, origin
 
 
 def _chain(parent: np.ndarray, leaf: int) -> list[int]:

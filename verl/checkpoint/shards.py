@@ -20,10 +20,14 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], group: Any = None) -
     """Write `tensors` into the new folder `path`, in files of bounded size: where there are many ranks, each what it
     holds, and all of `group` (None: the default one) call this. OSError as of any write."""
     path.mkdir(parents=True, exist_ok=True)
+    sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in tensors.items()}
+    if not _alone():  # the first rank says what goes where, also of what others alone hold
+        every: list[Any] = [None] * torch.distributed.get_world_size(group)
+        torch.distributed.all_gather_object(every, sizes, group=group)
+        sizes = {name: size for theirs in every for name, size in theirs.items()}
     file_of: dict[str, int] = {}
     index, held = 1, 0
-    for name, tensor in tensors.items():
-        size = tensor.numel() * tensor.element_size()
+    for name, size in sizes.items():
         if held and held + size > MAX_FILE_BYTES:
             index, held = index + 1, 0
         file_of[name], held = index, held + size

@@ -17,13 +17,13 @@ COUNTERS = "engine.json"
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """state: weights and moments by their places in a checkpoint · named: weights by their Hugging Face names, each
-    made whole by `whole` · counters: None where another rank writes them · group: of the ranks that write this
-    together, None for the default one. All ranks call the same methods in the same order."""
+    """state: weights and moments by their places in a checkpoint · named: weights by their Hugging Face names (None:
+    of other ranks), each made whole by `whole` of both · counters: None where another rank writes them · group: of the
+    ranks that write this together, None for the default one. All ranks call the same methods in the same order."""
 
     state: Mapping[str, Tensor]
-    named: Sequence[tuple[str, Tensor]]
-    whole: Callable[[Tensor], Tensor]
+    named: Sequence[tuple[str, Tensor | None]]
+    whole: Callable[[str, Tensor | None], Tensor]
     counters: Mapping[str, int] | None
     group: Any = None
 
@@ -37,7 +37,7 @@ class Snapshot:
             return copies[id(t)]
 
         state = {name: of(t) for name, t in self.state.items()}
-        return replace(self, state=state, named=[(name, of(t)) for name, t in self.named])
+        return replace(self, state=state, named=[(name, None if t is None else of(t)) for name, t in self.named])
 
     def save(self, path: Path) -> None:
         save_tensors(path, {name: t.detach() for name, t in self.state.items()}, self.group)
@@ -46,4 +46,4 @@ class Snapshot:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """As the engine's, one whole tensor at a time."""
-        return ((name, self.whole(tensor)) for name, tensor in self.named)
+        return ((name, self.whole(name, tensor)) for name, tensor in self.named)

@@ -10,7 +10,7 @@ sequence through the model's own attention, is the oracle and the way out for mo
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -21,11 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from verl.batch import Batch, exactly, loss_index, make_microbatches, select_rows, unshare, without_weight
+from verl.batch import Batch, exactly, loss_index, make_microbatches, padded_rows, part_of
 from verl.checkpoint.score import WEIGHT as SCORE_WEIGHT
 from verl.checkpoint.score import classifier_tensors, read_score
 from verl.checkpoint.shards import load_tensors, tensor_names
 from verl.model_engine.base import EngineCapabilities, EngineContext, StepOutput
+from verl.model_engine.dump import dump_batch
 from verl.model_engine.hf_model import load_causal_lm, refuse_altered_logits, switch_dropout_off
 from verl.model_engine.objective import evaluate_terms
 from verl.model_engine.optim import OptimSpec, grad_norm, learning_rate, make_adamw
@@ -45,6 +46,7 @@ VALUE_OUTPUTS = ("values", "scores")
 TOKEN_OUTPUTS = (*LM_OUTPUTS, "values")
 Which = Tensor | slice
 Reader = Callable[[Tensor, Which], dict[str, Tensor]]
+LossOf = Callable[[np.ndarray, Batch, Mapping[str, Tensor]], Tensor]
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 
@@ -135,18 +137,24 @@ class TorchEngine:
         assert set(wanted) <= set(TOKEN_OUTPUTS), f"{wanted}: a loss is of outputs per token, {TOKEN_OUTPUTS}"
         parts: list[Metrics] = []
         kept = {name: torch.empty(batch.num_loss_tokens, dtype=self.master) for name in wanted}
+
+        def loss_of(rows: np.ndarray, part: Batch, outputs: Mapping[str, Tensor]) -> Tensor:
+            loss, metrics = evaluate_terms(terms, part, outputs)
+            if len(rows):
+                parts.append(metrics)
+                index = loss_index(batch, rows)
+                for name, value in outputs.items():
+                    kept[name][index] = value.detach().to("cpu", self.master)
+            return loss
+
         with self._compute_weights():
-            for rows in self._cut(batch, num_microbatches):
-                part = select_rows(batch, rows) if len(rows) else without_weight(batch)
-                outputs = self._outputs(part, wanted)
-                loss, metrics = evaluate_terms(terms, part, outputs)
-                loss.backward()
-                if len(rows):
-                    parts.append(metrics)
-                    index = loss_index(batch, rows)
-                    for name, value in outputs.items():
-                        kept[name][index] = value.detach().to("cpu", self.master)
+            self._train(batch, num_microbatches, wanted, loss_of)
         return StepOutput(merge_metrics(parts), kept)
+
+    def _train(self, batch: Batch, count: int, wanted: Sequence[str], loss_of: LossOf) -> None:
+        for rows in self._cut(batch, count):
+            part = part_of(batch, rows)
+            loss_of(rows, part, self._outputs(part, wanted)).backward()
 
     def _cut(self, batch: Batch, count: int = 0) -> Iterable[np.ndarray]:
         """The rows of each pass: so many passes, or as the token budget makes them; one may have no row."""
@@ -161,9 +169,8 @@ class TorchEngine:
         out = {name: torch.empty(size, dtype=self.master) for name, size in sizes.items()}
         with self._compute_weights():
             for rows in self._cut(batch):
-                part = select_rows(batch, rows) if len(rows) else without_weight(batch)
                 index = loss_index(batch, rows)
-                for name, value in self._outputs(part, columns).items():
+                for name, value in self._outputs(part_of(batch, rows), columns).items():
                     if len(rows):
                         out[name][torch.from_numpy(rows) if name == "scores" else index] = value.to("cpu", self.master)
         return out
@@ -228,28 +235,22 @@ class TorchEngine:
     def _states(self, ids: Tensor, positions: Tensor, plan: attention.AttentionPlan) -> Tensor:
         with self._autocast():
             out = self.model.base_model(
-                input_ids=ids[None].to(self.device),
+                **self._entry(ids),
                 position_ids=positions[..., None, :].to(self.device),
                 use_cache=False,
                 verl_plan=plan,
             )
         return out.last_hidden_state[0]
 
+    def _entry(self, ids: Tensor) -> dict[str, Tensor]:
+        return {"input_ids": ids[None].to(self.device)}
+
     def _hidden_padded(self, batch: Batch) -> Tensor:
         """The same [T, H] through one padded row per sequence; a shared token keeps the value of its last row."""
-        flat = unshare(batch)
-        lengths = torch.from_numpy(flat.seg_start[1:] - flat.seg_start[:-1])
-        width = int(lengths.max())
-        place = torch.arange(width)[None] < lengths[:, None]  # [R, width]
-        ids = torch.zeros(place.shape, dtype=torch.int64)
-        ids[place] = flat.ids
+        ids, place, origin = padded_rows(batch)
         with self._autocast():  # without a mask: padding comes last, where causal attention does not see it
             out = self.model.base_model(input_ids=ids.to(self.device), use_cache=False).last_hidden_state
-        hidden = out[place.to(self.device)]  # [T of flat, H]
-        origin = torch.empty(batch.num_tokens, dtype=torch.int64)
-        token_of = unshare(replace(batch, ids=torch.arange(batch.num_tokens))).ids  # [T of flat]
-        origin[token_of] = torch.arange(len(flat.ids))
-        return hidden.index_select(0, origin.to(self.device))
+        return out[place.to(self.device)].index_select(0, origin.to(self.device))
 
     def check_packing(self, *, share_prefix: bool) -> float:
         """Prove at start that a pass computes the model and nothing else: no noise, no leak between packed rows, all of
@@ -349,16 +350,8 @@ class TorchEngine:
         self._skipped += 1
         where = "nowhere (no dump directory)"
         if self._dump_dir is not None and self._last is not None:
-            path = self._dump_dir / f"nonfinite_update_{self._optimizer_step}_{self._skipped}{self._suffix}.pt"
-            batch, names = self._last
-            seen: dict[str, Any] = {"ids": batch.ids, "targets": batch.targets}
-            seen |= {"seg_start": batch.seg_start, "row_start": batch.row_start}
-            try:
-                self._dump_dir.mkdir(parents=True, exist_ok=True)
-                torch.save({"terms": names, **seen, "columns": dict(batch.columns), "grad_norm": norm}, path)
-                where = str(path)
-            except (OSError, RuntimeError) as e:  # of torch's writer, where the disk is full
-                where = f"nowhere ({e})"
+            name = f"nonfinite_update_{self._optimizer_step}_{self._skipped}{self._suffix}.pt"
+            where = dump_batch(self._dump_dir / name, *self._last, norm)
         if self._skipped > self.spec.max_skipped_updates:
             self.optimizer.zero_grad(set_to_none=True)  # type: ignore[union-attr]
             raise FloatingPointError(
@@ -374,7 +367,7 @@ class TorchEngine:
             raise ValueError("this model has no adapter; use kind='full'")
         return self._now().weights()
 
-    def _named_weights(self) -> Iterator[tuple[str, Tensor]]:
+    def _named_weights(self) -> Iterator[tuple[str, Tensor | None]]:
         """By their Hugging Face names; of a tied tensor the first."""
         every = self._model_weights()
         if self.head == "score":
@@ -389,6 +382,10 @@ class TorchEngine:
     def _whole(self, p: Tensor) -> Tensor:
         """All of a parameter, of which a process may hold a part."""
         return p.detach()
+
+    def _delivered(self, name: str, p: Tensor | None) -> Tensor:
+        assert p is not None, name
+        return self._whole(p)
 
     @property
     def tied(self) -> dict[str, str]:
@@ -418,7 +415,7 @@ class TorchEngine:
             for key, value in (self.optimizer.state.get(p, {}) if self.optimizer else {}).items():
                 state[f"optimizer.{key}.{name}"] = value
         counters = {"optimizer_step": self._optimizer_step, "skipped": self._skipped}
-        return Snapshot(state, tuple(self._named_weights()), self._whole, counters)
+        return Snapshot(state, tuple(self._named_weights()), self._delivered, counters)
 
     def snapshot(self) -> Snapshot:
         return self._now().copied(self._host_copy)
@@ -434,8 +431,7 @@ class TorchEngine:
         found = tensor_names(path)
         params = dict(self._trained().named_parameters())
         saved = {name.removeprefix("model.") for name in found if name.startswith("model.")}
-        if set(params) != saved:
-            differing = sorted(set(params) ^ saved)
+        if differing := sorted(self._trained_names() ^ saved):
             raise ValueError(
                 f"the checkpoint is of another model: {len(differing)} parameters differ, e.g. {differing[:3]}"
             )
@@ -444,7 +440,8 @@ class TorchEngine:
             self.optimizer.state.clear()
             for full in (name for name in found if name.startswith("optimizer.")):
                 key, name = full.removeprefix("optimizer.").split(".", 1)
-                p = params[name]
+                if (p := params.get(name)) is None:
+                    continue  # another rank's
                 into[full] = torch.zeros((), device=p.device) if key == "step" else torch.empty_like(p)
                 self.optimizer.state[p][key] = into[full]
         load_tensors(path, into)
@@ -463,6 +460,10 @@ class TorchEngine:
     @property
     def optimizer_step(self) -> int:
         return self._optimizer_step
+
+    def _trained_names(self) -> Set[str]:
+        """Whoever holds them."""
+        return {name for name, _ in self._trained().named_parameters()}
 
     def _trained(self) -> nn.Module:
         if self.value_head is None:
