@@ -62,6 +62,7 @@ TERMS = "tests/numerics/test_preference_terms.py"
 IDENTITY = "tests/unit/test_identity.py tests/e2e/test_run_identity.py"
 CANARY = "tests/contracts/test_canary.py"
 RANKS = "tests/distributed/test_gate.py tests/distributed/test_state.py"
+STAGES = "tests/distributed/test_pipeline.py " + RANKS
 
 A, W = "algorithms/", "workers/"
 MUTANTS = (
@@ -298,6 +299,11 @@ MUTANTS = (
     Mutant("nn/expert_parallel.py", "if len(x) == 0:", "if False:", RANKS),
     Mutant("nn/expert_parallel.py", "found * weights[:, None]", "found", RANKS),
     Mutant("model_engine/sharded.py", "over_experts if module in experts else over", "over", RANKS),
+    Mutant("model_engine/pipeline.py", "grad if before is None else before + grad", "grad", STAGES),
+    Mutant("model_engine/pipeline.py", "if p is not twice", "", STAGES),
+    Mutant("model_engine/pipeline.py", "self._meet_copies(i == len(parts) - 1)", "self._meet_copies(i == 0)", STAGES),
+    Mutant("model_engine/sharded.py", 'squares, group=self._mesh.get_group("pipeline")', "squares[:0]", STAGES),
+    Mutant("nn/pipeline_parallel.py", "if self.states is None else self.states", "", STAGES),
     Mutant("nn/sequence_parallel.py", "return d_out[which], None", "return d_out[which] * 2, None", RANKS),
     Mutant("nn/sequence_parallel.py", "[: self.num_tokens]", "[-self.num_tokens :]", RANKS),
     # -- the step

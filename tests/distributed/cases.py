@@ -11,6 +11,7 @@ from typing import Any
 import forked  # noqa: F401 - which knows where the next one is
 import numpy as np
 import torch
+import torch.distributed as dist
 from test_split import VOCAB, prepared, samples
 from torch import Tensor
 from transformers import (
@@ -26,6 +27,7 @@ from verl.batch import Batch, select_rows, unshare, without_weight
 from verl.driver.dispatch import shares
 from verl.model_engine.layout import Layout
 from verl.model_engine.optim import OptimSpec
+from verl.model_engine.pipeline import PipelinedEngine
 from verl.model_engine.sharded import ShardedEngine
 from verl.model_engine.torch_engine import TorchEngine
 from verl.types import Refs, merge_metrics, ref_of
@@ -77,7 +79,8 @@ def engine(name: str, role: str, layout: Layout | None, **given: Any) -> TorchEn
     own = copy.deepcopy(model(name))
     if layout is None:
         return TorchEngine(own, **settings | given)
-    return ShardedEngine(own, layout=layout, **settings | given)
+    kind = PipelinedEngine if layout.pipeline > 1 else ShardedEngine
+    return kind(own, layout=layout, **settings | given)
 
 
 @dataclass(frozen=True)
@@ -105,8 +108,16 @@ def share(case: Case, rank: int) -> tuple[np.ndarray, Batch, int]:
 
 
 def gradients(e: TorchEngine) -> dict[str, Tensor]:
+    """Whole, of all stages of a pipeline."""
     every = {n: p.grad for n, p in e._trained().named_parameters() if p.grad is not None}
-    return {n: e._whole(g).clone() for n, g in every.items()}
+    found = {n: e._whole(g).clone() for n, g in every.items()}
+    if not isinstance(e, PipelinedEngine):
+        return found
+    stages: list[Any] = [None] * e.layout.pipeline
+    dist.all_gather_object(stages, found, group=e._column)
+    first, last = stages[0], stages[-1]
+    assert all(torch.equal(first[n], last[n]) for n in first.keys() & last.keys()), "what both hold moves as one"
+    return {n: g for stage in stages for n, g in stage.items()}
 
 
 def one_process(case: Case, **given: Any) -> dict[str, Tensor]:

@@ -52,6 +52,11 @@ LAYOUTS = {
     "FSDP x EP": Layout(world_size=4, expert=2),
     "HSDP x EP": Layout(world_size=4, replicate=2, expert=2),
     "SP x EP": Layout(world_size=4, sequence=2, expert=4),
+    "PP": Layout(world_size=2, pipeline=2),
+    "FSDP x PP": Layout(world_size=4, pipeline=2),
+    "DP x PP": Layout(world_size=4, replicate=2, pipeline=2),
+    "TP x PP": Layout(world_size=4, tensor=2, pipeline=2),
+    "SP x PP": Layout(world_size=4, sequence=2, pipeline=2),
 }
 if os.environ.get("FULL_GRID"):
     LAYOUTS["HSDP x SP x TP"] = Layout(world_size=8, sequence=2, tensor=2, replicate=2)

@@ -23,6 +23,8 @@ LAYOUTS = {
     "HSDP": Layout(world_size=4, replicate=2),
     "TP": Layout(world_size=2, tensor=2),
     "FSDP x TP": Layout(world_size=4, tensor=2),
+    "PP": Layout(world_size=3, pipeline=3),
+    "FSDP x PP": Layout(world_size=4, pipeline=2),
 }
 
 
@@ -51,8 +53,8 @@ def test_a_rank_holds_what_the_plan_says(role, tmp_path, monkeypatch):
             states = num_bytes(t for state in e.optimizer.state.values() for t in state.values())
             return {"weights": num_bytes(trained), "gradients": gradients, "optimizer states": states}
 
-        planned = role_items(config, role, layout, tokens=1)
         for rank, measured in enumerate(run(layout.world_size, held)):
+            planned = role_items(config, role, layout, tokens=1, stage=layout.place(rank).pipeline)
             for what, size in measured.items():
                 if abs(planned[what] / size - 1) > 0.1:
                     wrong[name, rank, what] = (planned[what], size)

@@ -14,12 +14,13 @@ import pytest
 import test_virtual_ranks as virtual
 import torch
 import torch.distributed as dist
+from cases import gradients
 from fakes import put
 from forked import ranks_of
 
 from verl.driver import assemble, models
 from verl.driver.step import Step, experience_and_update
-from verl.model_engine import sharded
+from verl.model_engine import sharded, torch_engine
 from verl.model_engine.layout import Layout
 from verl.models import tiny
 from verl.recipes import arithmetic
@@ -30,7 +31,11 @@ from verl.workers.inproc import InprocCluster
 from verl.workers.model_workers import ModelWorkers
 from verl.workers.role import Role, build_roles
 
-LAYOUTS = {"FSDP x SP": Layout(world_size=4, sequence=2), "FSDP x TP": Layout(world_size=4, tensor=2)}
+LAYOUTS = {
+    "FSDP x SP": Layout(world_size=4, sequence=2),
+    "FSDP x TP": Layout(world_size=4, tensor=2),
+    "FSDP x PP": Layout(world_size=4, pipeline=2),
+}
 REJECTED = {"correction": "mask", "correction_high": 1.5, "correction_denominator": "before_rejection"}
 CASES = {
     "grpo": ("grpo", {}),
@@ -109,27 +114,25 @@ def turn(rank: int, layout: Layout, name: str, options: dict[str, Any], model: P
     config.algorithm.options.update(options)
     found: list[torch.Tensor] = []
 
-    class Watched(sharded.ShardedEngine):
-        def optim_step(self):
-            grads = [p.grad for p in self._trained().parameters() if p.grad is not None]
-            found.append(torch.cat([self._whole(g).flatten() for g in grads]))
-            return super().optim_step()
+    def watched(e: Any) -> Any:
+        found.append(torch.cat([g.flatten() for g in gradients(e).values()]))
+        return torch_engine.TorchEngine.optim_step(e)
 
     def workers_of(context, spec):
         group = RealCluster(layout, rank).start(spec.name, build_roles, (spec,))
         return ModelWorkers(group, layout=layout)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharded, "ShardedEngine", Watched)
+        patch.setattr(sharded.ShardedEngine, "optim_step", watched)
         patch.setattr(models, "workers_of", workers_of)
         patch.setattr(assemble, "workers_of", workers_of)
         patch.setattr("verl.transfer_queue.memory.MemoryQueue", LoggedQueue)
         torch.manual_seed(0)
         learner = assemble.offline_learner(config, 1, Path("/nonexistent"))
-    learner.controllers.critic_warm = True
-    step, rows = Step(0), virtual.samples(learner.algorithm.group.baselines)
-    asyncio.run(experience_and_update(learner, step, put(learner.queue, rows)))
-    learner.close()
+        learner.controllers.critic_warm = True
+        step, rows = Step(0), virtual.samples(learner.algorithm.group.baselines)
+        asyncio.run(experience_and_update(learner, step, put(learner.queue, rows)))
+        learner.close()
     return found, {n: m.value for n, m in step.metrics.items()}
 
 

@@ -29,6 +29,8 @@ LAYOUTS = {
     "copies": Layout(world_size=2, replicate=2),
     "four": FOUR,
     "slices": Layout(world_size=6, tensor=2),  # of sizes that three ranks cannot share equally
+    "stages": Layout(world_size=2, pipeline=2),
+    "stages of two": Layout(world_size=4, pipeline=2),
 }
 EXACT = {"dtype": "float64"}  # Adam makes steps of the noise in a gradient that is 0
 
@@ -66,7 +68,7 @@ def test_updates_agree_for_every_number_of_ranks(role):
 
 def test_emulated_bfloat16_rounds_what_is_gathered():
     """The switch changes the numbers, exactly as in one process, and the masters stay as they are."""
-    for layout in (ONE, TWO, FOUR, Layout(world_size=4, tensor=2)):
+    for layout in (ONE, TWO, FOUR, Layout(world_size=4, tensor=2), LAYOUTS["stages"]):
         case = Case(layout)
         given = {"dtype": "bfloat16", "emulate_bf16": True}
 
@@ -95,8 +97,16 @@ def test_a_precision_that_does_nothing_is_seen(monkeypatch):
 
 
 CONTINUED = {
-    "actor": {"none": ("two", "four"), "two": ("none", "four"), "four": ("two",), "slices": ("none",)},
-    "critic": {"none": ("two",), "two": ("none",)},  # a head of one row, of which a rank has nothing
+    "actor": {
+        "none": ("two", "four", "stages"),
+        "two": ("none", "four"),
+        "four": ("two", "stages of two"),
+        "slices": ("none",),
+        "stages": ("none", "stages"),
+        "stages of two": ("two",),
+    },
+    "critic": {"none": ("two", "stages"), "two": ("none",), "stages": ("none", "stages of two")},
+    # a head of one row, of which a rank has nothing
 }
 """By role: who wrote, and who goes on."""
 
@@ -128,10 +138,10 @@ def test_a_checkpoint_of_any_world_continues_on_any_other(role, tmp_path):
             assert not differences(found, expected, rtol=1e-9), (writer, reader)
 
 
-@pytest.mark.parametrize("name", ["none", "two", "slices of two", "experts"])
+@pytest.mark.parametrize("name", ["none", "two", "slices of two", "experts", "stages"])
 def test_a_snapshot_is_written_while_training_goes_on(name, tmp_path):
     """The state at its moment, in a checkpoint and under Hugging Face names; collectives of both do not mix."""
-    layouts = {"two": TWO, "slices of two": Layout(world_size=4, tensor=2), "experts": Layout(world_size=4, expert=2)}
+    layouts = {"slices of two": Layout(world_size=4, tensor=2), "experts": Layout(world_size=4, expert=2), **LAYOUTS}
     layout = layouts.get(name)
     built, given = ("qwen3, tied", "actor"), EXACT
     if name == "experts":
@@ -172,7 +182,7 @@ def test_a_checkpoint_of_another_model_is_refused_on_every_rank(tmp_path):
 @pytest.mark.parametrize("role", ["actor", "critic", "reward_model"])
 def test_the_proof_at_start_and_the_models_own_pass_are_those_of_one_process(role):
     probes = [np.arange(2, 12), np.arange(5, 9)]
-    for layout in (TWO, Layout(world_size=2, tensor=2), Layout(world_size=2, sequence=2)):
+    for layout in (TWO, Layout(world_size=2, tensor=2), Layout(world_size=2, sequence=2), LAYOUTS["stages"]):
         for model in ("qwen3, tied", "llama, biases"):
             alone = engine(model, role, None)
 
@@ -202,10 +212,14 @@ def test_weights_leave_whole_under_their_own_names_and_ties_are_kept():
         sent = sender.send(e, 0, probes, copy=True)
         return sent.source.manifest, sent.num_bytes, sent.probed.logprobs
 
-    expected = publish(engine("qwen3, tied", "actor", None), 0)
-    found = run(2, lambda rank: publish(engine("qwen3, tied", "actor", TWO), rank))[0]
-    assert found[:2] == expected[:2] and np.allclose(found[2], expected[2], atol=1e-5)
-    assert found[0]["lm_head.weight"].tied_to == "model.embed_tokens.weight"
+    for model in ("qwen3, tied", "llama, biases"):
+        expected = publish(engine(model, "actor", None), 0)
+        for layout in (TWO, LAYOUTS["stages"]):
+            made = lambda rank, layout=layout, model=model: engine(model, "actor", layout)  # noqa: E731
+            found = run(2, lambda rank: publish(made(rank), rank))[0]
+            assert found[:2] == expected[:2] and np.allclose(found[2], expected[2], atol=1e-5)
+            assert [*found[0]] == [*expected[0]]
+            assert model != "qwen3, tied" or found[0]["lm_head.weight"].tied_to == "model.embed_tokens.weight"
 
 
 class _Outlet:
@@ -216,11 +230,12 @@ class _Outlet:
         return "nowhere"
 
 
-def test_a_gradient_that_is_not_finite_on_one_rank_is_refused_by_all(tmp_path):
-    case = Case(TWO)
+@pytest.mark.parametrize("layout", ["two", "stages"])
+def test_a_gradient_that_is_not_finite_on_one_rank_is_refused_by_all(layout, tmp_path):
+    case = Case(LAYOUTS[layout])
 
     def spoiled(rank: int) -> Any:
-        e = engine(case.model, "actor", TWO, dump_dir=tmp_path, optim=OptimSpec(lr=1e-2, max_skipped_updates=1))
+        e = engine(case.model, "actor", case.layout, dump_dir=tmp_path, optim=OptimSpec(lr=1e-2, max_skipped_updates=1))
         before = weights(e)
         _, batch, count = share(case, rank)
         steps(case, rank, 1, e)
@@ -228,7 +243,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_refused_by_all(tmp_path):
         for attempt in range(2):
             e.forward_backward(batch, case.batch()[2], count)
             if rank == 1:
-                e._params()[0].grad.fill_(float("nan"))
+                e._params()[-1].grad.fill_(float("nan"))
             if attempt:
                 with pytest.raises(FloatingPointError):
                     e.optim_step()
@@ -273,7 +288,7 @@ def test_every_rank_makes_the_passes_of_the_one_that_needs_most():
 
 
 def test_checkpointed_activations_change_nothing():
-    for layout in (Layout(world_size=4, tensor=2), Layout(world_size=4, sequence=2)):
+    for layout in (Layout(world_size=4, tensor=2), Layout(world_size=4, sequence=2), LAYOUTS["stages of two"]):
         case = Case(layout)
         found = run(4, lambda rank: on_rank(case, rank, gradient_checkpointing=True))
         assert not differences(together(case, found), one_process(case))
@@ -332,7 +347,6 @@ def _tensor_bytes() -> int:
 def test_layouts_that_it_cannot_do_are_refused():
     few_heads = SIZES | {"num_attention_heads": 3, "num_key_value_heads": 3}
     cases = {
-        "parallel.pipeline=2: this engine cannot do it yet": ({"pipeline": 2}, {}, SIZES),
         "parallel.expert=2: Qwen3ForCausalLM cannot give its experts to ranks here: transformers has no plan": (
             {"expert": 2},
             {},

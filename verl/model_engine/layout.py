@@ -69,3 +69,15 @@ class Layout:
     def primaries(self) -> tuple[int, ...]:
         """The ranks that answer, in the order of their rows."""
         return tuple(rank for rank in range(self.world_size) if self.place(rank).primary)
+
+
+def layers_of_stages(layers: int, stages: int) -> list[range]:
+    """The layers of each pipeline stage: the embeddings count as one more of the first, the head as one more of the
+    last, and then no stage has two more than another. ValueError where there is no layer for each."""
+    if layers < stages:
+        raise ValueError(f"parallel.pipeline={stages}: {layers} layers cannot be {stages} stages; use at most {layers}")
+    ends = [int(s == 0) + int(s == stages - 1) for s in range(stages)]
+    counts = [1] * stages
+    for _ in range(layers - stages):
+        counts[min(range(stages), key=lambda s: counts[s] + ends[s])] += 1
+    return [range(sum(counts[:s]), sum(counts[: s + 1])) for s in range(stages)]

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from msgspec import Meta
 
 from verl.model_engine.layout import Layout
 
-SHARES = ("replicate", "sequence", "tensor", "expert")
-"""Of `parallel.*`, what the sharded engine can do."""
 TENSOR_PLANS = (
     *("arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text"),
     *("gemma4_unified_text", "gpt_neox", "granite", "helium", "hrm_text", "hyperclovax", "internlm3", "iquestcoder"),
@@ -23,6 +21,10 @@ its ways (a test compares)."""
 
 EXPERT_PLANS = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 """Those whose experts parallel.expert can give to ranks: transformers' fused ones, each compared with one process."""
+
+NO_STAGES = ("gemma4_unified_text", "hrm_text", "nanochat", "nemotron", "olmoe")
+PIPELINE_PLANS = tuple(kind for kind in (*TENSOR_PLANS, *EXPERT_PLANS) if kind not in NO_STAGES)
+"""Those that parallel.pipeline can cut into stages: transformers has a plan, and each was compared with the whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,9 +39,8 @@ class Options:
 
 def cannot(layout: Layout) -> Iterator[str]:
     """What of a layout the sharded engine cannot do, a line each."""
-    for name, size in asdict(layout).items():
-        if size > 1 and name not in (*SHARES, "world_size"):
-            can = ", ".join(f"parallel.{share}" for share in SHARES)
-            yield f"parallel.{name}={size}: this engine cannot do it yet; use parallel.{name}=1 (it can do {can})"
+    if layout.pipeline > 1 and layout.expert > 1:
+        both = f"parallel.pipeline={layout.pipeline} with parallel.expert={layout.expert}"
+        yield f"{both}: experts cannot be given to the ranks of a stage yet; set one of them to 1"
     if layout.shard % layout.expert:
         yield f"parallel.expert={layout.expert} does not divide the {layout.shard} ranks that hold one copy"

@@ -8,7 +8,7 @@ methods in the same order. Gradients are summed, never averaged: the weights of 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -53,8 +53,11 @@ class ShardedEngine(TorchEngine):
     """See `ModelEngine` and `TorchEngine`. layout: how the ranks of the default process group are arranged; that group
     exists, with a deadline of its own."""
 
+    _of_a_pipeline = False
+
     def __init__(self, model: Any, *, layout: Layout, **settings: Any) -> None:
         assert layout.world_size == dist.get_world_size(), (layout, dist.get_world_size())
+        assert (layout.pipeline > 1) == self._of_a_pipeline, layout
         for line in cannot(layout):
             raise ValueError(line)
         self.layout = layout
@@ -82,7 +85,7 @@ class ShardedEngine(TorchEngine):
                 raise ValueError(f"parallel.sequence={layout.sequence} wants model.engine_options.attention=auto")
             check_heads(self.model.config.get_text_config(), layout.sequence, layout.tensor)
         sizes = {"data": layout.data, "sequence": layout.sequence, "tensor": layout.tensor}
-        self._sequence = _mesh(self.device.type, sizes).get_group("sequence")
+        self._sequence = _mesh(self.device.type, _stages(layout) | sizes).get_group("sequence")
         self._root: Any = _Root(self.model, self.value_head)
         lm_head = self.model.get_output_embeddings()
         tied = lm_head.weight is self.model.get_input_embeddings().weight
@@ -118,7 +121,10 @@ class ShardedEngine(TorchEngine):
     # -- passes --------------------------------------------------------------------------------------------------------
 
     def _outputs(self, batch: Batch, wanted: Sequence[str]) -> dict[str, Tensor]:
-        found: dict[str, Tensor] = self._root.run(super()._outputs, batch, wanted)
+        return self._run(super()._outputs, batch, wanted)
+
+    def _run(self, fn: Callable[..., dict[str, Tensor]], batch: Batch, *args: Any) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = self._root.run(fn, batch, *args)
         return found
 
     def _value_outputs(self, name: str, rows: Tensor, which: Which) -> dict[str, Tensor]:
@@ -148,20 +154,27 @@ class ShardedEngine(TorchEngine):
         return Exchange(self._sequence, batch.num_tokens)
 
     def _cut(self, batch: Batch, count: int = 0) -> Iterator[np.ndarray]:
-        """On every rank as many passes as on the one that needs most: each pass is a collective. What copies of the
-        model have found is summed over them after the last."""
+        parts = self._passes(batch, count)
+        for i, rows in enumerate(parts):
+            self._meet_copies(i == len(parts) - 1)
+            yield rows
+
+    def _passes(self, batch: Batch, count: int = 0) -> list[np.ndarray]:
+        """On every rank as many as on the one that needs most: each pass is a collective."""
         parts = list(super()._cut(batch, count))
         most = torch.tensor(len(parts), device=self.device)
         dist.all_reduce(most, dist.ReduceOp.MAX)
-        for i, rows in enumerate(parts := exactly(parts, int(most))):
-            if self.layout.replicate > 1:
-                self._root.set_requires_all_reduce(i == len(parts) - 1)
-            yield rows
+        return exactly(parts, int(most))
+
+    def _meet_copies(self, meet: bool) -> None:
+        """Whether the next backward pass sums over copies of the model what they have found: after the last."""
+        if self.layout.replicate > 1:
+            self._root.set_requires_all_reduce(meet)
 
     @contextmanager
     def _compute_weights(self) -> Iterator[None]:
         """What is gathered is rounded where it is kept: FSDP does not look at `p.data` of what it once gathered."""
-        shards = [_part(p) for p in self.model.parameters()]
+        shards = [part_of_rank(p) for p in self.model.parameters()]
         with rounded_in_place(shards, self.dtype) if self._rounded else nullcontext():
             try:
                 yield
@@ -173,12 +186,11 @@ class ShardedEngine(TorchEngine):
         if isinstance(lm_head, FSDPModule):
             lm_head.unshard()
         try:
-            found: dict[str, Tensor] = self._root.run(super()._policy_outputs, batch)
+            return self._run(super()._policy_outputs, batch)
         finally:
             for module in (self._root, lm_head):
                 if isinstance(module, FSDPModule):
                     module.reshard()
-        return found
 
     def _models_own(self, probes: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
         """Through a second model without storage, as transformers makes it: a layer's weights are gathered when it is
@@ -195,14 +207,15 @@ class ShardedEngine(TorchEngine):
                 inside |= {*names}
                 module.register_forward_pre_hook(lambda *_, names=names: self._fill(own, sharded, names, dtype))
                 module.register_forward_hook(lambda *_, names=names: _drop(own, names))
-        self._fill(own, sharded, [name for name in sharded if name not in inside], dtype)
+        every = [name for name, _ in own.named_parameters(remove_duplicate=False)]
+        self._fill(own, sharded, [name for name in every if name not in inside], dtype)
         for name, buffer in self.model.named_buffers():
             _owner(own, name)._buffers[name.rpartition(".")[2]] = buffer
         return [self._alone(own, ids) for ids in probes]
 
     def _fill(self, own: nn.Module, sharded: dict[str, nn.Parameter], names: Sequence[str], dtype: torch.dtype) -> None:
         for name in names:
-            whole = nn.Parameter(self._whole(sharded[name]).to(dtype), requires_grad=False)
+            whole = nn.Parameter(self._delivered(name, sharded.get(name)).to(dtype), requires_grad=False)
             _owner(own, name)._parameters[name.rpartition(".")[2]] = whole
 
     # -- optimizer and state -------------------------------------------------------------------------------------------
@@ -211,23 +224,29 @@ class ShardedEngine(TorchEngine):
         found = []
         for p in super()._params():
             if p.grad is not None:
-                part = nn.Parameter(_part(p))
-                part.grad = _part(p.grad)
+                part = nn.Parameter(part_of_rank(p))
+                part.grad = part_of_rank(p.grad)
                 found.append(part)
         return found
 
     def _grad_norm(self, params: Sequence[nn.Parameter]) -> Tensor:
         """Of the whole gradient, on every rank the same: what one rank refuses, all refuse."""
         squares = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for p in super()._params():
+        for p in self._counted():
             if p.grad is not None:
                 split = _split(p, "tensor")
-                norm = torch.linalg.vector_norm(_part(p.grad), dtype=torch.float64)
+                norm = torch.linalg.vector_norm(part_of_rank(p.grad), dtype=torch.float64)
                 squares[int(split)] += norm.square()
         dist.all_reduce(squares, group=self._mesh.get_group("shard"))
         if self.layout.tensor > 1:
             dist.all_reduce(squares[1], group=self._mesh.get_group("tensor"))
+        if self.layout.pipeline > 1:
+            dist.all_reduce(squares, group=self._mesh.get_group("pipeline"))
         return squares.sum().sqrt().to(self.master)
+
+    def _counted(self) -> list[nn.Parameter]:
+        """The parameters whose gradients count in the norm for these ranks."""
+        return super()._params()
 
     def _whole(self, p: Tensor) -> Tensor:
         p = p.detach()
@@ -240,7 +259,7 @@ class ShardedEngine(TorchEngine):
     @property
     def masters(self) -> dict[str, Tensor]:
         """This rank's parts."""
-        return {name: _part(p) for name, p in super().masters.items()}
+        return {name: part_of_rank(p) for name, p in super().masters.items()}
 
     def _now(self) -> Snapshot:
         now = super()._now()
@@ -251,7 +270,7 @@ class ShardedEngine(TorchEngine):
         if self._host is None:
             every = (_sizes(self.layout), _expert_sizes(self.layout))
             meshes = [_mesh("cpu", sizes, dict.fromkeys(sizes, "gloo")) for sizes in every]
-            self._host = meshes, dist.new_group(backend="gloo", timeout=_patience())
+            self._host = meshes, dist.new_group(backend="gloo", timeout=patience())
         return replace(super().snapshot(), group=self._host[1])
 
     def _host_copy(self, t: Tensor) -> Tensor:
@@ -273,26 +292,31 @@ def _mesh(device_type: str, sizes: Mapping[str, int], backends: Any = None) -> D
     names = tuple(sizes)
     made = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=names, backend_override=backends)
     for group in made.get_all_groups():
-        dist.distributed_c10d._set_pg_timeout(_patience(), group)
+        dist.distributed_c10d._set_pg_timeout(patience(), group)
     return made
 
 
+def _stages(layout: Layout) -> dict[str, int]:
+    return {"pipeline": layout.pipeline} if layout.pipeline > 1 else {}
+
+
 def _sizes(layout: Layout) -> dict[str, int]:
-    return {"replicate": layout.replicate, "shard": layout.shard, "tensor": layout.tensor}
+    return _stages(layout) | {"replicate": layout.replicate, "shard": layout.shard, "tensor": layout.tensor}
 
 
 def _expert_sizes(layout: Layout) -> dict[str, int]:
     part = layout.shard // layout.expert
-    return {"replicate": layout.replicate, "part": part, "expert": layout.expert, "tensor": layout.tensor}
+    sizes = {"replicate": layout.replicate, "part": part, "expert": layout.expert, "tensor": layout.tensor}
+    return _stages(layout) | sizes
 
 
-def _patience() -> timedelta:
+def patience() -> timedelta:
     whole: Any = dist.group.WORLD
     found: timedelta = whole._get_backend(whole._device_types[0]).options._timeout
     return found
 
 
-def _part(p: Any) -> Tensor:
+def part_of_rank(p: Any) -> Tensor:
     """What this rank holds of a parameter or gradient."""
     part: Tensor = p.detach().to_local()
     return part
@@ -322,4 +346,7 @@ def build(options: Options, context: EngineContext) -> TorchEngine:
         raise ValueError(
             "model.engine=sharded wants one process per rank, and this process has no others: use model.engine=torch"
         )
-    return build_torch(options, context, partial(ShardedEngine, layout=context.layout))
+    from verl.model_engine.pipeline import PipelinedEngine  # which is one of these
+
+    kind = PipelinedEngine if context.layout.pipeline > 1 else ShardedEngine
+    return build_torch(options, context, partial(kind, layout=context.layout))
