@@ -29,7 +29,7 @@ def folder(tmp_path_factory):
     tokenizer = tiny.bpe_tokenizer((r["question"] + r["answer"] for r in rows), vocab_size=512)
     made = tmp_path_factory.mktemp("docs")
     tiny.save(
-        tiny.qwen3(tokenizer, hidden=32, layers=1, heads=2, kv_heads=1, ffn=64, max_positions=2048),
+        tiny.qwen3(tokenizer, hidden=32, layers=2, heads=2, kv_heads=1, ffn=64, max_positions=2048),
         tokenizer,
         made / "model",
     )

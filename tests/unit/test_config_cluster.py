@@ -27,6 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_rows(where / "rows.jsonl", 200)
     write_model(where / "model")  # 4 heads, 2 of keys and values, vocabulary 1000
     write_model(where / "moe", config={"model_type": "qwen3_moe"})
+    write_model(where / "olmoe", config={"model_type": "olmoe"})
     write_model(where / "odd", heads=4, kv_heads=4, vocab=1001)
     write_model(where / "own", config={"model_type": "mine", "auto_map": {"AutoConfig": "mine.Config"}})
     return where
@@ -53,7 +54,8 @@ FAULTS = [
     ((*FOUR, "parallel.replicate=3"), "parallel.replicate=3 does not divide the 4 ranks"),
     ((*FOUR, "parallel.tensor=4"), "parallel.tensor=4: model.path", "2 key-value heads", "use 2"),
     ((*FOUR, "parallel.sequence=2", "parallel.tensor=2"), "parallel.tensor=2 x", "2 key-value heads"),
-    ((*FOUR, "parallel.pipeline=2"), "parallel.pipeline=2", "parallel.tensor"),
+    ((*FOUR, "parallel.pipeline=4"), "parallel.pipeline=4: model.path", "2 layers", "use at most 2"),
+    ((*FOUR, "parallel.pipeline=2", "model.engine_options.attention=padded"), "parallel.pipeline=2", "attention=auto"),
     ((*FOUR, "parallel.expert=2"), "parallel.expert=2", "use parallel.expert=1"),
     ((*FOUR, "parallel.tesnor=2"), "did you mean parallel.tensor"),
     ((*FOUR, "parallel.sequence=2", "model.engine_options.attention=padded"), "parallel.sequence=2", "attention=auto"),
@@ -135,6 +137,13 @@ def test_architectures(folder: Path) -> None:
     assert "qwen3_moe" in line and "parallel.tensor=1" in line
     (line,) = faults(folder, *FOUR, "parallel.tensor=2", model="odd")
     assert "vocabulary of 1001" in line
+    (line,) = faults(folder, *FOUR, "parallel.pipeline=2", "parallel.expert=2", model="moe")
+    assert line.startswith("parallel.pipeline=2 with parallel.expert=2")
+    (line,) = faults(folder, *FOUR, "parallel.pipeline=2", model="olmoe")
+    assert "is a olmoe, which cannot be cut into stages" in line and "parallel.pipeline=1" in line
+    assert (
+        faults(folder, *FOUR, "parallel.pipeline=2") == faults(folder, *FOUR, "parallel.pipeline=2", model="moe") == []
+    )
     assert faults(folder, *FOUR, model="moe") == faults(folder, *FOUR, "parallel.sequence=2", model="odd") == []
     assert faults(folder, *FOUR, "parallel.tensor=2", model="own") == [], "its own code says it, when it is loaded"
     (line,) = faults(folder, *FOUR, "parallel.tensor=2", "algorithm.name=ppo", f"critic.path={folder}/moe")

@@ -107,6 +107,7 @@ def test_words_of_a_layout() -> None:
         "1 rank = 1 data: a rank holds 1/1 of a model": Layout(),
         "4 ranks = 2 data x 2 tensor: a rank holds 1/4 of a model": Layout(world_size=4, tensor=2),
         "4 ranks = 4 data, in 2 copies of the model: a rank holds 1/2 of a model": Layout(world_size=4, replicate=2),
+        "4 ranks = 2 pipeline x 2 data: a rank holds about 1/4 of a model": Layout(world_size=4, pipeline=2),
         "8 ranks = 2 data x 2 sequence x 2 tensor: a rank holds 1/8 of a model": Layout(
             world_size=8, sequence=2, tensor=2
         ),

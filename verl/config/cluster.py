@@ -14,7 +14,7 @@ from verl.config.model_files import describe_model, read_model_config
 from verl.config.schema import Config
 from verl.config.tree import leaves, text_of, values_of
 from verl.model_engine.layout import Layout
-from verl.model_engine.options import EXPERT_PLANS, TENSOR_PLANS, cannot
+from verl.model_engine.options import EXPERT_PLANS, PIPELINE_PLANS, TENSOR_PLANS, cannot
 from verl.workers.pools import MAIN, Pool, pools_of
 
 NO_MODEL = ("rollout", "compute", "recorder")
@@ -94,9 +94,10 @@ def _layout(config: Config, layout: Layout, command: str) -> Iterator[str]:
     if layout.data > groups and command in ("train", "sft", "rm", "dpo"):
         fix = "some would be idle: raise it, lower cluster.ranks_per_node, or share the model with parallel.tensor"
         yield f"{layout.world_size} ranks are {layout.data} data ranks, but there are {groups} {said}; {fix}"
-    if layout.sequence > 1 and options_of(config, "model").attention == "padded":
-        yield f"parallel.sequence={layout.sequence} shares packed rows: set model.engine_options.attention=auto"
-    if layout.sequence * layout.tensor * layout.expert > 1:
+    for name, size in (("sequence", layout.sequence), ("pipeline", layout.pipeline)):
+        if size > 1 and options_of(config, "model").attention == "padded":
+            yield f"parallel.{name}={size} shares packed rows: set model.engine_options.attention=auto"
+    if layout.sequence * layout.tensor * layout.expert * layout.pipeline > 1:
         critic = config.critic.path if "critic" in roles_of(config) else None
         folders = {"model.path": config.model.path, "critic.path": critic, "reward.model": config.reward.model}
         for key, path in folders.items():
@@ -119,6 +120,14 @@ def _shared(what: str, path: str, layout: Layout) -> Iterator[str]:
     if layout.tensor > 1 and kind not in TENSOR_PLANS and "auto_map" not in config:
         fix = "use parallel.tensor=1 (parameters are sharded over the data ranks then)"
         yield f"{asked}: {what} is a {kind}, which cannot be cut over ranks here; {fix}"
+        return
+    if layout.pipeline > 1 and kind not in PIPELINE_PLANS and "auto_map" not in config:
+        fix = "use parallel.pipeline=1 (parameters are sharded over the data ranks then)"
+        yield f"parallel.pipeline={layout.pipeline}: {what} is a {kind}, which cannot be cut into stages here; {fix}"
+        return
+    if layout.pipeline > facts.layers:
+        few = f"{what} has {facts.layers} layers, and each stage wants one; use at most {facts.layers}"
+        yield f"parallel.pipeline={layout.pipeline}: {few}"
         return
     if layout.expert > 1 and kind not in EXPERT_PLANS and "auto_map" not in config:
         fix = f"use parallel.expert=1 (those of {', '.join(EXPERT_PLANS)} can be)"

@@ -19,9 +19,9 @@ from verl.config.memory import (
     rollout_items,
     summed,
 )
-from verl.config.model_files import describe_model
+from verl.config.model_files import ModelFacts, describe_model
 from verl.config.schema import Config
-from verl.model_engine.layout import Layout
+from verl.model_engine.layout import Layout, layers_of_stages
 
 HELD = ("weights", "optimizer states")
 PASS = ("gathered weights", "log-prob chunk")
@@ -93,14 +93,25 @@ def words_of(layout: Layout) -> str:
     product = " x ".join(f"{size} {name}" for name, size in parts.items() if size > 1) or "1 data"
     copies = f", in {layout.replicate} copies of the model" if layout.replicate > 1 else ""
     ranks = "1 rank" if layout.world_size == 1 else f"{layout.world_size} ranks"
-    return f"{ranks} = {product}{copies}: a rank holds 1/{layout.shard * layout.tensor} of a model"
+    held = layout.pipeline * layout.shard * layout.tensor
+    return f"{ranks} = {product}{copies}: a rank holds {'about ' * (layout.pipeline > 1)}1/{held} of a model"
 
 
 def _memory(config: Config, layout: Layout, roles: Sequence[str], replicas: int, update_tokens: int) -> Memory:
-    """Of a pool's fullest rank: the first of every role, with a replica where there are any."""
-    tokens = -(-min(config.step.max_tokens_per_microbatch, update_tokens) // layout.sequence)
+    """Of a pool's fullest rank: the first of every role and of a stage, with a replica where there are any."""
+    stages = [_of_stage(config, layout, roles, replicas, update_tokens, s) for s in range(layout.pipeline)]
+    return max(stages, key=lambda memory: memory.peak_bytes)
+
+
+def _of_stage(
+    config: Config, layout: Layout, roles: Sequence[str], replicas: int, update_tokens: int, stage: int
+) -> Memory:
+    budget = min(config.step.max_tokens_per_microbatch, update_tokens)
+    tokens, passes = -(-budget // layout.sequence), -(-update_tokens // max(1, budget))
     items = {
-        f"{role} {name}": size for role in roles for name, size in role_items(config, role, layout, tokens).items()
+        f"{role} {name}": size
+        for role in roles
+        for name, size in role_items(config, role, layout, tokens, stage=stage, passes=passes).items()
     }
     rollout = rollout_items(config, describe_model(config.model.path)) if replicas else {}
     items |= {name: replicas * size for name, size in rollout.items()}
@@ -117,19 +128,24 @@ def _memory(config: Config, layout: Layout, roles: Sequence[str], replicas: int,
     return summed(items, phases)
 
 
-def role_items(config: Config, role: str, layout: Layout, tokens: int) -> dict[str, int]:
-    """Bytes of one rank of a role. tokens: of a micro-batch, on this rank."""
+def role_items(
+    config: Config, role: str, layout: Layout, tokens: int, *, stage: int = 0, passes: int = 1
+) -> dict[str, int]:
+    """Bytes of one rank of a role. tokens: of a micro-batch, on this rank · passes: of a step, of which a pipeline
+    holds as many at once as there are stages from this one on."""
     if role in NO_MODEL:
         return {}
     own = {"critic": config.critic.path, "reward_model": config.reward.model}.get(role)
     model, trains = describe_model(own or config.model.path), role in ("actor", "critic")
-    count = model.parameters if role in ("actor", "ref") else model.body_parameters
+    whole = model.parameters if role in ("actor", "ref") else model.body_parameters
     part, tensor, dtype = layout.shard * layout.tensor, layout.tensor, compute_dtype(config)
     layer = (model.body_parameters - model.embedding_parameters) // model.layers
-    root = count - layer * model.layers  # embeddings, last norm, head: gathered for a whole pass
+    layers = len(layers_of_stages(model.layers, layout.pipeline)[stage])
+    embeddings, root = _of_no_layer(model, layout, whole - layer * model.layers, stage)
+    count, flying = layer * layers + root, min(layout.pipeline - stage, passes)
     apart = int(layout.world_size > 1)
     bytes_kept, residual = layer_bytes_per_token(model, dtype, tensor), 4 * model.hidden  # of a token
-    through = model.layers * residual + bytes_kept if config.model.gradient_checkpointing else model.layers * bytes_kept
+    through = layers * residual + bytes_kept if config.model.gradient_checkpointing else layers * bytes_kept
     vocab = -(-model.vocab // tensor)
     rows = max(16, LOGPROB_CHUNK_BYTES // (4 * vocab))
     items = {
@@ -137,9 +153,9 @@ def role_items(config: Config, role: str, layout: Layout, tokens: int) -> dict[s
         "gathered weights": apart * 4 * (root + 2 * layer) // tensor,  # a layer, and the next one on its way
         "inference activations": tokens * (bytes_kept + 2 * residual),
     }
-    if role in ("actor", "ref"):
+    if role in ("actor", "ref") and stage == layout.pipeline - 1:
         items["log-prob chunk"] = LOGPROB_COPIES * rows * vocab * 4 + 4 * vocab * model.hidden
-    if role == "actor":
+    if role == "actor" and stage == 0:
         items["largest whole weight"] = 4 * max(model.vocab * model.hidden, layer)  # they are handed over one by one
     if not trains:
         return items
@@ -148,6 +164,14 @@ def role_items(config: Config, role: str, layout: Layout, tokens: int) -> dict[s
         "optimizer states": 8 * count // part,
         "gradients": 4 * count // part,
         "gathered gradients": apart * 4 * (root + layer) // tensor,
-        "compute copy of weights": DTYPE_BYTES[dtype] * (count - model.embedding_parameters) // tensor if half else 0,
-        "activations": tokens * (through + 2 * residual),
+        "compute copy of weights": DTYPE_BYTES[dtype] * (count - embeddings) // tensor if half else 0,
+        "activations": flying * tokens * (through + 2 * residual),
     }
+
+
+def _of_no_layer(model: ModelFacts, layout: Layout, root: int, stage: int) -> tuple[int, int]:
+    """(input embeddings, all) of a stage's parameters that belong to no layer and are gathered for a whole pass. root:
+    those of the whole model: embeddings on the first stage, last norm and head on the last, tied ones on both."""
+    first, last = stage == 0, stage == layout.pipeline - 1
+    embeddings = model.embedding_parameters if first or (last and model.tied) else 0
+    return embeddings, embeddings + (root - model.embedding_parameters if last else 0)

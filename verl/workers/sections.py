@@ -37,5 +37,5 @@ class ParallelConfig:
     replicate: PositiveInt = 1  # Copies of the sharded model (HSDP).
     sequence: PositiveInt = 1  # Ranks that share the tokens of a row (Ulysses).
     tensor: PositiveInt = 1  # Ranks that share every matrix.
-    pipeline: PositiveInt = 1
-    expert: PositiveInt = 1
+    pipeline: PositiveInt = 1  # Stages: ranks that share the layers.
+    expert: PositiveInt = 1  # Ranks that share the experts of a mixture.
