@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 PauseMode = Literal["keep", "wait", "abort"]
 DecodeFn = Callable[[Sequence[int]], str]
+OnTokens = Callable[[np.ndarray, np.ndarray], object]  # ids [t] int64, log-probs [t] float32
 
 
 class ReplicaLost(RuntimeError):
@@ -120,3 +121,23 @@ class RolloutEngine(Protocol):
 
     @property
     def version(self) -> int: ...
+
+
+@runtime_checkable
+class Streaming(Protocol):
+    """An engine that tells of tokens as they are drawn."""
+
+    async def stream(
+        self,
+        request_id: str,
+        prompt_ids: np.ndarray,
+        sampling: Sampling,
+        on_tokens: OnTokens | None,
+        *,
+        prefix_key: str | None = None,
+        adapter: str | None = None,
+        media: Sequence[str] = (),
+    ) -> Completion:
+        """As `generate`. on_tokens is called in the event loop with the tokens since its last call; those after its
+        last call stand in the completion alone."""
+        ...

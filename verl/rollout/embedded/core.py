@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from verl.rollout.base import Completion, DecodeFn, WeightReader
-from verl.rollout.embedded.requests import REASONS, Request, RunningRequests
+from verl.rollout.embedded.requests import REASONS, News, Request, RunningRequests
 from verl.rollout.embedded.sampler import SamplingMetadata
 
 Finished = tuple[Request, Completion]
@@ -75,18 +75,19 @@ class EngineCore:
         return [*self.waiting, *self.running.requests]
 
     def run(
-        self, deliver: Callable[[list[Finished]], object], every_s: float, interrupted: Callable[[], bool]
+        self, deliver: Callable[[list[Finished], list[News]], object], every_s: float, interrupted: Callable[[], bool]
     ) -> list[Finished]:
-        """Steps until work ends or somebody wants the engine, at least one; `deliver` is given what has finished, about
-        `every_s`, and the rest is returned. Where a run is interrupted changes no result."""
+        """Steps until work ends or somebody wants the engine, at least one; `deliver` is given what has finished and
+        what followed requests have drawn, about `every_s`, and the rest of what has finished is returned. Where a run
+        is interrupted changes no result."""
         done: list[Finished] = []
         since = time.perf_counter()
         while True:
             done += self.step()
             if not self.busy or interrupted():
                 return done
-            if done and time.perf_counter() - since >= every_s:
-                deliver(done)
+            if (done or self.running.followed) and time.perf_counter() - since >= every_s:
+                deliver(done, self.running.news())
                 done, since = [], time.perf_counter()
 
     def step(self) -> list[Finished]:

@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from verl.rollout.base import Capabilities, Completion, PauseMode, RolloutContext, WeightReader
+from verl.rollout.base import Capabilities, Completion, OnTokens, PauseMode, RolloutContext, WeightReader
 from verl.rollout.embedded.core import EngineCore, Finished, Runner
-from verl.rollout.embedded.requests import Request
+from verl.rollout.embedded.requests import News, Request
 from verl.types import Sampling, as_ids
 
 T = TypeVar("T")
@@ -73,10 +73,24 @@ class EmbeddedEngine:
         adapter: str | None = None,
         media: Sequence[str] = (),
     ) -> Completion:
-        """`prefix_key` is not needed here: equal prompts are found by their ids."""
+        return await self.stream(request_id, prompt_ids, sampling, None, adapter=adapter, media=media)
+
+    async def stream(
+        self,
+        request_id: str,
+        prompt_ids: np.ndarray,
+        sampling: Sampling,
+        on_tokens: OnTokens | None,
+        *,
+        prefix_key: str | None = None,
+        adapter: str | None = None,
+        media: Sequence[str] = (),
+    ) -> Completion:
+        """See `Streaming`. `prefix_key` is not needed here: equal prompts are found by their ids."""
         self._check_alive()
         self._check_inputs(request_id, adapter, media)
-        request = Request(request_id, self._checked(request_id, prompt_ids, sampling), sampling, adapter, tuple(media))
+        ids = self._checked(request_id, prompt_ids, sampling)
+        request = Request(request_id, ids, sampling, adapter, tuple(media), on_tokens=on_tokens)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._pending[request_id] = (request, future)
         self._inbox.append(request)
@@ -310,8 +324,9 @@ class EmbeddedEngine:
     async def _run_steps(self) -> None:
         loop = asyncio.get_running_loop()
 
-        def deliver(done: list[Finished]) -> None:
+        def deliver(done: list[Finished], news: list[News]) -> None:
             with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits any more
+                loop.call_soon_threadsafe(self._tell, news)
                 loop.call_soon_threadsafe(self._deliver, done)
 
         interrupted = lambda: self._wanted() or not loop.is_running()  # noqa: E731
@@ -320,6 +335,7 @@ class EmbeddedEngine:
         if error := running.exception():
             self._fail(error)
             self._check_alive()
+        self._tell(self._core.running.news())  # the thread is at rest
         self._deliver(running.result())
 
     def _wanted(self) -> bool:
@@ -366,6 +382,12 @@ class EmbeddedEngine:
             if future is not None and not future.done():
                 future.set_result(completion)
         return sum(future is not None for future, _ in futures)
+
+    def _tell(self, news: Sequence[News]) -> None:
+        for request, ids, logprobs in news:
+            owner, _ = self._pending.get(request.request_id, (None, None))
+            if owner is request and request.on_tokens is not None:
+                request.on_tokens(ids, logprobs)
 
     def _pop_pending(self, request: Request) -> asyncio.Future[Completion] | None:
         """An id may be used again once its call has ended, so the request itself decides."""

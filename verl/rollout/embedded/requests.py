@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from verl.rollout.base import Completion, DecodeFn
+from verl.rollout.base import Completion, DecodeFn, OnTokens
 from verl.rollout.embedded.sampler import SamplingMetadata, stream_of, uniforms
 from verl.types import Sampling, StopReason
 
@@ -32,6 +32,8 @@ class Request:
     span_starts: list[tuple[int, int]] = field(default_factory=list)  # (version, index of its first token)
     cached_tokens: int = 0
     order: int = 0  # of submission; preempted requests go back in this order
+    on_tokens: OnTokens | None = None
+    told: int = 0  # tokens that on_tokens was given
 
     def start_span(self, version: int, start: int) -> None:
         """Tokens from `start` on are sampled under `version`."""
@@ -51,6 +53,9 @@ class Request:
         ends = [start for _, start in self.span_starts[1:]] + [len(self.ids)]
         spans = tuple((v, start, end) for (v, start), end in zip(self.span_starts, ends) if end > start)
         return Completion(self.request_id, self.ids, self.logprobs, spans, reason, stop, self.cached_tokens)
+
+
+News = tuple[Request, np.ndarray, np.ndarray]  # ids [t], log-probs [t]
 
 
 def find_stop(ids: np.ndarray, stops: Sequence[str], decode: DecodeFn) -> str | None:
@@ -86,6 +91,7 @@ class RunningRequests:
         self._eos = np.asarray(sorted(set(eos_token_ids)), np.int64)
         self._decode = decode
         self._strings = 0  # rows with stop strings
+        self._followed = 0  # rows with on_tokens
         self._rows = np.zeros(max_rows, _ROW)
         self.count, self.limit, self.last = self._rows["count"], self._rows["limit"], self._rows["last"]  # views
         self._stop_ids = np.full((max_rows, 1), -1, np.int64)  # [rows, K], -1 is none
@@ -107,6 +113,7 @@ class RunningRequests:
         self._ids[row, :tokens] = request.ids
         self._logprobs[row, :tokens] = request.logprobs
         self._strings += bool(s.stop)
+        self._followed += request.on_tokens is not None
         self.requests.append(request)
         self.n += 1
 
@@ -138,6 +145,20 @@ class RunningRequests:
         code[(ids[:, None] == self._eos).any(1) & ~rows["ignore_eos"]] = EOS
         return code, stops
 
+    @property
+    def followed(self) -> bool:
+        return self._followed > 0
+
+    def news(self) -> list[News]:
+        """What followed rows have drawn since this was called last."""
+        found: list[News] = []
+        for row, request in enumerate(self.requests if self._followed else ()):
+            since, count = request.told, int(self.count[row])
+            if request.on_tokens is not None and count > since:
+                request.told = count
+                found.append((request, self._ids[row, since:count].copy(), self._logprobs[row, since:count].copy()))
+        return found
+
     def save(self, row: int) -> Request:
         """The request of a row with everything sampled so far."""
         request, tokens = self.requests[row], int(self.count[row])
@@ -152,6 +173,7 @@ class RunningRequests:
         stays[removed] = False
         movers = kept + np.flatnonzero(stays[kept:])
         self._strings -= sum(bool(self.requests[row].sampling.stop) for row in removed)
+        self._followed -= sum(self.requests[row].on_tokens is not None for row in removed)
         for source, hole in zip(movers, holes):
             self.requests[hole] = self.requests[source]
         del self.requests[kept:]
