@@ -24,6 +24,7 @@ USAGE = """usage: verl VERB [key=value ...]
   dpo       model.path=DIR data.train_files=[F] preference training (preference.loss=dpo, ipo, kto, orpo, simpo, ...)
   eval      model.path=DIR data.eval_files=[F] accuracy of a model, nothing trained
   generate  model.path=DIR prompt=TEXT [n=1]   answers to one prompt
+  serve     model.path=DIR [serve.port=8000]   the model behind OpenAI's and vLLM's HTTP
   plan      (as train)                         every derived size and the memory, without loading anything
   show      RUN | --live RUN | algorithms | algorithm=NAME | keys | recipes | config [SECTION|KEY ...] [key=value ...]
   export    RUN_OR_CHECKPOINT OUT_DIR          the Hugging Face folder of a checkpoint
@@ -208,6 +209,13 @@ def generate(args: list[str]) -> int:
     return 0
 
 
+def serve(args: list[str]) -> int:
+    resolved = _load(args)
+    from verl.serve import serve as run_server
+
+    return run_server(resolved.config)
+
+
 def plan(args: list[str]) -> int:
     from verl.config.plan import make_plan, render_plan
     from verl.config.validate import validate
@@ -252,6 +260,7 @@ VERBS: Mapping[str, Callable[[list[str]], int]] = {
     "dpo": partial(supervised, command="dpo"),
     "eval": evaluate,
     "generate": generate,
+    "serve": serve,
     "plan": plan,
     "show": show,
     "export": export,

@@ -61,7 +61,8 @@ SMALL = (
 
 
 def smaller(line: str) -> str:
-    """The command with small sizes for what it does not say itself."""
+    """The command with small sizes for what it does not say itself, and a server that ends with its page."""
+    line = line.replace("verl serve ", "timeout 200 verl serve run.threads=1 model.dtype=float32 ")
     if not re.search(r"\bverl (train|sft)", line) or "--replay" in line:
         return line
     given = set(re.findall(r"([\w.]+)=", line))

@@ -12,10 +12,10 @@ def test_the_lines_of_the_house():
     was rebuilt with; then came what a run is compared with, stops, secrets, verl's scripts and names, more losses.
     What many processes need came then: worker groups on Ray, the sharded engine, the queue over processes (an index and
     its messages, segments of shared memory, Ray, the TransferQueue package), weights in shared memory, runs under
-    torchrun, and what is refused and planned before it starts. Servers, agents, adapters, vision and Megatron may
-    bring it to 35,000."""
+    torchrun, and what is refused and planned before it starts. Then the engine as a server. Servers, agents, adapters,
+    vision and Megatron may bring it to 35,000."""
     lines = sum(bool(line.strip()) for path in FILES for line in path.read_text().splitlines())
-    assert lines <= 27_000, lines
+    assert lines <= 28_500, lines
 
 
 FORMS = {"Completion", "Trajectory", "Sample", "Batch", "SampleRow"}

@@ -18,7 +18,7 @@ from verl.config.tree import did_you_mean, leaves, sections, text_of
 
 _LOOP = ("run", "model", "data", "rollout", "sync")
 _SUPERVISED = ("run", "model", "data", "supervised", "step", "optim", "health", "track")
-_RL = tuple(name for name in sections() if name not in ("supervised", "preference"))
+_RL = tuple(name for name in sections() if name not in ("supervised", "preference", "serve"))
 SECTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "train": _RL,
@@ -28,6 +28,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "dpo": (*_SUPERVISED, "preference"),
         "eval": (*_LOOP, "reward", "eval", "track"),
         "generate": _LOOP,
+        "serve": ("serve", "run", "model", "rollout"),
     }
 )
 """Which sections a verb reads."""

@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from verl.algorithms.sections import CriticConfig, PreferenceConfig
 from verl.bounds import Betas, NonNegative, NonNegativeInt, Positive, PositiveInt, PositiveShare, Share, words
+from verl.rollout.server.options import ServeConfig
 from verl.track.health import Limits
 from verl.workers.sections import ClusterConfig, ParallelConfig
 
@@ -230,3 +231,4 @@ class Config:
     preference: PreferenceConfig = field(default_factory=PreferenceConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    serve: ServeConfig = field(default_factory=ServeConfig)

@@ -56,6 +56,10 @@ MAY_CHANGE: Mapping[str, tuple[str, ...]] = MappingProxyType(
             *("pools", "roles", "start_timeout_s", "max_restarts"),
         ),
         "parallel": ("replicate", "sequence", "tensor", "pipeline", "expert"),
+        "serve": (
+            *("host", "port", "name", "api_key", "control", "max_context_tokens", "max_sequences", "max_body_mb"),
+            *("request_timeout_s", "grace_s"),
+        ),
         "health": ("mismatch_stop", "mismatch_warn", "entropy_floor", "zero_variance_warn", "truncated_warn"),
         "track": ("sinks", "project", "samples_per_step", "report_every_steps"),
     }

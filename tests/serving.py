@@ -1,0 +1,173 @@
+"""A server of ours for tests: in this process over a tiny model or a scripted engine, or as a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from aiohttp import ClientSession
+from rollouts import context_of
+
+from verl.chat.template import audit_template
+from verl.driver.setup import decoder
+from verl.models import tiny
+from verl.rollout.base import Capabilities, Completion
+from verl.rollout.native import engine as native
+from verl.rollout.native.options import Options
+from verl.rollout.server.app import make_app, run_app
+from verl.rollout.server.options import ServeConfig
+from verl.rollout.server.service import Service
+from verl.rollout.server.texts import Texts
+from verl.serve import FolderWeights, bound
+
+TEMPLATE = (
+    "{% if tools %}<|user|>tools {{ tools | tojson }}<|end|>{% endif %}{% for m in messages %}"
+    "{% if m['role'] == 'assistant' %}<|assistant|>{{ m['content'] }}"
+    "{% for c in m['tool_calls'] or [] %}<tool_call>{{ c['function'] | tojson }}</tool_call>{% endfor %}"
+    "{% else %}<|user|>{{ m['role'] }}: {{ m['content'] }}{% endif %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+
+def tokenizer() -> Any:
+    made = tiny.bpe_tokenizer(["a server answers", "what is two plus two?", "tools <tool_call>"], vocab_size=320)
+    made.chat_template = TEMPLATE
+    return made
+
+
+def model(seed: int = 1, max_positions: int = 512) -> Any:
+    """With weights so large that greedy answers do not repeat a token, and other weights give other answers."""
+    sizes = {"hidden": 32, "layers": 2, "heads": 2, "kv_heads": 1, "ffn": 64, "max_positions": max_positions}
+    made = tiny.qwen3(tokenizer(), **sizes, seed=seed, tied=False)
+    for parameter in made.parameters():
+        if parameter.ndim > 1:
+            parameter.data.mul_(8.0)
+    return made
+
+
+def texts_of(of: Any) -> Texts:
+    spell = decoder(of, special_tokens=True)
+    return Texts(tokenizer=of, decode=decoder(of), spell=spell, audit=audit_template(of))
+
+
+async def engine_of(module: Any, version: int = 0, *, rows: int = 64, max_context_tokens: int = 256) -> Any:
+    """A native engine with the weights of `module`."""
+    of = tokenizer()
+    context = context_of(
+        module.config, rows, max_context_tokens=max_context_tokens, eos_token_ids=(of.eos_token_id,), decode=decoder(of)
+    )
+    made = native.build(Options(), context, lanes=1)
+    await made.load_weights(FolderWeights(module, version))
+    return made
+
+
+class Scripted:
+    """A rollout engine that answers with the given texts, in turn, and streams nothing."""
+
+    version = 3
+
+    def __init__(self, of: Any, *answers: str) -> None:
+        self._ids = [[*of(text, add_special_tokens=False)["input_ids"], of.eos_token_id] for text in answers]
+        self.prompts: list[list[int]] = []
+
+    async def generate(self, request_id: str, prompt_ids: np.ndarray, sampling: Any, **rest: Any) -> Completion:
+        self.prompts.append(prompt_ids.tolist())
+        ids = np.asarray(self._ids.pop(0), np.int64)
+        return Completion(request_id, ids, np.full(len(ids), -0.5, np.float32), ((3, 0, len(ids)),), "eos")
+
+    async def score(self, ids: np.ndarray, **rest: Any) -> np.ndarray:
+        return np.full(len(ids) - 1, -1.0, np.float32)
+
+    async def capabilities(self) -> Capabilities:
+        return Capabilities(logprobs="processed", max_context_tokens=256)
+
+    async def close(self) -> None: ...
+
+
+@contextlib.asynccontextmanager
+async def serving(engine: Any, of: Any = None, *, max_context_tokens: int = 256, **options: Any) -> AsyncIterator[Any]:
+    """-> client, service. The engine is closed with it."""
+    of = of or tokenizer()
+    service = Service(
+        engine=engine,
+        texts=texts_of(of),
+        options=ServeConfig(**{"grace_s": 0.0, **options}),
+        vocab_size=320,
+        max_context_tokens=max_context_tokens,
+    )
+    stopping = asyncio.Event()
+    with bound(ServeConfig(port=0)) as sock:
+        running = asyncio.ensure_future(run_app(make_app(service), sock, stopping))
+        await asyncio.sleep(0.01)  # it listens
+        try:
+            async with ClientSession(f"http://127.0.0.1:{sock.getsockname()[1]}") as client:
+                yield client, service
+        finally:
+            stopping.set()
+            await running
+            await engine.close()
+
+
+async def until(condition: Any, what: str, limit_s: float = 20.0) -> None:
+    end = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < end, f"never: {what}"
+        await asyncio.sleep(0.005)
+
+
+@contextlib.contextmanager
+def server_process(folder: Path, log: Path, *args: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """`verl serve` on a free port, once it answers: the process and its URL. It is gone at the end."""
+    command = [sys.executable, "-m", "verl.cli", "serve", f"model.path={folder}", "serve.port=0", *args]
+    small = ["model.dtype=float32", "run.threads=1"]
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [*command, *small], stdout=out, stderr=subprocess.STDOUT, text=True, env=_environment(), cwd=log.parent
+        )
+    try:
+        yield process, _url(process, log)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGKILL)
+        process.wait(30)
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+
+
+def _url(process: subprocess.Popen[str], log: Path, limit_s: float = 120.0) -> str:
+    end = time.monotonic() + limit_s
+    while time.monotonic() < end:
+        said = [line for line in log.read_text().splitlines() if line.startswith("serving http")]
+        if said:
+            return said[0].split()[1]
+        assert process.poll() is None, f"the server ended: {log.read_text()[-2000:]}"
+        time.sleep(0.05)
+    raise AssertionError(f"the server did not start in {limit_s} s: {log.read_text()[-2000:]}")
+
+
+def run_serve(*args: str) -> tuple[int, str]:
+    """A start that is refused -> exit code, last line."""
+    command = [sys.executable, "-m", "verl.cli", "serve", *args]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=_environment())
+    return done.returncode, (done.stderr.strip().splitlines() or [""])[-1]
+
+
+def events(text: str) -> list[str]:
+    """The data of a stream of server-sent events."""
+    return [line.removeprefix("data: ") for line in text.splitlines() if line.startswith("data: ")]
+
+
+def as_lists(rows: Sequence[np.ndarray]) -> list[list[Any]]:
+    return [row.tolist() for row in rows]

@@ -1,0 +1,332 @@
+"""The HTTP of `verl serve`: routes, who may come in, errors in OpenAI's shape, streams. What is asked and answered
+stands in requests.py and responses.py, what the engine is asked in service.py."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+from aiohttp import web
+
+from verl import __version__
+from verl.rollout.server.requests import (
+    ApiError,
+    ChatBody,
+    CompletionBody,
+    Id,
+    TokenBody,
+    TokenSampling,
+    call_of,
+    decoded,
+    refuse_top_logprobs,
+    typed,
+)
+from verl.rollout.server.responses import ChatForm, CompletionForm, Form, TokenForm
+from verl.rollout.server.service import Service
+from verl.rollout.server.texts import tools_of
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+SERVICE = web.AppKey("service", Service)
+DEFAULT_MAX_TOKENS = 16  # of a completion, as OpenAI and vLLM have it; chat answers may fill the context
+RETRY_AFTER_S = "1"
+log = logging.getLogger("verl.serve")
+
+
+def make_app(service: Service) -> web.Application:
+    options = service.options
+    app = web.Application(middlewares=[guard], client_max_size=int(options.max_body_mb * 2**20))
+    app[SERVICE] = service
+    app.add_routes(
+        [
+            web.post("/v1/completions", generates(completion_form)),
+            web.post("/v1/chat/completions", generates(chat_form)),
+            web.post("/inference/v1/generate", generates(token_form)),
+            web.post("/inference/v1/abort_requests", abort_requests),
+            web.post("/tokenize", tokenize),
+            web.post("/detokenize", detokenize),
+            web.get("/v1/models", models),
+            web.get("/v1/models/{name}", model),
+            web.get("/health", health),
+            web.get("/metrics", metrics),
+            web.get("/version", version),
+        ]
+    )
+    if options.control:
+        from verl.rollout.server.control import routes
+
+        app.add_routes(routes())
+    return app
+
+
+@web.middleware
+async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """The key, and one shape for every error."""
+    service, answer = request.app[SERVICE], None
+    try:
+        _check_key(request, service.options.api_key)
+        answer = await handler(request)
+    except ApiError as e:
+        answer = refusal(e)
+    except web.HTTPRequestEntityTooLarge:
+        said = f"the body is larger than serve.max_body_mb={service.options.max_body_mb:g}"
+        answer = refusal(ApiError(413, said, code="body_too_large"))
+    except web.HTTPException as e:
+        answer = refusal(ApiError(e.status, _no_route(request, e.status), code="not_found"))
+    except ConnectionError:  # the client has gone
+        raise
+    except Exception:  # a fault of ours, told here: the server lives on
+        log.exception("%s %s", request.method, request.path)
+        answer = refusal(ApiError(500, "the server failed at this request; its log says why", code="internal_error"))
+    finally:
+        known = request.match_info.route.resource
+        path = known.canonical if known is not None else "other"
+        service.metrics.requests[path, answer.status if answer is not None else 499] += 1
+    return answer
+
+
+def _check_key(request: web.Request, key: str | None) -> None:
+    if key is None or request.path == "/health":
+        return
+    given = request.headers.get("Authorization", "")
+    if not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
+        raise ApiError(401, "a key is wanted: Authorization: Bearer KEY", code="invalid_api_key")
+
+
+def _no_route(request: web.Request, status: int) -> str:
+    from verl.rollout.server.control import PATHS
+
+    if request.path in PATHS and not request.app[SERVICE].options.control:
+        return f"{request.path} is of the control plane, which is off: start the server with serve.control=true"
+    return f"{request.method} {request.path}: no such endpoint" + (" with this method" if status == 405 else "")
+
+
+def refusal(error: ApiError) -> web.Response:
+    headers = {"Retry-After": RETRY_AFTER_S} if error.status in (429, 503) else None
+    return as_json(error.body(), status=error.status, headers=headers)
+
+
+def as_json(content: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    body = msgspec.json.encode(content)
+    return web.Response(body=body, status=status, headers=headers, content_type="application/json")
+
+
+# -- generation --------------------------------------------------------------------------------------------------------
+
+
+def generates(form_of: Callable[[Service, Mapping[str, Any]], Form]) -> Handler:
+    """The handler of an endpoint: its body becomes a form, and the form an answer or a stream of chunks."""
+
+    async def handle(request: web.Request) -> web.StreamResponse:
+        service = request.app[SERVICE]
+        service.check_able()
+        form = form_of(service, decoded(await request.read()))
+        service.check_able()  # the body may have taken its time
+        with service.admitted(form.call) as names:
+            if form.call.stream:
+                return await _streamed(request, service, form, names)
+            return as_json(await service.whole(form, names))
+
+    return handle
+
+
+async def _streamed(request: web.Request, service: Service, form: Form, names: tuple[str, ...]) -> web.StreamResponse:
+    """Server-sent events. The first chunk is awaited before the status is sent, so that what is wrong has its own."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    async with contextlib.aclosing(service.chunks(form, names)) as chunks:
+        try:
+            async for chunk in chunks:
+                if not response.prepared:
+                    await response.prepare(request)
+                await response.write(b"data: " + msgspec.json.encode(chunk) + b"\n\n")
+        except ApiError as e:
+            if not response.prepared:
+                raise
+            await response.write(b"data: " + msgspec.json.encode(e.body()) + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+    await response.write_eof()
+    return response
+
+
+def completion_form(service: Service, fields: Mapping[str, Any]) -> Form:
+    body = typed(fields, CompletionBody)
+    _check_model(service, body.model)
+    refuse_top_logprobs((body.logprobs or 0), "logprobs", "logprobs=0 gives that")
+    prompts = _prompts(service, body)
+    service.check_prompts(prompts, "prompt")
+    call = call_of(
+        body,
+        body,
+        prompts,
+        vocab_size=service.vocab_size,
+        max_tokens=body.max_tokens or DEFAULT_MAX_TOKENS,
+        logprobs=body.logprobs is not None,
+    )
+    return CompletionForm(call=call, **_common(service))
+
+
+def _prompts(service: Service, body: CompletionBody) -> list[np.ndarray]:
+    given = [body.prompt] if isinstance(body.prompt, str) else body.prompt
+    if len(kinds := {type(one) for one in given}) > 1:
+        said = "prompt mixes texts, ids and lists of ids; one kind at a time"
+        raise ApiError(400, said, param="prompt", code="invalid_value")
+    if kinds == {str}:
+        return [service.texts.encode(text, special_tokens=body.add_special_tokens) for text in map(str, given)]
+    many = [given] if kinds == {int} else given
+    return [np.asarray(ids, np.int64) for ids in many]
+
+
+def chat_form(service: Service, fields: Mapping[str, Any]) -> Form:
+    count = fields.get("top_logprobs")
+    refuse_top_logprobs(count if isinstance(count, int) else 0, "top_logprobs", "logprobs=true gives that")
+    body = typed(fields, ChatBody)
+    _check_model(service, body.model)
+    prompt = service.texts.render(body)
+    service.check_prompts([prompt], "messages")
+    call = call_of(
+        body,
+        body,
+        [prompt],
+        vocab_size=service.vocab_size,
+        max_tokens=body.max_completion_tokens or body.max_tokens,
+        logprobs=body.logprobs,
+    )
+    return ChatForm(call=call, tools=tools_of(body), **_common(service))
+
+
+def token_form(service: Service, fields: Mapping[str, Any]) -> Form:
+    body = typed(fields, TokenBody)
+    _check_model(service, body.model)
+    drawn = typed(body.sampling_params, TokenSampling, prefix="sampling_params.")
+    refuse_top_logprobs((drawn.logprobs or 0), "logprobs", "logprobs=0 gives that")
+    refuse_top_logprobs((drawn.prompt_logprobs or 0), "prompt_logprobs", "prompt_logprobs=0 gives that")
+    prompt = np.asarray(body.token_ids, np.int64)
+    service.check_prompts([prompt], "token_ids")
+    call = call_of(
+        body,
+        drawn,
+        [prompt],
+        vocab_size=service.vocab_size,
+        max_tokens=drawn.max_tokens,
+        logprobs=drawn.logprobs is not None,
+        prompt_logprobs=drawn.prompt_logprobs is not None,
+    )
+    if call.stream and call.prompt_logprobs:
+        raise ApiError(400, "prompt_logprobs are not streamed; set stream=false", param="stream")
+    return TokenForm(call=call, **_common(service))
+
+
+def _check_model(service: Service, name: str | None) -> None:
+    if name not in (None, service.options.name):
+        said = f"model={name!r} is not here; this server has {service.options.name!r}"
+        raise ApiError(404, said, param="model", code="model_not_found")
+
+
+def _common(service: Service) -> dict[str, Any]:
+    return {"texts": service.texts, "name": service.options.name, "created": int(time.time())}
+
+
+# -- the rest ----------------------------------------------------------------------------------------------------------
+
+
+class AbortBody(msgspec.Struct):
+    request_ids: list[str]
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] = {}
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    tokens: list[Id]
+
+
+async def abort_requests(request: web.Request) -> web.Response:
+    body = typed(decoded(await request.read()), AbortBody)
+    return as_json({"status": "aborted", "aborted": await request.app[SERVICE].abort(body.request_ids)})
+
+
+async def tokenize(request: web.Request) -> web.Response:
+    service, body = request.app[SERVICE], typed(decoded(await request.read()), TokenizeBody)
+    _check_model(service, body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "give prompt or messages, one of them", param="prompt", code="invalid_value")
+    if body.messages is not None:
+        chat = {"messages": body.messages, "tools": body.tools, "chat_template_kwargs": body.chat_template_kwargs}
+        ids = service.texts.render(typed(chat, ChatBody))
+    else:
+        ids = service.texts.encode(body.prompt or "", special_tokens=body.add_special_tokens)
+    found: dict[str, Any] = {"count": len(ids), "max_model_len": service.max_context_tokens, "tokens": ids.tolist()}
+    if body.return_token_strs:
+        found["token_strs"] = [service.texts.token(i, as_id=False)["token"] for i in ids.tolist()]
+    return as_json(found)
+
+
+async def detokenize(request: web.Request) -> web.Response:
+    service, body = request.app[SERVICE], typed(decoded(await request.read()), DetokenizeBody)
+    _check_model(service, body.model)
+    if beyond := [i for i in body.tokens if i >= service.vocab_size]:
+        said = f"tokens holds {beyond[:3]}; the vocabulary is [0, {service.vocab_size})"
+        raise ApiError(400, said, param="tokens", code="invalid_value")
+    return as_json({"prompt": service.texts.spell(body.tokens)})
+
+
+async def models(request: web.Request) -> web.Response:
+    return as_json({"object": "list", "data": [_card(request.app[SERVICE])]})
+
+
+async def model(request: web.Request) -> web.Response:
+    _check_model(request.app[SERVICE], request.match_info["name"])
+    return as_json(_card(request.app[SERVICE]))
+
+
+def _card(service: Service) -> dict[str, Any]:
+    name, most = service.options.name, service.max_context_tokens
+    return {"id": name, "object": "model", "created": 0, "owned_by": "verl", "root": name, "max_model_len": most}
+
+
+async def health(request: web.Request) -> web.Response:
+    service = request.app[SERVICE]
+    await service.check_health()
+    state = "asleep" if service.asleep else "paused" if service.paused else "ok"
+    return as_json({"status": state, "weight_version": str(service.engine.version)})
+
+
+async def metrics(request: web.Request) -> web.Response:
+    service = request.app[SERVICE]
+    text = service.metrics.render(
+        running=service.sequences,
+        weight_version=service.engine.version,
+        can_speak=service.failed is None and not service.draining and not service.asleep,
+    )
+    return web.Response(text=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+
+async def version(request: web.Request) -> web.Response:
+    return as_json({"version": __version__, "engine": "verl"})
+
+
+async def run_app(app: web.Application, sock: Any, stopping: asyncio.Event) -> None:
+    """Serve on a bound socket until `stopping`, then drain. A request whose client went away is cancelled, which gives
+    back its rows in the engine."""
+    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=5.0)
+    await runner.setup()
+    try:
+        await web.SockSite(runner, sock).start()
+        await stopping.wait()
+        await app[SERVICE].drain()
+    finally:
+        await runner.cleanup()

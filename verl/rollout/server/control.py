@@ -1,0 +1,265 @@
+"""vLLM's control plane, for the trainer that owns this server: pause, abort, sleep, and new weights as a transaction.
+
+    start_weight_update -> update_weights (once or more) -> finish_weight_update
+
+Until finish nothing of the new weights is live; finish makes them live at once, or the server says nothing any more
+until a whole update has succeeded: what it holds is not what its trainer believes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from aiohttp import web
+from msgspec import Meta
+
+from verl.rollout.base import PauseMode
+from verl.rollout.server.app import SERVICE, Handler, as_json
+from verl.rollout.server.requests import ApiError, decoded, typed
+from verl.rollout.server.service import Service
+from verl.weight_sync.base import SyncError, WeightSource, checksum, opened
+
+SEGMENT = "verl-weights-"  # how the files of sync.engine=shm begin; nothing else is opened
+TRANSPORT = "verl.weight_sync.shm:open_weights"
+MODES: tuple[PauseMode, ...] = ("abort", "wait", "keep")
+UNREADABLE = (SyncError, ValueError, OSError, KeyError, msgspec.MsgspecError)  # a file that is no whole segment
+TAGS = {"weights": "weights", "kv_cache": "kv", "kv": "kv"}  # vLLM's names
+
+
+class UpdateInfo(msgspec.Struct, kw_only=True):
+    """A segment of shared memory. names: those to take (null: all that it holds) · checksums: crc32 of the bytes."""
+
+    path: str
+    version: Annotated[int, Meta(ge=0)]
+    names: list[str] | None = None
+    checksums: dict[str, int] = {}
+
+
+class UpdateBody(msgspec.Struct):
+    update_info: UpdateInfo
+
+
+class FinishBody(msgspec.Struct):
+    weight_version: str | None = None
+
+
+class InitBody(msgspec.Struct):
+    init_info: dict[str, Any]
+
+
+class AbortBody(msgspec.Struct):
+    request_ids: list[str] | None = None
+
+
+@dataclass(slots=True)
+class Update:
+    """What an update has announced so far; a `WeightReader` once it is whole. loaded: what the engine has read."""
+
+    parts: list[UpdateInfo] = field(default_factory=list)
+    loaded: list[str] = field(default_factory=list)
+    version: int = -1
+
+    def tensors(self) -> Iterator[tuple[str, object]]:
+        for part in self.parts:
+            for name, tensor in _read(part):
+                self.loaded.append(name)
+                yield name, tensor
+
+
+def _read(part: UpdateInfo) -> Iterator[tuple[str, Any]]:
+    """The tensors of a part, each as its checksum says; SyncError for another version, bytes or names."""
+    stream = opened(WeightSource(part.version, TRANSPORT, part.path, {}))
+    at, wanted = f"version {part.version}", None if part.names is None else set(part.names)
+    if stream.version != part.version:
+        raise SyncError(f"{at}: {part.path} holds version {stream.version}")
+    seen = set()
+    for name, tensor in stream.tensors():
+        if wanted is not None and name not in wanted:
+            continue
+        seen.add(name)
+        if name in part.checksums and checksum(tensor) != part.checksums[name]:
+            raise SyncError(f"{at}: {name} is not what its checksum says")
+        yield name, tensor
+    if missing := sorted(((wanted or set()) | part.checksums.keys()) - seen):
+        raise SyncError(f"{at}: {part.path} does not hold {missing[:3]}")
+
+
+class ControlPlane:
+    """Its own state: the update that is under way."""
+
+    def __init__(self) -> None:
+        self.update: Update | None = None
+
+    async def start(self, request: web.Request) -> web.Response:
+        self.update = Update()  # one that was begun and left is dropped: nothing of it is live
+        return as_json({"message": "Weight update started"})
+
+    async def announce(self, request: web.Request) -> web.Response:
+        service, update = request.app[SERVICE], self._begun()
+        info = typed(decoded(await request.read()), UpdateBody).update_info
+        if not Path(info.path).name.startswith(SEGMENT):
+            said = f"path={info.path}: a file of sync.engine=shm is wanted ({SEGMENT}...)"
+            raise ApiError(400, said, param="path", code="invalid_value")
+        try:
+            if update.parts and update.version != info.version:
+                raise SyncError(f"version {update.version} is being updated, and {info.path} is of {info.version}")
+            if info.checksums:  # read here, beside the engine's work, and not once more
+                await asyncio.to_thread(_read_all, info)
+                info.checksums = {}
+            else:
+                _check_version(info)
+        except UNREADABLE as e:
+            raise self._failed(service, e) from None
+        update.parts.append(info)
+        update.version = info.version
+        return as_json({"message": "Weights updated"})
+
+    async def finish(self, request: web.Request) -> web.Response:
+        service, update = request.app[SERVICE], self._begun()
+        body = typed(decoded(await request.read() or b"{}"), FinishBody)
+        try:
+            if not update.parts:
+                raise SyncError("finish_weight_update came before any update_weights")
+            if body.weight_version not in (None, str(update.version)):
+                raise SyncError(f"weight_version={body.weight_version}, but version {update.version} was sent")
+            # requests that a pause made stand still go on under the new weights
+            mode: PauseMode = "keep" if service.paused or service.asleep else "wait"
+            async with asyncio.timeout(service.options.request_timeout_s):
+                live = await service.engine.load_weights(update, on_inflight=mode)
+        except (*UNREADABLE, TimeoutError) as e:
+            raise self._failed(service, e) from None
+        self.update, service.failed = None, None
+        message = {"message": "Weight update finished", "weight_version": str(live)}
+        return as_json({**message, "loaded": update.loaded})
+
+    def _begun(self) -> Update:
+        if self.update is None:
+            raise ApiError(409, "no weight update has been started: POST /start_weight_update", code="no_update")
+        return self.update
+
+    def _failed(self, service: Service, why: BaseException) -> ApiError:
+        self.update = None
+        said = f"a weight update failed: {why or type(why).__name__}"
+        service.failed = f"{said}; nothing is generated before a whole update has succeeded"
+        return ApiError(500, said, code="weight_update_failed")
+
+
+def _read_all(part: UpdateInfo) -> None:
+    for _ in _read(part):
+        pass
+
+
+def _check_version(part: UpdateInfo) -> None:
+    found = opened(WeightSource(part.version, TRANSPORT, part.path, {})).version
+    if found != part.version:
+        raise SyncError(f"version {part.version}: {part.path} holds version {found}")
+
+
+async def init_weight_transfer(request: web.Request) -> web.Response:
+    typed(decoded(await request.read()), InitBody)
+    return as_json({"message": "Weight transfer initialized"})
+
+
+async def weight_info(request: web.Request) -> web.Response:
+    return as_json({"weight_version": str(request.app[SERVICE].engine.version)})
+
+
+async def world_size(request: web.Request) -> web.Response:
+    return as_json({"world_size": 1})
+
+
+async def pause(request: web.Request) -> web.Response:
+    service, mode = request.app[SERVICE], request.query.get("mode", "abort")
+    chosen = next((known for known in MODES if known == mode), None)
+    if chosen is None:
+        raise ApiError(400, f"mode={mode}: one of {', '.join(MODES)}", param="mode", code="invalid_value")
+    try:
+        async with asyncio.timeout(service.options.request_timeout_s):
+            await service.engine.pause(chosen)
+    except ValueError as e:  # requests that stand still cannot be waited for
+        raise ApiError(409, str(e), param="mode", code="invalid_state") from None
+    service.paused = True
+    return as_json({"status": "paused"})
+
+
+async def resume(request: web.Request) -> web.Response:
+    service = request.app[SERVICE]
+    await service.engine.resume()
+    service.paused = False
+    return as_json({"status": "resumed"})
+
+
+async def is_paused(request: web.Request) -> web.Response:
+    return as_json({"is_paused": request.app[SERVICE].paused})
+
+
+async def abort_all(request: web.Request) -> web.Response:
+    body = typed(decoded(await request.read() or b"{}"), AbortBody)
+    return as_json({"status": "aborted", "aborted": await request.app[SERVICE].abort(body.request_ids or None)})
+
+
+async def reset_prefix_cache(request: web.Request) -> web.Response:
+    """Putting the KV to sleep drops every prefix; running requests compute theirs again."""
+    service = request.app[SERVICE]
+    await service.engine.sleep(1)
+    if "kv" not in service.asleep:
+        await service.engine.wake(("kv",))
+    return as_json({"success": True})
+
+
+async def sleep(request: web.Request) -> web.Response:
+    service, level = request.app[SERVICE], request.query.get("level", "1")
+    levels = (await service.engine.capabilities()).sleep_levels
+    if level not in map(str, levels):
+        raise ApiError(400, f"level={level}: this engine knows {list(levels)}", param="level", code="invalid_value")
+    freed = await service.engine.sleep(int(level))
+    service.asleep |= {"kv"} if level == "1" else {"kv", "weights"}
+    if level == "2":
+        service.failed = "the weights were freed by sleep level 2; send new ones"
+    return as_json({"status": "asleep", "freed_bytes": freed})
+
+
+async def wake_up(request: web.Request) -> web.Response:
+    service, given = request.app[SERVICE], request.query.getall("tags", ["weights", "kv_cache"])
+    if unknown := [tag for tag in given if tag not in TAGS]:
+        raise ApiError(400, f"tags={unknown}: known are weights and kv_cache", param="tags", code="invalid_value")
+    tags = [TAGS[tag] for tag in given]
+    await service.engine.wake(tags)
+    service.asleep -= set(tags)
+    return as_json({"status": "awake"})
+
+
+async def is_sleeping(request: web.Request) -> web.Response:
+    return as_json({"is_sleeping": bool(request.app[SERVICE].asleep)})
+
+
+def routes() -> list[web.RouteDef]:
+    plane = ControlPlane()
+    posts: dict[str, Handler] = {
+        "/pause": pause,
+        "/resume": resume,
+        "/abort_requests": abort_all,
+        "/init_weight_transfer_engine": init_weight_transfer,
+        "/start_weight_update": plane.start,
+        "/update_weights": plane.announce,
+        "/finish_weight_update": plane.finish,
+        "/reset_prefix_cache": reset_prefix_cache,
+        "/sleep": sleep,
+        "/wake_up": wake_up,
+    }
+    gets: dict[str, Handler] = {
+        "/is_paused": is_paused,
+        "/is_sleeping": is_sleeping,
+        "/weight_info": weight_info,
+        "/get_world_size": world_size,
+    }
+    made = [web.post(path, handler) for path, handler in posts.items()]
+    return [*made, *(web.get(path, handler, allow_head=False) for path, handler in gets.items())]
+
+
+PATHS = frozenset(route.path for route in routes())

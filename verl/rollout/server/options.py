@@ -1,0 +1,43 @@
+"""The keys of `verl serve`. No torch and no aiohttp is imported here."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+from verl.bounds import NonNegative, NonNegativeInt, Positive, PositiveInt
+
+
+@dataclass
+class ServeConfig:
+    host: str = "127.0.0.1"  # Elsewhere than on loopback wants an `api_key`.
+    port: NonNegativeInt = 8000  # 0: a free one.
+    name: str = "policy"  # What requests call the model.
+    api_key: str | None = None  # Bearer token of every request but /health; take it from the environment: ${oc.env:KEY}
+    control: bool = False
+    """The control plane too: pause, abort, sleep and new weights. For the trainer that owns this server."""
+    max_context_tokens: PositiveInt | None = None  # Prompt and answer. Null: what the model was made for.
+    max_sequences: PositiveInt = 1024  # Answers in the making at one time; a request beyond them is told 429.
+    max_body_mb: Positive = 8.0
+    request_timeout_s: Positive = 600.0  # An answer that takes longer is given up: 504.
+    grace_s: NonNegative = 25.0  # From SIGTERM to the end; answers that are not ready by then are cut short.
+
+
+def check_serve(serve: ServeConfig) -> None:
+    """ValueError for a door that would stand open, or for no door at all."""
+    if serve.port > 65535:
+        raise ValueError(f"serve.port={serve.port}: a port is a number up to 65535 (0: a free one)")
+    if serve.api_key is not None and len(serve.api_key) < 8:
+        raise ValueError("serve.api_key is shorter than 8 characters: anybody could guess it; take a longer one")
+    if serve.api_key is None and not is_loopback(serve.host):
+        raise ValueError(
+            f"serve.host={serve.host} can be reached from other machines, and nobody is asked for a key: "
+            "set serve.api_key='${oc.env:VERL_API_KEY}', or leave serve.host at 127.0.0.1"
+        )
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"

@@ -1,0 +1,267 @@
+"""What the body of a request asks for: OpenAI's and vLLM's fields -> prompts and `Sampling`, or an error that names the
+field. What this server would not honour is refused, never dropped."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from verl.types import Sampling, derive_seed
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+Id = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Strings = str | list[str]
+MAX_TOP_K = 2**31 - 1  # more ids than any vocabulary has
+KINDS = MappingProxyType(
+    {401: "authentication_error", 404: "not_found_error", 409: "conflict_error", 429: "rate_limit_error"}
+)
+NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
+    {
+        **{key: (0,) for key in ("presence_penalty", "frequency_penalty", "min_tokens", "priority", "top_logprobs")},
+        **{key: (1,) for key in ("repetition_penalty", "length_penalty", "best_of")},
+        **{key: (False,) for key in ("echo", "use_beam_search", "store", "continue_final_message")},
+        **{key: (True,) for key in ("skip_special_tokens", "spaces_between_special_tokens", "add_generation_prompt")},
+        **{key: ([],) for key in ("bad_words", "functions")},
+        "parallel_tool_calls": (True,),
+        "logit_bias": ({},),
+        "suffix": ("",),
+        "service_tier": ("auto", "default"),
+        "modalities": (["text"],),
+        "response_format": ({"type": "text"},),
+        "output_mode": ("tokens",),
+    }
+)
+"""Fields that are honoured by doing nothing, for these values."""
+ABOUT_THE_CALLER = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key", "session_id", "detokenize"})
+
+
+class ApiError(Exception):
+    """What the client is told, in OpenAI's shape."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+    def body(self) -> dict[str, Any]:
+        kind = KINDS.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+class StreamOptions(msgspec.Struct):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class Drawn(msgspec.Struct, kw_only=True):
+    """How tokens are drawn: what all endpoints share. `top_k` -1 and 0 are off."""
+
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=10_000)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1)] = 0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    n: Annotated[int, Meta(ge=1, le=1024)] = 1
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    stop: Strings | None = None
+    stop_token_ids: list[Id] = []
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+
+
+class Prompted(Drawn, kw_only=True):
+    """What completions and chat share."""
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    request_id: str | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+
+
+class CompletionBody(Prompted, kw_only=True):
+    prompt: str | list[str | Id | list[Id]]  # a text, texts, ids, or lists of ids
+    logprobs: Annotated[int, Meta(ge=0)] | None = None
+    add_special_tokens: bool = True
+
+
+class ChatBody(Prompted, kw_only=True):
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] = "auto"
+    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    logprobs: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+
+
+class TokenSampling(Drawn, kw_only=True):
+    logprobs: Annotated[int, Meta(ge=0)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0)] | None = None
+
+
+class TokenBody(msgspec.Struct, kw_only=True):
+    token_ids: list[Id]
+    sampling_params: dict[str, Any] = {}
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    request_id: str | None = None
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """What one HTTP request asks of the engine: `n` answers to each prompt [P] int64.
+
+    room: answers may be as long as the context has room for, as no limit was given."""
+
+    prompts: tuple[np.ndarray, ...]
+    sampling: Sampling
+    n: int
+    request_id: str
+    room: bool = False
+    stream: bool = False
+    include_usage: bool = False
+    logprobs: bool = False
+    prompt_logprobs: bool = False
+    with_ids: bool = False
+    tokens_as_ids: bool = False
+    include_stop: bool = False
+
+    def samplings(self, max_context_tokens: int) -> list[tuple[np.ndarray, Sampling]]:
+        """Prompt and sampling of every answer. The first answer to a prompt is drawn with the seed as it was given."""
+        found = []
+        for ids in self.prompts:
+            most = max_context_tokens - len(ids) if self.room else self.sampling.max_tokens
+            for i in range(self.n):
+                seed = self.sampling.seed if i == 0 else derive_seed(self.sampling.seed, "choice", i)
+                found.append((ids, self.sampling.of_call(most, seed)))
+        return found
+
+
+def decoded(raw: bytes) -> dict[str, Any]:
+    """A JSON object; 400 for anything else."""
+    try:
+        body = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
+        raise ApiError(400, f"the body is not JSON: {e}", code="invalid_json") from None
+    if not isinstance(body, dict):
+        raise ApiError(400, f"the body is a {type(body).__name__}: a JSON object is wanted", code="invalid_json")
+    return body
+
+
+def typed(fields: Mapping[str, Any], kind: type[Body], *, prefix: str = "") -> Body:
+    """The fields as `kind`. null is the default; a field that is not known, or of another type, is a 400 about it."""
+    known = {field.name for field in msgspec.structs.fields(kind)}
+    given = {}
+    for name, value in fields.items():
+        if value is None or (name not in known and (name in ABOUT_THE_CALLER or _means_nothing(name, value))):
+            continue
+        if name not in known:
+            shown = str(value)[:60]
+            raise ApiError(
+                400,
+                f"{prefix}{name}={shown}: this server does not honour it; leave it out",
+                param=name,
+                code="unsupported_parameter",
+            )
+        given[name] = value
+    try:
+        return msgspec.convert(given, kind)
+    except msgspec.ValidationError as e:
+        said, _, where = str(e).partition(" - at `$.")
+        param: str | None = where.rstrip("`").split("[")[0] if where else _quoted(said)
+        raise ApiError(400, f"{prefix}{param}: {said}" if param else said, param=param, code="invalid_value") from None
+
+
+def _means_nothing(name: str, value: Any) -> bool:
+    return any(
+        value == neutral and isinstance(value, bool) == isinstance(neutral, bool) for neutral in NEUTRAL.get(name, ())
+    )
+
+
+def _quoted(said: str) -> str | None:
+    """The field of `Object missing required field `prompt``."""
+    parts = said.split("`")
+    return parts[-2] if "field" in said and len(parts) > 2 else None
+
+
+def sampling_of(drawn: Drawn, *, max_tokens: int, vocab_size: int) -> Sampling:
+    """ApiError for what the engine could not draw from."""
+    if 0 < drawn.temperature < 1e-3:
+        said = f"temperature={drawn.temperature} is too close to 0 to be computed; 0 is greedy"
+        raise ApiError(400, said, param="temperature", code="invalid_value")
+    if drawn.top_p < 1e-6:
+        raise ApiError(400, f"top_p={drawn.top_p}: at least 1e-6; temperature=0 is greedy", param="top_p")
+    stop = (drawn.stop,) if isinstance(drawn.stop, str) else tuple(drawn.stop or ())
+    if not all(stop):
+        raise ApiError(400, "stop holds an empty string, which would end every answer at once", param="stop")
+    if beyond := [i for i in drawn.stop_token_ids if i >= vocab_size]:
+        raise ApiError(400, f"stop_token_ids={beyond[:3]}: the vocabulary is [0, {vocab_size})", param="stop_token_ids")
+    return Sampling(
+        max_tokens=max_tokens,
+        temperature=drawn.temperature,
+        top_p=drawn.top_p,
+        top_k=min(max(drawn.top_k, 0), MAX_TOP_K),
+        min_p=drawn.min_p,
+        stop=stop,
+        stop_token_ids=tuple(drawn.stop_token_ids),
+        ignore_eos=drawn.ignore_eos,
+        seed=secrets.randbits(63) if drawn.seed is None else drawn.seed,
+    )
+
+
+def call_of(
+    body: Prompted | TokenBody,
+    drawn: Drawn,
+    prompts: Sequence[np.ndarray],
+    *,
+    vocab_size: int,
+    max_tokens: int | None,
+    logprobs: bool,
+    prompt_logprobs: bool = False,
+) -> Call:
+    """max_tokens: None: as long as there is room."""
+    if body.stream_options is not None and body.stream_options.continuous_usage_stats:
+        said = "stream_options.continuous_usage_stats: usage comes once, at the end (include_usage)"
+        raise ApiError(400, said, param="stream_options", code="unsupported_parameter")
+    return Call(
+        prompts=tuple(prompts),
+        sampling=sampling_of(drawn, max_tokens=max_tokens or 1, vocab_size=vocab_size),
+        n=drawn.n,
+        request_id=body.request_id or secrets.token_hex(12),
+        room=max_tokens is None,
+        stream=body.stream,
+        include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+        with_ids=body.return_token_ids,
+        tokens_as_ids=body.return_tokens_as_token_ids,
+        include_stop=drawn.include_stop_str_in_output,
+    )
+
+
+def refuse_top_logprobs(count: int | None, param: str, instead: str) -> None:
+    if count:
+        said = f"{param}={count}: this engine knows the log-prob of the token that was drawn, and no others; {instead}"
+        raise ApiError(400, said, param=param, code="unsupported_parameter")
+
+
+def check_ids(ids: np.ndarray, param: str, *, vocab_size: int, max_context_tokens: int) -> None:
+    """ApiError for a prompt that cannot be answered."""
+    if not len(ids):
+        raise ApiError(400, f"{param} is empty: at least one token is needed", param=param, code="empty_prompt")
+    if len(ids) >= max_context_tokens:
+        said = f"{param} has {len(ids)} tokens; the context of {max_context_tokens} leaves no room for an answer"
+        raise ApiError(400, said, param=param, code="context_length_exceeded")
+    if int(ids.max()) >= vocab_size:
+        said = f"{param} holds the id {int(ids.max())}; the vocabulary is [0, {vocab_size})"
+        raise ApiError(400, said, param=param, code="invalid_value")

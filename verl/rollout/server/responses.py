@@ -1,0 +1,231 @@
+"""What an answer looks like on the wire: the shapes of OpenAI's completions and chat, and of vLLM's endpoint of tokens
+in, tokens out; whole, and as a stream of chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar
+
+import numpy as np
+
+from verl.rollout.base import Completion
+from verl.rollout.server.requests import Call
+from verl.rollout.server.texts import Piecewise, Texts
+
+FINISH: Mapping[str, str] = MappingProxyType(
+    {"eos": "stop", "stop": "stop", "length": "length", "context_full": "length", "abort": "abort"}
+)
+
+
+@dataclass(slots=True)
+class Answer:
+    """One answer on its way: its prompt, the tokens that were told, the text that was sent."""
+
+    prompt: np.ndarray
+    text: Piecewise
+    told: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """The shape of one endpoint. Subclasses say what a choice holds, whole and in pieces."""
+
+    call: Call
+    texts: Texts
+    name: str
+    created: int
+    kinds: ClassVar[tuple[str, str]] = ("", "")  # whole, chunk
+    prefix: ClassVar[str] = ""
+
+    def whole(self, completions: Sequence[Completion], scores: Sequence[np.ndarray | None] = ()) -> dict[str, Any]:
+        """scores: log-probs [P - 1] of each prompt, where they were asked for."""
+        prompts = self._prompts()
+        choices = [self.choice(i, prompt, c) for i, (prompt, c) in enumerate(zip(prompts, completions, strict=True))]
+        return {**self.envelope(0), "choices": choices, "usage": self.usage(completions)}
+
+    def chunk(self, choices: Sequence[Any], usage: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        found = {**self.envelope(1), "choices": list(choices)}
+        return {**found, "usage": usage} if self.call.include_usage else found
+
+    def envelope(self, kind: int) -> dict[str, Any]:
+        head = {"id": f"{self.prefix}{self.call.request_id}", "object": self.kinds[kind]}
+        return {**head, "created": self.created, "model": self.name}
+
+    def usage(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        asked, drawn = sum(map(len, self.call.prompts)), sum(len(c.ids) for c in completions)
+        cached = {"cached_tokens": sum(c.cached_tokens for c in completions)}
+        tokens = {"prompt_tokens": asked, "completion_tokens": drawn, "total_tokens": asked + drawn}
+        return {**tokens, "prompt_tokens_details": cached}
+
+    def answers(self) -> list[Answer]:
+        return [Answer(p, Piecewise(self.texts.decode, self.call.sampling.stop)) for p in self._prompts()]
+
+    def opening(self, i: int, answer: Answer) -> dict[str, Any] | None:
+        """What is sent before the first token."""
+        return None
+
+    def choice(self, i: int, prompt: np.ndarray, completion: Completion) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def piece(self, i: int, answer: Answer, ids: np.ndarray, logprobs: np.ndarray) -> dict[str, Any] | None:
+        """A chunk's choice for these new tokens [t]; None: nothing to send yet."""
+        raise NotImplementedError
+
+    def last(self, i: int, answer: Answer, completion: Completion) -> dict[str, Any]:
+        """The last chunk's choice: the tokens that were not told, and why the answer ended."""
+        raise NotImplementedError
+
+    def _prompts(self) -> list[np.ndarray]:
+        return [prompt for prompt in self.call.prompts for _ in range(self.call.n)]
+
+    def _end(self, completion: Completion) -> dict[str, Any]:
+        by_id = int(completion.ids[-1]) if completion.stop_reason == "stop" and completion.stop is None else None
+        return {"finish_reason": FINISH[completion.stop_reason], "stop_reason": completion.stop or by_id}
+
+    def _ids(self, ids: np.ndarray, completion: Completion | None = None) -> dict[str, Any]:
+        """What `return_token_ids` adds."""
+        if not self.call.with_ids:
+            return {}
+        return {"token_ids": ids.tolist()} | ({"weight_versions": versions(completion)} if completion else {})
+
+    def _content(self, ids: np.ndarray, logprobs: np.ndarray) -> dict[str, Any] | None:
+        """Log-probs as chat has them."""
+        if not self.call.logprobs:
+            return None
+        told = [self.texts.token(i, as_id=self.call.tokens_as_ids) for i in ids.tolist()]
+        found = [{**token, "logprob": x, "top_logprobs": []} for token, x in zip(told, logprobs.tolist(), strict=True)]
+        return {"content": found}
+
+
+def versions(completion: Completion) -> list[dict[str, Any]]:
+    """Which weights drew which tokens."""
+    return [{"version": str(version), "start": start, "end": end} for version, start, end in completion.spans]
+
+
+class CompletionForm(Form):
+    kinds = ("text_completion", "text_completion")
+    prefix = "cmpl-"
+
+    def choice(self, i: int, prompt: np.ndarray, completion: Completion) -> dict[str, Any]:
+        text = self.texts.answer(completion, include_stop=self.call.include_stop)
+        found = {"index": i, "text": text, "logprobs": self._columns(completion.ids, completion.logprobs)}
+        asked = {"prompt_token_ids": prompt.tolist()} if self.call.with_ids else {}
+        return {**found, **self._end(completion), **self._ids(completion.ids, completion), **asked}
+
+    def piece(self, i: int, answer: Answer, ids: np.ndarray, logprobs: np.ndarray) -> dict[str, Any] | None:
+        text = answer.text.add(ids.tolist())
+        answer.told += len(ids)
+        if not text and not self.call.logprobs and not self.call.with_ids:
+            return None
+        found = {"index": i, "text": text, "logprobs": self._columns(ids, logprobs)}
+        return {**found, "finish_reason": None, **self._ids(ids)}
+
+    def last(self, i: int, answer: Answer, completion: Completion) -> dict[str, Any]:
+        text = answer.text.rest(self.texts.answer(completion, include_stop=self.call.include_stop))
+        ids, logprobs = completion.ids[answer.told :], completion.logprobs[answer.told :]
+        found = {"index": i, "text": text, "logprobs": self._columns(ids, logprobs)}
+        return {**found, **self._end(completion), **self._ids(ids, completion)}
+
+    def _columns(self, ids: np.ndarray, logprobs: np.ndarray) -> dict[str, Any] | None:
+        if not self.call.logprobs:
+            return None
+        tokens = [self.texts.token(i, as_id=self.call.tokens_as_ids)["token"] for i in ids.tolist()]
+        starts = np.cumsum([0, *map(len, tokens)])[:-1].tolist()
+        return {"tokens": tokens, "token_logprobs": logprobs.tolist(), "top_logprobs": None, "text_offset": starts}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatForm(Form):
+    """tools: those that the model was shown. Where an answer may hold calls, a stream sends it when it is whole."""
+
+    tools: Sequence[Any] | None = None
+    kinds = ("chat.completion", "chat.completion.chunk")
+    prefix = "chatcmpl-"
+
+    def whole(self, completions: Sequence[Completion], scores: Sequence[np.ndarray | None] = ()) -> dict[str, Any]:
+        found = Form.whole(self, completions, scores)
+        return {**found, "prompt_token_ids": self.call.prompts[0].tolist()} if self.call.with_ids else found
+
+    def opening(self, i: int, answer: Answer) -> dict[str, Any] | None:
+        return {"index": i, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+
+    def choice(self, i: int, prompt: np.ndarray, completion: Completion) -> dict[str, Any]:
+        message, end = self._message(prompt, completion)
+        content = self._content(completion.ids, completion.logprobs)
+        return {"index": i, "message": message, "logprobs": content, **end, **self._ids(completion.ids, completion)}
+
+    def piece(self, i: int, answer: Answer, ids: np.ndarray, logprobs: np.ndarray) -> dict[str, Any] | None:
+        if self.tools or self.texts.tokenizer.response_template is not None:
+            return None
+        text = answer.text.add(ids.tolist())
+        answer.told += len(ids)
+        if not text and not self.call.logprobs and not self.call.with_ids:
+            return None
+        found = {"index": i, "delta": {"content": text}, "logprobs": self._content(ids, logprobs)}
+        return {**found, "finish_reason": None, **self._ids(ids)}
+
+    def last(self, i: int, answer: Answer, completion: Completion) -> dict[str, Any]:
+        message, end = self._message(answer.prompt, completion)
+        ids, logprobs = completion.ids[answer.told :], completion.logprobs[answer.told :]
+        delta = {key: value for key, value in message.items() if key != "role" and value is not None}
+        if answer.told:
+            delta = {"content": answer.text.rest(message["content"])}
+        if "tool_calls" in delta:
+            delta["tool_calls"] = [{"index": at, **call} for at, call in enumerate(delta["tool_calls"])]
+        found = {"index": i, "delta": delta, "logprobs": self._content(ids, logprobs)}
+        return {**found, **end, **self._ids(ids, completion)}
+
+    def _message(self, prompt: np.ndarray, completion: Completion) -> tuple[dict[str, Any], dict[str, Any]]:
+        text, end = self.texts.answer(completion, include_stop=self.call.include_stop), self._end(completion)
+        message = self.texts.message(completion, text, prompt, self.tools)
+        if message.get("tool_calls") and end["finish_reason"] == "stop":
+            end["finish_reason"] = "tool_calls"
+        return message, end
+
+
+class TokenForm(Form):
+    """vLLM's /inference/v1/generate: ids in, ids out."""
+
+    def whole(self, completions: Sequence[Completion], scores: Sequence[np.ndarray | None] = ()) -> dict[str, Any]:
+        score = scores[0] if scores else None
+        return {**Form.whole(self, completions), "prompt_logprobs": prompt_logprobs(self.call.prompts[0], score)}
+
+    def envelope(self, kind: int) -> dict[str, Any]:
+        asked = {"prompt_token_ids": self.call.prompts[0].tolist()} if self.call.with_ids and not kind else {}
+        return {"request_id": self.call.request_id, "created": self.created, "model": self.name, **asked}
+
+    def choice(self, i: int, prompt: np.ndarray, completion: Completion) -> dict[str, Any]:
+        found = {"index": i, "token_ids": completion.ids.tolist(), **self._end(completion)}
+        content = self._content(completion.ids, completion.logprobs)
+        return {**found, "logprobs": content, "weight_versions": versions(completion)}
+
+    def piece(self, i: int, answer: Answer, ids: np.ndarray, logprobs: np.ndarray) -> dict[str, Any] | None:
+        answer.told += len(ids)
+        found = {"index": i, "token_ids": ids.tolist(), "logprobs": self._content(ids, logprobs)}
+        return {**found, "finish_reason": None}
+
+    def last(self, i: int, answer: Answer, completion: Completion) -> dict[str, Any]:
+        ids, logprobs = completion.ids[answer.told :], completion.logprobs[answer.told :]
+        found = {"index": i, "token_ids": ids.tolist(), "logprobs": self._content(ids, logprobs)}
+        return {**found, **self._end(completion), "weight_versions": versions(completion)}
+
+    def _content(self, ids: np.ndarray, logprobs: np.ndarray) -> dict[str, Any] | None:
+        """Text costs more than the rest of the answer, and nobody reads it here."""
+        if not self.call.logprobs:
+            return None
+        return {
+            "content": [
+                {"token": f"token_id:{i}", "token_id": i, "logprob": x, "rank": None, "top_logprobs": []}
+                for i, x in zip(ids.tolist(), logprobs.tolist(), strict=True)
+            ]
+        }
+
+
+def prompt_logprobs(prompt: np.ndarray, score: np.ndarray | None) -> list[Any] | None:
+    """As vLLM has them: nothing for the first token, then {id: {logprob, rank, decoded_token}}; at temperature 1."""
+    if score is None:
+        return None
+    found = zip(prompt[1:].tolist(), score.tolist(), strict=True)
+    return [None, *({str(i): {"logprob": x, "rank": None, "decoded_token": None}} for i, x in found)]

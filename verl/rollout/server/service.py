@@ -1,0 +1,197 @@
+"""An engine behind a door: who is let in, with what deadline, and whether it may speak at all. Knows no HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from verl.rollout.base import Completion, OnTokens, RolloutEngine, Streaming
+from verl.rollout.server.metrics import Metrics
+from verl.rollout.server.options import ServeConfig
+from verl.rollout.server.requests import ApiError, Call, check_ids
+from verl.rollout.server.responses import Form
+from verl.rollout.server.texts import Texts
+from verl.types import Sampling
+
+HEALTH_TIMEOUT_S = 10.0
+HEALTH_KEPT_S = 1.0
+ABORT_TIMEOUT_S = 5.0  # for answers that were cut short to be told
+
+
+@dataclass(slots=True, kw_only=True)
+class Service:
+    """failed: why nothing may be generated · asleep: what the engine has put away · running: engine's request ids by
+    the id of their request."""
+
+    engine: RolloutEngine
+    texts: Texts
+    options: ServeConfig
+    vocab_size: int
+    max_context_tokens: int
+    metrics: Metrics = field(default_factory=Metrics)
+    running: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    sequences: int = 0
+    idle: asyncio.Event = field(default_factory=asyncio.Event)
+    draining: bool = False
+    failed: str | None = None
+    paused: bool = False
+    asleep: set[str] = field(default_factory=set)
+    health: asyncio.Task[None] | None = None
+    health_at: float = 0.0
+
+    def check_able(self) -> None:
+        """ApiError where nothing is generated now."""
+        if self.draining:
+            raise ApiError(503, "the server is shutting down", code="shutting_down")
+        if self.asleep:
+            raise ApiError(503, f"the engine sleeps ({', '.join(sorted(self.asleep))}): POST /wake_up", code="asleep")
+        if self.failed is not None:
+            raise ApiError(503, self.failed, code="no_weights")
+
+    def check_prompts(self, prompts: list[np.ndarray], param: str) -> None:
+        if not prompts:
+            raise ApiError(400, f"{param} is empty", param=param, code="empty_prompt")
+        for ids in prompts:
+            check_ids(ids, param, vocab_size=self.vocab_size, max_context_tokens=self.max_context_tokens)
+
+    @contextlib.contextmanager
+    def admitted(self, call: Call) -> Iterator[tuple[str, ...]]:
+        """Room for a call's answers, and their ids in the engine; ApiError where there is none."""
+        wanted, most = len(call.prompts) * call.n, self.options.max_sequences
+        if wanted > most:
+            said = f"{wanted} answers in one request; serve.max_sequences={most}: ask for fewer at a time"
+            raise ApiError(400, said, param="n", code="too_many_answers")
+        if self.sequences + wanted > most:
+            raise ApiError(429, f"{self.sequences} answers are in the making (serve.max_sequences={most}); try again")
+        if call.request_id in self.running:
+            raise ApiError(400, f"request_id={call.request_id!r} is running", param="request_id", code="invalid_value")
+        names = tuple(f"{call.request_id}-{i}" for i in range(wanted))
+        self.running[call.request_id], started = names, time.monotonic()
+        self.sequences += wanted
+        self.idle.clear()
+        try:
+            yield names
+        finally:
+            self.sequences -= wanted
+            if not self.sequences:
+                self.idle.set()
+            del self.running[call.request_id]
+            self.metrics.took(time.monotonic() - started)
+
+    async def generate(
+        self, call: Call, names: tuple[str, ...], told: list[OnTokens] | None = None
+    ) -> list[Completion]:
+        """All answers of a call, which share the computation of their prompt; if one fails, none goes on."""
+        asked = call.samplings(self.max_context_tokens)
+        runs = [
+            asyncio.ensure_future(self._one(names[i], ids, sampling, told[i] if told else None, call.request_id))
+            for i, (ids, sampling) in enumerate(asked)
+        ]
+        try:
+            found = await asyncio.gather(*runs)
+        except ValueError as e:  # what the engine refuses
+            raise ApiError(400, str(e), code="invalid_value") from None
+        except RuntimeError as e:  # it has failed, or was closed
+            raise ApiError(500, str(e), code="engine_failed") from e
+        finally:
+            for run in runs:
+                run.cancel()
+        self.metrics.prompt_tokens += sum(map(len, call.prompts))
+        self.metrics.generated_tokens += sum(len(c.ids) for c in found)
+        return found
+
+    async def _one(self, name: str, ids: np.ndarray, sampling: Sampling, told: OnTokens | None, key: str) -> Completion:
+        if told is not None and isinstance(self.engine, Streaming):
+            return await self.engine.stream(name, ids, sampling, told, prefix_key=key)
+        return await self.engine.generate(name, ids, sampling, prefix_key=key)
+
+    async def whole(self, form: Form, names: tuple[str, ...]) -> dict[str, Any]:
+        async with self._deadline():
+            scores = [await self.engine.score(ids) for ids in form.call.prompts] if form.call.prompt_logprobs else []
+            return form.whole(await self.generate(form.call, names), scores)
+
+    async def chunks(self, form: Form, names: tuple[str, ...]) -> AsyncGenerator[dict[str, Any], None]:
+        """The chunks of a streamed answer."""
+        answers, news = form.answers(), asyncio.Queue[tuple[int, np.ndarray, np.ndarray] | None]()
+
+        def follow(i: int) -> OnTokens:
+            return lambda ids, logprobs: news.put_nowait((i, ids, logprobs))
+
+        async with self._deadline():
+            run = asyncio.ensure_future(self.generate(form.call, names, [follow(i) for i in range(len(answers))]))
+            run.add_done_callback(lambda _: news.put_nowait(None))
+            try:
+                opened = [form.opening(i, answer) for i, answer in enumerate(answers)]
+                if any(opened):
+                    yield form.chunk(opened)
+                while (heard := await news.get()) is not None:
+                    i, ids, logprobs = heard
+                    if (piece := form.piece(i, answers[i], ids, logprobs)) is not None:
+                        yield form.chunk([piece])
+                completions = await run
+                for i, (answer, completion) in enumerate(zip(answers, completions, strict=True)):
+                    yield form.chunk([form.last(i, answer, completion)])
+                if form.call.include_usage:
+                    yield form.chunk([], form.usage(completions))
+            finally:
+                run.cancel()
+
+    async def check_health(self) -> None:
+        """Ask the engine itself for the log-prob of one token; what it said counts for a second. ApiError 503."""
+        if self.draining or self.failed is not None:
+            raise ApiError(503, self.failed or "the server is shutting down", code="unhealthy")
+        if self.asleep:
+            return
+        now = time.monotonic()
+        if self.health is None or (self.health.done() and now - self.health_at > HEALTH_KEPT_S):
+            self.health, self.health_at = asyncio.ensure_future(self._probe()), now
+        try:
+            await asyncio.shield(self.health)
+        except (ValueError, RuntimeError) as e:
+            raise ApiError(503, f"the engine does not answer: {e}", code="unhealthy") from e
+
+    async def _probe(self) -> None:
+        try:
+            async with asyncio.timeout(HEALTH_TIMEOUT_S):
+                found = await self.engine.score(np.zeros(2, np.int64))
+        except TimeoutError:
+            raise RuntimeError(f"no log-prob of one token within {HEALTH_TIMEOUT_S:.0f} s") from None
+        if not np.isfinite(found).all():
+            raise RuntimeError(f"the log-prob of a token is {found.tolist()}")
+
+    async def abort(self, request_ids: list[str] | None) -> int:
+        """Requests by the ids of their callers (None: all) -> answers that were cut short."""
+        if request_ids is None:
+            return await self.engine.abort()
+        plain = {name.removeprefix("generate-tokens-") for name in request_ids}
+        return await self.engine.abort([name for own in plain for name in self.running.get(own, ())])
+
+    async def drain(self) -> None:
+        """No new requests; those that run have `grace_s` to end, and then return what they have."""
+        self.draining = True
+        if not await self._idle(self.options.grace_s):
+            with contextlib.suppress(RuntimeError):  # an engine that has failed has told its callers
+                await self.engine.abort()
+            await self._idle(ABORT_TIMEOUT_S)
+
+    async def _idle(self, within_s: float) -> bool:
+        if self.sequences:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.idle.wait(), within_s)
+        return not self.sequences
+
+    @contextlib.asynccontextmanager
+    async def _deadline(self) -> AsyncIterator[None]:
+        limit_s = self.options.request_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                yield
+        except TimeoutError:
+            said = f"the answer was not ready within serve.request_timeout_s={limit_s:g}; ask for fewer tokens"
+            raise ApiError(504, said, code="timeout") from None

@@ -1,0 +1,197 @@
+"""Text on both ends of an answer: prompts from text and messages, text and tool calls from tokens."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from verl.chat.template import RESERVED_KWARGS, Renderer, RowRefused, TemplateAudit, refuse_unsupported
+from verl.rollout.base import Completion, DecodeFn
+from verl.rollout.server.requests import ApiError, ChatBody
+
+TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)  # Hermes, Qwen
+REASONING = ("reasoning_content", "thinking", "reasoning")
+HALF = "\ufffd"  # a character whose bytes are not all there yet
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Texts:
+    """A tokenizer, what its template was measured to do, and how ids are read: decode without special tokens, spell
+    with them."""
+
+    tokenizer: Any
+    decode: DecodeFn
+    spell: DecodeFn
+    audit: TemplateAudit
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def encode(self, text: str, *, special_tokens: bool) -> np.ndarray:
+        return np.asarray(self.tokenizer(text, add_special_tokens=special_tokens)["input_ids"], np.int64)
+
+    def render(self, body: ChatBody) -> np.ndarray:
+        """[P] int64: the messages with the generation prompt. ApiError for what the template would drop or refuses."""
+        kwargs = {**self.template_kwargs, **body.chat_template_kwargs}
+        if clash := sorted(RESERVED_KWARGS & kwargs.keys()):
+            said = f"chat_template_kwargs={clash}: set by the server itself; leave them out"
+            raise ApiError(400, said, param="chat_template_kwargs", code="invalid_value")
+        messages, tools = [_message(m, i) for i, m in enumerate(body.messages)], tools_of(body)
+        try:
+            refuse_unsupported(messages, self.audit, tools)
+            return Renderer(self.tokenizer, kwargs, tools).ids(messages, prompt=True)
+        except RowRefused as e:
+            raise ApiError(400, f"messages: {e}", param="messages", code="unsupported_message") from None
+        except ValueError as e:
+            raise ApiError(400, str(e), param="messages", code="invalid_value") from None
+
+    def answer(self, completion: Completion, *, include_stop: bool = False) -> str:
+        """Without what ended it, unless that is asked for."""
+        ids = completion.ids.tolist()
+        if include_stop or completion.stop_reason not in ("eos", "stop"):
+            return self.decode(ids)
+        if completion.stop is None:
+            return self.decode(ids[:-1])
+        text = self.decode(ids)
+        at = text.find(completion.stop)  # the first: an earlier one would have ended the answer
+        return text[:at] if at >= 0 else text
+
+    def message(
+        self, completion: Completion, text: str, prompt: np.ndarray, tools: Sequence[Any] | None
+    ) -> dict[str, Any]:
+        """The assistant's message of an answer: content, tool_calls, reasoning_content where the model's own template
+        of responses tells them apart; else tool calls as Hermes writes them."""
+        template = self.tokenizer.response_template
+        if template is None:
+            return _hermes(text) if tools else {"role": "assistant", "content": text}
+        written = self.spell(completion.ids.tolist())
+        try:
+            found = self.tokenizer.parse_response(written, prefix=self.spell(prompt.tolist()), tools=tools)
+        except ValueError:  # not what the template calls a response: the text as it stands
+            return {"role": "assistant", "content": text}
+        return _openai_message(found)
+
+    def token(self, token_id: int, *, as_id: bool) -> dict[str, Any]:
+        """token and its bytes."""
+        text = f"token_id:{token_id}" if as_id else self.spell([token_id])
+        return {"token": text, "bytes": list(text.encode())}
+
+
+def tools_of(body: ChatBody) -> list[dict[str, Any]] | None:
+    """Those that the model is shown."""
+    if body.tool_choice not in ("auto", "none"):
+        said = f"tool_choice={str(body.tool_choice)[:60]}: a call cannot be forced here; auto and none are taken"
+        raise ApiError(400, said, param="tool_choice", code="unsupported_parameter")
+    return body.tools if body.tools and body.tool_choice == "auto" else None
+
+
+def _message(given: Mapping[str, Any], i: int) -> dict[str, Any]:
+    """As templates expect it: content is text, the arguments of a call are an object."""
+    where, message = f"messages[{i}]", dict(given)
+    if not isinstance(message.get("role"), str):
+        raise ApiError(400, f"{where}: role is missing", param="messages", code="invalid_value")
+    content = message.get("content")
+    if isinstance(content, list):
+        if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in content):
+            said = f"{where}: content holds more than text, which this model does not take"
+            raise ApiError(400, said, param="messages", code="unsupported_message")
+        message["content"] = "".join(p["text"] for p in content)
+    elif content is None and message.get("tool_calls"):
+        message["content"] = ""
+    elif not isinstance(content, str):
+        raise ApiError(400, f"{where}: content is not text", param="messages", code="invalid_value")
+    if message.get("tool_calls"):
+        message["tool_calls"] = [_called(call, where) for call in message["tool_calls"]]
+    return message
+
+
+def _called(call: Any, where: str) -> dict[str, Any]:
+    try:
+        function = dict(call["function"])
+        if isinstance(function["arguments"], str):
+            function["arguments"] = msgspec.json.decode(function["arguments"] or "{}")
+        return {**call, "function": function}
+    except (KeyError, TypeError, ValueError, msgspec.DecodeError, RecursionError):
+        said = f"{where}: a tool call is {{id, type, function: {{name, arguments: JSON}}}}"
+        raise ApiError(400, said, param="messages", code="invalid_value") from None
+
+
+def _hermes(text: str) -> dict[str, Any]:
+    calls, kept = [], text
+    for found in TOOL_CALL.finditer(text):
+        try:
+            call = msgspec.json.decode(found[1])
+        except (msgspec.DecodeError, RecursionError):
+            continue  # stays in the content, where it can be seen
+        if isinstance(call, dict) and isinstance(call.get("name"), str):
+            calls.append({"function": call})
+            kept = kept.replace(found[0], "", 1)
+    content = kept.strip() if calls else text
+    return _openai_message({"content": content or None, "tool_calls": calls})
+
+
+def _openai_message(found: Mapping[str, Any]) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": found.get("content")}
+    if reasoning := next((found[key] for key in REASONING if found.get(key)), None):
+        message["reasoning_content"] = reasoning
+    calls = [call.get("function", call) for call in found.get("tool_calls") or ()]
+    if calls:
+        message["tool_calls"] = [
+            {
+                "id": f"call_{secrets.token_hex(12)}",
+                "type": "function",
+                "function": {"name": call.get("name"), "arguments": _json(call.get("arguments", {}))},
+            }
+            for call in calls
+        ]
+    elif message["content"] is None:
+        message["content"] = ""
+    return message
+
+
+def _json(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+class Piecewise:
+    """The text of an answer in pieces, as its tokens come. Together they are `Texts.answer`: what may turn out to be
+    half a character or the beginning of a stop string is held back."""
+
+    def __init__(self, decode: DecodeFn, stops: Sequence[str]) -> None:
+        self._decode, self._stops = decode, stops
+        self._ids: list[int] = []
+        self._from = self._read = 0  # decoded together; those before `_read` are in the text
+        self._text, self._sent = "", 0
+
+    def add(self, ids: Sequence[int]) -> str:
+        """-> the text that is certain by now and was not given yet."""
+        self._ids += ids
+        before, now = self._decode(self._ids[self._from : self._read]), self._decode(self._ids[self._from :])
+        if len(now) > len(before) and not now.endswith(HALF):
+            self._text += now[len(before) :]
+            self._from, self._read = self._read, len(self._ids)
+        return self._take(len(self._text) - self._held_back())
+
+    def rest(self, whole: str) -> str:
+        """What is left of the whole answer."""
+        piece, self._sent = whole[self._sent :], len(whole)
+        return piece
+
+    def _held_back(self) -> int:
+        """Characters at the end that some stop string begins with."""
+        longest = max(map(len, self._stops), default=0)
+        tail = self._text[len(self._text) - longest :] if longest else ""
+        return max(
+            (n for n in range(1, len(tail) + 1) if any(stop.startswith(tail[len(tail) - n :]) for stop in self._stops)),
+            default=0,
+        )
+
+    def _take(self, end: int) -> str:
+        piece = self._text[self._sent : end] if end > self._sent else ""
+        self._sent += len(piece)
+        return piece

@@ -1,0 +1,122 @@
+"""`verl serve`: a model folder behind OpenAI's and vLLM's HTTP, with the rollout engine that training uses."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from verl.config.backends import longest_sequence
+from verl.config.model_files import context_tokens
+from verl.config.schema import Config
+from verl.rollout.server.options import ServeConfig, check_serve
+
+
+def serve(config: Config) -> int:
+    """Until SIGTERM or Ctrl-C; what is wrong with the keys, the port or the folder is said before the model is read."""
+    check_serve(config.serve)
+    config = with_context(config)
+    with bound(config.serve) as sock:
+        uvloop.run(_serve(config, sock))
+    return 0
+
+
+def with_context(config: Config) -> Config:
+    """The configuration with a context of `serve.max_context_tokens`, or of what the model was made for; there is no
+    limit of prompts and one of answers here."""
+    room = context_tokens(config.model.path)
+    wanted = config.serve.max_context_tokens or room or longest_sequence(config)
+    if room is not None and wanted > room:
+        said = f"the model was made for {room} (max_position_embeddings); lower it, or leave it out"
+        raise ValueError(f"serve.max_context_tokens={wanted}: {said}")
+    if wanted < 2:
+        raise ValueError(f"serve.max_context_tokens={wanted}: a prompt and an answer are two tokens at least")
+    return replace(
+        config,
+        data=replace(config.data, max_prompt_tokens=wanted - 1),
+        rollout=replace(config.rollout, max_response_tokens=1),
+        eval=replace(config.eval, max_response_tokens=None),
+    )
+
+
+def bound(serve: ServeConfig) -> socket.socket:
+    """The socket; ValueError where the port or the address cannot be had."""
+    family = socket.AF_INET6 if ":" in serve.host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((serve.host, serve.port))  # nobody is let in before there is a model
+    except OSError as e:
+        sock.close()
+        where = f"serve.host={serve.host} serve.port={serve.port}"
+        raise ValueError(f"{where}: {e.strerror or e}; choose another with serve.port= (0: a free one)") from None
+    return sock
+
+
+@dataclass(slots=True)
+class FolderWeights:
+    """The weights of a model folder as version 0. See `WeightReader`."""
+
+    module: Any
+    version: int = 0
+
+    def tensors(self) -> Iterable[tuple[str, object]]:
+        return self.module.state_dict().items()
+
+
+async def _serve(config: Config, sock: socket.socket) -> None:
+    from verl.chat.template import audit_template
+    from verl.driver.assemble import rollout_engine
+    from verl.driver.setup import decoder, device_of, load_tokenizer_of, set_up_process
+    from verl.model_engine.hf_model import load_causal_lm
+    from verl.rollout.server.app import make_app, run_app
+    from verl.rollout.server.service import Service
+    from verl.rollout.server.texts import Texts
+
+    stopping = asyncio.Event()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(name, stopping.set)
+    set_up_process(config)
+    tokenizer = load_tokenizer_of(config)
+    engine = rollout_engine(config, tokenizer, device_of(config))
+    try:
+        folder = Path(config.model.path)
+        module = load_causal_lm(folder, trust_remote_code=config.model.trust_remote_code)
+        await engine.load_weights(FolderWeights(module))
+        vocab_size = module.config.get_text_config().vocab_size
+        del module
+        able = await engine.capabilities()
+        for note in able.notes:
+            print(note, flush=True)
+        kwargs = config.model.template_kwargs
+        texts = Texts(
+            tokenizer=tokenizer,
+            decode=decoder(tokenizer),
+            spell=decoder(tokenizer, special_tokens=True),
+            audit=audit_template(tokenizer, kwargs),
+            template_kwargs=kwargs,
+        )
+        service = Service(
+            engine=engine,
+            texts=texts,
+            options=config.serve,
+            vocab_size=vocab_size,
+            max_context_tokens=able.max_context_tokens,
+        )
+        _announce(config, sock, able.max_context_tokens)
+        await run_app(make_app(service), sock, stopping)
+    finally:
+        await engine.close()
+
+
+def _announce(config: Config, sock: socket.socket, max_context_tokens: int) -> None:
+    s, (host, port) = config.serve, sock.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    told = f"model {s.name!r}, context {max_context_tokens}" + (", control plane on" if s.control else "")
+    print(f"serving http://{shown}:{port} ({told})", flush=True)
