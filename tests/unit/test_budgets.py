@@ -15,7 +15,7 @@ def test_the_lines_of_the_house():
     torchrun, and what is refused and planned before it starts. Then the engine as a server. Servers, agents, adapters,
     vision and Megatron may bring it to 35,000."""
     lines = sum(bool(line.strip()) for path in FILES for line in path.read_text().splitlines())
-    assert lines <= 28_500, lines
+    assert lines <= 29_000, lines
 
 
 FORMS = {"Completion", "Trajectory", "Sample", "Batch", "SampleRow"}
