@@ -303,7 +303,7 @@ MUTANTS = (
     Mutant("model_engine/pipeline.py", "if p is not twice", "", STAGES),
     Mutant("model_engine/pipeline.py", "self._meet_copies(i == len(parts) - 1)", "self._meet_copies(i == 0)", STAGES),
     Mutant("model_engine/sharded.py", 'squares, group=self._mesh.get_group("pipeline")', "squares[:0]", STAGES),
-    Mutant("nn/pipeline_parallel.py", "if self.states is None else self.states", "", STAGES),
+    Mutant("model_engine/layout.py", "counts[s] + ends[s]", "counts[s]", "tests/unit/test_stages.py"),
     Mutant("nn/sequence_parallel.py", "return d_out[which], None", "return d_out[which] * 2, None", RANKS),
     Mutant("nn/sequence_parallel.py", "[: self.num_tokens]", "[-self.num_tokens :]", RANKS),
     # -- the step

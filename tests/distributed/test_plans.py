@@ -61,9 +61,7 @@ def test_stages_of_every_model_in_the_table_compute_what_the_whole_does():
             states: dict[str, torch.Tensor] = {"input_ids": ids}
             for number in range(3):
                 model = copy.deepcopy(whole)
-                entrance = cut(model, None, number, stages)
-                if entrance is not None:
-                    entrance.states = states["inputs_embeds"]
+                cut(model, None, number, stages)
                 states = {"inputs_embeds": model.base_model(**states, use_cache=False).last_hidden_state}
         if torch.allclose(states["inputs_embeds"], expected, atol=1e-6):
             can.add(model_type)

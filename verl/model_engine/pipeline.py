@@ -54,7 +54,8 @@ class PipelinedEngine(ShardedEngine):
             raise ValueError(f"parallel.pipeline={count} wants model.engine_options.attention=auto")
         stages = layers_of_stages(self.model.config.get_text_config().num_hidden_layers, count)
         self._know_the_whole(owners(self.model, stages))
-        self._entrance = cut(self.model, self.value_head, self._stage, stages)
+        cut(self.model, self.value_head, self._stage, stages)
+        self._came: Tensor | None = None  # [T, H] from the stage before, during a pass
         self._column, ahead, back = (_column(self.layout, range(count)) for _ in range(3))
         self._ahead, self._back = Lane(ahead, 1), Lane(back, -1)
         self._ends = _column(self.layout, (0, self._last_stage)) if self._whole_tied else None
@@ -94,14 +95,13 @@ class PipelinedEngine(ShardedEngine):
         """What came from the stage before [T, H], and what this stage makes of it: states [T, H], which have gone to
         the next one; of the last what `read` finds."""
         came = None
-        if self._entrance is not None:
+        if self._stage:
             tokens = batch.num_tokens if self.layout.sequence == 1 else self._exchange(batch).run
             shape = (tokens, self.model.config.get_text_config().hidden_size)
             came = self._ahead.receive(shape, self.master, self.device).requires_grad_(torch.is_grad_enabled())
-            self._entrance.states = came[None]
+        self._came = came
         out = self._root.run(read, batch, *args) if self._is_last else self._root.run(self._hidden_packed, batch)
-        if self._entrance is not None:
-            self._entrance.states = None
+        self._came = None
         if not self._is_last:
             assert out.dtype == self.master, f"states between stages are {out.dtype}"
             self._ahead.send(out)
@@ -112,10 +112,7 @@ class PipelinedEngine(ShardedEngine):
         return found if self._is_last else {}
 
     def _entry(self, ids: Tensor) -> dict[str, Tensor]:
-        if self._entrance is None:
-            return super()._entry(ids)
-        assert self._entrance.states is not None
-        return {"inputs_embeds": self._entrance.states}
+        return super()._entry(ids) if self._came is None else {"inputs_embeds": self._came[None]}
 
     @property
     def _is_last(self) -> bool:

@@ -1,8 +1,8 @@
 """Pipeline parallelism: every rank of a group holds some of a model's layers, and the states of a pass go through them
 in turn.
 
-The base model runs as it is written. In the place of a layer of another stage stands a module without parameters that
-hands on what it is given; the last of those before a stage's own layers gives what came from the stage before.
+The base model runs as it is written, from the embeddings of its tokens or, behind the first stage, from what came in
+their place. Where a layer of another stage was stands a module without parameters that hands on what it is given.
 """
 
 from __future__ import annotations
@@ -17,16 +17,14 @@ from torch import Tensor, nn
 
 
 class Elsewhere(nn.Module):
-    """In the place of a layer that another stage holds. states [1, T, H]: what a pass has behind it; None: what it had
-    before it."""
+    """In the place of a layer that another stage holds."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.__dict__.update({name: value for name, value in vars(layer).items() if not name.startswith("_")})
-        self.states: Tensor | None = None
 
     def forward(self, hidden_states: Tensor, *_: object, **__: object) -> Tensor:
-        return hidden_states if self.states is None else self.states
+        return hidden_states
 
 
 def owners(model: Any, stages: Sequence[range]) -> dict[str, int]:
@@ -62,10 +60,9 @@ def _around_the_layers(model: Any, what: str) -> tuple[list[str], list[str]]:
     return plan[:at], plan[at + 1 :]
 
 
-def cut(model: Any, heads: nn.Module | None, stage: int, stages: Sequence[range]) -> Elsewhere | None:
+def cut(model: Any, heads: nn.Module | None, stage: int, stages: Sequence[range]) -> None:
     """Leave of a model that has `owners`, and of the heads that are trained on it, what this stage holds: embeddings on
-    the first, the last norm and heads on the last, tied embeddings on both. Returns where states come in, on the first
-    None."""
+    the first, the last norm and heads on the last, tied embeddings on both."""
     base, last, mine = model.base_model, stage == len(stages) - 1, stages[stage]
     before, behind = _around_the_layers(model, type(model).__name__)
     for i, layer in enumerate(base.layers):
@@ -81,7 +78,6 @@ def cut(model: Any, heads: nn.Module | None, stage: int, stages: Sequence[range]
             setattr(base, name, nn.Identity())
     for module in (part for top in dropped for part in top.modules()):
         module._parameters.update(dict.fromkeys(module._parameters))
-    return base.layers[mine.start - 1] if stage else None
 
 
 def one_forward_one_backward(stage: int, stages: int, count: int) -> Iterator[tuple[bool, int]]:
