@@ -66,6 +66,13 @@ def refuses(what, *, ranks):
     raise ValueError(what)
 
 
+def only_one(mark):
+    try:
+        mark.open("x")
+    except FileExistsError:
+        raise ValueError("the second cannot work here") from None
+
+
 @dataclass
 class Bench:
     folder: Path

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -26,6 +28,30 @@ def test_nobody_at_the_address(ray_session, free_port):
         _connect(f"127.0.0.1:{free_port}", {})
 
 
+@pytest.mark.parametrize("says", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"", None], ids=["http", "ends", "is silent"])
+def test_a_port_that_somebody_else_has(monkeypatch, says):
+    monkeypatch.setattr("verl.workers.ray.cluster.ANSWER_S", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port, ended = server.getsockname()[1], threading.Event()
+
+        def serve() -> None:
+            with server.accept()[0] as connection:
+                connection.recv(100)
+                if says is None:
+                    ended.wait(60)
+                else:
+                    connection.sendall(says)
+
+        other = threading.Thread(target=serve)
+        other.start()
+        with pytest.raises(
+            ValueError, match=rf"cluster.address=127.0.0.1:{port}: (what listens there is no Ray|timed)"
+        ):
+            _connect(f"127.0.0.1:{port}", {})
+        ended.set()
+        other.join()
+
+
 def test_a_ray_of_another_version(ray_session):
     address = ray_session.get_runtime_context().gcs_address
     command = [sys.executable, "-c", OTHER, address]
@@ -37,8 +63,6 @@ def test_a_ray_of_another_version(ray_session):
 
 @pytest.fixture
 def free_port():
-    import socket
-
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         yield s.getsockname()[1]

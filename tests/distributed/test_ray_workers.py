@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import time
+from functools import partial
 
 import pytest
 
 from tests.worker_contract import *  # noqa: F403
-from tests.worker_contract import WAIT_S, Bench, Worker, build, note, nothing, refuses, until
+from tests.worker_contract import WAIT_S, Bench, Worker, build, note, nothing, only_one, refuses, until
 from verl.model_engine.layout import Layout
 from verl.workers.group import Broadcast, WorkerDied
 from verl.workers.pools import Pool
 from verl.workers.ray.cluster import RayCluster
+from verl.workers.ray.group import JOIN_TIMEOUT_S
+
+TWO = Pool(ranks_per_node=2)
 
 
 @pytest.fixture(scope="module")
@@ -75,6 +79,39 @@ def test_what_cannot_be_built_is_the_answer_to_every_call(cluster, tmp_path):
         with pytest.raises(ValueError, match="no such folder"):
             note(group, 1).result(WAIT_S)
     group.close()
+
+
+def test_one_rank_that_cannot_be_built_ends_the_wait_of_the_others(ray_session, tmp_path):
+    """They wait for it to come to where ranks find each other, for minutes."""
+    cluster = RayCluster({"main": TWO}, {}, layout=Layout(world_size=2), set_up=partial(only_one, tmp_path / "first"))
+    try:
+        group = cluster.start("actor", build, (tmp_path,), world_size=2)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="the second cannot work here"):
+                note(group, 1).result(JOIN_TIMEOUT_S / 5)
+        processes = [life._place[1] for life in group._lives]
+        until(lambda: not any(map(alive, processes)))
+    finally:
+        cluster.close()
+
+
+def test_a_stopped_process_is_given_up_and_ended(ray_session, tmp_path):
+    cluster = RayCluster({"main": TWO}, {}, layout=Layout(world_size=2), set_up=nothing, silent_s=8.0)
+    heard: list[BaseException] = []
+    cluster.watch(heard.append)
+    try:
+        group = cluster.start("actor", build, (tmp_path,), world_size=2)
+        processes = [process for process, _ in group.submit(Worker.thread, Broadcast()).result(WAIT_S)]
+        behind = group.submit(Worker.hold, Broadcast())  # it is at work: that is no silence
+        os.kill(processes[1], signal.SIGSTOP)
+        with pytest.raises(
+            WorkerDied, match=rf"rank 1 of actor \(process {processes[1]} on .*has not answered for 8 s"
+        ):
+            behind.result(WAIT_S)
+        assert heard == [behind.exception()]
+        until(lambda: not any(map(alive, processes)))
+    finally:
+        cluster.close()
 
 
 def test_what_cannot_be_pickled_is_refused_at_the_call(made):

@@ -110,7 +110,7 @@ async def _run_of(
         warm = f"algorithm.critic_warmup_steps={algorithm.critic.critic_warmup_steps}"
         progress.message(f"warning: {warm}: in {num_steps} steps the critic learns alone and the policy stays as it is")
     total, crash_dir = updates_of_run(config, num_steps), claimed.path / "crash"
-    context = context_of(config, roles_of(config), updates=total, crash_dir=crash_dir)
+    context = context_of(config, roles_of(config), updates=total, crash_dir=crash_dir, say=progress.message)
     refused.callback(context.cluster.close)
     scorer = reward_model(context)
     reward, pool = await _reward(config, scorer, algorithm.truncation, tasks[0])
@@ -283,6 +283,7 @@ def context_of(
     updates: int = 1,
     crash_dir: Path | None = None,
     drivers: Drivers | None = None,
+    say: Callable[[str], None] = print,
 ) -> ModelContext:
     """What the models of these roles have in common, and where they live."""
     device, layout = device_of(config), layout_of(config)
@@ -296,6 +297,8 @@ def context_of(
         replicas=config.rollout.replicas,
         set_up=set_up,
         device=device,
+        silent_s=config.run.wait_timeout_s / 2,  # before the deadline of a call, which could not say who it is
+        say=say,
         drivers=drivers,
     )
     cluster = load(CLUSTER[config.cluster.backend].build)(config.cluster, made)

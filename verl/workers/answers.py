@@ -34,8 +34,13 @@ def told_of(error: BaseException) -> Told:
 def first_cause(found: Sequence[Told]) -> Told | None:
     """The error that is not about another rank's."""
     errors = [told for told in found if told.error is not None]
-    own = [told for told in errors if type(told.error).__name__ != "MeetingEnded"]
+    own = [told for told in errors if not of_another(told)]
     return next(iter(own or errors), None)
+
+
+def of_another(told: Told) -> bool:
+    """Whether the error says that another rank has failed or is gone."""
+    return type(told.error).__name__ == "MeetingEnded" or "by peer" in str(told.error)  # gloo's, of a connection
 
 
 def raised(told: Told, what: str) -> BaseException:

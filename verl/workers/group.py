@@ -81,14 +81,17 @@ class Drivers(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterContext:
     """What every cluster is made from, besides its section. layout: of the ranks of a model · roles: that will be
-    started · replicas: rollout engines · set_up: run once in every other process · device: of the models · drivers:
-    those of a run without a controller."""
+    started · replicas: rollout engines · set_up: run once in every other process · device: of the models · silent_s: a
+    process that answers nothing for so long is given up · say: tells the user · drivers: those of a run without a
+    controller."""
 
     layout: Layout
     roles: tuple[str, ...]
     replicas: int
     set_up: Callable[[], None]
     device: str
+    silent_s: float = 300.0
+    say: Callable[[str], None] = print
     drivers: Drivers | None = None
 
 

@@ -7,7 +7,9 @@ import itertools
 import logging
 import os
 import socket
+import threading
 import time
+import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +21,7 @@ from verl.rollout.base import RolloutEngine
 from verl.workers.group import Build, ClusterContext, Died
 from verl.workers.pools import Pool, Shortage, fit, pools_of
 from verl.workers.ray.group import RayGroup, Worker, pickled
+from verl.workers.ray.life import Life
 from verl.workers.ray.reaper import Reaper
 from verl.workers.ray.replica import RayReplica, Replica
 from verl.workers.sections import ClusterConfig
@@ -31,10 +34,13 @@ FAST_HEALTH = {  # of a cluster that is started here: the death of a node is not
     "health_check_failure_threshold": 3,
 }
 ANSWER_S = 10.0  # for the address of a Ray
+HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
+"""Of a gRPC client (RFC 9113: the preface and empty settings); a server answers with its own settings, frame type 4."""
 
 
 class RayCluster:
-    """See `Cluster`. set_up: run in every worker before it is built · layout: of the models' ranks."""
+    """See `Cluster`. set_up: run in every worker before it is built · layout: of the models' ranks · silent_s: for a
+    process to answer before it is given up · say: told of nodes that are waited for."""
 
     apart = True
     drivers = None
@@ -50,6 +56,8 @@ class RayCluster:
         backend: str = "gloo",
         start_timeout_s: float = 60.0,
         replicas: int = 1,
+        silent_s: float = 300.0,
+        say: Callable[[str], None] = print,
     ) -> None:
         import ray
 
@@ -61,12 +69,17 @@ class RayCluster:
         self._started = not ray.is_initialized()
         self._reaper = _connect(address, pools) if self._started else None
         self._placed: dict[str, list[Any]] = {}
+        self._lives: list[Life] = []
+        self._silent_s, self._closed = silent_s, threading.Event()
         try:
+            until_s = time.monotonic() + start_timeout_s
+            _await_nodes(pools, until_s if address is not None else 0.0, say)
             for name, pool in pools.items():
-                self._placed[name] = _place(name, pool, start_timeout_s)
+                self._placed[name] = _place(name, pool, until_s, start_timeout_s)
         except BaseException:
             self.close()
             raise
+        threading.Thread(target=self._look, name="verl-look", daemon=True).start()
 
     def watch(self, on_failure: Callable[[BaseException], None]) -> None:
         """Hear of every death from now on, in any thread, and of those before."""
@@ -86,26 +99,36 @@ class RayCluster:
             a.build.options(concurrency_group="calls").remote(address, i, layout, self._backend, made)
             for i, a in enumerate(actors)
         ]
-        return RayGroup(name, actors, built, self._died, self._lives)
+        return RayGroup(name, actors, built, self._live, self._died)
 
     def replica(
         self, number: int, build: Callable[..., RolloutEngine], args: tuple[Any, ...], died: Died | None = None
     ) -> RolloutEngine:
         actor = self._actor(Replica, "rollout", number, {"max_concurrency": 100_000})
         built = actor.build.remote(pickled(build, (self._set_up, args)))
-        return RayReplica(f"rollout replica {number}", actor, built, died or self._died, self._lives)
+        return RayReplica(f"rollout replica {number}", actor, built, self._live, died or self._died)
 
     def _died(self, error: BaseException) -> None:
         self._on_failure(error)
 
-    def _lives(self, process: int) -> None:
+    def _live(self, *given: Any, died: Callable[[str], None]) -> Life:
+        self._lives.append(life := Life(*given, died=died, started=self._process))
+        return life
+
+    def _process(self, process: int) -> None:
         """A stopped process hears of nobody's end: it is ended with the rest."""
         if self._reaper is not None:
             self._reaper.watch([process])
 
+    def _look(self) -> None:
+        while not self._closed.wait(self._silent_s / 8):
+            for life in list(self._lives):
+                life.look(self._silent_s)
+
     def close(self) -> None:
         import ray
 
+        self._closed.set()
         for placed in itertools.chain(*self._placed.values()):
             with contextlib.suppress(Exception):  # the cluster may be gone already
                 ray.util.remove_placement_group(placed)
@@ -149,6 +172,8 @@ def build(section: ClusterConfig, context: ClusterContext) -> RayCluster:
         backend="gloo" if context.device == "cpu" else "cpu:gloo,cuda:nccl",
         start_timeout_s=section.start_timeout_s,
         replicas=context.replicas,
+        silent_s=context.silent_s,
+        say=context.say,
     )
 
 
@@ -162,7 +187,7 @@ def _connect(address: str | None, pools: Mapping[str, Pool]) -> Reaper | None:
         try:
             host, _, port = address.rpartition(":")
             if port.isdigit():  # Ray itself would ask for minutes
-                socket.create_connection((host, int(port)), timeout=ANSWER_S).close()
+                _hello(host, int(port))
             ray.init(address=address, **quiet)
         except (OSError, RuntimeError) as e:
             raise ValueError(
@@ -180,17 +205,41 @@ def _connect(address: str | None, pools: Mapping[str, Pool]) -> Reaper | None:
     return reaper
 
 
-def _place(name: str, pool: Pool, timeout_s: float) -> list[Any]:
-    """The bundles of a pool, a group for each node; ValueError with what each node lacks, where no nodes hold them."""
+def _hello(host: str, port: int) -> None:
+    """OSError where nobody answers, or somebody who is no Ray."""
+    with socket.create_connection((host, port), timeout=ANSWER_S) as connection:
+        if os.environ.get("RAY_USE_TLS", "0") == "0":
+            connection.sendall(HELLO)
+            if connection.recv(4)[3:] != b"\4":
+                raise OSError("what listens there is no Ray")
+
+
+def _await_nodes(pools: Mapping[str, Pool], until_s: float, say: Callable[[str], None]) -> None:
+    """Until nodes hold every pool; ValueError with what each of them lacks, where they do not in time."""
+    import ray
+
+    said = ""
+    while True:
+        nodes = {n["NodeManagerAddress"] + "/" + n["NodeID"][:6]: n["Resources"] for n in ray.nodes() if n["Alive"]}
+        short = next((short for name, pool in pools.items() if (short := fit(name, pool, nodes)) is not None), None)
+        if short is None:
+            return
+        if (left_s := until_s - time.monotonic()) <= 0:
+            raise Shortage(short)
+        if short != said:
+            say(f"waiting {left_s:.0f} s for more nodes: {short}")
+        said = short
+        time.sleep(min(1.0, left_s))
+
+
+def _place(name: str, pool: Pool, until_s: float, timeout_s: float) -> list[Any]:
+    """The bundles of a pool, a group for each node; ValueError where other jobs hold the nodes."""
     import ray
     from ray.util.placement_group import placement_group
 
-    nodes = {n["NodeManagerAddress"] + "/" + n["NodeID"][:6]: n["Resources"] for n in ray.nodes() if n["Alive"]}
-    if (short := fit(name, pool, nodes)) is not None:
-        raise Shortage(short)
-    until_s = time.monotonic() + timeout_s
+    once = uuid.uuid4().hex[:6]  # a name serves one run of a cluster
     made = [
-        placement_group([pool.bundle] * pool.ranks_per_node, strategy="STRICT_PACK", name=f"verl-{name}-{node}")
+        placement_group([pool.bundle] * pool.ranks_per_node, strategy="STRICT_PACK", name=f"verl-{name}-{node}-{once}")
         for node in range(pool.nodes)
     ]
     if not all([group.wait(max(0.0, until_s - time.monotonic())) for group in made]):

@@ -18,10 +18,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 from verl.model_engine.layout import Layout
-from verl.workers.answers import FENCE_S, Told, first_cause, raised, told_of
-from verl.workers.group import Arguments, Broadcast, WorkerDied
+from verl.workers.answers import FENCE_S, Told, first_cause, of_another, raised, told_of
+from verl.workers.group import Arguments, Broadcast, Died, WorkerDied
+from verl.workers.ray.life import Life, Place, here
 
 T = TypeVar("T")
+Live = Callable[..., Life]
 LOOK_S = 0.5  # between two looks for a call's failed ranks
 JOIN_TIMEOUT_S = 300.0  # for all ranks of a group to come together
 
@@ -34,7 +36,6 @@ class Worker:
         self._ranks: Any = None
         self._worker: object = None
         self._store: Any = None
-        self._broken: Told | None = None
 
     def serve(self) -> str:
         """Where the ranks of this group find each other."""
@@ -45,11 +46,8 @@ class Worker:
         self._store, address = serve(ray.util.get_node_ip_address())
         return address
 
-    def build(self, address: str, number: int, layout: Layout, backend: str, made: bytes) -> tuple[str, int]:
-        """Where this rank lives: (node, process). What fails here is the answer to every later call."""
-        import ray
-
-        where = (ray.util.get_node_ip_address(), os.getpid())
+    def build(self, address: str, number: int, layout: Layout, backend: str, made: bytes) -> Told:
+        """Nothing, or what fails here: the answer to every call."""
         try:
             build, (set_up, args) = pickle.loads(made)
             set_up()
@@ -63,12 +61,10 @@ class Worker:
 
                 (self._worker,) = build(*args, ranks=[OneRank()])
         except BaseException as e:
-            self._broken = told_of(e)
-        return where
+            return told_of(e)
+        return Told()
 
     def call(self, number: int, payload: bytes) -> Told:
-        if self._broken is not None:
-            return self._broken
         if self._ranks is not None:
             self._ranks.begin(number)
         try:
@@ -79,6 +75,9 @@ class Worker:
                 self._ranks.abort(f"{type(e).__name__}: {e}")
             return told_of(e)
 
+    def where(self) -> Place:
+        return here()
+
     def watch(self) -> None:
         """Never answered: its failure is the death of this process."""
         threading.Event().wait()
@@ -87,28 +86,21 @@ class Worker:
 class RayGroup:
     """See `WorkerGroup`. One thread gives out the calls, one after the other; arguments are pickled at the call."""
 
-    def __init__(
-        self,
-        name: str,
-        actors: Sequence[Any],
-        built: Sequence[Any],
-        on_death: Callable[[WorkerDied], None],
-        lives: Callable[[int], None],
-    ) -> None:
-        """built: of each actor, where it lives · lives: told of each process."""
-        self._name, self._actors, self._on_death, self._lives = name, tuple(actors), on_death, lives
+    def __init__(self, name: str, actors: Sequence[Any], built: Sequence[Any], live: Live, on_death: Died) -> None:
+        """built: of each actor, what `Worker.build` answers · live: begins to look after one of them."""
+        self._name, self._actors, self._on_death = name, tuple(actors), on_death
         self._lock = threading.Lock()
         self._closed = False
-        self._dead: WorkerDied | None = None
+        self._dead: BaseException | None = None
         self._fenced = threading.Event()
-        self._places: list[Any] = [None] * len(actors)
+        self._unbuilt, self._all_built = len(actors), threading.Event()
         self._queue: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._number = 0
-        for rank, (actor, place) in enumerate(zip(actors, built, strict=True)):
-            place.future().add_done_callback(partial(self._built, rank))
-            watched = actor.watch.options(concurrency_group="watch").remote()
-            watched.future().add_done_callback(partial(self._died, rank))
-        self._builds = list(built)
+        self._lives: list[Life] = []
+        for rank, (actor, made) in enumerate(zip(actors, built, strict=True)):
+            watching = actor.watch.options(concurrency_group="watch").remote()
+            self._lives.append(live(f"rank {rank} of {name}", actor, watching, made, died=self._died))
+            made.future().add_done_callback(partial(self._built, rank))
         self._thread = threading.Thread(target=self._work, name=f"verl-{name}", daemon=True)
         self._thread.start()
 
@@ -162,8 +154,8 @@ class RayGroup:
     def _answered(self, call: _Call) -> list[Any]:
         import ray
 
-        while self._builds and self._dead is None:  # a worker is given nothing before it is there
-            _, self._builds = ray.wait(self._builds, num_returns=len(self._builds), timeout=LOOK_S)
+        while not self._all_built.wait(LOOK_S) and self._dead is None:  # a worker is given nothing before it is there
+            continue
         if self._dead is not None:
             raise self._dead
         self._number += 1
@@ -182,51 +174,55 @@ class RayGroup:
                     self._fenced.wait(FENCE_S)  # the watch says who and why
             if error is None and (error := first_cause([found[r] for r in refs if r in found])) is not None:
                 until_s = time.monotonic() + FENCE_S
+        if self._dead is not None:  # what the others say of it, a connection that broke, came second
+            raise self._dead
         if left and error is not None:  # they wait in a collective for the one that raised
             what = (
                 f"{self._name}: {len(left)} of {len(refs)} ranks did not come out of {call.name} after: {error.error}"
             )
-            self._fence(WorkerDied(what), tell=False)
+            self._fence(gone := WorkerDied(what))
+            if of_another(error):
+                raise gone
         if error is not None:
             raise raised(error, f"{self._name}.{call.name.rpartition('.')[2]}")
-        if self._dead is not None:
-            raise self._dead
         if len(found) < len(refs):
             raise WorkerDied(f"worker group {self._name!r} was closed in the middle of {call.name}")
         return [found[ref].value for ref in refs]
 
     # -- private: deaths -----------------------------------------------------------------------------------------------
 
-    def _built(self, rank: int, found: Future[Any]) -> None:
+    def _built(self, rank: int, found: Future[Told]) -> None:
+        """One that cannot be built ends the wait of the others for it: its error is the answer to every call."""
         if (error := found.exception()) is None:
-            self._places[rank] = found.result()
-            self._lives(found.result()[1])
+            if found.result().error is not None:
+                self._fence(raised(found.result(), f"{self._name} was not built, it"))
         elif type(error).__name__ not in ("ActorDiedError", "ActorUnavailableError"):  # of these the watch hears
-            self._fence(WorkerDied(f"rank {rank} of {self._name} was not built: {error}"), tell=True)
+            self._died(f"rank {rank} of {self._name} was not built: {error}")
+        with self._lock:
+            self._unbuilt -= 1
+            if self._unbuilt == 0:
+                self._all_built.set()
 
-    def _died(self, rank: int, found: Future[Any]) -> None:
-        if self._closed or self._dead is not None:
-            return
-        node, process = self._places[rank] or ("?", "?")
-        why = str(found.exception())
-        self._fence(
-            WorkerDied(f"rank {rank} of {self._name} (process {process} on {node}) died: {reason(why)}"), tell=True
-        )
+    def _died(self, what: str) -> None:
+        if self._fence(error := WorkerDied(what)) and not self._closed:
+            self._on_death(error)
 
-    def _fence(self, error: WorkerDied, *, tell: bool) -> None:
+    def _fence(self, error: BaseException) -> bool:
+        """End all of them for this; False: there was something before."""
         with self._lock:
             if self._dead is not None:
-                return
+                return False
             self._dead = error
         self._fenced.set()
         # In a thread of its own: Ray's, which tells of deaths, must not ask Ray for anything.
         threading.Thread(target=self._kill, daemon=True).start()
-        if tell:
-            self._on_death(error)
+        return True
 
     def _kill(self) -> None:
         import ray
 
+        for life in self._lives:
+            life.over = True
         for actor in self._actors:
             ray.kill(actor, no_restart=True)
 
@@ -245,10 +241,3 @@ def pickled(method: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
             f"{method.__qualname__} goes to another process, and its arguments cannot: {e}; define functions and "
             "classes in a module, not inside a function or in a notebook"
         ) from e
-
-
-def reason(text: str) -> str:
-    """What Ray knows of a death, without its advice."""
-    flat = " ".join(text.split())
-    _, found, detail = flat.partition("Worker exit detail:")
-    return (detail.partition("Some common causes")[0] if found else flat[:300]).strip()

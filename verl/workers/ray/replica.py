@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+import threading
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,8 @@ from verl.rollout.base import Capabilities, Completion, PauseMode, ReplicaLost
 from verl.types import Sampling
 from verl.workers.answers import Told, raised, told_of
 from verl.workers.group import Died
-from verl.workers.ray.group import reason
+from verl.workers.ray.group import Live
+from verl.workers.ray.life import Place, here, reason
 
 
 class Replica:
@@ -27,9 +28,7 @@ class Replica:
         self._broken: Told | None = None
         self._built = asyncio.Event()
 
-    async def build(self, made: bytes) -> tuple[str, int]:
-        import ray
-
+    async def build(self, made: bytes) -> None:
         try:
             build, (set_up, args) = pickle.loads(made)
             set_up()
@@ -37,7 +36,9 @@ class Replica:
         except BaseException as e:
             self._broken = told_of(e)
         self._built.set()
-        return ray.util.get_node_ip_address(), os.getpid()
+
+    async def where(self) -> Place:
+        return here()
 
     async def ask(self, method: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> Told:
         await self._built.wait()
@@ -88,13 +89,10 @@ class Replica:
 class RayReplica:
     """See `RolloutEngine`: an engine in another process."""
 
-    def __init__(self, name: str, actor: Any, built: Any, on_death: Died, lives: Callable[[int], None]) -> None:
-        self._name, self._actor, self._version, self._closed = name, actor, -1, False
-        self._place: Any = None
+    def __init__(self, name: str, actor: Any, built: Any, live: Live, on_death: Died) -> None:
+        self._name, self._actor, self._version, self._on_death = name, actor, -1, on_death
         self._dead: ReplicaLost | None = None
-        self._on_death, self._lives = on_death, lives
-        built.future().add_done_callback(self._built)
-        actor.watch.remote().future().add_done_callback(self._died)
+        self._life = live(name, actor, actor.watch.remote(), built, died=self._died)
 
     async def generate(
         self,
@@ -143,10 +141,8 @@ class RayReplica:
         return await self._ask("capabilities")
 
     async def close(self) -> None:
-        import ray
-
-        self._closed = True
-        ray.kill(self._actor, no_restart=True)
+        self._life.over = True
+        self._kill()
 
     @property
     def version(self) -> int:
@@ -165,15 +161,12 @@ class RayReplica:
             raise raised(told, f"{self._name}: {method}")
         return told.value
 
-    def _built(self, found: Future[Any]) -> None:
-        if found.exception() is None:
-            self._place = found.result()
-            self._lives(self._place[1])
-
-    def _died(self, found: Future[Any]) -> None:
-        if self._closed:
-            return
-        node, process = self._place or ("?", "?")
-        why = reason(str(found.exception()))
-        self._dead = ReplicaLost(f"{self._name} (process {process} on {node}) died: {why}")
+    def _died(self, what: str) -> None:
+        self._dead = ReplicaLost(what)
+        threading.Thread(target=self._kill, daemon=True).start()  # of what is stopped nobody would hear
         self._on_death(self._dead)
+
+    def _kill(self) -> None:
+        import ray
+
+        ray.kill(self._actor, no_restart=True)

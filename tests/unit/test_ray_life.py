@@ -1,0 +1,84 @@
+"""What the driver makes of a process that answers, dies, or is silent; without Ray."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from verl.workers.ray import life
+from verl.workers.ray.life import Life
+
+
+class Process:
+    """A life, and the futures of what it was asked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 0.0
+        monkeypatch.setattr(life.time, "monotonic", lambda: self.now_s)
+        self.asked: list[Future[Any]] = []
+        self.end: Future[Any] = Future()
+        self.built: Future[Any] = Future()
+        self.died: list[str] = []
+        self.started: list[int] = []
+        actor, ref = (
+            SimpleNamespace(where=SimpleNamespace(remote=self.ask)),
+            lambda f: SimpleNamespace(future=lambda: f),
+        )
+        self.life = Life(
+            "rank 1 of actor", actor, ref(self.end), ref(self.built), died=self.died.append, started=self.started.append
+        )
+
+    def ask(self) -> Any:
+        self.asked.append(Future())
+        return SimpleNamespace(future=lambda: self.asked[-1])
+
+    def answer(self) -> None:
+        self.asked[-1].set_result(("10.0.0.1", 7))
+
+    def look(self, now_s: float) -> None:
+        self.now_s = now_s
+        self.life.look(10.0)
+
+
+def test_who_answers_is_asked_again_and_who_is_silent_is_given_up_once(monkeypatch):
+    process = Process(monkeypatch)
+    process.built.set_result(None)
+    process.answer()
+    assert process.started == [7]
+    for now_s in (100.0, 200.0):
+        process.look(now_s)
+        process.look(now_s + 9)
+        process.answer()
+    assert len(process.asked) == 3 and process.started == [7] and process.died == []
+    process.look(300.0)
+    process.look(309.0)
+    assert process.died == [] and len(process.asked) == 4, "one question at a time"
+    process.look(311.0)
+    process.look(312.0)
+    process.end.set_exception(RuntimeError("Worker exit detail: killed. Some common causes"))
+    assert process.died == ["rank 1 of actor (process 7 on 10.0.0.1) has not answered for 10 s"]
+
+
+def test_it_may_be_silent_while_it_is_built(monkeypatch):
+    process = Process(monkeypatch)
+    process.look(1000.0)
+    process.built.set_result(None)
+    process.look(1009.0)
+    assert process.died == [] and len(process.asked) == 1
+    process.look(1011.0)
+    assert process.died == ["rank 1 of actor (process ? on ?) has not answered for 10 s"]
+
+
+def test_a_death_is_told_with_its_reason_and_that_of_one_that_was_ended_is_not(monkeypatch):
+    process, ended = Process(monkeypatch), Process(monkeypatch)
+    process.answer()
+    ended.life.over = True
+    for one in (process, ended):
+        one.end.set_exception(RuntimeError("a\nb Worker exit detail: killed\n by 9. Some common causes include: x"))
+        one.built.set_exception(RuntimeError("gone"))
+        one.look(99.0)
+    assert process.died == ["rank 1 of actor (process 7 on 10.0.0.1) died: killed by 9."]
+    assert ended.died == [] and len(ended.asked) == 1

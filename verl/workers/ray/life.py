@@ -1,0 +1,82 @@
+"""What the driver knows of one process of a cluster: where it lives, that it answers, and how it ended."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from verl.workers.answers import Told
+
+Place = tuple[str, int]
+"""(node, process)"""
+
+
+def here() -> Place:
+    import ray
+
+    return ray.util.get_node_ip_address(), os.getpid()
+
+
+class Life:
+    """Of one actor, which answers `where` at any time once it is built, and `watch` never. died: told once how it
+    ended, in any thread · started: told of its process."""
+
+    def __init__(
+        self,
+        who: str,
+        actor: Any,
+        watching: Any,
+        built: Any,
+        *,
+        died: Callable[[str], None],
+        started: Callable[[int], None],
+    ) -> None:
+        self._who, self._actor, self._tell, self._started = who, actor, died, started
+        self._place: Place | None = None
+        self._ready = self.over = False
+        self._asked_s: float | None = None
+        watching.future().add_done_callback(lambda end: self._end(f"died: {reason(str(end.exception()))}"))
+        built.future().add_done_callback(self._built)
+        self._ask()
+
+    def look(self, silent_s: float) -> None:
+        """Ask whether it is there. A process that is stopped hears of nothing: after `silent_s` it is given up."""
+        if self.over or not self._ready:
+            return
+        if self._asked_s is None:
+            self._ask()
+        elif time.monotonic() - self._asked_s > silent_s:
+            self._end(f"has not answered for {silent_s:g} s")
+
+    # -- private: the callbacks run in a thread of Ray's, which must not be made to wait for Ray -----------------------
+
+    def _ask(self) -> None:
+        self._asked_s = time.monotonic()
+        self._actor.where.remote().future().add_done_callback(self._answered)
+
+    def _answered(self, found: Future[Place]) -> None:
+        if found.exception() is None:
+            first, self._place, self._asked_s = self._place is None, found.result(), None
+            if first:
+                self._started(found.result()[1])
+
+    def _built(self, found: Future[Told]) -> None:
+        if self._asked_s is not None:
+            self._asked_s = time.monotonic()  # an engine that is being loaded may answer nothing
+        self._ready = found.exception() is None
+
+    def _end(self, how: str) -> None:
+        if not self.over:
+            self.over = True
+            node, process = self._place or ("?", "?")
+            self._tell(f"{self._who} (process {process} on {node}) {how}")
+
+
+def reason(text: str) -> str:
+    """What Ray knows of a death, without its advice."""
+    flat = " ".join(text.split())
+    _, found, detail = flat.partition("Worker exit detail:")
+    return (detail.partition("Some common causes")[0] if found else flat[:300]).strip()
