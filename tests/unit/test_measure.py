@@ -24,6 +24,7 @@ from verl.driver.record import RecorderSpec, SampleRecorder, build_recorder
 from verl.driver.rollouts import RolloutStats
 from verl.driver.trajectories import TrajectoryRunner
 from verl.model_engine.base import OneRank
+from verl.rollout.base import ReplicaLost
 from verl.track.metrics import reduce
 from verl.track.samples import read_samples
 from verl.transfer_queue.memory import MemoryQueue
@@ -301,11 +302,16 @@ class Here:
             max_attempts=1,
             timeout_s=60,
         )
+        self.groups, self.failure = self, None
         self.reporter, self._recorder = self, SampleRecorder(MemoryQueue(), tmp_path, str)
         self.verl_names = False
 
     async def record_eval(self, step: int, found: Any, truths: Any) -> None:
         self._recorder.record_eval(step, found, truths)
+
+    def check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
 
 
 def test_an_evaluation_plays_every_task_in_every_mode_and_records_it(tmp_path):
@@ -321,6 +327,24 @@ def test_an_evaluation_plays_every_task_in_every_mode_and_records_it(tmp_path):
         rows = read_samples(tmp_path, 5, "eval")
         assert len(rows) == 16 and {r.purpose for r in rows} == {"eval"}
         assert Counter(r.task_id for r in rows) == {f"task{i}": 4 for i in range(4)}
+
+    play(test)
+
+
+@pytest.mark.parametrize("hidden", [False, True], ids=["", "answered by a loop of the user"])
+def test_an_engine_that_died_is_no_answer_of_an_evaluation(tmp_path, hidden):
+    async def test():
+        run = Here(tmp_path, Config(), 4, FunctionReward(lambda r: Score(1.0)))
+        if hidden:
+            run.failure = ReplicaLost("rollout replica 0 died")
+        else:
+            run.engine.generate = dead
+        with pytest.raises(ReplicaLost, match="rollout replica 0 died"):
+            await evaluate(run, 1)
+        assert not (tmp_path / "samples").exists()
+
+    async def dead(*args: Any, **named: Any) -> Any:
+        raise ReplicaLost("rollout replica 0 died")
 
     play(test)
 

@@ -47,6 +47,7 @@ async def evaluate(run: Run, number: int) -> Metrics:
             for k in range(repeats)
         ]
         found = await together(runs)
+        run.groups.check()  # a user's loop may have made an answer of an engine's death
         sources = [task.data_source or "unknown" for task in run.eval_tasks for _ in range(repeats)]
         out |= eval_metrics(mode, found, sources, repeats)
         if run.reporter.verl_names and not every:  # of the first mode: verl has one

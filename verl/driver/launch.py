@@ -33,6 +33,7 @@ from verl.track.events import FINISHED
 from verl.track.files import write_atomic
 from verl.track.metrics import reduce
 from verl.workers.group import WorkerDied
+from verl.workers.pools import Shortage
 from verl.workers.torchrun import is_spare, take_part
 
 GC_THRESHOLD = 50_000
@@ -67,16 +68,21 @@ def run_rl(
     progress = progress or LiveProgress()
     if not quiet:
         progress.message(render_plan(plan))
-    text, most = plan.to_json(), resolved.config.cluster.max_restarts
-    for restart in range(1, most + 1):
+    text, most, died = plan.to_json(), resolved.config.cluster.max_restarts, ""
+    for restart in range(1, most + 2):
         try:
             return uvloop.run(_train(resolved, title, on_step, text, progress))
-        except Exception as error:
-            if not isinstance(cause := first_cause(error), WorkerDied | ReplicaLost):
+        except Shortage as short:
+            if not died:
                 raise
-            progress.message(f"{cause}\nstarting again from the last checkpoint ({restart} of {most} times)")
+            raise WorkerDied(f"{died}; the run cannot start again: {short}") from None
+        except Exception as error:
+            if not isinstance(cause := first_cause(error), WorkerDied) or restart > most:
+                raise
+            died = str(cause)
+            progress.message(f"{died}\nstarting again from the last checkpoint ({restart} of {most} times)")
         _go_on(resolved)
-    return uvloop.run(_train(resolved, title, on_step, text, progress))
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _go_on(resolved: Resolved) -> None:

@@ -157,7 +157,7 @@ class RolloutManager:
         """The groups of this step: complete, scored, selected, within their deadline. Waits with a deadline."""
         self._number = step + 1
         while True:
-            self._check()
+            self.check()
             self._changed.clear()
             self._admit()
             got = self.scheduler.take(self._clock())
@@ -202,7 +202,7 @@ class RolloutManager:
                 timeout_s=self._timeout_s,
                 moved_s=lambda: self._trajectories.moved_s,
             )
-            self._check()
+            self.check()
 
     async def restore(self, scheduler: Mapping[str, Any], saved: Sequence[SavedGroup]) -> None:
         """Groups in flight at a checkpoint: complete ones are there as they were, the others go on under the restored
@@ -295,7 +295,8 @@ class RolloutManager:
         self._failure = self._failure or error
         self._changed.set()
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raise what broke beside the loop, or that too many rewards are invalid."""
         if self._failure is not None:
             raise self._failure
         self._invalid.check()

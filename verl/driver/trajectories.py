@@ -18,7 +18,7 @@ from verl.agent_loop.base import (
     sampling_params_of,
 )
 from verl.reward.base import RewardFn, RewardRequest, parse_result
-from verl.rollout.base import DecodeFn, RolloutEngine
+from verl.rollout.base import DecodeFn, ReplicaLost, RolloutEngine
 from verl.types import Invalid, Outcome, Purpose, Sampling, Score, Segment, Task, Trajectory, response_ids_of
 from verl.workers.waits import DeadlineExpired, Waits
 
@@ -37,7 +37,8 @@ class TrajectorySpec:
 
 
 class TrajectoryRunner:
-    """Runs single trajectories: agent loop, then reward, then retries. Outcomes are values, never exceptions."""
+    """Runs single trajectories: agent loop, then reward, then retries. Outcomes are values; the death of a rollout
+    engine is an exception."""
 
     def __init__(
         self,
@@ -104,6 +105,8 @@ class TrajectoryRunner:
                 output = await self._waits.wait(run, who=who, what=what, timeout_s=self._timeout_s)
             made = check_output(output, manager, sampling.max_tokens)
             turns = int(output.num_turns) or max(1, len(manager.record))
+        except ReplicaLost:  # no fault of this trajectory: the run ends or starts again
+            raise
         except Exception as e:  # an agent loop is user code: its failure is an outcome, and retried
             late = f"timeout: the agent loop did not end in {self._timeout_s:g} s"
             error = late if isinstance(e, DeadlineExpired) else f"{type(e).__name__}: {e}"
