@@ -107,6 +107,8 @@ def _fail(text: str, code: int = 2) -> int:
 
 
 def train(args: list[str], *, verl_defaults: VerlDefaults | None = None) -> int:
+    if verl_defaults is None:  # verl's own door lets the first of torchrun's processes be the run
+        _refuse_torchrun("train")
     if "--replay" in args:
         at = args.index("--replay")
         if at + 1 >= len(args) or not args[at + 1].isdigit():
@@ -127,6 +129,16 @@ def supervised(args: list[str], command: Supervised, *, verl_defaults: VerlDefau
     from verl.driver.launch import run_supervised
 
     return _report(run_supervised(resolved, command, progress=progress), progress.message)
+
+
+def _refuse_torchrun(verb: str) -> None:
+    from verl.workers.torchrun import launched
+
+    if (launch := launched()) is not None:
+        raise ValueError(
+            f"torchrun started {launch.world_size} processes of verl {verb}, which is one process that starts its own: "
+            f"run it without torchrun, with cluster.backend=ray cluster.ranks_per_node={launch.local_world_size}"
+        )
 
 
 def _progress() -> LiveProgress:
@@ -177,6 +189,7 @@ def _for_people(evals: Mapping[str, float]) -> dict[str, float]:
 
 
 def evaluate(args: list[str]) -> int:
+    _refuse_torchrun("eval")
     run = [] if any(a.startswith("run.name=") for a in args) else ["run.name=eval"]
     progress = _progress()
     resolved = _load([*args, *run, "run.resume=auto"], say=progress.message)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from verl.cli import main
 from verl.model_merger.__main__ import main as merge
 from verl.trainer import is_spare_rank
 from verl.trainer.main_ppo import main as ppo
@@ -31,6 +32,18 @@ def test_of_torchruns_processes_the_first_is_the_run_in_rl(
     assert ppo(["actor_rollout_ref.model.path=/no/where"]) == 2
     said = capsys.readouterr()
     assert "trains alone" in said.out and "/no/where" in said.err
+
+
+@pytest.mark.parametrize("verb", ["train", "eval"])
+def test_what_has_one_driver_is_refused_under_torchrun(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    for name, value in {"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    assert main([verb, "model.path=/no/where"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: torchrun started 8 processes of verl {verb}, which is one process")
+    assert line.endswith("without torchrun, with cluster.backend=ray cluster.ranks_per_node=4")
 
 
 def test_what_torchrun_started_and_what_is_asked_for_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
