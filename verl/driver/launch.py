@@ -77,7 +77,7 @@ def run_rl(
                 raise
             raise WorkerDied(f"{died}; the run cannot start again: {short}") from None
         except Exception as error:
-            if not isinstance(cause := first_cause(error), WorkerDied) or restart > most:
+            if not isinstance(cause := first_cause(error), WorkerDied | ReplicaLost) or restart > most:
                 raise
             died = str(cause)
             progress.message(f"{died}\nstarting again from the last checkpoint ({restart} of {most} times)")

@@ -1,0 +1,98 @@
+"""Faults of a run's processes, once each: what a worker is built with in place of its own parts, and says where."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from verl.driver import assemble, record
+from verl.model_engine import sharded
+from verl.model_engine.snapshot import Snapshot
+
+VARIABLE = "PLANTED"  # "KIND PHASE RUN_DIR", in the workers' environment
+KINDS = ("raises", "exits", "killed", "stopped", "segfault", "memory")
+PHASES = ("generate", "receive", "publish", "update", "save", "eval", "end")
+"""Where: the rollout engine (generate, receive weights, eval), the second rank of the policy (publish, the backward
+pass, save), the recorder after the last step."""
+_rollout_engine, _build_recorder = assemble.rollout_engine, record.build_recorder
+
+
+def strike(phase: str, *, at: str = "step_1") -> None:
+    """The fault, if it is this phase's, the run has come to checkpoint `at`, and it has not been before."""
+    kind, where, run_dir = os.environ[VARIABLE].split(" ", 2)
+    if where != phase or not (Path(run_dir) / "checkpoints" / at).is_dir():
+        return
+    try:
+        (Path(run_dir) / "struck").open("x").write(str(os.getpid()))
+    except FileExistsError:
+        return
+    if kind == "raises":
+        raise RuntimeError("planted")
+    if kind == "exits":
+        os._exit(3)
+    if kind == "segfault":
+        ctypes.string_at(0)
+    if kind == "memory":
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + (64 << 20), -1))
+        torch.empty(16 << 30, dtype=torch.uint8)
+    os.kill(os.getpid(), {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}[kind])
+
+
+def before(phase: str, fn: Callable[..., Any]) -> Callable[..., Any]:
+    def struck(*args: Any, **named: Any) -> Any:
+        strike(phase)
+        return fn(*args, **named)
+
+    return struck
+
+
+def model(options: Any, context: Any) -> Any:
+    """The engine of a rank; see `PHASES`."""
+    engine = sharded.build(options, context)
+    if context.optim is None or dist.get_rank() != 1:
+        return engine
+    weights, save = engine.weights, Snapshot.save
+
+    def in_the_middle(*args: Any) -> Iterator[Any]:
+        for i, found in enumerate(weights(*args)):
+            if i == 3:
+                strike("publish")
+            yield found
+
+    def written(self: Snapshot, path: Path) -> None:
+        save(self, path)
+        strike("save")
+
+    engine.weights, Snapshot.save = in_the_middle, written
+    (layer,) = (m for name, m in engine._trained().named_modules() if name.endswith("layers.0"))
+    layer.register_full_backward_pre_hook(lambda *_: strike("update"))
+    return engine
+
+
+def rollout_engine(config: Any, tokenizer: Any, device: str) -> Any:
+    engine = _rollout_engine(config, tokenizer, device)
+    generate, load_weights = engine.generate, engine.load_weights
+
+    async def generated(request_id: str, prompt_ids: Any, sampling: Any, **named: Any) -> Any:
+        strike("generate" if sampling.temperature else "eval")
+        return await generate(request_id, prompt_ids, sampling, **named)
+
+    engine.generate, engine.load_weights = generated, before("receive", load_weights)
+    return engine
+
+
+def build_recorder(spec: Any, *, ranks: Sequence[Any]) -> list[Any]:
+    found = _build_recorder(spec, ranks=ranks)
+    for one in found:
+        finish = type(one).finish
+        type(one).finish = lambda self, finish=finish: strike("end", at="step_3") or finish(self)
+    return found
