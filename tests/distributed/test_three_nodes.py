@@ -21,12 +21,13 @@ from ray.cluster_utils import Cluster  # noqa: E402
 from verl.driver import home  # noqa: E402
 from verl.workers.ray.cluster import FAST_HEALTH  # noqa: E402
 
-NODE = {"num_cpus": 2, "object_store_memory": 100 << 20}
+pytestmark = pytest.mark.skipif(not os.environ.get("FULL_GRID"), reason="minutes: make test-all")
+NODE = {"num_cpus": 1, "object_store_memory": 100 << 20}
 WAIT_S = 240.0
 
 
 class Nodes:
-    """A first node that holds no rank beyond its own, and others that come and go."""
+    """The first one, which is always there, and others that come and go; each has room for one rank."""
 
     def __init__(self) -> None:
         head = {**NODE, "include_dashboard": False, "_system_config": FAST_HEALTH}
@@ -103,7 +104,7 @@ def test_a_node_that_is_missing_is_said_with_what_the_others_have(nodes, tmp_pat
     assert run.ended() == 2 and not (tmp_path / "r" / "metrics.jsonl").exists(), run.said
     said = last_line(run)
     assert "asks for 3 nodes with 1 ranks of 1 CPU each, and no nodes hold that" in said and "PENDING" not in run.said
-    assert said.count("has 2 CPU: room for 2") == 2, said
+    assert said.count("has 1 CPU: room for 1") == 2, said
 
 
 def test_a_node_of_another_commit_is_named(nodes, tmp_path, tiny_model, arithmetic_data):
@@ -135,16 +136,17 @@ def test_a_node_that_is_lost(nodes, tmp_path, tiny_model, arithmetic_data, anoth
     if another:
         nodes.add()
     assert run.ended() == (0 if another else 1), run.said
+    assert "died: its node is lost\nstarting again" in run.said, run.said
     if another:
         assert set(metrics_of(tmp_path / "r")) == {1, 2, 3, 4} and "resuming" in run.said
         return
     said = last_line(run)
-    assert said.startswith("error: rank ") and "of actor" in said and "died" in said, said
+    assert said.startswith("error: r") and "died: " in said, said
     assert "; the run cannot start again: cluster.pools.main asks for 3 nodes" in said, said
 
 
 def test_weights_of_one_machine_are_refused_for_engines_on_others(nodes, tmp_path, tiny_model, arithmetic_data):
     run = Run(nodes, tmp_path, tiny_model, arithmetic_data[0], "rollout.replicas=2")
-    assert run.ended() == 2 and len(run.said.splitlines()) == 1, run.said
-    assert "rollout.replicas=2: weights go through the memory of one machine" in run.said
+    assert run.ended() == 2 and "Traceback" not in run.said, run.said
+    assert last_line(run).startswith("error: rollout.replicas=2: weights go through the memory of one machine")
     assert os.listdir(tmp_path) == ["out"]

@@ -78,5 +78,7 @@ class Life:
 def reason(text: str) -> str:
     """What Ray knows of a death, without its advice."""
     flat = " ".join(text.split())
+    if "its node has died" in flat:
+        return "its node is lost"
     _, found, detail = flat.partition("Worker exit detail:")
     return (detail.partition("Some common causes")[0] if found else flat[:300]).strip()
