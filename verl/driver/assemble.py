@@ -14,7 +14,6 @@ import numpy as np
 
 from verl.agent_loop.base import AgentLoopBase, AgentLoopFactory, ServerManager
 from verl.agent_loop.single_turn import SingleTurnLoop
-from verl.algorithms.filters import Truncation
 from verl.algorithms.resolve import Algorithm, resolve
 from verl.checkpoint.latest import beyond
 from verl.config.backends import CLUSTER, ROLLOUT, backend_of, layout_of, load, longest_sequence, options_of
@@ -23,6 +22,7 @@ from verl.config.load import Resolved
 from verl.config.plan import algorithm_warnings, checkpoint_bytes, policy_updates, total_steps
 from verl.config.schema import AlgorithmConfig, Config
 from verl.data.source import Cursor, TaskTable, load_tasks
+from verl.driver.assemble_rewards import reward_of
 from verl.driver.checkpointer import Checkpointer
 from verl.driver.home import home_of
 from verl.driver.measure import pool_metrics
@@ -49,9 +49,6 @@ from verl.driver.setup import (
 from verl.driver.trajectories import TrajectoryRunner
 from verl.reward.base import RewardFn
 from verl.reward.compute import check_data_source
-from verl.reward.model import Later, ModelReward, ScoreRows
-from verl.reward.pool import RewardPool, grader_spec
-from verl.reward.shaping import Shaped
 from verl.rollout.base import RolloutContext, RolloutEngine
 from verl.rollout.router import Router
 from verl.track.console import LiveProgress
@@ -113,18 +110,13 @@ async def _run_of(
     context = context_of(config, roles_of(config), updates=total, crash_dir=crash_dir, say=progress.message)
     refused.callback(context.cluster.close)
     scorer = reward_model(context)
-    reward, pool = await _reward(config, scorer, algorithm.truncation, tasks[0])
+    reward, pool = await reward_of(config, scorer, algorithm.truncation, tasks[0])
     sync = checkpoint_engine(config, _probes(tasks))
     policy = trained(context, "actor", updates=updates, hf_export=hf_export(config), outlet=sync.outlet())
     actor = workers_of(context, policy)
     models = models_of(context, algorithm, actor) | ({"reward_model": scorer} if scorer is not None else {})
     learner = learner_of(context, algorithm, models, waits)
-    rollout = _rollout(config, tokenizer, context, progress)
-    replicas = rollout.replicas if isinstance(rollout, Router) else (rollout,)
-    asked = replicas[0].capabilities()
-    able = await waits.wait(asked, who="driver", what="the rollout engines to start", timeout_s=START_TIMEOUT_S)
-    for note in able.notes:
-        progress.message(note)
+    rollout, replicas = await _started(config, tokenizer, context, waits, progress)
     told = RecorderSpec(
         queue=context.queue, run_dir=claimed.path, tokenizer=tokenizer, groups_per_step=config.track.samples_per_step
     )
@@ -158,13 +150,24 @@ async def _run_of(
     )
 
 
-def _rollout(config: Config, tokenizer: Any, context: ModelContext, progress: LiveProgress) -> RolloutEngine:
-    """The engine that all requests go to: one, or a router before several."""
-    cluster, parts = context.cluster, (config, tokenizer, context.device)
-    if config.rollout.replicas == 1:
-        return cluster.replica(0, rollout_engine, parts)
-    starts = [partial(cluster.replica, number, rollout_engine, parts) for number in range(config.rollout.replicas)]
-    return Router(starts, restarts=config.cluster.max_restarts, note=progress.message)
+async def _started(
+    config: Config, tokenizer: Any, context: ModelContext, waits: Waits, progress: LiveProgress
+) -> tuple[RolloutEngine, Sequence[RolloutEngine]]:
+    """The engine that all requests go to, and those that it goes to: itself, or a router's."""
+    cluster, parts, count = context.cluster, (config, tokenizer, context.device), config.rollout.replicas
+    starts = [partial(cluster.replica, number, rollout_engine, parts) for number in range(count)]
+    rollout: RolloutEngine
+    if count == 1:
+        rollout = starts[0]()
+        replicas: Sequence[RolloutEngine] = (rollout,)
+    else:
+        rollout = Router(starts, restarts=config.cluster.max_restarts, note=progress.message)
+        replicas = rollout.replicas
+    asked = replicas[0].capabilities()
+    able = await waits.wait(asked, who="driver", what="the rollout engines to start", timeout_s=START_TIMEOUT_S)
+    for note in able.notes:
+        progress.message(note)
+    return rollout, replicas
 
 
 def _publisher(
@@ -456,43 +459,6 @@ def _probes(tasks: TaskTable) -> list[np.ndarray]:
         if len(ids := tasks[i].prompt_ids[:128]) > 1 and len(found) < 16 and sum(map(len, found.values())) < 1024:
             found[ids.tobytes()] = ids
     return list(found.values())
-
-
-async def _reward(
-    config: Config, scorer: ModelWorkers | None, truncation: Truncation | None, task: Task
-) -> tuple[RewardFn, RewardPool | None]:
-    """Function, model, or both; shaped; and the function's pool. A model of stage=batch is added in the experience
-    stage (driver/step.py). task: for one call of the function, so that one that always raises is found here."""
-    r = config.reward
-    pool: RewardPool | None = None
-    if r.path is not None or scorer is None:
-        pool = RewardPool(
-            grader_spec(r.path, r.name, r.kwargs) if r.path else grader_spec(kwargs=r.kwargs),
-            num_workers=r.num_workers,
-            timeout_s=r.timeout_s,
-            memory_limit_mb=r.memory_limit_mb,
-        )
-        await pool.start()
-        await pool.rehearse(task)
-    found: RewardFn
-    if scorer is None:
-        assert pool is not None
-        found = pool
-    elif r.stage == "batch":
-        found = pool or Later()
-    else:
-        found = ModelReward(_score_rows(scorer, config.run.wait_timeout_s), coef=r.model_coef, function=pool)
-    coef = truncation.stop_properly_coef if truncation else None
-    if r.overlong_buffer_tokens > 0 or coef is not None:
-        found = Shaped(found, buffer_tokens=r.overlong_buffer_tokens, penalty=r.overlong_penalty, stop_coef=coef)
-    return found, pool
-
-
-def _score_rows(scorer: ModelWorkers, timeout_s: float) -> ScoreRows:
-    async def score(rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> Sequence[float]:
-        return await asyncio.wait_for(asyncio.wrap_future(scorer.score_rows(rows)), timeout_s)
-
-    return score
 
 
 def _loop_factory(config: Config, tokenizer: Any) -> AgentLoopFactory:

@@ -1,0 +1,54 @@
+"""What scores an answer, from the configuration: a function in its pool, a model, or both."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+
+from verl.algorithms.filters import Truncation
+from verl.config.schema import Config
+from verl.reward.base import RewardFn
+from verl.reward.model import Later, ModelReward, ScoreRows
+from verl.reward.pool import RewardPool, grader_spec
+from verl.reward.shaping import Shaped
+from verl.types import Task
+from verl.workers.model_workers import ModelWorkers
+
+
+async def reward_of(
+    config: Config, scorer: ModelWorkers | None, truncation: Truncation | None, task: Task
+) -> tuple[RewardFn, RewardPool | None]:
+    """Function, model, or both; shaped; and the function's pool. A model of stage=batch is added in the experience
+    stage (driver/step.py). task: for one call of the function, so that one that always raises is found here."""
+    r = config.reward
+    pool: RewardPool | None = None
+    if r.path is not None or scorer is None:
+        pool = RewardPool(
+            grader_spec(r.path, r.name, r.kwargs) if r.path else grader_spec(kwargs=r.kwargs),
+            num_workers=r.num_workers,
+            timeout_s=r.timeout_s,
+            memory_limit_mb=r.memory_limit_mb,
+        )
+        await pool.start()
+        await pool.rehearse(task)
+    found: RewardFn
+    if scorer is None:
+        assert pool is not None
+        found = pool
+    elif r.stage == "batch":
+        found = pool or Later()
+    else:
+        found = ModelReward(_score_rows(scorer, config.run.wait_timeout_s), coef=r.model_coef, function=pool)
+    coef = truncation.stop_properly_coef if truncation else None
+    if r.overlong_buffer_tokens > 0 or coef is not None:
+        found = Shaped(found, buffer_tokens=r.overlong_buffer_tokens, penalty=r.overlong_penalty, stop_coef=coef)
+    return found, pool
+
+
+def _score_rows(scorer: ModelWorkers, timeout_s: float) -> ScoreRows:
+    async def score(rows: Sequence[tuple[np.ndarray, np.ndarray]]) -> Sequence[float]:
+        return await asyncio.wait_for(asyncio.wrap_future(scorer.score_rows(rows)), timeout_s)
+
+    return score
