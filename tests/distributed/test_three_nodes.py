@@ -91,11 +91,11 @@ def last_line(run: Run) -> str:
 
 def test_a_run_over_three_nodes_waits_for_the_last_one(nodes, tmp_path, tiny_model, arithmetic_data):
     nodes.have(2)
-    run = Run(nodes, tmp_path, tiny_model, arithmetic_data[0], "run.total_steps=2", "parallel.replicate=3")
+    run = Run(nodes, tmp_path, tiny_model, arithmetic_data[0], "run.total_steps=2", "rollout.replicas=3")
     run.until(lambda: "for more nodes: cluster.pools.main asks for 3 nodes" in run.said)
     nodes.have(3)
     assert run.ended() == 0, run.said
-    assert set(metrics_of(tmp_path / "r")) == {1, 2} and "3 ranks = 3 data, in 3 copies" in run.said
+    assert set(metrics_of(tmp_path / "r")) == {1, 2} and "3 ranks = 3 data" in run.said
 
 
 def test_a_node_that_is_missing_is_said_with_what_the_others_have(nodes, tmp_path, tiny_model, arithmetic_data):
@@ -146,7 +146,9 @@ def test_a_node_that_is_lost(nodes, tmp_path, tiny_model, arithmetic_data, anoth
 
 
 def test_weights_of_one_machine_are_refused_for_engines_on_others(nodes, tmp_path, tiny_model, arithmetic_data):
-    run = Run(nodes, tmp_path, tiny_model, arithmetic_data[0], "rollout.replicas=2")
+    run = Run(nodes, tmp_path, tiny_model, arithmetic_data[0], "rollout.replicas=2", "sync.engine=shm")
     assert run.ended() == 2 and "Traceback" not in run.said, run.said
-    assert last_line(run).startswith("error: rollout.replicas=2: weights go through the memory of one machine")
+    assert last_line(run).startswith(
+        "error: rollout.replicas=2: sync.engine=shm goes through the memory of one machine"
+    )
     assert os.listdir(tmp_path) == ["out"]

@@ -374,9 +374,6 @@ def updates_of_run(config: Config, total_steps: int) -> int:
     return total_steps * config.step.updates_per_step * config.step.epochs_per_step
 
 
-# -- parts -------------------------------------------------------------------------------------------------------------
-
-
 def rollout_engine(config: Config, tokenizer: Any, device: str) -> RolloutEngine:
     """The configured engine, built from the model folder's own config.json (the trainer's has its attention
     switched)."""

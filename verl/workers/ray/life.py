@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -36,9 +37,10 @@ class Life:
     ) -> None:
         self._who, self._actor, self._tell, self._started = who, actor, died, started
         self._place: Place | None = None
+        self._lock = threading.Lock()
         self._ready = self.over = False
         self._asked_s: float | None = None
-        watching.future().add_done_callback(lambda end: self._end(f"died: {reason(str(end.exception()))}"))
+        watching.future().add_done_callback(lambda end: self.died(end.exception()))
         built.future().add_done_callback(self._built)
         self._ask()
 
@@ -50,6 +52,17 @@ class Life:
             self._ask()
         elif time.monotonic() - self._asked_s > silent_s:
             self._end(f"has not answered for {silent_s:g} s")
+
+    def died(self, error: BaseException | None) -> None:
+        """Ray says so, to whoever hears it first."""
+        self._end(f"died: {reason(str(error))}")
+
+    def _end(self, how: str) -> None:
+        with self._lock:
+            if not self.over:
+                self.over = True
+                node, process = self._place or ("?", "?")
+                self._tell(f"{self._who} (process {process} on {node}) {how}")
 
     # -- private: the callbacks run in a thread of Ray's, which must not be made to wait for Ray -----------------------
 
@@ -67,12 +80,6 @@ class Life:
         if self._asked_s is not None:
             self._asked_s = time.monotonic()  # an engine that is being loaded may answer nothing
         self._ready = found.exception() is None
-
-    def _end(self, how: str) -> None:
-        if not self.over:
-            self.over = True
-            node, process = self._place or ("?", "?")
-            self._tell(f"{self._who} (process {process} on {node}) {how}")
 
 
 def reason(text: str) -> str:

@@ -16,7 +16,7 @@ from verl.types import Sampling
 from verl.workers.answers import Told, raised, told_of
 from verl.workers.group import Died
 from verl.workers.ray.group import Live
-from verl.workers.ray.life import Place, here, reason
+from verl.workers.ray.life import Place, here
 
 
 class Replica:
@@ -156,7 +156,8 @@ class RayReplica:
         try:
             told = await self._actor.ask.remote(method, args, named)
         except ray.exceptions.RayActorError as e:
-            raise self._dead or ReplicaLost(f"{self._name} died: {reason(str(e))}") from None
+            self._life.died(e)
+            raise self._dead or ReplicaLost(f"{self._name} was closed") from None
         if told.error is not None:
             raise raised(told, f"{self._name}: {method}")
         return told.value
