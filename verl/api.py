@@ -24,6 +24,7 @@ from verl.algorithms.resolve import resolve
 from verl.config.load import load_config
 from verl.config.model_files import cached_model_folder
 from verl.config.schema import Config
+from verl.config.served import reachable
 from verl.driver.assemble import checkpoint_engine, context_of, learner_of, rollout_engine
 from verl.driver.launch import Finished, run_rl
 from verl.driver.models import hf_export, role_spec, workers_around
@@ -269,7 +270,7 @@ def _inner_config(config: VerlConfig, path: Path) -> Config:
 
 
 def _backend(name: str) -> str:
-    if name in ("native", "hf"):
+    if name != "server" and reachable(name, None, None):
         return name
     package = {"vllm": "vllm", "sglang": "sglang", "trtllm": "tensorrt_llm"}.get(name)
     if package is None:

@@ -261,24 +261,26 @@ def processed(logits: np.ndarray, s: Sampling) -> np.ndarray:
     return out
 
 
+TRUNCATIONS: list[dict[str, Any]] = [
+    dict(top_k=1),
+    dict(top_k=3),
+    dict(top_p=0.5),
+    dict(top_p=0.9),
+    dict(min_p=0.2),
+    dict(top_k=9, top_p=0.8),
+    dict(top_k=20, top_p=0.95, min_p=0.05),
+    dict(),
+]
+
+
 @every_engine
 def test_truncation_and_its_logprobs(kind: str) -> None:
     prompt = prompts((7,))[0]
-    specs = [
-        dict(top_k=1),
-        dict(top_k=3),
-        dict(top_p=0.5),
-        dict(top_p=0.9),
-        dict(min_p=0.2),
-        dict(top_k=9, top_p=0.8),
-        dict(top_k=20, top_p=0.95, min_p=0.05),
-        dict(),
-    ]
 
     async def body(engine: Any) -> None:
         jobs = {
-            f"{i} {seed}": (prompt, Sampling(max_tokens=8, temperature=t, seed=seed, **spec))  # type: ignore[arg-type]
-            for i, spec in enumerate(specs)
+            f"{i} {seed}": (prompt, Sampling(max_tokens=8, temperature=t, seed=seed, **spec))
+            for i, spec in enumerate(TRUNCATIONS)
             for seed in range(6)
             for t in (0.8 + 0.1 * seed,)
         }
@@ -874,7 +876,7 @@ def test_random_schedules_lose_and_double_nothing(kind: str, seed: int) -> None:
         assert (await engine.generate("last", pool[0], greedy(4))).ids.tolist() == hf_greedy(pool[0], 4)
         stats = stats_of(engine)
         assert (stats["resident"], stats["waiting"]) == (0, 0)
-        assert all((one._pending, one._held) == ({}, []) for one in replicas_of(engine))
+        assert not any(one._pending or vars(one).get("_held") for one in replicas_of(engine))
 
     with_engine(build(kind, max_concurrent_sequences=6, max_prefill_tokens=40, decode=decode), body)
 

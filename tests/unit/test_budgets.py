@@ -12,10 +12,10 @@ def test_the_lines_of_the_house():
     was rebuilt with; then came what a run is compared with, stops, secrets, verl's scripts and names, more losses.
     What many processes need came then: worker groups on Ray, the sharded engine, the queue over processes (an index and
     its messages, segments of shared memory, Ray, the TransferQueue package), weights in shared memory, runs under
-    torchrun, and what is refused and planned before it starts. Then the engine as a server. Servers, agents, adapters,
-    vision and Megatron may bring it to 35,000."""
+    torchrun, and what is refused and planned before it starts. Then the engine as a server, and servers as engines (a
+    client, vLLM, a child that ends with its parent). Agents, adapters, vision and Megatron may bring it to 35,000."""
     lines = sum(bool(line.strip()) for path in FILES for line in path.read_text().splitlines())
-    assert lines <= 29_000, lines
+    assert lines <= 30_500, lines
 
 
 FORMS = {"Completion", "Trajectory", "Sample", "Batch", "SampleRow"}
@@ -27,6 +27,7 @@ NO_FORM_OF_ITS_OWN = {
     "TokenOutput": "what a user's loop is given, in verl's words",
     "CheckedOutput": "the segments of that output and why it ended: two of the trajectory's fields",
     "Request": "inside an engine: a completion that grows",
+    "Drawn": "what a server has answered so far: a completion that grows",
 }
 
 

@@ -18,8 +18,10 @@ MAY_START_PROCESSES = {  # outside sandbox/, and why: none of them runs a user's
     "accel/cpu/kernels.py": "the C compiler, once per machine",
     "workers/ray/reaper.py": "what ends a Ray whose driver was killed; it runs nothing else",
     "data/parallel.py": "our own job on rows, in fresh interpreters",
+    "rollout/process.py": "an inference server of its own environment, and the guardian that ends it",
 }
 COMPONENTS = ("model_engine", "rollout", "weight_sync", "transfer_queue", "agent_loop", "reward")
+ELSEWHERE = ("rollout/vllm_plugin/verl_weights.py",)  # runs in vLLM's environment, inside vLLM
 OPTIONAL = ("ray", "vllm", "sglang", "tensorrt_llm", "megatron", "peft", "wandb", "flash_attn", "s3fs")
 
 
@@ -95,6 +97,9 @@ def test_import_rules(path):
     if here == "accel":
         allowed = ("verl.accel", "verl.nn.precision")
         assert all(m.startswith(allowed) for m in every if m.startswith("verl")), every
+    if path.relative_to(ROOT).as_posix() in ELSEWHERE:
+        assert not {m for m in every if m.split(".")[0] == "verl"}, "there is no verl there"
+        return
     used = {m.split(".")[0] for m in every} & set(OPTIONAL)
     assert not {m.split(".")[0] for m in top} & set(OPTIONAL), "optional packages are imported on use"
     if "ray" in used:

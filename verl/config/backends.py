@@ -28,7 +28,8 @@ class NoOptions:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
     """spread: the row that does the same for workers in processes of their own · far: for those of several machines ·
-    one_host: it serves the processes of one machine."""
+    one_host: it serves the processes of one machine · apart: it is a server, whatever the cluster · package: that its
+    Python environment must have."""
 
     build: str
     options: str = "verl.config.backends:NoOptions"
@@ -36,6 +37,8 @@ class Backend:
     spread: str = ""
     far: str = ""
     one_host: bool = False
+    apart: bool = False
+    package: str = ""
 
 
 Table = Mapping[str, Backend]
@@ -52,6 +55,14 @@ ROLLOUT: Table = {
         memory="verl.rollout.native.options:memory",
     ),
     "hf": Backend(build="verl.rollout.hf:build"),
+    "vllm": Backend(
+        build="verl.rollout.vllm:build",
+        options="verl.rollout.vllm:Options",
+        memory="verl.rollout.vllm:memory",
+        apart=True,
+        package="vllm",
+    ),
+    "server": Backend(build="verl.rollout.server_url:build", options="verl.rollout.server_url:Options", apart=True),
 }
 QUEUE: Table = {
     "memory": Backend(build="verl.transfer_queue.memory:build", spread="shared", far="ray"),
@@ -72,7 +83,7 @@ CLUSTER: Table = {
     "torchrun": Backend(build="verl.workers.spmd:build"),
 }
 TABLES: Mapping[str, Table] = MappingProxyType({"model": MODEL, "rollout": ROLLOUT, "queue": QUEUE, "sync": SYNC})
-LATER = ("vllm", "sglang", "trtllm")
+LATER = ("sglang", "trtllm")
 
 
 def load(name: str) -> Any:
@@ -108,8 +119,10 @@ def backend_of(config: Config, section: str) -> Backend:
 
 def engine_of(config: Config, section: str) -> str:
     """Its name."""
-    c = config.cluster
-    return _row(section, vars(config)[section].engine, c.backend, c.nodes * c.ranks_per_node, address_of(c.address))
+    c, engine = config.cluster, vars(config)[section].engine
+    if section == "sync" and ROLLOUT.get(config.rollout.engine, Backend(build="")).apart:
+        return TABLES[section][engine].spread or engine
+    return _row(section, engine, c.backend, c.nodes * c.ranks_per_node, address_of(c.address))
 
 
 def address_of(given: str | None) -> str | None:

@@ -124,7 +124,9 @@ class OptimConfig:
 
 @dataclass
 class RolloutConfig:
-    engine: str = "native"  # native | hf: a name of backends.ROLLOUT.
+    engine: str = "native"  # native | hf | vllm | server: a name of backends.ROLLOUT.
+    python: str | None = None  # Of the environment that a server (vllm) is started in: its bin/python. Null: this one.
+    url: str | None = None  # A server that runs already (http://127.0.0.1:8000), on this machine; several with commas.
     replicas: PositiveInt = 1  # Engines side by side; the requests of a group go to one of them.
     dtype: Annotated[str, words("auto|float32|bfloat16")] = "auto"
     """auto: as the trainer computes · float32 · bfloat16."""

@@ -13,6 +13,7 @@ from verl.config.backends import complete_options, longest_sequence, rollout_cac
 from verl.config.cluster import cluster_faults
 from verl.config.model_files import check_tokenizer, describe_model, find_model_folder
 from verl.config.schema import Config
+from verl.config.served import server_faults
 from verl.config.tree import convert, did_you_mean, leaves, values_of
 from verl.data.files import expand_files
 
@@ -30,6 +31,7 @@ def validate(config: Config, command: Command = "train") -> None:
         found += [*_algorithm(config), *_pipeline(config), *_sampling(config)] if command in RL else []
         found += [*_optimizer(config), *_reward(config), *_evaluation(config, command), *_names(config)]
         found += [*_files(config, command), *cluster_faults(config, command)]
+        found += server_faults(config) if command in SAMPLES else []
     if found:
         raise ValueError("\n".join(found))
 

@@ -24,7 +24,7 @@ from verl.config.schema import AlgorithmConfig, Config
 from verl.data.source import Cursor, TaskTable, load_tasks
 from verl.driver.assemble_rewards import reward_of
 from verl.driver.checkpointer import Checkpointer
-from verl.driver.home import home_of
+from verl.driver.home import home_of, server_place
 from verl.driver.measure import pool_metrics
 from verl.driver.models import ModelContext, hf_export, models_of, reward_model, trained, workers_of
 from verl.driver.publisher import Publisher
@@ -153,11 +153,12 @@ async def _run_of(
 async def _started(
     config: Config, tokenizer: Any, context: ModelContext, waits: Waits, progress: LiveProgress
 ) -> tuple[RolloutEngine, Sequence[RolloutEngine]]:
-    """The engine that all requests go to, and those that it goes to: itself, or a router's."""
+    """The engine that all requests go to, and those that it goes to: itself, or a router's, which also stands before
+    one that may be lost alone."""
     cluster, parts, count = context.cluster, (config, tokenizer, context.device), config.rollout.replicas
-    starts = [partial(cluster.replica, number, rollout_engine, parts) for number in range(count)]
+    starts = [partial(cluster.replica, number, rollout_engine, (*parts, number)) for number in range(count)]
     rollout: RolloutEngine
-    if count == 1:
+    if count == 1 and not ROLLOUT[config.rollout.engine].apart:
         rollout = starts[0]()
         replicas: Sequence[RolloutEngine] = (rollout,)
     else:
@@ -374,9 +375,9 @@ def updates_of_run(config: Config, total_steps: int) -> int:
     return total_steps * config.step.updates_per_step * config.step.epochs_per_step
 
 
-def rollout_engine(config: Config, tokenizer: Any, device: str) -> RolloutEngine:
+def rollout_engine(config: Config, tokenizer: Any, device: str, replica: int = 0) -> RolloutEngine:
     """The configured engine, built from the model folder's own config.json (the trainer's has its attention
-    switched)."""
+    switched). replica: its number, which chooses the server among several."""
     from transformers import AutoConfig
 
     r = config.rollout
@@ -392,6 +393,7 @@ def rollout_engine(config: Config, tokenizer: Any, device: str) -> RolloutEngine
         device=device,
         max_concurrent_sequences=r.max_concurrent_sequences,
         deterministic=config.run.deterministic,
+        place=server_place(config, replica),
     )
     return load(ROLLOUT[r.engine].build)(options_of(config, "rollout"), context)
 

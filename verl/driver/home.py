@@ -6,11 +6,15 @@ import hashlib
 import os
 import platform
 import socket
+import tempfile
 import uuid
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+from verl.config.schema import Config
+from verl.config.served import urls_of
+from verl.rollout.base import ServerPlace
 from verl.track.files import write_atomic
 
 MARK = ".driver"
@@ -67,4 +71,16 @@ def versions() -> tuple[tuple[str, str], ...]:
         ("Python", platform.python_version()),
         ("torch", version("torch")),
         ("verl source", source.hexdigest()[:12]),
+    )
+
+
+def server_place(config: Config, replica: int) -> ServerPlace:
+    """Of a rollout engine that is one. Its log is in the run's directory, where there is one."""
+    home, urls = Path(config.run.root_dir) / config.run.name, urls_of(config)
+    folder = home if home.is_dir() else Path(tempfile.gettempdir()) / f"verl-{os.getpid()}"
+    return ServerPlace(
+        model=str(Path(config.model.path).resolve()),
+        log=folder / "logs" / f"rollout_{replica}.log",
+        python=config.rollout.python,
+        url=urls[replica] if urls else None,
     )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
-from verl.types import Sampling, StopReason
+from verl.types import Sampling, StopReason, as_ids
 
 if TYPE_CHECKING:
     import torch
@@ -55,8 +56,19 @@ class Capabilities:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServerPlace:
+    """Where an engine that is a server lives. model: its folder · python: of the environment that starts it (None:
+    this one) · url: it runs already, and is not started · log: file for what it says."""
+
+    model: str
+    log: Path
+    python: str | None = None
+    url: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutContext:
-    """What every backend is built from, besides its own options."""
+    """What every backend is built from, besides its own options. place: for those that are servers."""
 
     hf_config: Any
     max_context_tokens: int
@@ -66,6 +78,7 @@ class RolloutContext:
     device: torch.device | str = "cpu"
     max_concurrent_sequences: int = 256
     deterministic: bool = False  # what a sequence gets is bitwise independent of what else is in the batch
+    place: ServerPlace | None = None
 
     def __post_init__(self) -> None:
         check_positive(max_context_tokens=self.max_context_tokens)
@@ -76,6 +89,24 @@ def check_positive(**sizes: int) -> None:
     for name, value in sizes.items():
         if value < 1:
             raise ValueError(f"{name}={value}: must be at least 1")
+
+
+def check_inputs(able: Capabilities, what: str, adapter: str | None, media: Sequence[str]) -> None:
+    """ValueError for an adapter or media that the engine does not take."""
+    if adapter is not None and not able.lora:
+        raise ValueError(f"{what}: adapter={adapter!r}, but this rollout engine loads no adapters; leave it out")
+    if media and not able.media:
+        raise ValueError(f"{what}: media={list(media)}, but this rollout engine takes no media; remove them")
+
+
+def checked_ids(what: str, ids: np.ndarray, vocab_size: int) -> np.ndarray:
+    """One sequence [t] int64 of ids that the vocabulary has, or ValueError."""
+    ids = as_ids(ids)
+    if ids.ndim != 1:
+        raise ValueError(f"{what}: ids must be one sequence [t], got shape {ids.shape}")
+    if len(ids) and not (ids.min() >= 0 and ids.max() < vocab_size):
+        raise ValueError(f"{what}: ids in [{ids.min()}, {ids.max()}], vocabulary is [0, {vocab_size})")
+    return ids
 
 
 class WeightReader(Protocol):

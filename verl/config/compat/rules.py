@@ -15,18 +15,37 @@ from verl.config.compat import objective
 from verl.config.compat.given import ACTOR, ROLLOUT, Given, Result
 from verl.config.compat.layout import SEQUENCE, layout
 from verl.config.model_files import context_tokens
+from verl.config.served import reachable
+
+_OPTIONS_OF_VLLM: Mapping[str, str] = MappingProxyType(
+    {
+        f"{ROLLOUT}gpu_memory_utilization": "gpu_memory_utilization",
+        f"{ROLLOUT}tensor_model_parallel_size": "tensor_parallel_size",
+        f"{ROLLOUT}enforce_eager": "enforce_eager",
+    }
+)
 
 
 def _rollout_engine(given: Given) -> Result:
     """Another engine computes the same samples of the same policy: where it is not here, ours runs in its place."""
     key, strict = f"{ROLLOUT}name", "rollout.strict"
     name = given.said(key)
-    if name is None or name in ROLLOUT_ENGINES:
+    here = name is None or reachable(name, given.native.get("rollout.python"), given.native.get("rollout.url"))
+    if given.native.get("rollout.engine", name if here else "native") == "vllm":
+        options = {f"rollout.engine_options.{own}": given.said(of) for of, own in _OPTIONS_OF_VLLM.items()}
+    else:
+        given.ignore("the engine of this process has no such choice; rollout.engine=vllm has", *_OPTIONS_OF_VLLM)
+        options = {}
+    options = {target: value for target, value in options.items() if value is not None}
+    if here:
         given.ignore("only read beside a rollout.name that is not here", strict)
-        return {} if name is None else {"rollout.engine": name}
+        return options if name is None else {"rollout.engine": name, **options}
     if given.said(strict):
-        raise ValueError(f"{key}={name}: not in this version, and rollout.strict=True refuses the native engine for it")
-    given.remarks[key] = f"{name} is not here: the native engine runs in its place; rollout.strict=True refuses that"
+        raise ValueError(f"{key}={name}: not here, and rollout.strict=True refuses the native engine for it")
+    fix = "rollout.python=ENVIRONMENT/bin/python brings it (docs/engines.md); " if name in ROLLOUT_ENGINES else ""
+    given.remarks[key] = (
+        f"{name} is not here: the native engine runs in its place; {fix}rollout.strict=True refuses that"
+    )
     return {"rollout.engine": "native"}
 
 

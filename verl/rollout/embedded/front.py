@@ -19,7 +19,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from verl.rollout.base import Capabilities, Completion, OnTokens, PauseMode, RolloutContext, WeightReader
+from verl.rollout.base import (
+    Capabilities,
+    Completion,
+    OnTokens,
+    PauseMode,
+    RolloutContext,
+    WeightReader,
+    check_inputs,
+    checked_ids,
+)
 from verl.rollout.embedded.core import EngineCore, Finished, Runner
 from verl.rollout.embedded.requests import News, Request
 from verl.types import Sampling, as_ids
@@ -88,7 +97,7 @@ class EmbeddedEngine:
     ) -> Completion:
         """See `Streaming`. `prefix_key` is not needed here: equal prompts are found by their ids."""
         self._check_alive()
-        self._check_inputs(request_id, adapter, media)
+        check_inputs(self._capabilities, request_id, adapter, media)
         ids = self._checked(request_id, prompt_ids, sampling)
         request = Request(request_id, ids, sampling, adapter, tuple(media), on_tokens=on_tokens)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
@@ -106,7 +115,7 @@ class EmbeddedEngine:
     async def score(
         self, ids: np.ndarray, *, temperature: float = 1.0, adapter: str | None = None, media: Sequence[str] = ()
     ) -> np.ndarray:
-        self._check_inputs("score", adapter, media)
+        check_inputs(self._capabilities, "score", adapter, media)
         ids = self._checked_ids("score", ids)
         if len(ids) > self._runner.max_context_tokens:
             raise ValueError(f"score: {len(ids)} tokens exceed max_context_tokens={self._runner.max_context_tokens}")
@@ -199,13 +208,6 @@ class EmbeddedEngine:
         """Counters since construction, and what is resident now."""
         return self._core.stats()
 
-    def _check_inputs(self, what: str, adapter: str | None, media: Sequence[str]) -> None:
-        able = self._capabilities
-        if adapter is not None and not able.lora:
-            raise ValueError(f"{what}: adapter={adapter!r}, but this rollout engine loads no adapters; leave it out")
-        if media and not able.media:
-            raise ValueError(f"{what}: media={list(media)}, but this rollout engine takes no media; remove them")
-
     def _checked(self, request_id: str, prompt_ids: np.ndarray, sampling: Sampling) -> np.ndarray:
         self._check_weights("generate")
         if request_id in self._pending:
@@ -220,12 +222,8 @@ class EmbeddedEngine:
 
     def _checked_ids(self, what: str, ids: np.ndarray) -> np.ndarray:
         ids = as_ids(ids)
-        if ids.ndim != 1:
-            raise ValueError(f"{what}: ids must be one sequence [t], got shape {ids.shape}")
-        if (content := ids.tobytes()) != self._in_vocabulary:  # the siblings of a group come one after the other
-            vocab = self._runner.vocab_size
-            if len(ids) and not (ids.min() >= 0 and ids.max() < vocab):
-                raise ValueError(f"{what}: ids in [{ids.min()}, {ids.max()}], vocabulary is [0, {vocab})")
+        if (content := ids.tobytes()) != self._in_vocabulary or ids.ndim != 1:  # siblings come one after the other
+            ids = checked_ids(what, ids, self._runner.vocab_size)
             self._in_vocabulary = content
         return ids
 

@@ -1,0 +1,570 @@
+"""The client of a rollout server, against a double that answers as vLLM was seen to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from served import NAMES, VOCAB, Fault, Served, crashing, hanging_up, logprob, silent
+
+from verl.rollout.base import Capabilities, Completion, RolloutContext
+from verl.rollout.client import REQUEST_PREFIX, Deadlines, Expected, ServedEngine
+from verl.rollout.http import ServerGone, ServerLate, ServerRefused
+from verl.rollout.router import Router
+from verl.rollout.wire import NotUnderstood
+from verl.types import Sampling
+from verl.weight_sync.base import CheckedReader, Entry, SyncError, WeightSource
+
+PROMPT = np.array([3, 4])  # answers 7, 8, 9, ...
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWX"
+FAILING = {"Connection": hanging_up, "status": crashing(500)}
+
+
+def letters(ids: Any) -> str:
+    return "".join(LETTERS[i] for i in ids)
+
+
+class Text:
+    vocab_size = VOCAB
+    max_position_embeddings = 512
+
+
+HF_CONFIG = SimpleNamespace(get_text_config=Text)
+
+
+def context_of(**given: Any) -> RolloutContext:
+    known = {"hf_config": HF_CONFIG, "max_context_tokens": 64, "dtype": torch.float32, "decode": letters}
+    return RolloutContext(**{**known, **given})
+
+
+def reader(version: int = 0, names: Any = NAMES) -> CheckedReader:
+    manifest = {name: Entry((2,), "float32", checksum=7) for name in names}
+    manifest["tied.weight"] = Entry((2,), "float32", tied_to=names[0])
+    return CheckedReader(WeightSource(version, "verl.weight_sync.shm:open_weights", f"/dev/shm/x-{version}", manifest))
+
+
+def engine_at(url: str, expected: Expected | None = None, **given: Any) -> ServedEngine:
+    limits = Deadlines(start_s=5, request_s=given.pop("request_s", 20), control_s=given.pop("control_s", 10))
+    able = Capabilities(logprobs="processed", max_context_tokens=64, in_flight_update=True)
+    return ServedEngine(context_of(**given), expected or Expected(name="vLLM"), url, able, limits)
+
+
+def with_server(
+    body: Callable[[ServedEngine, Served], Awaitable[Any]],
+    served: Served | None = None,
+    *,
+    loads: bool = True,
+    expected: Expected | None = None,
+    **given: Any,
+) -> Any:
+    async def run() -> Any:
+        double = served or Served()
+        async with TestServer(double.app()) as server:
+            engine = engine_at(str(server.make_url("")), expected, **given)
+            try:
+                if loads:
+                    await engine.load_weights(reader())
+                return await asyncio.wait_for(body(engine, double), 30)
+            finally:
+                await engine.close()
+
+    return asyncio.run(run())
+
+
+def greedy(max_tokens: int, **given: Any) -> Sampling:
+    return Sampling(max_tokens=max_tokens, temperature=0.0, **given)
+
+
+async def until(ready: Callable[[], bool]) -> None:
+    while not ready():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
+# ---- requests --------------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_and_what_was_asked_for_it() -> None:
+    async def body(engine: ServedEngine, served: Served) -> None:
+        sampling = Sampling(
+            max_tokens=5, temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, seed=2**63 - 1, stop_token_ids=(40, VOCAB, -1)
+        )
+        c = await engine.generate("r", PROMPT, sampling)
+        assert (c.request_id, c.ids.tolist(), c.stop_reason, c.spans) == (
+            "r",
+            [7, 8, 9, 10, 11],
+            "length",
+            ((0, 0, 5),),
+        )
+        assert c.ids.dtype == np.int64 and c.logprobs.dtype == np.float32
+        np.testing.assert_allclose(c.logprobs, [logprob(i, 0.5) for i in c.ids], rtol=1e-6)
+        sent = served.asked[-1][1]
+        assert sent["model"] == "policy" and sent["token_ids"] == [3, 4] and sent["request_id"].endswith("-r")
+        assert sent["sampling_params"] == {
+            **{"max_tokens": 5, "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": 2**63 - 1},
+            # the end token is one of ours; ids that no token has are not sent: they are an index there
+            **{"stop_token_ids": [20, 40], "ignore_eos": True, "logprobs": 0, "detokenize": False},
+        }
+
+    with_server(body, eos_token_ids=[20])
+
+
+@pytest.mark.parametrize(
+    ("given", "ids", "reason"),
+    [
+        ({}, list(range(7, 21)), "eos"),
+        ({"ignore_eos": True}, list(range(7, 37)), "length"),
+        ({"stop_token_ids": (12,)}, list(range(7, 13)), "stop"),
+        ({"stop_token_ids": (20,)}, list(range(7, 21)), "eos"),
+        ({"stop_token_ids": (20,), "ignore_eos": True}, list(range(7, 21)), "stop"),
+        ({"max_tokens": 14}, list(range(7, 21)), "eos"),
+        ({"max_tokens": 500, "ignore_eos": True}, [i % VOCAB for i in range(7, 69)], "context_full"),
+        ({"stop": ("kl",)}, [7, 8, 9, 10, 11], "stop"),
+        ({"stop": ("zzz", "l", "kl")}, [7, 8, 9, 10, 11], "stop"),
+        ({"stop": ("tu",)}, list(range(7, 21)), "eos"),  # both end with the same token: the end token is said
+        ({"stop": ("no",), "max_tokens": 4}, [7, 8, 9, 10], "length"),
+        ({"stop": ("h",)}, [7], "stop"),
+    ],
+)
+def test_where_an_answer_ends(given: dict[str, Any], ids: list[int], reason: str) -> None:
+    async def body(engine: ServedEngine, served: Served) -> None:
+        c = await engine.generate("r", PROMPT, greedy(**{"max_tokens": 30, **given}))
+        assert (c.ids.tolist(), c.stop_reason, len(c.logprobs)) == (ids, reason, len(ids))
+        assert c.spans == ((0, 0, len(ids)),)
+        if reason == "stop" and "stop" in given:
+            assert c.stop == ("kl" if "kl" in given["stop"] else given["stop"][0])
+            aborted = [body["request_ids"] for path, body in served.asked if path.endswith("abort_requests")]
+            assert len(aborted) == 1 and aborted[0][0].startswith(REQUEST_PREFIX), "the server was told to stop"
+        else:
+            assert c.stop is None
+        await until(lambda: not served.running)
+
+    with_server(body, eos_token_ids=[20])
+
+
+def test_nothing_is_sent_that_would_end_the_engine() -> None:
+    """An id outside the vocabulary kills vLLM under --skip-tokenizer-init."""
+
+    async def body(engine: ServedEngine, served: Served) -> None:
+        before = len(served.asked)
+        for ids, said in (([VOCAB], "vocabulary"), ([-1], "vocabulary"), ([], "0 tokens"), ([[1]], "shape")):
+            with pytest.raises(ValueError, match=said):
+                await engine.generate("r", np.array(ids, np.int64), greedy(2))
+        for call, said in (
+            (engine.generate("r", np.arange(40), greedy(2, stop=("x",)), adapter="math"), "loads no adapters"),
+            (engine.generate("r", np.arange(40), greedy(2), media=("ab",)), "takes no media"),
+            (engine.generate("r", np.zeros(64, np.int64), greedy(2)), "leaves no room"),
+            (engine.score(PROMPT, temperature=0.7), "temperature=0.7: vLLM scores at temperature 1 only"),
+            (engine.score(np.array([VOCAB])), "vocabulary"),
+            (engine.score(np.zeros(65, np.int64)), "max_context_tokens=64"),
+            (engine.pause("soon"), "soon"),  # type: ignore[arg-type]
+            (engine.sleep(3), "level=3"),
+            (engine.wake(("cache",)), "cache"),
+        ):
+            with pytest.raises(ValueError, match=said):
+                await call
+        assert len(served.asked) == before
+
+    with_server(body)
+    with pytest.raises(ValueError, match="decode="):
+        with_server(lambda engine, served: engine.generate("r", PROMPT, greedy(2, stop=("x",))), decode=None)
+
+
+def test_scores_of_a_prompt() -> None:
+    async def body(engine: ServedEngine, served: Served) -> None:
+        found = await engine.score(np.array([5, 6, 5]))
+        np.testing.assert_allclose(found, [logprob(6, 1), logprob(5, 1)], rtol=1e-6)
+        assert found.dtype == np.float32 and (await engine.score(np.array([5]))).shape == (0,)
+        assert (await engine.score(np.array([5, 6]), temperature=0.0)).shape == (1,)
+
+    with_server(body)
+
+
+def test_aborted_requests_return_what_they_have() -> None:
+    async def body(engine: ServedEngine, served: Served) -> None:
+        tasks = [asyncio.create_task(engine.generate(n, PROMPT, greedy(60))) for n in "abc"]
+        await until(lambda: len(served.running) == 3)
+        with pytest.raises(ValueError, match="already running"):
+            await engine.generate("a", PROMPT, greedy(2))
+        assert await engine.abort(["a", "unknown"]) == 1
+        first = await tasks[0]
+        n = len(first.ids)
+        assert first.stop_reason == "abort" and first.ids.tolist() == list(range(7, 7 + n)) and n < 60
+        assert not tasks[1].done() and await engine.abort() == 2 and await engine.abort() == 0
+        assert [(await t).stop_reason for t in tasks] == ["abort"] * 3
+        named = next(body for path, body in served.asked if path.endswith("abort_requests"))["request_ids"]
+        assert len(named) == 1 and named[0].startswith(REQUEST_PREFIX) and named[0].endswith("-a")
+
+    with_server(body, Served(step_s=0.01))
+
+
+def test_an_abort_follows_a_request_that_has_not_arrived() -> None:
+    async def slow(request: web.Request) -> None:
+        await asyncio.sleep(0.2)
+
+    async def body(engine: ServedEngine, served: Served) -> None:
+        served.faults["/inference/v1/generate"] = slow
+        task = asyncio.create_task(engine.generate("a", PROMPT, greedy(60)))
+        await asyncio.sleep(0.02)
+        assert await engine.abort(["a"]) == 1 and (await task).stop_reason == "abort"
+
+    with_server(body, Served(step_s=0.05))
+
+
+@pytest.mark.parametrize("stop", [(), ("zz",)], ids=["whole", "stream"])
+def test_a_caller_that_gives_up_frees_its_row(stop: tuple[str, ...]) -> None:
+    async def body(engine: ServedEngine, served: Served) -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await engine.generate("a", PROMPT, greedy(60, stop=stop))
+        await until(lambda: not served.running)
+        assert served.gone or stop
+        assert len((await engine.generate("a", PROMPT, greedy(2))).ids) == 2, "the id is free again"
+
+    with_server(body, Served(step_s=0.02))
+
+
+def test_an_answer_that_is_late_names_the_limit() -> None:
+    async def body(engine: ServedEngine, served: Served) -> None:
+        with pytest.raises(ServerLate, match=r"/inference/v1/generate: no answer in 0.1 s"):
+            await engine.generate("a", PROMPT, greedy(60))
+        await until(lambda: not served.running)
+
+    with_server(body, Served(step_s=0.05), request_s=0.1, loads=True)
+
+
+def answering(**changed: Any) -> Fault:
+    """A choice of three tokens with something wrong."""
+
+    async def fault(request: web.Request) -> web.Response:
+        choice = {
+            "token_ids": [7, 8, 9],
+            "logprobs": {"content": [{"logprob": -1.0}] * 3},
+            "weight_versions": [{"version": "0", "start": 0, "end": 3}],
+            "finish_reason": "length",
+        }
+        return web.Response(text=json.dumps({"choices": [choice | changed]}), content_type="application/json")
+
+    return fault
+
+
+def spans(*of: tuple[str, int, int]) -> list[dict[str, Any]]:
+    return [{"version": v, "start": a, "end": b} for v, a, b in of]
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "said"),
+    [
+        (crashing(500), ServerRefused, r"/inference/v1/generate: HTTP 500: broken"),
+        (crashing(404, "no such model"), ServerRefused, "no such model"),
+        (hanging_up, ServerGone, "/inference/v1/generate"),
+        (answering(logprobs=None), NotUnderstood, "3 tokens with the log-probs"),
+        (answering(logprobs={"content": [{"logprob": -1.0}] * 2}), NotUnderstood, "3 tokens with the log-probs"),
+        (answering(logprobs={"content": [{"logprob": float("nan")}] * 3}), NotUnderstood, "non-finite"),
+        (answering(weight_versions=None), NotUnderstood, "do not cover 3 tokens"),
+        (answering(weight_versions=spans(("0", 0, 1), ("1", 2, 3))), NotUnderstood, "do not cover"),
+        (answering(weight_versions=spans(("default", 0, 3))), NotUnderstood, "default"),
+        (answering(finish_reason="stop", token_ids=[7], logprobs={"content": [{"logprob": -1.0}]},
+                   weight_versions=spans(("0", 0, 1))), NotUnderstood, "unasked"),
+        (answering(token_ids="x"), NotUnderstood, "not vLLM's"),
+    ],
+)  # fmt: skip
+def test_answers_that_are_none(fault: Fault, error: type[Exception], said: str) -> None:
+    async def body(engine: ServedEngine, served: Served) -> None:
+        served.faults["/inference/v1/generate"] = fault
+        with pytest.raises(error, match=said):
+            await engine.generate("r", PROMPT, greedy(3))
+        del served.faults["/inference/v1/generate"]
+        assert len((await engine.generate("r", PROMPT, greedy(3))).ids) == 3
+
+    with_server(body)
+
+
+def test_a_stream_that_breaks_off_is_no_answer() -> None:
+    async def half(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        chunk = {"choices": [{"token_ids": [7], "logprobs": {"content": [{"logprob": -1.0}]}}]}
+        await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
+        return response
+
+    async def failing(request: web.Request) -> web.StreamResponse:
+        return web.Response(text='data: {"error": {"message": "EngineCore died"}}\n\ndata: [DONE]\n\n')
+
+    async def body(engine: ServedEngine, served: Served) -> None:
+        for fault, error, said in ((half, ServerGone, "broke off"), (failing, ServerRefused, "EngineCore died")):
+            served.faults["/inference/v1/generate"] = fault
+            with pytest.raises(error, match=said):
+                await engine.generate("r", PROMPT, greedy(3, stop=("x",)))
+
+    with_server(body)
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+
+UPDATE = ["/start_weight_update", "/update_weights", "/finish_weight_update", "/collective_rpc", "/reset_prefix_cache"]
+
+
+def test_an_update_is_one_transaction() -> None:
+    async def body(engine: ServedEngine, served: Served) -> None:
+        with pytest.raises(ValueError, match="no weights"):
+            await engine.generate("r", PROMPT, greedy(2))
+        sent = reader(4)
+        assert await engine.load_weights(sent, on_inflight="keep") == engine.version == 4
+        assert sent.delivered == set(NAMES)
+        assert served.paths[-7:] == ["/pause?mode=keep", *UPDATE, "/resume"]
+        info = dict(served.asked)["/update_weights"]["update_info"]
+        assert info == {"path": "/dev/shm/x-4", "version": 4, "names": None, "checksums": dict.fromkeys(NAMES, 7)}
+        assert dict(served.asked)["/finish_weight_update"] == {"weight_version": "4"}
+        with pytest.raises(ValueError, match=r"sync\.engine=shm"):
+            await engine.load_weights(SimpleNamespace(version=5, tensors=list))  # type: ignore[arg-type]
+
+    with_server(body, loads=False)
+
+
+def test_a_server_that_says_by_itself_what_it_loaded_is_not_asked() -> None:
+    async def finish(request: web.Request) -> web.Response:
+        return web.json_response({"loaded": NAMES})
+
+    async def body(engine: ServedEngine, served: Served) -> None:
+        served.faults["/finish_weight_update"] = finish
+        await engine.load_weights(reader(1))
+        assert served.paths.count("/collective_rpc") == 1, "the first time"
+
+    with_server(body)
+
+
+def test_tokens_around_an_update_say_which_weights_drew_them() -> None:
+    async def body(engine: ServedEngine, served: Served) -> Completion:
+        task = asyncio.create_task(engine.generate("r", PROMPT, greedy(40)))
+        await until(lambda: bool(served.running))
+        await asyncio.sleep(0.05)
+        await engine.load_weights(reader(1), on_inflight="keep")
+        return await task
+
+    (old, start, switch), (new, resumed, end) = with_server(body, Served(step_s=0.005)).spans
+    assert (old, new, start, end) == (0, 1, 0, 40) and 0 < switch == resumed < 40
+
+
+async def lost(request: web.Request) -> web.StreamResponse:
+    return web.json_response({"results": [{"loaded": NAMES, "missing": []}, {"loaded": NAMES[:1], "missing": []}]})
+
+
+async def extra(request: web.Request) -> web.StreamResponse:
+    return web.json_response({"results": [{"loaded": [*NAMES, "c.weight"], "missing": []}]})
+
+
+async def unfilled(request: web.Request) -> web.StreamResponse:
+    return web.json_response({"results": [{"loaded": NAMES, "missing": ["model.norm.weight"]}]})
+
+
+async def not_reset(request: web.Request) -> web.StreamResponse:
+    return web.json_response({"success": False})
+
+
+@pytest.mark.parametrize(
+    ("path", "fault", "said"),
+    [
+        *((path, crashing(500, "Attempted to load weight [3] into [4]"), "Attempted to load") for path in UPDATE),
+        ("/update_weights", hanging_up, "update_weights"),
+        ("/update_weights", silent, "no answer in 0.3 s"),
+        ("/collective_rpc", lost, r"version 1: the server did not load 1 of 2 tensors, e.g. \['b.weight'\]"),
+        ("/collective_rpc", extra, "loaded 1 tensors that nobody sent"),
+        ("/collective_rpc", unfilled, r"1 parts of the server's model got no weights, e.g. \['model.norm.weight'\]"),
+        ("/reset_prefix_cache", not_reset, "keeps prefixes of older weights"),
+        ("/resume", crashing(500, "gone"), "gone"),
+    ],
+)
+def test_a_failed_update_leaves_a_server_that_is_never_asked_again(path: str, fault: Fault, said: str) -> None:
+    """vLLM answers 200 to half of an update; after a failed one /resume ends its engine."""
+
+    async def body(engine: ServedEngine, served: Served) -> None:
+        running = asyncio.create_task(engine.generate("r", PROMPT, greedy(60)))
+        await until(lambda: bool(served.running))
+        await asyncio.sleep(0.02)
+        served.faults[path] = fault
+        before = len(served.asked)
+        with pytest.raises((SyncError, ServerGone, ServerRefused, ServerLate), match=said):
+            await engine.load_weights(reader(1), on_inflight="keep")
+        done = await running
+        assert done.stop_reason == "abort" and {v for v, _, _ in done.spans} == {0}
+        assert path == "/resume" or "/resume" not in served.paths[before:]
+        del served.faults[path]
+        asked = len(served.asked)
+        for call in (engine.generate("n", PROMPT, greedy(2)), engine.score(PROMPT)):
+            with pytest.raises(ServerGone, match="out of service: the update to version 1 failed"):
+                await call
+        with pytest.raises(RuntimeError, match="must not go on"):
+            await engine.resume()
+        with pytest.raises(ServerGone, match="restart that server"):
+            await engine.load_weights(reader(2))
+        assert len(served.asked) == asked and engine.version == 0
+
+    with_server(body, Served(step_s=0.01), control_s=0.3)
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+def test_a_paused_server_stays_paused_over_an_update(mode: Any) -> None:
+    async def body(engine: ServedEngine, served: Served) -> None:
+        await engine.pause()
+        assert await engine.load_weights(reader(1), on_inflight=mode) == 1
+        late = asyncio.create_task(engine.generate("r", PROMPT, greedy(3)))
+        await asyncio.sleep(0.05)
+        assert not late.done()
+        if mode == "wait":
+            with pytest.raises(ValueError, match="1 requests stand still"):
+                await engine.load_weights(reader(2), on_inflight=mode)
+        await engine.resume()
+        assert (await late).spans == ((1, 0, 3),)
+
+    with_server(body)
+
+
+def test_a_wait_that_is_given_up_is_undone() -> None:
+    async def body(engine: ServedEngine, served: Served) -> None:
+        task = asyncio.create_task(engine.generate("r", PROMPT, greedy(60)))
+        await until(lambda: bool(served.running))
+        for wait in (engine.pause("wait"), engine.load_weights(reader(1), on_inflight="wait")):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(wait, 0.02)
+        assert (await task).stop_reason == "length" and engine.version == 0
+        await until(lambda: served.paths.count("/resume") == 4)
+        assert len((await engine.generate("s", PROMPT, greedy(2))).ids) == 2
+
+    with_server(body, Served(step_s=0.01))
+
+
+def test_requests_of_a_server_that_is_gone_go_on_elsewhere() -> None:
+    async def run() -> None:
+        doubles = [Served(step_s=0.005), Served(step_s=0.005)]
+        servers = [TestServer(double.app()) for double in doubles]
+        for server in servers:
+            await server.start_server()
+        engines = [engine_at(str(server.make_url(""))) for server in servers]
+        router = Router(engines)
+        for engine in engines:
+            await engine.load_weights(reader())
+        tasks = [asyncio.create_task(router.generate(str(i), PROMPT, greedy(40))) for i in range(8)]
+        await until(lambda: all(len(double.running) == 4 for double in doubles))
+        doubles[0].faults["/inference/v1/generate"] = hanging_up
+        await servers[0].close()
+        done = [await task for task in tasks]
+        assert all(c.ids.tolist() == list(range(7, 47)) and c.stop_reason == "length" for c in done)
+        assert [c.request_id for c in done] == [str(i) for i in range(8)]
+        assert len((await router.generate("late", PROMPT, greedy(2))).ids) == 2
+        await servers[1].close()
+        with pytest.raises(ServerGone):
+            await router.generate("lost", PROMPT, greedy(2))
+        await router.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+# ---- start and end ---------------------------------------------------------------------------------------------------
+
+NEEDS = {"/init_weight_transfer_engine": "start it with FLAG", "/inference/v1/generate": "start it with SCALE"}
+STRICT = Expected(name="vLLM", versions=((0, 32), (0, 33)), needs={**NEEDS, "transfer": "start it with TRANSFER"})
+
+
+@pytest.mark.parametrize(
+    ("served", "fault", "said"),
+    [
+        (Served(version="0.33.1"), None, r"is vLLM 0.33.1: this adapter was made for vLLM >=0.32,<0.33"),
+        (Served(version="dev"), None, "is vLLM dev"),
+        (Served(room=63), None, "at most 63 tokens, and 64 are asked for; start it with a longer context"),
+        (Served(raw=True), None, "log-probs before temperature and truncation"),
+        (Served(), ("/init_weight_transfer_engine", crashing(404)), "has no /init_weight.*start it with FLAG"),
+        (Served(), ("/init_weight_transfer_engine", crashing(500)), "cannot be sent weights.*start it with TRANSFER"),
+        (Served(), ("/inference/v1/generate", crashing(403)), "has no /inference/v1/generate: start it with SCALE"),
+        (Served(), ("/health", crashing(503)), "no healthy server there"),
+    ],
+)
+def test_a_server_that_is_another_is_refused_at_start(served: Served, fault: Any, said: str) -> None:
+    async def body(engine: ServedEngine, served: Served) -> None:
+        if fault is not None:
+            served.faults[fault[0]] = fault[1]
+        with pytest.raises(ValueError, match=said):
+            await engine.capabilities()
+
+    with_server(body, served, loads=False, expected=STRICT)
+
+
+def test_nobody_listens() -> None:
+    async def run() -> None:
+        async with TestServer(Served().app()) as server:
+            url = str(server.make_url(""))
+        engine = engine_at(url)
+        with pytest.raises(ValueError, match="no healthy server there"):
+            await engine.capabilities()
+        await engine.close()
+
+    asyncio.run(run())
+
+
+def test_health_is_shown_by_a_token() -> None:
+    """/health is 200 while the engine itself is stopped."""
+
+    async def body(engine: ServedEngine, served: Served) -> None:
+        await engine.probe()
+        served.faults["/inference/v1/generate"] = silent
+        with pytest.raises(ServerLate, match=r"no answer in 0.1 s"):
+            await engine.probe(0.1)
+
+    with_server(body)
+
+
+def test_after_the_end_nothing_is_asked() -> None:
+    async def body(engine: ServedEngine, served: Served) -> None:
+        task = asyncio.create_task(engine.generate("r", PROMPT, greedy(60)))
+        await until(lambda: bool(served.running))
+        await engine.close()
+        for call in (task, engine.generate("n", PROMPT, greedy(2)), engine.resume(), engine.score(PROMPT)):
+            with pytest.raises(RuntimeError, match="closed"):
+                await call
+        await engine.close()
+
+    with_server(body, Served(step_s=0.02))
+
+
+def test_one_engine_over_several_event_loops() -> None:
+    """A script calls asyncio.run more than once."""
+    import threading
+
+    loop, ready, found = asyncio.new_event_loop(), threading.Event(), {}
+
+    async def serve() -> None:
+        async with TestServer(Served().app()) as server:
+            found["url"] = str(server.make_url(""))
+            ready.set()
+            found["done"] = asyncio.Event()
+            await found["done"].wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    assert ready.wait(10)
+    engine = engine_at(found["url"])
+
+    async def first() -> None:
+        await engine.load_weights(reader())
+        asyncio.get_running_loop().create_task(engine.generate("gone", PROMPT, greedy(60)))
+        await asyncio.sleep(0.01)
+
+    async def second() -> Completion:
+        try:
+            return await engine.generate("gone", PROMPT, greedy(3))
+        finally:
+            await engine.close()
+
+    try:
+        asyncio.run(first())
+        assert asyncio.run(second()).ids.tolist() == [7, 8, 9]
+    finally:
+        loop.call_soon_threadsafe(found["done"].set)
+        thread.join(10)

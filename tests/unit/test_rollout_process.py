@@ -1,0 +1,230 @@
+"""Servers as children: they start, say why they do not, end with everything they started, and come back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import served
+from test_rollout_client import PROMPT, context_of, greedy, reader
+
+from verl.rollout.base import Capabilities
+from verl.rollout.client import Deadlines, Expected, ServedEngine
+from verl.rollout.http import ServerGone, ServerLate
+from verl.rollout.process import SHM, ServerProcess, _session, free_port, said_by
+
+DOUBLE = [sys.executable, served.__file__]
+STUBBORN = """
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"
+child = subprocess.Popen([sys.executable, "-c", deaf])
+print("child", child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def started(tmp_path: Path, code: str, **env: str) -> ServerProcess:
+    command = [sys.executable, "-c", code]
+    return ServerProcess("it", command, env={**os.environ, **env}, log=tmp_path / "logs" / "it.log")
+
+
+def wait_for(ready: Any, what: str) -> None:
+    until_s = time.monotonic() + 30
+    while not ready():
+        assert time.monotonic() < until_s, f"waited 30 s for {what}"
+        time.sleep(0.02)
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_a_server_that_does_not_listen_to_signals_ends_with_its_children(tmp_path: Path) -> None:
+    it = started(tmp_path, STUBBORN)
+    wait_for(lambda: "child" in it.tail(), "its child")
+    child = int(it.tail().split()[1])
+    assert it.exit_code is None and {it.pid, child} <= set(_session(it.pid))
+    it.stop()
+    assert gone(it.pid) and gone(child) and it.exit_code == 128 + signal.SIGKILL
+    it.stop()
+
+
+def test_a_server_that_ends_says_how(tmp_path: Path) -> None:
+    it = started(tmp_path, "print('no such model'); raise SystemExit(3)")
+    wait_for(lambda: it.exit_code is not None, "its end")
+    assert it.exit_code == 3 and it.tail() == "no such model"
+    again = started(tmp_path, "pass")
+    wait_for(lambda: again.exit_code is not None, "its end")
+    assert again.tail() == "(it said nothing)", "what another one wrote before is not its"
+    missing = ServerProcess("it", [str(tmp_path / "none")], env={}, log=tmp_path / "it.log")
+    wait_for(lambda: missing.exit_code is not None, "its end")
+    assert missing.pid == 0 and "No such file" in missing.tail()
+    missing.stop()
+
+
+@pytest.mark.parametrize("how", ["kill -9 of the parent", "kill -9 of the guardian", "forgotten"])
+def test_a_server_dies_with_its_parent(tmp_path: Path, how: str) -> None:
+    """Also where nobody could clean up."""
+    code = f"""
+    import os, sys, time
+    from pathlib import Path
+    from verl.rollout.process import ServerProcess
+    log = Path({str(tmp_path / "log")!r})
+    it = ServerProcess("it", [sys.executable, "-c", {STUBBORN!r}], env=dict(os.environ), log=log)
+    print(it.pid, it._guardian.pid, flush=True)
+    if {how == "forgotten"}:
+        while "child" not in it.tail():
+            time.sleep(0.02)
+        sys.exit()
+    time.sleep(600)
+    """
+    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    server, guardian = map(int, parent.stdout.readline().split())
+    try:
+        wait_for(lambda: "child" in (tmp_path / "log").read_text(), "its child")
+        child = int((tmp_path / "log").read_text().split()[1])
+        if how == "kill -9 of the parent":
+            parent.kill()
+        elif how == "kill -9 of the guardian":
+            os.kill(guardian, signal.SIGKILL)
+            wait_for(lambda: gone(server), "the server")
+            os.kill(child, signal.SIGKILL)  # it is alone: nobody is there who could know of it
+            parent.kill()
+        wait_for(lambda: gone(server) and gone(child), "the server and its child")
+    finally:
+        parent.kill()
+        parent.wait(10)
+        parent.stdout.close()
+
+
+def test_a_guardian_that_was_shot_is_made_up_for(tmp_path: Path) -> None:
+    it = started(tmp_path, STUBBORN)
+    wait_for(lambda: "child" in it.tail(), "its child")
+    child = int(it.tail().split()[1])
+    os.kill(it._guardian.pid, signal.SIGKILL)
+    it.stop()
+    wait_for(lambda: gone(it.pid) and gone(child), "the server and its child")
+
+
+def test_what_it_left_in_shared_memory_is_removed(tmp_path: Path) -> None:
+    """A server that is killed leaves its segments; those of others stay, and the trainer's."""
+    before, ours, mine = (f"{name}_{os.getpid()}" for name in ("before", "verl-weights", "mine"))
+    (SHM / before).write_bytes(b"x")
+    code = f"""
+import mmap, os, time
+for name in {(before, ours, mine)!r}:
+    with open("/dev/shm/" + name, "a+b") as file:
+        os.ftruncate(file.fileno(), 4096)
+        kept = [mmap.mmap(file.fileno(), 4096), globals().get("kept")]
+print("mapped", flush=True)
+time.sleep(600)
+"""
+    try:
+        it = started(tmp_path, code)
+        wait_for(lambda: "mapped" in it.tail(), "its segments")
+        it.stop()
+        assert [(SHM / name).exists() for name in (before, ours, mine)] == [True, True, False]
+    finally:
+        for name in (before, ours, mine):
+            (SHM / name).unlink(missing_ok=True)
+
+
+def test_what_an_installation_says() -> None:
+    assert said_by([sys.executable, "-c", "print(5)"], timeout_s=30) == (0, "5")
+    assert said_by([sys.executable, "-c", "raise SystemExit('no')"], timeout_s=30) == (1, "no")
+    assert said_by([sys.executable, "-c", "import time; time.sleep(60)"], timeout_s=0.5)[0] == -1
+    with pytest.raises(OSError):
+        said_by(["/nowhere/python"], timeout_s=1)
+
+
+# ---- engines over them -----------------------------------------------------------------------------------------------
+
+
+def engine_of(tmp_path: Path, *, start_s: float = 60.0, command: Any = DOUBLE, **env: str) -> ServedEngine:
+    def launch() -> tuple[ServerProcess, str]:
+        port = free_port()
+        log = tmp_path / "rollout.log"
+        process = ServerProcess("vLLM", [*command, str(port)], env={**os.environ, **env}, log=log)
+        return process, f"http://127.0.0.1:{port}"
+
+    able = Capabilities(logprobs="processed", max_context_tokens=64)
+    return ServedEngine(context_of(), Expected(name="vLLM"), launch, able, Deadlines(start_s=start_s))
+
+
+def test_a_server_that_cannot_start_says_why_with_the_end_of_its_log(tmp_path: Path) -> None:
+    async def run() -> None:
+        engine = engine_of(tmp_path, SERVED_FAILS="1")
+        with pytest.raises(RuntimeError, match=r"exit code 3.*rollout\.log:\n.*cannot be loaded: no such thing"):
+            await engine.capabilities()
+        await engine.close()
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def test_a_start_has_a_deadline_that_names_what_is_waited_for(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "print('loading shard 3', flush=True); import time; time.sleep(600)"]
+
+    async def run() -> int:
+        engine = engine_of(tmp_path, start_s=1.0, command=command)
+        with pytest.raises(ServerLate, match=r"vLLM at http.*waited 1 s for it to start.*\n.*loading shard 3"):
+            await engine.capabilities()
+        assert engine._server is not None
+        await engine.close()
+        return engine._server.pid
+
+    assert gone(asyncio.run(asyncio.wait_for(run(), 60)))
+
+
+def test_a_server_that_was_killed_is_told_of_and_comes_back_with_all_weights(tmp_path: Path) -> None:
+    async def run() -> None:
+        engine = engine_of(tmp_path)
+        await engine.load_weights(reader())
+        first = engine._server
+        assert first is not None
+        task = asyncio.create_task(engine.generate("r", PROMPT, greedy(60)))
+        await asyncio.sleep(0.01)
+        os.kill(first.pid, signal.SIGKILL)
+        with pytest.raises(ServerGone):
+            await task
+        while first.exit_code is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        with pytest.raises(ServerGone, match=r"vLLM ended with exit code 137; in .*rollout\.log"):
+            await engine.generate("r", PROMPT, greedy(2))
+        assert await engine.load_weights(reader(7)) == 7
+        assert (await engine.generate("r", PROMPT, greedy(2))).spans == ((7, 0, 2),)
+        second = engine._server
+        assert second is not None and second.pid != first.pid
+        await engine.close()
+        assert gone(second.pid)
+
+    asyncio.run(asyncio.wait_for(run(), 120))
+
+
+def test_a_fenced_server_is_killed_and_started_anew(tmp_path: Path) -> None:
+    async def run() -> None:
+        engine = engine_of(tmp_path)
+        await engine.load_weights(reader())
+        first = engine._server
+        with pytest.raises(Exception, match="loaded 1 tensors that nobody sent|did not load"):
+            await engine.load_weights(reader(1, ["a.weight", "other.weight"]))
+        assert first is not None and gone(first.pid)
+        with pytest.raises(ServerGone, match="out of service: the update to version 1 failed"):
+            await engine.generate("r", PROMPT, greedy(2))
+        assert await engine.load_weights(reader(2)) == 2 and engine._server is not first
+        assert (await engine.generate("r", PROMPT, greedy(2))).spans == ((2, 0, 2),)
+        await engine.close()
+
+    asyncio.run(asyncio.wait_for(run(), 120))

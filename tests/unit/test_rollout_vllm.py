@@ -1,0 +1,191 @@
+"""How vLLM is started and what is refused before, without a vLLM."""
+
+from __future__ import annotations
+
+import json
+import stat
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_runs import small_args
+from test_rollout_client import context_of
+from transformers import Qwen3Config
+
+from verl.config.backends import engine_of
+from verl.config.load import load_config
+from verl.config.validate import validate
+from verl.rollout.base import RolloutContext, ServerPlace
+from verl.rollout.vllm import PLUGIN, Options, build, environment, memory, require_vllm, serve_command
+from verl.rollout.wire import version_of
+
+CONFIG = Qwen3Config(
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    max_position_embeddings=512,
+)
+
+
+def context(**given: Any) -> RolloutContext:
+    return context_of(**{"hf_config": CONFIG, "max_context_tokens": 200, **given})
+
+
+def flags(options: Options, **given: Any) -> dict[str, str]:
+    words = serve_command("py", options, context(**given), "/m", 1234)
+    assert words[:5] == ["py", "-m", "vllm.entrypoints.cli.main", "serve", "/m"]
+    found: dict[str, str] = {}
+    for word in words[5:]:
+        if word.startswith("--"):
+            last = word
+            found[last] = ""
+        else:
+            found[last] = word
+    return found
+
+
+def test_the_line_that_starts_it_on_a_cpu() -> None:
+    assert flags(Options()) == {
+        **{"--served-model-name": "policy", "--host": "127.0.0.1", "--port": "1234", "--dtype": "float32"},
+        **{"--max-model-len": "201", "--max-num-seqs": "256", "--tensor-parallel-size": "1", "--load-format": "dummy"},
+        **{"--generation-config": "vllm", "--logprobs-mode": "processed_logprobs", "--skip-tokenizer-init": ""},
+        **{"--enable-scale-out": "", "--enable-prompt-tokens-details": "", "--enforce-eager": "", "--block-size": "32"},
+        **{"--weight-transfer-config": '{"backend": "verl"}', "--worker-extension-cls": "verl_weights.Extension"},
+        # a prefill that is split kills the engine where requests have seeds
+        **{"--no-enable-chunked-prefill": "", "--max-num-batched-tokens": "4096"},
+    }
+    long = flags(Options(), max_context_tokens=9000, hf_config=Qwen3Config(max_position_embeddings=9000))
+    assert (long["--max-model-len"], long["--max-num-batched-tokens"]) == ("9000", "9000")
+
+
+def test_the_line_that_starts_it_on_a_gpu() -> None:
+    found = flags(Options(gpu_memory_utilization=0.4, tensor_parallel_size=2), device="cuda", dtype=torch.bfloat16)
+    on_cpu_only = {"--no-enable-chunked-prefill", "--max-num-batched-tokens", "--block-size", "--enforce-eager"}
+    assert not on_cpu_only & set(found)
+    assert found["--gpu-memory-utilization"] == "0.4" and found["--dtype"] == "bfloat16"
+    assert found["--enable-sleep-mode"] == "" and found["--tensor-parallel-size"] == "2"
+    env = environment({}, Options(), context(device="cuda"))
+    assert not [name for name in env if name.startswith(("VLLM_CPU", "OMP"))]
+    assert "--enforce-eager" in flags(Options(enforce_eager=True), device="cuda")
+
+
+def test_more_arguments_and_those_that_are_taken() -> None:
+    more = {"max-logprobs": 5, "trust_remote_code": True, "hf-overrides": {"a": 1}, "seed": 3, "enable-lora": False}
+    found = flags(Options(args=more, max_num_seqs=8, block_size=16, load_format="auto"))
+    assert found["--max-logprobs"] == "5" and found["--trust-remote-code"] == "" and found["--seed"] == "3"
+    assert json.loads(found["--hf-overrides"]) == {"a": 1} and "--enable-lora" not in found
+    assert (found["--max-num-seqs"], found["--block-size"], found["--load-format"]) == ("8", "16", "auto")
+    with pytest.raises(ValueError, match=r"args\.--max_model_len=9: verl sets --max-model-len itself; leave it out"):
+        flags(Options(args={"--max_model_len": 9}))
+
+
+def test_its_environment() -> None:
+    ours = {"PATH": "/bin", "PYTHONPATH": "/verl", "PYTHONHOME": "/h", "VIRTUAL_ENV": "/v", "OMP_NUM_THREADS": "7"}
+    env = environment(ours, Options(threads=3), context())
+    assert {
+        "PATH": "/bin",
+        "PYTHONPATH": str(PLUGIN),
+        "OMP_NUM_THREADS": "3",
+        "VLLM_SERVER_DEV_MODE": "1",
+    }.items() <= env.items()
+    assert "PYTHONHOME" not in env and "VIRTUAL_ENV" not in env
+    assert env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind" and env["HF_HUB_OFFLINE"] == "1"
+    assert env["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert [p.name for p in PLUGIN.glob("*.py")] == ["verl_weights.py"], "the whole folder is on vLLM's path"
+
+
+def test_its_memory() -> None:
+    def of(options: Options, **given: int) -> int:
+        known = {"max_concurrent_sequences": 256, "max_context_tokens": 2048, "kv_bytes_per_token": 4096}
+        return memory(options, **(known | given))["KV cache"] >> 30
+
+    assert of(Options()) == 2 and of(Options(max_num_seqs=32)) == 1 and of(Options(), kv_bytes_per_token=1 << 20) == 4
+    assert of(Options(kv_cache_gib=7)) == 7
+
+
+def fake_python(folder: Path, body: str) -> str:
+    path = folder / "python"
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("echo 0.31.2", r"vLLM 0.31.2 is there, this adapter was made for >=0.32,<0.33: pip install vllm==0.32.0"),
+        ("echo 0.33.0", "vLLM 0.33.0 is there"),
+        (
+            "echo PackageNotFoundError: vllm; exit 1",
+            r"no vLLM there \(PackageNotFoundError: vllm\): pip install.*make vllm-env",
+        ),
+        ("echo 0.32.1", ""),
+        ("echo 0.32.0+cpu", ""),
+    ],
+)
+def test_an_environment_without_the_engine(tmp_path: Path, body: str, said: str) -> None:
+    python = fake_python(tmp_path, body)
+    if not said:
+        require_vllm(python)
+        return
+    with pytest.raises(ValueError, match=said) as caught:
+        require_vllm(python)
+    assert f"rollout.python={python}" in str(caught.value) and "\n" not in str(caught.value)
+    place = ServerPlace(model="/m", log=tmp_path / "log", python=python)
+    with pytest.raises(ValueError, match=said):
+        build(Options(), context(place=place))
+
+
+def test_an_interpreter_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot be started"):
+        require_vllm(str(tmp_path / "python"))
+    with pytest.raises(ValueError, match=r"run\.deterministic=true.*native"):
+        build(Options(), context(place=ServerPlace(model="/m", log=tmp_path / "l", python="x"), deterministic=True))
+
+
+def test_versions_are_compared_as_numbers() -> None:
+    assert version_of("0.32.0+cpu") == (0, 32, 0) and version_of("0.9") < (0, 32) and version_of("dev") == ()
+
+
+# ---- the configuration -----------------------------------------------------------------------------------------------
+
+
+def config_of(tmp_path: Path, tiny_model: Path, data: Any, *more: str) -> Any:
+    return load_config(small_args(tmp_path, tiny_model, data, *more)).config
+
+
+def test_weights_go_to_a_server_through_shared_memory(tmp_path: Path, tiny_model: Path, arithmetic_data: Any) -> None:
+    local = config_of(tmp_path, tiny_model, arithmetic_data)
+    served = config_of(tmp_path, tiny_model, arithmetic_data, "rollout.engine=vllm", f"rollout.python={sys.executable}")
+    assert (engine_of(local, "sync"), engine_of(served, "sync")) == ("local", "shm")
+    assert served.rollout.engine_options["gpu_memory_utilization"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["rollout.engine=vllm", "rollout.python=/nowhere/python"], "rollout.python=/nowhere/python: no such file"),
+        (["rollout.engine=vllm"], "vllm is not installed beside verl; set rollout.python=ENVIRONMENT/bin/python"),
+        (["rollout.python=/bin/sh"], "rollout.python=/bin/sh with rollout.engine=native, which runs in this process"),
+        (["rollout.url=http://127.0.0.1:1"], "rollout.url=http://127.0.0.1:1 with rollout.engine=native"),
+        (["rollout.engine=server"], "one that runs already: set rollout.url=http://127.0.0.1:PORT"),
+        (["rollout.engine=vllm", "rollout.url=http://127.0.0.1:1", "rollout.python=/bin/sh"], "leave one out"),
+        (["rollout.engine=vllm", "rollout.url=127.0.0.1:1"], "expected http://HOST:PORT"),
+        (["rollout.engine=vllm", "rollout.url=http://10.1.2.3:80"], "through the memory of one machine"),
+        (["rollout.engine=vllm", "rollout.url='http://localhost:1,http://localhost:2'"], "set rollout.replicas=2"),
+        (["rollout.engine=vllm", "rollout.python=/bin/sh", "run.deterministic=true"], "run.deterministic=true with"),
+        (["rollout.engine=vllm", "rollout.engine_options.tensor_paralel_size=2"], "did you mean tensor_parallel_size"),
+        (["rollout.engine=vllm", "rollout.engine_options.gpu_memory_utilization=2"], "gpu_memory_utilization=2"),
+        (["rollout.engine=sglang"], "rollout.engine=sglang: not in this version; set rollout.engine=native"),
+    ],
+)
+def test_what_the_configuration_refuses(
+    tmp_path: Path, tiny_model: Path, arithmetic_data: Any, more: list[str], said: str
+) -> None:
+    with pytest.raises(ValueError) as caught:
+        validate(config_of(tmp_path, tiny_model, arithmetic_data, *more))
+    assert said in str(caught.value)

@@ -1,0 +1,66 @@
+"""What is wrong with a rollout engine that is a server: where it lives, what it cannot do. Known before it starts."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+from verl.config.backends import ROLLOUT
+from verl.config.schema import Config
+
+HERE = ("localhost", "127.0.0.1", "::1")
+
+
+def urls_of(config: Config) -> tuple[str, ...]:
+    """One for each replica; none where they are started here."""
+    return tuple(filter(None, (url.strip().rstrip("/") for url in (config.rollout.url or "").split(","))))
+
+
+def reachable(engine: str, python: object, url: object) -> bool:
+    """Whether an engine is here: in this process, or as a server that is named or whose package is installed."""
+    row = ROLLOUT.get(engine)
+    if row is None or not row.apart:
+        return row is not None
+    found = importlib.util.find_spec(row.package) if row.package else None
+    return bool(python or url or (found is not None and found.origin))  # a folder of that name has no origin
+
+
+def server_faults(config: Config) -> Iterator[str]:
+    """A line per fault."""
+    r, urls = config.rollout, urls_of(config)
+    row, engine = ROLLOUT[r.engine], f"rollout.engine={r.engine}"
+    if not row.apart:
+        servers = " or ".join(name for name, other in ROLLOUT.items() if other.apart)
+        for key, value in (("python", r.python), ("url", r.url)):
+            if value is not None:
+                yield f"rollout.{key}={value} with {engine}, which runs in this process: set rollout.engine={servers}"
+        return
+    if r.url is not None:
+        if r.python is not None:
+            yield f"rollout.url={r.url} and rollout.python={r.python}: a server that runs is not started; leave one out"
+        yield from _urls(urls, r.url, r.replicas)
+    elif not row.package:
+        yield f"{engine} is one that runs already: set rollout.url=http://127.0.0.1:PORT"
+    elif r.python is not None and not (os.path.isfile(r.python) or shutil.which(r.python)):
+        yield f"rollout.python={r.python}: no such file; name the bin/python of the environment with {row.package}"
+    elif not reachable(r.engine, r.python, r.url):
+        where = "rollout.python=ENVIRONMENT/bin/python (docs/engines.md says how to make one), or rollout.url"
+        yield f"{engine}: {row.package} is not installed beside verl; set {where}"
+    if config.run.deterministic:
+        why = "what a server gives a sequence may depend on what else is in its batch"
+        yield f"run.deterministic=true with {engine}: {why}; set rollout.engine=native, or leave it out"
+
+
+def _urls(urls: tuple[str, ...], given: str, replicas: int) -> Iterator[str]:
+    for url in urls:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            yield f"rollout.url={url}: expected http://HOST:PORT"
+        elif parts.hostname not in HERE and parts.hostname != os.uname().nodename:
+            fix = "name a server of this machine (http://127.0.0.1:PORT)"
+            yield f"rollout.url={url}: weights go through the memory of one machine (sync.engine=shm); {fix}"
+    if len(urls) != replicas or len(set(urls)) != len(urls):
+        yield f"rollout.url={given} names {len(set(urls))} servers: set rollout.replicas={len(set(urls))}, each once"

@@ -1,0 +1,30 @@
+"""What a server is told of new weights, and what is made of its answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from verl.rollout.base import WeightReader
+from verl.weight_sync.base import CheckedReader, SyncError, WeightSource
+
+SHM_TRANSPORT = "verl.weight_sync.shm:"
+
+
+def of_shm(source: WeightReader) -> tuple[CheckedReader, WeightSource]:
+    """A server reads the weights by itself, from the memory of its machine."""
+    if not isinstance(source, CheckedReader) or not source.source.transport.startswith(SHM_TRANSPORT):
+        raise ValueError("a rollout engine that is a server reads weights from shared memory: set sync.engine=shm")
+    return source, source.source
+
+
+def compare(sent: WeightSource, told: Mapping[str, Any]) -> None:
+    """SyncError where a worker of the server did not load what was sent. told: `loaded`: the tensors that it read, by
+    the names that they were sent under · `missing`: parts of its model that got nothing."""
+    wanted, loaded, at = set(sent.delivered), set(told["loaded"]), f"version {sent.version}"
+    if absent := sorted(wanted - loaded):
+        raise SyncError(f"{at}: the server did not load {len(absent)} of {len(wanted)} tensors, e.g. {absent[:3]}")
+    if more := sorted(loaded - set(sent.manifest)):
+        raise SyncError(f"{at}: the server loaded {len(more)} tensors that nobody sent, e.g. {more[:3]}")
+    if left := sorted(told.get("missing", ())):
+        raise SyncError(f"{at}: {len(left)} parts of the server's model got no weights, e.g. {left[:3]}")

@@ -1,0 +1,119 @@
+"""The connection to one server: JSON over HTTP, with errors that say whether it is gone or refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import aiohttp
+
+CONNECT_S = 10.0
+IDLE_S = 2.0  # of a connection: servers close them after 5, and a request would meet the end of one
+SAID = 500  # characters of an error's body that are told
+
+
+class ServerGone(ConnectionError):
+    """Nobody answers there: it died, was ended, or the connection broke. The request may have been worked on."""
+
+
+class ServerRefused(RuntimeError):
+    """It answered with an error. status: of HTTP."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class ServerLate(TimeoutError):
+    """It did not answer in time."""
+
+
+class Http:
+    """One pool of connections per event loop: a script may call asyncio.run more than once."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        self.url = url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._session: aiohttp.ClientSession | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def get(self, path: str, *, timeout_s: float) -> Any:
+        async with self._asked("GET", path, None, timeout_s) as response:
+            return _parsed(path, await response.read())
+
+    async def post(self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float) -> Any:
+        async with self._asked("POST", path, body or {}, timeout_s) as response:
+            return _parsed(path, await response.read())
+
+    async def stream(self, path: str, body: Mapping[str, Any], *, timeout_s: float) -> AsyncGenerator[Any, None]:
+        """The events of a stream; it ends after the last one, and a stream that breaks off is ServerGone."""
+        async with self._asked("POST", path, body, timeout_s) as response:
+            async for line in response.content:
+                text = line.strip()
+                if text == b"data: [DONE]":
+                    return
+                if text.startswith(b"data: "):
+                    event = _parsed(path, text[6:])
+                    if isinstance(event, dict) and "error" in event:
+                        raise ServerRefused(f"{self.url}{path}: {_reason(text[6:])}", 500)
+                    yield event
+        raise ServerGone(f"{self.url}{path}: the stream broke off")
+
+    async def close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None and self._loop is asyncio.get_running_loop():
+            await session.close()
+
+    @asynccontextmanager
+    async def _asked(
+        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        at = f"{self.url}{path}"
+        limit = aiohttp.ClientTimeout(total=timeout_s, connect=min(CONNECT_S, timeout_s))
+        try:
+            async with self._pool().request(method, at, json=body, timeout=limit, headers=self._headers) as response:
+                if response.status != 200:
+                    why = _reason(await response.read())
+                    raise ServerRefused(f"{at}: HTTP {response.status}: {why}", response.status)
+                yield response
+        except TimeoutError as e:
+            raise ServerLate(f"{at}: no answer in {timeout_s:g} s") from e
+        except (aiohttp.ClientError, ConnectionError) as e:
+            if isinstance(e, ServerGone):
+                raise
+            raise ServerGone(f"{at}: {type(e).__name__}: {e}") from e
+
+    def _pool(self) -> aiohttp.ClientSession:
+        loop = asyncio.get_running_loop()
+        if self._session is None or self._loop is not loop:
+            if self._session is not None:
+                self._session.detach()  # its event loop has ended, and its connections with it
+            self._loop, self._session = (
+                loop,
+                aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S)),
+            )
+        return self._session
+
+
+def _parsed(path: str, body: bytes) -> Any:
+    if not body:
+        return None
+    try:
+        return json.loads(body)
+    except ValueError as e:
+        raise ServerRefused(f"{path}: the answer is no JSON: {body[:SAID]!r}", 200) from e
+
+
+def _reason(body: bytes) -> str:
+    """What an error's body says: OpenAI's shape, FastAPI's, or the text."""
+    text = body.decode(errors="replace").strip()
+    try:
+        found = json.loads(text)
+        error = found.get("error", found.get("detail", found))
+        text = str(error.get("message", error) if isinstance(error, dict) else error)
+    except (ValueError, AttributeError):
+        pass
+    return " ".join(text.split())[:SAID]

@@ -1,0 +1,37 @@
+"""A server that runs already and speaks vLLM's token-in-token-out API and control plane (`verl serve` does). No torch
+is imported at module level."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from verl.bounds import Positive
+
+if TYPE_CHECKING:
+    from verl.rollout.base import RolloutContext
+    from verl.rollout.client import ServedEngine
+
+CONTROL = "start it with serve.control=true"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    start_timeout_s: Positive = 60.0
+    request_timeout_s: Positive = 3600.0
+    """For one answer, the time in the queue included."""
+
+
+def build(options: Options, context: RolloutContext) -> ServedEngine:
+    """The engine, whose server gets weights with the first publish."""
+    from verl.rollout.base import Capabilities
+    from verl.rollout.client import Deadlines, Expected, ServedEngine
+
+    assert context.place is not None and context.place.url is not None, "a server that runs has a URL"
+    able = Capabilities(
+        logprobs="processed", max_context_tokens=context.max_context_tokens, prefix_cache=True, in_flight_update=True
+    )
+    paths = ("/pause", "/resume", "/reset_prefix_cache")
+    needs = dict.fromkeys((*paths, "/init_weight_transfer_engine", "/collective_rpc"), CONTROL)
+    deadlines = Deadlines(start_s=options.start_timeout_s, request_s=options.request_timeout_s)
+    return ServedEngine(context, Expected(name="the server", needs=needs), context.place.url, able, deadlines)

@@ -1,0 +1,209 @@
+"""vLLM as a rollout engine: `vllm serve` in its own Python environment, as a child of this process or at a URL.
+
+The lines that start it are those that were seen to work with 0.32.0 on a CPU; what they are for stands beside them.
+Weights come through `vllm_plugin/verl_weights.py`, which runs inside vLLM. No torch is imported at module level.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from verl.bounds import Positive, PositiveInt, PositiveShare, words
+
+if TYPE_CHECKING:
+    from verl.rollout.base import RolloutContext, ServerPlace
+    from verl.rollout.client import Expected, ServedEngine
+    from verl.rollout.process import ServerProcess
+
+AT_LEAST, BELOW = (0, 32), (0, 33)
+PLUGIN = Path(__file__).parent / "vllm_plugin"
+TRANSFER = '--weight-transfer-config \'{"backend":"verl"}\' --worker-extension-cls verl_weights.Extension'
+INSTALL = "pip install vllm==0.32.0 in an environment of its own; without a GPU, what `make vllm-env` does"
+LEAST_BATCHED_TOKENS = 4096
+MAX_KV_GIB = 4  # of a CPU's memory, unless kv_cache_gib says otherwise
+ASK_S = 120.0  # for the version of an environment on a cold disk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    tensor_parallel_size: PositiveInt = 1
+    """Processes (on a GPU: devices) that share the model."""
+    gpu_memory_utilization: PositiveShare = 0.5
+    """Of a GPU, weights and KV cache together."""
+    kv_cache_gib: PositiveInt | None = None
+    """On a CPU. None: what max_concurrent_sequences need at full length, at most 4."""
+    max_num_seqs: PositiveInt | None = None
+    """Requests that are decoded together. None: rollout.max_concurrent_sequences."""
+    block_size: PositiveInt | None = None
+    """Tokens of a block of the KV cache; prefixes are shared by whole ones. None: 32 on a CPU, else vLLM's own."""
+    enforce_eager: bool | None = None
+    """No CUDA graphs. None: on a CPU."""
+    load_format: Annotated[str, words("dummy|auto|safetensors")] = "dummy"
+    """What it starts with. dummy: nothing is read, as the trainer's weights replace them before the first request."""
+    threads: PositiveInt | None = None
+    """Of a CPU, for each of its processes. None: torch's here, shared out."""
+    start_timeout_s: Positive = 600.0
+    request_timeout_s: Positive = 3600.0
+    """For one answer, the time in the queue included."""
+    args: dict[str, Any] | None = None
+    """More of `vllm serve`: {max-logprobs: 5} is --max-logprobs 5, {trust-remote-code: true} the flag alone."""
+
+
+def memory(
+    options: Options, *, max_concurrent_sequences: int, max_context_tokens: int, kv_bytes_per_token: int
+) -> dict[str, int]:
+    """Bytes for the plan. On a GPU vLLM takes its share of the device instead (gpu_memory_utilization)."""
+    needed = (options.max_num_seqs or max_concurrent_sequences) * max_context_tokens * kv_bytes_per_token
+    return {"KV cache": kv_gib(options, needed) << 30}
+
+
+def kv_gib(options: Options, needed_bytes: int) -> int:
+    return options.kv_cache_gib or min(MAX_KV_GIB, -(-needed_bytes // (1 << 30)))
+
+
+def build(options: Options, context: RolloutContext) -> ServedEngine:
+    """The engine without weights, its server on the way: the first call waits for it. ValueError: what cannot start."""
+    from verl.rollout.base import Capabilities
+    from verl.rollout.client import Deadlines, ServedEngine
+    from verl.rollout.embedded.core import check_context
+
+    place = context.place
+    assert place is not None, "a server has a place"
+    check_context(context.max_context_tokens, positions_of(context))
+    if context.deterministic:
+        why = "what vLLM gives a sequence depends on what else is in the batch"
+        raise ValueError(f"run.deterministic=true: {why}; set it to false, or rollout.engine=native")
+    on_cpu = str(context.device) == "cpu"
+    able = Capabilities(
+        logprobs="processed",
+        max_context_tokens=context.max_context_tokens,
+        prefix_cache=True,
+        in_flight_update=True,
+        sleep_levels=() if on_cpu or place.url is not None else (1, 2),
+        notes=() if on_cpu else ("rollout: vLLM on a GPU was never run by those who wrote this adapter",),
+    )
+    deadlines = Deadlines(start_s=options.start_timeout_s, request_s=options.request_timeout_s)
+    if place.url is not None:
+        return ServedEngine(context, expected(), place.url, able, deadlines)
+    python = place.python or sys.executable
+    require_vllm(python)
+    return ServedEngine(context, expected(), lambda: _launch(python, options, context, place), able, deadlines)
+
+
+def expected() -> Expected:
+    from verl.rollout.client import ABORT, GENERATE, Expected
+
+    dev, transfer = "start it with VLLM_SERVER_DEV_MODE=1", f"start it with {TRANSFER}, and PYTHONPATH={PLUGIN}"
+    control = ("/pause", "/resume", "/reset_prefix_cache")
+    needs = dict.fromkeys((*control, "/init_weight_transfer_engine", "/collective_rpc"), dev)
+    needs |= dict.fromkeys((GENERATE, ABORT), "start it with --enable-scale-out")
+    needs |= {"logprobs": "start it with --logprobs-mode processed_logprobs", "transfer": transfer}
+    return Expected(name="vLLM", versions=(AT_LEAST, BELOW), needs=needs)
+
+
+def require_vllm(python: str) -> None:
+    """ValueError unless this interpreter has a vLLM that the adapter was made for."""
+    from verl.rollout.process import said_by
+    from verl.rollout.wire import version_of
+
+    code = "import importlib.metadata as m; print(m.version('vllm'))"
+    try:
+        status, said = said_by([python, "-c", code], timeout_s=ASK_S)
+    except OSError as e:
+        raise ValueError(
+            f"rollout.python={python}: cannot be started ({e}); name the bin/python of an environment"
+        ) from e
+    last = (said.splitlines() or ["no output"])[-1]
+    wanted = f">={'.'.join(map(str, AT_LEAST))},<{'.'.join(map(str, BELOW))}"
+    if status != 0:
+        raise ValueError(f"rollout.python={python}: no vLLM there ({last}): {INSTALL}, and name its bin/python")
+    if not AT_LEAST <= version_of(last) < BELOW:
+        raise ValueError(
+            f"rollout.python={python}: vLLM {last} is there, this adapter was made for {wanted}: {INSTALL}"
+        )
+
+
+def _launch(python: str, options: Options, context: RolloutContext, place: ServerPlace) -> tuple[ServerProcess, str]:
+    from verl.rollout.process import ServerProcess, free_port
+
+    port = free_port()
+    command = serve_command(python, options, context, place.model, port)
+    env = environment(os.environ, options, context)
+    return ServerProcess("vLLM", command, env=env, log=place.log), f"http://127.0.0.1:{port}"
+
+
+def serve_command(python: str, options: Options, context: RolloutContext, model: str, port: int) -> list[str]:
+    on_cpu = str(context.device) == "cpu"
+    room = context.max_context_tokens
+    length = min(room + 1, positions_of(context) or room)  # to score a full context draws one token more
+    given: dict[str, Any] = {
+        "served-model-name": "policy",
+        "host": "127.0.0.1",
+        "port": port,
+        "dtype": str(context.dtype).removeprefix("torch."),
+        "max-model-len": length,
+        "max-num-seqs": options.max_num_seqs or context.max_concurrent_sequences,
+        "tensor-parallel-size": options.tensor_parallel_size,
+        "load-format": options.load_format,
+        "generation-config": "vllm",  # no sampling defaults of the model folder
+        "logprobs-mode": "processed_logprobs",  # of the distribution that was drawn from
+        "skip-tokenizer-init": True,  # tokens in, tokens out; a character tokenizer would end it
+        "enable-scale-out": True,  # the endpoint that takes and gives tokens
+        "enable-prompt-tokens-details": True,
+        "weight-transfer-config": json.dumps({"backend": "verl"}),
+        "worker-extension-cls": "verl_weights.Extension",
+        "enforce-eager": on_cpu if options.enforce_eager is None else options.enforce_eager,
+    }
+    if on_cpu:  # a prefill that is split over steps kills the engine where requests have seeds
+        given |= {"no-enable-chunked-prefill": True, "max-num-batched-tokens": max(LEAST_BATCHED_TOKENS, length)}
+        given["block-size"] = options.block_size or 32
+    else:
+        given |= {"gpu-memory-utilization": options.gpu_memory_utilization, "enable-sleep-mode": True}
+        given |= {} if options.block_size is None else {"block-size": options.block_size}
+    for name, value in (options.args or {}).items():
+        if (key := name.lstrip("-").replace("_", "-")) in given:
+            raise ValueError(f"rollout.engine_options.args.{name}={value}: verl sets --{key} itself; leave it out")
+        given[key] = value
+    flags = [
+        [f"--{name}"] if value is True else [f"--{name}", _text(value)]
+        for name, value in given.items()
+        if value is not False
+    ]
+    return [python, "-m", "vllm.entrypoints.cli.main", "serve", model, *(word for flag in flags for word in flag)]
+
+
+def positions_of(context: RolloutContext) -> int | None:
+    """That the model was made for, if it says so."""
+    return getattr(context.hf_config.get_text_config(), "max_position_embeddings", None)
+
+
+def environment(ours: Mapping[str, str], options: Options, context: RolloutContext) -> dict[str, str]:
+    """Of the server: ours without our Python's, and what it has to be told this way."""
+    import torch
+
+    env = {name: value for name, value in ours.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+    env |= {"PYTHONPATH": str(PLUGIN), "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    env["VLLM_SERVER_DEV_MODE"] = "1"  # the control plane: pause, update, resume
+    if str(context.device) == "cpu":
+        threads = options.threads or max(1, torch.get_num_threads() // options.tensor_parallel_size)
+        text = context.hf_config.get_text_config()
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        token_bytes = 2 * text.num_hidden_layers * heads * head_dim * context.dtype.itemsize
+        rows = options.max_num_seqs or context.max_concurrent_sequences
+        env |= {
+            "VLLM_CPU_KVCACHE_SPACE": str(kv_gib(options, rows * context.max_context_tokens * token_bytes)),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # its own choice leaves a core idle
+            "OMP_NUM_THREADS": str(threads),
+        }
+    return env
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, dict | list) else str(value)

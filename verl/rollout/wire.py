@@ -1,0 +1,136 @@
+"""What a server of vLLM's token-in-token-out API is sent and answers, as pure functions; no connection is made here."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from verl.rollout.base import Completion, DecodeFn
+from verl.rollout.embedded.requests import find_stop
+from verl.types import Sampling, StopReason
+
+
+class NotUnderstood(RuntimeError):
+    """A server's answer is not what its API promises."""
+
+
+@dataclass(slots=True)
+class Drawn:
+    """What a server has drawn for one request so far; versions: [(version, start, end)], as it names them · finish: its
+    own reason."""
+
+    ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[tuple[str, int, int]] = field(default_factory=list)
+    finish: str | None = None
+    cached_tokens: int = 0
+
+    def add(self, answer: Mapping[str, Any]) -> None:
+        """A whole answer, or the next part of a stream."""
+        try:
+            usage = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
+            self.cached_tokens = int(usage.get("cached_tokens") or self.cached_tokens)
+            for choice in answer["choices"]:
+                ids, told = choice["token_ids"] or [], choice.get("logprobs")
+                logprobs = [float(of["logprob"]) for of in (told or {}).get("content") or ()]
+                if len(logprobs) != len(ids) or not all(map(math.isfinite, logprobs)):
+                    raise ValueError(f"{len(ids)} tokens with the log-probs {logprobs[-8:]} (non-finite logits?)")
+                self.ids += ids
+                self.logprobs += logprobs
+                for span in choice.get("weight_versions") or ():
+                    self.versions.append((str(span["version"]), int(span["start"]), int(span["end"])))
+                self.finish = choice.get("finish_reason") or self.finish
+        except (KeyError, TypeError, AttributeError, ValueError) as e:
+            raise NotUnderstood(f"the server's answer is not vLLM's: {type(e).__name__}: {e}") from e
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """How what a server drew becomes an answer. room: tokens that fit behind the prompt."""
+
+    sampling: Sampling
+    room: int
+    eos_token_ids: Sequence[int]
+    decode: DecodeFn | None
+
+    def end_of(self, drawn: Drawn, seen: int) -> tuple[int, str] | None:
+        """(tokens up to and with the one that completes a stop string, the string); `seen` were looked through."""
+        if not self.sampling.stop:
+            return None
+        assert self.decode is not None, "a request with stop strings was let through without a decode function"
+        ids = np.asarray(drawn.ids, np.int64)
+        for end in range(seen + 1, len(ids) + 1):
+            if (stop := find_stop(ids[:end], self.sampling.stop, self.decode)) is not None:
+                return end, stop
+        return None
+
+    def completion(self, request_id: str, drawn: Drawn, ended: tuple[int, str] | None) -> Completion:
+        """ended: by a stop string, which the server does not know."""
+        end = len(drawn.ids) if ended is None else ended[0]
+        ids, logprobs = np.asarray(drawn.ids[:end], np.int64), np.asarray(drawn.logprobs[:end], np.float32)
+        if named := [v for v, _, _ in drawn.versions if not v.isdecimal()]:
+            raise NotUnderstood(f"the server's weights have the version {named[0]!r}: nobody published it")
+        spans = tuple((int(v), a, min(b, end)) for v, a, b in drawn.versions if a < min(b, end))
+        if [0, *(b for _, _, b in spans)] != [*(a for _, a, _ in spans), end]:
+            raise NotUnderstood(f"the server's weight_versions {drawn.versions} do not cover {end} tokens")
+        stop = None if ended is None else ended[1]
+        reason = self._reason(ids, drawn, stop)
+        return Completion(
+            request_id, ids, logprobs, spans, reason, stop if reason == "stop" else None, drawn.cached_tokens
+        )
+
+    def _reason(self, ids: np.ndarray, drawn: Drawn, stop: str | None) -> StopReason:
+        s, last = self.sampling, int(ids[-1]) if len(ids) else -1
+        if last in self.eos_token_ids and not s.ignore_eos:
+            return "eos"
+        if stop is not None or last in s.stop_token_ids:
+            return "stop"
+        if drawn.finish == "abort":
+            return "abort"
+        if len(ids) == min(s.max_tokens, self.room):
+            return "length" if s.max_tokens <= self.room else "context_full"
+        raise NotUnderstood(f"the server ended an answer of {len(ids)} tokens with {drawn.finish!r}, unasked")
+
+
+def sampling_params(sampling: Sampling, *, room: int, vocab: int, eos_token_ids: Sequence[int]) -> dict[str, Any]:
+    """Every end is asked for by its id: what the server thinks of its own end token does not matter."""
+    ends = [*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)]
+    return {
+        "max_tokens": min(sampling.max_tokens, room),
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "seed": sampling.seed,
+        "stop_token_ids": sorted({i for i in ends if 0 <= i < vocab}),  # of others it would make an index
+        "ignore_eos": True,
+        "logprobs": 0,
+        "detokenize": False,
+    }
+
+
+def scoring_params() -> dict[str, Any]:
+    """The log-probs of a prompt; one token has to be drawn with them."""
+    return {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False, "ignore_eos": True}
+
+
+def scores(answer: Mapping[str, Any], ids: np.ndarray) -> np.ndarray:
+    """Log-probs [t-1] float32 of ids[1:]."""
+    rows = answer.get("prompt_logprobs")
+    if not isinstance(rows, list) or len(rows) != len(ids):
+        raise NotUnderstood("the server's answer has no prompt_logprobs")
+    try:
+        return np.array([float(row[str(i)]["logprob"]) for row, i in zip(rows[1:], ids[1:].tolist())], np.float32)
+    except (KeyError, TypeError) as e:
+        raise NotUnderstood(f"the server's prompt_logprobs are not those of the prompt: {e}") from e
+
+
+def version_of(text: str) -> tuple[int, ...]:
+    """(0, 32, 0) of "0.32.0+cpu"."""
+    numbers = re.match(r"\d+(\.\d+)*", text)
+    return tuple(int(n) for n in numbers[0].split(".")) if numbers else ()
