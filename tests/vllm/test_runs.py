@@ -1,0 +1,101 @@
+"""Runs with vLLM as the rollout engine: they learn, the weights arrive, nothing is lost and no process is left."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from real_server import PYTHON
+from small_runs import metrics_of, small_args, small_run, summary, trained
+
+from verl.rollout.process import SHM
+
+SERVED = ("rollout.engine=vllm", f"rollout.python={PYTHON}", "rollout.dtype=float32", "model.dtype=float32")
+
+
+def servers() -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        line = " ".join(process.info["cmdline"] or ())
+        if PYTHON in line and "vllm.entrypoints" in line and process.status() != psutil.STATUS_ZOMBIE:
+            found.append(process)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Any:
+    before, segments = {p.pid for p in servers()}, set(os.listdir(SHM))
+    yield
+    assert {p.pid for p in servers()} <= before
+    assert not [n for n in set(os.listdir(SHM)) - segments if not n.startswith("verl-weights")]
+
+
+def test_the_quickstart_learns(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "verl.quickstart", f"run.root_dir={tmp_path}", "run.threads=1", *SERVED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=850, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    run = tmp_path / "quickstart"
+    found = summary(run)
+    steps = metrics_of(run)
+    canary = max(step["sync/canary_mean_abs"] for step in steps.values() if "sync/canary_mean_abs" in step)
+    print(found, f"canary {canary:.2g}", {k: v for k, v in steps[max(steps)].items() if k.startswith(("time", "sync"))})
+    assert found["greedy_before"] < 0.5 and found["greedy_after"] >= 0.85
+    assert 0 < canary <= 1e-4
+    once = [name for names in trained(run).values() for name in names]
+    assert len(once) == len(set(once)) == 25 * 32 * 8, "no sample is lost or doubled"
+    assert (run / "logs" / "rollout_0.log").stat().st_size > 0
+
+
+def test_two_processes_and_updates_in_flight(tmp_path: Path, arithmetic_data: Any) -> None:
+    from verl.models import tiny
+    from verl.recipes import arithmetic
+
+    tokenizer = tiny.character_tokenizer(arithmetic.CHARACTERS)
+    model = tiny.qwen3(tokenizer, hidden=64, layers=2, heads=2, kv_heads=2, ffn=64, seed=1)
+    folder = tiny.save(model, tokenizer, tmp_path / "model")
+    ahead = ("pipeline.staleness=1", "pipeline.partial_rollout=true", "rollout.engine_options.tensor_parallel_size=2")
+    args = (*SERVED, *ahead, "run.total_steps=4", "rollout.max_response_tokens=64", "run.wait_timeout_s=600")
+    small_run(tmp_path, folder, arithmetic_data, *args)
+    steps = metrics_of(tmp_path / "r")
+    assert sorted(steps) == [1, 2, 3, 4]
+    assert max(step["sync/canary_mean_abs"] for step in steps.values()) <= 1e-4
+
+
+def test_a_mixture_of_experts_is_refused_by_the_canary(tmp_path: Path, arithmetic_data: Any) -> None:
+    """Its update is wrong and says that all was loaded: no step may be trained on what it samples."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    from verl.models import tiny
+    from verl.recipes import arithmetic
+
+    tokenizer = tiny.character_tokenizer(arithmetic.CHARACTERS)
+    config = Qwen3MoeConfig(
+        vocab_size=64,
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=64,
+        moe_intermediate_size=64,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=None,
+        initializer_range=0.15,
+    )
+    folder = tiny.save(Qwen3MoeForCausalLM(config), tokenizer, tmp_path / "model")
+    command = [sys.executable, "-m", "verl.cli", "train", *small_args(tmp_path, folder, arithmetic_data, *SERVED)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path)
+    assert done.returncode != 0
+    said = done.stdout + done.stderr
+    assert "version 0 is live nowhere" in said, said[-3000:]
+    assert not trained(tmp_path / "r")
