@@ -442,7 +442,7 @@ def test_pause(kind: str, mode: str) -> None:
     a, b = prompts((5, 6))
 
     async def body(engine: Any) -> None:
-        running = asyncio.create_task(engine.generate("a", a, greedy(300)))  # long, also where the loop is kept waiting
+        running = asyncio.create_task(engine.generate("a", a, greedy(480)))  # long, also where the loop is kept waiting
         await until_sampled(engine, 3)
         await engine.pause(mode)
         sampled = stats_of(engine)["sampled_tokens"]
@@ -453,7 +453,7 @@ def test_pause(kind: str, mode: str) -> None:
         await engine.resume()
         assert (await late).ids.tolist() == hf_greedy(b, 5)
         c = await running
-        assert c.ids.tolist() == hf_greedy(a, 300)[: len(c.ids)]
+        assert c.ids.tolist() == hf_greedy(a, 480)[: len(c.ids)]
         assert c.stop_reason == ("abort" if mode == "abort" else "length")
 
     with_engine(build(kind), body)

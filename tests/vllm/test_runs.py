@@ -32,7 +32,7 @@ def nothing_left() -> Any:
     before, segments = {p.pid for p in servers()}, set(os.listdir(SHM))
     yield
     assert {p.pid for p in servers()} <= before
-    assert not [n for n in set(os.listdir(SHM)) - segments if not n.startswith("verl-weights")]
+    assert not [name for name in set(os.listdir(SHM)) - segments if name.startswith("vllm")]
 
 
 def test_the_quickstart_learns(tmp_path: Path) -> None:

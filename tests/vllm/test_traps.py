@@ -20,7 +20,7 @@ from real_server import Running, own_server, staged
 
 from verl.rollout.client import ABORT, REQUEST_PREFIX, ServedEngine
 from verl.rollout.http import Http, ServerGone, ServerLate, ServerRefused
-from verl.rollout.process import SHM
+from verl.rollout.process import MAPS_S, SHM, _shared
 from verl.types import Sampling
 from verl.weight_sync.base import SyncError, check_canary
 from verl.weight_sync.canary import Probed
@@ -290,7 +290,7 @@ def test_bytes_that_changed_on_their_way_are_refused(suite: ModuleType, tmp_path
 
 
 def test_two_processes_share_a_model_and_leave_nothing(suite: ModuleType, tmp_path: Path) -> None:
-    before = set(os.listdir(SHM))
+    held: set[str] = set()
 
     async def body(engine: ServedEngine) -> None:
         for version in (0, 1):
@@ -298,15 +298,16 @@ def test_two_processes_share_a_model_and_leave_nothing(suite: ModuleType, tmp_pa
             prompt = suite.prompts((9,))[0]
             c = await engine.generate("r", prompt, suite.greedy(20))
             assert c.ids.tolist() == suite.hf_greedy(prompt, 20, seed=version)
-        await asyncio.sleep(6)  # the guardian has looked at what it holds
+        assert engine._server is not None
+        held.update(_shared(engine._server.pid))
+        await asyncio.sleep(MAPS_S + 1)  # the guardian has looked, too
         for process in processes(engine):
             process.send_signal(signal.SIGKILL)
-        while engine._server.exit_code is None:  # type: ignore[union-attr]  # noqa: ASYNC110
+        while engine._server.exit_code is None:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
     on_its_own(suite, tmp_path, body, tensor_parallel_size=2)
-    left = {name for name in set(os.listdir(SHM)) - before if not name.startswith("verl-weights")}
-    assert not left, left
+    assert held and not [name for name in held if (SHM / name).exists()]
 
 
 def test_an_untied_model_with_biases(suite: ModuleType, tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ class ServedEngine:
         }
         drawn, ended = Drawn(), None
         if not sampling.stop:
-            drawn.add(await self._http.post(GENERATE, body, timeout_s=self._limits.request_s))
+            drawn.add(await self._http.post(GENERATE, body, timeout_s=self._limits.request_s, again=True))
             return reading.completion(request_id, drawn, None)
         events = self._http.stream(GENERATE, body | {"stream": True}, timeout_s=self._limits.request_s)
         async with aclosing(events):
@@ -206,7 +206,14 @@ class ServedEngine:
         async with self._control:
             if self._fenced is not None or (self._server is not None and self._server.exit_code is not None):
                 await self._restart()
-            await self._stand_still(on_inflight, "load_weights(on_inflight='wait')")
+            what = "load_weights(on_inflight='wait')"
+            try:
+                await self._stand_still(on_inflight, what)
+            except (ServerGone, ServerLate, ServerRefused):  # its engine has died, or hangs
+                if self._launch is None:
+                    raise
+                await self._restart()
+                await self._stand_still(on_inflight, what)
             try:
                 await self._deliver(sent)
                 if not self._paused:

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import aiohttp
@@ -44,13 +45,16 @@ class Http:
         async with self._asked("GET", path, None, timeout_s) as response:
             return _parsed(path, await response.read())
 
-    async def post(self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float) -> Any:
-        async with self._asked("POST", path, body or {}, timeout_s) as response:
+    async def post(
+        self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float, again: bool = False
+    ) -> Any:
+        """again: it may be asked twice, where a kept connection ended before the server said a word."""
+        async with self._asked("POST", path, body or {}, timeout_s, again) as response:
             return _parsed(path, await response.read())
 
     async def stream(self, path: str, body: Mapping[str, Any], *, timeout_s: float) -> AsyncGenerator[Any, None]:
         """The events of a stream; it ends after the last one, and a stream that breaks off is ServerGone."""
-        async with self._asked("POST", path, body, timeout_s) as response:
+        async with self._asked("POST", path, body, timeout_s, again=True) as response:
             async for line in response.content:
                 text = line.strip()
                 if text == b"data: [DONE]":
@@ -69,12 +73,19 @@ class Http:
 
     @asynccontextmanager
     async def _asked(
-        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
+        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float, again: bool = False
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         at = f"{self.url}{path}"
         limit = aiohttp.ClientTimeout(total=timeout_s, connect=min(CONNECT_S, timeout_s))
+        ask = partial(self._pool().request, method, at, json=body, timeout=limit, headers=self._headers)
         try:
-            async with self._pool().request(method, at, json=body, timeout=limit, headers=self._headers) as response:
+            try:
+                response = await ask()
+            except aiohttp.ServerDisconnectedError:
+                if not again:
+                    raise
+                response = await ask()
+            async with response:
                 if response.status != 200:
                     why = _reason(await response.read())
                     raise ServerRefused(f"{at}: HTTP {response.status}: {why}", response.status)
