@@ -36,6 +36,7 @@ class Served:
         self.going = asyncio.Event()
         self.going.set()
         self.running: dict[str, asyncio.Event] = {}  # id -> aborted
+        self.open: dict[str, web.Request] = {}
 
     def app(self) -> web.Application:
         app = web.Application(middlewares=[self._faulty])
@@ -59,6 +60,13 @@ class Served:
             ]
         )
         return app
+
+    def die(self) -> None:
+        """As a process that is killed."""
+        self.faults["/inference/v1/generate"] = hanging_up
+        for request in self.open.values():
+            assert request.transport is not None
+            request.transport.abort()
 
     @property
     def paths(self) -> list[str]:
@@ -115,7 +123,7 @@ class Served:
         body = await request.json()
         params, prompt = body["sampling_params"], body["token_ids"]
         name = f"generate-tokens-{body.get('request_id') or id(request)}"
-        self.running[name] = asyncio.Event()
+        self.running[name], self.open[name] = asyncio.Event(), request
         try:
             if body.get("stream"):
                 return await self._streamed(request, name, prompt, params)
@@ -133,7 +141,7 @@ class Served:
             self.gone.append(name)
             raise
         finally:
-            del self.running[name]
+            del self.running[name], self.open[name]
 
     async def _streamed(self, request: web.Request, name: str, prompt: Any, params: Any) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})

@@ -15,8 +15,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from served import NAMES, VOCAB, Fault, Served, crashing, hanging_up, logprob, silent
 
-from verl.rollout.base import Capabilities, Completion, RolloutContext
-from verl.rollout.client import REQUEST_PREFIX, Deadlines, Expected, ServedEngine
+from verl.rollout.base import Capabilities, Completion, ReplicaLost, RolloutContext
+from verl.rollout.client import REQUEST_PREFIX, ServedEngine
+from verl.rollout.handover import Deadlines, Expected
 from verl.rollout.http import ServerGone, ServerLate, ServerRefused
 from verl.rollout.router import Router
 from verl.rollout.wire import NotUnderstood
@@ -447,22 +448,28 @@ def test_requests_of_a_server_that_is_gone_go_on_elsewhere() -> None:
         servers = [TestServer(double.app()) for double in doubles]
         for server in servers:
             await server.start_server()
-        engines = [engine_at(str(server.make_url(""))) for server in servers]
-        router = Router(engines)
-        for engine in engines:
-            await engine.load_weights(reader())
+        urls = [str(server.make_url("")) for server in servers]
+        notes: list[str] = []
+        failed: list[BaseException] = []
+        router = Router([lambda died, url=url: engine_at(url) for url in urls], note=notes.append)
+        router.watch(failed.append)
+        for replica in router.replicas:
+            await replica.load_weights(reader())
         tasks = [asyncio.create_task(router.generate(str(i), PROMPT, greedy(40))) for i in range(8)]
         await until(lambda: all(len(double.running) == 4 for double in doubles))
-        doubles[0].faults["/inference/v1/generate"] = hanging_up
-        await servers[0].close()
+        doubles[0].die()
         done = [await task for task in tasks]
         assert all(c.ids.tolist() == list(range(7, 47)) and c.stop_reason == "length" for c in done)
         assert [c.request_id for c in done] == [str(i) for i in range(8)]
+        assert len(notes) == 1 and "rollout replica 0 is lost" in notes[0] and not failed
         assert len((await router.generate("late", PROMPT, greedy(2))).ids) == 2
-        await servers[1].close()
-        with pytest.raises(ServerGone):
+        doubles[1].die()
+        with pytest.raises(ReplicaLost):
             await router.generate("lost", PROMPT, greedy(2))
+        assert isinstance(failed[0], ServerGone), "the run hears why"
         await router.close()
+        for server in servers:
+            await server.close()
 
     asyncio.run(asyncio.wait_for(run(), 60))
 

@@ -112,7 +112,8 @@ def staged(source: Any, *, without: str = "", shape_of: str = "") -> CheckedRead
     if shape_of:
         held[shape_of] = held[shape_of][:3]
     manifest = {n: Entry(tuple(t.shape), dtype_name(t), checksum=checksum(t)) for n, t in held.items()}
-    address = ShmOutlet(OUTLET).stage(source.version, {n: t for n, t in held.items() if n != without})
+    there = {name: entry for name, entry in manifest.items() if name != without}
+    address = ShmOutlet(OUTLET).stage(source.version, there, ((name, held[name]) for name in there))
     return CheckedReader(WeightSource(source.version, ShmOutlet.transport, address, manifest))
 
 

@@ -62,8 +62,8 @@ def test_two_processes_and_updates_in_flight(tmp_path: Path, arithmetic_data: An
     args = (*SERVED, *ahead, "run.total_steps=4", "rollout.max_response_tokens=64", "run.wait_timeout_s=600")
     small_run(tmp_path, folder, arithmetic_data, *args)
     steps = metrics_of(tmp_path / "r")
-    assert sorted(steps) == [1, 2, 3, 4]
-    assert max(step["sync/canary_mean_abs"] for step in steps.values()) <= 1e-4
+    assert {1, 2, 3, 4} <= steps.keys()
+    assert max(steps[i]["sync/canary_mean_abs"] for i in (1, 2, 3, 4)) <= 1e-4
 
 
 def test_a_mixture_of_experts_is_refused_by_the_canary(tmp_path: Path, arithmetic_data: Any) -> None:
@@ -97,5 +97,5 @@ def test_a_mixture_of_experts_is_refused_by_the_canary(tmp_path: Path, arithmeti
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=tmp_path)
     assert done.returncode != 0
     said = done.stdout + done.stderr
-    assert "version 0 is live nowhere" in said, said[-3000:]
+    assert "does not run the trainer's weights" in said, said[-3000:]
     assert not trained(tmp_path / "r")

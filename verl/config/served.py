@@ -49,6 +49,9 @@ def server_faults(config: Config) -> Iterator[str]:
     elif not reachable(r.engine, r.python, r.url):
         where = "rollout.python=ENVIRONMENT/bin/python (docs/engines.md says how to make one), or rollout.url"
         yield f"{engine}: {row.package} is not installed beside verl; set {where}"
+    if config.sync.engine not in ("local", "shm"):
+        why = "a server reads weights from the memory of its machine"
+        yield f"sync.engine={config.sync.engine} with {engine}: {why}; set sync.engine=shm, or leave it out"
     if config.run.deterministic:
         why = "what a server gives a sequence may depend on what else is in its batch"
         yield f"run.deterministic=true with {engine}: {why}; set rollout.engine=native, or leave it out"

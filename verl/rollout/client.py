@@ -26,7 +26,7 @@ from verl.rollout.base import (
     check_inputs,
     checked_ids,
 )
-from verl.rollout.handover import compare, of_shm
+from verl.rollout.handover import Deadlines, Expected, compare, of_shm
 from verl.rollout.http import Http, ServerGone, ServerLate, ServerRefused
 from verl.rollout.process import ServerProcess
 from verl.rollout.wire import Drawn, Reading, sampling_params, scores, scoring_params, version_of
@@ -37,26 +37,8 @@ GENERATE, ABORT = "/inference/v1/generate", "/inference/v1/abort_requests"
 REQUEST_PREFIX = "generate-tokens-"  # of the id that a server gives a request, and that an abort must name
 AGAIN_S = 0.05  # between two words to abort a request that may not have arrived yet
 SETTLE_S = 2.0  # for the answers of a server that has finished its requests to arrive
+DYING_S = 3.0  # from the end of an engine to that of the server before it
 PROBE_S = 30.0  # for one token of a healthy server
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Expected:
-    """What a server must be. name: in errors · versions: from, below; None: any · needs: how it gets a path that it
-    lacks."""
-
-    name: str
-    versions: tuple[tuple[int, ...], tuple[int, ...]] | None = None
-    needs: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Deadlines:
-    """Seconds: to start · for one answer, however long · for a control call."""
-
-    start_s: float = 600.0
-    request_s: float = 600.0
-    control_s: float = 300.0
 
 
 Launch = Callable[[], tuple[ServerProcess, str]]
@@ -112,6 +94,10 @@ class ServedEngine:
             return await self._generate(request_id, call, prompt, sampling)
         except ServerGone as e:
             raise self._cause(e) from e
+        except ServerRefused as e:
+            if e.status >= 500 and await self._ends():  # its engine died, and it follows
+                raise self._cause(ServerGone(str(e))) from e
+            raise
         finally:
             del self._pending[request_id]
             call.ended.set()
@@ -412,6 +398,15 @@ class ServedEngine:
             if e.status in (403, 404, 405) and fix is not None:
                 raise ValueError(f"{self._http.url} has no {path}: {fix}") from e
             raise
+
+    async def _ends(self) -> bool:
+        """The server is gone, or goes within `DYING_S`."""
+        with contextlib.suppress(ServerLate):
+            async with self._deadline(DYING_S, "its end"):
+                while self._server is not None and self._server.exit_code is None:  # noqa: ASYNC110 - it tells nobody
+                    await asyncio.sleep(0.05)
+                return self._server is not None
+        return False
 
     def _cause(self, error: ServerGone) -> Exception:
         """Why nobody answers, as far as it is known here."""

@@ -1,14 +1,34 @@
-"""What a server is told of new weights, and what is made of its answer."""
+"""What is expected of a server, and what it is told of new weights and answers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from verl.rollout.base import WeightReader
 from verl.weight_sync.base import CheckedReader, SyncError, WeightSource
 
 SHM_TRANSPORT = "verl.weight_sync.shm:"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What a server must be. name: in errors · versions: from, below; None: any · needs: how it gets a path that it
+    lacks."""
+
+    name: str
+    versions: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    needs: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadlines:
+    """Seconds: to start · for one answer, however long · for a control call."""
+
+    start_s: float = 600.0
+    request_s: float = 600.0
+    control_s: float = 300.0
 
 
 def of_shm(source: WeightReader) -> tuple[CheckedReader, WeightSource]:

@@ -11,12 +11,14 @@ from typing import Any
 
 import aiohttp
 
+from verl.rollout.base import ReplicaLost
+
 CONNECT_S = 10.0
 IDLE_S = 2.0  # of a connection: servers close them after 5, and a request would meet the end of one
 SAID = 500  # characters of an error's body that are told
 
 
-class ServerGone(ConnectionError):
+class ServerGone(ReplicaLost):
     """Nobody answers there: it died, was ended, or the connection broke. The request may have been worked on."""
 
 
@@ -93,8 +95,6 @@ class Http:
         except TimeoutError as e:
             raise ServerLate(f"{at}: no answer in {timeout_s:g} s") from e
         except (aiohttp.ClientError, ConnectionError) as e:
-            if isinstance(e, ServerGone):
-                raise
             raise ServerGone(f"{at}: {type(e).__name__}: {e}") from e
 
     def _pool(self) -> aiohttp.ClientSession:

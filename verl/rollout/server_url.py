@@ -25,7 +25,8 @@ class Options:
 def build(options: Options, context: RolloutContext) -> ServedEngine:
     """The engine, whose server gets weights with the first publish."""
     from verl.rollout.base import Capabilities
-    from verl.rollout.client import Deadlines, Expected, ServedEngine
+    from verl.rollout.client import ServedEngine
+    from verl.rollout.handover import Deadlines, Expected
 
     assert context.place is not None and context.place.url is not None, "a server that runs has a URL"
     able = Capabilities(

@@ -18,7 +18,8 @@ from verl.bounds import Positive, PositiveInt, PositiveShare, words
 
 if TYPE_CHECKING:
     from verl.rollout.base import RolloutContext, ServerPlace
-    from verl.rollout.client import Expected, ServedEngine
+    from verl.rollout.client import ServedEngine
+    from verl.rollout.handover import Expected
     from verl.rollout.process import ServerProcess
 
 AT_LEAST, BELOW = (0, 32), (0, 33)
@@ -70,8 +71,9 @@ def kv_gib(options: Options, needed_bytes: int) -> int:
 def build(options: Options, context: RolloutContext) -> ServedEngine:
     """The engine without weights, its server on the way: the first call waits for it. ValueError: what cannot start."""
     from verl.rollout.base import Capabilities
-    from verl.rollout.client import Deadlines, ServedEngine
+    from verl.rollout.client import ServedEngine
     from verl.rollout.embedded.core import check_context
+    from verl.rollout.handover import Deadlines
 
     place = context.place
     assert place is not None, "a server has a place"
@@ -97,7 +99,8 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
 
 
 def expected() -> Expected:
-    from verl.rollout.client import ABORT, GENERATE, Expected
+    from verl.rollout.client import ABORT, GENERATE
+    from verl.rollout.handover import Expected
 
     dev, transfer = "start it with VLLM_SERVER_DEV_MODE=1", f"start it with {TRANSFER}, and PYTHONPATH={PLUGIN}"
     control = ("/pause", "/resume", "/reset_prefix_cache")
