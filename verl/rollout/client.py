@@ -332,7 +332,7 @@ class ServedEngine:
         try:
             await self._http.get("/health", timeout_s=5.0)
         except (ServerGone, ServerLate, ServerRefused) as e:
-            if self._server is None:
+            if self._server is None and not isinstance(e, ServerLate):
                 raise ValueError(f"rollout.url={self._http.url}: no healthy server there ({e}); start it first") from e
             return False
         return True

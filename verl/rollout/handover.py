@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.rollout.base import WeightReader
+from verl.rollout.base import RolloutContext, WeightReader
 from verl.weight_sync.base import CheckedReader, SyncError, WeightSource
 
 SHM_TRANSPORT = "verl.weight_sync.shm:"
@@ -48,3 +48,8 @@ def compare(sent: WeightSource, told: Mapping[str, Any]) -> None:
         raise SyncError(f"{at}: the server loaded {len(more)} tensors that nobody sent, e.g. {more[:3]}")
     if left := sorted(told.get("missing", ())):
         raise SyncError(f"{at}: {len(left)} parts of the server's model got no weights, e.g. {left[:3]}")
+
+
+def positions_of(context: RolloutContext) -> int | None:
+    """That the model was made for, if it says so."""
+    return getattr(context.hf_config.get_text_config(), "max_position_embeddings", None)

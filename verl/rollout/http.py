@@ -15,6 +15,8 @@ from verl.rollout.base import ReplicaLost
 
 CONNECT_S = 10.0
 IDLE_S = 2.0  # of a connection: servers close them after 5, and a request would meet the end of one
+FULL = 429  # the status of a server that takes no more requests now
+ROOM_S, MOST_S = 0.05, 1.0  # until it is asked again; grows to the second
 SAID = 500  # characters of an error's body that are told
 
 
@@ -50,7 +52,8 @@ class Http:
     async def post(
         self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float, again: bool = False
     ) -> Any:
-        """again: it may be asked twice, where a kept connection ended before the server said a word."""
+        """again: it may be asked more than once, where a kept connection ended before the server said a word, or where
+        the server has no room now."""
         async with self._asked("POST", path, body or {}, timeout_s, again) as response:
             return _parsed(path, await response.read())
 
@@ -80,12 +83,19 @@ class Http:
         at = f"{self.url}{path}"
         limit = aiohttp.ClientTimeout(total=timeout_s, connect=min(CONNECT_S, timeout_s))
         ask = partial(self._pool().request, method, at, json=body, timeout=limit, headers=self._headers)
+        until_s = asyncio.get_running_loop().time() + timeout_s
         try:
             try:
                 response = await ask()
             except aiohttp.ServerDisconnectedError:
                 if not again:
                     raise
+                response = await ask()
+            pause_s = ROOM_S
+            while again and response.status == FULL and asyncio.get_running_loop().time() + pause_s < until_s:
+                response.release()
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, MOST_S)
                 response = await ask()
             async with response:
                 if response.status != 200:

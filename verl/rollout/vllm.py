@@ -73,7 +73,7 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
     from verl.rollout.base import Capabilities
     from verl.rollout.client import ServedEngine
     from verl.rollout.embedded.core import check_context
-    from verl.rollout.handover import Deadlines
+    from verl.rollout.handover import Deadlines, positions_of
 
     place = context.place
     assert place is not None, "a server has a place"
@@ -142,6 +142,8 @@ def _launch(python: str, options: Options, context: RolloutContext, place: Serve
 
 
 def serve_command(python: str, options: Options, context: RolloutContext, model: str, port: int) -> list[str]:
+    from verl.rollout.handover import positions_of
+
     on_cpu = str(context.device) == "cpu"
     room = context.max_context_tokens
     length = min(room + 1, positions_of(context) or room)  # to score a full context draws one token more
@@ -179,11 +181,6 @@ def serve_command(python: str, options: Options, context: RolloutContext, model:
         if value is not False
     ]
     return [python, "-m", "vllm.entrypoints.cli.main", "serve", model, *(word for flag in flags for word in flag)]
-
-
-def positions_of(context: RolloutContext) -> int | None:
-    """That the model was made for, if it says so."""
-    return getattr(context.hf_config.get_text_config(), "max_position_embeddings", None)
 
 
 def environment(ours: Mapping[str, str], options: Options, context: RolloutContext) -> dict[str, str]:
