@@ -1,0 +1,38 @@
+"""A run whose rollout engine is `verl serve`, over HTTP: it trains as one whose engine is in its process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import server_process
+from small_runs import metrics_of, same_tensors, small_run, tensors_of, trained
+
+
+@pytest.fixture
+def url(tiny_model: Path, tmp_path: Path) -> Iterator[str]:
+    with server_process(tiny_model, tmp_path / "serve.log", "serve.control=true") as (_, found):
+        yield found
+
+
+def test_a_run_over_http_is_the_run_in_process(
+    tmp_path: Path, tiny_model: Path, arithmetic_data: Any, url: str
+) -> None:
+    """The same seeds give the same tokens, so the same weights, as far as rounding goes."""
+    small_run(tmp_path / "here", tiny_model, arithmetic_data)
+    small_run(tmp_path / "there", tiny_model, arithmetic_data, "rollout.engine=server", f"rollout.url={url}")
+    here, there = (tmp_path / place / "r" for place in ("here", "there"))
+    assert trained(here) == trained(there)
+    steps = metrics_of(there)
+    assert max(steps[i]["sync/canary_mean_abs"] for i in (1, 2, 3)) <= 1e-5
+    same_tensors(tensors_of(here, 3), tensors_of(there, 3))
+
+
+def test_updates_reach_requests_in_flight(tmp_path: Path, tiny_model: Path, arithmetic_data: Any, url: str) -> None:
+    ahead = ("pipeline.staleness=1", "pipeline.partial_rollout=true", "rollout.max_response_tokens=64")
+    served = ("rollout.engine=server", f"rollout.url={url}", 'rollout.stop=["+++"]', "run.total_steps=4")
+    small_run(tmp_path, tiny_model, arithmetic_data, *served, *ahead)
+    steps = metrics_of(tmp_path / "r")
+    assert {1, 2, 3, 4} <= steps.keys() and max(steps[i]["sync/canary_mean_abs"] for i in (1, 2, 3, 4)) <= 1e-5
