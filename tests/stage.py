@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from fakes import FakeEngine, FunctionReward, VirtualTime
 
-from verl.agent_loop.base import AgentLoopBase
+from verl.agent_loop.base import AgentLoopFactory
 from verl.agent_loop.single_turn import SingleTurnLoop
 from verl.algorithms.resolve import Algorithm, resolve
 from verl.data.cursor import Cursor
@@ -64,7 +64,7 @@ class Stage:
     tmp_path: Path
     engine: FakeEngine = field(default_factory=lambda: FakeEngine(delay_s=jitter))
     reward: Callable[[Any], Any] = by_id
-    loop: Callable[[Any], AgentLoopBase] = lambda server: SingleTurnLoop(None, server, None)
+    loop: AgentLoopFactory = lambda server, task: SingleTurnLoop(None, server, None)
     algorithm: Algorithm = field(default_factory=lambda: resolve("grpo"))
     prompts: int = 4
     n: int = 4

@@ -13,7 +13,8 @@ Columns are [L, ...] per loss token, row columns [R, ...]. `sequence[r]` is the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -160,7 +161,8 @@ not: two images are the same placeholder ids."""
 
 
 def pack(samples: Sequence[Sample], *, share_prefix: bool = True) -> Batch:
-    """Pack samples into one forest. Leading segments that are the same input are one segment when `share_prefix`.
+    """Pack samples into one forest. Leading segments that are the same input are one segment when `share_prefix`; rows
+    of one trajectory share all that they have in common, wherever they part.
 
     Loss tokens are the sampled ones, except a first token of a row (nothing predicts it). Filled from the samples are
     the columns `rollout_logprobs` [L] float32, `versions` [L] int64 (the weights that drew each token) and `side/NAME`
@@ -171,9 +173,10 @@ def pack(samples: Sequence[Sample], *, share_prefix: bool = True) -> Batch:
     leaf: list[int] = []
     per_row: list[list[tuple[int, int, int]]] = []  # (node, first sampled offset in node, end) of each row
     drawn: list[Segment] = []  # the sampled segments in row order, without a first token that nothing predicts
-    for sample in samples:
+    cuts = _cuts(samples) if share_prefix else {}
+    for i, sample in enumerate(samples):
         at, spans = -1, []
-        for parts in _runs(sample):
+        for parts in _cut(_runs(sample), cuts[i]) if i in cuts else _runs(sample):
             ids = np.concatenate([s.ids for s in parts]) if len(parts) > 1 else np.asarray(parts[0].ids)
             ids = ids.astype(np.int64, copy=False)  # one dtype: equal bytes are equal ids
             media = tuple(m for s in parts for m in s.media)
@@ -189,7 +192,7 @@ def pack(samples: Sequence[Sample], *, share_prefix: bool = True) -> Batch:
             at = found
             if parts[0].source == "sampled":
                 spans.append((at, first, len(ids)))
-                drawn += [_without_first(parts[0]), *parts[1:]] if first else parts
+                drawn += [_part(parts[0], 1, len(parts[0].ids)), *parts[1:]] if first else parts
         if at < 0:
             raise ValueError(f"sample {sample.sample_id} has no tokens")
         leaf.append(at)
@@ -214,10 +217,44 @@ def _runs(sample: Sample) -> list[list[Segment]]:
     return runs
 
 
-def _without_first(s: Segment) -> Segment:
-    assert s.logprobs is not None
-    side = {name: channel[1:] for name, channel in s.side.items()}
-    return replace(s, ids=s.ids[1:], logprobs=s.logprobs[1:], side=side)
+def _cuts(samples: Sequence[Sample]) -> dict[int, set[int]]:
+    """Where the runs of a row are cut, so that it shares tokens with the other rows of its trajectory: where they part,
+    and before that where one of their runs ends. Empty for trajectories of one row."""
+    of: dict[str, list[int]] = {}
+    for i, sample in enumerate(samples):
+        of.setdefault(sample.trajectory_id, []).append(i)
+    out: dict[int, set[int]] = {}
+    for rows in (rows for rows in of.values() if len(rows) > 1):
+        ids = {i: np.concatenate([s.ids for s in samples[i].segments]) for i in rows}
+        ends = {i: np.cumsum([sum(len(s.ids) for s in run) for run in _runs(samples[i])]) for i in rows}
+        for i, j in itertools.permutations(rows, 2):
+            n = min(len(ids[i]), len(ids[j]))
+            differs = np.flatnonzero(ids[i][:n] != ids[j][:n])
+            shared = int(differs[0]) if len(differs) else n
+            out.setdefault(i, set()).update((shared, *ends[j][ends[j] < shared].tolist()))
+    return out
+
+
+def _cut(runs: list[list[Segment]], cuts: set[int]) -> Iterator[list[Segment]]:
+    """The runs, cut at these tokens of the row too. The media of a segment stay with its first part."""
+    at = 0
+    for run in runs:
+        parts: list[Segment] = []
+        for s in run:
+            inside = sorted(c - at for c in cuts if at < c < at + len(s.ids))
+            for a, b in itertools.pairwise((0, *inside, len(s.ids))):
+                if at + a in cuts and parts:
+                    yield parts
+                    parts = []
+                parts.append(s if not inside else _part(s, a, b))
+            at += len(s.ids)
+        yield parts
+
+
+def _part(s: Segment, a: int, b: int) -> Segment:
+    logprobs = None if s.logprobs is None else s.logprobs[a:b]
+    side = {name: channel[a:b] for name, channel in s.side.items()}
+    return replace(s, ids=s.ids[a:b], logprobs=logprobs, side=side, media=() if a else s.media)
 
 
 def _assemble(

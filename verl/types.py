@@ -15,7 +15,11 @@ import numpy as np
 
 Source = Literal["prompt", "sampled", "env"]
 Purpose = Literal["train", "baseline", "eval"]
-StopReason = Literal["eos", "stop", "length", "abort", "tool", "context_full", "error"]
+StopReason = Literal[
+    "eos", "stop", "length", "abort", "tool", "context_full", "max_turns", "max_tool_calls", "no_progress", "error"
+]
+CUT: frozenset[StopReason] = frozenset(("length", "context_full", "max_turns", "max_tool_calls"))
+"""A budget ended it, not the model."""
 Outcome = Literal["ok", "invalid", "failed", "cancelled"]
 Unit = Literal["token", "turn", "sequence", "group", "step", "update"]
 Kind = Literal["mean", "sum", "max", "min", "last"]
@@ -76,7 +80,7 @@ class Sampling:
 class Task:
     """One dataset row. `row` holds every column of it; `prompt_ids` the rendered, tokenised prompt.
 
-    tools: schemas that the row brings · media: references to its images, videos and sounds (a path or a content hash).
+    tools: schemas of what the model may call · agent: the loop that plays it ("": the run's) · media: references to its images, videos and sounds (a path or a content hash).
     """
 
     task_id: str
@@ -87,6 +91,7 @@ class Task:
     ground_truth: Any = None
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     tools: tuple[Mapping[str, Any], ...] = ()
+    agent: str = ""
     media: tuple[str, ...] = ()
     row: Mapping[str, Any] = field(default_factory=dict)
 
@@ -134,7 +139,11 @@ class Invalid:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One attempt at a task: an append-only list of segments with what came of it."""
+    """One attempt at a task: an append-only list of segments with what came of it.
+
+    branches: the further rows of a history that was rewritten, each from its prompt on. A sampled segment is in one row
+    alone; elsewhere the same tokens are context · agent: what the loop counted (`tool_calls`, seconds of tools ...).
+    """
 
     trajectory_id: str
     group_id: str
@@ -150,6 +159,12 @@ class Trajectory:
     turns: int = 1
     wall_s: float = 0.0
     error: str = ""
+    branches: tuple[tuple[Segment, ...], ...] = ()
+    agent: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def rows(self) -> tuple[tuple[Segment, ...], ...]:
+        return (self.segments, *self.branches)
 
     @property
     def ids(self) -> np.ndarray:
@@ -157,17 +172,17 @@ class Trajectory:
 
     @property
     def response_ids(self) -> np.ndarray:
-        """Everything after the first segment (the prompt), environment tokens included."""
-        return response_ids_of(self.segments)
+        """Everything after the first segment (the prompt) of the last row, environment tokens included."""
+        return response_ids_of(self.rows[-1])
 
     @property
     def loss_tokens(self) -> int:
-        return sampled_tokens(self.segments)
+        return sum(map(sampled_tokens, self.rows))
 
     @property
     def versions(self) -> tuple[int, int]:
         """(oldest, newest) weight version among the sampled segments; (-1, -1) if none."""
-        return versions_of(self.segments)
+        return versions_of(self.segments if not self.branches else [s for row in self.rows for s in row])
 
 
 def sampled_tokens(segments: Sequence[Segment]) -> int:
@@ -295,23 +310,24 @@ def ref_of(sample: Sample) -> Ref:
 
 
 def samples_of(trajectory: Trajectory) -> tuple[Sample, ...]:
-    """Linearise a trajectory. An append-only trajectory is exactly one sample."""
+    """Linearise a trajectory: a sample per row. An append-only trajectory is exactly one."""
     score = trajectory.reward
-    return (
+    return tuple(
         Sample(
-            sample_id=f"{trajectory.trajectory_id}#0",
+            sample_id=f"{trajectory.trajectory_id}#{k}",
             trajectory_id=trajectory.trajectory_id,
             group_id=trajectory.group_id,
             purpose=trajectory.purpose,
-            segments=trajectory.segments,
+            segments=segments,
             temperature=trajectory.sampling.temperature,
             reward=score.value if isinstance(score, Score) else float("nan"),
             components=score.components if isinstance(score, Score) else {},
             outcome=trajectory.outcome,
-            truncated=trajectory.stop_reason in ("length", "context_full"),
+            truncated=trajectory.stop_reason in CUT,
             task_id=trajectory.task_id,
             stop_reason=trajectory.stop_reason,
-        ),
+        )
+        for k, segments in enumerate(trajectory.rows)
     )
 
 

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes import FakeEngine
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rollouts import check_each
 
 from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput, Call, ServerManager, check_output, sampling_params_of
@@ -68,7 +70,7 @@ class Scripted(FakeEngine):
 def test_an_untouched_answer_is_found_without_a_search(full: bool, monkeypatch: pytest.MonkeyPatch):
     """The same trajectory as the search finds."""
     made = manager((PROMPT, completion([4, 5, 6, 9], spans=((3, 0, 1), (4, 1, 4)), reason="length")))
-    made.full = full
+    made.ended_by = "context_full" if full else None
     loops = [
         output([4, 5, 6, 9], [1, 1, 1, 1]),
         output([4, 5, 6], [1, 1, 1]),
@@ -354,7 +356,7 @@ def test_a_call_without_room_samples_nothing_and_says_so():
         server = ServerManager(engine, Sampling(max_tokens=4), seed_parts=("s",))
         await server.generate("r", prompt_ids=PROMPT, sampling_params={})
         got = await server.generate("r", prompt_ids=[*PROMPT, 5, 5, 5, 5], sampling_params={})
-        assert (got.token_ids, got.stop_reason, server.full) == ([], "context_full", True)
+        assert (got.token_ids, got.stop_reason, server.ended_by) == ([], "context_full", "context_full")
         assert engine.calls == 1 and len(server.record) == 1
 
     asyncio.run(main())
@@ -455,3 +457,103 @@ def test_seeds_differ_by_turn_attempt_index_and_among_calls_made_at_once():
     seeds = asyncio.run(main())
     assert len(seeds) == 20 == len(set(seeds))
     assert asyncio.run(main()) == seeds, "and they are a function of the place alone"
+
+
+# -- branches ----------------------------------------------------------------------------------------------------------
+
+FIRST, SECOND = completion([5, 6, 9], base=-1.0), completion([7, 8, 9], base=-2.0)
+
+
+def test_a_token_of_two_branches_is_trained_in_the_first():
+    """A sub-agent's view, and one that goes on from the whole history handed over as a prompt."""
+    after = [*PROMPT, 5, 6, 9, 30]
+    made = manager((PROMPT, FIRST), (after, SECOND))
+    whole = output([5, 6, 9, 30, 7, 8, 9], [1, 1, 1, 0, 1, 1, 1])
+    for branches in (
+        [output([5, 6, 9], [1, 1, 1]), whole],
+        [output([5, 6, 9], [1, 1, 1]), output([7, 8, 9], [1, 1, 1], prompt=after)],
+    ):
+        found = check_output(branches, made, 50)
+        assert shape(found.segments[1:]) == [("sampled", [5, 6, 9], 0)] and found.discarded == 0
+        (second,) = found.branches
+        assert [i for s in second for i in s.ids.tolist()] == [*after, 7, 8, 9]
+        assert shape([s for s in second if s.source == "sampled"]) == [("sampled", [7, 8, 9], 0)]
+        np.testing.assert_array_equal(second[-1].logprobs, SECOND.logprobs)
+    half = check_output([output([5, 6], [1, 1]), output([5, 6, 9], [1, 1, 1])], made, 50)
+    assert shape(half.branches[0][1:]) == [("env", [5, 6], -1), ("sampled", [9], 0)] and half.discarded == 3
+    late = check_output([output([5, 6, 9], [0, 0, 0]), output([5, 6, 9], [1, 1, 1])], made, 50)
+    assert shape(late.segments[1:]) == [("env", [5, 6, 9], -1)] and shape(late.branches[0][1:]) == [
+        ("sampled", [5, 6, 9], 0)
+    ]
+
+
+def test_a_compacted_history_is_a_branch_and_what_no_branch_uses_is_counted():
+    """The loop dropped its first answer, and asked again after a summary that it wrote itself."""
+    made = manager((PROMPT, FIRST), ([1, 40, 41], SECOND))
+    found = check_output([output([7, 8, 9], [1, 1, 1], prompt=[1, 40, 41])], made, 50)
+    assert shape(found.segments) == [("prompt", [1, 40, 41], -1), ("sampled", [7, 8, 9], 0)] and found.discarded == 3
+    both = check_output([output([5, 6, 9], [1] * 3), output([7, 8, 9], [1] * 3, prompt=[1, 40, 41])], made, 50)
+    assert both.discarded == 0 and len(both.branches) == 1
+
+
+BAD_BRANCHES: list[tuple[Any, str]] = [
+    ([], "a list of nothing"),
+    ([output([5], [1]), "done"], "AgentLoopOutput, str"),
+    ([output([5], [1], reward_score=1.0), output([5, 6], [1, 1], reward_score=0.0)], "set it on the last branch"),
+    ([output([5], [1]), output([30], [1])], "branch 2 of 2: 1 tokens with mask 1"),
+]
+
+
+@pytest.mark.parametrize(("branches", "said"), BAD_BRANCHES, ids=[said for _, said in BAD_BRANCHES])
+def test_branches_that_cannot_be_trained_are_refused(branches, said):
+    with pytest.raises(ValueError, match=said):
+        check_output(branches, manager((PROMPT, FIRST)), 50)
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_every_sampled_token_of_any_branches_is_trained_exactly_once(data):
+    """Random trees of calls; each branch is the path to one of them, some cut short."""
+    calls, paths = [], []
+    for k in range(data.draw(st.integers(1, 5))):
+        grown = data.draw(st.sampled_from([(PROMPT, []), *paths]))
+        prompt = [*grown[0], *data.draw(st.lists(st.integers(30, 33), max_size=2))] if grown[1] else list(PROMPT)
+        ids = data.draw(st.lists(st.integers(4, 6), min_size=1, max_size=4))
+        calls.append((prompt, completion(ids, base=-float(k + 1))))
+        paths.append(([*prompt, *ids], [*grown[1], k]))
+    made = manager(*calls)
+    chosen = data.draw(st.lists(st.sampled_from(paths), min_size=1, max_size=6))
+    outputs = []
+    for whole, _ in chosen:
+        response = whole[len(PROMPT) :]
+        outputs.append(output(response, [int(i < 30) for i in response]))
+    found = check_output(outputs, made, 100)
+    rows = (found.segments, *found.branches)
+    assert [[i for s in row for i in s.ids.tolist()] for row in rows] == [whole for whole, _ in chosen]
+    trained = [(len(before), i, round(float(p), 4)) for row in rows for before, i, p in _tokens(row)]
+    assert len(set(trained)) == len(trained)
+    assert len(trained) + found.discarded == sum(len(c.ids) for _, c in calls)
+
+
+def _tokens(row: Any) -> list[tuple[list[int], int, float]]:
+    out, before = [], []
+    for s in row:
+        for i, token in enumerate(s.ids.tolist()):
+            if s.source == "sampled":
+                out.append((list(before), token, s.logprobs[i]))
+            before.append(token)
+    return out
+
+
+def test_calls_beyond_the_turns_sample_nothing():
+    async def main():
+        engine = Scripted([5], [6], [7])
+        server = ServerManager(engine, SAMPLING, seed_parts=("s",), max_turns=2)
+        for prompt in (PROMPT, [*PROMPT, 5]):
+            await server.generate("r", prompt_ids=prompt, sampling_params={})
+        got = await server.generate("r", prompt_ids=[*PROMPT, 5, 6], sampling_params={})
+        assert (got.token_ids, got.stop_reason, engine.calls) == ([], "max_turns", 2)
+        found = check_output(output([5, 6], [1, 1]), server, 50)
+        assert found.stop_reason == "max_turns"
+
+    asyncio.run(main())

@@ -294,7 +294,7 @@ class Here:
         self.engine.version = 2
         self.trajectories = TrajectoryRunner(
             engine=self.engine,
-            loop=lambda s: SingleTurnLoop(None, s, None),
+            loop=lambda s, _: SingleTurnLoop(None, s, None),
             reward=reward,
             decode=str,
             waits=Waits(),

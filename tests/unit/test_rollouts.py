@@ -19,7 +19,7 @@ import torch
 from fakes import FakeEngine, put
 from stage import SAMPLING, Stage, by_id, group_id, groups_of, jitter, play, seed_of, task_of
 
-from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput, CheckedOutput
+from verl.agent_loop.base import AgentLoopBase, AgentLoopFactory, AgentLoopOutput, CheckedOutput
 from verl.agent_loop.single_turn import SingleTurnLoop
 from verl.algorithms.estimators import grpo, token_rewards
 from verl.algorithms.resolve import resolve
@@ -77,7 +77,7 @@ def test_what_a_loop_and_a_reward_are_given(tmp_path):
 
     async def test():
         stage = Stage(
-            tmp_path, prompts=1, n=1, algorithm=resolve("reinforce"), loop=lambda s: Looks(None, s, None), reward=reward
+            tmp_path, prompts=1, n=1, algorithm=resolve("reinforce"), loop=lambda s, _: Looks(None, s, None), reward=reward
         )
         async with stage.groups:
             await stage.step()
@@ -153,9 +153,9 @@ class Returns(AgentLoopBase):
         return type(self).make(kwargs["prompt_ids"], out)
 
 
-def loop_that(make: Callable[[Any, Any], Any]) -> Callable[[Any], AgentLoopBase]:
+def loop_that(make: Callable[[Any, Any], Any]) -> AgentLoopFactory:
     cls = type("Loop", (Returns,), {"make": staticmethod(make)})
-    return lambda server: cls(None, server, None)
+    return lambda server, task: cls(None, server, None)
 
 
 def answer(prompt, out, **more):
@@ -182,7 +182,7 @@ def cancels(prompt, out):
     [
         (dies, "failed", "KeyError: 'tool'"),
         (cancels, "failed", "Abandoned: "),
-        (lambda p, o: None, "failed", "AttributeError: "),
+        (lambda p, o: None, "failed", "ValueError: the agent loop returned a NoneType"),
         (lambda p, o: answer(p, o, response_mask=[1] * 9), "failed", "ValueError: response_mask has 9 values for"),
         (
             lambda p, o: answer(p, o, response_ids=[9, *o.token_ids], response_mask=[1] * (len(o.token_ids) + 1)),
@@ -346,7 +346,7 @@ def test_leaving_cancels_everything_and_stays_until_it_has_ended(tmp_path):
 
     async def test():
         engine = FakeEngine(delay_s=lambda seed: 1e6)
-        stage = Stage(tmp_path, engine=engine, staleness=1.0, loop=lambda s: Careful(None, s, None))
+        stage = Stage(tmp_path, engine=engine, staleness=1.0, loop=lambda s, _: Careful(None, s, None))
         with pytest.raises(TimeoutError):
             async with stage.groups:
                 async with asyncio.timeout(100):

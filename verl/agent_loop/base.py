@@ -2,11 +2,13 @@
 
 A loop may rewrite text as it likes; what is trained on comes from the record of the server manager: a mask=1 token that
 was not sampled there, after the very tokens that precede it in the output, is an error, and log-probs, versions, media
-and side channels are the recorded ones.
+and side channels are the recorded ones. A loop whose history branched returns an output per branch: each is checked, and
+a token that stands in several is trained in the first.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from verl.rollout.base import Completion, RolloutEngine
-from verl.types import Sampling, Segment, StopReason, as_ids, derive_seed
+from verl.types import Sampling, Segment, StopReason, Task, as_ids, derive_seed
 
 
 @dataclass(slots=True)
@@ -61,7 +63,8 @@ NEUTRAL: Mapping[str, float] = {"repetition_penalty": 1, "n": 1}  # these values
 
 class ServerManager:
     """What a loop generates with, one per trajectory. Keeps every completion. The `max_tokens` of the sampling are the
-    budget of the whole trajectory, environment tokens included: a call without room samples nothing: `context_full`."""
+    budget of the whole trajectory, environment tokens included: a call without room samples nothing: `context_full`;
+    nor does one after `max_turns` of them. counts: what else the loop counts, for `agent/NAME` in the metrics."""
 
     def __init__(
         self,
@@ -72,13 +75,16 @@ class ServerManager:
         prefix_key: str | None = None,
         adapter: str | None = None,
         media: tuple[str, ...] = (),
+        max_turns: int | None = None,
     ) -> None:
         self._engine, self._sampling, self._seed_parts = engine, sampling, tuple(seed_parts)
         self._prefix_key, self._adapter, self.media = prefix_key, adapter, media
+        self._max_turns = max_turns
         self._calls = 0
         self._limit = 0  # context tokens, from the first prompt on
         self.record: list[Call] = []
-        self.full = False  # the last call had no room
+        self.ended_by: StopReason | None = None  # a budget that left the last call no room, or what the loop says
+        self.counts: Counter[str] = Counter()
 
     async def generate(
         self,
@@ -95,9 +101,10 @@ class ServerManager:
         turn, self._calls = self._calls, self._calls + 1
         self._limit = self._limit or len(ids) + self._sampling.max_tokens
         room = self._limit - len(ids)
-        self.full = room < 1
-        if self.full:
-            return TokenOutput([], [], "context_full")
+        spent = self._max_turns is not None and len(self.record) >= self._max_turns
+        self.ended_by = "max_turns" if spent else "context_full" if room < 1 else None
+        if self.ended_by is not None:
+            return TokenOutput([], [], self.ended_by)
         sampling = asked.of_call(min(asked.max_tokens, room), derive_seed(*self._seed_parts, turn))
         completion = await self._engine.generate(
             request_id, ids, sampling, prefix_key=self._prefix_key, adapter=self._adapter, media=self.media
@@ -159,35 +166,75 @@ class AgentLoopBase:
         self.config, self.server_manager = trainer_config, server_manager
         self.tokenizer, self.processor = tokenizer, processor
 
-    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> LoopOutput:
         raise AssertionError(f"{type(self).__name__} does not define run()")
 
 
-AgentLoopFactory = Callable[[ServerManager], AgentLoopBase]
+LoopOutput = AgentLoopOutput | Sequence[AgentLoopOutput]
+"""Several: the branches of one trajectory, in the order in which they were played; the last holds the answer."""
+AgentLoopFactory = Callable[[ServerManager, Task], AgentLoopBase]
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedOutput:
-    """A loop's output as a trajectory: ids as it returned them, all else from the record."""
+    """A loop's output as a trajectory: ids as it returned them, all else from the record.
+
+    branches: the rows after the first · discarded: tokens that were sampled and are trained in no row."""
 
     segments: tuple[Segment, ...]
     stop_reason: StopReason
+    branches: tuple[tuple[Segment, ...], ...] = ()
+    discarded: int = 0
 
 
-def check_output(output: AgentLoopOutput, manager: ServerManager, max_tokens: int) -> CheckedOutput:
-    """The trajectory of a loop's output, cut at `max_tokens` response tokens. Raises ValueError if a mask=1 token was
-    not sampled by the server manager after exactly what precedes it."""
-    if len(manager.record) == 1 and _is_untouched(output, manager.record[0], max_tokens):
-        call = manager.record[0]
+def outputs_of(output: LoopOutput) -> Sequence[AgentLoopOutput]:
+    """The branches. ValueError for an output without any, and for rewards of branches that are not the last."""
+    if isinstance(output, AgentLoopOutput):
+        return (output,)
+    listed = isinstance(output, list | tuple)
+    if not listed or not output or not all(isinstance(one, AgentLoopOutput) for one in output):
+        kinds = f"list of {', '.join(type(o).__name__ for o in output) or 'nothing'}" if listed else type(output).__name__
+        raise ValueError(f"the agent loop returned a {kinds}: return one AgentLoopOutput, or a list of them")
+    if early := {one.reward_score for one in output[:-1]} - {None, output[-1].reward_score}:
+        raise ValueError(f"reward_score={early.pop()} of a branch: a trajectory has one reward; set it on the last branch")
+    return output
+
+
+def check_output(output: LoopOutput, manager: ServerManager, max_tokens: int) -> CheckedOutput:
+    """The trajectory of a loop's output, each branch cut where the budget of `max_tokens` after the first prompt ends.
+    Raises ValueError if a mask=1 token was not sampled by the server manager after exactly what precedes it."""
+    record = manager.record
+    if isinstance(output, AgentLoopOutput) and len(record) == 1 and _is_untouched(output, record[0], max_tokens):
+        call = record[0]
         prompt = Segment(ids=call.prompt_ids, source="prompt", media=manager.media)
-        reason = "context_full" if manager.full else call.completion.stop_reason
+        reason = manager.ended_by or call.completion.stop_reason
         return CheckedOutput((prompt, *_sampled(call.completion, 0, len(call.completion.ids))), reason)
+    outputs = outputs_of(output)
+    trained = [np.zeros(len(call.completion.ids), np.bool_) for call in record]
+    rows = []
+    for k, one in enumerate(outputs):
+        try:
+            row, reason, cut = _row(one, manager, max_tokens, trained)
+        except ValueError as e:
+            raise ValueError(f"branch {k + 1} of {len(outputs)}: {e}" if len(outputs) > 1 else str(e)) from None
+        rows.append(row)
+    reason = manager.ended_by or ("context_full" if cut else reason)
+    return CheckedOutput(rows[0], reason, tuple(rows[1:]), sum(int((~own).sum()) for own in trained))
+
+
+def _row(
+    output: AgentLoopOutput, manager: ServerManager, max_tokens: int, trained: Sequence[np.ndarray]
+) -> tuple[tuple[Segment, ...], StopReason, bool]:
+    """(segments, why the last call of the row ended, whether the budget cut the row). `trained`: of each call [t] bool,
+    the tokens that stand in a row already; those of this row are marked."""
     prompt_ids, ids = as_ids(output.prompt_ids), as_ids(output.response_ids)
     mask = np.asarray(output.response_mask, bool)
     if len(ids) != len(mask):
         raise ValueError(f"response_mask has {len(mask)} values for {len(ids)} response_ids")
-    full = manager.full or len(ids) > max_tokens
-    ids, mask = ids[:max_tokens], mask[:max_tokens]
+    first = len(manager.record[0].prompt_ids) if manager.record else len(prompt_ids)
+    room = max(0, first + max_tokens - len(prompt_ids))
+    cut = len(ids) > room
+    ids, mask = ids[:room], mask[:room]
     owner = np.where(mask, _owners(prompt_ids, ids, manager.record), -1)
     if len(invented := np.flatnonzero(mask & (owner < 0))):
         raise ValueError(
@@ -196,17 +243,27 @@ def check_output(output: AgentLoopOutput, manager: ServerManager, max_tokens: in
             "give them mask 0"
         )
     segments = [Segment(ids=prompt_ids, source="prompt", media=manager.media)]
-    reason = "error"
-    edges = [0, *(np.flatnonzero(np.diff(owner)) + 1).tolist(), len(ids)] if len(ids) else [0]
-    for a, b in zip(edges, edges[1:]):
+    reason: StopReason = "error"
+    for a, b in _runs(owner):
         if owner[a] < 0:
             segments.append(Segment(ids=ids[a:b], source="env"))
             continue
-        call = manager.record[owner[a]]
+        call, known = manager.record[owner[a]], trained[owner[a]]
         start = len(call.prompt_ids) - len(prompt_ids)
-        segments.extend(_sampled(call.completion, a - start, b - start))
+        for c, d in _runs(known[a - start : b - start]):
+            if known[a - start + c]:
+                segments.append(Segment(ids=ids[a + c : a + d], source="env"))
+            else:
+                segments.extend(_sampled(call.completion, a - start + c, a - start + d))
+        known[a - start : b - start] = True
         reason = call.completion.stop_reason if b - start == len(call.completion.ids) else "stop"  # cut by the loop
-    return CheckedOutput(tuple(segments), "context_full" if full else reason)
+    return tuple(segments), reason, cut
+
+
+def _runs(values: np.ndarray) -> list[tuple[int, int]]:
+    """(first, end) of each run of equal values."""
+    edges = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)] if len(values) else [0]
+    return list(zip(edges, edges[1:]))
 
 
 def _is_untouched(output: AgentLoopOutput, call: Call, max_tokens: int) -> bool:

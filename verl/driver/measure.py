@@ -72,6 +72,8 @@ def batch_metrics(refs: Refs, stats: RolloutStats, version: int, *, max_prompt_t
     out["groups/zero_variance_share"] = Metric(stats.flat, max(1, stats.groups), "group")
     for reason in ("rejected", "invalid", "failed", "dropped"):
         out[f"groups/{reason}"] = Metric(stats.released[reason], 1, "group", "sum")
+    for name, total in stats.agent.items():
+        out[f"agent/{name}"] = Metric(total, 1, "step", "sum")
     out |= spread("groups/size", Counter(t.group_id for t in train).values(), "group")
     return out
 

@@ -26,7 +26,7 @@ from verl.track.events import read_events
 from verl.track.metrics import read_metrics, reduce
 from verl.track.samples import SampleRow, read_samples, sample_steps
 from verl.transfer_queue.base import TransferQueue
-from verl.types import Refs, Sample, Segment
+from verl.types import CUT, Refs, Sample, Segment
 
 COMPARED = ("old_logprobs", "ref_logprobs", "advantages")
 COMPARED_METRICS = ("actor/pg_loss", "actor/grad_norm", "actor/entropy")
@@ -131,7 +131,7 @@ def _sample(row: SampleRow) -> Sample:
         reward=row.reward,
         components=row.components,
         outcome=row.outcome,
-        truncated=row.stop_reason in ("length", "context_full"),
+        truncated=row.stop_reason in CUT,
         task_id=row.task_id,
         stop_reason=row.stop_reason,
     )

@@ -54,6 +54,7 @@ class RolloutStats:
     released: Counter[str] = field(default_factory=Counter)
     invalid: Counter[str] = field(default_factory=Counter)
     turns: Counter[int] = field(default_factory=Counter)
+    agent: Counter[str] = field(default_factory=Counter)  # sums of what the loops counted
     played: int = 0
     flat: int = 0
     groups: int = 0
@@ -327,6 +328,8 @@ class RolloutManager:
         bad = [t for t in group.trajectories if t.outcome != "ok"]
         self.stats.invalid.update(reason_of(t) for t in bad)
         self.stats.turns.update(t.turns for t in group.trajectories if t.outcome == "ok" and t.purpose == "train")
+        for t in group.trajectories:
+            self.stats.agent.update(t.agent)
         self._invalid.add(group.trajectories)
         scores = [
             metric_of(t, self._algorithm.group_filter.filter_metric)

@@ -43,6 +43,8 @@ class SavedTrajectory(msgspec.Struct):
     turns: int
     wall_s: float
     error: str
+    branches: tuple[tuple[Segment, ...], ...] = ()
+    agent: dict[str, float] = {}
 
 
 class SavedGroup(msgspec.Struct):
@@ -147,6 +149,8 @@ def _save_trajectory(t: Trajectory) -> SavedTrajectory:
         turns=t.turns,
         wall_s=t.wall_s,
         error=t.error,
+        branches=t.branches,
+        agent=dict(t.agent),
     )
 
 
@@ -166,6 +170,8 @@ def _restore_trajectory(saved: SavedTrajectory, group: SavedGroup) -> Trajectory
         turns=saved.turns,
         wall_s=saved.wall_s,
         error=saved.error,
+        branches=saved.branches,
+        agent=saved.agent,
     )
 
 

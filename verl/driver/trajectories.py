@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,11 +16,12 @@ from verl.agent_loop.base import (
     CheckedOutput,
     ServerManager,
     check_output,
+    outputs_of,
     sampling_params_of,
 )
 from verl.reward.base import RewardFn, RewardRequest, parse_result
 from verl.rollout.base import DecodeFn, ReplicaLost, RolloutEngine
-from verl.types import Invalid, Outcome, Purpose, Sampling, Score, Segment, Task, Trajectory, response_ids_of
+from verl.types import CUT, Invalid, Outcome, Purpose, Sampling, Score, Segment, Task, Trajectory, response_ids_of
 from verl.workers.waits import DeadlineExpired, Waits
 
 T = TypeVar("T")
@@ -52,6 +54,7 @@ class TrajectoryRunner:
         max_attempts: int,
         timeout_s: float,
         reward_timeout_s: float | None = None,
+        max_turns: int | None = None,
     ) -> None:
         """timeout_s: for the agent loop of one attempt · reward_timeout_s: for its reward (None: the same), counted
         from the last reward that came: many answers wait for few graders, and that is no fault of an answer."""
@@ -63,6 +66,7 @@ class TrajectoryRunner:
         self._waits = waits
         self._seed = seed
         self._max_attempts = max_attempts
+        self._max_turns = max_turns
         self._timeout_s = timeout_s
         self._reward_timeout_s = timeout_s if reward_timeout_s is None else reward_timeout_s
         self.moved_s = -math.inf  # when a reward came last
@@ -83,7 +87,9 @@ class TrajectoryRunner:
     async def _attempt(self, task: Task, spec: TrajectorySpec, sampling: Sampling, attempt: int) -> Trajectory:
         name = f"{spec.group_id}/{spec.purpose}{spec.index}.{attempt}"
         seed_parts = (self._seed, spec.purpose, spec.epoch, spec.draw, task.task_id, spec.index, attempt)
-        manager = ServerManager(self._engine, sampling, seed_parts=seed_parts, prefix_key=spec.group_id)
+        manager = ServerManager(
+            self._engine, sampling, seed_parts=seed_parts, prefix_key=spec.group_id, max_turns=self._max_turns
+        )
         started = time.monotonic()
         row = {
             **task.row,
@@ -96,14 +102,14 @@ class TrajectoryRunner:
         reward: Score | Invalid | None = None
         error = ""
         try:
-            loop = self._loop(manager)
+            loop = self._loop(manager, task)
             run, who, what = loop.run(sampling_params_of(sampling), **row), f"trajectory {name}", "its agent loop"
             if loop.ends_when_cancelled:
                 with self._waits.limit(who=who, what=what, timeout_s=self._timeout_s):
-                    output = await run
+                    returned = await run
             else:
-                output = await self._waits.wait(run, who=who, what=what, timeout_s=self._timeout_s)
-            made = check_output(output, manager, sampling.max_tokens)
+                returned = await self._waits.wait(run, who=who, what=what, timeout_s=self._timeout_s)
+            made, output = check_output(returned, manager, sampling.max_tokens), outputs_of(returned)[-1]
             turns = int(output.num_turns) or max(1, len(manager.record))
         except ReplicaLost:  # no fault of this trajectory: the run ends or starts again
             raise
@@ -114,7 +120,7 @@ class TrajectoryRunner:
         else:
             if made.stop_reason == "abort":
                 outcome, error = "cancelled", "abort: the rollout engine gave the request up"
-            elif not any(s.source == "sampled" for s in made.segments):
+            elif not any(s.source == "sampled" for row in (made.segments, *made.branches) for s in row):
                 error = "empty: the agent loop returned no token of the model"
             else:
                 reward = await self._score(name, task, sampling, made, output, turns)
@@ -137,12 +143,15 @@ class TrajectoryRunner:
             turns=turns,
             wall_s=time.monotonic() - started,
             error=error,
+            branches=made.branches,
+            agent=manager.counts + Counter(discarded_tokens=made.discarded),
         )
 
     async def _score(
         self, name: str, task: Task, sampling: Sampling, made: CheckedOutput, output: AgentLoopOutput, turns: int
     ) -> Score | Invalid:
-        response = response_ids_of(made.segments)
+        row = made.branches[-1] if made.branches else made.segments
+        response = response_ids_of(row)
         try:
             if output.reward_score is not None:
                 return parse_result(output.reward_score)
@@ -157,8 +166,8 @@ class TrajectoryRunner:
             extra_info={**task.extra_info, "num_turns": turns},
             response_tokens=len(response),
             max_response_tokens=sampling.max_tokens,
-            truncated=made.stop_reason in ("length", "context_full"),
-            prompt_ids=task.prompt_ids,
+            truncated=made.stop_reason in CUT,
+            prompt_ids=row[0].ids if made.branches else task.prompt_ids,
             response_ids=response,
         )
         try:
