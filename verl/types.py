@@ -80,7 +80,8 @@ class Sampling:
 class Task:
     """One dataset row. `row` holds every column of it; `prompt_ids` the rendered, tokenised prompt.
 
-    tools: schemas of what the model may call · agent: the loop that plays it ("": the run's) · media: references to its images, videos and sounds (a path or a content hash).
+    tools: schemas of what the model may call · agent: the loop that plays it ("": the run's) · media: references to its
+    images, videos and sounds (a path or a content hash).
     """
 
     task_id: str

@@ -49,7 +49,9 @@ def cut(sample: Sample, seed: int) -> list[Sample]:
     ends = sorted({*rng.choice(turns, size=int(rng.integers(0, len(turns))), replace=False).tolist(), turns[-1]})
     rows, before = [], -1
     for k, end in enumerate(ends):
-        known = [replace(s, source="env", logprobs=None) if s.source == "sampled" else s for s in segments[1 : before + 1]]
+        known = [
+            replace(s, source="env", logprobs=None) if s.source == "sampled" else s for s in segments[1 : before + 1]
+        ]
         row = (segments[0], *known, *segments[max(1, before + 1) : end + 1])
         if k % 2 and len(row) > 2:  # a loop that hands its whole history over as the next prompt
             n = 1 + len(known)

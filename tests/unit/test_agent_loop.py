@@ -201,7 +201,7 @@ def test_media_and_side_channels_follow_the_tokens() -> None:
     routed = {"experts": np.arange(10).reshape(5, 2)}
     first = replace(completion([5, 6, 7, 8, 9], spans=((3, 0, 2), (4, 2, 5))), side=routed)
     second = replace(completion([11]), side={"experts": np.array([[70, 71]])})
-    for calls, given, expected in (
+    for calls, loop, expected in (
         ([(PROMPT, first)], output([5, 6, 7, 8, 9], [1] * 5), [[0, 2], [4, 6, 8]]),
         (
             [(PROMPT, first), ([*PROMPT, 5, 6, 7, 30], second)],
@@ -211,7 +211,7 @@ def test_media_and_side_channels_follow_the_tokens() -> None:
     ):
         made = manager(*calls)
         made.media = ("ab12", "cd34")
-        prompt, *rest = check_output(given, made, 50).segments
+        prompt, *rest = check_output(loop, made, 50).segments
         assert prompt.media == ("ab12", "cd34") and not any(s.media for s in rest)
         assert [s.side["experts"][:, 0].tolist() if s.side else None for s in rest] == expected
 

@@ -77,7 +77,12 @@ def test_what_a_loop_and_a_reward_are_given(tmp_path):
 
     async def test():
         stage = Stage(
-            tmp_path, prompts=1, n=1, algorithm=resolve("reinforce"), loop=lambda s, _: Looks(None, s, None), reward=reward
+            tmp_path,
+            prompts=1,
+            n=1,
+            algorithm=resolve("reinforce"),
+            loop=lambda s, _: Looks(None, s, None),
+            reward=reward,
         )
         async with stage.groups:
             await stage.step()

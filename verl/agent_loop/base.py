@@ -2,8 +2,8 @@
 
 A loop may rewrite text as it likes; what is trained on comes from the record of the server manager: a mask=1 token that
 was not sampled there, after the very tokens that precede it in the output, is an error, and log-probs, versions, media
-and side channels are the recorded ones. A loop whose history branched returns an output per branch: each is checked, and
-a token that stands in several is trained in the first.
+and side channels are the recorded ones. A loop whose history branched returns an output per branch: each is checked,
+and a token that stands in several is trained in the first.
 """
 
 from __future__ import annotations
@@ -193,10 +193,14 @@ def outputs_of(output: LoopOutput) -> Sequence[AgentLoopOutput]:
         return (output,)
     listed = isinstance(output, list | tuple)
     if not listed or not output or not all(isinstance(one, AgentLoopOutput) for one in output):
-        kinds = f"list of {', '.join(type(o).__name__ for o in output) or 'nothing'}" if listed else type(output).__name__
+        kinds = (
+            f"list of {', '.join(type(o).__name__ for o in output) or 'nothing'}" if listed else type(output).__name__
+        )
         raise ValueError(f"the agent loop returned a {kinds}: return one AgentLoopOutput, or a list of them")
     if early := {one.reward_score for one in output[:-1]} - {None, output[-1].reward_score}:
-        raise ValueError(f"reward_score={early.pop()} of a branch: a trajectory has one reward; set it on the last branch")
+        raise ValueError(
+            f"reward_score={early.pop()} of a branch: a trajectory has one reward; set it on the last branch"
+        )
     return output
 
 

@@ -131,36 +131,37 @@ def one_line(exc: BaseException) -> str:
     return " ".join(str(exc).split())[:300]
 
 
-_USER = {"role": "user", "content": "What is six times seven?"}
-_AGAIN = {"role": "user", "content": "And minus two?"}
-_PLAIN = {"role": "assistant", "content": "It is 42."}
-_THINK = {"role": "assistant", "content": "<think>\nsix sevens, forty-two\n</think>\n\nIt is 42."}
-_SYSTEM = {"role": "system", "content": "Reply as a quokka."}
-_FUNCTION = {"name": "quokka_sum", "arguments": {"a": 6}}
-_CALLS = [{"id": "abcdef123", "type": "function", "function": _FUNCTION}]
-_CALL = {"role": "assistant", "content": "", "tool_calls": _CALLS}
-_ANSWER = {"role": "tool", "name": "quokka_sum", "tool_call_id": "abcdef123", "content": "wombat 42"}
-_PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer", "description": "A number."}}}
-_TOOL = {"type": "function", "function": {"name": "quokka_sum", "description": "Adds.", "parameters": _PARAMETERS}}
+# What templates are measured with.
+USER = {"role": "user", "content": "What is six times seven?"}
+AGAIN = {"role": "user", "content": "And minus two?"}
+PLAIN = {"role": "assistant", "content": "It is 42."}
+THINK = {"role": "assistant", "content": "<think>\nsix sevens, forty-two\n</think>\n\nIt is 42."}
+SYSTEM = {"role": "system", "content": "Reply as a quokka."}
+FUNCTION = {"name": "quokka_sum", "arguments": {"a": 6}}
+CALLS = [{"id": "abcdef123", "type": "function", "function": FUNCTION}]
+CALL = {"role": "assistant", "content": "", "tool_calls": CALLS}
+ANSWER = {"role": "tool", "name": "quokka_sum", "tool_call_id": "abcdef123", "content": "wombat 42"}
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer", "description": "A number."}}}
+TOOL = {"type": "function", "function": {"name": "quokka_sum", "description": "Adds.", "parameters": PARAMETERS}}
 
 
 def audit_template(tokenizer: Tokenizer, template_kwargs: Mapping[str, Any] | None = None) -> TemplateAudit:
     """Measure the tokenizer's chat template with a few small conversations. Costs some milliseconds."""
     plain = Renderer(tokenizer, template_kwargs or {})
-    with_tools = Renderer(tokenizer, template_kwargs or {}, (_TOOL,))
-    plain.ids([_USER], prompt=True)  # a template that cannot render one question is an error
+    with_tools = Renderer(tokenizer, template_kwargs or {}, (TOOL,))
+    plain.ids([USER], prompt=True)  # a template that cannot render one question is an error
     ending, trailing = _turn_ending(plain)
-    system = _shows_role(plain, [_SYSTEM, _USER], "system")
-    tools = _shows_tool(lambda: with_tools.text([_USER], prompt=True))
+    system = _shows_role(plain, [SYSTEM, USER], "system")
+    tools = _shows_tool(lambda: with_tools.text([USER], prompt=True))
     r = with_tools if tools else plain
-    called: list[dict[str, Any]] = [_USER, _CALL]
-    calls = _shows_tool(lambda: r.added_text(called, 1)) and _shows_role(r, [*called, _ANSWER], "tool")
-    turns = [_USER, _PLAIN, _AGAIN, _PLAIN]
-    probes = [(plain, turns), (plain, [_USER, _THINK, _AGAIN, _THINK])]
+    called: list[dict[str, Any]] = [USER, CALL]
+    calls = _shows_tool(lambda: r.added_text(called, 1)) and _shows_role(r, [*called, ANSWER], "tool")
+    turns = [USER, PLAIN, AGAIN, PLAIN]
+    probes = [(plain, turns), (plain, [USER, THINK, AGAIN, THINK])]
     if system:
-        probes.append((plain, [_SYSTEM, *turns]))
+        probes.append((plain, [SYSTEM, *turns]))
     if calls:
-        probes.append((r, [*called, _ANSWER, _PLAIN, _AGAIN, _THINK]))
+        probes.append((r, [*called, ANSWER, PLAIN, AGAIN, THINK]))
     return TemplateAudit(
         append_only=all(_appends(renderer, messages, len(trailing)) for renderer, messages in probes),
         ends_turn_with=ending,
@@ -175,7 +176,7 @@ def _turn_ending(r: Renderer) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(end of turn, trailing): what follows assistant content, cut after its first special token."""
     # Three contents that share no last token: what their renderings have in common at the end is the template's.
     answers = ({"role": "assistant", "content": c} for c in ("Kea", "It is 7", "why?"))
-    turns = [r.ids([_USER, answer], prompt=False).tolist() for answer in answers]
+    turns = [r.ids([USER, answer], prompt=False).tolist() for answer in answers]
     suffix = turns[0][len(turns[0]) - min(shared(turns[0][::-1], t[::-1]) for t in turns[1:]) :]
     added = r.tokenizer.added_tokens_decoder
     special = {*r.tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
+from verl.agent_loop.sections import AgentConfig
 from verl.algorithms.sections import CriticConfig, PreferenceConfig
 from verl.bounds import Betas, NonNegative, NonNegativeInt, Positive, PositiveInt, PositiveShare, Share, words
 from verl.rollout.server.options import ServeConfig
@@ -222,6 +223,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    agent: AgentConfig = field(default_factory=AgentConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)

@@ -17,6 +17,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from verl.config.schema import DataConfig
@@ -30,6 +31,9 @@ PREFERENCE = "`verl dpo` or `verl rm` read these"
 COMPLETION_KEYS = ("completion", "response")
 SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
 MEDIA_KEYS = ("images", "videos", "audios")
+SINGLE_TURN, TOOL_AGENT = "single_turn", "tool_agent"
+AGENT_NAMES = MappingProxyType({"single_turn_agent": SINGLE_TURN})
+"""verl's name of a loop -> ours, where they differ."""
 Messages = tuple[dict[str, Any], ...]
 
 
@@ -41,6 +45,7 @@ class TaskRow(NamedTuple):
     ground_truth: Any
     extra_info: dict[str, Any]
     tools: tuple[dict[str, Any], ...]
+    agent: str
     media: tuple[str, ...]
 
 
@@ -53,7 +58,18 @@ class ConversationRow(NamedTuple):
     enable_thinking: bool | None
 
 
-def task_row(raw: RawRow, cfg: DataConfig) -> TaskRow:
+class Players(NamedTuple):
+    """Who may play a row (agent_loop/registry.py). default: where it names none · names · tools: schemas of the run."""
+
+    default: str = "single_turn"
+    names: tuple[str, ...] = ("single_turn",)
+    tools: tuple[dict[str, Any], ...] = ()
+
+
+ONE_ANSWER = Players()
+
+
+def task_row(raw: RawRow, cfg: DataConfig, players: Players = ONE_ANSWER) -> TaskRow:
     """One row of an RL data set."""
     row, where = named_row(raw, cfg), raw.where
     if cfg.prompt_key not in row and isinstance(turns := row.get("conversations"), list) and len(turns) > 1:
@@ -62,7 +78,9 @@ def task_row(raw: RawRow, cfg: DataConfig) -> TaskRow:
             row = {**row, cfg.prompt_key: asked, "solution": last["content"]}
     tools = _tools(row.get(cfg.tools_key), where, cfg.tools_key) if cfg.tools_key else ()
     extra_info = _object(row.get("extra_info"), where, "extra_info")
-    _refuse_what_nobody_plays(row, extra_info, where)
+    agent = _player(row, extra_info, where, players)
+    if agent == TOOL_AGENT:
+        tools = _chosen(tools, players.tools, where)
     source = row.get("data_source")
     if source is not None and not isinstance(source, str):
         raise ValueError(f"{where}: 'data_source' must be a string, got {kind_of(source)}")
@@ -85,20 +103,41 @@ def task_row(raw: RawRow, cfg: DataConfig) -> TaskRow:
             "are not begun by the prompt here. Fix: end prompts with the user's turn (to learn an answer: `verl sft`)"
         )
     media = tuple(reference for reference, _ in media_in(row, messages))
-    return TaskRow(with_system(messages, cfg), source or "", truth, extra_info, tools, media)
+    return TaskRow(with_system(messages, cfg), source or "", truth, extra_info, tools, agent, media)
 
 
-def _refuse_what_nobody_plays(row: Mapping[str, Any], extra_info: Mapping[str, Any], where: str) -> None:
-    """A row that asks for more than one answer to its prompt would be trained as another task than it is."""
+def _player(row: Mapping[str, Any], extra_info: Mapping[str, Any], where: str, players: Players) -> str:
+    """The loop that plays the row. One that asks for more than one answer to its prompt, or for tools that are not
+    there, would be trained as another task than it is."""
     if row.get("chosen") is not None and row.get("rejected") is not None:
         raise ValueError(f"{where}: a preference row ('chosen' and 'rejected'). Fix: {PREFERENCE}")
-    fix = "the row would be trained as a plain question. Fix: drop the column if that is wanted"
-    if (agent := row.get("agent_name")) not in (None, "", "single_turn_agent"):
-        raise ValueError(f"{where}: agent_name={agent!r}, and only single_turn_agent is played here: {fix}")
+    asked = row.get("agent_name") or players.default
+    agent = AGENT_NAMES.get(asked, asked)
+    if agent not in players.names:
+        known, fix = ", ".join(players.names), "name one of these, set agent.loop or agent.tools, or drop the column"
+        raise ValueError(f"{where}: agent_name={asked!r}, and this run has {known}. Fix: {fix}")
+    there = {tool["function"]["name"] for tool in players.tools} if agent == TOOL_AGENT else set()
     for key in ("tools_kwargs", "interaction_kwargs"):
         found = {**_object(row.get(key), where, key), **_object(extra_info.get(key), where, f"extra_info.{key}")}
-        if asked := sorted(k for k, v in found.items() if v):  # Arrow fills with null what other rows have
-            raise ValueError(f"{where}: {key!r} names {', '.join(asked)}, which nothing plays here: {fix}")
+        unplayed = {k for k, v in found.items() if v}  # Arrow fills with null what other rows have
+        if agent not in (SINGLE_TURN, TOOL_AGENT):
+            continue  # a loop of the user's own reads what it likes
+        if asked_for := sorted(unplayed - there if key == "tools_kwargs" else unplayed):
+            fix = "the row would be trained as a plain question. Fix: agent.tools, or drop the column if that is wanted"
+            raise ValueError(f"{where}: {key!r} names {', '.join(asked_for)}, which {agent} does not play: {fix}")
+    return agent
+
+
+def _chosen(
+    asked: tuple[dict[str, Any], ...], there: tuple[dict[str, Any], ...], where: str
+) -> tuple[dict[str, Any], ...]:
+    """The tools of a row: those that it names, or all of the run."""
+    by_name = {tool["function"]["name"]: tool for tool in there}
+    names = [(tool.get("function") or tool).get("name") for tool in asked]
+    if unknown := [str(name) for name in names if name not in by_name]:
+        fix = f"agent.tools has {', '.join(by_name)}"
+        raise ValueError(f"{where}: the row's tools {', '.join(unknown)} are not there: {fix}")
+    return tuple(by_name[name] for name in dict.fromkeys(names)) or there
 
 
 def asks_for_a_judge(raw: RawRow) -> bool:
@@ -266,7 +305,8 @@ def _gsm8k_number(answer: str, where: str) -> str:
 
 
 def _tools(value: Any, where: str, column: str) -> tuple[dict[str, Any], ...]:
-    """Tool schemas: a list of objects, or that list as JSON text (Arrow has no type for mixed schemas)."""
+    """Tool schemas, or names of tools of the run: a list, or that list as JSON text (Arrow has no type for mixed
+    schemas)."""
     if isinstance(value, str):
         try:
             value = json.loads(value) if value.strip() else None
@@ -274,9 +314,9 @@ def _tools(value: Any, where: str, column: str) -> tuple[dict[str, Any], ...]:
             raise ValueError(f"{where}: {column!r} is text but not JSON: {exc.msg} at column {exc.colno}") from exc
     if not value:
         return ()
-    if not isinstance(value, list) or not all(isinstance(t, Mapping) for t in value):
+    if not isinstance(value, list) or not all(isinstance(t, Mapping | str) for t in value):
         raise ValueError(f"{where}: {column!r} must be a list of tool schemas, got {kind_of(value)}")
-    return tuple(dict(t) for t in value)
+    return tuple({"type": "function", "function": {"name": t}} if isinstance(t, str) else dict(t) for t in value)
 
 
 def _object(value: Any, where: str, column: str) -> dict[str, Any]:

@@ -23,7 +23,16 @@ from verl.chat.template import (
 )
 from verl.config.schema import DataConfig
 from verl.data.files import RawRow
-from verl.data.formats import TaskRow, asks_for_a_judge, content_hash, conversation_row, refuse_media, task_row
+from verl.data.formats import (
+    ONE_ANSWER,
+    Players,
+    TaskRow,
+    asks_for_a_judge,
+    content_hash,
+    conversation_row,
+    refuse_media,
+    task_row,
+)
 from verl.data.lost import Coverage, texts_of
 from verl.data.memory import bounded_memory
 from verl.data.special import Found, SpecialTokens, add_found
@@ -147,17 +156,20 @@ class RenderJob:
         return counts, arrays
 
 
+@dataclass
 class PromptJob(RenderJob):
     """RL rows -> prompt ids, and what `types.Task` holds of the row, so that it is parsed here and never again.
 
     marshal keeps JSON types and bytes exactly, stores a text that row and messages share once, and runs nothing.
     """
 
+    players: Players = ONE_ANSWER
+
     flat: ClassVar = {"ids": np.int32, "rows": np.uint8}
     scalar: ClassVar = {"hashes": np.uint64}
 
     def entries(self, raw: RawRow, counts: Counts) -> list[Entry]:
-        task, limit = task_row(raw, self.cfg), self.cfg.max_prompt_tokens
+        task, limit = task_row(raw, self.cfg, self.players), self.cfg.max_prompt_tokens
         refuse_media(raw.row, task.messages, raw.where)
         self.count_text(task.messages, raw.where, counts)
         ids = self._prompt(task, raw.where)

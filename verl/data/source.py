@@ -24,7 +24,7 @@ from verl.config.schema import DataConfig
 from verl.data.cache import cache_path, load_cached, store_cached
 from verl.data.cursor import Cursor, Draw
 from verl.data.files import DataFile, expand_files, fingerprint, read_rows
-from verl.data.formats import TaskRow
+from verl.data.formats import ONE_ANSWER, Players, TaskRow
 from verl.data.lost import lost_lines
 from verl.data.parallel import run_chunks
 from verl.data.render import ID_BYTES, Chunk, ConversationJob, Counts, PromptJob, RenderJob, merge
@@ -109,9 +109,10 @@ def load_tasks(
     *,
     template_kwargs: Mapping[str, Any] | None = None,
     max_rows: int | None = None,
+    players: Players = ONE_ANSWER,
 ) -> TaskTable:
-    """Render, tokenise and filter RL prompts."""
-    arrays, report, key = load_arrays(files, PromptJob(tokenizer, cfg, template_kwargs or {}), max_rows)
+    """Render, tokenise and filter RL prompts. players: the loops and tools of the run."""
+    arrays, report, key = load_arrays(files, PromptJob(tokenizer, cfg, template_kwargs or {}, players), max_rows)
     if not report.entries:
         shortest = report.shortest_filtered_tokens
         raise ValueError(

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.agent_loop.base import AgentLoopBase, AgentLoopFactory, ServerManager
-from verl.agent_loop.single_turn import SingleTurnLoop
+from verl.agent_loop.registry import Loops, load_loops
 from verl.algorithms.resolve import Algorithm, resolve
 from verl.checkpoint.latest import beyond
 from verl.config.backends import CLUSTER, ROLLOUT, backend_of, layout_of, load, longest_sequence, options_of
@@ -21,6 +20,7 @@ from verl.config.cluster import roles_of
 from verl.config.load import Resolved
 from verl.config.plan import algorithm_warnings, checkpoint_bytes, policy_updates, total_steps
 from verl.config.schema import AlgorithmConfig, Config
+from verl.data.formats import ONE_ANSWER, Players
 from verl.data.source import Cursor, TaskTable, load_tasks
 from verl.driver.assemble_rewards import reward_of
 from verl.driver.checkpointer import Checkpointer
@@ -76,11 +76,12 @@ async def assemble(
     algorithm = algorithm_of(config.algorithm)
     tokenizer = load_tokenizer_of(config)
     require_an_end(config, tokenizer)
-    tasks, eval_tasks = tasks_of(config, tokenizer)
+    loops = load_loops(config, tokenizer, eos_ids(config, tokenizer))
+    tasks, eval_tasks = tasks_of(config, tokenizer, loops.players)
     claimed = open_run_dir(resolved, command)
     with contextlib.ExitStack() as refused:  # whoever refused the start may be asked again in this process
         refused.callback(claimed.lock.close)
-        data, progress = (tokenizer, tasks, eval_tasks), progress or LiveProgress()
+        data, progress = (tokenizer, loops, tasks, eval_tasks), progress or LiveProgress()
         run = await _run_of(resolved, claimed, algorithm, data, progress, on_step, refused)
         refused.pop_all()  # the run closes them
         return run
@@ -90,16 +91,16 @@ async def _run_of(
     resolved: Resolved,
     claimed: RunDir,
     algorithm: Algorithm,
-    data: tuple[Any, TaskTable, list[Task]],
+    data: tuple[Any, Loops, TaskTable, list[Task]],
     progress: LiveProgress,
     on_step: OnStep | None,
     refused: contextlib.ExitStack,
 ) -> Run:
-    """What is left once the run directory is claimed. data: tokenizer, training rows, evaluation tasks · refused: what
-    is to be closed if the start is."""
-    config, (tokenizer, tasks, eval_tasks) = resolved.config, data
+    """What is left once the run directory is claimed. data: tokenizer, loops, training rows, evaluation tasks ·
+    refused: what is to be closed if the start is."""
+    config, (tokenizer, loops, tasks, eval_tasks) = resolved.config, data
     warned = (f"warning: {said}" for said in algorithm_warnings(config))
-    progress.message("\n".join([f"data: {tasks.report.summary()}", *warned]))
+    progress.message("\n".join([f"data: {tasks.report.summary()}", *loops.notes, *warned]))
     waits, timeout_s = Waits(claimed.path / "waits.json"), config.run.wait_timeout_s
     num_steps = total_steps_of(config, len(tasks), config.step.prompts_per_step)
     updates = policy_updates(config, num_steps)
@@ -122,7 +123,7 @@ async def _run_of(
     )
     recorder = context.cluster.start("recorder", build_recorder, (told,))
     reporter = reporter_of(claimed, resolved, progress, waits, num_steps, recorder=recorder, on_step=on_step)
-    trajectories = _trajectories(config, tokenizer, rollout, reward, waits)
+    trajectories = _trajectories(config, tokenizer, loops, rollout, reward, waits)
     groups = _groups(config, learner, tasks, trajectories, reporter, num_steps)
     checkpointer = Checkpointer(claimed, learner, trained_roles(learner), checkpoint_bytes(config), reporter)
     publisher = _publisher(config, sync, actor, replicas, rollout, waits, progress)
@@ -214,16 +215,17 @@ def _in_step(config: Config) -> bool:
 
 
 def _trajectories(
-    config: Config, tokenizer: Any, rollout: RolloutEngine, reward: RewardFn, waits: Waits
+    config: Config, tokenizer: Any, loops: Loops, rollout: RolloutEngine, reward: RewardFn, waits: Waits
 ) -> TrajectoryRunner:
     return TrajectoryRunner(
         engine=rollout,
-        loop=_loop_factory(config, tokenizer),
+        loop=loops.make,
         reward=reward,
         decode=decoder(tokenizer),
         waits=waits,
         seed=config.run.seed,
         max_attempts=config.pipeline.max_attempts,
+        max_turns=config.agent.max_turns,
         timeout_s=config.run.wait_timeout_s,
         # the pool keeps reward.timeout_s for each call, from its start; this is for a pool that is stuck
         reward_timeout_s=config.run.wait_timeout_s + 2 * config.reward.timeout_s,
@@ -351,15 +353,16 @@ def reporter_of(
     )
 
 
-def tasks_of(config: Config, tokenizer: Any) -> tuple[TaskTable, list[Task]]:
+def tasks_of(config: Config, tokenizer: Any, players: Players = ONE_ANSWER) -> tuple[TaskTable, list[Task]]:
     """Training rows and evaluation tasks, each with somebody who can score it, or a ValueError."""
     data, kwargs = config.data, config.model.template_kwargs
-    tasks = load_tasks(data.train_files, tokenizer, data, template_kwargs=kwargs, max_rows=data.max_rows)
+    read = partial(load_tasks, tokenizer=tokenizer, cfg=data, template_kwargs=kwargs, players=players)
+    tasks = read(data.train_files, max_rows=data.max_rows)
     refuse_unembedded(config, tokenizer, tasks.report)
     eval_tasks: list[Task] = []
     judged = tasks.report.judged
     if data.eval_files:
-        table = load_tasks(data.eval_files, tokenizer, data, template_kwargs=kwargs, max_rows=data.max_eval_rows)
+        table = read(data.eval_files, max_rows=data.max_eval_rows)
         refuse_unembedded(config, tokenizer, table.report)
         eval_tasks, judged = [table[i] for i in range(len(table))], judged or table.report.judged
     if config.reward.path is None and config.reward.model is None:
@@ -458,10 +461,3 @@ def _probes(tasks: TaskTable) -> list[np.ndarray]:
         if len(ids := tasks[i].prompt_ids[:128]) > 1 and len(found) < 16 and sum(map(len, found.values())) < 1024:
             found[ids.tobytes()] = ids
     return list(found.values())
-
-
-def _loop_factory(config: Config, tokenizer: Any) -> AgentLoopFactory:
-    def make(server_manager: ServerManager) -> AgentLoopBase:
-        return SingleTurnLoop(config, server_manager, tokenizer)
-
-    return make

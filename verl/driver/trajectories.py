@@ -25,6 +25,8 @@ from verl.types import CUT, Invalid, Outcome, Purpose, Sampling, Score, Segment,
 from verl.workers.waits import DeadlineExpired, Waits
 
 T = TypeVar("T")
+TOOL_FIELDS = ("tool_rewards", "rollout_reward_scores")
+"""Of a loop's `extra_fields`, what the reward function sees in `extra_info` (verl's names)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +98,7 @@ class TrajectoryRunner:
             "raw_prompt": list(task.messages),
             "prompt_ids": task.prompt_ids,
             "index": task.index,
+            "tools": task.tools,
             "request_id": name,
         }
         outcome: Outcome = "failed"
@@ -158,12 +161,13 @@ class TrajectoryRunner:
             text = self._decode(response.tolist())
         except Exception as e:  # what the loop returned: an object of its own, ids that are none
             return Invalid("exception", f"{type(e).__name__}: {e}")
+        said = {key: output.extra_fields[key] for key in TOOL_FIELDS if key in output.extra_fields}
         request = RewardRequest(
             request_id=name,
             data_source=task.data_source,
             solution_str=text,
             ground_truth=task.ground_truth,
-            extra_info={**task.extra_info, "num_turns": turns},
+            extra_info={**task.extra_info, **said, "num_turns": turns},
             response_tokens=len(response),
             max_response_tokens=sampling.max_tokens,
             truncated=made.stop_reason in CUT,

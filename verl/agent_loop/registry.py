@@ -1,0 +1,110 @@
+"""The loops of a run: the built-in ones, and one of the user's. What they share is made here, once, before any task is
+read; what is wrong with it is the user's to mend, and said with the key."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from verl.agent_loop.base import AgentLoopBase, AgentLoopFactory, ServerManager
+from verl.agent_loop.parsing import FORMATS, TurnParser, format_of
+from verl.agent_loop.sections import AgentConfig
+from verl.agent_loop.single_turn import SingleTurnLoop
+from verl.agent_loop.tool_agent import ToolAgentLoop, ToolKit
+from verl.agent_loop.tools import Tool, load_tools, load_user_module
+from verl.chat.bridge import bridge_of, plain_text
+from verl.chat.template import USER, Renderer, audit_template, shared
+from verl.data.formats import AGENT_NAMES, Players
+from verl.data.formats import SINGLE_TURN as SINGLE
+from verl.data.formats import TOOL_AGENT as TOOL
+from verl.types import Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loops:
+    """players: whom a row may name · tools: of the run, by name · make: the loop of one trajectory · notes: what a
+    person should read at the start."""
+
+    players: Players
+    tools: Mapping[str, Tool]
+    make: AgentLoopFactory
+    notes: tuple[str, ...] = ()
+
+
+def load_loops(config: Any, tokenizer: Any, eos_ids: tuple[int, ...]) -> Loops:
+    """config: the whole configuration, which user's loops are given. ValueError for a loop or a tool that cannot be
+    loaded, and for tools with a model whose template has no place for them."""
+    agent: AgentConfig = config.agent
+    default = AGENT_NAMES.get(agent.loop, agent.loop)
+    own = None if default in (SINGLE, TOOL) else _own_loop(agent.loop)
+    if default == TOOL and not agent.tools:
+        raise ValueError("agent.loop=tool_agent without a tool: agent.tools=[FILE.py] (functions under @function_tool)")
+    tools = load_tools(agent.tools)
+    kit: ToolKit | None = None
+    notes: tuple[str, ...] = ()
+    if tools:
+        kit, notes = _kit(agent, tokenizer, config.model.template_kwargs, tools, eos_ids)
+
+    def make(manager: ServerManager, task: Task) -> AgentLoopBase:
+        name = task.agent or default
+        if name == SINGLE:
+            return SingleTurnLoop(config, manager, tokenizer)
+        if name == TOOL:
+            assert kit is not None, "rows that name tool_agent without tools are refused when they are read"
+            return ToolAgentLoop(config, manager, tokenizer, kit=kit)
+        assert own is not None, name
+        return own(config, manager, tokenizer)
+
+    names = (SINGLE, *((TOOL,) if tools else ()), *((default,) if own else ()))
+    players = Players(default, names, tuple(dict(tool.schema) for tool in tools.values()))
+    return Loops(players=players, tools=tools, make=make, notes=notes)
+
+
+def _own_loop(text: str) -> type[AgentLoopBase]:
+    path, _, name = text.partition(":") if ":" in text else text.rpartition(".")
+    if not path or not name:
+        raise ValueError(
+            f"agent.loop={text}: there are {SINGLE}, {TOOL}, and your own as FILE.py:Class or module:Class"
+        )
+    found = vars(load_user_module(path, "agent.loop")).get(name)
+    if not inspect.isclass(found) or not issubclass(found, AgentLoopBase):
+        raise ValueError(f"agent.loop={text}: {name} is no subclass of verl.agent_loop.base.AgentLoopBase")
+    return found
+
+
+def _kit(
+    agent: AgentConfig,
+    tokenizer: Any,
+    template_kwargs: Mapping[str, Any],
+    tools: Mapping[str, Tool],
+    eos_ids: tuple[int, ...],
+) -> tuple[ToolKit, tuple[str, ...]]:
+    audit = audit_template(tokenizer, template_kwargs)
+    if not (audit.supports_tools and audit.supports_tool_calls):
+        lacks = "tools" if not audit.supports_tools else "tool calls and their results"
+        raise ValueError(
+            f"agent.tools: the chat template of {tokenizer.name_or_path or 'this model'} does not render {lacks}: take "
+            "a model that was trained with tools, or set model.chat_template=FILE"
+        )
+    own = getattr(tokenizer, "response_template", None)
+    name = "of the tokenizer" if own else format_of(str(tokenizer.chat_template), agent.format)
+    renderer, bridge = Renderer(tokenizer, template_kwargs), bridge_of(tokenizer, audit, template_kwargs)
+    with_tools = Renderer(tokenizer, template_kwargs, [dict(t.schema) for t in tools.values()])
+    history, prompt = (renderer.text([USER], prompt=p) for p in (False, True))
+    opening = re.search(r"<think>\s*\Z", prompt[shared(history, prompt) :])
+    kit = ToolKit(
+        tools=tools,
+        parser=TurnParser(FORMATS.get(name), opening.group() if opening else "", own),
+        renderer=with_tools,
+        plain=plain_text(tokenizer),
+        bridge=bridge,
+        ends=frozenset((*eos_ids, *audit.ends_turn_with[-1:])),
+        limits=agent,
+    )
+    notes = [f"agent: {', '.join(tools)}; calls are written as {name}"]
+    if bridge is None:
+        notes.append("agent: the chat template rewrites earlier turns: every turn is a branch, rendered anew")
+    return kit, tuple(notes)

@@ -1,0 +1,22 @@
+"""The section `agent` of the configuration: who plays a task, with which tools and within what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from verl.bounds import Positive, PositiveInt
+
+
+@dataclass
+class AgentConfig:
+    loop: str = "single_turn"
+    """single_turn · tool_agent · `FILE.py:Class` or `module:Class`, a loop of your own. A row's `agent_name` may name
+    another one of these three."""
+    tools: list[str] = field(default_factory=list)
+    """`FILE.py` or `module` (its functions under @function_tool), one of them as `FILE.py:name`, verl's tool YAML."""
+    format: str = "auto"  # How the model writes a call: a name of agent_loop/parsing.py. auto: by its chat template.
+    max_turns: PositiveInt | None = None  # Calls of the model in one trajectory. Null: as many as its tokens allow.
+    max_tool_calls: PositiveInt | None = None  # Of one trajectory.
+    max_parallel_calls: PositiveInt = 4  # Of one turn, run together; further ones are answered with an error.
+    max_tool_result_tokens: PositiveInt = 512  # Of one call; a longer result loses its middle, and says so.
+    tool_timeout_s: Positive = 30.0  # Of one call, where the tool does not say another.

@@ -1,0 +1,235 @@
+"""Generate, parse, act, observe: one model, its tools, and an append-only list of ids.
+
+consumes    a row's prompt ids, its tools and its `tools_kwargs`
+waits for   the rollout engine, then the calls of a turn, together
+produces    one AgentLoopOutput: sampled ids as sampled, everything else with mask 0. Where the template has no bridge
+            (chat/bridge.py), every turn begins a branch from a fresh rendering.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from verl.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, ServerManager, TokenOutput
+from verl.agent_loop.parsing import Malformed, ToolCall, Turn, TurnParser
+from verl.agent_loop.sections import AgentConfig
+from verl.agent_loop.tools import Answer, Tool, Toolbox
+from verl.chat.bridge import Bridge, PlainText
+from verl.chat.template import Renderer, as_ids
+from verl.types import StopReason
+
+SAME_CALLS = 3  # turns in a row with the same calls and the same answers: no progress
+CHARACTERS_PER_TOKEN = 64  # of a result, more are not even tokenised
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolKit:
+    """What all trajectories of a run share."""
+
+    tools: Mapping[str, Tool]
+    parser: TurnParser
+    renderer: Renderer
+    plain: PlainText
+    bridge: Bridge | None
+    ends: frozenset[int]  # ids that end a turn
+    limits: AgentConfig
+
+    @property
+    def schemas(self) -> Sequence[Mapping[str, Any]]:
+        return self.renderer.tools or ()
+
+
+@dataclass(slots=True)
+class Play:
+    """One trajectory as it grows. ids [t] int64: of the branch that is played, its prompt and all that came after ·
+    mask: (number of tokens, 1 sampled or 0) of what came after the prompt, in order."""
+
+    ids: np.ndarray
+    messages: list[dict[str, Any]]
+    box: Toolbox
+    mask: list[tuple[int, int]] = field(default_factory=list)
+    ended: list[AgentLoopOutput] = field(default_factory=list)  # branches
+    turns: int = 1
+    calls: int = 0
+    same: int = 0
+    last: Any = None  # calls and answers of the last turn
+    generate_s: float = 0.0
+    tool_s: float = 0.0
+
+    def append(self, ids: Sequence[int] | np.ndarray, sampled: int) -> None:
+        self.ids = np.concatenate([self.ids, as_ids(ids)])
+        self.mask.append((len(ids), sampled))
+
+    def output(self, **fields: Any) -> AgentLoopOutput:
+        counts, flags = np.array(self.mask, np.int64).reshape(-1, 2).T
+        start = len(self.ids) - int(counts.sum())
+        return AgentLoopOutput(
+            *(self.ids[:start], self.ids[start:], np.repeat(flags, counts)),  # type: ignore[arg-type]
+            num_turns=self.turns,
+            metrics=AgentLoopMetrics(generate_sequences=self.generate_s, tool_calls=self.tool_s),
+            **fields,
+        )
+
+
+class ToolAgentLoop(AgentLoopBase):
+    """verl's loop of this name. kit: made once per run (agent_loop/registry.py)."""
+
+    ends_when_cancelled = True
+
+    def __init__(self, trainer_config: Any, server_manager: ServerManager, tokenizer: Any, *, kit: ToolKit) -> None:
+        super().__init__(trainer_config, server_manager, tokenizer)
+        self._kit = kit
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> list[AgentLoopOutput]:
+        kit, extra = self._kit, kwargs.get("extra_info") or {}
+        names = [tool["function"]["name"] for tool in kwargs["tools"]] or list(kit.tools)
+        box = Toolbox(
+            {name: kit.tools[name] for name in names},
+            kwargs.get("tools_kwargs") or extra.get("tools_kwargs") or {},
+            kit.limits.tool_timeout_s,
+        )
+        play = Play(as_ids(kwargs["prompt_ids"]), [dict(m) for m in kwargs["raw_prompt"]], box)
+        try:
+            while True:
+                out = await self._generate(play, kwargs["request_id"], sampling_params)
+                turn = self._parse(out)
+                if turn is None:
+                    break
+                answers = await self._act(play, turn)
+                if self._over(play, turn, answers):
+                    break
+                self._observe(play, turn, answers)
+            scores = await box.scores()
+        finally:
+            for wrong in await box.close():
+                self.server_manager.counts["release_errors"] += bool(wrong)
+        self._count(play)
+        fields = {"tool_rewards": box.rewards, "rollout_reward_scores": scores}
+        return [*play.ended, play.output(extra_fields={k: v for k, v in fields.items() if v})]
+
+    async def _generate(self, play: Play, request_id: str, sampling_params: dict[str, Any]) -> TokenOutput:
+        began = time.monotonic()
+        manager = self.server_manager
+        out = await manager.generate(request_id, prompt_ids=play.ids, sampling_params=sampling_params)  # type: ignore[arg-type]
+        play.generate_s += time.monotonic() - began
+        play.append(out.token_ids, 1)
+        play.turns += bool(out.token_ids)
+        return out
+
+    def _parse(self, out: TokenOutput) -> Turn | None:
+        """None: the trajectory ends here, with an answer or for want of room."""
+        if out.stop_reason not in ("eos", "stop") or not out.token_ids:
+            return None
+        ids = out.token_ids[:-1] if out.token_ids[-1] in self._kit.ends else out.token_ids
+        turn = self._kit.parser.parse(self.tokenizer.decode(ids), self._kit.schemas)
+        return turn if turn.calls or turn.malformed else None
+
+    async def _act(self, play: Play, turn: Turn) -> list[Answer]:
+        """The answers of a turn's calls, in their order; the calls run together."""
+        counts, limits = self.server_manager.counts, self._kit.limits
+        if isinstance(turn.malformed, Malformed):
+            counts["malformed_calls"] += 1
+            return [Answer(f"Error: {turn.malformed.reason}", error="malformed")]
+        allowed = turn.calls[: limits.max_parallel_calls]
+        if limits.max_tool_calls is not None:
+            allowed = allowed[: max(0, limits.max_tool_calls - play.calls)]
+        play.calls += len(allowed)
+        began = time.monotonic()
+        answers = list(await _together([play.box.call(call) for call in allowed]))
+        play.tool_s += time.monotonic() - began
+        counts["tool_calls"] += len(allowed)
+        counts["tool_errors"] += sum(bool(a.error) for a in answers)
+        text = f"Error: at most {limits.max_parallel_calls} calls of one turn are run, and this was one more"
+        return answers + [Answer(text, error="too_many")] * (len(turn.calls) - len(allowed))
+
+    def _over(self, play: Play, turn: Turn, answers: Sequence[Answer]) -> bool:
+        """Whether the trajectory ends with this turn, and why: said to the server manager."""
+        why: StopReason | None = None
+        now = ([(c.name, _canonical(c.arguments)) for c in turn.calls] or turn.text, [a.text for a in answers])
+        play.same, play.last = (play.same + 1 if now == play.last else 1), now
+        if any(call.name in play.box.tools and play.box.tools[call.name].limits.stop for call in turn.calls):
+            why = "tool"
+        elif (
+            self._kit.limits.max_tool_calls is not None and play.calls >= self._kit.limits.max_tool_calls and turn.calls
+        ):
+            why = "max_tool_calls" if any(a.error == "too_many" for a in answers) else None
+        if why is None and play.same >= SAME_CALLS:
+            why = "no_progress"
+            self.server_manager.counts["no_progress"] += 1
+        self.server_manager.ended_by = why
+        return why is not None
+
+    def _observe(self, play: Play, turn: Turn, answers: Sequence[Answer]) -> None:
+        """The answers as tool messages after the turn."""
+        kit, names = self._kit, [c.name for c in turn.calls] or [""]
+        new = [
+            {
+                "role": "tool",
+                "name": name,
+                "tool_call_id": f"call{play.calls:03d}{k:02d}"[:9],
+                "content": self._cut(a.text),
+            }
+            for k, (name, a) in enumerate(zip(names, answers, strict=True))
+        ]
+        play.turns += 1
+        if kit.bridge is not None:
+            play.append(kit.bridge.ids(play.ids, new), 0)
+            return
+        play.messages += [_assistant(turn), *({**m, "content": kit.plain.marked(m["content"])} for m in new)]
+        play.ended.append(play.output())
+        shown = replace(kit.renderer, tools=[dict(tool.schema) for tool in play.box.tools.values()])
+        play.ids, play.mask = kit.plain.encode(shown.text(play.messages, prompt=True)), []
+
+    def _cut(self, text: str) -> str:
+        """A result of at most so many tokens: head and tail, and between them how much is missing."""
+        most = self._kit.limits.max_tool_result_tokens
+        size = most * CHARACTERS_PER_TOKEN
+        if len(text) > 2 * size:
+            text = f"{text[:size]}\n[{len(text) - 2 * size} characters cut]\n{text[-size:]}"
+        ids = as_ids(self.tokenizer(text, add_special_tokens=False)).tolist()
+        if len(ids) <= most:
+            return text
+        head = (most + 1) // 2
+        ends = self.tokenizer.decode(ids[:head]), self.tokenizer.decode(ids[len(ids) - (most - head) :])
+        return f"{ends[0]}\n[{len(ids) - most} tokens cut]\n{ends[1]}"
+
+    def _count(self, play: Play) -> None:
+        counts = self.server_manager.counts
+        if play.calls or counts:
+            masks = [np.asarray(one.response_mask) for one in (*play.ended, play.output())]
+            counts["env_tokens"] = sum(int((mask == 0).sum()) for mask in masks)
+            counts.update({"tool_s": play.tool_s})
+
+
+def _assistant(turn: Turn) -> dict[str, Any]:
+    """The turn as a message, for a template that is rendered anew."""
+    message: dict[str, Any] = {"role": "assistant", "content": turn.text}
+    if turn.reasoning:
+        message["reasoning_content"] = turn.reasoning
+    if turn.calls:
+        message["tool_calls"] = [_call_message(k, call) for k, call in enumerate(turn.calls)]
+    return message
+
+
+def _call_message(k: int, call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": dict(call.arguments)}
+    return {"id": f"call{k:05d}", "type": "function", "function": function}
+
+
+def _canonical(arguments: Mapping[str, Any]) -> str:
+    return json.dumps(arguments, sort_keys=True, default=str)
+
+
+async def _together(calls: Sequence[Any]) -> Sequence[Answer]:
+    if len(calls) == 1:
+        return [await calls[0]]
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(call) for call in calls]
+    return [task.result() for task in tasks]

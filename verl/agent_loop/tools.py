@@ -1,0 +1,268 @@
+"""Tools: Python functions with hints, and verl's BaseTool classes with their YAML, behind one `Tool`.
+
+A call has a deadline and waits for one of the tool's places; whatever a tool does (raises, hangs, returns something
+odd, calls sys.exit) is an answer to the model. Functions that are not async run in threads, never on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import json
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any
+from uuid import uuid4
+
+from verl.agent_loop.parsing import ToolCall, wrong_arguments
+from verl.chat.template import one_line
+from verl.sandbox.worker import Unloadable, load_module
+from verl.tools.base_tool import BaseTool
+from verl.tools.function_tool import MARK, ToolBroken, ToolLimits
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the model is told of a call. error: it failed, or was a wrong one, in a word · reward: of this call."""
+
+    text: str
+    error: str = ""
+    reward: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """One tool of the run. schema: what templates show · `function` or `instance`: what it is."""
+
+    name: str
+    schema: Mapping[str, Any]
+    limits: ToolLimits
+    function: Callable[..., Any] | None = None
+    instance: BaseTool | None = None
+    places: asyncio.Semaphore = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "places", asyncio.Semaphore(self.limits.concurrency))
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = self.schema["function"].get("parameters") or {}
+        return found
+
+
+@dataclass(slots=True)
+class Toolbox:
+    """The tools of one trajectory. kwargs: the row's `tools_kwargs`, {tool: {create_kwargs, execute_kwargs, ...}}."""
+
+    tools: Mapping[str, Tool]
+    kwargs: Mapping[str, Any]
+    timeout_s: float
+    rewards: list[float] = field(default_factory=list)  # of the calls that gave one
+    _open: dict[str, str] = field(default_factory=dict)  # name -> instance id
+
+    async def call(self, call: ToolCall) -> Answer:
+        """Never raises for what a tool does, except ToolBroken."""
+        tool = self.tools.get(call.name)
+        if tool is None:
+            return _failed("unknown", f"there is no tool {call.name[:80]!r}; there are {', '.join(self.tools)}")
+        if wrong := wrong_arguments(tool.parameters, call.arguments):
+            return _failed("arguments", f"wrong arguments for {call.name}: {wrong}")
+        answer = _failed("timeout", "")
+        for _ in range(1 + tool.limits.retries):
+            answer = await self._once(tool, call)
+            if answer.error not in ("exception", "timeout"):
+                break
+        if answer.reward is not None:
+            self.rewards.append(answer.reward)
+        return answer
+
+    async def _once(self, tool: Tool, call: ToolCall) -> Answer:
+        limit_s = tool.limits.timeout_s or self.timeout_s
+        try:
+            async with tool.places, asyncio.timeout(limit_s):
+                return answer_of(await self._run(tool, dict(call.arguments)))
+        except TimeoutError:
+            return _failed("timeout", f"{tool.name} gave no answer in {limit_s:g} s")
+        except (ToolBroken, asyncio.CancelledError):
+            raise
+        except (Exception, SystemExit) as e:  # a tool is user code
+            return _failed("exception", f"{tool.name} failed: {type(e).__name__}: {one_line(e)}")
+
+    async def _run(self, tool: Tool, arguments: dict[str, Any]) -> Any:
+        given = self.kwargs.get(tool.name) or {}
+        more = given.get("execute_kwargs") or {}
+        if tool.instance is not None:
+            if tool.name not in self._open:
+                made = await tool.instance.create(uuid4().hex, **(given.get("create_kwargs") or {}))
+                self._open[tool.name] = made[0] if isinstance(made, tuple) else made
+            return await tool.instance.execute(self._open[tool.name], arguments, **more)
+        assert tool.function is not None
+        called = functools.partial(tool.function, **arguments, **more)
+        if inspect.iscoroutinefunction(tool.function):
+            return await called()
+        return await in_thread(called, f"tool {tool.name}")
+
+    async def scores(self) -> dict[str, float]:
+        """What the tools that were called say of the trajectory at its end (verl's `calc_reward`)."""
+        found: dict[str, float] = {}
+        for name, instance_id in self._open.items():
+            given = (self.kwargs.get(name) or {}).get("calc_reward_kwargs") or {}
+            score = await self._ended(self._instance(name).calc_reward(instance_id, **given))
+            found |= {} if score is None else {name: float(score)}
+        return found
+
+    async def close(self) -> list[str]:
+        """Every tool that was opened is released, whatever the others do -> what went wrong."""
+        wrong = []
+        for name, instance_id in list(self._open.items()):
+            given = (self.kwargs.get(name) or {}).get("release_kwargs") or {}
+            del self._open[name]
+            try:
+                await self._ended(self._instance(name).release(instance_id, **given))
+            except (Exception, SystemExit) as e:  # user code; the trajectory is over
+                wrong.append(f"{name}: {type(e).__name__}: {one_line(e)}")
+        return wrong
+
+    def _instance(self, name: str) -> BaseTool:
+        found = self.tools[name].instance
+        assert found is not None, name
+        return found
+
+    async def _ended(self, call: Awaitable[Any]) -> Any:
+        async with asyncio.timeout(self.timeout_s):
+            return await call
+
+
+async def in_thread(function: Callable[[], Any], name: str) -> Any:
+    """The result of a call that may block. A thread of its own, which nobody waits for at the end: one that hangs takes
+    no place from other calls, and ends with the process."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[tuple[BaseException | None, Any]] = loop.create_future()
+
+    def settle(ended: tuple[BaseException | None, Any]) -> None:
+        if not done.done():
+            done.set_result(ended)
+
+    def run() -> None:
+        try:
+            ended: tuple[BaseException | None, Any] = (None, function())
+        except BaseException as e:  # a tool is user code, and may call sys.exit
+            ended = (e, None)
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, ended)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    error, value = await done
+    if error is not None:
+        raise error
+    return value
+
+
+def _failed(kind: str, text: str) -> Answer:
+    return Answer(f"Error: {text}", error=kind)
+
+
+def answer_of(value: Any) -> Answer:
+    """What a tool returned: text, a dict, a ToolResponse, None, or one of them with a reward and metrics."""
+    reward = None
+    if isinstance(value, tuple):
+        value, reward = value[0], value[1] if len(value) > 1 else None
+    if isinstance(value, ToolResponse):
+        if value.image or value.video:
+            raise ValueError("it returned images or videos, which this model does not take in a turn")
+        value = value.text
+    if isinstance(value, bytes):
+        value = value.decode("utf-8", "replace")
+    text = value if isinstance(value, str) else "" if value is None else json.dumps(value, default=str)
+    text = text.encode("utf-8", "replace").decode("utf-8")  # half a surrogate pair has no ids
+    return Answer(text, reward=None if reward is None else float(reward))
+
+
+# -- from the configuration --------------------------------------------------------------------------------------------
+
+
+def load_tools(entries: Sequence[str]) -> Mapping[str, Tool]:
+    """The tools of `agent.tools` by name; ValueError for what cannot be loaded, and for two of one name."""
+    found: dict[str, Tool] = {}
+    for entry in entries:
+        tools = _of_yaml(entry) if entry.endswith((".yaml", ".yml")) else _of_module(entry)
+        if not tools:
+            raise ValueError(f"agent.tools={entry}: no function there is under @function_tool. Fix: {entry}:NAME")
+        for tool in tools:
+            if tool.name in found:
+                raise ValueError(f"agent.tools={entry}: two tools are called {tool.name!r}: rename one of them")
+            found[tool.name] = tool
+    return MappingProxyType(found)
+
+
+def load_user_module(text: str, key: str) -> ModuleType:
+    """A `.py` file or a module that the configuration names at `key`; ValueError if there is none."""
+    if text.endswith(".py") and not Path(text).expanduser().is_file():
+        raise ValueError(f"{key}={text}: no such file; give the path of a Python file, or a module on PYTHONPATH")
+    try:
+        return load_module(text, "agent")
+    except (Unloadable, ImportError) as e:
+        raise ValueError(
+            f"{key}={text}: {one_line(e).partition(' Fix:')[0]} Fix: FILE.py, or a module on PYTHONPATH"
+        ) from e
+
+
+def _of_module(entry: str) -> list[Tool]:
+    path, _, name = entry.partition(":")
+    module = load_user_module(path, "agent.tools")
+    if name and not callable(vars(module).get(name)):
+        there = ", ".join(n for n, f in vars(module).items() if inspect.isfunction(f)) or "none"
+        raise ValueError(f"agent.tools={entry}: no function {name!r} there; there are {there}")
+    functions = [vars(module)[name]] if name else [f for f in vars(module).values() if hasattr(f, MARK)]
+    return [function_as_tool(f) for f in functions]
+
+
+def function_as_tool(function: Callable[..., Any]) -> Tool:
+    """ValueError for a function whose hints and docstring make no schema."""
+    from transformers.utils import get_json_schema
+
+    try:
+        schema = get_json_schema(function)
+    except Exception as e:  # transformers has several classes for it, some of them private
+        called = getattr(function, "__name__", type(function).__name__)
+        fix = "give every argument a type hint and a line under `Args:` in the docstring"
+        raise ValueError(f"the tool {called}: no schema can be made of it ({one_line(e)}). Fix: {fix}") from e
+    schema["function"].pop("return", None)
+    return Tool(schema["function"]["name"], schema, vars(function).get(MARK, ToolLimits()), function=function)
+
+
+def _of_yaml(entry: str) -> list[Tool]:
+    """verl's `tools: [{class_name, config: {type: native}, tool_schema}]`."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        read: Any = OmegaConf.to_container(OmegaConf.load(entry), resolve=True)
+    except (OSError, ValueError, OmegaConfBaseException) as e:
+        raise ValueError(f"agent.tools={entry}: cannot be read: {one_line(e)}") from e
+    rows = read.get("tools") if isinstance(read, dict) else None
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and "class_name" in row for row in rows):
+        raise ValueError(
+            f"agent.tools={entry}: verl's tool files hold `tools:`, a list of class_name, config, tool_schema"
+        )
+    return [_of_row(row, entry) for row in rows]
+
+
+def _of_row(row: Mapping[str, Any], entry: str) -> Tool:
+    path, _, name = str(row["class_name"]).rpartition(".")
+    found = vars(load_user_module(path, "agent.tools")).get(name) if path else None
+    if not inspect.isclass(found) or not issubclass(found, BaseTool):
+        raise ValueError(f"agent.tools={entry}: class_name={row['class_name']} is no verl.tools.base_tool.BaseTool")
+    config = dict(row.get("config") or {})
+    if (kind := config.get("type", "native")) != "native":
+        raise ValueError(f"agent.tools={entry}: type={kind}: only native tools are played here")
+    schema = row.get("tool_schema")
+    made = found(config, OpenAIFunctionToolSchema.model_validate(schema) if schema else None)
+    limits = {key: config[key] for key in ("timeout_s", "concurrency", "retries", "stop") if key in config}
+    plain = dict(schema) if schema else made.tool_schema.model_dump()
+    return Tool(made.name, plain, ToolLimits(**limits), instance=made)

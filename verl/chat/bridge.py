@@ -1,0 +1,163 @@
+"""From a sampled turn to the next prompt: the ids of the new messages alone, whatever came before.
+
+What a template writes after an assistant turn (its trailing, the results of tools, the generation prompt) is taken from
+a short history of our own, with and without the new messages. That the difference is the same after any history is a
+property of the template, measured here with several (`bridge_of`); one without it has no bridge.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from verl.chat.template import (
+    AGAIN,
+    ANSWER,
+    CALLS,
+    SYSTEM,
+    THINK,
+    USER,
+    Message,
+    Renderer,
+    RenderError,
+    TemplateAudit,
+    Tokenizer,
+    as_ids,
+    is_prefix,
+    keeps_text,
+)
+
+_OPEN, _CLOSE = "\ue000", "\ue001"
+"""Around the number of a marker that stands for a special token in the text of a message."""
+_SAID = {"role": "assistant", "content": "It is 42.", "tool_calls": CALLS}
+_DUMMIES = (
+    {"role": "assistant", "content": "", "tool_calls": CALLS},
+    _SAID,
+    {**_SAID, "reasoning_content": "six sevens"},
+    {"role": "assistant", "content": "It is 42."},
+)
+"""Assistant turns that a template may render alike whether they are the last message or not."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlainText:
+    """Text of tools and environments as ids that hold no control token: what they say cannot open or close a turn."""
+
+    tokenizer: Tokenizer
+    control: Mapping[str, tuple[int, ...]]  # text of a special token -> the ids of that text as plain text
+
+    def marked(self, text: str) -> str:
+        """The text with a marker in the place of each special token."""
+        text = text.replace(_OPEN, "\ufffd")
+        for k, token in enumerate(self.control):
+            if token in text:
+                text = text.replace(token, f"{_OPEN}{k}{_CLOSE}")
+        return text
+
+    def encode(self, text: str) -> np.ndarray:
+        """[t] int64 of rendered text: control tokens where the template wrote them, plain text at the markers."""
+        plain = list(self.control.values())
+        ids: list[int] = []
+        for i, part in enumerate(re.split(f"{_OPEN}(\\d+){_CLOSE}", text)):
+            if i % 2:
+                ids += plain[int(part)]
+            elif part:
+                ids += as_ids(self.tokenizer(part, add_special_tokens=False)).tolist()
+        return np.array(ids, np.int64)
+
+
+def plain_text(tokenizer: Tokenizer) -> PlainText:
+    """Every special token, and every added one that a template may write (`<tool_call>`), longest first."""
+    added = tokenizer.added_tokens_decoder
+    texts = {t.content for t in added.values() if t.special or len(t.content) > 2} | set(tokenizer.all_special_tokens)
+    control = {}
+    for text in sorted(filter(None, texts), key=lambda t: (-len(t), t)):
+        halves = (as_ids(tokenizer(half, add_special_tokens=False)) for half in (text[:1], text[1:]) if half)
+        control[text] = tuple(i for half in halves for i in half.tolist() if i not in added)
+    return PlainText(tokenizer, control)
+
+
+@dataclass(frozen=True, slots=True)
+class Bridge:
+    """The next prompt's ids after a sampled turn. end: of a turn, sampled or added · dummy: the history that the new
+    messages are rendered after, and its text up to that end."""
+
+    renderer: Renderer
+    plain: PlainText
+    end: tuple[int, ...]
+    dummy: tuple[Message, ...]
+    before: str
+
+    def ids(self, sampled: np.ndarray, messages: Sequence[Message]) -> np.ndarray:
+        """[t] int64 after the sampled ids: the rest of the turn's end, the messages, the generation prompt."""
+        end = self.end if not len(sampled) or sampled[-1] != self.end[-1] else ()
+        return np.concatenate([np.array(end, np.int64), self.added(messages)])
+
+    def added(self, messages: Sequence[Message]) -> np.ndarray:
+        marked = [{**m, "content": self.plain.marked(str(m["content"]))} for m in messages]
+        text = self.renderer.text([*self.dummy, *marked], prompt=True)
+        if not text.startswith(self.before):
+            raise RenderError("the chat template rewrites the history for these messages")
+        return self.plain.encode(text[len(self.before) :])
+
+
+def bridge_of(tokenizer: Tokenizer, audit: TemplateAudit, template_kwargs: Mapping[str, Any]) -> Bridge | None:
+    """None: the template has none (its turns have no end token, or new messages change what came before them)."""
+    if not audit.ends_turn_with:
+        return None
+    r, plain = Renderer(tokenizer, template_kwargs), plain_text(tokenizer)
+    for said in _DUMMIES:
+        dummy = (USER, said)
+        before = _up_to_end(r, dummy, audit)
+        if before is None:
+            continue
+        bridge = Bridge(r, plain, audit.ends_turn_with[-1:], dummy, before)
+        if all(_holds(bridge, history, messages, audit) for history in _histories(said, audit) for messages in _NEW):
+            return bridge
+    return None
+
+
+_NEW = ([ANSWER], [ANSWER, {**ANSWER, "content": '{"kiwi": "a\\nb"}\nkea'}])
+
+
+def _histories(said: Message, audit: TemplateAudit) -> list[list[Message]]:
+    """Histories that end with an assistant turn: short, of several turns, with a result, with a system message."""
+    found: list[list[Message]] = [
+        [USER, said],
+        [USER, {**THINK, "tool_calls": CALLS}],
+        [AGAIN, said, ANSWER, said],
+        [USER, said, ANSWER, _SAID, AGAIN, said],
+    ]
+    return [*found, [SYSTEM, *found[3]]] if audit.supports_system else found
+
+
+def _up_to_end(r: Renderer, history: Sequence[Message], audit: TemplateAudit) -> str | None:
+    """The text of a history up to the end token of its last turn."""
+    try:
+        ids, text = r.ids(history, prompt=False), r.text(history, prompt=False)
+    except RenderError:
+        return None
+    trailing = len(audit.trailing_ids)
+    if tuple(ids[len(ids) - trailing - 1 :].tolist()) != (*audit.ends_turn_with[-1:], *audit.trailing_ids):
+        return None
+    after = str(r.tokenizer.decode(list(audit.trailing_ids))) if trailing else ""
+    return text[: len(text) - len(after)] if text.endswith(after) else None
+
+
+def _holds(bridge: Bridge, history: Sequence[Message], messages: Sequence[Message], audit: TemplateAudit) -> bool:
+    """Whether the history up to its end, and the bridge, are the rendering of both, and the last turn is whole."""
+    r = bridge.renderer
+    try:
+        full, head = r.ids([*history, *messages], prompt=True), r.ids(history, prompt=False)
+        kept, text = head[: len(head) - len(audit.trailing_ids)], r.text([*history, *messages], prompt=True)
+        return (
+            is_prefix(kept, full)
+            and np.array_equal(full[len(kept) :], bridge.added(messages))
+            and keeps_text(history[-1], text)
+        )
+    except RenderError:
+        return False

@@ -1,0 +1,37 @@
+"""The class that verl's tools extend: an instance per run, a state per trajectory by its `instance_id`."""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import uuid4
+
+from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
+
+
+class BaseTool:
+    """create, then any number of execute, then calc_reward, then release: for each trajectory that calls the tool."""
+
+    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:
+        self.config = config
+        schema = tool_schema or self.get_openai_tool_schema()
+        if schema is None:
+            raise ValueError(f"{type(self).__name__} has no schema: give tool_schema in its YAML")
+        self.tool_schema = schema
+        self.name = schema.function.name
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema | None:
+        return getattr(self, "tool_schema", None)
+
+    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+        return instance_id or str(uuid4()), ToolResponse()
+
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
+    ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
+        return ToolResponse(text="Updated the tool state."), 0.0, {}
+
+    async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
+        return 0.0
+
+    async def release(self, instance_id: str, **kwargs: Any) -> None:
+        pass

@@ -1,0 +1,50 @@
+"""Python functions as tools: what their author says of them. What runs them is verl/agent_loop/tools.py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable[..., Any])
+MARK = "__verl_tool__"
+
+
+class ToolBroken(RuntimeError):
+    """What a tool needs is gone: raise it, and the attempt is invalid and played again, never an answer of reward 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolLimits:
+    """timeout_s: None: agent.tool_timeout_s · concurrency: calls at once, over all trajectories · retries: after an
+    exception or a timeout, for a tool that says it may be called again · stop: a call of it ends the episode."""
+
+    timeout_s: float | None = None
+    concurrency: int = 32
+    retries: int = 0
+    stop: bool = False
+
+    def __post_init__(self) -> None:
+        if self.timeout_s is not None and self.timeout_s <= 0:
+            raise ValueError(f"timeout_s={self.timeout_s}: a call of a tool needs some time; give seconds above 0")
+        if self.concurrency < 1 or self.retries < 0:
+            raise ValueError(f"concurrency={self.concurrency}, retries={self.retries}: at least 1, and at least 0")
+
+
+def function_tool(
+    function: F | None = None,
+    *,
+    timeout_s: float | None = None,
+    concurrency: int = 32,
+    retries: int = 0,
+    stop: bool = False,
+) -> Any:
+    """Mark a function as a tool. Its hints and its docstring (with an `Args:` section) are its schema. It returns text,
+    a dict (written as JSON), a ToolResponse, or (answer, reward, metrics). See ToolLimits for the arguments."""
+
+    def mark(found: F) -> F:
+        limits = ToolLimits(timeout_s=timeout_s, concurrency=concurrency, retries=retries, stop=stop)
+        setattr(found, MARK, limits)
+        return found
+
+    return mark if function is None else mark(function)

@@ -1,0 +1,47 @@
+"""A tool's schema and a tool's answer, as verl's tools read and return them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class ToolResponse:
+    """text: for the model · image, video: no model here takes them in a turn, so that giving some is an error."""
+
+    text: str | None = None
+    image: list[Any] | None = None
+    video: list[Any] | None = None
+
+
+@dataclass
+class OpenAIFunctionSchema:
+    name: str
+    description: str = ""
+    parameters: dict[str, Any] = field(default_factory=dict)  # JSON schema
+    strict: bool = False
+
+
+@dataclass
+class OpenAIFunctionToolSchema:
+    type: str
+    function: OpenAIFunctionSchema
+
+    @classmethod
+    def model_validate(cls, found: Mapping[str, Any]) -> OpenAIFunctionToolSchema:
+        """Of {type: function, function: {name, description, parameters}}; ValueError for anything else."""
+        inner = found.get("function")
+        if not isinstance(inner, Mapping) or not isinstance(inner.get("name"), str):
+            raise ValueError(f"a tool's schema is {{type: function, function: {{name, parameters}}}}, got {found}")
+        known = {key: inner[key] for key in ("name", "description", "parameters", "strict") if key in inner}
+        return cls(str(found.get("type", "function")), OpenAIFunctionSchema(**known))
+
+    def model_dump(self, **_: Any) -> dict[str, Any]:
+        """As chat templates read it. What pydantic's method takes may be given; nothing unset is in it anyway."""
+        f = self.function
+        return {
+            "type": self.type,
+            "function": {"name": f.name, "description": f.description, "parameters": f.parameters},
+        }
