@@ -13,14 +13,14 @@ Columns are [L, ...] per loss token, row columns [R, ...]. `sequence[r]` is the 
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from verl.runs import cut_runs, cuts_of, part_of, runs_of
 from verl.types import Sample, Segment
 
 
@@ -173,10 +173,10 @@ def pack(samples: Sequence[Sample], *, share_prefix: bool = True) -> Batch:
     leaf: list[int] = []
     per_row: list[list[tuple[int, int, int]]] = []  # (node, first sampled offset in node, end) of each row
     drawn: list[Segment] = []  # the sampled segments in row order, without a first token that nothing predicts
-    cuts = _cuts(samples) if share_prefix else {}
+    cuts = cuts_of(samples) if share_prefix else {}
     for i, sample in enumerate(samples):
         at, spans = -1, []
-        for parts in _cut(_runs(sample), cuts[i]) if i in cuts else _runs(sample):
+        for parts in cut_runs(runs_of(sample), cuts[i]) if i in cuts else runs_of(sample):
             ids = np.concatenate([s.ids for s in parts]) if len(parts) > 1 else np.asarray(parts[0].ids)
             ids = ids.astype(np.int64, copy=False)  # one dtype: equal bytes are equal ids
             media = tuple(m for s in parts for m in s.media)
@@ -192,69 +192,12 @@ def pack(samples: Sequence[Sample], *, share_prefix: bool = True) -> Batch:
             at = found
             if parts[0].source == "sampled":
                 spans.append((at, first, len(ids)))
-                drawn += [_part(parts[0], 1, len(parts[0].ids)), *parts[1:]] if first else parts
+                drawn += [part_of(parts[0], 1, len(parts[0].ids)), *parts[1:]] if first else parts
         if at < 0:
             raise ValueError(f"sample {sample.sample_id} has no tokens")
         leaf.append(at)
         per_row.append(spans)
     return _assemble(samples, nodes, leaf, per_row, drawn)
-
-
-def _runs(sample: Sample) -> list[list[Segment]]:
-    """The segments, empty ones dropped, neighbours of one kind together.
-
-    Together they keep the tree shallow: spans of several weight versions are one run. The first segment stays alone,
-    since it is what a group shares.
-    """
-    runs: list[list[Segment]] = []
-    for i, s in enumerate(sample.segments):
-        if len(s.ids) == 0:
-            continue
-        if i > 1 and runs and (runs[-1][0].source == "sampled") == (s.source == "sampled"):
-            runs[-1].append(s)
-        else:
-            runs.append([s])
-    return runs
-
-
-def _cuts(samples: Sequence[Sample]) -> dict[int, set[int]]:
-    """Where the runs of a row are cut, so that it shares tokens with the other rows of its trajectory: where they part,
-    and before that where one of their runs ends. Empty for trajectories of one row."""
-    of: dict[str, list[int]] = {}
-    for i, sample in enumerate(samples):
-        of.setdefault(sample.trajectory_id, []).append(i)
-    out: dict[int, set[int]] = {}
-    for rows in (rows for rows in of.values() if len(rows) > 1):
-        ids = {i: np.concatenate([s.ids for s in samples[i].segments]) for i in rows}
-        ends = {i: np.cumsum([sum(len(s.ids) for s in run) for run in _runs(samples[i])]) for i in rows}
-        for i, j in itertools.permutations(rows, 2):
-            n = min(len(ids[i]), len(ids[j]))
-            differs = np.flatnonzero(ids[i][:n] != ids[j][:n])
-            shared = int(differs[0]) if len(differs) else n
-            out.setdefault(i, set()).update((shared, *ends[j][ends[j] < shared].tolist()))
-    return out
-
-
-def _cut(runs: list[list[Segment]], cuts: set[int]) -> Iterator[list[Segment]]:
-    """The runs, cut at these tokens of the row too. The media of a segment stay with its first part."""
-    at = 0
-    for run in runs:
-        parts: list[Segment] = []
-        for s in run:
-            inside = sorted(c - at for c in cuts if at < c < at + len(s.ids))
-            for a, b in itertools.pairwise((0, *inside, len(s.ids))):
-                if at + a in cuts and parts:
-                    yield parts
-                    parts = []
-                parts.append(s if not inside else _part(s, a, b))
-            at += len(s.ids)
-        yield parts
-
-
-def _part(s: Segment, a: int, b: int) -> Segment:
-    logprobs = None if s.logprobs is None else s.logprobs[a:b]
-    side = {name: channel[a:b] for name, channel in s.side.items()}
-    return replace(s, ids=s.ids[a:b], logprobs=logprobs, side=side, media=() if a else s.media)
 
 
 def _assemble(

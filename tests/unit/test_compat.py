@@ -251,6 +251,21 @@ def test_the_page_holds_the_table_of_the_published_keys() -> None:
 # -- a published command line ------------------------------------------------------------------------------------------
 
 
+def test_a_multi_turn_script_becomes_our_section() -> None:
+    script = [
+        "enable=True",
+        "tool_config_path=tools.yaml",
+        "max_assistant_turns=5",
+        "max_user_turns=3",
+        "format=hermes",
+    ]
+    keys = [*(f"{ROLLOUT}multi_turn.{key}" for key in script), "data.tool_config_path=tools.yaml"]
+    loop = f"{ROLLOUT}agent.default_agent_loop=tool_agent"
+    agent = load_config(["model.path=m", *keys, loop, f"{ROLLOUT}agent.num_workers=4"], verl_defaults="rl").config.agent
+    assert (agent.loop, agent.tools, agent.max_turns, agent.format) == ("tool_agent", ["tools.yaml"], 4, "hermes")
+    assert (agent.max_parallel_calls, agent.max_tool_result_tokens) == (1, 256)
+
+
 def test_published_grpo_script_becomes_our_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "find_spec", lambda name: True)  # as if wandb were installed
     resolved = load_config([*GRPO_SCRIPT, "rollout.engine=native"], verl_defaults="rl")
@@ -713,7 +728,10 @@ REFUSALS = [
     (["engine.qat.enable=True"], "quantisation-aware"),
     ([f"{ROLLOUT}quantization=fp8"], "quantised"),
     ([f"{ROLLOUT}engine_kwargs.vllm.quantization=fp8"], "quantised"),
-    ([f"{ROLLOUT}multi_turn.tool_config_path=tools.yaml"], "tools"),
+    ([f"{ROLLOUT}multi_turn.interaction_config_path=i.yaml"], "interactions are not"),
+    ([f"{ROLLOUT}multi_turn.format=gpt-oss"], "agent.format"),
+    ([f"{ROLLOUT}multi_turn.tool_response_truncate_side=left"], "loses its middle"),
+    ([f"{ROLLOUT}agent.default_agent_loop=mine"], "FILE.py:Class"),
     ([f"{ACTOR}policy_loss.dro_beta=0.1"], "not in this version"),
     (["algorithm.adv_estimator=grpo", f"{ACTOR}policy_loss.loss_mode=nothing"], "not in this version"),
     (["algorithm.adv_estimator=gae", "critic.ppo_epochs=4"], "follows the actor here (ppo_epochs=1)"),

@@ -239,7 +239,7 @@ WRONG_TASK_ROWS = [
     ({"question": "q", "answer": 42}, "'answer' must be a string"),
     ({"prompt": [*USER, {"role": "assistant", "content": "It is"}]}, "ends with an assistant turn, 'It is'.*Fix"),
     ({"prompt": "x", "chosen": "a", "rejected": "b"}, "a preference row.*`verl dpo`"),
-    ({"prompt": "x", "agent_name": "tool_agent"}, "agent_name='tool_agent'.*single_turn_agent"),
+    ({"prompt": "x", "agent_name": "tool_agent"}, "agent_name='tool_agent', and this run has single_turn"),
     ({"prompt": "x", "tools_kwargs": {"search": {"k": 1}}}, "'tools_kwargs' names search"),
     ({"prompt": "x", "extra_info": {"tools_kwargs": {"calc": {"a": 1}}}}, "'tools_kwargs' names calc"),
     ({"prompt": "x", "extra_info": {"interaction_kwargs": {"name": "gsm8k"}}}, "'interaction_kwargs' names name"),

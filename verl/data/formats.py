@@ -76,11 +76,11 @@ def task_row(raw: RawRow, cfg: DataConfig, players: Players = ONE_ANSWER) -> Tas
         *asked, last = read_messages(turns, where, "conversations")
         if last["role"] == "assistant":  # what it says is the truth
             row = {**row, cfg.prompt_key: asked, "solution": last["content"]}
-    tools = _tools(row.get(cfg.tools_key), where, cfg.tools_key) if cfg.tools_key else ()
     extra_info = _object(row.get("extra_info"), where, "extra_info")
     agent = _player(row, extra_info, where, players)
-    if agent == TOOL_AGENT:
-        tools = _chosen(tools, players.tools, where)
+    named = agent == TOOL_AGENT
+    tools = _tools(row.get(cfg.tools_key), where, cfg.tools_key, names=named) if cfg.tools_key else ()
+    tools = _chosen(tools, players.tools, where) if named else tools
     source = row.get("data_source")
     if source is not None and not isinstance(source, str):
         raise ValueError(f"{where}: 'data_source' must be a string, got {kind_of(source)}")
@@ -304,9 +304,9 @@ def _gsm8k_number(answer: str, where: str) -> str:
     return found.group(1).replace(",", "")
 
 
-def _tools(value: Any, where: str, column: str) -> tuple[dict[str, Any], ...]:
-    """Tool schemas, or names of tools of the run: a list, or that list as JSON text (Arrow has no type for mixed
-    schemas)."""
+def _tools(value: Any, where: str, column: str, *, names: bool = False) -> tuple[dict[str, Any], ...]:
+    """Tool schemas: a list of objects, or that list as JSON text (Arrow has no type for mixed schemas). names: it may
+    hold the names of the run's tools."""
     if isinstance(value, str):
         try:
             value = json.loads(value) if value.strip() else None
@@ -314,7 +314,7 @@ def _tools(value: Any, where: str, column: str) -> tuple[dict[str, Any], ...]:
             raise ValueError(f"{where}: {column!r} is text but not JSON: {exc.msg} at column {exc.colno}") from exc
     if not value:
         return ()
-    if not isinstance(value, list) or not all(isinstance(t, Mapping | str) for t in value):
+    if not isinstance(value, list) or not all(isinstance(t, (Mapping, str) if names else Mapping) for t in value):
         raise ValueError(f"{where}: {column!r} must be a list of tool schemas, got {kind_of(value)}")
     return tuple({"type": "function", "function": {"name": t}} if isinstance(t, str) else dict(t) for t in value)
 

@@ -25,6 +25,8 @@ _OPTIONS_OF_VLLM: Mapping[str, str] = MappingProxyType(
     }
 )
 
+TURNS = f"{ROLLOUT}multi_turn."
+
 
 def _rollout_engine(given: Given) -> Result:
     """Another engine computes the same samples of the same policy: where it is not here, ours runs in its place."""
@@ -294,6 +296,22 @@ def _async(given: Given) -> Result:
     return out if every is None else out | {"pipeline.sync_every": every}
 
 
+def _tools(given: Given) -> Result:
+    """Files of tools, wherever verl is told them; the data set renders their schemas, the loop runs them."""
+    given.ignore("a row's agent_name, or default_agent_loop, says who plays it", f"{TURNS}enable")
+    owners = (TURNS, "data.")
+    found = [given.said(owner + key) for owner in owners for key in ("tool_config_path", "function_tool_path")]
+    tools = list(dict.fromkeys(str(path) for path in found if path is not None))
+    return {"agent.tools": tools} if tools else {}
+
+
+def _turns(given: Given) -> Result:
+    """The model's turns; users (tools) have a turn between two of them."""
+    assistant, user = (given.said(f"{TURNS}max_{who}_turns") for who in ("assistant", "user"))
+    most = [n for n in (assistant, None if user is None else user + 1) if n is not None]
+    return {"agent.max_turns": min(most)} if most else {}
+
+
 _RULES = (
     *(
         _rollout_engine,
@@ -312,6 +330,8 @@ _RULES = (
     *(
         _async,
         _reward_model,
+        _tools,
+        _turns,
         objective.objective,
         objective.aggregation,
         objective.correction,

@@ -1,0 +1,69 @@
+"""The segments of a row as runs of tokens of one kind, cut so that the rows of a trajectory share what they have in
+common."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from verl.types import Sample, Segment
+
+
+def runs_of(sample: Sample) -> list[list[Segment]]:
+    """The segments, empty ones dropped, neighbours of one kind together.
+
+    Together they keep the tree shallow: spans of several weight versions are one run. The first segment stays alone,
+    since it is what a group shares.
+    """
+    runs: list[list[Segment]] = []
+    for i, s in enumerate(sample.segments):
+        if len(s.ids) == 0:
+            continue
+        if i > 1 and runs and (runs[-1][0].source == "sampled") == (s.source == "sampled"):
+            runs[-1].append(s)
+        else:
+            runs.append([s])
+    return runs
+
+
+def cuts_of(samples: Sequence[Sample]) -> dict[int, set[int]]:
+    """Where the runs of a row are cut, so that it shares tokens with the other rows of its trajectory: where they part,
+    and before that where one of their runs ends. Empty for trajectories of one row."""
+    of: dict[str, list[int]] = {}
+    for i, sample in enumerate(samples):
+        of.setdefault(sample.trajectory_id, []).append(i)
+    out: dict[int, set[int]] = {}
+    for rows in (rows for rows in of.values() if len(rows) > 1):
+        ids = {i: np.concatenate([s.ids for s in samples[i].segments]) for i in rows}
+        ends = {i: np.cumsum([sum(len(s.ids) for s in run) for run in runs_of(samples[i])]) for i in rows}
+        for i, j in itertools.permutations(rows, 2):
+            n = min(len(ids[i]), len(ids[j]))
+            differs = np.flatnonzero(ids[i][:n] != ids[j][:n])
+            shared = int(differs[0]) if len(differs) else n
+            out.setdefault(i, set()).update((shared, *ends[j][ends[j] < shared].tolist()))
+    return out
+
+
+def cut_runs(runs: list[list[Segment]], cuts: set[int]) -> Iterator[list[Segment]]:
+    """The runs, cut at these tokens of the row too. The media of a segment stay with its first part."""
+    at = 0
+    for run in runs:
+        parts: list[Segment] = []
+        for s in run:
+            inside = sorted(c - at for c in cuts if at < c < at + len(s.ids))
+            for a, b in itertools.pairwise((0, *inside, len(s.ids))):
+                if at + a in cuts and parts:
+                    yield parts
+                    parts = []
+                parts.append(s if not inside else part_of(s, a, b))
+            at += len(s.ids)
+        yield parts
+
+
+def part_of(s: Segment, a: int, b: int) -> Segment:
+    logprobs = None if s.logprobs is None else s.logprobs[a:b]
+    side = {name: channel[a:b] for name, channel in s.side.items()}
+    return replace(s, ids=s.ids[a:b], logprobs=logprobs, side=side, media=() if a else s.media)
