@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.runs import cut_runs, cuts_of, part_of, runs_of
+from verl.runs import cut_runs, cuts_of, runs_of, slice_of
 from verl.types import Sample, Segment
 
 
@@ -192,7 +192,7 @@ def pack(samples: Sequence[Sample], *, share_prefix: bool = True) -> Batch:
             at = found
             if parts[0].source == "sampled":
                 spans.append((at, first, len(ids)))
-                drawn += [part_of(parts[0], 1, len(parts[0].ids)), *parts[1:]] if first else parts
+                drawn += [slice_of(parts[0], 1, len(parts[0].ids)), *parts[1:]] if first else parts
         if at < 0:
             raise ValueError(f"sample {sample.sample_id} has no tokens")
         leaf.append(at)

@@ -58,12 +58,12 @@ def cut_runs(runs: list[list[Segment]], cuts: set[int]) -> Iterator[list[Segment
                 if at + a in cuts and parts:
                     yield parts
                     parts = []
-                parts.append(s if not inside else part_of(s, a, b))
+                parts.append(s if not inside else slice_of(s, a, b))
             at += len(s.ids)
         yield parts
 
 
-def part_of(s: Segment, a: int, b: int) -> Segment:
+def slice_of(s: Segment, a: int, b: int) -> Segment:
     logprobs = None if s.logprobs is None else s.logprobs[a:b]
     side = {name: channel[a:b] for name, channel in s.side.items()}
     return replace(s, ids=s.ids[a:b], logprobs=logprobs, side=side, media=() if a else s.media)

@@ -44,9 +44,9 @@ def test_no_torch_no_transformers() -> None:
 
 def test_the_tree_stays_small() -> None:
     """The central keys stand in schema.py; those that an algorithm's specs and roles, the health table and the engines
-    bring stand with their owners; where many processes live (cluster.*, parallel.*), the server (serve.*) and
-    agents (agent.*) are apart, for who needs them. 110, and three for what stands between processes: the options of a sync, a server's address and
-    its Python."""
+    bring stand with their owners; where many processes live (cluster.*, parallel.*), the server (serve.*) and agents
+    (agent.*) are apart, for who needs them. 110, and three for what stands between processes: the options of a sync, a
+    server's address and its Python."""
     owned = {cls: section for section, cls in sections().items() if cls.__module__ == "verl.config.schema"}
     fields = [f"{section}.{field.name}" for cls, section in owned.items() for field in dataclasses.fields(cls)]
     apart = [key for key in leaves() if key.startswith(("cluster.", "parallel."))]
