@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import Counter
 from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -114,6 +113,8 @@ class TrajectoryRunner:
                 returned = await self._waits.wait(run, who=who, what=what, timeout_s=self._timeout_s)
             made, output = check_output(returned, manager, sampling.max_tokens), outputs_of(returned)[-1]
             turns = int(output.num_turns) or max(1, len(manager.record))
+            if made.discarded or manager.counts:
+                manager.counts["discarded_tokens"] = made.discarded
         except ReplicaLost:  # no fault of this trajectory: the run ends or starts again
             raise
         except Exception as e:  # an agent loop is user code: its failure is an outcome, and retried
@@ -147,7 +148,7 @@ class TrajectoryRunner:
             wall_s=time.monotonic() - started,
             error=error,
             branches=made.branches,
-            agent=manager.counts + Counter(discarded_tokens=made.discarded),
+            agent=manager.counts,
         )
 
     async def _score(

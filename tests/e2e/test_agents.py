@@ -1,0 +1,148 @@
+"""Whole runs whose trajectories have turns: a model that was taught to call its tool, a loop of the user's with
+branches, and a run that was cut between steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from small_runs import metrics_of, same_tensors, small_args, tensors_of, trained
+from tools import hermes_tokenizer, multiply
+
+from verl.agent_loop.tools import function_as_tool
+from verl.chat.conversation import render_conversation
+from verl.chat.template import audit_template
+from verl.config.load import load_config
+from verl.driver.launch import run_rl
+from verl.track.samples import read_samples
+
+TESTS = Path(__file__).parents[1]
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": float(solution_str.rstrip().endswith(ground_truth)), "turns": float(extra_info["num_turns"])}
+"""
+LOOP = """
+from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput
+
+
+class Rewrites(AgentLoopBase):
+    \"\"\"Two answers; the second after a history without the first one's last token. A third that nobody uses.\"\"\"
+
+    async def run(self, sampling_params, **kwargs):
+        prompt, ask = list(kwargs["prompt_ids"]), self.server_manager.generate
+        request, short = kwargs["request_id"], {**sampling_params, "max_tokens": 4}
+        one = await ask(request + "a", prompt_ids=prompt, sampling_params=short)
+        history = [*prompt, *one.token_ids[:1], prompt[-1]]
+        two = await ask(request + "b", prompt_ids=history, sampling_params=short)
+        await ask(request + "c", prompt_ids=prompt, sampling_params=short)
+        first = AgentLoopOutput(prompt, one.token_ids, [1] * len(one.token_ids))
+        ids = [*history[len(prompt) :], *two.token_ids]
+        mask = [1] * len(one.token_ids[:1]) + [0] + [1] * len(two.token_ids)
+        return [first, AgentLoopOutput(prompt, ids, mask, num_turns=4)]
+"""
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory):
+    """(model folder, rows, tool file): a tiny model that mostly calls `multiply` and reads its result."""
+    import torch
+
+    from verl.models import tiny
+
+    folder, tokenizer = tmp_path_factory.mktemp("taught"), hermes_tokenizer()
+    schemas, audit = [dict(function_as_tool(multiply).schema)], audit_template(tokenizer)
+    pairs = [(a, b) for a in range(2, 6) for b in range(2, 6)]
+    rows, lines = [], []
+    for a, b in pairs:
+        asked = {"role": "user", "content": f"{a}x{b}"}
+        call = {"type": "function", "function": {"name": "multiply", "arguments": {"a": a, "b": b}}}
+        said = [{"role": "assistant", "content": "", "tool_calls": [call]}, {"role": "tool", "content": str(a * b)}]
+        whole = [asked, *said, {"role": "assistant", "content": str(a * b)}]
+        rows += render_conversation(tokenizer, whole, audit, {}, tools=schemas)
+        lines.append({"prompt": [asked], "ground_truth": str(a * b), "agent_name": "tool_agent"})
+    (folder / "rows.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "reward.py").write_text(REWARD)
+    (folder / "loop.py").write_text(LOOP)
+    model = tiny.qwen3(tokenizer, hidden=64, layers=2, heads=2, kv_heads=1, ffn=128, max_positions=1024)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    width = max(len(r.ids) for r in rows)
+    ids = torch.tensor(np.array([np.pad(r.ids, (0, width - len(r.ids))) for r in rows]))
+    mask = torch.tensor(np.array([np.pad(r.mask, (0, width - len(r.mask))) for r in rows]))
+    for _ in range(70):
+        logits = model(input_ids=ids[:, :-1]).logits
+        loss = torch.nn.functional.cross_entropy(logits[mask[:, 1:]], ids[:, 1:][mask[:, 1:]])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return tiny.save(model, tokenizer, folder / "model"), folder
+
+
+def args(root: Path, taught, *more: str) -> list[str]:
+    model, folder = taught
+    sizes = ("data.max_prompt_tokens=400", "rollout.max_response_tokens=250", "step.max_tokens_per_microbatch=4096")
+    given = (f"reward.path={folder / 'reward.py'}", "run.save_every_steps=1", "optim.lr=1e-4", *sizes, *more)
+    return small_args(root, model, (folder / "rows.jsonl",), *given)
+
+
+TOOLS = (f"agent.tools=[{TESTS / 'tools.py'}]", "agent.max_turns=4")
+
+
+def test_a_run_with_a_tool_trains_what_was_sampled_between_its_results(tmp_path, taught):
+    run_rl(load_config(args(tmp_path, taught, *TOOLS)), quiet=True)
+    metrics = metrics_of(tmp_path / "r")
+    assert sum(m["agent/tool_calls"] for m in metrics.values()) > 4 and metrics[1]["num_turns/max"] >= 4
+    assert {"agent/tool_errors", "agent/env_tokens", "agent/discarded_tokens", "agent/tool_s"} < metrics[1].keys()
+    assert all(m["mismatch/k3"] < 1e-6 for m in metrics.values()), "what was trained is what was sampled"
+    tokenizer, rows = hermes_tokenizer(), read_samples(tmp_path / "r", 1)
+    called = [row for row in rows if 0 in row.response_mask]
+    assert len(called) > 4
+    for row in called:
+        env = tokenizer.decode(row.response_ids[row.response_mask == 0])
+        assert "<tool_response>" in env and env.count("<|im_start|>assistant") == env.count("<|im_start|>user")
+        assert np.isfinite(row.rollout_logprobs[row.response_mask == 1]).all()
+        assert np.isnan(row.rollout_logprobs[row.response_mask == 0]).all()
+    assert max(m["critic/score/max"] for m in metrics.values()) == 1.0
+
+
+def test_a_cut_run_with_turns_equals_a_straight_one_bitwise(tmp_path, taught):
+    run_rl(load_config(args(tmp_path / "straight", taught, *TOOLS)), quiet=True)
+
+    def crash(step: int, values: object) -> None:
+        if step == 1:
+            raise OSError("pulled the plug")
+
+    with pytest.raises(OSError, match="pulled the plug"):
+        run_rl(load_config(args(tmp_path / "cut", taught, *TOOLS)), quiet=True, on_step=crash)
+    run_rl(load_config(args(tmp_path / "cut", taught, *TOOLS)), quiet=True)
+    straight, cut = tmp_path / "straight" / "r", tmp_path / "cut" / "r"
+    assert trained(straight) == trained(cut)
+    same_tensors(tensors_of(straight, 3), tensors_of(cut, 3))
+    for one, other in zip(read_samples(straight, 3), read_samples(cut, 3), strict=True):
+        assert one.response_ids.tolist() == other.response_ids.tolist()
+
+
+def test_a_loop_of_the_user_s_with_branches_is_trained(tmp_path, tiny_model, arithmetic_data, taught):
+    loop = f"agent.loop={taught[1] / 'loop.py'}:Rewrites"
+    run_rl(load_config(small_args(tmp_path, tiny_model, arithmetic_data[:1], loop)), quiet=True)
+    rows, metrics = read_samples(tmp_path / "r", 2), metrics_of(tmp_path / "r")
+    by: dict[str, list] = {}
+    for row in rows:
+        by.setdefault(row.trajectory_id, []).append(row)
+    assert any(len(own) == 2 for own in by.values()) and {len(own) for own in by.values()} <= {1, 2}
+    for first, *second in by.values():
+        assert first.response_mask.all() and first.sample_id.endswith("#0")
+        for row in second:
+            assert row.response_mask.tolist()[:2] == [0, 0], "its first token is trained in the first row"
+            assert row.reward == first.reward
+    assert all(m["agent/discarded_tokens"] > 0 and m["mismatch/k3"] < 1e-6 for m in metrics.values())
+
+
+def test_a_row_that_names_what_is_not_there_is_refused(tmp_path, taught):
+    for more, said in (
+        ((), "agent_name='tool_agent', and this run has single_turn"),
+        (("agent.loop=tool_agent",), "without a"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            run_rl(load_config(args(tmp_path, taught, *more)), quiet=True)
