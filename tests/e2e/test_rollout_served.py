@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,9 @@ from typing import Any
 import pytest
 from serving import server_process
 from small_runs import metrics_of, same_tensors, small_run, tensors_of, trained
+
+from verl.rollout.base import ReplicaLost
+from verl.weight_sync.base import SyncError
 
 
 @pytest.fixture
@@ -36,3 +41,19 @@ def test_updates_reach_requests_in_flight(tmp_path: Path, tiny_model: Path, arit
     small_run(tmp_path, tiny_model, arithmetic_data, *served, *ahead)
     steps = metrics_of(tmp_path / "r")
     assert {1, 2, 3, 4} <= steps.keys() and max(steps[i]["sync/canary_mean_abs"] for i in (1, 2, 3, 4)) <= 1e-5
+
+
+def test_a_server_that_dies_ends_the_run_with_its_cause(tmp_path: Path, tiny_model: Path, arithmetic_data: Any) -> None:
+    def kill_after_a_step(process: Any) -> None:
+        metrics = tmp_path / "r" / "metrics.jsonl"
+        while not metrics.exists() or metrics.read_text().count("\n") < 3:
+            time.sleep(0.05)
+        process.kill()
+
+    with server_process(tiny_model, tmp_path / "serve.log", "serve.control=true") as (process, found):
+        killer = threading.Thread(target=kill_after_a_step, args=(process,))
+        killer.start()
+        served = ("rollout.engine=server", f"rollout.url={found}", "run.total_steps=500")
+        with pytest.raises((ReplicaLost, SyncError), match=r"http://127\.0\.0\.1:\d+/"):
+            small_run(tmp_path, tiny_model, arithmetic_data, *served)
+        killer.join(10)

@@ -409,13 +409,13 @@ class ServedEngine:
         return False
 
     def _cause(self, error: ServerGone) -> Exception:
-        """Why nobody answers, as far as it is known here."""
+        """Why nobody answers, as far as it is known here: another error, which has this one for its cause."""
         if self._closed:
             return RuntimeError("the rollout engine was closed")
         if self._fenced is not None:
             return ServerGone(f"{self._expected.name} is out of service: {self._fenced}")
         if self._server is None or (code := self._server.exit_code) is None:
-            return error
+            return ServerGone(str(error))
         return ServerGone(
             f"{self._expected.name} ended with exit code {code}; in {self._server.log}: {self._server.tail(3)}"
         )
