@@ -52,6 +52,7 @@ SCHEDULE, GREEDY = (
 PREF = "tests/numerics/test_kto.py tests/numerics/test_closed_forms.py tests/numerics/test_preference_engine.py tests/numerics/test_golden.py"
 LEARNED = f"{PREF} tests/e2e/test_preference.py"
 SCHED = "tests/unit/test_scheduler.py tests/unit/test_scheduler_simulation.py"
+AGENT = "tests/unit/test_tool_agent.py"
 FLOW = "tests/unit/test_rollouts.py tests/unit/test_rollouts_flow.py"
 RUN = "tests/e2e/test_controllers.py tests/e2e/test_train.py tests/e2e/test_resume.py"
 PACK = "tests/unit/test_batch.py tests/numerics/test_split.py"
@@ -395,16 +396,25 @@ MUTANTS = (
     Mutant("driver/rollouts.py", "self.cursor.give_back(self._draws[group_id])", "pass", FLOW),
     Mutant(
         "driver/trajectories.py",
-        'truncated=made.stop_reason in ("length", "context_full")',
+        "truncated=made.stop_reason in CUT",
         'truncated=made.stop_reason == "length"',
         f"{FLOW} tests/unit/test_agent_loop.py",
     ),
     Mutant(
         "types.py",
-        'truncated=trajectory.stop_reason in ("length", "context_full")',
+        "truncated=trajectory.stop_reason in CUT",
         'truncated=trajectory.stop_reason == "length"',
         f"{FLOW} tests/unit/test_agent_loop.py tests/unit/test_batch.py",
     ),
+    # -- branches, turns and tools
+    Mutant("agent_loop/base.py", "known[a - start : b - start] = True", "pass", "tests/unit/test_agent_loop.py"),
+    Mutant("agent_loop/base.py", "len(self.record) >= self._max_turns", "False", "tests/unit/test_agent_loop.py"),
+    Mutant("runs.py", "*ends[j][ends[j] < shared].tolist()", "", "tests/numerics/test_branches.py"),
+    Mutant("agent_loop/tool_agent.py", "(len(ids), sampled)", "(len(ids), 1)", AGENT),
+    Mutant("agent_loop/tool_agent.py", 'why = "no_progress"', "why = None", AGENT),
+    Mutant("agent_loop/parsing.py", 'return "the call is not closed"', 'return ""', AGENT),
+    Mutant("chat/bridge.py", "if token in text:", "if False:", "tests/unit/test_bridge.py"),
+    Mutant("chat/bridge.py", "and keeps_text(history[-1], text)", "", "tests/unit/test_bridge.py"),
     # -- what a term sees, what is cut off, who is asked
     Mutant(A + "weights.py", "columns.mask if term.sees_rejected else seen.mask", "(weight != 0) & seen.mask", MASKS),
     Mutant(

@@ -100,7 +100,8 @@ def test_a_run_with_a_tool_trains_what_was_sampled_between_its_results(tmp_path,
     assert len(called) > 4
     for row in called:
         env = tokenizer.decode(row.response_ids[row.response_mask == 0])
-        assert "<tool_response>" in env and env.count("<|im_start|>assistant") == env.count("<|im_start|>user")
+        cut = env.count("<|im_start|>user") - env.count("<|im_start|>assistant")
+        assert ("<tool_response>" in env and cut == 0) or row.stop_reason == "context_full"
         assert np.isfinite(row.rollout_logprobs[row.response_mask == 1]).all()
         assert np.isnan(row.rollout_logprobs[row.response_mask == 0]).all()
     assert max(m["critic/score/max"] for m in metrics.values()) == 1.0
