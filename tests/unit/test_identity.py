@@ -162,3 +162,17 @@ def test_a_loss_of_the_users_own_is_its_source(made, tmp_path, monkeypatch):
     (tmp_path / "ppo_clip.py").write_text("x = 2\n")
     assert compare(start, made("algorithm.loss=ppo_clip")) == ([], {})
     assert "another content" in compare(own, made("algorithm.loss=ppo_clip:pull"))[0][0]
+
+
+def test_who_plays_and_with_what_is_compared_and_an_older_run_had_neither(made, tmp_path):
+    (tmp_path / "tools.py").write_text("x = 1\n")
+    tools = ("agent.loop=tool_agent", f"agent.tools=[{tmp_path / 'tools.py'}]")
+    start, played = made(), made(*tools)
+    assert [line.partition(":")[0] for line in compare(start, played)[0]] == ["agent.loop", "agent.tools"]
+    (tmp_path / "tools.py").write_text("x = 2\n")
+    (said,) = compare(played, made(*tools))[0]
+    assert said.startswith("agent.tools") and "another content" in said
+    assert compare(played, made(*tools[:1], tools[1], "agent.tool_timeout_s=3"))[1].keys() == {"agent.tool_timeout_s"}
+    older = {key: value for key, value in start.values.items() if not key.startswith("agent.")}
+    before = type(start)(older, start.contents)
+    assert compare(before, start) == ([], {}) and compare(before, made("agent.max_turns=3"))[0]

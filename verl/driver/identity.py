@@ -21,7 +21,7 @@ from verl.algorithms.specs import short
 from verl.config.load import Resolved
 from verl.config.model_files import find_model_folder
 from verl.config.schema import Config
-from verl.config.tree import values_of
+from verl.config.tree import leaves, values_of
 from verl.data.files import expand_files, fingerprint
 
 MAY_CHANGE: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -37,6 +37,7 @@ MAY_CHANGE: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "optim": ("lr", "schedule", "decay_ratio", "warmup_steps", "warmup_ratio", "min_lr_ratio"),
         "critic": ("lr", "warmup_steps"),
         "rollout": ("engine", "engine_options", "replicas", "max_concurrent_sequences"),
+        "agent": ("tool_timeout_s",),
         "pipeline": ("placement", "max_attempts", "max_invalid_share"),
         "reward": ("timeout_s", "memory_limit_mb", "num_workers"),
         "queue": ("engine", "engine_options"),
@@ -89,12 +90,12 @@ def _rows(files: list[str]) -> str | None:
 
 
 def _source(name: str | None) -> str | None:
-    """Of a Python file, or of a module (`a.b`, `a.b:function`), which is found without being imported."""
+    """Of a file (`a.py`, `a.py:name`), or a module (`a.b`, `a.b:function`), which is found without being imported."""
     if name is None:
         return None
-    if Path(name).expanduser().is_file():
-        return _digest([Path(name).expanduser()])
     module, _, function = name.partition(":")
+    if (file := Path(module).expanduser()).is_file():
+        return f"{function} {_digest([file])}".strip()
     spec, searched, done = None, None, ""
     for part in module.split("."):
         done = f"{done}.{part}" if done else part
@@ -114,6 +115,8 @@ CONTENT: Mapping[str, Callable[[Config], str | None]] = MappingProxyType(
         "data.eval_files": lambda c: _rows(c.data.eval_files),
         "algorithm.loss": lambda c: _source(c.algorithm.loss),
         "algorithm.advantage": lambda c: _source(c.algorithm.advantage),
+        "agent.loop": lambda c: None if c.agent.loop == leaves()["agent.loop"].default else _source(c.agent.loop),
+        "agent.tools": lambda c: "\n".join(_source(entry) or "" for entry in c.agent.tools) or None,
         "critic.path": lambda c: _model(c.critic.path),
         "reward.path": lambda c: _source(c.reward.path),
         "reward.model": lambda c: _model(c.reward.model),
@@ -165,7 +168,7 @@ def compare(was: Identity, now: Identity) -> tuple[list[str], dict[str, list[str
     others: list[str] = []
     changed: dict[str, list[str]] = {}
     for key in dict.fromkeys([*was.values, *now.values]):
-        old, new = was.values.get(key, "null"), now.values.get(key, "null")
+        old, new = was.values.get(key, _default(key)), now.values.get(key, _default(key))
         if _read(old) == _read(new):  # 2 and 2.0 are one value
             new = old
         if key in CONTENT:
@@ -177,6 +180,11 @@ def compare(was: Identity, now: Identity) -> tuple[list[str], dict[str, list[str
         elif old != new:
             others.append(f"{key}: {old} -> {new}")
     return others, changed
+
+
+def _default(key: str) -> str:
+    """Of a key that the version did not have which recorded the run."""
+    return json.dumps(leaves()[key].default, default=str) if key in leaves() else "null"
 
 
 def _read(text: str) -> object:
