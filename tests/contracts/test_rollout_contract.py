@@ -489,14 +489,14 @@ def test_update_that_waits_or_aborts(kind: str, mode: str) -> None:
     prompt = prompts((9,))[0]
 
     async def body(engine: Any) -> None:
-        task = asyncio.create_task(engine.generate("r", prompt, greedy(200)))
+        task = asyncio.create_task(engine.generate("r", prompt, greedy(480)))
         await until_sampled(engine, 5)
         update = asyncio.create_task(load(engine, Source(reference(seed=1), 4), on_inflight=mode))
         await asyncio.sleep(0)
         late = asyncio.create_task(engine.generate("late", prompt, greedy(9)))
         assert await update == 4
         c = await task
-        assert {v for v, _, _ in c.spans} == {0} and c.ids.tolist() == hf_greedy(prompt, 200)[: len(c.ids)]
+        assert {v for v, _, _ in c.spans} == {0} and c.ids.tolist() == hf_greedy(prompt, 480)[: len(c.ids)]
         assert c.stop_reason == ("length" if mode == "wait" else "abort")
         assert (await late).spans == ((4, 0, 9),) and (await late).ids.tolist() == hf_greedy(prompt, 9, seed=1)
 

@@ -412,6 +412,28 @@ def test_a_failed_update_leaves_a_server_that_is_never_asked_again(path: str, fa
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+def test_what_comes_after_an_update_is_drawn_after_it(mode: Any) -> None:
+    """Also where the words overtake each other on their way to the server."""
+
+    async def slow(request: web.Request) -> None:
+        await asyncio.sleep(0.1)
+
+    async def body(engine: ServedEngine, served: Served) -> None:
+        first = asyncio.create_task(engine.generate("r", PROMPT, greedy(30)))
+        await until(lambda: bool(served.running))
+        served.faults["/pause"] = slow
+        update = asyncio.create_task(engine.load_weights(reader(1), on_inflight=mode))
+        await asyncio.sleep(0)
+        late = asyncio.create_task(engine.generate("late", PROMPT, greedy(3)))
+        assert await update == 1 and (await late).spans == ((1, 0, 3),)
+        c = await first
+        assert c.stop_reason == ("abort" if mode == "abort" else "length")
+        assert {v for v, _, _ in c.spans} == ({0, 1} if mode == "keep" else {0})
+
+    with_server(body, Served(step_s=0.01))
+
+
+@pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_a_paused_server_stays_paused_over_an_update(mode: Any) -> None:
     async def body(engine: ServedEngine, served: Served) -> None:
         await engine.pause()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,26 +12,19 @@ import pytest
 from real_server import PYTHON
 from small_runs import metrics_of, small_args, small_run, summary, trained
 
-from verl.rollout.process import SHM
-
 SERVED = ("rollout.engine=vllm", f"rollout.python={PYTHON}", "rollout.dtype=float32", "model.dtype=float32")
 
 
-def servers() -> list[psutil.Process]:
-    found = []
+@pytest.fixture(autouse=True)
+def nothing_left(tmp_path: Path) -> Any:
+    """Of the servers of a run, whose models lie in its folder."""
+    yield
+    left = []
     for process in psutil.process_iter(["cmdline"]):
         line = " ".join(process.info["cmdline"] or ())
-        if PYTHON in line and "vllm.entrypoints" in line and process.status() != psutil.STATUS_ZOMBIE:
-            found.append(process)
-    return found
-
-
-@pytest.fixture(autouse=True)
-def nothing_left() -> Any:
-    before, segments = {p.pid for p in servers()}, set(os.listdir(SHM))
-    yield
-    assert {p.pid for p in servers()} <= before
-    assert not [name for name in set(os.listdir(SHM)) - segments if name.startswith("vllm")]
+        if str(tmp_path) in line and "vllm.entrypoints" in line and process.status() != psutil.STATUS_ZOMBIE:
+            left.append(process)
+    assert not left
 
 
 def test_the_quickstart_learns(tmp_path: Path) -> None:

@@ -68,6 +68,8 @@ class ServedEngine:
         self._ready = self._closed = self._paused = False
         self._fenced: str | None = None  # why it must not speak
         self._control = asyncio.Lock()  # pauses, updates and restarts do not mix
+        self._open = asyncio.Event()  # closed while one of these is under way: later requests wait for its end
+        self._open.set()
         self._behind: set[asyncio.Task[None]] = set()
         self._model = "policy"
         self._version = -1
@@ -91,6 +93,8 @@ class ServedEngine:
         prompt = self._checked(request_id, prompt_ids, sampling)
         call = self._pending[request_id] = _Call(f"{self._tag}-{next(self._number)}-{request_id}")
         try:
+            await self._open.wait()
+            self._check_weights("generate")
             return await self._generate(request_id, call, prompt, sampling)
         except ServerGone as e:
             raise self._cause(e) from e
@@ -170,7 +174,7 @@ class ServedEngine:
         """keep: running requests stand still · wait: they finish first · abort: they return. New ones are held."""
         self._check_alive()
         await self._up()
-        async with self._control:
+        async with self._alone():
             await self._stand_still(mode, "pause('wait')")
             self._paused = True
 
@@ -189,7 +193,7 @@ class ServedEngine:
         self._check_alive()
         reader, sent = of_shm(source)
         await self._up()
-        async with self._control:
+        async with self._alone():
             if self._fenced is not None or (self._server is not None and self._server.exit_code is not None):
                 await self._restart()
             what = "load_weights(on_inflight='wait')"
@@ -248,6 +252,15 @@ class ServedEngine:
             if not self._paused:
                 self._later(self._call("/resume"))
             raise
+
+    @asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        async with self._control:
+            self._open.clear()
+            try:
+                yield
+            finally:
+                self._open.set()
 
     async def _fence(self, why: str) -> None:
         """Nothing it says from now on is believed. Requests that stand still there end: elsewhere they can go on."""
