@@ -210,7 +210,7 @@ def test_gradients_that_every_peer_counts_are_seen(monkeypatch):
 
 
 def test_no_rank_holds_a_row_of_logits(monkeypatch):
-    case, made = Case(LAYOUTS["TP, four"]), linear_logprob._logits
+    case, made = Case(LAYOUTS["TP, four"]), linear_logprob.chunk_logits
 
     def widths(rank: int) -> set[int]:
         seen = set()
@@ -220,7 +220,7 @@ def test_no_rank_holds_a_row_of_logits(monkeypatch):
             seen.add(z.shape[1])
             return z
 
-        monkeypatch.setattr(linear_logprob, "_logits", noted)
+        monkeypatch.setattr(linear_logprob, "chunk_logits", noted)
         on_rank(case, rank)
         return seen
 

@@ -61,11 +61,22 @@ class OneRank:
         return [value]
 
 
+@dataclass(frozen=True, slots=True)
+class TeacherHead:
+    """Whom the output `divergence` of a student compares with: the head of the model in `folder`, whose hidden states
+    are the column `teacher_hidden`. beta: see nn/linear_teacher.py · temperature: of its logits; None: the sample's."""
+
+    folder: Path
+    beta: float
+    temperature: float | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineContext:
     """What every backend builds an engine from, besides its own options. `folder`: a Hugging Face folder · head: lm
-    (policy, reference), value (critic) or score (reward model) · optim: None for a frozen model · dump_dir: where a
-    batch with a non-finite gradient is written · layout: of the ranks that hold the model together."""
+    (policy, reference, teacher), value (critic) or score (reward model) · optim: None for a frozen model · dump_dir:
+    where a batch with a non-finite gradient is written · layout: of the ranks that hold the model together · teacher:
+    of a student · top_k: how many ids a teacher names."""
 
     folder: Path
     head: Head = "lm"
@@ -77,6 +88,8 @@ class EngineContext:
     trust_remote_code: bool = False
     dump_dir: Path | None = None
     layout: Layout = field(default_factory=Layout)
+    teacher: TeacherHead | None = None
+    top_k: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,7 +117,8 @@ class ModelEngine(Protocol):
         ...
 
     def infer(self, batch: Batch, columns: Sequence[str]) -> dict[str, Tensor]:
-        """logprobs, entropy, values, sum_pi_squared [L], or scores [R]: only what is asked."""
+        """logprobs, entropy, values, sum_pi_squared [L], or scores [R]: only what is asked. Of a teacher hidden [L, H],
+        topk_ids [L, k], topk_logprobs [L, k + 1]; of a student logprobs_at [L, k + 1], divergence [L]."""
         ...
 
     def optim_step(self) -> Metrics:

@@ -21,13 +21,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from verl.batch import Batch, exactly, loss_index, make_microbatches, padded_rows, part_of
+from verl.batch import Batch, exactly, make_microbatches, padded_rows, part_of
 from verl.checkpoint.score import WEIGHT as SCORE_WEIGHT
 from verl.checkpoint.score import classifier_tensors, read_score
 from verl.checkpoint.shards import load_tensors, tensor_names
 from verl.model_engine.base import EngineCapabilities, EngineContext, StepOutput
 from verl.model_engine.dump import dump_batch
 from verl.model_engine.hf_model import load_causal_lm, refuse_altered_logits, switch_dropout_off
+from verl.model_engine.lm_head import LM_OUTPUTS, Teacher, keep, lm_outputs, read_teacher, room_for
 from verl.model_engine.objective import evaluate_terms
 from verl.model_engine.optim import OptimSpec, grad_norm, learning_rate, make_adamw
 from verl.model_engine.options import Options
@@ -35,13 +36,13 @@ from verl.model_engine.snapshot import COUNTERS, Snapshot
 from verl.nn import attention
 from verl.nn.fused import fuse, unfuse
 from verl.nn.heads import Head, ValueHead
-from verl.nn.linear_logprob import Vocabulary, linear_logprob
+from verl.nn.linear_logprob import Vocabulary
+from verl.nn.linear_teacher import HeadWeights
 from verl.nn.packing import check_packing, probe_sequences, refuse_noise
 from verl.nn.precision import native_bf16, rounded
 from verl.objective import Term
 from verl.types import Metric, Metrics, merge_metrics
 
-LM_OUTPUTS = ("logprobs", "entropy", "sum_pi_squared")
 VALUE_OUTPUTS = ("values", "scores")
 TOKEN_OUTPUTS = (*LM_OUTPUTS, "values")
 Which = Tensor | slice
@@ -55,7 +56,8 @@ class TorchEngine:
 
     model: an instantiated causal LM · head: lm (policy, reference) or value (critic, reward model) · optim: None for a
     frozen model · attention_mode: auto | padded · dump_dir: where a batch with a non-finite gradient is written ·
-    emulate_bf16: None asks the hardware · score: the weight [1, H] that a value or score head starts with.
+    emulate_bf16: None asks the hardware · score: the weight [1, H] that a value or score head starts with · teacher,
+    top_k: see `EngineContext`.
     """
 
     _vocabulary: Vocabulary | None = None
@@ -76,6 +78,8 @@ class TorchEngine:
         dump_dir: Path | None = None,
         emulate_bf16: bool | None = None,
         score: Tensor | None = None,
+        teacher: Teacher | None = None,
+        top_k: int = 0,
     ) -> None:
         if dtype not in DTYPES:
             raise ValueError(f"model.dtype={dtype!r}: one of {', '.join(DTYPES)}")
@@ -111,6 +115,8 @@ class TorchEngine:
         self._optimizer_step = 0
         self._skipped = 0
         self._last: tuple[Batch, tuple[str, ...]] | None = None
+        self._teacher = teacher and teacher.beside(self.device, self._compute, rounds=self._rounded)
+        self._top_k = top_k
 
     def _place(self) -> None:
         """Bring the model, which was loaded on the host, to where it computes."""
@@ -136,15 +142,13 @@ class TorchEngine:
         wanted = tuple(dict.fromkeys([*(name for t in terms for name in t.outputs), *extra_outputs]))
         assert set(wanted) <= set(TOKEN_OUTPUTS), f"{wanted}: a loss is of outputs per token, {TOKEN_OUTPUTS}"
         parts: list[Metrics] = []
-        kept = {name: torch.empty(batch.num_loss_tokens, dtype=self.master) for name in wanted}
+        kept = self._room(batch, wanted)
 
         def loss_of(rows: np.ndarray, part: Batch, outputs: Mapping[str, Tensor]) -> Tensor:
             loss, metrics = evaluate_terms(terms, part, outputs)
             if len(rows):
                 parts.append(metrics)
-                index = loss_index(batch, rows)
-                for name, value in outputs.items():
-                    kept[name][index] = value.detach().to("cpu", self.master)
+                keep(kept, outputs, batch, rows)
             return loss
 
         with self._compute_weights():
@@ -165,15 +169,16 @@ class TorchEngine:
 
     @torch.no_grad()
     def infer(self, batch: Batch, columns: Sequence[str]) -> dict[str, Tensor]:
-        sizes = {name: batch.num_rows if name == "scores" else batch.num_loss_tokens for name in columns}
-        out = {name: torch.empty(size, dtype=self.master) for name, size in sizes.items()}
+        out = self._room(batch, columns)
         with self._compute_weights():
             for rows in self._cut(batch):
-                index = loss_index(batch, rows)
-                for name, value in self._outputs(part_of(batch, rows), columns).items():
-                    if len(rows):
-                        out[name][torch.from_numpy(rows) if name == "scores" else index] = value.to("cpu", self.master)
+                found = self._outputs(part_of(batch, rows), columns)
+                if len(rows):
+                    keep(out, found, batch, rows)
         return out
+
+    def _room(self, batch: Batch, names: Sequence[str]) -> dict[str, Tensor]:
+        return room_for(batch, names, self.model.config.get_text_config().hidden_size, self._top_k, self.master)
 
     def _outputs(self, batch: Batch, wanted: Sequence[str]) -> dict[str, Tensor]:
         """The asked outputs of one micro-batch, on the engine's device, with gradient where enabled."""
@@ -194,24 +199,14 @@ class TorchEngine:
         return {name: self.value_head(rows)}
 
     def _lm_outputs(self, batch: Batch, wanted: Sequence[str]) -> dict[str, Tensor]:
-        temperature = batch.row_columns["temperature"][batch.row_of]
-
         def read(rows: Tensor, which: Which) -> dict[str, Tensor]:
             lm_head = self.model.get_output_embeddings()
             bias = lm_head.bias if isinstance(lm_head, nn.Linear) else None
-            logprobs, entropy, sum_pi2 = linear_logprob(
-                rows.to(self._compute),
-                self._local(lm_head.weight),
-                batch.targets[which].to(self.device),
-                temperature[which].to(self.device),
-                bias=None if bias is None else self._local(bias),
-                cap=self._logit_cap,
-                entropy="entropy" in wanted,
-                sum_pi_squared="sum_pi_squared" in wanted,
-                vocabulary=self._vocabulary,
+            head = HeadWeights(
+                self._local(lm_head.weight), None if bias is None else self._local(bias), self._logit_cap
             )
-            computed = {"logprobs": logprobs, "entropy": entropy, "sum_pi_squared": sum_pi2}
-            return {name: value for name, value in computed.items() if name in wanted and value is not None}
+            given: Any = {"vocabulary": self._vocabulary, "teacher": self._teacher, "k": self._top_k}
+            return lm_outputs(rows.to(self._compute), head, batch, which, wanted, **given)
 
         return self._read(batch, self._hidden(batch), batch.target_from, read)
 
@@ -493,4 +488,6 @@ def build(options: Options, context: EngineContext, kind: Callable[..., TorchEng
         share_prefix=options.share_prefix,
         dump_dir=c.dump_dir,
         score=score,
+        teacher=None if c.teacher is None else read_teacher(c.teacher),
+        top_k=c.top_k,
     )

@@ -51,14 +51,14 @@ class _LinearLogprob(torch.autograd.Function):
         entropy = torch.empty_like(logprobs) if want_entropy else None
         sum_pi2 = torch.empty_like(logprobs) if want_sum_pi_squared else None
         cast = weight.to(hidden.dtype)  # once, not once a chunk
-        for at in _chunks(n, weight.shape[0]):
-            z = _logits(hidden[at], cast, bias, temperature[at], cap)
+        for at in chunks(n, weight.shape[0]):
+            z = chunk_logits(hidden[at], cast, bias, temperature[at], cap)
             lse[at] = torch.logsumexp(z, -1)
             logprobs[at] = z.gather(-1, targets[at, None])[:, 0]
             if sum_pi2 is not None:
                 sum_pi2[at] = torch.exp(torch.logsumexp(2 * z, -1) - 2 * lse[at])
             if entropy is not None:
-                logp = _centred(z, lse[at])
+                logp = centred(z, lse[at])
                 entropy[at] = -(logp.exp().mul_(logp)).sum(-1)
         if vocabulary is not None and here is not None:
             logprobs, lse, entropy, sum_pi2 = _over_slices(vocabulary, logprobs * here, lse, entropy, sum_pi2)
@@ -82,12 +82,12 @@ class _LinearLogprob(torch.autograd.Function):
         d_hidden = torch.zeros_like(hidden)
         d_weight = torch.zeros(weight.shape, dtype=lse.dtype, device=weight.device)
         d_bias = torch.zeros(bias.shape, dtype=lse.dtype, device=bias.device) if bias is not None else None
-        for chunk in _chunks(len(rows), weight.shape[0]):
+        for chunk in chunks(len(rows), weight.shape[0]):
             at = rows[chunk]
             h, d = hidden[at], d_logprob[at, None]
-            z = _logits(h, cast, bias, temperature[at], ctx.cap)
+            z = chunk_logits(h, cast, bias, temperature[at], ctx.cap)
             slope = 1 - (z * (temperature[at, None] / ctx.cap)) ** 2 if ctx.cap else None  # of the cap
-            logp = _centred(z, lse[at])
+            logp = centred(z, lse[at])
             if d_entropy is None:
                 dz = logp.exp_().mul_(-d)
             else:  # dH/dz = -p (log p + H)
@@ -124,12 +124,12 @@ def _over_slices(
     return z, lse, entropy, sum_pi2
 
 
-def _chunks(n: int, vocab_size: int) -> list[slice]:
+def chunks(n: int, vocab_size: int) -> list[slice]:
     rows = max(_CHUNK_ROWS, _CHUNK_BYTES // (4 * vocab_size))
     return [slice(start, min(n, start + rows)) for start in range(0, n, rows)]
 
 
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: Tensor, cap: float) -> Tensor:
+def chunk_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: Tensor, cap: float) -> Tensor:
     """[n, H] -> [n, V] float32 (float64 stays), capped, then divided by each row's own temperature."""
     z = hidden @ weight.T
     z = z if z.dtype == torch.float64 else z.float()
@@ -140,7 +140,7 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: Te
     return z.div_(temperature[:, None])
 
 
-def _centred(z: Tensor, lse: Tensor) -> Tensor:
+def centred(z: Tensor, lse: Tensor) -> Tensor:
     """Log-probs in place of the logits; one of -inf becomes so small that p log p is 0 and not NaN."""
     return z.sub_(lse[:, None]).clamp_(min=-1e30)
 

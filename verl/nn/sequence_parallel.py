@@ -44,8 +44,8 @@ class Exchange:
         return (index // self.run == self.group.rank()).nonzero()[:, 0]
 
     def together(self, values: Tensor, which: Tensor, size: int) -> Tensor:
-        """[size] on every rank, of which this one has `which`. All go on with the same values to the same loss; the
-        gradient of a value goes to the rank that computed it, once."""
+        """[size, ...] on every rank, of which this one has `which`. All go on with the same values to the same loss;
+        the gradient of a value goes to the rank that computed it, once."""
         out: Tensor = _Together.apply(values, which.to(values.device), size, self.group)
         return out
 
@@ -70,7 +70,7 @@ class _Together(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, which: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
         ctx.save_for_backward(which)
-        out = values.new_zeros(size)
+        out = values.new_zeros(size, *values.shape[1:])
         out[which] = values
         dist.all_reduce(out, group=group)
         return out

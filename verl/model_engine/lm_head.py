@@ -1,0 +1,131 @@
+"""What a language model's head says of its hidden states: the outputs of an engine with head=lm."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from verl.batch import Batch, loss_index
+from verl.model_engine.base import TeacherHead
+from verl.nn.linear_logprob import Vocabulary, linear_logprob
+from verl.nn.linear_teacher import HeadWeights, divergence, logprobs_at, top_k
+
+LM_OUTPUTS = (
+    *("logprobs", "entropy", "sum_pi_squared"),
+    *("hidden", "topk_ids", "topk_logprobs"),  # of a teacher
+    *("logprobs_at", "divergence"),  # of a student, which read the columns `teacher_ids` and `teacher_hidden`
+)
+_HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.weight$")
+_TIED = re.compile(r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings)\.weight$")
+
+
+@dataclass(frozen=True, slots=True)
+class Teacher:
+    """A teacher's head, beside a student. See `TeacherHead`."""
+
+    head: HeadWeights
+    beta: float
+    temperature: float | None
+
+    def beside(self, device: torch.device, dtype: torch.dtype, *, rounds: bool) -> Teacher:
+        """Where, and in what, the student computes; rounds: to bfloat16 first, as its own weights are."""
+        weight, bias = self.head.weight, self.head.bias
+        weight = (weight.to(torch.bfloat16) if rounds else weight).to(device, dtype)
+        return replace(self, head=HeadWeights(weight, None if bias is None else bias.to(device), self.head.cap))
+
+
+def read_teacher(wanted: TeacherHead) -> Teacher:
+    """The head of a folder alone, float32; ValueError where none is found."""
+    names: dict[str, Path] = {}
+    for path in sorted(wanted.folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as f:
+            names |= dict.fromkeys(f.keys(), path)
+    found = [n for n in names if _HEAD.search(n)] or [n for n in names if _TIED.search(n)]
+    if not found:
+        raise ValueError(f"teacher.path={wanted.folder}: no lm_head.weight, nor embeddings it could be tied to")
+    name = found[0]
+
+    def read(name: str) -> Tensor:
+        with safe_open(names[name], "pt") as f:
+            return f.get_tensor(name).float()
+
+    other = name.removesuffix("weight") + "bias"
+    bias = read(other) if other in names else None
+    if bias is not None and not bool(torch.isfinite(bias).all()):
+        raise ValueError(f"teacher.path={wanted.folder}: {other} is not finite: some ids can never be drawn from it")
+    config = json.loads((wanted.folder / "config.json").read_text())
+    cap = (config.get("text_config") or config).get("final_logit_softcapping")
+    return Teacher(HeadWeights(read(name), bias, float(cap or 0.0)), wanted.beta, wanted.temperature)
+
+
+def room_for(batch: Batch, names: Sequence[str], width: int, k: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """For these outputs of a batch, on the host. width: of hidden states · k: the ids that a teacher names; what a
+    student reads of them stands in the column `teacher_ids`."""
+    tokens = batch.num_loss_tokens
+    shapes = {"scores": (batch.num_rows,), "hidden": (tokens, width)}
+    shapes |= {"topk_ids": (tokens, k), "topk_logprobs": (tokens, k + 1)}
+    if "teacher_ids" in batch.columns:
+        shapes["logprobs_at"] = (tokens, batch.columns["teacher_ids"].shape[1] + 1)
+    kinds = {"topk_ids": torch.int64}
+    return {name: torch.empty(shapes.get(name, (tokens,)), dtype=kinds.get(name, dtype)) for name in names}
+
+
+def keep(room: Mapping[str, Tensor], found: Mapping[str, Tensor], batch: Batch, rows: np.ndarray) -> None:
+    """The outputs of these rows to where they stand among those of the batch."""
+    index = loss_index(batch, rows)
+    for name, value in found.items():
+        room[name][torch.from_numpy(rows) if name == "scores" else index] = value.detach().to("cpu", room[name].dtype)
+
+
+def lm_outputs(
+    hidden: Tensor,
+    head: HeadWeights,
+    batch: Batch,
+    which: Tensor | slice,
+    wanted: Sequence[str],
+    *,
+    vocabulary: Vocabulary | None = None,
+    teacher: Teacher | None = None,
+    k: int = 0,
+) -> dict[str, Tensor]:
+    """The wanted outputs [n, ...] of the hidden rows [n, H], which predict the loss tokens `which` of the batch.
+
+    vocabulary: the head is a slice · teacher: whom `divergence` compares with · k: how many ids are `topk_ids`."""
+    device = hidden.device
+    temperature = batch.row_columns["temperature"][batch.row_of][which].to(device)
+    out: dict[str, Tensor] = {}
+    if {"logprobs", "entropy", "sum_pi_squared"} & {*wanted}:
+        logprobs, entropy, sum_pi2 = linear_logprob(
+            hidden,
+            head.weight,
+            batch.targets[which].to(device),
+            temperature,
+            bias=head.bias,
+            cap=head.cap,
+            entropy="entropy" in wanted,
+            sum_pi_squared="sum_pi_squared" in wanted,
+            vocabulary=vocabulary,
+        )
+        found = {"logprobs": logprobs, "entropy": entropy, "sum_pi_squared": sum_pi2}
+        out = {name: value for name, value in found.items() if name in wanted and value is not None}
+    if "hidden" in wanted:
+        out["hidden"] = hidden
+    assert vocabulary is None or out.keys() >= {*wanted}, "the configuration refuses slices of a head here"
+    if "topk_ids" in wanted:
+        out["topk_ids"], out["topk_logprobs"] = top_k(hidden, head, temperature, k)
+    if "logprobs_at" in wanted:
+        out["logprobs_at"] = logprobs_at(hidden, head, batch.columns["teacher_ids"][which].to(device), temperature)
+    if "divergence" in wanted:
+        assert teacher is not None, "an engine that is built with a teacher's head"
+        states = batch.columns["teacher_hidden"][which].to(device, hidden.dtype)
+        theirs = temperature if teacher.temperature is None else torch.full_like(temperature, teacher.temperature)
+        out["divergence"] = divergence(hidden, head, temperature, states, teacher.head, theirs, teacher.beta)
+    return out

@@ -1,0 +1,183 @@
+"""What distillation reads of a head: a distribution against a teacher's, over a few ids or the whole vocabulary,
+without [tokens, vocab]. As in `linear_logprob.py`, a chunk of logits is made, read and dropped, and made again for the
+gradient.
+
+Of a teacher over the whole vocabulary its hidden states are kept, [n, H], not its log-probs, [n, V]: V is some forty
+times H, and a chunk of its logits is one more product."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from verl.nn.linear_logprob import centred, chunk_logits, chunks
+
+NONE = -1e30
+"""The log of no probability at all, finite: p log p of it is 0 and not NaN."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeadWeights:
+    """What turns hidden states [n, H] into logits: weight [V, H], bias [V], cap (see `linear_logprob`)."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    cap: float = 0.0
+
+    def logprobs(self, hidden: Tensor, temperature: Tensor) -> Tensor:
+        """[n, H], [n] -> [n, V] in float32 at least."""
+        z = chunk_logits(hidden, self.weight.to(hidden.dtype), self.bias, temperature, self.cap)
+        return centred(z, torch.logsumexp(z, -1))
+
+
+class Reading(Protocol):
+    """What is read of the log-probs [c, V] of the rows `at`: values [c, ...], and the gradient of the sum of d x values
+    to the logits that were divided by the temperature. Both may use up `logp`."""
+
+    def values(self, logp: Tensor, at: Any) -> Tensor: ...
+
+    def slope(self, logp: Tensor, at: Any, d: Tensor) -> Tensor: ...
+
+
+class _Read(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: Tensor, cap: float, reading: Reading
+    ) -> Tensor:
+        cast, parts = weight.to(hidden.dtype), []
+        lse = torch.empty(len(hidden), dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32)
+        lse = lse.to(hidden.device)
+        for at in chunks(len(hidden), len(weight)) or [slice(0, 0)]:
+            z = chunk_logits(hidden[at], cast, bias, temperature[at], cap)
+            lse[at] = torch.logsumexp(z, -1)
+            parts.append(reading.values(centred(z, lse[at]), at))
+        ctx.save_for_backward(hidden, weight, bias, temperature, lse)
+        ctx.cap, ctx.reading = cap, reading
+        return torch.cat(parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_values: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, temperature, lse = ctx.saved_tensors
+        rows = (d_values != 0).view(len(lse), -1).any(-1).nonzero()[:, 0]  # a NaN in the others reaches nothing
+        cast = weight.to(hidden.dtype)
+        d_hidden = torch.zeros_like(hidden)
+        d_weight = torch.zeros(weight.shape, dtype=lse.dtype, device=weight.device)
+        d_bias = torch.zeros(bias.shape, dtype=lse.dtype, device=bias.device) if bias is not None else None
+        for chunk in chunks(len(rows), len(weight)):
+            at = rows[chunk]
+            h, t = hidden[at], temperature[at, None]
+            z = chunk_logits(h, cast, bias, temperature[at], ctx.cap)
+            slope = 1 - (z * (t / ctx.cap)) ** 2 if ctx.cap else None  # of the cap
+            dz = ctx.reading.slope(centred(z, lse[at]), at, d_values[at]) / t
+            if slope is not None:
+                dz *= slope
+            if d_bias is not None:
+                d_bias += dz.sum(0)
+            dz = dz.to(hidden.dtype)
+            d_hidden[at] = dz @ cast
+            if dz.dtype == d_weight.dtype:
+                d_weight.addmm_(dz.T, h)
+            else:
+                d_weight += dz.T @ h
+        return d_hidden, d_weight.to(weight.dtype), None if d_bias is None else d_bias.to(bias.dtype), None, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class _At:
+    """Log-probs of the ids [n, k], and of all others together in the last place."""
+
+    ids: Tensor
+
+    def values(self, logp: Tensor, at: Any) -> Tensor:
+        ids = self.ids[at]
+        return torch.cat([logp.gather(-1, ids), _rest(logp, ids)], -1)
+
+    def slope(self, logp: Tensor, at: Any, d: Tensor) -> Tensor:
+        ids, named, rest = self.ids[at], d[:, :-1], d[:, -1:]
+        p = logp.exp()
+        dz = p * -d.sum(-1, keepdim=True)
+        apart = dz.gather(-1, ids) + named
+        dz += rest * (logp - _rest(logp.clone(), ids)).clamp(max=0).exp()  # their shares of the rest
+        return dz.scatter_(-1, ids, apart)
+
+
+def _rest(logp: Tensor, ids: Tensor) -> Tensor:
+    """[n, 1] log of the probability of all but `ids`, summed and not 1 - the others', which cancels. Uses `logp` up."""
+    return torch.logsumexp(logp.scatter_(-1, ids, -torch.inf), -1, keepdim=True).clamp(min=NONE)
+
+
+@dataclass(frozen=True, slots=True)
+class _Divergence:
+    """Generalised Jensen-Shannon divergence of the distribution to a teacher's of hidden states [n, H']."""
+
+    hidden: Tensor
+    head: HeadWeights
+    temperature: Tensor
+    beta: float
+
+    def _teacher(self, at: Any) -> Tensor:
+        return self.head.logprobs(self.hidden[at], self.temperature[at])
+
+    def _mixture(self, s: Tensor, t: Tensor) -> Tensor:
+        """What both are compared with; at beta 1 the student is compared with the teacher."""
+        return t if self.beta == 1 else torch.logaddexp(t + math.log(self.beta), s + math.log1p(-self.beta))
+
+    def values(self, logp: Tensor, at: Any) -> Tensor:
+        s, t = logp, self._teacher(at)
+        if self.beta == 0:
+            return (t.exp() * (t - s)).sum(-1)
+        m = self._mixture(s, t)
+        own = (s.exp() * (s - m)).sum(-1)
+        return own if self.beta == 1 else self.beta * (t.exp() * (t - m)).sum(-1) + (1 - self.beta) * own
+
+    def slope(self, logp: Tensor, at: Any, d: Tensor) -> Tensor:
+        s, t, p = logp, self._teacher(at), logp.exp()
+        if self.beta == 0:
+            return (p - t.exp()) * d[:, None]
+        x = s - self._mixture(s, t)
+        x -= (p * x).sum(-1, keepdim=True)
+        return p * x * (d[:, None] if self.beta == 1 else (1 - self.beta) * d[:, None])
+
+
+def logprobs_at(hidden: Tensor, head: HeadWeights, ids: Tensor, temperature: Tensor) -> Tensor:
+    """[n, H], ids [n, k] -> [n, k + 1]: log-probs of the ids, and in the last place of all others together (-1e30 where
+    there are none). Differentiable; ids of one row differ from each other."""
+    out: Tensor = _Read.apply(hidden, head.weight, head.bias, temperature, head.cap, _At(ids))
+    return out
+
+
+def divergence(
+    hidden: Tensor,
+    head: HeadWeights,
+    temperature: Tensor,
+    teacher: Tensor,
+    teacher_head: HeadWeights,
+    teacher_temperature: Tensor,
+    beta: float,
+) -> Tensor:
+    """[n]: of the student's distribution S, of hidden [n, H], to the teacher's T, of hidden states [n, H'], over the
+    whole vocabulary: beta KL(T || M) + (1 - beta) KL(S || M), M = beta T + (1 - beta) S; beta 0: KL(T || S), forward;
+    beta 1: KL(S || T), reverse. Differentiable in the student."""
+    assert len(head.weight) == len(teacher_head.weight), "one vocabulary"
+    reading = _Divergence(teacher, teacher_head, teacher_temperature, beta)
+    out: Tensor = _Read.apply(hidden, head.weight, head.bias, temperature, head.cap, reading)
+    return out
+
+
+@torch.no_grad()
+def top_k(hidden: Tensor, head: HeadWeights, temperature: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """[n, H] -> the k likeliest ids [n, k] int64, and their log-probs [n, k + 1] with that of all others last."""
+    ids, logprobs = [], []
+    for at in chunks(len(hidden), len(head.weight)) or [slice(0, 0)]:
+        logp = head.logprobs(hidden[at], temperature[at])
+        found = logp.topk(k, -1)
+        ids.append(found.indices)
+        impossible = found.values <= NONE  # fewer than k ids can be at all: whoever reads it shall see that
+        logprobs.append(torch.cat([found.values.masked_fill(impossible, -torch.inf), _rest(logp, found.indices)], -1))
+    return torch.cat(ids), torch.cat(logprobs)
