@@ -57,7 +57,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else "")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--steps", type=int, default=25)
-    parser.add_argument("--only", default=",".join(PRESETS))
+    parser.add_argument("--only", default=",".join(n for n, p in PRESETS.items() if "teacher" not in p.roles()))
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--table", action="store_true", help="only write the table again, from what is there")
     asked = parser.parse_args()

@@ -17,6 +17,7 @@ from verl.algorithms.specs import BY_HORIZON, GDPO, short
 INDEX = "README.md"
 AXES = ("aggregation", "selection")
 _REUSED = {"step.updates_per_step": "4"}
+_TAUGHT = {"teacher.path": "DIR"}
 _EXACT = {"algorithm.kl_reward_coef": "0"}
 _CRITIC = {"critic.lr": "5e-4", "algorithm.critic_warmup_steps": "5", **_EXACT}
 QUICKSTART: Mapping[str, Mapping[str, str]] = {
@@ -29,6 +30,7 @@ QUICKSTART: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(("rloo", "remax", "reinforce_plus_plus"), _EXACT),
     **dict.fromkeys(("gspo", "gspo_token", "cispo", "sapo", "gmpo", "kl_cov", "clip_cov", "decoupled_ppo"), _REUSED),
     **dict.fromkeys(("dppo_tv", "dppo_kl", "dro"), _REUSED),
+    **dict.fromkeys(("opd", "gkd", "gkd_topk"), _TAUGHT),
 }
 """Overrides that suit a run of the quickstart's size (arithmetic, about 35 tokens an answer); its card says why."""
 
@@ -40,7 +42,8 @@ def recommended(name: str) -> dict[str, str]:
 
 def launch(preset: Preset) -> tuple[str, str]:
     """The plain command line, and one for a task of the quickstart's size."""
-    needed = {"": True, " algorithm.horizon_tokens=1024": preset.loss.aggregation == BY_HORIZON}
+    needed = {" teacher.path=DIR": "teacher" in preset.roles()}
+    needed[" algorithm.horizon_tokens=1024"] = preset.loss.aggregation == BY_HORIZON
     needed[" algorithm.options.reward_components=[a,b] reward.path=my_reward.py"] = isinstance(preset.estimator, GDPO)
     more = "".join(text for text, due in needed.items() if due)
     small = " ".join(f"{k}={v}" for k, v in recommended(preset.name).items())

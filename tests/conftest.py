@@ -28,6 +28,17 @@ def tiny_model(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
+def tiny_teacher(tmp_path_factory):
+    """A folder beside `tiny_model`: wider, with a head of its own, the same tokenizer."""
+    from verl.models import tiny
+    from verl.recipes import arithmetic
+
+    tokenizer = tiny.character_tokenizer(arithmetic.CHARACTERS)
+    model = tiny.qwen3(tokenizer, hidden=48, layers=2, heads=2, kv_heads=1, ffn=64, seed=5, tied=False)
+    return tiny.save(model, tokenizer, tmp_path_factory.mktemp("teacher"))
+
+
+@pytest.fixture(scope="session")
 def arithmetic_data(tmp_path_factory):
     """(training rows, held-out rows) of the quickstart's task."""
     from verl.recipes import arithmetic

@@ -62,6 +62,7 @@ MASKS = "tests/numerics/test_term_masks.py"
 TERMS = "tests/numerics/test_preference_terms.py"
 IDENTITY = "tests/unit/test_identity.py tests/e2e/test_run_identity.py"
 CANARY = "tests/contracts/test_canary.py"
+TEACHER = "tests/numerics/test_teacher.py"
 RANKS = "tests/distributed/test_gate.py tests/distributed/test_state.py"
 STAGES = "tests/distributed/test_pipeline.py " + RANKS
 
@@ -184,8 +185,8 @@ MUTANTS = (
     ),
     Mutant(
         A + "resolve.py",
-        '{"two_pass": spec.two_pass, "corrected"',
-        '{"corrected"',
+        '"two_pass": spec.two_pass, "corrected"',
+        '"corrected"',
         f"{SPLIT} tests/unit/test_new_algorithm.py",
     ),
     Mutant(A + "filters.py", "high - low <= 1e-6 * max(1.0, abs(high), abs(low))", "high == low", FORMS),
@@ -263,7 +264,7 @@ MUTANTS = (
         SPLIT,
     ),
     Mutant(
-        "model_engine/torch_engine.py",
+        "model_engine/lm_head.py",
         'batch.row_columns["temperature"][batch.row_of]',
         '(batch.row_columns["temperature"][batch.row_of] * 0 + 1)',
         ENGINE,
@@ -287,6 +288,16 @@ MUTANTS = (
         "return spec.lr * step / (spec.warmup_steps + 1)",
         OPTIM,
     ),
+    # -- teachers
+    Mutant("nn/linear_teacher.py", "(logp - _rest(logp.clone(), ids)).clamp(max=0).exp()", "0", TEACHER),
+    Mutant("nn/linear_teacher.py", "x -= (p * x).sum(-1, keepdim=True)", "pass", TEACHER),
+    Mutant("nn/linear_teacher.py", "else (1 - self.beta) * d[:, None])", "else d[:, None])", TEACHER),
+    Mutant("nn/linear_teacher.py", "torch.logaddexp(t + math.log(self.beta), s", "torch.logaddexp(t, s", TEACHER),
+    Mutant("nn/linear_teacher.py", "(d_values != 0)", "(d_values == d_values)", TEACHER),
+    Mutant(A + "losses.py", "return beta * kl[0] + (1 - beta) * kl[1]", "return kl[0] + kl[1]", TEACHER),
+    Mutant(A + "estimators.py", "torch.where(usable, total, 0.0)", "total", TEACHER),
+    Mutant("model_engine/lm_head.py", "if teacher.temperature is None else", "if True else", TEACHER),
+    Mutant("driver/step.py", 'replace(r, outcome="invalid") if', "r if", TEACHER),
     # -- the engine over many ranks
     Mutant("model_engine/sharded.py", "module.set_gradient_divide_factor(1.0)", "pass", RANKS),
     Mutant("model_engine/sharded.py", "self._root.reshard()  # else", "pass  # else", RANKS),

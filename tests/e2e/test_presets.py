@@ -25,8 +25,10 @@ def run_of(root, model, data, name, *more):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_row_trains_through_the_loop(name, tmp_path, tiny_model, arithmetic_data):
-    run_of(tmp_path, tiny_model, arithmetic_data, name)
+def test_every_row_trains_through_the_loop(name, tmp_path, tiny_model, tiny_teacher, arithmetic_data):
+    taught = "teacher" in PRESETS[name].roles()
+    teacher = (f"teacher.path={tiny_teacher}", "teacher.top_k=8") if taught else ()
+    run_of(tmp_path, tiny_model, arithmetic_data, name, *teacher)
     preset, found = PRESETS[name], metrics_of(tmp_path / "r")
     for step in (1, 2):
         m = found[step]
@@ -45,7 +47,7 @@ def test_every_row_trains_through_the_loop(name, tmp_path, tiny_model, arithmeti
     for r in with_advantage:
         assert np.isfinite(r.advantages[r.response_mask.astype(bool)]).all()
     assert sum(r.purpose == "baseline" for r in rows) == 4 * preset.group.baselines
-    run_of(tmp_path / "two", tiny_model, arithmetic_data, name, "cluster.virtual_ranks=2")
+    run_of(tmp_path / "two", tiny_model, arithmetic_data, name, "cluster.virtual_ranks=2", *teacher)
     same_step_on_two_ranks(tmp_path / "r", tmp_path / "two" / "r")
 
 

@@ -36,7 +36,13 @@ from verl.objective import Term, TermValue
 from verl.types import Refs, Sample, Segment, ref_of
 from verl.workers.compute import columns_of
 
-NEEDED = {"drgrpo": {"horizon_tokens": 3}, "gdpo": {"reward_components": ["a", "b"]}}
+NEEDED = {
+    "drgrpo": {"horizon_tokens": 3},
+    "gdpo": {"reward_components": ["a", "b"]},
+    "opd": {"reward_coef": 1.0},  # beside a teacher that is the policy itself
+}
+BY_TEACHER = ("gkd", "gkd_topk")  # their loss reads no reward: test_teacher.py
+BY_REWARD = tuple(name for name in PRESETS if name not in BY_TEACHER)
 NO_BASELINE = ("reinforce", "ppo", "vapo", "pf_ppo")  # presets that keep a gradient where all rewards are equal
 ACROSS_GROUPS = ("reinforce_plus_plus", "remax")  # a baseline that is not the group's mean
 LENGTHS = (1, 3)
@@ -47,7 +53,7 @@ def algorithm(name, **settings):
     return resolve(name, {**NEEDED.get(name, {}), **settings})
 
 
-def holds(law: Callable[..., None], names=tuple(PRESETS), **options) -> None:
+def holds(law: Callable[..., None], names=BY_REWARD, **options) -> None:
     """The law for each of these; all that break it are named together."""
     broken = {}
     for name in names:
@@ -132,6 +138,7 @@ def prepared(
         "old_logprobs": now["logprobs"],
         "rollout_logprobs": now["logprobs"],
         "ref_logprobs": ref["logprobs"],
+        "teacher_logprobs": now["logprobs"],
         "sum_pi_squared": now["sum_pi_squared"],
         "old_values": now["values"] + values,
     }
@@ -141,7 +148,8 @@ def prepared(
     penalty = None
     if algo.kl_reward:
         penalty, _ = kl_penalty(columns, coef=algo.kl_reward.coef, form=algo.kl_reward.form)
-    stored |= algo.advantage(columns.with_token({"rewards": adv.token_rewards(columns, penalty)}))
+    found = algo.advantage(columns.with_token({"rewards": adv.token_rewards(columns, penalty)}))
+    stored |= {k: v for k, v in found.items() if isinstance(v, torch.Tensor)}
     if not moved and "old_logprobs" not in {n.column for n in algo.needs(1)}:
         del stored["old_logprobs"]  # the default: one update per step, so no pass for it
     weights = term_weights(columns_of(refs, stored), (*algo.terms, *algo.value_terms))
@@ -303,7 +311,7 @@ def first_gradient(name):
         **dict.fromkeys(
             ("grpo", "dapo", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "kl_cov", "clip_cov", "decoupled_ppo"), grpo
         ),
-        **dict.fromkeys(("dppo_tv", "dppo_kl"), grpo),
+        **dict.fromkeys(("dppo_tv", "dppo_kl", "opd"), grpo),
         **dict.fromkeys(("drgrpo", "gpg", "opo", "dro"), centred),
         **dict.fromkeys(("ppo", "vapo", "pf_ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"), white),
         "grpo_loo": torch.stack([(x - o.mean()) / (o.std() + 1e-6) for x, o in zip(s, others)]),
@@ -384,6 +392,7 @@ def fed(estimator, **options):
 
     def call(c: Columns):
         constant = {"old_values": 0.3, "old_logprobs": -0.7, "sum_pi_squared": 0.4}
+        constant |= {"teacher_logprobs": -0.9, "rollout_logprobs": -0.7}
         score = c.sequence["score"]
         sequence = {"baseline": torch.full_like(score, 0.5), "component/a": score, "component/b": score**2}
         c = replace(c, sequence={**c.sequence, **sequence})
@@ -412,6 +421,7 @@ EVERY = {
     "rf++": adv.reinforce_plus_plus,
     "rf++_baseline": adv.reinforce_plus_plus_baseline,
     "reinforce": adv.reinforce,
+    "opd": fed(adv.opd, gamma=0.5, reward_coef=0.3),
 }
 
 

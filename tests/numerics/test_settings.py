@@ -32,8 +32,9 @@ BASE = {  # settings without which another one does nothing
     "scale_rewards": {"normalize_by_std": True},
     "lam": {"length_adaptive_alpha": None},
 }
-REFUSED = {"gdpo": ("kl_reward_coef", "kl_reward_form"), "vapo": ("lam",)}
-"""Settings that cannot reach what is computed; giving one is refused."""
+_KL = ("kl_reward_coef", "kl_reward_form")
+REFUSED = {"gdpo": _KL, "vapo": ("lam",), "gkd": (*_KL, "beta"), "gkd_topk": _KL}
+"""Settings that cannot reach what is computed; giving one is refused. (gkd's beta is the engine's: test_teacher.py.)"""
 NO_LOSERS = {"pass_at_k": ("off_policy_delta", "clip_low", "clip_dual")}
 """Settings of negative advantages, where there are none."""
 OTHER = {
@@ -79,6 +80,9 @@ OTHER = {
     "epsilon": lambda now: 0.5,
     "reward_clip": lambda now: [-0.5, 0.5],
     "normalize_advantages": lambda now: not now,
+    "teacher_coef": lambda now: now / 2,
+    "reward_coef": lambda now: now + 0.5,
+    "beta": lambda now: now / 2,
 }
 NOT_HERE = {  # who reads them, and where that is tested
     **dict.fromkeys(
@@ -90,6 +94,9 @@ NOT_HERE = {  # who reads them, and where that is tested
     **dict.fromkeys(("mask_truncated", "stop_properly_coef"), "unit/test_step_settings, unit/test_reward_shaping"),
     "bypass": "below, and unit/test_step",
 }
+
+
+AT = ("logprobs_at", "teacher_topk")
 
 
 def step_columns(seed: int = 0) -> Columns:
@@ -111,6 +118,8 @@ def step_columns(seed: int = 0) -> Columns:
     sequence |= {"positive": score > 0, "baseline": torch.arange(4, dtype=F64).repeat_interleave(4)}
     for i, name in enumerate("abc"):
         sequence[f"component/{name}"] = (score * (i + 1)) % 3 + 0.1 * torch.arange(16)
+    token |= {"teacher_logprobs": lp + normal(0.5), "divergence": normal(1).abs()}
+    token |= {name: torch.randn(n, 5, generator=rng, dtype=F64).log_softmax(-1) for name in AT}
     return Columns(
         token=token, sequence=sequence, sequence_of=of, num_sequences=16, mask=torch.ones(n, dtype=torch.bool)
     )
@@ -128,7 +137,10 @@ def computed(name: str, settings: dict, columns: Columns) -> dict[str, torch.Ten
     out: dict[str, torch.Tensor] = {}
     for terms in (algorithm.terms, algorithm.value_terms):
         weights = term_weights(columns, terms)
-        leaves = {k: columns[k].clone().requires_grad_() for k in ("logprobs", "entropy", "values")}
+        leaves = {
+            k: columns[k].clone().requires_grad_()
+            for k in ("logprobs", "entropy", "values", "divergence", "logprobs_at")
+        }
         live = columns.with_token(leaves)
         for term in terms:
             loss = (weights[f"w/{term.name}"] * term.fn(live).values).sum()
@@ -146,7 +158,8 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_setting_changes_what_is_computed(name):
     columns, ignored, unknown = step_columns(), [], []
-    required = {"gdpo": {"reward_components": ["a", "b"]}, "drgrpo": {"horizon_tokens": 12}}.get(name, {})
+    required = {"gdpo": {"reward_components": ["a", "b"]}, "drgrpo": {"horizon_tokens": 12}}
+    required = (required | {"opd": {"reward_coef": 0.5}}).get(name, {})
     for spec in PRESETS[name].parts().values():
         for key in spec.knobs():
             if key in NOT_HERE or key in (*NO_LOSERS.get(name, ()), *REFUSED.get(name, ())):
@@ -167,6 +180,8 @@ def test_every_setting_changes_what_is_computed(name):
 def test_a_setting_that_reaches_nothing_is_refused():
     for name, given in (
         ("gdpo", {"kl_reward_coef": 0.1, "reward_components": ["a", "b"]}),
+        ("gkd", {"kl_reward_coef": 0.1}),
+        ("opd", {"kl_reward_coef": 0.1, "reward_coef": 0.0}),
         ("vapo", {"lam": 0.9}),
         ("drgrpo", {"scale_rewards": "batch", "horizon_tokens": 12}),
     ):

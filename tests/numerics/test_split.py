@@ -22,14 +22,19 @@ from verl.algorithms.resolve import resolve
 from verl.algorithms.specs import AGGREGATIONS
 from verl.algorithms.weights import term_weights, weight_column
 from verl.batch import Batch, Columns, loss_index, make_microbatches, pack, segment_sum, select_rows, unshare
+from verl.model_engine.lm_head import Teacher
 from verl.model_engine.objective import evaluate_terms, surrogate
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.torch_engine import TorchEngine
+from verl.nn.linear_teacher import HeadWeights, top_k
 from verl.objective import Term, TermValue
 from verl.types import Metric, Refs, Sample, Segment, merge_metrics, ref_of
 from verl.workers.compute import columns_of
 
-VOCAB = 40
+VOCAB, HIDDEN, TOP_K = 40, 6, 4
+TEACHER = Teacher(
+    HeadWeights(torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(9), dtype=F64)), 0.3, 0.8
+)
 CRITICS = [f"{name}:critic" for name, preset in PRESETS.items() if preset.critic]
 EVERY = [*PRESETS, *CRITICS]  # NAME: the policy's terms · NAME:critic: the value model's
 EXTRA = {
@@ -44,6 +49,10 @@ EXTRA = {
 def algorithm(name, **given):
     """The preset with every optional part switched on, so that all its terms are tested."""
     return resolve(name.partition(":")[0], {**EXTRA, **given})
+
+
+def where(mask, inside, garbage):
+    return torch.where(mask.view(-1, *[1] * (inside.dim() - 1)), inside, garbage)
 
 
 def terms_of(name, **given):
@@ -85,13 +94,16 @@ def samples(seed: int) -> list[Sample]:
 
 def drawn(rows: list[Sample], seed: int) -> dict[str, torch.Tensor]:
     """Stored columns that belong to the sample, wherever it stands."""
-    names = ("old_values", "sum_pi_squared", "old_logprobs", "ref_logprobs")
-    parts = []
+    names = ("old_values", "sum_pi_squared", "old_logprobs", "ref_logprobs", "teacher_logprobs")
+    parts, teachers = [], []
     for row in rows:
         g = torch.Generator().manual_seed(seed + sum(row.sample_id.encode()))
         parts.append(torch.rand(row.loss_tokens, len(names), generator=g, dtype=F64))
-    x = torch.cat(parts)
-    return {n: x[:, k] if k < 2 else -3 * x[:, k] - 0.1 for k, n in enumerate(names)}
+        teachers.append(torch.randn(row.loss_tokens, HIDDEN, generator=g, dtype=F64))
+    x, hidden = torch.cat(parts), torch.cat(teachers)
+    ids, topk = top_k(hidden, TEACHER.head, torch.ones(len(x), dtype=F64), TOP_K)
+    found = {n: x[:, k] if k < 2 else -3 * x[:, k] - 0.1 for k, n in enumerate(names)}
+    return {**found, "teacher_hidden": hidden, "teacher_ids": ids, "teacher_topk": topk}
 
 
 def prepared(
@@ -100,15 +112,17 @@ def prepared(
     """One optimizer step as a Role makes it: advantages before rejection, weights of the whole step after it."""
     refs, batch, terms = Refs(ref_of(s) for s in rows), pack(rows), terms_of(name, **given)
     stored = drawn(rows, seed)
-    columns = columns_of(refs, stored, {r.group_id: 0.25 for r in refs})
-    stored |= algorithm(name, **given).advantage(columns.with_token({"rewards": adv.token_rewards(columns)}))
+    seen = {"rollout_logprobs": batch.columns["rollout_logprobs"], **stored}
+    columns = columns_of(refs, seen, {r.group_id: 0.25 for r in refs})
+    found = algorithm(name, **given).advantage(columns.with_token({"rewards": adv.token_rewards(columns)}))
+    stored |= {k: v for k, v in found.items() if isinstance(v, torch.Tensor)}
     if rejected:
         g = torch.Generator().manual_seed(seed)
         keep = torch.rand(len(columns.mask), generator=g) >= rejected
         keep[columns.sequence_of == 1] = False  # a trajectory that is rejected as a whole
         stored["keep"] = keep
     if garbage:
-        spoiled = {k: torch.where(columns.mask, v, garbage) for k, v in stored.items() if v.is_floating_point()}
+        spoiled = {k: where(columns.mask, v, garbage) for k, v in stored.items() if v.is_floating_point()}
         stored |= spoiled
     batch = batch.with_columns(stored)
     return batch.with_columns(term_weights(columns_of(refs, batch.columns), terms)), terms
@@ -121,7 +135,7 @@ def accumulated(batch: Batch, terms, parts, outputs) -> tuple[float, dict[str, t
     if whole:
         loss, _ = evaluate_terms(whole, batch, leaves)
         grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-        weighed = {n: torch.zeros_like(v) if g is None else g for (n, v), g in zip(leaves.items(), grads, strict=True)}
+        weighed = {n: g for n, g in zip(leaves, grads, strict=True) if g is not None}
         batch = batch.with_columns({f"w/two_pass/{n}": g for n, g in weighed.items()})
         total = float(loss.detach()) - sum(
             float((g * leaves[n].detach().nan_to_num(0, 0, 0)).sum()) for n, g in weighed.items()
@@ -148,7 +162,10 @@ def shuffled_parts(batch: Batch, seed: int, k: int) -> list[np.ndarray]:
 def fake_outputs(batch: Batch, seed: int) -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(seed)
     scale = {"logprobs": -3, "entropy": 1, "values": 3}
-    return {n: k * torch.rand(batch.num_loss_tokens, generator=g, dtype=F64) for n, k in scale.items()}
+    found = {n: k * torch.rand(batch.num_loss_tokens, generator=g, dtype=F64) for n, k in scale.items()}
+    found["divergence"] = torch.rand(batch.num_loss_tokens, generator=g, dtype=F64)
+    logits = torch.randn(batch.num_loss_tokens, TOP_K + 1, generator=g, dtype=F64)
+    return found | {"logprobs_at": logits.log_softmax(-1)}
 
 
 def everything(batch: Batch) -> list[np.ndarray]:
@@ -233,7 +250,7 @@ def test_garbage_outside_the_mask_changes_nothing(garbage):
         outputs = fake_outputs(clean, 1)
         outside = clean.columns[f"w/{terms[0].name}"] == 0
         assert outside.any()
-        spoiled = {n: torch.where(outside, garbage, v) for n, v in outputs.items()}
+        spoiled = {n: where(~outside, v, garbage) for n, v in outputs.items()}
         whole = accumulated(clean, terms, everything(clean), outputs)
         got = accumulated(dirty, terms, everything(clean), spoiled)
         wrong += [f"{name}: {x}" for x in differences(got, whole)]
@@ -325,6 +342,7 @@ def engine_run(model, batch, terms, *, budget=10_000, mode="auto"):
         dtype="float64",
         max_tokens_per_microbatch=budget,
         attention_mode=mode,
+        teacher=None if critic else TEACHER,
     )
     if engine.value_head is not None:  # zero passes no gradient on
         torch.nn.init.normal_(engine.value_head.weight, generator=torch.Generator().manual_seed(0))

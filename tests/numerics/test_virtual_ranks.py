@@ -53,10 +53,12 @@ def samples(baselines: int, seed: int = 0) -> list[Sample]:
     return out
 
 
-def config_of(name: str, model: Path, ranks: int, budget: int) -> Config:
+def config_of(name: str, model: Path, teacher: Path, ranks: int, budget: int) -> Config:
     config = Config()
     config.model.path, config.model.dtype = str(model), "float64"
     config.algorithm.name = name
+    if "teacher" in PRESETS[name].roles():
+        config.teacher.path, config.teacher.top_k = str(teacher), 5
     for key, value in MORE.get(name, {}).items():
         config.algorithm.options[key] = value
     config.step.prompts_per_step, config.step.updates_per_step, config.step.epochs_per_step = 4, 2, 2
@@ -65,9 +67,11 @@ def config_of(name: str, model: Path, ranks: int, budget: int) -> Config:
     return config
 
 
-def gradients(name: str, model: Path, ranks: int, budget: int = 16384) -> tuple[list[torch.Tensor], dict[str, float]]:
+def gradients(
+    name: str, model: Path, teacher: Path, ranks: int, budget: int = 16384
+) -> tuple[list[torch.Tensor], dict[str, float]]:
     """The gradient of every optimizer step of a turn, in order, and the metrics of the turn."""
-    config, tmp = config_of(name, model, ranks, budget), Path("/nonexistent")
+    config, tmp = config_of(name, model, teacher, ranks, budget), Path("/nonexistent")
     found: list[torch.Tensor] = []
 
     class Watched(TorchEngine):
@@ -89,13 +93,13 @@ def gradients(name: str, model: Path, ranks: int, budget: int = 16384) -> tuple[
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_the_gradient_of_every_optimizer_step_is_that_of_one_rank(name, tiny_model):
+def test_the_gradient_of_every_optimizer_step_is_that_of_one_rank(name, tiny_model, tiny_teacher):
     torch.manual_seed(0)  # of the critic's head
-    expected, metrics = gradients(name, tiny_model, 1)
+    expected, metrics = gradients(name, tiny_model, tiny_teacher, 1)
     assert len(expected) >= 4 and sum(float(g.abs().max()) > 0 for g in expected) >= 2
     for ranks, budget in ((2, 40), *([(3, 16384)] if name in ("grpo", "ppo", "kl_cov") else [])):
         torch.manual_seed(0)
-        found, theirs = gradients(name, tiny_model, ranks, budget)
+        found, theirs = gradients(name, tiny_model, tiny_teacher, ranks, budget)
         assert len(found) == len(expected)
         for i, (a, b) in enumerate(zip(expected, found)):
             scale = float(a.abs().max())

@@ -12,7 +12,7 @@ import torch
 from bench import cards
 from verl.algorithms.corrections import correct
 from verl.algorithms.estimators import token_rewards
-from verl.algorithms.losses import kl_penalty
+from verl.algorithms.losses import divergence, kl_penalty
 from verl.algorithms.presets import PRESETS, settled
 from verl.algorithms.resolve import resolve
 from verl.algorithms.weights import term_weights
@@ -22,6 +22,7 @@ from verl.show import show
 
 FOLDER = Path(__file__).parents[2] / "docs" / "algorithms"
 NEEDED = {"drgrpo": {"horizon_tokens": 3}, "gdpo": {"reward_components": ["a", "b"]}}
+TEACHER = torch.tensor([0.6, 0.5, 0.8], dtype=torch.float64)
 WORDS = {
     "sqrt": math.sqrt,
     "exp": math.exp,
@@ -82,6 +83,8 @@ def solve(name: str) -> Solved:
             "rollout_logprobs": torch.full((3,), 0.5, dtype=f64).log(),
             "old_values": torch.full((3,), 0.5, dtype=f64),
             "sum_pi_squared": torch.tensor([0.5, 0.5, 0.52], dtype=f64),
+            "teacher_logprobs": TEACHER.log(),
+            "teacher_topk": torch.stack([TEACHER, 1 - TEACHER], -1).log(),
         },
         sequence={
             "score": score,
@@ -106,7 +109,9 @@ def solve(name: str) -> Solved:
     terms = (*algo.terms, *algo.value_terms)
     weights = {k.removeprefix("w/"): v for k, v in term_weights(columns, terms).items()}
     now = torch.tensor([0.7, 0.5, 0.3], dtype=f64).log()
-    columns = columns.with_token({"logprobs": now, "values": columns["old_values"]})
+    at = torch.stack([now.exp(), 1 - now.exp()], -1).log()  # a vocabulary of two
+    apart = {"logprobs_at": at, "divergence": divergence(at, columns["teacher_topk"], 0.5)}
+    columns = columns.with_token({"logprobs": now, "values": columns["old_values"], **apart})
     losses = {t.name: torch.where(weights[t.name] != 0, t.fn(columns).values, 0.0) for t in terms}
     total = float(sum((weights[t.name] * losses[t.name]).sum() for t in algo.terms))
     return Solved(columns, losses, weights, total)

@@ -257,10 +257,10 @@ def test_a_column_that_nobody_writes_is_refused_with_those_there_are(own, monkey
         resolve("dapo", {"loss": "own_algorithm:reads_reference"})
     resolve("grpo", {"loss": "own_algorithm:reads_reference"})
     entry = replace(
-        PRESETS["grpo"], name="toy", estimator=replace(PRESETS["otb"].estimator, inputs=("teacher_logprobs",))
+        PRESETS["grpo"], name="toy", estimator=replace(PRESETS["otb"].estimator, inputs=("judge_logprobs",))
     )
     monkeypatch.setitem(presets.PRESETS, "toy", entry)
-    with pytest.raises(ValueError, match="reads the column 'teacher_logprobs', which nobody writes; did you mean"):
+    with pytest.raises(ValueError, match="reads the column 'judge_logprobs', which nobody writes; did you mean"):
         settled("toy")
     values = replace(PRESETS["grpo"], name="toy", estimator=PRESETS["ppo"].estimator)
     monkeypatch.setitem(presets.PRESETS, "toy", values)

@@ -243,20 +243,20 @@ def test_an_algorithm_is_one_file_and_one_entry(toy, touched, monkeypatch, tmp_p
 
 
 def test_a_role_is_one_row_of_needs(toy, touched, monkeypatch, tmp_path, tiny_model, arithmetic_data):
-    """The teacher is the start model's shape with other weights; the policy comes nearer to it."""
+    """The mentor is the start model's shape with other weights; the policy comes nearer to it."""
     from verl.models import tiny
     from verl.recipes import arithmetic
 
-    module = toy("add_a_role.md", "toy_teacher")
+    module = toy("add_a_role.md", "toy_mentor")
     tokenizer = tiny.character_tokenizer(arithmetic.CHARACTERS)
     other = tiny.qwen3(tokenizer, hidden=32, layers=2, heads=2, kv_heads=1, ffn=64, seed=5)
-    folder = tiny.save(other, tokenizer, tmp_path / "teacher_model")
+    folder = tiny.save(other, tokenizer, tmp_path / "mentor_model")
     monkeypatch.setattr(specs, "NEEDS", (*specs.NEEDS, module.NEED))
     monkeypatch.setitem(presets.PRESETS, "toy", module.PRESET)
     touched |= {"verl.algorithms.specs.NEEDS", "presets.PRESETS[toy]"}
-    chosen = ("algorithm.name=toy", f"algorithm.options.teacher={folder}", "run.total_steps=12", "run.name=toy")
+    chosen = ("algorithm.name=toy", f"algorithm.options.mentor={folder}", "run.total_steps=12", "run.name=toy")
     assert small_run(tmp_path, tiny_model, arithmetic_data[:1], *chosen).steps == 12
     found = metrics_of(tmp_path / "toy")
-    assert all(found[s]["timing_s/teacher"] > 0 for s in found if s)
-    distance = [found[s]["teacher/kl"] for s in sorted(found) if s]
+    assert all(found[s]["timing_s/mentor"] > 0 for s in found if s)
+    distance = [found[s]["mentor/kl"] for s in sorted(found) if s]
     assert np.mean(distance[-3:]) < 0.9 * np.mean(distance[:3]), distance

@@ -84,6 +84,8 @@ SINGLE = [
     ("gradient_spike", {"actor/grad_norm": 40.0}, "gradient norm is 40"),
     ("clip_fraction", {"actor/pg_clipfrac": 0.7}, "70% of the tokens are clipped"),
     ("kl_explosion", {"actor/kl_loss": 2.5}, "KL to the reference is 2.5"),
+    ("teacher_coverage", {"actor/teacher_coverage": 0.8}, "hold 80% of its probability"),
+    ("teacher_invalid", {"teacher/invalid": 0.1}, "for 10.0% of the samples"),
     ("slow_rewards", {"reward/workers_needed": 6.0}, "reward.num_workers=6 would do"),
 ]
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from verl.batch import Columns, segment_sum
+from verl.types import Metric
 
 Advantage = dict[str, Tensor]
 EPS = 1e-6  # beside a deviation that divides
@@ -218,6 +219,22 @@ def reinforce(columns: Columns, *, gamma: float = 1.0) -> Advantage:
     """Plain reward to go, no baseline. A sequence without a valid reward has none, whatever its KL penalty."""
     returns = to_go(columns, gamma)
     return {"advantages": torch.where(_usable_tokens(columns), returns, 0.0), "returns": returns}
+
+
+def opd(
+    columns: Columns, *, gamma: float = 0.0, teacher_coef: float = 1.0, reward_coef: float = 0.0
+) -> dict[str, Tensor | Metric]:
+    """teacher_coef x the discounted sum of log(teacher / student) over this token and those after it, which the student
+    drew: at gamma 0 the policy gradient of the reverse KL token by token, at 1 that of whole answers (2306.08543). Plus
+    reward_coef x GRPO's advantage."""
+    clean, usable = columns.cleaned(), _usable_tokens(columns)
+    likes = clean["teacher_logprobs"].double() - clean["rollout_logprobs"].double()
+    total = teacher_coef * to_go(columns.with_token({"rewards": likes}), gamma)
+    if reward_coef:
+        total = total + reward_coef * grpo(columns)["advantages"]
+    seen = likes[usable]
+    kl = Metric(-float(seen.sum()), float(len(seen)), "token")
+    return {"advantages": torch.where(usable, total, 0.0), "teacher/kl": kl}
 
 
 def remax(columns: Columns) -> Advantage:

@@ -3,6 +3,7 @@ of weights.py do, so that no loss sees how a batch was split. Inputs outside the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -216,6 +217,34 @@ def dro(columns: Columns, *, dro_beta: float = 0.1) -> TermValue:
     """-(A log pi - dro_beta / 2 d^2) (DRO, 2405.19107)."""
     a, d, _ = _ratio(columns)
     return TermValue(-(a * columns["logprobs"] - 0.5 * dro_beta * d * d), {"ppo_kl": (-d.detach(), "mean")})
+
+
+def divergence(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    """[..., m] log-probs of the same m outcomes -> [...]: beta KL(T || M) + (1 - beta) KL(S || M) with the mixture
+    M = beta T + (1 - beta) S; KL(T || S) at beta 0, KL(S || T) at 1 (2306.13649)."""
+    if beta == 0:
+        return (teacher.exp() * (teacher - student)).sum(-1)
+    if beta == 1:
+        return (student.exp() * (student - teacher)).sum(-1)
+    mixture = torch.logaddexp(teacher + math.log(beta), student + math.log1p(-beta))
+    kl = [(x.exp() * (x - mixture)).sum(-1) for x in (teacher, student)]
+    return beta * kl[0] + (1 - beta) * kl[1]
+
+
+def gkd_topk(columns: Columns, *, beta: float = 0.5) -> TermValue:
+    """The divergence over the teacher's k likeliest ids and one bucket for all others, [L, k + 1] of both."""
+    student = columns["logprobs_at"]
+    teacher = columns["teacher_topk"].to(student.dtype)
+    value = divergence(student, teacher, beta)
+    covered = {name: 1 - x[:, -1].detach().exp() for name, x in (("teacher", teacher), ("student", student))}
+    metrics: Metrics = {f"{name}_coverage": (share, "mean") for name, share in covered.items()}
+    return TermValue(value, {"teacher_divergence": (value.detach(), "mean"), **metrics})
+
+
+def gkd(columns: Columns) -> TermValue:
+    """The divergence over the whole vocabulary, which the engine computes with the column `teacher_hidden`."""
+    value = columns["divergence"]
+    return TermValue(value, {"teacher_divergence": (value.detach(), "mean")})
 
 
 def off_policy_sequence_mask(columns: Columns, *, inner: Callable[[Columns], TermValue], delta: float) -> TermValue:

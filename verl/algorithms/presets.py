@@ -104,6 +104,12 @@ class Preset:
         if given.get("kl_reward_coef") and isinstance(self.estimator, specs.GDPO):
             fix = "it is made of the reward's components; set algorithm.kl_loss_coef instead"
             yield f"algorithm.kl_reward_coef={given['kl_reward_coef']} does not reach {self.name}'s advantage: {fix}"
+        reads_rewards = "advantages" in self.loss.inputs
+        if isinstance(self.estimator, specs.OPD):
+            reads_rewards = reads_rewards and self.estimator.reward_coef > 0
+        if given.get("kl_reward_coef") and not reads_rewards:
+            fix = "the reward is in no loss; set algorithm.kl_loss_coef (or, of opd, algorithm.options.reward_coef)"
+            yield f"algorithm.kl_reward_coef={given['kl_reward_coef']} does not reach {self.name}'s loss: {fix}"
         if "lam" in given and isinstance(self.estimator, specs.GAE) and self.estimator.length_adaptive_alpha:
             fix = "the policy's lambda follows from algorithm.options.length_adaptive_alpha; leave it out"
             yield f"algorithm.lam={given['lam']} does nothing here: {fix}"
@@ -144,6 +150,8 @@ LOSSES: Mapping[str, specs.LossSpec] = {
     "dppo_tv": specs.DPPO(),
     "dppo_kl": _DPPO_KL,
     "dro": specs.DRO(),
+    "gkd": specs.GKD(),
+    "gkd_topk": specs.GKDTopK(),
     "reinforce": REINFORCE,
 }
 """What `algorithm.loss=NAME` may name, at the usual settings."""
@@ -168,6 +176,7 @@ _VAPO = PPOClip(clip_high=0.28, positive_nll_coef=0.1)
 _VAPO_GAE = specs.GAE(lam_critic=1.0, length_adaptive_alpha=0.05)
 _PPO: Mapping[str, Any] = {"kl_reward": _KL, "critic": specs.CriticSpec()}
 _BEST_AND_WORST = filters.SampleFilter(selection="bw")
+_FIGURE = EstimatorSpec(_A + "opo")  # of a loss that reads no advantage: for the figures
 _WARM = specs.CriticSpec(critic_warmup_steps=50)
 
 _TABLE = (
@@ -203,6 +212,9 @@ _TABLE = (
     Preset("vapo", "VAPO, 2504.05118", _VAPO_GAE, _VAPO, critic=_WARM, group=_ALONE),
     Preset("pf_ppo", "PF-PPO, 2409.06957", GAE, PPO_CLIP, sample_filter=_BEST_AND_WORST, **_PPO),
     Preset("decoupled_ppo", "Decoupled PPO, AReaL, 2505.24298", GRPO, PPO_CLIP, correction=_MASKED),
+    Preset("opd", "On-policy distillation, 2306.08543; Thinking Machines 2025", specs.OPD(), PPO_CLIP, group=_ALONE),
+    Preset("gkd", "GKD, 2306.13649", _FIGURE, specs.GKD(), group=_ALONE),
+    Preset("gkd_topk", "GKD, 2306.13649, of the likeliest tokens", _FIGURE, specs.GKDTopK(), group=_ALONE),
 )
 """Name, source, estimator, loss; then what else the paper has. Other settings are at their spec's defaults."""
 PRESETS: Mapping[str, Preset] = {preset.name: preset for preset in _TABLE}

@@ -46,7 +46,7 @@ def resolve(name: str, given: Mapping[str, Any] | None = None) -> Algorithm:
 def _terms(preset: Preset) -> tuple[Term, ...]:
     spec, correction = preset.loss, preset.correction
     fn: Callable[[Columns], TermValue] = _importable(spec.fn, "algorithm.loss")
-    inputs = spec.inputs
+    inputs, outputs = spec.inputs, spec.outputs
     if spec.arguments():
         fn = partial(fn, **spec.arguments())
     if ":" in short(spec.fn):  # a user's own
@@ -54,8 +54,9 @@ def _terms(preset: Preset) -> tuple[Term, ...]:
         fn = partial(own_loss, fn=fn)
     if spec.off_policy_delta is not None:
         fn = partial(losses.off_policy_sequence_mask, inner=fn, delta=spec.off_policy_delta)
-        inputs = (*inputs, "rollout_logprobs")
-    own: dict[str, Any] = {"two_pass": spec.two_pass, "corrected": spec.corrected}
+        inputs = tuple(dict.fromkeys((*inputs, "advantages", "rollout_logprobs")))
+        outputs = tuple(dict.fromkeys((*outputs, "logprobs")))
+    own: dict[str, Any] = {"outputs": outputs, "two_pass": spec.two_pass, "corrected": spec.corrected}
     if correction is not None and correction.bypass:
         own["corrected"] = "no"
         if short(spec.fn) == "reinforce":  # weights of the current policy, on the mask before rejection

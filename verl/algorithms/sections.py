@@ -1,4 +1,4 @@
-"""The sections of the configuration that algorithms bring: the critic's own model, and preference training."""
+"""The sections of the configuration that algorithms bring: critic, teacher, and preference training."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from verl.algorithms.presets import PREFERENCES
-from verl.bounds import NonNegative, NonNegativeInt, Positive, words
+from verl.bounds import NonNegative, NonNegativeInt, Positive, PositiveInt, words
 
 
 @dataclass
@@ -17,6 +17,15 @@ class CriticConfig:
     weight_decay: NonNegative = 0.01
     clip_grad_norm: Positive = 1.0
     warmup_steps: NonNegativeInt = 0  # Optimizer steps of the learning rate's warm-up.
+
+
+@dataclass
+class TeacherConfig:
+    """Whom opd, gkd and gkd_topk learn from: a frozen model beside the policy, the role `teacher`."""
+
+    path: str | None = None  # Its Hugging Face folder; it reads the policy's tokens.
+    temperature: Positive | None = None  # Of the teacher. Null: that of the sample, as the policy's.
+    top_k: PositiveInt = 64  # gkd_topk: its likeliest tokens; all others are one more outcome.
 
 
 @dataclass

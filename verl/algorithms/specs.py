@@ -22,21 +22,29 @@ class Need(NamedTuple):
     """A column that is inferred before the advantages: `role` computes `output` of its model, stored as `column`.
 
     build: `module:function` that makes the role's workers, (ModelContext, Algorithm) -> ModelWorkers; the actor's are
-    there already."""
+    there already · may_fail: a sample of which it is not finite is Invalid; elsewhere that stops the run."""
 
     column: str
     role: str
     output: str
     build: str = ""
+    may_fail: bool = False
+
+
+_TEACHER = "verl.driver.models:teacher"
 
 
 NEEDS = (
     Need("ref_logprobs", "ref", "logprobs", "verl.driver.models:reference"),
+    Need("teacher_logprobs", "teacher", "logprobs", _TEACHER, may_fail=True),
+    Need("teacher_ids", "teacher", "topk_ids", _TEACHER, may_fail=True),
+    Need("teacher_topk", "teacher", "topk_logprobs", _TEACHER, may_fail=True),
+    Need("teacher_hidden", "teacher", "hidden", _TEACHER, may_fail=True),
     Need("old_logprobs", "actor", "logprobs"),
     Need("sum_pi_squared", "actor", "sum_pi_squared"),
     Need("old_values", "critic", "values", "verl.driver.models:critic"),
 )
-"""Every column that may be inferred, in the order of inference. A new role (a teacher) is one more row."""
+"""Every column that may be inferred, in the order of inference. A new role is one more row."""
 
 WRITTEN = ("advantages", "rollout_logprobs")
 """Columns that every step has without inference."""
@@ -199,6 +207,22 @@ class Discounted(EstimatorSpec):
 
 
 @dataclass(frozen=True, kw_only=True)
+class OPD(Discounted):
+    """gamma: of the teacher's signal; the reward's is one for the whole answer."""
+
+    fn: str = "verl.algorithms.estimators:opd"
+    inputs: tuple[str, ...] = ("teacher_logprobs", "rollout_logprobs")
+    gamma: float = knob(0.0, least=0, most=1)
+    teacher_coef: float = knob(1.0, option=True, least=0)
+    reward_coef: float = knob(0.0, option=True, least=0)
+
+    def faults(self) -> Iterator[str]:
+        yield from Spec.faults(self)
+        if not self.teacher_coef:
+            yield "algorithm.options.teacher_coef=0: nothing is learned from the teacher; set algorithm.name=grpo"
+
+
+@dataclass(frozen=True, kw_only=True)
 class GAE(Discounted):
     fn: str = "verl.algorithms.estimators:gae"
     inputs: tuple[str, ...] = ("old_values",)
@@ -227,12 +251,13 @@ class GDPO(EstimatorSpec):
 
 @dataclass(frozen=True, kw_only=True)
 class LossSpec(Spec):
-    """The policy loss `fn`, how its values are aggregated, and the small terms beside it. `inputs`: columns it reads.
-    `two_pass`: it has statistics over the whole optimizer step. `corrected`: how importance weights enter it. The
-    settings that a subclass adds are keyword arguments of `fn`."""
+    """The policy loss `fn`, how its values are aggregated, and the small terms beside it. `inputs`: columns it reads,
+    `outputs`: of the model. `two_pass`: it has statistics over the whole optimizer step. `corrected`: how importance
+    weights enter it. The settings that a subclass adds are keyword arguments of `fn`."""
 
     fn: str = field(kw_only=False)
     inputs: tuple[str, ...] = ("advantages",)
+    outputs: tuple[str, ...] = ("logprobs",)
     two_pass: bool = False
     corrected: Literal["token", "geometric"] = "token"
     aggregation: str = knob("token-mean", choices=AGGREGATIONS)
@@ -309,6 +334,28 @@ class ClipCov(Clipped):
     cov_ratio: float = knob(2e-4, option=True, least=0, most=1)
     cov_low: float = knob(1.0, option=True)
     cov_high: float = knob(5.0, option=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GKDTopK(LossSpec):
+    """beta: 0 is the forward KL, 1 the reverse, between them is the generalised Jensen-Shannon divergence."""
+
+    fn: str = "verl.algorithms.losses:gkd_topk"
+    inputs: tuple[str, ...] = ("teacher_ids", "teacher_topk")
+    outputs: tuple[str, ...] = ("logprobs_at",)
+    beta: float = knob(0.5, option=True, least=0, most=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GKD(GKDTopK):
+    """Over the whole vocabulary: the student's engine computes it, with this beta."""
+
+    fn: str = "verl.algorithms.losses:gkd"
+    inputs: tuple[str, ...] = ("teacher_hidden",)
+    outputs: tuple[str, ...] = ("divergence",)
+
+    def arguments(self) -> dict[str, Any]:
+        return {}
 
 
 @dataclass(frozen=True, kw_only=True)

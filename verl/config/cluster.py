@@ -100,6 +100,7 @@ def _layout(config: Config, layout: Layout, command: str) -> Iterator[str]:
     if layout.sequence * layout.tensor * layout.expert * layout.pipeline > 1:
         critic = config.critic.path if "critic" in roles_of(config) else None
         folders = {"model.path": config.model.path, "critic.path": critic, "reward.model": config.reward.model}
+        folders["teacher.path"] = config.teacher.path
         for key, path in folders.items():
             if path is not None:
                 yield from _shared(f"{key}={path}", path, layout)

@@ -42,7 +42,7 @@ _ENVIRONMENT = re.compile(r"oc\.env:\s*(\w+)")
 _ORIGIN_COLUMN = 40
 PATH_KEYS = (
     *("model.path", "model.tokenizer_path", "model.chat_template", "data.train_files", "data.eval_files"),
-    *("data.cache_dir", "run.root_dir", "run.resume", "reward.path"),
+    *("data.cache_dir", "run.root_dir", "run.resume", "reward.path", "teacher.path"),
 )
 """A leading ~ in these stands for the home directory."""
 
@@ -238,7 +238,7 @@ def _resolve(values: dict[str, Any], origins: dict[str, str]) -> dict[str, Any]:
         path = values[key]
         several = isinstance(path, list)
         values[key] = [os.path.expanduser(p) for p in path] if several else path and os.path.expanduser(path)
-    for key in ("model.path", "critic.path", "reward.model"):
+    for key in ("model.path", "critic.path", "teacher.path", "reward.model"):
         cached = cached_model_folder(values[key] or "")
         if cached is not None:
             origins[key], values[key] = f"{origins[key]}: {values[key]}", str(cached)

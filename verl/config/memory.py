@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from verl.algorithms.presets import find
+from verl.algorithms.presets import find, settled
 from verl.config.backends import rollout_caches
-from verl.config.model_files import ModelFacts
+from verl.config.model_files import ModelFacts, describe_model
 from verl.config.schema import Config
 
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"bfloat16": 2, "float32": 4})
@@ -70,10 +70,11 @@ def estimate_memory(config: Config, model: ModelFacts, reference: bool, update_t
         flying = ("KV cache", "prefix cache")
     elif items["KV cache"] <= KEPT_KV_BYTES and not on_cuda(config):
         flying = ("KV cache",)
-    held = ("master weights", "optimizer states", "reference policy", "critic with its optimizer", "rollout weights")
+    own = ("master weights", "optimizer states", "reference policy", "critic with its optimizer", "teacher")
+    held = (*own, "teacher's head", "rollout weights")
     named = {
         "rollout": (*held, "KV cache", "prefix cache", "sampling logits"),
-        "experience": (*held, "inference activations", "log-prob chunk", *flying),
+        "experience": (*held, "inference activations", "teacher's activations", "log-prob chunk", *flying),
         "update": (*held, "gradients", "compute copy of weights", "activations", "log-prob chunk", *flying),
         "publish": (*held, "incoming weights", *flying),
     }
@@ -105,11 +106,27 @@ def _items(config: Config, model: ModelFacts, reference: bool, tokens: int) -> d
         "compute copy of weights": 2 * (weights - model.embedding_parameters) if dtype == "bfloat16" else 0,
         "reference policy": 4 * weights if reference else 0,
         "critic with its optimizer": 16 * weights if find(config.algorithm.name).critic else 0,
+        **teacher_items(config, tokens),
         **rollout,
         "incoming weights": rollout["incoming weights"] + snapshot,
         "activations": tokens * (kept + 2 * residual),
         "inference activations": tokens * (layer + 2 * residual),
         "log-prob chunk": LOGPROB_COPIES * rows * model.vocab * 4 + 4 * model.vocab * model.hidden,
+    }
+
+
+def teacher_items(config: Config, tokens: int = 0) -> dict[str, int]:
+    """Of a teacher: its weights, a pass of so many tokens, and what the policy holds of it to compare whole
+    distributions: its head."""
+    preset = settled(config.algorithm.name, config.algorithm.given())
+    if config.teacher.path is None or "teacher" not in preset.roles():
+        return {}
+    model = describe_model(config.teacher.path)
+    head = "divergence" in preset.loss.outputs
+    return {
+        "teacher": 4 * model.parameters,
+        "teacher's activations": tokens * (layer_bytes_per_token(model, compute_dtype(config)) + 8 * model.hidden),
+        "teacher's head": DTYPE_BYTES[compute_dtype(config)] * model.vocab * model.hidden if head else 0,
     }
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from verl.agent_loop.sections import AgentConfig
-from verl.algorithms.sections import CriticConfig, PreferenceConfig
+from verl.algorithms.sections import CriticConfig, PreferenceConfig, TeacherConfig
 from verl.bounds import Betas, NonNegative, NonNegativeInt, Positive, PositiveInt, PositiveShare, Share, words
 from verl.rollout.server.options import ServeConfig
 from verl.track.health import Limits
@@ -222,6 +222,7 @@ class Config:
     step: StepConfig = field(default_factory=StepConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     agent: AgentConfig = field(default_factory=AgentConfig)
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)

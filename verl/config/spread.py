@@ -18,12 +18,13 @@ from verl.config.memory import (
     layer_bytes_per_token,
     rollout_items,
     summed,
+    teacher_items,
 )
 from verl.config.model_files import ModelFacts, describe_model
 from verl.config.schema import Config
 from verl.model_engine.layout import Layout, layers_of_stages
 
-HELD = ("weights", "optimizer states")
+HELD = ("weights", "optimizer states", "teacher's head")
 PASS = ("gathered weights", "log-prob chunk")
 UPDATE = ("gradients", "gathered gradients", "compute copy of weights", "activations")
 
@@ -135,9 +136,10 @@ def role_items(
     holds as many at once as there are stages from this one on."""
     if role in NO_MODEL:
         return {}
-    own = {"critic": config.critic.path, "reward_model": config.reward.model}.get(role)
+    own = {"critic": config.critic.path, "teacher": config.teacher.path, "reward_model": config.reward.model}.get(role)
     model, trains = describe_model(own or config.model.path), role in ("actor", "critic")
-    whole = model.parameters if role in ("actor", "ref") else model.body_parameters
+    policies = ("actor", "ref", "teacher")
+    whole = model.parameters if role in policies else model.body_parameters
     part, tensor, dtype = layout.shard * layout.tensor, layout.tensor, compute_dtype(config)
     layer = (model.body_parameters - model.embedding_parameters) // model.layers
     layers = len(layers_of_stages(model.layers, layout.pipeline)[stage])
@@ -153,8 +155,10 @@ def role_items(
         "gathered weights": apart * 4 * (root + 2 * layer) // tensor,  # a layer, and the next one on its way
         "inference activations": tokens * (bytes_kept + 2 * residual),
     }
-    if role in ("actor", "ref") and stage == layout.pipeline - 1:
+    if role in policies and stage == layout.pipeline - 1:
         items["log-prob chunk"] = LOGPROB_COPIES * rows * vocab * 4 + 4 * vocab * model.hidden
+    if role == "actor":
+        items["teacher's head"] = teacher_items(config).get("teacher's head", 0)
     if role == "actor" and stage == 0:
         items["largest whole weight"] = 4 * max(model.vocab * model.hidden, layer)  # they are handed over one by one
     if not trains:

@@ -28,7 +28,8 @@ def validate(config: Config, command: Command = "train") -> None:
     found = [*_values(config), *_settings(config)]
     if not found:
         found += _sizes(config, command)
-        found += [*_algorithm(config), *_pipeline(config), *_sampling(config)] if command in RL else []
+        rules = (_algorithm, _teacher, _pipeline, _sampling)
+        found += [line for rule in rules for line in rule(config)] if command in RL else []
         found += [*_optimizer(config), *_reward(config), *_evaluation(config, command), *_names(config)]
         found += [*_files(config, command), *cluster_faults(config, command)]
         found += server_faults(config) if command in SAMPLES else []
@@ -107,6 +108,37 @@ def _algorithm(config: Config) -> Iterator[str]:
     selects = preset.group_filter.filter_groups or preset.sample_filter is not None
     if config.reward.stage == "batch" and config.reward.model is not None and selects:
         yield f"reward.stage=batch scores after groups are selected, but {a.name} selects by score: reward.stage=stream"
+
+
+def _teacher(config: Config) -> Iterator[str]:
+    preset, t = settled(config.algorithm.name, config.algorithm.given()), config.teacher
+    columns = {need.column for need in preset.needs(1) if need.role == "teacher"}
+    said = f"teacher.path={t.path}"
+    if not columns:
+        if t.path is not None:
+            fix = "set algorithm.name=opd, gkd or gkd_topk, or leave it out"
+            yield f"{said} does nothing with algorithm.name={config.algorithm.name}: {fix}"
+        return
+    if t.path is None:
+        fix = "set teacher.path=FOLDER, a Hugging Face model with the policy's tokenizer"
+        yield f"teacher.path is missing: {config.algorithm.name} learns from a teacher; {fix}"
+        return
+    try:
+        ours, theirs = describe_model(config.model.path).vocab, describe_model(t.path).vocab
+    except ValueError as exc:
+        yield str(exc).replace("model.path=", "teacher.path=") if t.path in str(exc) else str(exc)
+        return
+    if columns == {"teacher_logprobs"}:
+        if theirs < ours:
+            yield f"{said}: its head has {theirs} tokens, the policy's {ours}: it has no log-prob of the last ones"
+    elif theirs != ours:
+        why = f"its head has {theirs} tokens, the policy's {ours}: ids of padding would count on one side alone"
+        yield f"{said}: {why}; take one of the same size, or algorithm.name=opd, which reads the drawn tokens"
+    if "teacher_topk" in columns and t.top_k > theirs:
+        yield f"teacher.top_k={t.top_k} is above the {theirs} tokens of {t.path}: lower it, or algorithm.name=gkd"
+    if config.parallel.tensor > 1 and columns != {"teacher_logprobs"}:
+        why = "reads whole rows of the head, of which a rank would have a slice"
+        yield f"parallel.tensor={config.parallel.tensor}: {config.algorithm.name} {why}; use opd, or parallel.tensor=1"
 
 
 def _pipeline(config: Config) -> Iterator[str]:

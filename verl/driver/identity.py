@@ -118,6 +118,7 @@ CONTENT: Mapping[str, Callable[[Config], str | None]] = MappingProxyType(
         "agent.loop": lambda c: None if c.agent.loop == leaves()["agent.loop"].default else _source(c.agent.loop),
         "agent.tools": lambda c: "\n".join(_source(entry) or "" for entry in c.agent.tools) or None,
         "critic.path": lambda c: _model(c.critic.path),
+        "teacher.path": lambda c: _model(c.teacher.path),
         "reward.path": lambda c: _source(c.reward.path),
         "reward.model": lambda c: _model(c.reward.model),
     }

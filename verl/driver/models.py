@@ -3,11 +3,14 @@ configuration."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+from verl.algorithms.presets import settled
 from verl.algorithms.resolve import Algorithm
+from verl.algorithms.specs import GKD
 from verl.chat import load_tokenizer, turn_end
 from verl.chat.template import Tokenizer
 from verl.checkpoint.hf import HfExport
@@ -15,7 +18,7 @@ from verl.checkpoint.score import classifier_config
 from verl.config.backends import backend_of, load, options_of
 from verl.config.plan import warmup_steps
 from verl.config.schema import Config
-from verl.model_engine.base import EngineContext, ModelEngine
+from verl.model_engine.base import EngineContext, ModelEngine, TeacherHead
 from verl.model_engine.optim import OptimSpec
 from verl.nn.heads import Head
 from verl.transfer_queue.base import TransferQueue
@@ -76,6 +79,8 @@ def trained(
         min_lr_ratio=o.min_lr_ratio,
     )
     spec = role_spec(context, name, optim=optim, head=head)
+    if name == "actor":
+        spec = replace(spec, context=replace(spec.context, teacher=teacher_head(context.config)))
     return replace(spec, proven=True, share_prefix=share_prefix, hf_export=hf_export, outlet=outlet)
 
 
@@ -101,6 +106,39 @@ def critic(context: ModelContext, algorithm: Algorithm) -> ModelWorkers:
 def reference(context: ModelContext, algorithm: Algorithm) -> ModelWorkers:
     """The start weights, not trained."""
     return workers_of(context, role_spec(context, "ref"))
+
+
+def teacher(context: ModelContext, algorithm: Algorithm) -> ModelWorkers:
+    """The frozen model that is learned from, of its own folder. It must read the policy's tokens, written alike."""
+    t = context.config.teacher
+    if t.path is None:
+        raise ValueError(f"teacher.path is missing: {algorithm.name} learns from a teacher; set teacher.path=FOLDER")
+    theirs = _tokenizer_of(context.config, "teacher.path", Path(t.path).expanduser())
+    ours = load_tokenizer(context.config.model.tokenizer_path or context.config.model.path, trust_remote_code=False)
+    refuse_other_words(ours, theirs, f"teacher.path={t.path}")
+    spec = role_spec(context, "teacher", path=t.path)
+    asked = replace(spec.context, top_k=t.top_k)
+    return workers_of(context, replace(spec, context=asked, proven=True, temperature=t.temperature))
+
+
+def refuse_other_words(ours: Tokenizer, theirs: Tokenizer, what: str, *, texts: int = 1000, tokens: int = 8) -> None:
+    """ValueError where one vocabulary is cut by other rules: texts of `tokens` tokens drawn at random become other
+    ids."""
+    ids, rng = sorted(ours.get_vocab().values()), random.Random(0)
+    for _ in range(texts):
+        text = ours.decode(rng.choices(ids, k=tokens))
+        a, b = (list(t(text, add_special_tokens=False)["input_ids"]) for t in (ours, theirs))
+        if a != b:
+            said = f"its tokenizer reads {text!r} as {b}, the policy's as {a}"
+            raise ValueError(f"{what}: {said}; take a teacher with the policy's tokenizer")
+
+
+def teacher_head(config: Config) -> TeacherHead | None:
+    """Whom the policy is compared with over the whole vocabulary; None where its loss reads no such output."""
+    loss, t = settled(config.algorithm.name, config.algorithm.given()).loss, config.teacher
+    if not isinstance(loss, GKD) or t.path is None:
+        return None
+    return TeacherHead(Path(t.path).expanduser(), loss.beta, t.temperature)
 
 
 def reward_model(context: ModelContext) -> ModelWorkers | None:

@@ -58,7 +58,10 @@ async def experience_and_update(learner: Learner, step: Step, refs: Refs) -> Non
     chosen = _chosen(learner, step, refs)
     rows = chosen.of("train")  # baselines are compared with, not trained on
     updates = shape.updates_per_step * shape.epochs_per_step
-    inferred = await _experience(learner, step, algorithm, rows, updates)
+    inferred, failed = await _experience(learner, step, algorithm, rows, updates)
+    if failed:
+        step.trained, chosen = _without(failed, step.trained), _without(failed, chosen)
+        rows = chosen.of("train")
     with step.clock("advantages"):
         written = inferred + await _advantages(learner, step, algorithm, chosen)
     rows = _drawn(learner, step, rows)
@@ -125,19 +128,35 @@ def _drawn(learner: Learner, step: Step, rows: Refs) -> Refs:
     return Refs(replace(r, copies=drawn[r.trajectory_id]) for r in rows if drawn[r.trajectory_id])
 
 
-async def _experience(learner: Learner, step: Step, algorithm: Algorithm, rows: Refs, updates: int) -> list[str]:
-    """The model outputs that the algorithm needs, one pass per role; the columns that were written."""
-    needs = algorithm.needs(updates)
+def _without(failed: set[str], refs: Refs) -> Refs:
+    """The refs with the trajectories of these samples Invalid: they are in no advantage, statistic or loss."""
+    gone = {r.trajectory_id for r in refs if r.sample_id in failed}
+    return Refs(replace(r, outcome="invalid") if r.trajectory_id in gone else r for r in refs)
+
+
+async def _experience(
+    learner: Learner, step: Step, algorithm: Algorithm, rows: Refs, updates: int
+) -> tuple[list[str], set[str]]:
+    """The model outputs that the algorithm needs, one pass per role; the columns that were written, and the samples of
+    which a role that may fail has none."""
+    needs, failed, most = algorithm.needs(updates), set[str](), learner.config.pipeline.max_invalid_share
+    may_fail = {need.role for need in needs if need.may_fail}
     by_role: dict[str, dict[str, str]] = {}
     for need in needs:
         by_role.setdefault(need.role, {})[need.output] = need.column
     for role, outputs in by_role.items():
         assert role in learner.models, f"{algorithm.name} needs {sorted(outputs.values())}: assembled with a {role}"
         with step.clock(_PHASES.get(role, role)):
-            await learner.done(learner.models[role].infer(rows, outputs), f"{role}.infer")
+            broken = await learner.done(learner.models[role].infer(rows, outputs), f"{role}.infer")
             if "old_logprobs" in outputs.values():
                 step.log(await learner.done(learner.compute.mismatch(rows, "old_logprobs"), "compute.mismatch"))
-    return [need.column for need in needs]
+        if role in may_fail:
+            failed |= broken
+            step.log({f"{role}/invalid": Metric(float(len(broken)), float(len(rows)), "sequence")})
+            if len(broken) > most * len(rows):
+                said = f"{role}: {len(broken)} of {len(rows)} samples have a NaN or an infinity, e.g. {min(broken)}"
+                raise ValueError(f"{said}; more than pipeline.max_invalid_share={most:g} of a step")
+    return [need.column for need in needs], failed
 
 
 _PHASES = {

@@ -173,6 +173,8 @@ TABLE = (
     Row("gradient_spike", "actor/grad_norm", lambda s: s.now >= 1 and s.now > 10 * s.usual),
     Row("clip_fraction", "actor/pg_clipfrac", lambda s: s.now > 0.5),
     Row("kl_explosion", "actor/kl_loss", lambda s: s.now > 0.5 and s.now > 5 * s.usual),
+    Row("teacher_coverage", "actor/teacher_coverage", lambda s: s.now < 0.9),
+    Row("teacher_invalid", "teacher/invalid", lambda s: s.now > 0.05),
     Row("slow_rewards", "reward/workers_needed", lambda s: s.now > 0),
 )
 MESSAGES: Mapping[str, str] = {
@@ -206,6 +208,9 @@ MESSAGES: Mapping[str, str] = {
     "clip_fraction": "{now:.0%} of the tokens are clipped (limit 50%): the update moves too far for its data",
     "kl_explosion": "KL to the reference is {now:.3g} nats per token, {usual:.3g} before: the policy leaves the "
     "reference",
+    "teacher_coverage": "the teacher's likeliest tokens hold {now:.0%} of its probability (limit 90%): raise "
+    "teacher.top_k, or algorithm.name=gkd",
+    "teacher_invalid": "the teacher gave no finite number for {now:.1%} of the samples (limit 5%): none is trained on",
     "slow_rewards": "answers wait long for a grader (reward/queue_s/mean): reward.num_workers={now:.0f} would do",
 }
 

@@ -59,10 +59,11 @@ class ModelWorkers:
         """It has an optimizer, and a state to save."""
         return self.capabilities.trains
 
-    def infer(self, refs: Refs, outputs: Mapping[str, str]) -> Future[None]:
-        """Compute model outputs of the rows and write them: {output: column}."""
+    def infer(self, refs: Refs, outputs: Mapping[str, str]) -> Future[frozenset[str]]:
+        """Compute model outputs of the rows and write them: {output: column}. The sample ids of those rows of which an
+        output is not finite."""
         args = [(_rank_step(share), outputs) for share in self._share(refs)]
-        return _then(self._submit(Role.infer, args), lambda _: None)
+        return _then(self._submit(Role.infer, args), lambda found: frozenset[str]().union(*found))
 
     def logprobs(self, refs: Refs) -> Future[list[np.ndarray]]:
         """Log-probs of the trainable tokens of each row, float32, for whoever has no column for them."""

@@ -57,8 +57,8 @@ class UpdatePlan:
 class RoleSpec:
     """What the workers of a model are built from, where they live. engine: "module:build" of its backend, called with
     (options, context) · proven: its forward pass is compared with the model's own at start · share_prefix: prompts are
-    computed once per group, where the engine can · outlet: where its weights are published from, in `sync_dtype` ·
-    turn_end: of a reward model's template."""
+    computed once per group, where the engine can · temperature: of the logits; None: each sample's · outlet: where its
+    weights are published from, in `sync_dtype` · turn_end: of a reward model's template."""
 
     name: str
     queue: TransferQueue
@@ -67,6 +67,7 @@ class RoleSpec:
     context: EngineContext
     proven: bool = False
     share_prefix: bool = True
+    temperature: float | None = None
     outlet: Outlet | None = None
     sync_dtype: str = "float32"
     hf_export: HfExport | None = None
@@ -92,6 +93,7 @@ def roles_of(engine: ModelEngine, spec: RoleSpec, *, ranks: Sequence[Ranks]) -> 
             spec.queue,
             SharedEngine(engine, rank) if shared else engine,  # type: ignore[arg-type]
             share_prefix=spec.share_prefix and engine.capabilities.shares_prefix,
+            temperature=spec.temperature,
             ranks=rank,
             sender=sender,
             hf_export=spec.hf_export,
@@ -102,8 +104,8 @@ def roles_of(engine: ModelEngine, spec: RoleSpec, *, ranks: Sequence[Ranks]) -> 
 
 
 class Role:
-    """One rank of a policy, reference, critic or reward model. See `ModelWorkers` for its calls as the driver makes
-    them."""
+    """One rank of a policy, reference, teacher, critic or reward model. See `ModelWorkers` for its calls as the driver
+    makes them."""
 
     def __init__(
         self,
@@ -112,6 +114,7 @@ class Role:
         engine: ModelEngine,
         *,
         share_prefix: bool = True,
+        temperature: float | None = None,
         ranks: Ranks | None = None,
         sender: WeightSender | None = None,
         hf_export: HfExport | None = None,
@@ -122,6 +125,7 @@ class Role:
         self.engine = engine
         self.ranks: Ranks = OneRank() if ranks is None else ranks
         self._share_prefix = share_prefix
+        self._temperature = temperature
         self._sender = sender
         self._hf_export = hf_export
         self._snapshot: Snapshot | None = None
@@ -130,15 +134,25 @@ class Role:
 
     # -- rows in, columns out ------------------------------------------------------------------------------------------
 
-    def infer(self, step: RankStep, outputs: Mapping[str, str]) -> None:
-        """Compute model outputs of the rows and write them: {output: column}, e.g. {"logprobs": "old_logprobs"}."""
+    def infer(self, step: RankStep, outputs: Mapping[str, str]) -> frozenset[str]:
+        """Compute model outputs of the rows and write them: {output: column}, e.g. {"logprobs": "old_logprobs"}. The
+        sample ids of the rows of which some output is not finite."""
         batch = self._pack(step.refs)
+        if self._temperature is not None:
+            same = torch.full_like(batch.row_columns["temperature"], self._temperature)
+            batch = batch.with_row_columns({"temperature": same})
         found = self.engine.infer(batch, tuple(outputs))
         if step.idle or not self.ranks.primary:
-            return
+            return frozenset()
         per_row = np.arange(batch.num_rows + 1, dtype=np.int64)  # scores [R]; everything else is per loss token
         starts = {name: per_row if name == "scores" else batch.row_start for name in outputs}
         self.queue.write(step.refs, {column: Ragged(found[name], starts[name]) for name, column in outputs.items()})
+        broken: set[int] = set()
+        for name in outputs:
+            row_of = np.repeat(np.arange(batch.num_rows), np.diff(starts[name]))
+            finite = torch.isfinite(found[name]).view(len(row_of), -1).all(-1)
+            broken |= {*row_of[~finite.numpy()].tolist()}
+        return frozenset(step.refs[row].sample_id for row in broken)
 
     def logprobs(self, step: RankStep) -> list[np.ndarray]:
         """Log-probs of the trainable tokens of each row, float32."""

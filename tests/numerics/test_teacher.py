@@ -1,0 +1,364 @@
+"""What is learned from a teacher, against dense float64: divergences by hand, over a few ids and over the whole
+vocabulary, with temperatures of both sides and the rest of the ids; the reverse KL as an advantage."""
+
+import asyncio
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from fakes import put
+from passes import forward_backward
+from small_columns import F64, columns, f64
+from test_linear_logprob import LargestTensor
+from test_virtual_ranks import config_of, samples
+from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from verl.algorithms import estimators as adv
+from verl.algorithms import losses
+from verl.batch import pack
+from verl.driver.assemble import offline_learner
+from verl.driver.step import Step, experience_and_update
+from verl.model_engine.base import TeacherHead
+from verl.model_engine.hf_model import load_causal_lm
+from verl.model_engine.lm_head import read_teacher
+from verl.model_engine.optim import OptimSpec
+from verl.model_engine.torch_engine import TorchEngine
+from verl.nn import linear_logprob as chunking
+from verl.nn.linear_teacher import NONE, HeadWeights, divergence, logprobs_at, top_k
+from verl.objective import Term, TermValue
+
+N, V = 21, 13
+BETAS = (0.0, 0.3, 0.5, 1.0)
+
+
+def kl(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return (a.exp() * (a - b)).sum(-1)
+
+
+def plain(s: torch.Tensor, t: torch.Tensor, beta: float) -> torch.Tensor:
+    """The definition: [..., V] log-probs of student and teacher."""
+    if beta in (0.0, 1.0):
+        return kl(s, t) if beta else kl(t, s)
+    m = (beta * t.exp() + (1 - beta) * s.exp()).log()
+    return beta * kl(t, m) + (1 - beta) * kl(s, m)
+
+
+def dense(hidden, head: HeadWeights, temperature) -> torch.Tensor:
+    z = hidden @ head.weight.T + (0 if head.bias is None else head.bias)
+    z = head.cap * torch.tanh(z / head.cap) if head.cap else z
+    return torch.log_softmax(z / temperature[:, None], -1)
+
+
+@pytest.fixture
+def sides(monkeypatch):
+    """(hidden, head, temperature) of a student and of a wider teacher; chunks of 4 rows."""
+    monkeypatch.setattr(chunking, "_CHUNK_ROWS", 4)
+    monkeypatch.setattr(chunking, "_CHUNK_BYTES", 0)
+    torch.manual_seed(0)
+    out = []
+    for width, cap in ((5, 2.0), (7, 0.0)):
+        hidden, weight, bias = (torch.randn(*s, dtype=F64) for s in ((N, width), (V, width), (V,)))
+        leaves = [x.requires_grad_(width == 5) for x in (hidden, weight, bias)]
+        out.append((leaves[0], HeadWeights(*leaves[1:], cap), torch.rand(N, dtype=F64) + 0.4))
+    return out
+
+
+def same_gradients(got, expected, leaves, shape) -> None:
+    upstream = torch.randn(*shape, dtype=F64)
+    upstream[::3] = 0
+    found, wanted = (torch.autograd.grad((x * upstream).sum(), leaves, retain_graph=True) for x in (got, expected))
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+# -- the head in chunks ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_the_whole_vocabulary_in_chunks_is_the_definition(sides, beta):
+    (h, head, t), (teacher, teachers, u) = sides
+    got = divergence(h, head, t, teacher, teachers, u, beta)
+    expected = plain(dense(h, head, t), dense(teacher, teachers, u), beta)
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+    assert (got >= 0).all()
+    same_gradients(got, expected, (h, head.weight, head.bias), (N,))
+    small = [x[:3].detach().requires_grad_() for x in (h,)]
+    assert torch.autograd.gradcheck(
+        lambda x, w, b: divergence(x, HeadWeights(w, b, 2.0), t[:3], teacher[:3], teachers, u[:3], beta),
+        (small[0], head.weight.detach().requires_grad_(), head.bias.detach().requires_grad_()),
+    )
+
+
+@pytest.mark.parametrize("k", [1, 4, V - 1, V])
+def test_ids_and_the_rest_are_a_distribution(sides, k):
+    (h, head, t), (teacher, teachers, u) = sides
+    ids, topk = top_k(teacher, teachers, u, k)
+    theirs = dense(teacher, teachers, u)
+    torch.testing.assert_close(topk[:, :k], theirs.topk(k).values)
+    torch.testing.assert_close(topk[:, :k], theirs.gather(-1, ids))
+    got, s = logprobs_at(h, head, ids, t), dense(h, head, t)
+    torch.testing.assert_close(got[:, :k], s.gather(-1, ids))
+    torch.testing.assert_close(got.exp().sum(-1), torch.ones(N, dtype=F64))
+    torch.testing.assert_close(topk.exp().sum(-1), torch.ones(N, dtype=F64))
+    if k == V:
+        assert (got[:, k] == NONE).all() and (topk[:, k] == NONE).all(), "nothing is left"
+        got, expected = got[:, :k], s.gather(-1, ids)
+    else:
+        inside = torch.zeros(N, V, dtype=torch.bool).scatter(-1, ids, True)
+        expected = torch.cat([s.gather(-1, ids), s.masked_fill(inside, -torch.inf).logsumexp(-1, keepdim=True)], -1)
+        torch.testing.assert_close(got, expected)
+    same_gradients(got, expected, (h, head.weight, head.bias), got.shape)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_all_ids_are_the_whole_vocabulary(sides, beta):
+    (h, head, t), (teacher, teachers, u) = sides
+    ids, topk = top_k(teacher, teachers, u, V)
+    few = losses.divergence(logprobs_at(h, head, ids, t), topk, beta)
+    whole = divergence(h, head, t, teacher, teachers, u, beta)
+    torch.testing.assert_close(few, whole, rtol=1e-10, atol=1e-12)
+    same_gradients(few, whole, (h, head.weight, head.bias), (N,))
+    for k in (1, 4):  # fewer outcomes never differ more
+        ids, topk = top_k(teacher, teachers, u, k)
+        assert (losses.divergence(logprobs_at(h, head, ids, t), topk, beta) <= whole + 1e-12).all()
+
+
+def test_a_rest_that_is_almost_nothing_keeps_its_digits():
+    """In float32, 1 - the sum of the others is 0 or noise where the rest is 1e-9."""
+    z = torch.tensor([[0.0, 0.0, -20.7, -21.3]])
+    got = logprobs_at(z, HeadWeights(torch.eye(4)), torch.tensor([[0, 1]]), torch.ones(1))
+    exact = (z[0, 2:].double().exp().sum() / z.double().exp().sum()).log()
+    torch.testing.assert_close(got[0, 2].double(), exact, rtol=1e-6, atol=0)
+
+
+def test_a_broken_row_without_gradient_reaches_nothing(sides):
+    (h, head, t), (teacher, teachers, u) = sides
+    broken, theirs = h.detach().clone(), teacher.clone()
+    broken[3] = theirs[5] = torch.nan
+    for read in (
+        lambda x, y: divergence(x, head, t, y, teachers, u, 0.5),
+        lambda x, y: logprobs_at(x, head, top_k(teacher, teachers, u, 3)[0], t).sum(-1),
+    ):
+        weight = torch.ones(N, dtype=F64)
+        weight[[3, 5]] = 0
+        found = []
+        for x, y in ((broken, theirs), (h.detach(), teacher)):
+            leaf = x.clone().requires_grad_()
+            value = torch.where(weight > 0, read(leaf, y), 0.0)
+            found.append(torch.autograd.grad((value * weight).sum(), (leaf, head.weight)))
+        for a, b in zip(*found):
+            torch.testing.assert_close(a, b)
+
+
+def test_memory_does_not_depend_on_the_vocabulary(monkeypatch):
+    monkeypatch.setattr(chunking, "_CHUNK_BYTES", 64 << 10)
+    monkeypatch.setattr(chunking, "_CHUNK_ROWS", 1)
+    n, width, largest = 600, 8, {}
+    for vocab in (50, 5000):
+        hidden, weight = torch.randn(n, width, requires_grad=True), torch.randn(vocab, width, requires_grad=True)
+        head, ones = HeadWeights(weight), torch.ones(n)
+        with LargestTensor(ignored=vocab * width) as mode:
+            states = torch.randn(n, width)
+            value = divergence(hidden, head, ones, states, HeadWeights(weight.detach()), ones, 0.5)
+            ids, _ = top_k(hidden.detach(), HeadWeights(weight.detach()), ones, 4)
+            (value.sum() + logprobs_at(hidden, head, ids, ones).sum()).backward()
+        largest[vocab] = mode.largest
+        assert mode.largest <= max(64 << 10, 8 * n * width), largest
+    assert n * 5000 * 4 > 100 * max(largest.values()), "full logits would have been seen"
+
+
+# -- losses and advantages by hand -------------------------------------------------------------------------------------
+
+
+def test_the_divergence_by_hand():
+    """Three outcomes; the last is the rest."""
+    s, t = f64(0.5, 0.3, 0.2).log(), f64(0.25, 0.25, 0.5).log()
+    forward = 0.25 * math.log(0.25 / 0.5) + 0.25 * math.log(0.25 / 0.3) + 0.5 * math.log(0.5 / 0.2)
+    reverse = 0.5 * math.log(0.5 / 0.25) + 0.3 * math.log(0.3 / 0.25) + 0.2 * math.log(0.2 / 0.5)
+    assert float(losses.divergence(s, t, 0.0)) == pytest.approx(forward, rel=1e-12)
+    assert float(losses.divergence(s, t, 1.0)) == pytest.approx(reverse, rel=1e-12)
+    m = [0.25 * 0.25 + 0.75 * 0.5, 0.25 * 0.25 + 0.75 * 0.3, 0.25 * 0.5 + 0.75 * 0.2]
+    jsd = 0.25 * sum(p * math.log(p / x) for p, x in zip((0.25, 0.25, 0.5), m))
+    jsd += 0.75 * sum(p * math.log(p / x) for p, x in zip((0.5, 0.3, 0.2), m))
+    assert float(losses.divergence(s, t, 0.25)) == pytest.approx(jsd, rel=1e-12)
+    for beta in BETAS:
+        assert float(losses.divergence(t, t, beta)) == pytest.approx(0, abs=1e-15)
+
+
+def test_the_metrics_of_the_likeliest_tokens():
+    c = columns([1.0, 0.0], tokens=1)
+    c = c.with_token({"logprobs_at": f64(0.5, 0.3, 0.2, 0.6, 0.3, 0.1).view(2, 3).log()})
+    c = c.with_token({"teacher_topk": f64(0.7, 0.2, 0.1, 0.9, 0.05, 0.05).view(2, 3).log()})
+    found = losses.gkd_topk(c, beta=1.0).metrics
+    torch.testing.assert_close(found["teacher_coverage"][0], f64(0.9, 0.95))
+    torch.testing.assert_close(found["student_coverage"][0], f64(0.8, 0.9))
+
+
+@pytest.mark.parametrize("gamma, expected", [(0.0, [0.2, -0.4, 0.1, 0]), (0.5, [0.2 - 0.15, -0.3, 0.1, 0])])
+def test_opd_by_hand(gamma, expected):
+    """A hole, and an answer without a reward; the second answer has one token."""
+    c = columns([1.0, 0.0, 9.0], ["g"] * 3, tokens=[3, 1, 1], mask=[True, False, True, True, True], valid=[1, 1, 0])
+    c = replace(c, sequence={**c.sequence, "valid": torch.tensor([True, True, False])})
+    drawn = f64(-1, -1, -1, -1, -1)
+    likes = f64(0.2, torch.nan, -0.4, 0.1, 7.0)
+    if gamma:
+        likes[2] = -0.3
+    found = adv.opd(c.with_token({"rollout_logprobs": drawn, "teacher_logprobs": drawn + likes}), gamma=gamma)
+    torch.testing.assert_close(found["advantages"], f64(expected[0], 0, expected[1], expected[2], 0))
+    assert found["teacher/kl"].value == pytest.approx(-(0.2 + float(likes[2]) + 0.1) / 3)
+    both = adv.opd(
+        c.with_token({"rollout_logprobs": drawn, "teacher_logprobs": drawn + likes}),
+        gamma=gamma,
+        teacher_coef=0.5,
+        reward_coef=2.0,
+    )["advantages"]
+    reward = 2 * adv.grpo(c)["advantages"]
+    torch.testing.assert_close(both, 0.5 * found["advantages"] + reward)
+
+
+def test_opd_is_the_policy_gradient_of_the_reverse_kl():
+    """On answers in exactly the policy's proportion."""
+    p, q = f64(0.5, 0.25, 0.125, 0.125), f64(0.1, 0.2, 0.3, 0.4)
+    logits = p.log().requires_grad_()
+    actions = torch.tensor([0, 0, 0, 0, 1, 1, 2, 3])
+    c = columns([0.0] * 8, tokens=1)
+    c = c.with_token({"rollout_logprobs": p.log()[actions], "teacher_logprobs": q.log()[actions]})
+    a = adv.opd(c)["advantages"]
+    lp = logits.log_softmax(-1)
+    got = torch.autograd.grad((-a * lp[actions]).mean(), logits)[0]
+    exact = torch.autograd.grad(kl(logits.log_softmax(-1), q.log()), logits)[0]
+    torch.testing.assert_close(got, exact)
+
+
+# -- through the engines -----------------------------------------------------------------------------------------------
+
+
+def engine(folder, **more) -> TorchEngine:
+    return TorchEngine(load_causal_lm(folder), dtype="float64", max_tokens_per_microbatch=64, **more)
+
+
+@pytest.mark.parametrize("temperature", [None, 1.7])
+@pytest.mark.parametrize("beta", BETAS)
+def test_student_and_teacher_engines_give_what_two_models_do(tiny_model, tiny_teacher, beta, temperature):
+    """Value and gradient of the mean divergence over ragged rows that share prompts, at the samples' temperature."""
+    rows = [replace(s, temperature=0.7 if i % 3 else 1.3) for i, s in enumerate(samples(0))]
+    batch, k = pack(rows), 19
+    theirs = engine(tiny_teacher, top_k=k)
+    u = batch.row_columns["temperature"][batch.row_of].double() if temperature is None else None
+    u = torch.full((batch.num_loss_tokens,), temperature, dtype=F64) if u is None else u
+    teacher_batch = batch.with_row_columns({"temperature": u[torch.from_numpy(batch.row_start[:-1])]})
+    found = theirs.infer(teacher_batch, ("hidden", "topk_ids", "topk_logprobs"))
+    assert found["topk_ids"].dtype == torch.int64 and found["topk_logprobs"].shape == (batch.num_loss_tokens, k + 1)
+    weight = torch.rand(batch.num_loss_tokens, dtype=F64)
+    batch = batch.with_columns({"teacher_hidden": found["hidden"], "teacher_ids": found["topk_ids"]})
+    batch = batch.with_columns({"teacher_topk": found["topk_logprobs"], "w/full": weight, "w/few": weight})
+
+    def value(c):
+        return TermValue(c["divergence"])
+
+    terms = {
+        "full": Term(name="full", fn=value, outputs=("divergence",), inputs=("teacher_hidden",)),
+        "few": Term(name="few", fn=lambda c: losses.gkd_topk(c, beta=beta), outputs=("logprobs_at",)),
+    }
+    student, own = load_causal_lm(tiny_model).double(), load_causal_lm(tiny_teacher).double()
+    expected = torch.zeros((), dtype=F64)
+    values, rest = [], []
+    for r, row in enumerate(rows):
+        ids = torch.from_numpy(np.concatenate([s.ids for s in row.segments]))
+        first = len(row.segments[0].ids) - 1
+        span = slice(int(batch.row_start[r]), int(batch.row_start[r + 1]))
+        s = torch.log_softmax(student(ids[None]).logits[0, first:-1] / row.temperature, -1)
+        with torch.no_grad():
+            t = torch.log_softmax(own(ids[None]).logits[0, first:-1] / u[span, None], -1)
+        values.append(plain(s, t, beta))
+        named = found["topk_ids"][span]
+        inside = torch.zeros_like(t, dtype=torch.bool).scatter(-1, named, True)
+        pair = [
+            torch.cat([x.gather(-1, named), x.masked_fill(inside, -torch.inf).logsumexp(-1, keepdim=True)], -1)
+            for x in (s, t)
+        ]
+        rest.append(plain(*pair, beta))
+    for name, dense_values in (("full", values), ("few", rest)):
+        student.zero_grad()
+        expected = (weight * torch.cat(dense_values)).sum()
+        expected.backward(retain_graph=True)
+        ours = engine(
+            tiny_model, optim=OptimSpec(lr=1.0), teacher=read_teacher(TeacherHead(tiny_teacher, beta, temperature))
+        )
+        out = forward_backward(ours, batch, (terms[name],))
+        assert out.metrics[name].value == pytest.approx(float(expected.detach()), rel=1e-6)
+        grads = {n: p.grad for n, p in student.named_parameters() if p.grad is not None}
+        for n, p in ours.model.named_parameters():
+            scale = float(grads[n].abs().max())
+            assert float((p.grad - grads[n]).abs().max()) <= 1e-6 * max(scale, 1e-6), (name, n)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gemma2"])
+def test_the_head_of_a_folder_alone_gives_its_logits(kind, tmp_path):
+    """Tied embeddings under another name, and logits that are capped."""
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_positions=32, n_embd=16, n_layer=1, n_head=2))
+    else:
+        sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        model = Gemma2ForCausalLM(
+            Gemma2Config(vocab_size=40, num_key_value_heads=1, head_dim=8, final_logit_softcapping=3.0, **sizes)
+        )
+    model.save_pretrained(tmp_path)
+    head = read_teacher(TeacherHead(tmp_path, 0.5)).head
+    ids = torch.randint(0, 40, (1, 9))
+    with torch.no_grad():
+        out = model.eval()(ids, output_hidden_states=True)
+        got = head.logprobs(out.hidden_states[-1][0], torch.ones(9))
+    torch.testing.assert_close(got, out.logits[0].log_softmax(-1), rtol=1e-5, atol=1e-5)
+
+
+def test_a_folder_without_a_head_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="no lm_head.weight"):
+        read_teacher(TeacherHead(tmp_path, 0.5))
+
+
+# -- what a teacher cannot say -----------------------------------------------------------------------------------------
+
+
+def turn_with(patch, name, tiny_model, tiny_teacher, spoiled: int, share: float):
+    """One turn in which the teacher says NaN of so many samples; (metrics, trained refs, the actor's gradients)."""
+    config = config_of(name, tiny_model, tiny_teacher, 1, 16384)
+    config.step.updates_per_step = config.step.epochs_per_step = 1
+    config.pipeline.max_invalid_share = share
+    learner = offline_learner(config, 1, tiny_model)
+    infer = TorchEngine.infer
+
+    def broken(self, batch, wanted):
+        found = infer(self, batch, wanted)
+        if self.optimizer is None:
+            for r in range(spoiled):
+                for column in found.values():
+                    if column.is_floating_point():
+                        column[int(batch.row_start[r])] = torch.nan
+        return found
+
+    patch.setattr(TorchEngine, "infer", broken)
+    try:
+        refs = put(learner.queue, samples(0))
+        step = Step(0)
+        asyncio.run(experience_and_update(learner, step, refs))
+        return step, learner.queue.read(step.trained, ("loss_mask",))["loss_mask"]
+    finally:
+        learner.close()
+
+
+@pytest.mark.parametrize("name", ["opd", "gkd", "gkd_topk"])
+def test_a_sample_that_the_teacher_fails_on_is_invalid_and_not_zero(name, monkeypatch, tiny_model, tiny_teacher):
+    step, mask = turn_with(monkeypatch, name, tiny_model, tiny_teacher, spoiled=2, share=0.2)
+    assert [r.outcome for r in step.trained[:3]] == ["invalid", "invalid", "ok"]
+    assert not mask.row(0).any() and not mask.row(1).any() and mask.row(2).all()
+    assert step.metrics["teacher/invalid"].value == 2 / 16
+    assert math.isfinite(step.metrics["actor/grad_norm"].value) and step.metrics["actor/grad_norm"].value > 0
+
+
+def test_a_teacher_that_fails_on_too_many_stops_the_run(monkeypatch, tiny_model, tiny_teacher):
+    with pytest.raises(ValueError, match=r"teacher: 4 of 16 samples have a NaN.*max_invalid_share=0.2"):
+        turn_with(monkeypatch, "opd", tiny_model, tiny_teacher, spoiled=4, share=0.2)

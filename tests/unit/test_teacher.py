@@ -1,0 +1,135 @@
+"""A teacher that cannot be one is refused before anything expensive; the plan knows what it costs."""
+
+from pathlib import Path
+
+import pytest
+from handmade_model import write_rows
+
+from verl.config.load import load_config, validate
+from verl.config.plan import make_plan
+from verl.config.spread import spread_of
+from verl.driver.identity import compare, identity_of
+from verl.driver.models import refuse_other_words
+from verl.models import tiny
+
+
+def model(folder: Path, **sizes: int) -> Path:
+    tokenizer = tiny.character_tokenizer("0123456789+= ")
+    return tiny.save(
+        tiny.qwen3(tokenizer, hidden=16, layers=1, heads=2, kv_heads=1, ffn=16, **sizes), tokenizer, folder
+    )
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory) -> list[str]:
+    folder = tmp_path_factory.mktemp("teachers")
+    rows = write_rows(folder / "rows.jsonl", 20)
+    model(folder / "policy")
+    model(folder / "same", seed=3, max_positions=256)
+    model(folder / "larger", vocab_size=64)
+    model(folder / "smaller", vocab_size=24)
+    given = [f"model.path={folder}/policy", f"data.train_files={rows}", f"run.root_dir={folder}", "model.dtype=float32"]
+    return [*given, "rollout.max_response_tokens=16", "data.max_prompt_tokens=16", "step.prompts_per_step=4"]
+
+
+def folder_of(base: list[str]) -> str:
+    return base[0].removeprefix("model.path=").removesuffix("/policy")
+
+
+def faults(base: list[str], *args: str) -> list[str]:
+    try:
+        validate(load_config([*base, *(a.replace("@", folder_of(base)) for a in args)]).config)
+    except ValueError as exc:
+        return str(exc).splitlines()
+    return []
+
+
+REFUSED = [
+    (["algorithm.name=opd"], "teacher.path is missing: opd learns from a teacher; set teacher.path=FOLDER"),
+    (["algorithm.name=grpo", "algorithm.loss=gkd"], "teacher.path is missing"),
+    (["algorithm.name=grpo", "teacher.path=@/same"], "does nothing with algorithm.name=grpo: set algorithm.name=opd"),
+    (["algorithm.name=gkd", "teacher.path=/no/where"], "teacher.path=/no/where: no such folder"),
+    (["algorithm.name=opd", "teacher.path=@/smaller"], "its head has 24 tokens, the policy's 32"),
+    (["algorithm.name=gkd", "teacher.path=@/larger"], "ids of padding would count on one side alone"),
+    (["algorithm.name=gkd_topk", "teacher.path=@/larger"], "algorithm.name=opd, which reads the drawn tokens"),
+    (["algorithm.name=gkd_topk", "teacher.path=@/same"], "teacher.top_k=64 is above the 32 tokens"),
+    (["algorithm.name=gkd_topk", "teacher.path=@/same", "teacher.top_k=0"], "must be >= 1"),
+    (["algorithm.name=gkd", "teacher.path=@/same", "teacher.temperature=0"], "must be > 0"),
+    (["algorithm.name=gkd", "teacher.path=@/same", "algorithm.options.beta=2"], "must be >= 0 and <= 1"),
+    (["algorithm.name=opd", "teacher.path=@/same", "algorithm.options.teacher_coef=0"], "nothing is learned from"),
+    (["algorithm.name=opd", "teacher.path=@/same", "algorithm.kl_reward_coef=0.1"], "does not reach opd's loss"),
+    (["algorithm.name=gkd", "teacher.path=@/same", "algorithm.bypass=true"], "set ppo_clip or reinforce"),
+    (
+        ["algorithm.name=gkd", "teacher.path=@/same", "cluster.backend=ray", "parallel.tensor=2"],
+        "parallel.tensor=2: gkd reads whole rows of the head",
+    ),
+]
+
+
+@pytest.mark.parametrize("args, expected", REFUSED, ids=lambda x: x if isinstance(x, str) else None)
+def test_what_cannot_be_is_refused_with_the_fix(base, args, expected):
+    found = faults(base, *args)
+    assert any(expected in line for line in found), found
+
+
+def test_what_can_be_is_not(base):
+    one = "step.samples_per_prompt=1"
+    assert not faults(base, "algorithm.name=opd", "teacher.path=@/larger", one)
+    assert not faults(base, "algorithm.name=gkd", "teacher.path=@/same", one)
+    assert not faults(base, "algorithm.name=gkd_topk", "teacher.path=@/same", "teacher.top_k=32", one)
+    assert not faults(base, "algorithm.name=dapo", "algorithm.loss=gkd", "teacher.path=@/same")
+
+
+def test_another_cut_of_the_same_vocabulary_is_refused():
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    def made(merges) -> PreTrainedTokenizerFast:
+        vocab = {token: i for i, token in enumerate(["a", "b", "ab", "ba"])}
+        return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE(vocab=vocab, merges=merges)))
+
+    one, other = made([("a", "b"), ("b", "a")]), made([("b", "a"), ("a", "b")])
+    refuse_other_words(one, made([("a", "b"), ("b", "a")]), "teacher.path=x")
+    with pytest.raises(ValueError, match=r"teacher.path=x: its tokenizer reads '.*' as \[.*\], the policy's as \["):
+        refuse_other_words(one, other, "teacher.path=x")
+
+
+def test_the_plan_knows_what_a_teacher_costs(base):
+    def planned(name: str) -> dict[str, int]:
+        args = [f"algorithm.name={name}", f"teacher.path={folder_of(base)}/same"] if name != "grpo" else []
+        return dict(make_plan(load_config([*base, *args]).config).memory.items)
+
+    whole = planned("gkd")
+    count = sum(p.numel() for p in tiny.qwen3(tiny.character_tokenizer("0123456789+= "), **SIZES).parameters())
+    assert whole["teacher"] == planned("opd")["teacher"] == 4 * count
+    assert whole["teacher's head"] == 4 * 32 * 16 and "teacher's head" not in planned("gkd_topk")
+    assert whole["teacher's activations"] > 0 and not any("teacher" in item for item in planned("grpo"))
+
+
+SIZES = {"hidden": 16, "layers": 1, "heads": 2, "kv_heads": 1, "ffn": 16}
+
+
+def test_a_teacher_lives_in_the_pool_that_it_is_given(base):
+    args = [
+        "algorithm.name=gkd",
+        f"teacher.path={folder_of(base)}/same",
+        "cluster.backend=ray",
+        "cluster.roles.teacher=far",
+    ]
+    config = load_config([*base, *args, "cluster.pools={far: {ranks_per_node: 1}}"]).config
+    spread = spread_of(config, 512)
+    assert spread is not None and "teacher" in spread.pools["far"].roles and "actor" in spread.pools["main"].roles
+    assert (
+        spread.pools["far"].memory.items["teacher weights"] > 0 and "infer teacher" in spread.pools["far"].memory.phases
+    )
+    assert spread.pools["main"].memory.items["actor teacher's head"] == 4 * 32 * 16
+
+
+def test_another_teacher_is_another_run(base):
+    def of(name: str):
+        args = ["algorithm.name=gkd", f"teacher.path={folder_of(base)}/{name}"]
+        return identity_of(load_config([*base, *args]), "train")
+
+    others, _ = compare(of("same"), of("policy"))
+    assert [line.partition(":")[0] for line in others] == ["teacher.path"]
+    assert compare(of("same"), of("same")) == ([], {})
