@@ -80,10 +80,16 @@ MADE_UP = {
     "reward_model.reward_kwargs.overlong_buffer_cfg.enable": "False",
 }
 """A plausible value for the keys whose value matters; 0 for numbers, False for switches that are refused when on."""
+DISTIL = "distillation.distillation_loss."
 BESIDE = {
     f"{ACTOR}ppo_mini_batch_size": ["data.train_batch_size=8"],
     "optim.min_lr": ["optim.lr=1e-5"],
     "critic": ["algorithm.adv_estimator=grpo"],
+    "distillation.enabled": [
+        f"{DISTIL}loss_mode=k1",
+        f"{DISTIL}use_policy_gradient=True",
+        f"{DISTIL}use_task_rewards=False",
+    ],
 }
 
 
@@ -106,7 +112,7 @@ def refusal(*args: str) -> str:
 
 def test_counts_of_the_published_keys() -> None:
     counts = collections.Counter(key_rows()[key].action for key in PUBLISHED)
-    assert counts == {"mapped": 113, "ignored": 150, "refused": 11}
+    assert counts == {"mapped": 122, "ignored": 142, "refused": 10}
 
 
 def test_every_row_is_well_formed() -> None:
@@ -993,6 +999,47 @@ def test_estimator_and_loss_mode_name_a_preset_and_its_loss() -> None:
         a = load_config(["model.path=m", *args]).config.algorithm
         wrong += [] if (a.name, a.loss) == expected else [(adv, loss, a.name, a.loss)]
     assert not wrong
+
+
+TEACH = ("distillation.enabled=True", "algorithm.adv_estimator=grpo", "distillation.teacher_models.gsm8k.model_path=T")
+
+
+def distilled(mode: str, gradient: bool, rewards: bool, *more: str) -> list[str]:
+    words = [f"loss_mode={mode}", f"use_policy_gradient={gradient}", f"use_task_rewards={rewards}", *more]
+    return ["model.path=m", *TEACH, *(DISTIL + word for word in words)]
+
+
+def test_distillation_is_opd_or_the_likeliest_tokens() -> None:
+    found = {}
+    for name, args in {
+        "alone": distilled("k1", True, False, "topk=32"),
+        "beside": distilled("k1", True, True, "distillation_loss_coef=0.5"),
+        "topk": distilled("forward_kl_topk", False, False, "topk=32"),
+    }.items():
+        config = load_config(args).config
+        found[name] = (config.algorithm.name, config.algorithm.options, config.teacher.path, config.teacher.top_k)
+    assert found == {
+        "alone": ("opd", {"teacher_coef": 1.0, "reward_coef": 0.0}, "T", 64),
+        "beside": ("opd", {"teacher_coef": 0.5, "reward_coef": 1.0}, "T", 64),
+        "topk": ("gkd_topk", {"beta": 0.0}, "T", 32),
+    }
+
+
+def test_a_distillation_that_is_not_here_is_refused_with_those_that_are() -> None:
+    for args, said in (
+        (["model.path=m", *TEACH], "give distillation.distillation_loss.loss_mode"),
+        (distilled("k3", False, False), "forward_kl_topk with False (gkd_topk)"),
+        (distilled("k1", False, False), "k1 with use_policy_gradient=True (algorithm.name=opd)"),
+        (distilled("forward_kl_topk", False, True), "which sums both advantages"),
+        (distilled("k1", True, False, "loss_max_clamp=10.0"), "nothing is clamped here; leave it out"),
+        ([*distilled("k1", True, True), "algorithm.adv_estimator=rloo"], "its part is GRPO's here"),
+        ([*distilled("k1", True, False), "distillation.teacher_models.teacher_model.model_path=U"], "one teacher here"),
+        ([*distilled("k1", True, False), f"{ACTOR}policy_loss.loss_mode=gspo"], "leave one of them out"),
+        (["model.path=m", "distillation.teacher_key=data_source"], "write teacher.* and algorithm.*"),
+    ):
+        assert said in refusal(*args), (args, refusal(*args))
+    off = ["model.path=m", "distillation.enabled=False", f"{DISTIL}loss_max_clamp=10.0", "algorithm.adv_estimator=grpo"]
+    assert load_config(off).config.algorithm.name == "grpo"
 
 
 def test_cispo_keeps_verls_floor_and_cap_of_the_ratio() -> None:

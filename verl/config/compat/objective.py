@@ -7,6 +7,8 @@ from typing import Any
 
 from verl.algorithms.presets import LOSSES, PRESETS
 from verl.algorithms.specs import BY_HORIZON
+from verl.config.compat.distillation import KEYS as TEACHERS
+from verl.config.compat.distillation import distilled
 from verl.config.compat.given import ACTOR, Given, Result
 
 _COVARIANCE = {
@@ -19,6 +21,10 @@ _BY_SEQUENCE = ("gspo", "gspo_token", "geo_mean", "gmpo", "sapo")
 
 def objective(given: Given) -> Result:
     """adv_estimator and loss_mode are one choice here: the preset, or the preset with another loss."""
+    if given.said("distillation.enabled"):
+        given.ignore("a teacher's presets normalise as the paper does", "algorithm.norm_adv_by_std_in_grpo")
+        return distilled(given)
+    given.ignore("only read with distillation.enabled", "distillation.enabled", *TEACHERS)
     loss_key, by_std_key = f"{ACTOR}policy_loss.loss_mode", "algorithm.norm_adv_by_std_in_grpo"
     preset, loss = given.get("algorithm.adv_estimator"), given.get(loss_key) or "vanilla"
     if loss not in ("vanilla", *PRESETS, *LOSSES):

@@ -1,0 +1,50 @@
+"""verl's `distillation.*`: a teacher, and what is learned from it."""
+
+from __future__ import annotations
+
+from verl.config.compat.given import ACTOR, Given, Result
+
+_LOSS = "distillation.distillation_loss."
+_CLAMPS = (f"{_LOSS}loss_max_clamp", f"{_LOSS}log_prob_min_clamp")
+_PATHS = tuple(f"distillation.teacher_models.{name}.model_path" for name in ("teacher_model", "gsm8k"))
+_SETTINGS = tuple(_LOSS + name for name in ("loss_mode", "topk", "use_policy_gradient", "use_task_rewards"))
+_COEF = f"{_LOSS}distillation_loss_coef"
+KEYS = (*_CLAMPS, *_PATHS, *_SETTINGS, _COEF)
+"""What counts with distillation.enabled=True only."""
+
+
+def distilled(given: Given) -> Result:
+    """The policy gradient of k1 is opd, the forward KL over the teacher's likeliest tokens gkd_topk; nothing else of
+    verl's is here, and what its versions have different defaults for must be given."""
+    mode, k, by_gradient, rewarded = (given.said(key) for key in _SETTINGS)
+    for key in (_SETTINGS[0], *_SETTINGS[2:]):
+        if given.said(key) is None:
+            raise ValueError(f"distillation.enabled=True: give {key}, whose default is not the same in verl's versions")
+    for key in _CLAMPS:
+        if given.said(key) is not None:
+            raise ValueError(f"{key}={given.said(key)}: nothing is clamped here; leave it out")
+    paths = [path for path in map(given.said, _PATHS) if path is not None]
+    if len(paths) > 1:
+        raise ValueError(f"{' and '.join(_PATHS)}: there is one teacher here; give one, or teacher.path=FOLDER")
+    out: Result = {"teacher.path": paths[0]} if paths else {}
+    estimator, loss = given.get("algorithm.adv_estimator"), given.get(f"{ACTOR}policy_loss.loss_mode") or "vanilla"
+    if loss != "vanilla":
+        raise ValueError(f"{ACTOR}policy_loss.loss_mode={loss} with distillation.enabled=True: leave one of them out")
+    if mode == "k1" and by_gradient:
+        if rewarded and estimator not in (None, "grpo"):
+            raise ValueError(
+                f"algorithm.adv_estimator={estimator} with use_task_rewards: its part is GRPO's here; set grpo"
+            )
+        given.ignore("only read by loss_mode=forward_kl_topk", f"{_LOSS}topk")
+        coefs = {"teacher_coef": given.said(_COEF, 1.0), "reward_coef": 1.0 if rewarded else 0.0}
+        return out | {"algorithm.name": "opd", **{f"algorithm.options.{name}": value for name, value in coefs.items()}}
+    if mode == "forward_kl_topk" and not by_gradient:
+        if rewarded:
+            fix = "set it to False, or loss_mode=k1 with use_policy_gradient=True, which sums both advantages"
+            raise ValueError(f"{_LOSS}use_task_rewards=True with loss_mode=forward_kl_topk: {fix}")
+        given.ignore("the divergence is the whole loss: its factor is the learning rate's", _COEF, _SETTINGS[3])
+        given.remarks[_SETTINGS[0]] = "all other tokens are one more outcome here; verl leaves them out"
+        out |= {"algorithm.name": "gkd_topk", "algorithm.options.beta": 0.0}
+        return out if k is None else out | {"teacher.top_k": k}
+    fix = "there are k1 with use_policy_gradient=True (algorithm.name=opd) and forward_kl_topk with False (gkd_topk)"
+    raise ValueError(f"{_SETTINGS[0]}={mode} with use_policy_gradient={by_gradient}: {fix}")
