@@ -12,7 +12,7 @@ import forked  # noqa: F401 - which knows where the next one is
 import numpy as np
 import torch
 import torch.distributed as dist
-from test_split import VOCAB, prepared, samples
+from test_split import TEACHER, TOP_K, VOCAB, prepared, samples
 from torch import Tensor
 from transformers import (
     LlamaConfig,
@@ -56,6 +56,8 @@ MODELS[EXPERTS] = lambda: Qwen3MoeForCausalLM(
 )
 HEADS = {"actor": "lm", "reference": "lm", "critic": "value", "reward_model": "score"}
 OUTPUTS = {"reference": ("logprobs", "entropy", "sum_pi_squared"), "reward_model": ("scores",)}
+TAUGHT = ("gkd", "gkd_topk")
+OUTPUTS["teacher"] = ("hidden", "topk_ids", "topk_logprobs")
 BUDGET = 60  # tokens of a pass: several passes on every rank
 
 
@@ -67,14 +69,17 @@ def model(name: str) -> Any:
 
 def engine(name: str, role: str, layout: Layout | None, **given: Any) -> TorchEngine:
     """The model on this rank; without a layout in one process."""
-    trained = role in ("actor", "critic")
+    trained = role in ("actor", "critic", *TAUGHT)
+    if role in TAUGHT:
+        given["teacher"] = TEACHER
     generator = torch.Generator().manual_seed(1)
     settings: dict[str, Any] = dict(
-        head=HEADS[role],
+        head=HEADS.get(role, "lm"),
         optim=OptimSpec(lr=1e-2) if trained else None,
         dtype="float32",
         max_tokens_per_microbatch=BUDGET,
-        score=None if HEADS[role] == "lm" else torch.randn(1, SIZES["hidden_size"], generator=generator),
+        score=torch.randn(1, SIZES["hidden_size"], generator=generator) if role in ("critic", "reward_model") else None,
+        top_k=TOP_K,
     )
     own = copy.deepcopy(model(name))
     if layout is None:
@@ -93,7 +98,7 @@ class Case:
 
     def batch(self) -> tuple[Refs, Batch, tuple[Any, ...]]:
         rows = [s for s in samples(11) if not self.idle or s.group_id == "001"]
-        batch, terms = prepared(rows, "ppo:critic" if self.role == "critic" else "grpo")
+        batch, terms = prepared(rows, {"critic": "ppo:critic", **{n: n for n in TAUGHT}}.get(self.role, "grpo"))
         return Refs(ref_of(s) for s in rows), batch if self.shared else unshare(batch), terms
 
 
@@ -155,12 +160,13 @@ def together(case: Case, found: list[dict[str, Any]]) -> dict[str, Tensor]:
             continue
         for name, values in found[primary]["columns"].items():
             per_row = name == "scores"
-            whole = out.setdefault(name, torch.full((batch.num_rows if per_row else batch.num_loss_tokens,), torch.nan))
+            size = batch.num_rows if per_row else batch.num_loss_tokens
+            whole = out.setdefault(name, torch.full((size, *values.shape[1:]), torch.nan))
             at = torch.from_numpy(rows)
             if not per_row:
                 spans = [torch.arange(int(batch.row_start[r]), int(batch.row_start[r + 1])) for r in rows]
                 at = torch.cat(spans)
-            whole[at] = values
+            whole[at] = values.to(whole.dtype)
     if case.role not in OUTPUTS:
         metrics = merge_metrics([found[r]["metrics"] for r in case.layout.primaries])
         out["loss"] = torch.tensor(sum(metrics[t.name].total for t in terms))
