@@ -58,6 +58,17 @@ def test_one_worker_on_ray_trains_bitwise_what_this_process_trains(tmp_path, tin
         assert [m.get(name) for m in mine.values()] == [m.get(name) for m in theirs.values()], name
 
 
+def test_a_teacher_in_a_pool_of_its_own_teaches_what_one_here_does(tmp_path, tiny_model, tiny_teacher, arithmetic_data):
+    more = ("run.total_steps=2", "run.deterministic=true", f"teacher.path={tiny_teacher}", "algorithm.name=gkd")
+    apart = ("cluster.pools={school: {ranks_per_node: 1}}", "cluster.roles={teacher: school}")
+    small_run(tmp_path / "here", tiny_model, arithmetic_data, *more, "run.save_every_steps=1")
+    small_run(tmp_path / "ray", tiny_model, arithmetic_data, *more, *RAY, *apart)
+    here, there = (exported(tmp_path / where, 2) for where in ("here", "ray"))
+    assert here.keys() == there.keys() and all(torch.equal(here[name], there[name]) for name in here)
+    for where in ("here", "ray"):
+        assert metrics_of(tmp_path / where / "r")[1]["actor/teacher_divergence"] > 0
+
+
 def test_two_ranks_and_two_replicas_learn_what_one_process_learns(tmp_path, tiny_model, arithmetic_data):
     """The first step samples from equal weights, so its update is that of one process but for the order of sums."""
     small_run(tmp_path / "here", tiny_model, arithmetic_data[:1], "run.total_steps=1", "run.save_every_steps=1")
