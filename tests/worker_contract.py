@@ -29,6 +29,9 @@ class Worker:
     def __init__(self, folder, ranks):
         self.folder, self.ranks = Path(folder), ranks
 
+    def move(self, folder):
+        self.folder = Path(folder)
+
     def note(self, what):
         with open(self.folder / f"log.{self.ranks.rank}", "a") as log:
             log.write(f"{what}\n")

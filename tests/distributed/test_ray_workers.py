@@ -15,7 +15,7 @@ from verl.model_engine.layout import Layout
 from verl.workers.group import Broadcast, WorkerDied
 from verl.workers.pools import Pool
 from verl.workers.ray.cluster import RayCluster
-from verl.workers.ray.group import JOIN_TIMEOUT_S
+from verl.workers.ray.group import JOIN_TIMEOUT_S, RayGroup
 
 TWO = Pool(ranks_per_node=2)
 
@@ -32,13 +32,24 @@ def cluster(ray_session):
     made.close()
 
 
+@pytest.fixture(scope="module")
+def groups():
+    """By their size, as long as no test has closed them: processes are slow to start."""
+    found: dict[int, RayGroup] = {}
+    yield found
+    for group in found.values():
+        group.close()
+
+
 @pytest.fixture(params=[1, 2])
-def made(request, cluster, tmp_path):
-    group = cluster.start("actor", build, (tmp_path,), world_size=request.param)
-    bench = Bench(tmp_path, request.param)
+def made(request, cluster, groups, tmp_path):
+    size = request.param
+    if size not in groups or groups[size]._closed:
+        groups[size] = cluster.start("actor", build, (tmp_path,), world_size=size)
+    group, bench = groups[size], Bench(tmp_path, size)
+    group.submit(Worker.move, Broadcast((tmp_path,))).result(WAIT_S)
     yield group, bench
     bench.release()
-    group.close()
 
 
 def test_a_dead_rank_ends_the_group_and_everybody_hears_why(cluster, tmp_path):
