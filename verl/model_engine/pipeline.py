@@ -28,7 +28,7 @@ from verl.model_engine.base import StepOutput
 from verl.model_engine.layout import Layout, layers_of_stages
 from verl.model_engine.sharded import ShardedEngine, part_of_rank, patience
 from verl.model_engine.snapshot import Snapshot
-from verl.model_engine.torch_engine import LossOf
+from verl.model_engine.torch_engine import Ready
 from verl.nn.pipeline_parallel import Lane, cut, one_forward_one_backward, owners
 from verl.objective import Term
 
@@ -73,7 +73,7 @@ class PipelinedEngine(ShardedEngine):
 
     # -- passes --------------------------------------------------------------------------------------------------------
 
-    def _train(self, batch: Batch, count: int, wanted: Sequence[str], loss_of: LossOf) -> None:
+    def _ready(self, batch: Batch, count: int, wanted: Sequence[str]) -> Iterator[Ready]:
         parts = self._passes(batch, count)
         read = super(ShardedEngine, self)._outputs
         flying: deque[tuple[Tensor | None, Tensor]] = deque()  # what came in and what went out of a forward pass
@@ -81,7 +81,11 @@ class PipelinedEngine(ShardedEngine):
             if forward:
                 part = part_of(batch, parts[i])
                 came, out = self._through(part, read, wanted)
-                flying.append((came, loss_of(parts[i], part, out) if self._is_last else out))
+                if self._is_last:
+                    losses: list[Tensor] = []
+                    yield parts[i], part, out, losses.append
+                    (out,) = losses
+                flying.append((came, out))
             else:
                 self._meet_copies(i == len(parts) - 1)
                 came, out = flying.popleft()

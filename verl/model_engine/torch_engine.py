@@ -47,7 +47,8 @@ VALUE_OUTPUTS = ("values", "scores")
 TOKEN_OUTPUTS = (*LM_OUTPUTS, "values")
 Which = Tensor | slice
 Reader = Callable[[Tensor, Which], dict[str, Tensor]]
-LossOf = Callable[[np.ndarray, Batch, Mapping[str, Tensor]], Tensor]
+Ready = tuple[np.ndarray, Batch, Mapping[str, Tensor], Callable[[Tensor], None]]
+"""The rows of a pass, their batch, its outputs, and what takes the loss of them."""
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 
@@ -143,22 +144,20 @@ class TorchEngine:
         assert set(wanted) <= set(TOKEN_OUTPUTS), f"{wanted}: a loss is of outputs per token, {TOKEN_OUTPUTS}"
         parts: list[Metrics] = []
         kept = self._room(batch, wanted)
-
-        def loss_of(rows: np.ndarray, part: Batch, outputs: Mapping[str, Tensor]) -> Tensor:
-            loss, metrics = evaluate_terms(terms, part, outputs)
-            if len(rows):
-                parts.append(metrics)
-                keep(kept, outputs, batch, rows)
-            return loss
-
         with self._compute_weights():
-            self._train(batch, num_microbatches, wanted, loss_of)
+            for rows, part, outputs, take in self._ready(batch, num_microbatches, wanted):
+                loss, metrics = evaluate_terms(terms, part, outputs)
+                if len(rows):
+                    parts.append(metrics)
+                    keep(kept, outputs, batch, rows)
+                take(loss)
         return StepOutput(merge_metrics(parts), kept)
 
-    def _train(self, batch: Batch, count: int, wanted: Sequence[str], loss_of: LossOf) -> None:
+    def _ready(self, batch: Batch, count: int, wanted: Sequence[str]) -> Iterator[Ready]:
+        """The passes whose loss is made here, in turn; the backward pass of each comes before the next."""
         for rows in self._cut(batch, count):
             part = part_of(batch, rows)
-            loss_of(rows, part, self._outputs(part, wanted)).backward()
+            yield rows, part, self._outputs(part, wanted), torch.autograd.backward
 
     def _cut(self, batch: Batch, count: int = 0) -> Iterable[np.ndarray]:
         """The rows of each pass: so many passes, or as the token budget makes them; one may have no row."""
