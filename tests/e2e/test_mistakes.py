@@ -11,6 +11,7 @@ from small_runs import metrics_of, small_args, small_run
 from verl.cli import main
 from verl.config.load import load_config
 from verl.driver.assemble import tasks_of
+from verl.driver.launch import first_cause
 from verl.driver.setup import load_tokenizer_of
 
 
@@ -203,3 +204,9 @@ def test_a_key_from_the_environment_is_in_no_file_of_a_run_that_failed(
     assert any(path.parent.name == "crash" for path in files) and "config.yaml" in [path.name for path in files]
     assert [path for path in files if b"sk-very-secret" in path.read_bytes()] == []
     assert "${oc.env:JUDGE_KEY}" in (tmp_path / "r" / "config.yaml").read_text()
+
+
+def test_a_chain_of_causes_that_bites_its_tail_has_a_first_one():
+    first, second = ValueError("first"), RuntimeError("second")
+    first.__cause__, second.__cause__ = second, first
+    assert first_cause(second) is first

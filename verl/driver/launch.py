@@ -246,7 +246,9 @@ def _crash_record(resolved: Resolved, error: BaseException) -> None:
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """The exception that started the chain."""
-    while error.__cause__ is not None:
+    """The exception that started the chain; of a chain that bites its tail the last one of it."""
+    seen = {id(error)}
+    while error.__cause__ is not None and id(error.__cause__) not in seen:
         error = error.__cause__
+        seen.add(id(error))
     return error
