@@ -109,7 +109,7 @@ class RealRanks:
 
 def turn(rank: int, layout: Layout, name: str, options: dict[str, Any], model: Path) -> tuple[list[torch.Tensor], Any]:
     """The gradient of every optimizer step of a turn, in order, and the metrics of the turn."""
-    config = virtual.config_of(name, model, 1, 40)
+    config = virtual.config_of(name, model, model, 1, 40)  # none of the cases has a teacher
     config.model.engine = "sharded"
     config.algorithm.options.update(options)
     found: list[torch.Tensor] = []
@@ -148,7 +148,7 @@ def test_a_turn_over_real_ranks_is_that_of_one_rank(case, four_heads, monkeypatc
 
     monkeypatch.setattr(virtual, "config_of", with_options)
     torch.manual_seed(0)
-    expected, metrics = virtual.gradients(name, four_heads, 1)
+    expected, metrics = virtual.gradients(name, four_heads, four_heads, 1)
     assert sum(float(g.abs().max()) > 0 for g in expected) >= 2
     for layout in LAYOUTS.values():
         for found, theirs in forked.run(layout.world_size, lambda rank: turn(rank, layout, name, options, four_heads)):
