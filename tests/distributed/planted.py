@@ -78,8 +78,8 @@ def model(options: Any, context: Any) -> Any:
     return engine
 
 
-def rollout_engine(config: Any, tokenizer: Any, device: str) -> Any:
-    engine = _rollout_engine(config, tokenizer, device)
+def rollout_engine(config: Any, tokenizer: Any, device: str, replica: int) -> Any:
+    engine = _rollout_engine(config, tokenizer, device, replica)
     generate, load_weights = engine.generate, engine.load_weights
 
     async def generated(request_id: str, prompt_ids: Any, sampling: Any, **named: Any) -> Any:
