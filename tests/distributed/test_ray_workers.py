@@ -21,7 +21,7 @@ TWO = Pool(ranks_per_node=2)
 
 
 @pytest.fixture(scope="module")
-def cluster(ray_session):
+def home(ray_session):
     made = RayCluster(
         {"main": Pool(ranks_per_node=2, cpus_per_rank=4.0)},
         {"actor": "main", "other": "main"},
@@ -41,11 +41,19 @@ def groups():
         group.close()
 
 
+@pytest.fixture
+def cluster(home, groups):
+    """With its room: groups that were kept give theirs back."""
+    while groups:
+        groups.popitem()[1].close()
+    return home
+
+
 @pytest.fixture(params=[1, 2])
-def made(request, cluster, groups, tmp_path):
+def made(request, home, groups, tmp_path):
     size = request.param
     if size not in groups or groups[size]._closed:
-        groups[size] = cluster.start("actor", build, (tmp_path,), world_size=size)
+        groups[size] = home.start("actor", build, (tmp_path,), world_size=size)
     group, bench = groups[size], Bench(tmp_path, size)
     group.submit(Worker.move, Broadcast((tmp_path,))).result(WAIT_S)
     yield group, bench
