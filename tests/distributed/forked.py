@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import pickle
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 import transformers.models.llama.modeling_llama
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401
+from torch.distributed.tensor import DTensor
 
 from verl.model_engine.layout import Layout
 from verl.workers.dist import ProcessRanks, become
@@ -35,6 +37,17 @@ MADE = itertools.count()  # ranks of one process, in the same order on all
 def ranks_of(layout: Layout, rank: int) -> ProcessRanks:
     """This rank among those that have rows of their own."""
     return ProcessRanks(dist.PrefixStore(f"ranks/{next(MADE)}", STORE[0]), layout, rank, TIMEOUT_S)
+
+
+def tensor_bytes() -> int:
+    """Of the tensors on this process's host, each storage once."""
+    gc.collect()
+    found = {}
+    for thing in gc.get_objects():
+        if isinstance(thing, torch.Tensor) and not isinstance(thing, DTensor) and thing.device.type == "cpu":
+            storage = thing.untyped_storage()
+            found[storage.data_ptr()] = storage.nbytes()
+    return sum(found.values())
 
 
 def run(world_size: int, fn: Callable[[int], Any], *, timeout_s: float = TIMEOUT_S) -> list[Any]:

@@ -3,14 +3,12 @@ what is refused. The gate and the tests of states have them among the other layo
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import pytest
 import torch
 from cases import MODELS, SIZES, Case, differences, engine, gradients, on_rank, one_process, share, together
-from forked import run
-from torch.distributed.tensor import DTensor
+from forked import run, tensor_bytes
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
 from verl.model_engine import pipeline
@@ -84,28 +82,18 @@ def test_a_stage_holds_its_layers_and_no_others():
     big = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 2000, "tie_word_embeddings": False}
 
     def held(rank: int) -> tuple[int, int]:
-        before = _tensor_bytes()
+        before = tensor_bytes()
         model = Qwen3ForCausalLM(Qwen3Config(**DEEP | big))
         whole = sum(p.nbytes for p in model.parameters())
         e = PipelinedEngine(model, layout=TWO, dtype="float32")
         del model
         e.check_packing(share_prefix=True)
-        return _tensor_bytes() - before, whole
+        return tensor_bytes() - before, whole
 
     found = run(2, held)
     whole = found[0][1]
     assert sum(mine for mine, _ in found) < 1.1 * whole, found
     assert all(0.3 * whole < mine < 0.7 * whole for mine, _ in found), found
-
-
-def _tensor_bytes() -> int:
-    gc.collect()
-    found = {}
-    for thing in gc.get_objects():
-        if isinstance(thing, torch.Tensor) and not isinstance(thing, DTensor) and thing.device.type == "cpu":
-            storage = thing.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    return sum(found.values())
 
 
 def test_stages_that_cannot_be_are_refused():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -10,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 from cases import EXPERTS, SIZES, Case, differences, engine, on_rank, one_process, share, together
-from forked import run
-from torch.distributed.tensor import DTensor
+from forked import run, tensor_bytes
 from transformers import GPT2Config, GPT2LMHeadModel, Phi3Config, Phi3ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from verl.checkpoint.shards import tensor_names
@@ -321,27 +319,17 @@ def test_a_rank_holds_its_part_and_no_more():
     big = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 2000, "tie_word_embeddings": False}
 
     def held(rank: int, layout: Layout) -> tuple[int, int]:
-        before = _tensor_bytes()
+        before = tensor_bytes()
         model = Qwen3ForCausalLM(Qwen3Config(**SIZES | big))
         whole = sum(p.nbytes for p in model.parameters())
         e = ShardedEngine(model, layout=layout, dtype="float32")
         del model
         e.check_packing(share_prefix=True)
-        return _tensor_bytes() - before, whole
+        return tensor_bytes() - before, whole
 
     for layout in (Layout(world_size=4), Layout(world_size=4, tensor=2), Layout(world_size=4, tensor=2, sequence=2)):
         for mine, whole in run(4, lambda rank: held(rank, layout)):
             assert mine < 1.1 * whole / 4, (layout, mine / whole)
-
-
-def _tensor_bytes() -> int:
-    gc.collect()
-    found = {}
-    for thing in gc.get_objects():
-        if isinstance(thing, torch.Tensor) and not isinstance(thing, DTensor) and thing.device.type == "cpu":
-            storage = thing.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    return sum(found.values())
 
 
 def test_layouts_that_it_cannot_do_are_refused():

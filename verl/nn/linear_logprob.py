@@ -79,9 +79,7 @@ class _LinearLogprob(torch.autograd.Function):
         needed = d_logprob != 0 if d_entropy is None else (d_logprob != 0) | (d_entropy != 0)
         rows = needed.nonzero()[:, 0]
         cast = weight.to(hidden.dtype)
-        d_hidden = torch.zeros_like(hidden)
-        d_weight = torch.zeros(weight.shape, dtype=lse.dtype, device=weight.device)
-        d_bias = torch.zeros(bias.shape, dtype=lse.dtype, device=bias.device) if bias is not None else None
+        sums = HeadGradients(hidden, weight, bias, lse.dtype)
         for chunk in chunks(len(rows), weight.shape[0]):
             at = rows[chunk]
             h, d = hidden[at], d_logprob[at, None]
@@ -95,17 +93,33 @@ class _LinearLogprob(torch.autograd.Function):
                 dz = logp.add_(entropy[at, None]).mul_(-d_entropy[at, None]).sub_(d).mul_(p)
             dz.scatter_add_(-1, targets[at, None], d if here is None else d * here[at, None])
             dz /= temperature[at, None]
-            if slope is not None:
-                dz *= slope
-            if d_bias is not None:
-                d_bias += dz.sum(0)
-            dz = dz.to(hidden.dtype)
-            d_hidden[at] = dz @ cast
-            if dz.dtype == d_weight.dtype:
-                d_weight.addmm_(dz.T, h)
-            else:
-                d_weight += dz.T @ h
-        return d_hidden, d_weight.to(weight.dtype), None if d_bias is None else d_bias.to(bias.dtype), *[None] * 6
+            sums.add(at, dz if slope is None else dz.mul_(slope), h, cast)
+        return *sums.found(weight, bias), *[None] * 6
+
+
+class HeadGradients:
+    """Of hidden states [n, H], weight [V, H] and bias [V]: sums over chunks of rows, in `dtype`."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+        self._hidden = torch.zeros_like(hidden)
+        self._weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device)
+        self._bias = torch.zeros(bias.shape, dtype=dtype, device=bias.device) if bias is not None else None
+
+    def add(self, at: Tensor, dz: Tensor, h: Tensor, cast: Tensor) -> None:
+        """Rows `at` [c]: dz [c, V] of their logits, their states h [c, H], the weight as it was multiplied with."""
+        if self._bias is not None:
+            self._bias += dz.sum(0)
+        dz = dz.to(h.dtype)
+        self._hidden[at] = dz @ cast
+        if dz.dtype == self._weight.dtype:
+            self._weight.addmm_(dz.T, h)
+        else:
+            self._weight += dz.T @ h
+
+    def found(self, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(d_hidden, d_weight, d_bias), each in the dtype of what it is of."""
+        d_bias = None if self._bias is None or bias is None else self._bias.to(bias.dtype)
+        return self._hidden, self._weight.to(weight.dtype), d_bias
 
 
 def _over_slices(

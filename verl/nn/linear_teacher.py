@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from verl.nn.linear_logprob import centred, chunk_logits, chunks
+from verl.nn.linear_logprob import HeadGradients, centred, chunk_logits, chunks
 
 NONE = -1e30
 """The log of no probability at all, finite: p log p of it is 0 and not NaN."""
@@ -66,26 +66,15 @@ class _Read(torch.autograd.Function):
         hidden, weight, bias, temperature, lse = ctx.saved_tensors
         rows = (d_values != 0).view(len(lse), -1).any(-1).nonzero()[:, 0]  # a NaN in the others reaches nothing
         cast = weight.to(hidden.dtype)
-        d_hidden = torch.zeros_like(hidden)
-        d_weight = torch.zeros(weight.shape, dtype=lse.dtype, device=weight.device)
-        d_bias = torch.zeros(bias.shape, dtype=lse.dtype, device=bias.device) if bias is not None else None
+        sums = HeadGradients(hidden, weight, bias, lse.dtype)
         for chunk in chunks(len(rows), len(weight)):
             at = rows[chunk]
             h, t = hidden[at], temperature[at, None]
             z = chunk_logits(h, cast, bias, temperature[at], ctx.cap)
             slope = 1 - (z * (t / ctx.cap)) ** 2 if ctx.cap else None  # of the cap
             dz = ctx.reading.slope(centred(z, lse[at]), at, d_values[at]) / t
-            if slope is not None:
-                dz *= slope
-            if d_bias is not None:
-                d_bias += dz.sum(0)
-            dz = dz.to(hidden.dtype)
-            d_hidden[at] = dz @ cast
-            if dz.dtype == d_weight.dtype:
-                d_weight.addmm_(dz.T, h)
-            else:
-                d_weight += dz.T @ h
-        return d_hidden, d_weight.to(weight.dtype), None if d_bias is None else d_bias.to(bias.dtype), None, None, None
+            sums.add(at, dz if slope is None else dz.mul_(slope), h, cast)
+        return *sums.found(weight, bias), None, None, None
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,8 @@ class Outlet(Protocol):
 
     def stage(self, version: int, shapes: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) -> str:
         """Hold these tensors in place of those of the version before; the address by which they are found. They come
-        one at a time, in the order of `shapes`, and are the next one's room once the next one comes."""
+        one at a time, in the order of `shapes`; one that is to be kept is copied before the next one comes, unless the
+        engine's own may be read in place."""
         ...
 
 
