@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 export OMP_WAIT_POLICY ?= passive
 SEED ?= 0
 
-.PHONY: setup browser test test-distributed test-all test-mutants vllm-env test-vllm quickstart bench lint clean
+.PHONY: setup browser test test-distributed test-ranks test-clusters queue-package test-all test-mutants vllm-env test-vllm quickstart bench lint clean
 
 setup: $(VENV)/.stamp
 
@@ -24,11 +24,26 @@ browser:
 test: setup browser lint
 	$(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist worksteal
 
-test-distributed: setup  # many ranks, Ray, kills: ten minutes on two cores
-	GLOO_SOCKET_IFNAME=lo $(BIN)/python -m pytest -q tests/distributed
+# Many ranks, Ray, kills: ten minutes on two cores. What forks and what starts clusters waits most of its time, so the
+# two run beside each other.
+test-distributed: queue-package
+	$(MAKE) --no-print-directory -j 2 --output-sync=target test-ranks test-clusters
+
+test-ranks test-clusters: export GLOO_SOCKET_IFNAME := lo
+test-ranks: setup
+	$(BIN)/python -m pytest -q -m "not cluster" tests/distributed
+
+test-clusters: queue-package
+	$(BIN)/python -m pytest -q -m cluster tests/distributed
 
 test-all: test  # and every combination of layout, packing and role
-	GLOO_SOCKET_IFNAME=lo FULL_GRID=1 $(BIN)/python -m pytest -q tests/distributed
+	FULL_GRID=1 $(MAKE) test-distributed
+
+# The TransferQueue package; of what it asks for, ray's dashboard and torch again are left out.
+queue-package: setup
+	@$(BIN)/python -c "import transfer_queue" 2>/dev/null || \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps TransferQueue==0.1.11 tensordict==0.15.3 \
+		pyvers==0.2.3 pyzmq==27.3.0 prometheus_client==0.26.0 cloudpickle==3.1.2
 
 test-mutants: setup  # does the suite notice a wrong line? Half an hour on two cores
 	$(BIN)/python tests/mutants.py
