@@ -210,6 +210,19 @@ def test_an_exception_that_asyncio_cannot_carry_does_not_hang_or_cancel_the_wait
         asyncio.run(main())
 
 
+def test_a_call_beside_is_answered_in_the_middle_of_another(made):
+    group, bench = made
+    running = hold(group, bench)
+    behind = note(group, "behind")
+    assert group.beside(Worker.note, ("beside",)).result(WAIT_S) == ["beside"] * group.world_size
+    with pytest.raises(KeyError, match="gone"):
+        group.beside(Worker.fail, (KeyError("gone"),)).result(WAIT_S)
+    assert bench.logs == [["beside"]] * group.world_size and not running.done()
+    bench.release()
+    assert behind.result(WAIT_S) == ["behind"] * group.world_size
+    assert bench.logs == [["beside", "held", "behind"]] * group.world_size
+
+
 def test_a_cancelled_call_that_has_not_begun_never_runs(made):
     group, bench = made
     hold(group, bench)

@@ -27,9 +27,9 @@ def exported(root: Path, step: int) -> dict[str, torch.Tensor]:
     return load_file(root / "r" / "checkpoints" / f"step_{step}" / "hf" / "model.safetensors")
 
 
-def start(args: list[str]) -> subprocess.Popen[str]:
+def start(args: list[str], door: str = "verl.cli") -> subprocess.Popen[str]:
     """The run in a process of its own, as the command line starts it."""
-    command = [sys.executable, "-m", "verl.cli", "train", *args]
+    command = [sys.executable, "-m", door, "train", *args]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=TESTS.parent)
 
 
@@ -118,6 +118,32 @@ def test_a_killed_process_costs_a_restart_and_nothing_else(tmp_path, tiny_model,
     seen = Counter(i for ids in trained(tmp_path / "r").values() for i in ids)
     assert set(seen.values()) == {1}, "a sample was trained twice"
     assert {i.partition("/")[0] for i in seen} <= set(dispatched(tmp_path / "r"))
+
+
+def test_a_stop_in_an_update_that_does_not_end_saves_what_was_before_it(
+    tmp_path, tiny_model, arithmetic_data, straight
+):
+    """On both ranks, which have made an optimizer step of the third turn; the checkpoint before it is two turns old."""
+    (tmp_path / "update").write_text("3")
+    more = (*SHAPE, "run.save_every_steps=0", "run.grace_s=2")
+    args = small_args(tmp_path, tiny_model, arithmetic_data[:1], *more, f"cluster.env={{HANGING: '{tmp_path}'}}")
+    run = start(args, "tests.hanging")
+    end_s = time.monotonic() + 180
+    while not (tmp_path / "in_update").exists():
+        assert run.poll() is None and time.monotonic() < end_s
+        time.sleep(0.1)
+    children = psutil.Process(run.pid).children(recursive=True)
+    run.send_signal(signal.SIGTERM)
+    text = run.communicate(timeout=60)[0]
+    assert run.returncode == 75, text
+    assert "so that a stop can save what was before them" in text and "stopped before step 3 of 4" in text, text
+    assert not psutil.wait_procs(children, timeout=30)[1]
+    assert [path.name for path in (tmp_path / "r" / "checkpoints").iterdir()] == ["step_2"]
+    (tmp_path / "update").unlink()
+    small_run(tmp_path, tiny_model, arithmetic_data[:1], *more)
+    one, two = exported(straight, 4), exported(tmp_path, 4)
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    assert trained(straight / "r") == trained(tmp_path / "r")
 
 
 def test_a_killed_driver_leaves_nobody_and_the_run_goes_on(tmp_path, tiny_model, arithmetic_data):

@@ -1,5 +1,6 @@
 """Stopped by a signal, the terminal gone, the pipe closed: what was done is saved, and the run is the one never cut."""
 
+import json
 import os
 import pty
 import signal
@@ -10,6 +11,7 @@ import pytest
 from small_runs import metrics_of, same_tensors, small_args, small_run, tensors_of
 from test_resume import TESTS, assert_equal_runs, wait_for
 
+from verl.cli import main
 from verl.track.events import read_events
 
 HANGS = """
@@ -117,3 +119,118 @@ def test_a_lost_terminal_and_a_closed_pipe_end_nothing(tmp_path, tiny_model, ari
         assert [e.kind for e in read_events(tmp_path / name, {"console_lost"})] == ["console_lost"], name
     assert ended == {"terminal": 0, "pipe": 0}
     same_tensors(tensors_of(tmp_path / "terminal", 12), tensors_of(tmp_path / "pipe", 12))
+
+
+RL = ("step.updates_per_step=2", "run.seed=3", "track.sinks=[jsonl]")
+IN_UPDATES = {
+    "grpo": ("train", RL),
+    "ppo on virtual ranks": ("train", (*RL, "algorithm.name=ppo", "cluster.virtual_ranks=2")),
+    "async": ("train", (*RL, "pipeline.staleness=1")),
+    "sft": ("sft", ("supervised.rows_per_step=4", "data.max_tokens_per_row=32")),
+}
+
+
+def hanging(folder, verb: str, args: list[str], log) -> subprocess.Popen:
+    """The command line, stopped where `tests/hanging.py` says."""
+    env = {**os.environ, "OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1", "HANGING": str(folder)}
+    command = [sys.executable, "-m", "tests.hanging", verb, *args]
+    return subprocess.Popen(command, env=env, cwd=TESTS.parent, stdout=log, stderr=log)
+
+
+def args_of(verb: str, root, model, data, *more: str) -> list[str]:
+    if verb == "train":
+        return small_args(root, model, data[:1], *more)
+    rows = root.parent / "rows.jsonl"
+    turns = [[{"role": "user", "content": f"{n}+1="}, {"role": "assistant", "content": f"{n + 1}"}] for n in range(40)]
+    rows.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in turns))
+    base = (f"run.root_dir={root}", "run.name=r", "run.threads=1", f"model.path={model}", "model.dtype=float32")
+    return [*base, f"data.train_files=[{rows}]", f"data.cache_dir={root}/cache", "optim.lr=1e-3", *more]
+
+
+def same_runs(verb: str, one, two, steps: int) -> None:
+    if verb == "train":
+        return assert_equal_runs(one, two, steps)
+    same_tensors(tensors_of(one, steps, "trainer"), tensors_of(two, steps, "trainer"))
+    a, b = metrics_of(one), metrics_of(two)
+    assert [a[s]["train/loss"] for s in range(1, steps + 1)] == [b[s]["train/loss"] for s in range(1, steps + 1)]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", IN_UPDATES)
+def test_a_stop_in_an_update_that_does_not_end_saves_what_was_before_it(tmp_path, tiny_model, arithmetic_data, case):
+    """In the third step, after its first optimizer step; nothing was saved before."""
+    verb, more = IN_UPDATES[case]
+    updates = 1 if verb == "sft" else 2
+    (tmp_path / "update").write_text(str(2 * updates + 1))
+    more, run_dir = ("run.grace_s=2", *more), tmp_path / "cut" / "r"
+    args = args_of(verb, tmp_path / "cut", tiny_model, arithmetic_data, *more, "run.total_steps=300")
+    with (tmp_path / "log").open("w") as log:
+        process = hanging(tmp_path, verb, args, log)
+        wait_for((tmp_path / "in_update").exists, 120, "an update that hangs")
+        process.send_signal(signal.SIGTERM)
+        code = process.wait(60)
+    said = (tmp_path / "log").read_text()
+    assert code == 75, said
+    assert saved(run_dir) == [2] and max(metrics_of(run_dir)) == 2 and not (run_dir / "crash").exists()
+    assert said.count("so that a stop can save what was before them") == 1, said
+    assert "less a save), the state at its beginning is saved. Ctrl-C" in said
+    assert said.strip().splitlines()[-1].endswith("stopped before step 3 of 300; the run resumes there")
+    (tmp_path / "update").unlink()
+    for name in ("cut", "straight"):
+        whole = args_of(verb, tmp_path / name, tiny_model, arithmetic_data, *more, "run.total_steps=4")
+        assert main([verb, *whole]) == 0
+    if case == "async":  # which samples weights of which version make is not said beforehand
+        assert len(metrics_of(run_dir)) == 4
+    else:
+        same_runs(verb, tmp_path / "straight" / "r", run_dir, 4)
+
+
+@pytest.mark.timeout(200)
+def test_a_stop_in_the_first_update_loses_nothing_and_saves_nothing(tmp_path, tiny_model, arithmetic_data):
+    """What is on disk at its beginning needs no copy: the model, or the checkpoint that the run went on from."""
+    for last in (0, 2):
+        (tmp_path / "update").write_text(str(last + 1))
+        more = (f"run.total_steps={last + 1}", "supervised.rows_per_step=4", "data.max_tokens_per_row=32")
+        args = args_of("sft", tmp_path / "r", tiny_model, arithmetic_data, "run.grace_s=2", *more)
+        with (tmp_path / "log").open("w") as log:
+            process = hanging(tmp_path, "sft", args, log)
+            wait_for((tmp_path / "in_update").exists, 120, "an update that hangs")
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 75, (tmp_path / "log").read_text()
+        assert saved(tmp_path / "r" / "r") == [2][:last]
+        assert f"stopped before step {last + 1} of {last + 1}; the run resumes there" in (tmp_path / "log").read_text()
+        (tmp_path / "update").unlink()
+        (tmp_path / "in_update").unlink()
+        more = ("run.total_steps=2", *more[1:])
+        assert main(["sft", *args_of("sft", tmp_path / "r", tiny_model, arithmetic_data, *more)]) == 0
+
+
+@pytest.mark.timeout(300)
+def test_killed_while_it_saves_what_was_before_an_update(tmp_path, tiny_model, arithmetic_data):
+    """The last whole checkpoint is there, and the run goes on from it as if never cut."""
+    (tmp_path / "update").write_text("7")
+    more, run_dir = ("run.grace_s=2", *RL, "run.save_every_steps=2"), tmp_path / "cut" / "r"
+    args = args_of("train", tmp_path / "cut", tiny_model, arithmetic_data, *more, "run.total_steps=5")
+    with (tmp_path / "log").open("w") as log:
+        process = hanging(tmp_path, "train", args, log)
+        wait_for((tmp_path / "in_update").exists, 120, "an update that hangs")
+        (tmp_path / "write").touch()
+        process.send_signal(signal.SIGTERM)
+        wait_for((tmp_path / "in_write").exists, 60, "a checkpoint that is written")
+        process.kill()
+        process.wait(30)
+    kept = sorted(path.name.partition(".")[0] for path in (run_dir / "checkpoints").iterdir())
+    assert kept == ["step_2", "step_3"] and not (run_dir / "checkpoints" / "step_3").exists()
+    for name in ("cut", "straight"):
+        whole = args_of("train", tmp_path / name, tiny_model, arithmetic_data, *more, "run.total_steps=5")
+        assert main(["train", *whole]) == 0
+    assert_equal_runs(tmp_path / "straight" / "r", run_dir, 5)
+
+
+def test_without_room_for_a_copy_a_run_says_so_and_goes_on(tmp_path, tiny_model, arithmetic_data, monkeypatch, capfd):
+    monkeypatch.setattr("verl.workers.host.free_bytes", lambda: 100_000)
+    more = ("run.grace_s=2", "run.total_steps=4", *RL)
+    assert main(["train", *args_of("train", tmp_path, tiny_model, arithmetic_data, *more)]) == 0
+    said = capfd.readouterr().out
+    assert said.count("a stop in one waits for its end all the same: no room for a copy of the state before it") == 1
+    assert "which has 0.0001 GB free" in said and "is kept in host memory" not in said

@@ -1,4 +1,4 @@
-"""What a stop says and does: what may be left is left when the grace ends, an update that has begun is finished."""
+"""What a stop says and does: what may be left is left when the grace ends, the rest is finished, and it says why."""
 
 import asyncio
 import os
@@ -17,7 +17,7 @@ class Said:
         self.lines.append(text)
 
 
-async def stopped(work_s, *, may_give_up, inside=True):
+async def stopped(work_s, *, why_not, inside=True):
     """(whether the work was done, what was said); SIGTERM comes while it is under way, the grace is over soon after."""
     said, done = Said(), []
     stop = StopRequest(said, RESERVE_S + 0.05, lambda: 0.0)
@@ -30,7 +30,7 @@ async def stopped(work_s, *, may_give_up, inside=True):
     stop.listen()
     try:
         if inside:
-            assert await stop.unless_given_up(work(), ", it is left", may_give_up) == bool(done)
+            assert await stop.unless_given_up(work(), ", it is left", lambda: why_not) == bool(done)
         else:
             await work()  # as the update of a supervised step
     finally:
@@ -41,11 +41,10 @@ async def stopped(work_s, *, may_give_up, inside=True):
 
 @pytest.mark.timeout(60)
 def test_what_is_said_is_what_is_done():
-    kept, lines = asyncio.run(stopped(60.0, may_give_up=lambda: True))
+    kept, lines = asyncio.run(stopped(60.0, why_not=""))
     assert not kept and len(lines) == 1 and "if it takes longer than 0 s" in lines[0] and ", it is left" in lines[0]
-    for inside in (True, False):
-        kept, lines = asyncio.run(stopped(0.3, may_give_up=lambda: False, inside=inside))
-        assert kept and "finishing this step, however long it takes" in lines[0] and "it is left" not in lines[0], (
-            inside
-        )
-        assert len(lines) == 2 and lines[1].startswith("run.grace_s=2.05 is over: "), inside
+    for inside, why in ((True, "no room"), (False, "it is about to end")):
+        kept, lines = asyncio.run(stopped(0.3, why_not="no room", inside=inside))
+        assert kept and f"finishing this step, however long it takes ({why}), then saving" in lines[0], inside
+        over = f"run.grace_s=2.05 is over: the step is finished and saved first ({why})"
+        assert len(lines) == 2 and lines[1] == over and "it is left" not in lines[0], inside

@@ -44,7 +44,7 @@ class RunConfig:
     eval_before: bool = True
     eval_after: bool = True
     threads: PositiveInt | None = None  # CPU threads for torch. Null: all cores.
-    grace_s: NonNegative = 25.0  # From SIGTERM or Ctrl-C to a saved state; a longer step is given up before its update.
+    grace_s: NonNegative = 25.0  # From SIGTERM or Ctrl-C to a saved state; a longer step is given up.
     wait_timeout_s: Positive = 600.0  # Deadline of a wait in the loop (call, publish, batch); the error says for what.
 
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
-import psutil
 
 from verl.config.plan import SAVE_EVERY_S, SAVE_SHARE
 from verl.driver.reporter import Reporter, due
@@ -22,10 +24,14 @@ from verl.driver.roles import Learner
 from verl.driver.run_dir import RunDir
 from verl.driver.state import DriverState, hidden, write_state
 from verl.driver.stopping import Stopped, StopRequest
+from verl.workers.host import Room, too_small
 from verl.workers.model_workers import ModelWorkers
 
+T = TypeVar("T")
 BYTES_PER_S = 500e6  # of a save, before one was measured
-COPY_ROOM = 2.0  # free memory, of a checkpoint's size, without which no copy is made of it
+LOOK_BACK = 5  # steps, whose updates say how long the next one may take
+COPY_S = 1.0  # of a copy for every step, which may take SAVE_SHARE of its update; shorter ones are nobody's concern
+BUSY = 2.0  # a save beside an update in the same process, against one that has it for itself
 CLOSE_S = 60.0  # for a checkpoint that is being written when the run ends
 ASK_EVERY_S = 0.2  # whether the workers have written theirs
 
@@ -66,9 +72,15 @@ class Checkpointer:
         self._claimed, self._learner, self._trained = claimed, learner, trained
         self._needed_bytes, self._reporter = needed_bytes, reporter
         self.cadence = Cadence(learner.config.run.save_every_steps, needed_bytes / BYTES_PER_S)
-        self.stop = StopRequest(reporter.progress, learner.config.run.grace_s, lambda: self.cadence.save_s)
+        self.stop = StopRequest(reporter.progress, learner.config.run.grace_s, self._save_s)
         self._under_way: asyncio.Task[None] | None = None
         self.newest = claimed.state.step if claimed.state else 0  # the step after which the newest checkpoint was made
+        self._written = self.newest  # the same of the one that is being written, if one is
+        self._held: int | None = None  # the step after which the state was as the copy that is kept
+        self._why_not = ""  # there is none
+        self._updates_s: deque[float] = deque(maxlen=LOOK_BACK)
+        self._copies_s: deque[float] = deque(maxlen=2)  # the first one also makes what they need
+        self._told: set[bool] = set()
 
     async def save(self, state: DriverState, *, last: bool = False, best: float | None = None) -> None:
         """Commit a checkpoint after `state.step` steps. One that cannot be written (disk full, I/O) is a warning:
@@ -81,15 +93,70 @@ class Checkpointer:
         state = msgspec.structs.replace(state, identity=claimed.identity, parent=claimed.parent, groups=groups)
         events, began_s = self._reporter.events, time.monotonic()
         events.flush(fsync=True)  # of the groups that the state holds: they are taken up without a new event
-        room = psutil.virtual_memory().available > COPY_ROOM * self._needed_bytes
-        if not self._learner.cluster.apart or last or not room:
+        self._written = state.step
+        if self._held == state.step:
+            self._held = None
+            await self._commit(self._write_beside(state, best), state, began_s, last=last)
+        elif not self._learner.cluster.apart or last or too_small(await self._rooms()):
             await self._commit(self._write(state, best), state, began_s, last=last)
+        else:
+            await self._each(ModelWorkers.snapshot)
+            write = self._write_beside(state, best)
+            self._under_way = asyncio.ensure_future(self._commit(write, state, began_s, last=False))
+
+    async def hold(self, step: int) -> None:
+        """Before the updates of the step that comes after `step`: keep a copy of what they change, if they may outlast
+        the grace of a stop. It is not needed where that state is on disk, and not kept where its hosts have no room."""
+        self._why_not = ""
+        if self._learner.why_together():
             return
-        held = [self._learner.models[role].snapshot() for role in self._trained]
-        for role, future in zip(self._trained, held, strict=True):
-            await self._learner.done(future, f"{role}.snapshot")
-        write = self._write_beside(state, best)
-        self._under_way = asyncio.ensure_future(self._commit(write, state, began_s, last=False))
+        if self._written == step:  # still being written, or it failed
+            self._why_not = f"the checkpoint of step {step} is not on disk"
+            return
+        longest_s, grace_s = max(self._updates_s, default=0.0), self._learner.config.run.grace_s
+        if longest_s <= self.stop.left_s:
+            self._why_not = f"no copy of the state before it is kept, since updates took {longest_s:.0f} s at most"
+            return
+        rooms = await self._rooms()
+        if lacking := too_small(rooms):
+            self._why_not = f"no room for a copy of the state before it: {lacking}"
+        elif len(self._copies_s) > 1 and min(self._copies_s) > max(COPY_S, SAVE_SHARE * longest_s):
+            self._why_not = f"a copy of the state before it takes {min(self._copies_s):.0f} s, too long for every step"
+        else:
+            began_s = time.monotonic()
+            await self._each(ModelWorkers.snapshot)
+            self._held = step
+            self._copies_s.append(time.monotonic() - began_s)
+        if (self._held is None) not in self._told:
+            self._told.add(self._held is None)
+            what = f"updates take {longest_s:.0f} s, longer than run.grace_s={grace_s:g} leaves"
+            size = f"{sum(room.copy_bytes for room in rooms) / 1e9:.2g} GB"
+            kept = f"a copy of the state ({size}) is kept in host memory, so that a stop can save what was before them"
+            waits = f"a stop in one waits for its end all the same: {self._why_not}"
+            self._reporter.progress.message(f"{what}: {waits if self._why_not else kept}")
+
+    def no_way_back(self, step: int) -> str:
+        """Why the state after `step` cannot be had any more, once the models are trained further; "" where it can."""
+        return self._learner.why_together() or ("" if step in (self._held, self.newest) else self._why_not)
+
+    async def updated(self, seconds: float) -> None:
+        """The updates of a step have ended: what was kept for a stop in them goes."""
+        self._updates_s.append(seconds)
+        if self._held is not None:
+            self._held = None
+            await self._each(ModelWorkers.forget)
+
+    async def _each(self, call: Callable[[ModelWorkers], Future[T]]) -> list[T]:
+        """Of every role that is trained, all at once."""
+        calls = [call(self._learner.models[role]) for role in self._trained]
+        return [await self._learner.done(c, f"{role}.{call.__name__}") for role, c in zip(self._trained, calls)]
+
+    async def _rooms(self) -> list[Room]:
+        return [room for rooms in await self._each(ModelWorkers.room) for room in rooms]
+
+    def _save_s(self) -> float:
+        beside = self._held is not None and not self._learner.cluster.apart
+        return self.cadence.save_s * (BUSY if beside else 1.0)
 
     async def settle(self) -> None:
         """Until what is being written is a checkpoint, or has failed to be one."""

@@ -17,6 +17,8 @@ async def train(run: Run) -> None:
                 if run.placement.colocated:
                     await groups.drain()
             async with run.placement.training():  # colocated: rollout releases its KV cache; split: a no-op
+                with step.clock("checkpoint"):  # a copy of the models, where updates outlast the grace of a stop
+                    await run.checkpointer.hold(step.index)
                 await experience_and_update(run.learner, step, refs)
                 await run.publish(step)
             await run.finish(step, refs)  # evaluate, checkpoint, samples, metrics

@@ -49,9 +49,9 @@ class Learner:
             asyncio.wrap_future(future), who="driver", what=what, timeout_s=self.config.run.wait_timeout_s
         )
 
-    def alone(self) -> bool:
-        """This process may leave undone what it likes; others would go on with it."""
-        return self.cluster.drivers is None
+    def why_together(self) -> str:
+        """Why this process may leave nothing undone by itself; "" where it may."""
+        return "" if self.cluster.drivers is None else "the processes of torchrun end a step together"
 
     async def agreed(self, value: T) -> T:
         """The first driver's value, where many processes run this one."""

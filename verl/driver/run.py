@@ -91,6 +91,9 @@ class Run:
     async def publish(self, step: Step) -> None:
         """The optimizer steps are done: free the groups, and deliver the weights when due. Exclusive: before rollout
         wakes. Else in the background, in order."""
+        step.updated = True
+        spent_s = step.ledger.seconds()
+        await self.checkpointer.updated(sum(spent_s.get(phase, 0.0) for phase in ("update_critic", "update")))
         stats = self.groups.take_stats()
         step.log(
             batch_metrics(
@@ -147,9 +150,9 @@ class Run:
         """Await the loop; Stopped, once the state is saved, where a signal ended it."""
         self.stop.listen()
         try:
-            then = " and its update has not begun, the state at its beginning is saved"
-            if await self.stop.unless_given_up(training, then, lambda: self._step is None or not self._step.updating):
+            if await self.stop.unless_given_up(training, ", the state at its beginning is saved", self._why_not):
                 return
+            self.stop.abandoned = self._step is not None and self._step.updating
         except asyncio.CancelledError:
             if not self.stop.requested:
                 raise
@@ -159,6 +162,13 @@ class Run:
         raise await self.checkpointer.stopped(self._beginning, self.total_steps)
 
     # -- private -----------------------------------------------------------------------------------------------------
+
+    def _why_not(self) -> str:
+        """Why the step under way cannot be given up."""
+        step = self._step
+        if step is None or not step.updating:
+            return ""
+        return "its update is done" if step.updated else self.checkpointer.no_way_back(step.index)
 
     def _state(self, number: int) -> DriverState:
         """After `number` steps: the list of all parts that may influence the next one, but for models and
@@ -194,7 +204,7 @@ class Run:
             await self.publisher.close()
             await self.rollout.close()
             await self.close_reward()
-            self.learner.close(max(1.0, until_s - time.monotonic()))
+            self.learner.close(0.0 if self.stop.abandoned else max(1.0, until_s - time.monotonic()))
         finally:
             self.reporter.close()
             self.lock.close()

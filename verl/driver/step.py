@@ -38,6 +38,7 @@ class Step:
     trained: Refs = field(default_factory=Refs)
     truths: Mapping[str, Any] = field(default_factory=dict)  # task id -> ground truth, of its groups
     updating: bool = False  # optimizer steps were enqueued: the models are those of its beginning no more
+    updated: bool = False  # they are done, and what the step did is told
 
     @property
     def number(self) -> int:

@@ -1,16 +1,19 @@
 """SIGTERM, Ctrl-C and a lost terminal, the same for every verb.
 
 The first SIGTERM or Ctrl-C: the step under way is finished and saved if it ends within `run.grace_s`; else it is given
-up, and the state at its beginning is saved; but once its update has begun it is finished, however long that takes: only
-a second copy of weights and moments could bring the beginning back. Of supervised verbs a step is its update. A Ctrl-C
-after that: out now. SIGHUP: the console is let go.
+up, and the state at its beginning is saved. An update that has begun is given up too where that state is on disk or a
+copy of it is kept (`Checkpointer.hold`); where not, it is finished, however long that takes, and the lines say why. A
+Ctrl-C after that: out now. SIGHUP: the console is let go.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
+import contextlib
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -33,10 +36,16 @@ class StopRequest:
 
     def __init__(self, progress: LiveProgress, grace_s: float, save_s: Callable[[], float]) -> None:
         self.requested = ""  # the name of the signal
+        self.abandoned = False  # an update was given up, and is still computed: nobody waits for its end
         self._progress, self._grace_s, self._save_s = progress, grace_s, save_s
         self._given_up = False
         self._heard: list[signal.Signals] = []
-        self._works: list[tuple[asyncio.Task[None], str, Callable[[], bool]]] = []  # innermost last
+        self._works: list[tuple[asyncio.Task[None], str, Callable[[], str]]] = []  # innermost last
+
+    @property
+    def left_s(self) -> float:
+        """Of the grace, for a step to end in."""
+        return max(0.0, self._grace_s - self._save_s() - RESERVE_S)
 
     def listen(self) -> None:
         """To the signals that are not ignored (as under nohup, or in a shell's background)."""
@@ -47,19 +56,22 @@ class StopRequest:
                     self._heard.append(one)
 
     def close(self, *, deaf: bool = False) -> None:
-        """deaf: a signal does not end this process either, which has to say why it ends."""
+        """deaf: a signal does not end this process either, which has to say why it ends. After an update was abandoned
+        the process ends without Python's own end, which would tear its thread out of a kernel and abort."""
+        if self.abandoned:
+            atexit.register(_leave, self._code)
         while self._heard:  # uvloop would leave it there, for no loop
             asyncio.get_running_loop().remove_signal_handler(one := self._heard.pop())
             if deaf:
                 signal.signal(one, signal.SIG_IGN)
 
     async def unless_given_up(
-        self, work: Coroutine[Any, Any, None], then: str, may_give_up: Callable[[], bool] = lambda: True
+        self, work: Coroutine[Any, Any, None], then: str, why_not: Callable[[], str] = lambda: ""
     ) -> bool:
         """Await work that is cancelled when the grace ends, if it may be left undone then. False: it was. then: what
-        becomes of it, the end of a sentence."""
+        becomes of it, the end of a sentence · why_not: why it may not be left now; "" if it may."""
         task = asyncio.ensure_future(work)
-        self._works.append((task, then, may_give_up))
+        self._works.append((task, then, why_not))
         if self._given_up:
             self._give_up()
         try:
@@ -77,8 +89,12 @@ class StopRequest:
         """Before step `number`, with the state after step `saved` as the newest on disk."""
         where = "the run resumes there" if saved == number - 1 else f"only step {saved} is saved, the run resumes there"
         error = Stopped(f"{self.requested}: stopped before step {number} of {total}; {where}")
-        error.code = INTERRUPTED if self.requested == "SIGINT" else PREEMPTED
+        error.code = self._code
         return error
+
+    @property
+    def _code(self) -> int:
+        return INTERRUPTED if self.requested == "SIGINT" else PREEMPTED
 
     def _hear(self, which: signal.Signals) -> None:
         if which == signal.SIGHUP:
@@ -90,18 +106,28 @@ class StopRequest:
                 os._exit(INTERRUPTED)  # the workers die with this process
             return None
         self.requested = which.name
-        left_s = max(0.0, self._grace_s - self._save_s() - RESERVE_S)
-        how = f"however long it takes (run.grace_s={self._grace_s:g} cuts no update that has begun), then saving"
-        if self._works and self._works[-1][2]():
-            grace = f"{left_s:.0f} s (run.grace_s={self._grace_s:g} less a save)"
+        left_s, why = self.left_s, self._why_not()
+        grace = f"{left_s:.0f} s (run.grace_s={self._grace_s:g} less a save)"
+        how = f"however long it takes ({why}), then saving"
+        if not why:
             how = f"then saving; if it takes longer than {grace}{self._works[-1][1]}"
         self._progress.message(f"{which.name}: finishing this step, {how}. Ctrl-C: out now")
         asyncio.get_running_loop().call_later(left_s, self._give_up)
 
+    def _why_not(self) -> str:
+        return self._works[-1][2]() if self._works else "it is about to end"
+
     def _give_up(self) -> None:
         self._given_up = True
-        if self._works and self._works[-1][2]():
-            self._works[-1][0].cancel()
-        else:
+        if why := self._why_not():
             over = f"run.grace_s={self._grace_s:g} is over"
-            self._progress.message(f"{over}: a step whose update has begun is finished and saved first")
+            self._progress.message(f"{over}: the step is finished and saved first ({why})")
+        else:
+            self._works[-1][0].cancel()
+
+
+def _leave(code: int) -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # closed
+            stream.flush()
+    os._exit(code)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -42,7 +43,7 @@ class SupervisedRun:
     first_index: int = 0
 
     def close(self) -> None:
-        self.learner.close()
+        self.learner.close(0.0 if self.stop.abandoned else 10.0)
         self.reporter.close()
         self.lock.close()
         drivers = self.learner.cluster.drivers
@@ -61,16 +62,23 @@ async def fit(run: SupervisedRun) -> dict[str, float]:
             stopped = await run.checkpointer.stopped(_state(run, index), run.total_steps)
             await run.learner.finish()
             raise stopped
-        step = Step(index)
+        step, beginning = Step(index), _state(run, index)
         with step.clock("data"):
             draws = [run.cursor.next() for _ in range(run.config.supervised.rows_per_step)]
             refs = await put_rows(run.learner, run.stage, [d.index for d in draws], [f"s{d.draw}" for d in draws])
+        with step.clock("checkpoint"):
+            await run.checkpointer.hold(index)
         with step.clock("update"):
-            step.log(await _update(run, refs))
+            update, why_not = _update(run, step, refs), partial(run.checkpointer.no_way_back, index)
+            if not await run.stop.unless_given_up(update, ", the state at its beginning is saved", why_not):
+                run.stop.abandoned = True
+                raise await run.checkpointer.stopped(beginning, run.total_steps)
+        await run.checkpointer.updated(step.ledger.seconds()["update"])
         last = step.number == run.total_steps
         if due(step.number, config.eval_every_steps) or (last and config.eval_after):
             with step.clock("evaluate"):
-                await run.stop.unless_given_up(_evaluate(run, step), ", its evaluation is left out", run.learner.alone)
+                together, then = run.learner.why_together, ", its evaluation is left out"
+                await run.stop.unless_given_up(_evaluate(run, step), then, together)
         if await run.learner.agreed(run.checkpointer.cadence.due(step.number) or last or bool(run.stop.requested)):
             run.reporter.keep(step)
             with step.clock("checkpoint"):
@@ -92,14 +100,13 @@ async def put_rows(learner: Learner, stage: Stage, indices: Sequence[int], names
     return refs
 
 
-async def _update(run: SupervisedRun, refs: Refs) -> Metrics:
+async def _update(run: SupervisedRun, step: Step, refs: Refs) -> None:
     learner, terms = run.learner, run.stage.terms
     steps, inputs = [OptimizerStep(refs)], inputs_of(terms)
     await learner.done(learner.compute.weigh(steps, terms, inputs), "compute.weigh")
     update = learner.models[TRAINER].update(steps, terms, inputs, prefix="train/")
-    metrics = await learner.done(update, "trainer.update")
+    step.log(await learner.done(update, "trainer.update"))
     learner.queue.drop(refs)
-    return metrics
 
 
 async def evaluate(run: SupervisedRun) -> Metrics:

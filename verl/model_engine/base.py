@@ -136,7 +136,12 @@ class ModelEngine(Protocol):
 
     def snapshot(self) -> Snapshot:
         """A copy of the state as it is now, on the host: another thread can save it, and export its weights, while
-        training goes on. One at a time."""
+        training goes on. One is saved at a time."""
+        ...
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """What this rank's part of a snapshot takes."""
         ...
 
     def load(self, path: Path) -> None:

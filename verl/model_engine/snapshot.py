@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from verl.checkpoint.shards import save_tensors
 
@@ -39,7 +40,20 @@ class Snapshot:
         state = {name: of(t) for name, t in self.state.items()}
         return replace(self, state=state, named=[(name, None if t is None else of(t)) for name, t in self.named])
 
+    @property
+    def num_bytes(self) -> int:
+        """What this rank holds of it."""
+        named = (t for _, t in self.named if t is not None)
+        distinct = {id(t): t for t in (*self.state.values(), *named)}.values()
+        return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in distinct)
+
+    def without_tensors(self) -> Snapshot:
+        """For a rank whose part another one has."""
+        return replace(self, state={}, named=(), counters=None)
+
     def save(self, path: Path) -> None:
+        if not self.state and self.group is None:
+            return
         save_tensors(path, {name: t.detach() for name, t in self.state.items()}, self.group)
         if self.counters is not None:
             (path / COUNTERS).write_text(json.dumps(self.counters))

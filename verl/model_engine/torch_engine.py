@@ -414,6 +414,10 @@ class TorchEngine:
     def snapshot(self) -> Snapshot:
         return self._now().copied(self._host_copy)
 
+    @property
+    def snapshot_bytes(self) -> int:
+        return self._now().num_bytes
+
     def _host_copy(self, t: Tensor) -> Tensor:
         return t.to("cpu", copy=True)
 

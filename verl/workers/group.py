@@ -49,6 +49,11 @@ class WorkerGroup(Protocol):
 
     def submit(self, method: Callable[..., T], args: Arguments) -> Future[list[T]]: ...
 
+    def beside(self, method: Callable[..., T], args: tuple[Any, ...] = ()) -> Future[list[T]]:
+        """As `submit`, the same for every rank, but now, whatever call is under way: for a method that returns at once
+        and does not meet the other ranks."""
+        ...
+
     def close(self, timeout_s: float = 10.0) -> None:
         """Finish what was submitted; what has not begun after `timeout_s` is cancelled. A later submit is refused."""
         ...

@@ -98,7 +98,12 @@ class SharedEngine:
         self._first(lambda: self._engine.save(path))
 
     def snapshot(self) -> Snapshot:
-        return self._first(self._engine.snapshot)
+        found = self._first(self._engine.snapshot)
+        return found if self._rank.rank == 0 else found.without_tensors()
+
+    @property
+    def snapshot_bytes(self) -> int:
+        return self._engine.snapshot_bytes if self._rank.rank == 0 else 0
 
     def load(self, path: Path) -> None:
         self._first(lambda: self._engine.load(path))
@@ -173,6 +178,14 @@ class InprocGroup:
             for waiting in self._queues:
                 waiting.put(call)
         return call.future
+
+    def beside(self, method: Callable[..., T], args: tuple[Any, ...] = ()) -> Future[list[T]]:
+        future: Future[list[T]] = Future()
+        try:
+            future.set_result([method(worker, *args) for worker in self._workers])
+        except Exception as e:
+            future.set_exception(e)
+        return future
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Finish what was submitted, then end the threads. What has not begun after `timeout_s` is cancelled."""

@@ -19,6 +19,7 @@ from verl.types import Metrics, Refs, merge_metrics
 from verl.weight_sync.base import Sent
 from verl.workers.compute import Compute, Computed, OptimizerStep
 from verl.workers.group import Broadcast, WorkerGroup
+from verl.workers.host import Room
 from verl.workers.role import RankStep, Role, UpdatePlan
 
 A = TypeVar("A")
@@ -109,17 +110,25 @@ class ModelWorkers:
     def save(self, path: Path) -> Future[None]:
         return _then(self._group.submit(Role.save, Broadcast((path,))), lambda _: None)
 
+    def room(self) -> Future[list[Room]]:
+        """Of every rank, for a snapshot."""
+        return self._group.submit(Role.room, Broadcast())
+
     def snapshot(self) -> Future[None]:
         """Keep the state as of now, for `write`."""
         return _then(self._group.submit(Role.snapshot, Broadcast()), lambda _: None)
 
+    def forget(self) -> Future[None]:
+        """The snapshot, which was not written."""
+        return _then(self._group.submit(Role.forget, Broadcast()), lambda _: None)
+
     def write(self, path: Path, hf_path: Path | None) -> Future[None]:
-        """Begin to write the snapshot; the calls that come are not held up."""
-        return _then(self._group.submit(Role.write, Broadcast((path, hf_path))), lambda _: None)
+        """Begin to write the snapshot that is there, also in the middle of a call; no call is held up."""
+        return _then(self._group.beside(Role.write, (path, hf_path)), lambda _: None)
 
     def written(self) -> Future[bool]:
-        """Whether all ranks have written theirs."""
-        return _then(self._group.submit(Role.written, Broadcast()), all)
+        """Whether all ranks have written theirs; in the middle of a call too."""
+        return _then(self._group.beside(Role.written), all)
 
     def load(self, path: Path) -> Future[None]:
         return _then(self._group.submit(Role.load, Broadcast((path,))), lambda _: None)

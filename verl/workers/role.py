@@ -26,6 +26,7 @@ from verl.transfer_queue.rows import read_samples
 from verl.types import Metric, Metrics, Refs, Sample, Segment, merge_metrics
 from verl.weight_sync.base import Outlet, Sent
 from verl.weight_sync.sender import WeightSender
+from verl.workers.host import Room, room_here
 from verl.workers.inproc import SharedEngine, VirtualRank
 
 
@@ -253,14 +254,23 @@ class Role:
     def save(self, path: Path) -> None:
         self.engine.save(path)
 
+    def room(self) -> Room:
+        """For a snapshot of this rank."""
+        return room_here(self.engine.snapshot_bytes)
+
     def snapshot(self) -> None:
         """Keep the state as it is now in host memory, for `write`."""
-        assert self._writing is None or self._writing.done(), "one snapshot at a time"
         self._snapshot = self.engine.snapshot()
 
+    def forget(self) -> None:
+        """The snapshot, which was not written."""
+        self._snapshot = None
+
     def write(self, path: Path, hf_path: Path | None) -> None:
-        """Begin to write the snapshot, beside the calls that come: the state to `path`, the weights to `hf_path`."""
+        """Begin to write the snapshot, beside the calls that run or come: the state to `path`, the weights to
+        `hf_path`."""
         assert self._snapshot is not None, "nothing was kept to be written"
+        assert self._writing is None or self._writing.done(), "one snapshot is written at a time"
         snapshot, self._snapshot = self._snapshot, None
         self._writing = Future()
         thread = threading.Thread(target=self._write, args=(self._writing, snapshot, path, hf_path), daemon=True)

@@ -213,6 +213,9 @@ class SpmdGroup:
         mine = args.args if isinstance(args, Broadcast) else args[self._drivers.number]
         return self._drivers.together(f"{self._name}.{method.__name__}", partial(method, self._worker, *mine))
 
+    def beside(self, method: Callable[..., T], args: tuple[Any, ...] = ()) -> Future[list[T]]:
+        raise AssertionError("the drivers make all their calls together")
+
     def close(self, timeout_s: float = 10.0) -> None:
         """Its thread is that of all calls, and ends with the cluster."""
 

@@ -91,7 +91,7 @@ class RayCluster:
         layout = self.layout if world_size == self.layout.world_size else Layout(world_size=world_size)
         made = pickled(build, (self._set_up, args))
         actors = [
-            self._actor(Worker, name, rank, {"concurrency_groups": {"calls": 1, "watch": 1}})
+            self._actor(Worker, name, rank, {"concurrency_groups": {"calls": 1, "beside": 1, "watch": 1}})
             for rank in range(world_size)
         ]
         address = actors[0].serve.remote() if world_size > 1 else ""

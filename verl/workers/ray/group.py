@@ -67,12 +67,17 @@ class Worker:
     def call(self, number: int, payload: bytes) -> Told:
         if self._ranks is not None:
             self._ranks.begin(number)
+        told = self.beside(payload)
+        if told.error is not None and self._ranks is not None:
+            self._ranks.abort(f"{type(told.error).__name__}: {told.error}")
+        return told
+
+    def beside(self, payload: bytes) -> Told:
+        """A call that meets no other rank."""
         try:
             method, args = pickle.loads(payload)
             return Told(method(self._worker, *args))
         except BaseException as e:
-            if self._ranks is not None:
-                self._ranks.abort(f"{type(e).__name__}: {e}")
             return told_of(e)
 
     def where(self) -> Place:
@@ -126,6 +131,15 @@ class RayGroup:
             self._queue.put(call)
         return call.future
 
+    def beside(self, method: Callable[..., T], args: tuple[Any, ...] = ()) -> Future[list[T]]:
+        call = _Call(method.__qualname__, [pickled(method, args)] * self.world_size)
+        refs = [
+            actor.beside.options(concurrency_group="beside").remote(payload)
+            for actor, payload in zip(self._actors, call.payloads, strict=True)
+        ]
+        threading.Thread(target=self._settle, args=(call, partial(self._collected, call, refs)), daemon=True).start()
+        return call.future
+
     def close(self, timeout_s: float = 10.0) -> None:
         """Finish what was submitted, then end the processes. What has not begun after `timeout_s` is cancelled."""
         with self._lock:
@@ -144,16 +158,17 @@ class RayGroup:
 
     def _work(self) -> None:
         while (call := self._queue.get()) is not None:
-            if call.future.set_running_or_notify_cancel():
-                try:
-                    call.future.set_result(self._answered(call))
-                except BaseException as e:
-                    call.future.set_exception(e)
+            self._settle(call, partial(self._answered, call))
             del call  # arguments and result are the caller's now
 
-    def _answered(self, call: _Call) -> list[Any]:
-        import ray
+    def _settle(self, call: _Call, answer: Callable[[], list[Any]]) -> None:
+        if call.future.set_running_or_notify_cancel():
+            try:
+                call.future.set_result(answer())
+            except BaseException as e:
+                call.future.set_exception(e)
 
+    def _answered(self, call: _Call) -> list[Any]:
         while not self._all_built.wait(LOOK_S) and self._dead is None:  # a worker is given nothing before it is there
             continue
         if self._dead is not None:
@@ -163,6 +178,11 @@ class RayGroup:
             actor.call.options(concurrency_group="calls").remote(self._number, payload)
             for actor, payload in zip(self._actors, call.payloads, strict=True)
         ]
+        return self._collected(call, refs)
+
+    def _collected(self, call: _Call, refs: Sequence[Any]) -> list[Any]:
+        import ray
+
         left, error, until_s = list(refs), None, float("inf")
         found: dict[Any, Told] = {}
         while left and self._dead is None and time.monotonic() < until_s:

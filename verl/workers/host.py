@@ -1,0 +1,71 @@
+"""What a machine still has room for in its memory, within the limit of the container."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+MARGIN = 2.0  # free memory, of a copy's size, without which none is made: it is written while the run goes on
+CGROUPS = Path("/sys/fs/cgroup")
+OF_GROUP = {  # by version: limit, use, and the line of memory.stat with what of the use is a cache
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a rank would keep, and where. peak_bytes: what its process had at most beyond what it has now, and may want
+    again."""
+
+    host: str
+    process: int
+    copy_bytes: int
+    peak_bytes: int
+    free_bytes: int
+
+
+def room_here(copy_bytes: int) -> Room:
+    """For a copy of this size in this process."""
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak_bytes = max(0, most - psutil.Process().memory_info().rss)
+    return Room(socket.gethostname(), os.getpid(), copy_bytes, peak_bytes, free_bytes())
+
+
+def too_small(rooms: Sequence[Room]) -> str:
+    """Why some host has no room for the copies of all; "" where every one has."""
+    for host in dict.fromkeys(room.host for room in rooms):
+        here = [room for room in rooms if room.host == host]
+        copies, free = sum(room.copy_bytes for room in here), min(room.free_bytes for room in here)
+        peaks = sum({room.process: room.peak_bytes for room in here}.values())
+        if free < MARGIN * copies + peaks:
+            beside = f" and {peaks / 1e9:.2g} GB are wanted by its processes at their peak" if peaks else ""
+            return f"{copies / 1e9:.2g} GB of {host}, which has {free / 1e9:.2g} GB free{beside}"
+    return ""
+
+
+def free_bytes(groups: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int:
+    """Of this machine, and of every control group around this process that has a limit."""
+    free = psutil.virtual_memory().available
+    for line in own.read_text().splitlines() if own.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        limit, use, cache = OF_GROUP[1 if controllers else 2]
+        top = groups / "memory" if controllers else groups
+        folder = top / path.lstrip("/")
+        for one in (folder, *folder.parents):
+            with contextlib.suppress(OSError, ValueError, KeyError):  # no limit, or the group of another namespace
+                stat = dict(entry.split() for entry in (one / "memory.stat").read_text().splitlines())
+                used = int((one / use).read_text()) - int(stat[cache])
+                free = min(free, int((one / limit).read_text()) - used)
+            if one == top:
+                break
+    return free
