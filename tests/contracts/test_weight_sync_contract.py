@@ -6,11 +6,14 @@ import asyncio
 import atexit
 import copy
 import os
+import shutil
+import tempfile
 import threading
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,7 +32,7 @@ from verl.rollout.native import engine as native
 from verl.rollout.native.options import Options
 from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Refs, Sample, Sampling, Segment
-from verl.weight_sync import shm, tcp
+from verl.weight_sync import disk, shm, tcp
 from verl.weight_sync.base import CheckpointEngine, Outlet, Sent, SyncError, SyncReport, opened
 from verl.weight_sync.local import LocalCheckpointEngine, LocalOutlet
 from verl.weight_sync.sender import WeightSender, entry_of, probed
@@ -52,11 +55,18 @@ def tcp_outlet(delta: bool) -> tcp.TcpOutlet:
     return outlet
 
 
+def disk_outlet() -> disk.DiskOutlet:
+    root = Path(tempfile.mkdtemp(prefix="verl-test-"))
+    atexit.register(shutil.rmtree, root, True)
+    return disk.DiskOutlet(root)
+
+
 BACKENDS: dict[str, tuple[Callable[..., CheckpointEngine], Callable[[], Outlet]]] = {
     "local": (LocalCheckpointEngine, LocalOutlet),
     "shm": (partial(LocalCheckpointEngine, copies=True), shm_outlet),
     "tcp": (partial(LocalCheckpointEngine, copies=True), partial(tcp_outlet, False)),
     "tcp, delta": (partial(LocalCheckpointEngine, copies=True), partial(tcp_outlet, True)),
+    "disk": (partial(LocalCheckpointEngine, copies=True), disk_outlet),
 }
 ROLLOUTS = {"native": partial(native.build, Options()), "hf": partial(hf.build, hf.Options())}
 PROBES = (np.array([1, 5, 6, 7, 8, 9, 2], np.int64), np.array([1, 11, 4, 12], np.int64))
@@ -253,6 +263,8 @@ def tampered(change: Callable[[dict[str, Any], dict[str, Any]], None]) -> type[W
         def send(self, engine, version, probes, *, copy) -> Sent:
             sent = super().send(engine, version, probes, copy=copy)
             manifest, tensors = dict(sent.source.manifest), dict(opened(sent.source).tensors())
+            if not isinstance(self._outlet, LocalOutlet):  # they lie where they are staged again
+                tensors = {name: tensor.clone() for name, tensor in tensors.items()}
             change(manifest, tensors)
             self._outlet.stage(version, {n: entry_of(t) for n, t in tensors.items()}, tensors.items())
             return replace(sent, source=replace(sent.source, manifest=manifest))

@@ -442,7 +442,6 @@ FAULTY_OPTIONS = [
     (["rollout.engine_options.prefix_cache_tokens=-1"], "must be >= 0"),
     (["rollout.engine_options.max_prefill_tokens=true"], "expected int"),
     (["model.engine_options.attention=flash"], "flash is unknown; There are: auto, padded"),
-    (["rollout.engine=sglang"], "set rollout.engine=native"),
     (["rollout.engine=natve"], "did you mean native"),
     (["model.engine=tourch"], "did you mean torch"),
     (["sync.engine=nccl"], "There are: local"),

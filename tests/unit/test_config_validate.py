@@ -59,7 +59,7 @@ FAULTS = [
     (["rollout.engine=hf", "rollout.engine_options.max_kv_tokens=4"], "The options of the hf engine are none"),
     (["rollout.engine_options.max_prefill_tokens=0"], "must be >= 1"),
     (["rollout.engine_options.max_prefill_tokens=true"], "expected int"),
-    (["rollout.engine=sglang"], "set rollout.engine=native"),
+    (["rollout.engine=sglang"], "sglang is not installed beside verl; set rollout.python"),
     (["rollout.engine=natve"], "did you mean native"),
     (["rollout.dtype=float16"], "bfloat16"),
     (["model.dtype=bf16"], "did you mean bfloat16"),

@@ -16,10 +16,11 @@ from aiohttp.test_utils import TestServer
 from served import NAMES, VOCAB, Fault, Served, crashing, hanging_up, logprob, silent
 
 from verl.rollout.base import Capabilities, Completion, ReplicaLost, RolloutContext
-from verl.rollout.client import REQUEST_PREFIX, ServedEngine
+from verl.rollout.client import ServedEngine
 from verl.rollout.handover import Deadlines, Expected
 from verl.rollout.http import ServerGone, ServerLate, ServerRefused
 from verl.rollout.router import Router
+from verl.rollout.vllm_api import REQUEST_PREFIX, VllmApi
 from verl.rollout.wire import NotUnderstood
 from verl.types import Sampling
 from verl.weight_sync.base import CheckedReader, Entry, SyncError, WeightSource
@@ -55,7 +56,7 @@ def reader(version: int = 0, names: Any = NAMES) -> CheckedReader:
 def engine_at(url: str, expected: Expected | None = None, **given: Any) -> ServedEngine:
     limits = Deadlines(start_s=5, request_s=given.pop("request_s", 20), control_s=given.pop("control_s", 10))
     able = Capabilities(logprobs="processed", max_context_tokens=64, in_flight_update=True)
-    return ServedEngine(context_of(**given), expected or Expected(name="vLLM"), url, able, limits)
+    return ServedEngine(context_of(**given), expected or Expected(name="vLLM"), VllmApi(), url, able, limits)
 
 
 def with_server(

@@ -21,6 +21,7 @@ from verl.rollout.client import ServedEngine
 from verl.rollout.handover import Deadlines, Expected
 from verl.rollout.http import ServerGone, ServerLate
 from verl.rollout.process import SHM, ServerProcess, _session, free_port, said_by
+from verl.rollout.vllm_api import VllmApi
 
 DOUBLE = [sys.executable, served.__file__]
 STUBBORN = """
@@ -155,14 +156,14 @@ def test_what_an_installation_says() -> None:
 
 
 def engine_of(tmp_path: Path, *, start_s: float = 60.0, command: Any = DOUBLE, **env: str) -> ServedEngine:
-    def launch() -> tuple[ServerProcess, str]:
+    def launch(folder: str | None) -> tuple[ServerProcess, str]:
         port = free_port()
         log = tmp_path / "rollout.log"
         process = ServerProcess("vLLM", [*command, str(port)], env={**os.environ, **env}, log=log)
         return process, f"http://127.0.0.1:{port}"
 
     able = Capabilities(logprobs="processed", max_context_tokens=64)
-    return ServedEngine(context_of(), Expected(name="vLLM"), launch, able, Deadlines(start_s=start_s))
+    return ServedEngine(context_of(), Expected(name="vLLM"), VllmApi(), launch, able, Deadlines(start_s=start_s))
 
 
 def test_a_server_that_cannot_start_says_why_with_the_end_of_its_log(tmp_path: Path) -> None:

@@ -181,7 +181,6 @@ def test_weights_go_to_a_server_through_shared_memory(tmp_path: Path, tiny_model
         (["rollout.engine=vllm", "rollout.python=/bin/sh", "run.deterministic=true"], "run.deterministic=true with"),
         (["rollout.engine=vllm", "rollout.engine_options.tensor_paralel_size=2"], "did you mean tensor_parallel_size"),
         (["rollout.engine=vllm", "rollout.engine_options.gpu_memory_utilization=2"], "gpu_memory_utilization=2"),
-        (["rollout.engine=sglang"], "rollout.engine=sglang: not in this version; set rollout.engine=native"),
     ],
 )
 def test_what_the_configuration_refuses(

@@ -18,9 +18,10 @@ import pytest
 import torch
 from real_server import Running, own_server, staged
 
-from verl.rollout.client import ABORT, REQUEST_PREFIX, ServedEngine
+from verl.rollout.client import ServedEngine
 from verl.rollout.http import Http, ServerGone, ServerLate, ServerRefused
 from verl.rollout.process import MAPS_S, SHM, _shared
+from verl.rollout.vllm_api import ABORT, REQUEST_PREFIX
 from verl.types import Sampling
 from verl.weight_sync.base import SyncError, check_canary
 from verl.weight_sync.canary import Probed

@@ -29,7 +29,8 @@ class NoOptions:
 class Backend:
     """spread: the row that does the same for workers in processes of their own · far: for those of several machines ·
     one_host: it serves the processes of one machine · apart: it is a server, whatever the cluster · package: that its
-    Python environment must have."""
+    Python environment must have · sync: what a server reads weights from · fixed: its weights are its own, whatever is
+    published · plain: it scores no prompts, and tells log-probs of draws at temperature 1 from all tokens alone."""
 
     build: str
     options: str = "verl.config.backends:NoOptions"
@@ -39,6 +40,9 @@ class Backend:
     one_host: bool = False
     apart: bool = False
     package: str = ""
+    sync: str = "shm"
+    fixed: bool = False
+    plain: bool = False
 
 
 Table = Mapping[str, Backend]
@@ -63,6 +67,22 @@ ROLLOUT: Table = {
         package="vllm",
     ),
     "server": Backend(build="verl.rollout.server_url:build", options="verl.rollout.server_url:Options", apart=True),
+    "sglang": Backend(
+        build="verl.rollout.sglang:build",
+        options="verl.rollout.sglang:Options",
+        apart=True,
+        package="sglang",
+        sync="disk",
+    ),
+    "trtllm": Backend(
+        build="verl.rollout.trtllm:build",
+        options="verl.rollout.trtllm:Options",
+        apart=True,
+        package="tensorrt_llm",
+        sync="disk",
+        plain=True,
+    ),
+    "openai": Backend(build="verl.rollout.openai:build", options="verl.rollout.openai:Options", apart=True, fixed=True),
 }
 QUEUE: Table = {
     "memory": Backend(build="verl.transfer_queue.memory:build", spread="shared", far="ray"),
@@ -76,6 +96,7 @@ SYNC: Table = {
     "local": Backend(build="verl.weight_sync.local:build", spread="shm", far="tcp"),
     "shm": Backend(build="verl.weight_sync.shm:build", one_host=True),
     "tcp": Backend(build="verl.weight_sync.tcp:build", options="verl.weight_sync.options:Tcp"),
+    "disk": Backend(build="verl.weight_sync.disk:build", options="verl.weight_sync.options:Disk"),
 }
 CLUSTER: Table = {
     "inproc": Backend(build="verl.workers.inproc:build_cluster"),
@@ -83,7 +104,6 @@ CLUSTER: Table = {
     "torchrun": Backend(build="verl.workers.spmd:build"),
 }
 TABLES: Mapping[str, Table] = MappingProxyType({"model": MODEL, "rollout": ROLLOUT, "queue": QUEUE, "sync": SYNC})
-LATER = ("sglang", "trtllm")
 
 
 def load(name: str) -> Any:
@@ -120,8 +140,8 @@ def backend_of(config: Config, section: str) -> Backend:
 def engine_of(config: Config, section: str) -> str:
     """Its name."""
     c, engine = config.cluster, vars(config)[section].engine
-    if section == "sync" and ROLLOUT.get(config.rollout.engine, Backend(build="")).apart:
-        return TABLES[section][engine].spread or engine
+    if section == "sync" and (row := ROLLOUT.get(config.rollout.engine, Backend(build=""))).apart:
+        return row.sync if engine == "local" else engine
     return _row(section, engine, c.backend, c.nodes * c.ranks_per_node, address_of(c.address))
 
 
@@ -192,6 +212,4 @@ def complete_options(values: dict[str, Any]) -> list[str]:
 
 
 def _no_engine(engine: str, section: str, table: Table) -> str:
-    if engine in LATER:
-        return f"not in this version; set {section}.engine=native (in this process, on CPU or GPU) or hf"
     return f"unknown; {did_you_mean(engine, table)}There are: {', '.join(table)}"

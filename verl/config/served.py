@@ -8,9 +8,10 @@ import shutil
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from verl.config.backends import ROLLOUT
+from verl.config.backends import ROLLOUT, Backend
 from verl.config.schema import Config
 
+FROM = {"shm": "the memory of one machine", "disk": "a folder"}
 HERE = ("localhost", "127.0.0.1", "::1")
 
 
@@ -28,7 +29,7 @@ def reachable(engine: str, python: object, url: object) -> bool:
     return bool(python or url or (found is not None and found.origin))  # a folder of that name has no origin
 
 
-def server_faults(config: Config) -> Iterator[str]:
+def server_faults(config: Config, command: str) -> Iterator[str]:
     """A line per fault."""
     r, urls = config.rollout, urls_of(config)
     row, engine = ROLLOUT[r.engine], f"rollout.engine={r.engine}"
@@ -41,7 +42,8 @@ def server_faults(config: Config) -> Iterator[str]:
     if r.url is not None:
         if r.python is not None:
             yield f"rollout.url={r.url} and rollout.python={r.python}: a server that runs is not started; leave one out"
-        yield from _urls(urls, r.url, r.replicas)
+        shared = row.fixed or (row.sync == "disk" and config.sync.engine_options.get("folder") is not None)
+        yield from _urls(urls, r.url, r.replicas, row.sync, shared)
     elif not row.package:
         yield f"{engine} is one that runs already: set rollout.url=http://127.0.0.1:PORT"
     elif r.python is not None and not (os.path.isfile(r.python) or shutil.which(r.python)):
@@ -49,21 +51,42 @@ def server_faults(config: Config) -> Iterator[str]:
     elif not reachable(r.engine, r.python, r.url):
         where = "rollout.python=ENVIRONMENT/bin/python (docs/engines.md says how to make one), or rollout.url"
         yield f"{engine}: {row.package} is not installed beside verl; set {where}"
-    if config.sync.engine not in ("local", "shm"):
-        why = "a server reads weights from the memory of its machine"
-        yield f"sync.engine={config.sync.engine} with {engine}: {why}; set sync.engine=shm, or leave it out"
+    if config.sync.engine not in ("local", row.sync):
+        why = f"it reads weights from {FROM[row.sync]}"
+        yield f"sync.engine={config.sync.engine} with {engine}: {why}; set sync.engine={row.sync}, or leave it out"
+    yield from _own_weights(config, row, engine, command)
     if config.run.deterministic:
         why = "what a server gives a sequence may depend on what else is in its batch"
         yield f"run.deterministic=true with {engine}: {why}; set rollout.engine=native, or leave it out"
 
 
-def _urls(urls: tuple[str, ...], given: str, replicas: int) -> Iterator[str]:
+def _own_weights(config: Config, row: Backend, engine: str, command: str) -> Iterator[str]:
+    """Of servers that take no weights as they run, or whose log-probs are not all that a run may want."""
+    r, canary = config.rollout, config.sync.canary
+    if row.fixed and command == "train":
+        fix = "use it with verl eval or verl generate, and train with vllm, sglang, server or native"
+        yield f"{engine}: its weights are its own, and cannot be trained; {fix}"
+    elif row.fixed and not canary:
+        yield f"sync.canary=false with {engine}: nothing else shows that it serves model.path; leave it out"
+    if row.plain and r.url is not None:
+        yield f"rollout.url={r.url} with {engine}: it takes no weights while it runs; set rollout.python, to start it"
+    if row.plain and canary:
+        why = "it scores no prompts, which is how served weights are verified"
+        yield f"sync.canary=true with {engine}: {why}; set sync.canary=false"
+    if row.plain and (r.temperature, r.top_p, r.top_k) != (1.0, 1.0, 0):
+        draws = f"rollout.temperature={r.temperature} top_p={r.top_p} top_k={r.top_k}"
+        yield f"{draws} with {engine}: its log-probs are those at temperature 1 of all tokens; set 1, 1 and 0"
+
+
+def _urls(urls: tuple[str, ...], given: str, replicas: int, sync: str, shared: bool) -> Iterator[str]:
+    """shared: weights reach it on whatever machine it is, if any do."""
     for url in urls:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             yield f"rollout.url={url}: expected http://HOST:PORT"
-        elif parts.hostname not in HERE and parts.hostname != os.uname().nodename:
+        elif not shared and parts.hostname not in HERE and parts.hostname != os.uname().nodename:
             fix = "name a server of this machine (http://127.0.0.1:PORT)"
-            yield f"rollout.url={url}: weights go through the memory of one machine (sync.engine=shm); {fix}"
+            fix += ", or a shared folder (sync.engine=disk sync.engine_options.folder=)" if sync == "disk" else ""
+            yield f"rollout.url={url}: weights go through {FROM[sync]} (sync.engine={sync}); {fix}"
     if len(urls) != replicas or len(set(urls)) != len(urls):
         yield f"rollout.url={given} names {len(set(urls))} servers: set rollout.replicas={len(set(urls))}, each once"

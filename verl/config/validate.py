@@ -32,7 +32,7 @@ def validate(config: Config, command: Command = "train") -> None:
         found += [line for rule in rules for line in rule(config)] if command in RL else []
         found += [*_optimizer(config), *_reward(config), *_evaluation(config, command), *_names(config)]
         found += [*_files(config, command), *cluster_faults(config, command)]
-        found += server_faults(config) if command in SAMPLES else []
+        found += server_faults(config, command) if command in SAMPLES else []
     if found:
         raise ValueError("\n".join(found))
 

@@ -313,7 +313,8 @@ def context_of(
 
 
 def checkpoint_engine(config: Config, probes: Sequence[np.ndarray] = ()) -> CheckpointEngine:
-    context = SyncContext(probes=probes if config.sync.canary else (), tolerance=config.sync.canary_tolerance)
+    asked, tolerance = probes if config.sync.canary else (), config.sync.canary_tolerance
+    context = SyncContext(probes=asked, tolerance=tolerance, model=config.model.path)
     return load(backend_of(config, "sync").build)(options_of(config, "sync"), context)
 
 

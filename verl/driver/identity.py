@@ -41,7 +41,7 @@ MAY_CHANGE: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "pipeline": ("placement", "max_attempts", "max_invalid_share"),
         "reward": ("timeout_s", "memory_limit_mb", "num_workers"),
         "queue": ("engine", "engine_options"),
-        "sync": ("engine", "canary", "canary_tolerance"),
+        "sync": ("engine", "engine_options", "canary", "canary_tolerance"),
         "cluster": (
             *(
                 "backend",

@@ -1,7 +1,8 @@
-"""A rollout engine that is a server: vLLM's token-in-token-out API and control plane, over HTTP (`RolloutEngine`).
+"""A rollout engine that is a server, over HTTP (`RolloutEngine`); what kind of server, its `Api` knows.
 
-What the server does not do is done here (stop strings) or refused (scores at another temperature, adapters, media). It
-never speaks under weights that nobody verified: a transaction that fails fences it, for good or until it is restarted.
+What the server does not do is done here (stop strings, waiting) or refused (scores at another temperature, adapters,
+media). It never speaks under weights that nobody verified: a transaction that fails fences it, for good or until it is
+restarted.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ import itertools
 import uuid
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, get_args
 
 import numpy as np
 
+from verl.rollout.api import Api, Room, source_of
 from verl.rollout.base import (
     Capabilities,
     Completion,
@@ -26,23 +28,21 @@ from verl.rollout.base import (
     check_inputs,
     checked_ids,
 )
-from verl.rollout.handover import Deadlines, Expected, compare, of_shm
+from verl.rollout.calls import Call, ended, first, quietly
+from verl.rollout.handover import Deadlines, Expected
 from verl.rollout.http import Http, ServerGone, ServerLate, ServerRefused
 from verl.rollout.process import ServerProcess
-from verl.rollout.wire import Drawn, Reading, sampling_params, scores, scoring_params, version_of
+from verl.rollout.wire import Drawn, Reading, version_of
 from verl.types import Sampling
-from verl.weight_sync.base import SyncError, WeightSource
 
-GENERATE, ABORT = "/inference/v1/generate", "/inference/v1/abort_requests"
-REQUEST_PREFIX = "generate-tokens-"  # of the id that a server gives a request, and that an abort must name
 AGAIN_S = 0.05  # between two words to abort a request that may not have arrived yet
 SETTLE_S = 2.0  # for the answers of a server that has finished its requests to arrive
 DYING_S = 3.0  # from the end of an engine to that of the server before it
 PROBE_S = 30.0  # for one token of a healthy server
 
 
-Launch = Callable[[], tuple[ServerProcess, str]]
-"""Starts the server: its process and its URL."""
+Launch = Callable[[str | None], tuple[ServerProcess, str]]
+"""Starts the server, with the model of this folder (None: the one that it was made for): its process and its URL."""
 
 
 class ServedEngine:
@@ -52,18 +52,22 @@ class ServedEngine:
         self,
         context: RolloutContext,
         expected: Expected,
+        api: Api,
         at: str | Launch,
         able: Capabilities,
         deadlines: Deadlines | None = None,
+        api_key: str | None = None,
     ) -> None:
-        self._context, self._expected, self._able = context, expected, able
+        self._context, self._expected, self._api, self._able = context, expected, api, able
         self._limits = deadlines or Deadlines()
         self._vocab: int = context.hf_config.get_text_config().vocab_size
         self._launch = None if isinstance(at, str) else at
         self._server: ServerProcess | None = None
-        self._http = Http(at) if isinstance(at, str) else self._launched()
+        # one that is started anew for every version is not started before the first
+        self._waiting = self._launch is not None and not api.updates
+        self._http = Http(at, api_key) if isinstance(at, str) else Http("") if self._waiting else self._launched(None)
         self._tag, self._number = uuid.uuid4().hex[:8], itertools.count()
-        self._pending: dict[str, _Call] = {}
+        self._pending: dict[str, Call] = {}
         self._starting: asyncio.Task[None] | None = None
         self._ready = self._closed = self._paused = False
         self._fenced: str | None = None  # why it must not speak
@@ -91,10 +95,12 @@ class ServedEngine:
         self._check_alive()
         check_inputs(self._able, request_id, adapter, media)
         prompt = self._checked(request_id, prompt_ids, sampling)
-        call = self._pending[request_id] = _Call(f"{self._tag}-{next(self._number)}-{request_id}")
+        call = self._pending[request_id] = Call(f"{self._tag}-{next(self._number)}-{request_id}")
         try:
-            await self._open.wait()
+            while not (self._open.is_set() or call.cut.is_set()):
+                await first(self._open.wait(), call.cut.wait())
             self._check_weights("generate")
+            call.asked = True
             return await self._generate(request_id, call, prompt, sampling)
         except ServerGone as e:
             raise self._cause(e) from e
@@ -120,34 +126,47 @@ class ServedEngine:
         if len(ids) < 2:
             return np.zeros(0, np.float32)
         self._check_weights("score")
-        return await self._score(ids)
+        return await self._api.score(self._call, self._model, ids, self._limits.request_s)
 
-    async def _score(self, ids: np.ndarray) -> np.ndarray:
-        body = {"model": self._model, "token_ids": ids.tolist(), "sampling_params": scoring_params()}
-        return scores(await self._call(GENERATE, body, self._limits.request_s), ids)
+    async def _generate(self, request_id: str, call: Call, prompt: np.ndarray, sampling: Sampling) -> Completion:
+        eos, tokens = self._context.eos_token_ids, self._context.max_context_tokens - len(prompt)
+        reading = Reading(sampling=sampling, room=tokens, eos_token_ids=eos, decode=self._context.decode)
+        room = Room(tokens=tokens, vocab=self._vocab, ends=eos)
+        body = self._api.body(self._model, call.server_id, prompt.tolist(), sampling, room)
+        drawn, stopped, version = Drawn(), None, self._version
+        if call.cut.is_set():  # before it was asked
+            drawn.finish = "abort"
+        elif self._api.aborts and not sampling.stop:
+            limit_s = self._limits.request_s
+            self._api.read(drawn, await self._http.post(self._api.generate, body, timeout_s=limit_s, again=True))
+        else:
+            call.reading = asyncio.ensure_future(self._streamed(call, body, reading, drawn))
+            try:
+                stopped = await call.reading
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                if not call.cut.is_set() or (task is not None and task.cancelling()):
+                    raise
+                drawn.finish = "abort"
+        if not self._api.updates and drawn.ids:  # it had these weights all the time
+            drawn.versions = [(str(version), 0, len(drawn.ids))]
+        return reading.completion(request_id, drawn, stopped)
 
-    async def _generate(self, request_id: str, call: _Call, prompt: np.ndarray, sampling: Sampling) -> Completion:
-        eos, room = self._context.eos_token_ids, self._context.max_context_tokens - len(prompt)
-        reading = Reading(sampling=sampling, room=room, eos_token_ids=eos, decode=self._context.decode)
-        params = sampling_params(sampling, room=room, vocab=self._vocab, eos_token_ids=eos)
-        body = {
-            "model": self._model,
-            "request_id": call.server_id,
-            "token_ids": prompt.tolist(),
-            "sampling_params": params,
-        }
-        drawn, ended = Drawn(), None
-        if not sampling.stop:
-            drawn.add(await self._http.post(GENERATE, body, timeout_s=self._limits.request_s, again=True))
-            return reading.completion(request_id, drawn, None)
-        events = self._http.stream(GENERATE, body | {"stream": True}, timeout_s=self._limits.request_s)
+    async def _streamed(
+        self, call: Call, body: Mapping[str, Any], reading: Reading, drawn: Drawn
+    ) -> tuple[int, str] | None:
+        """The stop string that ended it. The last event says which weights drew what, so that it is waited for."""
+        stopped, asked = None, {**body, "stream": True}
+        events = self._http.stream(self._api.generate, asked, timeout_s=self._limits.request_s)
         async with aclosing(events):
             async for event in events:
                 seen = len(drawn.ids)
-                drawn.add(event)
-                if ended is None and (ended := reading.end_of(drawn, seen)) and drawn.finish is None:
-                    await self._abort_there([call])  # the last event says which weights drew what
-        return reading.completion(request_id, drawn, ended)
+                self._api.read(drawn, event)
+                if stopped is None and (stopped := reading.end_of(drawn, seen)) and drawn.finish is None:
+                    if not self._api.aborts:
+                        break  # which closes the connection
+                    await self._abort_there([call])
+        return stopped
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> int:
         """Requests (None: all) return with their partial tokens -> how many did."""
@@ -157,16 +176,20 @@ class ServedEngine:
         await self._returned(calls)
         return len(calls)
 
-    async def _returned(self, calls: Sequence[_Call]) -> None:
+    async def _returned(self, calls: Sequence[Call]) -> None:
         """Abort them until they have returned: one may not have arrived there yet."""
         async with self._deadline(self._limits.control_s, f"{len(calls)} aborted requests to return"):
             while waiting := [call for call in calls if not call.ended.is_set()]:
                 await self._abort_there(waiting)
-                await _ended(waiting, AGAIN_S)
+                await ended(waiting, AGAIN_S)
 
-    async def _abort_there(self, calls: Sequence[_Call]) -> None:
-        ids = [REQUEST_PREFIX + call.server_id for call in calls]
-        await self._http.post(ABORT, {"request_ids": ids}, timeout_s=self._limits.control_s)
+    async def _abort_there(self, calls: Sequence[Call]) -> None:
+        for call in calls:
+            call.cut.set()
+            if call.reading is not None and not self._api.aborts:
+                call.reading.cancel()
+        if self._api.aborts and calls:
+            await self._api.abort(self._call, [call.server_id for call in calls])
 
     # -- control -------------------------------------------------------------------------------------------------------
 
@@ -184,54 +207,44 @@ class ServedEngine:
         async with self._control:
             if self._fenced is not None:
                 raise RuntimeError(f"{self._expected.name} must not go on: {self._fenced}")
-            await self._call("/resume")
+            await self._api.resume(self._call)
             self._paused = False
+            self._open.set()
 
     async def load_weights(self, source: WeightReader, *, on_inflight: PauseMode = "wait") -> int:
         """One transaction: stand still, load all, compare what was loaded, drop the prefixes, go on. Whatever fails
         after the first tensor leaves a replica that is fenced; the next call restarts it, if it is ours."""
         self._check_alive()
-        reader, sent = of_shm(source)
+        reader, sent = source_of(self._api, source)
+        if not self._api.updates and self._launch is None and self._version >= 0:
+            fix = "use it for verl eval and verl generate, or train with rollout.engine=vllm, sglang or server"
+            raise ValueError(f"{self._http.url} has weights of its own, and takes no others while it runs: {fix}")
         await self._up()
         async with self._alone():
-            if self._fenced is not None or (self._server is not None and self._server.exit_code is not None):
+            over = self._server is not None and self._server.exit_code is not None
+            if self._api.updates and (self._fenced is not None or over):
                 await self._restart()
             what = "load_weights(on_inflight='wait')"
             try:
                 await self._stand_still(on_inflight, what)
             except (ServerGone, ServerLate, ServerRefused):  # its engine has died, or hangs
-                if self._launch is None:
+                if self._launch is None or not self._api.updates:
                     raise
                 await self._restart()
                 await self._stand_still(on_inflight, what)
             try:
-                await self._deliver(sent)
+                if self._api.updates:
+                    await self._api.deliver(self._call, sent)
+                elif self._launch is not None:
+                    await self._restart(sent.address)
                 if not self._paused:
-                    await self._call("/resume")
+                    await self._api.resume(self._call)
             except BaseException as e:
                 await self._fence(f"the update to version {sent.version} failed ({type(e).__name__}: {e})")
                 raise
         reader.delivered |= set(sent.delivered)
         self._version = sent.version
         return sent.version
-
-    async def _deliver(self, sent: WeightSource) -> None:
-        """Into a server that stands still."""
-        checksums = {name: e.checksum for name, e in sent.delivered.items() if e.checksum is not None}
-        info = {"path": sent.address, "version": sent.version, "names": None, "checksums": checksums}
-        await self._call("/start_weight_update")
-        await self._call("/update_weights", {"update_info": info})
-        told = await self._call("/finish_weight_update", {"weight_version": str(sent.version)})
-        if not isinstance(told, dict) or "loaded" not in told:
-            found = await self._call("/collective_rpc", {"method": "loaded_weights"})
-            workers = found["results"]
-        else:
-            workers = [told]
-        for worker in workers:
-            compare(sent, worker)
-        told = await self._call("/reset_prefix_cache")
-        if not isinstance(told, dict) or told.get("success") is False:
-            raise SyncError(f"version {sent.version}: the server keeps prefixes of older weights ({told})")
 
     async def _stand_still(self, mode: PauseMode, what: str) -> None:
         """Given up by its caller, it is undone."""
@@ -241,16 +254,24 @@ class ServedEngine:
             raise ValueError(
                 f"{what}: {len(self._pending)} requests stand still and cannot finish; resume or abort them"
             )
-        calls = list(self._pending.values())
+        calls, modes = list(self._pending.values()), self._api.modes
+        if mode == "keep" and mode not in modes:
+            raise ValueError(f"{what}: {self._expected.name} cannot make running requests stand still; wait, or abort")
         try:
-            await self._call(f"/pause?mode={mode}")
+            if mode in modes:
+                await self._api.pause(self._call, mode)
             if mode == "abort":
                 await self._returned(calls)
-            elif mode == "wait":  # what has not arrived there is held: it is not waited for
-                await _ended(calls, SETTLE_S)
+            elif mode == "wait" and mode in modes:  # what has not arrived there is held: it is not waited for
+                await ended(calls, SETTLE_S)
+            elif mode == "wait":
+                async with self._deadline(self._limits.request_s, "running requests to end"):
+                    await ended([call for call in calls if call.asked], None)
+            if mode not in modes and "keep" in modes:
+                await self._api.pause(self._call, "keep")
         except asyncio.CancelledError:
             if not self._paused:
-                self._later(self._call("/resume"))
+                self._later(self._api.resume(self._call))
             raise
 
     @asynccontextmanager
@@ -260,7 +281,8 @@ class ServedEngine:
             try:
                 yield
             finally:
-                self._open.set()
+                if not self._paused or self._api.holds:
+                    self._open.set()
 
     async def _fence(self, why: str) -> None:
         """Nothing it says from now on is believed. Requests that stand still there end: elsewhere they can go on."""
@@ -276,14 +298,14 @@ class ServedEngine:
         if level not in (1, 2):
             raise ValueError(f"sleep level={level}: 1 frees the KV, 2 the weights too")
         if level in self._able.sleep_levels:
-            await self._call(f"/sleep?level={level}")
+            await self._api.sleep(self._call, level)
         return 0
 
     async def wake(self, tags: Sequence[str] = ("weights", "kv")) -> None:
         if unknown := set(tags) - {"weights", "kv"}:
             raise ValueError(f"wake tags {sorted(unknown)}: known are 'weights' and 'kv'")
         if self._able.sleep_levels:
-            await self._call("/wake_up")
+            await self._api.wake(self._call)
 
     async def capabilities(self) -> Capabilities:
         """Waits until the server is up."""
@@ -292,8 +314,14 @@ class ServedEngine:
 
     async def probe(self, timeout_s: float = PROBE_S) -> None:
         """Health that the engine itself has shown: one token in time (`/health` is 200 while it is stopped)."""
-        one = {"max_tokens": 1, "temperature": 0.0, "logprobs": 0, "detokenize": False, "ignore_eos": True}
-        await self._call(GENERATE, {"model": self._model, "token_ids": [0], "sampling_params": one}, timeout_s)
+        await self._drawn(Sampling(max_tokens=1, temperature=0.0, ignore_eos=True), timeout_s)
+
+    async def _drawn(self, sampling: Sampling, timeout_s: float | None = None) -> Drawn:
+        """A short answer to the first token of the vocabulary."""
+        room, drawn = Room(tokens=sampling.max_tokens, vocab=self._vocab, ends=()), Drawn()
+        body = self._api.body(self._model, f"{self._tag}-{next(self._number)}-probe", [0], sampling, room)
+        self._api.read(drawn, await self._call(self._api.generate, body, timeout_s))
+        return drawn
 
     async def close(self) -> None:
         if self._closed:
@@ -313,16 +341,16 @@ class ServedEngine:
     # -- start, restart and errors -------------------------------------------------------------------------------------
 
     async def _up(self) -> None:
-        if self._ready:
+        if self._ready or self._waiting:
             return
         loop = asyncio.get_running_loop()
         if self._starting is None or self._starting.done() or self._starting.get_loop() is not loop:
             self._starting = loop.create_task(self._start(), name="rollout-server-start")
         await asyncio.shield(self._starting)
 
-    def _launched(self) -> Http:
+    def _launched(self, folder: str | None) -> Http:
         assert self._launch is not None
-        self._server, url = self._launch()
+        self._server, url = self._launch(folder)
         return Http(url)
 
     async def _start(self) -> None:
@@ -352,54 +380,49 @@ class ServedEngine:
 
     async def _known(self) -> None:
         """Version, model, context, control plane and the meaning of its log-probs."""
-        url, name, limit_s = self._http.url, self._expected.name, self._limits.control_s
+        url, name, get = self._http.url, self._expected.name, partial(self._http.get, timeout_s=self._limits.control_s)
         if self._expected.versions is not None:
             at_least, below = self._expected.versions
-            said = str((await self._http.get("/version", timeout_s=limit_s))["version"])
+            said = await self._api.release(get)
             if not at_least <= version_of(said) < below:
                 wanted = f">={'.'.join(map(str, at_least))},<{'.'.join(map(str, below))}"
                 raise ValueError(f"{url} is {name} {said}: this adapter was made for {name} {wanted}; install that")
-        model = (await self._http.get("/v1/models", timeout_s=limit_s))["data"][0]
-        self._model, room = str(model["id"]), model.get("max_model_len")
-        if room is not None and int(room) < (wants := self._context.max_context_tokens):
+        self._model, room = await self._api.model(get)
+        if room is not None and room < (wants := self._context.max_context_tokens):
             fix = "start it with a longer context, or lower data.max_prompt_tokens or rollout.max_response_tokens"
             raise ValueError(f"{url} serves sequences of at most {room} tokens, and {wants} are asked for; {fix}")
-        await self._transfer()
-        if self._server is None:
-            await self._call("/resume")  # whoever was here before may have left it standing
-            await self._refuse_raw_logprobs()
-        await self.probe()
-
-    async def _transfer(self) -> None:
         try:
-            await self._call("/init_weight_transfer_engine", {"init_info": {}})
+            await self._api.prepare(self._call, self._model, self._vocab)
         except ServerRefused as e:
             fix = self._expected.needs.get("transfer", "it must take weights from shared memory")
-            raise ValueError(f"{self._http.url} cannot be sent weights ({e}): {fix}") from e
+            raise ValueError(f"{url} cannot be sent weights ({e}): {fix}") from e
+        if self._server is None:
+            await self._api.resume(self._call)  # whoever was here before may have left it standing
+            if not self._api.plain:
+                await self._refuse_raw_logprobs()
+        await self.probe()
 
     async def _refuse_raw_logprobs(self) -> None:
         """ValueError for a server whose log-probs are not those of the distribution that it drew from."""
-        params = {"max_tokens": 8, "temperature": 2.0, "seed": 1, "logprobs": 0, "detokenize": False}
-        body = {"model": self._model, "token_ids": [0], "sampling_params": params | {"ignore_eos": True}}
-        drawn = Drawn()
-        drawn.add(await self._call(GENERATE, body))
-        plain = (await self._score(np.array([0, *drawn.ids])))[-len(drawn.ids) :]
+        drawn = await self._drawn(Sampling(max_tokens=8, temperature=2.0, seed=1, ignore_eos=True))
+        ids = np.array([0, *drawn.ids])
+        plain = (await self._api.score(self._call, self._model, ids, PROBE_S))[-len(drawn.ids) :]
         uniform = -np.log(self._vocab)
         if np.abs(plain - drawn.logprobs).max() < 1e-3 < np.abs(plain - uniform).max():
             fix = self._expected.needs.get("logprobs", "have it return those of the distribution that was drawn from")
             raise ValueError(f"{self._http.url} returns log-probs before temperature and truncation: {fix}")
 
-    async def _restart(self) -> None:
+    async def _restart(self, folder: str | None = None) -> None:
         if self._launch is None:
             raise ServerGone(f"{self._http.url} must not speak: {self._fenced}; restart that server and this run")
         if self._server is not None:
             await asyncio.get_running_loop().run_in_executor(None, self._server.stop)
         await self._http.close()
-        self._http = self._launched()
-        self._ready, self._fenced, self._version = False, None, -1
+        self._http = self._launched(folder)
+        self._ready, self._waiting, self._fenced, self._version = False, False, None, -1
         await self._up()
-        if self._paused:
-            await self._call("/pause?mode=keep")
+        if self._paused and "keep" in self._api.modes:
+            await self._api.pause(self._call, "keep")
 
     async def _call(self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None) -> Any:
         try:
@@ -469,27 +492,6 @@ class ServedEngine:
 
     def _later(self, work: Coroutine[Any, Any, Any]) -> None:
         """For a caller that is gone."""
-
-        async def quietly() -> None:
-            with contextlib.suppress(ServerGone, ServerLate, ServerRefused):
-                await work
-
-        task = asyncio.get_running_loop().create_task(quietly())
+        task = asyncio.get_running_loop().create_task(quietly(work))
         self._behind.add(task)
         task.add_done_callback(self._behind.discard)
-
-
-async def _ended(calls: Sequence[_Call], timeout_s: float) -> None:
-    """Wait for their ends, so long at most."""
-    if waits := [asyncio.ensure_future(call.ended.wait()) for call in calls]:
-        _, late = await asyncio.wait(waits, timeout=timeout_s)
-        for wait in late:
-            wait.cancel()
-
-
-@dataclass(slots=True, eq=False)
-class _Call:
-    """A request on its way; server_id: the name that it has there."""
-
-    server_id: str
-    ended: asyncio.Event = field(default_factory=asyncio.Event)

@@ -6,10 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from verl.rollout.base import RolloutContext, WeightReader
-from verl.weight_sync.base import CheckedReader, SyncError, WeightSource
-
-SHM_TRANSPORT = "verl.weight_sync.shm:"
+from verl.rollout.base import RolloutContext
+from verl.weight_sync.base import SyncError, WeightSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,13 +27,6 @@ class Deadlines:
     start_s: float = 600.0
     request_s: float = 600.0
     control_s: float = 300.0
-
-
-def of_shm(source: WeightReader) -> tuple[CheckedReader, WeightSource]:
-    """A server reads the weights by itself, from the memory of its machine."""
-    if not isinstance(source, CheckedReader) or not source.source.transport.startswith(SHM_TRANSPORT):
-        raise ValueError("a rollout engine that is a server reads weights from shared memory: set sync.engine=shm")
-    return source, source.source
 
 
 def compare(sent: WeightSource, told: Mapping[str, Any]) -> None:

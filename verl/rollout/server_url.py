@@ -28,6 +28,7 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
     from verl.rollout.client import ServedEngine
     from verl.rollout.embedded.core import check_context
     from verl.rollout.handover import Deadlines, Expected, positions_of
+    from verl.rollout.vllm_api import VllmApi
 
     check_context(context.max_context_tokens, positions_of(context))
     assert context.place is not None and context.place.url is not None, "a server that runs has a URL"
@@ -37,4 +38,5 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
     paths = ("/pause", "/resume", "/reset_prefix_cache")
     needs = dict.fromkeys((*paths, "/init_weight_transfer_engine", "/collective_rpc"), CONTROL)
     deadlines = Deadlines(start_s=options.start_timeout_s, request_s=options.request_timeout_s)
-    return ServedEngine(context, Expected(name="the server", needs=needs), context.place.url, able, deadlines)
+    expected = Expected(name="the server", needs=needs)
+    return ServedEngine(context, expected, VllmApi(), context.place.url, able, deadlines)

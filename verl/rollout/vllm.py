@@ -28,7 +28,6 @@ TRANSFER = '--weight-transfer-config \'{"backend":"verl"}\' --worker-extension-c
 INSTALL = "pip install vllm==0.32.0 in an environment of its own; without a GPU, what `make vllm-env` does"
 LEAST_BATCHED_TOKENS = 4096
 MAX_KV_GIB = 4  # of a CPU's memory, unless kv_cache_gib says otherwise
-ASK_S = 120.0  # for the version of an environment on a cold disk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +73,7 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
     from verl.rollout.client import ServedEngine
     from verl.rollout.embedded.core import check_context
     from verl.rollout.handover import Deadlines, positions_of
+    from verl.rollout.vllm_api import VllmApi
 
     place = context.place
     assert place is not None, "a server has a place"
@@ -92,15 +92,17 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
     )
     deadlines = Deadlines(start_s=options.start_timeout_s, request_s=options.request_timeout_s)
     if place.url is not None:
-        return ServedEngine(context, expected(), place.url, able, deadlines)
+        return ServedEngine(context, expected(), VllmApi(), place.url, able, deadlines)
     python = place.python or sys.executable
     require_vllm(python)
-    return ServedEngine(context, expected(), lambda: _launch(python, options, context, place), able, deadlines)
+    return ServedEngine(
+        context, expected(), VllmApi(), lambda _: _launch(python, options, context, place), able, deadlines
+    )
 
 
 def expected() -> Expected:
-    from verl.rollout.client import ABORT, GENERATE
     from verl.rollout.handover import Expected
+    from verl.rollout.vllm_api import ABORT, GENERATE
 
     dev, transfer = "start it with VLLM_SERVER_DEV_MODE=1", f"start it with {TRANSFER}, and PYTHONPATH={PLUGIN}"
     control = ("/pause", "/resume", "/reset_prefix_cache")
@@ -112,24 +114,9 @@ def expected() -> Expected:
 
 def require_vllm(python: str) -> None:
     """ValueError unless this interpreter has a vLLM that the adapter was made for."""
-    from verl.rollout.process import said_by
-    from verl.rollout.wire import version_of
+    from verl.rollout.launching import require
 
-    code = "import importlib.metadata as m; print(m.version('vllm'))"
-    try:
-        status, said = said_by([python, "-c", code], timeout_s=ASK_S)
-    except OSError as e:
-        raise ValueError(
-            f"rollout.python={python}: cannot be started ({e}); name the bin/python of an environment"
-        ) from e
-    last = (said.splitlines() or ["no output"])[-1]
-    wanted = f">={'.'.join(map(str, AT_LEAST))},<{'.'.join(map(str, BELOW))}"
-    if status != 0:
-        raise ValueError(f"rollout.python={python}: no vLLM there ({last}): {INSTALL}, and name its bin/python")
-    if not AT_LEAST <= version_of(last) < BELOW:
-        raise ValueError(
-            f"rollout.python={python}: vLLM {last} is there, this adapter was made for {wanted}: {INSTALL}"
-        )
+    require(python, "vllm", "vLLM", (AT_LEAST, BELOW), INSTALL)
 
 
 def _launch(python: str, options: Options, context: RolloutContext, place: ServerPlace) -> tuple[ServerProcess, str]:
@@ -143,6 +130,7 @@ def _launch(python: str, options: Options, context: RolloutContext, place: Serve
 
 def serve_command(python: str, options: Options, context: RolloutContext, model: str, port: int) -> list[str]:
     from verl.rollout.handover import positions_of
+    from verl.rollout.launching import flags
 
     on_cpu = str(context.device) == "cpu"
     room = context.max_context_tokens
@@ -171,24 +159,16 @@ def serve_command(python: str, options: Options, context: RolloutContext, model:
     else:
         given |= {"gpu-memory-utilization": options.gpu_memory_utilization, "enable-sleep-mode": True}
         given |= {} if options.block_size is None else {"block-size": options.block_size}
-    for name, value in (options.args or {}).items():
-        if (key := name.lstrip("-").replace("_", "-")) in given:
-            raise ValueError(f"rollout.engine_options.args.{name}={value}: verl sets --{key} itself; leave it out")
-        given[key] = value
-    flags = [
-        [f"--{name}"] if value is True else [f"--{name}", _text(value)]
-        for name, value in given.items()
-        if value is not False
-    ]
-    return [python, "-m", "vllm.entrypoints.cli.main", "serve", model, *(word for flag in flags for word in flag)]
+    return [python, "-m", "vllm.entrypoints.cli.main", "serve", model, *flags(given, options.args)]
 
 
 def environment(ours: Mapping[str, str], options: Options, context: RolloutContext) -> dict[str, str]:
     """Of the server: ours without our Python's, and what it has to be told this way."""
     import torch
 
-    env = {name: value for name, value in ours.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
-    env |= {"PYTHONPATH": str(PLUGIN), "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    from verl.rollout.launching import environment_of
+
+    env = environment_of(ours) | {"PYTHONPATH": str(PLUGIN), "PYTHONSAFEPATH": "1", "VLLM_NO_USAGE_STATS": "1"}
     env["VLLM_SERVER_DEV_MODE"] = "1"  # the control plane: pause, update, resume
     if str(context.device) == "cpu":
         threads = options.threads or max(1, torch.get_num_threads() // options.tensor_parallel_size)
@@ -203,7 +183,3 @@ def environment(ours: Mapping[str, str], options: Options, context: RolloutConte
             "OMP_NUM_THREADS": str(threads),
         }
     return env
-
-
-def _text(value: Any) -> str:
-    return json.dumps(value) if isinstance(value, dict | list) else str(value)

@@ -1,10 +1,10 @@
-"""What a server of vLLM's token-in-token-out API is sent and answers, as pure functions; no connection is made here."""
+"""What a server has answered, and what becomes of it here; no connection is made."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,23 +30,13 @@ class Drawn:
     finish: str | None = None
     cached_tokens: int = 0
 
-    def add(self, answer: Mapping[str, Any]) -> None:
-        """A whole answer, or the next part of a stream."""
-        try:
-            usage = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
-            self.cached_tokens = int(usage.get("cached_tokens") or self.cached_tokens)
-            for choice in answer["choices"]:
-                ids, told = choice["token_ids"] or [], choice.get("logprobs")
-                logprobs = [float(of["logprob"]) for of in (told or {}).get("content") or ()]
-                if len(logprobs) != len(ids) or not all(map(math.isfinite, logprobs)):
-                    raise ValueError(f"{len(ids)} tokens with the log-probs {logprobs[-8:]} (non-finite logits?)")
-                self.ids += ids
-                self.logprobs += logprobs
-                for span in choice.get("weight_versions") or ():
-                    self.versions.append((str(span["version"]), int(span["start"]), int(span["end"])))
-                self.finish = choice.get("finish_reason") or self.finish
-        except (KeyError, TypeError, AttributeError, ValueError) as e:
-            raise NotUnderstood(f"the server's answer is not vLLM's: {type(e).__name__}: {e}") from e
+    def add(self, ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        """More tokens. ValueError for numbers that are none."""
+        given = [float(value) for value in logprobs]
+        if len(given) != len(ids) or not all(map(math.isfinite, given)):
+            raise ValueError(f"{len(ids)} tokens with the log-probs {given[-8:]} (non-finite logits?)")
+        self.ids += ids
+        self.logprobs += given
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,31 +87,8 @@ class Reading:
         raise NotUnderstood(f"the server ended an answer of {len(ids)} tokens with {drawn.finish!r}, unasked")
 
 
-def sampling_params(sampling: Sampling, *, room: int, vocab: int, eos_token_ids: Sequence[int]) -> dict[str, Any]:
-    """Every end is asked for by its id: what the server thinks of its own end token does not matter."""
-    ends = [*sampling.stop_token_ids, *(() if sampling.ignore_eos else eos_token_ids)]
-    return {
-        "max_tokens": min(sampling.max_tokens, room),
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "seed": sampling.seed,
-        "stop_token_ids": sorted({i for i in ends if 0 <= i < vocab}),  # of others it would make an index
-        "ignore_eos": True,
-        "logprobs": 0,
-        "detokenize": False,
-    }
-
-
-def scoring_params() -> dict[str, Any]:
-    """The log-probs of a prompt; one token has to be drawn with them."""
-    return {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False, "ignore_eos": True}
-
-
-def scores(answer: Mapping[str, Any], ids: np.ndarray) -> np.ndarray:
-    """Log-probs [t-1] float32 of ids[1:]."""
-    rows = answer.get("prompt_logprobs")
+def prompt_scores(rows: Any, ids: np.ndarray) -> np.ndarray:
+    """Log-probs [t-1] float32 of ids[1:], from vLLM's `prompt_logprobs`."""
     if not isinstance(rows, list) or len(rows) != len(ids):
         raise NotUnderstood("the server's answer has no prompt_logprobs")
     try:

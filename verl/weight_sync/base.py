@@ -86,10 +86,11 @@ class SyncReport:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncContext:
     """What every backend is built from. probes: token id arrays for the canary (empty: off) · tolerance: of the
-    mean |dlogp| over likely tokens; None: what the precision explains."""
+    mean |dlogp| over likely tokens; None: what the precision explains · model: the folder that the policy came from."""
 
     probes: Sequence[np.ndarray]
     tolerance: float | None = None
+    model: str | None = None
 
 
 class Outlet(Protocol):
@@ -133,7 +134,10 @@ class TensorStream(Protocol):
     @property
     def version(self) -> int: ...
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]: ...
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Each is the reader's until it asks for the next one: what it keeps, it copies. Only the end says that all
+        were of this version."""
+        ...
 
     def release(self, version: int) -> None:
         """All replicas have this version."""

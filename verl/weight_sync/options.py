@@ -11,3 +11,10 @@ class Tcp:
     """The address by which replicas reach the trainer's first rank. None: that of its machine's way out."""
     delta: bool = False
     """Send what changed since the version before to hosts that have it: for slow links."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disk:
+    folder: str | None = None
+    """Where versions lie, each a model folder; shared, where the rollout is on another machine. None: among this
+    machine's temporary files."""

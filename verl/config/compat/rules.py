@@ -17,11 +17,14 @@ from verl.config.compat.layout import SEQUENCE, layout
 from verl.config.model_files import context_tokens
 from verl.config.served import reachable
 
-_OPTIONS_OF_VLLM: Mapping[str, str] = MappingProxyType(
+_MEMORY, _TENSOR, _EAGER = (
+    f"{ROLLOUT}{name}" for name in ("gpu_memory_utilization", "tensor_model_parallel_size", "enforce_eager")
+)
+_OPTIONS_OF: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
-        f"{ROLLOUT}gpu_memory_utilization": "gpu_memory_utilization",
-        f"{ROLLOUT}tensor_model_parallel_size": "tensor_parallel_size",
-        f"{ROLLOUT}enforce_eager": "enforce_eager",
+        "vllm": {_MEMORY: "gpu_memory_utilization", _TENSOR: "tensor_parallel_size", _EAGER: "enforce_eager"},
+        "sglang": {_MEMORY: "mem_fraction_static", _TENSOR: "tensor_parallel_size"},
+        "trtllm": {_MEMORY: "kv_cache_free_gpu_memory_fraction", _TENSOR: "tensor_parallel_size"},
     }
 )
 
@@ -33,11 +36,10 @@ def _rollout_engine(given: Given) -> Result:
     key, strict = f"{ROLLOUT}name", "rollout.strict"
     name = given.said(key)
     here = name is None or reachable(name, given.native.get("rollout.python"), given.native.get("rollout.url"))
-    if given.native.get("rollout.engine", name if here else "native") == "vllm":
-        options = {f"rollout.engine_options.{own}": given.said(of) for of, own in _OPTIONS_OF_VLLM.items()}
-    else:
-        given.ignore("the engine of this process has no such choice; rollout.engine=vllm has", *_OPTIONS_OF_VLLM)
-        options = {}
+    known = _OPTIONS_OF.get(given.native.get("rollout.engine", name if here else "native"), {})
+    options = {f"rollout.engine_options.{own}": given.said(of) for of, own in known.items()}
+    if others := [of for of in _OPTIONS_OF["vllm"] if of not in known]:
+        given.ignore("the engine of this process has no such choice; rollout.engine=vllm has", *others)
     options = {target: value for target, value in options.items() if value is not None}
     if here:
         given.ignore("only read beside a rollout.name that is not here", strict)

@@ -18,6 +18,7 @@ from aiohttp import web
 from verl import __version__
 from verl.rollout.server.requests import (
     ApiError,
+    Call,
     ChatBody,
     CompletionBody,
     Id,
@@ -158,6 +159,7 @@ def completion_form(service: Service, fields: Mapping[str, Any]) -> Form:
     body = typed(fields, CompletionBody)
     _check_model(service, body.model)
     refuse_top_logprobs((body.logprobs or 0), "logprobs", "logprobs=0 gives that")
+    refuse_top_logprobs((body.prompt_logprobs or 0), "prompt_logprobs", "prompt_logprobs=0 gives that")
     prompts = _prompts(service, body)
     service.check_prompts(prompts, "prompt")
     call = call_of(
@@ -167,7 +169,9 @@ def completion_form(service: Service, fields: Mapping[str, Any]) -> Form:
         vocab_size=service.vocab_size,
         max_tokens=body.max_tokens or DEFAULT_MAX_TOKENS,
         logprobs=body.logprobs is not None,
+        prompt_logprobs=body.prompt_logprobs is not None,
     )
+    _refuse_streamed_scores(call)
     return CompletionForm(call=call, **_common(service))
 
 
@@ -217,9 +221,13 @@ def token_form(service: Service, fields: Mapping[str, Any]) -> Form:
         logprobs=drawn.logprobs is not None,
         prompt_logprobs=drawn.prompt_logprobs is not None,
     )
+    _refuse_streamed_scores(call)
+    return TokenForm(call=call, **_common(service))
+
+
+def _refuse_streamed_scores(call: Call) -> None:
     if call.stream and call.prompt_logprobs:
         raise ApiError(400, "prompt_logprobs are not streamed; set stream=false", param="stream")
-    return TokenForm(call=call, **_common(service))
 
 
 def _check_model(service: Service, name: str | None) -> None:

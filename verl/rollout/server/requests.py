@@ -89,6 +89,7 @@ class Prompted(Drawn, kw_only=True):
 class CompletionBody(Prompted, kw_only=True):
     prompt: str | list[str | Id | list[Id]]  # a text, texts, ids, or lists of ids
     logprobs: Annotated[int, Meta(ge=0)] | None = None
+    prompt_logprobs: Annotated[int, Meta(ge=0)] | None = None
     add_special_tokens: bool = True
 
 

@@ -108,6 +108,13 @@ class CompletionForm(Form):
     kinds = ("text_completion", "text_completion")
     prefix = "cmpl-"
 
+    def whole(self, completions: Sequence[Completion], scores: Sequence[np.ndarray | None] = ()) -> dict[str, Any]:
+        found = Form.whole(self, completions, scores)
+        for i, choice in enumerate(found["choices"] if scores else ()):
+            of = i // self.call.n
+            choice["prompt_logprobs"] = prompt_logprobs(self.call.prompts[of], scores[of])
+        return found
+
     def choice(self, i: int, prompt: np.ndarray, completion: Completion) -> dict[str, Any]:
         text = self.texts.answer(completion, include_stop=self.call.include_stop)
         found = {"index": i, "text": text, "logprobs": self._columns(completion.ids, completion.logprobs)}

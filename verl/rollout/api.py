@@ -1,0 +1,107 @@
+"""What kinds of server differ in: what they are asked, and how their answers are read. No connection is made here."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from verl.rollout.base import PauseMode, WeightReader
+from verl.rollout.wire import Drawn
+from verl.types import Sampling
+from verl.weight_sync.base import CheckedReader, WeightSource
+
+Post = Callable[..., Awaitable[Any]]
+"""(path, body, timeout in seconds) -> what it answered. Without a body an empty one, without a timeout that
+of control."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """tokens: that fit behind the prompt · vocab: its size · ends: the model's end tokens."""
+
+    tokens: int
+    vocab: int
+    ends: Sequence[int]
+
+    def stops(self, sampling: Sampling) -> list[int]:
+        """Every end is asked for by its id: what the server thinks of its own end token does not matter. Ids that no
+        token has are left out: some servers make an index of them."""
+        asked = [*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.ends)]
+        return sorted({i for i in asked if 0 <= i < self.vocab})
+
+
+class Api:
+    """`post` and `get` reach the server. A server's refusals and deaths are raised by them (rollout/http.py); what it
+    says and does not mean, by these functions: `NotUnderstood`, `SyncError`. What has no body here is not asked of a
+    server whose fields say that it cannot."""
+
+    generate: str
+    """The path that answers a request, also as a stream of events."""
+    modes: frozenset[PauseMode] = frozenset()
+    """What its own pause can do; the rest is done by the client, but for `keep`."""
+    holds = False
+    """Requests that come while it stands still wait there, and can be ended there."""
+    aborts = False
+    """It can be told to end a request. Without, the connection is closed, and what came by then is the answer."""
+    updates = False
+    """It takes new weights as it runs. Without, it is started anew with them, or keeps its own."""
+    plain = False
+    """Its log-probs are those at temperature 1 of all tokens, and other draws are refused."""
+    transport: str
+    """How the address of weights that it reads must begin, and the sync.engine that makes such."""
+    sync: str
+
+    def body(self, model: str, name: str, prompt: Sequence[int], sampling: Sampling, room: Room) -> dict[str, Any]:
+        """ValueError for what it cannot honour. With `stream` true the same request is answered as a stream."""
+        raise NotImplementedError
+
+    def read(self, drawn: Drawn, answer: Any) -> None:
+        """Note a whole answer, or the next event of a stream."""
+        raise NotImplementedError
+
+    async def score(self, post: Post, model: str, ids: np.ndarray, timeout_s: float) -> np.ndarray:
+        """Log-probs [t-1] float32 of ids[1:] at temperature 1."""
+        raise NotImplementedError
+
+    async def abort(self, post: Post, names: Sequence[str]) -> None:
+        raise NotImplementedError
+
+    async def pause(self, post: Post, mode: PauseMode) -> None:
+        raise NotImplementedError
+
+    async def resume(self, post: Post) -> None:
+        """Nothing, where it cannot stand still."""
+
+    async def deliver(self, post: Post, sent: WeightSource) -> None:
+        """New weights into a server that stands still, and no prefix of older ones after."""
+        raise NotImplementedError
+
+    async def sleep(self, post: Post, level: int) -> None:
+        raise NotImplementedError
+
+    async def wake(self, post: Post) -> None:
+        raise NotImplementedError
+
+    async def release(self, get: Post) -> str:
+        """Its own version, as text."""
+        return str((await get("/version"))["version"])
+
+    async def model(self, get: Post) -> tuple[str, int | None]:
+        """The name that requests give, and how many tokens a sequence may have (None: it does not say)."""
+        first = (await get("/v1/models"))["data"][0]
+        room = first.get("max_model_len")
+        return str(first["id"]), None if room is None else int(room)
+
+    async def prepare(self, post: Post, model: str, vocab: int) -> None:
+        """Once, when it is up: ValueError for a server that cannot do what it must, `ServerRefused` where it says so
+        itself."""
+
+
+def source_of(api: Api, source: WeightReader) -> tuple[CheckedReader, WeightSource]:
+    """A server reads the weights by itself, from where both see them."""
+    if not isinstance(source, CheckedReader) or not source.source.transport.startswith(api.transport):
+        raise ValueError(f"this rollout engine is a server that reads weights by itself: set sync.engine={api.sync}")
+    return source, source.source

@@ -1,0 +1,49 @@
+"""Requests on their way to a server, and waiting for their ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from verl.rollout.http import ServerGone, ServerLate, ServerRefused
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """server_id: the name that it has there · asked: the server has been · cut: it was aborted · reading: its stream,
+    where only the end of the connection ends it."""
+
+    server_id: str
+    asked: bool = False
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    cut: asyncio.Event = field(default_factory=asyncio.Event)
+    reading: asyncio.Task[tuple[int, str] | None] | None = None
+
+
+async def ended(calls: Sequence[Call], timeout_s: float | None) -> None:
+    """Wait for their ends, so long at most."""
+    if waits := [asyncio.ensure_future(call.ended.wait()) for call in calls]:
+        try:
+            await asyncio.wait(waits, timeout=timeout_s)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+
+async def first(*awaited: Coroutine[Any, Any, Any]) -> None:
+    """Wait until one of them is done; the others are given up."""
+    tasks = [asyncio.ensure_future(one) for one in awaited]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def quietly(work: Coroutine[Any, Any, Any]) -> None:
+    """What becomes of it is nobody's concern any more."""
+    with contextlib.suppress(ServerGone, ServerLate, ServerRefused):
+        await work

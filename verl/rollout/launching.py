@@ -1,0 +1,69 @@
+"""What is common to servers that are started here: whether they are installed, their flags, their environment."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from verl.rollout.base import ServerPlace
+from verl.rollout.client import Launch
+from verl.rollout.process import ServerProcess, free_port, said_by
+from verl.rollout.wire import version_of
+
+ASK_S = 120.0  # for the version of an environment on a cold disk
+OF_OUR_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+Release = tuple[int, ...]
+
+
+def require(python: str, package: str, name: str, versions: tuple[Release, Release], install: str) -> None:
+    """ValueError unless this interpreter has a server that its adapter was made for. name: in errors · versions: from,
+    below · install: how it gets there."""
+    code = f"import importlib.metadata as m; print(m.version({package!r}))"
+    try:
+        status, said = said_by([python, "-c", code], timeout_s=ASK_S)
+    except OSError as e:
+        raise ValueError(
+            f"rollout.python={python}: cannot be started ({e}); name the bin/python of an environment"
+        ) from e
+    last, (at_least, below) = (said.splitlines() or ["no output"])[-1], versions
+    if status != 0:
+        raise ValueError(f"rollout.python={python}: no {name} there ({last}): {install}, and name its bin/python")
+    if not at_least <= version_of(last) < below:
+        wanted = f">={'.'.join(map(str, at_least))},<{'.'.join(map(str, below))}"
+        raise ValueError(
+            f"rollout.python={python}: {name} {last} is there, this adapter was made for {wanted}: {install}"
+        )
+
+
+def flags(ours: Mapping[str, Any], more: Mapping[str, Any] | None, dash: str = "-") -> list[str]:
+    """Of a command line: {max-logprobs: 5} is --max-logprobs 5, true the flag alone, false none. more: the user's, none
+    of which is ours · dash: between the words of a flag."""
+    given = dict(ours)
+    for name, value in (more or {}).items():
+        if (key := name.lstrip("-").replace("_", dash).replace("-", dash)) in given:
+            raise ValueError(f"rollout.engine_options.args.{name}={value}: verl sets --{key} itself; leave it out")
+        given[key] = value
+    words = [[f"--{name}"] if value is True else [f"--{name}", _text(value)] for name, value in given.items()]
+    return [word for pair, value in zip(words, given.values()) for word in pair if value is not False]
+
+
+def launcher(name: str, place: ServerPlace, command: Callable[[str, int], list[str]]) -> Launch:
+    """Starts it by the command for a model's folder and a port. name: in errors."""
+
+    def launch(folder: str | None) -> tuple[ServerProcess, str]:
+        port = free_port()
+        line, env = command(folder or place.model, port), environment_of(os.environ)
+        return ServerProcess(name, line, env=env, log=place.log), f"http://127.0.0.1:{port}"
+
+    return launch
+
+
+def environment_of(ours: Mapping[str, str]) -> dict[str, str]:
+    """Ours, without what belongs to our Python; no hub is asked."""
+    return {name: value for name, value in ours.items() if name not in OF_OUR_PYTHON} | {"HF_HUB_OFFLINE": "1"}
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value) if isinstance(value, dict | list) else str(value)

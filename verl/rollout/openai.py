@@ -1,0 +1,43 @@
+"""Any server of OpenAI's completions API that takes and gives token ids, at a URL: a model to evaluate, a teacher, a
+judge. Its weights are its own: a publish changes nothing there, and succeeds where the canary finds the same model.
+
+What OpenAI's API leaves open is asked at start, with real requests: whether token ids come back (`return_token_ids`, as
+vLLM and `verl serve` have it), whether answers end at given ids, and how prompts are scored (`prompt_logprobs`, or
+`echo` with log-probs). No torch is imported at module level.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from verl.bounds import Positive
+
+if TYPE_CHECKING:
+    from verl.rollout.base import RolloutContext
+    from verl.rollout.client import ServedEngine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    api_key: str | None = None
+    """Sent as a bearer token; write ${oc.env:NAME}."""
+    start_timeout_s: Positive = 60.0
+    request_timeout_s: Positive = 3600.0
+    """For one answer, the time in the queue included."""
+
+
+def build(options: Options, context: RolloutContext) -> ServedEngine:
+    from verl.rollout.base import Capabilities
+    from verl.rollout.client import ServedEngine
+    from verl.rollout.embedded.core import check_context
+    from verl.rollout.handover import Deadlines, Expected, positions_of
+    from verl.rollout.openai_api import CompletionsApi
+
+    check_context(context.max_context_tokens, positions_of(context))
+    assert context.place is not None and context.place.url is not None, "a server that runs has a URL"
+    able = Capabilities(logprobs="processed", max_context_tokens=context.max_context_tokens)
+    deadlines = Deadlines(start_s=options.start_timeout_s, request_s=options.request_timeout_s)
+    expected = Expected(name="the server")
+    at = context.place.url
+    return ServedEngine(context, expected, CompletionsApi(), at, able, deadlines, api_key=options.api_key)

@@ -1,0 +1,136 @@
+"""OpenAI's completions API with token ids, and TensorRT-LLM's form of it. See `Api`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from verl.rollout.api import Api, Post, Room
+from verl.rollout.http import ServerRefused
+from verl.rollout.wire import Drawn, NotUnderstood, prompt_scores
+from verl.types import Sampling
+
+PROBED_TOKENS = 4
+
+
+class CompletionsApi(Api):
+    """See `Api`. Its state is what was found out at start."""
+
+    generate, transport, sync = "/v1/completions", "verl.weight_sync.", "shm"
+
+    def __init__(self) -> None:
+        self.scoring: str | None = None  # the field that asks for log-probs of the prompt
+        self.plain = True  # without scores nobody can tell what its log-probs are of
+
+    def body(self, model: str, name: str, prompt: Sequence[int], sampling: Sampling, room: Room) -> dict[str, Any]:
+        s = sampling
+        if self.plain:
+            refuse_other_than_plain(s)
+        found: dict[str, Any] = {
+            "model": model,
+            "prompt": list(prompt),
+            "max_tokens": min(s.max_tokens, room.tokens),
+            "temperature": s.temperature,
+            "top_p": s.top_p,
+            "seed": s.seed,
+            "logprobs": 0,
+            "stop_token_ids": room.stops(s),
+            "ignore_eos": True,
+            "return_token_ids": True,
+        }
+        extra = {"top_k": s.top_k, "min_p": s.min_p}
+        return found | {name: value for name, value in extra.items() if value > 0}
+
+    def read(self, drawn: Drawn, answer: Any) -> None:
+        try:
+            usage = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
+            drawn.cached_tokens = int(usage.get("cached_tokens") or drawn.cached_tokens)
+            for choice in answer["choices"]:
+                told = (choice.get("logprobs") or {}).get("token_logprobs") or []
+                drawn.add(choice.get("token_ids") or [], told)
+                drawn.finish = choice.get("finish_reason") or drawn.finish
+        except (KeyError, TypeError, AttributeError, ValueError) as e:
+            raise NotUnderstood(f"the server's answer is no completion with ids: {type(e).__name__}: {e}") from e
+
+    async def score(self, post: Post, model: str, ids: np.ndarray, timeout_s: float) -> np.ndarray:
+        if self.scoring is None:
+            raise ValueError("this server tells no log-probs of prompts (prompt_logprobs, or echo with logprobs)")
+        one = {"model": model, "prompt": ids.tolist(), "max_tokens": 1, "temperature": 0.0, "ignore_eos": True}
+        if self.scoring == "prompt_logprobs":
+            answer = await post(self.generate, one | {"prompt_logprobs": 0}, timeout_s)
+            return prompt_scores(answer["choices"][0].get("prompt_logprobs"), ids)
+        answer = await post(self.generate, one | {"echo": True, "logprobs": 0}, timeout_s)
+        told = ((answer["choices"][0].get("logprobs") or {}).get("token_logprobs") or [])[: len(ids)]
+        if len(told) != len(ids) or None in told[1:]:
+            raise NotUnderstood("the server's echo has no log-probs of the prompt")
+        return np.array(told[1:], np.float32)
+
+    async def prepare(self, post: Post, model: str, vocab: int) -> None:
+        await self._require_ids(post, model, vocab)
+        for field in ("prompt_logprobs", "echo"):
+            if await self._scores_by(field, post, model):
+                self.scoring, self.plain = field, False
+                return
+
+    async def _require_ids(self, post: Post, model: str, vocab: int) -> None:
+        """ValueError unless an answer has its ids and log-probs, and ends at an id that it was given."""
+        ends: tuple[int, ...] = ()
+        first: list[int] = []
+        for wanted in (PROBED_TOKENS, 1):
+            room = Room(tokens=PROBED_TOKENS, vocab=vocab, ends=ends)
+            body = self.body(model, "probe", [0], Sampling(max_tokens=PROBED_TOKENS, temperature=0.0), room)
+            drawn = Drawn()
+            try:
+                self.read(drawn, await post(self.generate, body))
+            except (ServerRefused, NotUnderstood) as e:
+                said = "completions with stop_token_ids, ignore_eos, log-probs and the ids of their tokens are needed"
+                raise ValueError(f"{said}, and this server does not give them: {e}") from e
+            if len(drawn.ids) != wanted or (ends and drawn.ids[0] != ends[0]):
+                said = "ids of the tokens (return_token_ids)" if not ends else "an end where stop_token_ids say"
+                raise ValueError(f"this server does not give {said}: {len(drawn.ids)} ids came of an answer to a probe")
+            first = first or drawn.ids
+            ends = (first[0],)
+
+    async def _scores_by(self, field: str, post: Post, model: str) -> bool:
+        self.scoring = field
+        try:
+            found = await self.score(post, model, np.array([0, 1, 0]), 60.0)
+        except (ServerRefused, NotUnderstood):
+            self.scoring = None
+            return False
+        return bool(np.isfinite(found).all())
+
+
+class TrtllmApi(CompletionsApi):
+    """See `Api`. It refuses fields that it does not know, and cuts the token that ended an answer unless it is told."""
+
+    transport, sync = "verl.weight_sync.disk:", "disk"
+
+    def body(self, model: str, name: str, prompt: Sequence[int], sampling: Sampling, room: Room) -> dict[str, Any]:
+        refuse_other_than_plain(sampling)
+        return {
+            "model": model,
+            "prompt": list(prompt),
+            "max_tokens": min(sampling.max_tokens, room.tokens),
+            "temperature": sampling.temperature,
+            "seed": sampling.seed,
+            "logprobs": 1,
+            "stop_token_ids": room.stops(sampling),
+            "include_stop_str_in_output": True,
+            "ignore_eos": True,
+            "detokenize": False,  # ids in place of text
+            "add_special_tokens": False,
+        }
+
+    async def prepare(self, post: Post, model: str, vocab: int) -> None:
+        await self._require_ids(post, model, vocab)
+
+
+def refuse_other_than_plain(sampling: Sampling) -> None:
+    """ValueError for draws whose log-probs would be those of another distribution."""
+    s = sampling
+    if s.temperature not in (0.0, 1.0) or (s.temperature > 0 and (s.top_p < 1 or s.top_k > 0 or s.min_p > 0)):
+        said = f"temperature={s.temperature} top_p={s.top_p} top_k={s.top_k} min_p={s.min_p}"
+        raise ValueError(f"{said}: this server's log-probs are those at temperature 1 of all tokens; set 1, 1, 0 and 0")

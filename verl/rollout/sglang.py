@@ -1,0 +1,96 @@
+"""SGLang as a rollout engine: its server in a Python environment of its own, as a child of this process or at a URL.
+
+Written from the HTTP API of 0.5.23, and never run against it: where its kernels run, no one of us was. Weights reach it
+through a folder (sync.engine=disk). It does not say which tensors it loaded: that the folder is what was sent is
+checked before, and what it computes with, by the canary. No torch is imported at module level.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from verl.bounds import Positive, PositiveInt, PositiveShare
+
+if TYPE_CHECKING:
+    from verl.rollout.base import RolloutContext
+    from verl.rollout.client import ServedEngine
+
+AT_LEAST, BELOW = (0, 5, 23), (0, 6)
+INSTALL = "pip install sglang==0.5.23 in an environment of its own"
+NOTE = "rollout: this adapter was made from SGLang's documented API and tested against doubles of it, never against it"
+
+SEEDS = "rollout: SGLang looks at seeds with rollout.engine_options.deterministic_inference=true alone"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    tensor_parallel_size: PositiveInt = 1
+    """Devices that share the model."""
+    mem_fraction_static: PositiveShare = 0.5
+    """Of a GPU, weights and KV cache together."""
+    max_running_requests: PositiveInt | None = None
+    """Requests that are decoded together. None: rollout.max_concurrent_sequences."""
+    deterministic_inference: bool = False
+    """A seed gives its tokens whatever the batch. Without, SGLang does not look at seeds."""
+    start_timeout_s: Positive = 600.0
+    request_timeout_s: Positive = 3600.0
+    """For one answer, the time in the queue included."""
+    args: dict[str, Any] | None = None
+    """More of `sglang.launch_server`: {attention-backend: triton}; {enable-torch-compile: true} is the flag alone."""
+
+
+def build(options: Options, context: RolloutContext) -> ServedEngine:
+    """The engine without weights, its server on the way. ValueError: what cannot start."""
+    from verl.rollout.base import Capabilities
+    from verl.rollout.client import ServedEngine
+    from verl.rollout.embedded.core import check_context
+    from verl.rollout.handover import Deadlines, Expected, positions_of
+    from verl.rollout.launching import launcher, require
+    from verl.rollout.sglang_api import SglangApi
+
+    place = context.place
+    assert place is not None, "a server has a place"
+    check_context(context.max_context_tokens, positions_of(context))
+    able = Capabilities(
+        logprobs="processed",
+        max_context_tokens=context.max_context_tokens,
+        prefix_cache=True,
+        in_flight_update=True,
+        notes=(NOTE,) if options.deterministic_inference or place.url else (NOTE, SEEDS),
+    )
+    expected = Expected(
+        name="SGLang", versions=(AT_LEAST, BELOW), needs={"logprobs": "start it without SGLANG_RETURN_ORIGINAL_LOGPROB"}
+    )
+    deadlines = Deadlines(start_s=options.start_timeout_s, request_s=options.request_timeout_s)
+    if place.url is not None:
+        return ServedEngine(context, expected, SglangApi(), place.url, able, deadlines)
+    python = place.python or sys.executable
+    require(python, "sglang", "SGLang", (AT_LEAST, BELOW), INSTALL)
+    launch = launcher("SGLang", place, partial(serve_command, python, options, context))
+    return ServedEngine(context, expected, SglangApi(), launch, able, deadlines)
+
+
+def serve_command(python: str, options: Options, context: RolloutContext, model: str, port: int) -> list[str]:
+    from verl.rollout.handover import positions_of
+    from verl.rollout.launching import flags
+    from verl.rollout.sglang_api import MASKS
+
+    room = context.max_context_tokens
+    given: dict[str, Any] = {
+        "model-path": model,
+        "served-model-name": "policy",
+        "host": "127.0.0.1",
+        "port": port,
+        "dtype": str(context.dtype).removeprefix("torch."),
+        "context-length": min(room + 1, positions_of(context) or room),  # a prompt must be shorter than it
+        "max-running-requests": options.max_running_requests or context.max_concurrent_sequences,
+        "tp-size": options.tensor_parallel_size,
+        "mem-fraction-static": options.mem_fraction_static,
+        "skip-tokenizer-init": True,  # tokens in, tokens out
+        "sampling-mask-max-tokens": MASKS,
+        "enable-deterministic-inference": options.deterministic_inference,
+    }
+    return [python, "-m", "sglang.launch_server", *flags(given, options.args)]

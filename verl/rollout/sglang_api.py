@@ -1,0 +1,101 @@
+"""SGLang's HTTP API, as its 0.5.23 has it. See `Api`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from verl.rollout.api import Api, Post, Room
+from verl.rollout.base import PauseMode
+from verl.rollout.http import ServerRefused
+from verl.rollout.wire import Drawn, NotUnderstood
+from verl.types import Sampling
+from verl.weight_sync.base import CheckedReader, SyncError, WeightSource
+
+MASKS = 4096  # tokens that a draw may be among for SGLang to say with what probability it was drawn
+
+
+class SglangApi(Api):
+    """See `Api`. Waiting and aborting before an update are the client's: its `abort` would end everybody's requests,
+    and leave the scheduler going. An abort that comes before its request has reached the scheduler is lost, and so is
+    every later one: requests are held here while it stands still."""
+
+    generate, transport, sync = "/generate", "verl.weight_sync.disk:", "disk"
+    modes: frozenset[PauseMode] = frozenset(("keep",))
+    aborts = updates = True
+
+    def body(self, model: str, name: str, prompt: Sequence[int], sampling: Sampling, room: Room) -> dict[str, Any]:
+        s, truncated = sampling, sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+        top_k = s.top_k or (room.vocab if truncated and room.vocab <= MASKS else -1)
+        if truncated and s.temperature > 0 and not 0 < top_k <= MASKS:
+            why = f"SGLang tells the log-probs of truncated draws for top_k from 1 to {MASKS} alone"
+            raise ValueError(
+                f"top_p={s.top_p} min_p={s.min_p} top_k={s.top_k}: {why}; set top_k too, or top_p=1 min_p=0"
+            )
+        params: dict[str, Any] = {
+            "max_new_tokens": min(s.max_tokens, room.tokens),
+            "temperature": s.temperature,
+            "top_p": s.top_p,
+            "top_k": top_k,
+            "min_p": s.min_p,
+            "stop_token_ids": room.stops(s),
+            "ignore_eos": True,
+            "sampling_seed": s.seed,
+        }
+        body = {"rid": name, "input_ids": list(prompt), "sampling_params": params, "return_logprob": True}
+        return body | ({"return_sampling_mask": True} if truncated and s.temperature > 0 else {})
+
+    def read(self, drawn: Drawn, answer: Any) -> None:
+        """An event of a stream holds all tokens so far, or, where the server was started so, the new ones."""
+        try:
+            meta, ids = answer["meta_info"], answer["output_ids"]
+            told = [entry[0] for entry in meta.get("output_token_logprobs") or ()]
+            if (of_mask := meta.get("output_token_sampling_logprobs")) is not None:
+                told = of_mask
+            if len(ids) == int(meta["completion_tokens"]):
+                drawn.ids, drawn.logprobs = [], []
+            drawn.add(ids, told)
+            if len(drawn.ids) != int(meta["completion_tokens"]):
+                raise ValueError(f"{meta['completion_tokens']} tokens were told of, and {len(drawn.ids)} came")
+            drawn.cached_tokens = int(meta.get("cached_tokens") or 0)
+            spans = meta.get("weight_versions") or []
+            drawn.versions = [(str(of["version"]), int(of["start"]), int(of["end"])) for of in spans if of["end"]]
+            if (reason := meta.get("finish_reason")) is not None:
+                drawn.finish = str(reason["type"])
+        except (KeyError, TypeError, AttributeError, ValueError, IndexError) as e:
+            raise NotUnderstood(f"the server's answer is not SGLang's: {type(e).__name__}: {e}") from e
+
+    async def score(self, post: Post, model: str, ids: np.ndarray, timeout_s: float) -> np.ndarray:
+        params = {"max_new_tokens": 0, "temperature": 0.0}
+        body = {"input_ids": ids.tolist(), "sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
+        told = (await post(self.generate, body, timeout_s))["meta_info"].get("input_token_logprobs")
+        if not isinstance(told, list) or [entry[1] for entry in told] != ids.tolist():
+            raise NotUnderstood("the server's input_token_logprobs are not those of the prompt")
+        return np.array([entry[0] for entry in told[1:]], np.float32)
+
+    async def abort(self, post: Post, names: Sequence[str]) -> None:
+        for name in names:
+            await post("/abort_request", {"rid": name})
+
+    async def pause(self, post: Post, mode: PauseMode) -> None:
+        """They go back to the queue, and their keys and values are computed again under the new weights."""
+        await post("/pause_generation", {"mode": "retract"})
+
+    async def resume(self, post: Post) -> None:
+        await post("/continue_generation", {"torch_empty_cache": False})
+
+    async def deliver(self, post: Post, sent: WeightSource) -> None:
+        await asyncio.to_thread(lambda: [None for _ in CheckedReader(sent).tensors()])
+        body = {"model_path": sent.address, "load_format": "auto", "weight_version": str(sent.version)}
+        try:
+            told = await post("/update_weights_from_disk", body | {"flush_cache": True})
+        except ServerRefused as e:
+            raise SyncError(f"version {sent.version}: SGLang did not take it: {e}") from e
+        if not isinstance(told, dict) or told.get("success") is not True:
+            raise SyncError(f"version {sent.version}: SGLang did not take it: {told}")
+
+    async def release(self, get: Post) -> str:
+        return str((await get("/server_info"))["version"])

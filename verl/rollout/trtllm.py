@@ -1,0 +1,81 @@
+"""TensorRT-LLM as a rollout engine: `trtllm-serve` in a Python environment of its own, as a child of this process.
+
+Written from its documented completions API (1.x), and never run against it: it needs a GPU. What that API cannot do is
+refused. It takes no weights while it runs that are not in its own GPU's memory, so that every publish starts it anew,
+with the folder of the new version (sync.engine=disk). It scores no prompts, so that there is no canary. Its log-probs
+are those at temperature 1, before truncation. No torch is imported at module level.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl.bounds import Positive, PositiveInt, PositiveShare
+
+if TYPE_CHECKING:
+    from verl.rollout.base import RolloutContext
+    from verl.rollout.client import ServedEngine
+
+AT_LEAST, BELOW = (1, 1), (2,)
+INSTALL = "pip install tensorrt-llm in an environment of its own"
+NOTE = (
+    "rollout: this adapter was made from TensorRT-LLM's documented API and tested against doubles of it, never against "
+    "it; it is started anew with every version of the weights"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    tensor_parallel_size: PositiveInt = 1
+    """Devices that share the model."""
+    kv_cache_free_gpu_memory_fraction: PositiveShare = 0.5
+    """Of what the weights leave of a GPU."""
+    max_batch_size: PositiveInt | None = None
+    """Requests that are decoded together. None: rollout.max_concurrent_sequences."""
+    start_timeout_s: Positive = 1800.0
+    request_timeout_s: Positive = 3600.0
+    """For one answer, the time in the queue included."""
+    args: dict[str, Any] | None = None
+    """More of `trtllm-serve`: {max_num_tokens: 8192}; {trust_remote_code: true} is the flag alone."""
+
+
+def build(options: Options, context: RolloutContext) -> ServedEngine:
+    """The engine, whose server starts with the first weights. ValueError: what cannot start."""
+    from verl.rollout.base import Capabilities
+    from verl.rollout.client import ServedEngine
+    from verl.rollout.embedded.core import check_context
+    from verl.rollout.handover import Deadlines, Expected, positions_of
+    from verl.rollout.launching import launcher, require
+    from verl.rollout.openai_api import TrtllmApi
+
+    place = context.place
+    assert place is not None and place.url is None, "one that runs takes no weights: refused before"
+    check_context(context.max_context_tokens, positions_of(context))
+    python = place.python or sys.executable
+    require(python, "tensorrt_llm", "TensorRT-LLM", (AT_LEAST, BELOW), INSTALL)
+    able = Capabilities(  # other draws than those whose log-probs are the processed ones are refused
+        logprobs="processed", max_context_tokens=context.max_context_tokens, prefix_cache=True, notes=(NOTE,)
+    )
+    deadlines = Deadlines(start_s=options.start_timeout_s, request_s=options.request_timeout_s)
+    expected = Expected(name="TensorRT-LLM", versions=(AT_LEAST, BELOW))
+    launch = launcher("TensorRT-LLM", place, partial(serve_command, python, options, context))
+    return ServedEngine(context, expected, TrtllmApi(), launch, able, deadlines)
+
+
+def serve_command(python: str, options: Options, context: RolloutContext, model: str, port: int) -> list[str]:
+    from verl.rollout.launching import flags
+
+    given: dict[str, Any] = {
+        "host": "127.0.0.1",
+        "port": port,
+        "backend": "pytorch",
+        "max_batch_size": options.max_batch_size or context.max_concurrent_sequences,
+        "max_seq_len": context.max_context_tokens,
+        "tp_size": options.tensor_parallel_size,
+        "kv_cache_free_gpu_memory_fraction": options.kv_cache_free_gpu_memory_fraction,
+    }
+    return [str(Path(python).with_name("trtllm-serve")), "serve", model, *flags(given, options.args, dash="_")]

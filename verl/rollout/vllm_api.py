@@ -1,0 +1,92 @@
+"""vLLM's token-in-token-out API and control plane, which `verl serve` speaks too. See `Api`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from verl.rollout.api import Api, Post, Room
+from verl.rollout.base import PauseMode
+from verl.rollout.handover import compare
+from verl.rollout.wire import Drawn, NotUnderstood, prompt_scores
+from verl.types import Sampling
+from verl.weight_sync.base import SyncError, WeightSource
+
+GENERATE, ABORT = "/inference/v1/generate", "/inference/v1/abort_requests"
+REQUEST_PREFIX = "generate-tokens-"  # of the id that a server gives a request, and that an abort must name
+ONE_TOKEN = {"max_tokens": 1, "temperature": 0.0, "detokenize": False, "ignore_eos": True}
+
+
+class VllmApi(Api):
+    generate, transport, sync = GENERATE, "verl.weight_sync.shm:", "shm"
+    modes: frozenset[PauseMode] = frozenset(("keep", "wait", "abort"))
+    holds = aborts = updates = True
+
+    def body(self, model: str, name: str, prompt: Sequence[int], sampling: Sampling, room: Room) -> dict[str, Any]:
+        params = {
+            "max_tokens": min(sampling.max_tokens, room.tokens),
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "seed": sampling.seed,
+            "stop_token_ids": room.stops(sampling),
+            "ignore_eos": True,
+            "logprobs": 0,
+            "detokenize": False,
+        }
+        return {"model": model, "request_id": name, "token_ids": list(prompt), "sampling_params": params}
+
+    def read(self, drawn: Drawn, answer: Any) -> None:
+        try:
+            usage = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
+            drawn.cached_tokens = int(usage.get("cached_tokens") or drawn.cached_tokens)
+            for choice in answer["choices"]:
+                told = choice.get("logprobs") or {}
+                drawn.add(choice["token_ids"] or [], [of["logprob"] for of in told.get("content") or ()])
+                for span in choice.get("weight_versions") or ():
+                    drawn.versions.append((str(span["version"]), int(span["start"]), int(span["end"])))
+                drawn.finish = choice.get("finish_reason") or drawn.finish
+        except (KeyError, TypeError, AttributeError, ValueError) as e:
+            raise NotUnderstood(f"the server's answer is not vLLM's: {type(e).__name__}: {e}") from e
+
+    async def score(self, post: Post, model: str, ids: np.ndarray, timeout_s: float) -> np.ndarray:
+        params = ONE_TOKEN | {"prompt_logprobs": 0}  # one token has to be drawn with them
+        body = {"model": model, "token_ids": ids.tolist(), "sampling_params": params}
+        return prompt_scores((await post(GENERATE, body, timeout_s)).get("prompt_logprobs"), ids)
+
+    async def abort(self, post: Post, names: Sequence[str]) -> None:
+        await post(ABORT, {"request_ids": [REQUEST_PREFIX + name for name in names]})
+
+    async def pause(self, post: Post, mode: PauseMode) -> None:
+        await post(f"/pause?mode={mode}")
+
+    async def resume(self, post: Post) -> None:
+        await post("/resume")
+
+    async def deliver(self, post: Post, sent: WeightSource) -> None:
+        checksums = {name: e.checksum for name, e in sent.delivered.items() if e.checksum is not None}
+        info = {"path": sent.address, "version": sent.version, "names": None, "checksums": checksums}
+        await post("/start_weight_update")
+        await post("/update_weights", {"update_info": info})
+        told = await post("/finish_weight_update", {"weight_version": str(sent.version)})
+        if not isinstance(told, dict) or "loaded" not in told:
+            workers = (await post("/collective_rpc", {"method": "loaded_weights"}))["results"]
+        else:
+            workers = [told]
+        for worker in workers:
+            compare(sent, worker)
+        told = await post("/reset_prefix_cache")
+        if not isinstance(told, dict) or told.get("success") is False:
+            raise SyncError(f"version {sent.version}: the server keeps prefixes of older weights ({told})")
+
+    async def sleep(self, post: Post, level: int) -> None:
+        await post(f"/sleep?level={level}")
+
+    async def wake(self, post: Post) -> None:
+        await post("/wake_up")
+
+    async def prepare(self, post: Post, model: str, vocab: int) -> None:
+        await post("/init_weight_transfer_engine", {"init_info": {}})

@@ -1,0 +1,136 @@
+"""Weights through a folder that both ends see: each version is a whole model folder, which anything that loads Hugging
+Face models can load. For servers that read their weights from a disk, here or on a machine that shares it.
+
+A folder is written beside its place and moved there when it is whole; it is never written again. The two latest stay.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import tempfile
+import uuid
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from verl.checkpoint.safetensors_file import DTYPES, host_bytes
+from verl.weight_sync.base import Entry, SyncContext, SyncError
+from verl.weight_sync.local import LocalCheckpointEngine
+from verl.weight_sync.options import Disk
+from verl.weight_sync.shm import PREFIX
+
+WEIGHTS = "model.safetensors"
+KEPT = 2  # versions: a late reader may still be at the one before
+VERSION = "verl_version"  # in the file's own metadata
+NOT_LINKED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".index.json")
+
+
+class DiskOutlet:
+    """See `Outlet`; it can be pickled, and is used by one process. root: gets a folder for each version · model: whose
+    configuration and tokenizer each of them links to."""
+
+    transport = "verl.weight_sync.disk:open_weights"
+
+    def __init__(self, root: Path, model: Path | None = None) -> None:
+        self._root, self._model = root, model
+
+    def stage(self, version: int, shapes: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) -> str:
+        folder, coming = self._root / f"version_{version}", self._root / f".coming-{uuid.uuid4().hex}"
+        coming.mkdir(parents=True)
+        try:
+            _write(coming / WEIGHTS, version, shapes, tensors)
+            for path in self._model.iterdir() if self._model else ():
+                if path.is_file() and not path.name.endswith(NOT_LINKED):
+                    (coming / path.name).symlink_to(path.resolve())
+            if folder.exists():
+                folder.rename(self._root / f".gone-{uuid.uuid4().hex}")
+            coming.rename(folder)
+        finally:
+            shutil.rmtree(coming, ignore_errors=True)
+            self._remove_but(folder)
+        return str(folder)
+
+    def _remove_but(self, latest: Path) -> None:
+        whole = sorted(self._root.glob("version_*"), key=lambda path: path.stat().st_mtime_ns)
+        others = [path for path in whole if path != latest]
+        for path in (*self._root.glob(".gone-*"), *others[: len(others) - (KEPT - 1)]):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _write(path: Path, version: int, shapes: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """One file, tensor by tensor. The widest come first in it: so each starts at a multiple of its item size."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt", VERSION: str(version)}}
+    starts, end = {}, 0
+    for name, entry in sorted(shapes.items(), key=lambda item: -vars(torch)[item[1].dtype].itemsize):
+        dtype = vars(torch)[entry.dtype]
+        starts[name], end = end, end + prod(entry.shape) * dtype.itemsize
+        header[name] = {"dtype": DTYPES[dtype], "shape": list(entry.shape), "data_offsets": [starts[name], end]}
+    if end > (free := shutil.disk_usage(path.parent).free):
+        raise OSError(f"{end / 1e6:.0f} MB of weights do not fit into {path.parent.parent} ({free / 1e6:.0f} MB free)")
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for (expected, entry), (name, tensor) in zip(shapes.items(), tensors, strict=True):
+            assert name == expected, f"{name} comes where {expected} was told of"
+            if prod(entry.shape):
+                file.seek(8 + len(text) + starts[name])
+                file.write(host_bytes(tensor))
+
+
+class DiskStream:
+    """See `TensorStream`."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / WEIGHTS
+        if not self._path.is_file():
+            raise SyncError(
+                f"{folder} is not here: with sync.engine=disk the trainer and its replicas see one folder; on several "
+                "machines set sync.engine_options.folder to a shared one"
+            )
+
+    @property
+    def version(self) -> int:
+        with safe_open(self._path, framework="pt") as file:
+            return int(file.metadata()[VERSION])
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        with safe_open(self._path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - it is no mapping
+                yield name, file.get_tensor(name)
+
+    def release(self, version: int) -> None:
+        """The next version but one takes its place."""
+
+
+def open_weights(address: str) -> DiskStream:
+    return DiskStream(Path(address))
+
+
+def remove_of_the_dead(parent: Path) -> None:
+    """What processes of this machine left that were killed."""
+    start = f"{PREFIX}-{socket.gethostname()}-"
+    for path in parent.glob(f"{start}*"):
+        if not Path("/proc", path.name.removeprefix(start).partition("-")[0]).exists():
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def build(options: Disk, context: SyncContext) -> LocalCheckpointEngine:
+    parent = Path(options.folder or tempfile.gettempdir()).absolute()
+    if not parent.is_dir():
+        raise ValueError(f"sync.engine_options.folder={options.folder}: no such folder; make it first")
+    remove_of_the_dead(parent)
+    root = parent / f"{PREFIX}-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+    root.mkdir()
+    outlet = DiskOutlet(root, Path(context.model) if context.model else None)
+    engine = LocalCheckpointEngine(probes=context.probes, tolerance=context.tolerance, outlet=outlet, copies=True)
+    weakref.finalize(engine, shutil.rmtree, root, True)
+    return engine
