@@ -55,7 +55,7 @@ def elsewhere(tmp_path, monkeypatch) -> Callable[..., dict[str, torch.Tensor]]:
         with monkeypatch.context() as there:
             for module in (shm, tcp):
                 there.setattr(module, "SHM", tmp_path / host)
-            return dict(tcp.open_weights(address).tensors())
+            return {name: tensor.clone() for name, tensor in tcp.open_weights(address).tensors()}
 
     return read
 

@@ -1,7 +1,8 @@
 """Weights through the shared memory of one host: the trainer writes a version, every replica maps and reads it.
 
 Two files take turns, so that a version is written while a late replica may still read the one before. A file says
-which version it holds; a reader asks before its first tensor and after its last.
+which version it holds; a reader asks before its first tensor and after its last, and copies each as it comes. The
+trainer keeps its files mapped: to find their memory anew takes longer than to write it.
 """
 
 from __future__ import annotations
@@ -46,6 +47,19 @@ class ShmOutlet:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self._mapped: dict[Path, tuple[int, mmap.mmap]] = {}  # inode and memory
+
+    def __reduce__(self) -> tuple[type[ShmOutlet], tuple[str]]:
+        return ShmOutlet, (self.name,)
+
+    def _memory(self, path: Path, num_bytes: int) -> mmap.mmap:
+        """Of a file of that size: the one that it wrote the version before the last into, where it still is."""
+        inode, found = self._mapped.get(path, (-1, None))
+        if found is None or len(found) != num_bytes or not path.exists() or path.stat().st_ino != inode:
+            self._mapped.pop(path, None)
+            found = _mapped(path, num_bytes)
+            self._mapped[path] = (path.stat().st_ino, found)
+        return found
 
     def stage(self, version: int, shapes: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) -> str:
         parts, at = [], 0
@@ -56,20 +70,18 @@ class ShmOutlet:
         index = msgspec.msgpack.encode(parts)
         first = -(-(HEAD_BYTES + len(index)) // ALIGN_BYTES) * ALIGN_BYTES
         path = SHM / f"{self.name}-{version % 2}"
-        with _mapped(path, max(first + at, 1)) as found:
-            found[:8] = WRITING.to_bytes(8, "little", signed=True)
-            found[8:16] = len(index).to_bytes(8, "little")
-            found[16 : 16 + len(index)] = index
-            whole = torch.frombuffer(found, dtype=torch.uint8)
-            for part, (name, tensor) in zip(parts, tensors, strict=True):
-                assert name == part.name, f"{name} comes where {part.name} was told of"
-                if part.num_bytes:
-                    start = first + part.start
-                    into = whole[start : start + part.num_bytes].view(tensor.dtype).view(part.shape)
-                    into.copy_(tensor.detach())
-                    del into
-            del whole
-            found[:8] = version.to_bytes(8, "little", signed=True)
+        found = self._memory(path, max(first + at, 1))
+        found[:8] = WRITING.to_bytes(8, "little", signed=True)
+        found[8:16] = len(index).to_bytes(8, "little")
+        found[16 : 16 + len(index)] = index
+        whole = torch.frombuffer(found, dtype=torch.uint8)
+        for part, (name, tensor) in zip(parts, tensors, strict=True):
+            assert name == part.name, f"{name} comes where {part.name} was told of"
+            if part.num_bytes:
+                start = first + part.start
+                into = whole[start : start + part.num_bytes].view(tensor.dtype).view(part.shape)
+                into.copy_(tensor.detach())
+        found[:8] = version.to_bytes(8, "little", signed=True)
         return str(path)
 
 
@@ -91,13 +103,12 @@ class ShmStream:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         version = self.version
-        for name, tensor in self.views():
-            yield name, tensor.clone()  # the next version but one is written over it
+        yield from self.views()
         if self.version != version:
             raise SyncError(f"version {version} was written over by {self.version} while it was read")
 
     def views(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors where they lie."""
+        """The tensors where they lie; the next version but one is written over them."""
         size = int.from_bytes(self._found[8:16], "little")
         parts = msgspec.msgpack.decode(self._found[16 : 16 + size], type=list[Part])
         first = -(-(HEAD_BYTES + size) // ALIGN_BYTES) * ALIGN_BYTES
@@ -119,12 +130,15 @@ def open_weights(address: str) -> ShmStream:
 
 
 def _mapped(path: Path, num_bytes: int) -> mmap.mmap:
-    """The file at its new size, whose memory is there: a full /dev/shm is an OSError here, not a crash later."""
+    """A file of this size, whose memory is there: a full /dev/shm is an OSError here, not a crash later."""
+    if path.exists() and path.stat().st_size != num_bytes:
+        path.unlink()  # a late reader keeps what it has
     with path.open("a+b") as file:
-        os.ftruncate(file.fileno(), num_bytes)
         try:
-            os.posix_fallocate(file.fileno(), 0, num_bytes)
+            if not path.stat().st_size:
+                os.posix_fallocate(file.fileno(), 0, num_bytes)
         except OSError as e:
+            path.unlink()
             raise OSError(e.errno, f"{num_bytes / 1e6:.0f} MB of weights do not fit into {path.parent}") from e
         return mmap.mmap(file.fileno(), num_bytes)
 

@@ -65,7 +65,8 @@ class TcpOutlet:
 
     def __init__(self, *, host: str | None = None, delta: bool = False) -> None:
         self._host, self._delta = host, delta
-        self._key, self._address, self._name = secrets.token_hex(16), "", ""
+        self._key, self._address = secrets.token_hex(16), ""
+        self._shm: ShmOutlet | None = None
         self._held: tuple[ShmStream, Changes] | None = None  # a version, and what changed since the one before
 
     @property
@@ -76,7 +77,8 @@ class TcpOutlet:
     def stage(self, version: int, shapes: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) -> str:
         if not self._address:
             self._serve()
-        now, changes = ShmStream(Path(ShmOutlet(self._name).stage(version, shapes, tensors))), Changes({})
+        assert self._shm is not None
+        now, changes = ShmStream(Path(self._shm.stage(version, shapes, tensors))), Changes({})
         if self._delta and self._held is not None and self._held[0].version == version - 1:
             old = dict(self._held[0].views())
             changes = {name: _changes(old[name], new) for name, new in now.views() if name in old}
@@ -87,7 +89,7 @@ class TcpOutlet:
         host = self._host or _way_out()
         listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._address = f"{host}:{listener.getsockname()[1]}/{self._key}"
-        self._name = f"{PREFIX}-{os.getpid()}-{self.tag}"
+        self._shm = ShmOutlet(f"{PREFIX}-{os.getpid()}-{self.tag}")
         threading.Thread(target=self._accept, args=(listener,), name="weights", daemon=True).start()
 
     def _accept(self, listener: socket.socket) -> None:

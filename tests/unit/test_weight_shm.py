@@ -1,0 +1,94 @@
+"""Weights in the shared memory of one host: what is kept mapped, and what a reader may be given."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from verl.weight_sync import shm
+from verl.weight_sync.base import SyncError
+from verl.weight_sync.sender import entry_of
+
+
+@pytest.fixture
+def outlet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[shm.ShmOutlet]:
+    monkeypatch.setattr(shm, "SHM", tmp_path)
+    yield shm.ShmOutlet("verl-weights-1-test")
+
+
+def weights(value: float, size: int = 1000) -> dict[str, torch.Tensor]:
+    return {f"{i}.weight": torch.full((size,), value + i) for i in range(3)} | {"none": torch.empty(0, 2)}
+
+
+def stage(outlet: shm.ShmOutlet, version: int, tensors: dict[str, torch.Tensor]) -> Path:
+    return Path(outlet.stage(version, {n: entry_of(t) for n, t in tensors.items()}, tensors.items()))
+
+
+def read(path: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in shm.open_weights(str(path)).tensors()}
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_two_files_take_turns_and_are_mapped_once(outlet: shm.ShmOutlet, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    mapped = shm._mapped
+    monkeypatch.setattr(shm, "_mapped", lambda path, size: made.append(path.name) or mapped(path, size))
+    for version in range(6):
+        now = weights(10.0 * version)
+        path = stage(outlet, version, now)
+        stream = shm.open_weights(str(path))
+        assert stream.version == version and same(read(path), now)
+    assert made == ["verl-weights-1-test-0", "verl-weights-1-test-1"]
+
+
+def test_a_file_that_is_gone_or_of_another_size_is_made_anew(outlet: shm.ShmOutlet) -> None:
+    first = stage(outlet, 0, weights(1.0))
+    held = shm.open_weights(str(first)).tensors()
+    kept = [next(held)[1].clone()]
+    inode = first.stat().st_ino
+    stage(outlet, 2, weights(2.0, size=4000))
+    assert first.stat().st_ino != inode, "a reader of the smaller one would read beyond its end"
+    kept += [tensor.clone() for _, tensor in held]  # of the file that it has mapped
+    assert [float(t[0]) for t in kept if t.numel()] == [1.0, 2.0, 3.0]
+    first.unlink()
+    assert same(read(stage(outlet, 4, weights(3.0, size=4000))), weights(3.0, size=4000))
+
+
+def test_a_reader_that_is_overtaken_is_told(outlet: shm.ShmOutlet) -> None:
+    """Its tensors are where they lie: what it copied before is of a version, or the end says that it is of none."""
+    reading = shm.open_weights(str(stage(outlet, 0, weights(1.0)))).tensors()
+    next(reading)
+    stage(outlet, 1, weights(2.0))
+    assert float(next(reading)[1][0]) == 2.0, "the next version lies elsewhere"
+    stage(outlet, 2, weights(5.0))
+    with pytest.raises(SyncError, match="version 0 was written over by 2 while it was read"):
+        list(reading)
+
+
+def test_an_outlet_travels_without_what_it_has_mapped(outlet: shm.ShmOutlet) -> None:
+    path = stage(outlet, 0, weights(1.0))
+    other = pickle.loads(pickle.dumps(outlet))
+    assert stage(other, 2, weights(4.0)) == path and same(read(path), weights(4.0))
+    assert same(read(stage(outlet, 4, weights(6.0))), weights(6.0))
+
+
+def test_a_full_memory_leaves_no_file_that_would_crash_the_next(
+    outlet: shm.ShmOutlet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int, start: int, size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as there:
+        there.setattr(os, "posix_fallocate", full)
+        with pytest.raises(OSError, match="MB of weights do not fit into"):
+            stage(outlet, 0, weights(1.0))
+    assert list(tmp_path.iterdir()) == []
+    assert same(read(stage(outlet, 0, weights(1.0))), weights(1.0))
