@@ -3,7 +3,9 @@
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -373,3 +375,23 @@ def test_repetitions_of_earlier_calls_are_kept_on_request(
     assert [s["wall_s"] for s in arms.get("TRL", ())] == ([9.0] if add else []), "an arm that failed now has run before"
     (table,) = ragged.tables({**bench.found, "step-100M": bench.found["step-100M"]})
     assert table.rows[0][1] == ("3.00 (3)" if add else "3.00 (2)")
+
+
+def test_the_router_bench_counts_what_is_lost_and_doubled(monkeypatch: pytest.MonkeyPatch) -> None:
+    import asyncio
+
+    from bench import router
+
+    monkeypatch.setattr(router, "TAKES_S", (0.001, 0.002))
+    replicas, at_once, median, tail = asyncio.run(router.added(2, 200))
+    assert (replicas, at_once) == ("2", "16") and all(float(cell.split()[0]) < 50 for cell in (median, tail))
+    _, _, asked, killed, *wrong = asyncio.run(router.deaths(3, 1.0))
+    assert int(asked.replace(",", "")) > 50 and int(killed) > 0 and wrong == ["0", "0", "0"]
+
+    async def twice(self: Any, request_id: str, prompt: Any, sampling: Any, **rest: Any) -> Any:
+        return await generate(self, request_id, prompt, replace(sampling, seed=sampling.seed + 1), **rest)
+
+    generate = router.Double.generate
+    monkeypatch.setattr(router.Double, "generate", twice)
+    *_, exchanged = asyncio.run(router.deaths(3, 0.3))
+    assert int(exchanged) > 0, "an answer to another request is seen"
