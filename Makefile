@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 export OMP_WAIT_POLICY ?= passive
 SEED ?= 0
 
-.PHONY: setup browser test test-distributed test-ranks test-clusters queue-package test-all test-mutants vllm-env test-vllm quickstart bench lint clean
+.PHONY: setup browser bubblewrap test test-distributed test-ranks test-clusters queue-package test-all test-mutants vllm-env test-vllm quickstart bench lint clean
 
 setup: $(VENV)/.stamp
 
@@ -21,7 +21,13 @@ browser:
 	{ apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium-headless-shell; } >/dev/null 2>&1 || \
 	echo "no Chromium, and none could be installed: the report's page is not opened in the tests"
 
-test: setup browser lint
+# The code sandbox has two tiers; the tests of this one are skipped without it.
+bubblewrap:
+	@command -v bwrap >/dev/null || \
+	{ apt-get update -qq && apt-get install -y -qq --no-install-recommends bubblewrap; } >/dev/null 2>&1 || \
+	echo "no bubblewrap, and it could not be installed: its tier of the code sandbox is not tested"
+
+test: setup browser bubblewrap lint
 	$(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist worksteal
 
 # Many ranks, Ray, kills: ten minutes on two cores. What forks and what starts clusters waits most of its time, so the

@@ -11,6 +11,8 @@ import shutil
 import time
 from pathlib import Path
 
+from verl.sandbox.code import describe
+
 PINNED = ("torch", "transformers", "safetensors", "numpy", "pyarrow", "hydra-core", "math-verify", "tensorboard")
 EXTRAS = {
     "ray": "pip install 'verl[ray]'",
@@ -27,6 +29,7 @@ def doctor(run_dir: Path | None) -> int:
     for name, fix in EXTRAS.items():
         print(f"extra: {name} {_version(name) or f'not installed ({fix})'}")
     print(_devices())
+    print(describe())
     free = shutil.disk_usage(run_dir or Path.cwd()).free
     print(f"disk: {free / 2**30:.1f} GiB free")
     if missing:

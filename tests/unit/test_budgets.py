@@ -13,11 +13,11 @@ def test_the_lines_of_the_house():
     What many processes need came then: worker groups on Ray, the sharded engine, the queue over processes (an index and
     its messages, segments of shared memory, Ray, the TransferQueue package), weights in shared memory, runs under
     torchrun, and what is refused and planned before it starts. Then the engine as a server, and servers as engines (a
-    client, vLLM, a child that ends with its parent). Then agents: branches, turns, tools. Then teachers, of whom whole
-    distributions are read. Then more kinds of server (SGLang, TensorRT-LLM, any completions API), and weights in
-    folders for them. Adapters, vision and Megatron may bring it to 35,000."""
+    client, vLLM, a child that ends with its parent). Then agents: branches, turns, tools, a sandbox for what models
+    write. Then teachers, of whom whole distributions are read. Then more kinds of server (SGLang, TensorRT-LLM, any
+    completions API), and weights in folders for them. Adapters, vision and Megatron may bring it to 35,000."""
     lines = sum(bool(line.strip()) for path in FILES for line in path.read_text().splitlines())
-    assert lines <= 33_000, lines
+    assert lines <= 34_900, lines
 
 
 FORMS = {"Completion", "Trajectory", "Sample", "Batch", "SampleRow"}

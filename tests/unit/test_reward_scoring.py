@@ -30,6 +30,7 @@ from verl.reward.math import (
     normalize_minerva,
     search_qa_score,
 )
+from verl.sandbox.code import CodeSandbox
 from verl.types import Invalid, Score
 
 DATA = Path(__file__).parents[1] / "data"
@@ -231,15 +232,19 @@ def test_dispatch() -> None:
     assert compute_score("math_dapo", "Answer: 7", 7, {"index": 1})["acc"] is True  # type: ignore[index]
     assert compute_score("numina_cn_k12", r"\boxed{7}", "7") == 1.0
     assert compute_score("hiyouga/geometry3k", r"\boxed{7}", "7") == pytest.approx(0.9)
-    for source in (*KNOWN, "aime25"):
+    for source in (*sorted({*KNOWN} - {*CODE}), "aime25"):
         check_data_source(source)
 
 
 def test_unknown_source_names_the_fix() -> None:
     with pytest.raises(ValueError, match=r"data_source='openai/gsm8'.*did you mean 'openai/gsm8k'.*reward\.path="):
         compute_score("openai/gsm8", "#### 1", "1")
+
+
+def test_programs_need_a_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CodeSandbox, "_why_not", lambda _: "none here")
     for source in CODE:
-        with pytest.raises(ValueError, match=r"code sandbox.*reward\.path="):
+        with pytest.raises(ValueError, match=r"no sandbox for code works here .*none here.*Fix"):
             check_data_source(source)
 
 

@@ -158,9 +158,9 @@ class _Guard:
             return None
         pids = descendants(os.getpid())
         allowed_mb = base_mb + self._limit_mb
-        if sum(map(_resident_mb, pids)) <= allowed_mb:
+        if sum(map(resident_mb, pids)) <= allowed_mb:
             return None
-        used_mb = sum(map(_proportional_mb, pids))  # slower, but does not count what forks share more than once
+        used_mb = sum(map(proportional_mb, pids))  # slower, but does not count what forks share more than once
         return used_mb if used_mb > allowed_mb else None
 
     def _end_all(self) -> None:
@@ -211,19 +211,19 @@ def _children_by_scan(pid: int) -> list[int]:
     return found
 
 
-def _resident_mb(pid: int) -> float:
+def resident_mb(pid: int) -> float:
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES / 2**20
     except OSError:
         return 0.0
 
 
-def _proportional_mb(pid: int) -> float:
+def proportional_mb(pid: int) -> float:
     try:
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
         return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("Pss:"))
     except (OSError, StopIteration):
-        return _resident_mb(pid)
+        return resident_mb(pid)
 
 
 if __name__ == "__main__":

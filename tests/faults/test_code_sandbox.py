@@ -1,0 +1,242 @@
+"""The code sandbox: nothing gets out, programs do what they do elsewhere, and graders cannot be fooled from inside."""
+
+import asyncio
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests import sandbox_escapes
+from verl.agent_loop.parsing import ToolCall
+from verl.agent_loop.tools import Toolbox, load_tools
+from verl.reward.code import code_score
+from verl.reward.compute import compute_score
+from verl.sandbox import code as sandboxes
+from verl.sandbox.code import CodeSandbox, Limits, SandboxGone
+from verl.tools.function_tool import ToolBroken
+
+NOBODY = 65534
+BWRAP = pytest.mark.skipif(
+    shutil.which("bwrap") is None, reason="bubblewrap is not installed (apt-get install bubblewrap)"
+)
+TIERS = ["launcher", pytest.param("bubblewrap", marks=BWRAP)]
+
+
+@pytest.fixture(scope="module", params=TIERS)
+def sandbox(request):
+    with CodeSandbox(request.param, Limits(wall_s=20, cpu_s=10)) as made:
+        yield made
+
+
+def an_interpreter_for(uid: int) -> str:
+    """One that this user may run; its own may be in root's home."""
+    for path in (os.path.realpath(sys.executable), "/usr/bin/python3.11", "/usr/bin/python3"):
+        command = [path, "-c", "import sys; sys.exit(sys.version_info < (3, 11))"]
+        try:
+            if subprocess.run(command, user=uid, group=uid, extra_groups=[], cwd="/", timeout=60).returncode == 0:
+                return path
+        except OSError:
+            continue
+    pytest.skip("no Python 3.11 that nobody may run")
+
+
+@pytest.mark.parametrize("who", ["root", "nobody"])
+@pytest.mark.parametrize("tier", TIERS)
+def test_nothing_gets_out(tier, who):
+    if who == "root":
+        if os.geteuid() != 0:
+            pytest.skip("the tests do not run as root")
+        python, user = os.path.realpath(sys.executable), {}
+    elif os.geteuid() == 0:
+        python, user = an_interpreter_for(NOBODY), {"user": NOBODY, "group": NOBODY, "extra_groups": []}
+    else:
+        python, user = os.path.realpath(sys.executable), {}
+    command = [python, sandbox_escapes.__file__, tier]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd="/", **user)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    assert len(sandbox_escapes.ATTEMPTS) > 60
+    assert json.loads(ran.stdout) == {}
+
+
+def test_the_attempts_succeed_without_a_sandbox(tmp_path):
+    """Else an attempt that fails for a reason of its own would count as held."""
+    host = sandbox_escapes.Host(tmp_path)
+    try:
+        for name in sandbox_escapes.NAKED:
+            ran = subprocess.run([sys.executable, "-c", host.code(name)], capture_output=True, text=True, cwd=tmp_path)
+            for left in tmp_path.glob("l"):
+                left.unlink()
+            assert "BREACH" in ran.stdout, (name, ran)
+    finally:
+        host.close()
+        del os.environ["TOKEN"]
+
+
+EXPRESSIONS = (
+    [f"sum(range({n}))" for n in range(10, 30)]
+    + [f"sorted('{word}')" for word in ("sandbox", "kernel", "naïve", "日本語", "🙂a", "")]
+    + [f"{a} {op} {b}" for op in ("+", "-", "*", "//", "%", "**") for a, b in ((7, 3), (-7, 3), (10**20, 9), (2, 64))]
+    + [f"__import__('{m}').__name__" for m in ("json", "re", "heapq", "decimal", "sqlite3", "zlib", "ctypes", "uuid")]
+    + [f"[x ** {k} for x in range(5)]" for k in range(10)]
+    + [f"__import__('math').comb({n}, {n // 2})" for n in range(10, 22)]
+    + ["__import__('re').findall(r'[0-9]+', 'a1b22c333')", "'%.3f' % 2.5", "hash(1)", "float('nan') != float('nan')"]
+)
+PROGRAMS = json.loads((Path(sandbox_escapes.__file__).parent / "data" / "sandbox_programs.json").read_text())
+"""name, code, stdin (or `repeat`: a text, how often) -> status, stdout."""
+
+
+def test_programs_do_what_they_do_elsewhere(sandbox):
+    for p in PROGRAMS:
+        text, times = p["repeat"] or (p["stdin"], 1)
+        ran = sandbox.run(p["code"], text * times)
+        assert (ran.status, ran.stdout) == (p["status"], p["stdout"]), (p["name"], ran)
+    assert len(PROGRAMS) + len(EXPRESSIONS) >= 100
+    # One process each, and one sandbox.
+    ran = sandbox.run_all("import sys\nprint(eval(sys.stdin.read()))", [{"stdin": text} for text in EXPRESSIONS])
+    assert [(one.status, one.stdout) for one in ran] == [("ok", f"{eval(text)}\n") for text in EXPRESSIONS]
+    assert "ZeroDivisionError" in (said := sandbox.run("def f():\n    1/0\nf()").stderr)
+    assert "main.py" in said and "cell.py" not in said and "launcher" not in said
+    assert sandbox.run("import random; print(random.random())") != sandbox.run("import random; print(random.random())")
+
+
+def test_a_case_that_ends_its_sandbox_costs_no_other(sandbox):
+    with CodeSandbox(sandbox.tier, Limits(wall_s=1, cpu_s=1, memory_mb=256)) as small:
+        code = "n = int(input())\nif n == 1:\n    while True: pass\nif n == 2:\n    import time\n    for _ in range(4):\n        if __import__('os').fork() == 0: break\n    x = [__import__('os').urandom(1 << 20) for _ in range(100)]; time.sleep(5)\nprint(n)"  # fmt: skip # noqa: E501
+        ran = small.run_all(code, [{"stdin": str(n)} for n in (0, 1, 2, 3)])
+        assert [one.status for one in ran] in (["ok", "timeout", "memory", "ok"], ["ok", "timeout", "timeout", "ok"])
+        assert [one.stdout for one in ran] == ["0\n", "", "", "3\n"]
+        late = small.run_all("while True: pass", [{"stdin": ""}] * 9, within_s=1.5)
+        assert 1 <= len(late) < 9
+
+
+def test_many_at_once(sandbox):
+    found = {}
+
+    def one(n):
+        found[n] = sandbox.run(f"print({n})").stdout
+
+    threads = [threading.Thread(target=one, args=(n,)) for n in range(24)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {n: f"{n}\n" for n in range(24)}
+
+
+def test_a_session_keeps_names_until_a_limit(sandbox):
+    with CodeSandbox(sandbox.tier, Limits(wall_s=2)) as small:
+        session, other = small.session(), small.session()
+        assert session.run("a = 2\nopen('f', 'w').write('x')").stdout == "1\n"
+        assert session.run("a += 1\na").stdout == "3\n"
+        assert session.run("print(open('f').read())").stdout == "x\n"
+        assert session.run("1/0").status == "error" and session.run("a").stdout == "3\n"
+        assert other.run("a").status == "error"  # its own names
+        assert session.run("import time; time.sleep(9)").status == "timeout" and session.lost
+        assert session.run("a").status == "error" and not session.lost
+        session.close()
+        other.close()
+
+
+def test_a_dead_launcher_is_replaced_and_a_dead_sandbox_is_no_result():
+    with CodeSandbox("launcher") as sandbox:
+        session = sandbox.session()
+        assert session.run("1").stdout == "1\n"
+        sandbox._popen.kill()
+        sandbox._popen.wait()
+        assert session.run("2").stdout == "2\n"  # what runs goes on
+        session.close()
+        sandbox.run("1")
+        assert sandbox.run("print(3)").stdout == "3\n"
+    with pytest.raises(ValueError, match="tier='none'"):
+        CodeSandbox("none")
+
+
+def test_no_tier_no_run(monkeypatch):
+    monkeypatch.setattr(sandboxes.shutil, "which", lambda _: None)
+    monkeypatch.setattr(CodeSandbox, "run", lambda *_: (_ for _ in ()).throw(SandboxGone("no namespaces")))
+    with pytest.raises(ValueError, match=r"bubblewrap: bwrap is not installed; launcher: no namespaces.*Fix"):
+        CodeSandbox()
+    assert "none" in sandboxes.describe()
+    with pytest.raises(ValueError, match="no sandbox"):
+        compute_score("taco", "```python\nprint(1)\n```", '{"inputs": [""], "outputs": ["1"]}')
+
+
+def fenced(code: str) -> str:
+    return f"Here it is:\n```python\n{code}\n```\n"
+
+
+SUM = {"inputs": ["1 2\n", "3 4\n", "5 6\n"], "outputs": ["3\n", "7\n", "11\n"]}
+ADD = {"inputs": [[1, 2], [3, 4]], "outputs": [3, 7], "fn_name": "add"}
+CHEATS = {
+    "it leaves before the check": "import os\nos._exit(0)",
+    "equal to everything": "class E(int):\n    def __eq__(self, o): return True\ndef add(a, b): return E(0)",
+    "a text that is equal": "class E(str):\n    def __eq__(self, o): return True\ndef add(a, b): return E('x')",
+    "json that lies": "import json\njson.dumps = lambda v: '{\"value\": true}'\ndef add(a, b): return 0",
+    "from the frames": (
+        "import sys, gc\ndef add(a, b):\n    f = sys._getframe()\n    while f:\n        for v in f.f_locals.values():\n"
+        "            if isinstance(v, dict) and 'outputs' in v: return v['outputs'][0]\n        f = f.f_back\n"
+        "    for o in gc.get_objects():\n        if isinstance(o, dict) and 'outputs' in o: return o['outputs'][0]\n"
+    ),
+    "an answer for every descriptor": (
+        "import os\ndef add(a, b):\n    for fd in range(1, 300):\n        try: os.write(fd, b'3')\n"
+        "        except OSError: pass\n    os._exit(0)"
+    ),
+    "True for 1": "def add(a, b): return True",
+}
+
+
+@pytest.mark.parametrize("tier", TIERS)
+def test_programs_are_scored(tier):
+    score = lambda code, truth: code_score(fenced(code), truth, tier=tier)  # noqa: E731
+    assert score("a, b = map(int, input().split())\nprint(a + b)", json.dumps(SUM))["score"] == 1
+    assert score("a, b = map(int, input().split())\nprint(a * b - a + 2)", SUM)["score"] == pytest.approx(1 / 3)
+    assert score("def add(a, b): return a + b", ADD)["score"] == 1
+    assert score("class Solution:\n    def add(self, a, b): return a + b", ADD)["score"] == 1
+    assert score("print(0.1 + 0.2)", {"inputs": [""], "outputs": ["0.3"]})["score"] == 1
+    assert score("print('a  b ')", {"inputs": [""], "outputs": ["a b"]})["score"] == 1
+    assert score("print(10)", {"inputs": [""], "outputs": ["10.5"]})["score"] == 0
+    assert score("def f(x): return (x, [x])", {"inputs": ["1"], "outputs": [[1, [1]]], "fn_name": "f"})["score"] == 1
+    assert code_score("no code", SUM, tier=tier) == {"score": 0.0, "tests": 3.0, "passed": 0.0, "has_code": 0.0}
+    for name, code in CHEATS.items():
+        assert score(code, ADD)["score"] in ((0, 0.5) if name == "an answer for every descriptor" else (0,)), name
+    with pytest.raises(ValueError, match="inputs"):
+        score("print(1)", "{}")
+    assert compute_score("taco", fenced("print(1)"), {"inputs": [""], "outputs": ["1"]}, tier=tier)["score"] == 1
+
+
+def test_the_code_tool_keeps_a_session_per_trajectory(tmp_path):
+    yaml = tmp_path / "tools.yaml"
+    yaml.write_text(
+        "tools:\n- class_name: verl.tools.code_interpreter.CodeInterpreter\n"
+        "  config: {type: native, tier: launcher, wall_s: 2}\n"
+    )
+    tools = load_tools([str(yaml)])
+
+    def call(code):
+        return ToolCall("code_interpreter", {"code": code})
+
+    async def play():
+        a, b = (Toolbox(tools, {}, 30.0) for _ in range(2))
+        assert (await a.call(call("x = 20\nx + 1"))).text == "21"
+        assert "NameError" in (await b.call(call("x"))).text
+        assert (await a.call(call("x * 2"))).text == "40"
+        assert "more than 2 s" in (said := (await a.call(call("while True: pass"))).text) and "gone" in said
+        assert (await a.call(call("y = 1"))).text == "(no output)"
+        tools["code_interpreter"].instance._sandbox.connect = lambda: (_ for _ in ()).throw(SandboxGone("gone"))
+        with pytest.raises(ToolBroken):
+            await Toolbox(tools, {}, 30.0).call(call("1"))
+        assert await a.close() == [] and await b.close() == []
+
+    asyncio.run(play())
+
+
+def test_nothing_of_ours_stays_behind():
+    with CodeSandbox("launcher") as sandbox:
+        sandbox.run("print(1)")
+        pid = sandbox._popen.pid
+    assert not Path(f"/proc/{pid}").exists()

@@ -1,0 +1,154 @@
+"""Attempts to get out of the code sandbox. As a script, `sandbox_escapes.py TIER`: all of them, on one tier, as whoever
+runs it -> one JSON line {attempt: what got out}. Standard library only: nobody's interpreter may have nothing else.
+
+Each attempt prints BREACH if it got what it wanted. Those in NAKED do so outside of a sandbox (the tests check it), so
+that an attempt that fails for a reason of its own is noticed.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+PRELUDE = """
+import ctypes, os, sys, socket, mmap, struct, time, signal, resource
+L = ctypes.CDLL(None, use_errno=True)
+def call(*a):
+    r = L.syscall(*[ctypes.c_long(x) if isinstance(x, int) else x for x in a]); return r, ctypes.get_errno()
+def breach(*what): print("BREACH", *what)
+def denied(*a):
+    r, e = call(*a)
+    if r >= 0 or e not in (1, 38): breach(a[0], r, e)
+def tried(f):
+    try: return f()
+    except (OSError, ValueError, AttributeError, ImportError, KeyError): return None
+"""
+ATTEMPTS = dict(
+    part.split("\n", 1)
+    for part in (Path(__file__).parent / "data" / "sandbox_escapes.txt").read_text().split("\n## ")[1:]
+)
+NAKED = (
+    *("read /etc/passwd", "list /etc", "read a secret of the host", "a symlink to a host file", "read our source"),
+    *(
+        "/proc",
+        "/sys",
+        "TCP to the host",
+        "UDP",
+        "netlink",
+        "an abstract socket of the host",
+        "a socket file of the host",
+    ),
+    *("the host's name", "System V memory of the host", "join a namespace", "new privileges", "our environment"),
+    *(
+        "descriptors of process 1, and how it is asked",
+        "see siblings",
+        "raise a limit",
+        "namespaces by clone3",
+        "handles of files",
+    ),
+)
+
+
+class Host:
+    """What there is to reach outside: a secret, sockets, a segment of memory, a process."""
+
+    def __init__(self, folder: Path) -> None:
+        os.environ["TOKEN"] = "H17SECRET"
+        self.secret = folder / "secret"
+        self.secret.write_text("H17SECRET")
+        self.tcp, self.named, self.abstract = (
+            socket.socket(),
+            socket.socket(socket.AF_UNIX),
+            socket.socket(socket.AF_UNIX),
+        )
+        self.tcp.bind(("127.0.0.1", 0))
+        self.named.bind(str(folder / "socket"))
+        self.abstract.bind(f"\0h17-{os.getpid()}")
+        for one in (self.tcp, self.named, self.abstract):
+            one.listen(64)
+        self.victim = subprocess.Popen(["sleep", "600"])
+        self.key = 0x17000000 + os.getpid()
+        self.memory = ctypes.CDLL(None).shmget(self.key, 16, 0o1666)
+        self.named_as = {
+            "secret": str(self.secret), "source": __file__, "port": self.tcp.getsockname()[1], "key": self.key,
+            "abstract": f"\0h17-{os.getpid()}", "path": str(folder / "socket"), "victim": self.victim.pid,
+            "host": socket.gethostname(),
+        }  # fmt: skip
+
+    def code(self, name: str) -> str:
+        return PRELUDE + ATTEMPTS[name].format(**self.named_as)
+
+    def close(self) -> None:
+        ctypes.CDLL(None).shmctl(self.memory, 0, 0)
+        self.victim.kill()
+        self.victim.wait()
+        for one in (self.tcp, self.named, self.abstract):
+            one.close()
+
+
+def named_processes(name: str) -> list[str]:
+    found = []
+    for comm in Path("/proc").glob("[0-9]*/comm"):
+        with contextlib.suppress(OSError):
+            found += [str(comm)] if comm.read_text().strip() == name else []
+    return found
+
+
+def breaches(tier: str, host: Host) -> dict[str, str]:
+    """By attempt, what got out; and what an attempt did to the run after it."""
+    from verl.sandbox.code import CodeSandbox, Limits
+
+    limits = Limits(wall_s=3, cpu_s=1, memory_mb=512, processes=32, tmp_mb=64)
+    found: dict[str, str] = {}
+    with CodeSandbox(tier, limits) as sandbox:
+
+        def attempt(name: str) -> None:
+            began_s = time.monotonic()
+            try:
+                ran = sandbox.run(host.code(name))
+                if "BREACH" in ran.stdout:
+                    found[name] = ran.stdout[-500:]
+                elif time.monotonic() - began_s > 30:
+                    found[name] = f"{time.monotonic() - began_s:.1f} s"
+                elif ran.status == "error" and "MemoryError" not in ran.stderr and "rror: [Errno" not in ran.stderr:
+                    found[name] = f"it did not try: {ran.stderr[-500:]}"
+                after = sandbox.run("print(1)")
+                if after.stdout != "1\n":
+                    found[name] = f"the run after it: {after}"
+            except Exception as e:
+                found[name] = repr(e)
+
+        for name in ATTEMPTS:
+            if (tier, name) != ("bubblewrap", "inode bomb"):  # it cannot limit the number of files, only their bytes
+                attempt(name)
+        if host.victim.poll() is not None:
+            found["kill a process of the host"] = "it is dead"
+        if left := named_processes("H17STAYS"):
+            found["a daemon that stays"] = str(left)
+        threads = [
+            threading.Thread(target=attempt, args=(n,)) for n in ("fork bomb", "output bomb", "read /etc/passwd")
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    return found
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        host = Host(Path(folder))
+        try:
+            print(json.dumps(breaches(sys.argv[1], host)))
+        finally:
+            host.close()

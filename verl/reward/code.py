@@ -1,0 +1,106 @@
+"""The reward of programs: the answer's code against tests, in the code sandbox. Expected outputs never go in there."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from verl.sandbox.code import CodeSandbox, Limits, Ran
+
+FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+
+
+def code_score(
+    solution_str: str,
+    ground_truth: Any,
+    *,
+    tier: str = "auto",
+    timeout_s: float = 5.0,
+    within_s: float = 15.0,
+    memory_limit_mb: int = 512,
+    max_tests: int = 20,
+) -> dict[str, float]:
+    """The share of the first `max_tests` tests that the last fenced block of an answer passes, as verl's `continuous`.
+    ground_truth: {inputs, outputs, fn_name?}, or that as JSON: texts for a program that reads and prints; with fn_name,
+    arguments and the value returned. A case has `timeout_s`; what was not begun `within_s` has failed.
+
+    Raises ValueError for tests that cannot be read, and where no sandbox works; SandboxGone, so that the sample is
+    invalid, where it fails."""
+    inputs, outputs, function = tests_of(ground_truth)
+    blocks = FENCED.findall(solution_str)
+    n = min(len(inputs), max_tests)
+    if not blocks:
+        return {"score": 0.0, "tests": float(n), "passed": 0.0, "has_code": 0.0}
+    sandbox = _sandbox(tier, Limits(wall_s=timeout_s, cpu_s=timeout_s, memory_mb=memory_limit_mb))
+    cases: list[dict[str, Any]]
+    if function:
+        cases = [{"call": function, "arguments": _arguments(given)} for given in inputs[:n]]
+    else:
+        cases = [{"stdin": "\n".join(given) if isinstance(given, list) else str(given)} for given in inputs[:n]]
+    ran = sandbox.run_all(blocks[-1], cases, within_s)
+    same = same_value if function else same_text
+    passed = sum(one.status == "ok" and same(one, expected) for one, expected in zip(ran, outputs))
+    return {"score": passed / n, "tests": float(n), "passed": float(passed), "has_code": 1.0}
+
+
+@functools.cache
+def _sandbox(tier: str, limits: Limits) -> CodeSandbox:
+    """One per grader process: it ends with it."""
+    return CodeSandbox(tier, limits)
+
+
+def check_tier(tier: str) -> None:
+    """ValueError where programs cannot be scored, for want of a sandbox."""
+    CodeSandbox(tier).close()
+
+
+def tests_of(ground_truth: Any) -> tuple[Sequence[Any], Sequence[Any], str]:
+    """(inputs, expected outputs, the function's name or "")."""
+    try:
+        found = json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+        inputs, outputs = found["inputs"], found["outputs"]
+    except (ValueError, KeyError, TypeError) as e:
+        raise ValueError(f"the tests of a program are {{inputs, outputs, fn_name?}}, as JSON; got {e!r}") from None
+    if len(inputs) != len(outputs) or not len(inputs):
+        raise ValueError(f"{len(inputs)} inputs and {len(outputs)} outputs: give as many, and at least one")
+    return inputs, outputs, str(found.get("fn_name") or "") if isinstance(found, Mapping) else ""
+
+
+def _arguments(given: Any) -> list[Any]:
+    """A list of arguments; or a text with one JSON value per line, as APPS has them."""
+    return [json.loads(line) for line in given.splitlines()] if isinstance(given, str) else list(given)
+
+
+def same_text(ran: Ran, expected: Any) -> bool:
+    """Line by line without trailing space, or word by word with numbers as numbers."""
+    wanted = "\n".join(map(str, expected)) if isinstance(expected, list) else str(expected)
+    lines = [[line.rstrip() for line in text.rstrip().splitlines()] for text in (ran.stdout, wanted)]
+    if lines[0] == lines[1]:
+        return True
+    said, words = ran.stdout.split(), wanted.split()
+    return len(said) == len(words) and all(a == b or _same_number(a, b) for a, b in zip(said, words))
+
+
+def _same_number(said: str, wanted: str) -> bool:
+    """For a wanted number with a point or an exponent; whole numbers are compared as they are written."""
+    if not re.fullmatch(r"[+-]?\d*\.?\d*(?:[eE][+-]?\d+)?", wanted) or wanted.isdigit():
+        return False
+    try:
+        return math.isclose(float(said), float(wanted), rel_tol=1e-9, abs_tol=1e-9)
+    except ValueError:
+        return False
+
+
+def same_value(ran: Ran, expected: Any) -> bool:
+    """What the function returned, as JSON: plain data, whatever class it was in there. A value in a list of one is the
+    value, as APPS has it."""
+    wanted = json.loads(expected) if isinstance(expected, str) and ran.value and ran.value[:1] != '"' else expected
+    try:
+        found = json.loads(ran.value or "")
+    except (ValueError, RecursionError):
+        return False
+    return bool(found == wanted or [found] == wanted) and isinstance(found, bool) == isinstance(wanted, bool)

@@ -1,0 +1,312 @@
+"""Process 1 of a sandbox: it runs the code it is sent, each program in a fork of its own, and says what it gave.
+
+    launcher == one socket, a JSON line each way ==> this process -- fork, pipes --> the tested code
+
+The tested code never holds that socket: what it prints or returns comes here over pipes of one run, and is sent on with
+the nonce of the request, so that it can speak for nothing but itself. Process 1 cannot be signalled from inside; when
+it ends, the kernel ends whatever is left. Standard library only: with bubblewrap this file is all that is there.
+"""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import builtins
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+import traceback
+import types
+from collections.abc import Callable
+from typing import Any
+
+CHUNK_BYTES = 1 << 16
+PR_SET_DUMPABLE, NOBODY = 4, 65534
+Json = dict[str, Any]
+
+
+def serve(channel: socket.socket) -> None:
+    """Answer requests until the socket ends. {kind: "run", code, stdin, call, arguments, limits, nonce}, or {kind:
+    "cell", code, limits, nonce}: cells share their names, in a process that stays."""
+    gc.disable()
+    lines = channel.makefile("rb")
+    kernel: _Kernel | None = None
+    while line := lines.readline():
+        request = json.loads(line)
+        if request["kind"] == "run":
+            answer = _run(request)
+        else:
+            kernel = kernel or _Kernel(request["limits"])
+            answer = kernel.run(request)
+            kernel = kernel if answer["alive"] else None
+        channel.sendall(json.dumps(answer | {"nonce": request["nonce"]}).encode() + b"\n")
+
+
+class _Child:
+    """A fork that runs `work`, and our ends of its pipes: what it is given, and what it prints and sends."""
+
+    def __init__(self, limits: Json, work: Callable[[], int]) -> None:
+        ends = [os.pipe() for _ in range(5)]  # stdin, stdout, stderr, what it sends, what it is told
+        theirs = [pair[0 if i in (0, 4) else 1] for i, pair in enumerate(ends)]
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            _become_child(theirs, limits, work)
+        for fd in theirs:
+            os.close(fd)
+        self.stdin, self.stdout, self.stderr, self.sent, self.told = (
+            pair[1 if i in (0, 4) else 0] for i, pair in enumerate(ends)
+        )
+        self.pid_fd = os.pidfd_open(self.pid)
+        self.limits = limits
+        for fd in (self.stdout, self.stderr, self.sent, self.stdin):
+            os.set_blocking(fd, False)
+
+    def watch(self, stdin: bytes, until: Callable[[dict[int, bytearray]], bool]) -> tuple[str, dict[int, bytearray]]:
+        """Feed and read it until it ends or `until` says so: "", "timeout" or "output", and what came, by pipe."""
+        deadline = time.monotonic() + self.limits["wall_s"]
+        said = {fd: bytearray() for fd in (self.stdout, self.stderr, self.sent)}
+        poller = select.poll()
+        for fd in (*said, self.pid_fd):
+            poller.register(fd, select.POLLIN)
+        if stdin:
+            poller.register(self.stdin, select.POLLOUT)
+        while (left_s := deadline - time.monotonic()) > 0:
+            ready = {fd for fd, _ in poller.poll(left_s * 1000)}
+            ended = self.pid_fd in ready
+            if self.stdin in ready:
+                stdin = self._feed(stdin)
+                if not stdin:
+                    poller.unregister(self.stdin)
+                    self.end_input()
+            for fd in said.keys() & (said.keys() if ended else ready):
+                while got := _read(fd):
+                    said[fd] += got
+                    if sum(map(len, said.values())) > self.limits["output_bytes"]:
+                        return "output", said
+                if got == b"" and not ended:
+                    poller.unregister(fd)
+            if ended or until(said):
+                return "", said
+        return "timeout", said
+
+    def _feed(self, stdin: bytes) -> bytes:
+        try:
+            return stdin[os.write(self.stdin, stdin[:CHUNK_BYTES]) :]
+        except BlockingIOError:
+            return stdin
+        except BrokenPipeError:  # it does not read
+            return b""
+
+    def end_input(self) -> None:
+        if self.stdin >= 0:
+            os.close(self.stdin)
+            self.stdin = -1
+
+    def end(self) -> int:
+        """Everything in the sandbox but this process is killed and reaped -> the child's exit code, or minus the
+        signal that ended it."""
+        found = 0
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(-1, signal.SIGKILL)
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, 0)
+                found = os.waitstatus_to_exitcode(status) if pid == self.pid else found
+        self.end_input()
+        for fd in (self.stdout, self.stderr, self.sent, self.told, self.pid_fd):
+            os.close(fd)
+        return found
+
+
+def _read(fd: int) -> bytes | None:
+    """b"" at its end, None when there is nothing now."""
+    try:
+        return os.read(fd, CHUNK_BYTES)
+    except BlockingIOError:
+        return None
+
+
+def _run(request: Json) -> Json:
+    """One program, or one call of a function that its code defines."""
+    child = _Child(request["limits"], lambda: _program(request))
+    stdin = request["stdin"].encode()
+    if not stdin:
+        child.end_input()
+    why, said = child.watch(stdin, lambda _: False)
+    code = child.end()
+    return _answer(why, code, said, child) | {"value": said[child.sent].decode(errors="replace") or None}
+
+
+class _Kernel:
+    """A process that keeps the names of the cells it ran."""
+
+    def __init__(self, limits: Json) -> None:
+        self._child = _Child(limits, _cells)
+        self._child.end_input()
+
+    def run(self, request: Json) -> Json:
+        child = self._child
+        child.limits = request["limits"]
+        with contextlib.suppress(BrokenPipeError):
+            os.write(child.told, json.dumps(request["code"]).encode() + b"\n")
+        why, said = child.watch(b"", lambda said: said[child.sent].endswith(b"\n"))
+        alive = why == "" and said[child.sent].endswith(b"\n")
+        code = (0 if said[child.sent] == b"0\n" else 1) if alive else child.end()
+        return _answer(why, code, said, child) | {"alive": alive}
+
+
+def _answer(why: str, code: int, said: dict[int, bytearray], child: _Child) -> Json:
+    ended = {0: "ok", -signal.SIGXCPU: "timeout"}.get(code, "error" if code > 0 else "killed")
+    texts = {"stdout": said[child.stdout], "stderr": said[child.stderr]}
+    limit = child.limits["output_bytes"]
+    return {"status": why or ended, "code": code} | {n: t[:limit].decode(errors="replace") for n, t in texts.items()}
+
+
+# -- in the child: from here on the code is not ours -------------------------------------------------------------------
+
+
+def _become_child(theirs: list[int], limits: Json, work: Callable[[], int]) -> None:
+    """Only the pipes of this run are left of what we held: 0 to 2, 3 for what is sent, 4 for what is told."""
+    code = 1
+    try:
+        os.setsid()
+        high = [os.dup2(fd, 100 + i) for i, fd in enumerate(theirs)]
+        for i, fd in enumerate(high):
+            os.dup2(fd, i, inheritable=i < 3)
+        os.closerange(5, 1 << 20)
+        _limit(limits)
+        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        sys.stdin, sys.stdout, sys.stderr = (
+            open(fd, mode, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
+            for fd, mode in ((0, "r"), (1, "w"), (2, "w"))
+        )
+        sys.argv = ["main.py"]
+        sys.path = [path for path in sys.path if os.path.isdir(path)]
+        for name in [name for name in sys.modules if name.partition(".")[0] == "verl"]:
+            del sys.modules[name]
+        vars(builtins).update(exit=sys.exit, quit=sys.exit)  # what `site` adds, which is not loaded
+        gc.enable()
+        os.chdir("/tmp")
+        code = work()
+    except BaseException:  # a limit of ours that the kernel does not take: never run without it
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(BaseException):
+            sys.stdout.flush()
+        with contextlib.suppress(BaseException):
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _limit(limits: Json) -> None:
+    megabyte = 1 << 20
+    for which, value in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_AS, int(limits["memory_mb"]) * megabyte),
+        (resource.RLIMIT_FSIZE, int(limits["tmp_mb"]) * megabyte),
+        (resource.RLIMIT_NOFILE, 256),
+        (resource.RLIMIT_NPROC, int(limits["processes"])),
+        (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_MSGQUEUE, 0),
+        (resource.RLIMIT_SIGPENDING, 256),
+    ):
+        resource.setrlimit(which, (value, value))
+    cpu_s = max(1, int(limits["cpu_s"]))
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))  # SIGXCPU says why, before SIGKILL
+
+
+def _program(request: Json) -> int:
+    os.close(4)
+    name = "solution" if request["call"] else "__main__"
+    module = types.ModuleType(name)
+    sys.modules[name] = module
+    module.__dict__["__file__"] = "main.py"
+    call = request["call"]
+    if not call:
+        os.close(3)
+
+    def work() -> None:
+        exec(compile(request["code"], "main.py", "exec"), module.__dict__)
+        if call:
+            found = module.__dict__.get(call)
+            function = found if found is not None else getattr(module.__dict__["Solution"](), call)
+            value = json.dumps(function(*request["arguments"]))
+            view = memoryview(value.encode())
+            while view:
+                view = view[os.write(3, view) :]
+
+    return _guarded(work, at_end=True)
+
+
+def _cells() -> int:
+    """Cells as lines of JSON on 4; after each, 0 or 1 on 3. The value of a last expression is printed."""
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module
+    lines = open(4, encoding="utf-8", closefd=False)  # noqa: SIM115
+    for line in lines:
+        code = json.loads(line)
+
+        def work(code: str = code) -> None:
+            tree = ast.parse(code, "cell.py")
+            last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+            exec(compile(tree, "cell.py", "exec"), module.__dict__)
+            if isinstance(last, ast.Expr):
+                value = eval(compile(ast.Expression(last.value), "cell.py", "eval"), module.__dict__)
+                if value is not None:
+                    print(repr(value))
+
+        ended = _guarded(work, at_end=False)
+        os.write(3, b"%d\n" % min(1, ended))
+    return 0
+
+
+def _guarded(work: Callable[[], None], *, at_end: bool) -> int:
+    """The exit code that Python would have given; the traceback without our own frames. `at_end`: threads are waited
+    for and exit handlers run."""
+    try:
+        work()
+        code = 0
+    except SystemExit as e:
+        if e.code is not None and not isinstance(e.code, int):
+            print(e.code, file=sys.stderr)
+        code = 0 if e.code is None else e.code & 0xFF if isinstance(e.code, int) else 1
+    except BaseException as e:  # it is not our code
+        trace = e.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
+        traceback.print_exception(e.with_traceback(trace))
+        code = 1
+    if at_end:
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread() and not thread.daemon:
+                thread.join()
+        atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
+
+
+if __name__ == "__main__":
+    if os.getuid() == 0:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+    if ctypes.CDLL(None).capset(struct.pack("<Ii", 0x20080522, 0), bytes(24)):  # what could be inherited, too
+        sys.exit("no capability may be left")
+    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    sys.path += sys.argv[2:]
+    serve(socket.socket(fileno=int(sys.argv[1])))

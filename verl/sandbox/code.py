@@ -1,0 +1,292 @@
+"""Code that nobody has read, run where it can do nothing: `CodeSandbox(...).run("print(1)")`.
+
+A tier is what keeps it in: `bubblewrap` (Debian's package) or `launcher` (namespaces of our own, from a warm
+interpreter). "auto" takes the first that works on this machine; where none does, there is no sandbox: ValueError. Every
+call is synchronous, bounded in time, and may come from any thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from verl.sandbox import launcher
+
+TIERS = ("bubblewrap", "launcher")
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
+Status = Literal["ok", "error", "timeout", "memory", "output", "killed"]
+
+
+class SandboxGone(RuntimeError):
+    """The sandbox itself failed, not the code in it; the text says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Of one run. memory_mb: of each process, and of all together · processes: at once, threads count ·
+    output_bytes: of what it prints and returns · tmp_mb: of its /tmp."""
+
+    wall_s: float = 10.0
+    cpu_s: float = 10.0
+    memory_mb: int = 512
+    processes: int = 32
+    output_bytes: int = 1 << 16
+    tmp_mb: int = 64
+
+    def __post_init__(self) -> None:
+        for name, value in asdict(self).items():
+            if not value > 0:
+                raise ValueError(f"{name}={value}: a sandbox has limits; give a number above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """How a run ended. status: "ok", "error" (an exception, or an exit code above 0), "killed" (by a signal), or the
+    limit that it hit · value: what the function returned, as JSON, None without one · code: exit code, or -signal."""
+
+    status: Status
+    stdout: str = ""
+    stderr: str = ""
+    value: str | None = None
+    code: int = 0
+    why: str = ""
+
+
+@dataclass(slots=True)
+class _Link:
+    """A socket to one sandbox."""
+
+    socket: socket.socket
+    lines: Any = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.lines = self.socket.makefile("rb")
+
+    def ask(self, request: dict[str, Any], limit_s: float) -> dict[str, Any]:
+        self.socket.settimeout(limit_s + 2 * launcher.START_S)
+        try:
+            self.socket.sendall(json.dumps(request).encode() + b"\n")
+            answer: dict[str, Any] = json.loads(self.lines.readline() or b"{}")
+        except (OSError, ValueError) as e:
+            raise SandboxGone(f"no answer of the sandbox: {e}") from e
+        if answer.get("status", "gone") == "gone":
+            raise SandboxGone(answer.get("why") or "the sandbox's launcher ended")
+        return answer
+
+    def close(self) -> None:
+        self.lines.close()
+        self.socket.close()
+
+
+class CodeSandbox:
+    """Starts sandboxes, one per run or session. packages: folders of Python packages that the code may import."""
+
+    def __init__(self, tier: str = "auto", limits: Limits = Limits(), packages: Sequence[str] = ()) -> None:
+        if tier not in ("auto", *TIERS):
+            raise ValueError(f"tier={tier!r}: a sandbox is one of auto, {', '.join(TIERS)}; there is no run without")
+        self.limits, self._packages = limits, [os.path.abspath(path) for path in packages]
+        self._lock = threading.Lock()
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
+        self._spare: _Link | None = None  # it starts while the one before works
+        refused = []
+        for name in TIERS if tier == "auto" else (tier,):
+            self.tier = name
+            if (why := self._why_not()) is None:
+                return
+            refused.append(f"{name}: {why}")
+        self.close()
+        fix = "apt-get install bubblewrap, or allow unprivileged user namespaces (sysctl user.max_user_namespaces)"
+        raise ValueError(f"no sandbox for code works here ({'; '.join(refused)}). Fix: {fix}")
+
+    def _why_not(self) -> str | None:
+        """Why the tier does not work here, found by running something in it."""
+        if sys.platform != "linux" or platform.machine() != "x86_64":
+            return f"the filter of system calls is written for Linux on x86_64, not {sys.platform} {platform.machine()}"
+        if self.tier == "bubblewrap" and shutil.which("bwrap") is None:
+            return "bwrap is not installed"
+        try:
+            ran = self.run("print(6 * 7)")
+        except SandboxGone as e:
+            return str(e)
+        return None if ran.stdout == "42\n" else f"it ran, and gave {ran}"
+
+    def run(self, code: str, stdin: str = "") -> Ran:
+        """A Python program in a sandbox of its own."""
+        return self.run_all(code, [{"stdin": stdin}])[0]
+
+    def call(self, code: str, function: str, arguments: Sequence[Any]) -> Ran:
+        """A function (or a method of `Solution`) that the code defines. arguments: JSON's types."""
+        return self.run_all(code, [{"call": function, "arguments": list(arguments)}])[0]
+
+    def run_all(self, code: str, cases: Sequence[dict[str, Any]], within_s: float = math.inf) -> list[Ran]:
+        """The code once per case ({stdin} or {call, arguments}), each in a process of its own, in one sandbox, or a
+        fresh one after a case that ended it. Cases share /tmp; none is begun after `within_s`: fewer come back."""
+        link: _Link | None = None
+        found: list[Ran] = []
+        end_s = time.monotonic() + within_s
+        try:
+            for case in cases:
+                if time.monotonic() >= end_s:
+                    break
+                link = link or self.connect()
+                request = {"kind": "run", "code": code, "stdin": "", "call": "", "arguments": []} | case
+                answer = link.ask(request | {"limits": asdict(self.limits)}, self.limits.wall_s)
+                found.append(ran_of(answer))
+                if answer["gone"]:
+                    link.close()
+                    link = None
+        finally:
+            if link is not None:
+                link.close()
+        return found
+
+    def connect(self) -> _Link:
+        """A sandbox. Raises SandboxGone."""
+        with self._lock:
+            link, self._spare = self._spare or self._new(), None
+            self._spare = self._new()
+        return link
+
+    def _new(self) -> _Link:
+        read_only = [*SYSTEM, *(path for path in (sys.base_prefix, *self._packages) if not path.startswith("/usr/"))]
+        job: dict[str, Any] = {
+            "tier": self.tier,
+            "read_only": list(dict.fromkeys(read_only)),
+            "packages": self._packages,
+        }
+        job |= {"tmp_mb": self.limits.tmp_mb, "memory_mb": self.limits.memory_mb, "python": _python()}
+        ours, theirs = socket.socketpair()
+        with theirs:
+            for attempt in range(2):
+                if self._channel is None:
+                    self._start()
+                assert self._channel is not None
+                try:
+                    socket.send_fds(self._channel, [b"+"], [theirs.fileno()])
+                    break
+                except OSError as e:
+                    self._stop()
+                    if attempt:
+                        ours.close()
+                        raise SandboxGone(f"the launcher of sandboxes ended: {e}") from e
+        with contextlib.suppress(OSError):  # the first question finds out
+            ours.sendall(json.dumps(job).encode() + b"\n")
+        return _Link(ours)
+
+    def session(self) -> Session:
+        """A sandbox whose cells share their names and files until it is closed."""
+        return Session(self)
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        about = json.dumps({"path": str(Path(__file__).parents[2])})
+        command = [_python(), "-I", "-S", launcher.__file__, about]
+        nothing = subprocess.DEVNULL
+        env = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}
+        with theirs:
+            self._popen = subprocess.Popen(
+                command, stdin=theirs.fileno(), stdout=nothing, stderr=nothing, env=env, start_new_session=True
+            )
+        ours.settimeout(launcher.START_S)
+        try:
+            ready = ours.recv(1) == b"+"
+        except OSError:
+            ready = False
+        self._channel = ours
+        if not ready:
+            self._stop()
+            raise SandboxGone(f"{_python()} does not start the launcher of sandboxes")
+
+    def _stop(self) -> None:
+        if self._spare is not None:
+            self._spare.close()
+            self._spare = None
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        if self._popen is not None:
+            try:
+                self._popen.wait(launcher.GRACE_S)
+            except subprocess.TimeoutExpired:
+                self._popen.kill()
+                self._popen.wait()
+            self._popen = None
+
+    def close(self) -> None:
+        """No more runs; those that run now end by themselves or at their limits. Idempotent."""
+        with self._lock:
+            self._stop()
+
+    def __enter__(self) -> CodeSandbox:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, e: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class Session:
+    """Cells of Python that share their names. One that hits a limit loses them: `lost` says so for the next."""
+
+    def __init__(self, sandbox: CodeSandbox) -> None:
+        self._sandbox = sandbox
+        self._link: _Link | None = None
+        self._lock = threading.Lock()  # one cell at a time
+        self.lost = False
+
+    def run(self, code: str) -> Ran:
+        """What a cell printed, and the value of its last expression. Raises SandboxGone."""
+        with self._lock:
+            self._link, self.lost = self._link or self._sandbox.connect(), False
+            limits = self._sandbox.limits
+            try:
+                answer = self._link.ask({"kind": "cell", "code": code, "limits": asdict(limits)}, limits.wall_s)
+            except SandboxGone:
+                self._forget()
+                raise
+            if answer["gone"] or not answer["alive"]:
+                self.lost = True
+                self._forget()
+            return ran_of(answer)
+
+    def _forget(self) -> None:
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+
+    def close(self) -> None:
+        """Everything in it ends. Idempotent."""
+        with self._lock:
+            self._forget()
+
+
+def ran_of(answer: dict[str, Any]) -> Ran:
+    named = {name: answer[name] for name in ("stdout", "stderr", "value", "code", "why") if name in answer}
+    return Ran(answer["status"], **named)
+
+
+def describe() -> str:
+    """One line for `verl doctor`: the tier that "auto" takes on this machine, or why there is none."""
+    try:
+        with CodeSandbox() as sandbox:
+            return f"code sandbox: {sandbox.tier}"
+    except ValueError as e:
+        return f"code sandbox: none: {e}"
+
+
+def _python() -> str:
+    return os.path.realpath(sys.executable)
