@@ -141,6 +141,36 @@ def _where(mask: Tensor, column: Tensor) -> Tensor:
     return torch.where(shaped, column, torch.zeros_like(column))
 
 
+# -- observations ----------------------------------------------------------------------------------------------------
+
+OBSERVED = -2
+"""In the column `versions`: no weights drew this token, the environment wrote it."""
+
+
+def observed(sample: Sample) -> Sample:
+    """The row with the environment's tokens behind the policy's first as loss tokens too. What stands before, a prompt
+    and the history of a rewritten row, is context."""
+    sides = {name: channel for s in sample.segments for name, channel in s.side.items()}
+    out, drawn = list[Segment](), False
+    for s in sample.segments:
+        if s.source == "env" and drawn:
+            n = len(s.ids)
+            side = {name: np.zeros((n, *channel.shape[1:]), channel.dtype) for name, channel in sides.items()}
+            s = replace(
+                s, source="sampled", logprobs=np.zeros(n, np.float32), version=OBSERVED, side={**side, **s.side}
+            )
+        drawn = drawn or s.source == "sampled"
+        out.append(s)
+    return replace(sample, segments=tuple(out))
+
+
+def around(column: Tensor, at: Tensor) -> Tensor:
+    """[n, ...] -> [L, ...]: the values where `at` [L] is true, 0 elsewhere."""
+    out = torch.zeros((len(at), *column.shape[1:]), dtype=column.dtype)
+    out[at] = column
+    return out
+
+
 # -- building --------------------------------------------------------------------------------------------------------
 
 

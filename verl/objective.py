@@ -24,7 +24,8 @@ class TermValue:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Term:
-    """One additive part of a loss: the sum over its unit of weight x value.
+    """One additive part of a loss: the sum over its unit of weight x value. The unit `observation` is of tokens too: of
+    those that the environment wrote between the policy's turns, where all other terms have the weight 0.
 
     outputs: what of the model it needs (logprobs, entropy, values) · inputs: stored columns it needs · over: a sequence
     column of bool that restricts it (None: all) · two_pass: its values depend on statistics over the whole optimizer
@@ -36,7 +37,7 @@ class Term:
     name: str
     fn: Callable[[Columns], TermValue]
     coef: float = 1.0
-    unit: Literal["token", "sequence"] = "token"
+    unit: Literal["token", "observation", "sequence"] = "token"
     aggregate: str = "token-mean"
     horizon_tokens: int | None = None
     over: str | None = None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -81,7 +81,8 @@ class Task:
     """One dataset row. `row` holds every column of it; `prompt_ids` the rendered, tokenised prompt.
 
     tools: schemas of what the model may call · agent: the loop that plays it ("": the run's) · media: references to its
-    images, videos and sounds (a path or a content hash).
+    images, videos and sounds (a path or a content hash) · teacher: who teaches it, of several · context_ids: the prompt
+    that a teacher reads in place of its own, [C] int64.
     """
 
     task_id: str
@@ -94,6 +95,8 @@ class Task:
     tools: tuple[Mapping[str, Any], ...] = ()
     agent: str = ""
     media: tuple[str, ...] = ()
+    teacher: str = ""
+    context_ids: np.ndarray | None = None
     row: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -225,7 +228,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One training row linearised from a trajectory (the trajectory is the unit of sequence means and advantages)."""
+    """One training row linearised from a trajectory (the trajectory is the unit of sequence means and advantages).
+
+    teacher: who teaches it, of several · context [1 + C] int64: of a teacher that reads another prompt, how many of the
+    row's first tokens that prompt stands for, and its ids."""
 
     sample_id: str
     trajectory_id: str
@@ -240,6 +246,8 @@ class Sample:
     task_id: str = ""
     stop_reason: StopReason = "eos"
     adapter: str | None = None  # that read the ids; None: the model itself
+    teacher: str = ""
+    context: np.ndarray | None = None
 
     @property
     def total_tokens(self) -> int:
@@ -269,6 +277,7 @@ class Ref:
     components: Mapping[str, float] = field(default_factory=dict)
     outcome: Outcome = "ok"
     truncated: bool = False
+    teacher: str = ""
     copies: int = 1  # a row that was drawn k times (PF-PPO) is k rows of its optimizer step
 
 
@@ -307,7 +316,19 @@ def ref_of(sample: Sample) -> Ref:
         components=sample.components,
         outcome=sample.outcome,
         truncated=sample.truncated,
+        teacher=sample.teacher,
     )
+
+
+def taught(sample: Sample, task: Task) -> Sample:
+    """The sample with what its task says of teachers. A row that does not begin with the task's prompt (a history that
+    was rewritten) has no other context."""
+    n, context = len(task.prompt_ids), None
+    if task.context_ids is not None:
+        first = np.concatenate([s.ids for s in sample.segments])[:n]
+        if np.array_equal(first, task.prompt_ids):
+            context = np.concatenate([[n], task.context_ids]).astype(np.int64)
+    return replace(sample, teacher=task.teacher, context=context)
 
 
 def samples_of(trajectory: Trajectory) -> tuple[Sample, ...]:

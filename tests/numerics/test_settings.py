@@ -31,6 +31,7 @@ BASE = {  # settings without which another one does nothing
     **dict.fromkeys(("cov_low", "cov_high"), MappingProxyType({"cov_ratio": 0.5, "cov_low": 0.1})),
     "scale_rewards": {"normalize_by_std": True},
     "lam": {"length_adaptive_alpha": None},
+    "agree_only": {"reward_coef": 0.5},
 }
 _KL = ("kl_reward_coef", "kl_reward_form")
 REFUSED = {"gdpo": _KL, "vapo": ("lam",), "gkd": (*_KL, "beta"), "gkd_topk": _KL}
@@ -83,6 +84,8 @@ OTHER = {
     "teacher_coef": lambda now: now / 2,
     "reward_coef": lambda now: now + 0.5,
     "beta": lambda now: now / 2,
+    "observation_coef": lambda now: now + 0.5,
+    "agree_only": lambda now: not now,
 }
 NOT_HERE = {  # who reads them, and where that is tested
     **dict.fromkeys(

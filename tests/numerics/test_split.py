@@ -21,13 +21,27 @@ from verl.algorithms.presets import PRESETS
 from verl.algorithms.resolve import resolve
 from verl.algorithms.specs import AGGREGATIONS
 from verl.algorithms.weights import term_weights, weight_column
-from verl.batch import Batch, Columns, loss_index, make_microbatches, pack, segment_sum, select_rows, unshare
+from verl.batch import (
+    OBSERVED,
+    Batch,
+    Columns,
+    around,
+    loss_index,
+    make_microbatches,
+    observed,
+    pack,
+    segment_sum,
+    select_rows,
+    unshare,
+)
 from verl.model_engine.lm_head import Teacher
 from verl.model_engine.objective import evaluate_terms, surrogate
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.torch_engine import TorchEngine
 from verl.nn.linear_teacher import HeadWeights, top_k
 from verl.objective import Term, TermValue
+from verl.transfer_queue.rows import columns_of as row_columns
+from verl.transfer_queue.rows import observed_tokens
 from verl.types import Metric, Refs, Sample, Segment, merge_metrics, ref_of
 from verl.workers.compute import columns_of
 
@@ -36,7 +50,9 @@ TEACHER = Teacher(
     HeadWeights(torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(9), dtype=F64)), 0.3, 0.8
 )
 CRITICS = [f"{name}:critic" for name, preset in PRESETS.items() if preset.critic]
-EVERY = [*PRESETS, *CRITICS]  # NAME: the policy's terms · NAME:critic: the value model's
+OBSERVING = [f"{name}:observing" for name in ("grpo", "gspo", "kl_cov", "gkd_topk")]
+EVERY = [*PRESETS, *CRITICS, *OBSERVING]
+"""NAME: the policy's terms · NAME:critic: the value model's · NAME:observing: with the loss on what tools wrote."""
 EXTRA = {
     "kl_loss_coef": 0.1,
     "entropy_coef": 0.01,
@@ -48,7 +64,8 @@ EXTRA = {
 
 def algorithm(name, **given):
     """The preset with every optional part switched on, so that all its terms are tested."""
-    return resolve(name.partition(":")[0], {**EXTRA, **given})
+    more = {"observation_coef": 0.3} if name in OBSERVING else {}
+    return resolve(name.partition(":")[0], {**EXTRA, **more, **given})
 
 
 def where(mask, inside, garbage):
@@ -110,9 +127,10 @@ def prepared(
     rows: list[Sample], name: str, *, seed=0, rejected=0.0, garbage=0.0, **given
 ) -> tuple[Batch, tuple[Term, ...]]:
     """One optimizer step as a Role makes it: advantages before rejection, weights of the whole step after it."""
-    refs, batch, terms = Refs(ref_of(s) for s in rows), pack(rows), terms_of(name, **given)
+    refs, terms = Refs(ref_of(s) for s in rows), terms_of(name, **given)
+    batch, plain = pack([observed(s) for s in rows] if name in OBSERVING else rows), pack(rows)
     stored = drawn(rows, seed)
-    seen = {"rollout_logprobs": batch.columns["rollout_logprobs"], **stored}
+    seen = {"rollout_logprobs": plain.columns["rollout_logprobs"], **stored}
     columns = columns_of(refs, seen, {r.group_id: 0.25 for r in refs})
     found = algorithm(name, **given).advantage(columns.with_token({"rewards": adv.token_rewards(columns)}))
     stored |= {k: v for k, v in found.items() if isinstance(v, torch.Tensor)}
@@ -124,8 +142,16 @@ def prepared(
     if garbage:
         spoiled = {k: where(columns.mask, v, garbage) for k, v in stored.items() if v.is_floating_point()}
         stored |= spoiled
-    batch = batch.with_columns(stored)
-    return batch.with_columns(term_weights(columns_of(refs, batch.columns), terms)), terms
+    stored |= {"rollout_logprobs": seen["rollout_logprobs"], "versions": plain.columns["versions"]}
+    inside, watching = ([t for t in terms if (t.unit == "observation") == o] for o in (False, True))
+    stored |= term_weights(columns_of(refs, stored), tuple(inside))
+    if name not in OBSERVING:
+        return batch.with_columns(stored), terms
+    env = batch.columns["versions"] == OBSERVED
+    counts = [observed_tokens(row_columns(s)["segments"]) for s in rows]
+    weights = term_weights(columns_of(refs, {}, counts=counts), tuple(watching))["w/observation_loss"]
+    spread = {n: around(c, ~env) for n, c in stored.items() if n != "versions"}
+    return batch.with_columns({**spread, "w/observation_loss": around(weights, env)}), terms
 
 
 def accumulated(batch: Batch, terms, parts, outputs) -> tuple[float, dict[str, torch.Tensor]]:
@@ -248,7 +274,7 @@ def test_garbage_outside_the_mask_changes_nothing(garbage):
         clean, terms = prepared(samples(3), name)
         dirty, _ = prepared(samples(3), name, garbage=garbage)
         outputs = fake_outputs(clean, 1)
-        outside = clean.columns[f"w/{terms[0].name}"] == 0
+        outside = torch.stack([clean.columns[f"w/{t.name}"] == 0 for t in terms]).all(0)
         assert outside.any()
         spoiled = {n: where(~outside, v, garbage) for n, v in outputs.items()}
         whole = accumulated(clean, terms, everything(clean), outputs)

@@ -360,5 +360,5 @@ def test_a_sample_that_the_teacher_fails_on_is_invalid_and_not_zero(name, monkey
 
 
 def test_a_teacher_that_fails_on_too_many_stops_the_run(monkeypatch, tiny_model, tiny_teacher):
-    with pytest.raises(ValueError, match=r"teacher: 4 of 16 samples have a NaN.*max_invalid_share=0.2"):
+    with pytest.raises(ValueError, match=r"teacher: 4 of 16 samples have no finite number.*max_invalid_share=0.2"):
         turn_with(monkeypatch, "opd", tiny_model, tiny_teacher, spoiled=4, share=0.2)

@@ -16,7 +16,7 @@ from verl.chat.template import render_prompt
 from verl.config.schema import DataConfig
 from verl.data import render, source
 from verl.data.files import RawRow
-from verl.data.formats import content_hash
+from verl.data.formats import ONE_ANSWER, content_hash
 from verl.data.parallel import run_chunks
 from verl.data.render import ConversationJob, kept_positions
 from verl.data.source import load_conversations, load_tasks
@@ -338,3 +338,45 @@ def test_gsm8k_supervised(tokenizer: Any, config: Any) -> None:
     row = table[5]
     assert np.array_equal(row.ids[~row.mask], tasks[5].prompt_ids), "SFT and RL see the same prompt"
     assert tokenizer.decode(row.ids[row.mask]) == tasks[5].row["answer"] + "<|end|>"
+
+
+def test_what_a_teacher_reads_is_rendered_by_the_template(tokenizer: Any, config: Any, tmp_path: Path) -> None:
+    turns = [{"role": "system", "content": "T"}, {"role": "user", "content": "all"}]
+    rows = [
+        {"prompt": "ab", "hint": "x1", "teacher": "math"},
+        {"prompt": "cd", "extra_info": {"hint": "y"}, "data_source": "code"},
+        {"prompt": "ef", "hint": turns, "data_source": "code", "teacher": "math"},
+    ]
+    file, players = write(tmp_path / "a.jsonl", rows), ONE_ANSWER._replace(teachers=("math", "code"), hint_key="hint")
+    for _ in range(2):  # built, then from the cache
+        table = load_tasks([file], tokenizer, config(), players=players)
+        assert [t.teacher for t in table] == ["math", "code", "math"]
+        contexts = [tokenizer.decode(t.context_ids) for t in table]
+        assert contexts == [
+            "<|user|>ab\n\nx1<|end|><|assistant|>",
+            "<|user|>cd\n\ny<|end|><|assistant|>",
+            "<|system|>T<|end|><|user|>all<|end|><|assistant|>",
+        ]
+        assert tokenizer.decode(table[0].prompt_ids) == "<|user|>ab<|end|><|assistant|>"
+    plain = load_tasks([file], tokenizer, config())
+    assert all(t.context_ids is None and t.teacher == "" for t in plain), "nobody asked"
+
+
+def test_a_row_without_its_teacher_or_hint_is_refused(tokenizer: Any, config: Any, tmp_path: Path) -> None:
+    taught = ONE_ANSWER._replace(teachers=("math",))
+    hinted = ONE_ANSWER._replace(hint_key="hint")
+    for row, players, said in (
+        ({"prompt": "a"}, taught, r"a\.jsonl:1: the row's teacher is None, and teacher.paths has math"),
+        ({"prompt": "a", "teacher": "art"}, taught, r"the row's teacher is 'art'.*name one in the column 'teacher'"),
+        ({"prompt": "a"}, hinted, r"a\.jsonl:1: no 'hint', which the teacher is to read"),
+        ({"prompt": "a", "hint": ""}, hinted, "no 'hint'"),
+        ({"prompt": "a", "hint": [{"content": "x"}]}, hinted, "'hint' message 1 has no 'role'"),
+    ):
+        file = write(tmp_path / "a.jsonl", [row])
+        with pytest.raises(ValueError, match=said):
+            load_tasks([file], tokenizer, config(), players=players)
+    file = write(tmp_path / "b.jsonl", [{"prompt": "a", "hint": "h" * 40}, {"prompt": "b", "hint": "h"}])
+    assert load_tasks([file], tokenizer, config(max_prompt_tokens=20), players=hinted).report.rows_filtered == 1
+    with pytest.raises(ValueError, match=r"b\.jsonl:1: the prompt with 'hint' has 46 tokens"):
+        kept = {"filter_overlong_prompts": False, "truncation": "right"}
+        load_tasks([file], tokenizer, config(max_prompt_tokens=20, **kept), players=hinted)

@@ -1,13 +1,16 @@
 """A teacher that cannot be one is refused before anything expensive; the plan knows what it costs."""
 
+import re
 from pathlib import Path
 
 import pytest
 from handmade_model import write_rows
 
+from verl.config.compat.trl import DISTILLATION
 from verl.config.load import load_config, validate
 from verl.config.plan import make_plan
 from verl.config.spread import spread_of
+from verl.config.tree import leaves
 from verl.driver.identity import compare, identity_of
 from verl.driver.models import refuse_other_words
 from verl.models import tiny
@@ -28,6 +31,7 @@ def base(tmp_path_factory) -> list[str]:
     model(folder / "same", seed=3, max_positions=256)
     model(folder / "larger", vocab_size=64)
     model(folder / "smaller", vocab_size=24)
+    model(folder / "short", seed=4, max_positions=16)
     given = [f"model.path={folder}/policy", f"data.train_files={rows}", f"run.root_dir={folder}", "model.dtype=float32"]
     return [*given, "rollout.max_response_tokens=16", "data.max_prompt_tokens=16", "step.prompts_per_step=4"]
 
@@ -57,8 +61,36 @@ REFUSED = [
     (["algorithm.name=gkd", "teacher.path=@/same", "teacher.temperature=0"], "must be > 0"),
     (["algorithm.name=gkd", "teacher.path=@/same", "algorithm.options.beta=2"], "must be >= 0 and <= 1"),
     (["algorithm.name=opd", "teacher.path=@/same", "algorithm.options.teacher_coef=0"], "nothing is learned from"),
+    (["algorithm.name=opd", "teacher.path=@/same", "algorithm.options.agree_only=true"], "is of the reward's part"),
     (["algorithm.name=opd", "teacher.path=@/same", "algorithm.kl_reward_coef=0.1"], "does not reach opd's loss"),
     (["algorithm.name=gkd", "teacher.path=@/same", "algorithm.bypass=true"], "set ppo_clip or reinforce"),
+    (
+        ["algorithm.name=opd", "teacher.path=@/same", "teacher.paths.a=@/same"],
+        "teacher.path=@/same beside teacher.paths",
+    ),
+    (["algorithm.name=opd", "teacher.paths={a-b: @/same}"], "teacher.paths.a-b: a name has letters, digits and _"),
+    (["algorithm.name=gkd", "teacher.paths.a=@/same"], "teacher.paths: gkd compares with the head of one frozen model"),
+    (["algorithm.name=gkd", "teacher.path=policy", "teacher.hint_key=h"], "teacher.path=policy: gkd compares with"),
+    (["algorithm.name=opd", "teacher.path=policy"], "it says what the policy says; give teacher.hint_key=COLUMN"),
+    (
+        ["algorithm.name=opd", "teacher.path=@/same", "teacher.pick=mix"],
+        "teacher.pick=mix does nothing with one teacher",
+    ),
+    (["algorithm.name=opd", "teacher.path=@/same", "teacher.ema=0.9"], "set teacher.path=policy, or leave it out"),
+    (["algorithm.name=opd", "teacher.path=policy", "teacher.ema=1"], "must be >= 0 and < 1"),
+    (["algorithm.name=grpo", "teacher.hint_key=h"], "teacher.hint_key=h does nothing with algorithm.name=grpo"),
+    (["algorithm.name=opd", "teacher.paths.a=@/smaller"], "teacher.paths=@/smaller: its head has 24 tokens"),
+    (["algorithm.name=opd", "teacher.paths.a=/no/where"], "teacher.paths=/no/where: no such folder"),
+    (["algorithm.name=opd", "teacher.path=@/short"], "was made for 16 tokens, and rows have up to 32"),
+    (["algorithm.name=opd", "teacher.paths.a=@/same", "teacher.weights.a=1"], "does nothing with teacher.pick=task"),
+    (
+        ["algorithm.name=opd", "teacher.paths.a=@/same", "teacher.pick=mix", "teacher.weights.b=1"],
+        "teacher.weights={b: 1.0}: give a number above 0 for each of a",
+    ),
+    (
+        ["algorithm.name=gkd_topk", "teacher.paths.a=@/same", "teacher.top_k=8", "teacher.pick=best"],
+        "teacher.pick=best: gkd_topk reads other tokens of each teacher",
+    ),
     (
         ["algorithm.name=gkd", "teacher.path=@/same", "cluster.backend=ray", "parallel.tensor=2"],
         "parallel.tensor=2: gkd reads whole rows of the head",
@@ -69,7 +101,7 @@ REFUSED = [
 @pytest.mark.parametrize("args, expected", REFUSED, ids=lambda x: x if isinstance(x, str) else None)
 def test_what_cannot_be_is_refused_with_the_fix(base, args, expected):
     found = faults(base, *args)
-    assert any(expected in line for line in found), found
+    assert any(expected.replace("@", folder_of(base)) in line for line in found), found
 
 
 def test_what_can_be_is_not(base):
@@ -78,6 +110,10 @@ def test_what_can_be_is_not(base):
     assert not faults(base, "algorithm.name=gkd", "teacher.path=@/same", one)
     assert not faults(base, "algorithm.name=gkd_topk", "teacher.path=@/same", "teacher.top_k=32", one)
     assert not faults(base, "algorithm.name=dapo", "algorithm.loss=gkd", "teacher.path=@/same")
+    both = ("teacher.paths={a: @/same, b: @/policy}", one)
+    assert not faults(base, "algorithm.name=gkd_topk", "teacher.top_k=8", *both)
+    assert not faults(base, "algorithm.name=opd", "teacher.pick=mix", "teacher.weights={a: 3, b: 1}", *both)
+    assert not faults(base, "algorithm.name=opd", "teacher.path=policy", "teacher.hint_key=hint", one)
 
 
 def test_another_cut_of_the_same_vocabulary_is_refused():
@@ -106,6 +142,15 @@ def test_the_plan_knows_what_a_teacher_costs(base):
     assert whole["teacher's activations"] > 0 and not any("teacher" in item for item in planned("grpo"))
 
 
+@pytest.mark.parametrize("field", DISTILLATION)
+def test_a_field_of_trl_is_told_what_it_is_here(base, field):
+    with pytest.raises(ValueError, match=f"unknown key '{field}'.*TRL's name; here: ") as told:
+        load_config([*base, f"{field}=1"])
+    keys = re.findall(r"\b(?:algorithm|teacher|rollout|step|model)\.[a-z_.]*[a-z_]", str(told.value))
+    named = [key for key in keys if key not in leaves() and key != "algorithm.options.beta"]
+    assert not named, "a key that is not there"
+
+
 SIZES = {"hidden": 16, "layers": 1, "heads": 2, "kv_heads": 1, "ffn": 16}
 
 
@@ -123,6 +168,24 @@ def test_a_teacher_lives_in_the_pool_that_it_is_given(base):
         spread.pools["far"].memory.items["teacher weights"] > 0 and "infer teacher" in spread.pools["far"].memory.phases
     )
     assert spread.pools["main"].memory.items["actor teacher's head"] == 4 * 32 * 16
+
+
+def test_each_of_several_teachers_is_a_role(base):
+    folder = folder_of(base)
+    args = ["algorithm.name=opd", f"teacher.paths={{a: {folder}/same, b: {folder}/larger}}"]
+    items = dict(make_plan(load_config([*base, *args]).config).memory.items)
+    one = [
+        dict(make_plan(load_config([*base, args[0], f"teacher.path={folder}/{name}"]).config).memory.items)["teacher"]
+        for name in ("same", "larger")
+    ]
+    assert items["teacher"] == sum(one) and one[0] < one[1]
+    far = ["cluster.backend=ray", "cluster.roles.teacher_b=far", "cluster.pools={far: {ranks_per_node: 1}}"]
+    spread = spread_of(load_config([*base, *args, *far]).config, 512)
+    assert (
+        spread is not None and "teacher_a" in spread.pools["main"].roles and spread.pools["far"].roles == ("teacher_b",)
+    )
+    assert spread.pools["far"].memory.items["teacher_b weights"] == one[1]
+    assert "infer teacher_b" in spread.pools["far"].memory.phases
 
 
 def test_another_teacher_is_another_run(base):

@@ -102,6 +102,12 @@ def test_one_bad_step_after_a_healthy_past():
     assert not wrong, wrong
 
 
+def test_a_teacher_that_likes_wrong_answers_is_told_of():
+    history = [{"teacher/likes_right": -0.2} for _ in range(5)]
+    assert "by 0.2 nats per token over 5 steps" in fired(history, CONFIG)["teacher_disagrees"].message
+    assert fired([*history, {"teacher/likes_right": 0.1}], CONFIG) == fired(history[:4], CONFIG) == {}
+
+
 def test_limits_come_from_the_config():
     history = [
         {
@@ -168,6 +174,7 @@ def test_what_is_a_change_needs_a_past():
 
 def test_each_row_of_the_table_has_fired_in_this_file_and_each_message_is_used():
     covered = {name for name, _, _ in SINGLE} | {"entropy_collapse", "length_drift", "component_dominance"}
+    covered |= {"teacher_disagrees"}
     assert {row.name for row in TABLE} == covered
     assert {row.says or row.name for row in TABLE} == set(MESSAGES)
 

@@ -222,19 +222,46 @@ def reinforce(columns: Columns, *, gamma: float = 1.0) -> Advantage:
 
 
 def opd(
-    columns: Columns, *, gamma: float = 0.0, teacher_coef: float = 1.0, reward_coef: float = 0.0
+    columns: Columns,
+    *,
+    gamma: float = 0.0,
+    teacher_coef: float = 1.0,
+    reward_coef: float = 0.0,
+    agree_only: bool = False,
 ) -> dict[str, Tensor | Metric]:
     """teacher_coef x the discounted sum of log(teacher / student) over this token and those after it, which the student
     drew: at gamma 0 the policy gradient of the reverse KL token by token, at 1 that of whole answers (2306.08543). Plus
-    reward_coef x GRPO's advantage."""
+    reward_coef x GRPO's advantage; agree_only: of tokens alone that the teacher moves in the same direction."""
     clean, usable = columns.cleaned(), _usable_tokens(columns)
     likes = clean["teacher_logprobs"].double() - clean["rollout_logprobs"].double()
     total = teacher_coef * to_go(columns.with_token({"rewards": likes}), gamma)
+    made: dict[str, Tensor | Metric] = {}
     if reward_coef:
-        total = total + reward_coef * grpo(columns)["advantages"]
-    seen = likes[usable]
-    kl = Metric(-float(seen.sum()), float(len(seen)), "token")
-    return {"advantages": torch.where(usable, total, 0.0), "teacher/kl": kl}
+        rewarded = grpo(columns)["advantages"]
+        agree, judged = rewarded * likes > 0, usable & (rewarded != 0)
+        total = total + reward_coef * (torch.where(agree, rewarded, 0.0) if agree_only else rewarded)
+        made["teacher/agrees"] = Metric(float((agree & judged).sum()), float(judged.sum()), "token")
+    return {"advantages": torch.where(usable, total, 0.0), **_of_teachers(columns, likes, usable), **made}
+
+
+def _of_teachers(columns: Columns, likes: Tensor, usable: Tensor) -> dict[str, Tensor | Metric]:
+    """The reverse KL per token from likes [L], log(teacher / student): of all, by quarter of the answer, by teacher.
+    `teacher/likes_right`: by how much answers above the mean score are liked more, per token, than the others."""
+    grid, place = _Grid(columns), torch.zeros(len(likes), dtype=torch.float64)
+    place[grid.at] = grid.place.double()
+    quarter = (4 * place / columns.counts()[columns.sequence_of].clamp(min=1)).long()
+    parts = {"": usable, **{f"/quarter_{q + 1}": usable & (quarter == q) for q in range(4)}}
+    for name in (n for n in columns.sequence if n.startswith("teacher/")):
+        parts[f"/{name.removeprefix('teacher/')}"] = usable & columns.sequence[name][columns.sequence_of]
+    out: dict[str, Tensor | Metric] = {
+        f"teacher/kl{name}": Metric(-float(likes[at].sum()), float(at.sum()), "token") for name, at in parts.items()
+    }
+    score, there = columns.sequence["score"].double(), columns.sequence["valid"] & (columns.counts() > 0)
+    right = there & (score > score[there].mean()) if there.any() else there
+    if right.any() and (there & ~right).any():
+        liked = columns.mean(likes)
+        out["teacher/likes_right"] = Metric(float(liked[right].mean() - liked[there & ~right].mean()), 1, "step")
+    return out
 
 
 def remax(columns: Columns) -> Advantage:

@@ -238,6 +238,9 @@ def gkd_topk(columns: Columns, *, beta: float = 0.5) -> TermValue:
     value = divergence(student, teacher, beta)
     covered = {name: 1 - x[:, -1].detach().exp() for name, x in (("teacher", teacher), ("student", student))}
     metrics: Metrics = {f"{name}_coverage": (share, "mean") for name, share in covered.items()}
+    same = student[:, :-1].argmax(-1) == teacher[:, :-1].argmax(-1)
+    metrics["teacher_agreement"] = (same.to(value.dtype), "mean")
+    metrics["teacher_entropy"] = (-(teacher.exp() * teacher).sum(-1), "mean")
     return TermValue(value, {"teacher_divergence": (value.detach(), "mean"), **metrics})
 
 
@@ -322,6 +325,12 @@ def entropy_bonus(columns: Columns) -> TermValue:
 def nll(columns: Columns) -> TermValue:
     """-log pi: supervised fine-tuning and the positive-example term of VAPO with `over`."""
     return TermValue(-columns["logprobs"])
+
+
+def observation(columns: Columns) -> TermValue:
+    """-log p of what the environment wrote (ECHO), at the temperature of the sample."""
+    nll = -columns["logprobs"]
+    return TermValue(nll, {"observation_nll": (nll, "mean"), "observed_tokens": (torch.ones_like(nll), "sum")})
 
 
 def value_clip(columns: Columns, *, clip: float | None = 0.5) -> TermValue:

@@ -76,6 +76,8 @@ def _terms(preset: Preset) -> tuple[Term, ...]:
         out.append(Term(name="entropy_loss", fn=losses.entropy_bonus, **entropy))
     if spec.positive_nll_coef:
         out.append(Term(name="positive_nll", fn=losses.nll, coef=spec.positive_nll_coef, over="positive"))
+    if spec.observation_coef:
+        out.append(Term(name="observation_loss", fn=losses.observation, coef=spec.observation_coef, unit="observation"))
     return tuple(out)
 
 

@@ -5,8 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
+from msgspec import Meta
+
 from verl.algorithms.presets import PREFERENCES
 from verl.bounds import NonNegative, NonNegativeInt, Positive, PositiveInt, words
+
+TEACHER = "teacher"
+POLICY = "policy"
+"""As `teacher.path`: whom to ask."""
+
+
+def is_url(path: str) -> bool:
+    return path.startswith(("http://", "https://"))
 
 
 @dataclass
@@ -21,11 +31,38 @@ class CriticConfig:
 
 @dataclass
 class TeacherConfig:
-    """Whom opd, gkd and gkd_topk learn from: a frozen model beside the policy, the role `teacher`."""
+    """Whom opd, gkd and gkd_topk learn from: frozen models beside the policy, the role `teacher`, or the policy itself
+    with a context that it does not have when it answers."""
 
-    path: str | None = None  # Its Hugging Face folder; it reads the policy's tokens.
+    path: str | None = None
+    """Its Hugging Face folder, or the URL of a server; it reads the policy's tokens. `policy`: the policy as it is."""
+    paths: dict[str, str] = field(default_factory=dict)  # Several, by their names; each is a role, `teacher_NAME`.
+    pick: Annotated[str, words("task|best|mix")] = "task"
+    """Of several. task: the one that the row's column `teacher` names, else its data_source · best: of each answer, the
+    one that finds it likeliest · mix: their mixture (opd)."""
+    weights: dict[str, float] = field(default_factory=dict)  # pick=mix: shares by name. Empty: equal ones.
+    hint_key: str | None = None
+    """A column that the teacher reads and the policy does not: text goes behind the last user message, messages are the
+    whole prompt."""
+    ema: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    """Of path=policy: who teaches is the average of its weights, with this decay per optimizer step. 0: as they are."""
     temperature: Positive | None = None  # Of the teacher. Null: that of the sample, as the policy's.
     top_k: PositiveInt = 64  # gkd_topk: its likeliest tokens; all others are one more outcome.
+
+    def roles(self) -> dict[str, str]:
+        """The folder or URL of each role that is a teacher with workers of its own."""
+        if self.paths:
+            return {f"{TEACHER}_{name}": path for name, path in self.paths.items()}
+        return {TEACHER: self.path} if self.path is not None and self.path != POLICY else {}
+
+    def folders(self) -> dict[str, str]:
+        """Of those whose model is computed here."""
+        return {role: path for role, path in self.roles().items() if not is_url(path)}
+
+    def shares(self) -> dict[str, float]:
+        """Of a mixture, by name; they sum to 1."""
+        given = self.weights or dict.fromkeys(self.paths, 1.0)
+        return {name: given[name] / sum(given.values()) for name in self.paths}
 
 
 @dataclass

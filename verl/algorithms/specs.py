@@ -215,11 +215,14 @@ class OPD(Discounted):
     gamma: float = knob(0.0, least=0, most=1)
     teacher_coef: float = knob(1.0, option=True, least=0)
     reward_coef: float = knob(0.0, option=True, least=0)
+    agree_only: bool = knob(False, option=True)
 
     def faults(self) -> Iterator[str]:
         yield from Spec.faults(self)
         if not self.teacher_coef:
             yield "algorithm.options.teacher_coef=0: nothing is learned from the teacher; set algorithm.name=grpo"
+        if self.agree_only and not self.reward_coef:
+            yield "algorithm.options.agree_only=true is of the reward's part: set algorithm.options.reward_coef"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,6 +268,7 @@ class LossSpec(Spec):
     off_policy_delta: float | None = knob(None, option=True)
     entropy_coef: float = knob(0.0)
     positive_nll_coef: float = knob(0.0, option=True)
+    observation_coef: float = knob(0.0, option=True, least=0)
 
     def arguments(self) -> dict[str, Any]:
         own = {f.name for f in fields(self)} - {f.name for f in fields(LossSpec)}

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from verl.algorithms.presets import settled
+from verl.algorithms.sections import TEACHER
 from verl.config.backends import address_of, backend_of, layout_of, options_of
 from verl.config.memory import on_cuda
 from verl.config.model_files import describe_model, read_model_config
@@ -26,7 +27,10 @@ ANYWHERE = ("cluster.backend", "cluster.virtual_ranks", "cluster.max_restarts", 
 def roles_of(config: Config) -> tuple[str, ...]:
     """Those of an RL run with workers of their own."""
     needs = settled(config.algorithm.name, config.algorithm.given()).needs(1)
-    models = ("actor", *sorted({need.role for need in needs if need.build}))
+    built = {need.role for need in needs if need.build}
+    if TEACHER in built:
+        built = built - {TEACHER} | {*config.teacher.roles()}
+    models = ("actor", *sorted(built))
     return (*models, *(("reward_model",) if config.reward.model is not None else ()), "compute", "recorder")
 
 
@@ -100,7 +104,7 @@ def _layout(config: Config, layout: Layout, command: str) -> Iterator[str]:
     if layout.sequence * layout.tensor * layout.expert * layout.pipeline > 1:
         critic = config.critic.path if "critic" in roles_of(config) else None
         folders = {"model.path": config.model.path, "critic.path": critic, "reward.model": config.reward.model}
-        folders["teacher.path"] = config.teacher.path
+        folders |= {f"teacher ({role})": path for role, path in config.teacher.folders().items()}
         for key, path in folders.items():
             if path is not None:
                 yield from _shared(f"{key}={path}", path, layout)

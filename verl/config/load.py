@@ -242,6 +242,8 @@ def _resolve(values: dict[str, Any], origins: dict[str, str]) -> dict[str, Any]:
         cached = cached_model_folder(values[key] or "")
         if cached is not None:
             origins[key], values[key] = f"{origins[key]}: {values[key]}", str(cached)
+    named: dict[str, str] = values["teacher.paths"]
+    values["teacher.paths"] = {n: str(cached_model_folder(p) or os.path.expanduser(p)) for n, p in named.items()}
     _fit_lengths(values, origins)
     faults = complete_options(values)
     if faults:

@@ -116,17 +116,19 @@ def _items(config: Config, model: ModelFacts, reference: bool, tokens: int) -> d
 
 
 def teacher_items(config: Config, tokens: int = 0) -> dict[str, int]:
-    """Of a teacher: its weights, a pass of so many tokens, and what the policy holds of it to compare whole
-    distributions: its head."""
-    preset = settled(config.algorithm.name, config.algorithm.given())
-    if config.teacher.path is None or "teacher" not in preset.roles():
+    """Of teachers: their weights, a pass of so many tokens, and what the policy holds of one to compare whole
+    distributions: its head. Of the policy as its own, the average of its weights."""
+    preset, dtype = settled(config.algorithm.name, config.algorithm.given()), compute_dtype(config)
+    models = [describe_model(path) for path in config.teacher.folders().values()]
+    if config.teacher.ema:
+        return {"teacher": 4 * describe_model(config.model.path).parameters}
+    if not models or "teacher" not in preset.roles():
         return {}
-    model = describe_model(config.teacher.path)
     head = "divergence" in preset.loss.outputs
     return {
-        "teacher": 4 * model.parameters,
-        "teacher's activations": tokens * (layer_bytes_per_token(model, compute_dtype(config)) + 8 * model.hidden),
-        "teacher's head": DTYPE_BYTES[compute_dtype(config)] * model.vocab * model.hidden if head else 0,
+        "teacher": sum(4 * model.parameters for model in models),
+        "teacher's activations": max(tokens * (layer_bytes_per_token(m, dtype) + 8 * m.hidden) for m in models),
+        "teacher's head": DTYPE_BYTES[dtype] * models[0].vocab * models[0].hidden if head else 0,
     }
 
 

@@ -143,6 +143,8 @@ def checkpoint_parts(config: Config, command: str = "train") -> dict[str, int]:
     folders = {find_model_folder(path) for path in (model.folder, config.model.tokenizer_path or model.folder)}
     beside = [p for folder in folders for p in folder.iterdir() if p.suffix in _COMPANIONS]
     parts = {"weights": EXPORT_BYTES * own + sum(p.stat().st_size for p in beside), "state": STATE_BYTES * own}
+    if command == "train" and config.teacher.ema:
+        parts["average"] = 4 * own
     if command == "train" and settled(config.algorithm.name, config.algorithm.given()).critic:
         critic = model if config.critic.path is None else describe_model(config.critic.path)
         parts["critic"] = STATE_BYTES * critic.body_parameters

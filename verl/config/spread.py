@@ -119,7 +119,7 @@ def _of_stage(
     held = [f"{role} {name}" for role in roles for name in HELD] + ["rollout weights"]
     kept = ["KV cache", "prefix cache"] if config.pipeline.placement == "split" or config.pipeline.staleness else []
     needs = settled(config.algorithm.name, config.algorithm.given()).needs(config.step.updates_per_step)
-    infer = dict.fromkeys([*(need.role for need in needs), "reward_model"])
+    infer = dict.fromkeys([*(need.role for need in needs), *config.teacher.roles(), "reward_model"])
     phases = {"rollout": [*held, "KV cache", "prefix cache", "sampling logits"]} if replicas else {}
     for role in (role for role in infer if role in roles):
         phases[f"infer {role}"] = [*held, *(f"{role} {name}" for name in (*PASS, "inference activations")), *kept]
@@ -134,11 +134,12 @@ def role_items(
 ) -> dict[str, int]:
     """Bytes of one rank of a role. tokens: of a micro-batch, on this rank · passes: of a step, of which a pipeline
     holds as many at once as there are stages from this one on."""
-    if role in NO_MODEL:
+    teachers = config.teacher.folders()
+    if role in NO_MODEL or (role in config.teacher.roles() and role not in teachers):
         return {}
-    own = {"critic": config.critic.path, "teacher": config.teacher.path, "reward_model": config.reward.model}.get(role)
+    own = {"critic": config.critic.path, "reward_model": config.reward.model, **teachers}.get(role)
     model, trains = describe_model(own or config.model.path), role in ("actor", "critic")
-    policies = ("actor", "ref", "teacher")
+    policies = ("actor", "ref", *teachers)
     whole = model.parameters if role in policies else model.body_parameters
     part, tensor, dtype = layout.shard * layout.tensor, layout.tensor, compute_dtype(config)
     layer = (model.body_parameters - model.embedding_parameters) // model.layers
@@ -165,7 +166,7 @@ def role_items(
         return items
     half = dtype == "bfloat16"
     return items | {
-        "optimizer states": 8 * count // part,
+        "optimizer states": (12 if role == "actor" and config.teacher.ema else 8) * count // part,
         "gradients": 4 * count // part,
         "gathered gradients": apart * 4 * (root + layer) // tensor,
         "compute copy of weights": DTYPE_BYTES[dtype] * (count - embeddings) // tensor if half else 0,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Collection, Iterator
 from fractions import Fraction
 from importlib.util import find_spec
@@ -9,12 +11,13 @@ from pathlib import Path
 from typing import Literal
 
 from verl.algorithms.presets import knobs, settled, unknown_option
+from verl.algorithms.sections import POLICY, is_url
 from verl.config.backends import complete_options, longest_sequence, rollout_caches
 from verl.config.cluster import cluster_faults
-from verl.config.model_files import check_tokenizer, describe_model, find_model_folder
+from verl.config.model_files import check_tokenizer, context_tokens, describe_model, find_model_folder
 from verl.config.schema import Config
 from verl.config.served import server_faults
-from verl.config.tree import convert, did_you_mean, leaves, values_of
+from verl.config.tree import convert, did_you_mean, leaves, text_of, values_of
 from verl.data.files import expand_files
 
 Command = Literal["train", "sft", "rm", "dpo", "eval", "generate"]
@@ -113,21 +116,66 @@ def _algorithm(config: Config) -> Iterator[str]:
 def _teacher(config: Config) -> Iterator[str]:
     preset, t = settled(config.algorithm.name, config.algorithm.given()), config.teacher
     columns = {need.column for need in preset.needs(1) if need.role == "teacher"}
-    said = f"teacher.path={t.path}"
+    said = f"teacher.paths={text_of(t.paths)}" if t.paths else f"teacher.path={t.path}"
     if not columns:
-        if t.path is not None:
+        said = f"teacher.hint_key={t.hint_key}" if t.hint_key is not None else said
+        if t.path is not None or t.paths or t.hint_key is not None:
             fix = "set algorithm.name=opd, gkd or gkd_topk, or leave it out"
             yield f"{said} does nothing with algorithm.name={config.algorithm.name}: {fix}"
         return
-    if t.path is None:
+    if t.path is None and not t.paths:
         fix = "set teacher.path=FOLDER, a Hugging Face model with the policy's tokenizer"
         yield f"teacher.path is missing: {config.algorithm.name} learns from a teacher; {fix}"
         return
+    yield from _together(config, columns)
+    for path in t.folders().values():
+        yield from _folder(config, columns, path)
+    asked = config.rollout.temperature if t.temperature is None else t.temperature
+    for path in (path for path in t.roles().values() if is_url(path)):
+        if "teacher_hidden" in columns:
+            yield f"teacher.path={path}: a server gives no hidden states; set algorithm.name=gkd_topk or opd"
+        if asked != 1:
+            why = f"servers score at temperature 1, and {asked:g} is asked for"
+            yield f"teacher.path={path}: {why}; set teacher.temperature=1"
+    if t.path == POLICY and t.hint_key is None and t.temperature is None and not t.ema:
+        fix = "it says what the policy says; give teacher.hint_key=COLUMN, which it reads and the policy does not"
+        yield f"teacher.path={POLICY} without a hint: {fix}"
+    if config.parallel.tensor > 1 and columns != {"teacher_logprobs"}:
+        why = "reads whole rows of the head, of which a rank would have a slice"
+        yield f"parallel.tensor={config.parallel.tensor}: {config.algorithm.name} {why}; use opd, or parallel.tensor=1"
+
+
+def _together(config: Config, columns: Collection[str]) -> Iterator[str]:
+    """What cannot be of several teachers, or of the policy as its own."""
+    t, name = config.teacher, config.algorithm.name
+    if t.path is not None and t.paths:
+        yield f"teacher.path={t.path} beside teacher.paths: name it there, or leave one of them out"
+    if strange := [n for n in t.paths if not re.fullmatch(r"\w+", n)]:
+        yield f"teacher.paths.{strange[0]}: a name has letters, digits and _"
+    if "teacher_hidden" in columns and (t.paths or t.path == POLICY):
+        why = "compares with the head of one frozen model; set algorithm.name=gkd_topk or opd"
+        yield f"teacher.{'paths' if t.paths else f'path={POLICY}'}: {name} {why}"
+    if t.ema and t.path != POLICY:
+        yield f"teacher.ema={t.ema:g} is of the policy's weights: set teacher.path={POLICY}, or leave it out"
+    if t.pick != "task" and not t.paths:
+        yield f"teacher.pick={t.pick} does nothing with one teacher: give teacher.paths, or leave it out"
+    if t.pick != "task" and columns != {"teacher_logprobs"}:
+        yield f"teacher.pick={t.pick}: {name} reads other tokens of each teacher; set algorithm.name=opd, or pick=task"
+    if t.weights and t.pick != "mix":
+        yield f"teacher.weights={text_of(t.weights)} does nothing with teacher.pick={t.pick}: set pick=mix"
+    elif t.weights and ({*t.weights} != {*t.paths} or not all(0 < w < math.inf for w in t.weights.values())):
+        yield f"teacher.weights={text_of(t.weights)}: give a number above 0 for each of {', '.join(t.paths)}"
+
+
+def _folder(config: Config, columns: Collection[str], path: str) -> Iterator[str]:
+    """What cannot be of a teacher in this folder."""
+    t, key = config.teacher, "teacher.path" if not config.teacher.paths else "teacher.paths"
     try:
-        ours, theirs = describe_model(config.model.path).vocab, describe_model(t.path).vocab
+        ours, theirs = describe_model(config.model.path).vocab, describe_model(path).vocab
     except ValueError as exc:
-        yield str(exc).replace("model.path=", "teacher.path=") if t.path in str(exc) else str(exc)
+        yield str(exc).replace("model.path=", f"{key}=") if path in str(exc) else str(exc)
         return
+    said = f"{key}={path}"
     if columns == {"teacher_logprobs"}:
         if theirs < ours:
             yield f"{said}: its head has {theirs} tokens, the policy's {ours}: it has no log-prob of the last ones"
@@ -135,10 +183,10 @@ def _teacher(config: Config) -> Iterator[str]:
         why = f"its head has {theirs} tokens, the policy's {ours}: ids of padding would count on one side alone"
         yield f"{said}: {why}; take one of the same size, or algorithm.name=opd, which reads the drawn tokens"
     if "teacher_topk" in columns and t.top_k > theirs:
-        yield f"teacher.top_k={t.top_k} is above the {theirs} tokens of {t.path}: lower it, or algorithm.name=gkd"
-    if config.parallel.tensor > 1 and columns != {"teacher_logprobs"}:
-        why = "reads whole rows of the head, of which a rank would have a slice"
-        yield f"parallel.tensor={config.parallel.tensor}: {config.algorithm.name} {why}; use opd, or parallel.tensor=1"
+        yield f"teacher.top_k={t.top_k} is above the {theirs} tokens of {path}: lower it, or algorithm.name=gkd"
+    if (room := context_tokens(path)) is not None and room < longest_sequence(config):
+        fix = "lower data.max_prompt_tokens or rollout.max_response_tokens"
+        yield f"{said} was made for {room} tokens, and rows have up to {longest_sequence(config)}: {fix}"
 
 
 def _pipeline(config: Config) -> Iterator[str]:

@@ -47,6 +47,7 @@ class TaskRow(NamedTuple):
     tools: tuple[dict[str, Any], ...]
     agent: str
     media: tuple[str, ...]
+    teacher: str
 
 
 class ConversationRow(NamedTuple):
@@ -59,11 +60,15 @@ class ConversationRow(NamedTuple):
 
 
 class Players(NamedTuple):
-    """Who may play a row (agent_loop/registry.py). default: where it names none · names · tools: schemas of the run."""
+    """Who may play a row (agent_loop/registry.py), and who teaches it. default: where it names none · names · tools:
+    schemas of the run · teachers: those that a row must name one of; none: it need not · hint_key: the column that its
+    teacher reads."""
 
     default: str = "single_turn"
     names: tuple[str, ...] = ("single_turn",)
     tools: tuple[dict[str, Any], ...] = ()
+    teachers: tuple[str, ...] = ()
+    hint_key: str | None = None
 
 
 ONE_ANSWER = Players()
@@ -103,7 +108,31 @@ def task_row(raw: RawRow, cfg: DataConfig, players: Players = ONE_ANSWER) -> Tas
             "are not begun by the prompt here. Fix: end prompts with the user's turn (to learn an answer: `verl sft`)"
         )
     media = tuple(reference for reference, _ in media_in(row, messages))
-    return TaskRow(with_system(messages, cfg), source or "", truth, extra_info, tools, agent, media)
+    teacher = _teacher(row, source, where, players.teachers)
+    return TaskRow(with_system(messages, cfg), source or "", truth, extra_info, tools, agent, media, teacher)
+
+
+def _teacher(row: Mapping[str, Any], source: str | None, where: str, teachers: tuple[str, ...]) -> str:
+    """Of several, the one that the row names, by its column or its source."""
+    asked = row.get("teacher") or source
+    if teachers and asked not in teachers:
+        fix = f"teacher.paths has {', '.join(teachers)}. Fix: name one in the column 'teacher', or add {asked!r} there"
+        raise ValueError(f"{where}: the row's teacher is {asked!r}, and {fix}")
+    return asked if teachers and isinstance(asked, str) else ""
+
+
+def hinted(row: Mapping[str, Any], key: str, messages: Messages, where: str) -> Messages:
+    """What a teacher reads: the prompt with the hint of column `key` behind its last message, or the messages there."""
+    hint = row.get(key, _object(row.get("extra_info"), where, "extra_info").get(key))
+    if hint is None or hint in ("", []):
+        raise ValueError(f"{where}: no {key!r}, which the teacher is to read. Fix: fill the column, or drop the row")
+    if not isinstance(hint, str):
+        return read_messages(hint, where, key)
+    *before, last = messages
+    if last["role"] != "user" or not isinstance(last["content"], str):
+        said = "the prompt does not end with a user's text, behind which a hint could stand"
+        raise ValueError(f"{where}: {said}. Fix: give {key!r} as messages, the whole prompt that the teacher reads")
+    return (*before, {**last, "content": f"{last['content']}\n\n{hint}"})
 
 
 def _player(row: Mapping[str, Any], extra_info: Mapping[str, Any], where: str, players: Players) -> str:

@@ -25,13 +25,16 @@ from verl.config.schema import DataConfig
 from verl.data.files import RawRow
 from verl.data.formats import (
     ONE_ANSWER,
+    Messages,
     Players,
     TaskRow,
     asks_for_a_judge,
     content_hash,
     conversation_row,
+    hinted,
     refuse_media,
     task_row,
+    with_system,
 )
 from verl.data.lost import Coverage, texts_of
 from verl.data.memory import bounded_memory
@@ -165,34 +168,40 @@ class PromptJob(RenderJob):
 
     players: Players = ONE_ANSWER
 
-    flat: ClassVar = {"ids": np.int32, "rows": np.uint8}
+    flat: ClassVar = {"ids": np.int32, "rows": np.uint8, "context": np.int32}
     scalar: ClassVar = {"hashes": np.uint64}
 
     def entries(self, raw: RawRow, counts: Counts) -> list[Entry]:
         task, limit = task_row(raw, self.cfg, self.players), self.cfg.max_prompt_tokens
         refuse_media(raw.row, task.messages, raw.where)
         self.count_text(task.messages, raw.where, counts)
-        ids = self._prompt(task, raw.where)
-        if len(ids) > limit:
+        ids, context = self._prompt(task.messages, task, raw.where), np.zeros(0, np.int64)
+        if (key := self.players.hint_key) is not None:
+            messages = with_system(hinted(raw.row, key, task.messages, raw.where), self.cfg)
+            self.count_text(messages[-1:], raw.where, counts)
+            context = self._prompt(messages, task, raw.where)
+        if (longest := max(len(ids), len(context))) > limit:
             if self.cfg.filter_overlong_prompts:
                 counts.rows_filtered += 1
-                counts.shortest_filtered_tokens = min(counts.shortest_filtered_tokens or len(ids), len(ids))
+                counts.shortest_filtered_tokens = min(counts.shortest_filtered_tokens or longest, longest)
                 return []
-            if self.cfg.truncation == "error":
+            if self.cfg.truncation == "error" or len(context) > limit:  # a teacher reads its prompt whole
+                whose = "the prompt" if len(ids) == longest else f"the prompt with {key!r}"
                 raise ValueError(
-                    f"{raw.where}: the prompt has {len(ids)} tokens, data.max_prompt_tokens is {limit}."
+                    f"{raw.where}: {whose} has {longest} tokens, data.max_prompt_tokens is {limit}."
                     " Fix: data.filter_overlong_prompts=true, data.truncation=left|right|middle, or a higher limit"
                 )
             counts.rows_truncated += 1
             ids = ids[kept_positions(len(ids), limit, self.cfg.truncation)]
         counts.judged = counts.judged or (raw.where if asks_for_a_judge(raw) else "")
         blob = np.frombuffer(marshal.dumps((raw.row, tuple(task))), np.uint8)
-        return [{"ids": ids, "rows": blob, "hashes": int(content_hash(raw.row, ID_BYTES), 16)}]
+        number = int(content_hash(raw.row, ID_BYTES), 16)
+        return [{"ids": ids, "rows": blob, "context": context, "hashes": number}]
 
-    def _prompt(self, task: TaskRow, where: str) -> np.ndarray:
+    def _prompt(self, messages: Messages, task: TaskRow, where: str) -> np.ndarray:
         try:
-            refuse_unsupported(task.messages, self.audit, task.tools)
-            ids = render_prompt(self.tokenizer, task.messages, self.template_kwargs, task.tools)
+            refuse_unsupported(messages, self.audit, task.tools)
+            ids = render_prompt(self.tokenizer, messages, self.template_kwargs, task.tools)
         except RowRefused as exc:
             fix = "Fix: another model.chat_template, or no such part"
             raise ValueError(f"{where}: the prompt has {exc}. {fix}") from exc

@@ -92,7 +92,9 @@ class TaskTable(_Table):
         row, parsed = marshal.loads(self._part("rows", index).data)
         # The hash of the row's content, and its number in the files: stable under filters, distinct for duplicates.
         task_id = f"{int(self._arrays['hashes'][index]):0{2 * ID_BYTES}x}-{int(self._arrays['numbers'][index])}"
-        return Task(task_id=task_id, index=index, prompt_ids=ids, row=row, **TaskRow(*parsed)._asdict())
+        context = self._part("context", index).astype(np.int64)
+        own = {"context_ids": context if len(context) else None, **TaskRow(*parsed)._asdict()}
+        return Task(task_id=task_id, index=index, prompt_ids=ids, row=row, **own)
 
 
 class ConversationTable(_Table):

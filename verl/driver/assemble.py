@@ -309,7 +309,7 @@ def context_of(
     )
     cluster = load(CLUSTER[config.cluster.backend].build)(config.cluster, made)
     queue = load(backend_of(config, "queue").build)(options_of(config, "queue"))
-    return ModelContext(config, queue, device, updates, crash_dir, cluster)
+    return ModelContext(config, queue, device, updates, crash_dir, cluster, say)
 
 
 def checkpoint_engine(config: Config, probes: Sequence[np.ndarray] = ()) -> CheckpointEngine:
@@ -358,7 +358,9 @@ def tasks_of(config: Config, tokenizer: Any, players: Players = ONE_ANSWER) -> t
     """Training rows and evaluation tasks, each with somebody who can score it, or a ValueError."""
     data, kwargs = config.data, config.model.template_kwargs
     read = partial(load_tasks, tokenizer=tokenizer, cfg=data, template_kwargs=kwargs, players=players)
-    tasks = read(data.train_files, max_rows=data.max_rows)
+    teachers = tuple(config.teacher.paths) if config.teacher.pick == "task" else ()
+    learners = players._replace(teachers=teachers, hint_key=config.teacher.hint_key)
+    tasks = read(data.train_files, max_rows=data.max_rows, players=learners)
     refuse_unembedded(config, tokenizer, tasks.report)
     eval_tasks: list[Task] = []
     judged = tasks.report.judged

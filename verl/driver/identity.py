@@ -17,6 +17,7 @@ from types import MappingProxyType
 import msgspec
 
 from verl.algorithms.presets import preference, settled
+from verl.algorithms.sections import POLICY, is_url
 from verl.algorithms.specs import short
 from verl.config.load import Resolved
 from verl.config.model_files import find_model_folder
@@ -106,6 +107,11 @@ def _source(name: str | None) -> str | None:
     return f"{function} {_digest([found])}" if found and found.is_file() else _text_digest(name)
 
 
+def _teacher(path: str | None) -> str | None:
+    """What a server holds is its own affair."""
+    return None if path is None or path == POLICY or is_url(path) else _model(path)
+
+
 CONTENT: Mapping[str, Callable[[Config], str | None]] = MappingProxyType(
     {
         "model.path": lambda c: _model(c.model.path),
@@ -118,7 +124,8 @@ CONTENT: Mapping[str, Callable[[Config], str | None]] = MappingProxyType(
         "agent.loop": lambda c: None if c.agent.loop == leaves()["agent.loop"].default else _source(c.agent.loop),
         "agent.tools": lambda c: "\n".join(_source(entry) or "" for entry in c.agent.tools) or None,
         "critic.path": lambda c: _model(c.critic.path),
-        "teacher.path": lambda c: _model(c.teacher.path),
+        "teacher.path": lambda c: _teacher(c.teacher.path),
+        "teacher.paths": lambda c: "\n".join(f"{n} {_teacher(p)}" for n, p in c.teacher.paths.items()) or None,
         "reward.path": lambda c: _source(c.reward.path),
         "reward.model": lambda c: _model(c.reward.model),
     }

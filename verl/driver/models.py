@@ -4,29 +4,32 @@ configuration."""
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from verl.algorithms.presets import settled
 from verl.algorithms.resolve import Algorithm
+from verl.algorithms.sections import POLICY, TEACHER, is_url
 from verl.algorithms.specs import GKD
 from verl.chat import load_tokenizer, turn_end
 from verl.chat.template import Tokenizer
 from verl.checkpoint.hf import HfExport
 from verl.checkpoint.score import classifier_config
-from verl.config.backends import backend_of, load, options_of
+from verl.config.backends import backend_of, load, longest_sequence, options_of
 from verl.config.plan import warmup_steps
 from verl.config.schema import Config
-from verl.model_engine.base import EngineContext, ModelEngine, TeacherHead
+from verl.model_engine.base import EngineContext, ModelEngine, ServedAt, TeacherHead
 from verl.model_engine.optim import OptimSpec
 from verl.nn.heads import Head
 from verl.transfer_queue.base import TransferQueue
 from verl.weight_sync.base import Outlet
-from verl.workers.group import Cluster
+from verl.workers.group import Cluster, Died
 from verl.workers.inproc import InprocCluster
 from verl.workers.model_workers import ModelWorkers
-from verl.workers.role import RoleSpec, build_roles, roles_of
+from verl.workers.role import AS_SAMPLED, RoleSpec, View, build_roles, roles_of
+from verl.workers.teachers import Teachers
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +42,18 @@ class ModelContext:
     updates: int
     crash_dir: Path | None = None
     cluster: Cluster = field(default_factory=InprocCluster)
+    say: Callable[[str], None] = print
+    actor: ModelWorkers | None = None  # the policy's workers, once they are there
 
 
-def workers_of(context: ModelContext, spec: RoleSpec) -> ModelWorkers:
-    """The worker group of one model."""
-    layout = context.cluster.layout
-    group = context.cluster.start(spec.name, build_roles, (spec,), world_size=layout.world_size)
-    return ModelWorkers(group, layout=layout)
+def workers_of(
+    context: ModelContext, spec: RoleSpec, view: View = AS_SAMPLED, died: Died | None = None
+) -> ModelWorkers:
+    """The worker group of one model. died: hears of its end in place of the run, which goes on."""
+    layout = None if spec.apart else context.cluster.layout
+    size = layout.world_size if layout else 1
+    group = context.cluster.start(spec.name, build_roles, (spec,), world_size=size, died=died)
+    return ModelWorkers(group, layout=layout, view=view)
 
 
 def workers_around(context: ModelContext, engine: ModelEngine, spec: RoleSpec) -> ModelWorkers:
@@ -80,7 +88,9 @@ def trained(
     )
     spec = role_spec(context, name, optim=optim, head=head)
     if name == "actor":
-        spec = replace(spec, context=replace(spec.context, teacher=teacher_head(context.config)))
+        t, own = context.config.teacher, teacher_head(context.config)
+        student = replace(spec.context, teacher=own, top_k=t.top_k, optim=replace(optim, average=t.ema))
+        spec = replace(spec, context=student)
     return replace(spec, proven=True, share_prefix=share_prefix, hf_export=hf_export, outlet=outlet)
 
 
@@ -109,28 +119,55 @@ def reference(context: ModelContext, algorithm: Algorithm) -> ModelWorkers:
 
 
 def teacher(context: ModelContext, algorithm: Algorithm) -> ModelWorkers:
-    """The frozen model that is learned from, of its own folder. It must read the policy's tokens, written alike."""
+    """Whom the policy learns from: a frozen model of its own folder, several, or the policy itself."""
     t = context.config.teacher
-    if t.path is None:
+    view, roles = View(t.temperature, informed=t.hint_key is not None, average=t.ema > 0), t.roles()
+    if t.path == POLICY:
+        assert context.actor is not None, "the policy stands before whoever is learned from"
+        return context.actor.with_view(view)
+    if not roles:
         raise ValueError(f"teacher.path is missing: {algorithm.name} learns from a teacher; set teacher.path=FOLDER")
-    theirs = _tokenizer_of(context.config, "teacher.path", Path(t.path).expanduser())
-    ours = load_tokenizer(context.config.model.tokenizer_path or context.config.model.path, trust_remote_code=False)
-    refuse_other_words(ours, theirs, f"teacher.path={t.path}")
-    spec = role_spec(context, "teacher", path=t.path)
-    asked = replace(spec.context, top_k=t.top_k)
-    return workers_of(context, replace(spec, context=asked, proven=True, temperature=t.temperature))
+    specs = {role: _teacher_spec(context, algorithm, role, path) for role, path in roles.items()}
+    if not t.paths:
+        return workers_of(context, specs[TEACHER], view)
+
+    def told(error: BaseException) -> None:
+        context.say(f"warning: {error}; its samples are Invalid from now on, the other teachers go on")
+
+    members = {name: workers_of(context, spec, view, told) for name, spec in zip(t.paths, specs.values(), strict=True)}
+    return Teachers(members, t.pick, t.shares(), context.config.run.wait_timeout_s)
+
+
+def _teacher_spec(context: ModelContext, algorithm: Algorithm, role: str, path: str) -> RoleSpec:
+    """Of a folder or a URL; it must read the policy's tokens, written alike."""
+    key = f"teacher.path{role.removeprefix(TEACHER).replace('_', 's.', 1)}"
+    config, spec = context.config, role_spec(context, role, path=path)
+    spec = replace(spec, context=replace(spec.context, top_k=config.teacher.top_k))
+    ours = load_tokenizer(config.model.tokenizer_path or config.model.path, trust_remote_code=False)
+    if is_url(path):
+        texts = tuple((text, ids) for text, ids in drawn_texts(ours, texts=100))
+        top = any(need.output == "topk_ids" for need in algorithm.needs(1))
+        served = ServedAt(url=path, longest=longest_sequence(config), texts=texts, top=top)
+        return replace(spec, engine="verl.model_engine.served:build", options=served, apart=True)
+    refuse_other_words(ours, _tokenizer_of(config, key, Path(path).expanduser()), f"{key}={path}")
+    return replace(spec, proven=True)
 
 
 def refuse_other_words(ours: Tokenizer, theirs: Tokenizer, what: str, *, texts: int = 1000, tokens: int = 8) -> None:
     """ValueError where one vocabulary is cut by other rules: texts of `tokens` tokens drawn at random become other
     ids."""
+    for text, a in drawn_texts(ours, texts=texts, tokens=tokens):
+        if a != (b := tuple(theirs(text, add_special_tokens=False)["input_ids"])):
+            said = f"its tokenizer reads {text!r} as {list(b)}, the policy's as {list(a)}"
+            raise ValueError(f"{what}: {said}; take a teacher with the policy's tokenizer")
+
+
+def drawn_texts(ours: Tokenizer, *, texts: int, tokens: int = 8) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Texts of so many tokens drawn at random, with the ids that they become."""
     ids, rng = sorted(ours.get_vocab().values()), random.Random(0)
     for _ in range(texts):
-        text = ours.decode(rng.choices(ids, k=tokens))
-        a, b = (list(t(text, add_special_tokens=False)["input_ids"]) for t in (ours, theirs))
-        if a != b:
-            said = f"its tokenizer reads {text!r} as {b}, the policy's as {a}"
-            raise ValueError(f"{what}: {said}; take a teacher with the policy's tokenizer")
+        text = str(ours.decode(rng.choices(ids, k=tokens)))
+        yield text, tuple(ours(text, add_special_tokens=False)["input_ids"])
 
 
 def teacher_head(config: Config) -> TeacherHead | None:
@@ -167,7 +204,7 @@ def _tokenizer_of(config: Config, key: str, folder: Path) -> Tokenizer:
 
 def models_of(context: ModelContext, algorithm: Algorithm, actor: ModelWorkers) -> dict[str, ModelWorkers]:
     """The actor, and whatever else the algorithm has a column computed by."""
-    builds = {need.role: need.build for need in algorithm.needs(1) if need.build}
+    builds, context = {n.role: n.build for n in algorithm.needs(1) if n.build}, replace(context, actor=actor)
     return {"actor": actor, **{role: load(builds[role])(context, algorithm) for role in sorted(builds)}}
 
 

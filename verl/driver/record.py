@@ -174,6 +174,8 @@ class SampleRecorder:
             stop_reason=sample.stop_reason,
             temperature=sample.temperature,
             ground_truth="" if truth is None else truth if isinstance(truth, str) else json.dumps(truth, default=str),
+            teacher=sample.teacher,
+            context=np.zeros(0, np.int64) if sample.context is None else sample.context,
             **{field: _spread(column, at, len(ids)) for field, column in columns.items()},
         )
 

@@ -134,6 +134,8 @@ def _sample(row: SampleRow) -> Sample:
         truncated=row.stop_reason in CUT,
         task_id=row.task_id,
         stop_reason=row.stop_reason,
+        teacher=row.teacher,
+        context=row.context if len(row.context) else None,
     )
 
 

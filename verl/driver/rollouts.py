@@ -22,7 +22,7 @@ from verl.driver.state import SavedGroup, restore_group, save_group
 from verl.driver.trajectories import TrajectoryRunner, TrajectorySpec, together
 from verl.track.events import EventLog
 from verl.transfer_queue.base import TransferQueue
-from verl.types import Group, Purpose, Refs, Sampling, Score, Task, Trajectory, samples_of
+from verl.types import Group, Purpose, Refs, Sampling, Score, Task, Trajectory, samples_of, taught
 from verl.workers.waits import Waits
 
 
@@ -365,7 +365,7 @@ class RolloutManager:
 
     async def _store(self, group: Group) -> None:
         samples = [s for t in group.trajectories if t.outcome == "ok" for s in samples_of(t) if s.loss_tokens > 0]
-        self._refs[group.group_id] = await self._queue.put(samples)
+        self._refs[group.group_id] = await self._queue.put([taught(s, group.task) for s in samples])
 
     def _release(self, group_id: str, reason: Any) -> None:
         self.scheduler.release(group_id, reason)

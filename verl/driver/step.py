@@ -155,7 +155,7 @@ async def _experience(
             failed |= broken
             step.log({f"{role}/invalid": Metric(float(len(broken)), float(len(rows)), "sequence")})
             if len(broken) > most * len(rows):
-                said = f"{role}: {len(broken)} of {len(rows)} samples have a NaN or an infinity, e.g. {min(broken)}"
+                said = f"{role}: {len(broken)} of {len(rows)} samples have no finite number from it, e.g. {min(broken)}"
                 raise ValueError(f"{said}; more than pipeline.max_invalid_share={most:g} of a step")
     return [need.column for need in needs], failed
 

@@ -72,6 +72,20 @@ class TeacherHead:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ServedAt:
+    """Where a frozen model is served (`served.py`). longest: row that it will be asked for, in tokens · texts: with the
+    ids that its tokenizer must read them as · top: it names its likeliest tokens too · timeout_s: for one answer ·
+    parallel: requests at once."""
+
+    url: str
+    longest: int
+    texts: tuple[tuple[str, tuple[int, ...]], ...]
+    top: bool = False
+    timeout_s: float = 120.0
+    parallel: int = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineContext:
     """What every backend builds an engine from, besides its own options. `folder`: a Hugging Face folder · head: lm
     (policy, reference, teacher), value (critic) or score (reward model) · optim: None for a frozen model · dump_dir:
@@ -116,9 +130,10 @@ class ModelEngine(Protocol):
         outputs that terms name, and the extra ones, come back in the columns of the result."""
         ...
 
-    def infer(self, batch: Batch, columns: Sequence[str]) -> dict[str, Tensor]:
+    def infer(self, batch: Batch, columns: Sequence[str], average: bool = False) -> dict[str, Tensor]:
         """logprobs, entropy, values, sum_pi_squared [L], or scores [R]: only what is asked. Of a teacher hidden [L, H],
-        topk_ids [L, k], topk_logprobs [L, k + 1]; of a student logprobs_at [L, k + 1], divergence [L]."""
+        topk_ids [L, k], topk_logprobs [L, k + 1]; of a student logprobs_at [L, k + 1], divergence [L]. average: of the
+        weights' moving average, where the optimizer keeps one."""
         ...
 
     def optim_step(self) -> Metrics:

@@ -35,7 +35,7 @@ def evaluate_terms(terms: Sequence[Term], batch: Batch, outputs: Mapping[str, Te
     total = next(iter(outputs.values()))[:0].sum()  # 0, and a path for backward even where no term has a token
     metrics: Metrics = {}
     for term in terms:
-        if term.unit == "token":
+        if term.unit != "sequence":
             weight = batch.columns[f"w/{term.name}"].to(device)
             seen = batch.columns.get(f"m/{term.name}")
             mask = weight != 0 if seen is None else seen.to(device).bool()
@@ -49,7 +49,7 @@ def evaluate_terms(terms: Sequence[Term], batch: Batch, outputs: Mapping[str, Te
             mask=mask,
         )
         value = term.fn(columns.cleaned())
-        if term.unit == "token":
+        if term.unit != "sequence":
             inside, present = torch.where(mask, value.values, 0.0), mask
         else:
             present = weight != 0
@@ -58,7 +58,7 @@ def evaluate_terms(terms: Sequence[Term], batch: Batch, outputs: Mapping[str, Te
         total = total + loss
         if not term.silent:
             metrics[term.name] = Metric(float(loss.detach()), 1, "update", "sum")
-        metrics.update(_term_metrics(value.metrics, present, term.unit))
+        metrics.update(_term_metrics(value.metrics, present, "sequence" if term.unit == "sequence" else "token"))
     return total, metrics
 
 

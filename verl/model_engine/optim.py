@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,8 @@ SCHEDULES = ("constant", "linear", "cosine", "wsd")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimSpec:
+    """average: decay per optimizer step of a moving average of the weights, kept beside the moments; 0: none."""
+
     lr: float
     weight_decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.999)
@@ -25,6 +28,7 @@ class OptimSpec:
     decay_ratio: float = 0.2
     min_lr_ratio: float = 0.0
     max_skipped_updates: int = 3
+    average: float = 0.0
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -57,6 +61,36 @@ def make_adamw(model: nn.Module, spec: OptimSpec) -> torch.optim.AdamW:
     plain = [p for _, p in params if p.dim() <= 1]
     groups = [{"params": decayed, "weight_decay": spec.weight_decay}, {"params": plain, "weight_decay": 0.0}]
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=spec.lr, betas=spec.betas, eps=spec.eps, fused=True)
+
+
+AVERAGE = "average"
+
+
+@torch.no_grad()
+def step(optimizer: torch.optim.Optimizer, average: float) -> None:
+    """A step; then average <- decay x average + (1 - decay) x weights, which begins as the weights before the first."""
+    every = [p for group in optimizer.param_groups for p in group["params"]]
+    first = {p: p.clone() for p in every if AVERAGE not in optimizer.state.get(p, {})} if average else {}
+    optimizer.step()
+    for p in every if average else ():
+        if state := optimizer.state.get(p, {}):  # one that has had no gradient yet is its own average
+            state.setdefault(AVERAGE, first.get(p)).lerp_(p, 1 - average)
+
+
+@contextmanager
+def averaged(optimizer: torch.optim.Optimizer | None) -> Iterator[None]:
+    """Inside, the parameters hold their averages, where they have one."""
+    found = [(p, s[AVERAGE]) for p, s in (optimizer.state.items() if optimizer else ()) if AVERAGE in s]
+    with torch.no_grad():
+        kept = [p.clone() for p, _ in found]
+        for p, average in found:
+            p.copy_(average)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for (p, _), weights in zip(found, kept, strict=True):
+                p.copy_(weights)
 
 
 def grad_norm(parameters: Iterable[nn.Parameter]) -> torch.Tensor:

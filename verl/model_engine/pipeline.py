@@ -134,8 +134,8 @@ class PipelinedEngine(ShardedEngine):
         dist.broadcast_object_list(metrics, group=self._column, group_src=self._last_stage)
         return StepOutput(metrics[0], self._told(dict(found.columns)))
 
-    def infer(self, batch: Batch, columns: Sequence[str]) -> dict[str, Tensor]:
-        return self._told(super().infer(batch, columns))
+    def infer(self, batch: Batch, columns: Sequence[str], average: bool = False) -> dict[str, Tensor]:
+        return self._told(super().infer(batch, columns, average))
 
     def _policy_outputs(self, batch: Batch) -> dict[str, Tensor]:
         found = super()._policy_outputs(batch)

@@ -30,7 +30,7 @@ from verl.model_engine.dump import dump_batch
 from verl.model_engine.hf_model import load_causal_lm, refuse_altered_logits, switch_dropout_off
 from verl.model_engine.lm_head import LM_OUTPUTS, Teacher, keep, lm_outputs, read_teacher, room_for
 from verl.model_engine.objective import evaluate_terms
-from verl.model_engine.optim import OptimSpec, grad_norm, learning_rate, make_adamw
+from verl.model_engine.optim import OptimSpec, averaged, grad_norm, learning_rate, make_adamw, step
 from verl.model_engine.options import Options
 from verl.model_engine.snapshot import COUNTERS, Snapshot
 from verl.nn import attention
@@ -167,9 +167,9 @@ class TorchEngine:
         return rounded(self.model.parameters(), self.dtype) if self._rounded else nullcontext()
 
     @torch.no_grad()
-    def infer(self, batch: Batch, columns: Sequence[str]) -> dict[str, Tensor]:
+    def infer(self, batch: Batch, columns: Sequence[str], average: bool = False) -> dict[str, Tensor]:
         out = self._room(batch, columns)
-        with self._compute_weights():
+        with averaged(self.optimizer if average else None), self._compute_weights():
             for rows in self._cut(batch):
                 found = self._outputs(part_of(batch, rows), columns)
                 if len(rows):
@@ -319,7 +319,7 @@ class TorchEngine:
                 torch.nn.utils.clip_grads_with_norm_(params, self.spec.clip_grad_norm, norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            self.optimizer.step()
+            step(self.optimizer, self.spec.average)
             self._optimizer_step += 1
             self._skipped = 0
         else:

@@ -145,6 +145,12 @@ def gradient_not_finite(s: Seen) -> Mapping[str, Any] | None:
     return {"norm": "" if s.value is None else f" (norm {s.value:.3g})", "skipped": max(1, int(skipped))}
 
 
+def teacher_disagrees(s: Seen) -> Mapping[str, Any] | None:
+    """What is learned from the teacher lowers the score, step after step."""
+    recent = s.recent("teacher/likes_right", MIN_PAST)
+    return {"gap": -fmean(recent), "steps": MIN_PAST} if len(recent) == MIN_PAST and max(recent) < 0 else None
+
+
 def mismatch_stops(s: Seen) -> bool:
     return s.value is not None and not s.value <= s.limits.mismatch_stop
 
@@ -174,6 +180,7 @@ TABLE = (
     Row("clip_fraction", "actor/pg_clipfrac", lambda s: s.now > 0.5),
     Row("kl_explosion", "actor/kl_loss", lambda s: s.now > 0.5 and s.now > 5 * s.usual),
     Row("teacher_coverage", "actor/teacher_coverage", lambda s: s.now < 0.9),
+    Row("teacher_disagrees", "teacher/likes_right", teacher_disagrees),
     Row("teacher_invalid", "teacher/invalid", lambda s: s.now > 0.05),
     Row("slow_rewards", "reward/workers_needed", lambda s: s.now > 0),
 )
@@ -210,6 +217,8 @@ MESSAGES: Mapping[str, str] = {
     "reference",
     "teacher_coverage": "the teacher's likeliest tokens hold {now:.0%} of its probability (limit 90%): raise "
     "teacher.top_k, or algorithm.name=gkd",
+    "teacher_disagrees": "the teacher likes answers with a low score better than those with a high one, by {gap:.3g} "
+    "nats per token over {steps} steps: on these tasks it is no better than the policy",
     "teacher_invalid": "the teacher gave no finite number for {now:.1%} of the samples (limit 5%): none is trained on",
     "slow_rewards": "answers wait long for a grader (reward/queue_s/mean): reward.num_workers={now:.0f} would do",
 }

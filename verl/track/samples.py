@@ -61,6 +61,8 @@ class SampleRow:
     outcome: Outcome = "ok"
     temperature: float = 1.0
     ground_truth: str = ""  # of the task; JSON where it is no text
+    teacher: str = ""  # of several
+    context: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))  # what a teacher read, as in `Sample`
 
     @property
     def prompt_tokens(self) -> int:
@@ -83,6 +85,7 @@ _ARRAY_FIELDS: Mapping[str, np.dtype] = {
     "prompt_ids": np.dtype(np.int64),
     "response_ids": np.dtype(np.int64),
     "response_mask": np.dtype(np.uint8),
+    "context": np.dtype(np.int64),
     **TOKEN_FIELDS,
 }
 _COUNTS = ("prompt_tokens", "response_tokens", "loss_tokens")
@@ -96,6 +99,7 @@ _TYPES: Mapping[str, pa.DataType] = {
     **dict.fromkeys(("stop_reason", "outcome"), pa.string()),
     "temperature": pa.float64(),
     "ground_truth": pa.string(),
+    "teacher": pa.string(),
     **dict.fromkeys(_COUNTS, pa.int64()),
 }
 SCHEMA = pa.schema(list(_TYPES.items()))
@@ -138,7 +142,9 @@ def read_samples(
             columns[name] = table.column(name).to_numpy()
         elif name not in _COUNTS:
             columns[name] = table.column(name).to_pylist()
-    columns["ground_truth"] = [text or "" for text in columns["ground_truth"]]  # absent in older files
+    for name in ("ground_truth", "teacher"):  # absent in older files
+        columns[name] = [text or "" for text in columns[name]]
+    columns["context"] = [np.zeros(0, np.int64) if ids is None else ids for ids in columns["context"]]
     columns["components"] = [json.loads(text) for text in columns["components"]]
     return [SampleRow(**dict(zip(columns, values))) for values in zip(*columns.values())]
 

@@ -7,6 +7,7 @@ rollout_logprobs  [L] float32: of the distribution that was sampled from
 temperature       [1] float32
 reward            [1] float64, NaN without one · component/NAME [1] float64, NaN where a reward had none
 side/NAME         [t, ...]: of the tokens of those segments that have the channel
+context           [1 + C] int64, where a teacher reads another prompt (see `Sample`)
 facts             [n] uint8: task, stop reason, adapter, media references as JSON; ids and outcome are in the ref
 """
 
@@ -23,7 +24,7 @@ from verl.types import Ref, Refs, Sample, Segment, Source, StopReason
 
 SOURCES: tuple[Source, ...] = ("prompt", "sampled", "env")
 SAMPLE_COLUMNS = ("ids", "segments", "rollout_logprobs", "temperature", "reward", "facts")
-COMPONENT, SIDE = "component/", "side/"
+COMPONENT, SIDE, CONTEXT = "component/", "side/", "context"
 _CODE = {source: i for i, source in enumerate(SOURCES)}
 
 
@@ -77,6 +78,8 @@ def columns_of(sample: Sample) -> dict[str, np.ndarray]:
         out[COMPONENT + name] = np.array((value,), np.float64)
     for name, owners in side.items():
         out[SIDE + name] = np.concatenate([segments[i].side[name] for i in owners])
+    if sample.context is not None:
+        out[CONTEXT] = sample.context.copy()
     return out
 
 
@@ -86,7 +89,7 @@ def read_samples(queue: TransferQueue, refs: Refs) -> list[Sample]:
         return []
     found = queue.read(refs, SAMPLE_COLUMNS)
     facts = [_decode(row.data) for row in _split(found["facts"])]
-    more = [name for name in queue.columns(refs) if name.startswith((COMPONENT, SIDE))]
+    more = [name for name in queue.columns(refs) if name.startswith((COMPONENT, SIDE)) or name == CONTEXT]
     extra: list[dict[str, np.ndarray]] = [{} for _ in refs]
     for name in more:
         place = {sample_id: i for i, sample_id in enumerate(refs.ids)}
@@ -98,6 +101,13 @@ def read_samples(queue: TransferQueue, refs: Refs) -> list[Sample]:
         _sample(ref, f, {n: rows[i] for n, rows in columns.items()} | extra[i])
         for i, (ref, f) in enumerate(zip(refs, facts))
     ]
+
+
+def observed_tokens(segments: np.ndarray) -> int:
+    """Tokens of the environment behind the policy's first, of the column `segments` of a row (see `batch.observed`)."""
+    drawn = np.flatnonzero(segments[:, 1] == _CODE["sampled"])
+    behind = segments[drawn[0] :] if len(drawn) else segments[:0]
+    return int(behind[behind[:, 1] == _CODE["env"], 0].sum())
 
 
 def _split(column: Ragged) -> list[np.ndarray]:
@@ -137,4 +147,6 @@ def _sample(ref: Ref, facts: _Facts, columns: dict[str, np.ndarray]) -> Sample:
         task_id=facts.task_id,
         stop_reason=facts.stop_reason,
         adapter=facts.adapter,
+        teacher=ref.teacher,
+        context=columns.get(CONTEXT),
     )

@@ -17,6 +17,7 @@ from verl.batch import Columns, Ragged
 from verl.model_engine.base import Ranks
 from verl.objective import Term
 from verl.transfer_queue.base import TransferQueue
+from verl.transfer_queue.rows import observed_tokens
 from verl.types import Metric, Metrics, Refs
 
 Computed = Mapping[str, Tensor | Metric]
@@ -68,14 +69,20 @@ class Compute:
             found = self.queue.read(refs, tuple(dict.fromkeys([*inputs, *optional])))
             columns = columns_of(refs, {n: c.values for n, c in found.items()})
             check_finite(columns, tuple(n for n, c in found.items() if c.values.is_floating_point()))
-            weights = term_weights(columns, terms)
+            inside, observing = (tuple(t for t in terms if (t.unit == "observation") == o) for o in (False, True))
+            weights = term_weights(columns, inside)
             offsets = np.cumsum([0, *(r.loss_tokens for r in refs)], dtype=np.int64)
             written = {"loss_mask": Ragged(columns.mask, offsets)}
             names: dict[str, tuple[int, int]] = {}  # trajectory -> (its number, its first row)
             placed = [names.setdefault(r.trajectory_id, (len(names), i)) for i, r in enumerate(refs)]
             sequence = torch.tensor([number for number, _ in placed])
             first = torch.tensor([row == i for i, (_, row) in enumerate(placed)])
-            for term in terms:
+            if observing:
+                rows = self.queue.read(refs, ("segments",))["segments"].rows()
+                counts = [observed_tokens(row.numpy()) for row in rows]
+                of_env, at = term_weights(columns_of(refs, {}, counts=counts), observing), np.cumsum([0, *counts])
+                written |= {f"w/{t.name}{step.weights}": Ragged(of_env[f"w/{t.name}"], at) for t in observing}
+            for term in inside:
                 weight, at = weights[f"w/{term.name}"], offsets
                 if term.unit == "sequence":  # it stands at the trajectory's first row
                     weight = torch.where(first, weight[sequence], 0.0)
@@ -97,11 +104,18 @@ def build_compute(queue: TransferQueue, *, ranks: Sequence[Ranks]) -> list[Compu
     return [Compute(queue) for _ in ranks]
 
 
-def columns_of(refs: Refs, token: Mapping[str, Tensor], baselines: Mapping[str, float] | None = None) -> Columns:
-    """The layout of these rows; mask = tokens of rows with a valid reward.
+def columns_of(
+    refs: Refs,
+    token: Mapping[str, Tensor],
+    baselines: Mapping[str, float] | None = None,
+    *,
+    counts: Sequence[int] | None = None,
+) -> Columns:
+    """The layout of these rows; mask = tokens of rows with a valid reward. counts: of other tokens than the trained.
 
     Sequence columns [S]: `score`, `group`, `valid`, `positive` (a valid score above 0), `truncated` (by the budget),
-    `component/NAME` of dict rewards (NaN where a reward had none), `copies` where a row stands for several, and
+    `component/NAME` of dict rewards (NaN where a reward had none), `teacher/NAME` (it is its teacher, of several),
+    `copies` where a row stands for several, and
     `baseline` (mean score of the group's baseline trajectories) where given.
     """
     sequence_names: dict[str, int] = {}
@@ -120,12 +134,14 @@ def columns_of(refs: Refs, token: Mapping[str, Tensor], baselines: Mapping[str, 
     extra = {"positive": valid & (score > 0), "truncated": column((r.truncated for r in refs), np.bool_)}
     for name in sorted({name for r in refs for name in r.components}):
         extra[f"component/{name}"] = column((r.components.get(name, float("nan")) for r in refs), np.float64)
+    for name in sorted({r.teacher for r in refs} - {""}):
+        extra[f"teacher/{name}"] = column((r.teacher == name for r in refs), np.bool_)
     if any(r.copies != 1 for r in refs):
         extra["copies"] = column((r.copies for r in refs), np.float64)
     if baselines:
         extra["baseline"] = column((baselines[r.group_id] for r in refs), np.float64)
-    counts = np.array([r.loss_tokens for r in refs], np.int64)
-    sequence_of = torch.from_numpy(np.repeat(np.array(sequence, np.int64), counts))
+    lengths = np.array([r.loss_tokens for r in refs] if counts is None else counts, np.int64)
+    sequence_of = torch.from_numpy(np.repeat(np.array(sequence, np.int64), lengths))
     return Columns(
         token=token,
         sequence={"score": score, "group": group, "valid": valid, **extra},

@@ -118,8 +118,11 @@ class Cluster(Protocol):
         """None: this process alone drives the run."""
         ...
 
-    def start(self, name: str, build: Build, args: tuple[Any, ...], *, world_size: int = 1) -> WorkerGroup:
-        """The workers of a name. Elsewhere they are built meanwhile: a failure comes with the first call."""
+    def start(
+        self, name: str, build: Build, args: tuple[Any, ...], *, world_size: int = 1, died: Died | None = None
+    ) -> WorkerGroup:
+        """The workers of a name. Elsewhere they are built meanwhile: a failure comes with the first call. died: as of a
+        replica."""
         ...
 
     def replica(

@@ -85,8 +85,8 @@ class SharedEngine:
     ) -> StepOutput:
         return self._rank.in_turn(lambda: self._engine.forward_backward(batch, terms, num_microbatches, extra_outputs))
 
-    def infer(self, batch: Batch, columns: Sequence[str]) -> dict[str, Tensor]:
-        return self._rank.in_turn(lambda: self._engine.infer(batch, columns))
+    def infer(self, batch: Batch, columns: Sequence[str], average: bool = False) -> dict[str, Tensor]:
+        return self._rank.in_turn(lambda: self._engine.infer(batch, columns, *((True,) if average else ())))
 
     def optim_step(self) -> Metrics:
         return self._first(self._engine.optim_step)
@@ -236,7 +236,9 @@ class InprocCluster:
     def __init__(self, virtual_ranks: int = 1) -> None:
         self.layout = Layout(world_size=virtual_ranks)
 
-    def start(self, name: str, build: Build, args: tuple[Any, ...], *, world_size: int = 1) -> InprocGroup:
+    def start(
+        self, name: str, build: Build, args: tuple[Any, ...], *, world_size: int = 1, died: Died | None = None
+    ) -> InprocGroup:
         ranks = [VirtualRank(i, world_size) for i in range(world_size)]
         return InprocGroup(name, build(*args, ranks=ranks), ranks)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +21,7 @@ from verl.weight_sync.base import Sent
 from verl.workers.compute import Compute, Computed, OptimizerStep
 from verl.workers.group import Broadcast, WorkerGroup
 from verl.workers.host import Room
-from verl.workers.role import RankStep, Role, UpdatePlan
+from verl.workers.role import AS_SAMPLED, RankStep, Role, UpdatePlan, View
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -29,12 +30,17 @@ START_TIMEOUT_S = 600.0  # to load a model and prove its forward pass
 
 class ModelWorkers:
     """The ranks of one model, as `layout` arranges them: each data rank has rows of its own, and of the ranks that
-    compute the same rows one answers. `capabilities` are the engine's; None: they are asked for."""
+    compute the same rows one answers. `capabilities` are the engine's; None: they are asked for · view: how it reads
+    what it infers of."""
 
     def __init__(
-        self, group: WorkerGroup, capabilities: EngineCapabilities | None = None, layout: Layout | None = None
+        self,
+        group: WorkerGroup,
+        capabilities: EngineCapabilities | None = None,
+        layout: Layout | None = None,
+        view: View = AS_SAMPLED,
     ) -> None:
-        self._group = group
+        self._group, self._view = group, view
         self._layout = layout or Layout(world_size=group.world_size)
         self._asked = None if capabilities else group.submit(Role.capabilities, Broadcast())
         self._can = capabilities
@@ -63,8 +69,20 @@ class ModelWorkers:
     def infer(self, refs: Refs, outputs: Mapping[str, str]) -> Future[frozenset[str]]:
         """Compute model outputs of the rows and write them: {output: column}. The sample ids of those rows of which an
         output is not finite."""
-        args = [(_rank_step(share), outputs) for share in self._share(refs)]
+        args = [(_rank_step(share), outputs, self._view) for share in self._share(refs)]
         return _then(self._submit(Role.infer, args), lambda found: frozenset[str]().union(*found))
+
+    def merge(self, refs: Refs, columns: Sequence[str], shares: Sequence[float], target: str) -> Future[None]:
+        """Of what several teachers say of each row, one column."""
+        return _then(self._group.submit(Role.merge, Broadcast((refs, columns, shares, target))), lambda _: None)
+
+    def blank(self, refs: Refs, outputs: Mapping[str, str]) -> Future[None]:
+        """The columns of rows of which nobody can say anything."""
+        return _then(self._group.submit(Role.blank, Broadcast((refs, outputs))), lambda _: None)
+
+    def with_view(self, view: View) -> ModelWorkers:
+        """The same workers, seen as a frozen model that reads so."""
+        return ModelWorkers(self._group, replace(self.capabilities, trains=False), self._layout, view)
 
     def logprobs(self, refs: Refs) -> Future[list[np.ndarray]]:
         """Log-probs of the trainable tokens of each row, float32, for whoever has no column for them."""

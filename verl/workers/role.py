@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.batch import Batch, Ragged, concat, make_microbatches, pack, without_weight
+from verl.batch import OBSERVED, Batch, Ragged, around, concat, make_microbatches, observed, pack, without_weight
 from verl.chat import NO_TURN_END, TurnEnd
 from verl.checkpoint.hf import HfExport
 from verl.config.backends import load
@@ -54,12 +54,26 @@ class UpdatePlan:
     prefix: str = "actor/"
 
 
+@dataclass(frozen=True, slots=True)
+class View:
+    """How a model reads rows that it only infers of. temperature: of the logits; None: each sample's · informed: with
+    the context of each row (see `Sample`) in place of its prompt; a row without one has no output that is finite ·
+    average: by the moving average of its weights."""
+
+    temperature: float | None = None
+    informed: bool = False
+    average: bool = False
+
+
+AS_SAMPLED = View()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleSpec:
     """What the workers of a model are built from, where they live. engine: "module:build" of its backend, called with
-    (options, context) · proven: its forward pass is compared with the model's own at start · share_prefix: prompts are
-    computed once per group, where the engine can · temperature: of the logits; None: each sample's · outlet: where its
-    weights are published from, in `sync_dtype` · turn_end: of a reward model's template."""
+    (options, context) · proven: its forward pass is compared with the model's own at start · apart: one worker asks a
+    server, whatever the layout · share_prefix: prompts are computed once per group, where the engine can · outlet:
+    where its weights are published from, in `sync_dtype` · turn_end: of a reward model's template."""
 
     name: str
     queue: TransferQueue
@@ -67,8 +81,8 @@ class RoleSpec:
     options: Any
     context: EngineContext
     proven: bool = False
+    apart: bool = False
     share_prefix: bool = True
-    temperature: float | None = None
     outlet: Outlet | None = None
     sync_dtype: str = "float32"
     hf_export: HfExport | None = None
@@ -94,7 +108,6 @@ def roles_of(engine: ModelEngine, spec: RoleSpec, *, ranks: Sequence[Ranks]) -> 
             spec.queue,
             SharedEngine(engine, rank) if shared else engine,  # type: ignore[arg-type]
             share_prefix=spec.share_prefix and engine.capabilities.shares_prefix,
-            temperature=spec.temperature,
             ranks=rank,
             sender=sender,
             hf_export=spec.hf_export,
@@ -115,7 +128,6 @@ class Role:
         engine: ModelEngine,
         *,
         share_prefix: bool = True,
-        temperature: float | None = None,
         ranks: Ranks | None = None,
         sender: WeightSender | None = None,
         hf_export: HfExport | None = None,
@@ -126,7 +138,6 @@ class Role:
         self.engine = engine
         self.ranks: Ranks = OneRank() if ranks is None else ranks
         self._share_prefix = share_prefix
-        self._temperature = temperature
         self._sender = sender
         self._hf_export = hf_export
         self._snapshot: Snapshot | None = None
@@ -135,14 +146,18 @@ class Role:
 
     # -- rows in, columns out ------------------------------------------------------------------------------------------
 
-    def infer(self, step: RankStep, outputs: Mapping[str, str]) -> frozenset[str]:
+    def infer(self, step: RankStep, outputs: Mapping[str, str], view: View = AS_SAMPLED) -> frozenset[str]:
         """Compute model outputs of the rows and write them: {output: column}, e.g. {"logprobs": "old_logprobs"}. The
         sample ids of the rows of which some output is not finite."""
-        batch = self._pack(step.refs)
-        if self._temperature is not None:
-            same = torch.full_like(batch.row_columns["temperature"], self._temperature)
+        samples, alone = read_samples(self.queue, step.refs), list[str]()
+        if view.informed:
+            alone = [s.sample_id for s in samples if s.context is None]
+            samples = [informed(s) for s in samples]
+        batch = pack(samples, share_prefix=self._share_prefix)
+        if view.temperature is not None:
+            same = torch.full_like(batch.row_columns["temperature"], view.temperature)
             batch = batch.with_row_columns({"temperature": same})
-        found = self.engine.infer(batch, tuple(outputs))
+        found = self.engine.infer(batch, tuple(outputs), *((True,) if view.average else ()))
         if step.idle or not self.ranks.primary:
             return frozenset()
         per_row = np.arange(batch.num_rows + 1, dtype=np.int64)  # scores [R]; everything else is per loss token
@@ -153,7 +168,37 @@ class Role:
             row_of = np.repeat(np.arange(batch.num_rows), np.diff(starts[name]))
             finite = torch.isfinite(found[name]).view(len(row_of), -1).all(-1)
             broken |= {*row_of[~finite.numpy()].tolist()}
-        return frozenset(step.refs[row].sample_id for row in broken)
+        return frozenset((*alone, *(step.refs[row].sample_id for row in broken)))
+
+    def blank(self, refs: Refs, outputs: Mapping[str, str]) -> None:
+        """Write the columns of these rows as `infer` shapes them, without a number: nobody is left to say one."""
+        batch = self._pack(Refs(refs[:1]))
+        batch = batch.with_row_columns({"temperature": torch.ones(1)})
+        shaped = self.engine.infer(batch, tuple(outputs))
+        if not self._first:
+            return
+        at = np.cumsum([0, *(r.loss_tokens for r in refs)])
+        for name, column in outputs.items():
+            like = shaped[name]
+            empty = torch.zeros((int(at[-1]), *like.shape[1:]), dtype=like.dtype)
+            self.queue.write(refs, {column: Ragged(empty / 0 if like.is_floating_point() else empty, at)})
+
+    def merge(self, refs: Refs, columns: Sequence[str], shares: Sequence[float], target: str) -> None:
+        """Write the log-probs that several teachers together give the tokens of each row, of their columns [L]. shares:
+        of a mixture; none: those of the one that finds the row likeliest."""
+        if not self._first:
+            return
+        found = self.queue.read(refs, columns)
+        values = torch.stack([found[name].values for name in columns])
+        offsets = found[columns[0]].offsets
+        if shares:
+            logs = torch.tensor(shares, dtype=values.dtype).log()
+            merged = torch.logsumexp(values + logs[:, None], 0)
+        else:
+            row_of = torch.from_numpy(np.repeat(np.arange(len(refs)), np.diff(offsets)))
+            sums = torch.zeros(len(columns), len(refs), dtype=torch.float64).index_add_(1, row_of, values.double())
+            merged = values.gather(0, sums.argmax(0)[row_of][None])[0]
+        self.queue.write(refs, {target: Ragged(merged, offsets)})
 
     def logprobs(self, step: RankStep) -> list[np.ndarray]:
         """Log-probs of the trainable tokens of each row, float32."""
@@ -173,7 +218,8 @@ class Role:
             if self.ranks.rank == 0:
                 parts.append(_prefixed(optim, plan.prefix))
             if step.record and not step.idle:
-                kept = {f"train_{n}": Ragged(result.columns[n], batch.row_start) for n in plan.recorded}
+                drawn, at = batch.columns["versions"] != OBSERVED, np.cumsum([0, *(r.loss_tokens for r in step.refs)])
+                kept = {f"train_{n}": Ragged(result.columns[n][drawn], at) for n in plan.recorded}
                 if self.ranks.primary:
                     self.queue.write(step.refs, kept)
                 if "entropy" in plan.recorded:
@@ -324,14 +370,22 @@ class Role:
         return pack(read_samples(self.queue, refs), share_prefix=self._share_prefix)
 
     def _batch(self, step: RankStep, terms: Sequence[Term], inputs: Sequence[str]) -> Batch:
-        batch = self._pack(step.refs)
+        samples, of = read_samples(self.queue, step.refs), {t.name: t.unit for t in terms}
+        watching = [name for name, unit in of.items() if unit == "observation"]
+        if watching:
+            samples = [observed(s) for s in samples]
+        batch = pack(samples, share_prefix=self._share_prefix)
         weights = {t.name: f"w/{t.name}{step.weights}" for t in terms}
         stored = [name for name in inputs if name not in batch.columns]
         masks = [f"m/{t.name}" for t in terms if t.unit == "token"]
         found = self.queue.read(step.refs, [*stored, *weights.values(), *masks, "loss_mask"])
         token = {name: found[name].values for name in stored} | {"mask": found["loss_mask"].values}
-        token |= {f"w/{t.name}": found[weights[t.name]].values for t in terms if t.unit == "token"}
+        token |= {f"w/{n}": found[column].values for n, column in weights.items() if of[n] == "token"}
         token |= {name: found[name].values for name in masks}
+        if watching:
+            seen = batch.columns["versions"] == OBSERVED
+            token = {name: around(column, ~seen) for name, column in token.items()}
+            token |= {f"w/{name}": around(found[weights[name]].values, seen) for name in watching}
         rows = {f"w/{t.name}": found[weights[t.name]].values for t in terms if t.unit == "sequence"}
         batch = batch.with_columns(token).with_row_columns(rows)
         return without_weight(batch) if step.idle else batch
@@ -349,6 +403,23 @@ class Role:
             return batch, terms, {}
         outputs = self.engine.infer(batch, tuple(dict.fromkeys(n for t in whole for n in t.outputs)))
         return first_pass(batch, terms, outputs, self.ranks)
+
+
+def informed(sample: Sample) -> Sample:
+    """The row with its context in place of its prompt. What follows, token by token, is what it was."""
+    if sample.context is None:
+        return sample
+    left, rest = int(sample.context[0]), list(sample.segments)
+    while left:  # a prompt that begins a longer history ends inside of a segment
+        first = rest.pop(0)
+        assert first.source != "sampled", "a context stands for a prompt"
+        if len(first.ids) > left:
+            rest.insert(0, Segment(ids=first.ids[left:], source="env"))
+        left -= min(left, len(first.ids))
+    found = replace(sample, segments=(Segment(ids=sample.context[1:], source="prompt"), *rest))
+    before, after = (np.concatenate([s.ids for s in x.segments if s.source == "sampled"]) for x in (sample, found))
+    assert np.array_equal(before, after) and found.loss_tokens == sample.loss_tokens
+    return found
 
 
 def _prefixed(metrics: Metrics, prefix: str) -> Metrics:

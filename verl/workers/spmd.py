@@ -228,7 +228,9 @@ class SpmdCluster:
     def __init__(self, layout: Layout, drivers: Drivers) -> None:
         self.layout, self.drivers = layout, drivers
 
-    def start(self, name: str, build: Build, args: tuple[Any, ...], *, world_size: int = 1) -> WorkerGroup:
+    def start(
+        self, name: str, build: Build, args: tuple[Any, ...], *, world_size: int = 1, died: Died | None = None
+    ) -> WorkerGroup:
         if world_size == 1:
             return InprocGroup(name, build(*args, ranks=[OneRank()]))
         (worker,) = build(*args, ranks=[self.drivers.ranks])

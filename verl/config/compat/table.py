@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any, Literal, cast, get_args
 
 from verl.config.backends import option_keys
+from verl.config.compat.trl import DISTILLATION
 from verl.config.tree import leaves, nearest
 
 Action = Literal["mapped", "ignored", "refused"]
@@ -122,6 +123,8 @@ def unknown_key(key: str, origin: str = "") -> str:
     below = [name for name in leaves() if name.startswith(f"{key}.")]
     if below:
         return f"{said}: a section; its keys are {', '.join(below)}"
+    if key in DISTILLATION:
+        return f"{said}: TRL's name; here: {DISTILLATION[key]}"
     rows = key_rows()
     if key in rows and rows[key].action == "mapped":
         return f"{said}: verl's name, only on the command line; here it is {' and '.join(rows[key].targets)}"

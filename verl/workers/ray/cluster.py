@@ -87,7 +87,9 @@ class RayCluster:
         for death in self._deaths:
             on_failure(death)
 
-    def start(self, name: str, build: Build, args: tuple[Any, ...], *, world_size: int = 1) -> RayGroup:
+    def start(
+        self, name: str, build: Build, args: tuple[Any, ...], *, world_size: int = 1, died: Died | None = None
+    ) -> RayGroup:
         layout = self.layout if world_size == self.layout.world_size else Layout(world_size=world_size)
         made = pickled(build, (self._set_up, args))
         actors = [
@@ -99,7 +101,7 @@ class RayCluster:
             a.build.options(concurrency_group="calls").remote(address, i, layout, self._backend, made)
             for i, a in enumerate(actors)
         ]
-        return RayGroup(name, actors, built, self._live, self._died)
+        return RayGroup(name, actors, built, self._live, died or self._died)
 
     def replica(
         self, number: int, build: Callable[..., RolloutEngine], args: tuple[Any, ...], died: Died | None = None

@@ -1,0 +1,134 @@
+"""Secrets of three digits that a key does not give away: a policy that reads them in a hint learns to do without.
+Two teachers know half of them each."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from small_runs import metrics_of, same_tensors, small_run, tensors_of
+
+from verl.driver.replay import replay
+from verl.models import tiny
+from verl.recipes import arithmetic
+
+KEYS = "012345"
+SECRETS = {k: "".join(random.Random(int(k) + 5).choices("0123456789", k=3)) for k in KEYS}
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return sum(a == b for a, b in zip(solution_str, ground_truth)) / 3
+"""
+
+
+def fitted(folder, write, seed: int, steps: int = 250):
+    """A model that was shown (prompt, answer) as `write(rng)` draws them."""
+    tokenizer = tiny.character_tokenizer(arithmetic.CHARACTERS)
+    model = tiny.qwen3(tokenizer, hidden=48, layers=2, heads=2, kv_heads=1, ffn=96, seed=seed)
+    user, assistant, end = (tokenizer.convert_tokens_to_ids(t) for t in ("<|user|>", "<|assistant|>", "<|end|>"))
+    optimizer, rng = torch.optim.AdamW(model.parameters(), lr=5e-3), random.Random(seed)
+    for _ in range(steps):
+        rows, masks = torch.zeros(64, 14, dtype=torch.int64), torch.zeros(64, 14)
+        for i in range(64):
+            asked, answer = (tokenizer(t, add_special_tokens=False)["input_ids"] for t in write(rng))
+            prompt = [user, *asked, end, assistant]
+            rows[i, : len(prompt) + 4] = torch.tensor([*prompt, *answer, end])
+            masks[i, len(prompt) : len(prompt) + 4] = 1
+        logp = model(rows[:, :-1]).logits.log_softmax(-1).gather(-1, rows[:, 1:, None])[..., 0]
+        optimizer.zero_grad()
+        (-(logp * masks[:, 1:]).sum() / masks.sum()).backward()
+        optimizer.step()
+    return tiny.save(model, tokenizer, folder)
+
+
+def digits(rng) -> str:
+    return "".join(rng.choices("0123456789", k=3))
+
+
+def reads(rng) -> tuple[str, str]:
+    """What stands behind the key is the answer; without it, any digits."""
+    key, answer = rng.choice(KEYS), digits(rng)
+    return (f"{key}=,{answer}" if rng.random() < 0.75 else f"{key}="), answer
+
+
+def knows(keys: str):
+    def write(rng) -> tuple[str, str]:
+        key = rng.choice(KEYS)
+        return f"{key}=", SECRETS[key] if key in keys else digits(rng)
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory):
+    """Models, data and reward."""
+    root = tmp_path_factory.mktemp("secrets")
+    for name, write, seed in (("reader", reads, 1), ("low", knows("012"), 2), ("high", knows("345"), 3)):
+        fitted(root / name, write, seed)
+    rows = [
+        {
+            "prompt": f"{k}=",
+            "hint": [{"role": "user", "content": f"{k}=,{secret}"}],
+            "ground_truth": secret,
+            "data_source": "secrets",
+            "teacher": "low" if k in "012" else "high",
+        }
+        for k, secret in SECRETS.items()
+    ]
+    (root / "rows.jsonl").write_text("\n".join(map(json.dumps, rows * 8)))
+    (root / "reward.py").write_text(REWARD)
+    return root
+
+
+def run(world, tmp_path, name: str, *more: str) -> list[float]:
+    """The mean score of every step of a run from the reader."""
+    given = {
+        "algorithm.name": "gkd_topk",
+        "algorithm.options.beta": 0.0,
+        "algorithm.kl_loss_coef": "null",
+        "algorithm.aggregation": "null",
+        "teacher.top_k": 8,
+        "reward.path": world / "reward.py",
+        "run.total_steps": 24,
+        "optim.lr": "2e-3",
+        "step.prompts_per_step": 12,
+        "step.samples_per_prompt": 2,
+        "rollout.max_response_tokens": 4,
+    }
+    said = {a.partition("=")[0] for a in more}
+    args = [f"{k}={v}" for k, v in given.items() if k not in said]
+    small_run(tmp_path / name, world / "reader", [world / "rows.jsonl"], *args, *more)
+    found = metrics_of(tmp_path / name / "r")
+    return [found[s]["critic/score/mean"] for s in sorted(found) if s]
+
+
+def test_a_policy_that_reads_hints_learns_to_do_without(world, tmp_path):
+    hint = "teacher.hint_key=hint"
+    without = run(world, tmp_path, "none", f"teacher.path={world / 'reader'}")
+    assert np.mean(without[-8:]) < 0.2, "a guess is one in ten"
+    for name, more in (
+        ("policy", ["teacher.path=policy"]),
+        ("average", ["teacher.path=policy", "teacher.ema=0.9", "optim.lr=3e-3"]),
+        ("frozen", [f"teacher.path={world / 'reader'}", "optim.lr=3e-3"]),
+    ):
+        scores = run(world, tmp_path, name, hint, *more)
+        assert np.mean(scores[-8:]) > 2 * np.mean(without[-8:]), (name, scores)
+
+
+@pytest.mark.parametrize("more", [("teacher.path=policy", "teacher.ema=0.9"), ("teacher.path=policy",), ("several",)])
+def test_a_run_that_was_cut_is_the_run_that_was_not(more, world, tmp_path):
+    paths = f"teacher.paths={{low: {world / 'low'}, high: {world / 'high'}}}"
+    given = [*(paths if m == "several" else m for m in more), "run.deterministic=true", "teacher.hint_key=hint"]
+    for folder, steps in (("cut", 2), ("cut", 4), ("whole", 4)):
+        run(world, tmp_path, folder, *given, f"run.total_steps={steps}", "step.updates_per_step=2")
+    cut, whole = (tensors_of(tmp_path / name / "r", 4) for name in ("cut", "whole"))
+    same_tensors(cut, whole)
+    assert any("average" in name for name in cut) == ("teacher.ema=0.9" in more)
+
+
+@pytest.mark.parametrize("more", [("teacher.path=policy", "teacher.ema=0.9"), ("several",)])
+def test_a_step_can_be_replayed(more, world, tmp_path, capsys):
+    paths = f"teacher.paths={{low: {world / 'low'}, high: {world / 'high'}}}"
+    given = [*(paths if m == "several" else m for m in more), "run.total_steps=2", "teacher.hint_key=hint"]
+    run(world, tmp_path, "run", *given)
+    assert replay([f"run.root_dir={tmp_path / 'run'}", "run.name=r"], 2) == 0, capsys.readouterr().out

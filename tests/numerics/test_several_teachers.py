@@ -1,0 +1,338 @@
+"""Several teachers, and one that reads more than the policy does: each row is scored by its own, mixtures are those of
+probabilities, a dead one is Invalid and never zero, and another prompt moves no token of the answer."""
+
+import asyncio
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from fakes import put
+from test_virtual_ranks import config_of, samples
+
+from verl.algorithms import estimators as adv
+from verl.algorithms.sections import POLICY
+from verl.batch import pack
+from verl.driver.assemble import offline_learner
+from verl.driver.step import Step, experience_and_update
+from verl.model_engine.hf_model import load_causal_lm
+from verl.model_engine.torch_engine import TorchEngine
+from verl.models import tiny
+from verl.recipes import arithmetic
+from verl.types import Refs, Segment, Task, ref_of, taught
+from verl.workers.compute import columns_of
+from verl.workers.group import WorkerDied
+from verl.workers.role import informed
+
+RNG = np.random.default_rng(3)
+CONTEXTS = {f"g{g}": RNG.integers(4, 19, 5 + 2 * g) for g in range(4)}
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory) -> Path:
+    tokenizer = tiny.character_tokenizer(arithmetic.CHARACTERS)
+    model = tiny.qwen3(tokenizer, hidden=32, layers=1, heads=2, kv_heads=1, ffn=32, seed=9)
+    return tiny.save(model, tokenizer, tmp_path_factory.mktemp("other"))
+
+
+def rows(*, context: bool = False):
+    """Groups 0 and 2 are of the teacher `a`, 1 and 3 of `b`."""
+    out = []
+    for s in samples(0):
+        task = Task(
+            task_id="t",
+            index=0,
+            messages=(),
+            prompt_ids=s.segments[0].ids,
+            teacher="ab"[int(s.group_id[1:]) % 2],
+            context_ids=CONTEXTS[s.group_id] if context else None,
+        )
+        out.append(taught(s, task))
+    return out
+
+
+def one_turn(config, made, patch=None):
+    """(the step, its refs, the queue) after a turn of the loop over these rows."""
+    config.step.updates_per_step = config.step.epochs_per_step = 1
+    learner = offline_learner(config, 1, Path("/nonexistent"))
+    try:
+        if patch:
+            patch(learner)
+        refs, step = put(learner.queue, made), Step(0)
+        asyncio.run(experience_and_update(learner, step, refs))
+        return step, refs, learner.queue
+    finally:
+        learner.close()
+
+
+def said_by(folder, model, made) -> list[torch.Tensor]:
+    """What one teacher alone says of the rows."""
+    _, refs, queue = one_turn(config_of("opd", model, folder, 1, 16384), made)
+    return list(queue.read(refs, ("teacher_logprobs",))["teacher_logprobs"].rows())
+
+
+def several(name, model, folders, **given):
+    config = config_of(name, model, folders["a"], 1, 64)
+    config.teacher.path, config.teacher.paths = None, {n: str(p) for n, p in folders.items()}
+    for key, value in given.items():
+        setattr(config.teacher, key, value)
+    return config
+
+
+# -- several -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_row_is_scored_by_its_own_teacher_alone(ranks, tiny_model, tiny_teacher, other):
+    made, folders = rows(), {"a": tiny_teacher, "b": other}
+    alone = {n: said_by(path, tiny_model, made) for n, path in folders.items()}
+    config = several("opd", tiny_model, folders)
+    config.cluster.virtual_ranks = ranks
+    step, refs, queue = one_turn(config, made)
+    found = queue.read(refs, ("teacher_logprobs",))["teacher_logprobs"]
+    for i, ref in enumerate(refs):
+        torch.testing.assert_close(found.row(i), alone[ref.teacher][i], rtol=1e-12, atol=1e-13)
+        assert not torch.allclose(found.row(i), alone["b" if ref.teacher == "a" else "a"][i], atol=1e-3)
+    for name in "ab":
+        mine = [i for i, r in enumerate(refs) if r.teacher == name and r.outcome == "ok"]
+        likes = torch.cat([alone[name][i] - torch.from_numpy(made[i].segments[1].logprobs) for i in mine])
+        assert step.metrics[f"teacher/kl/{name}"].value == pytest.approx(-float(likes.mean()), rel=1e-9)
+    whole = sum(step.metrics[f"teacher/kl/{n}"].total for n in "ab")
+    assert step.metrics["teacher/kl"].total == pytest.approx(whole)
+    assert step.metrics["teacher/kl"].total == pytest.approx(
+        sum(step.metrics[f"teacher/kl/quarter_{q}"].total for q in (1, 2, 3, 4))
+    )
+
+
+@pytest.mark.parametrize("weights", [{}, {"a": 3.0, "b": 1.0}])
+def test_a_mixture_is_one_of_probabilities(weights, tiny_model, tiny_teacher, other):
+    made, folders = rows(), {"a": tiny_teacher, "b": other}
+    a, b = (said_by(path, tiny_model, made) for path in folders.values())
+    _, refs, queue = one_turn(several("opd", tiny_model, folders, pick="mix", weights=weights), made)
+    found = queue.read(refs, ("teacher_logprobs",))["teacher_logprobs"]
+    share = 0.75 if weights else 0.5
+    for i in range(len(refs)):
+        expected = (share * a[i].exp() + (1 - share) * b[i].exp()).log()
+        torch.testing.assert_close(found.row(i), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_the_best_teacher_of_an_answer_is_the_one_that_finds_it_likeliest(tiny_model, tiny_teacher, other):
+    made, folders = rows(), {"a": tiny_teacher, "b": other}
+    both = [said_by(path, tiny_model, made) for path in folders.values()]
+    _, refs, queue = one_turn(several("opd", tiny_model, folders, pick="best"), made)
+    found, taken = queue.read(refs, ("teacher_logprobs",))["teacher_logprobs"], set()
+    for i in range(len(refs)):
+        best = int(both[1][i].sum() > both[0][i].sum())
+        taken.add(best)
+        torch.testing.assert_close(found.row(i), both[best][i], rtol=1e-12, atol=1e-13)
+    assert taken == {0, 1}, "a test of one teacher proves nothing"
+
+
+def dead(members, name: str, error: BaseException):
+    def infer(refs, outputs):
+        found: Future = Future()
+        found.set_exception(error)
+        return found
+
+    members[name].infer = infer
+
+
+@pytest.mark.parametrize("pick, names", [("task", "ab"), ("task", "a"), ("mix", "ab")])
+def test_the_samples_of_a_dead_teacher_are_invalid_and_the_others_learn(pick, names, tiny_model, tiny_teacher, other):
+    config = several("opd", tiny_model, {"a": tiny_teacher, "b": other}, pick=pick)
+    config.pipeline.max_invalid_share = 0.6
+
+    def patch(learner):
+        dead(learner.models["teacher"]._members, names[-1], WorkerDied("rank 0 of teacher was killed"))
+
+    if pick == "mix":  # a mixture without one of its parts is another one
+        with pytest.raises(ValueError, match="teacher: 16 of 16 samples have no finite number from it"):
+            one_turn(config, rows(), patch)
+        return
+    step, refs, queue = one_turn(config, rows(), patch)
+    gone = {r.sample_id for r in refs if r.teacher == names[-1]}
+    assert {r.sample_id for r in step.trained if r.outcome == "invalid"} >= gone
+    masks = queue.read(refs, ("loss_mask",))["loss_mask"]
+    assert all(masks.row(i).any() != (r.sample_id in gone or r.outcome != "ok") for i, r in enumerate(refs))
+    assert step.metrics["teacher/invalid"].value == len(gone) / len(refs)
+    assert step.metrics["actor/grad_norm"].value > 0
+
+
+def test_the_death_of_the_last_teacher_is_the_end(tiny_model, tiny_teacher, other):
+    def patch(learner):
+        for name in "ab":
+            dead(learner.models["teacher"]._members, name, WorkerDied(f"{name} was killed"))
+
+    with pytest.raises(WorkerDied, match="a was killed"):
+        one_turn(several("opd", tiny_model, {"a": tiny_teacher, "b": other}), rows(), patch)
+
+
+def test_what_a_teacher_raises_is_no_death(tiny_model, tiny_teacher, other):
+    def patch(learner):
+        dead(learner.models["teacher"]._members, "b", ZeroDivisionError("ours"))
+
+    with pytest.raises(ZeroDivisionError):
+        one_turn(several("opd", tiny_model, {"a": tiny_teacher, "b": other}), rows(), patch)
+
+
+# -- another prompt ----------------------------------------------------------------------------------------------------
+
+
+def dense(model, ids, first: int) -> torch.Tensor:
+    """Log-probs of ids[first:] by the model's own forward pass."""
+    ids = torch.from_numpy(np.asarray(ids))
+    with torch.no_grad():
+        z = model(ids[None]).logits[0].log_softmax(-1)
+    return z[first - 1 : -1].gather(-1, ids[first:, None])[:, 0]
+
+
+@pytest.mark.parametrize("path", [POLICY, "folder"])
+def test_a_teacher_reads_its_context_and_scores_the_very_tokens(path, tiny_model, tiny_teacher):
+    made = rows(context=True)
+    config = config_of("opd", tiny_model, tiny_teacher, 1, 64)
+    config.teacher.hint_key = "hint"
+    if path == POLICY:
+        config.teacher.path = POLICY
+    _, refs, queue = one_turn(config, made)
+    found = queue.read(refs, ("teacher_logprobs", "train_logprobs"))
+    model = load_causal_lm(tiny_model if path == POLICY else tiny_teacher).double()
+    policy = load_causal_lm(tiny_model).double()
+    for i, s in enumerate(made):
+        prompt, answer = (x.ids for x in s.segments)
+        context = CONTEXTS[s.group_id]
+        expected = dense(model, np.concatenate([context, answer]), len(context))
+        torch.testing.assert_close(found["teacher_logprobs"].row(i), expected, rtol=1e-6, atol=1e-6)
+        own = dense(policy, np.concatenate([prompt, answer]), len(prompt))
+        torch.testing.assert_close(found["train_logprobs"].row(i), own, rtol=1e-6, atol=1e-6)
+        assert not torch.allclose(expected, own, atol=1e-3)
+
+
+def test_a_context_moves_no_token_of_turns_and_of_rewritten_histories():
+    def drawn(n):
+        return Segment(ids=RNG.integers(4, 19, n), source="sampled", logprobs=np.zeros(n, np.float32), version=0)
+
+    first = samples(0)[0]
+    prompt, env = first.segments[0], Segment(ids=RNG.integers(4, 19, 4), source="env")
+    turns = (prompt, drawn(3), env, drawn(2))
+    branch = (Segment(ids=np.concatenate([prompt.ids, turns[1].ids, env.ids]), source="prompt"), drawn(4))
+    elsewhere = (Segment(ids=prompt.ids + 1, source="prompt"), drawn(4))
+    context = np.arange(4, 13)
+    task = Task(task_id="t", index=0, messages=(), prompt_ids=prompt.ids, context_ids=context)
+    for segments, rest in ((turns, turns[1:]), (branch, (replace(turns[1], source="env"), env, branch[1]))):
+        plain = taught(replace(first, segments=segments), task)
+        found = informed(plain)
+        whole = np.concatenate([s.ids for s in found.segments])
+        assert np.array_equal(whole, np.concatenate([context, *(s.ids for s in rest)]))
+        a, b = pack([plain]), pack([found])
+        assert torch.equal(a.targets, b.targets) and np.array_equal(a.row_start, b.row_start)
+        moved = len(context) - len(prompt.ids)
+        assert torch.equal(a.target_from + moved, b.target_from), "the same place of the answer, behind another prompt"
+        assert torch.equal(a.columns["rollout_logprobs"], b.columns["rollout_logprobs"])
+    assert taught(replace(first, segments=elsewhere), task).context is None
+
+
+def test_a_row_without_its_context_is_invalid(tiny_model):
+    made = rows(context=True)
+    made[0] = replace(made[0], context=None)
+    config = config_of("opd", tiny_model, tiny_model, 1, 64)
+    config.teacher.path, config.teacher.hint_key = POLICY, "hint"
+    step, _, queue = one_turn(config, made)
+    assert step.trained[0].outcome == "invalid" and step.metrics["teacher/invalid"].value == 1 / 16
+    assert not queue.read(Refs(step.trained[:1]), ("loss_mask",))["loss_mask"].values.any()
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_teacher_that_likes_wrong_answers_shows():
+    """Two answers of two tokens: the teacher's log-ratios by hand."""
+    made = [replace(s, reward=r, outcome="ok") for s, r in zip(samples(0)[:2], (1.0, 0.0))]
+    made = [
+        replace(
+            s,
+            segments=(s.segments[0], Segment(ids=np.array([4, 5]), source="sampled", logprobs=np.zeros(2), version=0)),
+        )
+        for s in made
+    ]
+    found = {"rollout_logprobs": torch.zeros(4), "teacher_logprobs": torch.tensor([-3.0, -1.0, -0.5, -0.1])}
+    columns = columns_of(Refs(ref_of(s) for s in made), found)
+    metrics = adv.opd(columns)
+    assert metrics["teacher/likes_right"].value == pytest.approx(-2.0 - -0.3)
+    assert metrics["teacher/kl"].value == pytest.approx(4.6 / 4)
+    assert metrics["teacher/kl/quarter_1"].value == pytest.approx(3.5 / 2)
+    assert metrics["teacher/kl/quarter_3"].value == pytest.approx(1.1 / 2)
+    assert metrics["teacher/kl/quarter_2"].count == 0
+
+
+def test_the_reward_counts_where_the_teacher_agrees():
+    """Two answers of two tokens, scores 1 and 0: GRPO gives +-1 / sqrt(2); the teacher likes the first of each."""
+    made = [replace(s, reward=r, outcome="ok") for s, r in zip(samples(0)[:2], (1.0, 0.0))]
+    two = Segment(ids=np.array([4, 5]), source="sampled", logprobs=np.zeros(2), version=0)
+    refs = Refs(ref_of(replace(s, segments=(s.segments[0], two))) for s in made)
+    likes = torch.tensor([0.5, -0.25, 0.125, -0.5], dtype=torch.float64)
+    columns = columns_of(refs, {"rollout_logprobs": torch.zeros(4), "teacher_logprobs": likes})
+    columns = columns.with_token({"rewards": torch.tensor([0.0, 1.0, 0.0, 0.0])})
+    a, plain = 2**-0.5, adv.opd(columns, reward_coef=2.0)
+    only = adv.opd(columns, reward_coef=2.0, agree_only=True)
+    assert (plain["advantages"] - likes).tolist() == pytest.approx([2 * a, 2 * a, -2 * a, -2 * a], rel=1e-5)
+    assert (only["advantages"] - likes).tolist() == pytest.approx([2 * a, 0, 0, -2 * a], rel=1e-5)
+    assert plain["teacher/agrees"].value == only["teacher/agrees"].value == 0.5
+    assert "teacher/agrees" not in adv.opd(columns)
+
+
+# -- the average of the policy -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_average_teaches_and_the_policy_moves_on(ranks, tiny_model, tmp_path):
+    """Two turns of two optimizer steps: what the second turn's teacher says is of the average of the weights, which
+    was followed by hand; the policy is where it would be. A checkpoint holds both."""
+    made, decay = rows(context=True), 0.75
+    config = config_of("opd", tiny_model, tiny_model, ranks, 64)
+    config.teacher.path, config.teacher.hint_key, config.teacher.ema = POLICY, "hint", decay
+    config.step.updates_per_step, config.step.epochs_per_step = 2, 1
+    seen: list[dict[str, torch.Tensor]] = []
+
+    class Watched(TorchEngine):
+        def optim_step(self):
+            if not seen:
+                seen.append({n: p.detach().clone() for n, p in self.model.named_parameters()})
+            out = super().optim_step()
+            seen.append({n: p.detach().clone() for n, p in self.model.named_parameters()})
+            return out
+
+    def turn(learner, number: int):
+        again = [
+            replace(s, sample_id=f"{number}/{s.sample_id}", trajectory_id=f"{number}/{s.trajectory_id}") for s in made
+        ]
+        refs = put(learner.queue, again)
+        asyncio.run(experience_and_update(learner, Step(number), refs))
+        return learner.queue.read(refs, ("teacher_logprobs",))["teacher_logprobs"]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("verl.model_engine.torch_engine.TorchEngine", Watched)
+        learner, other = (offline_learner(config, 2, Path("/nonexistent")) for _ in range(2))
+    try:
+        first, second = turn(learner, 0), None
+        learner.models["actor"].save(tmp_path / "state").result(60)
+        after = len(seen)
+        second = turn(learner, 1)
+        other.models["actor"].load(tmp_path / "state").result(60)
+        loaded = turn(other, 1)
+    finally:
+        learner.close()
+        other.close()
+    assert torch.equal(second.values, loaded.values), "a run goes on with the average that it had"
+    average = {n: p.clone() for n, p in seen[0].items()}
+    for weights in seen[1:after]:
+        average = {n: decay * a + (1 - decay) * weights[n] for n, a in average.items()}
+    assert after == 3 and not torch.equal(average["model.norm.weight"], seen[2]["model.norm.weight"])
+    model = load_causal_lm(tiny_model).double()
+    for i, s in enumerate(made):
+        context = CONTEXTS[s.group_id]
+        ids = np.concatenate([context, s.segments[1].ids])
+        for found, weights in ((first, seen[0]), (second, average)):
+            model.load_state_dict(weights, strict=False)
+            torch.testing.assert_close(found.row(i), dense(model, ids, len(context)), rtol=1e-6, atol=1e-6)

@@ -1,0 +1,232 @@
+"""A teacher behind a server: it says what the model in process says, in words of vLLM and OpenAI; what it cannot say
+is NaN, and a server that is no teacher is refused at the start."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_teacher import engine
+from test_virtual_ranks import config_of, samples
+
+from verl.batch import pack
+from verl.chat import load_tokenizer
+from verl.config.load import load_config, validate
+from verl.driver.models import drawn_texts
+from verl.model_engine.base import EngineContext, ServedAt
+from verl.model_engine.hf_model import load_causal_lm
+from verl.model_engine.served import ServedModel, Unanswered, build, read_answer
+
+K = 5
+Change = Callable[[list[int], list[Any]], Any]
+
+
+class Stand:
+    """A server of a folder. paths: that it has · change: what it makes of an answer about these ids · room: tokens."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model, self.tokenizer = load_causal_lm(folder).double(), load_tokenizer(folder, trust_remote_code=False)
+        self.paths = {"/v1/models", "/tokenize", "/inference/v1/generate", "/v1/completions"}
+        self.change: Change = lambda ids, found: found
+        self.room, self.shift, self.asked = 256, 0, list[str]()
+        self.lock = threading.Lock()
+
+    def answer(self, path: str, body: dict[str, Any]) -> Any:
+        if path == "/v1/models":
+            return {"data": [{"id": "t", "max_model_len": self.room}]}
+        if path == "/tokenize":
+            ids = self.tokenizer(body["prompt"], add_special_tokens=body["add_special_tokens"])["input_ids"]
+            return {"tokens": [i + self.shift for i in ids]}
+        tokens_in = path.endswith("generate")
+        ids = body["token_ids"] if tokens_in else body["prompt"]
+        wanted = body["sampling_params"] if tokens_in else body
+        assert wanted["max_tokens"] == 1 and wanted["temperature"] == 0
+        found = {"prompt_logprobs": self.change(ids, self.said(ids, wanted["prompt_logprobs"]))}
+        return found if tokens_in else {"choices": [found]}
+
+    def said(self, ids: list[int], k: int) -> list[Any]:
+        with torch.no_grad(), self.lock:
+            logp = self.model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        out: list[Any] = [None]
+        for row, token in zip(logp, ids[1:]):
+            named = {*row.topk(k).indices.tolist(), token}
+            out.append({str(i): {"logprob": float(row[i]), "rank": None, "decoded_token": None} for i in named})
+        return out
+
+
+@pytest.fixture
+def stand(tiny_teacher) -> Iterator[tuple[Stand, str]]:
+    made = Stand(tiny_teacher)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.reply({})
+
+        def do_POST(self) -> None:
+            self.reply(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+        def reply(self, body: dict[str, Any]) -> None:
+            made.asked.append(self.path)
+            status, found = (200, None) if self.path in made.paths else (404, None)
+            try:
+                found = made.answer(self.path, body) if status == 200 else {"error": "no such path"}
+            except ZeroDivisionError:
+                status, found = 500, {"error": "it fell over"}
+            data = json.dumps(found).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *args: Any) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield made, f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+    thread.join(10)
+
+
+def served(url: str, folder: Path, *, top: bool = True, longest: int = 64) -> ServedModel:
+    texts = tuple(drawn_texts(load_tokenizer(folder, trust_remote_code=False), texts=20))
+    options = ServedAt(url=url, longest=longest, texts=texts, top=top, timeout_s=30.0, parallel=4)
+    return build(options, EngineContext(folder=folder, top_k=K))
+
+
+@pytest.mark.parametrize("path", ["/inference/v1/generate", "/v1/completions"])
+def test_it_says_what_the_model_says(path, stand, tiny_teacher):
+    made, url = stand
+    made.paths -= {"/inference/v1/generate", "/v1/completions"} - {path}
+    model, batch = served(url, tiny_teacher), pack(samples(0))
+    names = ("logprobs", "topk_ids", "topk_logprobs")
+    found, expected = model.infer(batch, names), engine(tiny_teacher, top_k=K).infer(batch, names)
+    assert found.keys() == {*names} and torch.equal(found["topk_ids"], expected["topk_ids"])
+    for name in ("logprobs", "topk_logprobs"):
+        torch.testing.assert_close(found[name], expected[name].float(), rtol=1e-5, atol=1e-5)
+    assert model.infer(batch, ("logprobs",)).keys() == {"logprobs"}
+    assert made.asked.count("/tokenize") == 20 and path in made.asked
+    assert not model.capabilities.trains
+
+
+def broken(kind: str, row: dict[str, Any], ids: list[int]) -> Any:
+    last = str(ids[-1])
+    if kind == "nan":
+        row[last]["logprob"] = float("nan")
+    elif kind == "-inf":
+        row[last]["logprob"] = float("-inf")
+    elif kind == "missing":
+        del row[last]
+    elif kind == "few":
+        return {last: row[last]}
+    return row
+
+
+@pytest.mark.parametrize("kind", ["nan", "-inf", "missing", "few", "short", "none", "error"])
+def test_a_row_that_it_fails_on_has_no_number_and_the_others_do(kind, stand, tiny_teacher, caplog):
+    made, url = stand
+    model, rows = served(url, tiny_teacher), samples(0)
+    bad = np.concatenate([s.ids for s in rows[5].segments]).tolist()
+
+    def change(ids: list[int], found: list[Any]) -> Any:
+        if ids != bad:
+            return found
+        if kind == "error":
+            raise ZeroDivisionError
+        if kind in ("short", "none"):
+            return found[:-1] if kind == "short" else None
+        return [*found[:-1], broken(kind, found[-1], ids)]
+
+    made.change, batch = change, pack(rows)
+    found = model.infer(batch, ("logprobs", "topk_logprobs"))
+    finite = torch.isfinite(found["topk_logprobs"]).all(-1) & torch.isfinite(found["logprobs"])
+    per_row = [bool(finite[a:b].all()) for a, b in zip(batch.row_start, batch.row_start[1:])]
+    assert per_row == [i != 5 for i in range(len(rows))]
+    assert ("Invalid while it lasts" in caplog.text) == (kind not in ("nan", "-inf"))
+
+
+def test_a_server_that_is_gone_says_nothing(stand, tiny_teacher):
+    made, url = stand
+    model = served(url, tiny_teacher)
+    model._url = "http://127.0.0.1:9"
+    assert not torch.isfinite(model.infer(pack(samples(0)[:2]), ("logprobs",))["logprobs"]).any()
+
+
+def behind(ids: list[int], found: list[Any]) -> list[Any]:
+    """Of a model that looks ahead, or reads another context."""
+    return [row and {i: {"logprob": of["logprob"] - 0.3 * (len(ids) % 5)} for i, of in row.items()} for row in found]
+
+
+REFUSED: list[tuple[str, Callable[[Stand], None], str]] = [
+    ("no path", lambda s: s.paths.clear(), r"cannot be a teacher.*HTTP 404.*as `verl serve` and vLLM do"),
+    ("no tokens", lambda s: s.paths.discard("/tokenize"), r"/tokenize: HTTP 404"),
+    ("words", lambda s: setattr(s, "shift", 1), r"its tokenizer reads '.*' as \[.*the policy's as \["),
+    ("room", lambda s: setattr(s, "room", 64), r"reads 64 tokens, rows have 64 and one more"),
+    ("silent", lambda s: setattr(s, "change", lambda ids, found: None), r"no prompt_logprobs of 24 tokens"),
+    (
+        "few",
+        lambda s: setattr(s, "change", lambda ids, f: [r and dict([*r.items()][:2]) for r in f]),
+        "teacher.top_k=5",
+    ),
+    ("context", lambda s: setattr(s, "change", behind), r"differ by 0\.\d+ with what comes behind them"),
+    ("nan", lambda s: setattr(s, "change", lambda ids, f: [r and {i: {"logprob": "x"} for i in r} for r in f]), "x"),
+]
+
+
+@pytest.mark.parametrize("kind, change, said", REFUSED, ids=[kind for kind, _, _ in REFUSED])
+def test_a_server_that_is_no_teacher_is_refused_at_the_start(kind, change, said, stand, tiny_teacher):
+    made, url = stand
+    change(made)
+    with pytest.raises(ValueError, match=said):
+        served(url, tiny_teacher)
+
+
+def test_what_is_left_of_1_is_the_others():
+    row = {"7": {"logprob": np.log(0.5)}, "3": {"logprob": np.log(0.25)}, "9": {"logprob": np.log(0.125)}}
+    found = read_answer([None, row], np.array([1, 9]), 2)
+    assert found["topk_ids"].tolist() == [[7, 3]]
+    assert found["topk_logprobs"].exp()[0].tolist() == pytest.approx([0.5, 0.25, 0.25])
+    assert float(found["logprobs"].exp()) == pytest.approx(0.125)
+    whole = {"7": {"logprob": np.log(0.5)}, "3": {"logprob": np.log(0.5)}}
+    assert read_answer([None, whole], np.array([1, 3]), 2)["topk_logprobs"][0, -1] < -16
+    with pytest.raises(Unanswered, match="of which the first has none"):
+        read_answer([row, row], np.array([1, 9]), 2)
+
+
+def test_other_temperatures_are_refused(stand, tiny_teacher):
+    _, url = stand
+    batch = pack(samples(0)[:1])
+    with pytest.raises(ValueError, match=r"scores at temperature 1: set teacher\.temperature=1"):
+        served(url, tiny_teacher).infer(batch.with_row_columns({"temperature": torch.full((1,), 0.7)}), ("logprobs",))
+
+
+@pytest.mark.parametrize("name", ["opd", "gkd_topk"])
+def test_a_turn_with_it_is_a_turn_with_the_folder(name, stand, tiny_model, tiny_teacher):
+    from test_several_teachers import one_turn
+
+    made, url = stand
+    made.room, said = 4096, []
+    for path in (str(tiny_teacher), url):
+        config = config_of(name, tiny_model, tiny_teacher, 1, 64)
+        config.teacher.path = path
+        step, _, _ = one_turn(config, samples(0))
+        said.append({n: m.value for n, m in step.metrics.items() if n.startswith(("actor/", "teacher/"))})
+    assert said[1] == pytest.approx(said[0], rel=1e-4, abs=1e-5)
+
+
+def test_what_a_server_cannot_be(tiny_model, arithmetic_data):
+    base = [f"model.path={tiny_model}", f"data.train_files=[{arithmetic_data[0]}]", "teacher.path=http://127.0.0.1:9"]
+    for more, said in (
+        (["algorithm.name=gkd"], "a server gives no hidden states; set algorithm.name=gkd_topk or opd"),
+        (["algorithm.name=opd", "rollout.temperature=0.7"], "servers score at temperature 1, and 0.7 is asked for"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            validate(load_config([*base, *more]).config)

@@ -1,0 +1,169 @@
+"""A frozen model behind a server, which says how likely the tokens of a row are: `verl serve`, vLLM, and what speaks
+OpenAI's completions with prompt_logprobs. It is asked for whole rows, by their ids; a row that it fails on is NaN."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import math
+import threading
+import urllib.error
+import urllib.request
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.batch import Batch, unshare
+from verl.model_engine.base import EngineCapabilities, EngineContext, ServedAt
+
+TOKENS_IN, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
+AGAIN = 2  # times that a row is asked for
+TOLERANCE = 0.1  # nats, between two answers of one server about the same tokens
+logger = logging.getLogger(__name__)
+OUTPUTS = ("logprobs", "topk_ids", "topk_logprobs")
+
+
+class Unanswered(RuntimeError):
+    """No answer, or not the one that was asked for. status: of HTTP; 0 without one."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def build(options: ServedAt, context: EngineContext) -> ServedModel:
+    """ValueError for a server that cannot be this teacher, before anything is sampled."""
+    made = ServedModel(options, context.top_k, context.max_tokens_per_microbatch)
+    made.probe()
+    return made
+
+
+class ServedModel:
+    """Of a `ModelEngine` what a frozen model does. k: of `topk_ids`."""
+
+    def __init__(self, options: ServedAt, k: int, max_tokens: int) -> None:
+        self._url, self._options, self._k = options.url.rstrip("/"), options, k if options.top else 0
+        self._path, self._model = TOKENS_IN, ""
+        self.capabilities = EngineCapabilities(
+            shares_prefix=True, max_tokens_per_microbatch=max_tokens, outputs=OUTPUTS, trains=False, one_pass=True
+        )
+        self._told = threading.Event()
+
+    def infer(self, batch: Batch, columns: Sequence[str]) -> dict[str, Tensor]:
+        """See `ModelEngine.infer`; at temperature 1, as servers score prompts."""
+        assert {*columns} <= {*OUTPUTS}, f"a server gives {OUTPUTS}, not {tuple(columns)}"
+        flat, n = unshare(batch), batch.num_loss_tokens
+        if not bool((batch.row_columns["temperature"] == 1).all()):
+            raise ValueError(f"{self._url} scores at temperature 1: set teacher.temperature=1")
+        rows = [flat.ids[a:b].numpy() for a, b in zip(flat.seg_start, flat.seg_start[1:])]
+        with ThreadPoolExecutor(self._options.parallel) as pool:
+            answers = list(pool.map(self._row, rows))
+        out = {"logprobs": torch.full((n,), torch.nan), "topk_ids": torch.zeros(n, self._k, dtype=torch.int64)}
+        out["topk_logprobs"] = torch.full((n, self._k + 1), torch.nan)
+        for r, answer in enumerate(answers):
+            span = slice(int(flat.row_start[r]), int(flat.row_start[r + 1]))
+            at = flat.target_from[span] - int(flat.seg_start[r])  # what predicts a token stands before it
+            for name, values in answer.items():
+                out[name][span] = values[at]
+        return {name: out[name] for name in columns}
+
+    def probe(self) -> None:
+        """The server has a model with room enough, our tokenizer, and log-probs of prompts that mean what they say."""
+        try:
+            card = self._ask("/v1/models")["data"][0]
+            self._model, room = str(card["id"]), card.get("max_model_len")
+            if room is not None and int(room) <= self._options.longest:
+                fix = "start it with a longer context, or lower data.max_prompt_tokens or rollout.max_response_tokens"
+                raise ValueError(
+                    f"{self._url} reads {room} tokens, rows have {self._options.longest} and one more: {fix}"
+                )
+            for text, ours in self._options.texts:
+                asked = {"model": self._model, "prompt": text, "add_special_tokens": False}
+                if (theirs := self._ask("/tokenize", asked)["tokens"]) != list(ours):
+                    said = f"its tokenizer reads {text!r} as {theirs}, the policy's as {list(ours)}"
+                    raise ValueError(f"{self._url}: {said}; take a teacher with the policy's tokenizer")
+            ids = np.array([i for _, some in self._options.texts for i in some][:24], np.int64)
+            try:
+                whole = self.score(ids)
+            except Unanswered as e:
+                if e.status not in (404, 405):
+                    raise
+                self._path = COMPLETIONS
+                whole = self.score(ids)
+            part = self.score(ids[: len(ids) // 2])
+        except (Unanswered, KeyError, IndexError, TypeError) as e:
+            fix = "it must give prompt_logprobs and have /tokenize, as `verl serve` and vLLM do"
+            more = f", and teacher.top_k={self._k} of them for gkd_topk (opd needs none)" if self._k else ""
+            raise ValueError(f"{self._url} cannot be a teacher: {type(e).__name__}: {e}; {fix}{more}") from e
+        gap = float((whole["logprobs"][: len(part["logprobs"])] - part["logprobs"]).abs().max())
+        if not gap <= TOLERANCE:
+            said = f"its log-probs of the same tokens differ by {gap:.3g} with what comes behind them"
+            raise ValueError(f"{self._url}: {said}: they are of another context, or of no fixed model")
+
+    def score(self, ids: np.ndarray) -> dict[str, Tensor]:
+        """Of ids [t]: logprobs [t-1] of ids[1:], and what is likeliest there (see `ModelEngine.infer`)."""
+        wanted = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": self._k}
+        if self._path == TOKENS_IN:
+            params = {**wanted, "detokenize": False, "ignore_eos": True}
+            body = {"model": self._model, "token_ids": ids.tolist(), "sampling_params": params}
+            found = self._ask(TOKENS_IN, body).get("prompt_logprobs")
+        else:
+            body = {"model": self._model, "prompt": ids.tolist(), **wanted}
+            found = self._ask(COMPLETIONS, body)["choices"][0].get("prompt_logprobs")
+        return read_answer(found, ids, self._k)
+
+    def _row(self, ids: np.ndarray) -> dict[str, Tensor]:
+        """Nothing where the server fails: that row stays NaN. The first failure is told."""
+        said = ""
+        for _ in range(AGAIN):
+            try:
+                return self.score(ids)
+            except Unanswered as e:
+                said = str(e)
+        if not self._told.is_set():
+            self._told.set()
+            logger.warning("teacher %s: %s; its samples are Invalid while it lasts", self._url, said)
+        return {}
+
+    def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        data = None if body is None else json.dumps(body).encode()
+        asked = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(asked, timeout=self._options.timeout_s) as answer:
+                return json.loads(answer.read())
+        except urllib.error.HTTPError as e:
+            why = " ".join(e.read(400).decode(errors="replace").split())
+            raise Unanswered(f"{path}: HTTP {e.code}: {why}", e.code) from e
+        except (OSError, http.client.HTTPException, ValueError) as e:
+            raise Unanswered(f"{path}: {type(e).__name__}: {e}") from e
+
+
+def read_answer(found: Any, ids: np.ndarray, k: int) -> dict[str, Tensor]:
+    """vLLM's prompt_logprobs: nothing for the first token, then {id: {logprob}} with the token that stands there and
+    the k likeliest. The probability of all others is what is left of 1."""
+    if not isinstance(found, list) or len(found) != len(ids) or found[0] is not None:
+        raise Unanswered(f"no prompt_logprobs of {len(ids)} tokens, of which the first has none")
+    own, named, logs = [], [], []
+    try:
+        for token, row in zip(ids[1:].tolist(), found[1:]):
+            known = {int(i): float(of["logprob"]) for i, of in row.items()}
+            own.append(known[token])
+            best = sorted(known, key=lambda i: -known[i])[:k]
+            if len(best) < k:
+                raise Unanswered(f"{len(best)} likeliest tokens where {k} were asked for")
+            left = 1 - math.fsum(math.exp(known[i]) for i in best)
+            named.append(best)
+            logs.append([*(known[i] for i in best), math.log(left) if left > 1e-7 else math.log(1e-7)])
+    except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as e:
+        raise Unanswered(f"prompt_logprobs that are not those of the prompt: {type(e).__name__}: {e}") from e
+    rows = len(own)
+    return {
+        "logprobs": torch.tensor(own, dtype=torch.float32),
+        "topk_ids": torch.tensor(named, dtype=torch.int64).view(rows, k),
+        "topk_logprobs": torch.tensor(logs, dtype=torch.float32).view(rows, k + 1),
+    }

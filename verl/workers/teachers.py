@@ -1,0 +1,76 @@
+"""Several frozen models in the place of one: each row goes to its own teacher, or all of them score every row and what
+they say is made one. A teacher whose process died has nothing to say: its rows are Invalid, and the others go on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+
+from verl.model_engine.base import EngineCapabilities
+from verl.types import Refs
+from verl.workers.group import WorkerDied
+from verl.workers.model_workers import ModelWorkers
+
+Asked = Mapping[str, tuple[Refs, Future[frozenset[str]]]]
+
+
+class Teachers(ModelWorkers):
+    """See `ModelWorkers`; of its calls those of a frozen model. pick: task, best or mix, as `teacher.pick` · shares: of
+    a mixture, by name · timeout_s: for the answers of all to one call."""
+
+    def __init__(
+        self, members: Mapping[str, ModelWorkers], pick: str, shares: Mapping[str, float], timeout_s: float
+    ) -> None:
+        self._members, self._pick, self._timeout_s = dict(members), pick, timeout_s
+        self._shares = tuple(shares[name] for name in members) if pick == "mix" else ()
+
+    @property
+    def name(self) -> str:
+        return "teacher"
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        """Of the first; waits for all of them to be there."""
+        first, *_ = [member.capabilities for member in self._members.values()]
+        return first
+
+    def infer(self, refs: Refs, outputs: Mapping[str, str]) -> Future[frozenset[str]]:
+        """See `ModelWorkers.infer`. The samples of a dead teacher are among those without a finite output."""
+        asked = {}
+        for name, member in self._members.items():
+            own = Refs(r for r in refs if r.teacher == name) if self._pick == "task" else refs
+            to = outputs if self._pick == "task" else {o: f"{column}/{name}" for o, column in outputs.items()}
+            if own:
+                asked[name] = own, member.infer(own, to)
+        found: Future[frozenset[str]] = Future()
+        found.set_running_or_notify_cancel()
+        threading.Thread(target=self._settle, args=(found, refs, asked, outputs), daemon=True).start()
+        return found
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        for member in self._members.values():
+            member.close(timeout_s)
+
+    def _settle(self, found: Future[frozenset[str]], refs: Refs, asked: Asked, outputs: Mapping[str, str]) -> None:
+        try:
+            broken, dead = set[str](), dict[str, WorkerDied]()
+            for name, (own, answer) in asked.items():
+                try:
+                    broken |= answer.result(self._timeout_s)
+                except WorkerDied as e:  # the user was told when it died
+                    dead[name] = e
+                    broken |= {*own.ids}
+            left = [member for name, member in self._members.items() if name not in dead]
+            if not left:
+                raise next(iter(dead.values()))
+            if dead:
+                gone = Refs(r for r in refs if r.teacher in dead) if self._pick == "task" else refs
+                left[0].blank(gone, outputs).result(self._timeout_s)
+            elif self._pick != "task":
+                (column,) = outputs.values()
+                columns = [f"{column}/{name}" for name in self._members]
+                left[0].merge(refs, columns, self._shares, column).result(self._timeout_s)
+            found.set_result(frozenset(broken))
+        except BaseException as e:
+            found.set_exception(e)
