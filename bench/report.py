@@ -31,7 +31,7 @@ def as_rich(table: Table) -> rich.table.Table:
     return out
 
 
-SECTIONS = ("laptop", "ragged", "breakdown", "gpu", "algorithms", "against", "workers", "weights", "router")
+SECTIONS = ("laptop", "ragged", "breakdown", "gpu", "algorithms", "against", "workers", "weights", "router", "distill")
 
 
 def assemble(folder: Path) -> None:

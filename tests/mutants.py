@@ -63,6 +63,9 @@ TERMS = "tests/numerics/test_preference_terms.py"
 IDENTITY = "tests/unit/test_identity.py tests/e2e/test_run_identity.py"
 CANARY = "tests/contracts/test_canary.py"
 TEACHER = "tests/numerics/test_teacher.py"
+SEVERAL = "tests/numerics/test_several_teachers.py"
+SERVED = "tests/numerics/test_teacher_served.py"
+OBSERVATION = "tests/numerics/test_observation.py"
 RANKS = "tests/distributed/test_gate.py tests/distributed/test_state.py"
 STAGES = "tests/distributed/test_pipeline.py " + RANKS
 
@@ -289,6 +292,22 @@ MUTANTS = (
         OPTIM,
     ),
     # -- teachers
+    Mutant("workers/role.py", "values + logs[:, None]", "values", SEVERAL),
+    Mutant("workers/role.py", "sums.argmax(0)", "sums.argmin(0)", SEVERAL),
+    Mutant("workers/role.py", "ids=first.ids[left:]", "ids=first.ids", SEVERAL),
+    Mutant("workers/role.py", "samples = [informed(s) for s in samples]", "pass", SEVERAL),
+    Mutant("workers/role.py", "frozenset((*alone, *(", "frozenset((*(", SEVERAL),
+    Mutant("workers/teachers.py", "broken |= {*own.ids}", "pass", SEVERAL),
+    Mutant("types.py", "if np.array_equal(first, task.prompt_ids):", "if True:", SEVERAL),
+    Mutant("model_engine/optim.py", "lerp_(p, 1 - average)", "lerp_(p, average)", SEVERAL),
+    Mutant("algorithms/estimators.py", "rewarded * likes > 0", "rewarded * likes < 0", SEVERAL),
+    Mutant("model_engine/served.py", "values[at]", "values[at - 1]", SERVED),
+    Mutant("model_engine/served.py", "if not gap <= TOLERANCE:", "if False:", SERVED),
+    Mutant("model_engine/served.py", "return {}", "return {'logprobs': torch.zeros(len(ids))}", SERVED),
+    Mutant("batch.py", 'if s.source == "env" and drawn:', 'if s.source == "env":', OBSERVATION),
+    Mutant("workers/compute.py", "np.cumsum([0, *counts])", "np.cumsum([0, *counts]) * 0", OBSERVATION),
+    Mutant("workers/role.py", "around(column, ~seen)", "around(column.flip(0), ~seen)", OBSERVATION),
+    Mutant("workers/role.py", "result.columns[n][drawn]", "result.columns[n][: int(at[-1])]", OBSERVATION),
     Mutant("nn/linear_teacher.py", "(logp - _rest(logp.clone(), ids)).clamp(max=0).exp()", "0", TEACHER),
     Mutant("nn/linear_teacher.py", "x -= (p * x).sum(-1, keepdim=True)", "pass", TEACHER),
     Mutant("nn/linear_teacher.py", "else (1 - self.beta) * d[:, None])", "else d[:, None])", TEACHER),
