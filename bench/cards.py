@@ -23,6 +23,7 @@ _CRITIC = {"critic.lr": "5e-4", "algorithm.critic_warmup_steps": "5", **_EXACT}
 QUICKSTART: Mapping[str, Mapping[str, str]] = {
     "ppo": {**_CRITIC, "algorithm.lam": "1.0"},
     "pf_ppo": {**_CRITIC, "algorithm.lam": "1.0"},
+    "turn_ppo": {**_CRITIC, "algorithm.lam": "1.0"},
     "vapo": {**_CRITIC, "algorithm.options.length_adaptive_alpha": "1.0"},
     "drgrpo": {"algorithm.horizon_tokens": "48"},
     "gdpo": {"algorithm.options.reward_components": "[right,form]", "reward.path": "bench/two_rewards.py"},

@@ -140,6 +140,29 @@ def test_a_loop_of_the_user_s_with_branches_is_trained(tmp_path, tiny_model, ari
     assert all(m["agent/discarded_tokens"] > 0 and m["mismatch/k3"] < 1e-6 for m in metrics.values())
 
 
+def test_rewards_of_turns_reach_the_advantages_of_their_tokens(tmp_path, tiny_model, arithmetic_data):
+    """Two turns in two rows, the first with a reward by what was said; a third turn that no row uses."""
+    loop = tmp_path / "pays.py"
+    third, paid = 'await ask(request + "c"', "manager.credit(len(set(one.token_ids)) / 4, turn=0)"
+    text = LOOP.replace(third, f"{paid}\n        {third}").replace("Rewrites", "Pays")
+    loop.write_text(text.replace("prompt, ask =", "manager = self.server_manager\n        prompt, ask ="))
+    given = ("algorithm.name=turn_discount", "algorithm.options.turn_discount=0.5", "algorithm.normalize_by_std=false")
+    more = ("run.total_steps=1", f"agent.loop={loop}:Pays", "algorithm.kl_loss_coef=null")
+    run_rl(load_config(small_args(tmp_path, tiny_model, arithmetic_data[:1], *given, *more)), quiet=True)
+    returns: dict[str, list[float]] = {}
+    found: list[tuple[str, float, np.ndarray]] = []
+    for row in sorted(read_samples(tmp_path / "r", 1), key=lambda row: row.sample_id):
+        if row.purpose == "train":
+            mine = row.advantages[row.response_mask.astype(bool)]
+            first = not row.sample_id.endswith("#1")
+            value = row.reward if not first else len(set(row.response_ids.tolist())) / 4 + 0.5 * row.reward
+            returns.setdefault(row.group_id, []).append(value)
+            found.append((row.group_id, value, mine))
+    assert len(found) > 16 and any(len(set(values)) > 2 for values in returns.values())
+    for group, value, mine in found:
+        np.testing.assert_allclose(mine, value - np.mean(returns[group]), atol=1e-5)
+
+
 def test_a_row_that_names_what_is_not_there_is_refused(tmp_path, taught):
     for more, said in (
         ((), "agent_name='tool_agent', and this run has single_turn"),

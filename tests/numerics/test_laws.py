@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from small_columns import F64, columns, f64
 
 from verl.algorithms import estimators as adv
-from verl.algorithms import losses
+from verl.algorithms import losses, turns
 from verl.algorithms.corrections import correct
 from verl.algorithms.filters import Correction
 from verl.algorithms.losses import kl_penalty
@@ -43,7 +43,13 @@ NEEDED = {
 }
 BY_TEACHER = ("gkd", "gkd_topk")  # their loss reads no reward: test_teacher.py
 BY_REWARD = tuple(name for name in PRESETS if name not in BY_TEACHER)
-NO_BASELINE = ("reinforce", "ppo", "vapo", "pf_ppo")  # presets that keep a gradient where all rewards are equal
+NO_BASELINE = (
+    "reinforce",
+    "ppo",
+    "vapo",
+    "pf_ppo",
+    "turn_ppo",
+)  # presets that keep a gradient where all rewards are equal
 ACROSS_GROUPS = ("reinforce_plus_plus", "remax")  # a baseline that is not the group's mean
 LENGTHS = (1, 3)
 OFF = {"kl_loss_coef": 0.0, "kl_reward_coef": 0.0, "entropy_coef": 0.0}
@@ -311,9 +317,11 @@ def first_gradient(name):
         **dict.fromkeys(
             ("grpo", "dapo", "gspo", "gspo_token", "cispo", "sapo", "gmpo", "kl_cov", "clip_cov", "decoupled_ppo"), grpo
         ),
-        **dict.fromkeys(("dppo_tv", "dppo_kl", "opd"), grpo),
+        **dict.fromkeys(("dppo_tv", "dppo_kl", "opd", "turn_discount", "gigpo"), grpo),
         **dict.fromkeys(("drgrpo", "gpg", "opo", "dro"), centred),
-        **dict.fromkeys(("ppo", "vapo", "pf_ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"), white),
+        **dict.fromkeys(
+            ("ppo", "vapo", "pf_ppo", "turn_ppo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"), white
+        ),
         "grpo_loo": torch.stack([(x - o.mean()) / (o.std() + 1e-6) for x, o in zip(s, others)]),
         "rloo": (n * s - s.sum()) / (n - 1),
         "reinforce": s,
@@ -412,9 +420,12 @@ SIGNAL = {  # exactly 0 for a group of one or without variance
     "pass_at_k": fed(adv.pass_at_k),
     "gdpo": fed(adv.gdpo, reward_components=("a", "b")),
     "otb": fed(adv.otb),
+    "turn_discount": fed(turns.turn_discount),
+    "gigpo": fed(turns.gigpo),
 }
 EVERY = {
     **SIGNAL,
+    "turn_gae": fed(turns.turn_gae, lam=0.9),
     "gae": fed(adv.gae, lam=0.9),
     "remax": fed(adv.remax),
     "vapo": fed(adv.gae, lam_critic=1.0, length_adaptive_alpha=0.5),

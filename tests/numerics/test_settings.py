@@ -86,6 +86,8 @@ OTHER = {
     "beta": lambda now: now / 2,
     "observation_coef": lambda now: now + 0.5,
     "agree_only": lambda now: not now,
+    "turn_discount": lambda now: now / 2,
+    "step_coef": lambda now: now + 0.5,
 }
 NOT_HERE = {  # who reads them, and where that is tested
     **dict.fromkeys(
@@ -121,6 +123,8 @@ def step_columns(seed: int = 0) -> Columns:
     sequence |= {"positive": score > 0, "baseline": torch.arange(4, dtype=F64).repeat_interleave(4)}
     for i, name in enumerate("abc"):
         sequence[f"component/{name}"] = (score * (i + 1)) % 3 + 0.1 * torch.arange(16)
+    place = torch.cat([torch.arange(k) for k in lengths.tolist()])
+    token |= {"side/turn": place // 2, "side/turn_reward": (place % 2) * normal(1), "side/turn_state": place // 2 % 2}
     token |= {"teacher_logprobs": lp + normal(0.5), "divergence": normal(1).abs()}
     token |= {name: torch.randn(n, 5, generator=rng, dtype=F64).log_softmax(-1) for name in AT}
     return Columns(

@@ -37,6 +37,11 @@ def samples(baselines: int, seed: int = 0) -> list[Sample]:
                 source="sampled",
                 logprobs=(-2 - rng.random(n)).astype(np.float32),
                 version=0,
+                side={
+                    "turn": np.arange(n) // 3,
+                    "turn_reward": (np.arange(n) % 3 == 2).astype(np.float32) * reward,
+                    "turn_state": np.arange(n) // 3 % 2,
+                },
             )
             out.append(
                 Sample(

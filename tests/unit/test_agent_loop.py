@@ -496,6 +496,45 @@ def test_a_compacted_history_is_a_branch_and_what_no_branch_uses_is_counted():
     assert both.discarded == 0 and len(both.branches) == 1
 
 
+def test_a_turn_s_reward_stands_at_its_last_trained_token_once():
+    after = [*PROMPT, 5, 6, 9, 30]
+
+    def credited(branches: list[AgentLoopOutput], states: Sequence[Any] = (None, None), on: bool = True) -> Any:
+        made = ServerManager(FakeEngine(), SAMPLING, seed_parts=("s",), credits_turns=on)
+        made.record = manager((PROMPT, FIRST), (after, SECOND)).record
+        made.credit(0.5, turn=0, state=states[0])
+        made.credit(0.25, turn=0)
+        made.credit(2.0, state=states[1])
+        found = check_output(branches, made, 50)
+        rows = (found.segments, *found.branches)
+        return [[(s.ids.tolist(), s.side) for s in row if s.source == "sampled"] for row in rows]
+
+    def said(rows: Any, name: str) -> Any:
+        return [[side[name].tolist() for _, side in row] for row in rows]
+
+    whole = output([5, 6, 9, 30, 7, 8, 9], [1, 1, 1, 0, 1, 1, 1])
+    rows = credited([whole])
+    assert said(rows, "turn") == [[[0, 0, 0], [1, 1, 1]]]
+    assert said(rows, "turn_reward") == [[[0, 0, 0.75], [0, 0, 2]]]
+    states = said(rows, "turn_state")[0]
+    assert states[0] == [states[0][0]] * 3 and states[0][0] != states[1][0]
+    # Two branches; a turn that was cut; one that goes on in the second branch.
+    assert said(credited([output([5, 6, 9], [1, 1, 1]), whole]), "turn_reward") == [[[0, 0, 0.75]], [[0, 0, 2]]]
+    assert said(credited([output([5, 6, 30], [1, 1, 0])]), "turn_reward") == [[[0, 0.75]]]
+    halves = credited([output([5, 6], [1, 1]), output([5, 6, 9], [1, 1, 1])])
+    assert said(halves, "turn_reward") == [[[0, 0]], [[0.75]]]
+    # A state is what the loop says, or what the model was shown: here the same after another history.
+    named = said(credited([whole], states=("x", "x")), "turn_state")[0]
+    assert named[0][0] == named[1][0] != states[0][0]
+    other = ServerManager(FakeEngine(), SAMPLING, seed_parts=("s",), credits_turns=True)
+    other.record = manager((PROMPT, SECOND), ([*PROMPT, 7, 8, 9, 30], FIRST)).record
+    assert [other.turn_side(k)["turn_state"][0] for k in (0, 1)] == [states[0][0], states[1][0]]
+    assert all(not side for row in credited([whole], on=False) for _, side in row), "nothing where nobody reads it"
+    for reward, turn, wrong in ((float("nan"), 0, "finite"), (1.0, 7, "turn=7")):
+        with pytest.raises(ValueError, match=wrong):
+            other.credit(reward, turn=turn)
+
+
 BAD_BRANCHES: list[tuple[Any, str]] = [
     ([], "a list of nothing"),
     ([output([5], [1]), "done"], "AgentLoopOutput, str"),

@@ -69,7 +69,7 @@ def played(tools: Sequence[Tool], *texts: str, template: str = HERMES, budget: i
     more = {key: limits.pop(key) for key in ("extra_info", "row_tools") if key in limits}
     tokenizer, kit = kit_of(tools, template, **limits)
     engine, sampling = Speaks(tokenizer, *texts), Sampling(max_tokens=budget)
-    manager = ServerManager(engine, sampling, seed_parts=("s",), max_turns=turns)
+    manager = ServerManager(engine, sampling, seed_parts=("s",), max_turns=turns, credits_turns=True)
     row = {"tools": more.get("row_tools", ()), "extra_info": more.get("extra_info", {}), "raw_prompt": [USER]}
     prompt = kit.renderer.ids([USER], prompt=True)
 
@@ -241,6 +241,8 @@ def test_whatever_a_tool_returns_is_an_answer(value, said):
     assert said in text_of(tokenizer, found.segments, "env")[0] and found.stop_reason == "eos"
     assert manager.counts["tool_errors"] == ("Error" in said or "images" in said)
     assert out[-1].extra_fields.get("tool_rewards") == ([0.5] if isinstance(value, tuple) else None)
+    paid = [s.side["turn_reward"].sum() for s in found.segments if s.source == "sampled"]
+    assert paid == [0.5 if isinstance(value, tuple) else 0, 0], "at the turn that called it"
 
 
 def test_a_tool_that_hangs_costs_its_call_and_the_event_loop_goes_on():

@@ -8,6 +8,7 @@ and a token that stands in several is trained in the first.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -64,7 +65,8 @@ NEUTRAL: Mapping[str, float] = {"repetition_penalty": 1, "n": 1}  # these values
 class ServerManager:
     """What a loop generates with, one per trajectory. Keeps every completion. The `max_tokens` of the sampling are the
     budget of the whole trajectory, environment tokens included: a call without room samples nothing: `context_full`;
-    nor does one after `max_turns` of them. counts: what else the loop counts, for `agent/NAME` in the metrics."""
+    nor does one after `max_turns` of them. counts: what else the loop counts, for `agent/NAME` in the metrics.
+    credits_turns: the algorithm reads rewards of single turns (`credit`)."""
 
     def __init__(
         self,
@@ -76,15 +78,50 @@ class ServerManager:
         adapter: str | None = None,
         media: tuple[str, ...] = (),
         max_turns: int | None = None,
+        credits_turns: bool = False,
     ) -> None:
         self._engine, self._sampling, self._seed_parts = engine, sampling, tuple(seed_parts)
         self._prefix_key, self._adapter, self.media = prefix_key, adapter, media
         self._max_turns = max_turns
+        self._credits_turns = credits_turns
+        self._credits: dict[int, float] = {}
+        self._states: dict[int, object] = {}
         self._calls = 0
         self._limit = 0  # context tokens, from the first prompt on
         self.record: list[Call] = []
         self.ended_by: StopReason | None = None  # a budget that left the last call no room, or what the loop says
         self.counts: Counter[str] = Counter()
+
+    def credit(self, reward: float, *, turn: int = -1, state: object = None) -> None:
+        """A reward of one turn, the last call if not another one is named: it stands at the turn's last token, and adds
+        up. state: what the turn was played in, for algorithms that compare turns in one state; else what the model
+        was shown since its turn before."""
+        if not -len(self.record) <= turn < len(self.record):
+            raise ValueError(f"turn={turn}: the model has played {len(self.record)} turns; credit one of them")
+        k = turn % len(self.record)
+        if not math.isfinite(reward):
+            raise ValueError(f"turn {k}: a reward of {reward}; give a finite number")
+        self._credits[k] = self._credits.get(k, 0.0) + float(reward)
+        if state is not None:
+            self._states[k] = state
+
+    def turn_side(self, k: int) -> dict[str, np.ndarray]:
+        """Side channels [t] of call k: its number, its state as a hash, and zeros where its reward will stand."""
+        if not self._credits_turns:
+            return {}
+        ids, n = self.record[k].prompt_ids, len(self.record[k].completion.ids)
+        if k in self._states:
+            key = derive_seed("state", str(self._states[k]))
+        else:
+            before = self.record[k - 1] if k else None
+            known = 0 if before is None else len(before.prompt_ids) + len(before.completion.ids)
+            whole = before is None or not np.array_equal(ids[: len(before.prompt_ids)], before.prompt_ids)
+            key = derive_seed("shown", (ids if whole else ids[known:]).tobytes().hex())
+        channels = {"turn": np.full(n, k, np.int64), "turn_state": np.full(n, key & (2**62 - 1), np.int64)}
+        return {**channels, "turn_reward": np.zeros(n, np.float32)}
+
+    def turn_reward(self, k: int) -> float:
+        return self._credits.get(k, 0.0)
 
     async def generate(
         self,
@@ -209,25 +246,42 @@ def check_output(output: LoopOutput, manager: ServerManager, max_tokens: int) ->
     Raises ValueError if a mask=1 token was not sampled by the server manager after exactly what precedes it."""
     record = manager.record
     if isinstance(output, AgentLoopOutput) and len(record) == 1 and _is_untouched(output, record[0], max_tokens):
-        call = record[0]
+        call, turns = record[0], [manager.turn_side(0)]
         prompt = Segment(ids=call.prompt_ids, source="prompt", media=manager.media)
         reason = manager.ended_by or call.completion.stop_reason
-        return CheckedOutput((prompt, *_sampled(call.completion, 0, len(call.completion.ids))), reason)
+        n = len(call.completion.ids)
+        _place_rewards(manager, turns, [np.ones(n, np.bool_)])
+        return CheckedOutput((prompt, *_sampled(call.completion, turns[0], 0, n)), reason)
     outputs = outputs_of(output)
+    turns = [manager.turn_side(k) for k in range(len(record))]
     trained = [np.zeros(len(call.completion.ids), np.bool_) for call in record]
     rows = []
     for k, one in enumerate(outputs):
         try:
-            row, reason, cut = _row(one, manager, max_tokens, trained)
+            row, reason, cut = _row(one, manager, max_tokens, trained, turns)
         except ValueError as e:
             raise ValueError(f"branch {k + 1} of {len(outputs)}: {e}" if len(outputs) > 1 else str(e)) from None
         rows.append(row)
     reason = manager.ended_by or ("context_full" if cut else reason)
+    _place_rewards(manager, turns, trained)
     return CheckedOutput(rows[0], reason, tuple(rows[1:]), sum(int((~own).sum()) for own in trained))
 
 
+def _place_rewards(
+    manager: ServerManager, turns: Sequence[Mapping[str, np.ndarray]], trained: Sequence[np.ndarray]
+) -> None:
+    """A turn's reward at the last of its tokens that is trained, wherever the loop cut it: the segments hold views."""
+    for k, own in enumerate(trained):
+        if turns[k] and own.any():
+            turns[k]["turn_reward"][np.flatnonzero(own)[-1]] = manager.turn_reward(k)
+
+
 def _row(
-    output: AgentLoopOutput, manager: ServerManager, max_tokens: int, trained: Sequence[np.ndarray]
+    output: AgentLoopOutput,
+    manager: ServerManager,
+    max_tokens: int,
+    trained: Sequence[np.ndarray],
+    turns: Sequence[Mapping[str, np.ndarray]],
 ) -> tuple[tuple[Segment, ...], StopReason, bool]:
     """(segments, why the last call of the row ended, whether the budget cut the row). `trained`: of each call [t] bool,
     the tokens that stand in a row already; those of this row are marked."""
@@ -258,7 +312,7 @@ def _row(
             if known[a - start + c]:
                 segments.append(Segment(ids=ids[a + c : a + d], source="env"))
             else:
-                segments.extend(_sampled(call.completion, a - start + c, a - start + d))
+                segments.extend(_sampled(call.completion, turns[owner[a]], a - start + c, a - start + d))
         known[a - start : b - start] = True
         reason = call.completion.stop_reason if b - start == len(call.completion.ids) else "stop"  # cut by the loop
     return tuple(segments), reason, cut
@@ -298,13 +352,13 @@ def _owners(prompt: np.ndarray, ids: np.ndarray, record: Sequence[Call]) -> np.n
     return owner
 
 
-def _sampled(c: Completion, first: int, end: int) -> list[Segment]:
-    """Tokens first:end of a completion, one segment per weight version, with their side channels."""
+def _sampled(c: Completion, turn: Mapping[str, np.ndarray], first: int, end: int) -> list[Segment]:
+    """Tokens first:end of a completion, one segment per weight version, with their side channels and the turn's."""
     segments = []
     for version, start, stop in c.spans:
         a, b = max(start, first), min(stop, end)
         if a < b:
-            side = {name: channel[a:b] for name, channel in c.side.items()}
+            side = {name: channel[a:b] for name, channel in (*c.side.items(), *turn.items())}
             logprobs = c.logprobs[a:b]
             segments.append(Segment(ids=c.ids[a:b], source="sampled", logprobs=logprobs, version=version, side=side))
     return segments

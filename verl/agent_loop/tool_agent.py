@@ -146,6 +146,8 @@ class ToolAgentLoop(AgentLoopBase):
         play.tool_s += time.monotonic() - began
         counts["tool_calls"] += len(allowed)
         counts["tool_errors"] += sum(bool(a.error) for a in answers)
+        if rewards := [a.reward for a in answers if a.reward is not None]:
+            self.server_manager.credit(sum(rewards))
         text = f"Error: at most {limits.max_parallel_calls} calls of one turn are run, and this was one more"
         return answers + [Answer(text, error="too_many")] * (len(turn.calls) - len(allowed))
 

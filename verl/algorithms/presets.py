@@ -58,6 +58,10 @@ class Preset:
         """The models beside the policy that this algorithm infers with: ref, critic, ..."""
         return frozenset(need.role for need in self.needs(1)) - {"actor"}
 
+    def credits_turns(self) -> bool:
+        """Whether it reads rewards of single turns."""
+        return not {*self.estimator.inputs, *self.loss.inputs}.isdisjoint(specs.TURNS)
+
     def columns(self) -> tuple[str, ...]:
         """Columns that a policy loss of this algorithm may read, apart from the model's outputs."""
         kl = ("ref_logprobs",) if self.kl_loss else ()
@@ -66,7 +70,7 @@ class Preset:
 
     def faults(self, longest: int | str = "rollout.max_response_tokens") -> Iterator[str]:
         """Why these specs do not go together, a line each. `longest`: the longest response, for the advice."""
-        written = {*specs.WRITTEN, *(n.column for n in specs.NEEDS if n.role != "critic" or self.critic)}
+        written = {*specs.WRITTEN, *specs.TURNS, *(n.column for n in specs.NEEDS if n.role != "critic" or self.critic)}
         for spec in (self.estimator, self.loss):
             for column in spec.inputs:
                 if column not in written:
@@ -210,6 +214,9 @@ _TABLE = (
     Preset("reinforce", "Williams 1992", specs.Discounted(_A + "reinforce"), _SUMMED, group=_ALONE),
     Preset("ppo", "PPO, 1707.06347; for language models 1909.08593", GAE, PPO_CLIP, group=_ALONE, **_PPO),
     Preset("vapo", "VAPO, 2504.05118", _VAPO_GAE, _VAPO, critic=_WARM, group=_ALONE),
+    Preset("turn_discount", "Returns over turns: process supervision of 2402.03300", specs.TurnReturns(), PPO_CLIP),
+    Preset("gigpo", "GiGPO, 2505.10978", specs.GiGPO(), _BY_SEQUENCE, kl_loss=KLLoss(coef=0.01)),
+    Preset("turn_ppo", "PPO, 1707.06347, with a turn as one action", specs.TurnGAE(), PPO_CLIP, group=_ALONE, **_PPO),
     Preset("pf_ppo", "PF-PPO, 2409.06957", GAE, PPO_CLIP, sample_filter=_BEST_AND_WORST, **_PPO),
     Preset("decoupled_ppo", "Decoupled PPO, AReaL, 2505.24298", GRPO, PPO_CLIP, correction=_MASKED),
     Preset("opd", "On-policy distillation, 2306.08543; Thinking Machines 2025", specs.OPD(), PPO_CLIP, group=_ALONE),

@@ -49,6 +49,9 @@ NEEDS = (
 WRITTEN = ("advantages", "rollout_logprobs")
 """Columns that every step has without inference."""
 
+TURNS = ("side/turn", "side/turn_reward", "side/turn_state")
+"""Of each token its turn's number, reward and state: agent loops record them for an algorithm that reads one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Knob:
@@ -232,6 +235,28 @@ class GAE(Discounted):
     lam: float = knob(1.0, least=0, most=1)
     lam_critic: float | None = knob(None, option=True, least=0, most=1)
     length_adaptive_alpha: float | None = knob(None, option=True, above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnGAE(Discounted):
+    fn: str = "verl.algorithms.turns:turn_gae"
+    inputs: tuple[str, ...] = ("old_values", *TURNS[:2])
+    lam: float = knob(0.95, least=0, most=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TurnReturns(Grouped):
+    fn: str = "verl.algorithms.turns:turn_discount"
+    inputs: tuple[str, ...] = TURNS[:2]
+    turn_discount: float = knob(1.0, option=True, least=0, most=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GiGPO(Grouped):
+    fn: str = "verl.algorithms.turns:gigpo"
+    inputs: tuple[str, ...] = TURNS
+    turn_discount: float = knob(0.95, option=True, least=0, most=1)
+    step_coef: float = knob(1.0, option=True, least=0)
 
 
 @dataclass(frozen=True, kw_only=True)

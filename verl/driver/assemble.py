@@ -123,7 +123,9 @@ async def _run_of(
     )
     recorder = context.cluster.start("recorder", build_recorder, (told,))
     reporter = reporter_of(claimed, resolved, progress, waits, num_steps, recorder=recorder, on_step=on_step)
-    trajectories = _trajectories(config, tokenizer, loops, rollout, reward, waits)
+    assert learner.algorithm is not None
+    credits = learner.algorithm.credits_turns()
+    trajectories = _trajectories(config, tokenizer, loops, rollout, reward, waits, credits_turns=credits)
     groups = _groups(config, learner, tasks, trajectories, reporter, num_steps)
     checkpointer = Checkpointer(claimed, learner, trained_roles(learner), checkpoint_bytes(config), reporter)
     publisher = _publisher(config, sync, actor, replicas, rollout, waits, progress)
@@ -215,7 +217,14 @@ def _in_step(config: Config) -> bool:
 
 
 def _trajectories(
-    config: Config, tokenizer: Any, loops: Loops, rollout: RolloutEngine, reward: RewardFn, waits: Waits
+    config: Config,
+    tokenizer: Any,
+    loops: Loops,
+    rollout: RolloutEngine,
+    reward: RewardFn,
+    waits: Waits,
+    *,
+    credits_turns: bool,
 ) -> TrajectoryRunner:
     return TrajectoryRunner(
         engine=rollout,
@@ -226,6 +235,7 @@ def _trajectories(
         seed=config.run.seed,
         max_attempts=config.pipeline.max_attempts,
         max_turns=config.agent.max_turns,
+        credits_turns=credits_turns,
         timeout_s=config.run.wait_timeout_s,
         # the pool keeps reward.timeout_s for each call, from its start; this is for a pool that is stuck
         reward_timeout_s=config.run.wait_timeout_s + 2 * config.reward.timeout_s,

@@ -56,6 +56,7 @@ class TrajectoryRunner:
         timeout_s: float,
         reward_timeout_s: float | None = None,
         max_turns: int | None = None,
+        credits_turns: bool = False,
     ) -> None:
         """timeout_s: for the agent loop of one attempt · reward_timeout_s: for its reward (None: the same), counted
         from the last reward that came: many answers wait for few graders, and that is no fault of an answer."""
@@ -67,7 +68,7 @@ class TrajectoryRunner:
         self._waits = waits
         self._seed = seed
         self._max_attempts = max_attempts
-        self._max_turns = max_turns
+        self._budget: dict[str, Any] = {"max_turns": max_turns, "credits_turns": credits_turns}
         self._timeout_s = timeout_s
         self._reward_timeout_s = timeout_s if reward_timeout_s is None else reward_timeout_s
         self.moved_s = -math.inf  # when a reward came last
@@ -88,9 +89,7 @@ class TrajectoryRunner:
     async def _attempt(self, task: Task, spec: TrajectorySpec, sampling: Sampling, attempt: int) -> Trajectory:
         name = f"{spec.group_id}/{spec.purpose}{spec.index}.{attempt}"
         seed_parts = (self._seed, spec.purpose, spec.epoch, spec.draw, task.task_id, spec.index, attempt)
-        manager = ServerManager(
-            self._engine, sampling, seed_parts=seed_parts, prefix_key=spec.group_id, max_turns=self._max_turns
-        )
+        manager = ServerManager(self._engine, sampling, seed_parts=seed_parts, prefix_key=spec.group_id, **self._budget)
         started = time.monotonic()
         row = {
             **task.row,
