@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import nn
 
 from verl.checkpoint.loadable import BUILD_ERRORS, cannot_load, check_loadable
+from verl.checkpoint.score import WEIGHT as SCORE_WEIGHT
 
 
 def load_causal_lm(path: Path, *, trust_remote_code: bool = False, needs_lm_head: bool = True) -> Any:
@@ -37,14 +39,29 @@ def load_causal_lm(path: Path, *, trust_remote_code: bool = False, needs_lm_head
     finally:
         logging.set_verbosity(verbosity)
     model, found = loaded
-    missing = sorted(n for n in found["missing_keys"] if needs_lm_head or n.startswith(f"{model.base_model_prefix}."))
-    if missing:
+    refuse_other_weights(path, model, found["missing_keys"], found["unexpected_keys"], needs_lm_head=needs_lm_head)
+    return model
+
+
+def refuse_other_weights(
+    path: Path, model: Any, missing: Iterable[str], unexpected: Iterable[str], *, needs_lm_head: bool
+) -> frozenset[str]:
+    """ValueError where a folder lacks weights of the model, or has some that are not of it. The names of those that it
+    may lack: without `needs_lm_head` the language-model head."""
+    body = f"{model.base_model_prefix}."
+    spare = frozenset(n for n in missing if not needs_lm_head and not n.startswith(body))
+    if lacking := sorted({*missing} - spare):
         raise ValueError(
-            f"model.path={path}: {len(missing)} weights of the model are not there and would start at random, e.g. "
-            f"{missing[:3]}"
+            f"model.path={path}: {len(lacking)} weights of the model are not there and would start at random, e.g. "
+            f"{lacking[:3]}"
             " (a reward model's folder has no language-model head)"
         )
-    return model
+    if foreign := sorted(n for n in unexpected if n.removeprefix(body) != SCORE_WEIGHT):
+        raise ValueError(
+            f"model.path={path}: {len(foreign)} tensors in its weights are none of the model that config.json "
+            f"describes, and would be left out, e.g. {foreign[:3]}; take both from the same model"
+        )
+    return spare
 
 
 def switch_dropout_off(model: Any) -> None:

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from verl.batch import Batch, exactly
 from verl.model_engine.base import EngineContext
+from verl.model_engine.hf_parts import open_skeleton
 from verl.model_engine.layout import Layout
 from verl.model_engine.options import Options, cannot
 from verl.model_engine.snapshot import Snapshot
@@ -51,11 +52,13 @@ class _Root(nn.Module):
 
 class ShardedEngine(TorchEngine):
     """See `ModelEngine` and `TorchEngine`. layout: how the ranks of the default process group are arranged; that group
-    exists, with a deadline of its own."""
+    exists, with a deadline of its own · fill: reads this rank's parts of a model that came without storage."""
 
     _of_a_pipeline = False
 
-    def __init__(self, model: Any, *, layout: Layout, **settings: Any) -> None:
+    def __init__(
+        self, model: Any, *, layout: Layout, fill: Callable[[Mapping[str, Tensor]], None] | None = None, **settings: Any
+    ) -> None:
         assert layout.world_size == dist.get_world_size(), (layout, dist.get_world_size())
         assert (layout.pipeline > 1) == self._of_a_pipeline, layout
         for line in cannot(layout):
@@ -63,6 +66,7 @@ class ShardedEngine(TorchEngine):
         self.layout = layout
         self.place = layout.place(dist.get_rank())
         self._suffix = f"_rank{dist.get_rank()}"
+        self._fill_parts = fill
         self._host: tuple[list[DeviceMesh], dist.ProcessGroup] | None = None  # where snapshots live
         super().__init__(model, **settings)
         if self.optimizer is not None and layout.expert > 1:  # one step of torch's is of tensors on one mesh
@@ -102,6 +106,19 @@ class ShardedEngine(TorchEngine):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)
         register_fsdp_forward_method(self._root, "run")
+        if self._fill_parts is not None:
+            self._make_room()
+            saved, buffers = self.model.state_dict(), dict(self.model.named_buffers())
+            parameters = dict(self.model.named_parameters(remove_duplicate=False))
+            self._fill_parts(parameters | {name: b for name, b in buffers.items() if name in saved})
+
+    def _make_room(self) -> None:
+        """Storage for what this rank holds of a model that came without; what was one tensor stays one."""
+        before = {id(p): p for p in self._root.parameters() if p.is_meta}
+        made = {i: nn.Parameter(torch.empty_like(p, device=self.device), p.requires_grad) for i, p in before.items()}
+        for module in self._root.modules():
+            module._parameters.update({name: made.get(id(p), p) for name, p in module._parameters.items()})
+        self._root._apply(lambda t: t)  # FSDP looks at what it gathers from only then
 
     def _spread_experts(self) -> tuple[list[nn.Module], DeviceMesh | None]:
         """The modules whose parameters are spread over fewer ranks, since others have other experts, and which these
@@ -340,13 +357,16 @@ def _drop(own: nn.Module, names: Sequence[str]) -> None:
 
 
 def build(options: Options, context: EngineContext) -> TorchEngine:
-    """This rank's engine of a folder. Every rank reads the folder and keeps its part: while it does, host memory holds
-    the float32 model once per rank."""
+    """This rank's engine of a folder, of which it reads its part. Of weights that are no safetensors files every rank
+    reads all: while it does, host memory holds the float32 model once per rank."""
     if not dist.is_initialized():
         raise ValueError(
             "model.engine=sharded wants one process per rank, and this process has no others: use model.engine=torch"
         )
     from verl.model_engine.pipeline import PipelinedEngine  # which is one of these
 
-    kind = PipelinedEngine if context.layout.pipeline > 1 else ShardedEngine
-    return build_torch(options, context, partial(kind, layout=context.layout))
+    c, kind = context, PipelinedEngine if context.layout.pipeline > 1 else ShardedEngine
+    found = open_skeleton(c.folder, trust_remote_code=c.trust_remote_code, needs_lm_head=c.head == "lm")
+    if found is None:
+        return build_torch(options, c, partial(kind, layout=c.layout))
+    return build_torch(options, c, partial(kind, layout=c.layout, fill=found.fill), model=found.model)

@@ -469,9 +469,12 @@ class TorchEngine:
         return nn.ModuleDict({"model": self.model.base_model, "value_head": self.value_head})
 
 
-def build(options: Options, context: EngineContext, kind: Callable[..., TorchEngine] | None = None) -> TorchEngine:
+def build(
+    options: Options, context: EngineContext, kind: Callable[..., TorchEngine] | None = None, model: Any = None
+) -> TorchEngine:
     """The engine of a folder. A reward model or critic starts from the folder's score head where it has one; a frozen
-    reward model must have one, a trained one starts at 0 (every first score is 0, whatever the seed)."""
+    reward model must have one, a trained one starts at 0 (every first score is 0, whatever the seed). model: the
+    folder's causal LM, where it was opened already."""
     c = context
     score = read_score(c.folder) if c.head != "lm" else None
     if c.head == "score" and score is None and c.optim is None:
@@ -479,8 +482,10 @@ def build(options: Options, context: EngineContext, kind: Callable[..., TorchEng
             f"{c.folder}: no {SCORE_WEIGHT} in its weights: a language model, not a reward model; train one with "
             "verl rm"
         )
+    if model is None:
+        model = load_causal_lm(c.folder, trust_remote_code=c.trust_remote_code, needs_lm_head=c.head == "lm")
     return (kind or TorchEngine)(
-        load_causal_lm(c.folder, trust_remote_code=c.trust_remote_code, needs_lm_head=c.head == "lm"),
+        model,
         head=c.head,
         optim=c.optim and replace(c.optim, max_skipped_updates=options.max_skipped_updates),
         dtype=c.dtype,

@@ -1,0 +1,108 @@
+"""Every rank reads its own part of a folder: what it holds then, and what it held meanwhile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import EXPERTS, MODELS, SIZES, Case, gradients, model, share
+from forked import run
+from test_gate import LAYOUTS
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from verl.model_engine import sharded
+from verl.model_engine.base import EngineContext
+from verl.model_engine.layout import Layout
+from verl.model_engine.optim import OptimSpec
+from verl.model_engine.options import Options
+from verl.model_engine.sharded import part_of_rank
+from verl.model_engine.torch_engine import TorchEngine
+
+HEADS = {"actor": "lm", "critic": "value"}
+
+
+def built(folder: Path, layout: Layout, role: str = "actor", **given: Any) -> TorchEngine:
+    context = dict(folder=folder, head=HEADS[role], optim=OptimSpec(lr=1e-2), dtype="float32", layout=layout)
+    return sharded.build(Options(), EngineContext(**context | {"max_tokens_per_microbatch": 60} | given))
+
+
+def built_of_the_whole(*args: Any, **given: Any) -> TorchEngine:
+    """By way of the whole model on every rank."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sharded, "open_skeleton", lambda *args, **settings: None)
+        patch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")  # what is measured is this thread
+        return built(*args, **given)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_rank_reads_what_it_would_have_kept_of_the_whole(layout, tmp_path):
+    """The same bits, and an engine that goes on as the other does."""
+    at = LAYOUTS[layout]
+    names = [EXPERTS] if at.expert > 1 else [*MODELS] if at.tensor == 1 else [n for n in MODELS if n != EXPERTS]
+    for i, name in enumerate(names):
+        folder = tmp_path / str(i)
+        model(name).to(torch.bfloat16).save_pretrained(folder)
+        model.cache_clear()
+        role = ("actor", "critic")[i % 2]
+        case = Case(at, role, model=name)
+
+        def compared(rank: int) -> None:
+            found, expected = built(folder, at, role), built_of_the_whole(folder, at, role)
+            assert found.masters.keys() == expected.masters.keys() and found.tied == expected.tied
+            assert all(torch.equal(t, found.masters[n]) for n, t in expected.masters.items())
+            buffers = dict(found.model.named_buffers())
+            assert all(torch.equal(b, buffers[n]) for n, b in expected.model.named_buffers())
+            _, batch, count = share(case, rank)
+            for e in (found, expected):
+                e.forward_backward(batch, case.batch()[2], count)
+            theirs = gradients(expected)
+            assert all(torch.equal(g, theirs[n]) for n, g in gradients(found).items())
+            found.optim_step(), expected.optim_step()
+            for (n, w), (m, v) in zip(found.weights(), expected.weights(), strict=True):
+                assert n == m and torch.equal(w, v), n
+
+        run(at.world_size, compared)
+
+
+def peak_bytes(fn: Any, files: Path) -> tuple[int, Any]:
+    """(the most that torch's allocator of host memory had given out at once while fn ran, above what it had before;
+    what fn returned). The maps of these files, of which the host has one copy whoever maps them, are left out."""
+    mapped = {path.stat().st_size for path in files.glob("*.safetensors")}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        found = fn()
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held = most = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes() * (abs(event.nbytes()) not in mapped)
+        most = max(most, held)
+    return most, found
+
+
+WIDE = SIZES | dict(hidden_size=256, intermediate_size=1024, num_hidden_layers=6, head_dim=32, vocab_size=4000)
+BIG = {
+    "wide": lambda: Qwen3ForCausalLM(Qwen3Config(**WIDE, tie_word_embeddings=True)),
+    "wide, experts": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(**WIDE | {"vocab_size": 500}, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256)
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", ["FSDP", "FSDP, three", "HSDP", "TP", "FSDP x TP", "PP", "EP", "FSDP x EP"])
+def test_while_it_loads_a_rank_holds_its_part_and_one_tensor(layout, tmp_path):
+    at = LAYOUTS[layout]
+    whole = BIG["wide, experts" if at.expert > 1 else "wide"]()
+    whole.to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size="3MB")
+    largest, every = (f(4 * p.numel() for p in whole.parameters()) for f in (max, sum))
+    tables = 1 << 16  # buffers, and what is no part of the model
+
+    def peaks(rank: int) -> tuple[int, int, int]:
+        own, e = peak_bytes(lambda: built(tmp_path, at), tmp_path)
+        held = sum(4 * part_of_rank(p).numel() for p in e._trained().parameters())
+        del e
+        return held, own, peak_bytes(lambda: built_of_the_whole(tmp_path, at), tmp_path)[0]
+
+    for held, own, of_the_whole in run(at.world_size, peaks):
+        assert held <= own <= held + largest + tables, (held, own, largest)
+        assert own < every <= of_the_whole, (own, every, of_the_whole)

@@ -1,0 +1,255 @@
+"""A Hugging Face folder of which a rank reads its own part.
+
+The model is built without storage and sharded; then what a rank holds of each tensor is read into its place from the
+safetensors files, which are mapped. Names, conversions (experts that are many tensors in a folder and one in
+transformers), ties and buffers are those of `from_pretrained`, and so are the bits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from verl.checkpoint.loadable import BUILD_ERRORS, cannot_load, check_loadable
+from verl.model_engine.hf_model import refuse_other_weights
+
+Index = tuple[slice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """Tensors of the model out of those of a folder. sources: names in the folder by transformers' patterns · targets:
+    names in the model."""
+
+    transform: Any
+    sources: Mapping[str, Sequence[str]]
+    targets: tuple[str, ...]
+
+    def make(self, read: Callable[[str], Tensor], config: Any, *, row: int | None = None) -> dict[str, Tensor]:
+        """All of them; row: of the one target, which is stacked from lists of tensors, that row alone [1, ...]."""
+        rows = slice(None) if row is None else slice(row, row + 1)
+        for pattern, names in self.sources.items():
+            for name in names[rows]:
+                self.transform.add_tensor(self.targets[0], name, pattern, read(name))
+        found = self.transform.convert(self.targets[0], config=config)
+        return {name: t[0] if isinstance(t, list) else t for name, t in found.items()}
+
+    @property
+    def copied(self) -> str | None:
+        """The tensor of the folder that is the target as it stands, under whatever name."""
+        return None if hasattr(self.transform, "operations") else next(iter(self.sources.values()))[0]
+
+    @property
+    def stacked(self) -> bool:
+        """Whether a row of the target is made of one tensor of each list: experts."""
+        from transformers.core_model_loading import Concatenate, MergeModulelist
+
+        first, *rest = self.transform.operations
+        merged = isinstance(first, MergeModulelist) and first.dim == 0
+        return merged and all(isinstance(op, Concatenate) and op.dim > 0 for op in rest)
+
+
+@dataclass(frozen=True, slots=True)
+class Skeleton:
+    """A causal LM in float32 whose parameters have no storage (its buffers have), and where they are read.
+
+    files: of each tensor of the folder · spare: weights that the folder lacks and nothing trains, drawn at random."""
+
+    model: Any
+    files: Mapping[str, Path]
+    made: Sequence[_Made]
+    spare: Collection[str]
+
+    def fill(self, into: Mapping[str, Tensor]) -> None:
+        """Read what this rank holds of these tensors, by the model's names; a tied one has several."""
+        filled: set[int] = set()
+        with ExitStack() as stack:
+            open_files = {path: stack.enter_context(safe_open(path, "pt")) for path in {*self.files.values()}}
+
+            def read(name: str, index: Index = ()) -> Tensor:
+                file = open_files[self.files[name]]
+                found: Tensor = file.get_slice(name)[index] if index else file.get_tensor(name)
+                return found.to(torch.float32) if found.is_floating_point() else found
+
+            for made in self.made:
+                here = {name: into[name] for name in made.targets if name in into}
+                self._fill(made, here, read)
+                filled |= {id(t) for t in here.values()}
+        for name in into.keys() & self.spare:
+            noise = torch.Generator().manual_seed(0)
+            std = self.model.config.get_text_config().initializer_range
+            mine, index = part_and_place(into[name])
+            mine.copy_(torch.empty(into[name].shape).normal_(std=std, generator=noise)[index])
+            filled.add(id(into[name]))
+        assert not (left := [name for name, t in into.items() if id(t) not in filled]), left
+
+    def _fill(self, made: _Made, here: Mapping[str, Tensor], read: Callable[..., Tensor]) -> None:
+        parts = {name: part_and_place(t) for name, t in here.items()}
+        if not any(mine.numel() for mine, _ in parts.values()):
+            return
+        if made.copied is not None:
+            for mine, index in parts.values():
+                mine.copy_(read(made.copied, index))
+        elif made.stacked:
+            ((mine, index),) = parts.values()
+            for i in range(index[0].start, index[0].stop):
+                (row,) = made.make(read, self.model.config, row=i).values()
+                mine[i - index[0].start].copy_(row[0][index[1:]])
+        else:
+            found = made.make(read, self.model.config)
+            for name, (mine, index) in parts.items():
+                mine.copy_(found[name][index])
+
+
+def part_and_place(t: Tensor) -> tuple[Tensor, Index]:
+    """What this rank holds of a tensor, in its own storage, and where in the whole that is."""
+    if not isinstance(t, DTensor):
+        return t.detach(), tuple(slice(0, size) for size in t.shape)
+    whole: Any = t
+    mine: Tensor = whole.detach().to_local()
+    sizes, starts = compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)
+    assert mine.numel() == 0 or tuple(sizes) == tuple(mine.shape), (sizes, mine.shape, t.placements)
+    return mine, tuple(slice(start, start + size) for start, size in zip(starts, mine.shape, strict=True))
+
+
+def open_skeleton(path: Path, *, trust_remote_code: bool = False, needs_lm_head: bool = True) -> Skeleton | None:
+    """As `load_causal_lm`, with the same errors, but no weight is read; None for a folder whose weights are no
+    safetensors, or that lacks some which transformers makes up."""
+    from transformers import AutoModelForCausalLM
+
+    if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
+        return None
+    config = check_loadable(path, trust_remote_code=trust_remote_code)
+    if not (stored := _stored(path)):
+        return None
+    try:
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, trust_remote_code=trust_remote_code
+            )
+        made, unexpected, wrong = _plan(model, {name: t for name, (_, t) in stored.items()})
+    except BUILD_ERRORS as e:
+        raise cannot_load(path, e) from e
+    if wrong:
+        raise ValueError(
+            f"model.path={path}: {len(wrong)} weights are not those that config.json describes, e.g. {wrong[0]}; take "
+            "both from the same model"
+        )
+    files = {name: file for name, (file, _) in stored.items()}
+    made = _tied(model, files, made)
+    missing, unexpected, made_up = _faults(model, {name for m in made for name in m.targets}, unexpected)
+    spare = refuse_other_weights(path, model, missing, unexpected, needs_lm_head=needs_lm_head)
+    if made_up:
+        return None
+    _make_buffers(model)
+    return Skeleton(model, files, made, spare)
+
+
+def _stored(path: Path) -> dict[str, tuple[Path, Tensor]]:
+    """The tensors of a folder without storage, and their files: those that transformers chooses, or none."""
+    whole, index = path / "model.safetensors", path / "model.safetensors.index.json"
+    files = {whole} if whole.is_file() else set()
+    if not files and index.is_file():
+        files = {path / file for file in json.loads(index.read_text())["weight_map"].values()}
+    found = {}
+    for file in sorted(files):
+        with safe_open(file, "pt") as f:
+            for name in f.keys():  # noqa: SIM118 - not a mapping
+                found[name] = file, torch.empty(f.get_slice(name).get_shape(), device="meta")
+    return found
+
+
+def _plan(model: Any, stored: Mapping[str, Tensor]) -> tuple[list[_Made], set[str], list[str]]:
+    """(how the model's tensors are made, those of the folder that have no place, what is wrong with others): names and
+    conversions of `transformers.core_model_loading`, tried on tensors without storage."""
+    from transformers import core_model_loading as hf
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    ways: Any = get_model_conversion_mapping(model)
+    renamings = [way for way in ways if isinstance(way, hf.WeightRenaming)]
+    converters = [way for way in ways if isinstance(way, hf.WeightConverter)]
+    by_pattern = {pattern: way for way in converters for pattern in way.source_patterns}
+    wanted, prefix = model.state_dict(), model.base_model_prefix
+    planned: dict[str, tuple[Any, dict[str, list[str]]]] = {}
+    unexpected = set()
+    for name in sorted(stored, key=hf.dot_natural_key):
+        target, pattern = hf.rename_source_key(name, renamings, converters, prefix, wanted)
+        if target not in wanted and name in wanted:
+            target, pattern = hf.rename_source_key(name, [], [], prefix, wanted)
+        if target not in wanted or (pattern is None and target in planned):
+            unexpected.add(target)
+            continue
+        way = hf.WeightRenaming(name, target) if pattern is None else by_pattern[pattern]
+        planned.setdefault(target, (way, {}))[1].setdefault(pattern or name, []).append(name)
+    made, wrong = [], []
+    for target, (way, sources) in planned.items():
+        tried = _Made(way, sources, (target,))
+        try:
+            found = tried.make(stored.__getitem__, model.config)
+        except BUILD_ERRORS as e:
+            number = sum(map(len, sources.values()))
+            wrong.append(f"{target} cannot be made of {number} tensors ({' '.join(str(e).split())[:200]})")
+            continue
+        made.append(_Made(way, sources, (target, *(name for name in found if name != target))))
+        for name, t in found.items():
+            if name not in wanted or t.shape != wanted[name].shape:
+                by_config = list(wanted[name].shape) if name in wanted else "nothing"
+                wrong.append(f"{name} is {list(t.shape)} in the weights and {by_config} by config.json")
+    return made, unexpected, wrong
+
+
+def _tied(model: Any, files: Mapping[str, Path], made: Sequence[_Made]) -> list[_Made]:
+    """Without the second of two tied tensors that the folder has both; those that differ there are tied no more."""
+    of = {name: m for m in made for name in m.targets}
+    dropped: set[int] = set()
+    for alias, owner in dict(model.all_tied_weights_keys).items():
+        both = [m.copied for m in (of.get(alias), of.get(owner)) if m is not None and m.copied is not None]
+        if len(both) < 2:
+            continue
+        with ExitStack() as stack:
+            a, b = (stack.enter_context(safe_open(files[name], "pt")).get_tensor(name) for name in both)
+            same = torch.equal(a, b)
+        if same:
+            dropped.add(id(of[alias]))
+        else:
+            holder, _, leaf = alias.rpartition(".")
+            parent = model.get_submodule(holder)
+            parent._parameters[leaf] = nn.Parameter(torch.empty_like(parent._parameters[leaf]))
+            del model.all_tied_weights_keys[alias]
+    return [m for m in made if id(m) not in dropped]
+
+
+def _faults(model: Any, found: set[str], unexpected: set[str]) -> tuple[set[str], set[str], bool]:
+    """(missing weights, tensors without a place, whether some are missing that transformers makes up)."""
+    from transformers.utils.loading_report import LoadStateDictInfo
+
+    for alias, owner in model.all_tied_weights_keys.items():
+        if owner in found or alias in found:
+            found |= {alias, owner}
+    missing = {*model.state_dict()} - found
+    said = LoadStateDictInfo({*missing}, {*unexpected}, set(), [], {}, set())
+    model._adjust_missing_and_unexpected_keys(said)
+    return said.missing_keys, said.unexpected_keys, said.missing_keys != missing
+
+
+def _make_buffers(model: Any) -> None:
+    """Give the buffers storage, and those that are not saved their values, as transformers does after loading: its
+    initialisation passes over what is said to have been loaded."""
+    saved = {*model.state_dict()}
+    for name, buffer in list(model.named_buffers()):
+        holder, _, leaf = name.rpartition(".")
+        model.get_submodule(holder)._buffers[leaf] = torch.empty_like(buffer, device="cpu")
+    for name, t in (*model.named_parameters(), *model.named_buffers()):
+        if name in saved:
+            t._is_hf_initialized = True
+    model.initialize_weights()
