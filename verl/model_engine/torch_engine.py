@@ -473,8 +473,7 @@ def build(
     options: Options, context: EngineContext, kind: Callable[..., TorchEngine] | None = None, model: Any = None
 ) -> TorchEngine:
     """The engine of a folder. A reward model or critic starts from the folder's score head where it has one; a frozen
-    reward model must have one, a trained one starts at 0 (every first score is 0, whatever the seed). model: the
-    folder's causal LM, where it was opened already."""
+    reward model must have one, a trained one starts at 0 (whatever the seed). model: the folder's LM, opened already."""
     c = context
     score = read_score(c.folder) if c.head != "lm" else None
     if c.head == "score" and score is None and c.optim is None:
