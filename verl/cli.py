@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if verb in VERBS and ("-h" in rest or "--help" in rest):
         return guarded(lambda: _help(verb))
     if verb in VERBS:
-        return guarded(lambda: VERBS[verb](rest))
+        return guarded(lambda: VERBS[verb](rest), rest)
     near = difflib.get_close_matches(verb, VERBS, 1)
     return _fail(f"there is no verb {verb!r}" + (f"; did you mean {near[0]!r}?" if near else "") + " (verl --help)")
 
@@ -65,28 +65,35 @@ def _help(verb: str) -> int:
     return 0
 
 
-def guarded(work: Callable[[], int]) -> int:
-    """Run; turn what went wrong into an exit code and a last line with the first cause."""
+def guarded(work: Callable[[], int], args: Sequence[str] = ()) -> int:
+    """Run; turn what went wrong into an exit code and a last line with the first cause. What args take from the
+    environment (`${oc.env:KEY}`) is not shown."""
     try:
         return work()
     except KeyboardInterrupt as e:
         return _fail(str(e) or "interrupted", 130)
     except ValueError as e:
-        return _fail(str(e), 2)
+        return _fail(_hidden(str(e), args), 2)
     except Exception as e:  # the outermost frame: print the traceback, then the first cause last
         import traceback
 
         from verl.driver.stopping import Stopped
 
         if isinstance(e, Stopped):
-            return _fail(str(e), e.code)
+            return _fail(_hidden(str(e), args), e.code)
         if not _expected(e):
-            traceback.print_exc()
+            print(_hidden(traceback.format_exc(), args), file=sys.stderr, end="")
         cause = e
         while cause.__cause__ is not None:
             cause = cause.__cause__  # type: ignore[assignment]
         name = "" if _expected(cause) else f"{type(cause).__name__}: "
-        return _fail(f"{name}{cause}", 1)
+        return _fail(_hidden(f"{name}{cause}", args), 1)
+
+
+def _hidden(text: str, args: Sequence[str]) -> str:
+    from verl.config.load import without_environment
+
+    return without_environment(text, " ".join(args))
 
 
 def _expected(e: BaseException) -> bool:

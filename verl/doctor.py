@@ -23,6 +23,8 @@ EXTRAS = {
 
 
 def doctor(run_dir: Path | None) -> int:
+    if run_dir is not None and not run_dir.is_dir():
+        raise ValueError(f"{run_dir} is not a folder")
     print(f"python {platform.python_version()}, {platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores")
     missing = [name for name in PINNED if _version(name) is None]
     print("core: " + ", ".join(f"{n} {_version(n) or 'MISSING'}" for n in PINNED))
@@ -70,8 +72,6 @@ def _holder(lock: Path) -> tuple[str, bool]:
 
 
 def _run(run_dir: Path) -> None:
-    if not run_dir.is_dir():
-        raise ValueError(f"{run_dir} is not a folder")
     from verl.track.events import FINISHED, read_events
     from verl.track.metrics import read_metrics
 

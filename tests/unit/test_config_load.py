@@ -478,3 +478,19 @@ def test_every_key_is_read() -> None:
     keys = {*leaves(), *option_keys()} - {f"algorithm.{name}" for name in knobs()}
     keys -= {f"{section}.engine_options" for section in TABLES}  # options_of reads them by section
     assert not [key for key in keys if key.rsplit(".", 1)[-1] not in read]
+
+
+def test_a_value_of_the_environment_is_not_in_what_a_command_says_of_its_end(monkeypatch, capsys):
+    from verl import cli
+
+    monkeypatch.setenv("JUDGE_KEY", "sk-very-secret")
+    args = ["train", "model.path=m", "cluster.env={KEY: '${oc.env:JUDGE_KEY}'}"]
+    for error, code in ((ValueError, 2), (KeyError, 1), (OSError, 1)):
+
+        def refused(rest, error=error):
+            raise error("401 for sk-very-secret")
+
+        monkeypatch.setattr(cli, "VERBS", {"train": refused})
+        assert cli.main(args) == code
+        said = capsys.readouterr().err
+        assert "401 for ${oc.env:JUDGE_KEY}" in said.splitlines()[-1] and "sk-very" not in said

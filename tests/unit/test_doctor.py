@@ -41,6 +41,11 @@ def test_alive_dead_finished_and_dead_again(tmp_path, capsys):
     assert "run: dead (process 1 is gone) after step 4" in told(tmp_path, capsys)
 
 
+def test_what_is_no_run_is_refused_in_words(tmp_path, capsys):
+    assert main(["doctor", str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path / 'none'} is not a folder\n"
+
+
 def test_a_run_that_died_before_its_first_step(tmp_path, capsys):
     (tmp_path / ".lock").write_text("99999999")
     assert "dead (process 99999999 is gone) before its first step" in told(tmp_path, capsys)

@@ -59,10 +59,15 @@ class Resolved:
 
     def hide(self, text: str) -> str:
         """`text` without the environment's values, of six characters and more (shorter ones may stand anywhere)."""
-        for name in set(_ENVIRONMENT.findall(str(self.masked))):
-            if len(value := os.environ.get(name, "")) >= 6:
-                text = text.replace(value, shown := f"${{oc.env:{name}}}").replace(json.dumps(value)[1:-1], shown)
-        return text
+        return without_environment(text, str(self.masked))
+
+
+def without_environment(text: str, written: str) -> str:
+    """See `Resolved.hide`. written: where `${oc.env:KEY}` names what is to be hidden."""
+    for name in set(_ENVIRONMENT.findall(written)):
+        if len(value := os.environ.get(name, "")) >= 6:
+            text = text.replace(value, shown := f"${{oc.env:{name}}}").replace(json.dumps(value)[1:-1], shown)
+    return text
 
 
 def load_config(overrides: Sequence[str], *, verl_defaults: VerlDefaults | None = None) -> Resolved:

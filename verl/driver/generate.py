@@ -11,6 +11,7 @@ import uvloop
 
 from verl.chat import render_prompt
 from verl.config.schema import Config
+from verl.data.lost import Coverage, lost_lines
 from verl.driver.assemble import checkpoint_engine, context_of, rollout_engine, sampling_of
 from verl.driver.models import role_spec, workers_of
 from verl.driver.setup import decoder, load_tokenizer_of, require_an_end, set_up_process
@@ -23,6 +24,9 @@ def generate_once(config: Config, prompt: str, n: int) -> list[tuple[str, str, f
     set_up_process(config)
     tokenizer = load_tokenizer_of(config)
     require_an_end(config, tokenizer)
+    lost = Coverage(tokenizer).lost(prompt)
+    for line in lost_lines({"prompt": (len(prompt), len(lost))}, {"prompt": repr(lost[:20])}):
+        print(f"warning: {line}")
     messages = [{"role": "user", "content": prompt}]
     ids = render_prompt(tokenizer, messages, template_kwargs=config.model.template_kwargs)
     if len(ids) > config.data.max_prompt_tokens:

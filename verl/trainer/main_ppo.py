@@ -7,7 +7,7 @@ from verl.trainer import is_spare_rank
 
 
 def main(args: list[str]) -> int:
-    return 0 if is_spare_rank() else guarded(lambda: train(args, verl_defaults="rl"))
+    return 0 if is_spare_rank() else guarded(lambda: train(args, verl_defaults="rl"), args)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from verl.cli import guarded, supervised
 
 
 def main(args: list[str]) -> int:
-    return guarded(lambda: supervised(args, "sft", verl_defaults="sft"))
+    return guarded(lambda: supervised(args, "sft", verl_defaults="sft"), args)
 
 
 if __name__ == "__main__":
