@@ -48,6 +48,7 @@ def faults(folder: Path, *args: str, command: str = "train", model: str = "model
     return []
 
 
+DISK = ("sync.engine=disk", "sync.engine_options.folder=/shared")
 FAULTS = [
     # a layout
     ((*FOUR, "parallel.tensor=3"), "use a multiple of 3"),
@@ -94,6 +95,12 @@ FAULTS = [
         "cluster.roles.rollout=gen",
         "sync.engine=tcp",
     ),
+    (
+        (*AWAY, "sync.engine=disk", "cluster.pools={gen: {ranks_per_node: 1}}", "cluster.roles={rollout: gen}"),
+        "cluster.roles.rollout=gen",
+        "the disk of one machine",
+        "sync.engine_options.folder",
+    ),
 ]  # fmt: skip
 
 
@@ -119,6 +126,7 @@ def test_what_is_allowed(folder: Path) -> None:
         (*AWAY, "cluster.nodes=2", "cluster.ranks_per_node=2", "rollout.replicas=3"),
         (*AWAY, "cluster.pools={gen: {ranks_per_node: 1}}", "cluster.roles={rollout: gen}"),
         (*AWAY, "sync.engine=shm", "cluster.nodes=2", "cluster.ranks_per_node=2", "rollout.replicas=2"),
+        (*AWAY, *DISK, "cluster.pools={gen: {ranks_per_node: 1}}", "cluster.roles={rollout: gen}"),
         ("cluster.max_restarts=0",),
     ):
         assert faults(folder, *args) == [], args

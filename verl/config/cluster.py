@@ -9,7 +9,7 @@ from pathlib import Path
 
 from verl.algorithms.presets import settled
 from verl.algorithms.sections import TEACHER
-from verl.config.backends import address_of, backend_of, layout_of, options_of
+from verl.config.backends import address_of, backend_of, engine_of, layout_of, options_of
 from verl.config.memory import on_cuda
 from verl.config.model_files import describe_model, read_model_config
 from verl.config.schema import Config
@@ -178,16 +178,20 @@ def _transports(config: Config, pools: dict[str, Pool], roles: dict[str, str]) -
     if backend_of(config, "queue").one_host:
         why = f"is the memory of one machine, and cluster.address={far} may have several"
         yield f"queue.engine={config.queue.engine} {why}: set queue.engine=ray"
-    if not backend_of(config, "sync").one_host:
+    alone = engine_of(config, "sync") == "disk" and config.sync.engine_options.get("folder") is None
+    if not (alone or backend_of(config, "sync").one_host):
         return
     at, home, why = roles["rollout"], roles["actor"], "goes through the memory of one machine"
+    fix = "set sync.engine=tcp"
+    if alone:
+        why, fix = "lies on the disk of one machine", "set sync.engine_options.folder to one that all machines see"
     if at != home:
         yield (
             f"cluster.roles.rollout={at}: sync.engine={config.sync.engine} {why}, and with cluster.address={far} that "
-            f"pool may be on another; set sync.engine=tcp, or let rollout live with the actor, in {home}"
+            f"pool may be on another; {fix}, or let rollout live with the actor, in {home}"
         )
     elif replicas > (held := pools[home].ranks_per_node):
         yield (
             f"rollout.replicas={replicas}: sync.engine={config.sync.engine} {why}, and the first node of the pool "
-            f"{home} has {held} ranks: set sync.engine=tcp, or at most {held}"
+            f"{home} has {held} ranks: {fix}, or at most {held}"
         )
