@@ -296,7 +296,7 @@ MUTANTS = (
     Mutant("workers/role.py", "sums.argmax(0)", "sums.argmin(0)", SEVERAL),
     Mutant("workers/role.py", "ids=first.ids[left:]", "ids=first.ids", SEVERAL),
     Mutant("workers/role.py", "samples = [informed(s) for s in samples]", "pass", SEVERAL),
-    Mutant("workers/role.py", "frozenset((*alone, *(", "frozenset((*(", SEVERAL),
+    Mutant("workers/role.py", "if s.context is None]", "if s.context is s]", SEVERAL),
     Mutant("workers/teachers.py", "broken |= {*own.ids}", "pass", SEVERAL),
     Mutant("types.py", "if np.array_equal(first, task.prompt_ids):", "if True:", SEVERAL),
     Mutant("model_engine/optim.py", "lerp_(p, 1 - average)", "lerp_(p, average)", SEVERAL),

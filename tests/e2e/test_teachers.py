@@ -1,20 +1,28 @@
-"""Secrets of three digits that a key does not give away: a policy that reads them in a hint learns to do without.
-Two teachers know half of them each."""
+"""Secrets of three digits that a key does not give away: a policy that reads them in a hint learns to do without,
+and two teachers, each of which knows half of them, teach all."""
 
+import asyncio
 import json
 import random
 
 import numpy as np
 import pytest
 import torch
+from fakes import put
+from serving import server_process
 from small_runs import metrics_of, same_tensors, small_run, tensors_of
 
+from verl.config.load import load_config
+from verl.driver.assemble import offline_learner
 from verl.driver.replay import replay
+from verl.driver.step import Step, experience_and_update
 from verl.models import tiny
 from verl.recipes import arithmetic
+from verl.types import Sample, Segment
 
 KEYS = "012345"
 SECRETS = {k: "".join(random.Random(int(k) + 5).choices("0123456789", k=3)) for k in KEYS}
+SMALL = ("model.dtype=float32", "data.max_prompt_tokens=16", "rollout.max_response_tokens=4", "step.prompts_per_step=1")
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return sum(a == b for a, b in zip(solution_str, ground_truth)) / 3
@@ -96,6 +104,8 @@ def run(world, tmp_path, name: str, *more: str) -> list[float]:
         "rollout.max_response_tokens": 4,
     }
     said = {a.partition("=")[0] for a in more}
+    if "algorithm.name=opd" in more:
+        del given["algorithm.options.beta"]
     args = [f"{k}={v}" for k, v in given.items() if k not in said]
     small_run(tmp_path / name, world / "reader", [world / "rows.jsonl"], *args, *more)
     found = metrics_of(tmp_path / name / "r")
@@ -115,6 +125,13 @@ def test_a_policy_that_reads_hints_learns_to_do_without(world, tmp_path):
         assert np.mean(scores[-8:]) > 2 * np.mean(without[-8:]), (name, scores)
 
 
+def test_two_teachers_teach_what_neither_knows_alone(world, tmp_path):
+    fast = "optim.lr=5e-3"
+    both = run(world, tmp_path, "both", fast, f"teacher.paths={{low: {world / 'low'}, high: {world / 'high'}}}")
+    alone = [run(world, tmp_path, name, fast, f"teacher.path={world / name}") for name in ("low", "high")]
+    assert np.mean(both[-8:]) > 1.25 * max(np.mean(scores[-8:]) for scores in alone), (both, alone)
+
+
 @pytest.mark.parametrize("more", [("teacher.path=policy", "teacher.ema=0.9"), ("teacher.path=policy",), ("several",)])
 def test_a_run_that_was_cut_is_the_run_that_was_not(more, world, tmp_path):
     paths = f"teacher.paths={{low: {world / 'low'}, high: {world / 'high'}}}"
@@ -132,3 +149,33 @@ def test_a_step_can_be_replayed(more, world, tmp_path, capsys):
     given = [*(paths if m == "several" else m for m in more), "run.total_steps=2", "teacher.hint_key=hint"]
     run(world, tmp_path, "run", *given)
     assert replay([f"run.root_dir={tmp_path / 'run'}", "run.name=r"], 2) == 0, capsys.readouterr().out
+
+
+def test_a_teacher_that_verl_serves(world, tmp_path):
+    """As the folder itself; one that dies trains nobody."""
+    given = ("algorithm.name=opd", "teacher.hint_key=hint", "run.total_steps=2")
+    run(world, tmp_path, "folder", *given, f"teacher.path={world / 'low'}")
+    with server_process(world / "low", tmp_path / "log") as (process, url):
+        run(world, tmp_path, "served", *given, f"teacher.path={url}")
+        with pytest.raises(ValueError, match=r"cannot be a teacher.*top_k"):
+            run(world, tmp_path, "likeliest", "run.total_steps=1", f"teacher.path={url}")
+        there, here = (metrics_of(tmp_path / name / "r") for name in ("served", "folder"))
+        for figure in ("teacher/kl", "actor/pg_loss", "actor/grad_norm"):
+            found, wanted = ([m[s][figure] for s in (1, 2)] for m in (there, here))
+            assert found == pytest.approx(wanted, rel=1e-2, abs=1e-4), figure
+        config = load_config(
+            [f"model.path={world / 'low'}", f"teacher.path={url}", "algorithm.name=opd", *SMALL]
+        ).config
+        learner = offline_learner(config, 1, tmp_path)
+        process.kill()
+        process.wait(30)
+    try:
+        drawn = Segment(ids=np.array([5, 6]), source="sampled", logprobs=np.zeros(2, np.float32), version=0)
+        row = (Segment(ids=np.array([1, 4, 3]), source="prompt"), drawn)
+        sample = Sample(sample_id="s", trajectory_id="t", group_id="g", purpose="train", segments=row, reward=1.0)
+        refs = put(learner.queue, [sample])
+        assert learner.models["teacher"].infer(refs, {"logprobs": "teacher_logprobs"}).result(60) == {"s"}
+        with pytest.raises(ValueError, match="teacher: 1 of 1 samples have no finite number"):
+            asyncio.run(experience_and_update(learner, Step(0), refs))
+    finally:
+        learner.close()

@@ -71,6 +71,10 @@ REFUSED = [
     (["algorithm.name=opd", "teacher.paths={a-b: @/same}"], "teacher.paths.a-b: a name has letters, digits and _"),
     (["algorithm.name=gkd", "teacher.paths.a=@/same"], "teacher.paths: gkd compares with the head of one frozen model"),
     (["algorithm.name=gkd", "teacher.path=policy", "teacher.hint_key=h"], "teacher.path=policy: gkd compares with"),
+    (
+        ["algorithm.name=gkd_topk", "teacher.path=policy", "teacher.hint_key=h"],
+        "teacher.top_k=64 is above the 32 tokens",
+    ),
     (["algorithm.name=opd", "teacher.path=policy"], "it says what the policy says; give teacher.hint_key=COLUMN"),
     (
         ["algorithm.name=opd", "teacher.path=@/same", "teacher.pick=mix"],
@@ -179,13 +183,15 @@ def test_each_of_several_teachers_is_a_role(base):
         for name in ("same", "larger")
     ]
     assert items["teacher"] == sum(one) and one[0] < one[1]
-    far = ["cluster.backend=ray", "cluster.roles.teacher_b=far", "cluster.pools={far: {ranks_per_node: 1}}"]
+    far = ["cluster.backend=ray", "cluster.roles={teacher_a: main, teacher_b: far}", "cluster.pools={far: {nodes: 1}}"]
     spread = spread_of(load_config([*base, *args, *far]).config, 512)
-    assert (
-        spread is not None and "teacher_a" in spread.pools["main"].roles and spread.pools["far"].roles == ("teacher_b",)
-    )
+    assert spread is not None and "teacher_a" in spread.pools["main"].roles
+    assert spread.pools["far"].roles == ("teacher_b",)
     assert spread.pools["far"].memory.items["teacher_b weights"] == one[1]
     assert "infer teacher_b" in spread.pools["far"].memory.phases
+    far[1] = "cluster.roles.teacher_b=far"
+    spread = spread_of(load_config([*base, *args, *far]).config, 512)
+    assert spread is not None and spread.pools["far"].roles == ("teacher_a", "teacher_b"), "where least lives"
 
 
 def test_another_teacher_is_another_run(base):

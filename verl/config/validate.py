@@ -155,6 +155,8 @@ def _together(config: Config, columns: Collection[str]) -> Iterator[str]:
     if "teacher_hidden" in columns and (t.paths or t.path == POLICY):
         why = "compares with the head of one frozen model; set algorithm.name=gkd_topk or opd"
         yield f"teacher.{'paths' if t.paths else f'path={POLICY}'}: {name} {why}"
+    if t.path == POLICY and "teacher_topk" in columns and t.top_k > (most := describe_model(config.model.path).vocab):
+        yield f"teacher.top_k={t.top_k} is above the {most} tokens of {config.model.path}: lower it"
     if t.ema and t.path != POLICY:
         yield f"teacher.ema={t.ema:g} is of the policy's weights: set teacher.path={POLICY}, or leave it out"
     if t.pick != "task" and not t.paths:

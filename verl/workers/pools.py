@@ -104,8 +104,8 @@ def pools_of(section: ClusterConfig, roles: Sequence[str], *, device: str) -> tu
         if not pool.bundle
     ]
     lives = {role: section.roles.get(role, MAIN) for role in (*roles, "rollout")}
-    for role in FROZEN:
-        if role in roles and role not in section.roles:
+    for role in (r for r in roles if r in FROZEN or r.startswith("teacher")):
+        if role not in section.roles:
             lives[role] = _least_loaded(pools, {other: at for other, at in lives.items() if other != role})
     for role, name in section.roles.items():
         at = f"cluster.roles.{role}"
