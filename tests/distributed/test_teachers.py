@@ -1,10 +1,20 @@
 """What a teacher says, and what a student learns from it, is the same over the ranks of a layout as in one process."""
 
-import pytest
-from cases import OUTPUTS, TAUGHT, Case, differences, on_rank, one_process, together
-from forked import run
+import asyncio
+from dataclasses import replace
 
+import pytest
+import torch
+from cases import OUTPUTS, TAUGHT, Case, differences, engine, on_rank, one_process, share, together
+from fakes import put
+from forked import run
+from test_virtual_ranks import config_of, samples
+
+from verl.batch import loss_index
+from verl.driver.assemble import offline_learner
+from verl.driver.step import Step, experience_and_update
 from verl.model_engine.layout import Layout
+from verl.model_engine.optim import OptimSpec
 
 LAYOUTS = {
     "FSDP": Layout(world_size=2),
@@ -25,3 +35,60 @@ def test_every_layout_gives_what_one_process_gives(layout, role):
     found = together(case, run(case.layout.world_size, lambda rank: on_rank(case, rank)))
     wrong = differences(found, expected)
     assert not wrong, wrong
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_average_of_the_weights_is_that_of_one_process(layout):
+    """Two optimizer steps, then what the average says and, after it, the policy again."""
+    case = Case(LAYOUTS[layout], "actor", model="llama, biases")
+    spec = OptimSpec(lr=1e-1, eps=1.0, average=0.5)  # eps: Adam makes nothing of the order of sums
+
+    def says(e, batch, count: int):
+        terms = case.batch()[2]
+        for _ in range(2):
+            e.forward_backward(batch, terms, count)
+            e.optim_step()
+        return [e.infer(batch, ("logprobs",), average)["logprobs"] for average in (False, True, False)]
+
+    def on(rank: int):
+        rows, batch, count = share(case, rank)
+        return rows, says(engine(case.model, case.role, case.layout, optim=spec), batch, count)
+
+    batch = case.batch()[1]
+    now, average, again = says(engine(case.model, case.role, None, optim=spec), batch, 0)
+    assert torch.equal(now, again) and float((now - average).abs().max()) > 1e-3
+    for rows, found in run(case.layout.world_size, on):
+        at = loss_index(batch, rows)
+        for theirs, ours in zip(found, (now, average, now), strict=True):
+            torch.testing.assert_close(theirs[: len(at)], ours[at], rtol=1e-4, atol=1e-4)
+
+
+def test_the_others_teach_on_when_one_of_them_is_killed(ray_session, tmp_path, tiny_model, tiny_teacher, capsys):
+    config = config_of("opd", tiny_model, tiny_teacher, 1, 64)
+    config.teacher.path, config.teacher.paths = None, {"a": str(tiny_teacher), "b": str(tiny_model)}
+    config.cluster.backend, config.cluster.cpus_per_rank = "ray", 3.0
+    config.pipeline.max_invalid_share = 0.6
+    config.step.updates_per_step = config.step.epochs_per_step = 1
+    learner = offline_learner(config, 2, tmp_path / "crash")
+    try:
+        for number, dead in ((0, False), (1, True)):
+            if dead:
+                members = learner.models["teacher"]._members
+                for actor in members["b"]._group._actors:
+                    ray_session.kill(actor, no_restart=True)
+            named = {"g0": "a", "g1": "b", "g2": "a", "g3": "b"}
+            made = [
+                replace(s, sample_id=f"{number}/{s.sample_id}", trajectory_id=f"{number}/{s.trajectory_id}")
+                for s in samples(0)
+            ]
+            refs = put(learner.queue, [replace(s, teacher=named[s.group_id]) for s in made])
+            step = Step(number)
+            asyncio.run(experience_and_update(learner, step, refs))
+            gone = {r.sample_id for r in step.trained if r.outcome != "ok"}
+            assert {r.sample_id for r in refs if r.teacher == "b" and dead} <= gone
+            assert len(gone) == (9 if dead else 1), "one answer has no valid reward"
+            assert step.metrics["teacher/invalid"].value == (0.5 if dead else 0.0)
+            assert step.metrics["actor/grad_norm"].value > 0
+    finally:
+        learner.close()
+    assert "its samples are Invalid from now on" in capsys.readouterr().out
