@@ -78,6 +78,11 @@ FAULTS = [
     ((*FOUR, "cluster.pools={big: {rank_per_node: 4}}", "cluster.roles={rollout: big}"), "mean ranks_per_node"),
     ((*FOUR, "cluster.pools={big: {nodes: many}}", "cluster.roles={rollout: big}"), "cluster.pools.big", "many"),
     ((*FOUR, "cluster.pools={big: 4}", "cluster.roles={rollout: big}"), "cluster.pools.big=4"),
+    ((*FOUR, "cluster.pools={big: {dtype: int8}}", "cluster.roles={rollout: big}"), "cluster.pools.big", "int8"),
+    (
+        (*FOUR, "cluster.pools={big: {ranks_per_node: 4, dtype: float32}}", "cluster.roles={rollout: big}"),
+        *("cluster.pools.big.dtype=float32", "rollout.dtype"),
+    ),
     ((*FOUR, "cluster.pools={main: {nodes: 1}}"), "cluster.pools.main", "another name"),
     ((*FOUR, "cluster.cpus_per_rank=0"), "cluster.pools.main: its ranks hold nothing"),
     ((*FOUR, "cluster.pools={few: {ranks_per_node: 2}}", "cluster.roles={ref: few}"), "few has 2 ranks", "pool 4"),
@@ -211,6 +216,7 @@ def test_frozen_models_go_to_the_least_loaded_pool() -> None:
     assert lives({}) == here
     assert lives({"a": cpu, "b": few}, compute="a", rollout="b") == here, "they cannot hold a model as main does"
     assert lives({"a": same}) == here | {"ref": "a", "reward_model": "a"}
+    assert lives({"a": same | {"dtype": "bfloat16"}}, compute="a") == here, "nor do they change what they compute in"
     assert lives({"a": same}, ref="main") == here | {"reward_model": "a"}
     assert lives({"a": same, "b": same}) == here | {"ref": "a", "reward_model": "b"}
     assert lives({"a": same, "b": same}, rollout="a") == here | {"ref": "b", "reward_model": "b"}

@@ -135,6 +135,27 @@ def test_what_divides_what(folder: Path) -> None:
     assert "actor gathered weights" not in one and one["actor weights"] == 4 * data["actor weights"]
 
 
+def test_a_model_computes_in_what_its_pool_says(folder: Path) -> None:
+    def items(dtype: str) -> dict[str, int]:
+        pool = f"cluster.pools={{own: {{ranks_per_node: 2, dtype: {dtype}}}}}"
+        more = ("cluster.ranks_per_node=2", "model.dtype=float32", "algorithm.kl_loss_coef=0.1", pool)
+        spread = spread_of(folder, *more, "cluster.roles={ref: own, compute: own}")
+        assert "compute copy of weights" not in str(spread.pools["main"].memory.items), "main computes in model.dtype"
+        return spread.pools["own"].memory.items
+
+    whole, half = (items(dtype)["ref inference activations"] for dtype in ("float32", "bfloat16"))
+    assert whole == items("''")["ref inference activations"] > half
+
+
+def test_an_engine_is_told_the_precision_of_its_pool(folder: Path) -> None:
+    from verl.driver.models import ModelContext, role_spec
+
+    config = load_config([f"model.path={folder}", "model.dtype=float32"]).config
+    config.cluster.pools, config.cluster.roles = {"own": {"dtype": "bfloat16"}}, {"ref": "own"}
+    context = ModelContext(config, None, "cpu", 1)  # type: ignore[arg-type] - no row is read
+    assert [role_spec(context, role).context.dtype for role in ("actor", "ref")] == ["float32", "bfloat16"]
+
+
 def test_a_pool_holds_what_lives_in_it(folder: Path) -> None:
     spread = spread_of(
         folder,

@@ -10,7 +10,7 @@ from pathlib import Path
 from verl.algorithms.presets import settled
 from verl.algorithms.sections import TEACHER
 from verl.config.backends import address_of, backend_of, engine_of, layout_of, options_of
-from verl.config.memory import on_cuda
+from verl.config.memory import compute_dtype, on_cuda
 from verl.config.model_files import describe_model, read_model_config
 from verl.config.schema import Config
 from verl.config.tree import leaves, text_of, values_of
@@ -38,6 +38,12 @@ def places_of(config: Config, command: str = "train") -> tuple[dict[str, Pool], 
     """Pools by their names, and the pool of each role; ValueError for what the section cannot mean."""
     roles = roles_of(config) if command in ("train", "eval") else ("trainer", "compute")
     return pools_of(config.cluster, roles, device="cuda" if on_cuda(config) else "cpu")
+
+
+def dtype_of(config: Config, role: str) -> str:
+    """What a model computes in: as the pool says that it is sent to, else model.dtype."""
+    pool = config.cluster.pools.get(config.cluster.roles.get(role, MAIN), {})
+    return str(pool.get("dtype") or compute_dtype(config))
 
 
 def cluster_faults(config: Config, command: str) -> Iterator[str]:
@@ -154,6 +160,8 @@ def _pools(config: Config, layout: Layout, pools: dict[str, Pool], roles: dict[s
     """A model has one process for each of its ranks, and a replica one: a pool holds them side by side."""
     for name, pool in pools.items():
         models = [role for role, at in roles.items() if at == name and role not in NO_MODEL]
+        if pool.dtype and not models:
+            yield f"cluster.pools.{name}.dtype={pool.dtype}: no model lives there (of rollout it is rollout.dtype)"
         if models and pool.ranks != layout.world_size:
             yield (
                 f"cluster.pools.{name} has {pool.ranks} ranks, but {models[0]} has {layout.world_size}, as every model "

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 
 from verl.algorithms.presets import settled
 from verl.config.backends import address_of, engine_of, layout_of
-from verl.config.cluster import NO_MODEL, places_of
+from verl.config.cluster import NO_MODEL, dtype_of, places_of
 from verl.config.memory import (
     DTYPE_BYTES,
     LOGPROB_CHUNK_BYTES,
     LOGPROB_COPIES,
     Memory,
-    compute_dtype,
     layer_bytes_per_token,
     rollout_items,
     summed,
@@ -141,7 +140,7 @@ def role_items(
     model, trains = describe_model(own or config.model.path), role in ("actor", "critic")
     policies = ("actor", "ref", *teachers)
     whole = model.parameters if role in policies else model.body_parameters
-    part, tensor, dtype = layout.shard * layout.tensor, layout.tensor, compute_dtype(config)
+    part, tensor, dtype = layout.shard * layout.tensor, layout.tensor, dtype_of(config, role)
     layer = (model.body_parameters - model.embedding_parameters) // model.layers
     layers = len(layers_of_stages(model.layers, layout.pipeline)[stage])
     embeddings, root = _of_no_layer(model, layout, whole - layer * model.layers, stage)

@@ -18,6 +18,7 @@ from verl.chat.template import Tokenizer
 from verl.checkpoint.hf import HfExport
 from verl.checkpoint.score import classifier_config
 from verl.config.backends import backend_of, load, longest_sequence, options_of
+from verl.config.cluster import dtype_of
 from verl.config.plan import warmup_steps
 from verl.config.schema import Config
 from verl.model_engine.base import EngineContext, ModelEngine, ServedAt, TeacherHead
@@ -233,7 +234,7 @@ def role_spec(
             folder=Path(path or config.model.path).expanduser(),
             head=head,
             optim=optim,
-            dtype=config.model.dtype,
+            dtype=dtype_of(config, name),
             device=context.device,
             max_tokens_per_microbatch=config.step.max_tokens_per_microbatch,
             gradient_checkpointing=config.model.gradient_checkpointing,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
+from typing import Literal
 
 import msgspec
 
@@ -27,7 +28,8 @@ class Shortage(ValueError):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
     """Processes that share nothing but their devices. resource: the name of an accelerator that is not a GPU, as the
-    cluster knows it (`ray start --resources='{"NAME": 8}'`) · env: variables of its processes."""
+    cluster knows it (`ray start --resources='{"NAME": 8}'`) · env: variables of its processes · dtype: what the models
+    that `cluster.roles` sends there compute in; empty: model.dtype."""
 
     nodes: PositiveInt = 1
     ranks_per_node: PositiveInt = 1
@@ -36,6 +38,7 @@ class Pool:
     resource: str = ""
     resource_per_rank: NonNegative = 1.0
     env: dict[str, str | int | float] = field(default_factory=dict)
+    dtype: Literal["", "bfloat16", "float32"] = ""
 
     @property
     def ranks(self) -> int:
@@ -125,6 +128,6 @@ def pools_of(section: ClusterConfig, roles: Sequence[str], *, device: str) -> tu
 def _least_loaded(pools: Mapping[str, Pool], lives: Mapping[str, str]) -> str:
     """Of the pools that can hold a model as `main` does, the one whose roles keep least; `main` among equals."""
     main = pools[MAIN]
-    asked = (main.ranks, main.gpus_per_rank, main.resource)
-    able = [name for name, pool in pools.items() if (pool.ranks, pool.gpus_per_rank, pool.resource) == asked]
+    asked = (main.ranks, main.gpus_per_rank, main.resource, main.dtype)
+    able = [name for name, p in pools.items() if (p.ranks, p.gpus_per_rank, p.resource, p.dtype) == asked]
     return min(able, key=lambda name: sum(LOAD.get(role, 1) for role, at in lives.items() if at == name))
