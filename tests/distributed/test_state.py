@@ -258,20 +258,6 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_refused_by_all(layout, tmp
     assert {p.name for p in tmp_path.iterdir()} >= {"nonfinite_update_1_1_rank0.pt", "nonfinite_update_1_1_rank1.pt"}
 
 
-def test_it_works_on_after_it_was_moved_away_and_back():
-    case = Case(TWO)
-
-    def moved(rank: int) -> Any:
-        e = steps(case, rank, 1, engine(case.model, "actor", TWO, **EXACT))
-        e.to("cpu", ("optimizer",))
-        e._root._apply(lambda t: t.clone())  # new storage, as a device's is
-        e.to("cpu")
-        return weights(steps(case, rank, 1, e))
-
-    expected = weights(steps(case, None, 2, engine(case.model, "actor", None, **EXACT)))
-    assert not differences(run(2, moved)[0], expected, rtol=1e-9)
-
-
 def test_every_rank_makes_the_passes_of_the_one_that_needs_most():
     """Without a number from the driver too: as in `infer`, or else one rank would wait for the other for ever."""
     case = Case(TWO, "reference")

@@ -8,9 +8,10 @@ from pathlib import Path
 from types import MappingProxyType
 
 from verl.algorithms.presets import find, settled
-from verl.config.backends import rollout_caches
+from verl.config.backends import backend_of, options_of, rollout_caches
 from verl.config.model_files import ModelFacts, describe_model
 from verl.config.schema import Config
+from verl.model_engine.options import Options
 
 DTYPE_BYTES: Mapping[str, int] = MappingProxyType({"bfloat16": 2, "float32": 4})
 LOGPROB_CHUNK_BYTES = 16 << 20
@@ -71,14 +72,46 @@ def estimate_memory(config: Config, model: ModelFacts, reference: bool, update_t
     elif items["KV cache"] <= KEPT_KV_BYTES and not on_cuda(config):
         flying = ("KV cache",)
     own = ("master weights", "optimizer states", "reference policy", "critic with its optimizer", "teacher")
-    held = (*own, "teacher's head", "rollout weights")
+    gone = _gone(config)
+
+    def held(*awake: str) -> tuple[str, ...]:
+        return (*(item for item in (*own, "rollout weights") if item in awake or item not in gone), "teacher's head")
+
+    weights, frozen = "master weights", ("reference policy", "teacher")
     named = {
-        "rollout": (*held, "KV cache", "prefix cache", "sampling logits"),
-        "experience": (*held, "inference activations", "teacher's activations", "log-prob chunk", *flying),
-        "update": (*held, "gradients", "compute copy of weights", "activations", "log-prob chunk", *flying),
-        "publish": (*held, "incoming weights", *flying),
+        "rollout": (*held("rollout weights"), "KV cache", "prefix cache", "sampling logits"),
+        "experience": (
+            *(*held(weights, *frozen), "inference activations", "teacher's activations", "log-prob chunk", *flying),
+        ),
+        "update": (
+            *held(weights, "optimizer states"),
+            *("gradients", "compute copy of weights", "activations", "log-prob chunk", *flying),
+        ),
+        "publish": (*held(weights), "incoming weights", *flying),
     }
     return summed(items, named)
+
+
+def drops_rollout_weights(config: Config) -> bool:
+    """Whether a rollout engine gives up its weights for the time of training: where the model's own give way too, and
+    every step ends with a publish. A server keeps them."""
+    given_way = "weights" in offloaded(config, trained=True) and config.pipeline.sync_every == 1
+    shares = config.pipeline.staleness == 0 and config.pipeline.placement != "split"
+    return given_way and shares and not backend_of(config, "rollout").apart
+
+
+def offloaded(config: Config, *, trained: bool) -> tuple[str, ...]:
+    """The parts of a model's state that are not on the device between two uses."""
+    options = options_of(config, "model")
+    return options.offload(trained=trained) if isinstance(options, Options) else ()
+
+
+def _gone(config: Config) -> set[str]:
+    """The items that are not on the device between two uses; a critic's are one item, which is counted throughout."""
+    gone = {"reference policy", "teacher"} if offloaded(config, trained=False) else set()
+    gone |= {"rollout weights"} if drops_rollout_weights(config) else set()
+    parts = {"weights": "master weights", "optimizer": "optimizer states"}
+    return gone | {parts[part] for part in offloaded(config, trained=True)}
 
 
 def summed(items: Mapping[str, int], named: Mapping[str, Sequence[str]]) -> Memory:

@@ -14,7 +14,9 @@ from verl.config.memory import (
     LOGPROB_CHUNK_BYTES,
     LOGPROB_COPIES,
     Memory,
+    drops_rollout_weights,
     layer_bytes_per_token,
+    offloaded,
     rollout_items,
     summed,
     teacher_items,
@@ -115,17 +117,41 @@ def _of_stage(
     }
     rollout = rollout_items(config, describe_model(config.model.path)) if replicas else {}
     items |= {name: replicas * size for name, size in rollout.items()}
-    held = [f"{role} {name}" for role in roles for name in HELD] + ["rollout weights"]
+    every = [f"{role} {name}" for role in roles for name in HELD] + ["rollout weights"]
+
+    def held(*awake: str) -> list[str]:
+        """awake: the role that is at work, with all of its state where it is updated."""
+        return [item for item in every if item in awake or item not in gone]
+
+    gone = {f"{role} {name}" for role in roles for name in _offloaded(config, role)}
+    gone |= {"rollout weights"} if drops_rollout_weights(config) else set()
     kept = ["KV cache", "prefix cache"] if config.pipeline.placement == "split" or config.pipeline.staleness else []
     needs = settled(config.algorithm.name, config.algorithm.given()).needs(config.step.updates_per_step)
     infer = dict.fromkeys([*(need.role for need in needs), *config.teacher.roles(), "reward_model"])
-    phases = {"rollout": [*held, "KV cache", "prefix cache", "sampling logits"]} if replicas else {}
+    phases = {"rollout": [*held("rollout weights"), "KV cache", "prefix cache", "sampling logits"]} if replicas else {}
     for role in (role for role in infer if role in roles):
-        phases[f"infer {role}"] = [*held, *(f"{role} {name}" for name in (*PASS, "inference activations")), *kept]
+        phases[f"infer {role}"] = [
+            *held(f"{role} weights"),
+            *(f"{role} {name}" for name in (*PASS, "inference activations")),
+            *kept,
+        ]
     for role in (role for role in ("actor", "critic") if role in roles):
-        phases[f"update {role}"] = [*held, *(f"{role} {name}" for name in (*PASS, *UPDATE)), *kept]
-    phases["publish"] = [*held, "actor largest whole weight", "actor gathered weights", "incoming weights", *kept]
+        own = (f"{role} weights", f"{role} optimizer states")
+        phases[f"update {role}"] = [*held(*own), *(f"{role} {name}" for name in (*PASS, *UPDATE)), *kept]
+    phases["publish"] = [
+        *held("actor weights"),
+        "actor largest whole weight",
+        "actor gathered weights",
+        "incoming weights",
+        *kept,
+    ]
     return summed(items, phases)
+
+
+def _offloaded(config: Config, role: str) -> tuple[str, ...]:
+    """Of what a role holds, the items that are not on the device between two uses."""
+    parts = offloaded(config, trained=role in ("actor", "critic"))
+    return tuple({"weights": "weights", "optimizer": "optimizer states"}[part] for part in parts)
 
 
 def role_items(

@@ -18,6 +18,7 @@ from verl.checkpoint.latest import beyond
 from verl.config.backends import CLUSTER, ROLLOUT, backend_of, layout_of, load, longest_sequence, options_of
 from verl.config.cluster import roles_of
 from verl.config.load import Resolved
+from verl.config.memory import drops_rollout_weights
 from verl.config.plan import algorithm_warnings, checkpoint_bytes, policy_updates, total_steps
 from verl.config.schema import AlgorithmConfig, Config
 from verl.data.formats import ONE_ANSWER, Players
@@ -141,7 +142,7 @@ async def _run_of(
         trajectories=trajectories,
         eval_tasks=eval_tasks,
         rollout=rollout,
-        placement=Placement(replicas, colocated=_colocated(config), waits=waits, timeout_s=timeout_s),
+        placement=_placement(config, replicas, waits, timeout_s),
         publisher=publisher,
         checkpointer=checkpointer,
         reporter=reporter,
@@ -205,6 +206,11 @@ def from_threads(heard: Callable[[BaseException], None]) -> Callable[[BaseExcept
             loop.call_soon_threadsafe(heard, error)
 
     return tell
+
+
+def _placement(config: Config, replicas: Sequence[RolloutEngine], waits: Waits, timeout_s: float) -> Placement:
+    drops, colocated = drops_rollout_weights(config), _colocated(config)
+    return Placement(replicas, colocated=colocated, drops_weights=drops, waits=waits, timeout_s=timeout_s)
 
 
 def _colocated(config: Config) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from verl.model_engine.snapshot import Snapshot
 
 T = TypeVar("T")
+Part = Literal["weights", "optimizer"]
+"""Of an engine's state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +176,10 @@ class ModelEngine(Protocol):
         `dtype`, as a rollout engine computes them: what they differ by from `infer` is rounding."""
         ...
 
-    def to(self, where: str, parts: Sequence[str] = ("weights", "optimizer")) -> None: ...
+    def awake(self, *parts: Part) -> AbstractContextManager[None]:
+        """Inside, these parts of the state are on the device. Behind the outermost one, what the engine offloads is
+        not; each of its methods is inside one of its own, so this is for several calls that belong together."""
+        ...
 
     @property
     def tied(self) -> Mapping[str, str]:

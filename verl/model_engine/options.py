@@ -35,6 +35,18 @@ class Options:
     """Non-finite gradients in a row that are skipped, each with its batch written down, before the run stops."""
     share_prefix: bool = True
     """A prompt is computed once per group and micro-batch in training."""
+    offload_weights: bool = False
+    """Weights of models that are trained are on the device only while they are used; else an accelerator's are in host
+    memory, and a CPU's in a file below TMPDIR."""
+    offload_optimizer: bool = False
+    """So are optimizer states."""
+    offload_frozen: bool = False
+    """So are weights of models that are not trained (reference, teacher, reward model)."""
+
+    def offload(self, *, trained: bool) -> tuple[Literal["weights", "optimizer"], ...]:
+        """What of a model's state leaves the device."""
+        weights = self.offload_weights if trained else self.offload_frozen
+        return (*(("weights",) if weights else ()), *(("optimizer",) if trained and self.offload_optimizer else ()))
 
 
 def cannot(layout: Layout) -> Iterator[str]:

@@ -297,11 +297,6 @@ class ShardedEngine(TorchEngine):
         mesh = self._host[0]["expert" in t.device_mesh.mesh_dim_names][t.device_mesh.mesh_dim_names]
         return DTensor(t.to_local().to("cpu", copy=True), replace(t._spec, mesh=mesh), requires_grad=False)
 
-    def to(self, where: str, parts: Sequence[str] = ("weights", "optimizer")) -> None:
-        if "weights" in parts:
-            self._root.to(where)
-        super().to(where, [part for part in parts if part != "weights"])
-
 
 def _mesh(device_type: str, sizes: Mapping[str, int], backends: Any = None) -> DeviceMesh:
     """All ranks in these dimensions, the last varies fastest. Its groups get the deadline of the default group: torch

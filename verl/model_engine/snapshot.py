@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from verl.checkpoint.shards import save_tensors
+from verl.checkpoint.shards import load_tensors, save_tensors, tensor_names
 
 COUNTERS = "engine.json"
 
@@ -61,3 +62,29 @@ class Snapshot:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """As the engine's, one whole tensor at a time."""
         return ((name, self.whole(name, tensor)) for name, tensor in self.named)
+
+
+@torch.no_grad()
+def load_state(
+    path: Path, names: Set[str], params: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer | None
+) -> dict[str, int]:
+    """Fill what a rank holds from the folder that `save` wrote, and return the counters. names: of the whole model.
+    ValueError if the folder is of another model."""
+    found = tensor_names(path)
+    saved = {name.removeprefix("model.") for name in found if name.startswith("model.")}
+    if differing := sorted(names ^ saved):
+        raise ValueError(
+            f"the checkpoint is of another model: {len(differing)} parameters differ, e.g. {differing[:3]}"
+        )
+    into: dict[str, Tensor] = {f"model.{name}": p.detach() for name, p in params.items()}
+    if optimizer is not None:
+        optimizer.state.clear()
+        for full in (name for name in found if name.startswith("optimizer.")):
+            key, name = full.removeprefix("optimizer.").split(".", 1)
+            if (p := params.get(name)) is None:
+                continue  # another rank's
+            into[full] = torch.zeros((), device=p.device) if key == "step" else torch.empty_like(p)
+            optimizer.state[p][key] = into[full]
+    load_tensors(path, into)
+    counters: dict[str, int] = json.loads((path / COUNTERS).read_text())
+    return counters

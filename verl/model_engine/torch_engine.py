@@ -9,7 +9,6 @@ sequence through the model's own attention, is the oracle and the way out for mo
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -24,15 +23,15 @@ from torch import Tensor, nn
 from verl.batch import Batch, exactly, make_microbatches, padded_rows, part_of
 from verl.checkpoint.score import WEIGHT as SCORE_WEIGHT
 from verl.checkpoint.score import classifier_tensors, read_score
-from verl.checkpoint.shards import load_tensors, tensor_names
-from verl.model_engine.base import EngineCapabilities, EngineContext, StepOutput
+from verl.model_engine.base import EngineCapabilities, EngineContext, Part, StepOutput
 from verl.model_engine.dump import dump_batch
 from verl.model_engine.hf_model import load_causal_lm, refuse_altered_logits, switch_dropout_off
 from verl.model_engine.lm_head import LM_OUTPUTS, Teacher, keep, lm_outputs, read_teacher, room_for
 from verl.model_engine.objective import evaluate_terms
+from verl.model_engine.offload import Offload, needs, own_storage
 from verl.model_engine.optim import OptimSpec, averaged, grad_norm, learning_rate, make_adamw, step
 from verl.model_engine.options import Options
-from verl.model_engine.snapshot import COUNTERS, Snapshot
+from verl.model_engine.snapshot import Snapshot, load_state
 from verl.nn import attention
 from verl.nn.fused import fuse, unfuse
 from verl.nn.heads import Head, ValueHead
@@ -81,6 +80,7 @@ class TorchEngine:
         score: Tensor | None = None,
         teacher: Teacher | None = None,
         top_k: int = 0,
+        offload: Sequence[Part] = (),
     ) -> None:
         if dtype not in DTYPES:
             raise ValueError(f"model.dtype={dtype!r}: one of {', '.join(DTYPES)}")
@@ -107,6 +107,7 @@ class TorchEngine:
             self.model.activation_checkpointing_enable({"use_reentrant": False})
         for p in self._trained().parameters():
             p.requires_grad_(optim is not None)
+        self._offload = Offload(self.device, offload, self._held)
         self._place()
         self._own_forward()
         self.spec = optim
@@ -122,6 +123,8 @@ class TorchEngine:
     def _place(self) -> None:
         """Bring the model, which was loaded on the host, to where it computes."""
         self.model.to(self.device)
+        if self._offload.moves("weights"):
+            own_storage(self.model.parameters())
         if self.value_head is not None:
             self.value_head.to(self.device)
 
@@ -135,6 +138,7 @@ class TorchEngine:
 
     # -- forward -----------------------------------------------------------------------------------------------------
 
+    @needs("weights")
     def forward_backward(
         self, batch: Batch, terms: Sequence[Term], num_microbatches: int = 0, extra_outputs: Sequence[str] = ()
     ) -> StepOutput:
@@ -166,10 +170,12 @@ class TorchEngine:
     def _compute_weights(self) -> AbstractContextManager[None]:
         return rounded(self.model.parameters(), self.dtype) if self._rounded else nullcontext()
 
+    @needs("weights")
     @torch.no_grad()
     def infer(self, batch: Batch, columns: Sequence[str], average: bool = False) -> dict[str, Tensor]:
         out = self._room(batch, columns)
-        with averaged(self.optimizer if average else None), self._compute_weights():
+        wanted: tuple[Part, ...] = ("optimizer",) if average else ()
+        with self.awake(*wanted), averaged(self.optimizer if average else None), self._compute_weights():
             for rows in self._cut(batch):
                 found = self._outputs(part_of(batch, rows), columns)
                 if len(rows):
@@ -246,6 +252,7 @@ class TorchEngine:
             out = self.model.base_model(input_ids=ids.to(self.device), use_cache=False).last_hidden_state
         return out[place.to(self.device)].index_select(0, origin.to(self.device))
 
+    @needs("weights")
     def check_packing(self, *, share_prefix: bool) -> float:
         """Prove at start that a pass computes the model and nothing else: no noise, no leak between packed rows, all of
         the head. ValueError where it does not. Returns the largest difference."""
@@ -276,6 +283,7 @@ class TorchEngine:
         finally:
             self._compute = compute
 
+    @needs("weights")
     def own_logprobs(self, probes: Sequence[np.ndarray], dtype: str) -> list[np.ndarray]:
         with torch.no_grad():
             found = self._models_own([torch.from_numpy(ids) for ids in probes], DTYPES[dtype])
@@ -308,6 +316,7 @@ class TorchEngine:
 
     # -- optimizer ---------------------------------------------------------------------------------------------------
 
+    @needs("weights", "optimizer")
     def optim_step(self) -> Metrics:
         assert self.optimizer is not None and self.spec is not None
         params = self._params()
@@ -359,7 +368,7 @@ class TorchEngine:
     def weights(self, kind: Literal["full", "adapter", "merged"] = "full") -> Iterator[tuple[str, Tensor]]:
         if kind == "adapter":
             raise ValueError("this model has no adapter; use kind='full'")
-        return self._now().weights()
+        return self._offload.stream(self._now().weights())
 
     def _named_weights(self) -> Iterator[tuple[str, Tensor | None]]:
         """By their Hugging Face names; of a tied tensor the first."""
@@ -389,6 +398,7 @@ class TorchEngine:
 
     @property
     def masters(self) -> dict[str, Tensor]:
+        assert not self._offload.is_away("weights"), "read inside `awake`"
         return {name: p.detach() for name, p in self._trained().named_parameters()}
 
     @property
@@ -411,6 +421,7 @@ class TorchEngine:
         counters = {"optimizer_step": self._optimizer_step, "skipped": self._skipped}
         return Snapshot(state, tuple(self._named_weights()), self._delivered, counters)
 
+    @needs("weights", "optimizer")
     def snapshot(self) -> Snapshot:
         return self._now().copied(self._host_copy)
 
@@ -421,39 +432,26 @@ class TorchEngine:
     def _host_copy(self, t: Tensor) -> Tensor:
         return t.to("cpu", copy=True)
 
+    @needs("weights", "optimizer")
     def save(self, path: Path) -> None:
         self._now().save(path)
 
-    @torch.no_grad()
+    @needs("weights", "optimizer")
     def load(self, path: Path) -> None:
-        found = tensor_names(path)
         params = dict(self._trained().named_parameters())
-        saved = {name.removeprefix("model.") for name in found if name.startswith("model.")}
-        if differing := sorted(self._trained_names() ^ saved):
-            raise ValueError(
-                f"the checkpoint is of another model: {len(differing)} parameters differ, e.g. {differing[:3]}"
-            )
-        into: dict[str, Tensor] = {f"model.{name}": p.detach() for name, p in params.items()}
-        if self.optimizer is not None:
-            self.optimizer.state.clear()
-            for full in (name for name in found if name.startswith("optimizer.")):
-                key, name = full.removeprefix("optimizer.").split(".", 1)
-                if (p := params.get(name)) is None:
-                    continue  # another rank's
-                into[full] = torch.zeros((), device=p.device) if key == "step" else torch.empty_like(p)
-                self.optimizer.state[p][key] = into[full]
-        load_tensors(path, into)
-        counters = json.loads((path / COUNTERS).read_text())
+        counters = load_state(path, self._trained_names(), params, self.optimizer)
         self._optimizer_step, self._skipped = int(counters["optimizer_step"]), int(counters["skipped"])
 
-    def to(self, where: str, parts: Sequence[str] = ("weights", "optimizer")) -> None:
-        if "weights" in parts:
-            self._trained().to(where)
-        if "optimizer" in parts and self.optimizer is not None:
-            for entry in self.optimizer.state.values():
-                for k, v in entry.items():
-                    if isinstance(v, Tensor) and k != "step":
-                        entry[k] = v.to(where)
+    def awake(self, *parts: Part) -> AbstractContextManager[None]:
+        return self._offload.awake(*parts)
+
+    def _held(self, part: Part) -> list[Tensor]:
+        """The tensors of this part of the state, as far as this process has them."""
+        if part == "weights":
+            modules = nn.ModuleList(module for module in (self.model, self.value_head) if module is not None)
+            return [self._local(p.detach()) for p in modules.parameters()]
+        states = self.optimizer.state.values() if self.optimizer is not None else ()
+        return [self._local(t) for state in states for t in state.values() if t.ndim]
 
     @property
     def optimizer_step(self) -> int:
@@ -473,7 +471,7 @@ def build(
     options: Options, context: EngineContext, kind: Callable[..., TorchEngine] | None = None, model: Any = None
 ) -> TorchEngine:
     """The engine of a folder. A reward model or critic starts from the folder's score head where it has one; a frozen
-    reward model must have one, a trained one starts at 0 (whatever the seed). model: the folder's LM, opened already."""
+    reward model must have one, a trained one starts at 0 (whatever the seed). model: of the folder, opened already."""
     c = context
     score = read_score(c.folder) if c.head != "lm" else None
     if c.head == "score" and score is None and c.optim is None:
@@ -497,4 +495,5 @@ def build(
         score=score,
         teacher=None if c.teacher is None else read_teacher(c.teacher),
         top_k=c.top_k,
+        offload=options.offload(trained=c.optim is not None),
     )

@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from verl.batch import Batch
-from verl.model_engine.base import EngineCapabilities, ModelEngine, StepOutput
+from verl.model_engine.base import EngineCapabilities, ModelEngine, Part, StepOutput
 from verl.model_engine.layout import Layout
 from verl.objective import Term
 from verl.rollout.base import RolloutEngine
@@ -114,8 +114,8 @@ class SharedEngine:
     def own_logprobs(self, probes: Sequence[np.ndarray], dtype: str) -> list[np.ndarray]:
         return self._first(lambda: self._engine.own_logprobs(probes, dtype))
 
-    def to(self, where: str, parts: Sequence[str] = ("weights", "optimizer")) -> None:
-        self._first(lambda: self._engine.to(where, parts))
+    def awake(self, *parts: Part) -> contextlib.AbstractContextManager[None]:
+        return self._engine.awake(*parts)
 
     @property
     def tied(self) -> Mapping[str, str]:

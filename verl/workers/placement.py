@@ -10,18 +10,21 @@ from verl.workers.waits import Waits
 
 
 class Placement:
-    """Colocated: the rollout engine releases its KV cache while training. Split: a no-op."""
+    """Colocated: the rollout engine releases its KV cache while training, and its weights where every training ends
+    with new ones. Split: a no-op."""
 
     def __init__(
         self,
         replicas: Sequence[RolloutEngine],
         *,
         colocated: bool,
+        drops_weights: bool = False,
         waits: Waits | None = None,
         timeout_s: float = 600.0,
     ) -> None:
         self.colocated = colocated
         self._replicas = replicas
+        self._level = 2 if drops_weights else 1
         self._waits = waits or Waits()
         self._timeout_s = timeout_s
 
@@ -34,11 +37,14 @@ class Placement:
         try:
             for i, replica in enumerate(self._replicas):
                 await self._waits.wait(
-                    replica.sleep(1), who="placement", what=f"replica {i} to sleep", timeout_s=self._timeout_s
+                    replica.sleep(self._level), who="placement", what=f"replica {i} to sleep", timeout_s=self._timeout_s
                 )
             yield
         finally:
             for i, replica in enumerate(self._replicas):
                 await self._waits.wait(
-                    replica.wake(("kv",)), who="placement", what=f"replica {i} to wake", timeout_s=self._timeout_s
+                    replica.wake(("weights", "kv")[-self._level :]),
+                    who="placement",
+                    what=f"replica {i} to wake",
+                    timeout_s=self._timeout_s,
                 )

@@ -92,8 +92,9 @@ class RoleSpec:
 def build_roles(spec: RoleSpec, *, ranks: Sequence[Ranks]) -> list[Role]:
     """The workers of these ranks; ValueError for a folder that the engine cannot compute as its model does."""
     engine = load(spec.engine)(spec.options, spec.context)
-    if spec.proven:
-        engine.check_packing(share_prefix=spec.share_prefix and engine.capabilities.shares_prefix)
+    with engine.awake():
+        if spec.proven:
+            engine.check_packing(share_prefix=spec.share_prefix and engine.capabilities.shares_prefix)
     return roles_of(engine, spec, ranks=ranks)
 
 
@@ -209,24 +210,26 @@ class Role:
     def update(self, plan: UpdatePlan) -> Metrics:
         """The optimizer steps of a turn. What the terms report is this rank's share; what all ranks have in common
         (norm, rate) is reported by the first."""
-        parts: list[Metrics] = []
-        for step in plan.steps:
-            batch, terms, metrics = self._two_passes(self._batch(step, plan.terms, plan.inputs), plan.terms)
-            result = self.engine.forward_backward(batch, terms, step.num_microbatches, plan.recorded)
-            parts += [_prefixed(metrics, plan.prefix), _prefixed(result.metrics, plan.prefix)]
-            optim = self.engine.optim_step()
-            if self.ranks.rank == 0:
-                parts.append(_prefixed(optim, plan.prefix))
-            if step.record and not step.idle:
-                drawn, at = batch.columns["versions"] != OBSERVED, np.cumsum([0, *(r.loss_tokens for r in step.refs)])
-                kept = {f"train_{n}": Ragged(result.columns[n][drawn], at) for n in plan.recorded}
-                if self.ranks.primary:
-                    self.queue.write(step.refs, kept)
-                if "entropy" in plan.recorded:
-                    inside = result.columns["entropy"][batch.columns["mask"]].double()
-                    mean = Metric(float(inside.sum()), float(len(inside)), "token")
-                    parts.append({f"{plan.prefix}entropy": mean})
-        return merge_metrics(parts)
+        with self.engine.awake("weights"):
+            return merge_metrics([found for step in plan.steps for found in self._optimizer_step(step, plan)])
+
+    def _optimizer_step(self, step: RankStep, plan: UpdatePlan) -> list[Metrics]:
+        batch, terms, metrics = self._two_passes(self._batch(step, plan.terms, plan.inputs), plan.terms)
+        result = self.engine.forward_backward(batch, terms, step.num_microbatches, plan.recorded)
+        parts = [_prefixed(metrics, plan.prefix), _prefixed(result.metrics, plan.prefix)]
+        optim = self.engine.optim_step()
+        if self.ranks.rank == 0:
+            parts.append(_prefixed(optim, plan.prefix))
+        if step.record and not step.idle:
+            drawn, at = batch.columns["versions"] != OBSERVED, np.cumsum([0, *(r.loss_tokens for r in step.refs)])
+            kept = {f"train_{n}": Ragged(result.columns[n][drawn], at) for n in plan.recorded}
+            if self.ranks.primary:
+                self.queue.write(step.refs, kept)
+            if "entropy" in plan.recorded:
+                inside = result.columns["entropy"][batch.columns["mask"]].double()
+                mean = Metric(float(inside.sum()), float(len(inside)), "token")
+                parts.append({f"{plan.prefix}entropy": mean})
+        return parts
 
     def measure(self, step: RankStep, terms: tuple[Term, ...], inputs: tuple[str, ...]) -> Metrics:
         """Loss and metrics of the terms on these rows of all ranks, without a step; reported by the first rank."""
@@ -292,10 +295,11 @@ class Role:
     def send_weights(self, version: int, probes: Sequence[np.ndarray], copy: bool) -> Sent | None:
         """The weights as of now, for the checkpoint engine; the first rank answers."""
         assert self._sender is not None, f"{self.name} publishes nothing"
-        if not self._first:
+        with self.engine.awake("weights"):
+            if self._first:
+                return self._sender.send(self.engine, version, probes, copy=copy)
             self._sender.attend(self.engine, version, probes)
             return None
-        return self._sender.send(self.engine, version, probes, copy=copy)
 
     def save(self, path: Path) -> None:
         self.engine.save(path)

@@ -4,8 +4,10 @@ that wants eight devices runs in one process where these are not there, and says
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 
 from verl.config.backends import address_of
 from verl.config.compat.given import ACTOR, Given, Result
@@ -22,6 +24,25 @@ SEQUENCE = (
     *("engine.ulysses_sequence_parallel_size", "engine.ulysses_parallel_size", "engine.context_parallel_size"),
 )
 """The devices that share a sequence in verl."""
+
+OFFLOAD: Mapping[str, str] = MappingProxyType(
+    {
+        f"{ACTOR}fsdp_config.param_offload": "offload_weights",
+        f"{ACTOR}fsdp_config.optimizer_offload": "offload_optimizer",
+        "actor_rollout_ref.ref.fsdp_config.param_offload": "offload_frozen",
+    }
+)
+
+
+def offload(given: Given) -> Result:
+    """What verl keeps in host memory between two uses; on a CPU that is where it is."""
+    if local_gpus() == 0 or given.native.get("model.device", "auto") == "cpu":
+        given.ignore(
+            "a CPU's are in host memory already (model.engine_options.offload_* puts them into files)", *OFFLOAD
+        )
+        return {}
+    said = {f"model.engine_options.{own}": given.said(key) for key, own in OFFLOAD.items()}
+    return {target: value for target, value in said.items() if value is not None}
 
 
 def layout(given: Given) -> Result:

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from verl.config.backends import ROLLOUT as ROLLOUT_ENGINES
 from verl.config.compat import objective
 from verl.config.compat.given import ACTOR, ROLLOUT, Given, Result
-from verl.config.compat.layout import SEQUENCE, layout
+from verl.config.compat.layout import SEQUENCE, layout, offload
 from verl.config.model_files import context_tokens
 from verl.config.served import reachable
 
@@ -340,7 +340,7 @@ _RULES = (
         objective.clip,
         objective.kl_loss,
     ),
-    *(objective.kl_reward, objective.filter, objective.critic, objective.pf_ppo, layout),
+    *(objective.kl_reward, objective.filter, objective.critic, objective.pf_ppo, layout, offload),
 )
 JOINT: Mapping[str, Callable[[Given], Result]] = MappingProxyType({rule.__name__.lstrip("_"): rule for rule in _RULES})
 """By the name that the table has after its @."""

@@ -1,0 +1,142 @@
+"""Where an engine's state lies while its device is wanted by others: an accelerator's in host memory, the host's own in
+a file that has no name and ends with the process.
+
+What leaves is the storage below the tensors. The tensors, their views (FSDP gathers from one) and whoever holds them
+stay, over a storage without bytes, which comes back as it was.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from verl.model_engine.base import Part
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def needs(*parts: Part) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Of a method of an engine: its time is spent inside `awake`."""
+
+    def around(method: Callable[P, T]) -> Callable[P, T]:
+        @wraps(method)
+        def inside(*args: P.args, **given: P.kwargs) -> T:
+            engine: Any = args[0]
+            with engine.awake(*parts):
+                return method(*args, **given)
+
+        return inside
+
+    return around
+
+
+class Offload:
+    """away: the parts of a state that are on `device` only while they are used · held: the tensors of a part now."""
+
+    def __init__(self, device: torch.device, away: Sequence[Part], held: Callable[[Part], Iterable[Tensor]]) -> None:
+        self._held = held
+        self._places = {part: _Place(device) for part in away}
+        self._inside = 0
+        self._lock = threading.Lock()  # virtual ranks share an engine
+
+    @contextmanager
+    def awake(self, *parts: Part) -> Iterator[None]:
+        """Inside, these parts are on the device; behind the outermost `awake` none is that may be away."""
+        with self._lock:
+            self._inside += 1
+            for part in parts:
+                if part in self._places:
+                    self._places[part].bring()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside -= 1
+                if not self._inside:
+                    for part, place in self._places.items():
+                        place.put(self._held(part))
+
+    def stream(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """While they are awake; where they leave the device behind it, copies."""
+        with self.awake("weights"):
+            yield from ((name, w.clone()) for name, w in weights) if self.moves("weights") else weights
+
+    def moves(self, part: Part) -> bool:
+        return part in self._places
+
+    def is_away(self, part: Part) -> bool:
+        return self.moves(part) and bool(self._places[part].sizes)
+
+
+class _Place:
+    """For one part of a state. sizes: of the storages that are there, in order."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.sizes: list[tuple[torch.UntypedStorage, int]] = []
+        self._file: Any = tempfile.TemporaryFile() if device.type == "cpu" else None  # noqa: SIM115 - held as long
+        self._copies: list[Tensor] = []
+
+    def put(self, tensors: Iterable[Tensor]) -> None:
+        """OSError, with all still in its place, where the disk has no room."""
+        if self.sizes:
+            return
+        storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
+        found = [(storage, storage.nbytes()) for storage in storages.values() if storage.nbytes()]
+        if self._file is not None and found:
+            self._reserve(sum(size for _, size in found))
+        for storage, size in found:
+            if self._file is not None:
+                self._file.write(_memory_of(storage))
+            else:
+                copy = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+                self._copies.append(copy.copy_(_bytes_of(storage)))
+            storage.resize_(0)
+            self.sizes.append((storage, size))
+
+    def bring(self) -> None:
+        if self._file is not None:
+            self._file.seek(0)
+        for i, (storage, size) in enumerate(self.sizes):
+            storage.resize_(size)
+            if self._file is None:
+                _bytes_of(storage).copy_(self._copies[i])
+            elif (found := self._file.readinto(_memory_of(storage))) != size:
+                raise OSError(f"{found} of {size} bytes of an offloaded tensor came back from {tempfile.gettempdir()}")
+        self.sizes.clear()
+        self._copies.clear()
+
+    def _reserve(self, size: int) -> None:
+        self._file.seek(0)
+        try:
+            os.posix_fallocate(self._file.fileno(), 0, size)
+        except OSError as e:
+            fix = "set TMPDIR to a folder on a disk with room, or model.engine_options.offload_* to false"
+            raise OSError(e.errno, f"{tempfile.gettempdir()} has no room for {size} bytes of a model: {fix}") from e
+
+
+def own_storage(parameters: Iterable[nn.Parameter]) -> None:
+    """Give storages of their own to parameters that lie in one that others use too, or that is a map of a file."""
+    for p in parameters:
+        storage = p.untyped_storage()
+        if storage.nbytes() != p.nbytes or not storage.resizable():
+            p.data = p.data.clone()
+
+
+def _memory_of(storage: torch.UntypedStorage) -> Any:
+    """[bytes] of the host, in place; a storage that numpy has seen can be resized no more."""
+    return (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    """[bytes] of an accelerator, in place."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
