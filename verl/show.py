@@ -21,14 +21,14 @@ COLUMNS = (
 def show(args: Sequence[str]) -> int:
     if not args:
         words = "algorithms | algorithm=NAME | keys | recipes | config [SECTION|KEY ...] [key=value ...]"
-        raise ValueError(f"verl show RUN | --live RUN | {words}")
+        raise ValueError(f"verl show RUN [trajectory=ID] | --live RUN | {words}")
     first, rest = args[0], args[1:]
     if first.startswith("algorithm="):
         _algorithm(first.partition("=")[2], rest)
     elif first in WORDS:
         WORDS[first](rest)
     else:
-        _run(Path(first))
+        _run(Path(first), [a.partition("=")[2] for a in rest if a.startswith("trajectory=")])
     return 0
 
 
@@ -112,13 +112,42 @@ def _keys(args: Sequence[str]) -> None:
     Console(width=160).print(table)
 
 
-def _run(path: Path) -> None:
+def _timeline(path: Path, trajectory: str) -> None:
+    """What one trajectory with turns did when: its events `turn` and `tool`."""
+    from verl.track.events import read_events
+
+    every = [event for event in read_events(path, {"turn", "tool"})]
+    found = sorted((e for e in every if e.data["trajectory"] == trajectory), key=lambda e: e.data["start_s"])
+    if not found:
+        some = ", ".join(dict.fromkeys(e.data["trajectory"] for e in every[-200:])) or "none"
+        raise ValueError(f"{path} has no turns of trajectory={trajectory}; the last ones with several: {some[:400]}")
+    end_s = max(e.data["start_s"] + e.data.get("took_s", 0.0) for e in found)
+    table = Table("what", "start, s", "took, s", "", "details", title=f"{trajectory}, step {found[0].step}", box=None)
+    for event in found:
+        data = dict(event.data)
+        start_s, took_s = data.pop("start_s"), data.pop("took_s", 0.0)
+        del data["trajectory"]
+        first, width = (int(40 * x / max(end_s, 1e-9)) for x in (start_s, took_s))
+        details = ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in data.items() if v != "")
+        table.add_row(
+            event.kind,
+            f"{start_s:.3f}",
+            f"{took_s:.3f}",
+            " " * first + ("█" if event.kind == "turn" else "░") * max(1, width),
+            details,
+        )
+    Console(width=150).print(table)
+
+
+def _run(path: Path, trajectories: Sequence[str] = ()) -> None:
     from verl.report.data import is_run_dir
     from verl.report.page import write_report
     from verl.track.metrics import read_metrics
 
     if not is_run_dir(path):
         raise ValueError(f"{path} is not a run directory (no metrics.jsonl) and not a word that `verl show` knows")
+    if trajectories:
+        return _timeline(path, trajectories[-1])
     lines = read_metrics(path)
     table = Table("step", *COLUMNS, title=str(path), title_justify="left", box=None)
     for line in lines if len(lines) <= 40 else [*lines[:: len(lines) // 40], lines[-1]]:

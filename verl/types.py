@@ -146,7 +146,8 @@ class Trajectory:
     """One attempt at a task: an append-only list of segments with what came of it.
 
     branches: the further rows of a history that was rewritten, each from its prompt on. A sampled segment is in one row
-    alone; elsewhere the same tokens are context · agent: what the loop counted (`tool_calls`, seconds of tools ...).
+    alone; elsewhere the same tokens are context · agent: what the loop counted (`tool_calls`, seconds of tools ...) ·
+    timeline: of one with several turns, the events `turn` and `tool`: what it did when, in seconds from its start.
     """
 
     trajectory_id: str
@@ -165,6 +166,7 @@ class Trajectory:
     error: str = ""
     branches: tuple[tuple[Segment, ...], ...] = ()
     agent: Mapping[str, float] = field(default_factory=dict)
+    timeline: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def rows(self) -> tuple[tuple[Segment, ...], ...]:

@@ -16,6 +16,8 @@ from verl.chat.conversation import render_conversation
 from verl.chat.template import audit_template
 from verl.config.load import load_config
 from verl.driver.launch import run_rl
+from verl.show import show
+from verl.track.events import read_events
 from verl.track.samples import read_samples
 
 TESTS = Path(__file__).parents[1]
@@ -89,7 +91,7 @@ def args(root: Path, taught, *more: str) -> list[str]:
 TOOLS = (f"agent.tools=[{TESTS / 'tools.py'}]", "agent.max_turns=4")
 
 
-def test_a_run_with_a_tool_trains_what_was_sampled_between_its_results(tmp_path, taught):
+def test_a_run_with_a_tool_trains_what_was_sampled_between_its_results(tmp_path, taught, capsys):
     run_rl(load_config(args(tmp_path, taught, *TOOLS)), quiet=True)
     metrics = metrics_of(tmp_path / "r")
     assert sum(m["agent/tool_calls"] for m in metrics.values()) > 4 and metrics[1]["num_turns/max"] >= 4
@@ -105,6 +107,20 @@ def test_a_run_with_a_tool_trains_what_was_sampled_between_its_results(tmp_path,
         assert np.isfinite(row.rollout_logprobs[row.response_mask == 1]).all()
         assert np.isnan(row.rollout_logprobs[row.response_mask == 0]).all()
     assert max(m["critic/score/max"] for m in metrics.values()) == 1.0
+    assert metrics[1]["agent/turn_limit_share"] < 1 and 0 <= metrics[1]["agent/tool_error_share"] <= 1
+    events = list(read_events(tmp_path / "r", {"turn", "tool"}))
+    tools = [e.data for e in events if e.kind == "tool"]
+    assert len(tools) >= sum(m["agent/tool_calls"] for m in metrics.values()) > 0
+    assert {d["name"] for d in tools} >= {"multiply"} and all(d["took_s"] >= d["queue_s"] >= 0 for d in tools)
+    one = tools[0]["trajectory"]
+    mine = [e.data for e in events if e.data["trajectory"] == one]
+    assert all(a["start_s"] <= b["start_s"] for a, b in zip(mine, mine[1:]))
+    assert mine[0]["parse_s"] >= 0 and mine[0]["tokens"] > 0 and mine[0]["number"] == 0
+    assert show([str(tmp_path / "r"), f"trajectory={one}"]) == 0
+    page = capsys.readouterr().out
+    assert one in page and "multiply" in page and "█" in page and page.count("turn ") >= 2
+    with pytest.raises(ValueError, match="no turns of trajectory=g0"):
+        show([str(tmp_path / "r"), "trajectory=g0"])
 
 
 def test_a_cut_run_with_turns_equals_a_straight_one_bitwise(tmp_path, taught):

@@ -86,6 +86,10 @@ SINGLE = [
     ("kl_explosion", {"actor/kl_loss": 2.5}, "KL to the reference is 2.5"),
     ("teacher_coverage", {"actor/teacher_coverage": 0.8}, "hold 80% of its probability"),
     ("teacher_invalid", {"teacher/invalid": 0.1}, "for 10.0% of the samples"),
+    ("tool_errors", {"agent/tool_error_share": 0.6}, "60% of the calls of tools fail"),
+    ("malformed_calls", {"agent/malformed_share": 0.4}, "40% of the calls cannot be read"),
+    ("no_progress", {"agent/no_progress_share": 0.5}, "50% of the trajectories end in the same calls"),
+    ("turn_limit", {"agent/turn_limit_share": 1.0}, "100% of the trajectories end at agent.max_turns"),
     ("slow_rewards", {"reward/workers_needed": 6.0}, "reward.num_workers=6 would do"),
 ]
 

@@ -9,10 +9,11 @@ and a token that stands in several is trained in the first.
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -66,7 +67,7 @@ class ServerManager:
     """What a loop generates with, one per trajectory. Keeps every completion. The `max_tokens` of the sampling are the
     budget of the whole trajectory, environment tokens included: a call without room samples nothing: `context_full`;
     nor does one after `max_turns` of them. counts: what else the loop counts, for `agent/NAME` in the metrics.
-    credits_turns: the algorithm reads rewards of single turns (`credit`)."""
+    credits_turns: the algorithm reads rewards of single turns (`credit`). timeline: what was done when."""
 
     def __init__(
         self,
@@ -91,6 +92,17 @@ class ServerManager:
         self.record: list[Call] = []
         self.ended_by: StopReason | None = None  # a budget that left the last call no room, or what the loop says
         self.counts: Counter[str] = Counter()
+        self.timeline: list[dict[str, Any]] = []
+        self._born_s = time.monotonic()
+
+    def begin(self, kind: Literal["turn", "tool"], **facts: float | str) -> dict[str, Any]:
+        """A line of the time line, which `end` completes."""
+        entry = {"kind": kind, "start_s": time.monotonic() - self._born_s, **facts}
+        self.timeline.append(entry)
+        return entry
+
+    def end(self, entry: dict[str, Any], **facts: float | str) -> None:
+        entry.update(took_s=time.monotonic() - self._born_s - entry["start_s"], **facts)
 
     def credit(self, reward: float, *, turn: int = -1, state: object = None) -> None:
         """A reward of one turn, the last call if not another one is named: it stands at the turn's last token, and adds
@@ -141,13 +153,17 @@ class ServerManager:
         spent = self._max_turns is not None and len(self.record) >= self._max_turns
         self.ended_by = "max_turns" if spent else "context_full" if room < 1 else None
         if self.ended_by is not None:
+            if spent:
+                self.counts["turn_limit"] = 1
             return TokenOutput([], [], self.ended_by)
         sampling = asked.of_call(min(asked.max_tokens, room), derive_seed(*self._seed_parts, turn))
+        entry = self.begin("turn", number=turn, prompt_tokens=len(ids))
         completion = await self._engine.generate(
             request_id, ids, sampling, prefix_key=self._prefix_key, adapter=self._adapter, media=self.media
         )
         call = Call(ids, completion, completion.ids.tolist())
         self.record.append(call)
+        self.end(entry, tokens=len(completion.ids), why=completion.stop_reason)
         return TokenOutput(call.token_ids.copy(), completion.logprobs.tolist(), completion.stop_reason)
 
     def _merged(self, params: Mapping[str, Any]) -> Sampling:

@@ -99,13 +99,18 @@ class ToolAgentLoop(AgentLoopBase):
         try:
             while True:
                 out = await self._generate(play, kwargs["request_id"], sampling_params)
+                began = time.monotonic()
                 turn = self._parse(out)
+                if out.token_ids:
+                    self.server_manager.timeline[-1]["parse_s"] = time.monotonic() - began
                 if turn is None:
                     break
                 answers = await self._act(play, turn)
                 if self._over(play, turn, answers):
                     break
+                began = time.monotonic()
                 self._observe(play, turn, answers)
+                self.server_manager.timeline[-1]["render_s"] = time.monotonic() - began
             scores = await box.scores()
         finally:
             for wrong in await box.close():
@@ -142,7 +147,7 @@ class ToolAgentLoop(AgentLoopBase):
             allowed = allowed[: max(0, limits.max_tool_calls - play.calls)]
         play.calls += len(allowed)
         began = time.monotonic()
-        answers = list(await _together([play.box.call(call) for call in allowed]))
+        answers = list(await _together([self._call(play, call) for call in allowed]))
         play.tool_s += time.monotonic() - began
         counts["tool_calls"] += len(allowed)
         counts["tool_errors"] += sum(bool(a.error) for a in answers)
@@ -150,6 +155,12 @@ class ToolAgentLoop(AgentLoopBase):
             self.server_manager.credit(sum(rewards))
         text = f"Error: at most {limits.max_parallel_calls} calls of one turn are run, and this was one more"
         return answers + [Answer(text, error="too_many")] * (len(turn.calls) - len(allowed))
+
+    async def _call(self, play: Play, call: ToolCall) -> Answer:
+        entry = self.server_manager.begin("tool", name=call.name[:80])
+        answer = await play.box.call(call)
+        self.server_manager.end(entry, error=answer.error, queue_s=answer.queue_s, characters=len(answer.text))
+        return answer
 
     def _over(self, play: Play, turn: Turn, answers: Sequence[Answer]) -> bool:
         """Whether the trajectory ends with this turn, and why: said to the server manager."""

@@ -11,8 +11,9 @@ import functools
 import inspect
 import json
 import threading
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
@@ -28,11 +29,13 @@ from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the model is told of a call. error: it failed, or was a wrong one, in a word · reward: of this call."""
+    """What the model is told of a call. error: it failed, or was a wrong one, in a word · reward: of this
+    call · queue_s: it waited for one of the tool's places."""
 
     text: str
     error: str = ""
     reward: float | None = None
+    queue_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +86,11 @@ class Toolbox:
 
     async def _once(self, tool: Tool, call: ToolCall) -> Answer:
         limit_s = tool.limits.timeout_s or self.timeout_s
+        came_s = time.monotonic()
         try:
             async with tool.places, asyncio.timeout(limit_s):
-                return answer_of(await self._run(tool, dict(call.arguments)))
+                queue_s = time.monotonic() - came_s
+                return replace(answer_of(await self._run(tool, dict(call.arguments))), queue_s=queue_s)
         except TimeoutError:
             return _failed("timeout", f"{tool.name} gave no answer in {limit_s:g} s")
         except (ToolBroken, asyncio.CancelledError):

@@ -74,6 +74,12 @@ def batch_metrics(refs: Refs, stats: RolloutStats, version: int, *, max_prompt_t
         out[f"groups/{reason}"] = Metric(stats.released[reason], 1, "group", "sum")
     for name, total in stats.agent.items():
         out[f"agent/{name}"] = Metric(total, 1, "step", "sum")
+    if stats.agent:
+        called, wrong = stats.agent["tool_calls"], stats.agent["malformed_calls"]
+        out["agent/tool_error_share"] = Metric(stats.agent["tool_errors"], max(1, called), "turn")
+        out["agent/malformed_share"] = Metric(wrong, max(1, called + wrong), "turn")
+        for name in ("no_progress", "turn_limit"):
+            out[f"agent/{name}_share"] = Metric(stats.agent[name], max(1, stats.played), "sequence")
     out |= spread("groups/size", Counter(t.group_id for t in train).values(), "group")
     return out
 

@@ -330,6 +330,9 @@ class RolloutManager:
         self.stats.turns.update(t.turns for t in group.trajectories if t.outcome == "ok" and t.purpose == "train")
         for t in group.trajectories:
             self.stats.agent.update(t.agent)
+            for entry in t.timeline:
+                facts = {name: value for name, value in entry.items() if name != "kind"}
+                self._events.append(entry["kind"], self._number, {"trajectory": t.trajectory_id, **facts})
         self._invalid.add(group.trajectories)
         scores = [
             metric_of(t, self._algorithm.group_filter.filter_metric)

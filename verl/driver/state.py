@@ -45,6 +45,7 @@ class SavedTrajectory(msgspec.Struct):
     error: str
     branches: tuple[tuple[Segment, ...], ...] = ()
     agent: dict[str, float] = {}
+    timeline: tuple[dict[str, Any], ...] = ()
 
 
 class SavedGroup(msgspec.Struct):
@@ -151,6 +152,7 @@ def _save_trajectory(t: Trajectory) -> SavedTrajectory:
         error=t.error,
         branches=t.branches,
         agent=dict(t.agent),
+        timeline=tuple(map(dict, t.timeline)),
     )
 
 
@@ -172,6 +174,7 @@ def _restore_trajectory(saved: SavedTrajectory, group: SavedGroup) -> Trajectory
         error=saved.error,
         branches=saved.branches,
         agent=saved.agent,
+        timeline=saved.timeline,
     )
 
 

@@ -148,6 +148,7 @@ class TrajectoryRunner:
             error=error,
             branches=made.branches,
             agent=manager.counts,
+            timeline=tuple(manager.timeline) if len(manager.timeline) > 1 else (),
         )
 
     async def _score(

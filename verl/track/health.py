@@ -182,6 +182,10 @@ TABLE = (
     Row("teacher_coverage", "actor/teacher_coverage", lambda s: s.now < 0.9),
     Row("teacher_disagrees", "teacher/likes_right", teacher_disagrees),
     Row("teacher_invalid", "teacher/invalid", lambda s: s.now > 0.05),
+    Row("tool_errors", "agent/tool_error_share", lambda s: s.now > 0.5),
+    Row("malformed_calls", "agent/malformed_share", lambda s: s.now > 0.3),
+    Row("no_progress", "agent/no_progress_share", lambda s: s.now > 0.3),
+    Row("turn_limit", "agent/turn_limit_share", lambda s: s.now >= 0.95),
     Row("slow_rewards", "reward/workers_needed", lambda s: s.now > 0),
 )
 MESSAGES: Mapping[str, str] = {
@@ -220,6 +224,11 @@ MESSAGES: Mapping[str, str] = {
     "teacher_disagrees": "the teacher likes answers with a low score better than those with a high one, by {gap:.3g} "
     "nats per token over {steps} steps: on these tasks it is no better than the policy",
     "teacher_invalid": "the teacher gave no finite number for {now:.1%} of the samples (limit 5%): none is trained on",
+    "tool_errors": "{now:.0%} of the calls of tools fail (limit 50%): wrong arguments, or a tool that is down? "
+    "`verl show RUN trajectory=ID` has each",
+    "malformed_calls": "{now:.0%} of the calls cannot be read (limit 30%): is agent.format what this model writes?",
+    "no_progress": "{now:.0%} of the trajectories end in the same calls with the same results (limit 30%)",
+    "turn_limit": "{now:.0%} of the trajectories end at agent.max_turns (limit 95%): raise it, or nobody ever answers",
     "slow_rewards": "answers wait long for a grader (reward/queue_s/mean): reward.num_workers={now:.0f} would do",
 }
 
