@@ -48,12 +48,14 @@ class ToolKit:
 
 @dataclass(slots=True)
 class Play:
-    """One trajectory as it grows. ids [t] int64: of the branch that is played, its prompt and all that came after ·
-    mask: (number of tokens, 1 sampled or 0) of what came after the prompt, in order."""
+    """One trajectory as it grows. held, used: ids of the branch that is played, its prompt and all that came after,
+    with room behind them, which alone is written: what was taken of `ids` stays · mask: (number of tokens, 1 sampled
+    or 0) of what came after the prompt, in order."""
 
-    ids: np.ndarray
+    held: np.ndarray
     messages: list[dict[str, Any]]
     box: Toolbox
+    used: int = 0
     mask: list[tuple[int, int]] = field(default_factory=list)
     ended: list[AgentLoopOutput] = field(default_factory=list)  # branches
     turns: int = 1
@@ -63,8 +65,22 @@ class Play:
     generate_s: float = 0.0
     tool_s: float = 0.0
 
+    def __post_init__(self) -> None:
+        self.used = len(self.held)
+
+    @property
+    def ids(self) -> np.ndarray:
+        """[t] int64, a view."""
+        return self.held[: self.used]
+
     def append(self, ids: Sequence[int] | np.ndarray, sampled: int) -> None:
-        self.ids = np.concatenate([self.ids, as_ids(ids)])
+        end = self.used + len(ids)
+        if end > len(self.held):
+            grown = np.empty(2 * end, np.int64)
+            grown[: self.used] = self.ids
+            self.held = grown
+        self.held[self.used : end] = as_ids(ids)
+        self.used = end
         self.mask.append((len(ids), sampled))
 
     def output(self, **fields: Any) -> AgentLoopOutput:
@@ -198,7 +214,8 @@ class ToolAgentLoop(AgentLoopBase):
         play.messages += [_assistant(turn), *({**m, "content": kit.plain.marked(m["content"])} for m in new)]
         play.ended.append(play.output())
         shown = replace(kit.renderer, tools=[dict(tool.schema) for tool in play.box.tools.values()])
-        play.ids, play.mask = kit.plain.encode(shown.text(play.messages, prompt=True)), []
+        play.held, play.mask = kit.plain.encode(shown.text(play.messages, prompt=True)), []
+        play.used = len(play.held)
 
     def _cut(self, text: str) -> str:
         """A result of at most so many tokens: head and tail, and between them how much is missing."""
