@@ -31,7 +31,19 @@ def as_rich(table: Table) -> rich.table.Table:
     return out
 
 
-SECTIONS = ("laptop", "ragged", "breakdown", "gpu", "algorithms", "against", "workers", "weights", "router", "distill")
+SECTIONS = (
+    "laptop",
+    "ragged",
+    "breakdown",
+    "gpu",
+    "algorithms",
+    "against",
+    "workers",
+    "weights",
+    "router",
+    "distill",
+    "agents",
+)
 
 
 def assemble(folder: Path) -> None:

@@ -10,8 +10,8 @@ import threading
 from pathlib import Path
 
 import pytest
+import sandbox_escapes
 
-from tests import sandbox_escapes
 from verl.agent_loop.parsing import ToolCall
 from verl.agent_loop.tools import Toolbox, load_tools
 from verl.reward.code import code_score

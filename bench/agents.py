@@ -1,0 +1,215 @@
+"""What agents cost beside the model: a run of code in the sandbox, a turn of the tool loop, slow tools side by side.
+
+    python bench/agents.py [--only sandbox|turns|tools] [--runs N]
+
+sandbox: one-shot programs, one after the other and from 4 threads, and cells of one session, on each tier · turns: what
+the tool loop itself takes for a turn (parse, call, render) after histories of unlike length, with a model that answers
+at once · tools: 64 trajectories of 8 turns with a tool whose answer takes 0.5 s on average (exponential), against the
+longest chain of their tools, which nothing can beat. Writes its part of bench/RESULTS.md (bench/sections/agents.md);
+`--only` prints without writing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import numpy as np
+from tools import hermes_tokenizer
+
+from bench.report import assemble
+from bench.results import Spread, Table
+from verl.agent_loop.base import ServerManager, sampling_params_of
+from verl.agent_loop.parsing import FORMATS, TurnParser
+from verl.agent_loop.sections import AgentConfig
+from verl.agent_loop.tool_agent import ToolAgentLoop, ToolKit
+from verl.agent_loop.tools import Tool, function_as_tool
+from verl.chat.bridge import bridge_of, plain_text
+from verl.chat.template import Renderer, audit_template
+from verl.rollout.base import Completion
+from verl.sandbox.code import TIERS, CodeSandbox
+from verl.types import Sampling
+
+ROOT = Path(__file__).resolve().parents[1]
+THREADS, TRAJECTORIES, TURNS, TOOL_S = 4, 64, 8, 0.5
+HISTORIES = (1_000, 4_000, 16_000, 64_000)
+ANSWER = '<tool_call>\n{{"name": "{name}", "arguments": {{"n": {n}}}}}\n</tool_call>'
+
+
+def sandbox(runs: int) -> Table:
+    rows = []
+    for tier in TIERS:
+        try:
+            made = CodeSandbox(tier)
+        except ValueError as e:
+            rows.append((tier, f"not run: {e}", "", "", ""))
+            continue
+        with made:
+            rows.append((tier, *of_tier(made, runs)))
+    head = ("tier", "p50, ms", "p90, ms", f"runs/s, {THREADS} threads", "a cell of a session, ms")
+    return Table("one-shot programs in the sandbox", head, tuple(rows))
+
+
+def of_tier(made: CodeSandbox, runs: int) -> tuple[str, ...]:
+    once = [timed(lambda: made.run("print(sum(range(1000)))")) for _ in range(runs)]
+    session = made.session()
+    session.run("x = 1")
+    cells = [timed(lambda: session.run("x += 1")) for _ in range(runs)]
+    session.close()
+    began = time.perf_counter()
+    threads = [threading.Thread(target=repeat, args=(made, runs // THREADS)) for _ in range(THREADS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    per_s = runs // THREADS * THREADS / (time.perf_counter() - began)
+    p50, p90 = (float(np.quantile(once, q)) for q in (0.5, 0.9))
+    return f"{p50:.1f}", f"{p90:.1f}", f"{per_s:,.0f}", Spread.of(cells).text(2)
+
+
+def timed(call: Any) -> float:
+    start = time.perf_counter()
+    call()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def repeat(made: CodeSandbox, runs: int) -> None:
+    for _ in range(runs):
+        assert made.run("print(1)").stdout == "1\n"
+
+
+class Says:
+    """A model that answers at once: a call of the tool each turn, then a word."""
+
+    def __init__(self, tokenizer: Any, tool: Tool, turns: int) -> None:
+        texts = [ANSWER.format(name=tool.name, n=n) for n in range(turns - 1)] + ["done"]
+        self._said = [tokenizer(t + "<|im_end|>", add_special_tokens=False)["input_ids"] for t in texts]
+
+    async def generate(self, request_id: str, prompt_ids: Any, sampling: Any, **inputs: Any) -> Completion:
+        ids = np.array(self._said.pop(0), np.int64)
+        return Completion(request_id, ids, np.zeros(len(ids), np.float32), ((0, 0, len(ids)),), "eos")
+
+
+def kit_of(tool: Tool) -> tuple[Any, ToolKit]:
+    tokenizer = hermes_tokenizer()
+    return tokenizer, ToolKit(
+        tools={tool.name: tool},
+        parser=TurnParser(FORMATS["hermes"]),
+        renderer=Renderer(tokenizer, {}, [dict(tool.schema)]),
+        plain=plain_text(tokenizer),
+        bridge=bridge_of(tokenizer, audit_template(tokenizer), {}),
+        ends=frozenset([tokenizer.eos_token_id]),
+        limits=AgentConfig(),
+    )
+
+
+async def play(tokenizer: Any, kit: ToolKit, prompt: np.ndarray, turns: int) -> ServerManager:
+    sampling = Sampling(max_tokens=100_000)
+    (tool,) = kit.tools.values()
+    manager = ServerManager(Says(tokenizer, tool, turns), sampling, seed_parts=("s",))  # type: ignore[arg-type]
+    row = {"tools": (), "extra_info": {}, "raw_prompt": [{"role": "user", "content": "?"}]}
+    loop = ToolAgentLoop(None, manager, tokenizer, kit=kit)
+    await loop.run(sampling_params_of(sampling), prompt_ids=prompt, request_id="r", **row)
+    return manager
+
+
+def turns(runs: int) -> Table:
+    async def look(n: int) -> str:
+        """
+        Look something up.
+
+        Args:
+            n: Its number.
+        """
+        return str(n)
+
+    tokenizer, kit = kit_of(function_as_tool(look))
+    rows = []
+    for tokens in HISTORIES:
+        prompt = np.resize(kit.renderer.ids([{"role": "user", "content": "?"}], prompt=True), tokens)
+        took = [timed(lambda: asyncio.run(play(tokenizer, kit, prompt, TURNS + 1))) / TURNS for _ in range(runs // 10)]  # noqa: B023
+        rows.append((f"{tokens:,}", Spread.of(took).text(2)))
+    return Table("a turn of the tool loop, without the model", ("tokens of history", "ms per turn"), tuple(rows))
+
+
+def tools() -> Table:
+    rng = random.Random(0)
+    waits = [[rng.expovariate(1 / TOOL_S) for _ in range(TURNS - 1)] for _ in range(TRAJECTORIES)]
+    left = [list(chain) for chain in waits]
+    number: dict[Any, int] = {}
+
+    async def slow(n: int) -> str:
+        """
+        Think.
+
+        Args:
+            n: A number.
+        """
+        await asyncio.sleep(left[number[asyncio.current_task()]].pop())
+        return str(n)
+
+    tokenizer, kit = kit_of(function_as_tool(slow))
+    object.__setattr__(kit.tools["slow"], "places", asyncio.Semaphore(TRAJECTORIES))
+    prompt = np.asarray(kit.renderer.ids([{"role": "user", "content": "?"}], prompt=True))
+
+    async def one(k: int) -> None:
+        number[asyncio.current_task()] = k
+        await play(tokenizer, kit, prompt, TURNS)
+
+    async def every() -> None:
+        await asyncio.gather(*(one(k) for k in range(TRAJECTORIES)))
+
+    wall_s = timed(lambda: asyncio.run(every())) / 1e3
+    longest_s = max(map(sum, waits))
+    batch_s = sum(max(chain[turn] for chain in waits) for turn in range(TURNS - 1))
+    row = (
+        f"{wall_s:.2f}",
+        f"{longest_s:.2f}",
+        f"{wall_s / longest_s:.2f}",
+        f"{batch_s:.2f}",
+        f"{batch_s / wall_s:.1f}×",
+    )
+    head = (
+        "wall, s",
+        "longest chain, s",
+        "wall / chain",
+        "a loop that waits for the slowest each turn, s",
+        "it / this",
+    )
+    return Table(f"{TRAJECTORIES} trajectories of {TURNS} turns with slow tools", head, (row,))
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--only", choices=("sandbox", "turns", "tools"))
+    parser.add_argument("--runs", type=int, default=200)
+    given = parser.parse_args(argv)
+    parts = {"sandbox": lambda: sandbox(given.runs), "turns": lambda: turns(given.runs), "tools": tools}
+    load = os.getloadavg()[0]
+    texts = [part().markdown() for name, part in parts.items() if given.only in (None, name)]
+    print("\n\n".join(texts))
+    if given.only:
+        return 0
+    about = (
+        f"Command: `python bench/agents.py`. {given.runs} runs; {os.cpu_count()} cores, 1-minute load {load:.1f} at "
+        "its start. The loop that waits each turn is not run: it is the sum of the slowest tool of every turn."
+    )
+    section = ROOT / "bench" / "sections" / "agents.md"
+    section.write_text("\n\n".join(["## Agents beside the model", about, *texts]) + "\n")
+    assemble(ROOT / "bench")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
