@@ -39,7 +39,6 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 def test_two_files_take_turns_and_are_mapped_once(outlet: shm.ShmOutlet, monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    shm._attached.cache_clear()
     mapped = shm._mapped
     monkeypatch.setattr(shm, "_mapped", lambda path, size: made.append(path.name) or mapped(path, size))
     for version in range(6):
@@ -48,7 +47,6 @@ def test_two_files_take_turns_and_are_mapped_once(outlet: shm.ShmOutlet, monkeyp
         stream = shm.open_weights(str(path))
         assert stream.version == version and same(read(path), now)
     assert made == ["verl-weights-1-test-0", "verl-weights-1-test-1"]
-    assert shm._attached.cache_info().misses == 2, "as by the reader"
 
 
 def test_a_file_that_is_gone_or_of_another_size_is_made_anew(outlet: shm.ShmOutlet) -> None:
@@ -62,9 +60,6 @@ def test_a_file_that_is_gone_or_of_another_size_is_made_anew(outlet: shm.ShmOutl
     assert [float(t[0]) for t in kept if t.numel()] == [1.0, 2.0, 3.0]
     first.unlink()
     assert same(read(stage(outlet, 4, weights(3.0, size=4000))), weights(3.0, size=4000))
-    first.unlink()
-    stage(shm.ShmOutlet(outlet.name), 6, weights(4.0, size=4000))  # another file of that name and size
-    assert same(read(stage(outlet, 8, weights(5.0, size=4000))), weights(5.0, size=4000))
 
 
 def test_a_reader_that_is_overtaken_is_told(outlet: shm.ShmOutlet) -> None:

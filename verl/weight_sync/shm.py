@@ -1,13 +1,12 @@
 """Weights through the shared memory of one host: the trainer writes a version, every replica maps and reads it.
 
 Two files take turns, so that a version is written while a late replica may still read the one before. A file says
-which version it holds; a reader asks before its first tensor and after its last, and copies each as it comes. Both
-ends keep the files mapped: to find their memory anew takes about as long as to copy it.
+which version it holds; a reader asks before its first tensor and after its last, and copies each as it comes. The
+trainer keeps its files mapped: to find their memory anew takes longer than to write it.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import mmap
 import os
@@ -91,8 +90,8 @@ class ShmStream:
 
     def __init__(self, path: Path) -> None:
         try:
-            status = path.stat()
-            self._found = _attached(path, status.st_ino, status.st_size)
+            with path.open("r+b") as file:
+                self._found = mmap.mmap(file.fileno(), 0)
         except FileNotFoundError:
             raise SyncError(
                 f"{path} is not on this host: sync.engine=shm serves replicas of the trainer's host"
@@ -128,13 +127,6 @@ class ShmStream:
 
 def open_weights(address: str) -> ShmStream:
     return ShmStream(Path(address))
-
-
-@functools.lru_cache(maxsize=2)
-def _attached(path: Path, inode: int, num_bytes: int) -> mmap.mmap:
-    """A reader's view of a file; the two that take turns stay mapped until others come."""
-    with path.open("r+b") as file:
-        return mmap.mmap(file.fileno(), num_bytes)
 
 
 def _mapped(path: Path, num_bytes: int) -> mmap.mmap:
