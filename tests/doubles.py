@@ -99,6 +99,7 @@ class SglangDouble(Double):
         self.incremental = False  # --incremental-streaming-output
         self.raw = False  # SGLANG_RETURN_ORIGINAL_LOGPROB
         self.fails: str | None = None  # what an update says
+        self.failing = 400  # and its status
 
     def routes(self) -> list[web.RouteDef]:
         posts = {
@@ -154,7 +155,7 @@ class SglangDouble(Double):
                 await self.engine.sleep(1)
                 await self.engine.wake(("kv",))
         said = {"success": failed is None, "message": failed or "Succeeded", "num_paused_requests": 0}
-        return web.json_response(said, status=200 if failed is None else 400)
+        return web.json_response(said, status=200 if failed is None else self.failing)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = checked(await request.json(), "GenerateRequest", strict=False)

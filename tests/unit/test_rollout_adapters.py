@@ -246,7 +246,7 @@ def test_an_update_of_sglang_is_one_transaction(tmp_path: Path) -> None:
     with_sglang(body)
 
 
-@pytest.mark.parametrize("fault", ["refused", "incomplete", "gone"])
+@pytest.mark.parametrize("fault", ["refused", "unsuccessful", "incomplete", "gone"])
 def test_a_failed_update_fences_sglang(tmp_path: Path, fault: str) -> None:
     """A folder that lacks a tensor would leave old weights in place, and SGLang says nothing of it."""
 
@@ -256,10 +256,13 @@ def test_a_failed_update_fences_sglang(tmp_path: Path, fault: str) -> None:
         bad = reader(tmp_path / "1", 1, missing="b.weight" if fault == "incomplete" else "")
         if fault == "refused":
             double.fails = "Failed to update weights: size mismatch. Rolling back to original weights."
+        if fault == "unsuccessful":  # with status 200
+            double.fails, double.failing = "Failed to update weights: size mismatch.", 200
         if fault == "gone":
             (tmp_path / "1" / "model.safetensors").unlink()
         said = {
             "refused": "size mismatch",
+            "unsuccessful": "size mismatch",
             "incomplete": r"did not deliver 1 tensors.*b\.weight",
             "gone": "is not here",
         }
@@ -267,7 +270,7 @@ def test_a_failed_update_fences_sglang(tmp_path: Path, fault: str) -> None:
             await engine.load_weights(bad)
         paths = [path for path, _ in double.asked[asked:]]
         assert "/continue_generation" not in paths
-        assert ("/update_weights_from_disk" in paths) == (fault == "refused")
+        assert ("/update_weights_from_disk" in paths) == (fault in ("refused", "unsuccessful"))
         with pytest.raises(ServerGone, match="out of service: the update to version 1 failed"):
             await engine.generate("r", PROMPT, Sampling(max_tokens=3))
         with pytest.raises(ServerGone, match="restart that server"):

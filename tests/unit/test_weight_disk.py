@@ -85,6 +85,19 @@ def test_a_version_that_was_not_finished_is_not_there(tmp_path: Path) -> None:
         open_weights(str(tmp_path / "version_1"))
 
 
+def test_a_version_is_moved_to_its_place_whole(tmp_path: Path) -> None:
+    outlet, seen = DiskOutlet(tmp_path), []
+
+    def watched() -> Any:
+        for item in MIXED.items():
+            (coming,) = tmp_path.iterdir()
+            seen.append((coming.name.startswith("."), coming.stat().st_ino))
+            yield item
+
+    folder = Path(outlet.stage(0, {n: entry_of(t) for n, t in MIXED.items()}, watched()))
+    assert set(seen) == {(True, folder.stat().st_ino)}
+
+
 def test_a_full_disk_is_known_before_the_first_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("usage", "total used free")(9, 9, 10))
     with pytest.raises(OSError, match=r"0 MB of weights do not fit into .* \(0 MB free\)"):

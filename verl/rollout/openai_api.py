@@ -77,7 +77,6 @@ class CompletionsApi(Api):
     async def _require_ids(self, post: Post, model: str, vocab: int) -> None:
         """ValueError unless an answer has its ids and log-probs, and ends at an id that it was given."""
         ends: tuple[int, ...] = ()
-        first: list[int] = []
         for wanted in (PROBED_TOKENS, 1):
             room = Room(tokens=PROBED_TOKENS, vocab=vocab, ends=ends)
             body = self.body(model, "probe", [0], Sampling(max_tokens=PROBED_TOKENS, temperature=0.0), room)
@@ -87,11 +86,10 @@ class CompletionsApi(Api):
             except (ServerRefused, NotUnderstood) as e:
                 said = "completions with stop_token_ids, ignore_eos, log-probs and the ids of their tokens are needed"
                 raise ValueError(f"{said}, and this server does not give them: {e}") from e
-            if len(drawn.ids) != wanted or (ends and drawn.ids[0] != ends[0]):
+            if len(drawn.ids) != wanted:
                 said = "ids of the tokens (return_token_ids)" if not ends else "an end where stop_token_ids say"
                 raise ValueError(f"this server does not give {said}: {len(drawn.ids)} ids came of an answer to a probe")
-            first = first or drawn.ids
-            ends = (first[0],)
+            ends = (drawn.ids[0],)
 
     async def _scores_by(self, field: str, post: Post, model: str) -> bool:
         self.scoring = field

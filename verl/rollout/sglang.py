@@ -1,8 +1,8 @@
 """SGLang as a rollout engine: its server in a Python environment of its own, as a child of this process or at a URL.
 
-Written from the HTTP API of 0.5.23, and never run against it: where its kernels run, no one of us was. Weights reach it
-through a folder (sync.engine=disk). It does not say which tensors it loaded: that the folder is what was sent is
-checked before, and what it computes with, by the canary. No torch is imported at module level.
+Written from the HTTP API of 0.5.23, and never run against it: its kernels want hardware that was not at hand. Weights
+reach it through a folder (sync.engine=disk). It does not say which tensors it loaded: that the folder is what was sent
+is checked before, and what it computes with, by the canary. No torch is imported at module level.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 AT_LEAST, BELOW = (0, 5, 23), (0, 6)
 INSTALL = "pip install sglang==0.5.23 in an environment of its own"
 NOTE = "rollout: this adapter was made from SGLang's documented API and tested against doubles of it, never against it"
-
 SEEDS = "rollout: SGLang looks at seeds with rollout.engine_options.deterministic_inference=true alone"
 
 
