@@ -42,6 +42,9 @@ def main() -> None:
     channel = socket.socket(fileno=0)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a supervisor
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller's Ctrl-C: it closes the socket when it is done
+    from verl.sandbox import namespaces
+
+    namespaces.seccomp_program()  # for all forks
     gc.freeze()
     channel.sendall(b"+")
     while True:

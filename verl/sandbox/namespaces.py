@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import socket
@@ -157,8 +158,9 @@ def _landlock() -> None:
     os.close(fd)
 
 
+@functools.cache
 def seccomp_program() -> bytes:
-    """The filter, as BPF: what is denied fails with EPERM; a call of another architecture ends the process."""
+    """The filter as BPF, made once: what is denied fails with EPERM; another architecture's calls end the process."""
     load, equal, above, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, kill, refuse = 0x7FFF0000, 0x80000000, 0x00050000  # refuse | errno
     number, arch, first = 0, 4, 16  # where they stand in seccomp_data
