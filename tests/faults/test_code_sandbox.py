@@ -128,6 +128,18 @@ def test_many_at_once(sandbox):
     assert found == {n: f"{n}\n" for n in range(24)}
 
 
+def test_sandboxes_do_not_share_their_number_of_processes(sandbox):
+    code = "import os, time\nfor _ in range(24):\n    if os.fork() == 0:\n        time.sleep(2)\n        os._exit(0)\n"
+    code += "time.sleep(1.5)"
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(sandbox.run(code).status)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == ["ok"] * 3
+
+
 def test_a_session_keeps_names_until_a_limit(sandbox):
     with CodeSandbox(sandbox.tier, Limits(wall_s=2)) as small:
         session, other = small.session(), small.session()

@@ -17,7 +17,6 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -179,8 +178,27 @@ def _start_bubblewrap(job: dict[str, Any], theirs: socket.socket, close: list[so
         program.seek(0)
         command += ["--seccomp", str(program.fileno()), "--", job["python"], "-I", "-S", "/cell.py"]
         command += [str(theirs.fileno()), *job["packages"]]
-        fds, nothing = (theirs.fileno(), program.fileno()), subprocess.DEVNULL
-        subprocess.Popen(command, pass_fds=fds, stdin=nothing, stdout=nothing, stderr=nothing)
+        for fd in (theirs.fileno(), program.fileno()):
+            os.set_inheritable(fd, True)
+        # Root's bubblewrap makes no user namespace: without one, sandboxes would share nobody's number of processes.
+        mapped, go = os.pipe()
+        if (pid := namespaces.clone(namespaces.NEW_USERS) if os.geteuid() == 0 else os.fork()) == 0:
+            try:
+                os.close(go)
+                for one in close:
+                    one.close()
+                if os.read(mapped, 1) == b"+":
+                    nothing = os.open(os.devnull, os.O_RDWR)
+                    for fd in range(3):
+                        os.dup2(nothing, fd)
+                    os.execvp(command[0], command)
+            finally:
+                os._exit(1)
+        os.close(mapped)
+        if os.geteuid() == 0:
+            namespaces.map_users(pid)
+        os.write(go, b"+")
+        os.close(go)
 
 
 class _Cell:

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 NOBODY = 65534
+NEW_USERS = 0x10000000
 NEW_NAMESPACES = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 0x1000, 0x4000, 0x40000
 DEVICES = ("null", "zero", "full", "random", "urandom")
@@ -48,9 +49,10 @@ _held = ctypes.PyDLL(None, use_errno=True)  # keeps the interpreter's lock: for 
 _held.syscall.restype = _libc.syscall.restype = ctypes.c_long
 
 
-def clone() -> int:
-    """Fork into new namespaces of every kind: 0 in the child, which is process 1 there. For one thread only."""
-    pid: int = _held.syscall(*map(ctypes.c_long, (CLONE, NEW_NAMESPACES | signal.SIGCHLD, 0, 0, 0, 0)))
+def clone(namespaces: int = NEW_NAMESPACES) -> int:
+    """Fork into new namespaces, of every kind unless others are named: 0 in the child, which is process 1 of a new
+    namespace of processes. For one thread only."""
+    pid: int = _held.syscall(*map(ctypes.c_long, (CLONE, namespaces | signal.SIGCHLD, 0, 0, 0, 0)))
     if pid < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"this kernel or container gives no new namespaces: {os.strerror(number)}")
