@@ -14,6 +14,7 @@ from test_loading import BIG
 from torch import Tensor
 
 from verl.model_engine import offload
+from verl.model_engine.optim import OptimSpec
 from verl.model_engine.sharded import part_of_rank
 
 EVERYTHING = ("weights", "optimizer")
@@ -96,6 +97,18 @@ def test_a_part_may_go_alone_and_a_role_may_be_frozen():
         return all(torch.equal(found[n], t) for n, t in expected.items())
 
     assert all(run(2, frozen))
+
+
+def test_a_moving_average_is_there_when_it_is_asked_for():
+    case = Case(LAYOUTS["FSDP"])
+
+    def compared(rank: int) -> bool:
+        optim, (_, batch, _) = OptimSpec(lr=1e-2, average=0.5), share(case, rank)
+        both = (engine(case.model, "actor", case.layout, optim=optim, offload=parts) for parts in ((), EVERYTHING))
+        stays, goes = [steps(case, rank, e, 2).infer(batch, ("logprobs",), True)["logprobs"] for e in both]
+        return torch.equal(stays, goes)
+
+    assert all(run(2, compared))
 
 
 def test_a_disk_without_room_is_said_and_costs_nothing(monkeypatch):

@@ -1,9 +1,11 @@
-"""A run whose models give way to each other and to the rollout: the weights are those of the run in which all
-stay."""
+"""A run whose models give way to each other and to the rollout: the weights are those of the run in which all stay, and
+a device holds what is at work."""
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,10 @@ from small_runs import same_tensors, small_args, small_run
 
 from verl.config.load import load_config
 from verl.config.plan import make_plan
+from verl.model_engine.torch_engine import TorchEngine
+from verl.models import tiny
+from verl.recipes import arithmetic
+from verl.rollout.native.runner import NativeRunner
 
 ALL = [f"model.engine_options.offload_{part}=true" for part in ("weights", "optimizer", "frozen")]
 PPO = ["algorithm.name=ppo", "algorithm.kl_loss_coef=0.01"]  # actor, critic, reference
@@ -27,6 +33,54 @@ def test_the_weights_are_those_of_a_run_without(more, tmp_path, tiny_model, arit
     for name, given in (("stays", ()), ("goes", ALL)):
         small_run(tmp_path / name, tiny_model, arithmetic_data, *PPO, *more, *given, "run.deterministic=true")
     same_tensors(weights(tmp_path / "goes"), weights(tmp_path / "stays"))
+
+
+def tensor_bytes() -> int:
+    storages = (
+        t.untyped_storage() for t in gc.get_objects() if issubclass(type(t), torch.Tensor) and t.device.type == "cpu"
+    )
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def peak(monkeypatch: pytest.MonkeyPatch, root: Path, *given: Any) -> int:
+    """The most bytes of tensors in this process, looked at where most is held: around an optimizer step, at the end of
+    a pass without gradients, when weights were delivered, and before the rollout gives its memory back."""
+    gc.collect()
+    before, seen = tensor_bytes(), [0]
+
+    def watched(owner: type, name: str) -> None:
+        method = getattr(owner, name)
+
+        def watch(*args: Any, **more: Any) -> Any:
+            seen.append(tensor_bytes())
+            found = method(*args, **more)
+            seen.append(tensor_bytes())
+            return found
+
+        monkeypatch.setattr(owner, name, watch)
+
+    monkeypatch.setattr(gc, "freeze", lambda: None)  # what is frozen is not among its objects
+    for owner, name in ((torch.optim.AdamW, "step"), (TorchEngine, "infer"), (NativeRunner, "load")):
+        watched(owner, name)
+    watched(NativeRunner, "drop_kv")
+    small_run(root, *given)
+    monkeypatch.undo()
+    return max(seen) - before
+
+
+def test_no_more_is_held_than_training_or_rollout_want(tmp_path, arithmetic_data, monkeypatch):
+    """Of a model of W bytes: 3W of the actor, 3W of the critic, the reference, the rollout's and a gradient stay; or a
+    model, its gradients and its states, while all others are away."""
+    tokenizer = tiny.character_tokenizer(arithmetic.CHARACTERS)
+    gc.unfreeze()  # after a run that was before
+    model = tiny.qwen3(tokenizer, hidden=384, layers=4, heads=4, kv_heads=2, ffn=1024, seed=1)
+    folder = tiny.save(model, tokenizer, tmp_path / "model")
+    size, largest = (f(4 * p.numel() for p in model.parameters()) for f in (sum, max))
+    more = (folder, arithmetic_data[:1], *PPO, "rollout.engine_options.prefix_cache_tokens=0", "run.total_steps=2")
+    stays = peak(monkeypatch, tmp_path / "stays", *more)
+    goes = peak(monkeypatch, tmp_path / "goes", *more, *ALL)
+    assert stays > 8.5 * size, stays / size
+    assert goes < 4 * size + largest + size / 2, goes / size  # half: activations, and what the queue holds
 
 
 def test_the_plan_knows_what_is_away(tmp_path, tiny_model, arithmetic_data):
