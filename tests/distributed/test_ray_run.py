@@ -69,12 +69,21 @@ def test_a_teacher_in_a_pool_of_its_own_teaches_what_one_here_does(tmp_path, tin
         assert metrics_of(tmp_path / where / "r")[1]["actor/teacher_divergence"] > 0
 
 
-def test_two_ranks_and_two_replicas_learn_what_one_process_learns(tmp_path, tiny_model, arithmetic_data):
+OFFLOAD = tuple(f"model.engine_options.offload_{part}=true" for part in ("weights", "optimizer", "frozen"))
+STAGES = {
+    "data": (),
+    "stages": ("parallel.pipeline=2",),
+    "data and stages": ("cluster.ranks_per_node=4", "parallel.pipeline=2", "algorithm.kl_loss_coef=0.01", *OFFLOAD),
+}
+
+
+@pytest.mark.parametrize("layout", STAGES)
+def test_ranks_and_replicas_learn_what_one_process_learns(layout, tmp_path, tiny_model, arithmetic_data):
     """The first step samples from equal weights, so its update is that of one process but for the order of sums; eps
     keeps Adam from making much of that order where a gradient is almost 0."""
-    one = ("run.total_steps=1", "optim.eps=1e-5")
+    one = ("run.total_steps=1", "optim.eps=1e-5", *(part for part in STAGES[layout] if part.startswith("algorithm")))
     small_run(tmp_path / "here", tiny_model, arithmetic_data[:1], *one, "run.save_every_steps=1")
-    small_run(tmp_path / "ray", tiny_model, arithmetic_data[:1], *one, *RAY, *TWO)
+    small_run(tmp_path / "ray", tiny_model, arithmetic_data[:1], *one, *RAY, *TWO, *STAGES[layout])
     here, there = (exported(tmp_path / where, 1) for where in ("here", "ray"))
     start_weights = load_file(tiny_model / "model.safetensors")
     for name, value in here.items():
