@@ -18,7 +18,7 @@ from served import NAMES, VOCAB, Fault, Served, crashing, hanging_up, logprob, s
 from verl.rollout.base import Capabilities, Completion, ReplicaLost, RolloutContext
 from verl.rollout.client import ServedEngine
 from verl.rollout.handover import Deadlines, Expected
-from verl.rollout.http import ServerGone, ServerLate, ServerRefused
+from verl.rollout.http import Http, ServerGone, ServerLate, ServerRefused
 from verl.rollout.router import Router
 from verl.rollout.vllm_api import REQUEST_PREFIX, VllmApi
 from verl.rollout.wire import NotUnderstood
@@ -287,6 +287,27 @@ def test_answers_that_are_none(fault: Fault, error: type[Exception], said: str) 
         assert len((await engine.generate("r", PROMPT, greedy(3))).ids) == 3
 
     with_server(body)
+
+
+def test_a_request_under_way_when_its_client_closes_is_not_asked_again() -> None:
+    async def scenario() -> None:
+        served, arrived = Served(), asyncio.Event()
+
+        async def waiting(request: web.Request) -> web.StreamResponse:
+            arrived.set()
+            return await silent(request)
+
+        served.faults["/inference/v1/generate"] = waiting
+        async with TestServer(served.app()) as server:
+            http = Http(str(server.make_url("")))
+            asked = asyncio.create_task(http.post("/inference/v1/generate", {}, timeout_s=30, again=True))
+            async with asyncio.timeout(10):
+                await arrived.wait()
+                await http.close()
+                with pytest.raises(ServerGone, match="/inference/v1/generate"):
+                    await asked
+
+    asyncio.run(scenario())
 
 
 def test_a_stream_that_breaks_off_is_no_answer() -> None:

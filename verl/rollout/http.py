@@ -88,7 +88,7 @@ class Http:
             try:
                 response = await ask()
             except aiohttp.ServerDisconnectedError:
-                if not again:
+                if not again or self._session is None:  # closed meanwhile
                     raise
                 response = await ask()
             pause_s = ROOM_S
