@@ -65,6 +65,17 @@ def test_what_differs_is_said_by_key(made):
     assert compare(start, made(command="eval"))[0][0].startswith("verb: ")
 
 
+def test_pools_may_change_but_for_what_is_computed_there(made):
+    def placed(**pool):
+        said = ", ".join(f"{k}: {v}" for k, v in {"ranks": 1, **pool}.items())
+        return made("cluster.backend=ray", f"cluster.pools={{aside: {{{said}}}}}", "cluster.roles={ref: aside}")
+
+    other, changed = compare(placed(), placed(cpus_per_rank=2))
+    assert not other and list(changed) == ["cluster.pools"]
+    other, _ = compare(placed(), placed(dtype="bfloat16"))
+    assert other == ['cluster.dtypes: null -> {"ref": "bfloat16"}']
+
+
 def test_contents_count_and_their_places_do_not(made, tmp_path):
     start = made()
     shutil.copytree(tmp_path / "model", tmp_path / "moved")
