@@ -33,7 +33,8 @@ def turns():
     out = []
     for i, s in enumerate(samples(0)):
         more = [of("env", 1 + i % 4), of("sampled", 2), of("env", 3)] if i % 3 else []
-        out.append(replace(s, segments=(*s.segments, *more)))
+        own = (replace(segment, side={}) for segment in s.segments)
+        out.append(replace(s, segments=(*own, *more)))
     return out
 
 

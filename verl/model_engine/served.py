@@ -12,6 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from verl.batch import Batch, unshare
-from verl.model_engine.base import EngineCapabilities, EngineContext, ServedAt
+from verl.model_engine.base import EngineCapabilities, EngineContext, Part, ServedAt
 
 TOKENS_IN, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 AGAIN = 2  # times that a row is asked for
@@ -53,6 +54,10 @@ class ServedModel:
             shares_prefix=True, max_tokens_per_microbatch=max_tokens, outputs=OUTPUTS, trains=False, one_pass=True
         )
         self._told = threading.Event()
+
+    def awake(self, *parts: Part) -> AbstractContextManager[None]:
+        """Nothing of it is on a device of ours."""
+        return nullcontext()
 
     def infer(self, batch: Batch, columns: Sequence[str]) -> dict[str, Tensor]:
         """See `ModelEngine.infer`; at temperature 1, as servers score prompts."""

@@ -210,26 +210,27 @@ class Role:
     def update(self, plan: UpdatePlan) -> Metrics:
         """The optimizer steps of a turn. What the terms report is this rank's share; what all ranks have in common
         (norm, rate) is reported by the first."""
+        parts: list[Metrics] = []
         with self.engine.awake("weights"):
-            return merge_metrics([found for step in plan.steps for found in self._optimizer_step(step, plan)])
+            for step in plan.steps:
+                batch, terms, metrics = self._two_passes(self._batch(step, plan.terms, plan.inputs), plan.terms)
+                result = self.engine.forward_backward(batch, terms, step.num_microbatches, plan.recorded)
+                parts += [_prefixed(metrics, plan.prefix), _prefixed(result.metrics, plan.prefix)]
+                optim = self.engine.optim_step()
+                if self.ranks.rank == 0:
+                    parts.append(_prefixed(optim, plan.prefix))
+                if step.record and not step.idle:
+                    parts.append(self._record(step, plan, batch, result.columns))
+        return merge_metrics(parts)
 
-    def _optimizer_step(self, step: RankStep, plan: UpdatePlan) -> list[Metrics]:
-        batch, terms, metrics = self._two_passes(self._batch(step, plan.terms, plan.inputs), plan.terms)
-        result = self.engine.forward_backward(batch, terms, step.num_microbatches, plan.recorded)
-        parts = [_prefixed(metrics, plan.prefix), _prefixed(result.metrics, plan.prefix)]
-        optim = self.engine.optim_step()
-        if self.ranks.rank == 0:
-            parts.append(_prefixed(optim, plan.prefix))
-        if step.record and not step.idle:
-            drawn, at = batch.columns["versions"] != OBSERVED, np.cumsum([0, *(r.loss_tokens for r in step.refs)])
-            kept = {f"train_{n}": Ragged(result.columns[n][drawn], at) for n in plan.recorded}
-            if self.ranks.primary:
-                self.queue.write(step.refs, kept)
-            if "entropy" in plan.recorded:
-                inside = result.columns["entropy"][batch.columns["mask"]].double()
-                mean = Metric(float(inside.sum()), float(len(inside)), "token")
-                parts.append({f"{plan.prefix}entropy": mean})
-        return parts
+    def _record(self, step: RankStep, plan: UpdatePlan, batch: Batch, found: Mapping[str, Tensor]) -> Metrics:
+        drawn, at = batch.columns["versions"] != OBSERVED, np.cumsum([0, *(r.loss_tokens for r in step.refs)])
+        if self.ranks.primary:
+            self.queue.write(step.refs, {f"train_{n}": Ragged(found[n][drawn], at) for n in plan.recorded})
+        if "entropy" not in plan.recorded:
+            return {}
+        inside = found["entropy"][batch.columns["mask"]].double()
+        return {f"{plan.prefix}entropy": Metric(float(inside.sum()), float(len(inside)), "token")}
 
     def measure(self, step: RankStep, terms: tuple[Term, ...], inputs: tuple[str, ...]) -> Metrics:
         """Loss and metrics of the terms on these rows of all ranks, without a step; reported by the first rank."""
