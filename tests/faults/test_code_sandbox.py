@@ -14,10 +14,10 @@ import sandbox_escapes
 
 from verl.agent_loop.parsing import ToolCall
 from verl.agent_loop.tools import Toolbox, load_tools
-from verl.reward.code import code_score
+from verl.reward.code import code_score, program_of, same_value
 from verl.reward.compute import compute_score
 from verl.sandbox import code as sandboxes
-from verl.sandbox.code import CodeSandbox, Limits, SandboxGone
+from verl.sandbox.code import CodeSandbox, Limits, Ran, SandboxGone
 from verl.tools.function_tool import ToolBroken
 
 NOBODY = 65534
@@ -154,6 +154,17 @@ def test_a_session_keeps_names_until_a_limit(sandbox):
         other.close()
 
 
+def test_every_cell_has_its_own_seconds_and_all_that_it_said(sandbox):
+    burn = "import time\nuntil = time.process_time() + 0.7\nwhile time.process_time() < until: pass\n"
+    with CodeSandbox(sandbox.tier, Limits(wall_s=20, cpu_s=1)) as small:
+        session = small.session()
+        assert [session.run(burn + "1").stdout for _ in range(4)] == ["1\n"] * 4
+        ran = [session.run(f"import sys\nprint({i})\nprint({i}, file=sys.stderr)") for i in range(200)]
+        assert [(one.stdout, one.stderr) for one in ran] == [(f"{i}\n", f"{i}\n") for i in range(200)]
+        assert session.run("while True: pass").status == "timeout"
+        session.close()
+
+
 def test_a_dead_launcher_is_replaced_and_a_dead_sandbox_is_no_result():
     with CodeSandbox("launcher") as sandbox:
         session = sandbox.session()
@@ -219,6 +230,31 @@ def test_programs_are_scored(tier):
     with pytest.raises(ValueError, match="inputs"):
         score("print(1)", "{}")
     assert compute_score("taco", fenced("print(1)"), {"inputs": [""], "outputs": ["1"]}, tier=tier)["score"] == 1
+
+
+@pytest.mark.parametrize(
+    ("value", "expected", "same"),
+    [
+        (True, [True], True), (1, [True], False), (True, True, True), (1, True, False), ([1], [True], False),
+        (None, "yes", False), ("yes", "yes", True), ("yes", '"yes"', True), ("3", "3", True), (3, "3", True),
+        ([1, 2], "[1, 2]", True), (2, "[2]", True), (2.0, 2, True), ({"a": [True]}, {"a": [1]}, False),
+        ([], [[]], True),
+    ],
+)  # fmt: skip
+def test_values_are_compared_as_json(value, expected, same):
+    assert same_value(Ran("ok", "", "", json.dumps(value)), expected) is same
+
+
+def test_the_program_of_an_answer():
+    assert program_of("```text\n1 2\n```\nSo:\n```python\nprint(3)\n```") == "print(3)\n"
+    assert program_of("```Python3\nprint(1)\n```\nIt prints\n```\n1\n```") == "print(1)\n"
+    assert program_of("```\nprint(1)\n```\n```json\n{}\n```") == "print(1)\n"
+    assert program_of("```cpp\nint main(){}\n```") is None and program_of("no code") is None
+
+
+def test_a_long_output_that_is_expected_has_room():
+    truth = {"inputs": ["", ""], "outputs": ["1\n" * 60_000, "2"]}
+    assert code_score(fenced("print('1\\n' * 60_000)"), truth, tier="launcher")["score"] == 0.5
 
 
 def test_the_code_tool_keeps_a_session_per_trajectory(tmp_path):

@@ -529,6 +529,12 @@ def test_a_turn_s_reward_stands_at_its_last_trained_token_once():
     other = ServerManager(FakeEngine(), SAMPLING, seed_parts=("s",), credits_turns=True)
     other.record = manager((PROMPT, SECOND), ([*PROMPT, 7, 8, 9, 30], FIRST)).record
     assert [other.turn_side(k)["turn_state"][0] for k in (0, 1)] == [states[0][0], states[1][0]]
+    # A history that was rendered anew is compared whole: what was dropped from it says nothing of what came since.
+    anew = ServerManager(FakeEngine(), SAMPLING, seed_parts=("s",), credits_turns=True)
+    anew.record = manager((PROMPT, FIRST), ([*PROMPT, 5, 30], SECOND)).record
+    again = ServerManager(FakeEngine(), SAMPLING, seed_parts=("s",), credits_turns=True)
+    again.record = manager((PROMPT, FIRST), ([*PROMPT, 5, 31], SECOND)).record
+    assert anew.turn_side(1)["turn_state"][0] != again.turn_side(1)["turn_state"][0]
     assert all(not side for row in credited([whole], on=False) for _, side in row), "nothing where nobody reads it"
     for reward, turn, wrong in ((float("nan"), 0, "finite"), (1.0, 7, "turn=7")):
         with pytest.raises(ValueError, match=wrong):

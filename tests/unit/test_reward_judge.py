@@ -67,8 +67,14 @@ def test_a_judge_says_a_score(served: Judge) -> None:
     assert (path, key, body["model"], body["temperature"]) == ("/v1/chat/completions", "Bearer k", "judge", 0.0)
     assert all(part in body["messages"][0]["content"] for part in ("What is 2 + 2?", "four", "\n4\n"))
     served.answer = lambda body: (200, said("I thought score: 9, but no.\nSCORE = -2"))
-    found = compute_score("s", "four", "4", info, url=served.url, prompt="{level} {answer}", scale=1.0)
+    other = {"prompt": "{level} {answer}", "scale": 1.0, "pattern": r"SCORE = (-?\d+)"}
+    found = compute_score("s", "four", "4", info, url=served.url, **other)
     assert found == -2.0 and served.asked[1][2]["messages"][0]["content"] == "3 four"
+
+
+def cut_off(text: str) -> dict[str, Any]:
+    choice = said(text)["choices"][0]
+    return {"choices": [{**choice, "finish_reason": "length"}]}
 
 
 @pytest.mark.parametrize("shape", [{"data": [{"probs": [0.25]}]}, {"embedding": [0.25]}, [{"embedding": [0.25]}]])
@@ -84,6 +90,9 @@ def test_a_classifier_gives_a_number(served: Judge, shape: Any) -> None:
     ("answer", "said_of_it"),
     [
         ((200, said("It is fine.")), "the judge gave no score"),
+        ((200, said("Score: 85")), "score of 85 is not within 0 and scale=10"),
+        ((200, said("Score: -3")), "score of -3 is not within"),
+        ((200, cut_off("score: 3 for clarity, and")), "cut off after max_tokens=512"),
         ((200, {"choices": []}), ""),
         ((500, {"error": "out of memory"}), "HTTP 500: .*out of memory"),
         ((401, {"error": "a wrong key"}), "HTTP 401"),

@@ -100,6 +100,17 @@ def test_an_environment_of_another_version(tmp_path: Path, build: Any, options: 
         build(options, context_of(hf_config=CONFIG, place=place))
 
 
+def test_tensorrt_llm_computes_in_what_the_folder_says(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 1.1.0\n")
+    python.chmod(python.stat().st_mode | stat.S_IXUSR)
+    (tmp_path / "config.json").write_text('{"dtype": "bfloat16"}')
+    place = ServerPlace(model=str(tmp_path), log=tmp_path / "log", python=str(python))
+    with pytest.raises(ValueError, match=r"says, bfloat16, and not in float32: set rollout.dtype=bfloat16"):
+        trtllm.build(trtllm.Options(), context_of(hf_config=CONFIG, place=place))
+    assert trtllm.build(trtllm.Options(), context_of(hf_config=CONFIG, place=place, dtype=torch.bfloat16))
+
+
 # ---- what they are asked ---------------------------------------------------------------------------------------------
 
 

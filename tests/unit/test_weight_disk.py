@@ -105,14 +105,16 @@ def test_a_full_disk_is_known_before_the_first_tensor(tmp_path: Path, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_left_of_the_dead_is_swept_and_our_own_goes_with_the_engine(tmp_path: Path) -> None:
-    here = f"verl-weights-{socket.gethostname()}"
-    for name in (f"{here}-999999999-a", f"{here}-{os.getpid()}-b", "verl-weights-elsewhere-999999999-c", "other"):
+def test_what_is_left_of_the_dead_is_swept_and_our_own_goes_with_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "gpu")
+    here = "verl-versions-gpu"
+    others = {f"{here}-{os.getpid()}-b", "verl-versions-elsewhere-999999999-c", f"{here}-b-999999999-d", "other"}
+    for name in (f"{here}-999999999-a", *others):
         (tmp_path / name).mkdir()
     engine = build(Disk(folder=str(tmp_path)), SyncContext(probes=()))
-    (mine,) = {p.name for p in tmp_path.iterdir()} - {
-        f"{here}-{os.getpid()}-b", "verl-weights-elsewhere-999999999-c", "other"
-    }  # fmt: skip
+    (mine,) = {p.name for p in tmp_path.iterdir()} - others
     assert mine.startswith(f"{here}-{os.getpid()}-")
     del engine
     assert not (tmp_path / mine).exists()

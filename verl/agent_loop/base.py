@@ -126,9 +126,9 @@ class ServerManager:
             key = derive_seed("state", str(self._states[k]))
         else:
             before = self.record[k - 1] if k else None
-            known = 0 if before is None else len(before.prompt_ids) + len(before.completion.ids)
-            whole = before is None or not np.array_equal(ids[: len(before.prompt_ids)], before.prompt_ids)
-            key = derive_seed("shown", (ids if whole else ids[known:]).tobytes().hex())
+            known = np.concatenate([before.prompt_ids, before.completion.ids]) if before else ids[:0]
+            goes_on = np.array_equal(ids[: len(known)], known)  # no history that was rendered anew
+            key = derive_seed("shown", (ids[len(known) :] if goes_on else ids).tobytes().hex())
         channels = {"turn": np.full(n, k, np.int64), "turn_state": np.full(n, key & (2**62 - 1), np.int64)}
         return {**channels, "turn_reward": np.zeros(n, np.float32)}
 

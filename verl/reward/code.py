@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import math
@@ -11,7 +12,10 @@ from typing import Any
 
 from verl.sandbox.code import CodeSandbox, Limits, Ran
 
-FENCED = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL)
+FENCED = re.compile(
+    r"```([^\n`]*)\n(.*?)```", re.DOTALL
+)  # every language: else a closing fence is taken for an opening one
+PYTHON = frozenset({"python", "py", "python3"})
 
 
 def code_score(
@@ -24,27 +28,40 @@ def code_score(
     memory_limit_mb: int = 512,
     max_tests: int = 20,
 ) -> dict[str, float]:
-    """The share of the first `max_tests` tests that the last fenced block of an answer passes, as verl's `continuous`.
-    ground_truth: {inputs, outputs, fn_name?}, or that as JSON: texts for a program that reads and prints; with fn_name,
-    arguments and the value returned. A case has `timeout_s`; what was not begun `within_s` has failed.
+    """The share of the first `max_tests` tests that an answer's program passes, as verl's `continuous`: the last fenced
+    block of Python, or where none is marked so the last one without a language. ground_truth: {inputs, outputs,
+    fn_name?}, or that as JSON: texts for a program that reads and prints; with fn_name, arguments and the value
+    returned. A case has `timeout_s`; what was not begun `within_s` has failed.
 
     Raises ValueError for tests that cannot be read, and where no sandbox works; SandboxGone, so that the sample is
     invalid, where it fails."""
     inputs, outputs, function = tests_of(ground_truth)
-    blocks = FENCED.findall(solution_str)
-    n = min(len(inputs), max_tests)
-    if not blocks:
+    program, n = program_of(solution_str), min(len(inputs), max_tests)
+    if program is None:
         return {"score": 0.0, "tests": float(n), "passed": 0.0, "has_code": 0.0}
-    sandbox = _sandbox(tier, Limits(wall_s=timeout_s, cpu_s=timeout_s, memory_mb=memory_limit_mb))
+    room = _room_for(outputs[:n])
+    sandbox = _sandbox(tier, Limits(wall_s=timeout_s, cpu_s=timeout_s, memory_mb=memory_limit_mb, output_bytes=room))
     cases: list[dict[str, Any]]
     if function:
         cases = [{"call": function, "arguments": _arguments(given)} for given in inputs[:n]]
     else:
         cases = [{"stdin": "\n".join(given) if isinstance(given, list) else str(given)} for given in inputs[:n]]
-    ran = sandbox.run_all(blocks[-1], cases, within_s)
+    ran = sandbox.run_all(program, cases, within_s)
     same = same_value if function else same_text
     passed = sum(one.status == "ok" and same(one, expected) for one, expected in zip(ran, outputs))
     return {"score": passed / n, "tests": float(n), "passed": float(passed), "has_code": 1.0}
+
+
+def program_of(answer: str) -> str | None:
+    blocks = [(head.strip().lower().split(" ")[0], text) for head, text in FENCED.findall(answer)]
+    marked = [text for language, text in blocks if language in PYTHON]
+    return next(reversed(marked or [text for language, text in blocks if not language]), None)
+
+
+def _room_for(outputs: Sequence[Any]) -> int:
+    """Bytes that a program may print: twice what is expected and some, as a power of two, since each has a sandbox."""
+    longest = max(len(json.dumps(expected, default=str)) for expected in outputs)
+    return 1 << max(16, (2 * longest + (1 << 15)).bit_length())
 
 
 @functools.cache
@@ -96,11 +113,24 @@ def _same_number(said: str, wanted: str) -> bool:
 
 
 def same_value(ran: Ran, expected: Any) -> bool:
-    """What the function returned, as JSON: plain data, whatever class it was in there. A value in a list of one is the
-    value, as APPS has it."""
-    wanted = json.loads(expected) if isinstance(expected, str) and ran.value and ran.value[:1] != '"' else expected
+    """What the function returned, as JSON: plain data, whatever class it was in there. Expected are data or their JSON;
+    a value in a list of one is the value, as APPS has it."""
+    wanted = [expected]
+    if isinstance(expected, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            wanted.append(json.loads(expected))
+    wanted += [one[0] for one in wanted if isinstance(one, list) and len(one) == 1]
     try:
         found = json.loads(ran.value or "")
+        return any(_equal(found, one) for one in wanted)
     except (ValueError, RecursionError):
         return False
-    return bool(found == wanted or [found] == wanted) and isinstance(found, bool) == isinstance(wanted, bool)
+
+
+def _equal(found: Any, wanted: Any) -> bool:
+    """As JSON has it: true is not 1, and 1.0 is 1."""
+    if isinstance(found, list) and isinstance(wanted, list | tuple):
+        return len(found) == len(wanted) and all(map(_equal, found, wanted))
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        return found.keys() == wanted.keys() and all(_equal(found[key], wanted[key]) for key in found)
+    return bool(found == wanted) and isinstance(found, bool) == isinstance(wanted, bool)

@@ -56,9 +56,14 @@ def compute_score(
         return label_of(_post(f"{url.rstrip('/')}/classify", body | {"input": text, "text": text}, timeout_s, api_key))
     body |= {"messages": [{"role": "user", "content": text}], "temperature": 0.0, "max_tokens": max_tokens}
     found = _post(f"{url.rstrip('/')}/v1/chat/completions", body, timeout_s, api_key)
-    said = str(found["choices"][0]["message"]["content"])
+    choice = found["choices"][0]
+    said = str(choice["message"]["content"])
+    if choice.get("finish_reason") == "length":
+        raise ValueError(f"the judge was cut off after max_tokens={max_tokens}, before its verdict: give it more")
     if not (scores := re.findall(pattern, said)):
         raise ValueError(f"the judge gave no score: ...{' '.join(said.split())[-200:]!r} has no {pattern}")
+    if pattern == SCORE and not 0 <= float(scores[-1]) <= scale:
+        raise ValueError(f"the judge's score of {scores[-1]} is not within 0 and scale={scale:g}")
     return float(scores[-1]) / scale
 
 

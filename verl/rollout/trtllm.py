@@ -8,6 +8,7 @@ are those at temperature 1, before truncation. No torch is imported at module le
 
 from __future__ import annotations
 
+import json
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -60,6 +61,10 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
     able = Capabilities(  # other draws than those whose log-probs are the processed ones are refused
         logprobs="processed", max_context_tokens=context.max_context_tokens, prefix_cache=True, notes=(NOTE,)
     )
+    config, wanted = json.loads((Path(place.model) / "config.json").read_text()), str(context.dtype).partition(".")[2]
+    if (said := config.get("dtype", config.get("torch_dtype"))) != wanted:
+        why = f"TensorRT-LLM computes in what {place.model}/config.json says, {said}, and not in {wanted}"
+        raise ValueError(f"{why}: set rollout.dtype={said}")
     deadlines = Deadlines(start_s=options.start_timeout_s, request_s=options.request_timeout_s)
     expected = Expected(name="TensorRT-LLM", versions=(AT_LEAST, BELOW))
     launch = launcher("TensorRT-LLM", place, partial(serve_command, python, options, context))

@@ -16,6 +16,7 @@ import contextlib
 import ctypes
 import gc
 import json
+import math
 import os
 import resource
 import select
@@ -31,6 +32,7 @@ from collections.abc import Callable
 from typing import Any
 
 CHUNK_BYTES = 1 << 16
+FAR_S = 10**9  # of CPU, for a process that stays: each of its cells has its own limit
 PR_SET_DUMPABLE, NOBODY = 4, 65534
 Json = dict[str, Any]
 
@@ -96,7 +98,12 @@ class _Child:
                         return "output", said
                 if got == b"" and not ended:
                     poller.unregister(fd)
-            if ended or until(said):
+            if ended:
+                return "", said
+            if until(said):
+                for fd in said:  # what came before its last word, while the others were looked at
+                    while got := _read(fd):
+                        said[fd] += got
                 return "", said
         return "timeout", said
 
@@ -152,14 +159,14 @@ class _Kernel:
     """A process that keeps the names of the cells it ran."""
 
     def __init__(self, limits: Json) -> None:
-        self._child = _Child(limits, _cells)
+        self._child = _Child({**limits, "cpu_s": FAR_S}, _cells)
         self._child.end_input()
 
     def run(self, request: Json) -> Json:
         child = self._child
         child.limits = request["limits"]
         with contextlib.suppress(BrokenPipeError):
-            os.write(child.told, json.dumps(request["code"]).encode() + b"\n")
+            os.write(child.told, json.dumps([request["code"], request["limits"]["cpu_s"]]).encode() + b"\n")
         why, said = child.watch(b"", lambda said: said[child.sent].endswith(b"\n"))
         alive = why == "" and said[child.sent].endswith(b"\n")
         code = (0 if said[child.sent] == b"0\n" else 1) if alive else child.end()
@@ -253,12 +260,16 @@ def _program(request: Json) -> int:
 
 
 def _cells() -> int:
-    """Cells as lines of JSON on 4; after each, 0 or 1 on 3. The value of a last expression is printed."""
+    """Cells as lines of JSON on 4, code and seconds; after each, 0 or 1 on 3. A last expression's value is printed.
+    Every cell has its own seconds of CPU; beyond what it may raise them to, its wall time holds."""
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     lines = open(4, encoding="utf-8", closefd=False)  # noqa: SIM115
     for line in lines:
-        code = json.loads(line)
+        code, cpu_s = json.loads(line)
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        soft = math.ceil(used.ru_utime + used.ru_stime) + max(1, int(cpu_s))
+        resource.setrlimit(resource.RLIMIT_CPU, (soft, resource.getrlimit(resource.RLIMIT_CPU)[1]))
 
         def work(code: str = code) -> None:
             tree = ast.parse(code, "cell.py")

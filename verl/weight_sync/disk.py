@@ -25,8 +25,8 @@ from verl.checkpoint.safetensors_file import DTYPES, host_bytes
 from verl.weight_sync.base import Entry, SyncContext, SyncError
 from verl.weight_sync.local import LocalCheckpointEngine
 from verl.weight_sync.options import Disk
-from verl.weight_sync.shm import PREFIX
 
+PREFIX = "verl-versions"
 WEIGHTS = "model.safetensors"
 KEPT = 2  # versions: a late reader may still be at the one before
 VERSION = "verl_version"  # in the file's own metadata
@@ -116,10 +116,10 @@ def open_weights(address: str) -> DiskStream:
 
 
 def remove_of_the_dead(parent: Path) -> None:
-    """What processes of this machine left that were killed."""
-    start = f"{PREFIX}-{socket.gethostname()}-"
-    for path in parent.glob(f"{start}*"):
-        if not Path("/proc", path.name.removeprefix(start).partition("-")[0]).exists():
+    """What processes of this machine left that were killed; others may share the folder, under names like ours."""
+    for path in parent.glob(f"{PREFIX}-{socket.gethostname()}-*"):
+        host, pid, _ = path.name.removeprefix(f"{PREFIX}-").rsplit("-", 2)
+        if host == socket.gethostname() and not Path("/proc", pid).exists():
             shutil.rmtree(path, ignore_errors=True)
 
 
