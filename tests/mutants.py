@@ -307,7 +307,7 @@ MUTANTS = (
     Mutant("batch.py", 'if s.source == "env" and drawn:', 'if s.source == "env":', OBSERVATION),
     Mutant("workers/compute.py", "np.cumsum([0, *counts])", "np.cumsum([0, *counts]) * 0", OBSERVATION),
     Mutant("workers/role.py", "around(column, ~seen)", "around(column.flip(0), ~seen)", OBSERVATION),
-    Mutant("workers/role.py", "result.columns[n][drawn]", "result.columns[n][: int(at[-1])]", OBSERVATION),
+    Mutant("workers/role.py", "found[n][drawn]", "found[n][: int(at[-1])]", OBSERVATION),
     Mutant("nn/linear_teacher.py", "(logp - _rest(logp.clone(), ids)).clamp(max=0).exp()", "0", TEACHER),
     Mutant("nn/linear_teacher.py", "x -= (p * x).sum(-1, keepdim=True)", "pass", TEACHER),
     Mutant("nn/linear_teacher.py", "else (1 - self.beta) * d[:, None])", "else d[:, None])", TEACHER),
