@@ -5,6 +5,7 @@ import asyncio
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from verl.types import Refs, Segment, Task, ref_of, taught
 from verl.workers.compute import columns_of
 from verl.workers.group import WorkerDied
 from verl.workers.role import informed
+from verl.workers.teachers import Teachers
 
 RNG = np.random.default_rng(3)
 CONTEXTS = {f"g{g}": RNG.integers(4, 19, 5 + 2 * g) for g in range(4)}
@@ -158,6 +160,36 @@ def test_the_samples_of_a_dead_teacher_are_invalid_and_the_others_learn(pick, na
     assert all(masks.row(i).any() != (r.sample_id in gone or r.outcome != "ok") for i, r in enumerate(refs))
     assert step.metrics["teacher/invalid"].value == len(gone) / len(refs)
     assert step.metrics["actor/grad_norm"].value > 0
+
+
+def test_a_teacher_that_died_before_is_not_asked_to_speak_for_one_that_dies_now():
+    asked, gone = [], set()
+
+    class Member:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def infer(self, refs, outputs):
+            return self.answer(frozenset())
+
+        def blank(self, refs, outputs):
+            asked.append(self.name)
+            return self.answer(None)
+
+        def answer(self, value):
+            found: Future = Future()
+            if self.name in gone:
+                found.set_exception(WorkerDied(f"{self.name} was killed"))
+            else:
+                found.set_result(value)
+            return found
+
+    teachers = Teachers({name: Member(name) for name in "abc"}, "task", {}, 10.0)
+    for name in "ab":
+        gone.add(name)
+        refs = Refs([SimpleNamespace(teacher=name, sample_id=f"of {name}")])
+        assert teachers.infer(refs, {"logprobs": "teacher_logprobs"}).result(10) == {f"of {name}"}
+    assert asked == ["b", "c"]
 
 
 def test_the_death_of_the_last_teacher_is_the_end(tiny_model, tiny_teacher, other):

@@ -24,6 +24,7 @@ class Teachers(ModelWorkers):
     ) -> None:
         self._members, self._pick, self._timeout_s = dict(members), pick, timeout_s
         self._shares = tuple(shares[name] for name in members) if pick == "mix" else ()
+        self._dead: set[str] = set()  # also in the calls that they have no row in
 
     @property
     def name(self) -> str:
@@ -61,7 +62,8 @@ class Teachers(ModelWorkers):
                 except WorkerDied as e:  # the user was told when it died
                     dead[name] = e
                     broken |= {*own.ids}
-            left = [member for name, member in self._members.items() if name not in dead]
+            self._dead |= dead.keys()
+            left = [member for name, member in self._members.items() if name not in self._dead]
             if not left:
                 raise next(iter(dead.values()))
             if dead:
