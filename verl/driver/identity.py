@@ -169,11 +169,11 @@ def _defaults(config: Config) -> dict[str, object]:
         "eval.max_response_tokens": rollout.max_response_tokens if longest is None else longest,
         "preference.beta": loss.beta if beta is None else beta,
         "preference.options": {**loss.options, **config.preference.options},
-        "cluster.dtypes": {role: pool["dtype"] for role, pool in _pools_of(config) if pool.get("dtype")} or None,
+        "cluster.dtypes": {role: pool["dtype"] for role, pool in _roles_and_pools(config) if pool.get("dtype")} or None,
     }
 
 
-def _pools_of(config: Config) -> list[tuple[str, dict[str, Any]]]:
+def _roles_and_pools(config: Config) -> list[tuple[str, dict[str, Any]]]:
     """Pools may change, but for what a role computes in there."""
     return [(role, config.cluster.pools.get(name, {})) for role, name in sorted(config.cluster.roles.items())]
 

@@ -59,8 +59,9 @@ class ServedModel:
         """Nothing of it is on a device of ours."""
         return nullcontext()
 
-    def infer(self, batch: Batch, columns: Sequence[str]) -> dict[str, Tensor]:
+    def infer(self, batch: Batch, columns: Sequence[str], average: bool = False) -> dict[str, Tensor]:
         """See `ModelEngine.infer`; at temperature 1, as servers score prompts."""
+        assert not average, "a server has no moving average of our weights"
         assert {*columns} <= {*OUTPUTS}, f"a server gives {OUTPUTS}, not {tuple(columns)}"
         flat, n = unshare(batch), batch.num_loss_tokens
         if not bool((batch.row_columns["temperature"] == 1).all()):

@@ -86,7 +86,7 @@ class SharedEngine:
         return self._rank.in_turn(lambda: self._engine.forward_backward(batch, terms, num_microbatches, extra_outputs))
 
     def infer(self, batch: Batch, columns: Sequence[str], average: bool = False) -> dict[str, Tensor]:
-        return self._rank.in_turn(lambda: self._engine.infer(batch, columns, *((True,) if average else ())))
+        return self._rank.in_turn(lambda: self._engine.infer(batch, columns, average))
 
     def optim_step(self) -> Metrics:
         return self._first(self._engine.optim_step)

@@ -25,6 +25,7 @@ class Placement:
         self.colocated = colocated
         self._replicas = replicas
         self._level = 2 if drops_weights else 1
+        self._parts = ("weights", "kv") if drops_weights else ("kv",)
         self._waits = waits or Waits()
         self._timeout_s = timeout_s
 
@@ -43,8 +44,5 @@ class Placement:
         finally:
             for i, replica in enumerate(self._replicas):
                 await self._waits.wait(
-                    replica.wake(("weights", "kv")[-self._level :]),
-                    who="placement",
-                    what=f"replica {i} to wake",
-                    timeout_s=self._timeout_s,
+                    replica.wake(self._parts), who="placement", what=f"replica {i} to wake", timeout_s=self._timeout_s
                 )

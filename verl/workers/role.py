@@ -158,7 +158,7 @@ class Role:
         if view.temperature is not None:
             same = torch.full_like(batch.row_columns["temperature"], view.temperature)
             batch = batch.with_row_columns({"temperature": same})
-        found = self.engine.infer(batch, tuple(outputs), *((True,) if view.average else ()))
+        found = self.engine.infer(batch, tuple(outputs), view.average)
         if step.idle or not self.ranks.primary:
             return frozenset()
         per_row = np.arange(batch.num_rows + 1, dtype=np.int64)  # scores [R]; everything else is per loss token
