@@ -7,7 +7,7 @@ import json
 import pytest
 
 from verl.workers import waits as waits_module
-from verl.workers.waits import Abandoned, DeadlineExpired, Waits
+from verl.workers.waits import Abandoned, DeadlineExpired, Limit, Waits
 
 
 def test_an_expired_wait_says_who_what_and_what_else_was_pending(tmp_path):
@@ -185,12 +185,12 @@ def test_a_limit_cancels_its_block_and_says_what_it_waited_for():
         waits, ended = Waits(), []
 
         async def block():
-            with waits.limit(who="trajectory g1/train0.0", what="its reward", timeout_s=0.01):
+            with Limit(waits, "trajectory g1/train0.0", "its reward", 0.01):
                 await until_cancelled(ended)
 
         with pytest.raises(DeadlineExpired, match="trajectory g1/train0.0 waited 0.01 s for its reward"):
             if nested:
-                with waits.limit(who="outer", what="all of it", timeout_s=60):
+                with Limit(waits, "outer", "all of it", 60):
                     await block()
             else:
                 await block()
@@ -204,21 +204,18 @@ def test_a_limit_cancels_its_block_and_says_what_it_waited_for():
 def test_a_limit_lets_results_errors_and_other_cancellations_through():
     async def main():
         waits = Waits()
-        with waits.limit(who="a", what="b", timeout_s=60):
+        with Limit(waits, "a", "b", 60):
             await asyncio.sleep(0)
-        with pytest.raises(KeyError), waits.limit(who="a", what="b", timeout_s=60):
+        with pytest.raises(KeyError), Limit(waits, "a", "b", 60):
             raise KeyError
 
         async def limited():
-            with waits.limit(who="a", what="b", timeout_s=60):
+            with Limit(waits, "a", "b", 60):
                 await asyncio.sleep(30)
 
         future = asyncio.get_running_loop().create_future()
         future.cancel()
-        with (
-            pytest.raises(Abandoned, match="a waited for b, which was cancelled"),
-            waits.limit(who="a", what="b", timeout_s=60),
-        ):
+        with pytest.raises(Abandoned, match="a waited for b, which was cancelled"), Limit(waits, "a", "b", 60):
             await future
         task = asyncio.ensure_future(limited())
         await asyncio.sleep(0)
@@ -240,7 +237,7 @@ def test_a_limit_leaves_no_cancellation_behind_however_its_block_ends():
             finally:
                 raise KeyError("in its cleanup")
 
-        with pytest.raises(KeyError), waits.limit(who="a", what="b", timeout_s=0.01):
+        with pytest.raises(KeyError), Limit(waits, "a", "b", 0.01):
             await badly()
         assert not asyncio.current_task().cancelling()
         async with asyncio.TaskGroup() as group:
@@ -270,7 +267,7 @@ def test_limits_of_any_order_expire_in_theirs():
         waits, order = Waits(), []
 
         async def limited(timeout_s):
-            with pytest.raises(DeadlineExpired), waits.limit(who=str(timeout_s), what="b", timeout_s=timeout_s):
+            with pytest.raises(DeadlineExpired), Limit(waits, str(timeout_s), "b", timeout_s):
                 await asyncio.sleep(30)
             order.append(timeout_s)
 

@@ -21,7 +21,7 @@ from verl.agent_loop.base import (
 from verl.reward.base import RewardFn, RewardRequest, parse_result
 from verl.rollout.base import DecodeFn, ReplicaLost, RolloutEngine
 from verl.types import CUT, Invalid, Outcome, Purpose, Sampling, Score, Segment, Task, Trajectory, response_ids_of
-from verl.workers.waits import DeadlineExpired, Waits
+from verl.workers.waits import DeadlineExpired, Limit, Waits
 
 T = TypeVar("T")
 TOOL_FIELDS = ("tool_rewards", "rollout_reward_scores")
@@ -106,7 +106,7 @@ class TrajectoryRunner:
             loop = self._loop(manager, task)
             run, who, what = loop.run(sampling_params_of(sampling), **row), f"trajectory {name}", "its agent loop"
             if loop.ends_when_cancelled:
-                with self._waits.limit(who=who, what=what, timeout_s=self._timeout_s):
+                with Limit(self._waits, who, what, self._timeout_s):
                     returned = await run
             else:
                 returned = await self._waits.wait(run, who=who, what=what, timeout_s=self._timeout_s)
@@ -178,7 +178,7 @@ class TrajectoryRunner:
         try:
             limit_s = self._reward_timeout_s
             who, what = f"trajectory {name}", "its reward"
-            with self._waits.limit(who=who, what=what, timeout_s=limit_s, moved_s=lambda: self.moved_s):
+            with Limit(self._waits, who, what, limit_s, lambda: self.moved_s):
                 found = await self._reward.score(request)
         except DeadlineExpired:
             return Invalid("timeout", f"no reward in {limit_s:g} s")
