@@ -52,14 +52,17 @@ LAYOUTS = {
     "FSDP x EP": Layout(world_size=4, expert=2),
     "HSDP x EP": Layout(world_size=4, replicate=2, expert=2),
     "SP x EP": Layout(world_size=4, sequence=2, expert=4),
+    "TP x EP": Layout(world_size=4, tensor=2, expert=2),
     "PP": Layout(world_size=2, pipeline=2),
     "FSDP x PP": Layout(world_size=4, pipeline=2),
     "DP x PP": Layout(world_size=4, replicate=2, pipeline=2),
     "TP x PP": Layout(world_size=4, tensor=2, pipeline=2),
     "SP x PP": Layout(world_size=4, sequence=2, pipeline=2),
+    "EP x PP": Layout(world_size=4, expert=2, pipeline=2),
 }
 if os.environ.get("FULL_GRID"):
     LAYOUTS["HSDP x SP x TP"] = Layout(world_size=8, sequence=2, tensor=2, replicate=2)
+    LAYOUTS["TP x EP x PP"] = Layout(world_size=8, tensor=2, expert=2, pipeline=2)
 FACTORS = (tuple(LAYOUTS), (True, False), tuple(HEADS), (False, True))
 
 
@@ -108,9 +111,9 @@ FAMILIES = {
             )
         ),
     ),
-    "mixtral": (("EP",), lambda: MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4))),
+    "mixtral": (("EP", "TP"), lambda: MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=4))),
     "olmoe": (("EP",), lambda: OlmoeForCausalLM(OlmoeConfig(**PLAIN, num_experts=4, num_experts_per_tok=2))),
-    "qwen2, experts": (("EP",), lambda: Qwen2MoeForCausalLM(Qwen2MoeConfig(**PLAIN, **FEW_EXPERTS))),
+    "qwen2, experts": (("EP", "TP"), lambda: Qwen2MoeForCausalLM(Qwen2MoeConfig(**PLAIN, **FEW_EXPERTS))),
     "gpt2": (("SP",), lambda: GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=4, n_embd=32, vocab_size=VOCAB))),
 }
 FEW_EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=24)

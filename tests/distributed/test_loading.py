@@ -40,7 +40,7 @@ def built_of_the_whole(*args: Any, **given: Any) -> TorchEngine:
 def test_a_rank_reads_what_it_would_have_kept_of_the_whole(layout, tmp_path):
     """The same bits, and an engine that goes on as the other does."""
     at = LAYOUTS[layout]
-    names = [EXPERTS] if at.expert > 1 else [*MODELS] if at.tensor == 1 else [n for n in MODELS if n != EXPERTS]
+    names = [EXPERTS] if at.expert > 1 else [*MODELS]
     for i, name in enumerate(names):
         folder = tmp_path / str(i)
         model(name).to(torch.bfloat16).save_pretrained(folder)

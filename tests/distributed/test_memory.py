@@ -9,7 +9,7 @@ import pytest
 from cases import MODELS, SIZES, Case, engine, model, share
 from forked import run
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from verl.config.schema import Config
 from verl.config.spread import role_items
@@ -25,7 +25,11 @@ LAYOUTS = {
     "FSDP x TP": Layout(world_size=4, tensor=2),
     "PP": Layout(world_size=3, pipeline=3),
     "FSDP x PP": Layout(world_size=4, pipeline=2),
+    "EP": Layout(world_size=2, expert=2),
+    "TP x EP": Layout(world_size=4, tensor=2, expert=2),
+    "EP x PP": Layout(world_size=4, expert=2, pipeline=2),
 }
+EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256)
 
 
 def num_bytes(tensors: Any) -> int:
@@ -35,17 +39,25 @@ def num_bytes(tensors: Any) -> int:
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
 def test_a_rank_holds_what_the_plan_says(role, tmp_path, monkeypatch):
-    monkeypatch.setitem(MODELS, "wide", lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES | WIDE, tie_word_embeddings=True)))
-    model("wide").save_pretrained(tmp_path)
-    config = Config()
-    config.model.path = config.critic.path = str(tmp_path)
+    made = {
+        "wide": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES | WIDE, tie_word_embeddings=True)),
+        "wide, experts": lambda: Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(**SIZES | WIDE | EXPERTS, tie_word_embeddings=True)
+        ),
+    }
+    for kind, make in made.items():
+        monkeypatch.setitem(MODELS, kind, make)
+        model(kind).save_pretrained(tmp_path / kind)
     wrong = {}
     for name, layout in LAYOUTS.items():
+        kind = "wide, experts" if layout.expert > 1 else "wide"
+        config = Config()
+        config.model.path = config.critic.path = str(tmp_path / kind)
 
         def held(rank: int) -> dict[str, int]:
-            case = Case(layout, role, model="wide")
+            case = Case(layout, role, model=kind)
             _, batch, count = share(case, rank)
-            e = engine("wide", role, layout, score=None)
+            e = engine(kind, role, layout, score=None)
             e.forward_backward(batch, case.batch()[2], count)
             trained = [p for p in e._trained().parameters() if p.grad is not None]
             gradients = num_bytes(p.grad for p in trained)

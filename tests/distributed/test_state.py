@@ -136,13 +136,21 @@ def test_a_checkpoint_of_any_world_continues_on_any_other(role, tmp_path):
             assert not differences(found, expected, rtol=1e-9), (writer, reader)
 
 
-@pytest.mark.parametrize("name", ["none", "two", "slices of two", "experts", "stages"])
+@pytest.mark.parametrize(
+    "name", ["none", "two", "slices of two", "experts", "slices and experts", "stages", "stages of experts"]
+)
 def test_a_snapshot_is_written_while_training_goes_on(name, tmp_path):
     """The state at its moment, in a checkpoint and under Hugging Face names; collectives of both do not mix."""
-    layouts = {"slices of two": Layout(world_size=4, tensor=2), "experts": Layout(world_size=4, expert=2), **LAYOUTS}
+    layouts = {
+        "slices of two": Layout(world_size=4, tensor=2),
+        "experts": Layout(world_size=4, expert=2),
+        "slices and experts": Layout(world_size=4, tensor=2, expert=2),
+        "stages of experts": Layout(world_size=4, pipeline=2, expert=2),
+        **LAYOUTS,
+    }
     layout = layouts.get(name)
     built, given = ("qwen3, tied", "actor"), EXACT
-    if name == "experts":
+    if "experts" in name:
         built, given = (EXPERTS, "actor"), {}  # in float64 transformers cannot compute them
     case = Case(layout or ONE, model=built[0])
 

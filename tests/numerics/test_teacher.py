@@ -331,8 +331,8 @@ def turn_with(patch, name, tiny_model, tiny_teacher, spoiled: int, share: float)
     learner = offline_learner(config, 1, tiny_model)
     infer = TorchEngine.infer
 
-    def broken(self, batch, wanted):
-        found = infer(self, batch, wanted)
+    def broken(self, batch, wanted, average):
+        found = infer(self, batch, wanted, average)
         if self.optimizer is None:
             for r in range(spoiled):
                 for column in found.values():

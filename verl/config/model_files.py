@@ -28,7 +28,8 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
     """`parameters`: trained numbers, tied ones once; `body_parameters`: without a language-model head of its own, as
-    critics and reward models are. `intermediate`: width that one token passes (active experts)."""
+    critics and reward models are; `expert_parameters`: of experts. `intermediate`: width that one token passes
+    (active experts)."""
 
     folder: str
     architecture: str
@@ -45,6 +46,7 @@ class ModelFacts:
     parameters: int
     body_parameters: int
     embedding_parameters: int
+    expert_parameters: int
     stored_dtype: str
     stored_bytes: int
     has_chat_template: bool
@@ -124,6 +126,7 @@ def describe_model(path: str, tokenizer_path: str | None = None) -> ModelFacts:
         parameters=sum(t.numel for t in counted.values()),
         body_parameters=sum(t.numel for n, t in counted.items() if n not in output),
         embedding_parameters=sum(t.numel for n, t in counted.items() if _EMBEDDING.search(n)),
+        expert_parameters=sum(t.numel for n, t in counted.items() if ".experts." in n),
         stored_dtype=DTYPE_NAMES.get(main_dtype, main_dtype.lower()),
         stored_bytes=sum(t.num_bytes for t in tensors.values()),
         has_chat_template=_has_chat_template(Path(tokenizer_path).expanduser() if tokenizer_path else folder),

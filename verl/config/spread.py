@@ -170,15 +170,21 @@ def role_items(
     layer = (model.body_parameters - model.embedding_parameters) // model.layers
     layers = len(layers_of_stages(model.layers, layout.pipeline)[stage])
     embeddings, root = _of_no_layer(model, layout, whole - layer * model.layers, stage)
-    count, flying = layer * layers + root, min(layout.pipeline - stage, passes)
+    experts = model.expert_parameters // model.layers  # of a layer: not cut, and gathered from those who have the same
+    count, sparse, flying = layer * layers + root, experts * layers, min(layout.pipeline - stage, passes)
+    kept = (count - sparse) // part + sparse // layout.shard
     apart = int(layout.world_size > 1)
+
+    def gathered(layers: int) -> int:
+        return (root + layers * (layer - experts)) // tensor + layers * experts // layout.expert
+
     bytes_kept, residual = layer_bytes_per_token(model, dtype, tensor), 4 * model.hidden  # of a token
     through = layers * residual + bytes_kept if config.model.gradient_checkpointing else layers * bytes_kept
     vocab = -(-model.vocab // tensor)
     rows = max(16, LOGPROB_CHUNK_BYTES // (4 * vocab))
     items = {
-        "weights": 4 * count // part,
-        "gathered weights": apart * 4 * (root + 2 * layer) // tensor,  # a layer, and the next one on its way
+        "weights": 4 * kept,
+        "gathered weights": apart * 4 * gathered(2),  # a layer, and the next one on its way
         "inference activations": tokens * (bytes_kept + 2 * residual),
     }
     if role in policies and stage == layout.pipeline - 1:
@@ -191,10 +197,10 @@ def role_items(
         return items
     half = dtype == "bfloat16"
     return items | {
-        "optimizer states": (12 if role == "actor" and config.teacher.ema else 8) * count // part,
-        "gradients": 4 * count // part,
-        "gathered gradients": apart * 4 * (root + layer) // tensor,
-        "compute copy of weights": DTYPE_BYTES[dtype] * (count - embeddings) // tensor if half else 0,
+        "optimizer states": (12 if role == "actor" and config.teacher.ema else 8) * kept,
+        "gradients": 4 * kept,
+        "gathered gradients": apart * 4 * gathered(1),
+        "compute copy of weights": DTYPE_BYTES[dtype] * (gathered(layers) - embeddings // tensor) if half else 0,
         "activations": flying * tokens * (through + 2 * residual),
     }
 

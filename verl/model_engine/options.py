@@ -13,8 +13,20 @@ from verl.model_engine.layout import Layout
 TENSOR_PLANS = (
     *("arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text"),
     *("gemma4_unified_text", "gpt_neox", "granite", "helium", "hrm_text", "hyperclovax", "internlm3", "iquestcoder"),
-    *("jais2", "llama", "ministral", "ministral3", "mistral", "nanochat", "nemotron", "olmo", "phi", "qwen2", "qwen3"),
-    *("seed_oss", "smollm3", "starcoder2", "vaultgemma", "youtu"),
+    *(
+        "jais2",
+        "llama",
+        "ministral",
+        "ministral3",
+        "mistral",
+        "mixtral",
+        "nanochat",
+        "nemotron",
+        "olmo",
+        "phi",
+        "qwen2",
+    ),
+    *("qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "starcoder2", "vaultgemma", "youtu"),
 )
 """The model_type of models that parallel.tensor can cut: transformers has a plan, and nn/tensor_parallel.py knows all
 its ways (a test compares)."""
@@ -23,7 +35,7 @@ EXPERT_PLANS = ("mixtral", "olmoe", "qwen2_moe", "qwen3_moe")
 """Those whose experts parallel.expert can give to ranks: transformers' fused ones, each compared with one process."""
 
 NO_STAGES = ("gemma4_unified_text", "hrm_text", "nanochat", "nemotron", "olmoe")
-PIPELINE_PLANS = tuple(kind for kind in (*TENSOR_PLANS, *EXPERT_PLANS) if kind not in NO_STAGES)
+PIPELINE_PLANS = tuple(kind for kind in sorted({*TENSOR_PLANS, *EXPERT_PLANS}) if kind not in NO_STAGES)
 """Those that parallel.pipeline can cut into stages: transformers has a plan, and each was compared with the whole."""
 
 
@@ -51,8 +63,5 @@ class Options:
 
 def cannot(layout: Layout) -> Iterator[str]:
     """What of a layout the sharded engine cannot do, a line each."""
-    if layout.pipeline > 1 and layout.expert > 1:
-        both = f"parallel.pipeline={layout.pipeline} with parallel.expert={layout.expert}"
-        yield f"{both}: experts cannot be given to the ranks of a stage yet; set one of them to 1"
     if layout.shard % layout.expert:
         yield f"parallel.expert={layout.expert} does not divide the {layout.shard} ranks that hold one copy"

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from verl.model_engine.options import EXPERT_PLANS
 from verl.nn.linear_logprob import Vocabulary
 
 _COLUMNS, _ROWS, _HEADS = "colwise", "rowwise", "replicated_with_grad_allreduce"
+_EXPERTS = "moe_tp_experts"
 _ONE_INPUT = ({"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"})
 """Neighbours that read the same input: its gradient is summed once."""
 
@@ -147,6 +149,9 @@ def _styles(model: Any, size: int) -> dict[nn.Module, str]:
     """How each module is cut; ValueError where the plan has ways that are not known here, or nothing to say."""
     config, what = model.config.get_text_config(), f"parallel.tensor={size}: {type(model).__name__}"
     plan: dict[str, str] = getattr(type(config), "base_model_tp_plan", None) or {}
+    if config.model_type in EXPERT_PLANS:  # experts stay whole: parallel.expert shares them
+        experts = tuple(name for name, style in plan.items() if style == _EXPERTS)
+        plan = {name: style for name, style in plan.items() if not name.startswith(experts)}
     foreign = {name: style for name, style in plan.items() if style not in (_COLUMNS, _ROWS, _HEADS)}
     if not plan or foreign:
         found = f"its plan wants {next(iter(foreign.items()))}" if foreign else "transformers has no plan for it"
