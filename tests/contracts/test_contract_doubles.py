@@ -23,6 +23,7 @@ from verl.rollout import openai, sglang, trtllm
 from verl.rollout.base import Capabilities, RolloutContext, ServerPlace
 from verl.rollout.client import ServedEngine
 from verl.rollout.handover import Deadlines, Expected
+from verl.rollout.http import ServerGone
 from verl.rollout.native import engine as native
 from verl.rollout.native.options import Options
 from verl.rollout.openai_api import TrtllmApi
@@ -241,3 +242,25 @@ def test_update_that_waits_or_aborts(contract: ModuleType, mode: str) -> None:
 @pytest.mark.parametrize("seed", range(2))
 def test_random_schedules_lose_and_double_nothing(contract: ModuleType, seed: int) -> None:
     contract.test_random_schedules_lose_and_double_nothing("server", seed)
+
+
+@pytest.mark.parametrize("contract", ["trtllm"], indirect=True, scope="module")
+def test_a_start_that_fails_is_not_the_last_one(contract: ModuleType) -> None:
+    """With the weights of a version that did not come up nothing speaks; the next version's server does."""
+    prompt, running = contract.prompts((7,))[0], contract.running
+
+    class Dead(Process):
+        exit_code = 1
+        log = Path("server.log")
+
+    async def body(engine: Any) -> list[int]:
+        engine._launch = lambda folder: (Dead(), running.url)
+        with pytest.raises(RuntimeError, match="ended with exit code 1 as it started"):
+            await contract.load(engine, contract.Source(contract.reference(seed=1), 1))
+        with pytest.raises(ServerGone, match="out of service: the update to version 1 failed"):
+            await engine.generate("r", prompt, contract.greedy(5))
+        engine._launch = running.launch
+        assert await contract.load(engine, contract.Source(contract.reference(seed=2), 2)) == 2
+        return (await engine.generate("r", prompt, contract.greedy(5))).ids.tolist()
+
+    assert contract.with_engine(contract.build("server"), body) == contract.hf_greedy(prompt, 5, seed=2)

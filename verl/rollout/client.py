@@ -286,7 +286,7 @@ class ServedEngine:
 
     async def _fence(self, why: str) -> None:
         """Nothing it says from now on is believed. Requests that stand still there end: elsewhere they can go on."""
-        self._fenced = why
+        self._fenced, self._waiting = why, self._launch is not None and not self._api.updates
         if self._server is not None:
             await asyncio.shield(asyncio.get_running_loop().run_in_executor(None, self._server.stop))
         else:
