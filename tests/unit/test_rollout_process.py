@@ -76,6 +76,16 @@ def test_a_server_that_ends_says_how(tmp_path: Path) -> None:
     missing.stop()
 
 
+def test_its_temporary_files_go_with_it(tmp_path: Path) -> None:
+    code = "import tempfile, time; print(tempfile.mkdtemp(), flush=True); time.sleep(600)"
+    it = started(tmp_path, code, TMPDIR=str(tmp_path))
+    wait_for(lambda: it.tail() != "(it said nothing)", "its folder")
+    folder = Path(it.tail())
+    assert folder.is_dir() and folder.parent.parent == tmp_path
+    it.stop()
+    assert not folder.parent.exists()
+
+
 @pytest.mark.parametrize("how", ["kill -9 of the parent", "kill -9 of the guardian", "forgotten"])
 def test_a_server_dies_with_its_parent(tmp_path: Path, how: str) -> None:
     """Also where nobody could clean up."""

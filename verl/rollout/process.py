@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,7 @@ DIES_S = 10.0  # for killed processes to be gone
 TAIL_BYTES = 16384
 PR_SET_PDEATHSIG = 1
 SHM = Path("/dev/shm")
-OURS = "verl-"  # segments of the trainer, which a server only reads
+OURS = "verl-"  # what is named so is the trainer's: segments that a server only reads, its folder for files
 
 
 class ServerProcess:
@@ -111,11 +112,17 @@ def said_by(command: Sequence[str], *, timeout_s: float) -> tuple[int, str]:
 
 
 def guard(order: dict[str, Any]) -> int:
-    """Exit code of the server."""
+    """Exit code of the server, whose temporary files (vLLM's sockets among them) go when it does."""
+    with tempfile.TemporaryDirectory(prefix=OURS, ignore_cleanup_errors=True) as scratch:
+        return _guarded(order, os.environ | {"TMPDIR": scratch})
+
+
+def _guarded(order: dict[str, Any], env: Mapping[str, str]) -> int:
     parent, before = os.getppid(), set(os.listdir(SHM)) if SHM.is_dir() else set()
     with open(order["log"], "ab") as log:
         server = subprocess.Popen(
             order["command"],
+            env=env,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
