@@ -267,7 +267,9 @@ def test_updates_that_fail_and_an_engine_that_hangs_or_dies(suite: ModuleType, t
         # closed while a request runs: SIGTERM alone would wait for its caller
         running = asyncio.create_task(engine.generate("l", prompt, suite.greedy(400)))
         await asyncio.sleep(0.2)
-        asyncio.get_running_loop().call_later(30, running.cancel)
+        await asyncio.wait_for(engine.close(), 30)
+        with pytest.raises(RuntimeError, match="closed"):
+            await asyncio.wait_for(running, 30)
 
     on_its_own(suite, tmp_path, body)
 
