@@ -167,7 +167,7 @@ async def check_canary(
     with the trainer's weights. No probes: 0."""
     if probed is None:
         return 0.0
-    got = np.concatenate([await replica.score(ids) for ids in probes])
+    got = np.concatenate(await asyncio.gather(*(replica.score(ids) for ids in probes)))  # one pass, where it batches
     if why := fault(probed, got, tolerance):
         raise SyncError(f"{at}: {why}; the rollout engine does not run the trainer's weights")
     return difference(probed, got)
