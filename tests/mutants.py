@@ -65,6 +65,7 @@ CANARY = "tests/contracts/test_canary.py"
 TEACHER = "tests/numerics/test_teacher.py"
 SEVERAL = "tests/numerics/test_several_teachers.py"
 SERVED = "tests/numerics/test_teacher_served.py"
+STORED = "tests/numerics/test_stored_answers.py"
 OBSERVATION = "tests/numerics/test_observation.py"
 RANKS = "tests/distributed/test_gate.py tests/distributed/test_state.py"
 STAGES = "tests/distributed/test_pipeline.py " + RANKS
@@ -292,6 +293,12 @@ MUTANTS = (
         OPTIM,
     ),
     # -- teachers
+    Mutant("driver/trajectories.py", "math.floor(draw * share + start)", "math.floor(draw * share)", STORED),
+    Mutant("driver/step.py", "replace(r, copies=n) if r.stored else r", "r", STORED),
+    Mutant("driver/step.py", "drawn = rows.sampled()", "drawn = rows", STORED),
+    Mutant("driver/step.py", "if drawn := refs.sampled():", "if drawn := refs:", STORED),
+    Mutant("transfer_queue/rows.py", 'if code == _CODE["sampled"]:', "if True:", STORED),
+    Mutant("workers/compute.py", "(r.stored or r.reward == r.reward)", "r.reward == r.reward", STORED),
     Mutant("workers/role.py", "values + logs[:, None]", "values", SEVERAL),
     Mutant("workers/role.py", "sums.argmax(0)", "sums.argmin(0)", SEVERAL),
     Mutant("workers/role.py", "ids=first.ids[left:]", "ids=first.ids", SEVERAL),

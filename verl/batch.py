@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from verl.runs import cut_runs, cuts_of, runs_of, slice_of
-from verl.types import Sample, Segment
+from verl.types import LEARNED, Sample, Segment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,8 @@ class Batch:
 class Columns:
     """Per-token [L, ...] and per-sequence [S] data with the layout that joins them. What algorithms see.
 
-    `mask` [L] bool: True = sampled by the policy and not rejected. Sequence = trajectory, whatever its number of rows.
+    `mask` [L] bool: True = sampled by the policy (or of a stored answer) and not rejected. Sequence = trajectory,
+    whatever its number of rows.
     """
 
     token: Mapping[str, Tensor]
@@ -194,9 +195,9 @@ def pack(samples: Sequence[Sample], *, share_prefix: bool = True) -> Batch:
     """Pack samples into one forest. Leading segments that are the same input are one segment when `share_prefix`; rows
     of one trajectory share all that they have in common, wherever they part.
 
-    Loss tokens are the sampled ones, except a first token of a row (nothing predicts it). Filled from the samples are
-    the columns `rollout_logprobs` [L] float32, `versions` [L] int64 (the weights that drew each token) and `side/NAME`
-    [L, ...], and the row column `temperature` [R] float32.
+    Loss tokens are the sampled and stored ones, except a first token of a row (nothing predicts it). Filled from the
+    samples are the columns `rollout_logprobs` [L] float32 (NaN where stored), `versions` [L] int64 (the weights that
+    drew each token; -1: none) and `side/NAME` [L, ...], and the row column `temperature` [R] float32.
     """
     nodes: list[_Node] = []
     roots: dict[_Key, int] = {}
@@ -220,7 +221,7 @@ def pack(samples: Sequence[Sample], *, share_prefix: bool = True) -> Batch:
                 siblings[key] = found
             first = 1 if at < 0 else 0
             at = found
-            if parts[0].source == "sampled":
+            if parts[0].source in LEARNED:
                 spans.append((at, first, len(ids)))
                 drawn += [slice_of(parts[0], 1, len(parts[0].ids)), *parts[1:]] if first else parts
         if at < 0:
@@ -272,8 +273,8 @@ def _assemble(
 
 
 def _drawn_columns(drawn: Sequence[Segment]) -> dict[str, Tensor]:
-    """What the sampler recorded of each loss token."""
-    logprobs = [s.logprobs for s in drawn if s.logprobs is not None]
+    """What the sampler recorded of each loss token; of a stored one NaN and no version."""
+    logprobs = [np.full(len(s.ids), np.nan) if s.logprobs is None else s.logprobs for s in drawn]
     flat = np.concatenate(logprobs) if logprobs else np.zeros(0)
     versions = np.repeat(np.array([s.version for s in drawn], np.int64), [len(s.ids) for s in drawn])
     columns = {"rollout_logprobs": torch.from_numpy(flat.astype(np.float32)), "versions": torch.from_numpy(versions)}

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from verl.types import Sample, Segment
+from verl.types import LEARNED, Sample, Segment
 
 
 def runs_of(sample: Sample) -> list[list[Segment]]:
@@ -22,7 +22,7 @@ def runs_of(sample: Sample) -> list[list[Segment]]:
     for i, s in enumerate(sample.segments):
         if len(s.ids) == 0:
             continue
-        if i > 1 and runs and (runs[-1][0].source == "sampled") == (s.source == "sampled"):
+        if i > 1 and runs and (runs[-1][0].source in LEARNED) == (s.source in LEARNED):
             runs[-1].append(s)
         else:
             runs.append([s])

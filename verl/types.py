@@ -13,7 +13,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-Source = Literal["prompt", "sampled", "env"]
+Source = Literal["prompt", "sampled", "env", "stored"]
+LEARNED: frozenset[Source] = frozenset(("sampled", "stored"))
+"""What is trained on: the policy drew it, or it is an answer of the data, which no policy drew."""
 Purpose = Literal["train", "baseline", "eval"]
 StopReason = Literal[
     "eos", "stop", "length", "abort", "tool", "context_full", "max_turns", "max_tool_calls", "no_progress", "error"
@@ -82,7 +84,7 @@ class Task:
 
     tools: schemas of what the model may call · agent: the loop that plays it ("": the run's) · media: references to its
     images, videos and sounds (a path or a content hash) · teacher: who teaches it, of several · context_ids: the prompt
-    that a teacher reads in place of its own, [C] int64.
+    that a teacher reads in place of its own, [C] int64 · answer_ids: the stored answer behind the prompt, [A] int64.
     """
 
     task_id: str
@@ -97,6 +99,7 @@ class Task:
     media: tuple[str, ...] = ()
     teacher: str = ""
     context_ids: np.ndarray | None = None
+    answer_ids: np.ndarray | None = None
     row: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -104,7 +107,7 @@ class Task:
 class Segment:
     """A run of tokens with one source and, if sampled, one weight version.
 
-    ids [t] int64; logprobs [t] float32 behaviour log-probs (sampled only); side {name: [t, ...]} length-checked.
+    ids [t] int64; logprobs [t] float32 behaviour log-probs (sampled alone); side {name: [t, ...]} length-checked.
     """
 
     ids: np.ndarray
@@ -119,6 +122,7 @@ class Segment:
         if self.source == "sampled":
             assert self.logprobs is not None, "a sampled segment carries one behaviour log-prob per token"
             assert len(self.logprobs) == len(self.ids), f"{len(self.logprobs)} log-probs for {len(self.ids)} ids"
+        assert self.source != "stored" or (self.logprobs is None and self.version == -1), "nobody drew what was stored"
         for name, channel in self.side.items():
             if len(channel) != len(self.ids):
                 raise ValueError(f"side channel {name!r} has {len(channel)} rows for {len(self.ids)} tokens")
@@ -183,7 +187,7 @@ class Trajectory:
 
     @property
     def loss_tokens(self) -> int:
-        return sum(map(sampled_tokens, self.rows))
+        return sum(map(learned_tokens, self.rows))
 
     @property
     def versions(self) -> tuple[int, int]:
@@ -191,10 +195,10 @@ class Trajectory:
         return versions_of(self.segments if not self.branches else [s for row in self.rows for s in row])
 
 
-def sampled_tokens(segments: Sequence[Segment]) -> int:
+def learned_tokens(segments: Sequence[Segment]) -> int:
     n = 0
     for s in segments:  # a loop: a generator costs twice as much, and this is done per trajectory
-        if s.source == "sampled":
+        if s.source in LEARNED:
             n += len(s.ids)
     return n
 
@@ -257,14 +261,16 @@ class Sample:
 
     @property
     def loss_tokens(self) -> int:
-        """Trainable tokens: the sampled ones that something precedes (a first token has no predictor)."""
-        n = sampled_tokens(self.segments)
-        return n - (1 if self.segments and self.segments[0].source == "sampled" and len(self.segments[0].ids) else 0)
+        """Trainable tokens: the sampled or stored ones that something precedes (a first token has no predictor)."""
+        n = learned_tokens(self.segments)
+        return n - (1 if self.segments and self.segments[0].source in LEARNED and len(self.segments[0].ids) else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ref:
-    """What the driver holds of one sample: scalars only, enough to select, balance and plan. Never tensors."""
+    """What the driver holds of one sample: scalars only, enough to select, balance and plan. Never tensors.
+
+    stored: an answer of the data, which has no reward, no sampler and no version: it is in the loss alone."""
 
     sample_id: str
     trajectory_id: str
@@ -280,6 +286,7 @@ class Ref:
     outcome: Outcome = "ok"
     truncated: bool = False
     teacher: str = ""
+    stored: bool = False
     copies: int = 1  # a row that was drawn k times (PF-PPO) is k rows of its optimizer step
 
 
@@ -294,6 +301,10 @@ class Refs(tuple[Ref, ...]):
 
     def of(self, purpose: Purpose) -> Refs:
         return Refs(r for r in self if r.purpose == purpose)
+
+    def sampled(self) -> Refs:
+        """Without the stored answers: what the policy drew."""
+        return Refs(r for r in self if not r.stored)
 
     def groups(self) -> dict[str, Refs]:
         found: dict[str, list[Ref]] = {}
@@ -319,6 +330,7 @@ def ref_of(sample: Sample) -> Ref:
         outcome=sample.outcome,
         truncated=sample.truncated,
         teacher=sample.teacher,
+        stored=any(s.source == "stored" for s in sample.segments),
     )
 
 

@@ -1,8 +1,13 @@
 """A fresh model learns from a trained one through the real loop, and goes on where it was killed."""
 
+import json
+
 import numpy as np
 import pytest
 from small_runs import metrics_of, same_tensors, small_run, tensors_of, trained
+
+from verl.driver.replay import replay
+from verl.track.samples import read_samples
 
 NAMES = ("opd", "gkd", "gkd_topk")
 FIGURE = {"opd": "teacher/kl", "gkd": "actor/teacher_divergence", "gkd_topk": "actor/teacher_divergence"}
@@ -45,3 +50,49 @@ def test_a_run_that_was_cut_is_the_run_that_was_not(name, learned, tmp_path, tin
     cut, whole = tmp_path / "cut" / "r", tmp_path / "whole" / "r"
     assert trained(cut) == trained(whole)
     same_tensors(tensors_of(cut, 4), tensors_of(whole, 4))
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory, arithmetic_data):
+    """The training rows with an answer each."""
+    rows = [json.loads(line) for line in arithmetic_data[0].read_text().splitlines()]
+    path = tmp_path_factory.mktemp("stored") / "rows.jsonl"
+    path.write_text("\n".join(json.dumps({**r, "said": r["reward_model"]["ground_truth"] + "="}) for r in rows))
+    return path
+
+
+OFF_POLICY = ("algorithm.options.on_policy_share=0.375", "algorithm.options.stored_key=said", "teacher.top_k=8")
+
+
+def stored_of(run_dir, steps):
+    """Of each step, group -> whether it is a stored answer."""
+    rows = [row for step in range(1, steps + 1) for row in read_samples(run_dir, step)]
+    return {(r.step, r.group_id): np.isnan(r.rollout_logprobs).all() for r in rows}
+
+
+def test_a_share_of_the_prompts_is_answered_by_the_data(learned, tmp_path, tiny_model, stored, capsys):
+    """The same draws of a run that was cut; what is recorded is what the data say, and a step can be replayed."""
+    given = arguments("gkd_topk", learned, "run.deterministic=true", *OFF_POLICY[:2])
+    for folder, steps in (("cut", 2), ("cut", 4), ("whole", 4)):
+        small_run(tmp_path / folder, tiny_model, [stored], *given, f"run.total_steps={steps}")
+    cut, whole = tmp_path / "cut" / "r", tmp_path / "whole" / "r"
+    assert trained(cut) == trained(whole)
+    same_tensors(tensors_of(cut, 4), tensors_of(whole, 4))
+    assert stored_of(cut, 4) == stored_of(whole, 4)
+    assert abs(sum(stored_of(whole, 4).values()) - 16 * 0.625) < 1
+    figures = metrics_of(whole)
+    assert sum(4 * figures[s]["groups/stored_share"] for s in range(1, 5)) == sum(stored_of(whole, 4).values())
+    for row in read_samples(whole, 4):
+        nobody = np.isnan(row.rollout_logprobs).all()
+        assert row.response_mask.all() and nobody == (row.version_min == -1) == np.isnan(row.reward)
+        if nobody:
+            assert row.response_text == f"{row.ground_truth}=" and row.trajectory_id.endswith("/stored")
+    assert replay([f"run.root_dir={tmp_path / 'whole'}", "run.name=r"], 4) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("more", [(), ("pipeline.staleness=1",)])
+def test_stored_answers_alone_teach(more, learned, tmp_path, tiny_model, stored):
+    args = ("run.total_steps=12", "optim.lr=1e-2", *OFF_POLICY[1:], "algorithm.options.on_policy_share=0", *more)
+    small_run(tmp_path, tiny_model, [stored], *arguments("gkd", learned, *args))
+    distance = [figures["actor/teacher_divergence"] for step, figures in metrics_of(tmp_path / "r").items() if step]
+    assert np.mean(distance[-3:]) < 0.6 * np.mean(distance[:2]), distance

@@ -45,6 +45,22 @@ def plain(s: torch.Tensor, t: torch.Tensor, beta: float) -> torch.Tensor:
     return beta * kl(t, m) + (1 - beta) * kl(s, m)
 
 
+def dense_pair(student, teacher, row, *, top=None, temperature=None):
+    """[n, V] log-probs of both models at the answer of a row of one turn, at its temperature (the teacher's own, if
+    given); top: of the teacher's likeliest and of all others together, [n, top + 1]."""
+    ids, first = np.concatenate([s.ids for s in row.segments]), len(row.segments[0].ids) - 1
+    ids = torch.from_numpy(ids)[None]
+    s = torch.log_softmax(student(ids).logits[0, first:-1] / row.temperature, -1)
+    with torch.no_grad():
+        t = torch.log_softmax(teacher(ids).logits[0, first:-1] / (temperature or row.temperature), -1)
+    if top is None:
+        return s, t
+    named = t.topk(top, -1).indices
+    inside = torch.zeros_like(t, dtype=torch.bool).scatter(-1, named, True)
+    rest = [x.masked_fill(inside, -torch.inf).logsumexp(-1, keepdim=True) for x in (s, t)]
+    return tuple(torch.cat([x.gather(-1, named), r], -1) for x, r in zip((s, t), rest, strict=True))
+
+
 def dense(hidden, head: HeadWeights, temperature) -> torch.Tensor:
     z = hidden @ head.weight.T + (0 if head.bias is None else head.bias)
     z = head.cap * torch.tanh(z / head.cap) if head.cap else z

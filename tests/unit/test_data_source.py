@@ -362,6 +362,44 @@ def test_what_a_teacher_reads_is_rendered_by_the_template(tokenizer: Any, config
     assert all(t.context_ids is None and t.teacher == "" for t in plain), "nobody asked"
 
 
+STORED = ONE_ANSWER._replace(answer_key="said", answer_tokens=6)
+
+
+def test_a_stored_answer_stands_behind_its_prompt(tokenizer: Any, config: Any, tmp_path: Path) -> None:
+    turns = [{"role": "assistant", "content": "zz"}]
+    rows = [
+        {"prompt": "ab", "said": "x1"},
+        {"prompt": "cdefghij", "extra_info": {"said": "y"}},
+        {"prompt": "ef", "said": turns},
+        {"prompt": "g", "said": "too long for it"},
+    ]
+    file, cut = write(tmp_path / "a.jsonl", rows), {"max_prompt_tokens": 8, "truncation": "left"}
+    table = load_tasks([file], tokenizer, config(), players=STORED)
+    assert table.report.refused == {"a stored answer that is too long": 1} and len(table) == 3
+    assert [tokenizer.decode(t.answer_ids) for t in table] == ["x1<|end|>", "y<|end|>", "zz<|end|>"]
+    kept = load_tasks(
+        [write(tmp_path / "b.jsonl", rows[:3])], tokenizer, config(filter_overlong_prompts=False, **cut), players=STORED
+    )
+    assert len(kept[1].prompt_ids) == 8 and tokenizer.decode(kept[1].answer_ids) == "y<|end|>"
+    assert all(t.answer_ids is None for t in load_tasks([file], tokenizer, config())), "nobody asked"
+    with pytest.raises(ValueError, match="1 x a stored answer that is too long"):
+        load_tasks([write(tmp_path / "c.jsonl", rows[3:])], tokenizer, config(), players=STORED)
+
+
+def test_a_row_without_a_stored_answer_is_refused(tokenizer: Any, config: Any, tmp_path: Path) -> None:
+    two = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
+    for said, wrong in (
+        ({}, r"a\.jsonl:1: no 'said', the stored answer. Fix: fill the column, or drop the row"),
+        ({"said": ""}, "no 'said'"),
+        ({"said": two}, "'said' must be text or one message of the assistant"),
+        ({"said": two[1:]}, "'said' must be text or one message of the assistant"),
+        ({"said": "x" * 9}, r"the stored answer in 'said' has 10 tokens, rollout.max_response_tokens is 6. Fix: raise"),
+    ):
+        file = write(tmp_path / "a.jsonl", [{"prompt": "a", **said}])
+        with pytest.raises(ValueError, match=wrong):
+            load_tasks([file], tokenizer, config(filter_overlong_prompts=False), players=STORED)
+
+
 def test_a_row_without_its_teacher_or_hint_is_refused(tokenizer: Any, config: Any, tmp_path: Path) -> None:
     taught = ONE_ANSWER._replace(teachers=("math",))
     hinted = ONE_ANSWER._replace(hint_key="hint")

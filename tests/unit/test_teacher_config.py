@@ -48,6 +48,8 @@ def faults(base: list[str], *args: str) -> list[str]:
     return []
 
 
+GKD = ("algorithm.name=gkd", "teacher.path=@/same")
+STORED = ("algorithm.options.on_policy_share=0.5", "algorithm.options.stored_key=said")
 REFUSED = [
     (["algorithm.name=opd"], "teacher.path is missing: opd learns from a teacher; set teacher.path=FOLDER"),
     (["algorithm.name=grpo", "algorithm.loss=gkd"], "teacher.path is missing"),
@@ -96,6 +98,25 @@ REFUSED = [
         "teacher.pick=best: gkd_topk reads other tokens of each teacher",
     ),
     (
+        [*GKD, "algorithm.options.on_policy_share=0.5"],
+        "on_policy_share=0.5: the other prompts have stored answers; set algorithm.options.stored_key=COLUMN",
+    ),
+    ([*GKD, "algorithm.options.stored_key=a"], "stored_key=a does nothing with algorithm.options.on_policy_share=1"),
+    ([*GKD, "algorithm.options.on_policy_share=1.5"], "must be >= 0 and <= 1"),
+    ([*GKD, *STORED, "algorithm.kl_loss_coef=0.1"], "on_policy_share=0.5 with a KL to the reference"),
+    ([*GKD, *STORED, "algorithm.correction=truncate"], "on_policy_share=0.5 with a correction, which is of answers"),
+    ([*GKD, *STORED, "algorithm.filter_groups=true"], "on_policy_share=0.5 with a selection of answers"),
+    ([*GKD, *STORED, "algorithm.options.off_policy_delta=1"], "on_policy_share=0.5 with algorithm.options.off_policy"),
+    (
+        ["algorithm.name=ppo", "algorithm.loss=gkd", "algorithm.kl_reward_coef=0", "teacher.path=@/same", *STORED],
+        "on_policy_share=0.5 with a critic",
+    ),
+    ([*GKD, *STORED, "pipeline.oversample=0.5"], "pipeline.oversample=0.5 with algorithm.options.on_policy_share"),
+    (
+        ["algorithm.name=opd", "teacher.path=@/same", *STORED],
+        "on_policy_share=0.5 does nothing with algorithm.name=opd: its loss is of what the policy draws; set",
+    ),
+    (
         ["algorithm.name=gkd", "teacher.path=@/same", "cluster.backend=ray", "parallel.tensor=2"],
         "parallel.tensor=2: gkd reads whole rows of the head",
     ),
@@ -114,6 +135,7 @@ def test_what_can_be_is_not(base):
     assert not faults(base, "algorithm.name=gkd", "teacher.path=@/same", one)
     assert not faults(base, "algorithm.name=gkd_topk", "teacher.path=@/same", "teacher.top_k=32", one)
     assert not faults(base, "algorithm.name=dapo", "algorithm.loss=gkd", "teacher.path=@/same")
+    assert not faults(base, *GKD, *STORED, "step.updates_per_step=2", "algorithm.entropy_coef=0.01")
     both = ("teacher.paths={a: @/same, b: @/policy}", one)
     assert not faults(base, "algorithm.name=gkd_topk", "teacher.top_k=8", *both)
     assert not faults(base, "algorithm.name=opd", "teacher.pick=mix", "teacher.weights={a: 3, b: 1}", *both)

@@ -68,6 +68,10 @@ class Preset:
         correction = ("is_weights", "keep") if self.correction else ()
         return (*specs.WRITTEN, "old_logprobs", *kl, *correction)
 
+    def stored_share(self) -> float:
+        """Of the prompts, those whose stored answer is learned in place of answers of the policy."""
+        return 1 - self.loss.on_policy_share if isinstance(self.loss, specs.GKDTopK) else 0.0
+
     def faults(self, longest: int | str = "rollout.max_response_tokens") -> Iterator[str]:
         """Why these specs do not go together, a line each. `longest`: the longest response, for the advice."""
         written = {*specs.WRITTEN, *specs.TURNS, *(n.column for n in specs.NEEDS if n.role != "critic" or self.critic)}
@@ -80,6 +84,16 @@ class Preset:
         if self.loss.aggregation == specs.BY_HORIZON and self.loss.horizon_tokens is None:
             said = f"{self.loss.aggregation} divides by a constant; set it to the longest response, {longest}"
             yield f"algorithm.horizon_tokens is missing: {said}"
+        drawn = {
+            "a KL to the reference": self.kl_loss or self.kl_reward,
+            "a correction": self.correction,
+            "a critic": self.critic,
+            "algorithm.options.off_policy_delta": self.loss.off_policy_delta,
+            "a selection of answers": self.sample_filter or self.group_filter.filter_groups,
+        }
+        for what in (what for what, on in drawn.items() if on and self.stored_share()):
+            said = f"algorithm.options.on_policy_share={1 - self.stored_share():g} with {what}"
+            yield f"{said}, which is of answers that the policy drew: nobody drew a stored one; leave one of them out"
         c, loss = self.correction, short(self.loss.fn)
         if c is None or not c.bypass:
             return
@@ -102,6 +116,10 @@ class Preset:
         if "kl_reward_horizon" in given and "kl_reward_target" not in given:
             fix = "set algorithm.kl_reward_target, or leave it out"
             yield f"algorithm.kl_reward_horizon belongs to the adaptive controller: {fix}"
+        for key in ("on_policy_share", "stored_key"):
+            if given.get(key) not in (None, 1) and not isinstance(self.loss, specs.GKDTopK):
+                fix = "its loss is of what the policy draws; set algorithm.name=gkd or gkd_topk"
+                yield f"algorithm.options.{key}={given[key]} does nothing with algorithm.name={self.name}: {fix}"
         for key in ("filter_metric", "max_draws_per_group"):
             if key in given and not self.group_filter.filter_groups:
                 yield f"algorithm.{key}={given[key]} does nothing without algorithm.filter_groups=true: leave it out"

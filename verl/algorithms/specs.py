@@ -367,12 +367,29 @@ class ClipCov(Clipped):
 
 @dataclass(frozen=True, kw_only=True)
 class GKDTopK(LossSpec):
-    """beta: 0 is the forward KL, 1 the reverse, between them is the generalised Jensen-Shannon divergence."""
+    """beta: 0 is the forward KL, 1 the reverse, between them is the generalised Jensen-Shannon divergence ·
+    on_policy_share: GKD's lambda, of prompts that the policy answers; the others have their stored answer, in the
+    column stored_key."""
 
     fn: str = "verl.algorithms.losses:gkd_topk"
     inputs: tuple[str, ...] = ("teacher_ids", "teacher_topk")
     outputs: tuple[str, ...] = ("logprobs_at",)
     beta: float = knob(0.5, option=True, least=0, most=1)
+    on_policy_share: float = knob(1.0, option=True, least=0, most=1)
+    stored_key: str | None = knob(None, option=True)
+
+    def arguments(self) -> dict[str, Any]:
+        return {"beta": self.beta}
+
+    def faults(self) -> Iterator[str]:
+        yield from Spec.faults(self)
+        if (self.on_policy_share < 1) != (self.stored_key is not None):
+            said = f"algorithm.options.on_policy_share={self.on_policy_share:g}"
+            if self.stored_key is None:
+                fix = "set algorithm.options.stored_key=COLUMN, where the rows hold them"
+                yield f"{said}: the other prompts have stored answers; {fix}"
+            else:
+                yield f"algorithm.options.stored_key={self.stored_key} does nothing with {said}: lower it"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -104,6 +104,9 @@ def _algorithm(config: Config) -> Iterator[str]:
     yield from preset.idle(given)
     if preset.group.least > 1 and a.advantage is None and config.step.samples_per_prompt == 1:
         yield f"step.samples_per_prompt=1: {a.name} compares the answers to one prompt; set at least 2 (8 is usual)"
+    if preset.stored_share() and config.pipeline.oversample:
+        why = "the slowest groups are dropped, and stored answers never are: their share would grow; set 0"
+        yield f"pipeline.oversample={config.pipeline.oversample:g} with algorithm.options.on_policy_share: {why}"
     shapes = preset.truncation is not None and preset.truncation.shapes
     if config.reward.stage == "batch" and config.reward.model is not None and shapes:
         why = "it scales a score that the reward model has not given yet: reward.stage=stream"

@@ -62,13 +62,15 @@ class ConversationRow(NamedTuple):
 class Players(NamedTuple):
     """Who may play a row (agent_loop/registry.py), and who teaches it. default: where it names none · names · tools:
     schemas of the run · teachers: those that a row must name one of; none: it need not · hint_key: the column that its
-    teacher reads."""
+    teacher reads · answer_key, answer_tokens: the column of stored answers, and the longest that one may be."""
 
     default: str = "single_turn"
     names: tuple[str, ...] = ("single_turn",)
     tools: tuple[dict[str, Any], ...] = ()
     teachers: tuple[str, ...] = ()
     hint_key: str | None = None
+    answer_key: str | None = None
+    answer_tokens: int = 0
 
 
 ONE_ANSWER = Players()
@@ -123,9 +125,7 @@ def _teacher(row: Mapping[str, Any], source: str | None, where: str, teachers: t
 
 def hinted(row: Mapping[str, Any], key: str, messages: Messages, where: str) -> Messages:
     """What a teacher reads: the prompt with the hint of column `key` behind its last message, or the messages there."""
-    hint = row.get(key, _object(row.get("extra_info"), where, "extra_info").get(key))
-    if hint is None or hint in ("", []):
-        raise ValueError(f"{where}: no {key!r}, which the teacher is to read. Fix: fill the column, or drop the row")
+    hint = _filled(row, key, where, "which the teacher is to read")
     if not isinstance(hint, str):
         return read_messages(hint, where, key)
     *before, last = messages
@@ -133,6 +133,22 @@ def hinted(row: Mapping[str, Any], key: str, messages: Messages, where: str) -> 
         said = "the prompt does not end with a user's text, behind which a hint could stand"
         raise ValueError(f"{where}: {said}. Fix: give {key!r} as messages, the whole prompt that the teacher reads")
     return (*before, {**last, "content": f"{last['content']}\n\n{hint}"})
+
+
+def stored_answer(row: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
+    """The message of the assistant in column `key`: text, or a list of that message alone."""
+    *before, last = read_messages(_filled(row, key, where, "the stored answer"), where, key, role="assistant")
+    if before or last["role"] != "assistant":
+        raise ValueError(f"{where}: {key!r} must be text or one message of the assistant, the answer to the prompt")
+    return last
+
+
+def _filled(row: Mapping[str, Any], key: str, where: str, what: str) -> Any:
+    """The column, of the row or its extra_info."""
+    found = row.get(key, _object(row.get("extra_info"), where, "extra_info").get(key))
+    if found is None or found in ("", []):
+        raise ValueError(f"{where}: no {key!r}, {what}. Fix: fill the column, or drop the row")
+    return found
 
 
 def _player(row: Mapping[str, Any], extra_info: Mapping[str, Any], where: str, players: Players) -> str:

@@ -33,6 +33,7 @@ from verl.data.formats import (
     conversation_row,
     hinted,
     refuse_media,
+    stored_answer,
     task_row,
     with_system,
 )
@@ -168,7 +169,7 @@ class PromptJob(RenderJob):
 
     players: Players = ONE_ANSWER
 
-    flat: ClassVar = {"ids": np.int32, "rows": np.uint8, "context": np.int32}
+    flat: ClassVar = {"ids": np.int32, "rows": np.uint8, "context": np.int32, "answer": np.int32}
     scalar: ClassVar = {"hashes": np.uint64}
 
     def entries(self, raw: RawRow, counts: Counts) -> list[Entry]:
@@ -180,6 +181,7 @@ class PromptJob(RenderJob):
             messages = with_system(hinted(raw.row, key, task.messages, raw.where), self.cfg)
             self.count_text(messages[-1:], raw.where, counts)
             context = self._prompt(messages, task, raw.where)
+        answer = self._answer(raw, task, ids, counts)
         if (longest := max(len(ids), len(context))) > limit:
             if self.cfg.filter_overlong_prompts:
                 counts.rows_filtered += 1
@@ -196,7 +198,31 @@ class PromptJob(RenderJob):
         counts.judged = counts.judged or (raw.where if asks_for_a_judge(raw) else "")
         blob = np.frombuffer(marshal.dumps((raw.row, tuple(task))), np.uint8)
         number = int(content_hash(raw.row, ID_BYTES), 16)
-        return [{"ids": ids, "rows": blob, "context": context, "hashes": number}]
+        return [{"ids": ids, "rows": blob, "context": context, "answer": answer, "hashes": number}]
+
+    def _answer(self, raw: RawRow, task: TaskRow, prompt: np.ndarray, counts: Counts) -> np.ndarray:
+        """[A] int64: the row's stored answer as it stands behind its prompt, with the end of the turn; empty where the
+        run takes none."""
+        if (key := self.players.answer_key) is None:
+            return np.zeros(0, np.int64)
+        said = stored_answer(raw.row, key, raw.where)
+        self.count_text([said], raw.where, counts)
+        turns, n = (*task.messages, said), len(task.messages)
+        try:
+            (row,) = render_conversation(
+                self.tokenizer, turns, self.audit, self.template_kwargs, tools=task.tools, train_from=n
+            )
+        except RowRefused as exc:
+            raise ValueError(f"{raw.where}: the stored answer in {key!r}: {exc}. Fix: drop the row") from exc
+        end, most = len(prompt) + int(row.mask.sum()), self.players.answer_tokens
+        assert np.array_equal(row.ids[: len(prompt)], prompt) and row.mask[len(prompt) : end].all()
+        if end - len(prompt) > most:
+            long = f"{end - len(prompt)} tokens, rollout.max_response_tokens is {most}"
+            if self.cfg.filter_overlong_prompts:
+                raise RowRefused("a stored answer that is too long", long)
+            fix = "Fix: raise it, or data.filter_overlong_prompts=true, which drops such rows"
+            raise ValueError(f"{raw.where}: the stored answer in {key!r} has {long}. {fix}")
+        return row.ids[len(prompt) : end]
 
     def _prompt(self, messages: Messages, task: TaskRow, where: str) -> np.ndarray:
         try:

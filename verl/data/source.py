@@ -92,9 +92,9 @@ class TaskTable(_Table):
         row, parsed = marshal.loads(self._part("rows", index).data)
         # The hash of the row's content, and its number in the files: stable under filters, distinct for duplicates.
         task_id = f"{int(self._arrays['hashes'][index]):0{2 * ID_BYTES}x}-{int(self._arrays['numbers'][index])}"
-        context = self._part("context", index).astype(np.int64)
-        own = {"context_ids": context if len(context) else None, **TaskRow(*parsed)._asdict()}
-        return Task(task_id=task_id, index=index, prompt_ids=ids, row=row, **own)
+        parts = {name: self._part(name, index).astype(np.int64) for name in ("context", "answer")}
+        own = {f"{name}_ids": part if len(part) else None for name, part in parts.items()}
+        return Task(task_id=task_id, index=index, prompt_ids=ids, row=row, **{**own, **TaskRow(*parsed)._asdict()})
 
 
 class ConversationTable(_Table):
@@ -115,6 +115,8 @@ def load_tasks(
 ) -> TaskTable:
     """Render, tokenise and filter RL prompts. players: the loops and tools of the run."""
     arrays, report, key = load_arrays(files, PromptJob(tokenizer, cfg, template_kwargs or {}, players), max_rows)
+    if report.refused:
+        refuse_empty(report)
     if not report.entries:
         shortest = report.shortest_filtered_tokens
         raise ValueError(
@@ -178,7 +180,7 @@ def load_arrays(
         entries=len(arrays["ids_lengths"]),
         total_tokens=len(arrays["ids"]),
         longest_tokens=int(arrays["ids_lengths"].max(initial=0)),
-        largest_id=int(arrays["ids"].max(initial=0)),
+        largest_id=max(int(arrays[name].max(initial=0)) for name in ("ids", "context", "answer") if name in arrays),
         from_cache=cached is not None,
         wall_s=time.monotonic() - start,
     )

@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 
 from verl.agent_loop.registry import Loops, load_loops
+from verl.algorithms.presets import settled
 from verl.algorithms.resolve import Algorithm, resolve
+from verl.algorithms.specs import GKDTopK
 from verl.checkpoint.latest import beyond
 from verl.config.backends import CLUSTER, ROLLOUT, backend_of, layout_of, load, longest_sequence, options_of
 from verl.config.cluster import roles_of
@@ -124,9 +126,7 @@ async def _run_of(
     )
     recorder = context.cluster.start("recorder", build_recorder, (told,))
     reporter = reporter_of(claimed, resolved, progress, waits, num_steps, recorder=recorder, on_step=on_step)
-    assert learner.algorithm is not None
-    credits = learner.algorithm.credits_turns()
-    trajectories = _trajectories(config, tokenizer, loops, rollout, reward, waits, credits_turns=credits)
+    trajectories = _trajectories(config, tokenizer, loops, rollout, reward, waits, algorithm)
     groups = _groups(config, learner, tasks, trajectories, reporter, num_steps)
     checkpointer = Checkpointer(claimed, learner, trained_roles(learner), checkpoint_bytes(config), reporter)
     publisher = _publisher(config, sync, actor, replicas, rollout, waits, progress)
@@ -229,8 +229,7 @@ def _trajectories(
     rollout: RolloutEngine,
     reward: RewardFn,
     waits: Waits,
-    *,
-    credits_turns: bool,
+    algorithm: Algorithm,
 ) -> TrajectoryRunner:
     return TrajectoryRunner(
         engine=rollout,
@@ -241,7 +240,8 @@ def _trajectories(
         seed=config.run.seed,
         max_attempts=config.pipeline.max_attempts,
         max_turns=config.agent.max_turns,
-        credits_turns=credits_turns,
+        credits_turns=algorithm.credits_turns(),
+        stored_share=algorithm.stored_share(),
         timeout_s=config.run.wait_timeout_s,
         # the pool keeps reward.timeout_s for each call, from its start; this is for a pool that is stuck
         reward_timeout_s=config.run.wait_timeout_s + 2 * config.reward.timeout_s,
@@ -376,6 +376,9 @@ def tasks_of(config: Config, tokenizer: Any, players: Players = ONE_ANSWER) -> t
     read = partial(load_tasks, tokenizer=tokenizer, cfg=data, template_kwargs=kwargs, players=players)
     teachers = tuple(config.teacher.paths) if config.teacher.pick == "task" else ()
     learners = players._replace(teachers=teachers, hint_key=config.teacher.hint_key)
+    loss = settled(config.algorithm.name, config.algorithm.given()).loss
+    if isinstance(loss, GKDTopK):
+        learners = learners._replace(answer_key=loss.stored_key, answer_tokens=config.rollout.max_response_tokens)
     tasks = read(data.train_files, max_rows=data.max_rows, players=learners)
     refuse_unembedded(config, tokenizer, tasks.report)
     eval_tasks: list[Task] = []

@@ -17,7 +17,7 @@ from verl.rollout.base import DecodeFn
 from verl.track.samples import FOLDER, Kind, SampleRow, samples_path, write_samples
 from verl.transfer_queue.base import TransferQueue
 from verl.transfer_queue.rows import read_samples
-from verl.types import Refs, Sample, Trajectory, response_ids_of, samples_of, versions_of
+from verl.types import LEARNED, Refs, Sample, Trajectory, response_ids_of, samples_of, versions_of
 
 # queue column -> field of a row; the first one that was written wins
 _COLUMNS = {
@@ -142,12 +142,11 @@ class SampleRecorder:
         prompt, rest = sample.segments[0], sample.segments[1:]
         lengths = [len(s.ids) for s in rest]
         ids = response_ids_of(sample.segments)
-        mask = np.repeat(np.asarray([s.source == "sampled" for s in rest], np.uint8), lengths)
+        mask = np.repeat(np.asarray([s.source in LEARNED for s in rest], np.uint8), lengths)
         versions = np.repeat(np.asarray([s.version if s.source == "sampled" else -1 for s in rest], np.int32), lengths)
         at = np.flatnonzero(mask)
-        logprobs = (
-            np.concatenate([s.logprobs for s in rest if s.logprobs is not None]) if len(at) else np.zeros(0, np.float32)
-        )
+        drawn = [s for s in rest if s.source in LEARNED]
+        logprobs = [np.full(len(s.ids), np.nan, np.float32) if s.logprobs is None else s.logprobs for s in drawn]
         if (key := prompt.ids.tobytes()) not in prompts:
             prompts[key] = self._decode_prompt(prompt.ids.tolist())
         truth = truths.get(sample.task_id)
@@ -164,7 +163,7 @@ class SampleRecorder:
             prompt_ids=prompt.ids,
             response_ids=ids,
             response_mask=mask,
-            rollout_logprobs=_spread(logprobs, at, len(ids)),
+            rollout_logprobs=_spread(np.concatenate([np.zeros(0, np.float32), *logprobs]), at, len(ids)),
             token_versions=versions,
             reward=sample.reward,
             components=sample.components,

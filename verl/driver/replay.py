@@ -110,7 +110,9 @@ def _sample(row: SampleRow) -> Sample:
     segments = [Segment(ids=row.prompt_ids, source="prompt")]
     assert row.rollout_logprobs is not None
     for a, b in zip(edges, edges[1:]):
-        if mask[a]:
+        if mask[a] and row.version_min < 0:
+            segments.append(Segment(ids=row.response_ids[a:b], source="stored"))
+        elif mask[a]:
             segments.append(
                 Segment(
                     ids=row.response_ids[a:b],

@@ -303,6 +303,9 @@ class RolloutManager:
         self._invalid.check()
 
     async def _run(self, group: Group) -> None:
+        if (stored := self._trajectories.stored(group, self._sampling)) is not None:
+            await self._complete(replace(group, trajectories=(stored,)))
+            return
         done = self._done[group.group_id]
         ended = {(t.purpose, t.index) for t in done}
 
@@ -359,12 +362,15 @@ class RolloutManager:
         elif self._algorithm.group_filter.select(scores) == "reject":
             self._release(group.group_id, "rejected")
         else:
-            self.groups[group.group_id] = group
-            await self._store(group)
-            if self.scheduler.holds(group.group_id):
-                self.scheduler.complete(group.group_id, self._clock())
-            else:  # dropped while its rows were stored
-                self._queue.drop(self._refs.pop(group.group_id))
+            await self._complete(group)
+
+    async def _complete(self, group: Group) -> None:
+        self.groups[group.group_id] = group
+        await self._store(group)
+        if self.scheduler.holds(group.group_id):
+            self.scheduler.complete(group.group_id, self._clock())
+        else:  # dropped while its rows were stored
+            self._queue.drop(self._refs.pop(group.group_id))
 
     async def _store(self, group: Group) -> None:
         samples = [s for t in group.trajectories if t.outcome == "ok" for s in samples_of(t) if s.loss_tokens > 0]

@@ -82,7 +82,7 @@ async def experience_and_update(learner: Learner, step: Step, refs: Refs) -> Non
             update = learner.models["actor"].update(steps, algorithm.terms, inputs, RECORDED)
             step.log(await learner.done(update, "actor.update"))
             if "old_logprobs" not in inferred:  # the first pass is the trainer's view of the tokens before any update
-                step.log(await learner.done(learner.compute.mismatch(rows, "train_logprobs"), "compute.mismatch"))
+                step.log(await _mismatch(learner, rows, "train_logprobs"))
                 if algorithm.correction is not None:
                     measure, both = partial(measured, spec=algorithm.correction), ("train_logprobs", "rollout_logprobs")
                     step.log(await learner.done(learner.compute.compute(rows, measure, both, ()), "compute.measured"))
@@ -96,12 +96,14 @@ def inputs_of(terms: tuple[Term, ...], optional: tuple[str, ...] = ()) -> tuple[
 async def _rewarded(learner: Learner, step: Step, refs: Refs) -> Refs:
     """The refs with the reward model's part, where it scores in batches; columns hold it too."""
     reward = learner.config.reward
-    model = learner.models.get("reward_model")
-    if model is None or reward.stage != "batch":
+    model, drawn = learner.models.get("reward_model"), refs.sampled()
+    if model is None or reward.stage != "batch" or not drawn:
         return refs
     with step.clock("reward_model"):
-        found = await learner.done(model.score(refs, reward.model_coef, reward.path is None), "reward_model.score")
-    return Refs(replace(r, reward=value, components=parts) for r, (value, parts) in zip(refs, found, strict=True))
+        found = await learner.done(model.score(drawn, reward.model_coef, reward.path is None), "reward_model.score")
+    scored = [replace(r, reward=value, components=parts) for r, (value, parts) in zip(drawn, found, strict=True)]
+    of = {r.sample_id: r for r in scored}
+    return Refs(of.get(r.sample_id, r) for r in refs)
 
 
 def _chosen(learner: Learner, step: Step, refs: Refs) -> Refs:
@@ -118,9 +120,15 @@ def _chosen(learner: Learner, step: Step, refs: Refs) -> Refs:
 
 
 def _drawn(learner: Learner, step: Step, rows: Refs) -> Refs:
-    """As many draws with replacement as there are answers (verl's PF-PPO), all that a row holds moving with it."""
+    """As many draws with replacement as there are answers (verl's PF-PPO), all that a row holds moving with it. A
+    stored answer stands for as many as the policy would have given."""
     assert learner.algorithm is not None
-    chosen = learner.algorithm.sample_filter
+    chosen, n = learner.algorithm.sample_filter, learner.config.step.samples_per_prompt
+    if learner.algorithm.stored_share():
+        groups = rows.groups()
+        stored = sum(own[0].stored for own in groups.values())
+        step.log({"groups/stored_share": Metric(float(stored), float(len(groups)), "group")})
+        return Refs(replace(r, copies=n) if r.stored else r for r in rows)
     if chosen is None or not chosen.draws:
         return rows
     scores = {r.trajectory_id: r.reward for r in rows}
@@ -150,7 +158,7 @@ async def _experience(
         with step.clock(_PHASES.get(role, role)):
             broken = await learner.done(learner.models[role].infer(rows, outputs), f"{role}.infer")
             if "old_logprobs" in outputs.values():
-                step.log(await learner.done(learner.compute.mismatch(rows, "old_logprobs"), "compute.mismatch"))
+                step.log(await _mismatch(learner, rows, "old_logprobs"))
         if role in may_fail:
             failed |= broken
             step.log({f"{role}/invalid": Metric(float(len(broken)), float(len(rows)), "sequence")})
@@ -158,6 +166,12 @@ async def _experience(
                 said = f"{role}: {len(broken)} of {len(rows)} samples have no finite number from it, e.g. {min(broken)}"
                 raise ValueError(f"{said}; more than pipeline.max_invalid_share={most:g} of a step")
     return [need.column for need in needs], failed
+
+
+async def _mismatch(learner: Learner, rows: Refs, column: str) -> Metrics:
+    """See `Compute.mismatch`; of what was drawn."""
+    drawn = rows.sampled()
+    return await learner.done(learner.compute.mismatch(drawn, column), "compute.mismatch") if drawn else {}
 
 
 _PHASES = {
@@ -194,7 +208,9 @@ async def _advantages(learner: Learner, step: Step, algorithm: Algorithm, refs: 
     inputs = tuple(dict.fromkeys((*policies, *algorithm.estimator.inputs, *optional)))
     outputs = ("advantages", "returns") if algorithm.critic else ("advantages",)
     fn = partial(rewards_and_advantages, advantage=algorithm.advantage, kl=kl, kl_coef=controllers.kl_coef)
-    metrics = await learner.done(compute.compute(refs, fn, inputs, outputs), "compute.advantages")
+    metrics: Metrics = {}
+    if drawn := refs.sampled():
+        metrics = await learner.done(compute.compute(drawn, fn, inputs, outputs), "compute.advantages")
     step.log(metrics)
     if kl is not None:
         step.log({"actor/reward_kl_penalty_coeff": Metric(controllers.kl_coef, 1, "step", "last")})

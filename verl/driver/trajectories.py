@@ -20,7 +20,20 @@ from verl.agent_loop.base import (
 )
 from verl.reward.base import RewardFn, RewardRequest, parse_result
 from verl.rollout.base import DecodeFn, ReplicaLost, RolloutEngine
-from verl.types import CUT, Invalid, Outcome, Purpose, Sampling, Score, Segment, Task, Trajectory, response_ids_of
+from verl.types import (
+    CUT,
+    Group,
+    Invalid,
+    Outcome,
+    Purpose,
+    Sampling,
+    Score,
+    Segment,
+    Task,
+    Trajectory,
+    derive_seed,
+    response_ids_of,
+)
 from verl.workers.waits import DeadlineExpired, Limit, Waits
 
 T = TypeVar("T")
@@ -57,9 +70,11 @@ class TrajectoryRunner:
         reward_timeout_s: float | None = None,
         max_turns: int | None = None,
         credits_turns: bool = False,
+        stored_share: float = 0.0,
     ) -> None:
         """timeout_s: for the agent loop of one attempt · reward_timeout_s: for its reward (None: the same), counted
-        from the last reward that came: many answers wait for few graders, and that is no fault of an answer."""
+        from the last reward that came: many answers wait for few graders, and that is no fault of an answer ·
+        stored_share: of the groups, those that are a stored answer."""
         assert max_attempts >= 1, f"max_attempts={max_attempts}: a trajectory is tried at least once"
         self._engine = engine
         self._loop = loop
@@ -69,6 +84,7 @@ class TrajectoryRunner:
         self._seed = seed
         self._max_attempts = max_attempts
         self._budget: dict[str, Any] = {"max_turns": max_turns, "credits_turns": credits_turns}
+        self._stored_share = stored_share
         self._timeout_s = timeout_s
         self._reward_timeout_s = timeout_s if reward_timeout_s is None else reward_timeout_s
         self.moved_s = -math.inf  # when a reward came last
@@ -77,6 +93,24 @@ class TrajectoryRunner:
     def longest_s(self) -> float:
         """No trajectory takes longer without a reward for any other, whatever user code does."""
         return self._max_attempts * (self._timeout_s + self._reward_timeout_s)
+
+    def stored(self, group: Group, sampling: Sampling) -> Trajectory | None:
+        """The answer that the row of the group holds, where its draw is one of those that take it."""
+        if not takes_stored(self._stored_share, self._seed, group.epoch, group.draw):
+            return None
+        assert group.task.answer_ids is not None, "rows without one are refused when they are read"
+        prompt = Segment(ids=group.task.prompt_ids, source="prompt")
+        return Trajectory(
+            trajectory_id=f"{group.group_id}/stored",
+            group_id=group.group_id,
+            task_id=group.task.task_id,
+            index=0,
+            purpose="train",
+            attempt=0,
+            sampling=sampling,
+            segments=(prompt, Segment(ids=group.task.answer_ids, source="stored")),
+            stop_reason="eos",
+        )
 
     async def run(self, task: Task, spec: TrajectorySpec, sampling: Sampling) -> Trajectory:
         """The first attempt that ends with a valid reward, or the last one."""
@@ -184,6 +218,13 @@ class TrajectoryRunner:
             return Invalid("timeout", f"no reward in {limit_s:g} s")
         self.moved_s = asyncio.get_running_loop().time()
         return found
+
+
+def takes_stored(share: float, seed: int, epoch: int, draw: int) -> bool:
+    """Systematic sampling: of any draws in a row of an epoch their share, to less than one, and every row is as
+    likely."""
+    start = derive_seed(seed, "stored", epoch) / 2**63
+    return math.floor((draw + 1) * share + start) > math.floor(draw * share + start)
 
 
 async def together(plays: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

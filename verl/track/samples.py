@@ -44,8 +44,8 @@ class SampleRow:
     response_text: str
     prompt_ids: np.ndarray  # [P] int64
     response_ids: np.ndarray  # [R] int64
-    response_mask: np.ndarray  # [R] uint8, 1 where the policy sampled the token
-    rollout_logprobs: np.ndarray | None = None  # [R] float32, NaN where masked
+    response_mask: np.ndarray  # [R] uint8, 1 where the policy sampled the token, or it is of a stored answer
+    rollout_logprobs: np.ndarray | None = None  # [R] float32, NaN where masked or stored
     old_logprobs: np.ndarray | None = None  # [R] float32
     ref_logprobs: np.ndarray | None = None  # [R] float32
     advantages: np.ndarray | None = None  # [R] float32

@@ -1,9 +1,9 @@
 """Samples as columns and back. The columns of a row of T tokens in S segments, L of them loss tokens:
 
 ids               [T] int64
-mask              [T] bool: sampled by the policy
+mask              [T] bool: sampled by the policy, or stored
 segments          [S, 3] int64: length, source (its place in `SOURCES`), weight version
-rollout_logprobs  [L] float32: of the distribution that was sampled from
+rollout_logprobs  [L] float32: of the distribution that was sampled from; NaN of a stored answer
 temperature       [1] float32
 reward            [1] float64, NaN without one · component/NAME [1] float64, NaN where a reward had none
 side/NAME         [t, ...]: of the tokens of those segments that have the channel
@@ -20,9 +20,9 @@ import numpy as np
 
 from verl.batch import Ragged
 from verl.transfer_queue.base import TransferQueue
-from verl.types import Ref, Refs, Sample, Segment, Source, StopReason
+from verl.types import LEARNED, Ref, Refs, Sample, Segment, Source, StopReason
 
-SOURCES: tuple[Source, ...] = ("prompt", "sampled", "env")
+SOURCES: tuple[Source, ...] = ("prompt", "sampled", "env", "stored")
 SAMPLE_COLUMNS = ("ids", "segments", "rollout_logprobs", "temperature", "reward", "facts")
 COMPONENT, SIDE, CONTEXT = "component/", "side/", "context"
 _CODE = {source: i for i, source in enumerate(SOURCES)}
@@ -46,12 +46,13 @@ def columns_of(sample: Sample) -> dict[str, np.ndarray]:
     """The columns of one row. The arrays are its own: nobody else holds them."""
     segments = sample.segments
     lengths = [len(s.ids) for s in segments]
-    logprobs = [s.logprobs for s in segments if s.source == "sampled" and s.logprobs is not None]
-    if logprobs and segments[0].source == "sampled":
+    nobody = np.full(sum(lengths), np.nan, np.float32)
+    logprobs = [nobody[: len(s.ids)] if s.logprobs is None else s.logprobs for s in segments if s.source in LEARNED]
+    if logprobs and segments[0].source in LEARNED:
         logprobs[0] = logprobs[0][1:]  # nothing precedes a row's first token: it is no loss token
     mask, at = np.zeros(sum(lengths), np.bool_), 0
     for segment, length in zip(segments, lengths):
-        if segment.source == "sampled":
+        if segment.source in LEARNED:
             mask[at : at + length] = True
         at += length
     side: dict[str, tuple[int, ...]] = {}
@@ -126,11 +127,12 @@ def _sample(ref: Ref, facts: _Facts, columns: dict[str, np.ndarray]) -> Sample:
             for name in (n for n, owners in facts.side.items() if i in owners):
                 side[name] = columns[SIDE + name][taken[name] : taken[name] + length]
                 taken[name] += length
-        if code == _CODE["sampled"]:
+        if SOURCES[code] in LEARNED:
             first = 1 if i == 0 and length else 0  # its log-prob is in no column: nothing predicts the token
             logprobs = columns["rollout_logprobs"][drawn : drawn + length - first]
             drawn += length - first
-            own["logprobs"] = np.concatenate([np.full(1, np.nan, np.float32), logprobs]) if first else logprobs
+            if code == _CODE["sampled"]:
+                own["logprobs"] = np.concatenate([np.full(1, np.nan, np.float32), logprobs]) if first else logprobs
         segments.append(Segment(ids=columns["ids"][at : at + length], source=SOURCES[code], version=version, **own))
         at += length
     return Sample(

@@ -111,7 +111,8 @@ def columns_of(
     *,
     counts: Sequence[int] | None = None,
 ) -> Columns:
-    """The layout of these rows; mask = tokens of rows with a valid reward. counts: of other tokens than the trained.
+    """The layout of these rows; mask = tokens of rows with a valid reward, and of stored answers, which have none.
+    counts: of other tokens than the trained.
 
     Sequence columns [S]: `score`, `group`, `valid`, `positive` (a valid score above 0), `truncated` (by the budget),
     `component/NAME` of dict rewards (NaN where a reward had none), `teacher/NAME` (it is its teacher, of several),
@@ -128,8 +129,8 @@ def columns_of(
         out[sequence] = list(values)
         return torch.from_numpy(out)
 
-    valid = column((r.outcome == "ok" and r.reward == r.reward for r in refs), np.bool_)
-    score = torch.where(valid, column((r.reward for r in refs), np.float64), 0.0)
+    valid = column((r.outcome == "ok" and (r.stored or r.reward == r.reward) for r in refs), np.bool_)
+    score = torch.where(valid, column((0.0 if r.stored else r.reward for r in refs), np.float64), 0.0)
     group = column((group_names.setdefault(r.group_id, len(group_names)) for r in refs), np.int64)
     extra = {"positive": valid & (score > 0), "truncated": column((r.truncated for r in refs), np.bool_)}
     for name in sorted({name for r in refs for name in r.components}):

@@ -23,7 +23,7 @@ from verl.model_engine.snapshot import Snapshot
 from verl.objective import Term
 from verl.transfer_queue.base import TransferQueue
 from verl.transfer_queue.rows import read_samples
-from verl.types import Metric, Metrics, Refs, Sample, Segment, merge_metrics
+from verl.types import LEARNED, Metric, Metrics, Refs, Sample, Segment, merge_metrics
 from verl.weight_sync.base import Outlet, Sent
 from verl.weight_sync.sender import WeightSender
 from verl.workers.host import Room, room_here
@@ -417,12 +417,12 @@ def informed(sample: Sample) -> Sample:
     left, rest = int(sample.context[0]), list(sample.segments)
     while left:  # a prompt that begins a longer history ends inside of a segment
         first = rest.pop(0)
-        assert first.source != "sampled", "a context stands for a prompt"
+        assert first.source not in LEARNED, "a context stands for a prompt"
         if len(first.ids) > left:
             rest.insert(0, Segment(ids=first.ids[left:], source="env"))
         left -= min(left, len(first.ids))
     found = replace(sample, segments=(Segment(ids=sample.context[1:], source="prompt"), *rest))
-    before, after = (np.concatenate([s.ids for s in x.segments if s.source == "sampled"]) for x in (sample, found))
+    before, after = (np.concatenate([s.ids for s in x.segments if s.source in LEARNED]) for x in (sample, found))
     assert np.array_equal(before, after) and found.loss_tokens == sample.loss_tokens
     return found
 

@@ -13,7 +13,7 @@ DISTILLATION: Mapping[str, str] = MappingProxyType(
         "teacher_model_revision": "teacher.path=FOLDER, of the revision that was downloaded",
         "teacher_model_init_kwargs": "a teacher is computed as the policy is (model.dtype, model.engine_options)",
         "beta": "algorithm.options.beta, of algorithm.name=gkd or gkd_topk: 0 forward, 1 reverse KL, as there",
-        "lmbda": "every answer is the policy's own (lmbda=1); stored answers are learned with `verl sft` before",
+        "lmbda": "algorithm.options.on_policy_share, with algorithm.options.stored_key=COLUMN for the other prompts",
         "seq_kd": "`verl generate` with the teacher, then `verl sft` on its answers",
         "temperature": "rollout.temperature, of both sides; teacher.temperature is the teacher's alone",
         "loss_top_k": "teacher.top_k, of the teacher's likeliest, of algorithm.name=gkd_topk; all: gkd",
