@@ -31,11 +31,11 @@ from tools import hermes_tokenizer
 from bench.report import assemble
 from bench.results import Spread, Table
 from verl.agent_loop.base import ServerManager, sampling_params_of
-from verl.agent_loop.parsing import FORMATS, TurnParser
 from verl.agent_loop.sections import AgentConfig
 from verl.agent_loop.tool_agent import ToolAgentLoop, ToolKit
 from verl.agent_loop.tools import Tool, function_as_tool
 from verl.chat.bridge import bridge_of, plain_text
+from verl.chat.parsing import FORMATS, TurnParser
 from verl.chat.template import Renderer, audit_template
 from verl.rollout.base import Completion
 from verl.sandbox.code import TIERS, CodeSandbox

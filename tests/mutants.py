@@ -449,7 +449,13 @@ MUTANTS = (
     Mutant("runs.py", "*ends[j][ends[j] < shared].tolist()", "", "tests/numerics/test_branches.py"),
     Mutant("agent_loop/tool_agent.py", "(len(ids), sampled)", "(len(ids), 1)", AGENT),
     Mutant("agent_loop/tool_agent.py", 'why = "no_progress"', "why = None", AGENT),
-    Mutant("agent_loop/parsing.py", 'return "the call is not closed"', 'return ""', AGENT),
+    Mutant("chat/parsing.py", 'return "the call is not closed"', 'return ""', AGENT),
+    Mutant("chat/parsing.py", "< len(call.keywords):", "< 0:", "tests/unit/test_parsing.py"),
+    Mutant("chat/parsing.py", "may_end = self.format", "may_end = True or self.format", "tests/unit/test_parsing.py"),
+    Mutant("chat/parsing.py", "or call.args or", "or", "tests/unit/test_parsing.py"),
+    Mutant(
+        "rollout/server/texts.py", "self.answer(completion, spelled=True)", "text", "tests/contracts/test_server.py"
+    ),
     Mutant("chat/bridge.py", "if token in text:", "if False:", "tests/unit/test_bridge.py"),
     Mutant("chat/bridge.py", "and keeps_text(history[-1], text)", "", "tests/unit/test_bridge.py"),
     # -- what a term sees, what is cut off, who is asked

@@ -206,6 +206,25 @@ def test_chat_renders_the_template_and_parses_tool_calls():
     run(body)
 
 
+def test_calls_are_read_as_the_chat_template_writes_them():
+    """A family whose marker is a special token; and of two calls of which one is broken none is given out."""
+
+    async def body():
+        of = tokenizer()
+        of.chat_template = "{# [TOOL_CALLS] name [ARGS] #}" + of.chat_template
+        of.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]", "[ARGS]"]})
+        whole = '[TOOL_CALLS]add[ARGS]{"a": 2}'
+        async with serving(Scripted(of, f"so {whole}{whole}", f"{whole}[TOOL_CALLS]add[ARGS]{{"), of) as (client, _):
+            asked = {**ASKED, "tools": [TOOL]}
+            message = (await ok(client, "/v1/chat/completions", asked))["choices"][0]["message"]
+            assert [c["function"]["arguments"] for c in message["tool_calls"]] == ['{"a": 2}'] * 2
+            assert message["content"] == "so"
+            broken = (await ok(client, "/v1/chat/completions", asked))["choices"][0]["message"]
+            assert "tool_calls" not in broken and broken["content"] == 'add{"a": 2}add{'
+
+    run(body)
+
+
 def test_the_models_own_response_template_is_used():
     async def body():
         of = tokenizer()

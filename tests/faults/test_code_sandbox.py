@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import sandbox_escapes
 
-from verl.agent_loop.parsing import ToolCall
 from verl.agent_loop.tools import Toolbox, load_tools
+from verl.chat.parsing import ToolCall
 from verl.reward.code import code_score, program_of, same_value
 from verl.reward.compute import compute_score
 from verl.sandbox import code as sandboxes

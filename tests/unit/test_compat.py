@@ -123,7 +123,7 @@ def test_every_row_is_well_formed() -> None:
             assert row.targets and row.rule, row.key
             name, _, kind = row.rule.partition(":")
             assert name in ("same", "off", "null", "unless_null", "map") or row.joint in JOINT, f"{row.key}: {row.rule}"
-            words = r"[\w.+]+=[\w.+]+(,[\w.+]+=[\w.+]+)*"
+            words = r"[\w.+-]+=[\w.+-]+(,[\w.+-]+=[\w.+-]+)*"
             assert kind in ("", "number", "switch") or re.fullmatch(words, kind), f"{row.key}: {row.rule}"
         else:
             assert row.text, f"{row.key} is {row.action} without a reason"
@@ -735,7 +735,7 @@ REFUSALS = [
     ([f"{ROLLOUT}quantization=fp8"], "quantised"),
     ([f"{ROLLOUT}engine_kwargs.vllm.quantization=fp8"], "quantised"),
     ([f"{ROLLOUT}multi_turn.interaction_config_path=i.yaml"], "interactions are not"),
-    ([f"{ROLLOUT}multi_turn.format=gpt-oss"], "agent.format"),
+    ([f"{ROLLOUT}multi_turn.format=morse"], "agent.format"),
     ([f"{ROLLOUT}multi_turn.tool_response_truncate_side=left"], "loses its middle"),
     ([f"{ROLLOUT}agent.default_agent_loop=mine"], "FILE.py:Class"),
     ([f"{ACTOR}policy_loss.dro_beta=0.1"], "not in this version"),

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.util
 import json
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.agent_loop.parsing import FORMATS, ToolCall, Turn, TurnParser, format_of, wrong_arguments
+from verl.chat.parsing import FORMATS, ToolCall, Turn, TurnParser, format_of, opening_of, wrong_arguments
 
 PROPERTIES = {
     "text": {"type": "string"},
@@ -21,8 +24,9 @@ PROPERTIES = {
     "many": {"type": "array", "items": {"type": "integer"}},
     "deep": {"type": "object"},
 }
+PARAMETERS = {"type": "object", "properties": PROPERTIES}
 TOOLS = [
-    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": PROPERTIES}}}
+    {"type": "function", "function": {"name": name, "description": "d", "parameters": PARAMETERS}}
     for name in ("look_up", "f")
 ]
 Write = Callable[[list[ToolCall]], str]
@@ -72,7 +76,55 @@ def deepseek(calls: list[ToolCall]) -> str:
     return f"<｜tool▁calls▁begin｜>{newline.join(rows)}<｜tool▁calls▁end｜>"
 
 
-WRITERS: dict[str, Write] = {f.__name__: f for f in (hermes, qwen3_coder, glm, kimi, deepseek)}
+def llama3_json(calls: list[ToolCall]) -> str:
+    return "".join(json.dumps({"name": c.name, "parameters": dict(c.arguments)}) for c in calls)
+
+
+def pythonic(calls: list[ToolCall]) -> str:
+    rows = [f"{c.name}({', '.join(f'{k}={v!r}' for k, v in c.arguments.items())})" for c in calls]
+    return f"[{', '.join(rows)}]"
+
+
+def mistral(calls: list[ToolCall]) -> str:
+    rows = [{"name": c.name, "arguments": dict(c.arguments), "id": f"abcdef{k:03d}"} for k, c in enumerate(calls)]
+    return f"[TOOL_CALLS] {json.dumps(rows, ensure_ascii=False)}"
+
+
+def mistral_v11(calls: list[ToolCall]) -> str:
+    between = ["[CALL_ID]abcdef123[ARGS]", "[ARGS]"]
+    return "".join(f"[TOOL_CALLS]{c.name}{between[k % 2]}{json.dumps(c.arguments)}" for k, c in enumerate(calls))
+
+
+def gpt_oss(calls: list[ToolCall]) -> str:
+    """As the model says it, and as its template writes it; the last without what ends the turn."""
+    heads = [
+        "<|start|>assistant<|channel|>commentary to=functions.{} <|constrain|>json<|message|>",
+        "<|start|>assistant to=functions.{}<|channel|>commentary json<|message|>",
+    ]
+    rows = [f"{heads[k % 2].format(c.name)}{json.dumps(c.arguments)}<|call|>" for k, c in enumerate(calls)]
+    return "".join(rows).removeprefix("<|start|>assistant").removesuffix("<|call|>")
+
+
+def gemma4(calls: list[ToolCall]) -> str:
+    def one(value: Any) -> str:
+        if isinstance(value, str):
+            return f'<|"|>{value}<|"|>'
+        if isinstance(value, dict):
+            return "{" + ",".join(f"{k}:{one(v)}" for k, v in value.items()) + "}"
+        return "[" + ",".join(map(one, value)) + "]" if isinstance(value, list) else json.dumps(value)
+
+    return "".join(f"<|tool_call>call:{c.name}{one(dict(c.arguments))}<tool_call|>" for c in calls)
+
+
+OLDER: tuple[Write, ...] = (hermes, qwen3_coder, glm, kimi, deepseek)
+NEWER: tuple[Write, ...] = (llama3_json, pythonic, mistral, mistral_v11, gpt_oss, gemma4)
+WRITERS: dict[str, Write] = {f.__name__.replace("gpt_oss", "gpt-oss"): f for f in (*OLDER, *NEWER)}
+WHOLE_TURN = ("llama3_json", "pythonic")  # nothing else is said in a turn with a call
+SAID = {
+    "mistral_v11": ("", "Let me look.", "[THINK]hm, <b>[/THINK]"),
+    "gpt-oss": ("", "<|channel|>analysis<|message|>hm, <b><|end|>", "<|channel|>commentary<|message|>Look.<|end|>"),
+    "gemma4": ("", "Let me look.", "<|channel>thought\nhm, <b>\n<channel|>"),
+}
 PARSERS = {name: TurnParser(FORMATS[name]) for name in FORMATS}
 
 
@@ -80,7 +132,7 @@ def test_every_format_has_a_writer_here() -> None:
     assert WRITERS.keys() == FORMATS.keys()
 
 
-def random_calls(rng: random.Random) -> list[ToolCall]:
+def random_calls(rng: random.Random, name: str = "") -> list[ToolCall]:
     words = ["a", "two words", 'say "so"', "line\nbreak", "中文 é", "{'x': 1}", "a,b;c", "# 1.5", "true"]
     values: dict[str, Callable[[], Any]] = {
         "text": lambda: rng.choice(words),
@@ -93,7 +145,7 @@ def random_calls(rng: random.Random) -> list[ToolCall]:
     names = list(values)
     return [
         ToolCall(rng.choice(["look_up", "f"]), {k: values[k]() for k in rng.sample(names, rng.randint(0, len(names)))})
-        for _ in range(rng.randint(1, 3))
+        for _ in range(1 if name == "llama3_json" else rng.randint(1, 3))
     ]
 
 
@@ -101,8 +153,9 @@ def random_calls(rng: random.Random) -> list[ToolCall]:
 def test_what_a_family_writes_is_read_as_it_was_meant(name):
     rng = random.Random(7)
     for _ in range(200):
-        calls = random_calls(rng)
-        said = rng.choice(["", "Let me look.\n", "<think>\nhm, <b>\n</think>\n\n"])
+        calls = random_calls(rng, name)
+        said = rng.choice(SAID.get(name, ("", "Let me look.\n", "<think>\nhm, <b>\n</think>\n\n")))
+        said = "" if name in WHOLE_TURN and "think" not in said else said
         turn = PARSERS[name].parse(said + WRITERS[name](calls), TOOLS)
         assert (turn.calls, turn.malformed) == (tuple(calls), None), (name, said, calls)
         assert said.strip() in turn.text or turn.reasoning
@@ -116,7 +169,8 @@ def test_a_mutated_call_is_whole_or_refused(name):
     markers = [mark for f in FORMATS.values() for mark in (f.open, f.close, *f.marks)]
     outcomes = {"calls": 0, "malformed": 0, "text": 0}
     for _ in range(2000):
-        text = write(random_calls(rng))
+        calls = random_calls(rng, name)
+        text = write(calls)
         at, end = sorted(rng.sample(range(len(text) + 1), 2))
         kind = rng.randrange(4)
         if kind == 0:
@@ -134,6 +188,8 @@ def test_a_mutated_call_is_whole_or_refused(name):
         for call in turn.calls:
             for key, value in call.arguments.items():
                 assert key in mutated and (not isinstance(value, str) or "".join(_plain(value).split()) in squeezed)
+        if kind == 1 and turn.calls:  # cut at its end: of the calls that were written, the first ones, as written
+            assert turn.calls == tuple(calls[: len(turn.calls)]), (name, mutated)
     assert outcomes["malformed"] > 100, outcomes
 
 
@@ -158,6 +214,42 @@ CUT = [
     ("hermes", '<tool_call>\n[{"name": "f", "arguments": {}}]\n</tool_call>'),
     ("hermes", '<tool_call>\n{"arguments": {}}\n</tool_call>'),
     ("hermes", '<tool_call>\n{"name": 3, "arguments": {}}\n</tool_call>'),
+    ("llama3_json", '{"name": "f", "parameters": {"n": 1}'),
+    ("llama3_json", 'Look: {"name": "f", "parameters": {}}'),
+    ("llama3_json", '{"name": "f", "parameters": {}}; {"name": "f", "parameters": {}}'),
+    ("llama3_json", '<|python_tag|>brave_search.call(query="x")'),
+    ("llama3_json", '{"name": "f"}'),
+    ("pythonic", "[f(n=1), f(n="),
+    ("pythonic", "[f(n=1), f(n=2)] and more"),
+    ("pythonic", "Look:\n[f(n=1)]"),
+    ("pythonic", "[f(1)]"),
+    ("pythonic", "[f(n=1, n=2)]"),
+    ("pythonic", "[f(**{'n': 1})]"),
+    ("pythonic", "[f(n=f())]"),
+    ("pythonic", "[f(n=1 + 1)]"),
+    ("pythonic", "[f(n={1, 2})]"),
+    ("pythonic", "[f(n=1)()]"),
+    ("pythonic", "[f(n=1), 3]"),
+    ("pythonic", "[f(n=1)] + [f(n=2)]"),
+    ("pythonic", "[f(n=" + "[" * 5000 + "]" * 5000 + ")]"),
+    ("pythonic", "[f(n=1)]<|python_end|>[f(n=2)]"),
+    ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}}'),
+    ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}}, {"name": "g"}]'),
+    ("mistral", '[TOOL_CALLS]{"name": "f", "arguments": {}}'),
+    ("mistral", '[TOOL_CALLS][{"name": "f", "arguments": {}}][TOOL_CALLS][{"name": "f", "arguments": {}}]'),
+    ("mistral", "[TOOL_CALLS]f[ARGS]{}"),
+    ("mistral_v11", '[TOOL_CALLS]f[ARGS]{"n": 1}[TOOL_CALLS]f[ARGS]{"n": '),
+    ("mistral_v11", '[TOOL_CALLS]f{"n": 1}'),
+    ("mistral_v11", '[TOOL_CALLS]f[ARGS]{"n": 1} and more'),
+    ("gpt-oss", '<|channel|>commentary to=functions.f <|constrain|>json<|message|>{"n": 1'),
+    ("gpt-oss", "<|channel|>commentary to=browser.search<|message|>{}<|call|>"),
+    ("gpt-oss", '<|channel|>commentary to=functions.f<|message|>{"n": 1}<|end|>'),
+    ("gpt-oss", "<|channel|>final<|message|>a<|channel|>commentary to=functions.f<|message|>{}<|call|>"),
+    ("gpt-oss", "to=functions.f<|message|>{}<|call|>"),
+    ("gemma4", "<|tool_call>call:f{n:1}"),
+    ("gemma4", "<|tool_call>call:f{n:1}}<tool_call|>"),
+    ("gemma4", '<|tool_call>call:f{text:<|"|>a}<tool_call|>'),
+    ("gemma4", "call:f{n:1}<tool_call|>"),
 ]
 
 
@@ -173,6 +265,79 @@ def test_calls_in_reasoning_are_thoughts():
     opened = TurnParser(FORMATS["hermes"], "<think>\n")
     assert opened.parse(f"I could {call}") == Turn(reasoning=f"I could {call}")
     assert opened.parse(f"so</think>{call}").calls == (ToolCall("f", {}),)
+
+
+def test_what_is_no_call_is_an_answer():
+    """Also where calls have no markers: JSON, Python and links of an answer are text."""
+    for name, text in (
+        ("llama3_json", '{"answer": {"name": "x"}}'),
+        ("pythonic", "[1, 2] and [f](https://x)"),
+        ("mistral", '[{"name": "f", "arguments": {}}]'),
+        ("gpt-oss", "It is 42."),
+        ("gemma4", "call: {n:1}"),
+    ):
+        assert PARSERS[name].parse(text, TOOLS) == Turn(text=text), name
+    said = "<|channel|>analysis<|message|>6 x 7<|end|><|start|>assistant<|channel|>final<|message|>It is 42."
+    assert PARSERS["gpt-oss"].parse(said) == Turn(text="It is 42.", reasoning="6 x 7")
+    opened = PARSERS["mistral_v11"].parse("so[/THINK][TOOL_CALLS]f[ARGS]{}", (), opening_of("mistral_v11", "[THINK]"))
+    assert opened == Turn((ToolCall("f", {}),), reasoning="so")
+    assert opening_of("gpt-oss", "<think>\n") == "" and opening_of("hermes", "a<think>\n") == "<think>\n"
+
+
+PEERS = {"llama3_json": "llama3_1", "gpt-oss": "gptoss", "gemma4": "gemma4", "glm": "glm4moe", "hermes": "qwen3"}
+HEADS = {
+    "llama3_json": "<|start_header_id|>assistant<|end_header_id|>\n\n",
+    "gpt-oss": "<|start|>assistant",
+    "gemma4": "<|turn>model\n",
+    "glm": "<|assistant|>",
+    "hermes": "<|im_start|>assistant\n",
+}
+ENDS = ("<|eot_id|>", "<|call|>", "<turn|>", "<|im_end|>", "<|tool_response>", "\n")
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_what_the_templates_of_trl_write_is_read_as_its_own_parser_reads_it(name):
+    """The families' own templates, and the response templates that stand beside them in that package."""
+    from transformers.utils.chat_parsing import parse_response
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    spec = importlib.util.find_spec("trl")
+    if spec is None or not spec.submodule_search_locations:
+        pytest.skip("the package trl is not here (pip download --no-deps trl==1.16.0)")
+    root = Path(spec.submodule_search_locations[0])
+    template = (root / "chat_templates" / f"{PEERS[name]}.jinja").read_text()
+    assert format_of(template) == name
+    theirs = _literal(root / "chat_template_utils.py", f"{PEERS[name].removesuffix('_1')}_template")
+    rng, compared = random.Random(11), 0
+    for _ in range(200):
+        calls = [c for c in random_calls(rng, name) if name != "gemma4" or "deep" not in c.arguments]  # None is no JSON
+        calls = calls[:1] if name in ("llama3_json", "gpt-oss") else calls
+        if not calls:
+            continue
+        written = [{"type": "function", "function": {"name": c.name, "arguments": dict(c.arguments)}} for c in calls]
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": written}]
+        full = render_jinja_template([messages], tools=TOOLS, chat_template=template, bos_token="")[0][0]
+        text = full[full.rindex(HEADS[name]) + len(HEADS[name]) :]
+        whole = text
+        while end := next((e for e in ENDS if text.endswith(e)), ""):
+            text = text.removesuffix(end)
+        assert PARSERS[name].parse(text, TOOLS).calls == tuple(calls), text
+        if theirs is not None:
+            found = parse_response(whole, theirs, prefix="", tools=TOOLS)
+            assert [ToolCall(**c["function"]) for c in found["tool_calls"]] == calls
+            compared += 1
+    assert compared > 100 or theirs is None
+
+
+def _literal(path: Path, name: str) -> Any:
+    """A constant of a module that is not imported (it needs more packages); None: made of other things."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+            try:
+                return ast.literal_eval(node.value)
+            except ValueError:
+                return None
+    raise AssertionError(f"{path} has no {name}")
 
 
 def test_a_tokenizer_s_own_template_wins():
@@ -201,6 +366,12 @@ def test_the_format_is_found_by_the_marks_of_the_template():
         "glm": "<tool_call>{function-name}\n<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>",
         "kimi": "<|tool_call_begin|>functions<|tool_call_argument_begin|>",
         "deepseek": "<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+        "llama3_json": '<|start_header_id|> in the format {"name": function name, "parameters": dictionary of',
+        "pythonic": "<|start_header_id|> [func_name1(params_name1=params_value1, params_name2=params_value2...)]",
+        "mistral": "{{ '[TOOL_CALLS][' }}",
+        "mistral_v11": "{{ '[TOOL_CALLS]' + name + '[ARGS]' }}",
+        "gpt-oss": '"functions." + name + "<|channel|>commentary " "<|call|>"',
+        "gemma4": "'<|tool_call>call:' + name '<|\"|>'",
     }
     assert {name: format_of(text) for name, text in teaches.items()} == {name: name for name in FORMATS}
     assert format_of("nothing", "glm") == "glm"

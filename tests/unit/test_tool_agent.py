@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from tools import HERMES, REWRITING, hermes_tokenizer, multiply
 
 from verl.agent_loop.base import ServerManager, check_output, sampling_params_of
-from verl.agent_loop.parsing import FORMATS, ToolCall, TurnParser
 from verl.agent_loop.registry import load_loops
 from verl.agent_loop.sections import AgentConfig
 from verl.agent_loop.tool_agent import ToolAgentLoop, ToolKit
 from verl.agent_loop.tools import Tool, Toolbox, function_as_tool, load_tools
 from verl.chat.bridge import bridge_of, plain_text
+from verl.chat.parsing import FORMATS, ToolCall, TurnParser
 from verl.chat.template import Renderer, audit_template
 from verl.config.schema import Config
 from verl.rollout.base import Completion

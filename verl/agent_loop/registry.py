@@ -4,18 +4,17 @@ read; what is wrong with it is the user's to mend, and said with the key."""
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from verl.agent_loop.base import AgentLoopBase, AgentLoopFactory, ServerManager
-from verl.agent_loop.parsing import FORMATS, TurnParser, format_of
 from verl.agent_loop.sections import AgentConfig
 from verl.agent_loop.single_turn import SingleTurnLoop
 from verl.agent_loop.tool_agent import ToolAgentLoop, ToolKit
 from verl.agent_loop.tools import Tool, load_tools, load_user_module
 from verl.chat.bridge import bridge_of, plain_text
+from verl.chat.parsing import FORMATS, TurnParser, format_of, opening_of
 from verl.chat.template import USER, Renderer, audit_template, shared
 from verl.data.formats import AGENT_NAMES, Players
 from verl.data.formats import SINGLE_TURN as SINGLE
@@ -94,10 +93,9 @@ def _kit(
     renderer, bridge = Renderer(tokenizer, template_kwargs), bridge_of(tokenizer, audit, template_kwargs)
     with_tools = Renderer(tokenizer, template_kwargs, [dict(t.schema) for t in tools.values()])
     history, prompt = (renderer.text([USER], prompt=p) for p in (False, True))
-    opening = re.search(r"<think>\s*\Z", prompt[shared(history, prompt) :])
     kit = ToolKit(
         tools=tools,
-        parser=TurnParser(FORMATS.get(name), opening.group() if opening else "", own),
+        parser=TurnParser(FORMATS.get(name), opening_of(name, prompt[shared(history, prompt) :]), own),
         renderer=with_tools,
         plain=plain_text(tokenizer),
         bridge=bridge,

@@ -14,7 +14,7 @@ class AgentConfig:
     another one of these three."""
     tools: list[str] = field(default_factory=list)
     """`FILE.py` or `module` (its functions under @function_tool), one of them as `FILE.py:name`, verl's tool YAML."""
-    format: str = "auto"  # How the model writes a call: a name of agent_loop/parsing.py. auto: by its chat template.
+    format: str = "auto"  # How the model writes a call: a name of chat/parsing.py. auto: by its chat template.
     max_turns: PositiveInt | None = None  # Calls of the model in one trajectory. Null: as many as its tokens allow.
     max_tool_calls: PositiveInt | None = None  # Of one trajectory.
     max_parallel_calls: PositiveInt = 4  # Of one turn, run together; further ones are answered with an error.

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from verl.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, ServerManager, TokenOutput
-from verl.agent_loop.parsing import Malformed, ToolCall, Turn, TurnParser
 from verl.agent_loop.sections import AgentConfig
 from verl.agent_loop.tools import Answer, Tool, Toolbox
 from verl.chat.bridge import Bridge, PlainText
+from verl.chat.parsing import Malformed, ToolCall, Turn, TurnParser
 from verl.chat.template import Renderer, as_ids
 from verl.types import StopReason
 
@@ -242,7 +242,7 @@ def _assistant(turn: Turn) -> dict[str, Any]:
     """The turn as a message, for a template that is rendered anew."""
     message: dict[str, Any] = {"role": "assistant", "content": turn.text}
     if turn.reasoning:
-        message["reasoning_content"] = turn.reasoning
+        message |= {"reasoning_content": turn.reasoning, "thinking": turn.reasoning}  # templates read one of them
     if turn.calls:
         message["tool_calls"] = [_call_message(k, call) for k, call in enumerate(turn.calls)]
     return message

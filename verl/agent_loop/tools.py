@@ -19,7 +19,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any
 from uuid import uuid4
 
-from verl.agent_loop.parsing import ToolCall, wrong_arguments
+from verl.chat.parsing import ToolCall, wrong_arguments
 from verl.chat.template import one_line
 from verl.sandbox.worker import Unloadable, load_module
 from verl.tools.base_tool import BaseTool

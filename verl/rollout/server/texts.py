@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,12 +11,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from verl.chat.parsing import FORMATS, TurnParser, format_of, opening_of
 from verl.chat.template import RESERVED_KWARGS, Renderer, RowRefused, TemplateAudit, refuse_unsupported
 from verl.rollout.base import Completion, DecodeFn
 from verl.rollout.server.requests import ApiError, ChatBody
 
-TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)  # Hermes, Qwen
 REASONING = ("reasoning_content", "thinking", "reasoning")
+OPENING_TOKENS = 16  # at the end of a prompt, where a thought may be begun
 HALF = "\ufffd"  # a character whose bytes are not all there yet
 
 
@@ -31,6 +31,14 @@ class Texts:
     spell: DecodeFn
     audit: TemplateAudit
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    format: str = field(init=False)  # how calls are written, by the chat template; as Hermes where it does not show it
+
+    def __post_init__(self) -> None:
+        try:
+            found = format_of(str(self.tokenizer.chat_template))
+        except ValueError:
+            found = "hermes"
+        object.__setattr__(self, "format", found)
 
     def encode(self, text: str, *, special_tokens: bool) -> np.ndarray:
         return np.asarray(self.tokenizer(text, add_special_tokens=special_tokens)["input_ids"], np.int64)
@@ -50,14 +58,14 @@ class Texts:
         except ValueError as e:
             raise ApiError(400, str(e), param="messages", code="invalid_value") from None
 
-    def answer(self, completion: Completion, *, include_stop: bool = False) -> str:
-        """Without what ended it, unless that is asked for."""
-        ids = completion.ids.tolist()
+    def answer(self, completion: Completion, *, include_stop: bool = False, spelled: bool = False) -> str:
+        """Without what ended it, unless that is asked for. spelled: with special tokens."""
+        ids, decode = completion.ids.tolist(), self.spell if spelled else self.decode
         if include_stop or completion.stop_reason not in ("eos", "stop"):
-            return self.decode(ids)
+            return decode(ids)
         if completion.stop is None:
-            return self.decode(ids[:-1])
-        text = self.decode(ids)
+            return decode(ids[:-1])
+        text = decode(ids)
         at = text.find(completion.stop)  # the first: an earlier one would have ended the answer
         return text[:at] if at >= 0 else text
 
@@ -65,15 +73,28 @@ class Texts:
         self, completion: Completion, text: str, prompt: np.ndarray, tools: Sequence[Any] | None
     ) -> dict[str, Any]:
         """The assistant's message of an answer: content, tool_calls, reasoning_content where the model's own template
-        of responses tells them apart; else tool calls as Hermes writes them."""
+        of responses tells them apart; else tool calls as the format writes them, if all of them can be read."""
         template = self.tokenizer.response_template
         if template is None:
-            return _hermes(text) if tools else {"role": "assistant", "content": text}
+            return (
+                self._with_calls(completion, text, prompt, tools) if tools else {"role": "assistant", "content": text}
+            )
         written = self.spell(completion.ids.tolist())
         try:
             found = self.tokenizer.parse_response(written, prefix=self.spell(prompt.tolist()), tools=tools)
         except ValueError:  # not what the template calls a response: the text as it stands
             return {"role": "assistant", "content": text}
+        return _openai_message(found)
+
+    def _with_calls(
+        self, completion: Completion, text: str, prompt: np.ndarray, tools: Sequence[Any]
+    ) -> dict[str, Any]:
+        opening = opening_of(self.format, self.spell(prompt[-OPENING_TOKENS:].tolist()))
+        turn = TurnParser(FORMATS[self.format]).parse(self.answer(completion, spelled=True), tools, opening)
+        if not turn.calls:
+            return {"role": "assistant", "content": text}
+        calls = [{"name": call.name, "arguments": dict(call.arguments)} for call in turn.calls]
+        found = {"content": turn.text or None, "reasoning_content": turn.reasoning, "tool_calls": calls}
         return _openai_message(found)
 
     def token(self, token_id: int, *, as_id: bool) -> dict[str, Any]:
@@ -119,20 +140,6 @@ def _called(call: Any, where: str) -> dict[str, Any]:
     except (KeyError, TypeError, ValueError, msgspec.DecodeError, RecursionError):
         said = f"{where}: a tool call is {{id, type, function: {{name, arguments: JSON}}}}"
         raise ApiError(400, said, param="messages", code="invalid_value") from None
-
-
-def _hermes(text: str) -> dict[str, Any]:
-    calls, kept = [], text
-    for found in TOOL_CALL.finditer(text):
-        try:
-            call = msgspec.json.decode(found[1])
-        except (msgspec.DecodeError, RecursionError):
-            continue  # stays in the content, where it can be seen
-        if isinstance(call, dict) and isinstance(call.get("name"), str):
-            calls.append({"function": call})
-            kept = kept.replace(found[0], "", 1)
-    content = kept.strip() if calls else text
-    return _openai_message({"content": content or None, "tool_calls": calls})
 
 
 def _openai_message(found: Mapping[str, Any]) -> dict[str, Any]:

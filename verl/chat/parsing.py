@@ -6,8 +6,10 @@ be accounted for (`body`), and every marker has to open or close one.
 
 from __future__ import annotations
 
+import ast
 import re
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -46,8 +48,11 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """How a family writes calls. open, close: around one call (or `each` of several in a region) · body: what may stand
-    between them, whole · marks: texts of a chat template that teaches it · frame: what may stand around the calls."""
+    """How a family writes calls. open, close: around one call (or `each` of several in a list) · body: what may stand
+    between them, whole · marks: texts of a chat template that teaches it · frame: what may stand around the calls ·
+    open_pattern, close_pattern: where a text is not enough; a call with the latter may end with the turn, and only its
+    content says whether it is whole · stray: what belongs to a call wherever it stands · read: calls of what no
+    content parser of transformers reads · answer: where the text is in a region of its own."""
 
     open: str
     close: str
@@ -57,27 +62,70 @@ class Format:
     body: str
     marks: tuple[str, ...]
     open_pattern: str = ""
+    close_pattern: str = ""
     frame: tuple[str, ...] = ()
+    stray: str = ""
+    each: bool = False
+    read: Callable[[str], list[dict[str, Any]]] | None = None
+    reasoning: Mapping[str, str] = field(default_factory=lambda: {"open": "<think>", "close": "</think>"})
+    answer: Mapping[str, str] | None = None
 
     @property
     def template(self) -> dict[str, Any]:
         """For transformers' ResponseParser."""
         opened = {"open_pattern": self.open_pattern} if self.open_pattern else {"open": self.open}
+        closed = {"close_pattern": self.close_pattern} if self.close_pattern else {"close": self.close}
+        function = {"transform": {"type": "function", "function": dict(self.transform)}, "transform_each": self.each}
+        calls = {"content": self.content, "content_args": dict(self.content_args), "repeats": True}
+        pieces = {"repeats": True, "join": "", "content_args": {"strip": False}}
         return {
             "start_anchor": NEVER,
             "fields": {
-                "reasoning_content": {"open": "<think>", "close": "</think>", "repeats": True, "join": "\n"},
-                "tool_calls": {
-                    **opened,
-                    "close": self.close,
-                    "content": self.content,
-                    "content_args": dict(self.content_args),
-                    "repeats": True,
-                    "transform": {"type": "function", "function": dict(self.transform)},
-                },
-                "content": {"repeats": True, "join": "", "content_args": {"strip": False}},  # every piece of it
+                "reasoning_content": {**self.reasoning, "repeats": True, "join": "\n"},
+                "tool_calls": {**opened, **closed, **calls, **({} if self.read else function)},
+                **({"answer": {**self.answer, **pieces}} if self.answer else {}),
+                "content": pieces,  # every piece of it
             },
         }
+
+    def strays(self, text: str) -> str:
+        """The first piece of the text that belongs to a call; "" if there is none."""
+        pattern = self.stray or "|".join(map(re.escape, (self.open, self.close.strip().rpartition("\n")[2])))
+        found = re.search(pattern, text)
+        return found.group().strip() if found else ""
+
+
+def _python_calls(text: str) -> list[dict[str, Any]]:
+    """`[f(a=1, b="x"), g()]`, with literals alone; ValueError for any other Python. Nothing of it is run."""
+    try:
+        with warnings.catch_warnings():  # of "\\d"
+            warnings.simplefilter("ignore")
+            found = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, MemoryError) as e:
+        raise ValueError(f"no list of calls: {one_line(e)}") from e
+    if not isinstance(found, ast.List):
+        raise ValueError("no list of calls")
+    calls = []
+    for call in found.elts:
+        if not isinstance(call, ast.Call) or call.args or not all(k.arg for k in call.keywords):
+            raise ValueError("a call is written name(argument=value)")
+        if len({k.arg for k in call.keywords}) < len(call.keywords):
+            raise ValueError("an argument is given twice")
+        if not re.fullmatch(r"[\w.]+", name := ast.unparse(call.func)):
+            raise ValueError(f"{name[:80]} is no name of a function")
+        arguments = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords}
+        if odd := next((key for key, value in arguments.items() if not _is_json(value)), ""):
+            raise ValueError(f"{odd} is no text, number, boolean, list or dict of such")
+        calls.append({"name": name, "arguments": arguments})
+    return calls
+
+
+def _is_json(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_is_json, value))
+    if isinstance(value, dict):
+        return all(isinstance(k, str) and _is_json(v) for k, v in value.items())
+    return value is None or isinstance(value, str | bool | int | float)
 
 
 _OBJECT = r"\s*\{.*\}\s*"
@@ -86,6 +134,16 @@ _CAPTURED = {"name": "{name}", "arguments": "{content}"}
 _QWEN_TAG = r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>(?:(?!</?parameter).)*?)\n?</parameter>"
 _GLM_TAG = r"<arg_key>(?P<key>[^<]+)</arg_key>\s*<arg_value>(?P<value>(?:(?!</?arg_value>).)*)</arg_value>"
 _KIMI_OPEN = r"<\|tool_call_begin\|>\s*functions\.(?P<name>[\w.-]+):\d+\s*<\|tool_call_argument_begin\|>"
+_QUOTE = '<|"|>'
+_START = r"(?:\A|(?<=</think>))\s*"  # of a turn, for calls that have no marker of their own
+_LLAMA_NAME = r"\{\s*(?:\"type\"\s*:\s*\"function\"\s*,\s*)?\"name\"\s*:"
+_PYTHON_NAME = r"\[\s*[A-Za-z_][\w.]*\s*\("
+_HARMONY_START = r"(?:<\|start\|>assistant)?\s*"
+_HARMONY_OPEN = (
+    rf"{_HARMONY_START}(?:to=functions\.(?P<name>[\w.-]+)\s*<\|channel\|>(?:commentary|analysis)"
+    r"|<\|channel\|>(?:commentary|analysis)\s+to=functions\.(?P<name>[\w.-]+))\s*"
+    r"(?:<\|constrain\|>)?(?:json)?\s*<\|message\|>"
+)
 _DEEPSEEK_OPEN = r"<｜tool▁call▁begin｜>function<｜tool▁sep｜>(?P<name>[\w.-]+)\n```json\n"
 
 FORMATS: Mapping[str, Format] = MappingProxyType(
@@ -122,8 +180,76 @@ FORMATS: Mapping[str, Format] = MappingProxyType(
             open_pattern=_DEEPSEEK_OPEN,
             frame=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
         ),
+        # Llama 3.1 to 3.3: {"name": ..., "parameters": {...}}, one call, which is the whole turn
+        "llama3_json": Format(
+            *("<|python_tag|>", "}", "json", {}, {"name": "{content.name}", "arguments": "{content.parameters}"}),
+            body=_OBJECT,
+            marks=("<|start_header_id|>", '{"name": function name, "parameters":'),
+            open_pattern=rf"{_START}(?:<\|python_tag\|>\s*)?(?={_LLAMA_NAME})",
+            close_pattern=r"\Z",
+            stray=rf"<\|python_tag\|>|{_LLAMA_NAME}\s*\"[^\"]*\"\s*,\s*\"parameters\"",
+        ),
+        # Llama 3.2 to 4 with functions as Python: [f(a=1), g()], which is the whole turn
+        "pythonic": Format(
+            *("<|python_start|>", "<|python_end|>", "text", {}, {}, ".*"),
+            marks=("[func_name1(params_name1=params_value1",),
+            open_pattern=rf"{_START}(?:<\|python_(?:start|tag)\|>\s*)?(?={_PYTHON_NAME})",
+            close_pattern=r"<\|python_end\|>\s*\Z|\Z",
+            stray=rf"<\|python_(?:start|end|tag)\|>|(?m:^)\s*{_PYTHON_NAME}",
+            read=_python_calls,
+        ),
+        # Mistral's tokenizers up to v7: [TOOL_CALLS][{"name": ..., "arguments": {...}, "id": ...}]
+        "mistral": Format(
+            *("[TOOL_CALLS]", "", "json", {}, {"name": "{name}", "arguments": "{arguments}"}, r"\s*\[.*\]\s*"),
+            marks=("[TOOL_CALLS]",),
+            close_pattern=r"\Z",
+            stray=r"\[TOOL_CALLS\]",
+            each=True,
+        ),
+        # From v11 on: [TOOL_CALLS]f[ARGS]{...}[TOOL_CALLS]g[ARGS]{...}
+        "mistral_v11": Format(
+            *("[TOOL_CALLS]", "", "json", {}, _CAPTURED, _OBJECT),
+            marks=("[TOOL_CALLS]", "[ARGS]"),
+            open_pattern=r"\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\s*\w+\s*)?\[ARGS\]",
+            close_pattern=r"(?=\[TOOL_CALLS\])|\Z",
+            stray=r"\[(?:TOOL_CALLS|ARGS|CALL_ID)\]",
+            reasoning={"open": "[THINK]", "close": "[/THINK]"},
+        ),
+        # gpt-oss: <|channel|>commentary to=functions.f <|constrain|>json<|message|>{...}<|call|>; what it says before a
+        # call in channels without a recipient is reasoning to its template
+        "gpt-oss": Format(
+            *("<|channel|>commentary to=functions.", "<|call|>", "json", {}, _CAPTURED, _OBJECT),
+            marks=("<|channel|>commentary", "<|call|>"),
+            open_pattern=_HARMONY_OPEN,
+            close_pattern=r"<\|call\|>|\Z",
+            stray=r"<\|(?:start|end|channel|message|constrain|call|return)\|>",
+            reasoning={
+                "open_pattern": rf"{_HARMONY_START}<\|channel\|>(?:analysis|commentary)\s*<\|message\|>",
+                "close": "<|end|>",
+            },
+            answer={
+                "open_pattern": rf"{_HARMONY_START}<\|channel\|>final\s*(?:<\|constrain\|>\w+)?\s*<\|message\|>",
+                "close_pattern": r"<\|(?:end|return)\|>|\Z",
+            },
+        ),
+        # Gemma 4: <|tool_call>call:f{a:<|"|>text<|"|>,n:1}<tool_call|>
+        "gemma4": Format(
+            *("<|tool_call>", "<tool_call|>", "json", {"string_delims": [[_QUOTE, _QUOTE]], "unquoted_keys": True}),
+            *(_CAPTURED, _OBJECT),
+            marks=("<|tool_call>call:", _QUOTE),
+            open_pattern=r"<\|tool_call>call:(?P<name>[\w.-]+)\s*(?=\{)",
+            frame=("<|tool_response>",),
+            reasoning={"open": "<|channel>thought", "close": "<channel|>"},
+        ),
     }
 )
+
+
+def opening_of(name: str, prompt: str) -> str:
+    """The beginning of a thought with which a prompt's text ends, in this format; "" if it does not."""
+    mark = FORMATS[name].reasoning.get("open", NEVER) if name in FORMATS else "<think>"
+    found = re.search(rf"{re.escape(mark)}\s*\Z", prompt)
+    return found.group() if found else ""
 
 
 def format_of(template: str, asked: str = "auto") -> str:
@@ -159,24 +285,28 @@ class TurnParser:
         assert wanted is not None, "a format or a template of the tokenizer's own"
         self._loaded.append(load_response_template(dict(wanted)))
 
-    def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Turn:
-        """One turn, without its end-of-turn token. tools: schemas, by which text becomes numbers. Never raises."""
+    def parse(self, text: str, tools: Sequence[Mapping[str, Any]] = (), opening: str | None = None) -> Turn:
+        """One turn, without its end-of-turn token. tools: schemas, by which text becomes numbers · opening: of this
+        turn, where prompts differ in it. Never raises."""
         from transformers.utils.chat_parsing import ResponseParser
 
         try:
-            parser = ResponseParser(self._loaded[0], self.opening, tools=[dict(t) for t in tools])
+            parser = ResponseParser(
+                self._loaded[0], self.opening if opening is None else opening, tools=[dict(t) for t in tools]
+            )
             events = parser.feed(text)
             message, left = parser.finalize()
+            written = self._functions(message.get("tool_calls", ()))
         except (ValueError, KeyError, TypeError, RecursionError) as e:
             return Turn(malformed=Malformed(_why(e)), text=text)
-        said = str(message.get("content", ""))
+        said = str(message.get("content", "")) + str(message.get("answer", ""))
         for mark in self.format.frame if self.format else ():
             said = said.replace(mark, "")
         said = said.strip()
         reason = self._unread(said, [*parser.initial_events, *events], left)
         calls: list[ToolCall] = []
-        for call in message.get("tool_calls", ()):
-            name, arguments = call["function"]["name"], call["function"]["arguments"]
+        for function in written:
+            name, arguments = function["name"], function["arguments"]
             if not isinstance(name, str) or not name.strip():
                 reason = reason or "the name of the function is missing"
             elif not isinstance(arguments, dict):
@@ -187,28 +317,33 @@ class TurnParser:
             return Turn(malformed=Malformed(reason), text=text)
         return Turn(tuple(calls), text=said, reasoning=str(message.get("reasoning_content", "")))
 
+    def _functions(self, found: Sequence[Any]) -> list[dict[str, Any]]:
+        """{name, arguments} of each call, in order."""
+        if self.format is not None and self.format.read is not None:
+            return [call for body in found for call in self.format.read(body)]
+        return [call["function"] for one in found for call in (one if isinstance(one, list) else [one])]
+
     def _unread(self, said: str, events: Sequence[Mapping[str, Any]], left: Sequence[Mapping[str, Any]]) -> str:
         """Why what was read as calls is not all that was written as such; "" if it is."""
-        if any(e["type"] == "region_close" and e["field"] == "tool_calls" for e in left):
+        own = self.format is None or self.template is not None
+        may_end = self.format is not None and bool(self.format.close_pattern) and not own
+        if not may_end and any(e["type"] == "region_close" and e["field"] == "tool_calls" for e in left):
             return "the call is not closed"
-        if self.format is None or self.template is not None:
+        if self.format is None or own:
             return ""
         body = ""
-        for event in events:
+        for event in (*events, *left):
             if event["field"] != "tool_calls":
                 continue
             if event["type"] == "region_chunk":
                 body += event["text"]
             elif event["type"] == "region_close":
-                if not re.fullmatch(self.format.body, body, re.DOTALL) or self._marker(body):
+                inside = not may_end and self.format.strays(body)
+                if inside or not re.fullmatch(self.format.body, body, re.DOTALL):
                     return f"between the markers of the call stands something else: {one_line(ValueError(body))[:80]}"
                 body = ""
-        found = self._marker(said)
+        found = self.format.strays(said)
         return f"{found} does not belong to a call" if found else ""
-
-    def _marker(self, text: str) -> str:
-        assert self.format is not None
-        return next((m for m in (self.format.open, self.format.close.strip().rpartition("\n")[2]) if m in text), "")
 
 
 def _why(error: Exception) -> str:
