@@ -130,11 +130,13 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A reward: one value, its named components (extra keys of a dict reward), and the answer it read (`pred`)."""
+    """A reward: one value, its named components (extra keys of a dict reward), the answer it read (`pred`), and what
+    each turn of the model is worth beside it."""
 
     value: float
     components: Mapping[str, float] = field(default_factory=dict)
     pred: str | None = None
+    turn_rewards: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

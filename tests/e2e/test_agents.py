@@ -179,6 +179,42 @@ def test_rewards_of_turns_reach_the_advantages_of_their_tokens(tmp_path, tiny_mo
         np.testing.assert_allclose(mine, value - np.mean(returns[group]), atol=1e-5)
 
 
+WORTH = "len(set({text})) / 4 - {k}"
+PAYS = f"""
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    paid = [{WORTH.format(text="t", k="k")} for k, t in enumerate(extra_info["turn_texts"])]
+    return {{"score": float(len(solution_str)), "turn_rewards": paid}}
+"""
+
+
+@pytest.mark.parametrize("name", ["turn_discount", "gigpo", "turn_ppo"])
+def test_a_reward_function_pays_turns_as_a_loop_does(tmp_path, tiny_model, arithmetic_data, name):
+    """The same rewards from both give the same advantages; without any they are others."""
+    credits = ""
+    for k, answer in enumerate(("one", "two", "three")):
+        worth = WORTH.format(text=f"read({answer}.token_ids, skip_special_tokens=True)", k=k)
+        credits += f"\n        manager.credit({worth}, turn={k})"
+    third = 'await ask(request + "c", prompt_ids=prompt, sampling_params=short)'
+    paying = LOOP.replace(
+        "prompt, ask =", "manager, read = self.server_manager, self.tokenizer.decode\n        prompt, ask ="
+    )
+    paying = paying.replace(third, f"three = {third}{credits}")
+    for file, text in (("plain.py", LOOP), ("pays.py", paying), ("reward.py", PAYS)):
+        (tmp_path / file).write_text(text)
+    (tmp_path / "scores.py").write_text(PAYS.replace('"turn_rewards"', '"other"'))
+
+    def advantages(root: str, loop: str, reward: str) -> dict[str, list[float]]:
+        given = (f"algorithm.name={name}", "run.total_steps=1", f"agent.loop={tmp_path / loop}:Rewrites")
+        more = ("algorithm.kl_loss_coef=null", f"reward.path={tmp_path / reward}")
+        run_rl(load_config(small_args(tmp_path / root, tiny_model, arithmetic_data[:1], *given, *more)), quiet=True)
+        return {row.sample_id: np.nan_to_num(row.advantages).tolist() for row in read_samples(tmp_path / root / "r", 1)}
+
+    by_loop = advantages("loop", "pays.py", "scores.py")
+    by_function = advantages("function", "plain.py", "reward.py")
+    assert by_loop == by_function and any(any(values) for values in by_loop.values())
+    assert by_function != advantages("none", "plain.py", "scores.py")
+
+
 def test_a_row_that_names_what_is_not_there_is_refused(tmp_path, taught):
     for more, said in (
         ((), "agent_name='tool_agent', and this run has single_turn"),

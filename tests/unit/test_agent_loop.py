@@ -541,6 +541,30 @@ def test_a_turn_s_reward_stands_at_its_last_trained_token_once():
             other.credit(reward, turn=turn)
 
 
+def test_what_a_reward_function_says_of_turns_adds_up_with_what_tools_said():
+    after = [*PROMPT, 5, 6, 9, 30]
+
+    def paid(branches: list[AgentLoopOutput], rewards: Sequence[float], on: bool = True) -> Any:
+        made = ServerManager(FakeEngine(), SAMPLING, seed_parts=("s",), credits_turns=on)
+        made.record = manager((PROMPT, FIRST), (after, SECOND), (PROMPT, SECOND)).record
+        made.credit(0.5, turn=0)
+        found = check_output(branches, made, 50)
+        assert found.pay(rewards) == ""
+        rows = (found.segments, *found.branches)
+        return [[s.side["turn_reward"].tolist() for s in row if s.source == "sampled"] for row in rows if on]
+
+    whole = output([5, 6, 9, 30, 7, 8, 9], [1, 1, 1, 0, 1, 1, 1])
+    assert paid([whole], [0.25, -2, 9]) == [[[0, 0, 0.75], [0, 0, -2]]], "no row uses the third turn"
+    assert paid([output([5, 6], [1, 1]), output([5, 6, 9], [1, 1, 1])], [1, 2, 3]) == [[[0, 0]], [[1.5]]]
+    assert paid([whole], [1, 2, 3], on=False) == []
+    one = ServerManager(FakeEngine(), SAMPLING, seed_parts=("s",), credits_turns=True)
+    one.record = manager((PROMPT, FIRST)).record
+    untouched = check_output(AgentLoopOutput(PROMPT, [5, 6, 9], [1, 1, 1]), one, 50)
+    assert untouched.pay([4.0]) == "" and untouched.segments[1].side["turn_reward"].tolist() == [0, 0, 4]
+    assert untouched.pay([4.0, 1.0]).startswith("turn_rewards has 2 values, and the model played 1 turns: give one")
+    assert untouched.segments[1].side["turn_reward"].tolist() == [0, 0, 4], "a wrong list pays nobody"
+
+
 BAD_BRANCHES: list[tuple[Any, str]] = [
     ([], "a list of nothing"),
     ([output([5], [1]), "done"], "AgentLoopOutput, str"),

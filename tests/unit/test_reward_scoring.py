@@ -272,6 +272,10 @@ def test_parse_result_valid() -> None:
         ({"score": 1, "pred": "x" * 2000, "other": "y"}, Score(1.0, {}, "x" * 1000)),
         ({"score": 1, "pred": None}, Score(1.0)),
         ({"score": 1, "pred": 42}, Score(1.0, {"pred": 42.0}, "42.0")),
+        ({"score": 1, "turn_rewards": [1, np.float32(-0.5)]}, Score(1.0, {}, None, (1.0, -0.5))),
+        ({"score": 1, "turn_rewards": np.array([2.0])}, Score(1.0, {}, None, (2.0,))),
+        ({"score": 1, "turn_rewards": []}, Score(1.0, {}, None, ())),
+        ({"score": 1, "turn_rewards": None}, Score(1.0)),
         ({"score": np.float64(0.5), "bad": float("nan"), 7: 1.0}, Score(0.5, {})),
     ]
     assert not [(value, score) for value, score in table if parse_result(value) != score]
@@ -290,6 +294,10 @@ def test_parse_result_invalid() -> None:
         (1j, "complex"),
         (_Scalar("x"), "_Scalar"),
         (_Scalar, "type"),
+        ({"score": 1.0, "turn_rewards": 0.5}, "turn_rewards as a float"),
+        ({"score": 1.0, "turn_rewards": [0.5, float("nan")]}, "each must be a finite number"),
+        ({"score": 1.0, "turn_rewards": [0.5, "x"]}, "each must be a finite number"),
+        ({"score": 1.0, "turn_rewards": np.array(0.5)}, "turn_rewards as a ndarray"),
         ({"acc": 1.0}, "acc"),
         ({}, "none"),
         ({"score": None}, "None"),
@@ -310,7 +318,7 @@ _SCALARS = st.none() | st.booleans() | st.floats() | st.integers() | st.text(max
 @given(
     _SCALARS
     | st.tuples(_SCALARS)
-    | st.dictionaries(st.sampled_from(["score", "acc", "x"]), _SCALARS | st.lists(_SCALARS))
+    | st.dictionaries(st.sampled_from(["score", "acc", "turn_rewards"]), _SCALARS | st.lists(_SCALARS))
 )
 def test_parse_result_is_total(value: Any) -> None:
     assert isinstance(parse_result(value), Score | Invalid)

@@ -92,7 +92,8 @@ def test_what_a_loop_and_a_reward_are_given(tmp_path):
     assert row["ability"] == "math" and row["raw_prompt"] == [{"role": "user", "content": "q0"}] and row["index"] == 0
     assert row["request_id"] == request.request_id and row["prompt_ids"].tolist() == [1, 2, 3]
     assert seen["params"]["max_tokens"] == 8 and seen["params"]["temperature"] == 1.0
-    assert request.ground_truth == "0" and request.extra_info == {"split": "train", "num_turns": 2}
+    said = {"num_turns": 2, "turn_texts": [request.solution_str]}
+    assert request.ground_truth == "0" and request.extra_info == {"split": "train", **said}
     assert request.solution_str == " ".join(map(str, request.response_ids)) and request.response_tokens == len(
         request.response_ids
     )
@@ -142,6 +143,22 @@ def test_an_invalid_reward_is_tried_again_until_the_last_attempt(tmp_path):
         assert trajectory.reward == Invalid("timeout", "no result") and stage.engine.calls == 4 + 2
         assert len({s.seed for _, _, s in stage.engine.requests}) == 6
         assert stage.groups.stats.invalid == {"timeout": 1} and stage.groups.stats.played == 3
+
+    play(test)
+
+
+def test_rewards_of_turns_that_are_not_one_for_each_are_no_reward(tmp_path):
+    async def test():
+        found = {}
+        for name, rewards in (("two", (0.5, 0.5)), ("one", (0.5,)), ("empty", ()), ("none", None)):
+
+            def reward(request, rewards=rewards):
+                return Score(1.0, {}, None, rewards if "train0" in request.request_id else None)
+
+            found[name] = await one(Stage(tmp_path / name, prompts=1, n=3, reward=reward))
+        said = "bad_result: turn_rewards has 2 values, and the model played 1 turns: give one for each of extra_info"
+        assert found["two"].outcome == "invalid" and found["two"].error == f"{said}['turn_texts']"
+        assert [found[name].outcome for name in ("one", "empty", "none")] == ["ok", "invalid", "ok"]
 
     play(test)
 
@@ -535,7 +552,7 @@ def test_an_answer_that_ran_out_of_room_is_truncated_for_the_reward_and_in_its_r
         for name in ("eos", "stop", "length", "context_full"):
             made = CheckedOutput((prompt, sampled), name)
             output = AgentLoopOutput([1, 2], answer.tolist(), [1, 1])
-            reward = await stage.trajectories._score(name, task_of(0), SAMPLING, made, output, 1)
+            reward = await stage.trajectories._score(name, task_of(0), SAMPLING, made, output, 1, [output.response_ids])
             trajectory = Trajectory(
                 trajectory_id=name,
                 group_id="g",

@@ -232,12 +232,24 @@ AgentLoopFactory = Callable[[ServerManager, Task], AgentLoopBase]
 class CheckedOutput:
     """A loop's output as a trajectory: ids as it returned them, all else from the record.
 
-    branches: the rows after the first · discarded: tokens that were sampled and are trained in no row."""
+    branches: the rows after the first · discarded: tokens that were sampled and are trained in no row · paid: of each
+    turn, where its reward stands in its side channel, a view [1]; [0] where none of its tokens is trained, or the
+    algorithm reads none."""
 
     segments: tuple[Segment, ...]
     stop_reason: StopReason
     branches: tuple[tuple[Segment, ...], ...] = ()
     discarded: int = 0
+    paid: tuple[np.ndarray, ...] = ()
+
+    def pay(self, rewards: Sequence[float]) -> str:
+        """What the reward function says of each turn, added to what its tools said; why it cannot be: not one each."""
+        if len(rewards) != len(self.paid):
+            each = "give one for each of extra_info['turn_texts']"
+            return f"turn_rewards has {len(rewards)} values, and the model played {len(self.paid)} turns: {each}"
+        for place, reward in zip(self.paid, rewards):
+            place += reward
+        return ""
 
 
 def outputs_of(output: LoopOutput) -> Sequence[AgentLoopOutput]:
@@ -266,8 +278,8 @@ def check_output(output: LoopOutput, manager: ServerManager, max_tokens: int) ->
         prompt = Segment(ids=call.prompt_ids, source="prompt", media=manager.media)
         reason = manager.ended_by or call.completion.stop_reason
         n = len(call.completion.ids)
-        _place_rewards(manager, turns, [np.ones(n, np.bool_)])
-        return CheckedOutput((prompt, *_sampled(call.completion, turns[0], 0, n)), reason)
+        paid = _place_rewards(manager, turns, [np.ones(n, np.bool_)])
+        return CheckedOutput((prompt, *_sampled(call.completion, turns[0], 0, n)), reason, paid=paid)
     outputs = outputs_of(output)
     turns = [manager.turn_side(k) for k in range(len(record))]
     trained = [np.zeros(len(call.completion.ids), np.bool_) for call in record]
@@ -279,17 +291,22 @@ def check_output(output: LoopOutput, manager: ServerManager, max_tokens: int) ->
             raise ValueError(f"branch {k + 1} of {len(outputs)}: {e}" if len(outputs) > 1 else str(e)) from None
         rows.append(row)
     reason = manager.ended_by or ("context_full" if cut else reason)
-    _place_rewards(manager, turns, trained)
-    return CheckedOutput(rows[0], reason, tuple(rows[1:]), sum(int((~own).sum()) for own in trained))
+    paid = _place_rewards(manager, turns, trained)
+    return CheckedOutput(rows[0], reason, tuple(rows[1:]), sum(int((~own).sum()) for own in trained), paid)
 
 
 def _place_rewards(
     manager: ServerManager, turns: Sequence[Mapping[str, np.ndarray]], trained: Sequence[np.ndarray]
-) -> None:
-    """A turn's reward at the last of its tokens that is trained, wherever the loop cut it: the segments hold views."""
+) -> tuple[np.ndarray, ...]:
+    """A turn's reward at the last of its tokens that is trained, wherever the loop cut it: the segments hold views.
+    Returns views of these places."""
+    places = []
     for k, own in enumerate(trained):
-        if turns[k] and own.any():
-            turns[k]["turn_reward"][np.flatnonzero(own)[-1]] = manager.turn_reward(k)
+        end = int(np.flatnonzero(own)[-1]) + 1 if own.any() else 0
+        place = turns[k].get("turn_reward", np.zeros(0, np.float32))[:end][-1:]
+        place += manager.turn_reward(k)
+        places.append(place)
+    return tuple(places)
 
 
 def _row(

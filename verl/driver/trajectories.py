@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -160,7 +160,8 @@ class TrajectoryRunner:
             elif not any(s.source == "sampled" for row in (made.segments, *made.branches) for s in row):
                 error = "empty: the agent loop returned no token of the model"
             else:
-                reward = await self._score(name, task, sampling, made, output, turns)
+                said = [call.token_ids for call in manager.record]
+                reward = _paid(made, await self._score(name, task, sampling, made, output, turns, said))
                 if isinstance(reward, Score):
                     outcome = "ok"
                 else:
@@ -186,14 +187,24 @@ class TrajectoryRunner:
         )
 
     async def _score(
-        self, name: str, task: Task, sampling: Sampling, made: CheckedOutput, output: AgentLoopOutput, turns: int
+        self,
+        name: str,
+        task: Task,
+        sampling: Sampling,
+        made: CheckedOutput,
+        output: AgentLoopOutput,
+        turns: int,
+        turn_ids: Sequence[list[int]],
     ) -> Score | Invalid:
+        """turn_ids: what the model said in each of its turns."""
         row = made.branches[-1] if made.branches else made.segments
         response = response_ids_of(row)
         try:
             if output.reward_score is not None:
                 return parse_result(output.reward_score)
             text = self._decode(response.tolist())
+            whole = len(made.segments) == 2 and not made.branches
+            turn_texts = [text] if whole else [self._decode(ids) for ids in turn_ids]
         except Exception as e:  # what the loop returned: an object of its own, ids that are none
             return Invalid("exception", f"{type(e).__name__}: {e}")
         said = {key: output.extra_fields[key] for key in TOOL_FIELDS if key in output.extra_fields}
@@ -202,7 +213,7 @@ class TrajectoryRunner:
             data_source=task.data_source,
             solution_str=text,
             ground_truth=task.ground_truth,
-            extra_info={**task.extra_info, **said, "num_turns": turns},
+            extra_info={**task.extra_info, **said, "num_turns": turns, "turn_texts": turn_texts},
             response_tokens=len(response),
             max_response_tokens=sampling.max_tokens,
             truncated=made.stop_reason in CUT,
@@ -225,6 +236,14 @@ def takes_stored(share: float, seed: int, epoch: int, draw: int) -> bool:
     likely."""
     start = derive_seed(seed, "stored", epoch) / 2**63
     return math.floor((draw + 1) * share + start) > math.floor(draw * share + start)
+
+
+def _paid(made: CheckedOutput, reward: Score | Invalid) -> Score | Invalid:
+    """The reward, after its turns have theirs; Invalid if these are not one for each."""
+    if isinstance(reward, Invalid) or reward.turn_rewards is None:
+        return reward
+    wrong = made.pay(reward.turn_rewards)
+    return Invalid("bad_result", wrong) if wrong else reward
 
 
 async def together(plays: Iterable[Coroutine[Any, Any, T]]) -> list[T]:

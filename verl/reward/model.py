@@ -23,7 +23,7 @@ def combined(function: Score | Invalid | None, model: float, coef: float) -> Sco
     if function is None:
         return Score(coef * model, {"reward_model": model})
     parts = {"function": function.value, **function.components, "reward_model": model}
-    return Score(function.value + coef * model, parts, function.pred)
+    return Score(function.value + coef * model, parts, function.pred, function.turn_rewards)
 
 
 class Later:

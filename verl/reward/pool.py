@@ -34,14 +34,14 @@ def grader_spec(
         parameters=CALL_NAMES + (ID_NAMES if with_ids else ()),
         plural=() if with_ids else LIST_NAMES,
         convert=score_and_components,
-        returns=tuple[Finite, dict[str, Finite], str | None],
+        returns=tuple[Finite, dict[str, Finite], str | None, tuple[Finite, ...] | None],
         section="reward",
         called="grader",
         given="row",
     )
 
 
-class RewardPool(Pool[tuple[float, dict[str, float], str | None]]):
+class RewardPool(Pool[tuple[float, dict[str, float], str | None, tuple[float, ...] | None]]):
     """A RewardFn over the workers of a sandbox, each with the user's function (`grader_spec`)."""
 
     async def score(self, request: RewardRequest) -> Score | Invalid:
@@ -62,7 +62,7 @@ class RewardPool(Pool[tuple[float, dict[str, float], str | None]]):
                 data_source=task.data_source,
                 solution_str=answer,
                 ground_truth=task.ground_truth,
-                extra_info={**task.extra_info, "num_turns": 1},
+                extra_info={**task.extra_info, "num_turns": 1, "turn_texts": [answer]},
             )
             found = await self.score(request)
             if isinstance(found, Score) or found.reason not in ("exception", "bad_result"):

@@ -13,13 +13,13 @@ MAX_COMPONENTS = 1000
 MAX_PRED_CHARS = 1000
 
 
-def score_and_components(value: Any) -> tuple[float, dict[str, float], str | None]:
-    """The score of what a reward function returned, its components, and its "pred", a text or a number: what answers to
-    one prompt vote by. Raises BadResult: why there is no score. A number, a bool, anything with `.item()`, or a
-    mapping with such a "score", whose further finite numbers become components; other entries (texts, lists) are left
-    out. An object whose own methods raise is the caller's to catch."""
+def score_and_components(value: Any) -> tuple[float, dict[str, float], str | None, tuple[float, ...] | None]:
+    """The score of what a reward function returned, its components, its "pred", a text or a number: what answers to one
+    prompt vote by, and its "turn_rewards", a list. Raises BadResult: why there is no score. A number, a bool, anything
+    with `.item()`, or a mapping with such a "score", whose further finite numbers become components; other entries
+    (texts, lists) are left out. An object whose own methods raise is the caller's to catch."""
     components: dict[str, float] = {}
-    score, pred = value, None
+    score, pred, turns = value, None, None
     if isinstance(value, Mapping):
         if "score" not in value:
             keys = ", ".join(repr(k) for k in list(value)[:8])
@@ -27,9 +27,15 @@ def score_and_components(value: Any) -> tuple[float, dict[str, float], str | Non
         score, said = value["score"], value.get("pred")
         vote = said if isinstance(said, str) else _number(said)
         pred = None if vote is None else str(vote)[:MAX_PRED_CHARS]
+        turns = _turn_rewards(value.get("turn_rewards"))
         for name, item in value.items():
             number = _number(item)
-            if isinstance(name, str) and name != "score" and number is not None and math.isfinite(number):
+            if (
+                isinstance(name, str)
+                and name not in ("score", "turn_rewards")
+                and number is not None
+                and math.isfinite(number)
+            ):
                 components[name] = number
             if len(components) > MAX_COMPONENTS:
                 kept = f"at most {MAX_COMPONENTS} components are kept"
@@ -41,7 +47,21 @@ def score_and_components(value: Any) -> tuple[float, dict[str, float], str | Non
         raise BadResult(f"the reward function returned {said}; a number or a dict with a number as score is needed")
     if not math.isfinite(number):
         raise BadResult(f"the reward function returned {number}; a score must be finite")
-    return number, components, pred
+    return number, components, pred, turns
+
+
+def _turn_rewards(value: Any) -> tuple[float, ...] | None:
+    if value is None:
+        return None
+    listed = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(listed, list | tuple):
+        raise BadResult(
+            f"the reward function returned turn_rewards as a {type(value).__name__}; give a list of numbers"
+        )
+    found = tuple(number for item in listed if (number := _number(item)) is not None and math.isfinite(number))
+    if len(found) < len(listed):
+        raise BadResult(f"the reward function returned turn_rewards={str(listed)[:80]}; each must be a finite number")
+    return found
 
 
 def _number(value: Any) -> float | None:

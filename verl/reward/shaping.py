@@ -60,7 +60,7 @@ class Shaped:
             penalty = overlong_penalty(tokens, max_response_tokens=most, buffer_tokens=buffer, penalty=self._penalty)
             added["overlong_penalty"] = float(penalty)
         value, parts = float(got.value + sum(added.values())), {"score": got.value, **got.components, **added}
-        return Score(value, parts, got.pred)
+        return Score(value, parts, got.pred, got.turn_rewards)
 
     async def close(self) -> None:
         await self._inner.close()
