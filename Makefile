@@ -3,6 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_WAIT_POLICY ?= passive
 SEED ?= 0
+TASK ?= arithmetic
 
 .PHONY: setup browser bubblewrap test test-distributed test-ranks test-clusters queue-package test-all test-mutants vllm-env test-vllm quickstart bench lint clean
 
@@ -42,8 +43,9 @@ test-ranks: setup
 test-clusters: queue-package
 	$(BIN)/python -m pytest -q -m cluster tests/distributed
 
-test-all: test  # and every combination of layout, packing and role
+test-all: test  # and every combination of layout, packing and role, and a recipe that has to learn
 	FULL_GRID=1 $(MAKE) test-distributed
+	FULL_GRID=1 $(BIN)/python -m pytest -q tests/e2e/test_tool_recipe.py
 
 # The TransferQueue package; of what it asks for, ray's dashboard and torch again are left out.
 queue-package: setup
@@ -71,7 +73,7 @@ lint: setup
 	$(BIN)/mypy
 
 quickstart: setup
-	$(BIN)/python -m verl.quickstart run.seed=$(SEED)
+	$(BIN)/python -m verl.quickstart task=$(TASK) run.seed=$(SEED)
 
 bench: setup
 	$(BIN)/python bench/laptop.py

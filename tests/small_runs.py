@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -100,3 +104,30 @@ def state_of(run_dir: Path, step: int):
 
 def summary(run_dir: Path) -> dict:
     return json.loads((run_dir / "summary.json").read_text())
+
+
+def launch(args: Sequence[str], log: Path) -> subprocess.Popen:
+    """`verl train` in a process of its own, which writes to `log`."""
+    handle = log.open("a")
+    env = {**os.environ, "OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "verl", "train", *args],
+        stdout=handle,
+        stderr=handle,
+        env=env,
+        cwd=Path(__file__).parents[1],
+    )
+
+
+def wait_for(predicate, timeout_s: float, what: str) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not predicate():
+        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
+        time.sleep(0.05)
+
+
+def saved(run_dir: Path) -> int:
+    """The step of the last whole checkpoint; 0 for none."""
+    return max(
+        (int(p.name.split("_")[1]) for p in (run_dir / "checkpoints").glob("step_*") if "." not in p.name), default=0
+    )

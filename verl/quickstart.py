@@ -1,6 +1,7 @@
 """The first ten minutes: make a small language model from nothing, warm it up, and watch RL make it right.
 
     python -m verl.quickstart run.seed=0
+    python -m verl.quickstart task=tool_arithmetic tool_fail_share=0.2
 
 Everything goes through the same commands that real runs use (`verl sft`, `verl train`); only the model, the tokenizer
 and the data are made here.
@@ -12,6 +13,8 @@ import json
 import shutil
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +22,25 @@ from rich.console import Console
 from rich.table import Table
 
 from verl.cli import guarded
-from verl.recipes import arithmetic
+from verl.recipes import arithmetic, tool_arithmetic
 
 SFT_ROWS, RL_ROWS, HELD_OUT_ROWS = 32000, 4096, 256
+OWN = ("run.seed", "run.root_dir", "warmup_steps", "task", "tool_fail_share")  # all other overrides are the RL run's
 
 
 def main(argv: list[str]) -> int:
     return guarded(lambda: quickstart(argv))
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A task to begin with. make: (home, seed) -> the model's folder, with the data beside it · recipe: of its RL,
+    whose name is the folder's; `RECIPE_warmup` is its SFT's · reward: the module that scores it."""
+
+    make: Callable[[Path, int], Path]
+    recipe: str
+    reward: str
+    teacher: str
 
 
 def quickstart(overrides: list[str]) -> int:
@@ -34,39 +49,46 @@ def quickstart(overrides: list[str]) -> int:
 
     console = Console()
     given = dict(a.partition("=")[::2] for a in overrides if "=" in a)
+    if (task := given.get("task", "arithmetic")) not in STARTS:
+        raise ValueError(f"task={task}: there are {', '.join(STARTS)}")
+    start = STARTS[task]
     seed, root = int(given.get("run.seed", "0")), Path(given.get("run.root_dir", "runs"))
-    home = root / "quickstart"
+    home = root / start.recipe
     made = home / "seed"
     if (home / "summary.json").exists() or (made.exists() and made.read_text() != str(seed)):
         shutil.rmtree(home)  # of an earlier quickstart; an unfinished one of this seed goes on
     started = time.monotonic()
     console.rule("[bold]1 of 3[/] a model, a tokenizer and data, from nothing")
-    base = make_inputs(home, seed)
+    base = start.make(home, seed)
     console.print(
-        f"{home}/base: 1.63M parameters, random. {SFT_ROWS} traces of a teacher that forgets carries; "
+        f"{home}/base: 1.6M parameters, random. {SFT_ROWS} traces of {start.teacher}; "
         f"{RL_ROWS} problems for RL; {HELD_OUT_ROWS} problems held out of both."
     )
     seconds = {"make": time.monotonic() - started}
 
-    console.rule("[bold]2 of 3[/] warm-up: supervised fine-tuning on the forgetful teacher")
+    console.rule("[bold]2 of 3[/] warm-up: supervised fine-tuning on that teacher")
     common = [f"run.root_dir={root}", f"run.seed={seed}"]
-    warm_up = ["recipe=quickstart_warmup", f"model.path={base}", f"data.train_files=[{home}/data/sft.jsonl]", *common]
+    files = [f"data.train_files=[{home}/data/sft.jsonl]"]
+    warm_up = [f"recipe={start.recipe}_warmup", f"model.path={base}", *files, *common]
     warm_up += [f"run.total_steps={given['warmup_steps']}"] if "warmup_steps" in given else []
-    warm = run_supervised(load_config(warm_up), "sft", title="quickstart: warm-up (SFT)")
+    warm = run_supervised(load_config(warm_up), "sft", title=f"{start.recipe}: warm-up (SFT)")
     seconds["sft"] = warm.seconds
 
     console.rule("[bold]3 of 3[/] GRPO: the reward is 1 for a right number, 0 otherwise")
-    rest = [a for a in overrides if a.partition("=")[0] not in ("run.seed", "run.root_dir", "warmup_steps")]
+    rest = [a for a in overrides if a.partition("=")[0] not in OWN]
     files = [f"data.train_files=[{home}/data/train.jsonl]", f"data.eval_files=[{home}/data/heldout.jsonl]"]
-    task = [f"model.path={last_export(warm.dir)}", *files, "reward.path=verl.recipes.arithmetic"]
-    resolved = load_config(["recipe=quickstart", *task, *common, *rest])
-    seconds["rl"] = run_rl(resolved, title="quickstart: GRPO", quiet=True).seconds
+    rl = [f"model.path={last_export(warm.dir)}", *files, f"reward.path={start.reward}"]
+    if task == "tool_arithmetic":
+        share = float(given.get("tool_fail_share", "0"))
+        rl.append(f"agent.tools=[{tool_arithmetic.write_tools(home / 'tools.yaml', fail_share=share)}]")
+    resolved = load_config([f"recipe={start.recipe}", *rl, *common, *rest])
+    seconds["rl"] = run_rl(resolved, title=f"{start.recipe}: GRPO", quiet=True).seconds
     _close(console, home, seed, seconds, time.monotonic() - started)
     return 0
 
 
 def make_inputs(home: Path, seed: int) -> Path:
-    """Model, tokenizer and data under `home`; the path of the model."""
+    """Model, tokenizer and data of the arithmetic under `home`; the path of the model."""
     from verl.models import tiny
 
     base = home / "base"
@@ -79,6 +101,32 @@ def make_inputs(home: Path, seed: int) -> Path:
         arithmetic.write_rl(home / "data" / "train.jsonl", RL_ROWS, seed=2000 + seed, held=False)
         arithmetic.write_rl(home / "data" / "heldout.jsonl", HELD_OUT_ROWS, seed=3000, held=True, three_digits=True)
     return base
+
+
+def make_tool_inputs(home: Path, seed: int) -> Path:
+    """The same for multiplications with a calculator."""
+    from verl.models import tiny
+
+    base, words = home / "base", (tool_arithmetic.WORDS, tool_arithmetic.CHAT_TEMPLATE)
+    if not (base / "tokenizer.json").exists():
+        home.mkdir(parents=True, exist_ok=True)
+        (home / "seed").write_text(str(seed))
+        tokenizer = tiny.character_tokenizer(tool_arithmetic.CHARACTERS, *words)
+        tiny.save(tiny.qwen3(tokenizer, seed=seed), tokenizer, base)
+        rows = {"sft_rows": SFT_ROWS, "rl_rows": RL_ROWS, "held_out_rows": HELD_OUT_ROWS}
+        tool_arithmetic.write_inputs(home / "data", seed=seed, **rows)
+    return base
+
+
+STARTS = {
+    "arithmetic": Start(make_inputs, "quickstart", "verl.recipes.arithmetic", "a teacher that forgets carries"),
+    "tool_arithmetic": Start(
+        make_tool_inputs,
+        "tool_arithmetic",
+        "verl.recipes.tool_arithmetic",
+        "a teacher that guesses, or types the wrong sign into its calculator, which shows drawn numbers",
+    ),
+}
 
 
 def last_export(run_dir: Path) -> Path:

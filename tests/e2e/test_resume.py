@@ -1,10 +1,7 @@
 """Resume: a run that was cut equals one that was not. Grade b is bitwise."""
 
-import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -12,21 +9,23 @@ from pathlib import Path
 import pytest
 from small_runs import (
     dispatched,
+    launch,
     metrics_of,
     roles_of,
     same_tensors,
+    saved,
     small_args,
     small_run,
     state_of,
     tensors_of,
     trained,
+    wait_for,
 )
 
 from verl.config.load import load_config
 from verl.driver.launch import run_rl
 
 EXACT = ("actor/pg_loss", "actor/grad_norm", "actor/entropy", "critic/score/mean", "response_length/mean", "actor/lr")
-TESTS = Path(__file__).parents[1]
 
 
 def assert_equal_runs(one: Path, two: Path, steps: int) -> None:
@@ -115,21 +114,6 @@ def test_changed_data_is_refused_at_resume(tmp_path, tiny_model, arithmetic_data
         small_run(tmp_path, tiny_model, arithmetic_data[:1], "run.total_steps=2", "data.max_rows=32", *fork)
 
 
-def launch(args: list[str], log: Path) -> subprocess.Popen:
-    handle = log.open("a")
-    env = {**os.environ, "OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "verl", "train", *args], stdout=handle, stderr=handle, env=env, cwd=TESTS.parent
-    )
-
-
-def wait_for(predicate, timeout_s: float, what: str) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not predicate():
-        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
-        time.sleep(0.05)
-
-
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize("staleness", [0, 1], ids=["sync", "async"])
 def test_kill_nine_at_random_moments_loses_and_doubles_nothing(tmp_path, tiny_model, arithmetic_data, staleness):
@@ -147,7 +131,7 @@ def test_kill_nine_at_random_moments_loses_and_doubles_nothing(tmp_path, tiny_mo
     for wanted in (2, 4, 6):
         process = launch(args, log)
         wait_for(
-            lambda process=process, wanted=wanted: process.poll() is not None or _saved(run_dir) >= wanted,
+            lambda process=process, wanted=wanted: process.poll() is not None or saved(run_dir) >= wanted,
             120,
             f"step {wanted}\n{log.read_text()[-2000:]}",
         )
@@ -170,12 +154,6 @@ def test_kill_nine_at_random_moments_loses_and_doubles_nothing(tmp_path, tiny_mo
         assert_equal_runs(tmp_path / "straight" / "r", run_dir, 8)
 
 
-def _saved(run_dir: Path) -> int:
-    return max(
-        (int(p.name.split("_")[1]) for p in (run_dir / "checkpoints").glob("step_*") if "." not in p.name), default=0
-    )
-
-
 @pytest.mark.timeout(200)
 def test_sigterm_finishes_the_step_saves_and_says_75(tmp_path, tiny_model, arithmetic_data):
     args = small_args(tmp_path, tiny_model, arithmetic_data[:1], "run.total_steps=400", "track.sinks=[jsonl]")
@@ -186,8 +164,8 @@ def test_sigterm_finishes_the_step_saves_and_says_75(tmp_path, tiny_model, arith
     )
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 75, log.read_text()[-2000:]
-    saved = _saved(tmp_path / "r")
-    assert saved >= 2 and saved == max(metrics_of(tmp_path / "r"))
+    step = saved(tmp_path / "r")
+    assert step >= 2 and step == max(metrics_of(tmp_path / "r"))
     assert log.read_text().strip().splitlines()[-1].startswith("error: SIGTERM: stopped before step")
 
 

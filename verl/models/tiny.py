@@ -13,15 +13,16 @@ CHAT_TEMPLATE = (
 SPECIAL_TOKENS = ("<pad>", "<|user|>", "<|assistant|>", "<|end|>")
 
 
-def character_tokenizer(characters: Sequence[str]) -> Any:
-    """One token per character, with chat markers. Returns a PreTrainedTokenizerFast."""
+def character_tokenizer(characters: Sequence[str], words: Sequence[str] = (), template: str = CHAT_TEMPLATE) -> Any:
+    """One token per character and per word, with chat markers. Returns a PreTrainedTokenizerFast."""
     from tokenizers import Tokenizer, decoders, models
 
     vocab = {token: i for i, token in enumerate([*SPECIAL_TOKENS, *characters])}
     core = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     core.add_special_tokens(list(SPECIAL_TOKENS))
+    core.add_tokens(list(words))
     core.decoder = decoders.Fuse()
-    return _with_chat(core)
+    return _with_chat(core, template)
 
 
 def bpe_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Any:
@@ -39,11 +40,11 @@ def bpe_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Any:
     return _with_chat(core)
 
 
-def _with_chat(core: Any) -> Any:
+def _with_chat(core: Any, template: str = CHAT_TEMPLATE) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<|end|>")
-    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.chat_template = template
     return tokenizer
 
 

@@ -37,7 +37,7 @@ def prompt(problem: Problem) -> str:
 
 def answer(problem: Problem) -> int:
     a, b, op = problem
-    return a + b if op == "+" else a - b
+    return {"+": a + b, "-": a - b, "*": a * b}[op]
 
 
 def trace(problem: Problem, *, forget_carries: bool) -> str:
@@ -76,20 +76,20 @@ def problems(seed: int, *, held: bool, three_digits: bool = False) -> Iterator[P
             yield problem
 
 
+def rl_row(problem: Problem, index: int, held: bool) -> dict[str, Any]:
+    """In verl's format."""
+    return {
+        "data_source": DATA_SOURCE,
+        "prompt": [{"role": "user", "content": prompt(problem)}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": str(answer(problem))},
+        "extra_info": {"split": "test" if held else "train", "index": index},
+    }
+
+
 def write_rl(path: Path, count: int, *, seed: int, held: bool, three_digits: bool = False) -> Path:
-    """Rows in verl's format."""
     source = islice(problems(seed, held=held, three_digits=three_digits), count)
-    rows = [
-        {
-            "data_source": DATA_SOURCE,
-            "prompt": [{"role": "user", "content": prompt(p)}],
-            "ability": "math",
-            "reward_model": {"style": "rule", "ground_truth": str(answer(p))},
-            "extra_info": {"split": "test" if held else "train", "index": i},
-        }
-        for i, p in enumerate(source)
-    ]
-    return _write(path, rows)
+    return write_rows(path, [rl_row(p, i, held) for i, p in enumerate(source)])
 
 
 def write_sft(path: Path, count: int, *, seed: int, forget_share: float) -> Path:
@@ -99,10 +99,10 @@ def write_sft(path: Path, count: int, *, seed: int, forget_share: float) -> Path
     for p in islice(problems(seed, held=False), count):
         reply = trace(p, forget_carries=rng.random() < forget_share)
         rows.append({"messages": [{"role": "user", "content": prompt(p)}, {"role": "assistant", "content": reply}]})
-    return _write(path, rows)
+    return write_rows(path, rows)
 
 
-def _write(path: Path, rows: list[dict[str, Any]]) -> Path:
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
