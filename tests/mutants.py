@@ -66,6 +66,7 @@ TEACHER = "tests/numerics/test_teacher.py"
 SEVERAL = "tests/numerics/test_several_teachers.py"
 SERVED = "tests/numerics/test_teacher_served.py"
 STORED = "tests/numerics/test_stored_answers.py"
+FEEDBACK = "tests/numerics/test_feedback.py"
 OBSERVATION = "tests/numerics/test_observation.py"
 RANKS = "tests/distributed/test_gate.py tests/distributed/test_state.py"
 STAGES = "tests/distributed/test_pipeline.py " + RANKS
@@ -293,6 +294,10 @@ MUTANTS = (
         OPTIM,
     ),
     # -- teachers
+    Mutant("algorithms/weights.py", "mask=seen.mask & taught", "mask=seen.mask", FEEDBACK),
+    Mutant("algorithms/estimators.py", "likes = taught * (", "likes = (", FEEDBACK),
+    Mutant("workers/role.py", "if s.context is None and not s.untaught]", "if s.context is None]", FEEDBACK),
+    Mutant("data/render.py", "if len(ids) > self.longest else", "if False else", FEEDBACK),
     Mutant("driver/trajectories.py", "math.floor(draw * share + start)", "math.floor(draw * share)", STORED),
     Mutant("driver/step.py", "replace(r, copies=n) if r.stored else r", "r", STORED),
     Mutant("driver/step.py", "drawn = rows.sampled()", "drawn = rows", STORED),
@@ -303,7 +308,7 @@ MUTANTS = (
     Mutant("workers/role.py", "sums.argmax(0)", "sums.argmin(0)", SEVERAL),
     Mutant("workers/role.py", "ids=first.ids[left:]", "ids=first.ids", SEVERAL),
     Mutant("workers/role.py", "samples = [informed(s) for s in samples]", "pass", SEVERAL),
-    Mutant("workers/role.py", "if s.context is None]", "if s.context is s]", SEVERAL),
+    Mutant("workers/role.py", "if s.context is None and not s.untaught]", "if s.context is s]", SEVERAL),
     Mutant("workers/teachers.py", "broken |= {*own.ids}", "pass", SEVERAL),
     Mutant("types.py", "if np.array_equal(first, task.prompt_ids):", "if True:", SEVERAL),
     Mutant("model_engine/optim.py", "lerp_(p, 1 - average)", "lerp_(p, average)", SEVERAL),
@@ -388,8 +393,8 @@ MUTANTS = (
     ),
     Mutant(
         W + "compute.py",
-        'valid = column((r.outcome == "ok" and r.reward == r.reward',
-        'valid = column((r.outcome == "ok" or r.reward == r.reward',
+        'valid = column((r.outcome == "ok" and (',
+        'valid = column((r.outcome == "ok" or (',
         f"{DISPATCH} {STEP}",
     ),
     Mutant(
@@ -406,8 +411,8 @@ MUTANTS = (
     ),
     Mutant(
         "reward/model.py",
-        "Score(function.value + coef * model, parts, function.pred)",
-        "Score(function.value + model, parts, function.pred)",
+        "replace(function, value=function.value + coef * model, components=parts)",
+        "replace(function, value=function.value + model, components=parts)",
         "tests/e2e/test_preference.py",
     ),
     # -- dispatch, packing
@@ -459,7 +464,7 @@ MUTANTS = (
     Mutant("chat/bridge.py", "if token in text:", "if False:", "tests/unit/test_bridge.py"),
     Mutant("chat/bridge.py", "and keeps_text(history[-1], text)", "", "tests/unit/test_bridge.py"),
     # -- what a term sees, what is cut off, who is asked
-    Mutant(A + "weights.py", "columns.mask if term.sees_rejected else seen.mask", "(weight != 0) & seen.mask", MASKS),
+    Mutant(A + "weights.py", "every if term.sees_rejected else seen.mask", "(weight != 0) & seen.mask", MASKS),
     Mutant(
         A + "weights.py",
         "return torch.where(columns.mask, logs.exp()[columns.sequence_of], 0.0)",

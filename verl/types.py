@@ -84,7 +84,8 @@ class Task:
 
     tools: schemas of what the model may call · agent: the loop that plays it ("": the run's) · media: references to its
     images, videos and sounds (a path or a content hash) · teacher: who teaches it, of several · context_ids: the prompt
-    that a teacher reads in place of its own, [C] int64 · answer_ids: the stored answer behind the prompt, [A] int64.
+    that a teacher reads in place of its own, [C] int64 · answer_ids: the stored answer behind the prompt, [A] int64 ·
+    untaught: see `Sample`.
     """
 
     task_id: str
@@ -100,6 +101,7 @@ class Task:
     teacher: str = ""
     context_ids: np.ndarray | None = None
     answer_ids: np.ndarray | None = None
+    untaught: bool = False
     row: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -130,13 +132,14 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """A reward: one value, its named components (extra keys of a dict reward), the answer it read (`pred`), and what
-    each turn of the model is worth beside it."""
+    """A reward: one value, its named components (extra keys of a dict reward), the answer it read (`pred`), what each
+    turn of the model is worth beside it, and what it says of the attempt, for a teacher that reads it (`feedback`)."""
 
     value: float
     components: Mapping[str, float] = field(default_factory=dict)
     pred: str | None = None
     turn_rewards: tuple[float, ...] | None = None
+    feedback: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +242,8 @@ class Sample:
     """One training row linearised from a trajectory (the trajectory is the unit of sequence means and advantages).
 
     teacher: who teaches it, of several · context [1 + C] int64: of a teacher that reads another prompt, how many of the
-    row's first tokens that prompt stands for, and its ids."""
+    row's first tokens that prompt stands for, and its ids · untaught: its teacher reads what was said of the attempt,
+    and nothing was."""
 
     sample_id: str
     trajectory_id: str
@@ -256,6 +260,7 @@ class Sample:
     adapter: str | None = None  # that read the ids; None: the model itself
     teacher: str = ""
     context: np.ndarray | None = None
+    untaught: bool = False
 
     @property
     def total_tokens(self) -> int:
@@ -289,6 +294,7 @@ class Ref:
     truncated: bool = False
     teacher: str = ""
     stored: bool = False
+    untaught: bool = False
     copies: int = 1  # a row that was drawn k times (PF-PPO) is k rows of its optimizer step
 
 
@@ -333,6 +339,7 @@ def ref_of(sample: Sample) -> Ref:
         truncated=sample.truncated,
         teacher=sample.teacher,
         stored=any(s.source == "stored" for s in sample.segments),
+        untaught=sample.untaught,
     )
 
 
@@ -344,7 +351,7 @@ def taught(sample: Sample, task: Task) -> Sample:
         first = np.concatenate([s.ids for s in sample.segments])[:n]
         if np.array_equal(first, task.prompt_ids):
             context = np.concatenate([[n], task.context_ids]).astype(np.int64)
-    return replace(sample, teacher=task.teacher, context=context)
+    return replace(sample, teacher=task.teacher, context=context, untaught=task.untaught)
 
 
 def samples_of(trajectory: Trajectory) -> tuple[Sample, ...]:

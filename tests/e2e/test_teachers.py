@@ -25,7 +25,8 @@ SECRETS = {k: "".join(random.Random(int(k) + 5).choices("0123456789", k=3)) for 
 SMALL = ("model.dtype=float32", "data.max_prompt_tokens=16", "rollout.max_response_tokens=4", "step.prompts_per_step=1")
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    return sum(a == b for a, b in zip(solution_str, ground_truth)) / 3
+    right = sum(a == b for a, b in zip(solution_str, ground_truth)) / 3
+    return {"score": right, "feedback": "" if right == 1 else f",{ground_truth}"}
 """
 
 
@@ -117,12 +118,17 @@ def test_a_policy_that_reads_hints_learns_to_do_without(world, tmp_path):
     without = run(world, tmp_path, "none", f"teacher.path={world / 'reader'}")
     assert np.mean(without[-8:]) < 0.2, "a guess is one in ten"
     for name, more in (
-        ("policy", ["teacher.path=policy"]),
-        ("average", ["teacher.path=policy", "teacher.ema=0.9", "optim.lr=3e-3"]),
-        ("frozen", [f"teacher.path={world / 'reader'}", "optim.lr=3e-3"]),
+        ("policy", [hint, "teacher.path=policy"]),
+        ("average", [hint, "teacher.path=policy", "teacher.ema=0.9", "optim.lr=3e-3"]),
+        ("frozen", [hint, f"teacher.path={world / 'reader'}", "optim.lr=3e-3"]),
+        ("feedback", ["teacher.hint_key=attempt.feedback", f"teacher.path={world / 'reader'}", "optim.lr=3e-3"]),
     ):
-        scores = run(world, tmp_path, name, hint, *more)
+        scores = run(world, tmp_path, name, *more)
         assert np.mean(scores[-8:]) > 2 * np.mean(without[-8:]), (name, scores)
+    found = metrics_of(tmp_path / "feedback" / "r")
+    assert all(found[s]["teacher/invalid"] == 0 for s in found if s) and any(
+        "teacher/untaught" in v for v in found.values()
+    )
 
 
 def test_two_teachers_teach_what_neither_knows_alone(world, tmp_path):
@@ -132,10 +138,21 @@ def test_two_teachers_teach_what_neither_knows_alone(world, tmp_path):
     assert np.mean(both[-8:]) > 1.25 * max(np.mean(scores[-8:]) for scores in alone), (both, alone)
 
 
-@pytest.mark.parametrize("more", [("teacher.path=policy", "teacher.ema=0.9"), ("teacher.path=policy",), ("several",)])
+FEEDBACK = (
+    "teacher.path=policy",
+    "teacher.hint_key=attempt.feedback",
+    "algorithm.name=opd",
+    "algorithm.options.reward_coef=1",
+)
+
+
+@pytest.mark.parametrize(
+    "more", [("teacher.path=policy", "teacher.ema=0.9"), ("teacher.path=policy",), ("several",), FEEDBACK]
+)
 def test_a_run_that_was_cut_is_the_run_that_was_not(more, world, tmp_path):
     paths = f"teacher.paths={{low: {world / 'low'}, high: {world / 'high'}}}"
-    given = [*(paths if m == "several" else m for m in more), "run.deterministic=true", "teacher.hint_key=hint"]
+    given = [*(paths if m == "several" else m for m in more), "run.deterministic=true"]
+    given += [] if more is FEEDBACK else ["teacher.hint_key=hint"]
     for folder, steps in (("cut", 2), ("cut", 4), ("whole", 4)):
         run(world, tmp_path, folder, *given, f"run.total_steps={steps}", "step.updates_per_step=2")
     cut, whole = (tensors_of(tmp_path / name / "r", 4) for name in ("cut", "whole"))
@@ -143,11 +160,11 @@ def test_a_run_that_was_cut_is_the_run_that_was_not(more, world, tmp_path):
     assert any("average" in name for name in cut) == ("teacher.ema=0.9" in more)
 
 
-@pytest.mark.parametrize("more", [("teacher.path=policy", "teacher.ema=0.9"), ("several",)])
+@pytest.mark.parametrize("more", [("teacher.path=policy", "teacher.ema=0.9"), ("several",), FEEDBACK])
 def test_a_step_can_be_replayed(more, world, tmp_path, capsys):
     paths = f"teacher.paths={{low: {world / 'low'}, high: {world / 'high'}}}"
-    given = [*(paths if m == "several" else m for m in more), "run.total_steps=2", "teacher.hint_key=hint"]
-    run(world, tmp_path, "run", *given)
+    given = [*(paths if m == "several" else m for m in more), "run.total_steps=2"]
+    run(world, tmp_path, "run", *given, *([] if more is FEEDBACK else ["teacher.hint_key=hint"]))
     assert replay([f"run.root_dir={tmp_path / 'run'}", "run.name=r"], 2) == 0, capsys.readouterr().out
 
 

@@ -16,7 +16,7 @@ from verl.chat.template import render_prompt
 from verl.config.schema import DataConfig
 from verl.data import render, source
 from verl.data.files import RawRow
-from verl.data.formats import ONE_ANSWER, content_hash
+from verl.data.formats import FEEDBACK, ONE_ANSWER, content_hash
 from verl.data.parallel import run_chunks
 from verl.data.render import ConversationJob, kept_positions
 from verl.data.source import load_conversations, load_tasks
@@ -358,6 +358,8 @@ def test_what_a_teacher_reads_is_rendered_by_the_template(tokenizer: Any, config
             "<|system|>T<|end|><|user|>all<|end|><|assistant|>",
         ]
         assert tokenizer.decode(table[0].prompt_ids) == "<|user|>ab<|end|><|assistant|>"
+    of_attempts = load_tasks([file], tokenizer, config(), players=ONE_ANSWER._replace(hint_key=FEEDBACK))
+    assert all(t.context_ids is None for t in of_attempts), "there is none yet"
     plain = load_tasks([file], tokenizer, config())
     assert all(t.context_ids is None and t.teacher == "" for t in plain), "nobody asked"
 
@@ -402,16 +404,17 @@ def test_a_row_without_a_stored_answer_is_refused(tokenizer: Any, config: Any, t
 
 def test_a_row_without_its_teacher_or_hint_is_refused(tokenizer: Any, config: Any, tmp_path: Path) -> None:
     taught = ONE_ANSWER._replace(teachers=("math",))
-    hinted = ONE_ANSWER._replace(hint_key="hint")
-    for row, players, said in (
+    hinted, said = ONE_ANSWER._replace(hint_key="hint"), ONE_ANSWER._replace(hint_key=FEEDBACK)
+    for row, players, wrong in (
         ({"prompt": "a"}, taught, r"a\.jsonl:1: the row's teacher is None, and teacher.paths has math"),
         ({"prompt": "a", "teacher": "art"}, taught, r"the row's teacher is 'art'.*name one in the column 'teacher'"),
         ({"prompt": "a"}, hinted, r"a\.jsonl:1: no 'hint', which the teacher is to read"),
         ({"prompt": "a", "hint": ""}, hinted, "no 'hint'"),
         ({"prompt": "a", "hint": [{"content": "x"}]}, hinted, "'hint' message 1 has no 'role'"),
+        ({"prompt": [{"role": "system", "content": "a"}]}, said, "does not end with a user's text"),
     ):
         file = write(tmp_path / "a.jsonl", [row])
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match=wrong):
             load_tasks([file], tokenizer, config(), players=players)
     file = write(tmp_path / "b.jsonl", [{"prompt": "a", "hint": "h" * 40}, {"prompt": "b", "hint": "h"}])
     assert load_tasks([file], tokenizer, config(max_prompt_tokens=20), players=hinted).report.rows_filtered == 1

@@ -271,6 +271,8 @@ def test_parse_result_valid() -> None:
         ({"score": 1, "acc": True, "n": np.int64(3), "list": [1]}, Score(1.0, {"acc": 1.0, "n": 3.0})),
         ({"score": 1, "pred": "x" * 2000, "other": "y"}, Score(1.0, {}, "x" * 1000)),
         ({"score": 1, "pred": None}, Score(1.0)),
+        ({"score": 0, "feedback": "y" * 5000}, Score(0.0, feedback="y" * 4000)),
+        ({"score": 0, "feedback": 3}, Score(0.0, {"feedback": 3.0})),
         ({"score": 1, "pred": 42}, Score(1.0, {"pred": 42.0}, "42.0")),
         ({"score": 1, "turn_rewards": [1, np.float32(-0.5)]}, Score(1.0, {}, None, (1.0, -0.5))),
         ({"score": 1, "turn_rewards": np.array([2.0])}, Score(1.0, {}, None, (2.0,))),

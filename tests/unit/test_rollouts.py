@@ -246,6 +246,20 @@ def test_what_a_loop_returns_is_an_outcome_never_a_crash(tmp_path, make, outcome
     play(test)
 
 
+@pytest.mark.parametrize("said, kept", [("too slow", "too slow"), ("z" * 5000, "z" * 4000), (3, ""), (None, "")])
+def test_what_the_environment_says_of_an_attempt_is_kept_where_the_reward_says_nothing(tmp_path, said, kept):
+    async def test():
+        loop = loop_that(lambda p, o: answer(p, o, extra_fields={"feedback": said}))
+        for feedback in ("", "wrong"):
+            stage = Stage(tmp_path, n=2, reward=lambda r, f=feedback: Score(0.0, feedback=f), loop=loop)
+            async with stage.groups:
+                seat = SimpleNamespace(group_id="g", index=0, purpose="train", epoch=0, draw=0)
+                made = await stage.trajectories.run(task_of(0), seat, SAMPLING)
+            assert made.reward == Score(0.0, feedback=feedback or kept)
+
+    play(test)
+
+
 def test_an_aborted_request_is_cancelled_and_played_again(tmp_path):
     class Gives_up(FakeEngine):
         async def generate(self, request_id, prompt_ids, sampling, *, prefix_key=None, adapter=None, media=()):

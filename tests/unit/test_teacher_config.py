@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from handmade_model import write_rows
 
+from verl.algorithms.presets import knobs
 from verl.config.compat.trl import DISTILLATION
 from verl.config.load import load_config, validate
 from verl.config.plan import make_plan
@@ -142,6 +143,12 @@ def test_what_can_be_is_not(base):
     assert not faults(base, "algorithm.name=opd", "teacher.path=policy", "teacher.hint_key=hint", one)
 
 
+def test_what_is_said_of_attempts_is_not_of_stored_answers(base):
+    given = [*GKD, "teacher.hint_key=attempt.feedback"]
+    assert not faults(base, *given)
+    assert any("attempt.feedback: nobody says anything of a stored answer" in x for x in faults(base, *given, *STORED))
+
+
 def test_another_cut_of_the_same_vocabulary_is_refused():
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
@@ -173,7 +180,8 @@ def test_a_field_of_trl_is_told_what_it_is_here(base, field):
     with pytest.raises(ValueError, match=f"unknown key '{field}'.*TRL's name; here: ") as told:
         load_config([*base, f"{field}=1"])
     keys = re.findall(r"\b(?:algorithm|teacher|rollout|step|model)\.[a-z_.]*[a-z_]", str(told.value))
-    named = [key for key in keys if key not in leaves() and key != "algorithm.options.beta"]
+    options = {f"algorithm.options.{key}" for key, option in knobs().items() if option}
+    named = [key for key in keys if key not in leaves() and key not in options]
     assert not named, "a key that is not there"
 
 

@@ -5,6 +5,7 @@ the token column `rewards` [L] (see `token_rewards`), the sequence columns `grou
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -233,7 +234,8 @@ def opd(
     drew: at gamma 0 the policy gradient of the reverse KL token by token, at 1 that of whole answers (2306.08543). Plus
     reward_coef x GRPO's advantage; agree_only: of tokens alone that the teacher moves in the same direction."""
     clean, usable = columns.cleaned(), _usable_tokens(columns)
-    likes = clean["teacher_logprobs"].double() - clean["rollout_logprobs"].double()
+    taught = columns.sequence.get("taught", columns.sequence["valid"])[columns.sequence_of]
+    likes = taught * (clean["teacher_logprobs"].double() - clean["rollout_logprobs"].double())
     total = teacher_coef * to_go(columns.with_token({"rewards": likes}), gamma)
     made: dict[str, Tensor | Metric] = {}
     if reward_coef:
@@ -241,7 +243,8 @@ def opd(
         agree, judged = rewarded * likes > 0, usable & (rewarded != 0)
         total = total + reward_coef * (torch.where(agree, rewarded, 0.0) if agree_only else rewarded)
         made["teacher/agrees"] = Metric(float((agree & judged).sum()), float(judged.sum()), "token")
-    return {"advantages": torch.where(usable, total, 0.0), **_of_teachers(columns, likes, usable), **made}
+    heard = replace(columns, mask=columns.mask & taught)
+    return {"advantages": torch.where(usable, total, 0.0), **_of_teachers(heard, likes, usable & taught), **made}
 
 
 def _of_teachers(columns: Columns, likes: Tensor, usable: Tensor) -> dict[str, Tensor | Metric]:

@@ -43,7 +43,7 @@ class TeacherConfig:
     weights: dict[str, float] = field(default_factory=dict)  # pick=mix: shares by name. Empty: equal ones.
     hint_key: str | None = None
     """A column that the teacher reads and the policy does not: text goes behind the last user message, messages are the
-    whole prompt."""
+    whole prompt. `attempt.feedback`: what the reward function or the environment said of the very attempt."""
     ema: Annotated[float, Meta(ge=0, lt=1)] = 0.0
     """Of path=policy: who teaches is the average of its weights, with this decay per optimizer step. 0: as they are."""
     temperature: Positive | None = None  # Of the teacher. Null: that of the sample, as the policy's.

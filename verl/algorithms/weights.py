@@ -56,8 +56,11 @@ def term_weights(columns: Columns, terms: tuple[Term, ...]) -> dict[str, Tensor]
         kept = replace(columns, mask=columns.mask & columns["keep"].bool())
     for term in terms:
         over = None if term.over is None else columns.sequence[term.over].bool()[columns.sequence_of]
-        seen = kept if over is None else replace(kept, mask=kept.mask & over)
-        counted = columns.mask if term.denominator == "before_rejection" and term.over is None else None
+        seen, every = kept if over is None else replace(kept, mask=kept.mask & over), columns.mask
+        if "taught" in columns.sequence and any(name.startswith("teacher_") for name in term.inputs):
+            taught = columns.sequence["taught"][columns.sequence_of]
+            seen, every = replace(seen, mask=seen.mask & taught), every & taught
+        counted = every if term.denominator == "before_rejection" and term.over is None else None
         weight = weight_column(
             seen, term.aggregate, unit=term.unit, horizon_tokens=term.horizon_tokens, denominator_mask=counted
         )
@@ -66,7 +69,7 @@ def term_weights(columns: Columns, terms: tuple[Term, ...]) -> dict[str, Tensor]
             weight = weight * _importance(seen, geometric=term.corrected == "geometric")
         out[f"w/{term.name}"] = term.coef * weight
         if term.unit == "token":
-            out[f"m/{term.name}"] = columns.mask if term.sees_rejected else seen.mask
+            out[f"m/{term.name}"] = every if term.sees_rejected else seen.mask
     return out
 
 

@@ -19,6 +19,7 @@ from verl.config.schema import Config
 from verl.config.served import server_faults
 from verl.config.tree import convert, did_you_mean, leaves, text_of, values_of
 from verl.data.files import expand_files
+from verl.data.formats import FEEDBACK
 
 Command = Literal["train", "sft", "rm", "dpo", "eval", "generate"]
 RL: Collection[str] = ("train",)
@@ -143,6 +144,9 @@ def _teacher(config: Config) -> Iterator[str]:
     if t.path == POLICY and t.hint_key is None and t.temperature is None and not t.ema:
         fix = "it says what the policy says; give teacher.hint_key=COLUMN, which it reads and the policy does not"
         yield f"teacher.path={POLICY} without a hint: {fix}"
+    if t.hint_key == FEEDBACK and preset.stored_share():
+        why = "nobody says anything of a stored answer: leave algorithm.options.on_policy_share at 1"
+        yield f"teacher.hint_key={FEEDBACK}: {why}"
     if config.parallel.tensor > 1 and columns != {"teacher_logprobs"}:
         why = "reads whole rows of the head, of which a rank would have a slice"
         yield f"parallel.tensor={config.parallel.tensor}: {config.algorithm.name} {why}; use opd, or parallel.tensor=1"

@@ -34,6 +34,8 @@ MEDIA_KEYS = ("images", "videos", "audios")
 SINGLE_TURN, TOOL_AGENT = "single_turn", "tool_agent"
 AGENT_NAMES = MappingProxyType({"single_turn_agent": SINGLE_TURN})
 """verl's name of a loop -> ours, where they differ."""
+FEEDBACK = "attempt.feedback"
+"""As `teacher.hint_key`: no column, but what was said of the very attempt."""
 Messages = tuple[dict[str, Any], ...]
 
 
@@ -125,13 +127,18 @@ def _teacher(row: Mapping[str, Any], source: str | None, where: str, teachers: t
 
 def hinted(row: Mapping[str, Any], key: str, messages: Messages, where: str) -> Messages:
     """What a teacher reads: the prompt with the hint of column `key` behind its last message, or the messages there."""
-    hint = _filled(row, key, where, "which the teacher is to read")
+    hint = FEEDBACK if key == FEEDBACK else _filled(row, key, where, "which the teacher is to read")
     if not isinstance(hint, str):
         return read_messages(hint, where, key)
-    *before, last = messages
-    if last["role"] != "user" or not isinstance(last["content"], str):
+    if messages[-1]["role"] != "user" or not isinstance(messages[-1]["content"], str):
         said = "the prompt does not end with a user's text, behind which a hint could stand"
         raise ValueError(f"{where}: {said}. Fix: give {key!r} as messages, the whole prompt that the teacher reads")
+    return with_hint(messages, hint)
+
+
+def with_hint(messages: Messages, hint: str) -> Messages:
+    """Behind the last message, which is a user's text."""
+    *before, last = messages
     return (*before, {**last, "content": f"{last['content']}\n\n{hint}"})
 
 

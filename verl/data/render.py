@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import marshal
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -24,6 +24,7 @@ from verl.chat.template import (
 from verl.config.schema import DataConfig
 from verl.data.files import RawRow
 from verl.data.formats import (
+    FEEDBACK,
     ONE_ANSWER,
     Messages,
     Players,
@@ -35,11 +36,13 @@ from verl.data.formats import (
     refuse_media,
     stored_answer,
     task_row,
+    with_hint,
     with_system,
 )
 from verl.data.lost import Coverage, texts_of
 from verl.data.memory import bounded_memory
 from verl.data.special import Found, SpecialTokens, add_found
+from verl.types import Score, Task, Trajectory
 
 ID_BYTES = 6
 # Settings that pick or order the rows and the work on them, so that the same files and rows give the same table.
@@ -179,8 +182,9 @@ class PromptJob(RenderJob):
         ids, context = self._prompt(task.messages, task, raw.where), np.zeros(0, np.int64)
         if (key := self.players.hint_key) is not None:
             messages = with_system(hinted(raw.row, key, task.messages, raw.where), self.cfg)
-            self.count_text(messages[-1:], raw.where, counts)
-            context = self._prompt(messages, task, raw.where)
+            if key != FEEDBACK:
+                self.count_text(messages[-1:], raw.where, counts)
+                context = self._prompt(messages, task, raw.where)
         answer = self._answer(raw, task, ids, counts)
         if (longest := max(len(ids), len(context))) > limit:
             if self.cfg.filter_overlong_prompts:
@@ -270,6 +274,23 @@ class ConversationJob(RenderJob):
             raise RowRefused(CUT_AWAY, f"{length} tokens, data.max_tokens_per_row={limit}")
         counts.rows_truncated += 1
         return Rendered(ids, mask)
+
+
+@dataclass(frozen=True, slots=True)
+class Feedback:
+    """What a teacher reads of an attempt: the prompt with what the reward function or the environment said of it."""
+
+    tokenizer: Tokenizer
+    template_kwargs: Mapping[str, Any]
+    longest: int
+
+    def __call__(self, task: Task, attempt: Trajectory) -> Task:
+        """The task with that context. Nothing was said, or more than there is room for: untaught."""
+        if not (said := attempt.reward.feedback if isinstance(attempt.reward, Score) else ""):
+            return replace(task, untaught=True)
+        messages = with_hint(tuple(map(dict, task.messages)), said)
+        ids = render_prompt(self.tokenizer, messages, self.template_kwargs, task.tools)
+        return replace(task, untaught=True) if len(ids) > self.longest else replace(task, context_ids=ids)
 
 
 def kept_positions(length: int, limit: int, truncation: str) -> np.ndarray:

@@ -23,7 +23,8 @@ from verl.config.load import Resolved
 from verl.config.memory import drops_rollout_weights
 from verl.config.plan import algorithm_warnings, checkpoint_bytes, policy_updates, total_steps
 from verl.config.schema import AlgorithmConfig, Config
-from verl.data.formats import ONE_ANSWER, Players
+from verl.data.formats import FEEDBACK, ONE_ANSWER, Players
+from verl.data.render import Feedback
 from verl.data.source import Cursor, TaskTable, load_tasks
 from verl.driver.assemble_rewards import reward_of
 from verl.driver.checkpointer import Checkpointer
@@ -127,7 +128,7 @@ async def _run_of(
     recorder = context.cluster.start("recorder", build_recorder, (told,))
     reporter = reporter_of(claimed, resolved, progress, waits, num_steps, recorder=recorder, on_step=on_step)
     trajectories = _trajectories(config, tokenizer, loops, rollout, reward, waits, algorithm)
-    groups = _groups(config, learner, tasks, trajectories, reporter, num_steps)
+    groups = _groups(config, learner, tasks, trajectories, reporter, num_steps, tokenizer)
     checkpointer = Checkpointer(claimed, learner, trained_roles(learner), checkpoint_bytes(config), reporter)
     publisher = _publisher(config, sync, actor, replicas, rollout, waits, progress)
     context.cluster.watch(from_threads(groups.fail))
@@ -255,8 +256,10 @@ def _groups(
     trajectories: TrajectoryRunner,
     reporter: Reporter,
     total_steps: int,
+    tokenizer: Any,
 ) -> RolloutManager:
     assert learner.algorithm is not None
+    inform = Feedback(tokenizer, config.model.template_kwargs, config.data.max_prompt_tokens)
     return RolloutManager(
         scheduler=_scheduler(config, learner.algorithm, total_steps),
         cursor=Cursor(len(tasks), data_seed(config), config.data.shuffle),
@@ -271,6 +274,7 @@ def _groups(
         timeout_s=config.run.wait_timeout_s,
         eager=not _in_step(config),
         max_invalid_share=config.pipeline.max_invalid_share,
+        inform=inform if config.teacher.hint_key == FEEDBACK else None,
     )
 
 

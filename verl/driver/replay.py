@@ -16,6 +16,7 @@ import uvloop
 from verl.checkpoint.store import CheckpointStore
 from verl.config.load import load_config, read_config
 from verl.config.schema import Config
+from verl.data.formats import FEEDBACK
 from verl.driver.assemble import offline_learner, trained_roles
 from verl.driver.checkpointer import load_role
 from verl.driver.run_dir import config_path
@@ -93,7 +94,8 @@ async def _replay(run_dir: Path, number: int) -> list[str]:
                 await load_role(learner, role, checkpoint)
         for n in range(base + 1, number + 1):
             rows, step = read_samples(run_dir, n), Step(n - 1)
-            refs = await learner.queue.put([_sample(row) for row in rows])
+            reads = config.teacher.hint_key == FEEDBACK
+            refs = await learner.queue.put([_sample(row, reads) for row in rows])
             await experience_and_update(learner, step, refs)
             if n == number:
                 break
@@ -103,8 +105,8 @@ async def _replay(run_dir: Path, number: int) -> list[str]:
         learner.close()
 
 
-def _sample(row: SampleRow) -> Sample:
-    """A recorded row as a sample: runs of equal mask are its segments."""
+def _sample(row: SampleRow, reads_feedback: bool) -> Sample:
+    """A recorded row as a sample: runs of equal mask are its segments. reads_feedback: its teacher does."""
     mask = row.response_mask.astype(bool)
     edges = [0, *(np.flatnonzero(np.diff(mask.astype(np.int8))) + 1), len(mask)]
     segments = [Segment(ids=row.prompt_ids, source="prompt")]
@@ -138,6 +140,7 @@ def _sample(row: SampleRow) -> Sample:
         stop_reason=row.stop_reason,
         teacher=row.teacher,
         context=row.context if len(row.context) else None,
+        untaught=reads_feedback and not len(row.context),
     )
 
 

@@ -116,10 +116,11 @@ class RolloutManager:
         timeout_s: float,
         eager: bool,
         max_invalid_share: float,
+        inform: Callable[[Task, Trajectory], Task] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """timeout_s: for a wait that no trajectory is the cause of; those have deadlines of their own, which come
-        first."""
+        first · inform: the task with what its teacher reads of an attempt."""
         self.scheduler = scheduler
         self.cursor = cursor
         self._tasks = tasks
@@ -131,6 +132,7 @@ class RolloutManager:
         self._events = events
         self._waits = waits
         self._timeout_s = timeout_s + trajectories.longest_s
+        self._inform = inform
         self._eager = eager  # admit as soon as a slot is free; else only when a batch is asked for (staleness 0)
         self._invalid = InvalidShare(max_invalid_share, least=4 * samples_per_prompt)
         self._clock = clock
@@ -373,8 +375,10 @@ class RolloutManager:
             self._queue.drop(self._refs.pop(group.group_id))
 
     async def _store(self, group: Group) -> None:
-        samples = [s for t in group.trajectories if t.outcome == "ok" for s in samples_of(t) if s.loss_tokens > 0]
-        self._refs[group.group_id] = await self._queue.put([taught(s, group.task) for s in samples])
+        ended = [t for t in group.trajectories if t.outcome == "ok"]
+        tasks = [group.task if self._inform is None else self._inform(group.task, t) for t in ended]
+        samples = [taught(s, task) for t, task in zip(ended, tasks) for s in samples_of(t) if s.loss_tokens > 0]
+        self._refs[group.group_id] = await self._queue.put(samples)
 
     def _release(self, group_id: str, reason: Any) -> None:
         self.scheduler.release(group_id, reason)

@@ -161,6 +161,9 @@ async def _experience(
                 step.log(await _mismatch(learner, rows, "old_logprobs"))
         if role in may_fail:
             failed |= broken
+            if any(r.untaught for r in rows):
+                without = float(sum(r.untaught for r in rows))
+                step.log({f"{role}/untaught": Metric(without, float(len(rows)), "sequence")})
             step.log({f"{role}/invalid": Metric(float(len(broken)), float(len(rows)), "sequence")})
             if len(broken) > most * len(rows):
                 said = f"{role}: {len(broken)} of {len(rows)} samples have no finite number from it, e.g. {min(broken)}"

@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Coroutine, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from verl.agent_loop.base import (
@@ -18,7 +18,7 @@ from verl.agent_loop.base import (
     outputs_of,
     sampling_params_of,
 )
-from verl.reward.base import RewardFn, RewardRequest, parse_result
+from verl.reward.base import MAX_FEEDBACK_CHARS, RewardFn, RewardRequest, parse_result
 from verl.rollout.base import DecodeFn, ReplicaLost, RolloutEngine
 from verl.types import (
     CUT,
@@ -161,7 +161,7 @@ class TrajectoryRunner:
                 error = "empty: the agent loop returned no token of the model"
             else:
                 said = [call.token_ids for call in manager.record]
-                reward = _paid(made, await self._score(name, task, sampling, made, output, turns, said))
+                reward = _paid(made, heard(await self._score(name, task, sampling, made, output, turns, said), output))
                 if isinstance(reward, Score):
                     outcome = "ok"
                 else:
@@ -229,6 +229,14 @@ class TrajectoryRunner:
             return Invalid("timeout", f"no reward in {limit_s:g} s")
         self.moved_s = asyncio.get_running_loop().time()
         return found
+
+
+def heard(reward: Score | Invalid, output: AgentLoopOutput) -> Score | Invalid:
+    """With what the environment said of the attempt, where the reward says nothing."""
+    said = output.extra_fields.get("feedback")
+    if isinstance(reward, Invalid) or reward.feedback or not isinstance(said, str):
+        return reward
+    return replace(reward, feedback=said[:MAX_FEEDBACK_CHARS])
 
 
 def takes_stored(share: float, seed: int, epoch: int, draw: int) -> bool:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from verl.reward.result import MAX_FEEDBACK_CHARS as MAX_FEEDBACK_CHARS
 from verl.reward.result import score_and_components
 from verl.sandbox.messages import BadResult
 from verl.types import Invalid, Score

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -23,7 +24,7 @@ def combined(function: Score | Invalid | None, model: float, coef: float) -> Sco
     if function is None:
         return Score(coef * model, {"reward_model": model})
     parts = {"function": function.value, **function.components, "reward_model": model}
-    return Score(function.value + coef * model, parts, function.pred, function.turn_rewards)
+    return replace(function, value=function.value + coef * model, components=parts)
 
 
 class Later:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl.reward.base import RewardRequest
-from verl.reward.result import score_and_components
+from verl.reward.result import Scored, score_and_components
 from verl.sandbox.messages import CallableSpec, Failure, Finite
 from verl.sandbox.pool import Pool, PoolStats
 from verl.types import Invalid, Score, Task
@@ -34,14 +34,14 @@ def grader_spec(
         parameters=CALL_NAMES + (ID_NAMES if with_ids else ()),
         plural=() if with_ids else LIST_NAMES,
         convert=score_and_components,
-        returns=tuple[Finite, dict[str, Finite], str | None, tuple[Finite, ...] | None],
+        returns=tuple[Finite, dict[str, Finite], str | None, tuple[Finite, ...] | None, str],
         section="reward",
         called="grader",
         given="row",
     )
 
 
-class RewardPool(Pool[tuple[float, dict[str, float], str | None, tuple[float, ...] | None]]):
+class RewardPool(Pool[Scored]):
     """A RewardFn over the workers of a sandbox, each with the user's function (`grader_spec`)."""
 
     async def score(self, request: RewardRequest) -> Score | Invalid:

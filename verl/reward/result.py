@@ -11,15 +11,18 @@ from verl.sandbox.messages import BadResult
 
 MAX_COMPONENTS = 1000
 MAX_PRED_CHARS = 1000
+MAX_FEEDBACK_CHARS = 4000
+Scored = tuple[float, dict[str, float], str | None, tuple[float, ...] | None, str]
 
 
-def score_and_components(value: Any) -> tuple[float, dict[str, float], str | None, tuple[float, ...] | None]:
+def score_and_components(value: Any) -> Scored:
     """The score of what a reward function returned, its components, its "pred", a text or a number: what answers to one
-    prompt vote by, and its "turn_rewards", a list. Raises BadResult: why there is no score. A number, a bool, anything
-    with `.item()`, or a mapping with such a "score", whose further finite numbers become components; other entries
-    (texts, lists) are left out. An object whose own methods raise is the caller's to catch."""
+    prompt vote by, its "turn_rewards", a list, and its "feedback", a text on the attempt. Raises BadResult: why there
+    is no score. A number, a bool, anything with `.item()`, or a mapping with such a "score", whose further finite
+    numbers become components; other entries (texts, lists) are left out. An object whose own methods raise is the
+    caller's to catch."""
     components: dict[str, float] = {}
-    score, pred, turns = value, None, None
+    score, pred, turns, feedback = value, None, None, ""
     if isinstance(value, Mapping):
         if "score" not in value:
             keys = ", ".join(repr(k) for k in list(value)[:8])
@@ -28,6 +31,7 @@ def score_and_components(value: Any) -> tuple[float, dict[str, float], str | Non
         vote = said if isinstance(said, str) else _number(said)
         pred = None if vote is None else str(vote)[:MAX_PRED_CHARS]
         turns = _turn_rewards(value.get("turn_rewards"))
+        feedback = text[:MAX_FEEDBACK_CHARS] if isinstance(text := value.get("feedback"), str) else ""
         for name, item in value.items():
             number = _number(item)
             if (
@@ -47,7 +51,7 @@ def score_and_components(value: Any) -> tuple[float, dict[str, float], str | Non
         raise BadResult(f"the reward function returned {said}; a number or a dict with a number as score is needed")
     if not math.isfinite(number):
         raise BadResult(f"the reward function returned {number}; a score must be finite")
-    return number, components, pred, turns
+    return number, components, pred, turns, feedback
 
 
 def _turn_rewards(value: Any) -> tuple[float, ...] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -60,7 +61,7 @@ class Shaped:
             penalty = overlong_penalty(tokens, max_response_tokens=most, buffer_tokens=buffer, penalty=self._penalty)
             added["overlong_penalty"] = float(penalty)
         value, parts = float(got.value + sum(added.values())), {"score": got.value, **got.components, **added}
-        return Score(value, parts, got.pred, got.turn_rewards)
+        return replace(got, value=value, components=parts)
 
     async def close(self) -> None:
         await self._inner.close()

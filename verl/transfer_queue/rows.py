@@ -151,4 +151,5 @@ def _sample(ref: Ref, facts: _Facts, columns: dict[str, np.ndarray]) -> Sample:
         adapter=facts.adapter,
         teacher=ref.teacher,
         context=columns.get(CONTEXT),
+        untaught=ref.untaught,
     )

@@ -116,7 +116,7 @@ def columns_of(
 
     Sequence columns [S]: `score`, `group`, `valid`, `positive` (a valid score above 0), `truncated` (by the budget),
     `component/NAME` of dict rewards (NaN where a reward had none), `teacher/NAME` (it is its teacher, of several),
-    `copies` where a row stands for several, and
+    `copies` where a row stands for several, `taught` where a teacher had nothing to read of some, and
     `baseline` (mean score of the group's baseline trajectories) where given.
     """
     sequence_names: dict[str, int] = {}
@@ -137,6 +137,8 @@ def columns_of(
         extra[f"component/{name}"] = column((r.components.get(name, float("nan")) for r in refs), np.float64)
     for name in sorted({r.teacher for r in refs} - {""}):
         extra[f"teacher/{name}"] = column((r.teacher == name for r in refs), np.bool_)
+    if any(r.untaught for r in refs):
+        extra["taught"] = column((not r.untaught for r in refs), np.bool_)
     if any(r.copies != 1 for r in refs):
         extra["copies"] = column((r.copies for r in refs), np.float64)
     if baselines:

@@ -152,7 +152,7 @@ class Role:
         sample ids of the rows of which some output is not finite."""
         samples, alone = read_samples(self.queue, step.refs), list[str]()
         if view.informed:
-            alone = [s.sample_id for s in samples if s.context is None]
+            alone = [s.sample_id for s in samples if s.context is None and not s.untaught]
             samples = [informed(s) for s in samples]
         batch = pack(samples, share_prefix=self._share_prefix)
         if view.temperature is not None:
