@@ -294,6 +294,9 @@ MUTANTS = (
         OPTIM,
     ),
     # -- teachers
+    Mutant("model_engine/served.py", "self._kept_bytes -= _bytes(self._kept", "(self._kept", SERVED),
+    Mutant("model_engine/served.py", "self._kept.move_to_end(key)", "pass", SERVED),
+    Mutant("model_engine/served.py", 'f"Bearer {self._options.key}"', '"Bearer "', SERVED),
     Mutant("algorithms/weights.py", "mask=seen.mask & taught", "mask=seen.mask", FEEDBACK),
     Mutant("algorithms/estimators.py", "likes = taught * (", "likes = (", FEEDBACK),
     Mutant("workers/role.py", "if s.context is None and not s.untaught]", "if s.context is None]", FEEDBACK),

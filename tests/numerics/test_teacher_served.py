@@ -16,13 +16,14 @@ import torch
 from test_teacher import engine
 from test_virtual_ranks import config_of, samples
 
+from verl.algorithms.sections import split_key
 from verl.batch import pack
 from verl.chat import load_tokenizer
-from verl.config.load import load_config, validate
+from verl.config.load import dump_config, load_config, validate
 from verl.driver.models import drawn_texts
 from verl.model_engine.base import EngineContext, ServedAt
 from verl.model_engine.hf_model import load_causal_lm
-from verl.model_engine.served import ServedModel, Unanswered, build, read_answer
+from verl.model_engine.served import ServedModel, Unanswered, _bytes, build, read_answer
 
 K = 5
 Change = Callable[[list[int], list[Any]], Any]
@@ -36,6 +37,7 @@ class Stand:
         self.paths = {"/v1/models", "/tokenize", "/inference/v1/generate", "/v1/completions"}
         self.change: Change = lambda ids, found: found
         self.room, self.shift, self.asked = 256, 0, list[str]()
+        self.key = ""  # that it wants
         self.lock = threading.Lock()
 
     def answer(self, path: str, body: dict[str, Any]) -> Any:
@@ -75,6 +77,8 @@ def stand(tiny_teacher) -> Iterator[tuple[Stand, str]]:
         def reply(self, body: dict[str, Any]) -> None:
             made.asked.append(self.path)
             status, found = (200, None) if self.path in made.paths else (404, None)
+            if made.key and self.headers["Authorization"] != f"Bearer {made.key}":
+                status = 401
             try:
                 found = made.answer(self.path, body) if status == 200 else {"error": "no such path"}
             except ZeroDivisionError:
@@ -96,9 +100,9 @@ def stand(tiny_teacher) -> Iterator[tuple[Stand, str]]:
     thread.join(10)
 
 
-def served(url: str, folder: Path, *, top: bool = True, longest: int = 64) -> ServedModel:
+def served(url: str, folder: Path, *, top: bool = True, longest: int = 64, **more: Any) -> ServedModel:
     texts = tuple(drawn_texts(load_tokenizer(folder, trust_remote_code=False), texts=20))
-    options = ServedAt(url=url, longest=longest, texts=texts, top=top, timeout_s=30.0, parallel=4)
+    options = ServedAt(url=url, longest=longest, texts=texts, top=top, timeout_s=30.0, parallel=4, **more)
     return build(options, EngineContext(folder=folder, top_k=K))
 
 
@@ -219,7 +223,7 @@ def test_a_turn_with_it_is_a_turn_with_the_folder(name, stand, tiny_model, tiny_
         config.teacher.path = path
         step, _, _ = one_turn(config, samples(0))
         said.append({n: m.value for n, m in step.metrics.items() if n.startswith(("actor/", "teacher/"))})
-    assert said[1] == pytest.approx(said[0], rel=1e-4, abs=1e-5)
+    assert said[1].pop("teacher/cache_hits") == 0 and said[1] == pytest.approx(said[0], rel=1e-4, abs=1e-5)
 
 
 def test_what_a_server_cannot_be(tiny_model, arithmetic_data):
@@ -230,3 +234,71 @@ def test_what_a_server_cannot_be(tiny_model, arithmetic_data):
     ):
         with pytest.raises(ValueError, match=said):
             validate(load_config([*base, *more]).config)
+
+
+def test_a_server_that_wants_a_key(stand, tiny_model, tiny_teacher, tmp_path, monkeypatch):
+    """It stands in the URL, from the environment; nothing that is written or said holds it."""
+    made, url = stand
+    made.key, secret = "sk-not-for-you", "sk-not-for-you"
+    with pytest.raises(ValueError, match="HTTP 401"):
+        served(url, tiny_teacher)
+    monkeypatch.setenv("TEACHER_KEY", secret)
+    with_key = url.replace("http://", "http://:${oc.env:TEACHER_KEY}@")
+    base = [f"model.path={tiny_model}", "algorithm.name=opd", "data.train_files=[x.jsonl]"]
+    found = load_config([*base, f"teacher.path='{with_key}'"])
+    assert secret in str(found.config.teacher.path) and secret not in dump_config(found)
+    assert "oc.env:TEACHER_KEY" in dump_config(found)
+    bare, key = split_key(str(found.config.teacher.path))
+    assert (bare, key) == (url, secret) and split_key(url) == (url, "") and split_key("a@b/c") == ("a@b/c", "")
+    assert split_key("https://user:a%40b@host:1/x?y=1") == ("https://host:1/x?y=1", "a@b")
+    model = served(bare, tiny_teacher, key=key)
+    assert not model.infer(pack(samples(0)[:1]), ("logprobs",))["logprobs"].isnan().any()
+    assert secret not in repr(model._options)
+    for more in (["algorithm.name=gkd"], ["rollout.temperature=0.7"], ["algorithm.name=grpo"]):
+        with pytest.raises(ValueError) as told:
+            validate(load_config([*base, f"teacher.path='{with_key}'", *more]).config)
+        assert "teacher.path=http://127.0.0.1" in str(told.value) and secret not in str(told.value)
+
+
+def test_a_turn_with_a_key_in_the_url(stand, tiny_model, tiny_teacher):
+    from test_several_teachers import one_turn
+
+    made, url = stand
+    made.room, made.key = 4096, "sk-not-for-you"
+    config = config_of("opd", tiny_model, tiny_teacher, 1, 64)
+    config.teacher.path = url.replace("http://", f"http://:{made.key}@")
+    step, _, _ = one_turn(config, samples(0))
+    assert step.metrics["teacher/invalid"].value == 0 and step.metrics["teacher/cache_hits"].value == 0
+
+
+def test_what_was_said_of_a_row_is_known(stand, tiny_teacher):
+    """Bitwise what the server said, without asking it; a row that it failed on is asked for again, and what was read
+    longest ago makes room."""
+    made, url = stand
+    model, rows = served(url, tiny_teacher), samples(0)[:4]
+    names = ("logprobs", "topk_ids", "topk_logprobs")
+    made.change = lambda ids, found: 1 / 0 if len(ids) == len(whole[0]) else found
+    whole = [np.concatenate([s.ids for s in row.segments]) for row in rows]
+    failing = sum(len(ids) == len(whole[0]) for ids in whole)
+    model.take_metrics()
+    first = model.infer(pack(rows), names)
+    assert model.take_metrics()["cache_hits"].value == 0 and model.take_metrics() == {}
+    made.change, asked = (lambda ids, found: found), len(made.asked)
+    again = model.infer(pack(rows), names)
+    assert len(made.asked) - asked == failing and model.take_metrics()["cache_hits"].value == 1 - failing / 4
+    there = ~first["logprobs"].isnan()
+    assert there.any() and not again["logprobs"].isnan().any()
+    for name in names:
+        assert torch.equal(first[name][there], again[name][there])
+    one = sum(x.nbytes for x in model.score(whole[1]).values())
+    small = served(url, tiny_teacher, cache_mb=2.5 * max(one, 1) / 2**20)
+    for row in (1, 1, 1):
+        small.infer(pack(rows[row : row + 1]), names)
+    assert small.take_metrics()["cache_hits"].value == 2 / 3
+    order = [1, 2, 1, 3, 1]  # the first is used again and again: it stays whatever else comes
+    for row in order:
+        small.infer(pack(rows[row : row + 1]), names)
+        assert sum(map(_bytes, small._kept.values())) == small._kept_bytes <= 2.5 * one
+    small.take_metrics()
+    small.infer(pack(rows[1:2]), names)
+    assert small.take_metrics()["cache_hits"].value == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Annotated, Any
+from urllib.parse import unquote, urlsplit
 
 from msgspec import Meta
 
@@ -17,6 +18,15 @@ POLICY = "policy"
 
 def is_url(path: str) -> bool:
     return path.startswith(("http://", "https://"))
+
+
+def split_key(path: str) -> tuple[str, str]:
+    """A URL as it may be shown, and the key of its server, "" without one: http://:KEY@HOST:PORT. Folders as they
+    are."""
+    parts = urlsplit(path)
+    if not is_url(path) or "@" not in parts.netloc:
+        return path, ""
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl(), unquote(parts.password or "")
 
 
 @dataclass
@@ -35,7 +45,8 @@ class TeacherConfig:
     with a context that it does not have when it answers."""
 
     path: str | None = None
-    """Its Hugging Face folder, or the URL of a server; it reads the policy's tokens. `policy`: the policy as it is."""
+    """Its Hugging Face folder, or the URL of a server (with a key: http://:${oc.env:KEY}@HOST:PORT); it reads the
+    policy's tokens. `policy`: the policy as it is."""
     paths: dict[str, str] = field(default_factory=dict)  # Several, by their names; each is a role, `teacher_NAME`.
     pick: Annotated[str, words("task|best|mix")] = "task"
     """Of several. task: the one that the row's column `teacher` names, else its data_source · best: of each answer, the

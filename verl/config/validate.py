@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from verl.algorithms.presets import knobs, settled, unknown_option
-from verl.algorithms.sections import POLICY, is_url
+from verl.algorithms.sections import POLICY, is_url, split_key
 from verl.config.backends import complete_options, longest_sequence, rollout_caches
 from verl.config.cluster import cluster_faults
 from verl.config.model_files import check_tokenizer, context_tokens, describe_model, find_model_folder
@@ -120,7 +120,8 @@ def _algorithm(config: Config) -> Iterator[str]:
 def _teacher(config: Config) -> Iterator[str]:
     preset, t = settled(config.algorithm.name, config.algorithm.given()), config.teacher
     columns = {need.column for need in preset.needs(1) if need.role == "teacher"}
-    said = f"teacher.paths={text_of(t.paths)}" if t.paths else f"teacher.path={t.path}"
+    named = {name: split_key(path)[0] for name, path in t.paths.items()}
+    said = f"teacher.paths={text_of(named)}" if t.paths else f"teacher.path={split_key(t.path or 'null')[0]}"
     if not columns:
         said = f"teacher.hint_key={t.hint_key}" if t.hint_key is not None else said
         if t.path is not None or t.paths or t.hint_key is not None:
@@ -135,7 +136,7 @@ def _teacher(config: Config) -> Iterator[str]:
     for path in t.folders().values():
         yield from _folder(config, columns, path)
     asked = config.rollout.temperature if t.temperature is None else t.temperature
-    for path in (path for path in t.roles().values() if is_url(path)):
+    for path in (split_key(path)[0] for path in t.roles().values() if is_url(path)):
         if "teacher_hidden" in columns:
             yield f"teacher.path={path}: a server gives no hidden states; set algorithm.name=gkd_topk or opd"
         if asked != 1:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from verl.algorithms.presets import settled
 from verl.algorithms.resolve import Algorithm
-from verl.algorithms.sections import POLICY, TEACHER, is_url
+from verl.algorithms.sections import POLICY, TEACHER, is_url, split_key
 from verl.algorithms.specs import GKD
 from verl.chat import load_tokenizer, turn_end
 from verl.chat.template import Tokenizer
@@ -148,7 +148,8 @@ def _teacher_spec(context: ModelContext, algorithm: Algorithm, role: str, path: 
     if is_url(path):
         texts = tuple((text, ids) for text, ids in drawn_texts(ours, texts=100))
         top = any(need.output == "topk_ids" for need in algorithm.needs(1))
-        served = ServedAt(url=path, longest=longest_sequence(config), texts=texts, top=top)
+        url, secret = split_key(path)
+        served = ServedAt(url=url, key=secret, longest=longest_sequence(config), texts=texts, top=top)
         return replace(spec, engine="verl.model_engine.served:build", options=served, apart=True)
     refuse_other_words(ours, _tokenizer_of(config, key, Path(path).expanduser()), f"{key}={path}")
     return replace(spec, proven=True)

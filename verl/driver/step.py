@@ -161,6 +161,8 @@ async def _experience(
                 step.log(await _mismatch(learner, rows, "old_logprobs"))
         if role in may_fail:
             failed |= broken
+            counted = await learner.done(learner.models[role].take_metrics(), f"{role}.take_metrics")
+            step.log({f"{role}/{name}": metric for name, metric in counted.items()})
             if any(r.untaught for r in rows):
                 without = float(sum(r.untaught for r in rows))
                 step.log({f"{role}/untaught": Metric(without, float(len(rows)), "sequence")})

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 from torch import Tensor
@@ -78,7 +78,7 @@ class TeacherHead:
 class ServedAt:
     """Where a frozen model is served (`served.py`). longest: row that it will be asked for, in tokens · texts: with the
     ids that its tokenizer must read them as · top: it names its likeliest tokens too · timeout_s: for one answer ·
-    parallel: requests at once."""
+    parallel: requests at once · key: sent as a bearer token · cache_mb: of what it said of rows."""
 
     url: str
     longest: int
@@ -86,6 +86,8 @@ class ServedAt:
     top: bool = False
     timeout_s: float = 120.0
     parallel: int = 32
+    key: str = field(default="", repr=False)
+    cache_mb: float = 256.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,6 +121,13 @@ class EngineCapabilities:
     trains: bool
     one_pass: bool
     """A step that fits into one micro-batch needs no first pass: its outputs are the same in both."""
+
+
+@runtime_checkable
+class Counts(Protocol):
+    """An engine that counts what it does."""
+
+    def take_metrics(self) -> Metrics: ...
 
 
 class ModelEngine(Protocol):

@@ -3,6 +3,7 @@ OpenAI's completions with prompt_logprobs. It is asked for whole rows, by their 
 
 from __future__ import annotations
 
+import hashlib
 import http.client
 import json
 import logging
@@ -10,6 +11,7 @@ import math
 import threading
 import urllib.error
 import urllib.request
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -21,6 +23,7 @@ from torch import Tensor
 
 from verl.batch import Batch, unshare
 from verl.model_engine.base import EngineCapabilities, EngineContext, Part, ServedAt
+from verl.types import Metric, Metrics
 
 TOKENS_IN, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 AGAIN = 2  # times that a row is asked for
@@ -53,7 +56,9 @@ class ServedModel:
         self.capabilities = EngineCapabilities(
             shares_prefix=True, max_tokens_per_microbatch=max_tokens, outputs=OUTPUTS, trains=False, one_pass=True
         )
-        self._told = threading.Event()
+        self._told, self._lock = threading.Event(), threading.Lock()
+        self._kept, self._kept_bytes = OrderedDict[bytes, dict[str, Tensor]](), 0
+        self._rows, self._hits = 0, 0
 
     def awake(self, *parts: Part) -> AbstractContextManager[None]:
         """Nothing of it is on a device of ours."""
@@ -123,22 +128,49 @@ class ServedModel:
             found = self._ask(COMPLETIONS, body)["choices"][0].get("prompt_logprobs")
         return read_answer(found, ids, self._k)
 
+    def take_metrics(self) -> Metrics:
+        """The share of rows that were known, since it was asked last."""
+        found = {"cache_hits": Metric(float(self._hits), float(self._rows), "sequence")}
+        self._rows = self._hits = 0
+        return found if found["cache_hits"].count else {}
+
     def _row(self, ids: np.ndarray) -> dict[str, Tensor]:
-        """Nothing where the server fails: that row stays NaN. The first failure is told."""
-        said = ""
+        """What is known of a row, else what the server says. Nothing where it fails: that row stays NaN. The first
+        failure is told."""
+        key, said = hashlib.blake2b(ids.tobytes(), digest_size=16).digest(), ""
+        with self._lock:
+            known = self._kept.get(key)
+            self._rows, self._hits = self._rows + 1, self._hits + (known is not None)
+            if known is not None:
+                self._kept.move_to_end(key)
+                return known
         for _ in range(AGAIN):
             try:
-                return self.score(ids)
+                found = self.score(ids)
             except Unanswered as e:
                 said = str(e)
+            else:
+                self._keep(key, found)
+                return found
         if not self._told.is_set():
             self._told.set()
             logger.warning("teacher %s: %s; its samples are Invalid while it lasts", self._url, said)
         return {}
 
+    def _keep(self, key: bytes, found: dict[str, Tensor]) -> None:
+        """The model is frozen: the same ids have the same answer. What was read longest ago makes room."""
+        with self._lock:
+            self._kept_bytes += 0 if key in self._kept else _bytes(found)
+            self._kept[key] = found
+            while self._kept_bytes > self._options.cache_mb * 2**20:
+                self._kept_bytes -= _bytes(self._kept.popitem(last=False)[1])
+
     def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
-        asked = urllib.request.Request(self._url + path, data, {"Content-Type": "application/json"})
+        head = {"Content-Type": "application/json"}
+        if self._options.key:
+            head["Authorization"] = f"Bearer {self._options.key}"
+        asked = urllib.request.Request(self._url + path, data, head)
         try:
             with urllib.request.urlopen(asked, timeout=self._options.timeout_s) as answer:
                 return json.loads(answer.read())
@@ -147,6 +179,10 @@ class ServedModel:
             raise Unanswered(f"{path}: HTTP {e.code}: {why}", e.code) from e
         except (OSError, http.client.HTTPException, ValueError) as e:
             raise Unanswered(f"{path}: {type(e).__name__}: {e}") from e
+
+
+def _bytes(found: Mapping[str, Tensor]) -> int:
+    return sum(x.nbytes for x in found.values())
 
 
 def read_answer(found: Any, ids: np.ndarray, k: int) -> dict[str, Tensor]:

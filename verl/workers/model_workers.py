@@ -76,6 +76,10 @@ class ModelWorkers:
         """Of what several teachers say of each row, one column."""
         return _then(self._group.submit(Role.merge, Broadcast((refs, columns, shares, target))), lambda _: None)
 
+    def take_metrics(self) -> Future[Metrics]:
+        """What the workers counted since they were asked last."""
+        return _then(self._group.submit(Role.take_metrics, Broadcast()), merge_metrics)
+
     def blank(self, refs: Refs, outputs: Mapping[str, str]) -> Future[None]:
         """The columns of rows of which nobody can say anything."""
         return _then(self._group.submit(Role.blank, Broadcast((refs, outputs))), lambda _: None)

@@ -17,7 +17,7 @@ from verl.batch import OBSERVED, Batch, Ragged, around, concat, make_microbatche
 from verl.chat import NO_TURN_END, TurnEnd
 from verl.checkpoint.hf import HfExport
 from verl.config.backends import load
-from verl.model_engine.base import EngineCapabilities, EngineContext, ModelEngine, OneRank, Ranks
+from verl.model_engine.base import Counts, EngineCapabilities, EngineContext, ModelEngine, OneRank, Ranks
 from verl.model_engine.objective import evaluate_terms, first_pass
 from verl.model_engine.snapshot import Snapshot
 from verl.objective import Term
@@ -170,6 +170,10 @@ class Role:
             finite = torch.isfinite(found[name]).view(len(row_of), -1).all(-1)
             broken |= {*row_of[~finite.numpy()].tolist()}
         return frozenset((*alone, *(step.refs[row].sample_id for row in broken)))
+
+    def take_metrics(self) -> Metrics:
+        """What the engine counted since it was asked last."""
+        return self.engine.take_metrics() if isinstance(self.engine, Counts) else {}
 
     def blank(self, refs: Refs, outputs: Mapping[str, str]) -> None:
         """Write the columns of these rows as `infer` shapes them, without a number: nobody is left to say one."""

@@ -3,12 +3,13 @@ they say is made one. A teacher whose process died has nothing to say: its rows 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 
 from verl.model_engine.base import EngineCapabilities
-from verl.types import Refs
+from verl.types import Metric, Metrics, Refs
 from verl.workers.group import WorkerDied
 from verl.workers.model_workers import ModelWorkers
 
@@ -48,6 +49,17 @@ class Teachers(ModelWorkers):
         found.set_running_or_notify_cancel()
         threading.Thread(target=self._settle, args=(found, refs, asked, outputs), daemon=True).start()
         return found
+
+    def take_metrics(self) -> Future[Metrics]:
+        """Of those that live, by their names."""
+        done, out = Future[Metrics](), dict[str, Metric]()
+        for name, member in self._members.items():
+            if name not in self._dead:
+                with contextlib.suppress(WorkerDied):  # the user was told when it died
+                    counted = member.take_metrics().result(self._timeout_s)
+                    out |= {f"{figure}/{name}": metric for figure, metric in counted.items()}
+        done.set_result(out)
+        return done
 
     def close(self, timeout_s: float = 10.0) -> None:
         for member in self._members.values():
