@@ -112,7 +112,7 @@ def refusal(*args: str) -> str:
 
 def test_counts_of_the_published_keys() -> None:
     counts = collections.Counter(key_rows()[key].action for key in PUBLISHED)
-    assert counts == {"mapped": 125, "ignored": 139, "refused": 10}
+    assert counts == {"mapped": 126, "ignored": 138, "refused": 10}
 
 
 def test_every_row_is_well_formed() -> None:
@@ -1004,6 +1004,10 @@ def test_estimator_and_loss_mode_name_a_preset_and_its_loss() -> None:
 TEACH = ("distillation.enabled=True", "algorithm.adv_estimator=grpo", "distillation.teacher_models.gsm8k.model_path=T")
 
 
+TEACHERS = "distillation.teacher_models."
+SECOND = (f"{TEACHERS}teacher_model.model_path=U", f"{TEACHERS}teacher_model.key=math")
+
+
 def distilled(mode: str, gradient: bool, rewards: bool, *more: str) -> list[str]:
     words = [f"loss_mode={mode}", f"use_policy_gradient={gradient}", f"use_task_rewards={rewards}", *more]
     return ["model.path=m", *TEACH, *(DISTIL + word for word in words)]
@@ -1025,6 +1029,13 @@ def test_distillation_is_opd_or_the_likeliest_tokens() -> None:
     }
 
 
+def test_two_teachers_are_those_of_their_keys() -> None:
+    found = load_config([*distilled("k1", True, False), *SECOND, f"{TEACHERS}gsm8k.key=gsm8k"])
+    assert found.config.teacher.paths == {"gsm8k": "T", "math": "U"} and found.config.teacher.path is None
+    one = load_config([*distilled("k1", True, False), f"{TEACHERS}gsm8k.key=openai/gsm8k"])
+    assert one.config.teacher.path == "T" and not one.config.teacher.paths
+
+
 def test_a_distillation_that_is_not_here_is_refused_with_those_that_are() -> None:
     for args, said in (
         (["model.path=m", *TEACH], "give distillation.distillation_loss.loss_mode"),
@@ -1033,7 +1044,11 @@ def test_a_distillation_that_is_not_here_is_refused_with_those_that_are() -> Non
         (distilled("forward_kl_topk", False, True), "which sums both advantages"),
         (distilled("k1", True, False, "loss_max_clamp=10.0"), "nothing is clamped here; leave it out"),
         ([*distilled("k1", True, True), "algorithm.adv_estimator=rloo"], "its part is GRPO's here"),
-        ([*distilled("k1", True, False), "distillation.teacher_models.teacher_model.model_path=U"], "one teacher here"),
+        ([*distilled("k1", True, False), *SECOND[:1]], "named by letters, digits and _"),
+        (
+            [*distilled("k1", True, False), *SECOND, "distillation.teacher_models.gsm8k.key=openai/gsm8k"],
+            "gsm8k.key=openai/gsm8k with",
+        ),
         ([*distilled("k1", True, False), f"{ACTOR}policy_loss.loss_mode=gspo"], "leave one of them out"),
         (["model.path=m", "distillation.teacher_key=data_source"], "write teacher.* and algorithm.*"),
     ):

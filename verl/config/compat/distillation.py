@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
+
 from verl.config.compat.given import ACTOR, Given, Result
 
 _LOSS = "distillation.distillation_loss."
 _CLAMPS = (f"{_LOSS}loss_max_clamp", f"{_LOSS}log_prob_min_clamp")
-_PATHS = tuple(f"distillation.teacher_models.{name}.model_path" for name in ("teacher_model", "gsm8k"))
+_NAMED = tuple(f"distillation.teacher_models.{name}." for name in ("teacher_model", "gsm8k"))
+_PATHS, _ROWS = (tuple(named + key for named in _NAMED) for key in ("model_path", "key"))
 _SETTINGS = tuple(_LOSS + name for name in ("loss_mode", "topk", "use_policy_gradient", "use_task_rewards"))
 _COEF = f"{_LOSS}distillation_loss_coef"
-KEYS = (*_CLAMPS, *_PATHS, *_SETTINGS, _COEF)
+KEYS = (*_CLAMPS, *_PATHS, *_ROWS, *_SETTINGS, _COEF)
 """What counts with distillation.enabled=True only."""
 
 
@@ -23,10 +26,7 @@ def distilled(given: Given) -> Result:
     for key in _CLAMPS:
         if given.said(key) is not None:
             raise ValueError(f"{key}={given.said(key)}: nothing is clamped here; leave it out")
-    paths = [path for path in map(given.said, _PATHS) if path is not None]
-    if len(paths) > 1:
-        raise ValueError(f"{' and '.join(_PATHS)}: there is one teacher here; give one, or teacher.path=FOLDER")
-    out: Result = {"teacher.path": paths[0]} if paths else {}
+    out = _teachers(given)
     estimator, loss = given.get("algorithm.adv_estimator"), given.get(f"{ACTOR}policy_loss.loss_mode") or "vanilla"
     if loss != "vanilla":
         raise ValueError(f"{ACTOR}policy_loss.loss_mode={loss} with distillation.enabled=True: leave one of them out")
@@ -48,3 +48,17 @@ def distilled(given: Given) -> Result:
         return out if k is None else out | {"teacher.top_k": k}
     fix = "there are k1 with use_policy_gradient=True (algorithm.name=opd) and forward_kl_topk with False (gkd_topk)"
     raise ValueError(f"{_SETTINGS[0]}={mode} with use_policy_gradient={by_gradient}: {fix}")
+
+
+def _teachers(given: Given) -> Result:
+    """One teaches every row; several are named by what their `key` is in the rows."""
+    paths = {row: path for row, key in zip(_ROWS, _PATHS) if (path := given.said(key)) is not None}
+    if len(paths) < 2:
+        given.ignore("one teacher teaches every row", *_ROWS)
+        return dict(zip(["teacher.path"], paths.values()))
+    for row in paths:
+        if not re.fullmatch(r"\w+", str(named := given.said(row) or "")):
+            why = "here a teacher is named by letters, digits and _, as the rows' column `teacher` or data_source is"
+            fix = "name it so in a column `teacher`, and write teacher.paths={NAME: FOLDER, OTHER: FOLDER}"
+            raise ValueError(f"{row}={named or 'null'} with {' and '.join(_PATHS)}: {why}; {fix}")
+    return {"teacher.paths": {str(given.said(row)): path for row, path in paths.items()}}
