@@ -1,6 +1,7 @@
 """What an update that learns from a teacher costs beside GRPO's on the same rows: time by turns, memory by process.
 
 python bench/distill.py [--rounds 5]
+python bench/distill.py --vocab 2000 --rounds 1    a try of seconds: printed, not written
 """
 
 from __future__ import annotations
@@ -143,7 +144,8 @@ def main(argv: Sequence[str]) -> int:
         update()
         print(json.dumps({"peak_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20}))
         return 0
-    tables = [table(label, vocab, given.rounds) for label, vocab in SIZES.items()]
+    sizes = SIZES if given.vocab is None else {f"{given.vocab:,} tokens": given.vocab}
+    tables = [table(label, vocab, given.rounds) for label, vocab in sizes.items()]
     about = (
         f"Command: `python bench/distill.py`. A Qwen3 of {LAYERS} layers of {HIDDEN}, tied, float32, one thread; "
         f"{GROUPS} x {ANSWERS} answers of {TOKENS} tokens, one update (passes and optimizer step). CPU time, the arms "
@@ -153,6 +155,8 @@ def main(argv: Sequence[str]) -> int:
     )
     texts = [made.markdown() for made in tables]
     print(*texts, sep="\n\n")
+    if given.vocab is not None:
+        return 0
     (ROOT / "bench" / "sections" / "distill.md").write_text("\n\n".join(["## Distillation", about, *texts]) + "\n")
     assemble(ROOT / "bench")
     return 0
