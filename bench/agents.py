@@ -1,12 +1,13 @@
 """What agents cost beside the model: a run of code in the sandbox, a turn of the tool loop, slow tools side by side.
 
-    python bench/agents.py [--only sandbox|turns|tools] [--runs N]
+    python bench/agents.py [--only sandbox|turns|tools|search] [--runs N] [--passages N]
 
 sandbox: one-shot programs, one after the other and from 4 threads, and cells of one session, on each tier · turns: what
 the tool loop itself takes for a turn (parse, call, render) after histories of unlike length, with a model that answers
 at once · tools: 64 trajectories of 8 turns with a tool whose answer takes 0.5 s on average (exponential), against the
-longest chain of their tools, which nothing can beat. Writes its part of bench/RESULTS.md (bench/sections/agents.md);
-`--only` prints without writing.
+longest chain of their tools, which nothing can beat · search: queries of six words over made passages of forty, words
+drawn as often as in texts (the k-th of 200,000 with 1/k), from an index on disk. Writes its part of bench/RESULTS.md
+(bench/sections/agents.md); `--only` prints without writing.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import asyncio
 import os
 import random
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -39,9 +41,11 @@ from verl.chat.parsing import FORMATS, TurnParser
 from verl.chat.template import Renderer, audit_template
 from verl.rollout.base import Completion
 from verl.sandbox.code import TIERS, CodeSandbox
+from verl.tools import bm25
 from verl.types import Sampling
 
 ROOT = Path(__file__).resolve().parents[1]
+WORDS = 200_000
 THREADS, TRAJECTORIES, TURNS, TOOL_S = 4, 64, 8, 0.5
 HISTORIES = (1_000, 4_000, 16_000, 64_000)
 ANSWER = '<tool_call>\n{{"name": "{name}", "arguments": {{"n": {n}}}}}\n</tool_call>'
@@ -190,12 +194,34 @@ def tools() -> Table:
     return Table(f"{TRAJECTORIES} trajectories of {TURNS} turns with slow tools", head, (row,))
 
 
+def search(passages: int, runs: int) -> Table:
+    rng, chances = np.random.default_rng(0), 1 / np.arange(1, WORDS + 1)
+    edges = np.cumsum(chances / chances.sum())
+    with tempfile.TemporaryDirectory() as folder:
+        corpus = Path(folder) / "passages.jsonl"
+        with corpus.open("w") as file:
+            for first in range(0, passages, 10_000):
+                drawn = np.searchsorted(edges, rng.random((min(10_000, passages - first), 40)))
+                file.writelines(f'{{"contents": "{" ".join(f"w{k}" for k in row)}"}}\n' for row in drawn.tolist())
+        build_s = timed(lambda: bm25.build(corpus, Path(folder) / "index")) / 1e3
+        size_mb = sum(path.stat().st_size for path in (Path(folder) / "index").iterdir()) / 1e6
+        index = bm25.Index(Path(folder) / "index")
+        asked = np.searchsorted(edges, rng.random((runs, 6))).tolist()
+        took = [timed(lambda: index.search(" ".join(f"w{k}" for k in row), 3)) for row in asked]  # noqa: B023
+    p50, p90, p99 = (f"{np.quantile(took, q):.1f}" for q in (0.5, 0.9, 0.99))
+    head = ("passages", "index built in, s", "index, MB", "p50, ms", "p90, ms", "p99, ms")
+    row = (f"{passages:,}", f"{build_s:.0f}", f"{size_mb:,.0f}", p50, p90, p99)
+    return Table("BM25 over made passages, the best three of a query", head, (row,))
+
+
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--only", choices=("sandbox", "turns", "tools"))
+    parser.add_argument("--only", choices=("sandbox", "turns", "tools", "search"))
     parser.add_argument("--runs", type=int, default=200)
+    parser.add_argument("--passages", type=int, default=1_000_000)
     given = parser.parse_args(argv)
     parts = {"sandbox": lambda: sandbox(given.runs), "turns": lambda: turns(given.runs), "tools": tools}
+    parts["search"] = lambda: search(given.passages, given.runs)
     load = os.getloadavg()[0]
     texts = [part().markdown() for name, part in parts.items() if given.only in (None, name)]
     print("\n\n".join(texts))

@@ -1,0 +1,161 @@
+"""The search tool against a real HTTP retriever: batches, bad answers, and a retriever that is killed in the middle."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl.agent_loop.tools import Answer, Toolbox, load_tools
+from verl.chat.parsing import ToolCall
+from verl.tools.search_tool import told
+
+RETRIEVER = """
+import json, sys, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+asked = []
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        queries, topk = body["queries"], body["topk"]
+        asked.append(len(queries))
+        assert body["return_scores"] is True
+        if "slow" in queries:
+            time.sleep(60)
+        text = lambda q, k: f'"About {q}"\\nPassage {k} on {q}.'
+        row = lambda q: [{"document": {"contents": text(q, k)}, "score": 1 / k} for k in range(1, topk + 1)]
+        result = [row(q) if q != "stats" else [{"contents": f"stats\\n{json.dumps(asked)}"}] for q in queries]
+        said = json.dumps({"result": result[1:] if "short" in queries else result})
+        said = {"garbage": "<html>", "none": "{}", "null": '{"result": null}'}.get(queries[0], said).encode()
+        self.send_response(500 if "broken" in queries else 200)
+        self.send_header("Content-Length", str(len(said)))
+        self.end_headers()
+        self.wfile.write(said)
+
+    def log_message(self, *args):
+        pass
+
+ThreadingHTTPServer.request_queue_size = 128
+ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+class Retriever:
+    """A process that can be killed, and started again at its port."""
+
+    def __init__(self, folder: Path) -> None:
+        self.script = folder / "retriever.py"
+        self.script.write_text(RETRIEVER)
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            self.port = s.getsockname()[1]
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen([sys.executable, str(self.script), str(self.port)])
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                return socket.create_connection(("127.0.0.1", self.port), 1).close()
+            except OSError:
+                assert time.monotonic() < deadline and self.process.poll() is None, "no retriever within 30 s"
+                time.sleep(0.02)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+
+
+@pytest.fixture
+def retriever(tmp_path: Path) -> Any:
+    made = Retriever(tmp_path)
+    yield made
+    made.kill()
+
+
+def tool_of(folder: Path, port: int, **config: Any) -> Any:
+    """Of verl's own YAML for it, as its examples have it."""
+    given = {"retrieval_service_url": f"http://127.0.0.1:{port}/retrieve", "num_workers": 8, "rate_limit": 120} | config
+    lines = "\n".join(f"    {key}: {value}" for key, value in {**given, "type": "native"}.items())
+    (folder / "search.yaml").write_text(
+        f"tools:\n- class_name: verl.tools.search_tool.SearchTool\n  config:\n{lines}\n"
+    )
+    (tool,) = load_tools([str(folder / "search.yaml")]).values()
+    return tool
+
+
+async def ask(tool: Any, *queries: str, timeout_s: float = 20.0) -> Answer:
+    box = Toolbox({tool.name: tool}, {}, timeout_s)
+    answer = await box.call(ToolCall("search", {"query_list": list(queries)}))
+    assert await box.close() == []
+    return answer
+
+
+def test_calls_of_many_trajectories_are_few_requests_and_each_gets_its_own(tmp_path, retriever):
+    tool = tool_of(tmp_path, retriever.port, topk=2)
+
+    async def play() -> tuple[list[Answer], Answer]:
+        together = await asyncio.gather(*(ask(tool, f"q{k}", f"r{k}") for k in range(30)))
+        return together, await ask(tool, "stats")
+
+    answers, stats = asyncio.run(play())
+    for k, answer in enumerate(answers):
+        one, two = answer.text.split("\n---\n")
+        assert (
+            one == f'Doc 1 (Title: "About q{k}")\nPassage 1 on q{k}.\n\nDoc 2 (Title: "About q{k}")\nPassage 2 on q{k}.'
+        )
+        assert two == one.replace(f"q{k}", f"r{k}")
+    asked = [int(n) for n in stats.text.partition("\n")[2].strip("[]").split(",")]
+    assert sum(asked) == 61 and len(asked) <= 4, "thirty calls came at one moment"
+
+
+def test_whatever_the_retriever_does_is_an_answer(tmp_path, retriever):
+    tool = tool_of(tmp_path, retriever.port, timeout=1)
+    wrong = {"garbage": "JSONDecodeError", "none": "KeyError", "null": "TypeError", "broken": "HTTP Error 500"}
+    wrong |= {"short": "0 results for 1 queries", "slow": "timed out"}
+    for query, said in wrong.items():
+        answer = asyncio.run(ask(tool, query))
+        assert answer.error == "exception" and said in answer.text and "the retriever gave" in answer.text, query
+    assert asyncio.run(ask(tool)).text.startswith("Error: search failed: ValueError: query_list is empty")
+    assert asyncio.run(ask(tool, "a")).error == "" and told([]) == "(nothing found)"
+
+
+def test_a_trajectory_that_gives_up_takes_nobody_with_it(tmp_path, retriever):
+    tool = tool_of(tmp_path, retriever.port, window_ms=200)
+
+    async def play() -> list[Answer]:
+        return await asyncio.gather(ask(tool, "a", timeout_s=0.05), ask(tool, "b"))
+
+    late, fine = asyncio.run(play())
+    assert late.error == "timeout" and fine.error == "" and "Passage 1 on b" in fine.text and "on a" not in fine.text
+
+
+def test_a_killed_retriever_costs_calls_and_one_that_comes_back_is_used(tmp_path, retriever):
+    tool = tool_of(tmp_path, retriever.port, timeout=30)
+
+    async def play() -> list[Answer]:
+        under_way = [asyncio.create_task(ask(tool, "slow")), asyncio.create_task(ask(tool, "too"))]
+        await asyncio.sleep(0.5)
+        retriever.kill()
+        ended = await asyncio.wait_for(asyncio.gather(*under_way), 10)
+        ended += [await ask(tool, f"while it is away {k}") for k in range(3)]
+        retriever.start()
+        return [*ended, await ask(tool, "again")]
+
+    *lost, last = asyncio.run(play())
+    assert [a.error for a in lost] == ["exception"] * 5 and all("the retriever gave no result" in a.text for a in lost)
+    assert last.error == "" and "Passage 1 on again." in last.text
+
+
+def test_a_tool_without_a_retriever_is_refused(tmp_path):
+    for config in ({"retrieval_service_url": "localhost:8000"}, {"topk": 0}, {"timeout": 0}):
+        with pytest.raises(ValueError, match="search: "):
+            tool_of(tmp_path, 1, **config)
