@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 from small_runs import launch, metrics_of, same_tensors, saved, summary, tensors_of, trained, wait_for
-from verl.agent_loop.parsing import ToolCall
 
 from verl import quickstart
 from verl.agent_loop.tools import Toolbox, load_tools
+from verl.chat.parsing import ToolCall
 from verl.config.load import load_config
 from verl.driver.launch import run_rl, run_supervised
 from verl.recipes import tool_arithmetic
