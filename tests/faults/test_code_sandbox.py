@@ -275,7 +275,7 @@ def test_the_code_tool_keeps_a_session_per_trajectory(tmp_path):
         assert (await a.call(call("x * 2"))).text == "40"
         assert "more than 2 s" in (said := (await a.call(call("while True: pass"))).text) and "gone" in said
         assert (await a.call(call("y = 1"))).text == "(no output)"
-        tools["code_interpreter"].instance._sandbox.connect = lambda: (_ for _ in ()).throw(SandboxGone("gone"))
+        tools["code_interpreter"].held.instance._sandbox.connect = lambda: (_ for _ in ()).throw(SandboxGone("gone"))
         with pytest.raises(ToolBroken):
             await Toolbox(tools, {}, 30.0).call(call("1"))
         assert await a.close() == [] and await b.close() == []

@@ -356,7 +356,7 @@ def test_verls_tool_classes_and_their_yaml(tmp_path, monkeypatch):
     assert "\n16\n" in first and "\n19\n" in second
     assert out[-1].extra_fields == {"tool_rewards": [0.25, 0.25], "rollout_reward_scores": {"count": 19.0}}
     assert out[-1].reward_score is None, "what tools say is told to the reward function, and is no reward by itself"
-    assert tool.instance.log == [("create", 10), ("release", 19)]
+    assert tool.held.instance.log == [("create", 10), ("release", 19)]
 
 
 # -- what is refused before anything runs ------------------------------------------------------------------------------

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from verl.agent_loop.base import AgentLoopBase, AgentLoopFactory, ServerManager
+from verl.agent_loop.mcp import McpServer, tools_hash
 from verl.agent_loop.sections import AgentConfig
 from verl.agent_loop.single_turn import SingleTurnLoop
 from verl.agent_loop.tool_agent import ToolAgentLoop, ToolKit
@@ -31,6 +32,12 @@ class Loops:
     tools: Mapping[str, Tool]
     make: AgentLoopFactory
     notes: tuple[str, ...] = ()
+    contents: Mapping[str, str] = field(default_factory=dict)  # what of them defines the run, by key
+
+    def close(self) -> None:
+        """End the servers that are behind tools."""
+        for server in {tool.held for tool in self.tools.values() if isinstance(tool.held, McpServer)}:
+            server.close()
 
 
 def load_loops(config: Any, tokenizer: Any, eos_ids: tuple[int, ...]) -> Loops:
@@ -59,7 +66,9 @@ def load_loops(config: Any, tokenizer: Any, eos_ids: tuple[int, ...]) -> Loops:
 
     names = (SINGLE, *((TOOL,) if tools else ()), *((default,) if own else ()))
     players = Players(default, names, tuple(dict(tool.schema) for tool in tools.values()))
-    return Loops(players=players, tools=tools, make=make, notes=notes)
+    contents = {"agent.tools": listed} if (listed := tools_hash(tools)) else {}
+    notes += (f"agent: the tools of MCP servers are those of now ({listed[:12]})",) if listed else ()
+    return Loops(players=players, tools=tools, make=make, notes=notes, contents=contents)
 
 
 def _own_loop(text: str) -> type[AgentLoopBase]:

@@ -13,7 +13,8 @@ class AgentConfig:
     """single_turn · tool_agent · `FILE.py:Class` or `module:Class`, a loop of your own. A row's `agent_name` may name
     another one of these three."""
     tools: list[str] = field(default_factory=list)
-    """`FILE.py` or `module` (its functions under @function_tool), one of them as `FILE.py:name`, verl's tool YAML."""
+    """`FILE.py` or `module` (its functions under @function_tool), one of them as `FILE.py:name`, verl's tool YAML, MCP
+    servers as `FILE.json` (`mcpServers`)."""
     format: str = "auto"  # How the model writes a call: a name of chat/parsing.py. auto: by its chat template.
     max_turns: PositiveInt | None = None  # Calls of the model in one trajectory. Null: as many as its tokens allow.
     max_tool_calls: PositiveInt | None = None  # Of one trajectory.

@@ -175,7 +175,8 @@ class ToolAgentLoop(AgentLoopBase):
     async def _call(self, play: Play, call: ToolCall) -> Answer:
         entry = self.server_manager.begin("tool", name=call.name[:80])
         answer = await play.box.call(call)
-        self.server_manager.end(entry, error=answer.error, queue_s=answer.queue_s, characters=len(answer.text))
+        note = {"note": answer.note} if answer.note else {}
+        self.server_manager.end(entry, error=answer.error, queue_s=answer.queue_s, characters=len(answer.text), **note)
         return answer
 
     def _over(self, play: Play, turn: Turn, answers: Sequence[Answer]) -> bool:

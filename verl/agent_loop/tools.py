@@ -1,4 +1,4 @@
-"""Tools: Python functions with hints, and verl's BaseTool classes with their YAML, behind one `Tool`.
+"""Tools: Python functions with hints, verl's BaseTool classes with their YAML, MCP servers, behind one `Tool`.
 
 A call has a deadline and waits for one of the tool's places; whatever a tool does (raises, hangs, returns something
 odd, calls sys.exit) is an answer to the model. Functions that are not async run in threads, never on the event loop.
@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import Any
+from typing import Any, Protocol
 from uuid import uuid4
 
 from verl.chat.parsing import ToolCall, wrong_arguments
@@ -30,23 +30,53 @@ from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 @dataclass(frozen=True, slots=True)
 class Answer:
     """What the model is told of a call. error: it failed, or was a wrong one, in a word · reward: of this
-    call · queue_s: it waited for one of the tool's places."""
+    call · queue_s: it waited for one of the tool's places · note: for the events."""
 
     text: str
     error: str = ""
     reward: float | None = None
     queue_s: float = 0.0
+    note: str = ""
+
+
+class Held(Protocol):
+    """What tools have a state of for each trajectory that calls them. given: of the row's `tools_kwargs`."""
+
+    async def open(self, given: Mapping[str, Any]) -> Any: ...
+    async def call(self, state: Any, tool: str, arguments: dict[str, Any], given: Mapping[str, Any]) -> Any: ...
+    async def score(self, state: Any, given: Mapping[str, Any]) -> float | None: ...
+    async def release(self, state: Any, given: Mapping[str, Any]) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeldTool:
+    """verl's class: its state is under an id."""
+
+    instance: BaseTool
+
+    async def open(self, given: Mapping[str, Any]) -> str:
+        made: Any = await self.instance.create(uuid4().hex, **given)
+        return str(made[0] if isinstance(made, tuple) else made)
+
+    async def call(self, state: str, tool: str, arguments: dict[str, Any], given: Mapping[str, Any]) -> Any:
+        return await self.instance.execute(state, arguments, **given)
+
+    async def score(self, state: str, given: Mapping[str, Any]) -> float | None:
+        return await self.instance.calc_reward(state, **given)
+
+    async def release(self, state: str, given: Mapping[str, Any]) -> None:
+        await self.instance.release(state, **given)
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """One tool of the run. schema: what templates show · `function` or `instance`: what it is."""
+    """One tool of the run. schema: what templates show · `function` or `held`: what it is."""
 
     name: str
     schema: Mapping[str, Any]
     limits: ToolLimits
     function: Callable[..., Any] | None = None
-    instance: BaseTool | None = None
+    held: Held | None = None
     places: asyncio.Semaphore = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -66,7 +96,8 @@ class Toolbox:
     kwargs: Mapping[str, Any]
     timeout_s: float
     rewards: list[float] = field(default_factory=list)  # of the calls that gave one
-    _open: dict[str, str] = field(default_factory=dict)  # name -> instance id
+    _open: dict[Held, tuple[str, Any]] = field(default_factory=dict)  # -> the tool that was called first, its state
+    _opening: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def call(self, call: ToolCall) -> Answer:
         """Never raises for what a tool does, except ToolBroken."""
@@ -99,13 +130,12 @@ class Toolbox:
             return _failed("exception", f"{tool.name} failed: {type(e).__name__}: {one_line(e)}")
 
     async def _run(self, tool: Tool, arguments: dict[str, Any]) -> Any:
-        given = self.kwargs.get(tool.name) or {}
-        more = given.get("execute_kwargs") or {}
-        if tool.instance is not None:
-            if tool.name not in self._open:
-                made = await tool.instance.create(uuid4().hex, **(given.get("create_kwargs") or {}))
-                self._open[tool.name] = made[0] if isinstance(made, tuple) else made
-            return await tool.instance.execute(self._open[tool.name], arguments, **more)
+        more = self._given(tool.name, "execute_kwargs")
+        if tool.held is not None:
+            async with self._opening:  # calls of one turn run together
+                if tool.held not in self._open:
+                    self._open[tool.held] = tool.name, await tool.held.open(self._given(tool.name, "create_kwargs"))
+            return await tool.held.call(self._open[tool.held][1], tool.name, arguments, more)
         assert tool.function is not None
         called = functools.partial(tool.function, **arguments, **more)
         if inspect.iscoroutinefunction(tool.function):
@@ -115,28 +145,24 @@ class Toolbox:
     async def scores(self) -> dict[str, float]:
         """What the tools that were called say of the trajectory at its end (verl's `calc_reward`)."""
         found: dict[str, float] = {}
-        for name, instance_id in self._open.items():
-            given = (self.kwargs.get(name) or {}).get("calc_reward_kwargs") or {}
-            score = await self._ended(self._instance(name).calc_reward(instance_id, **given))
+        for held, (name, state) in self._open.items():
+            score = await self._ended(held.score(state, self._given(name, "calc_reward_kwargs")))
             found |= {} if score is None else {name: float(score)}
         return found
 
     async def close(self) -> list[str]:
         """Every tool that was opened is released, whatever the others do -> what went wrong."""
         wrong = []
-        for name, instance_id in list(self._open.items()):
-            given = (self.kwargs.get(name) or {}).get("release_kwargs") or {}
-            del self._open[name]
+        for held, (name, state) in list(self._open.items()):
+            del self._open[held]
             try:
-                await self._ended(self._instance(name).release(instance_id, **given))
+                await self._ended(held.release(state, self._given(name, "release_kwargs")))
             except (Exception, SystemExit) as e:  # user code; the trajectory is over
                 wrong.append(f"{name}: {type(e).__name__}: {one_line(e)}")
         return wrong
 
-    def _instance(self, name: str) -> BaseTool:
-        found = self.tools[name].instance
-        assert found is not None, name
-        return found
+    def _given(self, name: str, part: str) -> Mapping[str, Any]:
+        return (self.kwargs.get(name) or {}).get(part) or {}
 
     async def _ended(self, call: Awaitable[Any]) -> Any:
         async with asyncio.timeout(self.timeout_s):
@@ -175,6 +201,8 @@ def _failed(kind: str, text: str) -> Answer:
 def answer_of(value: Any) -> Answer:
     """What a tool returned: text, a dict, a ToolResponse, None, or one of them with a reward and metrics."""
     reward = None
+    if isinstance(value, Answer):
+        return value
     if isinstance(value, tuple):
         value, reward = value[0], value[1] if len(value) > 1 else None
     if isinstance(value, ToolResponse):
@@ -195,7 +223,7 @@ def load_tools(entries: Sequence[str]) -> Mapping[str, Tool]:
     """The tools of `agent.tools` by name; ValueError for what cannot be loaded, and for two of one name."""
     found: dict[str, Tool] = {}
     for entry in entries:
-        tools = _of_yaml(entry) if entry.endswith((".yaml", ".yml")) else _of_module(entry)
+        tools = _of_entry(entry)
         if not tools:
             raise ValueError(f"agent.tools={entry}: no function there is under @function_tool. Fix: {entry}:NAME")
         for tool in tools:
@@ -203,6 +231,14 @@ def load_tools(entries: Sequence[str]) -> Mapping[str, Tool]:
                 raise ValueError(f"agent.tools={entry}: two tools are called {tool.name!r}: rename one of them")
             found[tool.name] = tool
     return MappingProxyType(found)
+
+
+def _of_entry(entry: str) -> list[Tool]:
+    if entry.endswith(".json"):
+        from verl.agent_loop.mcp import tools_of_servers
+
+        return tools_of_servers(entry)
+    return _of_yaml(entry) if entry.endswith((".yaml", ".yml")) else _of_module(entry)
 
 
 def load_user_module(text: str, key: str) -> ModuleType:
@@ -265,9 +301,11 @@ def _of_row(row: Mapping[str, Any], entry: str) -> Tool:
         raise ValueError(f"agent.tools={entry}: class_name={row['class_name']} is no verl.tools.base_tool.BaseTool")
     config = dict(row.get("config") or {})
     if (kind := config.get("type", "native")) != "native":
-        raise ValueError(f"agent.tools={entry}: type={kind}: only native tools are played here")
+        raise ValueError(
+            f"agent.tools={entry}: type={kind}: only native tools are played here; MCP servers: agent.tools=[FILE.json]"
+        )
     schema = row.get("tool_schema")
     made = found(config, OpenAIFunctionToolSchema.model_validate(schema) if schema else None)
     limits = {key: config[key] for key in ("timeout_s", "concurrency", "retries", "stop") if key in config}
     plain = dict(schema) if schema else made.tool_schema.model_dump()
-    return Tool(made.name, plain, ToolLimits(**limits), instance=made)
+    return Tool(made.name, plain, ToolLimits(**limits), held=HeldTool(made))

@@ -81,9 +81,10 @@ async def assemble(
     tokenizer = load_tokenizer_of(config)
     require_an_end(config, tokenizer)
     loops = load_loops(config, tokenizer, eos_ids(config, tokenizer))
-    tasks, eval_tasks = tasks_of(config, tokenizer, loops.players)
-    claimed = open_run_dir(resolved, command)
     with contextlib.ExitStack() as refused:  # whoever refused the start may be asked again in this process
+        refused.callback(loops.close)
+        tasks, eval_tasks = tasks_of(config, tokenizer, loops.players)
+        claimed = open_run_dir(resolved, command, loops.contents)
         refused.callback(claimed.lock.close)
         data, progress = (tokenizer, loops, tasks, eval_tasks), progress or LiveProgress()
         run = await _run_of(resolved, claimed, algorithm, data, progress, on_step, refused)
@@ -150,6 +151,7 @@ async def _run_of(
         stop=checkpointer.stop,
         lock=claimed.lock,
         close_reward=reward.close,
+        close_tools=loops.close,
         reward_metrics=lambda: pool_metrics(pool.take_load()) if pool else {},
         first_index=claimed.state.step if claimed.state else 0,
     )

@@ -48,6 +48,7 @@ class Run:
     stop: StopRequest
     lock: IO[str]
     close_reward: Callable[[], Awaitable[None]]
+    close_tools: Callable[[], None]
     reward_metrics: Callable[[], Metrics]
     first_index: int = 0
     _step: Step | None = None
@@ -204,6 +205,7 @@ class Run:
             await self.publisher.close()
             await self.rollout.close()
             await self.close_reward()
+            self.close_tools()
             self.learner.close(0.0 if self.stop.abandoned else max(1.0, until_s - time.monotonic()))
         finally:
             self.reporter.close()

@@ -57,9 +57,12 @@ class RunDir:
         }
 
 
-def open_run_dir(resolved: Resolved, command: str) -> RunDir:
-    """Claim the run directory and find what to resume from. A start that is refused leaves an earlier run as it was."""
+def open_run_dir(resolved: Resolved, command: str, contents: Mapping[str, str] | None = None) -> RunDir:
+    """Claim the run directory and find what to resume from. A start that is refused leaves an earlier run as it was.
+    contents: what else than its files is behind a key."""
     config, identity = resolved.config, identity_of(resolved, command)
+    for key, more in (contents or {}).items():
+        identity.contents[key] = f"{identity.contents.get(key, '')}\n{more}"
     run_dir = Path(config.run.root_dir) / config.run.name
     run_dir.mkdir(parents=True, exist_ok=True)
     lock = _lock(run_dir)
