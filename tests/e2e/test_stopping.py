@@ -6,14 +6,16 @@ import pty
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from small_runs import metrics_of, same_tensors, small_args, small_run, tensors_of
-from test_resume import TESTS, assert_equal_runs, wait_for
+from small_runs import metrics_of, same_tensors, small_args, small_run, tensors_of, wait_for
+from test_resume import assert_equal_runs
 
 from verl.cli import main
 from verl.track.events import read_events
 
+TESTS = Path(__file__).parents[1]
 HANGS = """
 import pathlib, time
 from reward_length import compute_score as plain

@@ -4,6 +4,7 @@ die."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -26,7 +27,7 @@ pytest.importorskip("mcp", reason="the package mcp is not installed (the extra m
 pytestmark = pytest.mark.timeout(120)
 
 SERVER = '''
-import os, subprocess, sys
+import os, subprocess, sys, time
 from pathlib import Path
 from mcp.server.mcpserver import MCPServer
 
@@ -52,6 +53,11 @@ def fail() -> str:
 def die() -> str:
     """Ends the server in the middle of a call."""
     os._exit(3)
+
+@server.tool()
+async def hang() -> str:
+    """Stops everything."""
+    time.sleep(600)
 
 @server.tool()
 def child() -> str:
@@ -102,7 +108,7 @@ def gone(pid: int, within_s: float = 5.0) -> bool:
 
 def test_one_session_serves_all_until_it_dies_and_then_another(tmp_path):
     tools = load_tools(given(tmp_path, s=stdio(tmp_path, concurrency=3)))
-    assert list(tools) == ["add", "bump", "fail", "die", "child"] and tools["add"].limits.concurrency == 3
+    assert list(tools) == ["add", "bump", "fail", "die", "hang", "child"] and tools["add"].limits.concurrency == 3
     assert tools["add"].parameters["required"] == ["a", "b"]
     server, listed = server_of(tools), tools_hash(tools)
 
@@ -130,6 +136,26 @@ def test_one_session_serves_all_until_it_dies_and_then_another(tmp_path):
     pid = asyncio.run(body())
     server.close()
     assert gone(pid), "the servers of a run end with it"
+
+
+def test_a_server_that_hangs_is_begun_anew(tmp_path):
+    """Else every later call would be one more that gave no answer, to the end of the run."""
+    tools = load_tools(given(tmp_path, s=stdio(tmp_path, timeout_s=2)))
+
+    async def body() -> None:
+        box = box_of(tools)
+        before = (await say(box, "bump"))["pid"]
+        assert (await say(box, "hang")).error == "timeout"
+        until_s, after = time.monotonic() + 60, before
+        while after == before:
+            assert time.monotonic() < until_s
+            with contextlib.suppress(ToolBroken, TypeError):
+                after = (await say(box, "bump"))["pid"]
+        assert gone(before, 20)
+        await box.close()
+
+    asyncio.run(body())
+    server_of(tools).close()
 
 
 def test_a_stateful_server_has_a_session_for_each_trajectory(tmp_path):

@@ -22,7 +22,7 @@ from verl.model_engine.hf_model import load_causal_lm
 from verl.model_engine.torch_engine import TorchEngine
 from verl.models import tiny
 from verl.recipes import arithmetic
-from verl.types import Refs, Segment, Task, ref_of, taught
+from verl.types import Metric, Refs, Segment, Task, ref_of, taught
 from verl.workers.compute import columns_of
 from verl.workers.group import WorkerDied
 from verl.workers.role import informed
@@ -312,6 +312,10 @@ def test_the_reward_counts_where_the_teacher_agrees():
     assert (only["advantages"] - likes).tolist() == pytest.approx([2 * a, 0, 0, -2 * a], rel=1e-5)
     assert plain["teacher/agrees"].value == only["teacher/agrees"].value == 0.5
     assert "teacher/agrees" not in adv.opd(columns)
+    second = replace(columns, sequence={**columns.sequence, "taught": torch.tensor([True, False])})
+    untaught = adv.opd(second, reward_coef=2.0, agree_only=True)
+    assert untaught["advantages"].tolist() == pytest.approx([0.5 + 2 * a, -0.25, -2 * a, -2 * a], rel=1e-5)
+    assert untaught["teacher/agrees"] == Metric(1.0, 2.0, "token"), "where nobody taught, nobody disagrees"
 
 
 # -- the average of the policy -----------------------------------------------------------------------------------------

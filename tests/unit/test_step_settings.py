@@ -13,7 +13,7 @@ from verl.driver.models import ModelContext, trained
 from verl.driver.roles import Controllers
 from verl.driver.step import Step, _advantages
 from verl.transfer_queue.memory import MemoryQueue
-from verl.types import Refs
+from verl.types import Ref, Refs
 
 
 def config_of(tiny_model, *given):
@@ -55,10 +55,15 @@ async def _awaited(call, what):
     return await call
 
 
+NUMBERS = {"prompt_tokens": 2, "total_tokens": 4, "loss_tokens": 2, "version_min": 0, "version_max": 0, "reward": 1.0}
+ROW = Ref(sample_id="s", trajectory_id="t", group_id="g", purpose="train", **NUMBERS)
+ONE = Refs([ROW])
+
+
 def columns_asked(name, **given):
     learner = SimpleNamespace(compute=Recorded(), controllers=Controllers(0.0), done=_awaited)
     step = Step(0)
-    written = asyncio.run(_advantages(learner, step, resolve(name, given), Refs()))  # type: ignore[arg-type]
+    written = asyncio.run(_advantages(learner, step, resolve(name, given), ONE))  # type: ignore[arg-type]
     return learner.compute.calls, written
 
 

@@ -85,6 +85,7 @@ SINGLE = [
     ("clip_fraction", {"actor/pg_clipfrac": 0.7}, "70% of the tokens are clipped"),
     ("kl_explosion", {"actor/kl_loss": 2.5}, "KL to the reference is 2.5"),
     ("teacher_coverage", {"actor/teacher_coverage": 0.8}, "hold 80% of its probability"),
+    ("teacher_silent", {"teacher/untaught": 1.0}, "no attempt of this step came with feedback"),
     ("teacher_invalid", {"teacher/invalid": 0.1}, "for 10.0% of the samples"),
     ("tool_errors", {"agent/tool_error_share": 0.6}, "60% of the calls of tools fail"),
     ("malformed_calls", {"agent/malformed_share": 0.4}, "40% of the calls cannot be read"),

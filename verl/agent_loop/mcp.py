@@ -33,7 +33,10 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 4.0  # between two attempts to reach a ser
 CLOSE_S = 8.0  # for sessions to end: the package waits for the server, then kills it
 LIMITS = ("timeout_s", "concurrency", "retries", "stop")
 KEYS = ("command", "args", "env", "cwd", "url", "headers", "type", "stateful", "tools", *LIMITS)
-TERMINATED = "Session terminated"  # what the package says where an HTTP server has begun anew
+LOST = ("Connection closed", "Session terminated", "No valid session ID", "Server returned an error response")
+"""What the package says where a server has ended, has begun anew, or is down behind a gateway."""
+CUT_OFF = "SSE stream ended"  # it says where one answer ended too early
+PING_S = 3.0  # for a server to say that it lives, after a call that it did not answer
 T = TypeVar("T")
 
 
@@ -72,6 +75,7 @@ class McpServer:
     _said: TextIO = field(default_factory=_unnamed_file, repr=False)
     _garbage: str = ""
     _tasks: dict[asyncio.Task[None], Any] = field(default_factory=dict, repr=False)  # and what cancels them
+    _pings: set[asyncio.Task[None]] = field(default_factory=set, repr=False)
     close: Any = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -113,7 +117,6 @@ class McpServer:
 
     async def _call(self, state: Session | None, tool: str, arguments: dict[str, Any]) -> Answer:
         from mcp import MCPError
-        from mcp_types import CONNECTION_CLOSED
 
         session = state or await self._ready()
         if session.over.is_set():
@@ -126,10 +129,17 @@ class McpServer:
                 raise Unreachable("it went away during the call")
             return _answer(call.result(), self._news())
         except MCPError as e:
-            if e.code != CONNECTION_CLOSED and str(e) != TERMINATED:
+            if str(e).startswith(CUT_OFF):
+                raise Unreachable("its answer was cut off") from e
+            if not str(e).startswith(LOST):
                 return Answer(f"Error: {one_line(e)}", error="exception", note=self._news())
             session.over.set()
-            raise Unreachable("it went away during the call") from e
+            raise Unreachable(f"it went away during the call ({one_line(e)})") from e
+        except asyncio.CancelledError:  # it did not answer in time: does it answer anything?
+            task = self._loop.create_task(_pinged(session))
+            self._pings.add(task)
+            task.add_done_callback(self._pings.discard)
+            raise
         except (OSError, RuntimeError, ValueError) as e:  # an answer that breaks its own schema, a broken pipe
             return Answer(f"Error: {type(e).__name__}: {one_line(e)}", error="exception", note=self._news())
         finally:
@@ -231,6 +241,15 @@ class McpServer:
         tail = " ".join(self._said.read()[-4000:].split())[-300:]
         garbage = f"; no message of the protocol: {self._garbage}" if self._garbage else ""
         return garbage + (f"; it said: {tail}" if tail else "")
+
+
+async def _pinged(session: Session) -> None:
+    """A server that hangs is asked for again, as one that has ended is."""
+    asked = asyncio.ensure_future(_tools_of(session.client))
+    asked.add_done_callback(lambda told: told.cancelled() or told.exception())  # an error is an answer, too
+    await asyncio.wait({asked}, timeout=PING_S)
+    if not asked.done():
+        session.over.set()
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
@@ -342,6 +361,11 @@ def _tools(server: McpServer, where: str) -> list[Tool]:
     limits = ToolLimits(**{key: server.entry[key] for key in LIMITS if key in server.entry})
     kept = [t for t in server.listed if wanted is None or t["name"] in wanted]
     return [Tool(t["name"], {"type": "function", "function": dict(t)}, limits, held=server) for t in kept]
+
+
+def close_servers(tools: Mapping[str, Tool]) -> None:
+    for server in {tool.held for tool in tools.values() if isinstance(tool.held, McpServer)}:
+        server.close()
 
 
 def tools_hash(tools: Mapping[str, Tool]) -> str:

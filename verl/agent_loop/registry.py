@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.agent_loop.base import AgentLoopBase, AgentLoopFactory, ServerManager
-from verl.agent_loop.mcp import McpServer, tools_hash
+from verl.agent_loop.mcp import close_servers, tools_hash
 from verl.agent_loop.sections import AgentConfig
 from verl.agent_loop.single_turn import SingleTurnLoop
 from verl.agent_loop.tool_agent import ToolAgentLoop, ToolKit
@@ -36,8 +36,7 @@ class Loops:
 
     def close(self) -> None:
         """End the servers that are behind tools."""
-        for server in {tool.held for tool in self.tools.values() if isinstance(tool.held, McpServer)}:
-            server.close()
+        close_servers(self.tools)
 
 
 def load_loops(config: Any, tokenizer: Any, eos_ids: tuple[int, ...]) -> Loops:
@@ -52,7 +51,11 @@ def load_loops(config: Any, tokenizer: Any, eos_ids: tuple[int, ...]) -> Loops:
     kit: ToolKit | None = None
     notes: tuple[str, ...] = ()
     if tools:
-        kit, notes = _kit(agent, tokenizer, config.model.template_kwargs, tools, eos_ids)
+        try:
+            kit, notes = _kit(agent, tokenizer, config.model.template_kwargs, tools, eos_ids)
+        except ValueError:
+            close_servers(tools)
+            raise
 
     def make(manager: ServerManager, task: Task) -> AgentLoopBase:
         name = task.agent or default

@@ -240,8 +240,8 @@ def opd(
     made: dict[str, Tensor | Metric] = {}
     if reward_coef:
         rewarded = grpo(columns)["advantages"]
-        agree, judged = rewarded * likes > 0, usable & (rewarded != 0)
-        total = total + reward_coef * (torch.where(agree, rewarded, 0.0) if agree_only else rewarded)
+        agree, judged = rewarded * likes > 0, usable & taught & (rewarded != 0)
+        total = total + reward_coef * (torch.where(agree | ~taught, rewarded, 0.0) if agree_only else rewarded)
         made["teacher/agrees"] = Metric(float((agree & judged).sum()), float(judged.sum()), "token")
     heard = replace(columns, mask=columns.mask & taught)
     return {"advantages": torch.where(usable, total, 0.0), **_of_teachers(heard, likes, usable & taught), **made}

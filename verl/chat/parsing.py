@@ -7,7 +7,9 @@ be accounted for (`body`), and every marker has to open or close one.
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -103,8 +105,10 @@ def _python_calls(text: str) -> list[dict[str, Any]]:
             found = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, MemoryError) as e:
         raise ValueError(f"no list of calls: {one_line(e)}") from e
-    if not isinstance(found, ast.List):
+    if not isinstance(found, ast.List) or not text.rstrip().endswith("]"):  # a comment is no part of what Python reads
         raise ValueError("no list of calls")
+    if any(token.type == tokenize.COMMENT for token in tokenize.generate_tokens(io.StringIO(text.strip()).readline)):
+        raise ValueError("a comment between calls")
     calls = []
     for call in found.elts:
         if not isinstance(call, ast.Call) or call.args or not all(k.arg for k in call.keywords):

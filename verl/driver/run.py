@@ -205,7 +205,7 @@ class Run:
             await self.publisher.close()
             await self.rollout.close()
             await self.close_reward()
-            self.close_tools()
+            await asyncio.to_thread(self.close_tools)
             self.learner.close(0.0 if self.stop.abandoned else max(1.0, until_s - time.monotonic()))
         finally:
             self.reporter.close()

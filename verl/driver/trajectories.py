@@ -203,7 +203,7 @@ class TrajectoryRunner:
             if output.reward_score is not None:
                 return parse_result(output.reward_score)
             text = self._decode(response.tolist())
-            whole = len(made.segments) == 2 and not made.branches
+            whole = len(turn_ids) == 1 and len(made.segments) == 2 and not made.branches
             turn_texts = [text] if whole else [self._decode(ids) for ids in turn_ids]
         except Exception as e:  # what the loop returned: an object of its own, ids that are none
             return Invalid("exception", f"{type(e).__name__}: {e}")

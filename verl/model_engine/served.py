@@ -150,7 +150,8 @@ class ServedModel:
             except Unanswered as e:
                 said = str(e)
             else:
-                self._keep(key, found)
+                if all(bool(values.isfinite().all()) for values in found.values()):  # else it is asked again
+                    self._keep(key, found)
                 return found
         if not self._told.is_set():
             self._told.set()

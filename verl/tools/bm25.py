@@ -72,8 +72,10 @@ def build(corpus: Path, folder: Path) -> int:
     worth = np.repeat(idf, df) * tf / (tf + (K1 * (1 - B + B * size / size.mean()))[passages])
     made = {"terms": ids[order], "ends": ends, "most": np.maximum.reduceat(worth, ends[:-1]), "passages": passages}
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "corpus.txt").unlink(missing_ok=True)  # until all of it is there, it is no index
     for name, values in (made | {"worth": worth, "lines": np.frombuffer(lines, np.int64)}).items():
-        np.save(folder / f"{name}.npy", values.astype(PARTS[name]))
+        np.save(folder / f"new-{name}.npy", values.astype(PARTS[name]))
+        os.replace(folder / f"new-{name}.npy", folder / f"{name}.npy")  # whoever has mapped the old one keeps it
     (folder / "corpus.txt").write_text(str(corpus.resolve()))
     return len(size)
 
@@ -94,7 +96,7 @@ class Index:
 
     def search(self, query: str, topk: int) -> list[tuple[int, float]]:
         """(passage, score) of the best, best first; of equal ones the earlier passage."""
-        ids = np.array([term_id(word) for word in set(words(query))], np.uint64)
+        ids = np.array([term_id(word) for word in sorted(set(words(query)))], np.uint64)
         at = np.minimum(np.searchsorted(self._terms, ids), len(self._terms) - 1)
         at = at[self._terms[at] == ids]
         at = at[np.argsort(-self._most[at], kind="stable")]

@@ -181,6 +181,7 @@ TABLE = (
     Row("kl_explosion", "actor/kl_loss", lambda s: s.now > 0.5 and s.now > 5 * s.usual),
     Row("teacher_coverage", "actor/teacher_coverage", lambda s: s.now < 0.9),
     Row("teacher_disagrees", "teacher/likes_right", teacher_disagrees),
+    Row("teacher_silent", "teacher/untaught", lambda s: s.now >= 1),
     Row("teacher_invalid", "teacher/invalid", lambda s: s.now > 0.05),
     Row("tool_errors", "agent/tool_error_share", lambda s: s.now > 0.5),
     Row("malformed_calls", "agent/malformed_share", lambda s: s.now > 0.3),
@@ -223,6 +224,8 @@ MESSAGES: Mapping[str, str] = {
     "teacher.top_k, or algorithm.name=gkd",
     "teacher_disagrees": "the teacher likes answers with a low score better than those with a high one, by {gap:.3g} "
     "nats per token over {steps} steps: on these tasks it is no better than the policy",
+    "teacher_silent": "no attempt of this step came with feedback (or all was longer than data.max_prompt_tokens): the "
+    "teacher of teacher.hint_key=attempt.feedback taught nothing",
     "teacher_invalid": "the teacher gave no finite number for {now:.1%} of the samples (limit 5%): none is trained on",
     "tool_errors": "{now:.0%} of the calls of tools fail (limit 50%): wrong arguments, or a tool that is down? "
     "`verl show RUN trajectory=ID` has each",

@@ -46,11 +46,11 @@ class Limit:
     def _look(self) -> None:
         left_s = max(self._since_s, self._moved_s()) + self._timeout_s - self._loop.time()
         self._expired = left_s <= 0
-        self._waits.dump(older_than_s=0 if self._expired else NOTICE_S)
         if self._expired:
             self._task.cancel()
         else:
             self._timer = self._loop.call_later(min(left_s, NOTICE_S), self._look)
+        self._waits.dump(older_than_s=0 if self._expired else NOTICE_S)
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._timer.cancel()
