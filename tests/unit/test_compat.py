@@ -1049,6 +1049,7 @@ def test_a_distillation_that_is_not_here_is_refused_with_those_that_are() -> Non
             [*distilled("k1", True, False), *SECOND, "distillation.teacher_models.gsm8k.key=openai/gsm8k"],
             "gsm8k.key=openai/gsm8k with",
         ),
+        ([*distilled("k1", True, False), *SECOND, f"{TEACHERS}gsm8k.key=math"], "one teacher would be left out"),
         ([*distilled("k1", True, False), f"{ACTOR}policy_loss.loss_mode=gspo"], "leave one of them out"),
         (["model.path=m", "distillation.teacher_key=data_source"], "write teacher.* and algorithm.*"),
     ):

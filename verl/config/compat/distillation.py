@@ -56,14 +56,14 @@ def _teachers(given: Given) -> Result:
     if len(paths) < 2:
         given.ignore("one teacher teaches every row", *_ROWS)
         return dict(zip(["teacher.path"], paths.values()))
-    if len({given.said(row) for row in paths}) < len(paths):
-        fix = "give each a key of its own, which the rows name"
-        raise ValueError(
-            f"{' and '.join(paths)} are equal ({given.said(_ROWS[0])}): one teacher would be left out; {fix}"
-        )
     for row in paths:
         if not re.fullmatch(r"\w+", str(named := given.said(row) or "")):
             why = "here a teacher is named by letters, digits and _, as the rows' column `teacher` or data_source is"
             fix = "name it so in a column `teacher`, and write teacher.paths={NAME: FOLDER, OTHER: FOLDER}"
             raise ValueError(f"{row}={named or 'null'} with {' and '.join(_PATHS)}: {why}; {fix}")
+    if len({given.said(row) for row in paths}) < len(paths):
+        fix = "give each a key of its own, which the rows name"
+        raise ValueError(
+            f"{' and '.join(paths)} are equal ({given.said(_ROWS[0])}): one teacher would be left out; {fix}"
+        )
     return {"teacher.paths": {str(given.said(row)): path for row, path in paths.items()}}
