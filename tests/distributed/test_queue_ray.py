@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import sys
 import time
@@ -87,6 +88,10 @@ def test_a_keeper_that_is_gone_is_one_line(ray_session, queue):
     ray = ray_session
     refs = put(queue, samples(2))
     ray.kill(queue._actor)
+    with contextlib.suppress(ray.exceptions.RayActorError):  # it may still answer a while
+        for _ in range(600):
+            ray.get(queue._actor.__ray_call__.remote(lambda self: None), timeout=60)
+            time.sleep(0.05)
     for call in (lambda: queue.read(refs, ("ids",)), lambda: queue.drop(refs), lambda: put(queue, samples(1, "n"))):
         with pytest.raises(ConnectionError, match="^the process that holds the queue is gone$"):
             call()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any
 
@@ -82,7 +82,9 @@ class Http:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         at = f"{self.url}{path}"
         limit = aiohttp.ClientTimeout(total=timeout_s, connect=min(CONNECT_S, timeout_s))
-        ask = partial(self._pool().request, method, at, json=body, timeout=limit, headers=self._headers)
+        stack = AsyncExitStack()
+        given: dict[str, Any] = {"json": body, "timeout": limit, "headers": self._headers}
+        ask = partial(self._pool().request, method, at, **given)
         until_s = asyncio.get_running_loop().time() + timeout_s
         try:
             try:
@@ -90,6 +92,8 @@ class Http:
             except aiohttp.ServerDisconnectedError:
                 if not again or self._session is None:  # closed meanwhile
                     raise
+                # on a connection of its own: where the machine is busy, a server ends many kept ones at once
+                ask = partial((await stack.enter_async_context(aiohttp.ClientSession())).request, method, at, **given)
                 response = await ask()
             pause_s = ROOM_S
             while again and response.status == FULL and asyncio.get_running_loop().time() + pause_s < until_s:
@@ -106,6 +110,8 @@ class Http:
             raise ServerLate(f"{at}: no answer in {timeout_s:g} s") from e
         except (aiohttp.ClientError, ConnectionError) as e:
             raise ServerGone(f"{at}: {type(e).__name__}: {e}") from e
+        finally:
+            await stack.aclose()
 
     def _pool(self) -> aiohttp.ClientSession:
         loop = asyncio.get_running_loop()
