@@ -97,9 +97,16 @@ async def say(box: Toolbox, name: str, **arguments: Any) -> Any:
     return json.loads(answer.text) if answer.text.startswith("{") else answer
 
 
+def _ended(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 def gone(pid: int, within_s: float = 5.0) -> bool:
     until_s = time.monotonic() + within_s
-    while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+    while not _ended(pid):
         if time.monotonic() > until_s:
             return False
         time.sleep(0.05)
