@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import gc
 import itertools
 import os
@@ -9,6 +11,7 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -53,6 +56,7 @@ def tensor_bytes() -> int:
 def run(world_size: int, fn: Callable[[int], Any], *, timeout_s: float = TIMEOUT_S) -> list[Any]:
     """What fn(rank) returned on each of `world_size` ranks of one gloo group. The first that fails ends all of them,
     and its traceback is the error."""
+    _settle(timeout_s)
     with tempfile.TemporaryDirectory() as folder:
         pids = [_start(rank, world_size, fn, Path(folder), timeout_s) for rank in range(world_size)]
         waiting, failed, end = set(pids), None, time.monotonic() + timeout_s
@@ -63,7 +67,9 @@ def run(world_size: int, fn: Callable[[int], Any], *, timeout_s: float = TIMEOUT
                     waiting.remove(pid)
                     failed = pids.index(pid) if status else None
                 elif time.monotonic() > end:
-                    raise TimeoutError(f"ranks {sorted(pids.index(p) for p in waiting)} are not done in {timeout_s} s")
+                    where = _stacks([p for p in pids if p in waiting], Path(folder))
+                    ranks = sorted(pids.index(p) for p in waiting)
+                    raise TimeoutError(f"ranks {ranks} are not done in {timeout_s} s\n{where}")
                 else:
                     time.sleep(0.005)
         finally:
@@ -76,11 +82,40 @@ def run(world_size: int, fn: Callable[[int], Any], *, timeout_s: float = TIMEOUT
         return [pickle.loads((Path(folder) / f"{rank}.result").read_bytes()) for rank in range(world_size)]
 
 
+def _settle(timeout_s: float) -> None:
+    """Wait until no other thread of this process runs. One that Python has joined may still be ending: MKL then gives
+    back its buffers under locks, and a fork in the midst leaves those locks to the child, whose dgemm waits on."""
+    end = time.monotonic() + timeout_s
+    while running := _running():
+        if time.monotonic() > end:
+            raise TimeoutError(f"threads {running} of this process still run after {timeout_s} s: no moment to fork")
+        time.sleep(0.001)
+
+
+def _running() -> list[int]:
+    found = []
+    for thread in map(int, os.listdir("/proc/self/task")):
+        with contextlib.suppress(OSError):  # it has ended
+            state = Path(f"/proc/self/task/{thread}/stat").read_text().rpartition(")")[2].split()[0]
+            if thread != threading.get_native_id() and state != "S":
+                found.append(thread)
+    return found
+
+
+def _stacks(pids: list[int], folder: Path) -> str:
+    """Where each of these processes stands."""
+    for pid in pids:
+        os.kill(pid, signal.SIGUSR1)
+    time.sleep(1.0)
+    return "\n".join(f"{p.name}:\n{p.read_text()}" for p in sorted(folder.glob("*.stack")))
+
+
 def _start(rank: int, world_size: int, fn: Callable[[int], Any], folder: Path, timeout_s: float) -> int:
     if pid := os.fork():
         return pid
     code = 1
     try:
+        faulthandler.register(signal.SIGUSR1, (folder / f"{rank}.stack").open("w"))
         STORE.append(dist.FileStore(str(folder / "rendezvous"), world_size))
         become(STORE[0], Layout(world_size=world_size), rank, backend="gloo", timeout_s=timeout_s)
         (folder / f"{rank}.result").write_bytes(pickle.dumps(fn(rank)))
