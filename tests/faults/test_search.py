@@ -14,6 +14,7 @@ import pytest
 
 from verl.agent_loop.tools import Answer, Toolbox, load_tools
 from verl.chat.parsing import ToolCall
+from verl.tools import ToolBroken, search_tool
 from verl.tools.search_tool import told
 
 RETRIEVER = """
@@ -138,20 +139,31 @@ def test_a_trajectory_that_gives_up_takes_nobody_with_it(tmp_path, retriever):
     assert late.error == "timeout" and fine.error == "" and "Passage 1 on b" in fine.text and "on a" not in fine.text
 
 
-def test_a_killed_retriever_costs_calls_and_one_that_comes_back_is_used(tmp_path, retriever):
+def test_a_killed_retriever_makes_attempts_invalid_and_one_that_comes_back_is_used(tmp_path, retriever, monkeypatch):
     tool = tool_of(tmp_path, retriever.port, timeout=30)
 
-    async def play() -> list[Answer]:
-        under_way = [asyncio.create_task(ask(tool, "slow")), asyncio.create_task(ask(tool, "too"))]
+    async def back_within_moments() -> list[Answer]:
+        retriever.kill()
+        asked = asyncio.create_task(ask(tool, "while it is away"))
+        await asyncio.sleep(0.3)
+        retriever.start()
+        return [await asked, await ask(tool, "again")]
+
+    answers = asyncio.run(back_within_moments())
+    assert [a.error for a in answers] == ["", ""] and "Passage 1 on while it is away." in answers[0].text
+
+    async def gone() -> list[Any]:
+        asked = [asyncio.create_task(ask(tool, "slow")), asyncio.create_task(ask(tool, "too"))]
         await asyncio.sleep(0.5)
         retriever.kill()
-        ended = await asyncio.wait_for(asyncio.gather(*under_way), 10)
-        ended += [await ask(tool, f"while it is away {k}") for k in range(3)]
+        asked += [asyncio.create_task(ask(tool, f"while it is away {k}")) for k in range(3)]
+        lost = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 20)
         retriever.start()
-        return [*ended, await ask(tool, "again")]
+        return [*lost, await ask(tool, "again")]
 
-    *lost, last = asyncio.run(play())
-    assert [a.error for a in lost] == ["exception"] * 5 and all("the retriever gave no result" in a.text for a in lost)
+    monkeypatch.setattr(search_tool, "RETRY_S", 0.5)
+    *lost, last = asyncio.run(gone())
+    assert len(lost) == 5 and all(isinstance(e, ToolBroken) and "is down" in str(e) for e in lost), lost
     assert last.error == "" and "Passage 1 on again." in last.text
 
 

@@ -6,7 +6,9 @@ Calls of all trajectories that come within a few milliseconds are one request.""
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -16,8 +18,10 @@ from typing import Any
 
 from verl.tools.base_tool import BaseTool
 from verl.tools.bm25 import Index
+from verl.tools.function_tool import ToolBroken
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
+RETRY_S = 5.0  # a request waits so long for a retriever that is down
 SCHEMA = {
     "type": "function",
     "function": {
@@ -93,20 +97,36 @@ class SearchTool(BaseTool):
             at += len(queries)
 
     def _found(self, queries: list[str]) -> list[list[str]]:
-        """The passages of each query. Blocks; RuntimeError for whatever goes wrong with a retriever."""
+        """The passages of each query. Blocks; RuntimeError for a retriever that answers wrongly or late."""
         if (index := self._index) is not None:
             return [[index.passage(number) for number, _ in index.search(query, self._topk)] for query in queries]
         body = json.dumps({"queries": queries, "topk": self._topk, "return_scores": True}).encode()
-        request = urllib.request.Request(self._url, body, {"Content-Type": "application/json"})
         try:
-            with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
-                rows = json.loads(answer.read())["result"]
+            rows = json.loads(self._posted(body))["result"]
             found = [[str(p.get("document", p)["contents"]) for p in row] for row in rows]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
             raise RuntimeError(f"the retriever gave no result: {type(e).__name__}: {e}") from e
         if len(found) != len(queries):
             raise RuntimeError(f"the retriever gave {len(found)} results for {len(queries)} queries")
         return found
+
+    def _posted(self, body: bytes) -> bytes:
+        """What the retriever says. One that is down is asked again for a while; then ToolBroken: no answer of it may
+        be held against the model."""
+        request = urllib.request.Request(self._url, body, {"Content-Type": "application/json"})
+        end_s, pause_s = time.monotonic() + RETRY_S, 0.1
+        while True:
+            try:
+                with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
+                    return bytes(answer.read())
+            except (ConnectionError, urllib.error.URLError, http.client.HTTPException) as e:
+                late = isinstance(e, urllib.error.URLError) and isinstance(e.reason, TimeoutError)
+                if isinstance(e, urllib.error.HTTPError) or late:
+                    raise
+                if time.monotonic() + pause_s > end_s:
+                    raise ToolBroken(f"the retriever at {self._url} is down: {type(e).__name__}: {e}") from e
+            time.sleep(pause_s)
+            pause_s *= 2
 
 
 def told(passages: Sequence[str]) -> str:
