@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import marshal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -231,6 +232,7 @@ class PromptJob(RenderJob):
     def _prompt(self, messages: Messages, task: TaskRow, where: str) -> np.ndarray:
         try:
             refuse_unsupported(messages, self.audit, task.tools)
+            self._refuse_control(task.tools or (), where)
             ids = render_prompt(self.tokenizer, messages, self.template_kwargs, task.tools)
         except RowRefused as exc:
             fix = "Fix: another model.chat_template, or no such part"
@@ -240,6 +242,15 @@ class PromptJob(RenderJob):
         if not len(ids):
             raise ValueError(f"{where}: the chat template renders this prompt to no token at all")
         return ids
+
+    def _refuse_control(self, tools: Sequence[Mapping[str, Any]], where: str) -> None:
+        """A schema may come from a server that others keep: it writes no turn into the prompt."""
+        for tool in tools:
+            if held := sorted(self.special.held(json.dumps(tool, ensure_ascii=False))):
+                raise ValueError(
+                    f"{where}: the schema of tool {tool.get('function', tool).get('name')!r} holds {', '.join(held)}, "
+                    "which would be read as control tokens. Fix: another description, or leave the tool out"
+                )
 
 
 class ConversationJob(RenderJob):
