@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from verl.agent_loop import mcp
 from verl.agent_loop.mcp import McpServer, tools_hash
 from verl.agent_loop.tools import Tool, Toolbox, load_tools
 from verl.chat.parsing import ToolCall
@@ -53,6 +54,12 @@ def fail() -> str:
 def die() -> str:
     """Ends the server in the middle of a call."""
     os._exit(3)
+
+@server.tool()
+def talk() -> str:
+    """Says much to its standard error."""
+    print("x" * 50_000, file=sys.stderr, flush=True)
+    return "said"
 
 @server.tool()
 async def hang() -> str:
@@ -113,9 +120,27 @@ def gone(pid: int, within_s: float = 5.0) -> bool:
     return True
 
 
+def test_what_a_server_logs_is_kept_within_bounds(tmp_path, monkeypatch):
+    monkeypatch.setattr(mcp, "MOST_SAID_BYTES", 100_000)
+    tools = load_tools(given(tmp_path, s=stdio(tmp_path)))
+    server, sizes = server_of(tools), []
+
+    async def body() -> None:
+        box = box_of(tools)
+        for _ in range(8):
+            assert (await say(box, "talk")).text == "said"
+            sizes.append(os.fstat(server._said.fileno()).st_size)
+
+    asyncio.run(body())
+    server.close()
+    assert 100_000 < max(sizes) <= 200_000 and min(sizes[3:]) < 100_000, sizes
+
+
 def test_one_session_serves_all_until_it_dies_and_then_another(tmp_path):
     tools = load_tools(given(tmp_path, s=stdio(tmp_path, concurrency=3)))
-    assert list(tools) == ["add", "bump", "fail", "die", "hang", "child"] and tools["add"].limits.concurrency == 3
+    assert (
+        list(tools) == ["add", "bump", "fail", "die", "talk", "hang", "child"] and tools["add"].limits.concurrency == 3
+    )
     assert tools["add"].parameters["required"] == ["a", "b"]
     server, listed = server_of(tools), tools_hash(tools)
 

@@ -12,6 +12,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
 import sys
 import tempfile
 import threading
@@ -37,6 +38,7 @@ LOST = ("Connection closed", "Session terminated", "No valid session ID", "Serve
 """What the package says where a server has ended, has begun anew, or is down behind a gateway."""
 CUT_OFF = "SSE stream ended"  # it says where one answer ended too early
 PING_S = 3.0  # for a server to say that it lives, after a call that it did not answer
+MOST_SAID_BYTES = 1 << 20  # kept of what a server writes to its standard error
 T = TypeVar("T")
 
 
@@ -45,7 +47,8 @@ class Unreachable(Exception):
 
 
 def _unnamed_file() -> TextIO:
-    return tempfile.TemporaryFile("a+", errors="replace")
+    with tempfile.NamedTemporaryFile() as made:  # opened by its name: only so do writes of others go to its end
+        return open(made.name, "a+", errors="replace")
 
 
 @dataclass(slots=True, eq=False)
@@ -118,6 +121,8 @@ class McpServer:
     async def _call(self, state: Session | None, tool: str, arguments: dict[str, Any]) -> Answer:
         from mcp import MCPError
 
+        if self._said.seek(0, os.SEEK_END) > MOST_SAID_BYTES:  # a server may log for weeks
+            self._said.truncate(0)
         session = state or await self._ready()
         if session.over.is_set():
             raise Unreachable("its session of this trajectory has ended")
