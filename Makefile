@@ -37,7 +37,7 @@ test-distributed: queue-package
 	$(MAKE) --no-print-directory -j 2 --output-sync=target test-ranks test-clusters
 
 test-ranks test-clusters: export GLOO_SOCKET_IFNAME := lo
-test-ranks: setup
+test-ranks: setup nixl-package
 	$(BIN)/python -m pytest -q -m "not cluster" tests/distributed
 
 test-clusters: queue-package
@@ -52,6 +52,11 @@ queue-package: setup
 	@$(BIN)/python -c "import transfer_queue" 2>/dev/null || \
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps TransferQueue==0.1.11 tensordict==0.15.3 \
 		pyvers==0.2.3 pyzmq==27.3.0 prometheus_client==0.26.0 cloudpickle==3.1.2
+
+# NIXL moves weights between hosts. What it asks for is here (torch) or for devices that are not.
+nixl-package: setup
+	@$(BIN)/python -c "import nixl" 2>/dev/null || \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps nixl==1.5.1 nixl-cu12==1.5.1
 
 test-mutants: setup  # does the suite notice a wrong line? Half an hour on two cores
 	$(BIN)/python tests/mutants.py

@@ -96,6 +96,7 @@ SYNC: Table = {
     "local": Backend(build="verl.weight_sync.local:build", spread="shm", far="tcp"),
     "shm": Backend(build="verl.weight_sync.shm:build", one_host=True),
     "tcp": Backend(build="verl.weight_sync.tcp:build", options="verl.weight_sync.options:Tcp"),
+    "nixl": Backend(build="verl.weight_sync.nixl:build", options="verl.weight_sync.options:Nixl"),
     "disk": Backend(build="verl.weight_sync.disk:build", options="verl.weight_sync.options:Disk"),
 }
 CLUSTER: Table = {

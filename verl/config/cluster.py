@@ -55,6 +55,8 @@ def cluster_faults(config: Config, command: str) -> Iterator[str]:
     ]
     if needs_ray and find_spec("ray") is None:
         yield f"{needs_ray[0]}=ray: Ray is {PIP}"
+    if config.sync.engine == "nixl" and find_spec("nixl") is None:
+        yield "sync.engine=nixl: NIXL is missing: pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1"
     if config.cluster.backend == "inproc":
         yield from _in_one_process(config)
         return

@@ -394,7 +394,7 @@ def _rollout_line(r: RolloutSizes) -> str:
 def _cluster_lines(s: Spread) -> dict[str, str]:
     """Who lives where."""
     where = f"at {s.address}" if s.address else "started for this run on this machine"
-    shared = f"2 x {_gib(s.shared_bytes // 2)} of shared memory{' of each host' if s.sync == 'tcp' else ''}"
+    shared = f"2 x {_gib(s.shared_bytes // 2)} of shared memory{' of each host' if s.sync in ('tcp', 'nixl') else ''}"
     lines = {"cluster": f"{s.backend}, {where}; rows through queue {s.queue}, weights through sync {s.sync} ({shared})"}
     lines["layout"] = s.layout
     for name, pool in s.pools.items():

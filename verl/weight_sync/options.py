@@ -14,6 +14,12 @@ class Tcp:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Nixl:
+    host: str | None = None
+    """As that of tcp."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Disk:
     folder: str | None = None
     """Where versions lie, each a model folder; shared, where the rollout is on another machine. None: among this

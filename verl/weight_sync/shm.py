@@ -107,6 +107,11 @@ class ShmStream:
         if self.version != version:
             raise SyncError(f"version {version} was written over by {self.version} while it was read")
 
+    @property
+    def memory(self) -> Tensor:
+        """The file, uint8: the version, the length of the index, the index, the tensors."""
+        return torch.frombuffer(self._found, dtype=torch.uint8)
+
     def views(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors where they lie; the next version but one is written over them."""
         size = int.from_bytes(self._found[8:16], "little")
@@ -127,6 +132,13 @@ class ShmStream:
 
 def open_weights(address: str) -> ShmStream:
     return ShmStream(Path(address))
+
+
+def blank(path: Path, num_bytes: int) -> ShmStream:
+    """A file of this size that holds no version yet."""
+    with _mapped(path, num_bytes) as found:
+        found[:8] = WRITING.to_bytes(8, "little", signed=True)
+    return ShmStream(path)
 
 
 def _mapped(path: Path, num_bytes: int) -> mmap.mmap:

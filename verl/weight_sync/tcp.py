@@ -20,7 +20,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -102,11 +102,17 @@ class TcpOutlet:
         with peer:
             peer.settimeout(QUIET_S)
             try:
-                key, has = ASK.unpack(_received(peer, ASK.size))
-                if hmac.compare_digest(key, self._key.encode()) and (held := self._held) is not None:
-                    _send(peer, held[0], held[1] if has == held[0].version - 1 else {})
+                key, has = ASK.unpack(received(peer, ASK.size))
+                if hmac.compare_digest(key, self._key.encode()) and self._held is not None:
+                    self._tell(peer, has)
             except OSError:
                 return
+
+    def _tell(self, peer: socket.socket, has: int) -> None:
+        """The latest version, to a host that has that one."""
+        assert self._held is not None
+        now, changes = self._held
+        _send(peer, now, changes if has == now.version - 1 else {})
 
 
 class TcpStream:
@@ -130,18 +136,8 @@ class TcpStream:
         return {part.name: Entry(part.shape, part.dtype) for part in self._parts}
 
     def _ask(self) -> None:
-        place, _, key = self._address.rpartition("/")
-        host, _, port = place.rpartition(":")
-        try:
-            self._peer = socket.create_connection((host, int(port)), timeout=QUIET_S)
-            self._peer.sendall(ASK.pack(key.encode(), self._has))
-            self._coming, size = ANSWER.unpack(_received(self._peer, ANSWER.size))
-            self._parts = msgspec.msgpack.decode(_received(self._peer, size), type=list[Part])
-        except OSError as e:
-            raise SyncError(
-                f"the trainer's weights cannot be fetched from {place}: {e}; is that address reachable from "
-                f"{socket.gethostname()}? (sync.engine_options.host)"
-            ) from e
+        self._peer, self._coming, index = asked(self._address, self._has)
+        self._parts = msgspec.msgpack.decode(index, type=list[Part])
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         version = self.version
@@ -150,7 +146,7 @@ class TcpStream:
             try:
                 for part in self._parts:
                     yield part.name, _read(peer, part, self._before.get(part.name))
-                (holds,) = VERSION.unpack(_received(peer, VERSION.size))
+                (holds,) = VERSION.unpack(received(peer, VERSION.size))
             except OSError as e:
                 raise SyncError(f"version {version}: the trainer's weights ended on the way: {e}") from e
         if holds != version:
@@ -187,17 +183,40 @@ class HostStream:
     def _fetched(self) -> ShmStream:
         paths = {path.name[-1]: path for path in SHM.glob(f"{PREFIX}-*-{self._tag}-?")}
         here = max((ShmStream(path) for path in paths.values()), default=None, key=lambda found: found.version)
+        own = f"{PREFIX}-{os.getpid()}-{self._tag}"
+        return self._newer(here, lambda turn: paths.get(turn, SHM / f"{own}-{turn}"))
+
+    def _newer(self, here: ShmStream | None, place: Callable[[str], Path]) -> ShmStream:
+        """The trainer's version, in the file of its turn ("0", "1"); `here` where this host has it."""
         has, before = (NOTHING, None) if here is None else (here.version, dict(here.views()))
         stream = TcpStream(self._address, has, before)
         try:
             if here is not None and stream.version == has:
                 return here
-            turn = str(stream.version % 2)
-            own = f"{PREFIX}-{os.getpid()}-{self._tag}"
-            outlet = ShmOutlet(paths[turn].name.removesuffix(f"-{turn}") if turn in paths else own)
+            outlet = ShmOutlet(place(str(stream.version % 2)).name.rpartition("-")[0])
             return ShmStream(Path(outlet.stage(stream.version, stream.shapes, stream.tensors())))
         finally:
             stream.close()
+
+
+def asked(address: str, has: int) -> tuple[socket.socket, int, bytes]:
+    """(the trainer, which has answered; the version that it has; its index), as a host that has version `has`."""
+    place, _, key = address.rpartition("/")
+    host, _, port = place.rpartition(":")
+    try:
+        peer = socket.create_connection((host, int(port)), timeout=QUIET_S)
+        try:
+            peer.sendall(ASK.pack(key.encode(), has))
+            version, size = ANSWER.unpack(received(peer, ANSWER.size))
+            return peer, version, received(peer, size)
+        except OSError:
+            peer.close()
+            raise
+    except OSError as e:
+        raise SyncError(
+            f"the trainer's weights cannot be fetched from {place}: {e}; is that address reachable from "
+            f"{socket.gethostname()}? (sync.engine_options.host)"
+        ) from e
 
 
 def open_weights(address: str) -> HostStream:
@@ -280,7 +299,7 @@ def _bytes(tensor: Tensor) -> memoryview:
     return memoryview(tensor.view(-1).view(torch.uint8).numpy().data)
 
 
-def _received(peer: socket.socket, size: int) -> bytes:
+def received(peer: socket.socket, size: int) -> bytes:
     into = bytearray(size)
     _receive(peer, memoryview(into))
     return bytes(into)

@@ -1,0 +1,154 @@
+"""Weights over NIXL: as over tcp.py, but a host reads the version out of the trainer's memory by itself (one-sided, by
+whatever UCX finds between the two: shared memory, TCP, RDMA). Connections carry only where it lies.
+
+The trainer says after the reading which version it holds; until then the reader's file holds none.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import select
+import socket
+import time
+import uuid
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from verl.weight_sync.base import Entry, SyncContext, SyncError
+from verl.weight_sync.local import LocalCheckpointEngine
+from verl.weight_sync.options import Nixl
+from verl.weight_sync.shm import PREFIX, ShmStream, blank, remove
+from verl.weight_sync.tcp import ANSWER, FETCH_S, NOTHING, VERSION, HostStream, TcpOutlet, asked, received
+
+VERSION_BYTES = 8  # at the head of a file; not read, but written when the rest is there
+LOOK_S = 0.0005
+DONE = b"."  # what a reader says
+
+
+class Place(msgspec.Struct, array_like=True):
+    """Where a version lies. agent: how to reach its owner · memory: the part of it that is read."""
+
+    agent: bytes
+    memory: bytes
+    num_bytes: int
+
+
+@functools.cache
+def agent(pid: int) -> Any:
+    """Of this process; what registers memory and moves it."""
+    os.environ.setdefault("UCX_LOG_FILE", "stderr")  # or it writes into what this process says
+    from nixl._api import nixl_agent, nixl_agent_config
+
+    return nixl_agent(f"verl-{pid}-{uuid.uuid4().hex[:12]}", nixl_agent_config(backends=["UCX"]))
+
+
+class NixlOutlet(TcpOutlet):
+    """See `TcpOutlet`. The two files of a sender stay registered; a third takes the place of the first."""
+
+    transport = "verl.weight_sync.nixl:open_weights"
+
+    def __init__(self, *, host: str | None = None) -> None:
+        super().__init__(host=host)
+        self._registered: deque[Any] = deque()
+        self._place = Place(b"", b"", 0)
+
+    def stage(self, version: int, shapes: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) -> str:
+        address = super().stage(version, shapes, tensors)
+        assert self._held is not None
+        if len(self._registered) == 2:
+            _agent().deregister_memory(self._registered.popleft())
+        memory = self._held[0].memory[VERSION_BYTES:]
+        self._registered.append(_agent().register_memory([memory]))
+        descs = _agent().get_serialized_descs(_agent().get_xfer_descs([memory]))
+        self._place = Place(_agent().get_agent_metadata(), descs, VERSION_BYTES + memory.numel())
+        return address
+
+    def _tell(self, peer: socket.socket, has: int) -> None:
+        assert self._held is not None
+        now, place = self._held[0], self._place
+        index = msgspec.msgpack.encode(place)
+        peer.sendall(ANSWER.pack(now.version, len(index)) + index)
+        peer.settimeout(FETCH_S)
+        if received(peer, len(DONE)) == DONE:
+            peer.sendall(VERSION.pack(now.version))
+
+
+class NixlStream(HostStream):
+    """See `HostStream`."""
+
+    def _newer(self, here: ShmStream | None, place: Callable[[str], Path]) -> ShmStream:
+        peer, version, index = asked(self._address, NOTHING)
+        with peer:
+            if here is not None and version == here.version:
+                return here
+            found = msgspec.msgpack.decode(index, type=Place)
+            into = blank(place(str(version % 2)), found.num_bytes)
+            try:
+                _read(found, into.memory[VERSION_BYTES:], peer, version)
+                peer.sendall(DONE)
+                (holds,) = VERSION.unpack(received(peer, VERSION.size))
+            except _errors() as e:
+                raise SyncError(f"version {version}: the trainer's memory could not be read: {e}") from e
+        if holds != version:
+            raise SyncError(f"version {version} was written over by {holds} while it was read")
+        into.memory[:VERSION_BYTES].copy_(_little(version))
+        return into
+
+
+def open_weights(address: str) -> NixlStream:
+    return NixlStream(address)
+
+
+def _read(found: Place, into: Tensor, peer: socket.socket, version: int) -> None:
+    """One reading of the trainer's memory. It ends with the trainer, whose connection then breaks, or after FETCH_S."""
+    mine = _agent().register_memory([into])
+    owner = _agent().add_remote_agent(found.agent)
+    try:
+        there = _agent().deserialize_descs(found.memory)
+        handle = _agent().initialize_xfer("READ", _agent().get_xfer_descs([into]), there, owner)
+        try:
+            state, until_s = _agent().transfer(handle), time.monotonic() + FETCH_S
+            while state == "PROC":
+                if select.select([peer], [], [], 0)[0]:
+                    raise SyncError(f"version {version}: the trainer went away while its memory was read")
+                if time.monotonic() > until_s:
+                    raise SyncError(f"version {version}: the trainer's memory was not read in {FETCH_S:g} s")
+                time.sleep(LOOK_S)
+                state = _agent().check_xfer_state(handle)
+            if state != "DONE":
+                raise SyncError(f"version {version}: reading the trainer's memory ended with {state}")
+        finally:
+            _agent().release_xfer_handle(handle)
+    finally:
+        _agent().remove_remote_agent(owner)
+        _agent().deregister_memory(mine)
+
+
+def build(options: Nixl, context: SyncContext) -> LocalCheckpointEngine:
+    outlet = NixlOutlet(host=options.host)
+    engine = LocalCheckpointEngine(probes=context.probes, tolerance=context.tolerance, outlet=outlet, copies=True)
+    weakref.finalize(engine, remove, f"{PREFIX}-*-{outlet.tag}")  # of this host
+    return engine
+
+
+def _agent() -> Any:
+    return agent(os.getpid())
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    """What the package and the connection raise."""
+    from nixl import _bindings
+
+    return OSError, *(error for name, error in vars(_bindings).items() if name.endswith("Error"))
+
+
+def _little(version: int) -> Tensor:
+    return torch.frombuffer(bytearray(version.to_bytes(VERSION_BYTES, "little", signed=True)), dtype=torch.uint8)
