@@ -483,9 +483,10 @@ def data_seed(config: Config) -> int:
 
 
 def _probes(tasks: TaskTable) -> list[np.ndarray]:
-    """The canary's fixed sequences: the beginnings of the first prompts that differ, enough tokens for a verdict."""
+    """The canary's fixed sequences: the beginnings of the first prompts that differ. Of so many tokens it sees what is
+    planted into weights; more would be paid with every version."""
     found: dict[bytes, np.ndarray] = {}
     for i in range(min(64, len(tasks))):
-        if len(ids := tasks[i].prompt_ids[:128]) > 1 and len(found) < 16 and sum(map(len, found.values())) < 1024:
+        if len(ids := tasks[i].prompt_ids[:128]) > 1 and len(found) < 16 and sum(map(len, found.values())) < 384:
             found[ids.tobytes()] = ids
     return list(found.values())
