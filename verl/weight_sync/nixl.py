@@ -58,7 +58,7 @@ class NixlOutlet(TcpOutlet):
     def __init__(self, *, host: str | None = None) -> None:
         super().__init__(host=host)
         self._registered: deque[Any] = deque()
-        self._place = Place(b"", b"", 0)
+        self._told: tuple[ShmStream, bytes] | None = None  # a version, and where it lies: both at once
 
     def stage(self, version: int, shapes: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) -> str:
         address = super().stage(version, shapes, tensors)
@@ -68,13 +68,13 @@ class NixlOutlet(TcpOutlet):
         memory = self._held[0].memory[VERSION_BYTES:]
         self._registered.append(_agent().register_memory([memory]))
         descs = _agent().get_serialized_descs(_agent().get_xfer_descs([memory]))
-        self._place = Place(_agent().get_agent_metadata(), descs, VERSION_BYTES + memory.numel())
+        place = Place(_agent().get_agent_metadata(), descs, VERSION_BYTES + memory.numel())
+        self._told = (self._held[0], msgspec.msgpack.encode(place))
         return address
 
     def _tell(self, peer: socket.socket, has: int) -> None:
-        assert self._held is not None
-        now, place = self._held[0], self._place
-        index = msgspec.msgpack.encode(place)
+        assert self._told is not None, "an address is known when a version is staged"
+        now, index = self._told
         peer.sendall(ANSWER.pack(now.version, len(index)) + index)
         peer.settimeout(FETCH_S)
         if received(peer, len(DONE)) == DONE:
