@@ -26,7 +26,8 @@ from verl.model_engine.lm_head import read_teacher
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.torch_engine import TorchEngine
 from verl.nn import linear_logprob as chunking
-from verl.nn.linear_teacher import NONE, HeadWeights, divergence, logprobs_at, top_k
+from verl.nn.linear_logprob import NONE, linear_logprobs_at
+from verl.nn.linear_teacher import HeadWeights, divergence, logprobs_at, top_k
 from verl.objective import Term, TermValue
 
 N, V = 21, 13
@@ -139,6 +140,40 @@ def test_all_ids_are_the_whole_vocabulary(sides, beta):
     for k in (1, 4):  # fewer outcomes never differ more
         ids, topk = top_k(teacher, teachers, u, k)
         assert (losses.divergence(logprobs_at(h, head, ids, t), topk, beta) <= whole + 1e-12).all()
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_one_pass_reads_the_drawn_token_and_the_named_ones(sides, with_entropy):
+    (h, head, t), (teacher, teachers, u) = sides
+    rng = torch.Generator().manual_seed(3)
+    ids, drawn = top_k(teacher, teachers, u, 4)[0], torch.randint(0, V, (N,), generator=rng)
+    lp, entropy, _, at = linear_logprobs_at(
+        h, head.weight, drawn, t, ids=ids, bias=head.bias, cap=head.cap, entropy=with_entropy
+    )
+    s = dense(h, head, t)
+    inside = torch.zeros(N, V, dtype=torch.bool).scatter(-1, ids, True)
+    rest = s.masked_fill(inside, -torch.inf).logsumexp(-1, keepdim=True)
+    expected = [s.gather(-1, drawn[:, None])[:, 0], torch.cat([s.gather(-1, ids), rest], -1), -(s.exp() * s).sum(-1)]
+    got = [lp, at] if entropy is None else [lp, at, entropy]
+    scales = [torch.randn(x.shape, dtype=F64, generator=rng) for x in expected]
+    scales[0][2], scales[1][3] = 0.0, 0.0  # rows of which only one is needed
+    sums = []
+    for found in (got, expected[: len(got)]):
+        for x, y in zip(found, expected):
+            torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-12)
+        loss = sum((x * scale).sum() for x, scale in zip(found, scales))
+        sums.append(torch.autograd.grad(loss, (h, head.weight, head.bias), retain_graph=True))
+    for a, b in zip(*sums):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+def test_a_small_rest_has_the_gradient_of_its_shares():
+    z = torch.tensor([[3.0, 2.0, -20.7, -21.3]], requires_grad=True)
+    got = logprobs_at(z, HeadWeights(torch.eye(4)), torch.tensor([[0, 1]]), torch.ones(1))
+    (grad,) = torch.autograd.grad(got[0, 2], z)
+    exact = z.detach().double().requires_grad_()
+    (expected,) = torch.autograd.grad(exact[0, 2:].logsumexp(0) - exact[0].logsumexp(0), exact)
+    torch.testing.assert_close(grad.double(), expected, rtol=1e-5, atol=1e-7)
 
 
 def test_a_rest_that_is_almost_nothing_keeps_its_digits():

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,14 +16,15 @@ from torch import Tensor
 
 from verl.batch import Batch, loss_index
 from verl.model_engine.base import TeacherHead
-from verl.nn.linear_logprob import Vocabulary, linear_logprob
-from verl.nn.linear_teacher import HeadWeights, divergence, logprobs_at, top_k
+from verl.nn.linear_logprob import Vocabulary, linear_logprob, linear_logprobs_at
+from verl.nn.linear_teacher import HeadWeights, divergence, top_k
 
 LM_OUTPUTS = (
     *("logprobs", "entropy", "sum_pi_squared"),
     *("hidden", "topk_ids", "topk_logprobs"),  # of a teacher
     *("logprobs_at", "divergence"),  # of a student, which read the columns `teacher_ids` and `teacher_hidden`
 )
+SLICES = "the configuration refuses slices of a head here"
 _HEAD = re.compile(r"(^|\.)(lm_head|embed_out)\.weight$")
 _TIED = re.compile(r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings)\.weight$")
 
@@ -102,27 +104,24 @@ def lm_outputs(
     device = hidden.device
     temperature = batch.row_columns["temperature"][batch.row_of][which].to(device)
     out: dict[str, Tensor] = {}
-    if {"logprobs", "entropy", "sum_pi_squared"} & {*wanted}:
-        logprobs, entropy, sum_pi2 = linear_logprob(
-            hidden,
-            head.weight,
-            batch.targets[which].to(device),
-            temperature,
-            bias=head.bias,
-            cap=head.cap,
-            entropy="entropy" in wanted,
-            sum_pi_squared="sum_pi_squared" in wanted,
-            vocabulary=vocabulary,
-        )
-        found = {"logprobs": logprobs, "entropy": entropy, "sum_pi_squared": sum_pi2}
+    if {"logprobs", "entropy", "sum_pi_squared", "logprobs_at"} & {*wanted}:
+        given: Any = (hidden, head.weight, batch.targets[which].to(device), temperature)
+        asked: Any = {"bias": head.bias, "cap": head.cap, "entropy": "entropy" in wanted}
+        asked["sum_pi_squared"] = "sum_pi_squared" in wanted
+        at: Tensor | None = None
+        if "logprobs_at" in wanted:
+            assert vocabulary is None, SLICES
+            ids = batch.columns["teacher_ids"][which].to(device)
+            logprobs, entropy, sum_pi2, at = linear_logprobs_at(*given, ids=ids, **asked)
+        else:
+            logprobs, entropy, sum_pi2 = linear_logprob(*given, **asked, vocabulary=vocabulary)
+        found = {"logprobs": logprobs, "entropy": entropy, "sum_pi_squared": sum_pi2, "logprobs_at": at}
         out = {name: value for name, value in found.items() if name in wanted and value is not None}
     if "hidden" in wanted:
         out["hidden"] = hidden
-    assert vocabulary is None or out.keys() >= {*wanted}, "the configuration refuses slices of a head here"
+    assert vocabulary is None or out.keys() >= {*wanted}, SLICES
     if "topk_ids" in wanted:
         out["topk_ids"], out["topk_logprobs"] = top_k(hidden, head, temperature, k)
-    if "logprobs_at" in wanted:
-        out["logprobs_at"] = logprobs_at(hidden, head, batch.columns["teacher_ids"][which].to(device), temperature)
     if "divergence" in wanted:
         assert teacher is not None, "an engine that is built with a teacher's head"
         states = batch.columns["teacher_hidden"][which].to(device, hidden.dtype)

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+NONE = -1e30
+"""The log of no probability at all, finite: p log p of it is 0 and not NaN."""
+MOST_EXP = 80.0  # e to it is a float32
 _CHUNK_BYTES = 16 << 20  # of one chunk of float32 logits: small enough for the caches, large enough for the GEMM
 _CHUNK_ROWS = 64  # at least: each chunk reads and writes the whole gradient of the head
 
@@ -38,7 +41,8 @@ class _LinearLogprob(torch.autograd.Function):
         want_entropy: bool,
         want_sum_pi_squared: bool,
         vocabulary: Vocabulary | None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        ids: Tensor | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
         here = None  # [n] targets in this rank's slice of the vocabulary
         if vocabulary is not None:
             targets = targets - vocabulary.start
@@ -50,10 +54,17 @@ class _LinearLogprob(torch.autograd.Function):
         lse = torch.empty_like(logprobs)
         entropy = torch.empty_like(logprobs) if want_entropy else None
         sum_pi2 = torch.empty_like(logprobs) if want_sum_pi_squared else None
+        apart = None if ids is None else logprobs.new_empty(n, ids.shape[1] + 1)
         cast = weight.to(hidden.dtype)  # once, not once a chunk
         for at in chunks(n, weight.shape[0]):
             z = chunk_logits(hidden[at], cast, bias, temperature[at], cap)
-            lse[at] = torch.logsumexp(z, -1)
+            if apart is None or ids is None:
+                lse[at] = torch.logsumexp(z, -1)
+            else:  # the others summed by themselves: 1 - the sum of the named would cancel
+                apart[at] = torch.cat([z.gather(-1, ids[at]), rest_of(z, ids[at])], -1)
+                lse[at] = torch.logsumexp(apart[at], -1)
+                z.scatter_(-1, ids[at], apart[at, :-1])
+                centred(apart[at], lse[at])
             logprobs[at] = z.gather(-1, targets[at, None])[:, 0]
             if sum_pi2 is not None:
                 sum_pi2[at] = torch.exp(torch.logsumexp(2 * z, -1) - 2 * lse[at])
@@ -63,20 +74,25 @@ class _LinearLogprob(torch.autograd.Function):
         if vocabulary is not None and here is not None:
             logprobs, lse, entropy, sum_pi2 = _over_slices(vocabulary, logprobs * here, lse, entropy, sum_pi2)
         logprobs -= lse
-        ctx.save_for_backward(hidden, weight, bias, targets, temperature, lse, entropy, here)
+        rest = None if apart is None else apart[:, -1]
+        ctx.save_for_backward(hidden, weight, bias, targets, temperature, lse, entropy, here, ids, rest)
         ctx.cap = cap
         ctx.set_materialize_grads(False)  # an output that no loss uses costs nothing
         if sum_pi2 is not None:
             ctx.mark_non_differentiable(sum_pi2)
-        return logprobs, entropy, sum_pi2
+        return logprobs, entropy, sum_pi2, apart
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_logprob: Tensor | None, d_entropy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, temperature, lse, entropy, here = ctx.saved_tensors
+    def backward(
+        ctx: Any, d_logprob: Tensor | None, d_entropy: Tensor | None, _: None, d_apart: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, temperature, lse, entropy, here, ids, rest = ctx.saved_tensors
         d_logprob = torch.zeros_like(lse) if d_logprob is None else d_logprob
         # rows that nothing depends on are left out: groups without signal cost nothing, a NaN in them reaches nothing
         needed = d_logprob != 0 if d_entropy is None else (d_logprob != 0) | (d_entropy != 0)
+        if d_apart is not None:
+            needed |= (d_apart != 0).any(-1)
         rows = needed.nonzero()[:, 0]
         cast = weight.to(hidden.dtype)
         sums = HeadGradients(hidden, weight, bias, lse.dtype)
@@ -86,15 +102,32 @@ class _LinearLogprob(torch.autograd.Function):
             z = chunk_logits(h, cast, bias, temperature[at], ctx.cap)
             slope = 1 - (z * (temperature[at, None] / ctx.cap)) ** 2 if ctx.cap else None  # of the cap
             logp = centred(z, lse[at])
-            if d_entropy is None:
-                dz = logp.exp_().mul_(-d)
-            else:  # dH/dz = -p (log p + H)
-                p = logp.exp()
-                dz = logp.add_(entropy[at, None]).mul_(-d_entropy[at, None]).sub_(d).mul_(p)
+            of_entropy = None if d_entropy is None else (entropy[at, None], d_entropy[at, None])
+            if d_apart is None:
+                dz = _slope(logp, d, of_entropy)
+            else:  # the rest is shared by those that are not named: p / rest of its gradient each
+                named, of_rest = d_apart[at, :-1], d_apart[at, -1:]
+                every = d + d_apart[at].sum(-1, keepdim=True)
+                theirs = _slope(logp.gather(-1, ids[at]), every, of_entropy) + named
+                share = of_rest * rest[at, None].neg().clamp_(max=MOST_EXP).exp_()
+                dz = _slope(logp, every - share, of_entropy).scatter_(-1, ids[at], theirs)
             dz.scatter_add_(-1, targets[at, None], d if here is None else d * here[at, None])
             dz /= temperature[at, None]
             sums.add(at, dz if slope is None else dz.mul_(slope), h, cast)
-        return *sums.found(weight, bias), *[None] * 6
+        return *sums.found(weight, bias), *[None] * 7
+
+
+def _slope(logp: Tensor, d: Tensor, of_entropy: tuple[Tensor, Tensor] | None) -> Tensor:
+    """-d p, and of_entropy, (H, dL/dH), each [n, 1]: dH/dz = -p (log p + H). Uses logp [n, v] up."""
+    if of_entropy is None:
+        return logp.exp_().mul_(-d)
+    p = logp.exp()
+    return logp.add_(of_entropy[0]).mul_(-of_entropy[1]).sub_(d).mul_(p)
+
+
+def rest_of(z: Tensor, ids: Tensor) -> Tensor:
+    """[n, 1] log-sum-exp of all but `ids` [n, k], of which z [n, V] keeps nothing."""
+    return torch.logsumexp(z.scatter_(-1, ids, -torch.inf), -1, keepdim=True).clamp_(min=NONE)
 
 
 class HeadGradients:
@@ -156,7 +189,7 @@ def chunk_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperatur
 
 def centred(z: Tensor, lse: Tensor) -> Tensor:
     """Log-probs in place of the logits; one of -inf becomes so small that p log p is 0 and not NaN."""
-    return z.sub_(lse[:, None]).clamp_(min=-1e30)
+    return z.sub_(lse[:, None]).clamp_(min=NONE)
 
 
 def linear_logprob(
@@ -177,4 +210,28 @@ def linear_logprob(
 
     vocabulary: `weight` and `bias` are one rank's slice; `targets` are ids of the whole, results are of the whole."""
     hidden = hidden if vocabulary is None else vocabulary.enter(hidden)
-    return _LinearLogprob.apply(hidden, weight, bias, targets, temperature, cap, entropy, sum_pi_squared, vocabulary)
+    asked = (temperature, cap, entropy, sum_pi_squared, vocabulary, None)
+    found: tuple[Tensor, Tensor | None, Tensor | None, None] = _LinearLogprob.apply(
+        hidden, weight, bias, targets, *asked
+    )
+    return found[:3]
+
+
+def linear_logprobs_at(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    *,
+    ids: Tensor,
+    bias: Tensor | None = None,
+    cap: float = 0.0,
+    entropy: bool = False,
+    sum_pi_squared: bool = False,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """What `linear_logprob` gives, and from the same pass [n, k + 1]: log-probs of `ids` [n, k], which differ from each
+    other, and in the last place of all others together (-1e30 where there are none). Differentiable."""
+    found: tuple[Tensor, Tensor | None, Tensor | None, Tensor] = _LinearLogprob.apply(
+        hidden, weight, bias, targets, temperature, cap, entropy, sum_pi_squared, None, ids
+    )
+    return found

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from verl.nn.linear_logprob import HeadGradients, centred, chunk_logits, chunks
-
-NONE = -1e30
-"""The log of no probability at all, finite: p log p of it is 0 and not NaN."""
+from verl.nn.linear_logprob import NONE, HeadGradients, centred, chunk_logits, chunks, linear_logprobs_at, rest_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,19 +32,16 @@ class HeadWeights:
         return centred(z, torch.logsumexp(z, -1))
 
 
-class Reading(Protocol):
-    """What is read of the log-probs [c, V] of the rows `at`: values [c, ...], and the gradient of the sum of d x values
-    to the logits that were divided by the temperature. Both may use up `logp`."""
-
-    def values(self, logp: Tensor, at: Any) -> Tensor: ...
-
-    def slope(self, logp: Tensor, at: Any, d: Tensor) -> Tensor: ...
-
-
 class _Read(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: Tensor, cap: float, reading: Reading
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        temperature: Tensor,
+        cap: float,
+        reading: _Divergence,
     ) -> Tensor:
         cast, parts = weight.to(hidden.dtype), []
         lse = torch.empty(len(hidden), dtype=torch.float64 if hidden.dtype == torch.float64 else torch.float32)
@@ -64,7 +58,7 @@ class _Read(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, d_values: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, temperature, lse = ctx.saved_tensors
-        rows = (d_values != 0).view(len(lse), -1).any(-1).nonzero()[:, 0]  # a NaN in the others reaches nothing
+        rows = (d_values != 0).nonzero()[:, 0]  # a NaN in the others reaches nothing
         cast = weight.to(hidden.dtype)
         sums = HeadGradients(hidden, weight, bias, lse.dtype)
         for chunk in chunks(len(rows), len(weight)):
@@ -78,32 +72,10 @@ class _Read(torch.autograd.Function):
 
 
 @dataclass(frozen=True, slots=True)
-class _At:
-    """Log-probs of the ids [n, k], and of all others together in the last place."""
-
-    ids: Tensor
-
-    def values(self, logp: Tensor, at: Any) -> Tensor:
-        ids = self.ids[at]
-        return torch.cat([logp.gather(-1, ids), _rest(logp, ids)], -1)
-
-    def slope(self, logp: Tensor, at: Any, d: Tensor) -> Tensor:
-        ids, named, rest = self.ids[at], d[:, :-1], d[:, -1:]
-        p = logp.exp()
-        dz = p * -d.sum(-1, keepdim=True)
-        apart = dz.gather(-1, ids) + named
-        dz += rest * (logp - _rest(logp.clone(), ids)).clamp(max=0).exp()  # their shares of the rest
-        return dz.scatter_(-1, ids, apart)
-
-
-def _rest(logp: Tensor, ids: Tensor) -> Tensor:
-    """[n, 1] log of the probability of all but `ids`, summed and not 1 - the others', which cancels. Uses `logp` up."""
-    return torch.logsumexp(logp.scatter_(-1, ids, -torch.inf), -1, keepdim=True).clamp(min=NONE)
-
-
-@dataclass(frozen=True, slots=True)
 class _Divergence:
-    """Generalised Jensen-Shannon divergence of the distribution to a teacher's of hidden states [n, H']."""
+    """Generalised Jensen-Shannon divergence of the distribution to a teacher's of hidden states [n, H']: of log-probs
+    [c, V] of the rows `at` the values [c], and the gradient of the sum of d x values to the logits that were divided by
+    the temperature."""
 
     hidden: Tensor
     head: HeadWeights
@@ -135,10 +107,8 @@ class _Divergence:
 
 
 def logprobs_at(hidden: Tensor, head: HeadWeights, ids: Tensor, temperature: Tensor) -> Tensor:
-    """[n, H], ids [n, k] -> [n, k + 1]: log-probs of the ids, and in the last place of all others together (-1e30 where
-    there are none). Differentiable; ids of one row differ from each other."""
-    out: Tensor = _Read.apply(hidden, head.weight, head.bias, temperature, head.cap, _At(ids))
-    return out
+    """[n, H], ids [n, k] -> [n, k + 1]: see `linear_logprobs_at`."""
+    return linear_logprobs_at(hidden, head.weight, ids[:, 0], temperature, ids=ids, bias=head.bias, cap=head.cap)[3]
 
 
 def divergence(
@@ -168,5 +138,5 @@ def top_k(hidden: Tensor, head: HeadWeights, temperature: Tensor, k: int) -> tup
         found = logp.topk(k, -1)
         ids.append(found.indices)
         impossible = found.values <= NONE  # fewer than k ids can be at all: whoever reads it shall see that
-        logprobs.append(torch.cat([found.values.masked_fill(impossible, -torch.inf), _rest(logp, found.indices)], -1))
+        logprobs.append(torch.cat([found.values.masked_fill(impossible, -torch.inf), rest_of(logp, found.indices)], -1))
     return torch.cat(ids), torch.cat(logprobs)
