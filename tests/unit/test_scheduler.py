@@ -18,7 +18,7 @@ def admit_all(s: Scheduler, names: str = "") -> list[str]:
     """Fill every free slot; names are letters in order, or continue from the count of groups drawn."""
     out = []
     while s.free_slots():
-        group_id = names[len(out)] if names else f"g{s.stats().drawn}"
+        group_id = names[len(out)] if names else f"g{s._admitted}"
         s.admit(group_id, 0.0)
         out.append(group_id)
     return out
@@ -27,8 +27,8 @@ def admit_all(s: Scheduler, names: str = "") -> list[str]:
 def step(s: Scheduler, *, publish: bool = True) -> StepBatch:
     """Admit, complete everything, take, train, publish if due."""
     for group_id in admit_all(s):
-        s.complete(group_id, 0.0)
-    batch = s.take(0.0)
+        s.complete(group_id)
+    batch = s.take()
     assert isinstance(batch, StepBatch), s.why_waiting(0.0)
     s.trained(batch.step)
     if publish and s.publish_due(batch.step):
@@ -63,9 +63,9 @@ def test_a_released_slot_is_free_at_once_a_trained_one_after_the_publish() -> No
     s.release(a, "rejected")
     assert s.free_slots() == 1
     s.admit("c", 0.0)
-    s.complete(b, 0.0)
-    s.complete("c", 0.0)
-    batch = s.take(0.0)
+    s.complete(b)
+    s.complete("c")
+    batch = s.take()
     assert isinstance(batch, StepBatch) and batch.group_ids == (b, "c")
     assert s.free_slots() == 0, "a group in training holds its slot"
     s.trained(0)
@@ -78,15 +78,15 @@ def test_synchronous_batches_are_in_admission_order() -> None:
     s = scheduler(sync_every=2)
     assert admit_all(s, "abcd") == list("abcd"), "all groups of a sync period are admitted at once"
     for group_id in "dcb":
-        s.complete(group_id, 0.0)
-        assert s.take(0.0) == Wait("running"), "the head of the order is not there yet"
-    s.complete("a", 0.0)
-    first = s.take(0.0)
+        s.complete(group_id)
+        assert s.take() == Wait("running"), "the head of the order is not there yet"
+    s.complete("a")
+    first = s.take()
     assert isinstance(first, StepBatch) and first.group_ids == ("a", "b")
     s.trained(0)
     assert not s.publish_due(0) and s.publish_due(1)
     assert s.free_slots() == 0, "nothing is admitted in the middle of a sync period"
-    second = s.take(0.0)
+    second = s.take()
     assert isinstance(second, StepBatch) and second.group_ids == ("c", "d") and second.staleness == (0, 0)
 
 
@@ -94,19 +94,18 @@ def test_take_waits_for_a_group_that_is_due() -> None:
     """Two fresh groups are complete, but the two old ones would miss their deadline."""
     s = scheduler(staleness=1)
     for group_id in admit_all(s, "abcd")[:2]:
-        s.complete(group_id, 0.0)
-    assert isinstance(s.take(0.0), StepBatch)  # a, b
+        s.complete(group_id)
+    assert isinstance(s.take(), StepBatch)  # a, b
     s.trained(0)
     s.published(1)
     for group_id in admit_all(s, "ef"):
-        s.complete(group_id, 0.0)
-    assert s.take(7.0) == Wait("deadline")
-    s.complete("d", 0.0)
-    assert s.take(8.0) == Wait("deadline"), "c is still due now"
+        s.complete(group_id)
+    assert s.take() == Wait("deadline")
+    s.complete("d")
+    assert s.take() == Wait("deadline"), "c is still due now"
     s.release("c", "failed")
-    batch = s.take(9.5)
+    batch = s.take()
     assert isinstance(batch, StepBatch) and batch.group_ids == ("d", "e") and batch.staleness == (1, 0)
-    assert batch.waited_s == 2.5
 
 
 def test_admission_says_how_long_a_group_may_train() -> None:
@@ -116,7 +115,7 @@ def test_admission_says_how_long_a_group_may_train() -> None:
     for _ in range(3):
         step(s)
     assert s.version == 1
-    late = s.admission_of(next(g for g in admit_all(s)))
+    late = s.admit("late", 0.0)
     assert (late.version, late.last_version, late.due_step) == (1, 2, 7), "no later than the last step"
 
 
@@ -126,51 +125,51 @@ def test_no_group_is_admitted_that_the_run_cannot_train() -> None:
     step(s)
     assert s.free_slots() == 0
     step(s)
-    assert s.done and s.free_slots() == 0 and s.at_publish
+    assert s.done and s.free_slots() == 0 and not s.publish_pending
     with pytest.raises(AssertionError, match="all 2 steps"):
-        s.take(0.0)
+        s.take()
 
 
 def test_a_publish_may_commit_while_the_next_step_trains() -> None:
     s = scheduler(staleness=1)
     for group_id in admit_all(s, "abcd"):
-        s.complete(group_id, 0.0)
-    assert isinstance(s.take(0.0), StepBatch)
+        s.complete(group_id)
+    assert isinstance(s.take(), StepBatch)
     s.trained(0)
     assert s.publish_pending
-    assert isinstance(s.take(0.0), StepBatch)
+    assert isinstance(s.take(), StepBatch)
     assert s.free_slots() == 0
     s.published(1)
     assert s.free_slots() == 2, "the slots of step 0, while step 1 trains"
     s.trained(1)
     assert s.publish_pending
     s.published(2)
-    assert not s.publish_pending and s.at_publish
+    assert not s.publish_pending
 
 
 def test_oversampling_takes_the_first_complete_and_drops_the_rest() -> None:
     s = scheduler(4, oversample=0.5)
     assert admit_all(s, "abcdef") == list("abcdef")
     for group_id in "fdb":
-        s.complete(group_id, 0.0)
-    assert s.take(0.0) == Wait("running")
-    s.complete("c", 0.0)
-    batch = s.take(0.0)
+        s.complete(group_id)
+    assert s.take() == Wait("running")
+    s.complete("c")
+    batch = s.take()
     assert isinstance(batch, StepBatch) and batch.group_ids == ("b", "c", "d", "f") and batch.dropped == ("a", "e")
-    assert not s.holds("a") and s.stats().dropped == 2
+    assert not s.holds("a")
 
 
 def test_oversampled_surplus_is_kept_while_its_deadline_allows() -> None:
     s = scheduler(2, oversample=1.0, sync_every=2)
     assert len(admit_all(s, "abcdef")) == 6
     for group_id in "ef":
-        s.complete(group_id, 0.0)
-    first = s.take(0.0)
+        s.complete(group_id)
+    first = s.take()
     assert isinstance(first, StepBatch) and first.group_ids == ("e", "f") and first.dropped == ()
     s.trained(0)
-    s.complete("c", 0.0)
-    s.complete("a", 0.0)
-    second = s.take(0.0)
+    s.complete("c")
+    s.complete("a")
+    second = s.take()
     assert isinstance(second, StepBatch) and second.group_ids == ("a", "c") and second.dropped == ("b", "d")
 
 
@@ -178,13 +177,13 @@ def test_oversampled_surplus_is_kept_while_its_deadline_allows() -> None:
 def test_the_draw_budget_ends_a_step_as_declared(policy) -> None:
     s = scheduler(2, max_draws_per_group=2.5, on_exhausted=policy)
     s.admit("good", 0.0)
-    s.complete("good", 0.0)
+    s.complete("good")
     for i in range(4):
         assert s.free_slots() == 1
         s.admit(f"flat{i}", 0.0)
         s.release(f"flat{i}", "rejected" if i else "invalid")
     assert s.free_slots() == 0, "5 = 2.5 x 2 groups are drawn"
-    got = s.take(0.0)
+    got = s.take()
     if policy == "stop":
         assert got == Exhausted(0, "draws", 1, 2, {"invalid": 1, "rejected": 3})
         assert str(got) == "step 0: the draw budget is spent with 1 of 2 groups complete (1 invalid, 3 rejected)"
@@ -208,7 +207,7 @@ def test_an_empty_step_ends_the_run_whatever_the_policy() -> None:
     s = scheduler(2, max_draws_per_group=1, on_exhausted="smaller")
     for group_id in admit_all(s):
         s.release(group_id, "rejected")
-    assert isinstance(got := s.take(0.0), Exhausted) and got.complete == 0
+    assert isinstance(got := s.take(), Exhausted) and got.complete == 0
 
 
 @pytest.mark.parametrize("policy", ["stop", "smaller"])
@@ -217,9 +216,9 @@ def test_end_of_data(policy) -> None:
     step(s)
     s.admit("last", 0.0)
     s.no_more_tasks()
-    assert s.free_slots() == 0 and s.take(0.0) == Wait("running")
-    s.complete("last", 0.0)
-    got = s.take(0.0)
+    assert s.free_slots() == 0 and s.take() == Wait("running")
+    s.complete("last")
+    got = s.take()
     if policy == "stop":
         assert got == Exhausted(1, "data", 1, 2, {})
     else:
@@ -227,7 +226,7 @@ def test_end_of_data(policy) -> None:
         s.trained(1)
         s.published(2)
         s.no_more_tasks()
-        assert isinstance(s.take(0.0), Exhausted)
+        assert isinstance(s.take(), Exhausted)
 
 
 def test_a_released_group_asks_the_cursor_again() -> None:
@@ -240,33 +239,28 @@ def test_a_released_group_asks_the_cursor_again() -> None:
 
 def test_waits_name_what_must_happen() -> None:
     s = scheduler(2)
-    assert s.take(0.0) == Wait("admission")
+    assert s.take() == Wait("admission")
     s.admit("a", 100.0)
-    assert s.take(0.0) == Wait("running")
+    assert s.take() == Wait("running")
     assert s.why_waiting(112.5) == (
         "step 0 needs 2 groups: 0 complete, 1 running, 1 slots free;"
         " oldest running: a, 12.5 s, admitted at version 0, due by step 0"
     )
     s.release("a", "failed")
     step(s, publish=False)
-    assert s.take(0.0) == Wait("publish")
+    assert s.take() == Wait("publish")
     assert "2 of 2 slots wait for the publish of version 1" in s.why_waiting(0.0)
 
 
-def test_stats_are_histograms() -> None:
+def test_a_batch_says_how_old_its_groups_are() -> None:
     s = scheduler(2, staleness=1)
-    for i, group_id in enumerate(admit_all(s, "abcd")):
-        s.complete(group_id, float(i))
+    for group_id in admit_all(s, "abcd"):
+        s.complete(group_id)
     for number in range(2):
-        batch = s.take(0.0)
+        batch = s.take()
         assert isinstance(batch, StepBatch) and batch.staleness == (number, number)
         s.trained(number)
         s.published(number + 1)
-    s.admit("e", 0.0)
-    s.release("e", "invalid")
-    stats = s.stats()
-    assert (stats.drawn, stats.trained, stats.lost, stats.staleness) == (5, 4, {"invalid": 1}, {0: 2, 1: 2})
-    assert (stats.group_s_total, stats.group_s_max) == (6.0, 3.0)
 
 
 # ---- resume
@@ -276,8 +270,8 @@ def in_the_middle() -> Scheduler:
     s = scheduler(2, staleness=1, sync_every=2)  # 8 slots
     admit_all(s, "abcdefgh")
     for group_id in "adh":
-        s.complete(group_id, 0.0)
-    batch = s.take(0.0)
+        s.complete(group_id)
+    batch = s.take()
     assert isinstance(batch, StepBatch) and batch.group_ids == ("a", "d")
     s.trained(0)
     s.release("b", "rejected")
@@ -288,21 +282,18 @@ def test_state_lists_what_is_in_flight_and_resumes_with_the_original_versions() 
     s = in_the_middle()
     state = json.loads(json.dumps(s.state()))
     s2 = scheduler(2, staleness=1, sync_every=2)
-    resumed = s2.load_state(state, 0.0, replay={"h"})
-    assert (resumed.complete, resumed.running, resumed.dropped) == ((), ("c", "e", "f", "g", "h"), ())
+    resumed = s2.load_state(state, 0.0)
+    assert (resumed.complete, resumed.running, resumed.dropped) == (("h",), ("c", "e", "f", "g"), ())
     assert s2.next_step == 1 and s2.free_slots() == s.free_slots() == 1
-    assert s2.admission_of("c") == s.admission_of("c")
-    assert not s2.at_publish and s2.stats() == s.stats()
-    s3 = scheduler(2, staleness=1, sync_every=2)
-    assert s3.load_state(state, 0.0).complete == ("h",)
-    assert s3.state() == state
+    assert s2.why_waiting(0.0) == s.why_waiting(0.0)
+    assert s2.state() == state
 
 
 def test_state_in_the_middle_of_training_is_refused() -> None:
     s = scheduler(2)
     for group_id in admit_all(s):
-        s.complete(group_id, 0.0)
-    s.take(0.0)
+        s.complete(group_id)
+    s.take()
     with pytest.raises(AssertionError, match="step 0 is in training"):
         s.state()
 
@@ -313,8 +304,8 @@ def test_resume_with_a_lower_staleness_drops_what_cannot_train_any_more() -> Non
     resumed = strict.load_state(s.state(), 0.0)
     assert resumed.running == ("c", "e") and resumed.dropped == ("f", "g", "h"), "latest admitted first"
     for group_id in ("c", "e"):
-        strict.complete(group_id, 0.0)
-    assert isinstance(strict.take(0.0), StepBatch)
+        strict.complete(group_id)
+    assert isinstance(strict.take(), StepBatch)
 
 
 def test_resume_between_publishes_keeps_the_shape_of_a_step() -> None:
@@ -339,7 +330,7 @@ def test_a_finished_run_goes_on_with_more_steps() -> None:
     s = scheduler(2, staleness=1, sync_every=2, total_steps=5)
     for _ in range(5):
         step(s)
-    assert s.version == 3 and s.at_publish
+    assert s.version == 3 and not s.publish_pending
     longer = scheduler(2, staleness=1, sync_every=2, total_steps=9)
     longer.load_state(s.state(), 0.0)
     for _ in range(4):
@@ -380,11 +371,11 @@ def test_our_own_mistakes_are_asserted() -> None:
         s.release("b", "failed")
     with pytest.raises(AssertionError, match="before its step is trained"):
         s.published(1)
-    s.complete("a", 0.0)
+    s.complete("a")
     with pytest.raises(AssertionError, match="not running"):
-        s.complete("a", 0.0)
-    s.take(0.0)
+        s.complete("a")
+    s.take()
     with pytest.raises(AssertionError, match="not trained yet"):
-        s.take(0.0)
+        s.take()
     with pytest.raises(AssertionError, match="not the one in training"):
         s.trained(1)

@@ -95,8 +95,8 @@ def test_acceptance_rates_of_dynamic_sampling_end_as_declared() -> None:
 class CompletionOrder(Scheduler):
     """Takes whatever completed first, and asks nothing."""
 
-    def complete(self, group_id, now_s):
-        super().complete(group_id, now_s)
+    def complete(self, group_id):
+        super().complete(group_id)
         self.__dict__.setdefault("finished", []).append(group_id)
 
     def _choose(self):
@@ -119,7 +119,7 @@ class DropsTheLate(Scheduler):
 
     def _overdue_after(self, chosen):
         taken = {g.group_id for g in chosen}
-        return [g for g in self._groups.values() if g.group_id not in taken and self._due(g.version) <= self._next_step]
+        return [g for g in self._groups.values() if g.group_id not in taken and self._due(g.version) <= self.next_step]
 
 
 class FreesAtTraining(Scheduler):
@@ -151,9 +151,9 @@ class NoHorizon(Scheduler):
 class ForgetsVersions(Scheduler):
     """Re-admits what was in flight as if it were new."""
 
-    def load_state(self, state, now_s, *, replay=()):
+    def load_state(self, state, now_s):
         groups = [[g, state["version"], complete] for g, _, complete in state["groups"]]
-        return super().load_state({**state, "groups": groups}, now_s, replay=replay)
+        return super().load_state({**state, "groups": groups}, now_s)
 
 
 class LosesCompleted(Scheduler):

@@ -163,7 +163,7 @@ class RolloutManager:
             self.check()
             self._changed.clear()
             self._admit()
-            got = self.scheduler.take(self._clock())
+            got = self.scheduler.take()
             if isinstance(got, StepBatch):
                 self._taken = got.group_ids
                 await self._drop(got.dropped)
@@ -370,7 +370,7 @@ class RolloutManager:
         self.groups[group.group_id] = group
         await self._store(group)
         if self.scheduler.holds(group.group_id):
-            self.scheduler.complete(group.group_id, self._clock())
+            self.scheduler.complete(group.group_id)
         else:  # dropped while its rows were stored
             self._queue.drop(self._refs.pop(group.group_id))
 

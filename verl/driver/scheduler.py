@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import islice
@@ -53,7 +53,6 @@ class StepBatch:
     dropped: tuple[str, ...]
     needed: int
     staleness: tuple[int, ...]
-    waited_s: float
 
     @property
     def short(self) -> bool:
@@ -95,19 +94,6 @@ class Resumed:
     dropped: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Stats:
-    """Since the first step of the run. staleness: {versions: groups trained at that age}."""
-
-    drawn: int
-    trained: int
-    dropped: int
-    lost: Mapping[str, int]
-    staleness: Mapping[int, int]
-    group_s_total: float
-    group_s_max: float
-
-
 @dataclass(slots=True)
 class _Held:
     group_id: str
@@ -142,13 +128,11 @@ class Scheduler:
         oversample: float = 0.0,
         max_draws_per_group: float | None = None,
         on_exhausted: OnExhausted = "stop",
-        first_step: int = 0,
-        version: int = 0,
     ) -> None:
         """max_draws_per_group: groups drawn per group needed in a step before `Exhausted`; None: no limit (then data
         without a single acceptable group draws for ever). Over-sampled groups come on top of it."""
-        if min(prompts_per_step, sync_every) < 1 or min(total_steps, first_step) < 0:
-            raise ValueError(f"{prompts_per_step=}, {sync_every=} must be >= 1 and {total_steps=}, {first_step=} >= 0")
+        if min(prompts_per_step, sync_every) < 1 or total_steps < 0:
+            raise ValueError(f"{prompts_per_step=}, {sync_every=} must be >= 1 and {total_steps=} >= 0")
         _check_shares(staleness, oversample, max_draws_per_group, on_exhausted)
         self.prompts_per_step = prompts_per_step
         self.sync_every = sync_every
@@ -163,33 +147,22 @@ class Scheduler:
         if max_draws_per_group is not None:
             self._refills_per_step = math.ceil(_exact(max_draws_per_group) * prompts_per_step) - prompts_per_step
 
-        self.version = version
-        self._next_step = first_step  # of the next take
-        self._base = (first_step, version)  # a step and the version it runs at
+        self.version = 0
+        self.next_step = 0  # that the next `take` is for
+        self._base = (0, 0)  # a step and the version it runs at
         self._groups: dict[str, _Held] = {}  # running and complete, in admission order
         self._running = 0
         self._unpublished: dict[int, int] = {}  # version trained at -> groups that hold a slot until the next one
         self._batch: StepBatch | None = None  # handed out, not trained yet
-        self._budget = _Budget(first_step, Counter())
+        self._budget = _Budget(0, Counter())
         self._data_ended = False
         self._admitted = 0
-        self._waiting_since_s: float | None = None
-        self._lost: Counter[str] = Counter()
-        self._staleness: Counter[int] = Counter()
-        self._dropped = 0
-        self._group_s_total = 0.0
-        self._group_s_max = 0.0
 
     # ---- versions and deadlines
 
     @property
-    def next_step(self) -> int:
-        """The step that the next `take` is for."""
-        return self._next_step
-
-    @property
     def done(self) -> bool:
-        return self._next_step >= self.total_steps
+        return self.next_step >= self.total_steps
 
     def publish_due(self, step: int) -> bool:
         return (step + 1) % self.sync_every == 0 or step + 1 == self.total_steps
@@ -202,13 +175,8 @@ class Scheduler:
         return self.version < self._version_at(trained) + at_end
 
     @property
-    def at_publish(self) -> bool:
-        """Every trained step is published: here a checkpoint's weights are also those the rollout ran with."""
-        return self._batch is None and not self._unpublished
-
-    @property
     def _trained_steps(self) -> int:
-        return self._next_step - (self._batch is not None)
+        return self.next_step - (self._batch is not None)
 
     def _version_at(self, step: int) -> int:
         base_step, base_version = self._base
@@ -229,7 +197,7 @@ class Scheduler:
 
     def _room(self) -> int:
         """Groups that may be in flight: what the slots hold and what can train by the deadline of this version."""
-        steps_left = self._due(self.version) - self._next_step + 1
+        steps_left = self._due(self.version) - self.next_step + 1
         if steps_left <= 0:  # the last step of this version is taken: wait for the publish
             return 0
         held = sum(self._unpublished.values()) + (len(self._batch.group_ids) if self._batch else 0)
@@ -239,7 +207,7 @@ class Scheduler:
         """Lost groups that the draw budget does not replace. They thin out the look-ahead first, the step last."""
         if self._refills_per_step is None:
             return 0
-        paid = self._refills_per_step * (1 + self._next_step - self._budget.first_step)
+        paid = self._refills_per_step * (1 + self.next_step - self._budget.first_step)
         return max(0, self._budget.lost.total() - paid)
 
     def admit(self, group_id: str, now_s: float) -> Admission:
@@ -249,11 +217,6 @@ class Scheduler:
         self._admitted += 1
         self._running += 1
         return Admission(group_id, self.version, self.version + self.max_lag, self._due(self.version))
-
-    def admission_of(self, group_id: str) -> Admission:
-        """Of a group in flight, also after a resume."""
-        version = self._groups[group_id].version
-        return Admission(group_id, version, version + self.max_lag, self._due(version))
 
     def holds(self, group_id: str) -> bool:
         """False once a group is taken, released or dropped: its late result is nobody's."""
@@ -265,40 +228,36 @@ class Scheduler:
 
     # ---- what became of a group
 
-    def complete(self, group_id: str, now_s: float) -> None:
+    def complete(self, group_id: str) -> None:
         """Scored, selected and admissible: ready to train."""
         group = self._groups.get(group_id)
         assert group is not None and not group.complete, f"group {group_id} is not running"
         group.complete = True
         self._running -= 1
-        duration_s = now_s - group.since_s
-        self._group_s_total += duration_s
-        self._group_s_max = max(self._group_s_max, duration_s)
 
     def release(self, group_id: str, reason: Released) -> None:
         """The group will not train. Its slot is free at once, and it counts against the draw budget."""
         group = self._groups.pop(group_id, None)
         assert group is not None, f"group {group_id} is not in flight"
         self._running -= not group.complete
-        self._lost[reason] += 1
         self._budget.lost[reason] += 1
         self._data_ended = False
 
     # ---- batches
 
-    def take(self, now_s: float) -> StepBatch | Wait | Exhausted:
+    def take(self) -> StepBatch | Wait | Exhausted:
         """The batch of the next step, if it can be handed out without breaking any deadline of the rest."""
-        assert self._batch is None, f"step {self._next_step - 1} is taken and not trained yet"
+        assert self._batch is None, f"step {self.next_step - 1} is taken and not trained yet"
         assert not self.done, f"all {self.total_steps} steps are taken"
         chosen = self._choose()
         if chosen is None:
             if (blocked := self._blocked()) is not None:
-                return self._wait(blocked, now_s) if isinstance(blocked, Wait) else blocked
+                return blocked
             chosen = list(self._groups.values())  # the declared smaller batch: all there is
         overdue = self._overdue_after(chosen)
         if overdue is None:
-            return self._wait(Wait("deadline"), now_s)
-        return self._hand_out(chosen, overdue, now_s)
+            return Wait("deadline")
+        return self._hand_out(chosen, overdue)
 
     def _choose(self) -> list[_Held] | None:
         """The oldest complete groups; at staleness 0 the oldest groups, once they are complete."""
@@ -322,11 +281,11 @@ class Scheduler:
         if self.on_exhausted == "smaller" and self._groups:
             return None
         cause: Literal["data", "draws"] = "data" if self._data_ended else "draws"
-        return Exhausted(self._next_step, cause, len(self._groups), self.prompts_per_step, dict(self._budget.lost))
+        return Exhausted(self.next_step, cause, len(self._groups), self.prompts_per_step, dict(self._budget.lost))
 
     def _overdue_after(self, chosen: Sequence[_Held]) -> list[_Held] | None:
         """Groups that could not train any more once `chosen` is taken, to be dropped; None if that is not allowed."""
-        step, taken = self._next_step, {g.group_id for g in chosen}
+        step, taken = self.next_step, {g.group_id for g in chosen}
         overdue: list[_Held] = []
         later = 0
         for group in self._groups.values():  # due steps ascend
@@ -340,36 +299,26 @@ class Scheduler:
                 return None
         return overdue
 
-    def _hand_out(self, chosen: list[_Held], overdue: list[_Held], now_s: float) -> StepBatch:
+    def _hand_out(self, chosen: list[_Held], overdue: list[_Held]) -> StepBatch:
         for group in (*chosen, *overdue):
             del self._groups[group.group_id]
             self._running -= not group.complete
-        since_s = now_s if self._waiting_since_s is None else self._waiting_since_s
         self._batch = StepBatch(
-            step=self._next_step,
+            step=self.next_step,
             group_ids=tuple(g.group_id for g in chosen),
             dropped=tuple(g.group_id for g in overdue),
             needed=self.prompts_per_step,
             staleness=tuple(self.version - g.version for g in chosen),
-            waited_s=now_s - since_s,
         )
-        self._waiting_since_s = None
-        self._next_step += 1
-        self._dropped += len(overdue)
+        self.next_step += 1
         self._data_ended = self._data_ended and not overdue
         if self._batch.short:  # a step that gave up paid for itself: the next one starts with a fresh budget
-            self._budget = _Budget(self._next_step, Counter())
+            self._budget = _Budget(self.next_step, Counter())
         return self._batch
-
-    def _wait(self, wait: Wait, now_s: float) -> Wait:
-        if self._waiting_since_s is None:
-            self._waiting_since_s = now_s
-        return wait
 
     def trained(self, step: int) -> None:
         """The optimizer steps of `step` are done. Its groups keep their slots until the next publish has committed."""
         assert self._batch is not None and self._batch.step == step, f"step {step} is not the one in training"
-        self._staleness.update(self._batch.staleness)
         at = self._version_at(step)
         self._unpublished[at] = self._unpublished.get(at, 0) + len(self._batch.group_ids)
         self._batch = None
@@ -385,7 +334,7 @@ class Scheduler:
         self._unpublished = {at: n for at, n in self._unpublished.items() if at >= version}
         base_step, base_version = self._base
         first = (version - base_version + base_step // self.sync_every) * self.sync_every
-        self._budget = _Budget(min(first, self._next_step), Counter())
+        self._budget = _Budget(min(first, self.next_step), Counter())
 
     # ---- for people
 
@@ -393,7 +342,7 @@ class Scheduler:
         """One line for an error message: what the next step needs, what is there, and who is in the way."""
         complete = len(self._groups) - self._running
         text = (
-            f"step {self._next_step} needs {self.prompts_per_step} groups: {complete} complete, {self._running} "
+            f"step {self.next_step} needs {self.prompts_per_step} groups: {complete} complete, {self._running} "
             "running,"
             f" {self.free_slots()} slots free"
         )
@@ -412,17 +361,6 @@ class Scheduler:
             text += f"; draw budget exceeded by {overdrawn}"
         return text
 
-    def stats(self) -> Stats:
-        return Stats(
-            drawn=self._admitted,
-            trained=sum(self._staleness.values()),
-            dropped=self._dropped,
-            lost=dict(self._lost),
-            staleness=dict(sorted(self._staleness.items())),
-            group_s_total=self._group_s_total,
-            group_s_max=self._group_s_max,
-        )
-
     # ---- checkpoints
 
     def state(self) -> dict[str, Any]:
@@ -432,23 +370,19 @@ class Scheduler:
         return {
             "prompts_per_step": self.prompts_per_step,
             "sync_every": self.sync_every,
-            "next_step": self._next_step,
+            "next_step": self.next_step,
             "version": self.version,
             "base": list(self._base),
             "unpublished": [[at, n] for at, n in self._unpublished.items()],
             "budget": [self._budget.first_step, dict(self._budget.lost)],
             "admitted": self._admitted,
             "groups": [[g.group_id, g.version, g.complete] for g in self._groups.values()],
-            "lost": dict(self._lost),
-            "staleness": [[lag, n] for lag, n in self._staleness.items()],
-            "dropped": self._dropped,
-            "group_s": [self._group_s_total, self._group_s_max],
         }
 
-    def load_state(self, state: Mapping[str, Any], now_s: float, *, replay: Collection[str] = ()) -> Resumed:
-        """Continue from `state`: same ids, original versions and deadlines. Groups in `replay` were complete but their
-        samples did not survive: they run again. Staleness, oversample, total_steps and budget may differ from the run
-        that saved; what cannot train any more under them is dropped, latest admitted first."""
+    def load_state(self, state: Mapping[str, Any], now_s: float) -> Resumed:
+        """Continue from `state`: same ids, original versions and deadlines. Staleness, oversample, total_steps and
+        budget may differ from the run that saved; what cannot train any more under them is dropped, latest admitted
+        first."""
         assert not self._admitted, "load_state comes before the first admit"
         same = (state["prompts_per_step"], state["sync_every"]) == (self.prompts_per_step, self.sync_every)
         if state["unpublished"] and not same:
@@ -457,25 +391,21 @@ class Scheduler:
                 f" between two publishes with {state['prompts_per_step']} and {state['sync_every']};"
                 " keep those values, or resume from a checkpoint of a step that published"
             )
-        self._next_step, self.version = state["next_step"], state["version"]
+        self.next_step, self.version = state["next_step"], state["version"]
         base_step, base_version = state["base"]
-        self._base = (base_step, base_version) if same else (self._next_step, self.version)
+        self._base = (base_step, base_version) if same else (self.next_step, self.version)
         self._unpublished = {at: n for at, n in state["unpublished"]}
         first_step, lost = state["budget"]
-        self._budget = _Budget(first_step, Counter(lost)) if same else _Budget(self._next_step, Counter())
+        self._budget = _Budget(first_step, Counter(lost)) if same else _Budget(self.next_step, Counter())
         self._admitted = state["admitted"]
-        self._lost, self._staleness = Counter(state["lost"]), Counter(dict(state["staleness"]))
-        self._dropped = state["dropped"]
-        self._group_s_total, self._group_s_max = state["group_s"]
         dropped = []
         for group_id, version, complete in state["groups"]:
             due = self._due(version)
-            if len(self._groups) >= self.prompts_per_step * max(0, due - self._next_step + 1) + self.extra:
+            if len(self._groups) >= self.prompts_per_step * max(0, due - self.next_step + 1) + self.extra:
                 dropped.append(group_id)  # admission order is due order: those before it fill the steps up to its due
                 continue
-            self._groups[group_id] = _Held(group_id, version, now_s, complete and group_id not in replay)
+            self._groups[group_id] = _Held(group_id, version, now_s, complete)
         self._running = sum(not g.complete for g in self._groups.values())
-        self._dropped += len(dropped)
         return Resumed(
             complete=tuple(g.group_id for g in self._groups.values() if g.complete),
             running=tuple(g.group_id for g in self._groups.values() if not g.complete),
