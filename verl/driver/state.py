@@ -30,6 +30,8 @@ class SavedRng(msgspec.Struct):
 
 
 class SavedTrajectory(msgspec.Struct):
+    """A `Trajectory` of its group, field by field; its reward is `score` or `invalid`."""
+
     trajectory_id: str
     index: int
     purpose: Purpose
@@ -46,6 +48,9 @@ class SavedTrajectory(msgspec.Struct):
     branches: tuple[tuple[Segment, ...], ...] = ()
     agent: dict[str, float] = {}
     timeline: tuple[dict[str, Any], ...] = ()
+
+
+_AS_THEY_ARE = frozenset(SavedTrajectory.__struct_fields__) - {"score", "invalid", "agent", "timeline"}
 
 
 class SavedGroup(msgspec.Struct):
@@ -137,20 +142,9 @@ def restore_group(saved: SavedGroup, task: Task) -> Group:
 
 def _save_trajectory(t: Trajectory) -> SavedTrajectory:
     return SavedTrajectory(
-        trajectory_id=t.trajectory_id,
-        index=t.index,
-        purpose=t.purpose,
-        attempt=t.attempt,
-        sampling=t.sampling,
-        segments=t.segments,
-        stop_reason=t.stop_reason,
-        outcome=t.outcome,
+        **{name: getattr(t, name) for name in _AS_THEY_ARE},
         score=t.reward if isinstance(t.reward, Score) else None,
         invalid=(t.reward.reason, t.reward.detail) if isinstance(t.reward, Invalid) else None,
-        turns=t.turns,
-        wall_s=t.wall_s,
-        error=t.error,
-        branches=t.branches,
         agent=dict(t.agent),
         timeline=tuple(map(dict, t.timeline)),
     )
@@ -158,21 +152,10 @@ def _save_trajectory(t: Trajectory) -> SavedTrajectory:
 
 def _restore_trajectory(saved: SavedTrajectory, group: SavedGroup) -> Trajectory:
     return Trajectory(
-        trajectory_id=saved.trajectory_id,
+        **{name: getattr(saved, name) for name in _AS_THEY_ARE},
         group_id=group.group_id,
         task_id=group.task_id,
-        index=saved.index,
-        purpose=saved.purpose,
-        attempt=saved.attempt,
-        sampling=saved.sampling,
-        segments=saved.segments,
-        stop_reason=saved.stop_reason,
-        outcome=saved.outcome,
         reward=saved.score if saved.invalid is None else Invalid(*saved.invalid),
-        turns=saved.turns,
-        wall_s=saved.wall_s,
-        error=saved.error,
-        branches=saved.branches,
         agent=saved.agent,
         timeline=saved.timeline,
     )
