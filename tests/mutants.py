@@ -237,12 +237,6 @@ MUTANTS = (
     ),
     Mutant(
         "driver/stages.py",
-        "for side, row in ((CHOSEN, pair.chosen), (REJECTED, pair.rejected)):",
-        "for side, row in ((REJECTED, pair.chosen), (CHOSEN, pair.rejected)):",
-        LEARNED,
-    ),
-    Mutant(
-        "driver/stages.py",
         "return [(CHOSEN, pair.chosen), (REJECTED, pair.rejected)]",
         "return [(REJECTED, pair.chosen), (CHOSEN, pair.rejected)]",
         LEARNED,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -139,10 +139,8 @@ def _stages(config: Config, command: str, tokenizer: Any) -> tuple[Stage, Stage 
     kwargs, p = config.model.template_kwargs, config.preference
     files = ((config.data.train_files, config.data.max_rows), (config.data.eval_files, config.data.max_eval_rows))
     if command == "sft":
-        tables = [
-            load_conversations(f, tokenizer, config.data, template_kwargs=kwargs, max_rows=n) if f else None
-            for f, n in files
-        ]
+        read = partial(load_conversations, tokenizer=tokenizer, cfg=config.data, template_kwargs=kwargs)
+        tables = [read(f, max_rows=n) if f else None for f, n in files]
         assert tables[0] is not None, "validated"
         refuse_unembedded(config, tokenizer, *(table.report for table in tables if table))
         return SftStage(tables[0]), SftStage(tables[1]) if tables[1] else None, tables[0].report.summary()
@@ -157,14 +155,11 @@ def _stages(config: Config, command: str, tokenizer: Any) -> tuple[Stage, Stage 
         raise ValueError(
             "supervised.rows_per_step=1: kto compares rows with the other rows of a step; set at least 2 (64 is usual)"
         )
-    pairs = [
-        load_pairs(f, tokenizer, config.data, paired=paired, needs_gap=needs_gap, template_kwargs=kwargs, max_rows=n)
-        if f
-        else None
-        for f, n in files
-    ]
+    kind: dict[str, Any] = {"paired": paired, "needs_gap": needs_gap, "template_kwargs": kwargs}
+    pairs = [load_pairs(f, tokenizer, config.data, max_rows=n, **kind) if f else None for f, n in files]
     assert pairs[0] is not None, "validated"
     refuse_unembedded(config, tokenizer, *(table.report for table in pairs if table))
-    end = turn_end(tokenizer, kwargs)
-    make = (lambda t: RewardStage(t, terms, end)) if command == "rm" else (lambda t: PreferenceStage(t, terms, paired))
-    return make(pairs[0]), make(pairs[1]) if pairs[1] else None, pairs[0].summary()
+    make: Callable[..., PreferenceStage]
+    make = partial(RewardStage, end=turn_end(tokenizer, kwargs)) if command == "rm" else PreferenceStage
+    held_out = make(pairs[1], terms, paired) if pairs[1] else None
+    return make(pairs[0], terms, paired), held_out, pairs[0].summary()

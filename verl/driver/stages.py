@@ -18,6 +18,7 @@ from verl.algorithms.preference import CHOSEN, MISMATCHED, REJECTED
 from verl.chat import NO_TURN_END, Rendered, TurnEnd
 from verl.data.cache import cache_path, load_cached, store_cached
 from verl.data.preference import Pair, PairTable
+from verl.data.source import ConversationTable
 from verl.objective import Term
 from verl.types import Sample, Segment
 from verl.workers.group import Drivers
@@ -34,29 +35,15 @@ class Stage(Protocol):
     terms: tuple[Term, ...]
 
     @property
-    def table(self) -> Keyed: ...
+    def table(self) -> ConversationTable | PairTable: ...
 
     def __len__(self) -> int: ...
     def rows(self, indices: Sequence[int], names: Sequence[str]) -> tuple[list[Sample], StageColumns]: ...
 
 
-class Keyed(Protocol):
-    """Rows of data; equal keys stand for equal rows."""
-
-    @property
-    def key(self) -> str: ...
-
-
-class Table(Keyed, Protocol):
-    """Rendered rows by index (data/source.py)."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> Rendered: ...
-
-
 @dataclass(slots=True)
 class SftStage:
-    table: Table
+    table: ConversationTable
     terms: tuple[Term, ...] = SFT_TERMS
 
     def __len__(self) -> int:
@@ -67,35 +54,12 @@ class SftStage:
 
 
 @dataclass(slots=True)
-class RewardStage:
-    """Pairs for Bradley-Terry: each answer ends in one trainable token that nobody reads; its value is the score."""
-
-    table: PairTable
-    terms: tuple[Term, ...]
-    end: TurnEnd = NO_TURN_END
-
-    def __len__(self) -> int:
-        return len(self.table)
-
-    def rows(self, indices: Sequence[int], names: Sequence[str]) -> tuple[list[Sample], StageColumns]:
-        samples: list[Sample] = []
-        facts: list[dict[str, float]] = []
-        for j, (i, name) in enumerate(zip(indices, names, strict=True)):
-            pair = self.table[i]
-            assert pair.rejected is not None
-            for side, row in ((CHOSEN, pair.chosen), (REJECTED, pair.rejected)):
-                samples.append(scored_sample(row, f"{name}{'c' if side == CHOSEN else 'r'}", name, self.end))
-                facts.append({"side": side, "pair": float(j), "gap": pair.gap or 0.0})
-        return samples, _constant(samples, facts)
-
-
-@dataclass(slots=True)
 class PreferenceStage:
     """Pairs, or unpaired answers with one mismatched answer beside each (KTO's reference point: the next row's)."""
 
     table: PairTable
     terms: tuple[Term, ...]
-    paired: bool
+    paired: bool = True
     reference: Reference | None = None
 
     def __len__(self) -> int:
@@ -115,7 +79,7 @@ class PreferenceStage:
         ref: list[np.ndarray] = []
         for j, (i, name) in enumerate(zip(indices, names, strict=True)):
             for k, (side, row) in enumerate(self.entries(i)):
-                samples.append(sample_of(row, f"{name}{k}", name))
+                samples.append(self.sample(row, f"{name}{k}", name))
                 facts.append({"side": side, "pair": float(j), "gap": self.table[i].gap or 0.0})
                 if self.reference is not None:
                     ref.append(self.reference.of(i, k))
@@ -123,6 +87,19 @@ class PreferenceStage:
         if self.reference is not None:
             columns["ref_logprobs"] = torch.from_numpy(np.concatenate(ref))
         return samples, columns
+
+    def sample(self, row: Rendered, name: str, group: str) -> Sample:
+        return sample_of(row, name, group)
+
+
+@dataclass(slots=True)
+class RewardStage(PreferenceStage):
+    """Pairs for Bradley-Terry: each answer ends in one trainable token that nobody reads; its value is the score."""
+
+    end: TurnEnd = NO_TURN_END
+
+    def sample(self, row: Rendered, name: str, group: str) -> Sample:
+        return scored_sample(row, name, group, self.end)
 
 
 @dataclass(slots=True)
