@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import msgspec
 
@@ -162,6 +161,8 @@ def identity_of(resolved: Resolved, command: str) -> Identity:
 def _defaults(config: Config) -> dict[str, object]:
     """What is left out and follows from another key, as if it had been given."""
     loss, rollout, seed = preference(config.preference.loss), config.rollout, config.data.seed
+    cluster = config.cluster  # pools may change, but for what a role computes in there
+    pools = {role: cluster.pools.get(name, {}) for role, name in sorted(cluster.roles.items())}
     longest, beta = config.eval.max_response_tokens, config.preference.beta
     return {
         "data.seed": config.run.seed if seed is None else seed,
@@ -169,13 +170,8 @@ def _defaults(config: Config) -> dict[str, object]:
         "eval.max_response_tokens": rollout.max_response_tokens if longest is None else longest,
         "preference.beta": loss.beta if beta is None else beta,
         "preference.options": {**loss.options, **config.preference.options},
-        "cluster.dtypes": {role: pool["dtype"] for role, pool in _roles_and_pools(config) if pool.get("dtype")} or None,
+        "cluster.dtypes": {role: pool["dtype"] for role, pool in pools.items() if pool.get("dtype")} or None,
     }
-
-
-def _roles_and_pools(config: Config) -> list[tuple[str, dict[str, Any]]]:
-    """Pools may change, but for what a role computes in there."""
-    return [(role, config.cluster.pools.get(name, {})) for role, name in sorted(config.cluster.roles.items())]
 
 
 def compare(was: Identity, now: Identity) -> tuple[list[str], dict[str, list[str]]]:

@@ -154,14 +154,7 @@ class _Guard:
     def _over_limit(self) -> float | None:
         """Megabytes in use by the worker and its descendants if that is too much, else None."""
         (base_mb,) = struct.unpack("d", self._baseline[:8])
-        if base_mb == 0:
-            return None
-        pids = descendants(os.getpid())
-        allowed_mb = base_mb + self._limit_mb
-        if sum(map(resident_mb, pids)) <= allowed_mb:
-            return None
-        used_mb = sum(map(proportional_mb, pids))  # slower, but does not count what forks share more than once
-        return used_mb if used_mb > allowed_mb else None
+        return over_limit_mb(base_mb + self._limit_mb) if base_mb else None
 
     def _end_all(self) -> None:
         """SIGKILL and reap the worker's group and every other descendant."""
@@ -209,6 +202,15 @@ def _children_by_scan(pid: int) -> list[int]:
             if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
                 found.append(int(stat.parent.name))
     return found
+
+
+def over_limit_mb(limit_mb: float) -> float | None:
+    """Megabytes in use by all processes below this one if that is too much, else None."""
+    pids = descendants(os.getpid())
+    if sum(map(resident_mb, pids)) <= limit_mb:
+        return None
+    used_mb = sum(map(proportional_mb, pids))  # slower, but does not count what forks share more than once
+    return used_mb if used_mb > limit_mb else None
 
 
 def resident_mb(pid: int) -> float:

@@ -210,6 +210,8 @@ class _Cell:
 
     def ask(self, request: dict[str, Any], limit_s: float) -> dict[str, Any] | None:
         """The answer, or with `gone` why there is none. None: the caller has gone."""
+        from verl.sandbox import guardian
+
         self._channel.settimeout(START_S)
         with contextlib.suppress(OSError):  # it may have said why
             self._channel.sendall(json.dumps(request).encode() + b"\n")
@@ -228,7 +230,7 @@ class _Cell:
                     return self._told()
                 if len(self._got) > MAX_LINE_BYTES:
                     return {"status": "output", "gone": True, "why": "its answer has no end"}
-            elif (used_mb := self._used_mb()) > self._memory_mb:
+            elif (used_mb := guardian.over_limit_mb(self._memory_mb)) is not None:
                 return {"status": "memory", "gone": True, "why": f"it used {used_mb:.0f} MB of {self._memory_mb:g}"}
         return {"status": "timeout", "gone": True, "why": f"no answer in {limit_s:g} s"}
 
@@ -239,13 +241,6 @@ class _Cell:
         except ValueError:
             return {"status": "gone", "gone": True, "why": "the sandbox ended by itself"}
         return found
-
-    def _used_mb(self) -> float:
-        from verl.sandbox.guardian import descendants, proportional_mb, resident_mb
-
-        pids = descendants(os.getpid())
-        used_mb = sum(map(resident_mb, pids))
-        return used_mb if used_mb <= self._memory_mb else sum(map(proportional_mb, pids))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
@@ -171,17 +171,17 @@ def load(spec: CallableSpec, settler: Settler) -> Callable[..., Any]:
     if spec.factory:
         _check_call(found, spec, (), kwargs)
         found, kwargs = settler.settle(found(**kwargs)), {}
-    if spec.plural and set(spec.plural) <= set(_parameters(found)):
+    if spec.plural and (signature := _signature(found)) and set(spec.plural) <= set(signature.parameters):
         return functools.partial(_of_lists, found, spec, settler, kwargs)
     _check_call(found, spec, spec.parameters, kwargs)
     return functools.partial(found, **kwargs)
 
 
-def _parameters(function: Callable[..., Any]) -> Iterable[str]:
+def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
     try:
-        return inspect.signature(function).parameters
+        return inspect.signature(function)
     except (TypeError, ValueError):  # a builtin
-        return ()
+        return None
 
 
 def _of_lists(
@@ -228,9 +228,7 @@ def _check_call(
     """Fail at start, not at the first call, when the function cannot take what it will be called with."""
     if taken := sorted(set(names) & set(kwargs)):
         raise Unloadable(f"{spec.section}.kwargs has {', '.join(taken)}, which every call sets itself. Fix: rename it")
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # a builtin
+    if (signature := _signature(function)) is None:
         return
     try:
         signature.bind(**dict.fromkeys(names), **kwargs)
