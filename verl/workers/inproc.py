@@ -9,16 +9,16 @@ import queue
 import threading
 import time
 from asyncio import CancelledError
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from torch import Tensor
 
 from verl.batch import Batch
-from verl.model_engine.base import EngineCapabilities, ModelEngine, Part, StepOutput
+from verl.model_engine.base import ModelEngine, StepOutput
 from verl.model_engine.layout import Layout
 from verl.objective import Term
 from verl.rollout.base import RolloutEngine
@@ -75,7 +75,7 @@ class VirtualRank:
 
 class SharedEngine:
     """One engine of this process in the hands of several virtual ranks (see `ModelEngine`): their gradients add up in
-    it, and the first of them makes the one optimizer step."""
+    it, and the first of them makes the one optimizer step. What only reads is the engine's own."""
 
     def __init__(self, engine: ModelEngine, rank: VirtualRank) -> None:
         self._engine, self._rank = engine, rank
@@ -91,9 +91,6 @@ class SharedEngine:
     def optim_step(self) -> Metrics:
         return self._first(self._engine.optim_step)
 
-    def weights(self, kind: Literal["full", "adapter", "merged"] = "full") -> Iterator[tuple[str, Tensor]]:
-        return self._engine.weights(kind)
-
     def save(self, path: Path) -> None:
         self._first(lambda: self._engine.save(path))
 
@@ -108,30 +105,11 @@ class SharedEngine:
     def load(self, path: Path) -> None:
         self._first(lambda: self._engine.load(path))
 
-    def check_packing(self, *, share_prefix: bool) -> float:
-        return self._engine.check_packing(share_prefix=share_prefix)
-
     def own_logprobs(self, probes: Sequence[np.ndarray], dtype: str) -> list[np.ndarray]:
         return self._first(lambda: self._engine.own_logprobs(probes, dtype))
 
-    def awake(self, *parts: Part) -> contextlib.AbstractContextManager[None]:
-        return self._engine.awake(*parts)
-
-    @property
-    def tied(self) -> Mapping[str, str]:
-        return self._engine.tied
-
-    @property
-    def masters(self) -> Mapping[str, Tensor]:
-        return self._engine.masters
-
-    @property
-    def capabilities(self) -> EngineCapabilities:
-        return self._engine.capabilities
-
-    @property
-    def optimizer_step(self) -> int:
-        return self._engine.optimizer_step
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
 
     def _first(self, fn: Callable[[], T]) -> T:
         """The first rank's result, for all."""
@@ -145,7 +123,7 @@ class InprocGroup:
 
     def __init__(self, name: str, workers: Sequence[object], ranks: Sequence[VirtualRank] = ()) -> None:
         assert len(ranks) in (0, len(workers)), f"{len(ranks)} ranks for {len(workers)} workers"
-        self._name = name
+        self.name, self.world_size = name, len(workers)
         self._workers, self._ranks = tuple(workers), tuple(ranks)
         self._lock = (
             threading.Lock()
@@ -160,21 +138,13 @@ class InprocGroup:
         for thread in self._threads:
             thread.start()
 
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def world_size(self) -> int:
-        return len(self._workers)
-
     def submit(self, method: Callable[..., T], args: Arguments) -> Future[list[T]]:
         per_rank = [args.args] * self.world_size if isinstance(args, Broadcast) else list(args)
         assert len(per_rank) == self.world_size, f"{len(per_rank)} sets of arguments for {self.world_size} ranks"
         call = _Call(method, per_rank, Meeting(self.world_size) if self._ranks else None)
         with self._lock:
             if self._closed:
-                raise RuntimeError(f"worker group {self._name!r} is closed; {method.__qualname__} was not submitted")
+                raise RuntimeError(f"worker group {self.name!r} is closed; {method.__qualname__} was not submitted")
             for waiting in self._queues:
                 waiting.put(call)
         return call.future
@@ -218,7 +188,7 @@ class InprocGroup:
             found = call.method(self._workers[rank], *call.per_rank[rank])
         except (StopIteration, CancelledError, concurrent.futures.CancelledError) as e:
             # a waiting coroutine would take these for its own end
-            error = RuntimeError(f"{self._name}.{call.method.__name__} ended with {type(e).__name__}: {e}")
+            error = RuntimeError(f"{self.name}.{call.method.__name__} ended with {type(e).__name__}: {e}")
             error.__cause__ = e
             call.end(rank, error=error)
         except BaseException as e:

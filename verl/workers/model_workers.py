@@ -46,14 +46,6 @@ class ModelWorkers:
         self._can = capabilities
 
     @property
-    def name(self) -> str:
-        return self._group.name
-
-    @property
-    def world_size(self) -> int:
-        return self._group.world_size
-
-    @property
     def capabilities(self) -> EngineCapabilities:
         """Waits for workers that are being built; their failure is raised here."""
         if self._can is None:
@@ -184,15 +176,15 @@ class ComputeWorker:
         self, refs: Refs, fn: Callable[[Columns], Computed], inputs: Sequence[str], outputs: Sequence[str]
     ) -> Future[Metrics]:
         """Run `fn` over the columns of the whole step; it can be pickled."""
-        return _then(self._group.submit(Compute.compute, [(refs, fn, inputs, outputs)]), _only)
+        return _then(self._group.submit(Compute.compute, [(refs, fn, inputs, outputs)]), lambda found: found[0])
 
     def weigh(self, steps: Sequence[OptimizerStep], terms: tuple[Term, ...], inputs: Sequence[str]) -> Future[None]:
         """Write the weights of every optimizer step as columns."""
         args = [(list(steps), terms, inputs)]
-        return _then(self._group.submit(Compute.weigh, args), _only)
+        return _then(self._group.submit(Compute.weigh, args), lambda found: found[0])
 
     def mismatch(self, refs: Refs, column: str) -> Future[Metrics]:
-        return _then(self._group.submit(Compute.mismatch, [(refs, column)]), _only)
+        return _then(self._group.submit(Compute.mismatch, [(refs, column)]), lambda found: found[0])
 
     def close(self, timeout_s: float = 10.0) -> None:
         self._group.close(timeout_s)
@@ -200,10 +192,6 @@ class ComputeWorker:
 
 def _rank_step(share: Share, weights: str = "", recorded: bool = False) -> RankStep:
     return RankStep(share.refs, share.num_microbatches, weights, recorded, share.idle)
-
-
-def _only(found: list[A]) -> A:
-    return found[0]
 
 
 def _then(future: Future[A], fn: Callable[[A], B]) -> Future[B]:

@@ -199,19 +199,12 @@ class SpmdGroup:
     """See `WorkerGroup`: of its ranks this process has one, and the other processes make the same calls."""
 
     def __init__(self, name: str, worker: object, drivers: Drivers, world_size: int) -> None:
-        self._name, self._worker, self._drivers, self._world_size = name, worker, drivers, world_size
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def world_size(self) -> int:
-        return self._world_size
+        self.name, self.world_size = name, world_size
+        self._worker, self._drivers = worker, drivers
 
     def submit(self, method: Callable[..., T], args: Arguments) -> Future[list[T]]:
         mine = args.args if isinstance(args, Broadcast) else args[self._drivers.number]
-        return self._drivers.together(f"{self._name}.{method.__name__}", partial(method, self._worker, *mine))
+        return self._drivers.together(f"{self.name}.{method.__name__}", partial(method, self._worker, *mine))
 
     def beside(self, method: Callable[..., T], args: tuple[Any, ...] = ()) -> Future[list[T]]:
         raise AssertionError("the drivers make all their calls together")

@@ -28,10 +28,6 @@ class Teachers(ModelWorkers):
         self._dead: set[str] = set()  # also in the calls that they have no row in
 
     @property
-    def name(self) -> str:
-        return "teacher"
-
-    @property
     def capabilities(self) -> EngineCapabilities:
         """Of the first; waits for all of them to be there."""
         first, *_ = [member.capabilities for member in self._members.values()]

@@ -93,7 +93,8 @@ class RayGroup:
 
     def __init__(self, name: str, actors: Sequence[Any], built: Sequence[Any], live: Live, on_death: Died) -> None:
         """built: of each actor, what `Worker.build` answers · live: begins to look after one of them."""
-        self._name, self._actors, self._on_death = name, tuple(actors), on_death
+        self.name, self.world_size = name, len(actors)
+        self._actors, self._on_death = tuple(actors), on_death
         self._lock = threading.Lock()
         self._closed = False
         self._dead: BaseException | None = None
@@ -109,14 +110,6 @@ class RayGroup:
         self._thread = threading.Thread(target=self._work, name=f"verl-{name}", daemon=True)
         self._thread.start()
 
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def world_size(self) -> int:
-        return len(self._actors)
-
     def submit(self, method: Callable[..., T], args: Arguments) -> Future[list[T]]:
         count = self.world_size
         if isinstance(args, Broadcast):
@@ -127,7 +120,7 @@ class RayGroup:
         call = _Call(method.__qualname__, payloads)
         with self._lock:
             if self._closed:
-                raise RuntimeError(f"worker group {self._name!r} is closed; {method.__qualname__} was not submitted")
+                raise RuntimeError(f"worker group {self.name!r} is closed; {method.__qualname__} was not submitted")
             self._queue.put(call)
         return call.future
 
@@ -197,16 +190,14 @@ class RayGroup:
         if self._dead is not None:  # what the others say of it, a connection that broke, came second
             raise self._dead
         if left and error is not None:  # they wait in a collective for the one that raised
-            what = (
-                f"{self._name}: {len(left)} of {len(refs)} ranks did not come out of {call.name} after: {error.error}"
-            )
+            what = f"{self.name}: {len(left)} of {len(refs)} ranks did not come out of {call.name} after: {error.error}"
             self._fence(gone := WorkerDied(what))
             if of_another(error):
                 raise gone
         if error is not None:
-            raise raised(error, f"{self._name}.{call.name.rpartition('.')[2]}")
+            raise raised(error, f"{self.name}.{call.name.rpartition('.')[2]}")
         if len(found) < len(refs):
-            raise WorkerDied(f"worker group {self._name!r} was closed in the middle of {call.name}")
+            raise WorkerDied(f"worker group {self.name!r} was closed in the middle of {call.name}")
         return [found[ref].value for ref in refs]
 
     # -- private: deaths -----------------------------------------------------------------------------------------------
@@ -215,9 +206,9 @@ class RayGroup:
         """One that cannot be built ends the wait of the others for it: its error is the answer to every call."""
         if (error := found.exception()) is None:
             if found.result().error is not None:
-                self._fence(raised(found.result(), f"{self._name} was not built, it"))
+                self._fence(raised(found.result(), f"{self.name} was not built, it"))
         elif type(error).__name__ not in ("ActorDiedError", "ActorUnavailableError"):  # of these the watch hears
-            self._died(f"rank {rank} of {self._name} was not built: {error}")
+            self._died(f"rank {rank} of {self.name} was not built: {error}")
         with self._lock:
             self._unbuilt -= 1
             if self._unbuilt == 0:

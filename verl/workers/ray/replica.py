@@ -20,7 +20,7 @@ from verl.workers.ray.life import Place, here
 
 
 class Replica:
-    """The actor of one rollout engine; many calls at a time, in its event loop."""
+    """The actor of one rollout engine; many calls at a time, in its event loop. `ask` is for the engine's methods."""
 
     def __init__(self, env: Mapping[str, str]) -> None:
         os.environ.update(env)
@@ -45,52 +45,27 @@ class Replica:
         if self._broken is not None:
             return self._broken
         try:
-            return Told(await vars(type(self))[method](self, *args, **named))
+            called = self._load_weights if method == "load_weights" else getattr(self._engine, method)
+            return Told(await called(*args, **named))
         except (asyncio.CancelledError, Exception) as e:
             return told_of(e)
 
     async def watch(self) -> None:
         await asyncio.Event().wait()
 
-    async def generate(self, *args: Any, **named: Any) -> Completion:
-        return await self._engine.generate(*args, **named)
-
-    async def score(self, *args: Any, **named: Any) -> np.ndarray:
-        return await self._engine.score(*args, **named)
-
-    async def load_weights(self, source: Any, on_inflight: PauseMode) -> tuple[int, set[str]]:
+    async def _load_weights(self, source: Any, on_inflight: PauseMode) -> tuple[int, set[str]]:
         from verl.weight_sync.base import CheckedReader
 
         reader = CheckedReader(source)
         return await self._engine.load_weights(reader, on_inflight=on_inflight), reader.delivered
-
-    async def pause(self, mode: PauseMode) -> None:
-        await self._engine.pause(mode)
-
-    async def resume(self) -> None:
-        await self._engine.resume()
-
-    async def abort(self, request_ids: Sequence[str] | None) -> int:
-        return await self._engine.abort(request_ids)
-
-    async def sleep(self, level: int) -> int:
-        return await self._engine.sleep(level)
-
-    async def wake(self, tags: Sequence[str]) -> None:
-        await self._engine.wake(tags)
-
-    async def capabilities(self) -> Capabilities:
-        return await self._engine.capabilities()
-
-    async def close(self) -> None:
-        await self._engine.close()
 
 
 class RayReplica:
     """See `RolloutEngine`: an engine in another process."""
 
     def __init__(self, name: str, actor: Any, built: Any, live: Live, on_death: Died) -> None:
-        self._name, self._actor, self._version, self._on_death = name, actor, -1, on_death
+        self._name, self._actor, self._on_death = name, actor, on_death
+        self.version = -1
         self._dead: ReplicaLost | None = None
         self._life = live(name, actor, actor.watch.remote(), built, died=self._died)
 
@@ -118,9 +93,9 @@ class RayReplica:
 
     async def load_weights(self, source: Any, *, on_inflight: PauseMode = "wait") -> int:
         """`source` is a CheckedReader: what it would read here is read and compared there."""
-        self._version, delivered = await self._ask("load_weights", source.source, on_inflight)
+        self.version, delivered = await self._ask("load_weights", source.source, on_inflight)
         source.delivered |= delivered
-        return self._version
+        return self.version
 
     async def pause(self, mode: PauseMode = "keep") -> None:
         await self._ask("pause", mode)
@@ -143,10 +118,6 @@ class RayReplica:
     async def close(self) -> None:
         self._life.over = True
         self._kill()
-
-    @property
-    def version(self) -> int:
-        return self._version
 
     async def _ask(self, method: str, *args: Any, **named: Any) -> Any:
         import ray
