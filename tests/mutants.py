@@ -451,7 +451,7 @@ MUTANTS = (
     ),
     # -- branches, turns and tools
     Mutant("agent_loop/base.py", "known[a - start : b - start] = True", "pass", "tests/unit/test_agent_loop.py"),
-    Mutant("agent_loop/base.py", "len(self.record) >= self._max_turns", "False", "tests/unit/test_agent_loop.py"),
+    Mutant("agent_loop/base.py", "len(self.record) >= self.max_turns", "False", "tests/unit/test_agent_loop.py"),
     Mutant("runs.py", "*ends[j][ends[j] < shared].tolist()", "", "tests/numerics/test_branches.py"),
     Mutant("agent_loop/tool_agent.py", "(len(ids), sampled)", "(len(ids), 1)", AGENT),
     Mutant("agent_loop/tool_agent.py", 'why = "no_progress"', "why = None", AGENT),

@@ -103,6 +103,7 @@ class Stage:
             seed=SEED,
             max_attempts=self.max_attempts,
             timeout_s=self.timeout_s,
+            reward_timeout_s=self.timeout_s,
         )
         self.groups = RolloutManager(
             scheduler=self.scheduler,

@@ -20,7 +20,7 @@ from verl.batch import Ragged
 from verl.config.schema import Config
 from verl.driver.evaluate import eval_metrics, eval_sampling, evaluate, verl_validation
 from verl.driver.measure import batch_metrics, spread
-from verl.driver.record import RecorderSpec, SampleRecorder, build_recorder
+from verl.driver.record import SampleRecorder, build_recorder
 from verl.driver.rollouts import RolloutStats
 from verl.driver.trajectories import TrajectoryRunner
 from verl.model_engine.base import OneRank
@@ -301,6 +301,7 @@ class Here:
             seed=1,
             max_attempts=1,
             timeout_s=60,
+            reward_timeout_s=60,
         )
         self.groups, self.failure = self, None
         self.reporter, self._recorder = self, SampleRecorder(MemoryQueue(), tmp_path, str)
@@ -445,14 +446,14 @@ def test_a_recorder_can_be_built_in_another_process(tmp_path):
     from verl.models import tiny
 
     tokenizer = tiny.character_tokenizer("0123456789+=")
-    spec = RecorderSpec(queue=MemoryQueue(), run_dir=tmp_path, tokenizer=tokenizer)
     prompt, answer = np.array([tokenizer.eos_token_id, *tokenizer("1+2=").input_ids]), tokenizer("3").input_ids
     sampled = Segment(
         ids=np.array([*answer, tokenizer.eos_token_id]), source="sampled", logprobs=np.zeros(2, np.float32), version=0
     )
     told = replace(played(Score(1.0)), segments=(Segment(ids=prompt, source="prompt"), sampled))
-    for one in (spec, pickle.loads(pickle.dumps(replace(spec, queue=None)))):
-        (recorder,) = build_recorder(one, ranks=[OneRank()])
+    there = pickle.loads(pickle.dumps((None, tmp_path, tokenizer)))
+    for told_of_it in ((MemoryQueue(), tmp_path, tokenizer), there):
+        (recorder,) = build_recorder(*told_of_it, ranks=[OneRank()])
         assert recorder.record_eval(1, [told], {"task7": "3"}) == []
         (row,) = read_samples(tmp_path, 1, "eval")
         assert (row.prompt_text, row.response_text, row.ground_truth) == (f"{tokenizer.eos_token}1+2=", "3", "3")

@@ -63,28 +63,23 @@ class Call:
 NEUTRAL: Mapping[str, float] = {"repetition_penalty": 1, "n": 1}  # these values change nothing
 
 
+@dataclass(eq=False)
 class ServerManager:
     """What a loop generates with, one per trajectory. Keeps every completion. The `max_tokens` of the sampling are the
     budget of the whole trajectory, environment tokens included: a call without room samples nothing: `context_full`;
     nor does one after `max_turns` of them. counts: what else the loop counts, for `agent/NAME` in the metrics.
     credits_turns: the algorithm reads rewards of single turns (`credit`). timeline: what was done when."""
 
-    def __init__(
-        self,
-        engine: RolloutEngine,
-        sampling: Sampling,
-        *,
-        seed_parts: Sequence[object],
-        prefix_key: str | None = None,
-        adapter: str | None = None,
-        media: tuple[str, ...] = (),
-        max_turns: int | None = None,
-        credits_turns: bool = False,
-    ) -> None:
-        self._engine, self._sampling, self._seed_parts = engine, sampling, tuple(seed_parts)
-        self._prefix_key, self._adapter, self.media = prefix_key, adapter, media
-        self._max_turns = max_turns
-        self._credits_turns = credits_turns
+    engine: RolloutEngine
+    sampling: Sampling
+    seed_parts: Sequence[object]
+    prefix_key: str | None = None
+    adapter: str | None = None
+    media: tuple[str, ...] = ()
+    max_turns: int | None = None
+    credits_turns: bool = False
+
+    def __post_init__(self) -> None:
         self._credits: dict[int, float] = {}
         self._states: dict[int, object] = {}
         self._calls = 0
@@ -119,7 +114,7 @@ class ServerManager:
 
     def turn_side(self, k: int) -> dict[str, np.ndarray]:
         """Side channels [t] of call k: its number, its state as a hash, and zeros where its reward will stand."""
-        if not self._credits_turns:
+        if not self.credits_turns:
             return {}
         ids, n = self.record[k].prompt_ids, len(self.record[k].completion.ids)
         if k in self._states:
@@ -148,18 +143,18 @@ class ServerManager:
             raise ValueError("this model takes no images or videos; remove them from the rows")
         asked, ids = self._merged(sampling_params), as_ids(prompt_ids)
         turn, self._calls = self._calls, self._calls + 1
-        self._limit = self._limit or len(ids) + self._sampling.max_tokens
+        self._limit = self._limit or len(ids) + self.sampling.max_tokens
         room = self._limit - len(ids)
-        spent = self._max_turns is not None and len(self.record) >= self._max_turns
+        spent = self.max_turns is not None and len(self.record) >= self.max_turns
         self.ended_by = "max_turns" if spent else "context_full" if room < 1 else None
         if self.ended_by is not None:
             if spent:
                 self.counts["turn_limit"] = 1
             return TokenOutput([], [], self.ended_by)
-        sampling = asked.of_call(min(asked.max_tokens, room), derive_seed(*self._seed_parts, turn))
+        sampling = asked.of_call(min(asked.max_tokens, room), derive_seed(*self.seed_parts, turn))
         entry = self.begin("turn", number=turn, prompt_tokens=len(ids))
-        completion = await self._engine.generate(
-            request_id, ids, sampling, prefix_key=self._prefix_key, adapter=self._adapter, media=self.media
+        completion = await self.engine.generate(
+            request_id, ids, sampling, prefix_key=self.prefix_key, adapter=self.adapter, media=self.media
         )
         call = Call(ids, completion, completion.ids.tolist())
         self.record.append(call)
@@ -168,7 +163,7 @@ class ServerManager:
 
     def _merged(self, params: Mapping[str, Any]) -> Sampling:
         """The run's sampling with what the loop asks for. The distribution stays: the trainer applies the same."""
-        run = self._sampling
+        run = self.sampling
         if params == sampling_params_of(run):  # handed through
             return run
         given = {name: value for name, value in params.items() if value is not None and name != "logprobs"}

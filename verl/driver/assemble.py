@@ -32,7 +32,7 @@ from verl.driver.home import home_of, server_place
 from verl.driver.measure import pool_metrics
 from verl.driver.models import ModelContext, hf_export, models_of, reward_model, trained, workers_of
 from verl.driver.publisher import Publisher
-from verl.driver.record import RecorderSpec, build_recorder
+from verl.driver.record import build_recorder
 from verl.driver.reporter import OnStep, Reporter
 from verl.driver.roles import Controllers, Learner
 from verl.driver.rollouts import RolloutManager
@@ -106,7 +106,7 @@ async def _run_of(
     config, (tokenizer, loops, tasks, eval_tasks) = resolved.config, data
     warned = (f"warning: {said}" for said in algorithm_warnings(config))
     progress.message("\n".join([f"data: {tasks.report.summary()}", *loops.notes, *warned]))
-    waits, timeout_s = Waits(claimed.path / "waits.json"), config.run.wait_timeout_s
+    waits = Waits(claimed.path / "waits.json")
     num_steps = total_steps_of(config, len(tasks), config.step.prompts_per_step)
     updates = policy_updates(config, num_steps)
     if algorithm.critic is not None and updates == 0:
@@ -123,10 +123,8 @@ async def _run_of(
     models = models_of(context, algorithm, actor) | ({"reward_model": scorer} if scorer is not None else {})
     learner = learner_of(context, algorithm, models, waits)
     rollout, replicas = await _started(config, tokenizer, context, waits, progress)
-    told = RecorderSpec(
-        queue=context.queue, run_dir=claimed.path, tokenizer=tokenizer, groups_per_step=config.track.samples_per_step
-    )
-    recorder = context.cluster.start("recorder", build_recorder, (told,))
+    told = (context.queue, claimed.path, tokenizer, config.track.samples_per_step)
+    recorder = context.cluster.start("recorder", build_recorder, told)
     reporter = reporter_of(claimed, resolved, progress, waits, num_steps, recorder=recorder, on_step=on_step)
     trajectories = _trajectories(config, tokenizer, loops, rollout, reward, waits, algorithm)
     groups = _groups(config, learner, tasks, trajectories, reporter, num_steps, tokenizer)
@@ -144,7 +142,7 @@ async def _run_of(
         trajectories=trajectories,
         eval_tasks=eval_tasks,
         rollout=rollout,
-        placement=_placement(config, replicas, waits, timeout_s),
+        placement=_placement(config, replicas, waits),
         publisher=publisher,
         checkpointer=checkpointer,
         reporter=reporter,
@@ -188,9 +186,9 @@ def _publisher(
     progress: LiveProgress,
 ) -> Publisher:
     return Publisher(
-        sync,
-        actor,
-        replicas,
+        engine=sync,
+        trainer=actor,
+        replicas=replicas,
         waits=waits,
         timeout_s=config.run.wait_timeout_s,
         exclusive=_in_step(config),
@@ -211,13 +209,10 @@ def from_threads(heard: Callable[[BaseException], None]) -> Callable[[BaseExcept
     return tell
 
 
-def _placement(config: Config, replicas: Sequence[RolloutEngine], waits: Waits, timeout_s: float) -> Placement:
-    drops, colocated = drops_rollout_weights(config), _colocated(config)
-    return Placement(replicas, colocated=colocated, drops_weights=drops, waits=waits, timeout_s=timeout_s)
-
-
-def _colocated(config: Config) -> bool:
-    return config.pipeline.placement == "colocated" or (config.pipeline.placement == "auto" and _in_step(config))
+def _placement(config: Config, replicas: Sequence[RolloutEngine], waits: Waits) -> Placement:
+    asked = config.pipeline.placement
+    colocated = asked == "colocated" or (asked == "auto" and _in_step(config))
+    return Placement(replicas, colocated, drops_rollout_weights(config), waits, config.run.wait_timeout_s)
 
 
 def _in_step(config: Config) -> bool:
@@ -364,8 +359,8 @@ def reporter_of(
     events = EventLog(records, attempt, report=progress.message, hide=resolved.hide)
     events.append("resumed", done + 1, claimed.begun(total_steps))
     return Reporter(
-        config,
-        records,
+        config=config,
+        run_dir=records,
         sinks=open_sinks(records, config, attempt=attempt, progress=progress),
         events=events,
         progress=progress,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from verl.rollout.base import PauseMode, RolloutEngine
 from verl.types import Metric, Metrics
@@ -12,38 +13,30 @@ from verl.workers.model_workers import ModelWorkers
 from verl.workers.waits import Waits
 
 
+@dataclass(eq=False, kw_only=True)
 class Publisher:
     """Owns the version: the number of publishes so far. exclusive: rollout waits during an update, so a publish can
     read the trainer's weights in place. partial_rollout: running requests go on under new weights, on replicas that
-    can do that."""
+    can do that. published: told after every publish which replicas do not have it, and why."""
 
-    def __init__(
-        self,
-        engine: CheckpointEngine,
-        trainer: ModelWorkers,
-        replicas: Sequence[RolloutEngine],
-        *,
-        waits: Waits,
-        timeout_s: float,
-        exclusive: bool,
-        partial_rollout: bool,
-        note: Callable[[str], None],
-        published: Callable[[Mapping[int, str]], None] | None = None,
-    ) -> None:
-        """published: told after every publish which replicas do not have it, and why."""
-        self._engine, self._trainer, self._replicas = engine, trainer, replicas
-        self._waits, self._timeout_s = waits, timeout_s
-        self._exclusive, self._partial_rollout = exclusive, partial_rollout
-        self._note, self._published = note, published
-        self._modes: tuple[PauseMode, ...] = ()
-        self._under_way: asyncio.Task[None] | None = None
-        self._metrics: Metrics = {}
-        self.version = 0
+    engine: CheckpointEngine
+    trainer: ModelWorkers
+    replicas: Sequence[RolloutEngine]
+    waits: Waits
+    timeout_s: float
+    exclusive: bool
+    partial_rollout: bool
+    note: Callable[[str], None]
+    published: Callable[[Mapping[int, str]], None] | None
+    version: int = field(default=0, init=False)
+    _modes: tuple[PauseMode, ...] = field(default=(), init=False)
+    _under_way: asyncio.Task[None] | None = field(default=None, init=False)
+    _metrics: Metrics = field(default_factory=dict, init=False)
 
     async def start(self, version: int) -> None:
         """Ask the replicas what they can do, and make the weights of `version` live on them."""
-        can = [await replica.capabilities() for replica in self._replicas]
-        keep = self._partial_rollout
+        can = [await replica.capabilities() for replica in self.replicas]
+        keep = self.partial_rollout
         self._modes = tuple("keep" if keep and c.in_flight_update else "wait" for c in can)
         self.version = version
         self._report(await self._awaited(self._enqueue(version), version))
@@ -66,7 +59,7 @@ class Publisher:
         """Wait for the publish under way."""
         if self._under_way is not None:
             task, self._under_way = self._under_way, None
-            await self._waits.wait(task, who="driver", what="the publish under way", timeout_s=3 * self._timeout_s)
+            await self.waits.wait(task, who="driver", what="the publish under way", timeout_s=3 * self.timeout_s)
 
     async def close(self) -> None:
         if self._under_way is not None:
@@ -79,18 +72,18 @@ class Publisher:
         return found
 
     def _enqueue(self, version: int) -> asyncio.Future[SyncReport]:
-        return self._engine.publish(
-            self._trainer,
-            self._replicas,
+        return self.engine.publish(
+            self.trainer,
+            self.replicas,
             version=version,
-            exclusive=self._exclusive,
+            exclusive=self.exclusive,
             on_inflight=self._modes,
-            timeout_s=self._timeout_s,
+            timeout_s=self.timeout_s,
         )
 
     async def _awaited(self, pending: asyncio.Future[SyncReport], version: int) -> SyncReport:
         what = f"the publish of version {version}"
-        return await self._waits.wait(pending, who="driver", what=what, timeout_s=2 * self._timeout_s)
+        return await self.waits.wait(pending, who="driver", what=what, timeout_s=2 * self.timeout_s)
 
     async def _commit(
         self, pending: asyncio.Future[SyncReport], version: int, committed: Callable[[SyncReport], None]
@@ -101,10 +94,10 @@ class Publisher:
         committed(report)
 
     def _report(self, report: SyncReport) -> None:
-        if self._published is not None:
-            self._published(report.failed_replicas)
+        if self.published is not None:
+            self.published(report.failed_replicas)
         for text in report.alarms:
-            self._note(f"warning: weight sync: {text}")
+            self.note(f"warning: weight sync: {text}")
         self._metrics = {
             "sync/version": Metric(report.version, 1, "step", "last"),
             "sync/canary_mean_abs": Metric(report.canary_mean_abs, 1, "step", "max"),

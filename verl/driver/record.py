@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,53 +30,41 @@ _COLUMNS = {
 }
 
 
+# the same of a sample and of its row
+SHARED = (
+    *("sample_id", "trajectory_id", "group_id", "task_id", "purpose", "teacher"),
+    *("reward", "components", "outcome", "stop_reason", "temperature"),
+)
 MOST_WAITING = 8_000_000  # response tokens; a row holds about 40 bytes of each
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecorderSpec:
-    """What the recorder is built from, where it lives. tokenizer: for the texts · groups_per_step: so many are written,
-    0: all."""
-
-    queue: TransferQueue
-    run_dir: Path
-    tokenizer: Any
-    groups_per_step: int = 0
+def build_recorder(
+    queue: TransferQueue, run_dir: Path, tokenizer: Any, groups_per_step: int = 0, *, ranks: Sequence[Ranks]
+) -> list[SampleRecorder]:
+    """Writes samples with their prompts as the model sees them. tokenizer: for the texts."""
+    decode, decode_prompt = decoder(tokenizer), decoder(tokenizer, special_tokens=True)
+    return [SampleRecorder(queue, run_dir, decode, decode_prompt, groups_per_step) for _ in ranks]
 
 
-def build_recorder(spec: RecorderSpec, *, ranks: Sequence[Ranks]) -> list[SampleRecorder]:
-    """Writes samples with their prompts as the model sees them."""
-    decode, decode_prompt = decoder(spec.tokenizer), decoder(spec.tokenizer, special_tokens=True)
-    found = (spec.queue, spec.run_dir, decode)
-    return [SampleRecorder(*found, decode_prompt=decode_prompt, groups_per_step=spec.groups_per_step) for _ in ranks]
-
-
+@dataclass(eq=False)
 class SampleRecorder:
     """Worker: writes the rows of a step, then drops them from the queue. While the disk is full or faulty they wait, of
     the newest steps as many as MOST_WAITING tokens allow. Each call returns the lines that a person should read: once
-    that samples wait, and what is lost. truths: task id -> ground truth, of the tasks of the call."""
+    that samples wait, and what is lost. truths: task id -> ground truth, of the tasks of the call · decode_prompt: of
+    prompts, with their special tokens (None: as the rest) · groups_per_step: so many are written, 0: all."""
 
-    def __init__(
-        self,
-        queue: TransferQueue,
-        run_dir: Path,
-        decode: DecodeFn,
-        *,
-        decode_prompt: DecodeFn | None = None,
-        groups_per_step: int = 0,
-    ) -> None:
-        """decode_prompt: of prompts, with their special tokens."""
-        self._queue = queue
-        self._run_dir = run_dir
-        self._decode, self._decode_prompt = decode, decode_prompt or decode
-        self._groups_per_step = groups_per_step
-        self._waiting: list[tuple[int, list[SampleRow], Kind]] = []
+    queue: TransferQueue
+    run_dir: Path
+    decode: DecodeFn
+    decode_prompt: DecodeFn | None = None
+    groups_per_step: int = 0
+    _waiting: list[tuple[int, list[SampleRow], Kind]] = field(default_factory=list)
 
     def record(self, step: int, refs: Refs, truths: Mapping[str, Any]) -> list[str]:
-        groups = list(refs.groups().values())[: self._groups_per_step or None]
+        groups = list(refs.groups().values())[: self.groups_per_step or None]
         rows = self._rows(step, Refs(ref for group in groups for ref in group), truths)
         said = self._write(step, rows, "train")
-        self._queue.drop(refs)
+        self.queue.drop(refs)
         return said
 
     def record_eval(self, step: int, found: Sequence[Trajectory], truths: Mapping[str, Any]) -> list[str]:
@@ -101,33 +89,33 @@ class SampleRecorder:
         said = []
         try:
             while self._waiting:
-                write_samples(self._run_dir, *self._waiting[0])
+                write_samples(self.run_dir, *self._waiting[0])
                 del self._waiting[0]
         except OSError as e:
             if not stuck:
-                path = samples_path(self._run_dir, self._waiting[0][0], self._waiting[0][2])
+                path = samples_path(self.run_dir, self._waiting[0][0], self._waiting[0][2])
                 said.append(f"warning: {path} cannot be written ({e.strerror or e}): samples wait for room")
             while sum(r.response_tokens for _, waiting, _ in self._waiting for r in waiting) > MOST_WAITING:
                 said.append(f"warning: the samples of step {self._waiting.pop(0)[0]} are lost: the disk is full")
         else:
             if stuck:
-                said.append(f"{self._run_dir / FOLDER} is written again")
+                said.append(f"{self.run_dir / FOLDER} is written again")
         return said
 
     def _rows(self, step: int, refs: Refs, truths: Mapping[str, Any]) -> list[SampleRow]:
         found: dict[str, dict[str, np.ndarray]] = {
             i: {} for i in refs.ids
         }  # a baseline or an unchosen row has fewer columns
-        for field, columns in _COLUMNS.items():
+        for name, columns in _COLUMNS.items():
             left = refs
             for column in columns:
-                have = self._queue.having(left, column)
+                have = self.queue.having(left, column)
                 if have:
-                    for sample_id, part in zip(have.ids, self._queue.read(have, (column,))[column].rows(), strict=True):
-                        found[sample_id][field] = part.numpy()
-                    left = Refs(ref for ref in left if field not in found[ref.sample_id])
+                    for sample_id, part in zip(have.ids, self.queue.read(have, (column,))[column].rows(), strict=True):
+                        found[sample_id][name] = part.numpy()
+                    left = Refs(ref for ref in left if name not in found[ref.sample_id])
         prompts: dict[bytes, str] = {}
-        samples = read_samples(self._queue, refs)
+        samples = read_samples(self.queue, refs)
         return [self._row(step, sample, found[sample.sample_id], prompts, truths) for sample in samples]
 
     def _row(
@@ -148,34 +136,25 @@ class SampleRecorder:
         drawn = [s for s in rest if s.source in LEARNED]
         logprobs = [np.full(len(s.ids), np.nan, np.float32) if s.logprobs is None else s.logprobs for s in drawn]
         if (key := prompt.ids.tobytes()) not in prompts:
-            prompts[key] = self._decode_prompt(prompt.ids.tolist())
+            prompts[key] = (self.decode_prompt or self.decode)(prompt.ids.tolist())
         truth = truths.get(sample.task_id)
         oldest, newest = versions_of(sample.segments)
+        found: dict[str, Any] = {name: getattr(sample, name) for name in SHARED}
+        found |= {name: _spread(column, at, len(ids)) for name, column in columns.items()}
         return SampleRow(
+            **found,
             step=step,
-            sample_id=sample.sample_id,
-            trajectory_id=sample.trajectory_id,
-            group_id=sample.group_id,
-            task_id=sample.task_id,
-            purpose=sample.purpose,
             prompt_text=prompts[key],
-            response_text=self._decode(ids.tolist()),
+            response_text=self.decode(ids.tolist()),
             prompt_ids=prompt.ids,
             response_ids=ids,
             response_mask=mask,
             rollout_logprobs=_spread(np.concatenate([np.zeros(0, np.float32), *logprobs]), at, len(ids)),
             token_versions=versions,
-            reward=sample.reward,
-            components=sample.components,
             version_min=oldest,
             version_max=newest,
-            outcome=sample.outcome,
-            stop_reason=sample.stop_reason,
-            temperature=sample.temperature,
             ground_truth="" if truth is None else truth if isinstance(truth, str) else json.dumps(truth, default=str),
-            teacher=sample.teacher,
             context=np.zeros(0, np.int64) if sample.context is None else sample.context,
-            **{field: _spread(column, at, len(ids)) for field, column in columns.items()},
         )
 
 

@@ -19,6 +19,7 @@ from verl.config.schema import Config
 from verl.data.formats import FEEDBACK
 from verl.driver.assemble import offline_learner, trained_roles
 from verl.driver.checkpointer import load_role
+from verl.driver.record import SHARED
 from verl.driver.run_dir import config_path
 from verl.driver.setup import set_up_process
 from verl.driver.state import read_state
@@ -112,33 +113,18 @@ def _sample(row: SampleRow, reads_feedback: bool) -> Sample:
     segments = [Segment(ids=row.prompt_ids, source="prompt")]
     assert row.rollout_logprobs is not None
     for a, b in zip(edges, edges[1:]):
-        if mask[a] and row.version_min < 0:
-            segments.append(Segment(ids=row.response_ids[a:b], source="stored"))
-        elif mask[a]:
-            segments.append(
-                Segment(
-                    ids=row.response_ids[a:b],
-                    source="sampled",
-                    logprobs=row.rollout_logprobs[a:b],
-                    version=row.version_min,
-                )
-            )
+        ids = row.response_ids[a:b]
+        if not mask[a]:
+            segments.append(Segment(ids=ids, source="env"))
+        elif row.version_min < 0:
+            segments.append(Segment(ids=ids, source="stored"))
         else:
-            segments.append(Segment(ids=row.response_ids[a:b], source="env"))
+            logprobs = row.rollout_logprobs[a:b]
+            segments.append(Segment(ids=ids, source="sampled", logprobs=logprobs, version=row.version_min))
     return Sample(
-        sample_id=row.sample_id,
-        trajectory_id=row.trajectory_id,
-        group_id=row.group_id,
-        purpose=row.purpose,
+        **{name: getattr(row, name) for name in SHARED},
         segments=tuple(segments),
-        temperature=row.temperature,
-        reward=row.reward,
-        components=row.components,
-        outcome=row.outcome,
         truncated=row.stop_reason in CUT,
-        task_id=row.task_id,
-        stop_reason=row.stop_reason,
-        teacher=row.teacher,
         context=row.context if len(row.context) else None,
         untaught=reads_feedback and not len(row.context),
     )
@@ -152,8 +138,7 @@ def _differences(rows: Sequence[SampleRow], refs: Refs, queue: TransferQueue) ->
             continue
         found = queue.read(refs, (column,))[column]
         for i, row in enumerate(rows):
-            recorded = _recorded_column(row, name)
-            if recorded is None:
+            if (recorded := getattr(row, name)) is None:
                 continue
             was, now = recorded[row.response_mask.astype(bool)], found.row(i).numpy().astype(np.float32)
             if not np.array_equal(was, now):
@@ -164,10 +149,6 @@ def _differences(rows: Sequence[SampleRow], refs: Refs, queue: TransferQueue) ->
                 )
                 break
     return out
-
-
-def _recorded_column(row: SampleRow, name: str) -> np.ndarray | None:
-    return {"old_logprobs": row.old_logprobs, "ref_logprobs": row.ref_logprobs, "advantages": row.advantages}[name]
 
 
 def _metric_differences(run_dir: Path, number: int, now: dict[str, float]) -> list[str]:

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from verl.driver.step import Step
 from verl.report.page import write_report
 from verl.track.console import LiveProgress
 from verl.track.events import EventLog
-from verl.track.health import Alarm, check_health
+from verl.track.health import check_health
 from verl.track.metrics import reduce, units_of
 from verl.track.sinks import Sinks
 from verl.track.verl_names import verl_names
@@ -32,31 +32,24 @@ RECORD_AFTER_S = (
 OnStep = Callable[[int, Mapping[str, float]], None]
 
 
+@dataclass(eq=False, kw_only=True)
 class Reporter:
     """recorder: the worker that writes samples; None where a run has none (supervised). verl_names: metrics also stand
     under the names that verl gives them."""
 
-    def __init__(
-        self,
-        config: Config,
-        run_dir: Path,
-        *,
-        sinks: Sinks,
-        events: EventLog,
-        progress: LiveProgress,
-        waits: Waits,
-        recorder: WorkerGroup | None = None,
-        on_step: OnStep | None = None,
-        verl_names: bool = False,
-    ) -> None:
-        self.events, self.progress, self.verl_names = events, progress, verl_names
-        self.history: list[dict[str, float]] = []
-        self.last_eval: dict[str, float] = {}
-        self._config, self._dir = config, run_dir
-        self._sinks, self._waits = sinks, waits
-        self._recorder, self._on_step = recorder, on_step
-        self._recording: asyncio.Task[None] | None = None
-        self._record_now = asyncio.Event()
+    config: Config
+    run_dir: Path
+    sinks: Sinks
+    events: EventLog
+    progress: LiveProgress
+    waits: Waits
+    recorder: WorkerGroup | None
+    on_step: OnStep | None
+    verl_names: bool
+    history: list[dict[str, float]] = field(default_factory=list)
+    last_eval: dict[str, float] = field(default_factory=dict)
+    _recording: asyncio.Task[None] | None = None
+    _record_now: asyncio.Event = field(default_factory=asyncio.Event)
 
     # -- samples -------------------------------------------------------------------------------------------------------
 
@@ -68,8 +61,8 @@ class Reporter:
         self._recording = asyncio.ensure_future(self._record(step, refs, truths))
 
     async def record_eval(self, step: int, found: Sequence[Trajectory], truths: Mapping[str, Any]) -> None:
-        assert self._recorder is not None
-        written = self._recorder.submit(SampleRecorder.record_eval, [(step, found, truths)])
+        assert self.recorder is not None
+        written = self.recorder.submit(SampleRecorder.record_eval, [(step, found, truths)])
         await self._done(written, "recorder.record_eval")
 
     async def wait_recorded(self) -> None:
@@ -80,21 +73,21 @@ class Reporter:
             await task
 
     async def _record(self, step: int, refs: Refs, truths: Mapping[str, Any]) -> None:
-        assert self._recorder is not None
+        assert self.recorder is not None
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._record_now.wait(), RECORD_AFTER_S)
-        await self._waits.wait(
+        await self.waits.wait(
             asyncio.to_thread(self.events.flush),
             who="driver",
             what="the events to be written",
-            timeout_s=self._config.run.wait_timeout_s,
+            timeout_s=self.config.run.wait_timeout_s,
         )
-        await self._done(self._recorder.submit(SampleRecorder.record, [(step, refs, truths)]), "recorder.record")
+        await self._done(self.recorder.submit(SampleRecorder.record, [(step, refs, truths)]), "recorder.record")
 
     async def _done(self, future: Future[list[list[str]]], what: str) -> None:
         """The recorder's call is over; what it says is printed."""
-        said = await self._waits.wait(
-            asyncio.wrap_future(future), who="driver", what=what, timeout_s=self._config.run.wait_timeout_s
+        said = await self.waits.wait(
+            asyncio.wrap_future(future), who="driver", what=what, timeout_s=self.config.run.wait_timeout_s
         )
         self._say(said)
 
@@ -107,7 +100,7 @@ class Reporter:
 
     def keep(self, step: Step) -> None:
         """What a checkpoint follows from is on disk before it: a kill right after its commit loses no record."""
-        self._sinks.keep(step.number, reduce(step.metrics))
+        self.sinks.keep(step.number, reduce(step.metrics))
         self.events.flush(fsync=True)
 
     def log(self, step: Step, *, tokens: int, more: Mapping[str, float]) -> dict[str, float]:
@@ -124,7 +117,7 @@ class Reporter:
         if self.verl_names:
             answers = step.metrics.get("response_length/mean")
             values |= verl_names(values, answers.total if answers is not None else 0.0)
-        self._sinks.log(step.number, values, units_of(step.metrics))
+        self.sinks.log(step.number, values, units_of(step.metrics))
         if self.progress.lost:
             self.events.append("console_lost", step.number, {"why": self.progress.lost})
             self.progress.lost = ""
@@ -133,25 +126,23 @@ class Reporter:
         if self.report_due(step.number):
             self.events.flush()
             self.write_report()
-        if self._on_step is not None:
-            self._on_step(step.number, values)
+        if self.on_step is not None:
+            self.on_step(step.number, values)
         return values
 
     def write_report(self) -> Path | None:
         """None: there is no room for it."""
         try:
-            return write_report(self._dir)
+            return write_report(self.run_dir)
         except OSError as e:
-            self.progress.message(f"warning: the report in {self._dir} was not written: {e}")
+            self.progress.message(f"warning: the report in {self.run_dir} was not written: {e}")
             return None
 
     def report_due(self, number: int) -> bool:
-        return due(number, self._config.track.report_every_steps)
+        return due(number, self.config.track.report_every_steps)
 
     def check_health(self) -> None:
-        self._mind(check_health(self.history, self._config.health))
-
-    def _mind(self, alarms: Sequence[Alarm]) -> None:
+        alarms = check_health(self.history, self.config.health)
         for alarm in alarms:
             self.progress.message(f"{alarm.level}: {alarm.name}: {alarm.message}")
             self.events.append("alarm", int(self.history[-1]["training/global_step"]), asdict(alarm))
@@ -166,16 +157,16 @@ class Reporter:
         if self._recording is not None:
             self._record_now.set()
             await asyncio.gather(self._recording, return_exceptions=True)
-        if self._recorder is not None:
-            last = asyncio.wrap_future(self._recorder.submit(SampleRecorder.finish, [()]))
+        if self.recorder is not None:
+            last = asyncio.wrap_future(self.recorder.submit(SampleRecorder.finish, [()]))
             done, _ = await asyncio.wait({last}, timeout=10)
             if done and not last.cancelled() and last.exception() is None:
                 self._say(last.result())
-            self._recorder.close(1.0)
+            self.recorder.close(1.0)
 
     def close(self) -> None:
         self.events.close()
-        self._sinks.close()
+        self.sinks.close()
         self.progress.close()
 
 

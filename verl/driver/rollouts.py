@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from verl.algorithms.filters import reject_flat
 from verl.algorithms.resolve import Algorithm
+from verl.data.source import TaskTable
 from verl.driver.scheduler import Exhausted, Scheduler, StepBatch
 from verl.driver.state import SavedGroup, restore_group, save_group
 from verl.driver.trajectories import TrajectoryRunner, TrajectorySpec, together
@@ -37,13 +38,6 @@ class Draws(Protocol):
     def give_back(self, draw: Any) -> None: ...
     def state(self) -> dict[str, Any]: ...
     def load_state(self, state: Mapping[str, Any]) -> None: ...
-
-
-class Tasks(Protocol):
-    """The training rows by index (data/source.py)."""
-
-    def __len__(self) -> int: ...
-    def __getitem__(self, index: int) -> Task: ...
 
 
 @dataclass(slots=True)
@@ -97,45 +91,32 @@ class InvalidShare:
             self.examples.clear()
 
 
+@dataclass(eq=False, kw_only=True)
 class RolloutManager:
-    """See the module. Owned by the driver's event loop."""
+    """See the module. Owned by the driver's event loop.
 
-    def __init__(
-        self,
-        *,
-        scheduler: Scheduler,
-        cursor: Draws,
-        tasks: Tasks,
-        trajectories: TrajectoryRunner,
-        algorithm: Algorithm,
-        sampling: Sampling,
-        samples_per_prompt: int,
-        queue: TransferQueue,
-        events: EventLog,
-        waits: Waits,
-        timeout_s: float,
-        eager: bool,
-        max_invalid_share: float,
-        inform: Callable[[Task, Trajectory], Task] | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """timeout_s: for a wait that no trajectory is the cause of; those have deadlines of their own, which come
-        first · inform: the task with what its teacher reads of an attempt."""
-        self.scheduler = scheduler
-        self.cursor = cursor
-        self._tasks = tasks
-        self._trajectories = trajectories
-        self._algorithm = algorithm
-        self._sampling = sampling
-        self._n = samples_per_prompt
-        self._queue = queue
-        self._events = events
-        self._waits = waits
-        self._timeout_s = timeout_s + trajectories.longest_s
-        self._inform = inform
-        self._eager = eager  # admit as soon as a slot is free; else only when a batch is asked for (staleness 0)
-        self._invalid = InvalidShare(max_invalid_share, least=4 * samples_per_prompt)
-        self._clock = clock
+    timeout_s: for a wait that no trajectory is the cause of; those have deadlines of their own, which come first ·
+    eager: admit as soon as a slot is free; else only when a batch is asked for (staleness 0) · inform: the task with
+    what its teacher reads of an attempt."""
+
+    scheduler: Scheduler
+    cursor: Draws
+    tasks: TaskTable
+    trajectories: TrajectoryRunner
+    algorithm: Algorithm
+    sampling: Sampling
+    samples_per_prompt: int
+    queue: TransferQueue
+    events: EventLog
+    waits: Waits
+    timeout_s: float
+    eager: bool
+    max_invalid_share: float
+    inform: Callable[[Task, Trajectory], Task] | None = None
+
+    def __post_init__(self) -> None:
+        self._wait_s = self.timeout_s + self.trajectories.longest_s
+        self._invalid = InvalidShare(self.max_invalid_share, least=4 * self.samples_per_prompt)
         self._closed = False
         self._running: dict[str, asyncio.Task[None]] = {}
         self.groups: dict[str, Group] = {}  # in flight: running, or complete and waiting to be trained
@@ -170,12 +151,12 @@ class RolloutManager:
                 return Refs(r for g in got.group_ids for r in self._refs[g])
             if isinstance(got, Exhausted):
                 raise RunEnded(str(got))
-            await self._waits.wait(
+            await self.waits.wait(
                 self._changed.wait(),
                 who=f"step {step + 1}",
-                what=lambda: self.scheduler.why_waiting(self._clock()),
-                timeout_s=self._timeout_s,
-                moved_s=lambda: self._trajectories.moved_s,
+                what=lambda: self.scheduler.why_waiting(time.monotonic()),
+                timeout_s=self._wait_s,
+                moved_s=lambda: self.trajectories.moved_s,
             )
 
     def on_trained(self, step: int, refs: Refs) -> dict[str, Any]:
@@ -191,19 +172,19 @@ class RolloutManager:
 
     def on_published(self, version: int) -> None:
         self.scheduler.published(version)
-        if self._eager:
+        if self.eager:
             self._admit()
         self._changed.set()
 
     async def drain(self) -> None:
         """Wait until nothing is generated any more (before the engine sleeps)."""
         while self._running:
-            await self._waits.wait(
+            await self.waits.wait(
                 asyncio.wait(list(self._running.values()), return_when=asyncio.ALL_COMPLETED),
                 who="driver",
                 what=lambda: f"{len(self._running)} groups to end before training",
-                timeout_s=self._timeout_s,
-                moved_s=lambda: self._trajectories.moved_s,
+                timeout_s=self._wait_s,
+                moved_s=lambda: self.trajectories.moved_s,
             )
             self.check()
 
@@ -211,11 +192,11 @@ class RolloutManager:
         """Groups in flight at a checkpoint: complete ones are there as they were, the others go on under the restored
         version with the trajectories that had ended."""
         by_id = {group.group_id: group for group in saved}
-        found = self.scheduler.load_state(scheduler, self._clock())
+        found = self.scheduler.load_state(scheduler, time.monotonic())
         self._number = self.scheduler.next_step + 1
         for group_id in (*found.complete, *found.running):
             draw = by_id[group_id].draw
-            group = restore_group(by_id[group_id], self._tasks[draw.index])
+            group = restore_group(by_id[group_id], self.tasks[draw.index])
             self.groups[group_id], self._draws[group_id] = group, draw
             if group_id in found.complete:
                 await self._store(group)
@@ -248,14 +229,14 @@ class RolloutManager:
                 self.scheduler.no_more_tasks()
                 return
             group_id = f"g{draw.draw:08d}"
-            task = self._tasks[draw.index]
-            admission = self.scheduler.admit(group_id, self._clock())
+            task = self.tasks[draw.index]
+            admission = self.scheduler.admit(group_id, time.monotonic())
             group = Group(
                 group_id=group_id, task=task, epoch=draw.epoch, draw=draw.draw, admitted_version=admission.version
             )
             self.groups[group_id] = group
             self._draws[group_id] = draw
-            self._events.append(
+            self.events.append(
                 "dispatched",
                 self._number,
                 {
@@ -291,7 +272,7 @@ class RolloutManager:
         for task in tasks:
             task.cancel()
         if tasks:
-            await asyncio.wait(tasks, timeout=self._timeout_s)
+            await asyncio.wait(tasks, timeout=self._wait_s)
 
     def fail(self, error: BaseException) -> None:
         """Something that `take` may be waiting for broke (a publish): it raises this instead of waiting on."""
@@ -305,7 +286,7 @@ class RolloutManager:
         self._invalid.check()
 
     async def _run(self, group: Group) -> None:
-        if (stored := self._trajectories.stored(group, self._sampling)) is not None:
+        if (stored := self.trajectories.stored(group, self.sampling)) is not None:
             await self._complete(replace(group, trajectories=(stored,)))
             return
         done = self._done[group.group_id]
@@ -316,12 +297,12 @@ class RolloutManager:
                 spec = TrajectorySpec(
                     group_id=group.group_id, index=index, purpose=purpose, epoch=group.epoch, draw=group.draw
                 )
-                done.append(await self._trajectories.run(group.task, spec, sampling))
+                done.append(await self.trajectories.run(group.task, spec, sampling))
 
-        runs = [run("train", i, self._sampling) for i in range(self._n)]
-        baseline = self._algorithm.group.baseline_sampling
+        runs = [run("train", i, self.sampling) for i in range(self.samples_per_prompt)]
+        baseline = self.algorithm.group.baseline_sampling
         if baseline is not None:
-            runs += [run("baseline", i, baseline(self._sampling)) for i in range(self._algorithm.group.baselines)]
+            runs += [run("baseline", i, baseline(self.sampling)) for i in range(self.algorithm.group.baselines)]
         await together(runs)
         group = replace(group, trajectories=tuple(sorted(done, key=lambda t: (t.purpose == "baseline", t.index))))
         if self.scheduler.holds(group.group_id):
@@ -337,16 +318,16 @@ class RolloutManager:
             self.stats.agent.update(t.agent)
             for entry in t.timeline:
                 facts = {name: value for name, value in entry.items() if name != "kind"}
-                self._events.append(entry["kind"], self._number, {"trajectory": t.trajectory_id, **facts})
+                self.events.append(entry["kind"], self._number, {"trajectory": t.trajectory_id, **facts})
         self._invalid.add(group.trajectories)
         scores = [
-            metric_of(t, self._algorithm.group_filter.filter_metric)
+            metric_of(t, self.algorithm.group_filter.filter_metric)
             for t in group.trajectories
             if t.outcome == "ok" and t.purpose == "train"
         ]
         self.stats.groups += 1
         self.stats.flat += len(scores) > 1 and reject_flat(scores) == "reject"
-        self._events.append(
+        self.events.append(
             "scored",
             self._number,
             {
@@ -359,9 +340,9 @@ class RolloutManager:
             },
         )
         broken_baseline = any(t.outcome != "ok" and t.purpose == "baseline" for t in group.trajectories)
-        if len(scores) < self._algorithm.group.least or broken_baseline:
+        if len(scores) < self.algorithm.group.least or broken_baseline:
             self._release(group.group_id, "invalid" if any(t.outcome == "invalid" for t in bad) else "failed")
-        elif self._algorithm.group_filter.select(scores) == "reject":
+        elif self.algorithm.group_filter.select(scores) == "reject":
             self._release(group.group_id, "rejected")
         else:
             await self._complete(group)
@@ -372,20 +353,20 @@ class RolloutManager:
         if self.scheduler.holds(group.group_id):
             self.scheduler.complete(group.group_id)
         else:  # dropped while its rows were stored
-            self._queue.drop(self._refs.pop(group.group_id))
+            self.queue.drop(self._refs.pop(group.group_id))
 
     async def _store(self, group: Group) -> None:
         ended = [t for t in group.trajectories if t.outcome == "ok"]
-        tasks = [group.task if self._inform is None else self._inform(group.task, t) for t in ended]
+        tasks = [group.task if self.inform is None else self.inform(group.task, t) for t in ended]
         samples = [taught(s, task) for t, task in zip(ended, tasks) for s in samples_of(t) if s.loss_tokens > 0]
-        self._refs[group.group_id] = await self._queue.put(samples)
+        self._refs[group.group_id] = await self.queue.put(samples)
 
     def _release(self, group_id: str, reason: Any) -> None:
         self.scheduler.release(group_id, reason)
         self.stats.released[reason] += 1
-        self._events.append("released", self._number, {"group_id": group_id, "reason": reason})
+        self.events.append("released", self._number, {"group_id": group_id, "reason": reason})
         self._forget(group_id)
-        if self._eager:
+        if self.eager:
             self._admit()
 
     async def _drop(self, group_ids: Sequence[str]) -> None:
@@ -399,13 +380,13 @@ class RolloutManager:
         for group_id in reversed(group_ids):
             self.cursor.give_back(self._draws[group_id])
             self.stats.released["dropped"] += 1
-            self._events.append("released", self._number, {"group_id": group_id, "reason": "dropped"})
+            self.events.append("released", self._number, {"group_id": group_id, "reason": "dropped"})
             self._forget(group_id)
 
     def _forget(self, group_id: str) -> None:
         refs = self._refs.pop(group_id, None)
         if refs:
-            self._queue.drop(refs)
+            self.queue.drop(refs)
         del self.groups[group_id], self._draws[group_id]
 
 

@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Coroutine, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from verl.agent_loop.base import (
@@ -52,51 +52,41 @@ class TrajectorySpec:
     draw: int = 0
 
 
+@dataclass(eq=False, kw_only=True)
 class TrajectoryRunner:
     """Runs single trajectories: agent loop, then reward, then retries. Outcomes are values; the death of a rollout
-    engine is an exception."""
+    engine is an exception.
 
-    def __init__(
-        self,
-        *,
-        engine: RolloutEngine,
-        loop: AgentLoopFactory,
-        reward: RewardFn,
-        decode: DecodeFn,
-        waits: Waits,
-        seed: int,
-        max_attempts: int,
-        timeout_s: float,
-        reward_timeout_s: float | None = None,
-        max_turns: int | None = None,
-        credits_turns: bool = False,
-        stored_share: float = 0.0,
-    ) -> None:
-        """timeout_s: for the agent loop of one attempt · reward_timeout_s: for its reward (None: the same), counted
-        from the last reward that came: many answers wait for few graders, and that is no fault of an answer ·
-        stored_share: of the groups, those that are a stored answer."""
-        assert max_attempts >= 1, f"max_attempts={max_attempts}: a trajectory is tried at least once"
-        self._engine = engine
-        self._loop = loop
-        self._reward = reward
-        self._decode = decode
-        self._waits = waits
-        self._seed = seed
-        self._max_attempts = max_attempts
-        self._budget: dict[str, Any] = {"max_turns": max_turns, "credits_turns": credits_turns}
-        self._stored_share = stored_share
-        self._timeout_s = timeout_s
-        self._reward_timeout_s = timeout_s if reward_timeout_s is None else reward_timeout_s
-        self.moved_s = -math.inf  # when a reward came last
+    timeout_s: for the agent loop of one attempt · reward_timeout_s: for its reward, counted from the last reward that
+    came: many answers wait for few graders, and that is no fault of an answer · stored_share: of the groups, those that
+    are a stored answer."""
+
+    engine: RolloutEngine
+    loop: AgentLoopFactory
+    reward: RewardFn
+    decode: DecodeFn
+    waits: Waits
+    seed: int
+    max_attempts: int
+    timeout_s: float
+    reward_timeout_s: float
+    max_turns: int | None = None
+    credits_turns: bool = False
+    stored_share: float = 0.0
+    moved_s: float = field(default=-math.inf, init=False)  # when a reward came last
+
+    def __post_init__(self) -> None:
+        assert self.max_attempts >= 1, f"max_attempts={self.max_attempts}: a trajectory is tried at least once"
+        self._budget: dict[str, Any] = {"max_turns": self.max_turns, "credits_turns": self.credits_turns}
 
     @property
     def longest_s(self) -> float:
         """No trajectory takes longer without a reward for any other, whatever user code does."""
-        return self._max_attempts * (self._timeout_s + self._reward_timeout_s)
+        return self.max_attempts * (self.timeout_s + self.reward_timeout_s)
 
     def stored(self, group: Group, sampling: Sampling) -> Trajectory | None:
         """The answer that the row of the group holds, where its draw is one of those that take it."""
-        if not takes_stored(self._stored_share, self._seed, group.epoch, group.draw):
+        if not takes_stored(self.stored_share, self.seed, group.epoch, group.draw):
             return None
         assert group.task.answer_ids is not None, "rows without one are refused when they are read"
         prompt = Segment(ids=group.task.prompt_ids, source="prompt")
@@ -114,7 +104,7 @@ class TrajectoryRunner:
 
     async def run(self, task: Task, spec: TrajectorySpec, sampling: Sampling) -> Trajectory:
         """The first attempt that ends with a valid reward, or the last one."""
-        for attempt in range(self._max_attempts):
+        for attempt in range(self.max_attempts):
             trajectory = await self._attempt(task, spec, sampling, attempt)
             if trajectory.outcome == "ok":
                 break
@@ -122,8 +112,8 @@ class TrajectoryRunner:
 
     async def _attempt(self, task: Task, spec: TrajectorySpec, sampling: Sampling, attempt: int) -> Trajectory:
         name = f"{spec.group_id}/{spec.purpose}{spec.index}.{attempt}"
-        seed_parts = (self._seed, spec.purpose, spec.epoch, spec.draw, task.task_id, spec.index, attempt)
-        manager = ServerManager(self._engine, sampling, seed_parts=seed_parts, prefix_key=spec.group_id, **self._budget)
+        seed_parts = (self.seed, spec.purpose, spec.epoch, spec.draw, task.task_id, spec.index, attempt)
+        manager = ServerManager(self.engine, sampling, seed_parts, prefix_key=spec.group_id, **self._budget)
         started = time.monotonic()
         row = {
             **task.row,
@@ -137,13 +127,13 @@ class TrajectoryRunner:
         reward: Score | Invalid | None = None
         error = ""
         try:
-            loop = self._loop(manager, task)
+            loop = self.loop(manager, task)
             run, who, what = loop.run(sampling_params_of(sampling), **row), f"trajectory {name}", "its agent loop"
             if loop.ends_when_cancelled:
-                with Limit(self._waits, who, what, self._timeout_s):
+                with Limit(self.waits, who, what, self.timeout_s):
                     returned = await run
             else:
-                returned = await self._waits.wait(run, who=who, what=what, timeout_s=self._timeout_s)
+                returned = await self.waits.wait(run, who=who, what=what, timeout_s=self.timeout_s)
             made, output = check_output(returned, manager, sampling.max_tokens), outputs_of(returned)[-1]
             turns = int(output.num_turns) or max(1, len(manager.record))
             if made.discarded or manager.counts:
@@ -151,7 +141,7 @@ class TrajectoryRunner:
         except ReplicaLost:  # no fault of this trajectory: the run ends or starts again
             raise
         except Exception as e:  # an agent loop is user code: its failure is an outcome, and retried
-            late = f"timeout: the agent loop did not end in {self._timeout_s:g} s"
+            late = f"timeout: the agent loop did not end in {self.timeout_s:g} s"
             error = late if isinstance(e, DeadlineExpired) else f"{type(e).__name__}: {e}"
             made, turns = CheckedOutput((Segment(ids=task.prompt_ids, source="prompt"),), "error"), 1
         else:
@@ -202,9 +192,9 @@ class TrajectoryRunner:
         try:
             if output.reward_score is not None:
                 return parse_result(output.reward_score)
-            text = self._decode(response.tolist())
+            text = self.decode(response.tolist())
             whole = len(turn_ids) == 1 and len(made.segments) == 2 and not made.branches
-            turn_texts = [text] if whole else [self._decode(ids) for ids in turn_ids]
+            turn_texts = [text] if whole else [self.decode(ids) for ids in turn_ids]
         except Exception as e:  # what the loop returned: an object of its own, ids that are none
             return Invalid("exception", f"{type(e).__name__}: {e}")
         said = {key: output.extra_fields[key] for key in TOOL_FIELDS if key in output.extra_fields}
@@ -221,10 +211,10 @@ class TrajectoryRunner:
             response_ids=response,
         )
         try:
-            limit_s = self._reward_timeout_s
+            limit_s = self.reward_timeout_s
             who, what = f"trajectory {name}", "its reward"
-            with Limit(self._waits, who, what, limit_s, lambda: self.moved_s):
-                found = await self._reward.score(request)
+            with Limit(self.waits, who, what, limit_s, lambda: self.moved_s):
+                found = await self.reward.score(request)
         except DeadlineExpired:
             return Invalid("timeout", f"no reward in {limit_s:g} s")
         self.moved_s = asyncio.get_running_loop().time()

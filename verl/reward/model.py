@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -37,18 +37,16 @@ class Later:
         """Nothing is held."""
 
 
+@dataclass(eq=False)
 class ModelReward:
     """A RewardFn. Requests that wait when the scorer is free go together, at most `max_batch` of them."""
 
-    def __init__(
-        self, score_rows: ScoreRows, *, coef: float = 1.0, function: RewardFn | None = None, max_batch: int = 64
-    ) -> None:
-        self._score_rows = score_rows
-        self._coef = coef
-        self._function = function
-        self._max_batch = max_batch
-        self._waiting: list[tuple[RewardRequest, asyncio.Future[float]]] = []
-        self._worker: asyncio.Task[None] | None = None
+    score_rows: ScoreRows
+    coef: float
+    function: RewardFn | None
+    max_batch: int = 64
+    _waiting: list[tuple[RewardRequest, asyncio.Future[float]]] = field(default_factory=list)
+    _worker: asyncio.Task[None] | None = None
 
     async def score(self, request: RewardRequest) -> Score | Invalid:
         assert request.prompt_ids is not None and request.response_ids is not None
@@ -56,18 +54,18 @@ class ModelReward:
         self._waiting.append((request, answer))
         if self._worker is None or self._worker.done():
             self._worker = asyncio.ensure_future(self._serve())
-        if self._function is None:
-            return combined(None, await answer, self._coef)
-        function, model = await asyncio.gather(self._function.score(request), answer)
-        return combined(function, model, self._coef)
+        if self.function is None:
+            return combined(None, await answer, self.coef)
+        function, model = await asyncio.gather(self.function.score(request), answer)
+        return combined(function, model, self.coef)
 
     async def _serve(self) -> None:
         """Score what waits until nothing does. A failure goes to those who wait; it is ours, not a grader's."""
         await asyncio.sleep(0)  # what ends at the same moment goes together
         while self._waiting:
-            batch, self._waiting = self._waiting[: self._max_batch], self._waiting[self._max_batch :]
+            batch, self._waiting = self._waiting[: self.max_batch], self._waiting[self.max_batch :]
             try:
-                found = await self._score_rows([(r.prompt_ids, r.response_ids) for r, _ in batch])  # type: ignore[misc]
+                found = await self.score_rows([(r.prompt_ids, r.response_ids) for r, _ in batch])  # type: ignore[misc]
             except Exception as e:
                 for _, answer in batch:
                     if not answer.done():
@@ -81,5 +79,5 @@ class ModelReward:
         if self._worker is not None:
             self._worker.cancel()
             await asyncio.gather(self._worker, return_exceptions=True)
-        if self._function is not None:
-            await self._function.close()
+        if self.function is not None:
+            await self.function.close()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -37,31 +37,31 @@ def stop_properly(score: Number, truncated: bool | np.ndarray, *, coef: float, p
     return found if isinstance(score, np.ndarray) else float(found)
 
 
+@dataclass(eq=False)
 class Shaped:
     """A RewardFn that shapes valid scores by how an answer ended: what `stop_properly` takes away and the overlong
     penalty, as components of these names (buffer_tokens 0 and stop_coef None: off). The raw one stays in component
     `score`, which dynamic sampling looks at. Evaluation uses the inner function."""
 
-    def __init__(
-        self, inner: RewardFn, *, buffer_tokens: int = 0, penalty: float = 1.0, stop_coef: float | None = None
-    ) -> None:
-        self._inner, self._buffer_tokens, self._penalty = inner, buffer_tokens, penalty
-        self._stop_coef = stop_coef
+    inner: RewardFn
+    buffer_tokens: int = 0
+    penalty: float = 1.0
+    stop_coef: float | None = None
 
     async def score(self, request: RewardRequest) -> Score | Invalid:
         """The inner score, shaped. Raises ValueError if the buffer exceeds the budget."""
-        got = await self._inner.score(request)
+        got = await self.inner.score(request)
         if isinstance(got, Invalid):
             return got
         added: dict[str, float] = {}
-        if self._stop_coef is not None:
-            added["stop_properly"] = stop_properly(got.value, request.truncated, coef=self._stop_coef) - got.value
-        if self._buffer_tokens:
-            tokens, most, buffer = float(request.response_tokens), request.max_response_tokens, self._buffer_tokens
-            penalty = overlong_penalty(tokens, max_response_tokens=most, buffer_tokens=buffer, penalty=self._penalty)
+        if self.stop_coef is not None:
+            added["stop_properly"] = stop_properly(got.value, request.truncated, coef=self.stop_coef) - got.value
+        if self.buffer_tokens:
+            tokens, most, buffer = float(request.response_tokens), request.max_response_tokens, self.buffer_tokens
+            penalty = overlong_penalty(tokens, max_response_tokens=most, buffer_tokens=buffer, penalty=self.penalty)
             added["overlong_penalty"] = float(penalty)
         value, parts = float(got.value + sum(added.values())), {"score": got.value, **got.components, **added}
         return replace(got, value=value, components=parts)
 
     async def close(self) -> None:
-        await self._inner.close()
+        await self.inner.close()

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 
 from verl.rollout.base import RolloutEngine
 from verl.workers.waits import Waits
 
 
+@dataclass(eq=False)
 class Placement:
-    """Colocated: the rollout engine releases its KV cache while training, and its weights where every training ends
-    with new ones. Split: a no-op."""
+    """Colocated: the rollout engine releases its KV cache while training, and with `drops_weights` its weights, where
+    every training ends with new ones. Split: a no-op."""
 
-    def __init__(
-        self,
-        replicas: Sequence[RolloutEngine],
-        *,
-        colocated: bool,
-        drops_weights: bool = False,
-        waits: Waits | None = None,
-        timeout_s: float = 600.0,
-    ) -> None:
-        self.colocated = colocated
-        self._replicas = replicas
-        self._level = 2 if drops_weights else 1
-        self._parts = ("weights", "kv") if drops_weights else ("kv",)
-        self._waits = waits or Waits()
-        self._timeout_s = timeout_s
+    replicas: Sequence[RolloutEngine]
+    colocated: bool
+    drops_weights: bool = False
+    waits: Waits = field(default_factory=Waits)
+    timeout_s: float = 600.0
 
     @asynccontextmanager
     async def training(self) -> AsyncIterator[None]:
@@ -35,14 +27,14 @@ class Placement:
         if not self.colocated:
             yield
             return
+        level, parts = (2, ("weights", "kv")) if self.drops_weights else (1, ("kv",))
         try:
-            for i, replica in enumerate(self._replicas):
-                await self._waits.wait(
-                    replica.sleep(self._level), who="placement", what=f"replica {i} to sleep", timeout_s=self._timeout_s
-                )
+            for i, replica in enumerate(self.replicas):
+                await self._wait(replica.sleep(level), f"replica {i} to sleep")
             yield
         finally:
-            for i, replica in enumerate(self._replicas):
-                await self._waits.wait(
-                    replica.wake(self._parts), who="placement", what=f"replica {i} to wake", timeout_s=self._timeout_s
-                )
+            for i, replica in enumerate(self.replicas):
+                await self._wait(replica.wake(parts), f"replica {i} to wake")
+
+    async def _wait(self, job: Awaitable[object], what: str) -> None:
+        await self.waits.wait(job, who="placement", what=what, timeout_s=self.timeout_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -118,32 +118,21 @@ def roles_of(engine: ModelEngine, spec: RoleSpec, *, ranks: Sequence[Ranks]) -> 
     return [role(rank) for rank in ranks]
 
 
+@dataclass(eq=False)
 class Role:
     """One rank of a policy, reference, teacher, critic or reward model. See `ModelWorkers` for its calls as the driver
-    makes them."""
+    makes them. turn_end: of a reward model's template: behind it is the score."""
 
-    def __init__(
-        self,
-        name: str,
-        queue: TransferQueue,
-        engine: ModelEngine,
-        *,
-        share_prefix: bool = True,
-        ranks: Ranks | None = None,
-        sender: WeightSender | None = None,
-        hf_export: HfExport | None = None,
-        turn_end: TurnEnd = NO_TURN_END,
-    ) -> None:
-        self.name = name
-        self.queue = queue
-        self.engine = engine
-        self.ranks: Ranks = OneRank() if ranks is None else ranks
-        self._share_prefix = share_prefix
-        self._sender = sender
-        self._hf_export = hf_export
-        self._snapshot: Snapshot | None = None
-        self._writing: Future[None] | None = None
-        self._turn_end = turn_end  # of a reward model's template: behind it is the score
+    name: str
+    queue: TransferQueue
+    engine: ModelEngine
+    share_prefix: bool = True
+    ranks: Ranks = field(default_factory=OneRank)
+    sender: WeightSender | None = None
+    hf_export: HfExport | None = None
+    turn_end: TurnEnd = NO_TURN_END
+    _snapshot: Snapshot | None = field(default=None, init=False)
+    _writing: Future[None] | None = field(default=None, init=False)
 
     # -- rows in, columns out ------------------------------------------------------------------------------------------
 
@@ -154,7 +143,7 @@ class Role:
         if view.informed:
             alone = [s.sample_id for s in samples if s.context is None and not s.untaught]
             samples = [informed(s) for s in samples]
-        batch = pack(samples, share_prefix=self._share_prefix)
+        batch = pack(samples, share_prefix=self.share_prefix)
         if view.temperature is not None:
             same = torch.full_like(batch.row_columns["temperature"], view.temperature)
             batch = batch.with_row_columns({"temperature": same})
@@ -293,17 +282,17 @@ class Role:
     def capabilities(self) -> EngineCapabilities:
         """The engine's, as this role uses it."""
         can = self.engine.capabilities
-        return replace(can, shares_prefix=can.shares_prefix and self._share_prefix)
+        return replace(can, shares_prefix=can.shares_prefix and self.share_prefix)
 
     # -- weights and state ---------------------------------------------------------------------------------------------
 
     def send_weights(self, version: int, probes: Sequence[np.ndarray], copy: bool) -> Sent | None:
         """The weights as of now, for the checkpoint engine; the first rank answers."""
-        assert self._sender is not None, f"{self.name} publishes nothing"
+        assert self.sender is not None, f"{self.name} publishes nothing"
         with self.engine.awake("weights"):
             if self._first:
-                return self._sender.send(self.engine, version, probes, copy=copy)
-            self._sender.attend(self.engine, version, probes)
+                return self.sender.send(self.engine, version, probes, copy=copy)
+            self.sender.attend(self.engine, version, probes)
             return None
 
     def save(self, path: Path) -> None:
@@ -356,10 +345,10 @@ class Role:
         self.ranks.all_gather(None)
 
     def _export(self, path: Path, weights: Iterator[tuple[str, Tensor]]) -> None:
-        assert self._hf_export is not None, f"{self.name} is not exported"
+        assert self.hf_export is not None, f"{self.name} is not exported"
         try:
             if self._first:
-                self._hf_export.write(path, weights)
+                self.hf_export.write(path, weights)
         finally:
             for _ in weights:  # gathering them is the work of all, also where the first cannot write
                 pass
@@ -372,18 +361,18 @@ class Role:
 
     def _scores(self, samples: Sequence[Sample]) -> list[float]:
         """What the reward model says of each row, read where its template ends a turn."""
-        batch = pack([self._turn_end.closed(s) for s in samples], share_prefix=self._share_prefix)
+        batch = pack([self.turn_end.closed(s) for s in samples], share_prefix=self.share_prefix)
         return self.engine.infer(batch, ("scores",))["scores"].double().tolist()
 
     def _pack(self, refs: Refs) -> Batch:
-        return pack(read_samples(self.queue, refs), share_prefix=self._share_prefix)
+        return pack(read_samples(self.queue, refs), share_prefix=self.share_prefix)
 
     def _batch(self, step: RankStep, terms: Sequence[Term], inputs: Sequence[str]) -> Batch:
         samples, of = read_samples(self.queue, step.refs), {t.name: t.unit for t in terms}
         watching = [name for name, unit in of.items() if unit == "observation"]
         if watching:
             samples = [observed(s) for s in samples]
-        batch = pack(samples, share_prefix=self._share_prefix)
+        batch = pack(samples, share_prefix=self.share_prefix)
         weights = {t.name: f"w/{t.name}{step.weights}" for t in terms}
         stored = [name for name in inputs if name not in batch.columns]
         masks = [f"m/{t.name}" for t in terms if t.unit == "token"]

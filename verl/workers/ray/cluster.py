@@ -11,6 +11,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import psutil
@@ -38,6 +39,7 @@ HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 """Of a gRPC client (RFC 9113: the preface and empty settings); a server answers with its own settings, frame type 4."""
 
 
+@dataclass(eq=False)
 class RayCluster:
     """See `Cluster`. set_up: run in every worker before it is built · layout: of the models' ranks · silent_s: for a
     process to answer before it is given up · say: told of nodes that are waited for."""
@@ -45,37 +47,32 @@ class RayCluster:
     apart = True
     drivers = None
 
-    def __init__(
-        self,
-        pools: Mapping[str, Pool],
-        roles: Mapping[str, str],
-        *,
-        layout: Layout,
-        set_up: Callable[[], None],
-        address: str | None = None,
-        backend: str = "gloo",
-        start_timeout_s: float = 60.0,
-        replicas: int = 1,
-        silent_s: float = 300.0,
-        say: Callable[[str], None] = print,
-    ) -> None:
+    pools: Mapping[str, Pool]
+    roles: Mapping[str, str]
+    layout: Layout
+    set_up: Callable[[], None]
+    address: str | None = None
+    backend: str = "gloo"
+    start_timeout_s: float = 60.0
+    replicas: int = 1
+    silent_s: float = 300.0
+    say: Callable[[str], None] = print
+
+    def __post_init__(self) -> None:
         import ray
 
-        self._pools, self._roles, self.layout = dict(pools), dict(roles), layout
-        self._set_up, self._backend = set_up, backend
-        self._replicas = replicas
         self._deaths: list[BaseException] = []
         self._on_failure: Callable[[BaseException], None] = self._deaths.append
         self._started = not ray.is_initialized()
-        self._reaper = _connect(address, pools) if self._started else None
+        self._reaper = _connect(self.address, self.pools) if self._started else None
         self._placed: dict[str, list[Any]] = {}
         self._lives: list[Life] = []
-        self._silent_s, self._closed = silent_s, threading.Event()
+        self._closed = threading.Event()
         try:
-            until_s = time.monotonic() + start_timeout_s
-            _await_nodes(pools, until_s if address is not None else 0.0, say)
-            for name, pool in pools.items():
-                self._placed[name] = _place(name, pool, until_s, start_timeout_s)
+            until_s = time.monotonic() + self.start_timeout_s
+            _await_nodes(self.pools, until_s if self.address is not None else 0.0, self.say)
+            for name, pool in self.pools.items():
+                self._placed[name] = _place(name, pool, until_s, self.start_timeout_s)
         except BaseException:
             self.close()
             raise
@@ -91,14 +88,14 @@ class RayCluster:
         self, name: str, build: Build, args: tuple[Any, ...], *, world_size: int = 1, died: Died | None = None
     ) -> RayGroup:
         layout = self.layout if world_size == self.layout.world_size else Layout(world_size=world_size)
-        made = pickled(build, (self._set_up, args))
+        made = pickled(build, (self.set_up, args))
         actors = [
             self._actor(Worker, name, rank, {"concurrency_groups": {"calls": 1, "beside": 1, "watch": 1}})
             for rank in range(world_size)
         ]
         address = actors[0].serve.remote() if world_size > 1 else ""
         built = [
-            a.build.options(concurrency_group="calls").remote(address, i, layout, self._backend, made)
+            a.build.options(concurrency_group="calls").remote(address, i, layout, self.backend, made)
             for i, a in enumerate(actors)
         ]
         return RayGroup(name, actors, built, self._live, died or self._died)
@@ -107,7 +104,7 @@ class RayCluster:
         self, number: int, build: Callable[..., RolloutEngine], args: tuple[Any, ...], died: Died | None = None
     ) -> RolloutEngine:
         actor = self._actor(Replica, "rollout", number, {"max_concurrency": 100_000})
-        built = actor.build.remote(pickled(build, (self._set_up, args)))
+        built = actor.build.remote(pickled(build, (self.set_up, args)))
         return RayReplica(f"rollout replica {number}", actor, built, self._live, died or self._died)
 
     def _died(self, error: BaseException) -> None:
@@ -123,9 +120,9 @@ class RayCluster:
             self._reaper.watch([process])
 
     def _look(self) -> None:
-        while not self._closed.wait(self._silent_s / 8):
+        while not self._closed.wait(self.silent_s / 8):
             for life in list(self._lives):
-                life.look(self._silent_s)
+                life.look(self.silent_s)
 
     def close(self) -> None:
         import ray
@@ -146,9 +143,9 @@ class RayCluster:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        name = self._roles.get(role, next(iter(self._pools)))
-        pool, here = self._pools[name], [of for of, at in self._roles.items() if at == name]
-        most = -(-self._replicas // pool.ranks)  # replicas in one bundle
+        name = self.roles.get(role, next(iter(self.pools)))
+        pool, here = self.pools[name], [of for of, at in self.roles.items() if at == name]
+        most = -(-self.replicas // pool.ranks)  # replicas in one bundle
         sharing = max(1, sum(most if of == "rollout" else 1 for of in here))
         node, place = divmod(rank % pool.ranks, pool.ranks_per_node)
         made: Any = ray.remote(**kind)(cls)
