@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from aiohttp import ClientSession
 from rollouts import context_of
+from tokens import bpe_tokenizer
 
 from verl.chat.template import audit_template
 from verl.driver.setup import decoder
@@ -40,7 +41,7 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "
 
 
 def tokenizer() -> Any:
-    made = tiny.bpe_tokenizer(["a server answers", "what is two plus two?", "tools <tool_call>"], vocab_size=320)
+    made = bpe_tokenizer(["a server answers", "what is two plus two?", "tools <tool_call>"], vocab_size=320)
     made.chat_template = TEMPLATE
     return made
 

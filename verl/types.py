@@ -72,11 +72,6 @@ class Sampling:
             seed=seed,
         )
 
-    @property
-    def truncates(self) -> bool:
-        """True if the sampler renormalises over a kept set, which the trainer cannot reproduce from logits alone."""
-        return self.temperature > 0 and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:

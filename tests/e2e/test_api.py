@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from small_runs import REWARD, metrics_of, small_args
+from tokens import bpe_tokenizer
 
 from verl import AutoModelForCausalLMWithValueHead, Policy, PPOTrainer, RewardModel, Trainer, VerlConfig, VerlTrainer
 
@@ -16,7 +17,7 @@ def gpt2(tmp_path_factory):
 
     from verl.models import tiny
 
-    tokenizer = tiny.bpe_tokenizer(["Hello, how are you? I am fine. " * 3], vocab_size=300)
+    tokenizer = bpe_tokenizer(["Hello, how are you? I am fine. " * 3], vocab_size=300)
     tokenizer.chat_template = None
     torch.manual_seed(0)
     config = GPT2Config(vocab_size=320, n_embd=32, n_layer=2, n_head=2, n_positions=128, bos_token_id=3, eos_token_id=3)

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from tokens import bpe_tokenizer
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -26,7 +27,7 @@ def folder(tmp_path_factory):
 
     data = ROOT / "tests" / "data"
     rows = [json.loads(line) for line in (data / "gsm8k_train.jsonl").read_text().splitlines()]
-    tokenizer = tiny.bpe_tokenizer((r["question"] + r["answer"] for r in rows), vocab_size=512)
+    tokenizer = bpe_tokenizer((r["question"] + r["answer"] for r in rows), vocab_size=512)
     made = tmp_path_factory.mktemp("docs")
     tiny.save(
         tiny.qwen3(tokenizer, hidden=32, layers=2, heads=2, kv_heads=1, ffn=64, max_positions=2048),

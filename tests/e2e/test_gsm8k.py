@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from small_runs import metrics_of
+from tokens import bpe_tokenizer
 
 from verl.cli import main
 
@@ -18,7 +19,7 @@ def model(tmp_path_factory):
     from verl.models import tiny
 
     rows = [json.loads(line) for line in (ROWS / "gsm8k_train.jsonl").read_text().splitlines()]
-    tokenizer = tiny.bpe_tokenizer((f"{r['question']} {INSTRUCTION} {r['answer']}" for r in rows), vocab_size=1024)
+    tokenizer = bpe_tokenizer((f"{r['question']} {INSTRUCTION} {r['answer']}" for r in rows), vocab_size=1024)
     built = tiny.qwen3(tokenizer, hidden=64, layers=2, heads=4, kv_heads=2, ffn=128, max_positions=512)
     return tiny.save(built, tokenizer, tmp_path_factory.mktemp("gsm8k_model"))
 

@@ -8,11 +8,12 @@ import shlex
 from pathlib import Path
 
 import pytest
+from translating import translate
 
 from verl.config.compat import rules
 from verl.config.compat.rules import JOINT
 from verl.config.compat.table import find_row, key_rows, keys_table
-from verl.config.compat.translate import render_notes, translate, verl_default_values
+from verl.config.compat.translate import render_notes, verl_default_values
 from verl.config.load import load_config
 from verl.config.overrides import parse_argument
 from verl.config.tree import leaf_of

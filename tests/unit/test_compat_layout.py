@@ -6,11 +6,12 @@ import shlex
 
 import pytest
 from handmade_model import write_model, write_rows
+from translating import translate
 
 from verl.config.compat import layout
 from verl.config.compat.layout import ONE_PROCESS
 from verl.config.compat.table import key_rows
-from verl.config.compat.translate import render_notes, translate
+from verl.config.compat.translate import render_notes
 from verl.config.load import load_config, validate
 
 ACTOR = "actor_rollout_ref.actor."

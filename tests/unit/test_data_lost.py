@@ -5,6 +5,7 @@ import logging
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokens import bpe_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from verl.config.schema import DataConfig
@@ -35,7 +36,7 @@ def half_an_alphabet():
 
 
 def test_what_is_lost_of_a_text():
-    characters, whole = tiny.character_tokenizer("0123456789+= "), tiny.bpe_tokenizer(["a b"], vocab_size=300)
+    characters, whole = tiny.character_tokenizer("0123456789+= "), bpe_tokenizer(["a b"], vocab_size=300)
     cases = [
         (characters, "1 + 1 = ", ""),
         (characters, "1 times 1 = ", "eimst"),

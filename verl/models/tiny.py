@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +22,11 @@ def character_tokenizer(characters: Sequence[str], words: Sequence[str] = (), te
     core.add_special_tokens(list(SPECIAL_TOKENS))
     core.add_tokens(list(words))
     core.decoder = decoders.Fuse()
-    return _with_chat(core, template)
+    return with_chat(core, template)
 
 
-def bpe_tokenizer(texts: Iterable[str], *, vocab_size: int) -> Any:
-    """Byte-level BPE trained on `texts`, with chat markers and template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), list(SPECIAL_TOKENS)
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    core.train_from_iterator(texts, trainer)
-    return _with_chat(core)
-
-
-def _with_chat(core: Any, template: str = CHAT_TEMPLATE) -> Any:
+def with_chat(core: Any, template: str = CHAT_TEMPLATE) -> Any:
+    """A `tokenizers.Tokenizer` with the markers and the template."""
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", eos_token="<|end|>")

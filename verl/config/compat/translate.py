@@ -48,23 +48,14 @@ class Translation:
     notes: list[Note]
 
 
-def translate(
-    args: Sequence[str], *, prompts_per_step: int | None = None, verl_defaults: VerlDefaults | None = None
-) -> Translation:
-    """`prompts_per_step`: of the recipe, for a mini batch size given without a batch size. `verl_defaults`: mapped keys
-    that are not given take verl's own default (the entry `python -m verl.trainer.main_ppo` does this).
-    Raises one ValueError with a line for every key that is unknown, unreadable, refused or contradicted.
-    """
-    said, problems = translated(args, prompts_per_step=prompts_per_step, verl_defaults=verl_defaults)
-    if problems:
-        raise ValueError("\n".join(problems))
-    return said
-
-
 def translated(
     args: Sequence[str], *, prompts_per_step: int | None = None, verl_defaults: VerlDefaults | None = None
 ) -> tuple[Translation, list[str]]:
-    """What `translate` returns of the keys that are taken, and a line for each that is not."""
+    """What the keys say that are taken, and a line for each that is unknown, unreadable, refused or contradicted.
+
+    `prompts_per_step`: of the recipe, for a mini batch size given without a batch size. `verl_defaults`: mapped keys
+    that are not given take verl's own default (the entry `python -m verl.trainer.main_ppo` does this).
+    """
     native: list[Setting] = []
     foreign: dict[str, Argument] = {}
     problems: list[str] = []
