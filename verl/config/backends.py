@@ -45,6 +45,11 @@ class Backend:
     plain: bool = False
 
 
+def _server(module: str, **more: Any) -> Backend:
+    """A rollout engine that is a server, of this module."""
+    return Backend(build=f"verl.rollout.{module}:build", options=f"verl.rollout.{module}:Options", apart=True, **more)
+
+
 Table = Mapping[str, Backend]
 MODEL: Table = {
     "torch": Backend(
@@ -59,30 +64,11 @@ ROLLOUT: Table = {
         memory="verl.rollout.native.options:memory",
     ),
     "hf": Backend(build="verl.rollout.hf:build"),
-    "vllm": Backend(
-        build="verl.rollout.vllm:build",
-        options="verl.rollout.vllm:Options",
-        memory="verl.rollout.vllm:memory",
-        apart=True,
-        package="vllm",
-    ),
-    "server": Backend(build="verl.rollout.server_url:build", options="verl.rollout.server_url:Options", apart=True),
-    "sglang": Backend(
-        build="verl.rollout.sglang:build",
-        options="verl.rollout.sglang:Options",
-        apart=True,
-        package="sglang",
-        sync="disk",
-    ),
-    "trtllm": Backend(
-        build="verl.rollout.trtllm:build",
-        options="verl.rollout.trtllm:Options",
-        apart=True,
-        package="tensorrt_llm",
-        sync="disk",
-        plain=True,
-    ),
-    "openai": Backend(build="verl.rollout.openai:build", options="verl.rollout.openai:Options", apart=True, fixed=True),
+    "vllm": _server("vllm", memory="verl.rollout.vllm:memory", package="vllm"),
+    "server": _server("server_url"),
+    "sglang": _server("sglang", package="sglang", sync="disk"),
+    "trtllm": _server("trtllm", package="tensorrt_llm", sync="disk", plain=True),
+    "openai": _server("openai", fixed=True),
 }
 QUEUE: Table = {
     "memory": Backend(build="verl.transfer_queue.memory:build", spread="shared", far="ray"),
