@@ -11,7 +11,7 @@ from verl.algorithms.presets import settled
 from verl.algorithms.sections import TEACHER
 from verl.config.backends import address_of, backend_of, engine_of, layout_of, options_of
 from verl.config.memory import compute_dtype, on_cuda
-from verl.config.model_files import describe_model, read_model_config
+from verl.config.model_files import describe_model, read_model_config, text_config
 from verl.config.schema import Config
 from verl.config.tree import leaves, text_of, values_of
 from verl.model_engine.layout import Layout
@@ -48,11 +48,8 @@ def dtype_of(config: Config, role: str) -> str:
 
 def cluster_faults(config: Config, command: str) -> Iterator[str]:
     """A line per fault. Each of the other keys is right by itself."""
-    needs_ray = [
-        key
-        for key, name in (("cluster.backend", config.cluster.backend), ("queue.engine", config.queue.engine))
-        if name == "ray"
-    ]
+    engines = {"cluster.backend": config.cluster.backend, "queue.engine": config.queue.engine}
+    needs_ray = [key for key, name in engines.items() if name == "ray"]
     if needs_ray and find_spec("ray") is None:
         yield f"{needs_ray[0]}=ray: Ray is {PIP}"
     if config.sync.engine == "nixl" and find_spec("nixl") is None:
@@ -69,10 +66,6 @@ def cluster_faults(config: Config, command: str) -> Iterator[str]:
     try:
         layout = layout_of(config)
         yield from _layout(config, layout, command)
-    except ValueError as e:
-        yield from str(e).splitlines()
-        return
-    try:
         pools, roles = places_of(config, command)
     except ValueError as e:
         yield from str(e).splitlines()
@@ -93,16 +86,11 @@ def _in_one_process(config: Config) -> Iterator[str]:
 
 def _layout(config: Config, layout: Layout, command: str) -> Iterator[str]:
     yield from cannot(layout)
-    s = config.step
-    groups, said = (
-        s.prompts_per_step // s.updates_per_step,
-        "groups of an optimizer step (step.prompts_per_step / step.updates_per_step)",
-    )
+    groups = config.step.prompts_per_step // config.step.updates_per_step
+    said = "groups of an optimizer step (step.prompts_per_step / step.updates_per_step)"
     if command in ("sft", "rm", "dpo"):
-        groups, said = (
-            config.supervised.rows_per_step,
-            f"rows of a step (supervised.rows_per_step={config.supervised.rows_per_step})",
-        )
+        groups = config.supervised.rows_per_step
+        said = f"rows of a step (supervised.rows_per_step={groups})"
     if layout.data > groups and command in ("train", "sft", "rm", "dpo"):
         fix = "some would be idle: raise it, lower cluster.ranks_per_node, or share the model with parallel.tensor"
         yield f"{layout.world_size} ranks are {layout.data} data ranks, but there are {groups} {said}; {fix}"
@@ -118,44 +106,37 @@ def _layout(config: Config, layout: Layout, command: str) -> Iterator[str]:
                 yield from _shared(f"{key}={path}", path, layout)
 
 
-def _shared(what: str, path: str, layout: Layout) -> Iterator[str]:
+def _shared(what: str, path: str, layout: Layout) -> list[str]:
     """Why the ranks cannot share this model, from its config.json."""
     try:
         facts = describe_model(path)
     except ValueError:
-        return  # it is said elsewhere
+        return []  # it is said elsewhere
     config = read_model_config(Path(facts.folder))
-    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
-    assert isinstance(text, dict)
+    text, planned = text_config(config), "auto_map" in config
     sizes = {"tensor": layout.tensor, "sequence": layout.sequence}
     asked = " x ".join(f"parallel.{name}={size}" for name, size in sizes.items() if size > 1)
     kind, both = str(text.get("model_type")), layout.tensor * layout.sequence
-    if layout.tensor > 1 and kind not in TENSOR_PLANS and "auto_map" not in config:
-        fix = "use parallel.tensor=1 (parameters are sharded over the data ranks then)"
-        yield f"{asked}: {what} is a {kind}, which cannot be cut over ranks here; {fix}"
-        return
-    if layout.pipeline > 1 and kind not in PIPELINE_PLANS and "auto_map" not in config:
-        fix = "use parallel.pipeline=1 (parameters are sharded over the data ranks then)"
-        yield f"parallel.pipeline={layout.pipeline}: {what} is a {kind}, which cannot be cut into stages here; {fix}"
-        return
+    alone = "(parameters are sharded over the data ranks then)"
+    if layout.tensor > 1 and not (planned or kind in TENSOR_PLANS):
+        return [f"{asked}: {what} is a {kind}, which cannot be cut over ranks here; use parallel.tensor=1 {alone}"]
+    if layout.pipeline > 1 and not (planned or kind in PIPELINE_PLANS):
+        fix = f"use parallel.pipeline=1 {alone}"
+        return [f"parallel.pipeline={layout.pipeline}: {what} is a {kind}, which cannot be cut into stages here; {fix}"]
     if layout.pipeline > facts.layers:
         few = f"{what} has {facts.layers} layers, and each stage wants one; use at most {facts.layers}"
-        yield f"parallel.pipeline={layout.pipeline}: {few}"
-        return
-    if layout.expert > 1 and kind not in EXPERT_PLANS and "auto_map" not in config:
+        return [f"parallel.pipeline={layout.pipeline}: {few}"]
+    if layout.expert > 1 and not (planned or kind in EXPERT_PLANS):
         fix = f"use parallel.expert=1 (those of {', '.join(EXPERT_PLANS)} can be)"
-        yield f"parallel.expert={layout.expert}: {what} is a {kind}, whose experts cannot be given to ranks; {fix}"
-        return
-    counts = {"attention heads": (facts.heads, both), "key-value heads": (facts.kv_heads, both)}
-    for name, (number, ranks) in counts.items():
-        if number % ranks:
-            fits = math.gcd(number, ranks)
-            yield f"{asked}: {what} has {number} {name}, which {ranks} ranks cannot share equally; use {fits} in all"
-            return
-    for name, number in (("a vocabulary", facts.vocab), ("an MLP", text.get("intermediate_size") or 0)):
-        if number % layout.tensor:
-            fix = "which its ranks cannot share equally; use a divisor of it"
-            yield f"parallel.tensor={layout.tensor}: {what} has {name} of {number}, {fix}"
+        return [f"parallel.expert={layout.expert}: {what} is a {kind}, whose experts cannot be given to ranks; {fix}"]
+    for name, number in (("attention heads", facts.heads), ("key-value heads", facts.kv_heads)):
+        if number % both:
+            fix = f"use {math.gcd(number, both)} in all"
+            return [f"{asked}: {what} has {number} {name}, which {both} ranks cannot share equally; {fix}"]
+    cut = {"a vocabulary": facts.vocab, "an MLP": text.get("intermediate_size") or 0}
+    odd = [f"{name} of {number}" for name, number in cut.items() if number % layout.tensor]
+    fix = "which its ranks cannot share equally; use a divisor of it"
+    return [f"parallel.tensor={layout.tensor}: {what} has {size}, {fix}" for size in odd]
 
 
 def _pools(config: Config, layout: Layout, pools: dict[str, Pool], roles: dict[str, str]) -> Iterator[str]:

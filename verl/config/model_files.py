@@ -94,8 +94,7 @@ def describe_model(path: str, tokenizer_path: str | None = None) -> ModelFacts:
     """Everything that sizes depend on. A folder that cannot be trained is one ValueError."""
     folder = find_model_folder(path)
     full = read_model_config(folder)
-    config = full.get("text_config") if isinstance(full.get("text_config"), dict) else full
-    assert isinstance(config, dict)
+    config = text_config(full)
     tensors = read_weight_headers(folder)
     refuse_quantised(folder, full, tensors)
     hidden = _size(folder, config, "hidden_size", "n_embd", "d_model")
@@ -136,9 +135,7 @@ def describe_model(path: str, tokenizer_path: str | None = None) -> ModelFacts:
 def context_tokens(path: str) -> int | None:
     """The positions that the model of a folder has, if it says so; None too where no model can be read."""
     try:
-        config = read_model_config(find_model_folder(path))
-        text = config.get("text_config")
-        return _context_tokens(text if isinstance(text, dict) else config)
+        return _context_tokens(text_config(read_model_config(find_model_folder(path))))
     except (ValueError, OSError):
         return None
 
@@ -152,6 +149,12 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ValueError(f"{folder}: no config.json; model.path must be {_WANTED}")
     return _json_object(file, file.read_bytes())
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of a config.json, what it says of the language model: of one that also sees, a section."""
+    text = config.get("text_config")
+    return text if isinstance(text, dict) else config
 
 
 def refuse_quantised(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, TensorHeader]) -> None:
