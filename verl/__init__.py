@@ -10,22 +10,11 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_FACE = {
-    "VerlTrainer": "verl.api",
-    "VerlConfig": "verl.api",
-    "create_reference_model": "verl.api",
-    "AutoModelForCausalLMWithValueHead": "verl.api",
-    "GRPOTrainer": "verl.api",
-    "DAPOTrainer": "verl.api",
-    "PPOTrainer": "verl.api",
-    "Trainer": "verl.api",
-    "Policy": "verl.api",
-    "RewardModel": "verl.api",
-    "SingleController": "verl.api",
-    "MultiController": "verl.api",
-    "AgentLoopBase": "verl.agent_loop.base",
-    "DataProto": "verl.protocol",
-}
+_API = (
+    *("VerlTrainer", "VerlConfig", "create_reference_model", "AutoModelForCausalLMWithValueHead", "GRPOTrainer"),
+    *("DAPOTrainer", "PPOTrainer", "Trainer", "Policy", "RewardModel", "SingleController", "MultiController"),
+)
+_FACE = {**dict.fromkeys(_API, "verl.api"), "AgentLoopBase": "verl.agent_loop.base", "DataProto": "verl.protocol"}
 __all__ = ["__version__", *_FACE]
 
 

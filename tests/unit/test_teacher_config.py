@@ -7,7 +7,7 @@ import pytest
 from handmade_model import write_rows
 
 from verl.algorithms.presets import knobs
-from verl.config.compat.trl import DISTILLATION
+from verl.config.compat.table import DISTILLATION
 from verl.config.load import load_config, validate
 from verl.config.plan import make_plan
 from verl.config.spread import spread_of

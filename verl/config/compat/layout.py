@@ -100,3 +100,6 @@ def _size(given: Given, key: str) -> int:
     if not isinstance(size, int) or isinstance(size, bool) or size < 0:
         raise ValueError(f"{key}={size}: expected a number")
     return max(1, size)
+
+
+RULES = (layout, offload)

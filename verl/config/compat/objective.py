@@ -251,3 +251,6 @@ def critic_without_estimator(values: Mapping[str, Any], native: Mapping[str, Any
         "critic.* without algorithm.adv_estimator is PPO in verl: give algorithm.adv_estimator=gae (or grpo) beside it"
     )
     return [said] if any(k.startswith("critic.") for k in values) else []
+
+
+RULES = (objective, aggregation, correction, clip, kl_loss, kl_reward, filter, critic, pf_ppo)

@@ -11,9 +11,8 @@ from importlib.util import find_spec
 from types import MappingProxyType
 
 from verl.config.backends import ROLLOUT as ROLLOUT_ENGINES
-from verl.config.compat import objective
+from verl.config.compat import layout, objective
 from verl.config.compat.given import ACTOR, ROLLOUT, Given, Result
-from verl.config.compat.layout import SEQUENCE, layout, offload
 from verl.config.model_files import context_tokens
 from verl.config.served import reachable
 
@@ -133,7 +132,7 @@ def _tokens(given: Given) -> Result:
     """verl counts a micro-batch per device and splits sequences over its sequence parallel group; ours never are."""
     keys = (f"{ACTOR}ppo_max_token_len_per_gpu", "data.max_token_len_per_gpu")
     budget = given.first(*keys)
-    groups = [n for key in SEQUENCE if isinstance(n := given.values.get(key), int) and n > 1]
+    groups = [n for key in layout.SEQUENCE if isinstance(n := given.values.get(key), int) and n > 1]
     if budget is None:
         return {}
     prompt, answer = _limits(given)
@@ -314,33 +313,7 @@ def _turns(given: Given) -> Result:
     return {"agent.max_turns": min(most)} if most else {}
 
 
-_RULES = (
-    *(
-        _rollout_engine,
-        _tokens,
-        _batch,
-        _schedule,
-        _eval,
-        _eval_steps,
-        _overlong,
-        _context,
-        _positions,
-        _resume,
-        _directory,
-        _logger,
-    ),
-    *(
-        _async,
-        _reward_model,
-        _tools,
-        _turns,
-        objective.objective,
-        objective.aggregation,
-        objective.correction,
-        objective.clip,
-        objective.kl_loss,
-    ),
-    *(objective.kl_reward, objective.filter, objective.critic, objective.pf_ppo, layout, offload),
-)
+_OF_RUN = (_rollout_engine, _tokens, _batch, _schedule, _eval, _eval_steps, _overlong, _context, _positions, _resume)
+_RULES = (*_OF_RUN, _directory, _logger, _async, _reward_model, _tools, _turns, *objective.RULES, *layout.RULES)
 JOINT: Mapping[str, Callable[[Given], Result]] = MappingProxyType({rule.__name__.lstrip("_"): rule for rule in _RULES})
 """By the name that the table has after its @."""
