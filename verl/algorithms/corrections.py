@@ -83,12 +83,7 @@ def _weight_mean(columns: Columns, weights: Tensor, level: str) -> Tensor:
 def _passes(columns: Columns, q: Tensor, rule: Rejection) -> Tensor:
     """[L] bool: the statistic of the token, or of its sequence, is in bounds."""
     *where, k = rule.stat.split("_")
-    if k == "k1":
-        x = q
-    elif k == "k2":
-        x = 0.5 * q * q
-    else:
-        x = q.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp() - 1 - q
+    x = {"k1": q, "k2": 0.5 * q * q, "k3": q.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp() - 1 - q}[k]
     if where[0] == "seq":
         if where[1] == "max":
             top = torch.full((columns.num_sequences,), -torch.inf, dtype=x.dtype)

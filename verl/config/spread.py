@@ -25,6 +25,9 @@ from verl.config.model_files import ModelFacts, describe_model
 from verl.config.schema import Config
 from verl.model_engine.layout import Layout, layers_of_stages
 
+TRAINED = ("actor", "critic")
+PARTS = {"weights": "weights", "optimizer": "optimizer states"}
+"""Of a role's state that may be elsewhere than on the device between two uses: the items."""
 HELD = ("weights", "optimizer states", "teacher's head")
 PASS = ("gathered weights", "log-prob chunk")
 UPDATE = ("gradients", "gathered gradients", "compute copy of weights", "activations")
@@ -123,7 +126,7 @@ def _of_stage(
         """awake: the role that is at work, with all of its state where it is updated."""
         return [item for item in every if item in awake or item not in gone]
 
-    gone = {f"{role} {name}" for role in roles for name in _offloaded(config, role)}
+    gone = {f"{role} {PARTS[part]}" for role in roles for part in offloaded(config, trained=role in TRAINED)}
     gone |= {"rollout weights"} if drops_rollout_weights(config) else set()
     kept = ["KV cache", "prefix cache"] if config.pipeline.placement == "split" or config.pipeline.staleness else []
     needs = settled(config.algorithm.name, config.algorithm.given()).needs(config.step.updates_per_step)
@@ -135,7 +138,7 @@ def _of_stage(
             *(f"{role} {name}" for name in (*PASS, "inference activations")),
             *kept,
         ]
-    for role in (role for role in ("actor", "critic") if role in roles):
+    for role in (role for role in TRAINED if role in roles):
         own = (f"{role} weights", f"{role} optimizer states")
         phases[f"update {role}"] = [*held(*own), *(f"{role} {name}" for name in (*PASS, *UPDATE)), *kept]
     phases["publish"] = [
@@ -148,12 +151,6 @@ def _of_stage(
     return summed(items, phases)
 
 
-def _offloaded(config: Config, role: str) -> tuple[str, ...]:
-    """Of what a role holds, the items that are not on the device between two uses."""
-    parts = offloaded(config, trained=role in ("actor", "critic"))
-    return tuple({"weights": "weights", "optimizer": "optimizer states"}[part] for part in parts)
-
-
 def role_items(
     config: Config, role: str, layout: Layout, tokens: int, *, stage: int = 0, passes: int = 1
 ) -> dict[str, int]:
@@ -163,7 +160,7 @@ def role_items(
     if role in NO_MODEL or (role in config.teacher.roles() and role not in teachers):
         return {}
     own = {"critic": config.critic.path, "reward_model": config.reward.model, **teachers}.get(role)
-    model, trains = describe_model(own or config.model.path), role in ("actor", "critic")
+    model, trains = describe_model(own or config.model.path), role in TRAINED
     policies = ("actor", "ref", *teachers)
     whole = model.parameters if role in policies else model.body_parameters
     part, tensor, dtype = layout.shard * layout.tensor, layout.tensor, dtype_of(config, role)
