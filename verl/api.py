@@ -103,8 +103,7 @@ class VerlTrainer:
         if config.samples_per_prompt < self.algorithm.group.least:
             warnings.warn(
                 f"{config.algorithm} compares the answers to one query, and {config.samples_per_prompt} per query "
-                "carries no "
-                f"signal; set VerlConfig(samples_per_prompt={max(4, self.algorithm.group.least)})",
+                f"carries no signal; set VerlConfig(samples_per_prompt={max(4, self.algorithm.group.least)})",
                 stacklevel=2,
             )
         inner = _inner_config(config, model.path)
@@ -225,10 +224,11 @@ class VerlTrainer:
         name = f"s{self._steps}/{q}/{i}"
         if known:
             done = known.pop(0)
-            sampled = Segment(ids=done.ids, source="sampled", logprobs=done.logprobs, version=self._version)
+            ids, logprobs = done.ids, done.logprobs
         else:
             ids = as_ids(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-            sampled = Segment(ids=ids, source="sampled", logprobs=np.zeros(len(ids), np.float32), version=self._version)
+            logprobs = np.zeros(len(ids), np.float32)
+        sampled = Segment(ids=ids, source="sampled", logprobs=logprobs, version=self._version)
         return Sample(
             sample_id=name,
             trajectory_id=name,
@@ -424,25 +424,22 @@ class Trainer:
 
     def _overrides(self, actor: Policy, name: str) -> list[str]:
         config, rollout = self._config, self._config.get("rollout", {})
-        out: dict[str, Any] = {"rollout.engine": _backend(rollout.get("name", "native"))}
-        if "batch_size" in rollout:
-            out["step.prompts_per_step"] = rollout["batch_size"]
+        alone = name in PRESETS and PRESETS[name].group.least == 1
+        out: dict[str, Any] = {
+            "rollout.engine": _backend(rollout.get("name", "native")),
+            "step.samples_per_prompt": rollout.get("samples_per_prompt", 1 if alone else 8),
+        }
         if "max_length" in rollout:
             prompt = rollout.get("max_prompt_length", rollout["max_length"] // 2)
             out |= {"data.max_prompt_tokens": prompt, "rollout.max_response_tokens": rollout["max_length"] - prompt}
-        out["step.samples_per_prompt"] = rollout.get(
-            "samples_per_prompt", 1 if name in PRESETS and PRESETS[name].group.least == 1 else 8
-        )
-        if "temperature" in rollout:
-            out["rollout.temperature"] = rollout["temperature"]
-        if actor.learning_rate is not None:
-            out["optim.lr"] = actor.learning_rate
+        same = {"batch_size": "step.prompts_per_step", "temperature": "rollout.temperature"}
+        out |= {ours: rollout[key] for key, ours in same.items() if key in rollout}
         if actor.gradient_checkpointing or config.get("gradient_checkpointing"):
             out["model.gradient_checkpointing"] = True
         if config.get("async_rollout"):
             out |= {"pipeline.staleness": 1, "pipeline.partial_rollout": True}
-        if config.get("critic") is not None:
-            out["critic.path"] = config["critic"]
+        some = {"optim.lr": actor.learning_rate, "critic.path": config.get("critic")}
+        out |= {key: value for key, value in some.items() if value is not None}
         return [f"{k}={v}" for k, v in {**out, **config.get("overrides", {})}.items()]
 
 
@@ -461,10 +458,8 @@ def _known(given: Mapping[str, Any], keys: Sequence[str], where: str) -> None:
     for key in given:
         if key not in keys:
             near = difflib.get_close_matches(str(key), keys, 1)
-            raise ValueError(
-                f"{where}: unknown key {key!r}"
-                + (f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(keys)}")
-            )
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(keys)}"
+            raise ValueError(f"{where}: unknown key {key!r}; {hint}")
 
 
 def _importable(fn: Callable[..., Any]) -> tuple[str, str]:

@@ -143,13 +143,8 @@ def _close(console: Console, home: Path, seed: int, seconds: dict[str, float], w
     before, after = read_samples(home, steps[0], "eval"), read_samples(home, steps[-1], "eval")
     summary: dict[str, Any] = {"seed": seed}
     binary = all(row.reward in (0, 1) for row in (*before, *after))
-    table = Table(
-        f"held-out {'accuracy' if binary else 'score'}",
-        "before",
-        "after",
-        title="What RL changed",
-        title_justify="left",
-    )
+    word = "accuracy" if binary else "score"
+    table = Table(f"held-out {word}", "before", "after", title="What RL changed", title_justify="left")
     for mode in ("greedy", "sampled"):
         rewards = [[r.reward for r in rows if f"/{mode}/" in r.group_id] for rows in (before, after)]
         scores = [sum(of_step) / max(1, len(of_step)) for of_step in rewards]

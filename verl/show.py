@@ -129,13 +129,8 @@ def _timeline(path: Path, trajectory: str) -> None:
         del data["trajectory"]
         first, width = (int(40 * x / max(end_s, 1e-9)) for x in (start_s, took_s))
         details = ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in data.items() if v != "")
-        table.add_row(
-            event.kind,
-            f"{start_s:.3f}",
-            f"{took_s:.3f}",
-            " " * first + ("█" if event.kind == "turn" else "░") * max(1, width),
-            details,
-        )
+        bar = " " * first + ("█" if event.kind == "turn" else "░") * max(1, width)
+        table.add_row(event.kind, f"{start_s:.3f}", f"{took_s:.3f}", bar, details)
     Console(width=150).print(table)
 
 

@@ -205,9 +205,8 @@ def learned_tokens(segments: Sequence[Segment]) -> int:
 
 def versions_of(segments: Sequence[Segment]) -> tuple[int, int]:
     """(oldest, newest) weight version among the sampled segments; (-1, -1) if none."""
-    if (
-        len(segments) == 2 and segments[1].source == "sampled" and segments[0].source == "prompt"
-    ):  # one turn: most of them
+    # One turn: most of them.
+    if len(segments) == 2 and segments[1].source == "sampled" and segments[0].source == "prompt":
         return segments[1].version, segments[1].version
     found = [s.version for s in segments if s.source == "sampled"]
     return (min(found), max(found)) if found else (-1, -1)
