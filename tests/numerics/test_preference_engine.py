@@ -61,7 +61,7 @@ def stage_of(name):
         return RewardStage(table(), reward_terms(center_coef=0.1, margin=True))
     stage = PreferenceStage(table(), preference_terms(name), PREFERENCES[name].paired)
     if "ref_logprobs" in stage.terms[0].inputs:
-        counts = [int(r.mask.sum()) for i in range(len(stage)) for _, r in stage.entries(i)]
+        counts = [int(r.mask.sum()) for i in range(len(stage.table)) for _, r in stage.entries(i)]
         values = np.random.default_rng(1).normal(-2, 0.5, sum(counts)).astype(np.float32)
         stage.reference = Reference(values, np.concatenate([[0], np.cumsum(counts)]), len(stage.entries(0)))
     return stage

@@ -41,10 +41,6 @@ class ToolKit:
     ends: frozenset[int]  # ids that end a turn
     limits: AgentConfig
 
-    @property
-    def schemas(self) -> Sequence[Mapping[str, Any]]:
-        return self.renderer.tools or ()
-
 
 @dataclass(slots=True)
 class Play:
@@ -149,7 +145,7 @@ class ToolAgentLoop(AgentLoopBase):
         if out.stop_reason not in ("eos", "stop") or not out.token_ids:
             return None
         ids = out.token_ids[:-1] if out.token_ids[-1] in self._kit.ends else out.token_ids
-        turn = self._kit.parser.parse(self.tokenizer.decode(ids), self._kit.schemas)
+        turn = self._kit.parser.parse(self.tokenizer.decode(ids), self._kit.renderer.tools or ())
         return turn if turn.calls or turn.malformed else None
 
     async def _act(self, play: Play, turn: Turn) -> list[Answer]:

@@ -73,7 +73,7 @@ async def _run_of(
 ) -> SupervisedRun:
     config, (stage, eval_stage, summary) = resolved.config, stages
     progress.message(f"data: {summary}")
-    num_steps = total_steps_of(config, len(stage), config.supervised.rows_per_step)
+    num_steps = total_steps_of(config, len(stage.table), config.supervised.rows_per_step)
     head: Literal["lm", "score"] = "score" if command == "rm" else "lm"
     share, waits = command != "sft", Waits((claimed.records or claimed.path) / "waits.json")
     crash_dir, roles = claimed.path / "crash", (TRAINER, "compute")
@@ -101,7 +101,7 @@ async def _run_of(
         total_steps=num_steps,
         stage=stage,
         eval_stage=eval_stage,
-        cursor=Cursor(len(stage), data_seed(config), config.data.shuffle),
+        cursor=Cursor(len(stage.table), data_seed(config), config.data.shuffle),
         learner=learner,
         checkpointer=checkpointer,
         reporter=reporter,

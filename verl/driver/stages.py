@@ -7,7 +7,7 @@ import hashlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,26 +28,10 @@ StageColumns = dict[str, Tensor]
 LogprobsOf = Callable[[list[Sample]], Awaitable[list[np.ndarray]]]
 
 
-class Stage(Protocol):
-    """A data set and its objective. `rows(i, names)`: the samples of these entries and their columns [L] in row
-    order."""
-
-    terms: tuple[Term, ...]
-
-    @property
-    def table(self) -> ConversationTable | PairTable: ...
-
-    def __len__(self) -> int: ...
-    def rows(self, indices: Sequence[int], names: Sequence[str]) -> tuple[list[Sample], StageColumns]: ...
-
-
 @dataclass(slots=True)
 class SftStage:
     table: ConversationTable
     terms: tuple[Term, ...] = SFT_TERMS
-
-    def __len__(self) -> int:
-        return len(self.table)
 
     def rows(self, indices: Sequence[int], names: Sequence[str]) -> tuple[list[Sample], StageColumns]:
         return [sample_of(self.table[i], name) for i, name in zip(indices, names, strict=True)], {}
@@ -61,9 +45,6 @@ class PreferenceStage:
     terms: tuple[Term, ...]
     paired: bool = True
     reference: Reference | None = None
-
-    def __len__(self) -> int:
-        return len(self.table)
 
     def entries(self, i: int) -> list[tuple[float, Rendered]]:
         pair = self.table[i]
@@ -102,6 +83,10 @@ class RewardStage(PreferenceStage):
         return scored_sample(row, name, group, self.end)
 
 
+Stage = SftStage | PreferenceStage
+"""A data set and its objective. `rows(i, names)`: the samples of these entries and their columns [L] in row order."""
+
+
 @dataclass(slots=True)
 class Reference:
     """Log-probs of the frozen start policy, [sum of trainable tokens] float32, of every entry of every row."""
@@ -135,8 +120,9 @@ async def reference_logprobs(
         note(f"reference log-probs: from {path}")
         return Reference(found[1]["values"], found[1]["starts"], int(found[0]["per_row"]))
     parts: list[np.ndarray] = []
-    for at in range(0, len(stage), rows_at_once):
-        rows = [(i, entry) for i in range(at, min(at + rows_at_once, len(stage))) for entry in stage.entries(i)]
+    count = len(stage.table)
+    for at in range(0, count, rows_at_once):
+        rows = [(i, entry) for i in range(at, min(at + rows_at_once, count)) for entry in stage.entries(i)]
         parts += await logprobs_of([sample_of(row, f"{i}/{k}", f"{i}") for k, (i, (_, row)) in enumerate(rows)])
     per_row = len(stage.entries(0))
     arrays = {

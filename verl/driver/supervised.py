@@ -114,7 +114,7 @@ async def evaluate(run: SupervisedRun) -> Metrics:
     stage, learner = run.eval_stage, run.learner
     if stage is None:
         return {}
-    count = min(len(stage), run.config.supervised.eval_rows)
+    count = min(len(stage.table), run.config.supervised.eval_rows)
     rows_at_once = max(1, run.config.supervised.rows_per_step)
     inputs = inputs_of(stage.terms)
     parts = []
