@@ -18,7 +18,6 @@ from aiohttp import web
 from verl import __version__
 from verl.rollout.server.requests import (
     ApiError,
-    Call,
     ChatBody,
     CompletionBody,
     Id,
@@ -158,20 +157,11 @@ async def _streamed(request: web.Request, service: Service, form: Form, names: t
 def completion_form(service: Service, fields: Mapping[str, Any]) -> Form:
     body = typed(fields, CompletionBody)
     _check_model(service, body.model)
-    refuse_top_logprobs((body.logprobs or 0), "logprobs", "logprobs=0 gives that")
-    refuse_top_logprobs((body.prompt_logprobs or 0), "prompt_logprobs", "prompt_logprobs=0 gives that")
+    _refuse_other_logprobs(body)
     prompts = _prompts(service, body)
     service.check_prompts(prompts, "prompt")
-    call = call_of(
-        body,
-        body,
-        prompts,
-        vocab_size=service.vocab_size,
-        max_tokens=body.max_tokens or DEFAULT_MAX_TOKENS,
-        logprobs=body.logprobs is not None,
-        prompt_logprobs=body.prompt_logprobs is not None,
-    )
-    _refuse_streamed_scores(call)
+    most = body.max_tokens or DEFAULT_MAX_TOKENS
+    call = call_of(body, body, prompts, vocab_size=service.vocab_size, max_tokens=most)
     return CompletionForm(call=call, **_common(service))
 
 
@@ -193,14 +183,8 @@ def chat_form(service: Service, fields: Mapping[str, Any]) -> Form:
     _check_model(service, body.model)
     prompt = service.texts.render(body)
     service.check_prompts([prompt], "messages")
-    call = call_of(
-        body,
-        body,
-        [prompt],
-        vocab_size=service.vocab_size,
-        max_tokens=body.max_completion_tokens or body.max_tokens,
-        logprobs=body.logprobs,
-    )
+    most = body.max_completion_tokens or body.max_tokens
+    call = call_of(body, body, [prompt], vocab_size=service.vocab_size, max_tokens=most)
     return ChatForm(call=call, tools=tools_of(body), **_common(service))
 
 
@@ -208,26 +192,16 @@ def token_form(service: Service, fields: Mapping[str, Any]) -> Form:
     body = typed(fields, TokenBody)
     _check_model(service, body.model)
     drawn = typed(body.sampling_params, TokenSampling, prefix="sampling_params.")
-    refuse_top_logprobs((drawn.logprobs or 0), "logprobs", "logprobs=0 gives that")
-    refuse_top_logprobs((drawn.prompt_logprobs or 0), "prompt_logprobs", "prompt_logprobs=0 gives that")
+    _refuse_other_logprobs(drawn)
     prompt = np.asarray(body.token_ids, np.int64)
     service.check_prompts([prompt], "token_ids")
-    call = call_of(
-        body,
-        drawn,
-        [prompt],
-        vocab_size=service.vocab_size,
-        max_tokens=drawn.max_tokens,
-        logprobs=drawn.logprobs is not None,
-        prompt_logprobs=drawn.prompt_logprobs is not None,
-    )
-    _refuse_streamed_scores(call)
+    call = call_of(body, drawn, [prompt], vocab_size=service.vocab_size, max_tokens=drawn.max_tokens)
     return TokenForm(call=call, **_common(service))
 
 
-def _refuse_streamed_scores(call: Call) -> None:
-    if call.stream and call.prompt_logprobs:
-        raise ApiError(400, "prompt_logprobs are not streamed; set stream=false", param="stream")
+def _refuse_other_logprobs(drawn: CompletionBody | TokenSampling) -> None:
+    refuse_top_logprobs(drawn.logprobs, "logprobs", "logprobs=0 gives that")
+    refuse_top_logprobs(drawn.prompt_logprobs, "prompt_logprobs", "prompt_logprobs=0 gives that")
 
 
 def _check_model(service: Service, name: str | None) -> None:

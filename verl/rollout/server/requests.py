@@ -222,28 +222,30 @@ def sampling_of(drawn: Drawn, *, max_tokens: int, vocab_size: int) -> Sampling:
 
 def call_of(
     body: Prompted | TokenBody,
-    drawn: Drawn,
+    drawn: CompletionBody | ChatBody | TokenSampling,
     prompts: Sequence[np.ndarray],
     *,
     vocab_size: int,
     max_tokens: int | None,
-    logprobs: bool,
-    prompt_logprobs: bool = False,
 ) -> Call:
     """max_tokens: None: as long as there is room."""
+    scored = not isinstance(drawn, ChatBody) and drawn.prompt_logprobs is not None
     if body.stream_options is not None and body.stream_options.continuous_usage_stats:
         said = "stream_options.continuous_usage_stats: usage comes once, at the end (include_usage)"
         raise ApiError(400, said, param="stream_options", code="unsupported_parameter")
+    sampling = sampling_of(drawn, max_tokens=max_tokens or 1, vocab_size=vocab_size)
+    if body.stream and scored:
+        raise ApiError(400, "prompt_logprobs are not streamed; set stream=false", param="stream")
     return Call(
         prompts=tuple(prompts),
-        sampling=sampling_of(drawn, max_tokens=max_tokens or 1, vocab_size=vocab_size),
+        sampling=sampling,
         n=drawn.n,
         request_id=body.request_id or secrets.token_hex(12),
         room=max_tokens is None,
         stream=body.stream,
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
+        logprobs=drawn.logprobs if isinstance(drawn, ChatBody) else drawn.logprobs is not None,
+        prompt_logprobs=scored,
         with_ids=body.return_token_ids,
         tokens_as_ids=body.return_tokens_as_token_ids,
         include_stop=drawn.include_stop_str_in_output,

@@ -71,6 +71,14 @@ class Form:
 
     def piece(self, i: int, answer: Answer, ids: np.ndarray, logprobs: np.ndarray) -> dict[str, Any] | None:
         """A chunk's choice for these new tokens [t]; None: nothing to send yet."""
+        text = answer.text.add(ids.tolist())
+        answer.told += len(ids)
+        if not text and not self.call.logprobs and not self.call.with_ids:
+            return None
+        return {"index": i, **self.told(text, ids, logprobs), "finish_reason": None, **self._ids(ids)}
+
+    def told(self, text: str, ids: np.ndarray, logprobs: np.ndarray) -> dict[str, Any]:
+        """The text and the log-probs of tokens, in a choice."""
         raise NotImplementedError
 
     def last(self, i: int, answer: Answer, completion: Completion) -> dict[str, Any]:
@@ -117,30 +125,25 @@ class CompletionForm(Form):
 
     def choice(self, i: int, prompt: np.ndarray, completion: Completion) -> dict[str, Any]:
         text = self.texts.answer(completion, include_stop=self.call.include_stop)
-        found = {"index": i, "text": text, "logprobs": self._columns(completion.ids, completion.logprobs)}
         asked = {"prompt_token_ids": prompt.tolist()} if self.call.with_ids else {}
-        return {**found, **self._end(completion), **self._ids(completion.ids, completion), **asked}
-
-    def piece(self, i: int, answer: Answer, ids: np.ndarray, logprobs: np.ndarray) -> dict[str, Any] | None:
-        text = answer.text.add(ids.tolist())
-        answer.told += len(ids)
-        if not text and not self.call.logprobs and not self.call.with_ids:
-            return None
-        found = {"index": i, "text": text, "logprobs": self._columns(ids, logprobs)}
-        return {**found, "finish_reason": None, **self._ids(ids)}
+        return {**self._ended(i, text, completion), **asked}
 
     def last(self, i: int, answer: Answer, completion: Completion) -> dict[str, Any]:
         text = answer.text.rest(self.texts.answer(completion, include_stop=self.call.include_stop))
-        ids, logprobs = completion.ids[answer.told :], completion.logprobs[answer.told :]
-        found = {"index": i, "text": text, "logprobs": self._columns(ids, logprobs)}
+        return self._ended(i, text, completion, answer.told)
+
+    def _ended(self, i: int, text: str, completion: Completion, since: int = 0) -> dict[str, Any]:
+        ids, logprobs = completion.ids[since:], completion.logprobs[since:]
+        found = {"index": i, **self.told(text, ids, logprobs)}
         return {**found, **self._end(completion), **self._ids(ids, completion)}
 
-    def _columns(self, ids: np.ndarray, logprobs: np.ndarray) -> dict[str, Any] | None:
+    def told(self, text: str, ids: np.ndarray, logprobs: np.ndarray) -> dict[str, Any]:
         if not self.call.logprobs:
-            return None
+            return {"text": text, "logprobs": None}
         tokens = [self.texts.token(i, as_id=self.call.tokens_as_ids)["token"] for i in ids.tolist()]
         starts = np.cumsum([0, *map(len, tokens)])[:-1].tolist()
-        return {"tokens": tokens, "token_logprobs": logprobs.tolist(), "top_logprobs": None, "text_offset": starts}
+        columns = {"tokens": tokens, "token_logprobs": logprobs.tolist(), "top_logprobs": None, "text_offset": starts}
+        return {"text": text, "logprobs": columns}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,12 +169,10 @@ class ChatForm(Form):
     def piece(self, i: int, answer: Answer, ids: np.ndarray, logprobs: np.ndarray) -> dict[str, Any] | None:
         if self.tools or self.texts.tokenizer.response_template is not None:
             return None
-        text = answer.text.add(ids.tolist())
-        answer.told += len(ids)
-        if not text and not self.call.logprobs and not self.call.with_ids:
-            return None
-        found = {"index": i, "delta": {"content": text}, "logprobs": self._content(ids, logprobs)}
-        return {**found, "finish_reason": None, **self._ids(ids)}
+        return Form.piece(self, i, answer, ids, logprobs)
+
+    def told(self, text: str, ids: np.ndarray, logprobs: np.ndarray) -> dict[str, Any]:
+        return {"delta": {"content": text}, "logprobs": self._content(ids, logprobs)}
 
     def last(self, i: int, answer: Answer, completion: Completion) -> dict[str, Any]:
         message, end = self._message(answer.prompt, completion)
@@ -204,9 +205,7 @@ class TokenForm(Form):
         return {"request_id": self.call.request_id, "created": self.created, "model": self.name, **asked}
 
     def choice(self, i: int, prompt: np.ndarray, completion: Completion) -> dict[str, Any]:
-        found = {"index": i, "token_ids": completion.ids.tolist(), **self._end(completion)}
-        content = self._content(completion.ids, completion.logprobs)
-        return {**found, "logprobs": content, "weight_versions": versions(completion)}
+        return self._ended(i, completion)
 
     def piece(self, i: int, answer: Answer, ids: np.ndarray, logprobs: np.ndarray) -> dict[str, Any] | None:
         answer.told += len(ids)
@@ -214,7 +213,10 @@ class TokenForm(Form):
         return {**found, "finish_reason": None}
 
     def last(self, i: int, answer: Answer, completion: Completion) -> dict[str, Any]:
-        ids, logprobs = completion.ids[answer.told :], completion.logprobs[answer.told :]
+        return self._ended(i, completion, answer.told)
+
+    def _ended(self, i: int, completion: Completion, since: int = 0) -> dict[str, Any]:
+        ids, logprobs = completion.ids[since:], completion.logprobs[since:]
         found = {"index": i, "token_ids": ids.tolist(), "logprobs": self._content(ids, logprobs)}
         return {**found, **self._end(completion), "weight_versions": versions(completion)}
 
