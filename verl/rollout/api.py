@@ -32,6 +32,16 @@ class Room:
         asked = [*sampling.stop_token_ids, *(() if sampling.ignore_eos else self.ends)]
         return sorted({i for i in asked if 0 <= i < self.vocab})
 
+    def asked(self, sampling: Sampling) -> dict[str, Any]:
+        """The fields of a draw that servers of completions have in common."""
+        return {
+            "max_tokens": min(sampling.max_tokens, self.tokens),
+            "temperature": sampling.temperature,
+            "seed": sampling.seed,
+            "stop_token_ids": self.stops(sampling),
+            "ignore_eos": True,
+        }
+
 
 class Api:
     """`post` and `get` reach the server. A server's refusals and deaths are raised by them (rollout/http.py); what it

@@ -29,7 +29,8 @@ from verl.rollout.base import (
     checked_ids,
 )
 from verl.rollout.calls import Call, ended, first, quietly
-from verl.rollout.handover import Deadlines, Expected
+from verl.rollout.embedded.core import check_context
+from verl.rollout.handover import Deadlines, Expected, positions_of
 from verl.rollout.http import Http, ServerGone, ServerLate, ServerRefused
 from verl.rollout.process import ServerProcess
 from verl.rollout.wire import Drawn, Reading, version_of
@@ -58,6 +59,7 @@ class ServedEngine:
         deadlines: Deadlines | None = None,
         api_key: str | None = None,
     ) -> None:
+        check_context(context.max_context_tokens, positions_of(context))
         self._context, self._expected, self._api, self._able = context, expected, api, able
         self._limits = deadlines or Deadlines()
         self._vocab: int = context.hf_config.get_text_config().vocab_size

@@ -30,11 +30,9 @@ class Options:
 def build(options: Options, context: RolloutContext) -> ServedEngine:
     from verl.rollout.base import Capabilities
     from verl.rollout.client import ServedEngine
-    from verl.rollout.embedded.core import check_context
-    from verl.rollout.handover import Deadlines, Expected, positions_of
+    from verl.rollout.handover import Deadlines, Expected
     from verl.rollout.openai_api import CompletionsApi
 
-    check_context(context.max_context_tokens, positions_of(context))
     assert context.place is not None and context.place.url is not None, "a server that runs has a URL"
     able = Capabilities(logprobs="processed", max_context_tokens=context.max_context_tokens)
     deadlines = Deadlines(start_s=options.start_timeout_s, request_s=options.request_timeout_s)

@@ -28,20 +28,9 @@ class CompletionsApi(Api):
         s = sampling
         if self.plain:
             refuse_other_than_plain(s)
-        found: dict[str, Any] = {
-            "model": model,
-            "prompt": list(prompt),
-            "max_tokens": min(s.max_tokens, room.tokens),
-            "temperature": s.temperature,
-            "top_p": s.top_p,
-            "seed": s.seed,
-            "logprobs": 0,
-            "stop_token_ids": room.stops(s),
-            "ignore_eos": True,
-            "return_token_ids": True,
-        }
+        found = {"model": model, "prompt": list(prompt), "top_p": s.top_p, "logprobs": 0, "return_token_ids": True}
         extra = {"top_k": s.top_k, "min_p": s.min_p}
-        return found | {name: value for name, value in extra.items() if value > 0}
+        return room.asked(s) | found | {name: value for name, value in extra.items() if value > 0}
 
     def read(self, drawn: Drawn, answer: Any) -> None:
         try:
@@ -108,16 +97,11 @@ class TrtllmApi(CompletionsApi):
 
     def body(self, model: str, name: str, prompt: Sequence[int], sampling: Sampling, room: Room) -> dict[str, Any]:
         refuse_other_than_plain(sampling)
-        return {
+        return room.asked(sampling) | {
             "model": model,
             "prompt": list(prompt),
-            "max_tokens": min(sampling.max_tokens, room.tokens),
-            "temperature": sampling.temperature,
-            "seed": sampling.seed,
             "logprobs": 1,
-            "stop_token_ids": room.stops(sampling),
             "include_stop_str_in_output": True,
-            "ignore_eos": True,
             "detokenize": False,  # ids in place of text
             "add_special_tokens": False,
         }

@@ -26,11 +26,9 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
     """The engine, whose server gets weights with the first publish."""
     from verl.rollout.base import Capabilities
     from verl.rollout.client import ServedEngine
-    from verl.rollout.embedded.core import check_context
-    from verl.rollout.handover import Deadlines, Expected, positions_of
+    from verl.rollout.handover import Deadlines, Expected
     from verl.rollout.vllm_api import VllmApi
 
-    check_context(context.max_context_tokens, positions_of(context))
     assert context.place is not None and context.place.url is not None, "a server that runs has a URL"
     able = Capabilities(
         logprobs="processed", max_context_tokens=context.max_context_tokens, prefix_cache=True, in_flight_update=True

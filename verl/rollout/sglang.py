@@ -45,14 +45,12 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
     """The engine without weights, its server on the way. ValueError: what cannot start."""
     from verl.rollout.base import Capabilities
     from verl.rollout.client import ServedEngine
-    from verl.rollout.embedded.core import check_context
-    from verl.rollout.handover import Deadlines, Expected, positions_of
+    from verl.rollout.handover import Deadlines, Expected
     from verl.rollout.launching import launcher, require
     from verl.rollout.sglang_api import SglangApi
 
     place = context.place
     assert place is not None, "a server has a place"
-    check_context(context.max_context_tokens, positions_of(context))
     able = Capabilities(
         logprobs="processed",
         max_context_tokens=context.max_context_tokens,

@@ -48,14 +48,12 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
     """The engine, whose server starts with the first weights. ValueError: what cannot start."""
     from verl.rollout.base import Capabilities
     from verl.rollout.client import ServedEngine
-    from verl.rollout.embedded.core import check_context
-    from verl.rollout.handover import Deadlines, Expected, positions_of
+    from verl.rollout.handover import Deadlines, Expected
     from verl.rollout.launching import launcher, require
     from verl.rollout.openai_api import TrtllmApi
 
     place = context.place
     assert place is not None and place.url is None, "one that runs takes no weights: refused before"
-    check_context(context.max_context_tokens, positions_of(context))
     python = place.python or sys.executable
     require(python, "tensorrt_llm", "TensorRT-LLM", (AT_LEAST, BELOW), INSTALL)
     able = Capabilities(  # other draws than those whose log-probs are the processed ones are refused

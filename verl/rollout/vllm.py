@@ -71,13 +71,11 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
     """The engine without weights, its server on the way: the first call waits for it. ValueError: what cannot start."""
     from verl.rollout.base import Capabilities
     from verl.rollout.client import ServedEngine
-    from verl.rollout.embedded.core import check_context
-    from verl.rollout.handover import Deadlines, positions_of
+    from verl.rollout.handover import Deadlines
     from verl.rollout.vllm_api import VllmApi
 
     place = context.place
     assert place is not None, "a server has a place"
-    check_context(context.max_context_tokens, positions_of(context))
     if context.deterministic:
         why = "what vLLM gives a sequence depends on what else is in the batch"
         raise ValueError(f"run.deterministic=true: {why}; set it to false, or rollout.engine=native")

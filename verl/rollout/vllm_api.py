@@ -25,18 +25,8 @@ class VllmApi(Api):
     holds = aborts = updates = True
 
     def body(self, model: str, name: str, prompt: Sequence[int], sampling: Sampling, room: Room) -> dict[str, Any]:
-        params = {
-            "max_tokens": min(sampling.max_tokens, room.tokens),
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            "seed": sampling.seed,
-            "stop_token_ids": room.stops(sampling),
-            "ignore_eos": True,
-            "logprobs": 0,
-            "detokenize": False,
-        }
+        params = room.asked(sampling) | {"logprobs": 0, "detokenize": False}
+        params |= {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p}
         return {"model": model, "request_id": name, "token_ids": list(prompt), "sampling_params": params}
 
     def read(self, drawn: Drawn, answer: Any) -> None:
