@@ -34,10 +34,7 @@ class Entry:
 
     shape: tuple[int, ...]
     dtype: str
-    layout: str = "dense"
-    quantisation: str | None = None
     tied_to: str | None = None
-    adapter: str | None = None
     checksum: int | None = None
 
 
@@ -140,8 +137,8 @@ class TensorStream(Protocol):
         ...
 
     def release(self, version: int) -> None:
-        """All replicas have this version."""
-        ...
+        """All replicas have this version. What is in files stays: they are used again, or make room for later ones."""
+        return
 
 
 def opened(source: WeightSource) -> TensorStream:

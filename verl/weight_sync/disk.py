@@ -12,7 +12,6 @@ import shutil
 import socket
 import tempfile
 import uuid
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
@@ -22,8 +21,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from verl.checkpoint.safetensors_file import DTYPES, host_bytes
-from verl.weight_sync.base import Entry, SyncContext, SyncError
-from verl.weight_sync.local import LocalCheckpointEngine
+from verl.weight_sync.base import Entry, SyncContext, SyncError, TensorStream
+from verl.weight_sync.local import LocalCheckpointEngine, engine_of
 from verl.weight_sync.options import Disk
 
 PREFIX = "verl-versions"
@@ -86,7 +85,7 @@ def _write(path: Path, version: int, shapes: Mapping[str, Entry], tensors: Itera
                 file.write(host_bytes(tensor))
 
 
-class DiskStream:
+class DiskStream(TensorStream):
     """See `TensorStream`."""
 
     def __init__(self, folder: Path) -> None:
@@ -106,9 +105,6 @@ class DiskStream:
         with safe_open(self._path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - it is no mapping
                 yield name, file.get_tensor(name)
-
-    def release(self, version: int) -> None:
-        """The next version but one takes its place."""
 
 
 def open_weights(address: str) -> DiskStream:
@@ -131,6 +127,4 @@ def build(options: Disk, context: SyncContext) -> LocalCheckpointEngine:
     root = parent / f"{PREFIX}-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
     root.mkdir()
     outlet = DiskOutlet(root, Path(context.model) if context.model else None)
-    engine = LocalCheckpointEngine(probes=context.probes, tolerance=context.tolerance, outlet=outlet, copies=True)
-    weakref.finalize(engine, shutil.rmtree, root, True)
-    return engine
+    return engine_of(outlet, context, shutil.rmtree, root, True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 import weakref
-from collections.abc import Awaitable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, TypeVar
 
@@ -152,6 +152,13 @@ class LocalCheckpointEngine:
             raise SyncError(f"{at}: {len(missing)} tensors were never read, e.g. {missing[:3]}")
         late = f"{at} was loaded, but its canary was not scored"
         return await _by(deadline_s, check_canary(at, replica, self._probes, sent.probed, self._tolerance), late)
+
+
+def engine_of(outlet: Outlet, context: SyncContext, end: Callable[..., object], *of: object) -> LocalCheckpointEngine:
+    """Over another transport's outlet, which copies what it stages; end(*of) once the engine is gone."""
+    engine = LocalCheckpointEngine(probes=context.probes, tolerance=context.tolerance, outlet=outlet, copies=True)
+    weakref.finalize(engine, end, *of)
+    return engine
 
 
 def build(options: object, context: SyncContext) -> LocalCheckpointEngine:

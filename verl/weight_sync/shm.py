@@ -12,7 +12,6 @@ import mmap
 import os
 import tempfile
 import uuid
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -20,8 +19,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from verl.weight_sync.base import Entry, SyncContext, SyncError
-from verl.weight_sync.local import LocalCheckpointEngine
+from verl.weight_sync.base import Entry, SyncContext, SyncError, TensorStream
+from verl.weight_sync.local import LocalCheckpointEngine, engine_of
 
 SHM = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
 PREFIX = "verl-weights"
@@ -85,7 +84,7 @@ class ShmOutlet:
         return str(path)
 
 
-class ShmStream:
+class ShmStream(TensorStream):
     """See `TensorStream`."""
 
     def __init__(self, path: Path) -> None:
@@ -125,9 +124,6 @@ class ShmStream:
             count = part.num_bytes // dtype.itemsize
             flat = torch.frombuffer(self._found, dtype=dtype, count=count, offset=first + part.start)
             yield part.name, flat.view(part.shape)
-
-    def release(self, version: int) -> None:
-        """The file is used again; it is removed with the engine."""
 
 
 def open_weights(address: str) -> ShmStream:
@@ -170,8 +166,4 @@ def remove_of_the_dead() -> None:
 def build(options: object, context: SyncContext) -> LocalCheckpointEngine:
     remove_of_the_dead()
     name = f"{PREFIX}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
-    engine = LocalCheckpointEngine(
-        probes=context.probes, tolerance=context.tolerance, outlet=ShmOutlet(name), copies=True
-    )
-    weakref.finalize(engine, remove, name)
-    return engine
+    return engine_of(ShmOutlet(name), context, remove, name)

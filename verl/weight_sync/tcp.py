@@ -19,7 +19,6 @@ import socket
 import struct
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
@@ -28,8 +27,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from verl.weight_sync.base import Entry, SyncContext, SyncError
-from verl.weight_sync.local import LocalCheckpointEngine
+from verl.weight_sync.base import Entry, SyncContext, SyncError, TensorStream, dtype_name
+from verl.weight_sync.local import LocalCheckpointEngine, engine_of
 from verl.weight_sync.options import Tcp
 from verl.weight_sync.shm import PREFIX, SHM, ShmOutlet, ShmStream, remove, remove_of_the_dead
 
@@ -158,7 +157,7 @@ class TcpStream:
             self._peer.close()
 
 
-class HostStream:
+class HostStream(TensorStream):
     """See `TensorStream`: what this host has of a sender, fetched where it is not there yet."""
 
     def __init__(self, address: str) -> None:
@@ -176,9 +175,6 @@ class HostStream:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         assert self.version > NOTHING and self._found is not None
         yield from self._found.tensors()
-
-    def release(self, version: int) -> None:
-        """The files are used again; they go with the process that made them."""
 
     def _fetched(self) -> ShmStream:
         paths = {path.name[-1]: path for path in SHM.glob(f"{PREFIX}-*-{self._tag}-?")}
@@ -252,7 +248,7 @@ def _send(peer: socket.socket, now: ShmStream, changes: Changes) -> None:
         if found is not None:
             how = "changes" if len(found[0]) else "same"
         count = len(found[0]) if found is not None else tensor.numel()
-        parts.append(Part(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), how, count))
+        parts.append(Part(name, dtype_name(tensor), tuple(tensor.shape), how, count))
         payload += [tensor] if found is None else [*found] if len(found[0]) else []
     index = msgspec.msgpack.encode(parts)
     peer.sendall(ANSWER.pack(version, len(index)) + index)
@@ -325,6 +321,4 @@ def _way_out() -> str:
 
 def build(options: Tcp, context: SyncContext) -> LocalCheckpointEngine:
     outlet = TcpOutlet(host=options.host, delta=options.delta)
-    engine = LocalCheckpointEngine(probes=context.probes, tolerance=context.tolerance, outlet=outlet, copies=True)
-    weakref.finalize(engine, remove, f"{PREFIX}-*-{outlet.tag}")  # of this host
-    return engine
+    return engine_of(outlet, context, remove, f"{PREFIX}-*-{outlet.tag}")  # of this host
