@@ -9,7 +9,8 @@ until a whole update has succeeded: what it holds is not what its trainer believ
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +23,7 @@ from verl.rollout.base import PauseMode
 from verl.rollout.server.app import SERVICE, Handler, as_json
 from verl.rollout.server.requests import ApiError, decoded, typed
 from verl.rollout.server.service import Service
-from verl.weight_sync.base import SyncError, WeightSource, checksum, opened
+from verl.weight_sync.base import SyncError, TensorStream, WeightSource, checksum, opened
 
 SEGMENT = "verl-weights-"  # how the files of sync.engine=shm begin; nothing else is opened
 TRANSPORT = "verl.weight_sync.shm:open_weights"
@@ -71,14 +72,19 @@ class Update:
                 yield name, tensor
 
 
+def _opened(part: UpdateInfo) -> TensorStream:
+    """SyncError for another version."""
+    stream = opened(WeightSource(part.version, TRANSPORT, part.path, {}))
+    if stream.version != part.version:
+        raise SyncError(f"version {part.version}: {part.path} holds version {stream.version}")
+    return stream
+
+
 def _read(part: UpdateInfo) -> Iterator[tuple[str, Any]]:
     """The tensors of a part, each as its checksum says; SyncError for another version, bytes or names."""
-    stream = opened(WeightSource(part.version, TRANSPORT, part.path, {}))
     at, wanted = f"version {part.version}", None if part.names is None else set(part.names)
-    if stream.version != part.version:
-        raise SyncError(f"{at}: {part.path} holds version {stream.version}")
     seen = set()
-    for name, tensor in stream.tensors():
+    for name, tensor in _opened(part).tensors():
         if wanted is not None and name not in wanted:
             continue
         seen.add(name)
@@ -109,10 +115,10 @@ class ControlPlane:
             if update.parts and update.version != info.version:
                 raise SyncError(f"version {update.version} is being updated, and {info.path} is of {info.version}")
             if info.checksums:  # read here, beside the engine's work, and not once more
-                await asyncio.to_thread(_read_all, info)
+                await asyncio.to_thread(deque, _read(info), 0)  # to its end
                 info.checksums = {}
             else:
-                _check_version(info)
+                _opened(info)
         except UNREADABLE as e:
             raise self._failed(service, e) from None
         update.parts.append(info)
@@ -149,28 +155,18 @@ class ControlPlane:
         return ApiError(500, said, code="weight_update_failed")
 
 
-def _read_all(part: UpdateInfo) -> None:
-    for _ in _read(part):
-        pass
+def tells(what: Callable[[Service], dict[str, Any]]) -> Handler:
+    """The handler of a question about the server."""
 
+    async def handle(request: web.Request) -> web.Response:
+        return as_json(what(request.app[SERVICE]))
 
-def _check_version(part: UpdateInfo) -> None:
-    found = opened(WeightSource(part.version, TRANSPORT, part.path, {})).version
-    if found != part.version:
-        raise SyncError(f"version {part.version}: {part.path} holds version {found}")
+    return handle
 
 
 async def init_weight_transfer(request: web.Request) -> web.Response:
     typed(decoded(await request.read()), InitBody)
     return as_json({"message": "Weight transfer initialized"})
-
-
-async def weight_info(request: web.Request) -> web.Response:
-    return as_json({"weight_version": str(request.app[SERVICE].engine.version)})
-
-
-async def world_size(request: web.Request) -> web.Response:
-    return as_json({"world_size": 1})
 
 
 async def pause(request: web.Request) -> web.Response:
@@ -192,10 +188,6 @@ async def resume(request: web.Request) -> web.Response:
     await service.engine.resume()
     service.paused = False
     return as_json({"status": "resumed"})
-
-
-async def is_paused(request: web.Request) -> web.Response:
-    return as_json({"is_paused": request.app[SERVICE].paused})
 
 
 async def abort_all(request: web.Request) -> web.Response:
@@ -234,10 +226,6 @@ async def wake_up(request: web.Request) -> web.Response:
     return as_json({"status": "awake"})
 
 
-async def is_sleeping(request: web.Request) -> web.Response:
-    return as_json({"is_sleeping": bool(request.app[SERVICE].asleep)})
-
-
 def routes() -> list[web.RouteDef]:
     plane = ControlPlane()
     posts: dict[str, Handler] = {
@@ -253,10 +241,10 @@ def routes() -> list[web.RouteDef]:
         "/wake_up": wake_up,
     }
     gets: dict[str, Handler] = {
-        "/is_paused": is_paused,
-        "/is_sleeping": is_sleeping,
-        "/weight_info": weight_info,
-        "/get_world_size": world_size,
+        "/is_paused": tells(lambda service: {"is_paused": service.paused}),
+        "/is_sleeping": tells(lambda service: {"is_sleeping": bool(service.asleep)}),
+        "/weight_info": tells(lambda service: {"weight_version": str(service.engine.version)}),
+        "/get_world_size": tells(lambda service: {"world_size": 1}),
     }
     made = [web.post(path, handler) for path, handler in posts.items()]
     return [*made, *(web.get(path, handler, allow_head=False) for path, handler in gets.items())]

@@ -167,13 +167,8 @@ def typed(fields: Mapping[str, Any], kind: type[Body], *, prefix: str = "") -> B
         if value is None or (name not in known and (name in ABOUT_THE_CALLER or _means_nothing(name, value))):
             continue
         if name not in known:
-            shown = str(value)[:60]
-            raise ApiError(
-                400,
-                f"{prefix}{name}={shown}: this server does not honour it; leave it out",
-                param=name,
-                code="unsupported_parameter",
-            )
+            said = f"{prefix}{name}={str(value)[:60]}: this server does not honour it; leave it out"
+            raise ApiError(400, said, param=name, code="unsupported_parameter")
         given[name] = value
     try:
         return msgspec.convert(given, kind)
