@@ -13,20 +13,8 @@ from verl.model_engine.layout import Layout
 TENSOR_PLANS = (
     *("arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text"),
     *("gemma4_unified_text", "gpt_neox", "granite", "helium", "hrm_text", "hyperclovax", "internlm3", "iquestcoder"),
-    *(
-        "jais2",
-        "llama",
-        "ministral",
-        "ministral3",
-        "mistral",
-        "mixtral",
-        "nanochat",
-        "nemotron",
-        "olmo",
-        "phi",
-        "qwen2",
-    ),
-    *("qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "starcoder2", "vaultgemma", "youtu"),
+    *("jais2", "llama", "ministral", "ministral3", "mistral", "mixtral", "nanochat", "nemotron", "olmo", "phi"),
+    *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "starcoder2", "vaultgemma", "youtu"),
 )
 """The model_type of models that parallel.tensor can cut: transformers has a plan, and nn/tensor_parallel.py knows all
 its ways (a test compares)."""

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from verl.nn.sequence_parallel import AllToAll
+
 _EXPERTS, _WEIGHTS = "ep_dispatch_experts", "grouped_gemm"
 
 
@@ -48,7 +50,7 @@ class ExpertParallel:
         ids = flat.new_empty(sum(counts[1]))
         dist.all_to_all_single(ids, flat[order] % module.num_experts, counts[1], counts[0], group=self._group)
         token = order // experts.shape[1]
-        x = _Exchange.apply(hidden[token], *counts, self._group)
+        x = AllToAll.apply(hidden[token], self._group, *counts)
         module.__dict__["_way_back"] = (token, weights.flatten()[order], counts, len(hidden), x)
         for name, p in module._parameters.items():
             module.__dict__[name] = p.to_local()
@@ -62,23 +64,8 @@ class ExpertParallel:
         token, weights, (sent, came), size, x = way_back
         if len(x) == 0:  # no token came: this rank's part in the backward pass is still that of the others
             out = out + x.sum() + sum(p[:0].sum() for p in local)
-        found = _Exchange.apply(out, came, sent, self._group)
+        found = AllToAll.apply(out, self._group, came, sent)
         return found.new_zeros(size, found.shape[1]).index_add(0, token, found * weights[:, None])
-
-
-class _Exchange(torch.autograd.Function):
-    """[sum sent, H] -> [sum came, H]: runs of rows to each rank of the group, and what they send here."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: list[int], came: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.how = came, sent, group
-        out = x.new_empty(sum(came), x.shape[1])
-        dist.all_to_all_single(out, x.contiguous(), came, sent, group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None, None, None]:
-        return _Exchange.apply(d_out, *ctx.how), None, None, None
 
 
 def _experts(model: Any, size: int) -> list[Any]:

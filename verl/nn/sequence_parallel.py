@@ -31,13 +31,13 @@ class Exchange:
     def to_heads(self, x: Tensor) -> Tensor:
         """[run, H, D] -> [T, H / ranks, D]."""
         parts = x.reshape(self.run, self.group.size(), -1, x.shape[-1]).transpose(0, 1)
-        return _AllToAll.apply(parts, self.group).flatten(0, 1)[: self.num_tokens]
+        return AllToAll.apply(parts, self.group, None, None).flatten(0, 1)[: self.num_tokens]
 
     def to_tokens(self, x: Tensor) -> Tensor:
         """[T, H / ranks, D] -> [run, H, D]."""
         padded = F.pad(x, (0, 0, 0, 0, 0, self.run * self.group.size() - self.num_tokens))
         parts = padded.view(self.group.size(), self.run, *x.shape[1:])
-        return _AllToAll.apply(parts, self.group).transpose(0, 1).flatten(1, 2)
+        return AllToAll.apply(parts, self.group, None, None).transpose(0, 1).flatten(1, 2)
 
     def rows_of_mine(self, index: Tensor) -> Tensor:
         """[n] tokens of the batch -> which of them are in this rank's run."""
@@ -50,20 +50,22 @@ class Exchange:
         return out
 
 
-class _AllToAll(torch.autograd.Function):
-    """[ranks, ...] -> [ranks, ...]: row i goes to rank i, and what comes from rank i is row i. Its own transpose."""
+class AllToAll(torch.autograd.Function):
+    """[sum sent, ...] -> [sum came, ...]: runs of rows to each rank of the group, and what they send here. None: as
+    many to each, so that it is its own transpose."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        x = x.contiguous()
-        out = torch.empty_like(x)
-        dist.all_to_all_single(out, x, group=group)
+    def forward(
+        ctx: Any, x: Tensor, group: dist.ProcessGroup, sent: list[int] | None, came: list[int] | None
+    ) -> Tensor:
+        ctx.how = group, came, sent
+        out = x.new_empty(len(x) if came is None else sum(came), *x.shape[1:])
+        dist.all_to_all_single(out, x.contiguous(), came, sent, group=group)
         return out
 
     @staticmethod
-    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None]:
-        return _AllToAll.apply(d_out, ctx.group), None
+    def backward(ctx: Any, d_out: Tensor) -> tuple[Tensor, None, None, None]:
+        return AllToAll.apply(d_out, *ctx.how), None, None, None
 
 
 class _Together(torch.autograd.Function):
