@@ -20,9 +20,9 @@ from doubles import SglangDouble, TrtllmDouble
 from serving import texts_of, tokenizer
 
 from verl.rollout import openai, sglang, trtllm
+from verl.rollout.api import Deadlines, Expected
 from verl.rollout.base import Capabilities, RolloutContext, ServerPlace
 from verl.rollout.client import ServedEngine
-from verl.rollout.handover import Deadlines, Expected
 from verl.rollout.http import ServerGone
 from verl.rollout.native import engine as native
 from verl.rollout.native.options import Options

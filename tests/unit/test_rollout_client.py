@@ -15,9 +15,9 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from served import NAMES, VOCAB, Fault, Served, crashing, hanging_up, logprob, silent
 
+from verl.rollout.api import Deadlines, Expected
 from verl.rollout.base import Capabilities, Completion, ReplicaLost, RolloutContext
 from verl.rollout.client import ServedEngine
-from verl.rollout.handover import Deadlines, Expected
 from verl.rollout.http import Http, ServerGone, ServerLate, ServerRefused
 from verl.rollout.router import Router
 from verl.rollout.vllm_api import REQUEST_PREFIX, VllmApi

@@ -16,9 +16,9 @@ import pytest
 import served
 from test_rollout_client import PROMPT, context_of, greedy, reader
 
+from verl.rollout.api import Deadlines, Expected
 from verl.rollout.base import Capabilities
 from verl.rollout.client import ServedEngine
-from verl.rollout.handover import Deadlines, Expected
 from verl.rollout.http import ServerGone, ServerLate
 from verl.rollout.process import SHM, ServerProcess, _session, free_port, said_by
 from verl.rollout.vllm_api import VllmApi

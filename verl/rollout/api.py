@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from verl.rollout.base import PauseMode, WeightReader
+from verl.rollout.base import PauseMode, RolloutContext, WeightReader
 from verl.rollout.wire import Drawn
 from verl.types import Sampling
 from verl.weight_sync.base import CheckedReader, WeightSource
@@ -16,6 +16,25 @@ from verl.weight_sync.base import CheckedReader, WeightSource
 Post = Callable[..., Awaitable[Any]]
 """(path, body, timeout in seconds) -> what it answered. Without a body an empty one, without a timeout that
 of control."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """What a server must be. name: in errors · versions: from, below; None: any · needs: how it gets a path that it
+    lacks."""
+
+    name: str
+    versions: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    needs: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deadlines:
+    """Seconds: to start · for one answer, however long · for a control call."""
+
+    start_s: float = 600.0
+    request_s: float = 600.0
+    control_s: float = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,3 +134,8 @@ def source_of(api: Api, source: WeightReader) -> tuple[CheckedReader, WeightSour
     if not isinstance(source, CheckedReader) or not source.source.transport.startswith(api.transport):
         raise ValueError(f"this rollout engine is a server that reads weights by itself: set sync.engine={api.sync}")
     return source, source.source
+
+
+def positions_of(context: RolloutContext) -> int | None:
+    """That the model was made for, if it says so."""
+    return getattr(context.hf_config.get_text_config(), "max_position_embeddings", None)

@@ -18,7 +18,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from verl.rollout.api import Api, Room, source_of
+from verl.rollout.api import Api, Deadlines, Expected, Room, positions_of, source_of
 from verl.rollout.base import (
     Capabilities,
     Completion,
@@ -30,7 +30,6 @@ from verl.rollout.base import (
 )
 from verl.rollout.calls import Call, ended, first, quietly
 from verl.rollout.embedded.core import check_context
-from verl.rollout.handover import Deadlines, Expected, positions_of
 from verl.rollout.http import Http, ServerGone, ServerLate, ServerRefused
 from verl.rollout.process import ServerProcess
 from verl.rollout.wire import Drawn, Reading, version_of

@@ -28,9 +28,9 @@ class Options:
 
 
 def build(options: Options, context: RolloutContext) -> ServedEngine:
+    from verl.rollout.api import Deadlines, Expected
     from verl.rollout.base import Capabilities
     from verl.rollout.client import ServedEngine
-    from verl.rollout.handover import Deadlines, Expected
     from verl.rollout.openai_api import CompletionsApi
 
     assert context.place is not None and context.place.url is not None, "a server that runs has a URL"

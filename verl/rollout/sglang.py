@@ -43,9 +43,9 @@ class Options:
 
 def build(options: Options, context: RolloutContext) -> ServedEngine:
     """The engine without weights, its server on the way. ValueError: what cannot start."""
+    from verl.rollout.api import Deadlines, Expected
     from verl.rollout.base import Capabilities
     from verl.rollout.client import ServedEngine
-    from verl.rollout.handover import Deadlines, Expected
     from verl.rollout.launching import launcher, require
     from verl.rollout.sglang_api import SglangApi
 
@@ -71,7 +71,7 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
 
 
 def serve_command(python: str, options: Options, context: RolloutContext, model: str, port: int) -> list[str]:
-    from verl.rollout.handover import positions_of
+    from verl.rollout.api import positions_of
     from verl.rollout.launching import flags
     from verl.rollout.sglang_api import MASKS
 

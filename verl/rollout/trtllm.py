@@ -46,9 +46,9 @@ class Options:
 
 def build(options: Options, context: RolloutContext) -> ServedEngine:
     """The engine, whose server starts with the first weights. ValueError: what cannot start."""
+    from verl.rollout.api import Deadlines, Expected
     from verl.rollout.base import Capabilities
     from verl.rollout.client import ServedEngine
-    from verl.rollout.handover import Deadlines, Expected
     from verl.rollout.launching import launcher, require
     from verl.rollout.openai_api import TrtllmApi
 

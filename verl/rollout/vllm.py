@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 from verl.bounds import Positive, PositiveInt, PositiveShare, words
 
 if TYPE_CHECKING:
+    from verl.rollout.api import Expected
     from verl.rollout.base import RolloutContext, ServerPlace
     from verl.rollout.client import ServedEngine
-    from verl.rollout.handover import Expected
     from verl.rollout.process import ServerProcess
 
 AT_LEAST, BELOW = (0, 32), (0, 33)
@@ -69,9 +69,9 @@ def kv_gib(options: Options, needed_bytes: int) -> int:
 
 def build(options: Options, context: RolloutContext) -> ServedEngine:
     """The engine without weights, its server on the way: the first call waits for it. ValueError: what cannot start."""
+    from verl.rollout.api import Deadlines
     from verl.rollout.base import Capabilities
     from verl.rollout.client import ServedEngine
-    from verl.rollout.handover import Deadlines
     from verl.rollout.vllm_api import VllmApi
 
     place = context.place
@@ -99,7 +99,7 @@ def build(options: Options, context: RolloutContext) -> ServedEngine:
 
 
 def expected() -> Expected:
-    from verl.rollout.handover import Expected
+    from verl.rollout.api import Expected
     from verl.rollout.vllm_api import ABORT, GENERATE
 
     dev, transfer = "start it with VLLM_SERVER_DEV_MODE=1", f"start it with {TRANSFER}, and PYTHONPATH={PLUGIN}"
@@ -127,7 +127,7 @@ def _launch(python: str, options: Options, context: RolloutContext, place: Serve
 
 
 def serve_command(python: str, options: Options, context: RolloutContext, model: str, port: int) -> list[str]:
-    from verl.rollout.handover import positions_of
+    from verl.rollout.api import positions_of
     from verl.rollout.launching import flags
 
     on_cpu = str(context.device) == "cpu"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from verl.rollout.api import Api, Post, Room
 from verl.rollout.base import PauseMode
-from verl.rollout.handover import compare
 from verl.rollout.wire import Drawn, NotUnderstood, prompt_scores
 from verl.types import Sampling
 from verl.weight_sync.base import SyncError, WeightSource
@@ -80,3 +79,15 @@ class VllmApi(Api):
 
     async def prepare(self, post: Post, model: str, vocab: int) -> None:
         await post("/init_weight_transfer_engine", {"init_info": {}})
+
+
+def compare(sent: WeightSource, told: Mapping[str, Any]) -> None:
+    """SyncError where a worker of the server did not load what was sent. told: `loaded`: the tensors that it read, by
+    the names that they were sent under · `missing`: parts of its model that got nothing."""
+    wanted, loaded, at = set(sent.delivered), set(told["loaded"]), f"version {sent.version}"
+    if absent := sorted(wanted - loaded):
+        raise SyncError(f"{at}: the server did not load {len(absent)} of {len(wanted)} tensors, e.g. {absent[:3]}")
+    if more := sorted(loaded - set(sent.manifest)):
+        raise SyncError(f"{at}: the server loaded {len(more)} tensors that nobody sent, e.g. {more[:3]}")
+    if left := sorted(told.get("missing", ())):
+        raise SyncError(f"{at}: {len(left)} parts of the server's model got no weights, e.g. {left[:3]}")
