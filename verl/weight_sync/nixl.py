@@ -12,7 +12,6 @@ import select
 import socket
 import time
 import uuid
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 
 from verl.weight_sync.base import Entry, SyncContext, SyncError
-from verl.weight_sync.local import LocalCheckpointEngine
+from verl.weight_sync.local import LocalCheckpointEngine, engine_of
 from verl.weight_sync.options import Nixl
 from verl.weight_sync.shm import PREFIX, ShmStream, blank, remove
 from verl.weight_sync.tcp import ANSWER, FETCH_S, NOTHING, VERSION, HostStream, TcpOutlet, asked, received
@@ -134,9 +133,7 @@ def _read(found: Place, into: Tensor, peer: socket.socket, version: int) -> None
 
 def build(options: Nixl, context: SyncContext) -> LocalCheckpointEngine:
     outlet = NixlOutlet(host=options.host)
-    engine = LocalCheckpointEngine(probes=context.probes, tolerance=context.tolerance, outlet=outlet, copies=True)
-    weakref.finalize(engine, remove, f"{PREFIX}-*-{outlet.tag}")  # of this host
-    return engine
+    return engine_of(outlet, context, remove, f"{PREFIX}-*-{outlet.tag}")  # of this host
 
 
 def _agent() -> Any:
