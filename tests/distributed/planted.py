@@ -90,8 +90,8 @@ def rollout_engine(config: Any, tokenizer: Any, device: str, replica: int) -> An
     return engine
 
 
-def build_recorder(spec: Any, *, ranks: Sequence[Any]) -> list[Any]:
-    found = _build_recorder(spec, ranks=ranks)
+def build_recorder(*given: Any, ranks: Sequence[Any]) -> list[Any]:
+    found = _build_recorder(*given, ranks=ranks)
     for one in found:
         finish = type(one).finish
         type(one).finish = lambda self, finish=finish: strike("end", at="step_3") or finish(self)
