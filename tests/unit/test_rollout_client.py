@@ -476,12 +476,38 @@ def test_a_wait_that_is_given_up_is_undone() -> None:
     async def body(engine: ServedEngine, served: Served) -> None:
         task = asyncio.create_task(engine.generate("r", PROMPT, greedy(60)))
         await until(lambda: bool(served.running))
+        asked = len(served.paths)
         for wait in (engine.pause("wait"), engine.load_weights(reader(1), on_inflight="wait")):
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(wait, 0.02)
         assert (await task).stop_reason == "length" and engine.version == 0
-        await until(lambda: served.paths.count("/resume") == 4)
         assert len((await engine.generate("s", PROMPT, greedy(2))).ids) == 2
+        assert not any("update" in path for path in served.paths[asked:])
+
+    with_server(body, Served(step_s=0.01))
+
+
+def test_a_pause_that_is_given_up_on_its_way_is_undone_before_the_next() -> None:
+    """A busy server reads a pause after its caller has gone, and after what was said later on another connection."""
+
+    async def body(engine: ServedEngine, served: Served) -> None:
+        async def slow(request: web.Request) -> None:
+            asyncio.get_running_loop().call_later(0.2, served.going.clear)  # also where nobody waits for it
+            await asyncio.sleep(0.2)
+
+        for _ in range(2):
+            served.faults["/pause"] = slow
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(engine.pause(), 0.02)
+            assert len((await engine.generate("r", PROMPT, greedy(60))).ids) == 60
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(engine.pause(), 0.02)
+            del served.faults["/pause"]
+            await engine.pause()
+            await asyncio.sleep(0.3)  # whatever was on its way has arrived
+            assert not served.going.is_set()
+            await engine.resume()
+            assert len((await engine.generate("s", PROMPT, greedy(60))).ids) == 60
 
     with_server(body, Served(step_s=0.01))
 

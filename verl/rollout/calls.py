@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,7 +43,9 @@ async def first(*awaited: Coroutine[Any, Any, Any]) -> None:
             task.cancel()
 
 
-async def quietly(work: Coroutine[Any, Any, Any]) -> None:
-    """What becomes of it is nobody's concern any more."""
+async def after(task: asyncio.Future[Any] | None, then: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+    """Do that when the task has ended, in whatever way; what becomes of it is nobody's concern any more."""
+    if task is not None:
+        await asyncio.gather(task, return_exceptions=True)
     with contextlib.suppress(ServerGone, ServerLate, ServerRefused):
-        await work
+        await then()

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import itertools
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import Any, get_args
@@ -28,7 +28,7 @@ from verl.rollout.base import (
     check_inputs,
     checked_ids,
 )
-from verl.rollout.calls import Call, ended, first, quietly
+from verl.rollout.calls import Call, after, ended, first
 from verl.rollout.embedded.core import check_context
 from verl.rollout.http import Http, ServerGone, ServerLate, ServerRefused
 from verl.rollout.process import ServerProcess
@@ -248,19 +248,20 @@ class ServedEngine:
         return sent.version
 
     async def _stand_still(self, mode: PauseMode, what: str) -> None:
-        """Given up by its caller, it is undone."""
+        """Given up by its caller, it is undone: after its own end, as a server hears of no caller that left."""
         if mode not in get_args(PauseMode):
             raise ValueError(f"mode={mode!r}: it is one of {', '.join(get_args(PauseMode))}")
         if self._paused and mode == "wait" and self._pending:
             raise ValueError(
                 f"{what}: {len(self._pending)} requests stand still and cannot finish; resume or abort them"
             )
-        calls, modes = list(self._pending.values()), self._api.modes
+        calls, modes, pausing = list(self._pending.values()), self._api.modes, None
         if mode == "keep" and mode not in modes:
             raise ValueError(f"{what}: {self._expected.name} cannot make running requests stand still; wait, or abort")
         try:
             if mode in modes:
-                await self._api.pause(self._call, mode)
+                pausing = asyncio.ensure_future(self._api.pause(self._call, mode))
+                await asyncio.shield(pausing)
             if mode == "abort":
                 await self._returned(calls)
             elif mode == "wait" and mode in modes:  # what has not arrived there is held: it is not waited for
@@ -269,15 +270,20 @@ class ServedEngine:
                 async with self._deadline(self._limits.request_s, "running requests to end"):
                     await ended([call for call in calls if call.asked], None)
             if mode not in modes and "keep" in modes:
-                await self._api.pause(self._call, "keep")
+                pausing = asyncio.ensure_future(self._api.pause(self._call, "keep"))
+                await asyncio.shield(pausing)
         except asyncio.CancelledError:
             if not self._paused:
-                self._later(self._api.resume(self._call))
+                undoing = asyncio.create_task(after(pausing, partial(self._api.resume, self._call)))
+                self._behind.add(undoing)
+                undoing.add_done_callback(self._behind.discard)
             raise
 
     @asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
         async with self._control:
+            if self._behind:  # what an earlier caller left is undone first
+                await asyncio.wait(self._behind)
             self._open.clear()
             try:
                 yield
@@ -330,6 +336,8 @@ class ServedEngine:
         self._closed = True
         if self._starting is not None and not self._starting.get_loop().is_closed():
             self._starting.cancel()
+        for undoing in self._behind if self._launch is not None else ():  # that server ends, in whatever state
+            undoing.cancel()
         await asyncio.gather(*self._behind, return_exceptions=True)
         await self._http.close()
         if self._server is not None:
@@ -490,9 +498,3 @@ class ServedEngine:
             said = f"; the last lines of {self._server.log}:\n{self._server.tail()}" if tail and self._server else ""
             at = f"{self._expected.name} at {self._http.url}"
             raise ServerLate(f"{at}: waited {timeout_s:g} s for {what}{said}") from None
-
-    def _later(self, work: Coroutine[Any, Any, Any]) -> None:
-        """For a caller that is gone."""
-        task = asyncio.get_running_loop().create_task(quietly(work))
-        self._behind.add(task)
-        task.add_done_callback(self._behind.discard)
