@@ -216,3 +216,17 @@ def test_processes_of_a_host_fetch_once_and_what_the_dead_left_goes(tmp_path, ou
     again = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert again.stdout.split() == ["7", expected, "5"], "whose maker is gone is fetched again"
     assert len(list(tmp_path.glob(f"{shm.PREFIX}-*"))) == 1
+
+
+def test_a_late_reader_on_the_host_of_the_trainer_takes_no_older_version(outlet_of):
+    """It is staged there before others are told of it: what they are told must not be written over it."""
+    outlet, now = outlet_of(), weights()
+    address = stage(outlet, 0, now)
+    told = outlet._held
+    stage(outlet, 1, {name: tensor + 1 for name, tensor in now.items()})
+    outlet._held = told
+    found = tcp.open_weights(address)
+    assert found.version == 1
+    for name, tensor in found.tensors():
+        assert torch.equal(tensor, now[name] + 1), name
+    assert sorted(path.name[-1] for path in shm.SHM.glob(f"{shm.PREFIX}-*-{outlet.tag}-?")) == ["0", "1"]

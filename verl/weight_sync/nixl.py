@@ -6,6 +6,7 @@ The trainer says after the reading which version it holds; until then the reader
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import select
@@ -86,7 +87,7 @@ class NixlStream(HostStream):
     def _newer(self, here: ShmStream | None, place: Callable[[str], Path]) -> ShmStream:
         peer, version, index = asked(self._address, NOTHING)
         with peer:
-            if here is not None and version == here.version:
+            if here is not None and version <= here.version:
                 return here
             found = msgspec.msgpack.decode(index, type=Place)
             into = blank(place(str(version % 2)), found.num_bytes)
@@ -108,27 +109,24 @@ def open_weights(address: str) -> NixlStream:
 
 def _read(found: Place, into: Tensor, peer: socket.socket, version: int) -> None:
     """One reading of the trainer's memory. It ends with the trainer, whose connection then breaks, or after FETCH_S."""
-    mine = _agent().register_memory([into])
-    owner = _agent().add_remote_agent(found.agent)
-    try:
+    with contextlib.ExitStack() as undo:
+        mine = _agent().register_memory([into])
+        undo.callback(_agent().deregister_memory, mine)
+        owner = _agent().add_remote_agent(found.agent)
+        undo.callback(_agent().remove_remote_agent, owner)
         there = _agent().deserialize_descs(found.memory)
         handle = _agent().initialize_xfer("READ", _agent().get_xfer_descs([into]), there, owner)
-        try:
-            state, until_s = _agent().transfer(handle), time.monotonic() + FETCH_S
-            while state == "PROC":
-                if select.select([peer], [], [], 0)[0]:
-                    raise SyncError(f"version {version}: the trainer went away while its memory was read")
-                if time.monotonic() > until_s:
-                    raise SyncError(f"version {version}: the trainer's memory was not read in {FETCH_S:g} s")
-                time.sleep(LOOK_S)
-                state = _agent().check_xfer_state(handle)
-            if state != "DONE":
-                raise SyncError(f"version {version}: reading the trainer's memory ended with {state}")
-        finally:
-            _agent().release_xfer_handle(handle)
-    finally:
-        _agent().remove_remote_agent(owner)
-        _agent().deregister_memory(mine)
+        undo.callback(_agent().release_xfer_handle, handle)
+        state, until_s = _agent().transfer(handle), time.monotonic() + FETCH_S
+        while state == "PROC":
+            if select.select([peer], [], [], 0)[0]:
+                raise SyncError(f"version {version}: the trainer went away while its memory was read")
+            if time.monotonic() > until_s:
+                raise SyncError(f"version {version}: the trainer's memory was not read in {FETCH_S:g} s")
+            time.sleep(LOOK_S)
+            state = _agent().check_xfer_state(handle)
+        if state != "DONE":
+            raise SyncError(f"version {version}: reading the trainer's memory ended with {state}")
 
 
 def build(options: Nixl, context: SyncContext) -> LocalCheckpointEngine:

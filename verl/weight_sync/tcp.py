@@ -183,11 +183,12 @@ class HostStream(TensorStream):
         return self._newer(here, lambda turn: paths.get(turn, SHM / f"{own}-{turn}"))
 
     def _newer(self, here: ShmStream | None, place: Callable[[str], Path]) -> ShmStream:
-        """The trainer's version, in the file of its turn ("0", "1"); `here` where this host has it."""
+        """The trainer's version, in the file of its turn ("0", "1"); `here` where this host has it, or a later one: on
+        the trainer's own host that is staged before others are told of it."""
         has, before = (NOTHING, None) if here is None else (here.version, dict(here.views()))
         stream = TcpStream(self._address, has, before)
         try:
-            if here is not None and stream.version == has:
+            if here is not None and stream.version <= has:
                 return here
             outlet = ShmOutlet(place(str(stream.version % 2)).name.rpartition("-")[0])
             return ShmStream(Path(outlet.stage(stream.version, stream.shapes, stream.tensors())))
