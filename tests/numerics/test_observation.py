@@ -1,22 +1,18 @@
 """What the environment wrote as a loss beside the policy's: by hand, over ranks and micro-batches, figures apart.
 (Splits, packing: test_split.py.)"""
 
-import asyncio
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from fakes import put
+from passes import turn
 from test_virtual_ranks import config_of, samples
 
 from verl.algorithms.resolve import resolve
 from verl.batch import OBSERVED, observed, pack
-from verl.driver.assemble import offline_learner
-from verl.driver.step import Step, experience_and_update
 from verl.model_engine.hf_model import load_causal_lm
-from verl.model_engine.torch_engine import TorchEngine
 from verl.transfer_queue.rows import columns_of, observed_tokens
 from verl.types import Segment
 
@@ -40,25 +36,11 @@ def turns():
 
 def turn_of(model: Path, made, coef: float, *, ranks: int = 1, budget: int = 16384, updates: int = 1, name="grpo"):
     """(gradients of the optimizer steps, metrics, queue, refs)."""
-    config, found = config_of(name, model, model, ranks, budget), []
+    config = config_of(name, model, model, ranks, budget)
     config.step.updates_per_step, config.step.epochs_per_step = updates, 1
     config.algorithm.options["observation_coef"] = coef
     config.algorithm.options["kl_loss_coef"] = 0.0
-
-    class Watched(TorchEngine):
-        def optim_step(self):
-            found.append({n: p.grad.clone() for n, p in self.model.named_parameters()})
-            return super().optim_step()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("verl.model_engine.torch_engine.TorchEngine", Watched)
-        learner = offline_learner(config, 1, Path("/nonexistent"))
-    try:
-        refs, step = put(learner.queue, made), Step(0)
-        asyncio.run(experience_and_update(learner, step, refs))
-        return found, {n: m.value for n, m in step.metrics.items()}, learner.queue, refs
-    finally:
-        learner.close()
+    return turn(config, made)
 
 
 def by_hand(model: Path, made) -> tuple[float, int, dict[str, torch.Tensor]]:

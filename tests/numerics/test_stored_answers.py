@@ -1,23 +1,19 @@
 """GKD's lambda: a share of the prompts is answered by the data. A stored answer is in the loss as a drawn one is, with
 its own tokens, and in nothing else: nobody drew it and nobody scored it."""
 
-import asyncio
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from fakes import put
+from passes import turn
 from test_teacher import dense_pair, plain
 from test_virtual_ranks import config_of, samples
 
 from verl.batch import pack
-from verl.driver.assemble import offline_learner
-from verl.driver.step import Step, experience_and_update
 from verl.driver.trajectories import takes_stored
 from verl.model_engine.hf_model import load_causal_lm
-from verl.model_engine.torch_engine import TorchEngine
 from verl.transfer_queue.memory import MemoryQueue
 from verl.transfer_queue.rows import read_samples
 from verl.types import Ref, Segment, ref_of
@@ -38,36 +34,22 @@ def rows():
     return [replace(s, segments=tuple(replace(x, side={}) for x in s.segments)) for s in out]
 
 
-def turn(name, made, model, teacher, ranks=1, budget=16384, share=0.5):
+def turn_of(name, made, model, teacher, ranks=1, budget=16384, share=0.5):
     """(gradients of each optimizer step, metrics, queue, refs) of a turn over these rows."""
-    config, found = config_of(name, model, teacher, ranks, budget), []
+    config = config_of(name, model, teacher, ranks, budget)
     config.step.updates_per_step = config.step.epochs_per_step = 1
     config.step.samples_per_prompt = 4
     config.algorithm.options |= {"beta": BETA}
     if share < 1:
         config.algorithm.options |= {"on_policy_share": share, "stored_key": "answer"}
-
-    class Watched(TorchEngine):
-        def optim_step(self):
-            found.append({n: p.grad.clone() for n, p in self._trained().named_parameters() if p.grad is not None})
-            return super().optim_step()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("verl.model_engine.torch_engine.TorchEngine", Watched)
-        learner = offline_learner(config, 1, Path("/nonexistent"))
-    try:
-        refs, step = put(learner.queue, made), Step(0)
-        asyncio.run(experience_and_update(learner, step, refs))
-        return found, {n: m.value for n, m in step.metrics.items()}, learner.queue, refs
-    finally:
-        learner.close()
+    return turn(config, made)
 
 
 @pytest.mark.parametrize("name", ["gkd", "gkd_topk"])
 def test_the_loss_and_its_gradient_are_those_of_the_definition(name, tiny_model, tiny_teacher):
     """The mean over tokens, where a stored answer counts as the four that the policy would have given."""
     made = rows()
-    found, metrics, _, _ = turn(name, made, tiny_model, tiny_teacher)
+    found, metrics, _, _ = turn_of(name, made, tiny_model, tiny_teacher)
     student, teacher = (load_causal_lm(folder).double() for folder in (tiny_model, tiny_teacher))
     total, tokens = torch.zeros((), dtype=torch.float64), 0
     for s in made:
@@ -86,9 +68,9 @@ def test_the_loss_and_its_gradient_are_those_of_the_definition(name, tiny_model,
 
 @pytest.mark.parametrize("name", ["gkd", "gkd_topk"])
 def test_ranks_and_packing_do_not_matter(name, tiny_model, tiny_teacher):
-    (expected,), metrics, _, _ = turn(name, rows(), tiny_model, tiny_teacher)
+    (expected,), metrics, _, _ = turn_of(name, rows(), tiny_model, tiny_teacher)
     for ranks, budget in ((2, 40), (3, 16384)):
-        (found,), theirs, _, _ = turn(name, rows(), tiny_model, tiny_teacher, ranks, budget)
+        (found,), theirs, _, _ = turn_of(name, rows(), tiny_model, tiny_teacher, ranks, budget)
         for n, g in expected.items():
             torch.testing.assert_close(found[n], g, rtol=1e-9, atol=1e-12)
         assert theirs == pytest.approx(metrics, rel=1e-8, abs=1e-9)
@@ -98,8 +80,8 @@ def test_what_nobody_drew_is_in_no_figure_of_what_was(tiny_model, tiny_teacher):
     """Rewards, advantages and the mismatch with the sampler are those of the drawn answers alone."""
     made = rows()
     drawn = [s for s in made if s.segments[1].source == "sampled"]
-    _, metrics, queue, refs = turn("gkd_topk", made, tiny_model, tiny_teacher)
-    _, alone, _, _ = turn("gkd_topk", drawn, tiny_model, tiny_teacher, share=1.0)
+    _, metrics, queue, refs = turn_of("gkd_topk", made, tiny_model, tiny_teacher)
+    _, alone, _, _ = turn_of("gkd_topk", drawn, tiny_model, tiny_teacher, share=1.0)
     same = [n for n in alone if n.startswith(OF_DRAWN)]
     assert {n.partition("/")[0] + "/" for n in same} == {*OF_DRAWN} and metrics["groups/stored_share"] == 0.5
     assert {n: metrics[n] for n in same} == pytest.approx({n: alone[n] for n in same})
@@ -110,7 +92,7 @@ def test_what_nobody_drew_is_in_no_figure_of_what_was(tiny_model, tiny_teacher):
 
 def test_a_step_without_any_drawn_answer(tiny_model, tiny_teacher):
     stored = [s for s in rows() if s.segments[1].source == "stored"]
-    (grads,), metrics, _, _ = turn("gkd_topk", stored, tiny_model, tiny_teacher, share=0.0)
+    (grads,), metrics, _, _ = turn_of("gkd_topk", stored, tiny_model, tiny_teacher, share=0.0)
     assert metrics["groups/stored_share"] == 1 and any(float(g.abs().max()) > 0 for g in grads.values())
     assert not any(n.startswith(OF_DRAWN) for n in metrics)
 

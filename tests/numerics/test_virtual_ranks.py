@@ -3,20 +3,15 @@ columns and two-pass terms to the engine's gradient, for every preset, in float6
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from fakes import put
+from passes import turn
 
 from verl.algorithms.presets import PRESETS
 from verl.config.schema import Config
-from verl.driver.assemble import offline_learner
-from verl.driver.roles import Learner
-from verl.driver.step import Step, experience_and_update
-from verl.model_engine.torch_engine import TorchEngine
 from verl.types import Sample, Segment
 
 MORE = {"drgrpo": {"horizon_tokens": 12}, "gdpo": {"reward_components": ["short", "digits"]}}
@@ -76,25 +71,9 @@ def gradients(
     name: str, model: Path, teacher: Path, ranks: int, budget: int = 16384
 ) -> tuple[list[torch.Tensor], dict[str, float]]:
     """The gradient of every optimizer step of a turn, in order, and the metrics of the turn."""
-    config, tmp = config_of(name, model, teacher, ranks, budget), Path("/nonexistent")
-    found: list[torch.Tensor] = []
-
-    class Watched(TorchEngine):
-        def optim_step(self):
-            found.append(torch.cat([p.grad.flatten() for p in self._trained().parameters() if p.grad is not None]))
-            return super().optim_step()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("verl.model_engine.torch_engine.TorchEngine", Watched)
-        learner: Learner = offline_learner(config, 1, tmp)
-    learner.controllers.critic_warm = True
-    try:
-        refs = put(learner.queue, samples(learner.algorithm.group.baselines))
-        step = Step(0)
-        asyncio.run(experience_and_update(learner, step, refs))
-    finally:
-        learner.close()
-    return found, {n: m.value for n, m in step.metrics.items()}
+    config = config_of(name, model, teacher, ranks, budget)
+    found, metrics, _, _ = turn(config, samples(PRESETS[name].group.baselines))
+    return [torch.cat([grad.flatten() for grad in grads.values()]) for grads in found], metrics
 
 
 @pytest.mark.parametrize("name", PRESETS)
