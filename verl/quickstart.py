@@ -29,6 +29,9 @@ OWN = ("run.seed", "run.root_dir", "warmup_steps", "task", "tool_fail_share")  #
 
 
 def main(argv: list[str]) -> int:
+    if {"-h", "--help"} & set(argv):
+        print(__doc__)
+        return 0
     return guarded(lambda: quickstart(argv))
 
 
@@ -52,7 +55,9 @@ def quickstart(overrides: list[str]) -> int:
     if (task := given.get("task", "arithmetic")) not in STARTS:
         raise ValueError(f"task={task}: there are {', '.join(STARTS)}")
     start = STARTS[task]
-    seed, root = int(given.get("run.seed", "0")), Path(given.get("run.root_dir", "runs"))
+    if not (number := given.get("run.seed", "0")).isdecimal():
+        raise ValueError(f"run.seed={number}: it is a whole number, 0 or more")
+    seed, root = int(number), Path(given.get("run.root_dir", "runs"))
     home = root / start.recipe
     made = home / "seed"
     if (home / "summary.json").exists() or (made.exists() and made.read_text() != str(seed)):
@@ -65,23 +70,24 @@ def quickstart(overrides: list[str]) -> int:
         f"{RL_ROWS} problems for RL; {HELD_OUT_ROWS} problems held out of both."
     )
     seconds = {"make": time.monotonic() - started}
+    common = [f"run.root_dir={root}", f"run.seed={seed}"]
+    files = [f"data.train_files=[{home}/data/train.jsonl]", f"data.eval_files=[{home}/data/heldout.jsonl]"]
+    rl = [f"recipe={start.recipe}", *files, f"reward.path={start.reward}", *common]
+    if task == "tool_arithmetic":
+        share = float(given.get("tool_fail_share", "0"))
+        rl.append(f"agent.tools=[{tool_arithmetic.write_tools(home / 'tools.yaml', fail_share=share)}]")
+    rl += [a for a in overrides if a.partition("=")[0] not in OWN]
+    load_config([f"model.path={base}", *rl])  # what is wrong with it is said before the warm-up
 
     console.rule("[bold]2 of 3[/] warm-up: supervised fine-tuning on that teacher")
-    common = [f"run.root_dir={root}", f"run.seed={seed}"]
-    files = [f"data.train_files=[{home}/data/sft.jsonl]"]
-    warm_up = [f"recipe={start.recipe}_warmup", f"model.path={base}", *files, *common]
+    warm_up = [f"recipe={start.recipe}_warmup", f"model.path={base}", *common]
+    warm_up += [f"data.train_files=[{home}/data/sft.jsonl]"]
     warm_up += [f"run.total_steps={given['warmup_steps']}"] if "warmup_steps" in given else []
     warm = run_supervised(load_config(warm_up), "sft", title=f"{start.recipe}: warm-up (SFT)")
     seconds["sft"] = warm.seconds
 
     console.rule("[bold]3 of 3[/] GRPO: the reward is 1 for a right number, 0 otherwise")
-    rest = [a for a in overrides if a.partition("=")[0] not in OWN]
-    files = [f"data.train_files=[{home}/data/train.jsonl]", f"data.eval_files=[{home}/data/heldout.jsonl]"]
-    rl = [f"model.path={last_export(warm.dir)}", *files, f"reward.path={start.reward}"]
-    if task == "tool_arithmetic":
-        share = float(given.get("tool_fail_share", "0"))
-        rl.append(f"agent.tools=[{tool_arithmetic.write_tools(home / 'tools.yaml', fail_share=share)}]")
-    resolved = load_config([f"recipe={start.recipe}", *rl, *common, *rest])
+    resolved = load_config([f"model.path={last_export(warm.dir)}", *rl])
     seconds["rl"] = run_rl(resolved, title=f"{start.recipe}: GRPO", quiet=True).seconds
     _close(console, home, seed, seconds, time.monotonic() - started)
     return 0
