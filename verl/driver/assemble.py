@@ -117,7 +117,7 @@ async def _run_of(
     refused.callback(context.cluster.close)
     scorer = reward_model(context)
     reward, pool = await reward_of(config, scorer, algorithm.truncation, tasks[0])
-    sync = checkpoint_engine(config, _probes(tasks))
+    sync = checkpoint_engine(config, _probes(tasks, longest_sequence(config)))
     policy = trained(context, "actor", updates=updates, hf_export=hf_export(config), outlet=sync.outlet())
     actor = workers_of(context, policy)
     models = models_of(context, algorithm, actor) | ({"reward_model": scorer} if scorer is not None else {})
@@ -477,11 +477,18 @@ def data_seed(config: Config) -> int:
     return config.run.seed if config.data.seed is None else config.data.seed
 
 
-def _probes(tasks: TaskTable) -> list[np.ndarray]:
-    """The canary's fixed sequences: the beginnings of the first prompts that differ. Of so many tokens it sees what is
-    planted into weights; more would be paid with every version."""
-    found: dict[bytes, np.ndarray] = {}
+def _probes(tasks: TaskTable, longest: int) -> list[np.ndarray]:
+    """The canary's fixed sequences: the beginnings of the first prompts that differ, one behind the other, as every
+    sequence is a pass of the rollout's. Of so many tokens it sees what is planted into weights; more would be paid
+    with every version."""
+    starts: dict[bytes, np.ndarray] = {}
     for i in range(min(64, len(tasks))):
-        if len(ids := tasks[i].prompt_ids[:128]) > 1 and len(found) < 16 and sum(map(len, found.values())) < 384:
-            found[ids.tobytes()] = ids
-    return list(found.values())
+        if len(ids := tasks[i].prompt_ids[: min(128, longest)]) > 1 and sum(map(len, starts.values())) < 384:
+            starts[ids.tobytes()] = ids
+    probes: list[np.ndarray] = []
+    for ids in starts.values():
+        if probes and len(probes[-1]) + len(ids) <= min(128, longest):
+            probes[-1] = np.concatenate([probes[-1], ids])
+        elif len(probes) < 16:
+            probes.append(ids)
+    return probes
