@@ -36,7 +36,7 @@ class Handler(BaseHTTPRequestHandler):
         result = [row(q) if q != "stats" else [{"contents": f"stats\\n{json.dumps(asked)}"}] for q in queries]
         said = json.dumps({"result": result[1:] if "short" in queries else result})
         said = {"garbage": "<html>", "none": "{}", "null": '{"result": null}'}.get(queries[0], said).encode()
-        self.send_response(500 if "broken" in queries else 200)
+        self.send_response(int(queries[0]) if queries[0].isdecimal() else 200)
         self.send_header("Content-Length", str(len(said)))
         self.end_headers()
         self.wfile.write(said)
@@ -120,8 +120,13 @@ def test_calls_of_many_trajectories_are_few_requests_and_each_gets_its_own(tmp_p
 
 def test_whatever_the_retriever_does_is_an_answer(tmp_path, retriever):
     tool = tool_of(tmp_path, retriever.port, timeout=1)
-    wrong = {"garbage": "JSONDecodeError", "none": "KeyError", "null": "TypeError", "broken": "HTTP Error 500"}
-    wrong |= {"short": "0 results for 1 queries", "slow": "timed out"}
+    wrong = {
+        "garbage": "JSONDecodeError",
+        "none": "KeyError",
+        "null": "TypeError",
+        "500": "500, message='Internal Server Error'",
+    }
+    wrong |= {"404": "404, message", "short": "0 results for 1 queries", "slow": "timed out"}
     for query, said in wrong.items():
         answer = asyncio.run(ask(tool, query))
         assert answer.error == "exception" and said in answer.text and "the retriever gave" in answer.text, query
@@ -165,6 +170,26 @@ def test_a_killed_retriever_makes_attempts_invalid_and_one_that_comes_back_is_us
     *lost, last = asyncio.run(gone())
     assert len(lost) == 5 and all(isinstance(e, ToolBroken) and "is down" in str(e) for e in lost), lost
     assert last.error == "" and "Passage 1 on again." in last.text
+
+
+def test_what_stands_before_a_retriever_that_is_down_is_no_answer_of_it(tmp_path, retriever, monkeypatch):
+    monkeypatch.setattr(search_tool, "RETRY_S", 0.3)
+    tool = tool_of(tmp_path, retriever.port)
+    for status in ("502", "503", "504"):
+        with pytest.raises(ToolBroken, match=f"is down: HTTP {status}"):
+            asyncio.run(ask(tool, status))
+    with socket.socket() as full:  # nobody answers: the second connection waits for the first one's place
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        with socket.create_connection(full.getsockname()):
+            with pytest.raises(ToolBroken, match="is down: .*[Tt]imeout"):
+                asyncio.run(ask(tool_of(tmp_path, full.getsockname()[1]), "a"))
+
+
+def test_the_limit_of_the_tool_leaves_room_to_find_that_a_retriever_is_down(tmp_path, retriever):
+    retriever.kill()
+    with pytest.raises(ToolBroken, match="is down"):
+        asyncio.run(ask(tool_of(tmp_path, retriever.port, timeout_s=1), "a"))
 
 
 def test_a_tool_without_a_retriever_is_refused(tmp_path):

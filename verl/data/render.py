@@ -246,7 +246,7 @@ class PromptJob(RenderJob):
     def _refuse_control(self, tools: Sequence[Mapping[str, Any]], where: str) -> None:
         """A schema may come from a server that others keep: it writes no turn into the prompt."""
         for tool in tools:
-            if held := sorted(self.special.held(json.dumps(tool, ensure_ascii=False))):
+            if held := sorted(self.special.held(json.dumps(tool, ensure_ascii=False, default=str))):
                 raise ValueError(
                     f"{where}: the schema of tool {tool.get('function', tool).get('name')!r} holds {', '.join(held)}, "
                     "which would be read as control tokens. Fix: another description, or leave the tool out"

@@ -6,15 +6,13 @@ Calls of all trajectories that come within a few milliseconds are one request.""
 from __future__ import annotations
 
 import asyncio
-import http.client
 import json
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+import aiohttp
 
 from verl.tools.base_tool import BaseTool
 from verl.tools.bm25 import Index
@@ -22,6 +20,7 @@ from verl.tools.function_tool import ToolBroken
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
 RETRY_S = 5.0  # a request waits so long for a retriever that is down
+GATEWAY = (502, 503, 504)  # what stands before a retriever says of one that is down
 SCHEMA = {
     "type": "function",
     "function": {
@@ -40,7 +39,8 @@ SCHEMA = {
 
 class SearchTool(BaseTool):
     """config: retrieval_service_url, or index, the folder of one; topk (3), passages per query; timeout (30), seconds
-    of a request; window_ms (5), how long a call waits for others; num_workers (16), requests at once."""
+    of a request; window_ms (5), how long a call waits for others; num_workers (16), requests at once; timeout_s, as of
+    every tool: half of it at most is spent on a retriever that is down."""
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:
         super().__init__(config, tool_schema or OpenAIFunctionToolSchema.model_validate(SCHEMA))
@@ -54,7 +54,8 @@ class SearchTool(BaseTool):
         self._timeout_s, self._window_s = float(config.get("timeout", 30)), float(config.get("window_ms", 5)) / 1e3
         if self._topk < 1 or self._timeout_s <= 0 or self._window_s < 0:
             raise ValueError(f"search: topk={self._topk}, timeout={self._timeout_s}, window_ms={1e3 * self._window_s}")
-        self._threads = ThreadPoolExecutor(int(config.get("num_workers", 16)), "search")
+        self._retry_s = min(RETRY_S, float(config.get("timeout_s", 2 * RETRY_S)) / 2)
+        self._places = asyncio.Semaphore(int(config.get("num_workers", 16)))
         self._waiting: list[tuple[list[str], asyncio.Future[list[list[str]]]]] = []
         self._asked: set[asyncio.Task[None]] = set()
 
@@ -84,7 +85,8 @@ class SearchTool(BaseTool):
         calls = [(queries, answer) for queries, answer in calls if not answer.done()]  # others were given up
         flat = [query for queries, _ in calls for query in queries]
         try:
-            found = await asyncio.get_running_loop().run_in_executor(self._threads, self._found, flat)
+            async with self._places:
+                found = await self._found(flat)
         except Exception as e:  # of the retriever: it is the caller's answer
             for _, answer in calls:
                 if not answer.done():
@@ -96,37 +98,43 @@ class SearchTool(BaseTool):
                 answer.set_result(found[at : at + len(queries)])
             at += len(queries)
 
-    def _found(self, queries: list[str]) -> list[list[str]]:
-        """The passages of each query. Blocks; RuntimeError for a retriever that answers wrongly or late."""
+    async def _found(self, queries: list[str]) -> list[list[str]]:
+        """The passages of each query. RuntimeError for a retriever that answers wrongly or late."""
         if (index := self._index) is not None:
-            return [[index.passage(number) for number, _ in index.search(query, self._topk)] for query in queries]
+            return await asyncio.to_thread(
+                lambda: [[index.passage(number) for number, _ in index.search(query, self._topk)] for query in queries]
+            )
         body = json.dumps({"queries": queries, "topk": self._topk, "return_scores": True}).encode()
         try:
-            rows = json.loads(self._posted(body))["result"]
+            rows = json.loads(await self._posted(body))["result"]
             found = [[str(p.get("document", p)["contents"]) for p in row] for row in rows]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        except TimeoutError as e:
+            raise RuntimeError(f"the retriever gave no result: timed out after {self._timeout_s:g} s") from e
+        except (aiohttp.ClientError, ValueError, KeyError, TypeError, AttributeError) as e:
             raise RuntimeError(f"the retriever gave no result: {type(e).__name__}: {e}") from e
         if len(found) != len(queries):
             raise RuntimeError(f"the retriever gave {len(found)} results for {len(queries)} queries")
         return found
 
-    def _posted(self, body: bytes) -> bytes:
+    async def _posted(self, body: bytes) -> bytes:
         """What the retriever says. One that is down is asked again for a while; then ToolBroken: no answer of it may
         be held against the model."""
-        request = urllib.request.Request(self._url, body, {"Content-Type": "application/json"})
-        end_s, pause_s = time.monotonic() + RETRY_S, 0.1
-        while True:
-            try:
-                with urllib.request.urlopen(request, timeout=self._timeout_s) as answer:
-                    return bytes(answer.read())
-            except (ConnectionError, urllib.error.URLError, http.client.HTTPException) as e:
-                late = isinstance(e, urllib.error.URLError) and isinstance(e.reason, TimeoutError)
-                if isinstance(e, urllib.error.HTTPError) or late:
-                    raise
+        limit = aiohttp.ClientTimeout(total=self._timeout_s, sock_connect=min(self._retry_s, self._timeout_s))
+        end_s, pause_s, header = time.monotonic() + self._retry_s, 0.1, {"Content-Type": "application/json"}
+        async with aiohttp.ClientSession(timeout=limit, headers=header, trust_env=True) as session:
+            while True:
+                try:
+                    async with session.post(self._url, data=body) as answer:
+                        if answer.status not in GATEWAY:
+                            answer.raise_for_status()
+                            return await answer.read()
+                        why = f"HTTP {answer.status}"
+                except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as e:
+                    why = f"{type(e).__name__}: {e}"
                 if time.monotonic() + pause_s > end_s:
-                    raise ToolBroken(f"the retriever at {self._url} is down: {type(e).__name__}: {e}") from e
-            time.sleep(pause_s)
-            pause_s *= 2
+                    raise ToolBroken(f"the retriever at {self._url} is down: {why}")
+                await asyncio.sleep(pause_s)
+                pause_s *= 2
 
 
 def told(passages: Sequence[str]) -> str:
