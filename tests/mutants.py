@@ -317,9 +317,8 @@ MUTANTS = (
     Mutant("workers/compute.py", "np.cumsum([0, *counts])", "np.cumsum([0, *counts]) * 0", OBSERVATION),
     Mutant("workers/role.py", "around(column, ~seen)", "around(column.flip(0), ~seen)", OBSERVATION),
     Mutant("workers/role.py", "found[n][drawn]", "found[n][: int(at[-1])]", OBSERVATION),
-    Mutant(
-        "nn/linear_logprob.py", "_slope(logp, every - share, of_entropy)", "_slope(logp, every, of_entropy)", TEACHER
-    ),
+    Mutant("nn/linear_logprob.py", ".add_(share)", "", TEACHER),
+    Mutant("nn/linear_logprob.py", "apart[:, -1].clone()", "apart[:, -1]", TEACHER),
     Mutant("nn/linear_logprob.py", ".scatter_(-1, ids[at], theirs)", "", TEACHER),
     Mutant("nn/linear_logprob.py", "z.scatter_(-1, ids[at], apart[at, :-1])", "pass", TEACHER),
     Mutant("nn/linear_teacher.py", "x -= (p * x).sum(-1, keepdim=True)", "pass", TEACHER),

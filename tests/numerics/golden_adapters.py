@@ -715,7 +715,7 @@ def entropy(case: Case, hp: Mapping[str, Any]) -> dict[str, np.ndarray]:
     b, t, v = z.shape
     leaf = z.reshape(-1, v).requires_grad_()
     target = torch.from_numpy(np.asarray(case["in_labels"], np.int64).reshape(-1))
-    lp, h, pi2 = linear_logprob(
+    lp, h, pi2, _ = linear_logprob(
         leaf,
         torch.eye(v, dtype=torch.float64),
         target,

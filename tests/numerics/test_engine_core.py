@@ -256,7 +256,7 @@ def test_linear_logprob_equals_dense(temperature):
 
     logp = ((h @ w.T + b) / temperature).log_softmax(-1)
     dense = grads(logp.gather(-1, target[:, None])[:, 0], -(logp.exp() * logp).sum(-1))
-    lp, entropy, pi2 = linear_logprob(h, w, target, t, bias=b, entropy=True, sum_pi_squared=True)
+    lp, entropy, pi2, _ = linear_logprob(h, w, target, t, bias=b, entropy=True, sum_pi_squared=True)
     torch.testing.assert_close(lp, logp.gather(-1, target[:, None])[:, 0])
     torch.testing.assert_close(pi2, logp.exp().pow(2).sum(-1))
     for a, e in zip(grads(lp, entropy), dense, strict=True):

@@ -36,7 +36,7 @@ def test_values_and_gradients_equal_dense_at_any_chunk(inputs, rows, with_bias, 
     monkeypatch.setattr(module, "_CHUNK_BYTES", 0)
     hidden, weight, bias, targets, temperature = inputs
     bias, leaves = (bias, (hidden, weight, bias)) if with_bias else (None, (hidden, weight))
-    lp, entropy, pi2 = linear_logprob(
+    lp, entropy, pi2, _ = linear_logprob(
         hidden, weight, targets, temperature, bias=bias, cap=cap, entropy=True, sum_pi_squared=True
     )
     expected = dense(hidden, weight, bias, targets, temperature, cap)
@@ -83,12 +83,12 @@ def test_a_broken_row_without_gradient_reaches_nothing(inputs):
     closed[targets[5]] = -torch.inf
     upstream[targets == targets[5]] = 0
     closed.requires_grad_()
-    lp, entropy, _ = linear_logprob(broken, weight, targets, temperature, bias=closed, entropy=True)
+    lp, entropy, *_ = linear_logprob(broken, weight, targets, temperature, bias=closed, entropy=True)
     assert lp[3].isnan() and lp[5] == -torch.inf and entropy[torch.arange(150) != 3].isfinite().all()
     got = grads((lp, entropy), (upstream, upstream), (broken, weight, closed))
     assert all(g.isfinite().all() for g in got) and not got[0][3].any()
     keep = torch.arange(150) != 3
-    lp, entropy, _ = linear_logprob(hidden[keep], weight, targets[keep], temperature[keep], bias=closed, entropy=True)
+    lp, entropy, *_ = linear_logprob(hidden[keep], weight, targets[keep], temperature[keep], bias=closed, entropy=True)
     clean = grads((lp, entropy), (upstream[keep], upstream[keep]), (weight, closed))
     for g, e in zip(got[1:], clean, strict=True):
         torch.testing.assert_close(g, e, rtol=1e-10, atol=1e-12)
@@ -96,7 +96,7 @@ def test_a_broken_row_without_gradient_reaches_nothing(inputs):
 
 def test_bfloat16_hidden_states_give_float32_log_probs(inputs):
     hidden, weight, bias, targets, temperature = (x.detach() if x.is_floating_point() else x for x in inputs)
-    lp, entropy, _ = linear_logprob(
+    lp, entropy, *_ = linear_logprob(
         hidden.bfloat16(), weight.float().requires_grad_(), targets, temperature.float(), entropy=True
     )
     assert lp.dtype == entropy.dtype == torch.float32
@@ -127,7 +127,7 @@ def memory_of(n: int, vocab: int, width: int = 8) -> tuple[int, int]:
     targets, temperature = torch.randint(0, vocab, (n,)), torch.full((n,), 0.7)
     with LargestTensor(ignored=vocab * width) as mode:
         with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-            lp, entropy, _ = linear_logprob(hidden, weight, targets, temperature, entropy=True)
+            lp, entropy, *_ = linear_logprob(hidden, weight, targets, temperature, entropy=True)
         (lp.sum() + entropy.sum()).backward()
     return sum(t.numel() * t.element_size() for t in saved if t is not weight and t.shape != weight.shape), mode.largest
 
@@ -146,8 +146,8 @@ def test_memory_does_not_depend_on_the_vocabulary(monkeypatch):
 
 def test_no_row_and_one_row():
     weight = torch.randn(7, 3, requires_grad=True)
-    lp, _, _ = linear_logprob(torch.zeros(0, 3), weight, torch.zeros(0, dtype=torch.long), torch.zeros(0))
+    lp, *_ = linear_logprob(torch.zeros(0, 3), weight, torch.zeros(0, dtype=torch.long), torch.zeros(0))
     lp.sum().backward()
     assert lp.shape == (0,) and not weight.grad.any()
-    one, _, _ = linear_logprob(torch.ones(1, 3), weight, torch.tensor([2]), torch.ones(1))
+    one, *_ = linear_logprob(torch.ones(1, 3), weight, torch.tensor([2]), torch.ones(1))
     torch.testing.assert_close(one, weight.sum(1).log_softmax(0)[2:3])

@@ -2,7 +2,9 @@
 vocabulary, with temperatures of both sides and the rest of the ids; the reverse KL as an advantage."""
 
 import asyncio
+import gc
 import math
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -26,7 +28,7 @@ from verl.model_engine.lm_head import read_teacher
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.torch_engine import TorchEngine
 from verl.nn import linear_logprob as chunking
-from verl.nn.linear_logprob import NONE, linear_logprobs_at
+from verl.nn.linear_logprob import NONE, linear_logprob
 from verl.nn.linear_teacher import HeadWeights, divergence, logprobs_at, top_k
 from verl.objective import Term, TermValue
 
@@ -147,7 +149,7 @@ def test_one_pass_reads_the_drawn_token_and_the_named_ones(sides, with_entropy):
     (h, head, t), (teacher, teachers, u) = sides
     rng = torch.Generator().manual_seed(3)
     ids, drawn = top_k(teacher, teachers, u, 4)[0], torch.randint(0, V, (N,), generator=rng)
-    lp, entropy, _, at = linear_logprobs_at(
+    lp, entropy, _, at = linear_logprob(
         h, head.weight, drawn, t, ids=ids, bias=head.bias, cap=head.cap, entropy=with_entropy
     )
     s = dense(h, head, t)
@@ -167,13 +169,30 @@ def test_one_pass_reads_the_drawn_token_and_the_named_ones(sides, with_entropy):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
-def test_a_small_rest_has_the_gradient_of_its_shares():
-    z = torch.tensor([[3.0, 2.0, -20.7, -21.3]], requires_grad=True)
+@pytest.mark.parametrize("far", [-20.7, -95.0, -120.0])  # e to the last is 0 in float32
+def test_a_small_rest_has_the_gradient_of_its_shares(far):
+    z = torch.tensor([[3.0, 2.0, far, far - 0.6]], requires_grad=True)
     got = logprobs_at(z, HeadWeights(torch.eye(4)), torch.tensor([[0, 1]]), torch.ones(1))
     (grad,) = torch.autograd.grad(got[0, 2], z)
     exact = z.detach().double().requires_grad_()
     (expected,) = torch.autograd.grad(exact[0, 2:].logsumexp(0) - exact[0].logsumexp(0), exact)
     torch.testing.assert_close(grad.double(), expected, rtol=1e-5, atol=1e-7)
+
+
+def test_what_no_pass_reads_backward_is_let_go(sides):
+    """Without a collector: what is kept for the backward pass does not hold what it belongs to."""
+    (h, head, t), (teacher, teachers, u) = sides
+    gc.disable()
+    try:
+        outputs = linear_logprob(
+            h, head.weight, torch.zeros(N, dtype=torch.long), t, ids=top_k(teacher, teachers, u, 4)[0]
+        )
+        kept = [weakref.ref(x) for x in outputs if x is not None]
+        assert len(kept) == 2
+        del outputs
+        assert [ref() for ref in kept] == [None, None]
+    finally:
+        gc.enable()
 
 
 def test_a_rest_that_is_almost_nothing_keeps_its_digits():

@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from verl.batch import Batch, loss_index
 from verl.model_engine.base import TeacherHead
-from verl.nn.linear_logprob import Vocabulary, linear_logprob, linear_logprobs_at
+from verl.nn.linear_logprob import Vocabulary, linear_logprob
 from verl.nn.linear_teacher import HeadWeights, divergence, top_k
 
 LM_OUTPUTS = (
@@ -105,16 +104,18 @@ def lm_outputs(
     temperature = batch.row_columns["temperature"][batch.row_of][which].to(device)
     out: dict[str, Tensor] = {}
     if {"logprobs", "entropy", "sum_pi_squared", "logprobs_at"} & {*wanted}:
-        given: Any = (hidden, head.weight, batch.targets[which].to(device), temperature)
-        asked: Any = {"bias": head.bias, "cap": head.cap, "entropy": "entropy" in wanted}
-        asked["sum_pi_squared"] = "sum_pi_squared" in wanted
-        at: Tensor | None = None
-        if "logprobs_at" in wanted:
-            assert vocabulary is None, SLICES
-            ids = batch.columns["teacher_ids"][which].to(device)
-            logprobs, entropy, sum_pi2, at = linear_logprobs_at(*given, ids=ids, **asked)
-        else:
-            logprobs, entropy, sum_pi2 = linear_logprob(*given, **asked, vocabulary=vocabulary)
+        logprobs, entropy, sum_pi2, at = linear_logprob(
+            hidden,
+            head.weight,
+            batch.targets[which].to(device),
+            temperature,
+            bias=head.bias,
+            cap=head.cap,
+            entropy="entropy" in wanted,
+            sum_pi_squared="sum_pi_squared" in wanted,
+            vocabulary=vocabulary,
+            ids=batch.columns["teacher_ids"][which].to(device) if "logprobs_at" in wanted else None,
+        )
         found = {"logprobs": logprobs, "entropy": entropy, "sum_pi_squared": sum_pi2, "logprobs_at": at}
         out = {name: value for name, value in found.items() if name in wanted and value is not None}
     if "hidden" in wanted:

@@ -13,7 +13,6 @@ from torch.autograd.function import once_differentiable
 
 NONE = -1e30
 """The log of no probability at all, finite: p log p of it is 0 and not NaN."""
-MOST_EXP = 80.0  # e to it is a float32
 _CHUNK_BYTES = 16 << 20  # of one chunk of float32 logits: small enough for the caches, large enough for the GEMM
 _CHUNK_ROWS = 64  # at least: each chunk reads and writes the whole gradient of the head
 
@@ -74,7 +73,7 @@ class _LinearLogprob(torch.autograd.Function):
         if vocabulary is not None and here is not None:
             logprobs, lse, entropy, sum_pi2 = _over_slices(vocabulary, logprobs * here, lse, entropy, sum_pi2)
         logprobs -= lse
-        rest = None if apart is None else apart[:, -1]
+        rest = None if apart is None else apart[:, -1].clone()  # a view of what is returned would keep itself alive
         ctx.save_for_backward(hidden, weight, bias, targets, temperature, lse, entropy, here, ids, rest)
         ctx.cap = cap
         ctx.set_materialize_grads(False)  # an output that no loss uses costs nothing
@@ -109,8 +108,8 @@ class _LinearLogprob(torch.autograd.Function):
                 named, of_rest = d_apart[at, :-1], d_apart[at, -1:]
                 every = d + d_apart[at].sum(-1, keepdim=True)
                 theirs = _slope(logp.gather(-1, ids[at]), every, of_entropy) + named
-                share = of_rest * rest[at, None].neg().clamp_(max=MOST_EXP).exp_()
-                dz = _slope(logp, every - share, of_entropy).scatter_(-1, ids[at], theirs)
+                share = (logp - rest[at, None].clamp(min=NONE / 2)).exp_().mul_(of_rest)  # by its log: p may be 0
+                dz = _slope(logp, every, of_entropy).add_(share).scatter_(-1, ids[at], theirs)
             dz.scatter_add_(-1, targets[at, None], d if here is None else d * here[at, None])
             dz /= temperature[at, None]
             sums.add(at, dz if slope is None else dz.mul_(slope), h, cast)
@@ -203,35 +202,18 @@ def linear_logprob(
     entropy: bool = False,
     sum_pi_squared: bool = False,
     vocabulary: Vocabulary | None = None,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ids: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Log-prob [n] of `targets` [n] under softmax(hidden [n, H] @ weight [V, H]^T / temperature [n]), float32; cap > 0:
     of cap tanh(logits / cap) instead, before the temperature (Gemma 2). If asked for, the entropy [n] in nats
-    (differentiable) and sum_v pi_v^2 [n] (not).
+    (differentiable), sum_v pi_v^2 [n] (not), and of `ids` [n, k], which differ from each other, the log-probs
+    [n, k + 1], in the last place that of all others together (-1e30 where there are none; differentiable).
 
-    vocabulary: `weight` and `bias` are one rank's slice; `targets` are ids of the whole, results are of the whole."""
+    vocabulary: `weight` and `bias` are one rank's slice; `targets` are ids of the whole, results are of the whole; it
+    goes without `ids`."""
+    assert vocabulary is None or ids is None, "named ids are read from a whole head"
     hidden = hidden if vocabulary is None else vocabulary.enter(hidden)
-    asked = (temperature, cap, entropy, sum_pi_squared, vocabulary, None)
-    found: tuple[Tensor, Tensor | None, Tensor | None, None] = _LinearLogprob.apply(
-        hidden, weight, bias, targets, *asked
-    )
-    return found[:3]
-
-
-def linear_logprobs_at(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    temperature: Tensor,
-    *,
-    ids: Tensor,
-    bias: Tensor | None = None,
-    cap: float = 0.0,
-    entropy: bool = False,
-    sum_pi_squared: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """What `linear_logprob` gives, and from the same pass [n, k + 1]: log-probs of `ids` [n, k], which differ from each
-    other, and in the last place of all others together (-1e30 where there are none). Differentiable."""
-    found: tuple[Tensor, Tensor | None, Tensor | None, Tensor] = _LinearLogprob.apply(
-        hidden, weight, bias, targets, temperature, cap, entropy, sum_pi_squared, None, ids
-    )
+    asked = (temperature, cap, entropy, sum_pi_squared, vocabulary, ids)
+    found: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]
+    found = _LinearLogprob.apply(hidden, weight, bias, targets, *asked)
     return found

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from verl.nn.linear_logprob import NONE, HeadGradients, centred, chunk_logits, chunks, linear_logprobs_at, rest_of
+from verl.nn.linear_logprob import NONE, HeadGradients, centred, chunk_logits, chunks, linear_logprob, rest_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +107,10 @@ class _Divergence:
 
 
 def logprobs_at(hidden: Tensor, head: HeadWeights, ids: Tensor, temperature: Tensor) -> Tensor:
-    """[n, H], ids [n, k] -> [n, k + 1]: see `linear_logprobs_at`."""
-    return linear_logprobs_at(hidden, head.weight, ids[:, 0], temperature, ids=ids, bias=head.bias, cap=head.cap)[3]
+    """[n, H], ids [n, k] -> [n, k + 1]: see `linear_logprob`."""
+    found = linear_logprob(hidden, head.weight, ids[:, 0], temperature, ids=ids, bias=head.bias, cap=head.cap)[3]
+    assert found is not None
+    return found
 
 
 def divergence(
