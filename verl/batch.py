@@ -267,7 +267,10 @@ def _assemble(
         target_from=torch.from_numpy(np.concatenate(came_from) if came_from else np.zeros(0, np.int64)),
         targets=torch.from_numpy(ids[at_all]),
         columns=_drawn_columns(drawn),
-        row_columns={"temperature": torch.tensor([s.temperature or 1.0 for s in samples], dtype=torch.float32)},
+        row_columns={
+            "temperature": torch.tensor([s.temperature or 1.0 for s in samples], dtype=torch.float32),
+            "untaught": torch.tensor([s.untaught for s in samples], dtype=torch.bool),
+        },
         media=tuple(n.media for n in nodes) if any(n.media for n in nodes) else (),
     )
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from fakes import put
+from test_teacher import engine
 from test_virtual_ranks import config_of, samples
 
 from verl.algorithms import estimators as adv
@@ -22,10 +23,11 @@ from verl.model_engine.hf_model import load_causal_lm
 from verl.model_engine.torch_engine import TorchEngine
 from verl.models import tiny
 from verl.recipes import arithmetic
+from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Metric, Refs, Segment, Task, ref_of, taught
 from verl.workers.compute import columns_of
 from verl.workers.group import WorkerDied
-from verl.workers.role import informed
+from verl.workers.role import Role, informed
 from verl.workers.teachers import Teachers
 
 RNG = np.random.default_rng(3)
@@ -190,6 +192,27 @@ def test_a_teacher_that_died_before_is_not_asked_to_speak_for_one_that_dies_now(
         refs = Refs([SimpleNamespace(teacher=name, sample_id=f"of {name}")])
         assert teachers.infer(refs, {"logprobs": "teacher_logprobs"}).result(10) == {f"of {name}"}
     assert asked == ["b", "c"]
+
+
+def test_whoever_asks_what_was_counted_is_not_held_up():
+    """The driver's loop waits for it as for any call; of a member that dies meanwhile nothing is counted."""
+    answers = {name: Future() for name in "ab"}
+    members = {name: SimpleNamespace(take_metrics=lambda name=name: answers[name]) for name in "ab"}
+    found = Teachers(members, "task", {}, 10.0).take_metrics()
+    assert not found.done()
+    answers["a"].set_result({"cache_hits": Metric(1.0, 2.0, "sequence")})
+    answers["b"].set_exception(WorkerDied("b was killed"))
+    assert found.result(10) == {"cache_hits/a": Metric(1.0, 2.0, "sequence")}
+
+
+def test_the_ids_of_rows_without_a_teacher_differ(tiny_teacher):
+    queue, made = MemoryQueue(), rows()[:2]
+    role = Role("teacher", queue, engine(tiny_teacher, top_k=5))
+    refs = put(queue, made)
+    role.blank(refs, {"topk_ids": "teacher_ids", "topk_logprobs": "teacher_topk"})
+    found = queue.read(refs, ("teacher_ids", "teacher_topk"))
+    assert found["teacher_topk"].values.isnan().all() and found["teacher_topk"].values.shape[1] == 6
+    assert all(len({*row}) == 5 for row in found["teacher_ids"].values.tolist())
 
 
 def test_the_death_of_the_last_teacher_is_the_end(tiny_model, tiny_teacher, other):

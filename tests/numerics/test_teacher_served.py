@@ -252,6 +252,9 @@ def test_a_server_that_wants_a_key(stand, tiny_model, tiny_teacher, tmp_path, mo
     bare, key = split_key(str(found.config.teacher.path))
     assert (bare, key) == (url, secret) and split_key(url) == (url, "") and split_key("a@b/c") == ("a@b/c", "")
     assert split_key("https://user:a%40b@host:1/x?y=1") == ("https://host:1/x?y=1", "a@b")
+    for odd in ("a/b?c#d%41", "e@f", "9"):  # as it came from the environment
+        assert split_key(f"http://:{odd}@host:1/x") == ("http://host:1/x", odd)
+    assert split_key("http://:8000/v1") == ("http://:8000/v1", "")
     model = served(bare, tiny_teacher, key=key)
     assert not model.infer(pack(samples(0)[:1]), ("logprobs",))["logprobs"].isnan().any()
     assert secret not in repr(model._options)
@@ -270,6 +273,30 @@ def test_a_turn_with_a_key_in_the_url(stand, tiny_model, tiny_teacher):
     config.teacher.path = url.replace("http://", f"http://:{made.key}@")
     step, _, _ = one_turn(config, samples(0))
     assert step.metrics["teacher/invalid"].value == 0 and step.metrics["teacher/cache_hits"].value == 0
+
+
+def test_it_is_not_asked_for_rows_that_nobody_teaches(stand, tiny_teacher):
+    """And of rows that it fails on the ids differ, as those do of which log-probs are read beside the drawn token's."""
+    made, url = stand
+    rows, names = samples(0)[:4], ("logprobs", "topk_ids", "topk_logprobs")
+    model, asked = served(url, tiny_teacher), len(made.asked)
+    batch = pack([replace(s, untaught=i % 2 == 1) for i, s in enumerate(rows)])
+    found, whole = model.infer(batch, names), model.infer(pack(rows), names)
+    assert len(made.asked) - asked == 2 + 2 and all(found[n].isfinite().all() for n in ("logprobs", "topk_logprobs"))
+    taught = torch.from_numpy(batch.row_of.numpy() % 2 == 0)
+    for name in names:
+        assert torch.equal(found[name][taught], whole[name][taught])
+    made.change = lambda ids, found: 1 / 0
+    silent = served_after(model).infer(pack(rows), names)
+    for ids in (found["topk_ids"], silent["topk_ids"]):
+        assert all(len({*row}) == K for row in ids.tolist())
+    assert silent["logprobs"].isnan().all() and silent["topk_logprobs"].isnan().all()
+
+
+def served_after(model: ServedModel) -> ServedModel:
+    """The same, which has forgotten what was said."""
+    model._kept.clear()
+    return model
 
 
 def test_what_was_said_of_a_row_is_known(stand, tiny_teacher):

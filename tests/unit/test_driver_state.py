@@ -144,6 +144,12 @@ def test_what_a_grader_said_is_saved_as_it_may_be_recorded():
     shown = hidden(group, lambda text: text.replace("sesame", "${oc.env:KEY}"))
     assert "sesame" not in str(shown) and "oc.env:KEY" in shown.trajectories[0].error
     assert shown.trajectories[0].invalid == ("exception", "401 for ${oc.env:KEY}")
+    score = Score(0.5, pred="sesame", feedback="not sesame")
+    graded = msgspec.structs.replace(replace_error(""), invalid=None, score=score)
+    (shown,) = hidden(
+        msgspec.structs.replace(group, trajectories=(graded,)), lambda text: text.replace("sesame", "KEY")
+    ).trajectories
+    assert shown.score == Score(0.5, pred="KEY", feedback="not KEY")
 
 
 def replace_error(text):

@@ -21,8 +21,12 @@ def is_url(path: str) -> bool:
 
 
 def split_key(path: str) -> tuple[str, str]:
-    """A URL as it may be shown, and the key of its server, "" without one: http://:KEY@HOST:PORT. Folders as they
-    are."""
+    """A URL as it may be shown, and the key of its server, "" without one: http://:KEY@HOST:PORT, of which the key is
+    taken as it is, whatever stands in it; in http://USER:KEY@HOST:PORT %XX is a character. Folders as they are."""
+    scheme, _, rest = path.partition("://")
+    if is_url(path) and rest.startswith(":") and "@" in rest:
+        key, _, host = rest[1:].rpartition("@")
+        return f"{scheme}://{host}", key
     parts = urlsplit(path)
     if not is_url(path) or "@" not in parts.netloc:
         return path, ""

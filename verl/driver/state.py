@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,11 +115,16 @@ def save_group(group: Group, draw: Draw, complete: bool) -> SavedGroup:
 
 
 def hidden(group: SavedGroup, hide: Callable[[str], str]) -> SavedGroup:
-    """With what users' code said of its trajectories as it may be recorded."""
+    """With what users' code said of its trajectories as it may be recorded; a teacher that reads feedback of an attempt
+    from before a resume reads it so."""
 
     def one(t: SavedTrajectory) -> SavedTrajectory:
         invalid = None if t.invalid is None else (t.invalid[0], hide(t.invalid[1]))
-        return msgspec.structs.replace(t, error=hide(t.error), invalid=invalid)
+        score = t.score
+        if score is not None:
+            pred = None if score.pred is None else hide(score.pred)
+            score = replace(score, feedback=hide(score.feedback), pred=pred)
+        return msgspec.structs.replace(t, error=hide(t.error), invalid=invalid, score=score)
 
     return msgspec.structs.replace(group, trajectories=tuple(one(t) for t in group.trajectories))
 

@@ -65,17 +65,19 @@ class ServedModel:
         return nullcontext()
 
     def infer(self, batch: Batch, columns: Sequence[str], average: bool = False) -> dict[str, Tensor]:
-        """See `ModelEngine.infer`; at temperature 1, as servers score prompts."""
+        """See `ModelEngine.infer`; at temperature 1, as servers score prompts. It is not asked for untaught rows, which
+        are in no loss: any number stands there."""
         assert not average, "a server has no moving average of our weights"
         assert {*columns} <= {*OUTPUTS}, f"a server gives {OUTPUTS}, not {tuple(columns)}"
-        flat, n = unshare(batch), batch.num_loss_tokens
+        flat, n, untaught = unshare(batch), batch.num_loss_tokens, batch.row_columns["untaught"]
         if not bool((batch.row_columns["temperature"] == 1).all()):
             raise ValueError(f"{self._url} scores at temperature 1: set teacher.temperature=1")
         rows = [flat.ids[a:b].numpy() for a, b in zip(flat.seg_start, flat.seg_start[1:])]
         with ThreadPoolExecutor(self._options.parallel) as pool:
-            answers = list(pool.map(self._row, rows))
-        out = {"logprobs": torch.full((n,), torch.nan), "topk_ids": torch.zeros(n, self._k, dtype=torch.int64)}
-        out["topk_logprobs"] = torch.full((n, self._k + 1), torch.nan)
+            answers = list(pool.map(lambda ids, left: {} if left else self._row(ids), rows, untaught.tolist()))
+        out = {"logprobs": torch.where(untaught[batch.row_of], -math.log(self._k + 1), torch.nan)}
+        out["topk_ids"] = torch.arange(self._k).repeat(n, 1)  # which differ, also where nothing is known
+        out["topk_logprobs"] = out["logprobs"][:, None].repeat(1, self._k + 1)
         for r, answer in enumerate(answers):
             span = slice(int(flat.row_start[r]), int(flat.row_start[r + 1]))
             at = flat.target_from[span] - int(flat.seg_start[r])  # what predicts a token stands before it

@@ -173,9 +173,12 @@ class Role:
             return
         at = np.cumsum([0, *(r.loss_tokens for r in refs)])
         for name, column in outputs.items():
-            like = shaped[name]
-            empty = torch.zeros((int(at[-1]), *like.shape[1:]), dtype=like.dtype)
-            self.queue.write(refs, {column: Ragged(empty / 0 if like.is_floating_point() else empty, at)})
+            like, tokens = shaped[name], int(at[-1])
+            if like.is_floating_point():
+                empty = torch.full((tokens, *like.shape[1:]), torch.nan, dtype=like.dtype)
+            else:  # ids of a token, which differ from each other
+                empty = torch.arange(like.shape[1], dtype=like.dtype).repeat(tokens, 1)
+            self.queue.write(refs, {column: Ragged(empty, at)})
 
     def merge(self, refs: Refs, columns: Sequence[str], shares: Sequence[float], target: str) -> None:
         """Write the log-probs that several teachers together give the tokens of each row, of their columns [L]. shares:

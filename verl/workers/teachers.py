@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from typing import TypeVar
 
 from verl.model_engine.base import EngineCapabilities
 from verl.types import Metric, Metrics, Refs
 from verl.workers.group import WorkerDied
 from verl.workers.model_workers import ModelWorkers
 
+A = TypeVar("A")
 Asked = Mapping[str, tuple[Refs, Future[frozenset[str]]]]
 
 
@@ -41,46 +43,57 @@ class Teachers(ModelWorkers):
             to = outputs if self._pick == "task" else {o: f"{column}/{name}" for o, column in outputs.items()}
             if own:
                 asked[name] = own, member.infer(own, to)
-        found: Future[frozenset[str]] = Future()
-        found.set_running_or_notify_cancel()
-        threading.Thread(target=self._settle, args=(found, refs, asked, outputs), daemon=True).start()
-        return found
+        return _beside(lambda: self._settle(refs, asked, outputs))
 
     def take_metrics(self) -> Future[Metrics]:
         """Of those that live, by their names."""
-        done, out = Future[Metrics](), dict[str, Metric]()
-        for name, member in self._members.items():
-            if name not in self._dead:
+        asked = {name: member.take_metrics() for name, member in self._members.items() if name not in self._dead}
+
+        def counted() -> Metrics:
+            out = dict[str, Metric]()
+            for name, answer in asked.items():
                 with contextlib.suppress(WorkerDied):  # the user was told when it died
-                    counted = member.take_metrics().result(self._timeout_s)
-                    out |= {f"{figure}/{name}": metric for figure, metric in counted.items()}
-        done.set_result(out)
-        return done
+                    out |= {f"{figure}/{name}": m for figure, m in answer.result(self._timeout_s).items()}
+            return out
+
+        return _beside(counted)
 
     def close(self, timeout_s: float = 10.0) -> None:
         for member in self._members.values():
             member.close(timeout_s)
 
-    def _settle(self, found: Future[frozenset[str]], refs: Refs, asked: Asked, outputs: Mapping[str, str]) -> None:
+    def _settle(self, refs: Refs, asked: Asked, outputs: Mapping[str, str]) -> frozenset[str]:
+        broken, dead = set[str](), dict[str, WorkerDied]()
+        for name, (own, answer) in asked.items():
+            try:
+                broken |= answer.result(self._timeout_s)
+            except WorkerDied as e:  # the user was told when it died
+                dead[name] = e
+                broken |= {*own.ids}
+        self._dead |= dead.keys()
+        left = [member for name, member in self._members.items() if name not in self._dead]
+        if not left:
+            raise next(iter(dead.values()))
+        if dead:
+            gone = Refs(r for r in refs if r.teacher in dead) if self._pick == "task" else refs
+            left[0].blank(gone, outputs).result(self._timeout_s)
+        elif self._pick != "task":
+            (column,) = outputs.values()
+            columns = [f"{column}/{name}" for name in self._members]
+            left[0].merge(refs, columns, self._shares, column).result(self._timeout_s)
+        return frozenset(broken)
+
+
+def _beside(wait: Callable[[], A]) -> Future[A]:
+    """What it returns or raises, from a thread of its own: whoever asks is not held up."""
+    found = Future[A]()
+    found.set_running_or_notify_cancel()
+
+    def run() -> None:
         try:
-            broken, dead = set[str](), dict[str, WorkerDied]()
-            for name, (own, answer) in asked.items():
-                try:
-                    broken |= answer.result(self._timeout_s)
-                except WorkerDied as e:  # the user was told when it died
-                    dead[name] = e
-                    broken |= {*own.ids}
-            self._dead |= dead.keys()
-            left = [member for name, member in self._members.items() if name not in self._dead]
-            if not left:
-                raise next(iter(dead.values()))
-            if dead:
-                gone = Refs(r for r in refs if r.teacher in dead) if self._pick == "task" else refs
-                left[0].blank(gone, outputs).result(self._timeout_s)
-            elif self._pick != "task":
-                (column,) = outputs.values()
-                columns = [f"{column}/{name}" for name in self._members]
-                left[0].merge(refs, columns, self._shares, column).result(self._timeout_s)
-            found.set_result(frozenset(broken))
+            found.set_result(wait())
         except BaseException as e:
             found.set_exception(e)
+
+    threading.Thread(target=run, daemon=True).start()
+    return found
