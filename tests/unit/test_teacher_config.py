@@ -175,11 +175,28 @@ def test_the_plan_knows_what_a_teacher_costs(base):
     assert whole["teacher's activations"] > 0 and not any("teacher" in item for item in planned("grpo"))
 
 
+TRL_OWN = """model_init_kwargs trust_remote_code teacher_model_name_or_path teacher_model_revision disable_dropout
+teacher_model_init_kwargs max_completion_length ds3_gather_for_generation shuffle_dataset pad_to_multiple_of temperature
+top_p top_k min_p generation_kwargs chat_template_kwargs repetition_penalty cache_implementation use_vllm vllm_mode
+vllm_model_impl vllm_enable_sleep_mode vllm_structured_outputs_regex vllm_server_base_url vllm_server_host
+vllm_server_port vllm_server_timeout vllm_group_port vllm_gpu_memory_utilization vllm_max_model_length
+vllm_tensor_parallel_size beta max_tool_calling_iterations log_completions num_completions_to_print log_unique_prompts
+lmbda max_new_tokens seq_kd"""
+"""Of TRL 1.16: the fields of DistillationConfig that TrainingArguments has not, and of GKDConfig that SFTConfig has
+not."""
+
+
+def test_every_field_of_trl_is_in_the_table():
+    assert {*TRL_OWN.split()} <= DISTILLATION.keys()
+
+
 @pytest.mark.parametrize("field", DISTILLATION)
 def test_a_field_of_trl_is_told_what_it_is_here(base, field):
     with pytest.raises(ValueError, match=f"unknown key '{field}'.*TRL's name; here: ") as told:
         load_config([*base, f"{field}=1"])
-    keys = re.findall(r"\b(?:algorithm|teacher|rollout|step|model)\.[a-z_.]*[a-z_]", str(told.value))
+    keys = re.findall(
+        r"\b(?:algorithm|teacher|rollout|step|model|data|sync|agent|track|pipeline)\.[a-z_.]*[a-z_]", str(told.value)
+    )
     options = {f"algorithm.options.{key}" for key, option in knobs().items() if option}
     named = [key for key in keys if key not in leaves() and key not in options]
     assert not named, "a key that is not there"

@@ -34,6 +34,36 @@ DISTILLATION: Mapping[str, str] = MappingProxyType(
         "max_completion_length": "rollout.max_response_tokens",
         "num_generations": "step.samples_per_prompt",
         "disable_dropout": "dropout is off",
+        "model_init_kwargs": "model.path, model.dtype and model.trust_remote_code",
+        "trust_remote_code": "model.trust_remote_code",
+        "shuffle_dataset": "data.shuffle",
+        "pad_to_multiple_of": "rows are packed, never padded",
+        "chat_template_kwargs": "model.template_kwargs",
+        "top_p": "rollout.top_p",
+        "top_k": "rollout.top_k",
+        "min_p": "rollout.min_p",
+        "repetition_penalty": "nothing: what is drawn is the policy's own distribution",
+        "generation_kwargs": "rollout.stop, rollout.ignore_eos and the other keys of `verl show config rollout`",
+        "cache_implementation": "rollout.engine",
+        "ds3_gather_for_generation": "weights are published to the rollout engine (sync.engine)",
+        "use_vllm": "rollout.engine=vllm",
+        "vllm_mode": "rollout.engine=vllm, beside it rollout.url=URL where one runs already",
+        "vllm_enable_sleep_mode": "pipeline.placement=colocated",
+        **dict.fromkeys(
+            ("vllm_server_base_url", "vllm_server_host", "vllm_server_port"), "rollout.url=http://HOST:PORT"
+        ),
+        "vllm_server_timeout": "rollout.engine_options={request_timeout_s: 240}, of rollout.engine=vllm",
+        "vllm_gpu_memory_utilization": "rollout.engine_options={gpu_memory_utilization: 0.3}, of rollout.engine=vllm",
+        "vllm_tensor_parallel_size": "rollout.engine_options={tensor_parallel_size: 2}, of rollout.engine=vllm",
+        "vllm_model_impl": "rollout.engine_options={args: {model-impl: transformers}}, of rollout.engine=vllm",
+        "vllm_max_model_length": "follows from data.max_prompt_tokens and rollout.max_response_tokens",
+        "vllm_group_port": "weights go through shared memory (sync.engine): no port",
+        "vllm_structured_outputs_regex": "nothing: answers are not held to a grammar",
+        "max_tool_calling_iterations": "agent.max_turns",
+        **dict.fromkeys(
+            ("log_completions", "num_completions_to_print", "log_unique_prompts"),
+            "every answer is in samples/ (track.samples_per_step) and in the report",
+        ),
     }
 )
 """What the fields of TRL's GKDConfig and DistillationConfig are here: no alias, a line for who types one of them."""
