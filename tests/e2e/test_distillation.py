@@ -1,10 +1,12 @@
 """A fresh model learns from a trained one through the real loop, and goes on where it was killed."""
 
 import json
+import random
+import time
 
 import numpy as np
 import pytest
-from small_runs import metrics_of, same_tensors, small_run, tensors_of, trained
+from small_runs import launch, metrics_of, same_tensors, saved, small_args, small_run, tensors_of, trained, wait_for
 
 from verl.driver.replay import replay
 from verl.track.samples import read_samples
@@ -50,6 +52,25 @@ def test_a_run_that_was_cut_is_the_run_that_was_not(name, learned, tmp_path, tin
     cut, whole = tmp_path / "cut" / "r", tmp_path / "whole" / "r"
     assert trained(cut) == trained(whole)
     same_tensors(tensors_of(cut, 4), tensors_of(whole, 4))
+
+
+@pytest.mark.timeout(300)
+def test_a_run_that_is_killed_is_the_run_that_was_not(learned, tmp_path, tiny_model, arithmetic_data):
+    """Killed twice with its teacher, at moments of no choice."""
+    more = ("run.total_steps=5", "run.save_every_steps=1", "run.deterministic=true", "track.sinks=[jsonl]")
+    given = arguments("gkd_topk", learned, *more)
+    args = small_args(tmp_path / "cut", tiny_model, arithmetic_data[:1], *given)
+    cut, log, rng = tmp_path / "cut" / "r", tmp_path / "log", random.Random(5)
+    for wanted in (1, 3):
+        process = launch(args, log)
+        wait_for(lambda p=process, w=wanted: p.poll() is not None or saved(cut) >= w, 120, f"step {wanted}: {log}")
+        time.sleep(rng.random() * 0.4)
+        process.kill()
+        process.wait(30)
+    assert launch(args, log).wait(120) == 0, log.read_text()[-3000:]
+    small_run(tmp_path / "whole", tiny_model, arithmetic_data[:1], *given)
+    assert trained(cut) == trained(tmp_path / "whole" / "r") and sorted(trained(cut)) == [1, 2, 3, 4, 5]
+    same_tensors(tensors_of(cut, 5), tensors_of(tmp_path / "whole" / "r", 5))
 
 
 @pytest.fixture(scope="module")

@@ -24,6 +24,7 @@ from small_runs import (
 
 from verl.config.load import load_config
 from verl.driver.launch import run_rl
+from verl.track.events import read_events
 
 EXACT = ("actor/pg_loss", "actor/grad_norm", "actor/entropy", "critic/score/mean", "response_length/mean", "actor/lr")
 
@@ -49,6 +50,7 @@ REFILL = (
     "run.total_epochs=40",
     "algorithm.max_draws_per_group=100",
 )
+CURRICULUM = ("run.deterministic=true", "algorithm.options.curriculum=reward_length:long_ones")
 SYNC_2 = ("pipeline.sync_every=2", "step.updates_per_step=2")
 
 
@@ -66,6 +68,7 @@ SYNC_2 = ("pipeline.sync_every=2", "step.updates_per_step=2")
         (("rollout.replicas=2",), 3),
         (("algorithm.name=ppo",), 3),
         (REFILL, 3),
+        (CURRICULUM, 4),
     ],
     ids=lambda x: str(x) if isinstance(x, int) else "+".join(m.split(".")[-1] for m in x) or "grpo",
 )
@@ -95,6 +98,10 @@ def test_a_cut_run_equals_a_straight_one_bitwise(tmp_path, tiny_model, arithmeti
     if more is REFILL:
         refilled = sum(m.get("groups/rejected", 0) for m in metrics_of(tmp_path / "cut" / "r").values())
         assert refilled > 0, "a test of the refill in which nothing was refilled"
+    if more is CURRICULUM:
+        tasks = [e.data["task_id"] for e in read_events(tmp_path / "cut" / "r") if e.kind == "dispatched"]
+        first, last = Counter(tasks[:12]), Counter(tasks[-12:])
+        assert len(first) == 12 and len(last) < 10, "an epoch by what was scored in the one before"
 
 
 def test_a_finished_run_says_so_and_a_longer_one_goes_on(tmp_path, tiny_model, arithmetic_data):

@@ -84,6 +84,7 @@ FAULTS = [
     (["algorithm.clip_low=1.5"], "below 1"),
     (["algorithm.clip_high=-0.1"], "must be >= 0"),
     (["algorithm.filter_metric=acc"], "algorithm.filter_groups=true"),
+    (["algorithm.options.curriculum=m:f", "data.shuffle=false"], "the curriculum says which rows come"),
     (["algorithm.name=dapo", "algorithm.max_draws_per_group=0.5"], "must be >= 1"),
     (["algorithm.on_exhausted=go"], "stop, smaller"),
     (["algorithm.advantage=mine"], "module:function"),

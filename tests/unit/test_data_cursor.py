@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.data.cursor import epoch_order
+from verl.data.cursor import Curriculum, Weigh, epoch_order
 from verl.data.source import Cursor, Draw
 
 
@@ -121,6 +121,84 @@ def test_misuse_is_caught() -> None:
         cursor.give_back(draw)
     with pytest.raises(ValueError, match="num_tasks=0"):
         Cursor(0, seed=1)
+
+
+def curriculum(tasks: int, seed: int, weigh: Weigh) -> Cursor:
+    return Cursor(tasks, seed, curriculum=Curriculum(tasks, seed, weigh))
+
+
+def counts(cursor: Cursor, tasks: int) -> list[int]:
+    """How often each task is drawn in the next epoch."""
+    found = Counter(d.index for d in take(cursor, tasks))
+    return [found[i] for i in range(tasks)]
+
+
+def test_a_curriculum_draws_each_task_by_its_share() -> None:
+    for seed in range(20):
+        assert counts(curriculum(30, seed, np.ones_like), 30) == [1] * 30, "equal weights: every task once"
+        weights = np.random.default_rng(seed).random(30) * (np.arange(30) % 3 > 0)
+        found = counts(curriculum(30, seed, lambda scores, weights=weights: weights), 30)
+        shares = 30 * weights / weights.sum()
+        assert all(np.floor(s - 1e-9) <= n <= np.ceil(s + 1e-9) for n, s in zip(found, shares)) and sum(found) == 30
+    one, two = (take(curriculum(30, 5, np.ones_like), 60)[k : k + 30] for k in (0, 30))
+    assert [d.index for d in one] != [d.index for d in two] and [d.epoch for d in two] == [1] * 30
+
+
+def unsolved(scores: np.ndarray) -> np.ndarray:
+    return 1 - np.nan_to_num(scores)
+
+
+def test_an_epoch_is_drawn_by_what_was_scored_before_it() -> None:
+    """Of several draws of a task the latest counts, in whichever order they were scored; a step's count at its end."""
+    found = []
+    for order in (1, -1):
+        cursor = curriculum(4, 0, unsolved)
+        draws = take(cursor, 4)
+        of = {d.index: d for d in draws}
+        later = Draw(0, 9, 2)
+        for draw, score in [(of[0], 1.0), (of[1], 1.0), (of[2], 0.0), (later, 1.0)][::order]:
+            cursor.scored(draw, score)
+        cursor.step_ended()
+        cursor.scored(of[3], 1.0)  # of a step that has not ended
+        found.append(counts(cursor, 4))
+    assert found == [[0, 0, 0, 4]] * 2
+
+
+@settings(max_examples=60, deadline=None)
+@given(tasks=st.integers(1, 9), seed=st.integers(-5, 2**40), cut=st.integers(0, 40), given_back=st.booleans())
+def test_a_curriculum_that_was_cut_goes_on_as_if_never_cut(tasks: int, seed: int, cut: int, given_back: bool) -> None:
+    def play(cursor: Cursor, numbers: range) -> list[Draw]:
+        out = []
+        for number in numbers:
+            out.append(cursor.next())
+            if given_back and number % 5 == 2:
+                cursor.give_back(out[-1])
+            else:
+                cursor.scored(out[-1], (out[-1].draw * 7 % 5) / 4)
+            if number % 3 == 0:
+                cursor.step_ended()
+        return out
+
+    straight = play(curriculum(tasks, seed, lambda s: 0.1 + unsolved(s)), range(41))
+    first, then = (curriculum(tasks, seed, lambda s: 0.1 + unsolved(s)) for _ in range(2))
+    head = play(first, range(cut))
+    then.load_state(json.loads(json.dumps(first.state())))
+    assert head + play(then, range(cut, 41)) == straight
+
+
+def test_a_curriculum_that_cannot_be_is_refused() -> None:
+    for weigh in (lambda s: s, np.zeros_like, lambda s: s[:-1], lambda s: np.arange(6) - 1.0):
+        with pytest.raises(
+            ValueError, match=r"algorithm.options.curriculum: it gave .* one weight for each of the 6 rows"
+        ):
+            curriculum(6, 0, weigh)
+    with_one, without = curriculum(6, 0, np.ones_like), Cursor(6, 0)
+    for cursor, other, said in (
+        (with_one, without, "saved without .* run is with"),
+        (without, with_one, "saved with "),
+    ):
+        with pytest.raises(ValueError, match=f"{said}.*resume as it was, or start a new run"):
+            cursor.load_state(other.state())
 
 
 def test_a_million_tasks_are_quick() -> None:

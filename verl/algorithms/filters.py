@@ -22,12 +22,14 @@ REJECTION_STATS = (
 
 @dataclass(frozen=True, kw_only=True)
 class GroupFilter(Spec):
-    """Dynamic sampling (DAPO): groups whose metric does not vary are rejected and drawn again."""
+    """Dynamic sampling (DAPO): groups whose metric does not vary are rejected and drawn again. curriculum: a user's
+    `module:function` that weighs the rows by what they scored (see data/cursor.py)."""
 
     filter_groups: bool = knob(False)
     filter_metric: str | None = knob(None)
     max_draws_per_group: float = knob(10.0, least=1)
     on_exhausted: Literal["stop", "smaller"] = knob("stop", choices=("stop", "smaller"))
+    curriculum: str | None = knob(None, option=True)
 
     def select(self, values: Sequence[float]) -> Literal["keep", "reject"]:
         return reject_flat(values) if self.filter_groups else "keep"

@@ -105,6 +105,9 @@ def _algorithm(config: Config) -> Iterator[str]:
     yield from preset.idle(given)
     if preset.group.least > 1 and a.advantage is None and config.step.samples_per_prompt == 1:
         yield f"step.samples_per_prompt=1: {a.name} compares the answers to one prompt; set at least 2 (8 is usual)"
+    if preset.group_filter.curriculum is not None and not config.data.shuffle:
+        said = f"data.shuffle=false with algorithm.options.curriculum={preset.group_filter.curriculum}"
+        yield f"{said}: the curriculum says which rows come, not their order; leave one of them out"
     if preset.stored_share() and config.pipeline.oversample:
         why = "the slowest groups are dropped, and stored answers never are: their share would grow; set 0"
         yield f"pipeline.oversample={config.pipeline.oversample:g} with algorithm.options.on_policy_share: {why}"
@@ -112,7 +115,7 @@ def _algorithm(config: Config) -> Iterator[str]:
     if config.reward.stage == "batch" and config.reward.model is not None and shapes:
         why = "it scales a score that the reward model has not given yet: reward.stage=stream"
         yield f"algorithm.options.stop_properly_coef with reward.stage=batch: {why}"
-    selects = preset.group_filter.filter_groups or preset.sample_filter is not None
+    selects = preset.group_filter.filter_groups or preset.group_filter.curriculum or preset.sample_filter is not None
     if config.reward.stage == "batch" and config.reward.model is not None and selects:
         yield f"reward.stage=batch scores after groups are selected, but {a.name} selects by score: reward.stage=stream"
 

@@ -1,13 +1,14 @@
 """Where a run is in its data: a cursor that can be saved, restored and handed draws back.
 
 A draw is a serial number. Which task it is follows from the number alone, so the whole state is (next number, numbers
-handed back): no iterator, nothing that depends on how the run was interleaved or cut.
+handed back): no iterator, nothing that depends on how the run was interleaved or cut. A curriculum chooses the tasks of
+an epoch by what was scored before; that choice, and the scores, are state beside them.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 import numpy as np
 
 STATE_VERSION = 1
+KEPT_DRAWS = 1 << 16  # what is in flight, or was given back, is of the last so many draws
+Weigh = Callable[[np.ndarray], Any]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -29,13 +32,16 @@ class Draw:
 class Cursor:
     """Draws every task once per epoch, without end, in an order that is a pure function of (seed, epoch).
 
-    A draw that was given back is the next one to be handed out, with the same number.
+    A draw that was given back is the next one to be handed out, with the same number. With a curriculum an epoch has as
+    many draws, and it says of which tasks.
     """
 
-    def __init__(self, num_tasks: int, seed: int, shuffle: bool = True) -> None:
+    def __init__(
+        self, num_tasks: int, seed: int, shuffle: bool = True, *, curriculum: Curriculum | None = None
+    ) -> None:
         if num_tasks < 1:
             raise ValueError(f"num_tasks={num_tasks}: there is nothing to draw from")
-        self.num_tasks, self.seed, self.shuffle = num_tasks, seed, shuffle
+        self.num_tasks, self.seed, self.shuffle, self._curriculum = num_tasks, seed, shuffle, curriculum
         self._next = 0
         self._returned: list[int] = []  # a heap: the oldest draw goes out first
 
@@ -52,10 +58,20 @@ class Cursor:
         assert draw == self._draw(draw.draw), f"{draw} is not of this cursor"
         heapq.heappush(self._returned, draw.draw)
 
+    def scored(self, draw: Draw, score: float) -> None:
+        """The mean score of the answers to a draw; it counts once the step has ended."""
+        if self._curriculum is not None:
+            self._curriculum.new.append((draw.draw, draw.index, score))
+
+    def step_ended(self) -> None:
+        if self._curriculum is not None:
+            self._curriculum.settle()
+
     def state(self) -> dict[str, Any]:
         """Plain JSON types."""
         same = {"state_version": STATE_VERSION, "num_tasks": self.num_tasks, "seed": self.seed, "shuffle": self.shuffle}
-        return {**same, "next_draw": self._next, "returned": sorted(self._returned)}
+        more = {} if self._curriculum is None else {"curriculum": self._curriculum.state()}
+        return {**same, "next_draw": self._next, "returned": sorted(self._returned), **more}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Continue where `state` was taken. The data and the order must be the same."""
@@ -67,15 +83,77 @@ class Cursor:
                     f"the data cursor was saved with {name}={state[name]} and this run has {value}: its draws would be"
                     " other tasks. Fix: resume with the same data and seed, or start a new run"
                 )
+        if ("curriculum" in state) != (self._curriculum is not None):
+            was, now = ("with", "without") if "curriculum" in state else ("without", "with")
+            fix = "resume as it was, or start a new run"
+            raise ValueError(f"the data cursor was saved {was} algorithm.options.curriculum, this run is {now}: {fix}")
         next_draw, returned = int(state["next_draw"]), sorted(int(d) for d in state["returned"])
         if next_draw < 0 or len(set(returned)) < len(returned) or any(not 0 <= d < next_draw for d in returned):
             raise ValueError(f"damaged cursor state: next_draw={next_draw}, returned={returned[:8]}")
         self._next, self._returned = next_draw, returned  # a sorted list is a heap
+        if self._curriculum is not None:
+            self._curriculum.load_state(state["curriculum"])
 
     def _draw(self, number: int) -> Draw:
         epoch, position = divmod(number, self.num_tasks)
-        order = epoch_order(self.num_tasks, self.seed, epoch) if self.shuffle else range(self.num_tasks)
+        if self._curriculum is not None:
+            order = self._curriculum.order(epoch)
+        else:
+            order = epoch_order(self.num_tasks, self.seed, epoch) if self.shuffle else np.arange(self.num_tasks)
         return Draw(epoch, number, int(order[position]))
+
+
+class Curriculum:
+    """Which tasks an epoch draws, settled at its first draw by the scores that are known then.
+
+    weigh: the score [num_tasks] of each task's latest draw, NaN where there is none -> weights [num_tasks]. A task has
+    its share of them in the draws of the epoch, rounded up or down."""
+
+    def __init__(self, num_tasks: int, seed: int, weigh: Weigh) -> None:
+        self.num_tasks, self.seed, self._weigh = num_tasks, seed, weigh
+        self.scores = np.full(num_tasks, np.nan)
+        self.new: list[tuple[int, int, float]] = []  # (draw, task, score) of the step under way
+        self._of = np.full(num_tasks, -1)  # the draw of each score
+        self._orders: dict[int, np.ndarray] = {}
+        self.order(0)  # a function that cannot be used is found before anything is drawn
+
+    def settle(self) -> None:
+        """A step has ended; of several draws of a task the latest counts, whichever was scored first."""
+        for draw, task, score in self.new:
+            if draw >= self._of[task]:
+                self._of[task], self.scores[task] = draw, score
+        self.new.clear()
+
+    def order(self, epoch: int) -> np.ndarray:
+        """[num_tasks] int64: the task of each draw."""
+        if epoch not in self._orders:
+            assert epoch > max(self._orders, default=-1), f"the order of epoch {epoch} was forgotten"
+            first = np.random.Philox(key=np.array([self.seed % 2**64, 2**63 + epoch], np.uint64)).random_raw()
+            ends = np.cumsum(self._weights())
+            at = (np.arange(self.num_tasks) + int(first) / 2**64) * (ends[-1] / self.num_tasks)
+            drawn = np.searchsorted(ends, at, side="right").clip(max=self.num_tasks - 1)
+            self._orders[epoch] = drawn[epoch_order(self.num_tasks, self.seed, epoch)]
+            oldest = epoch - 1 - KEPT_DRAWS // self.num_tasks
+            self._orders = {e: order for e, order in self._orders.items() if e >= oldest}
+        return self._orders[epoch]
+
+    def _weights(self) -> np.ndarray:
+        found = np.asarray(self._weigh(self.scores.copy()), np.float64)
+        if found.shape != (self.num_tasks,) or not np.isfinite(found).all() or (found < 0).any() or not found.any():
+            said = f"it gave {found.shape} with {found.min(initial=0):g} to {found.max(initial=0):g}"
+            fix = f"return one weight for each of the {self.num_tasks} rows, none below 0, some above it"
+            raise ValueError(f"algorithm.options.curriculum: {said}; {fix}")
+        return found
+
+    def state(self) -> dict[str, Any]:
+        scores = [None if np.isnan(score) else score for score in self.scores.tolist()]
+        orders = {str(epoch): order.tolist() for epoch, order in self._orders.items()}
+        return {"scores": scores, "of": self._of.tolist(), "new": [*map(list, self.new)], "orders": orders}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.scores, self._of = np.array(state["scores"], np.float64), np.array(state["of"], np.int64)
+        self.new = [(int(draw), int(task), float(score)) for draw, task, score in state["new"]]
+        self._orders = {int(epoch): np.array(order, np.int64) for epoch, order in state["orders"].items()}
 
 
 @lru_cache(maxsize=2)  # draws given back are of this epoch or the last

@@ -15,7 +15,7 @@ import numpy as np
 from verl.agent_loop.registry import Loops, load_loops
 from verl.algorithms.presets import settled
 from verl.algorithms.resolve import Algorithm, resolve
-from verl.algorithms.specs import GKDTopK
+from verl.algorithms.specs import GKDTopK, function
 from verl.checkpoint.latest import beyond
 from verl.config.backends import CLUSTER, ROLLOUT, backend_of, layout_of, load, longest_sequence, options_of
 from verl.config.cluster import roles_of
@@ -23,6 +23,7 @@ from verl.config.load import Resolved
 from verl.config.memory import drops_rollout_weights
 from verl.config.plan import algorithm_warnings, checkpoint_bytes, policy_updates, total_steps
 from verl.config.schema import AlgorithmConfig, Config
+from verl.data.cursor import Curriculum
 from verl.data.formats import FEEDBACK, ONE_ANSWER, Players
 from verl.data.render import Feedback
 from verl.data.source import Cursor, TaskTable, load_tasks
@@ -106,7 +107,7 @@ async def _run_of(
     config, (tokenizer, loops, tasks, eval_tasks) = resolved.config, data
     warned = (f"warning: {said}" for said in algorithm_warnings(config))
     progress.message("\n".join([f"data: {tasks.report.summary()}", *loops.notes, *warned]))
-    waits = Waits(claimed.path / "waits.json")
+    waits, cursor = Waits(claimed.path / "waits.json"), _cursor(config, algorithm, len(tasks))
     num_steps = total_steps_of(config, len(tasks), config.step.prompts_per_step)
     updates = policy_updates(config, num_steps)
     if algorithm.critic is not None and updates == 0:
@@ -127,7 +128,7 @@ async def _run_of(
     recorder = context.cluster.start("recorder", build_recorder, told)
     reporter = reporter_of(claimed, resolved, progress, waits, num_steps, recorder=recorder, on_step=on_step)
     trajectories = _trajectories(config, tokenizer, loops, rollout, reward, waits, algorithm)
-    groups = _groups(config, learner, tasks, trajectories, reporter, num_steps, tokenizer)
+    groups = _groups(config, learner, tasks, cursor, trajectories, reporter, num_steps, tokenizer)
     checkpointer = Checkpointer(claimed, learner, trained_roles(learner), checkpoint_bytes(config), reporter)
     publisher = _publisher(config, sync, actor, replicas, rollout, waits, progress)
     context.cluster.watch(from_threads(groups.fail))
@@ -246,10 +247,19 @@ def _trajectories(
     )
 
 
+def _cursor(config: Config, algorithm: Algorithm, num_tasks: int) -> Cursor:
+    seed, name = data_seed(config), algorithm.group_filter.curriculum
+    if name is None:
+        return Cursor(num_tasks, seed, config.data.shuffle)
+    weigh = function(name, "algorithm.options.curriculum")
+    return Cursor(num_tasks, seed, config.data.shuffle, curriculum=Curriculum(num_tasks, seed, weigh))
+
+
 def _groups(
     config: Config,
     learner: Learner,
     tasks: TaskTable,
+    cursor: Cursor,
     trajectories: TrajectoryRunner,
     reporter: Reporter,
     total_steps: int,
@@ -259,7 +269,7 @@ def _groups(
     inform = Feedback(tokenizer, config.model.template_kwargs, config.data.max_prompt_tokens)
     return RolloutManager(
         scheduler=_scheduler(config, learner.algorithm, total_steps),
-        cursor=Cursor(len(tasks), data_seed(config), config.data.shuffle),
+        cursor=cursor,
         tasks=tasks,
         trajectories=trajectories,
         algorithm=learner.algorithm,

@@ -36,6 +36,8 @@ class Draws(Protocol):
 
     def next(self) -> Any: ...
     def give_back(self, draw: Any) -> None: ...
+    def scored(self, draw: Any, score: float) -> None: ...
+    def step_ended(self) -> None: ...
     def state(self) -> dict[str, Any]: ...
     def load_state(self, state: Mapping[str, Any]) -> None: ...
 
@@ -168,6 +170,7 @@ class RolloutManager:
             del self.groups[group_id], self._refs[group_id], self._draws[group_id]
         self._taken = ()
         self._invalid.step_ended()
+        self.cursor.step_ended()
         return {task.task_id: task.ground_truth for task in tasks}
 
     def on_published(self, version: int) -> None:
@@ -326,6 +329,8 @@ class RolloutManager:
             if t.outcome == "ok" and t.purpose == "train"
         ]
         self.stats.groups += 1
+        if scores:
+            self.cursor.scored(self._draws[group.group_id], sum(scores) / len(scores))
         self.stats.flat += len(scores) > 1 and reject_flat(scores) == "reject"
         self.events.append(
             "scored",
