@@ -1,5 +1,6 @@
 """Shared pieces. Everything that tests write goes to tmp paths; no test needs a network or a GPU."""
 
+import gc
 import os
 import signal
 import sys
@@ -14,6 +15,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a runner started in the
 import pytest
 
 DATA = Path(__file__).parent / "data"
+
+
+def pytest_collection_finish(session):
+    """Modules and tests are here to stay: a full collection, and every run makes one, need not walk them (0.35 s)."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """The real loop on a tiny model: every part that a real run has."""
 
+import gc
 import json
 import signal
 from pathlib import Path
@@ -10,6 +11,8 @@ import torch
 from small_runs import metrics_of, small_args, small_run, tensors_of, trained
 
 from verl.cli import main
+from verl.config.load import load_config
+from verl.driver.launch import run_rl
 from verl.track.samples import read_samples, sample_steps
 
 
@@ -176,8 +179,15 @@ def test_two_replicas_sample_what_one_does_and_both_serve(tmp_path, tiny_model, 
 
 
 def test_two_runs_are_bitwise_equal(tmp_path, tiny_model, arithmetic_data):
+    """And what their caller has frozen for the collector is so afterwards, or nothing is."""
     for name in ("a", "b"):
-        small_run(tmp_path / name, tiny_model, arithmetic_data[:1])
+        (gc.freeze if name == "a" else gc.unfreeze)()
+        before, seen = gc.get_freeze_count(), []
+        config = load_config(small_args(tmp_path / name, tiny_model, arithmetic_data[:1]))
+        run_rl(config, quiet=True, on_step=lambda step, values, seen=seen: seen.append(gc.get_freeze_count()))
+        gc.collect()
+        assert min(seen) > 10_000 and (before == 0) == (name == "b") == (gc.get_freeze_count() == 0)
+    gc.freeze()
     a, b = (metrics_of(tmp_path / n / "r") for n in ("a", "b"))
     for step in (1, 2, 3):
         for name in ("actor/pg_loss", "actor/grad_norm", "critic/score/mean", "actor/entropy"):

@@ -102,20 +102,22 @@ async def _train(resolved: Resolved, title: str, on_step: OnStep | None, plan: s
 
 
 async def _trained(run: Run, title: str, plan: str) -> None:
-    thresholds, progress = gc.get_threshold(), run.reporter.progress
+    thresholds, thawed, progress = gc.get_threshold(), not gc.get_freeze_count(), run.reporter.progress
     try:
         write_atomic(run.dir / "plan.json", plan.encode())
         if run.first_index:
             progress.message(f"resuming {run.dir} after step {run.first_index} of {run.total_steps}")
         progress.start(run.total_steps, title)
         gc.collect()
-        gc.freeze()  # what lives as long as the run: else every full collection walks all of it, a tenth of a second
+        if thawed:  # what lives as long as the run: else every full collection walks all of it, a tenth of a second
+            gc.freeze()
         if thresholds[0]:  # 0: the user has switched it off
             gc.set_threshold(max(GC_THRESHOLD, thresholds[0]), *thresholds[1:])
         await run.until_stopped(train(run))
         run.reporter.events.append(FINISHED, run.total_steps, {})
     finally:
-        gc.unfreeze()
+        if thawed:  # what the caller has frozen stays so
+            gc.unfreeze()
         gc.set_threshold(*thresholds)
         await asyncio.shield(run.close())
 
