@@ -28,7 +28,7 @@ from verl.rollout import hf
 from verl.rollout.base import RolloutContext
 from verl.rollout.native import engine as native
 from verl.rollout.native.options import Options
-from verl.weight_sync.canary import Probed, fault
+from verl.weight_sync.canary import Probed, fault, probes_of
 from verl.weight_sync.local import LocalOutlet
 from verl.weight_sync.sender import WeightSender, probed
 
@@ -291,3 +291,11 @@ def test_the_models_own_pass_is_made_at_first_now_and_then_and_where_the_model_m
         made += [version] * (engine.own - before)
         assert np.allclose(probe.own - probe.logprobs, 1e-6, atol=1e-7)
     assert made == [0, 1, 2, 8, 9, 16]
+
+
+def test_the_probes_are_the_beginnings_of_prompts_that_differ():
+    prompts = [np.arange(n) + start for start, n in ((0, 5), (0, 5), (7, 1), (10, 20), (40, 30), (100, 300))]
+    probes = probes_of(prompts, 64)
+    assert [p.tolist() for p in probes] == [[*range(5), *range(10, 30), *range(40, 70)], list(range(100, 164))]
+    many = probes_of((np.arange(100) + k for k in range(64)), 1000)
+    assert [len(p) for p in many] == [100] * 4 and probes_of([], 64) == []

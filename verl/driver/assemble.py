@@ -61,6 +61,7 @@ from verl.track.events import EventLog
 from verl.track.sinks import open_sinks
 from verl.types import Sampling, Task
 from verl.weight_sync.base import CheckpointEngine, SyncContext
+from verl.weight_sync.canary import probes_of
 from verl.workers.compute import build_compute
 from verl.workers.group import ClusterContext, Drivers, WorkerGroup
 from verl.workers.model_workers import START_TIMEOUT_S, ComputeWorker, ModelWorkers
@@ -118,7 +119,8 @@ async def _run_of(
     refused.callback(context.cluster.close)
     scorer = reward_model(context)
     reward, pool = await reward_of(config, scorer, algorithm.truncation, tasks[0])
-    sync = checkpoint_engine(config, _probes(tasks, longest_sequence(config)))
+    prompts = (tasks[i].prompt_ids for i in range(min(64, len(tasks))))
+    sync = checkpoint_engine(config, probes_of(prompts, longest_sequence(config)))
     policy = trained(context, "actor", updates=updates, hf_export=hf_export(config), outlet=sync.outlet())
     actor = workers_of(context, policy)
     models = models_of(context, algorithm, actor) | ({"reward_model": scorer} if scorer is not None else {})
@@ -485,20 +487,3 @@ def _scheduler(config: Config, algorithm: Algorithm, total_steps: int) -> Schedu
 
 def data_seed(config: Config) -> int:
     return config.run.seed if config.data.seed is None else config.data.seed
-
-
-def _probes(tasks: TaskTable, longest: int) -> list[np.ndarray]:
-    """The canary's fixed sequences: the beginnings of the first prompts that differ, one behind the other, as every
-    sequence is a pass of the rollout's. Of so many tokens it sees what is planted into weights; more would be paid
-    with every version."""
-    starts: dict[bytes, np.ndarray] = {}
-    for i in range(min(64, len(tasks))):
-        if len(ids := tasks[i].prompt_ids[: min(128, longest)]) > 1 and sum(map(len, starts.values())) < 384:
-            starts[ids.tobytes()] = ids
-    probes: list[np.ndarray] = []
-    for ids in starts.values():
-        if probes and len(probes[-1]) + len(ids) <= min(128, longest):
-            probes[-1] = np.concatenate([probes[-1], ids])
-        elif len(probes) < 16:
-            probes.append(ids)
-    return probes
