@@ -18,6 +18,7 @@ from small_runs import metrics_of
 
 from verl.checkpoint.store import CheckpointStore
 from verl.cli import main
+from verl.driver.home import MARK
 
 WAIT_S = 120.0
 ENV = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "TMPDIR": ""}
@@ -113,7 +114,10 @@ def test_two_ranks_make_the_run_of_one_process_and_one_process_goes_on_with_it(t
         failed += [f"{verb}: {what}" for what in same_run(one, two, 3)]
         shards = sorted(p.name for p in (two / "checkpoints/step_3/state/trainer").glob("*.safetensors"))
         assert len(shards) == 2, shards
-        files = [{p.relative_to(run) for p in run.rglob("*") if ".safetensors" not in p.name} for run in (one, two)]
+        files = [
+            {p.relative_to(run) for p in run.rglob("*") if ".safetensors" not in p.name and p.name != MARK}
+            for run in (one, two)
+        ]
         assert files[0] == files[1], "only the first rank owns the run directory"
     assert not failed, failed
     assert not list((tmp_path / "tmp").glob("verl-rank-*")), "what the others wrote is gone with them"

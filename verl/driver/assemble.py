@@ -332,7 +332,7 @@ def context_of(
         replicas=config.rollout.replicas,
         set_up=set_up,
         device=device,
-        silent_s=config.run.wait_timeout_s / 2,  # before the deadline of a call, which could not say who it is
+        wait_timeout_s=config.run.wait_timeout_s,
         say=say,
         drivers=drivers,
     )

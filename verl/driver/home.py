@@ -39,7 +39,7 @@ class Home:
             if ours != theirs:
                 raise ValueError(
                     f"node {here} has {name} {ours}, and the driver on {self.host} has {theirs}: "
-                    "install the same on every node, and restart Ray there"
+                    "install the same on every node, and start it again there"
                 )
         if Path(self.folder).is_dir():
             os.chdir(self.folder)

@@ -7,7 +7,7 @@ import gc
 import json
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +34,7 @@ from verl.track.files import write_atomic
 from verl.track.metrics import reduce
 from verl.workers.group import WorkerDied
 from verl.workers.pools import Shortage
-from verl.workers.torchrun import is_spare, take_part
+from verl.workers.torchrun import is_spare, launched, take_part
 
 GC_THRESHOLD = 50_000
 """New objects before cycles are looked for. The loop makes hardly any, and at Python's 700 every burst of trajectories
@@ -68,10 +68,16 @@ def run_rl(
     progress = progress or LiveProgress()
     if not quiet:
         progress.message(render_plan(plan))
-    text, most, died = plan.to_json(), resolved.config.cluster.max_restarts, ""
+    text = plan.to_json()
+    return _again_after_deaths(resolved, lambda: uvloop.run(_train(resolved, title, on_step, text, progress)), progress)
+
+
+def _again_after_deaths(resolved: Resolved, attempt: Callable[[], Finished], progress: LiveProgress) -> Finished:
+    """As often as `cluster.max_restarts` says, from the last checkpoint."""
+    most, died = resolved.config.cluster.max_restarts, ""
     for restart in range(1, most + 2):
         try:
-            return uvloop.run(_train(resolved, title, on_step, text, progress))
+            return attempt()
         except Shortage as short:
             if not died:
                 raise
@@ -86,9 +92,9 @@ def run_rl(
 
 
 def _go_on(resolved: Resolved) -> None:
-    """With what this run has saved, also if it began as a fork."""
+    """With what this run has saved, also if it began as a fork; one that was to find nothing finds itself."""
     run = resolved.config.run
-    if any((Path(run.root_dir) / run.name / "checkpoints").glob("step_*")):
+    if run.resume == "never" or any((Path(run.root_dir) / run.name / "checkpoints").glob("step_*")):
         run.resume = "auto"
 
 
@@ -161,7 +167,10 @@ def run_supervised(
     validate(resolved.config, command)
     one, kept = checkpoint_bytes(resolved.config, command), checkpoints_kept(resolved.config, None)
     _refuse_small_disk(resolved.config, kept * one)
-    return uvloop.run(_fit(resolved, command, title, on_step, progress or LiveProgress(silent=is_spare())))
+    shown = progress or LiveProgress(silent=is_spare())
+    if launched() is not None:  # torchrun starts processes again, all of them
+        return uvloop.run(_fit(resolved, command, title, on_step, shown))
+    return _again_after_deaths(resolved, lambda: uvloop.run(_fit(resolved, command, title, on_step, shown)), shown)
 
 
 async def _fit(

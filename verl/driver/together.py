@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import shutil
-import socket
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.load import Resolved
+from verl.driver.home import home_of
 from verl.driver.identity import compare, identity_of
 from verl.driver.run_dir import RunDir, Store, open_run_dir
 from verl.driver.state import read_state
@@ -21,7 +21,7 @@ from verl.workers.group import Drivers
 
 def open_together(resolved: Resolved, command: str, drivers: Drivers) -> RunDir:
     """As `open_run_dir`, which the first driver calls; the others go on from what it found, and keep their records in a
-    folder of their own that goes with them. ValueError where they do not run the same."""
+    folder of their own that goes with them. ValueError where they do not run the same, or see another folder."""
     claimed: RunDir | None = None
     error: Exception | None = None
     if drivers.number == 0:
@@ -29,21 +29,20 @@ def open_together(resolved: Resolved, command: str, drivers: Drivers) -> RunDir:
             claimed = open_run_dir(resolved, command)
         except (ValueError, OSError) as e:
             error = e
-    found = (claimed.path, claimed.attempt, claimed.identity, claimed.resumed, claimed.parent) if claimed else None
+    found = None
+    if claimed is not None:
+        home = home_of(claimed.path)
+        found = (home, claimed.path, claimed.attempt, claimed.identity, claimed.resumed, claimed.parent)
     first, failed = drivers.gather((found, error)).result()[0]
     if failed is not None:
         raise failed
     if claimed is not None:
         return replace(claimed, store=SharedStore(claimed.store, drivers))
     assert first is not None
-    path, attempt, identity, resumed, parent = first
+    home, path, attempt, identity, resumed, parent = first
+    home.enter()
     if others := compare(identity, identity_of(resolved, command))[0]:
         raise ValueError(f"rank {drivers.number} runs something else than rank 0:\n" + "\n".join(others))
-    if not (path / ".lock").is_file():
-        raise ValueError(
-            f"run.root_dir={resolved.config.run.root_dir}: {socket.gethostname()} does not see {path} of rank 0; give "
-            "a folder that all nodes share"
-        )
     records = Path(tempfile.mkdtemp(prefix="verl-rank-"))
     atexit.register(shutil.rmtree, records, ignore_errors=True)
     return RunDir(

@@ -86,16 +86,16 @@ class Drivers(Protocol):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterContext:
     """What every cluster is made from, besides its section. layout: of the ranks of a model · roles: that will be
-    started · replicas: rollout engines · set_up: run once in every other process · device: of the models · silent_s: a
-    process that answers nothing for so long is given up · say: tells the user · drivers: those of a run without a
-    controller."""
+    started · replicas: rollout engines · set_up: run once in every other process · device: of the models ·
+    wait_timeout_s: of one process for others; one that answers nothing for half of it is given up · say: tells the
+    user · drivers: those of a run without a controller."""
 
     layout: Layout
     roles: tuple[str, ...]
     replicas: int
     set_up: Callable[[], None]
     device: str
-    silent_s: float = 300.0
+    wait_timeout_s: float = 600.0
     say: Callable[[str], None] = print
     drivers: Drivers | None = None
 

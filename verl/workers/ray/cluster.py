@@ -41,8 +41,9 @@ HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 
 @dataclass(eq=False)
 class RayCluster:
-    """See `Cluster`. set_up: run in every worker before it is built · layout: of the models' ranks · silent_s: for a
-    process to answer before it is given up · say: told of nodes that are waited for."""
+    """See `Cluster`. set_up: run in every worker before it is built · layout: of the models' ranks · wait_timeout_s:
+    for a rank to wait for others, and half of it for a process to answer before it is given up · say: told of nodes
+    that are waited for."""
 
     apart = True
     drivers = None
@@ -55,7 +56,7 @@ class RayCluster:
     backend: str = "gloo"
     start_timeout_s: float = 60.0
     replicas: int = 1
-    silent_s: float = 300.0
+    wait_timeout_s: float = 600.0
     say: Callable[[str], None] = print
 
     def __post_init__(self) -> None:
@@ -95,7 +96,9 @@ class RayCluster:
         ]
         address = actors[0].serve.remote() if world_size > 1 else ""
         built = [
-            a.build.options(concurrency_group="calls").remote(address, i, layout, self.backend, made)
+            a.build.options(concurrency_group="calls").remote(
+                address, i, layout, self.backend, self.wait_timeout_s, made
+            )
             for i, a in enumerate(actors)
         ]
         return RayGroup(name, actors, built, self._live, died or self._died)
@@ -120,9 +123,10 @@ class RayCluster:
             self._reaper.watch([process])
 
     def _look(self) -> None:
-        while not self._closed.wait(self.silent_s / 8):
+        silent_s = self.wait_timeout_s / 2  # before the deadline of a call, which could not say who it is
+        while not self._closed.wait(silent_s / 8):
             for life in list(self._lives):
-                life.look(self.silent_s)
+                life.look(silent_s)
 
     def close(self) -> None:
         import ray
@@ -171,7 +175,7 @@ def build(section: ClusterConfig, context: ClusterContext) -> RayCluster:
         backend="gloo" if context.device == "cpu" else "cpu:gloo,cuda:nccl",
         start_timeout_s=section.start_timeout_s,
         replicas=context.replicas,
-        silent_s=context.silent_s,
+        wait_timeout_s=context.wait_timeout_s,
         say=context.say,
     )
 

@@ -25,7 +25,6 @@ from verl.workers.ray.life import Life, Place, here
 T = TypeVar("T")
 Live = Callable[..., Life]
 LOOK_S = 0.5  # between two looks for a call's failed ranks
-JOIN_TIMEOUT_S = 300.0  # for all ranks of a group to come together
 
 
 class Worker:
@@ -46,15 +45,17 @@ class Worker:
         self._store, address = serve(ray.util.get_node_ip_address())
         return address
 
-    def build(self, address: str, number: int, layout: Layout, backend: str, made: bytes) -> Told:
-        """Nothing, or what fails here: the answer to every call."""
+    def build(
+        self, address: str, number: int, layout: Layout, backend: str, wait_timeout_s: float, made: bytes
+    ) -> Told:
+        """Nothing, or what fails here: the answer to every call. wait_timeout_s: of a rank for the others."""
         try:
             build, (set_up, args) = pickle.loads(made)
             set_up()
             if layout.world_size > 1:
                 from verl.workers.dist import join
 
-                self._ranks = join(address, layout, number, backend=backend, timeout_s=JOIN_TIMEOUT_S)
+                self._ranks = join(address, layout, number, backend=backend, timeout_s=wait_timeout_s)
                 (self._worker,) = build(*args, ranks=[self._ranks])
             else:
                 from verl.model_engine.base import OneRank
