@@ -32,7 +32,7 @@ from verl.rollout.native import engine as native
 from verl.rollout.native.options import Options
 from verl.transfer_queue.memory import MemoryQueue
 from verl.types import Refs, Sample, Sampling, Segment
-from verl.weight_sync import disk, shm, tcp
+from verl.weight_sync import collective, disk, shm, tcp
 from verl.weight_sync.base import CheckpointEngine, Outlet, Sent, SyncError, SyncReport, opened
 from verl.weight_sync.local import LocalCheckpointEngine, LocalOutlet
 from verl.weight_sync.sender import WeightSender, entry_of, probed
@@ -49,8 +49,8 @@ def shm_outlet() -> shm.ShmOutlet:
     return outlet
 
 
-def tcp_outlet(delta: bool) -> tcp.TcpOutlet:
-    outlet = tcp.TcpOutlet(host="127.0.0.1", delta=delta)
+def tcp_outlet(kind: type[tcp.TcpOutlet] = tcp.TcpOutlet, **options: Any) -> tcp.TcpOutlet:
+    outlet = kind(host="127.0.0.1", **options)
     atexit.register(shm.remove, f"{shm.PREFIX}-*-{outlet.tag}")
     return outlet
 
@@ -64,8 +64,9 @@ def disk_outlet() -> disk.DiskOutlet:
 BACKENDS: dict[str, tuple[Callable[..., CheckpointEngine], Callable[[], Outlet]]] = {
     "local": (LocalCheckpointEngine, LocalOutlet),
     "shm": (partial(LocalCheckpointEngine, copies=True), shm_outlet),
-    "tcp": (partial(LocalCheckpointEngine, copies=True), partial(tcp_outlet, False)),
-    "tcp, delta": (partial(LocalCheckpointEngine, copies=True), partial(tcp_outlet, True)),
+    "tcp": (partial(LocalCheckpointEngine, copies=True), tcp_outlet),
+    "tcp, delta": (partial(LocalCheckpointEngine, copies=True), partial(tcp_outlet, delta=True)),
+    "collective": (partial(LocalCheckpointEngine, copies=True), partial(tcp_outlet, collective.CollectiveOutlet)),
     "disk": (partial(LocalCheckpointEngine, copies=True), disk_outlet),
 }
 ROLLOUTS = {"native": partial(native.build, Options()), "hf": partial(hf.build, hf.Options())}

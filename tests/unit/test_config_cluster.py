@@ -106,6 +106,7 @@ FAULTS = [
         "the disk of one machine",
         "sync.engine_options.folder",
     ),
+    (("sync.engine=collective", "sync.engine_options.backend=nccl"), "sync.engine_options.backend=nccl", "(gloo)"),
 ]  # fmt: skip
 
 
@@ -132,6 +133,7 @@ def test_what_is_allowed(folder: Path) -> None:
         (*AWAY, "cluster.pools={gen: {ranks_per_node: 1}}", "cluster.roles={rollout: gen}"),
         (*AWAY, "sync.engine=shm", "cluster.nodes=2", "cluster.ranks_per_node=2", "rollout.replicas=2"),
         (*AWAY, *DISK, "cluster.pools={gen: {ranks_per_node: 1}}", "cluster.roles={rollout: gen}"),
+        (*AWAY, "sync.engine=collective", "cluster.nodes=2", "cluster.ranks_per_node=2", "rollout.replicas=3"),
         ("cluster.max_restarts=0",),
     ):
         assert faults(folder, *args) == [], args

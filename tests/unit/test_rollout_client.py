@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +24,9 @@ from verl.rollout.router import Router
 from verl.rollout.vllm_api import REQUEST_PREFIX, VllmApi
 from verl.rollout.wire import NotUnderstood
 from verl.types import Sampling
+from verl.weight_sync import shm, tcp
 from verl.weight_sync.base import CheckedReader, Entry, SyncError, WeightSource
+from verl.weight_sync.sender import entry_of
 
 PROMPT = np.array([3, 4])  # answers 7, 8, 9, ...
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWX"
@@ -88,6 +91,35 @@ def greedy(max_tokens: int, **given: Any) -> Sampling:
 async def until(ready: Callable[[], bool]) -> None:
     while not ready():  # noqa: ASYNC110
         await asyncio.sleep(0.001)
+
+
+def test_weights_of_another_host_are_fetched_into_a_segment_of_this_one_before_it_stands_still(tmp_path, monkeypatch):
+    outlet, tensors = tcp.TcpOutlet(host="127.0.0.1"), {name: torch.randn(2) for name in NAMES}
+    shapes = {name: entry_of(tensor) for name, tensor in tensors.items()}
+
+    def sent(version: int) -> CheckedReader:
+        return CheckedReader(WeightSource(version, outlet.transport, address, shapes))
+
+    async def body(engine: ServedEngine, served: Served) -> None:
+        assert await engine.load_weights(sent(3)) == 3
+        info = next(given["update_info"] for path, given in served.asked if path == "/update_weights")
+        found = shm.ShmStream(Path(info["path"]))
+        assert Path(info["path"]).parent == tmp_path and found.version == info["version"] == 3
+        assert all(torch.equal(tensor, tensors[name]) for name, tensor in found.tensors())
+        served.asked.clear()
+        with pytest.raises(SyncError, match="version 2: the sender holds version 3 by now"):
+            await engine.load_weights(sent(2))
+        assert not served.asked, "its requests went on"
+        assert (await engine.generate("r", PROMPT, greedy(2))).spans == ((3, 0, 2),)
+
+    try:
+        address = outlet.stage(3, shapes, tensors.items())
+        for module in (shm, tcp):
+            monkeypatch.setattr(module, "SHM", tmp_path)
+        with_server(body, loads=False)
+    finally:
+        monkeypatch.undo()
+        shm.remove(f"{shm.PREFIX}-*-{outlet.tag}")
 
 
 # ---- requests --------------------------------------------------------------------------------------------------------

@@ -177,7 +177,7 @@ def test_weights_go_to_a_server_through_shared_memory(tmp_path: Path, tiny_model
         (["rollout.engine=vllm", "rollout.url=127.0.0.1:1"], "expected http://HOST:PORT"),
         (["rollout.engine=vllm", "rollout.url=http://10.1.2.3:80"], "through the memory of one machine"),
         (["rollout.engine=vllm", "rollout.url='http://localhost:1,http://localhost:2'"], "set rollout.replicas=2"),
-        (["rollout.engine=vllm", "rollout.python=/bin/sh", "sync.engine=tcp"], "set sync.engine=shm, or leave it out"),
+        (["rollout.engine=vllm", "rollout.python=/bin/sh", "sync.engine=disk"], "set sync.engine=shm, or leave it out"),
         (["rollout.engine=vllm", "rollout.python=/bin/sh", "run.deterministic=true"], "run.deterministic=true with"),
         (["rollout.engine=vllm", "rollout.engine_options.tensor_paralel_size=2"], "did you mean tensor_parallel_size"),
         (["rollout.engine=vllm", "rollout.engine_options.gpu_memory_utilization=2"], "gpu_memory_utilization=2"),

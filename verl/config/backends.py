@@ -28,9 +28,10 @@ class NoOptions:
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Backend:
     """spread: the row that does the same for workers in processes of their own · far: for those of several machines ·
-    one_host: it serves the processes of one machine · apart: it is a server, whatever the cluster · package: that its
-    Python environment must have · sync: what a server reads weights from · fixed: its weights are its own, whatever is
-    published · plain: it scores no prompts, and tells log-probs of draws at temperature 1 from all tokens alone."""
+    one_host: it serves the processes of one machine · hosts: it brings weights into the shared memory of each · apart:
+    it is a server, whatever the cluster · package: that its Python environment must have · sync: what a server reads
+    weights from · fixed: its weights are its own, whatever is published · plain: it scores no prompts, and tells
+    log-probs of draws at temperature 1 from all tokens alone."""
 
     build: str
     options: str = "verl.config.backends:NoOptions"
@@ -38,6 +39,7 @@ class Backend:
     spread: str = ""
     far: str = ""
     one_host: bool = False
+    hosts: bool = False
     apart: bool = False
     package: str = ""
     sync: str = "shm"
@@ -81,8 +83,11 @@ QUEUE: Table = {
 SYNC: Table = {
     "local": Backend(build="verl.weight_sync.local:build", spread="shm", far="tcp"),
     "shm": Backend(build="verl.weight_sync.shm:build", one_host=True),
-    "tcp": Backend(build="verl.weight_sync.tcp:build", options="verl.weight_sync.options:Tcp"),
-    "nixl": Backend(build="verl.weight_sync.nixl:build", options="verl.weight_sync.options:Nixl"),
+    "tcp": Backend(build="verl.weight_sync.tcp:build", options="verl.weight_sync.options:Tcp", hosts=True),
+    "nixl": Backend(build="verl.weight_sync.nixl:build", options="verl.weight_sync.options:Nixl", hosts=True),
+    "collective": Backend(
+        build="verl.weight_sync.collective:build", options="verl.weight_sync.options:Collective", hosts=True
+    ),
     "disk": Backend(build="verl.weight_sync.disk:build", options="verl.weight_sync.options:Disk"),
 }
 CLUSTER: Table = {

@@ -54,6 +54,12 @@ def cluster_faults(config: Config, command: str) -> Iterator[str]:
         yield f"{needs_ray[0]}=ray: Ray is {PIP}"
     if config.sync.engine == "nixl" and find_spec("nixl") is None:
         yield "sync.engine=nixl: NIXL is missing: pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1"
+    if (
+        config.sync.engine == "collective"
+        and config.sync.engine_options.get("backend") == "nccl"
+        and not on_cuda(config)
+    ):
+        yield "sync.engine_options.backend=nccl: the models of this run are on CPUs; leave it out (gloo)"
     if config.cluster.backend == "inproc":
         yield from _in_one_process(config)
         return

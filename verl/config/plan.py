@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from verl.algorithms.presets import find, settled
-from verl.config.backends import options_of, rollout_caches
+from verl.config.backends import SYNC, options_of, rollout_caches
 from verl.config.memory import Memory, estimate_memory, kv_bytes_per_token, rollout_dtype
 from verl.config.model_files import ModelFacts, describe_model, find_model_folder
 from verl.config.schema import Config
@@ -394,7 +394,8 @@ def _rollout_line(r: RolloutSizes) -> str:
 def _cluster_lines(s: Spread) -> dict[str, str]:
     """Who lives where."""
     where = f"at {s.address}" if s.address else "started for this run on this machine"
-    shared = f"2 x {_gib(s.shared_bytes // 2)} of shared memory{' of each host' if s.sync in ('tcp', 'nixl') else ''}"
+    whose = " of each host" if SYNC[s.sync].hosts else ""
+    shared = f"2 x {_gib(s.shared_bytes // 2)} of shared memory{whose}"
     lines = {"cluster": f"{s.backend}, {where}; rows through queue {s.queue}, weights through sync {s.sync} ({shared})"}
     lines["layout"] = s.layout
     for name, pool in s.pools.items():

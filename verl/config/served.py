@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from verl.config.backends import ROLLOUT, Backend
+from verl.config.backends import ROLLOUT, SYNC, Backend
 from verl.config.schema import Config
 
 FROM = {"shm": "the memory of one machine", "disk": "a folder"}
@@ -51,7 +51,7 @@ def server_faults(config: Config, command: str) -> Iterator[str]:
     elif not reachable(r.engine, r.python, r.url):
         where = "rollout.python=ENVIRONMENT/bin/python (docs/engines.md says how to make one), or rollout.url"
         yield f"{engine}: {row.package} is not installed beside verl; set {where}"
-    if config.sync.engine not in ("local", row.sync):
+    if not (config.sync.engine in ("local", row.sync) or (row.sync == "shm" and SYNC[config.sync.engine].hosts)):
         why = f"it reads weights from {FROM[row.sync]}"
         yield f"sync.engine={config.sync.engine} with {engine}: {why}; set sync.engine={row.sync}, or leave it out"
     yield from _own_weights(config, row, engine, command)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ import numpy as np
 from verl.rollout.base import PauseMode, RolloutContext, WeightReader
 from verl.rollout.wire import Drawn
 from verl.types import Sampling
-from verl.weight_sync.base import CheckedReader, WeightSource
+from verl.weight_sync.base import CheckedReader, SyncError, WeightSource, opened
+
+SEGMENTS = "verl.weight_sync.shm:open_weights"
 
 Post = Callable[..., Awaitable[Any]]
 """(path, body, timeout in seconds) -> what it answered. Without a body an empty one, without a timeout that
@@ -129,11 +132,26 @@ class Api:
         itself."""
 
 
-def source_of(api: Api, source: WeightReader) -> tuple[CheckedReader, WeightSource]:
-    """A server reads the weights by itself, from where both see them."""
-    if not isinstance(source, CheckedReader) or not source.source.transport.startswith(api.transport):
-        raise ValueError(f"this rollout engine is a server that reads weights by itself: set sync.engine={api.sync}")
-    return source, source.source
+async def source_of(api: Api, source: WeightReader) -> tuple[CheckedReader, WeightSource]:
+    """A server reads the weights by itself, from where both see them: where the trainer put them, or a segment of this
+    host, into which they are fetched first. SyncError: the trainer has another version by now."""
+    if isinstance(source, CheckedReader):
+        sent = source.source
+        if sent.transport.startswith(api.transport):
+            return source, sent
+        if api.sync == "shm" and (found := await asyncio.to_thread(_segment_of, sent)) is not None:
+            return source, found
+    raise ValueError(f"this rollout engine is a server that reads weights by itself: set sync.engine={api.sync}")
+
+
+def _segment_of(sent: WeightSource) -> WeightSource | None:
+    """The same weights in this host's shared memory; None where the transport brings them nowhere."""
+    stream = opened(sent)
+    if (path := stream.segment()) is None:
+        return None
+    if stream.version != sent.version:
+        raise SyncError(f"version {sent.version}: the sender holds version {stream.version} by now")
+    return replace(sent, transport=SEGMENTS, address=path)
 
 
 def positions_of(context: RolloutContext) -> int | None:

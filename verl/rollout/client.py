@@ -216,7 +216,7 @@ class ServedEngine:
         """One transaction: stand still, load all, compare what was loaded, drop the prefixes, go on. Whatever fails
         after the first tensor leaves a replica that is fenced; the next call restarts it, if it is ours."""
         self._check_alive()
-        reader, sent = source_of(self._api, source)
+        reader, sent = await source_of(self._api, source)
         if not self._api.updates and self._launch is None and self._version >= 0:
             fix = "use it for verl eval and verl generate, or train with rollout.engine=vllm, sglang or server"
             raise ValueError(f"{self._http.url} has weights of its own, and takes no others while it runs: {fix}")

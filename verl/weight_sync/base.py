@@ -136,6 +136,11 @@ class TensorStream(Protocol):
         were of this version."""
         ...
 
+    def segment(self) -> str | None:
+        """Where this host's shared memory holds it (sync.engine=shm), for readers that are told a path; fetched where
+        it is not there yet. None: it lies elsewhere."""
+        return None
+
     def release(self, version: int) -> None:
         """All replicas have this version. What is in files stays: they are used again, or make room for later ones."""
         return

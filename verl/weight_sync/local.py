@@ -51,6 +51,9 @@ class LocalOutlet:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from self._tensors.items()
 
+    def segment(self) -> None:
+        return
+
     def release(self, version: int) -> None:
         """All replicas have this version: its copies, if they are copies, are not needed any more."""
         if self.version == version:

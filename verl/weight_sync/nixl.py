@@ -19,16 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 from torch import Tensor
 
 from verl.weight_sync.base import Entry, SyncContext, SyncError
 from verl.weight_sync.local import LocalCheckpointEngine, engine_of
 from verl.weight_sync.options import Nixl
-from verl.weight_sync.shm import PREFIX, ShmStream, blank, remove
+from verl.weight_sync.shm import PREFIX, VERSION_BYTES, ShmStream, blank, remove
 from verl.weight_sync.tcp import ANSWER, FETCH_S, NOTHING, VERSION, HostStream, TcpOutlet, asked, received
 
-VERSION_BYTES = 8  # at the head of a file; not read, but written when the rest is there
 LOOK_S = 0.0005
 DONE = b"."  # what a reader says
 
@@ -99,7 +97,7 @@ class NixlStream(HostStream):
                 raise SyncError(f"version {version}: the trainer's memory could not be read: {e}") from e
         if holds != version:
             raise SyncError(f"version {version} was written over by {holds} while it was read")
-        into.memory[:VERSION_BYTES].copy_(_little(version))
+        into.hold(version)
         return into
 
 
@@ -143,7 +141,3 @@ def _errors() -> tuple[type[Exception], ...]:
     from nixl import _bindings
 
     return OSError, *(error for name, error in vars(_bindings).items() if name.endswith("Error"))
-
-
-def _little(version: int) -> Tensor:
-    return torch.frombuffer(bytearray(version.to_bytes(VERSION_BYTES, "little", signed=True)), dtype=torch.uint8)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from verl.bounds import Positive, words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +20,16 @@ class Tcp:
 class Nixl:
     host: str | None = None
     """As that of tcp."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collective:
+    host: str | None = None
+    """As that of tcp."""
+    backend: Annotated[str, words("gloo|nccl")] = "gloo"
+    """Of torch.distributed."""
+    gather_s: Positive = 2.0
+    """How long a version waits for all hosts that had the one before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

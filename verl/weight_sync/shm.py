@@ -24,7 +24,7 @@ from verl.weight_sync.local import LocalCheckpointEngine, engine_of
 
 SHM = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
 PREFIX = "verl-weights"
-HEAD_BYTES = 16  # version and length of the index, little endian
+HEAD_BYTES, VERSION_BYTES = 16, 8  # version and length of the index, little endian; the first of them
 ALIGN_BYTES = 64
 WRITING = -1
 
@@ -88,6 +88,7 @@ class ShmStream(TensorStream):
     """See `TensorStream`."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         try:
             with path.open("r+b") as file:
                 self._found = mmap.mmap(file.fileno(), 0)
@@ -105,6 +106,13 @@ class ShmStream(TensorStream):
         yield from self.views()
         if self.version != version:
             raise SyncError(f"version {version} was written over by {self.version} while it was read")
+
+    def segment(self) -> str:
+        return str(self._path)
+
+    def hold(self, version: int) -> None:
+        """Its reader has put that version there."""
+        self._found[:VERSION_BYTES] = version.to_bytes(VERSION_BYTES, "little", signed=True)
 
     @property
     def memory(self) -> Tensor:
@@ -132,9 +140,9 @@ def open_weights(address: str) -> ShmStream:
 
 def blank(path: Path, num_bytes: int) -> ShmStream:
     """A file of this size that holds no version yet."""
-    with _mapped(path, num_bytes) as found:
-        found[:8] = WRITING.to_bytes(8, "little", signed=True)
-    return ShmStream(path)
+    _mapped(path, num_bytes).close()
+    (made := ShmStream(path)).hold(WRITING)
+    return made
 
 
 def _mapped(path: Path, num_bytes: int) -> mmap.mmap:
@@ -149,6 +157,12 @@ def _mapped(path: Path, num_bytes: int) -> mmap.mmap:
             path.unlink()
             raise OSError(e.errno, f"{num_bytes / 1e6:.0f} MB of weights do not fit into {path.parent}") from e
         return mmap.mmap(file.fileno(), num_bytes)
+
+
+def this_host() -> str:
+    """By its shared memory, of which containers of a machine may have one each."""
+    found = SHM.stat()
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}-{found.st_dev}-{found.st_ino}"
 
 
 def remove(prefix: str) -> None:

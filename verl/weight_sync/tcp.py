@@ -173,11 +173,21 @@ class HostStream(TensorStream):
         return self._found.version
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self._fetched_once().tensors()
+
+    def segment(self) -> str:
+        return self._fetched_once().segment()
+
+    def _fetched_once(self) -> ShmStream:
         assert self.version > NOTHING and self._found is not None
-        yield from self._found.tensors()
+        return self._found
+
+    def _files(self) -> Iterator[Path]:
+        """What of this sender lies on this host."""
+        return SHM.glob(f"{PREFIX}-*-{self._tag}-?")
 
     def _fetched(self) -> ShmStream:
-        paths = {path.name[-1]: path for path in SHM.glob(f"{PREFIX}-*-{self._tag}-?")}
+        paths = {path.name[-1]: path for path in self._files()}
         here = max((ShmStream(path) for path in paths.values()), default=None, key=lambda found: found.version)
         own = f"{PREFIX}-{os.getpid()}-{self._tag}"
         return self._newer(here, lambda turn: paths.get(turn, SHM / f"{own}-{turn}"))

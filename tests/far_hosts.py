@@ -1,0 +1,156 @@
+"""A trainer that publishes weights and processes that fetch them as those of other hosts do: their shared memory is
+another folder. Each is told lines and says lines."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from verl.weight_sync import shm
+
+COMMON = """
+import hashlib, importlib, sys, torch
+from pathlib import Path
+from verl.weight_sync import base, shm, tcp
+from verl.weight_sync.sender import entry_of
+
+transport, settings = sys.argv[1].split(";")
+module = importlib.import_module(f"verl.weight_sync.{transport}")
+for setting in settings.split():
+    name, _, value = setting.partition("=")
+    setattr(module, name, type(getattr(module, name))(float(value)))
+
+def tensors(version):
+    torch.manual_seed(version)
+    return {"a": torch.randn(700, 999), "b": torch.randn(20_001).bfloat16(), "one": torch.tensor(2.0 + version),
+            "none": torch.zeros(0, 3)}
+
+def told(found):
+    raw = [(n, str(t.dtype), tuple(t.shape), t.view(-1).view(torch.uint8).numpy().tobytes()) for n, t in found]
+    return hashlib.sha256(repr(raw).encode()).hexdigest()
+
+def say(*words):
+    print(*words, flush=True)
+"""
+TRAINER = (
+    COMMON
+    + """
+made = []
+if transport == "collective":
+    group = module.Group
+    module.Group = lambda *args: (made.append(args), group(*args))[1]
+outlet = {"nixl": "NixlOutlet", "collective": "CollectiveOutlet"}[transport]
+outlet = vars(module)[outlet](host="127.0.0.1")
+for line in sys.stdin:
+    if line == "groups\\n":
+        say(*(size for _, _, _, size, _ in made))
+        continue
+    now = tensors(int(line))
+    say(outlet.stage(int(line), {n: entry_of(t) for n, t in now.items()}, now.items()), told(now.items()))
+shm.remove(f"{shm.PREFIX}-*-{outlet.tag}")
+"""
+)
+HOST = (
+    COMMON
+    + """
+shm.SHM = tcp.SHM = Path(sys.argv[2])
+at, reads = sys.argv[3], []  # where it waits for a line: nowhere, before, amid or after the reading; full: of memory
+if at == "full":
+    def no_room(*args):
+        raise OSError(28, "No space left on device")
+    shm.os.posix_fallocate = no_room
+owner, name = (module, "_read") if transport == "nixl" else (module.Group, "broadcast")
+read = getattr(owner, name)
+
+def stop_at(place):
+    if at == place:
+        say("here"), sys.stdin.readline()
+
+def watched(*args):
+    reads.append(args)
+    stop_at("before")
+    if at == "amid":
+        read(args[0], args[1][: module.PIECE_BYTES])
+        stop_at("amid")
+        return read(args[0], args[1][module.PIECE_BYTES :])
+    read(*args)
+    stop_at("after")
+
+setattr(owner, name, watched)
+for line in sys.stdin:
+    try:
+        stream = module.open_weights(line.strip())
+        found = [stream.version, told(stream.tensors()), len(reads)]
+    except (base.SyncError, OSError) as e:
+        found = ["error", e]
+    say(*found, "|", *(shm.ShmStream(path).version for path in sorted(shm.SHM.glob(f"{shm.PREFIX}-*"))))
+"""
+)
+
+
+class Told:
+    """A process that is told lines, and says lines within a deadline."""
+
+    def __init__(self, script: str, *args: object) -> None:
+        env = os.environ | {"UCX_TLS": "tcp,sm,self", "NIXL_LOG_LEVEL": "WARN", "GLOO_SOCKET_IFNAME": "lo"}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        command = [sys.executable, "-c", script, *map(str, args)]
+        self.process = subprocess.Popen(command, text=True, bufsize=1, env=env, **pipes)
+
+    def tell(self, line: object) -> None:
+        self.process.stdin.write(f"{line}\n")
+
+    def heard(self, within_s: float = 60.0) -> str:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            if not selector.select(within_s):
+                raise TimeoutError(f"nothing said in {within_s} s")
+        return self.process.stdout.readline().strip()
+
+    def ask(self, line: object) -> str:
+        """The one line that it says to this one."""
+        self.tell(line)
+        return self.heard()
+
+    def end(self, number: int = signal.SIGKILL) -> None:
+        os.kill(self.process.pid, number)
+        if number == signal.SIGKILL:
+            self.process.wait(10)
+
+
+def all_of(told: list[Told], line: object) -> list[str]:
+    """What each says, all told at once."""
+    for one in told:
+        one.tell(line)
+    return [one.heard() for one in told]
+
+
+@contextlib.contextmanager
+def played(script: str, *args: object) -> Iterator[Told]:
+    one = Told(script, *args)
+    try:
+        yield one
+    finally:
+        with contextlib.suppress(BrokenPipeError):
+            one.process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            one.process.wait(10)
+        one.process.kill()
+        one.process.wait()
+        one.process.stdout.close()
+        shm.remove(f"{shm.PREFIX}-{one.process.pid}")
+
+
+def trainer(transport: str) -> contextlib.AbstractContextManager[Told]:
+    return played(TRAINER, transport)
+
+
+def host(transport: str, folder: Path, at: str = "nowhere") -> contextlib.AbstractContextManager[Told]:
+    folder.mkdir(exist_ok=True)
+    return played(HOST, transport, folder, at)

@@ -1,0 +1,323 @@
+"""Weights by broadcast: as over tcp.py, but all hosts that wait for a version get it at once, in a group of
+torch.distributed of the trainer and one process of each host.
+
+The group is kept from version to version while the same processes come; for others it is built anew. A host that is
+late gets a broadcast of its own; where one dies or breaks off in the middle, the others ask again and go on without it.
+The trainer says after the last byte which version it holds; until then a host's file holds none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import select
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from verl.weight_sync.base import SyncContext, SyncError
+from verl.weight_sync.local import LocalCheckpointEngine, engine_of
+from verl.weight_sync.options import Collective
+from verl.weight_sync.shm import PREFIX, VERSION_BYTES, ShmStream, blank, remove, this_host
+from verl.weight_sync.tcp import (
+    ANSWER,
+    FETCH_S,
+    LOOK_S,
+    NOTHING,
+    PIECE_BYTES,
+    VERSION,
+    HostStream,
+    TcpOutlet,
+    asked,
+    received,
+)
+
+MEMBER_S = 30.0  # for the members of a group to find each other, and for a piece
+SETTLE_S = 0.1  # for hosts that were not there before
+HEAD_START_S = 0.2  # of the process of a host that is in the group, before another one of that host takes its place
+TRIES = 3  # of a host, where broadcasts break off
+BROKEN = (OSError, RuntimeError)  # what connections and torch.distributed raise
+T = TypeVar("T")
+
+
+class Offer(msgspec.Struct, array_like=True):
+    """Told to who asks. num_bytes: of the version's file."""
+
+    num_bytes: int
+    backend: str
+
+
+class Joined(msgspec.Struct, array_like=True):
+    """Said by who wants it."""
+
+    host: str
+    process: str
+
+
+class Begun(msgspec.Struct, array_like=True):
+    """Told to those who get it now. group: its name · port: of its store, on the trainer's host."""
+
+    version: int
+    num_bytes: int
+    group: str
+    rank: int
+    size: int
+    port: int
+
+
+@dataclass(slots=True)
+class Member:
+    joined: Joined
+    peer: socket.socket
+    over: threading.Event = field(default_factory=threading.Event)
+
+
+class Group:
+    """A group of torch.distributed beside those of the process. Rank 0 has what the others get."""
+
+    def __init__(self, name: str, store: dist.Store, rank: int, size: int, backend: str) -> None:
+        self.name, self._root = name, rank == 0
+        kind = vars(dist)["ProcessGroupNCCL" if backend == "nccl" else "ProcessGroupGloo"]
+        self._group = kind(dist.PrefixStore(name, store), rank, size, timedelta(seconds=MEMBER_S))
+        self._bucket = torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cuda") if backend == "nccl" else None
+
+    def broadcast(self, memory: Tensor) -> None:
+        """[n] uint8 of this host."""
+        for piece in memory.split(PIECE_BYTES):
+            if self._bucket is None:
+                self._group.broadcast(piece, 0).wait(timedelta(seconds=MEMBER_S))
+                continue
+            bucket = self._bucket[: len(piece)]
+            if self._root:
+                bucket.copy_(piece)
+            self._wait_for(self._group.broadcast(bucket, 0))
+            if not self._root:
+                piece.copy_(bucket)
+
+    def _wait_for(self, work: Any) -> None:
+        """Work of a device, whose own wait is none of the host's."""
+        until_s = time.monotonic() + MEMBER_S
+        while not work.is_completed():
+            if time.monotonic() > until_s:
+                self._group.abort()
+                raise TimeoutError(f"a piece was not broadcast in {MEMBER_S:g} s")
+            time.sleep(LOOK_S / 10)
+        work.wait()
+
+
+class CollectiveOutlet(TcpOutlet):
+    """See `TcpOutlet`. gather_s: how long a version waits for the hosts that had the one before."""
+
+    transport = "verl.weight_sync.collective:open_weights"
+
+    def __init__(self, *, host: str | None = None, backend: str = "gloo", gather_s: float = 2.0) -> None:
+        super().__init__(host=host)
+        self._backend, self._gather_s = backend, gather_s
+        self._rounds: Rounds | None = None
+
+    def _serve(self) -> None:
+        require(self._backend, "the trainer")
+        super()._serve()
+        assert self._held is None, "who asks finds the rounds"
+        at = self._address.rpartition("/")[0].rpartition(":")[0]
+        listener = socket.create_server((at, 0), family=socket.AF_INET6 if ":" in at else socket.AF_INET)
+        limit, port = timedelta(seconds=MEMBER_S), listener.getsockname()[1]
+        store = dist.TCPStore(
+            at, port, is_master=True, wait_for_workers=False, timeout=limit, master_listen_fd=listener.detach()
+        )
+        self._rounds = Rounds(store, self._backend, self._gather_s, self._latest)
+        threading.Thread(target=self._rounds.run, name="weights", daemon=True).start()
+
+    def _latest(self) -> ShmStream:
+        assert self._held is not None, "an address is known when a version is staged"
+        return self._held[0]
+
+    def _tell(self, peer: socket.socket, has: int) -> None:
+        now, rounds = self._latest(), self._rounds
+        assert rounds is not None
+        index = msgspec.msgpack.encode(Offer(now.memory.numel(), self._backend))
+        peer.sendall(ANSWER.pack(now.version, len(index)) + index)
+        peer.settimeout(FETCH_S)
+        rounds.join(Member(_heard(peer, Joined), peer))
+
+
+class Rounds:
+    """The trainer's broadcasts, one after the other, each to those who wait. latest: the version that they get."""
+
+    def __init__(self, store: Any, backend: str, gather_s: float, latest: Callable[[], ShmStream]) -> None:
+        self._store, self._backend, self._gather_s, self._latest = store, backend, gather_s, latest
+        self._changed = threading.Condition()
+        self._waiting: list[Member] = []
+        self._group: tuple[tuple[str, ...], Group] | None = None  # of these processes
+        self._tried = NOTHING  # the version of the last round
+        self._took: tuple[int, frozenset[str]] = (NOTHING, frozenset())  # a version, and the hosts that got it
+
+    def join(self, member: Member) -> None:
+        """Returns when its round is over, however that ended."""
+        with self._changed:
+            self._waiting.append(member)
+            self._changed.notify_all()
+        member.over.wait(FETCH_S)
+
+    def run(self) -> None:
+        while True:
+            members = self._gathered()
+            try:
+                self._broadcast(members)
+            except BROKEN:  # the members see the end of their connections, and ask again
+                self._group = None
+            finally:
+                for member in members:
+                    member.over.set()
+
+    def _gathered(self) -> list[Member]:
+        """Those who wait, once the hosts of the version before are among them, or were waited for."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting)
+            known = frozenset() if self._latest().version == self._tried else self._took[1]
+            self._changed.wait_for(lambda: known <= self._hosts(), self._gather_s)
+            if known != self._hosts():
+                self._changed.wait_for(lambda: False, SETTLE_S)
+            found, self._waiting = self._waiting, []
+        for gone in (one for one in found if select.select([one.peer], [], [], 0)[0]):  # it has nothing to say
+            gone.over.set()
+        return sorted((one for one in found if not one.over.is_set()), key=lambda one: one.joined.process)
+
+    def _hosts(self) -> frozenset[str]:
+        return frozenset(one.joined.host for one in self._waiting)
+
+    def _broadcast(self, members: Sequence[Member]) -> None:
+        now, processes = self._latest(), tuple(one.joined.process for one in members)
+        version = self._tried = now.version
+        if not members:
+            return
+        kept = self._group[1] if self._group is not None and self._group[0] == processes else None
+        name, size = kept.name if kept is not None else uuid.uuid4().hex, len(members) + 1
+        for rank, member in enumerate(members, 1):
+            _say(member.peer, Begun(version, now.memory.numel(), name, rank, size, self._store.port))
+        if kept is None:
+            self._group = None  # its connections end first
+            kept = Group(name, self._store, 0, size, self._backend)
+            self._group = processes, kept
+        kept.broadcast(now.memory[VERSION_BYTES:])
+        for member in members:
+            with contextlib.suppress(OSError):  # it went away with all that it wanted
+                member.peer.sendall(VERSION.pack(now.version))
+        hosts = frozenset(one.joined.host for one in members)
+        self._took = version, hosts | (self._took[1] if self._took[0] == version else frozenset())
+
+
+@dataclass(slots=True)
+class Kept:
+    group: Group | None = None
+
+
+class CollectiveStream(HostStream):
+    """See `HostStream`."""
+
+    @property
+    def version(self) -> int:
+        if self._found is None:
+            self._let_the_member_go_first()
+        return super().version
+
+    def _let_the_member_go_first(self) -> None:
+        """Among the processes of a host the one that got the version before gets this one too: its group is there."""
+        peer, version, _ = asked(self._address, NOTHING)
+        peer.close()
+        until_s = time.monotonic() + HEAD_START_S
+        while time.monotonic() < until_s:
+            paths = list(self._files())
+            owners = {int(path.name.removeprefix(f"{PREFIX}-").partition("-")[0]) for path in paths}
+            if owners <= {os.getpid()} or any(_version_of(path) >= version for path in paths):
+                return
+            time.sleep(LOOK_S)
+
+    def _newer(self, here: ShmStream | None, place: Callable[[str], Path]) -> ShmStream:
+        for left in reversed(range(TRIES)):
+            peer, version, index = asked(self._address, NOTHING)
+            with peer:
+                if here is not None and version <= here.version:
+                    return here
+                offer = msgspec.msgpack.decode(index, type=Offer)
+                require(offer.backend, socket.gethostname())
+                blank(place(str(version % 2)), offer.num_bytes)  # what does not fit is told before others wait for it
+                try:
+                    into, version, holds = self._received(peer, place, offer.backend)
+                except BROKEN as e:
+                    kept(os.getpid(), self._address).group = None
+                    if not left:
+                        raise SyncError(f"version {version}: its broadcast broke off {TRIES} times: {e}") from e
+                    continue
+            if holds != version:
+                raise SyncError(f"version {version} was written over by {holds} while it was read")
+            return into
+        raise AssertionError("the last try ends")
+
+    def _received(self, peer: socket.socket, place: Callable[[str], Path], backend: str) -> tuple[ShmStream, int, int]:
+        """(the file, the version that came into it, the one that the trainer held there after)."""
+        peer.settimeout(FETCH_S)
+        _say(peer, Joined(this_host(), f"{this_host()}-{os.getpid()}"))
+        begun = _heard(peer, Begun)
+        into = blank(place(str(begun.version % 2)), begun.num_bytes)
+        mine = kept(os.getpid(), self._address)
+        if mine.group is None or mine.group.name != begun.group:
+            mine.group = None  # its connections end first
+            at = self._address.rpartition("/")[0].rpartition(":")[0]
+            store = dist.TCPStore(at, begun.port, timeout=timedelta(seconds=MEMBER_S))
+            mine.group = Group(begun.group, store, begun.rank, begun.size, backend)
+        mine.group.broadcast(into.memory[VERSION_BYTES:])
+        peer.settimeout(MEMBER_S)
+        (holds,) = VERSION.unpack(received(peer, VERSION.size))
+        if holds == begun.version:
+            into.hold(holds)
+        return into, begun.version, holds
+
+
+@functools.lru_cache(maxsize=1)
+def kept(pid: int, address: str) -> Kept:
+    """What this process keeps of that trainer."""
+    return Kept()
+
+
+def open_weights(address: str) -> CollectiveStream:
+    return CollectiveStream(address)
+
+
+def require(backend: str, where: str) -> None:
+    """ValueError for a backend that is not there."""
+    if backend == "nccl" and not (torch.cuda.is_available() and dist.is_nccl_available()):
+        raise ValueError(f"sync.engine_options.backend=nccl: {where} has no CUDA device for NCCL; leave it out (gloo)")
+
+
+def _version_of(path: Path) -> int:
+    with contextlib.suppress(SyncError, ValueError):  # it is gone, or has no bytes yet
+        return ShmStream(path).version
+    return NOTHING
+
+
+def _say(peer: socket.socket, what: msgspec.Struct) -> None:
+    told = msgspec.msgpack.encode(what)
+    peer.sendall(VERSION.pack(len(told)) + told)
+
+
+def _heard(peer: socket.socket, kind: type[T]) -> T:
+    (size,) = VERSION.unpack(received(peer, VERSION.size))
+    return msgspec.msgpack.decode(received(peer, size), type=kind)
+
+
+def build(options: Collective, context: SyncContext) -> LocalCheckpointEngine:
+    outlet = CollectiveOutlet(host=options.host, backend=options.backend, gather_s=options.gather_s)
+    return engine_of(outlet, context, remove, f"{PREFIX}-*-{outlet.tag}")  # of this host
