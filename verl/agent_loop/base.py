@@ -84,11 +84,20 @@ class ServerManager:
         self._states: dict[int, object] = {}
         self._calls = 0
         self._limit = 0  # context tokens, from the first prompt on
+        self.taken = 0  # tokens of the budget that stand in the first prompt
         self.record: list[Call] = []
         self.ended_by: StopReason | None = None  # a budget that left the last call no room, or what the loop says
         self.counts: Counter[str] = Counter()
         self.timeline: list[dict[str, Any]] = []
         self._born_s = time.monotonic()
+
+    def take(self, tokens: int) -> None:
+        """Tokens that an environment adds to the first prompt, before it is generated from. ValueError: no room."""
+        assert not self.record
+        self.taken += max(0, tokens)
+        if self.taken >= self.sampling.max_tokens:
+            most = self.sampling.max_tokens
+            raise ValueError(f"an environment adds {self.taken} tokens to a prompt: rollout.max_response_tokens={most}")
 
     def begin(self, kind: Literal["turn", "tool"], **facts: float | str) -> dict[str, Any]:
         """A line of the time line, which `end` completes."""
@@ -143,7 +152,7 @@ class ServerManager:
             raise ValueError("this model takes no images or videos; remove them from the rows")
         asked, ids = self._merged(sampling_params), as_ids(prompt_ids)
         turn, self._calls = self._calls, self._calls + 1
-        self._limit = self._limit or len(ids) + self.sampling.max_tokens
+        self._limit = self._limit or len(ids) + self.sampling.max_tokens - self.taken
         room = self._limit - len(ids)
         spent = self.max_turns is not None and len(self.record) >= self.max_turns
         self.ended_by = "max_turns" if spent else "context_full" if room < 1 else None
@@ -318,7 +327,7 @@ def _row(
     if len(ids) != len(mask):
         raise ValueError(f"response_mask has {len(mask)} values for {len(ids)} response_ids")
     first = len(manager.record[0].prompt_ids) if manager.record else len(prompt_ids)
-    room = max(0, first + max_tokens - len(prompt_ids))
+    room = max(0, first + max_tokens - manager.taken - len(prompt_ids))
     cut = len(ids) > room
     ids, mask = ids[:room], mask[:room]
     owner = np.where(mask, _owners(prompt_ids, ids, manager.record), -1)

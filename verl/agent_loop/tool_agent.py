@@ -26,6 +26,7 @@ from verl.chat.template import Renderer, as_ids
 from verl.types import StopReason
 
 SAME_CALLS = 3  # turns in a row with the same calls and the same answers: no progress
+OURS = ("raw_prompt", "prompt_ids", "index", "tools", "request_id")  # of what a loop is given, no columns of the row
 CHARACTERS_PER_TOKEN = 64  # of a result, more are not even tokenised
 
 
@@ -109,6 +110,9 @@ class ToolAgentLoop(AgentLoopBase):
         )
         play = Play(as_ids(kwargs["prompt_ids"]), [dict(m) for m in kwargs["raw_prompt"]], box)
         try:
+            columns = {name: value for name, value in kwargs.items() if name not in OURS}
+            if said := await box.begin({**columns, "prompt": [dict(m) for m in play.messages]}):
+                self._say(play, said)
             while True:
                 out = await self._generate(play, kwargs["request_id"], sampling_params)
                 began = time.monotonic()
@@ -124,12 +128,27 @@ class ToolAgentLoop(AgentLoopBase):
                 self._observe(play, turn, answers)
                 self.server_manager.timeline[-1]["render_s"] = time.monotonic() - began
             scores = await box.scores()
+            reward = box.reward(scores)
         finally:
             for wrong in await box.close():
                 self.server_manager.counts["release_errors"] += bool(wrong)
         self._count(play)
         fields = {"tool_rewards": box.rewards, "rollout_reward_scores": scores}
-        return [*play.ended, play.output(extra_fields={k: v for k, v in fields.items() if v})]
+        told = {k: v for k, v in fields.items() if v}
+        return [*play.ended, play.output(extra_fields=told, reward_score=reward)]
+
+    def _say(self, play: Play, said: str) -> None:
+        """An environment's words at the end of the prompt. They are part of the budget, as results are."""
+        last = play.messages[-1]
+        if last.get("role") != "user" or not isinstance(last.get("content"), str):
+            raise ValueError(f"reset returned text, and the row ends with no text of a user: {str(last)[:200]}")
+        given = play.ids.copy()
+        self._render(play)
+        if not np.array_equal(play.ids, given):
+            raise ValueError("reset returned text, and the row's prompt is not the rendering of its messages")
+        play.messages[-1] = {**last, "content": last["content"] + self._kit.plain.marked(self._cut(said))}
+        self._render(play)
+        self.server_manager.take(play.used - len(given))
 
     async def _generate(self, play: Play, request_id: str, sampling_params: dict[str, Any]) -> TokenOutput:
         began = time.monotonic()
@@ -210,6 +229,11 @@ class ToolAgentLoop(AgentLoopBase):
             return
         play.messages += [_assistant(turn), *({**m, "content": kit.plain.marked(m["content"])} for m in new)]
         play.ended.append(play.output())
+        self._render(play)
+
+    def _render(self, play: Play) -> None:
+        """The prompt of a branch: its messages, rendered anew."""
+        kit = self._kit
         shown = replace(kit.renderer, tools=[dict(tool.schema) for tool in play.box.tools.values()])
         play.held, play.mask = kit.plain.encode(shown.text(play.messages, prompt=True)), []
         play.used = len(play.held)

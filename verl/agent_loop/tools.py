@@ -1,4 +1,5 @@
-"""Tools: Python functions with hints, verl's BaseTool classes with their YAML, MCP servers, behind one `Tool`.
+"""Tools: Python functions with hints, verl's BaseTool classes with their YAML, TRL's environment classes, MCP servers,
+behind one `Tool`.
 
 A call has a deadline and waits for one of the tool's places; whatever a tool does (raises, hangs, returns something
 odd, calls sys.exit) is an answer to the model. Functions that are not async run in threads, never on the event loop.
@@ -66,6 +67,61 @@ class HeldTool:
 
     async def release(self, state: str, given: Mapping[str, Any]) -> None:
         await self.instance.release(state, **given)
+
+
+Ended = tuple[BaseException | None, Any]  # what a call in a thread raised, what it returned
+
+
+@dataclass(slots=True, eq=False)
+class Lived:
+    """An environment's object. said: by its reset, to the model · turn: of its calls, which come one after another ·
+    busy: its last call in a thread, which may go on after its deadline."""
+
+    made: Any
+    said: str = ""
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    busy: asyncio.Future[Ended] | None = None
+
+    async def call(self, method: str, **arguments: Any) -> Any:
+        """No call begins before the one before it has ended, though that was given up."""
+        function = getattr(self.made, method)
+        async with self.turn:
+            if self.busy is not None:
+                await asyncio.shield(self.busy)
+            if inspect.iscoroutinefunction(function):
+                return await function(**arguments)
+            self.busy = started(functools.partial(function, **arguments), f"environment {method}")
+            return value_of(await asyncio.shield(self.busy))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Environment:
+    """TRL's class of environments, an object of it per trajectory: its public methods are tools, `reset` begins it with
+    the row's columns, `get_reward`, if it has one, is the trajectory's reward."""
+
+    made_by: type
+
+    @property
+    def name(self) -> str:
+        return self.made_by.__name__
+
+    async def open(self, given: Mapping[str, Any]) -> Lived:
+        state = Lived(await in_thread(self.made_by, f"environment {self.name}"))
+        said = await state.call("reset", **given)
+        if not isinstance(said, str | None):
+            kind = type(said).__name__
+            raise TypeError(f"{self.name}.reset returned a {kind}: return text for the model, or None")
+        state.said = answer_of(said).text
+        return state
+
+    async def call(self, state: Lived, tool: str, arguments: dict[str, Any], given: Mapping[str, Any]) -> Any:
+        return await state.call(tool, **arguments, **given)
+
+    async def score(self, state: Lived, given: Mapping[str, Any]) -> float | None:
+        return float(await state.call("get_reward")) if hasattr(self.made_by, "get_reward") else None
+
+    async def release(self, state: Lived, given: Mapping[str, Any]) -> None:
+        """The object is let go of; TRL's class knows no end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +198,26 @@ class Toolbox:
             return await called()
         return await in_thread(called, f"tool {tool.name}")
 
+    async def begin(self, row: Mapping[str, Any]) -> str:
+        """Begins the environments with the row's columns -> what they say to the model before its first turn."""
+        said = ""
+        for held in dict.fromkeys(tool.held for tool in self.tools.values()):
+            if isinstance(held, Environment):
+                state = await self._ended(held.open(row), f"{held.name}.reset")
+                self._open[held] = held.name, state
+                said += state.said
+        return said
+
+    def reward(self, scores: Mapping[str, float]) -> float | None:
+        """The sum of what environments give; None: the reward function is asked."""
+        names = [name for held, (name, _) in self._open.items() if isinstance(held, Environment) and name in scores]
+        return sum(scores[name] for name in names) if names else None
+
     async def scores(self) -> dict[str, float]:
-        """What the tools that were called say of the trajectory at its end (verl's `calc_reward`)."""
+        """What tools that were called, and environments, say of the trajectory at its end (verl's `calc_reward`)."""
         found: dict[str, float] = {}
         for held, (name, state) in self._open.items():
-            score = await self._ended(held.score(state, self._given(name, "calc_reward_kwargs")))
+            score = await self._ended(held.score(state, self._given(name, "calc_reward_kwargs")), f"{name}'s reward")
             found |= {} if score is None else {name: float(score)}
         return found
 
@@ -156,7 +227,7 @@ class Toolbox:
         for held, (name, state) in list(self._open.items()):
             del self._open[held]
             try:
-                await self._ended(held.release(state, self._given(name, "release_kwargs")))
+                await self._ended(held.release(state, self._given(name, "release_kwargs")), f"{name}'s release")
             except (Exception, SystemExit) as e:  # user code; the trajectory is over
                 wrong.append(f"{name}: {type(e).__name__}: {one_line(e)}")
         return wrong
@@ -164,34 +235,49 @@ class Toolbox:
     def _given(self, name: str, part: str) -> Mapping[str, Any]:
         return (self.kwargs.get(name) or {}).get(part) or {}
 
-    async def _ended(self, call: Awaitable[Any]) -> Any:
-        async with asyncio.timeout(self.timeout_s):
-            return await call
+    async def _ended(self, call: Awaitable[Any], what: str) -> Any:
+        """A call that is no answer to the model: its failure is the attempt's."""
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                return await call
+        except TimeoutError as e:
+            raise TimeoutError(f"{what}: no end in {self.timeout_s:g} s (agent.tool_timeout_s)") from e
+        except SystemExit as e:
+            raise RuntimeError(f"{what}: it called sys.exit({e.code})") from e
 
 
 async def in_thread(function: Callable[[], Any], name: str) -> Any:
-    """The result of a call that may block. A thread of its own, which nobody waits for at the end: one that hangs takes
+    """The result of a call that may block."""
+    return value_of(await started(function, name))
+
+
+def value_of(ended: Ended) -> Any:
+    error, value = ended
+    if error is not None:
+        raise error
+    return value
+
+
+def started(function: Callable[[], Any], name: str) -> asyncio.Future[Ended]:
+    """How a call that may block ends. A thread of its own, which nobody waits for at the end: one that hangs takes
     no place from other calls, and ends with the process."""
     loop = asyncio.get_running_loop()
-    done: asyncio.Future[tuple[BaseException | None, Any]] = loop.create_future()
+    done: asyncio.Future[Ended] = loop.create_future()
 
-    def settle(ended: tuple[BaseException | None, Any]) -> None:
+    def settle(ended: Ended) -> None:
         if not done.done():
             done.set_result(ended)
 
     def run() -> None:
         try:
-            ended: tuple[BaseException | None, Any] = (None, function())
+            ended: Ended = (None, function())
         except BaseException as e:  # a tool is user code, and may call sys.exit
             ended = (e, None)
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, ended)
 
     threading.Thread(target=run, name=name, daemon=True).start()
-    error, value = await done
-    if error is not None:
-        raise error
-    return value
+    return done
 
 
 def _failed(kind: str, text: str) -> Answer:
@@ -259,8 +345,31 @@ def _of_module(entry: str) -> list[Tool]:
     if name and not callable(vars(module).get(name)):
         there = ", ".join(n for n, f in vars(module).items() if inspect.isfunction(f)) or "none"
         raise ValueError(f"agent.tools={entry}: no function {name!r} there; there are {there}")
+    if name and inspect.isclass(vars(module)[name]):
+        return _of_environment(vars(module)[name], entry)
     functions = [vars(module)[name]] if name else [f for f in vars(module).values() if hasattr(f, MARK)]
     return [function_as_tool(f) for f in functions]
+
+
+def _of_environment(made_by: type, entry: str) -> list[Tool]:
+    methods = dict(inspect.getmembers(made_by, inspect.isfunction))
+    if "reset" not in methods:
+        raise ValueError(f"agent.tools={entry}: a class here is an environment of TRL's kind, with reset(**columns)")
+    needs = inspect.signature(methods["reset"]).parameters.values()
+    if not any(p.kind is p.VAR_KEYWORD or p.name == "prompt" for p in needs):
+        raise ValueError(f"agent.tools={entry}: reset is given the columns of its row: write reset(self, **columns)")
+    if wanted := [p for p in inspect.signature(made_by).parameters.values() if _must_be_given(p)]:
+        raise ValueError(f"agent.tools={entry}: {made_by.__name__}() is called without its {wanted[0].name!r}")
+    found = [(n, f) for n, f in methods.items() if not n.startswith("_") and n not in ("reset", "get_reward")]
+    if not found:
+        raise ValueError(f"agent.tools={entry}: no public method besides reset and get_reward is a tool")
+    held = Environment(made_by)
+    return [replace(function_as_tool(f), function=None, held=held) for _, f in found]
+
+
+def _must_be_given(parameter: inspect.Parameter) -> bool:
+    varied = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    return not varied and parameter.default is parameter.empty
 
 
 def function_as_tool(function: Callable[..., Any]) -> Tool:

@@ -207,7 +207,7 @@ class TrajectoryRunner:
             response_tokens=len(response),
             max_response_tokens=sampling.max_tokens,
             truncated=made.stop_reason in CUT,
-            prompt_ids=row[0].ids if made.branches else task.prompt_ids,
+            prompt_ids=row[0].ids,
             response_ids=response,
         )
         try:
