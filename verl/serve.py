@@ -109,6 +109,7 @@ async def _serve(config: Config, sock: socket.socket) -> None:
             vocab_size=vocab_size,
             max_context_tokens=able.max_context_tokens,
         )
+        sock.listen()  # who reads the next line and asks at once waits, and is not refused
         _announce(config, sock, able.max_context_tokens)
         await run_app(make_app(service), sock, stopping)
     finally:
