@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,7 +50,11 @@ def built(options: Any, context: Any) -> Any:
     return engine
 
 
-if __name__ == "__main__":
+def hangs(args: Sequence[str] | None = None) -> int:
     for name, backend in [*backends.MODEL.items()]:
         backends.MODEL[name] = replace(backend, build="tests.hanging:built")
-    sys.exit(main())
+    return main(args)
+
+
+if __name__ == "__main__":
+    sys.exit(hangs())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 from aiohttp import ClientSession
 from rollouts import context_of
+from started import Started
 from tokens import bpe_tokenizer
 
 from verl.chat.template import audit_template
@@ -127,19 +127,15 @@ async def until(condition: Any, what: str, limit_s: float = 20.0) -> None:
 
 
 @contextlib.contextmanager
-def server_process(folder: Path, log: Path, *args: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def server_process(folder: Path, log: Path, *args: str) -> Iterator[tuple[Started, str]]:
     """`verl serve` on a free port, once it answers: the process and its URL. It is gone at the end."""
-    command = [sys.executable, "-m", "verl.cli", "serve", f"model.path={folder}", "serve.port=0", *args]
-    small = ["model.dtype=float32", "run.threads=1"]
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            [*command, *small], stdout=out, stderr=subprocess.STDOUT, text=True, env=_environment(), cwd=log.parent
-        )
+    small = ["serve.port=0", "model.dtype=float32", "run.threads=1"]
+    log.unlink(missing_ok=True)
+    process = Started(["serve", f"model.path={folder}", *args, *small], log)
     try:
         yield process, _url(process, log)
     finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGKILL)
+        process.kill()
         process.wait(30)
 
 
@@ -147,7 +143,7 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
 
 
-def _url(process: subprocess.Popen[str], log: Path, limit_s: float = 120.0) -> str:
+def _url(process: Started, log: Path, limit_s: float = 120.0) -> str:
     end = time.monotonic() + limit_s
     while time.monotonic() < end:
         said = [line for line in log.read_text().splitlines() if line.startswith("serving http")]

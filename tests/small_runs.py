@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+from started import Started
 
 from verl.config.load import load_config
 from verl.driver.launch import Finished, run_rl
@@ -106,17 +105,9 @@ def summary(run_dir: Path) -> dict:
     return json.loads((run_dir / "summary.json").read_text())
 
 
-def launch(args: Sequence[str], log: Path) -> subprocess.Popen:
+def launch(args: Sequence[str], log: Path) -> Started:
     """`verl train` in a process of its own, which writes to `log`."""
-    handle = log.open("a")
-    env = {**os.environ, "OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "verl", "train", *args],
-        stdout=handle,
-        stderr=handle,
-        env=env,
-        cwd=Path(__file__).parents[1],
-    )
+    return Started(["train", *args], log)
 
 
 def wait_for(predicate, timeout_s: float, what: str) -> None:

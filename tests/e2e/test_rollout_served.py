@@ -51,7 +51,7 @@ def test_a_server_that_dies_ends_the_run_with_its_cause(tmp_path: Path, tiny_mod
         process.kill()
 
     with server_process(tiny_model, tmp_path / "serve.log", "serve.control=true") as (process, found):
-        killer = threading.Thread(target=kill_after_a_step, args=(process,))
+        killer = threading.Thread(target=kill_after_a_step, args=(process,), daemon=True)
         killer.start()
         served = ("rollout.engine=server", f"rollout.url={found}", "run.total_steps=500")
         with pytest.raises((ReplicaLost, SyncError), match=r"http://127\.0\.0\.1:\d+/"):

@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from small_runs import metrics_of, same_tensors, small_args, small_run, tensors_of, wait_for
+from small_runs import launch, metrics_of, same_tensors, small_args, small_run, tensors_of, wait_for
+from started import Started
 from test_resume import assert_equal_runs
 
+from tests.hanging import FOLDER, hangs
 from verl.cli import main
 from verl.track.events import read_events
 
@@ -57,16 +59,16 @@ def test_a_hung_reward_does_not_hold_sigterm_and_the_run_goes_on(
     more = ("run.total_steps=300", f"reward.path={reward}", "reward.timeout_s=500", "run.grace_s=4")
     more += ("run.seed=3", f"pipeline.staleness={staleness}", "track.sinks=[jsonl]")
     args, run_dir = small_args(tmp_path / "cut", tiny_model, arithmetic_data[:1], *more), tmp_path / "cut" / "r"
-    with (tmp_path / "log").open("w") as log:
-        process = start(args, stdout=log, stderr=log)
-        wait_for(lambda: steps_done(run_dir) >= 2, 120, "two steps")
-        (tmp_path / "hang").touch()
-        wait_for((tmp_path / "hangs").exists, 60, "a reward that hangs")
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(40) == 75, (tmp_path / "log").read_text()
+    log = tmp_path / "log"
+    process = launch(args, log)
+    wait_for(lambda: steps_done(run_dir) >= 2, 120, "two steps")
+    (tmp_path / "hang").touch()
+    wait_for((tmp_path / "hangs").exists, 60, "a reward that hangs")
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(40) == 75, log.read_text()
     last = max(metrics_of(run_dir))
     assert saved(run_dir) == [last], "the state after the last whole step"
-    said = (tmp_path / "log").read_text()
+    said = log.read_text()
     assert "SIGTERM: finishing this step" in said and f"stopped before step {last + 1} of 300" in said
     assert not (run_dir / "crash").exists()
     (tmp_path / "hang").unlink()
@@ -85,21 +87,21 @@ def test_a_hung_reward_does_not_hold_sigterm_and_the_run_goes_on(
 def test_ctrl_c_saves_and_a_second_one_is_out_now(tmp_path, tiny_model, arithmetic_data, reward):
     more = ("run.total_steps=400", f"reward.path={reward}", "reward.timeout_s=500", "track.sinks=[jsonl]")
     args, run_dir = small_args(tmp_path, tiny_model, arithmetic_data[:1], *more), tmp_path / "r"
-    with (tmp_path / "log").open("w") as log:
-        process = start(args, stdout=log, stderr=log)
-        wait_for(lambda: steps_done(run_dir) >= 1, 120, "a step")
-        process.send_signal(signal.SIGINT)
-        assert process.wait(40) == 130
-        assert saved(run_dir) == [max(metrics_of(run_dir))]
-        done = steps_done(run_dir)
-        process = start(args, stdout=log, stderr=log)
-        wait_for(lambda: steps_done(run_dir) > done, 120, "another step")
-        (tmp_path / "hang").touch()
-        wait_for((tmp_path / "hangs").exists, 60, "a reward that hangs")
-        process.send_signal(signal.SIGINT)
-        wait_for(lambda: (tmp_path / "log").read_text().count("SIGINT: finishing") == 2, 10, "the first to be heard")
-        process.send_signal(signal.SIGINT)
-        assert process.wait(5) == 130
+    log = tmp_path / "log"
+    process = launch(args, log)
+    wait_for(lambda: steps_done(run_dir) >= 1, 120, "a step")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(40) == 130
+    assert saved(run_dir) == [max(metrics_of(run_dir))]
+    done = steps_done(run_dir)
+    process = launch(args, log)
+    wait_for(lambda: steps_done(run_dir) > done, 120, "another step")
+    (tmp_path / "hang").touch()
+    wait_for((tmp_path / "hangs").exists, 60, "a reward that hangs")
+    process.send_signal(signal.SIGINT)
+    wait_for(lambda: log.read_text().count("SIGINT: finishing") == 2, 10, "the first to be heard")
+    process.send_signal(signal.SIGINT)
+    assert process.wait(5) == 130
     assert len(saved(run_dir)) == 1
 
 
@@ -132,11 +134,9 @@ IN_UPDATES = {
 }
 
 
-def hanging(folder, verb: str, args: list[str], log) -> subprocess.Popen:
+def hanging(folder, verb: str, args: list[str], log) -> Started:
     """The command line, stopped where `tests/hanging.py` says."""
-    env = {**os.environ, "OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1", "HANGING": str(folder)}
-    command = [sys.executable, "-m", "tests.hanging", verb, *args]
-    return subprocess.Popen(command, env=env, cwd=TESTS.parent, stdout=log, stderr=log)
+    return Started([verb, *args], log, env={FOLDER: str(folder)}, entry=hangs)
 
 
 def args_of(verb: str, root, model, data, *more: str) -> list[str]:
@@ -166,12 +166,12 @@ def test_a_stop_in_an_update_that_does_not_end_saves_what_was_before_it(tmp_path
     (tmp_path / "update").write_text(str(2 * updates + 1))
     more, run_dir = ("run.grace_s=2", *more), tmp_path / "cut" / "r"
     args = args_of(verb, tmp_path / "cut", tiny_model, arithmetic_data, *more, "run.total_steps=300")
-    with (tmp_path / "log").open("w") as log:
-        process = hanging(tmp_path, verb, args, log)
-        wait_for((tmp_path / "in_update").exists, 120, "an update that hangs")
-        process.send_signal(signal.SIGTERM)
-        code = process.wait(60)
-    said = (tmp_path / "log").read_text()
+    log = tmp_path / "log"
+    process = hanging(tmp_path, verb, args, log)
+    wait_for((tmp_path / "in_update").exists, 120, "an update that hangs")
+    process.send_signal(signal.SIGTERM)
+    code = process.wait(60)
+    said = log.read_text()
     assert code == 75, said
     assert saved(run_dir) == [2] and max(metrics_of(run_dir)) == 2 and not (run_dir / "crash").exists()
     assert said.count("so that a stop can save what was before them") == 1, said
@@ -194,13 +194,13 @@ def test_a_stop_in_the_first_update_loses_nothing_and_saves_nothing(tmp_path, ti
         (tmp_path / "update").write_text(str(last + 1))
         more = (f"run.total_steps={last + 1}", "supervised.rows_per_step=4", "data.max_tokens_per_row=32")
         args = args_of("sft", tmp_path / "r", tiny_model, arithmetic_data, "run.grace_s=2", *more)
-        with (tmp_path / "log").open("w") as log:
-            process = hanging(tmp_path, "sft", args, log)
-            wait_for((tmp_path / "in_update").exists, 120, "an update that hangs")
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(60) == 75, (tmp_path / "log").read_text()
+        log = tmp_path / "log"
+        process = hanging(tmp_path, "sft", args, log)
+        wait_for((tmp_path / "in_update").exists, 120, "an update that hangs")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 75, log.read_text()
         assert saved(tmp_path / "r" / "r") == [2][:last]
-        assert f"stopped before step {last + 1} of {last + 1}; the run resumes there" in (tmp_path / "log").read_text()
+        assert f"stopped before step {last + 1} of {last + 1}; the run resumes there" in log.read_text()
         (tmp_path / "update").unlink()
         (tmp_path / "in_update").unlink()
         more = ("run.total_steps=2", *more[1:])
@@ -213,14 +213,14 @@ def test_killed_while_it_saves_what_was_before_an_update(tmp_path, tiny_model, a
     (tmp_path / "update").write_text("7")
     more, run_dir = ("run.grace_s=2", *RL, "run.save_every_steps=2"), tmp_path / "cut" / "r"
     args = args_of("train", tmp_path / "cut", tiny_model, arithmetic_data, *more, "run.total_steps=5")
-    with (tmp_path / "log").open("w") as log:
-        process = hanging(tmp_path, "train", args, log)
-        wait_for((tmp_path / "in_update").exists, 120, "an update that hangs")
-        (tmp_path / "write").touch()
-        process.send_signal(signal.SIGTERM)
-        wait_for((tmp_path / "in_write").exists, 60, "a checkpoint that is written")
-        process.kill()
-        process.wait(30)
+    log = tmp_path / "log"
+    process = hanging(tmp_path, "train", args, log)
+    wait_for((tmp_path / "in_update").exists, 120, "an update that hangs")
+    (tmp_path / "write").touch()
+    process.send_signal(signal.SIGTERM)
+    wait_for((tmp_path / "in_write").exists, 60, "a checkpoint that is written")
+    process.kill()
+    process.wait(30)
     kept = sorted(path.name.partition(".")[0] for path in (run_dir / "checkpoints").iterdir())
     assert kept == ["step_2", "step_3"] and not (run_dir / "checkpoints" / "step_3").exists()
     for name in ("cut", "straight"):

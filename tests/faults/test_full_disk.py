@@ -13,8 +13,11 @@ from pathlib import Path
 
 import pytest
 from small_runs import metrics_of, same_tensors, small_args, small_run, tensors_of, trained
+from started import Started
 
 import verl.track.log as log_module
+from verl.config.load import load_config
+from verl.driver.launch import run_rl
 from verl.track.events import EventLog, read_events
 from verl.track.metrics import MetricsLog, read_metrics
 from verl.track.samples import sample_steps
@@ -74,19 +77,14 @@ def test_what_waits_is_bounded_and_what_is_lost_is_counted(tmp_path, monkeypatch
     assert "bytes were lost" in said[-1]
 
 
-RUN = """
-import resource, sys
-sys.path.insert(0, sys.argv[1])
-from pathlib import Path
-from small_runs import small_args
-from verl.config.load import load_config
-from verl.driver.launch import run_rl
-free = resource.getrlimit(resource.RLIMIT_FSIZE)
-def on_step(step, values):
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, free[1]) if step in (2, 3) else free)
-args = small_args(Path(sys.argv[2]), Path(sys.argv[3]), [Path(sys.argv[4])], *sys.argv[5:])
-run_rl(load_config(args), quiet=True, on_step=on_step)
-"""
+def trained_under_it(args: list[str]) -> int:
+    free = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def on_step(step: int, values: object) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, free[1]) if step in (2, 3) else free)
+
+    run_rl(load_config(args), quiet=True, on_step=on_step)
+    return 0
 
 
 @pytest.mark.timeout(200)
@@ -94,10 +92,9 @@ def test_a_run_goes_through_a_full_disk(tmp_path, tiny_model, arithmetic_data):
     """Full while steps 3 and 4 are recorded and saved, under a report after each step."""
     more = ("run.total_steps=6", "run.save_every_steps=1", "track.report_every_steps=1", "track.sinks=[jsonl]")
     more += ("run.keep_last_checkpoints=9",)
-    where = [str(TESTS), str(tmp_path / "full"), str(tiny_model), str(arithmetic_data[0])]
-    done = subprocess.run([sys.executable, "-c", RUN, *where, *more], cwd=TESTS.parent, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    run_dir, said = tmp_path / "full" / "r", done.stdout
+    args, log = small_args(tmp_path / "full", tiny_model, arithmetic_data[:1], *more), tmp_path / "log"
+    assert Started(args, log, entry=trained_under_it).wait(180) == 0, log.read_text()[-3000:]
+    run_dir, said = tmp_path / "full" / "r", log.read_text()
     small_run(tmp_path / "straight", tiny_model, arithmetic_data[:1], *more)
     same_tensors(tensors_of(run_dir, 6), tensors_of(tmp_path / "straight" / "r", 6))
     assert trained(run_dir) == trained(tmp_path / "straight" / "r") and len(trained(run_dir)) == 6
