@@ -27,10 +27,16 @@ class Started:
     """See `subprocess.Popen`: what the tests ask of it. Its output goes behind what `log` holds."""
 
     def __init__(
-        self, args: Sequence[str], log: Path, *, env: Mapping[str, str] = {}, entry: Callable[..., int] = main
+        self,
+        args: Sequence[str],
+        log: Path,
+        *,
+        env: Mapping[str, str] = {},
+        cwd: Path = Path(),
+        entry: Callable[..., int] = main,
     ) -> None:
         log.touch()
-        said = (str(log), {**os.environ, **env}, str(Path(verl.__file__)), entry, list(args))
+        said = (str(log), {**os.environ, **env}, cwd.resolve(), str(Path(verl.__file__)), entry, list(args))
         self._process: ForkServerProcess = _server().Process(target=_run, args=said)
         self._process.start()
         atexit.register(self.kill)  # a test that failed leaves it; Python would wait for its end
@@ -59,7 +65,7 @@ def _server() -> ForkServerContext:
     return context
 
 
-def _run(log: str, env: dict[str, str], checkout: str, entry: Callable[..., int], args: list[str]) -> None:
+def _run(log: str, env: dict[str, str], cwd: Path, checkout: str, entry: Callable[..., int], args: list[str]) -> None:
     written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for number, stream in ((1, sys.stdout), (2, sys.stderr)):
         os.dup2(written, number)
@@ -67,4 +73,5 @@ def _run(log: str, env: dict[str, str], checkout: str, entry: Callable[..., int]
     assert set(IMPORTED) <= sys.modules.keys() and verl.__file__ == checkout, (verl.__file__, checkout)
     os.environ.clear()
     os.environ.update(env)
+    os.chdir(cwd)
     sys.exit(entry(args))
