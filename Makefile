@@ -4,6 +4,8 @@ BIN := $(VENV)/bin
 export OMP_WAIT_POLICY ?= passive
 SEED ?= 0
 TASK ?= arithmetic
+# On two, processors waited a quarter of the time for one test each.
+TEST_WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 
 .PHONY: setup browser bubblewrap test test-distributed test-ranks test-clusters queue-package test-all test-mutants vllm-env test-vllm quickstart bench lint clean
 
@@ -29,7 +31,7 @@ bubblewrap:
 	echo "no bubblewrap, and it could not be installed: its tier of the code sandbox is not tested"
 
 test: setup browser bubblewrap lint
-	$(BIN)/python -m pytest -q -n logical --maxprocesses 4 --dist worksteal
+	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal
 
 # Many ranks, Ray, kills: ten minutes on two cores. What forks and what starts clusters waits most of its time, so the
 # two run beside each other.
