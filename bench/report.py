@@ -39,6 +39,7 @@ SECTIONS = (
     "algorithms",
     "against",
     "workers",
+    "ray_runs",
     "weights",
     "router",
     "distill",
