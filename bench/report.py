@@ -43,6 +43,7 @@ SECTIONS = (
     "weights",
     "router",
     "distill",
+    "distill_steps",
     "agents",
 )
 

@@ -30,17 +30,23 @@ class Tried:
     reason: str = ""
 
 
-def settings(cores: int) -> list[Setting]:
+EITHER = (False, True)
+
+
+def settings(cores: int, compiled: Sequence[bool] = EITHER) -> list[Setting]:
     """One thread and all of them, eager and compiled."""
-    return [Setting(threads, compiled) for threads in sorted({1, cores}) for compiled in (False, True)]
+    return [Setting(threads, how) for threads in sorted({1, cores}) for how in compiled]
 
 
 def sweep(
-    cores: int, spec: Mapping[str, Any], run: Callable[[dict[str, Any]], Iterable[Mapping[str, float]]]
+    cores: int,
+    spec: Mapping[str, Any],
+    run: Callable[[dict[str, Any]], Iterable[Mapping[str, float]]],
+    compiled: Sequence[bool] = EITHER,
 ) -> list[Tried]:
     """`run(spec)` -> its repetitions, each with `wall_s`; what it raises as RuntimeError is the reason why not."""
     tried = []
-    for setting in settings(cores):
+    for setting in settings(cores, compiled):
         try:
             found = [one["wall_s"] for one in run({**spec, **asdict(setting)})]
             tried.append(Tried(setting, statistics.median(found)))

@@ -45,7 +45,10 @@ def step_of(index: int) -> Step:
     return Step(index, TwoClockLedger())
 
 
-COMPUTES = ("reward_model", "reference", "old_logprobs", "values", "advantages", "update_critic", "update", "publish")
+COMPUTES = (
+    *("reward_model", "reference", "teacher", "old_logprobs", "values"),
+    *("advantages", "update_critic", "update", "publish"),
+)
 """Phases in which a model or the algorithm's arithmetic works. What is left without them and the engine is the
 driver, the queue, reward dispatch and logging."""
 
