@@ -45,9 +45,9 @@ test-ranks: setup nixl-package
 test-clusters: queue-package
 	$(BIN)/python -m pytest -q -m cluster tests/distributed
 
-test-all: test  # and every combination of layout, packing and role, and a recipe that has to learn
+test-all: test  # and every combination of layout, packing and role, and recipes that have to learn
 	FULL_GRID=1 $(MAKE) test-distributed
-	FULL_GRID=1 $(BIN)/python -m pytest -q tests/e2e/test_tool_recipe.py
+	FULL_GRID=1 $(BIN)/python -m pytest -q tests/e2e/test_tool_recipe.py tests/e2e/test_distillation.py
 
 # The TransferQueue package; of what it asks for, ray's dashboard and torch again are left out.
 queue-package: setup

@@ -1,14 +1,21 @@
-"""A fresh model learns from a trained one through the real loop, and goes on where it was killed."""
+"""A fresh model learns from a trained one through the real loop, and goes on where it was killed; with FULL_GRID=1 the
+trained quickstart teaches the model that it began with."""
 
 import json
+import os
 import random
+import subprocess
+import sys
 import time
 
 import numpy as np
 import pytest
 from small_runs import launch, metrics_of, same_tensors, saved, small_args, small_run, tensors_of, trained, wait_for
 
+from verl.config.load import load_config
+from verl.driver.launch import run_rl
 from verl.driver.replay import replay
+from verl.quickstart import last_export
 from verl.track.samples import read_samples
 
 NAMES = ("opd", "gkd", "gkd_topk")
@@ -117,3 +124,42 @@ def test_stored_answers_alone_teach(more, learned, tmp_path, tiny_model, stored)
     small_run(tmp_path, tiny_model, [stored], *arguments("gkd", learned, *args))
     distance = [figures["actor/teacher_divergence"] for step, figures in metrics_of(tmp_path / "r").items() if step]
     assert np.mean(distance[-3:]) < 0.6 * np.mean(distance[:2]), distance
+
+
+@pytest.mark.skipif(not os.environ.get("FULL_GRID"), reason="minutes: make test-all")
+@pytest.mark.timeout(1500)
+def test_the_trained_quickstart_is_distilled_in_a_quarter_of_its_steps(tmp_path):
+    """From the step on from which GRPO holds 95% of what it ends with, of as many answers a step; from the same
+    warm-up, in less than four minutes."""
+    command = [sys.executable, "-m", "verl.quickstart", f"run.root_dir={tmp_path}", "run.eval_every_steps=1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stderr[-3000:]
+    home, figure = tmp_path / "quickstart", "eval/acc/greedy"
+    accuracy = {step: found[figure] for step, found in metrics_of(home).items() if figure in found}
+    wanted = 0.95 * accuracy[max(accuracy)]
+    needed = 1 + max(step for step, found in accuracy.items() if found < wanted)
+    assert len(accuracy) == 26 and accuracy[0] < 0.5 * wanted
+    given = {
+        "recipe": "quickstart",
+        "model.path": last_export(home / "warmup"),
+        "data.train_files": f"[{home}/data/train.jsonl]",
+        "data.eval_files": f"[{home}/data/heldout.jsonl]",
+        "reward.path": "verl.recipes.arithmetic",
+        "algorithm.name": "gkd",
+        "algorithm.options.beta": 0.0,
+        "algorithm.kl_loss_coef": "null",
+        "algorithm.aggregation": "null",
+        "teacher.path": last_export(home),
+        "optim.lr": "2e-4",
+        "optim.schedule": "linear",
+        "step.updates_per_step": 4,
+        "step.epochs_per_step": 8,
+        "run.root_dir": tmp_path,
+        "run.name": "distilled",
+        "run.total_steps": max(1, needed // 4),
+    }
+    began = time.monotonic()
+    run_rl(load_config([f"{key}={value}" for key, value in given.items()]), quiet=True)
+    seconds, found = time.monotonic() - began, metrics_of(tmp_path / "distilled")
+    print(accuracy, needed, seconds, found[max(found)][figure])
+    assert found[max(found)][figure] >= wanted and seconds < 240
