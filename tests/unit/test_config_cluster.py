@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from handmade_model import write_model, write_rows
@@ -12,7 +14,7 @@ from verl.config import cluster
 from verl.config.backends import backend_of, option_keys
 from verl.config.load import load_config, validate
 from verl.config.tree import leaves
-from verl.workers.pools import Pool, fit, pools_of
+from verl.workers.pools import Pool, Shortage, fit, fit_together, pools_of
 from verl.workers.sections import ClusterConfig
 
 RAY = ("cluster.backend=ray",)
@@ -191,6 +193,44 @@ def test_a_node_of_a_pool_is_on_one_node() -> None:
     assert "a has 6 CPU: room for 6; b has 3 CPU: room for 3" in str(fit("x", Pool(ranks_per_node=7), nodes))
     assert fit("x", Pool(nodes=2, ranks_per_node=4), nodes) is not None
     assert fit("x", Pool(nodes=2, gpus_per_rank=1), nodes) is not None
+
+
+def test_pools_that_fit_one_by_one_but_not_together() -> None:
+    def said(pools: dict[str, Pool], *nodes: dict[str, float]) -> str:
+        return str(fit_together(pools, {f"n{i}": {f"node:{i}": 1.0, **has} for i, has in enumerate(nodes)}) or "")
+
+    two = {"main": Pool(ranks_per_node=2), "gen": Pool(ranks_per_node=2)}
+    line = said(two, {"CPU": 2.0})
+    assert line.startswith("cluster.pools.main and cluster.pools.gen fit one by one, but not together: they ask for 4")
+    assert "4 CPU where there are 2 (n0 has 2 CPU)" in line and "cluster.roles" in line and "\n" not in line
+    assert said(two, {"CPU": 2.0}, {"CPU": 2.0}) == said(two, {"CPU": 4.0}) == ""
+    assert "1.5 GPU where there are 1 " in said(
+        {"main": Pool(gpus_per_rank=0.75), "gen": Pool(gpus_per_rank=0.75)}, {"CPU": 9.0, "GPU": 1.0}
+    )
+    npu = Pool(cpus_per_rank=0, resource="npu", ranks_per_node=3)
+    assert "6 npu where there are 4" in said({"main": npu, "gen": npu}, {"npu": 4.0, "CPU": 1.0})
+    assert said({"main": npu, "gen": Pool()}, {"npu": 4.0, "CPU": 1.0}) == ""
+    # enough in sum, but in pieces: 2 + 2 + 2 of 3 + 3; and what only the right order finds
+    three = {name: Pool(ranks_per_node=2) for name in "abc"}
+    assert "more on one node than others leave there" in said(three, {"CPU": 3.0}, {"CPU": 3.0})
+    mixed = {"a": Pool(ranks_per_node=1), "b": Pool(ranks_per_node=1, gpus_per_rank=1), "c": Pool(ranks_per_node=3)}
+    assert said(mixed, {"CPU": 1.0, "GPU": 1.0}, {"CPU": 4.0}) == ""
+    assert "x asks for" in said({"x": Pool(ranks_per_node=9), **two}, {"CPU": 4.0}), (
+        "the one that is too large is named"
+    )
+    many = {"a": Pool(nodes=64, ranks_per_node=5), "b": Pool(nodes=64, ranks_per_node=4)}
+    assert "576 CPU where there are 512" in said(many, *({"CPU": 8.0} for _ in range(64)))
+    assert said(many, *({"CPU": 9.0} for _ in range(64))) == ""
+
+
+def test_the_cluster_says_so_before_it_places_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl.workers.ray.cluster import _await_nodes
+
+    node = {"Alive": True, "NodeManagerAddress": "here", "NodeID": "abcdef", "Resources": {"CPU": 2.0}}
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(nodes=lambda: [node]))
+    pools = {"main": Pool(ranks_per_node=2), "gen": Pool(ranks_per_node=2)}
+    with pytest.raises(Shortage, match="not together: they ask for 4 CPU where there are 2 .here/abcdef has 2 CPU"):
+        _await_nodes(pools, 0.0, print)
 
 
 def test_messages_name_keys_of_the_tree() -> None:

@@ -19,6 +19,7 @@ LOAD: Mapping[str, int] = MappingProxyType(
     {"actor": 4, "critic": 4, "trainer": 4, "rollout": 2, "compute": 0, "recorder": 0}
 )
 """Of a role on its pool: arrays of a model's size that it keeps there; 1 of the others."""
+TRIES = 10_000  # states of nodes that are looked at before whether pools fit is left to the cluster
 
 
 class Shortage(ValueError):
@@ -68,6 +69,51 @@ def fit(name: str, pool: Pool, nodes: Mapping[str, Mapping[str, float]]) -> str 
         f"cluster.pools.{name} asks for {pool.nodes} nodes with {pool.ranks_per_node} ranks of {wanted} each, and no "
         f"nodes hold that: {'; '.join(lacks)}; lower cluster.nodes or cluster.ranks_per_node, or add nodes"
     )
+
+
+def fit_together(pools: Mapping[str, Pool], nodes: Mapping[str, Mapping[str, float]]) -> str | None:
+    """None if these nodes can hold all of the pools at a time, else what the first pool that is too large by itself
+    lacks, or what all of them lack in sum."""
+    for name, pool in pools.items():
+        if (short := fit(name, pool, nodes)) is not None:
+            return short
+    groups = [{what: each * p.ranks_per_node for what, each in p.bundle.items()} for p in pools.values()]
+    asked = [group for group, pool in zip(groups, pools.values(), strict=True) for _ in range(pool.nodes)]
+    kinds = sorted({what for group in groups for what in group})
+    has = {node: {what: of.get(what, 0.0) for what in kinds} for node, of in nodes.items()}
+    if _placed(sorted(asked, key=lambda group: -sum(group.values())), [*has.values()]):
+        return None
+    sums = [(what, sum(g.get(what, 0.0) for g in asked), sum(of[what] for of in has.values())) for what in kinds]
+    short = ", ".join(f"{wanted:g} {what} where there are {there:g}" for what, wanted, there in sums if wanted > there)
+    held = "; ".join(f"{node} has {', '.join(f'{of[what]:g} {what}' for what in kinds)}" for node, of in has.items())
+    return (
+        f"{' and '.join(f'cluster.pools.{name}' for name in pools)} fit one by one, but not together: they ask for "
+        f"{short or 'more on one node than others leave there'} ({held}); let roles share a pool (cluster.roles), "
+        "lower ranks_per_node or what a rank holds, or add nodes"
+    )
+
+
+def _placed(groups: Sequence[Mapping[str, float]], nodes: Sequence[dict[str, float]]) -> bool:
+    """Whether each group finds a node beside the others. After TRIES ways that failed it is left to the cluster."""
+    hopeless: set[object] = set()
+
+    def place(first: int) -> bool:
+        state = (first, *sorted(tuple(node.values()) for node in nodes))
+        if first == len(groups) or len(hopeless) >= TRIES:
+            return True
+        if state not in hopeless:
+            for node in nodes:
+                if all(node[what] + 1e-9 >= amount for what, amount in groups[first].items()):
+                    before = dict(node)
+                    node.update({what: node[what] - amount for what, amount in groups[first].items()})
+                    found = place(first + 1)
+                    node.update(before)
+                    if found:
+                        return True
+            hopeless.add(state)
+        return False
+
+    return place(0)
 
 
 def _ranks_on(pool: Pool, has: Mapping[str, float]) -> int:

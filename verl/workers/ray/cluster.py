@@ -20,7 +20,7 @@ from verl.config.backends import address_of
 from verl.model_engine.layout import Layout
 from verl.rollout.base import RolloutEngine
 from verl.workers.group import Build, ClusterContext, Died
-from verl.workers.pools import Pool, Shortage, fit, pools_of
+from verl.workers.pools import Pool, Shortage, fit_together, pools_of
 from verl.workers.ray.group import RayGroup, Worker, pickled
 from verl.workers.ray.life import Life
 from verl.workers.ray.reaper import Reaper
@@ -218,14 +218,13 @@ def _hello(host: str, port: int) -> None:
 
 
 def _await_nodes(pools: Mapping[str, Pool], until_s: float, say: Callable[[str], None]) -> None:
-    """Until nodes hold every pool; ValueError with what each of them lacks, where they do not in time."""
+    """Until nodes hold all pools together; ValueError with what each of them lacks, where they do not in time."""
     import ray
 
     said = ""
     while True:
         nodes = {n["NodeManagerAddress"] + "/" + n["NodeID"][:6]: n["Resources"] for n in ray.nodes() if n["Alive"]}
-        short = next((short for name, pool in pools.items() if (short := fit(name, pool, nodes)) is not None), None)
-        if short is None:
+        if (short := fit_together(pools, nodes)) is None:
             return
         if (left_s := until_s - time.monotonic()) <= 0:
             raise Shortage(short)
