@@ -54,7 +54,9 @@ DISK = ("sync.engine=disk", "sync.engine_options.folder=/shared")
 FAULTS = [
     # a layout
     ((*FOUR, "parallel.tensor=3"), "use a multiple of 3"),
-    ((*FOUR, "parallel.replicate=3"), "parallel.replicate=3 does not divide the 4 ranks"),
+    ((*FOUR, "parallel.replicate=3"), "parallel.replicate=3 does not divide the 4 ranks", "use one of 1, 2, 4"),
+    ((*FOUR, "parallel.expert=3"), "parallel.expert=3 does not divide the 4 ranks", "use one of 1, 2, 4"),
+    ((*FOUR, "parallel.replicate=4", "parallel.expert=2"), "parallel.expert=2 does not divide the 1 ranks", "one of 1"),
     ((*FOUR, "parallel.tensor=4"), "parallel.tensor=4: model.path", "2 key-value heads", "use 2"),
     ((*FOUR, "parallel.sequence=2", "parallel.tensor=2"), "parallel.tensor=2 x", "2 key-value heads"),
     ((*FOUR, "parallel.pipeline=4"), "parallel.pipeline=4: model.path", "2 layers", "use at most 2"),
@@ -89,6 +91,17 @@ FAULTS = [
     ((*FOUR, "cluster.cpus_per_rank=0"), "cluster.pools.main: its ranks hold nothing"),
     ((*FOUR, "cluster.pools={few: {ranks_per_node: 2}}", "cluster.roles={ref: few}"), "few has 2 ranks", "pool 4"),
     ((*FOUR, "rollout.replicas=5"), "rollout.replicas=5", "4 ranks of the pool main"),
+    ((*FOUR, "cluster.gpus_per_rank=1.5"), "cluster.gpus_per_rank=1.5: above 1", "use 1 or 2"),
+    (
+        (*FOUR, "cluster.pools={big: {resource: npu, resource_per_rank: 2.5}}", "cluster.roles={rollout: big}"),
+        *("cluster.pools.big.resource_per_rank=2.5: above 1", "use 2 or 3"),
+    ),
+    # an address
+    ((*RAY, "cluster.address=foo"), "cluster.address=foo: neither auto nor HOST:PORT", "give foo:6379"),
+    ((*RAY, "cluster.address=10.0.0"), "cluster.address=10.0.0: neither auto", "give 10.0.0:6379"),
+    ((*RAY, "cluster.address='a:b:c'"), "cluster.address=a:b:c: neither auto", "10.0.0.1:6379"),
+    ((*RAY, "cluster.address='head:0'"), "cluster.address=head:0: neither auto", "head:6379"),
+    ((*RAY, "cluster.address='ray://head:10001'"), "cluster.address=ray://head:10001: neither auto", "10.0.0.1:6379"),
     # transports
     ((*RAY, "cluster.nodes=2"), "cluster.nodes=2", "cluster.address=auto"),
     ((*AWAY, "queue.engine=shared"), "queue.engine=shared", "queue.engine=ray"),
@@ -119,6 +132,14 @@ def test_each_fault_is_one_line_with_value_reason_and_fix(folder: Path) -> None:
         if len(found) != 1 or not all(word in found[0] for word in words):
             wrong.append((args, words, found))
     assert not wrong
+
+
+def test_an_address_of_the_environment(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "foo")
+    assert [line[:24] for line in faults(folder, *RAY)] == ["RAY_ADDRESS=foo: neither"]
+    for given in ("auto", "head-1.my_net:6379", "10.0.0.1:6379"):
+        monkeypatch.setenv("RAY_ADDRESS", given)
+        assert faults(folder, *RAY) == faults(folder, *RAY, f"cluster.address='{given}'") == []
 
 
 def test_what_is_allowed(folder: Path) -> None:

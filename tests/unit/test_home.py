@@ -46,6 +46,15 @@ def test_a_changed_line_of_verl_is_another_source(tmp_path: Path, monkeypatch: p
         found.add(home.versions()[2])
     (tmp_path / "a.py").rename(tmp_path / "b.py")
     assert len(found | {home.versions()[2]}) == 3
+    (tmp_path / "accel" / "__pycache__").mkdir(parents=True)
+    for name in ("accel/kernels.c", "table.tsv"):
+        before = home.versions()
+        (tmp_path / name).write_text("int x;")
+        assert home.versions() != before, name
+    before = home.versions()
+    for name in ("accel/__pycache__/b.pyc", "accel/kernels.so", ".b.py.swp"):
+        (tmp_path / name).write_text("made here")
+    assert home.versions() == before
 
 
 def test_a_run_directory_that_is_another_folder_of_the_same_name(tmp_path: Path) -> None:

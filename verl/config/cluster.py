@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -69,6 +70,8 @@ def cluster_faults(config: Config, command: str) -> Iterator[str]:
         yield f"cluster.virtual_ranks={virtual} are ranks of one process: {fix}"
     if config.model.engine == "sharded" and ranks == 1:
         yield "model.engine=sharded wants several ranks: set cluster.ranks_per_node, or model.engine=torch"
+    if c.backend == "ray":
+        yield from _address(config)
     try:
         layout = layout_of(config)
         yield from _layout(config, layout, command)
@@ -90,8 +93,20 @@ def _in_one_process(config: Config) -> Iterator[str]:
         yield "model.engine=sharded with cluster.backend=inproc: this process has no others; set model.engine=torch"
 
 
+def _address(config: Config) -> Iterator[str]:
+    given = config.cluster.address
+    key, address = "RAY_ADDRESS" if given is None else "cluster.address", address_of(given)
+    host, _, port = (address or "auto").rpartition(":")
+    if address in (None, "auto") or (re.fullmatch(r"[\w.-]+", host) and port.isdecimal() and 0 < int(port) < 65536):
+        return
+    fix = f"{host or address}:6379" if re.fullmatch(r"[\w.-]+", host or str(address)) else "10.0.0.1:6379"
+    yield f"{key}={address}: neither auto nor HOST:PORT; give {fix}, say, or null for a Ray of this machine alone"
+
+
 def _layout(config: Config, layout: Layout, command: str) -> Iterator[str]:
-    yield from cannot(layout)
+    if impossible := [*cannot(layout)]:
+        yield from impossible
+        return
     groups = config.step.prompts_per_step // config.step.updates_per_step
     said = "groups of an optimizer step (step.prompts_per_step / step.updates_per_step)"
     if command in ("sft", "rm", "dpo"):

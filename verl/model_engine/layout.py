@@ -20,6 +20,11 @@ class Place:
         return self.sequence == self.tensor == self.pipeline == 0
 
 
+def use(number: int) -> str:
+    """What to do where something must divide `number`."""
+    return f"use one of {', '.join([str(d) for d in range(1, number + 1) if number % d == 0][:8])}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """world_size ranks = pipeline x data x sequence x tensor; tensor varies fastest (neighbours talk most).
@@ -44,10 +49,11 @@ class Layout:
                 f"{self.world_size} ranks cannot be divided into parallel.tensor={self.tensor} x parallel.sequence="
                 f"{self.sequence} x parallel.pipeline={self.pipeline} = {within}: use a multiple of {within}"
             )
+        over = self.data * self.sequence
         for name, size in (("replicate", self.replicate), ("expert", self.expert)):
-            if (self.data * self.sequence) % size:
+            if over % size:
                 raise ValueError(
-                    f"parallel.{name}={size} does not divide the {self.data * self.sequence} ranks that shard the model"
+                    f"parallel.{name}={size} does not divide the {over} ranks that shard the model: {use(over)}"
                 )
 
     @property

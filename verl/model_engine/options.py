@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from verl.model_engine.layout import Layout
+from verl.model_engine.layout import Layout, use
 
 TENSOR_PLANS = (
     *("arcee", "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text"),
@@ -52,4 +52,5 @@ class Options:
 def cannot(layout: Layout) -> Iterator[str]:
     """What of a layout the sharded engine cannot do, a line each."""
     if layout.shard % layout.expert:
-        yield f"parallel.expert={layout.expert} does not divide the {layout.shard} ranks that hold one copy"
+        said = f"parallel.expert={layout.expert} does not divide the {layout.shard} ranks that hold one copy"
+        yield f"{said}: {use(layout.shard)}"

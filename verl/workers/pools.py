@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
@@ -151,6 +152,13 @@ def pools_of(section: ClusterConfig, roles: Sequence[str], *, device: str) -> tu
         f"cluster.pools.{name}: its ranks hold nothing; give cpus_per_rank, gpus_per_rank or resource"
         for name, pool in pools.items()
         if not pool.bundle
+    ]
+    faults += [
+        f"{f'cluster.{key}' if name == MAIN else f'cluster.pools.{name}.{key}'}={amount:g}: above 1 a rank holds whole "
+        f"devices; use {math.floor(amount)} or {math.ceil(amount)}"
+        for name, pool in pools.items()
+        for key, amount in (("gpus_per_rank", pool.gpus_per_rank), ("resource_per_rank", pool.resource_per_rank))
+        if amount > 1 and amount != int(amount)
     ]
     lives = {role: section.roles.get(role, MAIN) for role in (*roles, "rollout")}
     for role in (r for r in roles if r in FROZEN or r.startswith("teacher")):
