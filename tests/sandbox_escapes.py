@@ -79,10 +79,15 @@ class Host:
         self.key = 0x17000000 + os.getpid()
         self.memory = ctypes.CDLL(None).shmget(self.key, 16, 0o1666)
         self.named_as = {
-            "secret": str(self.secret), "source": __file__, "port": self.tcp.getsockname()[1], "key": self.key,
-            "abstract": f"\0h17-{os.getpid()}", "path": str(folder / "socket"), "victim": self.victim.pid,
+            "secret": str(self.secret),
+            "source": __file__,
+            "port": self.tcp.getsockname()[1],
+            "key": self.key,
+            "abstract": f"\0h17-{os.getpid()}",
+            "path": str(folder / "socket"),
+            "victim": self.victim.pid,
             "host": socket.gethostname(),
-        }  # fmt: skip
+        }
 
     def code(self, name: str) -> str:
         return PRELUDE + ATTEMPTS[name].format(**self.named_as)

@@ -183,9 +183,7 @@ class Served:
         at = 1.0 if self.raw else params["temperature"]
         content = [{"token_id": i, "logprob": logprob(i, at)} for i in ids]
         told = {"content": content} if params.get("logprobs") is not None else None
-        return {
-            "index": 0, "token_ids": ids, "logprobs": told, "finish_reason": finish, "weight_versions": versions,
-        }  # fmt: skip
+        return {"index": 0, "token_ids": ids, "logprobs": told, "finish_reason": finish, "weight_versions": versions}
 
 
 def crashing(status: int, text: str = "broken") -> Fault:

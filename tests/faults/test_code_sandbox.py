@@ -106,7 +106,7 @@ def test_programs_do_what_they_do_elsewhere(sandbox):
 
 def test_a_case_that_ends_its_sandbox_costs_no_other(sandbox):
     with CodeSandbox(sandbox.tier, Limits(wall_s=1, cpu_s=1, memory_mb=256)) as small:
-        code = "n = int(input())\nif n == 1:\n    while True: pass\nif n == 2:\n    import time\n    for _ in range(4):\n        if __import__('os').fork() == 0: break\n    x = [__import__('os').urandom(1 << 20) for _ in range(100)]; time.sleep(5)\nprint(n)"  # fmt: skip # noqa: E501
+        code = "n = int(input())\nif n == 1:\n    while True: pass\nif n == 2:\n    import time\n    for _ in range(4):\n        if __import__('os').fork() == 0: break\n    x = [__import__('os').urandom(1 << 20) for _ in range(100)]; time.sleep(5)\nprint(n)"  # noqa: E501
         ran = small.run_all(code, [{"stdin": str(n)} for n in (0, 1, 2, 3)])
         assert [one.status for one in ran] in (["ok", "timeout", "memory", "ok"], ["ok", "timeout", "timeout", "ok"])
         assert [one.stdout for one in ran] == ["0\n", "", "", "3\n"]
@@ -235,12 +235,23 @@ def test_programs_are_scored(tier):
 @pytest.mark.parametrize(
     ("value", "expected", "same"),
     [
-        (True, [True], True), (1, [True], False), (True, True, True), (1, True, False), ([1], [True], False),
-        (None, "yes", False), ("yes", "yes", True), ("yes", '"yes"', True), ("3", "3", True), (3, "3", True),
-        ([1, 2], "[1, 2]", True), (2, "[2]", True), (2.0, 2, True), ({"a": [True]}, {"a": [1]}, False),
+        (True, [True], True),
+        (1, [True], False),
+        (True, True, True),
+        (1, True, False),
+        ([1], [True], False),
+        (None, "yes", False),
+        ("yes", "yes", True),
+        ("yes", '"yes"', True),
+        ("3", "3", True),
+        (3, "3", True),
+        ([1, 2], "[1, 2]", True),
+        (2, "[2]", True),
+        (2.0, 2, True),
+        ({"a": [True]}, {"a": [1]}, False),
         ([], [[]], True),
     ],
-)  # fmt: skip
+)
 def test_values_are_compared_as_json(value, expected, same):
     assert same_value(Ran("ok", "", "", json.dumps(value)), expected) is same
 

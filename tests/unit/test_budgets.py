@@ -54,6 +54,8 @@ def test_one_answer_has_at_most_five_forms():
 def test_a_file_holds_one_idea_and_a_function_fits_a_screen():
     long_files = {p.name: n for p in FILES if (n := len(p.read_text().splitlines())) > 500}
     assert not long_files, long_files
+    by_hand = [p.name for p in FILES if "fmt: " in p.read_text()]
+    assert not by_hand, f"ruff format decides: {by_hand}"
     long_functions = {
         f"{path.relative_to(ROOT)}: {node.name}": node.end_lineno - node.lineno + 1
         for path in FILES

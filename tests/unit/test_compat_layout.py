@@ -69,7 +69,10 @@ PARALLEL = [
     (("engine.ulysses_sequence_parallel_size=2",), {"parallel.sequence": 2}),
     (("engine.ulysses_parallel_size=2",), {"parallel.sequence": 2}),
     ((f"{ACTOR}fsdp_config.fsdp_size=4",), {"parallel.replicate": 2}),
-    ((f"{ACTOR}fsdp_config.fsdp_size=4", f"{ACTOR}megatron.tensor_model_parallel_size=2"), {"parallel.replicate": 1, "parallel.tensor": 2}),
+    (
+        (f"{ACTOR}fsdp_config.fsdp_size=4", f"{ACTOR}megatron.tensor_model_parallel_size=2"),
+        {"parallel.replicate": 1, "parallel.tensor": 2},
+    ),
     ((f"{ACTOR}fsdp_config.fsdp_size=-1",), {}),
     ((f"{ACTOR}ulysses_sequence_parallel_size=1",), {}),
     ((f"{ACTOR}megatron.pipeline_model_parallel_size=2",), {}),
@@ -78,7 +81,7 @@ PARALLEL = [
     (("cluster.ranks_per_node=4",), {"cluster.ranks_per_node": 4, "rollout.replicas": 4}),
     (("rollout.replicas=2",), {"rollout.replicas": 2}),
     (("parallel.tensor=4", f"{ACTOR}megatron.tensor_model_parallel_size=2"), {"parallel.tensor": 4}),
-]  # fmt: skip
+]
 
 
 def test_what_is_asked_for_is_mapped():

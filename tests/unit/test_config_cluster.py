@@ -122,7 +122,7 @@ FAULTS = [
         "sync.engine_options.folder",
     ),
     (("sync.engine=collective", "sync.engine_options.backend=nccl"), "sync.engine_options.backend=nccl", "(gloo)"),
-]  # fmt: skip
+]
 
 
 def test_each_fault_is_one_line_with_value_reason_and_fix(folder: Path) -> None:

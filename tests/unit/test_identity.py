@@ -33,8 +33,9 @@ def test_every_key_is_in_exactly_one_class():
     assert not set(listed) & set(CONTENT)
     assert set(listed) == {key for key in leaves() if may_change(key)}
     defines = set(leaves()) - set(listed) - set(CONTENT)
-    assert all(key in defines for key in leaves() if key.startswith(("algorithm.", "preference."))
-               and key not in CONTENT)  # fmt: skip
+    assert all(
+        key in defines for key in leaves() if key.startswith(("algorithm.", "preference.")) and key not in CONTENT
+    )
     for key in ("run.seed", "model.dtype", "rollout.temperature", "step.prompts_per_step", "pipeline.staleness"):
         assert key in defines, key
 
@@ -49,11 +50,14 @@ def test_what_differs_is_said_by_key(made):
         (("step.prompts_per_step=8",), ["step.prompts_per_step"], []),
         (("algorithm.clip_high=0.4",), ["algorithm.clip_high"], []),
         (("algorithm.clip_high=0.2",), [], []),  # the preset's own
-        (("run.total_steps=9", "run.threads=1", "model.device=cpu", "track.sinks=[jsonl]"), [],
-         ["run.total_steps", "run.threads", "model.device", "track.sinks"]),
+        (
+            ("run.total_steps=9", "run.threads=1", "model.device=cpu", "track.sinks=[jsonl]"),
+            [],
+            ["run.total_steps", "run.threads", "model.device", "track.sinks"],
+        ),
         (("reward.kwargs.x=1",), ["reward.kwargs"], []),
         (("model.dtype=float32",), ["model.dtype"], []),
-    ]  # fmt: skip
+    ]
     wrong = []
     for more, others, changed in cases:
         found, allowed = compare(start, made(*more))
@@ -147,15 +151,22 @@ def test_what_is_left_out_is_the_same_as_its_default_given(made, tmp_path):
         ("dpo", (), "preference.beta=0.1", "preference.beta=0.2"),
         ("dpo", ("preference.loss=simpo",), "preference.beta=2", "preference.beta=2.5"),
         ("dpo", (), "preference.options.label_smoothing=0", "preference.options.label_smoothing=0.1"),
-        ("dpo", ("preference.loss=ipo",), "preference.options={average: true, wpo: false}",
-         "preference.options.average=false"),
-    ]  # fmt: skip
+        (
+            "dpo",
+            ("preference.loss=ipo",),
+            "preference.options={average: true, wpo: false}",
+            "preference.options.average=false",
+        ),
+    ]
     write_model(tmp_path / "other")
     (tmp_path / "other" / "config.json").write_text((tmp_path / "other" / "config.json").read_text() + "\n")
     wrong = []
     for verb, both, left_out, other in cases:
-        start, given, another = made(*both, command=verb), made(*both, left_out, command=verb), made(
-            *both, other, command=verb)  # fmt: skip
+        start, given, another = (
+            made(*both, command=verb),
+            made(*both, left_out, command=verb),
+            made(*both, other, command=verb),
+        )
         key = other.partition("=")[0]
         for a, b in ((start, given), (given, start)):
             if compare(a, b) != ([], {}):

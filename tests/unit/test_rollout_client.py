@@ -305,11 +305,19 @@ def spans(*of: tuple[str, int, int]) -> list[dict[str, Any]]:
         (answering(weight_versions=None), NotUnderstood, "do not cover 3 tokens"),
         (answering(weight_versions=spans(("0", 0, 1), ("1", 2, 3))), NotUnderstood, "do not cover"),
         (answering(weight_versions=spans(("default", 0, 3))), NotUnderstood, "default"),
-        (answering(finish_reason="stop", token_ids=[7], logprobs={"content": [{"logprob": -1.0}]},
-                   weight_versions=spans(("0", 0, 1))), NotUnderstood, "unasked"),
+        (
+            answering(
+                finish_reason="stop",
+                token_ids=[7],
+                logprobs={"content": [{"logprob": -1.0}]},
+                weight_versions=spans(("0", 0, 1)),
+            ),
+            NotUnderstood,
+            "unasked",
+        ),
         (answering(token_ids="x"), NotUnderstood, "not vLLM's"),
     ],
-)  # fmt: skip
+)
 def test_answers_that_are_none(fault: Fault, error: type[Exception], said: str) -> None:
     async def body(engine: ServedEngine, served: Served) -> None:
         served.faults["/inference/v1/generate"] = fault

@@ -51,8 +51,9 @@ def _normalized(x: Tensor, label: Tensor, by_std: bool) -> Tensor:
     _, index = torch.unique(label, return_inverse=True)
     n = int(index.max()) + 1 if len(index) else 0
     size = segment_sum(torch.ones_like(x), index, n)
-    low, high = (torch.zeros(n, dtype=x.dtype).scatter_reduce(0, index, x, how, include_self=False)
-                 for how in ("amin", "amax"))  # fmt: skip
+    low, high = (
+        torch.zeros(n, dtype=x.dtype).scatter_reduce(0, index, x, how, include_self=False) for how in ("amin", "amax")
+    )
     flat = (high - low <= FLAT * torch.maximum(high.abs(), low.abs()).clamp(min=1)) | (size < 2)
     centred = torch.where(flat[index], 0.0, x - (segment_sum(x, index, n) / size.clamp(min=1))[index])
     if not by_std:
