@@ -61,6 +61,13 @@ def build(folder, *, ranks):
     return [Worker(folder, rank) for rank in ranks]
 
 
+def place(worker):
+    """What its pool gave this rank."""
+    import ray
+
+    return os.environ.get("VERL_POOL"), ray.get_runtime_context().get_assigned_resources()
+
+
 def nothing():
     """Set nothing up."""
 

@@ -31,6 +31,7 @@ def ray_session() -> Iterator[Any]:
     ray.init(
         address="local",  # and not to a cluster that somebody else has here
         num_cpus=16,
+        resources={"chip": 2},  # an accelerator that Ray does not know
         include_dashboard=False,
         object_store_memory=512 << 20,
         log_to_driver=False,

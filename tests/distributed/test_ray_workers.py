@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 from functools import partial
 
 import pytest
+from small_runs import metrics_of, small_run
 
 from tests.worker_contract import *  # noqa: F403
-from tests.worker_contract import WAIT_S, Bench, Worker, build, note, nothing, only_one, refuses, until
+from tests.worker_contract import WAIT_S, Bench, Worker, build, note, nothing, only_one, place, refuses, until
 from verl.model_engine.layout import Layout
 from verl.workers.group import Broadcast, WorkerDied
-from verl.workers.pools import Pool
+from verl.workers.pools import Pool, Shortage
 from verl.workers.ray.cluster import RayCluster
 from verl.workers.ray.group import RayGroup
 
@@ -58,6 +60,20 @@ def made(request, home, groups, tmp_path):
     group.submit(Worker.move, Broadcast((tmp_path,))).result(WAIT_S)
     yield group, bench
     bench.release()
+
+
+def test_a_pool_has_devices_and_variables_of_its_own(ray_session, tmp_path):
+    chips = Pool(ranks_per_node=2, cpus_per_rank=0.25, resource="chip", resource_per_rank=0.5, env={"VERL_POOL": 7})
+    roles, two = {"actor": "main", "ref": "chips"}, Layout(world_size=2)
+    cluster = RayCluster({"main": TWO, "chips": chips}, roles, layout=two, set_up=nothing)
+    try:
+        actor, ref = (cluster.start(role, build, (tmp_path,), world_size=2) for role in roles)
+        assert actor.submit(place, Broadcast()).result(WAIT_S) == [(None, {"CPU": 1.0})] * 2
+        assert ref.submit(place, Broadcast()).result(WAIT_S) == [("7", {"CPU": 0.25, "chip": 0.5})] * 2
+    finally:
+        cluster.close()
+    with pytest.raises(Shortage, match=r"cluster.pools.chips asks for 1 nodes with 2 ranks of .*1.5 chip each"):
+        RayCluster({"chips": replace(chips, resource_per_rank=1.5)}, {}, layout=two, set_up=nothing)
 
 
 def test_a_dead_rank_ends_the_group_and_everybody_hears_why(cluster, tmp_path):
@@ -145,3 +161,20 @@ def alive(process: int) -> bool:
             return f.read().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def test_models_of_a_pool_compute_in_its_dtype(ray_session, tmp_path, tiny_model, arithmetic_data):
+    """At the first step the reference is the policy: what is between them is what bfloat16 rounds."""
+    more = ("run.total_steps=1", "algorithm.kl_loss_coef=0.01", "cluster.backend=ray")
+    for dtype in ("float32", "bfloat16"):
+        pools = f"{{frozen: {{resource: chip, dtype: {dtype}}}}}"
+        small_run(
+            tmp_path / dtype,
+            tiny_model,
+            arithmetic_data[:1],
+            *more,
+            f"cluster.pools={pools}",
+            "cluster.roles={ref: frozen}",
+        )
+    exact, rounded = (metrics_of(tmp_path / dtype / "r")[1]["actor/kl_loss"] for dtype in ("float32", "bfloat16"))
+    assert abs(exact) < 1e-12 and 1e-9 < rounded < 1e-2, (exact, rounded)

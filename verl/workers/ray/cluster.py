@@ -34,6 +34,7 @@ FAST_HEALTH = {  # of a cluster that is started here: the death of a node is not
     "health_check_timeout_ms": 1000,
     "health_check_failure_threshold": 3,
 }
+LOOK_S = 1.0  # between two looks after every process
 ANSWER_S = 10.0  # for the address of a Ray
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
 """Of a gRPC client (RFC 9113: the preface and empty settings); a server answers with its own settings, frame type 4."""
@@ -124,7 +125,7 @@ class RayCluster:
 
     def _look(self) -> None:
         silent_s = self.wait_timeout_s / 2  # before the deadline of a call, which could not say who it is
-        while not self._closed.wait(silent_s / 8):
+        while not self._closed.wait(min(silent_s / 8, LOOK_S)):
             for life in list(self._lives):
                 life.look(silent_s)
 
