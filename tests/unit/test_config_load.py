@@ -494,3 +494,19 @@ def test_a_value_of_the_environment_is_not_in_what_a_command_says_of_its_end(mon
         assert cli.main(args) == code
         said = capsys.readouterr().err
         assert "401 for ${oc.env:JUDGE_KEY}" in said.splitlines()[-1] and "sk-very" not in said
+
+
+def test_a_row_that_is_not_whole_is_one_line_with_the_module_and_the_fix(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "engine_of_mine.py").write_text("import no_such_package.core\n")
+    rows = {"mine": Backend(build="engine_of_mine:build", package="no-such==1.2")}
+    monkeypatch.setattr("verl.config.backends.TABLES", {"rollout": rows})
+    for name, words in (
+        ("engine_of_mine:build", "there is no module no_such_package: pip install no-such==1.2"),
+        ("engine_of_mine:Options", "there is no module no_such_package: pip install no_such_package"),
+        ("verl.no_such:build", "there is no module verl.no_such: mend the row of verl/config/backends.py"),
+        ("verl.batch:build", "the module has no build: define it in "),
+    ):
+        with pytest.raises(ValueError, match=f"^{name}: {words}") as caught:
+            load(name)
+        assert len(str(caught.value).splitlines()) == 1

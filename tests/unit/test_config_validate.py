@@ -88,6 +88,10 @@ FAULTS = [
     (["algorithm.name=dapo", "algorithm.max_draws_per_group=0.5"], "must be >= 1"),
     (["algorithm.on_exhausted=go"], "stop, smaller"),
     (["algorithm.advantage=mine"], "module:function"),
+    (["algorithm.advantage=no_such_module:fn"], "cannot import 'no_such_module'"),
+    (["algorithm.loss=no_such_module:fn"], "is it on PYTHONPATH?"),
+    (["algorithm.loss=json:dump_it"], "module 'json' has no 'dump_it'"),
+    (["algorithm.loss=sys:path"], "is a list: give a function of columns"),
     (["data.truncation=lft"], "did you mean left"),
     (["data.train_files=[]"], "data.train_files=[FILE.jsonl]"),
     (["data.train_files=/no/such.jsonl"], "/no/such.jsonl"),
@@ -149,7 +153,7 @@ def test_all_faults_are_said_at_once(base: list[str]) -> None:
 def test_what_is_allowed(base: list[str]) -> None:
     assert faults(base, "eval.top_p=0.7", "eval.top_k=20", "eval.temperature=0.6", "eval.samples_per_prompt=4") == []
     assert faults(base, "algorithm.name=reinforce", "step.samples_per_prompt=1") == []
-    assert faults(base, "algorithm.advantage=my.module:fn", "step.samples_per_prompt=1") == []
+    assert faults(base, "algorithm.advantage=json:dumps", "step.samples_per_prompt=1") == []
     assert faults(base, "algorithm.name=cispo", "algorithm.clip_low=10") == []
     assert faults(base, "algorithm.name=drgrpo", "algorithm.horizon_tokens=1024") == []
     assert faults(base, "pipeline.staleness=0.5", "pipeline.partial_rollout=true") == []

@@ -99,9 +99,20 @@ TABLES: Mapping[str, Table] = MappingProxyType({"model": MODEL, "rollout": ROLLO
 
 
 def load(name: str) -> Any:
-    """The object at `module:name`."""
+    """The object at `module:name`. ValueError where there is none: of a row that is not whole."""
     module, _, attribute = name.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as exc:
+        rows = (row for table in (*TABLES.values(), CLUSTER) for row in table.values())
+        packages = [row.package for row in rows if row.build == name and row.package]
+        pip = f"pip install {(packages or [str(exc.name).partition('.')[0]])[0]}"
+        fix = "mend the row of verl/config/backends.py" if str(exc.name).startswith("verl.") else pip
+        raise ValueError(f"{name}: there is no module {exc.name}: {fix}, or choose another engine") from exc
+    if not hasattr(found, attribute):
+        fix = f"define it in {found.__file__}, or mend the row of verl/config/backends.py"
+        raise ValueError(f"{name}: the module has no {attribute}: {fix}")
+    return getattr(found, attribute)
 
 
 def full_length_memory(

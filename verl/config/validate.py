@@ -12,6 +12,7 @@ from typing import Literal
 
 from verl.algorithms.presets import knobs, settled, unknown_option
 from verl.algorithms.sections import POLICY, is_url, split_key
+from verl.algorithms.specs import function
 from verl.config.backends import complete_options, longest_sequence, rollout_caches
 from verl.config.cluster import cluster_faults
 from verl.config.model_files import check_tokenizer, context_tokens, describe_model, find_model_folder
@@ -103,6 +104,9 @@ def _algorithm(config: Config) -> Iterator[str]:
     a, given = config.algorithm, config.algorithm.given()
     preset = settled(a.name, given)
     yield from preset.idle(given)
+    for key, path in (("algorithm.loss", a.loss), ("algorithm.advantage", a.advantage)):
+        if path is not None and ":" in path:
+            yield from _user_function(key, path)
     if preset.group.least > 1 and a.advantage is None and config.step.samples_per_prompt == 1:
         yield f"step.samples_per_prompt=1: {a.name} compares the answers to one prompt; set at least 2 (8 is usual)"
     if preset.group_filter.curriculum is not None and not config.data.shuffle:
@@ -118,6 +122,14 @@ def _algorithm(config: Config) -> Iterator[str]:
     selects = preset.group_filter.filter_groups or preset.group_filter.curriculum or preset.sample_filter is not None
     if config.reward.stage == "batch" and config.reward.model is not None and selects:
         yield f"reward.stage=batch scores after groups are selected, but {a.name} selects by score: reward.stage=stream"
+
+
+def _user_function(key: str, path: str) -> Iterator[str]:
+    try:
+        if not callable(found := function(path, key)):
+            yield f"{key}={path} is a {type(found).__name__}: give a function of columns"
+    except ValueError as exc:
+        yield str(exc)
 
 
 def _teacher(config: Config) -> Iterator[str]:
