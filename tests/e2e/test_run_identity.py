@@ -100,6 +100,20 @@ def test_a_fork_starts_from_the_parent_records_it_and_goes_on_as_itself(tmp_path
         small_run(tmp_path, tiny_model, arithmetic_data[:1], f"run.resume={tmp_path}/fork/checkpoints/step_3")
 
 
+def test_a_checkpoint_of_another_model_is_refused_before_a_model_is_built(
+    tmp_path, tiny_model, another_model, arithmetic_data, monkeypatch
+):
+    small_run(tmp_path, tiny_model, arithmetic_data[:1], "run.total_steps=1")
+    monkeypatch.setattr("verl.driver.assemble.context_of", None)
+    step = tmp_path / "r" / "checkpoints" / "step_1"
+    fork = ("run.name=fork", f"run.resume={step}")
+    with pytest.raises(ValueError) as caught:
+        small_run(tmp_path, another_model, arithmetic_data[:1], *fork)
+    (said,) = str(caught.value).splitlines()
+    assert said.startswith(f"run.resume={step} is of another model than model.path={another_model}: ")
+    assert said.count(" there and ") == 3 and "] here" in said and f"set model.path={step}/hf" in said
+
+
 def test_damaged_vanished_and_too_short_are_said_by_resume_and_export(tmp_path, tiny_model, arithmetic_data, capsys):
     shape = ("run.save_every_steps=1", "run.keep_last_checkpoints=5", "track.sinks=[jsonl]")
 

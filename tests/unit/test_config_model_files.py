@@ -9,6 +9,8 @@ import pytest
 from handmade_model import qwen2_tensors, write_model, write_qwen_half_billion, write_safetensors
 
 from verl.config.model_files import check_tokenizer, describe_model, find_model_folder, read_weight_headers
+from verl.config.schema import Config
+from verl.driver.run_dir import _refuse_another_model
 
 
 def test_half_a_billion_parameters_exactly(tmp_path: Path) -> None:
@@ -142,3 +144,29 @@ def test_folders_and_tokenizers_that_are_not_there(tmp_path: Path, monkeypatch: 
         check_tokenizer(tmp_path / "bare")
     with pytest.raises(ValueError, match=r"no \*.safetensors"):
         read_weight_headers(tmp_path / "bare")
+
+
+def test_a_checkpoint_and_a_model_are_compared_by_names_and_shapes(tmp_path: Path) -> None:
+    def said(ours: Path) -> str:
+        config = Config()
+        config.model.path = str(ours)
+        try:
+            _refuse_another_model(config, tmp_path / "step_1")
+        except ValueError as e:
+            return str(e)
+        return ""
+
+    saved = write_model(tmp_path / "step_1" / "hf")
+    assert said(saved) == said(write_model(tmp_path / "head", tied=False)) == "", "a tied head may be written or not"
+    plain = write_model(tmp_path / "plain")
+    write_safetensors(
+        plain / "model.safetensors",
+        {n.removeprefix("model."): list(h.shape) for n, h in read_weight_headers(saved).items()},
+    )
+    assert said(plain) == ""
+    wide = said(write_model(tmp_path / "wide", ffn=256))
+    assert "6 tensors differ" in wide and "layers.0.mlp.down_proj.weight is [64, 128] there and [64, 256] here" in wide
+    assert "is not there and [64] here" in said(write_model(tmp_path / "deep", layers=3))
+    assert "12 tensors differ" in said(write_model(tmp_path / "flat", layers=1))
+    (saved / "model.safetensors").unlink()
+    assert said(tmp_path / "wide") == "", "what has no export is compared when it is loaded"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,11 +13,15 @@ from typing import IO, Any, Protocol
 from verl.checkpoint.latest import find_latest
 from verl.checkpoint.store import CheckpointStore
 from verl.config.load import Resolved, dump_config
+from verl.config.model_files import find_model_folder, read_weight_headers
 from verl.config.schema import Config
 from verl.driver.identity import Identity, compare, identity_of
 from verl.driver.state import DriverState, read_state
 from verl.track.events import next_attempt
 from verl.track.files import write_atomic
+
+_NAMED, _NUMBER = re.compile(r"^(model|transformer)\."), re.compile(r"\d+")
+"""What a folder's names may begin with, or not; the number of a layer in them."""
 
 
 class Store(Protocol):
@@ -71,6 +76,8 @@ def open_run_dir(resolved: Resolved, command: str, contents: Mapping[str, str] |
         state = read_state(checkpoint) if checkpoint is not None else None
         parent = ""
         changed: dict[str, list[str]] = {}
+        if checkpoint is not None and config.run.resume != "auto":  # `auto` compares the folders themselves
+            _refuse_another_model(config, checkpoint)
         if checkpoint is None and command != "eval" and (run_dir / "metrics.jsonl").exists():
             notes += [f"{run_dir}: an earlier attempt left no checkpoint; this one starts at the beginning"]
         if checkpoint is not None and state is not None:
@@ -131,6 +138,26 @@ def _resume_path(config: Config, run_dir: Path) -> tuple[Path | None, list[str]]
     if path.resolve().parent != (run_dir / "checkpoints").resolve():
         raise ValueError(f"run.resume={asked}: {run_dir} holds a run of its own; a fork needs another run.name")
     return path, notes
+
+
+def _refuse_another_model(config: Config, checkpoint: Path) -> None:
+    """ValueError where tensors of both have other shapes, or one has layers that the other does not have; by the
+    headers of their files. Families whose files and modules have names of their own are compared as far as they go."""
+    if not any((checkpoint / "hf").glob("*.safetensors")):
+        return
+    folders = (checkpoint / "hf", find_model_folder(config.model.path))
+    saved, ours = ({_NAMED.sub("", n): h.shape for n, h in read_weight_headers(folder).items()} for folder in folders)
+    known = {_NUMBER.sub("#", name) for name in saved} & {_NUMBER.sub("#", name) for name in ours}
+    differ = [
+        f"{name} is {list(saved.get(name, ())) or 'not'} there and {list(ours.get(name, ())) or 'not'} here"
+        for name in sorted({*saved, *ours})
+        if saved.get(name) != ours.get(name) and _NUMBER.sub("#", name) in known
+    ]
+    if differ:
+        raise ValueError(
+            f"run.resume={checkpoint} is of another model than model.path={config.model.path}: {len(differ)} tensors "
+            f"differ, e.g. {'; '.join(differ[:3])}; set model.path={folders[0]}, or leave run.resume out"
+        )
 
 
 def _as_itself(
