@@ -3,6 +3,7 @@ that wants eight devices runs in one process where these are not there, and says
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -13,11 +14,13 @@ from verl.config.backends import address_of
 from verl.config.compat.given import ACTOR, Given, Result
 
 ONE_PROCESS = (
-    "layout: one process here, many with cluster.backend=ray (the actor's layout is that of all); the maths does not "
-    "depend on it"
+    "layout: the actor's is that of all, over processes where its devices are or with cluster.backend=ray, else in "
+    "one; the maths does not depend on it"
 )
 NODES, DEVICES, SHARDS = "trainer.nnodes", "trainer.n_gpus_per_node", f"{ACTOR}fsdp_config.fsdp_size"
 TENSOR = (f"{ACTOR}megatron.tensor_model_parallel_size", "engine.tensor_model_parallel_size")
+PIPELINE = (f"{ACTOR}megatron.pipeline_model_parallel_size", "engine.pipeline_model_parallel_size")
+EXPERT = (f"{ACTOR}megatron.expert_model_parallel_size", "engine.expert_model_parallel_size")
 SEQUENCE = (
     *(f"{ACTOR}{key}" for key in ("ulysses_sequence_parallel_size", "fsdp_config.ulysses_sequence_parallel_size")),
     *(f"{ACTOR}{key}" for key in ("veomni.ulysses_parallel_size", "megatron.context_parallel_size")),
@@ -25,6 +28,9 @@ SEQUENCE = (
 )
 """The devices that share a sequence in verl."""
 
+SHARES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"parallel.tensor": TENSOR, "parallel.sequence": SEQUENCE, "parallel.pipeline": PIPELINE, "parallel.expert": EXPERT}
+)
 OFFLOAD: Mapping[str, str] = MappingProxyType(
     {
         f"{ACTOR}fsdp_config.param_offload": "offload_weights",
@@ -48,28 +54,27 @@ def offload(given: Given) -> Result:
 def layout(given: Given) -> Result:
     """cluster.* and parallel.* where cluster.backend=ray is given, or where the devices are there: on this machine, or
     in the cluster that cluster.address or RAY_ADDRESS names."""
-    asked = given.native.get("cluster.backend")
+    asked, keys = given.native.get("cluster.backend"), tuple(key for of in SHARES.values() for key in of)
     if asked == "inproc" or (asked is None and not _there(given)):
-        given.ignore(ONE_PROCESS, NODES, DEVICES, SHARDS, *TENSOR, *SEQUENCE)
+        given.ignore(ONE_PROCESS, NODES, DEVICES, SHARDS, *keys)
         return {}
     nodes, ranks = int(given.own("cluster.nodes", _size(given, NODES))), _size(given, DEVICES)
     ranks = int(given.own("cluster.ranks_per_node", ranks))
-    tensor, sequence = (max(_size(given, key) for key in keys) for keys in (TENSOR, SEQUENCE))
+    sizes = {target: max(_size(given, key) for key in of) for target, of in SHARES.items()}
     out: Result = {"cluster.backend": asked or "ray"}
     if NODES in given.values:
         out["cluster.nodes"] = nodes
     if DEVICES in given.values:
         out |= {"cluster.ranks_per_node": ranks, "rollout.replicas": ranks}
         given.remarks[DEVICES] = "a rollout engine on every device of the first node"
-    out |= {key: size for key, size in (("parallel.tensor", tensor), ("parallel.sequence", sequence)) if size > 1}
-    shards, over = _size(given, SHARDS), nodes * ranks // int(given.own("parallel.tensor", tensor))
+    out |= {target: size for target, size in sizes.items() if size > 1}
+    cut = [int(given.own(target, sizes[target])) for target in ("parallel.tensor", "parallel.pipeline")]
+    shards, over = _size(given, SHARDS), nodes * ranks // math.prod(cut)
     if over % shards:
         raise ValueError(f"{SHARDS}={shards} does not divide the {over} ranks that shard the model: use a divisor")
     if shards > 1:
         out["parallel.replicate"] = over // shards
-    given.ignore(
-        "has no effect at this value", *(key for key in (*TENSOR, *SEQUENCE, SHARDS) if _size(given, key) == 1)
-    )
+    given.ignore("has no effect at this value", *(key for key in (*keys, SHARDS) if _size(given, key) == 1))
     return out
 
 
