@@ -15,6 +15,7 @@ from contracts.test_queue_contract import pick, put, ragged, samples
 
 from verl.transfer_queue.base import TransferQueue
 from verl.transfer_queue.options import Remote
+from verl.transfer_queue.packing import parcel_of_samples
 from verl.transfer_queue.rows import read_samples
 from verl.types import Refs
 
@@ -95,3 +96,15 @@ def test_a_keeper_that_is_gone_is_one_line(ray_session, queue):
     for call in (lambda: queue.read(refs, ("ids",)), lambda: queue.drop(refs), lambda: put(queue, samples(1, "n"))):
         with pytest.raises(ConnectionError, match="^the process that holds the queue is gone$"):
             call()
+
+
+def test_a_put_waits_for_room_and_says_so_when_it_waited_too_long(ray_session):
+    from verl.transfer_queue.ray import build
+
+    size = parcel_of_samples(samples(6)).nbytes
+    queue = build(Remote(max_bytes=2 * size, timeout_s=5))
+    first = put(queue, samples(6, "a"))
+    with pytest.raises(TimeoutError, match=rf"6 new rows waited 5 s for room in the queue: {size:,} bytes are wanted"):
+        put(queue, samples(6, "b"))
+    queue.drop(first)
+    assert put(queue, samples(6, "b")).ids[0] == "b0"

@@ -101,8 +101,11 @@ def test_a_fork_starts_from_the_parent_records_it_and_goes_on_as_itself(tmp_path
 
 
 def test_a_checkpoint_of_another_model_is_refused_before_a_model_is_built(
-    tmp_path, tiny_model, another_model, arithmetic_data, monkeypatch
+    tmp_path, tiny_model, arithmetic_data, monkeypatch
 ):
+    tokenizer = tiny.character_tokenizer(arithmetic.CHARACTERS)
+    wide = tiny.qwen3(tokenizer, hidden=32, layers=2, heads=2, kv_heads=1, ffn=96, seed=2)
+    another_model = tiny.save(wide, tokenizer, tmp_path / "wide")
     small_run(tmp_path, tiny_model, arithmetic_data[:1], "run.total_steps=1")
     monkeypatch.setattr("verl.driver.assemble.context_of", None)
     step = tmp_path / "r" / "checkpoints" / "step_1"

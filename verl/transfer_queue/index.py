@@ -48,6 +48,7 @@ class Commit(msgspec.Struct, array_like=True, tag=True):
     base: int
     columns: list[Packed]
     new: bool
+    nbytes: int = 0  # of the block, where it is a store's
 
 
 class Find(msgspec.Struct, array_like=True, tag=True):
@@ -70,6 +71,17 @@ class Drop(msgspec.Struct, array_like=True, tag=True):
 
 class Size(msgspec.Struct, array_like=True, tag=True):
     pass
+
+
+class Room(msgspec.Struct, array_like=True, tag=True):
+    """Of a store: keep so many bytes for new rows, which a `Commit` of as many takes; below 0: give them back."""
+
+    nbytes: int
+
+
+class Full(msgspec.Struct, tag=True):
+    used: int
+    limit: int
 
 
 Asked = Commit | Find | Having | Names | Drop | Size
@@ -97,7 +109,7 @@ class Refused(msgspec.Struct, tag=True):
     reason: str
 
 
-Answer = Found | Refused | bytes | list[str] | int | None
+Answer = Found | Refused | Full | bytes | list[str] | int | None
 
 
 class Index:
@@ -253,11 +265,13 @@ class Index:
 
 
 class Registry:
-    """An index with what its blocks are held by (an object's reference, a key). It is an actor, so it is here, where
-    importing it imports little."""
+    """An index with what its blocks are held by (an object's reference, a key), and their bytes. It is an actor, so it
+    is here, where importing it imports little. max_bytes: new rows find room in half of it."""
 
-    def __init__(self) -> None:
-        self._held: dict[int, Any] = {}
+    def __init__(self, max_bytes: int) -> None:
+        self._limit = max_bytes // 2
+        self._used = 0  # by blocks, and kept for those that are being written
+        self._held: dict[int, tuple[Any, int]] = {}
         self._freed: list[Any] = []
         self._index = Index(free=self._free)
         self._made = 0
@@ -265,18 +279,26 @@ class Registry:
     def answer(self, message: bytes, held: list[Any]) -> tuple[Answer, list[Any], list[Any]]:
         """held: of the block that is committed; in a list, since an object by itself would be fetched to here. -> the
         answer, what the blocks that it names are held by, and what held blocks that are no more."""
-        asked = msgspec.msgpack.decode(message, type=Asked)
+        asked = msgspec.msgpack.decode(message, type=Asked | Room)
+        if isinstance(asked, Room):
+            if asked.nbytes > 0 and self._used + asked.nbytes > self._limit:
+                return Full(self._used, self._limit), [], []
+            self._used += asked.nbytes
+            return None, [], []
         if isinstance(asked, Commit):
             self._made += 1
-            asked.block, self._held[self._made] = self._made, held[0]
+            asked.block, self._held[self._made] = self._made, (held[0], asked.nbytes)
+            self._used += 0 if asked.new else asked.nbytes
         answer = self._index.answer(asked)
         if isinstance(asked, Commit) and not self._index.holds(asked.block):  # refused, or without a row
             self._free(asked.block)
         freed, self._freed = self._freed, []
-        return answer, [self._held[b] for b in answer.blocks] if isinstance(answer, Found) else [], freed
+        return answer, [self._held[b][0] for b in answer.blocks] if isinstance(answer, Found) else [], freed
 
     def _free(self, block: int) -> None:
-        self._freed.append(self._held.pop(block))
+        held, nbytes = self._held.pop(block)
+        self._used -= nbytes
+        self._freed.append(held)
 
 
 def _at(numbers: Numbers) -> Numbers | slice:
@@ -301,3 +323,15 @@ def _plain(name: object) -> str:
 def pick(refs: Refs, having: bytes) -> Refs:
     """Those of these rows for which `having` is true."""
     return Refs(ref for ref, has in zip(refs, having, strict=True) if has)
+
+
+def full(found: Full, wanted: int) -> str:
+    return (
+        f"{wanted:,} bytes are wanted and {found.used:,} of {found.limit:,} in use, by rows that were not "
+        "dropped yet or are still read; raise queue.engine_options.max_bytes, or let a step have fewer rows"
+    )
+
+
+def waited(rows: int, timeout_s: float, found: Full, wanted: int) -> TimeoutError:
+    said = f"{rows} new rows waited {timeout_s:g} s for room in the queue"
+    return TimeoutError(f"{said}: {full(found, wanted)}")

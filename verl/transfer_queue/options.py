@@ -19,8 +19,11 @@ class Shared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remote:
+    max_bytes: Annotated[int, Meta(ge=1)] | None = None
+    """Of the store. New rows wait once half of it is in use; the rest is for columns of the rows that are there, which
+    never wait. None: Ray's object stores together, with queue.engine=package half of this machine's free memory."""
     timeout_s: Annotated[float, Meta(gt=0)] = 600.0
-    """For an answer of the store."""
+    """For room for new rows, and for an answer of the store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

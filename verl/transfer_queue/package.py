@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
 
 from verl.transfer_queue.options import Package
@@ -30,7 +31,7 @@ def build(options: Package) -> PackageQueue:
         raise ValueError(f"queue.engine=package needs the TransferQueue package ({exc}): {wanted}") from None
     from omegaconf import OmegaConf
 
-    name, keeper = start()
+    name, keeper = start(options.max_bytes or psutil.virtual_memory().available // 2)
     transfer_queue.init(OmegaConf.load(options.config) if options.config else None)
     return PackageQueue(name, options.timeout_s, keeper)
 

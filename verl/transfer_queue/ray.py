@@ -1,12 +1,15 @@
 """TransferQueue of many nodes over Ray: an object of its store per put or write, the index in a named actor.
 
 The columns of a call are one packed array, which a reader on the same node sees where it lies and others fetch once.
-An object lives as long as the process that wrote it. Where the store is full, Ray spills to disk: nothing waits here.
+An object lives as long as the process that wrote it. New rows wait where half of the store is in use; columns of rows
+that are there do not: Ray spills to disk.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import time
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,32 +17,50 @@ from typing import Any
 import numpy as np
 
 from verl.batch import Ragged
-from verl.transfer_queue.index import Asked, Commit, Drop, Find, Having, Names, Refused, Registry, Size, encoded, pick
+from verl.transfer_queue.index import (
+    Asked,
+    Commit,
+    Drop,
+    Find,
+    Full,
+    Having,
+    Names,
+    Refused,
+    Registry,
+    Room,
+    Size,
+    encoded,
+    pick,
+    waited,
+)
 from verl.transfer_queue.options import Remote
 from verl.transfer_queue.packing import Parcel, parcel_of_columns, parcel_of_samples, unpack
 from verl.types import Refs, Sample, ref_of
 
 NAMESPACE = "verl"
+RETRY_S = 0.05  # until a put asks again whether there is room
 LOST = "the process that wrote these rows or columns is gone, and with it what it wrote"
 
 
 def build(options: Remote) -> RayQueue:
     """A new queue in the cluster that this process is connected to, or connects to now (RAY_ADDRESS; else here). It
     ends with this process."""
-    name, keeper = start()
+    name, keeper = start(options.max_bytes)
     return RayQueue(name, options.timeout_s, keeper)
 
 
-def start() -> tuple[str, Any]:
-    """(name, a new index of that name)."""
+def start(max_bytes: int | None) -> tuple[str, Any]:
+    """(name, a new index of that name). max_bytes: None: all of the cluster's object stores."""
     try:
         import ray
     except ImportError:
         raise ValueError("queue.engine needs Ray, which is not here: pip install 'verl[ray]'") from None
     if not ray.is_initialized():
-        ray.init(namespace=NAMESPACE)
+        # without an address Ray would join whatever runs on this machine
+        ray.init(address=os.environ.get("RAY_ADDRESS") or "local", namespace=NAMESPACE, include_dashboard=False)
     name = f"queue-{uuid.uuid4().hex}"
-    return name, ray.remote(num_cpus=0)(Registry).options(name=name, namespace=NAMESPACE).remote()
+    most = max_bytes or int(ray.cluster_resources()["object_store_memory"])
+    return name, ray.remote(num_cpus=0)(Registry).options(name=name, namespace=NAMESPACE).remote(most)
 
 
 class RayQueue:
@@ -52,8 +73,13 @@ class RayQueue:
         return type(self), (self._name, self._timeout_s)
 
     async def put(self, samples: Sequence[Sample]) -> Refs:
-        refs = Refs(ref_of(s) for s in samples)
-        await asyncio.to_thread(self._commit, parcel_of_samples(samples), refs, new=True)
+        refs, parcel = Refs(ref_of(s) for s in samples), parcel_of_samples(samples)
+        deadline_s = time.monotonic() + self._timeout_s
+        while isinstance(found := (await asyncio.to_thread(self._ask, Room(parcel.nbytes)))[0], Full):
+            if time.monotonic() > deadline_s:
+                raise waited(len(refs), self._timeout_s, found, parcel.nbytes)
+            await asyncio.sleep(RETRY_S)
+        await asyncio.to_thread(self._commit, parcel, refs, new=True)
         return refs
 
     def read(self, refs: Refs, columns: Sequence[str]) -> dict[str, Ragged]:
@@ -100,11 +126,17 @@ class RayQueue:
     # -- the keeper ----------------------------------------------------------------------------------------------------
 
     def _commit(self, parcel: Parcel, refs: Refs, *, new: bool) -> None:
-        packed = np.empty(parcel.nbytes, np.uint8)
-        parcel.fill(packed)
-        self._ask(Commit(refs.ids, 0, 0, parcel.columns, new), [self._store(packed)])
+        try:
+            packed = np.empty(parcel.nbytes, np.uint8)
+            parcel.fill(packed)
+            held = self._store(packed)
+        except BaseException:
+            if new:
+                self._ask(Room(-parcel.nbytes))
+            raise
+        self._ask(Commit(refs.ids, 0, 0, parcel.columns, new, parcel.nbytes), [held])
 
-    def _ask(self, asked: Asked, held: Sequence[Any] = ()) -> tuple[Any, list[Any]]:
+    def _ask(self, asked: Asked | Room, held: Sequence[Any] = ()) -> tuple[Any, list[Any]]:
         import ray
 
         if self._actor is None:

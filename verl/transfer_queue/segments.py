@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from verl.transfer_queue.index import Answer, Asked, Commit, Found, Index, Refused
+from verl.transfer_queue.index import Answer, Asked, Commit, Found, Full, Index, Refused
 
 ROOT, PREFIX = Path("/dev/shm"), "verl-queue-"
 PAGE = 4096
@@ -55,11 +55,6 @@ class Space(msgspec.Struct, tag=True):
     generation: int
     backed: int
     several: bool
-
-
-class Full(msgspec.Struct, tag=True):
-    used: int
-    limit: int
 
 
 Request = Reserve | Store | Asked

@@ -29,7 +29,20 @@ import numpy as np
 import psutil
 
 from verl.batch import Ragged
-from verl.transfer_queue.index import Commit, Drop, Find, Having, Names, Refused, Size, encoded, pick
+from verl.transfer_queue.index import (
+    Commit,
+    Drop,
+    Find,
+    Full,
+    Having,
+    Names,
+    Refused,
+    Size,
+    encoded,
+    full,
+    pick,
+    waited,
+)
 from verl.transfer_queue.options import Shared
 from verl.transfer_queue.packing import Parcel, parcel_of_columns, parcel_of_samples, unpack
 from verl.transfer_queue.segments import (
@@ -37,7 +50,6 @@ from verl.transfer_queue.segments import (
     HERE,
     PAGE,
     ROOT,
-    Full,
     Keeper,
     Reply,
     Request,
@@ -114,9 +126,7 @@ class SharedQueue:
         deadline_s = time.monotonic() + self._timeout_s
         while isinstance(region := self._here.reserve(parcel.nbytes, put=True), Full):
             if time.monotonic() > deadline_s:
-                raise TimeoutError(
-                    f"{len(refs)} new rows waited {self._timeout_s:g} s for room in the queue: {_full(region, parcel)}"
-                )
+                raise waited(len(refs), self._timeout_s, region, parcel.nbytes)
             await asyncio.sleep(RETRY_S)
         self._here.store(region, parcel, refs.ids, new=True)
         return refs
@@ -136,7 +146,7 @@ class SharedQueue:
         parcel = parcel_of_columns(len(refs), columns)
         region = self._here.reserve(parcel.nbytes, put=False)
         if isinstance(region, Full):
-            raise MemoryError(f"columns {', '.join(columns)} do not fit into the queue: {_full(region, parcel)}")
+            raise MemoryError(f"columns {', '.join(columns)} do not fit into the queue: {full(region, parcel.nbytes)}")
         self._here.store(region, parcel, refs.ids, new=False)
 
     def having(self, refs: Refs, column: str) -> Refs:
@@ -150,13 +160,6 @@ class SharedQueue:
 
     def __len__(self) -> int:
         return self._here.ask(Size())
-
-
-def _full(found: Full, parcel: Parcel) -> str:
-    return (
-        f"{parcel.nbytes:,} bytes are wanted and {found.used:,} of {found.limit:,} in use, by rows that were not "
-        "dropped yet or are still read; raise queue.engine_options.max_bytes, or let a step have fewer rows"
-    )
 
 
 # -- one process's side ------------------------------------------------------------------------------------------------

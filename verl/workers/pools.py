@@ -85,11 +85,13 @@ def fit_together(pools: Mapping[str, Pool], nodes: Mapping[str, Mapping[str, flo
     if _placed(sorted(asked, key=lambda group: -sum(group.values())), [*has.values()]):
         return None
     sums = [(what, sum(g.get(what, 0.0) for g in asked), sum(of[what] for of in has.values())) for what in kinds]
-    short = ", ".join(f"{wanted:g} {what} where there are {there:g}" for what, wanted, there in sums if wanted > there)
+    lacking = ", ".join(
+        f"{wanted:g} {what} where there are {there:g}" for what, wanted, there in sums if wanted > there
+    )
     held = "; ".join(f"{node} has {', '.join(f'{of[what]:g} {what}' for what in kinds)}" for node, of in has.items())
     return (
         f"{' and '.join(f'cluster.pools.{name}' for name in pools)} fit one by one, but not together: they ask for "
-        f"{short or 'more on one node than others leave there'} ({held}); let roles share a pool (cluster.roles), "
+        f"{lacking or 'more on one node than others leave there'} ({held}); let roles share a pool (cluster.roles), "
         "lower ranks_per_node or what a rank holds, or add nodes"
     )
 

@@ -1,0 +1,108 @@
+"""New rows of a queue over a store wait for room by bytes, and say so when they waited too long; without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from contracts.test_queue_contract import pick, put, ragged, samples
+
+from verl.transfer_queue import ray as over_ray
+from verl.transfer_queue.index import Registry
+from verl.transfer_queue.packing import parcel_of_samples
+
+
+class Held(over_ray.RayQueue):
+    """Its store is a list, and its keeper is in this process."""
+
+    broken = False
+
+    def __init__(self, max_bytes: int, timeout_s: float = 0.2) -> None:
+        self.registry, self.stored = Registry(max_bytes), 0
+        keeper = SimpleNamespace(answer=SimpleNamespace(remote=self.registry.answer))
+        super().__init__("held", timeout_s, keeper)
+
+    def _store(self, packed: np.ndarray) -> Any:
+        if self.broken:
+            raise OSError("the store is full")
+        self.stored += 1
+        return packed
+
+    def _get(self, awaited: Any, what: str) -> Any:
+        return awaited
+
+
+@pytest.fixture(autouse=True)
+def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace())
+
+
+def test_a_put_waits_for_room_and_says_so_when_it_waited_too_long() -> None:
+    size = parcel_of_samples(samples(6)).nbytes
+    queue = Held(4 * size)  # of which new rows have the half
+    first = put(queue, samples(6, "a"))
+    put(queue, samples(6, "b"))
+    began_s = time.monotonic()
+    with pytest.raises(TimeoutError, match=rf"6 new rows waited 0.2 s for room .*{size:,} bytes .*max_bytes"):
+        put(queue, samples(6, "c"))
+    assert 0.2 <= time.monotonic() - began_s < 5 and queue.stored == 2 and len(queue) == 12
+
+    async def waits() -> None:
+        waiting = asyncio.create_task(queue.put(samples(6, "c")))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        queue.drop(first)
+        await waiting
+
+    asyncio.run(waits())
+    assert len(queue) == 12
+
+
+def test_columns_of_rows_that_are_there_never_wait_and_count() -> None:
+    size = parcel_of_samples(samples(3)).nbytes
+    queue = Held(2 * size)
+    refs = put(queue, samples(3))
+    queue.write(refs, {"x": ragged([torch.ones(n) for n in (1, 2, 3)])})
+    assert queue.registry._used > size and queue.having(refs, "x").ids == refs.ids
+    queue.drop(pick(refs, 0, 1))
+    assert queue.registry._used > size, "a block stays for the last of its rows"
+    queue.drop(pick(refs, 2))
+    assert queue.registry._used == 0
+
+
+def test_what_fails_gives_its_room_back() -> None:
+    queue = Held(1 << 20)
+    queue.broken = True
+    with pytest.raises(OSError, match="the store is full"):
+        put(queue, samples(3))
+    queue.broken = False
+    refs = put(queue, samples(3))
+    used = queue.registry._used
+    with pytest.raises(ValueError, match="already in the queue"):
+        put(queue, samples(3))
+    assert queue.registry._used == used
+    queue.drop(refs)
+    assert queue.registry._used == 0
+
+
+def test_a_queue_starts_a_ray_of_its_own_and_joins_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    made = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda most: most))
+    fake = SimpleNamespace(
+        is_initialized=lambda: False,
+        init=lambda **given: asked.append(given),
+        remote=lambda **_: lambda cls: made,
+        cluster_resources=lambda: {"object_store_memory": 100.0},
+    )
+    monkeypatch.setitem(sys.modules, "ray", fake)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    assert over_ray.start(None)[1] == 100 and over_ray.start(7)[1] == 7
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    over_ray.start(None)
+    assert [given["address"] for given in asked] == ["local", "local", "10.0.0.1:6379"]
