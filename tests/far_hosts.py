@@ -60,7 +60,8 @@ HOST = (
     COMMON
     + """
 shm.SHM = tcp.SHM = Path(sys.argv[2])
-at, reads = sys.argv[3], []  # where it waits for a line: nowhere, before, amid or after the reading; full: of memory
+at, reads = sys.argv[3], []
+# it waits for a line: nowhere, before, amid or after the reading; what fails: full (no memory), breaks (off, once)
 if at == "full":
     def no_room(*args):
         raise OSError(28, "No space left on device")
@@ -79,6 +80,9 @@ def watched(*args):
         read(args[0], args[1][: module.PIECE_BYTES])
         stop_at("amid")
         return read(args[0], args[1][module.PIECE_BYTES :])
+    if at == "breaks" and len(reads) == 1:
+        read(args[0], args[1][: module.PIECE_BYTES])
+        raise ConnectionError("reset by peer")
     read(*args)
     stop_at("after")
 

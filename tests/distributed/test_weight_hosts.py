@@ -71,7 +71,7 @@ def test_a_group_is_kept_over_versions_and_made_anew_for_others(tmp_path):
         other = stack.enter_context(host(QUICK, tmp_path / "d"))  # a process of a host that has one in the group
         for version in range(8, 11):
             address, digest = sender.ask(version).split()
-            assert {said.split()[1] for said in all_of([*hosts, other], address)} == {digest}
+            assert {said.split()[1] for said in all_of([other, *hosts], address)} == {digest}
         assert sender.ask("groups").split() == sizes
         hosts[2].end()
         address, digest = sender.ask(11).split()
@@ -125,3 +125,11 @@ def test_a_host_without_room_says_so_before_others_wait_for_it(tmp_path):
         full, other = all_of([b, c], address)
         assert full.startswith(f"error [Errno 28] 3 MB of weights do not fit into {tmp_path / 'b'}")
         assert other.split()[:2] == ["0", digest] and sender.ask("groups") == "2"
+
+
+def test_a_broadcast_that_breaks_off_is_made_again_in_a_group_of_its_own(tmp_path):
+    with trainer(QUICK) as sender, host(QUICK, tmp_path / "b", "breaks") as b, host(QUICK, tmp_path / "c") as c:
+        for version, groups in enumerate(("3 3", "3 3")):
+            address, digest = sender.ask(version).split()
+            assert {said.split()[1] for said in all_of([b, c], address)} == {digest}
+            assert sender.ask("groups") == groups

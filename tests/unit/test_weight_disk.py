@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import subprocess
+import sys
 from collections import namedtuple
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from verl.models import tiny
 from verl.recipes import arithmetic
 from verl.weight_sync.base import SyncContext, SyncError
-from verl.weight_sync.disk import DiskOutlet, build, open_weights
+from verl.weight_sync.disk import PREFIX, DiskOutlet, build, open_weights
 from verl.weight_sync.options import Disk
 from verl.weight_sync.sender import entry_of
 
@@ -120,3 +122,16 @@ def test_what_is_left_of_the_dead_is_swept_and_our_own_goes_with_the_engine(
     assert not (tmp_path / mine).exists()
     with pytest.raises(ValueError, match=r"folder=.*no such folder; make it first"):
         build(Disk(folder=str(tmp_path / "none")), SyncContext(probes=()))
+
+
+def test_a_trainer_that_does_not_see_the_drivers_folder_has_one_of_its_own_that_goes_with_it(tmp_path):
+    other = "import os, socket; print(f'{socket.gethostname()}-{os.getpid()}')"
+    killed = subprocess.run([sys.executable, "-c", other], capture_output=True, text=True, timeout=60).stdout.strip()
+    (tmp_path / f"{PREFIX}-{killed}-0" / "version_1").mkdir(parents=True)
+    away = DiskOutlet(tmp_path / f"{PREFIX}-driver-1-x")  # of another machine, in its own temporary files
+    folder = stage(away, 7, MIXED)
+    assert open_weights(str(folder)).version == 7 and stage(away, 8, MIXED).parent == folder.parent
+    assert [path.name for path in tmp_path.iterdir()] == [folder.parent.name], "and what a killed one left is gone"
+    assert folder.parent.name.startswith(f"{PREFIX}-{socket.gethostname()}-{os.getpid()}-")
+    del away
+    assert not list(tmp_path.iterdir())

@@ -204,18 +204,20 @@ def test_processes_of_a_host_fetch_once_and_what_the_dead_left_goes(tmp_path, ou
         "from verl.weight_sync.base import checksum\n"
         "shm.SHM = tcp.SHM = Path(sys.argv[2]); read, calls = tcp._read, []\n"
         "tcp._read = lambda *a: (calls.append(1), read(*a))[1]\n"
-        "s = tcp.open_weights(sys.argv[1]); print(s.version, sum(checksum(t) for _, t in s.tensors()), len(calls))"
+        "s = tcp.open_weights(sys.argv[1])\n"
+        "print(s.version, sum(checksum(t) for _, t in s.tensors()), len(calls), flush=True)\n"
+        "if sys.argv[3] == 'killed': os._exit(9)"
     )
-    command = [sys.executable, "-c", read, address, str(tmp_path)]
+    command = [sys.executable, "-c", read, address, str(tmp_path), "killed"]
     runs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     told = [run.communicate(timeout=120)[0].split() for run in runs]
     expected = str(sum(checksum(t) for t in now.values()))
     assert [t[:2] for t in told] == [["7", expected]] * 2
     left = [path.name for path in tmp_path.glob(f"{shm.PREFIX}-*")]
     assert len(left) == 1
-    again = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    again = subprocess.run([*command[:-1], "ends"], capture_output=True, text=True, timeout=120)
     assert again.stdout.split() == ["7", expected, "5"], "whose maker is gone is fetched again"
-    assert len(list(tmp_path.glob(f"{shm.PREFIX}-*"))) == 1
+    assert not list(tmp_path.glob(f"{shm.PREFIX}-*")), "what the killed one left is gone, and this one left nothing"
 
 
 def test_a_late_reader_on_the_host_of_the_trainer_takes_no_older_version(outlet_of):

@@ -12,6 +12,7 @@ import shutil
 import socket
 import tempfile
 import uuid
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
@@ -33,8 +34,9 @@ NOT_LINKED = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack",
 
 
 class DiskOutlet:
-    """See `Outlet`; it can be pickled, and is used by one process. root: gets a folder for each version · model: whose
-    configuration and tokenizer each of them links to."""
+    """See `Outlet`; it can be pickled, and is used by one process. root: gets a folder for each version; on a machine
+    that does not see it, one beside it does, which goes with this · model: whose configuration and tokenizer each of
+    them links to."""
 
     transport = "verl.weight_sync.disk:open_weights"
 
@@ -42,8 +44,11 @@ class DiskOutlet:
         self._root, self._model = root, model
 
     def stage(self, version: int, shapes: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) -> str:
+        if not self._root.is_dir():
+            self._root = own_folder(self._root.parent)
+            weakref.finalize(self, shutil.rmtree, self._root, True)
         folder, coming = self._root / f"version_{version}", self._root / f".coming-{uuid.uuid4().hex}"
-        coming.mkdir(parents=True)
+        coming.mkdir()
         try:
             _write(coming / WEIGHTS, version, shapes, tensors)
             for path in self._model.iterdir() if self._model else ():
@@ -119,12 +124,18 @@ def remove_of_the_dead(parent: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
+def own_folder(parent: Path) -> Path:
+    """A new one of this process, that the next one on this machine removes if it is killed."""
+    remove_of_the_dead(parent)
+    root = parent / f"{PREFIX}-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+    root.mkdir(parents=True)
+    return root
+
+
 def build(options: Disk, context: SyncContext) -> LocalCheckpointEngine:
     parent = Path(options.folder or tempfile.gettempdir()).absolute()
     if not parent.is_dir():
         raise ValueError(f"sync.engine_options.folder={options.folder}: no such folder; make it first")
-    remove_of_the_dead(parent)
-    root = parent / f"{PREFIX}-{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
-    root.mkdir()
+    root = own_folder(parent)
     outlet = DiskOutlet(root, Path(context.model) if context.model else None)
     return engine_of(outlet, context, shutil.rmtree, root, True)

@@ -8,8 +8,10 @@ is written while a late reader may still have the one before; after the last ten
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
+import functools
 import hashlib
 import hmac
 import math
@@ -190,6 +192,7 @@ class HostStream(TensorStream):
         paths = {path.name[-1]: path for path in self._files()}
         here = max((ShmStream(path) for path in paths.values()), default=None, key=lambda found: found.version)
         own = f"{PREFIX}-{os.getpid()}-{self._tag}"
+        _gone_with_this_process(os.getpid(), own)
         return self._newer(here, lambda turn: paths.get(turn, SHM / f"{own}-{turn}"))
 
     def _newer(self, here: ShmStream | None, place: Callable[[str], Path]) -> ShmStream:
@@ -228,6 +231,17 @@ def asked(address: str, has: int) -> tuple[socket.socket, int, bytes]:
 
 def open_weights(address: str) -> HostStream:
     return HostStream(address)
+
+
+@functools.cache
+def _gone_with_this_process(pid: int, own: str) -> None:
+    """What it has fetched; if it is killed, the next one that fetches here removes that."""
+    atexit.register(_remove_own, pid, own)
+
+
+def _remove_own(pid: int, own: str) -> None:
+    if pid == os.getpid():  # and no child of it
+        remove(own)
 
 
 @contextlib.contextmanager
