@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import sandbox_escapes
 
-from verl.agent_loop.tools import Toolbox, load_tools
+from verl.agent_loop.tools import Toolbox, close_tools, load_tools
 from verl.chat.parsing import ToolCall
 from verl.reward.code import code_score, program_of, same_value
 from verl.reward.compute import compute_score
@@ -292,6 +292,9 @@ def test_the_code_tool_keeps_a_session_per_trajectory(tmp_path):
         assert await a.close() == [] and await b.close() == []
 
     asyncio.run(play())
+    pid = tools["code_interpreter"].held.instance._sandbox._popen.pid
+    close_tools(tools)
+    assert not Path(f"/proc/{pid}").exists(), "the sandbox ends with the run"
 
 
 def test_nothing_of_ours_stays_behind():

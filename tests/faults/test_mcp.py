@@ -22,13 +22,14 @@ from verl.agent_loop.mcp import McpServer, tools_hash
 from verl.agent_loop.tools import Tool, Toolbox, load_tools
 from verl.chat.parsing import ToolCall
 from verl.rollout.process import free_port
+from verl.sandbox import attended
 from verl.tools import ToolBroken
 
 pytest.importorskip("mcp", reason="the package mcp is not installed (the extra mcp)")
 pytestmark = pytest.mark.timeout(120)
 
 SERVER = '''
-import os, subprocess, sys, time
+import anyio, os, subprocess, sys, time
 from pathlib import Path
 from mcp.server.mcpserver import MCPServer
 
@@ -65,6 +66,17 @@ def talk() -> str:
 async def hang() -> str:
     """Stops everything."""
     time.sleep(600)
+
+within = [0, 0]
+
+@server.tool()
+async def nap() -> str:
+    """Sleeps, and says how many did at most."""
+    within[0] += 1
+    within[1] = max(within)
+    await anyio.sleep(2)
+    within[0] -= 1
+    return str(within[1])
 
 @server.tool()
 def child() -> str:
@@ -139,7 +151,8 @@ def test_what_a_server_logs_is_kept_within_bounds(tmp_path, monkeypatch):
 def test_one_session_serves_all_until_it_dies_and_then_another(tmp_path):
     tools = load_tools(given(tmp_path, s=stdio(tmp_path, concurrency=3)))
     assert (
-        list(tools) == ["add", "bump", "fail", "die", "talk", "hang", "child"] and tools["add"].limits.concurrency == 3
+        list(tools) == ["add", "bump", "fail", "die", "talk", "hang", "nap", "child"]
+        and tools["add"].limits.concurrency == 3
     )
     assert tools["add"].parameters["required"] == ["a", "b"]
     server, listed = server_of(tools), tools_hash(tools)
@@ -211,6 +224,37 @@ def test_a_stateful_server_has_a_session_for_each_trajectory(tmp_path):
     server_of(tools).close()
 
 
+def once_there(entries: list[str]) -> dict[str, Tool]:
+    """The tools of a server that was just started."""
+    until_s = time.monotonic() + 30
+    while True:
+        try:
+            return dict(load_tools(entries))
+        except ValueError as e:
+            assert time.monotonic() < until_s, e
+            time.sleep(0.2)
+
+
+def test_over_http_as_many_calls_run_as_the_tool_takes(tmp_path):
+    port = free_port()
+    (tmp_path / "server.py").write_text(SERVER)
+    with (tmp_path / "log").open("ab") as log:
+        server = subprocess.Popen([sys.executable, str(tmp_path / "server.py"), str(port)], stdout=log, stderr=log)
+    try:
+        there = {"url": f"http://127.0.0.1:{port}/mcp", "concurrency": 130, "tools": ["nap"]}
+        tools = once_there(given(tmp_path, s=there))
+
+        async def body() -> list[Any]:
+            return await asyncio.gather(*(say(box_of(tools), "nap") for _ in range(130)))
+
+        answers = asyncio.run(body())
+        assert max(int(a.text) for a in answers) > 110, "a pool of a hundred connections would hold the others back"
+        server_of(tools).close()
+    finally:
+        server.kill()
+        server.wait(10)
+
+
 def test_over_http_a_server_that_begins_anew_costs_calls(tmp_path):
     port = free_port()
     (tmp_path / "server.py").write_text(SERVER)
@@ -219,15 +263,9 @@ def test_over_http_a_server_that_begins_anew_costs_calls(tmp_path):
         log = (tmp_path / "log").open("ab")
         return subprocess.Popen([sys.executable, str(tmp_path / "server.py"), str(port)], stdout=log, stderr=log)
 
-    server, until_s = start(), time.monotonic() + 30
-    tools: dict[str, Tool] = {}
+    server = start()
     try:
-        while not tools:
-            try:
-                tools = dict(load_tools(given(tmp_path, s={"url": f"http://127.0.0.1:{port}/mcp"})))
-            except ValueError as e:
-                assert time.monotonic() < until_s, e
-                time.sleep(0.2)
+        tools = once_there(given(tmp_path, s={"url": f"http://127.0.0.1:{port}/mcp"}))
 
         async def body() -> None:
             nonlocal server
@@ -311,3 +349,10 @@ def test_two_tools_with_one_name_and_tools_that_are_not_there(tmp_path):
         load_tools(given(tmp_path, s=stdio(tmp_path, tools=["add"]), t=stdio(tmp_path, tools=["add"])))
     with pytest.raises(ValueError, match="s has no tool nothing; it has add"):
         load_tools(given(tmp_path, s=stdio(tmp_path, tools=["nothing"])))
+
+
+def test_a_command_whose_parent_is_gone_already_is_not_started(tmp_path):
+    command = [sys.executable, "-I", "-S", attended.__file__, "1", "touch", str(tmp_path / "ran")]
+    assert subprocess.run(command, timeout=30).returncode == 1 and not (tmp_path / "ran").exists()
+    command[4] = str(os.getpid())
+    assert subprocess.run(command, timeout=30).returncode == 0 and (tmp_path / "ran").exists()

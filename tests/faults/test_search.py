@@ -192,6 +192,15 @@ def test_the_limit_of_the_tool_leaves_room_to_find_that_a_retriever_is_down(tmp_
         asyncio.run(ask(tool_of(tmp_path, retriever.port, timeout_s=1), "a"))
 
 
+def test_the_runs_limit_of_a_tool_leaves_that_room_too(tmp_path, retriever):
+    """`agent.tool_timeout_s`, where the tool says none of its own."""
+    retriever.kill()
+    tool_of(tmp_path, retriever.port)
+    (tool,) = load_tools([str(tmp_path / "search.yaml")], 1.0).values()
+    with pytest.raises(ToolBroken, match="is down"):
+        asyncio.run(ask(tool, "a", timeout_s=1.0))
+
+
 def test_a_tool_without_a_retriever_is_refused(tmp_path):
     for config in ({"retrieval_service_url": "localhost:8000"}, {"topk": 0}, {"timeout": 0}):
         with pytest.raises(ValueError, match="search: "):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from verl.agent_loop.tools import Toolbox, load_tools
+from verl.agent_loop.tools import Toolbox, contents_of, load_tools
 from verl.chat.parsing import ToolCall
 from verl.tools.bm25 import K1, B, Index, build, main, words
 
@@ -99,6 +99,10 @@ def test_the_search_tool_reads_an_index(tmp_path, capsys):
         "Doc 1 (Title: Kea)\nA parrot of the mountains.\n---\n"
         "Doc 1 (Title: Quokka)\nSmall, and friendly.\n---\n(nothing found)"
     )
+    was = contents_of(tools)
+    assert list(was) == ["agent.tools (search)"] and len(was["agent.tools (search)"]) == 64
+    main([str(write(corpus, ["Kea\nA parrot of the mountainS.", "Quokka\nSmall, and friendly."])), f"{tmp_path}/index"])
+    assert contents_of(load_tools([str(tmp_path / "t.yaml")])) != was, "of the same length, but of other words"
     (tmp_path / "t.yaml").write_text(f"tools:\n{row[:-1]}, retrieval_service_url: 'http://x'}}\n")
     with pytest.raises(ValueError, match="give one of them"):
         load_tools([str(tmp_path / "t.yaml")])

@@ -1,5 +1,6 @@
 """Special tokens that the rows' own text spells out: counted per file and said once; they stay control tokens."""
 
+import datetime
 import json
 import logging
 
@@ -11,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from verl.config.schema import DataConfig
 from verl.data import source
 from verl.data.preference import load_pairs
+from verl.data.render import PromptJob
 from verl.data.source import load_conversations, load_tasks
 from verl.data.special import SpecialTokens
 from verl.models import tiny
@@ -110,3 +112,13 @@ def test_a_tool_writes_no_control_token_into_a_prompt(tmp_path):
             ValueError, match=r"bad.jsonl:1: the schema of tool 'add.*' holds <\|im_end\|>, <\|im_start"
         ):
             load_tasks([written(tmp_path / "bad.jsonl", rows)], tokenizer, cfg)
+
+
+def test_a_schema_that_is_no_json_is_read_as_it_prints(tmp_path):
+    """A column of a Parquet file may hold a date."""
+    tokenizer = hermes_tokenizer()
+    job = PromptJob(tokenizer=tokenizer, cfg=config(tmp_path), template_kwargs={})
+    schema = {"name": "add", "description": "Adds.", "since": datetime.date(2026, 1, 2)}
+    job._refuse_control([{"type": "function", "function": schema}], "a.parquet:1")
+    with pytest.raises(ValueError, match=r"a.parquet:1: the schema of tool 'add' holds <\|im_end\|>"):
+        job._refuse_control([{"type": "function", "function": {**schema, "more": "<|im_end|>"}}], "a.parquet:1")

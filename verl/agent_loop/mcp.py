@@ -218,10 +218,11 @@ class McpServer:
             over.set()
 
     async def _client(self, stack: contextlib.AsyncExitStack) -> Any:
+        import httpx2
         from mcp import Client, StdioServerParameters
         from mcp.client.stdio import stdio_client
         from mcp.client.streamable_http import streamable_http_client
-        from mcp.shared._httpx_utils import create_mcp_http_client
+        from mcp.shared import _httpx_utils as theirs
         from mcp_types import ToolListChangedNotification
 
         async def heard(message: Any) -> None:
@@ -232,10 +233,16 @@ class McpServer:
 
         entry = self.entry
         if "url" in entry:
-            web = await stack.enter_async_context(create_mcp_http_client(headers=dict(entry.get("headers") or {})))
+            web = httpx2.AsyncClient(
+                headers=dict(entry.get("headers") or {}),
+                timeout=httpx2.Timeout(theirs.MCP_DEFAULT_TIMEOUT, read=theirs.MCP_DEFAULT_SSE_READ_TIMEOUT),
+                limits=httpx2.Limits(),  # a tool's concurrency is the limit, not a hundred connections
+            )
+            await stack.enter_async_context(web)
             transport = streamable_http_client(entry["url"], http_client=web)
         else:
-            command = ["-I", "-S", attended.__file__, entry["command"], *map(str, entry.get("args") or ())]
+            command = ["-I", "-S", attended.__file__, str(os.getpid()), entry["command"]]
+            command += map(str, entry.get("args") or ())
             more: Any = {"env": dict(entry.get("env") or {}), "cwd": entry.get("cwd")}
             self._said.truncate(0)
             transport = stdio_client(StdioServerParameters(command=sys.executable, args=command, **more), self._said)
@@ -366,11 +373,6 @@ def _tools(server: McpServer, where: str) -> list[Tool]:
     limits = ToolLimits(**{key: server.entry[key] for key in LIMITS if key in server.entry})
     kept = [t for t in server.listed if wanted is None or t["name"] in wanted]
     return [Tool(t["name"], {"type": "function", "function": dict(t)}, limits, held=server) for t in kept]
-
-
-def close_servers(tools: Mapping[str, Tool]) -> None:
-    for server in {tool.held for tool in tools.values() if isinstance(tool.held, McpServer)}:
-        server.close()
 
 
 def tools_hash(tools: Mapping[str, Tool]) -> str:

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from verl.agent_loop.base import AgentLoopBase, AgentLoopFactory, ServerManager
-from verl.agent_loop.mcp import close_servers, tools_hash
+from verl.agent_loop.mcp import tools_hash
 from verl.agent_loop.sections import AgentConfig
 from verl.agent_loop.single_turn import SingleTurnLoop
 from verl.agent_loop.tool_agent import ToolAgentLoop, ToolKit
-from verl.agent_loop.tools import Tool, load_tools, load_user_module
+from verl.agent_loop.tools import Tool, close_tools, contents_of, load_tools, load_user_module
 from verl.chat.bridge import bridge_of, plain_text
 from verl.chat.parsing import FORMATS, TurnParser, format_of, opening_of
 from verl.chat.template import USER, Renderer, audit_template, shared
@@ -35,8 +35,8 @@ class Loops:
     contents: Mapping[str, str] = field(default_factory=dict)  # what of them defines the run, by key
 
     def close(self) -> None:
-        """End the servers that are behind tools."""
-        close_servers(self.tools)
+        """End the servers and the threads that are behind tools."""
+        close_tools(self.tools)
 
 
 def load_loops(config: Any, tokenizer: Any, eos_ids: tuple[int, ...]) -> Loops:
@@ -47,14 +47,14 @@ def load_loops(config: Any, tokenizer: Any, eos_ids: tuple[int, ...]) -> Loops:
     own = None if default in (SINGLE, TOOL) else _own_loop(agent.loop)
     if default == TOOL and not agent.tools:
         raise ValueError("agent.loop=tool_agent without a tool: agent.tools=[FILE.py] (functions under @function_tool)")
-    tools = load_tools(agent.tools)
+    tools = load_tools(agent.tools, agent.tool_timeout_s)
     kit: ToolKit | None = None
     notes: tuple[str, ...] = ()
     if tools:
         try:
             kit, notes = _kit(agent, tokenizer, config.model.template_kwargs, tools, eos_ids)
         except ValueError:
-            close_servers(tools)
+            close_tools(tools)
             raise
 
     def make(manager: ServerManager, task: Task) -> AgentLoopBase:
@@ -69,7 +69,7 @@ def load_loops(config: Any, tokenizer: Any, eos_ids: tuple[int, ...]) -> Loops:
 
     names = (SINGLE, *((TOOL,) if tools else ()), *((default,) if own else ()))
     players = Players(default, names, tuple(dict(tool.schema) for tool in tools.values()))
-    contents = {"agent.tools": listed} if (listed := tools_hash(tools)) else {}
+    contents = {**contents_of(tools), **({"agent.tools": listed} if (listed := tools_hash(tools)) else {})}
     notes += (f"agent: the tools of MCP servers are those of now ({listed[:12]})",) if listed else ()
     return Loops(players=players, tools=tools, make=make, notes=notes, contents=contents)
 

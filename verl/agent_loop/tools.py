@@ -20,6 +20,7 @@ from types import MappingProxyType, ModuleType
 from typing import Any, Protocol
 from uuid import uuid4
 
+from verl.agent_loop.sections import AgentConfig
 from verl.chat.parsing import ToolCall, wrong_arguments
 from verl.chat.template import one_line
 from verl.sandbox.worker import Unloadable, load_module
@@ -47,6 +48,7 @@ class Held(Protocol):
     async def call(self, state: Any, tool: str, arguments: dict[str, Any], given: Mapping[str, Any]) -> Any: ...
     async def score(self, state: Any, given: Mapping[str, Any]) -> float | None: ...
     async def release(self, state: Any, given: Mapping[str, Any]) -> None: ...
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,6 +69,9 @@ class HeldTool:
 
     async def release(self, state: str, given: Mapping[str, Any]) -> None:
         await self.instance.release(state, **given)
+
+    def close(self) -> None:
+        self.instance.end_run()
 
 
 Ended = tuple[BaseException | None, Any]  # what a call in a thread raised, what it returned
@@ -122,6 +127,9 @@ class Environment:
 
     async def release(self, state: Lived, given: Mapping[str, Any]) -> None:
         """The object is let go of; TRL's class knows no end."""
+
+    def close(self) -> None:
+        """Nothing outlives its trajectory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,11 +313,23 @@ def answer_of(value: Any) -> Answer:
 # -- from the configuration --------------------------------------------------------------------------------------------
 
 
-def load_tools(entries: Sequence[str]) -> Mapping[str, Tool]:
-    """The tools of `agent.tools` by name; ValueError for what cannot be loaded, and for two of one name."""
+def close_tools(tools: Mapping[str, Tool]) -> None:
+    for held in {tool.held for tool in tools.values() if tool.held is not None}:
+        held.close()
+
+
+def contents_of(tools: Mapping[str, Tool]) -> dict[str, str]:
+    """What defines the answers of verl's tools, where they say it, by key."""
+    held = {name: tool.held.instance for name, tool in tools.items() if isinstance(tool.held, HeldTool)}
+    return {f"agent.tools ({name})": said for name, instance in held.items() if (said := instance.content())}
+
+
+def load_tools(entries: Sequence[str], timeout_s: float = AgentConfig.tool_timeout_s) -> Mapping[str, Tool]:
+    """The tools of `agent.tools` by name; ValueError for what cannot be loaded, and for two of one name. timeout_s: of
+    a call, as verl's classes are told in their config where it does not say another."""
     found: dict[str, Tool] = {}
     for entry in entries:
-        tools = _of_entry(entry)
+        tools = _of_entry(entry, timeout_s)
         if not tools:
             raise ValueError(f"agent.tools={entry}: no function there is under @function_tool. Fix: {entry}:NAME")
         for tool in tools:
@@ -319,12 +339,12 @@ def load_tools(entries: Sequence[str]) -> Mapping[str, Tool]:
     return MappingProxyType(found)
 
 
-def _of_entry(entry: str) -> list[Tool]:
+def _of_entry(entry: str, timeout_s: float) -> list[Tool]:
     if entry.endswith(".json"):
         from verl.agent_loop.mcp import tools_of_servers
 
         return tools_of_servers(entry)
-    return _of_yaml(entry) if entry.endswith((".yaml", ".yml")) else _of_module(entry)
+    return _of_yaml(entry, timeout_s) if entry.endswith((".yaml", ".yml")) else _of_module(entry)
 
 
 def load_user_module(text: str, key: str) -> ModuleType:
@@ -386,7 +406,7 @@ def function_as_tool(function: Callable[..., Any]) -> Tool:
     return Tool(schema["function"]["name"], schema, vars(function).get(MARK, ToolLimits()), function=function)
 
 
-def _of_yaml(entry: str) -> list[Tool]:
+def _of_yaml(entry: str, timeout_s: float) -> list[Tool]:
     """verl's `tools: [{class_name, config: {type: native}, tool_schema}]`."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -400,10 +420,10 @@ def _of_yaml(entry: str) -> list[Tool]:
         raise ValueError(
             f"agent.tools={entry}: verl's tool files hold `tools:`, a list of class_name, config, tool_schema"
         )
-    return [_of_row(row, entry) for row in rows]
+    return [_of_row(row, entry, timeout_s) for row in rows]
 
 
-def _of_row(row: Mapping[str, Any], entry: str) -> Tool:
+def _of_row(row: Mapping[str, Any], entry: str, timeout_s: float) -> Tool:
     path, _, name = str(row["class_name"]).rpartition(".")
     found = vars(load_user_module(path, "agent.tools")).get(name) if path else None
     if not inspect.isclass(found) or not issubclass(found, BaseTool):
@@ -414,7 +434,9 @@ def _of_row(row: Mapping[str, Any], entry: str) -> Tool:
             f"agent.tools={entry}: type={kind}: only native tools are played here; MCP servers: agent.tools=[FILE.json]"
         )
     schema = row.get("tool_schema")
-    made = found(config, OpenAIFunctionToolSchema.model_validate(schema) if schema else None)
+    made = found(
+        {"timeout_s": timeout_s, **config}, OpenAIFunctionToolSchema.model_validate(schema) if schema else None
+    )
     limits = {key: config[key] for key in ("timeout_s", "concurrency", "retries", "stop") if key in config}
     plain = dict(schema) if schema else made.tool_schema.model_dump()
     return Tool(made.name, plain, ToolLimits(**limits), held=HeldTool(made))

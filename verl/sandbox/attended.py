@@ -1,8 +1,8 @@
 """A command on our standard input and output that ends with whoever started it, and everything it started with it.
 
-Run as a script with the standard library only: `python -I -S attended.py COMMAND ARGUMENT...`. It outlives what it
-starts, adopts what that leaves behind, and kills it all when the command ends, when it gets SIGTERM, or when its parent
-is gone, however that went.
+Run as a script with the standard library only: `python -I -S attended.py PARENT_PID COMMAND ARGUMENT...`. It outlives
+what it starts, adopts what that leaves behind, and kills it all when the command ends, when it gets SIGTERM, or when
+its parent is gone, however that went.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ LOOK_S = 0.1  # between two looks at the command and the parent
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
-def main(command: list[str]) -> int:
-    parent, me = os.getppid(), os.getpid()
+def main(parent: int, command: list[str]) -> int:
+    """parent: who started this; it may be gone by now."""
+    me = os.getpid()
     stopped: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    if os.getppid() != parent:
+        return 1
     pid = os.fork()
     if pid == 0:
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -73,4 +76,4 @@ def _beside(name: str) -> ModuleType:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))

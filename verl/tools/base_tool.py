@@ -35,3 +35,10 @@ class BaseTool:
 
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         pass
+
+    def content(self) -> str:
+        """What its answers come from, in a word or a hash: a run is not resumed with another one."""
+        return ""
+
+    def end_run(self) -> None:
+        """No trajectory will call it again: let go of threads and files."""

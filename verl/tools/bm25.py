@@ -48,8 +48,10 @@ def build(corpus: Path, folder: Path) -> int:
     """Index a JSONL file into a folder -> the number of passages. Takes some 12 bytes of memory per posting."""
     vocabulary: dict[str, int] = {}
     found, where, counts, sizes, lines = array("i"), array("i"), array("H"), array("i"), array("q", [0])
+    digest = hashlib.sha256()
     with corpus.open("rb") as file:
         for number, line in enumerate(file):
+            digest.update(line)
             said = Counter(words(contents(line, f"{corpus}:{number + 1}")))
             sizes.append(said.total())
             lines.append(lines[-1] + len(line))
@@ -76,17 +78,20 @@ def build(corpus: Path, folder: Path) -> int:
     for name, values in (made | {"worth": worth, "lines": np.frombuffer(lines, np.int64)}).items():
         np.save(folder / f"new-{name}.npy", values.astype(PARTS[name]))
         os.replace(folder / f"new-{name}.npy", folder / f"{name}.npy")  # whoever has mapped the old one keeps it
-    (folder / "corpus.txt").write_text(str(corpus.resolve()))
+    (folder / "corpus.txt").write_text(f"{corpus.resolve()}\n{digest.hexdigest()}")
     return len(size)
 
 
 class Index:
-    """An index as `build` writes it, and the corpus that it was built of."""
+    """An index as `build` writes it, and the corpus that it was built of. content: the hash of that, as it was then."""
 
     def __init__(self, folder: Path) -> None:
         try:
             parts = {name: np.load(folder / f"{name}.npy", mmap_mode="r") for name in PARTS}
-            corpus = Path((folder / "corpus.txt").read_text())
+            path, _, self.content = (folder / "corpus.txt").read_text().rpartition("\n")
+            if not path:
+                raise FileNotFoundError("it was built by another version")
+            corpus = Path(path)
             self._size, self._file = corpus.stat().st_size, corpus.open("rb")
         except OSError as e:
             raise ValueError(f"{folder}: no index: {e}. Fix: python -m verl.tools.bm25 CORPUS.jsonl {folder}") from e

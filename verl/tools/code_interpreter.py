@@ -56,6 +56,10 @@ class CodeInterpreter(BaseTool):
             raise ToolBroken(str(e)) from e
         return ToolResponse(text=told(ran, session.lost, self._sandbox.limits)), None, {"status": ran.status}
 
+    def end_run(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._sandbox.close()
+
     async def release(self, instance_id: str, **kwargs: Any) -> None:
         session = self._sessions.pop(instance_id)
         await asyncio.get_running_loop().run_in_executor(self._threads, session.close)

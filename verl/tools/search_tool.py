@@ -59,6 +59,9 @@ class SearchTool(BaseTool):
         self._waiting: list[tuple[list[str], asyncio.Future[list[list[str]]]]] = []
         self._asked: set[asyncio.Task[None]] = set()
 
+    def content(self) -> str:
+        return "" if self._index is None else self._index.content
+
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, Any]]:
