@@ -80,7 +80,10 @@ PARALLEL = [
     ((f"{ACTOR}megatron.pipeline_model_parallel_size=1",), {}),
     ((f"{ACTOR}megatron.expert_model_parallel_size=4",), {"parallel.expert": 4}),
     (("engine.expert_model_parallel_size=2",), {"parallel.expert": 2}),
-    ((f"{ACTOR}fsdp_config.fsdp_size=2", f"{ACTOR}megatron.pipeline_model_parallel_size=2"), {"parallel.replicate": 2, "parallel.pipeline": 2}),
+    (
+        (f"{ACTOR}fsdp_config.fsdp_size=2", f"{ACTOR}megatron.pipeline_model_parallel_size=2"),
+        {"parallel.replicate": 2, "parallel.pipeline": 2},
+    ),
     (("actor_rollout_ref.ref.megatron.pipeline_model_parallel_size=4",), {}),
     (("actor_rollout_ref.rollout.tensor_model_parallel_size=4",), {}),
     (("actor_rollout_ref.ref.megatron.tensor_model_parallel_size=4",), {}),
