@@ -183,3 +183,11 @@ def test_a_stopped_process_is_given_up_and_nobody_stays(tmp_path, tiny_model, ar
     assert not psutil.wait_procs(children, timeout=30)[1]
     said = text.splitlines()[-1]
     assert said.startswith("error: rank 0 of ") and said.endswith("has not answered for 20 s"), said
+
+
+def test_a_run_in_this_process_whose_queue_is_the_package(tmp_path, tiny_model, arithmetic_data):
+    """On few cores, of which each of its processes takes one by Ray's count."""
+    pytest.importorskip("transfer_queue", exc_type=ImportError)
+    run = start(small_args(tmp_path, tiny_model, arithmetic_data[:1], "run.total_steps=1", "queue.engine=package"))
+    text = run.communicate(timeout=240)[0]
+    assert run.returncode == 0 and set(metrics_of(tmp_path / "r")) >= {1}, text

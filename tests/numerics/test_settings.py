@@ -98,6 +98,7 @@ NOT_HERE = {  # who reads them, and where that is tested
     **dict.fromkeys(("critic_warmup_steps", "critic_warmup_until"), "the driver: e2e/test_presets"),
     **dict.fromkeys(("mask_truncated", "stop_properly_coef"), "unit/test_step_settings, unit/test_reward_shaping"),
     "bypass": "below, and unit/test_step",
+    "curriculum": "unit/test_data_cursor, e2e/test_resume",
     **dict.fromkeys(("on_policy_share", "stored_key"), "numerics/test_stored_answers, e2e/test_distillation"),
 }
 

@@ -7,8 +7,8 @@ import gc
 import json
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -68,27 +68,29 @@ def run_rl(
     progress = progress or LiveProgress()
     if not quiet:
         progress.message(render_plan(plan))
-    text = plan.to_json()
-    return _again_after_deaths(resolved, lambda: uvloop.run(_train(resolved, title, on_step, text, progress)), progress)
-
-
-def _again_after_deaths(resolved: Resolved, attempt: Callable[[], Finished], progress: LiveProgress) -> Finished:
-    """As often as `cluster.max_restarts` says, from the last checkpoint."""
-    most, died = resolved.config.cluster.max_restarts, ""
-    for restart in range(1, most + 2):
-        try:
-            return attempt()
-        except Shortage as short:
-            if not died:
-                raise
-            raise WorkerDied(f"{died}; the run cannot start again: {short}") from None
-        except Exception as error:
-            if not isinstance(cause := first_cause(error), WorkerDied | ReplicaLost) or restart > most:
-                raise
-            died = str(cause)
-            progress.message(f"{died}\nstarting again from the last checkpoint ({restart} of {most} times)")
-        _go_on(resolved)
+    text, died = plan.to_json(), list[str]()
+    for number in range(resolved.config.cluster.max_restarts + 1):
+        with _repaired(resolved, number, died, progress):
+            return uvloop.run(_train(resolved, title, on_step, text, progress))
     raise AssertionError("the last attempt returns or raises")
+
+
+@contextmanager
+def _repaired(resolved: Resolved, number: int, died: list[str], progress: LiveProgress) -> Iterator[None]:
+    """Attempt `number` at a run. If it ends with the death of a process that is noted in `died`, and one may follow."""
+    most = resolved.config.cluster.max_restarts
+    try:
+        yield
+    except Shortage as short:
+        if not died:
+            raise
+        raise WorkerDied(f"{died[-1]}; the run cannot start again: {short}") from None
+    except Exception as error:
+        if not isinstance(cause := first_cause(error), WorkerDied | ReplicaLost) or number == most:
+            raise
+        died.append(str(cause))
+        progress.message(f"{cause}\nstarting again from the last checkpoint ({number + 1} of {most} times)")
+        _go_on(resolved)
 
 
 def _go_on(resolved: Resolved) -> None:
@@ -168,9 +170,11 @@ def run_supervised(
     one, kept = checkpoint_bytes(resolved.config, command), checkpoints_kept(resolved.config, None)
     _refuse_small_disk(resolved.config, kept * one)
     shown = progress or LiveProgress(silent=is_spare())
-    if launched() is not None:  # torchrun starts processes again, all of them
-        return uvloop.run(_fit(resolved, command, title, on_step, shown))
-    return _again_after_deaths(resolved, lambda: uvloop.run(_fit(resolved, command, title, on_step, shown)), shown)
+    died = list[str]()
+    for number in range(resolved.config.cluster.max_restarts + 1):
+        with nullcontext() if launched() else _repaired(resolved, number, died, shown):  # torchrun starts all again
+            return uvloop.run(_fit(resolved, command, title, on_step, shown))
+    raise AssertionError("the last attempt returns or raises")
 
 
 async def _fit(

@@ -7,6 +7,8 @@ a round of Python each. What is in which key is known to our index, in an actor 
 
 from __future__ import annotations
 
+import contextlib
+import time
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +21,8 @@ from verl.transfer_queue.options import Package
 from verl.transfer_queue.ray import RayQueue, start
 
 FIELD = "packed"
+ROOM_S = 10.0  # for Ray to know what is free
+SIMPLE, UNITS = "SimpleStorage", "backend.SimpleStorage.num_data_storage_units"
 
 
 def build(options: Package) -> PackageQueue:
@@ -31,9 +35,28 @@ def build(options: Package) -> PackageQueue:
         raise ValueError(f"queue.engine=package needs the TransferQueue package ({exc}): {wanted}") from None
     from omegaconf import OmegaConf
 
-    name, keeper = start(options.max_bytes or psutil.virtual_memory().available // 2)
-    transfer_queue.init(OmegaConf.load(options.config) if options.config else None)
+    own = OmegaConf.load(options.config) if options.config else OmegaConf.create()
+    simple = OmegaConf.select(own, "backend.storage_backend", default=SIMPLE) == SIMPLE
+    cpus = 1 + (OmegaConf.select(own, UNITS, default=2) if simple else 0)  # of Ray: its controller, and each unit
+    name, keeper = start(options.max_bytes or psutil.virtual_memory().available // 2, cpus)
+    _check_room(cpus)
+    transfer_queue.init(own)
     return PackageQueue(name, options.timeout_s, keeper)
+
+
+def _check_room(cpus: int) -> None:
+    """The package itself would wait for ever for processors that others hold."""
+    import ray
+
+    with contextlib.suppress(ValueError):  # it runs already, and takes no more
+        ray.get_actor("TransferQueueController", namespace="transfer_queue")
+        return
+    until_s = time.monotonic() + ROOM_S
+    while (free := ray.available_resources().get("CPU", 0.0)) < cpus:
+        if time.monotonic() > until_s:
+            fix = f"lower {UNITS} in the YAML of queue.engine_options.config, or add CPUs"
+            raise ValueError(f"queue.engine=package: it takes {cpus} CPUs of Ray, of which {free:g} are free; {fix}")
+        time.sleep(0.2)
 
 
 class PackageQueue(RayQueue):

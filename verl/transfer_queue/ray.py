@@ -49,15 +49,17 @@ def build(options: Remote) -> RayQueue:
     return RayQueue(name, options.timeout_s, keeper)
 
 
-def start(max_bytes: int | None) -> tuple[str, Any]:
-    """(name, a new index of that name). max_bytes: None: all of the cluster's object stores."""
+def start(max_bytes: int | None, cpus: int = 0) -> tuple[str, Any]:
+    """(name, a new index of that name). max_bytes: None: all of the cluster's object stores · cpus: that a Ray which
+    is started here has at least."""
     try:
         import ray
     except ImportError:
         raise ValueError("queue.engine needs Ray, which is not here: pip install 'verl[ray]'") from None
     if not ray.is_initialized():
-        # without an address Ray would join whatever runs on this machine
-        ray.init(address=os.environ.get("RAY_ADDRESS") or "local", namespace=NAMESPACE, include_dashboard=False)
+        address = os.environ.get("RAY_ADDRESS") or "local"  # or Ray would join whatever runs on this machine
+        wanted = max(cpus, os.cpu_count() or 1) if address == "local" else None
+        ray.init(address=address, namespace=NAMESPACE, include_dashboard=False, num_cpus=wanted)
     name = f"queue-{uuid.uuid4().hex}"
     most = max_bytes or int(ray.cluster_resources()["object_store_memory"])
     return name, ray.remote(num_cpus=0)(Registry).options(name=name, namespace=NAMESPACE).remote(most)

@@ -34,6 +34,7 @@ FAST_HEALTH = {  # of a cluster that is started here: the death of a node is not
     "health_check_timeout_ms": 1000,
     "health_check_failure_threshold": 3,
 }
+BESIDE_CPUS = 4  # for what runs beside the pools: the processes of a queue
 LOOK_S = 1.0  # between two looks after every process
 ANSWER_S = 10.0  # for the address of a Ray
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0"
@@ -200,7 +201,7 @@ def _connect(address: str | None, pools: Mapping[str, Pool]) -> Reaper | None:
             ) from e
         return None
     wanted = sum(pool.ranks * pool.cpus_per_rank for pool in pools.values())  # processes here share the cores
-    reaper, cpus = Reaper(), max(os.cpu_count() or 1, int(wanted + 1))
+    reaper, cpus = Reaper(), max(os.cpu_count() or 1, int(wanted) + BESIDE_CPUS)
     others = set(psutil.Process().children(recursive=True))
     try:
         ray.init(address="local", num_cpus=cpus, include_dashboard=False, _system_config=FAST_HEALTH, **quiet)
