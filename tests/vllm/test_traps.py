@@ -103,19 +103,22 @@ def test_running_requests_go_on_under_new_weights(contract: ModuleType) -> None:
 def test_an_abort_names_a_request_as_the_server_does(contract: ModuleType, running: Running) -> None:
     """By the plain id it is 200 and does nothing."""
 
-    async def body(engine: Any) -> None:
+    async def body(engine: Any) -> list[str]:
         task = asyncio.create_task(engine.generate("r", contract.prompts((5,))[0], contract.greedy(400)))
         await contract.until_sampled(engine, 5)
         (call,) = engine._pending.values()
-        http = Http(running.url)
+        http, reasons = Http(running.url), []
         await http.post(ABORT, {"request_ids": [call.server_id]}, timeout_s=30)
         await asyncio.sleep(0.1)
-        assert not task.done()
+        reasons += [(await task).stop_reason] if task.done() else []
         await http.post(ABORT, {"request_ids": [REQUEST_PREFIX + call.server_id]}, timeout_s=30)
-        assert (await asyncio.wait_for(task, 10)).stop_reason == "abort"
         await http.close()
+        return [*reasons, str((await asyncio.wait_for(task, 10)).stop_reason)]
 
-    contract.with_engine(contract.build("vllm"), body)
+    found = [contract.with_engine(contract.build("vllm"), body)]
+    while found[-1][-1] == "length" and len(found) < 3:  # a busy machine: it ended before the word
+        found.append(contract.with_engine(contract.build("vllm"), body))
+    assert found[-1] == ["abort"] and all(reasons[0] == "length" for reasons in found[:-1]), found
 
 
 def test_prefixes_are_not_dropped_while_requests_run(contract: ModuleType, running: Running) -> None:
