@@ -128,7 +128,11 @@ def test_a_host_without_room_says_so_before_others_wait_for_it(tmp_path):
 
 
 def test_a_broadcast_that_breaks_off_is_made_again_in_a_group_of_its_own(tmp_path):
-    with trainer(QUICK) as sender, host(QUICK, tmp_path / "b", "breaks") as b, host(QUICK, tmp_path / "c") as c:
+    with (
+        trainer(f"{QUICK} SETTLE_S=3") as sender,
+        host(QUICK, tmp_path / "b", "breaks") as b,
+        host(QUICK, tmp_path / "c") as c,
+    ):
         for version, groups in enumerate(("3 3", "3 3")):
             address, digest = sender.ask(version).split()
             assert {said.split()[1] for said in all_of([b, c], address)} == {digest}
