@@ -26,7 +26,13 @@ from verl.chat.template import Renderer, as_ids
 from verl.types import StopReason
 
 SAME_CALLS = 3  # turns in a row with the same calls and the same answers: no progress
-OURS = ("raw_prompt", "prompt_ids", "index", "tools", "request_id")  # of what a loop is given, no columns of the row
+NO_COLUMNS = (
+    "raw_prompt",
+    "prompt_ids",
+    "index",
+    "tools",
+    "request_id",
+)  # of what a loop is given, no columns of the row
 CHARACTERS_PER_TOKEN = 64  # of a result, more are not even tokenised
 
 
@@ -110,7 +116,7 @@ class ToolAgentLoop(AgentLoopBase):
         )
         play = Play(as_ids(kwargs["prompt_ids"]), [dict(m) for m in kwargs["raw_prompt"]], box)
         try:
-            columns = {name: value for name, value in kwargs.items() if name not in OURS}
+            columns = {name: value for name, value in kwargs.items() if name not in NO_COLUMNS}
             if said := await box.begin({**columns, "prompt": [dict(m) for m in play.messages]}):
                 self._say(play, said)
             while True:

@@ -78,7 +78,7 @@ Ended = tuple[BaseException | None, Any]  # what a call in a thread raised, what
 
 
 @dataclass(slots=True, eq=False)
-class Lived:
+class Episode:
     """An environment's object. said: by its reset, to the model · turn: of its calls, which come one after another ·
     busy: its last call in a thread, which may go on after its deadline."""
 
@@ -110,8 +110,8 @@ class Environment:
     def name(self) -> str:
         return self.made_by.__name__
 
-    async def open(self, given: Mapping[str, Any]) -> Lived:
-        state = Lived(await in_thread(self.made_by, f"environment {self.name}"))
+    async def open(self, given: Mapping[str, Any]) -> Episode:
+        state = Episode(await in_thread(self.made_by, f"environment {self.name}"))
         said = await state.call("reset", **given)
         if not isinstance(said, str | None):
             kind = type(said).__name__
@@ -119,13 +119,13 @@ class Environment:
         state.said = answer_of(said).text
         return state
 
-    async def call(self, state: Lived, tool: str, arguments: dict[str, Any], given: Mapping[str, Any]) -> Any:
+    async def call(self, state: Episode, tool: str, arguments: dict[str, Any], given: Mapping[str, Any]) -> Any:
         return await state.call(tool, **arguments, **given)
 
-    async def score(self, state: Lived, given: Mapping[str, Any]) -> float | None:
+    async def score(self, state: Episode, given: Mapping[str, Any]) -> float | None:
         return float(await state.call("get_reward")) if hasattr(self.made_by, "get_reward") else None
 
-    async def release(self, state: Lived, given: Mapping[str, Any]) -> None:
+    async def release(self, state: Episode, given: Mapping[str, Any]) -> None:
         """The object is let go of; TRL's class knows no end."""
 
     def close(self) -> None:
