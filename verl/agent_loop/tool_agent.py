@@ -26,13 +26,8 @@ from verl.chat.template import Renderer, as_ids
 from verl.types import StopReason
 
 SAME_CALLS = 3  # turns in a row with the same calls and the same answers: no progress
-NO_COLUMNS = (
-    "raw_prompt",
-    "prompt_ids",
-    "index",
-    "tools",
-    "request_id",
-)  # of what a loop is given, no columns of the row
+# What a loop is given and is no column of the row.
+NO_COLUMNS = ("raw_prompt", "prompt_ids", "index", "tools", "request_id")
 CHARACTERS_PER_TOKEN = 64  # of a result, more are not even tokenised
 
 
