@@ -19,9 +19,9 @@ from verl.model_engine.snapshot import Snapshot
 
 VARIABLE = "PLANTED"  # "KIND PHASE RUN_DIR", in the workers' environment
 KINDS = ("raises", "exits", "killed", "stopped", "segfault", "memory")
-PHASES = ("generate", "receive", "publish", "update", "save", "eval", "end")
+PHASES = ("generate", "receive", "publish", "update", "save", "first-save", "eval", "end")
 """Where: the rollout engine (generate, receive weights, eval), the second rank of the policy (publish, the backward
-pass, save), the recorder after the last step."""
+pass, after its part of a checkpoint), the first before its part, the recorder after the last step."""
 _rollout_engine, _build_recorder = assemble.rollout_engine, record.build_recorder
 
 
@@ -58,9 +58,12 @@ def before(phase: str, fn: Callable[..., Any]) -> Callable[..., Any]:
 def model(options: Any, context: Any) -> Any:
     """The engine of a rank; see `PHASES`."""
     engine = sharded.build(options, context)
-    if context.optim is None or dist.get_rank() != 1:
+    if context.optim is None or dist.get_rank() > 1:
         return engine
     weights, save = engine.weights, Snapshot.save
+    if dist.get_rank() == 0:
+        Snapshot.save = before("first-save", save)
+        return engine
 
     def in_the_middle(*args: Any) -> Iterator[Any]:
         for i, found in enumerate(weights(*args)):

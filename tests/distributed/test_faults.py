@@ -20,7 +20,7 @@ from verl.config import backends
 
 ONE_OF_EACH = (
     *(("generate", "segfault"), ("receive", "raises"), ("publish", "stopped"), ("update", "killed")),
-    *(("save", "memory"), ("eval", "exits"), ("end", "killed")),
+    *(("save", "memory"), ("first-save", "killed"), ("eval", "exits"), ("end", "killed")),
 )
 CASES = [(p, k) for p in PHASES for k in KINDS] if os.environ.get("FULL_GRID") else ONE_OF_EACH
 OF_THE_ENGINE = ("generate", "receive", "eval")
@@ -66,7 +66,7 @@ def test_a_fault(ray_session, tmp_path, tiny_model, arithmetic_data, monkeypatch
     assert code == 1 and (tmp_path / "r" / "crash").is_dir(), found
     assert last[0].startswith("error: ") and re.search(SAID.get(kind, " died: "), last[0]), found
     if kind not in ("raises", "memory"):
-        who = "rollout replica 0" if phase in OF_THE_ENGINE else "rank 1 of actor"
+        who = "rollout replica 0" if phase in OF_THE_ENGINE else f"rank {int(phase != 'first-save')} of actor"
         assert last[0].startswith(f"error: {who} (process {struck} on "), last
 
 

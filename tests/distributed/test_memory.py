@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 import pytest
-from cases import MODELS, SIZES, Case, engine, model, share
+from cases import MODELS, OUTPUTS, SIZES, Case, engine, model, share
 from forked import run
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
@@ -32,12 +32,16 @@ LAYOUTS = {
 EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256)
 
 
+FROZEN = ("ref", "reward_model")
+ENGINES = {"ref": "reference"}
+
+
 def num_bytes(tensors: Any) -> int:
     local = [t.to_local() if hasattr(t, "to_local") else t for t in tensors if isinstance(t, Tensor) and t.ndim]
     return sum(t.numel() * t.element_size() for t in local)
 
 
-@pytest.mark.parametrize("role", ["actor", "critic"])
+@pytest.mark.parametrize("role", ["actor", "critic", *FROZEN])
 def test_a_rank_holds_what_the_plan_says(role, tmp_path, monkeypatch):
     made = {
         "wide": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES | WIDE, tie_word_embeddings=True)),
@@ -52,12 +56,15 @@ def test_a_rank_holds_what_the_plan_says(role, tmp_path, monkeypatch):
     for name, layout in LAYOUTS.items():
         kind = "wide, experts" if layout.expert > 1 else "wide"
         config = Config()
-        config.model.path = config.critic.path = str(tmp_path / kind)
+        config.model.path = config.critic.path = config.reward.model = str(tmp_path / kind)
 
         def held(rank: int) -> dict[str, int]:
-            case = Case(layout, role, model=kind)
+            case = Case(layout, ENGINES.get(role, role), model=kind)
             _, batch, count = share(case, rank)
-            e = engine(kind, role, layout, score=None)
+            e = engine(kind, case.role, layout, score=None)
+            if role in FROZEN:
+                e.infer(batch, OUTPUTS[case.role])
+                return {"weights": num_bytes(e._trained().parameters())}
             e.forward_backward(batch, case.batch()[2], count)
             trained = [p for p in e._trained().parameters() if p.grad is not None]
             gradients = num_bytes(p.grad for p in trained)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +74,27 @@ def start(args: list[str], tmp: Path, door: str = "verl.cli", ranks: int = 2) ->
     )
 
 
+def start_nodes(args: list[str], tmp: Path, count: int) -> list[subprocess.Popen[str]]:
+    """The command of each node, with one rank there, on the same machine."""
+    with socket.socket() as door:
+        door.bind(("127.0.0.1", 0))
+        port = door.getsockname()[1]
+    found = []
+    for number in range(count):
+        where = [f"--nnodes={count}", f"--node-rank={number}", "--master-addr=127.0.0.1", f"--master-port={port}"]
+        (tmp / f"tmp{number}").mkdir()
+        found.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "torch.distributed.run", *where, "--nproc-per-node=1", "-m", "verl.cli", *args],
+                env={**os.environ, **ENV, "TMPDIR": str(tmp / f"tmp{number}")},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    return found
+
+
 def ended(process: subprocess.Popen[str]) -> str:
     try:
         return process.communicate(timeout=WAIT_S)[0]
@@ -126,6 +148,20 @@ def test_two_ranks_make_the_run_of_one_process_and_one_process_goes_on_with_it(t
         assert main([*again, f"run.name={name}", f"data.cache_dir={tmp_path / 'cache_one'}"]) == 0
     assert not same_run(tmp_path / "sft/one", tmp_path / "sft/two", 5)
     assert "resuming" in capfd.readouterr().out
+
+
+def test_two_nodes_make_the_run_of_one_process(tmp_path, tiny_model):
+    """One torchrun on each, which see one folder."""
+    rows = conversations(tmp_path / "rows.jsonl")
+    given = [
+        command("sft", tmp_path, tiny_model, rows, f"run.name={n}", f"data.cache_dir={tmp_path}/{n}") for n in "ab"
+    ]
+    assert main(given[0]) == 0
+    nodes = start_nodes(given[1], tmp_path, 2)
+    said = [ended(node) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    assert "step 1/3" in said[0] and "step 1/3" not in said[1], "the first rank alone tells of the run"
+    assert not same_run(tmp_path / "a", tmp_path / "b", 3)
 
 
 def at_step(process: subprocess.Popen[str], number: int) -> dict[int, psutil.Process]:

@@ -92,6 +92,7 @@ FAULTS = [
     ((*FOUR, "cluster.pools={few: {ranks_per_node: 2}}", "cluster.roles={ref: few}"), "few has 2 ranks", "pool 4"),
     ((*FOUR, "rollout.replicas=5"), "rollout.replicas=5", "4 ranks of the pool main"),
     ((*FOUR, "cluster.gpus_per_rank=1.5"), "cluster.gpus_per_rank=1.5: above 1", "use 1 or 2"),
+    ((*FOUR, "cluster.gpus_per_rank=2"), "cluster.gpus_per_rank=2: the roles of a pool share", "actor,", "use 1, or"),
     (
         (*FOUR, "cluster.pools={big: {resource: npu, resource_per_rank: 2.5}}", "cluster.roles={rollout: big}"),
         *("cluster.pools.big.resource_per_rank=2.5: above 1", "use 2 or 3"),

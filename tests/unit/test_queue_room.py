@@ -53,6 +53,9 @@ def test_a_put_waits_for_room_and_says_so_when_it_waited_too_long() -> None:
         put(queue, samples(6, "c"))
     assert 0.2 <= time.monotonic() - began_s < 5 and queue.stored == 2 and len(queue) == 12
 
+    with pytest.raises(ValueError, match=rf"bytes never fit .*new rows may take {2 * size:,} .*max_bytes={4 * size:,}"):
+        put(queue, samples(18, "d"))  # at once
+
     async def waits() -> None:
         waiting = asyncio.create_task(queue.put(samples(6, "c")))
         await asyncio.sleep(0.1)

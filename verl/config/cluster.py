@@ -182,7 +182,7 @@ def _transports(config: Config, pools: dict[str, Pool], roles: dict[str, str]) -
     replicas, far = config.rollout.replicas, address_of(config.cluster.address)
     several = [name for name, pool in pools.items() if pool.nodes > 1]
     if far is None:
-        for name in several:
+        for name in several if config.cluster.backend == "ray" else ():  # torchrun's nodes were started by hand
             key = "cluster.nodes" if name == MAIN else f"cluster.pools.{name}.nodes"
             fix = "start Ray on every node (docs/cluster.md) and set cluster.address=auto"
             yield f"{key}={pools[name].nodes}: a Ray that is started here has one node; {fix}"

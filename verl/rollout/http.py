@@ -131,7 +131,8 @@ def _parsed(path: str, body: bytes) -> Any:
     try:
         return json.loads(body)
     except ValueError as e:
-        raise ServerRefused(f"{path}: the answer is no JSON: {body[:SAID]!r}", 200) from e
+        said = f"{path}: the answer is no JSON: {body[:SAID]!r}; if a router gives it, name the servers behind it"
+        raise ServerRefused(said, 200) from e
 
 
 def _reason(body: bytes) -> str:

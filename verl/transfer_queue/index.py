@@ -269,7 +269,7 @@ class Registry:
     is here, where importing it imports little. max_bytes: new rows find room in half of it."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._limit = max_bytes // 2
+        self._max_bytes, self._limit = max_bytes, max_bytes // 2
         self._used = 0  # by blocks, and kept for those that are being written
         self._held: dict[int, tuple[Any, int]] = {}
         self._freed: list[Any] = []
@@ -281,6 +281,8 @@ class Registry:
         answer, what the blocks that it names are held by, and what held blocks that are no more."""
         asked = msgspec.msgpack.decode(message, type=Asked | Room)
         if isinstance(asked, Room):
+            if asked.nbytes > self._limit:
+                return never_fit(asked.nbytes, "new rows", self._limit, self._max_bytes), [], []
             if asked.nbytes > 0 and self._used + asked.nbytes > self._limit:
                 return Full(self._used, self._limit), [], []
             self._used += asked.nbytes
@@ -329,6 +331,13 @@ def full(found: Full, wanted: int) -> str:
     return (
         f"{wanted:,} bytes are wanted and {found.used:,} of {found.limit:,} in use, by rows that were not "
         "dropped yet or are still read; raise queue.engine_options.max_bytes, or let a step have fewer rows"
+    )
+
+
+def never_fit(nbytes: int, what: str, limit: int, max_bytes: int) -> Refused:
+    return Refused(
+        f"{nbytes:,} bytes never fit into the queue: {what} may take {limit:,} "
+        f"(queue.engine_options.max_bytes={max_bytes:,}); raise it, or let a step have fewer rows"
     )
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import msgspec
 
-from verl.transfer_queue.index import Answer, Asked, Commit, Found, Full, Index, Refused
+from verl.transfer_queue.index import Answer, Asked, Commit, Found, Full, Index, Refused, never_fit
 
 ROOT, PREFIX = Path("/dev/shm"), "verl-queue-"
 PAGE = 4096
@@ -108,10 +108,7 @@ class Keeper:
         size = self.segment_bytes if several else _size_class(asked.nbytes)
         limit = self.max_bytes // 2 if asked.put else self.max_bytes
         if size > limit:
-            return Refused(
-                f"{asked.nbytes:,} bytes never fit into the queue: {'new rows' if asked.put else 'columns'} may take "
-                f"{limit:,} (queue.engine_options.max_bytes={self.max_bytes:,})"
-            )
+            return never_fit(asked.nbytes, "new rows" if asked.put else "columns", limit, self.max_bytes)
         idle = [s for s in self._segments.values() if s.owner is None and not self._index.holds(s.number)]
         used = sum(s.size for s in self._segments.values())
         if used - sum(s.size for s in idle) + size > limit:

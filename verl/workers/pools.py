@@ -155,12 +155,16 @@ def pools_of(section: ClusterConfig, roles: Sequence[str], *, device: str) -> tu
         for name, pool in pools.items()
         if not pool.bundle
     ]
-    faults += [
-        f"{f'cluster.{key}' if name == MAIN else f'cluster.pools.{name}.{key}'}={amount:g}: above 1 a rank holds whole "
-        f"devices; use {math.floor(amount)} or {math.ceil(amount)}"
+    devices = [  # of which a rank has several: (key, its value, pool)
+        (f"cluster.{key}" if name == MAIN else f"cluster.pools.{name}.{key}", amount, name)
         for name, pool in pools.items()
         for key, amount in (("gpus_per_rank", pool.gpus_per_rank), ("resource_per_rank", pool.resource_per_rank))
-        if amount > 1 and amount != int(amount)
+        if amount > 1
+    ]
+    faults += [
+        f"{at}={amount:g}: above 1 a rank holds whole devices; use {math.floor(amount)} or {math.ceil(amount)}"
+        for at, amount, _ in devices
+        if amount != int(amount)
     ]
     lives = {role: section.roles.get(role, MAIN) for role in (*roles, "rollout")}
     for role in (r for r in roles if r in FROZEN or r.startswith("teacher")):
@@ -172,6 +176,12 @@ def pools_of(section: ClusterConfig, roles: Sequence[str], *, device: str) -> tu
             faults.append(f"{at}: no such role in this run; {did_you_mean(role, lives)}There are: {', '.join(lives)}")
         if name not in pools:
             faults.append(f"{at}={name}: no such pool; {did_you_mean(name, pools)}There are: {', '.join(pools)}")
+    faults += [
+        f"{at}={amount:g}: the roles of a pool share its devices, and several cannot be shared: {', '.join(here)}; "
+        "use 1, or give each of them a pool in cluster.roles"
+        for at, amount, name in devices
+        if len(here := [role for role, pool in lives.items() if pool == name]) > 1
+    ]
     unused = [name for name in pools if name not in section.roles.values() and name not in lives.values()]
     faults += [
         f"cluster.pools.{name}: no role lives there; name one in cluster.roles, or leave it out" for name in unused
