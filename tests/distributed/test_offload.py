@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cases import MODELS, Case, engine, model, on_rank, share
 from forked import run, tensor_bytes
+from safetensors.torch import load_file
 from test_gate import LAYOUTS
 from test_loading import BIG
 from torch import Tensor
@@ -28,6 +30,16 @@ def steps(case: Case, rank: int, e: Any, count: int) -> Any:
     return e
 
 
+def same_files(one: Path, two: Path) -> None:
+    """Of two checkpoints of a state."""
+    names = sorted(p.name for p in one.glob("*.safetensors"))
+    assert names and names == sorted(p.name for p in two.glob("*.safetensors"))
+    for name in names:
+        a, b = load_file(one / name), load_file(two / name)
+        assert a.keys() == b.keys()
+        assert not [n for n, t in a.items() if not torch.equal(t, b[n])], (two.name, name)
+
+
 def state_bytes(e: Any) -> int:
     """Of weights and optimizer states, as far as they are on the device."""
     tensors = [*e._held("weights"), *e._held("optimizer")]
@@ -45,10 +57,20 @@ def test_a_state_that_comes_and_goes_is_the_state_that_stays(layout, tmp_path):
         for e in (stays, goes):
             steps(case, rank, e, 2)
         assert state_bytes(goes) == 0 < state_bytes(stays)
+        bring = offload._Place.bring
         for e, name in ((stays, "stays"), (goes, "goes")):
-            e.save(tmp_path / name)
+            with pytest.MonkeyPatch.context() as patch:  # the device may be another's while it is saved
+                patch.setattr(
+                    offload._Place, "bring", lambda place: pytest.fail("it came back") if place.sizes else None
+                )
+                e.save(tmp_path / name)
+                kept = e.snapshot()
+            assert bring is offload._Place.bring
+            kept.save(tmp_path / f"{name} kept")
             e.load(tmp_path / name)
             steps(case, rank, e, 1)
+        for name in ("stays kept", "goes", "goes kept"):
+            same_files(tmp_path / "stays", tmp_path / name)
         _, batch, _ = share(case, rank)
         a, b = (e.infer(batch, ("logprobs",))["logprobs"] for e in (stays, goes))
         assert torch.equal(a, b)

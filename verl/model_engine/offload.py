@@ -8,6 +8,7 @@ stay, over a storage without bytes, which comes back as it was.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import tempfile
 import threading
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from verl.model_engine.base import Part
 
+ALIGN_BYTES = 64
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -71,6 +73,17 @@ class Offload:
         with self.awake("weights"):
             yield from ((name, w.clone()) for name, w in weights) if self.moves("weights") else weights
 
+    @contextmanager
+    def still(self) -> Iterator[None]:
+        """Inside, nothing comes or goes."""
+        with self._lock:
+            yield
+
+    def lying(self, t: Tensor) -> Tensor | None:
+        """What a tensor holds that is away, in host memory where it lies, until it comes back; None: it is not away."""
+        found = (place.lying(t) for place in self._places.values())
+        return next((view for view in found if view is not None), None)
+
     def moves(self, part: Part) -> bool:
         return part in self._places
 
@@ -79,12 +92,14 @@ class Offload:
 
 
 class _Place:
-    """For one part of a state. sizes: of the storages that are there, in order."""
+    """For one part of a state. sizes: of the storages that are there, in order; in the file each begins at a multiple
+    of `ALIGN_BYTES`."""
 
     def __init__(self, device: torch.device) -> None:
         self.sizes: list[tuple[torch.UntypedStorage, int]] = []
         self._file: Any = tempfile.TemporaryFile() if device.type == "cpu" else None  # noqa: SIM115 - held as long
         self._copies: list[Tensor] = []
+        self._mapped: mmap.mmap | None = None
 
     def put(self, tensors: Iterable[Tensor]) -> None:
         """OSError, with all still in its place, where the disk has no room."""
@@ -93,10 +108,11 @@ class _Place:
         storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
         found = [(storage, storage.nbytes()) for storage in storages.values() if storage.nbytes()]
         if self._file is not None and found:
-            self._reserve(sum(size for _, size in found))
+            self._reserve(sum(map(_room, (size for _, size in found))))
         for storage, size in found:
             if self._file is not None:
                 self._file.write(_memory_of(storage))
+                self._file.seek(_room(size) - size, os.SEEK_CUR)
             else:
                 copy = torch.empty(size, dtype=torch.uint8, pin_memory=True)
                 self._copies.append(copy.copy_(_bytes_of(storage)))
@@ -112,8 +128,26 @@ class _Place:
                 _bytes_of(storage).copy_(self._copies[i])
             elif (found := self._file.readinto(_memory_of(storage))) != size:
                 raise OSError(f"{found} of {size} bytes of an offloaded tensor came back from {tempfile.gettempdir()}")
+            else:
+                self._file.seek(_room(size) - size, os.SEEK_CUR)
         self.sizes.clear()
         self._copies.clear()
+        self._mapped = None
+
+    def lying(self, t: Tensor) -> Tensor | None:
+        """See `Offload`."""
+        at = 0
+        for i, (storage, size) in enumerate(self.sizes):
+            if storage._cdata == t.untyped_storage()._cdata:
+                if self._file is None:
+                    flat = self._copies[i].view(t.dtype)
+                else:
+                    self._file.flush()
+                    self._mapped = self._mapped or mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY)
+                    flat = torch.frombuffer(self._mapped, dtype=t.dtype, count=size // t.itemsize, offset=at)
+                return flat.as_strided(t.shape, t.stride(), t.storage_offset())
+            at += _room(size)
+        return None
 
     def _reserve(self, size: int) -> None:
         self._file.seek(0)
@@ -122,6 +156,10 @@ class _Place:
         except OSError as e:
             fix = "set TMPDIR to a folder on a disk with room, or model.engine_options.offload_* to false"
             raise OSError(e.errno, f"{tempfile.gettempdir()} has no room for {size} bytes of a model: {fix}") from e
+
+
+def _room(size: int) -> int:
+    return -(-size // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def own_storage(parameters: Iterable[nn.Parameter]) -> None:

@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -284,18 +285,29 @@ class ShardedEngine(TorchEngine):
 
     def snapshot(self) -> Snapshot:
         """Its ranks meet in groups of their own, or what they exchange would mix with what training exchanges."""
+        group = self._meet_on_host()[1]
+        return replace(super().snapshot(), group=group)
+
+    def save(self, path: Path) -> None:
+        self._meet_on_host()
+        super().save(path)
+
+    def _meet_on_host(self) -> tuple[list[DeviceMesh], dist.ProcessGroup]:
         if self._host is None:
             every = (_sizes(self.layout), _expert_sizes(self.layout))
             meshes = [_mesh("cpu", sizes, dict.fromkeys(sizes, "gloo")) for sizes in every]
             self._host = meshes, dist.new_group(backend="gloo", timeout=patience())
-        return replace(super().snapshot(), group=self._host[1])
+        return self._host
 
-    def _host_copy(self, t: Tensor) -> Tensor:
+    def _on_host(self, t: Tensor, *, copy: bool) -> Tensor:
         if not isinstance(t, DTensor):
-            return super()._host_copy(t)
+            return super()._on_host(t, copy=copy)
+        local = t.to_local()
+        if (part := super()._on_host(local, copy=copy)) is local:
+            return t
         assert self._host is not None and t.device_mesh.mesh_dim_names is not None
         mesh = self._host[0]["expert" in t.device_mesh.mesh_dim_names][t.device_mesh.mesh_dim_names]
-        return DTensor(t.to_local().to("cpu", copy=True), replace(t._spec, mesh=mesh), requires_grad=False)
+        return DTensor(part, replace(t._spec, mesh=mesh), requires_grad=False)
 
 
 def _mesh(device_type: str, sizes: Mapping[str, int], backends: Any = None) -> DeviceMesh:

@@ -421,20 +421,24 @@ class TorchEngine:
         counters = {"optimizer_step": self._optimizer_step, "skipped": self._skipped}
         return Snapshot(state, tuple(self._named_weights()), self._delivered, counters)
 
-    @needs("weights", "optimizer")
     def snapshot(self) -> Snapshot:
-        return self._now().copied(self._host_copy)
+        with self._offload.still():
+            return self._now().copied(partial(self._on_host, copy=True))
 
     @property
     def snapshot_bytes(self) -> int:
         return self._now().num_bytes
 
-    def _host_copy(self, t: Tensor) -> Tensor:
-        return t.to("cpu", copy=True)
+    def _on_host(self, t: Tensor, *, copy: bool) -> Tensor:
+        """Of what is away where it lies, the device may be somebody else's; of the rest, without a copy, itself."""
+        found = self._offload.lying(t)
+        if found is None:
+            return t.to("cpu", copy=True) if copy else t
+        return found.clone() if copy else found
 
-    @needs("weights", "optimizer")
     def save(self, path: Path) -> None:
-        self._now().save(path)
+        with self._offload.still():
+            self._now().copied(partial(self._on_host, copy=False)).save(path)
 
     @needs("weights", "optimizer")
     def load(self, path: Path) -> None:
