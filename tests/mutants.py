@@ -65,6 +65,7 @@ CANARY = "tests/contracts/test_canary.py"
 TEACHER = "tests/numerics/test_teacher.py"
 SEVERAL = "tests/numerics/test_several_teachers.py"
 SERVED = "tests/numerics/test_teacher_served.py"
+DISTILLED = "tests/e2e/test_distillation.py::test_coefficients_follow_their_schedule_through_a_resume"
 STORED = "tests/numerics/test_stored_answers.py"
 FEEDBACK = "tests/numerics/test_feedback.py"
 OBSERVATION = "tests/numerics/test_observation.py"
@@ -329,6 +330,9 @@ MUTANTS = (
     Mutant(A + "estimators.py", "torch.where(usable, total, 0.0)", "total", TEACHER),
     Mutant("model_engine/lm_head.py", "if teacher.temperature is None else", "if True else", TEACHER),
     Mutant("driver/step.py", 'replace(r, outcome="invalid") if', "r if", TEACHER),
+    Mutant(A + "resolve.py", 'now.get(COEFFICIENTS.get(t.name, ""), t.coef)', "t.coef", FORMS),
+    Mutant(A + "resolve.py", "advantage = partial(advantage, **own)", "pass", FORMS),
+    Mutant("driver/step.py", "algorithm.at(step.number)", "algorithm.at(step.index)", DISTILLED),
     # -- the engine over many ranks
     Mutant("model_engine/sharded.py", "module.set_gradient_divide_factor(1.0)", "pass", RANKS),
     Mutant("model_engine/sharded.py", "self._root.reshard()  # else", "pass  # else", RANKS),

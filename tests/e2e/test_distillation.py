@@ -80,6 +80,28 @@ def test_a_run_that_is_killed_is_the_run_that_was_not(learned, tmp_path, tiny_mo
     same_tensors(tensors_of(cut, 5), tensors_of(tmp_path / "whole" / "r", 5))
 
 
+SCHEDULE = "{teacher_coef: [[1, 1], [3, 0]], entropy_coef: [[2, 0], [4, 1]]}"
+MIXED = ("algorithm.options.reward_coef=1", "algorithm.entropy_coef=0.1", "run.deterministic=true")
+
+
+def test_coefficients_follow_their_schedule_through_a_resume(learned, tmp_path, tiny_model, arithmetic_data, capsys):
+    given = arguments("opd", learned, *MIXED, f"algorithm.options.coef_schedule={SCHEDULE}")
+    for folder, steps in (("cut", 2), ("cut", 4), ("whole", 4)):
+        small_run(tmp_path / folder, tiny_model, arithmetic_data[:1], *given, f"run.total_steps={steps}")
+    cut, whole = tmp_path / "cut" / "r", tmp_path / "whole" / "r"
+    assert trained(cut) == trained(whole)
+    same_tensors(tensors_of(cut, 4), tensors_of(whole, 4))
+    found = metrics_of(whole)
+    said = [[found[s][f"algorithm/{name}_coef"] for name in ("teacher", "entropy")] for s in range(1, 5)]
+    assert said == [[1, 0], [0.5, 0], [0, pytest.approx(0.05)], [0, pytest.approx(0.1)]]
+    for step in (1, 3):  # an entropy of at least 1 nat per token, which the loss lowers by the coefficient's share
+        assert (found[step]["actor/entropy_loss"] < -0.04) == (step == 3)
+    assert replay([f"run.root_dir={tmp_path / 'whole'}", "run.name=r"], 3) == 0, capsys.readouterr().out
+    other = (*given[:-1], "algorithm.options.coef_schedule={teacher_coef: [[1, 1], [9, 0]]}", "run.total_steps=5")
+    with pytest.raises(ValueError, match="coef_schedule"):
+        small_run(tmp_path / "cut", tiny_model, arithmetic_data[:1], *other)
+
+
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory, arithmetic_data):
     """The training rows with an answer each."""

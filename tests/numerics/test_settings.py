@@ -12,7 +12,7 @@ from small_columns import F64
 from verl.algorithms import losses
 from verl.algorithms.corrections import correct
 from verl.algorithms.filters import SampleFilter
-from verl.algorithms.presets import PRESETS, settled
+from verl.algorithms.presets import PRESETS, SCHEDULED, settled
 from verl.algorithms.resolve import resolve
 from verl.algorithms.weights import term_weights
 from verl.batch import Columns
@@ -32,6 +32,7 @@ BASE = {  # settings without which another one does nothing
     "scale_rewards": {"normalize_by_std": True},
     "lam": {"length_adaptive_alpha": None},
     "agree_only": {"reward_coef": 0.5},
+    "coef_schedule": {"entropy_coef": 0.3},
 }
 _KL = ("kl_reward_coef", "kl_reward_form")
 REFUSED = {"gdpo": _KL, "vapo": ("lam",), "gkd": (*_KL, "beta"), "gkd_topk": _KL}
@@ -88,6 +89,7 @@ OTHER = {
     "agree_only": lambda now: not now,
     "turn_discount": lambda now: now / 2,
     "step_coef": lambda now: now + 0.5,
+    "coef_schedule": lambda now: {"entropy_coef": [[1, 0.5]]},
 }
 NOT_HERE = {  # who reads them, and where that is tested
     **dict.fromkeys(
@@ -134,9 +136,9 @@ def step_columns(seed: int = 0) -> Columns:
     )
 
 
-def computed(name: str, settings: dict, columns: Columns) -> dict[str, torch.Tensor]:
+def computed(name: str, settings: dict, columns: Columns, step: int = 1) -> dict[str, torch.Tensor]:
     """What a step makes of these columns: weighted loss of every term, and its gradient."""
-    algorithm = resolve(name, settings)
+    algorithm, _ = resolve(name, settings).at(step)
     kl = algorithm.kl_reward
     if algorithm.correction is not None:
         found = correct(columns, algorithm.correction)
@@ -198,6 +200,63 @@ def test_a_setting_that_reaches_nothing_is_refused():
         assert next(iter(given)) in said and ("does nothing" in said or "does not reach" in said), said
         rest = dict(list(given.items())[1:])
         assert not list(settled(name, rest).idle(rest))
+
+
+LINES = [[2, 1], [4, 0.5], [8, 2.5]]
+FACTORS = {1: 1.0, 2: 1.0, 3: 0.75, 4: 0.5, 5: 1.0, 6: 1.5, 8: 2.5, 50: 2.5}
+
+
+@pytest.mark.parametrize("key", SCHEDULED)
+def test_a_scheduled_coefficient_is_at_each_step_what_it_could_have_been_set_to(key):
+    """Straight lines between the points, by hand; all that a step computes is what it is with that coefficient."""
+    columns, name = step_columns(), "opd" if key in ("teacher_coef", "reward_coef") else "grpo"
+    given = {"reward_coef": 0.5} if name == "opd" else {}
+    for step, factor in FACTORS.items():
+        scheduled = {**given, key: 0.4, "coef_schedule": {key: LINES}}
+        found = computed(name, scheduled, columns, step)
+        assert resolve(name, scheduled).at(step)[1] == {key: pytest.approx(0.4 * factor)}
+        assert same(found, computed(name, {**given, key: 0.4 * factor}, columns)), step
+        assert same(found, computed(name, {**given, key: 0.4}, columns)) == (factor == 1), step
+
+
+def test_coefficients_are_scheduled_apart():
+    given = {"teacher_coef": 2.0, "reward_coef": 0.5, "entropy_coef": 0.1}
+    schedule = {"teacher_coef": [[1, 1], [5, 0]], "entropy_coef": [[1, 0.0], [2, 1.0]]}
+    algorithm = resolve("opd", {**given, "coef_schedule": schedule})
+    assert [algorithm.at(step)[1] for step in (1, 2, 3, 5, 6)] == [
+        {"teacher_coef": 2.0, "entropy_coef": 0.0},
+        {"teacher_coef": 1.5, "entropy_coef": 0.1},
+        {"teacher_coef": 1.0, "entropy_coef": 0.1},
+        {"teacher_coef": 0.0, "entropy_coef": 0.1},
+        {"teacher_coef": 0.0, "entropy_coef": 0.1},
+    ]
+    left = computed("opd", {**given, "coef_schedule": schedule}, step_columns(), 6)
+    alone = computed("opd", {**given, "teacher_coef": 1e-12}, step_columns())
+    assert same(left, alone), "nothing of the teacher is left, all of the reward"
+
+
+@pytest.mark.parametrize(
+    "schedule, said",
+    [
+        (
+            {"kl_loss_coef": [[1, 1]]},
+            "kl_loss_coef is no coefficient of opd that is above 0; of such there are: teacher",
+        ),
+        ({"clip_high": [[1, 1]]}, "clip_high is no coefficient of opd"),
+        ({"teacher_coef": [[0, 1]]}, "write [[step, factor], ...], steps from 1 that grow"),
+        ({"teacher_coef": [[2, 1], [2, 0]]}, "steps from 1 that grow"),
+        ({"teacher_coef": [[1, -1]]}, "factors >= 0"),
+        ({"teacher_coef": [[1, float("nan")]]}, "factors >= 0"),
+        ({"teacher_coef": [[1.5, 1]]}, "steps from 1"),
+        ({"teacher_coef": []}, "coef_schedule.teacher_coef=[]: write"),
+        ({"teacher_coef": 0.5}, "coef_schedule.teacher_coef=0.5: write"),
+        (0.5, "algorithm.options.coef_schedule=0.5: must be a mapping"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused(schedule, said):
+    with pytest.raises(ValueError) as refused:
+        settled("opd", {"coef_schedule": schedule})
+    assert said in str(refused.value)
 
 
 def test_bypass_weighs_a_token_once():

@@ -13,6 +13,11 @@ from verl.algorithms import filters, specs
 from verl.algorithms.specs import Clipped, EstimatorSpec, KLLoss, PPOClip, PreferenceSpec, Spec, did_you_mean, short
 
 T = TypeVar("T")
+SCHEDULED = (
+    *("kl_loss_coef", "entropy_coef", "positive_nll_coef", "observation_coef"),  # of terms of the loss
+    *("teacher_coef", "reward_coef"),  # of an advantage
+)
+"""Coefficients that `coef_schedule` may multiply."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +89,11 @@ class Preset:
         if self.loss.aggregation == specs.BY_HORIZON and self.loss.horizon_tokens is None:
             said = f"{self.loss.aggregation} divides by a constant; set it to the longest response, {longest}"
             yield f"algorithm.horizon_tokens is missing: {said}"
+        settings = self.settings()
+        able = [key for key in SCHEDULED if settings.get(key)]
+        for key in (key for key in self.loss.schedule() if key not in able):
+            said = f"{key} is no coefficient of {self.name} that is above 0"
+            yield f"algorithm.options.coef_schedule: {said}; of such there are: {', '.join(able) or 'none'}"
         drawn = {
             "a KL to the reference": self.kl_loss or self.kl_reward,
             "a correction": self.correction,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,26 @@ class Algorithm(Preset):
     advantage: Callable[[Columns], Mapping[str, Tensor]]
     terms: tuple[Term, ...]
     value_terms: tuple[Term, ...]
+
+    def at(self, step: int) -> tuple[Algorithm, dict[str, float]]:
+        """With the coefficients of this step, the first of which is 1, and those that have a schedule by their keys."""
+        settings, factors = self.settings(), self.loss.factors(step)
+        now = {key: settings[key] * factor for key, factor in factors.items()}
+        terms = tuple(replace(t, coef=now.get(COEFFICIENTS.get(t.name, ""), t.coef)) for t in self.terms)
+        advantage = self.advantage
+        if isinstance(advantage, partial):
+            own = {key: value for key, value in now.items() if key in advantage.keywords}
+            advantage = partial(advantage, **own)
+        return replace(self, terms=terms, advantage=advantage), now
+
+
+COEFFICIENTS = {
+    "kl_loss": "kl_loss_coef",
+    "entropy_loss": "entropy_coef",
+    "positive_nll": "positive_nll_coef",
+    "observation_loss": "observation_coef",
+}
+"""Term -> the setting that is its coefficient."""
 
 
 def resolve(name: str, given: Mapping[str, Any] | None = None) -> Algorithm:

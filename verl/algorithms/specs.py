@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
+import numpy as np
+
 from verl.types import Sampling
 
 AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -106,6 +108,7 @@ _KINDS: Mapping[str, tuple[str, tuple[type, ...]]] = {
     "str": ("a word", (str,)),
     "Literal": ("a word", (str,)),
     "tuple": ("a list", (tuple,)),
+    "Mapping": ("a mapping", (Mapping,)),
 }
 
 
@@ -281,7 +284,8 @@ class GDPO(EstimatorSpec):
 class LossSpec(Spec):
     """The policy loss `fn`, how its values are aggregated, and the small terms beside it. `inputs`: columns it reads,
     `outputs`: of the model. `two_pass`: it has statistics over the whole optimizer step. `corrected`: how importance
-    weights enter it. The settings that a subclass adds are keyword arguments of `fn`."""
+    weights enter it. `coef_schedule`: coefficient -> [[step, factor], ...] (see `factors`). The settings that a
+    subclass adds are keyword arguments of `fn`."""
 
     fn: str = field(kw_only=False)
     inputs: tuple[str, ...] = ("advantages",)
@@ -294,10 +298,35 @@ class LossSpec(Spec):
     entropy_coef: float = knob(0.0)
     positive_nll_coef: float = knob(0.0, option=True)
     observation_coef: float = knob(0.0, option=True, least=0)
+    coef_schedule: Mapping[str, Any] | None = knob(None, option=True)
+
+    def faults(self) -> Iterator[str]:
+        yield from Spec.faults(self)
+        for key, points in self.schedule().items():
+            if not _are_points(points):
+                wanted = "[[step, factor], ...], steps from 1 that grow, factors >= 0, e.g. [[1, 1], [100, 0]]"
+                yield f"algorithm.options.coef_schedule.{key}={points}: write {wanted}"
+
+    def schedule(self) -> Mapping[str, Any]:
+        return self.coef_schedule if isinstance(self.coef_schedule, Mapping) else {}
+
+    def factors(self, step: int) -> dict[str, float]:
+        """By what each scheduled coefficient is multiplied at this step (the first is 1): straight lines between the
+        points, which are constant before the first and after the last."""
+        return {k: float(np.interp(step, *np.asarray(points, np.float64).T)) for k, points in self.schedule().items()}
 
     def arguments(self) -> dict[str, Any]:
         own = {f.name for f in fields(self)} - {f.name for f in fields(LossSpec)}
         return {name: getattr(self, name) for name in sorted(own)}
+
+
+def _are_points(given: Any) -> bool:
+    """[[step, factor], ...] as a schedule wants them."""
+    if not isinstance(given, list | tuple) or not all(isinstance(p, list | tuple) and len(p) == 2 for p in given):
+        return False
+    steps, factors = [p[0] for p in given], [p[1] for p in given]
+    whole = all(type(x) is int and x >= 1 for x in steps) and bool(steps) and steps == sorted({*steps})
+    return whole and all(type(x) in (int, float) and 0 <= x < math.inf for x in factors)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -336,7 +365,7 @@ class CISPO(LossSpec):
     ratio_min: float | None = knob(None, option=True, least=0)
 
     def faults(self) -> Iterator[str]:
-        yield from Spec.faults(self)
+        yield from LossSpec.faults(self)
         if self.ratio_max is None:
             yield "algorithm.options.ratio_max is missing: cispo caps the ratio; set it to 5.0"
 
@@ -382,7 +411,7 @@ class GKDTopK(LossSpec):
         return {"beta": self.beta}
 
     def faults(self) -> Iterator[str]:
-        yield from Spec.faults(self)
+        yield from LossSpec.faults(self)
         if (self.on_policy_share < 1) != (self.stored_key is not None):
             said = f"algorithm.options.on_policy_share={self.on_policy_share:g}"
             if self.stored_key is None:

@@ -53,8 +53,10 @@ class Step:
 
 async def experience_and_update(learner: Learner, step: Step, refs: Refs) -> None:
     """Reward model, outputs of the other roles, corrections, advantages, weights, optimizer steps."""
-    shape, algorithm = learner.config.step, learner.algorithm
-    assert algorithm is not None
+    shape = learner.config.step
+    assert learner.algorithm is not None
+    algorithm, scheduled = learner.algorithm.at(step.number)
+    step.log({f"algorithm/{key}": Metric(value, 1, "step", "last") for key, value in scheduled.items()})
     step.trained = refs = await _rewarded(learner, step, refs)
     chosen = _chosen(learner, step, refs)
     rows = chosen.of("train")  # baselines are compared with, not trained on
@@ -167,9 +169,11 @@ async def _experience(
                 without = float(sum(r.untaught for r in rows))
                 step.log({f"{role}/untaught": Metric(without, float(len(rows)), "sequence")})
             step.log({f"{role}/invalid": Metric(float(len(broken)), float(len(rows)), "sequence")})
-            if len(broken) > most * len(rows):
+            if len(broken) > min(most * len(rows), len(rows) - 1):  # none left: a step would be of momentum alone
                 said = f"{role}: {len(broken)} of {len(rows)} samples have no finite number from it, e.g. {min(broken)}"
-                raise ValueError(f"{said}; more than pipeline.max_invalid_share={most:g} of a step")
+                raise ValueError(
+                    f"{said}; pipeline.max_invalid_share={most:g} of a step may have none, never all of it"
+                )
     return [need.column for need in needs], failed
 
 
