@@ -66,6 +66,7 @@ TEACHER = "tests/numerics/test_teacher.py"
 SEVERAL = "tests/numerics/test_several_teachers.py"
 SERVED = "tests/numerics/test_teacher_served.py"
 DISTILLED = "tests/e2e/test_distillation.py::test_coefficients_follow_their_schedule_through_a_resume"
+ALL_GONE = "tests/e2e/test_teachers.py::test_a_teacher_that_verl_serves"
 STORED = "tests/numerics/test_stored_answers.py"
 FEEDBACK = "tests/numerics/test_feedback.py"
 OBSERVATION = "tests/numerics/test_observation.py"
@@ -333,6 +334,7 @@ MUTANTS = (
     Mutant(A + "resolve.py", 'now.get(COEFFICIENTS.get(t.name, ""), t.coef)', "t.coef", FORMS),
     Mutant(A + "resolve.py", "advantage = partial(advantage, **own)", "pass", FORMS),
     Mutant("driver/step.py", "algorithm.at(step.number)", "algorithm.at(step.index)", DISTILLED),
+    Mutant("driver/step.py", "min(most * len(rows), len(rows) - 1)", "most * len(rows)", ALL_GONE),
     # -- the engine over many ranks
     Mutant("model_engine/sharded.py", "module.set_gradient_divide_factor(1.0)", "pass", RANKS),
     Mutant("model_engine/sharded.py", "self._root.reshard()  # else", "pass  # else", RANKS),

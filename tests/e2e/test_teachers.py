@@ -10,14 +10,17 @@ import pytest
 import torch
 from fakes import put
 from serving import server_process
-from small_runs import metrics_of, same_tensors, small_run, tensors_of
+from small_runs import launch, metrics_of, same_tensors, saved, small_args, tensors_of, trained, wait_for
 
 from verl.config.load import load_config
 from verl.driver.assemble import offline_learner
+from verl.driver.launch import run_rl
 from verl.driver.replay import replay
 from verl.driver.step import Step, experience_and_update
 from verl.models import tiny
 from verl.recipes import arithmetic
+from verl.rollout.process import free_port
+from verl.track.samples import read_samples
 from verl.types import Sample, Segment
 
 KEYS = "012345"
@@ -89,8 +92,8 @@ def world(tmp_path_factory):
     return root
 
 
-def run(world, tmp_path, name: str, *more: str) -> list[float]:
-    """The mean score of every step of a run from the reader."""
+def arguments(world, root, *more: str) -> list[str]:
+    """Of a run from the reader."""
     given = {
         "algorithm.name": "gkd_topk",
         "algorithm.options.beta": 0.0,
@@ -108,7 +111,12 @@ def run(world, tmp_path, name: str, *more: str) -> list[float]:
     if "algorithm.name=opd" in more:
         del given["algorithm.options.beta"]
     args = [f"{k}={v}" for k, v in given.items() if k not in said]
-    small_run(tmp_path / name, world / "reader", [world / "rows.jsonl"], *args, *more)
+    return small_args(root, world / "reader", [world / "rows.jsonl"], *args, *more)
+
+
+def run(world, tmp_path, name: str, *more: str) -> list[float]:
+    """The mean score of every step."""
+    run_rl(load_config(arguments(world, tmp_path / name, *more)), quiet=True)
     found = metrics_of(tmp_path / name / "r")
     return [found[s]["critic/score/mean"] for s in sorted(found) if s]
 
@@ -180,9 +188,8 @@ def test_a_teacher_that_verl_serves(world, tmp_path):
         for figure in ("teacher/kl", "actor/pg_loss", "actor/grad_norm"):
             found, wanted = ([m[s][figure] for s in (1, 2)] for m in (there, here))
             assert found == pytest.approx(wanted, rel=1e-2, abs=1e-4), figure
-        config = load_config(
-            [f"model.path={world / 'low'}", f"teacher.path={url}", "algorithm.name=opd", *SMALL]
-        ).config
+        own = (f"model.path={world / 'low'}", f"teacher.path={url}", "pipeline.max_invalid_share=1")
+        config = load_config([*own, "algorithm.name=opd", *SMALL]).config
         learner = offline_learner(config, 1, tmp_path)
         process.kill()
         process.wait(30)
@@ -192,7 +199,59 @@ def test_a_teacher_that_verl_serves(world, tmp_path):
         sample = Sample(sample_id="s", trajectory_id="t", group_id="g", purpose="train", segments=row, reward=1.0)
         refs = put(learner.queue, [sample])
         assert learner.models["teacher"].infer(refs, {"logprobs": "teacher_logprobs"}).result(60) == {"s"}
-        with pytest.raises(ValueError, match="teacher: 1 of 1 samples have no finite number"):
+        with pytest.raises(ValueError, match="teacher: 1 of 1 samples have no finite number.*never all of it"):
             asyncio.run(experience_and_update(learner, Step(0), refs))
     finally:
         learner.close()
+
+
+ONE_BY_ONE = ("run.save_every_steps=1", "run.deterministic=true", "track.sinks=[jsonl]", "algorithm.name=opd")
+
+
+@pytest.mark.timeout(300)
+def test_a_served_teacher_is_killed_and_the_run_too(world, tmp_path):
+    """kill -9 of both, at moments of no choice: nothing is trained without the teacher, and what goes on from there is
+    the run of which nobody was killed."""
+    port, cut, log = free_port(), tmp_path / "cut" / "r", tmp_path / "log"
+    more = (*ONE_BY_ONE, "run.total_steps=6", "pipeline.max_invalid_share=0", f"teacher.path=http://127.0.0.1:{port}")
+    args = arguments(world, tmp_path / "cut", *more)
+
+    def until_saved(wanted: int):
+        process = launch(args, log)
+        wait_for(lambda: process.poll() is not None or saved(cut) >= wanted, 120, f"step {wanted}: {log}")
+        return process
+
+    with server_process(world / "low", tmp_path / "server", port=port) as (server, _):
+        process = until_saved(1)
+        server.kill()
+        assert process.wait(120) != 0, log.read_text()[-3000:]
+    assert "samples have no finite number from it" in log.read_text().strip().splitlines()[-1]
+    done = saved(cut)
+    assert 1 <= done < 6
+    with server_process(world / "low", tmp_path / "server", port=port):
+        process = until_saved(done + 1)
+        process.kill()
+        process.wait(30)
+        assert launch(args, log).wait(120) == 0, log.read_text()[-3000:]
+        run(world, tmp_path, "whole", *more)
+    whole = tmp_path / "whole" / "r"
+    assert trained(cut) == trained(whole) and sorted(trained(cut)) == [1, 2, 3, 4, 5, 6]
+    same_tensors(tensors_of(cut, 6), tensors_of(whole, 6))
+
+
+@pytest.mark.timeout(300)
+def test_one_of_two_teachers_is_killed_and_the_other_teaches_on(world, tmp_path):
+    """The samples of the server that is gone are Invalid, and have no advantage."""
+    port, home, log = free_port(), tmp_path / "cut" / "r", tmp_path / "log"
+    teachers = f"teacher.paths={{low: 'http://127.0.0.1:{port}', high: {world / 'high'}}}"
+    more = (*ONE_BY_ONE, "run.total_steps=5", "pipeline.max_invalid_share=1", teachers)
+    with server_process(world / "low", tmp_path / "server", port=port) as (server, _):
+        process = launch(arguments(world, tmp_path / "cut", *more), log)
+        wait_for(lambda: process.poll() is not None or saved(home) >= 1, 120, f"step 1: {log}")
+        server.kill()
+        assert process.wait(120) == 0, log.read_text()[-3000:]
+    found, rows = metrics_of(home), read_samples(home, 5)
+    gone = {r.sample_id for r in rows if r.teacher == "low"}
+    assert found[1]["teacher/invalid"] == 0 and 0 < found[5]["teacher/invalid"] == len(gone) / len(rows) < 1
+    assert {r.sample_id for r in rows if r.outcome == "invalid"} == gone
+    assert all((r.advantages != 0).any() != (r.sample_id in gone) for r in rows)

@@ -134,7 +134,7 @@ class Run:
             with step.clock("evaluate"):
                 await self.stop.unless_given_up(self._evaluate(step), ", its evaluation is left out")
         with step.clock("log"):
-            await self.reporter.record(step.number, refs, step.truths)  # written while the next step rolls out
+            await self.reporter.record(step.number, step.trained, step.truths)  # written while the next step rolls out
             if last or self.reporter.report_due(step.number):
                 await self.reporter.wait_recorded()
         if self.checkpointer.cadence.due(step.number) or last or self.stop.requested:
