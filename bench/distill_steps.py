@@ -1,6 +1,6 @@
 """Whole steps of a distillation: beside TRL's two trainers, and beside the same steps without a teacher.
 
-python bench/distill_steps.py [--rounds 3] [--steps 3] [--only overlapped|trl|in_turn]
+python bench/distill_steps.py [--rounds 3] [--steps 3] [--only overlapped|trl|trl_groups|trl_ragged|in_turn]
 python bench/distill_steps.py --quick    a look of a few minutes: printed, not written
 """
 
@@ -12,12 +12,14 @@ import os
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import numpy as np
 from rich.console import Console
 
 from bench import results
@@ -29,7 +31,7 @@ from bench.start_checkpoint import Start, ensure_start
 from bench.sweep import Tried, best, sweep
 from bench.sweep import table as sweep_table
 
-PROMPTS, RESPONSE, LR, BETA = 256, 48, 1e-6, 0.5
+RESPONSE, LR, BETA = 48, 1e-6, 0.5
 TRAINERS = ("GKDTrainer", "DistillationTrainer")
 MEMORY = Figure("peak memory, MB", 0, of_round=lambda r: r["peak_rss_mb"])
 FIGURES = (
@@ -42,8 +44,34 @@ FIGURES = (
 )
 TAUGHT = ("opd", "gkd_topk", "gkd")
 AT_MOST = 1.35  # of a step without a teacher
-PARTS = ("overlapped", "trl", "in_turn")
+PARTS = ("overlapped", "trl", "trl_groups", "trl_ragged", "in_turn")
 NULLS = ("algorithm.kl_loss_coef=null", "algorithm.aggregation=null")
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What is taught on in a step. lengths: of answers, forced: mean of an exponential distribution, least and most;
+    without them an answer ends where the model ends it · passes: into so many TRL's trainers may cut a step."""
+
+    prompts: int
+    answers: int
+    said: str
+    lengths: tuple[int, int, int] | None = None
+    passes: tuple[int, ...] = (1,)
+
+    def drawn(self, steps: int) -> list[list[int]]:
+        """[steps, rows] tokens of the answers."""
+        assert self.lengths is not None, "nothing is forced"
+        mean, least, most = self.lengths
+        wanted = np.random.default_rng(0).exponential(mean, (steps, self.prompts * self.answers))
+        return np.clip(wanted, least, most).astype(int).tolist()
+
+
+BESIDE_TRL = {
+    "trl": Rows(256, 1, "256 prompts, one answer each, at most 48 tokens"),
+    "trl_groups": Rows(32, 8, "32 prompts x 8 answers, at most 48 tokens"),
+    "trl_ragged": Rows(8, 8, "8 prompts x 8 ragged answers of 8 to 384 tokens", (96, 8, 384), (1, 4)),
+}
 
 
 def taught(name: str, start: Start) -> list[str]:
@@ -56,9 +84,11 @@ def teacher_of(start: Start) -> Path:
     return start.rows.parents[1] / "base"
 
 
-def spec_of(
-    start: Start, settings: Settings, name: str, prompts: int, answers: int, more: Sequence[str]
-) -> dict[str, Any]:
+def spec_of(start: Start, settings: Settings, name: str, rows: Rows, more: Sequence[str]) -> dict[str, Any]:
+    lengths = None
+    if rows.lengths is not None:
+        lengths = settings.folder / f"distill_lengths_{rows.prompts}x{rows.answers}.json"
+        lengths.write_text(json.dumps(rows.drawn(settings.steps + 2)))
     return {
         "model": str(start.model),
         "teacher": str(teacher_of(start)),
@@ -68,9 +98,11 @@ def spec_of(
         "lr": LR,
         "beta": BETA,
         "dtype": "float32",
-        "prompts_per_step": prompts,
-        "samples_per_prompt": answers,
-        "max_response_tokens": RESPONSE,
+        "prompts_per_step": rows.prompts,
+        "samples_per_prompt": rows.answers,
+        "max_response_tokens": RESPONSE if rows.lengths is None else rows.lengths[2],
+        "lengths": lengths and str(lengths),
+        "micro_batches": 1,
         "steps": settings.steps + 1,
         "folder": str(settings.folder / "arms" / f"distill-{name}"),
         "overrides": list(more),
@@ -87,15 +119,15 @@ def in_turn(
                 c.print(f"round {number} {name}: {said(arm)}; load {os.getloadavg()[0]:.1f}", highlight=False)
 
 
-def beside_trl(start: Start, settings: Settings, console: Console) -> list[Table]:
-    """One answer to each prompt, the whole distribution of the teacher, both models alike in every arm."""
+def beside_trl(start: Start, settings: Settings, console: Console, rows: Rows) -> list[Table]:
+    """The whole distribution of the teacher, both models alike in every arm."""
     arms = {name: Arm(name) for name in (results.OURS, *TRAINERS)}
     specs: dict[str, Any] = {
-        name: spec_of(start, settings, name, PROMPTS, 1, [*taught("gkd", start), f"algorithm.options.beta={BETA}"])
+        name: spec_of(start, settings, name, rows, [*taught("gkd", start), f"algorithm.options.beta={BETA}"])
         for name in arms
     }
     programs = {results.OURS: [sys.executable, str(ROOT / "bench" / "verl_arm.py")]}
-    tried = {}
+    tried: dict[str, list[Tried]] = {}
     for name in TRAINERS:
         specs[name]["trainer"] = name
         try:
@@ -104,27 +136,38 @@ def beside_trl(start: Start, settings: Settings, console: Console) -> list[Table
             arms[name].reason = str(e)
             continue
         programs[name] = [str(python), str(ROOT / "bench" / "peers" / "trl_distill.py")]
-        tried[name] = try_eager(programs[name], specs[name], settings, name)
-        chosen = best(tried[name])
-        console.print(f"{name} at its best: {chosen}", highlight=False)
-        if chosen is None:
-            arms[name].reason = tried[name][0].reason
+        fastest = []
+        for passes in rows.passes:
+            spec = {**specs[name], "micro_batches": passes}
+            found = tried[f"{name}, {passes} pass{'es' * (passes > 1)}"] = try_eager(
+                programs[name], spec, settings, name
+            )
+            if chosen := best(found):
+                ran = min(one.wall_s for one in found if one.wall_s is not None)
+                fastest.append((ran, passes, chosen))
+        if fastest:
+            _, passes, chosen = min(fastest, key=lambda one: one[0])
+            console.print(f"{name} at its best: {passes} passes, {chosen}", highlight=False)
+            specs[name] |= {**asdict(chosen), "micro_batches": passes}
         else:
-            specs[name] |= asdict(chosen)
+            arms[name].reason = next(iter(tried.values()))[0].reason
     in_turn(arms, programs, specs, settings, console)
-    return [compared(arms), sweep_table("Settings of TRL's trainers, tried in short runs", tried)]
+    return [
+        compared(arms, f"a step of on-policy distillation beside TRL's trainers: {rows.said}"),
+        sweep_table(f"Settings of TRL's trainers, tried in short runs: {rows.said}", tried),
+    ]
 
 
 def try_eager(program: list[str], spec: dict[str, Any], settings: Settings, name: str) -> list[Tried]:
-    """Short runs of two measured steps. Not compiled: answers of other lengths are compiled anew at every step."""
+    """Short runs of a measured step. Not compiled: answers of other lengths are compiled anew at every step."""
 
     def run(one: dict[str, Any]) -> list[dict[str, float]]:
         return run_arm(program, one, settings, f"distill-{name}")["steps"]
 
-    return sweep(settings.threads, {**spec, "steps": 3}, run, compiled=(False,))
+    return sweep(settings.threads, {**spec, "steps": 2}, run, compiled=(False,))
 
 
-def compared(arms: Mapping[str, Arm]) -> Table:
+def compared(arms: Mapping[str, Arm], title: str) -> Table:
     rows = []
     ours = arms[results.OURS]
     for figure in FIGURES:
@@ -135,7 +178,7 @@ def compared(arms: Mapping[str, Arm]) -> Table:
         rows.append((figure.label, *cells))
     head = ("median [quartiles]", "verl gkd", *TRAINERS, *(f"verl vs {name} [by round]" for name in TRAINERS))
     notes = tuple(f"{arm.name}: {results.NOT_RUN}: {arm.reason}" for arm in arms.values() if arm.reason)
-    return Table("a step of on-policy distillation beside TRL's trainers", head, tuple(rows), notes)
+    return Table(title, head, tuple(rows), notes)
 
 
 def beside_none(start: Start, settings: Settings, console: Console, overlapped: bool) -> Table:
@@ -144,7 +187,9 @@ def beside_none(start: Start, settings: Settings, console: Console, overlapped: 
     label = "answers drawn beside it (pipeline.staleness=1)" if overlapped else "one after the other"
     arms = {name: Arm(name) for name in ("grpo", *TAUGHT)}
     specs = {
-        name: spec_of(start, settings, name, 32, 8, [*more, *([] if name == "grpo" else taught(name, start))])
+        name: spec_of(
+            start, settings, name, BESIDE_TRL["trl_groups"], [*more, *([] if name == "grpo" else taught(name, start))]
+        )
         for name in arms
     }
     program = [sys.executable, str(ROOT / "bench" / "verl_arm.py")]
@@ -186,14 +231,15 @@ def main(argv: Sequence[str]) -> int:
         f"Command: `{' '.join(['python', 'bench/distill_steps.py', *argv])}`. The quickstart's student, float32, "
         f"{threads} threads, and a teacher of its size with other weights; at most {RESPONSE} new tokens. The arms run "
         f"in turn, {rounds} rounds of {given.steps} steps after one that is dropped; 1-minute load {load:.1f} at the "
-        "start: where others took cores, trust the CPU time. Without a teacher is GRPO of 32 prompts x 8 answers; opd, "
+        "start of this command; parts that it left out are as an earlier one measured them: where others took cores, "
+        "trust the CPU time. Without a teacher is GRPO of 32 prompts x 8 answers; opd, "
         "gkd_topk (8 tokens) and gkd are taught on as many rows, and the teacher's own pass is in them. Beside TRL: "
-        f"{PROMPTS} prompts, the same in the same order, one answer each, the whole distribution at beta {BETA:g}; TRL "
-        "without gradient checkpointing, its batch in one pass, lmbda 1, at the best of the settings below."
+        f"the same prompts in the same order, the whole distribution at beta {BETA:g}; TRL without gradient "
+        "checkpointing, lmbda 1, a prompt as many times as it has answers, at the best of the settings below."
     )
     measure: Mapping[str, Callable[[], list[Table]]] = {
         "overlapped": lambda: [beside_none(start, settings, console, True)],
-        "trl": lambda: beside_trl(start, settings, console),
+        **{name: partial(beside_trl, start, settings, console, rows) for name, rows in BESIDE_TRL.items()},
         "in_turn": lambda: [beside_none(start, settings, console, False)],
     }
     kept, page = dict[str, list[str]](), folder / "distill_steps.json"

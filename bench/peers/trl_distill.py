@@ -1,5 +1,5 @@
 """The same distillation in TRL's DistillationTrainer or its GKDTrainer (`trainer` of the spec), with the settings that
-favour them on a CPU: no gradient checkpointing, the whole batch in one pass, on-policy answers alone.
+favour them on a CPU: no gradient checkpointing, on-policy answers alone, the batch in as many passes as is fastest.
 
 python trl_distill.py SPEC.json RESULT.json
 """
@@ -21,6 +21,7 @@ from task import read_rows, truth
 from torch.utils.data import SequentialSampler
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl.experimental.gkd import GKDConfig, GKDTrainer
+from trl_grpo import force_lengths
 
 Measured = dict[str, float]
 
@@ -28,13 +29,16 @@ Measured = dict[str, float]
 def main(spec: dict[str, Any], result: Path) -> None:
     meter, measured = Meter(), Measured()
     torch.set_num_threads(spec["threads"])
-    rows = read_rows(spec["rows"], spec["prompts_per_step"] * spec["steps"])
+    asked = read_rows(spec["rows"], spec["prompts_per_step"] * spec["steps"])
+    rows = [row for row in asked for _ in range(spec["samples_per_prompt"])]  # each prompt as often as it is answered
     tokenizer = AutoTokenizer.from_pretrained(spec["model"], padding_side="left")
     student, teacher = (
         AutoModelForCausalLM.from_pretrained(spec[of], dtype=torch.float32) for of in ("model", "teacher")
     )
     build = {"DistillationTrainer": distillation, "GKDTrainer": gkd}[spec["trainer"]]
     trainer = build(spec, rows, measured, model=student, teacher_model=teacher, processing_class=tokenizer)
+    if spec["lengths"]:
+        force_lengths(trainer, json.loads(Path(spec["lengths"]).read_text()))
     trainer.add_callback(_AtStepEnd(meter, measured))
     trainer.train()
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "trl": trl.__version__}
@@ -44,8 +48,8 @@ def main(spec: dict[str, Any], result: Path) -> None:
 def common(spec: dict[str, Any]) -> dict[str, Any]:
     return {
         "output_dir": spec["folder"],
-        "per_device_train_batch_size": spec["prompts_per_step"],
-        "gradient_accumulation_steps": 1,
+        "per_device_train_batch_size": spec["prompts_per_step"] * spec["samples_per_prompt"] // spec["micro_batches"],
+        "gradient_accumulation_steps": spec["micro_batches"],
         "max_steps": spec["steps"],
         "temperature": 1.0,
         "beta": spec["beta"],
@@ -101,17 +105,21 @@ def gkd(spec: dict[str, Any], rows: list[dict[str, Any]], measured: Measured, **
 def _clocked(measured: Measured, generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     began = clocks()
     out = generate(*args, **kwargs)
-    measured |= elapsed("rollout", began, clocks())
+    _add(measured, elapsed("rollout", began, clocks()))
     return out
 
 
 def _count(measured: Measured, prompts: torch.Tensor, answers: torch.Tensor) -> None:
     lengths = answers.sum(1)
-    measured |= {
-        "prompt_tokens": int(prompts.sum()),
-        "response_tokens": int(lengths.sum()),
-        "longest_response_tokens": int(lengths.max()),
-    }
+    longest = max(int(lengths.max()), int(measured.pop("longest_response_tokens", 0)))
+    _add(measured, {"prompt_tokens": int(prompts.sum()), "response_tokens": int(lengths.sum())})
+    measured["longest_response_tokens"] = longest
+
+
+def _add(measured: Measured, found: Measured) -> None:
+    """A step may draw its answers in several parts."""
+    for name, value in found.items():
+        measured[name] = measured.get(name, 0) + value
 
 
 class _AtStepEnd(TrainerCallback):
@@ -120,6 +128,7 @@ class _AtStepEnd(TrainerCallback):
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self.meter.step(**self.measured)
+        self.measured.clear()
 
 
 if __name__ == "__main__":

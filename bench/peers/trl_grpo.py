@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +83,8 @@ def checksum(completions: list[list[dict[str, str]]], **_: Any) -> list[float]:
 
 
 def force_lengths(trainer: Any, lengths: list[list[int]]) -> None:
-    """Row i of a step ends after as many tokens as the workload says, in every arm alike."""
-    end, steps, generate = trainer.processing_class.eos_token_id, iter(lengths), trainer.model.generate
+    """The n-th row that is drawn ends after as many tokens as the workload says, in every arm alike."""
+    end, left, generate = trainer.processing_class.eos_token_id, chain.from_iterable(lengths), trainer.model.generate
 
     class Force(LogitsProcessor):
         def __init__(self, wanted: list[int], start: int) -> None:
@@ -97,8 +98,9 @@ def force_lengths(trainer: Any, lengths: list[list[int]]) -> None:
             )  # before its last token never the end, then nothing else
 
     def forced(*args: Any, **kwargs: Any) -> Any:
-        ids = kwargs["input_ids"]
-        return generate(*args, **kwargs, logits_processor=LogitsProcessorList([Force(next(steps), ids.shape[1])]))
+        rows, start = kwargs["input_ids"].shape
+        force = Force(list(islice(left, rows)), start)
+        return generate(*args, **kwargs, logits_processor=LogitsProcessorList([force]))
 
     trainer.model.generate = forced
 
