@@ -472,3 +472,19 @@ def test_a_toolbox_of_many_trajectories_keeps_the_places_of_a_tool():
         return await asyncio.gather(*(box.call(ToolCall("busy", {})) for box in boxes))
 
     assert {a.text for a in asyncio.run(main())} == {"ok"} and most[0] == 3
+
+
+@pytest.mark.parametrize(
+    ("is_async", "said", "places"), [(True, None, 1024), (False, None, 32), (True, 5, 5), (False, 5, 5)]
+)
+def test_a_call_that_takes_no_thread_waits_for_no_place(is_async, said, places):
+    async def waits() -> str:
+        """Wait."""
+        return ""
+
+    def blocks() -> str:
+        """Block."""
+        return ""
+
+    tool = function_as_tool(function_tool(waits if is_async else blocks, concurrency=said))
+    assert tool.places._value == places

@@ -28,6 +28,8 @@ from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import MARK, ToolBroken, ToolLimits
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
+THREADED_CALLS, ASYNC_CALLS = 32, 1024  # of a tool at once, where it does not say how many
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -144,7 +146,7 @@ class Tool:
     places: asyncio.Semaphore = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "places", asyncio.Semaphore(self.limits.concurrency))
+        object.__setattr__(self, "places", asyncio.Semaphore(self.limits.concurrency or THREADED_CALLS))
 
     @property
     def parameters(self) -> Mapping[str, Any]:
@@ -403,7 +405,10 @@ def function_as_tool(function: Callable[..., Any]) -> Tool:
         fix = "give every argument a type hint and a line under `Args:` in the docstring"
         raise ValueError(f"the tool {called}: no schema can be made of it ({one_line(e)}). Fix: {fix}") from e
     schema["function"].pop("return", None)
-    return Tool(schema["function"]["name"], schema, vars(function).get(MARK, ToolLimits()), function=function)
+    limits: ToolLimits = vars(function).get(MARK, ToolLimits())
+    if inspect.iscoroutinefunction(function):
+        limits = replace(limits, concurrency=limits.concurrency or ASYNC_CALLS)
+    return Tool(schema["function"]["name"], schema, limits, function=function)
 
 
 def _of_yaml(entry: str, timeout_s: float) -> list[Tool]:

@@ -16,18 +16,19 @@ class ToolBroken(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolLimits:
-    """timeout_s: None: agent.tool_timeout_s · concurrency: calls at once, over all trajectories · retries: after an
-    exception or a timeout, for a tool that says it may be called again · stop: a call of it ends the episode."""
+    """timeout_s: None: agent.tool_timeout_s · concurrency: calls at once, over all trajectories; None: 32, of an async
+    function, which takes no thread, 1,024 · retries: after an exception or a timeout, for a tool that says it may be
+    called again · stop: a call of it ends the episode."""
 
     timeout_s: float | None = None
-    concurrency: int = 32
+    concurrency: int | None = None
     retries: int = 0
     stop: bool = False
 
     def __post_init__(self) -> None:
         if self.timeout_s is not None and self.timeout_s <= 0:
             raise ValueError(f"timeout_s={self.timeout_s}: a call of a tool needs some time; give seconds above 0")
-        if self.concurrency < 1 or self.retries < 0:
+        if (self.concurrency is not None and self.concurrency < 1) or self.retries < 0:
             raise ValueError(f"concurrency={self.concurrency}, retries={self.retries}: at least 1, and at least 0")
 
 
@@ -35,7 +36,7 @@ def function_tool(
     function: F | None = None,
     *,
     timeout_s: float | None = None,
-    concurrency: int = 32,
+    concurrency: int | None = None,
     retries: int = 0,
     stop: bool = False,
 ) -> Any:
