@@ -25,6 +25,13 @@ from verl.recipes import tool_arithmetic
 from verl.recipes.arithmetic import answer
 from verl.track.samples import read_samples
 
+BIT = """import zlib
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return zlib.crc32(solution_str.encode()) % 2
+"""
+"""A reward that differs within every group: this small model is never right, and would be updated by nothing."""
 whole = pytest.mark.skipif(not os.environ.get("FULL_GRID"), reason="minutes: make test-all")
 
 
@@ -93,6 +100,7 @@ def taught(tmp_path_factory) -> tuple[Path, Path]:
     base = tiny.save(tiny.qwen3(tokenizer, hidden=64, layers=2, heads=2, kv_heads=1, ffn=128), tokenizer, home / "base")
     tool_arithmetic.write_inputs(home / "data", sft_rows=1280, rl_rows=64, held_out_rows=8, seed=0)
     tool_arithmetic.write_tools(home / "tools.yaml", fail_share=0.2)
+    (home / "bit.py").write_text(BIT)
     args = ["recipe=tool_arithmetic_warmup", f"model.path={base}", f"data.train_files=[{home}/data/sft.jsonl]"]
     sizes = ["supervised.rows_per_step=32", "run.total_steps=120", "run.threads=1", "optim.lr=4e-3"]
     warm = run_supervised(load_config([*args, *sizes, f"run.root_dir={home}"]), "sft")
@@ -110,7 +118,7 @@ def args_of(root: Path, taught: tuple[Path, Path], *more: str) -> list[str]:
         "run.threads=1",
         "track.sinks=[jsonl]",
     ]
-    reward = ["reward.path=verl.recipes.tool_arithmetic", f"run.root_dir={root}"]
+    reward = [f"reward.path={home}/bit.py", f"run.root_dir={root}"]
     return ["recipe=tool_arithmetic", *files, *sizes, *plain, *reward, *more]
 
 
@@ -146,6 +154,7 @@ def test_a_killed_run_with_a_failing_tool_samples_the_same_ids(tmp_path, taught)
     metrics = metrics_of(straight)
     assert sum(m["agent/tool_calls"] for m in metrics.values()) > 10, "it calls its tool"
     assert sum(m["agent/tool_errors"] for m in metrics.values()) > 0, "which fails"
+    assert all(m["actor/grad_norm"] > 0 for m in metrics.values()), "every step moves the weights"
     killed(args_of(tmp_path / "cut", taught), cut, tmp_path / "log", [2, 3], seed=11)
     equal(straight, cut, 5)
 
@@ -186,5 +195,6 @@ def test_a_longer_run_that_is_killed_six_times_samples_the_same_ids(tmp_path, ta
     more = ("run.total_steps=20", "step.prompts_per_step=8")
     run_rl(load_config(args_of(tmp_path / "straight", taught, *more)), quiet=True)
     straight, cut = (tmp_path / name / "tool_arithmetic" for name in ("straight", "cut"))
+    assert all(m["actor/grad_norm"] > 0 for m in metrics_of(straight).values()), "every step moves the weights"
     killed(args_of(tmp_path / "cut", taught, *more), cut, tmp_path / "log", [1, 4, 7, 10, 13, 17], seed=5)
     equal(straight, cut, 20)
