@@ -91,6 +91,7 @@ def main(spec: dict[str, Any], result: Path) -> None:
             peak_tensor_mb=peak[0] / 1e6,
             **_phases(values, "timing_s/", "phase_s"),
             **_phases(values, "bench_cpu_s/", "phase_cpu_s"),
+            **_phases(values, "agent/", "agent"),
         )
         ended_s[0] = time.perf_counter()  # what is left holds the logging of a step, too
 
@@ -165,7 +166,7 @@ def _phases(values: Mapping[str, float], prefix: str, name: str) -> dict[str, fl
 def overrides(spec: Mapping[str, Any]) -> list[str]:
     """One step more than the peers: the last is dropped. The rows are taken in the order of the file, as they do."""
     return [
-        "recipe=quickstart",
+        f"recipe={spec.get('recipe', 'quickstart')}",
         f"model.path={spec['model']}",
         f"model.dtype={spec['dtype']}",
         f"model.device={spec.get('device', 'cpu')}",

@@ -1,5 +1,7 @@
 """The bench's arithmetic: FLOPs, limits, medians, ratios, tables, and how an arm that cannot run is reported."""
 
+import asyncio
+import itertools
 import json
 import sys
 import time
@@ -15,7 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from rich.console import Console
 
-from bench import breakdown, environments, gpu, limits, ragged, report, results
+from bench import branches, breakdown, environments, gpu, limits, ragged, report, results, slow_tools
+from bench.peers import countdown
 from verl.models import tiny
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -395,3 +398,38 @@ def test_the_router_bench_counts_what_is_lost_and_doubled(monkeypatch: pytest.Mo
     monkeypatch.setattr(router.Double, "generate", twice)
     *_, exchanged = asyncio.run(router.deaths(3, 0.3))
     assert int(exchanged) > 0, "an answer to another request is seen"
+
+
+# -- agents ------------------------------------------------------------------------------------------------------------
+
+
+def test_branches_hold_the_tokens_of_the_linear_rows_and_train_them_once():
+    found = dict(branches.batches())
+    linear = found.pop("linear")
+    apart = found.pop("a branch every turn, prefixes not shared")
+    assert {b.num_tokens for b in found.values()} == {linear.num_tokens} and apart.num_tokens > 3 * linear.num_tokens
+    assert {b.num_loss_tokens for b in (*found.values(), apart)} == {linear.num_loss_tokens}
+
+
+def test_the_model_is_shown_what_the_slow_tool_says():
+    tool = countdown.AtOnce()
+    tool.reset(prompt=[])
+    messages = slow_tools.conversation(40, countdown.CALLS)
+    calls = [m["tool_calls"][0]["function"]["arguments"] for m in messages if m.get("tool_calls")]
+    said = [asyncio.run(tool.calculator(**call)) for call in calls]
+    assert said == [m["content"] for m in messages if m["role"] == "tool"] and len(said) == countdown.CALLS
+    assert messages[-1]["content"] == "#" + slow_tools.row_of(40)["reward_model"]["ground_truth"]
+    with pytest.raises(ValueError, match=r"NUMBER\*NUMBER"):
+        asyncio.run(tool.calculator("40*0"))
+
+
+def test_waits_begin_with_the_second_step_and_are_the_same_in_every_arm(monkeypatch):
+    monkeypatch.setattr(countdown.Countdown, "_begun", itertools.count())
+    made = [countdown.Countdown() for _ in range(2 * countdown.TRAJECTORIES)]
+    for one in made:
+        one.reset()
+    first, second = made[: countdown.TRAJECTORIES], made[countdown.TRAJECTORIES :]
+    assert not any(sum(one.waits_s) for one in first)
+    assert [one.waits_s for one in second] == [countdown.waits_s(k) for k in range(countdown.TRAJECTORIES)]
+    every = [wait for one in second for wait in one.waits_s]
+    assert 0.4 < sum(every) / len(every) < 0.6
