@@ -56,6 +56,20 @@ NAKED = (
         "handles of files",
     ),
 )
+OVER_FILES = (
+    *(
+        "read a secret of the host",
+        "a symlink to a host file",
+        "a symlink out of /tmp",
+        "/proc",
+        "make a device",
+        "chroot",
+    ),
+    *("mount", "remount / writable", "pivot_root", "new mount calls", "handles of files", "descriptors of process 1"),
+    *("become root", "capabilities", "nested user namespace", "nested mount namespace", "a forged answer"),
+    *("disk bomb", "file of any size", "inode bomb"),
+)
+"""What files laid over a folder may make another matter."""
 
 
 class Host:
@@ -65,6 +79,9 @@ class Host:
         os.environ["TOKEN"] = "H17SECRET"
         self.secret = folder / "secret"
         self.secret.write_text("H17SECRET")
+        self.workspace = folder / "workspace"
+        self.workspace.mkdir()
+        (self.workspace / "file").write_text("ours")
         self.tcp, self.named, self.abstract = (
             socket.socket(),
             socket.socket(socket.AF_UNIX),
@@ -114,12 +131,12 @@ def breaches(tier: str, host: Host) -> dict[str, str]:
 
     limits = Limits(wall_s=3, cpu_s=1, memory_mb=512, processes=32, tmp_mb=64)
     found: dict[str, str] = {}
-    with CodeSandbox(tier, limits) as sandbox:
+    with CodeSandbox(tier, limits, workspace=host.workspace) as sandbox:
 
-        def attempt(name: str) -> None:
+        def attempt(name: str, base: str = "") -> None:
             began_s = time.monotonic()
             try:
-                ran = sandbox.run(host.code(name))
+                ran = sandbox.run_all(host.code(name), [{"stdin": ""}], base=base)[0]
                 if "BREACH" in ran.stdout:
                     found[name] = ran.stdout[-500:]
                 elif time.monotonic() - began_s > 30:
@@ -135,6 +152,12 @@ def breaches(tier: str, host: Host) -> dict[str, str]:
         for name in ATTEMPTS:
             if (tier, name) != ("bubblewrap", "inode bomb"):  # it cannot limit the number of files, only their bytes
                 attempt(name)
+        base = sandbox.workspaces.take("")
+        for name in ATTEMPTS:
+            if name.startswith(OVER_FILES):
+                attempt(name, base.folder)
+        if [path.read_text() for path in host.workspace.iterdir()] != ["ours"]:
+            found["write to the workspace"] = str(list(host.workspace.iterdir()))
         if host.victim.poll() is not None:
             found["kill a process of the host"] = "it is dead"
         if left := named_processes("H17STAYS"):

@@ -181,7 +181,7 @@ def test_a_dead_launcher_is_replaced_and_a_dead_sandbox_is_no_result():
 
 def test_no_tier_no_run(monkeypatch):
     monkeypatch.setattr(sandboxes.shutil, "which", lambda _: None)
-    monkeypatch.setattr(CodeSandbox, "run", lambda *_: (_ for _ in ()).throw(SandboxGone("no namespaces")))
+    monkeypatch.setattr(CodeSandbox, "run_all", lambda *_, base: (_ for _ in ()).throw(SandboxGone("no namespaces")))
     with pytest.raises(ValueError, match=r"bubblewrap: bwrap is not installed; launcher: no namespaces.*Fix"):
         CodeSandbox()
     assert "none" in sandboxes.describe()
@@ -286,7 +286,9 @@ def test_the_code_tool_keeps_a_session_per_trajectory(tmp_path):
         assert (await a.call(call("x * 2"))).text == "40"
         assert "more than 2 s" in (said := (await a.call(call("while True: pass"))).text) and "gone" in said
         assert (await a.call(call("y = 1"))).text == "(no output)"
-        tools["code_interpreter"].held.instance._sandbox.connect = lambda: (_ for _ in ()).throw(SandboxGone("gone"))
+        tools["code_interpreter"].held.instance._sandbox.connect = lambda base: (_ for _ in ()).throw(
+            SandboxGone("gone")
+        )
         with pytest.raises(ToolBroken):
             await Toolbox(tools, {}, 30.0).call(call("1"))
         assert await a.close() == [] and await b.close() == []

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import ast
 import atexit
+import binascii
 import builtins
 import contextlib
 import ctypes
 import gc
+import io
 import json
 import math
 import os
@@ -22,16 +24,18 @@ import resource
 import select
 import signal
 import socket
+import stat
 import struct
 import sys
 import threading
 import time
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 CHUNK_BYTES = 1 << 16
+MAX_KEPT_BYTES = 32 << 20  # of a snapshot, packed: as text it is a line of the socket
 FAR_S = 10**9  # of CPU, for a process that stays: each of its cells has its own limit
 PR_SET_DUMPABLE, NOBODY = 4, 65534
 Json = dict[str, Any]
@@ -39,14 +43,18 @@ Json = dict[str, Any]
 
 def serve(channel: socket.socket) -> None:
     """Answer requests until the socket ends. {kind: "run", code, stdin, call, arguments, limits, nonce}, or {kind:
-    "cell", code, limits, nonce}: cells share their names, in a process that stays."""
+    "cell", code, limits, nonce}: cells share their names, in a process that stays. {kind: "begin", kept}, before any
+    cell: what is in /tmp is the workspace, and what was kept is put back; {kind: "keep"}: what came, and what went."""
     gc.disable()
     lines = channel.makefile("rb")
     kernel: _Kernel | None = None
+    files = _Files()
     while line := lines.readline():
         request = json.loads(line)
         if request["kind"] == "run":
             answer = _run(request)
+        elif request["kind"] in ("begin", "keep"):
+            answer = files.answer(request)
         else:
             kernel = kernel or _Kernel(request["limits"])
             answer = kernel.run(request)
@@ -171,6 +179,90 @@ class _Kernel:
         alive = why == "" and said[child.sent].endswith(b"\n")
         code = (0 if said[child.sent] == b"0\n" else 1) if alive else child.end()
         return _answer(why, code, said, child) | {"alive": alive}
+
+
+class _Files:
+    """What is in /tmp and is not of the workspace, as text. Its code is anyone's, and so are the names and kinds of
+    its files: all of this is done as nobody, inside, and outside no one reads what was kept."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, tuple[int, int, int]] = {}  # of the workspace, by path
+
+    def answer(self, request: Json) -> Json:
+        import tarfile  # here and below: without it bubblewrap's sandboxes are up sooner
+        import zlib
+
+        try:
+            value = self._begin(request) if request["kind"] == "begin" else self._keep(request["limits"])
+        except (OSError, EOFError, ValueError, LookupError, TypeError, tarfile.TarError, zlib.error) as e:
+            return {"status": "error", "why": f"{type(e).__name__}: {e}"[:500], "alive": True}
+        return {"status": "ok", "value": value, "alive": True}
+
+    def _begin(self, request: Json) -> str:
+        import shutil
+        import tarfile
+
+        self._first = {path: _stamp(about) for path, about in _below(request["most"])}
+        if request["kept"]:
+            kept = json.loads(request["kept"])
+            for path in (f"/tmp/{path}" for path in kept["gone"]):
+                if os.path.lexists(path):
+                    shutil.rmtree(path) if os.path.isdir(path) and not os.path.islink(path) else os.unlink(path)
+            with tarfile.open(fileobj=io.BytesIO(binascii.a2b_base64(kept["files"])), mode="r:gz") as archive:
+                archive.extraction_filter = lambda member, path: member  # it may do what its code might
+                archive.extractall("/tmp")
+        return ""
+
+    def _keep(self, limits: Json) -> str:
+        import tarfile
+
+        most, room, packed = 64 * limits["tmp_mb"], limits["tmp_mb"] << 20, _Bounded()
+        gone = dict.fromkeys(self._first)
+        with tarfile.open(fileobj=packed, mode="w:gz", compresslevel=1) as archive:
+            for path, about in _below(most + len(self._first)):
+                first, now = self._first.get(path), _stamp(about)
+                if first == now or (first and stat.S_ISDIR(first[0]) and stat.S_ISDIR(about.st_mode)):
+                    del gone[path]
+                if first == now or not any(kind(about.st_mode) for kind in (stat.S_ISREG, stat.S_ISDIR, stat.S_ISLNK)):
+                    continue  # pipes and sockets are nobody's at the end
+                info = archive.gettarinfo(f"/tmp/{path}", path)
+                most, room = most - 1, room - (info.size if info.isreg() else 0)
+                if most < 0 or room < 0:
+                    raise ValueError(f"more than tmp_mb={limits['tmp_mb']} MB, or {64 * limits['tmp_mb']} files")
+                if info.isreg():  # or a pipe by now: no wait
+                    with open(os.open(f"/tmp/{path}", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+                        archive.addfile(info, file)
+                else:
+                    archive.addfile(info)
+        return json.dumps({"gone": list(gone), "files": binascii.b2a_base64(packed.getvalue()).decode()})
+
+
+class _Bounded(io.BytesIO):
+    def write(self, part: Any) -> int:
+        if self.tell() + len(part) > MAX_KEPT_BYTES:
+            raise ValueError(f"more than {MAX_KEPT_BYTES >> 20} MB when packed")
+        return super().write(part)
+
+
+def _stamp(about: os.stat_result) -> tuple[int, int, int]:
+    """Another one for a file that was written to: no code can set the last of it."""
+    return about.st_mode, about.st_size, about.st_ctime_ns
+
+
+def _below(most: int) -> Iterator[tuple[str, os.stat_result]]:
+    """All that is in /tmp, by its path in it; no link is followed. ValueError for more than so many."""
+    todo = [""]
+    while todo:
+        folder = todo.pop()
+        with os.scandir(f"/tmp/{folder}") as entries:
+            for entry in entries:
+                about = entry.stat(follow_symlinks=False)
+                most -= 1
+                if most < 0:
+                    raise ValueError("too many files")
+                yield folder + entry.name, about
+                if stat.S_ISDIR(about.st_mode):
+                    todo.append(f"{folder}{entry.name}/")
 
 
 def _answer(why: str, code: int, said: dict[int, bytearray], child: _Child) -> Json:

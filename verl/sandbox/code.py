@@ -25,6 +25,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from verl.sandbox import launcher
+from verl.sandbox.workspace import MAX_FILES, Base, Workspaces
 
 TIERS = ("bubblewrap", "launcher")
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
@@ -92,10 +93,26 @@ class _Link:
         self.socket.close()
 
 
-class CodeSandbox:
-    """Starts sandboxes, one per run or session. packages: folders of Python packages that the code may import."""
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The files of a session, without its names: what came, changed and went since it began. workspace: a hash of the
+    one below, "" without · kept: read in sandboxes alone."""
 
-    def __init__(self, tier: str = "auto", limits: Limits = Limits(), packages: Sequence[str] = ()) -> None:
+    workspace: str
+    kept: str = field(repr=False)
+
+
+class CodeSandbox:
+    """Starts sandboxes, one per run or session. packages: folders of Python packages that the code may import ·
+    workspace: a folder whose files, or those of a folder in it, sessions find in their /tmp at first."""
+
+    def __init__(
+        self,
+        tier: str = "auto",
+        limits: Limits = Limits(),
+        packages: Sequence[str] = (),
+        workspace: str | os.PathLike[str] = "",
+    ) -> None:
         if tier not in ("auto", *TIERS):
             raise ValueError(f"tier={tier!r}: a sandbox is one of auto, {', '.join(TIERS)}; there is no run without")
         self.limits, self._packages = limits, [os.path.abspath(path) for path in packages]
@@ -103,6 +120,7 @@ class CodeSandbox:
         self._popen: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
         self._spare: _Link | None = None  # it starts while the one before works
+        self.workspaces = Workspaces(workspace) if workspace else None
         refused = []
         for name in TIERS if tier == "auto" else (tier,):
             self.tier = name
@@ -120,7 +138,8 @@ class CodeSandbox:
         if self.tier == "bubblewrap" and shutil.which("bwrap") is None:
             return "bwrap is not installed"
         try:
-            ran = self.run("print(6 * 7)")
+            base = self.workspaces.folder() if self.workspaces else ""
+            ran = self.run_all("print(6 * 7)", [{"stdin": ""}], base=base)[0]
         except SandboxGone as e:
             return str(e)
         return None if ran.stdout == "42\n" else f"it ran, and gave {ran}"
@@ -133,9 +152,12 @@ class CodeSandbox:
         """A function (or a method of `Solution`) that the code defines. arguments: JSON's types."""
         return self.run_all(code, [{"call": function, "arguments": list(arguments)}])[0]
 
-    def run_all(self, code: str, cases: Sequence[dict[str, Any]], within_s: float = math.inf) -> list[Ran]:
+    def run_all(
+        self, code: str, cases: Sequence[dict[str, Any]], within_s: float = math.inf, base: str = ""
+    ) -> list[Ran]:
         """The code once per case ({stdin} or {call, arguments}), each in a process of its own, in one sandbox, or a
-        fresh one after a case that ended it. Cases share /tmp; none is begun after `within_s`: fewer come back."""
+        fresh one after a case that ended it. Cases share /tmp; none is begun after `within_s`: fewer come back.
+        base: of a workspace, what /tmp shows at first."""
         link: _Link | None = None
         found: list[Ran] = []
         end_s = time.monotonic() + within_s
@@ -143,7 +165,7 @@ class CodeSandbox:
             for case in cases:
                 if time.monotonic() >= end_s:
                     break
-                link = link or self.connect()
+                link = link or self.connect(base)
                 request = {"kind": "run", "code": code, "stdin": "", "call": "", "arguments": []} | case
                 answer = link.ask(request | {"limits": asdict(self.limits)}, self.limits.wall_s)
                 found.append(ran_of(answer))
@@ -155,19 +177,22 @@ class CodeSandbox:
                 link.close()
         return found
 
-    def connect(self) -> _Link:
+    def connect(self, base: str = "") -> _Link:
         """A sandbox. Raises SandboxGone."""
         with self._lock:
+            if base:
+                return self._new(base)
             link, self._spare = self._spare or self._new(), None
             self._spare = self._new()
         return link
 
-    def _new(self) -> _Link:
+    def _new(self, base: str = "") -> _Link:
         read_only = [*SYSTEM, *(path for path in (sys.base_prefix, *self._packages) if not path.startswith("/usr/"))]
         job: dict[str, Any] = {
             "tier": self.tier,
             "read_only": list(dict.fromkeys(read_only)),
             "packages": self._packages,
+            "base": base,
         }
         job |= {"tmp_mb": self.limits.tmp_mb, "memory_mb": self.limits.memory_mb, "python": _python()}
         ours, theirs = socket.socketpair()
@@ -188,13 +213,19 @@ class CodeSandbox:
             ours.sendall(json.dumps(job).encode() + b"\n")
         return _Link(ours)
 
-    def session(self) -> Session:
-        """A sandbox whose cells share their names and files until it is closed."""
-        return Session(self)
+    def session(self, workspace: str = "", start: Snapshot | None = None) -> Session:
+        """A sandbox whose cells share their names and files until it is closed. workspace: a folder in the sandbox's
+        own, the whole of it if none is named · start: files that it begins with. ValueError for one that is not."""
+        if self.workspaces is not None:
+            self.workspaces.check(workspace)
+        elif workspace:
+            raise ValueError(f"workspace={workspace!r} is a folder in the sandbox's workspace, and that has none")
+        return Session(self, workspace, start)
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
-        about = json.dumps({"path": str(Path(__file__).parents[2])})
+        scratch = self.workspaces.scratch if self.workspaces else ""
+        about = json.dumps({"path": str(Path(__file__).parents[2]), "scratch": scratch})
         command = [_python(), "-I", "-S", launcher.__file__, about]
         nothing = subprocess.DEVNULL
         env = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}
@@ -231,6 +262,8 @@ class CodeSandbox:
         """No more runs; those that run now end by themselves or at their limits. Idempotent."""
         with self._lock:
             self._stop()
+        if self.workspaces is not None:
+            self.workspaces.close()
 
     def __enter__(self) -> CodeSandbox:
         return self
@@ -240,28 +273,68 @@ class CodeSandbox:
 
 
 class Session:
-    """Cells of Python that share their names. One that hits a limit loses them: `lost` says so for the next."""
+    """Cells of Python that share their names and files. One that hits a limit loses them, and what comes next begins
+    with the files of the start: `lost` says so for the next."""
 
-    def __init__(self, sandbox: CodeSandbox) -> None:
-        self._sandbox = sandbox
+    def __init__(self, sandbox: CodeSandbox, workspace: str = "", start: Snapshot | None = None) -> None:
+        self._sandbox, self._workspace, self._start = sandbox, workspace, start
         self._link: _Link | None = None
+        self._base: Base | None = None
         self._lock = threading.Lock()  # one cell at a time
         self.lost = False
 
     def run(self, code: str) -> Ran:
-        """What a cell printed, and the value of its last expression. Raises SandboxGone."""
+        """What a cell printed, and the value of its last expression. Raises SandboxGone; ValueError for a workspace
+        or a snapshot that this session cannot begin with."""
         with self._lock:
-            self._link, self.lost = self._link or self._sandbox.connect(), False
-            limits = self._sandbox.limits
-            try:
-                answer = self._link.ask({"kind": "cell", "code": code, "limits": asdict(limits)}, limits.wall_s)
-            except SandboxGone:
+            self.lost = False
+            return ran_of(self._ask(self._begun(), {"kind": "cell", "code": code}))
+
+    def snapshot(self) -> Snapshot:
+        """The files as they are now, for other sessions over the same workspace, here and elsewhere: at most
+        `tmp_mb` MB, and 32 MB when packed. ValueError for more, and for files that cannot be read."""
+        with self._lock:
+            answer = self._ask(self._begun(), {"kind": "keep"})
+            if answer["status"] != "ok":
+                raise ValueError(f"no snapshot of the session: {answer.get('why') or answer['status']}")
+            return Snapshot(self._base.digest if self._base else "", answer["value"])
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """From here on the session is one that began with these files; its names are gone."""
+        with self._lock:
+            self._forget()
+            self._start = snapshot
+
+    def _begun(self) -> _Link:
+        if self._link is not None:
+            return self._link
+        sandbox, kept = self._sandbox, ""
+        if self._base is None and sandbox.workspaces is not None:
+            self._base = sandbox.workspaces.take(self._workspace)
+        if self._start is not None:
+            kept = self._start.kept
+            if self._start.workspace != (self._base.digest if self._base else ""):
+                raise ValueError("a snapshot belongs to the files below it: this one was taken over another workspace")
+        self._link = link = sandbox.connect(self._base.folder if self._base else "")
+        if kept or self._base:
+            request = {"kind": "begin", "kept": kept, "most": MAX_FILES + 64 * sandbox.limits.tmp_mb}
+            answer = self._ask(link, request)
+            if answer["status"] != "ok":
                 self._forget()
-                raise
-            if answer["gone"] or not answer["alive"]:
-                self.lost = True
-                self._forget()
-            return ran_of(answer)
+                raise ValueError(f"the session cannot begin: {answer.get('why') or answer['status']}")
+        return link
+
+    def _ask(self, link: _Link, request: dict[str, Any]) -> dict[str, Any]:
+        limits = self._sandbox.limits
+        try:
+            answer = link.ask(request | {"limits": asdict(limits)}, limits.wall_s)
+        except SandboxGone:
+            self._forget()
+            raise
+        if answer["gone"] or not answer["alive"]:
+            self.lost = True
+            self._forget()
+        return answer
 
     def _forget(self) -> None:
         if self._link is not None:
@@ -272,6 +345,9 @@ class Session:
         """Everything in it ends. Idempotent."""
         with self._lock:
             self._forget()
+            if self._base is not None and self._sandbox.workspaces is not None:
+                self._sandbox.workspaces.give_back(self._base)
+                self._base = None
 
 
 def ran_of(answer: dict[str, Any]) -> Ran:

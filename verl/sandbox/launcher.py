@@ -15,6 +15,7 @@ import importlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import sys
@@ -27,6 +28,7 @@ WARM = (
     *("math", "cmath", "re", "collections", "itertools", "functools", "operator", "random", "string", "heapq"),
     *("bisect", "datetime", "decimal", "fractions", "statistics", "copy", "dataclasses", "enum", "typing", "io"),
     *("array", "struct", "textwrap", "hashlib", "numbers", "queue", "calendar", "time", "encodings.idna"),
+    *("gzip", "shutil", "tarfile", "zlib"),
 )
 LOOK_S = 0.05  # how often memory is summed
 GRACE_S = 2.0  # past the limit of a request, for process 1 to say so itself
@@ -35,7 +37,8 @@ MAX_LINE_BYTES = 64 << 20
 
 
 def main() -> None:
-    sys.path.insert(0, json.loads(sys.argv[1])["path"])
+    about = json.loads(sys.argv[1])
+    sys.path.insert(0, about["path"])
     for name in (*WARM, "verl.sandbox.namespaces", "verl.sandbox.guardian", "verl.sandbox.cell"):
         importlib.import_module(name)
     channel = socket.socket(fileno=0)
@@ -49,6 +52,7 @@ def main() -> None:
     while True:
         _, fds, _, _ = socket.recv_fds(channel, 1, 1)
         if not fds:
+            shutil.rmtree(about["scratch"], ignore_errors=True)  # the caller may have been killed
             return
         if os.fork() == 0:
             channel.close()
@@ -104,6 +108,12 @@ def _end_all() -> None:
             time.sleep(0.001)
 
 
+def _refuse(theirs: socket.socket, why: OSError) -> None:
+    """In the child, as if the cell had said so."""
+    theirs.sendall(json.dumps({"status": "gone", "why": f"no sandbox here: {why}", "gone": True}).encode())
+    os._exit(1)
+
+
 def _start_cell(job: dict[str, Any], theirs: socket.socket, close: list[socket.socket]) -> None:
     from verl.sandbox import cell, namespaces
 
@@ -119,15 +129,14 @@ def _start_cell(job: dict[str, Any], theirs: socket.socket, close: list[socket.s
             os.close(mapped)
             keep = theirs.fileno()
             try:
-                namespaces.enter(job["read_only"], job["tmp_mb"])
+                namespaces.enter(job["read_only"], job["tmp_mb"], job["base"] and f"{job['base']}/files")
             except OSError as e:
-                theirs.sendall(json.dumps({"status": "gone", "why": f"no sandbox here: {e}", "gone": True}).encode())
-                os._exit(1)
+                _refuse(theirs, e)
             os.closerange(0, keep)
             os.closerange(keep + 1, 1 << 20)
             for fd in range(3):
                 os.open("/dev/null", os.O_RDWR) if fd != keep else None
-            sys.path += job["packages"]
+            sys.path[:] = [*sys.path[1:], *job["packages"]]  # what may be written there is nothing to import from
             cell.serve(theirs)
         finally:
             os._exit(0)
@@ -161,18 +170,11 @@ def _start_bubblewrap(job: dict[str, Any], theirs: socket.socket, close: list[so
     for name in namespaces.DEVICES:
         command += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
     command += ["--symlink", "/tmp", "/dev/shm", "--ro-bind", cell.__file__, "/cell.py"]
-    command += [
-        "--size",
-        str(job["tmp_mb"] << 20),
-        "--perms",
-        "1777",
-        "--tmpfs",
-        "/tmp",
-        "--remount-ro",
-        "/",
-        "--chdir",
-        "/tmp",
-    ]
+    if job["base"]:
+        command += ["--bind", f"{job['base']}/at", "/tmp"]
+    else:
+        command += ["--size", str(job["tmp_mb"] << 20), "--perms", "1777", "--tmpfs", "/tmp"]
+    command += ["--remount-ro", "/", "--chdir", "/tmp"]
     with tempfile.TemporaryFile() as program:
         program.write(namespaces.seccomp_program())
         program.seek(0)
@@ -181,21 +183,30 @@ def _start_bubblewrap(job: dict[str, Any], theirs: socket.socket, close: list[so
         for fd in (theirs.fileno(), program.fileno()):
             os.set_inheritable(fd, True)
         # Root's bubblewrap makes no user namespace: without one, sandboxes would share nobody's number of processes.
+        # And what is laid over a workspace, which bubblewrap 0.8 cannot, is mounted in namespaces around it.
+        wanted = namespaces.NEW_USERS | namespaces.NEW_MOUNTS if job["base"] else namespaces.NEW_USERS
+        around = os.geteuid() == 0 or bool(job["base"])
         mapped, go = os.pipe()
-        if (pid := namespaces.clone(namespaces.NEW_USERS) if os.geteuid() == 0 else os.fork()) == 0:
+        if (pid := namespaces.clone(wanted) if around else os.fork()) == 0:
             try:
                 os.close(go)
                 for one in close:
                     one.close()
                 if os.read(mapped, 1) == b"+":
+                    if job["base"]:
+                        namespaces.keep_mounts()
+                        below = os.open(f"{job['base']}/files", os.O_PATH)
+                        namespaces.mount_tmp(f"{job['base']}/at", job["tmp_mb"], below)
                     nothing = os.open(os.devnull, os.O_RDWR)
                     for fd in range(3):
                         os.dup2(nothing, fd)
                     os.execvp(command[0], command)
+            except OSError as e:
+                _refuse(theirs, e)
             finally:
                 os._exit(1)
         os.close(mapped)
-        if os.geteuid() == 0:
+        if around:
             namespaces.map_users(pid)
         os.write(go, b"+")
         os.close(go)
@@ -224,7 +235,10 @@ class _Cell:
             if self._caller.fileno() in ready:
                 return None
             if self._channel.fileno() in ready:
-                got = self._channel.recv(1 << 18)
+                try:
+                    got = self._channel.recv(1 << 18)
+                except ConnectionResetError:  # it ended before it was asked; what it said comes after that
+                    got = self._channel.recv(1 << 18)
                 self._got += got
                 if self._got.endswith(b"\n") or not got:
                     return self._told()

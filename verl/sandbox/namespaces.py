@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 NOBODY = 65534
-NEW_USERS = 0x10000000
+NEW_USERS, NEW_MOUNTS = 0x10000000, 0x00020000
 NEW_NAMESPACES = 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
 MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 0x1000, 0x4000, 0x40000
 DEVICES = ("null", "zero", "full", "random", "urandom")
@@ -77,9 +77,10 @@ def map_users(pid: int) -> None:
     (proc / "gid_map").write_text(f"{NOBODY} {gid} 1\n")
 
 
-def enter(read_only: Sequence[str], tmp_mb: int) -> None:
-    """In the child, once its users are mapped: the new root, then no way back. OSError if a step is refused."""
-    _enter_root(read_only, tmp_mb)
+def enter(read_only: Sequence[str], tmp_mb: int, base: str) -> None:
+    """In the child, once its users are mapped: the new root, then no way back. OSError if a step is refused. base: a
+    folder whose files stand in /tmp at first; "": none do."""
+    _enter_root(read_only, tmp_mb, base)
     for capability in range(64):
         _libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
     if os.getuid() == 0:
@@ -98,8 +99,32 @@ def enter(read_only: Sequence[str], tmp_mb: int) -> None:
     _call("seccomp", _libc.prctl(PR_SET_SECCOMP, 2, filter_, 0, 0))
 
 
-def _enter_root(read_only: Sequence[str], tmp_mb: int) -> None:
+def keep_mounts() -> None:
+    """What is mounted from here on stays in this namespace."""
     _call("private mounts", _libc.mount(b"none", b"/", None, MS_REC | MS_PRIVATE, None))
+
+
+def mount_tmp(at: str, tmp_mb: int, base: int) -> None:
+    """A folder in memory, with a quota. base: an open folder, whose files stand in it and are copied when they are
+    written to; -1: none do."""
+    quota = f"size={tmp_mb}m,nr_inodes={64 * tmp_mb},mode=1777".encode()
+    _call("tmp", _libc.mount(b"tmpfs", at.encode(), b"tmpfs", MS_NOSUID | MS_NODEV, quota))
+    if base < 0:
+        return
+    for name in ("upper", "work"):
+        os.mkdir(f"{at}/{name}")
+    os.chmod(f"{at}/upper", 0o1777)
+    over = os.open(at, os.O_PATH)
+    folders = f"upperdir=/proc/self/fd/{over}/upper,workdir=/proc/self/fd/{over}/work"
+    options = f"userxattr,lowerdir=/proc/self/fd/{base},{folders}".encode()
+    _call("overlayfs", _libc.mount(b"overlay", at.encode(), b"overlay", MS_NOSUID | MS_NODEV, options))
+    os.close(over)
+    os.close(base)
+
+
+def _enter_root(read_only: Sequence[str], tmp_mb: int, base: str) -> None:
+    keep_mounts()
+    below = os.open(base, os.O_PATH) if base else -1  # before the new root hides it
     links = {path: os.readlink(path) for path in read_only if os.path.islink(path)}
     binds = [path for path in read_only if path not in links and os.path.exists(path)]
     binds += [f"/dev/{name}" for name in DEVICES]
@@ -120,8 +145,7 @@ def _enter_root(read_only: Sequence[str], tmp_mb: int) -> None:
     for path, to in links.items():
         os.symlink(to, root + path)
     os.mkdir(f"{root}/tmp")
-    quota = f"size={tmp_mb}m,nr_inodes={64 * tmp_mb},mode=1777".encode()
-    _call("tmp", _libc.mount(b"tmpfs", f"{root}/tmp".encode(), b"tmpfs", MS_NOSUID | MS_NODEV, quota))
+    mount_tmp(f"{root}/tmp", tmp_mb, below)
     os.symlink("/tmp", f"{root}/dev/shm")
     os.chdir(root)
     _call("pivot_root", _libc.syscall(PIVOT_ROOT, b".", b"."))

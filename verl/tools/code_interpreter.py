@@ -8,6 +8,7 @@ from typing import Any
 from uuid import uuid4
 
 from verl.sandbox.code import CodeSandbox, Limits, Ran, SandboxGone, Session
+from verl.sandbox.workspace import read_tree
 from verl.tools.base_tool import BaseTool
 from verl.tools.function_tool import ToolBroken
 from verl.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
@@ -27,21 +28,27 @@ SCHEMA = {
 
 
 class CodeInterpreter(BaseTool):
-    """config: tier (auto, bubblewrap, launcher), stateful (true), packages (folders), and the limits of a call by the
-    names of verl.sandbox.code.Limits."""
+    """config: tier (auto, bubblewrap, launcher), stateful (true), packages (folders), workspace (a folder of files that
+    sessions find at first; a row's `create_kwargs: {workspace}` names one in it), and the limits of a call by the names
+    of verl.sandbox.code.Limits."""
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None) -> None:
         super().__init__(config, tool_schema or OpenAIFunctionToolSchema.model_validate(SCHEMA))
         limits = {name: config[name] for name in Limits.__dataclass_fields__ if name in config}
         self._stateful = bool(config.get("stateful", True))
-        packages = config.get("packages", ())
-        self._sandbox = CodeSandbox(config.get("tier", "auto"), Limits(**limits), packages)
+        packages, workspace = config.get("packages", ()), config.get("workspace", "")
+        self._sandbox = CodeSandbox(config.get("tier", "auto"), Limits(**limits), packages, workspace)
         self._sessions: dict[str, Session] = {}
         self._threads = ThreadPoolExecutor(int(config.get("concurrency", 32)), "code_interpreter")  # a call has a limit
 
-    async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:
+    async def create(
+        self, instance_id: str | None = None, workspace: str = "", **kwargs: Any
+    ) -> tuple[str, ToolResponse]:
         instance_id = instance_id or str(uuid4())
-        self._sessions[instance_id] = self._sandbox.session()
+        try:
+            self._sessions[instance_id] = self._sandbox.session(workspace)
+        except ValueError as e:  # the row's fault, not the model's
+            raise ToolBroken(str(e)) from e
         return instance_id, ToolResponse()
 
     async def execute(
@@ -52,9 +59,12 @@ class CodeInterpreter(BaseTool):
             session.close()
         try:
             ran = await asyncio.get_running_loop().run_in_executor(self._threads, session.run, parameters["code"])
-        except SandboxGone as e:
+        except (SandboxGone, ValueError) as e:  # of its workspace
             raise ToolBroken(str(e)) from e
         return ToolResponse(text=told(ran, session.lost, self._sandbox.limits)), None, {"status": ran.status}
+
+    def content(self) -> str:
+        return read_tree(self._sandbox.workspaces.root) if self._sandbox.workspaces else ""
 
     def end_run(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -75,5 +85,5 @@ def told(ran: Ran, lost: bool, limits: Limits) -> str:
     }
     parts = [ran.stdout.rstrip(), ran.stderr.rstrip()]
     if ran.status in reasons:
-        parts.append(f"Error: {reasons[ran.status]}." + (" Names and files are gone." if lost else ""))
+        parts.append(f"Error: {reasons[ran.status]}." + (" Names and changes of files are gone." if lost else ""))
     return "\n".join(part for part in parts if part) or "(no output)"

@@ -1,0 +1,129 @@
+"""Folders of files that sessions of the code sandbox start from: read here once, and copied for all that use them now.
+
+The copy is what a sandbox sees: no later change of the folder is, its files are nobody's, whoever owned the first ones,
+and what is no file, folder or link is refused. No link is followed, neither here nor when a session's files are kept:
+those are packed and unpacked inside of sandboxes alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import stat
+import tempfile
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl.sandbox.namespaces import NOBODY
+
+MAX_FILES, MAX_BYTES = 100_000, 4 << 30  # of one workspace
+
+
+@dataclass(slots=True)
+class Base:
+    """A copy that sessions use. folder: holds `files`, the copy, and `at`, an empty folder to mount on · digest: of
+    what is in it."""
+
+    folder: str
+    digest: str
+    users: int = 0
+
+
+class Workspaces:
+    """The folders under `root`, copied under `scratch` while they are used. From any thread."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(root).expanduser().resolve()
+        self._bases: dict[str, Base] = {}
+        self._lock = threading.Lock()
+        self.check("")
+        self.scratch = tempfile.mkdtemp(prefix="verl-workspace-")
+
+    def check(self, name: str) -> Path:
+        """The folder of this name, "" for the whole root. ValueError if it is none of those under the root."""
+        found = (self.root / name).resolve()
+        if not found.is_relative_to(self.root):
+            raise ValueError(f"workspace={name!r} is outside of {self.root}: name a folder in it")
+        if not found.is_dir():
+            raise ValueError(f"workspace: {found} is no folder")
+        return found
+
+    def take(self, name: str) -> Base:
+        """To be given back. ValueError for what cannot be a workspace."""
+        with self._lock:
+            base = self._bases.get(name)
+            if base is None or not os.path.isdir(base.folder):
+                folder = self.folder()
+                try:
+                    base = self._bases[name] = Base(folder, read_tree(self.check(name), f"{folder}/files"))
+                except BaseException:
+                    shutil.rmtree(folder, ignore_errors=True)
+                    raise
+            base.users += 1
+            return base
+
+    def give_back(self, base: Base) -> None:
+        with self._lock:
+            base.users -= 1
+            if base.users == 0:
+                self._bases = {name: other for name, other in self._bases.items() if other is not base}
+                shutil.rmtree(base.folder, ignore_errors=True)
+
+    def folder(self) -> str:
+        """Of a base, without files yet."""
+        folder = tempfile.mkdtemp(dir=self.scratch)
+        for name in ("files", "at"):
+            os.mkdir(f"{folder}/{name}")
+        return folder
+
+    def close(self) -> None:
+        shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def read_tree(top: str | os.PathLike[str], to: str = "") -> str:
+    """A hash of names, kinds, links and contents below a folder, which is copied into `to`, if that is given.
+    ValueError, with the path, for what is too much, cannot be read, or is no file, folder or link."""
+    found, files, size = hashlib.sha256(), 0, 0
+    todo = [""]
+    try:
+        while todo:
+            folder = todo.pop()
+            with os.scandir(os.path.join(top, folder)) as entries:
+                rows = sorted(entries, key=lambda entry: entry.name)
+            for entry in rows:
+                path, about = os.path.join(folder, entry.name), entry.stat(follow_symlinks=False)
+                files, size = files + 1, size + about.st_size * stat.S_ISREG(about.st_mode)
+                if files > MAX_FILES or size > MAX_BYTES:
+                    more = f"more than {MAX_FILES:,} files, or {MAX_BYTES:,} bytes"
+                    raise ValueError(f"workspace {top}: {more}. Fix: name folders in it, or take out what nobody needs")
+                todo += [path] if stat.S_ISDIR(about.st_mode) else []
+                what = _read(entry.path, about.st_mode, os.path.join(to, path) if to else "")
+                found.update(repr((path, what)).encode())
+    except OSError as e:
+        raise ValueError(f"workspace {top}: {e.strerror}: {e.filename}") from e
+    return found.hexdigest()
+
+
+def _read(path: str, mode: int, to: str) -> str:
+    """What one entry is, with a hash of a file; copied on the way, as nobody's."""
+    runs = stat.S_ISDIR(mode) or bool(mode & 0o111)
+    if stat.S_ISLNK(mode):
+        what = f"link to {os.readlink(path)}"
+        if to:
+            os.symlink(os.readlink(path), to)
+    elif stat.S_ISDIR(mode):
+        what = "folder"
+        if to:
+            os.mkdir(to)
+    elif stat.S_ISREG(mode):
+        with open(shutil.copyfile(path, to) if to else path, "rb") as file:
+            what = f"{'program' if runs else 'file'} {hashlib.file_digest(file, 'sha256').hexdigest()}"
+    else:
+        raise ValueError(f"workspace: {path} is no file, folder or link. Fix: take it out")
+    if to and not stat.S_ISLNK(mode):
+        os.chmod(to, 0o755 if runs else 0o644)
+    if to and os.geteuid() == 0:
+        os.chown(to, NOBODY, NOBODY, follow_symlinks=False)
+    return what
