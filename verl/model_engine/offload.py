@@ -79,10 +79,13 @@ class Offload:
         with self._lock:
             yield
 
-    def lying(self, t: Tensor) -> Tensor | None:
-        """What a tensor holds that is away, in host memory where it lies, until it comes back; None: it is not away."""
-        found = (place.lying(t) for place in self._places.values())
-        return next((view for view in found if view is not None), None)
+    def on_host(self, t: Tensor, *, copy: bool) -> Tensor:
+        """What is away where it lies, since the device may be somebody else's: until it comes back, or a copy. The rest
+        as a copy, or itself, on its device."""
+        for place in self._places.values():
+            if (found := place.lying(t)) is not None:
+                return found.clone() if copy else found
+        return t.to("cpu", copy=True) if copy else t
 
     def moves(self, part: Part) -> bool:
         return part in self._places
@@ -135,7 +138,7 @@ class _Place:
         self._mapped = None
 
     def lying(self, t: Tensor) -> Tensor | None:
-        """See `Offload`."""
+        """Of a tensor that is away, in host memory; None: it is not, or not here."""
         at = 0
         for i, (storage, size) in enumerate(self.sizes):
             if storage._cdata == t.untyped_storage()._cdata:

@@ -430,11 +430,7 @@ class TorchEngine:
         return self._now().num_bytes
 
     def _on_host(self, t: Tensor, *, copy: bool) -> Tensor:
-        """Of what is away where it lies, the device may be somebody else's; of the rest, without a copy, itself."""
-        found = self._offload.lying(t)
-        if found is None:
-            return t.to("cpu", copy=True) if copy else t
-        return found.clone() if copy else found
+        return self._offload.on_host(t, copy=copy)
 
     def save(self, path: Path) -> None:
         with self._offload.still():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import MappingProxyType
 from typing import Literal
@@ -155,17 +155,6 @@ def pools_of(section: ClusterConfig, roles: Sequence[str], *, device: str) -> tu
         for name, pool in pools.items()
         if not pool.bundle
     ]
-    devices = [  # of which a rank has several: (key, its value, pool)
-        (f"cluster.{key}" if name == MAIN else f"cluster.pools.{name}.{key}", amount, name)
-        for name, pool in pools.items()
-        for key, amount in (("gpus_per_rank", pool.gpus_per_rank), ("resource_per_rank", pool.resource_per_rank))
-        if amount > 1
-    ]
-    faults += [
-        f"{at}={amount:g}: above 1 a rank holds whole devices; use {math.floor(amount)} or {math.ceil(amount)}"
-        for at, amount, _ in devices
-        if amount != int(amount)
-    ]
     lives = {role: section.roles.get(role, MAIN) for role in (*roles, "rollout")}
     for role in (r for r in roles if r in FROZEN or r.startswith("teacher")):
         if role not in section.roles:
@@ -176,12 +165,7 @@ def pools_of(section: ClusterConfig, roles: Sequence[str], *, device: str) -> tu
             faults.append(f"{at}: no such role in this run; {did_you_mean(role, lives)}There are: {', '.join(lives)}")
         if name not in pools:
             faults.append(f"{at}={name}: no such pool; {did_you_mean(name, pools)}There are: {', '.join(pools)}")
-    faults += [
-        f"{at}={amount:g}: the roles of a pool share its devices, and several cannot be shared: {', '.join(here)}; "
-        "use 1, or give each of them a pool in cluster.roles"
-        for at, amount, name in devices
-        if len(here := [role for role, pool in lives.items() if pool == name]) > 1
-    ]
+    faults += _devices(pools, lives)
     unused = [name for name in pools if name not in section.roles.values() and name not in lives.values()]
     faults += [
         f"cluster.pools.{name}: no role lives there; name one in cluster.roles, or leave it out" for name in unused
@@ -189,6 +173,22 @@ def pools_of(section: ClusterConfig, roles: Sequence[str], *, device: str) -> tu
     if faults:
         raise ValueError("\n".join(faults))
     return pools, lives
+
+
+def _devices(pools: Mapping[str, Pool], lives: Mapping[str, str]) -> Iterator[str]:
+    """Where a rank holds several of them."""
+    for name, pool in pools.items():
+        here = [role for role, at in lives.items() if at == name]
+        for key, amount in (("gpus_per_rank", pool.gpus_per_rank), ("resource_per_rank", pool.resource_per_rank)):
+            at = f"cluster.{key}" if name == MAIN else f"cluster.pools.{name}.{key}"
+            if amount > 1 and amount != int(amount):
+                fix = f"use {math.floor(amount)} or {math.ceil(amount)}"
+                yield f"{at}={amount:g}: above 1 a rank holds whole devices; {fix}"
+            if amount > 1 and len(here) > 1:
+                yield (
+                    f"{at}={amount:g}: the roles of a pool share its devices, and several cannot be shared: "
+                    f"{', '.join(here)}; use 1, or give each of them a pool in cluster.roles"
+                )
 
 
 def _least_loaded(pools: Mapping[str, Pool], lives: Mapping[str, str]) -> str:
