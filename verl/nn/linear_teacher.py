@@ -7,7 +7,6 @@ times H, and a chunk of its logits is one more product."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,25 +84,31 @@ class _Divergence:
     def _teacher(self, at: Any) -> Tensor:
         return self.head.logprobs(self.hidden[at], self.temperature[at])
 
-    def _mixture(self, s: Tensor, t: Tensor) -> Tensor:
-        """What both are compared with; at beta 1 the student is compared with the teacher."""
-        return t if self.beta == 1 else torch.logaddexp(t + math.log(self.beta), s + math.log1p(-self.beta))
+    def _mixture(self, t: Tensor, p: Tensor, q: Tensor) -> Tensor:
+        """What both are compared with, of its p and of q = exp(t); at beta 1 the student is compared with the
+        teacher."""
+        if self.beta == 1:
+            return t
+        return (q * self.beta).add_(p, alpha=1 - self.beta).clamp_(min=torch.finfo(p.dtype).tiny).log_()
 
     def values(self, logp: Tensor, at: Any) -> Tensor:
         s, t = logp, self._teacher(at)
+        q = t.exp() if self.beta < 1 else t
         if self.beta == 0:
-            return (t.exp() * (t - s)).sum(-1)
-        m = self._mixture(s, t)
-        own = (s.exp() * (s - m)).sum(-1)
-        return own if self.beta == 1 else self.beta * (t.exp() * (t - m)).sum(-1) + (1 - self.beta) * own
+            return (q * (t - s)).sum(-1)
+        p = s.exp()
+        m = self._mixture(t, p, q)
+        own = p.mul_(s - m).sum(-1)
+        return own if self.beta == 1 else self.beta * q.mul_(t - m).sum(-1) + (1 - self.beta) * own
 
     def slope(self, logp: Tensor, at: Any, d: Tensor) -> Tensor:
         s, t, p = logp, self._teacher(at), logp.exp()
+        q = t.exp() if self.beta < 1 else t
         if self.beta == 0:
-            return (p - t.exp()) * d[:, None]
-        x = s - self._mixture(s, t)
+            return (p - q) * d[:, None]
+        x = s - self._mixture(t, p, q)
         x -= (p * x).sum(-1, keepdim=True)
-        return p * x * (d[:, None] if self.beta == 1 else (1 - self.beta) * d[:, None])
+        return x.mul_(p).mul_(d[:, None] if self.beta == 1 else (1 - self.beta) * d[:, None])
 
 
 def logprobs_at(hidden: Tensor, head: HeadWeights, ids: Tensor, temperature: Tensor) -> Tensor:
