@@ -23,7 +23,19 @@ MAY_START_PROCESSES = {  # outside sandbox/, and why: none of them runs a user's
 }
 COMPONENTS = ("model_engine", "rollout", "weight_sync", "transfer_queue", "agent_loop", "reward")
 ELSEWHERE = ("rollout/vllm_plugin/verl_weights.py",)  # runs in vLLM's environment, inside vLLM
-OPTIONAL = ("ray", "vllm", "sglang", "tensorrt_llm", "megatron", "peft", "wandb", "flash_attn", "s3fs", "mcp")
+OPTIONAL = (
+    "ray",
+    "vllm",
+    "sglang",
+    "tensorrt_llm",
+    "megatron",
+    "peft",
+    "wandb",
+    "flash_attn",
+    "s3fs",
+    "mcp",
+    "renderers",
+)
 
 
 @cache

@@ -67,7 +67,7 @@ def kit_of(tools: Sequence[Tool], template: str = HERMES, **limits: Any) -> tupl
 def played(tools: Sequence[Tool], *texts: str, template: str = HERMES, budget: int = 2000, turns=None, **limits: Any):
     """(tokenizer, engine, manager, checked output, the loop's outputs) of one trajectory."""
     more = {key: limits.pop(key) for key in ("extra_info", "row_tools") if key in limits}
-    tokenizer, kit = kit_of(tools, template, **limits)
+    tokenizer, kit = limits.pop("made", None) or kit_of(tools, template, **limits)
     engine, sampling = Speaks(tokenizer, *texts), Sampling(max_tokens=budget)
     manager = ServerManager(engine, sampling, seed_parts=("s",), max_turns=turns, credits_turns=True)
     row = {"tools": more.get("row_tools", ()), "extra_info": more.get("extra_info", {}), "raw_prompt": [USER]}

@@ -16,6 +16,7 @@ from verl.agent_loop.tool_agent import ToolAgentLoop, ToolKit
 from verl.agent_loop.tools import Tool, close_tools, contents_of, load_tools, load_user_module
 from verl.chat.bridge import bridge_of, plain_text
 from verl.chat.parsing import FORMATS, TurnParser, format_of, opening_of
+from verl.chat.renderers import PREFIX, load_package
 from verl.chat.template import USER, Renderer, audit_template, shared
 from verl.data.formats import AGENT_NAMES, Players
 from verl.data.formats import SINGLE_TURN as SINGLE
@@ -100,21 +101,22 @@ def _kit(
             f"agent.tools: the chat template of {tokenizer.name_or_path or 'this model'} does not render {lacks}: take "
             "a model that was trained with tools, or set model.chat_template=FILE"
         )
-    own = getattr(tokenizer, "response_template", None)
-    name = "of the tokenizer" if own else format_of(str(tokenizer.chat_template), agent.format)
-    renderer, bridge = Renderer(tokenizer, template_kwargs), bridge_of(tokenizer, audit, template_kwargs)
-    with_tools = Renderer(tokenizer, template_kwargs, [dict(t.schema) for t in tools.values()])
-    history, prompt = (renderer.text([USER], prompt=p) for p in (False, True))
+    plain, renderer = plain_text(tokenizer), Renderer(tokenizer, template_kwargs)
+    shown = Renderer(tokenizer, template_kwargs, [dict(t.schema) for t in tools.values()])
+    package, parser, bridge, name = None, None, None, agent.format
+    if name.startswith(PREFIX):
+        package = load_package(name.removeprefix(PREFIX), plain, template_kwargs, shown)
+    else:
+        own = getattr(tokenizer, "response_template", None)
+        name = "of the tokenizer" if own else format_of(str(tokenizer.chat_template), name)
+        history, prompt = (renderer.text([USER], prompt=p) for p in (False, True))
+        parser = TurnParser(FORMATS.get(name), opening_of(name, prompt[shared(history, prompt) :]), own)
+        bridge = bridge_of(tokenizer, audit, template_kwargs)
+    ends = frozenset((*eos_ids, *audit.ends_turn_with[-1:]))
     kit = ToolKit(
-        tools=tools,
-        parser=TurnParser(FORMATS.get(name), opening_of(name, prompt[shared(history, prompt) :]), own),
-        renderer=with_tools,
-        plain=plain_text(tokenizer),
-        bridge=bridge,
-        ends=frozenset((*eos_ids, *audit.ends_turn_with[-1:])),
-        limits=agent,
+        tools=tools, parser=parser, renderer=shown, plain=plain, bridge=bridge, ends=ends, limits=agent, package=package
     )
     notes = [f"agent: {', '.join(tools)}; calls are written as {name}"]
-    if bridge is None:
+    if bridge is None and package is None:
         notes.append("agent: the chat template rewrites earlier turns: every turn is a branch, rendered anew")
     return kit, tuple(notes)

@@ -15,7 +15,7 @@ class AgentConfig:
     tools: list[str] = field(default_factory=list)
     """`FILE.py` or `module` (its functions under @function_tool), one of them as `FILE.py:name`, verl's tool YAML, MCP
     servers as `FILE.json` (`mcpServers`)."""
-    format: str = "auto"  # How the model writes a call: a name of chat/parsing.py. auto: by its chat template.
+    format: str = "auto"  # How calls are written: a name of chat/parsing.py, or renderers:NAME. auto: by the template.
     max_turns: PositiveInt | None = None  # Calls of the model in one trajectory. Null: as many as its tokens allow.
     max_tool_calls: PositiveInt | None = None  # Of one trajectory.
     max_parallel_calls: PositiveInt = 4  # Of one turn, run together; further ones are answered with an error.

@@ -22,6 +22,7 @@ from verl.agent_loop.sections import AgentConfig
 from verl.agent_loop.tools import Answer, Tool, Toolbox
 from verl.chat.bridge import Bridge, PlainText
 from verl.chat.parsing import Malformed, ToolCall, Turn, TurnParser
+from verl.chat.renderers import Package
 from verl.chat.template import Renderer, as_ids
 from verl.types import StopReason
 
@@ -36,12 +37,13 @@ class ToolKit:
     """What all trajectories of a run share."""
 
     tools: Mapping[str, Tool]
-    parser: TurnParser
+    parser: TurnParser | None
     renderer: Renderer
     plain: PlainText
     bridge: Bridge | None
     ends: frozenset[int]  # ids that end a turn
     limits: AgentConfig
+    package: Package | None = None  # in the place of parser and bridge
 
 
 @dataclass(slots=True)
@@ -70,6 +72,12 @@ class Play:
     def ids(self) -> np.ndarray:
         """[t] int64, a view."""
         return self.held[: self.used]
+
+    @property
+    def latest(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of the turn that was sampled last: what it was played in, and its ids."""
+        at = self.used - self.mask[-1][0]
+        return self.held[:at], self.ids[at:]
 
     def append(self, ids: Sequence[int] | np.ndarray, sampled: int) -> None:
         end = self.used + len(ids)
@@ -117,7 +125,7 @@ class ToolAgentLoop(AgentLoopBase):
             while True:
                 out = await self._generate(play, kwargs["request_id"], sampling_params)
                 began = time.monotonic()
-                turn = self._parse(out)
+                turn = self._parse(play, out)
                 if out.token_ids:
                     self.server_manager.timeline[-1]["parse_s"] = time.monotonic() - began
                 if turn is None:
@@ -160,12 +168,17 @@ class ToolAgentLoop(AgentLoopBase):
         play.turns += bool(out.token_ids)
         return out
 
-    def _parse(self, out: TokenOutput) -> Turn | None:
+    def _parse(self, play: Play, out: TokenOutput) -> Turn | None:
         """None: the trajectory ends here, with an answer or for want of room."""
         if out.stop_reason not in ("eos", "stop") or not out.token_ids:
             return None
+        tools = self._kit.renderer.tools or ()
+        if self._kit.package is not None:
+            turn = self._kit.package.parse(*play.latest, tools)
+            return turn if turn.calls or turn.malformed else None
+        assert self._kit.parser is not None, "a kit has a parser or the package"
         ids = out.token_ids[:-1] if out.token_ids[-1] in self._kit.ends else out.token_ids
-        turn = self._kit.parser.parse(self.tokenizer.decode(ids), self._kit.renderer.tools or ())
+        turn = self._kit.parser.parse(self.tokenizer.decode(ids), tools)
         return turn if turn.calls or turn.malformed else None
 
     async def _act(self, play: Play, turn: Turn) -> list[Answer]:
@@ -228,7 +241,10 @@ class ToolAgentLoop(AgentLoopBase):
         if kit.bridge is not None:
             play.append(kit.bridge.ids(play.ids, new), 0)
             return
+        added = kit.package.ids(*play.latest, new) if kit.package is not None else None
         play.messages += [_assistant(turn), *({**m, "content": kit.plain.marked(m["content"])} for m in new)]
+        if added is not None:
+            return play.append(added, 0)
         play.ended.append(play.output())
         self._render(play)
 

@@ -261,7 +261,7 @@ def format_of(template: str, asked: str = "auto") -> str:
     known = ", ".join(FORMATS)
     if asked != "auto":
         if asked not in FORMATS:
-            raise ValueError(f"agent.format={asked}: unknown; there are auto, {known}")
+            raise ValueError(f"agent.format={asked}: unknown; there are auto, {known}, renderers:NAME")
         return asked
     fits = [name for name, f in FORMATS.items() if all(mark in template.replace('\\"', '"') for mark in f.marks)]
     if not fits:

@@ -224,8 +224,7 @@ class CodeSandbox:
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
-        scratch = self.workspaces.scratch if self.workspaces else ""
-        about = json.dumps({"path": str(Path(__file__).parents[2]), "scratch": scratch})
+        about = json.dumps([str(Path(__file__).parents[2]), self.workspaces.scratch if self.workspaces else ""])
         command = [_python(), "-I", "-S", launcher.__file__, about]
         nothing = subprocess.DEVNULL
         env = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}

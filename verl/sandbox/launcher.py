@@ -1,4 +1,4 @@
-"""A warm interpreter that starts sandboxes: `python -I -S launcher.py {"path": ...}`, a socket on 0.
+"""A warm interpreter that starts sandboxes: `python -I -S launcher.py [path, scratch]`, a socket on 0.
 
     caller == one socket per sandbox, a JSON line each way ==> supervisor (a fork of this) == the same ==> cell.py
 
@@ -37,8 +37,8 @@ MAX_LINE_BYTES = 64 << 20
 
 
 def main() -> None:
-    about = json.loads(sys.argv[1])
-    sys.path.insert(0, about["path"])
+    path, scratch = json.loads(sys.argv[1])
+    sys.path.insert(0, path)
     for name in (*WARM, "verl.sandbox.namespaces", "verl.sandbox.guardian", "verl.sandbox.cell"):
         importlib.import_module(name)
     channel = socket.socket(fileno=0)
@@ -52,7 +52,7 @@ def main() -> None:
     while True:
         _, fds, _, _ = socket.recv_fds(channel, 1, 1)
         if not fds:
-            shutil.rmtree(about["scratch"], ignore_errors=True)  # the caller may have been killed
+            shutil.rmtree(scratch, ignore_errors=True)  # the caller may have been killed
             return
         if os.fork() == 0:
             channel.close()

@@ -85,8 +85,7 @@ class Workspaces:
 def read_tree(top: str | os.PathLike[str], to: str = "") -> str:
     """A hash of names, kinds, links and contents below a folder, which is copied into `to`, if that is given.
     ValueError, with the path, for what is too much, cannot be read, or is no file, folder or link."""
-    found, files, size = hashlib.sha256(), 0, 0
-    todo = [""]
+    found, files, size, todo = hashlib.sha256(), 0, 0, [""]
     try:
         while todo:
             folder = todo.pop()
