@@ -184,7 +184,7 @@ def _devices(pools: Mapping[str, Pool], lives: Mapping[str, str]) -> Iterator[st
             if amount > 1 and amount != int(amount):
                 fix = f"use {math.floor(amount)} or {math.ceil(amount)}"
                 yield f"{at}={amount:g}: above 1 a rank holds whole devices; {fix}"
-            if amount > 1 and len(here) > 1:
+            elif amount > 1 and len(here) > 1:
                 yield (
                     f"{at}={amount:g}: the roles of a pool share its devices, and several cannot be shared: "
                     f"{', '.join(here)}; use 1, or give each of them a pool in cluster.roles"
