@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -43,7 +44,11 @@ def test_a_device_holds_no_more_than_training_or_rollout_want(ray_session, tmp_p
         )
         return watched.peaks(notes)
 
-    stays, goes = held("stays"), held("goes", *OFFLOAD)
-    assert sorted(stays) == sorted(goes) == [0, 1]
-    assert all(found > 4.5 * size for found in stays.values()), stays
+    goes = held("goes", *OFFLOAD)
+    assert sorted(goes) == [0, 1]
     assert all(found < 2 * size + largest + size / 2 for found in goes.values()), goes
+    if not os.environ.get("FULL_GRID"):
+        return
+    stays = held("stays")
+    assert sorted(stays) == [0, 1]
+    assert all(found > 4.5 * size for found in stays.values()), stays

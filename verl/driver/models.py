@@ -146,7 +146,7 @@ def _teacher_spec(context: ModelContext, algorithm: Algorithm, role: str, path: 
     spec = replace(spec, context=replace(spec.context, top_k=config.teacher.top_k))
     ours = load_tokenizer(config.model.tokenizer_path or config.model.path, trust_remote_code=False)
     if is_url(path):
-        texts = tuple((text, ids) for text, ids in drawn_texts(ours, texts=100))
+        texts = tuple((text, ids) for text, ids in drawn_texts(ours, texts=1000))
         top = any(need.output == "topk_ids" for need in algorithm.needs(1))
         url, secret = split_key(path)
         served = ServedAt(url=url, key=secret, longest=longest_sequence(config), texts=texts, top=top)
