@@ -289,7 +289,8 @@ class ShardedEngine(TorchEngine):
         return replace(super().snapshot(), group=group)
 
     def save(self, path: Path) -> None:
-        self._meet_on_host()
+        if self._offload.moves("weights") or self._offload.moves("optimizer"):
+            self._meet_on_host()
         super().save(path)
 
     def _meet_on_host(self) -> tuple[list[DeviceMesh], dist.ProcessGroup]:
