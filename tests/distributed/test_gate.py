@@ -1,12 +1,13 @@
 """The gate: every layout equals the single process in loss, outputs and all gradients, to 1e-5 of a tensor's largest.
 
-Each pair of (layout, packing), (layout, role), (packing, role) and (layout, a rank without rows) stands in some case;
-FULL_GRID=1 runs every combination."""
+Each pair of (layout, packing), (layout, role), (packing, role) and (layout, a rank without rows) stands in some case
+for the layouts of one kind; each of their products stands in one. FULL_GRID=1 runs every combination."""
 
 from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -63,12 +64,13 @@ LAYOUTS = {
 if os.environ.get("FULL_GRID"):
     LAYOUTS["HSDP x SP x TP"] = Layout(world_size=8, sequence=2, tensor=2, replicate=2)
     LAYOUTS["TP x EP x PP"] = Layout(world_size=8, tensor=2, expert=2, pipeline=2)
-FACTORS = (tuple(LAYOUTS), (True, False), tuple(HEADS), (False, True))
+OF_ONE_KIND = ("DP", "FSDP", "HSDP", "TP", "SP", "EP", "PP")
+OTHERS = ((True, False), tuple(HEADS), (False, True))  # packing, role, a rank without rows
 
 
-def pairwise() -> list[tuple]:
+def pairwise(layouts: Sequence[str]) -> list[tuple]:
     """A small set of combinations in which each two values of different factors meet: greedy, the same every time."""
-    every = list(itertools.product(*FACTORS))
+    every = list(itertools.product(layouts, *OTHERS))
 
     def pairs(row: tuple) -> set[tuple]:
         return {(i, row[i], j, row[j]) for i, j in itertools.combinations(range(len(row)), 2)}
@@ -81,7 +83,16 @@ def pairwise() -> list[tuple]:
     return chosen
 
 
-GRID = list(itertools.product(*FACTORS)) if os.environ.get("FULL_GRID") else pairwise()
+def once_each(layouts: Sequence[str]) -> list[tuple]:
+    """Every layout once, each with other values of the other factors than the one before."""
+    others = list(itertools.product(*OTHERS))
+    return [(name, *others[7 * i % len(others)]) for i, name in enumerate(layouts)]
+
+
+if os.environ.get("FULL_GRID"):
+    GRID = list(itertools.product(LAYOUTS, *OTHERS))
+else:
+    GRID = pairwise(OF_ONE_KIND) + once_each([name for name in LAYOUTS if name not in OF_ONE_KIND])
 
 
 @pytest.mark.parametrize("layout, shared, role, idle", GRID)
