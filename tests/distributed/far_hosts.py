@@ -4,15 +4,17 @@ another folder. Each is told lines and says lines."""
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import selectors
 import signal
-import subprocess
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from verl.weight_sync import shm
+from forked import settle
+from verl.weight_sync import shm, tcp  # noqa: F401 - so that a fork has it
 
 COMMON = """
 import hashlib, importlib, sys, torch
@@ -98,24 +100,33 @@ for line in sys.stdin:
 )
 
 
+def play(script: str, args: tuple[object, ...], line: socket.socket) -> None:
+    """In a process forked from this one, which has imported everything: a start costs no seconds."""
+    os.environ |= {"UCX_TLS": "tcp,sm,self", "NIXL_LOG_LEVEL": "WARN", "GLOO_SOCKET_IFNAME": "lo"}
+    sys.argv, sys.stdin, sys.stdout = ["-c", *map(str, args)], line.makefile("r"), line.makefile("w")
+    exec(compile(script, "far host", "exec"), {"__name__": "__main__"})
+
+
 class Told:
     """A process that is told lines, and says lines within a deadline."""
 
     def __init__(self, script: str, *args: object) -> None:
-        env = os.environ | {"UCX_TLS": "tcp,sm,self", "NIXL_LOG_LEVEL": "WARN", "GLOO_SOCKET_IFNAME": "lo"}
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        command = [sys.executable, "-c", script, *map(str, args)]
-        self.process = subprocess.Popen(command, text=True, bufsize=1, env=env, **pipes)
+        settle(60.0)
+        self._line, its = socket.socketpair()
+        self.process = multiprocessing.get_context("fork").Process(target=play, args=(script, args, its), daemon=True)
+        self.process.start()
+        its.close()
+        self._said = self._line.makefile("r")
 
     def tell(self, line: object) -> None:
-        self.process.stdin.write(f"{line}\n")
+        self._line.sendall(f"{line}\n".encode())
 
     def heard(self, within_s: float = 60.0) -> str:
         with selectors.DefaultSelector() as selector:
-            selector.register(self.process.stdout, selectors.EVENT_READ)
+            selector.register(self._line, selectors.EVENT_READ)
             if not selector.select(within_s):
                 raise TimeoutError(f"nothing said in {within_s} s")
-        return self.process.stdout.readline().strip()
+        return self._said.readline().strip()
 
     def ask(self, line: object) -> str:
         """The one line that it says to this one."""
@@ -125,7 +136,15 @@ class Told:
     def end(self, number: int = signal.SIGKILL) -> None:
         os.kill(self.process.pid, number)
         if number == signal.SIGKILL:
-            self.process.wait(10)
+            self.process.join(10)
+
+    def close(self) -> None:
+        """No more lines: it ends by itself, or is ended."""
+        self._line.shutdown(socket.SHUT_WR)  # others, forked since, may hold this end open
+        self.process.join(10)
+        self.process.kill()
+        self.process.join(10)
+        self._said.close(), self._line.close()
 
 
 def all_of(told: list[Told], line: object) -> list[str]:
@@ -141,13 +160,7 @@ def played(script: str, *args: object) -> Iterator[Told]:
     try:
         yield one
     finally:
-        with contextlib.suppress(BrokenPipeError):
-            one.process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            one.process.wait(10)
-        one.process.kill()
-        one.process.wait()
-        one.process.stdout.close()
+        one.close()
         shm.remove(f"{shm.PREFIX}-{one.process.pid}")
 
 
