@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from forked import settle
+
 from verl.weight_sync import shm, tcp  # noqa: F401 - so that a fork has it
 
 COMMON = """
