@@ -38,6 +38,7 @@ def test_a_fault(ray_session, tmp_path, tiny_model, arithmetic_data, monkeypatch
     )
     monkeypatch.setattr("verl.driver.assemble.rollout_engine", planted.rollout_engine)
     monkeypatch.setattr("verl.driver.assemble.build_recorder", planted.build_recorder)
+    ranks = 1 if phase in OF_THE_ENGINE else 2
     repaired, others = kind == "killed" and phase != "end", set(psutil.Process().children(recursive=True))
     code = main(
         [
@@ -49,7 +50,7 @@ def test_a_fault(ray_session, tmp_path, tiny_model, arithmetic_data, monkeypatch
                 f"cluster.env={{{VARIABLE}: '{kind} {phase} {tmp_path}/r'}}",
                 f"run.wait_timeout_s={40 if kind == 'stopped' else 120}",
                 f"cluster.max_restarts={int(repaired)}",
-                *("cluster.backend=ray", "cluster.ranks_per_node=2", "cluster.cpus_per_rank=0.5"),
+                *("cluster.backend=ray", f"cluster.ranks_per_node={ranks}", "cluster.cpus_per_rank=0.5"),
                 *("run.save_every_steps=1", "run.eval_every_steps=2", "run.eval_before=false", "track.sinks=[jsonl]"),
             ),
         ]

@@ -43,7 +43,7 @@ def test_the_driver_of_a_run_over_processes_holds_and_reads_no_column(
 
     monkeypatch.setattr(launch, "assemble", remembered)
     monkeypatch.setattr(SharedQueue, "read", counted)
-    over = ("cluster.backend=ray", "cluster.ranks_per_node=2", "cluster.cpus_per_rank=0.5", "rollout.replicas=2")
+    over = ("cluster.backend=ray", "cluster.ranks_per_node=2", "cluster.cpus_per_rank=0.5")
     small_run(tmp_path, tiny_model, arithmetic_data, "run.total_steps=2", "algorithm.kl_loss_coef=0.1", *over)
     assert looked == [0, 1, 2] and not reads
     queue = runs[0].learner.queue
