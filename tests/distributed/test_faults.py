@@ -19,10 +19,10 @@ from verl.cli import main
 from verl.config import backends
 
 ONE_OF_EACH = (
-    *(("generate", "segfault"), ("publish", "raises"), ("update", "killed")),
+    *(("generate", "segfault"), ("publish", "raises"), ("update", "exits")),
     *(("save", "memory"), ("eval", "exits"), ("end", "killed")),
 )
-"""A stopped one is in `test_ray_run`."""
+"""Killed and stopped ones are in `test_ray_run`."""
 CASES = [(p, k) for p in PHASES for k in KINDS] if os.environ.get("FULL_GRID") else ONE_OF_EACH
 OF_THE_ENGINE = ("generate", "receive", "eval")
 RETRIED = {(p, k) for p in ("generate", "eval") for k in ("raises", "memory")}
@@ -38,7 +38,7 @@ def test_a_fault(ray_session, tmp_path, tiny_model, arithmetic_data, monkeypatch
     )
     monkeypatch.setattr("verl.driver.assemble.rollout_engine", planted.rollout_engine)
     monkeypatch.setattr("verl.driver.assemble.build_recorder", planted.build_recorder)
-    ranks = 1 if phase in OF_THE_ENGINE else 2
+    ranks = 1 if phase in (*OF_THE_ENGINE, "end") else 2
     repaired, others = kind == "killed" and phase != "end", set(psutil.Process().children(recursive=True))
     code = main(
         [

@@ -7,6 +7,7 @@ sharded engine each of them is a collective, and a rank that has fewer would hol
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -42,11 +43,11 @@ def shares(refs: Refs, ranks: int, *, max_tokens: int, shares_prefix: bool = Tru
     for i, ref in enumerate(refs):
         places.setdefault(ref.group_id, []).append(i)
     costs = {name: _cost(refs, rows, shares_prefix) for name, rows in places.items()}
-    load = [0.0] * ranks
+    load = [(0.0, rank) for rank in range(ranks)]  # a heap: of equal ones the first rank
     held: list[list[int]] = [[] for _ in range(ranks)]
     for name in sorted(costs, key=lambda name: -costs[name]):  # stable: equal costs go in the order of the groups
-        rank = min(range(ranks), key=lambda r: load[r])
-        load[rank] += costs[name]
+        least, rank = load[0]
+        heapq.heapreplace(load, (least + costs[name], rank))
         held[rank] += places[name]
     mine = [tuple(sorted(rows)) for rows in held]
     chosen = [Refs(refs[i] for i in rows) for rows in mine]
