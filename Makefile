@@ -7,7 +7,7 @@ TASK ?= arithmetic
 # On two, processors waited a quarter of the time for one test each.
 TEST_WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 
-.PHONY: setup browser bubblewrap test test-distributed test-ranks test-clusters queue-package test-all test-mutants vllm-env test-vllm quickstart bench lint clean
+.PHONY: setup browser bubblewrap test test-distributed test-ranks test-clusters test-runs queue-package test-all test-mutants vllm-env test-vllm quickstart bench lint clean
 
 setup: $(VENV)/.stamp
 
@@ -33,17 +33,20 @@ bubblewrap:
 test: setup browser bubblewrap lint
 	$(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal
 
-# Many ranks, Ray, kills: ten minutes on two cores. What forks and what starts clusters waits most of its time, so the
-# two run beside each other.
+# Many ranks, Ray, kills: ten minutes on two cores. What starts processes waits for them half of its time, so three parts
+# run beside each other.
 test-distributed: queue-package
-	$(MAKE) --no-print-directory -j 2 --output-sync=target test-ranks test-clusters
+	$(MAKE) --no-print-directory -j 3 --output-sync=target test-ranks test-clusters test-runs
 
-test-ranks test-clusters: export GLOO_SOCKET_IFNAME := lo
+test-ranks test-clusters test-runs: export GLOO_SOCKET_IFNAME := lo
 test-ranks: setup nixl-package
-	$(BIN)/python -m pytest -q -m "not cluster" tests/distributed
+	$(BIN)/python -m pytest -q -m "not cluster and not runs" tests/distributed
 
 test-clusters: queue-package
 	$(BIN)/python -m pytest -q -m cluster tests/distributed
+
+test-runs: queue-package
+	$(BIN)/python -m pytest -q -m runs tests/distributed
 
 test-all: test  # and every combination of layout, packing and role, and recipes that have to learn
 	FULL_GRID=1 $(MAKE) test-distributed

@@ -10,15 +10,18 @@ from typing import Any
 
 import pytest
 
-CLUSTERS = ("test_three_nodes", "test_cluster_page", "test_ray_run", "test_queue_package")
+CLUSTERS = ("test_three_nodes", "test_cluster_page", "test_queue_package")
+RUNS = ("test_ray_run", "test_faults")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     """Tests that fork come before Ray is here: its threads do not survive a fork, and `ray.shutdown` waits for them.
-    What starts clusters bears a mark, so that it can run beside the others."""
+    What starts clusters bears a mark, and so do whole runs, so that they can run beside the others."""
     items.sort(key=lambda item: "ray_session" in item.fixturenames)  # stable
     for item in items:
-        if "ray_session" in item.fixturenames or item.module.__name__.endswith(CLUSTERS):
+        if item.module.__name__.endswith(RUNS):
+            item.add_marker("runs")
+        elif "ray_session" in item.fixturenames or item.module.__name__.endswith(CLUSTERS):
             item.add_marker("cluster")
 
 
