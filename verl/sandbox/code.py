@@ -12,6 +12,7 @@ import json
 import math
 import os
 import platform
+import select
 import shutil
 import socket
 import subprocess
@@ -29,6 +30,7 @@ from verl.sandbox.workspace import MAX_FILES, Base, Workspaces
 
 TIERS = ("bubblewrap", "launcher")
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
+MAX_LINE_BYTES = 64 << 20
 Status = Literal["ok", "error", "timeout", "memory", "output", "killed"]
 
 
@@ -67,30 +69,59 @@ class Ran:
     why: str = ""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Link:
-    """A socket to one sandbox."""
+    """Two sockets of one sandbox: of process 1 in it, and of the launcher, which ends it when this end is closed."""
 
-    socket: socket.socket
-    lines: Any = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.lines = self.socket.makefile("rb")
+    cell: socket.socket
+    guard: socket.socket
 
     def ask(self, request: dict[str, Any], limit_s: float) -> dict[str, Any]:
-        self.socket.settimeout(limit_s + 2 * launcher.START_S)
+        """Its answer, `gone` if it can give no other. Raises SandboxGone."""
+        nonce = os.urandom(16).hex()
         try:
-            self.socket.sendall(json.dumps(request).encode() + b"\n")
-            answer: dict[str, Any] = json.loads(self.lines.readline() or b"{}")
-        except (OSError, ValueError) as e:
+            self.cell.settimeout(launcher.START_S)
+            with contextlib.suppress(ConnectionError):  # it may have said why
+                self.cell.sendall(json.dumps(request | {"nonce": nonce}).encode() + b"\n")
+            answer = self._heard(limit_s + launcher.GRACE_S, {"gone": True, "nonce": nonce})
+        except (OSError, TypeError, ValueError, RecursionError) as e:
             raise SandboxGone(f"no answer of the sandbox: {e}") from e
-        if answer.get("status", "gone") == "gone":
-            raise SandboxGone(answer.get("why") or "the sandbox's launcher ended")
+        if answer.get("status", "gone") == "gone" or answer.get("nonce") != nonce:
+            raise SandboxGone(answer.get("why") or "the sandbox spoke out of turn")
         return answer
 
+    def _heard(self, limit_s: float, gone: dict[str, Any]) -> dict[str, Any]:
+        """A line of process 1, or what is said in its place."""
+        got, deadline, watched = bytearray(), time.monotonic() + limit_s, False
+        poller = select.poll()
+        poller.register(self.cell, select.POLLIN)
+        while (left_s := deadline - time.monotonic()) > 0:
+            if not poller.poll(1000 * (left_s if watched else min(left_s, launcher.LOOK_S))):
+                if not watched:
+                    self.guard.sendall(launcher.WATCH)
+                    watched = True
+                continue
+            try:
+                part = self.cell.recv(1 << 18)
+            except ConnectionResetError:  # it ended before it was asked; what it said comes after that
+                part = self.cell.recv(1 << 18)
+            got += part
+            if not part:
+                with contextlib.suppress(BlockingIOError):
+                    said = self.guard.recv(1 << 16, socket.MSG_DONTWAIT)
+                    return gone | json.loads(said or "{}")
+                return gone | {"status": "gone", "why": "the sandbox ended by itself"}
+            if got.endswith(b"\n"):
+                if watched:
+                    self.guard.sendall(launcher.REST)
+                return dict(json.loads(got), gone=False)
+            if len(got) > MAX_LINE_BYTES:
+                return gone | {"status": "output", "why": "its answer has no end"}
+        return gone | {"status": "timeout", "why": f"no answer in {limit_s:g} s"}
+
     def close(self) -> None:
-        self.lines.close()
-        self.socket.close()
+        self.guard.close()
+        self.cell.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +196,7 @@ class CodeSandbox:
             for case in cases:
                 if time.monotonic() >= end_s:
                     break
-                link = link or self.connect(base)
+                link = link or self._next(base)
                 request = {"kind": "run", "code": code, "stdin": "", "call": "", "arguments": []} | case
                 answer = link.ask(request | {"limits": asdict(self.limits)}, self.limits.wall_s)
                 found.append(ran_of(answer))
@@ -178,40 +209,48 @@ class CodeSandbox:
         return found
 
     def connect(self, base: str = "") -> _Link:
-        """A sandbox. Raises SandboxGone."""
+        """A sandbox that stays whatever becomes of the launcher. Raises SandboxGone."""
+        with self._lock:
+            return self._new(base, stays=True)
+
+    def _next(self, base: str) -> _Link:
+        """A sandbox of one program; without a base one that was begun before. Raises SandboxGone."""
         with self._lock:
             if base:
                 return self._new(base)
+            if self._popen is not None and self._popen.poll() is not None:
+                self._stop()  # the spare one has ended with it
             link, self._spare = self._spare or self._new(), None
             self._spare = self._new()
         return link
 
-    def _new(self, base: str = "") -> _Link:
+    def _new(self, base: str = "", stays: bool = False) -> _Link:
         read_only = [*SYSTEM, *(path for path in (sys.base_prefix, *self._packages) if not path.startswith("/usr/"))]
-        job: dict[str, Any] = {
-            "tier": self.tier,
-            "read_only": list(dict.fromkeys(read_only)),
+        job: dict[str, Any] = {"tier": self.tier, "read_only": list(dict.fromkeys(read_only)), "base": base}
+        job |= {
             "packages": self._packages,
-            "base": base,
+            "tmp_mb": self.limits.tmp_mb,
+            "memory_mb": self.limits.memory_mb,
+            "python": _python(),
+            "stays": stays,
         }
-        job |= {"tmp_mb": self.limits.tmp_mb, "memory_mb": self.limits.memory_mb, "python": _python()}
-        ours, theirs = socket.socketpair()
-        with theirs:
+        cell, guard = socket.socketpair(), socket.socketpair()
+        with cell[1], guard[1]:
             for attempt in range(2):
                 if self._channel is None:
                     self._start()
                 assert self._channel is not None
                 try:
-                    socket.send_fds(self._channel, [b"+"], [theirs.fileno()])
+                    fds = [guard[1].fileno(), cell[1].fileno()]
+                    socket.send_fds(self._channel, [json.dumps(job).encode()], fds)
                     break
                 except OSError as e:
                     self._stop()
                     if attempt:
-                        ours.close()
+                        cell[0].close()
+                        guard[0].close()
                         raise SandboxGone(f"the launcher of sandboxes ended: {e}") from e
-        with contextlib.suppress(OSError):  # the first question finds out
-            ours.sendall(json.dumps(job).encode() + b"\n")
-        return _Link(ours)
+        return _Link(cell[0], guard[0])
 
     def session(self, workspace: str = "", start: Snapshot | None = None) -> Session:
         """A sandbox whose cells share their names and files until it is closed. workspace: a folder in the sandbox's
@@ -223,7 +262,7 @@ class CodeSandbox:
         return Session(self, workspace, start)
 
     def _start(self) -> None:
-        ours, theirs = socket.socketpair()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         about = json.dumps([str(Path(__file__).parents[2]), self.workspaces.scratch if self.workspaces else ""])
         command = [_python(), "-I", "-S", launcher.__file__, about]
         nothing = subprocess.DEVNULL
@@ -258,7 +297,7 @@ class CodeSandbox:
             self._popen = None
 
     def close(self) -> None:
-        """No more runs; those that run now end by themselves or at their limits. Idempotent."""
+        """No more runs; those that run now have 2 s to end, sessions stay until they are closed. Idempotent."""
         with self._lock:
             self._stop()
         if self.workspaces is not None:

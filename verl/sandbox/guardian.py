@@ -32,6 +32,7 @@ KILL_S = 5.0  # how long the guardian tries to kill and reap everything
 TAIL_BYTES = 4096
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+LISTED = os.path.exists("/proc/thread-self/children")  # not with every kernel (some sandboxes)
 
 
 def main() -> None:
@@ -154,7 +155,7 @@ class _Guard:
     def _over_limit(self) -> float | None:
         """Megabytes in use by the worker and its descendants if that is too much, else None."""
         (base_mb,) = struct.unpack("d", self._baseline[:8])
-        return over_limit_mb(base_mb + self._limit_mb) if base_mb else None
+        return over_limit_mb(base_mb + self._limit_mb, descendants(os.getpid())) if base_mb else None
 
     def _end_all(self) -> None:
         """SIGKILL and reap the worker's group and every other descendant."""
@@ -175,8 +176,6 @@ def shoot(kill: Callable[[int, int], None], pid: int) -> None:
 
 def descendants(root: int) -> list[int]:
     """Pids of all processes under `root`, without it. Empty where there is no /proc."""
-    listed = os.path.exists(f"/proc/{root}/task/{root}/children")  # not with every kernel (some sandboxes)
-    children_of = _children if listed else _children_by_scan
     found: list[int] = []
     todo = [root]
     while todo:
@@ -186,7 +185,9 @@ def descendants(root: int) -> list[int]:
     return found
 
 
-def _children(pid: int) -> list[int]:
+def children_of(pid: int) -> list[int]:
+    if not LISTED:
+        return _children_by_scan(pid)
     found: list[int] = []
     with contextlib.suppress(OSError):  # it ended while we looked
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -204,9 +205,8 @@ def _children_by_scan(pid: int) -> list[int]:
     return found
 
 
-def over_limit_mb(limit_mb: float) -> float | None:
-    """Megabytes in use by all processes below this one if that is too much, else None."""
-    pids = descendants(os.getpid())
+def over_limit_mb(limit_mb: float, pids: list[int]) -> float | None:
+    """Megabytes in use by all of these if that is too much, else None."""
     if sum(map(resident_mb, pids)) <= limit_mb:
         return None
     used_mb = sum(map(proportional_mb, pids))  # slower, but does not count what forks share more than once

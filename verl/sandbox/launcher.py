@@ -1,10 +1,12 @@
-"""A warm interpreter that starts sandboxes: `python -I -S launcher.py [path, scratch]`, a socket on 0.
+"""A warm interpreter that starts sandboxes: `python -I -S launcher.py [path, scratch]`, a channel on 0.
 
-    caller == one socket per sandbox, a JSON line each way ==> supervisor (a fork of this) == the same ==> cell.py
+    caller == a job, two sockets per sandbox ==> this -- fork, fresh namespaces --> cell.py
+         ============ one of the two, a JSON line each way: what is asked =========>
 
-For each descriptor that comes over the socket it forks a supervisor, which starts a cell in fresh namespaces (its own
-fork: `launcher`; or by `bubblewrap`), hands requests and answers through, and kills all of the sandbox at a deadline,
-over a limit of memory, or when the caller is gone. Standard library only. It never runs the code of a request itself.
+It starts a cell in fresh namespaces (a fork of its own: `launcher`; or by `bubblewrap`), gives it the one socket and
+keeps the other: at its end it kills all of the sandbox, and over a limit of memory, while it is told to watch. What is
+asked and answered never comes here: a sandbox, which is a fork of this, cannot hold what another one was asked.
+Standard library only. It never runs the code of a request itself.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +33,11 @@ WARM = (
     *("array", "struct", "textwrap", "hashlib", "numbers", "queue", "calendar", "time", "encodings.idna"),
     *("gzip", "shutil", "tarfile", "zlib"),
 )
-LOOK_S = 0.05  # how often memory is summed
+LOOK_S = 0.05  # how often memory is summed, of what takes longer than that
 GRACE_S = 2.0  # past the limit of a request, for process 1 to say so itself
 START_S = 30.0
-MAX_LINE_BYTES = 64 << 20
+MAX_JOB_BYTES = 1 << 16
+WATCH, REST = b"+", b"-"
 
 
 def main() -> None:
@@ -41,80 +45,152 @@ def main() -> None:
     sys.path.insert(0, path)
     for name in (*WARM, "verl.sandbox.namespaces", "verl.sandbox.guardian", "verl.sandbox.cell"):
         importlib.import_module(name)
-    channel = socket.socket(fileno=0)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for a supervisor
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller's Ctrl-C: it closes the socket when it is done
+    channel = socket.socket(fileno=os.dup(0))
+    os.dup2(1, 0)  # nowhere
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller's Ctrl-C: it closes the channel when it is done
     from verl.sandbox import namespaces
 
     namespaces.seccomp_program()  # for all forks
     gc.freeze()
     channel.sendall(b"+")
-    while True:
-        _, fds, _, _ = socket.recv_fds(channel, 1, 1)
+    _Sandboxes(channel).run()
+    shutil.rmtree(scratch, ignore_errors=True)  # the caller may have been killed
+
+
+class _Box:
+    """One sandbox. guard: at its end it ends · pid: on which all of it hangs; 0: it has ended."""
+
+    def __init__(self, guard: socket.socket, memory_mb: float) -> None:
+        self.guard, self.memory_mb, self.pid, self.watched = guard, memory_mb, 0, False
+
+    def look(self) -> None:
+        from verl.sandbox import guardian
+
+        pids = [self.pid, *guardian.descendants(self.pid)] if self.pid else []
+        if (used_mb := guardian.over_limit_mb(self.memory_mb, pids)) is not None:
+            self.tell("memory", f"it used {used_mb:.0f} MB of {self.memory_mb:g}")
+            self.end()
+
+    def tell(self, status: str, why: str) -> None:
+        with contextlib.suppress(OSError):  # nobody listens
+            self.guard.send(json.dumps({"status": status, "why": why}).encode(), socket.MSG_DONTWAIT)
+
+    def end(self) -> None:
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)  # nobody waited for it yet: it is no one else
+
+
+class _Sandboxes:
+    """Those that this process started, and one loop over their sockets and their ends."""
+
+    def __init__(self, channel: socket.socket | None) -> None:
+        from verl.sandbox import namespaces
+
+        namespaces.adopt_orphans()  # of a bubblewrap that was killed while it started
+        self._channel = channel
+        self._boxes: list[_Box] = []
+        self._children: set[int] = set()
+        self._poller = select.poll()
+        self._then: dict[int, Callable[[], None]] = {}
+        if channel is not None:
+            self._hear(channel.fileno(), self._begin)
+
+    def run(self) -> None:
+        """Until the channel and all sandboxes have ended."""
+        looked_s = 0.0
+        while self._channel is not None or self._boxes:
+            watched = [box for box in self._boxes if box.watched]
+            for fd, _ in self._poller.poll(LOOK_S * 1000 if watched else None):
+                self._then[fd]()
+            if watched and time.monotonic() - looked_s >= LOOK_S:
+                looked_s = time.monotonic()
+                for box in watched:
+                    box.look()
+
+    def _hear(self, fd: int, then: Callable[[], None]) -> None:
+        self._then[fd] = then
+        self._poller.register(fd, select.POLLIN)
+
+    def _leave(self, fd: int) -> None:
+        self._poller.unregister(fd)
+        del self._then[fd]
+
+    def _begin(self) -> None:
+        assert self._channel is not None
+        said, fds, _, _ = socket.recv_fds(self._channel, MAX_JOB_BYTES, 2)
         if not fds:
-            shutil.rmtree(scratch, ignore_errors=True)  # the caller may have been killed
+            self._leave(self._channel.fileno())
+            self._channel = None
             return
-        if os.fork() == 0:
-            channel.close()
+        job, (guard, theirs) = json.loads(said), [socket.socket(fileno=fd) for fd in fds]
+        if not job["stays"]:
+            return self.start(job, guard, theirs)
+        if (pid := os.fork()) == 0:  # it outlives this process
             try:
-                _supervise(socket.socket(fileno=fds[0]))
+                for one in (self._channel, *(box.guard for box in self._boxes)):
+                    one.close()
+                alone = _Sandboxes(None)
+                alone.start(job, guard, theirs)
+                alone.run()
             finally:
                 os._exit(0)
-        os.close(fds[0])
-
-
-def _supervise(caller: socket.socket) -> None:
-    """One sandbox from its first request to its end."""
-    from verl.sandbox import namespaces
-
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    namespaces.adopt_orphans()  # of a bubblewrap that was killed while it started
-    requests = caller.makefile("rb")
-    job = json.loads(requests.readline())
-    ours, theirs = socket.socketpair()
-    try:
-        start = _start_bubblewrap if job["tier"] == "bubblewrap" else _start_cell
-        start(job, theirs, [caller, ours])
+        self._wait_for(pid, None)
+        guard.close()
         theirs.close()
-        cell = _Cell(ours, caller, float(job["memory_mb"]))
-        while line := requests.readline():
-            request = json.loads(line)
-            nonce = os.urandom(16).hex()
-            answer = cell.ask(request | {"nonce": nonce}, request["limits"]["wall_s"] + GRACE_S)
-            if answer is None:
-                return
-            gone = answer.pop("gone", False) or answer.pop("nonce", None) != nonce
-            if gone and "why" not in answer:
-                answer = {"status": "gone", "why": "the sandbox spoke out of turn"}
-            caller.sendall(json.dumps(answer | {"gone": gone}).encode() + b"\n")
-            if gone:
-                return
-    except OSError as e:
-        caller.sendall(json.dumps({"status": "gone", "why": str(e), "gone": True}).encode() + b"\n")
-    finally:
-        _end_all()
 
+    def start(self, job: dict[str, Any], guard: socket.socket, theirs: socket.socket) -> None:
+        box = _Box(guard, float(job["memory_mb"]))
+        self._boxes.append(box)
+        self._hear(guard.fileno(), lambda: self._listen(box))
+        try:
+            box.pid = (_start_bubblewrap if job["tier"] == "bubblewrap" else _start_cell)(job, theirs)
+            self._wait_for(box.pid, box)
+        except OSError as e:
+            box.tell("gone", str(e))
+        theirs.close()
 
-def _end_all() -> None:
-    """Kill and reap everything below this process."""
-    from verl.sandbox.guardian import descendants, shoot
+    def _listen(self, box: _Box) -> None:
+        said = b""
+        with contextlib.suppress(ConnectionResetError):  # it did not hear what it was told
+            said = box.guard.recv(64)
+        box.watched = said.endswith(WATCH)
+        if not said:
+            self._leave(box.guard.fileno())
+            box.guard.close()
+            box.end()
+            self._forget(box)
 
-    with contextlib.suppress(ChildProcessError):
-        while True:
-            for pid in descendants(os.getpid()):
-                shoot(os.kill, pid)
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-            time.sleep(0.001)
+    def _wait_for(self, pid: int, box: _Box | None) -> None:
+        fd = os.pidfd_open(pid)
+        self._children.add(pid)
+        self._hear(fd, lambda: self._ended(fd, pid, box))
+
+    def _ended(self, fd: int, pid: int, box: _Box | None) -> None:
+        from verl.sandbox import guardian
+
+        self._leave(fd)
+        os.close(fd)
+        os.waitpid(pid, 0)
+        self._children.remove(pid)
+        for orphan in set(guardian.children_of(os.getpid())) - self._children:
+            guardian.shoot(os.kill, orphan)
+            self._wait_for(orphan, None)
+        if box is not None:
+            box.pid = 0
+            self._forget(box)
+
+    def _forget(self, box: _Box) -> None:
+        if box.pid == 0 and box.guard.fileno() < 0:
+            self._boxes.remove(box)
 
 
 def _refuse(theirs: socket.socket, why: OSError) -> None:
     """In the child, as if the cell had said so."""
-    theirs.sendall(json.dumps({"status": "gone", "why": f"no sandbox here: {why}", "gone": True}).encode())
+    theirs.sendall(json.dumps({"status": "gone", "why": f"no sandbox here: {why}"}).encode() + b"\n")
     os._exit(1)
 
 
-def _start_cell(job: dict[str, Any], theirs: socket.socket, close: list[socket.socket]) -> None:
+def _start_cell(job: dict[str, Any], theirs: socket.socket) -> int:
     from verl.sandbox import cell, namespaces
 
     mapped, go = os.pipe()
@@ -122,8 +198,6 @@ def _start_cell(job: dict[str, Any], theirs: socket.socket, close: list[socket.s
     if pid == 0:
         try:
             os.close(go)
-            for one in close:
-                one.close()
             if os.read(mapped, 1) != b"+":
                 os._exit(1)
             os.close(mapped)
@@ -146,9 +220,10 @@ def _start_cell(job: dict[str, Any], theirs: socket.socket, close: list[socket.s
         os.write(go, b"+")
     finally:
         os.close(go)
+    return pid
 
 
-def _start_bubblewrap(job: dict[str, Any], theirs: socket.socket, close: list[socket.socket]) -> None:
+def _start_bubblewrap(job: dict[str, Any], theirs: socket.socket) -> int:
     from verl.sandbox import cell, namespaces
 
     command = ["bwrap", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
@@ -190,8 +265,6 @@ def _start_bubblewrap(job: dict[str, Any], theirs: socket.socket, close: list[so
         if (pid := namespaces.clone(wanted) if around else os.fork()) == 0:
             try:
                 os.close(go)
-                for one in close:
-                    one.close()
                 if os.read(mapped, 1) == b"+":
                     if job["base"]:
                         namespaces.keep_mounts()
@@ -210,51 +283,7 @@ def _start_bubblewrap(job: dict[str, Any], theirs: socket.socket, close: list[so
             namespaces.map_users(pid)
         os.write(go, b"+")
         os.close(go)
-
-
-class _Cell:
-    """The supervisor's hand on one cell."""
-
-    def __init__(self, channel: socket.socket, caller: socket.socket, memory_mb: float) -> None:
-        self._channel, self._caller, self._memory_mb = channel, caller, memory_mb
-        self._got = bytearray()
-
-    def ask(self, request: dict[str, Any], limit_s: float) -> dict[str, Any] | None:
-        """The answer, or with `gone` why there is none. None: the caller has gone."""
-        from verl.sandbox import guardian
-
-        self._channel.settimeout(START_S)
-        with contextlib.suppress(OSError):  # it may have said why
-            self._channel.sendall(json.dumps(request).encode() + b"\n")
-        deadline = time.monotonic() + limit_s
-        poller = select.poll()
-        for one in (self._channel, self._caller):
-            poller.register(one, select.POLLIN)
-        while (left_s := deadline - time.monotonic()) > 0:
-            ready = {fd for fd, _ in poller.poll(min(LOOK_S, left_s) * 1000)}
-            if self._caller.fileno() in ready:
-                return None
-            if self._channel.fileno() in ready:
-                try:
-                    got = self._channel.recv(1 << 18)
-                except ConnectionResetError:  # it ended before it was asked; what it said comes after that
-                    got = self._channel.recv(1 << 18)
-                self._got += got
-                if self._got.endswith(b"\n") or not got:
-                    return self._told()
-                if len(self._got) > MAX_LINE_BYTES:
-                    return {"status": "output", "gone": True, "why": "its answer has no end"}
-            elif (used_mb := guardian.over_limit_mb(self._memory_mb)) is not None:
-                return {"status": "memory", "gone": True, "why": f"it used {used_mb:.0f} MB of {self._memory_mb:g}"}
-        return {"status": "timeout", "gone": True, "why": f"no answer in {limit_s:g} s"}
-
-    def _told(self) -> dict[str, Any]:
-        line, self._got = bytes(self._got), bytearray()
-        try:
-            found: dict[str, Any] = json.loads(line)
-        except ValueError:
-            return {"status": "gone", "gone": True, "why": "the sandbox ended by itself"}
-        return found
+        return pid
 
 
 if __name__ == "__main__":
