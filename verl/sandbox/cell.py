@@ -9,7 +9,6 @@ it ends, the kernel ends whatever is left. Standard library only: with bubblewra
 
 from __future__ import annotations
 
-import ast
 import atexit
 import binascii
 import builtins
@@ -27,18 +26,21 @@ import socket
 import stat
 import struct
 import sys
-import threading
 import time
-import traceback
 import types
-from collections.abc import Callable, Iterator
-from typing import Any
+
+TYPE_CHECKING = False  # `typing`, `ast`, `tarfile` and the like: without them bubblewrap's sandboxes are up sooner
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import Any
+
+    Json = dict[str, Any]
 
 CHUNK_BYTES = 1 << 16
 MAX_KEPT_BYTES = 32 << 20  # of a snapshot, packed: as text it is a line of the socket
 FAR_S = 10**9  # of CPU, for a process that stays: each of its cells has its own limit
 PR_SET_DUMPABLE, NOBODY = 4, 65534
-Json = dict[str, Any]
+SHOW = sys.__excepthook__  # as the interpreter itself does
 
 
 def serve(channel: socket.socket) -> None:
@@ -189,7 +191,7 @@ class _Files:
         self._first: dict[str, tuple[int, int, int]] = {}  # of the workspace, by path
 
     def answer(self, request: Json) -> Json:
-        import tarfile  # here and below: without it bubblewrap's sandboxes are up sooner
+        import tarfile
         import zlib
 
         try:
@@ -302,7 +304,7 @@ def _become_child(theirs: list[int], limits: Json, work: Callable[[], int]) -> N
         os.chdir("/tmp")
         code = work()
     except BaseException:  # a limit of ours that the kernel does not take: never run without it
-        traceback.print_exc()
+        SHOW(*sys.exc_info())
     finally:
         with contextlib.suppress(BaseException):
             sys.stdout.flush()
@@ -354,6 +356,8 @@ def _program(request: Json) -> int:
 def _cells() -> int:
     """Cells as lines of JSON on 4, code and seconds; after each, 0 or 1 on 3. A last expression's value is printed.
     Every cell has its own seconds of CPU; beyond what it may raise them to, its wall time holds."""
+    import ast
+
     module = types.ModuleType("__main__")
     sys.modules["__main__"] = module
     lines = open(4, encoding="utf-8", closefd=False)  # noqa: SIM115
@@ -389,14 +393,15 @@ def _guarded(work: Callable[[], None], *, at_end: bool) -> int:
         code = 0 if e.code is None else e.code & 0xFF if isinstance(e.code, int) else 1
     except BaseException as e:  # it is not our code
         trace = e.__traceback__
-        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        while trace is not None and trace.tb_frame.f_code.co_filename == _guarded.__code__.co_filename:
             trace = trace.tb_next
-        traceback.print_exception(e.with_traceback(trace))
+        SHOW(type(e), e.with_traceback(trace), trace)
         code = 1
     if at_end:
-        for thread in threading.enumerate():
-            if thread is not threading.current_thread() and not thread.daemon:
-                thread.join()
+        if threading := sys.modules.get("threading"):  # without it, there are none
+            for thread in threading.enumerate():
+                if thread is not threading.current_thread() and not thread.daemon:
+                    thread.join()
         atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -20,17 +20,32 @@ import select
 import shutil
 import signal
 import socket
+import struct
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 WARM = (
     *("math", "cmath", "re", "collections", "itertools", "functools", "operator", "random", "string", "heapq"),
     *("bisect", "datetime", "decimal", "fractions", "statistics", "copy", "dataclasses", "enum", "typing", "io"),
-    *("array", "struct", "textwrap", "hashlib", "numbers", "queue", "calendar", "time", "encodings.idna"),
+    *(
+        "ast",
+        "array",
+        "struct",
+        "textwrap",
+        "threading",
+        "traceback",
+        "hashlib",
+        "numbers",
+        "queue",
+        "calendar",
+        "time",
+        "encodings.idna",
+    ),
     *("gzip", "shutil", "tarfile", "zlib"),
 )
 LOOK_S = 0.05  # how often memory is summed, of what takes longer than that
@@ -55,6 +70,15 @@ def main() -> None:
     channel.sendall(b"+")
     _Sandboxes(channel).run()
     shutil.rmtree(scratch, ignore_errors=True)  # the caller may have been killed
+
+
+def _compiled(module: ModuleType) -> str:
+    """The file of its compiled code, if that is of the file as it is; else that: an interpreter runs either."""
+    about, cached = os.stat(str(module.__file__)), str(module.__cached__)
+    with contextlib.suppress(OSError), open(cached, "rb") as file:
+        if file.read(16)[4:] == struct.pack("<III", 0, int(about.st_mtime), about.st_size):
+            return cached
+    return str(module.__file__)
 
 
 class _Box:
@@ -244,7 +268,7 @@ def _start_bubblewrap(job: dict[str, Any], theirs: socket.socket) -> int:
             command += ["--ro-bind", path, path]
     for name in namespaces.DEVICES:
         command += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
-    command += ["--symlink", "/tmp", "/dev/shm", "--ro-bind", cell.__file__, "/cell.py"]
+    command += ["--symlink", "/tmp", "/dev/shm", "--ro-bind", _compiled(cell), "/cell.py"]
     if job["base"]:
         command += ["--bind", f"{job['base']}/at", "/tmp"]
     else:
