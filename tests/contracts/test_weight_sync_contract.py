@@ -254,6 +254,22 @@ def test_a_rollout_in_flight_keeps_its_tokens_and_marks_the_version_of_each(back
     run(test)
 
 
+def test_one_version_lies_in_shared_memory_and_a_replica_that_was_given_up_holds_none():
+    async def test():
+        world = World(trainer(), "shm")
+        good, bad = world.rollout(), Fails(None)
+        for version, replicas in enumerate(([good], [good, bad], [good, Hangs(None)], [good], [good])):
+            await world.publish(replicas, version, timeout_s=60 if version != 2 else 1.0)
+            files = list(shm.SHM.glob(f"{world.outlet.name}-*"))
+            whole = sum(t.nbytes for _, t in world.engine.weights())
+            assert len(files) == 1 and sum(path.stat().st_size for path in files) < 1.2 * whole + 4096
+            assert distance(await scores(good), world.logprobs()) < TOLERANCE
+            await world.update()
+        await good.close()
+
+    run(test)
+
+
 # -- what must not pass ------------------------------------------------------------------------------------------------
 
 

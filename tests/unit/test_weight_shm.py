@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import pickle
+import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -92,3 +94,62 @@ def test_a_full_memory_leaves_no_file_that_would_crash_the_next(
             stage(outlet, 0, weights(1.0))
     assert list(tmp_path.iterdir()) == []
     assert same(read(stage(outlet, 0, weights(1.0))), weights(1.0))
+
+
+def segments(folder: Path) -> list[str]:
+    return sorted(path.name[-1] for path in folder.glob("verl-weights-1-test-?"))
+
+
+def test_a_version_that_all_have_makes_room_for_the_next(outlet: shm.ShmOutlet, tmp_path: Path) -> None:
+    misses = shm._kept.cache_info().misses
+    for version in range(5):
+        path = stage(outlet, version, weights(10.0 * version))
+        assert segments(tmp_path) == ["0"] and same(read(path), weights(10.0 * version))
+        shm.open_weights(str(path)).release(version)
+        assert same(read(path), weights(10.0 * version)), "who comes late finds it until the next one is staged"
+    assert shm._kept.cache_info().misses == misses + 1, "both ends keep it mapped"
+
+
+def test_a_version_that_a_replica_still_reads_is_not_written_over(outlet: shm.ShmOutlet, tmp_path: Path) -> None:
+    first = stage(outlet, 0, weights(1.0))
+    shm.open_weights(str(first)).release(3)  # of another version: it says nothing of this one
+    reading = shm.open_weights(str(first)).tensors()
+    next(reading)
+    second = stage(outlet, 1, weights(2.0))
+    assert second != first and [float(t[0]) for _, t in reading if t.numel()] == [2.0, 3.0]
+    assert segments(tmp_path) == ["0", "1"]
+    shm.open_weights(str(second)).release(1)
+    assert stage(outlet, 2, weights(3.0)) == second and segments(tmp_path) == ["1"], "one is enough again"
+    assert same(read(second), weights(3.0))
+    assert stage(outlet, 2, weights(4.0)) != second, "it was staged once more, and nobody has said that it has it"
+
+
+def test_a_version_that_was_broken_off_is_none_and_is_staged_again(outlet: shm.ShmOutlet, tmp_path: Path) -> None:
+    now = weights(5.0)
+    shm.open_weights(str(stage(outlet, 0, weights(1.0)))).release(0)
+
+    def breaks() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from list(now.items())[:2]
+        raise ConnectionError("a rank died")
+
+    with pytest.raises(ConnectionError):
+        outlet.stage(1, {n: entry_of(t) for n, t in now.items()}, breaks())
+    assert [shm.ShmStream(path).version for path in tmp_path.glob("verl-weights-1-test-?")] == [shm.WRITING]
+    assert same(read(stage(outlet, 1, now)), now)
+
+
+def test_the_end_gives_memory_back_that_others_have_mapped() -> None:
+    name = f"{shm.PREFIX}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
+    try:
+        path = stage(shm.ShmOutlet(name), 0, weights(1.0, size=1_000_000))
+        stream, reading = shm.open_weights(str(path)), shm.open_weights(str(path)).tensors()
+        next(reading)
+        with path.open("rb") as file:
+            assert os.fstat(file.fileno()).st_blocks * 512 >= 12_000_000
+            shm.end(name)
+            assert os.fstat(file.fileno()).st_blocks * 512 <= mmap.PAGESIZE
+        assert not path.exists() and stream.version == shm.WRITING
+        with pytest.raises(SyncError, match="version 0 was written over by -1"):
+            list(reading)
+    finally:
+        shm.remove(name)

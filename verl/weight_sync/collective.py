@@ -30,7 +30,7 @@ from torch import Tensor
 from verl.weight_sync.base import SyncContext, SyncError
 from verl.weight_sync.local import LocalCheckpointEngine, engine_of
 from verl.weight_sync.options import Collective
-from verl.weight_sync.shm import PREFIX, VERSION_BYTES, ShmStream, blank, remove, this_host
+from verl.weight_sync.shm import PREFIX, VERSION_BYTES, ShmStream, blank, end, this_host
 from verl.weight_sync.tcp import (
     ANSWER,
     FETCH_S,
@@ -320,4 +320,4 @@ def _heard(peer: socket.socket, kind: type[T]) -> T:
 
 def build(options: Collective, context: SyncContext) -> LocalCheckpointEngine:
     outlet = CollectiveOutlet(host=options.host, backend=options.backend, gather_s=options.gather_s)
-    return engine_of(outlet, context, remove, f"{PREFIX}-*-{outlet.tag}")  # of this host
+    return engine_of(outlet, context, end, f"{PREFIX}-*-{outlet.tag}")  # of this host

@@ -24,7 +24,7 @@ from torch import Tensor
 from verl.weight_sync.base import Entry, SyncContext, SyncError
 from verl.weight_sync.local import LocalCheckpointEngine, engine_of
 from verl.weight_sync.options import Nixl
-from verl.weight_sync.shm import PREFIX, VERSION_BYTES, ShmStream, blank, remove
+from verl.weight_sync.shm import PREFIX, VERSION_BYTES, ShmStream, blank, end
 from verl.weight_sync.tcp import ANSWER, FETCH_S, NOTHING, VERSION, HostStream, TcpOutlet, asked, received
 
 LOOK_S = 0.0005
@@ -129,7 +129,7 @@ def _read(found: Place, into: Tensor, peer: socket.socket, version: int) -> None
 
 def build(options: Nixl, context: SyncContext) -> LocalCheckpointEngine:
     outlet = NixlOutlet(host=options.host)
-    return engine_of(outlet, context, remove, f"{PREFIX}-*-{outlet.tag}")  # of this host
+    return engine_of(outlet, context, end, f"{PREFIX}-*-{outlet.tag}")  # of this host
 
 
 def _agent() -> Any:

@@ -1,12 +1,14 @@
 """Weights through the shared memory of one host: the trainer writes a version, every replica maps and reads it.
 
-Two files take turns, so that a version is written while a late replica may still read the one before. A file says
-which version it holds; a reader asks before its first tensor and after its last, and copies each as it comes. The
-trainer keeps its files mapped: to find their memory anew takes longer than to write it.
+A file says which version it holds; a reader asks before its first tensor and after its last, and copies each as it
+comes. Once all replicas have a version, or were given up, the next one is written over it; until then it would be
+written beside it. Both ends keep a file mapped: to find its memory anew takes as long as to copy it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import mmap
 import os
@@ -24,7 +26,8 @@ from verl.weight_sync.local import LocalCheckpointEngine, engine_of
 
 SHM = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
 PREFIX = "verl-weights"
-HEAD_BYTES, VERSION_BYTES = 16, 8  # version and length of the index, little endian; the first of them
+HEAD_BYTES, VERSION_BYTES = 16, 8  # version and length of the index, little endian; one of them
+TAIL_BYTES = 8  # the version that all replicas have
 ALIGN_BYTES = 64
 WRITING = -1
 
@@ -46,19 +49,19 @@ class ShmOutlet:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._mapped: dict[Path, tuple[int, mmap.mmap]] = {}  # inode and memory
+        self._latest: Path | None = None
 
     def __reduce__(self) -> tuple[type[ShmOutlet], tuple[str]]:
         return ShmOutlet, (self.name,)
 
-    def _memory(self, path: Path, num_bytes: int) -> mmap.mmap:
-        """Of a file of that size: the one that it wrote the version before the last into, where it still is."""
-        inode, found = self._mapped.get(path, (-1, None))
-        if found is None or len(found) != num_bytes or not path.exists() or path.stat().st_ino != inode:
-            self._mapped.pop(path, None)
-            found = _mapped(path, num_bytes)
-            self._mapped[path] = (path.stat().st_ino, found)
-        return found
+    def _place(self, version: int) -> Path:
+        """Over the version before, where all replicas have that one. The other file is needed no more then."""
+        latest, turn = self._latest, version % 2
+        if latest is not None and latest.exists() and ShmStream(latest).released:
+            turn = int(latest.name[-1])
+            _end(SHM / f"{self.name}-{1 - turn}")
+        self._latest = SHM / f"{self.name}-{turn}"
+        return self._latest
 
     def stage(self, version: int, shapes: Mapping[str, Entry], tensors: Iterable[tuple[str, Tensor]]) -> str:
         parts, at = [], 0
@@ -68,9 +71,9 @@ class ShmOutlet:
             at += -(-num_bytes // ALIGN_BYTES) * ALIGN_BYTES
         index = msgspec.msgpack.encode(parts)
         first = -(-(HEAD_BYTES + len(index)) // ALIGN_BYTES) * ALIGN_BYTES
-        path = SHM / f"{self.name}-{version % 2}"
-        found = self._memory(path, max(first + at, 1))
-        found[:8] = WRITING.to_bytes(8, "little", signed=True)
+        path = self._place(version)
+        found = _memory(path, first + at + TAIL_BYTES)
+        found[:8] = found[-TAIL_BYTES:] = _word(WRITING)
         found[8:16] = len(index).to_bytes(8, "little")
         found[16 : 16 + len(index)] = index
         whole = torch.frombuffer(found, dtype=torch.uint8)
@@ -80,7 +83,7 @@ class ShmOutlet:
                 start = first + part.start
                 into = whole[start : start + part.num_bytes].view(tensor.dtype).view(part.shape)
                 into.copy_(tensor.detach())
-        found[:8] = version.to_bytes(8, "little", signed=True)
+        found[:8] = _word(version)
         return str(path)
 
 
@@ -90,8 +93,7 @@ class ShmStream(TensorStream):
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            with path.open("r+b") as file:
-                self._found = mmap.mmap(file.fileno(), 0)
+            self._found = _kept(path, *_identity(path))
         except FileNotFoundError:
             raise SyncError(
                 f"{path} is not on this host: sync.engine=shm serves replicas of the trainer's host"
@@ -112,15 +114,23 @@ class ShmStream(TensorStream):
 
     def hold(self, version: int) -> None:
         """Its reader has put that version there."""
-        self._found[:VERSION_BYTES] = version.to_bytes(VERSION_BYTES, "little", signed=True)
+        self._found[:VERSION_BYTES] = _word(version)
+
+    @property
+    def released(self) -> bool:
+        """All replicas have what it holds, or were given up."""
+        return self.version != WRITING and self._found[-TAIL_BYTES:] == _word(self.version)
+
+    def release(self, version: int) -> None:
+        self._found[-TAIL_BYTES:] = _word(version)
 
     @property
     def memory(self) -> Tensor:
-        """The file, uint8: the version, the length of the index, the index, the tensors."""
+        """The file, uint8: the version, the length of the index, the index, the tensors, the version that all have."""
         return torch.frombuffer(self._found, dtype=torch.uint8)
 
     def views(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors where they lie; the next version but one is written over them."""
+        """The tensors where they lie; a later version is written over them."""
         size = int.from_bytes(self._found[8:16], "little")
         parts = msgspec.msgpack.decode(self._found[16 : 16 + size], type=list[Part])
         first = -(-(HEAD_BYTES + size) // ALIGN_BYTES) * ALIGN_BYTES
@@ -140,13 +150,20 @@ def open_weights(address: str) -> ShmStream:
 
 def blank(path: Path, num_bytes: int) -> ShmStream:
     """A file of this size that holds no version yet."""
-    _mapped(path, num_bytes).close()
+    _memory(path, num_bytes)
     (made := ShmStream(path)).hold(WRITING)
     return made
 
 
+def _memory(path: Path, num_bytes: int) -> mmap.mmap:
+    """Of a file of this size: the one that is there, or a new one."""
+    if path.exists() and path.stat().st_size == num_bytes:
+        return _kept(path, *_identity(path))
+    return _mapped(path, num_bytes)
+
+
 def _mapped(path: Path, num_bytes: int) -> mmap.mmap:
-    """A file of this size, whose memory is there: a full /dev/shm is an OSError here, not a crash later."""
+    """A new file of this size, whose memory is there: a full /dev/shm is an OSError here, not a crash later."""
     if path.exists() and path.stat().st_size != num_bytes:
         path.unlink()  # a late reader keeps what it has
     with path.open("a+b") as file:
@@ -156,7 +173,23 @@ def _mapped(path: Path, num_bytes: int) -> mmap.mmap:
         except OSError as e:
             path.unlink()
             raise OSError(e.errno, f"{num_bytes / 1e6:.0f} MB of weights do not fit into {path.parent}") from e
+    return _kept(path, *_identity(path))
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_ino, found.st_size
+
+
+@functools.lru_cache(maxsize=2)  # as many as there are of a sender
+def _kept(path: Path, inode: int, num_bytes: int) -> mmap.mmap:
+    """As long as it is mapped no other file has its inode."""
+    with path.open("r+b") as file:
         return mmap.mmap(file.fileno(), num_bytes)
+
+
+def _word(version: int) -> bytes:
+    return version.to_bytes(VERSION_BYTES, "little", signed=True)
 
 
 def this_host() -> str:
@@ -165,7 +198,22 @@ def this_host() -> str:
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}-{found.st_dev}-{found.st_ino}"
 
 
+def end(prefix: str) -> None:
+    """Nobody reads these any more. Their memory is given back, though other processes may keep it mapped."""
+    for path in SHM.glob(f"{prefix}-*"):
+        _end(path)
+
+
+def _end(path: Path) -> None:
+    with contextlib.suppress(OSError, ValueError):  # it is gone, or smaller than a page
+        with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as found:
+            found[:VERSION_BYTES] = _word(WRITING)
+            found.madvise(mmap.MADV_REMOVE, mmap.PAGESIZE)
+    path.unlink(missing_ok=True)
+
+
 def remove(prefix: str) -> None:
+    """Who has one of these mapped keeps it."""
     for path in SHM.glob(f"{prefix}-*"):
         path.unlink(missing_ok=True)
 
@@ -180,4 +228,4 @@ def remove_of_the_dead() -> None:
 def build(options: object, context: SyncContext) -> LocalCheckpointEngine:
     remove_of_the_dead()
     name = f"{PREFIX}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
-    return engine_of(ShmOutlet(name), context, remove, name)
+    return engine_of(ShmOutlet(name), context, end, name)

@@ -32,7 +32,7 @@ from torch import Tensor
 from verl.weight_sync.base import Entry, SyncContext, SyncError, TensorStream, dtype_name
 from verl.weight_sync.local import LocalCheckpointEngine, engine_of
 from verl.weight_sync.options import Tcp
-from verl.weight_sync.shm import PREFIX, SHM, ShmOutlet, ShmStream, remove, remove_of_the_dead
+from verl.weight_sync.shm import PREFIX, SHM, ShmOutlet, ShmStream, end, remove, remove_of_the_dead
 
 NOTHING = -1  # a version
 QUIET_S = 60.0  # to connect, and of a peer for a piece
@@ -346,4 +346,4 @@ def _way_out() -> str:
 
 def build(options: Tcp, context: SyncContext) -> LocalCheckpointEngine:
     outlet = TcpOutlet(host=options.host, delta=options.delta)
-    return engine_of(outlet, context, remove, f"{PREFIX}-*-{outlet.tag}")  # of this host
+    return engine_of(outlet, context, end, f"{PREFIX}-*-{outlet.tag}")  # of this host
