@@ -6,7 +6,9 @@ import asyncio
 import functools
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +31,7 @@ from verl.rollout.embedded.requests import Request, find_stop
 from verl.rollout.embedded.sampler import SamplingMetadata, sample, stream_of, uniforms
 from verl.rollout.native import engine as native
 from verl.rollout.native import kv as kv_module
+from verl.rollout.native import weights as weights_module
 from verl.rollout.native.architecture import UnsupportedModel, shape_of
 from verl.rollout.native.kv import Prefix, PrefixStore
 from verl.rollout.native.options import Options, memory
@@ -545,3 +548,36 @@ def test_a_little_kv_outlives_sleep_and_changes_no_result(monkeypatch: pytest.Mo
     again, first = finish(slept, jobs), finish(fresh, jobs)
     for name in jobs:
         same(again[name], first[name], bitwise=True)
+
+
+@pytest.mark.parametrize("layout", ["panels", "plain"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_is_laid_out_anew_is_not_kept_as_it_came(layout: Any, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update has one copy of the new weights, and a matrix: not the two layouts whole."""
+    kernels = NativeRunner(Options(), context_of(CONFIG))._kernels
+    if layout == "panels" and kernels is None:
+        pytest.skip("no C compiler here")
+    config = Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=tied)
+    storage = Storage(shape_of(config, 512), torch.float32, torch.float32, torch.device("cpu"))
+    for tensor in storage.tensors.values():
+        tensor.normal_()
+    came = {key: (weakref.ref(tensor), tensor.nbytes) for key, tensor in storage.tensors.items()}
+    alive: list[int] = []
+    del tensor
+    make = weights_module.make_linear
+
+    def watched(*args: Any) -> Any:
+        alive.append(sum(size for one, size in came.values() if one() is not None))
+        return make(*args)
+
+    monkeypatch.setattr(weights_module, "make_linear", watched)
+    made = weights_module.weights_of(storage, layout, kernels)
+    whole = sum(size for _, size in came.values())
+    assert alive[0] == whole and made.params == whole // 4
+    left = {key for key, (one, _) in came.items() if one() is not None}
+    matrices = {key for key in came if key.rpartition(".")[0].rpartition(".")[2] in ("qkv", "out", "up", "down")}
+    matrices |= set() if tied else {"head"}
+    assert len(matrices) == 8 + (not tied)
+    assert left == (came.keys() if layout == "plain" else came.keys() - matrices)
+    steps = [before - after for before, after in pairwise(alive)]
+    assert all(steps) if layout == "panels" else not any(steps)

@@ -141,8 +141,11 @@ def _as_halves(pairs: Tensor) -> Tensor:
 
 
 def weights_of(storage: Storage, layout: Layout, kernels: Kernels | None) -> Weights:
-    """What the forward pass reads, of a storage that is filled."""
+    """What the forward pass reads, of a storage that is filled. What is laid out anew is taken out, one by one."""
     t, s = storage.tensors, storage.shape
+    take = t.__getitem__ if layout == "plain" else t.pop
+    params = sum(tensor.numel() for tensor in t.values())
+    storage.destinations.clear()  # they are views of it
     linears: list[Linear] = []
 
     def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
@@ -150,7 +153,7 @@ def weights_of(storage: Storage, layout: Layout, kernels: Kernels | None) -> Wei
         return linears[-1]
 
     def named(key: str) -> Linear:
-        return linear(t[f"{key}.weight"], t.get(f"{key}.bias"))
+        return linear(take(f"{key}.weight"), t.get(f"{key}.bias"))
 
     def norm(key: str) -> Norm:
         return Norm(t[f"{key}.weight"], s.eps, kernels)
@@ -158,9 +161,9 @@ def weights_of(storage: Storage, layout: Layout, kernels: Kernels | None) -> Wei
     def mlp(i: int) -> FeedForward | Experts:
         if not s.experts[i]:
             return FeedForward(named(f"{i}.up"), named(f"{i}.down"), s.activation, kernels)
-        products = zip(t[f"{i}.up"], t[f"{i}.down"])
+        products = zip(take(f"{i}.up"), take(f"{i}.down"))
         each = tuple(FeedForward(linear(up), linear(down), s.activation, kernels) for up, down in products)
-        return Experts(linear(t[f"{i}.router"]), each, s.chosen_experts, s.normalised_experts)
+        return Experts(linear(take(f"{i}.router")), each, s.chosen_experts, s.normalised_experts)
 
     layers = tuple(
         Layer(
@@ -177,7 +180,7 @@ def weights_of(storage: Storage, layout: Layout, kernels: Kernels | None) -> Wei
         )
         for i in range(s.layers)
     )
-    head = linear(t["embed" if s.tied else "head"])
+    head = linear(t["embed"] if s.tied else take("head"))
     idle = sum((n - s.chosen_experts) * 3 * s.expert_ffn * s.hidden for n in s.experts if n)
     kept = sum(tensor.nbytes for key, tensor in t.items() if layout == "plain" or key == "embed")
     return Weights(
@@ -189,7 +192,7 @@ def weights_of(storage: Storage, layout: Layout, kernels: Kernels | None) -> Wei
         head=head,
         logit_cap=s.logit_cap,
         tensors=tuple(t.values()) if layout == "plain" else (),
-        params=sum(tensor.numel() for tensor in t.values()) - idle,
+        params=params - idle,
         nbytes=kept + sum(one.nbytes for one in linears),
     )
 
