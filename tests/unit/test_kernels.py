@@ -185,3 +185,21 @@ def test_without_a_compiler_the_reason_is_said_and_torch_does_it(monkeypatch, tm
         isinstance(fresh(torch.float32), Kernels)
         and len(list((tmp_path / ".cache" / "verl").glob("kernels-*.so"))) == 1
     )
+
+
+@pytest.mark.parametrize("rows", [1, 16, 31, 32, 100])
+@pytest.mark.parametrize("depth", [1, 16, 40, 96])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_panels_hold_the_rows_bit_for_bit(rows, depth, threads):
+    found, before = load_kernels(torch.float32), torch.get_num_threads()
+    assert isinstance(found, Kernels)
+    weight = torch.randn(rows, depth)
+    weight[0, 0] = float("nan")
+    torch.set_num_threads(threads)
+    try:
+        panels = found.panels(weight)
+    finally:
+        torch.set_num_threads(before)
+    assert panels.shape[1:] == (depth, found.panel_width)
+    unpacked = panels.transpose(1, 2).reshape(-1, depth)
+    assert torch.equal(unpacked[:rows].view(torch.int32), weight.view(torch.int32)) and not unpacked[rows:].any()

@@ -183,6 +183,45 @@ static inline __attribute__((always_inline)) void multiply_block(
 
 long panel_width(void) { return PANEL; }
 
+static inline __attribute__((always_inline)) void transpose(vec t[LANES]) {
+#pragma GCC unroll 4
+    for (int s = 1; s < LANES; s *= 2)
+#pragma GCC unroll 16
+        for (int r = 0; r < LANES; r++)
+            if (!(r & s)) { /* halves of 2s by 2s squares change places */
+                vec a = t[r], b = t[r + s], above, below;
+#pragma GCC unroll 16
+                for (int i = 0; i < LANES; i++) {
+                    above[i] = i & s ? b[i - s] : a[i];
+                    below[i] = i & s ? b[i] : a[i + s];
+                }
+                t[r] = above, t[r + s] = below;
+            }
+}
+
+/* W [width, depth] -> panels, the last one's rows beyond width are zeros */
+void pack(const float *weight, float *panels, long width, long depth, long threads) {
+    (void)threads;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (long p = 0; p < (width + PANEL - 1) / PANEL; p++)
+        for (long half = 0; half < PANEL; half += LANES)
+            for (long k = 0; k < depth; k += LANES) {
+                const long row = p * PANEL + half;
+                const float *from = weight + row * depth + k;
+                float *to = panels + (p * depth + k) * PANEL + half;
+                if (row + LANES <= width && k + LANES <= depth) {
+                    vec t[LANES];
+                    for (int r = 0; r < LANES; r++) t[r] = *(const vec *)(from + r * depth);
+                    transpose(t);
+                    for (int r = 0; r < LANES; r++) *(vec *)(to + r * PANEL) = t[r];
+                } else {
+                    for (int r = 0; r < LANES; r++)
+                        for (int c = 0; c < LANES && k + c < depth; c++)
+                            to[c * PANEL + r] = row + r < width ? from[r * depth + c] : 0.0f;
+                }
+            }
+}
+
 /* add: y += x W^T + bias instead of y = ... */
 void linear(const float *x, const float *panels, const float *bias, float *y, long n, long depth, long width, long add, long threads) {
     const long step = CACHED / depth / ROWS > 0 ? CACHED / depth / ROWS * ROWS : ROWS;

@@ -66,6 +66,7 @@ TYPED = {  # one function per dtype
 }
 FLOAT32 = {
     "linear": (Address,) * 4 + (c_long,) * 5,
+    "pack": (Address,) * 2 + (c_long,) * 3,
     "rms_norm_backward": (Address,) * 5 + (c_long,) * 2 + (c_float, c_long),
     "swiglu": (Address,) * 3 + (c_long,) * 2,
     "swiglu_backward": (Address,) * 5 + (c_long,) * 2,
@@ -84,8 +85,11 @@ class Kernels:
 
     def panels(self, weight: Tensor) -> Tensor:
         """weight [N, K] float32 -> [panels, K, panel width], the rows padded with zeros."""
-        padded = torch.nn.functional.pad(weight, (0, 0, 0, -len(weight) % self.panel_width))
-        return padded.view(-1, self.panel_width, weight.shape[1]).transpose(1, 2).contiguous()
+        assert weight.is_contiguous() and weight.dtype == torch.float32
+        rows, depth = weight.shape
+        out = torch.empty(-(-rows // self.panel_width), depth, self.panel_width)
+        self.functions["pack"](weight, out, rows, depth, torch.get_num_threads())
+        return out
 
     def linear(self, x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor, *, add: bool) -> Tensor:
         """x [T, K] W^T + bias into out [T, N], on top of what is there if `add`."""
