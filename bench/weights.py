@@ -1,14 +1,16 @@
-"""Weights from a trainer's process to a rollout's on one host: how fast by each transport, and what changes cost.
+"""Weights from a trainer's process to a rollout's on one host: how fast and in how much memory by each transport, and
+what changes cost.
 
-    python bench/weights.py [--sizes 0.1,1] [--rounds N]
+    python bench/weights.py [--sizes 0.1,1] [--rounds N] [--threads N]
 
 stage: the trainer's end, from its tensors to where they can be fetched · read: the other process, tensor by tensor,
-into the memory of its own model, as the native engine does. Checksums are apart: the manifest's are of all bytes for
-the first versions, of a sixteenth after. For tcp the other process plays another host: what it fetches goes over a
-socket into shared memory of its own.
-All are shares of a warm copy of the same bytes. delta: bfloat16, of which a share of the values has changed;
-over a link of 1 Gb/s the bytes are counted at 125 MB/s beside the time measured here. One thread per process. Writes
-its part of bench/RESULTS.md (bench/sections/weights.md).
+into the memory of its own model · load: as the native engine does, which lays them out anew beside the version that
+is live. Checksums are apart: the manifest's are of all bytes for the first versions, of a sixteenth after. For tcp,
+collective and nixl the other process plays another host: what it fetches goes into shared memory of its own.
+All are shares of a warm copy of the same bytes by as many threads, made in the same round. Memory: the most that lay
+in shared memory, and the most that a process took for itself during its part, in models. delta: bfloat16, of which a
+share of the values has changed; over a link of 1 Gb/s the bytes are counted at 125 MB/s beside the time measured here.
+Writes its part of bench/RESULTS.md (bench/sections/weights.md).
 """
 
 from __future__ import annotations
@@ -20,18 +22,25 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from transformers import Qwen3Config
 
 from bench.report import assemble
 from bench.results import Spread, Table
-from verl.weight_sync import shm, tcp
+from verl.rollout.base import RolloutContext
+from verl.rollout.native.architecture import shape_of
+from verl.rollout.native.options import Options
+from verl.rollout.native.runner import NativeRunner
+from verl.rollout.native.weights import Storage
+from verl.weight_sync import collective, nixl, shm, tcp
 from verl.weight_sync.base import checksum
 from verl.weight_sync.sender import entry_of
 
@@ -39,7 +48,36 @@ ROOT = Path(__file__).resolve().parents[1]
 DROPPED = 2  # rounds before the first that counts
 LINK = 125e6  # bytes per second: 1 Gb/s
 SHARES = (0.01, 0.02, 0.03)  # of the values that change
+COPIED = 0.1e9  # bytes of what a warm copy goes into, again and again: more than caches hold
+NEEDS = {"memory": 8, "shared memory": 4}  # models, of the transport that needs the most
+MODULES = {"shm": shm, "tcp": tcp, "collective": collective, "nixl": nixl}
 Weights = dict[str, torch.Tensor]
+
+
+class Spent(NamedTuple):
+    """anon: bytes that the process took for itself meanwhile, at most."""
+
+    wall_s: float
+    cpu_s: float
+    anon: int
+    came: int = 0
+
+
+def config(layers: int) -> Qwen3Config:
+    """50 MB of float32 in each layer."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16, "num_key_value_heads": 8}
+    more = {"head_dim": 64, "vocab_size": 1024, "max_position_embeddings": 512, "tie_word_embeddings": True}
+    return Qwen3Config(num_hidden_layers=layers, **sizes, **more)
+
+
+def layers_of(num_bytes: float) -> int:
+    return max(1, round(num_bytes / 50.3e6))
+
+
+def model(num_bytes: float) -> Weights:
+    shape = shape_of(config(layers_of(num_bytes)), 512)
+    storage = Storage(shape, torch.float32, torch.float32, torch.device("meta"))
+    return {n: torch.randn(to.shape) for n, to in storage.destinations.items() if n != "lm_head.weight"}
 
 
 def weights(num_bytes: float, dtype: torch.dtype = torch.float32) -> Weights:
@@ -48,9 +86,43 @@ def weights(num_bytes: float, dtype: torch.dtype = torch.float32) -> Weights:
     return {f"layers.{i}.weight": torch.randn(1024, 1024).to(dtype) for i in range(count)}
 
 
-def reader(line: Any) -> None:
-    """The rollout's process: reads what it is told of, and answers with its seconds and the bytes that came."""
-    torch.set_num_threads(1)
+def anon() -> int:
+    """Bytes of this process that are its own, and no file's."""
+    return next(int(line.split()[1]) * 1024 for line in Path("/proc/self/status").open() if line.startswith("RssAnon:"))
+
+
+@contextlib.contextmanager
+def peak() -> Iterator[list[int]]:
+    """[what was taken, at most], once it is over."""
+    over, before = threading.Event(), anon()
+    found = [0]
+
+    def look() -> None:
+        while not over.wait(0.002):
+            found[0] = max(found[0], anon() - before)
+
+    watching = threading.Thread(target=look)
+    watching.start()
+    try:
+        yield found
+    finally:
+        over.set()
+        watching.join()
+        found[0] = max(found[0], anon() - before)
+
+
+def spent(call: Callable[[], Any]) -> Spent:
+    with peak() as taken:
+        wall, cpu = time.perf_counter(), time.process_time()
+        call()
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    return Spent(wall, cpu, taken[0])
+
+
+def reader(line: Any, threads: int, layers: int | None) -> None:
+    """The rollout's process: reads what it is told of, and answers with what it spent and the bytes that came. layers:
+    into a native engine of so many."""
+    torch.set_num_threads(threads)
     came = [0]
     receive = tcp._receive
 
@@ -59,31 +131,55 @@ def reader(line: Any) -> None:
         receive(peer, into)
 
     tcp._receive = counted
-    opens = {"shm": shm.open_weights, "tcp": tcp.open_weights}
     away = Path(tempfile.mkdtemp(dir=shm.SHM))  # the shared memory of another host
     shm.SHM = tcp.SHM = away
     into: Weights = {}  # its model
-    while (told := line.recv()) is not None:
-        transport, address = told
-        came[0], start = 0, time.perf_counter()
-        for name, tensor in opens[transport](address).tensors():
+    context = RolloutContext(hf_config=config(layers or 1), max_context_tokens=256, dtype=torch.float32)
+    runner = None if layers is None else NativeRunner(Options(), context)
+
+    def read(transport: str, address: str) -> None:
+        stream = MODULES[transport].open_weights(address)
+        if runner is not None:
+            return runner.load(stream)
+        for name, tensor in stream.tensors():
             mine = into.get(name)
             if mine is None or mine.shape != tensor.shape or mine.dtype != tensor.dtype:
                 into[name] = tensor.clone()
             else:
                 mine.copy_(tensor)
-        line.send((time.perf_counter() - start, came[0]))
+        return None
+
+    while (told := line.recv()) is not None:
+        came[0] = 0
+        found = spent(lambda told=told: read(*told))
+        line.send((found._replace(came=came[0]), in_files(away)))
     shutil.rmtree(away)
 
 
+def in_files(folder: Path, prefix: str = shm.PREFIX) -> int:
+    """Bytes of weights in shared memory."""
+    return sum(path.stat().st_blocks * 512 for path in folder.glob(f"{prefix}-*"))
+
+
+def misfit(size_gb: float) -> str | None:
+    """Why a size is not for this machine."""
+    told = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free = {"memory": int(told["MemAvailable"].split()[0]) * 1024, "shared memory": shutil.disk_usage(shm.SHM).free}
+    for what, models in NEEDS.items():
+        if models * size_gb * 1e9 > free[what]:
+            need = f"needs {models * size_gb:.1f} GB of {what}, and {free[what] / 1e9:.1f} GB are free"
+            return f"--sizes {size_gb:g}: {need}; give a smaller size"
+    return None
+
+
 @contextlib.contextmanager
-def other_process() -> Iterator[Callable[[str, str], tuple[float, int]]]:
+def other_process(threads: int = 1, layers: int | None = None) -> Iterator[Callable[[str, str], tuple[Spent, int]]]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=reader, args=(theirs,), daemon=True)
+    process = context.Process(target=reader, args=(theirs, threads, layers), daemon=True)
     process.start()
 
-    def ask(transport: str, address: str) -> tuple[float, int]:
+    def ask(transport: str, address: str) -> tuple[Spent, int]:
         ours.send((transport, address))
         if not ours.poll(600):
             raise TimeoutError("the reading process did not answer in 600 s")
@@ -94,41 +190,62 @@ def other_process() -> Iterator[Callable[[str, str], tuple[float, int]]]:
     process.join(30)
 
 
-def seconds(call: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+def outlet_of(transport: str) -> tuple[Any, str]:
+    """An outlet, and how its files are named."""
+    if transport == "shm":
+        name = f"{shm.PREFIX}-{os.getpid()}-bench"
+        return shm.ShmOutlet(name), name
+    kinds = {"tcp": tcp.TcpOutlet, "collective": collective.CollectiveOutlet, "nixl": nixl.NixlOutlet}
+    outlet = kinds[transport](host="127.0.0.1")
+    return outlet, f"{shm.PREFIX}-*-{outlet.tag}"
 
 
-def transports(size_gb: float, rounds: int) -> list[tuple[str, ...]]:
-    """Rows of the first table."""
-    now = weights(size_gb * 1e9)
-    shapes, total = {n: entry_of(t) for n, t in now.items()}, sum(t.nbytes for t in now.values())
-    into = {n: torch.empty_like(t) for n, t in now.items()}
-    name = f"{shm.PREFIX}-{os.getpid()}-bench"
-    outlets: dict[str, Any] = {"shm": shm.ShmOutlet(name), "tcp": tcp.TcpOutlet(host="127.0.0.1")}
-    found: dict[str, list[float]] = {"copy": [], "checksum": []}
-    with other_process() as ask:
-        for number in range(DROPPED + rounds):
-            spent = {"copy": seconds(lambda: [into[n].copy_(t) for n, t in now.items()])}
-            spent["checksum"] = seconds(lambda: [checksum(t) for t in now.values()])
-            for transport, outlet in outlets.items():
-                start = time.perf_counter()
-                address = outlet.stage(number, shapes, now.items())
-                spent[f"{transport} stage"] = time.perf_counter() - start
-                spent[f"{transport} read"], _ = ask(transport, address)
-                spent[f"{transport} both"] = spent[f"{transport} stage"] + spent[f"{transport} read"]
-            for what, value in spent.items():
-                if number >= DROPPED:
-                    found.setdefault(what, []).append(value)
-    shm.remove(name)
-    shm.remove(f"{shm.PREFIX}-*-{outlets['tcp'].tag}")
-    copy = Spread.of(found["copy"]).median
-    rows = []
-    for what, values in found.items():
-        rate = Spread.of([total / 1e9 / v for v in values]).text(2)
-        rows.append((f"{total / 1e9:.2g} GB, {what}", rate, f"{copy / Spread.of(values).median:.0%}"))
-    return rows
+def transports(size_gb: float, rounds: int, threads: int) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
+    """Rows of the first two tables. Over the network only the smallest size is sent."""
+    now = model(size_gb * 1e9)
+    total = sum(t.nbytes for t in now.values())
+    at, speeds, memory = f"{total / 1e9:.2g} GB", [], []
+    pieces = [piece for t in now.values() for piece in t.view(-1).split(1 << 18)]
+    room = torch.zeros(int(COPIED / (4 << 18)), 1 << 18)
+
+    def copy() -> None:
+        for i, piece in enumerate(pieces):
+            room[i % len(room), : len(piece)].copy_(piece)
+
+    def row(what: str, found: list[Spent], copies: list[Spent]) -> tuple[str, ...]:
+        rate = Spread.of([total / 1e9 / one.wall_s for one in found]).text(2)
+        pairs = list(zip(found, copies, strict=True))
+        by_wall = Spread.of([100 * of.wall_s / one.wall_s for one, of in pairs]).text(0)
+        by_cpu = Spread.of([100 * of.cpu_s / one.cpu_s for one, of in pairs]).text(0)
+        return (f"{at}, {what}", rate, by_wall, by_cpu)
+
+    checks = [(spent(copy), spent(lambda: [checksum(t) for t in now.values()])) for _ in range(DROPPED + rounds)]
+    copies, checked = zip(*checks[DROPPED:], strict=True)
+    speeds += [row("copy", copies, copies), row("checksum", checked, copies)]
+    shapes = {n: entry_of(t) for n, t in now.items()}
+    ways = [("shm", False), ("shm", True)] + [(name, False) for name in MODULES if name != "shm" and size_gb <= 0.1]
+    for transport, native in ways:
+        what, reads = f"{transport}{', native' if native else ''}", "load" if native else "read"
+        outlet, files = outlet_of(transport)
+        found: list[tuple[Spent, Spent, Spent]] = []  # copy, stage, read
+        most = [0, 0, 0, 0]
+        with other_process(threads, layers_of(size_gb * 1e9) if native else None) as ask:
+            for version in range(DROPPED + rounds):
+                of, told = spent(copy), []
+                staged = spent(lambda v=version, o=outlet, t=told: t.append(o.stage(v, shapes, now.items())))
+                read, theirs = ask(transport, told[0])
+                MODULES[transport].open_weights(told[0]).release(version)
+                here = in_files(shm.SHM, files)
+                if version >= DROPPED:
+                    found.append((of, staged, read))
+                    most = list(map(max, most, (here, theirs, staged.anon, read.anon)))
+        shm.remove(files)
+        copies, stages, answers = zip(*found, strict=True)
+        both = [Spent(a.wall_s + b.wall_s, a.cpu_s + b.cpu_s, 0) for a, b in zip(stages, answers, strict=True)]
+        speeds += [row(f"{what}: {part}", of, copies) for part, of in (("stage", stages), (reads, answers))]
+        speeds.append(row(f"{what}: both", both, copies))
+        memory.append((f"{at}, {what}", *(f"{one / total:.2f}" for one in most)))
+    return speeds, memory
 
 
 def deltas(size_gb: float, rounds: int) -> list[tuple[str, ...]]:
@@ -140,19 +257,19 @@ def deltas(size_gb: float, rounds: int) -> list[tuple[str, ...]]:
                 tcp.TcpOutlet(host="127.0.0.1", delta=share is not None),
                 weights(size_gb * 1e9, torch.bfloat16),
             )
-            shapes, spent, sent = {n: entry_of(t) for n, t in now.items()}, [], []
+            shapes, times, sent = {n: entry_of(t) for n, t in now.items()}, [], []
             for number in range(DROPPED + rounds):
                 for tensor in now.values():
                     tensor.view(torch.int16).view(-1)[torch.rand(tensor.numel()) < (share or 0.02)] ^= 1
                 start = time.perf_counter()
                 address = outlet.stage(number, shapes, now.items())
                 staged = time.perf_counter() - start
-                read, came = ask("tcp", address)
+                read, _ = ask("tcp", address)
                 if number >= DROPPED:
-                    spent.append(staged + read)
-                    sent.append(came)
+                    times.append(staged + read.wall_s)
+                    sent.append(read.came)
             shm.remove(f"{shm.PREFIX}-*-{outlet.tag}")
-            here, num_bytes = Spread.of(spent), Spread.of(sent).median
+            here, num_bytes = Spread.of(times), Spread.of(sent).median
             over = here.median + num_bytes / LINK
             if share is None:
                 whole = (num_bytes, over)
@@ -166,24 +283,40 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--sizes", default="0.1,1", help="GB")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", type=int, default=1, help="of each process")
     given = parser.parse_args(argv)
-    torch.set_num_threads(1)
     sizes = [float(size) for size in given.sizes.split(",")]
+    if why := next(filter(None, map(misfit, sizes)), None):
+        parser.error(why)
+    for name, value in {"UCX_TLS": "tcp,sm,self", "NIXL_LOG_LEVEL": "WARN", "GLOO_SOCKET_IFNAME": "lo"}.items():
+        os.environ.setdefault(name, value)
+    torch.set_num_threads(given.threads)
+    load = os.getloadavg()[0]
+    found = [transports(size, given.rounds, given.threads) for size in sizes]
     speed = Table(
         "transports, one trainer and one rollout process",
-        ("", "GB/s, median [quartiles]", "of a warm copy"),
-        tuple(row for size in sizes for row in transports(size, given.rounds)),
+        ("", "GB/s, median [quartiles]", "% of a warm copy", "% of a warm copy, by CPU time"),
+        tuple(row for speeds, _ in found for row in speeds),
     )
+    places = ("in shared memory", "there, on the other host", "the trainer, meanwhile", "the rollout, meanwhile")
+    room = Table(
+        "memory beside the trainer's model and the rollout's, in models",
+        ("", *places),
+        tuple(row for _, memory in found for row in memory),
+    )
+    torch.set_num_threads(1)
     columns = ("MB sent", "s here, stage and read", "s over 1 Gb/s", "fewer bytes", "faster over the link")
     changed = Table(f"delta, {sizes[0]:g} GB of bfloat16", ("", *columns), tuple(deltas(sizes[0], given.rounds)))
     about = (
-        f"Command: `python bench/weights.py`. {given.rounds} rounds after {DROPPED} that are dropped; {os.cpu_count()} "
-        f"cores, 1-minute load {os.getloadavg()[0]:.1f}; torch {torch.__version__}. "
+        f"Command: `python bench/weights.py --sizes {given.sizes} --rounds {given.rounds} --threads {given.threads}`, "
+        f"after {DROPPED} rounds that are dropped; {os.cpu_count()} cores, 1-minute load {load:.1f} at the start and "
+        f"{os.getloadavg()[0]:.1f} at the end; torch {torch.__version__}. "
         "stage: from the trainer's tensors to where they can be fetched; read: by the other process, into the memory "
-        "of its own model; both: two copies, of which a half is the most; checksum: crc32 of all bytes, which both "
-        "ends make for the first versions, and of a sixteenth after."
+        "of its own model; load: into a native engine, beside the version that is live, laid out anew; both: two "
+        "copies, of which a half is the most; checksum: crc32 of all bytes, which both ends make for the first "
+        "versions, and of a sixteenth after. Each is a share of the warm copy of its own round."
     )
-    texts = [table.markdown() for table in (speed, changed)]
+    texts = [table.markdown() for table in (speed, room, changed)]
     print(*texts, sep="\n\n")
     (ROOT / "bench" / "sections" / "weights.md").write_text("\n\n".join(["## Weights", about, *texts]) + "\n")
     assemble(ROOT / "bench")
