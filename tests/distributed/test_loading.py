@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from adapters import write_adapter
 from cases import EXPERTS, MODELS, SIZES, Case, gradients, model, share
 from forked import run
 from test_gate import LAYOUTS
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from verl.model_engine import sharded
+from verl.model_engine.adapter import load_model
 from verl.model_engine.base import EngineContext
+from verl.model_engine.hf_model import load_causal_lm
 from verl.model_engine.layout import Layout
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.options import Options
@@ -69,6 +72,28 @@ def test_a_rank_reads_what_it_would_have_kept_of_the_whole(layout, tmp_path):
                 assert n == m and torch.equal(w, v), n
 
         run(at.world_size, compared)
+
+
+@pytest.mark.parametrize("layout", ["FSDP, three", "HSDP", "FSDP x TP", "PP", "FSDP x EP"])
+def test_an_adapter_is_in_what_a_rank_reads(layout, tmp_path):
+    at = LAYOUTS[layout]
+    name, more = (EXPERTS, ()) if at.expert > 1 else ("llama, biases", ("lm_head", "down_proj"))
+    model(name).save_pretrained(tmp_path / "base")
+    model.cache_clear()
+    adapter = write_adapter(tmp_path / "adapter", tmp_path / "base", "q_proj", "o_proj", *more)
+    whole = load_model(EngineContext(folder=tmp_path / "base", adapter=adapter))
+    expected, plain = (dict(m.named_parameters()) for m in (whole, load_causal_lm(tmp_path / "base")))
+    changed = [n for n, p in expected.items() if not torch.equal(p, plain[n])]
+    assert len(changed) == 2 * (2 if at.expert > 1 else 3) + bool(more)
+
+    def compared(rank: int) -> None:
+        for build in (built, built_of_the_whole):
+            found = dict(build(tmp_path / "base", at, optim=None, adapter=adapter).weights())
+            assert found.keys() == expected.keys()
+            for n, p in expected.items():
+                torch.testing.assert_close(found[n], p.detach(), rtol=1e-6, atol=1e-6)
+
+    run(at.world_size, compared)
 
 
 def peak_bytes(fn: Any, files: Path) -> tuple[int, Any]:

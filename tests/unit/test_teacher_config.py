@@ -1,12 +1,18 @@
 """A teacher that cannot be one is refused before anything expensive; the plan knows what it costs."""
 
+import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
+import torch
+from adapters import write_adapter
 from handmade_model import write_rows
+from safetensors.torch import load_file, save_file
 
 from verl.algorithms.presets import knobs
+from verl.config.adapter import base_of
 from verl.config.compat.table import DISTILLATION
 from verl.config.load import load_config, validate
 from verl.config.plan import make_plan
@@ -19,9 +25,7 @@ from verl.models import tiny
 
 def model(folder: Path, **sizes: int) -> Path:
     tokenizer = tiny.character_tokenizer("0123456789+= ")
-    return tiny.save(
-        tiny.qwen3(tokenizer, hidden=16, layers=1, heads=2, kv_heads=1, ffn=16, **sizes), tokenizer, folder
-    )
+    return tiny.save(tiny.qwen3(tokenizer, **SIZES | sizes), tokenizer, folder)
 
 
 @pytest.fixture(scope="module")
@@ -249,3 +253,142 @@ def test_another_teacher_is_another_run(base):
     others, _ = compare(of("same"), of("policy"))
     assert [line.partition(":")[0] for line in others] == ["teacher.path"]
     assert compare(of("same"), of("same")) == ([], {})
+
+
+# -- an adapter --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def adapters(base) -> Path:
+    """Beside the models: `one` and `two` are of `same`, `away` is of a model that is not here."""
+    folder = Path(folder_of(base))
+    write_adapter(folder / "one", folder / "same", seed=1)
+    write_adapter(folder / "two", folder / "same", seed=2)
+    write_adapter(folder / "away", folder / "policy", base_model_name_or_path="some/model")
+    return folder
+
+
+ADAPTERS = [
+    (dict(use_dora=True), "an adapter with use_dora=True, which is not read here; merge it into its base"),
+    (dict(peft_type="IA3"), "an adapter with peft_type=IA3"),
+    (dict(peft_type=None), "an adapter with peft_type=None"),
+    (dict(bias="all"), "an adapter with bias=all"),
+    (dict(lora_bias=True), "an adapter with lora_bias=True"),
+    (dict(init_lora_weights="pissa_niter_4"), "an adapter with init_lora_weights=pissa_niter_4"),
+    (dict(target_parameters=["a"]), "an adapter with target_parameters=['a']"),
+    (dict(a_key_of_a_later_version=1), "an adapter with a_key_of_a_later_version=1"),
+    (dict(lora_alpha="much"), "Expected `float`, got `str` - at `$.lora_alpha`; save it again with PEFT"),
+    (dict(rank_pattern={"q_proj": "2"}), "Expected `int`, got `str` - at `$.rank_pattern[...]`"),
+    (
+        dict(left_out=["layers.0.self_attn.q_proj.lora_B.weight"]),
+        "its factors of model.layers.0.self_attn.q_proj.weight",
+    ),
+    (
+        dict(left_out=["q_proj.lora_A.weight", "q_proj.lora_B.weight"]),
+        "it has no factors of model.layers.0.self_attn.q_proj.weight, which its target_modules name",
+    ),
+    (dict(r=2, rank_pattern={"x": 3}, lora_r=4), "A [4, 16] and B [16, 4], with r=2 in adapter_config.json"),
+    (dict(base="wide"), "it adds [32, 32] to model.layers.0.self_attn.q_proj.weight, which is [16, 16] in its base"),
+    (dict(base="deep"), "it changes model.layers.1.self_attn.q_proj.weight, which is no weight of a layer of its base"),
+    (dict(targets=["embed_tokens"]), "it changes model.embed_tokens.weight, which is tied to another weight"),
+    (dict(extra="base_model.model.model.norm.weight"), "model.norm.weight is [3] in it and [16] in its base"),
+    (dict(extra="base_model.model.score.weight"), "it changes score.weight, which is no weight of a layer of its base"),
+    (dict(broken="adapter_config.json"), "adapter_config.json: not JSON"),
+    (dict(broken="adapter_model.safetensors"), "not a safetensors file"),
+    (dict(gone=True), "no *.safetensors (there is adapter_model.bin: save it again"),
+    (dict(name="weights.safetensors"), "an adapter without adapter_model.safetensors; save it again with PEFT"),
+]
+
+
+def spoiled(folder: Path, root: Path, what: dict) -> Path:
+    """An adapter of `same` with this wrong in it."""
+    what = dict(what)
+    extra, broken, gone, name = (what.pop(k, None) for k in ("extra", "broken", "gone", "name"))
+    left_out, targets = what.pop("left_out", []), what.pop("targets", ["q_proj", "v_proj"])
+    own, r = root / what.pop("base", "same"), what.pop("lora_r", 4)
+    said = {"r": r, "base_model_name_or_path": str(root / "same")}
+    write_adapter(folder, own, *targets, without=left_out, **what | said)
+    config, weights = folder / "adapter_config.json", folder / "adapter_model.safetensors"
+    config.write_text(json.dumps(json.loads(config.read_text()) | what))
+    if extra:
+        save_file({**load_file(weights), extra: torch.zeros(3)}, weights)
+    if broken:
+        (folder / broken).write_bytes((folder / broken).read_bytes()[:7])
+    if gone or name:
+        weights.rename(folder / (name or "adapter_model.bin"))
+    return folder
+
+
+def test_an_adapter_that_cannot_be_read_is_refused_with_the_fix(base, adapters, tmp_path):
+    model(adapters / "wide", seed=3, hidden=32)
+    model(adapters / "deep", seed=3, layers=2)
+    wrong = []
+    for i, (what, expected) in enumerate(ADAPTERS):
+        folder = spoiled(tmp_path / str(i), adapters, what)
+        for given in (f"teacher.path={folder}", f"teacher.paths.a={folder}"):
+            found = faults(base, "algorithm.name=opd", given)
+            if len(found) != 1 or expected not in found[0] or "model.path" in found[0]:
+                wrong.append((what, found))
+    assert not wrong, wrong
+    found = faults(base, "algorithm.name=opd", f"teacher.path={adapters}/wrong")
+    assert "no such folder" in found[0]
+
+
+def test_an_adapter_is_a_teacher_of_its_base_s_sizes(base, adapters):
+    one = "step.samples_per_prompt=1"
+    for name in ("opd", "gkd", "gkd_topk"):
+        assert not faults(base, f"algorithm.name={name}", "teacher.path=@/one", "teacher.top_k=8", one)
+    both = ["algorithm.name=opd", f"teacher.paths={{a: {adapters}/one, b: {adapters}/two}}"]
+    assert not faults(base, *both, one)
+
+    def items(*args: str) -> dict[str, int]:
+        return dict(make_plan(load_config([*base, *args]).config).memory.items)
+
+    def of(name: str) -> dict[str, int]:
+        return items("algorithm.name=gkd", f"teacher.path={adapters}/{name}")
+
+    assert of("one") == of("same") and of("away") == of("policy")
+    assert items(*both)["teacher"] == 2 * of("same")["teacher"]
+    far = ["cluster.backend=ray", "cluster.pools={far: {nodes: 1}}", "cluster.roles.teacher=far"]
+    spreads = [
+        spread_of(load_config([*base, "algorithm.name=gkd", f"teacher.path={adapters}/{n}", *far]).config, 512)
+        for n in ("one", "same")
+    ]
+    assert spreads[0] is not None and spreads[0].pools["far"] == spreads[1].pools["far"]
+
+
+def test_where_its_base_is_not_the_policy_s_model_is_taken_if_it_fits(base, adapters, tmp_path):
+    away, policy = f"{adapters}/away", f"{adapters}/policy"
+    assert base_of(away, policy) == policy and base_of(f"{adapters}/one", policy) == f"{adapters}/same"
+    assert base_of(policy, "x") == policy and base_of("http://a:1", "x") == "http://a:1"
+    assert not faults(base, "algorithm.name=opd", f"teacher.path={away}", "step.samples_per_prompt=1")
+    model(adapters / "wider", hidden=32, ffn=32)
+    other = write_adapter(tmp_path / "other", adapters / "wider", base_model_name_or_path="some/model")
+    (found,) = faults(base, "algorithm.name=opd", f"teacher.path={other}")
+    assert f"({policy}); name the folder of its own base in adapter_config.json" in found
+    for copied in (*(adapters / "policy").glob("*.json"),):  # some save the model's own files beside the adapter's
+        shutil.copy(copied, adapters / "one")
+    assert base_of(f"{adapters}/one", policy) == f"{adapters}/same"
+
+
+def test_an_adapter_is_known_by_its_content_and_its_base_s(base, adapters, tmp_path):
+    def of(*args: str):
+        return identity_of(load_config([*base, "algorithm.name=opd", *args]), "train")
+
+    shutil.copytree(adapters / "same", tmp_path / "base")
+    write_adapter(tmp_path / "a", tmp_path / "base", seed=1)
+    given = (f"teacher.path={tmp_path}/a",), (f"teacher.paths={{x: {tmp_path}/a, y: {adapters}/two}}",)
+    before = [of(*args) for args in given]
+    assert [compare(was, of(*args)) for was, args in zip(before, given)] == [([], {})] * 2
+    config = tmp_path / "a" / "adapter_config.json"
+    for change in (
+        lambda: write_adapter(tmp_path / "a", tmp_path / "base", seed=2),
+        lambda: config.write_text(config.read_text().replace('"lora_alpha": 8', '"lora_alpha": 9')),
+        lambda: shutil.copy(adapters / "policy" / "model.safetensors", tmp_path / "base"),
+    ):
+        change()
+        now = [of(*args) for args in given]
+        for key, was, is_now in zip(("teacher.path", "teacher.paths"), before, now):
+            (line,) = compare(was, is_now)[0]
+            assert line.startswith(f"{key}: ") and "another content" in line
+        before = now

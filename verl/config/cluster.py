@@ -10,6 +10,7 @@ from pathlib import Path
 
 from verl.algorithms.presets import settled
 from verl.algorithms.sections import TEACHER
+from verl.config.adapter import teacher_models
 from verl.config.backends import address_of, backend_of, engine_of, layout_of, options_of
 from verl.config.memory import compute_dtype, on_cuda
 from verl.config.model_files import describe_model, read_model_config, text_config
@@ -121,7 +122,7 @@ def _layout(config: Config, layout: Layout, command: str) -> Iterator[str]:
     if layout.sequence * layout.tensor * layout.expert * layout.pipeline > 1:
         critic = config.critic.path if "critic" in roles_of(config) else None
         folders = {"model.path": config.model.path, "critic.path": critic, "reward.model": config.reward.model}
-        folders |= {f"teacher ({role})": path for role, path in config.teacher.folders().items()}
+        folders |= {f"teacher ({role})": path for role, path in teacher_models(config).items()}
         for key, path in folders.items():
             if path is not None:
                 yield from _shared(f"{key}={path}", path, layout)

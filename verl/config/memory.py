@@ -8,6 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from verl.algorithms.presets import find, settled
+from verl.config.adapter import teacher_models
 from verl.config.backends import backend_of, options_of, rollout_caches
 from verl.config.model_files import ModelFacts, describe_model
 from verl.config.schema import Config
@@ -152,7 +153,7 @@ def teacher_items(config: Config, tokens: int = 0) -> dict[str, int]:
     """Of teachers: their weights, a pass of so many tokens, and what the policy holds of one to compare whole
     distributions: its head. Of the policy as its own, the average of its weights."""
     preset, dtype = settled(config.algorithm.name, config.algorithm.given()), compute_dtype(config)
-    models = [describe_model(path) for path in config.teacher.folders().values()]
+    models = [describe_model(path) for path in teacher_models(config).values()]
     if config.teacher.ema:
         return {"teacher": 4 * describe_model(config.model.path).parameters}
     if not models or "teacher" not in preset.roles():

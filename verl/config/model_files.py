@@ -21,7 +21,7 @@ _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _BUFFERS = re.compile(r"(^|\.)(rotary_emb\.inv_freq|masked_bias)$")
 _CAUSAL_MASK = re.compile(r"(^|\.)attn\.bias$")
 _INTEGER_TABLES = ("_ids", "bias", "mask")  # positions and causal masks that some checkpoints store
-_EMBEDDING = re.compile(r"(embed_tokens|wte|word_embeddings|embed_in)\.weight$")
+EMBEDDING = re.compile(r"(embed_tokens|wte|word_embeddings|embed_in)\.weight$")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -124,7 +124,7 @@ def describe_model(path: str, tokenizer_path: str | None = None) -> ModelFacts:
         has_output_head=tied or bool(output),
         parameters=sum(t.numel for t in counted.values()),
         body_parameters=sum(t.numel for n, t in counted.items() if n not in output),
-        embedding_parameters=sum(t.numel for n, t in counted.items() if _EMBEDDING.search(n)),
+        embedding_parameters=sum(t.numel for n, t in counted.items() if EMBEDDING.search(n)),
         expert_parameters=sum(t.numel for n, t in counted.items() if ".experts." in n),
         stored_dtype=DTYPE_NAMES.get(main_dtype, main_dtype.lower()),
         stored_bytes=sum(t.num_bytes for t in tensors.values()),
@@ -148,7 +148,7 @@ def read_model_config(folder: Path) -> dict[str, Any]:
     file = folder / "config.json"
     if not file.is_file():
         raise ValueError(f"{folder}: no config.json; model.path must be {_WANTED}")
-    return _json_object(file, file.read_bytes())
+    return json_object(file, file.read_bytes())
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -171,9 +171,13 @@ def refuse_quantised(folder: Path, config: Mapping[str, Any], tensors: Mapping[s
             raise ValueError(f"model.path={folder}: {why}; {fix}")
 
 
+def has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
+
+
 def check_tokenizer(model_folder: Path, tokenizer_path: str | None = None) -> None:
     folder = Path(tokenizer_path).expanduser() if tokenizer_path else model_folder
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    if not has_tokenizer(folder):
         names = ", ".join(TOKENIZER_FILES)
         raise ValueError(f"{folder}: no tokenizer ({names}); copy it there, or set model.tokenizer_path")
 
@@ -182,7 +186,7 @@ def read_weight_headers(folder: Path) -> dict[str, TensorHeader]:
     """name -> header of every tensor in the folder's safetensors files."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        weight_map = _json_object(index, index.read_bytes()).get("weight_map", {})
+        weight_map = json_object(index, index.read_bytes()).get("weight_map", {})
         files = sorted({folder / str(name) for name in weight_map.values()})
         missing = [f.name for f in files if not f.is_file()]
         if missing:
@@ -209,7 +213,7 @@ def _file_headers(file: Path) -> dict[str, TensorHeader]:
         if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
             what = f"{size} bytes, header of {length}"
             raise ValueError(f"{file}: not a safetensors file ({what}); is it a Git LFS pointer?")
-        header = _json_object(file, stream.read(length))
+        header = json_object(file, stream.read(length))
     tensors, end = {}, 0
     for name, entry in header.items():
         if name != "__metadata__":
@@ -221,7 +225,7 @@ def _file_headers(file: Path) -> dict[str, TensorHeader]:
     return tensors
 
 
-def _json_object(file: Path, text: bytes) -> dict[str, Any]:
+def json_object(file: Path, text: bytes) -> dict[str, Any]:
     try:
         found = json.loads(text)
     except ValueError as exc:
@@ -259,4 +263,4 @@ def _has_chat_template(folder: Path) -> bool:
     if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
         return True
     file = folder / "tokenizer_config.json"
-    return file.is_file() and bool(_json_object(file, file.read_bytes()).get("chat_template"))
+    return file.is_file() and bool(json_object(file, file.read_bytes()).get("chat_template"))

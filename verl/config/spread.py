@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from verl.algorithms.presets import settled
+from verl.config.adapter import teacher_models
 from verl.config.backends import address_of, engine_of, layout_of
 from verl.config.cluster import NO_MODEL, dtype_of, places_of
 from verl.config.memory import (
@@ -156,7 +157,7 @@ def role_items(
 ) -> dict[str, int]:
     """Bytes of one rank of a role. tokens: of a micro-batch, on this rank · passes: of a step, of which a pipeline
     holds as many at once as there are stages from this one on."""
-    teachers = config.teacher.folders()
+    teachers = teacher_models(config)
     if role in NO_MODEL or (role in config.teacher.roles() and role not in teachers):
         return {}
     own = {"critic": config.critic.path, "reward_model": config.reward.model, **teachers}.get(role)

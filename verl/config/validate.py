@@ -13,6 +13,7 @@ from typing import Literal
 from verl.algorithms.presets import knobs, settled, unknown_option
 from verl.algorithms.sections import POLICY, is_url, split_key
 from verl.algorithms.specs import function
+from verl.config.adapter import base_of, read_adapter
 from verl.config.backends import complete_options, longest_sequence, rollout_caches
 from verl.config.cluster import cluster_faults
 from verl.config.model_files import check_tokenizer, context_tokens, describe_model, find_model_folder
@@ -196,7 +197,10 @@ def _folder(config: Config, columns: Collection[str], path: str) -> Iterator[str
     """What cannot be of a teacher in this folder."""
     t, key = config.teacher, "teacher.path" if not config.teacher.paths else "teacher.paths"
     try:
-        ours, theirs = describe_model(config.model.path).vocab, describe_model(path).vocab
+        base = base_of(path, config.model.path)
+        ours, theirs = describe_model(config.model.path).vocab, describe_model(base).vocab
+        if base != path:
+            read_adapter(Path(path), Path(base))
     except ValueError as exc:
         yield str(exc).replace("model.path=", f"{key}=") if path in str(exc) else str(exc)
         return
@@ -209,7 +213,7 @@ def _folder(config: Config, columns: Collection[str], path: str) -> Iterator[str
         yield f"{said}: {why}; take one of the same size, or algorithm.name=opd, which reads the drawn tokens"
     if "teacher_topk" in columns and t.top_k > theirs:
         yield f"teacher.top_k={t.top_k} is above the {theirs} tokens of {path}: lower it, or algorithm.name=gkd"
-    if (room := context_tokens(path)) is not None and room < longest_sequence(config):
+    if (room := context_tokens(base)) is not None and room < longest_sequence(config):
         fix = "lower data.max_prompt_tokens or rollout.max_response_tokens"
         yield f"{said} was made for {room} tokens, and rows have up to {longest_sequence(config)}: {fix}"
 

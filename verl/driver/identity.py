@@ -19,6 +19,7 @@ import msgspec
 from verl.algorithms.presets import preference, settled
 from verl.algorithms.sections import POLICY, is_url
 from verl.algorithms.specs import short
+from verl.config.adapter import base_of
 from verl.config.load import Resolved
 from verl.config.model_files import find_model_folder
 from verl.config.schema import Config
@@ -69,7 +70,7 @@ MAY_CHANGE: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """Section -> the keys of it with which a run may go on when they are other than before."""
 
 _WEIGHTS = (".safetensors", ".py")
-_WEIGHT_FILES = ("config.json", "generation_config.json")
+_WEIGHT_FILES = ("config.json", "generation_config.json", "adapter_config.json")
 _TOKENIZER = (".json", ".jinja", ".model", ".txt")
 
 
@@ -107,9 +108,12 @@ def _source(name: str | None) -> str | None:
     return f"{function} {_digest([found])}" if found and found.is_file() else _text_digest(name)
 
 
-def _teacher(path: str | None) -> str | None:
-    """What a server holds is its own affair."""
-    return None if path is None or path == POLICY or is_url(path) else _model(path)
+def _teacher(path: str | None, policy: str) -> str | None:
+    """An adapter with its base. What a server holds is its own affair."""
+    if path is None or path == POLICY or is_url(path):
+        return None
+    base = base_of(path, policy)
+    return _model(path) if base == path else f"{_model(path)} of {_model(base)}"
 
 
 CONTENT: Mapping[str, Callable[[Config], str | None]] = MappingProxyType(
@@ -124,8 +128,10 @@ CONTENT: Mapping[str, Callable[[Config], str | None]] = MappingProxyType(
         "agent.loop": lambda c: None if c.agent.loop == leaves()["agent.loop"].default else _source(c.agent.loop),
         "agent.tools": lambda c: "\n".join(_source(entry) or "" for entry in c.agent.tools) or None,
         "critic.path": lambda c: _model(c.critic.path),
-        "teacher.path": lambda c: _teacher(c.teacher.path),
-        "teacher.paths": lambda c: "\n".join(f"{n} {_teacher(p)}" for n, p in c.teacher.paths.items()) or None,
+        "teacher.path": lambda c: _teacher(c.teacher.path, c.model.path),
+        "teacher.paths": lambda c: (
+            "\n".join(f"{n} {_teacher(p, c.model.path)}" for n, p in c.teacher.paths.items()) or None
+        ),
         "reward.path": lambda c: _source(c.reward.path),
         "reward.model": lambda c: _model(c.reward.model),
     }

@@ -17,8 +17,10 @@ from verl.chat import load_tokenizer, turn_end
 from verl.chat.template import Tokenizer
 from verl.checkpoint.hf import HfExport
 from verl.checkpoint.score import classifier_config
+from verl.config.adapter import base_of
 from verl.config.backends import backend_of, load, longest_sequence, options_of
 from verl.config.cluster import dtype_of
+from verl.config.model_files import has_tokenizer
 from verl.config.plan import warmup_steps
 from verl.config.schema import Config
 from verl.model_engine.base import EngineContext, ModelEngine, ServedAt, TeacherHead
@@ -142,8 +144,9 @@ def teacher(context: ModelContext, algorithm: Algorithm) -> ModelWorkers:
 def _teacher_spec(context: ModelContext, algorithm: Algorithm, role: str, path: str) -> RoleSpec:
     """Of a folder or a URL; it must read the policy's tokens, written alike."""
     key = f"teacher.path{role.removeprefix(TEACHER).replace('_', 's.', 1)}"
-    config, spec = context.config, role_spec(context, role, path=path)
-    spec = replace(spec, context=replace(spec.context, top_k=config.teacher.top_k))
+    config, base = context.config, base_of(path, context.config.model.path)
+    spec, adapter = role_spec(context, role, path=base), Path(path) if base != path else None
+    spec = replace(spec, context=replace(spec.context, top_k=config.teacher.top_k, adapter=adapter))
     ours = load_tokenizer(config.model.tokenizer_path or config.model.path, trust_remote_code=False)
     if is_url(path):
         texts = tuple((text, ids) for text, ids in drawn_texts(ours, texts=1000))
@@ -151,7 +154,10 @@ def _teacher_spec(context: ModelContext, algorithm: Algorithm, role: str, path: 
         url, secret = split_key(path)
         served = ServedAt(url=url, key=secret, longest=longest_sequence(config), texts=texts, top=top)
         return replace(spec, engine="verl.model_engine.served:build", options=served, apart=True)
-    refuse_other_words(ours, _tokenizer_of(config, key, Path(path).expanduser()), f"{key}={path}")
+    if adapter is not None:
+        context.say(f"{key}={path}: an adapter, of the model in {base}")
+    words = base if adapter is not None and not has_tokenizer(adapter) else path
+    refuse_other_words(ours, _tokenizer_of(config, key, Path(words).expanduser()), f"{key}={path}")
     return replace(spec, proven=True)
 
 
@@ -177,7 +183,9 @@ def teacher_head(config: Config) -> TeacherHead | None:
     loss, t = settled(config.algorithm.name, config.algorithm.given()).loss, config.teacher
     if not isinstance(loss, GKD) or t.path is None:
         return None
-    return TeacherHead(Path(t.path).expanduser(), loss.beta, t.temperature)
+    base = base_of(t.path, config.model.path)
+    adapter = Path(t.path) if base != t.path else None
+    return TeacherHead(Path(base).expanduser(), loss.beta, t.temperature, adapter)
 
 
 def reward_model(context: ModelContext) -> ModelWorkers | None:

@@ -67,11 +67,13 @@ class OneRank:
 @dataclass(frozen=True, slots=True)
 class TeacherHead:
     """Whom the output `divergence` of a student compares with: the head of the model in `folder`, whose hidden states
-    are the column `teacher_hidden`. beta: see nn/linear_teacher.py · temperature: of its logits; None: the sample's."""
+    are the column `teacher_hidden`. beta: see nn/linear_teacher.py · temperature: of its logits; None: the sample's
+    · adapter: in its weights."""
 
     folder: Path
     beta: float
     temperature: float | None = None
+    adapter: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +97,8 @@ class EngineContext:
     """What every backend builds an engine from, besides its own options. `folder`: a Hugging Face folder · head: lm
     (policy, reference, teacher), value (critic) or score (reward model) · optim: None for a frozen model · dump_dir:
     where a batch with a non-finite gradient is written · layout: of the ranks that hold the model together · teacher:
-    of a student · top_k: how many ids a teacher names."""
+    of a student · top_k: how many ids a teacher names · adapter: of a frozen
+    model, which is in the weights of the folder."""
 
     folder: Path
     head: Head = "lm"
@@ -109,6 +112,7 @@ class EngineContext:
     layout: Layout = field(default_factory=Layout)
     teacher: TeacherHead | None = None
     top_k: int = 0
+    adapter: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,6 +14,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from verl.batch import Batch, loss_index
+from verl.config.adapter import WEIGHTS, read_adapter
+from verl.model_engine.adapter import Adapter
 from verl.model_engine.base import TeacherHead
 from verl.nn.linear_logprob import Vocabulary, linear_logprob
 from verl.nn.linear_teacher import HeadWeights, divergence, top_k
@@ -62,9 +64,11 @@ def read_teacher(wanted: TeacherHead) -> Teacher:
     bias = read(other) if other in names else None
     if bias is not None and not bool(torch.isfinite(bias).all()):
         raise ValueError(f"teacher.path={wanted.folder}: {other} is not finite: some ids can never be drawn from it")
-    config = json.loads((wanted.folder / "config.json").read_text())
+    config, head = json.loads((wanted.folder / "config.json").read_text()), read(name)
+    if wanted.adapter is not None:
+        Adapter(wanted.adapter / WEIGHTS, read_adapter(wanted.adapter, wanted.folder)).add({name: head})
     cap = (config.get("text_config") or config).get("final_logit_softcapping")
-    return Teacher(HeadWeights(read(name), bias, float(cap or 0.0)), wanted.beta, wanted.temperature)
+    return Teacher(HeadWeights(head, bias, float(cap or 0.0)), wanted.beta, wanted.temperature)
 
 
 def room_for(batch: Batch, names: Sequence[str], width: int, k: int, dtype: torch.dtype) -> dict[str, Tensor]:

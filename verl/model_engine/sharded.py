@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forwar
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from verl.batch import Batch, exactly
+from verl.model_engine.adapter import open_adapter
 from verl.model_engine.base import EngineContext
 from verl.model_engine.hf_parts import open_skeleton
 from verl.model_engine.layout import Layout
@@ -377,4 +378,5 @@ def build(options: Options, context: EngineContext) -> TorchEngine:
     found = open_skeleton(c.folder, trust_remote_code=c.trust_remote_code, needs_lm_head=c.head == "lm")
     if found is None:
         return build_torch(options, c, partial(kind, layout=c.layout))
-    return build_torch(options, c, partial(kind, layout=c.layout, fill=found.fill), model=found.model)
+    fill = open_adapter(c.adapter, c.folder, found.model).after(found.fill) if c.adapter else found.fill
+    return build_torch(options, c, partial(kind, layout=c.layout, fill=fill), model=found.model)

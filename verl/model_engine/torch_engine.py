@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from verl.batch import Batch, exactly, make_microbatches, padded_rows, part_of
 from verl.checkpoint.score import WEIGHT as SCORE_WEIGHT
 from verl.checkpoint.score import classifier_tensors, read_score
+from verl.model_engine.adapter import load_model
 from verl.model_engine.base import EngineCapabilities, EngineContext, Part, StepOutput
 from verl.model_engine.dump import dump_batch
-from verl.model_engine.hf_model import load_causal_lm, refuse_altered_logits, switch_dropout_off
+from verl.model_engine.hf_model import refuse_altered_logits, switch_dropout_off
 from verl.model_engine.lm_head import LM_OUTPUTS, Teacher, keep, lm_outputs, read_teacher, room_for
 from verl.model_engine.objective import evaluate_terms
 from verl.model_engine.offload import Offload, needs, own_storage
@@ -480,7 +481,7 @@ def build(
             "verl rm"
         )
     if model is None:
-        model = load_causal_lm(c.folder, trust_remote_code=c.trust_remote_code, needs_lm_head=c.head == "lm")
+        model = load_model(c)
     return (kind or TorchEngine)(
         model,
         head=c.head,

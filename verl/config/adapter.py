@@ -1,0 +1,150 @@
+"""A LoRA adapter in PEFT's layout: what its folder says, read without torch, and whether it fits its base."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from verl.config.model_files import (
+    EMBEDDING,
+    TensorHeader,
+    cached_model_folder,
+    describe_model,
+    json_object,
+    read_weight_headers,
+)
+from verl.config.schema import Config
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_MERGE = "merge it into its base (merge_and_unload of PEFT), save that, and give its folder"
+_ONLY: Mapping[str, tuple[Any, ...]] = {  # other initialisations take something out of the base
+    "peft_type": ("LORA",),
+    "bias": ("none", None),
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
+}
+_SAID = (  # in the weights too, or of how it was trained
+    *("fan_in_fan_out", "modules_to_save", "layers_pattern", "lora_dropout", "inference_mode", "task_type", "revision"),
+    *("auto_mapping", "peft_version", "qalora_group_size", "megatron_config", "megatron_core", "loftq_config"),
+    *("eva_config", "corda_config", "lora_ga_config"),
+)
+
+
+class _Lora(msgspec.Struct):
+    """What is read of adapter_config.json, by PEFT's names."""
+
+    base_model_name_or_path: str | None = None
+    r: int = 8
+    lora_alpha: float = 8.0
+    use_rslora: bool = False
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, float] | None = None
+    target_modules: list[str] | str | None = None
+    exclude_modules: list[str] | str | None = None
+    layers_to_transform: list[int] | int | None = None
+
+    def scale(self, module: str, rank: int) -> float:
+        patterns = self.alpha_pattern or {}
+        given = (a for pattern, a in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module))
+        return next(given, self.lora_alpha) / (rank**0.5 if self.use_rslora else rank)
+
+    def aims_at(self, module: str) -> bool:
+        """Whether it has factors of this module of the base."""
+        layer, layers = re.search(r"\.(\d+)\.", module), self.layers_to_transform
+
+        def among(given: list[str] | str | None) -> bool:
+            if isinstance(given, str):
+                return re.fullmatch(given, module) is not None
+            return any(f".{module}".endswith(f".{name}") for name in given or ())
+
+        inside = layers is None or (layer and int(layer[1]) in (layers if isinstance(layers, list) else [layers]))
+        return among(self.target_modules) and not among(self.exclude_modules) and bool(inside)
+
+
+@dataclass(slots=True)
+class Part:
+    """Of one weight: what stands in its place, and what is added to it, scale * B @ A; names in the adapter's file."""
+
+    whole: str = ""
+    a: str = ""
+    b: str = ""
+    scale: float = 0.0
+
+
+def is_adapter(folder: Path) -> bool:
+    return (folder / CONFIG).is_file() and not [*folder.glob("model*.safetensors*")]
+
+
+def base_of(path: str, policy: str) -> str:
+    """The folder of an adapter's base, the policy's where that one is not here; of a model its own."""
+    if not is_adapter(folder := Path(path).expanduser()):
+        return path
+    named = _read(folder).base_model_name_or_path or ""
+    base = Path(named).expanduser()
+    return str(base) if named and base.is_dir() else str(cached_model_folder(named) or policy)
+
+
+def teacher_models(config: Config) -> dict[str, str]:
+    """The folder that says the sizes of each teacher whose model is computed here."""
+    return {role: base_of(path, config.model.path) for role, path in config.teacher.folders().items()}
+
+
+def read_adapter(folder: Path, base: Path) -> dict[str, Part]:
+    """What becomes of the base's weights, by name. ValueError for an adapter that is more than LoRA, or of another
+    model."""
+    lora, headers, parts = _read(folder), read_weight_headers(folder), dict[str, Part]()
+    if not (folder / WEIGHTS).is_file():
+        raise ValueError(f"model.path={folder}: an adapter without {WEIGHTS}; save it again with PEFT")
+    for key, header in headers.items():
+        name = key.removeprefix("base_model.model.")
+        module, _, factor = name.rpartition(".lora_")
+        if factor == "A.weight":
+            part = parts.setdefault(f"{module}.weight", Part())
+            part.a, part.scale = key, lora.scale(module, max(1, *header.shape[:1]))
+        elif factor == "B.weight":
+            parts.setdefault(f"{module}.weight", Part()).b = key
+        else:
+            parts.setdefault(name.replace(".base_layer.", "."), Part()).whole = key
+    if said := next(_misfits(lora, parts, headers, base), None):
+        fix = f"name the folder of its own base in {CONFIG} (base_model_name_or_path)"
+        raise ValueError(f"model.path={folder}: {said} ({base}); {fix}, or {_MERGE}")
+    return parts
+
+
+def _read(folder: Path) -> _Lora:
+    config = {"peft_type": None, **json_object(folder / CONFIG, (folder / CONFIG).read_bytes())}
+    for key, value in config.items():
+        known = value in _ONLY[key] if key in _ONLY else not value or key in (*_Lora.__struct_fields__, *_SAID)
+        if not known:
+            raise ValueError(f"model.path={folder}: an adapter with {key}={value}, which is not read here; {_MERGE}")
+    try:
+        return msgspec.convert(config, _Lora)
+    except msgspec.ValidationError as exc:
+        raise ValueError(f"{folder / CONFIG}: {exc}; save it again with PEFT") from exc
+
+
+def _misfits(lora: _Lora, parts: Mapping[str, Part], headers: Mapping[str, TensorHeader], base: Path) -> Iterator[str]:
+    """Why it is not of this base."""
+    tied, theirs = describe_model(str(base)).tied, read_weight_headers(base)
+    ranks = {lora.r, *(lora.rank_pattern or {}).values()}
+    for name, part in parts.items():
+        found = theirs.get(name) or theirs.get(name.partition(".")[2])  # some folders leave the first name out
+        a, b = (headers[key].shape if key else () for key in (part.a, part.b))
+        if found is None or ".experts." in name:
+            yield f"it changes {name}, which is no weight of a layer of its base"
+        elif tied and (EMBEDDING.search(name) or name.endswith("lm_head.weight")):
+            yield f"it changes {name}, which is tied to another weight in its base"
+        elif part.whole and headers[part.whole].shape != found.shape:
+            yield f"{name} is {list(headers[part.whole].shape)} in it and {list(found.shape)} in its base"
+        elif (part.a or part.b) and not (len(a) == len(b) == 2 and a[0] == b[1] and a[0] in ranks):
+            yield f"its factors of {name} are A {list(a)} and B {list(b)}, with r={lora.r} in {CONFIG}"
+        elif a and found.shape not in ((b[0], a[1]), (a[1], b[0])):
+            yield f"it adds [{b[0]}, {a[1]}] to {name}, which is {list(found.shape)} in its base"
+    named = {*parts} | {name.partition(".")[2] for name in parts}
+    for name in (n for n, header in theirs.items() if len(header.shape) == 2 and n not in named):
+        if ".experts." not in name and lora.aims_at(name.removesuffix(".weight")):
+            yield f"it has no factors of {name}, which its target_modules name"
