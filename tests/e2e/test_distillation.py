@@ -4,17 +4,22 @@ trained quickstart teaches the model that it began with."""
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import time
 
 import numpy as np
 import pytest
+import torch
+from adapters import write_adapter
 from small_runs import launch, metrics_of, same_tensors, saved, small_args, small_run, tensors_of, trained, wait_for
 
 from verl.config.load import load_config
 from verl.driver.launch import run_rl
 from verl.driver.replay import replay
+from verl.model_engine.adapter import load_model
+from verl.model_engine.base import EngineContext
 from verl.quickstart import last_export
 from verl.track.samples import read_samples
 
@@ -78,6 +83,60 @@ def test_a_run_that_is_killed_is_the_run_that_was_not(learned, tmp_path, tiny_mo
     small_run(tmp_path / "whole", tiny_model, arithmetic_data[:1], *given)
     assert trained(cut) == trained(tmp_path / "whole" / "r") and sorted(trained(cut)) == [1, 2, 3, 4, 5]
     same_tensors(tensors_of(cut, 5), tensors_of(tmp_path / "whole" / "r", 5))
+
+
+def merged(folder, adapter, base):
+    """The model that an adapter makes of its base, in a folder of its own."""
+    load_model(EngineContext(folder=base, adapter=adapter)).save_pretrained(folder)
+    for file in base.glob("*token*"):
+        shutil.copy(file, folder)
+    return folder
+
+
+ADAPTED = ("q_proj", "down_proj", "lm_head")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_adapter_teaches_what_its_model_would(name, tmp_path, tiny_model, tiny_teacher, arithmetic_data):
+    """Bitwise, in a run that was cut; with another adapter, or another base, in its place it does not go on."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    shutil.copytree(tiny_teacher, base)
+    write_adapter(adapter, base, *ADAPTED)
+    model, deterministic = merged(tmp_path / "merged", adapter, base), "run.deterministic=true"
+
+    def played(folder, teacher, steps):
+        given = arguments(name, teacher, deterministic, f"run.total_steps={steps}")
+        return small_run(tmp_path / folder, tiny_model, arithmetic_data[:1], *given)
+
+    for folder, teacher, steps in (("cut", adapter, 1), ("cut", adapter, 2), ("whole", model, 2), ("plain", base, 2)):
+        played(folder, teacher, steps)
+    found = [tensors_of(tmp_path / folder / "r", 2) for folder in ("cut", "whole", "plain")]
+    same_tensors(*found[:2])
+    assert any(not torch.equal(t, found[2][name]) for name, t in found[0].items()), "an adapter that says nothing"
+    weights = adapter / "adapter_model.safetensors"
+    for change in (
+        lambda: write_adapter(adapter, base, *ADAPTED, seed=1),
+        lambda: (write_adapter(adapter, base, *ADAPTED), (base / "generation_config.json").write_text("{} ")),
+    ):
+        change()
+        assert weights.is_file()
+        with pytest.raises(ValueError, match=r"teacher\.path: .*another content"):
+            played("cut", adapter, 3)
+
+
+def test_two_adapters_of_one_base_teach_beside_each_other(tmp_path, tiny_model, tiny_teacher, arithmetic_data, capsys):
+    """As the two models that they are; the base of one is not here, and the policy's is taken."""
+    one = write_adapter(tmp_path / "one", tiny_teacher, seed=1)
+    two = write_adapter(tmp_path / "two", tiny_model, seed=2, base_model_name_or_path="not/here")
+    models = {"a": merged(tmp_path / "a", one, tiny_teacher), "b": merged(tmp_path / "b", two, tiny_model)}
+    for folder, (a, b) in (("adapters", (one, two)), ("models", models.values())):
+        given = arguments("opd", "null", "teacher.pick=mix", f"teacher.paths={{a: {a}, b: {b}}}")
+        args = small_args(tmp_path / folder, tiny_model, arithmetic_data[:1], *given, "run.deterministic=true")
+        run_rl(load_config(args), quiet=False)
+    said = " ".join(capsys.readouterr().out.split())
+    for name, adapter, base in (("a", one, tiny_teacher), ("b", two, tiny_model)):
+        assert f"teacher.paths.{name}={adapter}: an adapter, of the model in {base}" in said
+    same_tensors(*(tensors_of(tmp_path / folder / "r", 3) for folder in ("adapters", "models")))
 
 
 SCHEDULE = "{teacher_coef: [[1, 1], [3, 0]], entropy_coef: [[2, 0], [4, 1]]}"

@@ -49,8 +49,8 @@ class TeacherConfig:
     with a context that it does not have when it answers."""
 
     path: str | None = None
-    """Its Hugging Face folder, or the URL of a server (with a key: http://:${oc.env:KEY}@HOST:PORT); it reads the
-    policy's tokens. `policy`: the policy as it is."""
+    """Its Hugging Face folder, that of a LoRA adapter, or the URL of a server (http://:${oc.env:KEY}@HOST:PORT, with a
+    key); it reads the policy's tokens. `policy`: the policy as it is."""
     paths: dict[str, str] = field(default_factory=dict)  # Several, by their names; each is a role, `teacher_NAME`.
     pick: Annotated[str, words("task|best|mix")] = "task"
     """Of several. task: the one that the row's column `teacher` names, else its data_source · best: of each answer, the
