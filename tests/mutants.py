@@ -67,6 +67,9 @@ SEVERAL = "tests/numerics/test_several_teachers.py"
 SERVED = "tests/numerics/test_teacher_served.py"
 DISTILLED = "tests/e2e/test_distillation.py::test_coefficients_follow_their_schedule_through_a_resume"
 ALL_GONE = "tests/e2e/test_teachers.py::test_a_teacher_that_verl_serves"
+ADAPTER = "tests/numerics/test_adapter.py"
+ADAPTED = "tests/e2e/test_distillation.py::test_two_adapters_of_one_base_teach_beside_each_other"
+OPENED = "tests/unit/test_teacher_config.py"
 STORED = "tests/numerics/test_stored_answers.py"
 FEEDBACK = "tests/numerics/test_feedback.py"
 OBSERVATION = "tests/numerics/test_observation.py"
@@ -310,6 +313,42 @@ MUTANTS = (
     Mutant("workers/role.py", "if s.context is None and not s.untaught]", "if s.context is s]", SEVERAL),
     Mutant("workers/teachers.py", "broken |= {*own.ids}", "pass", SEVERAL),
     Mutant("types.py", "if np.array_equal(first, task.prompt_ids):", "if True:", SEVERAL),
+    Mutant("config/adapter.py", "next(given, self.lora_alpha)", "self.lora_alpha", ADAPTER),
+    Mutant("config/adapter.py", "rank**0.5 if self.use_rslora else rank", "rank", ADAPTER),
+    Mutant("config/adapter.py", "inside = layers is None or", "inside = True or", ADAPTER),
+    Mutant("config/adapter.py", "and not among(self.exclude_modules)", "", ADAPTER),
+    Mutant("config/adapter.py", "b[0], a[1]), (a[1], b[0])", "b[0], a[1]),", ADAPTER),
+    Mutant("config/adapter.py", 'if found is None or ".experts." in name:', "if found is None:", ADAPTER),
+    Mutant("config/adapter.py", 'if ".experts." not in name and lora', "if lora", ADAPTER),
+    Mutant("config/adapter.py", 'name.replace(".base_layer.", ".")', "name", ADAPTER),
+    Mutant("config/adapter.py", "str(base) if named and base.is_dir() else", "", OPENED),
+    Mutant(
+        "config/adapter.py", '(folder / CONFIG).is_file() and not [*folder.glob("model*', 'not [*folder.glob("*', OPENED
+    ),
+    Mutant("config/adapter.py", "elif tied and (", "elif not 1 and (", OPENED),
+    Mutant("config/adapter.py", "elif part.whole and", "elif not part.whole and part.whole and", OPENED),
+    Mutant("config/adapter.py", "and a[0] in ranks)", ")", OPENED),
+    Mutant("config/adapter.py", "not value or key in (", "value or key in (", OPENED),
+    Mutant("config/spread.py", "teachers = teacher_models(config)", "teachers = config.teacher.folders()", OPENED),
+    Mutant("config/memory.py", "teacher_models(config).values()", "config.teacher.folders().values()", OPENED),
+    Mutant("config/validate.py", "if base != path:", "if False:", OPENED),
+    Mutant("driver/identity.py", 'f"{_model(path)} of {_model(base)}"', "_model(path)", OPENED),
+    Mutant(
+        "driver/identity.py", '"generation_config.json", "adapter_config.json")', '"generation_config.json")', OPENED
+    ),
+    Mutant("driver/models.py", "and not has_tokenizer(adapter) else path", "else path", ADAPTED),
+    Mutant("driver/models.py", "base if adapter is not None and not", "path if adapter is not None and not", ADAPTED),
+    Mutant("driver/models.py", "top_k=config.teacher.top_k, adapter=adapter", "top_k=config.teacher.top_k", ADAPTED),
+    Mutant("model_engine/adapter.py", "alpha=part.scale", "alpha=1", ADAPTER),
+    Mutant("model_engine/adapter.py", "(b @ a).T if name in self.turned else b @ a", "b @ a", ADAPTER),
+    Mutant(
+        "model_engine/adapter.py", "rows, columns = index[::-1] if name in self.turned else", "rows, columns =", ADAPTER
+    ),
+    Mutant("model_engine/adapter.py", "mine.copy_(file.get_slice(part.whole)[index])", "pass", ADAPTER),
+    Mutant("model_engine/adapter.py", "if c.adapter is not None:", "if False:", ADAPTER),
+    Mutant("model_engine/adapter.py", "            self.add(into)", "", ADAPTER),
+    Mutant("model_engine/adapter.py", "if strange := sorted(parts.keys() - names):", "if False:", ADAPTER),
+    Mutant("model_engine/lm_head.py", "if wanted.adapter is not None:", "if False:", ADAPTER),
     Mutant("model_engine/optim.py", "lerp_(p, 1 - average)", "lerp_(p, average)", SEVERAL),
     Mutant("algorithms/estimators.py", "rewarded * likes > 0", "rewarded * likes < 0", SEVERAL),
     Mutant("model_engine/served.py", "values[at]", "values[at - 1]", SERVED),

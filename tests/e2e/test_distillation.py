@@ -20,6 +20,7 @@ from verl.driver.launch import run_rl
 from verl.driver.replay import replay
 from verl.model_engine.adapter import load_model
 from verl.model_engine.base import EngineContext
+from verl.models import tiny
 from verl.quickstart import last_export
 from verl.track.samples import read_samples
 
@@ -137,6 +138,10 @@ def test_two_adapters_of_one_base_teach_beside_each_other(tmp_path, tiny_model, 
     for name, adapter, base in (("a", one, tiny_teacher), ("b", two, tiny_model)):
         assert f"teacher.paths.{name}={adapter}: an adapter, of the model in {base}" in said
     same_tensors(*(tensors_of(tmp_path / folder / "r", 3) for folder in ("adapters", "models")))
+    tiny.character_tokenizer("0123456789 ").save_pretrained(one)  # its own, where it has one
+    args = small_args(tmp_path / "other", tiny_model, arithmetic_data[:1], *arguments("opd", one))
+    with pytest.raises(ValueError, match=rf"teacher\.path={one} has another vocabulary than the policy"):
+        run_rl(load_config(args), quiet=True)
 
 
 SCHEDULE = "{teacher_coef: [[1, 1], [3, 0]], entropy_coef: [[2, 0], [4, 1]]}"

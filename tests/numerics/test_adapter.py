@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,18 @@ def test_an_engine_of_a_folder_scores_as_peft_does(tmp_path, tiny_teacher):
         expected = theirs(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
     (found,) = engine.own_logprobs([ids.numpy()], "float32")
     torch.testing.assert_close(torch.from_numpy(found), expected.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_factors_of_experts_are_refused_and_not_missed(tmp_path):
+    """In the model the experts of a layer are one tensor; the folder has each of them."""
+    base = base_folder(tmp_path / "base", "qwen3_moe")
+    adapter = write_adapter(tmp_path / "experts", base, "up_proj")
+    with pytest.raises(ValueError, match=r"it changes model\.layers\.0\.mlp\.experts\.0\.up_proj\.weight, which is no"):
+        read_adapter(adapter, base)
+    adapter = write_adapter(tmp_path / "aims", base, "q_proj")
+    config = json.loads((adapter / "adapter_config.json").read_text()) | {"target_modules": ["q_proj", "up_proj"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    assert [*read_adapter(adapter, base)] == [f"model.layers.{i}.self_attn.q_proj.weight" for i in range(3)]
 
 
 def test_a_weight_that_the_built_model_has_not_is_refused(tmp_path):
