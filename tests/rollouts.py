@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,16 +55,3 @@ def finish(core: EngineCore, requests: Iterable[Request] = ()) -> dict[str, Comp
     while core.busy:
         done |= {c.request_id: c for _, c in core.step()}
     return done
-
-
-def check_each(cases: Iterable[Any], check: Callable[[Any], object]) -> None:
-    """Run `check` on every case; all failures together, each with its case, rather than the first alone."""
-    failed = []
-    for case in cases:
-        try:
-            check(case)
-        except Exception as e:
-            e.add_note(f"case: {case}")
-            failed.append(e)
-    if failed:
-        raise ExceptionGroup(f"{len(failed)} cases failed", failed)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from each import check_each
 
 sys.path.insert(0, str(Path(__file__).parent))
 from golden_adapters import ADAPTERS as POLICY
@@ -82,20 +83,22 @@ class Read(Mapping):
         return out
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c["file"].removesuffix(".npz"))
-def test_golden(case):
-    adapter = ADAPTERS.get(case["function"])
-    if adapter is None:
-        pytest.skip(f"no row of the table computes {case['function']!r} yet")
+def golden(case):
     arrays = dict(np.load(GOLDEN / case["file"], allow_pickle=True))
     given = Read(case["hyperparameters"])
-    got = adapter(arrays, given)
+    got = ADAPTERS[case["function"]](arrays, given)
     assert not given.ignored(), f"{case['file']}: hyper-parameters that no adapter understands: {given.ignored()}"
     assert got, "an adapter that compares nothing proves nothing"
     rtol = 1e-5 if "float32" in (case.get("notes") or "") else 1e-6
     for name, value in got.items():
         expected = case_metrics(arrays)[name.removeprefix("metric:")] if name.startswith("metric:") else arrays[name]
         np.testing.assert_allclose(value, expected, rtol=rtol, atol=1e-9, err_msg=f"{case['file']}: {name}")
+
+
+def test_golden():
+    check_each([c for c in CASES if c["function"] in ADAPTERS], golden, lambda c: c["file"].removesuffix(".npz"))
+    if strange := {c["function"] for c in CASES} - set(ADAPTERS):
+        pytest.skip(f"no row of the table computes {', '.join(sorted(strange))} yet")
 
 
 def test_the_algorithms_of_this_version_are_covered():

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rollouts import check_each, context_of, finish, native_core, source_of
+from each import check_each
+from rollouts import context_of, finish, native_core, source_of
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each import check_each
 from fakes import FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollouts import check_each
 
 from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput, Call, ServerManager, check_output, sampling_params_of
 from verl.agent_loop.single_turn import SingleTurnLoop

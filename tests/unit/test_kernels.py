@@ -5,9 +5,9 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from each import check_each
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollouts import check_each
 
 from verl.accel.cpu import kernels as module
 from verl.accel.cpu.kernels import Kernels, load_kernels

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -253,7 +254,7 @@ CUT = [
 ]
 
 
-@pytest.mark.parametrize(("name", "text"), CUT)
+@each("name, text", CUT)
 def test_a_call_is_not_run_as_far_as_it_went(name, text):
     turn = PARSERS[name].parse(text, TOOLS)
     assert turn.malformed is not None and not turn.calls

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from adapters import write_adapter
+from each import each
 from handmade_model import write_rows
 from safetensors.torch import load_file, save_file
 
@@ -128,7 +129,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize("args, expected", REFUSED, ids=lambda x: x if isinstance(x, str) else None)
+@each("args, expected", REFUSED)
 def test_what_cannot_be_is_refused_with_the_fix(base, args, expected):
     found = faults(base, *args)
     assert any(expected.replace("@", folder_of(base)) in line for line in found), found
@@ -194,7 +195,7 @@ def test_every_field_of_trl_is_in_the_table():
     assert {*TRL_OWN.split()} <= DISTILLATION.keys()
 
 
-@pytest.mark.parametrize("field", DISTILLATION)
+@each("field", DISTILLATION)
 def test_a_field_of_trl_is_told_what_it_is_here(base, field):
     with pytest.raises(ValueError, match=f"unknown key '{field}'.*TRL's name; here: ") as told:
         load_config([*base, f"{field}=1"])

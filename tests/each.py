@@ -1,0 +1,78 @@
+"""Tables are checked in loops, not with a case of pytest for each row: what fails is collected, and every failure says
+of which row it is."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import wraps
+from typing import Any
+
+import pytest
+
+
+def check_each(cases: Iterable[Any], check: Callable[[Any], object], name: Callable[[Any], object] = str) -> None:
+    """Run `check` on every case; all failures together, each with the name of its case, rather than the first alone."""
+    failed: list[Exception] = []
+    names: list[str] = []
+    table = list(cases)
+    assert table, "a table without a row proves nothing"
+    for case in table:
+        try:
+            check(case)
+        except pytest.skip.Exception as e:
+            raise AssertionError(f"{name(case)}: a row that is skipped would hide the others") from e
+        except pytest.fail.Exception as e:  # `pytest.raises` where nothing was raised: no Exception for Python
+            failed.append(AssertionError(e.msg).with_traceback(e.__traceback__))
+        except Exception as e:
+            failed.append(e)
+        if len(failed) > len(names):
+            names.append(str(name(case)))
+            failed[-1].add_note(f"case: {names[-1]}")
+    if failed:
+        raise ExceptionGroup(f"{len(failed)} of {len(table)} cases failed: {'; '.join(names)[:2000]}", failed)
+
+
+def named(value: Any) -> str:
+    """A row, as a failure calls it."""
+    if isinstance(value, tuple):
+        return ", ".join(map(named, value))
+    return str(getattr(value, "__name__", None) or getattr(value, "id", None) or value)[:160]
+
+
+def each(arguments: str, rows: Iterable[Any], name: Callable[[Any], object] = named) -> Callable[[Callable], Callable]:
+    """`pytest.mark.parametrize` for rows of milliseconds: one case of pytest that runs them all (see `check_each`).
+
+    Every row has a folder, patches and output of its own; other fixtures are made once for all of them."""
+    keys = [key.strip() for key in arguments.split(",")]
+    table = list(enumerate(rows))
+
+    def decorate(test: Callable) -> Callable:
+        @wraps(test)
+        def whole(**given: Any) -> None:
+            def check(numbered: tuple[int, Any]) -> None:
+                number, row = numbered
+                values = dict(zip(keys, row if len(keys) > 1 else (row,), strict=True))
+                with ExitStack() as patches:
+                    own = dict(given)
+                    if "monkeypatch" in own:
+                        own["monkeypatch"] = patches.enter_context(own["monkeypatch"].context())
+                    if "tmp_path" in own:
+                        own["tmp_path"] = own["tmp_path"] / f"row{number}"
+                        own["tmp_path"].mkdir()
+                    for key in ("capsys", "capfd"):
+                        if key in own:
+                            own[key].readouterr()
+                    test(**own, **values)
+
+            check_each(table, check, lambda numbered: name(numbered[1]))
+
+        signature = inspect.signature(test)
+        missing = set(keys) - set(signature.parameters)
+        assert not missing, f"{test.__name__} does not take {missing}"
+        rest = [p for key, p in signature.parameters.items() if key not in keys]
+        whole.__signature__ = signature.replace(parameters=rest)  # type: ignore[attr-defined]
+        return whole
+
+    return decorate
