@@ -2,6 +2,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 export OMP_WAIT_POLICY ?= passive
+unexport PYTHONDONTWRITEBYTECODE  # each worker and child would compile everything anew: half of a collection
 SEED ?= 0
 TASK ?= arithmetic
 # On two, processors waited a quarter of the time for one test each.
@@ -50,7 +51,8 @@ test-runs: queue-package
 
 test-all: test  # and every combination of layout, packing and role, and recipes that have to learn
 	FULL_GRID=1 $(MAKE) test-distributed
-	FULL_GRID=1 $(BIN)/python -m pytest -q tests/e2e/test_tool_recipe.py tests/e2e/test_distillation.py
+	FULL_GRID=1 $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal \
+		$$(grep -lrw FULL_GRID --include 'test_*.py' tests/unit tests/contracts tests/numerics tests/faults tests/e2e)
 
 # The TransferQueue package; of what it asks for, ray's dashboard and torch again are left out.
 queue-package: setup

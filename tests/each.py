@@ -4,12 +4,16 @@ of which row it is."""
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import wraps
 from typing import Any
 
 import pytest
+
+FULL_GRID = bool(os.environ.get("FULL_GRID"))
+"""Whether second samples of what one sample has shown are taken too (`make test-all`)."""
 
 
 def check_each(cases: Iterable[Any], check: Callable[[Any], object], name: Callable[[Any], object] = str) -> None:
@@ -44,7 +48,7 @@ def named(value: Any) -> str:
 def each(arguments: str, rows: Iterable[Any], name: Callable[[Any], object] = named) -> Callable[[Callable], Callable]:
     """`pytest.mark.parametrize` for rows of milliseconds: one case of pytest that runs them all (see `check_each`).
 
-    Every row has a folder, patches and output of its own; other fixtures are made once for all of them."""
+    Every row has a folder, patches, output and log of its own; other fixtures are made once for all of them."""
     keys = [key.strip() for key in arguments.split(",")]
     table = list(enumerate(rows))
 
@@ -64,6 +68,8 @@ def each(arguments: str, rows: Iterable[Any], name: Callable[[Any], object] = na
                     for key in ("capsys", "capfd"):
                         if key in own:
                             own[key].readouterr()
+                    if "caplog" in own:
+                        own["caplog"].clear()
                     test(**own, **values)
 
             check_each(table, check, lambda numbered: name(numbered[1]))

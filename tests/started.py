@@ -6,6 +6,7 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +25,8 @@ IMPORTED = (
 
 
 class Started:
-    """See `subprocess.Popen`: what the tests ask of it. Its output goes behind what `log` holds."""
+    """See `subprocess.Popen`: what the tests ask of it. Its output goes behind what `log` holds, or stderr's to
+    `errors`; both may be devices."""
 
     def __init__(
         self,
@@ -33,10 +35,18 @@ class Started:
         *,
         env: Mapping[str, str] = {},
         cwd: Path = Path(),
+        errors: Path | None = None,
         entry: Callable[..., int] = main,
     ) -> None:
         log.touch()
-        said = (str(log), {**os.environ, **env}, cwd.resolve(), str(Path(verl.__file__)), entry, list(args))
+        said = (
+            (str(log), str(errors or log)),
+            {**os.environ, **env},
+            cwd.resolve(),
+            str(Path(verl.__file__)),
+            entry,
+            list(args),
+        )
         self._process: ForkServerProcess = _server().Process(target=_run, args=said)
         self._process.start()
         atexit.register(self.kill)  # a test that failed leaves it; Python would wait for its end
@@ -58,6 +68,28 @@ class Started:
         self._process.kill()
 
 
+def program(args: Sequence[str]) -> int:
+    """`python -c TEXT`, for `entry`."""
+    sys.path.insert(0, "")
+    exec(compile(args[0], "<string>", "exec"), vars(sys.modules["__main__"]))
+    return 0
+
+
+def script(args: Sequence[str]) -> int:
+    """`python FILE ...`, for `entry`."""
+    sys.argv, sys.path[:0] = list(args), [str(Path(args[0]).resolve().parent)]
+    runpy.run_path(args[0], run_name="__main__")
+    return 0
+
+
+def short_quickstart(args: Sequence[str]) -> int:
+    """The quickstart with fewer rows, for `entry`."""
+    from verl import quickstart
+
+    quickstart.SFT_ROWS, quickstart.RL_ROWS, quickstart.HELD_OUT_ROWS = 300, 64, 8
+    return quickstart.main(list(args))
+
+
 @cache
 def _server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
@@ -65,10 +97,18 @@ def _server() -> ForkServerContext:
     return context
 
 
-def _run(log: str, env: dict[str, str], cwd: Path, checkout: str, entry: Callable[..., int], args: list[str]) -> None:
-    written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+def _run(
+    logs: tuple[str, str],
+    env: dict[str, str],
+    cwd: Path,
+    checkout: str,
+    entry: Callable[[Sequence[str]], int],
+    args: list[str],
+) -> None:
+    for log, number, stream in zip(logs, (1, 2), (sys.stdout, sys.stderr), strict=True):
+        written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(written, number)
+        os.close(written)
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     assert set(IMPORTED) <= sys.modules.keys() and verl.__file__ == checkout, (verl.__file__, checkout)
     os.environ.clear()

@@ -183,6 +183,7 @@ def contract(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         running.began, running.came = running.engine.stats()["sampled_tokens"], 0
         return version
 
+    suite.DRAWS = 1000  # that the settings came is to be seen; the draws are the native engine's
     suite.build, suite.stats_of, suite.load = build, running.stats_of, load  # type: ignore[attr-defined]
     if kind != "sglang":
         suite.until_sampled = until_here  # type: ignore[attr-defined]

@@ -116,6 +116,7 @@ def contract() -> Iterator[ModuleType]:
         running.began = running.engine.stats()["sampled_tokens"]
         return version
 
+    suite.DRAWS = 1000  # that the settings came is to be seen; the draws are the native engine's
     suite.build, suite.stats_of, suite.load = build, running.stats_of, load  # type: ignore[attr-defined]
     yield suite
     running.stop()

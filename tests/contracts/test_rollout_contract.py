@@ -21,6 +21,7 @@ from verl.rollout.router import MAX_LEAD, Router
 from verl.types import Sampling
 
 VOCAB = 61
+DRAWS = 3000  # of one distribution
 SIZES: dict[str, Any] = dict(
     vocab_size=VOCAB,
     hidden_size=32,
@@ -230,10 +231,10 @@ def test_score_equals_hf(kind: str) -> None:
 @every_engine
 def test_samples_follow_the_distribution(kind: str) -> None:
     prompt = prompts((6,), seed=3)[0]
-    draws = 3000
     probs = torch.softmax(hf_logits(prompt)[-1].double() / 1.3, -1).numpy()
 
     async def body(engine: Any) -> None:
+        draws = DRAWS
         jobs = {str(i): (prompt, Sampling(max_tokens=1, temperature=1.3, seed=i)) for i in range(draws)}
         found = np.bincount([c.ids[0] for c in (await generate_all(engine, jobs)).values()], minlength=VOCAB)
         likely = probs * draws >= 5

@@ -13,12 +13,14 @@ import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from each import FULL_GRID, each
 
 from verl.algorithms.losses import nll
 from verl.model_engine.optim import OptimSpec
@@ -196,9 +198,11 @@ class Reads:
 # -- delivery ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("kind", ROLLOUTS)
-@pytest.mark.parametrize("exclusive", [True, False], ids=["exclusive", "copied"])
+EVERY_WAY = list(product([True, False], ROLLOUTS, [True, False]))
+EACH_TWO = [(tied, kind, tied == (kind == "native")) for tied, kind, exclusive in EVERY_WAY if exclusive]
+
+
+@each("tied, kind, exclusive", EVERY_WAY if FULL_GRID else EACH_TWO)
 def test_after_a_large_step_the_rollout_scores_as_the_trainer_does(backend, kind, tied, exclusive):
     async def test():
         world = World(trainer(tied=tied), backend)
@@ -313,8 +317,7 @@ CHANGES: dict[str, Callable[[dict[str, Any], dict[str, Any]], None]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ROLLOUTS)
-@pytest.mark.parametrize("change", CHANGES)
+@each("kind, change", product(ROLLOUTS, CHANGES))
 def test_a_tensor_that_does_not_match_its_manifest_raises(backend, kind, change):
     async def test():
         world = World(trainer(), backend, sender=tampered(CHANGES[change]))
@@ -376,7 +379,7 @@ class Perturbs(Replica):
         return await self.inner.load_weights(Reads(source, change), on_inflight=on_inflight)
 
 
-@pytest.mark.parametrize("kind", ROLLOUTS)
+@each("kind", ROLLOUTS)
 def test_the_canary_trips_when_the_rollout_serves_other_weights(backend, kind):
     async def test():
         world = World(trainer(), backend)
@@ -609,7 +612,7 @@ def test_exclusive_nothing_is_copied_and_a_step_that_overtakes_is_caught():
 # -- caches ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ROLLOUTS)
+@each("kind", ROLLOUTS)
 def test_a_prefix_computed_under_old_weights_is_never_used_after_a_publish(backend, kind):
     async def test():
         world = World(trainer(), backend)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from shared import made_once
 from small_runs import metrics_of, same_tensors, small_args, tensors_of, trained
 from tools import hermes_tokenizer, multiply
 
@@ -48,12 +49,18 @@ class Rewrites(AgentLoopBase):
 
 @pytest.fixture(scope="module")
 def taught(tmp_path_factory):
-    """(model folder, rows, tool file): a tiny model that mostly calls `multiply` and reads its result."""
+    """(model folder, folder of rows, reward and loop): a tiny model that mostly calls `multiply` and reads its
+    result."""
+    folder = made_once(tmp_path_factory, "taught", teach)
+    return folder / "model", folder
+
+
+def teach(folder):
     import torch
 
     from verl.models import tiny
 
-    folder, tokenizer = tmp_path_factory.mktemp("taught"), hermes_tokenizer()
+    tokenizer = hermes_tokenizer()
     schemas, audit = [dict(function_as_tool(multiply).schema)], audit_template(tokenizer)
     pairs = [(a, b) for a in range(2, 6) for b in range(2, 6)]
     rows, lines = [], []
@@ -78,7 +85,7 @@ def taught(tmp_path_factory):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    return tiny.save(model, tokenizer, folder / "model"), folder
+    tiny.save(model, tokenizer, folder / "model")
 
 
 def args(root: Path, taught, *more: str) -> list[str]:
@@ -92,7 +99,7 @@ TOOLS = (f"agent.tools=[{TESTS / 'tools.py'}]", "agent.max_turns=4")
 
 
 def test_a_run_with_a_tool_trains_what_was_sampled_between_its_results(tmp_path, taught, capsys):
-    run_rl(load_config(args(tmp_path, taught, *TOOLS)), quiet=True)
+    run_rl(load_config(args(tmp_path, taught, *TOOLS, "run.total_steps=2")), quiet=True)
     metrics = metrics_of(tmp_path / "r")
     assert sum(m["agent/tool_calls"] for m in metrics.values()) > 4 and metrics[1]["num_turns/max"] >= 4
     assert {"agent/tool_errors", "agent/env_tokens", "agent/discarded_tokens", "agent/tool_s"} < metrics[1].keys()

@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from small_runs import REWARD, metrics_of, small_args
+from started import Started, script
 from tokens import bpe_tokenizer
 
 from verl import AutoModelForCausalLMWithValueHead, Policy, PPOTrainer, RewardModel, Trainer, VerlConfig, VerlTrainer
@@ -231,18 +232,15 @@ def test_the_names_of_introductions_are_there():
 
 
 def test_a_reward_of_an_unguarded_script_is_refused_with_the_line(tmp_path):
-    import subprocess
-    import sys
-
-    script = (
+    text = (
         "import verl\n"
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n{}"
         "trainer = verl.GRPOTrainer('m', train_data='rows.jsonl', reward=compute_score)\nprint(trainer.args)\n"
     )
     said = []
     for name, guard in (("bare", ""), ("guarded", "if __name__ == '__main__':\n    ")):
-        (tmp_path / f"{name}.py").write_text(script.format(guard).replace("\nprint", ";print"))
-        done = subprocess.run([sys.executable, tmp_path / f"{name}.py"], capture_output=True, text=True, timeout=120)
-        said.append((done.returncode, done.stdout + done.stderr))
+        (tmp_path / f"{name}.py").write_text(text.format(guard).replace("\nprint", ";print"))
+        process = Started([str(tmp_path / f"{name}.py")], log := tmp_path / f"{name}.log", entry=script)
+        said.append((process.wait(120), log.read_text()))
     assert said[0][0] == 1 and 'below `if __name__ == "__main__":`' in said[0][1]
     assert said[1][0] == 0 and "reward.name=compute_score" in said[1][1]

@@ -2,7 +2,6 @@
 trained quickstart teaches the model that it began with."""
 
 import json
-import os
 import random
 import shutil
 import subprocess
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from adapters import write_adapter
+from each import FULL_GRID
 from small_runs import launch, metrics_of, same_tensors, saved, small_args, small_run, tensors_of, trained, wait_for
 
 from verl.config.load import load_config
@@ -57,7 +57,7 @@ def test_a_fresh_model_comes_near_to_a_trained_one(name, learned, tmp_path, tiny
     assert all(found[s]["timing_s/teacher"] > 0 and found[s]["teacher/invalid"] == 0 for s in range(1, 25))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES if FULL_GRID else ["gkd"])  # the others are cut below
 def test_a_run_that_was_cut_is_the_run_that_was_not(name, learned, tmp_path, tiny_model, arithmetic_data):
     given = arguments(name, learned, "run.deterministic=true", "step.updates_per_step=2")
     for folder, steps in (("cut", 2), ("cut", 4), ("whole", 4)):
@@ -212,7 +212,7 @@ def test_stored_answers_alone_teach(more, learned, tmp_path, tiny_model, stored)
     assert np.mean(distance[-3:]) < 0.6 * np.mean(distance[:2]), distance
 
 
-@pytest.mark.skipif(not os.environ.get("FULL_GRID"), reason="minutes: make test-all")
+@pytest.mark.skipif(not FULL_GRID, reason="minutes: make test-all")
 @pytest.mark.timeout(1500)
 def test_the_trained_quickstart_is_distilled_in_a_quarter_of_its_steps(tmp_path):
     """From the step on from which GRPO holds 95% of what it ends with, of as many answers a step and at the rate it

@@ -1,8 +1,9 @@
 """Every snippet of README and docs is executed: bash and python blocks in order, page by page, beside a model and rows.
 
 The code that runs is that of this checkout, as a user has it: installed, and called from another folder. Where another
-checkout is the installed one, or none is, this one goes first on PYTHONPATH. Plain training lines behind the README's
-share one import of everything: a shell has nothing to do in them.
+checkout is the installed one, or none is, this one goes first on PYTHONPATH. What the README and the page for users of
+verl show is typed; plain lines and programs behind them share one import of everything: a shell has nothing to do in
+them.
 """
 
 import json
@@ -16,7 +17,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from started import Started
+from each import each
+from started import Started, program
 from tokens import bpe_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -73,47 +75,67 @@ def smaller(line: str) -> str:
     return line + "".join(f" {s}" for s in SMALL.split() if s.partition("=")[0] not in given)
 
 
-PLAIN = re.compile(r"verl (train|sft|rm|dpo) [^$|&;<>*?~`\\]*")
+PLAIN = re.compile(r"verl (train|sft|rm|dpo|plan|show|completion) [^$|&;<>*?~`\\]*")
+PROGRAM = re.compile(r"python (\w+\.py)")
+
+
+def typed(command: list[str], here: Path, environment: dict[str, str]) -> tuple[int, str]:
+    """The exit code, and what was said last."""
+    done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True, timeout=200)
+    return done.returncode, f"{done.stdout[-1500:]}\n{done.stderr[-2500:]}"
+
+
+def forked(args: list[str], here: Path, **given) -> tuple[int, str]:
+    """As `typed`, of a process that has made the imports."""
+    log = here.parent / "log"
+    return Started(args, log, cwd=here, **given).wait(200), log.read_text()[-4000:]
+
+
+def run_line(line: str, page: Path, here: Path, environment: dict[str, str]) -> None:
+    if "cluster.backend=ray" in line and find_spec("ray") is None:
+        return
+    if page.name != "README.md" and PLAIN.fullmatch(line):
+        code, said = forked(shlex.split(smaller(line))[1:], here)
+    elif found := PROGRAM.fullmatch(line):
+        code, said = forked([(here / found[1]).read_text()], here, entry=program)
+    else:
+        code, said = typed(["bash", "-c", smaller(line)], here, environment)
+    assert code == 0, f"{line}\n{said}"
+
+
+RUN = [page for page in PAGES if re.search(r"^```(bash|python)\n", page.read_text(), re.MULTILINE)]
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize("page", RUN, ids=lambda p: str(p.relative_to(ROOT)))
 def test_snippets(page, folder, environment, tmp_path):
     here = tmp_path / "work"
     shutil.copytree(folder, here)
     for language, text in BLOCK.findall(page.read_text()):
         named = re.match(r"# file: (\S+)\n", text)
-        if language == "sh":  # make targets: they exist and expand
-            for line in filter(None, (part.split("#")[0].strip() for part in text.splitlines())):
-                assert (
-                    subprocess.run([*line.split(), "-n"], cwd=ROOT, capture_output=True, timeout=60).returncode == 0
-                ), line
-        elif named:
+        if named:
             (here / named[1]).write_text(text)
         elif language == "bash":
             for line in filter(None, map(str.strip, text.splitlines())):
-                if "cluster.backend=ray" in line and find_spec("ray") is None:
-                    continue
-                if PLAIN.fullmatch(line) and page.name != "README.md":
-                    code = Started(shlex.split(smaller(line))[1:], log := tmp_path / "log", cwd=here).wait(200)
-                    assert code == 0, f"{line}\n{log.read_text()[-3000:]}"
-                    continue
-                done = subprocess.run(
-                    ["bash", "-c", smaller(line)],
-                    cwd=here,
-                    env=environment,
-                    capture_output=True,
-                    text=True,
-                    timeout=200,
-                )
-                assert done.returncode == 0, f"{line}\n{done.stdout[-1500:]}\n{done.stderr[-1500:]}"
+                run_line(line, page, here, environment)
         elif language == "python":
-            done = subprocess.run(
-                [sys.executable, "-c", text], cwd=here, env=environment, capture_output=True, text=True, timeout=200
-            )
-            assert done.returncode == 0, f"{text}\n{done.stderr[-2500:]}"
-        else:
-            assert language in ("", "text"), f"{page.name}: a block of {language!r} would never be run"
+            if page.name == "README.md":
+                code, said = typed([sys.executable, "-c", text], here, environment)
+            else:
+                code, said = forked([text], here, entry=program)
+            assert code == 0, f"{text}\n{said}"
+
+
+@each("page", PAGES)
+def test_every_block_is_run_or_text(page):
+    for language, text in BLOCK.findall(page.read_text()):
+        if language == "sh":  # make targets: they exist and expand
+            for line in filter(None, (part.split("#")[0].strip() for part in text.splitlines())):
+                done = subprocess.run([*line.split(), "-n"], cwd=ROOT, capture_output=True, timeout=60)
+                assert done.returncode == 0, line
+        elif not (page in RUN and text.startswith("# file: ")):
+            runs = language in ("bash", "python") and page in RUN
+            assert runs or language in ("", "text"), f"a block of {language!r} would never be run"
 
 
 def test_links_lead_somewhere():

@@ -3,11 +3,10 @@
 import asyncio
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from started import Started, script, short_quickstart
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,19 +37,9 @@ def test_custom_flow_runs(tiny_model):
 def test_quickstart_tells_its_story(tmp_path):
     """The whole quickstart with four warm-up steps and two of RL: stages, files, summary. It learns in `make
     quickstart`."""
-    command = [
-        sys.executable,
-        "-c",
-        "import sys; from verl import quickstart as q; q.SFT_ROWS, q.RL_ROWS, q.HELD_OUT_ROWS = 300, 64, 8;"
-        "sys.exit(q.main(sys.argv[1:]))",
-        f"run.root_dir={tmp_path}",
-        "run.seed=3",
-        "run.total_steps=2",
-        "run.threads=1",
-        "warmup_steps=4",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=220)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    args = [f"run.root_dir={tmp_path}", "run.seed=3", "run.total_steps=2", "run.threads=1", "warmup_steps=4"]
+    code = Started(args, log := tmp_path / "log", entry=short_quickstart).wait(220)
+    assert code == 0, log.read_text()[-4000:]
     home = tmp_path / "quickstart"
     summary = json.loads((home / "summary.json").read_text())
     assert summary["seed"] == 3 and set(summary) >= {
@@ -62,7 +51,7 @@ def test_quickstart_tells_its_story(tmp_path):
     }
     assert (home / "report.html").exists() and (home / "checkpoints" / "step_2" / "hf" / "model.safetensors").exists()
     for words in ("held-out accuracy", "before", "after", "report"):
-        assert words in done.stdout
+        assert words in log.read_text()
 
 
 def test_nothing_held_out_is_ever_trained_on(tmp_path):
@@ -89,7 +78,7 @@ def test_traces_follow_their_own_columns(forget):
         assert right == (0.0 if forget and carries else 1.0), (p, trace)
 
 
-def test_custom_flow_without_a_model_says_how_it_is_called():
-    args = [sys.executable, ROOT / "examples" / "custom_flow.py"]
-    done = subprocess.run(args, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1 and done.stderr.strip().startswith("usage:") and "MODEL_FOLDER" in done.stderr
+def test_custom_flow_without_a_model_says_how_it_is_called(tmp_path):
+    process = Started([str(ROOT / "examples" / "custom_flow.py")], log := tmp_path / "log", entry=script)
+    assert process.wait(120) == 1
+    assert log.read_text().strip().startswith("usage:") and "MODEL_FOLDER" in log.read_text()

@@ -125,8 +125,14 @@ def answer_logprobs(folder, rows):
     return np.array(out)
 
 
+@pytest.fixture(scope="module")
+def at_the_start(tiny_model, pairs):
+    rows = [json.loads(line) for line in pairs.read_text().splitlines()]
+    return {k: answer_logprobs(tiny_model, [(r["prompt"], r[k]) for r in rows]) for k in ("chosen", "rejected")}
+
+
 @pytest.mark.parametrize("loss", PREFERENCES)
-def test_every_preference_loss_learns(loss, tmp_path, tiny_model, pairs, unpaired):
+def test_every_preference_loss_learns(loss, tmp_path, tiny_model, pairs, unpaired, at_the_start):
     """By what the exported model says: chosen answers gain on rejected ones, each to the same prompt."""
     done = train(
         "dpo", tmp_path, tiny_model, pairs if PREFERENCES[loss].paired else unpaired, f"preference.loss={loss}"
@@ -136,8 +142,7 @@ def test_every_preference_loss_learns(loss, tmp_path, tiny_model, pairs, unpaire
     rows = [json.loads(line) for line in pairs.read_text().splitlines()]
     folder = tmp_path / "p" / "checkpoints" / "step_6" / "hf"
     gained = {
-        side: answer_logprobs(folder, [(r["prompt"], r[side]) for r in rows])
-        - answer_logprobs(tiny_model, [(r["prompt"], r[side]) for r in rows])
+        side: answer_logprobs(folder, [(r["prompt"], r[side]) for r in rows]) - at_the_start[side]
         for side in ("chosen", "rejected")
     }
     margin = gained["chosen"] - gained["rejected"]

@@ -1,12 +1,13 @@
 """Every row of the table runs as a whole recipe through the real loop: its columns, roles, baselines and
 corrections."""
 
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from small_runs import metrics_of, small_run, state_of, tensors_of, trained
+from small_runs import metrics_of, small_run, tensors_of
 
 from verl.algorithms.presets import PRESETS
 from verl.track.samples import read_samples
@@ -19,9 +20,9 @@ MORE = {
 }
 
 
-def run_of(root, model, data, name, *more):
+def run_of(root, model, data, name, *more, steps=2):
     args = (f"algorithm.name={name}", "algorithm.kl_loss_coef=null", f"reward.path={PARTS}", *MORE.get(name, ()), *more)
-    return small_run(root, model, data[:1], "run.total_steps=2", *args)
+    return small_run(root, model, data[:1], f"run.total_steps={steps}", *args)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -36,6 +37,7 @@ def test_every_row_trains_through_the_loop(name, tmp_path, tiny_model, tiny_teac
             "the default configuration has a gradient"
         )
         assert np.isfinite(m["actor/pg_loss"])
+        assert m["mismatch/max_abs_dlogp"] < 1e-4
         if preset.critic:
             assert m["critic/grad_norm"] > 0 and m["critic/vf_loss"] > 0 and m["critic/vf_explained_var"] <= 1
         if preset.kl_reward:
@@ -47,7 +49,7 @@ def test_every_row_trains_through_the_loop(name, tmp_path, tiny_model, tiny_teac
     for r in with_advantage:
         assert np.isfinite(r.advantages[r.response_mask.astype(bool)]).all()
     assert sum(r.purpose == "baseline" for r in rows) == 4 * preset.group.baselines
-    run_of(tmp_path / "two", tiny_model, arithmetic_data, name, "cluster.virtual_ranks=2", *teacher)
+    run_of(tmp_path / "two", tiny_model, arithmetic_data, name, "cluster.virtual_ranks=2", *teacher, steps=1)
     same_step_on_two_ranks(tmp_path / "r", tmp_path / "two" / "r")
 
 
@@ -104,7 +106,7 @@ def test_pf_ppo_draws_from_the_whole_step_as_verl_does(tmp_path, tiny_model, ari
     assert all(r.advantages is not None for r in rows)
     drawn = [r.reward for r in rows if r.entropy is not None]
     assert 0 < len(drawn) <= len(rows) and set(drawn) == {max(rewards), min(rewards)} != set(rewards)
-    run_of(tmp_path / "two", tiny_model, arithmetic_data, "pf_ppo", *more, "cluster.virtual_ranks=2")
+    run_of(tmp_path / "two", tiny_model, arithmetic_data, "pf_ppo", *more, "cluster.virtual_ranks=2", steps=1)
     same_step_on_two_ranks(tmp_path / "r", tmp_path / "two" / "r")
 
 
@@ -160,37 +162,18 @@ def test_a_threshold_alone_holds_the_policy_until_the_critic_explains_so_much(tm
     assert all("actor/grad_norm" not in m and m["critic/grad_norm"] > 0 for m in found.values())
 
 
-def test_a_critic_resumes_bitwise(tmp_path, tiny_model, arithmetic_data):
-    args = ("algorithm.name=ppo", "algorithm.kl_loss_coef=null", "algorithm.kl_reward_target=0.1")
-    small_run(tmp_path / "a", tiny_model, arithmetic_data[:1], *args, "run.total_steps=4")
-    small_run(
-        tmp_path / "b",
-        tiny_model,
-        arithmetic_data[:1],
-        *args,
-        "run.total_steps=4",
-        "run.save_every_steps=2",
-        "run.keep_last_checkpoints=9",
-    )
-    import shutil
+@pytest.fixture(scope="module")
+def plain_run(tmp_path_factory, tiny_model, arithmetic_data):
+    """The metrics of a run with these settings, each made once."""
 
-    shutil.rmtree(tmp_path / "b" / "r" / "checkpoints" / "step_4")
-    small_run(
-        tmp_path / "b",
-        tiny_model,
-        arithmetic_data[:1],
-        *args,
-        "run.total_steps=4",
-        "run.save_every_steps=2",
-        "run.keep_last_checkpoints=9",
-    )
-    for role in ("actor", "critic"):
-        one, two = (tensors_of(tmp_path / x / "r", 4, role) for x in "ab")
-        for name, value in one.items():
-            assert torch.equal(value, two[name]), (role, name)
-    controllers = [state_of(tmp_path / x / "r", 4).controllers for x in "ab"]
-    assert controllers[0] == controllers[1]
-    assert trained(tmp_path / "a" / "r") == trained(tmp_path / "b" / "r")
+    @cache
+    def metrics(*more):
+        root = tmp_path_factory.mktemp("plain")
+        base = ("algorithm.name=dapo", "algorithm.filter_groups=false", "run.total_steps=1")
+        small_run(root, tiny_model, arithmetic_data[:1], *base, *more)
+        return metrics_of(root / "r")
+
+    return metrics
 
 
 @pytest.mark.parametrize(
@@ -221,14 +204,11 @@ def test_a_critic_resumes_bitwise(tmp_path, tiny_model, arithmetic_data):
     ],
     ids=lambda m: ",".join(x.removeprefix("algorithm.").removeprefix("options.") for x in m),
 )
-def test_corrections_are_one_where_sampler_and_trainer_agree(more, tmp_path, tiny_model, arithmetic_data):
+def test_corrections_are_one_where_sampler_and_trainer_agree(more, plain_run):
     """In float32 the policies agree to 1e-5: a correction changes nothing, so the run is the plain one."""
-    base = ("algorithm.name=dapo", "algorithm.filter_groups=false", "run.total_steps=2")
     kl = [m for m in more if m.startswith("algorithm.kl_loss_coef") or m.startswith("step.")]
     loss = [m for m in more if m.startswith("algorithm.loss")]
-    small_run(tmp_path / "plain", tiny_model, arithmetic_data[:1], *base, *kl, *loss)
-    small_run(tmp_path / "corrected", tiny_model, arithmetic_data[:1], *base, *more)
-    plain, corrected = (metrics_of(tmp_path / d / "r") for d in ("plain", "corrected"))
+    plain, corrected = plain_run(*kl, *loss), plain_run(*more)
     assert corrected[1]["actor/grad_norm"] == pytest.approx(plain[1]["actor/grad_norm"], rel=1e-3)
     if any("correction" in m for m in more):
         assert any(k.startswith("rollout_corr/") for k in corrected[1])

@@ -4,8 +4,6 @@ import json
 import os
 import pty
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -35,11 +33,6 @@ def reward(tmp_path):
     path = tmp_path / "reward.py"
     path.write_text(f"import sys\nsys.path.insert(0, {str(TESTS)!r})\n{HANGS}")
     return path
-
-
-def start(args: list[str], **ends) -> subprocess.Popen:
-    env = {**os.environ, "OMP_WAIT_POLICY": "passive", "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen([sys.executable, "-m", "verl", "train", *args], env=env, cwd=TESTS.parent, **ends)
 
 
 def steps_done(run_dir) -> int:
@@ -111,12 +104,17 @@ def test_a_lost_terminal_and_a_closed_pipe_end_nothing(tmp_path, tiny_model, ari
     ended = {}
     for name in ("terminal", "pipe"):
         args = small_args(tmp_path, tiny_model, arithmetic_data[:1], "run.total_steps=12", f"run.name={name}")
-        ours, theirs = pty.openpty() if name == "terminal" else os.pipe()
-        process = start(args, stdout=theirs, stderr=theirs if name == "terminal" else None, stdin=subprocess.DEVNULL)
-        os.close(theirs)
+        if name == "terminal":
+            ours, theirs = pty.openpty()
+            process = Started(["train", *args], Path(os.ttyname(theirs)))
+        else:
+            os.mkfifo(tmp_path / "fifo")
+            ours = os.open(tmp_path / "fifo", os.O_RDONLY | os.O_NONBLOCK)
+            process = Started(["train", *args], tmp_path / "fifo", errors=tmp_path / "log")
         wait_for(lambda name=name: steps_done(tmp_path / name) >= 2, 120, "two steps")
         os.close(ours)
         if name == "terminal":
+            os.close(theirs)
             process.send_signal(signal.SIGHUP)
         ended[name] = process.wait(120)
         assert steps_done(tmp_path / name) == 12, name

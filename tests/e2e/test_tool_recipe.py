@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import os
 import random
 import subprocess
 import sys
@@ -14,7 +13,9 @@ import time
 from pathlib import Path
 
 import pytest
+from each import FULL_GRID
 from small_runs import launch, metrics_of, same_tensors, saved, summary, tensors_of, trained, wait_for
+from started import Started, short_quickstart
 
 from verl import quickstart
 from verl.agent_loop.tools import Toolbox, load_tools
@@ -32,7 +33,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return zlib.crc32(solution_str.encode()) % 2
 """
 """A reward that differs within every group: this small model is never right, and would be updated by nothing."""
-whole = pytest.mark.skipif(not os.environ.get("FULL_GRID"), reason="minutes: make test-all")
+whole = pytest.mark.skipif(not FULL_GRID, reason="minutes: make test-all")
 
 
 def test_the_warm_up_shows_the_form_and_no_answer(tmp_path):
@@ -162,19 +163,14 @@ def test_a_killed_run_with_a_failing_tool_samples_the_same_ids(tmp_path, taught)
 @pytest.mark.timeout(240)
 def test_the_recipe_tells_its_story(tmp_path):
     """All of it with four warm-up steps and two of RL; that it learns is shown below."""
-    code = (
-        "import sys; from verl import quickstart as q; q.SFT_ROWS, q.RL_ROWS, q.HELD_OUT_ROWS = 300, 64, 8;"
-        "sys.exit(q.main(sys.argv[1:]))"
-    )
     more = ("task=tool_arithmetic", "tool_fail_share=0.5", "run.total_steps=2", "run.threads=1", "warmup_steps=4")
-    command = [sys.executable, "-c", code, f"run.root_dir={tmp_path}", *more]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=220)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    code = Started([f"run.root_dir={tmp_path}", *more], log := tmp_path / "log", entry=short_quickstart).wait(220)
+    assert code == 0, log.read_text()[-4000:]
     home = tmp_path / "tool_arithmetic"
     assert set(summary(home)) >= {"greedy_before", "greedy_after", "sampled_before", "sampled_after", "seconds"}
     assert "fail_share: 0.5" in (home / "tools.yaml").read_text() and (home / "report.html").exists()
     for words in ("held-out accuracy", "calls are written as glm", "calculator"):
-        assert words in done.stdout
+        assert words in log.read_text()
 
 
 @whole

@@ -120,9 +120,6 @@ def test_the_checkpoint_is_a_hugging_face_model_with_equal_logits(tmp_path, tiny
 @pytest.mark.parametrize(
     "more",
     [
-        ("algorithm.name=rloo",),
-        ("algorithm.name=drgrpo", "algorithm.horizon_tokens=12"),
-        ("algorithm.name=reinforce_plus_plus",),
         ("algorithm.kl_loss_coef=0.04",),
         ("step.updates_per_step=2", "step.epochs_per_step=2"),
         ("algorithm.entropy_coef=0.01",),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import sandbox_escapes
+from each import each
 
 from verl.agent_loop.tools import Toolbox, close_tools, load_tools
 from verl.chat.parsing import ToolCall
@@ -232,8 +233,8 @@ def test_programs_are_scored(tier):
     assert compute_score("taco", fenced("print(1)"), {"inputs": [""], "outputs": ["1"]}, tier=tier)["score"] == 1
 
 
-@pytest.mark.parametrize(
-    ("value", "expected", "same"),
+@each(
+    "value, expected, same",
     [
         (True, [True], True),
         (1, [True], False),

@@ -4,10 +4,7 @@ The kernel's own refusals: files may not grow beyond a limit (EFBIG), which is l
 """
 
 import json
-import os
 import resource
-import subprocess
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -112,20 +109,19 @@ def test_a_full_standard_output_is_let_go_and_the_run_goes_on(tmp_path, tiny_mod
     """From the first line that is printed: /dev/full refuses every byte. What `verl eval` found is not lost with it."""
     own = tmp_path / "own" / "r"
     more = ("actor_rollout_ref.rollout.n=4", "run.total_steps=2")  # a key of verl's own: what became of it is printed
-    env = {**os.environ, "PYTHONUNBUFFERED": "1"}
 
-    def started(verb: str, data: list[Path], *given: str) -> subprocess.CompletedProcess:
+    def started(verb: str, data: list[Path], *given: str) -> tuple[int, str]:
         args = small_args(tmp_path, tiny_model, data, *given, f"run.name={verb}")
-        with open("/dev/full", "w") as full:
-            command = [sys.executable, "-m", "verl", verb, *(a for a in args if "samples_per_prompt" not in a)]
-            return subprocess.run(command, cwd=TESTS.parent, stdout=full, stderr=subprocess.PIPE, text=True, env=env)
+        args, errors = [verb, *(a for a in args if "samples_per_prompt" not in a)], tmp_path / f"{verb}.err"
+        code = Started(args, Path("/dev/full"), errors=errors).wait(120)
+        return code, errors.read_text()
 
-    done = started("train", arithmetic_data[:1], *more)
-    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr[-3000:]
+    code, said = started("train", arithmetic_data[:1], *more)
+    assert code == 0 and "Traceback" not in said, said[-3000:]
     [lost] = read_events(tmp_path / "train", {"console_lost"})
     assert "No space left" in lost.data["why"] and lost.step == 1
     assert [e.step for e in read_events(tmp_path / "train", {"finished"})] == [2]
     small_run(own.parent, tiny_model, arithmetic_data[:1], "run.total_steps=2")
     same_tensors(tensors_of(own, 2), tensors_of(tmp_path / "train", 2))
-    done = started("eval", arithmetic_data, "run.total_steps=1")
-    assert done.returncode == 1 and "No space left" in done.stderr and "acc" in done.stderr, done.stderr[-3000:]
+    code, said = started("eval", arithmetic_data, "run.total_steps=1")
+    assert code == 1 and "No space left" in said and "acc" in said, said[-3000:]

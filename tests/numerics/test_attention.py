@@ -2,10 +2,12 @@
 
 import copy
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
+from each import each
 from transformers import (
     CohereConfig,
     CohereForCausalLM,
@@ -140,7 +142,7 @@ def run(model, batch, **options):
     [(256, 0), (12, 0), (256, 1 << 30), (0, 1 << 30)],
     ids=["blocks", "mixed", "one block", "one SDPA call"],  # rows of more keys than small_keys go through SDPA
 )
-@pytest.mark.parametrize("name", MODELS)
+@each("name", MODELS)
 def test_packed_and_shared_equal_each_sequence_alone(name, small_keys, free_padding, monkeypatch):
     """The oracle is one padded row per sequence through the model's own attention."""
     monkeypatch.setattr(attention, "_SMALL_KEYS", small_keys)
@@ -159,7 +161,7 @@ def test_packed_and_shared_equal_each_sequence_alone(name, small_keys, free_padd
             )
 
 
-@pytest.mark.parametrize("name", MODELS)
+@each("name", MODELS)
 def test_the_start_up_check_passes_whatever_the_precision(name):
     model = make(name)
     engine = TorchEngine(model, optim=OptimSpec(lr=1.0), dtype="bfloat16", emulate_bf16=False)
@@ -188,8 +190,7 @@ def joined(batch, device, **options):
 real_plan = attention.make_plan
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gpt2"])
-@pytest.mark.parametrize("leak", [wrong_offsets, one_tree, joined])
+@each("name, leak", product(["qwen3", "gpt2"], [wrong_offsets, one_tree, joined]))
 def test_a_planted_leak_is_caught_at_start(name, leak, monkeypatch):
     engine = TorchEngine(make(name), dtype="float32")
     monkeypatch.setattr(attention, "make_plan", leak)
@@ -217,7 +218,7 @@ def test_a_padded_pass_is_proven_at_start_too():
         engine.check_packing(share_prefix=False)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "mistral", "gemma3", "gpt2"])
+@each("name", ["qwen3", "mistral", "gemma3", "gpt2"])
 def test_the_loss_of_one_sequence_has_no_gradient_in_another(name):
     engine = TorchEngine(make(name), optim=OptimSpec(lr=1.0), dtype="float32")
     seen = []
@@ -294,8 +295,7 @@ def plain_varlen(q, k, v, lengths, scale, window):
     return out
 
 
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("share", [True, False])
+@each("window, share", product([None, 3], [True, False]))
 def test_the_flash_path_of_the_gpu_is_the_blocks_attention(share, window):
     batch = pack(rows(), share_prefix=share)
     t = batch.num_tokens
@@ -406,7 +406,7 @@ def test_fused_norm_keeps_the_dtype_rules_of_the_module():
         assert x.grad.dtype == dtype
 
 
-@pytest.mark.parametrize("name", MODELS)
+@each("name", MODELS)
 def test_fusing_is_for_known_models_and_undone_without_trace(name):
     model = make(name)
     known = fused.fuse(model, packed=True)

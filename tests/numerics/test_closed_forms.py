@@ -4,9 +4,11 @@ import math
 import random
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
+from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_columns import F64, columns, f64
@@ -171,8 +173,7 @@ def test_optimal_token_baseline_does_not_count_holes_as_places():
     torch.testing.assert_close(adv.otb(hole)["advantages"][[0, 2, 3, 4]], adv.otb(plain)["advantages"])
 
 
-@pytest.mark.parametrize("garbage", [float("nan"), math.inf, -1e300])
-@pytest.mark.parametrize("estimator", [adv.gae, adv.otb, adv.remax])
+@each("garbage, estimator", product([float("nan"), math.inf, -1e300], [adv.gae, adv.otb, adv.remax]))
 def test_garbage_outside_the_mask_reaches_no_advantage(estimator, garbage):
     mask = torch.tensor([True, True, False, True, False])
     token = {
@@ -268,8 +269,7 @@ def test_draws_from_the_whole_step_follow_their_weights():
     assert chosen.draw([float("nan")] * 2, random.Random(0)) == [0, 0]
 
 
-@pytest.mark.parametrize("aggregate", AGGREGATIONS)
-@pytest.mark.parametrize("unit", ["token", "sequence"])
+@each("aggregate, unit", product(AGGREGATIONS, ["token", "sequence"]))
 def test_a_row_drawn_twice_weighs_what_two_such_rows_weigh(aggregate, unit):
     drawn = columns([1.0, 0.0, 3.0], tokens=[2, 3, 1], mask=[True, True, True, False, True, True])
     drawn = replace(drawn, sequence={**drawn.sequence, "copies": f64(2, 1, 3)})
@@ -338,7 +338,7 @@ def test_clip_higher_and_dual_clip():
     assert clipped(1.5, 2.0)[2]["pg_clipfrac"] == 1 and clipped(1.0, 2.0)[2] == {"pg_clipfrac": 0, "ppo_kl": 0}
 
 
-@pytest.mark.parametrize("d", [-1000.0, -21.0, 21.0, 1000.0])
+@each("d", [-1000.0, -21.0, 21.0, 1000.0])
 def test_a_ratio_far_out_is_finite_and_pulls_nowhere(d):
     lp = f64(d).requires_grad_()
     c = columns([0.0]).with_token({"logprobs": lp, "old_logprobs": f64(0.0), "advantages": f64(-1.0 if d > 0 else 1.0)})

@@ -2,9 +2,11 @@
 
 import math
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
+from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_columns import columns, f64
@@ -192,7 +194,7 @@ def test_garbage_outside_the_mask_changes_nothing(seed, mask, level, form, stat,
     assert any(mask) or not [n for n in clean if n.startswith("rollout_corr/")], "no token: metrics are left out"
 
 
-@pytest.mark.parametrize("bad", [float("nan"), math.inf, -math.inf])
+@each("bad", [float("nan"), math.inf, -math.inf])
 def test_a_log_ratio_that_is_not_finite_is_rejected_and_spreads_no_further_than_it_must(bad):
     c = policies((1.0, 1.0, 1.0, 1.0), [2, 2])
     c = c.with_token({"old_logprobs": torch.where(torch.tensor([True, False, False, False]), bad, c["old_logprobs"])})
@@ -206,8 +208,7 @@ def test_a_log_ratio_that_is_not_finite_is_rejected_and_spreads_no_further_than_
         assert all(math.isfinite(m.value) for m in got.values() if isinstance(m, Metric))
 
 
-@pytest.mark.parametrize("q", [-600.0, 600.0])
-@pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
+@each("q, level", product([-600.0, 600.0], ["token", "sequence", "geometric"]))
 def test_a_huge_log_ratio_is_finite(q, level):
     c = columns([0.0], tokens=2).with_token({"old_logprobs": f64(q, q), "rollout_logprobs": f64(0, 0)})
     got = correct(c, weighed(level=level, high=1e30, batch_normalize=True))

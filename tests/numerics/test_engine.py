@@ -2,10 +2,12 @@
 
 import copy
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
+from each import each
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from verl.algorithms.losses import nll, ppo_clip
@@ -100,8 +102,7 @@ def assert_equal(got, expected, exact=False, **tolerance):
 # -- against plain torch ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("clip", [0.01, 1e9, 0.0])
-@pytest.mark.parametrize("budget", [10_000, 25])
+@each("clip, budget", product([0.01, 1e9, 0.0], [10_000, 25]))
 def test_updates_equal_a_plain_loop_over_padded_rows(model, clip, budget):
     """Clipping, decay groups, warm-up and the aggregation of two micro-batch budgets, for three updates in float64."""
     spec = OptimSpec(lr=1e-2, weight_decay=0.1, warmup_steps=2, clip_grad_norm=clip)

@@ -17,6 +17,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_columns import F64, columns, f64
@@ -206,7 +207,7 @@ def worse_is_lowered(name, length, moved):
         assert after.probability(action) < policy.probability(action), f"action {action}"
 
 
-@pytest.mark.parametrize("moved", [False, True], ids=["first_update", "old_logprobs"])
+@each("moved", [False, True])
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("law", [better_is_raised, worse_is_lowered], ids=lambda f: f.__name__)
 def test_the_sign_of_every_preset(law, length, moved):
@@ -273,7 +274,7 @@ def kl_pulls(name, length, form):
     assert float(gradient(algo.terms, at_home, policy).abs().sum()) < 1e-15
 
 
-@pytest.mark.parametrize("form", ["k2", "k3", "k1+", "k3+"])
+@each("form", ["k2", "k3", "k1+", "k3+"])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_kl_alone_pulls_to_the_reference(length, form):
     holds(kl_pulls, length=length, form=form)

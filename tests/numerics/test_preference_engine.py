@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from each import each
 from fakes import put
 from passes import forward_backward
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -89,7 +90,7 @@ def gradient(model, stage, indices, *, budget=10_000, share=True):
     return {n: p.grad.clone() for n, p in engine.model.named_parameters() if p.grad is not None}, out
 
 
-@pytest.mark.parametrize("name", [*PREFERENCES, "rm"])
+@each("name", [*PREFERENCES, "rm"])
 def test_no_split_order_or_sharing_changes_the_gradient(name, model):
     stage = stage_of(name)
     expected, whole = gradient(model, stage, range(5), share=False)

@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 import pytest
 import torch
+from each import each
 from small_columns import F64
 
 from verl.algorithms import losses
@@ -166,7 +167,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.allclose(a[k], b[k], rtol=1e-9, atol=1e-12) for k in a)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@each("name", PRESETS)
 def test_every_setting_changes_what_is_computed(name):
     columns, ignored, unknown = step_columns(), [], []
     required = {"gdpo": {"reward_components": ["a", "b"]}, "drgrpo": {"horizon_tokens": 12}}
@@ -206,7 +207,7 @@ LINES = [[2, 1], [4, 0.5], [8, 2.5]]
 FACTORS = {1: 1.0, 2: 1.0, 3: 0.75, 4: 0.5, 5: 1.0, 6: 1.5, 8: 2.5, 50: 2.5}
 
 
-@pytest.mark.parametrize("key", SCHEDULED)
+@each("key", SCHEDULED)
 def test_a_scheduled_coefficient_is_at_each_step_what_it_could_have_been_set_to(key):
     """Straight lines between the points, by hand; all that a step computes is what it is with that coefficient."""
     columns, name = step_columns(), "opd" if key in ("teacher_coef", "reward_coef") else "grpo"
@@ -235,7 +236,7 @@ def test_coefficients_are_scheduled_apart():
     assert same(left, alone), "nothing of the teacher is left, all of the reward"
 
 
-@pytest.mark.parametrize(
+@each(
     "schedule, said",
     [
         (

@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from each import each
 from fakes import put
 from passes import turn
 from test_teacher import dense_pair, plain
@@ -114,7 +115,7 @@ def test_a_stored_answer_in_the_queue_and_in_a_pack():
         Segment(ids=np.arange(2), source="stored", logprobs=np.zeros(2, np.float32))
 
 
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.25, 0.5, 0.9, 1.0])
+@each("share", [0.0, 0.1, 0.25, 0.5, 0.9, 1.0])
 def test_any_draws_in_a_row_hold_their_share(share):
     taken = [takes_stored(share, 7, 0, draw) for draw in range(1000)]
     for first, count in ((0, 1000), (3, 40), (500, 9), (17, 200)):

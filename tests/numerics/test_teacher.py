@@ -6,10 +6,12 @@ import gc
 import math
 import weakref
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
+from each import each
 from fakes import put
 from passes import forward_backward
 from small_columns import F64, columns, f64
@@ -95,7 +97,7 @@ def same_gradients(got, expected, leaves, shape) -> None:
 # -- the head in chunks ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("beta", BETAS)
+@each("beta", BETAS)
 def test_the_whole_vocabulary_in_chunks_is_the_definition(sides, beta):
     (h, head, t), (teacher, teachers, u) = sides
     got = divergence(h, head, t, teacher, teachers, u, beta)
@@ -110,7 +112,7 @@ def test_the_whole_vocabulary_in_chunks_is_the_definition(sides, beta):
     )
 
 
-@pytest.mark.parametrize("k", [1, 4, V - 1, V])
+@each("k", [1, 4, V - 1, V])
 def test_ids_and_the_rest_are_a_distribution(sides, k):
     (h, head, t), (teacher, teachers, u) = sides
     ids, topk = top_k(teacher, teachers, u, k)
@@ -131,7 +133,7 @@ def test_ids_and_the_rest_are_a_distribution(sides, k):
     same_gradients(got, expected, (h, head.weight, head.bias), got.shape)
 
 
-@pytest.mark.parametrize("beta", BETAS)
+@each("beta", BETAS)
 def test_all_ids_are_the_whole_vocabulary(sides, beta):
     (h, head, t), (teacher, teachers, u) = sides
     ids, topk = top_k(teacher, teachers, u, V)
@@ -169,7 +171,7 @@ def test_one_pass_reads_the_drawn_token_and_the_named_ones(sides, with_entropy):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
-@pytest.mark.parametrize("far", [-20.7, -95.0, -120.0])  # e to the last is 0 in float32
+@each("far", [-20.7, -95.0, -120.0])
 def test_a_small_rest_has_the_gradient_of_its_shares(far):
     z = torch.tensor([[3.0, 2.0, far, far - 0.6]], requires_grad=True)
     got = logprobs_at(z, HeadWeights(torch.eye(4)), torch.tensor([[0, 1]]), torch.ones(1))
@@ -309,8 +311,7 @@ def engine(folder, **more) -> TorchEngine:
     return TorchEngine(load_causal_lm(folder), dtype="float64", max_tokens_per_microbatch=64, **more)
 
 
-@pytest.mark.parametrize("temperature", [None, 1.7])
-@pytest.mark.parametrize("beta", BETAS)
+@each("temperature, beta", product([None, 1.7], BETAS))
 def test_student_and_teacher_engines_give_what_two_models_do(tiny_model, tiny_teacher, beta, temperature):
     """Value and gradient of the mean divergence over ragged rows that share prompts, at the samples' temperature."""
     rows = [replace(s, temperature=0.7 if i % 3 else 1.3) for i, s in enumerate(samples(0))]

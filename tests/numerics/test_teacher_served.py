@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from each import each
 from test_teacher import engine
 from test_virtual_ranks import config_of, samples
 
@@ -135,7 +136,7 @@ def broken(kind: str, row: dict[str, Any], ids: list[int]) -> Any:
     return row
 
 
-@pytest.mark.parametrize("kind", ["nan", "-inf", "missing", "few", "short", "none", "error"])
+@each("kind", ["nan", "-inf", "missing", "few", "short", "none", "error"])
 def test_a_row_that_it_fails_on_has_no_number_and_the_others_do(kind, stand, tiny_teacher, caplog):
     made, url = stand
     model, rows = served(url, tiny_teacher), samples(0)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from each import check_each
+from each import check_each, each
 from fakes import FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -228,9 +228,8 @@ def test_the_engine_is_told_adapter_media_and_prefix_key() -> None:
     assert engine.inputs == {"prefix_key": "g", "adapter": "math", "media": ("ab12",)}
 
 
-@pytest.mark.parametrize(
-    ("kept", "spans"),
-    [(4, [([5, 6], 3), ([7, 8], 4)]), (3, [([5, 6], 3), ([7], 4)]), (2, [([5, 6], 3)]), (1, [([5], 3)])],
+@each(
+    "kept, spans", [(4, [([5, 6], 3), ([7, 8], 4)]), (3, [([5, 6], 3), ([7], 4)]), (2, [([5, 6], 3)]), (1, [([5], 3)])]
 )
 def test_a_response_cut_by_the_loop_is_cut_in_every_channel(kept, spans):
     record = manager((PROMPT, completion([5, 6, 7, 8, 9], spans=((3, 0, 2), (4, 2, 5)))))
@@ -279,8 +278,8 @@ def test_a_loop_may_take_back_tokens_by_mask_zero():
     assert found.segments[3].logprobs.tolist() == record.record[0].completion.logprobs[3:].tolist()
 
 
-@pytest.mark.parametrize(
-    ("response", "mask", "says"),
+@each(
+    "response, mask, says",
     [
         ([5, 6, 7, 9], [1, 1, 1, 1], "1 tokens with mask 1, the first at response position 3"),
         ([4, 5, 6, 7], [1, 1, 1, 1], "4 tokens with mask 1, the first at response position 0"),
@@ -288,7 +287,6 @@ def test_a_loop_may_take_back_tokens_by_mask_zero():
         ([5, 6, 8], [1, 1, 1], "1 tokens with mask 1, the first at response position 2"),
         ([7, 6, 5], [1, 1, 1], "3 tokens"),
     ],
-    ids=["appended", "put before", "after a tool that the model did not see", "changed", "reordered"],
 )
 def test_an_invented_token_is_refused(response, mask, says):
     with pytest.raises(ValueError, match=says):
@@ -573,7 +571,7 @@ BAD_BRANCHES: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("branches", "said"), BAD_BRANCHES, ids=[said for _, said in BAD_BRANCHES])
+@each("branches, said", BAD_BRANCHES)
 def test_branches_that_cannot_be_trained_are_refused(branches, said):
     with pytest.raises(ValueError, match=said):
         check_output(branches, manager((PROMPT, FIRST)), 50)

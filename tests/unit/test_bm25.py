@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from each import each
 
 from verl.agent_loop.tools import Toolbox, contents_of, load_tools
 from verl.chat.parsing import ToolCall
@@ -34,7 +35,7 @@ def scored(texts: list[str], query: str) -> list[float]:
     return total
 
 
-@pytest.mark.parametrize("seed", range(6))
+@each("seed", range(6))
 def test_the_best_are_those_of_scoring_every_passage(tmp_path, seed):
     """Words as often as in texts, queries of rare and of frequent ones, and of none that is there."""
     rng = random.Random(seed)

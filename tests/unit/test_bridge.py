@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-import pytest
+from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_chat import TEMPLATES, audit_of, tokenizer_of
@@ -56,7 +56,7 @@ def test_the_bridge_is_what_the_template_writes(name, turns, results):
         assert full[len(full) - len(closed) :] == closed and full[len(full) - len(closed) - 1] == bridge.end[-1]
 
 
-@pytest.mark.parametrize("name", BRIDGED)
+@each("name", BRIDGED)
 def test_no_text_of_a_message_is_a_control_token(name):
     tokenizer, bridge = tokenizer_of(name), BRIDGES[name]
     assert isinstance(bridge, Bridge)

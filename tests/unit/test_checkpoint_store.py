@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from each import each
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -126,7 +127,7 @@ TAMPERINGS = [
 ]
 
 
-@pytest.mark.parametrize(("tamper", "reason"), TAMPERINGS, ids=[r for _, r in TAMPERINGS])
+@each("tamper, reason", TAMPERINGS)
 def test_damage_is_found_and_the_one_before_is_used(tmp_path: Path, caplog, tamper, reason: str) -> None:
     store = CheckpointStore(tmp_path)
     save(store, 1, version=1)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from each import each
 from handmade_model import qwen2_tensors, write_model, write_qwen_half_billion, write_safetensors
 
 from verl.config.model_files import check_tokenizer, describe_model, find_model_folder, read_weight_headers
@@ -113,8 +114,8 @@ def broken(folder: Path, how: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("how", "reason"),
+@each(
+    "how, reason",
     [
         ("config", "no config.json"),
         ("json", "not JSON"),

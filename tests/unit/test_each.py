@@ -1,5 +1,8 @@
 """A table in a loop says as much as a case of pytest for each row would."""
 
+import logging
+import os
+
 import pytest
 from each import check_each, each
 
@@ -39,20 +42,20 @@ def test_what_did_not_raise_is_a_row_that_failed_and_hides_none():
     assert "DID NOT RAISE" in str(found.exceptions[0]) and isinstance(found.exceptions[1], OSError)
 
 
-def test_a_row_has_a_folder_patches_and_output_of_its_own(tmp_path, monkeypatch, capsys):
+def test_a_row_has_a_folder_patches_output_and_log_of_its_own(tmp_path, monkeypatch, capsys, caplog):
     monkeypatch.setenv("VERL_EACH", "before")
 
     @each("row", range(3))
-    def test(row, tmp_path, monkeypatch, capsys):
-        import os
-
+    def test(row, tmp_path, monkeypatch, capsys, caplog):
         assert not list(tmp_path.iterdir()) and os.environ["VERL_EACH"] == "before"
-        assert not capsys.readouterr().out
+        assert not capsys.readouterr().out and not caplog.text
         (tmp_path / "file").touch()
         monkeypatch.setenv("VERL_EACH", "changed")
         print("said")
+        logging.getLogger("verl").warning("said")
+        assert caplog.text
 
-    test(tmp_path=tmp_path, monkeypatch=monkeypatch, capsys=capsys)
+    test(tmp_path=tmp_path, monkeypatch=monkeypatch, capsys=capsys, caplog=caplog)
 
 
 def test_a_table_that_proves_nothing_is_no_test():

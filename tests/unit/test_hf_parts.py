@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from each import each
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -59,7 +60,7 @@ def filled(skeleton: Skeleton) -> Any:
     return model
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 def test_a_family_part_by_part(kind, tmp_path):
     for tied in (True, False):
         folder = folder_of(tmp_path / str(tied), kind, tied=tied)
@@ -97,7 +98,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("what", WRONG)
+@each("what", WRONG)
 def test_what_is_wrong_with_a_folder_is_named(what, tmp_path):
     kind, spoil, words = WRONG[what]
     folder = rewritten(folder_of(tmp_path, kind, tied=False), spoil)

@@ -5,7 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from each import check_each
+from each import check_each, each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -30,7 +30,7 @@ def close(ours, theirs, dtype, factor=1.0):
     )
 
 
-@pytest.mark.parametrize("rows, width", [(5, 8), (5, 12), (5, 67), (5, 192), (400, 192)])  # the last by several threads
+@each("rows, width", [(5, 8), (5, 12), (5, 67), (5, 192), (400, 192)])
 def test_norm_and_gates(kernels, rows, width):
     torch.manual_seed(0)
     x, weight = (3 * torch.randn(rows, width)).to(kernels.dtype), torch.randn(width)
@@ -45,7 +45,7 @@ def test_norm_and_gates(kernels, rows, width):
     close(kernels.gated(both, "gelu_tanh"), torch.nn.functional.gelu(gate, approximate="tanh") * up, kernels.dtype)
 
 
-@pytest.mark.parametrize("rows, width", [(1, 5), (7, 48), (900, 192)])  # the last by several threads
+@each("rows, width", [(1, 5), (7, 48), (900, 192)])
 def test_gradients_of_norm_and_gate_equal_autograd_in_float64(rows, width):
     found = load_kernels(torch.float32)
     assert isinstance(found, Kernels)

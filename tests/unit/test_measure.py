@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each import each
 from fakes import FakeEngine, FunctionReward, put
 from stage import SAMPLING, by_id, play, task_of
 
@@ -131,7 +132,7 @@ def test_units_say_what_was_counted():
     assert (found["critic/rewards/mean"].total, found["critic/rewards/mean"].count) == (1.5, 3)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@each("seed", range(5))
 def test_the_order_of_the_rows_does_not_matter(seed):
     rng = random.Random(seed)
     rows = [

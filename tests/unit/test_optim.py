@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from each import each
 from torch import nn
 
 from verl.model_engine.optim import SCHEDULES, OptimSpec, grad_norm, learning_rate, make_adamw
@@ -22,7 +23,7 @@ def test_the_printed_table_of_each_schedule():
     assert rates(6, schedule="wsd", total_steps=5, decay_ratio=0.4) == [1, 1, 1, 1, 0.5, 0]
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@each("schedule", SCHEDULES)
 def test_the_first_update_moves_and_no_rate_is_negative_or_above_the_peak(schedule):
     for warmup in (0, 1, 5, 20):  # also a warm-up longer than the run
         found = rates(40, schedule=schedule, warmup_steps=warmup, total_steps=10, min_lr_ratio=0.1)

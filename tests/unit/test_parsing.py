@@ -150,7 +150,7 @@ def random_calls(rng: random.Random, name: str = "") -> list[ToolCall]:
     ]
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@each("name", FORMATS)
 def test_what_a_family_writes_is_read_as_it_was_meant(name):
     rng = random.Random(7)
     for _ in range(200):
@@ -162,7 +162,7 @@ def test_what_a_family_writes_is_read_as_it_was_meant(name):
         assert said.strip() in turn.text or turn.reasoning
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@each("name", FORMATS)
 def test_a_mutated_call_is_whole_or_refused(name):
     """2,000 mutated texts per family: no exception; and of calls whose text lost a piece, none is run with less than
     was written: what is read, written again, is what stood there."""
@@ -404,7 +404,7 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "said"), ARGUMENTS, ids=[said or "right" for _, said in ARGUMENTS])
+@each("arguments, said", ARGUMENTS)
 def test_arguments_are_checked_by_the_schema(arguments, said):
     found = wrong_arguments(SCHEMA, arguments)
     assert found.startswith(said) and bool(found) == bool(said)

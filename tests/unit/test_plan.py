@@ -10,6 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from each import each
 from handmade_model import write_model, write_qwen_half_billion, write_rows
 
 from verl.config.backends import rollout_caches
@@ -123,9 +124,7 @@ def test_microbatches_hold_a_prompt_once(folder: Path) -> None:
     assert found == {(share, budget): expected for share, budget, expected in MICROBATCHES}
 
 
-@pytest.mark.parametrize(
-    ("prompts", "n", "budget"), [(8, 4, 5000), (4, 8, 3000), (6, 5, 9000), (3, 3, 2048), (16, 2, 20000)]
-)
+@each("prompts, n, budget", [(8, 4, 5000), (4, 8, 3000), (6, 5, 9000), (3, 3, 2048), (16, 2, 20000)])
 def test_microbatches_are_those_of_split_rows(folder: Path, prompts: int, n: int, budget: int) -> None:
     """The engine's own splitting of a full-length batch."""
     np = pytest.importorskip("numpy")

@@ -13,6 +13,7 @@ from typing import Any
 import jinja2
 import numpy as np
 import pytest
+from each import FULL_GRID, each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_bridge import CALL as CALLED
@@ -106,7 +107,7 @@ def test_which_of_its_renderers_have_a_bridge_of_ours():
     assert {*NAMES, "default", "gpt-oss"} == renderers.base.RENDERER_REGISTRY.keys()
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=1500 if FULL_GRID else 400, deadline=None)
 @given(
     name=st.sampled_from(NAMES),
     turns=st.lists(st.tuples(TEXT, TEXT, st.booleans()), min_size=1, max_size=3),
@@ -147,7 +148,7 @@ PEERS = {"hermes": "qwen3", "qwen3_coder": "qwen3.5", "glm": "glm-4.5", "kimi": 
 PEERS |= {"llama3_json": "llama-3", "gemma4": "gemma4"}
 
 
-@pytest.mark.parametrize("ours", PEERS)
+@each("ours", PEERS)
 def test_calls_are_read_as_the_package_reads_them(ours):
     found, rng = family(PEERS[ours]), random.Random(5)
     prompt = Renderer(found.tokenizer).ids([USER], prompt=True)
@@ -159,7 +160,7 @@ def test_calls_are_read_as_the_package_reads_them(ours):
         assert turn.malformed is None and turn.calls == tuple(calls) == PARSERS[ours].parse(text, TOOLS).calls, text
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_no_text_of_a_tool_is_a_control_token_of_the_package(name):
     found = family(name)
     prompt = Renderer(found.tokenizer).ids([USER], prompt=True)
@@ -174,7 +175,7 @@ def test_no_text_of_a_tool_is_a_control_token_of_the_package(name):
         assert [i for i in forged if i in control] == [i for i in plain if i in control]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each("name", NAMES)
 def test_a_renderer_is_taken_if_it_goes_on_as_the_template_does(name):
     found = family(name)
     shown = Renderer(found.tokenizer, {}, TOOLS)

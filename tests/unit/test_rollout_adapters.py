@@ -15,6 +15,7 @@ import torch
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from doubles import SGLANG, SglangDouble
+from each import each
 from safetensors.torch import save_file
 from small_runs import small_args
 from test_rollout_client import context_of
@@ -140,7 +141,7 @@ def test_what_sglang_is_asked() -> None:
     assert "return_sampling_mask" not in api.body("p", "n", [3], Sampling(max_tokens=3, top_p=0.9, temperature=0), wide)
 
 
-@pytest.mark.parametrize("given", [{"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
+@each("given", [{"temperature": 0.7}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}])
 def test_what_tensorrt_llm_and_servers_without_scores_refuse(given: dict[str, float]) -> None:
     for api in (TrtllmApi(), CompletionsApi()):
         with pytest.raises(ValueError, match="log-probs are those at temperature 1 of all tokens"):
@@ -257,7 +258,7 @@ def test_an_update_of_sglang_is_one_transaction(tmp_path: Path) -> None:
     with_sglang(body)
 
 
-@pytest.mark.parametrize("fault", ["refused", "unsuccessful", "incomplete", "gone"])
+@each("fault", ["refused", "unsuccessful", "incomplete", "gone"])
 def test_a_failed_update_fences_sglang(tmp_path: Path, fault: str) -> None:
     """A folder that lacks a tensor would leave old weights in place, and SGLang says nothing of it."""
 
@@ -437,8 +438,8 @@ def test_what_each_reads_its_weights_from(tmp_path: Path, tiny_model: Path, arit
         assert engine_of(config, "sync") == wanted, engine
 
 
-@pytest.mark.parametrize(
-    ("more", "said"),
+@each(
+    "more, said",
     [
         (["rollout.engine=sglang"], "sglang is not installed beside verl; set rollout.python=ENVIRONMENT/bin/python"),
         (["rollout.engine=sglang", URL, "sync.engine=shm"], "it reads weights from a folder; set sync.engine=disk"),

@@ -14,6 +14,7 @@ import pytest
 import torch
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from each import each
 from served import NAMES, VOCAB, Fault, Served, crashing, hanging_up, logprob, silent
 
 from verl.rollout.api import Deadlines, Expected
@@ -150,8 +151,8 @@ def test_an_answer_and_what_was_asked_for_it() -> None:
     with_server(body, eos_token_ids=[20])
 
 
-@pytest.mark.parametrize(
-    ("given", "ids", "reason"),
+@each(
+    "given, ids, reason",
     [
         ({}, list(range(7, 21)), "eos"),
         ({"ignore_eos": True}, list(range(7, 37)), "length"),
@@ -293,8 +294,8 @@ def spans(*of: tuple[str, int, int]) -> list[dict[str, Any]]:
     return [{"version": v, "start": a, "end": b} for v, a, b in of]
 
 
-@pytest.mark.parametrize(
-    ("fault", "error", "said"),
+@each(
+    "fault, error, said",
     [
         (crashing(500), ServerRefused, r"/inference/v1/generate: HTTP 500: broken"),
         (crashing(404, "no such model"), ServerRefused, "no such model"),
@@ -432,8 +433,8 @@ async def not_reset(request: web.Request) -> web.StreamResponse:
     return web.json_response({"success": False})
 
 
-@pytest.mark.parametrize(
-    ("path", "fault", "said"),
+@each(
+    "path, fault, said",
     [
         *((path, crashing(500, "Attempted to load weight [3] into [4]"), "Attempted to load") for path in UPDATE),
         ("/update_weights", hanging_up, "update_weights"),
@@ -590,8 +591,8 @@ NEEDS = {"/init_weight_transfer_engine": "start it with FLAG", "/inference/v1/ge
 STRICT = Expected(name="vLLM", versions=((0, 32), (0, 33)), needs={**NEEDS, "transfer": "start it with TRANSFER"})
 
 
-@pytest.mark.parametrize(
-    ("served", "fault", "said"),
+@each(
+    "served, fault, said",
     [
         (Served(version="0.33.1"), None, r"is vLLM 0.33.1: this adapter was made for vLLM >=0.32,<0.33"),
         (Served(version="dev"), None, "is vLLM dev"),

@@ -8,13 +8,14 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import pairwise, product
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from each import each
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rollouts import context_of, native_core
@@ -344,7 +345,7 @@ def draws(n: int, uniform: Any, **columns: float) -> SamplingMetadata:
     return SamplingMetadata(uniform=np.full(n, uniform, np.float64), **arrays)
 
 
-@pytest.mark.parametrize("vocab", [3, 512, 513, 1000, 4096])
+@each("vocab", [3, 512, 513, 1000, 4096])
 def test_inverse_cdf_is_the_first_id_above_the_uniform(vocab: int) -> None:
     rng = np.random.default_rng(vocab)
     logits = torch.from_numpy(rng.normal(size=(200, vocab)) * 3).float()
@@ -357,8 +358,7 @@ def test_inverse_cdf_is_the_first_id_above_the_uniform(vocab: int) -> None:
     np.testing.assert_allclose(logprobs, torch.log_softmax(logits, -1)[range(200), ids], atol=2e-6)
 
 
-@pytest.mark.parametrize("vocab", [5, 700, 2048])
-@pytest.mark.parametrize("uniform", [0.0, 2.0**-53, 0.5, 1 - 2.0**-53])
+@each("vocab, uniform", product([5, 700, 2048], [0.0, 2.0**-53, 0.5, 1 - 2.0**-53]))
 def test_an_impossible_id_is_never_drawn(vocab: int, uniform: float) -> None:
     logits = torch.full((4, vocab), -torch.inf)
     for row, id_ in enumerate((0, vocab // 2, vocab - 1)):

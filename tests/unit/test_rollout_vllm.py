@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from each import each
 from small_runs import small_args
 from test_rollout_client import context_of
 from transformers import Qwen3Config
@@ -114,8 +115,8 @@ def fake_python(folder: Path, body: str) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize(
-    ("body", "said"),
+@each(
+    "body, said",
     [
         ("echo 0.31.2", r"vLLM 0.31.2 is there, this adapter was made for >=0.32,<0.33: pip install vllm==0.32.0"),
         ("echo 0.33.0", "vLLM 0.33.0 is there"),
@@ -165,8 +166,8 @@ def test_weights_go_to_a_server_through_shared_memory(tmp_path: Path, tiny_model
     assert served.rollout.engine_options["gpu_memory_utilization"] == 0.5
 
 
-@pytest.mark.parametrize(
-    ("more", "said"),
+@each(
+    "more, said",
     [
         (["rollout.engine=vllm", "rollout.python=/nowhere/python"], "rollout.python=/nowhere/python: no such file"),
         (["rollout.engine=vllm"], "vllm is not installed beside verl; set rollout.python=ENVIRONMENT/bin/python"),

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from each import each
 from fakes import FakeEngine, put
 from stage import SAMPLING, Stage, by_id, group_id, groups_of, jitter, play, seed_of, task_of
 
@@ -199,8 +200,8 @@ def cancels(prompt, out):
     raise asyncio.CancelledError
 
 
-@pytest.mark.parametrize(
-    ("make", "outcome", "error"),
+@each(
+    "make, outcome, error",
     [
         (dies, "failed", "KeyError: 'tool'"),
         (cancels, "failed", "Abandoned: "),
@@ -219,20 +220,6 @@ def cancels(prompt, out):
         (lambda p, o: answer(p, o, reward_score=0.75), "ok", ""),
         (lambda p, o: answer(p, o, reward_score=np.float32(0.75)), "ok", ""),
     ],
-    ids=[
-        "dies",
-        "cancels itself",
-        "returns nothing",
-        "mask of another length",
-        "invents a token",
-        "no token",
-        "all masked",
-        "score nan",
-        "score text",
-        "score that raises",
-        "score",
-        "score numpy",
-    ],
 )
 def test_what_a_loop_returns_is_an_outcome_never_a_crash(tmp_path, make, outcome, error):
     async def test():
@@ -246,7 +233,7 @@ def test_what_a_loop_returns_is_an_outcome_never_a_crash(tmp_path, make, outcome
     play(test)
 
 
-@pytest.mark.parametrize("said, kept", [("too slow", "too slow"), ("z" * 5000, "z" * 4000), (3, ""), (None, "")])
+@each("said, kept", [("too slow", "too slow"), ("z" * 5000, "z" * 4000), (3, ""), (None, "")])
 def test_what_the_environment_says_of_an_attempt_is_kept_where_the_reward_says_nothing(tmp_path, said, kept):
     async def test():
         loop = loop_that(lambda p, o: answer(p, o, extra_fields={"feedback": said}))

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each import each
 from fakes import FakeEngine
 from stage import SAMPLING, Stage, by_id, group_id, groups_of, jitter, play, seed_of
 
@@ -331,7 +332,7 @@ class Straddles(FakeEngine):
         return version
 
 
-@pytest.mark.parametrize(("staleness", "sync_every"), [(0.5, 1), (1.0, 1), (2.0, 1), (1.0, 2)])
+@each("staleness, sync_every", [(0.5, 1), (1.0, 1), (2.0, 1), (1.0, 2)])
 def test_versions_are_per_span_and_never_older_than_allowed(tmp_path, staleness, sync_every):
     async def test():
         engine = Straddles()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from each import each
 
 from verl.driver.scheduler import Exhausted, Scheduler, StepBatch, Wait
 
@@ -36,8 +37,8 @@ def step(s: Scheduler, *, publish: bool = True) -> StepBatch:
     return batch
 
 
-@pytest.mark.parametrize(
-    ("prompts", "sync_every", "staleness", "slots"),
+@each(
+    "prompts, sync_every, staleness, slots",
     [
         (4, 1, 0, 4),
         (4, 3, 0, 12),
@@ -342,8 +343,8 @@ def test_a_finished_run_goes_on_with_more_steps() -> None:
 # ---- user faults
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
+@each(
+    "changes, message",
     [
         ({"prompts_per_step": 0}, "prompts_per_step=0"),
         ({"sync_every": 0}, "sync_every=0"),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
+from each import each
 
 from verl.model_engine.layout import layers_of_stages
 from verl.nn.pipeline_parallel import one_forward_one_backward
@@ -24,8 +27,7 @@ def test_stages_share_the_layers_with_the_ends_counted() -> None:
         layers_of_stages(2, 3)
 
 
-@pytest.mark.parametrize("stages", [1, 2, 3, 5])
-@pytest.mark.parametrize("count", [0, 1, 2, 7])
+@each("stages, count", product([1, 2, 3, 5], [0, 1, 2, 7]))
 def test_one_forward_one_backward_ends_and_holds_no_more_than_it_must(stages: int, count: int) -> None:
     orders = [[*one_forward_one_backward(stage, stages, count)] for stage in range(stages)]
     for stage, order in enumerate(orders):

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from each import each
 from fakes import FakeEngine
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -235,7 +236,7 @@ ODD: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("value", "said"), ODD, ids=[said[:20] for _, said in ODD])
+@each("value, said", ODD)
 def test_whatever_a_tool_returns_is_an_answer(value, said):
     tokenizer, _, manager, found, out = played([returns(value)], LOOK, "Done.")
     assert said in text_of(tokenizer, found.segments, "env")[0] and found.stop_reason == "eos"
@@ -284,7 +285,7 @@ WRONG_CALLS = [
 ]
 
 
-@pytest.mark.parametrize(("call", "said"), WRONG_CALLS, ids=[said for _, said in WRONG_CALLS])
+@each("call, said", WRONG_CALLS)
 def test_a_wrong_call_goes_back_with_the_reason_and_is_not_run(call, said):
     ran: list[int] = []
 

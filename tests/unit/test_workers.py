@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from each import each
 from fakes import FakeEngine, put
 
 from verl.algorithms.losses import nll
@@ -103,8 +104,8 @@ def test_compute_writes_its_outputs_and_measures_the_valid_tokens(filled):
     assert metrics["critic/advantages/max"].value == 1 and metrics["x/y"].value == 3
 
 
-@pytest.mark.parametrize(
-    ("output", "says"),
+@each(
+    "output, says",
     [
         ({"advantage": torch.zeros(6)}, r"must return \{'advantages': tensor \[6\]\}; it returned \['advantage'\]"),
         (torch.zeros(6), "it returned a Tensor"),
