@@ -51,7 +51,8 @@ a rank of main (estimate)              rollout   infer actor  infer critic  upda
 actor weights                          471 MiB       471 MiB       471 MiB       471 MiB       471 MiB       471 MiB
 actor gathered weights                       -       317 MiB             -       317 MiB             -       317 MiB
 actor inference activations                  -       746 MiB             -             -             -             -
-actor log-prob chunk                         -       323 MiB             -       323 MiB             -             -
+actor log-prob chunk                         -      63.8 MiB             -      63.8 MiB             -             -
+actor head's gradient                        -             -             -       260 MiB             -             -
 actor largest whole weight                   -             -             -             -             -       519 MiB
 actor optimizer states                 942 MiB       942 MiB       942 MiB       942 MiB       942 MiB       942 MiB
 actor gradients                              -             -             -       471 MiB             -             -
@@ -130,7 +131,7 @@ def test_what_divides_what(folder: Path) -> None:
         assert data[name] == copies[name] == sequence[name] and data[name] == 2 * tensor[name]
     for name in ("actor activations", "actor inference activations"):
         assert data[name] == copies[name] == 2 * sequence[name] and sequence[name] < tensor[name] < data[name]
-    assert tensor["actor log-prob chunk"] < data["actor log-prob chunk"]
+    assert 2 * tensor["actor head's gradient"] == data["actor head's gradient"]
     one = spread_of(folder).pools["main"].memory.items
     assert "actor gathered weights" not in one and one["actor weights"] == 4 * data["actor weights"]
 

@@ -86,7 +86,7 @@ def estimate_memory(config: Config, model: ModelFacts, reference: bool, update_t
         ),
         "update": (
             *held(weights, "optimizer states"),
-            *("gradients", "compute copy of weights", "activations", "log-prob chunk", *flying),
+            *("gradients", "compute copy of weights", "activations", "log-prob chunk", "head's gradient", *flying),
         ),
         "publish": (*held(weights), "incoming weights", *flying),
     }
@@ -130,7 +130,7 @@ def _items(config: Config, model: ModelFacts, reference: bool, tokens: int) -> d
     layer = layer_bytes_per_token(model, dtype)
     residual = 4 * model.hidden  # float32: embeddings are not autocast
     kept = model.layers * residual + layer if config.model.gradient_checkpointing else model.layers * layer
-    rows = max(16, LOGPROB_CHUNK_BYTES // (4 * model.vocab))
+    rows = min(tokens, max(16, LOGPROB_CHUNK_BYTES // (4 * model.vocab)))
     rollout = rollout_items(config, model)
     snapshot = 4 * weights if config.pipeline.staleness > 0 else 0  # the trainer goes on while the weights travel
     return {
@@ -145,7 +145,8 @@ def _items(config: Config, model: ModelFacts, reference: bool, tokens: int) -> d
         "incoming weights": rollout["incoming weights"] + snapshot,
         "activations": tokens * (kept + 2 * residual),
         "inference activations": tokens * (layer + 2 * residual),
-        "log-prob chunk": LOGPROB_COPIES * rows * model.vocab * 4 + 4 * model.vocab * model.hidden,
+        "log-prob chunk": LOGPROB_COPIES * rows * model.vocab * 4,
+        "head's gradient": 4 * model.vocab * model.hidden,
     }
 
 

@@ -31,7 +31,7 @@ PARTS = {"weights": "weights", "optimizer": "optimizer states"}
 """Of a role's state that may be elsewhere than on the device between two uses: the items."""
 HELD = ("weights", "optimizer states", "teacher's head")
 PASS = ("gathered weights", "log-prob chunk")
-UPDATE = ("gradients", "gathered gradients", "compute copy of weights", "activations")
+UPDATE = ("gradients", "gathered gradients", "compute copy of weights", "activations", "head's gradient")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,14 +179,15 @@ def role_items(
     bytes_kept, residual = layer_bytes_per_token(model, dtype, tensor), 4 * model.hidden  # of a token
     through = layers * residual + bytes_kept if config.model.gradient_checkpointing else layers * bytes_kept
     vocab = -(-model.vocab // tensor)
-    rows = max(16, LOGPROB_CHUNK_BYTES // (4 * vocab))
+    rows = min(tokens, max(16, LOGPROB_CHUNK_BYTES // (4 * vocab)))
     items = {
         "weights": 4 * kept,
         "gathered weights": apart * 4 * gathered(2),  # a layer, and the next one on its way
         "inference activations": tokens * (bytes_kept + 2 * residual),
     }
     if role in policies and stage == layout.pipeline - 1:
-        items["log-prob chunk"] = LOGPROB_COPIES * rows * vocab * 4 + 4 * vocab * model.hidden
+        items["log-prob chunk"] = LOGPROB_COPIES * rows * vocab * 4
+        items["head's gradient"] = 4 * vocab * model.hidden * trains
     if role == "actor":
         items["teacher's head"] = teacher_items(config).get("teacher's head", 0)
     if role == "actor" and stage == 0:
