@@ -1,12 +1,15 @@
 """The code sandbox: nothing gets out, programs do what they do elsewhere, and graders cannot be fooled from inside."""
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +21,8 @@ from verl.chat.parsing import ToolCall
 from verl.reward.code import code_score, program_of, same_value
 from verl.reward.compute import compute_score
 from verl.sandbox import code as sandboxes
-from verl.sandbox.code import CodeSandbox, Limits, Ran, SandboxGone
+from verl.sandbox import guardian
+from verl.sandbox.code import CodeSandbox, Limits, Ran, SandboxGone, _Link
 from verl.tools.function_tool import ToolBroken
 
 NOBODY = 65534
@@ -178,6 +182,130 @@ def test_a_dead_launcher_is_replaced_and_a_dead_sandbox_is_no_result():
         assert sandbox.run("print(3)").stdout == "3\n"
     with pytest.raises(ValueError, match="tier='none'"):
         CodeSandbox("none")
+
+
+def test_a_program_whose_launcher_dies_is_no_result_and_ends_with_it():
+    with CodeSandbox("launcher") as sandbox:
+        sandbox.run("1")
+        found = []
+
+        def one():
+            try:
+                found.append(sandbox.run("import time; time.sleep(15)"))
+            except SandboxGone as e:
+                found.append(e)
+
+        thread = threading.Thread(target=one)
+        began_s = time.monotonic()
+        thread.start()
+        time.sleep(0.3)
+        below = guardian.descendants(sandbox._popen.pid)
+        assert len(below) >= 2, "process 1 and the program"
+        sandbox._popen.kill()
+        sandbox._popen.wait()
+        assert sandbox.run("print(3)").stdout == "3\n", "no spare sandbox of a launcher that is gone is used"
+        thread.join()
+        assert isinstance(found[0], SandboxGone) and time.monotonic() - began_s < 10
+        assert not until_gone(below)
+
+
+def until_gone(pids):
+    """Those that still run after some seconds."""
+    until_s = time.monotonic() + 10
+    left = pids
+    while left and time.monotonic() < until_s:
+        left = [pid for pid in pids if not ended(pid)]
+        time.sleep(0.02)
+    return left
+
+
+def ended(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+def test_sandboxes_that_nobody_wants_any_more_end_whatever_they_were_at(sandbox):
+    """Also one that is half begun: a bubblewrap is several processes, which end one by one."""
+    with CodeSandbox(sandbox.tier) as small:
+        small.run("1")
+        for number in range(40):
+            link = small._next("")
+            time.sleep(0.001 * (number % 20))
+            link.close()
+        small.connect().close()
+        small._spare.close()
+        small._spare = None
+        until_s = time.monotonic() + 20
+        while (left := guardian.descendants(small._popen.pid)) and time.monotonic() < until_s:
+            time.sleep(0.05)
+        assert left == []
+
+
+def test_no_sandbox_holds_what_another_was_asked(sandbox):
+    """Each is a fork of the launcher, and may read all that it holds."""
+    with CodeSandbox(sandbox.tier) as small:
+        session = small.session()
+        for _ in range(3):
+            assert small.run("print(len('H17' + 'ASKED-' + input()))", "H17ASKED-" * 2).stdout == "27\n"
+            session.run("'H17' 'ASKED-'; x = 'H17ASKED-'")
+        assert b"launcher.py" in (held := memory_of(small._popen.pid))
+        assert b"H17ASKED-" not in held
+        session.close()
+
+
+def memory_of(pid):
+    found = b""
+    with open(f"/proc/{pid}/mem", "rb", 0) as memory:
+        for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+            first, last = (int(end, 16) for end in line.split()[0].split("-"))
+            if line.split()[1].startswith("rw"):
+                memory.seek(first)
+                found += memory.read(last - first)
+    return found
+
+
+def answered(said=b"", told=b"", close=True):
+    """What a caller makes of what comes from a sandbox, and what the launcher heard from it."""
+    (cell, inside), (guard, launcher) = socket.socketpair(), socket.socketpair()
+
+    def play():
+        nonce = json.loads(inside.makefile("rb").readline())["nonce"].encode()
+        time.sleep(0.2)
+        launcher.sendall(told) if told else None
+        with contextlib.suppress(OSError):  # it hears no more
+            inside.sendall(said.replace(b"NONCE", nonce))
+        inside.close() if close else None
+
+    thread = threading.Thread(target=play)
+    thread.start()
+    try:
+        return _Link(cell, guard).ask({}, -1.0), launcher.recv(9)
+    except SandboxGone as e:
+        return str(e), launcher.recv(9)
+    finally:
+        thread.join()
+        for one in (cell, inside, guard, launcher):
+            one.close()
+
+
+def test_a_sandbox_speaks_for_itself_alone_and_only_when_it_is_asked(monkeypatch):
+    ok = {"status": "ok", "nonce": "NONCE"}
+    assert answered(json.dumps(ok | {"gone": True}).encode() + b"\n")[0]["gone"] is False
+    assert answered(json.dumps(ok).encode() + b"\n")[1] == b"+-", "its memory was watched, from 0.05 s on to its end"
+    for forged in ({"status": "ok"}, {"status": "ok", "nonce": "0" * 32}, {"status": "ok", "gone": True}, [], 1):
+        assert "turn" in (said := answered(json.dumps(forged).encode() + b"\n")[0]) or "no answer" in said
+    assert "no answer" in answered(b"[" * 100_000 + b"\n")[0] and "no answer" in answered(b"\xff\n")[0]
+    assert answered(b'{"status": "gone", "why": "no sandbox here"}\n')[0] == "no sandbox here"
+    assert answered()[0] == "the sandbox ended by itself"
+    full = answered(told=b'{"status": "memory", "why": "all of it"}')[0]
+    assert (full["status"], full["why"], full["gone"]) == ("memory", "all of it", True)
+    late = answered(b"{", close=False)[0]
+    assert (late["status"], late["gone"]) == ("timeout", True)
+    monkeypatch.setattr(sandboxes, "MAX_LINE_BYTES", 99)
+    long = answered(b"x" * 100, close=False)[0]
+    assert (long["status"], long["gone"]) == ("output", True)
 
 
 def test_no_tier_no_run(monkeypatch):
