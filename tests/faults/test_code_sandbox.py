@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -235,12 +236,32 @@ def test_sandboxes_that_nobody_wants_any_more_end_whatever_they_were_at(sandbox)
             time.sleep(0.001 * (number % 20))
             link.close()
         small.connect().close()
+        links = [small._next(""), small.connect()]
+        request = {"kind": "run", "code": "import time; time.sleep(60)", "stdin": "", "call": "", "nonce": ""}
+        for link in links:
+            link.cell.sendall(json.dumps(request | {"limits": asdict(Limits(wall_s=60))}).encode() + b"\n")
+        time.sleep(0.5)
+        for link in links:
+            link.guard.close()  # what it is asked for goes on
         small._spare.close()
         small._spare = None
         until_s = time.monotonic() + 20
         while (left := guardian.descendants(small._popen.pid)) and time.monotonic() < until_s:
             time.sleep(0.05)
         assert left == []
+        for link in links:
+            link.close()
+
+
+def test_the_memory_of_all_its_processes_is_limited(sandbox):
+    code = "import os, time\nfor _ in range(4):\n    if os.fork() == 0: break\nx = b'x' * (100 << 20)\ntime.sleep(15)"
+    with CodeSandbox(sandbox.tier, Limits(wall_s=20, memory_mb=256)) as small:
+        ran = small.run(code)
+        assert ran.status == "memory" and "of 256" in ran.why
+        session = small.session()
+        assert session.run(code).status == "memory" and session.lost
+        session.close()
+        assert small.run("print(1)").stdout == "1\n"
 
 
 def test_no_sandbox_holds_what_another_was_asked(sandbox):
