@@ -49,7 +49,7 @@ test-clusters: queue-package
 test-runs: queue-package
 	$(BIN)/python -m pytest -q -m runs tests/distributed
 
-test-all: test  # and every combination of layout, packing and role, and recipes that have to learn
+test-all: test  # and every combination of layout, packing and role, recipes that have to learn, more conversations
 	FULL_GRID=1 $(MAKE) test-distributed
 	FULL_GRID=1 $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist worksteal \
 		$$(grep -lrw FULL_GRID --include 'test_*.py' tests/unit tests/contracts tests/numerics tests/faults tests/e2e)

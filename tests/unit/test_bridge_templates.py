@@ -1,0 +1,256 @@
+"""10,000 random conversations with every template that can be had: ours, which imitate published ones, and the files
+of trl (tests/data/trl_templates). What the loop plays is owned token for token, whatever the template does; those of
+the package renderers are played in test_renderers.py.
+
+The quick suite plays the first hundred with each template; FULL_GRID=1 plays them all (a minute of processor)."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes import FakeEngine
+from test_chat import TEMPLATES
+from tools import HERMES, REWRITING, hermes_tokenizer
+
+from verl.agent_loop.base import ServerManager, check_output, sampling_params_of
+from verl.agent_loop.registry import load_loops
+from verl.agent_loop.sections import AgentConfig
+from verl.agent_loop.tool_agent import ToolAgentLoop, ToolKit
+from verl.agent_loop.tools import function_as_tool
+from verl.chat.bridge import bridge_of, plain_text
+from verl.chat.parsing import FORMATS, TurnParser
+from verl.chat.template import Renderer, RenderError, TemplateAudit, audit_template, is_prefix
+from verl.config.schema import Config
+from verl.rollout.base import Completion
+from verl.tools import function_tool
+from verl.types import Sampling
+
+FILES = {path.stem: path for path in sorted((Path(__file__).parents[1] / "data" / "trl_templates").glob("*.jinja"))}
+MARKS = re.compile(r"<[|｜][^|｜>\s'\"]{1,40}[|｜]>|</?\|?[a-zA-Z_]\w*\|?>|\[/?[A-Z_]+\]")
+ENDS = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<end_of_turn>",
+    "<turn|>",
+    "<|END_OF_TURN_TOKEN|>",
+    "<｜end▁of▁sentence｜>",
+    "<|end|>",
+)
+SOURCES = {name: path.read_text() for name, path in FILES.items()}
+SOURCES |= {f"ours: {name}": template for name, (template, _, _) in TEMPLATES.items()}
+SOURCES |= {"ours: hermes": HERMES, "ours: rewriting": REWRITING}
+
+
+@function_tool
+async def multiply(a: int, b: int) -> str:
+    """
+    Multiply two numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+    """
+    return str(a * b)
+
+
+TOOL = function_as_tool(multiply)
+CONVERSATIONS = 10_000
+
+
+@cache
+def tokenizer_for(name: str) -> Any:
+    """Bytes, and every mark that the template writes, as one token each."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    if name in ("ours: hermes", "ours: rewriting"):
+        return hermes_tokenizer(SOURCES[name])
+    template, eos, marks = TEMPLATES.get(name.removeprefix("ours: "), (SOURCES[name], "", ()))
+    if name in FILES:
+        marks = tuple(dict.fromkeys(["<bos>", "</s>", *MARKS.findall(template)]))
+        eos = next((end for end in ENDS if end in marks), "</s>")
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=list(marks), initial_alphabet=alphabet, show_progress=False
+    )
+    core.train_from_iterator(["user assistant system tool It is 42."], trainer)
+    bos = "<bos>" if "<bos>" in marks else None
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=eos, bos_token=bos)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@cache
+def audited(name: str) -> TemplateAudit | None:
+    """None: the template refuses a question and an answer, and with it every run."""
+    try:
+        return audit_template(tokenizer_for(name))
+    except RenderError:
+        return None
+
+
+WITH_TOOLS = [name for name in SOURCES if (audit := audited(name)) is not None and audit.supports_tool_calls]
+WITHOUT = [name for name in SOURCES if name not in WITH_TOOLS]
+REWRITES = {  # new messages change what stands before them, or turns have no end of their own: a branch per turn
+    *("gemma4", "gemma4_v5", "glm4moe", "gptoss", "llama3_1", "llama3_2", "muse_glimmer", "ours: rewriting")
+}
+
+
+ONE_CALL = ("gptoss", "llama3_1", "llama3_2")  # of a turn: they refuse more, or show one
+
+
+@cache
+def kit_for(name: str) -> ToolKit:
+    tokenizer, audit = tokenizer_for(name), audited(name)
+    assert audit is not None
+    return ToolKit(
+        tools={"multiply": TOOL},
+        parser=TurnParser(FORMATS["hermes"]),  # how calls are written is another matter: tests/unit/test_parsing.py
+        renderer=Renderer(tokenizer, {}, [dict(TOOL.schema)]),
+        plain=plain_text(tokenizer),
+        bridge=bridge_of(tokenizer, audit, {}),
+        ends=frozenset([end_of(name)]),
+        limits=AgentConfig(),
+    )
+
+
+def end_of(name: str) -> int:
+    audit = audited(name)
+    return audit.ends_turn_with[-1] if audit and audit.ends_turn_with else int(tokenizer_for(name).eos_token_id)
+
+
+def test_which_templates_of_trl_go_on_which_branch_and_which_are_refused(tmp_path):
+    assert {name for name in WITH_TOOLS if kit_for(name).bridge is None} == REWRITES
+    (tmp_path / "mine.py").write_text(
+        "from verl.tools import function_tool\n\n\n@function_tool\ndef add(a: int) -> int:\n"
+        '    """\n    Add.\n\n    Args:\n        a: One.\n    """\n    return a\n'
+    )
+    config = Config()
+    config.agent.loop, config.agent.tools, config.agent.format = "tool_agent", [str(tmp_path / "mine.py")], "hermes"
+    for name in WITHOUT:
+        tokenizer = tokenizer_for(name)
+        with pytest.raises(ValueError, match="template"):
+            load_loops(config, tokenizer, (tokenizer.eos_token_id,))
+
+
+class Says(FakeEngine):
+    """A random turn with calls, so many times, then one without; each ended as the template ends turns."""
+
+    def __init__(self, tokenizer: Any, end: int, rng: random.Random, turns: int, most: int) -> None:
+        super().__init__()
+        self.version, self._tokenizer, self._end, self._rng = 0, tokenizer, end, rng
+        self._turns, self._most = turns, most  # of each at most so many calls
+        self.said: list[tuple[list[int], list[int], list[dict[str, int]]]] = []
+
+    async def generate(self, request_id: str, prompt_ids: Any, sampling: Any, **inputs: Any) -> Completion:
+        text, calls = words(self._rng), list[dict[str, int]]()
+        if len(self.said) < self._turns:
+            many = self._rng.choice((1, 1, self._most))
+            calls = [{"a": self._rng.randint(-9, 9), "b": len(self.said)} for _ in range(many)]
+            lines = (f'<tool_call>\n{{"name": "multiply", "arguments": {json.dumps(c)}}}\n</tool_call>' for c in calls)
+            text += "\n".join(lines)
+        ids = [*self._tokenizer(text, add_special_tokens=False)["input_ids"], self._end]
+        self.said.append((np.asarray(prompt_ids).tolist(), ids, calls))
+        logprobs = np.full(len(ids), -0.5, np.float32)
+        return Completion(request_id, np.array(ids, np.int64), logprobs, ((0, 0, len(ids)),), "eos")
+
+
+def words(rng: random.Random) -> str:
+    """Text of no template's: no marks, white space at its ends as well."""
+    return "".join(rng.choices("ab 0.\n<|>é中🙂{}\"'\\/[]", k=rng.randrange(12)))
+
+
+def history(rng: random.Random, audit: TemplateAudit) -> list[dict[str, Any]]:
+    """What a row begins with: a question, after a system message and earlier turns at times."""
+    found: list[dict[str, Any]] = []
+    if audit.supports_system and rng.random() < 0.3:
+        found.append({"role": "system", "content": words(rng)})
+    for _ in range(rng.choice((0, 0, 1, 2))):
+        found += [{"role": "user", "content": words(rng)}, {"role": "assistant", "content": words(rng)}]
+    return [*found, {"role": "user", "content": f"q{words(rng)}"}]
+
+
+async def play(name: str, rng: random.Random) -> None:
+    kit, tokenizer, audit = kit_for(name), tokenizer_for(name), audited(name)
+    assert audit is not None
+    asked = history(rng, audit)
+    turns = rng.randint(1, 3)
+    engine, sampling = (
+        Says(tokenizer, end_of(name), rng, turns, 1 if name in ONE_CALL else 2),
+        Sampling(max_tokens=100_000),
+    )
+    manager = ServerManager(engine, sampling, seed_parts=("s",), max_turns=None, credits_turns=True)
+    prompt = kit.renderer.ids(asked, prompt=True)
+
+    loop = ToolAgentLoop(None, manager, tokenizer, kit=kit)
+    row = {"tools": (), "extra_info": {}, "raw_prompt": asked}
+    out = await loop.run(sampling_params_of(sampling), prompt_ids=prompt, request_id="r", **row)
+    found = check_output(out, manager, sampling.max_tokens)  # ValueError for a token that nobody owns
+    rows = [found.segments, *found.branches]
+    assert len(engine.said) == turns + 1 and found.discarded == 0
+    sampled = [s.ids.tolist() for row in rows for s in row if s.source == "sampled"]
+    assert sampled == [ids for _, ids, _ in engine.said], "each turn as sampled, once"
+    whole = [np.concatenate([s.ids for s in row]).tolist() for row in rows]
+    for before, ids, _ in engine.said:
+        assert any(row[: len(before) + len(ids)] == before + ids for row in whole), "after what it was sampled after"
+    if kit.bridge is None:
+        assert len(rows) == turns + 1, "a branch per turn"
+        return
+    assert len(rows) == 1
+    env = [s.ids.tolist() for s in rows[0] if s.source == "env"]
+    assert len(env) == turns
+    at = 0
+    for ids, (_, _, calls) in zip(env, engine.said, strict=False):
+        at += len(calls)
+        compare(name, [*asked, spoken(rng, calls)], [result(c, at, k) for k, c in enumerate(calls)], ids)
+
+
+def spoken(rng: random.Random, calls: list[dict[str, int]]) -> dict[str, Any]:
+    """A turn with as many calls, as a message."""
+    made = [{"name": "multiply", "arguments": arguments} for arguments in calls]
+    listed = [{"id": f"call{k:05d}", "type": "function", "function": function} for k, function in enumerate(made)]
+    return {"role": "assistant", "content": words(rng), "tool_calls": listed}
+
+
+def result(call: dict[str, int], at: int, k: int) -> dict[str, Any]:
+    named = {"role": "tool", "name": "multiply", "tool_call_id": f"call{at:03d}{k:02d}"}
+    return named | {"content": str(call["a"] * call["b"])}
+
+
+def compare(name: str, before: list[dict[str, Any]], new: list[dict[str, Any]], env: list[int]) -> None:
+    """What was added in the loop, and what the template writes over all of it."""
+    audit, shown = audited(name), Renderer(tokenizer_for(name), {}, kit_for(name).renderer.tools)
+    assert audit is not None
+    head, full = shown.ids(before, prompt=False), shown.ids([*before, *new], prompt=True)
+    head = head[: len(head) - len(audit.trailing_ids)]
+    assert full[len(full) - len(env) :].tolist() == env
+    if is_prefix(head, full):
+        assert full[len(head) :].tolist() == env, "all that came after the turn"
+
+
+CASES = -(-CONVERSATIONS // len(WITH_TOOLS)) if os.environ.get("FULL_GRID") else 100
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_conversations_are_owned_token_for_token(name):
+    async def all_of_them() -> None:
+        for seed in range(CASES):
+            try:
+                await play(name, random.Random(f"{name} {seed}"))
+            except Exception as e:
+                e.add_note(f"conversation {seed} with {name}")
+                raise
+
+    asyncio.run(all_of_them())
