@@ -263,8 +263,9 @@ class CodeSandbox:
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        about = json.dumps([str(Path(__file__).parents[2]), self.workspaces.scratch if self.workspaces else ""])
-        command = [_python(), "-I", "-S", launcher.__file__, about]
+        begin = "import sys; sys.path.insert(0, sys.argv[1]); from verl.sandbox import launcher; launcher.main()"
+        command = [_python(), "-I", "-S", "-c", begin, str(Path(__file__).parents[2])]
+        command.append(self.workspaces.scratch if self.workspaces else "")
         nothing = subprocess.DEVNULL
         env = {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8"}
         with theirs:

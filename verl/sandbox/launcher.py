@@ -1,4 +1,4 @@
-"""A warm interpreter that starts sandboxes: `python -I -S launcher.py [path, scratch]`, a channel on 0.
+"""A warm interpreter that starts sandboxes, by `main()`: a channel on 0, a folder that ends with it as its last argument.
 
     caller == a job, two sockets per sandbox ==> this -- fork, fresh namespaces --> cell.py
          ============ one of the two, a JSON line each way: what is asked =========>
@@ -29,24 +29,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from verl.sandbox import cell, guardian, namespaces
+
 WARM = (
     *("math", "cmath", "re", "collections", "itertools", "functools", "operator", "random", "string", "heapq"),
     *("bisect", "datetime", "decimal", "fractions", "statistics", "copy", "dataclasses", "enum", "typing", "io"),
-    *(
-        "ast",
-        "array",
-        "struct",
-        "textwrap",
-        "threading",
-        "traceback",
-        "hashlib",
-        "numbers",
-        "queue",
-        "calendar",
-        "time",
-        "encodings.idna",
-    ),
-    *("gzip", "shutil", "tarfile", "zlib"),
+    *("array", "struct", "textwrap", "hashlib", "numbers", "queue", "calendar", "time", "encodings.idna"),
+    *("gzip", "shutil", "tarfile", "zlib", "ast", "threading", "traceback"),
 )
 LOOK_S = 0.05  # how often memory is summed, of what takes longer than that
 GRACE_S = 2.0  # past the limit of a request, for process 1 to say so itself
@@ -56,20 +45,16 @@ WATCH, REST = b"+", b"-"
 
 
 def main() -> None:
-    path, scratch = json.loads(sys.argv[1])
-    sys.path.insert(0, path)
-    for name in (*WARM, "verl.sandbox.namespaces", "verl.sandbox.guardian", "verl.sandbox.cell"):
+    for name in WARM:
         importlib.import_module(name)
     channel = socket.socket(fileno=os.dup(0))
     os.dup2(1, 0)  # nowhere
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller's Ctrl-C: it closes the channel when it is done
-    from verl.sandbox import namespaces
-
     namespaces.seccomp_program()  # for all forks
     gc.freeze()
     channel.sendall(b"+")
     _Sandboxes(channel).run()
-    shutil.rmtree(scratch, ignore_errors=True)  # the caller may have been killed
+    shutil.rmtree(sys.argv[-1], ignore_errors=True)  # the caller may have been killed
 
 
 def _compiled(module: ModuleType) -> str:
@@ -88,8 +73,6 @@ class _Box:
         self.guard, self.memory_mb, self.pid, self.watched = guard, memory_mb, 0, False
 
     def look(self) -> None:
-        from verl.sandbox import guardian
-
         pids = [self.pid, *guardian.descendants(self.pid)] if self.pid else []
         if (used_mb := guardian.over_limit_mb(self.memory_mb, pids)) is not None:
             self.tell("memory", f"it used {used_mb:.0f} MB of {self.memory_mb:g}")
@@ -108,8 +91,6 @@ class _Sandboxes:
     """Those that this process started, and one loop over their sockets and their ends."""
 
     def __init__(self, channel: socket.socket | None) -> None:
-        from verl.sandbox import namespaces
-
         namespaces.adopt_orphans()  # of a bubblewrap that was killed while it started
         self._channel = channel
         self._boxes: list[_Box] = []
@@ -190,8 +171,6 @@ class _Sandboxes:
         self._hear(fd, lambda: self._ended(fd, pid, box))
 
     def _ended(self, fd: int, pid: int, box: _Box | None) -> None:
-        from verl.sandbox import guardian
-
         self._leave(fd)
         os.close(fd)
         os.waitpid(pid, 0)
@@ -215,8 +194,6 @@ def _refuse(theirs: socket.socket, why: OSError) -> None:
 
 
 def _start_cell(job: dict[str, Any], theirs: socket.socket) -> int:
-    from verl.sandbox import cell, namespaces
-
     mapped, go = os.pipe()
     pid = namespaces.clone()
     if pid == 0:
@@ -248,8 +225,6 @@ def _start_cell(job: dict[str, Any], theirs: socket.socket) -> int:
 
 
 def _start_bubblewrap(job: dict[str, Any], theirs: socket.socket) -> int:
-    from verl.sandbox import cell, namespaces
-
     command = ["bwrap", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     command += ["--die-with-parent", "--new-session", "--as-pid-1", "--clearenv", "--hostname", "sandbox"]
     command += ["--cap-drop", "ALL"]
@@ -308,7 +283,3 @@ def _start_bubblewrap(job: dict[str, Any], theirs: socket.socket) -> int:
         os.write(go, b"+")
         os.close(go)
         return pid
-
-
-if __name__ == "__main__":
-    main()
