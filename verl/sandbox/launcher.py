@@ -1,4 +1,4 @@
-"""A warm interpreter that starts sandboxes, by `main()`: a channel on 0, a folder that ends with it as its last argument.
+"""A warm interpreter that starts sandboxes (`main`): a channel on 0, its last argument a folder that ends with it.
 
     caller == a job, two sockets per sandbox ==> this -- fork, fresh namespaces --> cell.py
          ============ one of the two, a JSON line each way: what is asked =========>
@@ -187,41 +187,42 @@ class _Sandboxes:
             self._boxes.remove(box)
 
 
-def _refuse(theirs: socket.socket, why: OSError) -> None:
-    """In the child, as if the cell had said so."""
-    theirs.sendall(json.dumps({"status": "gone", "why": f"no sandbox here: {why}"}).encode() + b"\n")
-    os._exit(1)
-
-
-def _start_cell(job: dict[str, Any], theirs: socket.socket) -> int:
+def _forked(wanted: int, theirs: socket.socket, begin: Callable[[], None]) -> int:
+    """The process of a child in new namespaces, 0 for none of its own, that does `begin` once its users are mapped."""
     mapped, go = os.pipe()
-    pid = namespaces.clone()
+    pid = namespaces.clone(wanted) if wanted else os.fork()
     if pid == 0:
         try:
             os.close(go)
-            if os.read(mapped, 1) != b"+":
-                os._exit(1)
-            os.close(mapped)
-            keep = theirs.fileno()
-            try:
-                namespaces.enter(job["read_only"], job["tmp_mb"], job["base"] and f"{job['base']}/files")
-            except OSError as e:
-                _refuse(theirs, e)
-            os.closerange(0, keep)
-            os.closerange(keep + 1, 1 << 20)
-            for fd in range(3):
-                os.open("/dev/null", os.O_RDWR) if fd != keep else None
-            sys.path[:] = [*sys.path[1:], *job["packages"]]  # what may be written there is nothing to import from
-            cell.serve(theirs)
+            if os.read(mapped, 1) == b"+":
+                os.close(mapped)
+                begin()
+        except OSError as e:  # as if the cell had said so
+            theirs.sendall(json.dumps({"status": "gone", "why": f"no sandbox here: {e}"}).encode() + b"\n")
         finally:
-            os._exit(0)
+            os._exit(1)
     os.close(mapped)
     try:
-        namespaces.map_users(pid)
+        if wanted:
+            namespaces.map_users(pid)
         os.write(go, b"+")
     finally:
         os.close(go)
     return pid
+
+
+def _start_cell(job: dict[str, Any], theirs: socket.socket) -> int:
+    def begin() -> None:
+        keep = theirs.fileno()
+        namespaces.enter(job["read_only"], job["tmp_mb"], job["base"] and f"{job['base']}/files")
+        os.closerange(0, keep)
+        os.closerange(keep + 1, 1 << 20)
+        for fd in range(3):
+            os.open("/dev/null", os.O_RDWR) if fd != keep else None
+        sys.path[:] = [*sys.path[1:], *job["packages"]]  # what may be written there is nothing to import from
+        cell.serve(theirs)
+
+    return _forked(namespaces.NEW_NAMESPACES, theirs, begin)
 
 
 def _start_bubblewrap(job: dict[str, Any], theirs: socket.socket) -> int:
@@ -254,32 +255,20 @@ def _start_bubblewrap(job: dict[str, Any], theirs: socket.socket) -> int:
         program.seek(0)
         command += ["--seccomp", str(program.fileno()), "--", job["python"], "-I", "-S", "/cell.py"]
         command += [str(theirs.fileno()), *job["packages"]]
-        for fd in (theirs.fileno(), program.fileno()):
-            os.set_inheritable(fd, True)
+
+        def begin() -> None:
+            for fd in (theirs.fileno(), program.fileno()):
+                os.set_inheritable(fd, True)
+            if job["base"]:
+                namespaces.keep_mounts()
+                below = os.open(f"{job['base']}/files", os.O_PATH)
+                namespaces.mount_tmp(f"{job['base']}/at", job["tmp_mb"], below)
+            nothing = os.open(os.devnull, os.O_RDWR)
+            for fd in range(3):
+                os.dup2(nothing, fd)
+            os.execvp(command[0], command)
+
         # Root's bubblewrap makes no user namespace: without one, sandboxes would share nobody's number of processes.
         # And what is laid over a workspace, which bubblewrap 0.8 cannot, is mounted in namespaces around it.
-        wanted = namespaces.NEW_USERS | namespaces.NEW_MOUNTS if job["base"] else namespaces.NEW_USERS
-        around = os.geteuid() == 0 or bool(job["base"])
-        mapped, go = os.pipe()
-        if (pid := namespaces.clone(wanted) if around else os.fork()) == 0:
-            try:
-                os.close(go)
-                if os.read(mapped, 1) == b"+":
-                    if job["base"]:
-                        namespaces.keep_mounts()
-                        below = os.open(f"{job['base']}/files", os.O_PATH)
-                        namespaces.mount_tmp(f"{job['base']}/at", job["tmp_mb"], below)
-                    nothing = os.open(os.devnull, os.O_RDWR)
-                    for fd in range(3):
-                        os.dup2(nothing, fd)
-                    os.execvp(command[0], command)
-            except OSError as e:
-                _refuse(theirs, e)
-            finally:
-                os._exit(1)
-        os.close(mapped)
-        if around:
-            namespaces.map_users(pid)
-        os.write(go, b"+")
-        os.close(go)
-        return pid
+        wanted = namespaces.NEW_USERS if os.geteuid() == 0 or job["base"] else 0
+        return _forked(wanted | (namespaces.NEW_MOUNTS if job["base"] else 0), theirs, begin)
