@@ -21,6 +21,8 @@ import numpy as np
 import pytest
 import torch
 from each import FULL_GRID, each
+from families import QWEN3_MOE
+from transformers import AutoModelForCausalLM
 
 from verl.algorithms.losses import nll
 from verl.model_engine.optim import OptimSpec
@@ -222,6 +224,49 @@ def test_after_a_large_step_the_rollout_scores_as_the_trainer_does(backend, kind
         assert report.num_bytes == sum(t.nbytes for _, t in world.engine.weights())
         assert report.canary_mean_abs < TOLERANCE and set(report.seconds) == {"gather", "load"}
         await replica.close()
+
+    run(test)
+
+
+class Notes(Replica):
+    """Keeps a copy of what it is sent."""
+
+    async def load_weights(self, source, *, on_inflight="wait"):
+        self.came = {}
+
+        def change(tensors):
+            for name, tensor in tensors:
+                self.came[name] = tensor.clone()
+                yield name, tensor
+
+        return await self.inner.load_weights(Reads(source, change), on_inflight=on_inflight)
+
+
+@pytest.mark.parametrize("model", ["tied", "untied", "experts"])
+def test_what_arrives_is_what_was_sent_bit_for_bit(backend, model):
+    """Experts are fused in one tensor; attention and gates are fused in the engine."""
+
+    async def test():
+        made = AutoModelForCausalLM.from_config(copy.deepcopy(QWEN3_MOE)) if model == "experts" else None
+        spec = OptimSpec(lr=0.05, weight_decay=0.0)
+        engine = TorchEngine(made, optim=spec, dtype="float32") if made else trainer(tied=model == "tied")
+        world = World(engine, backend)
+        replica, beside = Notes(world.rollout()), world.rollout()
+        local = LocalCheckpointEngine(probes=PROBES, tolerance=TOLERANCE)
+        for version in range(3):
+            await world.publish([replica], version)
+            sent = dict(world.engine.weights())
+            assert replica.came.keys() == sent.keys()
+            for name, tensor in sent.items():
+                bits = (found.detach().contiguous().view(torch.uint8) for found in (replica.came[name], tensor))
+                assert replica.came[name].dtype == tensor.dtype and torch.equal(*bits), name
+            group = InprocGroup("actor", [Role("actor", world.queue, engine, sender=WeightSender(local.outlet()))])
+            given = {"exclusive": True, "on_inflight": ["wait"], "timeout_s": 60}
+            await local.publish(ModelWorkers(group, engine.capabilities), [beside], version=version, **given)
+            assert distance(await scores(replica), await scores(beside)) == 0.0, "the same bits in the engine"
+            await world.update()
+        await replica.close()
+        await beside.close()
 
     run(test)
 
