@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import os
 import pickle
+import signal
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from far_hosts import played
 
 from verl.weight_sync import shm
 from verl.weight_sync.base import SyncError
@@ -153,3 +156,82 @@ def test_the_end_gives_memory_back_that_others_have_mapped() -> None:
             list(reading)
     finally:
         shm.remove(name)
+
+
+READER = """
+import hashlib, sys, torch
+from verl.weight_sync import base, shm
+
+for line in sys.stdin:
+    address, stops = line.split()
+    digest = hashlib.sha256()
+    try:
+        for number, (name, tensor) in enumerate(shm.open_weights(address).tensors()):
+            if number == int(stops):
+                print("here", flush=True)
+                sys.stdin.readline()
+            digest.update(tensor.numpy().tobytes())
+        print("whole", digest.hexdigest(), flush=True)
+    except base.SyncError as e:
+        print("error", e, flush=True)
+"""
+WRITER = """
+import os, sys, torch
+from pathlib import Path
+from verl.weight_sync import shm
+from verl.weight_sync.sender import entry_of
+
+outlet = shm.ShmOutlet(f"{shm.PREFIX}-{os.getpid()}-dies")
+now = {f"{i}.weight": torch.full((1000,), float(i)) for i in range(3)}
+
+def passing(stops):
+    for number, item in enumerate(now.items()):
+        if number == stops:
+            print("here", flush=True)
+            sys.stdin.readline()
+        yield item
+
+for version, stops in enumerate(map(int, sys.stdin)):
+    address = outlet.stage(version, {n: entry_of(t) for n, t in now.items()}, passing(stops))
+    shm.open_weights(address).release(version)
+    print(address, flush=True)
+"""
+NOWHERE = 9
+
+
+def digest(tensors: dict[str, torch.Tensor]) -> str:
+    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors.values())).hexdigest()
+
+
+@pytest.mark.parametrize(("number", "ends"), [*((number, signal.SIGKILL) for number in range(3)), (1, signal.SIGSTOP)])
+def test_a_reader_that_dies_or_stops_at_any_tensor_holds_nobody(
+    outlet: shm.ShmOutlet, tmp_path: Path, number: int, ends: int
+) -> None:
+    """It is given up; the next version takes the place of the one that it was at, and it never has a part of each."""
+    with played(READER) as broken:
+        address = stage(outlet, 0, weights(1.0))
+        broken.tell(f"{address} {number}")
+        assert broken.heard() == "here"
+        broken.end(ends)
+        assert same(read(address), weights(1.0))
+        shm.open_weights(str(address)).release(0)
+        assert stage(outlet, 1, weights(7.0)) == address and segments(tmp_path) == ["0"]
+        assert same(read(address), weights(7.0))
+        if ends == signal.SIGSTOP:
+            broken.end(signal.SIGCONT)
+            assert broken.ask("go on") == "error version 0 was written over by 1 while it was read"
+            assert broken.ask(f"{address} {NOWHERE}") == f"whole {digest(weights(7.0))}", "and gets the present one"
+
+
+def test_a_trainer_that_dies_in_the_middle_leaves_no_version_and_no_memory() -> None:
+    with played(WRITER) as writer:
+        address = Path(writer.ask(NOWHERE))
+        reading = shm.open_weights(str(address)).tensors()
+        next(reading)
+        assert writer.ask(1) == "here"
+        writer.end()
+        with pytest.raises(SyncError, match="version 0 was written over by -1"):
+            list(reading)
+        assert shm.open_weights(str(address)).version == shm.WRITING, "nobody takes it for a version"
+        shm.remove_of_the_dead()
+        assert not list(shm.SHM.glob(f"{shm.PREFIX}-{writer.process.pid}-*"))
