@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -10,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import aiohttp
+import msgspec
 
 from verl.rollout.base import ReplicaLost
 
@@ -128,8 +130,10 @@ class Http:
 def _parsed(path: str, body: bytes) -> Any:
     if not body:
         return None
+    with contextlib.suppress(msgspec.DecodeError):
+        return msgspec.json.decode(body)
     try:
-        return json.loads(body)
+        return json.loads(body)  # takes the NaN that servers in Python write
     except ValueError as e:
         said = f"{path}: the answer is no JSON: {body[:SAID]!r}; if a router gives it, name the servers behind it"
         raise ServerRefused(said, 200) from e
