@@ -17,6 +17,7 @@ from aiohttp.test_utils import TestServer
 from each import each
 from served import NAMES, VOCAB, Fault, Served, crashing, hanging_up, logprob, silent
 
+from verl.rollout import http
 from verl.rollout.api import Deadlines, Expected
 from verl.rollout.base import Capabilities, Completion, ReplicaLost, RolloutContext
 from verl.rollout.client import ServedEngine
@@ -686,3 +687,12 @@ def test_one_engine_over_several_event_loops() -> None:
     finally:
         loop.call_soon_threadsafe(found["done"].set)
         thread.join(10)
+
+
+def test_an_answer_may_hold_what_python_writes_for_no_number():
+    """Servers in Python write NaN, which is no JSON: it is read, and refused where a log-prob is wanted."""
+    assert http._parsed("/x", b'{"ids": [1, 20000000000000000000], "x": 0.1}') == {"ids": [1, 2 * 10**19], "x": 0.1}
+    assert str(http._parsed("/x", b'{"x": [NaN, -Infinity]}')) == "{'x': [nan, -inf]}"
+    assert http._parsed("/x", b"") is None
+    with pytest.raises(ServerRefused, match="/x: the answer is no JSON: b'<html>'"):
+        http._parsed("/x", b"<html>")

@@ -161,7 +161,7 @@ def decoded(raw: bytes) -> dict[str, Any]:
 
 def typed(fields: Mapping[str, Any], kind: type[Body], *, prefix: str = "") -> Body:
     """The fields as `kind`. null is the default; a field that is not known, or of another type, is a 400 about it."""
-    known = {field.name for field in msgspec.structs.fields(kind)}
+    known = kind.__struct_fields__
     given = {}
     for name, value in fields.items():
         if value is None or (name not in known and (name in ABOUT_THE_CALLER or _means_nothing(name, value))):
