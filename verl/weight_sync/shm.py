@@ -93,7 +93,7 @@ class ShmStream(TensorStream):
     def __init__(self, path: Path) -> None:
         self._path = path
         try:
-            self._found = _kept(path, *_identity(path))
+            self._found = _there(path)
         except FileNotFoundError:
             raise SyncError(
                 f"{path} is not on this host: sync.engine=shm serves replicas of the trainer's host"
@@ -158,7 +158,7 @@ def blank(path: Path, num_bytes: int) -> ShmStream:
 def _memory(path: Path, num_bytes: int) -> mmap.mmap:
     """Of a file of this size: the one that is there, or a new one."""
     if path.exists() and path.stat().st_size == num_bytes:
-        return _kept(path, *_identity(path))
+        return _there(path)
     return _mapped(path, num_bytes)
 
 
@@ -173,12 +173,12 @@ def _mapped(path: Path, num_bytes: int) -> mmap.mmap:
         except OSError as e:
             path.unlink()
             raise OSError(e.errno, f"{num_bytes / 1e6:.0f} MB of weights do not fit into {path.parent}") from e
-    return _kept(path, *_identity(path))
+    return _there(path)
 
 
-def _identity(path: Path) -> tuple[int, int]:
+def _there(path: Path) -> mmap.mmap:
     found = path.stat()
-    return found.st_ino, found.st_size
+    return _kept(path, found.st_ino, found.st_size)
 
 
 @functools.lru_cache(maxsize=2)  # as many as there are of a sender
