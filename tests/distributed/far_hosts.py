@@ -54,8 +54,13 @@ for line in sys.stdin:
     if line == "groups\\n":
         say(*(size for _, _, _, size, _ in made))
         continue
-    now = tensors(int(line))
-    say(outlet.stage(int(line), {n: entry_of(t) for n, t in now.items()}, now.items()), told(now.items()))
+    if line == "release\\n":  # as the driver does, once all hosts have it
+        module.open_weights(address).release(version)
+        say(*(path.name[-1] for path in shm.SHM.glob(f"{shm.PREFIX}-*-{outlet.tag}-?")))
+        continue
+    version = int(line)
+    now = tensors(version)
+    say(address := outlet.stage(version, {n: entry_of(t) for n, t in now.items()}, now.items()), told(now.items()))
 shm.remove(f"{shm.PREFIX}-*-{outlet.tag}")
 """
 )

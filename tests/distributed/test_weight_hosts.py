@@ -28,6 +28,19 @@ def test_every_version_comes_as_it_was_staged_once_to_each_host(transport, tmp_p
     assert not list(Path("/dev/shm").glob(f"*{address.rpartition('/')[2]}*"))
 
 
+@each
+def test_the_trainers_host_keeps_one_version_once_all_hosts_have_it(transport, tmp_path):
+    with trainer(transport) as sender, host(transport, tmp_path / "b") as b, host(transport, tmp_path / "c") as c:
+        for version in range(6):
+            address, digest = sender.ask(version).split()
+            assert {said.split()[1] for said in all_of([b, c], address)} == {digest}
+            if version != 3:  # somebody may still be at it
+                beside = {4: ["0", "1"], 5: ["1"]}
+                assert sorted(sender.ask("release").split()) == beside.get(version, ["0"])
+        with host(transport, tmp_path / "d") as late:
+            assert late.ask(address).split()[:2] == ["5", digest]
+
+
 @pytest.mark.parametrize(("transport", "at"), [pytest.param("nixl;", "after", marks=MISSING), (QUICK, "before")])
 def test_a_version_that_is_written_over_while_it_is_read_is_refused(transport, at, tmp_path):
     with trainer(transport) as sender, host(transport, tmp_path / "b", at) as b:

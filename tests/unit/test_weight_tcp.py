@@ -232,3 +232,31 @@ def test_a_late_reader_on_the_host_of_the_trainer_takes_no_older_version(outlet_
     for name, tensor in found.tensors():
         assert torch.equal(tensor, now[name] + 1), name
     assert sorted(path.name[-1] for path in shm.SHM.glob(f"{shm.PREFIX}-*-{outlet.tag}-?")) == ["0", "1"]
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_the_trainers_host_keeps_the_version_before_for_changes_alone(elsewhere, outlet_of, delta):
+    outlet, now = outlet_of(delta=delta), weights()
+    for version in range(4):
+        now = nudged(now)
+        address = stage(outlet, version, now)
+        assert same(elsewhere(address), now) and same(dict(tcp.open_weights(address).tensors()), now)
+        tcp.open_weights(address).release(version)
+        files = len(list(shm.SHM.glob(f"{shm.PREFIX}-*-{outlet.tag}-?")))
+        assert files == (2 if delta and version else 1)
+
+
+def test_a_version_that_is_being_staged_is_told_to_nobody(elsewhere, outlet_of):
+    outlet, now = outlet_of(), weights()
+    address = stage(outlet, 0, now)
+    tcp.open_weights(address).release(0)
+
+    def passing() -> Iterator[tuple[str, torch.Tensor]]:
+        for item in now.items():
+            for read in (elsewhere, lambda at: dict(tcp.open_weights(at).tensors())):
+                with pytest.raises(SyncError, match="the trainer's weights cannot be fetched"):
+                    read(address)
+            yield item
+
+    outlet.stage(1, {n: entry_of(t) for n, t in now.items()}, passing())
+    assert same(elsewhere(address), now)

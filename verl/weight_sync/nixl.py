@@ -49,7 +49,7 @@ def agent(pid: int) -> Any:
 
 
 class NixlOutlet(TcpOutlet):
-    """See `TcpOutlet`. The two files of a sender stay registered; a third takes the place of the first."""
+    """See `TcpOutlet`. The two latest versions stay registered, wherever they lie."""
 
     transport = "verl.weight_sync.nixl:open_weights"
 

@@ -8,13 +8,13 @@ written beside it. Both ends keep a file mapped: to find its memory anew takes a
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import mmap
 import os
 import tempfile
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache, partial
 from pathlib import Path
 
 import msgspec
@@ -43,23 +43,27 @@ class Part(msgspec.Struct, array_like=True):
 
 
 class ShmOutlet:
-    """See `Outlet`; it can be pickled, and is used by one process."""
+    """See `Outlet`; it can be pickled, and is used by one process. two: the version before stays, whoever has it."""
 
     transport = "verl.weight_sync.shm:open_weights"
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, *, two: bool = False) -> None:
+        self.name, self._two = name, two
         self._latest: Path | None = None
 
-    def __reduce__(self) -> tuple[type[ShmOutlet], tuple[str]]:
-        return ShmOutlet, (self.name,)
+    def __reduce__(self) -> tuple[partial[ShmOutlet], tuple[str]]:
+        return partial(ShmOutlet, two=self._two), (self.name,)
 
     def _place(self, version: int) -> Path:
-        """Over the version before, where all replicas have that one. The other file is needed no more then."""
-        latest, turn = self._latest, version % 2
-        if latest is not None and latest.exists() and ShmStream(latest).released:
-            turn = int(latest.name[-1])
-            _end(SHM / f"{self.name}-{1 - turn}")
+        """Over the version before, where all replicas have that one; the other file is needed no more then. Else beside
+        it, over the one before that."""
+        turn = version % 2
+        if self._latest is not None and self._latest.exists():
+            before, turn = ShmStream(self._latest), int(self._latest.name[-1])
+            if self._two or not before.released:
+                turn = (turn + version - before.version) % 2
+            else:
+                _end(SHM / f"{self.name}-{1 - turn}")
         self._latest = SHM / f"{self.name}-{turn}"
         return self._latest
 
@@ -181,7 +185,7 @@ def _there(path: Path) -> mmap.mmap:
     return _kept(path, found.st_ino, found.st_size)
 
 
-@functools.lru_cache(maxsize=2)  # as many as there are of a sender
+@lru_cache(maxsize=2)  # as many as there are of a sender
 def _kept(path: Path, inode: int, num_bytes: int) -> mmap.mmap:
     """As long as it is mapped no other file has its inode."""
     with path.open("r+b") as file:

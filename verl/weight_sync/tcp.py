@@ -2,8 +2,8 @@
 
 A version lies in shared memory (shm.py), on the trainer's host and on each that has replicas: the first of them to ask
 fetches it, the others find it there. With `delta`, a host that has the version before gets what changed since, bit for
-bit: positions and values of each tensor, or the tensor where that is shorter. Two files take turns, so that a version
-is written while a late reader may still have the one before; after the last tensor the sender says which it holds.
+bit: positions and values of each tensor, or the tensor where that is shorter; for that the trainer's host keeps the
+version before too. After the last tensor the sender says which version it holds.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class TcpOutlet:
         host = self._host or _way_out()
         listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self._address = f"{host}:{listener.getsockname()[1]}/{self._key}"
-        self._shm = ShmOutlet(f"{PREFIX}-{os.getpid()}-{self.tag}")
+        self._shm = ShmOutlet(f"{PREFIX}-{os.getpid()}-{self.tag}", two=self._delta)
         threading.Thread(target=self._accept, args=(listener,), name="weights", daemon=True).start()
 
     def _accept(self, listener: socket.socket) -> None:
@@ -104,7 +104,8 @@ class TcpOutlet:
             peer.settimeout(QUIET_S)
             try:
                 key, has = ASK.unpack(received(peer, ASK.size))
-                if hmac.compare_digest(key, self._key.encode()) and self._held is not None:
+                known = hmac.compare_digest(key, self._key.encode())
+                if known and self._held is not None and self._held[0].version > NOTHING:  # it is whole
                     self._tell(peer, has)
             except OSError:
                 return
@@ -180,6 +181,10 @@ class HostStream(TensorStream):
     def segment(self) -> str:
         return self._fetched_once().segment()
 
+    def release(self, version: int) -> None:
+        for path in self._files():
+            ShmStream(path).release(version)
+
     def _fetched_once(self) -> ShmStream:
         assert self.version > NOTHING and self._found is not None
         return self._found
@@ -190,7 +195,8 @@ class HostStream(TensorStream):
 
     def _fetched(self) -> ShmStream:
         paths = {path.name[-1]: path for path in self._files()}
-        here = max((ShmStream(path) for path in paths.values()), default=None, key=lambda found: found.version)
+        whole = (found for path in paths.values() if (found := ShmStream(path)).version > NOTHING)
+        here = max(whole, default=None, key=lambda found: found.version)
         own = f"{PREFIX}-{os.getpid()}-{self._tag}"
         _gone_with_this_process(os.getpid(), own)
         return self._newer(here, lambda turn: paths.get(turn, SHM / f"{own}-{turn}"))
