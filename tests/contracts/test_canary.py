@@ -81,7 +81,7 @@ def probe_sets() -> dict[str, list[np.ndarray]]:
     return {
         "short": [rng.integers(10, 40, 8).astype(np.int64) for _ in range(16)],
         "long": [rng.integers(3, VOCAB, 100).astype(np.int64) for _ in range(4)],
-        "digits": [rng.integers(10, 20, 50).astype(np.int64) for _ in range(8)],
+        "digits": [rng.integers(10, 20, 50).astype(np.int64) for _ in range(3)],  # no more of so few words
         "multi-turn": [conversation(rng, 8) for _ in range(5)],
         "one word": [np.full(20, 7, np.int64), np.full(30, 8, np.int64), np.arange(5, 60, dtype=np.int64)],
     }
@@ -299,3 +299,9 @@ def test_the_probes_are_the_beginnings_of_prompts_that_differ():
     assert [p.tolist() for p in probes] == [[*range(5), *range(10, 30), *range(40, 70)], list(range(100, 164))]
     many = probes_of((np.arange(100) + k for k in range(64)), 1000)
     assert [len(p) for p in many] == [100] * 4 and probes_of([], 64) == []
+    rng = np.random.default_rng(0)
+    digits = [rng.integers(10, 20, 9) for _ in range(99)]
+    late = [*digits[:50], np.arange(30, 39), *digits[50:]]  # other words, and no more of those that are known
+    few, more = probes_of(digits, 64), probes_of(late, 64)
+    assert 128 <= sum(map(len, few)) < 128 + 9 and len(few) == 3
+    assert sum(map(len, more)) == sum(map(len, few)) + 9 and {*range(30, 39)} <= {*np.concatenate(more).tolist()}

@@ -16,7 +16,7 @@ FLOOR = 1e-5  # nats; what kernels may differ by where the precision explains ne
 LEAST_SCALE = 2.0**-8  # a weight in bfloat16 is rounded by up to so much
 SURE = 5.0  # standard errors of the scale
 LEAST_WORDS = 8  # different tokens for a verdict on the scale: errors of the same token are alike
-PROBE_TOKENS, PROBED_TOKENS = 128, 384  # of a probe; of all, about
+PROBE_TOKENS, PROBED_TOKENS = 128, 384  # of a probe, and of all where there are few words; of all, about
 DIVERGED = 1.0  # nats between two passes over the same weights: such a model computes nothing
 LOST = -100.0  # nats of a likely token; a uniform guess among a million has -14
 
@@ -24,12 +24,16 @@ LOST = -100.0  # nats of a likely token; a uniform guess among a million has -14
 def probes_of(prompts: Iterable[np.ndarray], longest: int) -> list[np.ndarray]:
     """The fixed sequences: the beginnings of the first prompts that differ, one behind the other up to `longest`, as
     each sequence is a pass of the rollout's. Of so many tokens it sees what is planted into weights; more would be
-    paid with every version."""
+    paid with every version, and so would the same words again: they count once."""
     starts: dict[bytes, np.ndarray] = {}
+    words: set[int] = set()
     room = min(PROBE_TOKENS, longest)
     for ids in prompts:
-        if len(start := ids[:room]) > 1 and sum(map(len, starts.values())) < PROBED_TOKENS:
+        start, tokens = ids[:room], sum(map(len, starts.values()))
+        wanted = tokens < PROBE_TOKENS or (tokens < PROBED_TOKENS and not words.issuperset(start.tolist()))
+        if len(start) > 1 and wanted:
             starts[start.tobytes()] = start
+            words.update(start.tolist())
     probes: list[np.ndarray] = []
     for start in starts.values():
         if probes and len(probes[-1]) + len(start) <= room:
