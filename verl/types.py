@@ -345,6 +345,8 @@ def taught(sample: Sample, task: Task) -> Sample:
         first = np.concatenate([s.ids for s in sample.segments])[:n]
         if np.array_equal(first, task.prompt_ids):
             context = np.concatenate([[n], task.context_ids]).astype(np.int64)
+    if context is None and not task.teacher and not task.untaught:
+        return sample  # `replace` is not free, and this is done per trajectory
     return replace(sample, teacher=task.teacher, context=context, untaught=task.untaught)
 
 

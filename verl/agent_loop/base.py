@@ -304,10 +304,12 @@ def _place_rewards(
 ) -> tuple[np.ndarray, ...]:
     """A turn's reward at the last of its tokens that is trained, wherever the loop cut it: the segments hold views.
     Returns views of these places."""
+    if not manager.credits_turns:  # there are none
+        return (np.zeros(0, np.float32),) * len(trained)
     places = []
     for k, own in enumerate(trained):
         end = int(np.flatnonzero(own)[-1]) + 1 if own.any() else 0
-        place = turns[k].get("turn_reward", np.zeros(0, np.float32))[:end][-1:]
+        place = turns[k]["turn_reward"][:end][-1:]
         place += manager.turn_reward(k)
         places.append(place)
     return tuple(places)

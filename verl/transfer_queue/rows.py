@@ -46,8 +46,8 @@ def columns_of(sample: Sample) -> dict[str, np.ndarray]:
     """The columns of one row. The arrays are its own: nobody else holds them."""
     segments = sample.segments
     lengths = [len(s.ids) for s in segments]
-    nobody = np.full(sum(lengths), np.nan, np.float32)
-    logprobs = [nobody[: len(s.ids)] if s.logprobs is None else s.logprobs for s in segments if s.source in LEARNED]
+    learned = [s for s in segments if s.source in LEARNED]
+    logprobs = [np.full(len(s.ids), np.nan, np.float32) if s.logprobs is None else s.logprobs for s in learned]
     if logprobs and segments[0].source in LEARNED:
         logprobs[0] = logprobs[0][1:]  # nothing precedes a row's first token: it is no loss token
     mask, at = np.zeros(sum(lengths), np.bool_), 0
