@@ -27,7 +27,7 @@ def small_args(root: Path, model: Path, data: Sequence[Path], *more: str) -> lis
         "model.dtype": "float32",
         "data.train_files": f"[{data[0]}]",
         "data.max_prompt_tokens": 16,
-        "data.cache_dir": root / "cache",
+        "data.cache_dir": Path(data[0]).parent / "cache",
         "algorithm.name": "grpo",
         "algorithm.kl_loss_coef": 0.0,
         "step.prompts_per_step": 4,
