@@ -69,7 +69,6 @@ SYNC_2 = ("pipeline.sync_every=2", "step.updates_per_step=2")
         (REFILL, (3,)),
         (CURRICULUM, (4,)),
     ],
-    ids=lambda x: "" if isinstance(x[0], int) else "+".join(m.split(".")[-1] for m in x) if x else "grpo",
     ids=lambda x: "+".join(str(m).split(".")[-1] for m in x) or "grpo",
 )
 def test_a_cut_run_equals_a_straight_one_bitwise(tmp_path, tiny_model, arithmetic_data, cuts, more):
