@@ -241,8 +241,7 @@ class CodeSandbox:
                     self._start()
                 assert self._channel is not None
                 try:
-                    fds = [guard[1].fileno(), cell[1].fileno()]
-                    socket.send_fds(self._channel, [json.dumps(job).encode()], fds)
+                    socket.send_fds(self._channel, [json.dumps(job).encode()], [guard[1].fileno(), cell[1].fileno()])
                     break
                 except OSError as e:
                     self._stop()

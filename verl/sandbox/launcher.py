@@ -20,13 +20,11 @@ import select
 import shutil
 import signal
 import socket
-import struct
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from verl.sandbox import cell, guardian, namespaces
@@ -40,7 +38,6 @@ WARM = (
 LOOK_S = 0.05  # how often memory is summed, of what takes longer than that
 GRACE_S = 2.0  # past the limit of a request, for process 1 to say so itself
 START_S = 30.0
-MAX_JOB_BYTES = 1 << 16
 WATCH, REST = b"+", b"-"
 
 
@@ -55,15 +52,6 @@ def main() -> None:
     channel.sendall(b"+")
     _Sandboxes(channel).run()
     shutil.rmtree(sys.argv[-1], ignore_errors=True)  # the caller may have been killed
-
-
-def _compiled(module: ModuleType) -> str:
-    """The file of its compiled code, if that is of the file as it is; else that: an interpreter runs either."""
-    about, cached = os.stat(str(module.__file__)), str(module.__cached__)
-    with contextlib.suppress(OSError), open(cached, "rb") as file:
-        if file.read(16)[4:] == struct.pack("<III", 0, int(about.st_mtime), about.st_size):
-            return cached
-    return str(module.__file__)
 
 
 class _Box:
@@ -111,6 +99,7 @@ class _Sandboxes:
                 looked_s = time.monotonic()
                 for box in watched:
                     box.look()
+            self._boxes = [box for box in self._boxes if box.pid or box.guard.fileno() >= 0]
 
     def _hear(self, fd: int, then: Callable[[], None]) -> None:
         self._then[fd] = then
@@ -122,7 +111,7 @@ class _Sandboxes:
 
     def _begin(self) -> None:
         assert self._channel is not None
-        said, fds, _, _ = socket.recv_fds(self._channel, MAX_JOB_BYTES, 2)
+        said, fds, _, _ = socket.recv_fds(self._channel, 1 << 16, 2)
         if not fds:
             self._leave(self._channel.fileno())
             self._channel = None
@@ -163,7 +152,6 @@ class _Sandboxes:
             self._leave(box.guard.fileno())
             box.guard.close()
             box.end()
-            self._forget(box)
 
     def _wait_for(self, pid: int, box: _Box | None) -> None:
         fd = os.pidfd_open(pid)
@@ -180,11 +168,6 @@ class _Sandboxes:
             self._wait_for(orphan, None)
         if box is not None:
             box.pid = 0
-            self._forget(box)
-
-    def _forget(self, box: _Box) -> None:
-        if box.pid == 0 and box.guard.fileno() < 0:
-            self._boxes.remove(box)
 
 
 def _forked(wanted: int, theirs: socket.socket, begin: Callable[[], None]) -> int:
@@ -244,7 +227,7 @@ def _start_bubblewrap(job: dict[str, Any], theirs: socket.socket) -> int:
             command += ["--ro-bind", path, path]
     for name in namespaces.DEVICES:
         command += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
-    command += ["--symlink", "/tmp", "/dev/shm", "--ro-bind", _compiled(cell), "/cell.py"]
+    command += ["--symlink", "/tmp", "/dev/shm", "--ro-bind", cell.__file__, "/cell.py"]
     if job["base"]:
         command += ["--bind", f"{job['base']}/at", "/tmp"]
     else:
