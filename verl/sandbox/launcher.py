@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import importlib
+import importlib.util
 import json
 import os
 import select
@@ -82,8 +82,7 @@ class _Sandboxes:
         namespaces.adopt_orphans()  # of a bubblewrap that was killed while it started
         self._channel = channel
         self._boxes: list[_Box] = []
-        self._children: set[int] = set()
-        self._poller = select.poll()
+        self._poller, self._children = select.poll(), set[int]()
         self._then: dict[int, Callable[[], None]] = {}
         if channel is not None:
             self._hear(channel.fileno(), self._begin)
@@ -211,12 +210,11 @@ def _start_cell(job: dict[str, Any], theirs: socket.socket) -> int:
 def _start_bubblewrap(job: dict[str, Any], theirs: socket.socket) -> int:
     command = ["bwrap", "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
     command += ["--die-with-parent", "--new-session", "--as-pid-1", "--clearenv", "--hostname", "sandbox"]
-    command += ["--cap-drop", "ALL"]
+    command += ["--cap-drop", "ALL", "--dir", "/dev"]
     if os.geteuid() == 0:  # the cell becomes nobody, outside too: nobody's name for root would still be root
         command += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         command += ["--unshare-user", "--uid", str(namespaces.NOBODY), "--gid", str(namespaces.NOBODY)]
-    command += ["--dir", "/dev"]
     parents = {str(parent) for path in job["read_only"] for parent in Path(path).parents[:-1]}
     for parent in sorted(parents):  # else with the mode that they have outside
         command += ["--perms", "755", "--dir", parent]
@@ -227,7 +225,9 @@ def _start_bubblewrap(job: dict[str, Any], theirs: socket.socket) -> int:
             command += ["--ro-bind", path, path]
     for name in namespaces.DEVICES:
         command += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
-    command += ["--symlink", "/tmp", "/dev/shm", "--ro-bind", cell.__file__, "/cell.py"]
+    found = [path for path in (importlib.util.cache_from_source(cell.__file__), cell.__file__) if os.path.exists(path)]
+    newest = max(found, key=os.path.getmtime)  # compiled code, or its source: an interpreter runs either
+    command += ["--symlink", "/tmp", "/dev/shm", "--ro-bind", newest, "/cell.py"]
     if job["base"]:
         command += ["--bind", f"{job['base']}/at", "/tmp"]
     else:
