@@ -195,8 +195,7 @@ class HostStream(TensorStream):
 
     def _fetched(self) -> ShmStream:
         paths = {path.name[-1]: path for path in self._files()}
-        whole = (found for path in paths.values() if (found := ShmStream(path)).version > NOTHING)
-        here = max(whole, default=None, key=lambda found: found.version)
+        here = max((ShmStream(path) for path in paths.values()), default=None, key=lambda found: found.version)
         own = f"{PREFIX}-{os.getpid()}-{self._tag}"
         _gone_with_this_process(os.getpid(), own)
         return self._newer(here, lambda turn: paths.get(turn, SHM / f"{own}-{turn}"))
