@@ -8,6 +8,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from each import FULL_GRID
 from fakes import put
 from serving import server_process
 from shared import made_once
@@ -128,12 +129,16 @@ def test_a_policy_that_reads_hints_learns_to_do_without(world, tmp_path):
     hint = "teacher.hint_key=hint"
     without = run(world, tmp_path, "none", f"teacher.path={world / 'reader'}")
     assert np.mean(without[-8:]) < 0.2, "a guess is one in ten"
-    for name, more in (
+    tried = [
         ("policy", [hint, "teacher.path=policy"]),
-        ("average", [hint, "teacher.path=policy", "teacher.ema=0.9", "optim.lr=3e-3"]),
-        ("frozen", [hint, f"teacher.path={world / 'reader'}", "optim.lr=3e-3"]),
         ("feedback", ["teacher.hint_key=attempt.feedback", f"teacher.path={world / 'reader'}", "optim.lr=3e-3"]),
-    ):
+    ]
+    if FULL_GRID:  # the average is cut and replayed below; a frozen teacher is also the one of the feedback
+        tried += [
+            ("average", [hint, "teacher.path=policy", "teacher.ema=0.9", "optim.lr=3e-3"]),
+            ("frozen", [hint, f"teacher.path={world / 'reader'}", "optim.lr=3e-3"]),
+        ]
+    for name, more in tried:
         scores = run(world, tmp_path, name, *more)
         assert np.mean(scores[-8:]) > 2 * np.mean(without[-8:]), (name, scores)
     found = metrics_of(tmp_path / "feedback" / "r")
