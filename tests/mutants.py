@@ -464,7 +464,7 @@ MUTANTS = (
     Mutant(
         "driver/dispatch.py", "return [found[at] for at in range(len(found))]", "return list(found.values())", DISPATCH
     ),
-    Mutant("driver/dispatch.py", "load[rank] += costs[name]", "load[rank] += 1", DISPATCH),
+    Mutant("driver/dispatch.py", "(least + costs[name], rank)", "(least + 1, rank)", DISPATCH),
     Mutant(
         "batch.py", "key = (sample.adapter, media, ids.tobytes())", "key = (sample.adapter, (), ids.tobytes())", PACK
     ),

@@ -19,7 +19,7 @@ from verl.cli import main
 
 IMPORTED = (
     *("verl.driver.launch", "verl.driver.supervised", "verl.model_engine.torch_engine", "verl.rollout.native.engine"),
-    *("verl.transfer_queue.memory", "verl.weight_sync.local", "transformers.models.qwen3.modeling_qwen3", "numpy.ma"),
+    *("verl.transfer_queue.memory", "verl.weight_sync.tcp", "transformers.models.qwen3.modeling_qwen3", "numpy.ma"),
     *("verl.serve", "verl.rollout.server.app", "pyarrow.dataset", "pyarrow.compute", "fsspec.implementations.local"),
 )
 
@@ -47,7 +47,7 @@ class Started:
             entry,
             list(args),
         )
-        self._process: ForkServerProcess = _server().Process(target=_run, args=said)
+        self._process: ForkServerProcess = server().Process(target=_run, args=said)
         self._process.start()
         atexit.register(self.kill)  # a test that failed leaves it; Python would wait for its end
         self.pid: int = self._process.pid  # type: ignore[assignment]
@@ -91,7 +91,7 @@ def short_quickstart(args: Sequence[str]) -> int:
 
 
 @cache
-def _server() -> ForkServerContext:
+def server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(IMPORTED))
     return context

@@ -56,7 +56,7 @@ def tensor_bytes() -> int:
 def run(world_size: int, fn: Callable[[int], Any], *, timeout_s: float = TIMEOUT_S) -> list[Any]:
     """What fn(rank) returned on each of `world_size` ranks of one gloo group. The first that fails ends all of them,
     and its traceback is the error."""
-    settle(timeout_s)
+    _settle(timeout_s)
     with tempfile.TemporaryDirectory() as folder:
         pids = [_start(rank, world_size, fn, Path(folder), timeout_s) for rank in range(world_size)]
         waiting, failed, end = set(pids), None, time.monotonic() + timeout_s
@@ -82,7 +82,7 @@ def run(world_size: int, fn: Callable[[int], Any], *, timeout_s: float = TIMEOUT
         return [pickle.loads((Path(folder) / f"{rank}.result").read_bytes()) for rank in range(world_size)]
 
 
-def settle(timeout_s: float) -> None:
+def _settle(timeout_s: float) -> None:
     """Wait until no other thread of this process runs. One that Python has joined may still be ending: MKL then gives
     back its buffers under locks, and a fork in the midst leaves those locks to the child, whose dgemm waits on."""
     end = time.monotonic() + timeout_s

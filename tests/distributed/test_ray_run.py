@@ -14,7 +14,7 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_runs import dispatched, metrics_of, small_args, small_run, trained
+from small_runs import dispatched, metrics_of, same_tensors, small_args, small_run, tensors_of, trained
 
 from verl.checkpoint.store import CheckpointStore
 from verl.cli import main
@@ -158,11 +158,12 @@ def test_a_stop_in_an_update_that_does_not_end_saves_what_was_before_it(
     assert "so that a stop can save what was before them" in text and "stopped before step 3 of 6" in text, text
     assert not psutil.wait_procs(children, timeout=30)[1]
     assert [path.name for path in (tmp_path / "r" / "checkpoints").iterdir()] == ["step_2"]
-    (tmp_path / "update").unlink()
-    small_run(tmp_path, tiny_model, arithmetic_data[:1], *more)
-    one, two = exported(straight, 6), exported(tmp_path, 6)
-    assert all(torch.equal(one[name], two[name]) for name in one)
-    assert trained(straight / "r") == trained(tmp_path / "r")
+    same_tensors(tensors_of(straight / "r", 2), tensors_of(tmp_path / "r", 2))
+    if os.environ.get("FULL_GRID"):
+        (tmp_path / "update").unlink()
+        small_run(tmp_path, tiny_model, arithmetic_data[:1], *more)
+        same_tensors(exported(straight, 6), exported(tmp_path, 6))
+        assert trained(straight / "r") == trained(tmp_path / "r")
 
 
 def test_a_killed_driver_leaves_nobody_and_the_run_goes_on(tmp_path, tiny_model, arithmetic_data, capsys):
@@ -180,6 +181,7 @@ def test_a_killed_driver_leaves_nobody_and_the_run_goes_on(tmp_path, tiny_model,
     assert set(metrics_of(tmp_path / "r")) >= {1, 2, 3}
 
 
+@pytest.mark.skipif(not os.environ.get("FULL_GRID"), reason="minutes: make test-all; test_faults has one")
 def test_a_stopped_process_is_given_up_and_nobody_stays(tmp_path, tiny_model, arithmetic_data):
     """Of a Ray that the run has started: it ends with the run, and with it what hears of no end."""
     more = ("run.total_steps=50", "run.wait_timeout_s=40", "cluster.max_restarts=0", *RAY)

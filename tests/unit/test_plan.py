@@ -56,9 +56,9 @@ prefix cache                    768 MiB             -             -             
 sampling logits                 297 MiB             -             -             -
 activations                           -             -      2.39 GiB             -
 inference activations                 -      1.07 GiB             -             -
-log-prob chunk                        -      63.1 MiB      63.1 MiB             -
+log-prob chunk                        -      62.6 MiB      62.6 MiB             -
 head's gradient                       -             -       519 MiB             -
-sum                            12.0 GiB      7.57 GiB      11.9 GiB      7.36 GiB
+sum                            12.0 GiB      7.58 GiB      11.9 GiB      7.36 GiB
 peak 12.0 GiB in rollout
 """
 

@@ -5,6 +5,7 @@ prefix."""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -136,6 +137,7 @@ class Spec:
     switches: ClassVar[tuple[str, ...]] = ()
 
     @classmethod
+    @functools.cache
     def knobs(cls) -> dict[str, tuple[str, Knob, str]]:
         """key -> (field, its limits, its type as text), of every setting of this spec."""
         found = {f.name: (f.metadata["knob"], _as_written(f.type)) for f in fields(cls) if "knob" in f.metadata}

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,7 +19,6 @@ from verl.checkpoint.hf import HfExport
 from verl.config.backends import load
 from verl.model_engine.base import Counts, EngineCapabilities, EngineContext, ModelEngine, OneRank, Ranks
 from verl.model_engine.objective import evaluate_terms, first_pass
-from verl.model_engine.snapshot import Snapshot
 from verl.objective import Term
 from verl.transfer_queue.base import TransferQueue
 from verl.transfer_queue.rows import read_samples
@@ -28,6 +27,9 @@ from verl.weight_sync.base import Outlet, Sent
 from verl.weight_sync.sender import WeightSender
 from verl.workers.host import Room, room_here
 from verl.workers.inproc import SharedEngine, VirtualRank
+
+if TYPE_CHECKING:  # it wants torch.distributed, which a process without an engine has no use for
+    from verl.model_engine.snapshot import Snapshot
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,6 @@ another folder. Each is told lines and says lines."""
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import selectors
 import signal
@@ -13,9 +12,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from forked import settle
+from started import server
 
-from verl.weight_sync import shm, tcp  # noqa: F401 - so that a fork has it
+from verl.weight_sync import shm
 
 COMMON = """
 import hashlib, importlib, sys, torch
@@ -106,10 +105,10 @@ for line in sys.stdin:
 )
 
 
-def play(script: str, args: tuple[object, ...], line: socket.socket) -> None:
-    """In a process forked from this one, which has imported everything: a start costs no seconds."""
+def play(script: str, args: list[str], line: socket.socket) -> None:
+    """In a process forked from one that has made the imports: a start costs no seconds."""
     os.environ |= {"UCX_TLS": "tcp,sm,self", "NIXL_LOG_LEVEL": "WARN", "GLOO_SOCKET_IFNAME": "lo"}
-    sys.argv, sys.stdin, sys.stdout = ["-c", *map(str, args)], line.makefile("r"), line.makefile("w")
+    sys.argv, sys.stdin, sys.stdout = ["-c", *args], line.makefile("r"), line.makefile("w")
     exec(compile(script, "far host", "exec"), {"__name__": "__main__"})
 
 
@@ -117,9 +116,8 @@ class Told:
     """A process that is told lines, and says lines within a deadline."""
 
     def __init__(self, script: str, *args: object) -> None:
-        settle(60.0)
         self._line, its = socket.socketpair()
-        self.process = multiprocessing.get_context("fork").Process(target=play, args=(script, args, its), daemon=True)
+        self.process = server().Process(target=play, args=(script, [*map(str, args)], its), daemon=True)
         self.process.start()
         its.close()
         self._said = self._line.makefile("r")
