@@ -97,7 +97,10 @@ def test_ranks_and_replicas_learn_what_one_process_learns(layout, tmp_path, tiny
     assert mine["actor/grad_norm"] == pytest.approx(theirs["actor/grad_norm"], rel=1e-4)
 
 
-SHAPE = ("run.total_steps=6", "data.max_rows=16", "run.deterministic=true", *RAY, "cluster.ranks_per_node=2")
+SHAPE = (
+    *("run.total_steps=6", "data.max_rows=16", "run.deterministic=true", "run.keep_every_steps=2"),
+    *(*RAY, "cluster.ranks_per_node=2"),
+)
 
 
 @pytest.fixture(scope="module")
