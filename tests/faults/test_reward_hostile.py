@@ -19,6 +19,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from children import children
 
 from verl.reward.base import RewardRequest
 from verl.reward.pool import RewardPool, grader_spec
@@ -253,7 +254,7 @@ def ordinary(i: int) -> RewardRequest:
 
 
 def _children() -> set[psutil.Process]:
-    return set(psutil.Process().children(recursive=True))
+    return set(children())
 
 
 def _gone(pids: list[int], within_s: float) -> bool:
@@ -305,7 +306,7 @@ def test_crash_detail_holds_the_last_output(bench: Bench) -> None:
 
 def test_a_gigabyte_of_prints_is_swallowed(bench: Bench) -> None:
     assert bench.runner.run(bench.with_others(bench.patient, "print_a_gigabyte")) == Score(0.125)
-    assert max(process.memory_info().rss for process in psutil.Process().children()) < 100 * 2**20, (
+    assert max(process.memory_info().rss for process in children(recursive=False)) < 100 * 2**20, (
         "guardians keep a tail"
     )
 
@@ -314,7 +315,7 @@ def test_a_guardian_that_is_stopped_is_replaced(bench: Bench, monkeypatch: pytes
     monkeypatch.setattr("verl.sandbox.process.KILL_WAIT_S", 0.5)
 
     async def run() -> Score | Invalid:
-        guardians = psutil.Process().children()
+        guardians = children(recursive=False)
         task = asyncio.create_task(bench.strict.score(bench.hostile("while_true")))
         await asyncio.sleep(0.3)
         for process in guardians:

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 import uvloop
+from children import children
 
 from verl.reward.base import RewardFn, RewardRequest
 from verl.reward.manager import manager_spec
@@ -107,7 +107,7 @@ def with_pool(spec: CallableSpec, use: Callable[[RewardPool], Awaitable[Any]], *
             await pool.close()
 
     result = uvloop.run(run())
-    assert not psutil.Process().children(recursive=True)
+    assert not children()
     return result
 
 

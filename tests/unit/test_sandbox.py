@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import psutil
 import pytest
 import uvloop
+from children import children
 
 from verl.sandbox.messages import MAX_VALUE_BYTES, CallableSpec, Failed, Failure, Finite, Loaded, Returned
 from verl.sandbox.pool import Pool
@@ -106,7 +106,7 @@ def with_pool(spec: CallableSpec, use: Callable[[Pool[Any]], Awaitable[Any]], **
             await pool.close()
 
     result = uvloop.run(run())  # as a run does; the tests of a single worker take asyncio's own loop
-    assert not psutil.Process().children(recursive=True)
+    assert not children()
     return result
 
 
@@ -187,7 +187,7 @@ def test_load_errors_are_one_clear_value_error(tmp_path: Path) -> None:
         if not (said.startswith(f"tools.path={file} tools.name={name}: ") and re.search(says, said)):
             wrong.append((text, said))
     assert not wrong
-    assert not psutil.Process().children(recursive=True)
+    assert not children()
     for spec, says in (
         (spec_of("no_such_module_x"), "no module named 'no_such_module_x'"),
         (spec_of("verl.no_such"), "no module named 'verl.no_such'"),
@@ -442,7 +442,7 @@ def test_a_start_that_is_cancelled_leaves_nothing(tools: str) -> None:
     for after_s in (0, 0.0001, 0.01):
         asyncio.run(run(after_s))
         deadline = time.monotonic() + 10
-        while psutil.Process().children(recursive=True):
+        while children():
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
