@@ -117,12 +117,14 @@ class Says:
 
 def kit_of(tool: Tool) -> tuple[Any, ToolKit]:
     tokenizer = hermes_tokenizer()
+    audit = audit_template(tokenizer)
     return tokenizer, ToolKit(
         tools={tool.name: tool},
         parser=TurnParser(FORMATS["hermes"]),
         renderer=Renderer(tokenizer, {}, [dict(tool.schema)]),
+        audit=audit,
         plain=plain_text(tokenizer),
-        bridge=bridge_of(tokenizer, audit_template(tokenizer), {}),
+        bridge=bridge_of(tokenizer, audit, {}),
         ends=frozenset([tokenizer.eos_token_id]),
         limits=AgentConfig(),
     )

@@ -7,6 +7,7 @@ The quick suite plays the first hundred with each template; FULL_GRID=1 plays th
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -108,7 +109,7 @@ REWRITES = {  # new messages change what stands before them, or turns have no en
 }
 
 
-ONE_CALL = ("gptoss", "llama3_1", "llama3_2")  # of a turn: they refuse more, or show one
+ONE_CALL = {"gptoss", "llama3_1", "llama3_2"}  # of a turn: they refuse more, or show one
 
 
 @cache
@@ -121,6 +122,7 @@ def kit_for(name: str) -> ToolKit:
         renderer=Renderer(tokenizer, {}, [dict(TOOL.schema)]),
         plain=plain_text(tokenizer),
         bridge=bridge_of(tokenizer, audit, {}),
+        audit=audit,
         ends=frozenset([end_of(name)]),
         limits=AgentConfig(),
     )
@@ -133,6 +135,7 @@ def end_of(name: str) -> int:
 
 def test_which_templates_of_trl_go_on_which_branch_and_which_are_refused(tmp_path):
     assert {name for name in WITH_TOOLS if kit_for(name).bridge is None} == REWRITES
+    assert {name for name in REWRITES if not kit_for(name).audit.supports_parallel_calls} == ONE_CALL
     (tmp_path / "mine.py").write_text(
         "from verl.tools import function_tool\n\n\n@function_tool\ndef add(a: int) -> int:\n"
         '    """\n    Add.\n\n    Args:\n        a: One.\n    """\n    return a\n'
@@ -148,16 +151,16 @@ def test_which_templates_of_trl_go_on_which_branch_and_which_are_refused(tmp_pat
 class Says(FakeEngine):
     """A random turn with calls, so many times, then one without; each ended as the template ends turns."""
 
-    def __init__(self, tokenizer: Any, end: int, rng: random.Random, turns: int, most: int) -> None:
+    def __init__(self, tokenizer: Any, end: int, rng: random.Random, turns: int) -> None:
         super().__init__()
         self.version, self._tokenizer, self._end, self._rng = 0, tokenizer, end, rng
-        self._turns, self._most = turns, most  # of each at most so many calls
+        self._turns = turns
         self.said: list[tuple[list[int], list[int], list[dict[str, int]]]] = []
 
     async def generate(self, request_id: str, prompt_ids: Any, sampling: Any, **inputs: Any) -> Completion:
         text, calls = words(self._rng), list[dict[str, int]]()
         if len(self.said) < self._turns:
-            many = self._rng.choice((1, 1, self._most))
+            many = self._rng.choice((1, 1, 2))
             calls = [{"a": self._rng.randint(-9, 9), "b": len(self.said)} for _ in range(many)]
             lines = (f'<tool_call>\n{{"name": "multiply", "arguments": {json.dumps(c)}}}\n</tool_call>' for c in calls)
             text += "\n".join(lines)
@@ -187,10 +190,7 @@ async def play(name: str, rng: random.Random) -> None:
     assert audit is not None
     asked = history(rng, audit)
     turns = rng.randint(1, 3)
-    engine, sampling = (
-        Says(tokenizer, end_of(name), rng, turns, 1 if name in ONE_CALL else 2),
-        Sampling(max_tokens=100_000),
-    )
+    engine, sampling = Says(tokenizer, end_of(name), rng, turns), Sampling(max_tokens=100_000)
     manager = ServerManager(engine, sampling, seed_parts=("s",), max_turns=None, credits_turns=True)
     prompt = kit.renderer.ids(asked, prompt=True)
 
@@ -207,6 +207,11 @@ async def play(name: str, rng: random.Random) -> None:
         assert any(row[: len(before) + len(ids)] == before + ids for row in whole), "after what it was sampled after"
     if kit.bridge is None:
         assert len(rows) == turns + 1, "a branch per turn"
+        if name in ONE_CALL:
+            shown = [tokenizer.decode(before) for before, _, _ in engine.said[1:]]
+            many = [len(calls) == 2 for _, _, calls in engine.said[:-1]]
+            assert [text.count("2 calls in one turn") for text in shown] == list(itertools.accumulate(many))
+            assert manager.counts["tool_calls"] == many.count(False)
         return
     assert len(rows) == 1
     env = [s.ids.tolist() for s in rows[0] if s.source == "env"]

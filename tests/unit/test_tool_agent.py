@@ -58,6 +58,7 @@ def kit_of(tools: Sequence[Tool], template: str = HERMES, **limits: Any) -> tupl
         tools={tool.name: tool for tool in tools},
         parser=TurnParser(FORMATS["hermes"]),
         renderer=Renderer(tokenizer, {}, [dict(tool.schema) for tool in tools]),
+        audit=audit,
         plain=plain_text(tokenizer),
         bridge=bridge_of(tokenizer, audit, {}),
         ends=frozenset([tokenizer.eos_token_id]),

@@ -84,12 +84,16 @@ def test_running_requests_go_on_under_new_weights(contract: ModuleType) -> None:
     prompt = contract.prompts((9,))[0]
 
     async def body(engine: Any) -> Any:
+        weights = staged(contract.Source(contract.reference(seed=1), 1))
         task = asyncio.create_task(engine.generate("r", prompt, contract.greedy(400)))
         await contract.until_sampled(engine, 5)
-        assert await contract.load(engine, contract.Source(contract.reference(seed=1), 1), on_inflight="keep") == 1
+        assert await engine.load_weights(weights, on_inflight="keep") == 1
         return await task
 
-    c = contract.with_engine(contract.build("vllm"), body)
+    found = [contract.with_engine(contract.build("vllm"), body)]
+    while len(found[-1].spans) == 1 and len(found) < 5:  # a busy machine: it ended before the word
+        found.append(contract.with_engine(contract.build("vllm"), body))
+    c = found[-1]
     (_, start, switch), (_, resumed, end) = c.spans
     assert [v for v, _, _ in c.spans] == [0, 1] and (start, end) == (0, 400) and 0 < resumed == switch < 400
     assert c.ids[:switch].tolist() == contract.hf_greedy(prompt, 400)[:switch]
@@ -124,19 +128,24 @@ def test_an_abort_names_a_request_as_the_server_does(contract: ModuleType, runni
 def test_prefixes_are_not_dropped_while_requests_run(contract: ModuleType, running: Running) -> None:
     """200, with `success: false`: so it is done while they stand still, and the answer is read."""
 
-    async def body(engine: Any) -> None:
+    async def body(engine: Any) -> tuple[Any, bool]:
         http = Http(running.url)
         task = asyncio.create_task(engine.generate("r", contract.prompts((40,))[0], contract.greedy(400)))
         await contract.until_sampled(engine, 5)
-        assert (await http.post("/reset_prefix_cache", timeout_s=30)) == {"success": False}
+        while_it_runs = await http.post("/reset_prefix_cache", timeout_s=30)
         await engine.pause("keep")
+        standing = not task.done()
         assert (await http.post("/reset_prefix_cache", timeout_s=30)) == {"success": True}
         await engine.resume()
         await engine.abort()
         await task
         await http.close()
+        return while_it_runs, standing
 
-    contract.with_engine(contract.build("vllm"), body)
+    found = [contract.with_engine(contract.build("vllm"), body)]
+    while not found[-1][1] and len(found) < 5:  # a busy machine: it ended before the word
+        found.append(contract.with_engine(contract.build("vllm"), body))
+    assert found[-1] == ({"success": False}, True), found
 
 
 def test_a_prefix_is_shared_and_reported(contract: ModuleType) -> None:

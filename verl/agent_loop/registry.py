@@ -114,9 +114,19 @@ def _kit(
         bridge = bridge_of(tokenizer, audit, template_kwargs)
     ends = frozenset((*eos_ids, *audit.ends_turn_with[-1:]))
     kit = ToolKit(
-        tools=tools, parser=parser, renderer=shown, plain=plain, bridge=bridge, ends=ends, limits=agent, package=package
+        tools=tools,
+        parser=parser,
+        renderer=shown,
+        audit=audit,
+        plain=plain,
+        bridge=bridge,
+        ends=ends,
+        limits=agent,
+        package=package,
     )
     notes = [f"agent: {', '.join(tools)}; calls are written as {name}"]
     if bridge is None and package is None:
         notes.append("agent: the chat template rewrites earlier turns: every turn is a branch, rendered anew")
+    if bridge is None and not audit.supports_parallel_calls:
+        notes.append("agent: the chat template shows one call a turn: a turn with more goes back to the model")
     return kit, tuple(notes)

@@ -23,7 +23,7 @@ from verl.agent_loop.tools import Answer, Tool, Toolbox
 from verl.chat.bridge import Bridge, PlainText
 from verl.chat.parsing import Malformed, ToolCall, Turn, TurnParser
 from verl.chat.renderers import Package
-from verl.chat.template import Renderer, as_ids
+from verl.chat.template import Renderer, TemplateAudit, as_ids
 from verl.types import StopReason
 
 SAME_CALLS = 3  # turns in a row with the same calls and the same answers: no progress
@@ -39,6 +39,7 @@ class ToolKit:
     tools: Mapping[str, Tool]
     parser: TurnParser | None
     renderer: Renderer
+    audit: TemplateAudit
     plain: PlainText
     bridge: Bridge | None
     ends: frozenset[int]  # ids that end a turn
@@ -172,13 +173,17 @@ class ToolAgentLoop(AgentLoopBase):
         """None: the trajectory ends here, with an answer or for want of room."""
         if out.stop_reason not in ("eos", "stop") or not out.token_ids:
             return None
-        tools = self._kit.renderer.tools or ()
-        if self._kit.package is not None:
-            turn = self._kit.package.parse(*play.latest, tools)
-            return turn if turn.calls or turn.malformed else None
-        assert self._kit.parser is not None, "a kit has a parser or the package"
-        ids = out.token_ids[:-1] if out.token_ids[-1] in self._kit.ends else out.token_ids
-        turn = self._kit.parser.parse(self.tokenizer.decode(ids), tools)
+        kit, tools = self._kit, self._kit.renderer.tools or ()
+        ids = out.token_ids[:-1] if out.token_ids[-1] in kit.ends else out.token_ids
+        text = self.tokenizer.decode(ids)
+        if kit.package is not None:
+            turn = kit.package.parse(*play.latest, tools)
+        else:
+            assert kit.parser is not None, "a kit has a parser or the package"
+            turn = kit.parser.parse(text, tools)
+        if len(turn.calls) > 1 and kit.bridge is None and not kit.audit.supports_parallel_calls:
+            why = f"{len(turn.calls)} calls in one turn, and none was run: this model's chat template shows one a turn"
+            turn = Turn(malformed=Malformed(why), text=text)
         return turn if turn.calls or turn.malformed else None
 
     async def _act(self, play: Play, turn: Turn) -> list[Answer]:
@@ -237,6 +242,8 @@ class ToolAgentLoop(AgentLoopBase):
             }
             for k, (name, a) in enumerate(zip(names, answers, strict=True))
         ]
+        if not turn.calls and kit.bridge is None and not kit.audit.supports_uncalled_results:
+            new = [{"role": "user", "content": m["content"]} for m in new]
         play.turns += 1
         if kit.bridge is not None:
             play.append(kit.bridge.ids(play.ids, new), 0)

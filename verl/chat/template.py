@@ -55,6 +55,8 @@ class TemplateAudit:
     supports_system: bool
     supports_tools: bool
     supports_tool_calls: bool
+    supports_parallel_calls: bool  # a turn with two calls is shown with both
+    supports_uncalled_results: bool  # a tool's message may come after a turn without calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +154,11 @@ def audit_template(tokenizer: Tokenizer, template_kwargs: Mapping[str, Any] | No
     plain.ids([USER], prompt=True)  # a template that cannot render one question is an error
     ending, trailing = _turn_ending(plain)
     system = _shows_role(plain, [SYSTEM, USER], "system")
-    tools = _shows_tool(lambda: with_tools.text([USER], prompt=True))
+    tools = _shows(lambda: with_tools.text([USER], prompt=True), "quokka_sum")
     r = with_tools if tools else plain
     called: list[dict[str, Any]] = [USER, CALL]
-    calls = _shows_tool(lambda: r.added_text(called, 1)) and _shows_role(r, [*called, ANSWER], "tool")
+    both = {**CALL, "tool_calls": [*CALLS, {**CALLS[0], "function": {**FUNCTION, "name": "dingo_sum"}}]}
+    calls = _shows(lambda: r.added_text(called, 1), "quokka_sum") and _shows_role(r, [*called, ANSWER], "tool")
     turns = [USER, PLAIN, AGAIN, PLAIN]
     probes = [(plain, turns), (plain, [USER, THINK, AGAIN, THINK])]
     if system:
@@ -169,6 +172,8 @@ def audit_template(tokenizer: Tokenizer, template_kwargs: Mapping[str, Any] | No
         supports_system=system,
         supports_tools=tools,
         supports_tool_calls=calls,
+        supports_parallel_calls=calls and _shows(lambda: r.added_text([USER, both], 1), "quokka_sum", "dingo_sum"),
+        supports_uncalled_results=calls and _shows_role(r, [USER, PLAIN, ANSWER], "tool"),
     )
 
 
@@ -184,9 +189,10 @@ def _turn_ending(r: Renderer) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (tuple(suffix[: ends[0]]), tuple(suffix[ends[0] :])) if ends else ((), ())
 
 
-def _shows_tool(render: Callable[[], str]) -> bool:
+def _shows(render: Callable[[], str], *names: str) -> bool:
     try:
-        return "quokka_sum" in render()
+        text = render()
+        return all(name in text for name in names)
     except RenderError:
         return False
 

@@ -97,8 +97,8 @@ class EngineContext:
     """What every backend builds an engine from, besides its own options. `folder`: a Hugging Face folder · head: lm
     (policy, reference, teacher), value (critic) or score (reward model) · optim: None for a frozen model · dump_dir:
     where a batch with a non-finite gradient is written · layout: of the ranks that hold the model together · teacher:
-    of a student · top_k: how many ids a teacher names · adapter: of a frozen
-    model, which is in the weights of the folder."""
+    of a student · top_k: how many ids a teacher names · adapter: of a frozen model, which is in the weights of the
+    folder."""
 
     folder: Path
     head: Head = "lm"

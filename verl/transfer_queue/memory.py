@@ -1,4 +1,5 @@
-"""TransferQueue in this process: tensors stay where they are, a read of one update is one concatenation."""
+"""TransferQueue in this process: columns stay where they are, a read of one update is one concatenation. What was put
+stays numpy's, which cuts and joins small arrays in a third of the time of tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from verl.batch import Ragged
 from verl.transfer_queue.rows import columns_of
 from verl.types import Refs, Sample, ref_of
 
-_Columns = dict[str, Tensor]
+_Columns = dict[str, np.ndarray | Tensor]
 
 
 def build(options: object) -> MemoryQueue:
@@ -31,7 +32,7 @@ class MemoryQueue:
     async def put(self, samples: Sequence[Sample]) -> Refs:
         refs = Refs(ref_of(s) for s in samples)
         times = Counter(refs.ids)
-        rows = [{name: torch.from_numpy(value) for name, value in columns_of(s).items()} for s in samples]
+        rows: list[_Columns] = [{**columns_of(s)} for s in samples]
         with self._lock:
             doubled = [i for i, n in times.items() if n > 1 or i in self._rows]
             if doubled:
@@ -49,8 +50,8 @@ class MemoryQueue:
                     f"column {name!r} was not written for {len(missing)} of {len(rows)} samples, e.g. {missing[0]}"
                 )
             parts = [row[name] for row in rows]
-            offsets = np.cumsum([0, *map(len, parts)], dtype=np.int64)
-            out[name] = Ragged(torch.cat(parts) if parts else torch.zeros(0), offsets)
+            offsets = np.cumsum([0, *(part.shape[0] for part in parts)], dtype=np.int64)
+            out[name] = Ragged(_joined(parts), offsets)
         return out
 
     def write(self, refs: Refs, columns: Mapping[str, Ragged]) -> None:
@@ -89,3 +90,12 @@ class MemoryQueue:
         missing = [r.sample_id for r in refs if r.sample_id not in self._rows]
         if missing:
             raise ValueError(f"{len(missing)} samples are not in the queue (never put, or dropped), e.g. {missing[0]}")
+
+
+def _joined(parts: Sequence[np.ndarray | Tensor]) -> Tensor:
+    if not parts:
+        return torch.zeros(0)
+    arrays = [part for part in parts if isinstance(part, np.ndarray)]
+    if len(arrays) == len(parts):
+        return torch.from_numpy(np.concatenate(arrays))
+    return torch.cat([torch.as_tensor(part) for part in parts])
