@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-CLUSTERS = ("test_three_nodes", "test_cluster_page", "test_queue_package")
+CLUSTERS = ("test_three_nodes", "test_cluster_page", "test_queue_package", "test_torchrun")
 RUNS = ("test_ray_run", "test_faults")
 
 
@@ -29,7 +29,7 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
 def ray_session() -> Iterator[Any]:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     ray = pytest.importorskip("ray", reason="pip install 'verl[ray]'")
-    from verl.workers.ray.cluster import FAST_HEALTH
+    from verl.workers.ray.cluster import OWN_RAY
 
     ray.init(
         address="local",  # and not to a cluster that somebody else has here
@@ -40,7 +40,7 @@ def ray_session() -> Iterator[Any]:
         log_to_driver=False,
         logging_level=logging.ERROR,
         namespace="verl",
-        _system_config=FAST_HEALTH,
+        _system_config=OWN_RAY,
     )
     yield ray
     ray.shutdown()

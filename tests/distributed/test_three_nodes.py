@@ -19,7 +19,7 @@ ray = pytest.importorskip("ray", reason="pip install 'verl[ray]'")
 from ray.cluster_utils import Cluster  # noqa: E402
 
 from verl.driver import home  # noqa: E402
-from verl.workers.ray.cluster import FAST_HEALTH  # noqa: E402
+from verl.workers.ray.cluster import OWN_RAY  # noqa: E402
 
 pytestmark = pytest.mark.skipif(not os.environ.get("FULL_GRID"), reason="minutes: make test-all")
 NODE = {"num_cpus": 1, "object_store_memory": 100 << 20}
@@ -30,7 +30,7 @@ class Nodes:
     """The first one, which is always there, and others that come and go; each has room for one rank."""
 
     def __init__(self) -> None:
-        head = {**NODE, "include_dashboard": False, "_system_config": FAST_HEALTH}
+        head = {**NODE, "include_dashboard": False, "_system_config": OWN_RAY}
         self.cluster = Cluster(initialize_head=True, head_node_args=head)
         self.others: list[Any] = []
 

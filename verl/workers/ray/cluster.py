@@ -27,8 +27,9 @@ from verl.workers.ray.reaper import Reaper
 from verl.workers.ray.replica import RayReplica, Replica
 from verl.workers.sections import ClusterConfig
 
-FAST_HEALTH = {  # of a cluster that is started here: the death of a node is noticed after a second, not a minute
+OWN_RAY = {  # settings of a cluster that is started here: a dead node is noticed after a second, not a minute
     "worker_niceness": 0,  # what the workers do is what the machine is there for
+    "prestart_worker_first_driver": False,  # every actor has a process of its own: others would stand by for nothing
     "health_check_initial_delay_ms": 1000,
     "health_check_period_ms": 500,
     "health_check_timeout_ms": 1000,
@@ -204,7 +205,7 @@ def _connect(address: str | None, pools: Mapping[str, Pool]) -> Reaper | None:
     reaper, cpus = Reaper(), max(os.cpu_count() or 1, int(wanted) + BESIDE_CPUS)
     others = set(psutil.Process().children(recursive=True))
     try:
-        ray.init(address="local", num_cpus=cpus, include_dashboard=False, _system_config=FAST_HEALTH, **quiet)
+        ray.init(address="local", num_cpus=cpus, include_dashboard=False, _system_config=OWN_RAY, **quiet)
     finally:
         reaper.watch([child.pid for child in psutil.Process().children(recursive=True) if child not in others])
     return reaper
