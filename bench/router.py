@@ -31,6 +31,7 @@ sys.path.insert(1, str(Path(__file__).resolve().parents[1] / "tests"))
 
 import numpy as np
 import torch
+import uvloop
 
 from bench.report import assemble
 from bench.results import Spread, Table
@@ -242,7 +243,7 @@ def over_http(rounds: int) -> tuple[tuple[str, ...], ...]:
         name = f"{shm.PREFIX}-{os.getpid()}-bench"
         args = ("serve.control=true", f"serve.max_context_tokens={room}")
         with server_process(Path(folder), Path(folder) / "serve.log", *args) as (_, url):
-            asyncio.run(run(url, name))
+            uvloop.run(run(url, name))  # as a run has it
         shm.remove(name)
     ratio = Spread.of([h / p for h, p in zip(rates["over HTTP"], rates["in process"], strict=True)])
     rows = [(what, Spread.of(values).text(0)) for what, values in rates.items()]

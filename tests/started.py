@@ -21,6 +21,7 @@ IMPORTED = (
     *("verl.driver.launch", "verl.driver.supervised", "verl.model_engine.torch_engine", "verl.rollout.native.engine"),
     *("verl.transfer_queue.memory", "verl.weight_sync.tcp", "transformers.models.qwen3.modeling_qwen3", "numpy.ma"),
     *("verl.serve", "verl.rollout.server.app", "pyarrow.dataset", "pyarrow.compute", "fsspec.implementations.local"),
+    "tests.frozen",
 )
 
 

@@ -31,8 +31,6 @@ TIMEOUT_S = 180.0
 sys.path.append(str(Path(__file__).parents[1] / "numerics"))  # cases of tests there
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 torch.set_num_threads(1)  # before anything is computed: a fork does not carry the threads of its parent
-gc.collect()
-gc.freeze()  # what was imported is no garbage: a collection in a fork looks at what is the fork's
 
 
 STORE: list[dist.Store] = []  # of a forked rank: where all of its case find each other

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 
 from verl.rollout.base import Completion
@@ -193,6 +194,16 @@ class ChatForm(Form):
         return message, end
 
 
+class _Token(msgspec.Struct):
+    """A sampled token in vLLM's shape. Text costs more than the rest of the answer, and nobody reads it here."""
+
+    token: str
+    token_id: int
+    logprob: float
+    rank: int | None = None
+    top_logprobs: tuple[()] = ()
+
+
 class TokenForm(Form):
     """vLLM's /inference/v1/generate: ids in, ids out."""
 
@@ -221,15 +232,10 @@ class TokenForm(Form):
         return {**found, **self._end(completion), "weight_versions": versions(completion)}
 
     def _content(self, ids: np.ndarray, logprobs: np.ndarray) -> dict[str, Any] | None:
-        """Text costs more than the rest of the answer, and nobody reads it here."""
         if not self.call.logprobs:
             return None
-        return {
-            "content": [
-                {"token": f"token_id:{i}", "token_id": i, "logprob": x, "rank": None, "top_logprobs": []}
-                for i, x in zip(ids.tolist(), logprobs.tolist(), strict=True)
-            ]
-        }
+        told = zip(ids.tolist(), logprobs.tolist(), strict=True)
+        return {"content": [_Token(f"token_id:{i}", i, x) for i, x in told]}
 
 
 def prompt_logprobs(prompt: np.ndarray, score: np.ndarray | None) -> list[Any] | None:
