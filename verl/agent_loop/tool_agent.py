@@ -234,13 +234,8 @@ class ToolAgentLoop(AgentLoopBase):
         """The answers as tool messages after the turn."""
         kit, names = self._kit, [c.name for c in turn.calls] or [""]
         new = [
-            {
-                "role": "tool",
-                "name": name,
-                "tool_call_id": f"call{play.calls:03d}{k:02d}"[:9],
-                "content": self._cut(a.text),
-            }
-            for k, (name, a) in enumerate(zip(names, answers, strict=True))
+            {"role": "tool", "name": n, "tool_call_id": f"call{play.calls:03d}{k:02d}"[:9], "content": self._cut(t)}
+            for k, (n, t) in enumerate(zip(names, (a.text for a in answers), strict=True))
         ]
         if not turn.calls and kit.bridge is None and not kit.audit.supports_uncalled_results:
             new = [{"role": "user", "content": m["content"]} for m in new]
