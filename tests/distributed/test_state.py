@@ -111,6 +111,11 @@ CONTINUED = {
     # a head of one row, of which a rank has nothing
 }
 """By role: who wrote, and who goes on."""
+if not FULL:  # every kind writes and is read
+    CONTINUED = {
+        "actor": {"none": ("four",), "four": ("stages of two",), "slices": ("none",), "stages of two": ("two",)},
+        "critic": {"none": ("stages",), "stages": ("none",)},
+    }
 
 
 @pytest.mark.parametrize("role", CONTINUED)
@@ -190,7 +195,7 @@ def test_a_checkpoint_of_another_model_is_refused_on_every_rank(tmp_path):
     assert all("the checkpoint is of another model" in message for message in run(2, refused))
 
 
-@pytest.mark.parametrize("role", ["actor", "critic", "reward_model"])
+@pytest.mark.parametrize("role", ["actor", "critic", "reward_model"] if FULL else ["actor", "critic"])
 def test_the_proof_at_start_and_the_models_own_pass_are_those_of_one_process(role):
     probes = [np.arange(2, 12), np.arange(5, 9)]
     layouts = (TWO, Layout(world_size=2, tensor=2), Layout(world_size=2, sequence=2), LAYOUTS["stages"])
