@@ -42,7 +42,7 @@ def built_of_the_whole(*args: Any, **given: Any) -> TorchEngine:
         return built(*args, **given)
 
 
-QUICK = (*OF_ONE_KIND, "FSDP, three", "FSDP x TP", "SP x TP", "FSDP x EP", "TP x EP", "FSDP x PP", "TP x PP", "EP x PP")
+QUICK = (*OF_ONE_KIND, "FSDP, three", "FSDP x TP", "FSDP x EP", "FSDP x PP")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS if FULL else QUICK)

@@ -61,6 +61,7 @@ def test_one_worker_on_ray_trains_bitwise_what_this_process_trains(tmp_path, tin
         assert [m.get(name) for m in mine.values()] == [m.get(name) for m in theirs.values()], name
 
 
+@pytest.mark.skipif(not os.environ.get("FULL_GRID"), reason="minutes: make test-all; test_ray_workers has pools")
 def test_a_teacher_in_a_pool_of_its_own_teaches_what_one_here_does(tmp_path, tiny_model, tiny_teacher, arithmetic_data):
     more = ("run.total_steps=2", "run.deterministic=true", f"teacher.path={tiny_teacher}", "algorithm.name=gkd")
     apart = ("cluster.pools={school: {ranks_per_node: 1}}", "cluster.roles={teacher: school}")
@@ -199,6 +200,7 @@ def test_a_stopped_process_is_given_up_and_nobody_stays(tmp_path, tiny_model, ar
     assert said.startswith("error: rank 0 of ") and said.endswith("has not answered for 20 s"), said
 
 
+@pytest.mark.skipif(not os.environ.get("FULL_GRID"), reason="minutes: make test-all; test_queue_package has the queue")
 def test_a_run_in_this_process_whose_queue_is_the_package(tmp_path, tiny_model, arithmetic_data):
     """On few cores, of which each of its processes takes one by Ray's count."""
     pytest.importorskip("transfer_queue", exc_type=ImportError)
