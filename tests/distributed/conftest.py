@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-CLUSTERS = ("test_three_nodes", "test_cluster_page", "test_queue_package", "test_torchrun")
-RUNS = ("test_ray_run", "test_faults")
+CLUSTERS = ("test_three_nodes", "test_queue_package", "test_torchrun")
+RUNS = ("test_ray_run", "test_faults", "test_cluster_page")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
