@@ -47,7 +47,14 @@ NAKED = (
         "an abstract socket of the host",
         "a socket file of the host",
     ),
-    *("the host's name", "System V memory of the host", "join a namespace", "new privileges", "our environment"),
+    *(
+        "the host's name",
+        "System V memory of the host",
+        "memory that is of no process",
+        "join a namespace",
+        "new privileges",
+        "our environment",
+    ),
     *(
         "descriptors of process 1, and how it is asked",
         "see siblings",

@@ -24,8 +24,18 @@ def logprob(token: int, temperature: float) -> float:
 
 
 class Served:
-    def __init__(self, *, step_s: float = 0.0005, room: int = 512, version: str = "0.32.0+cpu", raw: bool = False):
-        self.step_s, self.room, self.version, self.raw = step_s, room, version, raw
+    """rounded: what its log-probs of an answer are off by."""
+
+    def __init__(
+        self,
+        *,
+        step_s: float = 0.0005,
+        room: int = 512,
+        version: str = "0.32.0+cpu",
+        raw: bool = False,
+        rounded: float = 0.0,
+    ) -> None:
+        self.step_s, self.room, self.version, self.raw, self.rounded = step_s, room, version, raw, rounded
         self.asked: list[tuple[str, Any]] = []  # path with query, body
         self.faults: dict[str, Fault] = {}  # by path: answers in its place, or None and it goes on
         self.loaded = list(NAMES)
@@ -181,7 +191,7 @@ class Served:
 
     def _choice(self, ids: list[int], versions: Any, finish: str | None, params: Any) -> dict[str, Any]:
         at = 1.0 if self.raw else params["temperature"]
-        content = [{"token_id": i, "logprob": logprob(i, at)} for i in ids]
+        content = [{"token_id": i, "logprob": logprob(i, at) + self.rounded * (-1) ** i} for i in ids]
         told = {"content": content} if params.get("logprobs") is not None else None
         return {"index": 0, "token_ids": ids, "logprobs": told, "finish_reason": finish, "weight_versions": versions}
 

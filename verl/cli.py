@@ -86,7 +86,7 @@ def guarded(work: Callable[[], int], args: Sequence[str] = ()) -> int:
         cause = e
         while cause.__cause__ is not None:
             cause = cause.__cause__  # type: ignore[assignment]
-        name = "" if _expected(cause) else f"{type(cause).__name__}: "
+        name = "" if _expected(cause) and str(cause) else f"{type(cause).__name__}: "
         return _fail(_hidden(f"{name}{cause}", args), 1)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache, GPT2Config, LlamaConfig, Qwen2Config, Qwen3Config
 
 from verl.rollout import hf
-from verl.rollout.base import Capabilities, Completion, RolloutContext
+from verl.rollout.base import Capabilities, Completion, ReplicaLost, RolloutContext
 from verl.rollout.native import engine as native
 from verl.rollout.native.options import Options
 from verl.rollout.router import MAX_LEAD, Router
@@ -167,6 +168,29 @@ def hf_logprobs(prompt: np.ndarray, ids: np.ndarray, temperature: float, model: 
 async def until_sampled(engine: Any, tokens: int) -> None:
     while stats_of(engine)["sampled_tokens"] < tokens:  # noqa: ASYNC110
         await asyncio.sleep(0.0005)
+
+
+class Ended(Exception):
+    """A request that a test wants to meet while it runs had ended before: a busy machine, and a server's own clock."""
+
+
+def still(running: asyncio.Task[Completion]) -> None:
+    """Where the word to it is on its way: Ended, if it came to its end instead."""
+    if running.done() and running.result().stop_reason == "length":
+        raise Ended
+
+
+def meets(test: Callable[..., Any]) -> Callable[..., Any]:
+    """Such a test is run again when the request had ended, at most five times: it never passes without meeting it."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **given: Any) -> Any:
+        for _ in range(4):
+            with contextlib.suppress(Ended):
+                return test(*args, **given)
+        return test(*args, **given)
+
+    return run
 
 
 async def generate_all(engine: Any, jobs: dict[str, tuple[np.ndarray, Sampling]]) -> dict[str, Completion]:
@@ -418,14 +442,18 @@ def test_the_context_can_be_filled_to_its_last_token(kind: str) -> None:
 
 
 @every_engine
+@meets
 def test_abort_returns_partial_tokens(kind: str) -> None:
     a, b, c = prompts((5, 6, 7))
 
     async def body(engine: Any) -> None:
         tasks = [asyncio.create_task(engine.generate(n, p, greedy(400))) for n, p in zip("abc", (a, b, c))]
         await until_sampled(engine, 8)
+        still(tasks[0])
         assert await engine.abort(["a", "unknown"]) == 1
         first = await tasks[0]
+        still(tasks[0])
+        still(tasks[1])
         n = len(first.ids)
         assert first.stop_reason == "abort" and 0 < n < 400 and first.spans == ((0, 0, n),)
         assert not tasks[2].done() and await engine.abort() == 2  # c may still be waiting for a row
@@ -439,6 +467,7 @@ def test_abort_returns_partial_tokens(kind: str) -> None:
 
 @every_engine
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
+@meets
 def test_pause(kind: str, mode: str) -> None:
     a, b = prompts((5, 6))
 
@@ -446,6 +475,8 @@ def test_pause(kind: str, mode: str) -> None:
         running = asyncio.create_task(engine.generate("a", a, greedy(480)))  # long, also where the loop is kept waiting
         await until_sampled(engine, 3)
         await engine.pause(mode)
+        if mode != "wait":
+            still(running)
         sampled = stats_of(engine)["sampled_tokens"]
         late = asyncio.create_task(engine.generate("b", b, greedy(5)))
         await asyncio.sleep(0.02)
@@ -486,10 +517,11 @@ def test_update_in_flight_has_exact_spans(kind: str) -> None:
 
 @every_engine
 @pytest.mark.parametrize("mode", ["wait", "abort"])
+@meets
 def test_update_that_waits_or_aborts(kind: str, mode: str) -> None:
     prompt = prompts((9,))[0]
 
-    async def body(engine: Any) -> str:
+    async def body(engine: Any) -> None:
         task = asyncio.create_task(engine.generate("r", prompt, greedy(480)))
         await until_sampled(engine, 5)
         update = asyncio.create_task(load(engine, Source(reference(seed=1), 4), on_inflight=mode))
@@ -499,12 +531,11 @@ def test_update_that_waits_or_aborts(kind: str, mode: str) -> None:
         c = await task
         assert {v for v, _, _ in c.spans} == {0} and c.ids.tolist() == hf_greedy(prompt, 480)[: len(c.ids)]
         assert (await late).spans == ((4, 0, 9),) and (await late).ids.tolist() == hf_greedy(prompt, 9, seed=1)
-        return str(c.stop_reason)
+        if mode == "abort":
+            still(task)
+        assert c.stop_reason == ("length" if mode == "wait" else "abort")
 
-    reasons = [with_engine(build(kind), body)]
-    while mode == "abort" and reasons[-1] == "length" and len(reasons) < 3:  # a busy machine: it ended before the word
-        reasons.append(with_engine(build(kind), body))
-    assert reasons[-1] == ("length" if mode == "wait" else "abort")
+    with_engine(build(kind), body)
 
 
 @every_engine
@@ -601,11 +632,13 @@ def test_sleep_and_wake(kind: str) -> None:
 
 
 @every_engine
+@meets
 def test_what_cannot_finish_is_not_waited_for(kind: str) -> None:
     async def body(engine: Any) -> None:
         task = asyncio.create_task(engine.generate("r", prompts((5,))[0], greedy(200)))
         await until_sampled(engine, 3)
         await engine.pause("keep")
+        still(task)
         with pytest.raises(ValueError, match="stand still"):
             await load(engine, Source(reference(seed=1), 1), on_inflight="wait")
         assert engine.version == 0 and await engine.abort() == 1
@@ -666,16 +699,18 @@ def test_a_closed_engine_stops_at_the_next_step(kind: str) -> None:
 
 
 @every_engine
+@meets
 def test_a_cancelled_wait_is_given_up(kind: str) -> None:
     prompt = prompts((5,))[0]
 
     async def body(engine: Any) -> None:
         task = asyncio.create_task(engine.generate("r", prompt, greedy(400)))
         await until_sampled(engine, 3)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(engine.pause("wait"), 0.005)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(load(engine, Source(reference(seed=1), 1)), 0.005)
+        for wait in (lambda: engine.pause("wait"), lambda: load(engine, Source(reference(seed=1), 1))):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(wait(), 0.005)
+                still(task)
+                raise AssertionError("it did not wait for the request that runs")
         assert (await task).spans == ((0, 0, 400),) and engine.version == 0
         assert (await engine.generate("s", prompt, greedy(2))).stop_reason == "length"  # neither paused nor updated
 
@@ -695,9 +730,10 @@ def test_a_failure_reaches_every_caller(kind: str, monkeypatch: pytest.MonkeyPat
         for task in tasks:
             with pytest.raises(RuntimeError, match="the cause") as caught:
                 await task
-            assert isinstance(caught.value.__cause__, MemoryError)
-        for call in (engine.generate("n", prompts((5,))[0], greedy(4)), engine.score(prompts((5,))[0]), engine.pause()):
-            with pytest.raises(RuntimeError, match="the cause"):
+            cause = caught.value.__cause__.__cause__ if isinstance(engine, Router) else caught.value.__cause__
+            assert isinstance(cause, MemoryError)
+        for call in (engine.generate("n", prompts((5,))[0], greedy(4)), engine.score(prompts((5,))[0])):
+            with pytest.raises(ReplicaLost, match="the cause"):
                 await call
 
     with_engine(build(kind), body)
@@ -740,8 +776,9 @@ def test_user_faults(kind: str) -> None:
     prompt = prompts((5,))[0]
 
     async def body(engine: Any) -> None:
+        await engine.pause("keep")  # so that it still runs when the last of them is asked
         running = asyncio.create_task(engine.generate("r", prompt, greedy(300)))
-        await until_sampled(engine, 1)
+        await asyncio.sleep(0)
         for call, message in (
             (engine.generate("r", prompt, greedy(2)), "already running"),
             (engine.generate("e", prompt[:0], greedy(2)), "0 tokens"),

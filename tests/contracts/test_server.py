@@ -16,6 +16,7 @@ import pytest
 from serving import TOOL, Scripted, engine_of, events, model, serving, tokenizer, until
 
 from verl.rollout.server.requests import NEUTRAL
+from verl.rollout.server.texts import Piecewise
 from verl.types import Sampling
 from verl.weight_sync.base import Entry, checksum, dtype_name
 from verl.weight_sync.shm import PREFIX, ShmOutlet, remove
@@ -158,6 +159,14 @@ def test_a_stream_is_the_whole_answer_in_pieces(stop):
     run(body)
 
 
+@pytest.mark.parametrize("before", ["", "o", "ok", "much more than it is long"])
+def test_the_beginning_of_a_stop_string_is_held_back_wherever_it_stands(before):
+    stop = "</answer>"
+    pieces = Piecewise(lambda ids: "".join(map(chr, ids)), [stop, "###"])
+    sent = [pieces.add([ord(letter)]) for letter in before + stop[:-1]]
+    assert "".join(sent) == before and pieces.rest(before) == ""
+
+
 def test_a_stream_comes_while_the_answer_is_made():
     async def body():
         engine = await engine_of(model(max_positions=4096), max_context_tokens=4096)
@@ -295,6 +304,7 @@ BAD: list[tuple[str, Any, int, str]] = [
     (H, {"messages": []}, 400, "messages"),
     (H, {"messages": [{"content": "x"}]}, 400, "role"),
     (H, {"messages": [{"role": "user", "content": 5}]}, 400, "not text"),
+    (H, {"messages": [{"role": "assistant", "content": "x", "tool_calls": 5}]}, 400, "tool_calls is no list"),
     (H, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "more than text"),
     (H, {**ASKED, "response_format": {"type": "json_object"}}, 400, "response_format"),
     (H, {**ASKED, "top_logprobs": 2, "logprobs": True}, 400, "top_logprobs=2"),

@@ -37,9 +37,9 @@ STORE: list[dist.Store] = []  # of a forked rank: where all of its case find eac
 MADE = itertools.count()  # ranks of one process, in the same order on all
 
 
-def ranks_of(layout: Layout, rank: int) -> ProcessRanks:
+def ranks_of(layout: Layout, rank: int, *, timeout_s: float = TIMEOUT_S) -> ProcessRanks:
     """This rank among those that have rows of their own."""
-    return ProcessRanks(dist.PrefixStore(f"ranks/{next(MADE)}", STORE[0]), layout, rank, TIMEOUT_S)
+    return ProcessRanks(dist.PrefixStore(f"ranks/{next(MADE)}", STORE[0]), layout, rank, timeout_s)
 
 
 def tensor_bytes() -> int:

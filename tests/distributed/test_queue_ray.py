@@ -18,6 +18,7 @@ from verl.transfer_queue.options import Remote
 from verl.transfer_queue.packing import parcel_of_samples
 from verl.transfer_queue.rows import read_samples
 from verl.types import Refs
+from verl.workers.group import WorkerDied
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ class Worker:
         for _ in range(300):
             try:
                 self.seen(refs)
-            except ConnectionError as error:
+            except WorkerDied as error:
                 return str(error)
             time.sleep(0.1)
         return ""
@@ -94,7 +95,7 @@ def test_a_keeper_that_is_gone_is_one_line(ray_session, queue):
             ray.get(queue._actor.__ray_call__.remote(lambda self: None), timeout=60)
             time.sleep(0.05)
     for call in (lambda: queue.read(refs, ("ids",)), lambda: queue.drop(refs), lambda: put(queue, samples(1, "n"))):
-        with pytest.raises(ConnectionError, match="^the process that holds the queue is gone$"):
+        with pytest.raises(WorkerDied, match="^the process that holds the queue is gone$"):
             call()
 
 

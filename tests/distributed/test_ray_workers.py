@@ -100,11 +100,15 @@ def test_a_dead_rank_ends_the_group_and_everybody_hears_why(cluster, tmp_path):
 def test_a_rank_that_dies_between_two_calls_is_heard_of(cluster, tmp_path):
     heard: list[BaseException] = []
     cluster.watch(heard.append)
+    before = len(heard)  # of other tests
     group = cluster.start("actor", build, (tmp_path,))
     ((process, _),) = group.submit(Worker.thread, Broadcast()).result(WAIT_S)
     os.kill(process, signal.SIGKILL)
-    until(lambda: heard)
-    assert "rank 0 of actor" in str(heard[0])
+    until(lambda: heard[before:])
+    assert f"rank 0 of actor (process {process} " in str(heard[-1])
+    late: list[BaseException] = []
+    cluster.watch(late.append)
+    assert late == heard, "whoever asks later hears of it too"
     group.close()
 
 

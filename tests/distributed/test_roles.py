@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
+import tempfile
+import time
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +30,7 @@ from verl.model_engine.layout import Layout
 from verl.models import tiny
 from verl.recipes import arithmetic
 from verl.transfer_queue.memory import MemoryQueue
+from verl.workers.answers import RankLate, Told, first_cause, of_another, told_of
 from verl.workers.dist import ProcessRanks
 from verl.workers.group import Broadcast
 from verl.workers.inproc import InprocCluster
@@ -182,6 +186,42 @@ def test_a_turn_over_ranks_that_share_experts_is_that_of_one_rank(case, experts,
     """In float32, the most that torch multiplies experts in."""
     layouts = WITH_EXPERTS if FULL else {"FSDP x EP": WITH_EXPERTS["FSDP x EP"]}
     same_turn(case, layouts, experts, monkeypatch, dtype="float32", rtol=1e-5)
+
+
+@pytest.mark.parametrize("stops", ["before", "in", "elsewhere"])
+def test_a_rank_that_stops_is_waited_for_with_a_deadline_and_named(stops, monkeypatch):
+    """Before an exchange, in it (it has come, and says nothing), or in a collective of a model, which gloo tells of."""
+    exchange = dist.all_gather_object
+
+    def stop(*given, **how):
+        time.sleep(60)
+
+    def work(rank: int) -> BaseException | None:
+        group = ranks_of(Layout(world_size=2), rank, timeout_s=1.0)
+        group.begin(1)
+        try:
+            if rank == 1:
+                if stops == "in":
+                    monkeypatch.setattr(dist, "all_gather_object", stop)
+                    group.all_gather("there")
+                stop()
+            if stops != "elsewhere":
+                group.all_gather("there")
+            exchange([None, None], "there", group=group._peers)
+        except (RuntimeError, TimeoutError) as e:
+            (Path(folder) / "said").write_bytes(pickle.dumps(told_of(e).error))
+            raise
+        return None
+
+    with tempfile.TemporaryDirectory() as folder:
+        with pytest.raises(RuntimeError):
+            forked.run(2, work)
+        error = pickle.loads((Path(folder) / "said").read_bytes())
+    told = (
+        "rank 0 waited 1 s for 1 of 2 ranks" if stops == "before" else "waited 1 s for another rank, which is slow or"
+    )
+    assert type(error) is RankLate and told in str(error) and of_another(Told(error=error))
+    assert first_cause([Told(error=error), own := Told(error=ValueError("mine"))]) is own
 
 
 def same_turn(

@@ -17,6 +17,7 @@ from verl.chat.conversation import render_conversation
 from verl.chat.template import audit_template
 from verl.config.load import load_config
 from verl.driver.launch import run_rl
+from verl.driver.replay import replay
 from verl.show import show
 from verl.track.events import read_events
 from verl.track.samples import read_samples
@@ -131,15 +132,17 @@ def test_a_run_with_a_tool_trains_what_was_sampled_between_its_results(tmp_path,
 
 
 def test_a_cut_run_with_turns_equals_a_straight_one_bitwise(tmp_path, taught):
+    """The straight one's tools run beside the driver, the other's in it: that is no other run."""
     run_rl(load_config(args(tmp_path / "straight", taught, *TOOLS)), quiet=True)
+    here = (*TOOLS, "agent.loop=single_turn@driver")
 
     def crash(step: int, values: object) -> None:
         if step == 1:
             raise OSError("pulled the plug")
 
     with pytest.raises(OSError, match="pulled the plug"):
-        run_rl(load_config(args(tmp_path / "cut", taught, *TOOLS)), quiet=True, on_step=crash)
-    run_rl(load_config(args(tmp_path / "cut", taught, *TOOLS)), quiet=True)
+        run_rl(load_config(args(tmp_path / "cut", taught, *here)), quiet=True, on_step=crash)
+    run_rl(load_config(args(tmp_path / "cut", taught, *here)), quiet=True)
     straight, cut = tmp_path / "straight" / "r", tmp_path / "cut" / "r"
     assert trained(straight) == trained(cut)
     same_tensors(tensors_of(straight, 3), tensors_of(cut, 3))
@@ -195,8 +198,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 @pytest.mark.parametrize("name", ["turn_discount", "gigpo", "turn_ppo"])
-def test_a_reward_function_pays_turns_as_a_loop_does(tmp_path, tiny_model, arithmetic_data, name):
-    """The same rewards from both give the same advantages; without any they are others."""
+def test_a_reward_function_pays_turns_as_a_loop_does(tmp_path, tiny_model, arithmetic_data, capsys, name):
+    """The same rewards from both give the same advantages; without any they are others. A replay has them."""
     credits = ""
     for k, answer in enumerate(("one", "two", "three")):
         worth = WORTH.format(text=f"read({answer}.token_ids, skip_special_tokens=True)", k=k)
@@ -211,7 +214,7 @@ def test_a_reward_function_pays_turns_as_a_loop_does(tmp_path, tiny_model, arith
     (tmp_path / "scores.py").write_text(PAYS.replace('"turn_rewards"', '"other"'))
 
     def advantages(root: str, loop: str, reward: str) -> dict[str, list[float]]:
-        given = (f"algorithm.name={name}", "run.total_steps=1", f"agent.loop={tmp_path / loop}:Rewrites")
+        given = (f"algorithm.name={name}", "run.total_steps=1", f"agent.loop={tmp_path / loop}:Rewrites@driver")
         more = ("algorithm.kl_loss_coef=null", f"reward.path={tmp_path / reward}")
         run_rl(load_config(small_args(tmp_path / root, tiny_model, arithmetic_data[:1], *given, *more)), quiet=True)
         return {row.sample_id: np.nan_to_num(row.advantages).tolist() for row in read_samples(tmp_path / root / "r", 1)}
@@ -220,6 +223,7 @@ def test_a_reward_function_pays_turns_as_a_loop_does(tmp_path, tiny_model, arith
     by_function = advantages("function", "plain.py", "reward.py")
     assert by_loop == by_function and any(any(values) for values in by_loop.values())
     assert by_function != advantages("none", "plain.py", "scores.py")
+    assert replay([f"run.root_dir={tmp_path / 'function'}", "run.name=r"], 1) == 0, capsys.readouterr().out
 
 
 def test_a_row_that_names_what_is_not_there_is_refused(tmp_path, taught):

@@ -13,6 +13,7 @@ from verl.driver.models import ModelContext, critic
 from verl.models import tiny
 from verl.nn import attention
 from verl.transfer_queue.memory import MemoryQueue
+from verl.workers.inproc import InprocCluster
 
 real_plan = attention.make_plan
 
@@ -36,9 +37,12 @@ def test_sft_reward_models_and_preferences_refuse_a_packing_that_leaks(tmp_path,
         f"data.cache_dir={tmp_path}/c",
     ]
     monkeypatch.setattr(attention, "make_plan", one_tree)
+    closed = []
+    monkeypatch.setattr(InprocCluster, "close", lambda self: closed.append(self))
     for command in ("sft", "rm", "dpo"):
         with pytest.raises(ValueError, match="packed log-probs differ"):
             run_supervised(load_config([*base, f"run.name={command}"]), command)
+    assert len({id(cluster) for cluster in closed}) == 3, "what a refused start has started is ended"
 
 
 def context(tiny_model, folder) -> ModelContext:

@@ -148,10 +148,13 @@ def test_a_policy_that_reads_hints_learns_to_do_without(world, tmp_path):
 
 
 def test_two_teachers_teach_what_neither_knows_alone(world, tmp_path):
-    fast = "optim.lr=5e-3"
-    both = run(world, tmp_path, "both", fast, f"teacher.paths={{low: {world / 'low'}, high: {world / 'high'}}}")
-    alone = [run(world, tmp_path, name, fast, f"teacher.path={world / name}") for name in ("low", "high")]
-    assert np.mean(both[-8:]) > 1.25 * max(np.mean(scores[-8:]) for scores in alone), (both, alone)
+    ceiling = (3 * 1.0 + 3 * 0.1) / 6  # of one teacher: three keys known, a guess is one in ten
+    long = ("optim.lr=5e-3", "run.total_steps=60")
+    both = run(world, tmp_path, "both", *long, f"teacher.paths={{low: {world / 'low'}, high: {world / 'high'}}}")
+    assert np.mean(both[-8:]) > ceiling + 0.2, both
+    for name in ("low", "high") if FULL_GRID else ("low",):
+        alone = run(world, tmp_path, name, *long, f"teacher.path={world / name}")
+        assert np.mean(alone[-8:]) < ceiling + 0.1, (name, alone)
 
 
 FEEDBACK = (

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import select
 import shutil
 import socket
 import subprocess
@@ -19,7 +20,7 @@ from each import each
 
 from verl.agent_loop.tools import Toolbox, close_tools, load_tools
 from verl.chat.parsing import ToolCall
-from verl.reward.code import code_score, program_of, same_value
+from verl.reward.code import code_score, program_of, same_text, same_value
 from verl.reward.compute import compute_score
 from verl.sandbox import code as sandboxes
 from verl.sandbox import guardian
@@ -264,6 +265,19 @@ def test_the_memory_of_all_its_processes_is_limited(sandbox):
         assert small.run("print(1)").stdout == "1\n"
 
 
+def test_a_session_is_held_to_its_memory_between_its_cells_too(sandbox):
+    code = "import os, time\nfor _ in range(3):\n    if os.fork() == 0:\n        time.sleep(0.3)\n"
+    code += "        x = os.urandom(90 << 20)\n        time.sleep(60)\n        os._exit(0)"
+    with CodeSandbox(sandbox.tier, Limits(memory_mb=128)) as small:
+        session = small.session()
+        assert session.run(code).status == "ok"  # it ends before what it left behind has grown
+        assert select.select([session._link.cell], [], [], 60)[0], "nobody looked at it"
+        ran = session.run("1")
+        assert (ran.status, session.lost) == ("memory", True) and "of 128" in ran.why
+        assert session.run("2").stdout == "2\n"
+        session.close()
+
+
 def test_no_sandbox_holds_what_another_was_asked(sandbox):
     """Each is a fork of the launcher, and may read all that it holds."""
     with CodeSandbox(sandbox.tier) as small:
@@ -404,6 +418,21 @@ def test_programs_are_scored(tier):
 )
 def test_values_are_compared_as_json(value, expected, same):
     assert same_value(Ran("ok", "", "", json.dumps(value)), expected) is same
+
+
+@pytest.mark.parametrize(
+    ("said", "wanted", "same"),
+    [
+        ("1000000007000001", "1000000007000000", False),
+        ("-1000000007000001", "-1000000007000000", False),
+        ("-7.0000000001", "-7", False),
+        ("+7", "7", False),
+        ("-7.0000000001", "-7.0", True),
+        ("1e3", "1000.0", True),
+    ],
+)
+def test_whole_numbers_are_compared_as_they_are_written(said, wanted, same):
+    assert same_text(Ran("ok", said), wanted) is same
 
 
 def test_the_program_of_an_answer():

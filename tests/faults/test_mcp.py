@@ -203,6 +203,51 @@ def test_a_server_that_hangs_is_begun_anew(tmp_path):
     server_of(tools).close()
 
 
+@pytest.mark.parametrize(
+    "stateful, down, own", [(False, "gone", {"timeout_s": 3}), (False, "hangs", {}), (True, "hangs", {})]
+)
+def test_a_server_that_is_down_is_no_answer_within_a_short_limit_either(tmp_path, stateful, down, own):
+    """Of the tool, or of the run where that says none: the model would be told that there was no answer."""
+    gate = f'[ -e {tmp_path}/gone ] && exit 1; [ -e {tmp_path}/hangs ] && exec sleep 600; exec "$@"'
+    command = ["-c", gate, "-", sys.executable, str(tmp_path / "server.py")]
+    tools = load_tools(given(tmp_path, s={"command": "bash", "args": command, "stateful": stateful, **own}), 3.0)
+
+    async def body() -> None:
+        boxes = [Toolbox(tools, {}, 3.0) for _ in range(3)]
+        if not stateful:
+            os.kill((await say(boxes[0], "bump"))["pid"], signal.SIGKILL)
+        (tmp_path / down).touch()
+        lost: list[Any] = []
+        while len(lost) < 9:  # the first may hear that it went away during the call
+            lost += await asyncio.gather(*(say(box, "bump") for box in boxes), return_exceptions=True)
+        assert [type(e) for e in lost] == [ToolBroken] * 9, lost
+        (tmp_path / down).unlink()
+        until_s, told = time.monotonic() + 60, lost[0]
+        while not isinstance(told, dict):
+            assert time.monotonic() < until_s, told
+            (told,) = await asyncio.gather(say(boxes[0], "bump"), return_exceptions=True)
+
+    asyncio.run(body())
+    server_of(tools).close()
+
+
+def test_a_session_that_begins_slower_than_a_call_may_wait_is_the_next_ones(tmp_path):
+    command = ["-c", f'echo >>{tmp_path}/begun; sleep 4; exec "$@"', "-", sys.executable, str(tmp_path / "server.py")]
+    tools = load_tools(given(tmp_path, s={"command": "bash", "args": command, "stateful": True}), 3.0)
+
+    async def body() -> None:
+        told: list[Any] = []
+        until_s = time.monotonic() + 60
+        while not told or not isinstance(told[-1], dict):
+            assert time.monotonic() < until_s, told
+            told += await asyncio.gather(say(Toolbox(tools, {}, 3.0), "bump"), return_exceptions=True)
+        assert {type(e) for e in told[:-1]} == {ToolBroken}
+        assert len((tmp_path / "begun").read_text()) <= 2 + len(told) // 4, "one at the start, one for all of them"
+
+    asyncio.run(body())
+    server_of(tools).close()
+
+
 def test_a_stateful_server_has_a_session_for_each_trajectory(tmp_path):
     tools = load_tools(given(tmp_path, s=stdio(tmp_path, stateful=True, tools=["bump"])))
     assert list(tools) == ["bump"]

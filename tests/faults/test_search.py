@@ -201,6 +201,24 @@ def test_the_runs_limit_of_a_tool_leaves_that_room_too(tmp_path, retriever):
         asyncio.run(ask(tool, "a", timeout_s=1.0))
 
 
+def test_what_waits_for_a_place_while_a_retriever_is_down_is_no_answer_either(tmp_path, retriever):
+    retriever.kill()
+    tool = tool_of(tmp_path, retriever.port, timeout_s=2, num_workers=1, window_ms=0, concurrency=64)
+
+    async def play() -> list[Any]:
+        calls = []
+        for k in range(12):
+            calls.append(asyncio.ensure_future(ask(tool, f"q{k}")))
+            await asyncio.sleep(0.02)  # each is a request of its own
+        lost = await asyncio.gather(*calls, return_exceptions=True)
+        retriever.start()
+        return [*lost, await ask(tool, "again")]
+
+    *lost, last = asyncio.run(play())
+    assert [type(e) for e in lost] == [ToolBroken] * 12, lost
+    assert last.error == "" and "Passage 1 on again." in last.text
+
+
 def test_a_tool_without_a_retriever_is_refused(tmp_path):
     for config in ({"retrieval_service_url": "localhost:8000"}, {"topk": 0}, {"timeout": 0}):
         with pytest.raises(ValueError, match="search: "):

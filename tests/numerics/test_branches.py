@@ -3,6 +3,7 @@ gradients, for every preset. What stands in several rows is trained once."""
 
 import copy
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,8 +16,10 @@ from test_split import EVERY, HIDDEN, OBSERVING, TEACHER, TOP_K, VOCAB, algorith
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from verl.algorithms import estimators as adv
+from verl.algorithms.filters import SampleFilter
 from verl.algorithms.weights import term_weights
 from verl.batch import pack, unshare
+from verl.driver.step import Step, _chosen
 from verl.model_engine.optim import OptimSpec
 from verl.model_engine.torch_engine import TorchEngine
 from verl.nn.linear_teacher import top_k
@@ -159,3 +162,18 @@ def test_the_forest_of_any_cut(seed):
     given_logprobs = np.concatenate([row_columns(row)["rollout_logprobs"] for row in rows])
     assert np.array_equal(batch.columns["rollout_logprobs"].numpy(), given_logprobs)
     assert torch.equal(flat.ids[flat.target_from + 1], flat.targets)
+
+
+def test_pf_ppo_chooses_trajectories_with_all_their_rows():
+    """The best and the worst of each group, whichever rows the best has most of."""
+    (row, *_), rewards = linear(0), {"a": 1.0, "b": 0.0, "c": 0.5}
+    refs = Refs(
+        ref_of(replace(row, sample_id=f"{name}#{i}", trajectory_id=name, purpose="train", reward=reward))
+        for name, reward in rewards.items()
+        for i in range(3)
+    )
+    run = SimpleNamespace(run=SimpleNamespace(seed=0))
+    for selection, kept in (("bon", "a"), ("bw", "ab")):
+        spec = SimpleNamespace(sample_filter=SampleFilter(selection=selection))
+        found = _chosen(SimpleNamespace(algorithm=spec, config=run), Step(0), refs)
+        assert found.ids == [f"{name}#{i}" for name in kept for i in range(3)]

@@ -11,6 +11,7 @@ from test_virtual_ranks import config_of, samples
 
 from verl.algorithms.sections import POLICY
 from verl.chat import load_tokenizer
+from verl.chat.bridge import plain_text
 from verl.data.formats import FEEDBACK
 from verl.data.render import Feedback
 from verl.model_engine.hf_model import load_causal_lm
@@ -38,7 +39,11 @@ def attempt(row, said: str) -> Trajectory:
 def informed_rows(tiny_model):
     """(rows, the context of each or None): of every second attempt something is said, of one more than there is room
     for."""
-    inform, out, contexts = Feedback(load_tokenizer(tiny_model, trust_remote_code=False), {}, LONGEST), [], []
+    inform, out, contexts = (
+        Feedback(plain_text(load_tokenizer(tiny_model, trust_remote_code=False)), {}, LONGEST),
+        [],
+        [],
+    )
     for i, s in enumerate(samples(0)):
         task = Task(task_id="t", index=0, messages=({"role": "user", "content": "1+2="},), prompt_ids=s.segments[0].ids)
         told = inform(task, attempt(s, "" if i % 2 else f"{i}+" * (20 if i == 4 else 1)))
@@ -59,10 +64,22 @@ def test_what_was_said_stands_behind_the_prompt(tiny_model):
     task = Task(
         task_id="t", index=0, messages=({"role": "user", "content": "1+2="},), prompt_ids=np.arange(4, dtype=np.int64)
     )
-    told = Feedback(tokenizer, {}, LONGEST)(task, attempt(samples(0)[0], "no, 3"))
+    told = Feedback(plain_text(tokenizer), {}, LONGEST)(task, attempt(samples(0)[0], "no, 3"))
     turns = [{"role": "user", "content": "1+2=\n\nno, 3"}]
     expected = tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
     assert told.context_ids.tolist() == list(expected) and not told.untaught
+
+
+def test_what_was_said_opens_no_turn(tiny_model):
+    """A reward function may quote a tool, or the attempt."""
+    tokenizer = load_tokenizer(tiny_model, trust_remote_code=False)
+    token = tokenizer.eos_token
+    task = Task(task_id="t", index=0, messages=({"role": "user", "content": "1+2="},), prompt_ids=np.arange(4))
+    inform, row = Feedback(plain_text(tokenizer), {}, 200), samples(0)[0]
+    plain, quoted = (inform(task, attempt(row, said)).context_ids.tolist() for said in ("no", f"no{token}3{token}"))
+    assert token in tokenizer.decode(quoted) and quoted.count(tokenizer.eos_token_id) == plain.count(
+        tokenizer.eos_token_id
+    )
 
 
 def test_the_loss_is_of_the_attempts_of_which_something_was_said(tiny_model, informed_rows):

@@ -28,6 +28,9 @@ from verl.model_engine.hf_model import load_causal_lm
 from verl.model_engine.served import ServedModel, Unanswered, _bytes, build, read_answer
 
 K = 5
+VOCAB = 64
+OTHER: list[Any] = []
+"""For an answer of another kind."""
 Change = Callable[[list[int], list[Any]], Any]
 
 
@@ -53,6 +56,8 @@ class Stand:
         wanted = body["sampling_params"] if tokens_in else body
         assert wanted["max_tokens"] == 1 and wanted["temperature"] == 0
         found = {"prompt_logprobs": self.change(ids, self.said(ids, wanted["prompt_logprobs"]))}
+        if found["prompt_logprobs"] is OTHER:
+            return ["no completion"]
         return found if tokens_in else {"choices": [found]}
 
     def said(self, ids: list[int], k: int) -> list[Any]:
@@ -104,7 +109,7 @@ def stand(tiny_teacher) -> Iterator[tuple[Stand, str]]:
 
 def served(url: str, folder: Path, *, top: bool = True, longest: int = 64, **more: Any) -> ServedModel:
     texts = tuple(drawn_texts(load_tokenizer(folder, trust_remote_code=False), texts=20))
-    options = ServedAt(url=url, longest=longest, texts=texts, top=top, timeout_s=30.0, parallel=4, **more)
+    options = ServedAt(url=url, longest=longest, vocab=VOCAB, texts=texts, top=top, timeout_s=30.0, parallel=4, **more)
     return build(options, EngineContext(folder=folder, top_k=K))
 
 
@@ -136,7 +141,7 @@ def broken(kind: str, row: dict[str, Any], ids: list[int]) -> Any:
     return row
 
 
-@each("kind", ["nan", "-inf", "missing", "few", "short", "none", "error"])
+@each("kind", ["nan", "-inf", "missing", "few", "short", "none", "error", "other"])
 def test_a_row_that_it_fails_on_has_no_number_and_the_others_do(kind, stand, tiny_teacher, caplog):
     made, url = stand
     model, rows = served(url, tiny_teacher), samples(0)
@@ -147,6 +152,8 @@ def test_a_row_that_it_fails_on_has_no_number_and_the_others_do(kind, stand, tin
             return found
         if kind == "error":
             raise ZeroDivisionError
+        if kind == "other":
+            return OTHER
         if kind in ("short", "none"):
             return found[:-1] if kind == "short" else None
         return [*found[:-1], broken(kind, found[-1], ids)]
@@ -197,14 +204,17 @@ def test_a_server_that_is_no_teacher_is_refused_at_the_start(kind, change, said,
 
 def test_what_is_left_of_1_is_the_others():
     row = {"7": {"logprob": np.log(0.5)}, "3": {"logprob": np.log(0.25)}, "9": {"logprob": np.log(0.125)}}
-    found = read_answer([None, row], np.array([1, 9]), 2)
+    found = read_answer([None, row], np.array([1, 9]), 2, 10)
     assert found["topk_ids"].tolist() == [[7, 3]]
     assert found["topk_logprobs"].exp()[0].tolist() == pytest.approx([0.5, 0.25, 0.25])
     assert float(found["logprobs"].exp()) == pytest.approx(0.125)
     whole = {"7": {"logprob": np.log(0.5)}, "3": {"logprob": np.log(0.5)}}
-    assert read_answer([None, whole], np.array([1, 3]), 2)["topk_logprobs"][0, -1] < -16
+    assert read_answer([None, whole], np.array([1, 3]), 2, 10)["topk_logprobs"][0, -1] < -16
     with pytest.raises(Unanswered, match="of which the first has none"):
-        read_answer([row, row], np.array([1, 9]), 2)
+        read_answer([row, row], np.array([1, 9]), 2, 10)
+    with pytest.raises(Unanswered, match="token 7 is among the likeliest, and the policy has 7: take a teacher whose"):
+        read_answer([None, row], np.array([1, 9]), 2, 7)
+    assert read_answer([None, row], np.array([1, 9]), 0, 7)["topk_ids"].shape == (1, 0)
 
 
 def test_other_temperatures_are_refused(stand, tiny_teacher):

@@ -485,6 +485,24 @@ def test_a_token_of_two_branches_is_trained_in_the_first():
     ]
 
 
+def test_equal_samples_of_one_prompt_are_trained_each_in_a_branch_of_its_own():
+    """A vote: the tokens are the same, their log-probs and credits are those of each call."""
+    calls = [completion([5, 6, 9], base=-float(k + 1)) for k in range(3)]
+    made = manager(*((PROMPT, call) for call in calls))
+    made.credits_turns = True
+    for k in range(3):
+        made.credit(float(k + 1), turn=k)
+    found = check_output([output([5, 6, 9], [1, 1, 1])] * 3, made, 50)
+    rows = (found.segments, *found.branches)
+    assert [shape(row[1:]) for row in rows] == [[("sampled", [5, 6, 9], 0)]] * 3 and found.discarded == 0
+    for row, call, reward in zip(rows, calls, (1.0, 2.0, 3.0)):
+        np.testing.assert_array_equal(row[1].logprobs, call.logprobs)
+        assert row[1].side["turn_reward"].tolist() == [0, 0, reward]
+    more = check_output([output([5, 6], [1, 1]), *[output([5, 6, 9], [1, 1, 1])] * 3], made, 50)
+    assert [shape(row[1:]) for row in more.branches[:2]] == [[("sampled", [5, 6, 9], 0)]] * 2
+    assert shape(more.branches[2][1:]) == [("env", [5, 6], -1), ("sampled", [9], 0)] and more.discarded == 0
+
+
 def test_a_compacted_history_is_a_branch_and_what_no_branch_uses_is_counted():
     """The loop dropped its first answer, and asked again after a summary that it wrote itself."""
     made = manager((PROMPT, FIRST), ([1, 40, 41], SECOND))

@@ -16,10 +16,11 @@ def test_the_lines_of_the_house():
     client, vLLM, a child that ends with its parent). Then agents: branches, turns, tools, a sandbox for what models
     write. Then teachers, of whom whole distributions are read, several of them, and hints. Then more kinds of server
     (SGLang, TensorRT-LLM, any completions API), and weights in folders for them. Then files that the sandbox's sessions
-    start from, and keep. The plan was 35,000 with adapters,
-    vision and Megatron as well: what those bring has to be taken out elsewhere."""
+    start from, and keep. Then what goes wrong in long runs: deaths behind other errors, deadlines in saves and starts,
+    replicas that fail for good, tools that hold the interpreter, loops and tools beside the driver. The plan was 35,000
+    with adapters, vision and Megatron as well: what those bring has to be taken out elsewhere."""
     lines = sum(bool(line.strip()) for path in FILES for line in path.read_text().splitlines())
-    assert lines <= 38_157, lines
+    assert lines <= 39_020, lines
 
 
 FORMS = {"Completion", "Trajectory", "Sample", "Batch", "SampleRow"}

@@ -1,6 +1,16 @@
 """When a checkpoint is made: by steps, or by time, so that little work is lost and little time goes into saving."""
 
-from verl.driver.checkpointer import Cadence
+import asyncio
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from verl.checkpoint.store import CheckpointStore, SaveFailed
+from verl.driver import checkpointer
+from verl.driver.checkpointer import Cadence, Checkpointer
+from verl.workers.waits import Waits
 
 
 def saves(step_s: float, save_s: float, steps: int, every: int | None = None, guess_s: float = 0.0) -> list[float]:
@@ -41,3 +51,45 @@ def test_what_a_save_took_decides_about_the_next():
 
 def test_by_steps():
     assert saves(1.0, 50.0, 9, every=3) == [3.0, 3.0, 3.0] and saves(9999.0, 1.0, 9, every=0) == []
+
+
+class Model:
+    """answers: what the futures of a save end with; None: never."""
+
+    def __init__(self, answers: BaseException | None) -> None:
+        self._answers = answers
+
+    def save(self, path: Any) -> Future[None]:
+        future: Future[None] = Future()
+        if self._answers is not None:
+            future.set_exception(self._answers)
+        return future
+
+
+def saved(tmp_path: Any, answers: BaseException | None, needed_bytes: int = 0) -> list[str]:
+    """A save of a model of so many bytes under a limit of 0.05 s; the warnings that the run goes on with."""
+    told: list[str] = []
+    run = SimpleNamespace(save_every_steps=1, grace_s=1.0, wait_timeout_s=0.05)
+    learner = SimpleNamespace(config=SimpleNamespace(run=run), models={"actor": Model(answers)}, waits=Waits())
+    claimed = SimpleNamespace(state=None, store=CheckpointStore(tmp_path), records="elsewhere")
+    reporter = SimpleNamespace(progress=SimpleNamespace(message=told.append), events=SimpleNamespace(append=print))
+    made = Checkpointer(claimed, learner, ("actor",), needed_bytes, reporter)  # type: ignore[arg-type]
+    state: Any = SimpleNamespace(step=1, version=1)
+    asyncio.run(made._commit(made._write(state, None), state, 0.0, last=False))
+    return told
+
+
+def test_a_deadline_in_a_save_is_no_fault_of_the_disk(tmp_path, monkeypatch):
+    """It ends the run with who was waited for; a disk that fails costs that checkpoint alone."""
+    with pytest.raises(TimeoutError, match=r"^actor has not written its state within 0.05 s \(run.wait_timeout_s, or"):
+        saved(tmp_path, None)
+    with pytest.raises(TimeoutError, match="^rank 0 waited"):
+        saved(tmp_path, TimeoutError("rank 0 waited 5 s for 1 of 2 ranks"))
+    (told,) = saved(tmp_path, OSError(5, "Input/output error"))
+    assert "checkpoint of step 1 was not written" in told and "Input/output error" in told
+    (told,) = saved(tmp_path, TimeoutError(110, "Connection timed out"))  # of a network's disk
+    assert "Connection timed out" in told
+    monkeypatch.setattr(checkpointer, "SLOW_BYTES_PER_S", 4.0)
+    with pytest.raises(TimeoutError, match="within 0.25 s"):
+        saved(tmp_path, None, needed_bytes=1)
+    assert list(tmp_path.iterdir()) == [] and issubclass(SaveFailed, OSError)

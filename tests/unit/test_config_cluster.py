@@ -253,6 +253,14 @@ def test_the_cluster_says_so_before_it_places_a_pool(monkeypatch: pytest.MonkeyP
     pools = {"main": Pool(ranks_per_node=2), "gen": Pool(ranks_per_node=2)}
     with pytest.raises(Shortage, match="not together: they ask for 4 CPU where there are 2 .here/abcdef has 2 CPU"):
         _await_nodes(pools, 0.0, print)
+    node["Resources"] = {"CPU": 4.0, "GPU": 8.0}
+    told: list[str] = []
+    _await_nodes(pools, 0.0, told.append)
+    assert told == ["warning: the cluster has 8 GPUs and no pool asks for one: the models compute on CPUs"]
+    for with_device in (Pool(gpus_per_rank=0.5), Pool(resource="npu")):
+        node["Resources"]["npu"] = 1.0
+        _await_nodes({"main": with_device}, 0.0, told.append)
+    assert len(told) == 1
 
 
 def test_messages_name_keys_of_the_tree() -> None:
@@ -276,7 +284,7 @@ def test_frozen_models_go_to_the_least_loaded_pool() -> None:
         return {role: found[role] for role in ("actor", "critic", "ref", "reward_model")}
 
     here = dict.fromkeys(("actor", "critic", "ref", "reward_model"), "main")
-    same, cpu, few = {"ranks_per_node": 2, "gpus_per_rank": 1}, {"ranks_per_node": 2}, {"gpus_per_rank": 1}
+    same, cpu, few = {"ranks_per_node": 2}, {"ranks_per_node": 2, "gpus_per_rank": 0}, {"gpus_per_rank": 1}
     assert lives({}) == here
     assert lives({"a": cpu, "b": few}, compute="a", rollout="b") == here, "they cannot hold a model as main does"
     assert lives({"a": same}) == here | {"ref": "a", "reward_model": "a"}
@@ -284,3 +292,18 @@ def test_frozen_models_go_to_the_least_loaded_pool() -> None:
     assert lives({"a": same}, ref="main") == here | {"reward_model": "a"}
     assert lives({"a": same, "b": same}) == here | {"ref": "a", "reward_model": "b"}
     assert lives({"a": same, "b": same}, rollout="a") == here | {"ref": "b", "reward_model": "b"}
+
+
+def test_a_pool_holds_gpus_by_itself_where_the_device_is_cuda() -> None:
+    given = {
+        "generate": {"ranks_per_node": 4},
+        "none": {"gpus_per_rank": 0},
+        "half": {"gpus_per_rank": 0.5},
+        "npu": {"resource": "npu"},
+    }
+    homes = {"rollout": "generate", "compute": "none", "ref": "half", "critic": "npu"}
+    for device, gpus in (("cuda", 1.0), ("cpu", 0.0)):
+        section = ClusterConfig(pools=given, roles=homes)
+        pools = pools_of(section, ("actor", "critic", "ref", "compute"), device=device)[0]
+        held = {name: pool.gpus_per_rank for name, pool in pools.items()}
+        assert held == {"main": gpus, "generate": gpus, "none": 0.0, "half": 0.5, "npu": 0.0}

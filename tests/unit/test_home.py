@@ -52,7 +52,12 @@ def test_a_changed_line_of_verl_is_another_source(tmp_path: Path, monkeypatch: p
         (tmp_path / name).write_text("int x;")
         assert home.versions() != before, name
     before = home.versions()
-    for name in ("accel/__pycache__/b.pyc", "accel/kernels.so", ".b.py.swp"):
+    for name in (
+        "accel/__pycache__/b.pyc",
+        "accel/__pycache__/b.cpython-311.pyc.140105",
+        "accel/kernels.so",
+        ".b.py.swp",
+    ):
         (tmp_path / name).write_text("made here")
     assert home.versions() == before
 

@@ -191,6 +191,8 @@ def test_who_plays_and_with_what_is_compared_and_an_older_run_had_neither(made, 
     tools = ("agent.loop=tool_agent", f"agent.tools=[{tmp_path / 'tools.py'}]")
     start, played = made(), made(*tools)
     assert [line.partition(":")[0] for line in compare(start, played)[0]] == ["agent.loop", "agent.tools"]
+    assert compare(played, made("agent.loop=tool_agent@driver", tools[1])) == ([], {}), "wherever it is played"
+    assert compare(start, made("agent.loop=single_turn@driver")) == ([], {})
     (tmp_path / "tools.py").write_text("x = 2\n")
     (said,) = compare(played, made(*tools))[0]
     assert said.startswith("agent.tools") and "another content" in said

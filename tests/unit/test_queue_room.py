@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from contracts.test_queue_contract import pick, put, ragged, samples
 from verl.transfer_queue import ray as over_ray
 from verl.transfer_queue.index import Registry
 from verl.transfer_queue.packing import parcel_of_samples
+from verl.workers.group import WorkerDied
 
 
 class Held(over_ray.RayQueue):
@@ -94,18 +96,69 @@ def test_what_fails_gives_its_room_back() -> None:
     assert queue.registry._used == 0
 
 
+@pytest.mark.parametrize("step", ["Room", "Commit"])
+def test_a_put_that_is_cancelled_leaves_neither_rows_nor_room(monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    queue, entered, goes_on = Held(1 << 20), threading.Event(), threading.Event()
+
+    def slow(asked: Any, held: Any = ()) -> tuple[Any, list[Any]]:
+        if type(asked).__name__ == step:
+            entered.set()
+            assert goes_on.wait(30)
+        return over_ray.RayQueue._ask(queue, asked, held)
+
+    async def cancelled() -> None:
+        putting = asyncio.create_task(queue.put(samples(3)))
+        await asyncio.to_thread(entered.wait, 30)
+        putting.cancel()
+        asyncio.get_running_loop().call_later(0.05, goes_on.set)
+        with pytest.raises(asyncio.CancelledError):
+            await putting
+        assert goes_on.is_set(), "it stays until nothing of it is under way"
+
+    monkeypatch.setattr(queue, "_ask", slow)
+    asyncio.run(cancelled())
+    assert len(queue) == 0 and queue.registry._used == 0
+    put(queue, samples(3))  # the same ids
+
+
+@pytest.mark.parametrize(
+    "name, said", [("RayActorError", "holds the queue is gone"), ("ObjectLostError", "wrote these")]
+)
+def test_a_process_of_the_queue_that_is_gone_is_a_death(monkeypatch: pytest.MonkeyPatch, name: str, said: str) -> None:
+    kinds = {kind: type(kind, (Exception,), {}) for kind in ("GetTimeoutError", "RayActorError", "ObjectLostError")}
+
+    def get(awaited: Any, timeout: float) -> Any:
+        raise kinds[name]
+
+    def get_actor(*asked: str) -> Any:
+        raise ValueError("Failed to look up actor")
+
+    kinds_of = SimpleNamespace(**kinds)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(get=get, get_actor=get_actor, exceptions=kinds_of))
+    keeper = SimpleNamespace(answer=SimpleNamespace(remote=lambda *_: None))
+    with pytest.raises(WorkerDied, match=said):  # after which a run starts again
+        len(over_ray.RayQueue("gone", 1.0, keeper))
+    with pytest.raises(WorkerDied, match="holds the queue is gone"):
+        len(over_ray.RayQueue("gone", 1.0))  # in a process that has not asked before
+
+
 def test_a_queue_starts_a_ray_of_its_own_and_joins_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
-    made = SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda most: most))
+    made = SimpleNamespace(options=lambda **given: SimpleNamespace(remote=lambda most: (most, given)))
+    strategies = SimpleNamespace(NodeAffinitySchedulingStrategy=lambda node, soft: (node, soft))
     fake = SimpleNamespace(
         is_initialized=lambda: False,
         init=lambda **given: asked.append(given),
         remote=lambda **_: lambda cls: made,
         cluster_resources=lambda: {"object_store_memory": 100.0},
+        get_runtime_context=lambda: SimpleNamespace(get_node_id=lambda: "the driver's"),
+        util=SimpleNamespace(scheduling_strategies=strategies),
     )
     monkeypatch.setitem(sys.modules, "ray", fake)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    assert over_ray.start(None)[1] == 100 and over_ray.start(7)[1] == 7
+    name, (most, given) = over_ray.start(None)
+    assert (most, given["name"]) == (100, name) and over_ray.start(7)[1][0] == 7
+    assert given["scheduling_strategy"] == ("the driver's", False), "its index does not go with another node"
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     over_ray.start(None)
     assert [given["address"] for given in asked] == ["local", "local", "10.0.0.1:6379"]

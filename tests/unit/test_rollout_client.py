@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import os
+import resource
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +20,7 @@ from aiohttp.test_utils import TestServer
 from each import each
 from served import NAMES, VOCAB, Fault, Served, crashing, hanging_up, logprob, silent
 
-from verl.rollout import http
+from verl.rollout import client, http, wire
 from verl.rollout.api import Deadlines, Expected
 from verl.rollout.base import Capabilities, Completion, ReplicaLost, RolloutContext
 from verl.rollout.client import ServedEngine
@@ -58,9 +61,12 @@ def reader(version: int = 0, names: Any = NAMES) -> CheckedReader:
     return CheckedReader(WeightSource(version, "verl.weight_sync.shm:open_weights", f"/dev/shm/x-{version}", manifest))
 
 
+LEVELS = (1, 2)  # of sleep, where the double is one of a GPU
+
+
 def engine_at(url: str, expected: Expected | None = None, **given: Any) -> ServedEngine:
     limits = Deadlines(start_s=5, request_s=given.pop("request_s", 20), control_s=given.pop("control_s", 10))
-    able = Capabilities(logprobs="processed", max_context_tokens=64, in_flight_update=True)
+    able = Capabilities(logprobs="processed", max_context_tokens=64, in_flight_update=True, sleep_levels=LEVELS)
     return ServedEngine(context_of(**given), expected or Expected(name="vLLM"), VllmApi(), url, able, limits)
 
 
@@ -213,6 +219,21 @@ def test_nothing_is_sent_that_would_end_the_engine() -> None:
         with_server(lambda engine, served: engine.generate("r", PROMPT, greedy(2, stop=("x",))), decode=None)
 
 
+def test_scores_and_health_wait_for_a_server_that_is_full() -> None:
+    async def body(engine: ServedEngine, served: Served) -> None:
+        for ask in (lambda: engine.score(np.array([5, 6])), engine.probe):
+            full = [True, True]
+
+            async def fault(request: web.Request, full: list[bool] = full) -> web.StreamResponse | None:
+                return await crashing(429, "try again")(request) if full and full.pop() else None
+
+            served.faults["/inference/v1/generate"] = fault
+            await ask()
+            assert not full
+
+    with_server(body)
+
+
 def test_scores_of_a_prompt() -> None:
     async def body(engine: ServedEngine, served: Served) -> None:
         found = await engine.score(np.array([5, 6, 5]))
@@ -298,7 +319,7 @@ def spans(*of: tuple[str, int, int]) -> list[dict[str, Any]]:
 @each(
     "fault, error, said",
     [
-        (crashing(500), ServerRefused, r"/inference/v1/generate: HTTP 500: broken"),
+        (crashing(500), ServerGone, r"/inference/v1/generate: HTTP 500: broken"),
         (crashing(404, "no such model"), ServerRefused, "no such model"),
         (hanging_up, ServerGone, "/inference/v1/generate"),
         (answering(logprobs=None), NotUnderstood, "3 tokens with the log-probs"),
@@ -352,6 +373,63 @@ def test_a_request_under_way_when_its_client_closes_is_not_asked_again() -> None
     asyncio.run(scenario())
 
 
+def test_a_process_without_room_for_a_connection_waits_for_it() -> None:
+    """It says nothing of the server."""
+
+    async def run() -> None:
+        async with TestServer(Served().app()) as server:
+            door = Http(str(server.make_url("")))
+            door._pool()  # it has asked for more files
+            limits, taken = resource.getrlimit(resource.RLIMIT_NOFILE), [os.dup(0)]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (taken[0] + 60, limits[1]))
+            try:
+                with contextlib.suppress(OSError):
+                    while True:
+                        taken.append(os.dup(0))
+                asked = [asyncio.create_task(door.get("/version", timeout_s=20)) for _ in range(3)]
+                with pytest.raises(ServerLate):
+                    await door.get("/version", timeout_s=0.1)
+                assert not any(one.done() for one in asked)
+                while taken:
+                    os.close(taken.pop())
+                assert [one["version"] for one in await asyncio.gather(*asked)] == ["0.32.0+cpu"] * 3
+            finally:
+                for number in taken:
+                    os.close(number)
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+                await door.close()
+
+    asyncio.run(run())
+
+
+def test_as_many_files_as_it_may_have_are_asked_for() -> None:
+    soft, hard = limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard) - 1, hard))
+        assert http._files() >= resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(hard, http.FILES)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_requests_leave_connections_for_what_controls_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(engine: ServedEngine, served: Served) -> None:
+        most: list[int] = []
+
+        async def counted(request: web.Request) -> None:
+            most.append(len(served.running) + 1)
+
+        served.faults["/inference/v1/generate"] = counted
+        tasks = [asyncio.create_task(engine.generate(str(i), PROMPT, greedy(60))) for i in range(5)]
+        await until(lambda: len(served.running) == 2)
+        await engine.load_weights(reader(1), on_inflight="keep")
+        assert await engine.abort(["0", "1", "4"]) == 3
+        assert [len((await task).ids) == 60 for task in tasks] == [False, False, True, True, False]
+        assert len(most) >= 4 and max(most) == 2
+
+    monkeypatch.setattr(http, "_files", lambda: 8)
+    with_server(body, Served(step_s=0.003))
+
+
 def test_a_stream_that_breaks_off_is_no_answer() -> None:
     async def half(request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse()
@@ -370,6 +448,46 @@ def test_a_stream_that_breaks_off_is_no_answer() -> None:
                 await engine.generate("r", PROMPT, greedy(3, stop=("x",)))
 
     with_server(body)
+
+
+async def failing(request: web.Request) -> web.StreamResponse | None:
+    """What is asked of the model; its health is shown."""
+    return await crashing(500)(request) if (await request.json())["sampling_params"]["max_tokens"] > 1 else None
+
+
+@each(
+    "fault, error",
+    [(failing, ServerRefused), (crashing(503), ServerGone), (crashing(429), ServerRefused), (silent, ServerGone)],
+)
+def test_a_server_that_fails_requests_is_gone_where_it_draws_no_token_either(
+    fault: Fault, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(engine: ServedEngine, served: Served) -> None:
+        served.faults["/inference/v1/generate"] = fault
+        with pytest.raises(error):
+            await engine.generate("r", PROMPT, greedy(3))
+
+    monkeypatch.setattr(client, "PROBE_S", 0.2)
+    with_server(body, request_s=0.3)
+
+
+def test_a_long_queue_is_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body(engine: ServedEngine, served: Served) -> None:
+        async def queued(request: web.Request) -> web.StreamResponse | None:
+            asked = (await request.json())["sampling_params"]["max_tokens"]
+            if asked == 1:
+                probed.set()
+            return await silent(request) if asked < 20 else None
+
+        served.faults["/inference/v1/generate"], probed = queued, asyncio.Event()
+        late = asyncio.create_task(engine.generate("late", PROMPT, greedy(3)))
+        await probed.wait()
+        assert len((await engine.generate("served", PROMPT, greedy(20))).ids) == 20
+        with pytest.raises(ServerLate):
+            await late
+
+    monkeypatch.setattr(client, "PROBE_S", 1.0)
+    with_server(body, request_s=0.5)
 
 
 # ---- weights ---------------------------------------------------------------------------------------------------------
@@ -514,6 +632,16 @@ def test_a_paused_server_stays_paused_over_an_update(mode: Any) -> None:
     with_server(body)
 
 
+def test_answers_may_take_as_long_as_they_may_while_an_update_waits_for_them() -> None:
+    async def body(engine: ServedEngine, served: Served) -> None:
+        task = asyncio.create_task(engine.generate("r", PROMPT, greedy(60)))
+        await until(lambda: bool(served.running))
+        assert await engine.load_weights(reader(1), on_inflight="wait") == 1
+        assert (await task).spans == ((0, 0, 60),)
+
+    with_server(body, Served(step_s=0.01), control_s=0.2)
+
+
 def test_a_wait_that_is_given_up_is_undone() -> None:
     async def body(engine: ServedEngine, served: Served) -> None:
         task = asyncio.create_task(engine.generate("r", PROMPT, greedy(60)))
@@ -599,6 +727,7 @@ STRICT = Expected(name="vLLM", versions=((0, 32), (0, 33)), needs={**NEEDS, "tra
         (Served(version="dev"), None, "is vLLM dev"),
         (Served(room=63), None, "at most 63 tokens, and 64 are asked for; start it with a longer context"),
         (Served(raw=True), None, "log-probs before temperature and truncation"),
+        (Served(raw=True, rounded=8e-3), None, "log-probs before temperature and truncation"),
         (Served(), ("/init_weight_transfer_engine", crashing(404)), "has no /init_weight.*start it with FLAG"),
         (Served(), ("/init_weight_transfer_engine", crashing(500)), "cannot be sent weights.*start it with TRANSFER"),
         (Served(), ("/inference/v1/generate", crashing(403)), "has no /inference/v1/generate: start it with SCALE"),
@@ -613,6 +742,22 @@ def test_a_server_that_is_another_is_refused_at_start(served: Served, fault: Any
             await engine.capabilities()
 
     with_server(body, served, loads=False, expected=STRICT)
+
+
+@pytest.mark.parametrize("rounded", [0.0, 8e-3])
+def test_processed_logprobs_are_not_taken_for_raw_ones(rounded: float) -> None:
+    """Whatever the model: the double's, and drawn ones that are sure, that know nothing, and between."""
+    with_server(lambda engine, served: engine.capabilities(), Served(rounded=rounded), loads=False)
+    draw = np.random.default_rng(5)
+    for sharpness in (0.01, 0.3, 2.0, 8.0, 30.0):
+        for _ in range(50):
+            logits = draw.normal(0, sharpness, (8, VOCAB))
+            at = {t: logits / t - np.log(np.exp(logits / t).sum(-1, keepdims=True)) for t in (1.0, 2.0)}
+            ids = [int(draw.choice(VOCAB, p=np.exp(row) / np.exp(row).sum())) for row in at[2.0]]
+            plain, told = (np.array([row[i] for row, i in zip(at[t], ids)]) for t in (1.0, 2.0))
+            noise = rounded / 4 * np.abs(plain) * draw.choice([-1, 1], 8)
+            assert not wire.raw(told + noise, plain, VOCAB), (sharpness, told, plain)
+            assert wire.raw(plain + noise, plain, VOCAB) or sharpness < 0.1, (sharpness, plain)
 
 
 def test_nobody_listens() -> None:
@@ -696,3 +841,21 @@ def test_an_answer_may_hold_what_python_writes_for_no_number():
     assert http._parsed("/x", b"") is None
     with pytest.raises(ServerRefused, match="/x: the answer is no JSON: b'<html>'"):
         http._parsed("/x", b"<html>")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_server_that_sleeps_is_woken_before_its_weights_are_written(level: int) -> None:
+    """A colocated run publishes before the rollout's turn begins: what was put away has no memory to be written to."""
+
+    async def body(engine: ServedEngine, served: Served) -> None:
+        asked = len(served.asked)
+        await engine.wake()
+        assert len(served.asked) == asked, "it was awake"
+        await engine.sleep(level)
+        assert await engine.load_weights(reader(1)) == 1
+        await engine.wake()
+        paths = served.paths[asked:]
+        assert paths[0] == f"/sleep?level={level}" and paths.count("/wake_up") == 1
+        assert paths.index("/wake_up") < paths.index("/pause?mode=wait") < paths.index("/update_weights")
+
+    with_server(body)

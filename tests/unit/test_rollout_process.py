@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -240,3 +241,36 @@ def test_a_fenced_server_is_killed_and_started_anew(tmp_path: Path) -> None:
         await engine.close()
 
     asyncio.run(asyncio.wait_for(run(), 120))
+
+
+def test_an_engine_that_is_closed_while_it_restarts_starts_no_other_server(tmp_path: Path) -> None:
+    async def run() -> None:
+        engine, stopping, gate = engine_of(tmp_path), threading.Event(), threading.Event()
+        await engine.load_weights(reader())
+        first, launch = engine._server, engine._launch
+        assert first is not None and launch is not None
+        servers, stop = [], first.stop
+
+        def slow() -> None:
+            stopping.set()
+            gate.wait(30)
+            stop()
+
+        def counted(folder: str | None) -> tuple[ServerProcess, str]:
+            servers.append(launch(folder))
+            return servers[-1]
+
+        first.stop, engine._launch = slow, counted  # type: ignore[method-assign]
+        os.kill(first.pid, signal.SIGKILL)
+        wait_for(lambda: first.exit_code is not None, "its end")
+        update = asyncio.create_task(engine.load_weights(reader(1)))
+        await asyncio.to_thread(stopping.wait, 30)
+        closing = asyncio.create_task(engine.close())
+        await asyncio.sleep(0)
+        gate.set()
+        with pytest.raises(RuntimeError, match="closed"):
+            await update
+        await closing
+        assert not servers and gone(first.pid)
+
+    asyncio.run(asyncio.wait_for(run(), 60))

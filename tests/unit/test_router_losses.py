@@ -6,6 +6,8 @@ import asyncio
 import random
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,9 @@ import pytest
 from verl.rollout.base import Capabilities, Completion, ReplicaLost
 from verl.rollout.router import Router
 from verl.types import Sampling
+from verl.weight_sync.base import Sent, SyncError, WeightSource
+from verl.weight_sync.canary import Probed
+from verl.weight_sync.local import LocalCheckpointEngine, LocalOutlet
 
 SAMPLING = Sampling(max_tokens=4, seed=7)
 
@@ -78,13 +83,15 @@ class Engine:
 
 
 class World:
-    def __init__(self, count: int, restarts: int = 3) -> None:
+    def __init__(self, count: int, restarts: int = 3, *, at_urls: bool = False) -> None:
         self.made: list[list[Engine]] = [[] for _ in range(count)]
         self.asked: list[tuple[str, int | None]] = []
         self.said: list[str] = []
         self.broken = 0  # engines to come that do not start
         self.failures: list[BaseException] = []
-        self.router = Router([self.start(i) for i in range(count)], restarts=restarts, note=self.said.append)
+        self.router = Router(
+            [self.start(i) for i in range(count)], restarts=restarts, at_urls=at_urls, note=self.said.append
+        )
         self.router.watch(self.failures.append)
 
     def start(self, number: int) -> Callable[[Callable[[BaseException], None]], Any]:
@@ -155,6 +162,30 @@ def test_the_requests_of_a_dead_replica_are_asked_again_elsewhere() -> None:
     run(test)
 
 
+def test_a_prompt_whose_request_failed_at_a_replica_is_not_tied_to_it() -> None:
+    async def test() -> None:
+        world = World(2)
+        await world.begin()
+        (first,), (second,) = world.made
+
+        def ask(name: str) -> asyncio.Task[Completion]:
+            return asyncio.create_task(world.router.generate(name, np.arange(3), SAMPLING, prefix_key="k"))
+
+        failed, sibling = ask("a"), ask("b")
+        await turns()
+        assert list(first.running) == ["a", "b"], "one prefix"
+        first.running["a"].set_exception(RuntimeError("HTTP 500"))
+        with pytest.raises(RuntimeError, match="HTTP 500"):
+            await failed
+        retry = ask("a")
+        await turns()
+        assert list(second.running) == ["a"]
+        first.answer("b"), second.answer("a")
+        await asyncio.gather(sibling, retry)
+
+    run(test)
+
+
 def test_one_that_dies_between_two_calls_is_heard_of_from_any_thread() -> None:
     async def test() -> None:
         world = World(2)
@@ -189,6 +220,87 @@ def test_one_that_did_not_take_a_publish_must_not_speak() -> None:
     run(test)
 
 
+@pytest.mark.parametrize("fails", ["load", "canary"])
+def test_one_that_fails_a_publish_is_given_up_before_the_others_have_ended_theirs(fails: str) -> None:
+    async def test() -> None:
+        world, slow = World(2, restarts=0), asyncio.Event()
+        await world.begin()
+        (bad,), (good,) = world.made
+
+        async def loads(source: Any, *, on_inflight: str) -> int:
+            if fails == "load":
+                raise SyncError("half of it")
+            bad.version = source.version
+            return source.version
+
+        async def loads_late(source: Any, *, on_inflight: str) -> int:
+            await slow.wait()
+            good.version = source.version
+            return source.version
+
+        async def scored(ids: np.ndarray, **_: Any) -> np.ndarray:
+            return np.full(1, -1.0, np.float32)
+
+        async def scored_elsewise(ids: np.ndarray, **_: Any) -> np.ndarray:
+            return np.full(1, -5.0, np.float32)
+
+        bad.load_weights, good.load_weights = loads, loads_late  # type: ignore[method-assign]
+        bad.score, good.score = scored_elsewise, scored  # type: ignore[attr-defined]
+        tasks = [world.ask("a"), world.ask("b")]
+        await turns()
+        assert list(bad.running) == ["a"]
+        told: Future[Sent] = Future()
+        outlet = LocalOutlet()
+        probed = Probed(*(np.array([x], np.float32) for x in (1, -1.0, 1.0, -1.0)), eps=2.0**-8)
+        told.set_result(Sent(WeightSource(1, outlet.transport, outlet.stage(1, {}, []), {}), probed, 0, True))
+        trainer: Any = SimpleNamespace(send_weights=lambda *_, copy: told)
+        sync = LocalCheckpointEngine(probes=[np.arange(2)])
+        publish = sync.publish(
+            trainer, world.router.replicas, version=1, exclusive=False, on_inflight=["keep", "keep"], timeout_s=20
+        )
+        await turns()
+        assert sorted(good.running) == ["a", "b"] and world.router._serving == {1} and not publish.done()
+        slow.set()
+        assert list((await publish).failed_replicas) == [0]
+        for name in ("a", "b"):
+            good.answer(name)
+        assert [(await task).ids[0] for task in tasks] == [1, 1]
+
+    run(test)
+
+
+@pytest.mark.parametrize("failed", ["died", "loading", "canary"])
+def test_a_server_at_a_url_that_failed_an_update_is_never_connected_to_again(failed: str) -> None:
+    async def test() -> None:
+        world = World(2, at_urls=True)
+        await world.begin()
+        old, task = world.made[1][0], world.ask("a")
+
+        async def breaks(source: Any, *, on_inflight: str) -> int:
+            old.die("fenced")  # its requests hear of it first
+            await turns()
+            raise SyncError("half of it")
+
+        if failed == "died":
+            old.die()
+        elif failed == "loading":
+            old.load_weights = breaks  # type: ignore[method-assign]
+            with pytest.raises(SyncError):
+                await world.router.replicas[1].load_weights(1)  # type: ignore[arg-type]
+        else:
+            await world.publish(1)
+            world.router.replicas[1].lose(SyncError("other weights"))
+        await turns()
+        again = "is started again" if failed == "died" else "stays out of service"
+        assert len(world.made[1]) == (2 if failed == "died" else 1) and world.said[0].endswith(f"and it {again}")
+        assert world.router._serving == {0}
+        await turns()
+        world.made[0][0].answer("a")
+        await task
+
+    run(test)
+
+
 def test_one_that_dies_between_its_load_and_the_end_of_the_publish_does_not_serve() -> None:
     async def test() -> None:
         world = World(2)
@@ -200,6 +312,24 @@ def test_one_that_dies_between_its_load_and_the_end_of_the_publish_does_not_serv
         assert len(world.made[1]) == 2, "and there is another engine already"
         world.router.published({})
         assert world.router._serving == {0}
+
+    run(test)
+
+
+def test_one_that_comes_back_during_the_publish_that_its_engine_missed_is_left_alone() -> None:
+    async def test() -> None:
+        world = World(2)
+        await world.begin()
+        for replica in world.router.replicas:
+            await replica.load_weights(1)  # type: ignore[arg-type]
+        world.made[1][0].die()
+        await turns()
+        world.router.published({1: "ReplicaLost: killed"})
+        await turns()
+        assert [len(engines) for engines in world.made] == [1, 2] and world.made[1][1].calls == []
+        assert world.router._serving == {0}, "it has no weights yet"
+        await world.publish(2)
+        assert world.router._serving == {0, 1}
 
     run(test)
 
@@ -252,6 +382,8 @@ def test_without_one_that_serves_the_run_hears_the_first_cause() -> None:
         assert [str(e) for e in world.failures] == ["the second"] and world.router.version == -1
         await turns(100)
         assert [len(engines) for engines in world.made] == [4, 4], "three more each, none of which started"
+        ends = [engine.calls for engines in world.made for engine in engines]
+        assert ends == [["close"]] * 8, "and none of which holds its place"
 
     run(test)
 

@@ -267,8 +267,9 @@ def test_a_tool_is_tried_again_only_where_it_says_so():
 
 
 def test_a_broken_tool_is_no_answer():
-    with pytest.raises(ToolBroken, match="sandbox gone"):
-        played([returns(ToolBroken("sandbox gone"))], LOOK, "Done.")
+    for said in (LOOK, LOOK + LOOK):  # what the attempt is invalid for says so either way
+        with pytest.raises(ToolBroken, match="sandbox gone"):
+            played([returns(ToolBroken("sandbox gone"))], said, "Done.")
 
 
 WRONG_CALLS = [
@@ -358,7 +359,7 @@ def test_verls_tool_classes_and_their_yaml(tmp_path, monkeypatch):
     assert "\n16\n" in first and "\n19\n" in second
     assert out[-1].extra_fields == {"tool_rewards": [0.25, 0.25], "rollout_reward_scores": {"count": 19.0}}
     assert out[-1].reward_score is None, "what tools say is told to the reward function, and is no reward by itself"
-    assert tool.held.instance.log == [("create", 10), ("release", 19)]
+    assert tool.held.instance.log == [("create", 10), ("release", 19)] and tool.places._value == 32
 
 
 # -- what is refused before anything runs ------------------------------------------------------------------------------

@@ -226,6 +226,37 @@ def test_a_reader_that_dies_or_stops_at_any_tensor_holds_nobody(
             assert broken.ask(f"{address} {NOWHERE}") == f"whole {digest(weights(7.0))}", "and gets the present one"
 
 
+def test_what_other_users_and_containers_left_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shm, "SHM", tmp_path)
+    dead = 2**30  # no process has it
+    assert not f"{shm.PREFIX}-1-x-0".startswith("verl-weights-"), "an older verl beside this one would remove it"
+    other, ours, gone, elsewhere = (
+        tmp_path / name
+        for name in (
+            f"{shm.PREFIX}-{dead}-other-0",
+            f"{shm.PREFIX}-{os.getpid()}-lives-0",
+            f"{shm.PREFIX}-{dead}-ours-0",
+            f"verl-weights.7-{dead}-elsewhere-0",
+        )
+    )
+    for path in (other, ours, gone, elsewhere):
+        path.touch()
+    unlink, user = Path.unlink, os.geteuid()
+
+    def sticky(path: Path, missing_ok: bool = False) -> None:
+        if path == other:
+            raise PermissionError(1, "Operation not permitted", str(path))
+        unlink(path, missing_ok)
+
+    with monkeypatch.context() as there:
+        there.setattr(os, "geteuid", lambda: user + 1)
+        shm.remove_of_the_dead()
+        assert gone.exists() and other.exists()
+    monkeypatch.setattr(Path, "unlink", sticky)
+    shm.remove_of_the_dead()
+    assert sorted(tmp_path.iterdir()) == sorted([other, ours, elsewhere])
+
+
 def test_a_trainer_that_dies_in_the_middle_leaves_no_version_and_no_memory() -> None:
     with played(WRITER) as writer:
         address = Path(writer.ask(NOWHERE))

@@ -8,17 +8,20 @@ and a token that stands in several is trained in the first.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
-from verl.rollout.base import Completion, RolloutEngine
+from verl.rollout.base import Completion
 from verl.types import Sampling, Segment, StopReason, Task, as_ids, derive_seed
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -60,6 +63,37 @@ class Call:
     token_ids: list[int]  # what the loop was given of it
 
 
+class Generates(Protocol):
+    """The one verb of `RolloutEngine` that a trajectory needs."""
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt_ids: np.ndarray,
+        sampling: Sampling,
+        *,
+        prefix_key: str | None = None,
+        adapter: str | None = None,
+        media: Sequence[str] = (),
+    ) -> Completion: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a loop told its server manager, beside what it asked for: plain data. See `ServerManager`."""
+
+    counts: dict[str, int | float]
+    timeline: list[dict[str, Any]]
+    credits: dict[int, float]
+    states: dict[int, str]
+    ended_by: StopReason | None
+    taken: int
+
+
+class LoopFailed(RuntimeError):
+    """An agent loop in a process of its own raised, or that process died. The error's name is in the text."""
+
+
 NEUTRAL: Mapping[str, float] = {"repetition_penalty": 1, "n": 1}  # these values change nothing
 
 
@@ -70,7 +104,7 @@ class ServerManager:
     nor does one after `max_turns` of them. counts: what else the loop counts, for `agent/NAME` in the metrics.
     credits_turns: the algorithm reads rewards of single turns (`credit`). timeline: what was done when."""
 
-    engine: RolloutEngine
+    engine: Generates
     sampling: Sampling
     seed_parts: Sequence[object]
     prefix_key: str | None = None
@@ -138,6 +172,20 @@ class ServerManager:
 
     def turn_reward(self, k: int) -> float:
         return self._credits.get(k, 0.0)
+
+    def made_of(self) -> dict[str, Any]:
+        """What another one is made of, over another engine."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "engine"}
+
+    def told(self) -> Told:
+        states = {k: str(state) for k, state in self._states.items()}
+        return Told(dict(self.counts), self.timeline, self._credits, states, self.ended_by, self.taken)
+
+    def take_over(self, record: Sequence[Call], told: Told) -> None:
+        """As if the loop had been played with this one."""
+        self.record, self.timeline, self.counts = list(record), told.timeline, Counter(told.counts)
+        self._credits, self._states = told.credits, dict(told.states)
+        self.ended_by, self.taken = told.ended_by, told.taken
 
     async def generate(
         self,
@@ -332,7 +380,7 @@ def _row(
     room = max(0, first + max_tokens - manager.taken - len(prompt_ids))
     cut = len(ids) > room
     ids, mask = ids[:room], mask[:room]
-    owner = np.where(mask, _owners(prompt_ids, ids, manager.record), -1)
+    owner = np.where(mask, _owners(prompt_ids, ids, manager.record, trained), -1)
     if len(invented := np.flatnonzero(mask & (owner < 0))):
         raise ValueError(
             f"{len(invented)} tokens with mask 1, the first at response position {invented[0]}, were not sampled by "
@@ -372,12 +420,13 @@ def _is_untouched(output: AgentLoopOutput, call: Call, max_tokens: int) -> bool:
     return ids == call.token_ids and same_prompt
 
 
-def _owners(prompt: np.ndarray, ids: np.ndarray, record: Sequence[Call]) -> np.ndarray:
+def _owners(prompt: np.ndarray, ids: np.ndarray, record: Sequence[Call], trained: Sequence[np.ndarray]) -> np.ndarray:
     """[R] the call that sampled each response token, or -1. A call's tokens stand where its prompt ends, if that is
-    what precedes them. The loop may have cut or dropped them; of two calls at one place, the longer match was kept."""
+    what precedes them. The loop may have cut or dropped them; of two calls at one place, the longer match was kept,
+    and of equal ones that end the row the call of which less is trained: each of equal samples may be a branch."""
     whole = np.concatenate([prompt, ids])
     owner = np.full(len(ids), -1, np.int64)
-    agreed: dict[int, int] = {}
+    agreed: dict[int, tuple[int, int]] = {}
     for k, call in enumerate(record):
         at = len(call.prompt_ids) - len(prompt)
         if at < 0 or not np.array_equal(whole[: len(call.prompt_ids)], call.prompt_ids):
@@ -385,8 +434,9 @@ def _owners(prompt: np.ndarray, ids: np.ndarray, record: Sequence[Call]) -> np.n
         sampled = call.completion.ids[: len(ids) - at]
         differs = np.flatnonzero(ids[at : at + len(sampled)] != sampled)
         n = int(differs[0]) if len(differs) else len(sampled)
-        if n > agreed.get(at, 0):
-            agreed[at] = n
+        known = int(trained[k][:n].sum()) if n == len(call.completion.ids) == len(ids) - at else n
+        if (found := (n, -known)) > agreed.get(at, (0, 0)):
+            agreed[at] = found
             owner[at : at + n] = k
     return owner
 
@@ -401,3 +451,13 @@ def _sampled(c: Completion, turn: Mapping[str, np.ndarray], first: int, end: int
             logprobs = c.logprobs[a:b]
             segments.append(Segment(ids=c.ids[a:b], source="sampled", logprobs=logprobs, version=version, side=side))
     return segments
+
+
+async def together(plays: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """All results in order. When one raises, the others are cancelled and have ended before that error comes out."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(play) for play in plays]
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks]

@@ -29,7 +29,7 @@ from verl.sandbox import attended
 from verl.tools.function_tool import ToolBroken, ToolLimits
 
 START_S = 7.0  # for a server to be there and to tell its tools; one that says nothing takes 2 s more to end
-RETRY_S = 5.0  # a call waits so long for a server that is down, if its own deadline is not before
+RETRY_S = 5.0  # a call waits so long for a server that is down, and half of its tool's limit at most
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 4.0  # between two attempts to reach a server that is down; doubled each time
 CLOSE_S = 8.0  # for sessions to end: the package waits for the server, then kills it
 LIMITS = ("timeout_s", "concurrency", "retries", "stop")
@@ -63,21 +63,24 @@ class Session:
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class McpServer:
     """Given by `agent.tools=[servers.json]`; behind all tools of it. changed: what is new in its list of tools since
-    the start, until a call has told it."""
+    the start, until a call has told it · limit_s: of a call, once the run has begun."""
 
     name: str
     entry: Mapping[str, Any]
     listed: Sequence[Mapping[str, Any]] = ()
     changed: str = ""
+    limit_s: float = 4 * START_S
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.new_event_loop, repr=False)
     _shared: Session | None = None
+    _trying: asyncio.Task[Session] | None = None
     _opening: asyncio.Lock = field(default_factory=asyncio.Lock, repr=False)
     _pause_s: float = 0.0
     _not_before_s: float = 0.0
     _why: str = ""
     _said: TextIO = field(default_factory=_unnamed_file, repr=False)
     _garbage: str = ""
-    _tasks: dict[asyncio.Task[None], Any] = field(default_factory=dict, repr=False)  # and what cancels them
+    _begun: list[asyncio.Task[Session]] = field(default_factory=list, repr=False)
+    _tasks: dict[asyncio.Task[Any], Any] = field(default_factory=dict, repr=False)  # and what cancels them
     _pings: set[asyncio.Task[None]] = field(default_factory=set, repr=False)
     close: Any = field(init=False, repr=False)
 
@@ -93,12 +96,14 @@ class McpServer:
             asyncio.run_coroutine_threadsafe(self._ready(), self._loop).result(2 * START_S)
         except (Unreachable, TimeoutError) as e:
             self.close()
-            raise ValueError(f"{where}: {e}. Fix: start it, or mend its entry: {_how(self.entry)}") from e
+            raise ValueError(
+                f"{where}: {str(e) or 'no answer'}. Fix: start it, or mend its entry: {_how(self.entry)}"
+            ) from e
 
     # -- what a toolbox calls, in the run's event loop -----------------------------------------------------------------
 
     async def open(self, given: Mapping[str, Any]) -> Session | None:
-        return await self._there(self._connected(START_S)) if self.entry.get("stateful") else None
+        return await self._there(self._own()) if self.entry.get("stateful") else None
 
     async def call(self, state: Session | None, tool: str, arguments: dict[str, Any], given: Mapping[str, Any]) -> Any:
         return await self._there(self._call(state, tool, arguments))
@@ -156,17 +161,25 @@ class McpServer:
         return news
 
     async def _ready(self) -> Session:
-        """The session that all share; opened again where it ended, by one caller at a time."""
-        until_s = time.monotonic() + RETRY_S
+        """The session that all share; opened again where it ended, by one caller at a time. An attempt goes on when
+        its caller may wait no longer: past the tool's limit, a server that is down would be an answer to the model."""
+        came_s = time.monotonic()
+        until_s, end_s = came_s + min(RETRY_S, self.limit_s / 2), came_s + self.limit_s / 2
         while True:
             async with self._opening:
                 if self._shared is not None and not self._shared.over.is_set():
                     return self._shared
-                if time.monotonic() >= self._not_before_s:
+                if self._trying is None and time.monotonic() >= self._not_before_s:
+                    self._trying = self._attempt()
+                if self._trying is not None:
+                    await asyncio.wait({self._trying}, timeout=end_s - time.monotonic())
+                    if not self._trying.done():
+                        raise Unreachable(f"no answer in {self.limit_s / 2:g} s")
+                    trying, self._trying = self._trying, None
                     try:
-                        self._shared = await self._connected(START_S)
+                        self._shared = trying.result()
                         self._pause_s = 0.0
-                        return self._shared
+                        continue
                     except Unreachable as e:
                         self._pause_s = min(LONGEST_PAUSE_S, max(FIRST_PAUSE_S, 2 * self._pause_s))
                         self._not_before_s, self._why = time.monotonic() + self._pause_s, str(e)
@@ -175,7 +188,30 @@ class McpServer:
                 raise Unreachable(self._why)
             await asyncio.sleep(max(0.01, min(left_s, self._not_before_s - time.monotonic())))
 
-    async def _connected(self, limit_s: float) -> Session:
+    async def _own(self) -> Session:
+        """A session of one trajectory. One that its caller could not wait for is the next caller's: a server that
+        begins slower than a call may last would never be there."""
+        begun = [one for one in self._begun if not one.done() or _of_use(one)]
+        begun.sort(key=asyncio.Task.done)
+        attempt, self._begun = begun.pop() if begun else self._attempt(), begun
+        try:
+            await asyncio.wait({attempt}, timeout=self.limit_s / 2)
+        except asyncio.CancelledError:
+            self._begun.append(attempt)
+            raise
+        if attempt.done():
+            return attempt.result()
+        self._begun.append(attempt)
+        raise Unreachable(f"no answer in {self.limit_s / 2:g} s{self._last_words()}")
+
+    def _attempt(self) -> asyncio.Task[Session]:
+        attempt = self._loop.create_task(self._connected())
+        self._tasks[attempt] = attempt
+        attempt.add_done_callback(self._tasks.pop)
+        attempt.add_done_callback(lambda made: made.cancelled() or made.exception())  # its caller may be gone
+        return attempt
+
+    async def _connected(self) -> Session:
         """A new session whose tools have been read."""
         from anyio import CancelScope
 
@@ -185,9 +221,9 @@ class McpServer:
         self._tasks[task] = scope
         task.add_done_callback(self._tasks.pop)
         try:
-            return await asyncio.wait_for(asyncio.shield(made), limit_s)
+            return await asyncio.wait_for(asyncio.shield(made), START_S)
         except TimeoutError:
-            why = f"no answer in {limit_s:g} s{self._last_words()}"
+            why = f"no answer in {START_S:g} s{self._last_words()}"
         except Exception as e:  # whatever the package raises for a server that is none
             why = f"{_innermost(e)}{self._last_words()}"
         except asyncio.CancelledError:
@@ -255,6 +291,10 @@ class McpServer:
         return garbage + (f"; it said: {tail}" if tail else "")
 
 
+def _of_use(attempt: asyncio.Task[Session]) -> bool:
+    return not (attempt.cancelled() or attempt.exception() or attempt.result().over.is_set())
+
+
 async def _pinged(session: Session) -> None:
     """A server that hangs is asked for again, as one that has ended is."""
     asked = asyncio.ensure_future(_tools_of(session.client))
@@ -270,11 +310,11 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
     loop.close()
 
 
-def _end(loop: asyncio.AbstractEventLoop, tasks: dict[asyncio.Task[None], Any]) -> None:
+def _end(loop: asyncio.AbstractEventLoop, tasks: dict[asyncio.Task[Any], Any]) -> None:
     """Every session is left, and the thread ends; waits for it, so that servers are gone."""
 
     async def leave() -> None:
-        for scope in tasks.values():
+        for scope in list(tasks.values()):
             scope.cancel()
         if tasks:
             await asyncio.wait(list(tasks), timeout=CLOSE_S)
@@ -330,9 +370,10 @@ def _how(entry: Mapping[str, Any]) -> str:
 # -- from the configuration --------------------------------------------------------------------------------------------
 
 
-def tools_of_servers(file: str) -> list[Tool]:
+def tools_of_servers(file: str, timeout_s: float) -> list[Tool]:
     """The tools of a file with `mcpServers`, {name: {command, args, env, cwd} or {url, headers}, and what is ours:
-    stateful, tools (those of its tools that are wanted), and the limits of a tool}. ValueError: no such server."""
+    stateful, tools (those of its tools that are wanted), and the limits of a tool}. ValueError: no such server.
+    timeout_s: of a call, where they say no other."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -359,6 +400,7 @@ def tools_of_servers(file: str) -> list[Tool]:
     try:
         for server in made:
             server.start()
+            server.limit_s = server.entry.get("timeout_s") or timeout_s
         return [tool for server in made for tool in _tools(server, where)]
     except BaseException:
         for server in made:

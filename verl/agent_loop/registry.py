@@ -4,8 +4,9 @@ read; what is wrong with it is the user's to mend, and said with the key."""
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from verl.agent_loop.base import AgentLoopBase, AgentLoopFactory, ServerManager
@@ -18,34 +19,30 @@ from verl.chat.bridge import bridge_of, plain_text
 from verl.chat.parsing import FORMATS, TurnParser, format_of, opening_of
 from verl.chat.renderers import PREFIX, load_package
 from verl.chat.template import USER, Renderer, audit_template, shared
-from verl.data.formats import AGENT_NAMES, Players
 from verl.data.formats import SINGLE_TURN as SINGLE
 from verl.data.formats import TOOL_AGENT as TOOL
+from verl.data.formats import Players, played_by
 from verl.types import Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loops:
-    """players: whom a row may name · tools: of the run, by name · make: the loop of one trajectory · notes: what a
-    person should read at the start."""
+    """players: whom a row may name · make: the loop of one trajectory · notes: what a person should read at the
+    start · close: ends the servers, processes and threads that are behind tools."""
 
     players: Players
-    tools: Mapping[str, Tool]
     make: AgentLoopFactory
     notes: tuple[str, ...] = ()
     contents: Mapping[str, str] = field(default_factory=dict)  # what of them defines the run, by key
-
-    def close(self) -> None:
-        """End the servers and the threads that are behind tools."""
-        close_tools(self.tools)
+    close: Callable[[], None]
 
 
 def load_loops(config: Any, tokenizer: Any, eos_ids: tuple[int, ...]) -> Loops:
     """config: the whole configuration, which user's loops are given. ValueError for a loop or a tool that cannot be
     loaded, and for tools with a model whose template has no place for them."""
     agent: AgentConfig = config.agent
-    default = AGENT_NAMES.get(agent.loop, agent.loop)
-    own = None if default in (SINGLE, TOOL) else _own_loop(agent.loop)
+    default, _ = played_by(agent.loop)
+    own = None if default in (SINGLE, TOOL) else _own_loop(default)
     if default == TOOL and not agent.tools:
         raise ValueError("agent.loop=tool_agent without a tool: agent.tools=[FILE.py] (functions under @function_tool)")
     tools = load_tools(agent.tools, agent.tool_timeout_s)
@@ -72,7 +69,14 @@ def load_loops(config: Any, tokenizer: Any, eos_ids: tuple[int, ...]) -> Loops:
     players = Players(default, names, tuple(dict(tool.schema) for tool in tools.values()))
     contents = {**contents_of(tools), **({"agent.tools": listed} if (listed := tools_hash(tools)) else {})}
     notes += (f"agent: the tools of MCP servers are those of now ({listed[:12]})",) if listed else ()
-    return Loops(players=players, tools=tools, make=make, notes=notes, contents=contents)
+    return Loops(players=players, make=make, notes=notes, contents=contents, close=partial(close_tools, tools))
+
+
+def of_the_user(agent: AgentConfig) -> bool:
+    """Whether code of the user's plays, that is not said to be fit for the driver's process."""
+    name, in_driver = played_by(agent.loop)
+    servers = all(entry.endswith(".json") for entry in agent.tools)  # processes of their own
+    return not in_driver and (name not in (SINGLE, TOOL) or not servers)
 
 
 def _own_loop(text: str) -> type[AgentLoopBase]:

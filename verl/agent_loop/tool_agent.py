@@ -8,7 +8,6 @@ produces    one AgentLoopOutput: sampled ids as sampled, everything else with ma
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from verl.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, ServerManager, TokenOutput
+from verl.agent_loop.base import AgentLoopBase, AgentLoopMetrics, AgentLoopOutput, ServerManager, TokenOutput, together
 from verl.agent_loop.sections import AgentConfig
 from verl.agent_loop.tools import Answer, Tool, Toolbox
 from verl.chat.bridge import Bridge, PlainText
@@ -197,7 +196,7 @@ class ToolAgentLoop(AgentLoopBase):
             allowed = allowed[: max(0, limits.max_tool_calls - play.calls)]
         play.calls += len(allowed)
         began = time.monotonic()
-        answers = list(await _together([self._call(play, call) for call in allowed]))
+        answers = await together(self._call(play, call) for call in allowed)
         play.tool_s += time.monotonic() - began
         counts["tool_calls"] += len(allowed)
         counts["tool_errors"] += sum(bool(a.error) for a in answers)
@@ -295,11 +294,3 @@ def _call_message(k: int, call: ToolCall) -> dict[str, Any]:
 
 def _canonical(arguments: Mapping[str, Any]) -> str:
     return json.dumps(arguments, sort_keys=True, default=str)
-
-
-async def _together(calls: Sequence[Any]) -> Sequence[Answer]:
-    if len(calls) == 1:
-        return [await calls[0]]
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(call) for call in calls]
-    return [task.result() for task in tasks]

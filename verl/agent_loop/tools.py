@@ -345,8 +345,8 @@ def _of_entry(entry: str, timeout_s: float) -> list[Tool]:
     if entry.endswith(".json"):
         from verl.agent_loop.mcp import tools_of_servers
 
-        return tools_of_servers(entry)
-    return _of_yaml(entry, timeout_s) if entry.endswith((".yaml", ".yml")) else _of_module(entry)
+        return tools_of_servers(entry, timeout_s)
+    return _of_yaml(entry, timeout_s) if entry.endswith((".yaml", ".yml")) else _of_module(entry, timeout_s)
 
 
 def load_user_module(text: str, key: str) -> ModuleType:
@@ -361,7 +361,7 @@ def load_user_module(text: str, key: str) -> ModuleType:
         ) from e
 
 
-def _of_module(entry: str) -> list[Tool]:
+def _of_module(entry: str, timeout_s: float) -> list[Tool]:
     path, _, name = entry.partition(":")
     module = load_user_module(path, "agent.tools")
     if name and not callable(vars(module).get(name)):
@@ -369,8 +369,19 @@ def _of_module(entry: str) -> list[Tool]:
         raise ValueError(f"agent.tools={entry}: no function {name!r} there; there are {there}")
     if name and inspect.isclass(vars(module)[name]):
         return _of_environment(vars(module)[name], entry)
-    functions = [vars(module)[name]] if name else [f for f in vars(module).values() if hasattr(f, MARK)]
-    return [function_as_tool(f) for f in functions]
+    names = [name] if name else [n for n, f in vars(module).items() if hasattr(f, MARK)]
+    return [_of_function(path, n, function_as_tool(vars(module)[n]), timeout_s) for n in names]
+
+
+def _of_function(path: str, name: str, tool: Tool, timeout_s: float) -> Tool:
+    if not (processes := tool.limits.processes):
+        return tool
+    from verl.agent_loop.processes import InProcesses
+
+    assert tool.function is not None
+    named, limit_s = inspect.signature(tool.function).parameters, tool.limits.timeout_s or timeout_s
+    held = InProcesses(path, name, named, timeout_s=limit_s, processes=processes)
+    return replace(tool, limits=replace(tool.limits, concurrency=processes), function=None, held=held)
 
 
 def _of_environment(made_by: type, entry: str) -> list[Tool]:

@@ -279,15 +279,20 @@ def _abandoned(path: Path, host: str, pid: int) -> bool:
 
 @contextmanager
 def _reported_for(final: Path) -> Iterator[None]:
-    """Every OSError in here means that `final` was not written."""
+    """Every OSError in here means that `final` was not written, unless somebody was waited for too long."""
     try:
         yield
-    except SaveFailed:
-        raise
     except OSError as e:
+        if isinstance(e, SaveFailed) or is_late(e):
+            raise
         kind = DiskFull if e.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG) else SaveFailed
         where = f" ({e.filename})" if e.filename else ""
         raise kind(e.errno or errno.EIO, f"checkpoint not written: {e.strerror or e}{where}", str(final)) from e
+
+
+def is_late(e: OSError) -> bool:
+    """A deadline that passed: no fault of the disk, whose errors have numbers."""
+    return isinstance(e, TimeoutError) and e.errno is None
 
 
 def _number(value: Any) -> float | None:

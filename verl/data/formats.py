@@ -34,6 +34,7 @@ MEDIA_KEYS = ("images", "videos", "audios")
 SINGLE_TURN, TOOL_AGENT = "single_turn", "tool_agent"
 AGENT_NAMES = MappingProxyType({"single_turn_agent": SINGLE_TURN})
 """verl's name of a loop -> ours, where they differ."""
+IN_DRIVER = "@driver"
 FEEDBACK = "attempt.feedback"
 """As `teacher.hint_key`: no column, but what was said of the very attempt."""
 Messages = tuple[dict[str, Any], ...]
@@ -59,6 +60,12 @@ class ConversationRow(NamedTuple):
     tools: tuple[dict[str, Any], ...]
     train_from: int
     enable_thinking: bool | None
+
+
+def played_by(loop: str) -> tuple[str, bool]:
+    """(the loop's name, whether `agent.loop` says that loops and tools run in the driver's process)."""
+    name = loop.removesuffix(IN_DRIVER)
+    return AGENT_NAMES.get(name, name), name != loop
 
 
 class Players(NamedTuple):

@@ -10,9 +10,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from verl.chat.bridge import PlainText
 from verl.chat.conversation import Rendered, render_conversation
 from verl.chat.template import (
     Message,
+    Renderer,
     RenderError,
     RowRefused,
     TemplateAudit,
@@ -289,9 +291,10 @@ class ConversationJob(RenderJob):
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """What a teacher reads of an attempt: the prompt with what the reward function or the environment said of it."""
+    """What a teacher reads of an attempt: the prompt with what the reward function or the environment said of it, as
+    plain text: it may quote the attempt or a tool."""
 
-    tokenizer: Tokenizer
+    plain: PlainText
     template_kwargs: Mapping[str, Any]
     longest: int
 
@@ -299,8 +302,9 @@ class Feedback:
         """The task with that context. Nothing was said, or more than there is room for: untaught."""
         if not (said := attempt.reward.feedback if isinstance(attempt.reward, Score) else ""):
             return replace(task, untaught=True)
-        messages = with_hint(tuple(map(dict, task.messages)), said)
-        ids = render_prompt(self.tokenizer, messages, self.template_kwargs, task.tools)
+        messages = with_hint(tuple(map(dict, task.messages)), self.plain.marked(said))
+        renderer = Renderer(self.plain.tokenizer, self.template_kwargs, task.tools)
+        ids = self.plain.encode(renderer.text(messages, prompt=True))
         return replace(task, untaught=True) if len(ids) > self.longest else replace(task, context_ids=ids)
 
 

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from verl.agent_loop.registry import Loops, load_loops
+from verl.agent_loop.registry import Loops
 from verl.algorithms.presets import settled
 from verl.algorithms.resolve import Algorithm, resolve
 from verl.algorithms.specs import GKDTopK, function
+from verl.chat.bridge import plain_text
 from verl.checkpoint.latest import beyond
 from verl.config.backends import CLUSTER, ROLLOUT, backend_of, layout_of, load, longest_sequence, options_of
 from verl.config.cluster import roles_of
@@ -27,6 +28,7 @@ from verl.data.cursor import Curriculum
 from verl.data.formats import FEEDBACK, ONE_ANSWER, Players
 from verl.data.render import Feedback
 from verl.data.source import Cursor, TaskTable, load_tasks
+from verl.driver.assemble_loops import loops_of
 from verl.driver.assemble_rewards import reward_of
 from verl.driver.checkpointer import Checkpointer
 from verl.driver.home import home_of, server_place
@@ -82,7 +84,7 @@ async def assemble(
     algorithm = algorithm_of(config.algorithm)
     tokenizer = load_tokenizer_of(config)
     require_an_end(config, tokenizer)
-    loops = load_loops(config, tokenizer, eos_ids(config, tokenizer))
+    loops = await loops_of(config, tokenizer)
     with contextlib.ExitStack() as refused:  # whoever refused the start may be asked again in this process
         refused.callback(loops.close)
         tasks, eval_tasks = tasks_of(config, tokenizer, loops.players)
@@ -170,7 +172,8 @@ async def _started(
         rollout = starts[0]()
         replicas: Sequence[RolloutEngine] = (rollout,)
     else:
-        rollout = Router(starts, restarts=config.cluster.max_restarts, note=progress.message)
+        restarts, at_urls = config.cluster.max_restarts, bool(config.rollout.url)
+        rollout = Router(starts, restarts=restarts, at_urls=at_urls, note=progress.message)
         replicas = rollout.replicas
     asked = replicas[0].capabilities()
     able = await waits.wait(asked, who="driver", what="the rollout engines to start", timeout_s=START_TIMEOUT_S)
@@ -268,7 +271,7 @@ def _groups(
     tokenizer: Any,
 ) -> RolloutManager:
     assert learner.algorithm is not None
-    inform = Feedback(tokenizer, config.model.template_kwargs, config.data.max_prompt_tokens)
+    inform = Feedback(plain_text(tokenizer), config.model.template_kwargs, config.data.max_prompt_tokens)
     return RolloutManager(
         scheduler=_scheduler(config, learner.algorithm, total_steps),
         cursor=cursor,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -52,13 +53,12 @@ async def assemble_supervised(
     stages = _stages(config, command, tokenizer)
     drivers = _drivers(config, stages) if launch else None
     claimed = open_together(resolved, command, drivers) if drivers else open_run_dir(resolved, command)
-    try:
-        return await _run_of(
-            resolved, command, claimed, tokenizer, stages, progress or LiveProgress(), on_step, drivers
-        )
-    except BaseException:
-        claimed.lock.close()  # whoever refused the start may be asked again in this process
-        raise
+    with contextlib.ExitStack() as refused:  # whoever refused the start may be asked again in this process
+        refused.callback(claimed.lock.close)
+        shown = progress or LiveProgress()
+        run = await _run_of(resolved, command, claimed, tokenizer, stages, shown, on_step, drivers, refused)
+        refused.pop_all()  # the run closes them
+        return run
 
 
 async def _run_of(
@@ -70,6 +70,7 @@ async def _run_of(
     progress: LiveProgress,
     on_step: OnStep | None,
     drivers: Drivers | None,
+    refused: contextlib.ExitStack,
 ) -> SupervisedRun:
     config, (stage, eval_stage, summary) = resolved.config, stages
     progress.message(f"data: {summary}")
@@ -78,6 +79,7 @@ async def _run_of(
     share, waits = command != "sft", Waits((claimed.records or claimed.path) / "waits.json")
     crash_dir, roles = claimed.path / "crash", (TRAINER, "compute")
     context = context_of(config, roles, updates=num_steps, crash_dir=crash_dir, drivers=drivers)
+    refused.callback(context.cluster.close)
     export = hf_export(config, head=head, pad_token_id=pad_id(tokenizer))
     trainer = workers_of(context, trained(context, TRAINER, head=head, share_prefix=share, hf_export=export))
     learner = learner_of(context, None, {TRAINER: trainer}, waits)

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import msgspec
 
+from verl.checkpoint.store import is_late
 from verl.config.plan import SAVE_EVERY_S, SAVE_SHARE
 from verl.driver.reporter import Reporter, due
 from verl.driver.roles import Learner
@@ -29,6 +30,7 @@ from verl.workers.model_workers import ModelWorkers
 
 T = TypeVar("T")
 BYTES_PER_S = 500e6  # of a save, before one was measured
+SLOW_BYTES_PER_S = 100e6  # of one that is given up
 LOOK_BACK = 5  # steps, whose updates say how long the next one may take
 COPY_S = 1.0  # of a copy for every step, which may take SAVE_SHARE of its update; shorter ones are nobody's concern
 BUSY = 2.0  # a save beside an update in the same process, against one that has it for itself
@@ -71,6 +73,7 @@ class Checkpointer:
     ) -> None:
         self._claimed, self._learner, self._trained = claimed, learner, trained
         self._needed_bytes, self._reporter = needed_bytes, reporter
+        self._limit_s = max(learner.config.run.wait_timeout_s, needed_bytes / SLOW_BYTES_PER_S)
         self.cadence = Cadence(learner.config.run.save_every_steps, needed_bytes / BYTES_PER_S)
         self.stop = StopRequest(reporter.progress, learner.config.run.grace_s, self._save_s)
         self._under_way: asyncio.Task[None] | None = None
@@ -85,6 +88,7 @@ class Checkpointer:
     async def save(self, state: DriverState, *, last: bool = False, best: float | None = None) -> None:
         """Commit a checkpoint after `state.step` steps. One that cannot be written (disk full, I/O) is a warning:
         nothing of it is left, earlier ones are untouched, and the run goes on; with `last` the OSError is raised.
+        Workers that do not answer for run.wait_timeout_s, or for as long as a slow disk takes, are a TimeoutError.
 
         Workers in processes of their own keep a copy of their state and write it while training goes on; the checkpoint
         has its name when all of it is on disk. `settle` waits for that, and so does the next save."""
@@ -176,6 +180,8 @@ class Checkpointer:
         try:
             await write
         except OSError as e:
+            if is_late(e):
+                raise
             self._reporter.progress.message(f"warning: checkpoint of step {state.step} was not written: {e}")
             events.append("save_failed", state.step, {"error": str(e)})
             self.cadence.saved(self.cadence.save_s)  # how long one takes is not known from this
@@ -197,30 +203,40 @@ class Checkpointer:
         return self.stop.stopped(done + 1, total_steps, self.newest)
 
     async def _write(self, state: DriverState, best: float | None) -> None:
-        models, timeout_s = self._learner.models, self._learner.config.run.wait_timeout_s
+        models = self._learner.models
 
         def fill(path: Path) -> None:
             for role in self._trained:
-                models[role].save(path / "state" / role).result(timeout_s)
-            models[self._trained[0]].export(path / "hf").result(timeout_s)
+                self._done(models[role].save(path / "state" / role), role)
+            self._done(models[self._trained[0]].export(path / "hf"), self._trained[0])
 
         await self._stored(state, best, fill)
 
     async def _write_beside(self, state: DriverState, best: float | None) -> None:
         """What the workers kept, while they go on: they are asked now and then whether it is done."""
-        models, timeout_s = self._learner.models, self._learner.config.run.wait_timeout_s
+        models = self._learner.models
 
         def fill(path: Path) -> None:
             for i, role in enumerate(self._trained):
-                models[role].write(path / "state" / role, path / "hf" if i == 0 else None).result(timeout_s)
+                self._done(models[role].write(path / "state" / role, path / "hf" if i == 0 else None), role)
             for role in self._trained:
-                until_s = time.monotonic() + timeout_s
-                while not models[role].written().result(timeout_s):
+                until_s = time.monotonic() + self._limit_s
+                while not self._done(models[role].written(), role):
                     if time.monotonic() > until_s:
-                        raise TimeoutError(f"{role} has not written its state within {timeout_s:g} s")
+                        raise self._late(role)
                     time.sleep(ASK_EVERY_S)
 
         await self._stored(state, best, fill)
+
+    def _done(self, asked: Future[T], role: str) -> T:
+        try:
+            return asked.result(self._limit_s)
+        except TimeoutError as e:
+            raise e if asked.done() else self._late(role) from None
+
+    def _late(self, role: str) -> TimeoutError:
+        least = f"run.wait_timeout_s, or what {SLOW_BYTES_PER_S / 1e6:g} MB/s would take"
+        return TimeoutError(f"{role} has not written its state within {self._limit_s:g} s ({least})")
 
     async def _stored(self, state: DriverState, best: float | None, fill: Callable[[Path], None]) -> None:
         def everything(path: Path) -> None:
@@ -235,8 +251,7 @@ class Checkpointer:
             needed_bytes=self._needed_bytes,
             meta={"metric": best, "version": state.version},
         )
-        timeout_s = self._learner.config.run.wait_timeout_s
-        what, longest_s = f"the checkpoint of step {state.step}", (2 * len(self._trained) + 2) * timeout_s
+        what, longest_s = f"the checkpoint of step {state.step}", (2 * len(self._trained) + 2) * self._limit_s
         await self._learner.waits.wait(write, who="driver", what=what, timeout_s=longest_s)
 
     async def restore(self) -> DriverState | None:

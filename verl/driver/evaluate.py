@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from verl.agent_loop.base import together
 from verl.config.schema import Config
-from verl.driver.trajectories import TrajectorySpec, together
+from verl.driver.trajectories import TrajectorySpec
 from verl.types import Metric, Metrics, Sampling, Score, Trajectory
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from verl.driver.models import role_spec, workers_of
 from verl.driver.setup import decoder, load_tokenizer_of, require_an_end, set_up_process
 from verl.rollout.base import Completion
 from verl.types import derive_seed
+from verl.workers.waits import Waits
 
 
 def generate_once(config: Config, prompt: str, n: int) -> list[tuple[str, str, float]]:
@@ -47,7 +48,7 @@ async def _generate(config: Config, tokenizer: Any, ids: np.ndarray, n: int) -> 
         seeds = [derive_seed(config.run.seed, "generate", i) for i in range(n)]
         samplings = [replace(sampling_of(config), seed=seed) for seed in seeds]
         asked = [rollout.generate(f"generate/{i}", ids, s, prefix_key="generate") for i, s in enumerate(samplings)]
-        return list(await asyncio.wait_for(asyncio.gather(*asked), timeout_s))
+        return await Waits().wait(asyncio.gather(*asked), who="generate", what="the answers", timeout_s=timeout_s)
     finally:
         await rollout.close()
         model.close()

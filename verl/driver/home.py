@@ -19,7 +19,7 @@ from verl.track.files import write_atomic
 
 MARK = ".driver"
 SOURCE = Path(__file__).parents[1]
-BUILT = (".pyc", ".so")  # from the sources, and not the same on every node
+BUILT = {"__pycache__", ".pyc", ".so"}  # from the sources, perhaps just now, and not the same on every node
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def home_of(run_dir: Path | None) -> Home:
 def versions() -> tuple[tuple[str, str], ...]:
     """(what, which): two commits of verl, or a changed file, are two sources."""
     source = hashlib.sha256()
-    for path in sorted(p for p in SOURCE.rglob("[!.]*") if p.is_file() and p.suffix not in BUILT):
+    for path in sorted(p for p in SOURCE.rglob("[!.]*") if BUILT.isdisjoint((p.suffix, *p.parts)) and p.is_file()):
         source.update(str(path.relative_to(SOURCE)).encode() + path.read_bytes())
     return (
         ("Python", platform.python_version()),

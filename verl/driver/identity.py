@@ -25,6 +25,7 @@ from verl.config.model_files import find_model_folder
 from verl.config.schema import Config
 from verl.config.tree import leaves, values_of
 from verl.data.files import expand_files, fingerprint
+from verl.data.formats import played_by
 
 MAY_CHANGE: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -108,6 +109,11 @@ def _source(name: str | None) -> str | None:
     return f"{function} {_digest([found])}" if found and found.is_file() else _text_digest(name)
 
 
+def _loop(name: str, in_driver: bool) -> str | None:
+    """Wherever it is played."""
+    return None if name == leaves()["agent.loop"].default else _source(name)
+
+
 def _teacher(path: str | None, policy: str) -> str | None:
     """An adapter with its base. What a server holds is its own affair."""
     if path is None or path == POLICY or is_url(path):
@@ -125,7 +131,7 @@ CONTENT: Mapping[str, Callable[[Config], str | None]] = MappingProxyType(
         "data.eval_files": lambda c: _rows(c.data.eval_files),
         "algorithm.loss": lambda c: _source(c.algorithm.loss),
         "algorithm.advantage": lambda c: _source(c.algorithm.advantage),
-        "agent.loop": lambda c: None if c.agent.loop == leaves()["agent.loop"].default else _source(c.agent.loop),
+        "agent.loop": lambda c: _loop(*played_by(c.agent.loop)),
         "agent.tools": lambda c: "\n".join(_source(entry) or "" for entry in c.agent.tools) or None,
         "critic.path": lambda c: _model(c.critic.path),
         "teacher.path": lambda c: _teacher(c.teacher.path, c.model.path),

@@ -7,8 +7,8 @@ import gc
 import json
 import time
 import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,7 +18,7 @@ import uvloop
 from verl.config.load import Resolved, validate
 from verl.config.plan import checkpoint_bytes, checkpoints_kept, make_plan, render_plan, small_disk
 from verl.config.schema import Config
-from verl.driver.assemble import assemble
+from verl.driver.assemble import assemble, from_threads
 from verl.driver.assemble_supervised import assemble_supervised
 from verl.driver.evaluate import evaluate
 from verl.driver.loop import train
@@ -32,7 +32,8 @@ from verl.track.console import LiveProgress
 from verl.track.events import FINISHED
 from verl.track.files import write_atomic
 from verl.track.metrics import reduce
-from verl.workers.group import WorkerDied
+from verl.workers.answers import FENCE_S
+from verl.workers.group import Cluster, WorkerDied
 from verl.workers.pools import Shortage
 from verl.workers.torchrun import is_spare, launched, take_part
 
@@ -93,6 +94,21 @@ def _repaired(resolved: Resolved, number: int, died: list[str], progress: LivePr
         _go_on(resolved)
 
 
+@asynccontextmanager
+async def _deaths_first(cluster: Cluster) -> AsyncIterator[None]:
+    """The death of a worker is the cause of an error, where one is heard of: others may say first what they see."""
+    try:
+        yield
+    except Exception as error:
+        if cluster.apart and not isinstance(cause := first_cause(error), Stopped | ReplicaLost):
+            heard: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+            cluster.watch(from_threads(lambda death: None if heard.done() else heard.set_result(death)))
+            await asyncio.wait({heard}, timeout=FENCE_S)
+            if heard.done() and heard.result() is not cause:
+                raise error from heard.result()
+        raise
+
+
 def _go_on(resolved: Resolved) -> None:
     """With what this run has saved, also if it began as a fork; one that was to find nothing finds itself."""
     run = resolved.config.run
@@ -121,7 +137,8 @@ async def _trained(run: Run, title: str, plan: str) -> None:
             gc.freeze()
         if thresholds[0]:  # 0: the user has switched it off
             gc.set_threshold(max(GC_THRESHOLD, thresholds[0]), *thresholds[1:])
-        await run.until_stopped(train(run))
+        async with _deaths_first(run.learner.cluster):
+            await run.until_stopped(train(run))
         run.reporter.events.append(FINISHED, run.total_steps, {})
     finally:
         if thawed:  # what the caller has frozen stays so
@@ -188,7 +205,8 @@ async def _fit(
             if run.first_index:
                 progress.message(f"resuming {run.dir} after step {run.first_index} of {run.total_steps}")
             progress.start(run.total_steps, title or run.config.run.name)
-            values = await fit(run)
+            async with _deaths_first(run.learner.cluster):
+                values = await fit(run)
             run.reporter.events.append(FINISHED, run.total_steps, {})
             await run.learner.finish()
         finally:

@@ -20,7 +20,7 @@ from verl.checkpoint.score import classifier_config
 from verl.config.adapter import base_of
 from verl.config.backends import backend_of, load, longest_sequence, options_of
 from verl.config.cluster import dtype_of
-from verl.config.model_files import has_tokenizer
+from verl.config.model_files import describe_model, has_tokenizer
 from verl.config.plan import warmup_steps
 from verl.config.schema import Config
 from verl.model_engine.base import EngineContext, ModelEngine, ServedAt, TeacherHead
@@ -152,7 +152,8 @@ def _teacher_spec(context: ModelContext, algorithm: Algorithm, role: str, path: 
         texts = tuple((text, ids) for text, ids in drawn_texts(ours, texts=1000))
         top = any(need.output == "topk_ids" for need in algorithm.needs(1))
         url, secret = split_key(path)
-        served = ServedAt(url=url, key=secret, longest=longest_sequence(config), texts=texts, top=top)
+        longest, vocab = longest_sequence(config), describe_model(config.model.path).vocab
+        served = ServedAt(url=url, key=secret, longest=longest, vocab=vocab, texts=texts, top=top)
         return replace(spec, engine="verl.model_engine.served:build", options=served, apart=True)
     if adapter is not None:
         context.say(f"{key}={path}: an adapter, of the model in {base}")

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from verl.rollout.base import PauseMode, RolloutEngine
+from verl.rollout.base import Capabilities, PauseMode, RolloutEngine
 from verl.types import Metric, Metrics
 from verl.weight_sync.base import CheckpointEngine, SyncReport
-from verl.workers.model_workers import ModelWorkers
+from verl.workers.model_workers import START_TIMEOUT_S, ModelWorkers
 from verl.workers.waits import Waits
 
 
@@ -35,8 +35,15 @@ class Publisher:
 
     async def start(self, version: int) -> None:
         """Ask the replicas what they can do, and make the weights of `version` live on them."""
-        can = [await replica.capabilities() for replica in self.replicas]
-        keep = self.partial_rollout
+        can, keep = list[Capabilities](), self.partial_rollout
+
+        async def ask() -> None:
+            for replica in self.replicas:
+                can.append(await replica.capabilities())
+
+        await self.waits.wait(
+            ask(), who="driver", what=lambda: f"rollout replica {len(can)} to start", timeout_s=START_TIMEOUT_S
+        )
         self._modes = tuple("keep" if keep and c.in_flight_update else "wait" for c in can)
         self.version = version
         self._report(await self._awaited(self._enqueue(version), version))

@@ -26,7 +26,7 @@ from verl.driver.state import read_state
 from verl.driver.step import Step, experience_and_update
 from verl.track.events import read_events
 from verl.track.metrics import read_metrics, reduce
-from verl.track.samples import SampleRow, read_samples, sample_steps
+from verl.track.samples import TURN_FIELDS, SampleRow, read_samples, sample_steps
 from verl.transfer_queue.base import TransferQueue
 from verl.types import CUT, Refs, Sample, Segment
 
@@ -119,8 +119,9 @@ def _sample(row: SampleRow, reads_feedback: bool) -> Sample:
         elif row.version_min < 0:
             segments.append(Segment(ids=ids, source="stored"))
         else:
-            logprobs = row.rollout_logprobs[a:b]
-            segments.append(Segment(ids=ids, source="sampled", logprobs=logprobs, version=row.version_min))
+            side = {name: found[a:b] for name in TURN_FIELDS if (found := getattr(row, name)) is not None}
+            logprobs, version = row.rollout_logprobs[a:b], row.version_min
+            segments.append(Segment(ids=ids, source="sampled", logprobs=logprobs, version=version, side=side))
     return Sample(
         **{name: getattr(row, name) for name in SHARED},
         segments=tuple(segments),

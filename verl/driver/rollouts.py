@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from verl.agent_loop.base import together
 from verl.algorithms.filters import reject_flat
 from verl.algorithms.resolve import Algorithm
 from verl.data.source import TaskTable
 from verl.driver.scheduler import Exhausted, Scheduler, StepBatch
 from verl.driver.state import SavedGroup, restore_group, save_group
-from verl.driver.trajectories import TrajectoryRunner, TrajectorySpec, together
+from verl.driver.trajectories import TrajectoryRunner, TrajectorySpec
 from verl.track.events import EventLog
 from verl.transfer_queue.base import TransferQueue
 from verl.types import Group, Purpose, Refs, Sampling, Score, Task, Trajectory, samples_of, taught

@@ -109,7 +109,7 @@ async def _rewarded(learner: Learner, step: Step, refs: Refs) -> Refs:
 
 
 def _chosen(learner: Learner, step: Step, refs: Refs) -> Refs:
-    """The rows that an algorithm trains on, of each group by its scores (PF-PPO); all of them without a choice."""
+    """The trajectories that an algorithm trains on, of each group by its scores (PF-PPO); all without a choice."""
     assert learner.algorithm is not None
     chosen = learner.algorithm.sample_filter
     if chosen is None or chosen.draws:
@@ -117,8 +117,10 @@ def _chosen(learner: Learner, step: Step, refs: Refs) -> Refs:
     kept: set[str] = set()
     for group_id, rows in refs.of("train").groups().items():
         rng = random.Random(derive_seed(learner.config.run.seed, "choose", step.index, group_id))
-        kept |= {rows[i].sample_id for i in chosen.choose([r.reward for r in rows], rng)}
-    return Refs(r for r in refs if r.purpose != "train" or r.sample_id in kept)
+        scores = {r.trajectory_id: r.reward for r in rows}  # one may be of several rows
+        names = list(scores)
+        kept |= {names[i] for i in chosen.choose(list(scores.values()), rng)}
+    return Refs(r for r in refs if r.purpose != "train" or r.trajectory_id in kept)
 
 
 def _drawn(learner: Learner, step: Step, rows: Refs) -> Refs:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from verl.checkpoint.store import is_late
 from verl.config.load import Resolved
 from verl.driver.home import home_of
 from verl.driver.identity import compare, identity_of
@@ -85,6 +86,8 @@ class SharedStore:
             try:
                 self._store.save(step, fill, needed_bytes=needed_bytes, meta=meta)
             except OSError as e:
+                if is_late(e):  # who is late is in no exchange
+                    raise
                 error = e
             if not begun:
                 self._drivers.gather(None).result()

@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from verl.agent_loop.base import (
     AgentLoopFactory,
     AgentLoopOutput,
     CheckedOutput,
+    LoopFailed,
     ServerManager,
     check_output,
     outputs_of,
@@ -36,7 +37,6 @@ from verl.types import (
 )
 from verl.workers.waits import DeadlineExpired, Limit, Waits
 
-T = TypeVar("T")
 TOOL_FIELDS = ("tool_rewards", "rollout_reward_scores")
 """Of a loop's `extra_fields`, what the reward function sees in `extra_info` (verl's names)."""
 
@@ -142,7 +142,7 @@ class TrajectoryRunner:
             raise
         except Exception as e:  # an agent loop is user code: its failure is an outcome, and retried
             late = f"timeout: the agent loop did not end in {self.timeout_s:g} s"
-            error = late if isinstance(e, DeadlineExpired) else f"{type(e).__name__}: {e}"
+            error = late if isinstance(e, DeadlineExpired) else said_by(e)
             made, turns = CheckedOutput((Segment(ids=task.prompt_ids, source="prompt"),), "error"), 1
         else:
             if made.stop_reason == "abort":
@@ -221,6 +221,11 @@ class TrajectoryRunner:
         return found
 
 
+def said_by(error: Exception) -> str:
+    """Its name and its text."""
+    return str(error) if isinstance(error, LoopFailed) else f"{type(error).__name__}: {error}"
+
+
 def heard(reward: Score | Invalid, output: AgentLoopOutput) -> Score | Invalid:
     """With what the environment said of the attempt, where the reward says nothing."""
     said = output.extra_fields.get("feedback")
@@ -242,13 +247,3 @@ def _paid(made: CheckedOutput, reward: Score | Invalid) -> Score | Invalid:
         return reward
     wrong = made.pay(reward.turn_rewards)
     return Invalid("bad_result", wrong) if wrong else reward
-
-
-async def together(plays: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """All results in order. When one raises, the others are cancelled and have ended before that error comes out."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(play) for play in plays]
-    except BaseExceptionGroup as failed:
-        raise failed.exceptions[0] from None
-    return [task.result() for task in tasks]

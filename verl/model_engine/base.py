@@ -78,12 +78,14 @@ class TeacherHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedAt:
-    """Where a frozen model is served (`served.py`). longest: row that it will be asked for, in tokens · texts: with the
-    ids that its tokenizer must read them as · top: it names its likeliest tokens too · timeout_s: for one answer ·
-    parallel: requests at once · key: sent as a bearer token · cache_mb: of what it said of rows."""
+    """Where a frozen model is served (`served.py`). longest: row that it will be asked for, in tokens · vocab: ids that
+    the policy has logits of · texts: with the ids that its tokenizer must read them as · top: it names its likeliest
+    tokens too · timeout_s: for one answer · parallel: requests at once · key: sent as a bearer token · cache_mb: of
+    what it said of rows."""
 
     url: str
     longest: int
+    vocab: int
     texts: tuple[tuple[str, tuple[int, ...]], ...]
     top: bool = False
     timeout_s: float = 120.0

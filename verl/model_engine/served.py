@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections import OrderedDict
@@ -27,6 +28,7 @@ from verl.types import Metric, Metrics
 
 TOKENS_IN, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 AGAIN = 2  # times that a row is asked for
+AGAIN_S = 0.5  # between them
 TOLERANCE = 0.1  # nats, between two answers of one server about the same tokens
 logger = logging.getLogger(__name__)
 OUTPUTS = ("logprobs", "topk_ids", "topk_logprobs")
@@ -124,11 +126,14 @@ class ServedModel:
         if self._path == TOKENS_IN:
             params = {**wanted, "detokenize": False, "ignore_eos": True}
             body = {"model": self._model, "token_ids": ids.tolist(), "sampling_params": params}
-            found = self._ask(TOKENS_IN, body).get("prompt_logprobs")
         else:
             body = {"model": self._model, "prompt": ids.tolist(), **wanted}
-            found = self._ask(COMPLETIONS, body)["choices"][0].get("prompt_logprobs")
-        return read_answer(found, ids, self._k)
+        answer = self._ask(self._path, body)
+        try:
+            found = (answer if self._path == TOKENS_IN else answer["choices"][0]).get("prompt_logprobs")
+        except (LookupError, TypeError, AttributeError) as e:  # of who stands before the server
+            raise Unanswered(f"{self._path}: no completion: {json.dumps(answer)[:200]}") from e
+        return read_answer(found, ids, self._k, self._options.vocab)
 
     def take_metrics(self) -> Metrics:
         """The share of rows that were known, since it was asked last."""
@@ -146,11 +151,12 @@ class ServedModel:
             if known is not None:
                 self._kept.move_to_end(key)
                 return known
-        for _ in range(AGAIN):
+        for left in reversed(range(AGAIN)):
             try:
                 found = self.score(ids)
             except Unanswered as e:
                 said = str(e)
+                time.sleep(AGAIN_S if left else 0)
             else:
                 if all(bool(values.isfinite().all()) for values in found.values()):  # else it is asked again
                     self._keep(key, found)
@@ -188,9 +194,9 @@ def _bytes(found: Mapping[str, Tensor]) -> int:
     return sum(x.nbytes for x in found.values())
 
 
-def read_answer(found: Any, ids: np.ndarray, k: int) -> dict[str, Tensor]:
+def read_answer(found: Any, ids: np.ndarray, k: int, vocab: int) -> dict[str, Tensor]:
     """vLLM's prompt_logprobs: nothing for the first token, then {id: {logprob}} with the token that stands there and
-    the k likeliest. The probability of all others is what is left of 1."""
+    the k likeliest, all below `vocab`. The probability of all others is what is left of 1."""
     if not isinstance(found, list) or len(found) != len(ids) or found[0] is not None:
         raise Unanswered(f"no prompt_logprobs of {len(ids)} tokens, of which the first has none")
     own, named, logs = [], [], []
@@ -201,6 +207,9 @@ def read_answer(found: Any, ids: np.ndarray, k: int) -> dict[str, Tensor]:
             best = sorted(known, key=lambda i: -known[i])[:k]
             if len(best) < k:
                 raise Unanswered(f"{len(best)} likeliest tokens where {k} were asked for")
+            if best and max(best) >= vocab:
+                fix = "take a teacher whose head is of that size, or algorithm.name=opd"
+                raise Unanswered(f"token {max(best)} is among the likeliest, and the policy has {vocab}: {fix}")
             left = 1 - math.fsum(math.exp(known[i]) for i in best)
             named.append(best)
             logs.append([*(known[i] for i in best), math.log(left) if left > 1e-7 else math.log(1e-7)])

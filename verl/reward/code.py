@@ -104,7 +104,7 @@ def same_text(ran: Ran, expected: Any) -> bool:
 
 def _same_number(said: str, wanted: str) -> bool:
     """For a wanted number with a point or an exponent; whole numbers are compared as they are written."""
-    if not re.fullmatch(r"[+-]?\d*\.?\d*(?:[eE][+-]?\d+)?", wanted) or wanted.isdigit():
+    if not re.fullmatch(r"[+-]?\d*\.?\d*(?:[eE][+-]?\d+)?", wanted) or wanted.lstrip("+-").isdigit():
         return False
     try:
         return math.isclose(float(said), float(wanted), rel_tol=1e-9, abs_tol=1e-9)

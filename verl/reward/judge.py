@@ -56,8 +56,11 @@ def compute_score(
         return label_of(_post(f"{url.rstrip('/')}/classify", body | {"input": text, "text": text}, timeout_s, api_key))
     body |= {"messages": [{"role": "user", "content": text}], "temperature": 0.0, "max_tokens": max_tokens}
     found = _post(f"{url.rstrip('/')}/v1/chat/completions", body, timeout_s, api_key)
-    choice = found["choices"][0]
-    said = str(choice["message"]["content"])
+    try:
+        choice = found["choices"][0]
+        said = str(choice["message"]["content"])
+    except (LookupError, TypeError):
+        raise ValueError(f"the judge answered no chat completion: {json.dumps(found)[:200]}") from None
     if choice.get("finish_reason") == "length":
         raise ValueError(f"the judge was cut off after max_tokens={max_tokens}, before its verdict: give it more")
     if not (scores := re.findall(pattern, said)):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from verl.rollout.base import PauseMode, RolloutContext, WeightReader
-from verl.rollout.wire import Drawn
+from verl.rollout.wire import Drawn, version_of
 from verl.types import Sampling
 from verl.weight_sync.base import CheckedReader, SyncError, WeightSource, opened
 
@@ -130,6 +130,21 @@ class Api:
     async def prepare(self, post: Post, model: str, vocab: int) -> None:
         """Once, when it is up: ValueError for a server that cannot do what it must, `ServerRefused` where it says so
         itself."""
+
+
+async def model_of(api: Api, expected: Expected, url: str, get: Post, wants: int) -> str:
+    """The name of its model; ValueError for a server of another version, or of shorter sequences than `wants`."""
+    if expected.versions is not None:
+        at_least, below = expected.versions
+        said, name = await api.release(get), expected.name
+        if not at_least <= version_of(said) < below:
+            wanted = f">={'.'.join(map(str, at_least))},<{'.'.join(map(str, below))}"
+            raise ValueError(f"{url} is {name} {said}: this adapter was made for {name} {wanted}; install that")
+    model, room = await api.model(get)
+    if room is not None and room < wants:
+        fix = "start it with a longer context, or lower data.max_prompt_tokens or rollout.max_response_tokens"
+        raise ValueError(f"{url} serves sequences of at most {room} tokens, and {wants} are asked for; {fix}")
+    return model
 
 
 async def source_of(api: Api, source: WeightReader) -> tuple[CheckedReader, WeightSource]:

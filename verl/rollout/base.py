@@ -155,6 +155,15 @@ class RolloutEngine(Protocol):
 
 
 @runtime_checkable
+class Replaceable(Protocol):
+    """One of several, which go on without it."""
+
+    def lose(self, why: BaseException) -> None:
+        """Give up the engine that was asked to load weights last."""
+        ...
+
+
+@runtime_checkable
 class Streaming(Protocol):
     """An engine that tells of tokens as they are drawn."""
 

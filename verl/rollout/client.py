@@ -11,14 +11,14 @@ import asyncio
 import contextlib
 import itertools
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
 from typing import Any, get_args
 
 import numpy as np
 
-from verl.rollout.api import Api, Deadlines, Expected, Room, positions_of, source_of
+from verl.rollout.api import Api, Deadlines, Expected, Room, model_of, positions_of, source_of
 from verl.rollout.base import (
     Capabilities,
     Completion,
@@ -31,18 +31,15 @@ from verl.rollout.base import (
 from verl.rollout.calls import Call, after, ended, first
 from verl.rollout.embedded.core import check_context
 from verl.rollout.http import Http, ServerGone, ServerLate, ServerRefused
+from verl.rollout.launching import Launch
 from verl.rollout.process import ServerProcess
-from verl.rollout.wire import Drawn, Reading, version_of
+from verl.rollout.wire import Drawn, Reading, raw
 from verl.types import Sampling
 
 AGAIN_S = 0.05  # between two words to abort a request that may not have arrived yet
 SETTLE_S = 2.0  # for the answers of a server that has finished its requests to arrive
 DYING_S = 3.0  # from the end of an engine to that of the server before it
 PROBE_S = 30.0  # for one token of a healthy server
-
-
-Launch = Callable[[str | None], tuple[ServerProcess, str]]
-"""Starts the server, with the model of this folder (None: the one that it was made for): its process and its URL."""
 
 
 class ServedEngine:
@@ -70,14 +67,13 @@ class ServedEngine:
         self._tag, self._number = uuid.uuid4().hex[:8], itertools.count()
         self._pending: dict[str, Call] = {}
         self._starting: asyncio.Task[None] | None = None
-        self._ready = self._closed = self._paused = False
+        self._ready = self._closed = self._paused = self._asleep = False
         self._fenced: str | None = None  # why it must not speak
         self._control = asyncio.Lock()  # pauses, updates and restarts do not mix
         self._open = asyncio.Event()  # closed while one of these is under way: later requests wait for its end
         self._open.set()
         self._behind: set[asyncio.Task[None]] = set()
-        self._model = "policy"
-        self._version = -1
+        self._model, self._version, self._answered = "policy", -1, 0
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -105,9 +101,9 @@ class ServedEngine:
             return await self._generate(request_id, call, prompt, sampling)
         except ServerGone as e:
             raise self._cause(e) from e
-        except ServerRefused as e:
-            if e.status >= 500 and await self._ends():  # its engine died, and it follows
-                raise self._cause(ServerGone(str(e))) from e
+        except (ServerRefused, ServerLate) as e:
+            if (isinstance(e, ServerLate) or e.status >= 500) and (await self._ends() or await self._stuck()):
+                raise self._cause(ServerGone(str(e))) from e  # its engine died
             raise
         finally:
             del self._pending[request_id]
@@ -151,6 +147,7 @@ class ServedEngine:
                 drawn.finish = "abort"
         if not self._api.updates and drawn.ids:  # it had these weights all the time
             drawn.versions = [(str(version), 0, len(drawn.ids))]
+        self._answered += 1
         return reading.completion(request_id, drawn, stopped)
 
     async def _streamed(
@@ -227,6 +224,7 @@ class ServedEngine:
                 await self._restart()
             what = "load_weights(on_inflight='wait')"
             try:
+                await self.wake()  # weights that were put away have no memory to be written to
                 await self._stand_still(on_inflight, what)
             except (ServerGone, ServerLate, ServerRefused):  # its engine has died, or hangs
                 if self._launch is None or not self._api.updates:
@@ -260,7 +258,8 @@ class ServedEngine:
             raise ValueError(f"{what}: {self._expected.name} cannot make running requests stand still; wait, or abort")
         try:
             if mode in modes:
-                pausing = asyncio.ensure_future(self._api.pause(self._call, mode))
+                limit_s = self._limits.request_s if mode == "wait" else self._limits.control_s
+                pausing = asyncio.ensure_future(self._api.pause(partial(self._call, timeout_s=limit_s), mode))
                 await asyncio.shield(pausing)
             if mode == "abort":
                 await self._returned(calls)
@@ -306,13 +305,15 @@ class ServedEngine:
             raise ValueError(f"sleep level={level}: 1 frees the KV, 2 the weights too")
         if level in self._able.sleep_levels:
             await self._api.sleep(self._call, level)
+            self._asleep = True
         return 0
 
     async def wake(self, tags: Sequence[str] = ("weights", "kv")) -> None:
         if unknown := set(tags) - {"weights", "kv"}:
             raise ValueError(f"wake tags {sorted(unknown)}: known are 'weights' and 'kv'")
-        if self._able.sleep_levels:
+        if self._asleep:
             await self._api.wake(self._call)
+            self._asleep = False
 
     async def capabilities(self) -> Capabilities:
         """Waits until the server is up."""
@@ -389,17 +390,8 @@ class ServedEngine:
 
     async def _known(self) -> None:
         """Version, model, context, control plane and the meaning of its log-probs."""
-        url, name, get = self._http.url, self._expected.name, partial(self._http.get, timeout_s=self._limits.control_s)
-        if self._expected.versions is not None:
-            at_least, below = self._expected.versions
-            said = await self._api.release(get)
-            if not at_least <= version_of(said) < below:
-                wanted = f">={'.'.join(map(str, at_least))},<{'.'.join(map(str, below))}"
-                raise ValueError(f"{url} is {name} {said}: this adapter was made for {name} {wanted}; install that")
-        self._model, room = await self._api.model(get)
-        if room is not None and room < (wants := self._context.max_context_tokens):
-            fix = "start it with a longer context, or lower data.max_prompt_tokens or rollout.max_response_tokens"
-            raise ValueError(f"{url} serves sequences of at most {room} tokens, and {wants} are asked for; {fix}")
+        url, get = self._http.url, partial(self._http.get, timeout_s=self._limits.control_s)
+        self._model = await model_of(self._api, self._expected, url, get, self._context.max_context_tokens)
         try:
             await self._api.prepare(self._call, self._model, self._vocab)
         except ServerRefused as e:
@@ -414,10 +406,8 @@ class ServedEngine:
     async def _refuse_raw_logprobs(self) -> None:
         """ValueError for a server whose log-probs are not those of the distribution that it drew from."""
         drawn = await self._drawn(Sampling(max_tokens=8, temperature=2.0, seed=1, ignore_eos=True))
-        ids = np.array([0, *drawn.ids])
-        plain = (await self._api.score(self._call, self._model, ids, PROBE_S))[-len(drawn.ids) :]
-        uniform = -np.log(self._vocab)
-        if np.abs(plain - drawn.logprobs).max() < 1e-3 < np.abs(plain - uniform).max():
+        plain = (await self._api.score(self._call, self._model, np.array([0, *drawn.ids]), PROBE_S))[-len(drawn.ids) :]
+        if raw(np.array(drawn.logprobs), plain, self._vocab):
             fix = self._expected.needs.get("logprobs", "have it return those of the distribution that was drawn from")
             raise ValueError(f"{self._http.url} returns log-probs before temperature and truncation: {fix}")
 
@@ -427,8 +417,9 @@ class ServedEngine:
         if self._server is not None:
             await asyncio.get_running_loop().run_in_executor(None, self._server.stop)
         await self._http.close()
+        self._check_alive()  # nobody would end what is started after a close
         self._http = self._launched(folder)
-        self._ready, self._waiting, self._fenced, self._version = False, False, None, -1
+        self._ready, self._waiting, self._asleep, self._fenced, self._version = False, False, False, None, -1
         await self._up()
         if self._paused and "keep" in self._api.modes:
             await self._api.pause(self._call, "keep")
@@ -453,6 +444,16 @@ class ServedEngine:
                 return self._server is not None
         return False
 
+    async def _stuck(self) -> bool:
+        """It draws no token in time, and nobody had an answer meanwhile, as where a long queue stands before it."""
+        before, stuck = self._answered, False
+        if self._open.is_set():  # one that stands still draws none
+            try:
+                await self.probe(PROBE_S)
+            except (ServerGone, ServerLate, ServerRefused) as e:
+                stuck = not isinstance(e, ServerRefused) or e.status >= 500
+        return stuck and self._answered == before
+
     def _cause(self, error: ServerGone) -> Exception:
         """Why nobody answers, as far as it is known here: another error, which has this one for its cause."""
         if self._closed:
@@ -461,9 +462,8 @@ class ServedEngine:
             return ServerGone(f"{self._expected.name} is out of service: {self._fenced}")
         if self._server is None or (code := self._server.exit_code) is None:
             return ServerGone(str(error))
-        return ServerGone(
-            f"{self._expected.name} ended with exit code {code}; in {self._server.log}: {self._server.tail(3)}"
-        )
+        said = f"in {self._server.log}: {self._server.tail(3)}"
+        return ServerGone(f"{self._expected.name} ended with exit code {code}; {said}")
 
     def _check_alive(self) -> None:
         if self._closed:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
+import resource
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from typing import Any
 
 import aiohttp
@@ -19,6 +20,8 @@ CONNECT_S = 10.0
 IDLE_S = 2.0  # of a connection: servers close them after 5, and a request would meet the end of one
 FULL = 429  # the status of a server that takes no more requests now
 ROOM_S, MOST_S = 0.05, 1.0  # until it is asked again; grows to the second
+FILES = 65536  # that this process asks for at most; its children inherit that
+NO_FILE = (errno.EMFILE, errno.ENFILE, errno.EADDRNOTAVAIL)  # this side has no room for a connection: none was made
 SAID = 500  # characters of an error's body that are told
 
 
@@ -46,6 +49,7 @@ class Http:
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._room = asyncio.Semaphore(1)
 
     async def get(self, path: str, *, timeout_s: float) -> Any:
         async with self._asked("GET", path, None, timeout_s) as response:
@@ -54,8 +58,8 @@ class Http:
     async def post(
         self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float, again: bool = False
     ) -> Any:
-        """again: it may be asked more than once, where a kept connection ended before the server said a word, or where
-        the server has no room now."""
+        """again: it may be asked more than once, where a kept connection ended before the server said a word. So many
+        of these are under way at once that what controls them always finds a connection."""
         async with self._asked("POST", path, body or {}, timeout_s, again) as response:
             return _parsed(path, await response.read())
 
@@ -84,25 +88,34 @@ class Http:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         at = f"{self.url}{path}"
         limit = aiohttp.ClientTimeout(total=timeout_s, connect=min(CONNECT_S, timeout_s))
-        stack = AsyncExitStack()
+        stack, pause_s = AsyncExitStack(), ROOM_S
         given: dict[str, Any] = {"json": body, "timeout": limit, "headers": self._headers}
-        ask = partial(self._pool().request, method, at, **given)
-        until_s = asyncio.get_running_loop().time() + timeout_s
+        pool = self._pool()
         try:
-            try:
-                response = await ask()
-            except aiohttp.ServerDisconnectedError:
-                if not again or self._session is None:  # closed meanwhile
-                    raise
-                # on a connection of its own: where the machine is busy, a server ends many kept ones at once
-                ask = partial((await stack.enter_async_context(aiohttp.ClientSession())).request, method, at, **given)
-                response = await ask()
-            pause_s = ROOM_S
-            while again and response.status == FULL and asyncio.get_running_loop().time() + pause_s < until_s:
-                response.release()
+            await stack.enter_async_context(self._room if again else nullcontext())
+            until_s = asyncio.get_running_loop().time() + timeout_s
+            while True:
+                late = asyncio.get_running_loop().time() + pause_s >= until_s
+                if pool.closed:
+                    raise ServerGone(f"{at}: its client was closed")
+                try:
+                    response = await pool.request(method, at, **given)
+                    if response.status != FULL or late:
+                        break
+                    response.release()
+                except aiohttp.ServerDisconnectedError:
+                    if not again or self._session is not pool:  # closed meanwhile, or asked again already
+                        raise
+                    # on a connection of its own: where the machine is busy, a server ends many kept ones at once
+                    pool = await stack.enter_async_context(aiohttp.ClientSession())
+                    continue
+                except aiohttp.ClientConnectorError as e:
+                    if e.errno not in NO_FILE:
+                        raise
+                    if late:
+                        raise TimeoutError from e
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, MOST_S)
-                response = await ask()
             async with response:
                 if response.status != 200:
                     why = _reason(await response.read())
@@ -120,11 +133,18 @@ class Http:
         if self._session is None or self._loop is not loop:
             if self._session is not None:
                 self._session.detach()  # its event loop has ended, and its connections with it
-            self._loop, self._session = (
-                loop,
-                aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S)),
-            )
+            connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S)
+            self._loop, self._session = loop, aiohttp.ClientSession(connector=connector)
+            self._room = asyncio.Semaphore(_files() // 4)
         return self._session
+
+
+def _files() -> int:
+    """How many this process may have open, now that it has asked for more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if (most := min(hard, FILES)) > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    return max(most, soft, 256)
 
 
 def _parsed(path: str, body: bytes) -> Any:

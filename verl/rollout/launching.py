@@ -8,13 +8,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from verl.rollout.base import ServerPlace
-from verl.rollout.client import Launch
 from verl.rollout.process import ServerProcess, free_port, said_by
 from verl.rollout.wire import version_of
 
 ASK_S = 120.0  # for the version of an environment on a cold disk
 OF_OUR_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 Release = tuple[int, ...]
+Launch = Callable[[str | None], tuple[ServerProcess, str]]
+"""Starts the server, with the model of this folder (None: the one that it was made for): its process and its URL."""
 
 
 def require(python: str, package: str, name: str, versions: tuple[Release, Release], install: str) -> None:

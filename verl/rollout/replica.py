@@ -27,21 +27,35 @@ class Replica:
     with the others (sleep, wake, pause, resume, abort) is nothing to it. There is no way from lost to serving but a new
     engine and a publish that it took.
 
-    lost: told why, once for each engine · starts: new engines that it may have, in all."""
+    lost: told why, once for each engine · starts: new engines that it may have, in all · at_url: they are one server,
+    which others started: where it failed an update, a new connection to it would let it speak again."""
 
-    def __init__(self, number: int, start: Start, *, lost: Callable[[int, BaseException], None], starts: int) -> None:
-        self.number, self._start, self._tell, self._starts = number, start, lost, starts
+    def __init__(
+        self,
+        number: int,
+        start: Start,
+        *,
+        lost: Callable[[int, BaseException], None],
+        starts: int,
+        at_url: bool = False,
+    ) -> None:
+        self.number, self._start, self._tell, self._starts, self._at_url = number, start, lost, starts, at_url
         self._loop: asyncio.AbstractEventLoop | None = None  # of the calls
         self._deaths: deque[tuple[RolloutEngine, BaseException]] = deque()  # that were told of
         self._why: BaseException | None = None
         self._restart: asyncio.Task[None] | None = None
-        self.engine = self._new()
+        self.engine = self._asked = self._new()  # asked: by the last publish
         self._loaded: RolloutEngine | None = None
 
     @property
     def ready(self) -> bool:
         """There is an engine, and it has taken weights."""
         return self._why is None and self._loaded is self.engine
+
+    @property
+    def over(self) -> bool:
+        """No engine follows when this one is lost."""
+        return self._starts <= 0 or (self._at_url and self._loaded is None and self._asked is self.engine)
 
     async def generate(
         self,
@@ -73,7 +87,8 @@ class Replica:
         return await self._live().score(ids, temperature=temperature, adapter=adapter, media=media)
 
     async def load_weights(self, source: WeightReader, *, on_inflight: PauseMode = "wait") -> int:
-        engine = self._live()
+        engine = self._asked = self._live()
+        self._loaded = None
         version = await engine.load_weights(source, on_inflight=on_inflight)
         self._loaded = engine
         return version
@@ -106,8 +121,10 @@ class Replica:
         return self.engine.version
 
     def lose(self, why: BaseException) -> None:
-        """Give the engine up: its process ends, its requests go on elsewhere."""
-        self._lose(self.engine, why)
+        """Give up the engine that the last publish asked, unless a new one is there: its process ends, its requests go
+        on elsewhere."""
+        self._loaded = None
+        self._lose(self._asked, why)
 
     def _check(self, engine: RolloutEngine, cause: BaseException | None = None) -> None:
         if engine is not self.engine or self._why is not None:
@@ -150,19 +167,18 @@ class Replica:
         self._tell(self.number, why)
         self._restart = asyncio.create_task(self._again(engine), name=f"restart replica {self.number}")
 
-    async def _again(self, lost: RolloutEngine) -> None:
-        with contextlib.suppress(Exception):  # it may be gone: nothing of it counts any more
-            async with asyncio.timeout(CLOSE_S):
-                await lost.close()
-        while self._starts > 0:
+    async def _again(self, engine: RolloutEngine) -> None:
+        while self._why is not None:
+            with contextlib.suppress(Exception):  # it may be gone: nothing of it counts any more
+                async with asyncio.timeout(CLOSE_S):
+                    await engine.close()  # also of one that did not start: it holds a device and its place
+            if self.over:
+                return
             self._starts -= 1
-            made = self._new()
-            self.engine = made
+            self.engine = engine = self._new()
             try:
                 async with asyncio.timeout(START_S):
-                    await made.capabilities()
+                    await engine.capabilities()
+                self._why = None
             except Exception as e:
-                self._tell(self.number, e)
-                continue
-            self._why = None
-            return
+                self._tell(self.number, e if str(e) else ReplicaLost(f"no new engine within {START_S:g} s"))

@@ -6,6 +6,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 
 import numpy as np
 
@@ -22,9 +23,11 @@ class Router:
     is lost, or that did not take the weights which the trainer published last, gets no requests; its own go on at the
     others, from their beginning. Without one that serves the run cannot go on, and whoever watches hears why.
 
-    restarts: of each replica · note: told what a person should know."""
+    restarts: of each replica · at_urls: they are servers that others started · note: told what a person should know."""
 
-    def __init__(self, starts: Sequence[Start], *, restarts: int = 0, note: Callable[[str], None] = print) -> None:
+    def __init__(
+        self, starts: Sequence[Start], *, restarts: int = 0, at_urls: bool = False, note: Callable[[str], None] = print
+    ) -> None:
         assert starts, "a router needs a replica"
         self._note = note
         self._on_failure: Callable[[BaseException], None] | None = None
@@ -33,7 +36,8 @@ class Router:
         self._homes: OrderedDict[str, int] = OrderedDict()  # the replica of a prefix key
         self._running: dict[str, int] = {}  # the replica of a request id
         self._serving = frozenset(range(len(starts)))
-        self.replicas = tuple(Replica(i, start, lost=self._lost, starts=restarts) for i, start in enumerate(starts))
+        made = partial(Replica, lost=self._lost, starts=restarts, at_url=at_urls)
+        self.replicas = tuple(made(i, start) for i, start in enumerate(starts))
 
     async def generate(
         self,
@@ -57,6 +61,10 @@ class Router:
                 )
             except ReplicaLost:
                 continue  # the same draws at another one: a seed belongs to the request
+            except Exception:
+                if prefix_key is not None:  # asked again, it may go elsewhere
+                    self._homes.pop(prefix_key, None)
+                raise
             finally:
                 self._load[chosen] -= 1
                 del self._running[request_id]
@@ -75,7 +83,8 @@ class Router:
 
     def _lost(self, number: int, why: BaseException) -> None:
         left = self._serving - {number}
-        after = "its requests go on elsewhere, and it is started again" if left else "no other one serves"
+        then = "stays out of service" if self.replicas[number].over else "is started again"
+        after = f"its requests go on elsewhere, and it {then}" if left else "no other one serves"
         self._note(f"warning: rollout replica {number} is lost: {why}; {after}")
         self._serve(left, why)
 
@@ -138,7 +147,7 @@ class Router:
 
     def _choose(self, prefix_key: str | None) -> int:
         if not self._serving:
-            raise ReplicaLost("no rollout replica serves") from self._failure
+            raise ReplicaLost(f"no rollout replica serves: {self._failure}") from self._failure
         least = min(sorted(self._serving), key=self._load.__getitem__)
         if prefix_key is None:
             return least

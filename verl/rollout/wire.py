@@ -14,6 +14,8 @@ from verl.rollout.base import Completion, DecodeFn
 from verl.rollout.embedded.requests import find_stop
 from verl.types import Sampling, StopReason
 
+SAME = 0.02  # of a log-prob; less is rounding
+
 
 class NotUnderstood(RuntimeError):
     """A server's answer is not what its API promises."""
@@ -95,6 +97,14 @@ def prompt_scores(rows: Any, ids: np.ndarray) -> np.ndarray:
         return np.array([float(row[str(i)]["logprob"]) for row, i in zip(rows[1:], ids[1:].tolist())], np.float32)
     except (KeyError, TypeError) as e:
         raise NotUnderstood(f"the server's prompt_logprobs are not those of the prompt: {e}") from e
+
+
+def raw(told: np.ndarray, plain: np.ndarray, vocab: int) -> bool:
+    """Whether these log-probs [n] of tokens drawn at temperature 2 are those at 1 of the same tokens, but for rounding:
+    of bfloat16, a part in a thousand or so. The temperature changes those of a sure token by several times, and those
+    of a model that knows nothing by half their distance from a uniform guess."""
+    found = np.abs(told - plain).mean()
+    return bool(found < min(SAME * np.abs(plain).mean(), 5 * SAME * np.abs(plain + np.log(vocab)).mean()))
 
 
 def version_of(text: str) -> tuple[int, ...]:

@@ -4,9 +4,9 @@
          ============ one of the two, a JSON line each way: what is asked =========>
 
 It starts a cell in fresh namespaces (a fork of its own: `launcher`; or by `bubblewrap`), gives it the one socket and
-keeps the other: at its end it kills all of the sandbox, and over a limit of memory, while it is told to watch. What is
-asked and answered never comes here: a sandbox, which is a fork of this, cannot hold what another one was asked.
-Standard library only. It never runs the code of a request itself.
+keeps the other: at its end it kills all of the sandbox, and over a limit of memory, while it is told to watch, or where
+it is a session. What is asked and answered never comes here: a sandbox, which is a fork of this, cannot hold what
+another one was asked. Standard library only. It never runs the code of a request itself.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ WARM = (
     *("gzip", "shutil", "tarfile", "zlib", "ast", "threading", "traceback"),
 )
 LOOK_S = 0.05  # how often memory is summed, of what takes longer than that
+REST_S = 0.5  # and of a session between its cells, where what they left behind goes on
 GRACE_S = 2.0  # past the limit of a request, for process 1 to say so itself
 START_S = 30.0
 WATCH, REST = b"+", b"-"
@@ -91,10 +92,11 @@ class _Sandboxes:
         """Until the channel and all sandboxes have ended."""
         looked_s = 0.0
         while self._channel is not None or self._boxes:
-            watched = [box for box in self._boxes if box.watched]
-            for fd, _ in self._poller.poll(LOOK_S * 1000 if watched else None):
+            watched = [box for box in self._boxes if box.watched or self._channel is None]
+            look_s = LOOK_S if any(box.watched for box in watched) else REST_S
+            for fd, _ in self._poller.poll(look_s * 1000 if watched else None):
                 self._then[fd]()
-            if watched and time.monotonic() - looked_s >= LOOK_S:
+            if watched and time.monotonic() - looked_s >= look_s:
                 looked_s = time.monotonic()
                 for box in watched:
                     box.look()

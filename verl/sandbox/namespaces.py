@@ -34,6 +34,8 @@ DENIED = (
     *(246, 320, 175, 176, 313, 172, 173, 167, 168, 169, 103, 163, 179, 443, 164, 227, 159, 305, 170, 171, 135, 154),
     # memory of the machine: vmsplice, mbind, set_mempolicy, migrate_pages, move_pages, set_mempolicy_home_node
     *(278, 237, 238, 256, 279, 450),
+    # memory that is summed as no process's: shmget, shmat, shmctl; memfd_create
+    *(29, 30, 31, 319),
 )
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 READ_AND_RUN, WRITE_FILE = 0b1101, 0b0010  # Landlock's execute, read file, read folder; write file

@@ -18,18 +18,21 @@ class ToolBroken(RuntimeError):
 class ToolLimits:
     """timeout_s: None: agent.tool_timeout_s · concurrency: calls at once, over all trajectories; None: 32, of an async
     function, which takes no thread, 1,024 · retries: after an exception or a timeout, for a tool that says it may be
-    called again · stop: a call of it ends the episode."""
+    called again · stop: a call of it ends the episode · processes: a function runs in so many of its own, each of which
+    is ended with a call that is late, crashes or wants too much memory; 0: in a thread of the run."""
 
     timeout_s: float | None = None
     concurrency: int | None = None
     retries: int = 0
     stop: bool = False
+    processes: int = 0
 
     def __post_init__(self) -> None:
         if self.timeout_s is not None and self.timeout_s <= 0:
             raise ValueError(f"timeout_s={self.timeout_s}: a call of a tool needs some time; give seconds above 0")
-        if (self.concurrency is not None and self.concurrency < 1) or self.retries < 0:
-            raise ValueError(f"concurrency={self.concurrency}, retries={self.retries}: at least 1, and at least 0")
+        if (self.concurrency is not None and self.concurrency < 1) or min(self.retries, self.processes) < 0:
+            given = f"concurrency={self.concurrency}, retries={self.retries}, processes={self.processes}"
+            raise ValueError(f"{given}: at least 1, and at least 0")
 
 
 def function_tool(
@@ -39,12 +42,15 @@ def function_tool(
     concurrency: int | None = None,
     retries: int = 0,
     stop: bool = False,
+    processes: int = 0,
 ) -> Any:
     """Mark a function as a tool. Its hints and its docstring (with an `Args:` section) are its schema. It returns text,
     a dict (written as JSON), a ToolResponse, or (answer, reward, metrics). See ToolLimits for the arguments."""
 
     def mark(found: F) -> F:
-        limits = ToolLimits(timeout_s=timeout_s, concurrency=concurrency, retries=retries, stop=stop)
+        limits = ToolLimits(
+            timeout_s=timeout_s, concurrency=concurrency, retries=retries, stop=stop, processes=processes
+        )
         setattr(found, MARK, limits)
         return found
 

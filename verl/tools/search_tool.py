@@ -58,6 +58,7 @@ class SearchTool(BaseTool):
         self._places = asyncio.Semaphore(int(config.get("num_workers", 16)))
         self._waiting: list[tuple[list[str], asyncio.Future[list[list[str]]]]] = []
         self._asked: set[asyncio.Task[None]] = set()
+        self._down_s, self._why = 0.0, ""  # when the retriever was found down last
 
     def content(self) -> str:
         return "" if self._index is None else self._index.content
@@ -86,9 +87,11 @@ class SearchTool(BaseTool):
     async def _ask(self, calls: Sequence[tuple[list[str], asyncio.Future[list[list[str]]]]]) -> None:
         """A failure goes to all who asked: it costs them their calls, and nobody else anything."""
         calls = [(queries, answer) for queries, answer in calls if not answer.done()]  # others were given up
-        flat = [query for queries, _ in calls for query in queries]
+        flat, came_s = [query for queries, _ in calls for query in queries], time.monotonic()
         try:
             async with self._places:
+                if came_s < self._down_s:  # it waited for a place that long: it has no time to find out again
+                    raise ToolBroken(self._why)
                 found = await self._found(flat)
         except Exception as e:  # of the retriever: it is the caller's answer
             for _, answer in calls:
@@ -135,7 +138,8 @@ class SearchTool(BaseTool):
                 except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as e:
                     why = f"{type(e).__name__}: {e}"
                 if time.monotonic() + pause_s > end_s:
-                    raise ToolBroken(f"the retriever at {self._url} is down: {why}")
+                    self._down_s, self._why = time.monotonic(), f"the retriever at {self._url} is down: {why}"
+                    raise ToolBroken(self._why)
                 await asyncio.sleep(pause_s)
                 pause_s *= 2
 

@@ -53,6 +53,9 @@ class SampleRow:
     values: np.ndarray | None = None  # [R] float32
     returns: np.ndarray | None = None  # [R] float32
     token_versions: np.ndarray | None = None  # [R] int32, the weight version that sampled the token, -1 where masked
+    turn: np.ndarray | None = None  # [R] int64: this and the next, for algorithms that read turns; 0 where masked
+    turn_state: np.ndarray | None = None  # [R] int64
+    turn_reward: np.ndarray | None = None  # [R] float32
     reward: float = float("nan")
     components: Mapping[str, float] = field(default_factory=dict)
     version_min: int = -1
@@ -79,7 +82,8 @@ class SampleRow:
 
 # Per-token arrays of a row that may be None, each as long as the response.
 TOKEN_FIELDS: dict[str, np.dtype] = {f.name: np.dtype(np.float32) for f in fields(SampleRow) if f.default is None}
-TOKEN_FIELDS["token_versions"] = np.dtype(np.int32)
+TOKEN_FIELDS |= {"token_versions": np.dtype(np.int32), **dict.fromkeys(("turn", "turn_state"), np.dtype(np.int64))}
+TURN_FIELDS = ("turn", "turn_state", "turn_reward")  # side channels of what was sampled
 
 _ARRAY_FIELDS: Mapping[str, np.dtype] = {
     "prompt_ids": np.dtype(np.int64),

@@ -36,9 +36,11 @@ from verl.transfer_queue.index import (
 from verl.transfer_queue.options import Remote
 from verl.transfer_queue.packing import Parcel, parcel_of_columns, parcel_of_samples, unpack
 from verl.types import Refs, Sample, ref_of
+from verl.workers.group import WorkerDied
 
 NAMESPACE = "verl"
 RETRY_S = 0.05  # until a put asks again whether there is room
+GONE = "the process that holds the queue is gone"
 LOST = "the process that wrote these rows or columns is gone, and with it what it wrote"
 
 
@@ -62,7 +64,10 @@ def start(max_bytes: int | None, cpus: int = 0) -> tuple[str, Any]:
         ray.init(address=address, namespace=NAMESPACE, include_dashboard=False, num_cpus=wanted)
     name = f"queue-{uuid.uuid4().hex}"
     most = max_bytes or int(ray.cluster_resources()["object_store_memory"])
-    return name, ray.remote(num_cpus=0)(Registry).options(name=name, namespace=NAMESPACE).remote(most)
+    node = ray.get_runtime_context().get_node_id()  # the driver's: an index elsewhere would be lost with that node
+    here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+    made = ray.remote(num_cpus=0)(Registry).options(name=name, namespace=NAMESPACE, scheduling_strategy=here)
+    return name, made.remote(most)
 
 
 class RayQueue:
@@ -77,11 +82,10 @@ class RayQueue:
     async def put(self, samples: Sequence[Sample]) -> Refs:
         refs, parcel = Refs(ref_of(s) for s in samples), parcel_of_samples(samples)
         deadline_s = time.monotonic() + self._timeout_s
-        while isinstance(found := (await asyncio.to_thread(self._ask, Room(parcel.nbytes)))[0], Full):
+        while isinstance(found := await self._put(parcel, refs), Full):
             if time.monotonic() > deadline_s:
                 raise waited(len(refs), self._timeout_s, found, parcel.nbytes)
             await asyncio.sleep(RETRY_S)
-        await asyncio.to_thread(self._commit, parcel, refs, new=True)
         return refs
 
     def read(self, refs: Refs, columns: Sequence[str]) -> dict[str, Ragged]:
@@ -92,7 +96,7 @@ class RayQueue:
             if arrays is not None:
                 return unpack(columns, found, dict(zip(found.blocks, arrays, strict=True)))
             if found.blocks == before:
-                raise ConnectionError(LOST)
+                raise WorkerDied(LOST)
             before = found.blocks
 
     def write(self, refs: Refs, columns: Mapping[str, Ragged]) -> None:
@@ -127,6 +131,23 @@ class RayQueue:
 
     # -- the keeper ----------------------------------------------------------------------------------------------------
 
+    async def _put(self, parcel: Parcel, refs: Refs) -> Full | None:
+        """In a thread, which no cancelling stops: a caller that is cancelled stays until it ends, and leaves no row."""
+
+        def tried() -> Full | None:
+            if (found := self._ask(Room(parcel.nbytes))[0]) is None:
+                self._commit(parcel, refs, new=True)
+            return found
+
+        under_way = asyncio.ensure_future(asyncio.to_thread(tried))
+        try:
+            return await asyncio.shield(under_way)
+        except asyncio.CancelledError:
+            await asyncio.wait({under_way})
+            if under_way.exception() is None and under_way.result() is None:
+                self.drop(refs)
+            raise
+
     def _commit(self, parcel: Parcel, refs: Refs, *, new: bool) -> None:
         try:
             packed = np.empty(parcel.nbytes, np.uint8)
@@ -142,7 +163,10 @@ class RayQueue:
         import ray
 
         if self._actor is None:
-            self._actor = ray.get_actor(self._name, NAMESPACE)
+            try:
+                self._actor = ray.get_actor(self._name, NAMESPACE)
+            except ValueError:  # nobody of that name
+                raise WorkerDied(GONE) from None
         future = self._actor.answer.remote(encoded(asked), list(held))
         answer, found, freed = self._get(future, type(asked).__name__.lower())
         if freed:
@@ -160,9 +184,9 @@ class RayQueue:
             late = f"{what} was not answered in {self._timeout_s:g} s"
             raise TimeoutError(f"the actor that holds the queue is busy or stopped: {late}") from None
         except ray.exceptions.RayActorError:
-            raise ConnectionError("the process that holds the queue is gone") from None
+            raise WorkerDied(GONE) from None
         except ray.exceptions.ObjectLostError as exc:
-            raise ConnectionError(f"{LOST} ({type(exc).__name__})") from None
+            raise WorkerDied(f"{LOST} ({type(exc).__name__})") from None
 
 
 class _Bytes:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import select
 import socket
 import threading
 import time
@@ -42,6 +41,7 @@ from verl.weight_sync.tcp import (
     TcpOutlet,
     asked,
     received,
+    speaks,
 )
 
 MEMBER_S = 30.0  # for the members of a group to find each other, and for a piece
@@ -191,7 +191,7 @@ class Rounds:
             if known != self._hosts():
                 self._changed.wait_for(lambda: False, SETTLE_S)
             found, self._waiting = self._waiting, []
-        for gone in (one for one in found if select.select([one.peer], [], [], 0)[0]):  # it has nothing to say
+        for gone in (one for one in found if speaks(one.peer)):  # it has nothing to say
             gone.over.set()
         return sorted((one for one in found if not one.over.is_set()), key=lambda one: one.joined.process)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 from torch import Tensor
 
-from verl.rollout.base import PauseMode, RolloutEngine
+from verl.rollout.base import PauseMode, Replaceable, RolloutEngine
 from verl.weight_sync.base import (
     CheckedReader,
     Entry,
@@ -145,16 +145,22 @@ class LocalCheckpointEngine:
         )
 
     async def _to_replica(self, replica: RolloutEngine, sent: Sent, mode: PauseMode, deadline_s: float) -> float:
-        """Deliver to one replica and verify it; the canary's mean |dlogp|."""
+        """Deliver to one replica and verify it; the canary's mean |dlogp|. One that fails is given up at once, not
+        when the slowest has its weights: what it says until then would be trained on."""
         at = f"version {sent.source.version}"
         reader = CheckedReader(sent.source)
-        live = await _by(deadline_s, replica.load_weights(reader, on_inflight=mode), f"{at} was not loaded")
-        if live != sent.source.version:
-            raise SyncError(f"the rollout engine says version {live} is live after {at} was sent")
-        if missing := sorted(set(sent.source.delivered) - reader.delivered):
-            raise SyncError(f"{at}: {len(missing)} tensors were never read, e.g. {missing[:3]}")
-        late = f"{at} was loaded, but its canary was not scored"
-        return await _by(deadline_s, check_canary(at, replica, self._probes, sent.probed, self._tolerance), late)
+        try:
+            live = await _by(deadline_s, replica.load_weights(reader, on_inflight=mode), f"{at} was not loaded")
+            if live != sent.source.version:
+                raise SyncError(f"the rollout engine says version {live} is live after {at} was sent")
+            if missing := sorted(set(sent.source.delivered) - reader.delivered):
+                raise SyncError(f"{at}: {len(missing)} tensors were never read, e.g. {missing[:3]}")
+            late = f"{at} was loaded, but its canary was not scored"
+            return await _by(deadline_s, check_canary(at, replica, self._probes, sent.probed, self._tolerance), late)
+        except Exception as e:
+            if isinstance(replica, Replaceable):
+                replica.lose(e)
+            raise
 
 
 def engine_of(outlet: Outlet, context: SyncContext, end: Callable[..., object], *of: object) -> LocalCheckpointEngine:

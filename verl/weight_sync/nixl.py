@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import select
 import socket
 import time
 import uuid
@@ -25,7 +24,7 @@ from verl.weight_sync.base import Entry, SyncContext, SyncError
 from verl.weight_sync.local import LocalCheckpointEngine, engine_of
 from verl.weight_sync.options import Nixl
 from verl.weight_sync.shm import PREFIX, VERSION_BYTES, ShmStream, blank, end
-from verl.weight_sync.tcp import ANSWER, FETCH_S, NOTHING, VERSION, HostStream, TcpOutlet, asked, received
+from verl.weight_sync.tcp import ANSWER, FETCH_S, NOTHING, VERSION, HostStream, TcpOutlet, asked, received, speaks
 
 LOOK_S = 0.0005
 DONE = b"."  # what a reader says
@@ -117,7 +116,7 @@ def _read(found: Place, into: Tensor, peer: socket.socket, version: int) -> None
         undo.callback(_agent().release_xfer_handle, handle)
         state, until_s = _agent().transfer(handle), time.monotonic() + FETCH_S
         while state == "PROC":
-            if select.select([peer], [], [], 0)[0]:
+            if speaks(peer):
                 raise SyncError(f"version {version}: the trainer went away while its memory was read")
             if time.monotonic() > until_s:
                 raise SyncError(f"version {version}: the trainer's memory was not read in {FETCH_S:g} s")

@@ -25,7 +25,10 @@ from verl.weight_sync.base import Entry, SyncContext, SyncError, TensorStream
 from verl.weight_sync.local import LocalCheckpointEngine, engine_of
 
 SHM = Path("/dev/shm") if Path("/dev/shm").is_dir() else Path(tempfile.gettempdir())
-PREFIX = "verl-weights"
+_PIDS = Path("/proc/self/ns/pid")
+PREFIX = f"verl-weights.{_PIDS.stat().st_ino if _PIDS.exists() else 0}"
+"""Of the files whose owner's process id means something here: containers that share the memory count each by itself.
+An older verl reads the word behind `verl-weights-` as a process id, and removes what has none."""
 HEAD_BYTES, VERSION_BYTES = 16, 8  # version and length of the index, little endian; one of them
 TAIL_BYTES = 8  # the version that all replicas have
 ALIGN_BYTES = 64
@@ -223,10 +226,12 @@ def remove(prefix: str) -> None:
 
 
 def remove_of_the_dead() -> None:
-    """What processes left that were killed."""
+    """What this user's processes left that were killed."""
     for path in SHM.glob(f"{PREFIX}-*"):
-        if not Path(f"/proc/{path.name.removeprefix(PREFIX + '-').partition('-')[0]}").exists():
-            path.unlink(missing_ok=True)
+        pid = path.name.removeprefix(f"{PREFIX}-").partition("-")[0]
+        with contextlib.suppress(OSError):  # it went meanwhile, or is not ours to remove
+            if path.stat().st_uid == os.geteuid() and not Path("/proc", pid).exists():
+                path.unlink()
 
 
 def build(options: object, context: SyncContext) -> LocalCheckpointEngine:

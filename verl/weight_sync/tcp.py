@@ -17,6 +17,7 @@ import hmac
 import math
 import os
 import secrets
+import select
 import socket
 import struct
 import threading
@@ -329,6 +330,13 @@ def received(peer: socket.socket, size: int) -> bytes:
     into = bytearray(size)
     _receive(peer, memoryview(into))
     return bytes(into)
+
+
+def speaks(peer: socket.socket) -> bool:
+    """It has said something, or has gone. Of any file number: select takes those below 1024 alone."""
+    asked = select.poll()
+    asked.register(peer, select.POLLIN)
+    return bool(asked.poll(0))
 
 
 def _receive(peer: socket.socket, into: memoryview) -> None:

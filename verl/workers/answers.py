@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import re
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 FENCE_S = 5.0  # for the other ranks of a call in which one has raised
+GLOO_LATE = re.compile(r"Timed out waiting (\d+)ms for (\w+) operation")
+
+
+class RankLate(TimeoutError):
+    """Another rank did not come, or stopped in the middle of an exchange."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +27,16 @@ class Told:
     trace: str = ""
 
 
+def late(error: BaseException) -> BaseException:
+    """What gloo says of a rank that does not answer, in words of ours; any other error as it is."""
+    if not isinstance(error, RuntimeError) or (found := GLOO_LATE.search(str(error))) is None:
+        return error
+    return RankLate(f"waited {int(found[1]) / 1000:g} s for another rank, which is slow or stopped ({found[2]}, gloo)")
+
+
 def told_of(error: BaseException) -> Told:
     text = "".join(traceback.format_exception(error))
+    error = late(error)
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -40,7 +54,8 @@ def first_cause(found: Sequence[Told]) -> Told | None:
 
 def of_another(told: Told) -> bool:
     """Whether the error says that another rank has failed or is gone."""
-    return type(told.error).__name__ == "MeetingEnded" or "by peer" in str(told.error)  # gloo's, of a connection
+    by_name = type(told.error).__name__ in ("MeetingEnded", "RankLate")
+    return by_name or "by peer" in str(told.error)  # gloo's, of a connection
 
 
 def raised(told: Told, what: str) -> BaseException:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from verl.model_engine.layout import Layout
+from verl.workers.answers import RankLate, late
 
 T = TypeVar("T")
 POLL_S = 0.0005  # between two looks at who has come; grows to MOST_POLL_S
@@ -57,7 +58,10 @@ class ProcessRanks:
             self._store.delete_key(self._last)
         self._last = key
         found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, value, group=self._peers)
+        try:
+            dist.all_gather_object(found, value, group=self._peers)
+        except RuntimeError as e:
+            raise late(e) from None
         return found
 
     def _meet(self, key: str, timeout_s: float) -> None:
@@ -66,7 +70,7 @@ class ProcessRanks:
             if self._store.check([f"abort/{self._call}"]):
                 raise MeetingEnded(self._store.get(f"abort/{self._call}").decode())
             if time.monotonic() > until_s:
-                raise TimeoutError(
+                raise RankLate(
                     f"rank {self._number} waited {timeout_s:g} s for {self.world_size - come} of "
                     f"{self.world_size} ranks"
                 )

@@ -22,6 +22,7 @@ from verl.workers.compute import Compute, Computed, OptimizerStep
 from verl.workers.group import Broadcast, WorkerGroup
 from verl.workers.host import Room
 from verl.workers.role import AS_SAMPLED, RankStep, Role, UpdatePlan, View
+from verl.workers.waits import result_of
 
 A = TypeVar("A")
 B = TypeVar("B")
@@ -50,7 +51,8 @@ class ModelWorkers:
         """Waits for workers that are being built; their failure is raised here."""
         if self._can is None:
             assert self._asked is not None
-            self._can = self._asked.result(START_TIMEOUT_S)[0]
+            late = f"{self._group.name}, whose model loads slowly or hangs, was not built"
+            self._can = result_of(self._asked, late, START_TIMEOUT_S)[0]
         return self._can
 
     @property

@@ -126,13 +126,13 @@ def _ranks_on(pool: Pool, has: Mapping[str, float]) -> int:
 def pools_of(section: ClusterConfig, roles: Sequence[str], *, device: str) -> tuple[dict[str, Pool], dict[str, str]]:
     """({name: pool}, {role: name}) as the section says, for these roles and `rollout`; ValueError with a line for each
     thing that it cannot mean."""
-    gpus = (1.0 if device == "cuda" else 0.0) if section.gpus_per_rank is None else section.gpus_per_rank
+    default = 1.0 if device == "cuda" else 0.0
     pools = {
         MAIN: Pool(
             nodes=section.nodes,
             ranks_per_node=section.ranks_per_node,
             cpus_per_rank=section.cpus_per_rank,
-            gpus_per_rank=gpus,
+            gpus_per_rank=default if section.gpus_per_rank is None else section.gpus_per_rank,
             resource=section.resource,
             env=section.env,
         )
@@ -144,7 +144,8 @@ def pools_of(section: ClusterConfig, roles: Sequence[str], *, device: str) -> tu
         unknown = [key for key in given if key not in keys] if isinstance(given, Mapping) else []
         faults += [f"{at}.{key}: unknown; {did_you_mean(key, keys)}There are: {', '.join(keys)}" for key in unknown]
         try:
-            pools[name] = msgspec.convert(given, Pool)
+            own = isinstance(given, Mapping) and not given.get("resource")  # another accelerator is instead of a GPU
+            pools[name] = msgspec.convert({"gpus_per_rank": default, **given} if own else given, Pool)
         except msgspec.ValidationError as e:
             faults.append(f"{at}={given}: {e}")
             pools[name] = Pool()

@@ -13,6 +13,7 @@ from verl.model_engine.base import EngineCapabilities
 from verl.types import Metric, Metrics, Refs
 from verl.workers.group import WorkerDied
 from verl.workers.model_workers import ModelWorkers
+from verl.workers.waits import result_of
 
 A = TypeVar("A")
 Asked = Mapping[str, tuple[Refs, Future[frozenset[str]]]]
@@ -53,7 +54,7 @@ class Teachers(ModelWorkers):
             out = dict[str, Metric]()
             for name, answer in asked.items():
                 with contextlib.suppress(WorkerDied):  # the user was told when it died
-                    out |= {f"{figure}/{name}": m for figure, m in answer.result(self._timeout_s).items()}
+                    out |= {f"{figure}/{name}": m for figure, m in self._said(answer, name).items()}
             return out
 
         return _beside(counted)
@@ -66,7 +67,7 @@ class Teachers(ModelWorkers):
         broken, dead = set[str](), dict[str, WorkerDied]()
         for name, (own, answer) in asked.items():
             try:
-                broken |= answer.result(self._timeout_s)
+                broken |= {*self._said(answer, name)}
             except WorkerDied as e:  # the user was told when it died
                 dead[name] = e
                 broken |= {*own.ids}
@@ -76,12 +77,15 @@ class Teachers(ModelWorkers):
             raise next(iter(dead.values()))
         if dead:
             gone = Refs(r for r in refs if r.teacher in dead) if self._pick == "task" else refs
-            left[0].blank(gone, outputs).result(self._timeout_s)
+            self._said(left[0].blank(gone, outputs))
         elif self._pick != "task":
             (column,) = outputs.values()
             columns = [f"{column}/{name}" for name in self._members]
-            left[0].merge(refs, columns, self._shares, column).result(self._timeout_s)
+            self._said(left[0].merge(refs, columns, self._shares, column))
         return frozenset(broken)
+
+    def _said(self, answer: Future[A], name: str = "of the others") -> A:
+        return result_of(answer, f"teacher {name} did not answer", self._timeout_s)
 
 
 def _beside(wait: Callable[[], A]) -> Future[A]:

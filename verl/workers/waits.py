@@ -7,6 +7,7 @@ import contextlib
 import json
 import time
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,6 +22,13 @@ NAMED = 6  # other waits that an error message names
 
 class DeadlineExpired(TimeoutError):
     """A wait was not answered in time. The message says what was waited for and what else was pending."""
+
+
+def result_of(future: Future[T], what: str, timeout_s: float) -> T:
+    """The result of a call, for a thread that may wait; what: is said of one that is not answered in time."""
+    if wait([future], timeout_s).not_done:
+        raise DeadlineExpired(f"{what} within {timeout_s:g} s")
+    return future.result()
 
 
 class Abandoned(RuntimeError):

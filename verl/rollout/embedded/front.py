@@ -24,6 +24,7 @@ from verl.rollout.base import (
     Completion,
     OnTokens,
     PauseMode,
+    ReplicaLost,
     RolloutContext,
     WeightReader,
     check_inputs,
@@ -235,7 +236,7 @@ class EmbeddedEngine:
 
     def _check_alive(self) -> None:
         if self._failure is not None:
-            raise RuntimeError(f"the rollout engine has failed: {self._failure!r}") from self._failure
+            raise ReplicaLost(f"the rollout engine has failed: {self._failure!r}") from self._failure
         if self._closed:
             raise RuntimeError("the rollout engine is closed")
         self._follow_loop()
@@ -403,7 +404,7 @@ class EmbeddedEngine:
 
     def _fail(self, error: BaseException) -> None:
         self._failure = error
-        cause = RuntimeError(f"the rollout engine has failed: {error!r}")
+        cause = ReplicaLost(f"the rollout engine has failed: {error!r}")
         cause.__cause__ = error
         self._abandon(cause)
 

@@ -25,7 +25,7 @@ from verl.rollout.server.requests import ApiError, decoded, typed
 from verl.rollout.server.service import Service
 from verl.weight_sync.base import SyncError, TensorStream, WeightSource, checksum, opened
 
-SEGMENT = "verl-weights-"  # how the files of sync.engine=shm begin; nothing else is opened
+SEGMENT = "verl-weights"  # how the files of sync.engine=shm begin; nothing else is opened
 TRANSPORT = "verl.weight_sync.shm:open_weights"
 MODES: tuple[PauseMode, ...] = ("abort", "wait", "keep")
 UNREADABLE = (SyncError, ValueError, OSError, KeyError, msgspec.MsgspecError)  # a file that is no whole segment

@@ -126,8 +126,10 @@ def _message(given: Mapping[str, Any], i: int) -> dict[str, Any]:
         message["content"] = ""
     elif not isinstance(content, str):
         raise ApiError(400, f"{where}: content is not text", param="messages", code="invalid_value")
-    if message.get("tool_calls"):
-        message["tool_calls"] = [_called(call, where) for call in message["tool_calls"]]
+    if calls := message.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise ApiError(400, f"{where}: tool_calls is no list", param="messages", code="invalid_value")
+        message["tool_calls"] = [_called(call, where) for call in calls]
     return message
 
 
@@ -192,7 +194,7 @@ class Piecewise:
     def _held_back(self) -> int:
         """Characters at the end that some stop string begins with."""
         longest = max(map(len, self._stops), default=0)
-        tail = self._text[len(self._text) - longest :] if longest else ""
+        tail = self._text[max(0, len(self._text) - longest) :]
         return max(
             (n for n in range(1, len(tail) + 1) if any(stop.startswith(tail[len(tail) - n :]) for stop in self._stops)),
             default=0,

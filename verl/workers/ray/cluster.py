@@ -66,7 +66,7 @@ class RayCluster:
         import ray
 
         self._deaths: list[BaseException] = []
-        self._on_failure: Callable[[BaseException], None] = self._deaths.append
+        self._on_failure: Callable[[BaseException], None] = lambda error: None
         self._started = not ray.is_initialized()
         self._reaper = _connect(self.address, self.pools) if self._started else None
         self._placed: dict[str, list[Any]] = {}
@@ -114,6 +114,7 @@ class RayCluster:
         return RayReplica(f"rollout replica {number}", actor, built, self._live, died or self._died)
 
     def _died(self, error: BaseException) -> None:
+        self._deaths.append(error)
         self._on_failure(error)
 
     def _live(self, *given: Any, died: Callable[[str], None]) -> Life:
@@ -228,6 +229,9 @@ def _await_nodes(pools: Mapping[str, Pool], until_s: float, say: Callable[[str],
     while True:
         nodes = {n["NodeManagerAddress"] + "/" + n["NodeID"][:6]: n["Resources"] for n in ray.nodes() if n["Alive"]}
         if (short := fit_together(pools, nodes)) is None:
+            gpus = sum(found.get("GPU", 0) for found in nodes.values())
+            if gpus and not any("GPU" in pool.bundle or pool.resource for pool in pools.values()):
+                say(f"warning: the cluster has {gpus:g} GPUs and no pool asks for one: the models compute on CPUs")
             return
         if (left_s := until_s - time.monotonic()) <= 0:
             raise Shortage(short)

@@ -1,0 +1,303 @@
+"""Agent loops in a process of their own: the same trajectory as in the driver's; whatever they do to their process
+costs the attempts that it played, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from verl.agent_loop.base import AgentLoopBase, AgentLoopOutput, LoopFailed, ServerManager, check_output
+from verl.agent_loop.hosted import Ready
+from verl.agent_loop.registry import Loops, of_the_user
+from verl.agent_loop.runner import HostedLoop, Runner, hosted_loops
+from verl.agent_loop.sections import AgentConfig
+from verl.agent_loop.single_turn import SingleTurnLoop
+from verl.data.formats import Players
+from verl.rollout.base import Completion, ReplicaLost
+from verl.sandbox.companion import Channel
+from verl.types import Sampling, Task
+
+PROMPT = np.arange(7, dtype=np.int64)
+MOST = 64
+
+
+class Engine:
+    """Draws ids that are a function of the prompt and the seed; says what it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[list[int], Sampling]] = []
+        self.cancelled = 0
+
+    async def generate(self, request_id: str, prompt_ids: np.ndarray, sampling: Sampling, **named: Any) -> Completion:
+        assert named == {"prefix_key": "g1", "adapter": None, "media": ("picture",)}
+        self.asked.append((prompt_ids.tolist(), sampling))
+        if request_id == "lost":
+            raise ReplicaLost("the machine is gone")
+        if request_id == "refused":
+            raise ValueError("a prompt of 9 tokens leaves no room")
+        try:
+            await asyncio.sleep(60 if request_id == "long" else 0.02 if request_id == "slow" else 0)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        rng = np.random.default_rng([*prompt_ids.tolist(), sampling.seed])
+        ids, side = rng.integers(0, 99, 5), {"kept": rng.random((5, 2)).astype(np.float32)}
+        logprobs = -rng.random(5).astype(np.float32)
+        return Completion(request_id, ids, logprobs, ((3, 0, 2), (4, 2, 5)), "eos", None, 2, side)
+
+
+class Branches(AgentLoopBase):
+    """Three calls, two of them at once and one given up; two branches, rewards of turns, and what is counted."""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> list[AgentLoopOutput]:
+        manager, prompt = self.server_manager, kwargs["prompt_ids"]
+
+        async def ask(name: str, ids: Any) -> Any:
+            return await manager.generate(name, prompt_ids=ids, sampling_params=sampling_params)
+
+        two, one = await asyncio.gather(ask("slow", [*prompt, 8]), ask("quick", prompt))
+        manager.credit(0.5)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(ask("long", prompt), 0.05)
+        history = [*prompt, *one.token_ids, 5, 6]
+        three = await ask("three", history)
+        manager.credit(2.0, state=("room", 4))
+        with pytest.raises(ValueError, match="leaves no room"):
+            await ask("refused", prompt)
+        manager.counts["looked"] += 2
+        manager.counts["looked_s"] += 0.5
+        manager.end(manager.begin("tool", name="look"), error="")
+        first = AgentLoopOutput([*prompt, 8], two.token_ids, [1] * 5)
+        ids, mask = [*one.token_ids, 5, 6, *three.token_ids], [1] * 5 + [0] * 2 + [1] * 5
+        said = {"tool_rewards": [np.float32(0.5)], "seen": np.arange(3)}
+        return [first, AgentLoopOutput(prompt, ids, mask, reward_score=1.5, num_turns=4, extra_fields=said)]
+
+
+class Does(AgentLoopBase):
+    """What the row says."""
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
+        what, prompt, there = kwargs["what"], kwargs["prompt_ids"], Path(kwargs.get("there") or ".")
+        if what == "exit":
+            os._exit(3)
+        if what == "leave":
+            sys.exit("I go")
+        if what == "block":
+            while True:
+                time.sleep(1)  # noqa: ASYNC251
+        if what == "raise":
+            raise RuntimeError("\udcff odd")
+        if what == "reason":
+            self.server_manager.ended_by = "tired"  # type: ignore[assignment]
+            return AgentLoopOutput(prompt, [1], [0])
+        if what in ("forge", "ready"):
+            gc.unfreeze()
+            (channel,) = (found for found in gc.get_objects() if isinstance(found, Channel))
+            again = msgspec.msgpack.encode(Ready("single_turn", [], [], [], {}))
+            channel.send(b"no message" if what == "forge" else again)
+            await asyncio.sleep(60)
+        if what == "wait":
+            (there / "begun").write_text(str(os.getpid()))
+            try:
+                await asyncio.sleep(60)
+            finally:
+                (there / "over").touch()
+        if what == "print":
+            print("{}" * 2000, flush=True)
+            os.write(1, b"\0" * 100)
+        name = what if what in ("lost", "long") else "r"
+        out = await self.server_manager.generate(name, prompt_ids=prompt, sampling_params=sampling_params)
+        fields = {"object": object()} if what == "object" else {}
+        return None if what == "nothing" else AgentLoopOutput(prompt, out.token_ids, [1] * 5, extra_fields=fields)
+
+
+def loops_of(there: str) -> Loops:
+    """Importable: the process makes them by this name."""
+    if there == "refused":
+        raise ValueError("agent.loop=x.py:Y: no such file")
+    if there == "broken":
+        raise KeyError("of the user's module")
+
+    def make(manager: ServerManager, task: Task) -> AgentLoopBase:
+        return (Branches if task.agent == "branches" else Does)(None, manager, None)
+
+    def close() -> None:
+        Path(there, "closed").touch()
+
+    return Loops(players=Players("does", ("does", "single_turn")), make=make, notes=("a note",), close=close)
+
+
+def task_of(agent: str = "") -> Task:
+    return Task(task_id="t", index=0, messages=(), prompt_ids=PROMPT, agent=agent)
+
+
+def manager_of(engine: Any) -> ServerManager:
+    sampling = Sampling(max_tokens=MOST, temperature=0.7)
+    return ServerManager(engine, sampling, (1, "t", 0), prefix_key="g1", media=("picture",), credits_turns=True)
+
+
+async def played(loop: AgentLoopBase, **row: Any) -> Any:
+    params = {"max_tokens": 5, "temperature": 0.7}
+    return await loop.run(params, **{"prompt_ids": PROMPT, "request_id": "r", **row})
+
+
+def run(there: Path, body: Any, *, silent_s: float = 60.0) -> None:
+    async def whole() -> None:
+        runner = Runner(loops_of, str(there), silent_s=silent_s)
+        loops = await hosted_loops(runner, None, None)
+        assert loops.players.default == "does" and loops.notes == ("a note",)
+
+        def loop(engine: Any, agent: str = "") -> AgentLoopBase:
+            return loops.make(manager_of(engine), task_of(agent))
+
+        try:
+            await asyncio.wait_for(body(loop), 240)
+        finally:
+            loops.close()
+        assert (there / "closed").exists()
+
+    asyncio.run(whole())
+
+
+def test_a_trajectory_is_the_same_as_in_the_driver(tmp_path: Path) -> None:
+    async def body(loop: Any) -> None:
+        here, there = Engine(), Engine()
+        hosted, own = loop(there, "branches"), Branches(None, manager_of(here), None)
+        assert isinstance(hosted, HostedLoop) and isinstance(loop(there, "single_turn"), SingleTurnLoop)
+        other, mine = await played(hosted), await played(own)
+        assert there.asked == here.asked and len(here.asked) == 5 and there.cancelled == here.cancelled == 1
+        a, b = (check_output(out, one.server_manager, MOST) for out, one in ((other, hosted), (mine, own)))
+        assert (a.stop_reason, a.discarded, len(a.branches)) == (b.stop_reason, b.discarded, 1)
+        for rows in zip((a.segments, *a.branches), (b.segments, *b.branches), strict=True):
+            for x, y in zip(*rows, strict=True):
+                assert (x.source, x.version, x.media) == (y.source, y.version, y.media)
+                assert x.ids.tolist() == y.ids.tolist() and x.side.keys() == y.side.keys()
+                for left, right in ((x.logprobs, y.logprobs), *((x.side[n], y.side[n]) for n in x.side)):
+                    np.testing.assert_array_equal(left, right)
+        assert hosted.server_manager.counts == own.server_manager.counts == {"looked": 2, "looked_s": 0.5}
+        kinds = [
+            [(e["kind"], e.get("name"), e.get("number")) for e in m.server_manager.timeline] for m in (hosted, own)
+        ]
+        assert kinds[0] == kinds[1] and ("tool", "look", None) in kinds[0]
+        assert [p.tolist() for p in a.paid] == [p.tolist() for p in b.paid] == [[0.0], [0.5], [2.0]]
+        assert (other[1].reward_score, other[1].num_turns) == (1.5, 4)
+        assert other[1].extra_fields == {"tool_rewards": [0.5], "seen": [0, 1, 2]}
+
+    run(tmp_path, body)
+
+
+def test_what_a_loop_does_wrong_is_said_and_costs_its_attempt(tmp_path: Path) -> None:
+    async def body(loop: Any) -> None:
+        engine = Engine()
+        for what, said in (
+            ("raise", r"^RuntimeError: \\udcff odd$"),
+            ("leave", "^SystemExit: I go$"),
+            ("object", r"^ValueError: a object in reward_score or extra_fields cannot leave its process.*@driver"),
+            ("reason", r"^ValueError: what the agent loop .*cannot leave its process.*Invalid enum value 'tired'"),
+            ("nothing", "^ValueError: the agent loop returned a NoneType"),
+        ):
+            with pytest.raises(LoopFailed, match=said):
+                await played(loop(engine), what=what)
+        with pytest.raises(ReplicaLost, match="the machine is gone"):
+            await played(loop(engine), what="lost")
+        waiting = [
+            asyncio.create_task(played(loop(engine), what=what, there=str(tmp_path))) for what in ("wait", "long")
+        ]
+        while not (tmp_path / "begun").exists() or engine.asked[-1][1].max_tokens != 5:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        for task in waiting:
+            task.cancel()
+        await asyncio.wait(waiting)
+        while not (tmp_path / "over").exists() or not engine.cancelled:  # noqa: ASYNC110 - the loop there hears of it
+            await asyncio.sleep(0.02)
+        (out,) = await played(loop(engine), what="print")
+        assert len(out.response_ids) == 5
+
+    run(tmp_path, body)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("exit", "exit code or signal 3"),
+        ("block", "did not turn for 3 s"),
+        ("forge", "what no process of ours says"),
+        ("ready", "what no process of ours says"),
+    ],
+)
+def test_the_death_of_the_process_costs_its_attempts_and_the_next_has_another(
+    tmp_path: Path, what: str, said: str
+) -> None:
+    async def body(loop: Any) -> None:
+        engine = Engine()
+        innocent = asyncio.create_task(played(loop(engine), what="wait", there=str(tmp_path)))
+        while not (tmp_path / "begun").exists():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        for one in (played(loop(engine), what=what), innocent):
+            with pytest.raises(LoopFailed, match=f"^ToolBroken: .* is gone: .*{said}"):
+                await one
+        with pytest.raises(ProcessLookupError):
+            os.kill(int((tmp_path / "begun").read_text()), 0)
+        again = await asyncio.gather(*(played(loop(engine), what="") for _ in range(3)))
+        assert [len(out.response_ids) for (out,) in again] == [5] * 3
+
+    run(tmp_path, body, silent_s=3.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "said"), [("refused", ValueError, "no such file"), ("broken", LoopFailed, "of the user's")]
+)
+def test_what_cannot_be_made_there_is_refused_at_the_start(given: str, error: type[Exception], said: str) -> None:
+    async def start() -> None:
+        await Runner(loops_of, given, silent_s=60).start()
+
+    with pytest.raises(error, match=said):
+        asyncio.run(start())
+
+
+def test_what_is_the_user_s_runs_beside_the_driver_if_not_said_otherwise() -> None:
+    for agent in (
+        AgentConfig(loop="tool_agent", tools=["tools.py"]),
+        AgentConfig(tools=["servers.json", "verl.yaml"]),
+        AgentConfig(loop="mine.py:Mine"),
+    ):
+        assert of_the_user(agent) and not of_the_user(replace(agent, loop=f"{agent.loop}@driver"))
+    for agent in (AgentConfig(), AgentConfig(loop="single_turn_agent"), AgentConfig("tool_agent", ["servers.json"])):
+        assert not of_the_user(agent), "nothing of the user's plays in this process"
+
+
+def test_it_ends_with_a_driver_that_was_killed(tmp_path: Path) -> None:
+    script = tmp_path / "driver.py"
+    script.write_text(
+        "import asyncio, sys\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        "from test_loop_process import Engine, loops_of, manager_of, played, task_of\n"
+        "from verl.agent_loop.runner import HostedLoop, Runner\n"
+        "async def main():\n"
+        f"    runner = Runner(loops_of, {str(tmp_path)!r}, silent_s=60)\n"
+        f"    await played(HostedLoop(manager_of(Engine()), task_of(), runner), what='wait', there={str(tmp_path)!r})\n"
+        "asyncio.run(main())\n"
+    )
+    driver = subprocess.Popen([sys.executable, str(script)])
+    until_s = time.monotonic() + 120
+    while not (tmp_path / "begun").exists() or not (tmp_path / "begun").read_text():
+        assert driver.poll() is None and time.monotonic() < until_s
+        time.sleep(0.05)
+    driver.send_signal(signal.SIGKILL)
+    driver.wait()
+    hosted = int((tmp_path / "begun").read_text())
+    while Path(f"/proc/{hosted}").exists():
+        assert time.monotonic() < until_s, "it outlived its driver"
+        time.sleep(0.05)

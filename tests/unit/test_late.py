@@ -1,0 +1,53 @@
+"""Who is late is named in the last line, and what a worker itself says of a deadline is left as it is."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from verl.cli import guarded
+from verl.workers import model_workers
+from verl.workers.answers import RankLate
+from verl.workers.model_workers import ModelWorkers
+from verl.workers.teachers import Teachers
+
+
+def workers(answer: Future[Any]) -> ModelWorkers:
+    group: Any = SimpleNamespace(name="actor", world_size=1, submit=lambda method, args: answer)
+    return ModelWorkers(group)
+
+
+def last_line(capsys: pytest.CaptureFixture[str], work: Any) -> str:
+    assert guarded(work) == 1
+    return capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_model_that_does_not_load_in_time_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(model_workers, "START_TIMEOUT_S", 0.01)
+    said = "error: actor, whose model loads slowly or hangs, was not built within 0.01 s"
+    assert last_line(capsys, lambda: workers(Future()).capabilities) == said
+
+
+def test_what_the_worker_says_of_a_deadline_is_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    answer = Future[Any]()
+    answer.set_exception(RankLate("waited 7 s for another rank"))
+    assert last_line(capsys, lambda: workers(answer).capabilities) == "error: waited 7 s for another rank"
+
+
+def test_a_teacher_that_does_not_answer_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    silent: Any = SimpleNamespace(take_metrics=Future)
+    teachers = Teachers({"math": silent}, "task", {}, 0.01)
+    said = "error: teacher math did not answer within 0.01 s"
+    assert last_line(capsys, lambda: teachers.take_metrics().result(30)) == said
+
+
+def test_an_error_without_words_has_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    def late() -> int:
+        raise TimeoutError
+
+    assert last_line(capsys, late) == "error: TimeoutError: "

@@ -1,0 +1,74 @@
+"""Functions as tools in processes of their own: a call that hangs, also under the interpreter's lock, crashes, or wants
+too much memory, is ended with its process and is an answer to the model; nothing else waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from verl.agent_loop.tools import Answer, answer_of
+from verl.sandbox.messages import CallableSpec, Failure
+from verl.sandbox.pool import Pool
+from verl.tools.function_tool import ToolBroken
+
+BROKEN = f"{ToolBroken.__module__}.{ToolBroken.__name__}: "
+START_S, CLOSE_S = 300.0, 10.0
+
+
+def plain(value: Any) -> tuple[str, float | None]:
+    """What a function returned, as it leaves its process."""
+    found = answer_of(value)
+    return found.text, found.reward
+
+
+class InProcesses:
+    """A tool without a state, see `Held`. path, name: of the function, which every process loads anew · timeout_s: of
+    a call · processes: calls at once. ValueError where it cannot be loaded there."""
+
+    def __init__(self, path: str, name: str, parameters: Iterable[str], *, timeout_s: float, processes: int) -> None:
+        spec = CallableSpec(
+            path=path,
+            name=name,
+            parameters=tuple(parameters),
+            convert=plain,
+            returns=tuple[str, float | None],
+            section="agent.tools",
+            called="tool",
+        )
+        self._name = name
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name=f"tool {name}", daemon=True).start()
+        self._pool: Pool[tuple[str, float | None]] = Pool(spec, num_workers=processes, timeout_s=timeout_s)
+        try:
+            asyncio.run_coroutine_threadsafe(self._pool.start(), self._loop).result(START_S)
+        except ValueError:
+            self.close()
+            raise
+
+    async def open(self, given: Mapping[str, Any]) -> None:
+        """Nothing is kept between calls."""
+
+    async def call(self, state: None, tool: str, arguments: dict[str, Any], given: Mapping[str, Any]) -> Answer:
+        work = self._pool.call({**arguments, **given})
+        found = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        if not isinstance(found, Failure):
+            return Answer(found[0], reward=found[1])
+        if found.reason == "timeout":
+            raise TimeoutError
+        why = found.detail.rstrip().rpartition("\n")[2]
+        if found.reason == "exception" and why.startswith(BROKEN):
+            raise ToolBroken(why.removeprefix(BROKEN))
+        said = why if found.reason in ("exception", "bad_result") else f"its process was ended ({found.reason}): {why}"
+        return Answer(f"Error: {self._name} failed: {said}", error="exception")
+
+    async def score(self, state: None, given: Mapping[str, Any]) -> None:
+        """It has nothing to say of a trajectory."""
+
+    async def release(self, state: None, given: Mapping[str, Any]) -> None:
+        """Nothing was kept."""
+
+    def close(self) -> None:
+        asyncio.run_coroutine_threadsafe(self._pool.close(), self._loop).result(CLOSE_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
