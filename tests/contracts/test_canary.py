@@ -208,6 +208,18 @@ def test_one_improbable_token_is_no_alarm_and_many_likely_ones_are():
     assert "differ by nan" in fault(probe, got, 0.1)
 
 
+def test_one_likely_word_whose_rounding_the_model_magnifies_is_no_alarm_and_two_are():
+    """Seen in one of 900 publishes of a small model: 1e-4 at a word, 2e-7 at all others."""
+    ids, logprobs = np.repeat(np.arange(10), 2), np.repeat(-np.arange(1.0, 11.0), 2).astype(np.float32)
+    probe = Probed(ids, logprobs, np.full(20, 1.5, np.float32), logprobs + np.float32(2e-7), 2.0**-23)
+    assert len({*ids[probe.likely > 0]}) == 5
+    one = np.where(ids == 2, logprobs - 1e-4, logprobs)
+    assert fault(probe, one, None) == ""
+    assert "differ by 2.5e-05" in fault(probe, np.where(ids == 4, logprobs + 1e-4, one), None)
+    few = Probed(ids[:6], logprobs[:6], probe.entropy[:6], probe.own[:6], probe.eps)
+    assert "differ by" in fault(few, np.where(ids[:6] == 0, logprobs[:6] - 1e-4, logprobs[:6]), None)
+
+
 def test_logits_of_another_scale_are_named():
     probe, got = made_up(400)
     assert fault(probe, got, None) == ""
