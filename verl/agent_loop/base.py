@@ -14,11 +14,11 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from verl.rollout.base import Completion
+from verl.rollout.base import Completion, Generates
 from verl.types import Sampling, Segment, StopReason, Task, as_ids, derive_seed
 
 T = TypeVar("T")
@@ -61,21 +61,6 @@ class Call:
     prompt_ids: np.ndarray
     completion: Completion
     token_ids: list[int]  # what the loop was given of it
-
-
-class Generates(Protocol):
-    """The one verb of `RolloutEngine` that a trajectory needs."""
-
-    async def generate(
-        self,
-        request_id: str,
-        prompt_ids: np.ndarray,
-        sampling: Sampling,
-        *,
-        prefix_key: str | None = None,
-        adapter: str | None = None,
-        media: Sequence[str] = (),
-    ) -> Completion: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,7 +117,9 @@ class WeightReader(Protocol):
     def tensors(self) -> Iterable[tuple[str, object]]: ...
 
 
-class RolloutEngine(Protocol):
+class Generates(Protocol):
+    """The one verb that a trajectory needs."""
+
     async def generate(
         self,
         request_id: str,
@@ -131,6 +133,8 @@ class RolloutEngine(Protocol):
         """Requests with one `prefix_key` have a common prompt. `media`: content hashes, in the order of the prompt."""
         ...
 
+
+class RolloutEngine(Generates, Protocol):
     async def score(
         self, ids: np.ndarray, *, temperature: float = 1.0, adapter: str | None = None, media: Sequence[str] = ()
     ) -> np.ndarray:

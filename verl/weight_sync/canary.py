@@ -87,7 +87,7 @@ def no_model(probe: Probed) -> str:
 
 
 def difference(probe: Probed, got: np.ndarray) -> float:
-    """Mean |dlogp| of the rollout's log-probs [n] over the likely tokens. Of several words, the one that differs most is
+    """Mean |dlogp| of the rollout's log-probs [n] over the likely tokens. Of several words the one that differs most is
     left out: a model may magnify rounding a hundredfold at one of them, in one pass and not in the next."""
     _, word = np.unique(probe.targets, return_inverse=True)
     share = np.bincount(word, weights=probe.likely)
