@@ -29,6 +29,7 @@ from verl.workers.compute import columns_of
 from verl.workers.group import WorkerDied
 from verl.workers.role import Role, informed
 from verl.workers.teachers import Teachers
+from verl.workers.waits import DeadlineExpired
 
 RNG = np.random.default_rng(3)
 CONTEXTS = {f"g{g}": RNG.integers(4, 19, 5 + 2 * g) for g in range(4)}
@@ -192,6 +193,38 @@ def test_a_teacher_that_died_before_is_not_asked_to_speak_for_one_that_dies_now(
         refs = Refs([SimpleNamespace(teacher=name, sample_id=f"of {name}")])
         assert teachers.infer(refs, {"logprobs": "teacher_logprobs"}).result(10) == {f"of {name}"}
     assert asked == ["b", "c"]
+
+
+def test_a_teacher_that_hangs_is_silent_and_is_not_asked_again(caplog):
+    asked = []
+
+    class Member:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def infer(self, refs, outputs):
+            return self.answer("infer", frozenset())
+
+        def blank(self, refs, outputs):
+            assert {r.teacher for r in refs} == {"a"}
+            return self.answer("blank", None)
+
+        def answer(self, call, value):
+            asked.append((call, self.name))
+            found: Future = Future()
+            if self.name != "a":
+                found.set_result(value)
+            return found
+
+    teachers = Teachers({name: Member(name) for name in "ab"}, "task", {}, 0.2)
+    refs = Refs([SimpleNamespace(teacher=name, sample_id=f"of {name}") for name in "ab"])
+    for _ in range(2):
+        assert teachers.infer(refs, {"logprobs": "teacher_logprobs"}).result(60) == {"of a"}
+    assert asked == [("infer", "a"), *[("infer", "b"), ("blank", "b")] * 2]
+    assert caplog.text.count("teacher a did not answer within 0.2 s; its samples are Invalid from now on") == 1
+    alone = Refs(refs[:1])
+    with pytest.raises(DeadlineExpired, match="teacher a did not answer"):
+        Teachers({"a": Member("a")}, "task", {}, 0.2).infer(alone, {"logprobs": "teacher_logprobs"}).result(60)
 
 
 def test_whoever_asks_what_was_counted_is_not_held_up():

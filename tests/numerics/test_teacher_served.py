@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -25,7 +26,7 @@ from verl.config.load import dump_config, load_config, validate
 from verl.driver.models import drawn_texts
 from verl.model_engine.base import EngineContext, ServedAt
 from verl.model_engine.hf_model import load_causal_lm
-from verl.model_engine.served import ServedModel, Unanswered, _bytes, build, read_answer
+from verl.model_engine.served import OUTPUTS, ServedModel, Unanswered, _bytes, build, read_answer
 
 K = 5
 VOCAB = 64
@@ -336,3 +337,49 @@ def test_what_was_said_of_a_row_is_known(stand, tiny_teacher):
         small.infer(pack(alike[k : k + 1]), names)
         assert sum(map(_bytes, small._kept.values())) == small._kept_bytes <= small._options.cache_mb * 2**20
     assert small.take_metrics()["cache_hits"].value == 2 / 5 and len(small._kept) == 2
+
+
+def test_a_server_that_accepts_and_hangs_costs_the_rows_that_it_did_not_answer(stand, tiny_teacher):
+    """One time for all rows of a call, whatever one answer and a second try may take: the driver's wait is longer."""
+    made, url = stand
+    released, rows = threading.Event(), samples(0)
+    model = served(url, tiny_teacher)
+    model._options = replace(model._options, timeout_s=900.0, budget_s=1.0, parallel=2)
+    whole = [np.concatenate([s.ids for s in row.segments]).tolist() for row in rows]
+    hangs = [ids != whole[0] for ids in whole]
+    made.change = lambda ids, found: found if ids == whole[0] else released.wait(600) and found
+    said: Future[Any] = Future()
+    threading.Thread(target=lambda: said.set_result(model.infer(pack(rows), OUTPUTS)), daemon=True).start()
+    try:
+        found = said.result(120)["logprobs"]
+        batch = pack(rows)
+        per_row = [bool(found[a:b].isnan().all()) for a, b in zip(batch.row_start, batch.row_start[1:])]
+        assert per_row == hangs and not found[: batch.row_start[1]].isnan().any()
+    finally:
+        released.set()
+    made.change = lambda ids, found: found
+    assert not model.infer(pack(rows[-1:]), ("logprobs",))["logprobs"].isnan().any()
+
+
+def test_one_of_two_that_hangs_costs_its_own_rows(stand, tiny_model, tiny_teacher):
+    """And what it may take for a step is less than the driver waits for it."""
+    from test_several_teachers import one_turn, rows, several
+
+    made, url = stand
+    made.room, released = 4096, threading.Event()
+    config = several("opd", tiny_model, {"a": tiny_teacher, "b": url})
+    config.pipeline.max_invalid_share = 0.6
+
+    def hang(learner) -> None:
+        made.change = lambda ids, found: released.wait(600) and found
+        engine = learner.models["teacher"]._members["b"]._group._workers[0].engine
+        assert engine._options.budget_s < learner.models["teacher"]._timeout_s < config.run.wait_timeout_s
+        engine._options = replace(engine._options, budget_s=0.5)
+
+    try:
+        step, refs, _ = one_turn(config, rows(), hang)
+    finally:
+        released.set()
+    gone = {r.sample_id for r in refs if r.teacher == "b"}
+    assert step.metrics["teacher/invalid"].value == len(gone) / len(refs) and step.metrics["actor/grad_norm"].value > 0
+    assert {r.sample_id for r in step.trained if r.outcome == "invalid"} >= gone

@@ -138,7 +138,7 @@ def teacher(context: ModelContext, algorithm: Algorithm) -> ModelWorkers:
         context.say(f"warning: {error}; its samples are Invalid from now on, the other teachers go on")
 
     members = {name: workers_of(context, spec, view, told) for name, spec in zip(t.paths, specs.values(), strict=True)}
-    return Teachers(members, t.pick, t.shares(), context.config.run.wait_timeout_s)
+    return Teachers(members, t.pick, t.shares(), 0.75 * context.config.run.wait_timeout_s)  # and then those left blank
 
 
 def _teacher_spec(context: ModelContext, algorithm: Algorithm, role: str, path: str) -> RoleSpec:
@@ -153,7 +153,8 @@ def _teacher_spec(context: ModelContext, algorithm: Algorithm, role: str, path: 
         top = any(need.output == "topk_ids" for need in algorithm.needs(1))
         url, secret = split_key(path)
         longest, vocab = longest_sequence(config), describe_model(config.model.path).vocab
-        served = ServedAt(url=url, key=secret, longest=longest, vocab=vocab, texts=texts, top=top)
+        budget_s = config.run.wait_timeout_s / 2  # one that hangs must have said nothing before the driver gives up
+        served = ServedAt(url=url, key=secret, longest=longest, vocab=vocab, texts=texts, top=top, budget_s=budget_s)
         return replace(spec, engine="verl.model_engine.served:build", options=served, apart=True)
     if adapter is not None:
         context.say(f"{key}={path}: an adapter, of the model in {base}")

@@ -80,8 +80,8 @@ class TeacherHead:
 class ServedAt:
     """Where a frozen model is served (`served.py`). longest: row that it will be asked for, in tokens · vocab: ids that
     the policy has logits of · texts: with the ids that its tokenizer must read them as · top: it names its likeliest
-    tokens too · timeout_s: for one answer · parallel: requests at once · key: sent as a bearer token · cache_mb: of
-    what it said of rows."""
+    tokens too · timeout_s: of one answer · budget_s: for all rows of a call; the others have no number then · parallel:
+    requests at once · key: sent as a bearer token · cache_mb: of what it said of rows."""
 
     url: str
     longest: int
@@ -89,6 +89,7 @@ class ServedAt:
     texts: tuple[tuple[str, tuple[int, ...]], ...]
     top: bool = False
     timeout_s: float = 120.0
+    budget_s: float = 300.0
     parallel: int = 32
     key: str = field(default="", repr=False)
     cache_mb: float = 256.0

@@ -14,7 +14,7 @@ import urllib.error
 import urllib.request
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -75,12 +75,14 @@ class ServedModel:
         if not bool((batch.row_columns["temperature"] == 1).all()):
             raise ValueError(f"{self._url} scores at temperature 1: set teacher.temperature=1")
         rows = [flat.ids[a:b].numpy() for a, b in zip(flat.seg_start, flat.seg_start[1:])]
-        with ThreadPoolExecutor(self._options.parallel) as pool:
-            answers = list(pool.map(lambda ids, left: {} if left else self._row(ids), rows, untaught.tolist()))
+        until_s, pool = time.monotonic() + self._options.budget_s, ThreadPoolExecutor(self._options.parallel)
+        asked = {r: pool.submit(self._row, rows[r], until_s) for r, left in enumerate(untaught.tolist()) if not left}
+        ended = wait(asked.values(), self._options.budget_s).done
+        pool.shutdown(wait=False, cancel_futures=True)  # who sends a byte now and then may be read to the end
         out = {"logprobs": torch.where(untaught[batch.row_of], -math.log(self._k + 1), torch.nan)}
         out["topk_ids"] = torch.arange(self._k).repeat(n, 1)  # which differ, also where nothing is known
         out["topk_logprobs"] = out["logprobs"][:, None].repeat(1, self._k + 1)
-        for r, answer in enumerate(answers):
+        for r, answer in ((r, found.result()) for r, found in asked.items() if found in ended):
             span = slice(int(flat.row_start[r]), int(flat.row_start[r + 1]))
             at = flat.target_from[span] - int(flat.seg_start[r])  # what predicts a token stands before it
             for name, values in answer.items():
@@ -120,15 +122,16 @@ class ServedModel:
             said = f"its log-probs of the same tokens differ by {gap:.3g} with what comes behind them"
             raise ValueError(f"{self._url}: {said}: they are of another context, or of no fixed model")
 
-    def score(self, ids: np.ndarray) -> dict[str, Tensor]:
-        """Of ids [t]: logprobs [t-1] of ids[1:], and what is likeliest there (see `ModelEngine.infer`)."""
+    def score(self, ids: np.ndarray, until_s: float = math.inf) -> dict[str, Tensor]:
+        """Of ids [t]: logprobs [t-1] of ids[1:], and what is likeliest there (see `ModelEngine.infer`). until_s: by the
+        monotonic clock, when nobody waits for it any more."""
         wanted = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": self._k}
         if self._path == TOKENS_IN:
             params = {**wanted, "detokenize": False, "ignore_eos": True}
             body = {"model": self._model, "token_ids": ids.tolist(), "sampling_params": params}
         else:
             body = {"model": self._model, "prompt": ids.tolist(), **wanted}
-        answer = self._ask(self._path, body)
+        answer = self._ask(self._path, body, until_s)
         try:
             found = (answer if self._path == TOKENS_IN else answer["choices"][0]).get("prompt_logprobs")
         except (LookupError, TypeError, AttributeError) as e:  # of who stands before the server
@@ -141,7 +144,7 @@ class ServedModel:
         self._rows = self._hits = 0
         return found if found["cache_hits"].count else {}
 
-    def _row(self, ids: np.ndarray) -> dict[str, Tensor]:
+    def _row(self, ids: np.ndarray, until_s: float) -> dict[str, Tensor]:
         """What is known of a row, else what the server says. Nothing where it fails: that row stays NaN. The first
         failure is told."""
         key, said = hashlib.blake2b(ids.tobytes(), digest_size=16).digest(), ""
@@ -153,9 +156,9 @@ class ServedModel:
                 return known
         for left in reversed(range(AGAIN)):
             try:
-                found = self.score(ids)
+                found = self.score(ids, until_s)
             except Unanswered as e:
-                said = str(e)
+                said = said or str(e)
                 time.sleep(AGAIN_S if left else 0)
             else:
                 if all(bool(values.isfinite().all()) for values in found.values()):  # else it is asked again
@@ -174,14 +177,17 @@ class ServedModel:
             while self._kept_bytes > self._options.cache_mb * 2**20:
                 self._kept_bytes -= _bytes(self._kept.popitem(last=False)[1])
 
-    def _ask(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    def _ask(self, path: str, body: Mapping[str, Any] | None = None, until_s: float = math.inf) -> Any:
+        timeout_s = min(self._options.timeout_s, until_s - time.monotonic())
+        if timeout_s <= 0:
+            raise Unanswered(f"{path}: not all rows were answered within {self._options.budget_s:g} s")
         data = None if body is None else json.dumps(body).encode()
         head = {"Content-Type": "application/json"}
         if self._options.key:
             head["Authorization"] = f"Bearer {self._options.key}"
         asked = urllib.request.Request(self._url + path, data, head)
         try:
-            with urllib.request.urlopen(asked, timeout=self._options.timeout_s) as answer:
+            with urllib.request.urlopen(asked, timeout=timeout_s) as answer:
                 return json.loads(answer.read())
         except urllib.error.HTTPError as e:
             why = " ".join(e.read(400).decode(errors="replace").split())

@@ -1,20 +1,24 @@
 """Several frozen models in the place of one: each row goes to its own teacher, or all of them score every row and what
-they say is made one. A teacher whose process died has nothing to say: its rows are Invalid, and the others go on."""
+they say is made one. A teacher whose process died, or does not answer in time, has nothing to say: its rows are
+Invalid, and the others go on."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from verl.model_engine.base import EngineCapabilities
 from verl.types import Metric, Metrics, Refs
 from verl.workers.group import WorkerDied
 from verl.workers.model_workers import ModelWorkers
-from verl.workers.waits import result_of
+from verl.workers.waits import DeadlineExpired, result_of
 
+logger = logging.getLogger(__name__)
 A = TypeVar("A")
 Asked = Mapping[str, tuple[Refs, Future[frozenset[str]]]]
 
@@ -28,7 +32,9 @@ class Teachers(ModelWorkers):
     ) -> None:
         self._members, self._pick, self._timeout_s = dict(members), pick, timeout_s
         self._shares = tuple(shares[name] for name in members) if pick == "mix" else ()
-        self._dead: set[str] = set()  # also in the calls that they have no row in
+        self._dead: dict[
+            str, Exception
+        ] = {}  # also in the calls that they have no row in; one that hangs is not asked again
 
     @property
     def capabilities(self) -> EngineCapabilities:
@@ -43,7 +49,7 @@ class Teachers(ModelWorkers):
             own = Refs(r for r in refs if r.teacher == name) if self._pick == "task" else refs
             to = outputs if self._pick == "task" else {o: f"{column}/{name}" for o, column in outputs.items()}
             if own:
-                asked[name] = own, member.infer(own, to)
+                asked[name] = own, _failed(self._dead[name]) if name in self._dead else member.infer(own, to)
         return _beside(lambda: self._settle(refs, asked, outputs))
 
     def take_metrics(self) -> Future[Metrics]:
@@ -64,14 +70,17 @@ class Teachers(ModelWorkers):
             member.close(timeout_s)
 
     def _settle(self, refs: Refs, asked: Asked, outputs: Mapping[str, str]) -> frozenset[str]:
-        broken, dead = set[str](), dict[str, WorkerDied]()
+        broken, dead, until_s = set[str](), dict[str, Exception](), time.monotonic() + self._timeout_s
         for name, (own, answer) in asked.items():
             try:
-                broken |= {*self._said(answer, name)}
-            except WorkerDied as e:  # the user was told when it died
+                broken |= {*self._said(answer, name, max(0.0, until_s - time.monotonic()))}
+            except (WorkerDied, DeadlineExpired) as e:  # the user was told when it died
                 dead[name] = e
                 broken |= {*own.ids}
-        self._dead |= dead.keys()
+                if isinstance(e, DeadlineExpired) and name not in self._dead:
+                    late = f"teacher {name} did not answer within {self._timeout_s:g} s"
+                    logger.warning("%s; its samples are Invalid from now on, the other teachers go on", late)
+        self._dead |= dead
         left = [member for name, member in self._members.items() if name not in self._dead]
         if not left:
             raise next(iter(dead.values()))
@@ -84,8 +93,14 @@ class Teachers(ModelWorkers):
             self._said(left[0].merge(refs, columns, self._shares, column))
         return frozenset(broken)
 
-    def _said(self, answer: Future[A], name: str = "of the others") -> A:
-        return result_of(answer, f"teacher {name} did not answer", self._timeout_s)
+    def _said(self, answer: Future[A], name: str = "of the others", timeout_s: float | None = None) -> A:
+        return result_of(answer, f"teacher {name} did not answer", self._timeout_s if timeout_s is None else timeout_s)
+
+
+def _failed(error: Exception) -> Future[Any]:
+    found = Future[Any]()
+    found.set_exception(error)
+    return found
 
 
 def _beside(wait: Callable[[], A]) -> Future[A]:
