@@ -62,6 +62,7 @@ MADE_UP = {
     f"{ROLLOUT}dtype": "bfloat16",
     f"{ROLLOUT}top_k": "-1",
     f"{ROLLOUT}val_kwargs.top_k": "-1",
+    f"{ROLLOUT}free_cache_engine": "True",
     "trainer.logger": "console",
     "trainer.device": "cpu",
     "trainer.resume_mode": "auto",
@@ -113,7 +114,7 @@ def refusal(*args: str) -> str:
 
 def test_counts_of_the_published_keys() -> None:
     counts = collections.Counter(key_rows()[key].action for key in PUBLISHED)
-    assert counts == {"mapped": 130, "ignored": 134, "refused": 10}
+    assert counts == {"mapped": 136, "ignored": 128, "refused": 10}
 
 
 def test_every_row_is_well_formed() -> None:
@@ -314,7 +315,7 @@ def test_layout_is_one_line_in_the_notes() -> None:
     text = render_notes(translate([*GRPO_SCRIPT, "rollout.engine=native"]).notes)
     (line,) = [line for line in text.splitlines() if "layout: the actor's is that of all" in line]
     assert all(k in line for k in ("trainer.n_gpus_per_node=8", "trainer.nnodes=1"))
-    (line,) = [line for line in text.splitlines() if "the engine of this process has no such choice" in line]
+    (line,) = [line for line in text.splitlines() if "rollout.engine=native has no such choice" in line]
     assert all(k in line for k in ("rollout.tensor_model_parallel_size=2", "rollout.gpu_memory_utilization="))
     assert "actor_rollout_ref.rollout.n=5 -> step.samples_per_prompt=5" in text
 
@@ -977,6 +978,68 @@ def test_a_logger_that_is_not_installed_is_a_note(monkeypatch: pytest.MonkeyPatc
     said = translate(["trainer.logger=[console,wandb,mlflow]"])
     assert {s.key: s.value for s in said.settings} == {"track.sinks": ["console"]}
     assert "wandb is not installed, mlflow is not in this version" in render_notes(said.notes)
+
+
+def options_of(engine: str, *words: str) -> tuple[dict[str, object], str]:
+    """What the options of a server's adapter are of these keys of verl's, and what is said of the others."""
+    here = [f"{ROLLOUT}name={engine}", "rollout.python=/opt/bin/python"]
+    said = translate([*here, *(ROLLOUT + word for word in words)])
+    found = {s.key.removeprefix("rollout.engine_options."): s.value for s in said.settings}
+    return {k: v for k, v in found.items() if k not in ("rollout.engine", "rollout.python")}, render_notes(said.notes)
+
+
+def test_options_of_a_server_are_its_adapters_own_or_its_args() -> None:
+    share, whole = (
+        "gpu_memory_utilization=0.6",
+        "engine_kwargs.vllm={max_num_seqs: 64, disable_mm_preprocessor_cache: true}",
+    )
+    graphs = "engine_kwargs.vllm.compilation_config.cudagraph_mode=FULL"
+    found, notes = options_of(
+        "vllm", share, whole, graphs, "load_format=dummy_dtensor", "engine_kwargs.vllm.swap_space=null"
+    )
+    assert found == {
+        "gpu_memory_utilization": 0.6,
+        "max_num_seqs": 64,
+        "args.disable_mm_preprocessor_cache": True,
+        "args.compilation_config.cudagraph_mode": "FULL",
+        "load_format": "dummy",
+    }
+    kwargs = ["engine_kwargs.sglang.attention_backend=fa3", "engine_kwargs.vllm.max_num_seqs=64", "load_format=gguf"]
+    found, notes = options_of("sglang", share, *kwargs)
+    assert found == {"mem_fraction_static": 0.6, "args.attention_backend": "fa3"}
+    assert "rollout.engine_options.mem_fraction_static=0.6" in notes
+    assert "ignored (read by rollout.engine=vllm)" in notes
+    assert "rollout.engine=sglang has no such choice; rollout.engine=vllm has" in notes
+    assert "load_format=gguf: not in this version; there are dummy" in refusal(
+        f"{ROLLOUT}name=vllm", "rollout.python=p", f"{ROLLOUT}load_format=gguf"
+    )
+    args = [
+        *(ROLLOUT + word for word in (share, whole, graphs, "load_format=auto")),
+        "model.path=m",
+        "rollout.engine=vllm",
+    ]
+    config = load_config([*args, "rollout.python=p"]).config.rollout.engine_options
+    assert config["args"] == {"disable_mm_preprocessor_cache": True, "compilation_config": {"cudagraph_mode": "FULL"}}
+    assert (config["max_num_seqs"], config["load_format"]) == (64, "auto")
+    native = load_config([*args[:-1], f"{ROLLOUT}name=vllm"])
+    assert "ignored (read by rollout.engine=vllm)" in render_notes(native.notes)
+
+
+def test_an_engine_that_keeps_its_cache_runs_beside_the_trainer() -> None:
+    for word, placement in (("True", "auto"), ("False", "split")):
+        assert overrides_of(f"{ROLLOUT}free_cache_engine={word}") == {"pipeline.placement": placement}
+
+
+def test_weights_travel_as_asked_where_they_travel(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = f"{ROLLOUT}checkpoint_engine.backend="
+    assert overrides_of(f"{backend}nccl") == {} and overrides_of(f"{backend}naive") == {"sync.engine": "local"}
+    ray = ["cluster.backend=ray", "model.device=cpu"]
+    found = [overrides_of(*ray, f"{backend}{way}").get("sync.engine") for way in ("naive", "nccl", "nixl", "mooncake")]
+    assert found == ["local", "collective", "nixl", None]
+    monkeypatch.setattr(rules.layout, "local_gpus", lambda: 8)
+    assert overrides_of(ray[0], f"{backend}nccl")["sync.engine_options.backend"] == "nccl"
+    notes = render_notes(translate([*ray, f"{backend}mooncake"]).notes)
+    assert "there is no such transport: sync.engine is one of local, shm, tcp" in notes
 
 
 PRESETS = [

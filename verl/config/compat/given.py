@@ -43,6 +43,11 @@ class Given:
         row, value = find_row(key), self.values.get(key, default)
         return value if row is None else row.check(value)
 
+    def reads(self, key: str, rule: str) -> bool:
+        """The rule of that name is the one of this key."""
+        row = find_row(key)
+        return row is not None and row.joint == rule
+
     def get(self, key: str) -> Any:
         """As given, else verl's default where those were asked for, else None."""
         return self.said(key, self.defaults.get(key) if self.use_defaults else None)

@@ -55,7 +55,7 @@ def layout(given: Given) -> Result:
     """cluster.* and parallel.* where cluster.backend=ray is given, or where the devices are there: on this machine, or
     in the cluster that cluster.address or RAY_ADDRESS names."""
     asked, keys = given.native.get("cluster.backend"), tuple(key for of in SHARES.values() for key in of)
-    if asked == "inproc" or (asked is None and not _there(given)):
+    if asked in (None, "inproc") and not over_ray(given):
         given.ignore(ONE_PROCESS, NODES, DEVICES, SHARDS, *keys)
         return {}
     nodes, ranks = int(given.own("cluster.nodes", _size(given, NODES))), _size(given, DEVICES)
@@ -76,6 +76,12 @@ def layout(given: Given) -> Result:
         out["parallel.replicate"] = over // shards
     given.ignore("has no effect at this value", *(key for key in (*keys, SHARDS) if _size(given, key) == 1))
     return out
+
+
+def over_ray(given: Given) -> bool:
+    """Whether the run is one of Ray's processes, as `layout` decides."""
+    asked = given.native.get("cluster.backend")
+    return asked == "ray" or (asked is None and _there(given))
 
 
 def _there(given: Given) -> bool:

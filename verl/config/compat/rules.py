@@ -7,26 +7,32 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from importlib.util import find_spec
 from types import MappingProxyType
 
 from verl.config.backends import ROLLOUT as ROLLOUT_ENGINES
+from verl.config.backends import SYNC, load
 from verl.config.compat import layout, objective
 from verl.config.compat.given import ACTOR, ROLLOUT, Given, Result
 from verl.config.model_files import context_tokens
 from verl.config.served import reachable
 
-_MEMORY, _TENSOR, _EAGER = (
-    f"{ROLLOUT}{name}" for name in ("gpu_memory_utilization", "tensor_model_parallel_size", "enforce_eager")
+_MEMORY, _TENSOR, _EAGER, _FORMAT = (
+    f"{ROLLOUT}{name}"
+    for name in ("gpu_memory_utilization", "tensor_model_parallel_size", "enforce_eager", "load_format")
 )
+_OF_VLLM = {"gpu_memory_utilization": _MEMORY, "tensor_parallel_size": _TENSOR, "enforce_eager": _EAGER}
 _OPTIONS_OF: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
-        "vllm": {_MEMORY: "gpu_memory_utilization", _TENSOR: "tensor_parallel_size", _EAGER: "enforce_eager"},
-        "sglang": {_MEMORY: "mem_fraction_static", _TENSOR: "tensor_parallel_size"},
-        "trtllm": {_MEMORY: "kv_cache_free_gpu_memory_fraction", _TENSOR: "tensor_parallel_size"},
+        "vllm": _OF_VLLM | {"load_format": _FORMAT},
+        "sglang": {"mem_fraction_static": _MEMORY, "tensor_parallel_size": _TENSOR},
+        "trtllm": {"kv_cache_free_gpu_memory_fraction": _MEMORY, "tensor_parallel_size": _TENSOR},
     }
 )
+"""Of a server's adapter: its option, and verl's key for it."""
 
+KWARGS, BACKEND = f"{ROLLOUT}engine_kwargs.", f"{ROLLOUT}checkpoint_engine.backend"
 TURNS = f"{ROLLOUT}multi_turn."
 
 
@@ -35,11 +41,20 @@ def _rollout_engine(given: Given) -> Result:
     key, strict = f"{ROLLOUT}name", "rollout.strict"
     name = given.said(key)
     here = name is None or reachable(name, given.native.get("rollout.python"), given.native.get("rollout.url"))
-    known = _OPTIONS_OF.get(given.native.get("rollout.engine", name if here else "native"), {})
-    options = {f"rollout.engine_options.{own}": given.said(of) for of, own in known.items()}
-    if others := [of for of in _OPTIONS_OF["vllm"] if of not in known]:
-        given.ignore("the engine of this process has no such choice; rollout.engine=vllm has", *others)
-    options = {target: value for target, value in options.items() if value is not None}
+    engine = given.native.get("rollout.engine", name if here else "native")
+    known = _OPTIONS_OF.get(engine, {})
+    options = {own: given.said(of) for own, of in known.items()}
+    if others := [of for of in _OPTIONS_OF["vllm"].values() if of not in known.values()]:
+        given.ignore(f"rollout.engine={engine} has no such choice; rollout.engine=vllm has", *others)
+    for kwarg in (key for key in given.values if key.startswith(KWARGS) and given.reads(key, "rollout_engine")):
+        whose, _, option = kwarg.removeprefix(KWARGS).partition(".")
+        if whose != engine or given.said(kwarg) is None:
+            why = f"read by rollout.engine={whose}" if whose != engine else "has no effect at null"
+            given.ignore(why, kwarg)
+            continue
+        own = {field.name for field in fields(load(ROLLOUT_ENGINES[engine].options))}
+        options[option if option in own else f"args.{option}"] = given.said(kwarg)
+    options = {f"rollout.engine_options.{own}": value for own, value in options.items() if value is not None}
     if here:
         given.ignore("only read beside a rollout.name that is not here", strict)
         return options if name is None else {"rollout.engine": name, **options}
@@ -50,6 +65,22 @@ def _rollout_engine(given: Given) -> Result:
         f"{name} is not here: the native engine runs in its place; {fix}rollout.strict=True refuses that"
     )
     return {"rollout.engine": "native"}
+
+
+def _sync(given: Given) -> Result:
+    """How weights travel between processes. Another way brings the same weights, so none is asked for that is not
+    here."""
+    ways = {"naive": "local", "nccl": "collective", "nixl": "nixl"}
+    backend = str(given.said(BACKEND))
+    if backend not in ways:
+        given.ignore(f"there is no such transport: sync.engine is one of {', '.join(SYNC)}", BACKEND)
+    elif backend != "naive" and not layout.over_ray(given):
+        given.ignore("weights stay in one process, or go to a server by the way that it reads", BACKEND)
+    else:
+        cuda = layout.local_gpus() > 0 and given.native.get("model.device", "auto") != "cpu"
+        more = {"sync.engine_options.backend": "nccl"} if backend == "nccl" and cuda else {}
+        return {"sync.engine": ways[backend], **more}
+    return {}
 
 
 def _batch(given: Given) -> Result:
@@ -313,7 +344,19 @@ def _turns(given: Given) -> Result:
     return {"agent.max_turns": min(most)} if most else {}
 
 
-_OF_RUN = (_rollout_engine, _tokens, _batch, _schedule, _eval, _eval_steps, _overlong, _context, _positions, _resume)
+_OF_RUN = (
+    _rollout_engine,
+    _sync,
+    _tokens,
+    _batch,
+    _schedule,
+    _eval,
+    _eval_steps,
+    _overlong,
+    _context,
+    _positions,
+    _resume,
+)
 _RULES = (*_OF_RUN, _directory, _logger, _async, _reward_model, _tools, _turns, *objective.RULES, *layout.RULES)
 JOINT: Mapping[str, Callable[[Given], Result]] = MappingProxyType({rule.__name__.lstrip("_"): rule for rule in _RULES})
 """By the name that the table has after its @."""

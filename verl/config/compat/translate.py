@@ -180,7 +180,8 @@ class _Work:
             self._mapped(row, row.targets)
 
     def _joint(self, rule: str) -> None:
-        rows = {k: r for k, r in key_rows().items() if r.joint == rule}
+        known = {k: r for k in self.values if (r := find_row(k)) is not None}  # those below a `.*`, too
+        rows = {k: r for k, r in {**key_rows(), **known}.items() if r.joint == rule}
         free = {k for k, r in rows.items() if not self._native(r)}
         given = [k for k in self.values if k in free]
         if not given and not (self.use_defaults and any(k in self.defaults for k in free)):
