@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from verl.model_engine.snapshot import Snapshot
-from verl.workers.host import Room, free_bytes, room_here, too_small
+from verl.workers.host import Room, free_bytes, room_here, too_small, total_bytes
 
 GB = 10**9
 
@@ -26,12 +26,13 @@ def test_the_tightest_group_around_a_process_is_what_is_free(tmp_path):
     group(tmp_path / "v2" / "jobs", 9_000, 6_000, 1_500)
     assert free_bytes(tmp_path / "v2", own) == 4_500
     group(tmp_path / "v2", 3_000, 1_000, 0)
-    assert free_bytes(tmp_path / "v2", own) == 2_000
+    assert free_bytes(tmp_path / "v2", own) == 2_000 and total_bytes(tmp_path / "v2", own) == 3_000
     own.write_text("5:cpu,cpuacct:/x\n4:memory:/of/another/namespace\n0::/\n")
     group(tmp_path / "v1" / "memory", 8_000, 7_000, 500, first)
     assert free_bytes(tmp_path / "v1", own) == 1_500
     for nothing in (tmp_path / "nothing", own):
         assert free_bytes(tmp_path / "nothing", nothing) > 0.5 * psutil.virtual_memory().available
+        assert total_bytes(tmp_path / "nothing", nothing) == psutil.virtual_memory().total
 
 
 def test_there_is_room_for_twice_the_copies_beside_the_peaks_of_every_host():

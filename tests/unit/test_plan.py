@@ -20,6 +20,12 @@ from verl.config.plan import count_rows, make_plan, needs_reference, render_plan
 from verl.config.schema import Config
 
 
+@pytest.fixture(autouse=True)
+def roomy(monkeypatch) -> None:
+    """A plan says where a machine is too small: those here are of one that is not."""
+    monkeypatch.setattr("verl.workers.host.total_bytes", lambda: 2**40)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     where = tmp_path_factory.mktemp("plan")
@@ -321,6 +327,16 @@ def test_warnings(folder: Path) -> None:
         right = said in plan.warnings[0] and f"warning: {plan.warnings[0]}" in render_plan(plan)
         wrong += [] if right else [(args, plan.warnings)]
     assert not wrong
+
+
+def test_a_peak_above_the_memory_is_said(folder: Path, monkeypatch) -> None:
+    plan = make_plan(config_of(folder, "model.device=cpu"))
+    monkeypatch.setattr("verl.workers.host.total_bytes", lambda: plan.memory.peak_bytes)
+    assert not make_plan(config_of(folder, "model.device=cpu")).warnings
+    monkeypatch.setattr("verl.workers.host.total_bytes", lambda: plan.memory.peak_bytes - 2**30)
+    (said,) = make_plan(config_of(folder, "model.device=cpu")).warnings
+    peak = re.escape(render_plan(plan).split("peak ")[1].split(" in ")[0])
+    assert re.match(rf"{plan.memory.peak_phase} wants {peak} of memory, and there are .*: lower step.max_tokens", said)
 
 
 def test_warnings_about_the_model(folder: Path, tmp_path: Path) -> None:

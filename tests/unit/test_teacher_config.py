@@ -16,7 +16,7 @@ from verl.algorithms.presets import knobs
 from verl.config.adapter import base_of
 from verl.config.compat.table import DISTILLATION
 from verl.config.load import load_config, validate
-from verl.config.plan import make_plan
+from verl.config.plan import make_plan, render_plan
 from verl.config.spread import spread_of
 from verl.config.tree import leaves
 from verl.driver.identity import compare, identity_of
@@ -178,6 +178,34 @@ def test_the_plan_knows_what_a_teacher_costs(base):
     assert whole["teacher"] == planned("opd")["teacher"] == 4 * count
     assert whole["teacher's head"] == 4 * 32 * 16 and "teacher's head" not in planned("gkd_topk")
     assert whole["teacher's activations"] > 0 and not any("teacher" in item for item in planned("grpo"))
+
+
+def test_the_plan_says_what_a_teacher_takes_of_time_and_that_it_is_dearer_than_memory(base, monkeypatch):
+    folder, gkd = folder_of(base), "algorithm.name=gkd"
+
+    def planned(*args: str):
+        return make_plan(load_config([*base, "model.device=cpu", *args]).config)
+
+    one = planned(gkd, f"teacher.path={folder}/same")
+    assert one.teacher_share == pytest.approx(2 / 6, rel=0.05)  # a forward pass of a model of the policy's size
+    assert f"its pass over a step takes {one.teacher_share:.2g} of the FLOPs" in render_plan(one)
+    assert planned(gkd, f"teacher.path={folder}/same", "step.epochs_per_step=2").teacher_share == one.teacher_share / 2
+    assert planned("algorithm.name=opd", "teacher.path=policy", "teacher.hint_key=x").teacher_share == 1 / 3
+    two = f"teacher.paths={{a: {folder}/same, b: {folder}/same}}"
+    assert planned("algorithm.name=opd", two, "teacher.pick=mix").teacher_share == pytest.approx(4 / 6, rel=0.05)
+    assert planned("algorithm.name=opd", two).teacher_share == one.teacher_share
+    served = planned("algorithm.name=opd", "teacher.path=http://127.0.0.1:9")
+    assert served.teacher_share == 0 and "teacher   computed elsewhere" in render_plan(served)
+    alone = planned("algorithm.name=grpo")
+    assert alone.teacher_share is None and "\nteacher " not in render_plan(alone)
+
+    assert one.memory.peak_bytes > alone.memory.peak_bytes
+    monkeypatch.setattr("verl.workers.host.total_bytes", lambda: one.memory.peak_bytes - 1)
+    (said,) = planned(gkd, f"teacher.path={folder}/same").warnings
+    assert "without the teacher (" in said and "teacher.path=http://HOST:PORT" in said and "offload_frozen=true" in said
+    assert not planned("algorithm.name=grpo").warnings
+    monkeypatch.setattr("verl.workers.host.total_bytes", lambda: 1)
+    assert "without the teacher" not in planned(gkd, f"teacher.path={folder}/same").warnings[-1]
 
 
 TRL_OWN = """model_init_kwargs trust_remote_code teacher_model_name_or_path teacher_model_revision disable_dropout

@@ -167,6 +167,25 @@ def teacher_items(config: Config, tokens: int = 0) -> dict[str, int]:
     }
 
 
+def teacher_share(config: Config) -> float | None:
+    """Floating-point operations of the teachers that are computed here, per token of a step, over those of the policy's
+    update: a forward pass is 2 per parameter, forward and backward 6. None without a teacher. Attention is left out on
+    both sides; of pick=task, where each row has one, the largest."""
+    preset, t = settled(config.algorithm.name, config.algorithm.given()), config.teacher
+    if "teacher" not in preset.roles() or (t.path is None and not t.paths):
+        return None
+    policy, models = passed(describe_model(config.model.path)), list(teacher_models(config).values())
+    passes = [passed(describe_model(path)) for path in models] or ([] if t.roles() else [policy])
+    update = (8 if config.model.gradient_checkpointing else 6) * config.step.epochs_per_step * policy
+    return 2 * (max(passes, default=0) if t.pick == "task" else sum(passes)) / update
+
+
+def passed(model: ModelFacts) -> int:
+    """Parameters that a token is multiplied with: of experts those that it is sent to, no table that is looked up."""
+    active = 3 * model.layers * model.hidden * model.intermediate if model.expert_parameters else 0
+    return model.parameters - model.expert_parameters + active - (0 if model.tied else model.embedding_parameters)
+
+
 def rollout_items(config: Config, model: ModelFacts) -> dict[str, int]:
     """Of one rollout engine."""
     copy = model.parameters * DTYPE_BYTES[rollout_dtype(config)]

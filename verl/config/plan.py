@@ -18,12 +18,13 @@ import msgspec
 
 from verl.algorithms.presets import find, settled
 from verl.config.backends import SYNC, options_of, rollout_caches
-from verl.config.memory import Memory, estimate_memory, kv_bytes_per_token, rollout_dtype
+from verl.config.memory import Memory, estimate_memory, kv_bytes_per_token, on_cuda, rollout_dtype, teacher_share
 from verl.config.model_files import ModelFacts, describe_model, find_model_folder
 from verl.config.schema import Config
 from verl.config.spread import Spread, spread_of
 from verl.data.files import expand_files, format_of
 from verl.driver.scheduler import Scheduler
+from verl.workers import host
 
 SAVE_EVERY_S, SAVE_SHARE = 1800.0, 0.05
 """By default a checkpoint is made at least so often, and takes at most this share of the time."""
@@ -90,6 +91,7 @@ class Plan:
     checkpoints_made: str  # When.
     warnings: tuple[str, ...]
     cluster: Spread | None = None  # And `memory` is that of the fullest rank.
+    teacher_share: float | None = None  # Of the FLOPs of the policy's update.
 
     def to_json(self) -> str:
         """`plan.json` of the run directory."""
@@ -103,6 +105,8 @@ def make_plan(config: Config) -> Plan:
     update_tokens = step.max_tokens // step.updates
     one, kept = checkpoint_bytes(config), checkpoints_kept(config, length.steps)
     spread = spread_of(config, update_tokens)
+    memory = spread.fullest if spread else estimate_memory(config, model, needs_reference(config), update_tokens)
+    small = (*small_disk(config, one * kept), *(() if spread or on_cuda(config) else small_memory(memory)))
     return Plan(
         run_dir=f"{config.run.root_dir}/{config.run.name}",
         algorithm=config.algorithm.name,
@@ -110,13 +114,14 @@ def make_plan(config: Config) -> Plan:
         step=step,
         length=length,
         rollout=_rollout_sizes(config, model),
-        memory=spread.fullest if spread else estimate_memory(config, model, needs_reference(config), update_tokens),
+        memory=memory,
         checkpoint_bytes=one,
         checkpoint_parts=checkpoint_parts(config),
         checkpoints_kept=kept,
         checkpoints_made=_made(config.run.save_every_steps),
-        warnings=(*_warnings(config, model, length), *small_disk(config, one * kept)),
+        warnings=(*_warnings(config, model, length), *small),
         cluster=spread,
+        teacher_share=teacher_share(config),
     )
 
 
@@ -175,6 +180,18 @@ def small_disk(config: Config, needed_bytes: int) -> Iterator[str]:
             f"{run_dir}: the checkpoints need {_gib(needed_bytes)}, but the disk has {_gib(free)} free: free some, "
             "lower run.keep_last_checkpoints, or set another run.root_dir"
         )
+
+
+def small_memory(memory: Memory) -> Iterator[str]:
+    """A line where the peak is above what this machine, or the container, has."""
+    has, phase = host.total_bytes(), memory.phases[memory.peak_phase]
+    if memory.peak_bytes > has:
+        teacher = sum(memory.items[item] for item in phase if item.startswith("teacher"))
+        fix = "lower step.max_tokens_per_microbatch or rollout.max_concurrent_sequences, or take a smaller model"
+        if teacher and memory.peak_bytes - teacher <= has:
+            fix = f"without the teacher ({_gib(teacher)}) they would fit: serve it elsewhere (teacher.path=http://HOST:PORT)"
+            fix += ", or set model.engine_options.offload_frozen=true"
+        yield f"{memory.peak_phase} wants {_gib(memory.peak_bytes)} of memory, and there are {_gib(has)}: {fix}"
 
 
 # -- sizes of a step ---------------------------------------------------------------------------------------------------
@@ -345,6 +362,9 @@ def render_plan(plan: Plan) -> str:
         "disk": f"checkpoint {_gib(one)} ({parts}), at most {kept} at once: {_gib(kept * one)} in {plan.run_dir}",
         "saved": plan.checkpoints_made,
     }
+    if plan.teacher_share is not None:
+        said = f"its pass over a step takes {plan.teacher_share:.2g} of the FLOPs of the policy's update"
+        lines["teacher"] = said if plan.teacher_share else "computed elsewhere"
     lines |= _cluster_lines(plan.cluster) if plan.cluster else {}
     text = [f"{name:<9} {said}" for name, said in lines.items()]
     if plan.cluster is None:

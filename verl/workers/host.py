@@ -6,7 +6,7 @@ import contextlib
 import os
 import resource
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,7 +53,16 @@ def too_small(rooms: Sequence[Room]) -> str:
 
 def free_bytes(groups: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int:
     """Of this machine, and of every control group around this process that has a limit."""
-    free = psutil.virtual_memory().available
+    return min([psutil.virtual_memory().available, *(limit - used for limit, used in _groups(groups, own))])
+
+
+def total_bytes(groups: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) -> int:
+    """The same of all memory, also what is in use."""
+    return min([psutil.virtual_memory().total, *(limit for limit, _ in _groups(groups, own))])
+
+
+def _groups(groups: Path, own: Path) -> Iterator[tuple[int, int]]:
+    """(limit, use) of the control groups that have a limit, in bytes."""
     for line in own.read_text().splitlines() if own.exists() else ():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -65,7 +74,6 @@ def free_bytes(groups: Path = CGROUPS, own: Path = Path("/proc/self/cgroup")) ->
             with contextlib.suppress(OSError, ValueError, KeyError):  # no limit, or the group of another namespace
                 stat = dict(entry.split() for entry in (one / "memory.stat").read_text().splitlines())
                 used = int((one / use).read_text()) - int(stat[cache])
-                free = min(free, int((one / limit).read_text()) - used)
+                yield int((one / limit).read_text()), used
             if one == top:
                 break
-    return free
